@@ -1,0 +1,5 @@
+//! # Towline
+//!
+//! A network transport for NCCL. The library is loaded by NCCL as `libnccl-net.so`.
+
+pub mod os;

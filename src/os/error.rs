@@ -1,0 +1,136 @@
+//! One error type for the whole library: what happened, with whom, what to try.
+//!
+//! Every failure that NCCL or a person sees is an [`Error`]. It carries a [`Cause`] (which decides the NCCL
+//! result code, in `abi::result`), one clear sentence, the peer it happened with when there is one, and a hint.
+
+use std::fmt;
+use std::sync::Arc;
+
+/// The result of every fallible function above the system-call wrappers.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// What kind of failure it is. The NCCL result code follows from this alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Cause {
+    /// The operating system refused a call (out of descriptors, no such interface, …).
+    System,
+    /// The caller gave something that cannot be right: null pointer, unknown device, foreign or stale handle.
+    Argument,
+    /// The call is legal by type but not by order or size: a message longer than its receive, a second `test`.
+    Usage,
+    /// The other side failed, vanished or broke the protocol.
+    Remote,
+    /// A defect of Towline itself (a caught panic, a broken invariant).
+    Internal,
+}
+
+/// A failure: cause, sentence, peer, hint. Cheap to clone, because a connection keeps its first error and
+/// every later request reports the same one.
+#[derive(Clone)]
+pub struct Error(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    cause: Cause,
+    what: String,
+    peer: Option<String>,
+    hint: Option<String>,
+}
+
+impl Error {
+    /// A failure of kind `cause`, told in one sentence without a final stop.
+    pub fn new(cause: Cause, what: impl Into<String>) -> Self {
+        Self(Arc::new(Inner { cause, what: what.into(), peer: None, hint: None }))
+    }
+
+    /// A failed system call: `doing` says what was attempted, as in "binding a listener to eth0".
+    pub fn system(doing: impl fmt::Display, error: &std::io::Error) -> Self {
+        Self::new(Cause::System, format!("{doing} failed: {error}"))
+    }
+
+    /// A bad argument from the host program.
+    pub fn argument(what: impl Into<String>) -> Self {
+        Self::new(Cause::Argument, what)
+    }
+
+    /// A call that breaks the interface's rules.
+    pub fn usage(what: impl Into<String>) -> Self {
+        Self::new(Cause::Usage, what)
+    }
+
+    /// A failure on, or of, the other side.
+    pub fn remote(what: impl Into<String>) -> Self {
+        Self::new(Cause::Remote, what)
+    }
+
+    /// A defect of Towline.
+    pub fn internal(what: impl Into<String>) -> Self {
+        Self::new(Cause::Internal, what)
+    }
+
+    /// The same failure with the peer it concerns (an address, a host name, a rank).
+    #[must_use]
+    pub fn with_peer(self, peer: impl fmt::Display) -> Self {
+        let (cause, what, _, hint) = self.parts();
+        Self(Arc::new(Inner { cause, what, peer: Some(peer.to_string()), hint }))
+    }
+
+    /// The same failure with advice: what the person at the console can try.
+    #[must_use]
+    pub fn with_hint(self, hint: impl Into<String>) -> Self {
+        let (cause, what, peer, _) = self.parts();
+        Self(Arc::new(Inner { cause, what, peer, hint: Some(hint.into()) }))
+    }
+
+    /// Which kind of failure this is.
+    pub fn cause(&self) -> Cause {
+        self.0.cause
+    }
+
+    /// The sentence alone, without peer and hint.
+    pub fn what(&self) -> &str {
+        &self.0.what
+    }
+
+    /// The peer, if the failure has one.
+    pub fn peer(&self) -> Option<&str> {
+        self.0.peer.as_deref()
+    }
+
+    fn parts(&self) -> (Cause, String, Option<String>, Option<String>) {
+        (self.0.cause, self.0.what.clone(), self.0.peer.clone(), self.0.hint.clone())
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.what)?;
+        if let Some(peer) = &self.0.peer {
+            write!(f, " (peer {peer})")?;
+        }
+        if let Some(hint) = &self.0.hint {
+            write!(f, "; {hint}")?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}: {self}", self.0.cause)
+    }
+}
+
+impl std::error::Error for Error {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_says_what_with_whom_and_what_to_try() {
+        let error = Error::remote("the connection was reset").with_peer("10.0.0.2:4711").with_hint("look at its log");
+        assert_eq!(error.to_string(), "the connection was reset (peer 10.0.0.2:4711); look at its log");
+        assert_eq!(error.cause(), Cause::Remote);
+    }
+}

@@ -1,0 +1,5 @@
+//! The ground floor: what the operating system gives, and what every room above shares.
+//!
+//! Nothing here knows NCCL's structs, a wire format or a backend.
+
+pub mod error;
