@@ -4,3 +4,4 @@
 
 pub mod abi;
 pub mod os;
+pub mod plugin;
