@@ -28,14 +28,14 @@ const RUNTIME: [&str; 3] = ["libc.so.6", "libm.so.6", "libgcc_s.so.1"];
 /// The names that NCCL looks for, each a link to the artefact.
 const NAMES: [&str; 2] = ["libnccl-net.so", "libnccl-net-towline.so"];
 
-/// The directory that holds what was built: the library lies beside the program.
+/// What was built: the library's names lie beside the program.
 fn built(name: &str) -> PathBuf {
     Path::new(env!("CARGO_BIN_EXE_towline")).with_file_name(name)
 }
 
 /// What a binutils program says about the library.
 fn inspect(program: &str, arguments: &[&str]) -> String {
-    let library = built("libtowline.so");
+    let library = built(NAMES[0]);
     let output = Command::new(program).args(arguments).arg(&library).output();
     let output = output.unwrap_or_else(|error| panic!("{program} (package binutils) does not start: {error}"));
     assert!(output.status.success(), "{program} on {}: {output:?}", library.display());
@@ -75,7 +75,7 @@ fn lies_under_both_names_that_nccl_looks_for() {
     for name in NAMES {
         let link = built(name);
         let target = fs::read_link(&link).unwrap_or_else(|error| panic!("{}: {error}", link.display()));
-        assert_eq!(target, Path::new("libtowline.so"), "relative, so that the directory can be moved");
+        assert!(target.is_relative(), "so that the directory can be moved: {}", target.display());
         assert!(link.exists(), "{} leads nowhere", link.display());
     }
 }

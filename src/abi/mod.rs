@@ -3,8 +3,8 @@
 //! One file per version of NCCL's net interface ([`v4`] to [`v12`]). Each says what its version changed, holds the
 //! functions that came with it, and exports its table `ncclNetPlugin_vN`; a function that a version has in common
 //! with an older one stays in the older one's file, so a table reads as a history. All of them do the same three
-//! things and nothing else: check and translate arguments ([`pointer`]), make one call of [`crate::plugin::facade`],
-//! translate the answer ([`guard`], [`result`]).
+//! things and nothing else: check and translate arguments (`pointer`), make one call of [`crate::plugin::facade`],
+//! translate the answer (`guard`, `result`).
 //!
 //! # What NCCL promises, and what it does not
 //!

@@ -30,7 +30,7 @@ pub struct InitArgs {
 /// One part of a transfer: a send, or one of a group of receives.
 #[derive(Debug, Clone, Copy)]
 pub struct Part {
-    /// The memory. It belongs to the transport until [`test`] has said done or failed. May be null when `size` is 0.
+    /// The memory. It belongs to the transport until [`test()`] has said done or failed. May be null when `size` is 0.
     pub data: *mut u8,
     /// Bytes to send, or the most that may be received.
     pub size: usize,
