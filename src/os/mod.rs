@@ -2,4 +2,5 @@
 //!
 //! Nothing here knows NCCL's structs, a wire format or a backend.
 
+pub mod config;
 pub mod error;
