@@ -4,4 +4,6 @@
 
 pub mod config;
 pub mod error;
+pub mod fd;
+pub mod fork;
 pub mod log;
