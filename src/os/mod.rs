@@ -6,4 +6,6 @@ pub mod config;
 pub mod error;
 pub mod fd;
 pub mod fork;
+pub mod interfaces;
 pub mod log;
+pub mod sysfs;
