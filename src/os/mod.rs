@@ -8,4 +8,5 @@ pub mod fd;
 pub mod fork;
 pub mod interfaces;
 pub mod log;
+pub mod nccl_conf;
 pub mod sysfs;
