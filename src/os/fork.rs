@@ -9,7 +9,7 @@
 //! - The child's handler takes no lock and allocates nothing. It only calls `close`.
 //! - A descriptor is opened and registered, or unregistered and closed, inside a [`Section`]. A fork waits until no
 //!   thread is in a section, so the child's copy of the registry names exactly the descriptors that it inherited.
-//!   The wait is bounded ([`PATIENCE`]): if it runs out, the child may keep a descriptor, but never closes a
+//!   The wait is bounded (`PATIENCE`): if it runs out, the child may keep a descriptor, but never closes a
 //!   stranger's, because unregistering comes before closing.
 //! - Close-on-exec covers what the handler cannot: `vfork` and `posix_spawn` run no handlers and soon call `exec`.
 //!

@@ -194,17 +194,20 @@ pub fn choose(all: &[Interface], wish: &Wish<'_>) -> (Vec<Interface>, Why) {
     if let Some(names) = wish.names.filter(|names| names.len() > 1) {
         return (pass(names), Why::Asked(names.to_owned()));
     }
-    let rendezvous = || wish.rendezvous.map(|there| (in_subnet(all, there), Why::Rendezvous(there)));
-    let rules: [&dyn Fn() -> Option<(Vec<Interface>, Why)>; 6] = [
-        &|| Some((pass("ib"), Why::InfiniBand)),
-        &rendezvous,
-        &|| Some((pass("^docker,lo,virbr"), Why::Ordinary)),
-        &|| Some((pass("docker"), Why::LastResort("docker"))),
-        &|| Some((pass("lo"), Why::LastResort("lo"))),
-        &|| Some((pass("virbr"), Why::LastResort("virbr"))),
-    ];
-    let chosen = rules.iter().filter_map(|rule| rule()).find(|(found, _)| !found.is_empty());
-    chosen.unwrap_or((Vec::new(), Why::Nothing))
+    let infiniband = pass("ib");
+    if !infiniband.is_empty() {
+        return (infiniband, Why::InfiniBand);
+    }
+    if let Some(there) = wish.rendezvous {
+        let near = in_subnet(all, there);
+        if !near.is_empty() {
+            return (near, Why::Rendezvous(there));
+        }
+    }
+    let last_resort = |prefix| (prefix, Why::LastResort(prefix));
+    let rest = [("^docker,lo,virbr", Why::Ordinary), last_resort("docker"), last_resort("lo"), last_resort("virbr")];
+    let found = rest.into_iter().map(|(list, why)| (pass(list), why)).find(|(found, _)| !found.is_empty());
+    found.unwrap_or((Vec::new(), Why::Nothing))
 }
 
 /// The interfaces of exactly these names, in that order, and the names that no running interface has.

@@ -69,7 +69,7 @@ static LIMITS: [Limiter; PLACES] = [const { Limiter::new() }; PLACES];
 /// [`Limiter::admit`] for a problem that is known by `key` only at run time (a device, an error code).
 ///
 /// The key names the problem, not the peer: with an attacker's address in it, every stranger would be a new one.
-/// Keys share [`PLACES`] limits by their hash.
+/// Keys share 256 limits by their hash.
 pub fn once_per(key: impl Hash) -> Option<u64> {
     let mut hasher = DefaultHasher::new();
     key.hash(&mut hasher);
