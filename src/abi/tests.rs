@@ -158,3 +158,23 @@ fn functions_that_a_host_device_must_not_have_are_null() {
     let v7 = &super::v7::ncclNetPlugin_v7.0;
     assert!(v7.irecvConsumed.is_none() && v7.getDeviceMr.is_none());
 }
+
+#[test]
+fn the_log_speaks_nccl_s_numbers() {
+    use super::ffi::*;
+    // `os::log` knows no NCCL types; it holds the signature and these values as plain numbers.
+    fn as_the_log_has_it(logger: ncclDebugLogger_t) -> Option<crate::os::log::Logger> {
+        logger
+    }
+    assert!(as_the_log_has_it(None).is_none());
+    assert_eq!((NCCL_LOG_WARN, NCCL_LOG_INFO, NCCL_LOG_TRACE), (2, 3, 5));
+    assert_eq!((NCCL_INIT, NCCL_NET, NCCL_ENV), (0x1, 0x10, 0x80));
+}
+
+#[test]
+fn the_devices_speak_nccl_s_numbers() {
+    use crate::plugin::{devices, facade};
+    assert_eq!(i64::try_from(devices::MAX_TRANSFER_BYTES).unwrap(), super::ffi::NCCL_MAX_NET_SIZE_BYTES);
+    assert_eq!(i32::try_from(devices::MAX_MEMBERS).unwrap(), super::ffi::NCCL_NET_MAX_DEVS_PER_NIC_V12);
+    assert_eq!(usize::try_from(devices::MAX_RECVS).unwrap(), facade::MAX_PARTS);
+}

@@ -1,7 +1,4 @@
-//! What NCCL asks for, in Rust's terms: contexts, devices, handles, and the choice of a backend.
-//!
-//! [`facade`] is the only door from `abi`; nothing in this room sees a raw pointer of NCCL's, besides the memory
-//! that a request carries.
+//! What NCCL talks to, behind the C boundary: devices, and the contexts and handles that use them.
 
 pub mod devices;
 pub mod facade;
