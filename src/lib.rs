@@ -3,4 +3,5 @@
 //! A network transport for NCCL. The library is loaded by NCCL as `libnccl-net.so`.
 
 pub mod abi;
+pub mod host;
 pub mod os;

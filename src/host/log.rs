@@ -143,9 +143,31 @@ pub fn logger() -> ffi::ncclDebugLogger_t {
 
 type VariadicLogger = unsafe extern "C" fn(u32, c_ulong, *const c_char, c_int, *const c_char, ...);
 type FixedLogger = unsafe extern "C" fn(
-    u32, c_ulong, *const c_char, c_int, *const c_char,
-    usize, usize, usize, usize, usize, usize, usize, usize, usize, usize, usize, usize,
-    f64, f64, f64, f64, f64, f64, f64, f64,
+    u32,
+    c_ulong,
+    *const c_char,
+    c_int,
+    *const c_char,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+    f64,
+    f64,
+    f64,
+    f64,
+    f64,
+    f64,
+    f64,
+    f64,
 );
 
 #[cfg(not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"))))]
@@ -288,12 +310,34 @@ mod tests {
         assert_eq!(logged!(c"plain"), "plain");
         assert_eq!(logged!(c"NET/%s : %d of %d", c"eth0".as_ptr(), -3_i32, 7_i32), "NET/eth0 : -3 of 7");
         assert_eq!(
-            logged!(c"%s|%d|%ld|%5.1f|%zu|%x|%c|%.2e", c"a".as_ptr(), 1_i32, -2_i64, 2.25_f64, 3_usize, 255_u32, 65_i32, 1e9_f64),
+            logged!(
+                c"%s|%d|%ld|%5.1f|%zu|%x|%c|%.2e",
+                c"a".as_ptr(),
+                1_i32,
+                -2_i64,
+                2.25_f64,
+                3_usize,
+                255_u32,
+                65_i32,
+                1e9_f64
+            ),
             "a|1|-2|  2.2|3|ff|A|1.00e+09"
         );
         // Six arguments and more travel on the stack.
         assert_eq!(
-            logged!(c"%d %d %d %d %d %d %d %d %d %s", 1_i32, 2_i32, 3_i32, 4_i32, 5_i32, 6_i32, 7_i32, 8_i32, 9_i32, c"ten".as_ptr()),
+            logged!(
+                c"%d %d %d %d %d %d %d %d %d %s",
+                1_i32,
+                2_i32,
+                3_i32,
+                4_i32,
+                5_i32,
+                6_i32,
+                7_i32,
+                8_i32,
+                9_i32,
+                c"ten".as_ptr()
+            ),
             "1 2 3 4 5 6 7 8 9 ten"
         );
         assert_eq!(logged!(c"%-6s|%*d|%.*s|", c"ab".as_ptr(), 4_i32, 7_i32, 2_i32, c"xyz".as_ptr()), "ab    |   7|xy|");

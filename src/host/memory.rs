@@ -52,7 +52,8 @@ impl Memory {
     }
 
     fn layout(len: usize) -> Layout {
-        Layout::from_size_align(len + 2 * GUARD_BYTES, GUARD_BYTES).expect("the size of a buffer fits the address space")
+        Layout::from_size_align(len + 2 * GUARD_BYTES, GUARD_BYTES)
+            .expect("the size of a buffer fits the address space")
     }
 
     /// How many bytes.

@@ -79,7 +79,9 @@ impl Table {
         macro_rules! table {
             // SAFETY: NCCL's interface says what lies behind `ncclNetPlugin_vN`: a table of that version, never
             // written after loading. It outlives every use, since every object of the host holds the `Plugin`.
-            ($kind:ident) => { $kind(unsafe { &*address.cast() }) };
+            ($kind:ident) => {
+                $kind(unsafe { &*address.cast() })
+            };
         }
         Some(match version {
             ApiVersion::V4 => table!(V4),
@@ -280,11 +282,11 @@ impl Table {
                 ints[i] = int(part.size)?;
             }
         }
+        let (first, first_size, first_mr) = (data[0], ints[0], mrs[0]);
         let (data, mrs, profiles) = (data.as_mut_ptr(), mrs.as_mut_ptr(), profiles.as_mut_ptr());
         let (sizes, ints, tags) = (sizes.as_mut_ptr(), ints.as_mut_ptr(), tags.as_mut_ptr());
         by_version!(self;
-            // SAFETY: the arrays have one entry at least.
-            V4 (t) => call!(t.irecv(comm, unsafe { *data }, unsafe { *ints }, unsafe { *mrs }, &raw mut request));
+            V4 (t) => call!(t.irecv(comm, first, first_size, first_mr, &raw mut request));
             V5 V6 V7 V8 (t) => call!(t.irecv(comm, count, data, ints, tags, mrs, &raw mut request));
             V9 (t) => call!(t.irecv(comm, count, data, sizes, tags, mrs, &raw mut request));
             V10 V11 V12 (t) => call!(t.irecv(comm, count, data, sizes, tags, mrs, profiles, &raw mut request));
