@@ -5,3 +5,4 @@
 pub mod abi;
 pub mod host;
 pub mod os;
+pub mod plugin;
