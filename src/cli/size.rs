@@ -67,9 +67,17 @@ mod tests {
 
     #[test]
     fn sizes_are_read_in_powers_of_1024() {
-        for (text, bytes) in
-            [("8", 8), ("0", 0), ("64K", 65536), ("64k", 65536), ("1.5G", 3 << 29), ("16MiB", 16 << 20), ("2KB", 2048), ("7b", 7), ("1T", 1 << 40)]
-        {
+        for (text, bytes) in [
+            ("8", 8),
+            ("0", 0),
+            ("64K", 65536),
+            ("64k", 65536),
+            ("1.5G", 3 << 29),
+            ("16MiB", 16 << 20),
+            ("2KB", 2048),
+            ("7b", 7),
+            ("1T", 1 << 40),
+        ] {
             assert_eq!(text.parse(), Ok(Size(bytes)), "{text}");
         }
         for text in ["", "K", "8X", "-1", "1e3", "0.3", "1.5", "8iB", "9999T", "1..5K", "nan", "inf"] {
@@ -79,7 +87,9 @@ mod tests {
 
     #[test]
     fn sizes_are_shown_exactly() {
-        for (bytes, text) in [(8, "8 B"), (0, "0 B"), (1024, "1 KiB"), (1536, "1536 B"), (16 << 20, "16 MiB"), (3 << 29, "1536 MiB")] {
+        for (bytes, text) in
+            [(8, "8 B"), (0, "0 B"), (1024, "1 KiB"), (1536, "1536 B"), (16 << 20, "16 MiB"), (3 << 29, "1536 MiB")]
+        {
             assert_eq!(Size(bytes).to_string(), text);
         }
     }

@@ -32,10 +32,20 @@ impl Table {
         [line(|column| column.heading), line(|column| column.unit)]
     }
 
+    /// How many characters these columns take, with the spaces between them.
+    pub(crate) fn width_of(&self, columns: std::ops::Range<usize>) -> usize {
+        let columns = &self.columns[columns];
+        columns.iter().map(|column| column.width + 2).sum::<usize>().saturating_sub(2)
+    }
+
     /// One row: every cell right-aligned in its column, two spaces between columns.
     pub(crate) fn row(&self, cells: &[String]) -> String {
-        let padded: Vec<_> =
-            self.columns.iter().zip(cells).map(|(column, cell)| format!("{cell:>width$}", width = column.width)).collect();
+        let padded: Vec<_> = self
+            .columns
+            .iter()
+            .zip(cells)
+            .map(|(column, cell)| format!("{cell:>width$}", width = column.width))
+            .collect();
         padded.join("  ")
     }
 }

@@ -369,7 +369,8 @@ impl Request {
     }
 }
 
-/// The sizes that `test` reported, one per buffer. As in NCCL they are `int`: sizes of 2 GiB and more saturate.
+/// The sizes that `test` reported, one per buffer. As in NCCL they are `int`: sizes of 2 GiB and more saturate. −1
+/// stands where the plugin wrote nothing, which some plugins never do.
 #[derive(Debug, Clone, Copy)]
 pub struct Sizes {
     values: [c_int; Self::MOST],

@@ -14,6 +14,7 @@
 
 use std::ffi::{CStr, CString, c_char, c_int, c_ulong};
 use std::fmt;
+use std::io::Write;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::abi::ffi;
@@ -126,7 +127,9 @@ pub fn print_to_stderr(nccl_debug: &str) {
             let process = std::process::id();
             subscribe(move |record| {
                 if record.level <= most {
-                    eprintln!("[{process}] NET {record}");
+                    // In one write, so that lines of several processes do not mix.
+                    let line = format!("[{process}] NET {record}\n");
+                    let _ = std::io::stderr().write_all(line.as_bytes());
                 }
             })
         })

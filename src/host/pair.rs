@@ -76,8 +76,12 @@ impl Pair {
                 if !targets.iter().chain(&sources).all(Memory::guards_intact) {
                     return Err(Code::Overrun("a receive"));
                 }
-                let cut = |(memory, &size): (&Memory, &i32)| memory.bytes()[..usize::try_from(size).unwrap()].to_vec();
-                Ok(targets.iter().zip(sizes.iter()).map(cut).collect())
+                let cut = |(memory, &size): (&Memory, &i32)| {
+                    // A plugin that tells no sizes fills what it was given.
+                    let size = usize::try_from(size).unwrap_or(memory.len());
+                    memory.bytes().get(..size).map(<[u8]>::to_vec).ok_or(Code::Overrun("a receive"))
+                };
+                targets.iter().zip(sizes.iter()).map(cut).collect()
             }
             Err(code) => {
                 // The plugin may still be reading or writing.

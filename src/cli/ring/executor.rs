@@ -50,6 +50,11 @@ impl<L: Link> Ring<L> {
         Self { link, sends_begun: 0, sends_over: 0, waiting: None, receives_begun: 0, receives_over: 0, arrived: None }
     }
 
+    /// Leaves the ring, once nothing is in flight.
+    pub(crate) fn into_link(self) -> L {
+        self.link
+    }
+
     /// Performs `program`.
     pub(crate) fn run(&mut self, program: &[Step], mut buffers: Buffers<'_>) -> Result<(), L::Error> {
         let mut ahead = program.iter().filter(|step| step.action.receives()).map(|step| step.elements.len()).peekable();
@@ -94,9 +99,11 @@ impl<L: Link> Ring<L> {
     fn perform(&mut self, step: &Step, buffers: &mut Buffers<'_>) {
         let elements = &step.elements;
         let count = elements.len();
-        let (received, to_send) = self.link.slots(self.receives_over % SLOTS, self.sends_begun % SLOTS);
-        let received = &received[..count];
-        let to_send = &mut to_send[..count];
+        let from = step.action.receives().then_some(self.receives_over % SLOTS);
+        let to = step.action.sends().then_some(self.sends_begun % SLOTS);
+        let (received, to_send) = self.link.slots(from, to);
+        let received = &received[..if from.is_some() { count } else { 0 }];
+        let to_send = &mut to_send[..if to.is_some() { count } else { 0 }];
         match step.action {
             Action::Send => to_send.copy_from_slice(buffers.input(elements)),
             Action::RecvReduceSend => add(to_send, received, buffers.input(elements)),
@@ -119,7 +126,10 @@ impl<L: Link> Ring<L> {
         }
     }
 
-    fn post_receives(&mut self, ahead: &mut std::iter::Peekable<impl Iterator<Item = usize>>) -> Result<bool, L::Error> {
+    fn post_receives(
+        &mut self,
+        ahead: &mut std::iter::Peekable<impl Iterator<Item = usize>>,
+    ) -> Result<bool, L::Error> {
         let mut posted = false;
         while self.receives_begun - self.receives_over < SLOTS {
             let Some(&elements) = ahead.peek() else { break };

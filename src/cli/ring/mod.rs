@@ -11,7 +11,7 @@ mod executor;
 pub(crate) mod pattern;
 pub(crate) mod program;
 
-pub(crate) use executor::Ring;
+pub(crate) use executor::{Buffers, Ring};
 
 /// Messages in flight per connection and direction: NCCL's number of steps in its buffer.
 pub(crate) const SLOTS: usize = 8;
@@ -26,8 +26,9 @@ pub(crate) trait Link {
     /// Why a transfer failed.
     type Error;
 
-    /// What arrived in a receiving slot, and a sending slot to be filled. Neither is in flight.
-    fn slots(&mut self, receive: usize, send: usize) -> (&[f32], &mut [f32]);
+    /// What arrived in a receiving slot, and a sending slot to be filled; neither is in flight. Empty where no slot is
+    /// asked for.
+    fn slots(&mut self, receive: Option<usize>, send: Option<usize>) -> (&[f32], &mut [f32]);
 
     /// Starts to send the first `elements` of a slot. False means "not now".
     fn start_send(&mut self, slot: usize, elements: usize) -> Result<bool, Self::Error>;

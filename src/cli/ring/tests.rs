@@ -56,9 +56,10 @@ impl StrictLink {
 impl Link for StrictLink {
     type Error = String;
 
-    fn slots(&mut self, receive: usize, send: usize) -> (&[f32], &mut [f32]) {
-        assert!(self.unsent.iter().all(|&(slot, _)| slot != send), "a slot in flight is written");
-        (&self.receive_slots[receive], &mut self.send_slots[send])
+    fn slots(&mut self, receive: Option<usize>, send: Option<usize>) -> (&[f32], &mut [f32]) {
+        assert!(self.unsent.iter().all(|&(slot, _)| Some(slot) != send), "a slot in flight is written");
+        let received = receive.map_or(&[][..], |slot| &self.receive_slots[slot]);
+        (received, send.map_or(&mut [][..], |slot| &mut self.send_slots[slot]))
     }
 
     fn start_send(&mut self, slot: usize, elements: usize) -> Result<bool, String> {
