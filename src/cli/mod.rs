@@ -11,6 +11,7 @@ mod host_link;
 mod output;
 mod plugin_options;
 mod ring;
+mod send_recv;
 mod size;
 mod stats;
 mod table;
@@ -57,9 +58,13 @@ struct CommandLine {
 #[derive(Subcommand)]
 enum Command {
     AllReduce(all_reduce::Options),
+    SendRecv(send_recv::Options),
     /// A rank of all-reduce, started by it.
     #[command(hide = true)]
     Rank,
+    /// The receiving side of send-recv, started by it.
+    #[command(hide = true)]
+    Peer,
 }
 
 /// Runs the program.
@@ -68,6 +73,8 @@ pub(crate) fn main() -> ExitCode {
     take_in_conf_files();
     let outcome = match command_line.command {
         Command::AllReduce(options) => all_reduce::run(&options),
+        Command::SendRecv(options) => send_recv::run(&options),
+        Command::Peer => return send_recv::run_peer(),
         Command::Rank => return all_reduce::run_rank(),
     };
     exit_code(&outcome)
