@@ -10,3 +10,4 @@ pub mod interfaces;
 pub mod log;
 pub mod nccl_conf;
 pub mod sysfs;
+pub mod thread;
