@@ -162,7 +162,7 @@ impl Link for HostLink {
         }
         self.idle_rounds = self.idle_rounds.wrapping_add(1).max(1);
         // Looking at the clock costs more than the rest, so only now and then.
-        if self.idle_rounds % 1024 == 0 && self.idle_since.elapsed() > self.patience {
+        if self.idle_rounds.is_multiple_of(1024) && self.idle_since.elapsed() > self.patience {
             return Err(Error::remote(format!("nothing moved for {} s", self.patience.as_secs()))
                 .with_hint("a peer hangs or the network swallows packets; --timeout sets the limit"));
         }

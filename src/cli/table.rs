@@ -65,7 +65,7 @@ mod tests {
 
     #[test]
     fn a_number_gives_up_decimals_before_width() {
-        assert_eq!(number(3.14159, 6), "3.14");
+        assert_eq!(number(2.54321, 6), "2.54");
         assert_eq!(number(1234.56, 6), "1234.6");
         assert_eq!(number(123_456.7, 6), "123457");
         assert_eq!(number(12_345_678.0, 7), "1e7");

@@ -16,9 +16,15 @@ use super::raw_tcp::{TcpMover, Waiting};
 use super::watch::Watch;
 use super::{Job, Mover, Side, memory};
 
+/// How long someone who connected may take to say hello.
+const HELLO_PATIENCE: Duration = Duration::from_secs(5);
+
 /// The hidden subcommand of the child process.
 pub(crate) fn run_peer() -> ExitCode {
-    let followed = channel_to_parent().and_then(|channel| follow(channel, None, Ipv4Addr::LOCALHOST.into()));
+    let followed = channel_to_parent().and_then(|mut channel| {
+        let met = Follower::meet(&mut channel, None, Ipv4Addr::LOCALHOST.into());
+        follow(channel, met)
+    });
     match followed {
         Ok(_) => ExitCode::SUCCESS,
         // The leader was told, and says it.
@@ -31,18 +37,29 @@ pub(super) fn listen(address: &str, plugin: &PluginOptions) -> Result<Verdict> {
     let listening = |error| Error::system(format!("listening on {address}"), &error);
     let listener = TcpListener::bind(address).map_err(listening)?;
     eprintln!("towline: waiting on {}", listener.local_addr().map_err(listening)?);
-    let (socket, from) = listener.accept().map_err(listening)?;
-    drop(listener);
-    socket.set_nodelay(true).map_err(listening)?;
-    let local = socket.local_addr().map_err(listening)?.ip();
-    eprintln!("towline: following {from}");
-    follow(Channel::tcp(socket, from.to_string()), Some(plugin.choice()), local)
+    loop {
+        let (socket, from) = listener.accept().map_err(listening)?;
+        socket.set_nodelay(true).map_err(listening)?;
+        let local = socket.local_addr().map_err(listening)?.ip();
+        let mut channel = Channel::tcp(socket, from.to_string());
+        match Follower::meet(&mut channel, Some(plugin.choice()), local) {
+            Ok(follower) => {
+                eprintln!("towline: following {from}");
+                drop(listener);
+                return follow(channel, Ok(follower));
+            }
+            // Someone else, or another version: they are told, and we keep waiting for the leader.
+            Err(error) => {
+                eprintln!("towline: {error}");
+                let _ = channel.send(&Answer::Failed { error: error.to_string() });
+            }
+        }
+    }
 }
 
-/// Follows until the leader quits. Failures are told to the leader. `own` is this side's own choice of plugin, when the
-/// leader has no say in it.
-fn follow(mut channel: Channel, own: Option<PluginChoice>, address: IpAddr) -> Result<Verdict> {
-    let outcome = Follower::meet(&mut channel, own, address).and_then(|follower| follower.serve(&mut channel));
+/// Follows until the leader quits. Failures are told to the leader.
+fn follow(mut channel: Channel, met: Result<Follower>) -> Result<Verdict> {
+    let outcome = met.and_then(|follower| follower.serve(&mut channel));
     if let Err(error) = &outcome {
         // When the leader is gone too, nobody is left to tell.
         let _ = channel.send(&Answer::Failed { error: error.to_string() });
@@ -51,6 +68,7 @@ fn follow(mut channel: Channel, own: Option<PluginChoice>, address: IpAddr) -> R
 }
 
 struct Follower {
+    /// This side's own choice of plugin, when the leader has no say in it.
     own: Option<PluginChoice>,
     address: IpAddr,
     memory_bytes: usize,
@@ -62,7 +80,7 @@ struct Follower {
 impl Follower {
     fn meet(channel: &mut Channel, own: Option<PluginChoice>, address: IpAddr) -> Result<Self> {
         // A stranger that connects and says nothing shall not hold us up for ever.
-        channel.set_patience(Some(Duration::from_secs(60)))?;
+        channel.set_patience(Some(HELLO_PATIENCE))?;
         let Order::Hello { version, memory_bytes, timeout_s } = channel.receive()? else {
             return Err(Error::remote("it did not say hello").with_peer(channel.peer()));
         };

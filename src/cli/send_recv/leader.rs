@@ -117,7 +117,7 @@ impl Leader {
 
     /// Verifies and measures one size. The ways take turns, so that what else happens on the host hits them alike.
     fn measure(&mut self, options: &Options, size: Size, output: &mut Output) -> Result<Row> {
-        let fitting = if size.0 == 0 { self.outstanding } else { self.memory_bytes / size.0 };
+        let fitting = self.memory_bytes.checked_div(size.0).unwrap_or(self.outstanding);
         let outstanding = self.outstanding.min(fitting).max(1);
         let job = Job { size: size.0, count: outstanding, outstanding };
         let ways = [Way::Plugin, Way::RawTcp];

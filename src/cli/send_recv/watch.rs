@@ -33,7 +33,7 @@ impl<'a> Watch<'a> {
             self.since = Instant::now();
         }
         self.rounds = self.rounds.wrapping_add(1).max(1);
-        if self.rounds % 4096 == 0 {
+        if self.rounds.is_multiple_of(4096) {
             self.check()?;
         }
         std::thread::yield_now();
