@@ -156,6 +156,11 @@ impl SendCore {
         self.streams.get(index).is_some_and(|stream| stream.live)
     }
 
+    /// Whether stream `index` was connected and broke.
+    pub fn is_down(&self, index: usize) -> bool {
+        self.streams.get(index).is_some_and(|stream| !stream.live)
+    }
+
     /// A new message of `length` bytes.
     ///
     /// # Errors

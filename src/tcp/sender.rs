@@ -596,7 +596,7 @@ impl SendConn {
             let mut state = self.state();
             let State { core, payloads, done } = &mut *state;
             // A stream that is connected again has been fenced by its own handshake.
-            if index >= MAX_STREAMS || core.is_live(index) {
+            if !core.is_down(index) {
                 return Ok(());
             }
             core.fenced(index, frames, done)?;
