@@ -7,6 +7,7 @@
 mod all_reduce;
 mod channel;
 mod children;
+mod doctor;
 mod host_link;
 mod output;
 mod plugin_options;
@@ -34,12 +35,14 @@ pub(crate) enum Verdict {
     Good,
     /// Data arrived wrong.
     WrongData,
+    /// The doctor found problems, and told them.
+    Problems,
 }
 
 const AFTER_HELP: &str = "\
 Exit status:
   0    everything ran and all data was right
-  1    something failed: an error, a process that died
+  1    something failed: an error, a process that died; or the doctor found a problem
   2    the command line is wrong
   3    everything ran, but data was wrong
   141  the reader of the output went away
@@ -59,6 +62,7 @@ struct CommandLine {
 enum Command {
     AllReduce(all_reduce::Options),
     SendRecv(send_recv::Options),
+    Doctor(doctor::Options),
     /// A rank of all-reduce, started by it.
     #[command(hide = true)]
     Rank,
@@ -74,6 +78,7 @@ pub(crate) fn main() -> ExitCode {
     let outcome = match command_line.command {
         Command::AllReduce(options) => all_reduce::run(&options),
         Command::SendRecv(options) => send_recv::run(&options),
+        Command::Doctor(options) => doctor::run(&options),
         Command::Peer => return send_recv::run_peer(),
         Command::Rank => return all_reduce::run_rank(),
     };
@@ -83,6 +88,7 @@ pub(crate) fn main() -> ExitCode {
 fn exit_code(outcome: &Result<Verdict>) -> ExitCode {
     match outcome {
         Ok(Verdict::Good) => ExitCode::SUCCESS,
+        Ok(Verdict::Problems) => ExitCode::from(EXIT_FAILED),
         Ok(Verdict::WrongData) => ExitCode::from(EXIT_WRONG),
         Err(error) => {
             eprintln!("towline: {error}");

@@ -38,6 +38,17 @@ impl Table {
         columns.iter().map(|column| column.width + 2).sum::<usize>().saturating_sub(2)
     }
 
+    /// One row of texts: every cell left-aligned in its column.
+    pub(crate) fn left_row(&self, cells: &[String]) -> String {
+        let padded: Vec<_> = self
+            .columns
+            .iter()
+            .zip(cells)
+            .map(|(column, cell)| format!("{cell:<width$}", width = column.width))
+            .collect();
+        padded.join("  ").trim_end().to_owned()
+    }
+
     /// One row: every cell right-aligned in its column, two spaces between columns.
     pub(crate) fn row(&self, cells: &[String]) -> String {
         let padded: Vec<_> = self
