@@ -2,4 +2,12 @@
 //!
 //! Nothing here knows NCCL's structs, a wire format or a backend.
 
+pub mod config;
 pub mod error;
+pub mod fd;
+pub mod fork;
+pub mod interfaces;
+pub mod log;
+pub mod nccl_conf;
+pub mod sysfs;
+pub mod thread;
