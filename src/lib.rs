@@ -7,4 +7,6 @@ pub mod engine;
 pub mod host;
 pub mod os;
 pub mod plugin;
+#[cfg(feature = "rdma")]
+pub mod rdma;
 pub mod tcp;

@@ -18,7 +18,7 @@ mod value;
 
 pub use complaint::{Complaint, nearest};
 pub use render::{Setting, Source, render_markdown, settings};
-pub use value::{Family, LogLevel, Rails, Value};
+pub use value::{Backend, Family, LogLevel, Number, Rails, Value};
 
 use std::time::Duration;
 
@@ -184,6 +184,16 @@ variables! {
         help: "The TCP congestion control of Towline's sockets, by the kernel's name (see \
                `/proc/sys/net/ipv4/tcp_available_congestion_control`). Unset: the system's default.",
     }
+    backend: Backend {
+        name: "TOWLINE_BACKEND",
+        default: "auto",
+        unit: "",
+        since: "0.1.0",
+        read: "init; devices",
+        help: "Which network carries the data. `rdma`: RoCE and InfiniBand ports, and a failure when there is none. \
+               `tcp`: sockets. `auto`: RDMA when there is a usable port, otherwise TCP. Set it the same way on all \
+               hosts.",
+    }
     speed: Option<u32> {
         name: "TOWLINE_SPEED",
         default: "auto",
@@ -222,6 +232,196 @@ variables! {
         read: "init; devices",
         help: "NCCL's choice of the address family. Unset: the first address of each interface, which is its IPv4 \
                address when it has one.",
+    }
+    ib_disable: bool {
+        name: "NCCL_IB_DISABLE",
+        default: "0",
+        unit: "",
+        since: "0.1.0",
+        read: "init; devices",
+        help: "With 1, `TOWLINE_BACKEND=auto` does not look for RDMA devices, as in NCCL.",
+    }
+    ib_hca: Option<String> {
+        name: "NCCL_IB_HCA",
+        default: "",
+        unit: "",
+        since: "0.1.0",
+        read: "init; devices",
+        help: "NCCL's choice of RDMA devices and ports: a comma-separated list of name prefixes, each with an optional \
+               `:port`, `:rail` and `:plane`. `=` in front asks for exact names, `^` in front excludes. Unset: every \
+               active port.",
+    }
+    ib_merge_vfs: bool {
+        name: "NCCL_IB_MERGE_VFS",
+        default: "1",
+        unit: "",
+        since: "0.1.0",
+        read: "init; devices",
+        help: "Whether the virtual functions of a card are shown to NCCL as ports of one card.",
+    }
+    ib_merge_nics: bool {
+        name: "NCCL_IB_MERGE_NICS",
+        default: "1",
+        unit: "",
+        since: "0.1.0",
+        read: "makeVDevice; devices",
+        help: "Whether NCCL may fuse RDMA ports into one device, whose connections use all of them.",
+    }
+    ib_device_pci_order: bool {
+        name: "NCCL_IB_DEVICE_PCI_ORDER",
+        default: "1",
+        unit: "",
+        since: "0.1.0",
+        read: "init; devices",
+        help: "Whether RDMA ports are sorted by PCI address. With 0 they stay in libibverbs's order.",
+    }
+    ib_gid_index: Number<-1, 255> {
+        name: "NCCL_IB_GID_INDEX",
+        default: "-1",
+        unit: "index",
+        since: "0.1.0",
+        read: "init; devices",
+        help: "RoCE: the entry of the port's GID table to use. −1 lets family, range and version choose.",
+    }
+    ib_roce_version: Number<1, 2> {
+        name: "NCCL_IB_ROCE_VERSION_NUM",
+        default: "2",
+        unit: "",
+        since: "0.1.0",
+        read: "init; devices",
+        help: "RoCE: the version of the chosen GID, where there is one.",
+    }
+    ib_addr_family: Option<Family> {
+        name: "NCCL_IB_ADDR_FAMILY",
+        default: "AF_INET",
+        unit: "",
+        since: "0.1.0",
+        read: "init; devices",
+        help: "RoCE: the address family of the chosen GID.",
+    }
+    ib_addr_range: Option<String> {
+        name: "NCCL_IB_ADDR_RANGE",
+        default: "",
+        unit: "",
+        since: "0.1.0",
+        read: "init; devices",
+        help: "RoCE: the chosen GID must lie in this range, as in `10.7.0.0/16`. Unset: any address.",
+    }
+    ib_routable_index: Number<0, 255> {
+        name: "NCCL_IB_ROUTABLE_FLID_GID_INDEX",
+        default: "1",
+        unit: "index",
+        since: "0.1.0",
+        read: "init; devices",
+        help: "InfiniBand: the entry of the GID table that is used when it holds a routable forwarding identifier.",
+    }
+    ib_pkey: Number<0, 65535> {
+        name: "NCCL_IB_PKEY",
+        default: "0",
+        unit: "index",
+        since: "0.1.0",
+        read: "connections",
+        help: "The place of the partition key in the port's table.",
+    }
+    ib_sl: Number<-1, 15> {
+        name: "NCCL_IB_SL",
+        default: "-1",
+        unit: "",
+        since: "0.1.0",
+        read: "connections",
+        help: "The service level. −1: the communicator's traffic class decides, else 0.",
+    }
+    ib_tc: Number<-1, 255> {
+        name: "NCCL_IB_TC",
+        default: "-1",
+        unit: "",
+        since: "0.1.0",
+        read: "connections",
+        help: "The traffic class; on RoCE the whole ToS byte of the packets. −1: the communicator's, else 0.",
+    }
+    ib_fifo_tc: Number<-1, 255> {
+        name: "NCCL_IB_FIFO_TC",
+        default: "-1",
+        unit: "",
+        since: "0.1.0",
+        read: "connections",
+        help: "The traffic class of the clear-to-send messages, which are small and should not wait behind data. \
+               −1: that of the data.",
+    }
+    ib_timeout: Number<1, 31> {
+        name: "NCCL_IB_TIMEOUT",
+        default: "20",
+        unit: "power of two",
+        since: "0.1.0",
+        read: "connections",
+        help: "How long a queue pair waits for an acknowledgement: 4.096 µs times two to this power. 20 is 4.3 s.",
+    }
+    ib_retry_cnt: Number<0, 7> {
+        name: "NCCL_IB_RETRY_CNT",
+        default: "7",
+        unit: "attempts",
+        since: "0.1.0",
+        read: "connections",
+        help: "How often a queue pair sends again before it gives up.",
+    }
+    ib_qps_per_connection: Number<1, 128> {
+        name: "NCCL_IB_QPS_PER_CONNECTION",
+        default: "1",
+        unit: "queue pairs",
+        since: "0.1.0",
+        read: "connections",
+        help: "Queue pairs of a connection on each of its ports. More of them spread a connection over the paths of a \
+               fabric that routes by flow.",
+    }
+    ib_split_data_on_qps: bool {
+        name: "NCCL_IB_SPLIT_DATA_ON_QPS",
+        default: "0",
+        unit: "",
+        since: "0.1.0",
+        read: "connections",
+        help: "With 1 every message is split over all queue pairs. With 0 messages take turns, each on one queue pair \
+               of every port.",
+    }
+    ib_adaptive_routing: Number<-2, 1> {
+        name: "NCCL_IB_ADAPTIVE_ROUTING",
+        default: "-2",
+        unit: "",
+        since: "0.1.0",
+        read: "init; devices",
+        help: "Whether the fabric may reorder packets of a queue pair, so that the end of a large message needs a \
+               message of its own. −2: yes on InfiniBand, no on RoCE.",
+    }
+    ib_ar_threshold: Number<0, 1073741824> {
+        name: "NCCL_IB_AR_THRESHOLD",
+        default: "8192",
+        unit: "bytes",
+        since: "0.1.0",
+        read: "connections",
+        help: "With adaptive routing, the size above which the end of a message is told by a message of its own.",
+    }
+    ib_pci_relaxed_ordering: Number<0, 2> {
+        name: "NCCL_IB_PCI_RELAXED_ORDERING",
+        default: "2",
+        unit: "",
+        since: "0.1.0",
+        read: "init; memory",
+        help: "Whether RDMA devices may reorder writes over PCIe. 1 and 2: where libibverbs knows how; 0: no.",
+    }
+    ib_ece_enable: bool {
+        name: "NCCL_IB_ECE_ENABLE",
+        default: "1",
+        unit: "",
+        since: "0.1.0",
+        read: "connections",
+        help: "Whether the two drivers may agree on features beyond the standard (enhanced connection establishment).",
+    }
+    ib_async_events: bool {
+        name: "NCCL_IB_RETURN_ASYNC_EVENTS",
+        default: "1",
+        unit: "",
+        since: "0.1.0",
+        read: "connections",
+        help: "Whether a fatal event of a device fails its connections. With 0 it is only logged.",
     }
     comm_id: Option<String> {
         name: "NCCL_COMM_ID",

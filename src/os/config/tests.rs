@@ -35,6 +35,10 @@ fn each_variable_reaches_its_field() {
         ("NCCL_SOCKET_IFNAME", "=eth0"),
         ("NCCL_SOCKET_FAMILY", "AF_INET6"),
         ("NCCL_COMM_ID", "10.0.0.1:1234"),
+        ("TOWLINE_BACKEND", "RDMA"),
+        ("NCCL_IB_HCA", "=mlx5_0:1"),
+        ("NCCL_IB_GID_INDEX", "3"),
+        ("NCCL_IB_PKEY", "0x7f"),
         ("PATH", "/bin"),
     ]);
     assert_eq!(complaints, []);
@@ -52,6 +56,11 @@ fn each_variable_reaches_its_field() {
         socket_ifname: Some("=eth0".into()),
         socket_family: Some(Family::V6),
         comm_id: Some("10.0.0.1:1234".into()),
+        backend: Backend::Rdma,
+        ib_hca: Some("=mlx5_0:1".into()),
+        ib_gid_index: Number(3),
+        ib_pkey: Number(0x7f),
+        ..Config::default()
     };
     assert_eq!(config, expected);
 }
@@ -72,6 +81,10 @@ fn an_unknown_name_is_told_with_the_nearest_valid_one() {
 fn a_bad_value_is_told_with_the_nearest_valid_one_and_the_default_is_used() {
     for (name, value, near) in [
         ("TOWLINE_LOG", "wran", Some("warn")),
+        ("TOWLINE_BACKEND", "rmda", Some("rdma")),
+        ("NCCL_IB_TIMEOUT", "40", Some("31")),
+        ("NCCL_IB_TC", "-2", Some("-1")),
+        ("NCCL_IB_SL", "high", None),
         ("TOWLINE_STREAMS", "0", Some("1")),
         ("TOWLINE_STREAMS", "99999999999999999999999", Some("1024")),
         ("TOWLINE_STREAMS", "many", None),

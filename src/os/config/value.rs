@@ -47,6 +47,21 @@ pub enum Family {
     V6,
 }
 
+/// `TOWLINE_BACKEND`: which network carries the data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Backend {
+    /// RDMA where there is a usable port, else TCP.
+    Auto,
+    /// Sockets.
+    Tcp,
+    /// RoCE and InfiniBand.
+    Rdma,
+}
+
+/// A whole number from `LEAST` to `MOST`. Hexadecimal with `0x` is understood, as NCCL does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Number<const LEAST: i64, const MOST: i64>(pub i64);
+
 /// How much is logged: each level includes those before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum LogLevel {
@@ -126,6 +141,37 @@ impl Value for LogLevel {
 
     fn parse(text: &str) -> Result<Self, Bad> {
         word(text, LEVELS)
+    }
+}
+
+const BACKENDS: &[(&str, Backend)] = &[("auto", Backend::Auto), ("tcp", Backend::Tcp), ("rdma", Backend::Rdma)];
+
+impl Value for Backend {
+    fn kind() -> String {
+        one_of(&BACKENDS.iter().map(|(word, _)| *word).collect::<Vec<_>>())
+    }
+
+    fn parse(text: &str) -> Result<Self, Bad> {
+        word(text, BACKENDS)
+    }
+}
+
+impl<const LEAST: i64, const MOST: i64> Value for Number<LEAST, MOST> {
+    fn kind() -> String {
+        format!("a whole number from {LEAST} to {MOST}")
+    }
+
+    fn parse(text: &str) -> Result<Self, Bad> {
+        let text = text.trim();
+        let number = match text.strip_prefix("0x") {
+            Some(digits) => i128::from_str_radix(digits, 16).ok(),
+            None => text.parse().ok(),
+        };
+        let near = number.map(|number: i128| number.clamp(i128::from(LEAST), i128::from(MOST)));
+        match (number, near.and_then(|near| i64::try_from(near).ok())) {
+            (Some(number), Some(near)) if number == i128::from(near) => Ok(Self(near)),
+            (_, near) => Err(Bad { expected: Self::kind(), nearest: near.map(|near| near.to_string()) }),
+        }
     }
 }
 

@@ -1,0 +1,296 @@
+//! The ports that can carry NCCL's traffic, in NCCL's order, with what NCCL is told of them.
+//!
+//! The rules are those of NCCL's own IB transport, so that the same variables choose the same ports: active ports
+//! of InfiniBand and Ethernet, `NCCL_IB_HCA`'s choice among them, sorted by PCI address, ports of one card counted
+//! through. [`discover`] asks libibverbs and the kernel; [`arrange`] holds the rules and touches neither.
+//!
+//! Guarantee: two processes of one host get the same list, as long as the host does not change in between.
+//!
+//! This module must not know NCCL's structs, nor how a connection uses a port.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use super::dl::Verbs;
+use super::gid::{self, GidEntry, GidWish};
+use super::hca::{Choice, HcaFilter};
+use super::sysfs::RdmaSysfs;
+use super::verbs::{Context, DeviceFacts, Gid, LinkLayer, PortFacts, ProtectionDomain, open_devices};
+use crate::os::config::{Config, Family};
+use crate::os::error::Result;
+
+/// The most ports that are used, as in NCCL.
+const MAX_PORTS: usize = 64;
+
+/// What the user wants.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Wish {
+    /// `NCCL_IB_HCA`.
+    pub filter: HcaFilter,
+    /// `NCCL_IB_MERGE_VFS`: whether virtual functions of a card count as ports of it.
+    pub merge_vfs: bool,
+    /// `NCCL_IB_DEVICE_PCI_ORDER`: whether ports are sorted by PCI address, and not in libibverbs's order.
+    pub pci_order: bool,
+    /// How a RoCE port's GID is chosen.
+    pub gid: GidWish,
+    /// `NCCL_IB_ROUTABLE_FLID_GID_INDEX`.
+    pub routable_index: u32,
+}
+
+impl Wish {
+    /// What the configuration asks for, and what is wrong with it.
+    pub fn from_config(config: &Config) -> (Self, Vec<String>) {
+        let family = config.ib_addr_family.unwrap_or(Family::V4);
+        let range = config.ib_addr_range.as_deref().map(|text| gid::Range::parse(text, family)).transpose();
+        let (range, complaints) = match range {
+            Ok(range) => (range, Vec::new()),
+            Err(why) => (None, vec![format!("NCCL_IB_ADDR_RANGE is ignored: {why}")]),
+        };
+        let gid = GidWish {
+            index: u32::try_from(config.ib_gid_index.0).ok(),
+            family,
+            range,
+            version: u8::try_from(config.ib_roce_version.0).unwrap_or(2),
+        };
+        let wish = Self {
+            filter: HcaFilter::parse(config.ib_hca.as_deref().unwrap_or("")),
+            merge_vfs: config.ib_merge_vfs,
+            pci_order: config.ib_device_pci_order,
+            gid,
+            routable_index: u32::try_from(config.ib_routable_index.0).unwrap_or(0),
+        };
+        (wish, complaints)
+    }
+}
+
+/// One port before the rules: what libibverbs and the kernel say.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Found {
+    /// The device's name.
+    pub device: String,
+    /// The port's number, from 1.
+    pub number: u8,
+    /// What the device says.
+    pub card: DeviceFacts,
+    /// What the port says.
+    pub port: PortFacts,
+    /// The rate that the kernel names, in Mbit/s.
+    pub rate_mbps: Option<u32>,
+    /// Where the card is on the PCI bus.
+    pub pci_path: Option<PathBuf>,
+}
+
+/// A port that may be used.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Port {
+    /// The device's name.
+    pub device: String,
+    /// The port's number, from 1.
+    pub number: u8,
+    /// InfiniBand or Ethernet.
+    pub link_layer: LinkLayer,
+    /// The speed in Mbit/s.
+    pub speed_mbps: u32,
+    /// The card's identity: the same for all its functions and ports.
+    pub guid: u64,
+    /// The most queue pairs of the device.
+    pub max_qp: i32,
+    /// Where the card is on the PCI bus, ports and, unless told otherwise, virtual functions made equal, so that NCCL
+    /// sees one card.
+    pub pci_path: Option<PathBuf>,
+    /// The port of the card as NCCL counts: cards with a function for each port say 1 for each of them.
+    pub card_port: i32,
+    /// The rail's number, −1 for none.
+    pub rail: i16,
+    /// The plane's number, −1 for none.
+    pub plane: i16,
+}
+
+/// A port that may be used, with its device.
+#[derive(Debug, Clone)]
+pub struct OpenPort {
+    /// What it is.
+    pub port: Port,
+    /// Its device, opened.
+    pub context: Context,
+    /// What the port said when it was found.
+    pub facts: PortFacts,
+    /// Its place in the GID table, and why this one.
+    pub gid_index: u32,
+    /// Why this one.
+    pub gid_why: gid::Why,
+    /// The GID at that place.
+    pub gid: Gid,
+    /// Whether memory can be registered through DMA-BUF.
+    pub takes_dmabuf: bool,
+}
+
+/// The ports of this host.
+#[derive(Debug, Clone)]
+pub struct Discovery {
+    /// In NCCL's order.
+    pub ports: Vec<OpenPort>,
+    /// The kernel module through which devices reach GPU memory by its address.
+    pub peer_memory: Option<&'static str>,
+    /// What the user should know although it is no failure.
+    pub warnings: Vec<String>,
+}
+
+/// The one line that `NCCL_DEBUG=INFO` shows.
+impl fmt::Display for Discovery {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.ports.is_empty() {
+            return f.write_str("no usable RDMA port");
+        }
+        f.write_str("RDMA ports")?;
+        for (index, open) in self.ports.iter().enumerate() {
+            let Port { device, number, link_layer, speed_mbps, .. } = &open.port;
+            write!(f, " [{index}]{device}:{number}/{link_layer}({speed_mbps} Mbit/s")?;
+            match link_layer {
+                LinkLayer::Ethernet => write!(f, ", GID {} {})", open.gid_index, gid::display(&open.gid))?,
+                LinkLayer::InfiniBand => write!(f, ", LID {})", open.facts.lid)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The usable RDMA ports of this host.
+///
+/// # Errors
+/// When libibverbs does not load or cannot list devices. No device at all is no error.
+pub fn discover(config: &Config) -> Result<Discovery> {
+    let (wish, mut warnings) = Wish::from_config(config);
+    let sysfs = RdmaSysfs::default();
+    let contexts = open_devices(Verbs::load()?)?;
+    let mut found = Vec::new();
+    for context in &contexts {
+        match ports_of(context, &sysfs) {
+            Ok(ports) => found.extend(ports),
+            Err(error) => warnings.push(error.to_string()),
+        }
+    }
+    let missing = wish.filter.unmatched(found.iter().map(|found| (found.device.as_str(), found.number)));
+    warnings
+        .extend(missing.iter().map(|entry| format!("NCCL_IB_HCA names {entry}, but there is no such device or port")));
+    let mut ports = Vec::new();
+    for (port, facts) in arrange(found, &wish) {
+        let Some(context) = contexts.iter().find(|context| context.name() == port.device) else { continue };
+        match open_port(port, facts, context, &wish, &sysfs) {
+            Ok(port) => ports.push(port),
+            Err(error) => warnings.push(error.to_string()),
+        }
+    }
+    Ok(Discovery { ports, peer_memory: sysfs.peer_memory(), warnings })
+}
+
+fn ports_of(context: &Context, sysfs: &RdmaSysfs) -> Result<Vec<Found>> {
+    let card = context.facts()?;
+    let port = |number: u8| {
+        Ok(Found {
+            device: context.name().to_owned(),
+            number,
+            card,
+            port: context.port(number)?,
+            rate_mbps: sysfs.rate_mbps(context.name(), number),
+            pci_path: sysfs.pci_path(context.name()),
+        })
+    };
+    (1..=card.ports).map(port).collect()
+}
+
+fn open_port(port: Port, facts: PortFacts, context: &Context, wish: &Wish, sysfs: &RdmaSysfs) -> Result<OpenPort> {
+    let table = gid_table(context, port.number, facts.gid_count, sysfs);
+    let (gid_index, gid_why) = match port.link_layer {
+        LinkLayer::Ethernet => gid::choose(&table, &wish.gid),
+        LinkLayer::InfiniBand => gid::choose_infiniband(&table, wish.routable_index),
+    };
+    let gid = context.gid(port.number, gid_index)?;
+    let takes_dmabuf = ProtectionDomain::new(context)?.takes_dmabuf();
+    Ok(OpenPort { port, context: context.clone(), facts, gid_index, gid_why, gid, takes_dmabuf })
+}
+
+/// The entries of a port's GID table that can be read.
+pub fn gid_table(context: &Context, port: u8, entries: u32, sysfs: &RdmaSysfs) -> Vec<GidEntry> {
+    let entry = |index| {
+        let gid = context.gid(port, index).ok()?;
+        let version = sysfs.gid_version(context.name(), port, index);
+        Some(GidEntry { index, gid, version })
+    };
+    (0..entries).filter_map(entry).collect()
+}
+
+/// The rules: which of these ports may be used, in which order, and how they are shown to NCCL.
+pub fn arrange(found: Vec<Found>, wish: &Wish) -> Vec<(Port, PortFacts)> {
+    let usable = found.into_iter().filter_map(|found| {
+        let link_layer = found.port.link_layer.filter(|_| found.port.is_active)?;
+        let choice = wish.filter.choose(&found.device, found.number)?;
+        Some((found, link_layer, choice))
+    });
+    let mut usable: Vec<(Found, LinkLayer, Choice)> = usable.take(MAX_PORTS).collect();
+    if wish.pci_order {
+        // Stable: what shares an address stays in libibverbs's order. What has none goes last.
+        usable.sort_by_key(|(found, ..)| found.pci_path.as_deref().map_or(u64::MAX, pci_number));
+    }
+    let mut ports: Vec<(Port, PortFacts)> = Vec::new();
+    for (found, link_layer, choice) in usable {
+        let card = found.pci_path.as_deref().map(|path| card_path(path, wish.merge_vfs));
+        let before = ports.iter().filter(|(port, _)| card.is_some() && port.pci_path == card).count();
+        let port = Port {
+            speed_mbps: speed(&found),
+            device: found.device,
+            number: found.number,
+            link_layer,
+            guid: found.card.guid,
+            max_qp: found.card.max_qp,
+            pci_path: card,
+            card_port: i32::from(found.number) + i32::try_from(before).unwrap_or(0),
+            rail: choice.rail,
+            plane: choice.plane,
+        };
+        ports.push((port, found.port));
+    }
+    ports
+}
+
+/// Mbit/s of one lane by the encoded speed, lowest bit first: SDR, DDR, QDR, FDR10, FDR, EDR, HDR, NDR.
+const LANE_MBPS: [u32; 8] = [2500, 5000, 10_000, 10_000, 14_000, 25_000, 50_000, 100_000];
+/// Lanes by the encoded width, lowest bit first.
+const LANES: [u32; 5] = [1, 4, 8, 12, 2];
+
+/// The speed by rate and width, or the kernel's own word where that is more: the encoding of older libraries ends at
+/// NDR.
+fn speed(found: &Found) -> u32 {
+    let lowest = |encoded: u8, most: usize| (encoded.trailing_zeros() as usize).min(most - 1);
+    let lane = LANE_MBPS[lowest(found.port.active_speed, LANE_MBPS.len())];
+    let lanes = LANES[lowest(found.port.active_width, LANES.len())];
+    (lane * lanes).max(found.rate_mbps.unwrap_or(0))
+}
+
+/// The last part of a PCI path, as in `0000:17:00.1`, as a number to sort by.
+fn pci_number(path: &Path) -> u64 {
+    let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    let digits: String = name.chars().filter(char::is_ascii_hexdigit).collect();
+    u64::from_str_radix(&digits, 16).unwrap_or(u64::MAX)
+}
+
+/// A path that is the same for all ports of a card: function 0 and, if virtual functions are to be merged, device 0,
+/// as in NCCL, whose topology search compares these paths.
+fn card_path(path: &Path, merge_vfs: bool) -> PathBuf {
+    let mut name: Vec<u8> = path.file_name().map(|name| name.as_encoded_bytes().to_vec()).unwrap_or_default();
+    let length = name.len();
+    // "0000:17:02.3": the device's two digits are the fourth and third from the end, the function's is the last.
+    let is_pci_address = length >= 5 && name[length - 2] == b'.';
+    if !is_pci_address {
+        return path.to_owned();
+    }
+    name[length - 1] = b'0';
+    if merge_vfs {
+        name[length - 3] = b'0';
+        name[length - 4] = b'0';
+    }
+    path.with_file_name(String::from_utf8_lossy(&name).into_owned())
+}
+
+#[cfg(test)]
+mod tests;

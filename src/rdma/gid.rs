@@ -1,0 +1,315 @@
+//! Which entry of a port's GID table stands for the port.
+//!
+//! On RoCE a port has several GIDs: for each address of its interface one for each RoCE version, besides the
+//! link-local ones. The rule is NCCL's: of the wanted address family (`NCCL_IB_ADDR_FAMILY`) and within the wanted
+//! range (`NCCL_IB_ADDR_RANGE`), the first routable entry of the wanted RoCE version (`NCCL_IB_ROCE_VERSION_NUM`),
+//! else the first entry of the family; `NCCL_IB_GID_INDEX` overrides everything. When nothing fits it is entry 0.
+//! On InfiniBand it is entry 0, or the one with a routable forwarding identifier where the fabric has such.
+//!
+//! This module must not know libibverbs: tables come in as lists.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv6Addr};
+
+use super::verbs::Gid;
+use crate::os::config::Family;
+
+/// How GIDs travel on Ethernet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RoceVersion {
+    /// In a frame type of its own; cannot be routed.
+    V1,
+    /// Inside UDP.
+    V2,
+}
+
+impl fmt::Display for RoceVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::V1 => "RoCE v1",
+            Self::V2 => "RoCE v2",
+        })
+    }
+}
+
+/// An entry of a port's GID table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GidEntry {
+    /// Its place in the table.
+    pub index: u32,
+    /// The GID.
+    pub gid: Gid,
+    /// None when the kernel does not say, and on InfiniBand.
+    pub version: Option<RoceVersion>,
+}
+
+/// What the user wants of a RoCE port's GID.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GidWish {
+    /// `NCCL_IB_GID_INDEX`.
+    pub index: Option<u32>,
+    /// `NCCL_IB_ADDR_FAMILY`.
+    pub family: Family,
+    /// `NCCL_IB_ADDR_RANGE`.
+    pub range: Option<Range>,
+    /// `NCCL_IB_ROCE_VERSION_NUM`: 1, 2, or something that no entry has.
+    pub version: u8,
+}
+
+impl Default for GidWish {
+    fn default() -> Self {
+        Self { index: None, family: Family::V4, range: None, version: 2 }
+    }
+}
+
+/// A range of addresses, as in `10.7.0.0/16`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Range {
+    address: IpAddr,
+    bits: u8,
+}
+
+impl Range {
+    /// Reads `address/bits`; the address must be of the family that is asked for.
+    ///
+    /// # Errors
+    /// Says what is wrong with the text.
+    pub fn parse(text: &str, family: Family) -> Result<Self, String> {
+        let (address, bits) =
+            text.split_once('/').ok_or_else(|| format!("{text:?} has no prefix length, as in 10.7.0.0/16"))?;
+        let address: IpAddr = address.trim().parse().map_err(|_| format!("{address:?} is no address"))?;
+        let most = match (address, family) {
+            (IpAddr::V4(_), Family::V4) => 32,
+            (IpAddr::V6(_), Family::V6) => 128,
+            _ => return Err(format!("{address} is not of the family that NCCL_IB_ADDR_FAMILY names")),
+        };
+        match bits.trim().parse() {
+            Ok(bits) if bits <= most => Ok(Self { address, bits }),
+            _ => Err(format!("{bits:?} is no prefix length from 0 to {most}")),
+        }
+    }
+
+    fn contains(&self, gid: &Gid) -> bool {
+        let (wanted, bits) = match self.address {
+            IpAddr::V4(address) => (address.to_ipv6_mapped(), u32::from(self.bits) + 96),
+            IpAddr::V6(address) => (address, u32::from(self.bits)),
+        };
+        let mask = if bits == 0 { 0 } else { u128::MAX << (128 - bits) };
+        (u128::from(wanted) ^ u128::from_be_bytes(*gid)) & mask == 0
+    }
+}
+
+/// What a GID is, as far as the choice goes.
+fn family(gid: &Gid) -> Family {
+    let is_mapped = Ipv6Addr::from(*gid).to_ipv4_mapped().is_some();
+    // The same for IPv4 multicast, ff0e::ffff:a.b.c.d.
+    let is_mapped_multicast = gid[..2] == [0xff, 0x0e] && gid[2..10] == [0; 8] && gid[10..12] == [0xff; 2];
+    if is_mapped || is_mapped_multicast { Family::V4 } else { Family::V6 }
+}
+
+/// Whether nothing was configured here: free, or the link-local prefix alone.
+fn is_free(gid: &Gid) -> bool {
+    gid[8..] == [0; 8] && gid[4..8] == [0; 4] && (gid[..4] == [0; 4] || gid[..4] == [0xfe, 0x80, 0, 0])
+}
+
+fn is_link_local(gid: &Gid) -> bool {
+    gid[..8] == [0xfe, 0x80, 0, 0, 0, 0, 0, 0]
+}
+
+/// Why an entry was chosen; the better reasons come last.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Why {
+    /// Nothing fits, so it is the first one.
+    Nothing,
+    /// Of the wanted family and range, but link-local.
+    LinkLocal,
+    /// Link-local, and of the wanted RoCE version.
+    LinkLocalVersion,
+    /// Of the wanted family and range, but another RoCE version.
+    Family,
+    /// Of the wanted family, range and version.
+    Version,
+    /// The user named it.
+    Named,
+    /// InfiniBand: the port's own.
+    InfiniBand,
+    /// InfiniBand: the one with a routable forwarding identifier.
+    Routable,
+}
+
+impl fmt::Display for Why {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Nothing => "no GID fits the wanted family and range, so the first",
+            Self::LinkLocal | Self::LinkLocalVersion => "only link-local GIDs fit",
+            Self::Family => "of the wanted family and range; none has the wanted RoCE version",
+            Self::Version => "of the wanted family, range and RoCE version",
+            Self::Named => "NCCL_IB_GID_INDEX",
+            Self::InfiniBand => "the port's own",
+            Self::Routable => "it has a routable forwarding identifier",
+        })
+    }
+}
+
+/// The entry of a RoCE port's table that stands for the port.
+pub fn choose(table: &[GidEntry], wish: &GidWish) -> (u32, Why) {
+    if let Some(index) = wish.index {
+        return (index, Why::Named);
+    }
+    let judge = |entry: &GidEntry| {
+        let fits = !is_free(&entry.gid)
+            && family(&entry.gid) == wish.family
+            && wish.range.is_none_or(|range| range.contains(&entry.gid));
+        if !fits {
+            return Why::Nothing;
+        }
+        let has_version = match entry.version {
+            Some(RoceVersion::V1) => wish.version == 1,
+            Some(RoceVersion::V2) => wish.version == 2,
+            None => false,
+        };
+        match (is_link_local(&entry.gid), has_version) {
+            (true, false) => Why::LinkLocal,
+            (true, true) => Why::LinkLocalVersion,
+            (false, false) => Why::Family,
+            (false, true) => Why::Version,
+        }
+    };
+    // The first of the best: a later one must be better to win.
+    table.iter().fold((0, Why::Nothing), |best, entry| {
+        let why = judge(entry);
+        if why > best.1 { (entry.index, why) } else { best }
+    })
+}
+
+/// The entry of an InfiniBand port's table: the one at `routable_index` (`NCCL_IB_ROUTABLE_FLID_GID_INDEX`) when it
+/// carries a forwarding identifier.
+pub fn choose_infiniband(table: &[GidEntry], routable_index: u32) -> (u32, Why) {
+    let is_routable = table.iter().any(|entry| entry.index == routable_index && forwarding_id(&entry.gid) != 0);
+    if is_routable { (routable_index, Why::Routable) } else { (0, Why::InfiniBand) }
+}
+
+/// The forwarding identifier (FLID) in an InfiniBand GID: by it a packet reaches a router to another subnet.
+pub fn forwarding_id(gid: &Gid) -> u16 {
+    u16::from_be_bytes([gid[4], gid[5]])
+}
+
+/// The subnet that an InfiniBand GID says it is in.
+pub fn subnet(gid: &Gid) -> u16 {
+    u16::from_be_bytes([gid[6], gid[7]])
+}
+
+/// A GID as people know it: an IPv4 address where it holds one.
+pub fn display(gid: &Gid) -> String {
+    let address = Ipv6Addr::from(*gid);
+    address.to_ipv4_mapped().map_or_else(|| address.to_string(), |v4| v4.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A table of (address, version) in order, as a RoCE port has it.
+    fn table(entries: &[(&str, u8)]) -> Vec<GidEntry> {
+        let entry = |(index, (address, version)): (usize, &(&str, u8))| {
+            let gid = match address.parse().expect("an address") {
+                IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
+                IpAddr::V6(v6) => v6.octets(),
+            };
+            let version = match version {
+                1 => Some(RoceVersion::V1),
+                2 => Some(RoceVersion::V2),
+                _ => None,
+            };
+            GidEntry { index: u32::try_from(index).expect("a short list"), gid, version }
+        };
+        entries.iter().enumerate().map(entry).collect()
+    }
+
+    /// What a port with two IPv4 addresses and one IPv6 address has.
+    fn usual() -> Vec<GidEntry> {
+        table(&[
+            ("fe80::1", 1),
+            ("fe80::1", 2),
+            ("10.7.0.1", 1),
+            ("10.7.0.1", 2),
+            ("192.168.9.1", 1),
+            ("192.168.9.1", 2),
+            ("fd07::1", 1),
+            ("fd07::1", 2),
+            ("::", 0),
+        ])
+    }
+
+    fn wish(family: Family, range: &str, version: u8) -> GidWish {
+        let range = (!range.is_empty()).then(|| Range::parse(range, family).expect("a range"));
+        GidWish { index: None, family, range, version }
+    }
+
+    #[test]
+    fn family_range_and_version_choose_the_entry() {
+        let cases = [
+            (wish(Family::V4, "", 2), 3, Why::Version),
+            (wish(Family::V4, "", 1), 2, Why::Version),
+            (wish(Family::V6, "", 2), 7, Why::Version),
+            (wish(Family::V6, "", 1), 6, Why::Version),
+            (wish(Family::V4, "192.168.0.0/16", 2), 5, Why::Version),
+            (wish(Family::V4, "10.7.0.0/31", 2), 3, Why::Version),
+            (wish(Family::V4, "10.7.0.0/32", 2), 0, Why::Nothing),
+            (wish(Family::V4, "172.16.0.0/12", 2), 0, Why::Nothing),
+            (wish(Family::V4, "0.0.0.0/0", 2), 3, Why::Version),
+            (wish(Family::V6, "fd07::/64", 2), 7, Why::Version),
+            (wish(Family::V6, "fe80::/10", 2), 1, Why::LinkLocalVersion),
+            (wish(Family::V4, "", 3), 2, Why::Family),
+        ];
+        for (wish, index, why) in cases {
+            assert_eq!(choose(&usual(), &wish), (index, why), "{wish:?}");
+        }
+    }
+
+    #[test]
+    fn the_default_is_the_first_ipv4_entry_of_roce_v2() {
+        assert_eq!(choose(&usual(), &GidWish::default()), (3, Why::Version));
+        assert_eq!(choose(&table(&[("10.7.0.1", 2)]), &GidWish::default()), (0, Why::Version));
+        assert_eq!(choose(&table(&[("fe80::1", 2)]), &GidWish::default()), (0, Why::Nothing));
+        assert_eq!(choose(&[], &GidWish::default()), (0, Why::Nothing));
+    }
+
+    #[test]
+    fn a_named_index_beats_everything() {
+        let wish = GidWish { index: Some(6), ..GidWish::default() };
+        assert_eq!(choose(&usual(), &wish), (6, Why::Named));
+    }
+
+    #[test]
+    fn ranges_are_checked_when_they_are_read() {
+        for (text, family) in [
+            ("10.7.0.0", Family::V4),
+            ("10.7.0.0/33", Family::V4),
+            ("10.7.0.0/-1", Family::V4),
+            ("10.7.0.0/16", Family::V6),
+            ("fd07::/64", Family::V4),
+            ("fd07::/129", Family::V6),
+            ("ten/8", Family::V4),
+        ] {
+            assert!(Range::parse(text, family).is_err(), "{text}");
+        }
+        assert!(Range::parse(" fd07:: / 128 ", Family::V6).is_ok());
+    }
+
+    #[test]
+    fn infiniband_takes_the_routable_entry_only_where_there_is_one() {
+        let plain = table(&[("fe80::2:c903", 0), ("fe80::2:c904", 0)]);
+        assert_eq!(choose_infiniband(&plain, 1), (0, Why::InfiniBand));
+        let routable = table(&[("fe80::2:c903", 0), ("fec0:0:12:5::1", 0)]);
+        assert_eq!(choose_infiniband(&routable, 1), (1, Why::Routable));
+        assert_eq!(choose_infiniband(&routable, 0), (0, Why::InfiniBand));
+        assert_eq!((forwarding_id(&routable[1].gid), subnet(&routable[1].gid)), (0x12, 5));
+    }
+
+    #[test]
+    fn gids_are_shown_as_the_addresses_that_they_hold() {
+        assert_eq!(display(&usual()[3].gid), "10.7.0.1");
+        assert_eq!(display(&usual()[7].gid), "fd07::1");
+    }
+}

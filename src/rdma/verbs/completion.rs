@@ -1,0 +1,217 @@
+//! Completion queues and their entries.
+
+use std::fmt;
+use std::mem::MaybeUninit;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use rdma_sys as ib;
+
+use super::{CompletionChannel, Context, last_error, status_error};
+use crate::os::error::{Error, Result};
+
+/// Where finished work requests report. It must be large enough for everything that can finish between two polls:
+/// an overrun ends every queue pair of the queue.
+#[derive(Clone)]
+pub struct CompletionQueue(Arc<RawQueue>);
+
+struct RawQueue {
+    context: Context,
+    /// Held so that it goes after the queue.
+    channel: Option<CompletionChannel>,
+    raw: NonNull<ib::ibv_cq>,
+}
+
+// SAFETY: libibverbs's objects may be used from any thread, several at a time.
+unsafe impl Send for RawQueue {}
+// SAFETY: as above.
+unsafe impl Sync for RawQueue {}
+
+/// What kind of work request finished. Only meaningful for those that succeeded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Opcode {
+    /// An RDMA write of ours, with or without an immediate.
+    Write,
+    /// An RDMA read of ours.
+    Read,
+    /// A send of ours.
+    Send,
+    /// A receive that a send of the peer used up.
+    Receive,
+    /// A receive that a write with immediate of the peer used up.
+    ReceiveImmediate,
+    /// Another kind, which Towline does not post.
+    Other(u32),
+}
+
+/// An entry of a completion queue.
+#[repr(transparent)]
+pub struct Completion(ib::ibv_wc);
+
+impl Completion {
+    /// What the work request was posted with.
+    pub fn id(&self) -> u64 {
+        self.0.wr_id
+    }
+
+    /// Whether it succeeded.
+    pub fn is_ok(&self) -> bool {
+        self.0.status == ib::ibv_wc_status::IBV_WC_SUCCESS
+    }
+
+    /// `IBV_WC_*`.
+    pub fn status(&self) -> u32 {
+        self.0.status
+    }
+
+    /// Whether it failed only because its queue pair was in error already.
+    pub fn is_flushed(&self) -> bool {
+        self.0.status == ib::ibv_wc_status::IBV_WC_WR_FLUSH_ERR
+    }
+
+    /// The device's own code for the failure.
+    pub fn vendor_code(&self) -> u32 {
+        self.0.vendor_err
+    }
+
+    /// Which queue pair it belonged to.
+    pub fn queue_pair(&self) -> u32 {
+        self.0.qp_num
+    }
+
+    /// The kind of a work request that succeeded.
+    pub fn opcode(&self) -> Opcode {
+        use ib::ibv_wc_opcode as op;
+        match self.0.opcode {
+            op::IBV_WC_RDMA_WRITE => Opcode::Write,
+            op::IBV_WC_RDMA_READ => Opcode::Read,
+            op::IBV_WC_SEND => Opcode::Send,
+            op::IBV_WC_RECV => Opcode::Receive,
+            op::IBV_WC_RECV_RDMA_WITH_IMM => Opcode::ReceiveImmediate,
+            other => Opcode::Other(other),
+        }
+    }
+
+    /// The bytes that a receive got.
+    pub fn length(&self) -> u32 {
+        self.0.byte_len
+    }
+
+    /// The immediate of a receive that got one.
+    pub fn immediate(&self) -> u32 {
+        // SAFETY: both members of the union are numbers of 32 bits.
+        u32::from_be(unsafe { self.0.imm_data_invalidated_rkey_union.imm_data })
+    }
+}
+
+impl fmt::Debug for Completion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Completion")
+            .field("id", &self.id())
+            .field("status", &self.status())
+            .field("queue_pair", &self.queue_pair())
+            .finish_non_exhaustive()
+    }
+}
+
+impl CompletionQueue {
+    /// A queue of at least `entries`, which reports to `channel` when armed.
+    ///
+    /// # Errors
+    /// When the device has no more, or none so large.
+    pub fn new(context: &Context, entries: u32, channel: Option<&CompletionChannel>) -> Result<Self> {
+        let events = channel.map_or(ptr::null_mut(), CompletionChannel::raw);
+        let entries = i32::try_from(entries).unwrap_or(i32::MAX);
+        // SAFETY: an open context, and a channel of it or none.
+        let raw = unsafe { (context.verbs().create_cq)(context.raw(), entries, ptr::null_mut(), events, 0) };
+        let raw = NonNull::new(raw)
+            .ok_or_else(|| last_error(context.name(), &format!("making a completion queue of {entries} entries")))?;
+        Ok(Self(Arc::new(RawQueue { context: context.clone(), channel: channel.cloned(), raw })))
+    }
+
+    /// The device.
+    pub fn context(&self) -> &Context {
+        &self.0.context
+    }
+
+    pub(super) fn raw(&self) -> *mut ib::ibv_cq {
+        self.0.raw.as_ptr()
+    }
+
+    /// How many entries it really has.
+    pub fn entries(&self) -> u32 {
+        // SAFETY: the queue lives as long as this.
+        u32::try_from(unsafe { self.0.raw.as_ref().cqe }).unwrap_or(0)
+    }
+
+    /// Takes finished work requests off the queue, at most as many as there is room for, and gives them in order.
+    /// Never waits. One thread at a time makes sense: the device's driver locks.
+    ///
+    /// # Errors
+    /// When the queue is broken, which an overrun does.
+    pub fn poll<'a>(&self, room: &'a mut [MaybeUninit<Completion>]) -> Result<&'a [Completion]> {
+        let most = i32::try_from(room.len()).unwrap_or(i32::MAX);
+        // SAFETY: the queue lives as long as this; `Completion` is transparent over what the call writes.
+        let count = unsafe { ib::ibv_poll_cq(self.raw(), most, room.as_mut_ptr().cast()) };
+        let count = usize::try_from(count).map_err(|_| {
+            Error::system("polling a completion queue", &std::io::Error::last_os_error())
+                .with_hint("the queue is broken; the device's log says why")
+        })?;
+        // SAFETY: the call filled in that many entries from the front.
+        Ok(unsafe { std::slice::from_raw_parts(room.as_ptr().cast(), count) })
+    }
+
+    /// Asks for one readiness of the channel when the next entry comes. Poll once more afterwards: an entry that came
+    /// just before is not announced.
+    ///
+    /// # Errors
+    /// When the device refuses.
+    pub fn arm(&self) -> Result<()> {
+        // SAFETY: the queue lives as long as this.
+        let status = unsafe { ib::ibv_req_notify_cq(self.raw(), 0) };
+        if status == 0 { Ok(()) } else { Err(status_error(self.context().name(), "arming a completion queue", status)) }
+    }
+
+    /// Takes all announcements off the channel of this queue, and says how many there were. The channel must serve
+    /// this queue only.
+    pub fn take_announcements(&self) -> u32 {
+        let Some(channel) = &self.0.channel else { return 0 };
+        let verbs = self.context().verbs();
+        let mut count = 0;
+        loop {
+            let mut queue = ptr::null_mut();
+            let mut context = ptr::null_mut();
+            // SAFETY: an open channel, which never blocks, and room for the answers.
+            if unsafe { (verbs.get_cq_event)(channel.raw(), &raw mut queue, &raw mut context) } != 0 {
+                break;
+            }
+            count += 1;
+        }
+        if count > 0 {
+            // SAFETY: exactly the announcements that were taken above, all of this queue.
+            unsafe { (verbs.ack_cq_events)(self.raw(), count) };
+        }
+        count
+    }
+}
+
+impl Drop for RawQueue {
+    fn drop(&mut self) {
+        if self.context.is_ours() {
+            // SAFETY: every queue pair of the queue holds it, so none is left, and all announcements are acknowledged.
+            let status = unsafe { (self.context.verbs().destroy_cq)(self.raw.as_ptr()) };
+            if status != 0 {
+                tracing::warn!("{}", status_error(self.context.name(), "ending a completion queue", status));
+            }
+        }
+    }
+}
+
+impl fmt::Debug for CompletionQueue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CompletionQueue")
+            .field("device", &self.context().name())
+            .field("entries", &self.entries())
+            .finish()
+    }
+}

@@ -1,0 +1,203 @@
+//! Protection domains, and memory that a device may reach.
+
+use std::ffi::c_void;
+use std::fmt;
+use std::os::fd::RawFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use rdma_sys as ib;
+
+use super::{Context, last_error};
+use crate::os::error::{Error, Result};
+
+/// The space in which queue pairs may use memory regions.
+#[derive(Clone)]
+pub struct ProtectionDomain(Arc<RawDomain>);
+
+struct RawDomain {
+    context: Context,
+    raw: NonNull<ib::ibv_pd>,
+}
+
+// SAFETY: libibverbs's objects may be used from any thread, several at a time.
+unsafe impl Send for RawDomain {}
+// SAFETY: as above.
+unsafe impl Sync for RawDomain {}
+
+impl ProtectionDomain {
+    /// A protection domain of a device.
+    ///
+    /// # Errors
+    /// When the device has no more.
+    pub fn new(context: &Context) -> Result<Self> {
+        // SAFETY: an open context.
+        let raw = unsafe { (context.verbs().alloc_pd)(context.raw()) };
+        let raw = NonNull::new(raw).ok_or_else(|| last_error(context.name(), "making a protection domain"))?;
+        Ok(Self(Arc::new(RawDomain { context: context.clone(), raw })))
+    }
+
+    /// The device.
+    pub fn context(&self) -> &Context {
+        &self.0.context
+    }
+
+    pub(super) fn raw(&self) -> *mut ib::ibv_pd {
+        self.0.raw.as_ptr()
+    }
+
+    /// Whether the kernel and the driver take memory through DMA-BUF descriptors. Found out by an attempt with a
+    /// descriptor that cannot be one: who supports it complains of the descriptor, who does not of the call.
+    pub fn takes_dmabuf(&self) -> bool {
+        let Some(register) = self.context().verbs().reg_dmabuf_mr else { return false };
+        // SAFETY: the arguments describe no memory at all, and the descriptor is none.
+        let raw = unsafe { register(self.raw(), 0, 0, 0, -1, 0) };
+        let error = std::io::Error::last_os_error();
+        debug_assert!(raw.is_null());
+        raw.is_null() && !matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EPROTONOSUPPORT))
+    }
+}
+
+impl Drop for RawDomain {
+    fn drop(&mut self) {
+        if self.context.is_ours() {
+            // SAFETY: every region and queue pair of the domain holds it, so none is left.
+            unsafe { (self.context.verbs().dealloc_pd)(self.raw.as_ptr()) };
+        }
+    }
+}
+
+impl fmt::Debug for ProtectionDomain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("ProtectionDomain").field(&self.0.context.name()).finish()
+    }
+}
+
+/// What the two sides may do with a memory region.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Access {
+    /// Whether the device may reorder its writes over PCIe where nothing orders them. Faster on some hosts; a flag that
+    /// a processor polls must be in a region without it.
+    pub relaxed_ordering: bool,
+}
+
+impl Access {
+    fn flags(self) -> u32 {
+        use ib::ibv_access_flags as flag;
+        let mut flags = flag::IBV_ACCESS_LOCAL_WRITE | flag::IBV_ACCESS_REMOTE_WRITE | flag::IBV_ACCESS_REMOTE_READ;
+        if self.relaxed_ordering {
+            // An "optional" access: devices that cannot do it ignore it.
+            flags |= flag::IBV_ACCESS_RELAXED_ORDERING;
+        }
+        flags.0
+    }
+}
+
+/// Memory behind a DMA-BUF descriptor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DmaBuf {
+    /// The descriptor. It may be closed once the region is made.
+    pub fd: RawFd,
+    /// Where the region starts in it.
+    pub offset: u64,
+}
+
+/// Memory that a device may read and write.
+pub struct MemoryRegion {
+    domain: ProtectionDomain,
+    raw: NonNull<ib::ibv_mr>,
+}
+
+// SAFETY: libibverbs's objects may be used from any thread, several at a time.
+unsafe impl Send for MemoryRegion {}
+// SAFETY: as above.
+unsafe impl Sync for MemoryRegion {}
+
+impl MemoryRegion {
+    /// Lets the device of `domain` reach `length` bytes at `address`, which is also their address on the network.
+    ///
+    /// A wrong address is an error and no danger: the kernel looks the pages up. But a peer that is told the region's
+    /// key may write there.
+    ///
+    /// # Errors
+    /// When the pages cannot be pinned: not mapped, over the limit on locked memory, or GPU memory without a
+    /// peer-memory module.
+    pub fn new(
+        domain: &ProtectionDomain,
+        address: usize,
+        length: usize,
+        access: Access,
+        dmabuf: Option<DmaBuf>,
+    ) -> Result<Self> {
+        let verbs = domain.context().verbs();
+        let name = domain.context().name();
+        let flags = access.flags();
+        let pointer = address as *mut c_void;
+        let raw = match (dmabuf, verbs.reg_mr_iova2) {
+            (Some(buffer), _) => {
+                let register = verbs
+                    .reg_dmabuf_mr
+                    .ok_or_else(|| Error::usage("this libibverbs cannot register memory through DMA-BUF"))?;
+                // SAFETY: the kernel checks the descriptor and the range.
+                unsafe { register(domain.raw(), buffer.offset, length, address as u64, buffer.fd, flags as i32) }
+            }
+            // SAFETY: the kernel checks the range.
+            (None, Some(register)) if access.relaxed_ordering => unsafe {
+                register(domain.raw(), pointer, length, address as u64, flags)
+            },
+            // The old call refuses optional flags.
+            // SAFETY: the kernel checks the range.
+            _ => unsafe {
+                let flags = Access { relaxed_ordering: false }.flags();
+                (verbs.reg_mr)(domain.raw(), pointer, length, flags as i32)
+            },
+        };
+        let raw = NonNull::new(raw).ok_or_else(|| {
+            let doing = match dmabuf {
+                Some(_) => format!("registering {length} bytes at {address:#x} through DMA-BUF"),
+                None => format!("registering {length} bytes at {address:#x}"),
+            };
+            last_error(name, &doing)
+        })?;
+        Ok(Self { domain: domain.clone(), raw })
+    }
+
+    /// The key for work requests of this side.
+    pub fn local_key(&self) -> u32 {
+        // SAFETY: the region lives as long as this.
+        unsafe { self.raw.as_ref().lkey }
+    }
+
+    /// The key for work requests of the peer.
+    pub fn remote_key(&self) -> u32 {
+        // SAFETY: as above.
+        unsafe { self.raw.as_ref().rkey }
+    }
+
+    /// The domain it belongs to.
+    pub fn domain(&self) -> &ProtectionDomain {
+        &self.domain
+    }
+}
+
+impl Drop for MemoryRegion {
+    fn drop(&mut self) {
+        let context = self.domain.context();
+        if context.is_ours() {
+            // SAFETY: made by a `reg_mr` call and dropped once.
+            let status = unsafe { (context.verbs().dereg_mr)(self.raw.as_ptr()) };
+            if status != 0 {
+                tracing::warn!("{}", super::status_error(context.name(), "ending a memory registration", status));
+            }
+        }
+    }
+}
+
+impl fmt::Debug for MemoryRegion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemoryRegion")
+            .field("device", &self.domain.context().name())
+            .field("local_key", &self.local_key())
+            .finish_non_exhaustive()
+    }
+}

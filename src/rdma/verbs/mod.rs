@@ -1,0 +1,59 @@
+//! Verbs objects as owned types.
+//!
+//! Each object holds what must outlive it: a memory region its protection domain, a queue pair its protection domain
+//! and completion queues, all of them the context. So whatever order the owner drops them in, libibverbs sees
+//! queue pairs go before completion queues, and those before the context. An object whose making failed was never
+//! there.
+//!
+//! Guarantees:
+//! - A forked child makes no call on its parent's objects: their descriptors are closed there, and dropping is silent.
+//! - An error of a call names the device and says what to try where there is a usual cause.
+//!
+//! Posting work is `unsafe`: the memory that a work request names must stay registered and in place until its
+//! completion was polled or its queue pair is gone.
+//!
+//! This module must not know what is sent, nor what a connection is.
+
+mod channel;
+mod completion;
+mod context;
+mod memory;
+mod queue_pair;
+mod work;
+
+#[cfg(test)]
+mod tests;
+
+pub use channel::CompletionChannel;
+pub use completion::{Completion, CompletionQueue, Opcode};
+pub use context::{AsyncEvent, Context, DeviceFacts, LinkLayer, PortFacts, open_devices};
+pub use memory::{Access, DmaBuf, MemoryRegion, ProtectionDomain};
+pub use queue_pair::{Capacity, Ece, QueuePair, QueuePairOptions, Route, Timeouts};
+pub use work::{Local, Remote, Work};
+
+use crate::os::error::Error;
+use std::io;
+
+/// A 128-bit GID in network byte order.
+pub type Gid = [u8; 16];
+
+/// An error of a call that returns null and sets `errno`.
+fn last_error(device: &str, doing: &str) -> Error {
+    failure(device, doing, &io::Error::last_os_error())
+}
+
+/// An error of a call that returns an error number (libibverbs gives it with either sign).
+fn status_error(device: &str, doing: &str, status: i32) -> Error {
+    failure(device, doing, &io::Error::from_raw_os_error(status.saturating_abs()))
+}
+
+fn failure(device: &str, doing: &str, error: &io::Error) -> Error {
+    let what = Error::system(format!("{doing} on {device}"), error);
+    match error.raw_os_error() {
+        Some(libc::ENOMEM) => what.with_hint("raise the limit on locked memory: ulimit -l unlimited"),
+        Some(libc::EACCES | libc::EPERM) => {
+            what.with_hint("the process may not use the device: look at /dev/infiniband and at the container's rights")
+        }
+        _ => what,
+    }
+}

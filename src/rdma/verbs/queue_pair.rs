@@ -1,0 +1,366 @@
+//! Reliable-connected queue pairs: making, connecting, posting.
+
+use std::fmt;
+use std::mem::MaybeUninit;
+use std::ptr::{self, NonNull};
+
+use rdma_sys as ib;
+
+use super::work::{BATCH, Chain};
+use super::{CompletionQueue, Gid, LinkLayer, ProtectionDomain, Work, last_error, status_error};
+use crate::os::error::Result;
+
+/// How much a queue pair holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Capacity {
+    /// Outstanding work requests of the sending queue.
+    pub send: u32,
+    /// Outstanding receives.
+    pub receive: u32,
+    /// Bytes that may travel inside a work request.
+    pub inline_bytes: u32,
+}
+
+/// With what a queue pair is prepared for its connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QueuePairOptions {
+    /// The port, from 1.
+    pub port: u8,
+    /// The place in the port's table of partition keys.
+    pub pkey_index: u16,
+}
+
+/// How a queue pair reaches its peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Route {
+    /// The local port, from 1.
+    pub port: u8,
+    /// The network of the port.
+    pub link_layer: LinkLayer,
+    /// The peer's queue pair.
+    pub peer_number: u32,
+    /// The largest payload of a packet that both sides can, as `IBV_MTU_*`.
+    pub mtu: u32,
+    /// The place of this side's GID in its table.
+    pub gid_index: u8,
+    /// The peer's GID.
+    pub peer_gid: Gid,
+    /// The peer's local identifier (InfiniBand).
+    pub peer_lid: u16,
+    /// Whether packets carry GIDs; always on Ethernet, on InfiniBand where the peer is in another subnet.
+    pub is_global: bool,
+    /// The service level.
+    pub service_level: u8,
+    /// The traffic class: on Ethernet the whole ToS byte.
+    pub traffic_class: u8,
+}
+
+/// How patient a queue pair is with its peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Timeouts {
+    /// The wait for an acknowledgement: 4.096 µs times two to this power.
+    pub exponent: u8,
+    /// How often it is sent again, up to 7.
+    pub retries: u8,
+}
+
+/// What the two drivers agree on beyond the standard (enhanced connection establishment).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Ece {
+    /// Whose options these are.
+    pub vendor: u32,
+    /// The options; nobody but the vendor's driver knows what they mean.
+    pub options: u32,
+    /// Reserved.
+    pub mask: u32,
+}
+
+/// A reliable connection to one queue pair of the peer.
+pub struct QueuePair {
+    raw: NonNull<ib::ibv_qp>,
+    capacity: Capacity,
+    domain: ProtectionDomain,
+    /// Held so that they go after the queue pair.
+    _queues: [CompletionQueue; 2],
+}
+
+// SAFETY: libibverbs's objects may be used from any thread, several at a time.
+unsafe impl Send for QueuePair {}
+// SAFETY: as above.
+unsafe impl Sync for QueuePair {}
+
+/// Not-ready receivers are asked again without end: the data path posts receives before it invites writes, so the
+/// answer is always on its way.
+const RETRY_FOR_EVER: u8 = 7;
+/// 0.64 ms between two such attempts.
+const RECEIVER_NOT_READY_TIMER: u8 = 12;
+/// One RDMA read at a time, for flushes.
+const READS_IN_FLIGHT: u8 = 1;
+
+impl QueuePair {
+    /// A queue pair that reports to `send` and `receive`, which may be one and the same queue. What the device grants
+    /// beyond `wanted` is in [`QueuePair::capacity`].
+    ///
+    /// # Errors
+    /// When the device has no more, or none so large.
+    pub fn new(
+        domain: &ProtectionDomain,
+        send: &CompletionQueue,
+        receive: &CompletionQueue,
+        wanted: Capacity,
+    ) -> Result<Self> {
+        let mut attr = ib::ibv_qp_init_attr {
+            qp_context: ptr::null_mut(),
+            send_cq: send.raw(),
+            recv_cq: receive.raw(),
+            srq: ptr::null_mut(),
+            cap: ib::ibv_qp_cap {
+                max_send_wr: wanted.send,
+                max_recv_wr: wanted.receive,
+                max_send_sge: 1,
+                max_recv_sge: 1,
+                max_inline_data: wanted.inline_bytes,
+            },
+            qp_type: ib::ibv_qp_type::IBV_QPT_RC,
+            sq_sig_all: 0,
+        };
+        let context = domain.context();
+        // SAFETY: a domain and queues of one context, and attributes that live through the call.
+        let raw = unsafe { (context.verbs().create_qp)(domain.raw(), &raw mut attr) };
+        let raw = NonNull::new(raw)
+            .ok_or_else(|| last_error(context.name(), &format!("making a queue pair of {} requests", wanted.send)))?;
+        let capacity = Capacity {
+            send: attr.cap.max_send_wr,
+            receive: attr.cap.max_recv_wr,
+            inline_bytes: attr.cap.max_inline_data,
+        };
+        Ok(Self { raw, capacity, domain: domain.clone(), _queues: [send.clone(), receive.clone()] })
+    }
+
+    /// Its number, which the peer needs.
+    pub fn number(&self) -> u32 {
+        // SAFETY: the queue pair lives as long as this.
+        unsafe { self.raw.as_ref().qp_num }
+    }
+
+    /// How much it holds.
+    pub fn capacity(&self) -> Capacity {
+        self.capacity
+    }
+
+    /// Its address, by which asynchronous events name it.
+    pub fn element(&self) -> u64 {
+        self.raw.as_ptr() as u64
+    }
+
+    fn device(&self) -> &str {
+        self.domain.context().name()
+    }
+
+    fn modify(&self, doing: &str, attr: &mut ib::ibv_qp_attr, mask: &[ib::ibv_qp_attr_mask]) -> Result<()> {
+        let mask = mask.iter().fold(0, |all, bit| all | bit.0);
+        // SAFETY: the queue pair lives as long as this, the attributes live through the call.
+        let status = unsafe { (self.domain.context().verbs().modify_qp)(self.raw.as_ptr(), attr, mask.cast_signed()) };
+        if status == 0 { Ok(()) } else { Err(status_error(self.device(), doing, status)) }
+    }
+
+    /// First step: binds it to a port. Receives may be posted from now on.
+    ///
+    /// # Errors
+    /// When there is no such port or partition key.
+    pub fn prepare(&self, options: QueuePairOptions) -> Result<()> {
+        use ib::ibv_access_flags as access;
+        use ib::ibv_qp_attr_mask as mask;
+        let mut attr = blank();
+        attr.qp_state = ib::ibv_qp_state::IBV_QPS_INIT;
+        attr.pkey_index = options.pkey_index;
+        attr.port_num = options.port;
+        let flags = access::IBV_ACCESS_LOCAL_WRITE | access::IBV_ACCESS_REMOTE_WRITE | access::IBV_ACCESS_REMOTE_READ;
+        attr.qp_access_flags = flags.0;
+        let doing = format!("binding a queue pair to port {} with P_Key index {}", options.port, options.pkey_index);
+        let parts = [mask::IBV_QP_STATE, mask::IBV_QP_PKEY_INDEX, mask::IBV_QP_PORT, mask::IBV_QP_ACCESS_FLAGS];
+        self.modify(&doing, &mut attr, &parts)
+    }
+
+    /// Second step: tells it where its peer is. From now on it receives.
+    ///
+    /// # Errors
+    /// When the peer's address cannot be resolved, or the device refuses it.
+    pub fn connect(&self, route: &Route) -> Result<()> {
+        use ib::ibv_qp_attr_mask as mask;
+        let mut attr = blank();
+        attr.qp_state = ib::ibv_qp_state::IBV_QPS_RTR;
+        attr.path_mtu = route.mtu;
+        attr.dest_qp_num = route.peer_number;
+        attr.max_dest_rd_atomic = READS_IN_FLIGHT;
+        attr.min_rnr_timer = RECEIVER_NOT_READY_TIMER;
+        attr.ah_attr.sl = route.service_level;
+        attr.ah_attr.port_num = route.port;
+        if route.link_layer == LinkLayer::InfiniBand {
+            attr.ah_attr.dlid = route.peer_lid;
+        }
+        if route.is_global || route.link_layer == LinkLayer::Ethernet {
+            attr.ah_attr.is_global = 1;
+            attr.ah_attr.grh = ib::ibv_global_route {
+                dgid: ib::ibv_gid { raw: route.peer_gid },
+                flow_label: 0,
+                sgid_index: route.gid_index,
+                hop_limit: 255,
+                traffic_class: route.traffic_class,
+            };
+        }
+        let parts = [
+            mask::IBV_QP_STATE,
+            mask::IBV_QP_AV,
+            mask::IBV_QP_PATH_MTU,
+            mask::IBV_QP_DEST_QPN,
+            mask::IBV_QP_RQ_PSN,
+            mask::IBV_QP_MAX_DEST_RD_ATOMIC,
+            mask::IBV_QP_MIN_RNR_TIMER,
+        ];
+        self.modify("connecting a queue pair", &mut attr, &parts)
+            .map_err(|error| error.with_hint("the two ports must be in one network; look at the chosen GIDs"))
+    }
+
+    /// Third step: lets it send.
+    ///
+    /// # Errors
+    /// When the device refuses the values.
+    pub fn start(&self, timeouts: Timeouts) -> Result<()> {
+        use ib::ibv_qp_attr_mask as mask;
+        let mut attr = blank();
+        attr.qp_state = ib::ibv_qp_state::IBV_QPS_RTS;
+        attr.timeout = timeouts.exponent;
+        attr.retry_cnt = timeouts.retries;
+        attr.rnr_retry = RETRY_FOR_EVER;
+        attr.max_rd_atomic = READS_IN_FLIGHT;
+        let parts = [
+            mask::IBV_QP_STATE,
+            mask::IBV_QP_TIMEOUT,
+            mask::IBV_QP_RETRY_CNT,
+            mask::IBV_QP_RNR_RETRY,
+            mask::IBV_QP_SQ_PSN,
+            mask::IBV_QP_MAX_QP_RD_ATOMIC,
+        ];
+        self.modify("starting a queue pair", &mut attr, &parts)
+    }
+
+    /// Stops it for ever: everything outstanding completes as flushed, and nothing more moves either way.
+    ///
+    /// # Errors
+    /// When the device is gone.
+    pub fn stop(&self) -> Result<()> {
+        let mut attr = blank();
+        attr.qp_state = ib::ibv_qp_state::IBV_QPS_ERR;
+        self.modify("stopping a queue pair", &mut attr, &[ib::ibv_qp_attr_mask::IBV_QP_STATE])
+    }
+
+    /// What this side's driver offers beyond the standard; none when it offers nothing.
+    pub fn ece(&self) -> Option<Ece> {
+        let query = self.domain.context().verbs().query_ece?;
+        let mut ece = ib::ibv_ece { vendor_id: 0, options: 0, comp_mask: 0 };
+        // SAFETY: the queue pair lives as long as this, and there is room for the answer.
+        let status = unsafe { query(self.raw.as_ptr(), &raw mut ece) };
+        (status == 0).then_some(Ece { vendor: ece.vendor_id, options: ece.options, mask: ece.comp_mask })
+    }
+
+    /// Takes over what the peer offered. Between [`QueuePair::prepare`] and [`QueuePair::connect`]; what is in force
+    /// then is in [`QueuePair::ece`].
+    ///
+    /// # Errors
+    /// When the driver does not know it.
+    pub fn set_ece(&self, ece: Ece) -> Result<()> {
+        let Some(set) = self.domain.context().verbs().set_ece else { return Ok(()) };
+        let mut raw = ib::ibv_ece { vendor_id: ece.vendor, options: ece.options, comp_mask: ece.mask };
+        // SAFETY: the queue pair lives as long as this, the options live through the call.
+        let status = unsafe { set(self.raw.as_ptr(), &raw mut raw) };
+        if status == 0 {
+            Ok(())
+        } else {
+            Err(status_error(self.device(), "taking over the peer's ECE options", status))
+        }
+    }
+
+    /// Posts work requests, in order. If the device refuses one, those before it are under way, and the error comes
+    /// with their number.
+    ///
+    /// # Errors
+    /// When the queue is full or broken.
+    ///
+    /// # Safety
+    /// The local memory of each request must stay registered and must not be used otherwise until the request's
+    /// completion, or that of a later one of this queue pair, was polled, or the queue pair was dropped.
+    #[inline]
+    pub unsafe fn post(&self, list: &[Work]) -> std::result::Result<(), (usize, crate::os::error::Error)> {
+        let mut chain = Chain::new();
+        for (round, part) in list.chunks(BATCH).enumerate() {
+            let first = chain.link(part);
+            let mut bad = ptr::null_mut();
+            // SAFETY: a chain that lives through the call; the caller sees to the memory.
+            let status = unsafe { ib::ibv_post_send(self.raw.as_ptr(), first, &raw mut bad) };
+            if status != 0 {
+                // SAFETY: `bad` is null or points into the chain.
+                let posted = if bad.is_null() { 0 } else { unsafe { bad.offset_from(first) }.unsigned_abs() };
+                return Err((round * BATCH + posted, status_error(self.device(), "posting a work request", status)));
+            }
+        }
+        Ok(())
+    }
+
+    /// Posts `count` receives without memory: they take up immediates only. Each comes back with `id`.
+    ///
+    /// # Errors
+    /// When the queue is full or broken.
+    #[inline]
+    pub fn post_receives(&self, id: u64, count: usize) -> Result<()> {
+        let mut left = count;
+        let mut list = [const { MaybeUninit::<ib::ibv_recv_wr>::uninit() }; BATCH];
+        while left > 0 {
+            let now = left.min(BATCH);
+            let first = list.as_mut_ptr().cast::<ib::ibv_recv_wr>();
+            for index in 0..now {
+                // SAFETY: `index + 1` is below BATCH unless this is the last, which has no successor.
+                let next = if index + 1 == now { ptr::null_mut() } else { unsafe { first.add(index + 1) } };
+                let request = ib::ibv_recv_wr { wr_id: id, next, sg_list: ptr::null_mut(), num_sge: 0 };
+                // SAFETY: `index` is below BATCH.
+                unsafe { first.add(index).write(request) };
+            }
+            let mut bad = ptr::null_mut();
+            // SAFETY: a chain of `now` filled requests that lives through the call and names no memory.
+            let status = unsafe { ib::ibv_post_recv(self.raw.as_ptr(), first, &raw mut bad) };
+            if status != 0 {
+                return Err(status_error(self.device(), "posting a receive", status));
+            }
+            left -= now;
+        }
+        Ok(())
+    }
+}
+
+/// Attributes in which nothing is set.
+fn blank() -> ib::ibv_qp_attr {
+    // SAFETY: numbers and arrays of numbers, for which zeroes are valid.
+    unsafe { MaybeUninit::zeroed().assume_init() }
+}
+
+impl Drop for QueuePair {
+    fn drop(&mut self) {
+        let context = self.domain.context();
+        if context.is_ours() {
+            // SAFETY: made by `create_qp` and dropped once. Afterwards the device touches no memory for it.
+            let status = unsafe { (context.verbs().destroy_qp)(self.raw.as_ptr()) };
+            if status != 0 {
+                tracing::warn!("{}", status_error(context.name(), "ending a queue pair", status));
+            }
+        }
+    }
+}
+
+impl fmt::Debug for QueuePair {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("QueuePair")
+            .field("device", &self.device())
+            .field("number", &self.number())
+            .finish_non_exhaustive()
+    }
+}
