@@ -182,7 +182,8 @@ impl SendConn {
                     // SAFETY: the caller vouches for the buffer.
                     unsafe { copy_behind_header(data, length) }
                 });
-                let waits = if replay.is_none() { Some(ticket) } else { None };
+                // What must wait for credit is not done: else nothing would bound the copies.
+                let waits = (replay.is_none() || admit != Admit::Ready).then_some(ticket);
                 state.payloads[key] = Some(Payload { data, replay, length: length as u64, written: 0, ticket: waits });
                 if waits.is_none() {
                     Counters::bump(&self.counters.messages);
@@ -480,7 +481,7 @@ impl SendConn {
         Some(Outgoing::Framed(header, Piece { data, length: chunk.length as usize }, chunk))
     }
 
-    /// The kernel took the whole chunk. Without recovery that ends the request of a message.
+    /// The kernel took the whole chunk. That ends the request of a message that was copied, or needs no copy.
     fn chunk_written(&self, index: usize, chunk: &Chunk) {
         Counters::bump(if chunk.again { &self.counters.resends } else { &self.counters.chunks });
         let mut state = self.state();
@@ -491,7 +492,7 @@ impl SendConn {
         Counters::add(&self.counters.bytes, u64::from(chunk.length));
         let payload = state.payloads[chunk.key].as_mut().expect("a message in flight has its payload");
         payload.written += u64::from(chunk.length);
-        if payload.written == payload.length && !self.recovery {
+        if payload.written == payload.length && (payload.replay.is_some() || !self.recovery) {
             if let Some(ticket) = payload.ticket.take() {
                 Counters::bump(&self.counters.messages);
                 self.requests.complete_part(ticket.slot, 0, payload.length);
