@@ -3,3 +3,4 @@
 //! A network transport for NCCL. The library is loaded by NCCL as `libnccl-net.so`.
 
 pub mod os;
+pub mod trace;

@@ -3,3 +3,4 @@
 //! Nothing here knows NCCL's structs, a wire format or a backend.
 
 pub mod error;
+pub mod net_event;

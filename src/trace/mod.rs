@@ -1,0 +1,4 @@
+pub mod event;
+pub mod key;
+pub mod names;
+pub mod ring;
