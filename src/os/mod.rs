@@ -2,5 +2,6 @@
 //!
 //! Nothing here knows NCCL's structs, a wire format or a backend.
 
+pub mod config;
 pub mod error;
 pub mod net_event;

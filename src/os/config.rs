@@ -1,0 +1,275 @@
+//! Configuration: every variable that Towline reads, declared once.
+//!
+//! The `variables!` block below is the only place that knows a variable. From it come the fields of [`Config`],
+//! the declared [`TABLE`], `docs/configuration.md` ([`render_markdown`]) and what `towline doctor` prints
+//! ([`settings`]). To add a variable, add an entry there and bless the page:
+//! `TOWLINE_BLESS=1 cargo test config_docs`.
+//!
+//! Guarantees: reading never fails. A bad value or an unknown `TOWLINE_*` name becomes a [`Complaint`] that names
+//! the nearest valid one, and the default is used. The environment is read when asked, that is in the plugin's
+//! `init`, never when the library is mapped: NCCL puts `/etc/nccl.conf` and `~/.nccl.conf` into the environment in
+//! between.
+//!
+//! This module must not know what the values are used for.
+
+mod complaint;
+mod render;
+mod value;
+
+pub use complaint::{Complaint, nearest};
+pub use render::{Setting, Source, render_markdown, settings};
+pub use value::{Family, LogLevel, Rails, Value};
+
+use std::time::Duration;
+
+/// What the table says of one variable.
+#[derive(Debug)]
+pub struct Variable {
+    /// The name in the environment.
+    pub name: &'static str,
+    /// What a value looks like, for people.
+    pub kind: fn() -> String,
+    /// The default, written as a user would write it. Empty means unset.
+    pub default: &'static str,
+    /// The unit of a number, or empty.
+    pub unit: &'static str,
+    /// The release that brought it.
+    pub since: &'static str,
+    /// When it is read and who uses it.
+    pub read: &'static str,
+    /// One paragraph: what it does and when to change it.
+    pub help: &'static str,
+    /// Checks a value without keeping it.
+    check: fn(&str) -> Result<(), value::Bad>,
+}
+
+impl Variable {
+    /// Whether this is one of Towline's own variables, and not one of NCCL's that Towline honours.
+    pub fn is_own(&self) -> bool {
+        self.name.starts_with(PREFIX)
+    }
+}
+
+/// Every variable with this prefix belongs to Towline.
+pub const PREFIX: &str = "TOWLINE_";
+
+/// Names with the prefix that are meant for Towline's own tests and tools, and so draw no complaint.
+const NOT_FOR_THE_LIBRARY: &[&str] = &["TOWLINE_BLESS"];
+
+macro_rules! variables {
+    ($(
+        $field:ident: $type:ty {
+            name: $name:literal,
+            default: $default:literal,
+            unit: $unit:literal,
+            since: $since:literal,
+            read: $read:literal,
+            help: $help:literal $(,)?
+        }
+    )*) => {
+        /// Every variable that Towline reads, in the order of the documentation.
+        pub static TABLE: &[Variable] = &[$(Variable {
+            name: $name,
+            kind: <$type as Value>::kind,
+            default: $default,
+            unit: $unit,
+            since: $since,
+            read: $read,
+            help: $help,
+            check: |text| <$type as Value>::parse(text).map(drop),
+        }),*];
+
+        /// The values in force: one field for each variable of [`TABLE`].
+        #[derive(Debug, Clone, PartialEq)]
+        pub struct Config {
+            $(
+                #[doc = concat!("`", $name, "`. ", $help)]
+                pub $field: $type,
+            )*
+        }
+
+        impl Default for Config {
+            fn default() -> Self {
+                Self { $($field: <$type as Value>::parse($default).expect("the table's defaults parse"),)* }
+            }
+        }
+
+        impl Config {
+            /// Takes `text` for the variable `name`, or says what is wrong with it. The name is in the table.
+            fn set(&mut self, name: &str, text: &str) -> Result<(), value::Bad> {
+                match name {
+                    $($name => self.$field = <$type as Value>::parse(text)?,)*
+                    _ => unreachable!("the caller found the name in the table"),
+                }
+                Ok(())
+            }
+        }
+    };
+}
+
+variables! {
+    rails: Rails {
+        name: "TOWLINE_RAILS",
+        default: "",
+        unit: "",
+        since: "0.1.0",
+        read: "init; devices",
+        help: "Which network interfaces one NCCL device spreads over. Unset: each chosen interface is a device of \
+               its own, as in NCCL's Socket. `all`: all chosen interfaces form one device, and every connection uses \
+               all of them. A comma-separated list of interface names: those form the one device, whatever \
+               `NCCL_SOCKET_IFNAME` says. Set it the same way on all hosts.",
+    }
+    streams: Option<usize> {
+        name: "TOWLINE_STREAMS",
+        default: "auto",
+        unit: "TCP streams per connection",
+        since: "0.1.0",
+        read: "init; connections",
+        help: "The most TCP streams that one connection may open. `auto` lets Towline choose by the number of cores, \
+               rails and connections. The accepting side may grant fewer.",
+    }
+    workers: Option<usize> {
+        name: "TOWLINE_WORKERS",
+        default: "auto",
+        unit: "threads per process",
+        since: "0.1.0",
+        read: "first connection; engine",
+        help: "The most worker threads that Towline starts in a process, whatever the number of connections. `auto` \
+               chooses by the cores that the process may run on. They start when there is work and sleep when there is \
+               none.",
+    }
+    recovery: bool {
+        name: "TOWLINE_RECOVERY",
+        default: "1",
+        unit: "",
+        since: "0.1.0",
+        read: "init; connections",
+        help: "Whether a broken stream or rail is repaired in the background. With 1, a send is done when the receiver \
+               has acknowledged it or a copy is kept for resending. With 0, a send is done when the kernel took it, \
+               and the first broken stream ends its connection.",
+    }
+    reconnect_timeout: Duration {
+        name: "TOWLINE_RECONNECT_TIMEOUT",
+        default: "10",
+        unit: "seconds",
+        since: "0.1.0",
+        read: "init; connections",
+        help: "How long a connection without any living stream tries to get one back before its requests fail. A \
+               fraction is allowed.",
+    }
+    peer_timeout: Duration {
+        name: "TOWLINE_PEER_TIMEOUT",
+        default: "60",
+        unit: "seconds",
+        since: "0.1.0",
+        read: "init; connections",
+        help: "How long a peer's host may answer nothing at all before it counts as gone. A peer that is alive but \
+               late, paused or not reading is not affected. A fraction is allowed.",
+    }
+    connect_timeout: Duration {
+        name: "TOWLINE_CONNECT_TIMEOUT",
+        default: "60",
+        unit: "seconds",
+        since: "0.1.0",
+        read: "init; connections",
+        help: "How long a handshake may take, and how long `connect` and `accept` of the oldest interface (NCCL 2.8 to \
+               2.11, where they must wait) wait for the other side. A fraction is allowed.",
+    }
+    tcp_congestion: Option<String> {
+        name: "TOWLINE_TCP_CONGESTION",
+        default: "",
+        unit: "",
+        since: "0.1.0",
+        read: "init; sockets",
+        help: "The TCP congestion control of Towline's sockets, by the kernel's name (see \
+               `/proc/sys/net/ipv4/tcp_available_congestion_control`). Unset: the system's default.",
+    }
+    speed: Option<u32> {
+        name: "TOWLINE_SPEED",
+        default: "auto",
+        unit: "Mbit/s",
+        since: "0.1.0",
+        read: "init; devices",
+        help: "The speed to report for an interface whose speed the system does not know, which is so for most virtual \
+               NICs. `auto` reports 10000, as NCCL's Socket does. NCCL opens more channels for a faster network; a \
+               value far above the truth can draw traffic inside a node away from NVLink.",
+    }
+    log: LogLevel {
+        name: "TOWLINE_LOG",
+        default: "warn",
+        unit: "",
+        since: "0.1.0",
+        read: "init; log",
+        help: "How much goes to standard error when there is no NCCL to log through, as in the command line. Inside \
+               NCCL, `NCCL_DEBUG` and `NCCL_DEBUG_SUBSYS` decide: INFO shows what was chosen and why, TRACE adds \
+               debugging detail.",
+    }
+    socket_ifname: Option<String> {
+        name: "NCCL_SOCKET_IFNAME",
+        default: "",
+        unit: "",
+        since: "0.1.0",
+        read: "init; devices",
+        help: "NCCL's choice of interfaces: a comma-separated list of name prefixes. `=` in front asks for exact \
+               names, `^` in front excludes. Unset: InfiniBand interfaces, else those in the subnet of `NCCL_COMM_ID`, \
+               else all but docker, lo and virbr, else docker, else lo, else virbr.",
+    }
+    socket_family: Option<Family> {
+        name: "NCCL_SOCKET_FAMILY",
+        default: "",
+        unit: "",
+        since: "0.1.0",
+        read: "init; devices",
+        help: "NCCL's choice of the address family. Unset: the first address of each interface, which is its IPv4 \
+               address when it has one.",
+    }
+    comm_id: Option<String> {
+        name: "NCCL_COMM_ID",
+        default: "",
+        unit: "",
+        since: "0.1.0",
+        read: "init; devices",
+        help: "The address of NCCL's own rendezvous, `host:port` or `[ipv6]:port`. Towline only takes a hint from it, \
+               as NCCL does: without `NCCL_SOCKET_IFNAME`, the interface in the same subnet is preferred.",
+    }
+}
+
+impl Config {
+    /// The configuration that the process's environment asks for, and what is wrong with it.
+    pub fn from_env() -> (Self, Vec<Complaint>) {
+        Self::from_pairs(std::env::vars_os().filter_map(|(name, value)| {
+            let name = name.into_string().ok()?;
+            Some((name, value.to_string_lossy().into_owned()))
+        }))
+    }
+
+    /// The configuration that these names and values ask for, and what is wrong with them. Names that are
+    /// neither in the table nor prefixed `TOWLINE_` are passed over. The last value of a name counts.
+    pub fn from_pairs<N, V>(pairs: impl IntoIterator<Item = (N, V)>) -> (Self, Vec<Complaint>)
+    where
+        N: AsRef<str>,
+        V: AsRef<str>,
+    {
+        let mut config = Self::default();
+        let mut complaints = Vec::new();
+        for (name, text) in pairs {
+            let (name, text) = (name.as_ref(), text.as_ref());
+            match TABLE.iter().find(|variable| variable.name == name) {
+                Some(variable) => {
+                    if let Err(bad) = config.set(name, text) {
+                        complaints.push(Complaint::bad_value(variable, text, bad));
+                    }
+                }
+                None if name.starts_with(PREFIX) && !NOT_FOR_THE_LIBRARY.contains(&name) => {
+                    complaints.push(Complaint::unknown_name(name));
+                }
+                None => {}
+            }
+        }
+        complaints.sort_by(|a, b| a.name.cmp(&b.name));
+        (config, complaints)
+    }
+}
+
+#[cfg(test)]
+mod tests;

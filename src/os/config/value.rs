@@ -1,0 +1,243 @@
+//! What a value of each type looks like and how it is read.
+//!
+//! A type says its shape in words ([`Value::kind`]) and parses text; on failure it offers the nearest valid text
+//! when there is a sensible one. Surrounding white space and letter case of fixed words do not matter.
+
+use super::complaint::nearest;
+use std::time::Duration;
+
+/// Why a text is no value of its type.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Bad {
+    /// What was expected.
+    pub expected: String,
+    /// The nearest valid text, when one can be named.
+    pub nearest: Option<String>,
+}
+
+/// A type that a variable may have.
+pub trait Value: Sized {
+    /// The shape of a value in words, as in "0 or 1".
+    fn kind() -> String;
+
+    /// Reads `text`. An empty text is what an unset variable would give, where the type has such a state.
+    ///
+    /// # Errors
+    /// Says what was expected and, if it can, the nearest valid text.
+    fn parse(text: &str) -> Result<Self, Bad>;
+}
+
+/// `TOWLINE_RAILS`: how interfaces are put together into devices.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Rails {
+    /// One interface for each device.
+    Single,
+    /// One device that spreads over all chosen interfaces.
+    All,
+    /// One device that spreads over the interfaces of these names.
+    List(Vec<String>),
+}
+
+/// `NCCL_SOCKET_FAMILY`: the address family that was asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Family {
+    /// AF_INET.
+    V4,
+    /// AF_INET6.
+    V6,
+}
+
+/// How much is logged: each level includes those before it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum LogLevel {
+    /// Nothing.
+    Off,
+    /// Failures.
+    Error,
+    /// What the user should look into.
+    Warn,
+    /// What was chosen and why.
+    Info,
+    /// What happens on each connection.
+    Debug,
+    /// What happens on each message.
+    Trace,
+}
+
+/// Reads one of a few fixed words.
+fn word<T: Copy>(text: &str, words: &[(&str, T)]) -> Result<T, Bad> {
+    let text = text.trim();
+    if let Some((_, value)) = words.iter().find(|(word, _)| word.eq_ignore_ascii_case(text)) {
+        return Ok(*value);
+    }
+    let valid: Vec<&str> = words.iter().map(|(word, _)| *word).collect();
+    Err(Bad { expected: one_of(&valid), nearest: nearest(text, valid.iter().copied()).map(str::to_owned) })
+}
+
+fn one_of(words: &[&str]) -> String {
+    match words {
+        [first, second] => format!("{first} or {second}"),
+        _ => format!("one of {}", words.join(", ")),
+    }
+}
+
+impl Value for bool {
+    fn kind() -> String {
+        "0 or 1".to_owned()
+    }
+
+    fn parse(text: &str) -> Result<Self, Bad> {
+        const WORDS: &[(&str, bool)] =
+            &[("1", true), ("0", false), ("true", true), ("false", false), ("yes", true), ("no", false)];
+        const MORE: &[(&str, bool)] = &[("on", true), ("off", false)];
+        word(text, MORE).or_else(|_| word(text, WORDS)).map_err(|bad| {
+            // A word that is nearly a yes or a no is told as the digit that the documentation uses.
+            let digit = bad.nearest.and_then(|near| word(&near, WORDS).ok()).map(|on| u8::from(on).to_string());
+            Bad { expected: Self::kind(), nearest: digit }
+        })
+    }
+}
+
+const FAMILIES: &[(&str, Family)] = &[("AF_INET", Family::V4), ("AF_INET6", Family::V6)];
+
+impl Value for Option<Family> {
+    fn kind() -> String {
+        "AF_INET or AF_INET6".to_owned()
+    }
+
+    fn parse(text: &str) -> Result<Self, Bad> {
+        if text.is_empty() { Ok(None) } else { word(text, FAMILIES).map(Some) }
+    }
+}
+
+const LEVELS: &[(&str, LogLevel)] = &[
+    ("off", LogLevel::Off),
+    ("error", LogLevel::Error),
+    ("warn", LogLevel::Warn),
+    ("info", LogLevel::Info),
+    ("debug", LogLevel::Debug),
+    ("trace", LogLevel::Trace),
+];
+
+impl Value for LogLevel {
+    fn kind() -> String {
+        one_of(&LEVELS.iter().map(|(word, _)| *word).collect::<Vec<_>>())
+    }
+
+    fn parse(text: &str) -> Result<Self, Bad> {
+        word(text, LEVELS)
+    }
+}
+
+impl Value for Rails {
+    fn kind() -> String {
+        "unset, `all`, or a comma-separated list of interface names".to_owned()
+    }
+
+    fn parse(text: &str) -> Result<Self, Bad> {
+        let names: Vec<String> = text.split(',').map(|name| name.trim().to_owned()).collect();
+        match names.as_slice() {
+            [only] if only.is_empty() => Ok(Self::Single),
+            [only] if only.eq_ignore_ascii_case("all") => Ok(Self::All),
+            _ => {
+                let mut kept: Vec<String> = Vec::new();
+                for name in names {
+                    if !name.is_empty() && !kept.contains(&name) {
+                        kept.push(name);
+                    }
+                }
+                if kept.is_empty() { Err(Bad { expected: Self::kind(), nearest: None }) } else { Ok(Self::List(kept)) }
+            }
+        }
+    }
+}
+
+/// A name or a list that is passed on as it is. Empty is unset.
+impl Value for Option<String> {
+    fn kind() -> String {
+        "text".to_owned()
+    }
+
+    fn parse(text: &str) -> Result<Self, Bad> {
+        let text = text.trim();
+        Ok((!text.is_empty()).then(|| text.to_owned()))
+    }
+}
+
+/// Reads `auto` or a whole number from 1 to `most`.
+fn auto_or_number(text: &str, most: u64) -> Result<Option<u64>, Bad> {
+    let text = text.trim();
+    if text.is_empty() || text.eq_ignore_ascii_case("auto") {
+        return Ok(None);
+    }
+    match text.parse::<i128>() {
+        Ok(number) if (1..=i128::from(most)).contains(&number) => {
+            Ok(Some(u64::try_from(number).expect("the range was checked")))
+        }
+        Ok(number) => {
+            let nearest = number.clamp(1, i128::from(most)).to_string();
+            Err(Bad { expected: auto_kind(most), nearest: Some(nearest) })
+        }
+        Err(_) => {
+            let nearest = nearest(text, ["auto"]).map(str::to_owned);
+            Err(Bad { expected: auto_kind(most), nearest })
+        }
+    }
+}
+
+fn auto_kind(most: u64) -> String {
+    format!("`auto` or a whole number from 1 to {most}")
+}
+
+/// Far above what any machine can use: it only keeps a slip of the finger from exhausting the process.
+const MOST_STREAMS_OR_WORKERS: u64 = 1024;
+
+impl Value for Option<usize> {
+    fn kind() -> String {
+        auto_kind(MOST_STREAMS_OR_WORKERS)
+    }
+
+    fn parse(text: &str) -> Result<Self, Bad> {
+        let number = auto_or_number(text, MOST_STREAMS_OR_WORKERS)?;
+        Ok(number.map(|number| usize::try_from(number).expect("bounded by 1024")))
+    }
+}
+
+/// 10 Tbit/s in Mbit/s: the speed field of NCCL's properties is an int, and no interface comes near.
+const MOST_MBPS: u64 = 10_000_000;
+
+impl Value for Option<u32> {
+    fn kind() -> String {
+        auto_kind(MOST_MBPS)
+    }
+
+    fn parse(text: &str) -> Result<Self, Bad> {
+        let number = auto_or_number(text, MOST_MBPS)?;
+        Ok(number.map(|number| u32::try_from(number).expect("bounded by ten million")))
+    }
+}
+
+/// A day: a longer deadline is a mistake, and arithmetic on it could overflow.
+const MOST_SECONDS: f64 = 86_400.0;
+/// A millisecond: timers are no finer.
+const LEAST_SECONDS: f64 = 0.001;
+
+impl Value for Duration {
+    fn kind() -> String {
+        format!("seconds from {LEAST_SECONDS} to {MOST_SECONDS}")
+    }
+
+    fn parse(text: &str) -> Result<Self, Bad> {
+        let text = text.trim();
+        // "5s" is what many programs take, so it is understood.
+        let digits = text.strip_suffix('s').unwrap_or(text);
+        match digits.parse::<f64>() {
+            Ok(seconds) if (LEAST_SECONDS..=MOST_SECONDS).contains(&seconds) => Ok(Self::from_secs_f64(seconds)),
+            Ok(seconds) if !seconds.is_nan() => {
+                let nearest = seconds.clamp(LEAST_SECONDS, MOST_SECONDS).to_string();
+                Err(Bad { expected: Self::kind(), nearest: Some(nearest) })
+            }
+            _ => Err(Bad { expected: Self::kind(), nearest: None }),
+        }
+    }
+}
