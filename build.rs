@@ -1,1 +1,66 @@
-fn main() {}
+//! Three things that Cargo does not do by itself: Rust types from our statement of NCCL's ABI (`ffi/`), the file
+//! names under which NCCL looks for a network plugin, and the linker flag that keeps the library mapped.
+
+use std::env;
+use std::fs;
+use std::io;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+
+/// The names under which NCCL finds us: on `LD_LIBRARY_PATH`, and with `NCCL_NET_PLUGIN=towline`.
+const PLUGIN_NAMES: [&str; 2] = ["libnccl-net.so", "libnccl-net-towline.so"];
+
+/// The file that Cargo builds. A library's name cannot have a hyphen, hence the links.
+const ARTEFACT: &str = "libtowline.so";
+
+fn main() {
+    println!("cargo:rerun-if-changed=build.rs");
+    println!("cargo:rerun-if-changed=ffi/nccl_net.h");
+    println!("cargo:rerun-if-changed=ffi/nccl_profiler.h");
+
+    // Worker threads and a fork handler live in the library: it must stay mapped after NCCL's dlclose.
+    println!("cargo:rustc-cdylib-link-arg=-Wl,-z,nodelete");
+
+    let out = PathBuf::from(env::var_os("OUT_DIR").expect("Cargo sets OUT_DIR"));
+    generate_bindings(&out.join("nccl_abi.rs"));
+
+    // OUT_DIR is <profile directory>/build/<package>-<hash>/out.
+    let profile_dir = out.ancestors().nth(3).expect("OUT_DIR lies three levels below the profile directory");
+    for name in PLUGIN_NAMES {
+        lay_link(profile_dir, name)
+            .unwrap_or_else(|error| panic!("linking {name} in {} failed: {error}", profile_dir.display()));
+    }
+}
+
+/// Runs bindgen on the profiler header, which includes the network header.
+fn generate_bindings(to: &Path) {
+    bindgen::Builder::default()
+        .header("ffi/nccl_profiler.h")
+        .allowlist_file("ffi/.*")
+        .rust_edition(bindgen::RustEdition::Edition2024)
+        .prepend_enum_name(false)
+        // tests/abi_layout.rs checks layouts, and against NCCL's own figures.
+        .layout_tests(false)
+        .default_macro_constant_type(bindgen::MacroTypeVariation::Signed)
+        .generate_comments(false)
+        .generate()
+        .expect("bindgen reads ffi/ (libclang is needed: on Debian, libclang-14-dev)")
+        .write_to_file(to)
+        .expect("OUT_DIR is writable");
+}
+
+/// Makes `dir/name` a relative link to the artefact. Renaming a finished link into place leaves no moment without
+/// it for a program that is being started, and lets two builds run at once.
+fn lay_link(dir: &Path, name: &str) -> io::Result<()> {
+    let link = dir.join(name);
+    if fs::read_link(&link).is_ok_and(|target| target == Path::new(ARTEFACT)) {
+        return Ok(());
+    }
+    let temporary = dir.join(format!(".{name}.{}", std::process::id()));
+    match fs::remove_file(&temporary) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    symlink(ARTEFACT, &temporary)?;
+    fs::rename(&temporary, &link)
+}
