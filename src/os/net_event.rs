@@ -57,8 +57,10 @@ pub struct NetEvent {
     pub peer: [u8; 16],
     /// The other end's port, 0 when there is none.
     pub peer_port: u16,
+    /// How many streams or queue pairs of the connection were re-established since its last event.
+    pub reconnects: u16,
     /// Zero; room for what comes next.
-    pub reserved: [u16; 3],
+    pub reserved: [u16; 2],
     /// How long it waited for the receiver to post its buffer (clear-to-send), in nanoseconds.
     pub wait_receiver_ns: u64,
     /// How long it waited for room in the socket's or the queue pair's send queue, in nanoseconds.

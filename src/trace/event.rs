@@ -126,6 +126,22 @@ pub struct CommInfo {
     pub rank: i32,
 }
 
+impl CommInfo {
+    /// One line that names the communicator and this rank in it.
+    pub fn title(&self) -> String {
+        let name = match (self.name.as_str(), self.id) {
+            ("", 0) => format!("communicator {}", super::key::serial(self.context)),
+            ("", id) => format!("{id:#x}"),
+            (name, id) => format!("{name} ({id:#x})"),
+        };
+        match (self.rank, self.ranks) {
+            (rank, _) if rank < 0 => name,
+            (rank, 0) => format!("rank {rank} · {name}"),
+            (rank, ranks) => format!("rank {rank} of {ranks} · {name}"),
+        }
+    }
+}
+
 /// A host call to a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 #[allow(missing_docs)]
@@ -211,6 +227,7 @@ pub struct NetPart {
 #[allow(missing_docs)]
 pub struct NetTimes {
     pub retransmissions: u32,
+    pub reconnects: u16,
     pub wait_receiver_ns: u64,
     pub wait_socket_ns: u64,
     pub wait_credit_ns: u64,

@@ -5,7 +5,7 @@
 //! number cannot dangle. Each carries a *stamp* drawn at random per process, so that another process's key is
 //! recognised even where process ids mean nothing (two containers, each with its pid 1).
 
-use super::ring::{POSITION_BITS, Place};
+use super::ring::{POSITION_BITS, Place, SHARDS};
 
 /// Set in event keys whose event only the chained profiler wants.
 const CHAIN_ONLY: u64 = 1 << 47;
@@ -65,6 +65,15 @@ pub fn is_own_net(event: u64) -> bool {
 #[inline]
 pub fn is_chained(event: u64) -> bool {
     event & CHAIN_ONLY != 0
+}
+
+/// The event's number within its process, small enough for a trace; 0 stays 0.
+pub fn compact(event: u64) -> u64 {
+    if event == 0 {
+        return 0;
+    }
+    let (shard, position) = ((event >> POSITION_BITS) & (SHARDS as u64 - 1), event & ((1 << POSITION_BITS) - 1));
+    (position + 1) * SHARDS as u64 + shard
 }
 
 /// The running number in a context.
