@@ -10,8 +10,10 @@ use std::path::{Path, PathBuf};
 /// The names under which NCCL finds us: on `LD_LIBRARY_PATH`, and with `NCCL_NET_PLUGIN=towline`.
 const PLUGIN_NAMES: [&str; 2] = ["libnccl-net.so", "libnccl-net-towline.so"];
 
-/// The file that Cargo builds. A library's name cannot have a hyphen, hence the links.
-const ARTEFACT: &str = "libtowline.so";
+/// The file that Cargo builds, seen from the profile directory. A library's name cannot have a hyphen, hence the links.
+/// They do not lead to the copy that `cargo build` lays beside them: `cargo run` and `cargo test` neither make that copy
+/// nor refresh an old one, but every command refreshes this one.
+const ARTEFACT: &str = "deps/libtowline.so";
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

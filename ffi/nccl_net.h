@@ -324,7 +324,7 @@ typedef ncclResult_t (*ncclNetDeregMr_v4_fn)(void *comm, void *mhandle);
 typedef ncclResult_t (*ncclNetGetDeviceMr_v7_fn)(void *comm, void *mhandle, void **deviceMhandle);
 
 /* ---- function types: transfers ---------------------------------------------------------------------------- */
-/* A NULL *request from isend, irecv or iflush means "not now, call again". */
+/* A NULL *request from isend or irecv means "not now, call again"; from iflush, "nothing to wait for". */
 
 typedef ncclResult_t (*ncclNetIsend_v4_fn)(void *sendComm, void *data, int size, void *mhandle, void **request);
 typedef ncclResult_t (*ncclNetIsend_v5_fn)(void *sendComm, void *data, int size, int tag, void *mhandle,

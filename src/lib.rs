@@ -4,4 +4,5 @@
 
 pub mod abi;
 pub mod os;
+pub mod plugin;
 pub mod trace;

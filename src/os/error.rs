@@ -5,6 +5,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The result of every fallible function above the system-call wrappers.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -35,12 +36,13 @@ struct Inner {
     what: String,
     peer: Option<String>,
     hint: Option<String>,
+    told: AtomicBool,
 }
 
 impl Error {
     /// A failure of kind `cause`, told in one sentence without a final stop.
     pub fn new(cause: Cause, what: impl Into<String>) -> Self {
-        Self(Arc::new(Inner { cause, what: what.into(), peer: None, hint: None }))
+        Self::from_parts(cause, what.into(), None, None)
     }
 
     /// A failed system call: `doing` says what was attempted, as in "binding a listener to eth0".
@@ -72,14 +74,14 @@ impl Error {
     #[must_use]
     pub fn with_peer(self, peer: impl fmt::Display) -> Self {
         let (cause, what, _, hint) = self.parts();
-        Self(Arc::new(Inner { cause, what, peer: Some(peer.to_string()), hint }))
+        Self::from_parts(cause, what, Some(peer.to_string()), hint)
     }
 
     /// The same failure with advice: what the person at the console can try.
     #[must_use]
     pub fn with_hint(self, hint: impl Into<String>) -> Self {
         let (cause, what, peer, _) = self.parts();
-        Self(Arc::new(Inner { cause, what, peer, hint: Some(hint.into()) }))
+        Self::from_parts(cause, what, peer, Some(hint.into()))
     }
 
     /// Which kind of failure this is.
@@ -95,6 +97,16 @@ impl Error {
     /// The peer, if the failure has one.
     pub fn peer(&self) -> Option<&str> {
         self.0.peer.as_deref()
+    }
+
+    /// True for the first caller only, over all clones: who gets it writes the failure to the log, so that the
+    /// error that a connection keeps appears there once and not once per request.
+    pub fn tell_once(&self) -> bool {
+        !self.0.told.swap(true, Ordering::Relaxed)
+    }
+
+    fn from_parts(cause: Cause, what: String, peer: Option<String>, hint: Option<String>) -> Self {
+        Self(Arc::new(Inner { cause, what, peer, hint, told: AtomicBool::new(false) }))
     }
 
     fn parts(&self) -> (Cause, String, Option<String>, Option<String>) {
@@ -132,5 +144,14 @@ mod tests {
         let error = Error::remote("the connection was reset").with_peer("10.0.0.2:4711").with_hint("look at its log");
         assert_eq!(error.to_string(), "the connection was reset (peer 10.0.0.2:4711); look at its log");
         assert_eq!(error.cause(), Cause::Remote);
+    }
+
+    #[test]
+    fn a_failure_that_many_requests_report_is_told_once() {
+        let kept = Error::remote("the peer closed the connection");
+        let reported_again = kept.clone();
+        assert!(kept.tell_once());
+        assert!(!reported_again.tell_once());
+        assert!(Error::remote("another").tell_once());
     }
 }

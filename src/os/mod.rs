@@ -4,4 +4,10 @@
 
 pub mod config;
 pub mod error;
+pub mod fd;
+pub mod fork;
+pub mod interfaces;
+pub mod log;
+pub mod nccl_conf;
 pub mod net_event;
+pub mod sysfs;

@@ -3,6 +3,9 @@
 use super::event::Body;
 use crate::os::net_event::SEVERAL;
 
+/// `NCCL_SOCKET_SEND`; 1 is a receive.
+const SOCKET_SEND: i32 = 0;
+
 /// A way out of the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Rail {
@@ -19,8 +22,8 @@ impl Rail {
     pub fn of(body: &Body) -> Option<(Rail, bool, u64)> {
         match *body {
             Body::NetTowline(part) => Some((Rail::Number(part.rail), part.send, part.length)),
-            Body::NetSocket { op, length, .. } => Some((Rail::Sockets, op != 0, length)),
-            // Receives are posted with no opcode of a send: NCCL's IB reports ibv_wc_opcode, 128 and up for receives.
+            Body::NetSocket { op, length, .. } => Some((Rail::Sockets, op == SOCKET_SEND, length)),
+            // The opcodes of sends are small; ibv_wc_opcode's receives begin at 128.
             Body::NetIb { device, opcode, length, .. } => Some((Rail::Device(device), opcode < 128, length)),
             _ => None,
         }

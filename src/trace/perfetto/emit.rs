@@ -373,8 +373,8 @@ impl Emitter {
     fn start_net(&mut self, record: &Record, annotations: &Annotations) {
         self.rails.begin(&record.body, record.when, &mut self.out, &mut self.tracks);
         let (name, flow) = match record.body {
-            Body::NetSocket { op: 0, .. } => ("receive", 0),
-            Body::NetSocket { .. } => ("send", 0),
+            Body::NetSocket { op: 0, .. } => ("send", 0),
+            Body::NetSocket { .. } => ("receive", 0),
             Body::NetIb { .. } => ("work request", 0),
             Body::NetTowline(part) => {
                 let name = match (part.send, part.resend) {

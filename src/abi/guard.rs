@@ -1,0 +1,105 @@
+//! The frame around every call from NCCL: no panic leaves it, every failure is logged once and becomes a code.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use super::ffi::{ncclResult_t, ncclSuccess};
+use super::result;
+use crate::os::error::{Cause, Error, Result};
+
+/// Runs `body` for NCCL's call `call` in version `API` of the interface.
+pub(super) fn guard<const API: u8>(call: &'static str, body: impl FnOnce() -> Result<()>) -> ncclResult_t {
+    // After a panic nothing of `body` is used again: what it borrowed is NCCL's, and the transport's own state guards
+    // itself (a connection in which a panic happened has failed).
+    let error = match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => return ncclSuccess,
+        Ok(Err(error)) => error,
+        Err(payload) => Error::internal(format!("a defect of Towline: {}", panic_message(&*payload))),
+    };
+    // The logger is NCCL's or the host's; if writing to it panics, the result code still stands.
+    let _ = catch_unwind(AssertUnwindSafe(|| tell(call, &error)));
+    result::code(error.cause(), API)
+}
+
+fn tell(call: &'static str, error: &Error) {
+    if !error.tell_once() {
+        return;
+    }
+    match error.cause() {
+        Cause::Internal => tracing::error!("{call}: {error}"),
+        _ => tracing::warn!("{call}: {error}"),
+    }
+}
+
+fn panic_message(payload: &(dyn Any + Send)) -> &str {
+    if let Some(text) = payload.downcast_ref::<&str>() {
+        text
+    } else if let Some(text) = payload.downcast_ref::<String>() {
+        text
+    } else {
+        "a panic without a message"
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use tracing::field::{Field, Visit};
+    use tracing_subscriber::Layer;
+    use tracing_subscriber::layer::{Context, SubscriberExt};
+
+    use super::*;
+
+    /// Collects the text of every event.
+    struct Lines(Arc<Mutex<Vec<String>>>);
+
+    impl<S: tracing::Subscriber> Layer<S> for Lines {
+        fn on_event(&self, event: &tracing::Event<'_>, _: Context<'_, S>) {
+            struct Text(String);
+            impl Visit for Text {
+                fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
+                    if field.name() == "message" {
+                        self.0 = format!("{value:?}");
+                    }
+                }
+            }
+            let mut text = Text(String::new());
+            event.record(&mut text);
+            self.0.lock().unwrap().push(format!("{} {}", event.metadata().level(), text.0));
+        }
+    }
+
+    fn logged(run: impl FnOnce()) -> Vec<String> {
+        let lines = Arc::new(Mutex::new(Vec::new()));
+        let subscriber = tracing_subscriber::registry().with(Lines(lines.clone()));
+        tracing::subscriber::with_default(subscriber, run);
+        lines.lock().unwrap().clone()
+    }
+
+    #[test]
+    fn a_panic_becomes_the_internal_error_and_one_line() {
+        let lines = logged(|| {
+            assert_eq!(guard::<12>("isend", || panic!("slot {} is taken", 7)), 3);
+        });
+        assert_eq!(lines, ["ERROR isend: a defect of Towline: slot 7 is taken"]);
+    }
+
+    #[test]
+    fn an_error_that_a_connection_keeps_is_logged_once() {
+        let kept = Error::remote("the connection was reset").with_peer("10.0.0.2:9");
+        let lines = logged(|| {
+            for _ in 0..3 {
+                assert_eq!(guard::<6>("test", || Err(kept.clone())), 6);
+            }
+            assert_eq!(guard::<5>("isend", || Err(kept.clone())), 2);
+        });
+        assert_eq!(lines, ["WARN test: the connection was reset (peer 10.0.0.2:9)"]);
+    }
+
+    #[test]
+    fn success_is_silent() {
+        let lines = logged(|| assert_eq!(guard::<4>("devices", || Ok(())), 0));
+        assert!(lines.is_empty(), "{lines:?}");
+    }
+}

@@ -1,0 +1,181 @@
+//! A device's properties in the shape that each version of the interface has for them.
+
+use std::ffi::c_int;
+use std::ptr;
+
+use super::ffi::{self, ncclNetDeviceType, ncclResult_t};
+use super::guard::guard;
+use super::pointer::Out;
+use crate::os::error::{Error, Result};
+use crate::plugin::devices::DeviceProperties;
+use crate::plugin::facade;
+
+/// One version's struct of device properties.
+pub(super) trait Properties {
+    /// The struct for device number `dev`.
+    fn new(dev: c_int, device: &'static DeviceProperties) -> Self;
+}
+
+/// `getProperties` of every version.
+pub(super) unsafe extern "C" fn get_properties<P: Properties, const API: u8>(
+    dev: c_int,
+    props: *mut P,
+) -> ncclResult_t {
+    guard::<API>("getProperties", || {
+        // SAFETY: NCCL's promise: null or a place for this version's struct.
+        let mut props = unsafe { Out::new(props, "props") }?;
+        props.set(P::new(dev, facade::device_properties(dev)?));
+        Ok(())
+    })
+}
+
+/// Implements [`Properties`] for one struct: its fields by name, and where each comes from.
+macro_rules! properties {
+    ($type:ident: $($field:ident),*) => {
+        impl Properties for ffi::$type {
+            fn new(dev: c_int, device: &'static DeviceProperties) -> Self {
+                // Not every version tells members, which alone need the number.
+                let _ = dev;
+                Self {
+                    name: device.name.as_ptr(),
+                    pciPath: device.pci_path.as_ref().map_or(ptr::null(), |path| path.as_ptr()),
+                    guid: device.guid,
+                    ptrSupport: device.ptr_support,
+                    speed: device.speed_mbps,
+                    port: device.port,
+                    maxComms: device.max_comms,
+                    $($field: properties!(@$field device dev)),*
+                }
+            }
+        }
+    };
+    (@latency $device:ident $dev:ident) => { $device.latency_us };
+    (@maxRecvs $device:ident $dev:ident) => { $device.max_recvs };
+    (@netDeviceType $device:ident $dev:ident) => { HOST };
+    (@netDeviceVersion $device:ident $dev:ident) => { ffi::NCCL_NET_DEVICE_INVALID_VERSION };
+    (@regIsGlobal $device:ident $dev:ident) => { c_int::from($device.reg_is_global) };
+    (@forceFlush $device:ident $dev:ident) => { c_int::from($device.force_flush) };
+    (@vProps $device:ident $dev:ident) => { VDevice::of(&$device.members, $dev) };
+    (@maxP2pBytes $device:ident $dev:ident) => { $device.max_p2p_bytes };
+    (@maxCollBytes $device:ident $dev:ident) => { $device.max_coll_bytes };
+    (@maxMultiRequestSize $device:ident $dev:ident) => { $device.max_multi_request };
+    (@railId $device:ident $dev:ident) => { $device.rail };
+    (@planeId $device:ident $dev:ident) => { $device.plane };
+}
+
+/// No code on the GPU moves data for us.
+const HOST: ncclNetDeviceType = ffi::NCCL_NET_DEVICE_HOST;
+
+properties!(ncclNetProperties_v4_t:);
+properties!(ncclNetProperties_v6_t: latency, maxRecvs);
+properties!(ncclNetProperties_v7_t: latency, maxRecvs, netDeviceType, netDeviceVersion);
+properties!(ncclNetProperties_v8_t: latency, maxRecvs, netDeviceType, netDeviceVersion, regIsGlobal);
+properties!(ncclNetProperties_v9_t: latency, maxRecvs, netDeviceType, netDeviceVersion, regIsGlobal, forceFlush,
+    vProps, maxP2pBytes, maxCollBytes);
+properties!(ncclNetProperties_v11_t: latency, maxRecvs, netDeviceType, netDeviceVersion, regIsGlobal, forceFlush,
+    vProps, maxP2pBytes, maxCollBytes, maxMultiRequestSize);
+properties!(ncclNetProperties_v12_t: latency, maxRecvs, netDeviceType, netDeviceVersion, regIsGlobal, forceFlush,
+    vProps, maxP2pBytes, maxCollBytes, maxMultiRequestSize, railId, planeId);
+
+/// The members of a virtual device: up to 4 in v9 to v11, 8 in v12.
+pub(super) trait VDevice: Sized {
+    /// The struct that names `members`; device `dev` alone where they do not fit.
+    fn of(members: &[i32], dev: c_int) -> Self;
+    /// The numbers of the members.
+    fn members(&self) -> Result<&[c_int]>;
+}
+
+macro_rules! vdevice {
+    ($type:ident) => {
+        impl VDevice for ffi::$type {
+            fn of(members: &[i32], dev: c_int) -> Self {
+                let mut devs = Self { ndevs: 0, devs: Default::default() }.devs;
+                let members = if (1..=devs.len()).contains(&members.len()) { members } else { &[dev] };
+                devs[..members.len()].copy_from_slice(members);
+                // At most 8.
+                Self { ndevs: members.len() as c_int, devs }
+            }
+
+            fn members(&self) -> Result<&[c_int]> {
+                let most = self.devs.len();
+                let n = usize::try_from(self.ndevs).ok().filter(|n| (1..=most).contains(n));
+                n.map(|n| &self.devs[..n]).ok_or_else(|| {
+                    Error::argument(format!("a virtual device of {} devices; 1 to {most} are possible", self.ndevs))
+                })
+            }
+        }
+    };
+}
+
+vdevice!(ncclNetVDeviceProps_v9_t);
+vdevice!(ncclNetVDeviceProps_v12_t);
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::CStr;
+
+    use super::*;
+
+    fn device(members: Vec<i32>) -> &'static DeviceProperties {
+        Box::leak(Box::new(DeviceProperties {
+            name: c"eth7".into(),
+            pci_path: None,
+            guid: 0x1122_3344_5566_7788,
+            ptr_support: 5,
+            reg_is_global: true,
+            force_flush: false,
+            speed_mbps: 25_000,
+            port: 1,
+            latency_us: 2.5,
+            max_comms: 65_536,
+            max_recvs: 8,
+            members,
+            max_p2p_bytes: 1 << 40,
+            max_coll_bytes: 1 << 39,
+            max_multi_request: 1,
+            rail: -1,
+            plane: 3,
+        }))
+    }
+
+    #[test]
+    fn every_version_tells_the_same_device() {
+        let device = device(vec![2]);
+        macro_rules! check {
+            ($($type:ident)*) => { $({
+                let p = ffi::$type::new(2, device);
+                // SAFETY: the name points into `device`, which is never freed.
+                assert_eq!(unsafe { CStr::from_ptr(p.name) }, c"eth7");
+                assert!(p.pciPath.is_null());
+                assert_eq!((p.guid, p.ptrSupport, p.speed), (0x1122_3344_5566_7788, 5, 25_000));
+                assert_eq!((p.port, p.maxComms), (1, 65_536));
+            })* };
+        }
+        check!(ncclNetProperties_v4_t ncclNetProperties_v5_t ncclNetProperties_v6_t ncclNetProperties_v7_t
+            ncclNetProperties_v8_t ncclNetProperties_v9_t ncclNetProperties_v10_t ncclNetProperties_v11_t
+            ncclNetProperties_v12_t);
+        let p = ffi::ncclNetProperties_v12_t::new(2, device);
+        assert_eq!((p.latency.to_bits(), p.maxRecvs), (2.5f32.to_bits(), 8));
+        assert_eq!((p.regIsGlobal, p.forceFlush, p.netDeviceType, p.netDeviceVersion), (1, 0, 0, 0));
+        assert_eq!((p.vProps.ndevs, p.vProps.devs[0]), (1, 2));
+        assert_eq!((p.maxP2pBytes, p.maxCollBytes, p.maxMultiRequestSize), (1 << 40, 1 << 39, 1));
+        assert_eq!((p.railId, p.planeId), (-1, 3));
+    }
+
+    #[test]
+    fn members_that_an_older_struct_cannot_hold_become_the_device_alone() {
+        let device = device(vec![0, 1, 2, 3, 4]);
+        let old = ffi::ncclNetProperties_v11_t::new(9, device).vProps;
+        assert_eq!((old.ndevs, old.devs[0]), (1, 9));
+        let new = ffi::ncclNetProperties_v12_t::new(9, device).vProps;
+        assert_eq!((new.ndevs, &new.devs[..5]), (5, &[0, 1, 2, 3, 4][..]));
+    }
+
+    #[test]
+    fn a_virtual_device_has_as_many_members_as_its_struct_or_fewer_and_at_least_one() {
+        for (ndevs, good) in [(-1, false), (0, false), (1, true), (4, true), (5, false)] {
+            let props = ffi::ncclNetVDeviceProps_v9_t { ndevs, devs: [3, 2, 1, 0] };
+            assert_eq!(props.members().is_ok_and(|m| m == &[3, 2, 1, 0][..ndevs as usize]), good, "{ndevs}");
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! What a connection counts: cheap enough to stay on.
+//!
+//! Relaxed atomics, one cache line's worth per connection. They are read by logs at close and by whoever exports
+//! metrics; they never steer the transport.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The counters of one connection. All but the byte counts are numbers of events.
+#[derive(Debug, Default)]
+pub struct Counters {
+    /// Payload bytes moved (first transmissions).
+    pub bytes: AtomicU64,
+    /// Messages finished.
+    pub messages: AtomicU64,
+    /// Chunks put on the wire or taken from it.
+    pub chunks: AtomicU64,
+    /// Chunks sent a second time after a stream died.
+    pub resends: AtomicU64,
+    /// Times a message had to wait for the receiver's clear-to-send.
+    pub stalls_receiver: AtomicU64,
+    /// Times a message had to wait for eager credit.
+    pub stalls_credit: AtomicU64,
+    /// Times a socket was full.
+    pub stalls_socket: AtomicU64,
+    /// Messages that arrived before their receive was posted.
+    pub early: AtomicU64,
+    /// Streams that came back after a break.
+    pub reconnects: AtomicU64,
+}
+
+impl Counters {
+    /// Adds one to a counter.
+    pub fn bump(counter: &AtomicU64) {
+        counter.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Adds `n` to a counter.
+    pub fn add(counter: &AtomicU64, n: u64) {
+        counter.fetch_add(n, Ordering::Relaxed);
+    }
+}
+
+impl fmt::Display for Counters {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        write!(
+            f,
+            "{} messages, {} bytes, {} chunks, {} early, stalls: {} receiver {} credit {} socket",
+            get(&self.messages),
+            get(&self.bytes),
+            get(&self.chunks),
+            get(&self.early),
+            get(&self.stalls_receiver),
+            get(&self.stalls_credit),
+            get(&self.stalls_socket),
+        )?;
+        let (resends, reconnects) = (get(&self.resends), get(&self.reconnects));
+        if resends + reconnects > 0 {
+            write!(f, ", {resends} resends, {reconnects} reconnects")?;
+        }
+        Ok(())
+    }
+}

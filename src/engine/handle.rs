@@ -1,0 +1,116 @@
+//! Opaque handles: what NCCL holds in its `void*` for contexts, communicators, registrations and requests.
+//!
+//! A handle is never an address. It is a number that says what kind of thing it names, where that stands in a
+//! never-freed [`Table`](super::table::Table), and which generation of that place it means. So a handle from
+//! another plugin, one that was closed, or a request tested twice is recognised and refused, and nothing is
+//! dereferenced to find out. The kind sits in the low three bits and is at least 4: no handle is 0, 1 or 2, which
+//! NCCL gives meanings of its own (NCCL 2.24 and later preset a receive's request to 1 as a hint).
+
+use crate::os::error::{Error, Result};
+
+/// What a handle names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Kind {
+    /// One transfer in flight.
+    Request = 4,
+    /// A listening, sending or receiving communicator.
+    Comm = 5,
+    /// One `init`.
+    Context = 6,
+    /// A memory registration.
+    Memory = 7,
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Request => "request",
+            Self::Comm => "communicator",
+            Self::Context => "context",
+            Self::Memory => "memory registration",
+        }
+    }
+}
+
+const KIND_BITS: u32 = 3;
+const SLOT_BITS: u32 = 9;
+const INDEX_BITS: u32 = 20;
+
+/// How many request slots of one communicator a handle can tell apart.
+pub const MAX_SLOTS: usize = 1 << SLOT_BITS;
+/// How many places of a table a handle can tell apart: communicators alive at one time in a process.
+pub const MAX_INDEX: usize = 1 << INDEX_BITS;
+
+/// A decoded handle.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Handle {
+    /// What it names.
+    pub kind: Kind,
+    /// The place in the table.
+    pub index: u32,
+    /// The request slot within that place; 0 for everything but requests.
+    pub slot: u16,
+    /// Which occupant of the place (or of the slot) is meant.
+    pub generation: u32,
+}
+
+impl Handle {
+    /// The value to give to NCCL. Never 0, 1 or 2.
+    pub fn encode(self) -> usize {
+        debug_assert!((self.slot as usize) < MAX_SLOTS && (self.index as usize) < MAX_INDEX);
+        let value = u64::from(self.generation) << (KIND_BITS + SLOT_BITS + INDEX_BITS)
+            | u64::from(self.index) << (KIND_BITS + SLOT_BITS)
+            | u64::from(self.slot) << KIND_BITS
+            | u64::from(self.kind as u8);
+        value as usize
+    }
+
+    /// Reads a value that NCCL gave back, which must name a thing of kind `expected`.
+    ///
+    /// # Errors
+    /// [`Cause::Argument`](crate::os::error::Cause::Argument) when it is null or anything else.
+    pub fn decode(value: usize, expected: Kind) -> Result<Self> {
+        if value == 0 {
+            return Err(Error::argument(format!("the {} is a null pointer", expected.name())));
+        }
+        let kind = value & ((1 << KIND_BITS) - 1);
+        if kind != expected as usize {
+            return Err(Error::argument(format!("{value:#x} is not a Towline {}", expected.name()))
+                .with_hint("it may belong to another network plugin"));
+        }
+        let value = value as u64;
+        Ok(Self {
+            kind: expected,
+            slot: (value >> KIND_BITS & ((1 << SLOT_BITS) - 1)) as u16,
+            index: (value >> (KIND_BITS + SLOT_BITS) & ((1 << INDEX_BITS) - 1)) as u32,
+            generation: (value >> (KIND_BITS + SLOT_BITS + INDEX_BITS)) as u32,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_handle_survives_the_round_trip_and_is_never_a_value_nccl_reserves(
+            index in 0..MAX_INDEX as u32, slot in 0..MAX_SLOTS as u16, generation: u32
+        ) {
+            for kind in [Kind::Request, Kind::Comm, Kind::Context, Kind::Memory] {
+                let handle = Handle { kind, index, slot, generation };
+                let value = handle.encode();
+                prop_assert!(value > 3);
+                prop_assert_eq!(Handle::decode(value, kind).unwrap(), handle);
+            }
+        }
+
+        #[test]
+        fn an_address_is_not_taken_for_a_handle(address: usize) {
+            // Anything aligned to eight, as every heap pointer is, has kind bits 0.
+            prop_assert!(Handle::decode(address & !7, Kind::Request).is_err());
+        }
+    }
+}

@@ -1,0 +1,19 @@
+//! What both backends share: the request slab, the completion poller, counters and NetPlugin events.
+//!
+//! The engine knows neither TCP nor verbs. A backend posts a transfer by taking a [`request::RequestSlots`] slot,
+//! moves it from inside [`poller::Source::poll`], and ends it through that slot. NCCL's thread and the worker
+//! threads run the same code: polling is a role, not a thread.
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`handle`] | the opaque values that NCCL keeps as pointers |
+//! | [`table`] | what those values name, in memory that is never freed |
+//! | [`request`] | the request slab of one connection |
+//! | [`poller`] | worker threads, readiness, kicks and ticks |
+//! | [`counters`] | what a connection counted |
+
+pub mod counters;
+pub mod handle;
+pub mod poller;
+pub mod request;
+pub mod table;

@@ -1,0 +1,327 @@
+//! The completion poller: worker threads that move data when NCCL's own threads do not.
+//!
+//! Polling is a role. A [`Source`] is something that can make progress without waiting (a TCP stream, a completion
+//! queue, a listener). NCCL's thread calls a source's `poll` from inside `isend`, `irecv` and `test`; a [`Worker`]
+//! calls the same function when the kernel reports readiness, when somebody kicks the source, or when the time
+//! that the source asked for has come.
+//!
+//! - Workers are few, started when first needed, bounded in number, and asleep in `epoll_wait` when nothing
+//!   happens. After progress a worker stays awake for [`HOT`], because the next chunk usually follows at once.
+//! - One worker, the **keeper**, does what is rare: handshakes, fallbacks for streams that NCCL's thread polls,
+//!   deadlines.
+//! - A panic in a source is caught; the source is told and fails its connection, the worker lives on.
+//!
+//! # Implementation notes
+//! Readiness is edge-triggered: a source must poll until nothing moves, or ask to be polled again at once. Tokens
+//! may be reused while an old event is still on its way, so a poll may be spurious and must be harmless.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use mio::{Events, Poll, Token, Waker};
+use slab::Slab;
+
+use crate::os::error::{Error, Result};
+use crate::os::fd::Registered;
+
+/// How long a worker looks for more work before it sleeps. A wake-up costs about as much as this spin, so a
+/// longer one burns more than it saves and a shorter one sleeps between the chunks of one message.
+pub const HOT: Duration = Duration::from_micros(30);
+
+/// What a poll achieved.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Progress {
+    /// Whether anything moved.
+    pub moved: bool,
+    /// When the source wants to be polled again even if nothing happens; a time in the past means "at once, after
+    /// the others had their turn".
+    pub again: Option<Instant>,
+}
+
+/// Something that makes progress without waiting.
+pub trait Source: Send + Sync {
+    /// Moves what can be moved now. May be called from any thread, at any time, also for no reason.
+    fn poll(&self) -> Progress;
+
+    /// The poll panicked: whatever the source belongs to is beyond repair.
+    fn fail(&self, error: Error);
+}
+
+/// Which readiness a descriptor reports to its worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Interest {
+    /// Readable and writable edges: the worker is the one who moves the data.
+    Data,
+    /// Only writable edges and the end of the connection: NCCL's thread polls for data itself, and a wake-up
+    /// for each arrival would only get in its way.
+    Quiet,
+    /// Readable edges: listeners.
+    Read,
+}
+
+struct Entry {
+    source: Arc<dyn Source>,
+    kicked: Arc<AtomicBool>,
+}
+
+struct Shared {
+    epoll: RawFd,
+    waker: Waker,
+    asleep: AtomicBool,
+    kicks: Mutex<Vec<usize>>,
+    entries: Mutex<Slab<Entry>>,
+    load: AtomicUsize,
+}
+
+const WAKE: Token = Token(usize::MAX);
+
+/// A thread that polls sources.
+#[derive(Clone)]
+pub struct Worker(Arc<Shared>);
+
+/// A source's place at its worker. Dropping it ends the polling (a poll already under way may finish later).
+pub struct Registration {
+    worker: Worker,
+    token: usize,
+    fd: Option<RawFd>,
+    kicked: Arc<AtomicBool>,
+}
+
+impl Worker {
+    fn start(name: String, spin: bool) -> Result<Self> {
+        let failed = |error: &io::Error| Error::system(format!("starting the worker thread {name}"), error);
+        let poll = Registered::adopt(Poll::new).map_err(|e| failed(&e))?;
+        // The waker's eventfd belongs to mio and cannot be enumerated, so the fork handler learns it by number.
+        let waker = crate::os::fd::adopting(|| Waker::new(poll.get().registry(), WAKE)).map_err(|e| failed(&e))?;
+        let shared = Arc::new(Shared {
+            epoll: poll.get().as_raw_fd(),
+            waker,
+            asleep: AtomicBool::new(false),
+            kicks: Mutex::new(Vec::with_capacity(64)),
+            entries: Mutex::new(Slab::new()),
+            load: AtomicUsize::new(0),
+        });
+        let worker = Self(Arc::clone(&shared));
+        crate::os::thread::spawn(&name, move || run(&shared, poll, spin)).map_err(|e| failed(&e))?;
+        Ok(worker)
+    }
+
+    /// Gives a source to this worker, with the descriptor whose readiness drives it (or none: kicks and deadlines
+    /// only). The descriptor must stay open until the registration is dropped.
+    ///
+    /// # Errors
+    /// When the kernel refuses the descriptor.
+    pub fn register(&self, source: Arc<dyn Source>, fd: Option<(RawFd, Interest)>) -> Result<Registration> {
+        let kicked = Arc::new(AtomicBool::new(false));
+        let token = {
+            let mut entries = lock(&self.0.entries);
+            entries.insert(Entry { source, kicked: Arc::clone(&kicked) })
+        };
+        if let Some((fd, interest)) = fd {
+            if let Err(error) = epoll_add(self.0.epoll, fd, interest, token) {
+                lock(&self.0.entries).remove(token);
+                return Err(Error::system("watching a socket", &error));
+            }
+        }
+        self.0.load.fetch_add(1, Ordering::Relaxed);
+        Ok(Registration { worker: self.clone(), token, fd: fd.map(|(fd, _)| fd), kicked })
+    }
+}
+
+impl Registration {
+    /// Asks the worker to poll the source soon. Cheap when it was asked already.
+    pub fn kick(&self) {
+        if self.kicked.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        lock(&self.worker.0.kicks).push(self.token);
+        // Pairs with the worker's store of `asleep` before its last look at the kicks.
+        if self.worker.0.asleep.swap(false, Ordering::SeqCst) {
+            let _ = self.worker.0.waker.wake();
+        }
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        if let Some(fd) = self.fd {
+            // SAFETY: plain system call; a descriptor that is already gone gives an error, which does not matter.
+            unsafe { libc::epoll_ctl(self.worker.0.epoll, libc::EPOLL_CTL_DEL, fd, std::ptr::null_mut()) };
+        }
+        let entry = lock(&self.worker.0.entries).try_remove(self.token);
+        self.worker.0.load.fetch_sub(1, Ordering::Relaxed);
+        // Dropped outside the lock: the source may own registrations itself.
+        drop(entry);
+    }
+}
+
+fn lock<T: ?Sized>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn epoll_add(epoll: RawFd, fd: RawFd, interest: Interest, token: usize) -> io::Result<()> {
+    let flags = match interest {
+        Interest::Data => libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP,
+        Interest::Quiet => libc::EPOLLOUT | libc::EPOLLRDHUP,
+        Interest::Read => libc::EPOLLIN,
+    };
+    let mut event = libc::epoll_event { events: (flags | libc::EPOLLET) as u32, u64: token as u64 };
+    // SAFETY: `event` is valid for the call; mio reads our token back from the same field (`Token` is the u64).
+    match unsafe { libc::epoll_ctl(epoll, libc::EPOLL_CTL_ADD, fd, &raw mut event) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+fn run(shared: &Shared, poll: Registered<Poll>, spin: bool) {
+    let mut poll = poll;
+    let mut events = Events::with_capacity(128);
+    let mut deadlines: BTreeSet<(Instant, usize)> = BTreeSet::new();
+    let mut ready: Vec<usize> = Vec::with_capacity(64);
+    let mut hot_until = Instant::now();
+    loop {
+        let now = Instant::now();
+        let hot = spin && now < hot_until;
+        let mut timeout = if hot || !ready.is_empty() {
+            Some(Duration::ZERO)
+        } else {
+            deadlines.first().map(|(at, _)| at.saturating_duration_since(now))
+        };
+        if timeout != Some(Duration::ZERO) {
+            shared.asleep.store(true, Ordering::SeqCst);
+            if !lock(&shared.kicks).is_empty() {
+                timeout = Some(Duration::ZERO);
+            }
+        }
+        if let Err(error) = poll.get_mut().poll(&mut events, timeout) {
+            if error.kind() != io::ErrorKind::Interrupted {
+                tracing::error!("waiting for sockets failed: {error}; the worker retries");
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        }
+        shared.asleep.store(false, Ordering::SeqCst);
+        ready.extend(events.iter().map(|event| event.token()).filter(|token| *token != WAKE).map(|token| token.0));
+        ready.append(&mut lock(&shared.kicks));
+        let now = Instant::now();
+        while let Some(&(at, token)) = deadlines.first() {
+            if at > now {
+                break;
+            }
+            deadlines.pop_first();
+            ready.push(token);
+        }
+        ready.sort_unstable();
+        ready.dedup();
+        let mut moved = false;
+        let mut again_at_once = Vec::new();
+        for token in ready.drain(..) {
+            let found = lock(&shared.entries).get(token).map(|e| (Arc::clone(&e.source), Arc::clone(&e.kicked)));
+            let Some((source, kicked)) = found else { continue };
+            kicked.store(false, Ordering::Release);
+            match catch_unwind(AssertUnwindSafe(|| source.poll())) {
+                Ok(progress) => {
+                    moved |= progress.moved;
+                    if let Some(at) = progress.again {
+                        if at <= now {
+                            again_at_once.push(token);
+                        } else {
+                            deadlines.retain(|(_, other)| *other != token);
+                            deadlines.insert((at, token));
+                        }
+                    }
+                }
+                Err(panic) => {
+                    let error = Error::internal(format!("a worker panicked: {}", panic_text(panic.as_ref())));
+                    // A second panic inside `fail` must not take the worker down either.
+                    let _ = catch_unwind(AssertUnwindSafe(|| source.fail(error)));
+                }
+            }
+        }
+        ready.append(&mut again_at_once);
+        if moved {
+            hot_until = Instant::now() + HOT;
+        }
+    }
+}
+
+/// The text of a panic's payload.
+pub fn panic_text(payload: &(dyn std::any::Any + Send)) -> &str {
+    payload
+        .downcast_ref::<&str>()
+        .copied()
+        .or_else(|| payload.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("no message")
+}
+
+/// All worker threads of the process.
+pub struct Poller {
+    limit: usize,
+    spin: bool,
+    keeper: OnceLock<Worker>,
+    workers: Mutex<Vec<Worker>>,
+    starting: Mutex<()>,
+}
+
+impl Poller {
+    /// A pool of at most `limit` data workers; none is started yet.
+    pub fn new(limit: usize, cores: usize) -> Self {
+        Self {
+            limit: limit.max(1),
+            // On very small machines a spinning worker takes the core that the peer needs.
+            spin: cores > 4,
+            keeper: OnceLock::new(),
+            workers: Mutex::new(Vec::new()),
+            starting: Mutex::new(()),
+        }
+    }
+
+    /// The thread for rare things; started on first use.
+    ///
+    /// # Errors
+    /// When the thread or its epoll descriptor cannot be created.
+    pub fn keeper(&self) -> Result<&Worker> {
+        if let Some(worker) = self.keeper.get() {
+            return Ok(worker);
+        }
+        let _starting = lock(&self.starting);
+        if self.keeper.get().is_none() {
+            let worker = Worker::start("towline-keeper".into(), false)?;
+            let _ = self.keeper.set(worker);
+        }
+        Ok(self.keeper.get().expect("set above"))
+    }
+
+    /// A data worker for one more source: a new thread while fewer than the limit run, else the least loaded.
+    ///
+    /// # Errors
+    /// When the first thread cannot be created; later ones fall back to those that run.
+    pub fn worker(&self) -> Result<Worker> {
+        let mut workers = lock(&self.workers);
+        let idle = workers.iter().find(|worker| worker.0.load.load(Ordering::Relaxed) == 0);
+        if let Some(worker) = idle {
+            return Ok(worker.clone());
+        }
+        if workers.len() < self.limit {
+            match Worker::start(format!("towline-{}", workers.len()), self.spin) {
+                Ok(worker) => {
+                    workers.push(worker.clone());
+                    return Ok(worker);
+                }
+                Err(error) if workers.is_empty() => return Err(error),
+                Err(error) => tracing::warn!("{error}; going on with {} workers", workers.len()),
+            }
+        }
+        let least = workers.iter().min_by_key(|worker| worker.0.load.load(Ordering::Relaxed));
+        Ok(least.expect("at least one worker runs").clone())
+    }
+
+    /// The most data workers that this pool starts.
+    pub fn limit(&self) -> usize {
+        self.limit
+    }
+}

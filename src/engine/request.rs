@@ -1,0 +1,198 @@
+//! The request slab of one connection: preallocated slots that end exactly once.
+//!
+//! NCCL asks for a request in `isend`/`irecv` and asks after it in `test`. The slot holds what `test` must answer:
+//! whether all parts are done, the size of each part, or the failure. The caller's side takes and returns slots
+//! through keys of the `slab` crate; the threads that move data touch only the slot's atomics.
+//!
+//! Guarantee: sizes are written before the state, the state with Release, and [`RequestSlots::test`] reads it with
+//! Acquire. So whoever sees "done" sees every byte and size that came before it.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicU8, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use slab::Slab;
+
+use crate::os::error::{Error, Result};
+
+/// NCCL's largest grouped receive (NCCL_NET_IB_MAX_RECVS in NCCL's own IB transport, 2.12 and later).
+pub const MAX_PARTS: usize = 8;
+/// 32 outstanding requests (NCCL_NET_MAX_REQUESTS since 2.19) of up to 8 grouped parts: on the sending side each
+/// part is a request of its own.
+pub const SLOTS: usize = 32 * MAX_PARTS;
+
+const PENDING: u8 = 1;
+const DONE: u8 = 2;
+
+/// A taken slot: its number and the generation that makes its handle unique.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ticket {
+    /// The slot's number, below [`SLOTS`].
+    pub slot: u16,
+    /// Unique in the process until 2³² requests have passed.
+    pub generation: u32,
+}
+
+#[derive(Default)]
+struct Slot {
+    generation: AtomicU32,
+    state: AtomicU8,
+    parts: AtomicU8,
+    remaining: AtomicU8,
+    sizes: [AtomicU64; MAX_PARTS],
+}
+
+/// The answer of `test` for a finished request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Outcome {
+    /// How many parts the request had: 1 for a send, n for a grouped receive.
+    pub parts: usize,
+    /// The size of each part in bytes, in posting order.
+    pub sizes: [u64; MAX_PARTS],
+}
+
+/// All request slots of one connection.
+pub struct RequestSlots {
+    slots: Box<[Slot]>,
+    keys: Mutex<Slab<()>>,
+}
+
+/// Source of generations: one for the process, so that a slot of a new connection never repeats a value that a
+/// stale handle of a closed connection at the same table index may carry.
+static GENERATION: AtomicU32 = AtomicU32::new(1);
+
+impl Default for RequestSlots {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl RequestSlots {
+    /// Slots for one connection; they never grow.
+    pub fn new() -> Self {
+        Self { slots: (0..SLOTS).map(|_| Slot::default()).collect(), keys: Mutex::new(Slab::with_capacity(SLOTS)) }
+    }
+
+    /// Takes a slot for a request of `parts` parts, or `None` when all are taken ("not now").
+    pub fn take(&self, parts: usize) -> Option<Ticket> {
+        debug_assert!((1..=MAX_PARTS).contains(&parts));
+        let key = {
+            let mut keys = self.keys.lock().unwrap_or_else(PoisonError::into_inner);
+            if keys.len() >= SLOTS {
+                return None;
+            }
+            keys.insert(())
+        };
+        let generation = GENERATION.fetch_add(1, Ordering::Relaxed);
+        let slot = &self.slots[key];
+        slot.parts.store(parts as u8, Ordering::Relaxed);
+        slot.remaining.store(parts as u8, Ordering::Relaxed);
+        slot.generation.store(generation, Ordering::Relaxed);
+        slot.state.store(PENDING, Ordering::Release);
+        Some(Ticket { slot: key as u16, generation })
+    }
+
+    /// Gives back a slot whose request was never handed to NCCL.
+    pub fn cancel(&self, ticket: Ticket) {
+        self.free(ticket.slot as usize);
+    }
+
+    /// Ends one part with its size in bytes. The last part makes the request done.
+    ///
+    /// May be called from any thread; each part exactly once.
+    pub fn complete_part(&self, slot: u16, part: usize, size: u64) {
+        let slot = &self.slots[slot as usize];
+        slot.sizes[part].store(size, Ordering::Relaxed);
+        // AcqRel: the thread that ends the last part must have seen the sizes that others stored before theirs.
+        if slot.remaining.fetch_sub(1, Ordering::AcqRel) == 1 {
+            slot.state.store(DONE, Ordering::Release);
+        }
+    }
+
+    /// Whether a request is done, without consuming it.
+    pub fn is_done(&self, ticket: Ticket) -> bool {
+        self.slots[ticket.slot as usize].state.load(Ordering::Acquire) == DONE
+    }
+
+    /// Checks that a ticket names the present occupant of its slot.
+    ///
+    /// # Errors
+    /// A usage error for a request that was reported done before.
+    pub fn check(&self, ticket: Ticket) -> Result<()> {
+        let slot = self.slots.get(ticket.slot as usize).ok_or_else(|| Error::argument("the request is not one of ours"))?;
+        if slot.generation.load(Ordering::Relaxed) == ticket.generation && slot.state.load(Ordering::Relaxed) != 0 {
+            return Ok(());
+        }
+        Err(Error::usage("the request was already reported done, or never existed")
+            .with_hint("a request must not be tested again after test said done"))
+    }
+
+    /// The outcome of a request if it is done; its slot is free again then.
+    pub fn finish(&self, ticket: Ticket) -> Option<Outcome> {
+        let slot = &self.slots[ticket.slot as usize];
+        if slot.state.load(Ordering::Acquire) != DONE {
+            return None;
+        }
+        let parts = slot.parts.load(Ordering::Relaxed) as usize;
+        let mut sizes = [0; MAX_PARTS];
+        for (size, stored) in sizes.iter_mut().zip(&slot.sizes).take(parts) {
+            *size = stored.load(Ordering::Relaxed);
+        }
+        self.free(ticket.slot as usize);
+        Some(Outcome { parts, sizes })
+    }
+
+    /// Drops a request that failed: its slot is free again.
+    pub fn abandon(&self, ticket: Ticket) {
+        self.free(ticket.slot as usize);
+    }
+
+    /// How many requests are outstanding.
+    pub fn outstanding(&self) -> usize {
+        self.keys.lock().unwrap_or_else(PoisonError::into_inner).len()
+    }
+
+    fn free(&self, slot: usize) {
+        self.slots[slot].state.store(0, Ordering::Relaxed);
+        self.keys.lock().unwrap_or_else(PoisonError::into_inner).remove(slot);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_is_done_when_its_last_part_is_and_reports_every_size() {
+        let slots = RequestSlots::new();
+        let ticket = slots.take(3).unwrap();
+        slots.complete_part(ticket.slot, 2, 30);
+        slots.complete_part(ticket.slot, 0, 10);
+        assert_eq!(slots.finish(ticket), None);
+        slots.complete_part(ticket.slot, 1, 1 << 40);
+        let outcome = slots.finish(ticket).unwrap();
+        assert_eq!((outcome.parts, &outcome.sizes[..3]), (3, &[10, 1 << 40, 30][..]));
+    }
+
+    #[test]
+    fn a_second_test_after_done_is_recognised_by_its_generation() {
+        let slots = RequestSlots::new();
+        let first = slots.take(1).unwrap();
+        slots.complete_part(first.slot, 0, 1);
+        assert!(slots.finish(first).is_some());
+        assert!(slots.check(first).is_err());
+        let again = slots.take(1).unwrap();
+        assert_eq!(again.slot, first.slot);
+        assert!(slots.check(first).is_err());
+        assert!(slots.check(again).is_ok());
+    }
+
+    #[test]
+    fn a_full_slab_says_not_now_and_recovers() {
+        let slots = RequestSlots::new();
+        let tickets: Vec<_> = (0..SLOTS).map(|_| slots.take(1).unwrap()).collect();
+        assert_eq!(slots.take(1), None);
+        slots.complete_part(tickets[7].slot, 0, 0);
+        slots.finish(tickets[7]).unwrap();
+        assert!(slots.take(1).is_some());
+    }
+}

@@ -1,0 +1,150 @@
+//! The log: `tracing` events become lines in NCCL's own log, or on standard error when there is no NCCL.
+//!
+//! Every line starts with `NET/Towline: `. What goes where:
+//!
+//! | event | NCCL level | subsystems | seen with |
+//! |---|---|---|---|
+//! | `error!`, `warn!` | WARN | all | `NCCL_DEBUG=WARN`; also kept as NCCL's last error, whatever the level |
+//! | `info!` | INFO | INIT, NET | `NCCL_DEBUG=INFO` |
+//! | `info!(target: log::NET, …)` | INFO | NET | `NCCL_DEBUG=INFO` with `NCCL_DEBUG_SUBSYS=NET` (or `ALL`) |
+//! | `info!(target: log::ENV, …)` | INFO | ENV | `NCCL_DEBUG=INFO` |
+//! | `debug!`, `trace!` | TRACE | NET | `NCCL_DEBUG=TRACE` with `NCCL_DEBUG_SUBSYS=NET` (or `ALL`) |
+//!
+//! So plain INFO shows a few lines for each process (what was chosen and why), the NET subsystem adds lines for
+//! each connection, and TRACE what a developer of Towline wants. Without a logger, `TOWLINE_LOG` is the level on
+//! standard error.
+//!
+//! Guarantees: an event that nobody would see costs one load and a compare. Warnings always reach NCCL's logger,
+//! because it keeps the last one for `ncclGetLastError` even when it prints nothing. The format string given to
+//! NCCL is always `%s`. After [`forget_logger`] returned, NCCL's function is not called any more.
+//!
+//! The logger is one for the process, as in NCCL's own plugins: the last `init` wins. This module must not know
+//! NCCL's structs; levels and flags are plain numbers here, and the tests of `abi` hold them to the headers.
+
+mod limit;
+mod subscriber;
+
+pub use limit::{Limiter, once_per};
+
+use super::config::LogLevel;
+use std::ffi::{c_char, c_int, c_uint, c_ulong};
+use std::ptr;
+use std::sync::Once;
+use std::sync::atomic::{AtomicPtr, AtomicU8, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+use tracing::Level;
+
+/// NCCL's logging function: level, subsystem flags, file, line, printf format and arguments.
+pub type Logger = unsafe extern "C" fn(c_uint, c_ulong, *const c_char, c_int, *const c_char, ...);
+
+/// The target of events that concern one connection or transfer: NCCL's NET subsystem alone.
+pub const NET: &str = "towline::net";
+/// The target of events about the configuration: NCCL's ENV subsystem.
+pub const ENV: &str = "towline::env";
+
+/// NCCL's log levels.
+mod level {
+    use std::ffi::c_uint;
+    pub(super) const WARN: c_uint = 2;
+    pub(super) const INFO: c_uint = 3;
+    pub(super) const TRACE: c_uint = 5;
+}
+
+/// NCCL's subsystem flags.
+mod subsystem {
+    use std::ffi::c_ulong;
+    pub(super) const INIT: c_ulong = 0x1;
+    pub(super) const NET: c_ulong = 0x10;
+    pub(super) const ENV: c_ulong = 0x80;
+    pub(super) const ALL: c_ulong = !0;
+}
+
+/// What every line starts with.
+const PREFIX: &str = "NET/Towline: ";
+
+/// The address of NCCL's logger, a [`Logger`], or null for none.
+static LOGGER: AtomicPtr<()> = AtomicPtr::new(ptr::null_mut());
+/// How many threads are inside NCCL's logger now.
+static INSIDE: AtomicUsize = AtomicUsize::new(0);
+/// The most verbose level that anybody would see, as [`rank`] gives it.
+static VERBOSITY: AtomicU8 = AtomicU8::new(0);
+static INSTALL: Once = Once::new();
+
+/// Makes `logger` the process's logger, with the level that `NCCL_DEBUG` in the environment asks for now. With
+/// none, events go to standard error at level `without`.
+pub fn set_logger(logger: Option<Logger>, without: LogLevel) {
+    let seen = match logger {
+        Some(_) => nccl_level(|name| std::env::var(name).ok()),
+        None => without,
+    };
+    LOGGER.store(logger.map_or(ptr::null_mut(), |function| function as *mut ()), Ordering::SeqCst);
+    set_verbosity(seen);
+}
+
+/// Sends events to standard error at `level`: for the command line, where there is no NCCL.
+pub fn to_stderr(level: LogLevel) {
+    set_logger(None, level);
+}
+
+/// Stops using NCCL's logger and returns when no thread is inside it, because NCCL may be unloaded next. Later
+/// warnings go to standard error.
+///
+/// A thread that stays inside the logger for more than a second (a blocked output) is not waited for.
+pub fn forget_logger() {
+    LOGGER.store(ptr::null_mut(), Ordering::SeqCst);
+    set_verbosity(LogLevel::Warn);
+    let start = Instant::now();
+    while INSIDE.load(Ordering::SeqCst) != 0 && start.elapsed() < Duration::from_secs(1) {
+        std::thread::yield_now();
+    }
+}
+
+/// The level of events that NCCL's logger wants, from NCCL's own variables.
+fn nccl_level(lookup: impl Fn(&str) -> Option<String>) -> LogLevel {
+    let asked = lookup("NCCL_DEBUG").unwrap_or_default();
+    // ABORT stands between INFO and TRACE in NCCL's numbering, so it includes INFO.
+    if asked.eq_ignore_ascii_case("TRACE") {
+        LogLevel::Trace
+    } else if asked.eq_ignore_ascii_case("INFO") || asked.eq_ignore_ascii_case("ABORT") {
+        LogLevel::Info
+    } else if lookup("NCCL_WARN_ENABLE_DEBUG_INFO").is_some_and(|value| value.trim() == "1") {
+        // The first warning will switch NCCL to INFO without telling us.
+        LogLevel::Info
+    } else {
+        LogLevel::Warn
+    }
+}
+
+fn set_verbosity(level: LogLevel) {
+    VERBOSITY.store(level as u8, Ordering::Release);
+    // A library of its own has `tracing` statics of its own, so this fails only inside a program that links the
+    // crate and has a subscriber already: then that one gets the events.
+    INSTALL.call_once(|| drop(tracing::subscriber::set_global_default(subscriber::ToNccl)));
+    tracing::callsite::rebuild_interest_cache();
+}
+
+/// Where `level` stands in [`LogLevel`]'s order.
+fn rank(level: Level) -> u8 {
+    let level = match level {
+        Level::ERROR => LogLevel::Error,
+        Level::WARN => LogLevel::Warn,
+        Level::INFO => LogLevel::Info,
+        Level::DEBUG => LogLevel::Debug,
+        Level::TRACE => LogLevel::Trace,
+    };
+    level as u8
+}
+
+/// NCCL's level and subsystem flags for an event.
+fn nccl_terms(level: Level, target: &str) -> (c_uint, c_ulong) {
+    match level {
+        Level::ERROR | Level::WARN => (level::WARN, subsystem::ALL),
+        Level::INFO if target == NET => (level::INFO, subsystem::NET),
+        Level::INFO if target == ENV => (level::INFO, subsystem::ENV),
+        Level::INFO => (level::INFO, subsystem::INIT | subsystem::NET),
+        Level::DEBUG | Level::TRACE => (level::TRACE, subsystem::NET),
+    }
+}
+
+#[cfg(test)]
+mod tests;

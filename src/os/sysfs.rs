@@ -1,0 +1,261 @@
+//! What the kernel says of a network interface: place on the PCI bus, speed, driver, NUMA node, MTU, state, MAC.
+//!
+//! Everything comes from `/sys/class/net`. Nothing here fails: what the kernel does not say is `None`.
+//!
+//! Two answers take more than one file:
+//! - **PCI path.** The resolved `device` link, and from there upwards to the first directory that is a PCI function:
+//!   virtio and USB devices sit below one. (NCCL's Socket stops at the link and so loses virtio NICs' place.) An
+//!   interface without `device` (bond, VLAN, bridge, macvlan) takes the path of its first lower interface by name.
+//! - **Speed.** The kernel's own word where it has one, which covers bonds (sum of the active ports), VLANs (the
+//!   interface below) and, in recent kernels, bridges. Otherwise the lower interfaces are asked: a bond that spreads
+//!   traffic counts as the sum of them, anything else as the fastest. The kernel says nothing for most virtual NICs.
+//!
+//! This module must not know what is assumed for what the kernel does not say.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Deeper stacks than VLAN on bond on VLAN on NIC are loops or jokes.
+const MAX_STACK: u32 = 8;
+
+/// Speeds above this are the kernel's way of saying unknown (−1 as an unsigned number): 10 Tbit/s in Mbit/s.
+const MAX_MBPS: i64 = 10_000_000;
+
+/// A sysfs, the real one or a test's.
+#[derive(Debug, Clone)]
+pub struct Sysfs {
+    root: PathBuf,
+}
+
+impl Default for Sysfs {
+    fn default() -> Self {
+        Self::at("/sys")
+    }
+}
+
+impl Sysfs {
+    /// The sysfs mounted at `root`.
+    pub fn at(root: impl Into<PathBuf>) -> Self {
+        Self { root: root.into() }
+    }
+
+    /// The directory of an interface. `name` is the kernel's name; an alias label's tail is dropped.
+    fn interface(&self, name: &str) -> PathBuf {
+        self.root.join("class/net").join(name.split(':').next().unwrap_or(name))
+    }
+
+    fn read(&self, name: &str, file: &str) -> Option<String> {
+        // Some files exist but refuse to be read (speed of a loopback: EINVAL), which is "unknown" as well.
+        let text = fs::read_to_string(self.interface(name).join(file)).ok()?;
+        let text = text.trim();
+        (!text.is_empty()).then(|| text.to_owned())
+    }
+
+    fn number(&self, name: &str, file: &str) -> Option<i64> {
+        self.read(name, file)?.parse().ok()
+    }
+
+    /// Whether the kernel has an interface of this name.
+    pub fn exists(&self, name: &str) -> bool {
+        self.interface(name).exists()
+    }
+
+    /// The directory of the PCI function behind the interface.
+    pub fn pci_path(&self, name: &str) -> Option<PathBuf> {
+        self.stacked(name, 0, &|name| {
+            let device = fs::canonicalize(self.interface(name).join("device")).ok()?;
+            device.ancestors().find(|directory| is_pci(directory)).map(Path::to_owned)
+        })
+    }
+
+    /// The answer of the interface itself, or of the first interface below it that has one.
+    fn stacked<T>(&self, name: &str, depth: u32, ask: &dyn Fn(&str) -> Option<T>) -> Option<T> {
+        if depth == MAX_STACK {
+            return None;
+        }
+        ask(name).or_else(|| self.lowers(name).iter().find_map(|lower| self.stacked(lower, depth + 1, ask)))
+    }
+
+    /// The interfaces that this one stands on, sorted by name.
+    fn lowers(&self, name: &str) -> Vec<String> {
+        let entries = fs::read_dir(self.interface(name)).into_iter().flatten().flatten();
+        let mut lowers: Vec<String> =
+            entries.filter_map(|entry| entry.file_name().to_str()?.strip_prefix("lower_").map(str::to_owned)).collect();
+        lowers.sort();
+        lowers
+    }
+
+    /// The speed in Mbit/s.
+    pub fn speed_mbps(&self, name: &str) -> Option<u32> {
+        self.speed_at(name, 0)
+    }
+
+    fn speed_at(&self, name: &str, depth: u32) -> Option<u32> {
+        let own = self.number(name, "speed").filter(|speed| (1..=MAX_MBPS).contains(speed));
+        if own.is_some() || depth == MAX_STACK {
+            return own.and_then(|speed| u32::try_from(speed).ok());
+        }
+        let lowers = self.lowers(name);
+        let speeds = lowers.iter().filter_map(|lower| self.speed_at(lower, depth + 1));
+        let spreads = self.read(name, "bonding/mode").is_some_and(|mode| !mode.starts_with("active-backup"));
+        if spreads { speeds.reduce(u32::saturating_add) } else { speeds.max() }
+    }
+
+    /// The name of the driver.
+    pub fn driver(&self, name: &str) -> Option<String> {
+        self.stacked(name, 0, &|name| {
+            let driver = fs::canonicalize(self.interface(name).join("device/driver")).ok()?;
+            Some(driver.file_name()?.to_string_lossy().into_owned())
+        })
+    }
+
+    /// The NUMA node that the NIC is attached to; none when the machine has but one.
+    pub fn numa_node(&self, name: &str) -> Option<u32> {
+        let node = fs::read_to_string(self.pci_path(name)?.join("numa_node")).ok()?;
+        node.trim().parse().ok()
+    }
+
+    /// The largest packet in bytes.
+    pub fn mtu(&self, name: &str) -> Option<u32> {
+        u32::try_from(self.number(name, "mtu")?).ok()
+    }
+
+    /// The operational state as the kernel words it: up, down, unknown, …
+    pub fn operstate(&self, name: &str) -> Option<String> {
+        self.read(name, "operstate")
+    }
+
+    /// The hardware address as text; none when it is all zeroes, as a loopback's is.
+    pub fn mac(&self, name: &str) -> Option<String> {
+        self.read(name, "address").filter(|mac| mac.chars().any(|digit| digit != '0' && digit != ':'))
+    }
+
+    /// The port of the card, from 0. Cards with one function for several ports number them here.
+    pub fn port(&self, name: &str) -> Option<u32> {
+        u32::try_from(self.number(name, "dev_port")?).ok()
+    }
+}
+
+fn is_pci(directory: &Path) -> bool {
+    let subsystem = fs::canonicalize(directory.join("subsystem")).ok();
+    subsystem.and_then(|path| Some(path.file_name()? == "pci")).unwrap_or(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+    use tempfile::TempDir;
+
+    /// A sysfs in a directory.
+    struct Fake {
+        dir: TempDir,
+        sysfs: Sysfs,
+    }
+
+    impl Fake {
+        fn new() -> Self {
+            let dir = tempfile::tempdir().expect("a directory");
+            let sysfs = Sysfs::at(dir.path());
+            for bus in ["pci", "virtio"] {
+                fs::create_dir_all(dir.path().join("bus").join(bus)).expect("a bus");
+            }
+            Self { dir, sysfs }
+        }
+
+        fn path(&self, path: &str) -> PathBuf {
+            self.dir.path().join(path)
+        }
+
+        fn device(&self, path: &str, bus: &str) {
+            fs::create_dir_all(self.path(path)).expect("a device");
+            symlink(self.path("bus").join(bus), self.path(path).join("subsystem")).expect("a link");
+        }
+
+        fn nic(&self, name: &str, device: Option<&str>, files: &[(&str, &str)]) {
+            let at = self.path("class/net").join(name);
+            fs::create_dir_all(at.join("bonding")).expect("an interface");
+            if let Some(device) = device {
+                symlink(self.path(device), at.join("device")).expect("a link");
+            }
+            for (file, text) in files {
+                if *file == "lower" {
+                    symlink(self.path("class/net").join(text), at.join(format!("lower_{text}"))).expect("a link");
+                } else {
+                    fs::write(at.join(file), text).expect("a file");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_pci_path_is_the_function_behind_the_interface() {
+        let fake = Fake::new();
+        fake.device("devices/pci0000:00/0000:00:03.0", "pci");
+        fake.device("devices/pci0000:00/0000:00:03.0/virtio2", "virtio");
+        fake.device("devices/pci0000:00/0000:00:04.1", "pci");
+        fake.nic("eth0", Some("devices/pci0000:00/0000:00:03.0/virtio2"), &[]);
+        fake.nic("eth1", Some("devices/pci0000:00/0000:00:04.1"), &[]);
+        fake.nic("bond0", None, &[("lower", "eth1")]);
+        fake.nic("bond0.7", None, &[("lower", "bond0")]);
+        fake.nic("lo", None, &[]);
+        let end = |name: &str| fake.sysfs.pci_path(name).map(|path| path.file_name().expect("a name").to_owned());
+        assert_eq!(end("eth0").expect("a path"), "0000:00:03.0");
+        assert_eq!(end("eth1").expect("a path"), "0000:00:04.1");
+        assert_eq!(end("eth1:7").expect("a path"), "0000:00:04.1", "an alias is on its interface's card");
+        assert_eq!(end("bond0.7").expect("a path"), "0000:00:04.1");
+        assert_eq!(end("lo"), None);
+        assert_eq!(end("gone0"), None);
+    }
+
+    #[test]
+    fn speed_is_the_kernels_word_or_comes_from_below_or_is_unknown() {
+        let fake = Fake::new();
+        fake.nic("eth0", None, &[("speed", "25000\n")]);
+        fake.nic("eth1", None, &[("speed", "100000\n")]);
+        fake.nic("virt0", None, &[("speed", "-1\n")]);
+        fake.nic("virt1", None, &[("speed", "4294967295\n")]);
+        fake.nic("virt2", None, &[]);
+        fake.nic("bond0", None, &[("lower", "eth0"), ("lower", "eth1"), ("bonding/mode", "802.3ad 4\n")]);
+        fake.nic("bond1", None, &[("lower", "eth0"), ("lower", "eth1"), ("bonding/mode", "active-backup 1\n")]);
+        fake.nic("bond2", None, &[("speed", "50000\n"), ("lower", "eth1"), ("bonding/mode", "802.3ad 4\n")]);
+        fake.nic("vlan7", None, &[("speed", "-1\n"), ("lower", "bond0")]);
+        fake.nic("loop0", None, &[("lower", "loop0")]);
+        let expected = [
+            ("eth0", Some(25_000)),
+            ("virt0", None),
+            ("virt1", None),
+            ("virt2", None),
+            ("bond0", Some(125_000)),
+            ("bond1", Some(100_000)),
+            ("bond2", Some(50_000)),
+            ("vlan7", Some(125_000)),
+            ("loop0", None),
+        ];
+        for (name, speed) in expected {
+            assert_eq!(fake.sysfs.speed_mbps(name), speed, "{name}");
+        }
+    }
+
+    #[test]
+    fn the_other_facts_are_read_as_they_stand() {
+        let fake = Fake::new();
+        fake.device("devices/pci0000:00/0000:00:04.0", "pci");
+        fs::write(fake.path("devices/pci0000:00/0000:00:04.0/numa_node"), "1\n").expect("a file");
+        fs::create_dir_all(fake.path("bus/pci/drivers/mlx5_core")).expect("a driver");
+        symlink(fake.path("bus/pci/drivers/mlx5_core"), fake.path("devices/pci0000:00/0000:00:04.0/driver"))
+            .expect("a link");
+        let files = [("mtu", "9000\n"), ("operstate", "up\n"), ("address", "02:00:00:00:00:01\n"), ("dev_port", "1\n")];
+        fake.nic("eth0", Some("devices/pci0000:00/0000:00:04.0"), &files);
+        fake.nic("lo", None, &[("address", "00:00:00:00:00:00\n")]);
+        let sysfs = &fake.sysfs;
+        assert_eq!(sysfs.driver("eth0").as_deref(), Some("mlx5_core"));
+        assert_eq!(sysfs.numa_node("eth0"), Some(1));
+        assert_eq!(sysfs.mtu("eth0"), Some(9000));
+        assert_eq!(sysfs.operstate("eth0").as_deref(), Some("up"));
+        assert_eq!(sysfs.mac("eth0").as_deref(), Some("02:00:00:00:00:01"));
+        assert_eq!(sysfs.port("eth0"), Some(1));
+        assert!(sysfs.exists("eth0") && !sysfs.exists("eth7"));
+        assert_eq!((sysfs.mac("lo"), sysfs.mtu("lo"), sysfs.numa_node("lo")), (None, None, None));
+    }
+}

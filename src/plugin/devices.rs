@@ -1,0 +1,167 @@
+//! The devices that NCCL sees, and the rails that each of them stands for.
+//!
+//! [`discover`] turns the chosen interfaces into [`Plan`]s: one device for each interface, or with `TOWLINE_RAILS`
+//! one device for all of them. The [`Table`] numbers them and adds the virtual devices that NCCL asks for.
+//!
+//! What NCCL relies on, and the table guarantees:
+//! - Physical devices have the numbers from 0. Virtual ones follow in the order of their making, and [`Table::count`]
+//!   includes them: NCCL finds out how many it made by asking for the count again.
+//! - After the plugin was reloaded, NCCL asks for the count and must hear the physical devices only; then it makes
+//!   its virtual devices anew. When the plugin was kept instead, NCCL goes on with the old numbers and does not ask.
+//!   Nothing else tells the two apart, so after [`Table::load`] the old devices stay in force until the next count,
+//!   and old virtual devices can be looked up until a new one is made.
+//! - The same members give the same virtual device.
+//! - Properties are valid for ever, since NCCL keeps the pointers to the name and the path. Equal ones are kept only
+//!   once, so reloading does not grow.
+//!
+//! An interface may vanish at any time. The table does not notice: whoever binds to the rail's address reports it.
+//!
+//! This module must not know NCCL's structs (those are `abi`'s), nor how a backend uses a rail.
+
+mod discover;
+mod table;
+
+pub use discover::{Discovery, discover};
+pub use table::Table;
+
+use crate::os::sysfs::Sysfs;
+use std::ffi::CString;
+use std::net::SocketAddr;
+
+/// The speed reported for an interface whose speed the system does not know: 10 Gbit/s, as NCCL's Socket has it. More
+/// could draw traffic inside a node away from NVLink onto the network, less would leave fewer than two channels.
+pub const UNKNOWN_SPEED_MBPS: u32 = 10_000;
+
+/// 1 TiB: the most that NCCL accepts as the size of one transfer (`NCCL_MAX_NET_SIZE_BYTES`).
+pub const MAX_TRANSFER_BYTES: usize = 1 << 40;
+
+/// The most members of a virtual device, as NCCL's newest interface has it; the older ones hold 4.
+pub const MAX_MEMBERS: usize = 8;
+
+/// The most grouped receives in one call.
+pub const MAX_RECVS: i32 = 8;
+
+/// The most connections on one device: no limit of ours, the number that NCCL's Socket gives.
+const MAX_COMMS: i32 = 65_536;
+
+/// NCCL's flag for "host memory".
+const PTR_HOST: i32 = 1;
+
+/// NCCL's word for an unknown rail or plane.
+const UNKNOWN_ID: i16 = -1;
+
+/// One network interface as a part of a device: what a backend binds to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rail {
+    /// The interface's name, for messages and for binding.
+    pub name: String,
+    /// The kernel's index of the interface.
+    pub index: u32,
+    /// The local address, with port 0 and, for link-local IPv6, the scope.
+    pub address: SocketAddr,
+    /// The speed in Mbit/s, or what is assumed for it.
+    pub speed_mbps: u32,
+    /// Whether the system knew the speed.
+    pub speed_is_known: bool,
+}
+
+/// What NCCL is told of a device; `abi` copies it into the struct of each version.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DeviceProperties {
+    /// The interface's name, or the members' names joined by `+`.
+    pub name: CString,
+    /// The PCI function in sysfs, none for a NIC that has no place on the bus.
+    pub pci_path: Option<CString>,
+    /// Tells NICs apart: the same in every process of the host and after a restart.
+    pub guid: u64,
+    /// Kinds of memory, as NCCL's flags.
+    pub ptr_support: i32,
+    /// Whether a registration holds for all connections.
+    pub reg_is_global: bool,
+    /// Whether NCCL must flush after each receive into GPU memory.
+    pub force_flush: bool,
+    /// The speed in Mbit/s: the sum over the rails.
+    pub speed_mbps: i32,
+    /// The port of the card, from 0.
+    pub port: i32,
+    /// The latency in microseconds; 0 leaves NCCL's own estimate in force, as its Socket does.
+    pub latency_us: f32,
+    /// The most connections.
+    pub max_comms: i32,
+    /// The most grouped receives in one call.
+    pub max_recvs: i32,
+    /// The physical devices that this one is made of: itself alone, or those that were merged.
+    pub members: Vec<i32>,
+    /// The most bytes of one point-to-point transfer.
+    pub max_p2p_bytes: usize,
+    /// The most bytes of one collective transfer.
+    pub max_coll_bytes: usize,
+    /// The most requests in one multi-request.
+    pub max_multi_request: i32,
+    /// The rail's number, −1 for unknown.
+    pub rail: i16,
+    /// The plane's number, −1 for unknown.
+    pub plane: i16,
+}
+
+/// A physical device before it has a number.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Plan {
+    /// At least one.
+    pub rails: Vec<Rail>,
+    /// Where the first rail's card sits on the PCI bus.
+    pub pci_path: Option<CString>,
+    /// Tells NICs apart.
+    pub guid: u64,
+    /// The port of the card.
+    pub port: i32,
+}
+
+impl Plan {
+    /// The name that NCCL sees and prints.
+    pub fn name(&self) -> String {
+        self.rails.iter().map(|rail| rail.name.as_str()).collect::<Vec<_>>().join("+")
+    }
+
+    /// A device of these rails, with what `sysfs` knows of the first and the hardware addresses of all.
+    pub fn new(rails: Vec<Rail>, sysfs: &Sysfs) -> Self {
+        let first = rails.first().map_or("", |rail| rail.name.as_str());
+        let pci_path =
+            sysfs.pci_path(first).and_then(|path| CString::new(path.into_os_string().into_encoded_bytes()).ok());
+        let port = sysfs.port(first).and_then(|port| i32::try_from(port).ok()).unwrap_or(0);
+        // VLANs and the like share the hardware address with the card, so the name is part of the identity.
+        let identity = rails.iter().map(|rail| rail.name.clone() + "/" + &sysfs.mac(&rail.name).unwrap_or_default());
+        let guid = stable_hash(identity.collect::<Vec<_>>().join("+").as_bytes());
+        Self { rails, pci_path, guid, port }
+    }
+
+    fn properties(&self, members: Vec<i32>) -> DeviceProperties {
+        let speed = self.rails.iter().fold(0, |sum: u32, rail| sum.saturating_add(rail.speed_mbps));
+        DeviceProperties {
+            // A name from the kernel holds no NUL.
+            name: CString::new(self.name()).unwrap_or_default(),
+            pci_path: self.pci_path.clone(),
+            guid: self.guid,
+            ptr_support: PTR_HOST,
+            reg_is_global: false,
+            force_flush: false,
+            speed_mbps: i32::try_from(speed).unwrap_or(i32::MAX),
+            port: self.port,
+            latency_us: 0.0,
+            max_comms: MAX_COMMS,
+            max_recvs: MAX_RECVS,
+            members,
+            max_p2p_bytes: MAX_TRANSFER_BYTES,
+            max_coll_bytes: MAX_TRANSFER_BYTES,
+            max_multi_request: 1,
+            rail: UNKNOWN_ID,
+            plane: UNKNOWN_ID,
+        }
+    }
+}
+
+/// FNV-1a, 64 bits. The standard library's hashes may differ from one build to the next; this must not, because the
+/// processes of one host compare the results.
+fn stable_hash(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+}

@@ -1,0 +1,313 @@
+//! The numbering of devices: physical ones first, virtual ones behind them, across reloads.
+
+use super::{DeviceProperties, MAX_MEMBERS, Plan, Rail, stable_hash};
+use crate::os::error::{Error, Result};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The devices of the process. See the module above for what NCCL relies on.
+#[derive(Debug)]
+pub struct Table(Mutex<State>);
+
+#[derive(Debug)]
+struct State {
+    /// Physical devices, then virtual ones.
+    devices: Vec<Device>,
+    /// How many of them are physical.
+    physical: usize,
+    /// What the next count puts into force, if NCCL asks for one.
+    loaded: Option<Vec<Plan>>,
+    /// The virtual devices are of an earlier load: not counted, and forgotten when a new one is made.
+    stale: bool,
+    /// Every set of properties that was ever handed out. Never freed, each kept once.
+    given: Vec<&'static DeviceProperties>,
+}
+
+#[derive(Debug, Clone)]
+struct Device {
+    properties: &'static DeviceProperties,
+    plan: Plan,
+    rails: Arc<[Rail]>,
+}
+
+impl Table {
+    /// A table without devices.
+    pub const fn new() -> Self {
+        Self(Mutex::new(State { devices: Vec::new(), physical: 0, loaded: None, stale: false, given: Vec::new() }))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // No code under the lock leaves the state half changed, so a panic elsewhere does not spoil it.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tells the table that the plugin may have been loaded anew, with these physical devices: for the first `init`
+    /// of a load. That is every `init` of the interfaces up to v10, and from v11 on every `init` while no other
+    /// context is alive.
+    pub fn load(&self, plans: Vec<Plan>) {
+        let mut state = self.state();
+        state.loaded = Some(plans);
+        if state.devices.is_empty() {
+            state.take_loaded();
+        }
+    }
+
+    /// How many devices there are, for NCCL's `devices`.
+    pub fn count(&self) -> usize {
+        let mut state = self.state();
+        state.take_loaded();
+        if state.stale { state.physical } else { state.devices.len() }
+    }
+
+    /// What NCCL is told of a device.
+    ///
+    /// # Errors
+    /// When there is no device of this number.
+    pub fn properties(&self, number: i32) -> Result<&'static DeviceProperties> {
+        Ok(self.state().device(number)?.properties)
+    }
+
+    /// What a backend binds to for this device.
+    ///
+    /// # Errors
+    /// When there is no device of this number.
+    pub fn rails(&self, number: i32) -> Result<Arc<[Rail]>> {
+        Ok(self.state().device(number)?.rails.clone())
+    }
+
+    /// The number of the virtual device that is made of these physical devices.
+    ///
+    /// # Errors
+    /// When a member is no physical device, or stands there twice, or there are none or more than [`MAX_MEMBERS`].
+    pub fn make_vdevice(&self, members: &[i32]) -> Result<i32> {
+        let mut state = self.state();
+        state.take_loaded();
+        let plan = state.merged(members)?;
+        if state.stale {
+            let physical = state.physical;
+            state.devices.truncate(physical);
+            state.stale = false;
+        }
+        let same = |device: &Device| device.properties.members == members;
+        let position = match state.devices[state.physical..].iter().position(same) {
+            Some(position) => state.physical + position,
+            None => {
+                state.add(plan, members.to_vec());
+                state.devices.len() - 1
+            }
+        };
+        Ok(number(position))
+    }
+}
+
+impl Default for Table {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+fn number(position: usize) -> i32 {
+    i32::try_from(position).expect("far fewer devices than that")
+}
+
+impl State {
+    /// Puts what was loaded last into force.
+    fn take_loaded(&mut self) {
+        let Some(plans) = self.loaded.take() else { return };
+        self.stale = true;
+        if self.devices[..self.physical].iter().map(|device| &device.plan).eq(&plans) {
+            return;
+        }
+        self.devices.clear();
+        self.physical = plans.len();
+        for (position, plan) in plans.into_iter().enumerate() {
+            self.add(plan, vec![number(position)]);
+        }
+    }
+
+    fn device(&self, number: i32) -> Result<&Device> {
+        let found = usize::try_from(number).ok().and_then(|position| self.devices.get(position));
+        found.ok_or_else(|| Error::argument(format!("there is no device {number}, only {}", self.devices.len())))
+    }
+
+    fn add(&mut self, plan: Plan, members: Vec<i32>) {
+        let properties = plan.properties(members);
+        let known = self.given.iter().copied().find(|given| **given == properties);
+        let properties = known.unwrap_or_else(|| {
+            let kept: &'static DeviceProperties = Box::leak(Box::new(properties));
+            self.given.push(kept);
+            kept
+        });
+        let rails = plan.rails.clone().into();
+        self.devices.push(Device { properties, plan, rails });
+    }
+
+    /// The plan of a device made of these members.
+    fn merged(&self, members: &[i32]) -> Result<Plan> {
+        if members.is_empty() || members.len() > MAX_MEMBERS {
+            let what =
+                format!("a virtual device of {} members was asked for, 1 to {MAX_MEMBERS} are possible", members.len());
+            return Err(Error::usage(what));
+        }
+        let mut plans = Vec::with_capacity(members.len());
+        for (index, &member) in members.iter().enumerate() {
+            if members[..index].contains(&member) {
+                return Err(Error::usage(format!("a virtual device was asked for with device {member} in it twice")));
+            }
+            let device = self.device(member)?;
+            if usize::try_from(member).is_ok_and(|position| position >= self.physical) {
+                let what =
+                    format!("a virtual device was asked for with device {member} in it, which is virtual itself");
+                return Err(Error::usage(what));
+            }
+            plans.push(&device.plan);
+        }
+        let guids: Vec<u8> = plans.iter().flat_map(|plan| plan.guid.to_le_bytes()).collect();
+        Ok(Plan {
+            rails: plans.iter().flat_map(|plan| plan.rails.iter().cloned()).collect(),
+            pci_path: plans[0].pci_path.clone(),
+            guid: stable_hash(&guids),
+            port: plans[0].port,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::os::error::Cause;
+    use proptest::prelude::*;
+    use std::net::{Ipv4Addr, SocketAddr};
+
+    fn plan(name: &str, speed_mbps: u32) -> Plan {
+        let address = SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 0);
+        let rail = Rail { name: name.into(), index: 1, address, speed_mbps, speed_is_known: true };
+        Plan { rails: vec![rail], pci_path: None, guid: stable_hash(name.as_bytes()), port: 0 }
+    }
+
+    fn plans(count: usize) -> Vec<Plan> {
+        (0..count).map(|index| plan(&format!("eth{index}"), 10_000)).collect()
+    }
+
+    fn loaded(count: usize) -> Table {
+        let table = Table::new();
+        table.load(plans(count));
+        table
+    }
+
+    fn name(table: &Table, number: i32) -> String {
+        table.properties(number).expect("a device").name.to_str().expect("text").to_owned()
+    }
+
+    #[test]
+    fn physical_devices_are_members_of_themselves() {
+        let table = loaded(2);
+        assert_eq!(table.count(), 2);
+        for number in 0..2 {
+            let properties = table.properties(number).expect("a device");
+            assert_eq!(properties.members, [number]);
+            assert_eq!((properties.max_recvs, properties.max_multi_request), (8, 1));
+            assert_eq!((properties.rail, properties.plane, properties.ptr_support), (-1, -1, 1));
+            assert_eq!((properties.max_p2p_bytes, properties.max_coll_bytes), (1 << 40, 1 << 40));
+            assert_eq!(table.rails(number).expect("rails").len(), 1);
+        }
+    }
+
+    #[test]
+    fn a_virtual_device_joins_names_rails_and_speeds_and_is_counted_after_the_physical() {
+        let table = loaded(3);
+        assert_eq!(table.make_vdevice(&[0, 2]).expect("a device"), 3);
+        assert_eq!(table.count(), 4);
+        let merged = table.properties(3).expect("a device");
+        assert_eq!((name(&table, 3).as_str(), merged.speed_mbps), ("eth0+eth2", 20_000));
+        assert_eq!(merged.members, [0, 2]);
+        assert!((0..3).all(|one| table.properties(one).expect("a device").guid != merged.guid));
+        let rails = table.rails(3).expect("rails");
+        assert_eq!(rails.iter().map(|rail| rail.name.as_str()).collect::<Vec<_>>(), ["eth0", "eth2"]);
+        assert_eq!(table.make_vdevice(&[0, 2]).expect("a device"), 3, "the same members, the same device");
+        assert_eq!(table.make_vdevice(&[2, 0]).expect("a device"), 4, "the order of rails counts");
+    }
+
+    #[test]
+    fn wrong_members_are_refused_and_change_nothing() {
+        let table = loaded(9);
+        assert_eq!(table.make_vdevice(&[0, 1]).expect("a device"), 9);
+        let nine: Vec<i32> = (0..9).collect();
+        for (members, cause) in [
+            (&[][..], Cause::Usage),
+            (&[0, 0], Cause::Usage),
+            (&[0, 9], Cause::Usage),
+            (&[0, 10], Cause::Argument),
+            (&[-1], Cause::Argument),
+            (&nine, Cause::Usage),
+        ] {
+            assert_eq!(table.make_vdevice(members).expect_err("refused").cause(), cause, "{members:?}");
+        }
+        assert_eq!(table.count(), 10);
+        assert_eq!(table.properties(10).expect_err("no such device").cause(), Cause::Argument);
+        assert_eq!(table.rails(i32::MIN).expect_err("no such device").cause(), Cause::Argument);
+    }
+
+    #[test]
+    fn after_a_reload_only_physical_devices_are_counted_and_new_virtual_ones_follow_them() {
+        let table = loaded(3);
+        table.make_vdevice(&[0, 1]).expect("a device");
+        table.make_vdevice(&[1, 2]).expect("a device");
+        table.load(plans(3));
+        assert_eq!(table.count(), 3);
+        assert_eq!(table.make_vdevice(&[1, 2]).expect("a device"), 3);
+        assert_eq!((table.count(), name(&table, 3).as_str()), (4, "eth1+eth2"));
+    }
+
+    #[test]
+    fn a_plugin_that_was_kept_keeps_its_numbers() {
+        let table = loaded(2);
+        let merged = table.make_vdevice(&[0, 1]).expect("a device");
+        // Initialised again without a new load: NCCL does not count, and looks its virtual device up as before.
+        table.load(plans(1));
+        assert_eq!(name(&table, merged), "eth0+eth1");
+        assert_eq!(name(&table, 1), "eth1");
+    }
+
+    #[test]
+    fn other_interfaces_after_a_reload_are_seen_with_the_next_count() {
+        let table = loaded(2);
+        table.make_vdevice(&[0, 1]).expect("a device");
+        table.load(vec![plan("ib0", 100_000)]);
+        assert_eq!((table.count(), name(&table, 0).as_str()), (1, "ib0"));
+        assert!(table.properties(1).is_err());
+    }
+
+    #[test]
+    fn ten_thousand_reloads_keep_one_copy_of_each_set_of_properties() {
+        let table = loaded(2);
+        let (first, merged) = (table.properties(0).expect("a device"), table.make_vdevice(&[0, 1]).expect("a device"));
+        for round in 0..10_000 {
+            table.load(plans(1 + round % 2));
+            table.count();
+            if round % 2 == 1 {
+                assert_eq!(table.make_vdevice(&[0, 1]).expect("a device"), merged);
+            }
+        }
+        assert!(std::ptr::eq(first, table.properties(0).expect("a device")));
+        assert_eq!(table.state().given.len(), 3);
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_members_are_asked_for_every_counted_device_is_whole(
+            asks in prop::collection::vec(prop::collection::vec(-2i32..12, 0..10), 0..12),
+        ) {
+            let table = loaded(6);
+            for members in &asks {
+                if let Ok(number) = table.make_vdevice(members) {
+                    prop_assert_eq!(&table.properties(number).expect("just made").members, members);
+                }
+            }
+            for number in 0..i32::try_from(table.count()).expect("few") {
+                let properties = table.properties(number).expect("counted");
+                prop_assert_eq!(properties.members.len(), table.rails(number).expect("counted").len());
+                prop_assert!(properties.members.iter().all(|member| (0..6).contains(member)));
+            }
+        }
+    }
+}

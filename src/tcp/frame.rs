@@ -1,0 +1,230 @@
+//! The frame header: 48 bytes that precede everything on a stream after the handshake.
+//!
+//! | bytes | field | meaning |
+//! |---|---|---|
+//! | 0 | type | [`Type`] |
+//! | 1 | flags | [`EAGER`], [`PROMPT`] |
+//! | 2–3 | epoch | life of the stream, counted from 0; a frame of another epoch ends the stream |
+//! | 4–7 | length | payload bytes that follow |
+//! | 8–15 | message | number of the message in posting order |
+//! | 16–23 | order | number of the message among those with its tag: the k-th send fills the k-th receive |
+//! | 24–31 | offset | where the payload belongs in the message |
+//! | 32–39 | total | size of the whole message |
+//! | 40–43 | tag | NCCL's tag |
+//! | 44–47 | check | CRC-32C of bytes 0–43 |
+//!
+//! Little-endian. What the fields mean for frames other than [`Type::Data`] is said there. The check is always on:
+//! a header that lies would place bytes wrongly, and 44 bytes cost about 10 ns.
+
+use crate::os::error::{Error, Result};
+
+/// Bytes of a header.
+pub const HEADER: usize = 48;
+
+/// Chunk boundaries are multiples of this many bytes from the start of the message: with the LL128 protocol the
+/// GPU polls flags in the last 8 of every 128 bytes while the buffer is being filled (NCCL 2.4 and later).
+pub const ALIGN: u64 = 128;
+
+/// The longest payload of a control frame in bytes (the text of [`Type::Fail`]).
+pub const MAX_CONTROL: u32 = 1024;
+
+/// Flag: the payload was sent without the receiver's clear-to-send and used credit.
+pub const EAGER: u8 = 1;
+/// Flag: somebody waits for the acknowledgement, so send it at once.
+pub const PROMPT: u8 = 2;
+
+/// What a frame says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Type {
+    /// Sender → receiver: a chunk of a message.
+    Data = 1,
+    /// Receiver → sender: `offset` frames of this stream and epoch have been taken in (cumulative), and `total`
+    /// bytes of eager credit have been returned on the connection (cumulative).
+    Ack = 2,
+    /// Receiver → sender: the `order`-th receive with `tag` is posted and holds `total` bytes.
+    Clear = 3,
+    /// Both: nothing more will come in this direction.
+    Bye = 4,
+    /// Both: the connection has failed; the payload says why, `order` is the cause's code.
+    Fail = 5,
+    /// Sender → receiver: the stream with number `order` died in epoch `offset`; take nothing more from it.
+    Fence = 6,
+    /// Receiver → sender: of stream `order` in epoch `offset`, `total` frames were taken in, and no more will be.
+    Fenced = 7,
+}
+
+impl Type {
+    fn from_byte(byte: u8) -> Option<Self> {
+        Some(match byte {
+            1 => Self::Data,
+            2 => Self::Ack,
+            3 => Self::Clear,
+            4 => Self::Bye,
+            5 => Self::Fail,
+            6 => Self::Fence,
+            7 => Self::Fenced,
+            _ => return None,
+        })
+    }
+}
+
+/// A decoded header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Header {
+    /// What the frame says.
+    pub kind: Type,
+    /// [`EAGER`], [`PROMPT`].
+    pub flags: u8,
+    /// The stream's epoch.
+    pub epoch: u16,
+    /// Payload bytes that follow.
+    pub length: u32,
+    /// The message's number.
+    pub message: u64,
+    /// The message's number among those with its tag.
+    pub order: u64,
+    /// Where the payload belongs in the message, in bytes.
+    pub offset: u64,
+    /// Size of the whole message in bytes.
+    pub total: u64,
+    /// NCCL's tag.
+    pub tag: i32,
+}
+
+impl Header {
+    /// A header of the given type with every other field zero.
+    pub fn of(kind: Type, epoch: u16) -> Self {
+        Self { kind, flags: 0, epoch, length: 0, message: 0, order: 0, offset: 0, total: 0, tag: 0 }
+    }
+
+    /// The 48 bytes for the wire.
+    pub fn encode(&self) -> [u8; HEADER] {
+        let mut out = [0; HEADER];
+        out[0] = self.kind as u8;
+        out[1] = self.flags;
+        out[2..4].copy_from_slice(&self.epoch.to_le_bytes());
+        out[4..8].copy_from_slice(&self.length.to_le_bytes());
+        out[8..16].copy_from_slice(&self.message.to_le_bytes());
+        out[16..24].copy_from_slice(&self.order.to_le_bytes());
+        out[24..32].copy_from_slice(&self.offset.to_le_bytes());
+        out[32..40].copy_from_slice(&self.total.to_le_bytes());
+        out[40..44].copy_from_slice(&self.tag.to_le_bytes());
+        let check = crc32c::crc32c(&out[..44]);
+        out[44..].copy_from_slice(&check.to_le_bytes());
+        out
+    }
+
+    /// Reads 48 bytes from the wire.
+    ///
+    /// # Errors
+    /// A remote error when the check, the type, or a bound that holds for every frame is wrong. The stream must
+    /// end then: nothing tells where the next header would be.
+    pub fn decode(bytes: &[u8; HEADER]) -> Result<Self> {
+        let u16_at = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
+        let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
+        let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+        if crc32c::crc32c(&bytes[..44]) != u32_at(44) {
+            return Err(Error::remote("a frame header arrived damaged (its checksum is wrong)")
+                .with_hint("look for a middlebox or a failing network card"));
+        }
+        let kind = Type::from_byte(bytes[0])
+            .ok_or_else(|| Error::remote(format!("a frame of unknown type {} arrived", bytes[0])))?;
+        let header = Self {
+            kind,
+            flags: bytes[1],
+            epoch: u16_at(2),
+            length: u32_at(4),
+            message: u64_at(8),
+            order: u64_at(16),
+            offset: u64_at(24),
+            total: u64_at(32),
+            tag: u32_at(40) as i32,
+        };
+        header.check_bounds()?;
+        Ok(header)
+    }
+
+    fn check_bounds(&self) -> Result<()> {
+        match self.kind {
+            Type::Data => {
+                let end = self.offset.checked_add(u64::from(self.length));
+                if end.is_none_or(|end| end > self.total) || self.offset % ALIGN != 0 {
+                    return Err(Error::remote(format!(
+                        "a chunk of {} bytes at {} does not fit its message of {} bytes",
+                        self.length, self.offset, self.total
+                    )));
+                }
+            }
+            Type::Fail if self.length <= MAX_CONTROL => {}
+            _ if self.length == 0 => {}
+            _ => {
+                return Err(Error::remote(format!("a {:?} frame carries {} bytes", self.kind, self.length)));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn any_data() -> impl Strategy<Value = Header> {
+        (0..1_u64 << 40, 0_u32..1 << 30, any::<u64>(), any::<u64>(), any::<i32>(), any::<u16>(), 0..4_u8).prop_map(
+            |(block, length, message, order, tag, epoch, flags)| {
+                let offset = block * ALIGN % (1 << 42);
+                Header {
+                    kind: Type::Data,
+                    flags,
+                    epoch,
+                    length,
+                    message,
+                    order,
+                    offset,
+                    total: offset + u64::from(length),
+                    tag,
+                }
+            },
+        )
+    }
+
+    proptest! {
+        #[test]
+        fn a_header_survives_the_wire(header in any_data()) {
+            prop_assert_eq!(Header::decode(&header.encode()).unwrap(), header);
+        }
+
+        #[test]
+        fn a_flipped_bit_is_noticed(header in any_data(), bit in 0..HEADER * 8) {
+            let mut bytes = header.encode();
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            prop_assert!(Header::decode(&bytes).is_err());
+        }
+
+        #[test]
+        fn arbitrary_bytes_never_panic(bytes in proptest::array::uniform32(any::<u8>()), more in proptest::array::uniform16(any::<u8>())) {
+            let mut all = [0; HEADER];
+            all[..32].copy_from_slice(&bytes);
+            all[32..].copy_from_slice(&more);
+            let _ = Header::decode(&all);
+            // The same bytes with a right check, so that the bounds are reached.
+            let check = crc32c::crc32c(&all[..44]);
+            all[44..].copy_from_slice(&check.to_le_bytes());
+            if let Ok(header) = Header::decode(&all) {
+                prop_assert!(header.kind != Type::Data || header.offset + u64::from(header.length) <= header.total);
+            }
+        }
+    }
+
+    #[test]
+    fn a_chunk_beyond_its_message_is_refused() {
+        let header = Header { length: 129, total: 256, offset: 128, ..Header::of(Type::Data, 0) };
+        assert!(Header::decode(&header.encode()).is_err());
+        let unaligned = Header { length: 1, total: 256, offset: 64, ..Header::of(Type::Data, 0) };
+        assert!(Header::decode(&unaligned.encode()).is_err());
+        let control = Header { length: 1, ..Header::of(Type::Ack, 0) };
+        assert!(Header::decode(&control.encode()).is_err());
+    }
+}

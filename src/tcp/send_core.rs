@@ -1,0 +1,408 @@
+//! The sending side of the protocol, without sockets, clocks or bytes.
+//!
+//! A message is posted, becomes ready (at once when it is small and there is credit, else when the receiver's
+//! clear-to-send has come), is cut into chunks by whichever streams have room, and ends when every chunk is
+//! acknowledged. A chunk on a stream that died stays in doubt until that stream's epoch is fenced: the receiver
+//! then has said how many frames it took in, these count as acknowledged, and the rest is ready again.
+//!
+//! Everything here speaks of *ranges* of messages. Where the bytes are is the caller's business, kept under the
+//! same [`Key`].
+//!
+//! Guarantees: each byte of a message is handed out exactly once per epoch of the stream that took it, and again
+//! only after a fence that says it did not arrive; chunk boundaries are multiples of 128 bytes; a message that waits
+//! for its receive never holds up another tag, nor small messages behind it.
+
+use std::collections::{HashMap, VecDeque};
+
+use slab::Slab;
+
+use super::frame::{ALIGN, EAGER, Header, PROMPT, Type};
+use super::limits::{
+    CHUNK_MAX, CHUNK_MIN, EAGER_MAX, EAGER_WINDOW, MAX_AHEAD, MAX_STREAMS, MESSAGE_COST, REPLAY_MAX, STREAM_WINDOW,
+    WHOLE_MAX,
+};
+use super::tags::TagOrders;
+use crate::os::error::{Error, Result};
+
+/// Names a message from its posting to its end.
+pub type Key = usize;
+
+/// What became of a message when it was posted, or what it waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Admit {
+    /// Streams can take it now.
+    Ready,
+    /// It is long and the receive is not posted yet.
+    AwaitsReceiver,
+    /// It is short, but the receiver's staging window is full.
+    AwaitsCredit,
+}
+
+/// A range of a message that a stream shall send now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Chunk {
+    /// The message.
+    pub key: Key,
+    /// Where in the message, in bytes.
+    pub offset: u64,
+    /// How many bytes.
+    pub length: u32,
+    /// Whether it was sent before, on a stream that died.
+    pub again: bool,
+    /// The header to send before it.
+    pub header: Header,
+}
+
+struct Message {
+    length: u64,
+    tag: i32,
+    number: u64,
+    order: u64,
+    /// Sent without clear-to-send, against credit.
+    eager: bool,
+    /// Bytes handed out to streams (a resend does not count again).
+    assigned: u64,
+    /// Bytes acknowledged.
+    acked: u64,
+    /// Chunks handed out whose acknowledgement has not come; needed beside the bytes because an empty message
+    /// has one chunk of none.
+    flying: u32,
+    handed_out: bool,
+}
+
+#[derive(Clone, Copy)]
+struct Flight {
+    key: Key,
+    offset: u64,
+    length: u32,
+}
+
+#[derive(Default)]
+struct Stream {
+    live: bool,
+    epoch: u16,
+    /// Frames handed out.
+    sent: u64,
+    /// Frames that the kernel took whole; only these can be acknowledged, whatever the peer says.
+    written: u64,
+    acked: u64,
+    flights: VecDeque<Flight>,
+    bytes: u64,
+}
+
+/// The sending side of one connection.
+pub struct SendCore {
+    messages: Slab<Message>,
+    posted: u64,
+    tags: TagOrders,
+    /// Receives that were posted before their send: capacity by (tag, order).
+    cleared: HashMap<(i32, u64), u64>,
+    /// Messages that wait for their receive.
+    waiting: HashMap<(i32, u64), Key>,
+    /// Short messages that wait for credit, in posting order.
+    no_credit: VecDeque<Key>,
+    /// Short messages that are ready.
+    short: VecDeque<Key>,
+    /// Long messages that are ready; the front one is being cut.
+    long: VecDeque<Key>,
+    /// Chunks to send again.
+    again: VecDeque<Flight>,
+    credit_used: u64,
+    credit_limit: u64,
+    streams: Vec<Stream>,
+    /// Keep messages until they are acknowledged, so that they can be sent again.
+    recovery: bool,
+}
+
+impl SendCore {
+    /// A connection without streams yet.
+    pub fn new(recovery: bool) -> Self {
+        Self {
+            messages: Slab::with_capacity(16),
+            posted: 0,
+            tags: TagOrders::default(),
+            cleared: HashMap::new(),
+            waiting: HashMap::new(),
+            no_credit: VecDeque::new(),
+            short: VecDeque::new(),
+            long: VecDeque::new(),
+            again: VecDeque::new(),
+            credit_used: 0,
+            credit_limit: EAGER_WINDOW,
+            streams: Vec::new(),
+            recovery,
+        }
+    }
+
+    /// Stream `index` is connected, in the given epoch.
+    pub fn stream_up(&mut self, index: usize, epoch: u16) {
+        debug_assert!(index < MAX_STREAMS);
+        while self.streams.len() <= index {
+            self.streams.push(Stream::default());
+        }
+        let stream = &mut self.streams[index];
+        debug_assert!(stream.flights.is_empty(), "a stream comes back only after its old epoch is fenced");
+        *stream = Stream { live: true, epoch, ..Stream::default() };
+    }
+
+    /// How many streams are connected.
+    pub fn live_streams(&self) -> usize {
+        self.streams.iter().filter(|stream| stream.live).count()
+    }
+
+    /// Whether stream `index` is connected.
+    pub fn is_live(&self, index: usize) -> bool {
+        self.streams.get(index).is_some_and(|stream| stream.live)
+    }
+
+    /// A new message of `length` bytes.
+    ///
+    /// # Errors
+    /// A usage error when the receive that it matches is posted already and is shorter.
+    pub fn post(&mut self, length: u64, tag: i32) -> Result<(Key, Admit)> {
+        let order = self.tags.next(tag);
+        // A receive that is posted already needs no credit, however short the message.
+        let cleared = self.cleared.remove(&(tag, order));
+        if let Some(capacity) = cleared {
+            check_capacity(length, capacity, tag)?;
+        }
+        let short = length <= EAGER_MAX;
+        let eager = short && cleared.is_none();
+        let key = self.messages.insert(Message {
+            length,
+            tag,
+            number: self.posted,
+            order,
+            eager,
+            assigned: 0,
+            acked: 0,
+            flying: 0,
+            handed_out: false,
+        });
+        self.posted += 1;
+        let admit = if cleared.is_some() {
+            if short { &mut self.short } else { &mut self.long }.push_back(key);
+            Admit::Ready
+        } else if eager {
+            if self.no_credit.is_empty() && self.take_credit(length) {
+                self.short.push_back(key);
+                Admit::Ready
+            } else {
+                self.no_credit.push_back(key);
+                Admit::AwaitsCredit
+            }
+        } else {
+            self.waiting.insert((tag, order), key);
+            Admit::AwaitsReceiver
+        };
+        Ok((key, admit))
+    }
+
+    /// Whether a stream could take a chunk now, if it had room.
+    pub fn has_ready(&self) -> bool {
+        !(self.short.is_empty() && self.long.is_empty() && self.again.is_empty())
+    }
+
+    /// Whether long messages are ready, for which further streams are worth waking.
+    pub fn has_long(&self) -> bool {
+        !(self.long.is_empty() && self.again.is_empty())
+    }
+
+    /// Whether nothing is unsent or unacknowledged.
+    pub fn is_idle(&self) -> bool {
+        self.messages.is_empty()
+    }
+
+    /// The next chunk for stream `index`, or `None` when it has no room or there is nothing for it.
+    ///
+    /// The first stream carries short messages, which NCCL's thread sends itself; the others carry long ones. When
+    /// the first stream is alone, or dead, the rest share all the work.
+    pub fn next_chunk(&mut self, index: usize) -> Option<Chunk> {
+        let stream = self.streams.get(index).filter(|stream| stream.live)?;
+        if stream.bytes >= STREAM_WINDOW {
+            return None;
+        }
+        let others = self.streams.iter().skip(1).filter(|stream| stream.live).count() as u64;
+        let first_live = self.streams.first().is_some_and(|stream| stream.live);
+        if let Some(flight) = self.again.pop_front() {
+            return Some(self.fly(index, flight, true));
+        }
+        if index == 0 || !first_live {
+            if let Some(key) = self.short.pop_front() {
+                let length = self.messages[key].length as u32;
+                return Some(self.fly(index, Flight { key, offset: 0, length }, false));
+            }
+        }
+        if index == 0 && others > 0 {
+            return None;
+        }
+        let &key = self.long.front()?;
+        let message = &self.messages[key];
+        let rest = message.length - message.assigned;
+        let length = rest.min(self.chunk_size(others.max(1)));
+        let flight = Flight { key, offset: message.assigned, length: length as u32 };
+        if length == rest {
+            self.long.pop_front();
+        }
+        Some(self.fly(index, flight, false))
+    }
+
+    /// How large a chunk should be: the ready bytes spread over all streams, within bounds. A lone message is cut
+    /// small so that every stream gets a part; a queue of them travels in large pieces.
+    fn chunk_size(&self, streams: u64) -> u64 {
+        let ready: u64 = self.long.iter().take(4).map(|key| self.messages[*key].length - self.messages[*key].assigned).sum();
+        let even = ready.div_ceil(streams).next_multiple_of(ALIGN.max(4096));
+        even.clamp(CHUNK_MIN, CHUNK_MAX)
+    }
+
+    fn fly(&mut self, index: usize, flight: Flight, again: bool) -> Chunk {
+        let message = &mut self.messages[flight.key];
+        if !again {
+            message.assigned += u64::from(flight.length);
+            message.handed_out = true;
+        }
+        message.flying += 1;
+        let mut flags = if message.eager { EAGER } else { 0 };
+        if self.recovery && message.length > REPLAY_MAX || self.credit_limit - self.credit_used.min(self.credit_limit) < EAGER_WINDOW / 2 {
+            flags |= PROMPT;
+        }
+        let stream = &mut self.streams[index];
+        let header = Header {
+            flags,
+            length: flight.length,
+            message: message.number,
+            order: message.order,
+            offset: flight.offset,
+            total: message.length,
+            tag: message.tag,
+            ..Header::of(Type::Data, stream.epoch)
+        };
+        stream.sent += 1;
+        stream.bytes += u64::from(flight.length);
+        stream.flights.push_back(flight);
+        Chunk { key: flight.key, offset: flight.offset, length: flight.length, again, header }
+    }
+
+    /// The kernel took the whole of the chunk that stream `index` was given last.
+    pub fn written(&mut self, index: usize) {
+        let stream = &mut self.streams[index];
+        stream.written += 1;
+        debug_assert!(stream.written <= stream.sent);
+    }
+
+    /// The receiver acknowledged: `frames` frames of stream `index` so far, `credit` bytes of the connection's
+    /// eager window so far. Messages that are wholly acknowledged go to `done`, and their keys are free again.
+    ///
+    /// # Errors
+    /// A remote error when it acknowledges what was never sent.
+    pub fn acknowledge(&mut self, index: usize, frames: u64, credit: u64, done: &mut Vec<Key>) -> Result<()> {
+        self.take_in(index, frames, done)?;
+        if credit > self.credit_used {
+            return Err(Error::remote("the peer returned more credit than it was owed"));
+        }
+        self.credit_limit = self.credit_limit.max(credit + EAGER_WINDOW);
+        while let Some(&key) = self.no_credit.front() {
+            if !self.take_credit(self.messages[key].length) {
+                break;
+            }
+            self.no_credit.pop_front();
+            self.short.push_back(key);
+        }
+        Ok(())
+    }
+
+    fn take_in(&mut self, index: usize, frames: u64, done: &mut Vec<Key>) -> Result<()> {
+        let stream = self.streams.get_mut(index).ok_or_else(|| Error::remote("an unknown stream was acknowledged"))?;
+        if frames > stream.written || frames < stream.acked {
+            return Err(Error::remote(format!(
+                "the peer acknowledged {frames} frames of stream {index}, of which {} were sent and {} acknowledged before",
+                stream.written, stream.acked
+            )));
+        }
+        for _ in stream.acked..frames {
+            let flight = stream.flights.pop_front().expect("as many flights as unacknowledged frames");
+            stream.bytes -= u64::from(flight.length);
+            let message = &mut self.messages[flight.key];
+            message.acked += u64::from(flight.length);
+            message.flying -= 1;
+            if message.acked == message.length && message.flying == 0 && message.handed_out {
+                self.messages.remove(flight.key);
+                done.push(flight.key);
+            }
+        }
+        stream.acked = frames;
+        Ok(())
+    }
+
+    /// The receiver posted the `order`-th receive with `tag`. Returns whether a message became ready by that.
+    ///
+    /// # Errors
+    /// A usage error when the waiting message is longer; a remote error when the peer runs too far ahead.
+    pub fn clear_to_send(&mut self, tag: i32, order: u64, capacity: u64) -> Result<bool> {
+        if let Some(key) = self.waiting.remove(&(tag, order)) {
+            check_capacity(self.messages[key].length, capacity, tag)?;
+            self.long.push_back(key);
+            return Ok(true);
+        }
+        let next = self.tags.peek(tag);
+        // A clear-to-send for a message that was short enough to go without it has nothing left to say.
+        if order >= next {
+            if order - next >= MAX_AHEAD {
+                return Err(Error::remote("the peer posted more receives than a connection can hold"));
+            }
+            self.cleared.insert((tag, order), capacity);
+        }
+        Ok(false)
+    }
+
+    /// Stream `index` broke. What it carried is in doubt until [`SendCore::fenced`]. Returns whether it was live.
+    pub fn stream_down(&mut self, index: usize) -> bool {
+        self.streams.get_mut(index).is_some_and(|stream| std::mem::take(&mut stream.live))
+    }
+
+    /// The receiver took in `frames` frames of the dead stream and will take no more: the rest is ready again.
+    /// Returns how many chunks that are.
+    ///
+    /// # Errors
+    /// As [`SendCore::acknowledge`].
+    pub fn fenced(&mut self, index: usize, frames: u64, done: &mut Vec<Key>) -> Result<usize> {
+        self.take_in(index, frames, done)?;
+        let stream = &mut self.streams[index];
+        debug_assert!(!stream.live);
+        let lost: Vec<Flight> = stream.flights.drain(..).collect();
+        stream.bytes = 0;
+        (stream.sent, stream.written) = (frames, frames);
+        for flight in &lost {
+            self.messages[flight.key].flying -= 1;
+        }
+        self.again.extend(&lost);
+        Ok(lost.len())
+    }
+
+    /// The epoch of stream `index`.
+    pub fn epoch(&self, index: usize) -> u16 {
+        self.streams.get(index).map_or(0, |stream| stream.epoch)
+    }
+
+    fn take_credit(&mut self, length: u64) -> bool {
+        let cost = length + MESSAGE_COST;
+        if self.credit_used + cost > self.credit_limit {
+            return false;
+        }
+        self.credit_used += cost;
+        true
+    }
+}
+
+fn check_capacity(length: u64, capacity: u64, tag: i32) -> Result<()> {
+    if length > capacity {
+        return Err(too_long(length, capacity, tag));
+    }
+    Ok(())
+}
+
+/// The error for a message that is longer than its receive, the same on both sides.
+pub fn too_long(length: u64, capacity: u64, tag: i32) -> Error {
+    Error::usage(format!("a message of {length} bytes with tag {tag} met a receive of {capacity} bytes"))
+        .with_hint("the two sides disagree about the size of a transfer; check that all ranks call the same collective with the same count")
+}

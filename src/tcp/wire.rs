@@ -1,0 +1,152 @@
+//! Reading and writing one socket: vectored, without waiting, without SIGPIPE.
+//!
+//! Linux's `send(2)` raises SIGPIPE on a closed connection unless told otherwise, and a C host program dies of it;
+//! every send here passes `MSG_NOSIGNAL`. `EINTR` is retried, so callers see data, "would block", or the end.
+
+use std::io;
+use std::os::fd::RawFd;
+
+/// A piece of memory to send or to fill. Plain addresses: the memory belongs to a request or to the stream, and
+/// both outlive the call.
+#[derive(Debug, Clone, Copy)]
+pub struct Piece {
+    /// First byte.
+    pub data: *mut u8,
+    /// Bytes.
+    pub length: usize,
+}
+
+impl Piece {
+    /// A piece to be sent.
+    pub fn of(bytes: &[u8]) -> Self {
+        Self { data: bytes.as_ptr().cast_mut(), length: bytes.len() }
+    }
+
+    /// A piece to be filled.
+    pub fn of_mut(bytes: &mut [u8]) -> Self {
+        Self { data: bytes.as_mut_ptr(), length: bytes.len() }
+    }
+
+    fn iovec(self) -> libc::iovec {
+        libc::iovec { iov_base: self.data.cast(), iov_len: self.length }
+    }
+}
+
+/// Sends as much of two pieces, in order, as the socket takes now. `None`: it takes nothing.
+///
+/// # Errors
+/// Whatever `sendmsg(2)` reports.
+///
+/// # Safety
+/// Both pieces must be readable for their whole length during the call.
+pub unsafe fn send(fd: RawFd, pieces: [Piece; 2]) -> io::Result<Option<usize>> {
+    let mut iov = pieces.map(Piece::iovec);
+    // SAFETY: an all-zero msghdr is a valid value.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = iov.as_mut_ptr();
+    message.msg_iovlen = iov.len();
+    retry(|| {
+        // SAFETY: `message` points to two iovecs that live here; the caller vouches for their memory.
+        unsafe { libc::sendmsg(fd, &raw const message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT) }
+    })
+}
+
+/// Receives into two pieces, in order, what has arrived. `None`: nothing has; `Some(0)`: the peer sent its last.
+///
+/// # Errors
+/// Whatever `recvmsg(2)` reports.
+///
+/// # Safety
+/// Both pieces must be writable for their whole length during the call, and nobody else may rely on their content.
+pub unsafe fn receive(fd: RawFd, pieces: [Piece; 2]) -> io::Result<Option<usize>> {
+    if pieces[0].length == 0 {
+        // One piece: recv(2) spares the kernel a copy of the message header.
+        // SAFETY: the caller vouches for the piece.
+        return retry(|| unsafe { libc::recv(fd, pieces[1].data.cast(), pieces[1].length, libc::MSG_DONTWAIT) });
+    }
+    let mut iov = pieces.map(Piece::iovec);
+    // SAFETY: an all-zero msghdr is a valid value.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = iov.as_mut_ptr();
+    message.msg_iovlen = iov.len();
+    retry(|| {
+        // SAFETY: `message` points to two iovecs that live here; the caller vouches for their memory.
+        unsafe { libc::recvmsg(fd, &raw mut message, libc::MSG_DONTWAIT) }
+    })
+}
+
+fn retry(mut call: impl FnMut() -> isize) -> io::Result<Option<usize>> {
+    loop {
+        let moved = call();
+        if moved >= 0 {
+            return Ok(Some(moved as usize));
+        }
+        let error = io::Error::last_os_error();
+        match error.kind() {
+            io::ErrorKind::Interrupted => {}
+            io::ErrorKind::WouldBlock => return Ok(None),
+            // The kernel is short of buffers for a moment; the poller tries again.
+            _ if error.raw_os_error() == Some(libc::ENOBUFS) || error.raw_os_error() == Some(libc::ENOMEM) => {
+                return Ok(None);
+            }
+            _ => return Err(error),
+        }
+    }
+}
+
+/// Bytes that the peer's kernel has not acknowledged yet (`SIOCOUTQ`, tcp(7)).
+pub fn unsent(fd: RawFd) -> usize {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the request writes one int.
+    let answer = unsafe { libc::ioctl(fd, libc::TIOCOUTQ, &raw mut bytes) };
+    if answer < 0 { 0 } else { bytes.max(0) as usize }
+}
+
+/// Copies bytes in ascending order, in units of eight where both sides allow it.
+///
+/// The GPU may poll flags at the end of each 8 or 128 bytes of `to` while this runs (NCCL's LL and LL128
+/// protocols), and the C library's `memcpy` does not promise an order: it stores the first bytes of a block last.
+/// Volatile stores keep their program order, and on x86-64 other observers see it too.
+///
+/// # Safety
+/// `from` must be readable and `to` writable for `length` bytes, and they must not overlap.
+pub unsafe fn copy_ascending(from: *const u8, to: *mut u8, length: usize) {
+    let mut at = 0;
+    // SAFETY: every access lies below `length`, for which the caller vouches.
+    unsafe {
+        while at < length && (to as usize + at) % 8 != 0 {
+            to.add(at).write_volatile(from.add(at).read());
+            at += 1;
+        }
+        while at + 8 <= length {
+            let unit = from.add(at).cast::<u64>().read_unaligned();
+            to.add(at).cast::<u64>().write_volatile(unit);
+            at += 8;
+        }
+        while at < length {
+            to.add(at).write_volatile(from.add(at).read());
+            at += 1;
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    std::sync::atomic::fence(std::sync::atomic::Ordering::Release);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn an_ascending_copy_copies(bytes in proptest::collection::vec(any::<u8>(), 0..300), shift in 0..9_usize, skew in 0..9_usize) {
+            let mut to = vec![0xEE; bytes.len() + shift + 16];
+            let mut from = vec![0; skew];
+            from.extend(&bytes);
+            // SAFETY: both ranges lie inside their vectors.
+            unsafe { copy_ascending(from.as_ptr().add(skew), to.as_mut_ptr().add(shift), bytes.len()) };
+            prop_assert_eq!(&to[shift..shift + bytes.len()], &bytes[..]);
+            prop_assert!(to[..shift].iter().chain(&to[shift + bytes.len()..]).all(|b| *b == 0xEE));
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! Devices on a host made for it: a network namespace with links of its own. Needs root; without it the test says
+//! so and passes.
+//!
+//! The test runs itself again inside the namespace, because `/sys` must be the namespace's too.
+
+use std::process::Command;
+use towline::os::config::Config;
+use towline::os::interfaces::Why;
+use towline::plugin::devices::{Discovery, Plan, discover};
+
+/// Set for the run inside.
+const INSIDE: &str = "TEST_INSIDE_NAMESPACE";
+
+struct Namespace(String);
+
+impl Namespace {
+    fn new() -> Self {
+        let namespace = Self(format!("towline-interfaces-{}", std::process::id()));
+        ip(&["netns", "add", &namespace.0]);
+        namespace
+    }
+}
+
+impl Drop for Namespace {
+    fn drop(&mut self) {
+        let _ = Command::new("ip").args(["netns", "del", &self.0]).status();
+    }
+}
+
+fn ip(arguments: &[&str]) {
+    let done = Command::new("ip").args(arguments).status().expect("ip runs");
+    assert!(done.success(), "ip {}", arguments.join(" "));
+}
+
+fn found(pairs: &[(&str, &str)]) -> Discovery {
+    discover(&Config::from_pairs(pairs.iter().copied()).0).expect("devices")
+}
+
+fn names(found: &Discovery) -> Vec<String> {
+    found.plans.iter().map(Plan::name).collect()
+}
+
+/// The kernel reports a carrier, and finishes checking an IPv6 address for duplicates, a moment later.
+fn eventually<T>(what: &str, check: impl Fn() -> Option<T>) -> T {
+    for _ in 0..500 {
+        if let Some(value) = check() {
+            return value;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    panic!("not within 5 s: {what}");
+}
+
+fn eventually_names(pairs: &[(&str, &str)], expected: &[&str]) -> Discovery {
+    eventually(&format!("{pairs:?} gives {expected:?}"), || Some(found(pairs)).filter(|it| names(it) == expected))
+}
+
+fn may_make_namespaces() -> bool {
+    // SAFETY: asks for a number.
+    let root = unsafe { libc::geteuid() } == 0;
+    root && Command::new("ip").arg("netns").output().is_ok_and(|output| output.status.success())
+}
+
+#[test]
+fn devices_follow_the_links_of_the_host() {
+    if std::env::var_os(INSIDE).is_some() {
+        return inside();
+    }
+    if !may_make_namespaces() {
+        eprintln!("skipped: needs root and the ip command");
+        return;
+    }
+    let namespace = Namespace::new();
+    let me = std::env::current_exe().expect("a path");
+    let run = Command::new("ip")
+        .args(["netns", "exec", &namespace.0])
+        .arg(me)
+        .args(["--exact", "devices_follow_the_links_of_the_host", "--nocapture"])
+        .env(INSIDE, "1")
+        .status();
+    assert!(run.expect("ip runs").success());
+}
+
+fn inside() {
+    let error = discover(&Config::default()).expect_err("nothing is up yet").to_string();
+    assert!(error.starts_with("no network interface can be used"), "{error}");
+
+    ip(&["link", "set", "lo", "up"]);
+    let only_lo = found(&[]);
+    assert_eq!((names(&only_lo), only_lo.why), (vec!["lo".to_owned()], Why::LastResort("lo")));
+
+    // The peer is made first, so eth0 has the lower index and is listed first.
+    ip(&["link", "add", "eth1", "type", "veth", "peer", "name", "eth0"]);
+    ip(&["link", "add", "docker0", "type", "bridge"]);
+    for (name, address) in [("eth0", "10.1.0.1/24"), ("eth1", "10.1.1.1/24"), ("docker0", "10.1.2.1/24")] {
+        ip(&["address", "add", address, "dev", name]);
+        ip(&["link", "set", name, "up"]);
+    }
+    ip(&["address", "add", "2001:db8::1/64", "dev", "eth0", "nodad"]);
+    let both = eventually_names(&[], &["eth0", "eth1"]);
+    assert_eq!(both.why, Why::Ordinary);
+    assert_eq!(both.plans[0].rails[0].address.to_string(), "10.1.0.1:0");
+    assert_eq!(both.plans[0].rails[0].speed_mbps, 10_000, "what the kernel says of a veth");
+    assert!(both.plans[0].rails[0].speed_is_known);
+    assert_ne!(both.plans[0].guid, both.plans[1].guid);
+    assert_eq!(names(&found(&[("NCCL_COMM_ID", "10.1.1.9:1234")])), ["eth1"]);
+    assert_eq!(names(&found(&[("TOWLINE_RAILS", "all")])), ["eth0+eth1"]);
+
+    // An alias is an entry with a label of its own, as it is for NCCL.
+    ip(&["address", "add", "10.1.9.1/24", "dev", "eth0", "label", "eth0:9"]);
+    let alias = found(&[("NCCL_SOCKET_IFNAME", "eth0")]);
+    assert_eq!(names(&alias), ["eth0", "eth0:9"]);
+    assert_eq!(alias.plans[0].rails[0].index, alias.plans[1].rails[0].index);
+
+    let six = found(&[("NCCL_SOCKET_FAMILY", "AF_INET6"), ("NCCL_SOCKET_IFNAME", "=eth0")]);
+    assert!(six.plans[0].rails[0].address.is_ipv6());
+
+    // With its only other address gone, the link-local one is used, with its scope.
+    ip(&["address", "flush", "dev", "eth1", "scope", "global"]);
+    let local = found(&[("NCCL_SOCKET_IFNAME", "=eth1")]);
+    let rail = &local.plans[0].rails[0];
+    let std::net::SocketAddr::V6(address) = rail.address else { panic!("{rail:?}") };
+    assert_eq!((address.ip().segments()[0], address.scope_id()), (0xfe80, rail.index));
+    eventually("the address can be bound, so its scope is right", || std::net::TcpListener::bind(address).ok());
+
+    // One end down takes the carrier from the other: neither is running.
+    ip(&["link", "set", "eth1", "down"]);
+    eventually_names(&[("NCCL_SOCKET_IFNAME", "eth,lo")], &["lo"]);
+    ip(&["link", "del", "eth0"]);
+    let error = discover(&Config::from_pairs([("TOWLINE_RAILS", "eth0")]).0).expect_err("it is gone").to_string();
+    assert!(error.contains("TOWLINE_RAILS"), "{error}");
+}
