@@ -11,11 +11,11 @@
 //! After the last communicator's `finalize` everything is on disk when that call returns. A process that exits
 //! without `finalize`, as most training jobs do, is served by an exit handler.
 
-use std::ffi::{c_int, c_void};
+use std::ffi::c_int;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Sender};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, Once, PoisonError};
 use std::time::Duration;
 
 use super::chain::{Chain, Change, Second, Start};
@@ -27,6 +27,7 @@ use super::settings::Settings;
 use super::writer::{Notice, Request, Writer};
 use crate::os::config::Config;
 use crate::os::error::Result;
+use crate::os::fork;
 use crate::os::net_event::NetEvent;
 
 /// How long the last `finalize` waits for the writer.
@@ -44,9 +45,6 @@ pub enum Level {
     Info,
 }
 
-/// Says something to the user, through NCCL's logger where there is one.
-pub type Say = Arc<dyn Fn(Level, &str) + Send + Sync>;
-
 /// Opens a second profiler for the interface's version that NCCL speaks to us.
 pub type LoadSecond = fn(&Path, u32) -> Result<Box<dyn Second>>;
 
@@ -58,8 +56,6 @@ pub struct Init {
     pub comm: CommInfo,
     /// NCCL's event mask, one for the process.
     pub mask: *mut c_int,
-    /// NCCL's logger, from v4 on.
-    pub say: Option<Say>,
     /// How to open a second profiler.
     pub load_second: LoadSecond,
 }
@@ -97,21 +93,22 @@ pub struct Profiler {
     serial: AtomicU64,
     notices: Mutex<Vec<Notice>>,
     requests: Sender<Request>,
-    say: Mutex<Option<Say>>,
+    /// Which process of a line of forks it belongs to.
+    generation: u32,
 }
 
 static CURRENT: AtomicPtr<Profiler> = AtomicPtr::new(std::ptr::null_mut());
 
-/// Taken while a profiler is being made. Not a mutex: a forked child must be able to reset it.
-static MAKING: AtomicBool = AtomicBool::new(false);
-
-/// Descriptors that a forked child has to close.
-static DESCRIPTORS: [AtomicI32; 4] = [const { AtomicI32::new(-1) }; 4];
+/// While a profiler is being made: the maker's [`fork::generation`] plus one. Not a mutex, which a child forked at that
+/// moment would find locked for ever.
+static MAKING: AtomicU64 = AtomicU64::new(0);
 
 #[inline]
 fn current() -> Option<&'static Profiler> {
     // SAFETY: the pointer is null or comes from a leaked box, so it is valid for ever.
-    unsafe { CURRENT.load(Ordering::Acquire).as_ref() }
+    let profiler = unsafe { CURRENT.load(Ordering::Acquire).as_ref() };
+    // A forked child has the parent's profiler without its thread: it has none.
+    profiler.filter(|profiler| profiler.generation == fork::generation())
 }
 
 #[inline]
@@ -135,9 +132,6 @@ pub unsafe fn init(init: Init) -> u64 {
         set_mask(0);
         return 0;
     };
-    if init.say.is_some() {
-        *lock(&profiler.say) = init.say;
-    }
     let serial = profiler.serial.fetch_add(1, Ordering::Relaxed) + 1;
     let comm = CommInfo { context: profiler.stamp.context(serial), ..init.comm };
     let context = comm.context;
@@ -217,9 +211,8 @@ pub fn finalize(context: u64) {
     let last = profiler.live.fetch_update(Ordering::AcqRel, Ordering::Acquire, |live| live.checked_sub(1)) == Ok(1);
     if last {
         profiler.finish(FINISH);
-        // The library that the logger and the mask belong to may be unmapped from here on.
+        // The library that the mask belongs to may be unmapped from here on.
         profiler.mask.store(std::ptr::null_mut(), Ordering::Release);
-        *lock(&profiler.say) = None;
     }
 }
 
@@ -294,16 +287,6 @@ impl Profiler {
         std::mem::take(&mut *lock(&self.notices))
     }
 
-    /// Says something through NCCL's logger; without one, warnings go to standard error.
-    pub(super) fn say(&self, level: Level, text: &str) {
-        let say = lock(&self.say).clone();
-        match say {
-            Some(say) => say(level, text),
-            None if level == Level::Warn => eprintln!("towline: {text}"),
-            None => {}
-        }
-    }
-
     /// Everything that is in the ring goes to disk, unless that takes longer than `patience`.
     fn finish(&self, patience: Duration) {
         let (done, wait) = mpsc::channel();
@@ -313,39 +296,50 @@ impl Profiler {
     }
 }
 
+/// Says something to the user; warnings go to standard error when nothing else would show them.
+pub(super) fn say(level: Level, text: &str) {
+    match level {
+        Level::Info => tracing::info!("{text}"),
+        Level::Warn if tracing::enabled!(tracing::Level::WARN) => tracing::warn!("{text}"),
+        Level::Warn => eprintln!("towline: {text}"),
+    }
+}
+
 /// Makes the process's profiler if the environment asks for one.
 fn make(init: &Init) -> Option<&'static Profiler> {
-    while MAKING.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err() {
+    let mine = u64::from(fork::generation()) + 1;
+    loop {
+        let maker = MAKING.load(Ordering::Acquire);
+        // A maker of another generation was a thread of the parent, which the child does not have.
+        if maker != mine && MAKING.compare_exchange(maker, mine, Ordering::Acquire, Ordering::Relaxed).is_ok() {
+            break;
+        }
         std::thread::sleep(Duration::from_micros(50));
     }
     let made = current().or_else(|| new_profiler(init));
     if let Some(profiler) = made {
         CURRENT.store(std::ptr::from_ref(profiler).cast_mut(), Ordering::Release);
     }
-    MAKING.store(false, Ordering::Release);
+    MAKING.store(0, Ordering::Release);
     made
 }
 
 fn new_profiler(init: &Init) -> Option<&'static Profiler> {
-    let tell = |level, text: &str| match &init.say {
-        Some(say) => say(level, text),
-        None if level == Level::Warn => eprintln!("towline: {text}"),
-        None => {}
-    };
     let (config, _) = Config::from_env();
     let (settings, complaints) = Settings::new(&config, &host(), std::process::id());
-    complaints.iter().for_each(|complaint| tell(Level::Warn, complaint));
+    complaints.iter().for_each(|complaint| say(Level::Warn, complaint));
     let settings = settings?;
     let chain = settings.chain.as_ref().and_then(|path| match (init.load_second)(path, init.version) {
         Ok(second) => Some(Chain::new(second)),
         Err(error) => {
-            tell(Level::Warn, &format!("TOWLINE_PROFILER_CHAIN is ignored: {error}"));
+            say(Level::Warn, &format!("TOWLINE_PROFILER_CHAIN is ignored: {error}"));
             None
         }
     });
     if settings.mask == 0 && chain.is_none() {
         return None;
     }
+    fork::watch();
     let (requests, inbox) = mpsc::channel();
     let profiler: &'static Profiler = Box::leak(Box::new(Profiler {
         stamp: Stamp::random(),
@@ -357,16 +351,17 @@ fn new_profiler(init: &Init) -> Option<&'static Profiler> {
         serial: AtomicU64::new(0),
         notices: Mutex::new(Vec::new()),
         requests: requests.clone(),
-        say: Mutex::new(init.say.clone()),
+        generation: fork::generation(),
         settings,
     }));
     let writer = Writer::new(profiler, inbox, requests);
-    let thread = std::thread::Builder::new().name("towline-trace".into()).spawn(move || writer.run());
-    if let Err(error) = thread {
-        tell(Level::Warn, &format!("the profiler's thread cannot start, profiling is off: {error}"));
+    if let Err(error) = crate::os::thread::spawn("towline-trace", move || writer.run()) {
+        say(Level::Warn, &format!("the profiler's thread cannot start, profiling is off: {error}"));
         return None;
     }
-    prepare_for_fork_and_exit();
+    static AT_EXIT: Once = Once::new();
+    // SAFETY: the library stays mapped (it is linked with -z nodelete), so the handler exists at exit.
+    AT_EXIT.call_once(|| _ = unsafe { libc::atexit(at_exit) });
     Some(profiler)
 }
 
@@ -380,39 +375,6 @@ pub fn host() -> String {
     if text.is_empty() { "host".into() } else { text }
 }
 
-/// A descriptor that a forked child is to close.
-pub(super) fn remember_descriptor(descriptor: c_int) {
-    for slot in &DESCRIPTORS {
-        if slot.compare_exchange(-1, descriptor, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
-            return;
-        }
-    }
-}
-
-fn prepare_for_fork_and_exit() {
-    static ONCE: AtomicBool = AtomicBool::new(false);
-    if !ONCE.swap(true, Ordering::AcqRel) {
-        // SAFETY: the handler only stores atomics and closes descriptors, which is allowed in a forked child.
-        unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
-        // SAFETY: the library stays mapped (it is linked with -z nodelete), so the handler exists at exit.
-        unsafe { libc::atexit(at_exit) };
-    }
-}
-
-/// In a forked child: the writer's thread is not there and the files are the parent's, so there is no profiler. The
-/// parent's is left as it is; its locks may have been held by threads that the child does not have.
-extern "C" fn in_child() {
-    CURRENT.store(std::ptr::null_mut(), Ordering::Release);
-    MAKING.store(false, Ordering::Release);
-    for slot in &DESCRIPTORS {
-        let descriptor = slot.swap(-1, Ordering::AcqRel);
-        if descriptor >= 0 {
-            // SAFETY: a descriptor that the profiler opened and that nothing in the child uses.
-            unsafe { libc::close(descriptor) };
-        }
-    }
-}
-
 extern "C" fn at_exit() {
     if let Some(profiler) = current() {
         profiler.finish(EXIT);
@@ -422,6 +384,3 @@ extern "C" fn at_exit() {
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
-
-/// For the second profiler's pointers, which never leave [`Start`] and [`Change`].
-pub const NO_DATA: *mut c_void = std::ptr::null_mut();

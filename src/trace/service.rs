@@ -13,8 +13,8 @@ use std::path::PathBuf;
 use std::sync::mpsc::{self, Sender};
 use std::time::Duration;
 
-use super::profiler::remember_descriptor;
 use super::writer::Request;
+use crate::os::fd::Registered;
 
 /// How long a client may take to say what it wants.
 const CLIENT: Duration = Duration::from_millis(500);
@@ -27,8 +27,8 @@ const LONGEST: usize = 4096;
 
 /// The sockets that are served.
 pub struct Service {
-    control: Option<(UnixListener, PathBuf)>,
-    http: Option<TcpListener>,
+    control: Option<Registered<UnixListener>>,
+    http: Option<Registered<TcpListener>>,
     requests: Sender<Request>,
 }
 
@@ -40,33 +40,27 @@ impl Service {
         requests: Sender<Request>,
     ) -> (Option<Self>, Vec<String>) {
         let mut complaints = Vec::new();
-        let control = control.and_then(|path| match bind(&path) {
-            Ok(listener) => Some((listener, path)),
+        let control = control.and_then(|path| match Registered::open(|| bind(&path)) {
+            Ok(listener) => Some(listener),
             Err(error) => {
                 complaints.push(format!("no control socket at {}: {error}", path.display()));
                 None
             }
         });
-        let http = listen.and_then(|address| match TcpListener::bind(address) {
+        let http = listen.and_then(|address| match Registered::open(|| TcpListener::bind(address)) {
             Ok(listener) => Some(listener),
             Err(error) => {
                 complaints.push(format!("no metrics at http://{address}/metrics: {error}"));
                 None
             }
         });
-        if let Some((listener, _)) = &control {
-            remember_descriptor(listener.as_raw_fd());
-        }
-        if let Some(listener) = &http {
-            remember_descriptor(listener.as_raw_fd());
-        }
         let any = control.is_some() || http.is_some();
         (any.then_some(Self { control, http, requests }), complaints)
     }
 
     /// Serves for as long as the process lives.
     pub fn run(self) {
-        let unix = self.control.as_ref().map_or(-1, |(listener, _)| listener.as_raw_fd());
+        let unix = self.control.as_ref().map_or(-1, AsRawFd::as_raw_fd);
         let tcp = self.http.as_ref().map_or(-1, AsRawFd::as_raw_fd);
         loop {
             let wait = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
@@ -77,7 +71,7 @@ impl Service {
                 std::thread::sleep(CLIENT);
                 continue;
             }
-            if let Some((listener, _)) = self.control.as_ref().filter(|_| polled[0].revents != 0) {
+            if let Some(listener) = self.control.as_ref().filter(|_| polled[0].revents != 0) {
                 if let Ok((mut stream, _)) = listener.accept() {
                     let _ = stream.set_read_timeout(Some(CLIENT));
                     let _ = stream.set_write_timeout(Some(CLIENT));

@@ -17,7 +17,7 @@ use super::event::{Body, CommInfo, Record};
 use super::metrics;
 use super::perfetto::file::TraceFile;
 use super::perfetto::{Emitter, ProcessInfo, digest, mix};
-use super::profiler::{Level, Profiler, host, remember_descriptor};
+use super::profiler::{Level, Profiler, host, say};
 use super::ring::Drain;
 use super::service::Service;
 use super::summary::{self, Summary};
@@ -95,8 +95,7 @@ impl Writer {
         let trace = settings.trace.then(|| TraceFile::create(&settings.dir, &stem, settings.limit));
         let trace = match trace {
             Some(Ok(file)) => {
-                remember_descriptor(file.descriptor());
-                profiler.say(Level::Info, &format!("Towline writes a trace to {}", file.path().display()));
+                say(Level::Info, &format!("Towline writes a trace to {}", file.path().display()));
                 let mut seed = [0; 8];
                 let _ = getrandom::fill(&mut seed);
                 let info = process_info();
@@ -105,17 +104,16 @@ impl Writer {
             }
             Some(Err(error)) => {
                 let dir = settings.dir.display();
-                profiler.say(Level::Warn, &format!("no trace, a file in {dir} cannot be made: {error}"));
+                say(Level::Warn, &format!("no trace, a file in {dir} cannot be made: {error}"));
                 None
             }
             None => None,
         };
         let (service, complaints) = Service::open(settings.control.clone(), settings.listen, requests);
-        complaints.iter().for_each(|complaint| profiler.say(Level::Warn, complaint));
+        complaints.iter().for_each(|complaint| say(Level::Warn, complaint));
         if let Some(service) = service {
-            let thread = std::thread::Builder::new().name("towline-serve".into()).spawn(move || service.run());
-            if let Err(error) = thread {
-                profiler.say(Level::Warn, &format!("nobody serves the control socket: {error}"));
+            if let Err(error) = crate::os::thread::spawn("towline-serve", move || service.run()) {
+                say(Level::Warn, &format!("nobody serves the control socket: {error}"));
             }
         }
         let summary_path = settings.summary.then(|| settings.dir.join(format!("{stem}.summary.txt")));
@@ -282,7 +280,7 @@ impl Writer {
         let Some(trace) = &mut self.trace else { return };
         if let Err(error) = trace.file().flush() {
             if !std::mem::replace(&mut self.complained, true) {
-                self.profiler.say(Level::Warn, &format!("the trace ends here: {error}"));
+                say(Level::Warn, &format!("the trace ends here: {error}"));
             }
         }
     }
@@ -292,7 +290,7 @@ impl Writer {
         if let Err(error) = metrics::replace(path, &metrics::render(&self.summary)) {
             if !std::mem::replace(&mut self.complained, true) {
                 let path = path.display();
-                self.profiler.say(Level::Warn, &format!("metrics cannot be written to {path}: {error}"));
+                say(Level::Warn, &format!("metrics cannot be written to {path}: {error}"));
             }
         }
     }
@@ -308,14 +306,14 @@ impl Writer {
         if let Some(path) = &self.summary_path {
             if let Err(error) = std::fs::write(path, self.tables()) {
                 let path = path.display();
-                self.profiler.say(Level::Warn, &format!("the summary cannot be written to {path}: {error}"));
+                say(Level::Warn, &format!("the summary cannot be written to {path}: {error}"));
             } else {
-                self.profiler.say(Level::Info, &format!("Towline's summary is in {}", path.display()));
+                say(Level::Info, &format!("Towline's summary is in {}", path.display()));
             }
         }
         let drops = &self.profiler.drops;
         if drops.total() > 0 {
-            self.profiler.say(
+            say(
                 Level::Warn,
                 &format!(
                     "{} profiler events were dropped for want of room ({} states, {} stops among them); \
@@ -330,7 +328,7 @@ impl Writer {
             let lost = trace.file().lost();
             if lost > 0 {
                 let text = format!("the trace is at its limit, {lost} packets are not in it (TOWLINE_PROFILE_LIMIT)");
-                self.profiler.say(Level::Warn, &text);
+                say(Level::Warn, &text);
             }
         }
     }

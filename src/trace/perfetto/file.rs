@@ -6,13 +6,13 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
-use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use prost::Message;
 
 use super::proto::TracePacket;
+use crate::os::fd::Registered;
 
 /// The unit in which the kernel copies, and a divisor of all larger ones.
 const PAGE: usize = 4096;
@@ -23,7 +23,7 @@ const PACKET_TAG: u8 = 0x0a;
 /// A trace file being written.
 #[derive(Debug)]
 pub struct TraceFile {
-    file: File,
+    file: Registered<File>,
     path: PathBuf,
     /// Bytes that are in the file.
     written: u64,
@@ -43,7 +43,8 @@ impl TraceFile {
         loop {
             let name = if number == 1 { format!("{stem}.pftrace") } else { format!("{stem}.{number}.pftrace") };
             let path = dir.join(name);
-            match OpenOptions::new().append(true).create_new(true).mode(0o644).open(&path) {
+            let open = || OpenOptions::new().append(true).create_new(true).mode(0o644).open(&path);
+            match Registered::open(open) {
                 Ok(file) => {
                     return Ok(Self { file, path, written: 0, buffer: Vec::new(), limit, lost: 0, full: false });
                 }
@@ -56,11 +57,6 @@ impl TraceFile {
     /// Where it is.
     pub fn path(&self) -> &Path {
         &self.path
-    }
-
-    /// Its descriptor.
-    pub fn descriptor(&self) -> RawFd {
-        self.file.as_raw_fd()
     }
 
     /// Packets that were left out.
