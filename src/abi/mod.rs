@@ -25,6 +25,7 @@ mod table;
 #[cfg(test)]
 mod tests;
 mod transfer;
+pub mod profiler;
 pub mod v10;
 pub mod v11;
 pub mod v12;

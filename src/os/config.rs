@@ -234,23 +234,23 @@ variables! {
                but ProxyCtrl for a trace, and what the figures are made from otherwise. An event brings its ancestors \
                along.",
     }
-    profile_buffer: u32 {
+    profile_buffer: Option<u32> {
         name: "TOWLINE_PROFILE_BUFFER",
-        default: "32",
+        default: "auto",
         unit: "MiB per process",
         since: "0.1.0",
         read: "profiler init",
         help: "Memory for events on their way from NCCL's threads to the profiler's. Events that find no room are \
-               dropped, counted and reported.",
+               dropped, counted and reported. `auto` is 32.",
     }
-    profile_limit: u32 {
+    profile_limit: Option<u32> {
         name: "TOWLINE_PROFILE_LIMIT",
-        default: "4096",
+        default: "auto",
         unit: "MiB per trace file",
         since: "0.1.0",
         read: "profiler init",
         help: "How large a trace file may become. What comes later is not in it, and that is said; summary and metrics \
-               go on.",
+               go on. `auto` is 4096.",
     }
     profile_control: Option<String> {
         name: "TOWLINE_PROFILE_CONTROL",

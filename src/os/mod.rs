@@ -11,3 +11,4 @@ pub mod log;
 pub mod nccl_conf;
 pub mod net_event;
 pub mod sysfs;
+pub mod thread;

@@ -18,7 +18,7 @@ const SEQUENCE: u32 = 1;
 const NAMES: usize = 4096;
 
 /// Annotations of one event.
-pub type Annotations = Vec<(&'static str, Value)>;
+pub(super) type Annotations = Vec<(&'static str, Value)>;
 
 #[derive(Default)]
 struct Table(HashMap<String, u64>);
@@ -38,7 +38,7 @@ impl Table {
 }
 
 /// Writes track events into a file.
-pub struct Packets {
+pub(super) struct Packets {
     file: TraceFile,
     names: Table,
     categories: Table,
@@ -49,7 +49,7 @@ pub struct Packets {
 
 impl Packets {
     /// Events go to `file`.
-    pub fn new(file: TraceFile) -> Self {
+    pub(super) fn new(file: TraceFile) -> Self {
         Self {
             file,
             names: Table::default(),
@@ -61,7 +61,7 @@ impl Packets {
     }
 
     /// The file.
-    pub fn file(&mut self) -> &mut TraceFile {
+    pub(super) fn file(&mut self) -> &mut TraceFile {
         &mut self.file
     }
 
@@ -70,14 +70,14 @@ impl Packets {
     }
 
     /// Describes a process's track.
-    pub fn process(&mut self, uuid: u64, pid: i32, name: &str) {
+    pub(super) fn process(&mut self, uuid: u64, pid: i32, name: &str) {
         let process = Some(ProcessDescriptor { pid: Some(pid), process_name: Some(cut(name)) });
         let child_ordering = Some(ORDER_EXPLICIT);
         self.descriptor(TrackDescriptor { uuid: Some(uuid), process, child_ordering, ..TrackDescriptor::default() });
     }
 
     /// Describes a track for slices.
-    pub fn track(&mut self, uuid: u64, parent: u64, name: &str, rank: i32) {
+    pub(super) fn track(&mut self, uuid: u64, parent: u64, name: &str, rank: i32) {
         self.descriptor(TrackDescriptor {
             uuid: Some(uuid),
             parent_uuid: Some(parent),
@@ -89,7 +89,7 @@ impl Packets {
     }
 
     /// Describes a track for a counter.
-    pub fn counter_track(&mut self, uuid: u64, parent: u64, name: &str, unit: i32, unit_name: Option<&str>) {
+    pub(super) fn counter_track(&mut self, uuid: u64, parent: u64, name: &str, unit: i32, unit_name: Option<&str>) {
         let counter = Some(CounterDescriptor { unit: Some(unit), unit_name: unit_name.map(str::to_owned) });
         self.descriptor(TrackDescriptor {
             uuid: Some(uuid),
@@ -101,7 +101,7 @@ impl Packets {
     }
 
     /// A slice begins.
-    pub fn begin(
+    pub(super) fn begin(
         &mut self,
         track: u64,
         when: u64,
@@ -114,17 +114,17 @@ impl Packets {
     }
 
     /// The innermost slice of the track ends; `annotations` are added to it.
-    pub fn end(&mut self, track: u64, when: u64, annotations: &Annotations, flows: &[u64]) {
+    pub(super) fn end(&mut self, track: u64, when: u64, annotations: &Annotations, flows: &[u64]) {
         self.event(SLICE_END, track, when, None, annotations, flows);
     }
 
     /// Something happens that takes no time.
-    pub fn instant(&mut self, track: u64, when: u64, category: &str, name: &str, annotations: &Annotations) {
+    pub(super) fn instant(&mut self, track: u64, when: u64, category: &str, name: &str, annotations: &Annotations) {
         self.event(INSTANT, track, when, Some((category, name)), annotations, &[]);
     }
 
     /// A counter's value changes.
-    pub fn counter(&mut self, track: u64, when: u64, value: i64) {
+    pub(super) fn counter(&mut self, track: u64, when: u64, value: i64) {
         let event = TrackEvent {
             kind: Some(COUNTER),
             track_uuid: Some(track),

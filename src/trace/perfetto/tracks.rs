@@ -25,7 +25,7 @@ use super::packets::Packets;
 
 /// A set of lanes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Group {
+pub(super) enum Group {
     /// Host calls of a communicator (by its track).
     Calls(u64),
     /// Launch plans of a communicator.
@@ -98,17 +98,17 @@ struct Lane {
 
 /// A lane in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
+pub(super) struct Place {
     /// Its group.
-    pub group: Group,
+    pub(super) group: Group,
     /// Its number in the group.
-    pub index: usize,
+    pub(super) index: usize,
     /// Its track.
-    pub uuid: u64,
+    pub(super) uuid: u64,
 }
 
 /// All tracks of a file.
-pub struct Tracks {
+pub(super) struct Tracks {
     seed: u64,
     next: u64,
     process: u64,
@@ -118,7 +118,7 @@ pub struct Tracks {
 
 impl Tracks {
     /// Tracks under a process's track; `seed` keeps the files of different processes apart.
-    pub fn new(seed: u64) -> Self {
+    pub(super) fn new(seed: u64) -> Self {
         let mut tracks =
             Self { seed, next: 0, process: 0, channels: HashMap::new(), lanes: HashMap::new() };
         tracks.process = tracks.fresh();
@@ -126,18 +126,18 @@ impl Tracks {
     }
 
     /// The process's track.
-    pub fn process(&self) -> u64 {
+    pub(super) fn process(&self) -> u64 {
         self.process
     }
 
     /// A number for a track that no other file has.
-    pub fn fresh(&mut self) -> u64 {
+    pub(super) fn fresh(&mut self) -> u64 {
         self.next += 1;
         super::mix(self.seed, self.next) | 1
     }
 
     /// The track of a channel of the communicator whose track is `comm`.
-    pub fn channel(&mut self, out: &mut Packets, comm: u64, channel: u8) -> u64 {
+    pub(super) fn channel(&mut self, out: &mut Packets, comm: u64, channel: u8) -> u64 {
         if let Some(&uuid) = self.channels.get(&(comm, channel)) {
             return uuid;
         }
@@ -148,7 +148,7 @@ impl Tracks {
     }
 
     /// A lane of the group that is free at `when`.
-    pub fn take(&mut self, out: &mut Packets, group: Group, when: u64) -> Place {
+    pub(super) fn take(&mut self, out: &mut Packets, group: Group, when: u64) -> Place {
         let lanes = self.lanes.entry(group).or_default();
         if let Some(index) = lanes.iter().position(|lane| !lane.busy && lane.free_from <= when) {
             lanes[index].busy = true;
@@ -162,7 +162,7 @@ impl Tracks {
     }
 
     /// Gives a lane back: nothing happens on it after `when` any more.
-    pub fn release(&mut self, place: Place, when: u64) {
+    pub(super) fn release(&mut self, place: Place, when: u64) {
         if let Some(lane) = self.lanes.get_mut(&place.group).and_then(|lanes| lanes.get_mut(place.index)) {
             lane.busy = false;
             lane.free_from = when;
@@ -170,7 +170,7 @@ impl Tracks {
     }
 
     /// Forgets the tracks of a communicator that has ended.
-    pub fn forget(&mut self, comm: u64) {
+    pub(super) fn forget(&mut self, comm: u64) {
         let channels: Vec<u64> =
             self.channels.iter().filter(|((owner, _), _)| *owner == comm).map(|(_, &uuid)| uuid).collect();
         self.channels.retain(|(owner, _), _| *owner != comm);
