@@ -19,13 +19,13 @@
 pub mod ffi;
 mod guard;
 mod pointer;
+pub mod profiler;
 mod properties;
 mod result;
 mod table;
 #[cfg(test)]
 mod tests;
 mod transfer;
-pub mod profiler;
 pub mod v10;
 pub mod v11;
 pub mod v12;

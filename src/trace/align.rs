@@ -205,9 +205,8 @@ mod tests {
     }
 
     fn check(offsets: &[i64], wall_error: &[i64], routes: &[(usize, usize)], fastest: u64, width: u64) {
-        let mut clocks: Vec<Clock> = (0..offsets.len())
-            .map(|host| clock(&format!("host-{host}"), offsets[host] + wall_error[host]))
-            .collect();
+        let mut clocks: Vec<Clock> =
+            (0..offsets.len()).map(|host| clock(&format!("host-{host}"), offsets[host] + wall_error[host])).collect();
         exchange(&mut clocks, offsets, routes, fastest);
         for (host, correction) in align(&clocks).iter().enumerate() {
             let truth = offsets[host] - offsets[0];

@@ -93,9 +93,7 @@ impl Kind {
         let transfer = ProxyOp.bit() | ProxyStep.bit() | KernelCh.bit() | NetPlugin.bit();
         let engine = CeColl.bit() | CeSync.bit() | CeBatch.bit();
         match self {
-            GroupApi => {
-                GroupApi.bit() | CollApi.triggers() | P2pApi.triggers() | KernelLaunch.bit() | Group.triggers()
-            }
+            GroupApi => GroupApi.bit() | CollApi.triggers() | P2pApi.triggers() | KernelLaunch.bit() | Group.triggers(),
             CollApi => CollApi.bit() | Coll.bit() | transfer | engine,
             P2pApi => P2pApi.bit() | P2p.bit() | transfer,
             Group => Group.bit() | Coll.bit() | P2p.bit() | transfer,
@@ -258,26 +256,59 @@ pub struct CeColl {
 #[allow(missing_docs)]
 pub enum Body {
     Group,
-    GroupApi { depth: i32, graph: bool },
+    GroupApi {
+        depth: i32,
+        graph: bool,
+    },
     CollApi(CollApi),
     P2pApi(CollApi),
-    KernelLaunch { stream: u64 },
+    KernelLaunch {
+        stream: u64,
+    },
     Coll(Coll),
     P2p(P2p),
     ProxyOp(ProxyOp),
-    ProxyStep { step: i32 },
+    ProxyStep {
+        step: i32,
+    },
     ProxyCtrl,
-    KernelCh { channel: u8, timer: u64 },
-    NetSocket { fd: i32, op: i32, length: u64 },
-    NetIb { device: i32, opcode: i32, qp: i32, wr_id: u64, length: u64 },
+    KernelCh {
+        channel: u8,
+        timer: u64,
+    },
+    NetSocket {
+        fd: i32,
+        op: i32,
+        length: u64,
+    },
+    NetIb {
+        device: i32,
+        opcode: i32,
+        qp: i32,
+        wr_id: u64,
+        length: u64,
+    },
     NetTowline(NetPart),
     /// A NetPlugin event of a plugin whose descriptor we do not know.
-    NetOther { plugin: i64 },
+    NetOther {
+        plugin: i64,
+    },
     CeColl(CeColl),
-    CeSync { complete: bool, ranks: i32 },
-    CeBatch { ops: i32, bytes: u64, intra_sync: bool },
+    CeSync {
+        complete: bool,
+        ranks: i32,
+    },
+    CeBatch {
+        ops: i32,
+        bytes: u64,
+        intra_sync: bool,
+    },
     /// The event reached a state ([`crate::trace::state`]); the meaning of `arg` depends on it.
-    State { state: u8, steps: i32, arg: u64 },
+    State {
+        state: u8,
+        steps: i32,
+        arg: u64,
+    },
     /// The last word on a [`Body::NetTowline`] event.
     NetTimes(NetTimes),
     Stop,

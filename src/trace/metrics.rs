@@ -34,8 +34,7 @@ pub fn render(summary: &Summary) -> String {
         .values()
         .map(|comm| {
             let id = format!("{:#x}", comm.info.id);
-            let labels =
-                format!("comm=\"{id}\",comm_name=\"{}\",rank=\"{}\"", escape(&comm.info.name), comm.info.rank);
+            let labels = format!("comm=\"{id}\",comm_name=\"{}\",rank=\"{}\"", escape(&comm.info.name), comm.info.rank);
             (labels, comm)
         })
         .collect();
@@ -68,8 +67,7 @@ pub fn render(summary: &Summary) -> String {
     latency(&mut out, &comms);
     peers(&mut out, &comms);
     wires(&mut out, &comms);
-    let mut family =
-        Family::new(&mut out, "towline_profiler_dropped_total", "counter", "Events that found no room.");
+    let mut family = Family::new(&mut out, "towline_profiler_dropped_total", "counter", "Events that found no room.");
     family.sample("", summary.dropped);
     out
 }
@@ -142,11 +140,8 @@ fn wires(out: &mut String, comms: &Comms<'_>) {
     let each = |family: &mut Family<'_>, read: &dyn Fn(&super::summary::WireStat, &mut dyn FnMut(&str, f64))| {
         for (labels, comm) in comms {
             for ((peer, rail, send), stat) in &comm.wires {
-                let more = format!(
-                    "{labels},peer=\"{peer}\",rail=\"{}\",direction=\"{}\"",
-                    rail.name(),
-                    direction(*send)
-                );
+                let more =
+                    format!("{labels},peer=\"{peer}\",rail=\"{}\",direction=\"{}\"", rail.name(), direction(*send));
                 read(stat, &mut |extra, value| family.sample(&format!("{more}{extra}"), value));
             }
         }

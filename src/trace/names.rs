@@ -168,7 +168,9 @@ mod tests {
     #[test]
     fn the_same_string_is_the_same_name_on_every_thread() {
         let threads: Vec<_> = (0..8)
-            .map(|_| std::thread::spawn(|| (0..40).map(|i| Name::from(format!("func-{i}").as_str())).collect::<Vec<_>>()))
+            .map(|_| {
+                std::thread::spawn(|| (0..40).map(|i| Name::from(format!("func-{i}").as_str())).collect::<Vec<_>>())
+            })
             .collect();
         for thread in threads {
             for (i, name) in thread.join().unwrap().into_iter().enumerate() {

@@ -26,7 +26,7 @@ const ANSWER: Duration = Duration::from_secs(5);
 const LONGEST: usize = 4096;
 
 /// The sockets that are served.
-pub struct Service {
+pub(super) struct Service {
     control: Option<Registered<UnixListener>>,
     http: Option<Registered<TcpListener>>,
     requests: Sender<Request>,
@@ -34,7 +34,7 @@ pub struct Service {
 
 impl Service {
     /// Opens what is asked for. What cannot be opened is said in the second part, the rest works.
-    pub fn open(
+    pub(super) fn open(
         control: Option<PathBuf>,
         listen: Option<SocketAddr>,
         requests: Sender<Request>,
@@ -59,7 +59,7 @@ impl Service {
     }
 
     /// Serves for as long as the process lives.
-    pub fn run(self) {
+    pub(super) fn run(self) {
         let unix = self.control.as_ref().map_or(-1, AsRawFd::as_raw_fd);
         let tcp = self.http.as_ref().map_or(-1, AsRawFd::as_raw_fd);
         loop {

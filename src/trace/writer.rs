@@ -36,7 +36,7 @@ const PENDING: usize = 1 << 18;
 
 /// What happens to communicators, told by user threads.
 #[derive(Debug)]
-pub enum Notice {
+pub(super) enum Notice {
     /// One begins.
     Begin {
         /// Which.
@@ -55,7 +55,7 @@ pub enum Notice {
 
 /// What others want of the writer.
 #[derive(Debug)]
-pub enum Request {
+pub(super) enum Request {
     /// A communicator was made: look.
     Wake,
     /// The tables, now.
@@ -69,7 +69,7 @@ pub enum Request {
 }
 
 /// The writer's state.
-pub struct Writer {
+pub(super) struct Writer {
     profiler: &'static Profiler,
     inbox: Receiver<Request>,
     drain: Drain,
@@ -89,7 +89,7 @@ pub struct Writer {
 
 impl Writer {
     /// The writer of `profiler`. Opens its outputs; what cannot be opened is said and left out.
-    pub fn new(profiler: &'static Profiler, inbox: Receiver<Request>, requests: Sender<Request>) -> Self {
+    pub(super) fn new(profiler: &'static Profiler, inbox: Receiver<Request>, requests: Sender<Request>) -> Self {
         let settings = &profiler.settings;
         let stem = format!("towline-{}-{}", host(), std::process::id());
         let trace = settings.trace.then(|| TraceFile::create(&settings.dir, &stem, settings.limit));
@@ -137,7 +137,7 @@ impl Writer {
     }
 
     /// Works for as long as the process lives.
-    pub fn run(mut self) {
+    pub(super) fn run(mut self) {
         loop {
             let request = if self.profiler.live.load(Ordering::Acquire) == 0 && self.pending.is_empty() {
                 self.inbox.recv().ok()
@@ -190,8 +190,12 @@ impl Writer {
         self.pending.sort_by_key(|record| record.when);
         let ready = self.pending.partition_point(|record| record.when <= cut);
         let later = self.pending.split_off(ready);
-        for record in std::mem::replace(&mut self.pending, later) {
+        for (number, record) in std::mem::replace(&mut self.pending, later).into_iter().enumerate() {
             self.apply(&record);
+            // A long round must not keep what is complete waiting.
+            if number % 4096 == 4095 {
+                self.advance(record.when);
+            }
         }
         self.advance(cut);
         self.follow_chain();

@@ -37,8 +37,9 @@ struct Loaded<V: Version> {
 /// a newer one it would miss what NCCL does not tell.
 pub(super) fn load(path: &Path, version: u32) -> Result<Box<dyn Second>> {
     // SAFETY: the library's constructors run, as they would if NCCL loaded it; whoever names it vouches for it.
-    let library = unsafe { Library::new(path) }
-        .map_err(|error| Error::system(format!("opening the profiler {}", path.display()), &std::io::Error::other(error)))?;
+    let library = unsafe { Library::new(path) }.map_err(|error| {
+        Error::system(format!("opening the profiler {}", path.display()), &std::io::Error::other(error))
+    })?;
     let found = (1..=version).rev().find_map(|number| match number {
         1 => find::<v1::V1>(&library, c"ncclProfiler_v1", &v1::ncclProfiler_v1),
         2 => find::<v2::V2>(&library, c"ncclProfiler_v2", &v2::ncclProfiler_v2),
@@ -91,13 +92,7 @@ impl<V: Version> Second for Loaded<V> {
         context
     }
 
-    fn start(
-        &self,
-        context: *mut c_void,
-        start: &Start,
-        parent: *mut c_void,
-        group: *mut c_void,
-    ) -> *mut c_void {
+    fn start(&self, context: *mut c_void, start: &Start, parent: *mut c_void, group: *mut c_void) -> *mut c_void {
         let mut event = std::ptr::null_mut();
         if let (Some(function), Some(mut descr)) = (self.functions.start, V::encode(start, parent, group)) {
             // SAFETY: a loaded profiler's function with its own context and a descriptor of its version.

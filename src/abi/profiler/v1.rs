@@ -14,8 +14,7 @@ use crate::trace::chain::{Change, Start};
 use crate::trace::event::{Body, Coll, CommInfo, Kind, P2p};
 use crate::trace::names::Name;
 
-const FUNCS: &[&str] =
-    &["Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce", "SendRecv", "Send", "Recv"];
+const FUNCS: &[&str] = &["Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce", "SendRecv", "Send", "Recv"];
 const ALGORITHMS: &[&str] = &["TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT"];
 const PROTOCOLS: &[&str] = &["LL", "LL128", "SIMPLE"];
 const DATATYPES: &[&str] = &[

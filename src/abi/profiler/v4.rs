@@ -74,9 +74,7 @@ impl Version for V4 {
                 Kind::ProxyOp => members::proxy_op(&d.u.proxyOp),
                 Kind::ProxyStep => Body::ProxyStep { step: d.u.proxyStep.step },
                 Kind::ProxyCtrl => Body::ProxyCtrl,
-                Kind::KernelCh => {
-                    Body::KernelCh { channel: d.u.kernelCh.channelId, timer: d.u.kernelCh.pTimer }
-                }
+                Kind::KernelCh => Body::KernelCh { channel: d.u.kernelCh.channelId, timer: d.u.kernelCh.pTimer },
                 Kind::NetPlugin => return Some(members::net(d.parentObj, d.rank, &d.u.netPlugin)),
                 _ => return None,
             }
@@ -125,18 +123,12 @@ impl Version for V4 {
         (change.state <= 22).then(|| members::args_v4(change))
     }
 
-    unsafe fn init(
-        table: &Self::Table,
-        comm: &CommInfo,
-        name: *const c_char,
-        mask: &AtomicI32,
-    ) -> Option<*mut c_void> {
+    unsafe fn init(table: &Self::Table, comm: &CommInfo, name: *const c_char, mask: &AtomicI32) -> Option<*mut c_void> {
         let mut context = std::ptr::null_mut();
         let log = super::chain::logger();
         // SAFETY: a loaded profiler's function, with valid places for its answers; the mask's lives for ever.
-        let code = unsafe {
-            table.init?(&mut context, mask.as_ptr(), name, comm.id, comm.nodes, comm.ranks, comm.rank, log)
-        };
+        let code =
+            unsafe { table.init?(&mut context, mask.as_ptr(), name, comm.id, comm.nodes, comm.ranks, comm.rank, log) };
         (code == ncclSuccess).then_some(context)
     }
 

@@ -166,9 +166,7 @@ pub(super) fn p2p_of(p: &P2p, group: *mut c_void) -> ncclProfilerP2p_v5_t {
 macro_rules! decode_v5 {
     ($d:expr, $kind:expr) => {
         match $kind {
-            Kind::GroupApi => {
-                Body::GroupApi { depth: $d.u.groupApi.groupDepth, graph: $d.u.groupApi.graphCaptured }
-            }
+            Kind::GroupApi => Body::GroupApi { depth: $d.u.groupApi.groupDepth, graph: $d.u.groupApi.graphCaptured },
             Kind::CollApi => v5::coll_api(&$d.u.collApi),
             Kind::P2pApi => v5::p2p_api(&$d.u.p2pApi),
             Kind::KernelLaunch => Body::KernelLaunch { stream: number($d.u.kernelLaunch.stream) },
@@ -178,9 +176,7 @@ macro_rules! decode_v5 {
             Kind::ProxyOp => members::proxy_op(&$d.u.proxyOp),
             Kind::ProxyStep => Body::ProxyStep { step: $d.u.proxyStep.step },
             Kind::ProxyCtrl => Body::ProxyCtrl,
-            Kind::KernelCh => {
-                Body::KernelCh { channel: $d.u.kernelCh.channelId, timer: $d.u.kernelCh.pTimer }
-            }
+            Kind::KernelCh => Body::KernelCh { channel: $d.u.kernelCh.channelId, timer: $d.u.kernelCh.pTimer },
             Kind::NetPlugin => return Some(members::net($d.parentObj, $d.rank, &$d.u.netPlugin)),
             _ => return None,
         }
@@ -267,18 +263,12 @@ impl Version for V5 {
         (change.state <= 24).then(|| members::args_v4(change))
     }
 
-    unsafe fn init(
-        table: &Self::Table,
-        comm: &CommInfo,
-        name: *const c_char,
-        mask: &AtomicI32,
-    ) -> Option<*mut c_void> {
+    unsafe fn init(table: &Self::Table, comm: &CommInfo, name: *const c_char, mask: &AtomicI32) -> Option<*mut c_void> {
         let mut context = std::ptr::null_mut();
         let log = super::chain::logger();
         // SAFETY: a loaded profiler's function, with valid places for its answers; the mask's lives for ever.
-        let code = unsafe {
-            table.init?(&mut context, comm.id, mask.as_ptr(), name, comm.nodes, comm.ranks, comm.rank, log)
-        };
+        let code =
+            unsafe { table.init?(&mut context, comm.id, mask.as_ptr(), name, comm.nodes, comm.ranks, comm.rank, log) };
         (code == ncclSuccess).then_some(context)
     }
 

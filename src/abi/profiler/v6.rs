@@ -63,9 +63,7 @@ unsafe fn copy_engine(d: &ncclProfilerEventDescr_v6_t, kind: Kind) -> Option<Bod
                     intra_sync: c.intraBatchSync,
                 })
             }
-            Kind::CeSync => {
-                Body::CeSync { complete: d.u.ceCollSync.isComplete, ranks: d.u.ceCollSync.nRanks }
-            }
+            Kind::CeSync => Body::CeSync { complete: d.u.ceCollSync.isComplete, ranks: d.u.ceCollSync.nRanks },
             Kind::CeBatch => Body::CeBatch {
                 ops: d.u.ceCollBatch.numOps,
                 bytes: d.u.ceCollBatch.totalBytes as u64,
@@ -141,18 +139,12 @@ impl Version for V6 {
         (change.state <= 30).then(|| members::args_v4(change))
     }
 
-    unsafe fn init(
-        table: &Self::Table,
-        comm: &CommInfo,
-        name: *const c_char,
-        mask: &AtomicI32,
-    ) -> Option<*mut c_void> {
+    unsafe fn init(table: &Self::Table, comm: &CommInfo, name: *const c_char, mask: &AtomicI32) -> Option<*mut c_void> {
         let mut context = std::ptr::null_mut();
         let log = super::chain::logger();
         // SAFETY: a loaded profiler's function, with valid places for its answers; the mask's lives for ever.
-        let code = unsafe {
-            table.init?(&mut context, comm.id, mask.as_ptr(), name, comm.nodes, comm.ranks, comm.rank, log)
-        };
+        let code =
+            unsafe { table.init?(&mut context, comm.id, mask.as_ptr(), name, comm.nodes, comm.ranks, comm.rank, log) };
         (code == ncclSuccess).then_some(context)
     }
 

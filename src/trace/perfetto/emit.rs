@@ -342,7 +342,7 @@ impl Emitter {
             *ordinal += 1;
             match call.body {
                 Body::Coll(coll) => {
-                    name = format!("{} {}", coll.func, coll.seq);
+                    name = coll.func.text().to_owned();
                     identity = Some(mix(mix(digest(coll.func.text()), coll.seq), u64::from(*ordinal)));
                 }
                 Body::P2p(p2p) => name = p2p.func.text().to_owned(),

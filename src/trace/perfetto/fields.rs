@@ -240,9 +240,7 @@ pub fn body(kind: Kind, f: &Fields) -> Body {
             intra_sync: f.bool("intra sync"),
         }),
         Kind::CeSync => Body::CeSync { complete: f.bool("complete"), ranks: f.int("ranks") },
-        Kind::CeBatch => {
-            Body::CeBatch { ops: f.int("ops"), bytes: f.uint("bytes"), intra_sync: f.bool("intra sync") }
-        }
+        Kind::CeBatch => Body::CeBatch { ops: f.int("ops"), bytes: f.uint("bytes"), intra_sync: f.bool("intra sync") },
     }
 }
 

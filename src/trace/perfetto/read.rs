@@ -84,9 +84,11 @@ impl Tables {
         strings(&mut self.names, &data.event_names);
         strings(&mut self.categories, &data.event_categories);
         strings(&mut self.words, &data.debug_annotation_string_values);
-        self.keys.extend(data.debug_annotation_names.iter().map(|entry| {
-            (entry.iid.unwrap_or(0), Name::from(entry.text.as_deref().unwrap_or("")))
-        }));
+        self.keys.extend(
+            data.debug_annotation_names
+                .iter()
+                .map(|entry| (entry.iid.unwrap_or(0), Name::from(entry.text.as_deref().unwrap_or("")))),
+        );
     }
 
     fn fields(&self, annotations: &[DebugAnnotation]) -> Fields {
@@ -168,15 +170,7 @@ impl Reader {
         self.process.records.push(Record { when, id, parent: 0, context: 0, rank: -1, thread: 0, body });
     }
 
-    fn begin(
-        &mut self,
-        track: u64,
-        when: u64,
-        category: Option<&str>,
-        name: &str,
-        fields: &Fields,
-        flows: &[u64],
-    ) {
+    fn begin(&mut self, track: u64, when: u64, category: Option<&str>, name: &str, fields: &Fields, flows: &[u64]) {
         let stack = self.stacks.entry(track).or_default();
         if category == Some(category::PHASE) {
             let before = self.phases.insert(track, when);

@@ -119,8 +119,7 @@ pub(super) struct Tracks {
 impl Tracks {
     /// Tracks under a process's track; `seed` keeps the files of different processes apart.
     pub(super) fn new(seed: u64) -> Self {
-        let mut tracks =
-            Self { seed, next: 0, process: 0, channels: HashMap::new(), lanes: HashMap::new() };
+        let mut tracks = Self { seed, next: 0, process: 0, channels: HashMap::new(), lanes: HashMap::new() };
         tracks.process = tracks.fresh();
         tracks
     }

@@ -214,9 +214,7 @@ impl Call {
         match self.body {
             Body::Coll(coll) => CallKey { func: coll.func, algorithm: coll.algorithm, protocol: coll.protocol },
             Body::P2p(p2p) => CallKey { func: p2p.func, algorithm: Name::NONE, protocol: Name::NONE },
-            Body::CeColl(coll) => {
-                CallKey { func: coll.func, algorithm: "copy engine".into(), protocol: coll.strategy }
-            }
+            Body::CeColl(coll) => CallKey { func: coll.func, algorithm: "copy engine".into(), protocol: coll.strategy },
             _ => CallKey { func: Name::NONE, algorithm: Name::NONE, protocol: Name::NONE },
         }
     }

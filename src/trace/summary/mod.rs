@@ -203,8 +203,7 @@ impl Summary {
             Body::ProxyOp(op) if self.ops.len() < OPEN => {
                 self.calls.child_begins(record.parent, when);
                 let comm = record.context;
-                let op =
-                    Op { comm, peer: op.peer, send: op.send, call: record.parent, bytes: 0 };
+                let op = Op { comm, peer: op.peer, send: op.send, call: record.parent, bytes: 0 };
                 self.ops.insert(record.id, op);
             }
             Body::ProxyStep { .. } if self.steps.len() < OPEN => {
