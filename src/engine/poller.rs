@@ -17,17 +17,17 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use mio::{Events, Poll, Token, Waker};
+use mio::{Events, Poll, Token};
 use slab::Slab;
 
 use crate::os::error::{Error, Result};
-use crate::os::fd::Registered;
+use crate::os::fd::{Fd, Registered};
 
 /// How long a worker looks for more work before it sleeps. A wake-up costs about as much as this spin, so a
 /// longer one burns more than it saves and a shorter one sleeps between the chunks of one message.
@@ -71,7 +71,8 @@ struct Entry {
 
 struct Shared {
     epoll: RawFd,
-    waker: Waker,
+    /// An eventfd of our own rather than mio's waker: the fork handler must know every descriptor.
+    waker: Fd,
     asleep: AtomicBool,
     kicks: Mutex<Vec<usize>>,
     entries: Mutex<Slab<Entry>>,
@@ -95,11 +96,11 @@ pub struct Registration {
 impl Worker {
     fn start(name: String, spin: bool) -> Result<Self> {
         let failed = |error: &io::Error| Error::system(format!("starting the worker thread {name}"), error);
-        let poll = Registered::adopt(Poll::new).map_err(|e| failed(&e))?;
-        // The waker's eventfd belongs to mio and cannot be enumerated, so the fork handler learns it by number.
-        let waker = crate::os::fd::adopting(|| Waker::new(poll.get().registry(), WAKE)).map_err(|e| failed(&e))?;
+        let poll = Registered::open(Poll::new).map_err(|e| failed(&e))?;
+        let waker = Registered::open(eventfd).map_err(|e| failed(&e))?;
+        epoll_add(poll.as_raw_fd(), waker.as_raw_fd(), Interest::Read, WAKE.0).map_err(|e| failed(&e))?;
         let shared = Arc::new(Shared {
-            epoll: poll.get().as_raw_fd(),
+            epoll: poll.as_raw_fd(),
             waker,
             asleep: AtomicBool::new(false),
             kicks: Mutex::new(Vec::with_capacity(64)),
@@ -142,9 +143,28 @@ impl Registration {
         lock(&self.worker.0.kicks).push(self.token);
         // Pairs with the worker's store of `asleep` before its last look at the kicks.
         if self.worker.0.asleep.swap(false, Ordering::SeqCst) {
-            let _ = self.worker.0.waker.wake();
+            self.worker.0.wake();
         }
     }
+}
+
+impl Shared {
+    /// Ends the worker's sleep. The eventfd is edge-triggered and never read: each write is a new edge.
+    fn wake(&self) {
+        let one = 1_u64.to_ne_bytes();
+        // SAFETY: eight readable bytes, as eventfd(2) wants. A full counter (EAGAIN) has woken the worker already.
+        unsafe { libc::write(self.waker.as_raw_fd(), one.as_ptr().cast(), one.len()) };
+    }
+}
+
+fn eventfd() -> io::Result<OwnedFd> {
+    // SAFETY: plain system call.
+    let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor was just made and belongs to nobody else.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 impl Drop for Registration {
@@ -198,7 +218,7 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool) {
                 timeout = Some(Duration::ZERO);
             }
         }
-        if let Err(error) = poll.get_mut().poll(&mut events, timeout) {
+        if let Err(error) = poll.poll(&mut events, timeout) {
             if error.kind() != io::ErrorKind::Interrupted {
                 tracing::error!("waiting for sockets failed: {error}; the worker retries");
                 std::thread::sleep(Duration::from_millis(10));

@@ -7,7 +7,7 @@
 //! Guarantee: sizes are written before the state, the state with Release, and [`RequestSlots::test`] reads it with
 //! Acquire. So whoever sees "done" sees every byte and size that came before it.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use slab::Slab;
@@ -118,7 +118,8 @@ impl RequestSlots {
     /// # Errors
     /// A usage error for a request that was reported done before.
     pub fn check(&self, ticket: Ticket) -> Result<()> {
-        let slot = self.slots.get(ticket.slot as usize).ok_or_else(|| Error::argument("the request is not one of ours"))?;
+        let slot =
+            self.slots.get(ticket.slot as usize).ok_or_else(|| Error::argument("the request is not one of ours"))?;
         if slot.generation.load(Ordering::Relaxed) == ticket.generation && slot.state.load(Ordering::Relaxed) != 0 {
             return Ok(());
         }

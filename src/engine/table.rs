@@ -53,12 +53,15 @@ impl<T: ?Sized> Table<T> {
             }
             free.insert(())
         };
-        self.segments[index / SEGMENT].get_or_init(|| {
-            (0..SEGMENT).map(|_| Mutex::new(Place { generation: 1, object: None })).collect()
-        });
+        self.segments[index / SEGMENT]
+            .get_or_init(|| (0..SEGMENT).map(|_| Mutex::new(Place { generation: 1, object: None })).collect());
         match make(index as u32) {
             Ok(object) => {
-                let mut place = self.place(index).expect("the segment was just made").lock().unwrap_or_else(PoisonError::into_inner);
+                let mut place = self
+                    .place(index)
+                    .expect("the segment was just made")
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner);
                 place.object = Some(object);
                 Ok(Handle { kind: self.kind, index: index as u32, slot: 0, generation: place.generation })
             }

@@ -25,6 +25,21 @@ use std::ptr;
 /// As many interfaces, and as many names in a list, as NCCL's Socket looks at.
 pub const MAX_INTERFACES: usize = 16;
 
+/// One network interface as a part of a device: what a backend binds to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rail {
+    /// The interface's name, for messages and for binding.
+    pub name: String,
+    /// The kernel's index of the interface.
+    pub index: u32,
+    /// The local address, with port 0 and, for link-local IPv6, the scope.
+    pub address: SocketAddr,
+    /// The speed in Mbit/s, or what is assumed for it.
+    pub speed_mbps: u32,
+    /// Whether the system knew the speed.
+    pub speed_is_known: bool,
+}
+
 /// One address of one interface.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Interface {

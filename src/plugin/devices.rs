@@ -26,7 +26,6 @@ pub use table::Table;
 
 use crate::os::sysfs::Sysfs;
 use std::ffi::CString;
-use std::net::SocketAddr;
 
 /// The speed reported for an interface whose speed the system does not know: 10 Gbit/s, as NCCL's Socket has it. More
 /// could draw traffic inside a node away from NVLink onto the network, less would leave fewer than two channels.
@@ -50,20 +49,7 @@ const PTR_HOST: i32 = 1;
 /// NCCL's word for an unknown rail or plane.
 const UNKNOWN_ID: i16 = -1;
 
-/// One network interface as a part of a device: what a backend binds to.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Rail {
-    /// The interface's name, for messages and for binding.
-    pub name: String,
-    /// The kernel's index of the interface.
-    pub index: u32,
-    /// The local address, with port 0 and, for link-local IPv6, the scope.
-    pub address: SocketAddr,
-    /// The speed in Mbit/s, or what is assumed for it.
-    pub speed_mbps: u32,
-    /// Whether the system knew the speed.
-    pub speed_is_known: bool,
-}
+pub use crate::os::interfaces::Rail;
 
 /// What NCCL is told of a device; `abi` copies it into the struct of each version.
 #[derive(Debug, Clone, PartialEq)]

@@ -1,4 +1,10 @@
-//! What NCCL talks to, behind the C boundary: devices, and the contexts and handles that use them.
+//! Contexts, devices, connection handles: what NCCL calls a network plugin, in typed Rust.
+//!
+//! `abi` above translates C calls into calls of [`facade`]; the backends below know nothing of NCCL's life cycle.
 
+pub mod comm;
+pub mod context;
 pub mod devices;
 pub mod facade;
+pub mod handle;
+pub mod process;

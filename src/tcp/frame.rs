@@ -39,7 +39,7 @@ pub const PROMPT: u8 = 2;
 pub enum Type {
     /// Sender → receiver: a chunk of a message.
     Data = 1,
-    /// Receiver → sender: `offset` frames of this stream and epoch have been taken in (cumulative), and `total`
+    /// Receiver → sender: `offset` frames of this stream have been taken in, through all its epochs (cumulative), and `total`
     /// bytes of eager credit have been returned on the connection (cumulative).
     Ack = 2,
     /// Receiver → sender: the `order`-th receive with `tag` is posted and holds `total` bytes.

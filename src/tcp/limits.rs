@@ -15,9 +15,6 @@ pub const MESSAGE_COST: u64 = 64;
 /// kernel took them. Above it the copy costs more than waiting for the acknowledgement does.
 pub const REPLAY_MAX: u64 = 16 << 10;
 
-/// Messages up to this many bytes are never split: one system call moves them.
-pub const WHOLE_MAX: u64 = 64 << 10;
-
 /// The smallest chunk of a split message in bytes. At 7 GB/s it takes about 10 µs, against about 2 µs for the
 /// system calls around it.
 pub const CHUNK_MIN: u64 = 64 << 10;

@@ -19,7 +19,17 @@
 //! | [`wire`] | reading and writing one socket |
 //! | [`acceptor`], [`dialer`] | getting connected |
 
+pub mod acceptor;
+pub mod dialer;
 pub mod frame;
+pub mod handshake;
 pub mod limits;
+pub mod net;
+pub mod peer;
+pub mod receiver;
 pub mod recv_core;
 pub mod send_core;
+pub mod sender;
+pub mod stream;
+pub mod tags;
+pub mod wire;

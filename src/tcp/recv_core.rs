@@ -136,7 +136,9 @@ impl RecvCore {
         while self.streams.len() <= index {
             self.streams.push(Stream::default());
         }
-        self.streams[index] = Stream { epoch, ..Stream::default() };
+        // The counts go on through all lives of the stream.
+        let received = self.streams[index].received;
+        self.streams[index] = Stream { epoch, received, acked: received, ..Stream::default() };
     }
 
     /// A receive of at most `capacity` bytes was posted.
@@ -197,7 +199,10 @@ impl RecvCore {
         let staged_bytes = self.staged_bytes;
         let queue = self.tag(tag);
         if order < queue.base || order - queue.base >= MAX_AHEAD {
-            return Err(Error::remote(format!("message {order} with tag {tag} is not expected (next is {})", queue.base)));
+            return Err(Error::remote(format!(
+                "message {order} with tag {tag} is not expected (next is {})",
+                queue.base
+            )));
         }
         let entry = queue.entry(order);
         if entry.done || entry.total.is_some_and(|total| total != header.total) || entry.stage.is_some() {
@@ -295,6 +300,16 @@ impl RecvCore {
         Some(Header { offset: stream.received, total: returned, ..Header::of(Type::Ack, stream.epoch) })
     }
 
+    /// Whether the sender should learn of returned credit soon: it may be waiting for it.
+    pub fn owes_credit(&self) -> bool {
+        self.returned - self.told >= EAGER_WINDOW / 4
+    }
+
+    /// The epoch of stream `index`.
+    pub fn epoch(&self, index: usize) -> u16 {
+        self.streams.get(index).map_or(0, |stream| stream.epoch)
+    }
+
     /// Nothing more may be taken in from stream `index`; returns how many frames were.
     pub fn fence(&mut self, index: usize) -> u64 {
         while self.streams.len() <= index {
@@ -325,7 +340,10 @@ impl RecvCore {
     /// Whether every frame that came is part of a finished message, so that the end of a stream is no loss.
     pub fn is_quiet(&self) -> bool {
         self.streams.iter().all(|stream| stream.open.is_none())
-            && self.tags.iter().all(|tag| tag.entries.iter().all(|entry| entry.done || entry.total.is_none() || entry.staged_whole))
+            && self
+                .tags
+                .iter()
+                .all(|tag| tag.entries.iter().all(|entry| entry.done || entry.total.is_none() || entry.staged_whole))
     }
 
     fn tag(&mut self, tag: i32) -> &mut Tag {

@@ -19,7 +19,6 @@ use slab::Slab;
 use super::frame::{ALIGN, EAGER, Header, PROMPT, Type};
 use super::limits::{
     CHUNK_MAX, CHUNK_MIN, EAGER_MAX, EAGER_WINDOW, MAX_AHEAD, MAX_STREAMS, MESSAGE_COST, REPLAY_MAX, STREAM_WINDOW,
-    WHOLE_MAX,
 };
 use super::tags::TagOrders;
 use crate::os::error::{Error, Result};
@@ -142,7 +141,9 @@ impl SendCore {
         }
         let stream = &mut self.streams[index];
         debug_assert!(stream.flights.is_empty(), "a stream comes back only after its old epoch is fenced");
-        *stream = Stream { live: true, epoch, ..Stream::default() };
+        // The counts go on through all lives of the stream, so that a count never needs to name its epoch.
+        stream.live = true;
+        stream.epoch = epoch;
     }
 
     /// How many streams are connected.
@@ -250,7 +251,8 @@ impl SendCore {
     /// How large a chunk should be: the ready bytes spread over all streams, within bounds. A lone message is cut
     /// small so that every stream gets a part; a queue of them travels in large pieces.
     fn chunk_size(&self, streams: u64) -> u64 {
-        let ready: u64 = self.long.iter().take(4).map(|key| self.messages[*key].length - self.messages[*key].assigned).sum();
+        let ready: u64 =
+            self.long.iter().take(4).map(|key| self.messages[*key].length - self.messages[*key].assigned).sum();
         let even = ready.div_ceil(streams).next_multiple_of(ALIGN.max(4096));
         even.clamp(CHUNK_MIN, CHUNK_MAX)
     }
@@ -263,7 +265,9 @@ impl SendCore {
         }
         message.flying += 1;
         let mut flags = if message.eager { EAGER } else { 0 };
-        if self.recovery && message.length > REPLAY_MAX || self.credit_limit - self.credit_used.min(self.credit_limit) < EAGER_WINDOW / 2 {
+        if self.recovery && message.length > REPLAY_MAX
+            || self.credit_limit - self.credit_used.min(self.credit_limit) < EAGER_WINDOW / 2
+        {
             flags |= PROMPT;
         }
         let stream = &mut self.streams[index];

@@ -9,17 +9,17 @@ use std::io::{BufWriter, Write};
 
 use prost::Message;
 
-use super::MergeArgs;
+use super::Merge;
 use super::load::{Loaded, bytes_of, load};
-use crate::os::error::{Error, Result};
-use crate::trace::align::Correction;
-use crate::trace::perfetto::file::Packets;
-use crate::trace::perfetto::proto::TracePacket;
+use towline::os::error::{Error, Result};
+use towline::trace::align::Correction;
+use towline::trace::perfetto::file::Packets;
+use towline::trace::perfetto::proto::TracePacket;
 
 /// `Trace.packet`.
 const PACKET_TAG: u32 = 1;
 
-pub(super) fn run(args: &MergeArgs) -> Result<String> {
+pub(super) fn run(args: &Merge) -> Result<String> {
     if args.files.contains(&args.output) {
         return Err(Error::argument(format!("{} would be overwritten while it is read", args.output.display())));
     }

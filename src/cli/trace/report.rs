@@ -1,13 +1,13 @@
 //! `towline trace report`: the figures of all processes, and what holds the job back.
 
-use super::ReportArgs;
+use super::Report;
 use super::load::{Loaded, load};
 use super::stragglers::{self, Evidence};
-use crate::os::error::Result;
-use crate::trace::perfetto::read::Process;
-use crate::trace::summary::{self, Summary};
+use towline::os::error::Result;
+use towline::trace::perfetto::read::Process;
+use towline::trace::summary::{self, Summary};
 
-pub(super) fn run(args: &ReportArgs) -> Result<String> {
+pub(super) fn run(args: &Report) -> Result<String> {
     let Loaded { processes, remarks } = load(&args.files)?;
     let mut text = String::new();
     let mut evidence = Evidence::default();

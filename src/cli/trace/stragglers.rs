@@ -7,10 +7,10 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use crate::trace::align::Correction;
-use crate::trace::names::Name;
-use crate::trace::rail::Rail;
-use crate::trace::summary::{PeerStat, Summary, WireStat, bytes, time};
+use towline::trace::align::Correction;
+use towline::trace::names::Name;
+use towline::trace::rail::Rail;
+use towline::trace::summary::{PeerStat, Summary, WireStat, bytes, time};
 
 /// So much slower than the middle one is a finding.
 const CLEARLY: f64 = 1.5;
@@ -53,10 +53,7 @@ impl Evidence {
             if rank < 0 {
                 continue;
             }
-            let comm = self
-                .comms
-                .entry(stat.info.id)
-                .or_insert_with(|| Comm { bound: Some(0), ..Comm::default() });
+            let comm = self.comms.entry(stat.info.id).or_insert_with(|| Comm { bound: Some(0), ..Comm::default() });
             comm.name = stat.info.name.clone();
             comm.hosts.insert(rank, host.to_owned());
             comm.bound = comm.bound.zip(correction.bound).map(|(a, b)| a.max(b));
@@ -245,10 +242,8 @@ impl Comm {
                 entry.1 += total(stat);
             }
         }
-        let mut shares: Vec<(f64, i32, u64)> = per_peer
-            .iter()
-            .map(|(&peer, &(wait, all))| (wait as f64 / all.max(1) as f64, peer, wait))
-            .collect();
+        let mut shares: Vec<(f64, i32, u64)> =
+            per_peer.iter().map(|(&peer, &(wait, all))| (wait as f64 / all.max(1) as f64, peer, wait)).collect();
         let (worst, middle) = worst_and_middle(&mut shares)?;
         let (share, peer, wait) = worst;
         let clear = share > CLEARLY * middle && share > SHARE;

@@ -39,6 +39,15 @@ impl Limiter {
         self.admit_at(now())
     }
 
+    /// Tells this occurrence if it may be told; `tell` gets the words for those that were kept quiet, or nothing.
+    pub fn tell(&self, tell: impl FnOnce(&str)) {
+        match self.admit() {
+            Some(0) => tell(""),
+            Some(kept) => tell(&format!(" (and {kept} more since the last such line)")),
+            None => {}
+        }
+    }
+
     fn admit_at(&self, now: u64) -> Option<u64> {
         let next = self.next.load(Ordering::Relaxed);
         let later = now + u64::try_from(QUIET.as_millis()).expect("seconds fit");

@@ -1,0 +1,60 @@
+//! `towline all-reduce`: ring all-reduce over the plugin, verified and timed, in nccl-tests' form.
+//!
+//! [`coordinator`] is the program that the user started: it starts one process per rank ([`rank`]), hands their
+//! connection handles around, starts each batch on all of them together and prints the table ([`report`]).
+
+mod coordinator;
+mod protocol;
+mod rank;
+mod report;
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+pub(super) use coordinator::run;
+pub(super) use rank::run as run_rank;
+
+use super::plugin_options::PluginOptions;
+use super::ring::pattern::MOST_RANKS;
+use super::size::Size;
+
+/// Run a ring all-reduce of float32 between processes of this host, through the plugin as NCCL would use it, and verify
+/// every element of every result.
+#[derive(Args, Debug, Clone)]
+pub(crate) struct Options {
+    /// Smallest size, in bytes or with K, M, G (powers of 1024), rounded down to whole elements of 4 bytes
+    #[arg(short, long = "min-bytes", value_name = "SIZE", default_value = "8")]
+    begin: Size,
+
+    /// Largest size, in bytes or with K, M, G
+    #[arg(short, long = "max-bytes", value_name = "SIZE", default_value = "8M")]
+    end: Size,
+
+    /// Each size is the one before times this
+    #[arg(short, long = "step-factor", value_name = "FACTOR", default_value_t = 4)]
+    factor: usize,
+
+    /// Timed all-reduces per size, once out of place and once in place
+    #[arg(short = 'n', long = "iters", value_name = "ITERS", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
+    iterations: u32,
+
+    /// All-reduces before those, verified but not timed
+    #[arg(short, long = "warmup-iters", value_name = "WARMUP", default_value_t = 5)]
+    warmup: u32,
+
+    /// Number of ranks; each is a process
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(2..=MOST_RANKS as i64))]
+    ranks: u16,
+
+    #[command(flatten)]
+    plugin: PluginOptions,
+
+    /// How long nothing may move, in connecting or in a transfer, before the run is given up; in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..))]
+    timeout: u32,
+
+    /// Write the results to FILE as JSON too; times in microseconds, bandwidths in GB/s (10⁹ bytes per second)
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}

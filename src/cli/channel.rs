@@ -1,0 +1,145 @@
+//! Messages between the program's own processes, as lines of JSON over a stream socket.
+//!
+//! Guarantees: a message arrives whole or not at all; a peer that went away is an error that names it. A line has at
+//! most [`LONGEST_LINE`] bytes, so that a stranger on a listening port cannot fill the memory.
+
+use std::mem::MaybeUninit;
+use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use socket2::Socket;
+use towline::os::error::{Error, Result};
+
+const LONGEST_LINE: usize = 1 << 20;
+
+/// One end of a two-way connection.
+pub(crate) struct Channel {
+    socket: Socket,
+    unread: Vec<u8>,
+    peer: String,
+}
+
+impl Channel {
+    pub(crate) fn unix(socket: UnixStream, peer: impl Into<String>) -> Self {
+        Self { socket: socket.into(), unread: Vec::new(), peer: peer.into() }
+    }
+
+    pub(crate) fn tcp(socket: TcpStream, peer: impl Into<String>) -> Self {
+        Self { socket: socket.into(), unread: Vec::new(), peer: peer.into() }
+    }
+
+    /// Another handle on the same socket, for a thread that only receives.
+    pub(crate) fn receiving_half(&self) -> Result<Self> {
+        let socket = self.socket.try_clone().map_err(|error| Error::system("sharing a control socket", &error))?;
+        Ok(Self { socket, unread: Vec::new(), peer: self.peer.clone() })
+    }
+
+    /// How the other side is called in messages.
+    pub(crate) fn peer(&self) -> &str {
+        &self.peer
+    }
+
+    /// After this long without a byte, `receive` fails. `None` waits for ever.
+    pub(crate) fn set_patience(&self, patience: Option<Duration>) -> Result<()> {
+        self.socket.set_read_timeout(patience).map_err(|error| Error::system("setting a time limit", &error))
+    }
+
+    pub(crate) fn send(&mut self, message: &impl Serialize) -> Result<()> {
+        let mut line = serde_json::to_vec(message).map_err(|error| Error::internal(error.to_string()))?;
+        line.push(b'\n');
+        let mut rest = &line[..];
+        while !rest.is_empty() {
+            match self.socket.send_with_flags(rest, libc::MSG_NOSIGNAL) {
+                Ok(sent) => rest = &rest[sent..],
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) => {
+                    return Err(Error::remote(format!("telling the other side failed: {error}")).with_peer(&self.peer));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn receive<T: DeserializeOwned>(&mut self) -> Result<T> {
+        let line = self.receive_line()?;
+        let strange = |error| Error::remote(format!("it does not speak towline's language: {error}"));
+        serde_json::from_slice(&line)
+            .map_err(|error| strange(error).with_peer(&self.peer).with_hint("use the same version on both sides"))
+    }
+
+    /// Whether the other side closed the connection (nothing unread is left).
+    pub(crate) fn is_closed(&self) -> bool {
+        let mut byte = [MaybeUninit::uninit()];
+        let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
+        match self.socket.recv_with_flags(&mut byte, flags) {
+            Ok(count) => count == 0,
+            Err(error) => !matches!(error.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted),
+        }
+    }
+
+    fn receive_line(&mut self) -> Result<Vec<u8>> {
+        loop {
+            if let Some(end) = self.unread.iter().position(|&byte| byte == b'\n') {
+                let rest = self.unread.split_off(end + 1);
+                return Ok(std::mem::replace(&mut self.unread, rest));
+            }
+            if self.unread.len() > LONGEST_LINE {
+                return Err(Error::remote("it sent an endless line").with_peer(&self.peer));
+            }
+            let mut more = [MaybeUninit::uninit(); 4096];
+            match self.socket.recv(&mut more) {
+                Ok(0) => return Err(Error::remote("the other side went away").with_peer(&self.peer)),
+                Ok(count) => {
+                    // SAFETY: `recv` has initialised that many bytes.
+                    self.unread.extend(more[..count].iter().map(|byte| unsafe { byte.assume_init() }));
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                    return Err(Error::remote("the other side did not answer in time").with_peer(&self.peer));
+                }
+                Err(error) => {
+                    return Err(Error::remote(format!("hearing the other side failed: {error}")).with_peer(&self.peer));
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    #[test]
+    fn messages_arrive_whole_and_a_closed_end_is_noticed() {
+        let (one, other) = UnixStream::pair().unwrap();
+        let (mut one, mut other) = (Channel::unix(one, "one"), Channel::unix(other, "other"));
+        one.send(&vec!["a\nb".to_owned(), "c".to_owned()]).unwrap();
+        one.send(&7).unwrap();
+        assert_eq!(other.receive::<Vec<String>>().unwrap(), ["a\nb", "c"]);
+        assert!(!other.is_closed());
+        drop(one);
+        assert!(!other.is_closed() || other.unread.len() > 0, "there is something left to read");
+        assert_eq!(other.receive::<i32>().unwrap(), 7);
+        assert!(other.is_closed());
+        assert!(other.receive::<i32>().unwrap_err().to_string().contains("went away (peer other)"));
+    }
+
+    #[test]
+    fn strangers_are_told_apart() {
+        let (mut one, other) = UnixStream::pair().unwrap();
+        let mut other = Channel::unix(other, "someone");
+        one.write_all(b"GET / HTTP/1.1\r\n").unwrap();
+        assert!(other.receive::<i32>().unwrap_err().to_string().contains("language"));
+        let flood = std::thread::spawn(move || {
+            let line = vec![b'x'; 4 << 20];
+            let _ = one.write_all(&line);
+        });
+        assert!(other.receive::<i32>().unwrap_err().to_string().contains("endless"));
+        drop(other);
+        flood.join().unwrap();
+    }
+}

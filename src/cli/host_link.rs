@@ -1,0 +1,165 @@
+//! The ring's link through a plugin: a connection to the right, one from the left, registered staging memory.
+
+use std::slice;
+use std::time::{Duration, Instant};
+
+use towline::host::{Code, Context, Handle, Listener, Memory, Mr, Part, RecvComm, Request, SendComm};
+use towline::os::error::{Error, Result};
+
+use super::ring::{CHUNK_BYTES, CHUNK_ELEMENTS, Link, SLOTS};
+
+/// Connects to the neighbour behind `handle` on device `dev` and accepts one peer, as NCCL does: alternating from v5
+/// on; in v4, where both calls wait, connecting first.
+pub(crate) fn connect(
+    context: &Context,
+    (dev, handle): (i32, &mut Handle),
+    listener: &Listener,
+    patience: Duration,
+) -> Result<(SendComm, RecvComm)> {
+    let start = Instant::now();
+    let (mut send, mut recv) = (None, None);
+    loop {
+        if send.is_none() {
+            send = context.connect(dev, handle).map_err(|code| code.while_doing("connecting"))?;
+        }
+        if recv.is_none() {
+            recv = listener.accept().map_err(|code| code.while_doing("accepting"))?;
+        }
+        (send, recv) = match (send, recv) {
+            (Some(send), Some(recv)) => return Ok((send, recv)),
+            still => still,
+        };
+        if start.elapsed() > patience {
+            let missing = if send.is_none() { "no connection to" } else { "no connection from" };
+            return Err(Error::remote(format!("{missing} the neighbour within {} s", patience.as_secs()))
+                .with_hint("NCCL_DEBUG=INFO shows what the plugin tried; `towline doctor` shows the interfaces"));
+        }
+        std::thread::yield_now();
+    }
+}
+
+/// One rank's connections and staging slots.
+pub(crate) struct HostLink {
+    // In the order in which they must end: registrations, connections, memory.
+    send_mr: Mr,
+    receive_mr: Mr,
+    send: SendComm,
+    receive: RecvComm,
+    send_memory: Memory,
+    receive_memory: Memory,
+    sends: [Option<Request>; SLOTS],
+    /// With the number of bytes that are due.
+    receives: [Option<(Request, usize)>; SLOTS],
+    patience: Duration,
+    idle_rounds: u32,
+    idle_since: Instant,
+}
+
+impl HostLink {
+    /// `patience` is how long nothing may move before the run is given up.
+    pub(crate) fn new(send: SendComm, receive: RecvComm, patience: Duration) -> Result<Self> {
+        let send_memory = Memory::new(SLOTS * CHUNK_BYTES);
+        let receive_memory = Memory::new(SLOTS * CHUNK_BYTES);
+        let registering = |code: Code| code.while_doing("registering memory");
+        Ok(Self {
+            send_mr: send.register(&send_memory).map_err(registering)?,
+            receive_mr: receive.register(&receive_memory).map_err(registering)?,
+            send,
+            receive,
+            send_memory,
+            receive_memory,
+            sends: [None; SLOTS],
+            receives: [None; SLOTS],
+            patience,
+            idle_rounds: 0,
+            idle_since: Instant::now(),
+        })
+    }
+
+    /// Checks that nobody wrote outside the staging memory, and ends registrations and connections in NCCL's order.
+    pub(crate) fn close(self) -> Result<()> {
+        if !(self.send_memory.guards_intact() && self.receive_memory.guards_intact()) {
+            return Err(Error::internal("the plugin wrote outside the memory that was given to it"));
+        }
+        self.send_mr.dereg().map_err(|code| code.while_doing("deregistering send memory"))?;
+        self.receive_mr.dereg().map_err(|code| code.while_doing("deregistering receive memory"))?;
+        self.send.close().map_err(|code| code.while_doing("closing the sending connection"))?;
+        self.receive.close().map_err(|code| code.while_doing("closing the receiving connection"))
+    }
+}
+
+impl Link for HostLink {
+    type Error = Error;
+
+    fn slots(&mut self, receive: Option<usize>, send: Option<usize>) -> (&[f32], &mut [f32]) {
+        let received = receive.map_or(&[][..], |slot| {
+            // SAFETY: the slot lies within the page-aligned receiving memory, any bytes are floats, and the ring asks
+            // for a slot only while no transfer uses it.
+            unsafe { slice::from_raw_parts(self.receive_memory.at(slot * CHUNK_BYTES).cast(), CHUNK_ELEMENTS) }
+        });
+        let to_send = send.map_or(&mut [][..], |slot| {
+            // SAFETY: as above, in the sending memory; `&mut self` makes it the only reference.
+            unsafe { slice::from_raw_parts_mut(self.send_memory.at(slot * CHUNK_BYTES).cast(), CHUNK_ELEMENTS) }
+        });
+        (received, to_send)
+    }
+
+    fn start_send(&mut self, slot: usize, elements: usize) -> Result<bool> {
+        let data = self.send_memory.at(slot * CHUNK_BYTES);
+        let part = Part::new(data, elements * size_of::<f32>(), Some(&self.send_mr));
+        // SAFETY: the memory lives as long as the connection, and the ring leaves the slot alone until the send is
+        // over.
+        let request = unsafe { self.send.isend(part) }.map_err(|code| code.while_doing("starting a send"))?;
+        self.sends[slot] = request;
+        Ok(request.is_some())
+    }
+
+    fn start_receive(&mut self, slot: usize, elements: usize) -> Result<bool> {
+        // As in NCCL, receives have room for a whole slot, however little is coming.
+        let part = Part::new(self.receive_memory.at(slot * CHUNK_BYTES), CHUNK_BYTES, Some(&self.receive_mr));
+        // SAFETY: as for sends.
+        let request = unsafe { self.receive.irecv(&[part]) }.map_err(|code| code.while_doing("posting a receive"))?;
+        self.receives[slot] = request.map(|request| (request, elements * size_of::<f32>()));
+        Ok(request.is_some())
+    }
+
+    fn is_sent(&mut self, slot: usize) -> Result<bool> {
+        let Some(request) = self.sends[slot] else { return Ok(true) };
+        let done = self.send.test(&request).map_err(|code| code.while_doing("a send"))?.is_some();
+        if done {
+            self.sends[slot] = None;
+            self.idle_rounds = 0;
+        }
+        Ok(done)
+    }
+
+    fn received_bytes(&mut self, slot: usize) -> Result<Option<usize>> {
+        let Some((request, due)) = self.receives[slot] else { return Ok(None) };
+        let Some(sizes) = self.receive.test(&request).map_err(|code| code.while_doing("a receive"))? else {
+            return Ok(None);
+        };
+        self.receives[slot] = None;
+        self.idle_rounds = 0;
+        // Some plugins never tell sizes (NCCL hardly looks); then the verification of the data must do.
+        Ok(Some(usize::try_from(sizes[0]).unwrap_or(due)))
+    }
+
+    fn idle(&mut self) -> Result<()> {
+        if self.idle_rounds == 0 {
+            self.idle_since = Instant::now();
+        }
+        self.idle_rounds = self.idle_rounds.wrapping_add(1).max(1);
+        // Looking at the clock costs more than the rest, so only now and then.
+        if self.idle_rounds % 1024 == 0 && self.idle_since.elapsed() > self.patience {
+            return Err(Error::remote(format!("nothing moved for {} s", self.patience.as_secs()))
+                .with_hint("a peer hangs or the network swallows packets; --timeout sets the limit"));
+        }
+        // NCCL's proxy gives way likewise when it finds nothing to do.
+        std::thread::yield_now();
+        Ok(())
+    }
+
+    fn wrong_size(&self, expected: usize, arrived: usize) -> Error {
+        Error::remote(format!("{arrived} bytes arrived where {expected} were sent"))
+    }
+}

@@ -1,0 +1,98 @@
+//! The command-line program: measures and checks the plugin, or any other, through the C interface.
+//!
+//! What belongs where: a file per subcommand and its parts below it; [`ring`] is the all-reduce algorithm,
+//! [`host_link`] carries it through a plugin; [`channel`] and [`children`] connect the program's own processes;
+//! the rest is for output. Nothing here touches the transport: it is reached through `towline::host` alone.
+
+mod all_reduce;
+mod channel;
+mod children;
+mod host_link;
+mod output;
+mod plugin_options;
+mod ring;
+mod size;
+mod stats;
+mod table;
+mod trace;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use towline::os::error::Result;
+use towline::os::nccl_conf;
+
+/// The run failed: an error, or a process that died.
+const EXIT_FAILED: u8 = 1;
+/// Everything ran, but data was wrong.
+const EXIT_WRONG: u8 = 3;
+
+/// How a subcommand that ran to its end left things.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    /// All is well.
+    Good,
+    /// Data arrived wrong.
+    WrongData,
+}
+
+const AFTER_HELP: &str = "\
+Exit status:
+  0    everything ran and all data was right
+  1    something failed: an error, a process that died
+  2    the command line is wrong
+  3    everything ran, but data was wrong
+  141  the reader of the output went away
+
+Variables are taken from the environment, then from ~/.nccl.conf (or NCCL_CONF_FILE) and /etc/nccl.conf, as NCCL does.
+NCCL_DEBUG=WARN|INFO|TRACE shows what the plugin says on standard error (here WARN when it is not set).";
+
+/// Network transport for NCCL: run it, measure it, compare it, without a GPU.
+#[derive(Parser)]
+#[command(name = "towline", version, after_help = AFTER_HELP, max_term_width = 110)]
+struct CommandLine {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    AllReduce(all_reduce::Options),
+    Trace(trace::Options),
+    /// A rank of all-reduce, started by it.
+    #[command(hide = true)]
+    Rank,
+}
+
+/// Runs the program.
+pub(crate) fn main() -> ExitCode {
+    let command_line = CommandLine::parse();
+    take_in_conf_files();
+    let outcome = match command_line.command {
+        Command::AllReduce(options) => all_reduce::run(&options),
+        Command::Trace(options) => trace::run(&options),
+        Command::Rank => return all_reduce::run_rank(),
+    };
+    exit_code(&outcome)
+}
+
+fn exit_code(outcome: &Result<Verdict>) -> ExitCode {
+    match outcome {
+        Ok(Verdict::Good) => ExitCode::SUCCESS,
+        Ok(Verdict::WrongData) => ExitCode::from(EXIT_WRONG),
+        Err(error) => {
+            eprintln!("towline: {error}");
+            ExitCode::from(EXIT_FAILED)
+        }
+    }
+}
+
+/// Puts the lines of NCCL's configuration files into the environment, as NCCL does before it opens a plugin.
+fn take_in_conf_files() {
+    for (name, value) in nccl_conf::environment() {
+        if std::env::var_os(&name).is_none() && !name.contains('\0') && !value.contains('\0') {
+            // SAFETY: this runs first in `main`, before there is another thread that could read the environment.
+            unsafe { std::env::set_var(name, value) };
+        }
+    }
+}

@@ -1,0 +1,60 @@
+//! Standard output, and the progress line on standard error.
+//!
+//! Guarantees: when the reader of our output goes away (`towline … | head`) the program ends quietly, as if by
+//! SIGPIPE; progress appears on a terminal only and never mixes with rows. Children end with the program, so nothing
+//! is left behind.
+
+use std::io::{self, IsTerminal, Write};
+use std::process;
+
+/// What a shell reports for a program that SIGPIPE ended.
+const EXIT_SIGPIPE: i32 = 128 + libc::SIGPIPE;
+
+/// Lines for standard output, and one line of progress.
+pub(crate) struct Output {
+    shows_progress: bool,
+    progress_width: usize,
+}
+
+impl Output {
+    pub(crate) fn new() -> Self {
+        Self { shows_progress: io::stderr().is_terminal(), progress_width: 0 }
+    }
+
+    /// Prints one line at once.
+    pub(crate) fn line(&mut self, text: impl AsRef<str>) {
+        self.clear_progress();
+        let mut stdout = io::stdout().lock();
+        let written = writeln!(stdout, "{}", text.as_ref()).and_then(|()| stdout.flush());
+        match written {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => process::exit(EXIT_SIGPIPE),
+            Err(error) => {
+                eprintln!("towline: writing to standard output failed: {error}");
+                process::exit(super::EXIT_FAILED.into());
+            }
+        }
+    }
+
+    /// Replaces the progress line, on a terminal.
+    pub(crate) fn progress(&mut self, text: impl FnOnce() -> String) {
+        if self.shows_progress {
+            let text = text();
+            eprint!("\r{text:<width$}", width = self.progress_width);
+            self.progress_width = text.chars().count();
+        }
+    }
+
+    fn clear_progress(&mut self) {
+        if self.progress_width > 0 {
+            eprint!("\r{:width$}\r", "", width = self.progress_width);
+            self.progress_width = 0;
+        }
+    }
+}
+
+impl Drop for Output {
+    fn drop(&mut self) {
+        self.clear_progress();
+    }
+}

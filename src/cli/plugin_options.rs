@@ -1,0 +1,90 @@
+//! The options that say which plugin to open, shared by the subcommands that open one.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use serde::{Deserialize, Serialize};
+use towline::host::{ApiVersion, Net, Plugin, log};
+use towline::os::error::{Error, Result};
+
+/// Which plugin, which version of its interface, which device.
+#[derive(Args, Debug, Clone)]
+pub(crate) struct PluginOptions {
+    /// The network plugin to open, any library with ncclNetPlugin_v4 to _v12 [default: libnccl-net.so beside this
+    /// program, else on LD_LIBRARY_PATH]
+    #[arg(long, value_name = "FILE")]
+    plugin: Option<PathBuf>,
+
+    /// The version of the plugin interface to use, v4 to v12 [default: the newest that the plugin has]
+    #[arg(long, value_name = "vN")]
+    api: Option<ApiVersion>,
+
+    /// The network device, by its number in the plugin's order
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    device: i32,
+}
+
+/// A choice of plugin as one process tells it to another.
+#[derive(Serialize, Deserialize, Debug, Clone)]
+pub(crate) struct PluginChoice {
+    file: PathBuf,
+    api: Option<u32>,
+    pub(crate) device: i32,
+}
+
+impl PluginOptions {
+    pub(crate) fn choice(&self) -> PluginChoice {
+        let file = match &self.plugin {
+            // A bare name would be searched for by the loader; what is named here is a file.
+            Some(file) if file.exists() => file.canonicalize().unwrap_or_else(|_| file.clone()),
+            Some(file) => file.clone(),
+            None => Plugin::default_file(),
+        };
+        PluginChoice { file, api: self.api.map(ApiVersion::number), device: self.device }
+    }
+}
+
+impl PluginChoice {
+    /// Opens it in this process, and shows what it says.
+    pub(crate) fn open(&self) -> Result<Net> {
+        log::print_to_stderr(&std::env::var("NCCL_DEBUG").unwrap_or_else(|_| "WARN".to_owned()));
+        let version = self.api.map(|number| number.to_string().parse()).transpose()?;
+        Net::open(&self.file, version)
+    }
+}
+
+/// What a process tells about the plugin it opened.
+#[derive(Serialize, Deserialize, Debug, Clone, PartialEq)]
+pub(crate) struct PluginFacts {
+    pub(crate) plugin: String,
+    pub(crate) file: String,
+    pub(crate) api: String,
+    pub(crate) device: String,
+    pub(crate) speed_mbps: i32,
+}
+
+impl PluginFacts {
+    /// Asks the plugin, and checks that the device is there.
+    pub(crate) fn of(context: &towline::host::Context, choice: &PluginChoice) -> Result<Self> {
+        let count = context.devices().map_err(|code| code.while_doing("counting the plugin's devices"))?;
+        if choice.device < 0 || choice.device >= count {
+            let error = Error::argument(format!("there is no device {}", choice.device));
+            return Err(match count {
+                0 => {
+                    error.with_hint("the plugin has none; `towline doctor` shows the interfaces and what excludes them")
+                }
+                1 => error.with_hint("the plugin has only device 0"),
+                _ => error.with_hint(format!("the plugin has devices 0 to {}", count - 1)),
+            });
+        }
+        let asking = |code: towline::host::Code| code.while_doing("asking for the device's properties");
+        let properties = context.properties(choice.device).map_err(asking)?;
+        Ok(Self {
+            plugin: context.net().name(),
+            file: choice.file.display().to_string(),
+            api: context.net().version().to_string(),
+            device: properties.name,
+            speed_mbps: properties.speed_mbps,
+        })
+    }
+}

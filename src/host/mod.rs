@@ -1,0 +1,47 @@
+//! Plays NCCL: loads a network plugin through `dlopen` and drives it through its C table.
+//!
+//! The command-line program and the tests reach the transport only this way, so they work with any plugin that
+//! exports `ncclNetPlugin_v4` to `_v12`, and what they prove is what NCCL would see.
+//!
+//! ```no_run
+//! use towline::host::{ApiVersion, Net, Pair, Plugin};
+//!
+//! let net = Net::of(&Plugin::open_default()?, Some(ApiVersion::V8))?;
+//! let context = net.init()?;
+//! println!("{} has {} devices", net.name(), context.devices()?);
+//! let pair = Pair::connect(&context, 0)?;
+//! assert_eq!(pair.transfer(b"hello")?, b"hello");
+//! pair.close()?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! What belongs where:
+//! - [`Plugin`] is an opened library, [`Net`] one API version of it, [`Context`] one communicator's use of that.
+//! - [`Listener`], [`SendComm`], [`RecvComm`], [`Mr`], [`Request`] are what NCCL holds as `void*`. They close when
+//!   dropped; `close` tells the plugin's answer, `abandon` lets go without closing, as NCCL does when it aborts.
+//! - [`Memory`] is a buffer with guards on both sides, [`Pair`] a connection within this process.
+//! - [`log`](mod@log) and [`profile`] are NCCL's logger and profiler callback.
+//! - [`Net::table`] gives the raw functions, for calls that no well-meaning host makes.
+//!
+//! Like NCCL, v4's `connect` and `accept` are called once and wait; from v5 on both are called until they yield
+//! something. It imports the generated interface types and `os`, nothing else.
+
+mod code;
+mod comm;
+mod context;
+mod library;
+pub mod log;
+mod memory;
+mod pair;
+pub mod profile;
+mod properties;
+mod table;
+
+pub use code::{Code, Result};
+pub use comm::{Listener, Mr, PATIENCE, Part, RecvComm, Request, SendComm, Sizes};
+pub use context::{Context, Handle, Init, NO_MR, Net, PTR_CUDA, PTR_HOST};
+pub use library::{ApiVersion, DEFAULT_FILE, Plugin};
+pub use memory::Memory;
+pub use pair::Pair;
+pub use properties::Properties;
+pub use table::Table;

@@ -1,0 +1,258 @@
+//! What all TCP connections of the process share: threads, configuration, listeners, and the sockets that are
+//! still saying goodbye.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::{Shutdown, SocketAddr};
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use socket2::{Domain, Protocol, SockRef, Socket, TcpKeepalive, Type};
+
+use super::acceptor::Acceptor;
+use super::dialer::Dial;
+use super::handshake::Secret;
+use super::limits::MAX_STREAMS;
+use super::receiver::RecvConn;
+use super::sender::SendConn;
+use super::wire::{self, Piece};
+use crate::engine::poller::{Poller, Progress, Registration, Source};
+use crate::os::config::Config;
+use crate::os::error::Error;
+use crate::os::fd::Registered;
+use crate::os::interfaces::Rail;
+
+/// A socket in the fork registry.
+pub type Sock = Registered<Socket>;
+
+/// What a connection's further streams need to know.
+#[derive(Debug, Clone)]
+pub struct Link {
+    /// The connection's number, given by the listening side.
+    pub connection: u64,
+    /// What further streams prove.
+    pub key: Secret,
+    /// Feature bits in use.
+    pub features: u32,
+    /// Where the other side listens, one address per rail.
+    pub remote: Vec<SocketAddr>,
+    /// This side's rails.
+    pub local: Arc<[Rail]>,
+    /// The whole ToS or traffic-class byte of the packets.
+    pub traffic_class: Option<u8>,
+}
+
+/// The TCP backend's process-wide part.
+pub struct Net {
+    /// Worker threads.
+    pub poller: Poller,
+    /// As read at the first `init`.
+    pub config: Config,
+    /// Host name and process, for the peer's messages.
+    pub label: String,
+    /// Listening sockets and half-open handshakes.
+    pub acceptor: Acceptor,
+    connections: Mutex<HashMap<u64, Weak<RecvConn>>>,
+    extra_streams: AtomicUsize,
+    farewells: OnceLock<Farewells>,
+    me: Weak<Self>,
+}
+
+struct Farewells {
+    source: Arc<Goodbyes>,
+    registration: Registration,
+}
+
+impl Net {
+    /// The backend, with nothing started yet.
+    pub fn new(config: Config) -> Arc<Self> {
+        let cores = crate::os::thread::cores();
+        let workers = config.workers.unwrap_or_else(|| (cores / 2).clamp(1, 16));
+        Arc::new_cyclic(|me| Self {
+            poller: Poller::new(workers, cores),
+            config,
+            label: label(),
+            acceptor: Acceptor::new(me.clone()),
+            connections: Mutex::new(HashMap::new()),
+            extra_streams: AtomicUsize::new(0),
+            farewells: OnceLock::new(),
+            me: me.clone(),
+        })
+    }
+
+    /// Remembers a receiving connection, so that further streams find it.
+    pub fn remember(&self, conn: &Arc<RecvConn>) {
+        self.connections().insert(conn.link().connection, Arc::downgrade(conn));
+    }
+
+    /// Forgets a closed one.
+    pub fn forget(&self, connection: u64) {
+        self.connections().remove(&connection);
+    }
+
+    /// The receiving connection with this number.
+    pub fn connection(&self, number: u64) -> Option<Arc<RecvConn>> {
+        self.connections().get(&number).and_then(Weak::upgrade)
+    }
+
+    fn connections(&self) -> MutexGuard<'_, HashMap<u64, Weak<RecvConn>>> {
+        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How many streams a connection over `rails` rails may have.
+    pub fn streams_per_connection(&self, rails: usize) -> usize {
+        let automatic = match crate::os::thread::cores() {
+            // The caller's own thread does as well as a hand-over to a worker that shares its core.
+            0..=3 => 1,
+            4..=7 => 3,
+            _ => 5,
+        };
+        self.config.streams.unwrap_or(automatic.max(rails)).clamp(1, MAX_STREAMS)
+    }
+
+    /// Opens further streams for a connection that has met its first long message.
+    pub fn grow(&self, conn: Arc<SendConn>) {
+        let link = conn.link();
+        let wanted = self.streams_per_connection(link.local.len().max(link.remote.len())).saturating_sub(1);
+        let budget = descriptor_budget();
+        for index in 1..=wanted {
+            if self.extra_streams.load(Ordering::Relaxed) >= budget {
+                tracing::debug!(
+                    "the process has its {budget} extra streams; connection {:x} stays with fewer",
+                    link.connection
+                );
+                return;
+            }
+            self.extra_streams.fetch_add(1, Ordering::Relaxed);
+            if let Some(me) = self.me.upgrade() {
+                Dial::join(me, &conn, index, 1);
+            }
+        }
+    }
+
+    /// A connection gave back this many extra streams.
+    pub fn streams_ended(&self, count: usize) {
+        self.extra_streams.fetch_sub(count, Ordering::Relaxed);
+    }
+
+    /// Has a broken stream connected again, in a new epoch.
+    pub fn repair(&self, conn: Arc<SendConn>, index: usize, epoch: u16) {
+        if let Some(me) = self.me.upgrade() {
+            Dial::join(me, &conn, index, epoch);
+        }
+    }
+
+    /// Leaves a socket to the keeper, which closes it when the peer has, or after [`FAREWELL`].
+    pub fn linger(&self, sock: Sock) {
+        let _ = sock.shutdown(Shutdown::Write);
+        if self.farewells.get().is_none() {
+            let source = Arc::new(Goodbyes { socks: Mutex::new(Vec::new()) });
+            let registration = self.poller.keeper().and_then(|keeper| keeper.register(source.clone(), None));
+            // Without a keeper the socket is closed here, which at worst cuts off what the peer has not read.
+            let Ok(registration) = registration else { return };
+            let _ = self.farewells.set(Farewells { source, registration });
+        }
+        let farewells = self.farewells.get().expect("set above");
+        farewells.source.lock().push((sock, Instant::now() + FAREWELL));
+        farewells.registration.kick();
+    }
+}
+
+/// How long a closed connection's sockets wait for the peer to close its side.
+pub const FAREWELL: Duration = Duration::from_secs(5);
+
+struct Goodbyes {
+    socks: Mutex<Vec<(Sock, Instant)>>,
+}
+
+impl Goodbyes {
+    fn lock(&self) -> MutexGuard<'_, Vec<(Sock, Instant)>> {
+        self.socks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Source for Goodbyes {
+    fn poll(&self) -> Progress {
+        let mut socks = self.lock();
+        let now = Instant::now();
+        socks.retain(|(sock, deadline)| {
+            let mut sink = [0_u8; 4096];
+            loop {
+                // SAFETY: the sink is ours.
+                let got =
+                    unsafe { wire::receive(sock.as_raw_fd(), [Piece::of_mut(&mut []), Piece::of_mut(&mut sink)]) };
+                match got {
+                    Ok(None) => return now < *deadline,
+                    Ok(Some(0)) | Err(_) => return false,
+                    Ok(Some(_)) => {}
+                }
+            }
+        });
+        let again = (!socks.is_empty()).then(|| now + Duration::from_millis(5));
+        Progress { moved: false, again }
+    }
+
+    fn fail(&self, error: Error) {
+        tracing::error!("{error}");
+    }
+}
+
+/// A socket of the right family that never blocks.
+///
+/// # Errors
+/// When the system has none.
+pub fn new_socket(address: SocketAddr) -> io::Result<Sock> {
+    Registered::open(|| {
+        let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+        socket.set_nonblocking(true)?;
+        Ok(socket)
+    })
+}
+
+/// The options of every data socket. All are wishes: a kernel that refuses one still carries the data.
+pub fn tune(sock: &Sock, config: &Config, traffic_class: Option<u8>) {
+    let socket = SockRef::from(&**sock);
+    let _ = socket.set_tcp_nodelay(true);
+    // The kernel's own probes find a vanished host on an idle connection, keep a firewall's memory of the flow
+    // alive, and are answered by the peer's kernel even while the peer's process is stopped.
+    let idle = (config.peer_timeout / 3).max(Duration::from_secs(1));
+    let interval = (config.peer_timeout / 6).max(Duration::from_secs(1));
+    let keepalive = TcpKeepalive::new().with_time(idle).with_interval(interval).with_retries(4);
+    let _ = socket.set_tcp_keepalive(&keepalive);
+    if let Some(class) = traffic_class {
+        let v6 = socket.local_addr().ok().and_then(|address| address.as_socket()).is_some_and(|a| a.is_ipv6());
+        let set = if v6 { socket.set_tclass_v6(u32::from(class)) } else { socket.set_tos_v4(u32::from(class)) };
+        if let Err(error) = set {
+            if crate::os::log::once_per("traffic class").is_some() {
+                tracing::warn!("the traffic class {class} could not be set on a socket: {error}");
+            }
+        }
+    }
+    if let Some(name) = &config.tcp_congestion {
+        if let Err(error) = socket.set_tcp_congestion(name.as_bytes()) {
+            if crate::os::log::once_per("congestion control").is_some() {
+                tracing::warn!(
+                    "TOWLINE_TCP_CONGESTION={name} could not be set: {error}; look at net.ipv4.tcp_available_congestion_control"
+                );
+            }
+        }
+    }
+}
+
+/// Extra streams that the process may have: a quarter of its descriptors, at most 1024.
+fn descriptor_budget() -> usize {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: `limit` outlives the call, which fills it.
+    let known = unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) } == 0;
+    if known { (limit.rlim_cur / 4).min(1024) as usize } else { 256 }
+}
+
+fn label() -> String {
+    let mut name = [0_u8; 64];
+    // SAFETY: the buffer is ours and one byte longer than what may be written, so the name ends in a zero.
+    unsafe { libc::gethostname(name.as_mut_ptr().cast(), name.len() - 1) };
+    let end = name.iter().position(|byte| *byte == 0).unwrap_or(0);
+    format!("{}:{}", String::from_utf8_lossy(&name[..end]), std::process::id())
+}

@@ -1,0 +1,134 @@
+//! What both directions of a connection have in common: who is at the other end, and the first failure.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use crate::os::error::{Cause, Error};
+
+/// The other end, for messages.
+#[derive(Debug, Clone)]
+pub struct Peer {
+    /// What it calls itself: host name and process.
+    pub label: String,
+    /// Where the first stream comes from or goes to.
+    pub address: SocketAddr,
+}
+
+impl std::fmt::Display for Peer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} at {}", self.label, self.address)
+    }
+}
+
+/// Whether a connection still works; the first error is kept and told to everyone who asks later.
+#[derive(Debug, Default)]
+pub struct Health {
+    failed: AtomicBool,
+    error: OnceLock<Error>,
+    live: AtomicUsize,
+    peer_done: AtomicBool,
+}
+
+impl Health {
+    /// Records a failure. Returns whether it is the first.
+    pub fn fail(&self, error: Error) -> bool {
+        let first = self.error.set(error).is_ok();
+        self.failed.store(true, Ordering::Release);
+        first
+    }
+
+    /// Whether the connection has failed.
+    pub fn is_failed(&self) -> bool {
+        self.failed.load(Ordering::Acquire)
+    }
+
+    /// The failure, if there is one. One load where there is none: it stands on the hot path.
+    ///
+    /// # Errors
+    /// That is the point.
+    pub fn check(&self) -> Result<(), Error> {
+        if !self.is_failed() {
+            return Ok(());
+        }
+        Err(self.error.get().cloned().unwrap_or_else(|| Error::internal("the connection failed without a cause")))
+    }
+
+    /// A stream is connected.
+    pub fn stream_up(&self) {
+        self.live.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// A stream ended. Returns how many are left.
+    pub fn stream_down(&self) -> usize {
+        self.live.fetch_sub(1, Ordering::AcqRel) - 1
+    }
+
+    /// How many streams are connected.
+    pub fn live(&self) -> usize {
+        self.live.load(Ordering::Acquire)
+    }
+
+    /// The peer said goodbye: the end of its streams is no fault.
+    pub fn peer_is_done(&self) {
+        self.peer_done.store(true, Ordering::Release);
+    }
+
+    /// Whether the peer said goodbye.
+    pub fn is_peer_done(&self) -> bool {
+        self.peer_done.load(Ordering::Acquire)
+    }
+
+    /// Whether the peer said goodbye and all streams have ended: nothing can come or go any more.
+    pub fn is_over(&self) -> bool {
+        self.is_peer_done() && self.live() == 0
+    }
+}
+
+/// The code of a cause in a fail frame.
+pub fn cause_code(cause: Cause) -> u64 {
+    match cause {
+        Cause::System => 1,
+        Cause::Argument => 2,
+        Cause::Usage => 3,
+        Cause::Remote => 4,
+        Cause::Internal => 5,
+    }
+}
+
+/// What a failure that the peer told of is on this side: a mistake in sizes concerns both, everything else is the
+/// peer's failure.
+pub fn told_by_peer(code: u64, text: &[u8]) -> Error {
+    let text: String = String::from_utf8_lossy(text).chars().map(|c| if c.is_control() { '?' } else { c }).collect();
+    let cause = if code == cause_code(Cause::Usage) { Cause::Usage } else { Cause::Remote };
+    Error::new(cause, format!("the peer gave up the connection: {text}"))
+}
+
+/// The error for a stream that was lost and cannot be mended.
+pub fn lost(error: &io::Error) -> Error {
+    let what = match error.kind() {
+        io::ErrorKind::UnexpectedEof => "the peer's process ended without saying goodbye".to_owned(),
+        io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => format!("the connection was cut ({error})"),
+        _ => format!("the connection was lost ({error})"),
+    };
+    Error::remote(what).with_hint("look at the peer's log: it may have crashed, been killed, or lost its network")
+}
+
+/// The error for what was still to come when the peer said goodbye.
+pub fn left_early(peer: &Peer) -> Error {
+    Error::remote("the peer closed the connection before this transfer was complete")
+        .with_peer(peer)
+        .with_hint("the other rank finished or aborted; its log says which")
+}
+
+/// Why a stream ended.
+#[derive(Debug)]
+pub enum Broken {
+    /// End of file or an error of the socket.
+    Lost(io::Error),
+    /// The peer said goodbye before.
+    Goodbye,
+    /// The protocol was violated, or the peer reported a failure: the whole connection ends.
+    Fatal(Error),
+}

@@ -1,0 +1,662 @@
+//! The sending side of a connection: core, streams, requests.
+//!
+//! `isend` posts a message to the [`SendCore`] and, when it is short, sends it in the same call. Long messages are
+//! cut into chunks by the workers that own the further streams. Acknowledgements and clear-to-sends come back on
+//! the reverse half of the streams.
+//!
+//! Locks, in order: a stream (try-lock), then the state. The state's lock is held for bookkeeping only, never
+//! across a system call.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use super::frame::{HEADER, Header, MAX_CONTROL, Type};
+use super::handshake::FEATURE_RECOVERY;
+use super::limits::{CHUNK_MIN, EAGER_MAX, MAX_STREAMS, REPLAY_MAX};
+use super::net::{Link, Net, Sock};
+use super::peer::{Broken, Health, Peer, cause_code, left_early, lost, told_by_peer};
+use super::send_core::{Admit, Chunk, Key, SendCore};
+use super::stream::{READ, Ran, Step, Stream, WRITE};
+use super::wire::{self, Piece};
+use crate::engine::counters::Counters;
+use crate::engine::poller::{Interest, Progress, Source};
+use crate::engine::request::{Outcome, RequestSlots, Ticket};
+use crate::os::error::{Error, Result};
+
+/// Bytes that one run of a stream may send before the other streams of the same worker get their turn.
+const SHARE: usize = 4 << 20;
+
+/// How long an orderly close waits for the peer's kernel to take what was sent.
+const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
+
+/// Where a message's bytes are.
+struct Payload {
+    data: *const u8,
+    /// A copy for a resend, after the request was reported done and the buffer went back to NCCL.
+    replay: Option<Box<[u8]>>,
+    length: u64,
+    /// Bytes that the kernel took for the first time.
+    written: u64,
+    /// The request to end; none once it has ended.
+    ticket: Option<Ticket>,
+}
+
+// SAFETY: `data` points into memory that belongs to the transport until the request ends (rule 3 of the design);
+// the payload is only reached under the state's lock or while a chunk of it is unacknowledged.
+unsafe impl Send for Payload {}
+
+struct State {
+    core: SendCore,
+    payloads: Vec<Option<Payload>>,
+    done: Vec<Key>,
+}
+
+/// The chunk or control bytes that a stream is sending.
+struct Outgoing {
+    head: Vec<u8>,
+    body: Piece,
+    sent: usize,
+    chunk: Option<Chunk>,
+}
+
+// SAFETY: as for `Payload`: the piece belongs to a message that is not acknowledged.
+unsafe impl Send for Outgoing {}
+
+struct Io {
+    sock: Sock,
+    out: Option<Outgoing>,
+    control: Vec<u8>,
+    input: Vec<u8>,
+    filled: usize,
+}
+
+/// A connection that sends.
+pub struct SendConn {
+    me: Weak<Self>,
+    net: Arc<Net>,
+    link: Link,
+    peer: Peer,
+    state: Mutex<State>,
+    streams: Vec<Stream<Io>>,
+    requests: RequestSlots,
+    health: Health,
+    counters: Counters,
+    recovery: bool,
+    grown: AtomicBool,
+    next_kick: AtomicUsize,
+    closing: AtomicBool,
+}
+
+impl SendConn {
+    /// A connection whose first stream has finished its handshake.
+    ///
+    /// # Errors
+    /// When the kernel refuses to watch the socket.
+    pub fn new(net: Arc<Net>, link: Link, peer: Peer, first: Sock) -> Result<Arc<Self>> {
+        let recovery = link.features & FEATURE_RECOVERY != 0;
+        let conn = Arc::new_cyclic(|me| Self {
+            me: me.clone(),
+            net,
+            link,
+            peer,
+            state: Mutex::new(State { core: SendCore::new(recovery), payloads: Vec::new(), done: Vec::new() }),
+            streams: (0..MAX_STREAMS).map(|_| Stream::default()).collect(),
+            requests: RequestSlots::new(),
+            health: Health::default(),
+            counters: Counters::default(),
+            recovery,
+            grown: AtomicBool::new(false),
+            next_kick: AtomicUsize::new(0),
+            closing: AtomicBool::new(false),
+        });
+        conn.add_stream(0, 0, first)?;
+        Ok(conn)
+    }
+
+    /// Puts a connected socket to work as stream `index`.
+    ///
+    /// # Errors
+    /// When the kernel refuses to watch the socket.
+    pub fn add_stream(&self, index: usize, epoch: u16, sock: Sock) -> Result<()> {
+        let fd = sock.as_raw_fd();
+        let io = Io { sock, out: None, control: Vec::new(), input: vec![0; 32 * HEADER], filled: 0 };
+        self.health.stream_up();
+        self.state().core.stream_up(index, epoch);
+        self.streams[index].install(Box::new(io));
+        let source = Arc::new(StreamSource { conn: self.me.clone(), index });
+        // The first stream is NCCL's thread's; the keeper only watches for its end and finishes what blocked.
+        let registration = if index == 0 {
+            self.net.poller.keeper()?.register(source, Some((fd, Interest::Quiet)))?
+        } else {
+            self.net.poller.worker()?.register(source, Some((fd, Interest::Data)))?
+        };
+        self.streams[index].watch(registration);
+        self.streams[index].kick();
+        Ok(())
+    }
+
+    /// Starts a send. `None`: not now, all request slots are taken.
+    ///
+    /// # Errors
+    /// When the connection has failed, or the message is longer than its receive.
+    ///
+    /// # Safety
+    /// `data` must be readable for `length` bytes until the request ends or the connection is closed.
+    pub unsafe fn isend(&self, data: *const u8, length: usize, tag: i32) -> Result<Option<Ticket>> {
+        self.health.check()?;
+        let Some(ticket) = self.requests.take(1) else { return Ok(None) };
+        let posted = {
+            let mut state = self.state();
+            state.core.post(length as u64, tag).map(|(key, admit)| {
+                if state.payloads.len() <= key {
+                    state.payloads.resize_with(key + 1, || None);
+                }
+                let length = length as u64;
+                state.payloads[key] = Some(Payload { data, replay: None, length, written: 0, ticket: Some(ticket) });
+                admit
+            })
+        };
+        match posted {
+            Err(error) => {
+                self.requests.cancel(ticket);
+                self.fail(error.clone().with_peer(&self.peer));
+                return Err(error);
+            }
+            Ok(Admit::Ready) if length as u64 <= EAGER_MAX => {
+                self.run(0, WRITE);
+            }
+            Ok(Admit::Ready) => self.wake_streams(length as u64),
+            Ok(Admit::AwaitsReceiver) => {
+                Counters::bump(&self.counters.stalls_receiver);
+                self.run(0, READ);
+            }
+            Ok(Admit::AwaitsCredit) => {
+                Counters::bump(&self.counters.stalls_credit);
+                self.run(0, READ);
+            }
+        }
+        Ok(Some(ticket))
+    }
+
+    /// Asks after a send: its size when it is done.
+    ///
+    /// # Errors
+    /// When the connection has failed; nothing touches the buffer any more then.
+    pub fn test(&self, ticket: Ticket) -> Result<Option<Outcome>> {
+        self.requests.check(ticket)?;
+        if let Some(outcome) = self.requests.finish(ticket) {
+            return Ok(Some(outcome));
+        }
+        self.run(0, READ | WRITE);
+        if let Some(outcome) = self.requests.finish(ticket) {
+            return Ok(Some(outcome));
+        }
+        self.verdict().inspect_err(|_| {
+            self.quiesce();
+            self.requests.abandon(ticket);
+        })?;
+        Ok(None)
+    }
+
+    /// Whether a request that is not done can still become so.
+    fn verdict(&self) -> Result<()> {
+        self.health.check()?;
+        if self.health.is_over() {
+            self.health.fail(left_early(&self.peer));
+            return self.health.check();
+        }
+        Ok(())
+    }
+
+    /// What the connection counted.
+    pub fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// The other end.
+    pub fn peer(&self) -> &Peer {
+        &self.peer
+    }
+
+    /// How a further stream is connected.
+    pub fn link(&self) -> &Link {
+        &self.link
+    }
+
+    /// Ends the connection. With nothing outstanding, everything that was reported done reaches the peer; with
+    /// requests in flight it is an abort. No thread touches NCCL's buffers after it returns.
+    pub fn close(&self) {
+        self.closing.store(true, Ordering::Release);
+        if self.requests.outstanding() == 0 && !self.health.is_failed() {
+            self.say_goodbye();
+        } else {
+            let error = Error::remote("the sending side closed the connection with transfers in flight");
+            self.tell_failure(&error);
+            self.health.fail(error);
+        }
+        self.quiesce();
+        tracing::debug!(target: crate::os::log::NET, "closed the connection to {}: {}", self.peer, self.counters);
+    }
+
+    /// Waits, within bounds, until the peer's kernel has everything, then leaves the sockets to the keeper, which
+    /// closes them when the peer has too: closing a socket with unread bytes would make the kernel send a reset
+    /// that can overtake the data.
+    fn say_goodbye(&self) {
+        let deadline = Instant::now() + CLOSE_PATIENCE;
+        while Instant::now() < deadline && !self.health.is_failed() {
+            self.run(0, READ | WRITE);
+            if !self.state().core.has_ready() && self.streams.iter().all(Self::is_written) {
+                break;
+            }
+            std::thread::sleep(Duration::from_micros(50));
+        }
+        self.queue_control(0, Header::of(Type::Bye, 0), &[]);
+        while Instant::now() < deadline && !self.health.is_failed() {
+            self.run(0, READ | WRITE);
+            let gone = self.streams[0]
+                .lock()
+                .as_ref()
+                .is_none_or(|io| io.out.is_none() && io.control.is_empty() && wire::unsent(io.sock.as_raw_fd()) == 0);
+            if gone {
+                break;
+            }
+            std::thread::sleep(Duration::from_micros(50));
+        }
+        for stream in &self.streams {
+            if let Some(io) = stream.take() {
+                self.health.stream_down();
+                self.net.linger(io.sock);
+            }
+        }
+    }
+
+    fn is_written(stream: &Stream<Io>) -> bool {
+        stream.lock().as_ref().is_none_or(|io| io.out.is_none())
+    }
+
+    /// Ends the connection with a cause; the peer is told if it can be.
+    pub fn fail(&self, error: Error) {
+        self.tell_failure(&error);
+        self.fail_silently(error);
+    }
+
+    fn fail_silently(&self, error: Error) {
+        if self.health.fail(error.clone()) && !self.closing.load(Ordering::Acquire) {
+            tracing::warn!(target: crate::os::log::NET, "sending to {} failed: {error}", self.peer);
+        }
+        self.state().core.stream_down(0);
+    }
+
+    fn tell_failure(&self, error: &Error) {
+        if self.health.is_failed() {
+            return;
+        }
+        let text = error.what().as_bytes();
+        let text = &text[..text.len().min(MAX_CONTROL as usize)];
+        let header = Header { order: cause_code(error.cause()), ..Header::of(Type::Fail, 0) };
+        self.queue_control(0, header, text);
+        self.run(0, WRITE);
+    }
+
+    /// Closes all sockets, waiting for the threads that use them. After this no thread touches a buffer.
+    fn quiesce(&self) {
+        for stream in &self.streams {
+            if stream.take().is_some() {
+                self.health.stream_down();
+            }
+        }
+    }
+
+    fn queue_control(&self, index: usize, header: Header, payload: &[u8]) {
+        if let Some(io) = self.streams[index].lock().as_mut() {
+            let header = Header { length: payload.len() as u32, ..header };
+            io.control.extend_from_slice(&header.encode());
+            io.control.extend_from_slice(payload);
+        }
+    }
+
+    /// Gets as many streams going as a long message can use, and asks for more streams when it is the first.
+    fn wake_streams(&self, length: u64) {
+        if !self.grown.swap(true, Ordering::Relaxed) {
+            if let Some(me) = self.me.upgrade() {
+                self.net.grow(me);
+            }
+        }
+        let wanted = length.div_ceil(CHUNK_MIN) as usize;
+        let mut kicked = 0;
+        let start = self.next_kick.fetch_add(1, Ordering::Relaxed);
+        let live: Vec<usize> = {
+            let state = self.state();
+            (1..MAX_STREAMS).filter(|index| state.core.is_live(*index)).collect()
+        };
+        for at in 0..live.len().min(wanted) {
+            self.streams[live[(start + at) % live.len()]].kick();
+            kicked += 1;
+        }
+        if kicked == 0 {
+            self.run(0, WRITE);
+        }
+    }
+
+    /// Runs a stream in the calling thread.
+    fn run(&self, index: usize, wish: u8) -> bool {
+        let mut wake = 0;
+        let ran = self.streams[index].run(
+            wish,
+            |io, wishes| self.step(index, io, wishes, &mut wake),
+            |io, why| self.broken(index, io, why),
+        );
+        if wake > 0 {
+            self.wake_streams(wake);
+        }
+        match ran {
+            Ran::Settled(moved) => moved,
+            Ran::More => {
+                self.streams[index].kick();
+                true
+            }
+        }
+    }
+
+    fn step(&self, index: usize, io: &mut Io, wishes: u8, wake: &mut u64) -> Step<Broken> {
+        let mut moved = false;
+        let mut share = SHARE;
+        let mut wishes = wishes;
+        loop {
+            if wishes & WRITE != 0 {
+                match self.write(index, io, &mut share) {
+                    Ok(more) => moved |= more,
+                    Err(why) => return Step::Broken(why),
+                }
+            }
+            if wishes & READ == 0 {
+                return Step::Settled(moved);
+            }
+            let read = match self.read(index, io, wake) {
+                Ok(read) => read,
+                Err(why) => return Step::Broken(why),
+            };
+            moved |= read;
+            if !read {
+                return Step::Settled(moved);
+            }
+            if share == 0 {
+                return Step::More;
+            }
+            // Something came back: credit or a clear-to-send may have made more ready.
+            wishes = READ | WRITE;
+        }
+    }
+
+    fn write(&self, index: usize, io: &mut Io, share: &mut usize) -> std::result::Result<bool, Broken> {
+        let mut moved = false;
+        loop {
+            if io.out.is_none() {
+                if *share == 0 {
+                    return Ok(moved);
+                }
+                io.out = self.next_outgoing(index, io);
+            }
+            let Some(out) = &mut io.out else { return Ok(moved) };
+            let head = Piece::of(&out.head[out.sent.min(out.head.len())..]);
+            let skipped = out.sent.saturating_sub(out.head.len());
+            // SAFETY: `skipped` bytes of the body were sent, at most its length.
+            let body = Piece { data: unsafe { out.body.data.add(skipped) }, length: out.body.length - skipped };
+            // SAFETY: the head is ours; the body belongs to a message that is not acknowledged, so its memory is
+            // the transport's (the user's buffer) or ours (a replay copy).
+            match unsafe { wire::send(io.sock.as_raw_fd(), [head, body]) } {
+                Err(error) => return Err(Broken::Lost(error)),
+                Ok(None) => {
+                    Counters::bump(&self.counters.stalls_socket);
+                    return Ok(moved);
+                }
+                Ok(Some(bytes)) => {
+                    moved = true;
+                    *share = share.saturating_sub(bytes.max(1));
+                    out.sent += bytes;
+                    if out.sent < out.head.len() + out.body.length {
+                        continue;
+                    }
+                    let out = io.out.take().expect("it was there");
+                    if let Some(chunk) = out.chunk {
+                        self.chunk_written(index, &chunk);
+                    }
+                }
+            }
+        }
+    }
+
+    fn next_outgoing(&self, index: usize, io: &mut Io) -> Option<Outgoing> {
+        if !io.control.is_empty() {
+            let head = std::mem::take(&mut io.control);
+            return Some(Outgoing { head, body: Piece::of(&[]), sent: 0, chunk: None });
+        }
+        let mut state = self.state();
+        let chunk = state.core.next_chunk(index)?;
+        let payload = state.payloads[chunk.key].as_ref().expect("a message in flight has its payload");
+        let base = payload.replay.as_ref().map_or(payload.data, |copy| copy.as_ptr());
+        // SAFETY: the core hands out ranges within the message.
+        let data = unsafe { base.add(chunk.offset as usize) }.cast_mut();
+        let body = Piece { data, length: chunk.length as usize };
+        Some(Outgoing { head: chunk.header.encode().to_vec(), body, sent: 0, chunk: Some(chunk) })
+    }
+
+    /// The kernel took the whole chunk. A short message ends its request here: at once without recovery, and with
+    /// it as soon as its bytes are copied for a resend.
+    fn chunk_written(&self, index: usize, chunk: &Chunk) {
+        Counters::bump(if chunk.again { &self.counters.resends } else { &self.counters.chunks });
+        let mut state = self.state();
+        state.core.written(index);
+        if chunk.again {
+            return;
+        }
+        Counters::add(&self.counters.bytes, u64::from(chunk.length));
+        let payload = state.payloads[chunk.key].as_mut().expect("a message in flight has its payload");
+        payload.written += u64::from(chunk.length);
+        if payload.written < payload.length {
+            return;
+        }
+        if self.recovery {
+            if payload.length > REPLAY_MAX {
+                return;
+            }
+            // SAFETY: the buffer is the transport's until the request ends, which is below.
+            let bytes = unsafe { std::slice::from_raw_parts(payload.data, payload.length as usize) };
+            payload.replay = Some(bytes.into());
+        }
+        if let Some(ticket) = payload.ticket.take() {
+            Counters::bump(&self.counters.messages);
+            self.requests.complete_part(ticket.slot, 0, payload.length);
+        }
+    }
+
+    fn read(&self, index: usize, io: &mut Io, wake: &mut u64) -> std::result::Result<bool, Broken> {
+        let mut moved = false;
+        loop {
+            let room = &mut io.input[io.filled..];
+            let wanted = room.len();
+            // SAFETY: the input buffer is this stream's own.
+            let got = unsafe { wire::receive(io.sock.as_raw_fd(), [Piece::of_mut(&mut []), Piece::of_mut(room)]) };
+            match got {
+                Ok(None) => return Ok(moved),
+                Ok(Some(0)) if self.health.is_peer_done() => return Err(Broken::Goodbye),
+                Ok(Some(0)) => return Err(Broken::Lost(io::ErrorKind::UnexpectedEof.into())),
+                Err(_) if self.health.is_peer_done() => return Err(Broken::Goodbye),
+                Err(error) => return Err(Broken::Lost(error)),
+                Ok(Some(bytes)) => {
+                    moved = true;
+                    io.filled += bytes;
+                    self.take_frames(index, io, wake).map_err(Broken::Fatal)?;
+                    if bytes < wanted {
+                        return Ok(moved);
+                    }
+                }
+            }
+        }
+    }
+
+    fn take_frames(&self, index: usize, io: &mut Io, wake: &mut u64) -> Result<()> {
+        let mut at = 0;
+        while io.filled - at >= HEADER {
+            let bytes: &[u8; HEADER] = io.input[at..at + HEADER].try_into().expect("a header's worth");
+            let header = Header::decode(bytes)?;
+            let end = at + HEADER + header.length as usize;
+            if end > io.filled {
+                break;
+            }
+            let payload = &io.input[at + HEADER..end];
+            match header.kind {
+                Type::Ack => self.acknowledged(index, &header)?,
+                Type::Clear => {
+                    let ready = self.state().core.clear_to_send(header.tag, header.order, header.total)?;
+                    if ready && header.total > EAGER_MAX {
+                        *wake += header.total;
+                    }
+                }
+                Type::Fenced => self.fenced(header.order as usize, header.total)?,
+                Type::Bye => self.health.peer_is_done(),
+                Type::Fail => return Err(told_by_peer(header.order, payload)),
+                Type::Data | Type::Fence => {
+                    return Err(Error::remote(format!("the receiving side sent a {:?} frame", header.kind)));
+                }
+            }
+            at = end;
+        }
+        io.input.copy_within(at..io.filled, 0);
+        io.filled -= at;
+        Ok(())
+    }
+
+    fn acknowledged(&self, index: usize, header: &Header) -> Result<()> {
+        let mut state = self.state();
+        let State { core, payloads, done } = &mut *state;
+        if header.epoch != core.epoch(index) {
+            return Err(Error::remote("an acknowledgement came for a former life of its stream"));
+        }
+        core.acknowledge(index, header.offset, header.total, done)?;
+        self.end_messages(payloads, done);
+        Ok(())
+    }
+
+    fn end_messages(&self, payloads: &mut [Option<Payload>], done: &mut Vec<Key>) {
+        for key in done.drain(..) {
+            let payload = payloads[key].take().expect("a message in flight has its payload");
+            if let Some(ticket) = payload.ticket {
+                Counters::bump(&self.counters.messages);
+                self.requests.complete_part(ticket.slot, 0, payload.length);
+            }
+        }
+    }
+
+    /// A stream ended. Decides whether that ends the connection.
+    fn broken(&self, index: usize, io: Box<Io>, why: Broken) {
+        drop(io);
+        self.health.stream_down();
+        let (epoch, was_live) = {
+            let mut state = self.state();
+            (state.core.epoch(index), state.core.stream_down(index))
+        };
+        match why {
+            Broken::Fatal(error) => self.fail(error.with_peer(&self.peer)),
+            Broken::Goodbye => {}
+            Broken::Lost(_) if self.closing.load(Ordering::Acquire) || !was_live => {}
+            Broken::Lost(error) if self.recovery => self.repair(index, epoch, &error),
+            Broken::Lost(error) => self.fail_silently(lost(&error).with_peer(&self.peer)),
+        }
+    }
+
+    /// A stream died under a connection that can go on: asks the receiver, over another stream, how far the dead
+    /// one came, and has it connected anew.
+    fn repair(&self, index: usize, epoch: u16, error: &io::Error) {
+        tracing::info!(target: crate::os::log::NET, "stream {index} to {} broke ({error}); connecting it again", self.peer);
+        let other = {
+            let state = self.state();
+            (0..MAX_STREAMS).find(|other| state.core.is_live(*other))
+        };
+        if let Some(other) = other {
+            let fence = Header { order: index as u64, offset: u64::from(epoch), ..Header::of(Type::Fence, 0) };
+            self.queue_control(other, fence, &[]);
+            self.streams[other].kick();
+        }
+        if let Some(me) = self.me.upgrade() {
+            self.net.repair(me, index, epoch.wrapping_add(1));
+        }
+    }
+
+    /// The receiver says how many frames of a dead stream's life it took in. The rest travels again, over whatever
+    /// stream has room.
+    ///
+    /// # Errors
+    /// When it names frames that were never sent.
+    fn fenced(&self, index: usize, frames: u64) -> Result<()> {
+        {
+            let mut state = self.state();
+            let State { core, payloads, done } = &mut *state;
+            // A stream that is connected again has been fenced by its own handshake.
+            if index >= MAX_STREAMS || core.is_live(index) {
+                return Ok(());
+            }
+            core.fenced(index, frames, done)?;
+            self.end_messages(payloads, done);
+        }
+        for stream in &self.streams {
+            stream.kick();
+        }
+        Ok(())
+    }
+
+    /// A stream that died is connected again: what its last life lost travels again.
+    ///
+    /// # Errors
+    /// When the peer's count is impossible, or the socket cannot be watched.
+    pub fn rejoined(&self, index: usize, epoch: u16, frames: u64, sock: Sock) -> Result<()> {
+        self.fenced(index, frames)?;
+        if epoch > 1 || index == 0 {
+            Counters::bump(&self.counters.reconnects);
+            tracing::info!(target: crate::os::log::NET, "stream {index} to {} is back", self.peer);
+        }
+        self.add_stream(index, epoch, sock)
+    }
+
+    /// A stream could not be connected again in time. That ends the connection when it was the last.
+    pub fn gave_up(&self, index: usize, error: &Error) {
+        if self.closing.load(Ordering::Acquire) || self.health.is_failed() {
+            return;
+        }
+        if self.state().core.live_streams() == 0 {
+            self.fail_silently(error.clone().with_peer(&self.peer));
+        } else {
+            tracing::warn!(target: crate::os::log::NET, "stream {index} to {} stays down ({error}); going on with the others", self.peer);
+        }
+    }
+
+    /// Whether nobody waits for this connection to be mended.
+    pub fn is_over(&self) -> bool {
+        self.closing.load(Ordering::Acquire) || self.health.is_failed()
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+struct StreamSource {
+    conn: Weak<SendConn>,
+    index: usize,
+}
+
+impl Source for StreamSource {
+    fn poll(&self) -> Progress {
+        let Some(conn) = self.conn.upgrade() else { return Progress::default() };
+        Progress { moved: conn.run(self.index, READ | WRITE), again: None }
+    }
+
+    fn fail(&self, error: Error) {
+        if let Some(conn) = self.conn.upgrade() {
+            conn.fail(error);
+        }
+    }
+}

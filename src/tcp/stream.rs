@@ -1,0 +1,125 @@
+//! One stream: a socket that one thread at a time may use, whoever that is.
+//!
+//! NCCL's thread and a worker may want the same stream at the same moment. Neither waits: who finds it taken leaves
+//! a note of what it wanted, and the holder looks at the note before it lets go. So no wish is lost and no thread
+//! ever sleeps on a stream.
+
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+
+use crate::engine::poller::Registration;
+
+/// Wish: look at what has arrived.
+pub const READ: u8 = 1;
+/// Wish: look for something to send.
+pub const WRITE: u8 = 2;
+
+/// A stream whose socket and buffers are an `Io`, or none while it is not connected.
+pub struct Stream<Io> {
+    wishes: AtomicU8,
+    io: Mutex<Option<Box<Io>>>,
+    registration: Mutex<Option<Registration>>,
+}
+
+/// How a step on a stream ended.
+pub enum Step<Broken> {
+    /// Everything that could move has moved; whether anything did.
+    Settled(bool),
+    /// The step stopped because it had its share; there is more.
+    More,
+    /// The stream is dead, and its socket is to be closed.
+    Broken(Broken),
+}
+
+/// What running a stream achieved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ran {
+    /// Whether anything moved.
+    Settled(bool),
+    /// There is more to do; run it again when the others had their turn.
+    More,
+}
+
+impl<Io> Default for Stream<Io> {
+    fn default() -> Self {
+        Self { wishes: AtomicU8::new(0), io: Mutex::new(None), registration: Mutex::new(None) }
+    }
+}
+
+impl<Io> Stream<Io> {
+    /// Runs `step` with the given wishes, unless another thread is at it: then that thread will. `broken` is called
+    /// without the stream's lock when the step ends the stream.
+    pub fn run<B>(
+        &self,
+        wish: u8,
+        mut step: impl FnMut(&mut Io, u8) -> Step<B>,
+        broken: impl FnOnce(Box<Io>, B),
+    ) -> Ran {
+        self.wishes.fetch_or(wish, Ordering::SeqCst);
+        let mut moved = false;
+        loop {
+            let mut io = match self.io.try_lock() {
+                Ok(io) => io,
+                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+                Err(TryLockError::WouldBlock) => return Ran::Settled(moved),
+            };
+            loop {
+                let wishes = self.wishes.swap(0, Ordering::SeqCst);
+                if wishes == 0 {
+                    break;
+                }
+                let Some(live) = io.as_mut() else { break };
+                match step(live, wishes) {
+                    Step::Settled(more) => moved |= more,
+                    Step::More => return Ran::More,
+                    Step::Broken(why) => {
+                        let dead = io.take().expect("it was live");
+                        drop(io);
+                        *self.registration() = None;
+                        broken(dead, why);
+                        return Ran::Settled(true);
+                    }
+                }
+            }
+            drop(io);
+            // A wish that came between the last look and the unlock found the stream taken: serve it now.
+            if self.wishes.load(Ordering::SeqCst) == 0 {
+                return Ran::Settled(moved);
+            }
+        }
+    }
+
+    /// Gives the stream a socket. The registration is added by [`Stream::watch`], since it needs the socket.
+    pub fn install(&self, io: Box<Io>) {
+        *self.lock() = Some(io);
+    }
+
+    /// Where readiness is reported from now on.
+    pub fn watch(&self, registration: Registration) {
+        *self.registration() = Some(registration);
+    }
+
+    /// Asks the stream's worker to run it.
+    pub fn kick(&self) {
+        if let Some(registration) = &*self.registration() {
+            registration.kick();
+        }
+    }
+
+    /// Takes the socket away, waiting for the thread that uses it (which never waits itself). After this nobody
+    /// touches a buffer through this stream.
+    pub fn take(&self) -> Option<Box<Io>> {
+        let io = self.lock().take();
+        *self.registration() = None;
+        io
+    }
+
+    /// The socket and buffers, waiting for the thread that uses them. For rare things.
+    pub fn lock(&self) -> MutexGuard<'_, Option<Box<Io>>> {
+        self.io.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn registration(&self) -> MutexGuard<'_, Option<Registration>> {
+        self.registration.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
