@@ -7,6 +7,7 @@ mod chain;
 mod check;
 mod host;
 mod lifetimes;
+mod merge;
 mod play;
 mod setups;
 mod versions;
@@ -32,6 +33,7 @@ fn scenario() {
         ("forever", _) => lifetimes::play_forever(),
         ("abort", _) => lifetimes::play_abort(),
         ("fork", _) => lifetimes::play_fork(),
+        ("job", args) => merge::play(args),
         ("exit", _) => lifetimes::play_exit(),
         ("proxied", _) => lifetimes::play_proxied(),
         ("ask", _) => lifetimes::play_ask(),

@@ -1,6 +1,8 @@
 //! What NCCL's core does around a collective, in its order: the user's thread enqueues, the progress thread moves.
 
 use std::ffi::{c_int, c_void};
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::ptr::null_mut;
 use std::time::{Duration, Instant};
 
@@ -46,6 +48,12 @@ pub(crate) struct Shape {
     pub(crate) bytes: usize,
 }
 
+/// A way to the neighbours, for what must really have been sent before it arrives: a byte for each part.
+pub(crate) struct Ring {
+    pub(crate) to: UnixStream,
+    pub(crate) from: UnixStream,
+}
+
 /// What a collective left for the progress thread.
 #[derive(Clone, Copy)]
 pub(crate) struct Task {
@@ -87,6 +95,19 @@ impl Comm {
 
     /// The progress thread: sends to one peer and receives from another on every channel, and sees the kernels.
     pub(crate) fn progress(&self, task: Task, shape: Shape, send_to: c_int, recv_from: c_int, pace: Pace) {
+        self.progress_over(None, task, shape, send_to, recv_from, pace);
+    }
+
+    /// The same over a real ring of processes.
+    pub(crate) fn progress_over(
+        &self,
+        ring: Option<&Ring>,
+        task: Task,
+        shape: Shape,
+        send_to: c_int,
+        recv_from: c_int,
+        pace: Pace,
+    ) {
         let host = &self.host;
         let pid = std::process::id() as c_int;
         let began = gpu_clock();
@@ -108,7 +129,7 @@ impl Comm {
             let mut open: Option<[*mut c_void; 2]> = None;
             for step in 0..shape.steps {
                 let message = task.seq * 1_000_000 + channel as u64 * 1000 + step as u64;
-                let pair = self.begin_steps(send, recv, step, pace, message, shape.bytes, (send_to, recv_from));
+                let pair = self.begin_steps(ring, send, recv, step, pace, message, shape.bytes, (send_to, recv_from));
                 if let Some(done) = open.replace(pair) {
                     self.end_steps(done, shape.bytes);
                 }
@@ -135,6 +156,7 @@ impl Comm {
     #[allow(clippy::too_many_arguments)]
     fn begin_steps(
         &self,
+        ring: Option<&Ring>,
         send: *mut c_void,
         recv: *mut c_void,
         step: c_int,
@@ -154,9 +176,9 @@ impl Comm {
             host.state(sending, ncclProfilerProxyStepSendPeerWait_v4, 7);
             wait(pace.receiver / 3);
         }
-        self.transfer(sending, bytes, message, send_to, true, pace);
+        self.transfer(ring, sending, bytes, message, send_to, true, pace);
         host.state(sending, ncclProfilerProxyStepSendWait, bytes as u64);
-        self.transfer(receiving, bytes, message, recv_from, false, pace);
+        self.transfer(ring, receiving, bytes, message, recv_from, false, pace);
         [sending, receiving]
     }
 
@@ -169,7 +191,17 @@ impl Comm {
     }
 
     /// The network plugin: half of the message over each of two rails, told under NCCL's id (v3) or Towline's.
-    fn transfer(&self, step: *mut c_void, bytes: usize, message: u64, peer: c_int, send: bool, pace: Pace) {
+    #[allow(clippy::too_many_arguments)]
+    fn transfer(
+        &self,
+        ring: Option<&Ring>,
+        step: *mut c_void,
+        bytes: usize,
+        message: u64,
+        peer: c_int,
+        send: bool,
+        pace: Pace,
+    ) {
         let (from, to) = if send { (self.descr.rank, peer) } else { (peer, self.descr.rank) };
         for rail in 0..2u16 {
             if self.host.version < 4 {
@@ -194,6 +226,11 @@ impl Comm {
             net.set_peer("10.0.0.7:4711".parse().unwrap());
             let data = (&raw mut net).cast();
             let event = self.start(step, Event::Net { id: PLUGIN_ID, data });
+            match ring {
+                Some(ring) if send => (&ring.to).write_all(&[1]).unwrap(),
+                Some(ring) => (&ring.from).read_exact(&mut [0]).unwrap(),
+                None => {}
+            }
             wait(pace.wire[usize::from(rail)]);
             net.wire_ns = pace.wire[usize::from(rail)].as_nanos() as u64;
             self.host.update(event, (&raw mut net).cast());
