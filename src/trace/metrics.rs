@@ -127,6 +127,9 @@ fn peers(out: &mut String, comms: &Comms<'_>) {
     }
 }
 
+/// Puts out values of a rail, each with its further labels.
+type ReadWire<'a> = dyn Fn(&super::summary::WireStat, &mut dyn FnMut(&str, f64)) + 'a;
+
 fn wires(out: &mut String, comms: &Comms<'_>) {
     type Read = fn(&super::summary::WireStat) -> u64;
     let families: [(&'static str, &str, Read); 6] = [
@@ -137,7 +140,7 @@ fn wires(out: &mut String, comms: &Comms<'_>) {
         ("towline_wire_retransmissions_total", "Parts sent again.", |s| s.retransmissions),
         ("towline_wire_reconnects_total", "Streams or queue pairs re-established.", |s| s.reconnects),
     ];
-    let each = |family: &mut Family<'_>, read: &dyn Fn(&super::summary::WireStat, &mut dyn FnMut(&str, f64))| {
+    let each = |family: &mut Family<'_>, read: &ReadWire<'_>| {
         for (labels, comm) in comms {
             for ((peer, rail, send), stat) in &comm.wires {
                 let more =

@@ -190,10 +190,10 @@ pub unsafe fn record(event: u64, change: &Change) {
     let Some(profiler) = current().filter(|profiler| profiler.stamp.made(event)) else { return };
     if !key::is_chained(event) {
         // SAFETY: passed on from the caller.
-        if let Some(body) = unsafe { body_of(event, change) } {
-            if profiler.push(event, Room::State, body).is_none() {
-                profiler.drops.states.fetch_add(1, Ordering::Relaxed);
-            }
+        if let Some(body) = unsafe { body_of(event, change) }
+            && profiler.push(event, Room::State, body).is_none()
+        {
+            profiler.drops.states.fetch_add(1, Ordering::Relaxed);
         }
     }
     if let Some(chain) = &profiler.chain {

@@ -71,22 +71,22 @@ impl Service {
                 std::thread::sleep(CLIENT);
                 continue;
             }
-            if let Some(listener) = self.control.as_ref().filter(|_| polled[0].revents != 0) {
-                if let Ok((mut stream, _)) = listener.accept() {
-                    let _ = stream.set_read_timeout(Some(CLIENT));
-                    let _ = stream.set_write_timeout(Some(CLIENT));
-                    let word = read_until(&mut stream, |text| text.contains('\n'));
-                    let answer = self.answer(word.trim());
-                    let _ = stream.write_all(answer.as_bytes());
-                }
+            if let Some(listener) = self.control.as_ref().filter(|_| polled[0].revents != 0)
+                && let Ok((mut stream, _)) = listener.accept()
+            {
+                let _ = stream.set_read_timeout(Some(CLIENT));
+                let _ = stream.set_write_timeout(Some(CLIENT));
+                let word = read_until(&mut stream, |text| text.contains('\n'));
+                let answer = self.answer(word.trim());
+                let _ = stream.write_all(answer.as_bytes());
             }
-            if let Some(listener) = self.http.as_ref().filter(|_| polled[1].revents != 0) {
-                if let Ok((mut stream, _)) = listener.accept() {
-                    let _ = stream.set_read_timeout(Some(CLIENT));
-                    let _ = stream.set_write_timeout(Some(CLIENT));
-                    let request = read_until(&mut stream, |text| text.contains("\r\n\r\n"));
-                    let _ = stream.write_all(self.http_answer(&request).as_bytes());
-                }
+            if let Some(listener) = self.http.as_ref().filter(|_| polled[1].revents != 0)
+                && let Ok((mut stream, _)) = listener.accept()
+            {
+                let _ = stream.set_read_timeout(Some(CLIENT));
+                let _ = stream.set_write_timeout(Some(CLIENT));
+                let request = read_until(&mut stream, |text| text.contains("\r\n\r\n"));
+                let _ = stream.write_all(self.http_answer(&request).as_bytes());
             }
         }
     }

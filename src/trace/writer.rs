@@ -111,10 +111,10 @@ impl Writer {
         };
         let (service, complaints) = Service::open(settings.control.clone(), settings.listen, requests);
         complaints.iter().for_each(|complaint| say(Level::Warn, complaint));
-        if let Some(service) = service {
-            if let Err(error) = crate::os::thread::spawn("towline-serve", move || service.run()) {
-                say(Level::Warn, &format!("nobody serves the control socket: {error}"));
-            }
+        if let Some(service) = service
+            && let Err(error) = crate::os::thread::spawn("towline-serve", move || service.run())
+        {
+            say(Level::Warn, &format!("nobody serves the control socket: {error}"));
         }
         let summary_path = settings.summary.then(|| settings.dir.join(format!("{stem}.summary.txt")));
         let now = Instant::now();
@@ -282,20 +282,20 @@ impl Writer {
 
     fn flush(&mut self) {
         let Some(trace) = &mut self.trace else { return };
-        if let Err(error) = trace.file().flush() {
-            if !std::mem::replace(&mut self.complained, true) {
-                say(Level::Warn, &format!("the trace ends here: {error}"));
-            }
+        if let Err(error) = trace.file().flush()
+            && !std::mem::replace(&mut self.complained, true)
+        {
+            say(Level::Warn, &format!("the trace ends here: {error}"));
         }
     }
 
     fn write_metrics(&mut self) {
         let Some(path) = &self.profiler.settings.metrics else { return };
-        if let Err(error) = metrics::replace(path, &metrics::render(&self.summary)) {
-            if !std::mem::replace(&mut self.complained, true) {
-                let path = path.display();
-                say(Level::Warn, &format!("metrics cannot be written to {path}: {error}"));
-            }
+        if let Err(error) = metrics::replace(path, &metrics::render(&self.summary))
+            && !std::mem::replace(&mut self.complained, true)
+        {
+            let path = path.display();
+            say(Level::Warn, &format!("metrics cannot be written to {path}: {error}"));
         }
     }
 

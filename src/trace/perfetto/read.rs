@@ -141,10 +141,11 @@ impl Reader {
         if let Some(data) = &packet.interned_data {
             self.tables.learn(data);
         }
-        if let Some(track) = &packet.track_descriptor {
-            if track.counter.is_some() && track.name.as_deref() == Some("events dropped") {
-                self.drops_track = track.uuid;
-            }
+        if let Some(track) = &packet.track_descriptor
+            && track.counter.is_some()
+            && track.name.as_deref() == Some("events dropped")
+        {
+            self.drops_track = track.uuid;
         }
         let (Some(event), Some(when)) = (&packet.track_event, packet.timestamp) else { return };
         let track = event.track_uuid.unwrap_or(0);

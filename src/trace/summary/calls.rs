@@ -175,17 +175,17 @@ impl Calls {
             }
             let comm = comms.entry(call.context).or_default();
             comm.calls.entry(call.key()).or_default().count_in(call, comm.info.ranks);
-            if let (Some(list), Body::Coll(coll)) = (arrivals.as_mut(), call.body) {
-                if list.len() < ARRIVALS {
-                    list.push(Arrival {
-                        context: call.context,
-                        func: coll.func,
-                        seq: coll.seq,
-                        enqueued: call.begin,
-                        kernel: call.kernel,
-                        done: call.last,
-                    });
-                }
+            if let (Some(list), Body::Coll(coll)) = (arrivals.as_mut(), call.body)
+                && list.len() < ARRIVALS
+            {
+                list.push(Arrival {
+                    context: call.context,
+                    func: coll.func,
+                    seq: coll.seq,
+                    enqueued: call.begin,
+                    kernel: call.kernel,
+                    done: call.last,
+                });
             }
             false
         });
