@@ -144,6 +144,18 @@ macro_rules! fill_coll_named {
     }};
 }
 
+macro_rules! fill_p2p_v2 {
+    ($d:expr, $event:expr, $comm:expr) => {
+        if let Event::P2p { group, func, count, peer, .. } = $event {
+            // SAFETY: zeroed plain data.
+            let p = unsafe { &mut $d.u.p2p };
+            (p.commHash, p.func, p.datatype) = ($comm.id, func.as_ptr(), c"ncclFloat32".as_ptr());
+            (p.count, p.peer) = (count, peer);
+            $d.parentObj = group;
+        }
+    };
+}
+
 macro_rules! fill_proxy {
     ($d:expr, $event:expr) => {
         match $event {
@@ -346,6 +358,7 @@ impl Host {
                             d.u.coll.commHash = comm.id;
                             d.parentObj = group;
                         }
+                        Event::P2p { .. } => fill_p2p_v2!(d, event, comm),
                         _ => fill_proxy!(d, event),
                     }
                 }
@@ -365,6 +378,7 @@ impl Host {
                             d.u.coll.commHash = comm.id;
                             d.parentObj = group;
                         }
+                        Event::P2p { .. } => fill_p2p_v2!(d, event, comm),
                         Event::KernelCh { channel, .. } => d.u.kernelCh.channelId = channel,
                         _ => fill_net!(d, event),
                     }
@@ -386,6 +400,13 @@ impl Host {
                         }
                         Event::KernelCh { channel, timer } => {
                             d.u.kernelCh = ncclProfilerKernelCh_v4_t { channelId: channel, pTimer: timer };
+                        }
+                        Event::P2p { group, func, count, peer, .. } => {
+                            // SAFETY: zeroed plain data.
+                            let p = unsafe { &mut d.u.p2p };
+                            (p.func, p.datatype) = (func.as_ptr(), c\"ncclFloat32\".as_ptr());
+                            (p.count, p.peer) = (count, peer);
+                            d.parentObj = group;
                         }
                         _ => fill_net!(d, event),
                     }

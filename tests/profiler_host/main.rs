@@ -5,6 +5,7 @@
 
 mod chain;
 mod check;
+mod dashboard;
 mod host;
 mod lifetimes;
 mod merge;
@@ -34,6 +35,7 @@ fn scenario() {
         ("abort", _) => lifetimes::play_abort(),
         ("fork", _) => lifetimes::play_fork(),
         ("job", args) => merge::play(args),
+        ("metrics", _) => dashboard::play(),
         ("exit", _) => lifetimes::play_exit(),
         ("proxied", _) => lifetimes::play_proxied(),
         ("ask", _) => lifetimes::play_ask(),

@@ -17,8 +17,18 @@ pub(crate) fn play(version: u32) {
         let task = comm.enqueue(seq, 1000);
         comm.progress(task, SHAPE, 2, 0, Pace::NONE);
     }
+    let (host, descr, none) = (comm.host, comm.descr, std::ptr::null_mut());
+    let api = host.start(comm.context, descr, none, Event::P2pApi { func: c"Send", count: 100 });
+    host.stop(api);
+    let group = host.start(comm.context, descr, none, Event::Group);
+    let send = Event::P2p { api, group, func: c"Send", count: 100, peer: 3 };
+    let send = host.start(comm.context, descr, none, send);
+    assert!(!send.is_null());
+    host.stop(send);
+    host.stop(group);
+    let ctrl = host.start(comm.context, descr, none, Event::ProxyCtrl);
+    assert!(ctrl.is_null(), "nobody asked for ProxyCtrl");
     if version >= 6 {
-        let (host, descr) = (comm.host, comm.descr);
         let api =
             host.start(comm.context, descr, std::ptr::null_mut(), Event::CollApi { func: c"AllGather", count: 8 });
         let coll = host.start(comm.context, descr, api, Event::CeColl { func: c"AllGather", seq: 0, count: 8 });
@@ -48,7 +58,8 @@ fn version(number: u32) {
 
     let count = |kind| check::starts(process, kind).len() as u64;
     let ops = COLLECTIVES * 2 * 2;
-    assert_eq!(count(Kind::Group), COLLECTIVES);
+    assert_eq!(count(Kind::Group), COLLECTIVES + 1);
+    assert_eq!((count(Kind::P2p), count(Kind::P2pApi)), (1, u64::from(number >= 5)));
     assert_eq!(count(Kind::Coll), COLLECTIVES);
     assert_eq!((count(Kind::ProxyOp), count(Kind::ProxyStep)), (ops, ops * 5));
     assert_eq!(count(Kind::NetPlugin), if number >= 3 { ops * 5 * 2 } else { 0 });
@@ -69,6 +80,8 @@ fn version(number: u32) {
     let words: Vec<&str> = line.split_whitespace().collect();
     assert_eq!(words[..4], ["AllReduce", "RING", "SIMPLE", "3"], "{summary}");
     assert_eq!(words[4..6], ["12", "kB"], "three times a thousand floats: {summary}");
+    let sent = summary.lines().find(|line| line.trim_start().starts_with("Send ")).expect(&summary);
+    assert!(sent.contains("400 B") && sent.contains("(1 without operations"), "{summary}");
     let peer = summary.lines().find(|line| line.contains("send to 2")).expect(&summary);
     assert!(peer.contains("123 kB"), "30 steps of 4096 bytes, by steps or, up to v3, by operations: {summary}");
 }
