@@ -4,7 +4,7 @@
 //! that NCCL would emit for its mask and no others. Loading it and its C structs are the business of
 //! [`crate::abi`]; here is the translation from our handles to its own, without lock or allocation.
 //!
-//! Bounded: [`SLOTS`] live handles. An event that NCCL has stopped keeps its handle, as children may still name it as
+//! Bounded: some thirty thousand live handles. An event that NCCL has stopped keeps its handle, as children may still name it as
 //! their parent, until the room is needed. What finds no room is declined for the second profiler and counted.
 
 use std::ffi::{c_int, c_void};

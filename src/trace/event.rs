@@ -303,7 +303,7 @@ pub enum Body {
         bytes: u64,
         intra_sync: bool,
     },
-    /// The event reached a state ([`crate::trace::state`]); the meaning of `arg` depends on it.
+    /// The event reached a state ([`state`]); the meaning of `arg` depends on it.
     State {
         state: u8,
         steps: i32,

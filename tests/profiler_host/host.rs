@@ -404,7 +404,7 @@ impl Host {
                         Event::P2p { group, func, count, peer, .. } => {
                             // SAFETY: zeroed plain data.
                             let p = unsafe { &mut d.u.p2p };
-                            (p.func, p.datatype) = (func.as_ptr(), c\"ncclFloat32\".as_ptr());
+                            (p.func, p.datatype) = (func.as_ptr(), c"ncclFloat32".as_ptr());
                             (p.count, p.peer) = (count, peer);
                             d.parentObj = group;
                         }

@@ -1,7 +1,7 @@
 //! NCCL's profiler interface, v1 to v6: descriptors become [`crate::trace`]'s events and back.
 //!
-//! One file per version. Each says what its version changed, reads its descriptors into an event ([`Version::decode`])
-//! and, for a second profiler behind ours, writes an event as its descriptor ([`Version::encode`]); what a version has
+//! One file per version. Each says what its version changed, reads its descriptors into an event (`Version::decode`)
+//! and, for a second profiler behind ours, writes an event as its descriptor (`Version::encode`); what a version has
 //! in common with an older one stays in the older one's file or in `members`. The functions of the tables are the same
 //! for all of them and made by `profiler_version!`.
 //!
