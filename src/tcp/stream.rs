@@ -3,6 +3,9 @@
 //! NCCL's thread and a worker may want the same stream at the same moment. Neither waits: who finds it taken leaves
 //! a note of what it wanted, and the holder looks at the note before it lets go. So no wish is lost and no thread
 //! ever sleeps on a stream.
+//!
+//! A thread that merely looks whether something has come ([`Stream::glance`]) leaves no note: it will look again, and
+//! notes from a thread that polls in a loop would keep the holder for ever.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
@@ -14,11 +17,15 @@ pub const READ: u8 = 1;
 /// Wish: look for something to send.
 pub const WRITE: u8 = 2;
 
+/// How many wishes of others a thread serves before it hands them on to the stream's worker.
+const ROUNDS: u32 = 8;
+
 /// A stream whose socket and buffers are an `Io`, or none while it is not connected.
 pub struct Stream<Io> {
     wishes: AtomicU8,
-    io: Mutex<Option<Box<Io>>>,
+    /// Before the socket: dropping it names the descriptor, which must still be open then.
     registration: Mutex<Option<Registration>>,
+    io: Mutex<Option<Box<Io>>>,
 }
 
 /// How a step on a stream ended.
@@ -49,24 +56,50 @@ impl<Io> Default for Stream<Io> {
 impl<Io> Stream<Io> {
     /// Runs `step` with the given wishes, unless another thread is at it: then that thread will. `broken` is called
     /// without the stream's lock when the step ends the stream.
-    pub fn run<B>(
+    pub fn run<B>(&self, wish: u8, step: impl FnMut(&mut Io, u8) -> Step<B>, broken: impl FnOnce(Box<Io>, B)) -> Ran {
+        self.wishes.fetch_or(wish, Ordering::SeqCst);
+        self.serve(None, step, broken)
+    }
+
+    /// Runs `step` with the given wishes if no other thread is at it.
+    pub fn glance<B>(
         &self,
         wish: u8,
+        step: impl FnMut(&mut Io, u8) -> Step<B>,
+        broken: impl FnOnce(Box<Io>, B),
+    ) -> Ran {
+        let Some(io) = self.try_lock() else { return Ran::Settled(false) };
+        self.wishes.fetch_or(wish, Ordering::SeqCst);
+        self.serve(Some(io), step, broken)
+    }
+
+    fn try_lock(&self) -> Option<MutexGuard<'_, Option<Box<Io>>>> {
+        match self.io.try_lock() {
+            Ok(io) => Some(io),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    fn serve<'a, B>(
+        &'a self,
+        mut held: Option<MutexGuard<'a, Option<Box<Io>>>>,
         mut step: impl FnMut(&mut Io, u8) -> Step<B>,
         broken: impl FnOnce(Box<Io>, B),
     ) -> Ran {
-        self.wishes.fetch_or(wish, Ordering::SeqCst);
         let mut moved = false;
+        let mut rounds = 0;
         loop {
-            let mut io = match self.io.try_lock() {
-                Ok(io) => io,
-                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-                Err(TryLockError::WouldBlock) => return Ran::Settled(moved),
-            };
+            let Some(mut io) = held.take().or_else(|| self.try_lock()) else { return Ran::Settled(moved) };
             loop {
                 let wishes = self.wishes.swap(0, Ordering::SeqCst);
                 if wishes == 0 {
                     break;
+                }
+                rounds += 1;
+                if rounds > ROUNDS {
+                    self.wishes.fetch_or(wishes, Ordering::SeqCst);
+                    return Ran::More;
                 }
                 let Some(live) = io.as_mut() else { break };
                 match step(live, wishes) {
