@@ -7,7 +7,7 @@ use std::ffi::{c_int, c_void};
 use std::ptr::null_mut;
 use std::time::{Duration, Instant};
 
-use criterion::{Criterion, criterion_group, criterion_main};
+use criterion::Criterion;
 use towline::abi::ffi::*;
 use towline::abi::profiler::v6::ncclProfiler_v6;
 use towline::os::net_event::{NetEvent, PLUGIN_ID};
@@ -119,5 +119,8 @@ fn bench(criterion: &mut Criterion) {
     let _ = std::fs::remove_dir_all(std::env::temp_dir().join("towline-bench-profiler"));
 }
 
-criterion_group!(benches, bench);
-criterion_main!(benches);
+fn main() {
+    let mut criterion = Criterion::default().configure_from_args();
+    bench(&mut criterion);
+    criterion.final_summary();
+}

@@ -251,8 +251,11 @@ pub(crate) fn gpu_clock() -> u64 {
     1_700_000_000_000_000_000 + START.get_or_init(Instant::now).elapsed().as_nanos() as u64
 }
 
-/// Spins: sleeping is too coarse for microseconds.
+/// Spins for microseconds, for which sleeping is too coarse, and sleeps for milliseconds.
 pub(crate) fn wait(time: Duration) {
+    if time >= Duration::from_millis(1) {
+        return std::thread::sleep(time);
+    }
     let start = Instant::now();
     while start.elapsed() < time {
         std::hint::spin_loop();
