@@ -9,14 +9,13 @@ use towline::os::error::{Error, Result};
 use super::ring::{CHUNK_BYTES, CHUNK_ELEMENTS, Link, SLOTS};
 
 /// Connects to the neighbour behind `handle` on device `dev` and accepts one peer, as NCCL does: alternating from v5
-/// on; in v4, where both calls wait, connecting first.
+/// on; in v4, where both calls wait, connecting first. `idle` is called while neither is ready, and may give up.
 pub(crate) fn connect(
     context: &Context,
     (dev, handle): (i32, &mut Handle),
     listener: &Listener,
-    patience: Duration,
+    mut idle: impl FnMut() -> Result<()>,
 ) -> Result<(SendComm, RecvComm)> {
-    let start = Instant::now();
     let (mut send, mut recv) = (None, None);
     loop {
         if send.is_none() {
@@ -29,12 +28,25 @@ pub(crate) fn connect(
             (Some(send), Some(recv)) => return Ok((send, recv)),
             still => still,
         };
-        if start.elapsed() > patience {
-            let missing = if send.is_none() { "no connection to" } else { "no connection from" };
-            return Err(Error::remote(format!("{missing} the neighbour within {} s", patience.as_secs()))
-                .with_hint("NCCL_DEBUG=INFO shows what the plugin tried; `towline doctor` shows the interfaces"));
-        }
+        let missing =
+            if send.is_none() { "no connection to the neighbour" } else { "no connection from the neighbour" };
+        idle().map_err(|error| {
+            Error::new(error.cause(), format!("{missing}: {}", error.what())).with_hint(CONNECT_HINT)
+        })?;
+    }
+}
+
+const CONNECT_HINT: &str = "NCCL_DEBUG=INFO shows what the plugin tried; `towline doctor` shows the interfaces";
+
+/// Gives way to other threads, and gives up after `patience`.
+pub(crate) fn until_patience_ends(patience: Duration) -> impl FnMut() -> Result<()> {
+    let start = Instant::now();
+    move || {
         std::thread::yield_now();
+        if start.elapsed() < patience {
+            return Ok(());
+        }
+        Err(Error::remote(format!("nothing within {} s", patience.as_secs())))
     }
 }
 
@@ -150,7 +162,7 @@ impl Link for HostLink {
         }
         self.idle_rounds = self.idle_rounds.wrapping_add(1).max(1);
         // Looking at the clock costs more than the rest, so only now and then.
-        if self.idle_rounds % 1024 == 0 && self.idle_since.elapsed() > self.patience {
+        if self.idle_rounds.is_multiple_of(1024) && self.idle_since.elapsed() > self.patience {
             return Err(Error::remote(format!("nothing moved for {} s", self.patience.as_secs()))
                 .with_hint("a peer hangs or the network swallows packets; --timeout sets the limit"));
         }

@@ -7,10 +7,12 @@
 mod all_reduce;
 mod channel;
 mod children;
+mod doctor;
 mod host_link;
 mod output;
 mod plugin_options;
 mod ring;
+mod send_recv;
 mod size;
 mod stats;
 mod table;
@@ -33,12 +35,14 @@ pub(crate) enum Verdict {
     Good,
     /// Data arrived wrong.
     WrongData,
+    /// The doctor found problems, and told them.
+    Problems,
 }
 
 const AFTER_HELP: &str = "\
 Exit status:
   0    everything ran and all data was right
-  1    something failed: an error, a process that died
+  1    something failed: an error, a process that died; or the doctor found a problem
   2    the command line is wrong
   3    everything ran, but data was wrong
   141  the reader of the output went away
@@ -57,9 +61,14 @@ struct CommandLine {
 #[derive(Subcommand)]
 enum Command {
     AllReduce(all_reduce::Options),
+    SendRecv(send_recv::Options),
+    Doctor(doctor::Options),
     /// A rank of all-reduce, started by it.
     #[command(hide = true)]
     Rank,
+    /// The receiving side of send-recv, started by it.
+    #[command(hide = true)]
+    Peer,
 }
 
 /// Runs the program.
@@ -68,6 +77,9 @@ pub(crate) fn main() -> ExitCode {
     take_in_conf_files();
     let outcome = match command_line.command {
         Command::AllReduce(options) => all_reduce::run(&options),
+        Command::SendRecv(options) => send_recv::run(&options),
+        Command::Doctor(options) => doctor::run(&options),
+        Command::Peer => return send_recv::run_peer(),
         Command::Rank => return all_reduce::run_rank(),
     };
     exit_code(&outcome)
@@ -76,6 +88,7 @@ pub(crate) fn main() -> ExitCode {
 fn exit_code(outcome: &Result<Verdict>) -> ExitCode {
     match outcome {
         Ok(Verdict::Good) => ExitCode::SUCCESS,
+        Ok(Verdict::Problems) => ExitCode::from(EXIT_FAILED),
         Ok(Verdict::WrongData) => ExitCode::from(EXIT_WRONG),
         Err(error) => {
             eprintln!("towline: {error}");

@@ -1,6 +1,6 @@
 //! The options that say which plugin to open, shared by the subcommands that open one.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde::{Deserialize, Serialize};
@@ -45,6 +45,11 @@ impl PluginOptions {
 }
 
 impl PluginChoice {
+    /// The file that will be opened.
+    pub(crate) fn file(&self) -> &Path {
+        &self.file
+    }
+
     /// Opens it in this process, and shows what it says.
     pub(crate) fn open(&self) -> Result<Net> {
         log::print_to_stderr(&std::env::var("NCCL_DEBUG").unwrap_or_else(|_| "WARN".to_owned()));

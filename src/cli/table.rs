@@ -38,6 +38,17 @@ impl Table {
         columns.iter().map(|column| column.width + 2).sum::<usize>().saturating_sub(2)
     }
 
+    /// One row of texts: every cell left-aligned in its column.
+    pub(crate) fn left_row(&self, cells: &[String]) -> String {
+        let padded: Vec<_> = self
+            .columns
+            .iter()
+            .zip(cells)
+            .map(|(column, cell)| format!("{cell:<width$}", width = column.width))
+            .collect();
+        padded.join("  ").trim_end().to_owned()
+    }
+
     /// One row: every cell right-aligned in its column, two spaces between columns.
     pub(crate) fn row(&self, cells: &[String]) -> String {
         let padded: Vec<_> = self
@@ -65,7 +76,7 @@ mod tests {
 
     #[test]
     fn a_number_gives_up_decimals_before_width() {
-        assert_eq!(number(3.14159, 6), "3.14");
+        assert_eq!(number(2.54321, 6), "2.54");
         assert_eq!(number(1234.56, 6), "1234.6");
         assert_eq!(number(123_456.7, 6), "123457");
         assert_eq!(number(12_345_678.0, 7), "1e7");

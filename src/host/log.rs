@@ -221,13 +221,13 @@ unsafe fn print(format: &[u8], integers: &[usize], floats: &[f64]) -> String {
         let (directive, after) = rest.split_at(length + 2);
         rest = after;
         let kind = directive[directive.len() - 1];
-        // SAFETY: the caller's promise, passed on for this conversion.
         let shown = match kind {
             b'%' => Some(b"%".to_vec()),
             b'n' => {
                 integers.next();
                 Some(Vec::new())
             }
+            // SAFETY: the caller's promise, passed on for this conversion.
             _ => unsafe { convert(directive, kind, &mut integers, &mut floats) },
         };
         text.extend_from_slice(shown.as_deref().unwrap_or(directive));

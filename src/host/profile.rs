@@ -55,7 +55,7 @@ pub struct Event {
 impl Event {
     /// Whether a STOP came.
     pub fn is_stopped(&self) -> bool {
-        let stops = [ffi::ncclProfilerNetEventStop as i32, ffi::ncclProfilerNetEventUpdateAndStop as i32];
+        let stops = [ffi::ncclProfilerNetEventStop, ffi::ncclProfilerNetEventUpdateAndStop];
         self.followed_by.iter().any(|kind| stops.contains(kind))
     }
 }
@@ -126,7 +126,7 @@ unsafe extern "C" fn record(
     if event.is_null() {
         return ffi::ncclInvalidArgument;
     }
-    if kind == ffi::ncclProfilerNetEventStart as c_int {
+    if kind == ffi::ncclProfilerNetEventStart {
         if transfer.is_null() {
             // NCCL would crash here; a test rather reads a code.
             return ffi::ncclInvalidArgument;

@@ -77,11 +77,11 @@ impl Table {
     pub(super) fn find(plugin: &Plugin, version: ApiVersion) -> Option<Self> {
         let address = plugin.net_symbol(version)?;
         macro_rules! table {
-            // SAFETY: NCCL's interface says what lies behind `ncclNetPlugin_vN`: a table of that version, never
-            // written after loading. It outlives every use, since every object of the host holds the `Plugin`.
-            ($kind:ident) => {
+            ($kind:ident) => {{
+                // SAFETY: NCCL's interface says what lies behind `ncclNetPlugin_vN`: a table of that version, never
+                // written after loading. It outlives every use, since every object of the host holds the `Plugin`.
                 $kind(unsafe { &*address.cast() })
-            };
+            }};
         }
         Some(match version {
             ApiVersion::V4 => table!(V4),

@@ -104,6 +104,8 @@ struct Open {
     order: u64,
     length: u32,
     place: Place,
+    /// The sender waits for this frame's acknowledgement.
+    prompt: bool,
 }
 
 #[derive(Default)]
@@ -234,8 +236,8 @@ impl RecvCore {
             }
         };
         let stream = &mut self.streams[index];
-        stream.prompt |= header.flags & PROMPT != 0;
-        stream.open = Some(Open { tag, order, length: header.length, place });
+        let prompt = header.flags & PROMPT != 0;
+        stream.open = Some(Open { tag, order, length: header.length, place, prompt });
         Ok(place)
     }
 
@@ -244,6 +246,8 @@ impl RecvCore {
         let stream = &mut self.streams[index];
         let open = stream.open.take().expect("a frame was open");
         stream.received += 1;
+        // Only now: an acknowledgement that leaves while the payload is still coming does not speak of this frame.
+        stream.prompt |= open.prompt;
         let queue = self.tag(open.tag);
         let entry = queue.entry(open.order);
         entry.received += u64::from(open.length);
@@ -354,5 +358,31 @@ impl RecvCore {
             });
         }
         &mut self.tags[self.last_tag]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Found by `towline send-recv`: the acknowledgement of one frame went out while the next one was half read, and
+    /// used up that one's wish for its own. Its sender waited for ever.
+    #[test]
+    fn a_frame_that_wants_a_prompt_acknowledgement_gets_it_after_its_last_byte() {
+        let mut core = RecvCore::default();
+        core.stream_up(0, 1);
+        let total = 2 * EAGER_MAX;
+        core.post(0, total, Part { slot: 0, part: 0 }).unwrap();
+        let frame = |offset| {
+            let length = EAGER_MAX as u32;
+            Header { flags: PROMPT, offset, length, total, ..Header::of(Type::Data, 1) }
+        };
+        core.begin(0, &frame(0)).unwrap();
+        assert_eq!(core.end(0), End::More);
+        core.begin(0, &frame(EAGER_MAX)).unwrap();
+        assert_eq!(core.take_ack(0, false).map(|header| header.offset), Some(1));
+        assert!(core.take_ack(0, false).is_none(), "nothing new has arrived");
+        assert!(matches!(core.end(0), End::Complete(..)));
+        assert_eq!(core.take_ack(0, false).map(|header| header.offset), Some(2));
     }
 }

@@ -3,6 +3,9 @@
 //! NCCL's thread and a worker may want the same stream at the same moment. Neither waits: who finds it taken leaves
 //! a note of what it wanted, and the holder looks at the note before it lets go. So no wish is lost and no thread
 //! ever sleeps on a stream.
+//!
+//! A thread that merely looks whether something has come ([`Stream::glance`]) leaves no note: it will look again, and
+//! notes from a thread that polls in a loop would keep the holder for ever.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
@@ -17,8 +20,9 @@ pub const WRITE: u8 = 2;
 /// A stream whose socket and buffers are an `Io`, or none while it is not connected.
 pub struct Stream<Io> {
     wishes: AtomicU8,
-    io: Mutex<Option<Box<Io>>>,
+    /// Before the socket: dropping it names the descriptor, which must still be open then.
     registration: Mutex<Option<Registration>>,
+    io: Mutex<Option<Box<Io>>>,
 }
 
 /// How a step on a stream ended.
@@ -49,13 +53,27 @@ impl<Io> Default for Stream<Io> {
 impl<Io> Stream<Io> {
     /// Runs `step` with the given wishes, unless another thread is at it: then that thread will. `broken` is called
     /// without the stream's lock when the step ends the stream.
-    pub fn run<B>(
+    pub fn run<B>(&self, wish: u8, step: impl FnMut(&mut Io, u8) -> Step<B>, broken: impl FnOnce(Box<Io>, B)) -> Ran {
+        self.wishes.fetch_or(wish, Ordering::SeqCst);
+        self.serve(step, broken)
+    }
+
+    /// Runs `step` with the given wishes if no other thread is at it.
+    pub fn glance<B>(
         &self,
         wish: u8,
-        mut step: impl FnMut(&mut Io, u8) -> Step<B>,
+        step: impl FnMut(&mut Io, u8) -> Step<B>,
         broken: impl FnOnce(Box<Io>, B),
     ) -> Ran {
-        self.wishes.fetch_or(wish, Ordering::SeqCst);
+        // Taken for an instant to learn whether it is free; if it is taken again in between, the wish is a note
+        // like any other, left at most once per turn of the holder.
+        if matches!(self.io.try_lock(), Err(TryLockError::WouldBlock)) {
+            return Ran::Settled(false);
+        }
+        self.run(wish, step, broken)
+    }
+
+    fn serve<B>(&self, mut step: impl FnMut(&mut Io, u8) -> Step<B>, broken: impl FnOnce(Box<Io>, B)) -> Ran {
         let mut moved = false;
         loop {
             let mut io = match self.io.try_lock() {

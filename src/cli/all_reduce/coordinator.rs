@@ -53,6 +53,8 @@ struct Ranks {
     children: Vec<Child>,
     channels: Vec<Channel>,
     events: Receiver<(usize, Result<FromRank>)>,
+    /// From `Quit` on, a rank that has answered may go away.
+    closing: bool,
 }
 
 impl Ranks {
@@ -65,7 +67,7 @@ impl Ranks {
             children.push(child);
             channels.push(channel);
         }
-        Ok(Self { children, channels, events })
+        Ok(Self { children, channels, events, closing: false })
     }
 
     fn process_ids(&self) -> Vec<u32> {
@@ -142,6 +144,7 @@ impl Ranks {
 
     fn quit(&mut self) -> Result<()> {
         self.tell_all(&ToRank::Quit)?;
+        self.closing = true;
         self.gather("closing", |message| matches!(message, FromRank::Closed).then_some(()))?;
         for (rank, child) in self.children.iter_mut().enumerate() {
             match child.wait() {
@@ -171,6 +174,7 @@ impl Ranks {
             let (rank, message) = self.events.recv().map_err(|_| Error::internal("no rank is left to listen to"))?;
             let failure = match message {
                 Ok(FromRank::Failed { error }) => error,
+                Err(_) if self.closing && answers[rank].is_some() => continue,
                 Err(error) => error.to_string(),
                 Ok(other) => match wanted(other) {
                     Some(answer) => {

@@ -8,7 +8,7 @@ use towline::os::error::{Error, Result};
 
 use super::super::channel::Channel;
 use super::super::children::channel_to_parent;
-use super::super::host_link::{HostLink, connect};
+use super::super::host_link::{HostLink, connect, until_patience_ends};
 use super::super::plugin_options::PluginFacts;
 use super::super::ring::program::{Step, all_reduce};
 use super::super::ring::{Buffers, CHUNK_ELEMENTS, Ring, pattern};
@@ -72,7 +72,7 @@ fn join(channel: &mut Channel, choice: &PluginChoice, timeout_s: u32) -> Result<
     channel.send(&FromRank::Listening { handle: handle.bytes().to_vec(), facts })?;
     let ToRank::Connect { handle } = channel.receive()? else { return Err(out_of_order()) };
     let mut handle = Handle::from_bytes(&handle);
-    let (send, receive) = connect(&context, (choice.device, &mut handle), &listener, patience)?;
+    let (send, receive) = connect(&context, (choice.device, &mut handle), &listener, until_patience_ends(patience))?;
     listener.close().map_err(|code| code.while_doing("closing the listener"))?;
     channel.send(&FromRank::Connected)?;
     Ok(Ring::new(HostLink::new(send, receive, patience)?))

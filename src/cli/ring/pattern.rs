@@ -64,7 +64,7 @@ mod tests {
         assert_eq!(count_wrong(&swapped, 3, 1), 2);
         assert!(count_wrong(&good, 3, 2) > 4000, "another iteration's result");
         assert!(count_wrong(&good[32..], 3, 1) > 4000, "shifted by 128 bytes");
-        assert_eq!(count_wrong(&vec![f32::NAN; 10], 3, 1), 10);
+        assert_eq!(count_wrong(&[f32::NAN; 10], 3, 1), 10);
         assert_eq!(count_wrong(&sum(2, 64, 1), 3, 1), 64, "one rank is missing");
     }
 }

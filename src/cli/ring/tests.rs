@@ -36,7 +36,7 @@ impl StrictLink {
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
         self.random ^= self.random << 17;
-        self.random % 4 != 0
+        !self.random.is_multiple_of(4)
     }
 
     /// Moves what both sides are ready for.

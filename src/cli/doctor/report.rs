@@ -1,0 +1,163 @@
+//! The diagnosis as text.
+
+use super::super::output::Output;
+use super::super::table::Table;
+use super::limits::Limit;
+use super::{Diagnosis, Severity};
+
+fn or_unknown<T: ToString>(value: Option<T>) -> String {
+    value.map_or("-".to_owned(), |value| value.to_string())
+}
+
+/// A table below a heading, with columns as wide as their widest cell; nothing when there are no rows.
+fn table(output: &mut Output, headings: &[&'static str], rows: &[Vec<String>]) {
+    let widths = (0..headings.len()).map(|column| {
+        let cells = rows.iter().map(|row| row[column].chars().count());
+        cells.chain([headings[column].len()]).max().unwrap_or_default()
+    });
+    let table = Table::new(headings.iter().zip(widths).map(|(&heading, width)| (heading, "", width)));
+    let lines = [headings.iter().map(|&heading| heading.to_owned()).collect()].into_iter().chain(rows.iter().cloned());
+    for cells in lines {
+        output.line(format!("  {}", table.left_row(&cells)));
+    }
+}
+
+pub(super) fn print(diagnosis: &Diagnosis, output: &mut Output) {
+    plugin(diagnosis, output);
+    interfaces(diagnosis, output);
+    rdma(diagnosis, output);
+    limits(diagnosis, output);
+    nccl(diagnosis, output);
+    settings(diagnosis, output);
+    findings(diagnosis, output);
+}
+
+fn plugin(diagnosis: &Diagnosis, output: &mut Output) {
+    let facts = &diagnosis.plugin;
+    output.line(format!("Plugin (towline {})", diagnosis.version));
+    output.line(format!("  {}", facts.file.display()));
+    if let Some(error) = &facts.error {
+        return output.line(format!("  {error}"));
+    }
+    output.line(format!("  {}, interface {}", facts.name, facts.versions.join(" ")));
+    for (number, device) in facts.devices.iter().enumerate() {
+        let pci = device.pci_path.as_ref().map_or(String::new(), |path| format!(", {path}"));
+        output.line(format!("  device {number}: {} at {} Mbit/s{pci}", device.name, device.speed_mbps));
+    }
+}
+
+fn interfaces(diagnosis: &Diagnosis, output: &mut Output) {
+    output.line("");
+    output.line(format!("Interfaces (chosen: {})", diagnosis.interfaces.rule));
+    let row = |interface: &super::interfaces::Interface| {
+        vec![
+            if interface.used { "yes" } else { "no" }.to_owned(),
+            interface.name.clone(),
+            interface.address.clone(),
+            if interface.running { "running" } else { "down" }.to_owned(),
+            or_unknown(interface.speed_mbps),
+            or_unknown(interface.mtu),
+            or_unknown(interface.driver.as_ref()),
+            or_unknown(interface.numa_node),
+        ]
+    };
+    let rows: Vec<_> = diagnosis.interfaces.list.iter().map(row).collect();
+    table(output, &["used", "name", "address", "state", "Mbit/s", "MTU (B)", "driver", "NUMA"], &rows);
+}
+
+fn rdma(diagnosis: &Diagnosis, output: &mut Output) {
+    let facts = &diagnosis.rdma;
+    output.line("");
+    output.line("RDMA");
+    output.line(match &facts.library_error {
+        None => "  libibverbs loads".to_owned(),
+        Some(error) => format!("  libibverbs does not load: {error}"),
+    });
+    if facts.ports.is_empty() {
+        return output.line("  no devices");
+    }
+    let row = |port: &super::rdma::Port| {
+        [&port.device, &port.port, &port.state, &port.link_layer, &port.rate].map(String::clone).to_vec()
+    };
+    let rows: Vec<_> = facts.ports.iter().map(row).collect();
+    table(output, &["device", "port", "state", "link", "rate"], &rows);
+}
+
+fn limits(diagnosis: &Diagnosis, output: &mut Output) {
+    let facts = &diagnosis.limits;
+    let limit = |limit: Limit, unit: &str| {
+        let text = |value: Option<u64>| value.map_or("unlimited".to_owned(), |value| format!("{value}{unit}"));
+        format!("{} (at most {})", text(limit.soft), text(limit.hard))
+    };
+    let three = |buffer: Option<[u64; 3]>| {
+        buffer.map_or("-".to_owned(), |[least, initial, most]| format!("{least} {initial} {most} B"))
+    };
+    let mut control = or_unknown(facts.congestion_control.as_ref());
+    if !facts.congestion_controls.is_empty() {
+        control = format!("{control} (of {})", facts.congestion_controls.join(", "));
+    }
+    output.line("");
+    output.line("Limits");
+    for (name, value) in [
+        ("open files", limit(facts.descriptors, "")),
+        ("locked memory", limit(facts.locked_memory_bytes, " B")),
+        ("net.core.rmem_max", or_unknown(facts.receive_buffer_max.map(|bytes| format!("{bytes} B")))),
+        ("net.core.wmem_max", or_unknown(facts.send_buffer_max.map(|bytes| format!("{bytes} B")))),
+        ("net.ipv4.tcp_rmem", three(facts.tcp_receive_buffer)),
+        ("net.ipv4.tcp_wmem", three(facts.tcp_send_buffer)),
+        ("congestion control", control),
+        ("cores", facts.cores.to_string()),
+    ] {
+        output.line(format!("  {name:<19} {value}"));
+    }
+}
+
+fn nccl(diagnosis: &Diagnosis, output: &mut Output) {
+    output.line("");
+    output.line("NCCL libraries");
+    if diagnosis.nccl.is_empty() {
+        output.line("  none on LD_LIBRARY_PATH, in the loader's cache, or where pip puts them");
+    }
+    for library in &diagnosis.nccl {
+        // The newest that both sides have, as NCCL chooses.
+        let ours = diagnosis.plugin.versions.iter().filter_map(|version| version.trim_start_matches('v').parse().ok());
+        let chosen = library.net_api.and_then(|newest| ours.filter(|&version: &u32| version <= newest).max());
+        let used = match (chosen, library.net_api) {
+            (Some(version), _) => format!("would use the plugin's v{version}"),
+            (None, Some(newest)) => format!("looks for v{newest} and older, which the plugin lacks"),
+            (None, None) => "does not tell which interface it uses".to_owned(),
+        };
+        output.line(format!("  {}: {}, {used}", library.file.display(), or_unknown(library.release.as_ref())));
+    }
+}
+
+fn settings(diagnosis: &Diagnosis, output: &mut Output) {
+    let facts = &diagnosis.settings;
+    output.line("");
+    output.line("Settings");
+    for file in &facts.files {
+        output.line(format!("  read from {}", file.display()));
+    }
+    for setting in &facts.set {
+        let note = if setting.is_valid { "" } else { "  (the value given is not valid: this is the default)" };
+        output.line(format!("  {}={}{note}", setting.name, setting.value));
+    }
+    for other in &facts.others {
+        output.line(format!("  {other}  (read by NCCL only)"));
+    }
+    if facts.set.is_empty() && facts.others.is_empty() {
+        output.line("  all defaults");
+    }
+}
+
+fn findings(diagnosis: &Diagnosis, output: &mut Output) {
+    output.line("");
+    if diagnosis.findings.is_empty() {
+        return output.line("No problem found.");
+    }
+    for finding in &diagnosis.findings {
+        let kind = if finding.severity == Severity::Problem { "PROBLEM" } else { "Advice" };
+        output.line(format!("{kind}: {}", finding.what));
+        output.line(format!("    {}", finding.mend));
+    }
+}

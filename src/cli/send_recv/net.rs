@@ -1,0 +1,213 @@
+//! Moves messages through the plugin: a connection each way, as NCCL has for send and receive.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use towline::host::{Code, Context, Handle, Init, Listener, Memory, Mr, Part, RecvComm, Request, SendComm};
+use towline::os::error::{Error, Result};
+
+use super::super::host_link::connect;
+use super::super::plugin_options::{PluginChoice, PluginFacts};
+use super::watch::Watch;
+use super::{Job, Mover, Side};
+
+/// Bytes of the acknowledgement at the end of a stream.
+const ACKNOWLEDGEMENT: usize = 8;
+
+/// The plugin, opened and listening.
+pub(super) struct Opened {
+    context: Context,
+    device: i32,
+    listener: Listener,
+    pub(super) handle: Handle,
+    pub(super) facts: PluginFacts,
+}
+
+impl Opened {
+    pub(super) fn open(choice: &PluginChoice) -> Result<Self> {
+        let net = choice.open()?;
+        let initialising = |code: Code| code.while_doing(format!("initialising {}", net.name()));
+        let context = net.init_with(&Init { comm_id: 1, ..Init::default() }).map_err(initialising)?;
+        let facts = PluginFacts::of(&context, choice)?;
+        let (listener, handle) = context.listen(choice.device).map_err(|code| code.while_doing("listening"))?;
+        Ok(Self { context, device: choice.device, listener, handle, facts })
+    }
+
+    /// How many requests this API version lets a connection have.
+    pub(super) fn max_outstanding(&self) -> usize {
+        self.context.net().version().max_requests()
+    }
+
+    /// Connects to the other side and is connected to; then registers `memory_bytes`.
+    pub(super) fn connect(self, handle: &[u8], memory_bytes: usize, watch: &mut Watch<'_>) -> Result<NetMover> {
+        let mut handle = Handle::from_bytes(handle);
+        let (send, receive) = connect(&self.context, (self.device, &mut handle), &self.listener, || watch.idle())?;
+        self.listener.close().map_err(|code| code.while_doing("closing the listener"))?;
+        let memory = Memory::new(memory_bytes.max(1) + ACKNOWLEDGEMENT);
+        let registering = |code: Code| code.while_doing("registering memory");
+        Ok(NetMover {
+            send_mr: send.register(&memory).map_err(registering)?,
+            receive_mr: receive.register(&memory).map_err(registering)?,
+            send,
+            receive,
+            memory,
+        })
+    }
+}
+
+/// An open connection each way over one piece of memory.
+pub(super) struct NetMover {
+    // In the order in which they must end: registrations, connections, memory.
+    send_mr: Mr,
+    receive_mr: Mr,
+    send: SendComm,
+    receive: RecvComm,
+    memory: Memory,
+}
+
+impl NetMover {
+    /// Checks that nobody wrote outside the memory, and ends everything in NCCL's order.
+    pub(super) fn close(self) -> Result<()> {
+        if !self.memory.guards_intact() {
+            return Err(Error::internal("the plugin wrote outside the memory that was given to it"));
+        }
+        self.send_mr.dereg().map_err(|code| code.while_doing("deregistering memory"))?;
+        self.receive_mr.dereg().map_err(|code| code.while_doing("deregistering memory"))?;
+        self.send.close().map_err(|code| code.while_doing("closing the sending connection"))?;
+        self.receive.close().map_err(|code| code.while_doing("closing the receiving connection"))
+    }
+
+    fn start_send(&self, offset: usize, size: usize) -> Result<Option<Request>> {
+        let part = Part::new(self.memory.at(offset), size, Some(&self.send_mr));
+        // SAFETY: the memory lives as long as the connection, and is left alone while a transfer uses it.
+        unsafe { self.send.isend(part) }.map_err(|code| code.while_doing("starting a send"))
+    }
+
+    fn start_receive(&self, offset: usize, size: usize) -> Result<Option<Request>> {
+        let part = Part::new(self.memory.at(offset), size, Some(&self.receive_mr));
+        // SAFETY: as for sends.
+        unsafe { self.receive.irecv(&[part]) }.map_err(|code| code.while_doing("posting a receive"))
+    }
+
+    fn is_sent(&self, request: &Request) -> Result<bool> {
+        self.send.test_unsized(request).map_err(|code| code.while_doing("a send"))
+    }
+
+    fn is_received(&self, request: &Request, size: usize) -> Result<bool> {
+        let Some(sizes) = self.receive.test(request).map_err(|code| code.while_doing("a receive"))? else {
+            return Ok(false);
+        };
+        // −1: the plugin does not tell. Sizes of 2 GiB and more are cut.
+        match sizes[0] {
+            -1 | i32::MAX => Ok(true),
+            arrived if arrived as usize == size => Ok(true),
+            arrived => Err(Error::remote(format!("{arrived} bytes arrived where {size} were sent"))),
+        }
+    }
+
+    /// Keeps up to `job.outstanding` transfers in flight until `job.count` are over. The oldest is tested first, as
+    /// NCCL's proxy does.
+    fn keep_busy(
+        &self,
+        job: &Job,
+        watch: &mut Watch<'_>,
+        start: impl Fn(usize) -> Result<Option<Request>>,
+        is_over: impl Fn(&Request) -> Result<bool>,
+    ) -> Result<()> {
+        let mut in_flight = VecDeque::with_capacity(job.outstanding);
+        let mut begun = 0;
+        while begun < job.count || !in_flight.is_empty() {
+            let mut moved = false;
+            while begun < job.count && in_flight.len() < job.outstanding {
+                let Some(request) = start(begun % job.outstanding * job.size)? else { break };
+                in_flight.push_back(request);
+                begun += 1;
+                moved = true;
+            }
+            while let Some(oldest) = in_flight.front() {
+                if !is_over(oldest)? {
+                    break;
+                }
+                in_flight.pop_front();
+                moved = true;
+            }
+            if moved { watch.moved() } else { watch.idle()? }
+        }
+        Ok(())
+    }
+
+    fn until<T>(watch: &mut Watch<'_>, mut attempt: impl FnMut() -> Result<Option<T>>) -> Result<T> {
+        loop {
+            if let Some(result) = attempt()? {
+                watch.moved();
+                return Ok(result);
+            }
+            watch.idle()?;
+        }
+    }
+}
+
+impl Mover for NetMover {
+    fn stream(&mut self, side: Side, job: &Job, watch: &mut Watch<'_>) -> Result<()> {
+        let at_end = self.memory.len() - ACKNOWLEDGEMENT;
+        match side {
+            Side::Leader => {
+                let receipt = Self::until(watch, || self.start_receive(at_end, ACKNOWLEDGEMENT))?;
+                self.keep_busy(job, watch, |offset| self.start_send(offset, job.size), |send| self.is_sent(send))?;
+                Self::until(watch, || Ok(self.is_received(&receipt, ACKNOWLEDGEMENT)?.then_some(())))
+            }
+            Side::Follower => {
+                let start = |offset| self.start_receive(offset, job.size);
+                self.keep_busy(job, watch, start, |receive| self.is_received(receive, job.size))?;
+                let receipt = Self::until(watch, || self.start_send(at_end, ACKNOWLEDGEMENT))?;
+                Self::until(watch, || Ok(self.is_sent(&receipt)?.then_some(())))
+            }
+        }
+    }
+
+    fn ping_pong(&mut self, side: Side, job: &Job, samples: &mut Vec<f64>, watch: &mut Watch<'_>) -> Result<()> {
+        let size = job.size;
+        // The leader sends from the first part of the memory and receives into the second. The follower returns what
+        // it got, and has its next receive posted, into the other part, before it answers.
+        let mut next = match side {
+            Side::Leader => None,
+            Side::Follower => Some(Self::until(watch, || self.start_receive(0, size))?),
+        };
+        for round in 0..job.count {
+            let start = Instant::now();
+            let send = match next.take() {
+                None => {
+                    let receive = Self::until(watch, || self.start_receive(size, size))?;
+                    let send = Self::until(watch, || self.start_send(0, size))?;
+                    let mut is_sent = false;
+                    Self::until(watch, || {
+                        if self.is_received(&receive, size)? {
+                            return Ok(Some(()));
+                        }
+                        // A transport may need to be asked about the send to move at all.
+                        is_sent = is_sent || self.is_sent(&send)?;
+                        Ok(None)
+                    })?;
+                    samples.push(start.elapsed().as_secs_f64() / 2.0);
+                    (!is_sent).then_some(send)
+                }
+                Some(receive) => {
+                    Self::until(watch, || Ok(self.is_received(&receive, size)?.then_some(())))?;
+                    if round + 1 < job.count {
+                        next = Some(Self::until(watch, || self.start_receive((round + 1) % 2 * size, size))?);
+                    }
+                    Some(Self::until(watch, || self.start_send(round % 2 * size, size))?)
+                }
+            };
+            if let Some(send) = send {
+                Self::until(watch, || Ok(self.is_sent(&send)?.then_some(())))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn memory(&mut self) -> &mut [u8] {
+        let messages = self.memory.len() - ACKNOWLEDGEMENT;
+        &mut self.memory.bytes_mut()[..messages]
+    }
+}

@@ -1,0 +1,206 @@
+"""What benches/nccl promises: the table is read right, intervals mean what they say, wrong data is not overlooked.
+
+Runs without a GPU, against a stand-in that prints nccl-tests' table:  python3 -B -m unittest tests/nccl_compare_test.py
+"""
+
+import contextlib
+import csv
+import io
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+import xml.dom.minidom
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "benches", "nccl"))
+
+import contenders  # noqa: E402
+import plot  # noqa: E402
+import runner  # noqa: E402
+import stats  # noqa: E402
+import table  # noqa: E402
+
+TABLE = """# nccl-tests version 2.19.6 nccl-headers=22809 nccl-library=22809
+#                                                              out-of-place                       in-place
+#       size         count      type   redop    root     time   algbw   busbw  #wrong     time   algbw   busbw  #wrong
+           8             2     float     sum      -1    31.25    0.00    0.00       0    30.11    0.00    0.00       0
+     1048576        262144     float    none       0   512.00    2.05    2.05     N/A   510.00    2.06    2.06     N/A
+  1073741824     268435456     float     sum      -1  4.3e+05    2.50    2.50       3   430001    2.50    2.50   2e+00
+# Out of bounds values : 1 FAILED
+# Avg bus bandwidth    : 1.5
+"""
+
+# Prints the table that the real binaries print. FAKE_US is the time of one operation, FAKE_WRONG the wrong elements;
+# the log is written where NCCL would write it.
+FAKE = """#!{python}
+import os, sys
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+ranks = int(given["-t"]) * int(given["-g"])
+net = os.environ["NCCL_NET"]
+log = os.environ.get("NCCL_DEBUG_FILE")
+if log:
+    via = "SHM/direct" if "NCCL_SHM_DISABLE" not in os.environ else "NET/" + net + "/0"
+    net_said = os.environ.get("FAKE_LOG_AS", net)
+    via = via.replace(net, net_said)
+    open(log, "w").write("NCCL version 2.28.9+cuda13.0\\nUsing network " + net_said + "\\nChannel 00/0 : 0[0] -> 1[1] via " + via)
+if net == os.environ.get("FAKE_BROKEN"):
+    sys.exit("vm: Test NCCL failure")
+time = float(os.environ.get("FAKE_US_" + net, "50"))
+size, last = int(given["-b"]), int(given["-e"])
+while size <= last:
+    us = time + size / 2000
+    wrong = os.environ.get("FAKE_WRONG_" + net, "0")
+    print("%12d  %12d  %8s  %6s  %6d  %7.2f  %6.2f  %6.2f  %6s  %7.2f  %6.2f  %6.2f  %6s" %
+          (size, size // 4, "float", "sum", -1, us, 0, 0, wrong, us, 0, 0, "0"))
+    size *= int(given["-f"])
+print("# Out of bounds values : 0 OK")
+"""
+
+
+class Table(unittest.TestCase):
+    def test_reads_every_result_line_and_nothing_else(self):
+        rows = table.parse(TABLE)
+        self.assertEqual([row.size for row in rows], [8, 1 << 20, 1 << 30])
+        self.assertEqual([row.time_us for row in rows], [31.25, 512.0, 430000.0])
+        self.assertEqual([row.total_wrong() for row in rows], [0, None, 5])
+        self.assertTrue(table.finished(TABLE))
+        self.assertFalse(table.finished(TABLE[: TABLE.index("# Out")]))
+
+    def test_sizes_round_trip(self):
+        for text in ("8", "2K", "128M", "1G"):
+            self.assertEqual(table.show_size(table.parse_size(text)), text)
+        with self.assertRaises(ValueError):
+            table.parse_size("2 KiB")
+
+    def test_counts_every_operation_on_the_wire(self):
+        rows = [table.Row(1000, 1.0, 0, 1.0, 0), table.Row(4000, 1.0, 0, 1.0, 0)]
+        # Two ranks: 2 * size for an all-reduce; two halves of 1 + 5 + 1 operations; warm-ups at 1000, 2000 and 4000.
+        self.assertEqual(table.bytes_on_wire("all_reduce", rows, 2, 5, 3, 1), 2 * (2 * 7 * 5000 + 3 * 7000))
+
+    def test_bus_bandwidth_is_that_of_nccl_tests(self):
+        self.assertAlmostEqual(table.bus_bandwidth("all_reduce", 1 << 30, 1e6, 4), 1.073741824 * 1.5)
+
+
+class Stats(unittest.TestCase):
+    def test_the_interval_is_order_statistics_with_their_true_confidence(self):
+        spread = stats.median_interval(list(range(15, 0, -1)))
+        self.assertEqual((spread.median, spread.low, spread.high), (8, 4, 12))
+        self.assertAlmostEqual(spread.confidence, 1 - 2 * (1 + 15 + 105 + 455) / 2**15)
+
+    def test_few_samples_admit_their_lower_confidence(self):
+        spread = stats.median_interval([5.0, 1.0, 3.0, 2.0, 4.0])
+        self.assertEqual((spread.low, spread.high, spread.confidence), (1.0, 5.0, 0.9375))
+        self.assertEqual(stats.median_interval([2.0]).confidence, 0.0)
+
+    def test_ratios_pair_within_blocks_only(self):
+        ratio = stats.paired_ratio({1: 20.0, 2: 40.0, 3: 1.0}, {1: 10.0, 2: 20.0, 4: 1.0})
+        self.assertEqual((ratio.median, ratio.samples), (2.0, 2))
+        self.assertIsNone(stats.paired_ratio({1: 1.0}, {2: 1.0}))
+
+
+class Contenders(unittest.TestCase):
+    def test_the_callers_nccl_variables_do_not_leak_in(self):
+        os.environ["NCCL_ALGO"] = "Tree"
+        self.addCleanup(os.environ.pop, "NCCL_ALGO")
+        rows = {c.name: c.environment({}, None) for c in contenders.builtin("/towline", "/fast")}
+        self.assertNotIn("NCCL_ALGO", rows["socket"])
+        self.assertEqual(rows["towline-norecovery"]["TOWLINE_RECOVERY"], "0")
+        self.assertTrue(rows["towline"]["LD_LIBRARY_PATH"].startswith("/towline"))
+        self.assertNotIn("NCCL_SHM_DISABLE", rows["shm"])
+        self.assertEqual(rows["fastsocket"]["NCCL_SHM_DISABLE"], "1")
+
+    def test_a_peer_of_the_users_own(self):
+        peer = contenders.from_argument("mine=;NCCL_NET=Socket;NCCL_SOCKET_NTHREADS=2")
+        self.assertEqual((peer.library_dir, peer.role, peer.variables["NCCL_SOCKET_NTHREADS"]), (None, "peer", "2"))
+        self.assertIn("via NET/Socket", peer.evidence)
+
+
+class Runs(unittest.TestCase):
+    def setUp(self):
+        self.place = tempfile.TemporaryDirectory()
+        self.addCleanup(self.place.cleanup)
+        self.out = os.path.join(self.place.name, "out")
+        binary = os.path.join(self.place.name, "all_reduce_perf")
+        with open(binary, "w", encoding="utf-8") as file:
+            file.write(FAKE.replace("{python}", sys.executable))
+        os.chmod(binary, 0o755)
+
+    def compare(self, *arguments, **variables):
+        command = [os.path.join(ROOT, "benches", "nccl_compare.sh"), "--tests", self.place.name, "--towline", self.place.name]
+        command += ["--out", self.out, "--bands", "8:128:16:5:1:3,1M:4M:2:5:1:1", "--only", "towline,socket,shm", *arguments]
+        done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120)
+        return done
+
+    def summary(self):
+        with open(os.path.join(self.out, "summary.csv"), encoding="utf-8") as file:
+            return {(row["size"], row["contender"]): row for row in csv.DictReader(file)}
+
+    def test_a_whole_comparison(self):
+        done = self.compare("--bands", "8:128:16:5:1:6,1M:4M:2:5:1:2", FAKE_US_Towline="25")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        summary = self.summary()
+        row = summary["8", "towline"]
+        self.assertEqual((row["samples"], row["best_peer"]), ("6", "socket"))
+        self.assertAlmostEqual(float(row["peer_over_this"]), 2.0, delta=0.01)
+        self.assertEqual(summary["4194304", "shm"]["samples"], "2")
+        with open(os.path.join(self.out, "all_reduce.svg"), encoding="utf-8") as file:
+            xml.dom.minidom.parse(file)
+        with open(os.path.join(self.out, "report.md"), encoding="utf-8") as file:
+            self.assertIn("0 wrong elements, 0 results unchecked", file.read())
+
+    def test_wrong_data_fails_the_comparison(self):
+        done = self.compare(FAKE_WRONG_Towline="1")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn(" wrong elements", done.stdout)
+
+    def test_a_run_over_another_network_is_no_towline_run(self):
+        done = self.compare(FAKE_LOG_AS="Socket")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("`towline` took no part: NCCL's log does not say 'Using network Towline'", done.stdout)
+
+    def test_without_towline_nothing_was_shown(self):
+        self.assertEqual(self.compare("--only", "socket").returncode, 1)
+
+    def test_a_contender_that_fails_is_named_and_the_others_go_on(self):
+        done = self.compare(FAKE_BROKEN="Socket")
+        self.assertIn("`socket` took no part: exit status 1", done.stdout)
+        self.assertIn(("8", "towline"), self.summary())
+        self.assertEqual(self.compare(FAKE_BROKEN="Towline").returncode, 1)
+
+    def test_a_short_budget_still_reports(self):
+        done = self.compare("--budget", "7")
+        self.assertIn("left out", done.stdout)
+        self.assertTrue(os.path.exists(os.path.join(self.out, "report.md")))
+
+    def test_samples_of_two_calls_are_reported_together(self):
+        self.compare()
+        raw = os.path.join(self.out, "raw.jsonl")
+        again = subprocess.run(
+            [os.path.join(ROOT, "benches", "nccl_compare.sh"), "--report-only", "--out", self.out, raw, raw],
+            capture_output=True,
+            text=True,
+        )
+        self.assertEqual(again.returncode, 0, again.stderr)
+        self.assertEqual(self.summary()["8", "socket"]["samples"], "6")
+
+    def test_a_hanging_run_is_ended(self):
+        script = os.path.join(self.place.name, "hang")
+        with open(script, "w", encoding="utf-8") as file:
+            file.write("#!/bin/sh\nsleep 60\n")
+        os.chmod(script, 0o755)
+        run = runner.invoke(script, [], dict(os.environ), 0.3)
+        self.assertFalse(run.ok)
+        self.assertLess(run.wall_s, 10)
+
+
+class Plot(unittest.TestCase):
+    def test_one_size_and_one_contender_are_enough(self):
+        drawing = plot.draw("sendrecv", {8: {"towline": {1: 20.0}}}, {"towline": "towline"}, 2)
+        with contextlib.redirect_stderr(io.StringIO()):
+            xml.dom.minidom.parseString(drawing)
+
+
+if __name__ == "__main__":
+    unittest.main()
