@@ -33,7 +33,10 @@ pub fn plugin() -> Plugin {
 }
 
 /// One version of it.
+///
+/// What it logs goes to standard error when `NCCL_DEBUG` asks for it, as in NCCL.
 pub fn net(version: ApiVersion) -> Net {
+    towline::host::log::print_to_stderr(&std::env::var("NCCL_DEBUG").unwrap_or_default());
     Net::of(&plugin(), Some(version)).expect("the library exports v4 to v12")
 }
 
