@@ -112,6 +112,9 @@ class Comparison:
         able = []
         for contender in self.contenders:
             path = os.path.join(self.given.out, f"nccl-{contender.name}.log")
+            if os.path.exists(path):
+                # What an earlier call left would count as evidence of this one.
+                os.unlink(path)
             debug = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV", "NCCL_DEBUG_FILE": path}
             run = self.run(contender, self.collectives[0], band, debug)
             log = _read(path) + run.output

@@ -12,7 +12,7 @@ import table
 WIDTH, PANEL_HEIGHT = 900, 380
 LEFT, RIGHT, TOP, GAP = 76, 190, 56, 66
 # Told apart also by people who do not see all colours (Okabe and Ito's set, plus grey tones).
-COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8b5a2b", "#666666"]
+COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8b5a2b", "#666666", "#b8a800", "#00b3a4", "#7f3fbf"]
 DASHES = {"towline": "", "peer": "", "reference": "2 4"}
 
 

@@ -118,8 +118,8 @@ impl Dial {
             settled: Condvar::new(),
         });
         let clock = dial.net.poller.keeper()?.register(dial.clone(), None)?;
-        clock.kick();
-        dial.lock().clock = Some(clock);
+        // Kept before the first kick: a dial that is over drops its registrations, all of them.
+        dial.lock().clock.insert(clock).kick();
         Ok(dial)
     }
 

@@ -1,5 +1,7 @@
 //! The sizes that steer the TCP backend, each with its unit and its reason.
 
+use crate::engine::request::{MAX_PARTS, SLOTS};
+
 /// Messages up to this many bytes travel eagerly, without waiting for the receiver. 64 KiB is the slot size of
 /// NCCL's LL protocol with default buffers, so no LL transfer ever waits for a clear-to-send.
 pub const EAGER_MAX: u64 = 64 << 10;
@@ -9,7 +11,7 @@ pub const EAGER_MAX: u64 = 64 << 10;
 pub const EAGER_WINDOW: u64 = 8 * (EAGER_MAX + MESSAGE_COST);
 
 /// What an eager message costs of the window beyond its bytes, so that empty messages are bounded too.
-pub const MESSAGE_COST: u64 = 64;
+pub const MESSAGE_COST: u64 = 256;
 
 /// Eager messages up to this many bytes are copied for a possible resend, and their send is done as soon as the
 /// kernel took them. Above it the copy costs more than waiting for the acknowledgement does.
@@ -32,5 +34,6 @@ pub const ACK_EVERY: u64 = 32;
 /// Streams of one connection, at most.
 pub const MAX_STREAMS: usize = 16;
 
-/// Receives ahead of the oldest unfinished one of a tag, at most: all slots of a connection with all their parts.
-pub const MAX_AHEAD: u64 = 4096;
+/// How far the newest message or receive of a tag may be ahead of its oldest unfinished one: every slot of a
+/// connection with all its parts, and a staging window full of empty messages.
+pub const MAX_AHEAD: u64 = (SLOTS * MAX_PARTS) as u64 + EAGER_WINDOW / MESSAGE_COST;

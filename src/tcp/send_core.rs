@@ -168,7 +168,7 @@ impl SendCore {
     pub fn post(&mut self, length: u64, tag: i32) -> Result<(Key, Admit)> {
         let order = self.tags.next(tag);
         // A receive that is posted already needs no credit, however short the message.
-        let cleared = self.cleared.remove(&(tag, order));
+        let cleared = if self.cleared.is_empty() { None } else { self.cleared.remove(&(tag, order)) };
         if let Some(capacity) = cleared {
             check_capacity(length, capacity, tag)?;
         }
@@ -253,13 +253,31 @@ impl SendCore {
         Some(self.fly(index, flight, false))
     }
 
-    /// How large a chunk should be: the ready bytes spread over all streams, within bounds. A lone message is cut
-    /// small so that every stream gets a part; a queue of them travels in large pieces.
+    /// How large a chunk should be: what is ready or on the way, spread over all streams, within bounds. A lone
+    /// message is cut small so that every stream gets a part at once; in a steady flow of messages all streams are
+    /// busy anyway, and large pieces cost less.
     fn chunk_size(&self, streams: u64) -> u64 {
         let ready: u64 =
             self.long.iter().take(4).map(|key| self.messages[*key].length - self.messages[*key].assigned).sum();
-        let even = ready.div_ceil(streams).next_multiple_of(ALIGN.max(4096));
+        let flying: u64 = self.streams.iter().map(|stream| stream.bytes).sum();
+        let even = (ready + flying).div_ceil(streams).next_multiple_of(ALIGN.max(4096));
         even.clamp(CHUNK_MIN, CHUNK_MAX)
+    }
+
+    /// The streams to wake for `bytes` more of long messages: as many as there will be chunks, those with the least
+    /// to do first. The first stream is not among them.
+    pub fn idlest(&self, bytes: u64) -> ([u8; MAX_STREAMS], usize) {
+        let mut order = [0; MAX_STREAMS];
+        let mut count = 0;
+        for (index, stream) in self.streams.iter().enumerate().skip(1) {
+            if stream.live {
+                order[count] = index as u8;
+                count += 1;
+            }
+        }
+        order[..count].sort_unstable_by_key(|index| self.streams[usize::from(*index)].bytes);
+        let chunks = bytes.div_ceil(self.chunk_size(count.max(1) as u64)).max(1);
+        (order, count.min(chunks as usize))
     }
 
     fn fly(&mut self, index: usize, flight: Flight, again: bool) -> Chunk {

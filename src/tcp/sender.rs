@@ -9,13 +9,13 @@
 
 use std::io;
 use std::os::fd::AsRawFd;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use super::frame::{HEADER, Header, MAX_CONTROL, Type};
 use super::handshake::FEATURE_RECOVERY;
-use super::limits::{CHUNK_MIN, EAGER_MAX, MAX_STREAMS, REPLAY_MAX};
+use super::limits::{EAGER_MAX, MAX_STREAMS, REPLAY_MAX};
 use super::net::{Link, Net, Sock};
 use super::peer::{Broken, Health, Peer, cause_code, left_early, lost, told_by_peer};
 use super::send_core::{Admit, Chunk, Key, SendCore};
@@ -35,7 +35,8 @@ const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
 /// Where a message's bytes are.
 struct Payload {
     data: *const u8,
-    /// A copy for a resend, after the request was reported done and the buffer went back to NCCL.
+    /// A copy, with room for the header before it: the request was reported done and the buffer went back to NCCL,
+    /// so this is what is sent, again if need be.
     replay: Option<Box<[u8]>>,
     length: u64,
     /// Bytes that the kernel took for the first time.
@@ -54,20 +55,44 @@ struct State {
     done: Vec<Key>,
 }
 
-/// The chunk or control bytes that a stream is sending.
-struct Outgoing {
-    head: Vec<u8>,
-    body: Piece,
-    sent: usize,
-    chunk: Option<Chunk>,
+/// What a stream is sending.
+enum Outgoing {
+    /// Control frames.
+    Control(Vec<u8>),
+    /// A header, and a chunk from where NCCL has it.
+    Framed([u8; HEADER], Piece, Chunk),
+    /// A whole short message with its header, from the copy.
+    Whole(Piece, Chunk),
 }
 
-// SAFETY: as for `Payload`: the piece belongs to a message that is not acknowledged.
+// SAFETY: as for `Payload`: the pieces belong to a message that is not acknowledged.
 unsafe impl Send for Outgoing {}
+
+impl Outgoing {
+    fn length(&self) -> usize {
+        match self {
+            Self::Control(bytes) => bytes.len(),
+            Self::Framed(header, body, _) => header.len() + body.length,
+            Self::Whole(bytes, _) => bytes.length,
+        }
+    }
+
+    /// What is left to send when `sent` bytes are gone.
+    fn rest(&self, sent: usize) -> [Piece; 2] {
+        match self {
+            Self::Control(bytes) => [Piece::of(&bytes[sent..]), Piece::of(&[])],
+            Self::Framed(header, body, _) => {
+                [Piece::of(&header[sent.min(HEADER)..]), body.skip(sent.saturating_sub(HEADER))]
+            }
+            Self::Whole(bytes, _) => [bytes.skip(sent), Piece::of(&[])],
+        }
+    }
+}
 
 struct Io {
     sock: Sock,
     out: Option<Outgoing>,
+    sent: usize,
     control: Vec<u8>,
     input: Vec<u8>,
     filled: usize,
@@ -86,7 +111,6 @@ pub struct SendConn {
     counters: Counters,
     recovery: bool,
     grown: AtomicBool,
-    next_kick: AtomicUsize,
     closing: AtomicBool,
 }
 
@@ -109,7 +133,6 @@ impl SendConn {
             counters: Counters::default(),
             recovery,
             grown: AtomicBool::new(false),
-            next_kick: AtomicUsize::new(0),
             closing: AtomicBool::new(false),
         });
         conn.add_stream(0, 0, first)?;
@@ -122,7 +145,7 @@ impl SendConn {
     /// When the kernel refuses to watch the socket.
     pub fn add_stream(&self, index: usize, epoch: u16, sock: Sock) -> Result<()> {
         let fd = sock.as_raw_fd();
-        let io = Io { sock, out: None, control: Vec::new(), input: vec![0; 32 * HEADER], filled: 0 };
+        let io = Io { sock, out: None, sent: 0, control: Vec::new(), input: vec![0; 32 * HEADER], filled: 0 };
         self.health.stream_up();
         self.state().core.stream_up(index, epoch);
         self.streams[index].install(Box::new(io));
@@ -154,8 +177,18 @@ impl SendConn {
                 if state.payloads.len() <= key {
                     state.payloads.resize_with(key + 1, || None);
                 }
-                let length = length as u64;
-                state.payloads[key] = Some(Payload { data, replay: None, length, written: 0, ticket: Some(ticket) });
+                // A short message is copied, so that it can be sent again although its buffer went back to NCCL.
+                let replay = (self.recovery && length as u64 <= REPLAY_MAX).then(|| {
+                    // SAFETY: the caller vouches for the buffer.
+                    unsafe { copy_behind_header(data, length) }
+                });
+                // What must wait for credit is not done: else nothing would bound the copies.
+                let waits = (replay.is_none() || admit != Admit::Ready).then_some(ticket);
+                state.payloads[key] = Some(Payload { data, replay, length: length as u64, written: 0, ticket: waits });
+                if waits.is_none() {
+                    Counters::bump(&self.counters.messages);
+                    self.requests.complete_part(ticket.slot, 0, length as u64);
+                }
                 admit
             })
         };
@@ -190,7 +223,7 @@ impl SendConn {
         if let Some(outcome) = self.requests.finish(ticket) {
             return Ok(Some(outcome));
         }
-        self.run(0, READ | WRITE);
+        self.glance(0);
         if let Some(outcome) = self.requests.finish(ticket) {
             return Ok(Some(outcome));
         }
@@ -325,30 +358,32 @@ impl SendConn {
                 self.net.grow(me);
             }
         }
-        let wanted = length.div_ceil(CHUNK_MIN) as usize;
-        let mut kicked = 0;
-        let start = self.next_kick.fetch_add(1, Ordering::Relaxed);
-        let live: Vec<usize> = {
-            let state = self.state();
-            (1..MAX_STREAMS).filter(|index| state.core.is_live(*index)).collect()
-        };
-        for at in 0..live.len().min(wanted) {
-            self.streams[live[(start + at) % live.len()]].kick();
-            kicked += 1;
+        let (streams, count) = self.state().core.idlest(length);
+        for &index in &streams[..count] {
+            self.streams[usize::from(index)].kick();
         }
-        if kicked == 0 {
+        if count == 0 {
             self.run(0, WRITE);
         }
     }
 
-    /// Runs a stream in the calling thread.
+    /// Runs a stream in the calling thread, or has its present holder do so.
     fn run(&self, index: usize, wish: u8) -> bool {
         let mut wake = 0;
-        let ran = self.streams[index].run(
-            wish,
-            |io, wishes| self.step(index, io, wishes, &mut wake),
-            |io, why| self.broken(index, io, why),
-        );
+        let step = |io: &mut Io, wishes| self.step(index, io, wishes, &mut wake);
+        let ran = self.streams[index].run(wish, step, |io, why| self.broken(index, io, why));
+        self.ran(index, ran, wake)
+    }
+
+    /// Looks whether a stream can move anything, unless another thread is looking.
+    fn glance(&self, index: usize) {
+        let mut wake = 0;
+        let step = |io: &mut Io, wishes| self.step(index, io, wishes, &mut wake);
+        let ran = self.streams[index].glance(READ | WRITE, step, |io, why| self.broken(index, io, why));
+        self.ran(index, ran, wake);
+    }
+
+    fn ran(&self, index: usize, ran: Ran, wake: u64) -> bool {
         if wake > 0 {
             self.wake_streams(wake);
         }
@@ -400,14 +435,10 @@ impl SendConn {
                 }
                 io.out = self.next_outgoing(index, io);
             }
-            let Some(out) = &mut io.out else { return Ok(moved) };
-            let head = Piece::of(&out.head[out.sent.min(out.head.len())..]);
-            let skipped = out.sent.saturating_sub(out.head.len());
-            // SAFETY: `skipped` bytes of the body were sent, at most its length.
-            let body = Piece { data: unsafe { out.body.data.add(skipped) }, length: out.body.length - skipped };
-            // SAFETY: the head is ours; the body belongs to a message that is not acknowledged, so its memory is
-            // the transport's (the user's buffer) or ours (a replay copy).
-            match unsafe { wire::send(io.sock.as_raw_fd(), [head, body]) } {
+            let Some(out) = &io.out else { return Ok(moved) };
+            // SAFETY: headers and copies are ours; a chunk belongs to a message that is not acknowledged, so its
+            // memory is the transport's.
+            match unsafe { wire::send(io.sock.as_raw_fd(), out.rest(io.sent)) } {
                 Err(error) => return Err(Broken::Lost(error)),
                 Ok(None) => {
                     Counters::bump(&self.counters.stalls_socket);
@@ -416,13 +447,16 @@ impl SendConn {
                 Ok(Some(bytes)) => {
                     moved = true;
                     *share = share.saturating_sub(bytes.max(1));
-                    out.sent += bytes;
-                    if out.sent < out.head.len() + out.body.length {
+                    io.sent += bytes;
+                    if io.sent < out.length() {
                         continue;
                     }
-                    let out = io.out.take().expect("it was there");
-                    if let Some(chunk) = out.chunk {
-                        self.chunk_written(index, &chunk);
+                    io.sent = 0;
+                    match io.out.take() {
+                        Some(Outgoing::Framed(_, _, chunk) | Outgoing::Whole(_, chunk)) => {
+                            self.chunk_written(index, &chunk);
+                        }
+                        _ => {}
                     }
                 }
             }
@@ -431,21 +465,23 @@ impl SendConn {
 
     fn next_outgoing(&self, index: usize, io: &mut Io) -> Option<Outgoing> {
         if !io.control.is_empty() {
-            let head = std::mem::take(&mut io.control);
-            return Some(Outgoing { head, body: Piece::of(&[]), sent: 0, chunk: None });
+            return Some(Outgoing::Control(std::mem::take(&mut io.control)));
         }
         let mut state = self.state();
         let chunk = state.core.next_chunk(index)?;
-        let payload = state.payloads[chunk.key].as_ref().expect("a message in flight has its payload");
-        let base = payload.replay.as_ref().map_or(payload.data, |copy| copy.as_ptr());
+        let payload = state.payloads[chunk.key].as_mut().expect("a message in flight has its payload");
+        let header = chunk.header.encode();
+        if let Some(copy) = &mut payload.replay {
+            // An earlier life of the message is over when it is sent again, so nobody reads the old header now.
+            copy[..HEADER].copy_from_slice(&header);
+            return Some(Outgoing::Whole(Piece::of_mut(copy), chunk));
+        }
         // SAFETY: the core hands out ranges within the message.
-        let data = unsafe { base.add(chunk.offset as usize) }.cast_mut();
-        let body = Piece { data, length: chunk.length as usize };
-        Some(Outgoing { head: chunk.header.encode().to_vec(), body, sent: 0, chunk: Some(chunk) })
+        let data = unsafe { payload.data.add(chunk.offset as usize) }.cast_mut();
+        Some(Outgoing::Framed(header, Piece { data, length: chunk.length as usize }, chunk))
     }
 
-    /// The kernel took the whole chunk. A short message ends its request here: at once without recovery, and with
-    /// it as soon as its bytes are copied for a resend.
+    /// The kernel took the whole chunk. That ends the request of a message that was copied, or needs no copy.
     fn chunk_written(&self, index: usize, chunk: &Chunk) {
         Counters::bump(if chunk.again { &self.counters.resends } else { &self.counters.chunks });
         let mut state = self.state();
@@ -456,20 +492,11 @@ impl SendConn {
         Counters::add(&self.counters.bytes, u64::from(chunk.length));
         let payload = state.payloads[chunk.key].as_mut().expect("a message in flight has its payload");
         payload.written += u64::from(chunk.length);
-        if payload.written < payload.length {
-            return;
-        }
-        if self.recovery {
-            if payload.length > REPLAY_MAX {
-                return;
+        if payload.written == payload.length && (payload.replay.is_some() || !self.recovery) {
+            if let Some(ticket) = payload.ticket.take() {
+                Counters::bump(&self.counters.messages);
+                self.requests.complete_part(ticket.slot, 0, payload.length);
             }
-            // SAFETY: the buffer is the transport's until the request ends, which is below.
-            let bytes = unsafe { std::slice::from_raw_parts(payload.data, payload.length as usize) };
-            payload.replay = Some(bytes.into());
-        }
-        if let Some(ticket) = payload.ticket.take() {
-            Counters::bump(&self.counters.messages);
-            self.requests.complete_part(ticket.slot, 0, payload.length);
         }
     }
 
@@ -641,6 +668,20 @@ impl SendConn {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Room for a header, then the bytes.
+///
+/// # Safety
+/// `data` must be readable for `length` bytes; it may be null for none.
+unsafe fn copy_behind_header(data: *const u8, length: usize) -> Box<[u8]> {
+    let mut copy = Vec::with_capacity(HEADER + length);
+    copy.extend_from_slice(&[0; HEADER]);
+    if length > 0 {
+        // SAFETY: the caller vouches for it.
+        copy.extend_from_slice(unsafe { std::slice::from_raw_parts(data, length) });
+    }
+    copy.into_boxed_slice()
 }
 
 struct StreamSource {

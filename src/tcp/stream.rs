@@ -17,6 +17,9 @@ pub const READ: u8 = 1;
 /// Wish: look for something to send.
 pub const WRITE: u8 = 2;
 
+/// How many wishes of others a thread serves before it hands them on to the stream's worker.
+const ROUNDS: u32 = 8;
+
 /// A stream whose socket and buffers are an `Io`, or none while it is not connected.
 pub struct Stream<Io> {
     wishes: AtomicU8,
@@ -55,7 +58,7 @@ impl<Io> Stream<Io> {
     /// without the stream's lock when the step ends the stream.
     pub fn run<B>(&self, wish: u8, step: impl FnMut(&mut Io, u8) -> Step<B>, broken: impl FnOnce(Box<Io>, B)) -> Ran {
         self.wishes.fetch_or(wish, Ordering::SeqCst);
-        self.serve(step, broken)
+        self.serve(None, step, broken)
     }
 
     /// Runs `step` with the given wishes if no other thread is at it.
@@ -65,26 +68,38 @@ impl<Io> Stream<Io> {
         step: impl FnMut(&mut Io, u8) -> Step<B>,
         broken: impl FnOnce(Box<Io>, B),
     ) -> Ran {
-        // Taken for an instant to learn whether it is free; if it is taken again in between, the wish is a note
-        // like any other, left at most once per turn of the holder.
-        if matches!(self.io.try_lock(), Err(TryLockError::WouldBlock)) {
-            return Ran::Settled(false);
-        }
-        self.run(wish, step, broken)
+        let Some(io) = self.try_lock() else { return Ran::Settled(false) };
+        self.wishes.fetch_or(wish, Ordering::SeqCst);
+        self.serve(Some(io), step, broken)
     }
 
-    fn serve<B>(&self, mut step: impl FnMut(&mut Io, u8) -> Step<B>, broken: impl FnOnce(Box<Io>, B)) -> Ran {
+    fn try_lock(&self) -> Option<MutexGuard<'_, Option<Box<Io>>>> {
+        match self.io.try_lock() {
+            Ok(io) => Some(io),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    fn serve<'a, B>(
+        &'a self,
+        mut held: Option<MutexGuard<'a, Option<Box<Io>>>>,
+        mut step: impl FnMut(&mut Io, u8) -> Step<B>,
+        broken: impl FnOnce(Box<Io>, B),
+    ) -> Ran {
         let mut moved = false;
+        let mut rounds = 0;
         loop {
-            let mut io = match self.io.try_lock() {
-                Ok(io) => io,
-                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-                Err(TryLockError::WouldBlock) => return Ran::Settled(moved),
-            };
+            let Some(mut io) = held.take().or_else(|| self.try_lock()) else { return Ran::Settled(moved) };
             loop {
                 let wishes = self.wishes.swap(0, Ordering::SeqCst);
                 if wishes == 0 {
                     break;
+                }
+                rounds += 1;
+                if rounds > ROUNDS {
+                    self.wishes.fetch_or(wishes, Ordering::SeqCst);
+                    return Ran::More;
                 }
                 let Some(live) = io.as_mut() else { break };
                 match step(live, wishes) {

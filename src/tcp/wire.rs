@@ -27,6 +27,13 @@ impl Piece {
         Self { data: bytes.as_mut_ptr(), length: bytes.len() }
     }
 
+    /// The piece without its first bytes; at most all of them.
+    pub fn skip(self, bytes: usize) -> Self {
+        let bytes = bytes.min(self.length);
+        // SAFETY: at most one past the end of the piece.
+        Self { data: unsafe { self.data.add(bytes) }, length: self.length - bytes }
+    }
+
     fn iovec(self) -> libc::iovec {
         libc::iovec { iov_base: self.data.cast(), iov_len: self.length }
     }
@@ -40,6 +47,12 @@ impl Piece {
 /// # Safety
 /// Both pieces must be readable for their whole length during the call.
 pub unsafe fn send(fd: RawFd, pieces: [Piece; 2]) -> io::Result<Option<usize>> {
+    if pieces[1].length == 0 {
+        // One piece: send(2) spares the kernel a copy of the message header.
+        let Piece { data, length } = pieces[0];
+        // SAFETY: the caller vouches for the piece.
+        return retry(|| unsafe { libc::send(fd, data.cast(), length, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT) });
+    }
     let mut iov = pieces.map(Piece::iovec);
     // SAFETY: an all-zero msghdr is a valid value.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
