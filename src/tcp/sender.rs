@@ -170,6 +170,11 @@ impl SendConn {
     /// `data` must be readable for `length` bytes until the request ends or the connection is closed.
     pub unsafe fn isend(&self, data: *const u8, length: usize, tag: i32) -> Result<Option<Ticket>> {
         self.health.check()?;
+        // A receiver that has said goodbye takes nothing any more; a short send would be done all the same.
+        if self.health.is_peer_done() {
+            self.health.fail(left_early(&self.peer));
+            self.health.check()?;
+        }
         let Some(ticket) = self.requests.take(1) else { return Ok(None) };
         let posted = {
             let mut state = self.state();
