@@ -8,6 +8,7 @@
 //! across a system call.
 
 use std::io;
+use std::net::Shutdown;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -294,10 +295,14 @@ impl SendConn {
         self.queue_control(0, Header::of(Type::Bye, 0), &[]);
         while Instant::now() < deadline && !self.health.is_failed() {
             self.run(0, READ | WRITE);
-            let gone = self.streams[0]
-                .lock()
-                .as_ref()
-                .is_none_or(|io| io.out.is_none() && io.control.is_empty() && wire::unsent(io.sock.as_raw_fd()) == 0);
+            let gone = self.streams[0].lock().as_ref().is_none_or(|io| {
+                let written = io.out.is_none() && io.control.is_empty();
+                if written {
+                    // Wakes the receiver's keeper, which sees to it that the acknowledgement is not delayed.
+                    let _ = io.sock.shutdown(Shutdown::Write);
+                }
+                written && wire::unsent(io.sock.as_raw_fd()) == 0
+            });
             if gone {
                 break;
             }
