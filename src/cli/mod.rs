@@ -106,3 +106,21 @@ fn take_in_conf_files() {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn every_flag_of_every_subcommand_is_explained() {
+        let command = CommandLine::command();
+        command.clone().debug_assert();
+        for sub in command.get_subcommands() {
+            assert!(sub.get_about().is_some(), "{}", sub.get_name());
+            for flag in sub.get_arguments() {
+                assert!(flag.get_help().is_some(), "{} {}", sub.get_name(), flag.get_id());
+            }
+        }
+    }
+}

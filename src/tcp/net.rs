@@ -69,7 +69,7 @@ impl Net {
     /// The backend, with nothing started yet.
     pub fn new(config: Config) -> Arc<Self> {
         let cores = crate::os::thread::cores();
-        let workers = config.workers.unwrap_or_else(|| (cores / 2).clamp(1, 16));
+        let workers = config.workers.unwrap_or_else(|| (cores / 4).clamp(1, 8));
         Arc::new_cyclic(|me| Self {
             poller: Poller::new(workers, cores),
             config,
@@ -103,11 +103,13 @@ impl Net {
 
     /// How many streams a connection over `rails` rails may have.
     pub fn streams_per_connection(&self, rails: usize) -> usize {
-        let automatic = match crate::os::thread::cores() {
+        let cores = crate::os::thread::cores();
+        let automatic = match cores {
             // The caller's own thread does as well as a hand-over to a worker that shares its core.
             0..=3 => 1,
             4..=7 => 3,
-            _ => 5,
+            // One for short messages, and as many for long ones as there are workers.
+            _ => 1 + (cores / 4).clamp(1, 8),
         };
         self.config.streams.unwrap_or(automatic.max(rails)).clamp(1, MAX_STREAMS)
     }

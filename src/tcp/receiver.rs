@@ -76,6 +76,8 @@ struct Io {
     body: Body,
     out: Vec<u8>,
     sent: usize,
+    /// Goodbye was said; nothing may follow it.
+    parted: bool,
 }
 
 /// A connection that receives.
@@ -140,6 +142,7 @@ impl RecvConn {
             body: Body::None,
             out: Vec::new(),
             sent: 0,
+            parted: false,
         };
         self.health.stream_up();
         self.state().core.stream_up(index, epoch);
@@ -256,15 +259,14 @@ impl RecvConn {
     pub fn close(&self) {
         self.closing.store(true, Ordering::Release);
         if self.requests.outstanding() == 0 && !self.health.is_failed() {
-            for index in 0..MAX_STREAMS {
-                self.run(index, WRITE);
-            }
-            self.outbox().extend_from_slice(&Header::of(Type::Bye, 0).encode());
+            // Each stream says goodbye for itself, behind its last acknowledgement: the sender reads them in any order.
             let deadline = Instant::now() + CLOSE_PATIENCE;
             while Instant::now() < deadline && !self.health.is_failed() {
-                self.run(0, WRITE);
-                let gone = self.streams[0].lock().as_ref().is_none_or(|io| io.sent == io.out.len());
-                if gone && self.outbox().is_empty() {
+                for index in 0..MAX_STREAMS {
+                    self.run(index, WRITE);
+                }
+                let parted = |io: &Io| io.parted && io.sent == io.out.len();
+                if self.streams.iter().all(|stream| stream.lock().as_ref().is_none_or(|io| parted(io))) {
                     break;
                 }
                 std::thread::sleep(Duration::from_micros(50));
@@ -535,6 +537,10 @@ impl RecvConn {
                 let force = self.health.is_peer_done() || self.closing.load(Ordering::Relaxed);
                 if let Some(header) = self.state().core.take_ack(index, force) {
                     io.out.extend_from_slice(&header.encode());
+                }
+                if self.closing.load(Ordering::Acquire) && !io.parted && !self.health.is_failed() {
+                    io.parted = true;
+                    io.out.extend_from_slice(&Header::of(Type::Bye, 0).encode());
                 }
                 if io.out.is_empty() {
                     return Ok(moved);

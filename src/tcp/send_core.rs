@@ -253,14 +253,13 @@ impl SendCore {
         Some(self.fly(index, flight, false))
     }
 
-    /// How large a chunk should be: what is ready or on the way, spread over all streams, within bounds. A lone
-    /// message is cut small so that every stream gets a part at once; in a steady flow of messages all streams are
-    /// busy anyway, and large pieces cost less.
+    /// How large a chunk should be: the ready bytes spread over all streams, within bounds. NCCL waits for whole
+    /// messages and keeps eight in flight per channel, so what counts is how soon each one is complete: every stream
+    /// gets a part at once.
     fn chunk_size(&self, streams: u64) -> u64 {
         let ready: u64 =
             self.long.iter().take(4).map(|key| self.messages[*key].length - self.messages[*key].assigned).sum();
-        let flying: u64 = self.streams.iter().map(|stream| stream.bytes).sum();
-        let even = (ready + flying).div_ceil(streams).next_multiple_of(ALIGN.max(4096));
+        let even = ready.div_ceil(streams).next_multiple_of(ALIGN.max(4096));
         even.clamp(CHUNK_MIN, CHUNK_MAX)
     }
 
