@@ -12,11 +12,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::frame::{HEADER, Header, MAX_CONTROL, Type};
+use super::frame::{HEADER, Header, Type};
 use super::handshake::FEATURE_RECOVERY;
 use super::limits::MAX_STREAMS;
 use super::net::{Link, Net, Sock};
-use super::peer::{Broken, Health, Peer, cause_code, left_early, lost, told_by_peer};
+use super::peer::{Broken, Health, Peer, failure, left_early, lost, told_by_peer};
 use super::recv_core::{End, Part, Place, Posted, RecvCore, StageKey};
 use super::stream::{READ, Ran, Step, Stream, WRITE};
 use super::wire::{self, Piece};
@@ -303,23 +303,18 @@ impl RecvConn {
         if self.health.is_failed() {
             return;
         }
-        let text = error.what().as_bytes();
-        let text = &text[..text.len().min(MAX_CONTROL as usize)];
-        let header =
-            Header { order: cause_code(error.cause()), length: text.len() as u32, ..Header::of(Type::Fail, 0) };
-        {
-            let mut outbox = self.outbox();
-            outbox.extend_from_slice(&header.encode());
-            outbox.extend_from_slice(text);
-        }
+        self.outbox().extend_from_slice(&failure(error));
         self.run(0, WRITE);
     }
 
-    /// Closes all sockets, waiting for the threads that use them. After this no thread touches a buffer.
+    /// Takes all sockets away, waiting for the threads that use them. After this no thread touches a buffer.
     fn quiesce(&self) {
         for stream in &self.streams {
-            if stream.take().is_some() {
+            if let Some(io) = stream.take() {
                 self.health.stream_down();
+                // Not closed here: unread bytes would make the kernel send a reset, which can overtake the word that
+                // tells the peer what is wrong.
+                self.net.linger(io.sock);
             }
         }
     }
@@ -554,9 +549,23 @@ impl RecvConn {
         }
     }
 
+    /// Tells the peer of a failure on the stream that met it, which may be the only one.
+    fn part_in_anger(&self, mut io: Io, error: &Error) {
+        if !self.health.is_failed() {
+            io.out.extend_from_slice(&failure(error));
+            // SAFETY: both pieces are this stream's own buffers. What the socket does not take is lost, and the peer
+            // learns of the end without the reason.
+            let _ = unsafe { wire::send(io.sock.as_raw_fd(), [Piece::of(&io.out[io.sent..]), Piece::of(&[])]) };
+        }
+        self.net.linger(io.sock);
+    }
+
     /// A stream ended. Decides whether that ends the connection.
     fn broken(&self, io: Box<Io>, why: Broken) {
-        drop(io);
+        match &why {
+            Broken::Fatal(error) => self.part_in_anger(*io, error),
+            _ => drop(io),
+        }
         let left = self.health.stream_down();
         match why {
             Broken::Fatal(error) => self.fail(error.with_peer(&self.peer)),

@@ -14,11 +14,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::frame::{HEADER, Header, MAX_CONTROL, Type};
+use super::frame::{HEADER, Header, Type};
 use super::handshake::FEATURE_RECOVERY;
 use super::limits::{EAGER_MAX, MAX_STREAMS, REPLAY_MAX};
 use super::net::{Link, Net, Sock};
-use super::peer::{Broken, Health, Peer, cause_code, left_early, lost, told_by_peer};
+use super::peer::{Broken, Health, Peer, failure, left_early, lost, told_by_peer};
 use super::send_core::{Admit, Chunk, Key, SendCore};
 use super::stream::{READ, Ran, Step, Stream, WRITE};
 use super::wire::{self, Piece};
@@ -337,18 +337,20 @@ impl SendConn {
         if self.health.is_failed() {
             return;
         }
-        let text = error.what().as_bytes();
-        let text = &text[..text.len().min(MAX_CONTROL as usize)];
-        let header = Header { order: cause_code(error.cause()), ..Header::of(Type::Fail, 0) };
-        self.queue_control(0, header, text);
+        if let Some(io) = self.streams[0].lock().as_mut() {
+            io.control.extend_from_slice(&failure(error));
+        }
         self.run(0, WRITE);
     }
 
-    /// Closes all sockets, waiting for the threads that use them. After this no thread touches a buffer.
+    /// Takes all sockets away, waiting for the threads that use them. After this no thread touches a buffer.
     fn quiesce(&self) {
         for stream in &self.streams {
-            if stream.take().is_some() {
+            if let Some(io) = stream.take() {
                 self.health.stream_down();
+                // Not closed here: unread bytes would make the kernel send a reset, which can overtake the word that
+                // tells the peer what is wrong.
+                self.net.linger(io.sock);
             }
         }
     }
@@ -588,9 +590,23 @@ impl SendConn {
         }
     }
 
+    /// Tells the peer of a failure on the stream that met it, which may be the only one.
+    fn part_in_anger(&self, mut io: Io, error: &Error) {
+        if io.out.is_none() && !self.health.is_failed() {
+            io.control.extend_from_slice(&failure(error));
+            // SAFETY: both pieces are this stream's own buffers. What the socket does not take is lost, and the peer
+            // learns of the end without the reason.
+            let _ = unsafe { wire::send(io.sock.as_raw_fd(), [Piece::of(&io.control), Piece::of(&[])]) };
+        }
+        self.net.linger(io.sock);
+    }
+
     /// A stream ended. Decides whether that ends the connection.
     fn broken(&self, index: usize, io: Box<Io>, why: Broken) {
-        drop(io);
+        match &why {
+            Broken::Fatal(error) => self.part_in_anger(*io, error),
+            _ => drop(io),
+        }
         self.health.stream_down();
         let (epoch, was_live) = {
             let mut state = self.state();
