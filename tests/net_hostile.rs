@@ -269,8 +269,9 @@ fn a_device_that_does_not_exist_is_an_argument_error() {
             }
         }
         if version >= ApiVersion::V9 {
-            assert_eq!(context.make_vdevice(&[]).err(), Some(Code::InvalidUsage), "{version}");
-            assert_eq!(context.make_vdevice(&[0, 0]).err(), Some(Code::InvalidUsage), "{version}");
+            let mistakes = [Some(Code::InvalidArgument), Some(Code::InvalidUsage)];
+            assert!(mistakes.contains(&context.make_vdevice(&[]).err()), "{version}: no members");
+            assert!(mistakes.contains(&context.make_vdevice(&[0, 0]).err()), "{version}: one member twice");
         }
     }
 }
@@ -431,7 +432,9 @@ fn stale_and_foreign_handles_are_refused_everywhere() {
         assert_eq!(raw::isend(table, raw::Arguments { comm: wrong_kind[1], ..good }), Some(4), "{version}");
         assert_eq!(raw::irecv(table, raw::Arguments { comm: wrong_kind[0], ..good }), Some(4), "{version}");
         assert_eq!(raw::accept(table, wrong_kind[0], &raw mut place), Some(4), "{version}");
-        assert_eq!(raw::closes(table, wrong_kind[0])[1..], [Some(4), Some(4)], "{version}");
+        let (living, _) = context.listen(0).expect("listen");
+        assert_eq!(raw::closes(table, living.raw()), [Some(4), Some(4), Some(0)], "{version}");
+        living.abandon();
         assert_eq!(fresh.transfer(b"still works").expect("a transfer"), b"still works", "{version}");
     }
 }
