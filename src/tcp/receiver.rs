@@ -200,10 +200,10 @@ impl RecvConn {
             })
         };
         if let Err(error) = posted {
-            self.fail(error.clone().with_peer(&self.peer));
+            self.fail(error.with_peer(&self.peer));
             self.quiesce();
             self.requests.cancel(ticket);
-            return Err(error);
+            return self.health.check().map(|()| None);
         }
         if to_tell {
             self.run(0, WRITE);
@@ -294,7 +294,7 @@ impl RecvConn {
     }
 
     fn fail_silently(&self, error: Error) {
-        if self.health.fail(error.clone()) && !self.closing.load(Ordering::Acquire) {
+        if self.health.fail(error.clone()) && !self.closing.load(Ordering::Acquire) && error.tell_once() {
             tracing::warn!(target: crate::os::log::NET, "receiving from {} failed: {error}", self.peer);
         }
     }
@@ -462,6 +462,11 @@ impl RecvConn {
                     self.health.peer_is_done();
                     // The sender's close waits for the kernel's acknowledgement, which may be delayed by 40 ms.
                     let _ = io.sock.set_tcp_quickack(true);
+                }
+                Type::Ask => {
+                    if let Some(answer) = self.state().core.ask(header.tag, header.order, header.total)? {
+                        self.outbox().extend_from_slice(&answer.encode());
+                    }
                 }
                 Type::Fence => {
                     // Fencing takes the other stream's lock; the keeper does it, who holds none.

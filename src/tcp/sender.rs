@@ -33,6 +33,11 @@ const SHARE: usize = 4 << 20;
 /// How long an orderly close waits for the peer's kernel to take what was sent.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
 
+/// How long a message may wait before the receiver is asked about it, and the longest pause between two questions. In
+/// ordinary work a receive follows within microseconds; a rank that is late by seconds is asked a handful of times.
+const ASK_AFTER: Duration = Duration::from_millis(20);
+const ASK_SELDOM: Duration = Duration::from_secs(10);
+
 /// Where a message's bytes are.
 struct Payload {
     data: *const u8,
@@ -54,6 +59,8 @@ struct State {
     core: SendCore,
     payloads: Vec<Option<Payload>>,
     done: Vec<Key>,
+    /// When to ask the receiver about stalled messages, and how long after the last time that is.
+    ask: Option<(Instant, Duration)>,
 }
 
 /// What a stream is sending.
@@ -112,6 +119,8 @@ pub struct SendConn {
     counters: Counters,
     recovery: bool,
     grown: AtomicBool,
+    /// Whether a message may be waiting for its receive or for credit.
+    stalled: AtomicBool,
     closing: AtomicBool,
 }
 
@@ -127,13 +136,19 @@ impl SendConn {
             net,
             link,
             peer,
-            state: Mutex::new(State { core: SendCore::new(recovery), payloads: Vec::new(), done: Vec::new() }),
+            state: Mutex::new(State {
+                core: SendCore::new(recovery),
+                payloads: Vec::new(),
+                done: Vec::new(),
+                ask: None,
+            }),
             streams: (0..MAX_STREAMS).map(|_| Stream::default()).collect(),
             requests: RequestSlots::new(),
             health: Health::default(),
             counters: Counters::default(),
             recovery,
             grown: AtomicBool::new(false),
+            stalled: AtomicBool::new(false),
             closing: AtomicBool::new(false),
         });
         conn.add_stream(0, 0, first)?;
@@ -201,8 +216,8 @@ impl SendConn {
         match posted {
             Err(error) => {
                 self.requests.cancel(ticket);
-                self.fail(error.clone().with_peer(&self.peer));
-                return Err(error);
+                self.fail(error.with_peer(&self.peer));
+                return self.health.check().map(|()| None);
             }
             Ok(Admit::Ready) if length as u64 <= EAGER_MAX => {
                 self.run(0, WRITE);
@@ -211,10 +226,12 @@ impl SendConn {
             Ok(Admit::AwaitsReceiver) => {
                 Counters::bump(&self.counters.stalls_receiver);
                 self.run(0, READ);
+                self.stalled.store(true, Ordering::Relaxed);
             }
             Ok(Admit::AwaitsCredit) => {
                 Counters::bump(&self.counters.stalls_credit);
                 self.run(0, READ);
+                self.stalled.store(true, Ordering::Relaxed);
             }
         }
         Ok(Some(ticket))
@@ -237,7 +254,37 @@ impl SendConn {
             self.quiesce();
             self.requests.abandon(ticket);
         })?;
+        if self.stalled.load(Ordering::Relaxed) {
+            self.ask_receiver();
+        }
         Ok(None)
+    }
+
+    /// Asks the receiver about messages that have waited a while. Receives of short messages are not announced, so
+    /// a message that is too long for one, or that other tags' early messages have left without credit, would else
+    /// wait for ever.
+    fn ask_receiver(&self) {
+        let headers = {
+            let mut state = self.state();
+            if !state.core.is_stalled() {
+                state.ask = None;
+                self.stalled.store(false, Ordering::Relaxed);
+                return;
+            }
+            let now = Instant::now();
+            let (at, pause) = *state.ask.get_or_insert((now + ASK_AFTER, ASK_AFTER));
+            if now < at {
+                return;
+            }
+            // Asked again, ever more seldom, since a break may have lost the question or the answer.
+            let pause = (pause * 2).min(ASK_SELDOM);
+            state.ask = Some((now + pause, pause));
+            state.core.stalled()
+        };
+        for header in headers {
+            self.queue_control(0, header, &[]);
+        }
+        self.run(0, WRITE);
     }
 
     /// Whether a request that is not done can still become so.
@@ -327,7 +374,7 @@ impl SendConn {
     }
 
     fn fail_silently(&self, error: Error) {
-        if self.health.fail(error.clone()) && !self.closing.load(Ordering::Acquire) {
+        if self.health.fail(error.clone()) && !self.closing.load(Ordering::Acquire) && error.tell_once() {
             tracing::warn!(target: crate::os::log::NET, "sending to {} failed: {error}", self.peer);
         }
         self.state().core.stream_down(0);
@@ -558,7 +605,7 @@ impl SendConn {
                 Type::Fenced => self.fenced(header.order as usize, header.total)?,
                 Type::Bye => self.health.peer_is_done(),
                 Type::Fail => return Err(told_by_peer(header.order, payload)),
-                Type::Data | Type::Fence => {
+                Type::Data | Type::Fence | Type::Ask => {
                     return Err(Error::remote(format!("the receiving side sent a {:?} frame", header.kind)));
                 }
             }
@@ -571,7 +618,7 @@ impl SendConn {
 
     fn acknowledged(&self, index: usize, header: &Header) -> Result<()> {
         let mut state = self.state();
-        let State { core, payloads, done } = &mut *state;
+        let State { core, payloads, done, .. } = &mut *state;
         if header.epoch != core.epoch(index) {
             return Err(Error::remote("an acknowledgement came for a former life of its stream"));
         }
@@ -647,7 +694,7 @@ impl SendConn {
     fn fenced(&self, index: usize, frames: u64) -> Result<()> {
         {
             let mut state = self.state();
-            let State { core, payloads, done } = &mut *state;
+            let State { core, payloads, done, .. } = &mut *state;
             // A stream that is connected again has been fenced by its own handshake.
             if !core.is_down(index) {
                 return Ok(());
