@@ -53,6 +53,15 @@ impl Namespace {
         ip(&format!("-n {} {words}", self.0));
     }
 
+    /// Waits until a link is up: the kernel reports its carrier a moment after it was made.
+    pub fn wait_for(&self, link: &str) {
+        super::eventually(&format!("{link} is up"), super::PATIENCE, || {
+            let shown =
+                Command::new("ip").args(["-n", &self.0, "-brief", "link", "show", link]).output().expect("ip runs");
+            String::from_utf8_lossy(&shown.stdout).contains(" UP ").then_some(())
+        });
+    }
+
     /// A command that runs the test `test` of this program inside, in `role`.
     pub fn command(&self, test: &str, role: &str) -> Command {
         let mut command = Command::new("ip");
@@ -80,6 +89,10 @@ pub fn two_hosts(links: usize) -> (Namespace, Namespace) {
             host.ip(&format!("link set rail{rail} addrgenmode eui64"));
             host.ip(&format!("link set rail{rail} up"));
         }
+    }
+    for rail in 0..links {
+        left.wait_for(&format!("rail{rail}"));
+        right.wait_for(&format!("rail{rail}"));
     }
     (left, right)
 }
