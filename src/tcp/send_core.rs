@@ -204,6 +204,22 @@ impl SendCore {
         Ok((key, admit))
     }
 
+    /// Whether a message waits for its receive or for credit.
+    pub fn is_stalled(&self) -> bool {
+        !(self.waiting.is_empty() && self.no_credit.is_empty())
+    }
+
+    /// What to ask the receiver about: messages that wait for their receive or for credit. The answer to both is a
+    /// clear-to-send, or the news that the receive is too small.
+    pub fn stalled(&self) -> Vec<Header> {
+        let keys = self.waiting.values().chain(&self.no_credit);
+        keys.map(|key| {
+            let Message { tag, order, length, .. } = self.messages[*key];
+            Header { tag, order, total: length, ..Header::of(Type::Ask, 0) }
+        })
+        .collect()
+    }
+
     /// Whether a stream could take a chunk now, if it had room.
     pub fn has_ready(&self) -> bool {
         !(self.short.is_empty() && self.long.is_empty() && self.again.is_empty())
@@ -370,6 +386,14 @@ impl SendCore {
         if let Some(key) = self.waiting.remove(&(tag, order)) {
             check_capacity(self.messages[key].length, capacity, tag)?;
             self.long.push_back(key);
+            return Ok(true);
+        }
+        let of_order = |key: &Key| (self.messages[*key].tag, self.messages[*key].order) == (tag, order);
+        if let Some(key) = self.no_credit.iter().position(of_order).and_then(|at| self.no_credit.remove(at)) {
+            // Its receive is posted: it needs no credit.
+            check_capacity(self.messages[key].length, capacity, tag)?;
+            self.messages[key].eager = false;
+            self.short.push_back(key);
             return Ok(true);
         }
         let next = self.tags.peek(tag);
