@@ -8,3 +8,4 @@ pub mod host;
 pub mod os;
 pub mod plugin;
 pub mod tcp;
+pub mod trace;

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use super::attend::Attention;
 use super::frame::{HEADER, Header, Type};
 use super::handshake::FEATURE_RECOVERY;
 use super::limits::MAX_STREAMS;
@@ -91,6 +92,7 @@ pub struct RecvConn {
     streams: Vec<Stream<Io>>,
     requests: RequestSlots,
     health: Health,
+    attention: Attention,
     counters: Counters,
     recovery: bool,
     closing: AtomicBool,
@@ -119,6 +121,7 @@ impl RecvConn {
             streams: (0..MAX_STREAMS).map(|_| Stream::default()).collect(),
             requests: RequestSlots::new(),
             health: Health::default(),
+            attention: Attention::default(),
             counters: Counters::default(),
             recovery,
             closing: AtomicBool::new(false),
@@ -207,6 +210,9 @@ impl RecvConn {
         }
         if to_tell {
             self.run(0, WRITE);
+        }
+        if self.attention.wanted() {
+            self.streams[0].kick();
         }
         Ok(Some(ticket))
     }
@@ -698,7 +704,14 @@ struct StreamSource {
 impl Source for StreamSource {
     fn poll(&self) -> Progress {
         let Some(conn) = self.conn.upgrade() else { return Progress::default() };
-        Progress { moved: conn.run(self.index, READ | WRITE), again: None }
+        let moved = conn.run(self.index, READ | WRITE);
+        if self.index == 0 {
+            if !moved && conn.attention.is_stalled() {
+                tracing::trace!(target: crate::os::log::NET, "waiting, from {}: {}", conn.peer, conn.state().core.describe());
+            }
+            return conn.attention.looked(moved, || conn.requests.outstanding() > 0);
+        }
+        Progress { moved, again: None }
     }
 
     fn fail(&self, error: Error) {

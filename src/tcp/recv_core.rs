@@ -333,6 +333,20 @@ impl RecvCore {
         Some(Header { offset: stream.received, total: returned, ..Header::of(Type::Ack, stream.epoch) })
     }
 
+    /// What the receives in flight wait for, in a line for logs.
+    pub fn describe(&self) -> String {
+        let entries = || self.tags.iter().flat_map(|tag| &tag.entries).filter(|entry| !entry.done);
+        let begun = entries().filter(|entry| entry.part.is_some() && entry.total.is_some()).count();
+        let posted = entries().filter(|entry| entry.part.is_some()).count();
+        let streams: Vec<String> =
+            self.streams.iter().map(|stream| format!("{}/{}", stream.received, stream.acked)).collect();
+        format!(
+            "{posted} receives posted, {begun} of them begun, {} early messages; frames taken in/acknowledged per stream: {}",
+            self.stages.len(),
+            streams.join(", "),
+        )
+    }
+
     /// Whether the sender should learn of returned credit soon: it may be waiting for it.
     pub fn owes_credit(&self) -> bool {
         self.returned - self.told >= EAGER_WINDOW / 4

@@ -303,9 +303,11 @@ impl SendCore {
         }
         message.flying += 1;
         let mut flags = if message.eager { EAGER } else { 0 };
-        if self.recovery && message.length > REPLAY_MAX
-            || self.credit_limit - self.credit_used.min(self.credit_limit) < EAGER_WINDOW / 2
-        {
+        // Somebody waits for the acknowledgement of what was not copied, of a resend (whose request may wait for
+        // nothing else), of a stream whose window or a connection whose credit runs low.
+        let window_low = self.streams[index].bytes + u64::from(flight.length) >= STREAM_WINDOW / 2;
+        let credit_low = self.credit_limit.saturating_sub(self.credit_used) < EAGER_WINDOW / 2;
+        if again || window_low || credit_low || self.recovery && message.length > REPLAY_MAX {
             flags |= PROMPT;
         }
         let stream = &mut self.streams[index];
@@ -427,6 +429,26 @@ impl SendCore {
         }
         self.again.extend(&lost);
         Ok(lost.len())
+    }
+
+    /// What the messages in flight wait for, in a line for logs.
+    pub fn describe(&self) -> String {
+        let streams: Vec<String> = self
+            .streams
+            .iter()
+            .map(|s| format!("{}{}/{}/{}", if s.live { "" } else { "down " }, s.sent, s.written, s.acked))
+            .collect();
+        format!(
+            "{} messages unfinished: {} wait for the receiver, {} for credit, {} short and {} long ready, {} chunks again; \
+             frames handed out/written/acknowledged per stream: {}",
+            self.messages.len(),
+            self.waiting.len(),
+            self.no_credit.len(),
+            self.short.len(),
+            self.long.len(),
+            self.again.len(),
+            streams.join(", "),
+        )
     }
 
     /// The epoch of stream `index`.

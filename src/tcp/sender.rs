@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use super::attend::Attention;
 use super::frame::{HEADER, Header, Type};
 use super::handshake::FEATURE_RECOVERY;
 use super::limits::{EAGER_MAX, MAX_STREAMS, REPLAY_MAX};
@@ -116,6 +117,7 @@ pub struct SendConn {
     streams: Vec<Stream<Io>>,
     requests: RequestSlots,
     health: Health,
+    attention: Attention,
     counters: Counters,
     recovery: bool,
     grown: AtomicBool,
@@ -145,6 +147,7 @@ impl SendConn {
             streams: (0..MAX_STREAMS).map(|_| Stream::default()).collect(),
             requests: RequestSlots::new(),
             health: Health::default(),
+            attention: Attention::default(),
             counters: Counters::default(),
             recovery,
             grown: AtomicBool::new(false),
@@ -233,6 +236,9 @@ impl SendConn {
                 self.run(0, READ);
                 self.stalled.store(true, Ordering::Relaxed);
             }
+        }
+        if self.attention.wanted() {
+            self.streams[0].kick();
         }
         Ok(Some(ticket))
     }
@@ -339,18 +345,23 @@ impl SendConn {
             }
             std::thread::sleep(Duration::from_micros(50));
         }
-        self.queue_control(0, Header::of(Type::Bye, 0), &[]);
+        // Each stream says goodbye for itself: the receiver reads them in any order.
+        for index in 0..MAX_STREAMS {
+            self.queue_control(index, Header::of(Type::Bye, 0), &[]);
+        }
+        let gone = |io: &Io| {
+            let written = io.out.is_none() && io.control.is_empty();
+            if written {
+                // Wakes the receiver's keeper, which sees to it that the acknowledgement is not delayed.
+                let _ = io.sock.shutdown(Shutdown::Write);
+            }
+            written && wire::unsent(io.sock.as_raw_fd()) == 0
+        };
         while Instant::now() < deadline && !self.health.is_failed() {
-            self.run(0, READ | WRITE);
-            let gone = self.streams[0].lock().as_ref().is_none_or(|io| {
-                let written = io.out.is_none() && io.control.is_empty();
-                if written {
-                    // Wakes the receiver's keeper, which sees to it that the acknowledgement is not delayed.
-                    let _ = io.sock.shutdown(Shutdown::Write);
-                }
-                written && wire::unsent(io.sock.as_raw_fd()) == 0
-            });
-            if gone {
+            for index in 0..MAX_STREAMS {
+                self.run(index, READ | WRITE);
+            }
+            if self.streams.iter().all(|stream| stream.lock().as_ref().is_none_or(|io| gone(io))) {
                 break;
             }
             std::thread::sleep(Duration::from_micros(50));
@@ -467,18 +478,18 @@ impl SendConn {
                 }
             }
             if wishes & READ == 0 {
-                return Step::Settled(moved);
+                return if share == 0 { Step::More } else { Step::Settled(moved) };
             }
             let read = match self.read(index, io, wake) {
                 Ok(read) => read,
                 Err(why) => return Step::Broken(why),
             };
             moved |= read;
-            if !read {
-                return Step::Settled(moved);
-            }
             if share == 0 {
                 return Step::More;
+            }
+            if !read {
+                return Step::Settled(moved);
             }
             // Something came back: credit or a clear-to-send may have made more ready.
             wishes = READ | WRITE;
@@ -765,7 +776,14 @@ struct StreamSource {
 impl Source for StreamSource {
     fn poll(&self) -> Progress {
         let Some(conn) = self.conn.upgrade() else { return Progress::default() };
-        Progress { moved: conn.run(self.index, READ | WRITE), again: None }
+        let moved = conn.run(self.index, READ | WRITE);
+        if self.index == 0 {
+            if !moved && conn.attention.is_stalled() {
+                tracing::trace!(target: crate::os::log::NET, "waiting, to {}: {}", conn.peer, conn.state().core.describe());
+            }
+            return conn.attention.looked(moved, || conn.requests.outstanding() > 0);
+        }
+        Progress { moved, again: None }
     }
 
     fn fail(&self, error: Error) {
