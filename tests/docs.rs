@@ -124,7 +124,8 @@ fn pattern(literal: &str) -> String {
             out.push_str(piece.split_once('}').map_or("", |(_, rest)| rest));
         }
     }
-    squeezed(&out)
+    // Two values side by side look like one.
+    squeezed(&out.replace("……", "…"))
 }
 
 fn squeezed(text: &str) -> String {
