@@ -40,3 +40,4 @@ pub mod host;
 pub mod os;
 pub mod plugin;
 pub mod tcp;
+pub mod trace;

@@ -16,6 +16,7 @@ mod send_recv;
 mod size;
 mod stats;
 mod table;
+mod trace;
 
 use std::process::ExitCode;
 
@@ -63,6 +64,7 @@ enum Command {
     AllReduce(all_reduce::Options),
     SendRecv(send_recv::Options),
     Doctor(doctor::Options),
+    Trace(trace::Options),
     /// A rank of all-reduce, started by it.
     #[command(hide = true)]
     Rank,
@@ -80,6 +82,7 @@ pub(crate) fn main() -> ExitCode {
         Command::SendRecv(options) => send_recv::run(&options),
         Command::Doctor(options) => doctor::run(&options),
         Command::Peer => return send_recv::run_peer(),
+        Command::Trace(options) => trace::run(&options),
         Command::Rank => return all_reduce::run_rank(),
     };
     exit_code(&outcome)

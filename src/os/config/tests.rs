@@ -35,6 +35,16 @@ fn each_variable_reaches_its_field() {
         ("NCCL_SOCKET_IFNAME", "=eth0"),
         ("NCCL_SOCKET_FAMILY", "AF_INET6"),
         ("NCCL_COMM_ID", "10.0.0.1:1234"),
+        ("TOWLINE_PROFILE", "trace,metrics"),
+        ("TOWLINE_PROFILE_DIR", "/traces"),
+        ("TOWLINE_PROFILE_EVENTS", "Coll"),
+        ("TOWLINE_PROFILE_BUFFER", "64"),
+        ("TOWLINE_PROFILE_LIMIT", "100"),
+        ("TOWLINE_PROFILE_CONTROL", "off"),
+        ("TOWLINE_METRICS_FILE", "/m/%p.prom"),
+        ("TOWLINE_METRICS_INTERVAL", "0.5"),
+        ("TOWLINE_METRICS_LISTEN", "9400"),
+        ("TOWLINE_PROFILER_CHAIN", "libother.so"),
         ("PATH", "/bin"),
     ]);
     assert_eq!(complaints, []);
@@ -52,6 +62,16 @@ fn each_variable_reaches_its_field() {
         socket_ifname: Some("=eth0".into()),
         socket_family: Some(Family::V6),
         comm_id: Some("10.0.0.1:1234".into()),
+        profile: Some("trace,metrics".into()),
+        profile_dir: Some("/traces".into()),
+        profile_events: Some("Coll".into()),
+        profile_buffer: Some(64),
+        profile_limit: Some(100),
+        profile_control: Some("off".into()),
+        metrics_file: Some("/m/%p.prom".into()),
+        metrics_interval: Duration::from_millis(500),
+        metrics_listen: Some("9400".into()),
+        profiler_chain: Some("libother.so".into()),
     };
     assert_eq!(config, expected);
 }
