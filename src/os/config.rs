@@ -125,8 +125,8 @@ variables! {
         unit: "TCP streams per connection",
         since: "0.1.0",
         read: "init; connections",
-        help: "The most TCP streams that one connection may open. `auto` lets Towline choose by the number of cores, \
-               rails and connections. The accepting side may grant fewer.",
+        help: "The most TCP streams that one connection may open, 16 at the very most. `auto` chooses by the number of \
+               cores and rails.",
     }
     workers: Option<usize> {
         name: "TOWLINE_WORKERS",
