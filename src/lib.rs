@@ -1,6 +1,38 @@
 //! # Towline
 //!
-//! A network transport for NCCL. The library is loaded by NCCL as `libnccl-net.so`.
+//! A network transport for NCCL. NCCL loads this library as `libnccl-net.so` and calls it through the tables
+//! `ncclNetPlugin_v4` to `_v12`; the program `towline` loads it in the same way, without a GPU.
+//!
+//! # The way through the house
+//!
+//! A call from NCCL arrives in [`abi`], the only room that sees NCCL's raw pointers: one file per version of the
+//! interface, each of which says what its version changed. Arguments become typed values, panics stop there, and
+//! failures become result codes.
+//!
+//! [`plugin`] is what NCCL calls a plugin: [`plugin::facade`] has one function for each thing that NCCL can ask for.
+//! It knows contexts, turns the host's interfaces into [devices](plugin::devices), makes and reads the
+//! [handle](plugin::handle) that NCCL carries to the other rank, and passes each transfer to the backend of its
+//! connection.
+//!
+//! [`tcp`] is that backend. A connection carries messages in one direction, over one or more sockets. Its protocol
+//! is two state machines that do no I/O, [`tcp::send_core`] and [`tcp::recv_core`]; [`tcp::sender`] and
+//! [`tcp::receiver`] are the rings of sockets and requests around them. [`tcp::dialer`] and [`tcp::acceptor`] get
+//! connected, by the proof in [`tcp::handshake`].
+//!
+//! [`engine`] is what every backend shares: [request slots](engine::request) that end exactly once, opaque
+//! [handles](engine::handle), and the [poller](engine::poller), whose worker threads and NCCL's own threads run the
+//! same code.
+//!
+//! [`os`] is the ground floor: interfaces and sysfs, descriptors that a forked child does not keep, the
+//! [configuration](os::config), which is one table, the [log](os::log), and the one [error type](os::error).
+//!
+//! Imports point down only: `abi`, `plugin`, `tcp`, `engine`, `os`. [`host`] stands beside them and plays NCCL: it
+//! opens a plugin through `dlopen` and drives its table, ours or any other, for the command line and the tests.
+//!
+//! # Where to go on
+//!
+//! `docs/architecture.md` follows a message from `isend` to the wire and back, and has the wire protocol;
+//! `docs/troubleshooting.md` explains every message; `docs/configuration.md` every variable.
 
 pub mod abi;
 pub mod engine;
@@ -10,3 +42,4 @@ pub mod plugin;
 #[cfg(feature = "rdma")]
 pub mod rdma;
 pub mod tcp;
+pub mod trace;

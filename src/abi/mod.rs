@@ -19,6 +19,7 @@
 pub mod ffi;
 mod guard;
 mod pointer;
+pub mod profiler;
 mod properties;
 mod result;
 mod table;

@@ -8,6 +8,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
 
 use towline::os::error::{Error, Result};
 
@@ -40,6 +41,18 @@ impl Child {
     /// How it ended, if it has.
     pub(crate) fn ending(&mut self) -> Option<ExitStatus> {
         self.0.try_wait().ok().flatten()
+    }
+
+    /// How it ended, if it does within `patience`.
+    pub(crate) fn ending_within(&mut self, patience: Duration) -> Option<ExitStatus> {
+        let start = Instant::now();
+        loop {
+            let ending = self.ending();
+            if ending.is_some() || start.elapsed() >= patience {
+                return ending;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 
     /// Waits for its end.

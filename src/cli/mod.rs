@@ -16,6 +16,7 @@ mod send_recv;
 mod size;
 mod stats;
 mod table;
+mod trace;
 
 use std::process::ExitCode;
 
@@ -63,6 +64,7 @@ enum Command {
     AllReduce(all_reduce::Options),
     SendRecv(send_recv::Options),
     Doctor(doctor::Options),
+    Trace(trace::Options),
     /// A rank of all-reduce, started by it.
     #[command(hide = true)]
     Rank,
@@ -80,6 +82,7 @@ pub(crate) fn main() -> ExitCode {
         Command::SendRecv(options) => send_recv::run(&options),
         Command::Doctor(options) => doctor::run(&options),
         Command::Peer => return send_recv::run_peer(),
+        Command::Trace(options) => trace::run(&options),
         Command::Rank => return all_reduce::run_rank(),
     };
     exit_code(&outcome)
@@ -103,6 +106,24 @@ fn take_in_conf_files() {
         if std::env::var_os(&name).is_none() && !name.contains('\0') && !value.contains('\0') {
             // SAFETY: this runs first in `main`, before there is another thread that could read the environment.
             unsafe { std::env::set_var(name, value) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn every_flag_of_every_subcommand_is_explained() {
+        let command = CommandLine::command();
+        command.clone().debug_assert();
+        for sub in command.get_subcommands() {
+            assert!(sub.get_about().is_some(), "{}", sub.get_name());
+            for flag in sub.get_arguments() {
+                assert!(flag.get_help().is_some(), "{} {}", sub.get_name(), flag.get_id());
+            }
         }
     }
 }

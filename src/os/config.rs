@@ -125,8 +125,8 @@ variables! {
         unit: "TCP streams per connection",
         since: "0.1.0",
         read: "init; connections",
-        help: "The most TCP streams that one connection may open. `auto` lets Towline choose by the number of cores, \
-               rails and connections. The accepting side may grant fewer.",
+        help: "The most TCP streams that one connection may open, 16 at the very most. `auto` chooses by the number of \
+               cores and rails.",
     }
     workers: Option<usize> {
         name: "TOWLINE_WORKERS",
@@ -213,6 +213,98 @@ variables! {
         help: "How much goes to standard error when there is no NCCL to log through, as in the command line. Inside \
                NCCL, `NCCL_DEBUG` and `NCCL_DEBUG_SUBSYS` decide: INFO shows what was chosen and why, TRACE adds \
                debugging detail.",
+    }
+    profile: Option<String> {
+        name: "TOWLINE_PROFILE",
+        default: "",
+        unit: "",
+        since: "0.1.0",
+        read: "profiler init",
+        help: "What the built-in profiler does: a comma-separated list of `trace` (a file for ui.perfetto.dev), \
+               `summary` (tables at the end) and `metrics` (Prometheus), or `all`. Unset or `off`: nothing, at no cost. \
+               NCCL 2.23 to 2.27 also need `NCCL_PROFILER_PLUGIN=libnccl-net.so`; later ones find the profiler \
+               themselves. See `docs/profiling.md`.",
+    }
+    profile_dir: Option<String> {
+        name: "TOWLINE_PROFILE_DIR",
+        default: "",
+        unit: "",
+        since: "0.1.0",
+        read: "profiler init",
+        help: "The directory for the profiler's files; it is made when it does not exist. Unset: the working directory. \
+               Files are named after host and process, so that all ranks may share one.",
+    }
+    profile_events: Option<String> {
+        name: "TOWLINE_PROFILE_EVENTS",
+        default: "",
+        unit: "",
+        since: "0.1.0",
+        read: "profiler init",
+        help: "Which of NCCL's events to ask for, by name or as NCCL's mask, as in `Coll,ProxyStep` or `0x12`. Unset: all \
+               but ProxyCtrl for a trace, and what the figures are made from otherwise. An event brings its ancestors \
+               along.",
+    }
+    profile_buffer: Option<u32> {
+        name: "TOWLINE_PROFILE_BUFFER",
+        default: "auto",
+        unit: "MiB per process",
+        since: "0.1.0",
+        read: "profiler init",
+        help: "Memory for events on their way from NCCL's threads to the profiler's. Events that find no room are \
+               dropped, counted and reported. `auto` is 32.",
+    }
+    profile_limit: Option<u32> {
+        name: "TOWLINE_PROFILE_LIMIT",
+        default: "auto",
+        unit: "MiB per trace file",
+        since: "0.1.0",
+        read: "profiler init",
+        help: "How large a trace file may become. What comes later is not in it, and that is said; summary and metrics \
+               go on. `auto` is 4096.",
+    }
+    profile_control: Option<String> {
+        name: "TOWLINE_PROFILE_CONTROL",
+        default: "",
+        unit: "",
+        since: "0.1.0",
+        read: "profiler init",
+        help: "The path of the control socket, on which a running job answers `summary`, `metrics` and `flush`; `%h` and \
+               `%p` stand for host and process. Unset: `towline-%h-%p.sock` in the profiler's directory. `off`: none.",
+    }
+    metrics_file: Option<String> {
+        name: "TOWLINE_METRICS_FILE",
+        default: "",
+        unit: "",
+        since: "0.1.0",
+        read: "profiler init",
+        help: "The file for `metrics`, in the format of Prometheus and replaced as a whole, for node_exporter's textfile \
+               collector; `%h` and `%p` stand for host and process. Unset: `towline-%h-%p.prom` in the profiler's \
+               directory. `off`: none.",
+    }
+    metrics_interval: Duration {
+        name: "TOWLINE_METRICS_INTERVAL",
+        default: "10",
+        unit: "seconds",
+        since: "0.1.0",
+        read: "profiler init",
+        help: "How often the metrics file is renewed. A fraction is allowed.",
+    }
+    metrics_listen: Option<String> {
+        name: "TOWLINE_METRICS_LISTEN",
+        default: "",
+        unit: "",
+        since: "0.1.0",
+        read: "profiler init",
+        help: "Where metrics are served over HTTP, `address:port`. A port alone means 127.0.0.1. Unset: nowhere.",
+    }
+    profiler_chain: Option<String> {
+        name: "TOWLINE_PROFILER_CHAIN",
+        default: "",
+        unit: "",
+        since: "0.1.0",
+        read: "profiler init",
+        help: "A second NCCL profiler to load behind Towline's: a path or a name that the dynamic linker finds. It gets \
+               the events that it asks for, with its own handles, whether or not `TOWLINE_PROFILE` is set.",
     }
     socket_ifname: Option<String> {
         name: "NCCL_SOCKET_IFNAME",

@@ -9,5 +9,6 @@ pub mod fork;
 pub mod interfaces;
 pub mod log;
 pub mod nccl_conf;
+pub mod net_event;
 pub mod sysfs;
 pub mod thread;

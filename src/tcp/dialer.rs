@@ -64,6 +64,8 @@ struct State {
     try_until: Instant,
     refused_since: Option<Instant>,
     epoch: u16,
+    /// Why the last try failed: more telling than that the deadline cut off the next one.
+    last_failure: Option<Error>,
     result: Option<Result<Arc<SendConn>>>,
 }
 
@@ -113,6 +115,7 @@ impl Dial {
                 try_until: now,
                 refused_since: None,
                 epoch,
+                last_failure: None,
                 result: None,
             }),
             settled: Condvar::new(),
@@ -343,6 +346,7 @@ impl Dial {
             self.finish(state, Err(error));
             return Progress { moved: true, again: None };
         }
+        state.last_failure = Some(error);
         // A new life for every try: the peer may have taken the last one for good before its welcome was lost.
         state.epoch = state.epoch.wrapping_add(u16::from(matches!(self.purpose, Purpose::Join { .. })));
         let pause = Duration::from_millis(10 << state.tries.min(5));
@@ -374,9 +378,11 @@ impl Dial {
             }
             Ok(None) if matches!(state.stage, Stage::Over) => Progress::default(),
             Ok(None) if now >= state.try_until => {
-                self.failed(&mut state, Error::remote("the peer did not answer").with_hint(
+                let cut_off = state.last_failure.take().filter(|_| now >= self.deadline);
+                let error = cut_off.unwrap_or_else(|| Error::remote("the peer did not answer").with_hint(
                     "check that the hosts can reach each other on the chosen interfaces (NCCL_SOCKET_IFNAME), and their firewalls",
-                ))
+                ));
+                self.failed(&mut state, error)
             }
             Ok(None) => Progress { moved: false, again: Some(state.try_until) },
             Err(error) => self.failed(&mut state, error),

@@ -52,6 +52,9 @@ pub enum Type {
     Fence = 6,
     /// Receiver → sender: of stream `order` in epoch `offset`, `total` frames were taken in, and no more will be.
     Fenced = 7,
+    /// Sender → receiver: the `order`-th message with `tag` has `total` bytes and has waited a while, for its receive or
+    /// for credit. The receiver answers with [`Type::Clear`] as soon as the receive is posted, however small that is.
+    Ask = 8,
 }
 
 impl Type {
@@ -64,6 +67,7 @@ impl Type {
             5 => Self::Fail,
             6 => Self::Fence,
             7 => Self::Fenced,
+            8 => Self::Ask,
             _ => return None,
         })
     }

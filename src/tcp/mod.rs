@@ -20,6 +20,7 @@
 //! | [`acceptor`], [`dialer`] | getting connected |
 
 pub mod acceptor;
+pub mod attend;
 pub mod dialer;
 pub mod frame;
 pub mod handshake;

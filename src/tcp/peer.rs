@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
+use super::frame::{Header, MAX_CONTROL, Type};
 use crate::os::error::{Cause, Error};
 
 /// The other end, for messages.
@@ -87,7 +88,7 @@ impl Health {
 }
 
 /// The code of a cause in a fail frame.
-pub fn cause_code(cause: Cause) -> u64 {
+fn cause_code(cause: Cause) -> u64 {
     match cause {
         Cause::System => 1,
         Cause::Argument => 2,
@@ -95,6 +96,16 @@ pub fn cause_code(cause: Cause) -> u64 {
         Cause::Remote => 4,
         Cause::Internal => 5,
     }
+}
+
+/// The frame that tells the peer of a failure.
+pub fn failure(error: &Error) -> Vec<u8> {
+    let text = error.what().as_bytes();
+    let text = &text[..text.len().min(MAX_CONTROL as usize)];
+    let header = Header { order: cause_code(error.cause()), length: text.len() as u32, ..Header::of(Type::Fail, 0) };
+    let mut frame = header.encode().to_vec();
+    frame.extend_from_slice(text);
+    frame
 }
 
 /// What a failure that the peer told of is on this side: a mistake in sizes concerns both, everything else is the

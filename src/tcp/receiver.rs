@@ -12,11 +12,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::frame::{HEADER, Header, MAX_CONTROL, Type};
+use super::attend::Attention;
+use super::frame::{HEADER, Header, Type};
 use super::handshake::FEATURE_RECOVERY;
 use super::limits::MAX_STREAMS;
 use super::net::{Link, Net, Sock};
-use super::peer::{Broken, Health, Peer, cause_code, left_early, lost, told_by_peer};
+use super::peer::{Broken, Health, Peer, failure, left_early, lost, told_by_peer};
 use super::recv_core::{End, Part, Place, Posted, RecvCore, StageKey};
 use super::stream::{READ, Ran, Step, Stream, WRITE};
 use super::wire::{self, Piece};
@@ -76,6 +77,8 @@ struct Io {
     body: Body,
     out: Vec<u8>,
     sent: usize,
+    /// Goodbye was said; nothing may follow it.
+    parted: bool,
 }
 
 /// A connection that receives.
@@ -89,6 +92,7 @@ pub struct RecvConn {
     streams: Vec<Stream<Io>>,
     requests: RequestSlots,
     health: Health,
+    attention: Attention,
     counters: Counters,
     recovery: bool,
     closing: AtomicBool,
@@ -117,6 +121,7 @@ impl RecvConn {
             streams: (0..MAX_STREAMS).map(|_| Stream::default()).collect(),
             requests: RequestSlots::new(),
             health: Health::default(),
+            attention: Attention::default(),
             counters: Counters::default(),
             recovery,
             closing: AtomicBool::new(false),
@@ -140,6 +145,7 @@ impl RecvConn {
             body: Body::None,
             out: Vec::new(),
             sent: 0,
+            parted: false,
         };
         self.health.stream_up();
         self.state().core.stream_up(index, epoch);
@@ -197,13 +203,16 @@ impl RecvConn {
             })
         };
         if let Err(error) = posted {
-            self.fail(error.clone().with_peer(&self.peer));
+            self.fail(error.with_peer(&self.peer));
             self.quiesce();
             self.requests.cancel(ticket);
-            return Err(error);
+            return self.health.check().map(|()| None);
         }
         if to_tell {
             self.run(0, WRITE);
+        }
+        if self.attention.wanted() {
+            self.streams[0].kick();
         }
         Ok(Some(ticket))
     }
@@ -256,15 +265,14 @@ impl RecvConn {
     pub fn close(&self) {
         self.closing.store(true, Ordering::Release);
         if self.requests.outstanding() == 0 && !self.health.is_failed() {
-            for index in 0..MAX_STREAMS {
-                self.run(index, WRITE);
-            }
-            self.outbox().extend_from_slice(&Header::of(Type::Bye, 0).encode());
+            // Each stream says goodbye for itself, behind its last acknowledgement: the sender reads them in any order.
             let deadline = Instant::now() + CLOSE_PATIENCE;
             while Instant::now() < deadline && !self.health.is_failed() {
-                self.run(0, WRITE);
-                let gone = self.streams[0].lock().as_ref().is_none_or(|io| io.sent == io.out.len());
-                if gone && self.outbox().is_empty() {
+                for index in 0..MAX_STREAMS {
+                    self.run(index, WRITE);
+                }
+                let parted = |io: &Io| io.parted && io.sent == io.out.len();
+                if self.streams.iter().all(|stream| stream.lock().as_ref().is_none_or(|io| parted(io))) {
                     break;
                 }
                 std::thread::sleep(Duration::from_micros(50));
@@ -292,7 +300,7 @@ impl RecvConn {
     }
 
     fn fail_silently(&self, error: Error) {
-        if self.health.fail(error.clone()) && !self.closing.load(Ordering::Acquire) {
+        if self.health.fail(error.clone()) && !self.closing.load(Ordering::Acquire) && error.tell_once() {
             tracing::warn!(target: crate::os::log::NET, "receiving from {} failed: {error}", self.peer);
         }
     }
@@ -301,23 +309,18 @@ impl RecvConn {
         if self.health.is_failed() {
             return;
         }
-        let text = error.what().as_bytes();
-        let text = &text[..text.len().min(MAX_CONTROL as usize)];
-        let header =
-            Header { order: cause_code(error.cause()), length: text.len() as u32, ..Header::of(Type::Fail, 0) };
-        {
-            let mut outbox = self.outbox();
-            outbox.extend_from_slice(&header.encode());
-            outbox.extend_from_slice(text);
-        }
+        self.outbox().extend_from_slice(&failure(error));
         self.run(0, WRITE);
     }
 
-    /// Closes all sockets, waiting for the threads that use them. After this no thread touches a buffer.
+    /// Takes all sockets away, waiting for the threads that use them. After this no thread touches a buffer.
     fn quiesce(&self) {
         for stream in &self.streams {
-            if stream.take().is_some() {
+            if let Some(io) = stream.take() {
                 self.health.stream_down();
+                // Not closed here: unread bytes would make the kernel send a reset, which can overtake the word that
+                // tells the peer what is wrong.
+                self.net.linger(io.sock);
             }
         }
     }
@@ -461,7 +464,16 @@ impl RecvConn {
                         self.placed(index, io, 0);
                     }
                 }
-                Type::Bye => self.health.peer_is_done(),
+                Type::Bye => {
+                    self.health.peer_is_done();
+                    // The sender's close waits for the kernel's acknowledgement, which may be delayed by 40 ms.
+                    let _ = io.sock.set_tcp_quickack(true);
+                }
+                Type::Ask => {
+                    if let Some(answer) = self.state().core.ask(header.tag, header.order, header.total)? {
+                        self.outbox().extend_from_slice(&answer.encode());
+                    }
+                }
                 Type::Fence => {
                     // Fencing takes the other stream's lock; the keeper does it, who holds none.
                     let fence = (header.order as usize, header.offset as u16);
@@ -532,6 +544,10 @@ impl RecvConn {
                 if let Some(header) = self.state().core.take_ack(index, force) {
                     io.out.extend_from_slice(&header.encode());
                 }
+                if self.closing.load(Ordering::Acquire) && !io.parted && !self.health.is_failed() {
+                    io.parted = true;
+                    io.out.extend_from_slice(&Header::of(Type::Bye, 0).encode());
+                }
                 if io.out.is_empty() {
                     return Ok(moved);
                 }
@@ -544,9 +560,23 @@ impl RecvConn {
         }
     }
 
+    /// Tells the peer of a failure on the stream that met it, which may be the only one.
+    fn part_in_anger(&self, mut io: Io, error: &Error) {
+        if !self.health.is_failed() {
+            io.out.extend_from_slice(&failure(error));
+            // SAFETY: both pieces are this stream's own buffers. What the socket does not take is lost, and the peer
+            // learns of the end without the reason.
+            let _ = unsafe { wire::send(io.sock.as_raw_fd(), [Piece::of(&io.out[io.sent..]), Piece::of(&[])]) };
+        }
+        self.net.linger(io.sock);
+    }
+
     /// A stream ended. Decides whether that ends the connection.
     fn broken(&self, io: Box<Io>, why: Broken) {
-        drop(io);
+        match &why {
+            Broken::Fatal(error) => self.part_in_anger(*io, error),
+            _ => drop(io),
+        }
         let left = self.health.stream_down();
         match why {
             Broken::Fatal(error) => self.fail(error.with_peer(&self.peer)),
@@ -674,7 +704,14 @@ struct StreamSource {
 impl Source for StreamSource {
     fn poll(&self) -> Progress {
         let Some(conn) = self.conn.upgrade() else { return Progress::default() };
-        Progress { moved: conn.run(self.index, READ | WRITE), again: None }
+        let moved = conn.run(self.index, READ | WRITE);
+        if self.index == 0 {
+            if !moved && conn.attention.is_stalled() {
+                tracing::trace!(target: crate::os::log::NET, "waiting, from {}: {}", conn.peer, conn.state().core.describe());
+            }
+            return conn.attention.looked(moved, || conn.requests.outstanding() > 0);
+        }
+        Progress { moved, again: None }
     }
 
     fn fail(&self, error: Error) {

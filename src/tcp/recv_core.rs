@@ -65,6 +65,8 @@ pub enum Posted {
 struct Entry {
     part: Option<(Part, u64)>,
     total: Option<u64>,
+    /// The size of a message that the sender has asked about.
+    asked: Option<u64>,
     received: u64,
     stage: Option<StageKey>,
     staged_whole: bool,
@@ -154,18 +156,45 @@ impl RecvCore {
         let entry = queue.entry(order);
         debug_assert!(entry.part.is_none());
         entry.part = Some((part, capacity));
-        if let Some(total) = entry.total.filter(|total| *total > capacity) {
+        if let Some(total) = entry.total.or(entry.asked).filter(|total| *total > capacity) {
             return Err(too_long(total, capacity, tag));
         }
         if entry.staged_whole {
             let stage = entry.stage.expect("a staged message has a buffer");
             return Ok(Posted::Early(stage, entry.total.expect("known since its first frame")));
         }
-        if capacity > EAGER_MAX && entry.stage.is_none() {
+        if (capacity > EAGER_MAX || entry.asked.is_some()) && entry.stage.is_none() {
             let header = Header { tag, order, total: capacity, ..Header::of(Type::Clear, 0) };
             return Ok(Posted::Announce(header));
         }
         Ok(Posted::Waits)
+    }
+
+    /// The sender asks after the `order`-th receive with `tag`, for a message of `total` bytes that has waited a while.
+    /// The answer, if it can be given now.
+    ///
+    /// # Errors
+    /// A usage error when the receive is posted and smaller; a remote error when the peer runs too far ahead.
+    pub fn ask(&mut self, tag: i32, order: u64, total: u64) -> Result<Option<Header>> {
+        let queue = self.tag(tag);
+        if order < queue.base {
+            return Ok(None);
+        }
+        if order - queue.base >= MAX_AHEAD {
+            return Err(Error::remote("the peer sent more messages than a connection can hold"));
+        }
+        let entry = queue.entry(order);
+        if entry.done || entry.total.is_some() {
+            return Ok(None);
+        }
+        match entry.part {
+            Some((_, capacity)) if total > capacity => Err(too_long(total, capacity, tag)),
+            Some((_, capacity)) => Ok(Some(Header { tag, order, total: capacity, ..Header::of(Type::Clear, 0) })),
+            None => {
+                entry.asked = Some(total);
+                Ok(None)
+            }
+        }
     }
 
     /// The clear-to-sends of all receives that still wait for a message that needs one: after a break they may
@@ -302,6 +331,20 @@ impl RecvCore {
         stream.acked = stream.received;
         self.told = returned;
         Some(Header { offset: stream.received, total: returned, ..Header::of(Type::Ack, stream.epoch) })
+    }
+
+    /// What the receives in flight wait for, in a line for logs.
+    pub fn describe(&self) -> String {
+        let entries = || self.tags.iter().flat_map(|tag| &tag.entries).filter(|entry| !entry.done);
+        let begun = entries().filter(|entry| entry.part.is_some() && entry.total.is_some()).count();
+        let posted = entries().filter(|entry| entry.part.is_some()).count();
+        let streams: Vec<String> =
+            self.streams.iter().map(|stream| format!("{}/{}", stream.received, stream.acked)).collect();
+        format!(
+            "{posted} receives posted, {begun} of them begun, {} early messages; frames taken in/acknowledged per stream: {}",
+            self.stages.len(),
+            streams.join(", "),
+        )
     }
 
     /// Whether the sender should learn of returned credit soon: it may be waiting for it.

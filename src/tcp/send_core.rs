@@ -204,6 +204,22 @@ impl SendCore {
         Ok((key, admit))
     }
 
+    /// Whether a message waits for its receive or for credit.
+    pub fn is_stalled(&self) -> bool {
+        !(self.waiting.is_empty() && self.no_credit.is_empty())
+    }
+
+    /// What to ask the receiver about: messages that wait for their receive or for credit. The answer to both is a
+    /// clear-to-send, or the news that the receive is too small.
+    pub fn stalled(&self) -> Vec<Header> {
+        let keys = self.waiting.values().chain(&self.no_credit);
+        keys.map(|key| {
+            let Message { tag, order, length, .. } = self.messages[*key];
+            Header { tag, order, total: length, ..Header::of(Type::Ask, 0) }
+        })
+        .collect()
+    }
+
     /// Whether a stream could take a chunk now, if it had room.
     pub fn has_ready(&self) -> bool {
         !(self.short.is_empty() && self.long.is_empty() && self.again.is_empty())
@@ -253,14 +269,13 @@ impl SendCore {
         Some(self.fly(index, flight, false))
     }
 
-    /// How large a chunk should be: what is ready or on the way, spread over all streams, within bounds. A lone
-    /// message is cut small so that every stream gets a part at once; in a steady flow of messages all streams are
-    /// busy anyway, and large pieces cost less.
+    /// How large a chunk should be: the ready bytes spread over all streams, within bounds. NCCL waits for whole
+    /// messages and keeps eight in flight per channel, so what counts is how soon each one is complete: every stream
+    /// gets a part at once.
     fn chunk_size(&self, streams: u64) -> u64 {
         let ready: u64 =
             self.long.iter().take(4).map(|key| self.messages[*key].length - self.messages[*key].assigned).sum();
-        let flying: u64 = self.streams.iter().map(|stream| stream.bytes).sum();
-        let even = (ready + flying).div_ceil(streams).next_multiple_of(ALIGN.max(4096));
+        let even = ready.div_ceil(streams).next_multiple_of(ALIGN.max(4096));
         even.clamp(CHUNK_MIN, CHUNK_MAX)
     }
 
@@ -288,9 +303,11 @@ impl SendCore {
         }
         message.flying += 1;
         let mut flags = if message.eager { EAGER } else { 0 };
-        if self.recovery && message.length > REPLAY_MAX
-            || self.credit_limit - self.credit_used.min(self.credit_limit) < EAGER_WINDOW / 2
-        {
+        // Somebody waits for the acknowledgement of what was not copied, of a resend (whose request may wait for
+        // nothing else), of a stream whose window or a connection whose credit runs low.
+        let window_low = self.streams[index].bytes + u64::from(flight.length) >= STREAM_WINDOW / 2;
+        let credit_low = self.credit_limit.saturating_sub(self.credit_used) < EAGER_WINDOW / 2;
+        if again || window_low || credit_low || self.recovery && message.length > REPLAY_MAX {
             flags |= PROMPT;
         }
         let stream = &mut self.streams[index];
@@ -371,6 +388,14 @@ impl SendCore {
             self.long.push_back(key);
             return Ok(true);
         }
+        let of_order = |key: &Key| (self.messages[*key].tag, self.messages[*key].order) == (tag, order);
+        if let Some(key) = self.no_credit.iter().position(of_order).and_then(|at| self.no_credit.remove(at)) {
+            // Its receive is posted: it needs no credit.
+            check_capacity(self.messages[key].length, capacity, tag)?;
+            self.messages[key].eager = false;
+            self.short.push_back(key);
+            return Ok(true);
+        }
         let next = self.tags.peek(tag);
         // A clear-to-send for a message that was short enough to go without it has nothing left to say.
         if order >= next {
@@ -404,6 +429,26 @@ impl SendCore {
         }
         self.again.extend(&lost);
         Ok(lost.len())
+    }
+
+    /// What the messages in flight wait for, in a line for logs.
+    pub fn describe(&self) -> String {
+        let streams: Vec<String> = self
+            .streams
+            .iter()
+            .map(|s| format!("{}{}/{}/{}", if s.live { "" } else { "down " }, s.sent, s.written, s.acked))
+            .collect();
+        format!(
+            "{} messages unfinished: {} wait for the receiver, {} for credit, {} short and {} long ready, {} chunks again; \
+             frames handed out/written/acknowledged per stream: {}",
+            self.messages.len(),
+            self.waiting.len(),
+            self.no_credit.len(),
+            self.short.len(),
+            self.long.len(),
+            self.again.len(),
+            streams.join(", "),
+        )
     }
 
     /// The epoch of stream `index`.

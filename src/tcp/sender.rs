@@ -8,16 +8,18 @@
 //! across a system call.
 
 use std::io;
+use std::net::Shutdown;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::frame::{HEADER, Header, MAX_CONTROL, Type};
+use super::attend::Attention;
+use super::frame::{HEADER, Header, Type};
 use super::handshake::FEATURE_RECOVERY;
 use super::limits::{EAGER_MAX, MAX_STREAMS, REPLAY_MAX};
 use super::net::{Link, Net, Sock};
-use super::peer::{Broken, Health, Peer, cause_code, left_early, lost, told_by_peer};
+use super::peer::{Broken, Health, Peer, failure, left_early, lost, told_by_peer};
 use super::send_core::{Admit, Chunk, Key, SendCore};
 use super::stream::{READ, Ran, Step, Stream, WRITE};
 use super::wire::{self, Piece};
@@ -31,6 +33,11 @@ const SHARE: usize = 4 << 20;
 
 /// How long an orderly close waits for the peer's kernel to take what was sent.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
+
+/// How long a message may wait before the receiver is asked about it, and the longest pause between two questions. In
+/// ordinary work a receive follows within microseconds; a rank that is late by seconds is asked a handful of times.
+const ASK_AFTER: Duration = Duration::from_millis(20);
+const ASK_SELDOM: Duration = Duration::from_secs(10);
 
 /// Where a message's bytes are.
 struct Payload {
@@ -53,6 +60,8 @@ struct State {
     core: SendCore,
     payloads: Vec<Option<Payload>>,
     done: Vec<Key>,
+    /// When to ask the receiver about stalled messages, and how long after the last time that is.
+    ask: Option<(Instant, Duration)>,
 }
 
 /// What a stream is sending.
@@ -108,9 +117,12 @@ pub struct SendConn {
     streams: Vec<Stream<Io>>,
     requests: RequestSlots,
     health: Health,
+    attention: Attention,
     counters: Counters,
     recovery: bool,
     grown: AtomicBool,
+    /// Whether a message may be waiting for its receive or for credit.
+    stalled: AtomicBool,
     closing: AtomicBool,
 }
 
@@ -126,13 +138,20 @@ impl SendConn {
             net,
             link,
             peer,
-            state: Mutex::new(State { core: SendCore::new(recovery), payloads: Vec::new(), done: Vec::new() }),
+            state: Mutex::new(State {
+                core: SendCore::new(recovery),
+                payloads: Vec::new(),
+                done: Vec::new(),
+                ask: None,
+            }),
             streams: (0..MAX_STREAMS).map(|_| Stream::default()).collect(),
             requests: RequestSlots::new(),
             health: Health::default(),
+            attention: Attention::default(),
             counters: Counters::default(),
             recovery,
             grown: AtomicBool::new(false),
+            stalled: AtomicBool::new(false),
             closing: AtomicBool::new(false),
         });
         conn.add_stream(0, 0, first)?;
@@ -170,6 +189,11 @@ impl SendConn {
     /// `data` must be readable for `length` bytes until the request ends or the connection is closed.
     pub unsafe fn isend(&self, data: *const u8, length: usize, tag: i32) -> Result<Option<Ticket>> {
         self.health.check()?;
+        // A receiver that has said goodbye takes nothing any more; a short send would be done all the same.
+        if self.health.is_peer_done() {
+            self.health.fail(left_early(&self.peer));
+            self.health.check()?;
+        }
         let Some(ticket) = self.requests.take(1) else { return Ok(None) };
         let posted = {
             let mut state = self.state();
@@ -195,8 +219,8 @@ impl SendConn {
         match posted {
             Err(error) => {
                 self.requests.cancel(ticket);
-                self.fail(error.clone().with_peer(&self.peer));
-                return Err(error);
+                self.fail(error.with_peer(&self.peer));
+                return self.health.check().map(|()| None);
             }
             Ok(Admit::Ready) if length as u64 <= EAGER_MAX => {
                 self.run(0, WRITE);
@@ -205,11 +229,16 @@ impl SendConn {
             Ok(Admit::AwaitsReceiver) => {
                 Counters::bump(&self.counters.stalls_receiver);
                 self.run(0, READ);
+                self.stalled.store(true, Ordering::Relaxed);
             }
             Ok(Admit::AwaitsCredit) => {
                 Counters::bump(&self.counters.stalls_credit);
                 self.run(0, READ);
+                self.stalled.store(true, Ordering::Relaxed);
             }
+        }
+        if self.attention.wanted() {
+            self.streams[0].kick();
         }
         Ok(Some(ticket))
     }
@@ -231,7 +260,37 @@ impl SendConn {
             self.quiesce();
             self.requests.abandon(ticket);
         })?;
+        if self.stalled.load(Ordering::Relaxed) {
+            self.ask_receiver();
+        }
         Ok(None)
+    }
+
+    /// Asks the receiver about messages that have waited a while. Receives of short messages are not announced, so
+    /// a message that is too long for one, or that other tags' early messages have left without credit, would else
+    /// wait for ever.
+    fn ask_receiver(&self) {
+        let headers = {
+            let mut state = self.state();
+            if !state.core.is_stalled() {
+                state.ask = None;
+                self.stalled.store(false, Ordering::Relaxed);
+                return;
+            }
+            let now = Instant::now();
+            let (at, pause) = *state.ask.get_or_insert((now + ASK_AFTER, ASK_AFTER));
+            if now < at {
+                return;
+            }
+            // Asked again, ever more seldom, since a break may have lost the question or the answer.
+            let pause = (pause * 2).min(ASK_SELDOM);
+            state.ask = Some((now + pause, pause));
+            state.core.stalled()
+        };
+        for header in headers {
+            self.queue_control(0, header, &[]);
+        }
+        self.run(0, WRITE);
     }
 
     /// Whether a request that is not done can still become so.
@@ -286,14 +345,23 @@ impl SendConn {
             }
             std::thread::sleep(Duration::from_micros(50));
         }
-        self.queue_control(0, Header::of(Type::Bye, 0), &[]);
+        // Each stream says goodbye for itself: the receiver reads them in any order.
+        for index in 0..MAX_STREAMS {
+            self.queue_control(index, Header::of(Type::Bye, 0), &[]);
+        }
+        let gone = |io: &Io| {
+            let written = io.out.is_none() && io.control.is_empty();
+            if written {
+                // Wakes the receiver's keeper, which sees to it that the acknowledgement is not delayed.
+                let _ = io.sock.shutdown(Shutdown::Write);
+            }
+            written && wire::unsent(io.sock.as_raw_fd()) == 0
+        };
         while Instant::now() < deadline && !self.health.is_failed() {
-            self.run(0, READ | WRITE);
-            let gone = self.streams[0]
-                .lock()
-                .as_ref()
-                .is_none_or(|io| io.out.is_none() && io.control.is_empty() && wire::unsent(io.sock.as_raw_fd()) == 0);
-            if gone {
+            for index in 0..MAX_STREAMS {
+                self.run(index, READ | WRITE);
+            }
+            if self.streams.iter().all(|stream| stream.lock().as_ref().is_none_or(|io| gone(io))) {
                 break;
             }
             std::thread::sleep(Duration::from_micros(50));
@@ -317,7 +385,7 @@ impl SendConn {
     }
 
     fn fail_silently(&self, error: Error) {
-        if self.health.fail(error.clone()) && !self.closing.load(Ordering::Acquire) {
+        if self.health.fail(error.clone()) && !self.closing.load(Ordering::Acquire) && error.tell_once() {
             tracing::warn!(target: crate::os::log::NET, "sending to {} failed: {error}", self.peer);
         }
         self.state().core.stream_down(0);
@@ -327,18 +395,20 @@ impl SendConn {
         if self.health.is_failed() {
             return;
         }
-        let text = error.what().as_bytes();
-        let text = &text[..text.len().min(MAX_CONTROL as usize)];
-        let header = Header { order: cause_code(error.cause()), ..Header::of(Type::Fail, 0) };
-        self.queue_control(0, header, text);
+        if let Some(io) = self.streams[0].lock().as_mut() {
+            io.control.extend_from_slice(&failure(error));
+        }
         self.run(0, WRITE);
     }
 
-    /// Closes all sockets, waiting for the threads that use them. After this no thread touches a buffer.
+    /// Takes all sockets away, waiting for the threads that use them. After this no thread touches a buffer.
     fn quiesce(&self) {
         for stream in &self.streams {
-            if stream.take().is_some() {
+            if let Some(io) = stream.take() {
                 self.health.stream_down();
+                // Not closed here: unread bytes would make the kernel send a reset, which can overtake the word that
+                // tells the peer what is wrong.
+                self.net.linger(io.sock);
             }
         }
     }
@@ -408,18 +478,18 @@ impl SendConn {
                 }
             }
             if wishes & READ == 0 {
-                return Step::Settled(moved);
+                return if share == 0 { Step::More } else { Step::Settled(moved) };
             }
             let read = match self.read(index, io, wake) {
                 Ok(read) => read,
                 Err(why) => return Step::Broken(why),
             };
             moved |= read;
-            if !read {
-                return Step::Settled(moved);
-            }
             if share == 0 {
                 return Step::More;
+            }
+            if !read {
+                return Step::Settled(moved);
             }
             // Something came back: credit or a clear-to-send may have made more ready.
             wishes = READ | WRITE;
@@ -546,7 +616,7 @@ impl SendConn {
                 Type::Fenced => self.fenced(header.order as usize, header.total)?,
                 Type::Bye => self.health.peer_is_done(),
                 Type::Fail => return Err(told_by_peer(header.order, payload)),
-                Type::Data | Type::Fence => {
+                Type::Data | Type::Fence | Type::Ask => {
                     return Err(Error::remote(format!("the receiving side sent a {:?} frame", header.kind)));
                 }
             }
@@ -559,7 +629,7 @@ impl SendConn {
 
     fn acknowledged(&self, index: usize, header: &Header) -> Result<()> {
         let mut state = self.state();
-        let State { core, payloads, done } = &mut *state;
+        let State { core, payloads, done, .. } = &mut *state;
         if header.epoch != core.epoch(index) {
             return Err(Error::remote("an acknowledgement came for a former life of its stream"));
         }
@@ -578,9 +648,23 @@ impl SendConn {
         }
     }
 
+    /// Tells the peer of a failure on the stream that met it, which may be the only one.
+    fn part_in_anger(&self, mut io: Io, error: &Error) {
+        if io.out.is_none() && !self.health.is_failed() {
+            io.control.extend_from_slice(&failure(error));
+            // SAFETY: both pieces are this stream's own buffers. What the socket does not take is lost, and the peer
+            // learns of the end without the reason.
+            let _ = unsafe { wire::send(io.sock.as_raw_fd(), [Piece::of(&io.control), Piece::of(&[])]) };
+        }
+        self.net.linger(io.sock);
+    }
+
     /// A stream ended. Decides whether that ends the connection.
     fn broken(&self, index: usize, io: Box<Io>, why: Broken) {
-        drop(io);
+        match &why {
+            Broken::Fatal(error) => self.part_in_anger(*io, error),
+            _ => drop(io),
+        }
         self.health.stream_down();
         let (epoch, was_live) = {
             let mut state = self.state();
@@ -621,7 +705,7 @@ impl SendConn {
     fn fenced(&self, index: usize, frames: u64) -> Result<()> {
         {
             let mut state = self.state();
-            let State { core, payloads, done } = &mut *state;
+            let State { core, payloads, done, .. } = &mut *state;
             // A stream that is connected again has been fenced by its own handshake.
             if !core.is_down(index) {
                 return Ok(());
@@ -692,7 +776,14 @@ struct StreamSource {
 impl Source for StreamSource {
     fn poll(&self) -> Progress {
         let Some(conn) = self.conn.upgrade() else { return Progress::default() };
-        Progress { moved: conn.run(self.index, READ | WRITE), again: None }
+        let moved = conn.run(self.index, READ | WRITE);
+        if self.index == 0 {
+            if !moved && conn.attention.is_stalled() {
+                tracing::trace!(target: crate::os::log::NET, "waiting, to {}: {}", conn.peer, conn.state().core.describe());
+            }
+            return conn.attention.looked(moved, || conn.requests.outstanding() > 0);
+        }
+        Progress { moved, again: None }
     }
 
     fn fail(&self, error: Error) {

@@ -25,6 +25,9 @@ const BATCH_BYTES: usize = 32 << 20;
 /// After the first sign of trouble, how long to wait for the signs that explain it.
 const GATHERING: Duration = Duration::from_millis(500);
 
+/// How long a process may take from closing its sockets to its end; writing a core file takes time.
+const DYING: Duration = Duration::from_secs(5);
+
 /// Runs the subcommand.
 pub(crate) fn run(options: &Options) -> Result<Verdict> {
     let sizes = steps(options.begin, options.end, options.factor);
@@ -164,7 +167,7 @@ impl Ranks {
 
     fn tell(&mut self, rank: usize, message: &ToRank) -> Result<()> {
         let told = self.channels[rank].send(message);
-        told.map_err(|error| self.explain("telling the ranks", vec![(rank, error.to_string())]))
+        told.map_err(|error| self.explain("telling the ranks", Failure::WentAway { rank, error }))
     }
 
     /// One answer from every rank, in the order of the ranks.
@@ -173,43 +176,60 @@ impl Ranks {
         while answers.iter().any(Option::is_none) {
             let (rank, message) = self.events.recv().map_err(|_| Error::internal("no rank is left to listen to"))?;
             let failure = match message {
-                Ok(FromRank::Failed { error }) => error,
+                Ok(FromRank::Failed { error }) => Failure::Told { rank, error },
                 Err(_) if self.closing && answers[rank].is_some() => continue,
-                Err(error) => error.to_string(),
+                Err(error) => Failure::WentAway { rank, error },
                 Ok(other) => match wanted(other) {
                     Some(answer) => {
                         answers[rank] = Some(answer);
                         continue;
                     }
-                    None => "it answered out of order".to_owned(),
+                    None => Failure::Told { rank, error: "it answered out of order".to_owned() },
                 },
             };
-            return Err(self.explain(doing, vec![(rank, failure)]));
+            return Err(self.explain(doing, failure));
         }
         Ok(answers.into_iter().flatten().collect())
     }
 
     /// What went wrong, from the first failure and those that follow: a death explains its neighbours' complaints, not
     /// the other way round.
-    fn explain(&mut self, doing: &str, mut failures: Vec<(usize, String)>) -> Error {
+    fn explain(&mut self, doing: &str, first: Failure) -> Error {
+        let mut failures = vec![first];
         let deadline = Instant::now() + GATHERING;
         loop {
             match self.events.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-                Ok((rank, Ok(FromRank::Failed { error }))) => failures.push((rank, error)),
+                Ok((rank, Ok(FromRank::Failed { error }))) => failures.push(Failure::Told { rank, error }),
+                Ok((rank, Err(error))) => failures.push(Failure::WentAway { rank, error }),
                 Ok(_) => {}
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => break,
             }
         }
-        let died = self.children.iter_mut().enumerate().find_map(|(rank, child)| {
-            let ending = child.ending().filter(|ending| ending.code() != Some(super::super::EXIT_FAILED.into()))?;
-            Some((rank, describe(ending)))
+        let told =
+            |rank| failures.iter().any(|failure| matches!(failure, Failure::Told { rank: who, .. } if *who == rank));
+        // A rank that went away without a word died. Its sockets close a little before it can be reaped.
+        let silent = failures.iter().filter_map(|failure| match failure {
+            Failure::WentAway { rank, .. } => Some(*rank).filter(|&rank| !told(rank)),
+            Failure::Told { .. } => None,
         });
-        if let Some((rank, how)) = died {
-            return Error::remote(format!("rank {rank} {how} during {doing}"));
+        for rank in silent {
+            if let Some(ending) = self.children[rank].ending_within(DYING) {
+                return Error::remote(format!("rank {rank} {} during {doing}", describe(ending)));
+            }
         }
-        let (rank, failure) = &failures[0];
-        Error::remote(format!("rank {rank}, {doing}: {failure}"))
+        match &failures[0] {
+            Failure::Told { rank, error } => Error::remote(format!("rank {rank}, {doing}: {error}")),
+            Failure::WentAway { rank, error } => Error::remote(format!("rank {rank}, {doing}: {error}")),
+        }
     }
+}
+
+/// A sign of trouble.
+enum Failure {
+    /// The rank said what is wrong.
+    Told { rank: usize, error: String },
+    /// Its channel ended.
+    WentAway { rank: usize, error: Error },
 }
 
 fn listen_to(rank: usize, mut channel: Channel, events: Sender<(usize, Result<FromRank>)>) -> Result<()> {

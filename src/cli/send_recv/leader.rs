@@ -209,8 +209,9 @@ impl Leader {
 
     /// When the follower died, that is what went wrong.
     fn explain(&mut self, error: Error) -> Error {
-        std::thread::sleep(Duration::from_millis(100));
-        match self.child.as_mut().and_then(Child::ending) {
+        // Its socket closes a little before it can be reaped.
+        let patience = Duration::from_secs(if self.channel.is_closed() { 5 } else { 0 });
+        match self.child.as_mut().and_then(|child| child.ending_within(patience)) {
             Some(ending) if ending.code() != Some(super::super::EXIT_FAILED.into()) => {
                 Error::remote(format!("the receiving process {}", describe(ending)))
             }

@@ -1,0 +1,258 @@
+//! The members of the descriptors' unions that several versions share, both ways.
+
+use std::ffi::{c_int, c_void};
+use std::ptr::without_provenance_mut;
+
+use super::super::ffi::*;
+use crate::os::net_event::{NetEvent, PLUGIN_ID, PLUGIN_ID_IB, PLUGIN_ID_SOCKET};
+use crate::trace::chain::{Change, Start};
+use crate::trace::event::{Body, Coll, NetPart, P2p, ProxyOp, state};
+use crate::trace::names::Name;
+
+/// A start without a network plugin's part.
+pub(super) fn start(parent: *mut c_void, rank: c_int, body: Body) -> Start {
+    Start { parent: parent.addr() as u64, rank, body, net_id: 0, net_data: std::ptr::null_mut() }
+}
+
+/// An address as a number, and back.
+pub(super) fn number<T>(pointer: *const T) -> u64 {
+    pointer.addr() as u64
+}
+
+/// A number as an address; never followed by us.
+pub(super) fn address(number: u64) -> *mut c_void {
+    without_provenance_mut(number as usize)
+}
+
+/// # Safety
+/// The strings are C strings or null.
+pub(super) unsafe fn coll_v4(c: &ncclProfilerColl_v4_t) -> Coll {
+    // SAFETY: passed on.
+    unsafe {
+        Coll {
+            seq: c.seqNumber,
+            count: c.count as u64,
+            send_buffer: number(c.sendBuff),
+            recv_buffer: number(c.recvBuff),
+            root: c.root,
+            func: Name::from_ptr(c.func),
+            datatype: Name::from_ptr(c.datatype),
+            algorithm: Name::from_ptr(c.algo),
+            protocol: Name::from_ptr(c.proto),
+            channels: c.nChannels,
+            warps: c.nWarps,
+            ..Coll::default()
+        }
+    }
+}
+
+pub(super) fn coll_v4_of(c: &Coll) -> ncclProfilerColl_v4_t {
+    ncclProfilerColl_v4_t {
+        seqNumber: c.seq,
+        func: c.func.as_ptr(),
+        sendBuff: address(c.send_buffer),
+        recvBuff: address(c.recv_buffer),
+        count: c.count as usize,
+        root: c.root,
+        datatype: c.datatype.as_ptr(),
+        nChannels: c.channels,
+        nWarps: c.warps,
+        algo: c.algorithm.as_ptr(),
+        proto: c.protocol.as_ptr(),
+    }
+}
+
+/// # Safety
+/// The strings are C strings or null.
+pub(super) unsafe fn p2p_v2(p: &ncclProfilerP2p_v2_t) -> P2p {
+    // SAFETY: passed on.
+    unsafe {
+        P2p {
+            count: p.count as u64,
+            buffer: number(p.buff),
+            group: 0,
+            comm_id: p.commHash,
+            peer: p.peer,
+            func: Name::from_ptr(p.func),
+            datatype: Name::from_ptr(p.datatype),
+            comm_name: Name::from_ptr(p.name),
+            channels: 0,
+        }
+    }
+}
+
+pub(super) fn p2p_v2_of(p: &P2p) -> ncclProfilerP2p_v2_t {
+    ncclProfilerP2p_v2_t {
+        name: p.comm_name.as_ptr(),
+        commHash: p.comm_id,
+        func: p.func.as_ptr(),
+        buff: address(p.buffer),
+        datatype: p.datatype.as_ptr(),
+        count: p.count as usize,
+        peer: p.peer,
+    }
+}
+
+pub(super) fn proxy_op(op: &ncclProfilerProxyOp_v1_t) -> Body {
+    Body::ProxyOp(ProxyOp {
+        pid: op.pid,
+        peer: op.peer,
+        steps: op.nSteps,
+        chunk: op.chunkSize,
+        channel: op.channelId,
+        send: op.isSend != 0,
+    })
+}
+
+pub(super) fn proxy_op_of(op: &ProxyOp) -> ncclProfilerProxyOp_v1_t {
+    ncclProfilerProxyOp_v1_t {
+        pid: op.pid,
+        channelId: op.channel,
+        peer: op.peer,
+        nSteps: op.steps,
+        chunkSize: op.chunk,
+        isSend: op.send.into(),
+    }
+}
+
+/// A network plugin's event: what we know of its descriptor.
+///
+/// # Safety
+/// The data are what the plugin of that id says they are.
+pub(super) unsafe fn net(parent: *mut c_void, rank: c_int, net: &ncclProfilerNetPlugin_v3_t) -> Start {
+    let body = match (net.id, net.data.is_null()) {
+        (PLUGIN_ID_SOCKET, false) => {
+            // SAFETY: NCCL's structure for sockets, by its id and version.
+            let sock = unsafe { (*net.data.cast::<ncclProfilerNetSockDescr_v1_t>()).sock };
+            Body::NetSocket { fd: sock.fd, op: sock.op, length: sock.length as u64 }
+        }
+        (PLUGIN_ID_IB, false) => {
+            // SAFETY: NCCL's structure for IB, by its id and version.
+            let qp = unsafe { (*net.data.cast::<ncclProfilerNetIbDescr_v1_t>()).qp };
+            Body::NetIb {
+                device: qp.device,
+                opcode: qp.opcode,
+                qp: qp.qpNum,
+                wr_id: qp.wr_id,
+                length: qp.length as u64,
+            }
+        }
+        (PLUGIN_ID, false) => {
+            // SAFETY: Towline's own structure, by its id and version.
+            let event = unsafe { &*net.data.cast::<NetEvent>() };
+            Body::NetTowline(NetPart {
+                link: event.link,
+                message: event.message,
+                offset: event.offset,
+                length: event.length,
+                peer: event.peer,
+                peer_port: event.peer_port,
+                rail: event.rail,
+                stream: event.stream,
+                send: event.is_send(),
+                resend: event.is_resend(),
+            })
+        }
+        (plugin, _) => Body::NetOther { plugin },
+    };
+    Start { net_id: net.id, net_data: net.data, ..start(parent, rank, body) }
+}
+
+pub(super) fn net_of(start: &Start) -> ncclProfilerNetPlugin_v3_t {
+    ncclProfilerNetPlugin_v3_t { id: start.net_id, data: start.net_data }
+}
+
+/// # Safety
+/// The arguments are those of v1 to v3 for this state.
+pub(super) unsafe fn change_v1(
+    state: ncclProfilerEventState_t,
+    args: Option<&ncclProfilerEventStateArgs_v1_t>,
+) -> Change {
+    let mut change = plain(state, args.is_some());
+    if let (Some(args), Ok(number)) = (args, u8::try_from(state)) {
+        match number {
+            0..=state::OP_RECV_DONE => {
+                // SAFETY: the member that goes with these states.
+                let op = unsafe { args.proxyOp };
+                change.arg = op.transSize as u64;
+                change.steps = op.steps;
+            }
+            // SAFETY: the member that goes with these states.
+            state::CTRL_IDLE..=state::CTRL_APPEND_END => unsafe {
+                change.arg = args.proxyCtrl.appendedProxyOps as u64;
+            },
+            _ => {}
+        }
+    }
+    change
+}
+
+pub(super) fn args_v1(change: &Change) -> ncclProfilerEventStateArgs_v1_t {
+    // SAFETY: all members are numbers, for which zero is a value.
+    let mut args: ncclProfilerEventStateArgs_v1_t = unsafe { std::mem::zeroed() };
+    match u8::try_from(change.state) {
+        Ok(0..=state::OP_RECV_DONE) => {
+            args.proxyOp.transSize = change.arg as usize;
+            args.proxyOp.steps = change.steps;
+        }
+        Ok(state::CTRL_IDLE..=state::CTRL_APPEND_END) => args.proxyCtrl.appendedProxyOps = change.arg as c_int,
+        _ => {}
+    }
+    args
+}
+
+/// # Safety
+/// The arguments are those of v4 and later for this state.
+pub(super) unsafe fn change_v4(
+    state: ncclProfilerEventState_t,
+    args: Option<&ncclProfilerEventStateArgs_v4_t>,
+) -> Change {
+    let mut change = plain(state, args.is_some());
+    if let (Some(args), Ok(number)) = (args, u8::try_from(state)) {
+        // SAFETY: in each arm the member that goes with its states.
+        unsafe {
+            match number {
+                state::STEP_SEND_GPU_WAIT..=state::STEP_RECV_GPU_WAIT | state::STEP_SEND_PEER_WAIT => {
+                    change.arg = args.proxyStep.transSize as u64;
+                }
+                state::CTRL_IDLE..=state::CTRL_APPEND_END => change.arg = args.proxyCtrl.appendedProxyOps as u64,
+                state::NET_UPDATE => change.data = args.netPlugin.data,
+                state::KERNEL_STOP => change.arg = args.kernelCh.pTimer,
+                _ => {}
+            }
+        }
+    }
+    change
+}
+
+pub(super) fn args_v4(change: &Change) -> ncclProfilerEventStateArgs_v4_t {
+    // SAFETY: all members are numbers and pointers, for which zero is a value.
+    let mut args: ncclProfilerEventStateArgs_v4_t = unsafe { std::mem::zeroed() };
+    match u8::try_from(change.state) {
+        Ok(state::STEP_SEND_GPU_WAIT..=state::STEP_RECV_GPU_WAIT | state::STEP_SEND_PEER_WAIT) => {
+            args.proxyStep.transSize = change.arg as usize;
+        }
+        Ok(state::CTRL_IDLE..=state::CTRL_APPEND_END) => args.proxyCtrl.appendedProxyOps = change.arg as c_int,
+        Ok(state::NET_UPDATE) => args.netPlugin.data = change.data,
+        Ok(state::KERNEL_STOP) => args.kernelCh.pTimer = change.arg,
+        _ => {}
+    }
+    args
+}
+
+fn plain(state: ncclProfilerEventState_t, has_args: bool) -> Change {
+    Change { state: state as c_int, has_args, arg: 0, steps: 0, data: std::ptr::null_mut() }
+}
+
+/// A descriptor of any version with its head filled in and its union zeroed.
+macro_rules! descr {
+    ($descr:ident, $start:expr, $kind:expr, $parent:expr) => {{
+        // SAFETY: all members are numbers, truths and pointers, for which zero is a value.
+        let mut descr: $descr = unsafe { std::mem::zeroed() };
+        descr.type_ = $kind.bit() as _;
+        descr.parentObj = $parent;
+        descr.rank = $start.rank;
+        descr
+    }};
+}
+pub(super) use descr;

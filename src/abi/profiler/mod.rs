@@ -1,0 +1,200 @@
+//! NCCL's profiler interface, v1 to v6: descriptors become [`crate::trace`]'s events and back.
+//!
+//! One file per version. Each says what its version changed, reads its descriptors into an event (`Version::decode`)
+//! and, for a second profiler behind ours, writes an event as its descriptor (`Version::encode`); what a version has
+//! in common with an older one stays in the older one's file or in `members`. The functions of the tables are the same
+//! for all of them and made by `profiler_version!`.
+//!
+//! The handles and contexts that we give to NCCL are numbers dressed as pointers. NCCL's promise ([`crate::abi`]) holds
+//! here too; a NetPlugin event's data belong to the network plugin, and are read only under plugin ids whose
+//! structures we know.
+
+mod chain;
+mod members;
+pub mod v1;
+pub mod v2;
+pub mod v3;
+pub mod v4;
+pub mod v5;
+pub mod v6;
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::atomic::AtomicI32;
+
+use super::ffi::{ncclDebugLogger_t, ncclProfilerEventState_t, ncclResult_t};
+use crate::os::config::Config;
+use crate::os::log;
+use crate::trace::chain::{Change, Start};
+use crate::trace::event::CommInfo;
+use crate::trace::profiler;
+
+/// What differs between the versions.
+trait Version: 'static {
+    /// The number.
+    const NUMBER: u32;
+    /// What startEvent is told.
+    type Descr;
+    /// What recordEventState is told.
+    type Args;
+    /// The table of functions.
+    type Table;
+
+    /// Reads a descriptor; None for an event type that the version does not have.
+    ///
+    /// # Safety
+    /// The descriptor is one of NCCL's, with the union's member that its type says.
+    unsafe fn decode(descr: &Self::Descr) -> Option<Start>;
+
+    /// Writes a descriptor with a second profiler's own handles for parent and group; None for an event type that the
+    /// version does not have.
+    fn encode(start: &Start, parent: *mut c_void, group: *mut c_void) -> Option<Self::Descr>;
+
+    /// Reads a change of state.
+    ///
+    /// # Safety
+    /// The arguments are NCCL's, with the union's member that the state says.
+    unsafe fn change(state: ncclProfilerEventState_t, args: Option<&Self::Args>) -> Change;
+
+    /// Writes a change of state; None for a state that the version does not have.
+    fn args(change: &Change) -> Option<Self::Args>;
+
+    /// A second profiler's init.
+    ///
+    /// # Safety
+    /// The table is that of a loaded profiler.
+    unsafe fn init(table: &Self::Table, comm: &CommInfo, name: *const c_char, mask: &AtomicI32) -> Option<*mut c_void>;
+
+    /// A second profiler's functions, less init.
+    fn functions(table: &Self::Table) -> Functions<Self::Descr, Self::Args>;
+}
+
+/// The functions that differ only in the structures they take.
+struct Functions<D, A> {
+    start: Option<unsafe extern "C" fn(*mut c_void, *mut *mut c_void, *mut D) -> ncclResult_t>,
+    stop: Option<unsafe extern "C" fn(*mut c_void) -> ncclResult_t>,
+    record: Option<unsafe extern "C" fn(*mut c_void, ncclProfilerEventState_t, *mut A) -> ncclResult_t>,
+    finalize: Option<unsafe extern "C" fn(*mut c_void) -> ncclResult_t>,
+}
+
+/// What `init` of any version does.
+///
+/// # Safety
+/// NCCL's promise for all pointers; `mask` stays valid while the communicator lives.
+unsafe fn init(
+    version: u32,
+    context: *mut *mut c_void,
+    mask: *mut c_int,
+    name: *const c_char,
+    comm: CommInfo,
+    logger: ncclDebugLogger_t,
+) -> crate::os::error::Result<()> {
+    if logger.is_some() {
+        chain::set_logger(logger);
+        // Both vtables of this library speak through the one logger of the process.
+        log::set_logger(logger, Config::from_env().0.log);
+    }
+    let name = if name.is_null() {
+        String::new()
+    } else {
+        // SAFETY: not null, so by NCCL's promise a C string.
+        unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
+    };
+    let init = profiler::Init { version, comm: CommInfo { name, ..comm }, mask, load_second: chain::load };
+    // SAFETY: the mask is NCCL's own variable, which outlives its communicators.
+    let ours = unsafe { profiler::init(init) };
+    if !context.is_null() {
+        // SAFETY: not null, so by NCCL's promise a place for the context. Null stands for "none": NCCL then calls no
+        // finalize for this communicator.
+        unsafe { context.write(std::ptr::without_provenance_mut(ours as usize)) };
+    }
+    Ok(())
+}
+
+/// What `init` says up to v3: nothing. The communicator's name is told by its first collective.
+fn unknown() -> CommInfo {
+    CommInfo { rank: -1, ..CommInfo::default() }
+}
+
+/// The four functions and the exported table of a version, given its `init`.
+macro_rules! profiler_version {
+    ($(#[$doc:meta])* $symbol:ident: $table:ident, $descr:ident, $args:ident, $version:ident, $number:literal) => {
+        $(#[$doc])*
+        // SAFETY: the symbol is NCCL's name for exactly this type, and nothing else in the process defines it in this
+        // library's scope.
+        #[unsafe(no_mangle)]
+        #[allow(non_upper_case_globals, reason = "NCCL's name")]
+        pub static $symbol: $crate::abi::table::Table<$crate::abi::ffi::$table> =
+            $crate::abi::table::Table($crate::abi::ffi::$table {
+                name: $crate::abi::table::NAME.as_ptr(),
+                init: Some(init),
+                startEvent: Some(start_event),
+                stopEvent: Some(stop_event),
+                recordEventState: Some(record_event_state),
+                finalize: Some(finalize),
+            });
+
+        unsafe extern "C" fn start_event(
+            context: *mut std::ffi::c_void,
+            event: *mut *mut std::ffi::c_void,
+            descr: *mut $crate::abi::ffi::$descr,
+        ) -> $crate::abi::ffi::ncclResult_t {
+            $crate::abi::guard::guard::<$number>("startEvent", || {
+                if event.is_null() || descr.is_null() {
+                    return Err($crate::os::error::Error::argument("startEvent was given a null pointer"));
+                }
+                // SAFETY: not null, and NCCL's descriptor by its promise.
+                let start = unsafe { <$version as $crate::abi::profiler::Version>::decode(&*descr) };
+                let id = start.map_or(0, |start| $crate::trace::profiler::start(context.addr() as u64, &start));
+                // SAFETY: not null, a place for the handle by NCCL's promise.
+                unsafe { event.write(std::ptr::without_provenance_mut(id as usize)) };
+                Ok(())
+            })
+        }
+
+        unsafe extern "C" fn stop_event(event: *mut std::ffi::c_void) -> $crate::abi::ffi::ncclResult_t {
+            $crate::abi::guard::guard::<$number>("stopEvent", || {
+                $crate::trace::profiler::stop(event.addr() as u64);
+                Ok(())
+            })
+        }
+
+        unsafe extern "C" fn record_event_state(
+            event: *mut std::ffi::c_void,
+            state: $crate::abi::ffi::ncclProfilerEventState_t,
+            args: *mut $crate::abi::ffi::$args,
+        ) -> $crate::abi::ffi::ncclResult_t {
+            $crate::abi::guard::guard::<$number>("recordEventState", || {
+                // SAFETY: null or NCCL's arguments for this state, by its promise; a network plugin's data are what
+                // that plugin says.
+                unsafe {
+                    let change = <$version as $crate::abi::profiler::Version>::change(state, args.as_ref());
+                    $crate::trace::profiler::record(event.addr() as u64, &change);
+                }
+                Ok(())
+            })
+        }
+
+        unsafe extern "C" fn finalize(context: *mut std::ffi::c_void) -> $crate::abi::ffi::ncclResult_t {
+            $crate::abi::guard::guard::<$number>("finalize", || {
+                $crate::trace::profiler::finalize(context.addr() as u64);
+                Ok(())
+            })
+        }
+    };
+}
+use profiler_version;
+
+/// The part of `impl Version` that reads a table.
+macro_rules! functions {
+    () => {
+        fn functions(table: &Self::Table) -> $crate::abi::profiler::Functions<Self::Descr, Self::Args> {
+            $crate::abi::profiler::Functions {
+                start: table.startEvent,
+                stop: table.stopEvent,
+                record: table.recordEventState,
+                finalize: table.finalize,
+            }
+        }
+    };
+}
+use functions;

@@ -1,0 +1,61 @@
+//! `towline trace`: what to do with the files that the built-in profiler writes.
+//!
+//! `merge` puts the files of all ranks onto one clock in one file; `report` prints their figures and names what holds
+//! a job back. Both estimate the clocks' differences from the messages in the files ([`towline::trace::align`]).
+
+mod load;
+mod merge;
+mod report;
+mod stragglers;
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+use towline::os::error::Result;
+
+use super::Verdict;
+
+/// Work with the profiler's trace files (TOWLINE_PROFILE=trace).
+#[derive(Debug, Args)]
+pub(crate) struct Options {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Join the files of all ranks into one, on one clock.
+    Merge(Merge),
+    /// Print tables, and which rank, rail or peer holds the others back.
+    Report(Report),
+}
+
+#[derive(Debug, Args)]
+struct Merge {
+    /// Trace files, one or more to a process.
+    #[arg(required = true)]
+    files: Vec<PathBuf>,
+    /// The file to write.
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+}
+
+#[derive(Debug, Args)]
+struct Report {
+    /// Trace files, merged or not.
+    #[arg(required = true)]
+    files: Vec<PathBuf>,
+    /// Only what holds the job back, without the tables.
+    #[arg(short, long)]
+    brief: bool,
+}
+
+/// Runs `towline trace …`.
+pub(crate) fn run(options: &Options) -> Result<Verdict> {
+    let text = match &options.command {
+        Command::Merge(args) => merge::run(args)?,
+        Command::Report(args) => report::run(args)?,
+    };
+    print!("{text}");
+    Ok(Verdict::Good)
+}

@@ -1,0 +1,51 @@
+//! `towline trace report`: the figures of all processes, and what holds the job back.
+
+use super::Report;
+use super::load::{Loaded, load};
+use super::stragglers::{self, Evidence};
+use towline::os::error::Result;
+use towline::trace::perfetto::read::Process;
+use towline::trace::summary::{self, Summary};
+
+pub(super) fn run(args: &Report) -> Result<String> {
+    let Loaded { processes, remarks } = load(&args.files)?;
+    let mut text = String::new();
+    let mut evidence = Evidence::default();
+    for (process, correction) in processes {
+        let info = process.info.clone().unwrap_or_default();
+        let summary = summarise(&process);
+        if !args.brief {
+            text += &summary::render(&summary, &format!("{} process {}", info.host, info.pid));
+            text.push('\n');
+        }
+        evidence.add(&info.host, &summary, &correction);
+    }
+    text += &stragglers::render(&evidence);
+    if !remarks.is_empty() {
+        text.push('\n');
+    }
+    for remark in remarks {
+        text += &format!("note: {remark}\n");
+    }
+    Ok(text)
+}
+
+fn summarise(process: &Process) -> Summary {
+    let mut summary = Summary::with_arrivals();
+    summary.dropped = process.dropped;
+    for comm in &process.comms {
+        summary.comm(comm);
+    }
+    let mut last = 0;
+    for record in &process.records {
+        summary.apply(record);
+        summary.advance(record.when);
+        last = record.when;
+    }
+    summary.finish(last);
+    for comm in summary.comms.values_mut() {
+        // A trace has an end; nobody in it is alive.
+        comm.ended = true;
+    }
+    summary
+}

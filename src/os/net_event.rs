@@ -1,0 +1,127 @@
+//! What happened to one part of a transfer on the wire: the descriptor that the transport hands to a profiler.
+//!
+//! NCCL carries it untouched, as the `data` of a NetPlugin event whose plugin id is [`PLUGIN_ID`]. The transport
+//! fills it, the built-in profiler reads it, and neither knows the other: this file is all that they share. Any
+//! other profiler may read it too; the layout is fixed by [`VERSION`] and guarded by [`NetEvent::size`].
+//!
+//! The same structure serves start and update: at the start the times are zero, the update that precedes the stop
+//! repeats the start with the times filled in.
+
+use std::mem::size_of;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+
+/// NCCL's plugin type for InfiniBand (`NCCL_PROFILER_NET_TYPE_IB`), version 1.
+pub const PLUGIN_ID_IB: i64 = (1 << 16) | 1;
+
+/// NCCL's plugin type for sockets (`NCCL_PROFILER_NET_TYPE_SOCK`), version 1.
+pub const PLUGIN_ID_SOCKET: i64 = (2 << 16) | 1;
+
+/// The version of [`NetEvent`], in the low 16 bits of the plugin id as NCCL does it.
+pub const VERSION: i64 = 1;
+
+/// Towline's own plugin id: "TL" in the type bits, the version below.
+pub const PLUGIN_ID: i64 = (0x544c << 16) | VERSION;
+
+/// [`NetEvent::flags`]: this side sends (otherwise it receives).
+pub const FLAG_SEND: u32 = 1;
+
+/// [`NetEvent::flags`]: the part repeats bytes that were on the wire before; they count as resent, not as moved.
+pub const FLAG_RESEND: u32 = 1 << 1;
+
+/// [`NetEvent::rail`] and [`NetEvent::stream`] when a part stands for several of them.
+pub const SEVERAL: u16 = u16::MAX;
+
+/// One part of one transfer, as the transport saw it.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct NetEvent {
+    /// `size_of::<NetEvent>()` of the writer: a reader takes no more than this.
+    pub size: u32,
+    /// [`FLAG_SEND`], [`FLAG_RESEND`].
+    pub flags: u32,
+    /// Names the connection, the same number on both of its ends and no secret: it pairs sends with receives.
+    pub link: u64,
+    /// The message's number on its connection, the same on both ends.
+    pub message: u64,
+    /// Where the part begins in the message, in bytes.
+    pub offset: u64,
+    /// How long the part is, in bytes.
+    pub length: u64,
+    /// Which rail (network interface, NIC) carried it, or [`SEVERAL`].
+    pub rail: u16,
+    /// Which stream or queue pair of the connection carried it, or [`SEVERAL`].
+    pub stream: u16,
+    /// How often parts of it had to be sent again.
+    pub retransmissions: u32,
+    /// The other end's address as IPv6 (IPv4 is mapped), all zero when there is none.
+    pub peer: [u8; 16],
+    /// The other end's port, 0 when there is none.
+    pub peer_port: u16,
+    /// How many streams or queue pairs of the connection were re-established since its last event.
+    pub reconnects: u16,
+    /// Zero; room for what comes next.
+    pub reserved: [u16; 2],
+    /// How long it waited for the receiver to post its buffer (clear-to-send), in nanoseconds.
+    pub wait_receiver_ns: u64,
+    /// How long it waited for room in the socket's or the queue pair's send queue, in nanoseconds.
+    pub wait_socket_ns: u64,
+    /// How long it waited for credit (eager window, unacknowledged-bytes limit), in nanoseconds.
+    pub wait_credit_ns: u64,
+    /// How long it was on the wire: from the first byte handed over to the last one acknowledged, in nanoseconds.
+    pub wire_ns: u64,
+}
+
+const _: () = assert!(size_of::<NetEvent>() == 104, "the layout of version 1 is frozen");
+
+impl NetEvent {
+    /// An event with `size` set and everything else zero.
+    pub fn new() -> Self {
+        Self { size: size_of::<Self>() as u32, ..Self::default() }
+    }
+
+    /// Sets the other end's address.
+    pub fn set_peer(&mut self, peer: SocketAddr) {
+        self.peer = match peer.ip() {
+            IpAddr::V4(ip) => ip.to_ipv6_mapped().octets(),
+            IpAddr::V6(ip) => ip.octets(),
+        };
+        self.peer_port = peer.port();
+    }
+
+    /// The other end's address, if there is one.
+    pub fn peer(&self) -> Option<SocketAddr> {
+        let ip = Ipv6Addr::from(self.peer);
+        (!ip.is_unspecified()).then(|| SocketAddr::new(ip.to_canonical(), self.peer_port))
+    }
+
+    /// Whether this side sends.
+    pub fn is_send(&self) -> bool {
+        self.flags & FLAG_SEND != 0
+    }
+
+    /// Whether the bytes were on the wire before.
+    pub fn is_resend(&self) -> bool {
+        self.flags & FLAG_RESEND != 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_address_survives_the_descriptor() {
+        let mut event = NetEvent::new();
+        assert_eq!(event.peer(), None);
+        for text in ["10.1.2.3:4711", "[2001:db8::7]:9"] {
+            let peer: SocketAddr = text.parse().unwrap();
+            event.set_peer(peer);
+            assert_eq!(event.peer(), Some(peer));
+        }
+    }
+
+    #[test]
+    fn the_plugin_ids_carry_type_and_version_as_nccl_splits_them() {
+        assert_eq!((PLUGIN_ID_IB, PLUGIN_ID_SOCKET, PLUGIN_ID), (0x1_0001, 0x2_0001, 0x544c_0001));
+    }
+}

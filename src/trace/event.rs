@@ -1,0 +1,471 @@
+//! What one call of NCCL tells us, as a value: no pointer of NCCL's survives in it.
+//!
+//! A [`Record`] is made on NCCL's thread and read on ours. It is `Copy` and of fixed size, so that it can travel
+//! through a preallocated ring without allocation and without anybody's lifetime: handles are numbers
+//! ([`crate::trace::key`]), strings are [`Name`]s.
+
+use super::names::Name;
+
+/// The event types of NCCL's profiler interface. The discriminant is the bit's place in NCCL's event mask.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(u8)]
+#[allow(missing_docs)]
+pub enum Kind {
+    Group = 0,
+    Coll = 1,
+    P2p = 2,
+    ProxyOp = 3,
+    ProxyStep = 4,
+    ProxyCtrl = 5,
+    KernelCh = 6,
+    NetPlugin = 7,
+    GroupApi = 8,
+    CollApi = 9,
+    P2pApi = 10,
+    KernelLaunch = 11,
+    CeColl = 12,
+    CeSync = 13,
+    CeBatch = 14,
+}
+
+impl Kind {
+    /// All of them, in the order of their bits.
+    pub const ALL: [Kind; 15] = [
+        Kind::Group,
+        Kind::Coll,
+        Kind::P2p,
+        Kind::ProxyOp,
+        Kind::ProxyStep,
+        Kind::ProxyCtrl,
+        Kind::KernelCh,
+        Kind::NetPlugin,
+        Kind::GroupApi,
+        Kind::CollApi,
+        Kind::P2pApi,
+        Kind::KernelLaunch,
+        Kind::CeColl,
+        Kind::CeSync,
+        Kind::CeBatch,
+    ];
+
+    /// The kind's bit in NCCL's event mask.
+    pub const fn bit(self) -> u32 {
+        1 << self as u8
+    }
+
+    /// The kind whose mask value NCCL put into a descriptor's `type`.
+    pub fn from_bit(bit: u64) -> Option<Kind> {
+        if bit.count_ones() != 1 {
+            return None;
+        }
+        Self::ALL.get(bit.trailing_zeros() as usize).copied()
+    }
+
+    /// NCCL's name for it, as in the documentation of the mask.
+    pub const fn label(self) -> &'static str {
+        match self {
+            Kind::Group => "Group",
+            Kind::Coll => "Coll",
+            Kind::P2p => "P2p",
+            Kind::ProxyOp => "ProxyOp",
+            Kind::ProxyStep => "ProxyStep",
+            Kind::ProxyCtrl => "ProxyCtrl",
+            Kind::KernelCh => "KernelCh",
+            Kind::NetPlugin => "NetPlugin",
+            Kind::GroupApi => "GroupApi",
+            Kind::CollApi => "CollApi",
+            Kind::P2pApi => "P2pApi",
+            Kind::KernelLaunch => "KernelLaunch",
+            Kind::CeColl => "CeColl",
+            Kind::CeSync => "CeSync",
+            Kind::CeBatch => "CeBatch",
+        }
+    }
+
+    /// The kind with this label, whatever its case.
+    pub fn from_label(label: &str) -> Option<Kind> {
+        Self::ALL.into_iter().find(|kind| kind.label().eq_ignore_ascii_case(label))
+    }
+
+    /// The mask bits any of which makes NCCL emit this kind: a child brings its ancestors along.
+    pub const fn triggers(self) -> u32 {
+        use Kind::*;
+        let transfer = ProxyOp.bit() | ProxyStep.bit() | KernelCh.bit() | NetPlugin.bit();
+        let engine = CeColl.bit() | CeSync.bit() | CeBatch.bit();
+        match self {
+            GroupApi => GroupApi.bit() | CollApi.triggers() | P2pApi.triggers() | KernelLaunch.bit() | Group.triggers(),
+            CollApi => CollApi.bit() | Coll.bit() | transfer | engine,
+            P2pApi => P2pApi.bit() | P2p.bit() | transfer,
+            Group => Group.bit() | Coll.bit() | P2p.bit() | transfer,
+            Coll => Coll.bit() | transfer,
+            P2p => P2p.bit() | transfer,
+            ProxyOp => ProxyOp.bit() | ProxyStep.bit() | NetPlugin.bit(),
+            ProxyStep => ProxyStep.bit() | NetPlugin.bit(),
+            CeColl => engine,
+            KernelLaunch | ProxyCtrl | KernelCh | NetPlugin | CeSync | CeBatch => self.bit(),
+        }
+    }
+}
+
+/// Everything that a communicator's first callback or any later one may have told about it.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct CommInfo {
+    /// The value that NCCL keeps as this communicator's profiler context.
+    pub context: u64,
+    /// NCCL's communicator id, the same on all its ranks; 0 while unknown (v1 to v3 tell it with the first collective).
+    pub id: u64,
+    /// The name the user gave, if any.
+    pub name: String,
+    /// Number of nodes, 0 when unknown.
+    pub nodes: i32,
+    /// Number of ranks, 0 when unknown.
+    pub ranks: i32,
+    /// This rank, −1 while unknown.
+    pub rank: i32,
+}
+
+impl CommInfo {
+    /// One line that names the communicator and this rank in it.
+    pub fn title(&self) -> String {
+        let name = match (self.name.as_str(), self.id) {
+            ("", 0) => format!("communicator {}", super::key::serial(self.context)),
+            ("", id) => format!("{id:#x}"),
+            (name, id) => format!("{name} ({id:#x})"),
+        };
+        match (self.rank, self.ranks) {
+            (rank, _) if rank < 0 => name,
+            (rank, 0) => format!("rank {rank} · {name}"),
+            (rank, ranks) => format!("rank {rank} of {ranks} · {name}"),
+        }
+    }
+}
+
+/// A host call to a collective.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[allow(missing_docs)]
+pub struct CollApi {
+    pub func: Name,
+    pub datatype: Name,
+    pub root: i32,
+    pub count: u64,
+    pub stream: u64,
+    pub graph: bool,
+}
+
+/// A collective as NCCL runs it.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[allow(missing_docs)]
+pub struct Coll {
+    /// Number of this function's call in its communicator, the same on all ranks.
+    pub seq: u64,
+    pub count: u64,
+    pub send_buffer: u64,
+    pub recv_buffer: u64,
+    /// The Group event's handle; from v5 on it is not the parent.
+    pub group: u64,
+    /// The communicator's id, where the descriptor tells it (v1 to v3), else 0.
+    pub comm_id: u64,
+    pub root: i32,
+    pub func: Name,
+    pub datatype: Name,
+    pub algorithm: Name,
+    pub protocol: Name,
+    /// The communicator's name, where the descriptor tells it (v1 to v3).
+    pub comm_name: Name,
+    pub channels: u8,
+    pub warps: u8,
+}
+
+/// A send or a receive as NCCL runs it.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[allow(missing_docs)]
+pub struct P2p {
+    pub count: u64,
+    pub buffer: u64,
+    pub group: u64,
+    pub comm_id: u64,
+    pub peer: i32,
+    pub func: Name,
+    pub datatype: Name,
+    pub comm_name: Name,
+    pub channels: u8,
+}
+
+/// What the proxy thread does for one collective on one channel with one peer.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[allow(missing_docs)]
+pub struct ProxyOp {
+    /// The process whose collective it is; not ours when NCCL proxies for another process.
+    pub pid: i32,
+    pub peer: i32,
+    pub steps: i32,
+    pub chunk: i32,
+    pub channel: u8,
+    pub send: bool,
+}
+
+/// The part of a network event that is known at its start.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[allow(missing_docs)]
+pub struct NetPart {
+    pub link: u64,
+    pub message: u64,
+    pub offset: u64,
+    pub length: u64,
+    pub peer: [u8; 16],
+    pub peer_port: u16,
+    pub rail: u16,
+    pub stream: u16,
+    pub send: bool,
+    pub resend: bool,
+}
+
+/// The part of a network event that is known at its end.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[allow(missing_docs)]
+pub struct NetTimes {
+    pub retransmissions: u32,
+    pub reconnects: u16,
+    pub wait_receiver_ns: u64,
+    pub wait_socket_ns: u64,
+    pub wait_credit_ns: u64,
+    pub wire_ns: u64,
+}
+
+/// A collective that the copy engines run.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[allow(missing_docs)]
+pub struct CeColl {
+    pub seq: u64,
+    pub count: u64,
+    pub send_buffer: u64,
+    pub recv_buffer: u64,
+    pub stream: u64,
+    pub root: i32,
+    pub batch_size: u32,
+    pub batches: u32,
+    pub ce_seq: u32,
+    pub func: Name,
+    pub datatype: Name,
+    pub strategy: Name,
+    pub intra_sync: bool,
+}
+
+/// What happened: a start (one variant per kind of descriptor), a change of state, or a stop.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[allow(missing_docs)]
+pub enum Body {
+    Group,
+    GroupApi {
+        depth: i32,
+        graph: bool,
+    },
+    CollApi(CollApi),
+    P2pApi(CollApi),
+    KernelLaunch {
+        stream: u64,
+    },
+    Coll(Coll),
+    P2p(P2p),
+    ProxyOp(ProxyOp),
+    ProxyStep {
+        step: i32,
+    },
+    ProxyCtrl,
+    KernelCh {
+        channel: u8,
+        timer: u64,
+    },
+    NetSocket {
+        fd: i32,
+        op: i32,
+        length: u64,
+    },
+    NetIb {
+        device: i32,
+        opcode: i32,
+        qp: i32,
+        wr_id: u64,
+        length: u64,
+    },
+    NetTowline(NetPart),
+    /// A NetPlugin event of a plugin whose descriptor we do not know.
+    NetOther {
+        plugin: i64,
+    },
+    CeColl(CeColl),
+    CeSync {
+        complete: bool,
+        ranks: i32,
+    },
+    CeBatch {
+        ops: i32,
+        bytes: u64,
+        intra_sync: bool,
+    },
+    /// The event reached a state ([`state`]); the meaning of `arg` depends on it.
+    State {
+        state: u8,
+        steps: i32,
+        arg: u64,
+    },
+    /// The last word on a [`Body::NetTowline`] event.
+    NetTimes(NetTimes),
+    Stop,
+}
+
+impl Body {
+    /// The kind of event that this body starts; None for states, updates and stops.
+    pub fn kind(&self) -> Option<Kind> {
+        Some(match self {
+            Body::Group => Kind::Group,
+            Body::GroupApi { .. } => Kind::GroupApi,
+            Body::CollApi(_) => Kind::CollApi,
+            Body::P2pApi(_) => Kind::P2pApi,
+            Body::KernelLaunch { .. } => Kind::KernelLaunch,
+            Body::Coll(_) => Kind::Coll,
+            Body::P2p(_) => Kind::P2p,
+            Body::ProxyOp(_) => Kind::ProxyOp,
+            Body::ProxyStep { .. } => Kind::ProxyStep,
+            Body::ProxyCtrl => Kind::ProxyCtrl,
+            Body::KernelCh { .. } => Kind::KernelCh,
+            Body::NetSocket { .. } | Body::NetIb { .. } | Body::NetTowline(_) | Body::NetOther { .. } => {
+                Kind::NetPlugin
+            }
+            Body::CeColl(_) => Kind::CeColl,
+            Body::CeSync { .. } => Kind::CeSync,
+            Body::CeBatch { .. } => Kind::CeBatch,
+            Body::State { .. } | Body::NetTimes(_) | Body::Stop => return None,
+        })
+    }
+}
+
+/// One call of NCCL, with its time.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Record {
+    /// CLOCK_MONOTONIC in nanoseconds, taken when the call began.
+    pub when: u64,
+    /// The event's handle.
+    pub id: u64,
+    /// The parent's handle, 0 for none; only with starts.
+    pub parent: u64,
+    /// The communicator's context, 0 when it is not one of ours (or not known); only with starts.
+    pub context: u64,
+    /// The rank in the descriptor; only with starts.
+    pub rank: i32,
+    /// Tells threads apart.
+    pub thread: u32,
+    /// What happened.
+    pub body: Body,
+}
+
+/// The states that NCCL records, by NCCL's numbers.
+pub mod state {
+    #![allow(missing_docs)]
+    pub const OP_SEND_POSTED: u8 = 0;
+    pub const OP_SEND_REM_FIFO_WAIT: u8 = 1;
+    pub const OP_SEND_TRANSMITTED: u8 = 2;
+    pub const OP_SEND_DONE: u8 = 3;
+    pub const OP_RECV_POSTED: u8 = 4;
+    pub const OP_RECV_RECEIVED: u8 = 5;
+    pub const OP_RECV_TRANSMITTED: u8 = 6;
+    pub const OP_RECV_DONE: u8 = 7;
+    pub const STEP_SEND_GPU_WAIT: u8 = 8;
+    pub const STEP_SEND_WAIT: u8 = 9;
+    pub const STEP_RECV_WAIT: u8 = 10;
+    pub const STEP_RECV_FLUSH_WAIT: u8 = 11;
+    pub const STEP_RECV_GPU_WAIT: u8 = 12;
+    pub const CTRL_IDLE: u8 = 13;
+    pub const CTRL_ACTIVE: u8 = 14;
+    pub const CTRL_SLEEP: u8 = 15;
+    pub const CTRL_WAKEUP: u8 = 16;
+    pub const CTRL_APPEND: u8 = 17;
+    pub const CTRL_APPEND_END: u8 = 18;
+    pub const OP_IN_PROGRESS: u8 = 19;
+    pub const STEP_SEND_PEER_WAIT: u8 = 20;
+    pub const NET_UPDATE: u8 = 21;
+    pub const KERNEL_STOP: u8 = 22;
+    pub const GROUP_START_API_STOP: u8 = 23;
+    pub const GROUP_END_API_START: u8 = 24;
+
+    /// What a person reads for a state.
+    pub fn label(state: u8) -> &'static str {
+        match state {
+            OP_SEND_POSTED => "SendPosted",
+            OP_SEND_REM_FIFO_WAIT => "SendRemFifoWait",
+            OP_SEND_TRANSMITTED => "SendTransmitted",
+            OP_SEND_DONE => "SendDone",
+            OP_RECV_POSTED => "RecvPosted",
+            OP_RECV_RECEIVED => "RecvReceived",
+            OP_RECV_TRANSMITTED => "RecvTransmitted",
+            OP_RECV_DONE => "RecvDone",
+            STEP_SEND_GPU_WAIT => "SendGPUWait",
+            STEP_SEND_WAIT => "SendWait",
+            STEP_RECV_WAIT => "RecvWait",
+            STEP_RECV_FLUSH_WAIT => "RecvFlushWait",
+            STEP_RECV_GPU_WAIT => "RecvGPUWait",
+            CTRL_IDLE => "Idle",
+            CTRL_ACTIVE => "Active",
+            CTRL_SLEEP => "Sleep",
+            CTRL_WAKEUP => "Wakeup",
+            CTRL_APPEND => "Append",
+            CTRL_APPEND_END => "AppendEnd",
+            OP_IN_PROGRESS => "InProgress",
+            STEP_SEND_PEER_WAIT => "SendPeerWait",
+            NET_UPDATE => "Update",
+            KERNEL_STOP => "KernelStop",
+            GROUP_START_API_STOP => "GroupStartApiStop",
+            GROUP_END_API_START => "GroupEndApiStart",
+            25..=30 => "CeState",
+            _ => "?",
+        }
+    }
+
+    /// The state with this label.
+    pub fn from_label(text: &str) -> Option<u8> {
+        (0..=24).find(|&state| label(state) == text)
+    }
+
+    /// Whether it is one of a ProxyStep's phases, each of which ends where the next begins.
+    pub fn is_step_phase(state: u8) -> bool {
+        matches!(state, STEP_SEND_GPU_WAIT..=STEP_RECV_GPU_WAIT | STEP_SEND_PEER_WAIT)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kind_is_found_by_its_bit_and_by_its_name() {
+        for kind in Kind::ALL {
+            assert_eq!(Kind::from_bit(u64::from(kind.bit())), Some(kind));
+            assert_eq!(Kind::from_label(&kind.label().to_lowercase()), Some(kind));
+            assert_ne!(kind.triggers() & kind.bit(), 0, "{kind:?} must be emitted when asked for");
+        }
+        assert_eq!(Kind::from_bit(0), None);
+        assert_eq!(Kind::from_bit(3), None);
+        assert_eq!(Kind::from_bit(1 << 40), None);
+    }
+
+    #[test]
+    fn a_child_in_the_mask_brings_its_ancestors_along() {
+        let net = Kind::NetPlugin.bit();
+        for kind in [Kind::ProxyStep, Kind::ProxyOp, Kind::Coll, Kind::CollApi, Kind::GroupApi, Kind::Group] {
+            assert_ne!(kind.triggers() & net, 0, "{kind:?}");
+        }
+        assert_eq!(Kind::KernelLaunch.triggers() & net, 0);
+    }
+
+    #[test]
+    fn a_record_fits_beside_its_sequence_number_into_two_cache_lines() {
+        assert!(size_of::<Record>() <= 120, "{}", size_of::<Record>());
+    }
+
+    #[test]
+    fn states_are_found_by_their_labels() {
+        for number in 0..=24 {
+            assert_eq!(state::from_label(state::label(number)), Some(number));
+        }
+    }
+}

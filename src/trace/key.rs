@@ -1,0 +1,98 @@
+//! What NCCL keeps for us: contexts and event handles that are numbers, not pointers.
+//!
+//! NCCL passes them back at any time: after an abort, from a thread that missed a `finalize`, even from another
+//! process's memory (a ProxyOp that NCCL proxies for a neighbour carries the neighbour's context and parents). A
+//! number cannot dangle. Each carries a *stamp* drawn at random per process, so that another process's key is
+//! recognised even where process ids mean nothing (two containers, each with its pid 1).
+
+use super::ring::{POSITION_BITS, Place, SHARDS};
+
+/// Set in event keys whose event only the chained profiler wants.
+const CHAIN_ONLY: u64 = 1 << 47;
+
+/// Set in event keys whose updates carry [`crate::os::net_event::NetEvent`].
+const OWN_NET: u64 = 1 << 46;
+
+const STAMP_SHIFT: u32 = 48;
+
+/// The random number that marks this process's keys; never 0, so no key is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stamp(u16);
+
+impl Stamp {
+    /// A fresh stamp.
+    pub fn random() -> Self {
+        let mut bytes = [0; 2];
+        // Without randomness the pid has to do: neighbours on one host then still differ.
+        let number = match getrandom::fill(&mut bytes) {
+            Ok(()) => u16::from_ne_bytes(bytes),
+            Err(_) => std::process::id() as u16,
+        };
+        Self(number.max(1))
+    }
+
+    /// The context of the `serial`-th communicator (from 1).
+    pub fn context(self, serial: u64) -> u64 {
+        u64::from(self.0) << STAMP_SHIFT | serial
+    }
+
+    /// The handle of the event whose start is at `place`.
+    #[inline]
+    pub fn event(self, place: Place, own_net: bool) -> u64 {
+        let own = if own_net { OWN_NET } else { 0 };
+        u64::from(self.0) << STAMP_SHIFT | own | (place.shard as u64) << POSITION_BITS | place.position
+    }
+
+    /// The handle of an event that only the chained profiler wants.
+    pub fn chained(self, number: u64) -> u64 {
+        u64::from(self.0) << STAMP_SHIFT | CHAIN_ONLY | (number & (OWN_NET - 1))
+    }
+
+    /// Whether `key` was made with this stamp.
+    #[inline]
+    pub fn made(self, key: u64) -> bool {
+        key >> STAMP_SHIFT == u64::from(self.0)
+    }
+}
+
+/// Whether updates of this event carry a [`crate::os::net_event::NetEvent`].
+#[inline]
+pub fn is_own_net(event: u64) -> bool {
+    event & OWN_NET != 0 && !is_chained(event)
+}
+
+/// Whether only the chained profiler wants this event.
+#[inline]
+pub fn is_chained(event: u64) -> bool {
+    event & CHAIN_ONLY != 0
+}
+
+/// The event's number within its process, small enough for a trace; 0 stays 0.
+pub fn compact(event: u64) -> u64 {
+    if event == 0 {
+        return 0;
+    }
+    let (shard, position) = ((event >> POSITION_BITS) & (SHARDS as u64 - 1), event & ((1 << POSITION_BITS) - 1));
+    (position + 1) * SHARDS as u64 + shard
+}
+
+/// The running number in a context.
+pub fn serial(context: u64) -> u64 {
+    context & ((1 << STAMP_SHIFT) - 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_never_null_and_tell_their_process() {
+        let (ours, theirs) = (Stamp(7), Stamp(8));
+        let key = ours.event(Place { shard: 15, position: (1 << POSITION_BITS) - 1 }, false);
+        assert!(ours.made(key) && !theirs.made(key) && !is_chained(key) && !is_own_net(key));
+        assert!(is_own_net(ours.event(Place { shard: 0, position: 0 }, true)));
+        assert!(is_chained(ours.chained(5)) && !is_own_net(ours.chained(u64::MAX)));
+        assert_eq!(serial(ours.context(9)), 9);
+        assert_ne!(Stamp::random().event(Place { shard: 0, position: 0 }, false), 0);
+    }
+}

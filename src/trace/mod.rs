@@ -1,0 +1,33 @@
+//! The built-in profiler: from NCCL's callbacks to a trace, a summary and metrics.
+//!
+//! ```text
+//! NCCL's threads ──► profiler ──► ring ──► writer ──┬─► perfetto   a file for ui.perfetto.dev
+//!   (abi/profiler)      │                           ├─► summary    tables
+//!                       └─► chain (second profiler) └─► metrics    Prometheus, by file or HTTP (service)
+//!
+//! towline trace:  perfetto::read ──► align ──► summary
+//! ```
+//!
+//! Guarantees: without `TOWLINE_PROFILE` and `TOWLINE_PROFILER_CHAIN` nothing is made and NCCL's event mask is 0. On
+//! NCCL's threads there is no lock, no allocation and no system call; memory is bounded; what does not fit is
+//! dropped, counted and said. Handles are numbers, so a call that comes late or from a forked child finds nothing
+//! rather than freed memory.
+//!
+//! This room knows NCCL's profiler interface in its own terms ([`event`]); the C structs are `abi`'s. It must not know
+//! the transport, which tells it things through NCCL like any plugin would ([`crate::os::net_event`]).
+
+pub mod align;
+pub mod chain;
+pub mod clock;
+pub mod event;
+pub mod key;
+pub mod metrics;
+pub mod names;
+pub mod perfetto;
+pub mod profiler;
+pub mod rail;
+pub mod ring;
+mod service;
+pub mod settings;
+pub mod summary;
+mod writer;

@@ -1,0 +1,195 @@
+//! Strings by number: a table that any thread may add to without a lock and without allocation.
+//!
+//! NCCL describes events with C strings ("AllReduce", "RING", …): few, short, always the same ones. On NCCL's thread
+//! each is looked up by content and becomes a [`Name`], two bytes that need no lifetime. Entries are never removed,
+//! so a name can be resolved at any time, also as the C string that a chained profiler wants.
+//!
+//! The table holds what fits; what does not becomes [`Name::OTHER`]. It must not know what the strings mean.
+
+use std::cell::UnsafeCell;
+use std::ffi::{CStr, c_char};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Longest string kept, without the terminating zero; longer ones are cut.
+const LONGEST: usize = 51;
+
+/// How many different strings there is room for; NCCL has about fifty.
+const ENTRIES: usize = 1024;
+
+/// How many places are tried for one string.
+const PROBES: usize = 64;
+
+const EMPTY: u32 = 0;
+const WRITING: u32 = 1;
+const READY: u32 = 2;
+
+/// A string in the table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+pub struct Name(u16);
+
+#[repr(align(64))]
+struct Entry {
+    state: AtomicU32,
+    hash: AtomicU32,
+    length: UnsafeCell<u8>,
+    text: UnsafeCell<[u8; LONGEST + 1]>,
+}
+
+struct Table([Entry; ENTRIES]);
+
+// SAFETY: `length` and `text` are written only by the thread that moved `state` from EMPTY to WRITING, and read only
+// after `state` was seen READY (Acquire), which that thread stored (Release) after writing; they never change again.
+unsafe impl Sync for Table {}
+
+static TABLE: Table = Table(
+    [const {
+        Entry {
+            state: AtomicU32::new(EMPTY),
+            hash: AtomicU32::new(0),
+            length: UnsafeCell::new(0),
+            text: UnsafeCell::new([0; LONGEST + 1]),
+        }
+    }; ENTRIES],
+);
+
+impl Name {
+    /// No string (a null pointer, a field that the descriptor's version does not have).
+    pub const NONE: Name = Name(0);
+
+    /// A string that found no room.
+    pub const OTHER: Name = Name(u16::MAX);
+
+    /// The string's number. Wait-free: a bounded number of places is looked at, none is waited for.
+    pub fn new(text: &[u8]) -> Name {
+        if text.is_empty() {
+            return Self::NONE;
+        }
+        let text = &text[..text.len().min(LONGEST)];
+        let hash = hash(text);
+        for probe in 0..PROBES {
+            // Place 0 stands for "none", so it is never used.
+            let index = (hash as usize + probe) % (ENTRIES - 1) + 1;
+            let entry = &TABLE.0[index];
+            let state = entry.state.load(Ordering::Acquire);
+            if state == READY {
+                if entry.hash.load(Ordering::Relaxed) == hash && entry.text() == text {
+                    return Name(index as u16);
+                }
+                continue;
+            }
+            // A place that somebody is writing is passed over: at worst a string stands in the table twice.
+            let free = state == EMPTY
+                && entry.state.compare_exchange(EMPTY, WRITING, Ordering::Acquire, Ordering::Relaxed).is_ok();
+            if free {
+                entry.fill(text, hash);
+                return Name(index as u16);
+            }
+        }
+        Self::OTHER
+    }
+
+    /// The number of a C string; [`Name::NONE`] for a null pointer.
+    ///
+    /// # Safety
+    /// `text` is null, or points to a string that ends with a zero byte.
+    pub unsafe fn from_ptr(text: *const c_char) -> Name {
+        if text.is_null() {
+            return Self::NONE;
+        }
+        // SAFETY: the caller promises a terminated string.
+        Self::new(unsafe { CStr::from_ptr(text) }.to_bytes())
+    }
+
+    /// The string; empty for [`Name::NONE`], "?" for [`Name::OTHER`] and for what is not UTF-8.
+    pub fn text(self) -> &'static str {
+        match self {
+            Self::NONE => "",
+            Self::OTHER => "?",
+            Name(index) => std::str::from_utf8(TABLE.0[usize::from(index)].text()).unwrap_or("?"),
+        }
+    }
+
+    /// The string for C, valid for ever; null for [`Name::NONE`].
+    pub fn as_ptr(self) -> *const c_char {
+        match self {
+            Self::NONE => std::ptr::null(),
+            Self::OTHER => c"?".as_ptr(),
+            // The text is followed by at least one zero, because it is cut at LONGEST.
+            Name(index) => TABLE.0[usize::from(index)].text.get().cast(),
+        }
+    }
+
+    /// Whether there is a string.
+    pub fn is_some(self) -> bool {
+        self != Self::NONE
+    }
+}
+
+impl From<&str> for Name {
+    fn from(text: &str) -> Self {
+        Self::new(text.as_bytes())
+    }
+}
+
+impl std::fmt::Display for Name {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(self.text())
+    }
+}
+
+impl Entry {
+    /// Writes the text and publishes the entry; only for the thread that won it.
+    fn fill(&self, text: &[u8], hash: u32) {
+        // SAFETY: this thread alone moved the entry to WRITING, so nobody reads or writes it until READY is stored.
+        unsafe {
+            *self.length.get() = text.len() as u8;
+            (&mut *self.text.get())[..text.len()].copy_from_slice(text);
+        }
+        self.hash.store(hash, Ordering::Relaxed);
+        self.state.store(READY, Ordering::Release);
+    }
+
+    /// The text of an entry that was seen READY (a [`Name`] exists only for such).
+    fn text(&'static self) -> &'static [u8] {
+        // SAFETY: the entry was READY, so its bytes never change again.
+        unsafe { &(&*self.text.get())[..usize::from(*self.length.get())] }
+    }
+}
+
+/// FNV-1a: short strings, no need for more.
+fn hash(text: &[u8]) -> u32 {
+    text.iter().fold(0x811c_9dc5, |hash, &byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_same_string_is_the_same_name_on_every_thread() {
+        let threads: Vec<_> = (0..8)
+            .map(|_| {
+                std::thread::spawn(|| (0..40).map(|i| Name::from(format!("func-{i}").as_str())).collect::<Vec<_>>())
+            })
+            .collect();
+        for thread in threads {
+            for (i, name) in thread.join().unwrap().into_iter().enumerate() {
+                assert_eq!(name.text(), format!("func-{i}"));
+            }
+        }
+        assert_eq!(Name::from("AllReduce"), Name::from("AllReduce"));
+        assert_ne!(Name::from("AllReduce"), Name::from("AllGather"));
+    }
+
+    #[test]
+    fn null_empty_and_overlong_strings_are_no_trouble() {
+        // SAFETY: null is allowed.
+        assert_eq!(unsafe { Name::from_ptr(std::ptr::null()) }, Name::NONE);
+        assert_eq!(Name::from("").text(), "");
+        let long = "x".repeat(200);
+        let name = Name::from(long.as_str());
+        assert_eq!(name.text().len(), LONGEST);
+        // SAFETY: the table's strings end with a zero.
+        assert_eq!(unsafe { CStr::from_ptr(name.as_ptr()) }.to_bytes().len(), LONGEST);
+    }
+}

@@ -1,0 +1,523 @@
+//! Records in, packets out: which slice on which track, and the arrows between them.
+
+use std::collections::HashMap;
+
+use super::super::event::{Body, CommInfo, Kind, ProxyOp, Record, state};
+use super::super::key;
+use super::calls::Calls;
+use super::category;
+use super::fields::{self, Value};
+use super::file::TraceFile;
+use super::packets::{Annotations, Packets};
+use super::proto::UNIT_COUNT;
+use super::tracks::{Group, Place, Tracks};
+use super::wire::Rails;
+use super::{digest, mix};
+
+/// What the file says of its process.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct ProcessInfo {
+    /// The host's name.
+    pub host: String,
+    /// Tells one boot of one machine from all others: processes with the same one share a clock.
+    pub boot: u64,
+    /// The process id.
+    pub pid: i32,
+    /// How far the wall clock was ahead of the monotonic one.
+    pub wall_offset: i64,
+}
+
+/// An event that has begun and not ended.
+struct Open {
+    body: Body,
+    /// The communicator's track, 0 when unknown.
+    comm: u64,
+    parent: u64,
+    begin: u64,
+    track: u64,
+    /// The lane to give back; None when the slice lies on its parent's.
+    place: Option<Place>,
+    /// Host calls inside this one.
+    children: Vec<u64>,
+    /// A step's phase.
+    phase: Option<u8>,
+    /// A step's or an operation's bytes; a kernel's end on the GPU's clock.
+    amount: u64,
+    /// What the sender's and the receiver's arrow have in common.
+    flow: u64,
+    /// What is added at the end.
+    last_words: Annotations,
+}
+
+struct Comm {
+    info: CommInfo,
+    track: u64,
+    /// Point-to-point operations so far, per channel, peer and direction.
+    p2p_ops: HashMap<(u8, i32, bool), u32>,
+    /// The smallest difference seen between our clock and the GPU's.
+    gpu_offset: i64,
+}
+
+/// Writes a trace.
+pub struct Emitter {
+    out: Packets,
+    tracks: Tracks,
+    seed: u64,
+    comms: HashMap<u64, Comm>,
+    /// Tracks for operations of other processes, by pid.
+    foreign: HashMap<i32, u64>,
+    open: HashMap<u64, Open>,
+    calls: Calls,
+    rails: Rails,
+    drops_track: Option<u64>,
+    unmatched: u64,
+}
+
+/// Open events beyond this number are not taken: something loses its stops.
+const OPEN: usize = 1 << 18;
+
+impl Emitter {
+    /// A trace into `file`; `seed` keeps the tracks of different processes apart.
+    pub fn new(file: TraceFile, process: &ProcessInfo, seed: u64, now: u64) -> Self {
+        let mut out = Packets::new(file);
+        let tracks = Tracks::new(seed);
+        out.process(tracks.process(), process.pid, &format!("{}:{}", process.host, process.pid));
+        let annotations = vec![
+            ("host", Value::Text(process.host.as_str().into())),
+            ("boot", Value::Uint(process.boot)),
+            ("pid", Value::Int(process.pid.into())),
+            ("wall offset", Value::Int(process.wall_offset)),
+            ("version", Value::Text(env!("CARGO_PKG_VERSION").into())),
+        ];
+        out.instant(tracks.process(), now, category::PROCESS, "Towline", &annotations);
+        Self {
+            out,
+            tracks,
+            seed,
+            comms: HashMap::new(),
+            foreign: HashMap::new(),
+            open: HashMap::new(),
+            calls: Calls::default(),
+            rails: Rails::default(),
+            drops_track: None,
+            unmatched: 0,
+        }
+    }
+
+    /// The file.
+    pub fn file(&mut self) -> &mut TraceFile {
+        self.out.file()
+    }
+
+    /// A communicator begins, or more is known of it.
+    pub fn comm(&mut self, info: &CommInfo, now: u64) {
+        let track = match self.comms.get_mut(&info.context) {
+            Some(comm) => {
+                comm.info = info.clone();
+                comm.track
+            }
+            None => {
+                let track = self.tracks.fresh();
+                let gpu_offset = i64::MAX;
+                let comm = Comm { info: info.clone(), track, p2p_ops: HashMap::new(), gpu_offset };
+                self.comms.insert(info.context, comm);
+                track
+            }
+        };
+        self.out.track(track, self.tracks.process(), &info.title(), info.rank);
+        let annotations = vec![
+            ("comm", Value::Uint(key::serial(info.context))),
+            ("comm id", Value::Pointer(info.id)),
+            ("name", Value::Text(info.name.as_str().into())),
+            ("rank", Value::Int(info.rank.into())),
+            ("ranks", Value::Int(info.ranks.into())),
+            ("nodes", Value::Int(info.nodes.into())),
+        ];
+        self.out.instant(track, now, category::COMM, "communicator", &annotations);
+    }
+
+    /// A communicator ends: what is still open in it was aborted.
+    pub fn comm_ends(&mut self, context: u64, now: u64) {
+        let Some(comm) = self.comms.remove(&context) else { return };
+        let mut left: Vec<(u64, u64)> =
+            self.open.iter().filter(|(_, open)| open.comm == comm.track).map(|(&id, open)| (open.begin, id)).collect();
+        // Innermost first.
+        left.sort_unstable_by(|a, b| b.cmp(a));
+        for (_, id) in left {
+            if let Some(open) = self.open.get_mut(&id) {
+                open.last_words.push(("aborted", Value::Bool(true)));
+            }
+            self.stop(id, now);
+        }
+        self.calls.end(comm.track, now, &mut self.out, &mut self.tracks);
+        self.tracks.forget(comm.track);
+    }
+
+    /// One record.
+    pub fn apply(&mut self, record: &Record) {
+        match record.body {
+            Body::Stop => self.stop(record.id, record.when),
+            Body::State { state, arg, .. } => self.state(record.id, record.when, state, arg),
+            Body::NetTimes(times) => {
+                if let Some(open) = self.open.get_mut(&record.id) {
+                    let words = [
+                        ("waited for receiver ns", times.wait_receiver_ns),
+                        ("waited for socket ns", times.wait_socket_ns),
+                        ("waited for credit ns", times.wait_credit_ns),
+                        ("on the wire ns", times.wire_ns),
+                        ("retransmissions", times.retransmissions.into()),
+                        ("reconnects", times.reconnects.into()),
+                    ];
+                    open.last_words.clear();
+                    open.last_words.extend(words.map(|(name, value)| (name, Value::Uint(value))));
+                }
+            }
+            _ if self.open.len() < OPEN => self.start(record),
+            _ => self.unmatched += 1,
+        }
+    }
+
+    /// Time has come to `now`: writes what is complete by then.
+    pub fn advance(&mut self, now: u64) {
+        self.calls.advance(now, &mut self.out, &mut self.tracks);
+        self.rails.advance(now, &mut self.out);
+    }
+
+    /// So many events were dropped until now.
+    pub fn drops(&mut self, now: u64, total: u64) {
+        let track = match self.drops_track {
+            Some(track) => track,
+            None if total == 0 => return,
+            None => {
+                let track = self.tracks.fresh();
+                self.out.counter_track(track, self.tracks.process(), "events dropped", UNIT_COUNT, None);
+                self.drops_track = Some(track);
+                track
+            }
+        };
+        self.out.counter(track, now, total as i64);
+    }
+
+    fn annotations(record: &Record) -> Annotations {
+        let mut annotations = vec![("id", Value::Uint(key::compact(record.id)))];
+        if record.parent != 0 {
+            annotations.push(("parent", Value::Uint(key::compact(record.parent))));
+        }
+        if record.context != 0 {
+            annotations.push(("comm", Value::Uint(key::serial(record.context))));
+        }
+        fields::fields(&record.body, &mut |name, value| annotations.push((name, value)));
+        annotations
+    }
+
+    /// The track under which a record's events go.
+    fn comm_track(&mut self, record: &Record) -> u64 {
+        if let Some(comm) = self.comms.get(&record.context) {
+            return comm.track;
+        }
+        let pid = match record.body {
+            Body::ProxyOp(op) => op.pid,
+            _ => 0,
+        };
+        if let Some(&track) = self.foreign.get(&pid) {
+            return track;
+        }
+        let track = self.tracks.fresh();
+        let name = if pid == 0 { "unknown communicator".into() } else { format!("proxied for process {pid}") };
+        self.out.track(track, self.tracks.process(), &name, i32::MAX);
+        self.foreign.insert(pid, track);
+        track
+    }
+
+    fn start(&mut self, record: &Record) {
+        let Some(kind) = record.body.kind() else { return };
+        let annotations = Self::annotations(record);
+        let when = record.when;
+        match record.body {
+            Body::Coll(_) | Body::P2p(_) | Body::CeColl(_) => {
+                let comm = self.comm_track(record);
+                let flow = mix(self.seed, record.parent);
+                self.calls.start(record.id, comm, when, record.body, annotations, flow);
+            }
+            Body::GroupApi { .. } | Body::CollApi(_) | Body::P2pApi(_) | Body::KernelLaunch { .. } => {
+                self.start_call_api(record, kind, &annotations);
+            }
+            Body::Group => self.slice(record, Group::Plans, "launch", &annotations, &[mix(self.seed, record.id)]),
+            Body::ProxyCtrl => self.slice(record, Group::Proxy, "ProxyCtrl", &annotations, &[]),
+            Body::ProxyOp(op) => self.start_op(record, &op, &annotations),
+            Body::ProxyStep { step } => {
+                let Some(op) = self.open.get(&record.parent) else {
+                    return self.slice(record, Group::Steps, &format!("step {step}"), &annotations, &[]);
+                };
+                let (comm, group, flow) = (op.comm, Group::Steps(op.track), mix(op.flow, step as u64));
+                let place = self.tracks.take(&mut self.out, group, when);
+                self.out.begin(place.uuid, when, kind.label(), &format!("step {step}"), &annotations, &[]);
+                self.insert(record, comm, place.uuid, Some(place), flow);
+            }
+            Body::NetSocket { .. } | Body::NetIb { .. } | Body::NetTowline(_) | Body::NetOther { .. } => {
+                self.start_net(record, &annotations);
+            }
+            Body::KernelCh { .. } => {
+                let comm = self.comm_track(record);
+                self.calls.child_begins(record.parent, when, None);
+                self.insert(record, comm, 0, None, 0);
+                self.observe_gpu(record.id, when);
+            }
+            Body::CeSync { .. } | Body::CeBatch { .. } => {
+                self.calls.child_begins(record.parent, when, None);
+                self.slice(record, Group::Proxy, kind.label(), &annotations, &[]);
+            }
+            Body::State { .. } | Body::NetTimes(_) | Body::Stop => {}
+        }
+    }
+
+    /// A slice on a lane of its communicator's group.
+    fn slice(
+        &mut self,
+        record: &Record,
+        group: fn(u64) -> Group,
+        name: &str,
+        annotations: &Annotations,
+        flows: &[u64],
+    ) {
+        let comm = self.comm_track(record);
+        let place = self.tracks.take(&mut self.out, group(comm), record.when);
+        let kind = record.body.kind().map_or("", Kind::label);
+        self.out.begin(place.uuid, record.when, kind, name, annotations, flows);
+        self.insert(record, comm, place.uuid, Some(place), 0);
+    }
+
+    fn insert(&mut self, record: &Record, comm: u64, track: u64, place: Option<Place>, flow: u64) {
+        self.open.insert(
+            record.id,
+            Open {
+                body: record.body,
+                comm,
+                parent: record.parent,
+                begin: record.when,
+                track,
+                place,
+                children: Vec::new(),
+                phase: None,
+                amount: 0,
+                flow,
+                last_words: Annotations::new(),
+            },
+        );
+    }
+
+    /// Host calls nest on one track: a group of calls, the calls in it, its kernel launches.
+    fn start_call_api(&mut self, record: &Record, kind: Kind, annotations: &Annotations) {
+        let comm = self.comm_track(record);
+        let name = match record.body {
+            Body::CollApi(call) | Body::P2pApi(call) => call.func.text(),
+            Body::KernelLaunch { .. } => "kernel launch",
+            _ => "group",
+        };
+        let flows = [mix(self.seed, record.id)];
+        let nested = match self.open.get_mut(&record.parent) {
+            Some(parent) if parent.comm == comm && matches!(parent.body, Body::GroupApi { .. }) => {
+                parent.children.push(record.id);
+                Some(parent.track)
+            }
+            _ => None,
+        };
+        if let Some(track) = nested {
+            self.out.begin(track, record.when, kind.label(), name, annotations, &flows);
+            self.insert(record, comm, track, None, 0);
+        } else {
+            self.slice(record, Group::Calls, name, annotations, &flows);
+        }
+    }
+
+    fn start_op(&mut self, record: &Record, op: &ProxyOp, annotations: &Annotations) {
+        let comm_track = self.comm_track(record);
+        let slot = (op.channel, op.peer, op.send);
+        let arrow = mix(self.seed, record.id);
+        // What names the operation on both of its ends: the collective's number, or else how many came before.
+        let mut name = "proxy".to_string();
+        let mut identity = None;
+        if let Some(call) = self.calls.get_mut(record.parent) {
+            let ordinal = call.ops.entry(slot).or_insert(0);
+            *ordinal += 1;
+            match call.body {
+                Body::Coll(coll) => {
+                    name = coll.func.text().to_owned();
+                    identity = Some(mix(mix(digest(coll.func.text()), coll.seq), u64::from(*ordinal)));
+                }
+                Body::P2p(p2p) => name = p2p.func.text().to_owned(),
+                _ => {}
+            }
+        }
+        let flow = match self.comms.get_mut(&record.context) {
+            Some(comm) => {
+                let identity = identity.unwrap_or_else(|| {
+                    let ordinal = comm.p2p_ops.entry(slot).or_insert(0);
+                    *ordinal += 1;
+                    u64::from(*ordinal)
+                });
+                let rank = if record.rank >= 0 { record.rank } else { comm.info.rank };
+                let (from, to) = if op.send { (rank, op.peer) } else { (op.peer, rank) };
+                let pair = (from as u32 as u64) << 32 | u64::from(to as u32);
+                mix(mix(mix(comm.info.id, pair), op.channel.into()), identity)
+            }
+            None => 0,
+        };
+        self.calls.child_begins(record.parent, record.when, Some(arrow));
+        let channel = self.tracks.channel(&mut self.out, comm_track, op.channel);
+        let place = self.tracks.take(&mut self.out, Group::Ops(channel, op.peer, op.send), record.when);
+        self.out.begin(place.uuid, record.when, Kind::ProxyOp.label(), &name, annotations, &[arrow]);
+        self.insert(record, comm_track, place.uuid, Some(place), flow);
+    }
+
+    fn start_net(&mut self, record: &Record, annotations: &Annotations) {
+        self.rails.begin(&record.body, record.when, &mut self.out, &mut self.tracks);
+        let (name, flow) = match record.body {
+            Body::NetSocket { op: 0, .. } => ("send", 0),
+            Body::NetSocket { .. } => ("receive", 0),
+            Body::NetIb { .. } => ("work request", 0),
+            Body::NetTowline(part) => {
+                let name = match (part.send, part.resend) {
+                    (true, false) => "send",
+                    (true, true) => "resend",
+                    (false, false) => "receive",
+                    (false, true) => "receive again",
+                };
+                (name, if part.resend { 0 } else { mix(mix(part.link, part.message), part.offset) })
+            }
+            _ => ("network", 0),
+        };
+        let parent = self.open.get(&record.parent).map(|step| (step.comm, step.track));
+        let Some((comm, track)) = parent else {
+            return self.slice(record, Group::Wire, name, annotations, &[]);
+        };
+        let place = self.tracks.take(&mut self.out, Group::Wire(track), record.when);
+        let sends = matches!(record.body, Body::NetTowline(part) if part.send);
+        let flows: &[u64] = if flow != 0 && sends { &[flow] } else { &[] };
+        self.out.begin(place.uuid, record.when, Kind::NetPlugin.label(), name, annotations, flows);
+        self.insert(record, comm, place.uuid, Some(place), flow);
+    }
+
+    fn state(&mut self, id: u64, when: u64, state: u8, arg: u64) {
+        let Some(open) = self.open.get_mut(&id) else { return };
+        match open.body {
+            Body::ProxyStep { .. } if state::is_step_phase(state) => {
+                if matches!(state, state::STEP_SEND_WAIT | state::STEP_RECV_FLUSH_WAIT) {
+                    open.amount = arg;
+                }
+                // NCCL repeats a state as often as it tries to send.
+                if open.phase == Some(state) {
+                    return;
+                }
+                // The arrow leaves where the sender hands over, and arrives where the receiver has it.
+                let arrives = open.phase == Some(state::STEP_RECV_WAIT);
+                let flows: &[u64] =
+                    if open.flow != 0 && (state == state::STEP_SEND_WAIT || arrives) { &[open.flow] } else { &[] };
+                let track = open.track;
+                let ends = open.phase.replace(state).is_some();
+                if ends {
+                    self.out.end(track, when, &Annotations::new(), &[]);
+                }
+                self.out.begin(track, when, category::PHASE, state::label(state), &Annotations::new(), flows);
+            }
+            Body::ProxyOp(_) if state <= state::OP_RECV_DONE => {
+                open.amount = open.amount.max(arg);
+            }
+            Body::KernelCh { .. } if state == state::KERNEL_STOP => {
+                open.amount = arg;
+                self.observe_gpu(id, when);
+            }
+            _ => {
+                let annotations = match state {
+                    state::CTRL_APPEND_END => vec![("appended", Value::Uint(arg))],
+                    _ => Annotations::new(),
+                };
+                if open.track != 0 {
+                    self.out.instant(open.track, when, category::STATE, state::label(state), &annotations);
+                }
+            }
+        }
+    }
+
+    fn stop(&mut self, id: u64, when: u64) {
+        if self.calls.stop(id, when) {
+            return;
+        }
+        let Some(mut open) = self.open.remove(&id) else {
+            self.unmatched += 1;
+            return;
+        };
+        // A call whose stop was lost ends with the group around it.
+        for child in std::mem::take(&mut open.children) {
+            if self.open.contains_key(&child) {
+                self.stop(child, when);
+            }
+        }
+        let mut words = std::mem::take(&mut open.last_words);
+        let mut flows: &[u64] = &[];
+        match open.body {
+            Body::ProxyStep { .. } => {
+                if open.phase.is_some() {
+                    self.out.end(open.track, when, &Annotations::new(), &[]);
+                }
+                words.push(("bytes", Value::Uint(open.amount)));
+            }
+            Body::ProxyOp(_) => {
+                if open.amount > 0 {
+                    words.push(("bytes", Value::Uint(open.amount)));
+                }
+                self.calls.child_ends(open.parent, when);
+            }
+            Body::CeSync { .. } | Body::CeBatch { .. } => self.calls.child_ends(open.parent, when),
+            Body::KernelCh { .. } => {
+                self.calls.child_ends(open.parent, when);
+                return self.kernel(id, &open, when);
+            }
+            _ => {
+                self.rails.end(&open.body, when, &mut self.out);
+                if matches!(open.body, Body::NetTowline(part) if !part.send) && open.flow != 0 {
+                    flows = std::slice::from_ref(&open.flow);
+                }
+            }
+        }
+        self.out.end(open.track, when, &words, flows);
+        if let Some(place) = open.place {
+            self.tracks.release(place, when);
+        }
+    }
+
+    /// The GPU's time of something that we have just been told of is a lower bound for the clocks' difference.
+    fn observe_gpu(&mut self, id: u64, when: u64) {
+        let Some(open) = self.open.get(&id) else { return };
+        let Body::KernelCh { timer, .. } = open.body else { return };
+        let gpu = if open.amount > 0 { open.amount } else { timer };
+        let track = open.comm;
+        if gpu == 0 {
+            return;
+        }
+        if let Some(comm) = self.comms.values_mut().find(|comm| comm.track == track) {
+            comm.gpu_offset = comm.gpu_offset.min(when as i64 - gpu as i64);
+        }
+    }
+
+    /// A kernel's slice, on the GPU's own times where they are known.
+    fn kernel(&mut self, id: u64, open: &Open, when: u64) {
+        let Body::KernelCh { channel, timer } = open.body else { return };
+        let offset = self.comms.values().find(|comm| comm.track == open.comm).map(|comm| comm.gpu_offset);
+        let (begin, end) = match offset {
+            Some(offset) if offset != i64::MAX && timer > 0 && open.amount >= timer => {
+                ((timer as i64 + offset) as u64, (open.amount as i64 + offset) as u64)
+            }
+            _ => (open.begin, when),
+        };
+        let track = self.tracks.channel(&mut self.out, open.comm, channel);
+        let place = self.tracks.take(&mut self.out, Group::Kernel(track), begin);
+        let mut annotations =
+            vec![("id", Value::Uint(key::compact(id))), ("parent", Value::Uint(key::compact(open.parent)))];
+        fields::fields(&open.body, &mut |name, value| annotations.push((name, value)));
+        annotations.push(("gpu stop", Value::Uint(open.amount)));
+        self.out.begin(place.uuid, begin, Kind::KernelCh.label(), "kernel", &annotations, &[]);
+        self.out.end(place.uuid, end, &Annotations::new(), &[]);
+        self.tracks.release(place, end);
+    }
+}

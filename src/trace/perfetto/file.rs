@@ -1,0 +1,239 @@
+//! A trace file that is whole at every moment, also when the process is killed in the middle of a write.
+//!
+//! A trace is a sequence of packets, each with its length in front. The kernel copies a `write` into a file page by
+//! page and a killed process can stop between two pages. So no packet crosses a page boundary of the file: where the
+//! next one does not fit, the rest of the page is filled with empty packets, which every reader skips.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use prost::Message;
+
+use super::proto::TracePacket;
+use crate::os::fd::Registered;
+
+/// The unit in which the kernel copies, and a divisor of all larger ones.
+const PAGE: usize = 4096;
+
+/// Field 1 (`Trace.packet`), length-delimited.
+const PACKET_TAG: u8 = 0x0a;
+
+/// A trace file being written.
+#[derive(Debug)]
+pub struct TraceFile {
+    file: Registered<File>,
+    path: PathBuf,
+    /// Bytes that are in the file.
+    written: u64,
+    /// Bytes that are not yet.
+    buffer: Vec<u8>,
+    limit: u64,
+    /// Packets that were left out because the file is full or the disk is.
+    lost: u64,
+    full: bool,
+}
+
+impl TraceFile {
+    /// A new file beside which nothing of that name was; `stem` gets a number when there was.
+    pub fn create(dir: &Path, stem: &str, limit: u64) -> io::Result<Self> {
+        std::fs::create_dir_all(dir)?;
+        let mut number = 1;
+        loop {
+            let name = if number == 1 { format!("{stem}.pftrace") } else { format!("{stem}.{number}.pftrace") };
+            let path = dir.join(name);
+            let open = || OpenOptions::new().append(true).create_new(true).mode(0o644).open(&path);
+            match Registered::open(open) {
+                Ok(file) => {
+                    return Ok(Self { file, path, written: 0, buffer: Vec::new(), limit, lost: 0, full: false });
+                }
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists && number < 10_000 => number += 1,
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Packets that were left out.
+    pub fn lost(&self) -> u64 {
+        self.lost
+    }
+
+    /// Bytes waiting to be written.
+    pub fn pending(&self) -> usize {
+        self.buffer.len()
+    }
+
+    /// Adds a packet. It is in the file after the next [`TraceFile::flush`].
+    pub fn append(&mut self, packet: &TracePacket) {
+        let length = packet.encoded_len();
+        let whole = 1 + prost::length_delimiter_len(length) + length;
+        let end = self.written + self.buffer.len() as u64;
+        if self.full || whole > PAGE || end + 2 * PAGE as u64 > self.limit {
+            self.full |= whole <= PAGE;
+            self.lost += 1;
+            return;
+        }
+        let left = PAGE - (end % PAGE as u64) as usize;
+        // One byte left could not be filled.
+        if whole > left || whole + 1 == left {
+            fill(&mut self.buffer, left);
+        }
+        self.buffer.push(PACKET_TAG);
+        packet.encode_length_delimited(&mut self.buffer).expect("a vector grows as needed");
+    }
+
+    /// Writes what was added. When the disk takes only a part, the file is cut back to its last whole packet and
+    /// tracing ends.
+    pub fn flush(&mut self) -> io::Result<()> {
+        if self.buffer.is_empty() {
+            return Ok(());
+        }
+        let result = self.file.write_all(&self.buffer);
+        match &result {
+            Ok(()) => self.written += self.buffer.len() as u64,
+            Err(_) => {
+                self.full = true;
+                let _ = self.file.set_len(self.written);
+            }
+        }
+        self.buffer.clear();
+        result
+    }
+}
+
+/// Appends exactly `left` bytes of empty packets, `left` being 0 or at least 2.
+fn fill(buffer: &mut Vec<u8>, mut left: usize) {
+    if left % 2 == 1 {
+        // The length zero, written with a superfluous byte.
+        buffer.extend([PACKET_TAG, 0x80, 0x00]);
+        left -= 3;
+    }
+    for _ in 0..left / 2 {
+        buffer.extend([PACKET_TAG, 0x00]);
+    }
+}
+
+/// Reads the packets of a trace, whoever wrote it. Ends at a packet that is cut off.
+pub struct Packets<'a> {
+    bytes: &'a [u8],
+    /// Bytes at the end that are no whole packet.
+    rest: usize,
+}
+
+impl<'a> Packets<'a> {
+    /// The packets in `bytes`.
+    pub fn new(bytes: &'a [u8]) -> Self {
+        Self { bytes, rest: 0 }
+    }
+
+    /// After the last packet: bytes that are no whole packet.
+    pub fn rest(&self) -> usize {
+        self.rest
+    }
+}
+
+impl Iterator for Packets<'_> {
+    type Item = TracePacket;
+
+    fn next(&mut self) -> Option<TracePacket> {
+        loop {
+            if self.bytes.is_empty() {
+                return None;
+            }
+            let body = self
+                .bytes
+                .strip_prefix(&[PACKET_TAG])
+                .and_then(|mut rest| Some((prost::decode_length_delimiter(&mut rest).ok()?, rest)))
+                .and_then(|(length, rest)| rest.split_at_checked(length));
+            let Some((packet, rest)) = body else {
+                self.rest = self.bytes.len();
+                self.bytes = &[];
+                return None;
+            };
+            self.bytes = rest;
+            if packet.is_empty() {
+                continue;
+            }
+            match TracePacket::decode(packet) {
+                Ok(packet) => return Some(packet),
+                Err(_) => self.rest += packet.len(),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::trace::perfetto::proto::{Trace, TrackEvent};
+
+    fn packet(number: u64, name: usize) -> TracePacket {
+        let event = TrackEvent { name: Some("n".repeat(name)), ..TrackEvent::default() };
+        TracePacket { timestamp: Some(number), track_event: Some(event), ..TracePacket::default() }
+    }
+
+    #[test]
+    fn every_page_of_the_file_is_a_sequence_of_whole_packets() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut file = TraceFile::create(dir.path(), "t", u64::MAX).unwrap();
+        // Lengths that run through all remainders of a page, with flushes at odd places.
+        for number in 0..4000u64 {
+            file.append(&packet(number + 1, (number as usize * 7) % 400));
+            if number % 37 == 0 {
+                file.flush().unwrap();
+            }
+        }
+        file.flush().unwrap();
+        let bytes = std::fs::read(file.path()).unwrap();
+        let mut all = Vec::new();
+        for page in bytes.chunks(PAGE) {
+            let mut packets = Packets::new(page);
+            all.extend(packets.by_ref());
+            assert_eq!(packets.rest(), 0);
+        }
+        assert_eq!(all.iter().map(|p| p.timestamp.unwrap()).collect::<Vec<_>>(), (1..=4000).collect::<Vec<_>>());
+        // And the whole is a valid message to any protobuf reader.
+        let whole = Trace::decode(bytes.as_slice()).unwrap();
+        assert_eq!(whole.packet.iter().filter(|p| **p != TracePacket::default()).count(), 4000);
+    }
+
+    #[test]
+    fn a_file_ends_at_its_limit_and_counts_the_rest() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut file = TraceFile::create(dir.path(), "t", 64 * 1024).unwrap();
+        (0..2000).for_each(|number| file.append(&packet(number, 100)));
+        file.flush().unwrap();
+        let bytes = std::fs::read(file.path()).unwrap();
+        let mut packets = Packets::new(&bytes);
+        let kept = packets.by_ref().count() as u64;
+        assert!(bytes.len() <= 64 * 1024 && packets.rest() == 0);
+        assert_eq!(kept + file.lost(), 2000);
+        assert!(file.lost() > 0);
+    }
+
+    #[test]
+    fn an_older_file_is_never_overwritten() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = TraceFile::create(dir.path(), "t", 1 << 20).unwrap();
+        let second = TraceFile::create(dir.path(), "t", 1 << 20).unwrap();
+        assert_ne!(first.path(), second.path());
+    }
+
+    #[test]
+    fn a_cut_packet_at_the_end_is_left_out() {
+        let mut bytes = Vec::new();
+        for number in 1..4 {
+            bytes.push(PACKET_TAG);
+            packet(number, 10).encode_length_delimited(&mut bytes).unwrap();
+        }
+        let mut packets = Packets::new(&bytes[..bytes.len() - 3]);
+        assert_eq!(packets.by_ref().count(), 2);
+        assert!(packets.rest() > 0);
+    }
+}

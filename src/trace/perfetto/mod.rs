@@ -1,0 +1,45 @@
+//! The trace: records become Perfetto's track events.
+//!
+//! [`Emitter`] takes records in causal order and writes begins and ends as they come, so that the file of a process
+//! that was killed, or hangs, shows what was going on. [`read`] goes the other way, for `towline trace`.
+//!
+//! Nothing here talks to NCCL or to threads: records in, packets out.
+
+mod calls;
+mod emit;
+pub mod fields;
+pub mod file;
+mod packets;
+pub mod proto;
+pub mod read;
+mod tracks;
+mod wire;
+
+pub use emit::{Emitter, ProcessInfo};
+
+/// Mixes two numbers into one that looks random (splitmix64's finish).
+pub fn mix(a: u64, b: u64) -> u64 {
+    let mut x = a ^ b.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(31);
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// A text as a number, the same in every process.
+pub fn digest(text: &str) -> u64 {
+    text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
+/// Categories of the instants that describe the file rather than an event.
+pub mod category {
+    /// Once per file: which process, on which host.
+    pub const PROCESS: &str = "towline.process";
+    /// Once per communicator: its id, name and ranks.
+    pub const COMM: &str = "towline.communicator";
+    /// A phase of a ProxyStep; the slice's name is the state's.
+    pub const PHASE: &str = "towline.phase";
+    /// Something that happens within an event; the instant's name is the state's.
+    pub const STATE: &str = "towline.state";
+    /// What was dropped.
+    pub const DROPS: &str = "towline.drops";
+}

@@ -1,0 +1,296 @@
+//! A trace file back into records: what `towline trace report` summarises and `towline trace merge` aligns.
+//!
+//! Reads Towline's own files, merged ones too: the processes in one are told apart by their packet sequence. A file
+//! that was cut off is read up to the cut.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+
+use super::super::event::{Body, CommInfo, Kind, NetTimes, Record, state};
+use super::super::names::Name;
+use super::category;
+use super::emit::ProcessInfo;
+use super::fields::{self, Fields, Value};
+use super::file::Packets;
+use super::proto::{COUNTER, DebugAnnotation, INSTANT, Interned, InternedData, SLICE_BEGIN, SLICE_END, TracePacket};
+
+/// What one process wrote.
+#[derive(Debug, Default)]
+pub struct Process {
+    /// Which process it was; None in a file that is not Towline's or has lost its beginning.
+    pub info: Option<ProcessInfo>,
+    /// Its communicators; `context` is the running number that the records carry.
+    pub comms: Vec<CommInfo>,
+    /// Its records, in order of time.
+    pub records: Vec<Record>,
+    /// Its ends of the arrows between processes.
+    pub arrows: Vec<Arrow>,
+    /// How many events it said it dropped.
+    pub dropped: u64,
+}
+
+/// One end of an arrow between processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Arrow {
+    /// The same at both ends.
+    pub id: u64,
+    /// Sender: a time at which the data had surely not left. Receiver: a time at which it surely had arrived.
+    pub when: u64,
+    /// Whether this is the sender's end.
+    pub leaves: bool,
+}
+
+/// What one file holds.
+#[derive(Debug, Default)]
+pub struct Contents {
+    /// By packet sequence, in order of appearance.
+    pub processes: Vec<Process>,
+    /// Bytes at the end that were cut off.
+    pub cut: usize,
+}
+
+/// Reads a whole file.
+pub fn read(bytes: &[u8]) -> Contents {
+    let mut sequences: Vec<(u32, Reader)> = Vec::new();
+    let mut packets = Packets::new(bytes);
+    for packet in packets.by_ref() {
+        let number = packet.trusted_packet_sequence_id.unwrap_or(0);
+        let reader = match sequences.iter_mut().position(|(known, _)| *known == number) {
+            Some(index) => &mut sequences[index].1,
+            None => {
+                sequences.push((number, Reader::default()));
+                &mut sequences.last_mut().expect("just pushed").1
+            }
+        };
+        reader.packet(&packet);
+    }
+    let processes = sequences.into_iter().map(|(_, reader)| reader.finish()).collect();
+    Contents { processes, cut: packets.rest() }
+}
+
+#[derive(Default)]
+struct Tables {
+    names: HashMap<u64, String>,
+    categories: HashMap<u64, String>,
+    keys: HashMap<u64, Name>,
+    words: HashMap<u64, String>,
+}
+
+impl Tables {
+    fn learn(&mut self, data: &InternedData) {
+        let strings = |table: &mut HashMap<u64, String>, list: &[Interned]| {
+            table.extend(list.iter().map(|entry| (entry.iid.unwrap_or(0), entry.text.clone().unwrap_or_default())));
+        };
+        strings(&mut self.names, &data.event_names);
+        strings(&mut self.categories, &data.event_categories);
+        strings(&mut self.words, &data.debug_annotation_string_values);
+        self.keys.extend(
+            data.debug_annotation_names
+                .iter()
+                .map(|entry| (entry.iid.unwrap_or(0), Name::from(entry.text.as_deref().unwrap_or("")))),
+        );
+    }
+
+    fn fields(&self, annotations: &[DebugAnnotation]) -> Fields {
+        Fields(annotations.iter().filter_map(|annotation| self.field(annotation)).collect())
+    }
+
+    fn field(&self, a: &DebugAnnotation) -> Option<(Name, Value)> {
+        let name = *self.keys.get(&a.name_iid?)?;
+        let word = |text: &str| match text.parse::<IpAddr>() {
+            Ok(IpAddr::V4(ip)) => Value::Address(ip.to_ipv6_mapped()),
+            Ok(IpAddr::V6(ip)) => Value::Address(ip),
+            Err(_) => Value::Text(text.into()),
+        };
+        let value = if let Some(number) = a.uint_value {
+            Value::Uint(number)
+        } else if let Some(number) = a.int_value {
+            Value::Int(number)
+        } else if let Some(truth) = a.bool_value {
+            Value::Bool(truth)
+        } else if let Some(address) = a.pointer_value {
+            Value::Pointer(address)
+        } else if let Some(iid) = a.string_value_iid {
+            Value::Text(self.words.get(&iid)?.as_str().into())
+        } else {
+            word(a.string_value.as_deref()?)
+        };
+        Some((name, value))
+    }
+}
+
+enum Slice {
+    Event { id: u64, kind: Kind, begin: u64, amount_at: Option<usize> },
+    Phase { begin: u64 },
+    Other,
+}
+
+#[derive(Default)]
+struct Reader {
+    tables: Tables,
+    process: Process,
+    stacks: HashMap<u64, Vec<Slice>>,
+    counters: HashMap<u64, i64>,
+    drops_track: Option<u64>,
+    /// A step's last phase began then, per track.
+    phases: HashMap<u64, u64>,
+}
+
+impl Reader {
+    fn packet(&mut self, packet: &TracePacket) {
+        if let Some(data) = &packet.interned_data {
+            self.tables.learn(data);
+        }
+        if let Some(track) = &packet.track_descriptor
+            && track.counter.is_some()
+            && track.name.as_deref() == Some("events dropped")
+        {
+            self.drops_track = track.uuid;
+        }
+        let (Some(event), Some(when)) = (&packet.track_event, packet.timestamp) else { return };
+        let track = event.track_uuid.unwrap_or(0);
+        let category = event.category_iids.first().and_then(|iid| self.tables.categories.get(iid)).cloned();
+        let name = match (&event.name, event.name_iid.and_then(|iid| self.tables.names.get(&iid))) {
+            (Some(name), _) => name.clone(),
+            (None, Some(name)) => name.clone(),
+            (None, None) => String::new(),
+        };
+        let fields = self.tables.fields(&event.debug_annotations);
+        match event.kind.unwrap_or(0) {
+            SLICE_BEGIN => self.begin(track, when, category.as_deref(), &name, &fields, &event.flow_ids),
+            SLICE_END => self.end(track, when, &fields, &event.flow_ids),
+            INSTANT => self.instant(category.as_deref(), &fields),
+            COUNTER => {
+                self.counters.insert(track, event.counter_value.unwrap_or(0));
+            }
+            _ => {}
+        }
+    }
+
+    fn push(&mut self, when: u64, id: u64, body: Body) {
+        self.process.records.push(Record { when, id, parent: 0, context: 0, rank: -1, thread: 0, body });
+    }
+
+    fn begin(&mut self, track: u64, when: u64, category: Option<&str>, name: &str, fields: &Fields, flows: &[u64]) {
+        let stack = self.stacks.entry(track).or_default();
+        if category == Some(category::PHASE) {
+            let before = self.phases.insert(track, when);
+            let Some(Slice::Event { id, begin, amount_at, .. }) = stack.last_mut() else {
+                return stack.push(Slice::Other);
+            };
+            let Some(state) = state::from_label(name) else { return stack.push(Slice::Other) };
+            let (id, begin) = (*id, *begin);
+            if matches!(state, state::STEP_SEND_WAIT | state::STEP_RECV_FLUSH_WAIT) {
+                *amount_at = Some(self.process.records.len());
+            }
+            stack.push(Slice::Phase { begin: when });
+            self.push(when, id, Body::State { state, steps: 0, arg: 0 });
+            let leaves = state == state::STEP_SEND_WAIT;
+            // SendWait is recorded when isend has returned, so the data may have left before; not before the phase
+            // that ended with it, though.
+            let when = if leaves { before.filter(|&before| before >= begin).unwrap_or(begin) } else { when };
+            self.process.arrows.extend(flows.iter().map(|&id| Arrow { id, when, leaves }));
+            return;
+        }
+        let Some(kind) = category.and_then(Kind::from_label) else { return stack.push(Slice::Other) };
+        let id = fields.uint("id");
+        stack.push(Slice::Event { id, kind, begin: when, amount_at: None });
+        if kind == Kind::NetPlugin {
+            self.process.arrows.extend(flows.iter().map(|&id| Arrow { id, when, leaves: true }));
+        }
+        self.process.records.push(Record {
+            when,
+            id,
+            parent: fields.uint("parent"),
+            context: fields.uint("comm"),
+            rank: -1,
+            thread: 0,
+            body: fields::body(kind, fields),
+        });
+        if kind == Kind::KernelCh {
+            let arg = fields.uint("gpu stop");
+            self.push(when, id, Body::State { state: state::KERNEL_STOP, steps: 0, arg });
+        }
+    }
+
+    fn end(&mut self, track: u64, when: u64, fields: &Fields, flows: &[u64]) {
+        let Some(slice) = self.stacks.get_mut(&track).and_then(Vec::pop) else { return };
+        let Slice::Event { id, kind, begin, amount_at } = slice else {
+            if let Slice::Phase { begin } = slice {
+                self.phases.insert(track, begin);
+            }
+            return;
+        };
+        let mut stop = Some(when);
+        match kind {
+            Kind::ProxyStep => {
+                let bytes = fields.uint("bytes");
+                if let Some(Body::State { arg, .. }) =
+                    amount_at.and_then(|at| self.process.records.get_mut(at)).map(|record| &mut record.body)
+                {
+                    *arg = bytes;
+                }
+                self.phases.remove(&track);
+            }
+            Kind::ProxyOp if fields.uint("bytes") > 0 => {
+                let arg = fields.uint("bytes");
+                self.push(when, id, Body::State { state: state::OP_SEND_DONE, steps: 0, arg });
+            }
+            Kind::NetPlugin => {
+                self.process.arrows.extend(flows.iter().map(|&id| Arrow { id, when, leaves: false }));
+                let times = NetTimes {
+                    retransmissions: fields.uint("retransmissions") as u32,
+                    reconnects: fields.uint("reconnects") as u16,
+                    wait_receiver_ns: fields.uint("waited for receiver ns"),
+                    wait_socket_ns: fields.uint("waited for socket ns"),
+                    wait_credit_ns: fields.uint("waited for credit ns"),
+                    wire_ns: fields.uint("on the wire ns"),
+                };
+                if times != NetTimes::default() {
+                    self.push(when, id, Body::NetTimes(times));
+                }
+            }
+            Kind::Coll | Kind::P2p | Kind::CeColl => {
+                stop = (!fields.bool("never stopped")).then(|| begin + fields.uint("enqueued ns"));
+            }
+            _ => {}
+        }
+        if let Some(stop) = stop {
+            self.push(stop, id, Body::Stop);
+        }
+    }
+
+    fn instant(&mut self, category: Option<&str>, fields: &Fields) {
+        match category {
+            Some(category::PROCESS) => {
+                self.process.info = Some(ProcessInfo {
+                    host: fields.text("host").text().to_owned(),
+                    boot: fields.uint("boot"),
+                    pid: fields.int("pid"),
+                    wall_offset: fields.uint("wall offset") as i64,
+                });
+            }
+            Some(category::COMM) => {
+                let comm = CommInfo {
+                    context: fields.uint("comm"),
+                    id: fields.uint("comm id"),
+                    name: fields.text("name").text().to_owned(),
+                    rank: fields.int("rank"),
+                    ranks: fields.int("ranks"),
+                    nodes: fields.int("nodes"),
+                };
+                self.process.comms.retain(|known| known.context != comm.context);
+                self.process.comms.push(comm);
+            }
+            _ => {}
+        }
+    }
+
+    fn finish(mut self) -> Process {
+        self.process.dropped =
+            self.drops_track.and_then(|track| self.counters.get(&track)).map_or(0, |&count| count as u64);
+        // Calls are written when they are complete, after their children.
+        self.process.records.sort_by_key(|record| record.when);
+        self.process
+    }
+}

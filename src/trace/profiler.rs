@@ -1,0 +1,386 @@
+//! The profiler as NCCL's threads meet it: five calls, whatever the interface's version.
+//!
+//! [`start`], [`stop`] and [`record`] run on NCCL's threads, in the middle of its work. They take the time, build a
+//! [`Record`] and push it into the ring; no lock, no allocation, no system call. [`init`] and [`finalize`] run once
+//! per communicator, on user threads, and may do both.
+//!
+//! One [`Profiler`] serves the process, for all of its communicators and threads; the interface does not say which
+//! of them are alive, so it is made at the first `init` that asks for it and never freed: a late call can never meet
+//! freed memory. In a forked child there is none until the child's own `init`.
+//!
+//! After the last communicator's `finalize` everything is on disk when that call returns. A process that exits
+//! without `finalize`, as most training jobs do, is served by an exit handler.
+
+use std::ffi::c_int;
+use std::path::Path;
+use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering};
+use std::sync::mpsc::{self, Sender};
+use std::sync::{Mutex, Once, PoisonError};
+use std::time::Duration;
+
+use super::chain::{Chain, Change, Second, Start};
+use super::clock;
+use super::event::{Body, CommInfo, Kind, NetTimes, Record, state};
+use super::key::{self, Stamp};
+use super::ring::{Ring, Room};
+use super::settings::Settings;
+use super::writer::{Notice, Request, Writer};
+use crate::os::config::Config;
+use crate::os::error::Result;
+use crate::os::fork;
+use crate::os::net_event::NetEvent;
+
+/// How long the last `finalize` waits for the writer.
+const FINISH: Duration = Duration::from_secs(5);
+
+/// How long the exit handler waits for the writer.
+const EXIT: Duration = Duration::from_secs(2);
+
+/// How serious a message is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Level {
+    /// The user should look into it.
+    Warn,
+    /// Where files are and what was counted.
+    Info,
+}
+
+/// Opens a second profiler for the interface's version that NCCL speaks to us.
+pub type LoadSecond = fn(&Path, u32) -> Result<Box<dyn Second>>;
+
+/// What a communicator's `init` brings.
+pub struct Init {
+    /// The version of the interface that NCCL uses.
+    pub version: u32,
+    /// What it says of the communicator; `context` is not yet set.
+    pub comm: CommInfo,
+    /// NCCL's event mask, one for the process.
+    pub mask: *mut c_int,
+    /// How to open a second profiler.
+    pub load_second: LoadSecond,
+}
+
+/// What was dropped for want of room, by kind of start, then states and stops.
+#[derive(Debug, Default)]
+pub struct Drops {
+    /// Starts declined, by the kind's place in the mask.
+    pub starts: [AtomicU64; Kind::ALL.len()],
+    /// Changes of state not recorded.
+    pub states: AtomicU64,
+    /// Stops not recorded.
+    pub stops: AtomicU64,
+}
+
+impl Drops {
+    /// All of them together.
+    pub fn total(&self) -> u64 {
+        let starts: u64 = self.starts.iter().map(|count| count.load(Ordering::Relaxed)).sum();
+        starts + self.states.load(Ordering::Relaxed) + self.stops.load(Ordering::Relaxed)
+    }
+}
+
+/// The process's profiler.
+pub struct Profiler {
+    pub(super) stamp: Stamp,
+    pub(super) settings: Settings,
+    pub(super) ring: Ring,
+    pub(super) drops: Drops,
+    pub(super) chain: Option<Chain>,
+    /// NCCL's mask, to follow a second profiler that changes its mind.
+    pub(super) mask: AtomicPtr<c_int>,
+    /// Communicators initialised and not finalized.
+    pub(super) live: AtomicU64,
+    serial: AtomicU64,
+    notices: Mutex<Vec<Notice>>,
+    requests: Sender<Request>,
+    /// Which process of a line of forks it belongs to.
+    generation: u32,
+}
+
+static CURRENT: AtomicPtr<Profiler> = AtomicPtr::new(std::ptr::null_mut());
+
+/// While a profiler is being made: the maker's [`fork::generation`] plus one. Not a mutex, which a child forked at that
+/// moment would find locked for ever.
+static MAKING: AtomicU64 = AtomicU64::new(0);
+
+#[inline]
+fn current() -> Option<&'static Profiler> {
+    // SAFETY: the pointer is null or comes from a leaked box, so it is valid for ever.
+    let profiler = unsafe { CURRENT.load(Ordering::Acquire).as_ref() };
+    // A forked child has the parent's profiler without its thread: it has none.
+    profiler.filter(|profiler| profiler.generation == fork::generation())
+}
+
+#[inline]
+fn thread() -> u64 {
+    // SAFETY: no preconditions; it returns the thread's own pointer, unique among living threads.
+    unsafe { libc::pthread_self() }
+}
+
+/// A communicator begins. Writes the mask and returns its context, 0 when there is nothing to do for it.
+///
+/// # Safety
+/// `init.mask` is null or valid for as long as any communicator lives.
+pub unsafe fn init(init: Init) -> u64 {
+    let set_mask = |mask: u32| {
+        if !init.mask.is_null() {
+            // SAFETY: the caller promises a valid place; NCCL reads it as one int, hence the atomic.
+            unsafe { AtomicI32::from_ptr(init.mask) }.store(mask as i32, Ordering::Relaxed);
+        }
+    };
+    let Some(profiler) = current().or_else(|| make(&init)) else {
+        set_mask(0);
+        return 0;
+    };
+    let serial = profiler.serial.fetch_add(1, Ordering::Relaxed) + 1;
+    let comm = CommInfo { context: profiler.stamp.context(serial), ..init.comm };
+    let context = comm.context;
+    profiler.live.fetch_add(1, Ordering::AcqRel);
+    if let Some(chain) = &profiler.chain {
+        chain.init(&comm);
+    }
+    lock(&profiler.notices).push(Notice::Begin { comm, when: clock::now() });
+    // Wakes a writer that sleeps because no communicator was alive.
+    let _ = profiler.requests.send(Request::Wake);
+    profiler.mask.store(init.mask, Ordering::Release);
+    set_mask(profiler.wanted());
+    context
+}
+
+/// An event begins. Returns its handle, 0 when it is declined.
+#[inline]
+pub fn start(context: u64, start: &Start) -> u64 {
+    let Some(profiler) = current() else { return 0 };
+    let Some(kind) = start.body.kind() else { return 0 };
+    let chain = profiler.chain.as_ref().filter(|chain| chain.wants(&start.body));
+    let mut event = 0;
+    if kind.triggers() & profiler.settings.mask != 0 {
+        event = profiler.push_start(context, kind, start);
+    }
+    if let Some(chain) = chain {
+        let own = event;
+        if event == 0 {
+            event = profiler.stamp.chained(chain.number());
+        }
+        if !chain.start(event, context, start) {
+            event = own;
+        }
+    }
+    event
+}
+
+/// An event ends.
+#[inline]
+pub fn stop(event: u64) {
+    let Some(profiler) = current().filter(|profiler| profiler.stamp.made(event)) else { return };
+    if !key::is_chained(event) && profiler.push(event, Room::Stop, Body::Stop).is_none() {
+        profiler.drops.stops.fetch_add(1, Ordering::Relaxed);
+    }
+    if let Some(chain) = &profiler.chain {
+        chain.stop(event);
+    }
+}
+
+/// An event changes its state.
+///
+/// # Safety
+/// For a network plugin's update, `change.data` is null or what that plugin says it is.
+#[inline]
+pub unsafe fn record(event: u64, change: &Change) {
+    let Some(profiler) = current().filter(|profiler| profiler.stamp.made(event)) else { return };
+    if !key::is_chained(event) {
+        // SAFETY: passed on from the caller.
+        if let Some(body) = unsafe { body_of(event, change) }
+            && profiler.push(event, Room::State, body).is_none()
+        {
+            profiler.drops.states.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+    if let Some(chain) = &profiler.chain {
+        chain.record(event, change);
+    }
+}
+
+/// A communicator ends.
+pub fn finalize(context: u64) {
+    let Some(profiler) = current().filter(|profiler| profiler.stamp.made(context)) else { return };
+    if let Some(chain) = &profiler.chain {
+        chain.finalize(context);
+    }
+    lock(&profiler.notices).push(Notice::End { context, when: clock::now() });
+    let last = profiler.live.fetch_update(Ordering::AcqRel, Ordering::Acquire, |live| live.checked_sub(1)) == Ok(1);
+    if last {
+        profiler.finish(FINISH);
+        // The library that the mask belongs to may be unmapped from here on.
+        profiler.mask.store(std::ptr::null_mut(), Ordering::Release);
+    }
+}
+
+/// # Safety
+/// As for [`record`].
+#[inline]
+unsafe fn body_of(event: u64, change: &Change) -> Option<Body> {
+    let state = u8::try_from(change.state).ok()?;
+    if state != state::NET_UPDATE {
+        return Some(Body::State { state, steps: change.steps, arg: change.arg });
+    }
+    if !key::is_own_net(event) || change.data.is_null() {
+        return None;
+    }
+    // SAFETY: only starts under Towline's own plugin id get such a handle, and their updates carry a NetEvent.
+    let net = unsafe { &*change.data.cast_const().cast::<NetEvent>() };
+    Some(Body::NetTimes(NetTimes {
+        retransmissions: net.retransmissions,
+        reconnects: net.reconnects,
+        wait_receiver_ns: net.wait_receiver_ns,
+        wait_socket_ns: net.wait_socket_ns,
+        wait_credit_ns: net.wait_credit_ns,
+        wire_ns: net.wire_ns,
+    }))
+}
+
+impl Profiler {
+    #[inline]
+    fn push_start(&self, context: u64, kind: Kind, start: &Start) -> u64 {
+        let own_net = matches!(start.body, Body::NetTowline(_));
+        let (when, thread) = (clock::now(), thread());
+        let place = self.ring.push(thread, Room::Start, |place| Record {
+            when,
+            id: self.stamp.event(place, own_net),
+            parent: start.parent,
+            context: if self.stamp.made(context) { context } else { 0 },
+            rank: start.rank,
+            thread: (thread >> 12) as u32,
+            body: start.body,
+        });
+        match place {
+            Some(place) => self.stamp.event(place, own_net),
+            None => {
+                self.drops.starts[kind as usize].fetch_add(1, Ordering::Relaxed);
+                0
+            }
+        }
+    }
+
+    #[inline]
+    fn push(&self, event: u64, room: Room, body: Body) -> Option<()> {
+        let (when, thread) = (clock::now(), thread());
+        let make = |_| Record { when, id: event, parent: 0, context: 0, rank: -1, thread: (thread >> 12) as u32, body };
+        self.ring.push(thread, room, make).map(drop)
+    }
+
+    /// The mask that NCCL should have now.
+    pub(super) fn wanted(&self) -> u32 {
+        self.settings.mask | self.chain.as_ref().map_or(0, Chain::mask)
+    }
+
+    /// Renews NCCL's mask after the second profiler has changed its own.
+    pub(super) fn renew_mask(&self) {
+        let mask = self.mask.load(Ordering::Acquire);
+        if !mask.is_null() && self.live.load(Ordering::Acquire) > 0 {
+            // SAFETY: valid while a communicator lives; NCCL reads it as one int.
+            unsafe { AtomicI32::from_ptr(mask) }.store(self.wanted() as i32, Ordering::Relaxed);
+        }
+    }
+
+    pub(super) fn take_notices(&self) -> Vec<Notice> {
+        std::mem::take(&mut *lock(&self.notices))
+    }
+
+    /// Everything that is in the ring goes to disk, unless that takes longer than `patience`.
+    fn finish(&self, patience: Duration) {
+        let (done, wait) = mpsc::channel();
+        if self.requests.send(Request::Finish(done)).is_ok() {
+            let _ = wait.recv_timeout(patience);
+        }
+    }
+}
+
+/// Says something to the user; warnings go to standard error when nothing else would show them.
+pub(super) fn say(level: Level, text: &str) {
+    match level {
+        Level::Info => tracing::info!("{text}"),
+        Level::Warn if tracing::enabled!(tracing::Level::WARN) => tracing::warn!("{text}"),
+        Level::Warn => eprintln!("towline: {text}"),
+    }
+}
+
+/// Makes the process's profiler if the environment asks for one.
+fn make(init: &Init) -> Option<&'static Profiler> {
+    let mine = u64::from(fork::generation()) + 1;
+    loop {
+        let maker = MAKING.load(Ordering::Acquire);
+        // A maker of another generation was a thread of the parent, which the child does not have.
+        if maker != mine && MAKING.compare_exchange(maker, mine, Ordering::Acquire, Ordering::Relaxed).is_ok() {
+            break;
+        }
+        std::thread::sleep(Duration::from_micros(50));
+    }
+    let made = current().or_else(|| new_profiler(init));
+    if let Some(profiler) = made {
+        CURRENT.store(std::ptr::from_ref(profiler).cast_mut(), Ordering::Release);
+    }
+    MAKING.store(0, Ordering::Release);
+    made
+}
+
+fn new_profiler(init: &Init) -> Option<&'static Profiler> {
+    let (config, _) = Config::from_env();
+    let (settings, complaints) = Settings::new(&config, &host(), std::process::id());
+    complaints.iter().for_each(|complaint| say(Level::Warn, complaint));
+    let settings = settings?;
+    let chain = settings.chain.as_ref().and_then(|path| match (init.load_second)(path, init.version) {
+        Ok(second) => Some(Chain::new(second)),
+        Err(error) => {
+            say(Level::Warn, &format!("TOWLINE_PROFILER_CHAIN is ignored: {error}"));
+            None
+        }
+    });
+    if settings.mask == 0 && chain.is_none() {
+        return None;
+    }
+    fork::watch();
+    let (requests, inbox) = mpsc::channel();
+    let profiler: &'static Profiler = Box::leak(Box::new(Profiler {
+        stamp: Stamp::random(),
+        ring: Ring::new(if settings.mask == 0 { 0 } else { settings.buffer }),
+        drops: Drops::default(),
+        chain,
+        mask: AtomicPtr::new(std::ptr::null_mut()),
+        live: AtomicU64::new(0),
+        serial: AtomicU64::new(0),
+        notices: Mutex::new(Vec::new()),
+        requests: requests.clone(),
+        generation: fork::generation(),
+        settings,
+    }));
+    let writer = Writer::new(profiler, inbox, requests);
+    if let Err(error) = crate::os::thread::spawn("towline-trace", move || writer.run()) {
+        say(Level::Warn, &format!("the profiler's thread cannot start, profiling is off: {error}"));
+        return None;
+    }
+    static AT_EXIT: Once = Once::new();
+    // SAFETY: the library stays mapped (it is linked with -z nodelete), so the handler exists at exit.
+    AT_EXIT.call_once(|| _ = unsafe { libc::atexit(at_exit) });
+    Some(profiler)
+}
+
+/// The host's name, fit for a file name.
+pub fn host() -> String {
+    let mut name = [0u8; 256];
+    // SAFETY: the buffer is as long as said, less one for a terminating zero.
+    unsafe { libc::gethostname(name.as_mut_ptr().cast(), name.len() - 1) };
+    let length = name.iter().position(|&byte| byte == 0).unwrap_or(0);
+    let text = String::from_utf8_lossy(&name[..length]).replace(|c: char| !c.is_ascii_alphanumeric() && c != '-', "_");
+    if text.is_empty() { "host".into() } else { text }
+}
+
+extern "C" fn at_exit() {
+    if let Some(profiler) = current() {
+        profiler.finish(EXIT);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

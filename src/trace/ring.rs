@@ -1,0 +1,279 @@
+//! From NCCL's threads to our writer: bounded, preallocated, without lock and without allocation.
+//!
+//! Several *shards*, each a bounded queue with many producers and one consumer. A thread always uses the shard that
+//! its thread pointer hashes to, so two threads seldom meet and a thread's own records stay in order. Nothing is
+//! registered per thread and nothing is freed at a thread's end: communicators and their threads may come and go.
+//!
+//! Guarantees: [`Ring::push`] never waits for anybody (a producer that was interrupted between claiming a slot and
+//! filling it delays the consumer, not other producers); a full shard refuses, and refuses starts first, so that the
+//! stops of events already begun still find room. A record's place is unique for ever and serves as the event's id.
+//!
+//! Implementation notes: each slot counts laps. In lap `n` it is free at `2n`, filled at `2n + 1`, so a zeroed slot is
+//! free for lap 0 and the kernel's zero pages need not be touched before their first use.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::cell::UnsafeCell;
+use std::mem::MaybeUninit;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::event::Record;
+
+/// Shards in a ring: more than the proxy threads of a node's worth of devices in one process.
+pub const SHARDS: usize = 16;
+
+/// How many bits of a position [`crate::trace::key`] keeps; at a million events a second it lasts for 52 days.
+pub const POSITION_BITS: u32 = 42;
+
+/// What a record may use of the ring.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Room {
+    /// The start of an event: refused when three quarters are full.
+    Start,
+    /// A change of state: refused when seven eighths are full.
+    State,
+    /// A stop: takes the last slot.
+    Stop,
+}
+
+/// Where a record went.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// Which shard.
+    pub shard: usize,
+    /// Its running number there.
+    pub position: u64,
+}
+
+#[repr(C, align(128))]
+struct Slot {
+    lap: AtomicU64,
+    record: UnsafeCell<MaybeUninit<Record>>,
+}
+
+const _: () = assert!(size_of::<Slot>() == 128, "a slot is two cache lines");
+
+#[repr(align(128))]
+struct Counter(AtomicU64);
+
+struct Shard {
+    /// Next position to claim; producers compete for it.
+    tail: Counter,
+    /// First position not yet consumed; the consumer alone writes it.
+    head: Counter,
+    slots: NonNull<Slot>,
+}
+
+/// The queue between NCCL's threads and the writer.
+pub struct Ring {
+    shards: [Shard; SHARDS],
+    capacity: u64,
+}
+
+// SAFETY: the slots are shared by design. A slot's record is written only by the producer that claimed its position
+// (a successful exchange on `tail`) and read only by the one consumer after it saw the lap of that producer's
+// Release store; `drain` takes `&mut Drain`, of which there is one.
+unsafe impl Send for Ring {}
+// SAFETY: as above.
+unsafe impl Sync for Ring {}
+
+impl Ring {
+    /// A ring of about `bytes` bytes. The memory is reserved at once and touched as it is used.
+    pub fn new(bytes: usize) -> Self {
+        let wanted = (bytes / SHARDS / size_of::<Slot>()).clamp(64, 1 << 24);
+        let capacity = 1usize << wanted.ilog2();
+        Self { shards: std::array::from_fn(|_| Shard::new(capacity)), capacity: capacity as u64 }
+    }
+
+    /// How many records fit into one shard.
+    pub fn capacity(&self) -> u64 {
+        self.capacity
+    }
+
+    /// Adds the record that `make` builds for its place, or returns None when there is no room for its like.
+    #[inline]
+    pub fn push(&self, thread: u64, room: Room, make: impl FnOnce(Place) -> Record) -> Option<Place> {
+        let index = shard_of(thread);
+        let shard = &self.shards[index];
+        let limit = match room {
+            Room::Start => self.capacity - self.capacity / 4,
+            Room::State => self.capacity - self.capacity / 8,
+            Room::Stop => self.capacity,
+        };
+        let mut position = shard.tail.0.load(Ordering::Relaxed);
+        let slot = loop {
+            // `head` may be old, which errs towards refusing; it may also be newer than `position`.
+            if position.saturating_sub(shard.head.0.load(Ordering::Relaxed)) >= limit {
+                return None;
+            }
+            let slot = shard.slot(position, self.capacity);
+            let free = 2 * (position / self.capacity);
+            let lap = slot.lap.load(Ordering::Acquire);
+            if lap == free {
+                let next = position + 1;
+                match shard.tail.0.compare_exchange_weak(position, next, Ordering::Relaxed, Ordering::Relaxed) {
+                    Ok(_) => break slot,
+                    Err(seen) => position = seen,
+                }
+            } else if lap < free {
+                return None;
+            } else {
+                position = shard.tail.0.load(Ordering::Relaxed);
+            }
+        };
+        let place = Place { shard: index, position };
+        // SAFETY: the exchange made this thread the only owner of the slot until it stores the lap below.
+        unsafe { (*slot.record.get()).write(make(place)) };
+        slot.lap.store(2 * (position / self.capacity) + 1, Ordering::Release);
+        Some(place)
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        for shard in &self.shards {
+            // SAFETY: allocated in `Shard::new` with the same layout; nobody else holds the ring.
+            unsafe { dealloc(shard.slots.as_ptr().cast(), layout(self.capacity as usize)) };
+        }
+    }
+}
+
+impl Shard {
+    fn new(capacity: usize) -> Self {
+        let layout = layout(capacity);
+        // SAFETY: the layout is not empty.
+        let slots = unsafe { alloc_zeroed(layout) };
+        let Some(slots) = NonNull::new(slots.cast::<Slot>()) else { handle_alloc_error(layout) };
+        Self { tail: Counter(AtomicU64::new(0)), head: Counter(AtomicU64::new(0)), slots }
+    }
+
+    #[inline]
+    fn slot(&self, position: u64, capacity: u64) -> &Slot {
+        // SAFETY: the index is below the capacity that was allocated, and zeroed bytes are a valid slot.
+        unsafe { self.slots.add((position & (capacity - 1)) as usize).as_ref() }
+    }
+}
+
+fn layout(capacity: usize) -> Layout {
+    Layout::array::<Slot>(capacity).expect("the capacity is bounded by Ring::new")
+}
+
+/// Thread pointers are megabytes apart; the multiplication mixes them into the upper bits.
+#[inline]
+fn shard_of(thread: u64) -> usize {
+    ((thread >> 6).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60) as usize
+}
+
+/// The one consumer's side.
+#[derive(Default)]
+pub struct Drain {
+    /// Per shard, a time before which everything has been seen.
+    clear: [u64; SHARDS],
+}
+
+impl Drain {
+    /// Moves everything that is there into `into`, and returns a time up to which nothing can be missing that has
+    /// a successor in `into`: if a record caused another (a parent's start returned before the child's began) and
+    /// the later one is not after that time, both are there.
+    ///
+    /// `now` is the time before the call.
+    pub fn drain(&mut self, ring: &Ring, now: u64, into: &mut Vec<Record>) -> u64 {
+        for (shard, clear) in ring.shards.iter().zip(&mut self.clear) {
+            let end = shard.tail.0.load(Ordering::Acquire);
+            let mut position = shard.head.0.load(Ordering::Relaxed);
+            while position < end {
+                let slot = shard.slot(position, ring.capacity);
+                let lap = 2 * (position / ring.capacity);
+                if slot.lap.load(Ordering::Acquire) != lap + 1 {
+                    break;
+                }
+                // SAFETY: the lap says that the producer has finished writing, and no other will touch the slot
+                // before the store below.
+                into.push(unsafe { (*slot.record.get()).assume_init() });
+                slot.lap.store(lap + 2, Ordering::Release);
+                position += 1;
+                // Now and then, so that producers see the room.
+                if position % 64 == 0 {
+                    shard.head.0.store(position, Ordering::Relaxed);
+                }
+            }
+            shard.head.0.store(position, Ordering::Relaxed);
+            if position == end {
+                *clear = now;
+            }
+        }
+        self.clear.iter().copied().min().unwrap_or(now)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::trace::event::Body;
+    use std::collections::HashSet;
+    use std::sync::Arc;
+
+    fn record(id: u64) -> Record {
+        Record { when: id, id, parent: 0, context: 0, rank: 0, thread: 0, body: Body::Stop }
+    }
+
+    #[test]
+    fn nothing_is_lost_or_doubled_with_many_producers_and_full_shards() {
+        let ring = Arc::new(Ring::new(SHARDS * 128 * 256));
+        let (threads, each) = (4u64, 50_000u64);
+        let producers: Vec<_> = (0..threads)
+            .map(|thread| {
+                let ring = ring.clone();
+                std::thread::spawn(move || {
+                    let mut sent = 0;
+                    // Two of the four share a shard.
+                    let pointer = (thread / 2) << 23;
+                    while sent < each {
+                        match ring.push(pointer, Room::Stop, |_| record(thread << 32 | sent)) {
+                            Some(_) => sent += 1,
+                            None => std::thread::yield_now(),
+                        }
+                    }
+                })
+            })
+            .collect();
+        let mut drain = Drain::default();
+        let mut seen = Vec::new();
+        while seen.len() < (threads * each) as usize {
+            drain.drain(&ring, 1, &mut seen);
+        }
+        for producer in producers {
+            producer.join().unwrap();
+        }
+        drain.drain(&ring, 1, &mut seen);
+        assert_eq!(seen.iter().map(|r| r.id).collect::<HashSet<_>>().len(), seen.len());
+        for thread in 0..threads {
+            let own: Vec<_> = seen.iter().filter(|r| r.id >> 32 == thread).map(|r| r.id).collect();
+            assert!(own.is_sorted(), "a thread's records stay in order");
+        }
+    }
+
+    #[test]
+    fn a_full_shard_refuses_starts_before_states_before_stops() {
+        let ring = Ring::new(SHARDS * 128 * 64);
+        let fill = |room| (0..).take_while(|_| ring.push(0, room, |_| record(1)).is_some()).count();
+        assert_eq!((fill(Room::Start), fill(Room::State), fill(Room::Stop)), (48, 8, 8));
+        let mut seen = Vec::new();
+        Drain::default().drain(&ring, 1, &mut seen);
+        assert_eq!(seen.len(), 64);
+        assert_eq!(fill(Room::Start), 48, "what was consumed is free again");
+    }
+
+    #[test]
+    fn places_are_unique_over_laps() {
+        let ring = Ring::new(0);
+        let mut places = HashSet::new();
+        let mut seen = Vec::new();
+        let mut drain = Drain::default();
+        for _ in 0..1000 {
+            let place = ring.push(7 << 20, Room::Start, |_| record(1)).unwrap();
+            assert!(places.insert((place.shard, place.position)));
+            drain.drain(&ring, 1, &mut seen);
+        }
+    }
+}

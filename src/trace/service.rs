@@ -1,0 +1,145 @@
+//! Who may ask while the job runs: the control socket and the metrics' HTTP endpoint, on a thread of their own.
+//!
+//! The control socket takes one word per connection, `summary`, `metrics` or `flush`, and answers with text:
+//! `echo summary | nc -U towline-host-pid.sock`. HTTP answers `GET /metrics`. Both are served one at a time with short
+//! time limits, so that a client that stalls delays other clients at worst, never the profiler.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::sync::mpsc::{self, Sender};
+use std::time::Duration;
+
+use super::writer::Request;
+use crate::os::fd::Registered;
+
+/// How long a client may take to say what it wants.
+const CLIENT: Duration = Duration::from_millis(500);
+
+/// How long the writer may take to answer.
+const ANSWER: Duration = Duration::from_secs(5);
+
+/// Longest request that is read.
+const LONGEST: usize = 4096;
+
+/// The sockets that are served.
+pub(super) struct Service {
+    control: Option<Registered<UnixListener>>,
+    http: Option<Registered<TcpListener>>,
+    requests: Sender<Request>,
+}
+
+impl Service {
+    /// Opens what is asked for. What cannot be opened is said in the second part, the rest works.
+    pub(super) fn open(
+        control: Option<PathBuf>,
+        listen: Option<SocketAddr>,
+        requests: Sender<Request>,
+    ) -> (Option<Self>, Vec<String>) {
+        let mut complaints = Vec::new();
+        let control = control.and_then(|path| match Registered::open(|| bind(&path)) {
+            Ok(listener) => Some(listener),
+            Err(error) => {
+                complaints.push(format!("no control socket at {}: {error}", path.display()));
+                None
+            }
+        });
+        let http = listen.and_then(|address| match Registered::open(|| TcpListener::bind(address)) {
+            Ok(listener) => Some(listener),
+            Err(error) => {
+                complaints.push(format!("no metrics at http://{address}/metrics: {error}"));
+                None
+            }
+        });
+        let any = control.is_some() || http.is_some();
+        (any.then_some(Self { control, http, requests }), complaints)
+    }
+
+    /// Serves for as long as the process lives.
+    pub(super) fn run(self) {
+        let unix = self.control.as_ref().map_or(-1, AsRawFd::as_raw_fd);
+        let tcp = self.http.as_ref().map_or(-1, AsRawFd::as_raw_fd);
+        loop {
+            let wait = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+            let mut polled = [wait(unix), wait(tcp)];
+            // SAFETY: the array is valid for its length; negative descriptors are skipped by poll.
+            let ready = unsafe { libc::poll(polled.as_mut_ptr(), 2, -1) };
+            if ready < 0 {
+                std::thread::sleep(CLIENT);
+                continue;
+            }
+            if let Some(listener) = self.control.as_ref().filter(|_| polled[0].revents != 0)
+                && let Ok((mut stream, _)) = listener.accept()
+            {
+                let _ = stream.set_read_timeout(Some(CLIENT));
+                let _ = stream.set_write_timeout(Some(CLIENT));
+                let word = read_until(&mut stream, |text| text.contains('\n'));
+                let answer = self.answer(word.trim());
+                let _ = stream.write_all(answer.as_bytes());
+            }
+            if let Some(listener) = self.http.as_ref().filter(|_| polled[1].revents != 0)
+                && let Ok((mut stream, _)) = listener.accept()
+            {
+                let _ = stream.set_read_timeout(Some(CLIENT));
+                let _ = stream.set_write_timeout(Some(CLIENT));
+                let request = read_until(&mut stream, |text| text.contains("\r\n\r\n"));
+                let _ = stream.write_all(self.http_answer(&request).as_bytes());
+            }
+        }
+    }
+
+    fn answer(&self, word: &str) -> String {
+        let (reply, wait) = mpsc::channel();
+        let request = match word {
+            "summary" => Request::Summary(reply),
+            "metrics" => Request::Metrics(reply),
+            "flush" => Request::Flush(reply),
+            _ => return "say summary, metrics or flush\n".into(),
+        };
+        let sent = self.requests.send(request).is_ok();
+        sent.then(|| wait.recv_timeout(ANSWER).ok()).flatten().unwrap_or_else(|| "the profiler is busy\n".into())
+    }
+
+    fn http_answer(&self, request: &str) -> String {
+        let mut words = request.split_whitespace();
+        let (status, body) = match (words.next(), words.next()) {
+            (Some("GET"), Some("/metrics" | "/")) => ("200 OK", self.answer("metrics")),
+            (Some("GET"), Some("/summary")) => ("200 OK", self.answer("summary")),
+            (Some("GET"), _) => ("404 Not Found", "there is /metrics and /summary\n".into()),
+            _ => ("405 Method Not Allowed", "only GET\n".into()),
+        };
+        format!(
+            "HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\nContent-Length: {}\r\n\
+             Connection: close\r\n\r\n{body}",
+            body.len()
+        )
+    }
+}
+
+/// Binds the control socket for this user alone, in place of one that a dead process left.
+fn bind(path: &PathBuf) -> std::io::Result<UnixListener> {
+    if let Some(dir) = path.parent().filter(|dir| !dir.as_os_str().is_empty()) {
+        std::fs::create_dir_all(dir)?;
+    }
+    if std::os::unix::net::UnixStream::connect(path).is_err() {
+        let _ = std::fs::remove_file(path);
+    }
+    let listener = UnixListener::bind(path)?;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+    Ok(listener)
+}
+
+fn read_until(stream: &mut impl Read, done: impl Fn(&str) -> bool) -> String {
+    let mut text = String::new();
+    let mut bytes = [0; 512];
+    while text.len() < LONGEST && !done(&text) {
+        match stream.read(&mut bytes) {
+            Ok(0) | Err(_) => break,
+            Ok(count) => text.push_str(&String::from_utf8_lossy(&bytes[..count])),
+        }
+    }
+    text
+}

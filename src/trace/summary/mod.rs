@@ -1,0 +1,366 @@
+//! The figures: what was called, how long it took, and where the time went.
+//!
+//! A [`Summary`] takes records in causal order, live in the writer's thread or read back from a trace, and keeps sums
+//! and histograms: its size depends on how many communicators, peers and rails there are, not on how long the job runs.
+//!
+//! Where a step's time went is told by NCCL's states and, on the wire, by the transport's own measurements:
+//!
+//! * *GPU*: the sender waits for the GPU's data, the receiver for the GPU to take it;
+//! * *receiver not ready*: the sender has data and the other side has no buffer posted;
+//! * *network*: the rest of the send; on the receiving side, waiting for data to arrive;
+//! * *flush*: making received data visible to the GPU.
+
+mod calls;
+mod histogram;
+mod table;
+
+pub use calls::{Arrival, CallKey, CallStat};
+pub use histogram::Histogram;
+pub use table::{bytes, render, time};
+
+use std::collections::{BTreeMap, HashMap};
+
+use super::event::{Body, CommInfo, NetTimes, Record, state};
+use super::rail::Rail;
+use calls::Calls;
+
+/// Communicators whose figures are kept apart; those of older ones that have ended are put together.
+const COMMS: usize = 512;
+
+/// Open events that are followed at once; beyond, something loses its stops.
+const OPEN: usize = 1 << 18;
+
+/// Steps with one peer in one direction.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct PeerStat {
+    /// How many.
+    pub steps: u64,
+    /// Their bytes, as NCCL counts them.
+    pub bytes: u64,
+    /// Waiting for the GPU.
+    pub gpu_ns: u64,
+    /// The sender had data, the receiver was not ready.
+    pub receiver_ns: u64,
+    /// Under way, or waiting for data to arrive.
+    pub network_ns: u64,
+    /// Flushing.
+    pub flush_ns: u64,
+}
+
+/// Network events with one peer on one rail in one direction.
+#[derive(Debug, Clone, Default)]
+pub struct WireStat {
+    /// Parts of transfers.
+    pub parts: u64,
+    /// Messages begun (parts at offset 0).
+    pub messages: u64,
+    /// Bytes, resent ones not counted.
+    pub bytes: u64,
+    /// Bytes that were sent before.
+    pub resent_bytes: u64,
+    /// Retransmissions within parts.
+    pub retransmissions: u64,
+    /// Streams or queue pairs that were re-established.
+    pub reconnects: u64,
+    /// Where the parts' time went, as the transport told.
+    pub wait_receiver_ns: u64,
+    /// Waiting for socket space.
+    pub wait_socket_ns: u64,
+    /// Waiting for credit.
+    pub wait_credit_ns: u64,
+    /// On the wire.
+    pub wire_ns: u64,
+    /// From start to stop.
+    pub durations: Histogram,
+}
+
+/// All figures of one communicator, on one rank.
+#[derive(Debug, Clone, Default)]
+pub struct CommStat {
+    /// Which communicator.
+    pub info: CommInfo,
+    /// By function, algorithm and protocol.
+    pub calls: BTreeMap<CallKey, CallStat>,
+    /// By peer, and whether we send to it.
+    pub peers: BTreeMap<(i32, bool), PeerStat>,
+    /// By peer, rail, and whether we send.
+    pub wires: BTreeMap<(i32, Rail, bool), WireStat>,
+    /// Kernels: from the start to the end on the GPU's clock.
+    pub kernels: Histogram,
+    /// Whether it has ended.
+    pub ended: bool,
+}
+
+/// An operation of the proxy.
+#[derive(Debug, Clone, Copy)]
+struct Op {
+    comm: u64,
+    peer: i32,
+    send: bool,
+    call: u64,
+    bytes: u64,
+}
+
+/// One transfer.
+#[derive(Debug, Clone, Copy)]
+struct Step {
+    op: Op,
+    phase: u8,
+    since: u64,
+    stat: PeerStat,
+    /// The longest wait for the receiver that a network event told, while NCCL thought the send under way.
+    told_receiver_ns: u64,
+}
+
+/// A part of a transfer.
+#[derive(Debug, Clone, Copy)]
+struct Net {
+    comm: u64,
+    peer: i32,
+    step: u64,
+    begin: u64,
+    body: Body,
+    times: NetTimes,
+}
+
+/// The figures of one process.
+#[derive(Debug, Default)]
+pub struct Summary {
+    /// By communicator's context.
+    pub comms: BTreeMap<u64, CommStat>,
+    /// Events that were dropped.
+    pub dropped: u64,
+    calls: Calls,
+    ops: HashMap<u64, Op>,
+    steps: HashMap<u64, Step>,
+    nets: HashMap<u64, Net>,
+    kernels: HashMap<u64, (u64, u64, u64, u64)>,
+}
+
+impl Summary {
+    /// A summary that also keeps when each rank came to each collective, for finding stragglers.
+    pub fn with_arrivals() -> Self {
+        Self { calls: Calls::with_arrivals(), ..Self::default() }
+    }
+
+    /// When this process's ranks came to their collectives.
+    pub fn arrivals(&self) -> &[Arrival] {
+        self.calls.arrivals()
+    }
+
+    /// A communicator begins, or more is known of it.
+    pub fn comm(&mut self, info: &CommInfo) {
+        self.comms.entry(info.context).or_default().info = info.clone();
+        if self.comms.len() > COMMS {
+            let oldest = self.comms.iter().find(|(_, comm)| comm.ended).map(|(&context, _)| context);
+            if let Some(old) = oldest.and_then(|context| self.comms.remove(&context)) {
+                let rest = self.comms.entry(u64::MAX).or_default();
+                rest.info.name = "ended earlier".into();
+                rest.info.rank = -1;
+                rest.info.context = u64::MAX;
+                rest.add(&old);
+            }
+        }
+    }
+
+    /// A communicator ends.
+    pub fn comm_ends(&mut self, context: u64, now: u64) {
+        self.calls.end(context, now, &mut self.comms);
+        self.ops.retain(|_, op| op.comm != context);
+        self.steps.retain(|_, step| step.op.comm != context);
+        self.nets.retain(|_, net| net.comm != context);
+        self.kernels.retain(|_, kernel| kernel.0 != context);
+        if let Some(comm) = self.comms.get_mut(&context) {
+            comm.ended = true;
+        }
+    }
+
+    /// Time has come to `now`.
+    pub fn advance(&mut self, now: u64) {
+        self.calls.advance(now, &mut self.comms);
+    }
+
+    /// Nothing follows: what can be counted is counted.
+    pub fn finish(&mut self, now: u64) {
+        let all: Vec<u64> = self.comms.keys().copied().collect();
+        for context in all {
+            self.calls.end(context, now, &mut self.comms);
+        }
+    }
+
+    /// One record.
+    pub fn apply(&mut self, record: &Record) {
+        let when = record.when;
+        match record.body {
+            Body::Stop => self.stop(record.id, when),
+            Body::State { state, arg, .. } => self.state(record.id, when, state, arg),
+            Body::NetTimes(times) => {
+                if let Some(net) = self.nets.get_mut(&record.id) {
+                    net.times = times;
+                }
+            }
+            Body::Coll(_) | Body::P2p(_) | Body::CeColl(_) => self.calls.start(record),
+            Body::ProxyOp(op) if self.ops.len() < OPEN => {
+                self.calls.child_begins(record.parent, when);
+                let comm = record.context;
+                let op = Op { comm, peer: op.peer, send: op.send, call: record.parent, bytes: 0 };
+                self.ops.insert(record.id, op);
+            }
+            Body::ProxyStep { .. } if self.steps.len() < OPEN => {
+                if let Some(&op) = self.ops.get(&record.parent) {
+                    let stat = PeerStat { steps: 1, ..PeerStat::default() };
+                    let step = Step { op, phase: u8::MAX, since: when, stat, told_receiver_ns: 0 };
+                    self.steps.insert(record.id, step);
+                }
+            }
+            Body::NetSocket { .. } | Body::NetIb { .. } | Body::NetTowline(_) if self.nets.len() < OPEN => {
+                let step = self.steps.get(&record.parent);
+                let comm = step.map_or(record.context, |step| step.op.comm);
+                let peer = step.map_or(-1, |step| step.op.peer);
+                let times = NetTimes::default();
+                let net = Net { comm, peer, step: record.parent, begin: when, body: record.body, times };
+                self.nets.insert(record.id, net);
+            }
+            Body::KernelCh { timer, .. } if self.kernels.len() < OPEN => {
+                self.calls.child_begins(record.parent, when);
+                self.calls.kernel_begins(record.parent, when);
+                let comm = if record.context != 0 { record.context } else { self.calls.comm(record.parent) };
+                self.kernels.insert(record.id, (comm, record.parent, timer, 0));
+            }
+            _ => {}
+        }
+    }
+
+    fn state(&mut self, id: u64, when: u64, state: u8, arg: u64) {
+        if let Some(step) = self.steps.get_mut(&id).filter(|_| state::is_step_phase(state)) {
+            step.account(when);
+            step.phase = state;
+            if matches!(state, state::STEP_SEND_WAIT | state::STEP_RECV_FLUSH_WAIT) {
+                step.stat.bytes = arg;
+            }
+        } else if let Some(op) = self.ops.get_mut(&id).filter(|_| state <= state::OP_RECV_DONE) {
+            op.bytes = op.bytes.max(arg);
+        } else if let Some(kernel) = self.kernels.get_mut(&id).filter(|_| state == state::KERNEL_STOP) {
+            kernel.3 = arg;
+        }
+    }
+
+    fn stop(&mut self, id: u64, when: u64) {
+        if self.calls.stop(id, when) {
+            return;
+        }
+        if let Some(mut step) = self.steps.remove(&id) {
+            step.account(when);
+            // What NCCL took for a send under way was in part a receiver that was not ready.
+            let moved = step.told_receiver_ns.min(step.stat.network_ns);
+            if step.op.send {
+                step.stat.network_ns -= moved;
+                step.stat.receiver_ns += moved;
+            }
+            let comm = self.comms.entry(step.op.comm).or_default();
+            comm.peers.entry((step.op.peer, step.op.send)).or_default().add(&step.stat);
+        } else if let Some(net) = self.nets.remove(&id) {
+            self.net_ends(&net, when);
+        } else if let Some(op) = self.ops.remove(&id) {
+            self.calls.child_ends(op.call, when);
+            // Before v4 the states of steps carry no sizes, those of operations do.
+            if op.bytes > 0 {
+                let comm = self.comms.entry(op.comm).or_default();
+                comm.peers.entry((op.peer, op.send)).or_default().bytes += op.bytes;
+            }
+        } else if let Some((comm, call, from, to)) = self.kernels.remove(&id) {
+            self.calls.child_ends(call, when);
+            if from > 0 && to >= from {
+                self.comms.entry(comm).or_default().kernels.add(to - from);
+            }
+        }
+    }
+
+    fn net_ends(&mut self, net: &Net, when: u64) {
+        let Some((rail, send, length)) = Rail::of(&net.body) else { return };
+        if let Some(step) = self.steps.get_mut(&net.step) {
+            step.told_receiver_ns = step.told_receiver_ns.max(net.times.wait_receiver_ns);
+        }
+        let comm = self.comms.entry(net.comm).or_default();
+        let wire = comm.wires.entry((net.peer, rail, send)).or_default();
+        let (resend, first) = match net.body {
+            Body::NetTowline(part) => (part.resend, part.offset == 0),
+            _ => (false, true),
+        };
+        wire.parts += 1;
+        if resend {
+            wire.resent_bytes += length;
+        } else {
+            wire.bytes += length;
+            wire.messages += u64::from(first);
+        }
+        wire.retransmissions += u64::from(net.times.retransmissions);
+        wire.reconnects += u64::from(net.times.reconnects);
+        wire.wait_receiver_ns += net.times.wait_receiver_ns;
+        wire.wait_socket_ns += net.times.wait_socket_ns;
+        wire.wait_credit_ns += net.times.wait_credit_ns;
+        wire.wire_ns += net.times.wire_ns;
+        wire.durations.add(when.saturating_sub(net.begin));
+    }
+}
+
+impl Step {
+    /// The phase that ends now gets its time.
+    fn account(&mut self, when: u64) {
+        let time = when.saturating_sub(self.since);
+        self.since = when;
+        let stat = &mut self.stat;
+        match self.phase {
+            state::STEP_SEND_GPU_WAIT | state::STEP_RECV_GPU_WAIT => stat.gpu_ns += time,
+            state::STEP_SEND_PEER_WAIT => stat.receiver_ns += time,
+            state::STEP_SEND_WAIT | state::STEP_RECV_WAIT => stat.network_ns += time,
+            state::STEP_RECV_FLUSH_WAIT => stat.flush_ns += time,
+            _ => {}
+        }
+    }
+}
+
+impl PeerStat {
+    /// Adds another's figures.
+    pub fn add(&mut self, other: &PeerStat) {
+        self.steps += other.steps;
+        self.bytes += other.bytes;
+        self.gpu_ns += other.gpu_ns;
+        self.receiver_ns += other.receiver_ns;
+        self.network_ns += other.network_ns;
+        self.flush_ns += other.flush_ns;
+    }
+}
+
+impl WireStat {
+    /// Adds another's figures.
+    pub fn add(&mut self, other: &WireStat) {
+        self.parts += other.parts;
+        self.messages += other.messages;
+        self.bytes += other.bytes;
+        self.resent_bytes += other.resent_bytes;
+        self.retransmissions += other.retransmissions;
+        self.reconnects += other.reconnects;
+        self.wait_receiver_ns += other.wait_receiver_ns;
+        self.wait_socket_ns += other.wait_socket_ns;
+        self.wait_credit_ns += other.wait_credit_ns;
+        self.wire_ns += other.wire_ns;
+        self.durations.merge(&other.durations);
+    }
+}
+
+impl CommStat {
+    /// Adds another's figures; the communicator's identity stays.
+    pub fn add(&mut self, other: &CommStat) {
+        for (key, call) in &other.calls {
+            self.calls.entry(*key).or_default().add(call);
+        }
+        for (key, peer) in &other.peers {
+            self.peers.entry(*key).or_default().add(peer);
+        }
+        for (key, wire) in &other.wires {
+            self.wires.entry(*key).or_default().add(wire);
+        }
+        self.kernels.merge(&other.kernels);
+    }
+}

@@ -1,0 +1,350 @@
+//! The one thread behind the ring: it puts records in order and hands them to the trace and the summary.
+//!
+//! It wakes every few milliseconds while communicators are alive, at once when somebody asks for something, and sleeps
+//! otherwise. Whatever it does, NCCL's threads do not wait for it; when it falls behind they drop, and count.
+//!
+//! Order: records carry the times of their calls. Each round takes what is in the ring, sorts it, and applies what is
+//! not newer than a time before the round ([`Drain::drain`] says why a parent then comes before its children).
+
+use std::collections::HashSet;
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::time::{Duration, Instant};
+
+use super::clock;
+use super::event::{Body, CommInfo, Record};
+use super::metrics;
+use super::perfetto::file::TraceFile;
+use super::perfetto::{Emitter, ProcessInfo, digest, mix};
+use super::profiler::{Level, Profiler, host, say};
+use super::ring::Drain;
+use super::service::Service;
+use super::summary::{self, Summary};
+
+/// Between two looks into the ring.
+const ROUND: Duration = Duration::from_millis(4);
+
+/// What was traced is in the file after so long, whatever happens to the process.
+const FLUSH: Duration = Duration::from_millis(100);
+
+/// Or after so many bytes.
+const FLUSH_BYTES: usize = 256 << 10;
+
+/// When a producer was interrupted in the middle of a record, this many records wait for it at most.
+const PENDING: usize = 1 << 18;
+
+/// What happens to communicators, told by user threads.
+#[derive(Debug)]
+pub(super) enum Notice {
+    /// One begins.
+    Begin {
+        /// Which.
+        comm: CommInfo,
+        /// When.
+        when: u64,
+    },
+    /// One ends.
+    End {
+        /// Which.
+        context: u64,
+        /// When.
+        when: u64,
+    },
+}
+
+/// What others want of the writer.
+#[derive(Debug)]
+pub(super) enum Request {
+    /// A communicator was made: look.
+    Wake,
+    /// The tables, now.
+    Summary(Sender<String>),
+    /// The metrics, now.
+    Metrics(Sender<String>),
+    /// Everything to disk; answers with the trace's path.
+    Flush(Sender<String>),
+    /// Everything to disk with summary and metrics: the last communicator has ended, or the process does.
+    Finish(Sender<()>),
+}
+
+/// The writer's state.
+pub(super) struct Writer {
+    profiler: &'static Profiler,
+    inbox: Receiver<Request>,
+    drain: Drain,
+    pending: Vec<Record>,
+    ending: Vec<(u64, u64)>,
+    trace: Option<Emitter>,
+    summary: Summary,
+    /// Communicators whose id came with their first collective.
+    learned: HashSet<u64>,
+    metrics_due: Instant,
+    flush_due: Instant,
+    drops_told: u64,
+    mask_told: u32,
+    summary_path: Option<PathBuf>,
+    complained: bool,
+}
+
+impl Writer {
+    /// The writer of `profiler`. Opens its outputs; what cannot be opened is said and left out.
+    pub(super) fn new(profiler: &'static Profiler, inbox: Receiver<Request>, requests: Sender<Request>) -> Self {
+        let settings = &profiler.settings;
+        let stem = format!("towline-{}-{}", host(), std::process::id());
+        let trace = settings.trace.then(|| TraceFile::create(&settings.dir, &stem, settings.limit));
+        let trace = match trace {
+            Some(Ok(file)) => {
+                say(Level::Info, &format!("Towline writes a trace to {}", file.path().display()));
+                let mut seed = [0; 8];
+                let _ = getrandom::fill(&mut seed);
+                let info = process_info();
+                let seed = mix(u64::from_ne_bytes(seed), mix(info.boot, info.pid as u64));
+                Some(Emitter::new(file, &info, seed, clock::now()))
+            }
+            Some(Err(error)) => {
+                let dir = settings.dir.display();
+                say(Level::Warn, &format!("no trace, a file in {dir} cannot be made: {error}"));
+                None
+            }
+            None => None,
+        };
+        let (service, complaints) = Service::open(settings.control.clone(), settings.listen, requests);
+        complaints.iter().for_each(|complaint| say(Level::Warn, complaint));
+        if let Some(service) = service
+            && let Err(error) = crate::os::thread::spawn("towline-serve", move || service.run())
+        {
+            say(Level::Warn, &format!("nobody serves the control socket: {error}"));
+        }
+        let summary_path = settings.summary.then(|| settings.dir.join(format!("{stem}.summary.txt")));
+        let now = Instant::now();
+        Self {
+            profiler,
+            inbox,
+            drain: Drain::default(),
+            pending: Vec::new(),
+            ending: Vec::new(),
+            trace,
+            summary: Summary::default(),
+            learned: HashSet::new(),
+            metrics_due: now + settings.interval,
+            flush_due: now,
+            drops_told: 0,
+            mask_told: settings.mask,
+            summary_path,
+            complained: false,
+        }
+    }
+
+    /// Works for as long as the process lives.
+    pub(super) fn run(mut self) {
+        loop {
+            let request = if self.profiler.live.load(Ordering::Acquire) == 0 && self.pending.is_empty() {
+                self.inbox.recv().ok()
+            } else {
+                match self.inbox.recv_timeout(ROUND) {
+                    Ok(request) => Some(request),
+                    Err(RecvTimeoutError::Timeout) => None,
+                    Err(RecvTimeoutError::Disconnected) => return,
+                }
+            };
+            // A panic here would end the profiling of a job that is otherwise well; the state behind it is lost, but
+            // the process goes on and NCCL's threads only see a ring that fills.
+            self.round();
+            match request {
+                None | Some(Request::Wake) => {}
+                Some(Request::Summary(reply)) => {
+                    let _ = reply.send(self.tables());
+                }
+                Some(Request::Metrics(reply)) => {
+                    let _ = reply.send(metrics::render(&self.summary));
+                }
+                Some(Request::Flush(reply)) => {
+                    self.flush();
+                    let path = self.trace.as_mut().map(|trace| trace.file().path().display().to_string());
+                    let _ = reply.send(path.unwrap_or_else(|| "no trace is written".into()) + "\n");
+                }
+                Some(Request::Finish(reply)) => {
+                    self.finish();
+                    let _ = reply.send(());
+                }
+            }
+        }
+    }
+
+    /// One look into the ring, and whatever is due.
+    fn round(&mut self) {
+        let now = clock::now();
+        // Notices are taken after the time was: a record up to `now` has its communicator known.
+        let notices = self.profiler.take_notices();
+        let mut cut = self.drain.drain(&self.profiler.ring, now, &mut self.pending);
+        if self.pending.len() > PENDING {
+            cut = now;
+        }
+        for notice in notices {
+            match notice {
+                Notice::Begin { comm, when } => self.comm_begins(&comm, when),
+                Notice::End { context, when } => self.ending.push((context, when)),
+            }
+        }
+        self.pending.sort_by_key(|record| record.when);
+        let ready = self.pending.partition_point(|record| record.when <= cut);
+        let later = self.pending.split_off(ready);
+        for (number, record) in std::mem::replace(&mut self.pending, later).into_iter().enumerate() {
+            self.apply(&record);
+            // A long round must not keep what is complete waiting.
+            if number % 4096 == 4095 {
+                self.advance(record.when);
+            }
+        }
+        self.advance(cut);
+        self.follow_chain();
+        let due = Instant::now();
+        if due >= self.flush_due {
+            self.flush();
+            self.flush_due = due + FLUSH;
+        }
+        if due >= self.metrics_due {
+            self.write_metrics();
+            self.metrics_due = due + self.profiler.settings.interval;
+        }
+    }
+
+    fn comm_begins(&mut self, comm: &CommInfo, when: u64) {
+        self.summary.comm(comm);
+        if let Some(trace) = &mut self.trace {
+            trace.comm(comm, when);
+        }
+    }
+
+    fn apply(&mut self, record: &Record) {
+        if let Some(comm) = self.learn(record) {
+            self.comm_begins(&comm, record.when);
+        }
+        self.summary.apply(record);
+        if let Some(trace) = &mut self.trace {
+            trace.apply(record);
+            if trace.file().pending() > FLUSH_BYTES {
+                self.flush();
+            }
+        }
+    }
+
+    /// Up to v3 only the descriptors of collectives tell which communicator it is.
+    fn learn(&mut self, record: &Record) -> Option<CommInfo> {
+        let (id, name) = match record.body {
+            Body::Coll(coll) => (coll.comm_id, coll.comm_name),
+            Body::P2p(p2p) => (p2p.comm_id, p2p.comm_name),
+            _ => return None,
+        };
+        if id == 0 || record.context == 0 || !self.learned.insert(record.context) {
+            return None;
+        }
+        let known = &self.summary.comms.get(&record.context)?.info;
+        Some(CommInfo { id, name: name.text().to_owned(), rank: record.rank, ..known.clone() })
+    }
+
+    fn advance(&mut self, cut: u64) {
+        let dropped = self.profiler.drops.total();
+        self.summary.dropped = dropped;
+        self.summary.advance(cut);
+        if let Some(trace) = &mut self.trace {
+            trace.advance(cut);
+            if dropped != self.drops_told {
+                trace.drops(cut, dropped);
+            }
+        }
+        self.drops_told = dropped;
+        // Ended communicators whose last records have been applied.
+        let (over, ending) = self.ending.iter().partition(|(_, when)| *when <= cut);
+        self.ending = ending;
+        let over: Vec<(u64, u64)> = over;
+        for (context, when) in over {
+            self.summary.comm_ends(context, when);
+            self.learned.remove(&context);
+            if let Some(trace) = &mut self.trace {
+                trace.comm_ends(context, when);
+            }
+        }
+    }
+
+    fn follow_chain(&mut self) {
+        let mask = self.profiler.wanted();
+        if mask != self.mask_told {
+            self.mask_told = mask;
+            self.profiler.renew_mask();
+        }
+    }
+
+    fn tables(&self) -> String {
+        summary::render(&self.summary, &format!("{} process {}", host(), std::process::id()))
+    }
+
+    fn flush(&mut self) {
+        let Some(trace) = &mut self.trace else { return };
+        if let Err(error) = trace.file().flush()
+            && !std::mem::replace(&mut self.complained, true)
+        {
+            say(Level::Warn, &format!("the trace ends here: {error}"));
+        }
+    }
+
+    fn write_metrics(&mut self) {
+        let Some(path) = &self.profiler.settings.metrics else { return };
+        if let Err(error) = metrics::replace(path, &metrics::render(&self.summary))
+            && !std::mem::replace(&mut self.complained, true)
+        {
+            let path = path.display();
+            say(Level::Warn, &format!("metrics cannot be written to {path}: {error}"));
+        }
+    }
+
+    /// Everything that NCCL has told goes out.
+    fn finish(&mut self) {
+        // The records of calls that returned before this one are in the ring already. A second round takes what a
+        // producer was writing during the first.
+        self.round();
+        self.round();
+        self.flush();
+        self.write_metrics();
+        if let Some(path) = &self.summary_path {
+            if let Err(error) = std::fs::write(path, self.tables()) {
+                let path = path.display();
+                say(Level::Warn, &format!("the summary cannot be written to {path}: {error}"));
+            } else {
+                say(Level::Info, &format!("Towline's summary is in {}", path.display()));
+            }
+        }
+        let drops = &self.profiler.drops;
+        if drops.total() > 0 {
+            say(
+                Level::Warn,
+                &format!(
+                    "{} profiler events were dropped for want of room ({} states, {} stops among them); \
+                     TOWLINE_PROFILE_BUFFER makes more",
+                    drops.total(),
+                    drops.states.load(Ordering::Relaxed),
+                    drops.stops.load(Ordering::Relaxed)
+                ),
+            );
+        }
+        if let Some(trace) = &mut self.trace {
+            let lost = trace.file().lost();
+            if lost > 0 {
+                let text = format!("the trace is at its limit, {lost} packets are not in it (TOWLINE_PROFILE_LIMIT)");
+                say(Level::Warn, &text);
+            }
+        }
+    }
+}
+
+/// This process, for the trace.
+fn process_info() -> ProcessInfo {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    ProcessInfo {
+        host: host(),
+        boot: digest(boot.trim()),
+        pid: std::process::id() as i32,
+        wall_offset: clock::wall_offset(),
+    }
+}

@@ -1,0 +1,365 @@
+//! The command line as a user meets it: whole processes, their output and their exit status.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::OnceLock;
+use std::thread;
+use std::time::{Duration, Instant};
+
+fn towline(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_towline"));
+    command.args(arguments).stdin(Stdio::null());
+    // What the developer has set must not decide.
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().starts_with("NCCL_") || name.to_string_lossy().starts_with("TOWLINE_") {
+            command.env_remove(name);
+        }
+    }
+    command.env("NCCL_CONF_FILE", "/nonexistent");
+    command
+}
+
+fn run(arguments: &[&str]) -> Output {
+    towline(arguments).output().expect("towline starts")
+}
+
+fn out(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+fn err(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn assert_exit(output: &Output, code: i32) {
+    assert_eq!(output.status.code(), Some(code), "{}\n{}", out(output), err(output));
+}
+
+/// The table's rows, cut at blanks.
+fn rows(output: &Output) -> Vec<Vec<String>> {
+    let text = out(output);
+    let lines = text.lines().filter(|line| !line.starts_with('#'));
+    lines.map(|line| line.split_whitespace().map(str::to_owned).collect()).collect()
+}
+
+/// The plugin of `tests/faulty_plugin.c`, built once with the compiler that also links Rust programs.
+fn faulty_plugin() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/faulty_plugin.c");
+        let library = Path::new(env!("CARGO_TARGET_TMPDIR")).join("libfaulty.so");
+        let mut compiler = Command::new("cc");
+        compiler.args(["-shared", "-fPIC", "-O1", "-o"]).arg(&library).arg(source).arg("-ldl");
+        assert!(compiler.status().expect("cc starts").success());
+        library
+    })
+}
+
+fn with_fault(mode: &str, arguments: &[&str]) -> Output {
+    let real = Path::new(env!("CARGO_BIN_EXE_towline")).with_file_name("libnccl-net.so");
+    let mut command = towline(arguments);
+    command.arg("--plugin").arg(faulty_plugin()).env("FAULTY_REAL", real).env("FAULTY_MODE", mode);
+    command.output().expect("towline starts")
+}
+
+const SMALL: &[&str] = &["all-reduce", "-b", "8", "-e", "128K", "-f", "16", "-n", "3", "-w", "1", "--timeout", "20"];
+
+#[test]
+fn all_reduce_prints_nccl_tests_columns_and_json() {
+    let dir = tempfile::tempdir().unwrap();
+    let json = dir.path().join("out.json");
+    let output = run(&[SMALL, &["--json", json.to_str().unwrap()]].concat());
+    assert_exit(&output, 0);
+    let rows = rows(&output);
+    let sizes: Vec<&str> = rows.iter().map(|row| row[0].as_str()).collect();
+    assert_eq!(sizes, ["8", "128", "2048", "32768"]);
+    for row in &rows {
+        assert_eq!(row.len(), 13, "{row:?}");
+        assert_eq!(row[2..5], ["float", "sum", "-1"]);
+        assert_eq!((row[8].as_str(), row[12].as_str()), ("0", "0"), "the wrong columns: {row:?}");
+    }
+    let text = out(&output);
+    assert!(text.contains("# Out of bounds values : 0 OK\n"), "{text}");
+    assert!(text.lines().last().unwrap().starts_with("# Avg bus bandwidth    : "), "{text}");
+    let json: serde_json::Value = serde_json::from_slice(&fs::read(json).unwrap()).unwrap();
+    assert_eq!(json["results"][3]["size"], 32768);
+    assert_eq!(json["results"][3]["in_place"]["wrong"], 0);
+    assert!(json["results"][0]["out_of_place"]["time_us"].as_f64().unwrap() > 0.0);
+    assert_eq!(json["plugins"][1]["plugin"], "Towline");
+}
+
+#[test]
+fn all_reduce_runs_with_every_interface_version_and_odd_ranks() {
+    for version in 4..=12 {
+        let version = format!("v{version}");
+        let output = run(&[
+            "all-reduce",
+            "-b",
+            "12",
+            "-e",
+            "1M",
+            "-f",
+            "250",
+            "-n",
+            "2",
+            "-w",
+            "0",
+            "--ranks",
+            "3",
+            "--api",
+            &version,
+        ]);
+        assert_exit(&output, 0);
+        assert!(out(&output).contains(&format!("Towline {version},")), "{}", out(&output));
+        assert!(rows(&output).len() > 2);
+    }
+}
+
+#[test]
+fn wrong_data_is_counted_and_told_by_the_exit_status() {
+    let output = with_fault("corrupt", SMALL);
+    assert_exit(&output, 3);
+    assert!(out(&output).contains("FAILED"), "{}", out(&output));
+    assert!(rows(&output).iter().all(|row| row[8] != "0" && row[12] != "0"), "{}", out(&output));
+    let output = with_fault("corrupt", &["send-recv", "-e", "64K", "--repetitions", "1", "--time", "5"]);
+    assert_exit(&output, 3);
+    assert!(out(&output).contains("FAILED"), "{}", out(&output));
+}
+
+#[test]
+fn a_plugin_that_misbehaves_ends_the_run_with_its_name_for_it() {
+    for (mode, message) in [
+        ("crash", "aborted (SIGABRT)"),
+        ("sigpipe", "SIGPIPE"),
+        ("hang", "nothing moved for 2 s"),
+        ("short", "bytes arrived where"),
+        ("overrun", "wrote behind the end of the connection handle"),
+    ] {
+        let start = Instant::now();
+        let output = with_fault(mode, &["all-reduce", "-b", "4K", "-e", "64K", "--timeout", "2"]);
+        assert_exit(&output, 1);
+        assert!(err(&output).contains(message), "{mode}: {}", err(&output));
+        assert!(start.elapsed() < Duration::from_secs(20), "{mode}");
+    }
+    let output = with_fault("none", SMALL);
+    assert_exit(&output, 0);
+}
+
+/// A process that is ended when the test is over.
+struct Running(Child);
+
+impl Running {
+    fn start(mut command: Command) -> Self {
+        Self(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("towline starts"))
+    }
+
+    fn children(&self) -> Vec<u32> {
+        let id = self.0.id();
+        let text = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default();
+        text.split_whitespace().map(|id| id.parse().unwrap()).collect()
+    }
+
+    /// Reads standard output until a line contains `text`.
+    fn await_line(&mut self, text: &str) {
+        let stdout = self.0.stdout.as_mut().unwrap();
+        let mut lines = BufReader::with_capacity(1, stdout).lines();
+        assert!(lines.any(|line| line.unwrap().contains(text)), "no line with {text}");
+    }
+
+    /// Waits for the end and returns status and standard error.
+    fn end(&mut self) -> (Option<i32>, String) {
+        let mut text = String::new();
+        self.0.stderr.take().unwrap().read_to_string(&mut text).unwrap();
+        (self.0.wait().unwrap().code(), text)
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn long_run() -> Running {
+    let mut run = Running::start(towline(&["all-reduce", "-b", "8", "-e", "1M", "-f", "131072", "-n", "1000000"]));
+    // The headings come when the ranks are connected.
+    run.await_line("(elements)");
+    run
+}
+
+fn is_gone(process: u32) -> bool {
+    // A zombie still has a directory, but no command line.
+    fs::read(format!("/proc/{process}/cmdline")).map_or(true, |line| line.is_empty())
+}
+
+fn await_gone(processes: &[u32]) {
+    let start = Instant::now();
+    while !processes.iter().all(|&process| is_gone(process)) {
+        assert!(start.elapsed() < Duration::from_secs(10), "still there: {processes:?}");
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn kill(process: u32) {
+    // SAFETY: a signal to a process that this test started.
+    assert_eq!(unsafe { libc::kill(process as libc::pid_t, libc::SIGKILL) }, 0);
+}
+
+#[test]
+fn a_killed_rank_is_named_and_takes_the_others_with_it() {
+    let mut run = long_run();
+    let ranks = run.children();
+    assert_eq!(ranks.len(), 2);
+    let start = Instant::now();
+    kill(ranks[1]);
+    let (status, text) = run.end();
+    assert_eq!(status, Some(1));
+    assert!(text.contains("rank 1 was killed (SIGKILL)"), "{text}");
+    assert!(start.elapsed() < Duration::from_secs(5));
+    await_gone(&ranks);
+}
+
+#[test]
+fn ranks_die_with_the_program() {
+    let run = long_run();
+    let ranks = run.children();
+    kill(run.0.id());
+    await_gone(&ranks);
+}
+
+#[test]
+fn a_reader_that_goes_away_ends_the_program_quietly() {
+    let mut run = Running::start(towline(&["all-reduce", "-b", "8", "-e", "64", "-f", "2", "-n", "2000"]));
+    let ranks = {
+        run.await_line("rank 0");
+        run.children()
+    };
+    drop(run.0.stdout.take());
+    let (status, text) = run.end();
+    assert_eq!(status, Some(141), "{text}");
+    assert_eq!(text, "");
+    await_gone(&ranks);
+}
+
+#[test]
+fn what_cannot_run_says_why() {
+    for (arguments, status, message) in [
+        (&["all-reduce", "--plugin", "/nonexistent.so"][..], 1, "/nonexistent.so"),
+        (&["all-reduce", "--plugin", "libc.so.6"], 1, "no network plugin"),
+        (&["all-reduce", "--device", "99"], 1, "no device 99"),
+        (&["all-reduce", "--api", "v3"], 2, "no API version"),
+        (&["all-reduce", "--ranks", "1"], 2, "--ranks"),
+        (&["all-reduce", "-b", "1K", "-e", "8"], 1, "-b is above -e"),
+        (&["all-reduce", "-b", "1.5"], 2, "no whole number"),
+        (&["send-recv", "--plugin", "/nonexistent.so"], 1, "/nonexistent.so"),
+        (&["send-recv", "--connect", "127.0.0.1:1"], 1, "127.0.0.1:1"),
+        (&["rank"], 1, "started by towline itself"),
+    ] {
+        let output = run(arguments);
+        assert_exit(&output, status);
+        assert!(err(&output).contains(message), "{arguments:?}: {}", err(&output));
+    }
+}
+
+#[test]
+fn variables_come_from_nccls_configuration_file_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("nccl.conf");
+    fs::write(&file, "# a comment\nNCCL_SOCKET_IFNAME=nosuch\n").unwrap();
+    let output = towline(SMALL).env("NCCL_CONF_FILE", &file).output().unwrap();
+    assert_exit(&output, 1);
+    let output = towline(&["doctor"]).env("NCCL_CONF_FILE", &file).output().unwrap();
+    assert_exit(&output, 1);
+    assert!(out(&output).contains("unset NCCL_SOCKET_IFNAME"), "{}", out(&output));
+    assert!(out(&output).contains(&format!("read from {}", file.display())), "{}", out(&output));
+}
+
+const QUICK: &[&str] = &["send-recv", "-b", "0", "-e", "0", "--repetitions", "2", "--time", "5"];
+
+#[test]
+fn send_recv_measures_plugin_and_plain_tcp_side_by_side() {
+    let dir = tempfile::tempdir().unwrap();
+    let json = dir.path().join("out.json");
+    let arguments = ["send-recv", "-e", "4M", "-f", "512", "--repetitions", "2", "--time", "5", "--compare", "--json"];
+    let output = run(&[&arguments[..], &[json.to_str().unwrap()]].concat());
+    assert_exit(&output, 0);
+    let rows = rows(&output);
+    assert_eq!(rows.iter().map(|row| row[0].as_str()).collect::<Vec<_>>(), ["8", "4096", "2097152"]);
+    assert!(rows.iter().all(|row| row.len() == 10 && row[5] == "0"), "{rows:?}");
+    let json: serde_json::Value = serde_json::from_slice(&fs::read(json).unwrap()).unwrap();
+    for way in ["plugin", "raw_tcp"] {
+        assert_eq!(json["results"][2][way]["bandwidth_gbs"].as_array().unwrap().len(), 2);
+        assert!(json["results"][0][way]["latency_us"][1].as_f64().unwrap() > 0.0);
+    }
+}
+
+#[test]
+fn send_recv_moves_empty_messages_and_runs_without_a_plugin() {
+    assert_exit(&run(QUICK), 0);
+    let output = run(&[
+        "send-recv",
+        "-e",
+        "64K",
+        "-f",
+        "8192",
+        "--repetitions",
+        "1",
+        "--time",
+        "5",
+        "--raw-tcp",
+        "--plugin",
+        "/nonexistent",
+    ]);
+    assert_exit(&output, 0);
+    assert_eq!(rows(&output).len(), 2);
+}
+
+#[test]
+fn send_recv_runs_between_hosts_and_shrugs_off_a_stranger() {
+    let mut listening = Running::start(towline(&["send-recv", "--listen", "127.0.0.1:0"]));
+    let mut said = BufReader::new(listening.0.stderr.take().unwrap()).lines();
+    let first = said.next().unwrap().unwrap();
+    let address = first.strip_prefix("towline: waiting on ").unwrap_or_else(|| panic!("{first}")).to_owned();
+
+    let mut stranger = TcpStream::connect(&address).unwrap();
+    stranger.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    let _ = stranger.read_to_string(&mut answer);
+    assert!(answer.contains("towline's language"), "{answer}");
+    assert!(said.next().unwrap().unwrap().contains("towline's language"));
+
+    let arguments = ["send-recv", "-e", "64K", "-f", "8192", "--repetitions", "1", "--time", "5", "--compare"];
+    let output = run(&[&arguments[..], &["--connect", &address]].concat());
+    assert_exit(&output, 0);
+    assert_eq!(rows(&output).len(), 2);
+    assert_eq!(listening.0.wait().unwrap().code(), Some(0));
+}
+
+#[test]
+fn doctor_shows_the_host_as_text_and_as_json() {
+    let output = run(&["doctor"]);
+    let text = out(&output);
+    for heading in ["Plugin", "Interfaces", "RDMA", "Limits", "NCCL libraries", "Settings"] {
+        assert!(text.lines().any(|line| line.starts_with(heading)), "{heading}:\n{text}");
+    }
+    assert!(text.contains("device 0: "), "{text}");
+    let output = run(&["doctor", "--json"]);
+    let json: serde_json::Value = serde_json::from_str(&out(&output)).expect("JSON and nothing else");
+    assert_eq!(json["plugin"]["name"], "Towline");
+    assert_eq!(json["plugin"]["versions"].as_array().unwrap().len(), 9);
+    assert!(json["interfaces"]["list"].as_array().unwrap().iter().any(|interface| interface["used"] == true));
+    assert!(json["limits"]["descriptors"]["soft"].as_u64().unwrap_or(u64::MAX) > 0);
+}
+
+#[test]
+fn doctor_names_the_cure() {
+    let output = towline(&["doctor"]).env("NCCL_NET", "Socket").env("TOWLINE_STREAM", "2").output().unwrap();
+    assert_exit(&output, 1);
+    let text = out(&output);
+    assert!(text.contains("export NCCL_NET=Towline"), "{text}");
+    assert!(text.contains("TOWLINE_STREAMS"), "{text}");
+}

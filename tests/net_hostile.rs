@@ -1,0 +1,562 @@
+//! Whatever arrives from the network or from a confused host gets a defined answer and one clear line in the log, and
+//! the rightful peer goes on working.
+
+mod support;
+
+use std::ffi::{c_int, c_void};
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream};
+use std::ptr::null_mut;
+use std::time::{Duration, Instant};
+
+use support::{PATIENCE, VERSIONS, child, context, eventually, net, pair, part, pattern, raw, watchdog};
+use towline::abi::ffi;
+use towline::host::log::{Capture, Record};
+use towline::host::{ApiVersion, Code, Context, Handle, Memory, Pair, Part};
+
+/// `ncclInvalidArgument` and `ncclInvalidUsage`: the host's mistakes.
+const MISTAKES: [u32; 2] = [ffi::ncclInvalidArgument, ffi::ncclInvalidUsage];
+
+/// Where the listener behind a handle can be reached: the tests know as much as a stranger who has seen the packets.
+fn address_of(handle: &Handle) -> SocketAddr {
+    let bytes = &handle.bytes()[24..48];
+    let port = u16::from_le_bytes([bytes[2], bytes[3]]);
+    match bytes[0] {
+        4 => SocketAddr::from((Ipv4Addr::new(bytes[4], bytes[5], bytes[6], bytes[7]), port)),
+        6 => SocketAddr::from((Ipv6Addr::from(<[u8; 16]>::try_from(&bytes[4..20]).expect("16 bytes")), port)),
+        family => panic!("the handle holds an address of family {family}"),
+    }
+}
+
+fn stranger(handle: &Handle) -> TcpStream {
+    let stream = TcpStream::connect(address_of(handle)).expect("the listener can be reached");
+    stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+    stream
+}
+
+/// Whether the other side ends the connection, whatever it says before.
+fn is_shut_out(mut stream: TcpStream) -> bool {
+    let mut sink = [0; 256];
+    loop {
+        match stream.read(&mut sink) {
+            Ok(0) => return true,
+            Ok(_) => {}
+            Err(error) => return error.kind() == std::io::ErrorKind::ConnectionReset,
+        }
+    }
+}
+
+/// The warnings that speak of `what`.
+fn warnings(log: &Capture, what: &str) -> Vec<Record> {
+    log.records().into_iter().filter(|record| record.is_warning() && record.text.contains(what)).collect()
+}
+
+fn one_warning(log: &Capture, what: &str) {
+    eventually(&format!("a warning that says \"{what}\""), PATIENCE, || {
+        (!warnings(log, what).is_empty()).then_some(())
+    });
+    let found = warnings(log, what);
+    assert_eq!(found.len(), 1, "one line about \"{what}\": {found:?}");
+}
+
+/// Listens, lets `attack` happen to the listener, then has the rightful peer connect and transfer. The log line must
+/// hold `line`.
+fn withstands(name: &str, line: &str, attack: impl Fn(&Handle)) {
+    child::alone(name, &[], || {
+        let _watchdog = watchdog(60);
+        let log = Capture::start();
+        let context = context(ApiVersion::V12);
+        let bystander = Pair::connect(&context, 0).expect("a connection");
+        let (listener, mut handle) = context.listen(0).expect("listen");
+        attack(&handle);
+        if !line.is_empty() {
+            one_warning(&log, line);
+        }
+        assert!(listener.accept().expect("accept").is_none(), "a stranger was accepted");
+        let rightful = Pair::through(&listener, (&context, 0), &mut handle).expect("the rightful peer connects");
+        assert!(rightful.transfer(pattern(1, 100_000)).expect("a transfer") == pattern(1, 100_000));
+        assert!(bystander.transfer(pattern(2, 100_000)).expect("a transfer") == pattern(2, 100_000));
+    });
+}
+
+#[test]
+fn a_port_scanner_disturbs_nobody() {
+    withstands("a_port_scanner_disturbs_nobody", "closed before its handshake was complete", |handle| {
+        for _ in 0..100 {
+            drop(stranger(handle));
+        }
+    });
+}
+
+#[test]
+fn garbage_is_shut_out() {
+    withstands("garbage_is_shut_out", "not Towline's protocol", |handle| {
+        for seed in 0..20 {
+            let mut stream = stranger(handle);
+            let _ = stream.write_all(pattern(seed, 16 + seed * 400));
+            assert!(is_shut_out(stream), "garbage {seed}");
+        }
+    });
+}
+
+#[test]
+fn a_web_request_is_shut_out() {
+    withstands("a_web_request_is_shut_out", "not Towline's protocol", |handle| {
+        let mut stream = stranger(handle);
+        stream.write_all(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n").expect("it is taken");
+        assert!(is_shut_out(stream));
+    });
+}
+
+/// The frozen preamble with these versions.
+fn preamble(low: u16, high: u16) -> Vec<u8> {
+    let mut bytes = b"TOWLINE\n".to_vec();
+    bytes.extend(low.to_le_bytes());
+    bytes.extend(high.to_le_bytes());
+    bytes.extend([0; 4]);
+    bytes
+}
+
+#[test]
+fn a_peer_that_says_nothing_or_half_a_handshake_holds_nobody_up() {
+    withstands("a_peer_that_says_nothing_or_half_a_handshake_holds_nobody_up", "", |handle| {
+        // They stay open, and stay silent, until the process ends.
+        for i in 0..60 {
+            let mut stream = stranger(handle);
+            stream.write_all(&preamble(1, 1)[..i % 17]).expect("it is taken");
+            std::mem::forget(stream);
+        }
+    });
+}
+
+#[test]
+fn silent_strangers_are_dropped_after_a_while() {
+    const NAME: &str = "silent_strangers_are_dropped_after_a_while";
+    child::alone(NAME, &[], || {
+        let _watchdog = watchdog(60);
+        let context = context(ApiVersion::V12);
+        let (_listener, handle) = context.listen(0).expect("listen");
+        let start = Instant::now();
+        let mut half = stranger(&handle);
+        half.write_all(&preamble(1, 1)).expect("it is taken");
+        assert!(is_shut_out(stranger(&handle)) && is_shut_out(half));
+        assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
+    });
+}
+
+#[test]
+fn more_strangers_than_are_kept_do_not_shut_out_the_rightful_peer() {
+    withstands("more_strangers_than_are_kept_do_not_shut_out_the_rightful_peer", "", |handle| {
+        let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: `limit` outlives both calls.
+        unsafe {
+            libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit);
+            limit.rlim_cur = limit.rlim_max.min(8192);
+            libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit);
+        }
+        assert!(limit.rlim_cur >= 4096, "this test needs 4096 descriptors (ulimit -n)");
+        for _ in 0..1200 {
+            std::mem::forget(stranger(handle));
+        }
+    });
+}
+
+#[test]
+fn another_protocol_version_is_answered_with_ours_and_refused() {
+    withstands("another_protocol_version_is_answered_with_ours_and_refused", "protocol versions", |handle| {
+        let mut stream = stranger(handle);
+        stream.write_all(&preamble(700, 800)).expect("it is taken");
+        let mut answer = [0; 16];
+        stream.read_exact(&mut answer).expect("the answer");
+        assert_eq!(&answer[..8], b"TOWLINE\n");
+        assert_eq!(&answer[8..10], [0, 0], "no version was chosen");
+        assert!(is_shut_out(stream));
+    });
+}
+
+#[test]
+fn a_hello_without_the_secret_is_refused() {
+    withstands("a_hello_without_the_secret_is_refused", "listener or connection that does not exist", |handle| {
+        let mut stream = stranger(handle);
+        stream.write_all(&preamble(1, 1)).expect("it is taken");
+        let mut greeting = [0; 32];
+        stream.read_exact(&mut greeting).expect("the greeting");
+        stream.write_all(&[1; 128]).expect("it is taken");
+        assert!(is_shut_out(stream));
+    });
+}
+
+#[test]
+fn connecting_with_a_wrong_secret_fails_on_both_sides() {
+    const NAME: &str = "connecting_with_a_wrong_secret_fails_on_both_sides";
+    child::alone(NAME, &[("TOWLINE_CONNECT_TIMEOUT", "2")], || {
+        let _watchdog = watchdog(60);
+        let log = Capture::start();
+        for version in [ApiVersion::V4, ApiVersion::V12] {
+            let context = context(version);
+            let (listener, mut handle) = context.listen(0).expect("listen");
+            let mut wrong = handle;
+            wrong.bytes_mut()[10] ^= 1;
+            let refused = context.connect_within(0, &mut wrong, PATIENCE).err();
+            assert!(matches!(refused, Some(Code::RemoteError | Code::SystemError)), "{version}: {refused:?}");
+            if !version.setup_blocks() {
+                assert!(listener.accept().expect("accept").is_none());
+            }
+            let rightful = Pair::through(&listener, (&context, 0), &mut handle).expect("the rightful peer connects");
+            assert_eq!(rightful.transfer(b"hello").expect("a transfer"), b"hello");
+        }
+        assert!(!warnings(&log, "closed the connection during the handshake").is_empty(), "{:?}", log.records());
+    });
+}
+
+#[test]
+fn a_handle_of_another_plugin_is_refused_with_advice() {
+    const NAME: &str = "a_handle_of_another_plugin_is_refused_with_advice";
+    child::alone(NAME, &[], || {
+        let _watchdog = watchdog(30);
+        for version in VERSIONS {
+            let log = Capture::start();
+            let context = context(version);
+            for bytes in [[0_u8; 128], [0xFF; 128], pattern(1, 128).try_into().expect("128 bytes")] {
+                let mut foreign = Handle::from_bytes(&bytes[..version.handle_size()]);
+                let refused = context.connect(0, &mut foreign).err();
+                assert_eq!(refused, Some(Code::InvalidArgument), "{version}");
+                assert_eq!(foreign.bytes(), &bytes[..version.handle_size()], "{version}: not ours to write to");
+            }
+            assert!(!warnings(&log, "NCCL_NET=Towline").is_empty(), "{version}: {:?}", log.records());
+        }
+    });
+}
+
+#[test]
+fn a_damaged_handle_is_refused_or_leads_nowhere() {
+    const NAME: &str = "a_damaged_handle_is_refused_or_leads_nowhere";
+    child::alone(NAME, &[("TOWLINE_CONNECT_TIMEOUT", "1")], || {
+        let _watchdog = watchdog(60);
+        let context = context(ApiVersion::V12);
+        let (_listener, handle) = context.listen(0).expect("listen");
+        for at in (0..8).chain([24]) {
+            let mut damaged = handle;
+            damaged.bytes_mut()[at] ^= 0x55;
+            let refused = context.connect(0, &mut damaged).err();
+            assert_eq!(refused, Some(Code::InvalidArgument), "byte {at}");
+        }
+        // An address where nobody listens.
+        let mut elsewhere = handle;
+        elsewhere.bytes_mut()[26..28].copy_from_slice(&1_u16.to_le_bytes());
+        let start = Instant::now();
+        assert_eq!(context.connect_within(0, &mut elsewhere, PATIENCE).err(), Some(Code::RemoteError));
+        assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+    });
+}
+
+#[test]
+fn a_device_that_does_not_exist_is_an_argument_error() {
+    let _watchdog = watchdog(30);
+    for version in VERSIONS {
+        let context = context(version);
+        let (_listener, handle) = context.listen(0).expect("listen");
+        for dev in [-1, 1000, i32::MAX, i32::MIN] {
+            assert_eq!(context.properties(dev).err(), Some(Code::InvalidArgument), "{version}, {dev}");
+            assert_eq!(context.listen(dev).err(), Some(Code::InvalidArgument), "{version}, {dev}");
+            assert_eq!(
+                context.connect(dev, &mut handle.clone()).err(),
+                Some(Code::InvalidArgument),
+                "{version}, {dev}"
+            );
+            if version >= ApiVersion::V9 {
+                assert_eq!(context.make_vdevice(&[dev]).err(), Some(Code::InvalidArgument), "{version}, {dev}");
+            }
+        }
+        if version >= ApiVersion::V9 {
+            let mistakes = [Some(Code::InvalidArgument), Some(Code::InvalidUsage)];
+            assert!(mistakes.contains(&context.make_vdevice(&[]).err()), "{version}: no members");
+            assert!(mistakes.contains(&context.make_vdevice(&[0, 0]).err()), "{version}: one member twice");
+        }
+    }
+}
+
+#[test]
+fn null_pointers_are_argument_errors_at_every_entry() {
+    let _watchdog = watchdog(60);
+    for version in VERSIONS {
+        let context = context(version);
+        let table = net(version).table();
+        let pair = Pair::connect(&context, 0).expect("a connection");
+        let (listener, mut handle) = context.listen(0).expect("listen");
+        let memory = Memory::new(64);
+        let (mut place, mut done): (*mut c_void, c_int) = (null_mut(), 0);
+        let ctx = context.raw();
+        let bytes: *mut c_void = handle.bytes_mut().as_mut_ptr().cast();
+        let good = raw::Arguments { data: memory.at(0), size: 64, request: &raw mut place, ..Default::default() };
+        let (send, recv) = (pair.send.raw(), pair.recv.raw());
+        let mut answers = vec![
+            ("devices", raw::devices(table, null_mut())),
+            ("getProperties", raw::properties_into_null(table, 0)),
+            ("listen into no handle", raw::listen(table, ctx, 0, null_mut(), &raw mut place)),
+            ("listen into no comm", raw::listen(table, ctx, 0, bytes, null_mut())),
+            ("connect with no handle", raw::connect(table, ctx, 0, null_mut(), &raw mut place)),
+            ("connect into no comm", raw::connect(table, ctx, 0, bytes, null_mut())),
+            ("accept from none", raw::accept(table, null_mut(), &raw mut place)),
+            ("accept into none", raw::accept(table, listener.raw(), null_mut())),
+            ("regMr on none", raw::reg_mr(table, good, 1, &raw mut place)),
+            ("regMr into none", raw::reg_mr(table, raw::Arguments { comm: send, ..good }, 1, null_mut())),
+            ("deregMr on none", raw::dereg_mr(table, null_mut(), null_mut())),
+            ("deregMr of none", raw::dereg_mr(table, send, null_mut())),
+            ("isend on none", raw::isend(table, good)),
+            ("isend of nothing", raw::isend(table, raw::Arguments { comm: send, data: null_mut(), ..good })),
+            ("isend into none", raw::isend(table, raw::Arguments { comm: send, request: null_mut(), ..good })),
+            ("irecv on none", raw::irecv(table, good)),
+            ("irecv into nothing", raw::irecv(table, raw::Arguments { comm: recv, data: null_mut(), ..good })),
+            ("irecv into none", raw::irecv(table, raw::Arguments { comm: recv, request: null_mut(), ..good })),
+            ("iflush on none", raw::iflush(table, good)),
+            ("iflush into none", raw::iflush(table, raw::Arguments { comm: recv, request: null_mut(), ..good })),
+            ("test of none", raw::test(table, null_mut(), &raw mut done, null_mut())),
+            ("test into none", raw::test(table, raw::nobody(), null_mut(), null_mut())),
+        ];
+        answers.extend(raw::closes(table, null_mut()).map(|answer| ("a close", answer)));
+        if version.has_grouped_receives() {
+            let group = |count, arrays| raw::irecv(table, raw::Arguments { comm: recv, count, arrays, ..good });
+            answers.push(("irecv without arrays", group(1, false)));
+            answers.extend([0, -1, 9, c_int::MAX].map(|count| ("irecv of a wrong count", group(count, true))));
+        }
+        if version >= ApiVersion::V6 {
+            answers.push(("regMrDmaBuf", raw::reg_mr_dmabuf(table, null_mut(), &raw mut place)));
+        }
+        if version >= ApiVersion::V9 {
+            answers.push(("makeVDevice", raw::make_vdevice_of_null(table)));
+        }
+        if version >= ApiVersion::V11 {
+            answers.push(("finalize", raw::finalize(table, null_mut())));
+            answers.push(("init", raw::init_into_null(table)));
+            if let Some(answer) = raw::set_net_attr_of_null(table, ctx) {
+                answers.push(("setNetAttr", Some(answer)));
+            }
+            let at_none = raw::listen(table, null_mut(), 0, bytes, &raw mut place);
+            answers.push(("listen in no context", at_none));
+        }
+        for (call, answer) in answers {
+            assert_eq!(answer, Some(ffi::ncclInvalidArgument), "{version}: {call}");
+        }
+        assert_eq!(pair.transfer(b"still works").expect("a transfer"), b"still works", "{version}");
+    }
+}
+
+#[test]
+fn an_empty_message_needs_no_address() {
+    let _watchdog = watchdog(30);
+    for version in VERSIONS {
+        let pair = pair(version);
+        // SAFETY: there is nothing to read or write.
+        let (receive, send) = unsafe {
+            let receive = pair.recv.post(&[Part::new(null_mut(), 0, None)]).expect("irecv");
+            (receive, pair.send.post(Part::new(null_mut(), 0, None)).expect("isend"))
+        };
+        assert_eq!(*pair.finish(receive, &[send]).expect("a transfer"), [0], "{version}");
+    }
+}
+
+#[test]
+fn a_second_test_after_done_is_recognised() {
+    let _watchdog = watchdog(30);
+    for version in VERSIONS {
+        let pair = pair(version);
+        for size in [8, 100_000] {
+            let target = Memory::new(size);
+            // SAFETY: the memory lives until the request ended; the pattern is static.
+            let (receive, send) = unsafe {
+                let receive = pair.recv.post(&[Part::all(&target, None)]).expect("irecv");
+                (receive, pair.send.post(part(pattern(1, size), None)).expect("isend"))
+            };
+            pair.finish(receive, &[send]).expect("a transfer");
+            for _ in 0..3 {
+                assert_eq!(pair.recv.test(&receive).err(), Some(Code::InvalidUsage), "{version}");
+                assert_eq!(pair.send.test(&send).err(), Some(Code::InvalidUsage), "{version}");
+            }
+            // Not even when the slot has a new tenant.
+            // SAFETY: as above.
+            let next = unsafe { pair.recv.post(&[Part::all(&target, None)]) }.expect("irecv");
+            assert_ne!(next.raw(), receive.raw());
+            assert_eq!(pair.recv.test(&receive).err(), Some(Code::InvalidUsage), "{version}");
+            // SAFETY: as above.
+            let send = unsafe { pair.send.post(part(pattern(2, size), None)) }.expect("isend");
+            pair.finish(next, &[send]).expect("a transfer");
+            assert!(target.bytes() == pattern(2, size));
+        }
+    }
+}
+
+#[test]
+fn stale_and_foreign_handles_are_refused_everywhere() {
+    let _watchdog = watchdog(30);
+    for version in VERSIONS {
+        let context = context(version);
+        let table = net(version).table();
+        let Pair { send, recv } = Pair::connect(&context, 0).expect("a connection");
+        let (listener, _) = context.listen(0).expect("listen");
+        let memory = Memory::new(64);
+        // SAFETY: the memory outlives the connection.
+        let request = unsafe { recv.post(&[Part::all(&memory, None)]) }.expect("irecv").raw();
+        let stale = [send.raw(), recv.raw(), listener.raw()];
+        let mr = send.register(&memory).expect("regMr");
+        let registration = mr.raw();
+        drop(mr);
+        send.close().expect("close");
+        recv.close().expect("close");
+        listener.close().expect("close");
+        // The places that they named have new tenants.
+        let fresh = Pair::connect(&context, 0).expect("a connection");
+        let wrong_kind = [fresh.send.raw(), fresh.recv.raw()];
+        let (mut place, mut done): (*mut c_void, c_int) = (null_mut(), 0);
+        let good = raw::Arguments { data: memory.at(0), size: 64, request: &raw mut place, ..Default::default() };
+        for comm in stale.into_iter().chain([raw::nobody(), request, registration, std::ptr::without_provenance_mut(1)])
+        {
+            let with = raw::Arguments { comm, ..good };
+            let mut answers = vec![
+                raw::isend(table, with),
+                raw::irecv(table, with),
+                raw::iflush(table, with),
+                raw::accept(table, comm, &raw mut place),
+                raw::reg_mr(table, with, 1, &raw mut place),
+                raw::dereg_mr(table, comm, registration),
+                raw::test(table, comm, &raw mut done, null_mut()),
+            ];
+            answers.extend(raw::closes(table, comm));
+            for (i, answer) in answers.iter().enumerate() {
+                assert!(answer.is_some_and(|it| MISTAKES.contains(&it)), "{version}, {comm:?}: {i} answers {answer:?}");
+            }
+            assert!(place.is_null(), "{version}");
+            assert_eq!(done, 0, "{version}");
+        }
+        // Living ones where another kind belongs.
+        assert_eq!(raw::isend(table, raw::Arguments { comm: wrong_kind[1], ..good }), Some(4), "{version}");
+        assert_eq!(raw::irecv(table, raw::Arguments { comm: wrong_kind[0], ..good }), Some(4), "{version}");
+        assert_eq!(raw::accept(table, wrong_kind[0], &raw mut place), Some(4), "{version}");
+        let (living, _) = context.listen(0).expect("listen");
+        assert_eq!(raw::closes(table, living.raw()), [Some(4), Some(4), Some(0)], "{version}");
+        living.abandon();
+        assert_eq!(fresh.transfer(b"still works").expect("a transfer"), b"still works", "{version}");
+    }
+}
+
+/// A message that is longer than its receive ends the connection on both sides, promptly, whoever comes first.
+fn too_long(version: ApiVersion, size: usize, capacity: usize, receive_first: bool) {
+    let what = format!("{version}: {size} bytes into {capacity}, receive first: {receive_first}");
+    let context = context(version);
+    let bystander = Pair::connect(&context, 0).expect("a connection");
+    let Pair { send, recv } = Pair::connect(&context, 0).expect("a connection");
+    let target = Memory::new(capacity);
+    // SAFETY: the memory outlives the connection.
+    let post = || unsafe { recv.irecv(&[Part::all(&target, None)]) };
+    let start = Instant::now();
+    let early = receive_first.then(&post);
+    if receive_first {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // SAFETY: the pattern is static.
+    let sent = unsafe { send.isend(part(pattern(1, size), None)) };
+    if !receive_first {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // Both ends are asked in turn, as two ranks would.
+    let mut receive = early;
+    let mut ends = (None, None);
+    let mut next = None;
+    eventually(&what, PATIENCE, || {
+        if receive.is_none() {
+            receive = Some(post());
+        }
+        if ends.0.is_none() {
+            ends.0 = match &receive {
+                Some(Ok(Some(request))) => recv.test(request).err(),
+                Some(Err(code)) => Some(*code),
+                _ => None,
+            };
+        }
+        if ends.1.is_none() {
+            ends.1 = match &sent {
+                // A short send may be done before the receiver has seen it; then the next one tells.
+                Ok(Some(request)) if next.is_none() => match send.test(request) {
+                    Ok(Some(_)) => {
+                        next = Some(());
+                        None
+                    }
+                    other => other.err(),
+                },
+                // SAFETY: the pattern is static.
+                Ok(_) => unsafe { send.isend(part(pattern(2, 8), None)) }.err(),
+                Err(code) => Some(*code),
+            };
+        }
+        (ends.0.is_some() && ends.1.is_some()).then_some(())
+    });
+    assert_eq!(ends, (Some(Code::InvalidUsage), Some(Code::InvalidUsage)), "{what}");
+    assert!(start.elapsed() < Duration::from_secs(2), "{what}: {:?}", start.elapsed());
+    assert!(target.guards_intact(), "{what}: written behind the receive");
+    // The buffer may be freed at once: nobody writes to it any more.
+    send.close().expect("close");
+    recv.close().expect("close");
+    assert_eq!(bystander.transfer(b"bystander").expect("a transfer"), b"bystander", "{what}");
+}
+
+#[test]
+fn a_message_longer_than_its_receive_is_an_error_on_both_sides() {
+    let _watchdog = watchdog(90);
+    for version in VERSIONS {
+        for (size, capacity) in [(1, 0), (100, 99), (60_000, 10), (70_000, 69_999), (70_000, 10), (4 << 20, 1 << 20)] {
+            for receive_first in [true, false] {
+                too_long(version, size, capacity, receive_first);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_message_longer_than_its_receive_is_told_in_one_clear_line_per_side() {
+    const NAME: &str = "a_message_longer_than_its_receive_is_told_in_one_clear_line_per_side";
+    child::alone(NAME, &[], || {
+        let _watchdog = watchdog(30);
+        let log = Capture::start();
+        too_long(ApiVersion::V12, 4 << 20, 1 << 20, true);
+        let lines = warnings(&log, "a message of 4194304 bytes with tag 0 met a receive of 1048576 bytes");
+        assert!((1..=2).contains(&lines.len()), "{:?}", log.records());
+        assert!(log.records().iter().filter(|record| record.is_warning()).count() <= 2, "{:?}", log.records());
+    });
+}
+
+#[test]
+fn calls_before_init_are_refused() {
+    const NAME: &str = "calls_before_init_are_refused";
+    child::alone(NAME, &[], || {
+        let _watchdog = watchdog(30);
+        for version in VERSIONS {
+            let table = net(version).table();
+            let (mut place, mut bytes): (*mut c_void, _) = (null_mut(), [0_u8; 128]);
+            let answer = raw::listen(table, raw::nobody(), 0, bytes.as_mut_ptr().cast(), &raw mut place);
+            assert!(answer.is_some_and(|it| MISTAKES.contains(&it)), "{version}: {answer:?}");
+            assert!(place.is_null());
+        }
+    });
+}
+
+#[test]
+fn a_finalized_context_is_refused() {
+    let _watchdog = watchdog(30);
+    for version in [ApiVersion::V11, ApiVersion::V12] {
+        let ended: Context = context(version);
+        ended.finalize().expect("finalize");
+        assert!(matches!(ended.listen(0).err(), Some(Code::InvalidArgument | Code::InvalidUsage)), "{version}");
+        let twice = raw::finalize(net(version).table(), ended.raw());
+        assert!(twice.is_some_and(|it| MISTAKES.contains(&it)), "{version}: {twice:?}");
+    }
+}
+
+#[test]
+fn a_handle_uses_no_more_than_the_64_bytes_of_v4() {
+    let _watchdog = watchdog(30);
+    for version in VERSIONS.into_iter().filter(|version| version.handle_size() > 64) {
+        let context = context(version);
+        let (_listener, handle) = context.listen(0).expect("listen");
+        assert!(handle.bytes()[64..].iter().all(|byte| *byte == 0), "{version}: more than v4's 64 bytes are used");
+    }
+}

@@ -1,0 +1,132 @@
+//! A second profiler behind ours: a library of its own, built by these tests from C, that notes what it is told.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::check;
+use super::host::{CommDescr, Host};
+use super::play::{Comm, Pace, Shape};
+
+/// A profiler of v4 that checks its handles and counts.
+const SECOND: &str = r#"
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+typedef struct { uint8_t type; void *parent; int rank; uint64_t rest[16]; } descr;
+typedef struct { int magic; int type; int stopped; void *parent; } event;
+static event events[100000];
+static int used, inits, finalizes, bad, stops, states;
+
+static event *of(void *handle) {
+  event *e = handle;
+  if (e < events || e >= events + used || e->magic != 77) { __sync_fetch_and_add(&bad, 1); return 0; }
+  return e;
+}
+static int init(void **context, int *mask, const char *name, uint64_t hash, int nodes, int ranks, int rank, void *log) {
+  inits++;
+  *context = &inits;
+  *mask = 2 | 16;  /* Coll and ProxyStep, so NCCL would also tell Group and ProxyOp */
+  if (hash != 0x55 || ranks != 2 || rank != 0 || !name) bad++;
+  return 0;
+}
+static int start(void *context, void **handle, descr *d) {
+  if (context != &inits) __sync_fetch_and_add(&bad, 1);
+  if (d->parent && !of(d->parent)) return 0;
+  event *e = &events[__sync_fetch_and_add(&used, 1)];
+  e->magic = 77; e->type = d->type; e->parent = d->parent;
+  int parent = e->parent ? ((event *)e->parent)->type : 0;
+  if (d->type == 2 && parent != 1) __sync_fetch_and_add(&bad, 1);
+  if (d->type == 8 && parent != 2) __sync_fetch_and_add(&bad, 1);
+  if (d->type == 16 && parent != 8) __sync_fetch_and_add(&bad, 1);
+  if (d->type > 16) __sync_fetch_and_add(&bad, 1);
+  *handle = e;
+  return 0;
+}
+static int stop(void *handle) {
+  event *e = of(handle);
+  if (e && __sync_lock_test_and_set(&e->stopped, 1)) __sync_fetch_and_add(&bad, 1);
+  __sync_fetch_and_add(&stops, 1);
+  return 0;
+}
+static int state(void *handle, int state, void *args) { of(handle); __sync_fetch_and_add(&states, 1); return 0; }
+static int finalize(void *context) {
+  finalizes++;
+  int left = 0, counts[5] = {0};
+  for (int i = 0; i < used; i++) {
+    left += !events[i].stopped;
+    for (int b = 0; b < 5; b++) counts[b] += events[i].type == 1 << b;
+  }
+  FILE *out = fopen(getenv("SECOND_OUT"), "a");
+  fprintf(out, "inits %d finalizes %d bad %d open %d group %d coll %d op %d step %d states %d\n", inits, finalizes, bad,
+          left, counts[0], counts[1], counts[3], counts[4], states);
+  fclose(out);
+  return 0;
+}
+struct { const char *name; void *init, *start, *stop, *state, *finalize; }
+  ncclProfiler_v4 = { "second", init, start, stop, state, finalize };
+"#;
+
+fn build(dir: &Path) -> PathBuf {
+    let (source, library) = (dir.join("second.c"), dir.join("libsecond.so"));
+    std::fs::write(&source, SECOND).unwrap();
+    let status =
+        Command::new("cc").args(["-shared", "-fPIC", "-O1", "-o"]).arg(&library).arg(&source).status().unwrap();
+    assert!(status.success());
+    library
+}
+
+pub(crate) fn play(version: u32) {
+    let mut mask = 0;
+    let comm = Comm::new(Host::load(version), CommDescr { id: 0x55, ranks: 2, rank: 0 }, &mut mask);
+    let ours = std::env::var("TOWLINE_PROFILE").is_ok();
+    assert_eq!(mask & (2 | 16), 2 | 16, "the masks are joined");
+    assert_eq!(mask == (2 | 16), !ours);
+    for seq in 0..5 {
+        let task = comm.enqueue(seq, 64);
+        comm.progress(task, Shape { channels: 2, steps: 3, bytes: 256 }, 1, 1, Pace::NONE);
+    }
+    comm.finalize();
+}
+
+/// Five collectives, on two channels two operations of three steps each, with four or five states to a pair of steps.
+const EXPECTED: &str = "inits 1 finalizes 1 bad 0 open 0 group 5 coll 5 op 20 step 60";
+
+#[test]
+fn a_second_profiler_sees_what_it_would_see_alone() {
+    for version in [4, 5, 6] {
+        let dir = tempfile::tempdir().unwrap();
+        let library = build(dir.path());
+        let out = dir.path().join("out.txt");
+        let more = [("TOWLINE_PROFILER_CHAIN", library.to_str().unwrap()), ("SECOND_OUT", out.to_str().unwrap())];
+        super::run(&format!("chain:{version}"), dir.path(), &more);
+        let said = std::fs::read_to_string(&out).unwrap();
+        assert!(said.starts_with(EXPECTED), "v{version}: {said}");
+        let contents = check::load(&check::traces(dir.path())[0]);
+        check::family(&contents.processes[0]);
+    }
+}
+
+#[test]
+fn a_second_profiler_works_without_a_profile_of_ours() {
+    let dir = tempfile::tempdir().unwrap();
+    let library = build(dir.path());
+    let out = dir.path().join("out.txt");
+    let mut command = super::command("chain:6", dir.path());
+    command.env("TOWLINE_PROFILER_CHAIN", &library).env("SECOND_OUT", &out);
+    super::finish(command.spawn().unwrap());
+    let said = std::fs::read_to_string(&out).unwrap();
+    assert!(said.starts_with(EXPECTED), "{said}");
+    assert!(check::traces(dir.path()).is_empty());
+}
+
+#[test]
+fn a_chain_to_nowhere_or_to_ourselves_is_said_and_left_out() {
+    for path in ["/nowhere/lib.so".to_string(), super::host::library_path().display().to_string()] {
+        let dir = tempfile::tempdir().unwrap();
+        let output = super::run("exit", dir.path(), &[("TOWLINE_PROFILER_CHAIN", &path)]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(said.contains("TOWLINE_PROFILER_CHAIN is ignored"), "{said}");
+        assert_eq!(check::traces(dir.path()).len(), 1);
+    }
+}

@@ -1,0 +1,46 @@
+//! The dashboard asks only for metrics that there are.
+
+use super::check;
+use super::host::{CommDescr, Host};
+use super::play::{Comm, Pace, Shape};
+
+/// A process whose metrics have every family.
+pub(crate) fn play() {
+    let mut mask = 0;
+    let comm = Comm::new(Host::load(6), CommDescr { id: 0x33, ranks: 2, rank: 0 }, &mut mask);
+    let task = comm.enqueue(0, 64);
+    comm.progress(task, Shape { channels: 1, steps: 1, bytes: 256 }, 1, 1, Pace::NONE);
+    comm.finalize();
+}
+
+#[test]
+fn every_metric_of_the_dashboard_and_the_documentation_is_there() {
+    let dir = tempfile::tempdir().unwrap();
+    super::run("metrics", dir.path(), &[]);
+    let files: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let file = files.iter().find(|path| path.extension().is_some_and(|e| e == "prom")).expect("a metrics file");
+    let text = std::fs::read_to_string(file).unwrap();
+    let families: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next()).collect();
+    for family in &families {
+        let samples = text.lines().filter(|line| line.starts_with(&format!("{family}{{"))).count();
+        assert!(samples > 0, "{family} has samples: {text}");
+    }
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let dashboard = std::fs::read_to_string(root.join("docs/grafana/towline.json")).unwrap();
+    serde_json::from_str::<serde_json::Value>(&dashboard).unwrap();
+    let docs = std::fs::read_to_string(root.join("docs/profiling.md")).unwrap();
+    let words = |text: &str| -> Vec<String> {
+        text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_')
+            .filter(|word| word.starts_with("towline_"))
+            .map(str::to_owned)
+            .collect()
+    };
+    for word in words(&dashboard).into_iter().chain(words(&docs)) {
+        assert!(families.contains(&word.as_str()), "{word} is no metric");
+    }
+    for family in families {
+        let short = family.trim_start_matches("towline_").trim_start_matches("wire_");
+        assert!(docs.contains(short), "{family} is not in docs/profiling.md");
+    }
+    check::load(&check::traces(dir.path())[0]);
+}

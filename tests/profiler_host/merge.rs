@@ -1,0 +1,182 @@
+//! `towline trace`: files of several hosts onto one clock, and who holds them back.
+
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use prost::Message;
+use towline::trace::clock;
+use towline::trace::perfetto::file::Packets;
+use towline::trace::perfetto::read::read;
+
+use super::check;
+use super::host::{CommDescr, Host};
+use super::play::{Comm, Pace, Ring, Shape};
+
+const RANKS: i32 = 3;
+const SHAPE: Shape = Shape { channels: 1, steps: 6, bytes: 1 << 16 };
+const COLLECTIVES: u64 = 30;
+/// Long enough for the slowest job below, so that no rank falls behind the schedule.
+const PERIOD: u64 = 60_000_000;
+
+/// One rank of a job that works in step: `rank,start,late µs,gpu µs,rail 1 µs`.
+pub(crate) fn play(args: &str) {
+    let numbers: Vec<u64> = args.split(',').map(|number| number.parse().unwrap()).collect();
+    let [rank, start, late, gpu, rail] = numbers[..] else { panic!("{args}") };
+    let rank = rank as i32;
+    let ring = ring(rank);
+    let mut mask = 0;
+    let comm = Comm::new(Host::load(6), CommDescr { id: 0x5105, ranks: RANKS, rank }, &mut mask);
+    let pace = Pace {
+        gpu: Duration::from_micros(gpu),
+        receiver: Duration::ZERO,
+        wire: [Duration::from_micros(10), Duration::from_micros(rail)],
+    };
+    for seq in 0..COLLECTIVES {
+        let due = start + seq * PERIOD + late * 1000;
+        std::thread::sleep(Duration::from_nanos(due.saturating_sub(clock::now())));
+        let task = comm.enqueue(seq, 1 << 14);
+        comm.progress_over(Some(&ring), task, SHAPE, (rank + 1) % RANKS, (rank + RANKS - 1) % RANKS, pace);
+    }
+    comm.finalize();
+}
+
+/// Connects to the next rank and is connected to by the one before.
+fn ring(rank: i32) -> Ring {
+    let dir = PathBuf::from(std::env::var("TOWLINE_PROFILE_DIR").unwrap());
+    let path = |rank: i32| dir.join(format!("ring-{rank}.sock"));
+    let listener = UnixListener::bind(path(rank)).unwrap();
+    let to = loop {
+        match UnixStream::connect(path((rank + 1) % RANKS)) {
+            Ok(stream) => break stream,
+            Err(_) => std::thread::sleep(Duration::from_millis(5)),
+        }
+    };
+    Ring { to, from: listener.accept().unwrap().0 }
+}
+
+/// Plays the job; `of` gives each rank its lateness, its GPU's and its second rail's microseconds.
+fn job(dir: &Path, of: impl Fn(i32) -> [u64; 3]) -> Vec<PathBuf> {
+    let start = clock::now() + 500_000_000;
+    let children: Vec<_> = (0..RANKS)
+        .map(|rank| {
+            let [late, gpu, rail] = of(rank);
+            let mut command = super::command(&format!("job:{rank},{start},{late},{gpu},{rail}"), dir);
+            command.env("TOWLINE_PROFILE", "trace").spawn().unwrap()
+        })
+        .collect();
+    children.into_iter().for_each(|child| drop(super::finish(child)));
+    check::traces(dir)
+}
+
+fn towline(args: &[&str], files: &[PathBuf]) -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_towline")).args(args).args(files).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Makes a file that of another host, whose clock is behind by `offset` and whose wall clock is wrong by `wrong`.
+fn move_to_another_host(file: &Path, offset: u64, wrong: i64) {
+    let bytes = std::fs::read(file).unwrap();
+    let mut out = Vec::new();
+    for mut packet in Packets::new(&bytes) {
+        packet.timestamp = packet.timestamp.map(|when| when - offset);
+        let keys: Vec<(u64, String)> = packet
+            .interned_data
+            .iter()
+            .flat_map(|data| &data.debug_annotation_names)
+            .map(|entry| (entry.iid.unwrap(), entry.text.clone().unwrap()))
+            .collect();
+        // The names of the process's annotations are new with the instant that tells them.
+        for annotation in packet.track_event.iter_mut().flat_map(|event| &mut event.debug_annotations) {
+            let name = keys.iter().find(|(iid, _)| Some(*iid) == annotation.name_iid).map(|(_, name)| name.as_str());
+            match name {
+                Some("boot") => annotation.uint_value = Some(offset),
+                Some("wall offset") => {
+                    let wall = annotation.int_value.unwrap() + offset as i64 + wrong;
+                    annotation.int_value = Some(wall);
+                }
+                _ => {}
+            }
+        }
+        prost::encoding::message::encode(1, &packet, &mut out);
+        assert!(packet.encoded_len() > 0);
+    }
+    std::fs::write(file, out).unwrap();
+}
+
+#[test]
+fn files_of_hosts_with_different_clocks_are_joined_within_the_stated_bound() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = job(dir.path(), |_| [0, 0, 10]);
+    // The truth, before the clocks are moved.
+    let truth: Vec<Vec<u64>> = files.iter().map(|file| times(file)).map(|mut processes| processes.remove(0)).collect();
+    move_to_another_host(&files[1], 77_000_000_000, 3_000_000);
+    move_to_another_host(&files[2], 5_000_000, -40_000_000);
+
+    let merged = dir.path().join("all.pftrace");
+    let said = towline(&["trace", "merge", "-o", merged.to_str().unwrap()], &files);
+    let bounds: Vec<f64> = said
+        .lines()
+        .filter_map(|line| line.strip_suffix(" wrong")?.split("at most ").nth(1))
+        .map(|text| {
+            let (number, unit) = text.split_once(' ').unwrap();
+            number.parse::<f64>().unwrap()
+                * [("ns", 1.0), ("us", 1e3), ("ms", 1e6)].iter().find(|(name, _)| *name == unit).unwrap().1
+        })
+        .collect();
+    assert_eq!(bounds.len(), 2, "{said}");
+
+    let moved = times(&merged);
+    assert_eq!(moved.len(), 3);
+    for (process, bound) in [(0, 0.0), (1, bounds[0]), (2, bounds[1])] {
+        assert_eq!(moved[process].len(), truth[process].len());
+        let error = (moved[process][0] as i64 - truth[process][0] as i64).unsigned_abs() as f64;
+        // The bound is told in whole microseconds.
+        assert!(error <= bound + 1000.0, "process {process} is off by {error} ns: {said}");
+        // On a quiet machine some 20 µs; this one may be busy with other tests.
+        assert!(bound < 2e6, "{said}");
+    }
+    // A merged file is as good as its parts.
+    let report = towline(&["trace", "report"], &[merged]);
+    assert_eq!(report.matches("AllReduce        RING        SIMPLE         30").count(), 3, "{report}");
+}
+
+/// The times of each process's records.
+fn times(file: &Path) -> Vec<Vec<u64>> {
+    let contents = read(&std::fs::read(file).unwrap());
+    contents.processes.iter().map(|process| process.records.iter().map(|record| record.when).collect()).collect()
+}
+
+#[test]
+fn a_rank_that_comes_late_is_named_with_its_lateness() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = job(dir.path(), |rank| [if rank == 1 { 5000 } else { 0 }, 0, 10]);
+    let report = towline(&["trace", "report", "--brief"], &files);
+    let line = report.lines().find(|line| line.contains("comes late")).expect(&report);
+    assert!(line.contains("rank 1 ("), "{report}");
+}
+
+#[test]
+fn a_slow_rail_and_a_slow_gpu_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = job(dir.path(), |rank| [0, if rank == 2 { 5000 } else { 0 }, 100]);
+    let report = towline(&["trace", "report", "--brief"], &files);
+    let rail = report.lines().find(|line| line.contains("rail 1 is slow")).expect(&report);
+    assert!(rail.contains("(and 2 more ranks)"), "{report}");
+    let gpu = report.lines().find(|line| line.contains("held up by its GPU")).expect(&report);
+    assert!(gpu.contains("rank 2 ("), "{report}");
+    assert!(!report.contains("comes late"), "{report}");
+}
+
+#[test]
+fn what_is_no_trace_is_refused_with_advice() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("x.pftrace");
+    std::fs::write(&file, b"no trace at all").unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_towline")).args(["trace", "report"]).arg(&file).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("is no trace of Towline's") && said.contains("TOWLINE_PROFILE=trace"), "{said}");
+}

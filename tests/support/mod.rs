@@ -1,0 +1,165 @@
+//! What the functional tests share: the built library as NCCL would load it, data to move, a watchdog, and ways to run
+//! a test, or a part of one, in a process of its own.
+//!
+//! Nothing here knows how Towline works inside: the tests talk to `libnccl-net.so` through its exported tables only.
+
+#![allow(dead_code, reason = "each test program uses its own part")]
+#![allow(unreachable_pub, reason = "a module of test programs: they are its whole world")]
+
+pub mod child;
+pub mod netns;
+pub mod raw;
+
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use towline::host::{ApiVersion, Code, Context, Init, Mr, Net, Pair, Part, Plugin, Request, Sizes};
+
+/// Every version that the library must offer.
+pub const VERSIONS: [ApiVersion; 9] = ApiVersion::NEWEST_FIRST;
+
+/// How long any step of a test may take. What takes longer hangs.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+
+/// The library that Cargo built for this run: it lies beside the program.
+pub fn library() -> PathBuf {
+    Path::new(env!("CARGO_BIN_EXE_towline")).with_file_name("libnccl-net.so")
+}
+
+/// The opened library.
+pub fn plugin() -> Plugin {
+    Plugin::open(library()).expect("the built library opens")
+}
+
+/// One version of it.
+///
+/// What it logs goes to standard error when `NCCL_DEBUG` asks for it, as in NCCL.
+pub fn net(version: ApiVersion) -> Net {
+    towline::host::log::print_to_stderr(&std::env::var("NCCL_DEBUG").unwrap_or_default());
+    Net::of(&plugin(), Some(version)).expect("the library exports v4 to v12")
+}
+
+/// A communicator's context in that version.
+pub fn context(version: ApiVersion) -> Context {
+    net(version).init_with(&Init { comm_id: 7, ..Init::default() }).expect("init")
+}
+
+/// A connection in that version, with both ends here.
+pub fn pair(version: ApiVersion) -> Pair {
+    Pair::connect(&context(version), 0).expect("a connection")
+}
+
+/// Ends the process when a test does not end itself in time: a hang is the worst of all answers to NCCL.
+#[must_use = "it watches until it is dropped"]
+pub struct Watchdog {
+    _leash: Sender<()>,
+}
+
+/// Watches the calling test for `seconds`.
+pub fn watchdog(seconds: u64) -> Watchdog {
+    let test = std::thread::current().name().unwrap_or("a test").to_owned();
+    let (leash, end) = channel();
+    std::thread::spawn(move || {
+        if end.recv_timeout(Duration::from_secs(seconds)) == Err(RecvTimeoutError::Timeout) {
+            eprintln!("{test} hangs: it did not end within {seconds} s");
+            std::process::abort();
+        }
+    });
+    Watchdog { _leash: leash }
+}
+
+/// The longest message that [`pattern`] gives.
+pub const LONGEST: usize = 17 << 20;
+
+/// `len` bytes that differ from one seed to the next, and at each place.
+pub fn pattern(seed: usize, len: usize) -> &'static [u8] {
+    const SHIFT: usize = 8191;
+    const SEEDS: usize = 127;
+    static ALL: OnceLock<Vec<u8>> = OnceLock::new();
+    let all = ALL.get_or_init(|| {
+        let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+        let mut bytes = Vec::with_capacity(LONGEST + SHIFT * SEEDS + 8);
+        while bytes.len() < LONGEST + SHIFT * SEEDS {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            bytes.extend_from_slice(&(state ^ (state >> 29)).to_le_bytes());
+        }
+        bytes
+    });
+    let start = seed % SEEDS * SHIFT;
+    &all[start..start + len]
+}
+
+/// Waits until `attempt` yields something.
+pub fn eventually<T>(what: &str, patience: Duration, mut attempt: impl FnMut() -> Option<T>) -> T {
+    let start = Instant::now();
+    loop {
+        if let Some(found) = attempt() {
+            return found;
+        }
+        assert!(start.elapsed() < patience, "not within {patience:?}: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Takes its turn: for tests of one program that must not run side by side because they look at what the whole
+/// process has, where a process of their own would cost more.
+pub fn one_at_a_time() -> std::sync::MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Tests a request until it is over or `patience` is; `None` says the latter.
+pub fn outcome(
+    test: impl Fn(&Request) -> Result<Option<Sizes>, Code>,
+    request: Request,
+    patience: Duration,
+) -> Option<Result<Sizes, Code>> {
+    let start = Instant::now();
+    while start.elapsed() < patience {
+        match test(&request) {
+            Ok(None) => std::thread::yield_now(),
+            Ok(Some(sizes)) => return Some(Ok(sizes)),
+            Err(code) => return Some(Err(code)),
+        }
+    }
+    None
+}
+
+/// A part in the middle of borrowed memory. The caller keeps the memory.
+pub fn part<'a>(bytes: &[u8], mr: Option<&'a Mr>) -> Part<'a> {
+    Part::new(bytes.as_ptr().cast_mut().cast(), bytes.len(), mr)
+}
+
+/// The numbers of this process's open descriptors, with what they lead to.
+pub fn descriptors() -> Vec<(i32, String)> {
+    let listed = std::fs::read_dir("/proc/self/fd").expect("/proc is there");
+    let mut all: Vec<_> = listed
+        .filter_map(|entry| {
+            let entry = entry.ok()?;
+            let target = std::fs::read_link(entry.path()).ok()?.to_string_lossy().into_owned();
+            Some((entry.file_name().to_str()?.parse().ok()?, target))
+        })
+        .filter(|(_, target): &(i32, String)| !target.starts_with("/proc/"))
+        .collect();
+    all.sort_unstable();
+    all
+}
+
+/// How many sockets this process has open.
+pub fn sockets() -> usize {
+    descriptors().iter().filter(|(_, target)| target.starts_with("socket:")).count()
+}
+
+/// The memory that this process has resident, in KiB.
+pub fn resident_kib() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").expect("/proc is there");
+    let line = status.lines().find(|line| line.starts_with("VmRSS:")).expect("the kernel tells the resident size");
+    line.split_whitespace().nth(1).and_then(|number| number.parse().ok()).expect("a number of KiB")
+}
+
+/// How many threads this process has.
+pub fn threads() -> usize {
+    std::fs::read_dir("/proc/self/task").expect("/proc is there").count()
+}

@@ -1,0 +1,98 @@
+//! Network namespaces with links between them: two hosts on one machine.
+//!
+//! They need root and `ip` (package iproute2). Where these are missing the test fails and says so, unless
+//! `TOWLINE_SKIP_NETNS=1` asks to go without.
+
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Whether to run tests that need namespaces.
+///
+/// # Panics
+/// When something is missing and `TOWLINE_SKIP_NETNS` is not 1.
+pub fn available() -> bool {
+    if std::env::var("TOWLINE_SKIP_NETNS").is_ok_and(|value| value == "1") {
+        eprintln!("skipped, as TOWLINE_SKIP_NETNS=1 asks");
+        return false;
+    }
+    // SAFETY: asks for a number.
+    let root = unsafe { libc::geteuid() } == 0;
+    assert!(root, "this test needs root, to make network namespaces; TOWLINE_SKIP_NETNS=1 leaves it out");
+    let found = Command::new("ip").arg("-V").output().is_ok_and(|output| output.status.success());
+    assert!(found, "this test needs the ip command (package iproute2); TOWLINE_SKIP_NETNS=1 leaves it out");
+    true
+}
+
+/// Runs `ip` with these words.
+pub fn ip(words: &str) {
+    let output = Command::new("ip").args(words.split_whitespace()).output().expect("ip runs");
+    assert!(output.status.success(), "ip {words}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// A network namespace, deleted with everything in it.
+pub struct Namespace(String);
+
+impl Namespace {
+    /// One with its loopback up.
+    pub fn new() -> Self {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let namespace = Self(format!("towline-net-{}-{number}", std::process::id()));
+        ip(&format!("netns add {}", namespace.0));
+        namespace.ip("link set lo up");
+        namespace
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.0
+    }
+
+    /// Runs `ip` inside.
+    pub fn ip(&self, words: &str) {
+        ip(&format!("-n {} {words}", self.0));
+    }
+
+    /// Waits until a link is up: the kernel reports its carrier a moment after it was made.
+    pub fn wait_for(&self, link: &str) {
+        super::eventually(&format!("{link} is up"), super::PATIENCE, || {
+            let shown =
+                Command::new("ip").args(["-n", &self.0, "-brief", "link", "show", link]).output().expect("ip runs");
+            String::from_utf8_lossy(&shown.stdout).contains(" UP ").then_some(())
+        });
+    }
+
+    /// A command that runs the test `test` of this program inside, in `role`.
+    pub fn command(&self, test: &str, role: &str) -> Command {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", &self.0]).arg(std::env::current_exe().expect("a path"));
+        super::child::adorn(&mut command, test, role);
+        command
+    }
+}
+
+impl Drop for Namespace {
+    fn drop(&mut self) {
+        let _ = Command::new("ip").args(["netns", "del", &self.0]).status();
+    }
+}
+
+/// Two namespaces with `links` veth pairs between them: `rail0`, `rail1`, … on both sides, with the addresses
+/// 10.77.*rail*.1 and 10.77.*rail*.2, and fd77:*rail*::1 and ::2.
+pub fn two_hosts(links: usize) -> (Namespace, Namespace) {
+    let (left, right) = (Namespace::new(), Namespace::new());
+    for rail in 0..links {
+        left.ip(&format!("link add rail{rail} type veth peer name rail{rail} netns {}", right.name()));
+        for (host, number) in [(&left, 1), (&right, 2)] {
+            host.ip(&format!("address add 10.77.{rail}.{number}/24 dev rail{rail}"));
+            host.ip(&format!("address add fd77:{rail}::{number}/64 dev rail{rail} nodad"));
+            host.ip(&format!("link set rail{rail} addrgenmode eui64"));
+            host.ip(&format!("link set rail{rail} up"));
+        }
+    }
+    for rail in 0..links {
+        left.wait_for(&format!("rail{rail}"));
+        right.wait_for(&format!("rail{rail}"));
+    }
+    (left, right)
+}
