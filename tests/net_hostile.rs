@@ -9,7 +9,7 @@ use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream};
 use std::ptr::null_mut;
 use std::time::{Duration, Instant};
 
-use support::{PATIENCE, VERSIONS, child, context, eventually, net, outcome, pair, part, pattern, raw, watchdog};
+use support::{PATIENCE, VERSIONS, child, context, eventually, net, pair, part, pattern, raw, watchdog};
 use towline::abi::ffi;
 use towline::host::log::{Capture, Record};
 use towline::host::{ApiVersion, Code, Context, Handle, Memory, Pair, Part};

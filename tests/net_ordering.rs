@@ -248,24 +248,22 @@ fn play(pair: &Pair, messages: &[(i32, usize, usize)], order: &[usize], groups: 
         Act::Test(which) if !sends.is_empty() || !receives.is_empty() => {
             let which = which % (sends.len() + receives.len());
             if let Some((size, request, open)) = sends.get_mut(which) {
-                if *open {
-                    if let Some(sizes) = pair.send.test(request).expect("a test") {
-                        assert_eq!(sizes[0] as usize, *size);
-                        *open = false;
-                    }
+                if *open && let Some(sizes) = pair.send.test(request).expect("a test") {
+                    assert_eq!(sizes[0] as usize, *size);
+                    *open = false;
                 }
             } else {
                 let posted = &mut receives[which - sends.len()];
-                if posted.open {
-                    if let Some(sizes) = pair.recv.test(&posted.request).expect("a test") {
-                        posted.open = false;
-                        for ((i, target), got) in posted.slots.iter().zip(&posted.targets).zip(sizes.iter()) {
-                            let size = messages[*i].1;
-                            assert_eq!(*got as usize, size, "message {i}");
-                            assert!(&target.bytes()[..size] == pattern(*i, size), "message {i}");
-                            assert!(target.bytes()[size..].iter().all(|byte| *byte == 0), "behind message {i}");
-                            assert!(target.guards_intact(), "around message {i}");
-                        }
+                if posted.open
+                    && let Some(sizes) = pair.recv.test(&posted.request).expect("a test")
+                {
+                    posted.open = false;
+                    for ((i, target), got) in posted.slots.iter().zip(&posted.targets).zip(sizes.iter()) {
+                        let size = messages[*i].1;
+                        assert_eq!(*got as usize, size, "message {i}");
+                        assert!(&target.bytes()[..size] == pattern(*i, size), "message {i}");
+                        assert!(target.bytes()[size..].iter().all(|byte| *byte == 0), "behind message {i}");
+                        assert!(target.guards_intact(), "around message {i}");
                     }
                 }
             }
