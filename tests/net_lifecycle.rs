@@ -289,19 +289,20 @@ fn a_close_ends_requests_in_flight_in_any_order_and_the_peer_learns_of_it() {
     for version in VERSIONS {
         for sender_closes in [true, false] {
             let Pair { send, recv } = pair(version);
-            let targets: Vec<Memory> = (0..3).map(|_| Memory::new(1 << 20)).collect();
+            // The side that is left waits for one message more than the other has posted.
+            let (posted, sent) = if sender_closes { (4, 3) } else { (3, 4) };
+            let targets: Vec<Memory> = (0..posted).map(|_| Memory::new(1 << 20)).collect();
             // SAFETY: the memory outlives the connection; the pattern is static.
             let (receives, sends): (Vec<_>, Vec<_>) = unsafe {
                 (
                     targets.iter().map(|it| recv.post(&[Part::all(it, None)]).expect("irecv")).collect(),
-                    // One more than there are receives, so that one is always in flight.
-                    (0..4).map(|i| send.post(part(pattern(i, 1 << 20), None)).expect("isend")).collect(),
+                    (0..sent).map(|i| send.post(part(pattern(i, 1 << 20), None)).expect("isend")).collect(),
                 )
             };
             let start = Instant::now();
             if sender_closes {
                 send.close().expect("close");
-                let last = outcome(|it| recv.test(it), receives[2], PATIENCE).expect("an answer");
+                let last = outcome(|it| recv.test(it), receives[3], PATIENCE).expect("an answer");
                 assert!(matches!(last, Err(Code::RemoteError | Code::SystemError)), "{version}: {last:?}");
                 recv.close().expect("close");
             } else {

@@ -32,12 +32,16 @@ pub struct Process {
     initialising: Mutex<()>,
 }
 
-static PROCESS: AtomicPtr<Process> = AtomicPtr::new(std::ptr::null_mut());
+/// A cache line of its own: it is read in every call, and its neighbours would be counters that every call writes.
+#[repr(align(128))]
+struct Lonely(AtomicPtr<Process>);
+
+static PROCESS: Lonely = Lonely(AtomicPtr::new(std::ptr::null_mut()));
 
 /// The process's state, made on first use and never freed.
 pub fn process() -> &'static Process {
     let now = fork::generation();
-    let current = PROCESS.load(Ordering::Acquire);
+    let current = PROCESS.0.load(Ordering::Acquire);
     // SAFETY: a non-null pointer comes from `Box::into_raw` below and is never freed.
     if let Some(process) = unsafe { current.as_ref() }
         && process.generation == now
@@ -45,7 +49,7 @@ pub fn process() -> &'static Process {
         return process;
     }
     let fresh = Box::into_raw(Box::new(Process::new(now)));
-    match PROCESS.compare_exchange(current, fresh, Ordering::AcqRel, Ordering::Acquire) {
+    match PROCESS.0.compare_exchange(current, fresh, Ordering::AcqRel, Ordering::Acquire) {
         // SAFETY: it was just made and now belongs to the static, which never frees it.
         Ok(_) => unsafe { &*fresh },
         Err(other) => {
