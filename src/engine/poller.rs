@@ -124,11 +124,11 @@ impl Worker {
             let mut entries = lock(&self.0.entries);
             entries.insert(Entry { source, kicked: Arc::clone(&kicked) })
         };
-        if let Some((fd, interest)) = fd {
-            if let Err(error) = epoll_add(self.0.epoll, fd, interest, token) {
-                lock(&self.0.entries).remove(token);
-                return Err(Error::system("watching a socket", &error));
-            }
+        if let Some((fd, interest)) = fd
+            && let Err(error) = epoll_add(self.0.epoll, fd, interest, token)
+        {
+            lock(&self.0.entries).remove(token);
+            return Err(Error::system("watching a socket", &error));
         }
         self.0.load.fetch_add(1, Ordering::Relaxed);
         Ok(Registration { worker: self.clone(), token, fd: fd.map(|(fd, _)| fd), kicked })
@@ -219,11 +219,11 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool) {
                 timeout = Some(Duration::ZERO);
             }
         }
-        if let Err(error) = poll.poll(&mut events, timeout) {
-            if error.kind() != io::ErrorKind::Interrupted {
-                tracing::error!("waiting for sockets failed: {error}; the worker retries");
-                std::thread::sleep(Duration::from_millis(10));
-            }
+        if let Err(error) = poll.poll(&mut events, timeout)
+            && error.kind() != io::ErrorKind::Interrupted
+        {
+            tracing::error!("waiting for sockets failed: {error}; the worker retries");
+            std::thread::sleep(Duration::from_millis(10));
         }
         shared.asleep.store(false, Ordering::SeqCst);
         ready.extend(events.iter().map(|event| event.token()).filter(|token| *token != WAKE).map(|token| token.0));

@@ -4,7 +4,7 @@
 //! whether all parts are done, the size of each part, or the failure. The caller's side takes and returns slots
 //! through keys of the `slab` crate; the threads that move data touch only the slot's atomics.
 //!
-//! Guarantee: sizes are written before the state, the state with Release, and [`RequestSlots::test`] reads it with
+//! Guarantee: sizes are written before the state, the state with Release, and [`RequestSlots::finish`] reads it with
 //! Acquire. So whoever sees "done" sees every byte and size that came before it.
 
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};

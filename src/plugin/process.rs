@@ -43,10 +43,10 @@ pub fn process() -> &'static Process {
     let now = fork::generation();
     let current = PROCESS.0.load(Ordering::Acquire);
     // SAFETY: a non-null pointer comes from `Box::into_raw` below and is never freed.
-    if let Some(process) = unsafe { current.as_ref() } {
-        if process.generation == now {
-            return process;
-        }
+    if let Some(process) = unsafe { current.as_ref() }
+        && process.generation == now
+    {
+        return process;
     }
     let fresh = Box::into_raw(Box::new(Process::new(now)));
     match PROCESS.0.compare_exchange(current, fresh, Ordering::AcqRel, Ordering::Acquire) {

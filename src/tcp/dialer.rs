@@ -338,10 +338,10 @@ impl Dial {
                 Purpose::Connect(target) => error.with_peer(target.address),
                 Purpose::Join { .. } => error,
             };
-            if let Purpose::Join { conn, index, .. } = &self.purpose {
-                if let Some(conn) = conn.upgrade() {
-                    conn.gave_up(*index, &error);
-                }
+            if let Purpose::Join { conn, index, .. } = &self.purpose
+                && let Some(conn) = conn.upgrade()
+            {
+                conn.gave_up(*index, &error);
             }
             self.finish(state, Err(error));
             return Progress { moved: true, again: None };
@@ -357,11 +357,11 @@ impl Dial {
     fn drive(self: &Arc<Self>) -> Progress {
         let mut state = self.lock();
         let now = Instant::now();
-        if let Purpose::Join { conn, .. } = &self.purpose {
-            if conn.upgrade().is_none_or(|conn| conn.is_over()) {
-                self.finish(&mut state, Err(Error::usage("the connection is closed")));
-                return Progress::default();
-            }
+        if let Purpose::Join { conn, .. } = &self.purpose
+            && conn.upgrade().is_none_or(|conn| conn.is_over())
+        {
+            self.finish(&mut state, Err(Error::usage("the connection is closed")));
+            return Progress::default();
         }
         if let Stage::Waiting(until) = state.stage {
             if now < until {

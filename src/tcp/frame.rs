@@ -153,7 +153,7 @@ impl Header {
         match self.kind {
             Type::Data => {
                 let end = self.offset.checked_add(u64::from(self.length));
-                if end.is_none_or(|end| end > self.total) || self.offset % ALIGN != 0 {
+                if end.is_none_or(|end| end > self.total) || !self.offset.is_multiple_of(ALIGN) {
                     return Err(Error::remote(format!(
                         "a chunk of {} bytes at {} does not fit its message of {} bytes",
                         self.length, self.offset, self.total

@@ -226,20 +226,19 @@ pub fn tune(sock: &Sock, config: &Config, traffic_class: Option<u8>) {
     if let Some(class) = traffic_class {
         let v6 = socket.local_addr().ok().and_then(|address| address.as_socket()).is_some_and(|a| a.is_ipv6());
         let set = if v6 { socket.set_tclass_v6(u32::from(class)) } else { socket.set_tos_v4(u32::from(class)) };
-        if let Err(error) = set {
-            if crate::os::log::once_per("traffic class").is_some() {
-                tracing::warn!("the traffic class {class} could not be set on a socket: {error}");
-            }
+        if let Err(error) = set
+            && crate::os::log::once_per("traffic class").is_some()
+        {
+            tracing::warn!("the traffic class {class} could not be set on a socket: {error}");
         }
     }
-    if let Some(name) = &config.tcp_congestion {
-        if let Err(error) = socket.set_tcp_congestion(name.as_bytes()) {
-            if crate::os::log::once_per("congestion control").is_some() {
-                tracing::warn!(
-                    "TOWLINE_TCP_CONGESTION={name} could not be set: {error}; look at net.ipv4.tcp_available_congestion_control"
-                );
-            }
-        }
+    if let Some(name) = &config.tcp_congestion
+        && let Err(error) = socket.set_tcp_congestion(name.as_bytes())
+        && crate::os::log::once_per("congestion control").is_some()
+    {
+        tracing::warn!(
+            "TOWLINE_TCP_CONGESTION={name} could not be set: {error}; look at net.ipv4.tcp_available_congestion_control"
+        );
     }
 }
 

@@ -203,10 +203,12 @@ impl RecvCore {
         let mut headers = Vec::new();
         for queue in &self.tags {
             for (order, entry) in (queue.base..).zip(&queue.entries) {
-                if let Some((_, capacity)) = entry.part {
-                    if capacity > EAGER_MAX && entry.total.is_none() && !entry.done {
-                        headers.push(Header { tag: queue.tag, order, total: capacity, ..Header::of(Type::Clear, 0) });
-                    }
+                if let Some((_, capacity)) = entry.part
+                    && capacity > EAGER_MAX
+                    && entry.total.is_none()
+                    && !entry.done
+                {
+                    headers.push(Header { tag: queue.tag, order, total: capacity, ..Header::of(Type::Clear, 0) });
                 }
             }
         }

@@ -249,11 +249,11 @@ impl SendCore {
         if let Some(flight) = self.again.pop_front() {
             return Some(self.fly(index, flight, true));
         }
-        if index == 0 || !first_live {
-            if let Some(key) = self.short.pop_front() {
-                let length = self.messages[key].length as u32;
-                return Some(self.fly(index, Flight { key, offset: 0, length }, false));
-            }
+        if (index == 0 || !first_live)
+            && let Some(key) = self.short.pop_front()
+        {
+            let length = self.messages[key].length as u32;
+            return Some(self.fly(index, Flight { key, offset: 0, length }, false));
         }
         if index == 0 && others > 0 {
             return None;

@@ -423,10 +423,10 @@ impl SendConn {
 
     /// Gets as many streams going as a long message can use, and asks for more streams when it is the first.
     fn wake_streams(&self, length: u64) {
-        if !self.grown.swap(true, Ordering::Relaxed) {
-            if let Some(me) = self.me.upgrade() {
-                self.net.grow(me);
-            }
+        if !self.grown.swap(true, Ordering::Relaxed)
+            && let Some(me) = self.me.upgrade()
+        {
+            self.net.grow(me);
         }
         let (streams, count) = self.state().core.idlest(length);
         for &index in &streams[..count] {
@@ -522,11 +522,8 @@ impl SendConn {
                         continue;
                     }
                     io.sent = 0;
-                    match io.out.take() {
-                        Some(Outgoing::Framed(_, _, chunk) | Outgoing::Whole(_, chunk)) => {
-                            self.chunk_written(index, &chunk);
-                        }
-                        _ => {}
+                    if let Some(Outgoing::Framed(_, _, chunk) | Outgoing::Whole(_, chunk)) = io.out.take() {
+                        self.chunk_written(index, &chunk);
                     }
                 }
             }
@@ -562,11 +559,12 @@ impl SendConn {
         Counters::add(&self.counters.bytes, u64::from(chunk.length));
         let payload = state.payloads[chunk.key].as_mut().expect("a message in flight has its payload");
         payload.written += u64::from(chunk.length);
-        if payload.written == payload.length && (payload.replay.is_some() || !self.recovery) {
-            if let Some(ticket) = payload.ticket.take() {
-                Counters::bump(&self.counters.messages);
-                self.requests.complete_part(ticket.slot, 0, payload.length);
-            }
+        if payload.written == payload.length
+            && (payload.replay.is_some() || !self.recovery)
+            && let Some(ticket) = payload.ticket.take()
+        {
+            Counters::bump(&self.counters.messages);
+            self.requests.complete_part(ticket.slot, 0, payload.length);
         }
     }
 

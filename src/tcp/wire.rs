@@ -127,7 +127,7 @@ pub unsafe fn copy_ascending(from: *const u8, to: *mut u8, length: usize) {
     let mut at = 0;
     // SAFETY: every access lies below `length`, for which the caller vouches.
     unsafe {
-        while at < length && (to as usize + at) % 8 != 0 {
+        while at < length && !(to as usize + at).is_multiple_of(8) {
             to.add(at).write_volatile(from.add(at).read());
             at += 1;
         }
