@@ -1,7 +1,7 @@
 //! # Towline
 //!
 //! A network transport for NCCL. NCCL loads this library as `libnccl-net.so` and calls it through the tables
-//! `ncclNetPlugin_v4` to `_v12`; the program `towline` loads it in the same way, without a GPU.
+//! `ncclNetPlugin_v4` to `_v12` (and `ncclProfiler_v1` to `_v6`); the program `towline` loads it in the same way, without a GPU.
 //!
 //! # The way through the house
 //!
@@ -25,6 +25,9 @@
 //!
 //! [`os`] is the ground floor: interfaces and sysfs, descriptors that a forked child does not keep, the
 //! [configuration](os::config), which is one table, the [log](os::log), and the one [error type](os::error).
+//!
+//! [`trace`] stands apart: the profiler that the same library offers to NCCL. It imports `abi` and `os` only and learns
+//! of transfers through NCCL, as anyone's profiler would.
 //!
 //! Imports point down only: `abi`, `plugin`, `tcp`, `engine`, `os`. [`host`] stands beside them and plays NCCL: it
 //! opens a plugin through `dlopen` and drives its table, ours or any other, for the command line and the tests.

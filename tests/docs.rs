@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
 /// How a piece of code that makes messages begins, and what ends it.
-const PLACES: [(&str, End); 13] = [
+const PLACES: [(&str, End); 16] = [
     ("tracing::warn!(", End::Call),
     ("tracing::error!(", End::Call),
     ("Error::new(", End::Call),
@@ -18,6 +18,10 @@ const PLACES: [(&str, End); 13] = [
     ("Error::internal(", End::Call),
     ("Finding::problem(", End::Call),
     ("Finding::advice(", End::Call),
+    // The profiler's warnings.
+    ("say(Level::Warn, ", End::Call),
+    ("say(\n                Level::Warn,", End::Call),
+    ("complaints.push(", End::Call),
     // The house's name for a sentence that becomes an error a few lines later.
     ("let what = ", End::Statement),
     // A complaint about the configuration.
