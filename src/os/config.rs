@@ -54,7 +54,7 @@ impl Variable {
 pub const PREFIX: &str = "TOWLINE_";
 
 /// Names with the prefix that are meant for Towline's own tests and tools, and so draw no complaint.
-const NOT_FOR_THE_LIBRARY: &[&str] = &["TOWLINE_BLESS"];
+const NOT_FOR_THE_LIBRARY: &[&str] = &["TOWLINE_BLESS", "TOWLINE_SIM_SEEDS", "TOWLINE_SIM_FIRST"];
 
 macro_rules! variables {
     ($(

@@ -31,6 +31,8 @@ pub mod receiver;
 pub mod recv_core;
 pub mod send_core;
 pub mod sender;
+#[cfg(test)]
+mod simulation;
 pub mod stream;
 pub mod tags;
 pub mod wire;

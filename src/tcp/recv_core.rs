@@ -366,6 +366,8 @@ impl RecvCore {
         }
         let stream = &mut self.streams[index];
         stream.fenced = true;
+        // An acknowledgement that was on its way may be lost, and the credit in it: tell all of it again.
+        self.told = 0;
         // A frame that had begun never ends: it does not count, and will come again from its first byte. A
         // staging buffer it had begun to fill is given back by `drop_open`.
         let open = stream.open.take();
