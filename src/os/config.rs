@@ -190,9 +190,9 @@ variables! {
         unit: "",
         since: "0.1.0",
         read: "init; devices",
-        help: "Which network carries the data. `rdma`: RoCE and InfiniBand ports, and a failure when there is none. \
-               `tcp`: sockets. `auto`: RDMA when there is a usable port, otherwise TCP. Set it the same way on all \
-               hosts.",
+        help: "Which network carries the data. `tcp` and `auto`: sockets. `rdma` fails at `init`: this release has the ground \
+               of the RDMA backend (devices, GIDs, registration), but no transport over it yet, and the `NCCL_IB_*` \
+               variables below have no effect so far.",
     }
     speed: Option<u32> {
         name: "TOWLINE_SPEED",

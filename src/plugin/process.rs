@@ -12,7 +12,7 @@ use super::devices::{self, Table as Devices};
 use super::facade::InitArgs;
 use crate::engine::handle::{Handle, Kind};
 use crate::engine::table::Table;
-use crate::os::config::Config;
+use crate::os::config::{Backend, Config};
 use crate::os::error::{Error, Result};
 use crate::os::{fork, log};
 use crate::tcp::net::Net;
@@ -84,6 +84,12 @@ impl Process {
         let _one_at_a_time = process.initialising.lock().unwrap_or_else(PoisonError::into_inner);
         let (config, complaints) = Config::from_env();
         log::set_logger(args.logger, config.log);
+        if config.backend == Backend::Rdma {
+            return Err(Error::usage(
+                "TOWLINE_BACKEND=rdma asks for the RDMA backend, which this release does not have yet",
+            )
+            .with_hint("unset TOWLINE_BACKEND to run over TCP"));
+        }
         let first = process.net.get().is_none();
         if first {
             for complaint in &complaints {
