@@ -128,6 +128,7 @@ impl Net {
                 return;
             }
             self.extra_streams.fetch_add(1, Ordering::Relaxed);
+            conn.took_extra_stream();
             if let Some(me) = self.me.upgrade() {
                 Dial::join(me, &conn, index, 1);
             }

@@ -10,7 +10,7 @@
 use std::io;
 use std::net::Shutdown;
 use std::os::fd::AsRawFd;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -121,6 +121,8 @@ pub struct SendConn {
     counters: Counters,
     recovery: bool,
     grown: AtomicBool,
+    /// Streams beyond the first that count against the process's budget until this connection is gone.
+    extra: AtomicUsize,
     /// Whether a message may be waiting for its receive or for credit.
     stalled: AtomicBool,
     closing: AtomicBool,
@@ -151,6 +153,7 @@ impl SendConn {
             counters: Counters::default(),
             recovery,
             grown: AtomicBool::new(false),
+            extra: AtomicUsize::new(0),
             stalled: AtomicBool::new(false),
             closing: AtomicBool::new(false),
         });
@@ -301,6 +304,11 @@ impl SendConn {
             return self.health.check();
         }
         Ok(())
+    }
+
+    /// One more stream of the process's budget belongs to this connection.
+    pub fn took_extra_stream(&self) {
+        self.extra.fetch_add(1, Ordering::Relaxed);
     }
 
     /// What the connection counted.
@@ -749,6 +757,12 @@ impl SendConn {
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for SendConn {
+    fn drop(&mut self) {
+        self.net.streams_ended(*self.extra.get_mut());
     }
 }
 
