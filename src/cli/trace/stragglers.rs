@@ -21,6 +21,9 @@ const ENOUGH: usize = 5;
 /// Lateness below this is the scheduler's noise.
 const NOISE_NS: u64 = 20_000;
 
+/// Lateness below this fraction of the time from one collective to the next holds nobody back for long.
+const FRACTION_OF_PERIOD: u64 = 20;
+
 /// Less than this share of the time in transfers is not worth a finding.
 const SHARE: f64 = 0.1;
 
@@ -111,12 +114,14 @@ impl Comm {
         let ranks = self.hosts.len();
         let mut lateness: BTreeMap<i32, Vec<u64>> = BTreeMap::new();
         let mut last: BTreeMap<i32, usize> = BTreeMap::new();
+        let mut middles = Vec::new();
         let mut count = 0;
         for arrivals in self.arrivals.values().filter(|arrivals| arrivals.len() == ranks && ranks > 1) {
             let mut times: Vec<u64> = arrivals.iter().map(|&(_, when)| when).collect();
             times.sort_unstable();
             // The middle of the others: with two ranks, the earlier one.
             let middle = times[(times.len() - 1) / 2];
+            middles.push(middle);
             for &(rank, when) in arrivals {
                 lateness.entry(rank).or_default().push(when.saturating_sub(middle));
             }
@@ -129,7 +134,13 @@ impl Comm {
         }
         let (&rank, &times) = last.iter().max_by_key(|&(_, times)| *times)?;
         let typical = median(lateness.get_mut(&rank)?);
-        let clear = times * 2 > count && typical > NOISE_NS && typical > 2 * bound;
+        middles.sort_unstable();
+        let mut periods: Vec<u64> = middles.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        let period = median(&mut periods);
+        // By chance one rank in three is the last as often as not; two times in three is no chance.
+        let often = times * 3 >= count * 2;
+        let clear =
+            often && typical > NOISE_NS && typical > 2 * bound && typical.saturating_mul(FRACTION_OF_PERIOD) > period;
         clear.then(|| {
             format!(
                 "{} comes late: it was the last of {ranks} at {times} of {count} collectives, typically {} after the \
