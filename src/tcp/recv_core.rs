@@ -388,15 +388,6 @@ impl RecvCore {
         }
     }
 
-    /// Whether every frame that came is part of a finished message, so that the end of a stream is no loss.
-    pub fn is_quiet(&self) -> bool {
-        self.streams.iter().all(|stream| stream.open.is_none())
-            && self
-                .tags
-                .iter()
-                .all(|tag| tag.entries.iter().all(|entry| entry.done || entry.total.is_none() || entry.staged_whole))
-    }
-
     fn tag(&mut self, tag: i32) -> &mut Tag {
         if self.tags.get(self.last_tag).is_none_or(|queue| queue.tag != tag) {
             self.last_tag = self.tags.binary_search_by_key(&tag, |queue| queue.tag).unwrap_or_else(|at| {

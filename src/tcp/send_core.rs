@@ -225,11 +225,6 @@ impl SendCore {
         !(self.short.is_empty() && self.long.is_empty() && self.again.is_empty())
     }
 
-    /// Whether long messages are ready, for which further streams are worth waking.
-    pub fn has_long(&self) -> bool {
-        !(self.long.is_empty() && self.again.is_empty())
-    }
-
     /// Whether nothing is unsent or unacknowledged.
     pub fn is_idle(&self) -> bool {
         self.messages.is_empty()
