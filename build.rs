@@ -19,6 +19,7 @@ fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-changed=ffi/nccl_net.h");
     println!("cargo:rerun-if-changed=ffi/nccl_profiler.h");
+    println!("cargo:rerun-if-changed=ffi/nccl_tuner.h");
 
     // Worker threads and a fork handler live in the library: it must stay mapped after NCCL's dlclose.
     println!("cargo:rustc-cdylib-link-arg=-Wl,-z,nodelete");
@@ -34,11 +35,11 @@ fn main() {
     }
 }
 
-/// Runs bindgen on the profiler header, which includes the network header.
+/// Runs bindgen on the headers.
 fn generate_bindings(to: &Path) {
     bindgen::Builder::default()
-        .header("ffi/nccl_profiler.h")
-        .allowlist_file("ffi/.*")
+        .header_contents("nccl.h", "#include \"ffi/nccl_profiler.h\"\n#include \"ffi/nccl_tuner.h\"\n")
+        .allowlist_file(".*ffi/nccl_.*")
         .rust_edition(bindgen::RustEdition::Edition2024)
         .prepend_enum_name(false)
         // tests/abi_layout.rs checks layouts, and against NCCL's own figures.

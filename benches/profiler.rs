@@ -5,11 +5,14 @@
 
 use std::ffi::{c_int, c_void};
 use std::ptr::null_mut;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use criterion::Criterion;
 use towline::abi::ffi::*;
 use towline::abi::profiler::v6::ncclProfiler_v6;
+use towline::engine::events::{Carrier, Events, Listener, News, Path};
+use towline::engine::request::{Outcome, RequestSlots};
 use towline::os::net_event::{NetEvent, PLUGIN_ID};
 
 /// Events between two pauses: less than one shard of the ring lets in.
@@ -38,6 +41,43 @@ fn start(
 fn stop(event: *mut c_void) {
     // SAFETY: a handle of ours, or null.
     unsafe { ncclProfiler_v6.0.stopEvent.unwrap()(event) };
+}
+
+/// The transport's part of a short transfer, told to a profiler that only answers.
+struct Transport {
+    events: Events,
+    requests: RequestSlots,
+}
+
+struct Answer(usize);
+
+impl Listener for Answer {
+    fn wants_details(&self) -> bool {
+        false
+    }
+
+    unsafe fn start(&self, _: *mut c_void, _: &News<'_>) -> *mut c_void {
+        std::ptr::without_provenance_mut(self.0)
+    }
+
+    fn stop(&self, _: *mut c_void, _: &News<'_>) {}
+}
+
+impl Transport {
+    fn new(answer: usize) -> Self {
+        let events = Events::default();
+        events.listen(Arc::new(Answer(answer)), 1, false);
+        events.set_path(0, Path { carrier: Carrier::Socket { fd: 3 }, rail: 0, peer: None });
+        Self { events, requests: RequestSlots::new() }
+    }
+
+    fn transfer(&self, handle: *mut c_void) -> Option<Outcome> {
+        let ticket = self.requests.take(1)?;
+        self.events.follow(ticket.slot, 0, handle);
+        self.requests.complete_part(ticket.slot, 0, 8);
+        // SAFETY: the profiler looks at nothing.
+        unsafe { self.events.finish(&self.requests, ticket) }
+    }
 }
 
 fn set_up(profile: Option<&str>) -> Step {
@@ -112,6 +152,15 @@ fn bench(criterion: &mut Criterion) {
             })
         });
     });
+    for (name, answer, handle) in [
+        ("transport: a transfer's start and stop", 64, 64),
+        ("transport: a transfer to which nobody listens", 0, 64),
+        ("transport: a transfer without a handle", 64, 0),
+    ] {
+        let transport = Transport::new(answer);
+        let handle = std::ptr::without_provenance_mut(handle);
+        group.bench_function(name, |bencher| bencher.iter(|| transport.transfer(std::hint::black_box(handle))));
+    }
     group.bench_function("the clock alone, twice", |bencher| {
         bencher.iter(|| towline::trace::clock::now() + towline::trace::clock::now());
     });

@@ -26,6 +26,9 @@ const EXPORTS: [&str; 9] = [
 const PROFILER: [&str; 6] =
     ["ncclProfiler_v1", "ncclProfiler_v2", "ncclProfiler_v3", "ncclProfiler_v4", "ncclProfiler_v5", "ncclProfiler_v6"];
 
+/// The tuner's tables.
+const TUNER: [&str; 4] = ["ncclTunerPlugin_v3", "ncclTunerPlugin_v4", "ncclTunerPlugin_v5", "ncclTunerPlugin_v6"];
+
 /// The C runtime: all that the library may need at load time, besides the loader itself.
 const RUNTIME: [&str; 3] = ["libc.so.6", "libm.so.6", "libgcc_s.so.1"];
 
@@ -50,7 +53,7 @@ fn inspect(program: &str, arguments: &[&str]) -> String {
 fn exports_nccl_s_tables_and_nothing_else() {
     let text = inspect("nm", &["-D", "--defined-only", "--format=posix"]);
     let found: BTreeSet<&str> = text.lines().filter_map(|line| line.split_whitespace().next()).collect();
-    assert_eq!(found, EXPORTS.into_iter().chain(PROFILER).collect());
+    assert_eq!(found, EXPORTS.into_iter().chain(PROFILER).chain(TUNER).collect());
 }
 
 #[test]

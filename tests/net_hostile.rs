@@ -5,10 +5,12 @@ mod support;
 
 use std::ffi::{c_int, c_void};
 use std::io::{Read, Write};
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream};
+use std::net::TcpStream;
 use std::ptr::null_mut;
 use std::time::{Duration, Instant};
 
+use support::child::{Guarded, MAILBOX, Mailbox};
+use support::proxy::{Proxy, Way, address_of, lead_to};
 use support::{PATIENCE, VERSIONS, child, context, eventually, net, pair, part, pattern, raw, watchdog};
 use towline::abi::ffi;
 use towline::host::log::{Capture, Record};
@@ -16,17 +18,6 @@ use towline::host::{ApiVersion, Code, Context, Handle, Memory, Pair, Part};
 
 /// `ncclInvalidArgument` and `ncclInvalidUsage`: the host's mistakes.
 const MISTAKES: [u32; 2] = [ffi::ncclInvalidArgument, ffi::ncclInvalidUsage];
-
-/// Where the listener behind a handle can be reached: the tests know as much as a stranger who has seen the packets.
-fn address_of(handle: &Handle) -> SocketAddr {
-    let bytes = &handle.bytes()[24..48];
-    let port = u16::from_le_bytes([bytes[2], bytes[3]]);
-    match bytes[0] {
-        4 => SocketAddr::from((Ipv4Addr::new(bytes[4], bytes[5], bytes[6], bytes[7]), port)),
-        6 => SocketAddr::from((Ipv6Addr::from(<[u8; 16]>::try_from(&bytes[4..20]).expect("16 bytes")), port)),
-        family => panic!("the handle holds an address of family {family}"),
-    }
-}
 
 fn stranger(handle: &Handle) -> TcpStream {
     let stream = TcpStream::connect(address_of(handle)).expect("the listener can be reached");
@@ -147,18 +138,198 @@ fn silent_strangers_are_dropped_after_a_while() {
 #[test]
 fn more_strangers_than_are_kept_do_not_shut_out_the_rightful_peer() {
     withstands("more_strangers_than_are_kept_do_not_shut_out_the_rightful_peer", "", |handle| {
-        let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-        // SAFETY: `limit` outlives both calls.
-        unsafe {
-            libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit);
-            limit.rlim_cur = limit.rlim_max.min(8192);
-            libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit);
-        }
-        assert!(limit.rlim_cur >= 4096, "this test needs 4096 descriptors (ulimit -n)");
+        allow_many_descriptors();
         for _ in 0..1200 {
             std::mem::forget(stranger(handle));
         }
     });
+}
+
+/// Allows this process as many descriptors as it may have, up to 8192.
+fn allow_many_descriptors() {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: `limit` outlives both calls.
+    unsafe {
+        libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit);
+        limit.rlim_cur = limit.rlim_max.min(8192);
+        libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit);
+    }
+    assert!(limit.rlim_cur >= 4096, "this test needs 4096 descriptors (ulimit -n)");
+}
+
+/// A recorded handshake of a rightful peer, said again word by word, also with everything that followed.
+#[test]
+fn a_recorded_handshake_is_worth_nothing() {
+    child::alone("a_recorded_handshake_is_worth_nothing", &[("TOWLINE_STREAMS", "1")], || {
+        let _watchdog = watchdog(60);
+        let log = Capture::start();
+        let context = context(ApiVersion::V12);
+        let (listener, handle) = context.listen(0).expect("listen");
+        let mut through = handle;
+        let proxy = Proxy::before(&mut through, |_, _, _| ());
+        let pair = Pair::through(&listener, (&context, 0), &mut through).expect("a connection");
+        assert!(pair.transfer(pattern(1, 5000)).expect("a transfer") == pattern(1, 5000));
+        let recorded = proxy.seen(Way::Forth);
+        assert!(recorded.len() > 144 + 5000);
+        for length in [144, 144 + 48, recorded.len()] {
+            for pause in [true, false] {
+                let mut stream = stranger(&handle);
+                stream.write_all(&recorded[..16]).expect("it is taken");
+                if pause {
+                    stream.read_exact(&mut [0; 32]).expect("the greeting");
+                }
+                let _ = stream.write_all(&recorded[16..length]);
+                assert!(is_shut_out(stream), "{length} bytes");
+            }
+        }
+        one_warning(&log, "could not prove that it holds the handle's secret");
+        assert!(listener.accept().expect("accept").is_none());
+        assert!(pair.transfer(pattern(2, 5000)).expect("a transfer") == pattern(2, 5000));
+    });
+}
+
+/// Found by the test below: a try that the other side cut off was followed by the next only three seconds later.
+#[test]
+fn a_try_that_is_cut_off_is_followed_by_another_at_once() {
+    let _watchdog = watchdog(30);
+    let context = context(ApiVersion::V12);
+    let (listener, mut handle) = context.listen(0).expect("listen");
+    let real = address_of(&handle);
+    let trap = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    lead_to(&mut handle, trap.local_addr().expect("an address"));
+    std::thread::spawn(move || {
+        for cut_off in [true, true, true, false] {
+            let (mut client, _) = trap.accept().expect("a try");
+            if cut_off {
+                let _ = client.read_exact(&mut [0; 16]);
+                continue;
+            }
+            let mut server = TcpStream::connect(real).expect("the listener can be reached");
+            let (mut from, mut to) = (server.try_clone().expect("a copy"), client.try_clone().expect("a copy"));
+            std::thread::spawn(move || std::io::copy(&mut from, &mut to));
+            std::thread::spawn(move || std::io::copy(&mut client, &mut server));
+        }
+    });
+    let start = Instant::now();
+    let pair = Pair::through(&listener, (&context, 0), &mut handle).expect("a connection");
+    assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+    assert!(pair.transfer(pattern(1, 1000)).expect("a transfer") == pattern(1, 1000));
+}
+
+/// How many strangers come and go in [`a_crowd_of_strangers_does_not_keep_the_rightful_peer_out`].
+const CROWD: usize = 10_000;
+
+/// The crowd: what a scanner, a broken load balancer and somebody with bad intentions do, all at once, until
+/// [`CROWD`] connections were made.
+fn crowd() {
+    allow_many_descriptors();
+    let _watchdog = watchdog(100);
+    let mailbox = child::mailbox();
+    let handle = Handle::from_bytes(&child::receive(&mailbox, "handle"));
+    let recorded = child::receive(&mailbox, "recorded");
+    let address = address_of(&handle);
+    let connect = || {
+        let stream = TcpStream::connect_timeout(&address, PATIENCE).ok()?;
+        // Closing resets: else the kernel would run out of local ports before we are through.
+        let _ = socket2::SockRef::from(&stream).set_linger(Some(Duration::ZERO));
+        Some(stream)
+    };
+    // They stay and say nothing, or half of what they should, as long as the crowd does.
+    let mut silent: Vec<TcpStream> = (0..700).filter_map(|_| connect()).collect();
+    for (i, stream) in silent.iter_mut().enumerate() {
+        let _ = stream.write_all(&preamble(1, 1)[..i % 17]);
+    }
+    child::send(&mailbox, "started", b"");
+    let mut slow: Vec<(TcpStream, usize)> = (0..50).filter_map(|_| Some((connect()?, 0))).collect();
+    for i in 0..CROWD {
+        let Some(mut stream) = connect() else { continue };
+        match i % 8 {
+            0..=3 => {}
+            4 => drop(stream.write_all(pattern(i, 400))),
+            5 => drop(stream.write_all(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")),
+            6 => drop(stream.write_all(&recorded[..144])),
+            // Not closed: it takes the place of one that the listener has dropped since.
+            _ => {
+                let _ = stream.write_all(&preamble(1, 1));
+                let at = i % silent.len();
+                silent[at] = stream;
+            }
+        }
+        if i % 40 == 0 {
+            for (stream, at) in &mut slow {
+                if stream.write_all(&recorded[*at..=*at]).is_ok() {
+                    *at = (*at + 1) % 144;
+                } else if let Some(fresh) = connect() {
+                    (*stream, *at) = (fresh, 0);
+                }
+            }
+        }
+    }
+    child::send(&mailbox, "done", b"");
+}
+
+#[test]
+fn a_crowd_of_strangers_does_not_keep_the_rightful_peer_out() {
+    const TEST: &str = "a_crowd_of_strangers_does_not_keep_the_rightful_peer_out";
+    match child::role().as_deref() {
+        Some("crowd") => return crowd(),
+        Some("alone") => {}
+        _ => {
+            let mailbox = Mailbox::new();
+            let path = mailbox.path().to_string_lossy().into_owned();
+            let mut strangers = child::command(TEST, "crowd");
+            strangers.env(MAILBOX, &path);
+            let mut strangers = Guarded::start(strangers);
+            child::alone(TEST, &[(MAILBOX, &path)], || ());
+            assert!(strangers.passed_within(PATIENCE), "the crowd failed");
+            return;
+        }
+    }
+    allow_many_descriptors();
+    let _watchdog = watchdog(100);
+    let log = Capture::start();
+    let mailbox = child::mailbox();
+    let context = context(ApiVersion::V12);
+    let bystander = Pair::connect(&context, 0).expect("a connection");
+    let (listener, handle) = context.listen(0).expect("listen");
+    let recorded = {
+        let mut through = handle;
+        let proxy = Proxy::before(&mut through, |_, _, _| ());
+        let pair = Pair::through(&listener, (&context, 0), &mut through).expect("a connection");
+        assert!(pair.transfer(pattern(1, 50_000)).expect("a transfer") == pattern(1, 50_000));
+        pair.close().expect("close");
+        proxy.seen(Way::Forth)
+    };
+    let (sockets, memory) = (support::sockets(), support::resident_kib());
+    child::send(&mailbox, "recorded", &recorded);
+    child::send(&mailbox, "handle", handle.bytes());
+    child::receive(&mailbox, "started");
+    let (mut longest, mut most, mut connected) = (Duration::ZERO, 0, 0);
+    let mut all_here = false;
+    while !all_here {
+        // One round more than the crowd lasts.
+        all_here = mailbox.join("done").exists();
+        let start = Instant::now();
+        let pair = Pair::through(&listener, (&context, 0), &mut handle.clone()).expect("the rightful peer connects");
+        longest = longest.max(start.elapsed());
+        connected += 1;
+        assert!(pair.transfer(pattern(1, 50_000)).expect("a transfer") == pattern(1, 50_000));
+        assert!(bystander.transfer(pattern(2, 50_000)).expect("a transfer") == pattern(2, 50_000));
+        most = most.max(support::sockets());
+        pair.close().expect("close");
+    }
+    assert!(connected >= 3, "connected {connected} times while the crowd was there");
+    assert!(longest < Duration::from_secs(2), "the rightful peer waited {longest:?}, one time of {connected}");
+    // 512 strangers, and what the rightful peer's own connections take while they say goodbye.
+    let own = 2 * connected.min(200) + 16;
+    assert!(most <= sockets + 512 + own, "{most} sockets, {sockets} before");
+    let grown = support::resident_kib().saturating_sub(memory);
+    assert!(grown < 8 << 10, "{grown} KiB more memory than before");
+    // A flood is not told in ten thousand lines.
+    assert!(log.records().len() < 100, "{} lines", log.records().len());
+    eprintln!(
+        "{connected} rightful connections amid {CROWD} strangers, the longest took {longest:?}; {grown} KiB more"
+    );
 }
 
 #[test]
@@ -176,7 +347,7 @@ fn another_protocol_version_is_answered_with_ours_and_refused() {
 
 #[test]
 fn a_hello_without_the_secret_is_refused() {
-    withstands("a_hello_without_the_secret_is_refused", "listener or connection that does not exist", |handle| {
+    withstands("a_hello_without_the_secret_is_refused", "listener that does not exist", |handle| {
         let mut stream = stranger(handle);
         stream.write_all(&preamble(1, 1)).expect("it is taken");
         let mut greeting = [0; 32];

@@ -182,9 +182,11 @@ fn communicators_made_by_split_share_a_context() {
 fn a_communicator_may_be_destroyed_and_made_again_200_times() {
     const NAME: &str = "a_communicator_may_be_destroyed_and_made_again_200_times";
     child::alone(NAME, &[], || {
-        let _watchdog = watchdog(90);
+        // The long form: `TOWLINE_CYCLES=10000 cargo test --test net_lifecycle made_again`.
+        let cycles = std::env::var("TOWLINE_CYCLES").ok().and_then(|it| it.parse().ok()).unwrap_or(220);
+        let _watchdog = watchdog(90 + cycles as u64 / 10);
         let mut start = None;
-        for round in 0..220 {
+        for round in 0..cycles {
             let version = VERSIONS[round % VERSIONS.len()];
             let context = context(version);
             let pair = Pair::connect(&context, 0).expect("a connection");

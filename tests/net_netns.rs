@@ -2,6 +2,7 @@
 
 mod support;
 
+use std::collections::VecDeque;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -9,7 +10,7 @@ use support::child::{self, Guarded, Mailbox};
 use support::netns::{Namespace, available, two_hosts};
 use support::{PATIENCE, context, eventually, part, pattern, watchdog};
 use towline::host::log::Capture;
-use towline::host::{ApiVersion, Code, Context, Handle, Memory, Part};
+use towline::host::{ApiVersion, Code, Context, Handle, Memory, Part, Request};
 
 /// Messages that two hosts exchange, with one that is long enough for every stream to get a part.
 const SIZES: [usize; 5] = [0, 1000, 60_000, 1 << 20, 16 << 20];
@@ -135,9 +136,77 @@ fn one_device_over_all_rails_uses_all_of_them() {
     }
     let hosts = two_hosts(2);
     let name = "one_device_over_all_rails_uses_all_of_them";
-    exchange(name, &hosts, &[("TOWLINE_RAILS", "all"), ("TOWLINE_STREAMS", "4"), ("NCCL_SOCKET_IFNAME", "rail")]);
+    exchange(name, &hosts, &[("TOWLINE_RAILS", "all"), ("NCCL_SOCKET_IFNAME", "rail")]);
     let sent = sent_over(&hosts.1, 2);
     assert!(sent.iter().all(|bytes| *bytes > 4 << 20), "bytes per rail: {sent:?}");
+}
+
+/// Mbit/s of rails of which one has a tenth.
+const UNEQUAL: [u64; 3] = [240, 240, 24];
+
+/// Messages of 2 MiB, eight outstanding, the oldest awaited first: those that settle the pace, and those that count.
+const PACED: (usize, usize) = (16, 48);
+
+fn paced(name: &str, post: impl Fn(usize) -> Request, wait: impl Fn(&Request)) {
+    let (settle, count) = PACED;
+    let mut start = Instant::now();
+    let mut requests: VecDeque<Request> = (0..8).map(&post).collect();
+    for ended in 1..=settle + count {
+        wait(&requests.pop_front().expect("eight are outstanding"));
+        if ended + 8 <= settle + count {
+            requests.push_back(post(ended + 7));
+        }
+        if ended == settle {
+            start = Instant::now();
+        }
+    }
+    let rate = (count << 21) as f64 / start.elapsed().as_secs_f64();
+    let share = rate / (UNEQUAL.iter().sum::<u64>() * 125_000) as f64;
+    eprintln!("{name}: {:.1} MB/s, {share:.2} of the rails", rate / 1e6);
+    assert!(share > 0.8, "{:.1} MB/s, {share:.2} of what the rails carry together", rate / 1e6);
+}
+
+/// A chunk that stays long on a slow rail holds up its message, and with it all that NCCL posts after that one ends.
+#[test]
+fn a_slow_rail_does_not_hold_up_the_others() {
+    const NAME: &str = "a_slow_rail_does_not_hold_up_the_others";
+    const SIZE: usize = 2 << 20;
+    if let Some(role) = child::role() {
+        let _watchdog = watchdog(60);
+        let (context, mail) = (context(ApiVersion::V12), child::mailbox());
+        if role == "receiver" {
+            let (listener, handle) = context.listen(0).expect("listen");
+            child::send(&mail, "handle", handle.bytes());
+            let recv = listener.accept_within(PATIENCE).expect("accept");
+            let targets: Vec<Memory> = (0..8).map(|_| Memory::new(SIZE)).collect();
+            // SAFETY: each buffer is posted again only when its last receive has ended, and outlives them all.
+            let post = |i: usize| unsafe { recv.post(&[Part::all(&targets[i % 8], None)]) }.expect("irecv");
+            paced("receiver", post, |request| {
+                recv.wait(request, PATIENCE).expect("the receive ends");
+            });
+            recv.close().expect("close");
+        } else {
+            let mut handle = Handle::from_bytes(&child::receive(&mail, "handle"));
+            let send = context.connect_within(0, &mut handle, PATIENCE).expect("connect");
+            // SAFETY: the pattern is static.
+            let post = |i: usize| unsafe { send.post(part(pattern(i, SIZE), None)) }.expect("isend");
+            paced("sender", post, |request| {
+                send.wait(request, PATIENCE).expect("the send ends");
+            });
+            send.close().expect("close");
+        }
+        return;
+    }
+    if !available() {
+        return;
+    }
+    let hosts = two_hosts(UNEQUAL.len());
+    for host in [&hosts.0, &hosts.1] {
+        for (rail, rate) in UNEQUAL.iter().enumerate() {
+            host.shape(&format!("rail{rail}"), *rate);
+        }
+    }
+    exchange(NAME, &hosts, &[("TOWLINE_RAILS", "all"), ("TOWLINE_STREAMS", "4"), ("NCCL_SOCKET_IFNAME", "rail")]);
 }
 
 #[test]

@@ -359,7 +359,8 @@ fn memory_may_be_registered_from_another_thread_while_transfers_run() {
             let service = scope.spawn(|| {
                 let memory = Memory::new(64 << 10);
                 let mut registered = 0;
-                while !stop.load(Ordering::Relaxed) {
+                // At least once, however late this thread is started.
+                while registered == 0 || !stop.load(Ordering::Relaxed) {
                     let mine = pair.send.register(&memory).expect("regMr");
                     let theirs = pair.recv.register(&memory).expect("regMr");
                     mine.dereg().expect("deregMr");

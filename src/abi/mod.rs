@@ -26,6 +26,7 @@ mod table;
 #[cfg(test)]
 mod tests;
 mod transfer;
+pub mod tuner;
 pub mod v10;
 pub mod v11;
 pub mod v12;

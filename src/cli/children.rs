@@ -20,11 +20,21 @@ pub(crate) struct Child(std::process::Child);
 impl Child {
     /// Starts this program with `subcommand`. The child finds the other end of the channel in place of its standard
     /// input, see [`channel_to_parent`].
-    pub(crate) fn start(subcommand: &str, name: &str) -> Result<(Self, Channel)> {
+    /// A `wrapper` is a command that runs the one behind it in its own place, as `taskset` or `ip netns exec` do.
+    pub(crate) fn start(subcommand: &str, name: &str, wrapper: Option<&str>) -> Result<(Self, Channel)> {
         let starting = |error: io::Error| Error::system(format!("starting {name}"), &error);
         let (ours, theirs) = UnixStream::pair().map_err(starting)?;
         let stderr = io::stderr().as_fd().try_clone_to_owned().map_err(starting)?;
-        let child = Command::new(std::env::current_exe().map_err(starting)?)
+        let program = std::env::current_exe().map_err(starting)?;
+        let mut words = wrapper.unwrap_or_default().split_whitespace();
+        let mut command = match words.next() {
+            Some(wrapper) => Command::new(wrapper),
+            None => Command::new(&program),
+        };
+        if wrapper.is_some_and(|wrapper| !wrapper.trim().is_empty()) {
+            command.args(words).arg(&program);
+        }
+        let child = command
             .arg(subcommand)
             .stdin(Stdio::from(std::os::fd::OwnedFd::from(theirs)))
             .stdout(Stdio::from(stderr))

@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 use towline::host::{Code, Context, Handle, Listener, Memory, Mr, Part, RecvComm, Request, SendComm};
 use towline::os::error::{Error, Result};
 
+use super::proxy::{Proxy, Way};
+use super::ring::program::{Action, Step};
 use super::ring::{CHUNK_BYTES, CHUNK_ELEMENTS, Link, SLOTS};
 
 /// Connects to the neighbour behind `handle` on device `dev` and accepts one peer, as NCCL does: alternating from v5
@@ -62,6 +64,8 @@ pub(crate) struct HostLink {
     sends: [Option<Request>; SLOTS],
     /// With the number of bytes that are due.
     receives: [Option<(Request, usize)>; SLOTS],
+    /// What a profiler is told of the messages.
+    pub(crate) proxy: Proxy,
     patience: Duration,
     idle_rounds: u32,
     idle_since: Instant,
@@ -69,7 +73,7 @@ pub(crate) struct HostLink {
 
 impl HostLink {
     /// `patience` is how long nothing may move before the run is given up.
-    pub(crate) fn new(send: SendComm, receive: RecvComm, patience: Duration) -> Result<Self> {
+    pub(crate) fn new(send: SendComm, receive: RecvComm, proxy: Proxy, patience: Duration) -> Result<Self> {
         let send_memory = Memory::new(SLOTS * CHUNK_BYTES);
         let receive_memory = Memory::new(SLOTS * CHUNK_BYTES);
         let registering = |code: Code| code.while_doing("registering memory");
@@ -82,10 +86,17 @@ impl HostLink {
             receive_memory,
             sends: [None; SLOTS],
             receives: [None; SLOTS],
+            proxy,
             patience,
             idle_rounds: 0,
             idle_since: Instant::now(),
         })
+    }
+
+    /// An all-reduce of `count` elements begins.
+    pub(crate) fn begin(&mut self, program: &[Step], count: usize) {
+        let steps = |counts: fn(Action) -> bool| program.iter().filter(|step| counts(step.action)).count();
+        self.proxy.collective(count, steps(Action::sends), steps(Action::receives));
     }
 
     /// Checks that nobody wrote outside the staging memory, and ends registrations and connections in NCCL's order.
@@ -118,17 +129,22 @@ impl Link for HostLink {
 
     fn start_send(&mut self, slot: usize, elements: usize) -> Result<bool> {
         let data = self.send_memory.at(slot * CHUNK_BYTES);
-        let part = Part::new(data, elements * size_of::<f32>(), Some(&self.send_mr));
+        let bytes = elements * size_of::<f32>();
+        let part = Part::new(data, bytes, Some(&self.send_mr)).profiled(self.proxy.posting(Way::Out, slot));
         // SAFETY: the memory lives as long as the connection, and the ring leaves the slot alone until the send is
-        // over.
+        // over; so does the proxy with the profiler's handle.
         let request = unsafe { self.send.isend(part) }.map_err(|code| code.while_doing("starting a send"))?;
         self.sends[slot] = request;
+        if request.is_some() {
+            self.proxy.sending(slot, bytes);
+        }
         Ok(request.is_some())
     }
 
     fn start_receive(&mut self, slot: usize, elements: usize) -> Result<bool> {
         // As in NCCL, receives have room for a whole slot, however little is coming.
-        let part = Part::new(self.receive_memory.at(slot * CHUNK_BYTES), CHUNK_BYTES, Some(&self.receive_mr));
+        let part = Part::new(self.receive_memory.at(slot * CHUNK_BYTES), CHUNK_BYTES, Some(&self.receive_mr))
+            .profiled(self.proxy.posting(Way::In, slot));
         // SAFETY: as for sends.
         let request = unsafe { self.receive.irecv(&[part]) }.map_err(|code| code.while_doing("posting a receive"))?;
         self.receives[slot] = request.map(|request| (request, elements * size_of::<f32>()));
@@ -139,6 +155,7 @@ impl Link for HostLink {
         let Some(request) = self.sends[slot] else { return Ok(true) };
         let done = self.send.test(&request).map_err(|code| code.while_doing("a send"))?.is_some();
         if done {
+            self.proxy.over(Way::Out, slot, 0);
             self.sends[slot] = None;
             self.idle_rounds = 0;
         }
@@ -153,7 +170,9 @@ impl Link for HostLink {
         self.receives[slot] = None;
         self.idle_rounds = 0;
         // Some plugins never tell sizes (NCCL hardly looks); then the verification of the data must do.
-        Ok(Some(usize::try_from(sizes[0]).unwrap_or(due)))
+        let bytes = usize::try_from(sizes[0]).unwrap_or(due);
+        self.proxy.over(Way::In, slot, bytes);
+        Ok(Some(bytes))
     }
 
     fn idle(&mut self) -> Result<()> {

@@ -11,6 +11,7 @@ mod doctor;
 mod host_link;
 mod output;
 mod plugin_options;
+mod proxy;
 mod ring;
 mod send_recv;
 mod size;
@@ -73,10 +74,27 @@ enum Command {
     Peer,
 }
 
+impl Command {
+    /// Puts what options say of the plugin into the environment.
+    fn take_in_options(&self) {
+        let plugin = match self {
+            Self::AllReduce(options) => &options.plugin,
+            Self::SendRecv(options) => &options.plugin,
+            Self::Doctor(options) => &options.plugin,
+            Self::Trace(_) | Self::Rank | Self::Peer => return,
+        };
+        if let Some((name, value)) = plugin.variable() {
+            // SAFETY: this runs first in `main`, before there is another thread that could read the environment.
+            unsafe { std::env::set_var(name, value) };
+        }
+    }
+}
+
 /// Runs the program.
 pub(crate) fn main() -> ExitCode {
     let command_line = CommandLine::parse();
     take_in_conf_files();
+    command_line.command.take_in_options();
     let outcome = match command_line.command {
         Command::AllReduce(options) => all_reduce::run(&options),
         Command::SendRecv(options) => send_recv::run(&options),

@@ -22,6 +22,10 @@ pub(crate) struct PluginOptions {
     /// The network device, by its number in the plugin's order
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: i32,
+
+    /// Which network carries Towline's data, as TOWLINE_BACKEND says it; other plugins take no notice
+    #[arg(long, value_name = "NAME", value_parser = ["auto", "tcp", "rdma"])]
+    backend: Option<String>,
 }
 
 /// A choice of plugin as one process tells it to another.
@@ -33,6 +37,12 @@ pub(crate) struct PluginChoice {
 }
 
 impl PluginOptions {
+    /// The variable that the options stand for: a backend is chosen through the environment, which child processes
+    /// inherit.
+    pub(crate) fn variable(&self) -> Option<(&'static str, &str)> {
+        self.backend.as_deref().map(|backend| ("TOWLINE_BACKEND", backend))
+    }
+
     pub(crate) fn choice(&self) -> PluginChoice {
         let file = match &self.plugin {
             // A bare name would be searched for by the loader; what is named here is a file.

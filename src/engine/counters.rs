@@ -27,17 +27,19 @@ pub struct Counters {
     pub early: AtomicU64,
     /// Streams that came back after a break.
     pub reconnects: AtomicU64,
+    /// Frames that arrived damaged, by their checksum or tag.
+    pub damaged: AtomicU64,
 }
 
 impl Counters {
+    /// Adds to a counter that is written under one lock only, which the caller holds: no locked instruction.
+    pub fn count(counter: &AtomicU64, n: u64) {
+        counter.store(counter.load(Ordering::Relaxed) + n, Ordering::Relaxed);
+    }
+
     /// Adds one to a counter.
     pub fn bump(counter: &AtomicU64) {
         counter.fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// Adds `n` to a counter.
-    pub fn add(counter: &AtomicU64, n: u64) {
-        counter.fetch_add(n, Ordering::Relaxed);
     }
 }
 
@@ -58,6 +60,10 @@ impl fmt::Display for Counters {
         let (resends, reconnects) = (get(&self.resends), get(&self.reconnects));
         if resends + reconnects > 0 {
             write!(f, ", {resends} resends, {reconnects} reconnects")?;
+        }
+        let damaged = get(&self.damaged);
+        if damaged > 0 {
+            write!(f, ", {damaged} arrived damaged")?;
         }
         Ok(())
     }

@@ -9,10 +9,15 @@
 //! | [`handle`] | the opaque values that NCCL keeps as pointers |
 //! | [`table`] | what those values name, in memory that is never freed |
 //! | [`request`] | the request slab of one connection |
+//! | [`doorbell`] | how a worker that sleeps hears of it |
 //! | [`poller`] | worker threads, readiness, kicks and ticks |
+//! | [`events`] | what a profiler is told of transfers |
 //! | [`counters`] | what a connection counted |
 
 pub mod counters;
+mod deadlines;
+pub mod doorbell;
+pub mod events;
 pub mod handle;
 pub mod poller;
 pub mod request;

@@ -15,17 +15,18 @@
 //! Readiness is edge-triggered: a source must poll until nothing moves, or ask to be polled again at once. Tokens
 //! may be reused while an old event is still on its way, so a poll may be spurious and must be harmless.
 
-use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use mio::{Events, Poll, Token};
 use slab::Slab;
 
+use super::deadlines::Deadlines;
+use super::doorbell::{Button, Doorbell};
 use crate::os::error::{Error, Result};
 use crate::os::fd::{Fd, Registered};
 
@@ -67,17 +68,19 @@ pub enum Interest {
 
 struct Entry {
     source: Arc<dyn Source>,
-    kicked: Arc<AtomicBool>,
+    /// Differs from every other source that this place has held or will hold.
+    life: u64,
+    kicked: Arc<Button>,
 }
 
 struct Shared {
     epoll: RawFd,
     /// An eventfd of our own rather than mio's waker: the fork handler must know every descriptor.
     waker: Fd,
-    asleep: AtomicBool,
-    kicks: Mutex<Vec<usize>>,
+    doorbell: Doorbell,
     entries: Mutex<Slab<Entry>>,
     load: AtomicUsize,
+    lives: AtomicU64,
 }
 
 const WAKE: Token = Token(usize::MAX);
@@ -91,7 +94,7 @@ pub struct Registration {
     worker: Worker,
     token: usize,
     fd: Option<RawFd>,
-    kicked: Arc<AtomicBool>,
+    kicked: Arc<Button>,
 }
 
 impl Worker {
@@ -103,10 +106,10 @@ impl Worker {
         let shared = Arc::new(Shared {
             epoll: poll.as_raw_fd(),
             waker,
-            asleep: AtomicBool::new(false),
-            kicks: Mutex::new(Vec::with_capacity(64)),
+            doorbell: Doorbell::default(),
             entries: Mutex::new(Slab::new()),
             load: AtomicUsize::new(0),
+            lives: AtomicU64::new(0),
         });
         let worker = Self(Arc::clone(&shared));
         crate::os::thread::spawn(&name, move || run(&shared, poll, spin)).map_err(|e| failed(&e))?;
@@ -119,10 +122,11 @@ impl Worker {
     /// # Errors
     /// When the kernel refuses the descriptor.
     pub fn register(&self, source: Arc<dyn Source>, fd: Option<(RawFd, Interest)>) -> Result<Registration> {
-        let kicked = Arc::new(AtomicBool::new(false));
+        let kicked = Arc::new(Button::default());
         let token = {
+            let life = self.0.lives.fetch_add(1, Ordering::Relaxed);
             let mut entries = lock(&self.0.entries);
-            entries.insert(Entry { source, kicked: Arc::clone(&kicked) })
+            entries.insert(Entry { source, life, kicked: Arc::clone(&kicked) })
         };
         if let Some((fd, interest)) = fd
             && let Err(error) = epoll_add(self.0.epoll, fd, interest, token)
@@ -136,20 +140,25 @@ impl Worker {
 }
 
 impl Registration {
+    /// Whether the worker is looking for work at this moment, so that a kick costs next to nothing.
+    pub fn is_awake(&self) -> bool {
+        !self.worker.0.doorbell.is_asleep()
+    }
+
     /// Asks the worker to poll the source soon. Cheap when it was asked already.
     pub fn kick(&self) {
-        if self.kicked.swap(true, Ordering::AcqRel) {
-            return;
-        }
-        lock(&self.worker.0.kicks).push(self.token);
-        // Pairs with the worker's store of `asleep` before its last look at the kicks.
-        if self.worker.0.asleep.swap(false, Ordering::SeqCst) {
+        if self.worker.0.doorbell.ring(&self.kicked, self.token) {
             self.worker.0.wake();
         }
     }
 }
 
 impl Shared {
+    /// Whether the place `token` still holds the source with this life.
+    fn is(&self, token: usize, life: u64) -> bool {
+        lock(&self.entries).get(token).is_some_and(|entry| entry.life == life)
+    }
+
     /// Ends the worker's sleep. The eventfd is edge-triggered and never read: each write is a new edge.
     fn wake(&self) {
         let one = 1_u64.to_ne_bytes();
@@ -202,7 +211,7 @@ fn epoll_add(epoll: RawFd, fd: RawFd, interest: Interest, token: usize) -> io::R
 fn run(shared: &Shared, poll: Registered<Poll>, spin: bool) {
     let mut poll = poll;
     let mut events = Events::with_capacity(128);
-    let mut deadlines: BTreeSet<(Instant, usize)> = BTreeSet::new();
+    let mut deadlines = Deadlines::default();
     let mut ready: Vec<usize> = Vec::with_capacity(64);
     let mut hot_until = Instant::now();
     loop {
@@ -211,13 +220,10 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool) {
         let mut timeout = if hot || !ready.is_empty() {
             Some(Duration::ZERO)
         } else {
-            deadlines.first().map(|(at, _)| at.saturating_duration_since(now))
+            deadlines.next(|token, life| shared.is(token, life)).map(|at| at.saturating_duration_since(now))
         };
-        if timeout != Some(Duration::ZERO) {
-            shared.asleep.store(true, Ordering::SeqCst);
-            if !lock(&shared.kicks).is_empty() {
-                timeout = Some(Duration::ZERO);
-            }
+        if timeout != Some(Duration::ZERO) && !shared.doorbell.may_sleep() {
+            timeout = Some(Duration::ZERO);
         }
         if let Err(error) = poll.poll(&mut events, timeout)
             && error.kind() != io::ErrorKind::Interrupted
@@ -225,25 +231,24 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool) {
             tracing::error!("waiting for sockets failed: {error}; the worker retries");
             std::thread::sleep(Duration::from_millis(10));
         }
-        shared.asleep.store(false, Ordering::SeqCst);
         ready.extend(events.iter().map(|event| event.token()).filter(|token| *token != WAKE).map(|token| token.0));
-        ready.append(&mut lock(&shared.kicks));
+        let kicked = shared.doorbell.answer(&mut ready);
         let now = Instant::now();
-        while let Some(&(at, token)) = deadlines.first() {
-            if at > now {
-                break;
+        while let Some((token, life)) = deadlines.take(now) {
+            // Whoever set it may be gone, and the place another's.
+            if shared.is(token, life) {
+                ready.push(token);
             }
-            deadlines.pop_first();
-            ready.push(token);
         }
         ready.sort_unstable();
         ready.dedup();
         let mut moved = false;
         let mut again_at_once = Vec::new();
         for token in ready.drain(..) {
-            let found = lock(&shared.entries).get(token).map(|e| (Arc::clone(&e.source), Arc::clone(&e.kicked)));
-            let Some((source, kicked)) = found else { continue };
-            kicked.store(false, Ordering::Release);
+            let found =
+                lock(&shared.entries).get(token).map(|e| (Arc::clone(&e.source), Arc::clone(&e.kicked), e.life));
+            let Some((source, kicked, life)) = found else { continue };
+            kicked.release();
             match catch_unwind(AssertUnwindSafe(|| source.poll())) {
                 Ok(progress) => {
                     moved |= progress.moved;
@@ -251,8 +256,7 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool) {
                         if at <= now {
                             again_at_once.push(token);
                         } else {
-                            deadlines.retain(|(_, other)| *other != token);
-                            deadlines.insert((at, token));
+                            deadlines.set(token, life, at);
                         }
                     }
                 }
@@ -264,7 +268,8 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool) {
             }
         }
         ready.append(&mut again_at_once);
-        if moved {
+        // Whoever kicks has more to do, or expects it.
+        if moved || kicked {
             hot_until = Instant::now() + HOT;
         }
     }
@@ -317,14 +322,18 @@ impl Poller {
         Ok(self.keeper.get().expect("set above"))
     }
 
-    /// A data worker for one more source: a new thread while fewer than the limit run, else the least loaded.
+    /// A data worker for one more source: a new thread while fewer than the limit run, else the least loaded; of
+    /// several that are equally loaded, the one that `turn` points at or the next. Owners whose first sources work
+    /// hardest give different turns, so that these do not fall to the same worker.
     ///
     /// # Errors
     /// When the first thread cannot be created; later ones fall back to those that run.
-    pub fn worker(&self) -> Result<Worker> {
+    pub fn worker(&self, turn: usize) -> Result<Worker> {
         let mut workers = lock(&self.workers);
         let idle = workers.iter().find(|worker| worker.0.load.load(Ordering::Relaxed) == 0);
-        if let Some(worker) = idle {
+        if let Some(worker) = idle
+            && workers.len() < self.limit
+        {
             return Ok(worker.clone());
         }
         if workers.len() < self.limit {
@@ -337,7 +346,8 @@ impl Poller {
                 Err(error) => tracing::warn!("{error}; going on with {} workers", workers.len()),
             }
         }
-        let least = workers.iter().min_by_key(|worker| worker.0.load.load(Ordering::Relaxed));
+        let from_turn = (0..workers.len()).map(|k| &workers[(turn + k) % workers.len()]);
+        let least = from_turn.min_by_key(|worker| worker.0.load.load(Ordering::Relaxed));
         Ok(least.expect("at least one worker runs").clone())
     }
 

@@ -7,12 +7,13 @@
 //! Guarantee: sizes are written before the state, the state with Release, and [`RequestSlots::finish`] reads it with
 //! Acquire. So whoever sees "done" sees every byte and size that came before it.
 
-use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::PoisonError;
 
 use slab::Slab;
 
 use crate::os::error::{Error, Result};
+use crate::os::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+use crate::os::sync::{Mutex, MutexGuard};
 
 /// NCCL's largest grouped receive (NCCL_NET_IB_MAX_RECVS in NCCL's own IB transport, 2.12 and later).
 pub const MAX_PARTS: usize = 8;
@@ -28,7 +29,7 @@ const DONE: u8 = 2;
 pub struct Ticket {
     /// The slot's number, below [`SLOTS`].
     pub slot: u16,
-    /// Unique in the process until 2³² requests have passed.
+    /// Unique in its connection until 2³² requests have passed, and far from those of other connections.
     pub generation: u32,
 }
 
@@ -53,12 +54,22 @@ pub struct Outcome {
 /// All request slots of one connection.
 pub struct RequestSlots {
     slots: Box<[Slot]>,
-    keys: Mutex<Slab<()>>,
+    keys: Mutex<Keys>,
 }
 
-/// Source of generations: one for the process, so that a slot of a new connection never repeats a value that a
-/// stale handle of a closed connection at the same table index may carry.
-static GENERATION: AtomicU32 = AtomicU32::new(1);
+/// Which slots are taken, and the generation of the next request.
+struct Keys {
+    taken: Slab<()>,
+    generation: u32,
+}
+
+/// Where the generations of the next connection begin: far from those of others, so that a slot of a new connection
+/// does not repeat a value that a stale handle of a closed connection at the same table index may carry. Each
+/// connection counts on by itself, since a counter for all would travel between their threads' processors.
+static GENERATIONS: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(1);
+
+/// 2³² divided by the golden ratio, made odd: its multiples spread evenly and repeat after 2³² connections.
+const FAR: u32 = 0x9E37_79B9;
 
 impl Default for RequestSlots {
     fn default() -> Self {
@@ -69,20 +80,24 @@ impl Default for RequestSlots {
 impl RequestSlots {
     /// Slots for one connection; they never grow.
     pub fn new() -> Self {
-        Self { slots: (0..SLOTS).map(|_| Slot::default()).collect(), keys: Mutex::new(Slab::with_capacity(SLOTS)) }
+        let generation = GENERATIONS.fetch_add(FAR, Ordering::Relaxed);
+        Self {
+            slots: (0..SLOTS).map(|_| Slot::default()).collect(),
+            keys: Mutex::new(Keys { taken: Slab::with_capacity(SLOTS), generation }),
+        }
     }
 
     /// Takes a slot for a request of `parts` parts, or `None` when all are taken ("not now").
     pub fn take(&self, parts: usize) -> Option<Ticket> {
         debug_assert!((1..=MAX_PARTS).contains(&parts));
-        let key = {
-            let mut keys = self.keys.lock().unwrap_or_else(PoisonError::into_inner);
-            if keys.len() >= SLOTS {
+        let (key, generation) = {
+            let mut keys = self.keys();
+            if keys.taken.len() >= SLOTS {
                 return None;
             }
-            keys.insert(())
+            keys.generation = keys.generation.wrapping_add(1);
+            (keys.taken.insert(()), keys.generation)
         };
-        let generation = GENERATION.fetch_add(1, Ordering::Relaxed);
         let slot = &self.slots[key];
         slot.parts.store(parts as u8, Ordering::Relaxed);
         slot.remaining.store(parts as u8, Ordering::Relaxed);
@@ -129,6 +144,13 @@ impl RequestSlots {
 
     /// The outcome of a request if it is done; its slot is free again then.
     pub fn finish(&self, ticket: Ticket) -> Option<Outcome> {
+        let outcome = self.outcome(ticket)?;
+        self.free(ticket.slot as usize);
+        Some(outcome)
+    }
+
+    /// The outcome of a request if it is done, without consuming it.
+    pub fn outcome(&self, ticket: Ticket) -> Option<Outcome> {
         let slot = &self.slots[ticket.slot as usize];
         if slot.state.load(Ordering::Acquire) != DONE {
             return None;
@@ -138,7 +160,6 @@ impl RequestSlots {
         for (size, stored) in sizes.iter_mut().zip(&slot.sizes).take(parts) {
             *size = stored.load(Ordering::Relaxed);
         }
-        self.free(ticket.slot as usize);
         Some(Outcome { parts, sizes })
     }
 
@@ -149,12 +170,16 @@ impl RequestSlots {
 
     /// How many requests are outstanding.
     pub fn outstanding(&self) -> usize {
-        self.keys.lock().unwrap_or_else(PoisonError::into_inner).len()
+        self.keys().taken.len()
+    }
+
+    fn keys(&self) -> MutexGuard<'_, Keys> {
+        self.keys.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn free(&self, slot: usize) {
         self.slots[slot].state.store(0, Ordering::Relaxed);
-        self.keys.lock().unwrap_or_else(PoisonError::into_inner).remove(slot);
+        self.keys().taken.remove(slot);
     }
 }
 

@@ -20,7 +20,8 @@
 //! - [`Listener`], [`SendComm`], [`RecvComm`], [`Mr`], [`Request`] are what NCCL holds as `void*`. They close when
 //!   dropped; `close` tells the plugin's answer, `abandon` lets go without closing, as NCCL does when it aborts.
 //! - [`Memory`] is a buffer with guards on both sides, [`Pair`] a connection within this process.
-//! - [`log`](mod@log) and [`profile`] are NCCL's logger and profiler callback.
+//! - [`log`](mod@log) and [`profile`] are NCCL's logger and profiler callback; [`profiler`] drives the plugin's own
+//!   profiler.
 //! - [`Net::table`] gives the raw functions, for calls that no well-meaning host makes.
 //!
 //! Like NCCL, v4's `connect` and `accept` are called once and wait; from v5 on both are called until they yield
@@ -34,6 +35,7 @@ pub mod log;
 mod memory;
 mod pair;
 pub mod profile;
+pub mod profiler;
 mod properties;
 mod table;
 

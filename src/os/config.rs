@@ -18,7 +18,7 @@ mod value;
 
 pub use complaint::{Complaint, nearest};
 pub use render::{Setting, Source, render_markdown, settings};
-pub use value::{Backend, Family, LogLevel, Number, Rails, Value};
+pub use value::{Backend, Family, LogLevel, NetEvents, Number, Rails, Value};
 
 use std::time::Duration;
 
@@ -54,7 +54,15 @@ impl Variable {
 pub const PREFIX: &str = "TOWLINE_";
 
 /// Names with the prefix that are meant for Towline's own tests and tools, and so draw no complaint.
-const NOT_FOR_THE_LIBRARY: &[&str] = &["TOWLINE_BLESS", "TOWLINE_SIM_SEEDS", "TOWLINE_SIM_FIRST"];
+const NOT_FOR_THE_LIBRARY: &[&str] = &[
+    "TOWLINE_BLESS",
+    "TOWLINE_SIM_SEEDS",
+    "TOWLINE_SIM_FIRST",
+    "TOWLINE_FAULTS",
+    "TOWLINE_FAULTS_SEED",
+    "TOWLINE_SOAK",
+    "TOWLINE_CYCLES",
+];
 
 macro_rules! variables {
     ($(
@@ -175,6 +183,27 @@ variables! {
         help: "How long a handshake may take, and how long `connect` and `accept` of the oldest interface (NCCL 2.8 to \
                2.11, where they must wait) wait for the other side. A fraction is allowed.",
     }
+    checksum: bool {
+        name: "TOWLINE_CHECKSUM",
+        default: "0",
+        unit: "",
+        since: "0.1.0",
+        read: "init; connections",
+        help: "With 1, every chunk carries a CRC-32C, which is checked before a byte of it enters NCCL's buffer; a chunk \
+               that arrives damaged travels again. For networks and memory that change bytes unnoticed. On for a \
+               connection when either side asks for it.",
+    }
+    key_file: Option<String> {
+        name: "TOWLINE_KEY_FILE",
+        default: "",
+        unit: "",
+        since: "0.1.0",
+        read: "init; connections",
+        help: "A file with a key that all hosts of the job share, 32 to 4096 bytes (`openssl rand -base64 32`). When it is \
+               set, all connections are encrypted and authenticated, and peers without the same key are refused. It \
+               must belong to the user or to root, and be readable by owner and group at most. See \
+               `docs/security.md`.",
+    }
     tcp_congestion: Option<String> {
         name: "TOWLINE_TCP_CONGESTION",
         default: "",
@@ -190,9 +219,10 @@ variables! {
         unit: "",
         since: "0.1.0",
         read: "init; devices",
-        help: "Which network carries the data. `tcp` and `auto`: sockets. `rdma` fails at `init`: this release has the ground \
-               of the RDMA backend (devices, GIDs, registration), but no transport over it yet, and the `NCCL_IB_*` \
-               variables below have no effect so far.",
+        help: "Which network carries the data. `auto`: RDMA when this host has a usable port (active, and chosen by \
+               `NCCL_IB_HCA`), else TCP. `tcp`: sockets, and nobody looks for RDMA. `rdma`: RDMA, or `init` fails and says \
+               why. All hosts of a job must come to the same choice; `NCCL_SOCKET_IFNAME` chooses the interfaces over \
+               which RDMA connections come about.",
     }
     speed: Option<u32> {
         name: "TOWLINE_SPEED",
@@ -201,8 +231,20 @@ variables! {
         since: "0.1.0",
         read: "init; devices",
         help: "The speed to report for an interface whose speed the system does not know, which is so for most virtual \
-               NICs. `auto` reports 10000, as NCCL's Socket does. NCCL opens more channels for a faster network; a \
-               value far above the truth can draw traffic inside a node away from NVLink.",
+               NICs. `auto` reports 77000, for which NCCL opens eight channels; for 10000, which its own Socket \
+               reports, it opens two. A value above that of the GPUs' own links can draw traffic inside a node onto \
+               the network.",
+    }
+    tune: bool {
+        name: "TOWLINE_TUNE",
+        default: "1",
+        unit: "",
+        since: "0.1.0",
+        read: "init; tuner",
+        help: "Whether Towline corrects NCCL's choice of protocol and of the number of channels for collectives between \
+               nodes (NCCL 2.22 and later). NCCL's estimates are made for RDMA; over sockets its LL protocols get slow \
+               sooner, and mid-sized operations do better on fewer channels. A tuner named by `NCCL_TUNER_PLUGIN` takes \
+               the place of this one; `NCCL_ALGO` and `NCCL_PROTO` are respected. Set it the same way on all ranks.",
     }
     log: LogLevel {
         name: "TOWLINE_LOG",
@@ -213,6 +255,19 @@ variables! {
         help: "How much goes to standard error when there is no NCCL to log through, as in the command line. Inside \
                NCCL, `NCCL_DEBUG` and `NCCL_DEBUG_SUBSYS` decide: INFO shows what was chosen and why, TRACE adds \
                debugging detail.",
+    }
+    net_events: NetEvents {
+        name: "TOWLINE_NET_EVENTS",
+        default: "auto",
+        unit: "",
+        since: "0.1.0",
+        read: "init; transport",
+        help: "What NCCL's profiler, whichever that is, is told of transfers. `nccl`: the parts of each transfer as \
+               NCCL's own transports describe them, which NCCL's example profiler shows. `towline`: the same parts with \
+               message, rail, stream, resends and waits, under an identifier of Towline's own, which only Towline's \
+               profiler understands. `auto`: `towline` while Towline's own profiler asks for network events, else \
+               `nccl`; but nothing with NCCL 2.26 and 2.27, where a profiler that does not ask for these events can \
+               make NCCL crash. There, set `nccl` or `towline` when your profiler asks for them. `off`: nothing.",
     }
     profile: Option<String> {
         name: "TOWLINE_PROFILE",

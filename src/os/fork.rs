@@ -28,8 +28,12 @@ use std::time::{Duration, Instant};
 /// stopped thread, or a fork from a signal handler that interrupted such a thread, needs longer.
 const PATIENCE: Duration = Duration::from_millis(100);
 
+/// A cache line of its own: it is read in every call from NCCL, whatever its neighbours are written by.
+#[repr(align(128))]
+struct Lonely(AtomicU32);
+
 /// How many forks lie between the process that mapped the library and this one.
-static GENERATION: AtomicU32 = AtomicU32::new(0);
+static GENERATION: Lonely = Lonely(AtomicU32::new(0));
 /// How many threads are between the handlers before and after their fork.
 static FORKING: AtomicU32 = AtomicU32::new(0);
 /// How many threads are inside a [`Section`].
@@ -40,7 +44,7 @@ static BUSY: AtomicU32 = AtomicU32::new(0);
 ///
 /// It counts only forks since [`watch`] was first called, which registering a descriptor does.
 pub fn generation() -> u32 {
-    GENERATION.load(Ordering::Acquire)
+    GENERATION.0.load(Ordering::Acquire)
 }
 
 /// Installs the fork handlers, once for the process.
@@ -69,7 +73,7 @@ unsafe extern "C" fn after_in_parent() {
 }
 
 unsafe extern "C" fn after_in_child() {
-    GENERATION.fetch_add(1, Ordering::SeqCst);
+    GENERATION.0.fetch_add(1, Ordering::SeqCst);
     FORKING.store(0, Ordering::SeqCst);
     BUSY.store(0, Ordering::SeqCst);
     for slot in slots() {

@@ -9,6 +9,7 @@
 
 use std::mem::size_of;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// NCCL's plugin type for InfiniBand (`NCCL_PROFILER_NET_TYPE_IB`), version 1.
 pub const PLUGIN_ID_IB: i64 = (1 << 16) | 1;
@@ -27,6 +28,12 @@ pub const FLAG_SEND: u32 = 1;
 
 /// [`NetEvent::flags`]: the part repeats bytes that were on the wire before; they count as resent, not as moved.
 pub const FLAG_RESEND: u32 = 1 << 1;
+
+/// [`NetEvent::carrier`]: a socket; `device` is its descriptor, `opcode` 0 for a send and 1 for a receive.
+pub const CARRIER_SOCKET: u32 = 1;
+
+/// [`NetEvent::carrier`]: a queue pair; all fields below mean what NCCL's descriptor for IB says.
+pub const CARRIER_QUEUE_PAIR: u32 = 2;
 
 /// [`NetEvent::rail`] and [`NetEvent::stream`] when a part stands for several of them.
 pub const SEVERAL: u16 = u16::MAX;
@@ -59,8 +66,8 @@ pub struct NetEvent {
     pub peer_port: u16,
     /// How many streams or queue pairs of the connection were re-established since its last event.
     pub reconnects: u16,
-    /// Zero; room for what comes next.
-    pub reserved: [u16; 2],
+    /// [`CARRIER_SOCKET`], [`CARRIER_QUEUE_PAIR`], or 0 when it is not told.
+    pub carrier: u32,
     /// How long it waited for the receiver to post its buffer (clear-to-send), in nanoseconds.
     pub wait_receiver_ns: u64,
     /// How long it waited for room in the socket's or the queue pair's send queue, in nanoseconds.
@@ -69,9 +76,33 @@ pub struct NetEvent {
     pub wait_credit_ns: u64,
     /// How long it was on the wire: from the first byte handed over to the last one acknowledged, in nanoseconds.
     pub wire_ns: u64,
+    /// The work request's number.
+    pub wr_id: u64,
+    /// The card's number, or the socket's descriptor.
+    pub device: i32,
+    /// The verbs opcode, or the socket's operation.
+    pub opcode: i32,
+    /// The queue pair's number.
+    pub queue_pair: i32,
+    /// Zero; room for what comes next.
+    pub reserved: u32,
 }
 
-const _: () = assert!(size_of::<NetEvent>() == 104, "the layout of version 1 is frozen");
+const _: () = assert!(size_of::<NetEvent>() == 128, "the layout of version 1 is frozen");
+
+/// Whether a profiler that reads [`NetEvent`]s is at work in this process. NCCL has one profiler, so when it is this
+/// library's own, nobody else misses the events that only others could read.
+static HAS_READER: AtomicBool = AtomicBool::new(false);
+
+/// The profiler of this library asks for network events. There is no way back: NCCL does not change its profiler.
+pub fn announce_reader() {
+    HAS_READER.store(true, Ordering::Relaxed);
+}
+
+/// Whether the profiler of this library asks for network events.
+pub fn has_reader() -> bool {
+    HAS_READER.load(Ordering::Relaxed)
+}
 
 impl NetEvent {
     /// An event with `size` set and everything else zero.

@@ -2,14 +2,15 @@
 
 use std::sync::Arc;
 
+use super::devices::PTR_HOST;
+use crate::engine::events;
 use crate::os::error::{Error, Result};
+#[cfg(feature = "rdma")]
+use crate::rdma::{adapter::Adapters, greeting::Listening, receiver::RdmaRecv, sender::RdmaSend};
 use crate::tcp::acceptor::Listener;
 use crate::tcp::net::Net;
 use crate::tcp::receiver::RecvConn;
 use crate::tcp::sender::SendConn;
-
-/// `NCCL_PTR_HOST` of NCCL's net interface: memory that the processor reaches.
-pub const PTR_HOST: i32 = 1;
 
 /// A listening communicator.
 pub struct ListenComm {
@@ -17,6 +18,8 @@ pub struct ListenComm {
     pub net: Arc<Net>,
     /// The listener itself.
     pub listener: Arc<Listener>,
+    /// NCCL's profiler, for the connections that it makes.
+    pub profiler: Option<Arc<dyn events::Listener>>,
 }
 
 /// What a communicator's handle names.
@@ -27,39 +30,29 @@ pub enum Comm {
     Send(Arc<SendConn>),
     /// From `accept`.
     Recv(Arc<RecvConn>),
+    /// From `listen`, over RDMA.
+    #[cfg(feature = "rdma")]
+    RdmaListen(Arc<Net>, Listening),
+    /// From `connect`, over RDMA.
+    #[cfg(feature = "rdma")]
+    RdmaSend(Arc<RdmaSend>),
+    /// From `accept`, over RDMA.
+    #[cfg(feature = "rdma")]
+    RdmaRecv(Arc<RdmaRecv>),
 }
 
 impl Comm {
-    /// The listener behind a listenComm.
+    /// The adapters that registered memory must be known to; none for a connection over sockets.
     ///
     /// # Errors
-    /// When it is another kind of communicator.
-    pub fn listener(&self) -> Result<&Listener> {
+    /// When it is a listener.
+    #[cfg(feature = "rdma")]
+    pub fn adapters(&self) -> Result<Option<&Adapters>> {
         match self {
-            Self::Listen(listen) => Ok(&listen.listener),
-            _ => Err(self.is_not("listening")),
-        }
-    }
-
-    /// The connection behind a sendComm.
-    ///
-    /// # Errors
-    /// When it is another kind of communicator.
-    pub fn sender(&self) -> Result<&Arc<SendConn>> {
-        match self {
-            Self::Send(conn) => Ok(conn),
-            _ => Err(self.is_not("sending")),
-        }
-    }
-
-    /// The connection behind a recvComm.
-    ///
-    /// # Errors
-    /// When it is another kind of communicator.
-    pub fn receiver(&self) -> Result<&Arc<RecvConn>> {
-        match self {
-            Self::Recv(conn) => Ok(conn),
-            _ => Err(self.is_not("receiving")),
+            Self::RdmaSend(conn) => Ok(Some(&conn.base().adapters)),
+            Self::RdmaRecv(conn) => Ok(Some(&conn.base().adapters)),
+            Self::Listen(_) | Self::RdmaListen(..) => Err(self.is_not("connected")),
+            Self::Send(_) | Self::Recv(_) => Ok(None),
         }
     }
 
@@ -70,17 +63,26 @@ impl Comm {
     pub fn check_memory_kind(&self, kind: i32) -> Result<()> {
         match self {
             Self::Listen(_) => Err(self.is_not("connected")),
+            #[cfg(feature = "rdma")]
+            Self::RdmaListen(..) => Err(self.is_not("connected")),
             _ if kind == PTR_HOST => Ok(()),
             _ => Err(Error::usage(format!("sockets reach host memory only, not memory of kind {kind}"))
                 .with_hint("the device's ptrSupport says NCCL_PTR_HOST")),
         }
     }
 
-    fn is_not(&self, wanted: &str) -> Error {
+    /// The error for a communicator of another kind than `wanted`.
+    pub fn is_not(&self, wanted: &str) -> Error {
         let kind = match self {
             Self::Listen(_) => "listening",
             Self::Send(_) => "sending",
             Self::Recv(_) => "receiving",
+            #[cfg(feature = "rdma")]
+            Self::RdmaListen(..) => "listening",
+            #[cfg(feature = "rdma")]
+            Self::RdmaSend(_) => "sending",
+            #[cfg(feature = "rdma")]
+            Self::RdmaRecv(_) => "receiving",
         };
         Error::argument(format!("a {kind} communicator was given where a {wanted} one belongs"))
     }

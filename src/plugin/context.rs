@@ -8,16 +8,65 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::os::error::Result;
-use crate::tcp::dialer::{Dial, Target};
-use crate::tcp::net::Net;
+use super::comm::Comm;
+use crate::engine::events::Listener;
+use crate::os::error::{Error, Result};
+use crate::tcp::dialer::{Dial, Dialled};
 
 /// An attempt that nobody asked after for this long is dropped. NCCL asks many times a second.
 const FORGOTTEN: Duration = Duration::from_secs(120);
 
 struct Attempt {
-    dial: Arc<Dial>,
+    dial: Way,
     asked: Instant,
+}
+
+/// A connection under way.
+#[derive(Clone)]
+pub enum Way {
+    /// Over sockets.
+    Tcp(Arc<Dial>),
+    /// Over RDMA.
+    #[cfg(feature = "rdma")]
+    Rdma(Arc<crate::rdma::greeting::Attempt>),
+}
+
+impl Way {
+    /// What came of it, if it is settled.
+    pub fn result(&self) -> Option<Result<Comm>> {
+        match self {
+            Self::Tcp(dial) => dial.result().map(|result| result.and_then(over_streams)),
+            #[cfg(feature = "rdma")]
+            Self::Rdma(attempt) => attempt.result().map(|result| result.map(Comm::RdmaSend)),
+        }
+    }
+
+    /// Waits until it is settled.
+    ///
+    /// # Errors
+    /// As the attempt failed.
+    pub fn wait(&self) -> Result<Comm> {
+        match self {
+            Self::Tcp(dial) => dial.wait().and_then(over_streams),
+            #[cfg(feature = "rdma")]
+            Self::Rdma(attempt) => attempt.wait().map(Comm::RdmaSend),
+        }
+    }
+
+    fn cancel(&self) {
+        match self {
+            Self::Tcp(dial) => dial.cancel(),
+            #[cfg(feature = "rdma")]
+            Self::Rdma(attempt) => attempt.cancel(),
+        }
+    }
+}
+
+fn over_streams(dialled: Dialled) -> Result<Comm> {
+    match dialled {
+        Dialled::Streams(conn) => Ok(Comm::Send(conn)),
+        Dialled::TakenOver => Err(Error::internal("a TCP connection was taken over by nobody")),
+    }
 }
 
 #[derive(Default)]
@@ -33,13 +82,15 @@ pub struct Context {
     pub comm_id: u64,
     /// The communicator's traffic class, if it has one.
     pub traffic_class: Option<u8>,
+    /// NCCL's profiler, when it shall be told of transfers.
+    pub listener: Option<Arc<dyn Listener>>,
     left: Mutex<Left>,
 }
 
 impl Context {
     /// A context in which nothing has happened yet.
-    pub fn new(comm_id: u64, traffic_class: Option<u8>) -> Self {
-        Self { comm_id, traffic_class, left: Mutex::new(Left::default()) }
+    pub fn new(comm_id: u64, traffic_class: Option<u8>, listener: Option<Arc<dyn Listener>>) -> Self {
+        Self { comm_id, traffic_class, listener, left: Mutex::new(Left::default()) }
     }
 
     fn left(&self) -> MutexGuard<'_, Left> {
@@ -55,24 +106,24 @@ impl Context {
     ///
     /// # Errors
     /// When a new one cannot be started.
-    pub fn dial(&self, key: u64, net: &Arc<Net>, target: impl FnOnce() -> Target) -> Result<(u64, Arc<Dial>)> {
+    pub fn dial(&self, key: u64, start: impl FnOnce() -> Result<Way>) -> Result<(u64, Way)> {
         let now = Instant::now();
         let mut left = self.left();
         if let Some(attempt) = left.attempts.get_mut(&key) {
             attempt.asked = now;
-            return Ok((key, Arc::clone(&attempt.dial)));
+            return Ok((key, attempt.dial.clone()));
         }
-        let forgotten: Vec<Arc<Dial>> = left
+        let forgotten: Vec<Way> = left
             .attempts
             .extract_if(|_, attempt| now - attempt.asked > FORGOTTEN)
             .map(|(_, attempt)| attempt.dial)
             .collect();
         left.last_key += 1;
         let key = left.last_key;
-        let dial = Dial::connect(Arc::clone(net), target())?;
-        left.attempts.insert(key, Attempt { dial: Arc::clone(&dial), asked: now });
+        let dial = start()?;
+        left.attempts.insert(key, Attempt { dial: dial.clone(), asked: now });
         drop(left);
-        forgotten.iter().for_each(|dial| dial.cancel());
+        forgotten.iter().for_each(Way::cancel);
         Ok((key, dial))
     }
 

@@ -22,14 +22,19 @@ mod discover;
 mod table;
 
 pub use discover::{Discovery, discover};
-pub use table::Table;
+pub use table::{Binding, Table};
 
 use crate::os::sysfs::Sysfs;
 use std::ffi::CString;
 
-/// The speed reported for an interface whose speed the system does not know: 10 Gbit/s, as NCCL's Socket has it. More
-/// could draw traffic inside a node away from NVLink onto the network, less would leave fewer than two channels.
-pub const UNKNOWN_SPEED_MBPS: u32 = 10_000;
+/// The speed reported for an interface whose speed the system does not know.
+///
+/// NCCL makes channels of the steps in its own list of speeds (`graph/search.cc`): 9.6 GB/s or a little more is four times
+/// 2.4, and rings are doubled, which gives eight channels; 1.25 GB/s, NCCL's guess for its own Socket, gives two, and with
+/// two a collective cannot use more than about 12 GB/s of sockets. It must not draw traffic inside a node onto the network:
+/// that takes a network faster than the path between two GPUs, through a card that is as near to them (`graph/paths.cc`),
+/// and 9.6 GB/s is below PCIe 3.0 with 16 lanes.
+pub const UNKNOWN_SPEED_MBPS: u32 = 77_000;
 
 /// 1 TiB: the most that NCCL accepts as the size of one transfer (`NCCL_MAX_NET_SIZE_BYTES`).
 pub const MAX_TRANSFER_BYTES: usize = 1 << 40;
@@ -44,7 +49,11 @@ pub const MAX_RECVS: i32 = 8;
 const MAX_COMMS: i32 = 65_536;
 
 /// NCCL's flag for "host memory".
-const PTR_HOST: i32 = 1;
+pub const PTR_HOST: i32 = 1;
+/// NCCL's flag for "GPU memory by its address".
+pub const PTR_CUDA: i32 = 2;
+/// NCCL's flag for "GPU memory through DMA-BUF".
+pub const PTR_DMABUF: i32 = 4;
 
 /// NCCL's word for an unknown rail or plane.
 const UNKNOWN_ID: i16 = -1;
@@ -66,7 +75,7 @@ pub struct DeviceProperties {
     pub reg_is_global: bool,
     /// Whether NCCL must flush after each receive into GPU memory.
     pub force_flush: bool,
-    /// The speed in Mbit/s: the sum over the rails.
+    /// The speed in Mbit/s: the sum over the rails, of which those of unknown speed count once.
     pub speed_mbps: i32,
     /// The port of the card, from 0.
     pub port: i32,
@@ -90,11 +99,32 @@ pub struct DeviceProperties {
     pub plane: i16,
 }
 
+/// A port of the RDMA backend, as far as a device goes.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RdmaPort {
+    /// Its place among the backend's adapters.
+    pub place: usize,
+    /// Its name.
+    pub name: String,
+    /// The speed in Mbit/s.
+    pub speed_mbps: u32,
+    /// Kinds of memory that it reaches, as NCCL's flags.
+    pub ptr_support: i32,
+    /// The most queue pairs.
+    pub max_comms: i32,
+    /// The rail's number, −1 for unknown.
+    pub rail: i16,
+    /// The plane's number, −1 for unknown.
+    pub plane: i16,
+}
+
 /// A physical device before it has a number.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Plan {
-    /// At least one.
+    /// At least one. With RDMA ports: the interfaces over which connections come about.
     pub rails: Vec<Rail>,
+    /// The ports that carry the data; none when the rails do.
+    pub ports: Vec<RdmaPort>,
     /// Where the first rail's card sits on the PCI bus.
     pub pci_path: Option<CString>,
     /// Tells NICs apart.
@@ -106,7 +136,12 @@ pub struct Plan {
 impl Plan {
     /// The name that NCCL sees and prints.
     pub fn name(&self) -> String {
-        self.rails.iter().map(|rail| rail.name.as_str()).collect::<Vec<_>>().join("+")
+        let names: Vec<&str> = if self.ports.is_empty() {
+            self.rails.iter().map(|rail| rail.name.as_str()).collect()
+        } else {
+            self.ports.iter().map(|port| port.name.as_str()).collect()
+        };
+        names.join("+")
     }
 
     /// A device of these rails, with what `sysfs` knows of the first and the hardware addresses of all.
@@ -118,30 +153,38 @@ impl Plan {
         // VLANs and the like share the hardware address with the card, so the name is part of the identity.
         let identity = rails.iter().map(|rail| rail.name.clone() + "/" + &sysfs.mac(&rail.name).unwrap_or_default());
         let guid = stable_hash(identity.collect::<Vec<_>>().join("+").as_bytes());
-        Self { rails, pci_path, guid, port }
+        Self { rails, ports: Vec::new(), pci_path, guid, port }
     }
 
     fn properties(&self, members: Vec<i32>) -> DeviceProperties {
-        let speed = self.rails.iter().fold(0, |sum: u32, rail| sum.saturating_add(rail.speed_mbps));
+        let is_rdma = !self.ports.is_empty();
+        // What is assumed counts once: it stands for "enough channels", not for a speed that adds up.
+        let is_assumed = |rail: &&Rail| !rail.speed_is_known && rail.speed_mbps == UNKNOWN_SPEED_MBPS;
+        let told = self.rails.iter().filter(|rail| !is_assumed(rail)).map(|rail| rail.speed_mbps);
+        let assumed = self.rails.iter().find(is_assumed).map(|rail| rail.speed_mbps);
+        let rails = told.chain(assumed).filter(|_| !is_rdma);
+        let speed = rails.chain(self.ports.iter().map(|port| port.speed_mbps)).fold(0, u32::saturating_add);
+        let first = self.ports.first();
         DeviceProperties {
             // A name from the kernel holds no NUL.
             name: CString::new(self.name()).unwrap_or_default(),
             pci_path: self.pci_path.clone(),
             guid: self.guid,
-            ptr_support: PTR_HOST,
-            reg_is_global: false,
+            // What every member reaches.
+            ptr_support: self.ports.iter().map(|port| port.ptr_support).reduce(|a, b| a & b).unwrap_or(PTR_HOST),
+            reg_is_global: is_rdma,
             force_flush: false,
             speed_mbps: i32::try_from(speed).unwrap_or(i32::MAX),
             port: self.port,
             latency_us: 0.0,
-            max_comms: MAX_COMMS,
+            max_comms: self.ports.iter().map(|port| port.max_comms).min().unwrap_or(MAX_COMMS),
             max_recvs: MAX_RECVS,
             members,
             max_p2p_bytes: MAX_TRANSFER_BYTES,
             max_coll_bytes: MAX_TRANSFER_BYTES,
             max_multi_request: 1,
-            rail: UNKNOWN_ID,
-            plane: UNKNOWN_ID,
+            rail: first.map_or(UNKNOWN_ID, |port| port.rail),
+            plane: first.map_or(UNKNOWN_ID, |port| port.plane),
         }
     }
 }

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::comm::{Comm, ListenComm};
+use super::context::Way;
 use super::devices::DeviceProperties;
 use super::handle::ConnectionHandle;
 use super::process::{Process, process};
@@ -18,7 +19,9 @@ use crate::abi::ffi;
 use crate::engine::handle::{Handle, Kind};
 use crate::engine::request::Ticket;
 use crate::os::error::{Error, Result};
-use crate::tcp::dialer::Target;
+#[cfg(feature = "rdma")]
+use crate::rdma::receiver::Posted;
+use crate::tcp::dialer::{Dial, Target};
 
 /// What NCCL tells when it starts to use the library, per communicator from v11 on and once per process before.
 #[derive(Debug)]
@@ -134,11 +137,24 @@ pub fn make_vdevice(members: &[i32]) -> Result<i32> {
 pub fn listen(ctx: Option<usize>, dev: i32) -> Result<([u8; 64], usize)> {
     let process = process();
     let context = process.context(ctx)?;
-    let rails = process.devices.rails(dev)?;
+    let binding = process.devices.binding(dev)?;
     let net = process.net()?;
-    let (listener, address) = net.acceptor.listen(rails, context.traffic_class)?;
-    let handle = ConnectionHandle { secret: listener.secret.clone(), address, key: 0 };
-    let comm = process.comms.insert(Arc::new(Comm::Listen(ListenComm { net: Arc::clone(net), listener })))?.encode();
+    let (comm, secret, address, is_rdma) = match process.rdma_group(&binding) {
+        #[cfg(feature = "rdma")]
+        Some((rdma, adapters)) => {
+            let (listening, address) = rdma.listen(net, adapters, binding.rails, context.traffic_class)?;
+            let secret = listening.door.secret.clone();
+            (Comm::RdmaListen(Arc::clone(net), listening), secret, address, true)
+        }
+        _ => {
+            let (listener, address) = net.acceptor.listen(binding.rails, context.traffic_class, None)?;
+            let secret = listener.secret.clone();
+            let listen = ListenComm { net: Arc::clone(net), listener, profiler: context.listener.clone() };
+            (Comm::Listen(listen), secret, address, false)
+        }
+    };
+    let handle = ConnectionHandle { secret, address, is_rdma, key: 0 };
+    let comm = process.comms.insert(Arc::new(comm))?.encode();
     context.add_listener(comm);
     Ok((handle.encode(), comm))
 }
@@ -175,23 +191,46 @@ fn connect_with(
     let process = process();
     let context = process.context(ctx)?;
     let handle = ConnectionHandle::decode(bytes)?;
-    let rails = process.devices.rails(dev)?;
+    let binding = process.devices.binding(dev)?;
     let net = process.net()?;
-    let target = || Target {
-        address: handle.address,
-        secret: handle.secret.clone(),
-        rails,
-        traffic_class: traffic_class.or(context.traffic_class),
+    let group = process.rdma_group(&binding);
+    if handle.is_rdma != group.is_some() {
+        return Err(other_backend(handle.is_rdma).with_peer(handle.address));
+    }
+    let start = || {
+        let target = Target {
+            address: handle.address,
+            secret: handle.secret.clone(),
+            rails: binding.rails,
+            traffic_class: traffic_class.or(context.traffic_class),
+            takeover: None,
+        };
+        match group {
+            #[cfg(feature = "rdma")]
+            Some((rdma, adapters)) => rdma.connect(net, adapters, target).map(Way::Rdma),
+            _ => Dial::connect(Arc::clone(net), target).map(Way::Tcp),
+        }
     };
-    let (key, dial) = context.dial(handle.key, net, target)?;
+    let (key, dial) = context.dial(handle.key, start)?;
     ConnectionHandle::set_key(bytes, key);
     let result = if wait { Some(dial.wait()) } else { dial.result() };
     let Some(result) = result else { return Ok(None) };
     // Whatever came of it, the handle may be used for another connection from here on.
     ConnectionHandle::set_key(bytes, 0);
     context.forget_dial(key);
-    let conn = result?;
-    Ok(Some(process.comms.insert(Arc::new(Comm::Send(conn)))?.encode()))
+    let comm = result?;
+    if let (Some(profiler), Comm::Send(conn)) = (&context.listener, &comm) {
+        conn.events().listen(Arc::clone(profiler), conn.link().connection, true);
+    }
+    Ok(Some(process.comms.insert(Arc::new(comm))?.encode()))
+}
+
+fn other_backend(peer_is_rdma: bool) -> Error {
+    let (theirs, ours) = if peer_is_rdma { ("RDMA", "TCP") } else { ("TCP", "RDMA") };
+    Error::usage(format!("the peer listens over {theirs}, and this side's device is {ours}'s")).with_hint(
+        "all hosts must use one backend: set TOWLINE_BACKEND=tcp or rdma everywhere; `towline doctor` says why a host \
+         has no RDMA",
+    )
 }
 
 /// Takes a connection from a listener; None while there is none.
@@ -201,8 +240,13 @@ fn connect_with(
 pub fn accept(listen: usize) -> Result<Option<usize>> {
     let process = process();
     let comm = process.comms.get(listen)?;
-    let Some(conn) = comm.listener()?.accept() else { return Ok(None) };
-    Ok(Some(process.comms.insert(Arc::new(Comm::Recv(conn)))?.encode()))
+    let conn = match &*comm {
+        Comm::Listen(listen) => listen.listener.accept()?.map(Comm::Recv),
+        #[cfg(feature = "rdma")]
+        Comm::RdmaListen(_, listening) => listening.accept()?.map(Comm::RdmaRecv),
+        other => return Err(other.is_not("listening")),
+    };
+    conn.map(|conn| accepted(&comm, conn)).transpose()
 }
 
 /// Takes a connection from a listener and waits for it, with a deadline.
@@ -213,36 +257,54 @@ pub fn accept_blocking(listen: usize) -> Result<usize> {
     let process = process();
     let comm = process.comms.get(listen)?;
     let patience = process.net()?.config.connect_timeout;
-    let conn = comm.listener()?.accept_until(Instant::now() + patience).ok_or_else(|| {
+    let deadline = Instant::now() + patience;
+    let conn = match &*comm {
+        Comm::Listen(listen) => listen.listener.accept_until(deadline)?.map(Comm::Recv),
+        #[cfg(feature = "rdma")]
+        Comm::RdmaListen(_, listening) => listening.accept_until(deadline)?.map(Comm::RdmaRecv),
+        other => return Err(other.is_not("listening")),
+    };
+    let conn = conn.ok_or_else(|| {
         Error::remote(format!("no peer connected within {} s", patience.as_secs_f32()))
             .with_hint("a rank may have failed to start; TOWLINE_CONNECT_TIMEOUT sets how long to wait")
     })?;
-    Ok(process.comms.insert(Arc::new(Comm::Recv(conn)))?.encode())
+    accepted(&comm, conn)
+}
+
+fn accepted(from: &Comm, conn: Comm) -> Result<usize> {
+    if let (Comm::Listen(ListenComm { profiler: Some(profiler), .. }), Comm::Recv(conn)) = (from, &conn) {
+        conn.events().listen(Arc::clone(profiler), conn.link().connection, false);
+    }
+    Ok(process().comms.insert(Arc::new(conn))?.encode())
 }
 
 /// Registers memory of kind `NCCL_PTR_*` with a connection.
 ///
 /// # Errors
 /// When there is no such connection, or it cannot reach memory of that kind.
-pub fn reg_mr(comm: usize, _data: *mut c_void, _size: usize, kind: i32) -> Result<usize> {
+pub fn reg_mr(comm: usize, data: *mut c_void, size: usize, kind: i32) -> Result<usize> {
     let process = process();
-    process.comms.get(comm)?.check_memory_kind(kind)?;
+    #[cfg(feature = "rdma")]
+    if let Some(adapters) = process.comms.with(comm, |comm| comm.adapters().map(Option::<&_>::cloned))? {
+        return process.register(&adapters, data.addr(), size, kind, None);
+    }
+    let _ = (data, size);
+    process.comms.with(comm, |comm| comm.check_memory_kind(kind))?;
     Ok(process.next_registration())
 }
 
 /// Registers memory that is shared through a DMA-BUF descriptor.
 ///
 /// # Errors
-/// Always over TCP: the properties do not offer it.
-pub fn reg_mr_dmabuf(
-    comm: usize,
-    _data: *mut c_void,
-    _size: usize,
-    _kind: i32,
-    _offset: u64,
-    _fd: i32,
-) -> Result<usize> {
-    process().comms.get(comm)?;
+/// Always over TCP, whose properties do not offer it; over RDMA when the device or the kernel refuses.
+pub fn reg_mr_dmabuf(comm: usize, data: *mut c_void, size: usize, kind: i32, offset: u64, fd: i32) -> Result<usize> {
+    let process = process();
+    let owner = process.comms.get(comm)?;
+    #[cfg(feature = "rdma")]
+    if let Some(adapters) = owner.adapters()? {
+        return process.register(adapters, data.addr(), size, kind, Some((fd, offset)));
+    }
+    let _ = (owner, data, size, kind, offset, fd);
     Err(Error::usage("sockets cannot use memory through DMA-BUF"))
 }
 
@@ -251,7 +313,13 @@ pub fn reg_mr_dmabuf(
 /// # Errors
 /// When there is no such connection, or the registration is not one of ours.
 pub fn dereg_mr(comm: usize, mr: usize) -> Result<()> {
-    process().comms.get(comm)?;
+    let process = process();
+    let owner = process.comms.get(comm)?;
+    #[cfg(feature = "rdma")]
+    if owner.adapters()?.is_some() {
+        return process.registered.remove(mr).map(drop);
+    }
+    drop(owner);
     Handle::decode(mr, Kind::Memory).map(drop)
 }
 
@@ -260,10 +328,21 @@ pub fn dereg_mr(comm: usize, mr: usize) -> Result<()> {
 /// # Errors
 /// When there is no such connection, or it has failed.
 pub fn isend(comm: usize, part: Part) -> Result<Option<usize>> {
-    let owner = process().comms.get(comm)?;
-    // SAFETY: NCCL leaves the buffer to the transport until `test` says done or the communicator is closed.
-    let ticket = unsafe { owner.sender()?.isend(part.data, part.size, part.tag) }?;
-    Ok(ticket.map(|ticket| request(comm, ticket)))
+    process().comms.with(comm, |owner| {
+        let ticket = match owner {
+            // SAFETY: NCCL leaves the buffer to the transport until `test` says done or the communicator is closed, and
+            // keeps the profiler's handle until then, or until it will not call again.
+            Comm::Send(conn) => unsafe { conn.isend(part.data, part.size, part.tag, part.profiler) }?,
+            #[cfg(feature = "rdma")]
+            Comm::RdmaSend(conn) => {
+                let memory = process().registration(part.mr)?;
+                // SAFETY: as above.
+                unsafe { conn.isend(part.data.addr() as u64, part.size as u64, part.tag, memory) }?
+            }
+            other => return Err(other.is_not("sending")),
+        };
+        Ok(ticket.map(|ticket| request(comm, ticket)))
+    })
 }
 
 /// Starts a group of receives (1 to [`MAX_PARTS`]); None for "not now".
@@ -271,14 +350,33 @@ pub fn isend(comm: usize, part: Part) -> Result<Option<usize>> {
 /// # Errors
 /// When there is no such connection, or it has failed.
 pub fn irecv(comm: usize, parts: &[Part]) -> Result<Option<usize>> {
-    let owner = process().comms.get(comm)?;
     let mut posted = [(std::ptr::null_mut(), 0, 0); MAX_PARTS];
-    for (to, part) in posted.iter_mut().zip(parts) {
+    let mut profilers = [std::ptr::null_mut(); MAX_PARTS];
+    for ((to, profiler), part) in posted.iter_mut().zip(&mut profilers).zip(parts) {
         *to = (part.data, part.size, part.tag);
+        *profiler = part.profiler;
     }
-    // SAFETY: NCCL leaves the buffers to the transport until `test` says done or the communicator is closed.
-    let ticket = unsafe { owner.receiver()?.irecv(&posted[..parts.len().min(MAX_PARTS)]) }?;
-    Ok(ticket.map(|ticket| request(comm, ticket)))
+    let count = parts.len().min(MAX_PARTS);
+    process().comms.with(comm, |owner| {
+        let ticket = match owner {
+            // SAFETY: NCCL leaves the buffers to the transport until `test` says done or the communicator is closed, and
+            // keeps the profiler's handles until then, or until it will not call again.
+            Comm::Recv(conn) => unsafe { conn.irecv(&posted[..count], &profilers[..count]) }?,
+            #[cfg(feature = "rdma")]
+            Comm::RdmaRecv(conn) => {
+                let mut posted = [const { None }; MAX_PARTS];
+                for (to, part) in posted.iter_mut().zip(parts) {
+                    let memory = process().registration(part.mr)?;
+                    let (address, size) = (part.data.addr() as u64, part.size as u64);
+                    *to = Some(Posted { address, size, tag: part.tag, memory });
+                }
+                // SAFETY: as above.
+                unsafe { conn.irecv(&mut posted[..count]) }?
+            }
+            other => return Err(other.is_not("receiving")),
+        };
+        Ok(ticket.map(|ticket| request(comm, ticket)))
+    })
 }
 
 /// Makes received data visible to the GPU; None when there is nothing to wait for. The parts' tags are 0, and a
@@ -286,10 +384,22 @@ pub fn irecv(comm: usize, parts: &[Part]) -> Result<Option<usize>> {
 ///
 /// # Errors
 /// When there is no such connection.
-pub fn iflush(comm: usize, _parts: &[Part]) -> Result<Option<usize>> {
-    // Sockets fill host memory by the processor, which the GPU sees as it is.
-    process().comms.get(comm)?.receiver()?;
-    Ok(None)
+pub fn iflush(comm: usize, parts: &[Part]) -> Result<Option<usize>> {
+    #[cfg(not(feature = "rdma"))]
+    let _ = parts;
+    process().comms.with(comm, |owner| match owner {
+        // Sockets fill host memory by the processor, which the GPU sees as it is.
+        Comm::Recv(_) => Ok(None),
+        #[cfg(feature = "rdma")]
+        Comm::RdmaRecv(conn) => {
+            // The last part that has data: what came before it came the same way.
+            let Some(last) = parts.iter().rfind(|part| part.size > 0) else { return Ok(None) };
+            let memory = process().registration(last.mr)?;
+            let ticket = conn.iflush(last.data.addr() as u64, memory)?;
+            Ok(ticket.map(|ticket| request(comm, ticket)))
+        }
+        other => Err(other.is_not("receiving")),
+    })
 }
 
 /// Asks whether a request has ended; None while it has not.
@@ -299,14 +409,18 @@ pub fn iflush(comm: usize, _parts: &[Part]) -> Result<Option<usize>> {
 pub fn test(request: usize) -> Result<Option<Outcome>> {
     let handle = Handle::decode(request, Kind::Request)?;
     let ticket = Ticket { slot: handle.slot, generation: handle.generation };
-    let comm = process().comms.occupant(handle.index).ok_or_else(|| {
-        Error::usage("the request's communicator is closed").with_hint("a request ends with its communicator")
-    })?;
-    match &*comm {
+    let ask = |comm: &Comm| match comm {
         Comm::Send(conn) => conn.test(ticket),
         Comm::Recv(conn) => conn.test(ticket),
-        Comm::Listen(_) => Err(Error::argument("the request is not one of ours")),
-    }
+        #[cfg(feature = "rdma")]
+        Comm::RdmaSend(conn) => conn.test(ticket),
+        #[cfg(feature = "rdma")]
+        Comm::RdmaRecv(conn) => conn.test(ticket),
+        _ => Err(Error::argument("the request is not one of ours")),
+    };
+    process().comms.with_occupant(handle.index, ask).unwrap_or_else(|| {
+        Err(Error::usage("the request's communicator is closed").with_hint("a request ends with its communicator"))
+    })
 }
 
 fn request(comm: usize, ticket: Ticket) -> usize {
@@ -320,9 +434,18 @@ fn request(comm: usize, ticket: Ticket) -> usize {
 /// When there is no such communicator.
 pub fn close_send(comm: usize) -> Result<()> {
     let process = process();
-    process.comms.get(comm)?.sender()?;
-    if let Comm::Send(conn) = &*process.comms.remove(comm)? {
-        conn.close();
+    let owner = process.comms.get(comm)?;
+    match &*owner {
+        Comm::Send(conn) => {
+            process.comms.remove(comm)?;
+            conn.close();
+        }
+        #[cfg(feature = "rdma")]
+        Comm::RdmaSend(conn) => {
+            process.comms.remove(comm)?;
+            conn.close();
+        }
+        other => return Err(other.is_not("sending")),
     }
     Ok(())
 }
@@ -333,9 +456,18 @@ pub fn close_send(comm: usize) -> Result<()> {
 /// When there is no such communicator.
 pub fn close_recv(comm: usize) -> Result<()> {
     let process = process();
-    process.comms.get(comm)?.receiver()?;
-    if let Comm::Recv(conn) = &*process.comms.remove(comm)? {
-        conn.close();
+    let owner = process.comms.get(comm)?;
+    match &*owner {
+        Comm::Recv(conn) => {
+            process.comms.remove(comm)?;
+            conn.close();
+        }
+        #[cfg(feature = "rdma")]
+        Comm::RdmaRecv(conn) => {
+            process.comms.remove(comm)?;
+            conn.close();
+        }
+        other => return Err(other.is_not("receiving")),
     }
     Ok(())
 }
@@ -346,9 +478,19 @@ pub fn close_recv(comm: usize) -> Result<()> {
 /// When there is no such listener.
 pub fn close_listen(listen: usize) -> Result<()> {
     let process = process();
-    process.comms.get(listen)?.listener()?;
-    if let Comm::Listen(listen) = &*process.comms.remove(listen)? {
-        listen.net.acceptor.close(&listen.listener);
+    let owner = process.comms.get(listen)?;
+    match &*owner {
+        Comm::Listen(listening) => {
+            process.comms.remove(listen)?;
+            listening.net.acceptor.close(&listening.listener);
+        }
+        #[cfg(feature = "rdma")]
+        Comm::RdmaListen(net, listening) => {
+            process.comms.remove(listen)?;
+            net.acceptor.close(&listening.door);
+            listening.listener.close();
+        }
+        other => return Err(other.is_not("listening")),
     }
     Ok(())
 }

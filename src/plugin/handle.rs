@@ -7,7 +7,8 @@
 //! | 0–7 | magic and version |
 //! | 8–23 | secret, 128 bits |
 //! | 24–47 | address of the listening socket |
-//! | 48–55 | zero |
+//! | 48 | the backend: 0 TCP, 1 RDMA |
+//! | 49–55 | zero |
 //! | 56–63 | the connecting side's: key of a connection attempt under way, else zero |
 //!
 //! NCCL hands the same bytes to `connect` until it succeeds, but may copy them between calls, so the attempt is found
@@ -27,6 +28,8 @@ pub struct ConnectionHandle {
     pub secret: Secret,
     /// Where the listener's socket is.
     pub address: SocketAddr,
+    /// Whether the listener's connections are over RDMA.
+    pub is_rdma: bool,
     /// The connecting side's attempt, or 0.
     pub key: u64,
 }
@@ -38,6 +41,7 @@ impl ConnectionHandle {
         out[..8].copy_from_slice(&MAGIC);
         out[8..24].copy_from_slice(&self.secret.bytes());
         put_address(&mut out[24..48], self.address);
+        out[48] = u8::from(self.is_rdma);
         out[56..].copy_from_slice(&self.key.to_le_bytes());
         out
     }
@@ -60,6 +64,7 @@ impl ConnectionHandle {
         Ok(Self {
             secret: Secret::from_bytes(bytes[8..24].try_into().expect("sixteen bytes")),
             address,
+            is_rdma: bytes[48] != 0,
             key: u64::from_le_bytes(bytes[56..].try_into().expect("eight bytes")),
         })
     }
@@ -77,8 +82,12 @@ mod tests {
     #[test]
     fn a_handle_survives_and_leaves_the_connecting_sides_bytes_zero() {
         for address in ["10.1.2.3:45", "[fe80::1%7]:45"] {
-            let handle =
-                ConnectionHandle { secret: Secret::random().unwrap(), address: address.parse().unwrap(), key: 0 };
+            let handle = ConnectionHandle {
+                secret: Secret::random().unwrap(),
+                address: address.parse().unwrap(),
+                is_rdma: false,
+                key: 0,
+            };
             let bytes = handle.encode();
             assert!(bytes[48..].iter().all(|byte| *byte == 0));
             let read = ConnectionHandle::decode(&bytes).unwrap();

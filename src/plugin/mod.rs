@@ -7,4 +7,8 @@ pub mod context;
 pub mod devices;
 pub mod facade;
 pub mod handle;
+pub mod listener;
 pub mod process;
+#[cfg(feature = "rdma")]
+pub mod rdma;
+pub mod tuning;

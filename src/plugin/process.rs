@@ -3,19 +3,27 @@
 //! A forked child gets a fresh one. Its parent's threads do not exist there, its parent's descriptors are closed by
 //! the fork handler, and its parent's handles name nothing.
 
+use std::path::Path;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::comm::Comm;
 use super::context::Context;
-use super::devices::{self, Table as Devices};
+use super::devices::{self, Binding, Plan, Table as Devices};
 use super::facade::InitArgs;
+use super::listener;
 use crate::engine::handle::{Handle, Kind};
 use crate::engine::table::Table;
 use crate::os::config::{Backend, Config};
 use crate::os::error::{Error, Result};
 use crate::os::{fork, log};
+#[cfg(feature = "rdma")]
+use crate::rdma::{
+    adapter::{Adapters, Registration},
+    backend::Rdma,
+};
 use crate::tcp::net::Net;
+use crate::tcp::seal::key::SharedKey;
 
 /// Everything that lives as long as the process.
 pub struct Process {
@@ -27,6 +35,12 @@ pub struct Process {
     /// Contexts.
     pub contexts: Table<Context>,
     net: OnceLock<Arc<Net>>,
+    /// The RDMA backend; none inside when the process runs over TCP.
+    #[cfg(feature = "rdma")]
+    rdma: OnceLock<Option<Rdma>>,
+    /// Memory registered with RDMA devices.
+    #[cfg(feature = "rdma")]
+    pub registered: Table<Registration>,
     default_context: AtomicUsize,
     registrations: AtomicU32,
     initialising: Mutex<()>,
@@ -48,6 +62,14 @@ pub fn process() -> &'static Process {
     {
         return process;
     }
+    make(current, now)
+}
+
+/// Out of line: the tables are built on the stack first, and a frame of their size would be touched page by page in
+/// every call of [`process`].
+#[cold]
+#[inline(never)]
+fn make(current: *mut Process, now: u32) -> &'static Process {
     let fresh = Box::into_raw(Box::new(Process::new(now)));
     match PROCESS.0.compare_exchange(current, fresh, Ordering::AcqRel, Ordering::Acquire) {
         // SAFETY: it was just made and now belongs to the static, which never frees it.
@@ -61,6 +83,10 @@ pub fn process() -> &'static Process {
     }
 }
 
+fn on_or_off(on: bool) -> &'static str {
+    if on { "on" } else { "off" }
+}
+
 impl Process {
     fn new(generation: u32) -> Self {
         Self {
@@ -69,6 +95,10 @@ impl Process {
             comms: Table::new(Kind::Comm),
             contexts: Table::new(Kind::Context),
             net: OnceLock::new(),
+            #[cfg(feature = "rdma")]
+            rdma: OnceLock::new(),
+            #[cfg(feature = "rdma")]
+            registered: Table::new(Kind::Memory),
             default_context: AtomicUsize::new(0),
             registrations: AtomicU32::new(1),
             initialising: Mutex::new(()),
@@ -84,50 +114,119 @@ impl Process {
         let _one_at_a_time = process.initialising.lock().unwrap_or_else(PoisonError::into_inner);
         let (config, complaints) = Config::from_env();
         log::set_logger(args.logger, config.log);
-        if config.backend == Backend::Rdma {
-            return Err(Error::usage(
-                "TOWLINE_BACKEND=rdma asks for the RDMA backend, which this release does not have yet",
-            )
-            .with_hint("unset TOWLINE_BACKEND to run over TCP"));
-        }
         let first = process.net.get().is_none();
         if first {
             for complaint in &complaints {
                 tracing::warn!(target: log::ENV, "{complaint}");
             }
         }
+        // A job that is to be encrypted never starts without its key.
+        let key = match &config.key_file {
+            Some(path) if first => Some(SharedKey::load(Path::new(path))?),
+            _ => None,
+        };
         // From v11 on every communicator calls this, and the numbers of virtual devices must stay while one lives.
         if args.api < 11 || process.contexts.is_empty() {
             let found = devices::discover(&config)?;
+            let ports = process.rdma_plans(&config, &found.plans)?;
             if first {
                 tracing::info!(
-                    "{} {}, interface v{}, TCP backend",
+                    "{} {}, interface v{}, {} backend",
                     env!("CARGO_PKG_NAME"),
                     env!("CARGO_PKG_VERSION"),
-                    args.api
+                    args.api,
+                    if ports.is_some() { "RDMA" } else { "TCP" }
                 );
-                tracing::info!(target: log::NET, "{found}");
+                tracing::info!(target: log::NET, "{}{found}", if ports.is_some() { "connecting by sockets: " } else { "" });
                 for warning in &found.warnings {
                     tracing::warn!(target: log::NET, "{warning}");
                 }
             }
-            process.devices.load(found.plans);
+            process.devices.load(ports.unwrap_or(found.plans));
         }
-        let net = process.net.get_or_init(|| Net::new(config));
+        let net = process.net.get_or_init(|| Net::new(config, key));
         if first {
             tracing::info!(
                 target: log::NET,
-                "up to {} streams per connection, {} worker threads when needed, recovery {}",
+                "up to {} streams per connection, {} worker threads when needed, recovery {}, checksums {}, encryption {}",
                 net.streams_per_connection(1),
                 net.poller.limit(),
-                if net.config.recovery { "on" } else { "off" },
+                on_or_off(net.config.recovery),
+                on_or_off(net.config.checksum),
+                on_or_off(net.key.is_some()),
             );
         }
-        let context = Arc::new(Context::new(args.comm_id.unwrap_or(0), args.traffic_class));
+        let listener = listener::new(args.profiler, args.api, net.config.net_events);
+        let context = Arc::new(Context::new(args.comm_id.unwrap_or(0), args.traffic_class, listener));
         if args.api < 11 {
             return process.default_context_for(context);
         }
         Ok(process.contexts.insert(context)?.encode())
+    }
+
+    /// The devices over RDMA, when the configuration and the host have it so. The ports are found once.
+    #[cfg(feature = "rdma")]
+    fn rdma_plans(&self, config: &Config, interfaces: &[Plan]) -> Result<Option<Vec<Plan>>> {
+        if self.rdma.get().is_none() {
+            let found = find_rdma(config)?;
+            let _ = self.rdma.set(found);
+        }
+        let rails = interfaces.first().map(|plan| plan.rails.clone()).unwrap_or_default();
+        Ok(self.rdma.get().and_then(Option::as_ref).map(|rdma| super::rdma::plans(rdma, &rails)))
+    }
+
+    /// Without the RDMA backend there are no such devices.
+    #[cfg(not(feature = "rdma"))]
+    #[allow(clippy::unused_self, reason = "the other build's needs it")]
+    fn rdma_plans(&self, config: &Config, _interfaces: &[Plan]) -> Result<Option<Vec<Plan>>> {
+        if config.backend == Backend::Rdma {
+            return Err(Error::usage("TOWLINE_BACKEND=rdma asks for the RDMA backend, which this build does not have")
+                .with_hint("build with the feature `rdma`, or unset TOWLINE_BACKEND to run over TCP"));
+        }
+        Ok(None)
+    }
+
+    /// The RDMA backend and the adapters of a device; none for a device of the TCP backend.
+    #[cfg(feature = "rdma")]
+    pub fn rdma_group(&self, binding: &Binding) -> Option<(&Rdma, Adapters)> {
+        if binding.ports.is_empty() {
+            return None;
+        }
+        let rdma = self.rdma.get()?.as_ref()?;
+        Some((rdma, rdma.group(&binding.ports)))
+    }
+
+    /// Without the RDMA backend every device is the TCP backend's.
+    #[cfg(not(feature = "rdma"))]
+    #[allow(clippy::unused_self, reason = "the other build's needs it")]
+    pub fn rdma_group(&self, _binding: &Binding) -> Option<()> {
+        None
+    }
+
+    /// Registers memory with RDMA devices; `dmabuf` is its descriptor and offset.
+    ///
+    /// # Errors
+    /// When the devices cannot reach it.
+    #[cfg(feature = "rdma")]
+    pub fn register(
+        &self,
+        adapters: &Adapters,
+        address: usize,
+        bytes: usize,
+        kind: i32,
+        dmabuf: Option<(i32, u64)>,
+    ) -> Result<usize> {
+        let made = super::rdma::register(adapters, address, bytes, kind, dmabuf)?;
+        Ok(self.registered.insert(Arc::new(made))?.encode())
+    }
+
+    /// The registration that a value from NCCL names; none when the host gave none.
+    ///
+    /// # Errors
+    /// When it ended before, or is not one of ours.
+    #[cfg(feature = "rdma")]
+    pub fn registration(&self, mr: usize) -> Result<Option<Arc<Registration>>> {
+        if mr == 0 { Ok(None) } else { self.registered.get(mr).map(Some) }
     }
 
     /// Before v11 there is one context for the process: `init` has no way to name another.
@@ -169,9 +268,60 @@ impl Process {
         self.net.get().ok_or_else(|| Error::usage("the plugin was not initialised in this process"))
     }
 
+    #[cfg(feature = "rdma")]
+    fn runs_rdma(&self) -> bool {
+        self.rdma.get().is_some_and(Option::is_some)
+    }
+
+    #[cfg(not(feature = "rdma"))]
+    #[allow(clippy::unused_self, reason = "the other build needs it")]
+    fn runs_rdma(&self) -> bool {
+        false
+    }
+
+    /// Whether NCCL's choices for collectives are to be corrected: Towline carries the traffic, and nobody objects.
+    pub fn tunes(&self) -> bool {
+        !self.contexts.is_empty() && !self.runs_rdma() && self.net.get().is_some_and(|net| net.config.tune)
+    }
+
     /// A value for a memory registration, which sockets do not need.
     pub fn next_registration(&self) -> usize {
         let generation = self.registrations.fetch_add(1, Ordering::Relaxed);
         Handle { kind: Kind::Memory, index: 0, slot: 0, generation }.encode()
+    }
+}
+
+/// The RDMA backend, if the configuration wants it: with `auto`, a host without it runs over TCP and says so once.
+#[cfg(feature = "rdma")]
+fn find_rdma(config: &Config) -> Result<Option<Rdma>> {
+    match config.backend {
+        Backend::Tcp => return Ok(None),
+        Backend::Auto if config.ib_disable => return Ok(None),
+        // RDMA does not encrypt: who asks for encryption gets it.
+        Backend::Auto if config.key_file.is_some() => {
+            tracing::info!(target: log::NET, "running over TCP: TOWLINE_KEY_FILE asks for encryption, which RDMA does not have");
+            return Ok(None);
+        }
+        Backend::Rdma if config.key_file.is_some() => {
+            return Err(Error::usage("TOWLINE_KEY_FILE asks for encryption, which the RDMA backend does not have")
+                .with_hint("unset TOWLINE_BACKEND to encrypt over TCP, or TOWLINE_KEY_FILE to go without"));
+        }
+        Backend::Auto | Backend::Rdma => {}
+    }
+    match Rdma::find(config) {
+        Ok((rdma, warnings)) => {
+            tracing::info!(target: log::NET, "{}", rdma.summary);
+            for warning in warnings {
+                tracing::warn!(target: log::NET, "{warning}");
+            }
+            Ok(Some(rdma))
+        }
+        Err(error) if config.backend == Backend::Auto => {
+            tracing::info!(target: log::NET, "running over TCP: {error}");
+            Ok(None)
+        }
+        Err(error) => Err(error.with_hint(
+            "TOWLINE_BACKEND=rdma asks for RDMA; `towline doctor` lists its devices; unset TOWLINE_BACKEND to run over TCP without it",
+        )),
     }
 }

@@ -106,6 +106,13 @@ pub struct Port {
     pub plane: i16,
 }
 
+impl Port {
+    /// The device's name, with the port's number unless it is the first.
+    pub fn name(&self) -> String {
+        if self.number == 1 { self.device.clone() } else { format!("{}:{}", self.device, self.number) }
+    }
+}
+
 /// A port that may be used, with its device.
 #[derive(Debug, Clone)]
 pub struct OpenPort {

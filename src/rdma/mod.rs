@@ -13,15 +13,50 @@
 //! | [`gid`] | which GID of a port stands for it on the network |
 //! | [`mr_cache`] | registrations shared by page range |
 //!
+//! Then what moves data. The first three do no I/O:
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`mod@line`] | clear-to-send lines, and what an immediate says |
+//! | [`matching`] | which send answers which line |
+//! | [`stripe`] | how a message is shared out over queue pairs and devices |
+//! | [`adapter`] | a port as the process uses it, and registrations of NCCL's memory |
+//! | [`fabric`] | the queue pairs and completion queues of a connection |
+//! | [`base`] | what both directions have in common, and the control channel |
+//! | [`sender`], [`receiver`] | one connection each |
+//! | [`flush`] | making received bytes visible to the GPU |
+//! | [`trouble`] | what a failed work request means |
+//! | [`record`], [`greeting`] | getting connected |
+//! | [`events`] | asynchronous events of devices |
+//! | [`backend`] | all of it for the process |
+//!
+//! Connections come about by TCP's handshake ([`tcp::takeover`](crate::tcp::takeover)), and its socket stays as their
+//! control channel: that, and what goes with it (frames for "goodbye" and "failed", the keeper's attention), is all that
+//! this room takes from TCP's.
+//!
 //! Guarantee: nothing here is a load-time need of the library. On a machine without libibverbs or without devices,
 //! discovery says so in one sentence and finds none.
 //!
 //! This room must not know TCP's streams, nor NCCL's structs.
 
+pub mod adapter;
+pub mod backend;
+pub mod base;
 pub mod devices;
 pub mod dl;
+pub mod events;
+pub mod fabric;
+pub mod flush;
 pub mod gid;
+pub mod greeting;
 pub mod hca;
+pub mod line;
+pub mod matching;
 pub mod mr_cache;
+pub mod receiver;
+pub mod record;
+pub mod sender;
+pub mod stripe;
 pub mod sysfs;
+pub mod trouble;
 pub mod verbs;

@@ -5,8 +5,9 @@
 //! socket. The keeper answers handshakes from `listen` on, whether or not `accept` has been called: NCCL 2.8 to
 //! 2.11 connect on all sides before any of them accepts.
 //!
-//! Strangers cost little: an unproven connection holds a few hundred bytes, at most [`HALF_OPEN`] of them exist,
-//! the oldest makes room for the newest, and each has [`PATIENCE`] to prove itself.
+//! Strangers cost little: an unproven connection holds a few hundred bytes, there is a bounded [`Crowd`] of them, and
+//! each has [`PATIENCE`] to prove itself. Whoever has said something, or gone, by the time it is accepted is dealt with on
+//! the spot: a scanner is never even watched.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -15,13 +16,17 @@ use std::os::fd::AsRawFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use super::crowd::Crowd;
 use super::handshake::{
-    FEATURE_RECOVERY, GREETING, HELLO, Hello, PREAMBLE, Preamble, Secret, Transcript, Welcome, Wish, nonce,
+    FEATURE_BARE, GREETING, HELLO, Hello, PREAMBLE, Preamble, READY, Refusal, Secret, Transcript, Welcome, Wish, nonce,
 };
 use super::limits::MAX_STREAMS;
 use super::net::{Link, Net, Sock, new_socket, tune};
 use super::peer::Peer;
 use super::receiver::RecvConn;
+use super::seal::agreement::{Accepted, Keys, OFFER};
+use super::seal::{Seal, is_encrypted, other_key};
+use super::takeover::{Handed, Takeover};
 use super::wire::{self, Piece};
 use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::os::error::{Error, Result};
@@ -29,10 +34,10 @@ use crate::os::fd::Registered;
 use crate::os::interfaces::Rail;
 use crate::os::log::{Limiter, NET};
 
-/// Unproven connections at one time.
-pub const HALF_OPEN: usize = 512;
 /// How long one may take to prove itself.
 pub const PATIENCE: Duration = Duration::from_secs(10);
+/// Connections that are accepted before those that were get their turn again.
+const AT_ONCE: usize = 64;
 
 /// A listener that NCCL asked for.
 pub struct Listener {
@@ -42,35 +47,73 @@ pub struct Listener {
     pub rails: Arc<[Rail]>,
     /// The packets' class of traffic.
     pub traffic_class: Option<u8>,
-    accepted: Mutex<VecDeque<Arc<RecvConn>>>,
+    /// Who takes its connections over, if they are not to be TCP's.
+    takeover: Option<Arc<dyn Takeover>>,
+    accepted: Mutex<Arrivals>,
     arrived: Condvar,
 }
 
+/// What waits for `accept`.
+#[derive(Default)]
+struct Arrivals {
+    connections: VecDeque<Arc<RecvConn>>,
+    /// Why a peer that holds the secret could not be let in: it would be waited for in vain.
+    misfit: Option<Error>,
+}
+
+impl Arrivals {
+    fn next(&mut self) -> Result<Option<Arc<RecvConn>>> {
+        match self.connections.pop_front() {
+            None => self.misfit.take().map_or(Ok(None), Err),
+            conn => Ok(conn),
+        }
+    }
+}
+
 impl Listener {
-    fn queue(&self) -> MutexGuard<'_, VecDeque<Arc<RecvConn>>> {
+    fn arrivals(&self) -> MutexGuard<'_, Arrivals> {
         self.accepted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The next connection, if one has come.
-    pub fn accept(&self) -> Option<Arc<RecvConn>> {
-        self.queue().pop_front()
+    ///
+    /// # Errors
+    /// When the peer that holds the secret came, and its TOWLINE_KEY_FILE does not fit this side's.
+    pub fn accept(&self) -> Result<Option<Arc<RecvConn>>> {
+        self.arrivals().next()
     }
 
     /// Waits for the next connection until `deadline`.
-    pub fn accept_until(&self, deadline: Instant) -> Option<Arc<RecvConn>> {
-        let mut queue = self.queue();
+    ///
+    /// # Errors
+    /// As [`Listener::accept`].
+    pub fn accept_until(&self, deadline: Instant) -> Result<Option<Arc<RecvConn>>> {
+        let mut arrivals = self.arrivals();
         loop {
-            if let Some(conn) = queue.pop_front() {
-                return Some(conn);
+            if let Some(conn) = arrivals.next()? {
+                return Ok(Some(conn));
             }
-            let rest = deadline.checked_duration_since(Instant::now())?;
-            queue = self.arrived.wait_timeout(queue, rest).unwrap_or_else(PoisonError::into_inner).0;
+            let Some(rest) = deadline.checked_duration_since(Instant::now()) else { return Ok(None) };
+            arrivals = self.arrived.wait_timeout(arrivals, rest).unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    /// A connection has come.
+    fn add(&self, conn: Arc<RecvConn>) {
+        self.arrivals().connections.push_back(conn);
+        self.arrived.notify_all();
+    }
+
+    /// A peer that holds the secret cannot be let in.
+    fn turn_away(&self, why: Error) {
+        self.arrivals().misfit = Some(why);
+        self.arrived.notify_all();
     }
 
     /// Ends connections that nobody accepted.
     fn abandon(&self) {
-        for conn in self.queue().drain(..) {
+        let connections = std::mem::take(&mut self.arrivals().connections);
+        for conn in connections {
             conn.close();
         }
     }
@@ -86,7 +129,7 @@ pub struct Acceptor {
     net: Weak<Net>,
     ports: Mutex<HashMap<(IpAddr, u32), Port>>,
     listeners: Mutex<HashMap<u64, Arc<Listener>>>,
-    inbound: Mutex<VecDeque<Arc<Inbound>>>,
+    inbound: Mutex<Crowd<Inbound>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -100,7 +143,7 @@ impl Acceptor {
             net,
             ports: Mutex::new(HashMap::new()),
             listeners: Mutex::new(HashMap::new()),
-            inbound: Mutex::new(VecDeque::new()),
+            inbound: Mutex::new(Crowd::default()),
         }
     }
 
@@ -108,14 +151,20 @@ impl Acceptor {
     ///
     /// # Errors
     /// When no socket can be bound to the first rail (the interface has vanished, say).
-    pub fn listen(&self, rails: Arc<[Rail]>, traffic_class: Option<u8>) -> Result<(Arc<Listener>, SocketAddr)> {
+    pub fn listen(
+        &self,
+        rails: Arc<[Rail]>,
+        traffic_class: Option<u8>,
+        takeover: Option<Arc<dyn Takeover>>,
+    ) -> Result<(Arc<Listener>, SocketAddr)> {
         let first = rails.first().ok_or_else(|| Error::internal("a device without rails"))?;
         let address = self.port(first)?;
         let listener = Arc::new(Listener {
             secret: Secret::random()?,
             rails,
             traffic_class,
-            accepted: Mutex::new(VecDeque::new()),
+            takeover,
+            accepted: Mutex::new(Arrivals::default()),
             arrived: Condvar::new(),
         });
         lock(&self.listeners).insert(listener.secret.listener_id(), Arc::clone(&listener));
@@ -178,27 +227,38 @@ impl Acceptor {
                 stage: Stage::Preamble,
             }),
         });
+        let evicted = lock(&self.inbound).come(Arc::clone(&inbound));
+        if let Some(oldest) = evicted {
+            oldest.end();
+        }
+        let _ = inbound.poll();
+        if inbound.is_over() {
+            return;
+        }
         let registered =
             net.poller.keeper().and_then(|keeper| keeper.register(inbound.clone(), Some((fd, Interest::Data))));
         match registered {
             Ok(registration) => {
                 registration.kick();
                 lock(&inbound.state).registration = Some(registration);
-                let evicted = {
-                    let mut all = lock(&self.inbound);
-                    all.push_back(inbound);
-                    if all.len() > HALF_OPEN { all.pop_front() } else { None }
-                };
-                if let Some(oldest) = evicted {
-                    oldest.end();
-                }
             }
-            Err(error) => tracing::warn!(target: NET, "a connection from {from} was dropped: {error}"),
+            Err(error) => {
+                tracing::warn!(target: NET, "a connection from {from} was dropped: {error}");
+                inbound.end();
+                self.finished(&inbound);
+            }
+        }
+    }
+
+    fn greeted(&self, inbound: &Inbound) {
+        let evicted = lock(&self.inbound).greet(inbound);
+        if let Some(oldest) = evicted {
+            oldest.end();
         }
     }
 
     fn finished(&self, inbound: &Inbound) {
-        lock(&self.inbound).retain(|other| !std::ptr::eq(&raw const **other, inbound));
+        lock(&self.inbound).leave(inbound);
     }
 }
 
@@ -213,7 +273,7 @@ static STRANGERS: Limiter = Limiter::new();
 impl Source for PortSource {
     fn poll(&self) -> Progress {
         let Some(net) = self.net.upgrade() else { return Progress::default() };
-        for _ in 0..256 {
+        for _ in 0..AT_ONCE {
             let mut from = None;
             let accepted = Registered::open(|| {
                 let (socket, address) = self.sock.accept()?;
@@ -251,7 +311,16 @@ impl Source for PortSource {
 
 enum Stage {
     Preamble,
-    Hello { features: u32, transcript: Transcript },
+    Hello {
+        theirs: u32,
+        features: u32,
+        transcript: Transcript,
+    },
+    /// The welcome is on its way; the peer says when it has it.
+    Ready {
+        conn: Arc<RecvConn>,
+        seal: Seal,
+    },
     Over,
 }
 
@@ -278,13 +347,20 @@ impl Inbound {
         state.sock = None;
     }
 
+    fn is_over(&self) -> bool {
+        matches!(lock(&self.state).stage, Stage::Over)
+    }
+
     /// Moves the handshake on. `Ok(true)`: it is over.
     fn advance(&self, net: &Arc<Net>) -> Result<bool> {
         let mut state = lock(&self.state);
         loop {
             let wanted = match state.stage {
                 Stage::Preamble => PREAMBLE,
-                Stage::Hello { .. } => HELLO,
+                Stage::Hello { theirs, features, .. } => {
+                    HELLO + if is_encrypted(theirs, features).unwrap_or(false) { OFFER } else { 0 }
+                }
+                Stage::Ready { .. } => READY,
                 Stage::Over => return Ok(true),
             };
             if !fill(&mut state, wanted, self.from)? {
@@ -294,12 +370,12 @@ impl Inbound {
             match std::mem::replace(&mut state.stage, Stage::Over) {
                 Stage::Preamble => {
                     let theirs = Preamble::decode(&input)?;
-                    let features = if net.config.recovery { FEATURE_RECOVERY } else { 0 };
-                    let ours = theirs.choose(features);
+                    let ours = theirs.choose(net.features() | FEATURE_BARE);
                     let mut greeting = [0; GREETING];
                     greeting[..PREAMBLE].copy_from_slice(&ours.encode());
                     greeting[PREAMBLE..].copy_from_slice(&nonce()?);
                     say(&state, &greeting)?;
+                    net.acceptor.greeted(self);
                     if ours.low == 0 {
                         return Err(Error::remote(format!(
                             "a peer speaks protocol versions {} to {}, this library {} to {}",
@@ -313,22 +389,67 @@ impl Inbound {
                     let mut transcript = Transcript::new();
                     transcript.add(&input);
                     transcript.add(&greeting);
-                    state.stage = Stage::Hello { features: ours.features, transcript };
+                    state.stage = Stage::Hello { theirs: theirs.features, features: ours.features, transcript };
                 }
-                Stage::Hello { features, mut transcript } => {
-                    let bytes: &[u8; HELLO] = input[..].try_into().expect("exactly a hello was read");
+                Stage::Hello { theirs, features, mut transcript } => {
+                    let (bytes, offer) = input.split_at(HELLO);
+                    let bytes: &[u8; HELLO] = bytes.try_into().expect("a hello was read");
                     let hello = Hello::decode(bytes)?;
-                    let secret = net.acceptor.find_secret(net, hello.wish).ok_or_else(|| {
-                        Error::remote("a handshake asked for a listener or connection that does not exist (any more)")
-                            .with_hint("a rank of an earlier run may still be trying")
-                    })?;
+                    let Some(secret) = net.acceptor.find_secret(net, hello.wish) else {
+                        if matches!(hello.wish, Wish::Join { .. }) {
+                            // Usual where one side closed while the other's stream was away.
+                            tracing::debug!(target: NET, "a stream from {} belongs to no connection any more", self.from);
+                            state.registration = None;
+                            state.sock = None;
+                            return Ok(true);
+                        }
+                        return Err(Error::remote("a handshake asked for a listener that does not exist (any more)")
+                            .with_hint("a rank of an earlier run may still be trying"));
+                    };
                     if !Hello::verify(bytes, &secret, &mut transcript) {
                         return Err(Error::remote("a peer could not prove that it holds the handle's secret"));
                     }
+                    let agreed = self.agree(net, theirs, features, offer, &transcript);
+                    transcript.add(offer);
+                    let accepted = match agreed {
+                        Ok(accepted) => accepted,
+                        Err(error) => {
+                            if !offer.is_empty() {
+                                say(&state, &Refusal::seal(&secret, &transcript))?;
+                            }
+                            let error = error.with_peer(Peer { label: hello.label, address: self.from });
+                            if let Wish::Connect { listener } = hello.wish
+                                && let Some(listener) = lock(&net.acceptor.listeners).get(&listener)
+                            {
+                                listener.turn_away(error.clone());
+                            }
+                            return Err(error);
+                        }
+                    };
+                    let registration = state.registration.take();
+                    let sock = state.sock.take().expect("the handshake has its socket");
+                    drop(state);
+                    let is_new = features & FEATURE_BARE == 0 && matches!(hello.wish, Wish::Connect { .. });
+                    let settled = Settled { secret, features, transcript, accepted };
+                    if !is_new {
+                        drop(registration);
+                        self.admit(net, sock, &hello, settled)?;
+                        return Ok(true);
+                    }
+                    let ready = self.welcome(net, &sock, &hello, settled)?;
+                    state = lock(&self.state);
+                    (state.sock, state.registration, state.stage) = (Some(sock), registration, ready);
+                }
+                Stage::Ready { conn, seal } => {
                     state.registration = None;
                     let sock = state.sock.take().expect("the handshake has its socket");
                     drop(state);
-                    self.admit(net, sock, &hello, &secret, features, &mut transcript)?;
+                    // Unless the peer has lost this socket meanwhile and come back over another.
+                    if let Some(listener) = conn.leave_waiting() {
+                        conn.add_stream(0, 0, sock, seal)?;
+                        tracing::debug!(target: NET, "connected from {}", conn.peer());
+                        listener.add(conn);
+                    }
                     return Ok(true);
                 }
                 Stage::Over => return Ok(true),
@@ -336,61 +457,122 @@ impl Inbound {
         }
     }
 
-    /// The peer has proved itself: gives it what it asked for.
-    fn admit(
+    /// What the two sides' key files say about this connection.
+    ///
+    /// # Errors
+    /// When only one side has one, or they differ.
+    fn agree(
         &self,
-        net: &Arc<Net>,
-        sock: Sock,
-        hello: &Hello,
-        secret: &Secret,
+        net: &Net,
+        theirs: u32,
         features: u32,
-        transcript: &mut Transcript,
-    ) -> Result<()> {
+        offer: &[u8],
+        transcript: &Transcript,
+    ) -> Result<Option<Accepted>> {
+        if !is_encrypted(theirs, features)? {
+            return Ok(None);
+        }
+        let key = net.key.as_ref().ok_or_else(|| Error::internal("encryption without a key"))?;
+        Accepted::new(key, transcript.bytes(), offer)?.ok_or_else(other_key).map(Some)
+    }
+
+    /// The peer has proved itself: gives it what it asked for.
+    fn admit(&self, net: &Arc<Net>, sock: Sock, hello: &Hello, mut settled: Settled) -> Result<()> {
         match hello.wish {
-            Wish::Connect { listener } => {
-                let listener = lock(&net.acceptor.listeners).get(&listener).cloned();
-                let listener = listener.ok_or_else(|| Error::remote("the listener was closed during the handshake"))?;
-                let key = secret.connection_key(transcript.bytes());
-                let connection = u64::from_le_bytes(nonce()?[..8].try_into().expect("eight bytes"));
-                let mut addresses = Vec::new();
-                for rail in listener.rails.iter().take(MAX_STREAMS) {
-                    match net.acceptor.port(rail) {
-                        Ok(address) => addresses.push(address),
-                        Err(error) => tracing::warn!(target: NET, "rail {} is left out: {error}", rail.name),
-                    }
-                }
-                let link = Link {
-                    connection,
-                    key,
-                    features,
-                    remote: Vec::new(),
-                    local: Arc::clone(&listener.rails),
-                    traffic_class: listener.traffic_class,
-                };
-                tune(&sock, &net.config, link.traffic_class);
+            Wish::Connect { .. } => {
+                let (listener, link, welcome) = self.settle(net, hello, &settled)?;
+                tune(&sock, &net.config, link.traffic_class, false);
+                settled.welcome(&sock, &welcome)?;
+                let Some(takeover) = &listener.takeover else { return Ok(()) };
                 let peer = Peer { label: hello.label.clone(), address: self.from };
-                let conn = RecvConn::new(Arc::clone(net), link, peer);
-                let welcome = Welcome { connection, received: 0, label: net.label.clone(), rails: addresses };
-                send_all(&sock, &welcome.seal(secret, transcript))?;
-                net.remember(&conn);
-                conn.add_stream(0, 0, sock)?;
-                tracing::debug!(target: NET, "connected from {}", conn.peer());
-                listener.queue().push_back(conn);
-                listener.arrived.notify_all();
+                takeover.take_over(Handed { link, peer, sock });
             }
             Wish::Join { connection, stream, epoch } => {
                 let conn = net.connection(connection).ok_or_else(|| Error::remote("the connection is closed"))?;
                 let index = usize::from(stream);
+                // One life ends before the other begins, and it may have been the last.
+                let _open = conn.hold_open();
                 let received = conn.prepare_join(index, epoch).ok_or_else(|| {
                     Error::remote(format!("stream {stream} in epoch {epoch} is not one that may join now"))
                 })?;
-                tune(&sock, &net.config, conn.link().traffic_class);
+                tune(&sock, &net.config, conn.link().traffic_class, false);
                 let welcome = Welcome { connection, received, label: net.label.clone(), rails: Vec::new() };
-                send_all(&sock, &welcome.seal(secret, transcript))?;
-                conn.add_stream(index, epoch, sock)?;
+                let keys = settled.welcome(&sock, &welcome)?;
+                conn.add_stream(index, epoch, sock, Seal::of(conn.link().features, keys)?)?;
+                // The first stream broke before the peer had said that it has the welcome.
+                if let Some(listener) = conn.leave_waiting() {
+                    listener.add(Arc::clone(&conn));
+                }
             }
         }
         Ok(())
+    }
+
+    /// Makes a connection and welcomes the peer. `accept` gets it when the peer has the welcome, or connects a stream of it:
+    /// if a path dies at this moment, the peer may try again from the beginning, and then this one is nobody's.
+    fn welcome(&self, net: &Arc<Net>, sock: &Sock, hello: &Hello, mut settled: Settled) -> Result<Stage> {
+        let (listener, link, welcome) = self.settle(net, hello, &settled)?;
+        tune(sock, &net.config, link.traffic_class, false);
+        let conn = RecvConn::new(Arc::clone(net), link, Peer { label: hello.label.clone(), address: self.from });
+        conn.wait_for_word(listener);
+        net.remember(&conn);
+        let keys = settled.welcome(sock, &welcome)?;
+        let seal = Seal::of(conn.link().features, keys)?;
+        Ok(Stage::Ready { conn, seal })
+    }
+
+    /// What a new connection is like.
+    fn settle(&self, net: &Net, hello: &Hello, settled: &Settled) -> Result<(Arc<Listener>, Link, Welcome)> {
+        let Wish::Connect { listener } = hello.wish else {
+            unreachable!("only a wish for a new connection comes here")
+        };
+        let listener = lock(&net.acceptor.listeners).get(&listener).cloned();
+        let listener = listener.ok_or_else(|| Error::remote("the listener was closed during the handshake"))?;
+        // The handle has told the peer which it is, so this is a peer that ignores its handle.
+        if (settled.features & FEATURE_BARE != 0) != listener.takeover.is_some() {
+            return Err(Error::remote("a peer asked for the other backend than its handle says"));
+        }
+        let key = settled.secret.connection_key(settled.transcript.bytes());
+        let connection = u64::from_le_bytes(nonce()?[..8].try_into().expect("eight bytes"));
+        let mut rails = Vec::new();
+        for rail in listener.rails.iter().take(MAX_STREAMS) {
+            match net.acceptor.port(rail) {
+                Ok(address) => rails.push(address),
+                Err(error) => tracing::warn!(target: NET, "rail {} is left out: {error}", rail.name),
+            }
+        }
+        let link = Link {
+            connection,
+            key,
+            features: settled.features,
+            remote: Vec::new(),
+            local: Arc::clone(&listener.rails),
+            traffic_class: listener.traffic_class,
+        };
+        let welcome = Welcome { connection, received: 0, label: net.label.clone(), rails };
+        Ok((listener, link, welcome))
+    }
+}
+
+/// What a handshake has come to when only the welcome is missing.
+struct Settled {
+    secret: Secret,
+    features: u32,
+    transcript: Transcript,
+    accepted: Option<Accepted>,
+}
+
+impl Settled {
+    /// Says welcome; the keys, when the stream is encrypted.
+    fn welcome(&mut self, sock: &Sock, welcome: &Welcome) -> Result<Option<Keys>> {
+        let bytes = welcome.seal(&self.secret, &mut self.transcript);
+        let Some(accepted) = self.accepted.take() else {
+            send_all(sock, &bytes)?;
+            return Ok(None);
+        };
+        let (answer, keys) = accepted.answer(&bytes)?;
+        send_all(sock, &answer)?;
+        Ok(Some(keys))
     }
 }
 
@@ -424,7 +606,7 @@ fn fill(state: &mut InboundState, wanted: usize, from: SocketAddr) -> Result<boo
     let Some(sock) = &state.sock else { return Ok(false) };
     let fd = sock.as_raw_fd();
     while state.input.len() < wanted {
-        let mut bytes = [0_u8; HELLO];
+        let mut bytes = [0_u8; HELLO + OFFER];
         let room = &mut bytes[..wanted - state.input.len()];
         // SAFETY: the buffer is ours.
         match unsafe { wire::receive(fd, [Piece::of_mut(&mut []), Piece::of_mut(room)]) } {

@@ -11,12 +11,15 @@ use std::time::{Duration, Instant};
 
 use super::acceptor::send_all;
 use super::handshake::{
-    FEATURE_RECOVERY, GREETING, Hello, PREAMBLE, Preamble, Secret, Transcript, VERSION_MAX, VERSION_MIN, WELCOME,
+    FEATURE_BARE, GREETING, Hello, PREAMBLE, Preamble, Refusal, Secret, Transcript, VERSION_MAX, VERSION_MIN, WELCOME,
     Welcome, Wish, nonce,
 };
 use super::net::{Link, Net, Sock, new_socket, tune};
 use super::peer::Peer;
+use super::seal::agreement::{ANSWER, Offered};
+use super::seal::{Seal, is_encrypted, other_key};
 use super::sender::SendConn;
+use super::takeover::{Handed, Takeover};
 use super::wire::{self, Piece};
 use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::os::error::{Error, Result};
@@ -24,7 +27,31 @@ use crate::os::interfaces::Rail;
 use crate::os::log::NET;
 
 /// How long one try may take, from the first packet to the welcome, when there will be another.
-const TRY: Duration = Duration::from_secs(3);
+const TRY: Duration = Duration::from_secs(2);
+
+/// How long a try may take. With nothing connected and several ways to go, the peer is missing us already: each way gets a
+/// moment, and twice as long in the next round.
+fn try_of(conn: &SendConn, tries: u32) -> Duration {
+    if conn.is_connected() || conn.pairs() == 1 {
+        return TRY;
+    }
+    let round = (tries as usize / conn.pairs()).min(4) as u32;
+    (QUICK_TRY * (1 << round)).min(TRY)
+}
+
+/// Connecting takes well below a millisecond in a data centre, and a few of these fit into what the receiving side waits.
+const QUICK_TRY: Duration = Duration::from_millis(150);
+
+/// How often a stream's own rails are tried after [`MANY`] tries.
+const SELDOM: Duration = Duration::from_secs(1);
+/// About half a minute.
+const MANY: u32 = 100;
+
+/// When a stream that had to go over other rails begins to try its own.
+const HOMECOMING: Duration = Duration::from_secs(1);
+
+/// A repair ends with its connection.
+const NO_DEADLINE: Duration = Duration::from_secs(1 << 31);
 
 /// A peer that refuses on every rail for this long has died: its listeners outlive every connection.
 const REFUSED: Duration = Duration::from_secs(1);
@@ -39,19 +66,46 @@ pub struct Target {
     pub rails: Arc<[Rail]>,
     /// The packets' class of traffic.
     pub traffic_class: Option<u8>,
+    /// Who takes the connection over, if it is not to be TCP's.
+    pub takeover: Option<Arc<dyn Takeover>>,
 }
 
 enum Purpose {
     Connect(Target),
-    Join { conn: Weak<SendConn>, index: usize },
+    /// A further stream, or one that shall be back. `repair`: until it is, or the connection ends.
+    Join {
+        conn: Weak<SendConn>,
+        index: usize,
+        repair: bool,
+    },
 }
 
 enum Stage {
     Waiting(Instant),
     Connecting,
     Greeting { said: [u8; PREAMBLE] },
-    Welcome { transcript: Transcript, features: u32 },
+    Welcome(Box<Said>),
     Over,
+}
+
+/// What was said so far.
+struct Said {
+    transcript: Transcript,
+    secret: Secret,
+    features: u32,
+    offered: Option<Offered>,
+}
+
+impl Said {
+    /// Bytes that the listening side says next.
+    fn awaited(&self) -> usize {
+        WELCOME + if self.offered.is_some() { ANSWER } else { 0 }
+    }
+
+    /// Whether the other side said that its key is another one.
+    fn is_refused(&self, input: &[u8]) -> bool {
+        self.offered.is_some() && Refusal::verify(input, &self.secret, &self.transcript)
+    }
 }
 
 struct State {
@@ -64,9 +118,20 @@ struct State {
     try_until: Instant,
     refused_since: Option<Instant>,
     epoch: u16,
+    /// Whether the try under way goes over other rails than the stream's own.
+    abroad: bool,
     /// Why the last try failed: more telling than that the deadline cut off the next one.
     last_failure: Option<Error>,
-    result: Option<Result<Arc<SendConn>>>,
+    result: Option<Result<Dialled>>,
+}
+
+/// What a dial leads to.
+#[derive(Clone)]
+pub enum Dialled {
+    /// A connection over TCP streams.
+    Streams(Arc<SendConn>),
+    /// The target's [`Takeover`] has the socket.
+    TakenOver,
 }
 
 /// A wish to be connected.
@@ -89,17 +154,34 @@ impl Dial {
         Self::start(net, Purpose::Connect(target), deadline, 0)
     }
 
-    /// Starts connecting stream `index` of a connection, in the given epoch.
-    pub fn join(net: Arc<Net>, conn: &Arc<SendConn>, index: usize, epoch: u16) {
+    /// Starts connecting a further stream of a connection, in its first epoch.
+    pub fn join(net: Arc<Net>, conn: &Arc<SendConn>, index: usize) {
         let deadline = Instant::now() + net.config.reconnect_timeout;
-        let purpose = Purpose::Join { conn: Arc::downgrade(conn), index };
-        if let Err(error) = Self::start(net, purpose, deadline, epoch) {
+        let purpose = Purpose::Join { conn: Arc::downgrade(conn), index, repair: false };
+        if let Err(error) = Self::start(net, purpose, deadline, 1) {
+            conn.gave_up(index, &error);
+        }
+    }
+
+    /// Has stream `index` connected again, over its own rails while other streams carry the load. It goes on until the
+    /// stream is back or the connection is over. Nothing when that is under way already.
+    pub fn repair(net: Arc<Net>, conn: &Arc<SendConn>, index: usize, after: Duration) {
+        if !conn.begin_repair(index) {
+            return;
+        }
+        let start = Instant::now() + after;
+        let purpose = Purpose::Join { conn: Arc::downgrade(conn), index, repair: true };
+        if let Err(error) = Self::start_at(net, purpose, start + NO_DEADLINE, 0, start) {
+            conn.end_repair(index);
             conn.gave_up(index, &error);
         }
     }
 
     fn start(net: Arc<Net>, purpose: Purpose, deadline: Instant, epoch: u16) -> Result<Arc<Self>> {
-        let now = Instant::now();
+        Self::start_at(net, purpose, deadline, epoch, Instant::now())
+    }
+
+    fn start_at(net: Arc<Net>, purpose: Purpose, deadline: Instant, epoch: u16, now: Instant) -> Result<Arc<Self>> {
         let dial = Arc::new_cyclic(|me| Self {
             me: me.clone(),
             net,
@@ -115,6 +197,7 @@ impl Dial {
                 try_until: now,
                 refused_since: None,
                 epoch,
+                abroad: false,
                 last_failure: None,
                 result: None,
             }),
@@ -127,7 +210,7 @@ impl Dial {
     }
 
     /// The connection, when it is there; the failure, when it will not be.
-    pub fn result(&self) -> Option<Result<Arc<SendConn>>> {
+    pub fn result(&self) -> Option<Result<Dialled>> {
         self.lock().result.clone()
     }
 
@@ -135,7 +218,7 @@ impl Dial {
     ///
     /// # Errors
     /// As the dial failed.
-    pub fn wait(&self) -> Result<Arc<SendConn>> {
+    pub fn wait(&self) -> Result<Dialled> {
         let mut state = self.lock();
         loop {
             if let Some(result) = &state.result {
@@ -152,7 +235,7 @@ impl Dial {
         let unused = state.result.take();
         self.finish(&mut state, Err(Error::usage("the connection attempt was abandoned")));
         drop(state);
-        if let Some(Ok(conn)) = unused {
+        if let Some(Ok(Dialled::Streams(conn))) = unused {
             conn.close();
         }
     }
@@ -161,27 +244,33 @@ impl Dial {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn finish(&self, state: &mut State, result: Result<Arc<SendConn>>) {
+    fn finish(&self, state: &mut State, result: Result<Dialled>) {
         state.stage = Stage::Over;
         state.watch = None;
         state.sock = None;
         state.clock = None;
+        if let Purpose::Join { conn, index, repair: true } = &self.purpose
+            && let Some(conn) = conn.upgrade()
+        {
+            conn.end_repair(*index);
+        }
         state.result = Some(result);
         self.settled.notify_all();
     }
 
     /// Source and destination of the given try. Each try takes the next pair of rails; a stream starts with its
-    /// own, so that the streams of a connection spread over all of them.
+    /// own, so that the streams of a connection spread over all of them, and comes back to its own while others live.
     fn route(&self, attempt: u32) -> Option<(Option<Rail>, SocketAddr)> {
         match &self.purpose {
             Purpose::Connect(target) => {
                 let local = (target.rails.len() > 1).then(|| target.rails[0].clone());
                 Some((local, localise(target.address, target.rails.first())))
             }
-            Purpose::Join { conn, index, .. } => {
+            Purpose::Join { conn, index, repair } => {
                 let conn = conn.upgrade()?;
                 let link = conn.link();
-                let at = index + attempt as usize;
+                let at =
+                    index + conn.home(*index) + if *repair && conn.awaits_home(*index) { 0 } else { attempt as usize };
                 let remote = *link.remote.get(at % link.remote.len().max(1))?;
                 let local = link.local.get(at % link.local.len().max(1));
                 let bound = (link.local.len() > 1).then(|| local.cloned()).flatten();
@@ -192,8 +281,19 @@ impl Dial {
 
     fn begin(self: &Arc<Self>, state: &mut State) -> io::Result<()> {
         let (local, remote) = self.route(state.tries).ok_or(io::ErrorKind::NotConnected)?;
+        if let Purpose::Join { conn, index, repair: true } = &self.purpose
+            && let Some(conn) = conn.upgrade()
+        {
+            // A new life for every try: the peer may have taken the last one for good before its welcome was lost.
+            state.epoch = conn.next_epoch(*index);
+            state.abroad = !(state.tries as usize).is_multiple_of(conn.pairs()) && !conn.awaits_home(*index);
+        }
         state.tries += 1;
-        state.try_until = (Instant::now() + TRY).min(self.deadline);
+        let patience = match &self.purpose {
+            Purpose::Join { conn, repair: true, .. } => conn.upgrade().map_or(TRY, |conn| try_of(&conn, state.tries)),
+            _ => TRY,
+        };
+        state.try_until = (Instant::now() + patience).min(self.deadline);
         let sock = new_socket(remote)?;
         if let Some(rail) = local.filter(|rail| rail.address.is_ipv4() == remote.is_ipv4()) {
             sock.bind(&rail.address.into())?;
@@ -202,7 +302,7 @@ impl Dial {
             Purpose::Connect(target) => target.traffic_class,
             Purpose::Join { conn, .. } => conn.upgrade().and_then(|conn| conn.link().traffic_class),
         };
-        tune(&sock, &self.net.config, class);
+        tune(&sock, &self.net.config, class, true);
         match sock.connect(&remote.into()) {
             Ok(()) => {}
             Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => {}
@@ -218,7 +318,7 @@ impl Dial {
     }
 
     /// Moves the handshake on. `Ok(None)`: it waits for the network.
-    fn advance(&self, state: &mut State) -> Result<Option<Arc<SendConn>>> {
+    fn advance(&self, state: &mut State) -> Result<Option<Dialled>> {
         loop {
             let Some(sock) = &state.sock else { return Ok(None) };
             match &state.stage {
@@ -230,7 +330,8 @@ impl Dial {
                     if sock.peer_addr().is_err() {
                         return Ok(None);
                     }
-                    let features = if self.net.config.recovery { FEATURE_RECOVERY } else { 0 };
+                    let bare = if self.takeover().is_some() { FEATURE_BARE } else { 0 };
+                    let features = self.net.features() | bare;
                     let said = Preamble { low: VERSION_MIN, high: VERSION_MAX, features }.encode();
                     send_all(sock, &said)?;
                     state.stage = Stage::Greeting { said };
@@ -253,22 +354,44 @@ impl Dial {
                     state.input.clear();
                     let (wish, secret) = self.wish(state.epoch)?;
                     let hello = Hello { wish, nonce: nonce()?, label: self.net.label.clone() };
-                    send_all(sock, &hello.seal(&secret, &mut transcript))?;
-                    state.stage = Stage::Welcome { transcript, features: theirs.features };
+                    let mut bytes = hello.seal(&secret, &mut transcript).to_vec();
+                    let encrypted = is_encrypted(theirs.features, self.net.features());
+                    let mut offered = None;
+                    if let (Ok(true), Some(key)) = (&encrypted, &self.net.key) {
+                        let (started, offer) = Offered::new(key, transcript.bytes())?;
+                        bytes.extend_from_slice(&offer);
+                        transcript.add(&offer);
+                        offered = Some(started);
+                    }
+                    // Also when only one side has a key: the other shall know who could not be let in.
+                    send_all(sock, &bytes)?;
+                    encrypted?;
+                    state.stage =
+                        Stage::Welcome(Box::new(Said { transcript, secret, features: theirs.features, offered }));
                 }
-                Stage::Welcome { .. } => {
-                    if !fill(sock, &mut state.input, WELCOME)? {
+                Stage::Welcome(said) => {
+                    let filled = fill(sock, &mut state.input, said.awaited());
+                    if filled.is_err() && said.is_refused(&state.input) {
+                        return Err(other_key());
+                    }
+                    if !filled? {
                         return Ok(None);
                     }
-                    let Stage::Welcome { mut transcript, features } = std::mem::replace(&mut state.stage, Stage::Over)
-                    else {
+                    let Stage::Welcome(said) = std::mem::replace(&mut state.stage, Stage::Over) else {
                         unreachable!("matched above")
                     };
                     state.watch = None;
                     let sock = state.sock.take().expect("the handshake has its socket");
-                    return self.connected(sock, &state.input, &mut transcript, features, state.epoch).map(Some);
+                    return self.connected(sock, &state.input, *said, state.epoch).map(Some);
                 }
             }
+        }
+    }
+
+    fn takeover(&self) -> Option<&Arc<dyn Takeover>> {
+        match &self.purpose {
+            Purpose::Connect(target) => target.takeover.as_ref(),
+            Purpose::Join { .. } => None,
         }
     }
 
@@ -286,19 +409,24 @@ impl Dial {
         }
     }
 
-    fn connected(
-        &self,
-        sock: Sock,
-        bytes: &[u8],
-        transcript: &mut Transcript,
-        features: u32,
-        epoch: u16,
-    ) -> Result<Arc<SendConn>> {
-        let bytes = bytes.try_into().expect("exactly a welcome was read");
+    fn connected(&self, sock: Sock, bytes: &[u8], said: Said, epoch: u16) -> Result<Dialled> {
+        let Said { mut transcript, secret, features, offered } = said;
+        let mut welcome = [0; WELCOME];
+        let keys = match offered {
+            None => {
+                welcome.copy_from_slice(bytes);
+                None
+            }
+            Some(offered) => Some(offered.take_answer(bytes, &mut welcome).ok_or_else(|| {
+                Error::remote("the listening side could not prove that it has the key (TOWLINE_KEY_FILE)")
+                    .with_hint("another program may have taken over the address of the peer")
+            })?),
+        };
         match &self.purpose {
             Purpose::Connect(target) => {
-                let key = target.secret.connection_key(transcript.bytes());
-                let welcome = Welcome::open(bytes, &target.secret, transcript)?;
+                let key = secret.connection_key(transcript.bytes());
+                let welcome = Welcome::open(&welcome, &secret, &mut transcript)?;
+                let seal = Seal::of(features, keys)?;
                 let link = Link {
                     connection: welcome.connection,
                     key,
@@ -309,13 +437,19 @@ impl Dial {
                 };
                 let peer = Peer { label: welcome.label, address: target.address };
                 tracing::debug!(target: NET, "connected to {peer}");
-                SendConn::new(Arc::clone(&self.net), link, peer, sock)
+                if let Some(takeover) = &target.takeover {
+                    takeover.take_over(Handed { link, peer, sock });
+                    return Ok(Dialled::TakenOver);
+                }
+                send_all(&sock, &link.connection.to_le_bytes())?;
+                SendConn::new(Arc::clone(&self.net), link, peer, sock, seal).map(Dialled::Streams)
             }
             Purpose::Join { conn, index, .. } => {
                 let conn = conn.upgrade().ok_or_else(|| Error::usage("the connection is closed"))?;
-                let welcome = Welcome::open(bytes, &conn.link().key, transcript)?;
-                conn.rejoined(*index, epoch, welcome.received, sock)?;
-                Ok(conn)
+                let welcome = Welcome::open(&welcome, &secret, &mut transcript)?;
+                let seal = Seal::of(conn.link().features, keys)?;
+                conn.rejoined(*index, epoch, welcome.received, sock, seal)?;
+                Ok(Dialled::Streams(conn))
             }
         }
     }
@@ -326,13 +460,22 @@ impl Dial {
         state.watch = None;
         state.sock = None;
         state.input.clear();
-        if error.what().starts_with(REFUSED_TEXT) {
+        let turned_away =
+            matches!(self.purpose, Purpose::Join { repair: true, .. }) && error.what().starts_with(TURNED_AWAY_TEXT);
+        if turned_away || error.what().starts_with(REFUSED_TEXT) {
             state.refused_since.get_or_insert(now);
         } else {
             state.refused_since = None;
         }
+        let mut hopeless = error.cause() == crate::os::error::Cause::Usage;
+        if let Purpose::Join { conn, repair: true, .. } = &self.purpose
+            && conn.upgrade().is_some_and(|conn| conn.is_connected())
+        {
+            // The peer lives: what refuses is on the way.
+            state.refused_since = None;
+            hopeless = false;
+        }
         let dead = state.refused_since.is_some_and(|since| now - since > REFUSED);
-        let hopeless = error.cause() == crate::os::error::Cause::Usage;
         if now >= self.deadline || dead || hopeless {
             let error = match &self.purpose {
                 Purpose::Connect(target) => error.with_peer(target.address),
@@ -347,10 +490,16 @@ impl Dial {
             return Progress { moved: true, again: None };
         }
         state.last_failure = Some(error);
-        // A new life for every try: the peer may have taken the last one for good before its welcome was lost.
-        state.epoch = state.epoch.wrapping_add(u16::from(matches!(self.purpose, Purpose::Join { .. })));
-        let pause = Duration::from_millis(10 << state.tries.min(5));
+        if matches!(self.purpose, Purpose::Join { repair: false, .. }) {
+            // A new life for every try: the peer may have taken the last one for good before its welcome was lost.
+            state.epoch = state.epoch.wrapping_add(1);
+        }
+        let pause = if state.tries < MANY { Duration::from_millis(10 << state.tries.min(5)) } else { SELDOM };
         state.stage = Stage::Waiting(now + pause);
+        // The socket's registration has gone, and with it what this poll asks for if it came by it: the clock's counts.
+        if let Some(clock) = &state.clock {
+            clock.kick();
+        }
         Progress { moved: false, again: Some(now + pause) }
     }
 
@@ -372,8 +521,18 @@ impl Dial {
             }
         }
         match self.advance(&mut state) {
-            Ok(Some(conn)) => {
-                self.finish(&mut state, Ok(conn));
+            Ok(Some(dialled)) => {
+                self.finish(&mut state, Ok(dialled.clone()));
+                if let Purpose::Join { index, repair, .. } = self.purpose
+                    && let Dialled::Streams(conn) = dialled
+                {
+                    if !repair {
+                        conn.set_home(index, state.tries as usize - 1);
+                    } else if state.abroad {
+                        drop(state);
+                        Self::repair(Arc::clone(&self.net), &conn, index, HOMECOMING);
+                    }
+                }
                 Progress { moved: true, again: None }
             }
             Ok(None) if matches!(state.stage, Stage::Over) => Progress::default(),
@@ -403,6 +562,9 @@ impl Source for Dial {
     }
 }
 
+/// What a process says that has forgotten the connection, too.
+const TURNED_AWAY_TEXT: &str = "the peer closed the connection during the handshake";
+
 const REFUSED_TEXT: &str = "the peer refused the connection";
 
 fn refused(error: &io::Error) -> Error {
@@ -427,13 +589,13 @@ fn localise(remote: SocketAddr, rail: Option<&Rail>) -> SocketAddr {
 /// Reads until `wanted` bytes are there. `false`: not yet.
 fn fill(sock: &Sock, input: &mut Vec<u8>, wanted: usize) -> Result<bool> {
     while input.len() < wanted {
-        let mut bytes = [0_u8; WELCOME];
+        let mut bytes = [0_u8; WELCOME + ANSWER];
         let room = &mut bytes[..wanted - input.len()];
         // SAFETY: the buffer is ours.
         match unsafe { wire::receive(sock.as_raw_fd(), [Piece::of_mut(&mut []), Piece::of_mut(room)]) } {
             Ok(None) => return Ok(false),
             Ok(Some(0)) => {
-                return Err(Error::remote("the peer closed the connection during the handshake")
+                return Err(Error::remote(TURNED_AWAY_TEXT)
                     .with_hint("its log says why: a listener that is closed, another protocol, or a wrong secret"));
             }
             Ok(Some(got)) => input.extend_from_slice(&bytes[..got]),

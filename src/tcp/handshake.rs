@@ -8,6 +8,9 @@
 //!                                        ◀──     welcome (496: parameters, rails, proof)
 //! ```
 //!
+//! With encryption an offer of 48 bytes follows the hello, and the welcome travels encrypted, in an answer of 544
+//! bytes ([`super::seal::agreement`]), or a refusal of 40 bytes comes instead when the two have different keys.
+//!
 //! The secret stands in the handle that NCCL carries between the ranks by its own bootstrap network; it never
 //! crosses the data network. Each side proves that it holds it by an HMAC-SHA-256 (RFC 2104) over everything said
 //! so far, which includes a fresh nonce of each: a recorded handshake is worth nothing. A connection has a key of
@@ -32,6 +35,12 @@ pub const VERSION_MAX: u16 = 1;
 
 /// Feature bit: messages are kept until they are acknowledged and resent after a break.
 pub const FEATURE_RECOVERY: u32 = 1;
+/// Feature bit: a checksum behind each chunk. On when either side asks for it.
+pub const FEATURE_CHECKSUM: u32 = 2;
+/// Feature bit: the side has a key file. Without it on both sides, or on neither, nothing is connected.
+pub const FEATURE_ENCRYPTION: u32 = 4;
+/// Feature bit: another backend takes the socket over after the handshake.
+pub const FEATURE_BARE: u32 = 8;
 
 /// Bytes of a preamble.
 pub const PREAMBLE: usize = 16;
@@ -42,9 +51,16 @@ pub const HELLO: usize = 128;
 /// Bytes of a welcome.
 pub const WELCOME: usize = 16 + LABEL + MAX_STREAMS * ADDRESS + PROOF;
 
+/// Bytes with which the connecting side says that it has the welcome to a new connection: the connection's number.
+pub const READY: usize = 8;
+
+/// Bytes of a refusal.
+pub const REFUSAL: usize = 8 + PROOF;
+
 const LABEL: usize = 64;
 const ADDRESS: usize = 24;
-const PROOF: usize = 32;
+/// Bytes of a proof.
+pub const PROOF: usize = 32;
 
 /// 128 bits that only the two ranks know, or a key made from them.
 #[derive(Clone, PartialEq, Eq)]
@@ -81,6 +97,16 @@ impl Secret {
         u64::from_le_bytes(tag[..8].try_into().expect("eight bytes"))
     }
 
+    /// Proves `parts` to whoever holds this secret.
+    pub fn prove(&self, parts: &[&[u8]]) -> [u8; PROOF] {
+        self.mac(parts).finalize().into_bytes().into()
+    }
+
+    /// Whether `proof` proves `parts`, in constant time.
+    pub fn is_proof(&self, parts: &[&[u8]], proof: &[u8; PROOF]) -> bool {
+        self.mac(parts).verify_slice(proof).is_ok()
+    }
+
     fn mac(&self, parts: &[&[u8]]) -> Hmac<Sha256> {
         let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("HMAC takes keys of any length");
         for part in parts {
@@ -114,7 +140,7 @@ pub struct Preamble {
     pub low: u16,
     /// The newest version that the side speaks.
     pub high: u16,
-    /// Feature bits. Connecting: what it can. Listening: what will be used.
+    /// Feature bits. Connecting: what it can or wants. Listening: what will be used, and whether it has a key.
     pub features: u32,
 }
 
@@ -149,7 +175,8 @@ impl Preamble {
     pub fn choose(self, features: u32) -> Self {
         let version = self.high.min(VERSION_MAX);
         let chosen = if version >= self.low.max(VERSION_MIN) { version } else { 0 };
-        Self { low: chosen, high: VERSION_MAX, features: self.features & features }
+        let common = self.features & features & (FEATURE_RECOVERY | FEATURE_BARE);
+        Self { low: chosen, high: VERSION_MAX, features: common | super::seal::agreed(self.features, features) }
     }
 }
 
@@ -324,6 +351,29 @@ impl Welcome {
     }
 }
 
+/// What the listening side says instead of a welcome when the two sides have different keys: the peer that holds the
+/// handle's secret shall know why. 8 bytes say so, 32 prove it.
+pub struct Refusal;
+
+const OTHER_KEY: [u8; 8] = *b"OTHERKEY";
+
+impl Refusal {
+    /// The bytes for the wire. The transcript ends with the offer.
+    pub fn seal(secret: &Secret, transcript: &Transcript) -> [u8; REFUSAL] {
+        let mut out = [0; REFUSAL];
+        out[..8].copy_from_slice(&OTHER_KEY);
+        let proof = secret.mac(&[b"towline refusal 1", transcript.bytes(), &OTHER_KEY]).finalize();
+        out[8..].copy_from_slice(&proof.into_bytes());
+        out
+    }
+
+    /// Whether these bytes are a refusal, said by a side that holds the secret.
+    pub fn verify(bytes: &[u8], secret: &Secret, transcript: &Transcript) -> bool {
+        let mac = secret.mac(&[b"towline refusal 1", transcript.bytes(), &OTHER_KEY]);
+        bytes.len() == REFUSAL && bytes[..8] == OTHER_KEY && mac.verify_slice(&bytes[8..]).is_ok()
+    }
+}
+
 /// Writes an address: family (4 or 6), port, 16 bytes, scope.
 pub fn put_address(out: &mut [u8], address: SocketAddr) {
     out[2..4].copy_from_slice(&address.port().to_le_bytes());
@@ -411,11 +461,27 @@ mod tests {
     #[test]
     fn the_newest_version_that_both_speak_is_chosen() {
         let newer = Preamble { low: 1, high: 9, features: 7 };
-        assert_eq!(newer.choose(1), Preamble { low: VERSION_MAX, high: VERSION_MAX, features: 1 });
+        assert_eq!(newer.choose(1), Preamble { low: VERSION_MAX, high: VERSION_MAX, features: 3 });
+        let unknown = Preamble { features: !0 << 3, ..newer };
+        assert_eq!(unknown.choose(FEATURE_RECOVERY).features, 0, "what a newer release may ask for");
         let too_new = Preamble { low: 8, high: 9, features: 0 };
         assert_eq!(too_new.choose(0).low, 0);
         assert_eq!(Preamble::decode(&newer.encode()).unwrap(), newer);
         assert!(Preamble::decode(b"GET / HTTP/1.1\r\n").is_err());
+    }
+
+    #[test]
+    fn a_refusal_is_believed_from_the_holder_of_the_secret_only() {
+        let secret = Secret::random().unwrap();
+        let bytes = Refusal::seal(&secret, &said());
+        assert!(Refusal::verify(&bytes, &secret, &said()));
+        assert!(!Refusal::verify(&bytes, &secret, &Transcript::new()));
+        assert!(!Refusal::verify(&bytes[..REFUSAL - 1], &secret, &said()));
+        for at in 0..REFUSAL {
+            let mut changed = bytes;
+            changed[at] ^= 1;
+            assert!(!Refusal::verify(&changed, &secret, &said()), "byte {at}");
+        }
     }
 
     #[test]

@@ -13,9 +13,19 @@ pub const EAGER_WINDOW: u64 = 8 * (EAGER_MAX + MESSAGE_COST);
 /// What an eager message costs of the window beyond its bytes, so that empty messages are bounded too.
 pub const MESSAGE_COST: u64 = 256;
 
-/// Eager messages up to this many bytes are copied for a possible resend, and their send is done as soon as the
-/// kernel took them. Above it the copy costs more than waiting for the acknowledgement does.
-pub const REPLAY_MAX: u64 = 16 << 10;
+/// Messages up to this many bytes are copied for a possible resend, and their send is done as soon as the kernel took
+/// them: a copy of 64 KiB that the processor has just read takes about 3 µs, while an acknowledgement costs the receiver a
+/// system call before it can go on, and the sender one for each look whether it has come.
+pub const REPLAY_MAX: u64 = EAGER_MAX;
+
+/// Of these, the shortest are copied before they are sent, behind room for the header: one piece for the kernel, and
+/// their send is done before the system call. Together with the header still a small object for the allocator.
+pub const COPY_FIRST_MAX: u64 = 960;
+
+/// Messages up to this many bytes are always sent by the caller's own thread. Longer ones are left to a worker that is
+/// awake: the thread serves all channels of a GPU and copies about 5 GB/s, so it would spend longer on the copy than on
+/// the hand-over. Waking a worker takes longer than both.
+pub const INLINE_MAX: u64 = 16 << 10;
 
 /// The smallest chunk of a split message in bytes. At 7 GB/s it takes about 10 µs, against about 2 µs for the
 /// system calls around it.
@@ -24,8 +34,11 @@ pub const CHUNK_MIN: u64 = 64 << 10;
 /// The largest chunk in bytes: NCCL's Simple-protocol step with the default NCCL_BUFFSIZE.
 pub const CHUNK_MAX: u64 = 512 << 10;
 
-/// Unacknowledged bytes per stream. Socket writability hides a slow rail behind megabytes of kernel buffer; this
-/// limit is what makes a slow stream take fewer chunks.
+/// Chunks are cut at multiples of this many bytes, so that each side copies whole pages.
+pub const PAGE: u64 = 4096;
+
+/// Unacknowledged bytes per stream, at most. Socket writability hides a slow rail behind megabytes of kernel buffer; this
+/// limit is what makes a slow stream take fewer chunks. Streams that lag behind have less (`window`).
 pub const STREAM_WINDOW: u64 = 2 << 20;
 
 /// Frames of a stream that the receiver may take in before it acknowledges, when nobody waits.
@@ -34,6 +47,13 @@ pub const ACK_EVERY: u64 = 32;
 /// Streams of one connection, at most.
 pub const MAX_STREAMS: usize = 16;
 
-/// How far the newest message or receive of a tag may be ahead of its oldest unfinished one: every slot of a
-/// connection with all its parts, and a staging window full of empty messages.
-pub const MAX_AHEAD: u64 = (SLOTS * MAX_PARTS) as u64 + EAGER_WINDOW / MESSAGE_COST;
+/// Receives of a tag that may be posted beyond its oldest unfinished one: every slot of a connection with all its
+/// parts.
+pub const MAX_POSTED: u64 = (SLOTS * MAX_PARTS) as u64;
+
+/// Messages whose receives are not posted yet, on the whole connection: a staging window full of empty ones, and one
+/// that waits for its receive in each slot of the sender.
+pub const MAX_EARLY: u64 = EAGER_WINDOW / MESSAGE_COST + SLOTS as u64;
+
+/// How far the newest message of a tag may be ahead of its oldest unfinished one.
+pub const MAX_AHEAD: u64 = MAX_POSTED + MAX_EARLY;

@@ -7,9 +7,11 @@
 //! |---|---|
 //! | [`frame`] | the header on the wire |
 //! | [`limits`] | sizes, with their reasons |
+//! | [`ranges`] | which bytes of a message have been seen |
 //! | [`send_core`] | what the sending side knows: messages, credit, chunks in flight |
 //! | [`recv_core`] | what the receiving side knows: posted receives, early arrivals, acknowledgements |
 //! | [`handshake`] | preamble, proof of the secret, parameters |
+//! | [`seal`] | checksums and encryption, where they are on |
 //!
 //! Around it stand the sockets:
 //!
@@ -17,22 +19,33 @@
 //! |---|---|
 //! | [`sender`], [`receiver`] | one connection each: the core, its streams, its requests |
 //! | [`wire`] | reading and writing one socket |
+//! | [`copies`] | short messages, kept for a resend |
+//! | [`attend`] | when the keeper looks after the first stream |
 //! | [`acceptor`], [`dialer`] | getting connected |
+//! | [`takeover`] | handing a proven connection to another backend |
+//! | [`watch`] | noticing that a path has died without a word |
 
 pub mod acceptor;
 pub mod attend;
+pub mod copies;
+pub mod crowd;
 pub mod dialer;
 pub mod frame;
 pub mod handshake;
 pub mod limits;
 pub mod net;
 pub mod peer;
+pub mod ranges;
 pub mod receiver;
 pub mod recv_core;
+pub mod seal;
 pub mod send_core;
 pub mod sender;
 #[cfg(test)]
 mod simulation;
 pub mod stream;
 pub mod tags;
+pub mod takeover;
+pub mod watch;
+mod window;
 pub mod wire;

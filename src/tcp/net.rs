@@ -1,6 +1,7 @@
 //! What all TCP connections of the process share: threads, configuration, listeners, and the sockets that are
 //! still saying goodbye.
 
+use std::any::Any;
 use std::collections::HashMap;
 use std::io;
 use std::net::{Shutdown, SocketAddr};
@@ -9,20 +10,25 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use socket2::{Domain, Protocol, SockRef, Socket, TcpKeepalive, Type};
+use socket2::{Domain, Protocol, SockRef, Socket, Type};
 
 use super::acceptor::Acceptor;
+use super::copies::Copies;
 use super::dialer::Dial;
-use super::handshake::Secret;
+use super::handshake::{FEATURE_CHECKSUM, FEATURE_ENCRYPTION, FEATURE_RECOVERY, Secret};
 use super::limits::MAX_STREAMS;
 use super::receiver::RecvConn;
+use super::seal::key::SharedKey;
 use super::sender::SendConn;
+use super::watch::{self, Probes};
 use super::wire::{self, Piece};
-use crate::engine::poller::{Poller, Progress, Registration, Source};
+use crate::engine::events::{Carrier, Path};
+use crate::engine::poller::{Interest, Poller, Progress, Registration, Source};
 use crate::os::config::Config;
 use crate::os::error::Error;
 use crate::os::fd::Registered;
 use crate::os::interfaces::Rail;
+use crate::os::links::Links;
 
 /// A socket in the fork registry.
 pub type Sock = Registered<Socket>;
@@ -50,14 +56,46 @@ pub struct Net {
     pub poller: Poller,
     /// As read at the first `init`.
     pub config: Config,
+    /// What the key file held, when there is one: then every connection is encrypted.
+    pub key: Option<SharedKey>,
     /// Host name and process, for the peer's messages.
     pub label: String,
     /// Listening sockets and half-open handshakes.
     pub acceptor: Acceptor,
     connections: Mutex<HashMap<u64, Weak<RecvConn>>>,
+    senders: Mutex<Vec<Weak<SendConn>>>,
+    links: OnceLock<Option<Registration>>,
     extra_streams: AtomicUsize,
     farewells: OnceLock<Farewells>,
+    turns: AtomicUsize,
+    /// Buffers for the copies of short messages.
+    pub copies: Copies,
     me: Weak<Self>,
+}
+
+/// The keeper's ear for links that go down.
+struct LinkNews {
+    net: Weak<Net>,
+    links: Links,
+}
+
+impl Source for LinkNews {
+    fn poll(&self) -> Progress {
+        for event in self.links.read().into_iter().filter(|event| !event.running) {
+            if let Some(net) = self.net.upgrade() {
+                net.link_down(event.index);
+            }
+        }
+        Progress::default()
+    }
+
+    fn fail(&self, error: Error) {
+        tracing::error!("{error}");
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 struct Farewells {
@@ -67,24 +105,45 @@ struct Farewells {
 
 impl Net {
     /// The backend, with nothing started yet.
-    pub fn new(config: Config) -> Arc<Self> {
+    pub fn new(config: Config, key: Option<SharedKey>) -> Arc<Self> {
         let cores = crate::os::thread::cores();
         let workers = config.workers.unwrap_or_else(|| default_workers(cores, local_processes()));
         Arc::new_cyclic(|me| Self {
             poller: Poller::new(workers, cores),
             config,
+            key,
             label: label(),
             acceptor: Acceptor::new(me.clone()),
             connections: Mutex::new(HashMap::new()),
+            senders: Mutex::new(Vec::new()),
+            links: OnceLock::new(),
             extra_streams: AtomicUsize::new(0),
             farewells: OnceLock::new(),
+            copies: Copies::default(),
+            turns: AtomicUsize::new(0),
             me: me.clone(),
         })
+    }
+
+    /// The feature bits that this side brings into a handshake.
+    pub fn features(&self) -> u32 {
+        let when = |on: bool, feature| if on { feature } else { 0 };
+        when(self.config.recovery, FEATURE_RECOVERY)
+            | when(self.config.checksum, FEATURE_CHECKSUM)
+            | when(self.key.is_some(), FEATURE_ENCRYPTION)
+    }
+
+    /// Where a new connection's streams begin among the workers. Multiples of the golden ratio: each falls into the
+    /// largest gap that the former have left, whatever the number of workers.
+    pub fn next_turn(&self) -> usize {
+        let share = (self.turns.fetch_add(1, Ordering::Relaxed) as u32).wrapping_mul(0x9E37_79B9);
+        ((u64::from(share) * self.poller.limit() as u64) >> 32) as usize
     }
 
     /// Remembers a receiving connection, so that further streams find it.
     pub fn remember(&self, conn: &Arc<RecvConn>) {
         self.connections().insert(conn.link().connection, Arc::downgrade(conn));
+        self.watch_links();
     }
 
     /// Forgets a closed one.
@@ -111,15 +170,19 @@ impl Net {
             // One for short messages, eight for long ones: more brought nothing on a 32-core host.
             _ => 1 + 8,
         };
-        self.config.streams.unwrap_or(automatic.max(rails)).clamp(1, MAX_STREAMS)
+        // One for short messages, and one for long ones on each rail.
+        let least = if rails > 1 { 1 + rails } else { 1 };
+        self.config.streams.unwrap_or(automatic.max(least)).clamp(1, MAX_STREAMS)
     }
 
     /// Opens further streams for a connection that has met its first long message.
-    pub fn grow(&self, conn: Arc<SendConn>) {
+    ///
+    /// `most`: no more than these, so far.
+    pub fn grow(&self, conn: Arc<SendConn>, most: usize) {
         let link = conn.link();
         let wanted = self.streams_per_connection(link.local.len().max(link.remote.len())).saturating_sub(1);
         let budget = descriptor_budget();
-        for index in 1..=wanted {
+        for index in conn.extra_streams() + 1..=wanted.min(most) {
             if self.extra_streams.load(Ordering::Relaxed) >= budget {
                 tracing::debug!(
                     "the process has its {budget} extra streams; connection {:x} stays with fewer",
@@ -130,7 +193,7 @@ impl Net {
             self.extra_streams.fetch_add(1, Ordering::Relaxed);
             conn.took_extra_stream();
             if let Some(me) = self.me.upgrade() {
-                Dial::join(me, &conn, index, 1);
+                Dial::join(me, &conn, index);
             }
         }
     }
@@ -140,15 +203,62 @@ impl Net {
         self.extra_streams.fetch_sub(count, Ordering::Relaxed);
     }
 
-    /// Has a broken stream connected again, in a new epoch.
-    pub fn repair(&self, conn: Arc<SendConn>, index: usize, epoch: u16) {
+    /// Has a broken stream connected again.
+    pub fn repair(&self, conn: &Arc<SendConn>, index: usize) {
         if let Some(me) = self.me.upgrade() {
-            Dial::join(me, &conn, index, epoch);
+            Dial::repair(me, conn, index, Duration::ZERO);
         }
+    }
+
+    /// How long a peer may stay away whose last stream ended so. Silence may be an outage, after which all goes on as
+    /// before; a reset or an end of file came over a working path.
+    pub fn patience(&self, error: &io::Error) -> Duration {
+        match error.kind() {
+            // The kernel's own verdict comes after most of the time.
+            io::ErrorKind::TimedOut if error.raw_os_error().is_some() => self.config.peer_timeout / 10,
+            io::ErrorKind::TimedOut | io::ErrorKind::NetworkDown => {
+                let silence = watch::silence_of(error).unwrap_or_default();
+                self.config.peer_timeout.saturating_sub(silence).max(Duration::from_millis(200))
+            }
+            _ => self.config.reconnect_timeout,
+        }
+    }
+
+    /// Remembers a sending connection, so that it learns of links that go down.
+    pub fn remember_sender(&self, conn: &Arc<SendConn>) {
+        let mut senders = lock(&self.senders);
+        if senders.len() == senders.capacity() {
+            senders.retain(|sender| sender.strong_count() > 0);
+        }
+        senders.push(Arc::downgrade(conn));
+        drop(senders);
+        self.watch_links();
+    }
+
+    /// Begins to listen for links that go down. Where that cannot be, silence tells, later.
+    fn watch_links(&self) {
+        self.links.get_or_init(|| {
+            let links = Links::open().ok()?;
+            let fd = links.as_raw_fd();
+            let source = Arc::new(LinkNews { net: self.me.clone(), links });
+            self.poller.keeper().ok()?.register(source, Some((fd, Interest::Read))).ok()
+        });
+    }
+
+    fn link_down(&self, interface: u32) {
+        let senders: Vec<_> = lock(&self.senders).iter().filter_map(Weak::upgrade).collect();
+        senders.iter().for_each(|conn| conn.link_down(interface));
+        let receivers: Vec<_> = self.connections().values().filter_map(Weak::upgrade).collect();
+        receivers.iter().for_each(|conn| conn.link_down(interface));
     }
 
     /// Leaves a socket to the keeper, which closes it when the peer has, or after [`FAREWELL`].
     pub fn linger(&self, sock: Sock) {
+        self.linger_with(sock, None);
+    }
+
+    /// The same, with something that is to live as long as the socket.
+    pub fn linger_with(&self, sock: Sock, cargo: Option<Box<dyn Any + Send>>) {
         let _ = sock.shutdown(Shutdown::Write);
         if self.farewells.get().is_none() {
             let source = Arc::new(Goodbyes { socks: Mutex::new(Vec::new()) });
@@ -158,7 +268,8 @@ impl Net {
             let _ = self.farewells.set(Farewells { source, registration });
         }
         let farewells = self.farewells.get().expect("set above");
-        farewells.source.lock().push((sock, Instant::now() + FAREWELL));
+        let farewell = Farewell { sock, deadline: Instant::now() + FAREWELL, _cargo: cargo };
+        farewells.source.lock().push(farewell);
         farewells.registration.kick();
     }
 }
@@ -166,12 +277,18 @@ impl Net {
 /// How long a closed connection's sockets wait for the peer to close its side.
 pub const FAREWELL: Duration = Duration::from_secs(5);
 
+struct Farewell {
+    sock: Sock,
+    deadline: Instant,
+    _cargo: Option<Box<dyn Any + Send>>,
+}
+
 struct Goodbyes {
-    socks: Mutex<Vec<(Sock, Instant)>>,
+    socks: Mutex<Vec<Farewell>>,
 }
 
 impl Goodbyes {
-    fn lock(&self) -> MutexGuard<'_, Vec<(Sock, Instant)>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<Farewell>> {
         self.socks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -180,7 +297,7 @@ impl Source for Goodbyes {
     fn poll(&self) -> Progress {
         let mut socks = self.lock();
         let now = Instant::now();
-        socks.retain(|(sock, deadline)| {
+        socks.retain(|Farewell { sock, deadline, .. }| {
             let mut sink = [0_u8; 4096];
             loop {
                 // SAFETY: the sink is ours.
@@ -214,16 +331,24 @@ pub fn new_socket(address: SocketAddr) -> io::Result<Sock> {
     })
 }
 
-/// The options of every data socket. All are wishes: a kernel that refuses one still carries the data.
-pub fn tune(sock: &Sock, config: &Config, traffic_class: Option<u8>) {
+/// Where a stream's socket leads, for a profiler.
+pub fn path_of(sock: &Sock, link: &Link) -> Path {
+    let local =
+        sock.local_addr().ok().and_then(|address| address.as_socket()).map(|address| address.ip().to_canonical());
+    let rail = link.local.iter().position(|rail| Some(rail.address.ip().to_canonical()) == local).unwrap_or(0);
+    let peer = sock.peer_addr().ok().and_then(|address| address.as_socket());
+    Path { carrier: Carrier::Socket { fd: sock.as_raw_fd() }, rail: rail as u16, peer }
+}
+
+/// The options of every data socket, on the sending or the receiving side. All are wishes: a kernel that refuses one
+/// still carries the data.
+pub fn tune(sock: &Sock, config: &Config, traffic_class: Option<u8>, sending: bool) {
     let socket = SockRef::from(&**sock);
     let _ = socket.set_tcp_nodelay(true);
     // The kernel's own probes find a vanished host on an idle connection, keep a firewall's memory of the flow
     // alive, and are answered by the peer's kernel even while the peer's process is stopped.
-    let idle = (config.peer_timeout / 3).max(Duration::from_secs(1));
-    let interval = (config.peer_timeout / 6).max(Duration::from_secs(1));
-    let keepalive = TcpKeepalive::new().with_time(idle).with_interval(interval).with_retries(4);
-    let _ = socket.set_tcp_keepalive(&keepalive);
+    Probes::within(config.peer_timeout, sending).set(sock);
+    watch::ask_often(sock, config.peer_timeout);
     if let Some(class) = traffic_class {
         let v6 = socket.local_addr().ok().and_then(|address| address.as_socket()).is_some_and(|a| a.is_ipv6());
         let set = if v6 { socket.set_tclass_v6(u32::from(class)) } else { socket.set_tos_v4(u32::from(class)) };

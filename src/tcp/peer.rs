@@ -6,6 +6,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use super::frame::{Header, MAX_CONTROL, Type};
+use super::limits::MAX_STREAMS;
 use crate::os::error::{Cause, Error};
 
 /// The other end, for messages.
@@ -114,6 +115,17 @@ pub fn told_by_peer(code: u64, text: &[u8]) -> Error {
     let text: String = String::from_utf8_lossy(text).chars().map(|c| if c.is_control() { '?' } else { c }).collect();
     let cause = if code == cause_code(Cause::Usage) { Cause::Usage } else { Cause::Remote };
     Error::new(cause, format!("the peer gave up the connection: {text}"))
+}
+
+/// Which stream, and which of its lives, a fence or the answer to one is about.
+///
+/// # Errors
+/// When there can be no such stream or life.
+pub fn fenced_life(header: &Header) -> Result<(usize, u16), Error> {
+    let stream = usize::try_from(header.order).ok().filter(|stream| *stream < MAX_STREAMS);
+    stream.zip(u16::try_from(header.offset).ok()).ok_or_else(|| {
+        Error::remote(format!("a fence names stream {} in epoch {}, which cannot be", header.order, header.offset))
+    })
 }
 
 /// The error for a stream that was lost and cannot be mended.

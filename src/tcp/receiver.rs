@@ -6,23 +6,31 @@
 //! Locks, in order: a stream (try-lock), then the state, then the outbox. None is held across a system call but
 //! the stream's own.
 
+mod sealed;
+
+use std::ffi::c_void;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use super::acceptor::Listener;
 use super::attend::Attention;
 use super::frame::{HEADER, Header, Type};
 use super::handshake::FEATURE_RECOVERY;
 use super::limits::MAX_STREAMS;
-use super::net::{Link, Net, Sock};
+use super::net::{Link, Net, Sock, path_of};
 use super::peer::{Broken, Health, Peer, failure, left_early, lost, told_by_peer};
 use super::recv_core::{End, Part, Place, Posted, RecvCore, StageKey};
+use super::seal::damage::Damage;
+use super::seal::{Seal, Sides};
 use super::stream::{READ, Ran, Step, Stream, WRITE};
+use super::watch::{self, Chores, Finding, Sight, Vigil};
 use super::wire::{self, Piece};
 use crate::engine::counters::Counters;
-use crate::engine::poller::{Interest, Progress, Registration, Source};
+use crate::engine::events::{Chunk, Events};
+use crate::engine::poller::{Interest, Progress, Source};
 use crate::engine::request::{MAX_PARTS, Outcome, RequestSlots, SLOTS, Ticket};
 use crate::os::error::{Error, Result};
 
@@ -39,6 +47,12 @@ const SHARE: usize = 4 << 20;
 
 /// How long an orderly close waits for its last acknowledgements to leave.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(1);
+
+/// How long it waits for a stream to come back when all are away.
+const CLOSE_MENDING: Duration = Duration::from_secs(6);
+
+/// For how long a sign of trouble in the network explains why the peer is away.
+const TROUBLE: Duration = Duration::from_secs(10);
 
 /// How long a sender whose streams were all cut may take to come back before it counts as dead.
 const RETURN_PATIENCE: Duration = Duration::from_millis(800);
@@ -57,8 +71,8 @@ struct State {
     targets: Vec<[Target; MAX_PARTS]>,
     /// Buffers of early messages, by staging key; boxed, so that their addresses stay while others come and go.
     stages: Vec<Option<Box<[u8]>>>,
-    /// The tag under which a stage was opened.
-    stage_tags: Vec<i32>,
+    /// The stream and header with which a stage was opened.
+    stage_heads: Vec<(usize, Header)>,
 }
 
 /// What the rest of a frame's payload is.
@@ -75,8 +89,14 @@ struct Io {
     from: usize,
     to: usize,
     body: Body,
+    /// What a stream with checksums or encryption has beyond a plain one.
+    seal: Option<Box<Sides>>,
+    /// The part and offset of the chunk that is arriving, when a profiler is told of it.
+    followed: Option<(Part, u64)>,
     out: Vec<u8>,
     sent: usize,
+    /// An acknowledgement is due on this stream.
+    ack: bool,
     /// Goodbye was said; nothing may follow it.
     parted: bool,
 }
@@ -89,23 +109,41 @@ pub struct RecvConn {
     peer: Peer,
     state: Mutex<State>,
     outbox: Mutex<Vec<u8>>,
+    /// Whether the outbox holds something: a look that spares its lock.
+    mail: AtomicBool,
+    /// The keeper found nobody calling: then what nobody waits for is acknowledged too, so that the sender need not
+    /// keep its copies.
+    quiet: AtomicBool,
     streams: Vec<Stream<Io>>,
     requests: RequestSlots,
     health: Health,
     attention: Attention,
     counters: Counters,
+    damage: Damage,
+    events: Events,
     recovery: bool,
     closing: AtomicBool,
+    /// Where this connection's streams begin among the workers.
+    turn: usize,
     /// Until when the peer must be back after the last stream went down, and what to say if it is not.
     alone_since: Mutex<Option<(Instant, Error)>>,
+    /// Streams, with their epoch, that the sender gave up or that broke here.
     fences: Mutex<Vec<(usize, u16)>>,
-    chore: Mutex<Option<Registration>>,
+    chores: Chores,
+    vigils: Mutex<[Vigil; MAX_STREAMS]>,
+    /// When a stream last broke, or asked in vain, in a way that speaks of the network and not of the peer.
+    trouble: Mutex<Option<Instant>>,
+    /// Whether the first stream is connected.
+    first_live: AtomicBool,
+    /// Who gets this connection when the peer has said that it has the welcome.
+    waiting: Mutex<Option<Arc<Listener>>>,
 }
 
 impl RecvConn {
     /// A connection without streams; the handshake adds the first when its welcome is on the way.
     pub fn new(net: Arc<Net>, link: Link, peer: Peer) -> Arc<Self> {
         let recovery = link.features & FEATURE_RECOVERY != 0;
+        let turn = net.next_turn();
         Arc::new_cyclic(|me| Self {
             me: me.clone(),
             net,
@@ -115,19 +153,28 @@ impl RecvConn {
                 core: RecvCore::default(),
                 targets: vec![[Target { data: std::ptr::null_mut() }; MAX_PARTS]; SLOTS],
                 stages: Vec::new(),
-                stage_tags: Vec::new(),
+                stage_heads: Vec::new(),
             }),
             outbox: Mutex::new(Vec::new()),
+            mail: AtomicBool::new(false),
+            quiet: AtomicBool::new(false),
             streams: (0..MAX_STREAMS).map(|_| Stream::default()).collect(),
             requests: RequestSlots::new(),
             health: Health::default(),
             attention: Attention::default(),
             counters: Counters::default(),
+            damage: Damage::default(),
+            events: Events::default(),
             recovery,
             closing: AtomicBool::new(false),
+            turn,
             alone_since: Mutex::new(None),
             fences: Mutex::new(Vec::new()),
-            chore: Mutex::new(None),
+            chores: Chores::default(),
+            vigils: Mutex::default(),
+            trouble: Mutex::new(None),
+            first_live: AtomicBool::new(false),
+            waiting: Mutex::new(None),
         })
     }
 
@@ -135,28 +182,32 @@ impl RecvConn {
     ///
     /// # Errors
     /// When the kernel refuses to watch the socket.
-    pub fn add_stream(&self, index: usize, epoch: u16, sock: Sock) -> Result<()> {
+    pub fn add_stream(&self, index: usize, epoch: u16, sock: Sock, seal: Seal) -> Result<()> {
         let fd = sock.as_raw_fd();
+        self.events.set_path(index, path_of(&sock, &self.link));
         let io = Io {
             sock,
             input: vec![0; INPUT].into_boxed_slice(),
             from: 0,
             to: 0,
             body: Body::None,
+            seal: seal.sides(),
+            followed: None,
             out: Vec::new(),
             sent: 0,
+            ack: false,
             parted: false,
         };
         self.health.stream_up();
         self.state().core.stream_up(index, epoch);
         *self.alone() = None;
+        lock(&self.vigils)[index] = Vigil::default();
         // The first life of the first stream is 0, that of the others 1.
         if epoch > u16::from(index > 0) {
             Counters::bump(&self.counters.reconnects);
             let announcements = self.state().core.announcements();
-            let mut outbox = self.outbox();
             for header in announcements {
-                outbox.extend_from_slice(&header.encode());
+                self.mail(&header.encode());
             }
         }
         self.streams[index].install(Box::new(io));
@@ -164,10 +215,13 @@ impl RecvConn {
         let registration = if index == 0 {
             self.net.poller.keeper()?.register(source, Some((fd, Interest::Quiet)))?
         } else {
-            self.net.poller.worker()?.register(source, Some((fd, Interest::Data)))?
+            self.net.poller.worker(self.turn + index)?.register(source, Some((fd, Interest::Data)))?
         };
         self.streams[index].watch(registration);
         self.streams[index].kick();
+        if index == 0 {
+            self.first_live.store(true, Ordering::SeqCst);
+        }
         Ok(())
     }
 
@@ -177,20 +231,30 @@ impl RecvConn {
     /// When the connection has failed, or a message that is here already is longer than its receive.
     ///
     /// # Safety
-    /// Every buffer must be writable for its capacity until the request ends or the connection is closed.
-    pub unsafe fn irecv(&self, parts: &[(*mut u8, usize, i32)]) -> Result<Option<Ticket>> {
+    /// Every buffer must be writable for its capacity until the request ends or the connection is closed. `profilers`
+    /// are NCCL's profiler handles of the parts, null or alive until `test` has told the end of the request.
+    pub unsafe fn irecv(&self, parts: &[(*mut u8, usize, i32)], profilers: &[*mut c_void]) -> Result<Option<Ticket>> {
         self.health.check()?;
         let Some(ticket) = self.requests.take(parts.len()) else { return Ok(None) };
+        for (part, profiler) in profilers.iter().enumerate() {
+            self.events.follow(ticket.slot, part, *profiler);
+        }
         let mut to_tell = false;
         let posted: Result<()> = {
             let mut state = self.state();
+            if !parts.iter().all(|(_, _, tag)| state.core.has_room(*tag)) {
+                // SAFETY: inside irecv.
+                unsafe { self.events.abandon(ticket.slot) };
+                self.requests.cancel(ticket);
+                return Ok(None);
+            }
             parts.iter().enumerate().try_for_each(|(part, &(data, capacity, tag))| {
                 let to = Part { slot: ticket.slot, part: part as u8 };
                 state.targets[ticket.slot as usize][part] = Target { data };
                 match state.core.post(tag, capacity as u64, to)? {
                     Posted::Waits => {}
                     Posted::Announce(header) => {
-                        self.outbox().extend_from_slice(&header.encode());
+                        self.mail(&header.encode());
                         to_tell = true;
                     }
                     Posted::Early(stage, total) => {
@@ -205,16 +269,26 @@ impl RecvConn {
         if let Err(error) = posted {
             self.fail(error.with_peer(&self.peer));
             self.quiesce();
+            // SAFETY: inside irecv.
+            unsafe { self.events.abandon(ticket.slot) };
             self.requests.cancel(ticket);
             return self.health.check().map(|()| None);
         }
         if to_tell {
             self.run(0, WRITE);
+            if !self.first_live.load(Ordering::Relaxed) {
+                self.speak();
+            }
         }
         if self.attention.wanted() {
             self.streams[0].kick();
         }
         Ok(Some(ticket))
+    }
+
+    /// Whom to tell of this connection's transfers.
+    pub fn events(&self) -> &Events {
+        &self.events
     }
 
     /// Asks after a receive: the size of each part when all are done.
@@ -226,11 +300,14 @@ impl RecvConn {
         if !self.requests.is_done(ticket) {
             self.glance(0);
         }
-        if let Some(outcome) = self.requests.finish(ticket) {
+        // SAFETY: NCCL's thread, which has not been told the end of any request that is outstanding.
+        if let Some(outcome) = unsafe { self.events.finish(&self.requests, ticket) } {
             return Ok(Some(outcome));
         }
         self.verdict().inspect_err(|_| {
             self.quiesce();
+            // SAFETY: as above.
+            unsafe { self.events.abandon(ticket.slot) };
             self.requests.abandon(ticket);
         })?;
         Ok(None)
@@ -263,6 +340,9 @@ impl RecvConn {
 
     /// Ends the connection; no thread touches NCCL's buffers after it returns.
     pub fn close(&self) {
+        if self.requests.outstanding() == 0 && !self.health.is_failed() {
+            self.tell_last_words();
+        }
         self.closing.store(true, Ordering::Release);
         if self.requests.outstanding() == 0 && !self.health.is_failed() {
             // Each stream says goodbye for itself, behind its last acknowledgement: the sender reads them in any order.
@@ -293,6 +373,27 @@ impl RecvConn {
         tracing::debug!(target: crate::os::log::NET, "closed the connection from {}: {}", self.peer, self.counters);
     }
 
+    /// Before goodbye: what streams that are away have taken in. Their last acknowledgements may be lost, and the sender
+    /// would take what has arrived for lost. With no stream left it waits for one, within bounds.
+    fn tell_last_words(&self) {
+        let deadline = Instant::now() + CLOSE_MENDING;
+        while self.recovery && self.health.live() == 0 && !self.health.is_failed() && !self.health.is_peer_done() {
+            if Instant::now() >= deadline {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        for index in 0..MAX_STREAMS {
+            let epoch = self.state().core.epoch(index);
+            if (epoch > 0 || index == 0) && self.streams[index].peek(|_| ()).is_none() {
+                let frames = self.state().core.fence(index, epoch);
+                if let Some(frames) = frames {
+                    self.tell_fenced(index, epoch, frames);
+                }
+            }
+        }
+    }
+
     /// Ends the connection with a cause; the peer is told if it can be.
     pub fn fail(&self, error: Error) {
         self.tell_failure(&error);
@@ -309,8 +410,13 @@ impl RecvConn {
         if self.health.is_failed() {
             return;
         }
-        self.outbox().extend_from_slice(&failure(error));
+        self.mail(&failure(error));
         self.run(0, WRITE);
+    }
+
+    /// Has the other streams carry what the first cannot.
+    fn speak(&self) {
+        self.streams.iter().for_each(Stream::kick);
     }
 
     /// Takes all sockets away, waiting for the threads that use them. After this no thread touches a buffer.
@@ -328,13 +434,14 @@ impl RecvConn {
     /// Runs a stream in the calling thread, or has its present holder do so.
     fn run(&self, index: usize, wish: u8) -> bool {
         let step = |io: &mut Io, wishes| self.step(index, io, wishes);
-        self.ran(index, self.streams[index].run(wish, step, |io, why| self.broken(io, why)))
+        self.ran(index, self.streams[index].run(wish, step, |io, why| self.broken(index, io, why)))
     }
 
     /// Looks whether anything has come on a stream, unless another thread is looking.
     fn glance(&self, index: usize) {
+        self.attention.called();
         let step = |io: &mut Io, wishes| self.step(index, io, wishes);
-        self.ran(index, self.streams[index].glance(READ, step, |io, why| self.broken(io, why)));
+        self.ran(index, self.streams[index].glance(READ, step, |io, why| self.broken(index, io, why)));
     }
 
     fn ran(&self, index: usize, ran: Ran) -> bool {
@@ -356,8 +463,9 @@ impl RecvConn {
                 Err(why) => return Step::Broken(why),
             }
         }
-        if wishes & WRITE == 0 && !moved && io.sent == io.out.len() {
-            return if more { Step::More } else { Step::Settled(false) };
+        let nothing_to_say = !io.ack && io.sent == io.out.len() && !self.mail.load(Ordering::Relaxed);
+        if wishes & WRITE == 0 && nothing_to_say {
+            return if more { Step::More } else { Step::Settled(moved) };
         }
         match self.write(index, io) {
             Ok(wrote) => moved |= wrote,
@@ -372,6 +480,9 @@ impl RecvConn {
 
     /// Reads until nothing is left or the share is used up: (whether anything came, whether more may be there).
     fn read(&self, index: usize, io: &mut Io) -> std::result::Result<(bool, bool), Broken> {
+        if io.seal.is_some() {
+            return self.read_sealed(index, io);
+        }
         let mut share = SHARE;
         let mut moved = false;
         loop {
@@ -423,7 +534,8 @@ impl RecvConn {
             to.data = unsafe { to.data.add(bytes) };
             if *rest == 0 {
                 io.body = Body::None;
-                self.frame_ended(index);
+                self.chunk_ended(&mut io.followed);
+                io.ack |= self.frame_ended(&mut self.state(), index);
             }
         }
     }
@@ -456,65 +568,99 @@ impl RecvConn {
                 return Err(told_by_peer(header.order, &io.input[io.from + HEADER..][..header.length as usize]));
             }
             io.from += HEADER;
-            match header.kind {
-                Type::Data => {
-                    let to = self.frame_began(index, &header)?;
-                    io.body = Body::Data { to, rest: header.length as usize };
-                    if header.length == 0 {
-                        self.placed(index, io, 0);
-                    }
-                }
-                Type::Bye => {
-                    self.health.peer_is_done();
-                    // The sender's close waits for the kernel's acknowledgement, which may be delayed by 40 ms.
-                    let _ = io.sock.set_tcp_quickack(true);
-                }
-                Type::Ask => {
-                    if let Some(answer) = self.state().core.ask(header.tag, header.order, header.total)? {
-                        self.outbox().extend_from_slice(&answer.encode());
-                    }
-                }
-                Type::Fence => {
-                    // Fencing takes the other stream's lock; the keeper does it, who holds none.
-                    let fence = (header.order as usize, header.offset as u16);
-                    self.fences.lock().unwrap_or_else(PoisonError::into_inner).push(fence);
-                    self.watch();
-                }
-                other => return Err(Error::remote(format!("the sending side sent a {other:?} frame"))),
+            if header.kind != Type::Data {
+                self.heard(io, &header)?;
+                continue;
             }
+            let mut state = self.state();
+            let to = self.frame_began(&mut state, index, &header, &mut io.followed)?;
+            let length = header.length as usize;
+            if length > io.to - io.from {
+                io.body = Body::Data { to, rest: length };
+                continue;
+            }
+            // All of it is here: placed and ended in one go.
+            // SAFETY: source is the input buffer, destination the checked range; they do not overlap.
+            unsafe { wire::copy_ascending(io.input.as_ptr().add(io.from), to.data, length) };
+            io.from += length;
+            self.chunk_ended(&mut io.followed);
+            io.ack |= self.frame_ended(&mut state, index);
         }
     }
 
-    fn frame_began(&self, index: usize, header: &Header) -> Result<Target> {
-        Counters::bump(&self.counters.chunks);
-        Counters::add(&self.counters.bytes, u64::from(header.length));
-        let mut state = self.state();
+    /// Does what a frame of the sender says that is not a chunk.
+    fn heard(&self, io: &mut Io, header: &Header) -> Result<()> {
+        match header.kind {
+            Type::Bye => {
+                self.health.peer_is_done();
+                // The sender's close waits for the kernel's acknowledgement, which may be delayed by 40 ms.
+                let _ = io.sock.set_tcp_quickack(true);
+                io.ack = true;
+            }
+            Type::Ask => {
+                let mut state = self.state();
+                let kept_back = state.core.end_silence();
+                let answer = state.core.ask(header.tag, header.order, header.total)?;
+                for answer in kept_back.into_iter().chain(answer) {
+                    self.mail(&answer.encode());
+                }
+            }
+            Type::Fence => {
+                // Fencing takes the other stream's lock; the keeper does it, who holds none.
+                lock(&self.fences).push(super::peer::fenced_life(header)?);
+                self.call_keeper();
+            }
+            other => return Err(Error::remote(format!("the sending side sent a {other:?} frame"))),
+        }
+        Ok(())
+    }
+
+    fn frame_began(
+        &self,
+        state: &mut State,
+        index: usize,
+        header: &Header,
+        followed: &mut Option<(Part, u64)>,
+    ) -> Result<Target> {
+        Counters::count(&self.counters.chunks, 1);
+        Counters::count(&self.counters.bytes, u64::from(header.length));
         match state.core.begin(index, header)? {
             Place::Posted(part, offset) => {
+                if self.events.hears() {
+                    *followed = Some((part, offset));
+                    self.events.chunk_begins(part.slot, usize::from(part.part), &told(header, index));
+                }
                 let base = state.targets[part.slot as usize][part.part as usize].data;
                 // SAFETY: the core has checked that the chunk fits the posted buffer.
                 Ok(Target { data: unsafe { base.add(offset as usize) } })
             }
             Place::Staged(stage) => {
-                Counters::bump(&self.counters.early);
+                Counters::count(&self.counters.early, 1);
                 if state.stages.len() <= stage {
                     state.stages.resize_with(stage + 1, || None);
-                    state.stage_tags.resize(stage + 1, 0);
+                    state.stage_heads.resize(stage + 1, (index, *header));
                 }
-                state.stage_tags[stage] = header.tag;
+                state.stage_heads[stage] = (index, *header);
                 let buffer = state.stages[stage].insert(vec![0; header.length as usize].into_boxed_slice());
                 Ok(Target { data: buffer.as_mut_ptr() })
             }
         }
     }
 
-    fn frame_ended(&self, index: usize) {
-        let mut state = self.state();
+    fn chunk_ended(&self, followed: &mut Option<(Part, u64)>) {
+        if let Some((part, offset)) = followed.take() {
+            self.events.chunk_ends(part.slot, usize::from(part.part), offset);
+        }
+    }
+
+    /// The payload of a frame is in its place. Returns whether its acknowledgement is due.
+    fn frame_ended(&self, state: &mut State, index: usize) -> bool {
         match state.core.end(index) {
             End::More | End::Staged => {}
             End::Complete(part, total) => self.complete(part, total),
-            End::Unstage(stage, part, total) => self.unstage(&mut state, stage, part, total),
+            End::Unstage(stage, part, total) => self.unstage(state, stage, part, total),
         }
+        state.core.is_ack_due(index)
     }
 
     fn unstage(&self, state: &mut State, stage: StageKey, part: Part, total: u64) {
@@ -522,13 +668,18 @@ impl RecvConn {
         let to = state.targets[part.slot as usize][part.part as usize].data;
         // SAFETY: the core has checked that the message fits the posted buffer, and the two are different memory.
         unsafe { wire::copy_ascending(buffer.as_ptr(), to, total as usize) };
-        let tag = state.stage_tags[stage];
-        state.core.unstaged(tag, stage);
+        let (index, head) = state.stage_heads[stage];
+        state.core.unstaged(head.tag, stage);
+        if self.events.hears() {
+            // It arrived before its request was made: all that can be told is that it is here.
+            self.events.chunk_begins(part.slot, usize::from(part.part), &told(&head, index));
+        }
         self.complete(part, total);
     }
 
+    /// Called with the state locked.
     fn complete(&self, part: Part, total: u64) {
-        Counters::bump(&self.counters.messages);
+        Counters::count(&self.counters.messages, 1);
         self.requests.complete_part(part.slot, usize::from(part.part), total);
     }
 
@@ -538,9 +689,13 @@ impl RecvConn {
             if io.sent == io.out.len() {
                 io.out.clear();
                 io.sent = 0;
-                std::mem::swap(&mut io.out, &mut *self.outbox());
+                io.ack = false;
+                if self.mail.swap(false, Ordering::AcqRel) {
+                    std::mem::swap(&mut io.out, &mut *self.outbox());
+                }
                 // An acknowledgement speaks of the stream that it travels on.
-                let force = self.health.is_peer_done() || self.closing.load(Ordering::Relaxed);
+                let quiet = self.quiet.load(Ordering::Relaxed);
+                let force = quiet || self.health.is_peer_done() || self.closing.load(Ordering::Relaxed);
                 if let Some(header) = self.state().core.take_ack(index, force) {
                     io.out.extend_from_slice(&header.encode());
                 }
@@ -550,6 +705,9 @@ impl RecvConn {
                 }
                 if io.out.is_empty() {
                     return Ok(moved);
+                }
+                if let Some(sides) = &mut io.seal {
+                    sides.sealer.control(&mut io.out);
                 }
             }
             // SAFETY: both pieces are this stream's own buffers.
@@ -563,7 +721,11 @@ impl RecvConn {
     /// Tells the peer of a failure on the stream that met it, which may be the only one.
     fn part_in_anger(&self, mut io: Io, error: &Error) {
         if !self.health.is_failed() {
-            io.out.extend_from_slice(&failure(error));
+            let mut words = failure(error);
+            if let Some(sides) = &mut io.seal {
+                sides.sealer.control(&mut words);
+            }
+            io.out.extend_from_slice(&words);
             // SAFETY: both pieces are this stream's own buffers. What the socket does not take is lost, and the peer
             // learns of the end without the reason.
             let _ = unsafe { wire::send(io.sock.as_raw_fd(), [Piece::of(&io.out[io.sent..]), Piece::of(&[])]) };
@@ -572,7 +734,13 @@ impl RecvConn {
     }
 
     /// A stream ended. Decides whether that ends the connection.
-    fn broken(&self, io: Box<Io>, why: Broken) {
+    fn broken(&self, index: usize, io: Box<Io>, why: Broken) {
+        if index == 0 {
+            self.first_live.store(false, Ordering::SeqCst);
+        }
+        if let Broken::Lost(error) = &why {
+            self.note_trouble(&io, error);
+        }
         match &why {
             Broken::Fatal(error) => self.part_in_anger(*io, error),
             _ => drop(io),
@@ -586,67 +754,175 @@ impl RecvConn {
                 tracing::info!(target: crate::os::log::NET, "a stream from {} broke ({error}); waiting for it to come back", self.peer);
                 if left == 0 {
                     self.wait_for_peer(&error);
+                } else {
+                    // The sender may not know.
+                    let epoch = self.state().core.epoch(index);
+                    lock(&self.fences).push((index, epoch));
+                    self.call_keeper();
                 }
             }
             Broken::Lost(error) => self.fail_silently(lost(&error).with_peer(&self.peer)),
         }
     }
 
-    /// All streams are gone. The sender connects again if it lives; how long that may take depends on what was
-    /// seen: an end of file or a reset came over a working path, so its owner is either back at once or dead.
+    /// Remembers whether the end of a stream, or what came before it, speaks of the network. When a process dies all
+    /// its streams end at once, without any of that.
+    fn note_trouble(&self, io: &Io, error: &io::Error) {
+        let ended = matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset);
+        if !ended || Sight::of(&io.sock).is_some_and(|sight| sight.asked > 0) {
+            *lock(&self.trouble) = Some(Instant::now());
+        }
+    }
+
+    /// All streams are gone. The sender connects again if it lives; how long that may take depends on what was seen: an
+    /// end of file or a reset came over a working path, so its owner is either back at once or dead. Unless the
+    /// network is in trouble: then who lost its last stream may need a while to find another way.
     fn wait_for_peer(&self, error: &io::Error) {
+        let in_trouble = lock(&self.trouble).is_some_and(|at| at.elapsed() < TROUBLE);
         let patience = match error.kind() {
-            io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => RETURN_PATIENCE,
-            _ => self.net.config.reconnect_timeout,
+            io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset if !in_trouble => RETURN_PATIENCE,
+            _ => self.net.patience(error),
         };
         *self.alone() = Some((Instant::now() + patience, lost(error).with_peer(&self.peer)));
-        self.watch();
+        self.call_keeper();
     }
 
-    /// Has the keeper look after this connection: fences to carry out, a deadline for the peer's return.
-    fn watch(&self) {
-        let mut chore = self.chore.lock().unwrap_or_else(PoisonError::into_inner);
-        if chore.is_none() {
-            let source = Arc::new(Chore { conn: self.me.clone() });
-            match self.net.poller.keeper().and_then(|keeper| keeper.register(source, None)) {
-                Ok(registration) => *chore = Some(registration),
-                Err(error) => return self.fail_silently(error),
-            }
-        }
-        if let Some(registration) = &*chore {
-            registration.kick();
+    fn call_keeper(&self) {
+        let me = self.me.clone();
+        let called = self.chores.call(&self.net.poller, || Arc::new(Chore { conn: me }));
+        if let Err(error) = called {
+            self.fail_silently(error);
         }
     }
 
-    /// The keeper's part.
+    /// Has the keeper look at the streams from time to time, until nothing is outstanding.
+    fn begin_watch(&self) {
+        if self.chores.begin() {
+            self.call_keeper();
+        }
+    }
+
+    /// The keeper's part: fences, a deadline for the peer's return, a look at the streams.
     fn do_chores(&self) -> Progress {
-        let fences = std::mem::take(&mut *self.fences.lock().unwrap_or_else(PoisonError::into_inner));
-        for &(index, epoch) in &fences {
+        let fences = std::mem::take(&mut *lock(&self.fences));
+        for (index, epoch) in fences {
             if let Some(frames) = self.fence_stream(index, epoch) {
-                let header = Header {
-                    order: index as u64,
-                    offset: u64::from(epoch),
-                    total: frames,
-                    ..Header::of(Type::Fenced, 0)
-                };
-                self.outbox().extend_from_slice(&header.encode());
+                *lock(&self.trouble) = Some(Instant::now());
+                self.tell_fenced(index, epoch, frames);
             }
         }
-        if !fences.is_empty() {
-            for index in 0..MAX_STREAMS {
-                self.run(index, WRITE);
+        if self.is_over() {
+            self.chores.end();
+            return Progress::default();
+        }
+        let now = Instant::now();
+        let alone = self.alone().clone();
+        let deadline = match alone {
+            Some((deadline, error)) if now >= deadline => {
+                self.fail_silently(error);
+                self.chores.end();
+                return Progress::default();
+            }
+            Some((deadline, _)) => Some(deadline),
+            None => None,
+        };
+        let look = if self.chores.is_ticking() { self.look(now) } else { None };
+        Progress { moved: false, again: deadline.into_iter().chain(look).min() }
+    }
+
+    /// Looks at the streams when it is time. Says when the next look is due.
+    fn look(&self, now: Instant) -> Option<Instant> {
+        if let Err(due) = self.chores.is_due(now) {
+            return Some(due);
+        }
+        let mut next = watch::TICK;
+        // How long nothing has come back on any stream.
+        let mut least = None;
+        let mut outstanding = self.requests.outstanding() > 0;
+        let mut silent = Vec::new();
+        for (index, stream) in self.streams.iter().enumerate() {
+            let found = stream.peek(|io| {
+                let sight = Sight::of(&io.sock)?;
+                outstanding |= sight.outstanding;
+                let unheard = if sight.asked > 0 { sight.silent } else { Duration::ZERO };
+                least = Some(least.map_or(unheard, |least: Duration| least.min(unheard)));
+                Some(lock(&self.vigils)[index].look(now, sight))
+            });
+            match found.flatten() {
+                Some(Finding::Asking) => next = watch::SOON,
+                Some(Finding::Lost(silence)) => silent.push((index, silence)),
+                Some(Finding::Well) | None => {}
             }
         }
-        let mut alone = self.alone();
-        let Some((deadline, error)) = &*alone else { return Progress::default() };
-        if Instant::now() < *deadline {
-            return Progress { moved: false, again: Some(*deadline) };
+        if let Some(silence) = least.filter(|least| *least >= self.net.config.peer_timeout) {
+            self.fail_silently(super::peer::lost(&watch::silent(silence)).with_peer(&self.peer));
+            self.chores.end();
+            return None;
         }
-        let error = error.clone();
-        *alone = None;
-        drop(alone);
-        self.fail_silently(error);
-        Progress::default()
+        watch::share_fate(&mut silent, &self.streams, |io| &io.sock);
+        if !silent.is_empty() {
+            next = watch::SOON;
+            self.lose_silent(&silent);
+        }
+        if !outstanding {
+            self.chores.end();
+            return None;
+        }
+        self.chores.again(now, next).again
+    }
+
+    /// Gives up streams on which nothing comes back. The last ones stay until the peer counts as gone: it is the sender
+    /// who connects again, and should the path come back first, all goes on as before.
+    fn lose_silent(&self, silent: &[(usize, Duration)]) {
+        *lock(&self.trouble) = Some(Instant::now());
+        if self.recovery && silent.len() < self.health.live() {
+            for &(index, silence) in silent {
+                self.lose(index, &watch::silent(silence));
+            }
+        } else if let Some((_, silence)) = silent.iter().find(|(_, silence)| *silence >= self.net.config.peer_timeout) {
+            self.fail_silently(lost(&watch::silent(*silence)).with_peer(&self.peer));
+        }
+    }
+
+    /// Gives up a stream while others live, and tells the sender, who may not know.
+    fn lose(&self, index: usize, error: &io::Error) {
+        let epoch = self.state().core.epoch(index);
+        self.streams[index].peek(|io| watch::close_hard(&io.sock));
+        let Some(frames) = self.fence_stream(index, epoch) else { return };
+        tracing::info!(target: crate::os::log::NET, "a stream from {} broke ({error}); waiting for it to come back", self.peer);
+        self.tell_fenced(index, epoch, frames);
+    }
+
+    /// Says how far a fenced stream came, and again what may have been lost on it. On every stream, since some of them
+    /// may lead nowhere too.
+    fn tell_fenced(&self, index: usize, epoch: u16, frames: u64) {
+        let fenced =
+            Header { order: index as u64, offset: u64::from(epoch), total: frames, ..Header::of(Type::Fenced, 0) };
+        let announcements = self.state().core.announcements();
+        let words: Vec<u8> = std::iter::once(fenced).chain(announcements).flat_map(|header| header.encode()).collect();
+        for (on, stream) in self.streams.iter().enumerate() {
+            let say = |io: &mut Io| {
+                let mut words = words.clone();
+                if let Some(sides) = &mut io.seal {
+                    sides.sealer.control(&mut words);
+                }
+                io.out.extend_from_slice(&words);
+            };
+            if stream.peek(say).is_some() {
+                self.run(on, WRITE);
+            }
+        }
+    }
+
+    /// An interface went down: what runs over its address is lost, if anything else is left.
+    pub fn link_down(&self, interface: u32) {
+        let down = watch::over_interface(&self.link, interface, &self.streams, |io| &io.sock);
+        if self.recovery && !down.is_empty() && down.len() < self.health.live() {
+            *lock(&self.trouble) = Some(Instant::now());
+            for index in down {
+                self.lose(index, &watch::link_down());
+            }
+        }
     }
 
     /// Ends the given life of a stream for good: nothing more is taken from it. Says how many frames were, or
@@ -655,17 +931,17 @@ impl RecvConn {
         if index >= MAX_STREAMS {
             return None;
         }
-        {
-            let state = self.state();
-            // Epochs count up and wrap; the stream may have come back meanwhile.
-            if (state.core.epoch(index).wrapping_sub(epoch) as i16) > 0 {
-                return None;
-            }
+        // The stream may have come back meanwhile.
+        if self.state().core.has_outlived(index, epoch) {
+            return None;
         }
         if self.streams[index].take().is_some() {
             self.health.stream_down();
+            if index == 0 {
+                self.first_live.store(false, Ordering::SeqCst);
+            }
         }
-        Some(self.state().core.fence(index))
+        self.state().core.fence(index, epoch)
     }
 
     /// A peer with the connection's key wants to connect stream `index` in `epoch`. Ends the stream's former life and
@@ -676,6 +952,28 @@ impl RecvConn {
             return None;
         }
         self.fence_stream(index, epoch.wrapping_sub(1))
+    }
+
+    /// The listener gets this connection when the peer has said a word.
+    pub fn wait_for_word(&self, listener: Arc<Listener>) {
+        *lock(&self.waiting) = Some(listener);
+    }
+
+    /// The word has come: who is to get the connection now. None when it was got before.
+    pub fn leave_waiting(&self) -> Option<Arc<Listener>> {
+        lock(&self.waiting).take()
+    }
+
+    /// Counts as a stream until it is dropped.
+    pub fn hold_open(&self) -> impl Drop + '_ {
+        struct Open<'a>(&'a Health);
+        impl Drop for Open<'_> {
+            fn drop(&mut self) {
+                self.0.stream_down();
+            }
+        }
+        self.health.stream_up();
+        Open(&self.health)
     }
 
     /// Whether nobody waits for this connection to be mended.
@@ -691,9 +989,31 @@ impl RecvConn {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Something to tell the peer, on whatever stream is written next.
+    fn mail(&self, frame: &[u8]) {
+        self.outbox().extend_from_slice(frame);
+        self.mail.store(true, Ordering::Release);
+    }
+
     fn outbox(&self) -> MutexGuard<'_, Vec<u8>> {
         self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// A chunk as a profiler is told of it.
+fn told(header: &Header, stream: usize) -> Chunk {
+    Chunk {
+        offset: header.offset,
+        length: u64::from(header.length),
+        path: stream as u16,
+        message: header.message,
+        total: header.total,
+        ..Chunk::default()
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 struct StreamSource {
@@ -704,20 +1024,32 @@ struct StreamSource {
 impl Source for StreamSource {
     fn poll(&self) -> Progress {
         let Some(conn) = self.conn.upgrade() else { return Progress::default() };
-        let moved = conn.run(self.index, READ | WRITE);
-        if self.index == 0 {
-            if !moved && conn.attention.is_stalled() {
-                tracing::trace!(target: crate::os::log::NET, "waiting, from {}: {}", conn.peer, conn.state().core.describe());
-            }
-            return conn.attention.looked(moved, || conn.requests.outstanding() > 0);
+        if self.index > 0 {
+            return Progress { moved: conn.run(self.index, READ | WRITE), again: None };
         }
-        Progress { moved, again: None }
+        conn.begin_watch();
+        if let Some(later) = conn.attention.is_attended() {
+            return later;
+        }
+        conn.quiet.store(true, Ordering::Relaxed);
+        let moved = conn.run(0, READ | WRITE);
+        conn.quiet.store(false, Ordering::Relaxed);
+        if !moved && conn.attention.is_stalled() {
+            tracing::trace!(target: crate::os::log::NET, "waiting, from {}: {}", conn.peer, conn.state().core.describe());
+        }
+        conn.attention.looked(moved, || conn.requests.outstanding() > 0)
     }
 
     fn fail(&self, error: Error) {
         if let Some(conn) = self.conn.upgrade() {
             conn.fail(error);
         }
+    }
+}
+
+impl Drop for RecvConn {
+    fn drop(&mut self) {
+        self.net.forget(self.link.connection);
     }
 }
 

@@ -12,8 +12,10 @@ use std::collections::VecDeque;
 use slab::Slab;
 
 use super::frame::{EAGER, Header, PROMPT, Type};
-use super::limits::{ACK_EVERY, EAGER_MAX, EAGER_WINDOW, MAX_AHEAD, MESSAGE_COST};
+use super::limits::{ACK_EVERY, EAGER_MAX, EAGER_WINDOW, MAX_AHEAD, MAX_EARLY, MAX_POSTED, MAX_STREAMS, MESSAGE_COST};
+use super::ranges::Ranges;
 use super::send_core::too_long;
+use crate::engine::request::MAX_PARTS;
 use crate::os::error::{Error, Result};
 
 /// Names a staging buffer for an early message.
@@ -65,9 +67,16 @@ pub enum Posted {
 struct Entry {
     part: Option<(Part, u64)>,
     total: Option<u64>,
+    /// The message's number, which all its frames carry.
+    number: u64,
     /// The size of a message that the sender has asked about.
     asked: Option<u64>,
+    /// Bytes in place.
     received: u64,
+    /// A frame with the whole message has begun; without memory of its own, because most messages are one frame.
+    begun_whole: bool,
+    /// The bytes whose frames have begun, of a message in several.
+    begun: Ranges,
     stage: Option<StageKey>,
     staged_whole: bool,
     eager: bool,
@@ -83,7 +92,28 @@ struct Tag {
     entries: VecDeque<Entry>,
 }
 
+impl Entry {
+    /// A frame with these bytes of the message begins. False when one of them has come, or is coming, already.
+    fn claim(&mut self, header: &Header) -> bool {
+        if u64::from(header.length) == header.total {
+            return self.begun.is_empty() && !std::mem::replace(&mut self.begun_whole, true);
+        }
+        !self.begun_whole && self.begun.add(header.offset, header.offset + u64::from(header.length))
+    }
+
+    /// The frame that began at `offset` will never end.
+    fn disclaim(&mut self, offset: u64, length: u32) {
+        self.begun_whole = false;
+        self.begun.remove(offset, offset + u64::from(length));
+    }
+}
+
 impl Tag {
+    /// How many receives the peer knows of that are not posted, up to `order`.
+    fn early(&self, order: u64) -> u64 {
+        (order + 1).saturating_sub(self.posted.max(self.base + self.entries.len() as u64))
+    }
+
     fn entry(&mut self, order: u64) -> &mut Entry {
         let at = (order - self.base) as usize;
         while self.entries.len() <= at {
@@ -104,6 +134,7 @@ impl Tag {
 struct Open {
     tag: i32,
     order: u64,
+    offset: u64,
     length: u32,
     place: Place,
     /// The sender waits for this frame's acknowledgement.
@@ -132,7 +163,14 @@ pub struct RecvCore {
     returned: u64,
     /// The same, as far as the sender was told.
     told: u64,
+    /// Receives that the peer has spoken of and that are not posted.
+    early: u64,
+    /// How many short messages have ended since the last long one, up to [`SILENT_AFTER`].
+    shorts: u32,
 }
+
+/// After this many short messages in a row, receives for long ones are announced only when the sender asks.
+const SILENT_AFTER: u32 = 4;
 
 impl RecvCore {
     /// Stream `index` is connected, in the given epoch.
@@ -145,15 +183,25 @@ impl RecvCore {
         self.streams[index] = Stream { epoch, received, acked: received, ..Stream::default() };
     }
 
+    /// Whether another group of receives with `tag` can be posted now: the oldest unfinished one must not be too far
+    /// behind.
+    pub fn has_room(&mut self, tag: i32) -> bool {
+        let queue = self.tag(tag);
+        queue.posted - queue.base + MAX_PARTS as u64 <= MAX_POSTED
+    }
+
     /// A receive of at most `capacity` bytes was posted.
     ///
     /// # Errors
     /// A usage error when the message is here already and is longer.
     pub fn post(&mut self, tag: i32, capacity: u64, part: Part) -> Result<Posted> {
+        let silent = self.is_silent();
         let queue = self.tag(tag);
         let order = queue.posted;
+        let early = order < queue.base + queue.entries.len() as u64;
         queue.posted += 1;
-        let entry = queue.entry(order);
+        self.early -= u64::from(early);
+        let entry = self.tag(tag).entry(order);
         debug_assert!(entry.part.is_none());
         entry.part = Some((part, capacity));
         if let Some(total) = entry.total.or(entry.asked).filter(|total| *total > capacity) {
@@ -163,11 +211,30 @@ impl RecvCore {
             let stage = entry.stage.expect("a staged message has a buffer");
             return Ok(Posted::Early(stage, entry.total.expect("known since its first frame")));
         }
-        if (capacity > EAGER_MAX || entry.asked.is_some()) && entry.stage.is_none() {
+        let announced = capacity > EAGER_MAX && !silent || entry.asked.is_some();
+        if announced && entry.stage.is_none() {
             let header = Header { tag, order, total: capacity, ..Header::of(Type::Clear, 0) };
             return Ok(Posted::Announce(header));
         }
         Ok(Posted::Waits)
+    }
+
+    /// Whether receives for long messages are not announced, because only short ones come: NCCL posts buffers of 1 MiB for
+    /// whatever is to come, and each announcement is a system call in its thread. The sender knows, and asks
+    /// ([`SendCore::ask_at_once`](super::send_core::SendCore::ask_at_once)).
+    fn is_silent(&self) -> bool {
+        self.shorts >= SILENT_AFTER
+    }
+
+    /// The sender has asked after a receive: from here on they are announced again. Returns what was kept back.
+    pub fn end_silence(&mut self) -> Vec<Header> {
+        let was_silent = self.is_silent();
+        self.shorts = 0;
+        if was_silent { self.announcements() } else { Vec::new() }
+    }
+
+    fn count_short(&mut self, total: u64) {
+        self.shorts = if total > EAGER_MAX { 0 } else { (self.shorts + 1).min(SILENT_AFTER) };
     }
 
     /// The sender asks after the `order`-th receive with `tag`, for a message of `total` bytes that has waited a while.
@@ -176,14 +243,11 @@ impl RecvCore {
     /// # Errors
     /// A usage error when the receive is posted and smaller; a remote error when the peer runs too far ahead.
     pub fn ask(&mut self, tag: i32, order: u64, total: u64) -> Result<Option<Header>> {
-        let queue = self.tag(tag);
-        if order < queue.base {
+        if order < self.tag(tag).base {
             return Ok(None);
         }
-        if order - queue.base >= MAX_AHEAD {
-            return Err(Error::remote("the peer sent more messages than a connection can hold"));
-        }
-        let entry = queue.entry(order);
+        self.expect(tag, order)?;
+        let entry = self.tag(tag).entry(order);
         if entry.done || entry.total.is_some() {
             return Ok(None);
         }
@@ -230,27 +294,23 @@ impl RecvCore {
         }
         let (tag, order, eager) = (header.tag, header.order, header.flags & EAGER != 0);
         let staged_bytes = self.staged_bytes;
-        let queue = self.tag(tag);
-        if order < queue.base || order - queue.base >= MAX_AHEAD {
-            return Err(Error::remote(format!(
-                "message {order} with tag {tag} is not expected (next is {})",
-                queue.base
-            )));
-        }
-        let entry = queue.entry(order);
-        if entry.done || entry.total.is_some_and(|total| total != header.total) || entry.stage.is_some() {
+        self.expect(tag, order)?;
+        let entry = self.tag(tag).entry(order);
+        let differs = entry.total.is_some_and(|total| (total, entry.number) != (header.total, header.message));
+        if entry.done || differs || entry.stage.is_some() {
             return Err(Error::remote(format!("message {order} with tag {tag} came twice, or its size changed")));
         }
         if eager && (header.length as u64 != header.total || header.total > EAGER_MAX) {
             return Err(Error::remote("an eager message was split or is too long"));
         }
+        if !entry.claim(header) {
+            return Err(Error::remote(format!("bytes of message {order} with tag {tag} came twice")));
+        }
         entry.eager = eager;
         entry.total = Some(header.total);
+        entry.number = header.message;
         let place = match entry.part {
             Some((_, capacity)) if header.total > capacity => return Err(too_long(header.total, capacity, tag)),
-            Some(_) if entry.received + u64::from(header.length) > header.total => {
-                return Err(Error::remote(format!("message {order} with tag {tag} has more bytes than its size")));
-            }
             Some((part, _)) => Place::Posted(part, header.offset),
             None if !eager => {
                 return Err(Error::remote(format!("message {order} with tag {tag} came without clear-to-send")));
@@ -268,8 +328,23 @@ impl RecvCore {
         };
         let stream = &mut self.streams[index];
         let prompt = header.flags & PROMPT != 0;
-        stream.open = Some(Open { tag, order, length: header.length, place, prompt });
+        stream.open = Some(Open { tag, order, offset: header.offset, length: header.length, place, prompt });
         Ok(place)
+    }
+
+    /// The peer speaks of the `order`-th message with `tag`: makes room for it.
+    fn expect(&mut self, tag: i32, order: u64) -> Result<()> {
+        let queue = self.tag(tag);
+        let next = queue.base;
+        let possible = order >= next && order - next < MAX_AHEAD;
+        let early = if possible { queue.early(order) } else { 0 };
+        if !possible || self.early + early > MAX_EARLY {
+            return Err(Error::remote(format!("message {order} with tag {tag} is not expected (next is {next})"))
+                .with_hint("the peer sent a message twice, or more early ones than a connection can hold"));
+        }
+        self.early += early;
+        self.tag(tag).entry(order);
+        Ok(())
     }
 
     /// The payload of the frame that began on stream `index` is in its place.
@@ -291,6 +366,7 @@ impl RecvCore {
                 entry.done = true;
                 let eager = entry.eager;
                 queue.retire();
+                self.count_short(total);
                 if eager {
                     self.returned += total + MESSAGE_COST;
                 }
@@ -317,15 +393,23 @@ impl RecvCore {
             entry.stage = None;
         }
         queue.retire();
+        self.count_short(0);
+    }
+
+    /// Whether somebody waits for what stream `index` has to acknowledge, or it has become much.
+    pub fn is_ack_due(&self, index: usize) -> bool {
+        let Some(stream) = self.streams.get(index) else { return false };
+        let frames = stream.received - stream.acked;
+        (stream.prompt && frames > 0) || frames >= ACK_EVERY || self.owes_credit()
     }
 
     /// The acknowledgement that stream `index` owes, if any. With `force`, also what nobody waits for.
     pub fn take_ack(&mut self, index: usize, force: bool) -> Option<Header> {
         let owed = self.returned - self.told;
         let returned = self.returned;
+        let due = self.is_ack_due(index);
         let stream = self.streams.get_mut(index)?;
         let frames = stream.received - stream.acked;
-        let due = (stream.prompt && frames > 0) || frames >= ACK_EVERY || owed >= EAGER_WINDOW / 4;
         if !(due || force && (frames > 0 || owed > 0)) {
             return None;
         }
@@ -349,6 +433,18 @@ impl RecvCore {
         )
     }
 
+    /// Bytes of credit that early messages hold.
+    #[cfg(test)]
+    pub(super) fn staged_bytes(&self) -> u64 {
+        self.staged_bytes
+    }
+
+    /// Receives that the peer has spoken of and that are not posted.
+    #[cfg(test)]
+    pub(super) fn early(&self) -> u64 {
+        self.early
+    }
+
     /// Whether the sender should learn of returned credit soon: it may be waiting for it.
     pub fn owes_credit(&self) -> bool {
         self.returned - self.told >= EAGER_WINDOW / 4
@@ -359,8 +455,17 @@ impl RecvCore {
         self.streams.get(index).map_or(0, |stream| stream.epoch)
     }
 
-    /// Nothing more may be taken in from stream `index`; returns how many frames were.
-    pub fn fence(&mut self, index: usize) -> u64 {
+    /// Whether stream `index` has begun a life after the one in `epoch`. Epochs count up and wrap.
+    pub fn has_outlived(&self, index: usize, epoch: u16) -> bool {
+        (self.epoch(index).wrapping_sub(epoch) as i16) > 0
+    }
+
+    /// Ends the life of stream `index` in `epoch`: nothing more may be taken in from it. Returns how many frames were,
+    /// in all its lives; nothing when that life is over already, or there is no such stream.
+    pub fn fence(&mut self, index: usize, epoch: u16) -> Option<u64> {
+        if index >= MAX_STREAMS || self.has_outlived(index, epoch) {
+            return None;
+        }
         while self.streams.len() <= index {
             self.streams.push(Stream::default());
         }
@@ -375,16 +480,16 @@ impl RecvCore {
         if let Some(open) = open {
             self.drop_open(open);
         }
-        received
+        Some(received)
     }
 
     fn drop_open(&mut self, open: Open) {
+        let entry = self.tag(open.tag).entry(open.order);
+        entry.disclaim(open.offset, open.length);
         if let Place::Staged(stage) = open.place {
-            let cost = self.stages.remove(stage);
-            self.staged_bytes -= cost;
-            let entry = self.tag(open.tag).entry(open.order);
             entry.stage = None;
             entry.total = None;
+            self.staged_bytes -= self.stages.remove(stage);
         }
     }
 
@@ -422,5 +527,80 @@ mod tests {
         assert!(core.take_ack(0, false).is_none(), "nothing new has arrived");
         assert!(matches!(core.end(0), End::Complete(..)));
         assert_eq!(core.take_ack(0, false).map(|header| header.offset), Some(2));
+    }
+
+    /// A receiver that takes what fits its posted receives only.
+    fn posted(total: u64) -> RecvCore {
+        let mut core = RecvCore::default();
+        core.stream_up(0, 1);
+        core.stream_up(1, 1);
+        core.post(0, total, Part { slot: 0, part: 0 }).unwrap();
+        core
+    }
+
+    fn chunk(offset: u64, length: u32, total: u64) -> Header {
+        Header { offset, length, total, ..Header::of(Type::Data, 1) }
+    }
+
+    #[test]
+    fn a_chunk_that_overlaps_another_is_refused_also_while_that_one_is_coming() {
+        let mut core = posted(1 << 20);
+        core.begin(0, &chunk(0, 256, 1 << 20)).unwrap();
+        assert!(core.begin(1, &chunk(128, 256, 1 << 20)).is_err());
+        let mut core = posted(0);
+        core.begin(0, &chunk(0, 0, 0)).unwrap();
+        assert!(core.begin(1, &chunk(0, 0, 0)).is_err(), "an empty message comes once too");
+    }
+
+    #[test]
+    fn a_chunk_with_another_number_than_its_message_is_refused() {
+        let mut core = posted(1 << 20);
+        core.begin(0, &chunk(0, 256, 1 << 20)).unwrap();
+        assert!(core.begin(1, &Header { message: 1, ..chunk(256, 256, 1 << 20) }).is_err());
+    }
+
+    #[test]
+    fn a_frame_of_another_life_of_its_stream_is_refused() {
+        for epoch in [0, 2, u16::MAX] {
+            assert!(posted(256).begin(0, &Header { epoch, ..chunk(0, 256, 256) }).is_err());
+        }
+        let mut core = posted(256);
+        core.fence(0, 1);
+        assert!(core.begin(0, &chunk(0, 256, 256)).is_err(), "a fenced stream takes nothing");
+    }
+
+    #[test]
+    fn what_is_fenced_in_the_middle_of_a_chunk_may_come_again() {
+        let mut core = posted(1 << 20);
+        core.begin(0, &chunk(128, 256, 1 << 20)).unwrap();
+        assert_eq!(core.fence(0, 1), Some(0));
+        core.begin(1, &chunk(128, 256, 1 << 20)).unwrap();
+    }
+
+    /// One long receive waits while short ones of the same tag come and go.
+    #[test]
+    fn a_receive_that_takes_long_holds_up_later_ones_but_fails_none() {
+        let mut core = posted(1 << 20);
+        let mut order = 1;
+        while core.has_room(0) {
+            core.post(0, 8, Part { slot: 1, part: 0 }).unwrap();
+            core.begin(0, &Header { message: order, order, ..chunk(0, 8, 8) }).unwrap();
+            core.end(0);
+            order += 1;
+        }
+        // The sender may have gone on as far as its credit reached.
+        for early in 0..EAGER_WINDOW / (MESSAGE_COST + 8) {
+            let order = order + early;
+            core.begin(0, &Header { flags: EAGER, message: order, order, ..chunk(0, 8, 8) }).unwrap();
+            core.end(0);
+        }
+    }
+
+    #[test]
+    fn a_peer_cannot_make_a_receiver_remember_without_end() {
+        let mut core = posted(8);
+        let asked = (0..).take_while(|tag| core.ask(*tag, 100, 1 << 20).is_ok()).count() as u64;
+        assert!((1..=MAX_EARLY).contains(&asked), "{asked} questions were kept");
+        assert!(posted(8).ask(0, u64::MAX, 8).is_err());
     }
 }

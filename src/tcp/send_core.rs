@@ -16,11 +16,13 @@ use std::collections::{HashMap, VecDeque};
 
 use slab::Slab;
 
-use super::frame::{ALIGN, EAGER, Header, PROMPT, Type};
+use super::frame::{EAGER, Header, PROMPT, Type};
 use super::limits::{
-    CHUNK_MAX, CHUNK_MIN, EAGER_MAX, EAGER_WINDOW, MAX_AHEAD, MAX_STREAMS, MESSAGE_COST, REPLAY_MAX, STREAM_WINDOW,
+    CHUNK_MAX, CHUNK_MIN, EAGER_MAX, EAGER_WINDOW, MAX_AHEAD, MAX_POSTED, MAX_STREAMS, MESSAGE_COST, PAGE, REPLAY_MAX,
 };
 use super::tags::TagOrders;
+use super::window::Window;
+use crate::engine::request::SLOTS;
 use crate::os::error::{Error, Result};
 
 /// Names a message from its posting to its end.
@@ -29,8 +31,10 @@ pub type Key = usize;
 /// What became of a message when it was posted, or what it waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Admit {
-    /// Streams can take it now.
+    /// The first stream can take it now.
     Ready,
+    /// The other streams can take it now, or the first if it is alone.
+    Striped,
     /// It is long and the receive is not posted yet.
     AwaitsReceiver,
     /// It is short, but the receiver's staging window is full.
@@ -74,12 +78,24 @@ struct Flight {
     key: Key,
     offset: u64,
     length: u32,
+    /// Bytes on the stream when it was handed out, itself included.
+    queued: u64,
+    /// Bytes that the connection had delivered by then.
+    delivered: u64,
+}
+
+impl Flight {
+    fn new(key: Key, offset: u64, length: u32) -> Self {
+        Self { key, offset, length, queued: 0, delivered: 0 }
+    }
 }
 
 #[derive(Default)]
 struct Stream {
     live: bool,
     epoch: u16,
+    /// It broke, and the receiver has not said yet how far it came.
+    adrift: bool,
     /// Frames handed out.
     sent: u64,
     /// Frames that the kernel took whole; only these can be acknowledged, whatever the peer says.
@@ -87,6 +103,13 @@ struct Stream {
     acked: u64,
     flights: VecDeque<Flight>,
     bytes: u64,
+    window: Window,
+}
+
+impl Stream {
+    fn has_room(&self) -> bool {
+        self.bytes < self.window.bytes()
+    }
 }
 
 /// The sending side of one connection.
@@ -109,8 +132,16 @@ pub struct SendCore {
     credit_used: u64,
     credit_limit: u64,
     streams: Vec<Stream>,
+    /// Connected streams beyond the first.
+    others: u64,
+    /// Bytes acknowledged on all streams.
+    delivered: u64,
     /// Keep messages until they are acknowledged, so that they can be sent again.
     recovery: bool,
+    /// Chunks that have arrived, for whoever asked to be told ([`SendCore::watch_landings`]).
+    landed: Option<Vec<(Key, u64)>>,
+    /// How many messages had been posted when the last short one was.
+    last_short: Option<u64>,
 }
 
 impl SendCore {
@@ -129,8 +160,28 @@ impl SendCore {
             credit_used: 0,
             credit_limit: EAGER_WINDOW,
             streams: Vec::new(),
+            others: 0,
+            delivered: 0,
             recovery,
+            landed: None,
+            last_short: None,
         }
+    }
+
+    /// From now on [`SendCore::take_landed`] says which chunks have arrived.
+    pub fn watch_landings(&mut self) {
+        self.landed.get_or_insert_default();
+    }
+
+    /// Message and offset of a chunk that has arrived. To be asked, until there is none, before messages that are done
+    /// are forgotten.
+    pub fn take_landed(&mut self) -> Option<(Key, u64)> {
+        self.landed.as_mut()?.pop()
+    }
+
+    /// The number of the next message.
+    pub fn next_number(&self) -> u64 {
+        self.posted
     }
 
     /// Stream `index` is connected, in the given epoch.
@@ -143,7 +194,11 @@ impl SendCore {
         debug_assert!(stream.flights.is_empty(), "a stream comes back only after its old epoch is fenced");
         // The counts go on through all lives of the stream, so that a count never needs to name its epoch.
         stream.live = true;
+        stream.adrift = false;
         stream.epoch = epoch;
+        // It may come back over another rail.
+        stream.window = Window::default();
+        self.count_others();
     }
 
     /// How many streams are connected.
@@ -156,16 +211,28 @@ impl SendCore {
         self.streams.get(index).is_some_and(|stream| stream.live)
     }
 
+    /// Whether the receiver has not acknowledged all frames of stream `index`.
+    pub fn in_doubt(&self, index: usize) -> bool {
+        self.streams.get(index).is_some_and(|stream| !stream.flights.is_empty())
+    }
+
+    /// The streams that broke and of whose last life the receiver has not said how far it came, with its epoch.
+    pub fn unfenced(&self) -> Vec<(usize, u16)> {
+        let streams = self.streams.iter().enumerate();
+        streams.filter(|(_, stream)| stream.adrift).map(|(index, stream)| (index, stream.epoch)).collect()
+    }
+
     /// Whether stream `index` was connected and broke.
     pub fn is_down(&self, index: usize) -> bool {
         self.streams.get(index).is_some_and(|stream| !stream.live)
     }
 
-    /// A new message of `length` bytes.
+    /// A new message of `length` bytes. One that travels eagerly is for the first stream, unless `hand_over` is set and
+    /// there are others.
     ///
     /// # Errors
     /// A usage error when the receive that it matches is posted already and is shorter.
-    pub fn post(&mut self, length: u64, tag: i32) -> Result<(Key, Admit)> {
+    pub fn post(&mut self, length: u64, tag: i32, hand_over: bool) -> Result<(Key, Admit)> {
         let order = self.tags.next(tag);
         // A receive that is posted already needs no credit, however short the message.
         let cleared = if self.cleared.is_empty() { None } else { self.cleared.remove(&(tag, order)) };
@@ -186,22 +253,42 @@ impl SendCore {
             handed_out: false,
         });
         self.posted += 1;
+        if short {
+            self.last_short = Some(self.posted);
+        }
         let admit = if cleared.is_some() {
-            if short { &mut self.short } else { &mut self.long }.push_back(key);
-            Admit::Ready
-        } else if eager {
-            if self.no_credit.is_empty() && self.take_credit(length) {
+            if short {
                 self.short.push_back(key);
                 Admit::Ready
             } else {
+                self.long.push_back(key);
+                Admit::Striped
+            }
+        } else if eager {
+            if !(self.no_credit.is_empty() && self.take_credit(length)) {
                 self.no_credit.push_back(key);
                 Admit::AwaitsCredit
+            } else if hand_over && self.others > 0 {
+                self.long.push_back(key);
+                Admit::Striped
+            } else {
+                self.short.push_back(key);
+                Admit::Ready
             }
         } else {
             self.waiting.insert((tag, order), key);
             Admit::AwaitsReceiver
         };
         Ok((key, admit))
+    }
+
+    /// What to ask the receiver about a long message at once: it keeps to itself what it posts for long messages while
+    /// only short ones come. Nothing when none came lately: by then it speaks up by itself.
+    pub fn ask_at_once(&self, key: Key) -> Option<Header> {
+        let lately = self.last_short.is_some_and(|last| self.posted - last <= SLOTS as u64);
+        let Message { tag, order, length, .. } = *self.messages.get(key)?;
+        let waits = lately && self.waiting.get(&(tag, order)) == Some(&key);
+        waits.then(|| Header { tag, order, total: length, ..Header::of(Type::Ask, 0) })
     }
 
     /// Whether a message waits for its receive or for credit.
@@ -232,14 +319,15 @@ impl SendCore {
 
     /// The next chunk for stream `index`, or `None` when it has no room or there is nothing for it.
     ///
-    /// The first stream carries short messages, which NCCL's thread sends itself; the others carry long ones. When
+    /// The first stream carries messages that NCCL's thread sends itself; the others carry longer ones. When
     /// the first stream is alone, or dead, the rest share all the work.
     pub fn next_chunk(&mut self, index: usize) -> Option<Chunk> {
         let stream = self.streams.get(index).filter(|stream| stream.live)?;
-        if stream.bytes >= STREAM_WINDOW {
+        if !stream.has_room() {
             return None;
         }
-        let others = self.streams.iter().skip(1).filter(|stream| stream.live).count() as u64;
+        let most = stream.window.chunk();
+        let others = self.others;
         let first_live = self.streams.first().is_some_and(|stream| stream.live);
         if let Some(flight) = self.again.pop_front() {
             return Some(self.fly(index, flight, true));
@@ -248,7 +336,7 @@ impl SendCore {
             && let Some(key) = self.short.pop_front()
         {
             let length = self.messages[key].length as u32;
-            return Some(self.fly(index, Flight { key, offset: 0, length }, false));
+            return Some(self.fly(index, Flight::new(key, 0, length), false));
         }
         if index == 0 && others > 0 {
             return None;
@@ -256,12 +344,22 @@ impl SendCore {
         let &key = self.long.front()?;
         let message = &self.messages[key];
         let rest = message.length - message.assigned;
-        let length = rest.min(self.chunk_size(others.max(1)));
-        let flight = Flight { key, offset: message.assigned, length: length as u32 };
+        // What travels eagerly is one frame.
+        let length = if message.eager { rest } else { rest.min(self.chunk_size(self.carriers())).min(most) };
+        let flight = Flight::new(key, message.assigned, length as u32);
         if length == rest {
             self.long.pop_front();
         }
         Some(self.fly(index, flight, false))
+    }
+
+    /// How many streams share the long messages.
+    fn carriers(&self) -> u64 {
+        self.others.max(1)
+    }
+
+    fn count_others(&mut self) {
+        self.others = self.streams.iter().skip(1).filter(|stream| stream.live).count() as u64;
     }
 
     /// How large a chunk should be: the ready bytes spread over all streams, within bounds. NCCL waits for whole
@@ -270,7 +368,7 @@ impl SendCore {
     fn chunk_size(&self, streams: u64) -> u64 {
         let ready: u64 =
             self.long.iter().take(4).map(|key| self.messages[*key].length - self.messages[*key].assigned).sum();
-        let even = ready.div_ceil(streams).next_multiple_of(ALIGN.max(4096));
+        let even = ready.div_ceil(streams).next_multiple_of(PAGE);
         even.clamp(CHUNK_MIN, CHUNK_MAX)
     }
 
@@ -285,12 +383,15 @@ impl SendCore {
                 count += 1;
             }
         }
-        order[..count].sort_unstable_by_key(|index| self.streams[usize::from(*index)].bytes);
+        order[..count].sort_unstable_by_key(|index| {
+            let stream = &self.streams[usize::from(*index)];
+            (!stream.has_room(), stream.bytes)
+        });
         let chunks = bytes.div_ceil(self.chunk_size(count.max(1) as u64)).max(1);
         (order, count.min(chunks as usize))
     }
 
-    fn fly(&mut self, index: usize, flight: Flight, again: bool) -> Chunk {
+    fn fly(&mut self, index: usize, mut flight: Flight, again: bool) -> Chunk {
         let message = &mut self.messages[flight.key];
         if !again {
             message.assigned += u64::from(flight.length);
@@ -300,12 +401,15 @@ impl SendCore {
         let mut flags = if message.eager { EAGER } else { 0 };
         // Somebody waits for the acknowledgement of what was not copied, of a resend (whose request may wait for
         // nothing else), of a stream whose window or a connection whose credit runs low.
-        let window_low = self.streams[index].bytes + u64::from(flight.length) >= STREAM_WINDOW / 2;
+        let stream = &mut self.streams[index];
+        stream.sent += 1;
+        stream.bytes += u64::from(flight.length);
+        let window_low = stream.bytes >= stream.window.bytes() / 2;
         let credit_low = self.credit_limit.saturating_sub(self.credit_used) < EAGER_WINDOW / 2;
         if again || window_low || credit_low || self.recovery && message.length > REPLAY_MAX {
             flags |= PROMPT;
         }
-        let stream = &mut self.streams[index];
+        (flight.queued, flight.delivered) = (stream.bytes, self.delivered);
         let header = Header {
             flags,
             length: flight.length,
@@ -316,8 +420,6 @@ impl SendCore {
             tag: message.tag,
             ..Header::of(Type::Data, stream.epoch)
         };
-        stream.sent += 1;
-        stream.bytes += u64::from(flight.length);
         stream.flights.push_back(flight);
         Chunk { key: flight.key, offset: flight.offset, length: flight.length, again, header }
     }
@@ -351,6 +453,7 @@ impl SendCore {
     }
 
     fn take_in(&mut self, index: usize, frames: u64, done: &mut Vec<Key>) -> Result<()> {
+        let carriers = self.carriers();
         let stream = self.streams.get_mut(index).ok_or_else(|| Error::remote("an unknown stream was acknowledged"))?;
         if frames > stream.written || frames < stream.acked {
             return Err(Error::remote(format!(
@@ -361,6 +464,14 @@ impl SendCore {
         for _ in stream.acked..frames {
             let flight = stream.flights.pop_front().expect("as many flights as unacknowledged frames");
             stream.bytes -= u64::from(flight.length);
+            if let Some(landed) = &mut self.landed {
+                landed.push((flight.key, flight.offset));
+            }
+            self.delivered += u64::from(flight.length);
+            // Of shorter ones the time on the way says nothing about the path's rate.
+            if u64::from(flight.length) >= CHUNK_MIN {
+                stream.window.delivered(flight.queued, self.delivered - flight.delivered, carriers);
+            }
             let message = &mut self.messages[flight.key];
             message.acked += u64::from(flight.length);
             message.flying -= 1;
@@ -373,15 +484,15 @@ impl SendCore {
         Ok(())
     }
 
-    /// The receiver posted the `order`-th receive with `tag`. Returns whether a message became ready by that.
+    /// The receiver posted the `order`-th receive with `tag`. Returns the message that became ready by that.
     ///
     /// # Errors
     /// A usage error when the waiting message is longer; a remote error when the peer runs too far ahead.
-    pub fn clear_to_send(&mut self, tag: i32, order: u64, capacity: u64) -> Result<bool> {
+    pub fn clear_to_send(&mut self, tag: i32, order: u64, capacity: u64) -> Result<Option<Key>> {
         if let Some(key) = self.waiting.remove(&(tag, order)) {
             check_capacity(self.messages[key].length, capacity, tag)?;
             self.long.push_back(key);
-            return Ok(true);
+            return Ok(Some(key));
         }
         let of_order = |key: &Key| (self.messages[*key].tag, self.messages[*key].order) == (tag, order);
         if let Some(key) = self.no_credit.iter().position(of_order).and_then(|at| self.no_credit.remove(at)) {
@@ -389,33 +500,42 @@ impl SendCore {
             check_capacity(self.messages[key].length, capacity, tag)?;
             self.messages[key].eager = false;
             self.short.push_back(key);
-            return Ok(true);
+            return Ok(Some(key));
         }
         let next = self.tags.peek(tag);
         // A clear-to-send for a message that was short enough to go without it has nothing left to say.
         if order >= next {
-            if order - next >= MAX_AHEAD {
+            if order - next >= MAX_AHEAD || self.cleared.len() >= MAX_POSTED as usize {
                 return Err(Error::remote("the peer posted more receives than a connection can hold"));
             }
             self.cleared.insert((tag, order), capacity);
         }
-        Ok(false)
+        Ok(None)
     }
 
     /// Stream `index` broke. What it carried is in doubt until [`SendCore::fenced`]. Returns whether it was live.
     pub fn stream_down(&mut self, index: usize) -> bool {
-        self.streams.get_mut(index).is_some_and(|stream| std::mem::take(&mut stream.live))
+        let was_live = self.streams.get_mut(index).is_some_and(|stream| {
+            stream.adrift |= stream.live;
+            std::mem::take(&mut stream.live)
+        });
+        self.count_others();
+        was_live
     }
 
     /// The receiver took in `frames` frames of the dead stream and will take no more: the rest is ready again.
-    /// Returns how many chunks that are.
+    /// Returns how many chunks that are. An answer that comes late, about a life of the stream before the one that
+    /// ended last, changes nothing.
     ///
     /// # Errors
     /// As [`SendCore::acknowledge`].
-    pub fn fenced(&mut self, index: usize, frames: u64, done: &mut Vec<Key>) -> Result<usize> {
+    pub fn fenced(&mut self, index: usize, epoch: u16, frames: u64, done: &mut Vec<Key>) -> Result<usize> {
+        if !self.is_down(index) || self.streams[index].epoch != epoch {
+            return Ok(0);
+        }
         self.take_in(index, frames, done)?;
         let stream = &mut self.streams[index];
-        debug_assert!(!stream.live);
+        stream.adrift = false;
         let lost: Vec<Flight> = stream.flights.drain(..).collect();
         stream.bytes = 0;
         (stream.sent, stream.written) = (frames, frames);
@@ -446,6 +566,12 @@ impl SendCore {
         )
     }
 
+    /// Bytes of credit that were used and have not come back.
+    #[cfg(test)]
+    pub(super) fn credit_out(&self) -> u64 {
+        self.credit_used + EAGER_WINDOW - self.credit_limit
+    }
+
     /// The epoch of stream `index`.
     pub fn epoch(&self, index: usize) -> u16 {
         self.streams.get(index).map_or(0, |stream| stream.epoch)
@@ -472,4 +598,107 @@ fn check_capacity(length: u64, capacity: u64, tag: i32) -> Result<()> {
 pub fn too_long(length: u64, capacity: u64, tag: i32) -> Error {
     Error::usage(format!("a message of {length} bytes with tag {tag} met a receive of {capacity} bytes"))
         .with_hint("the two sides disagree about the size of a transfer; check that all ranks call the same collective with the same count")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::limits::STREAM_WINDOW;
+    use super::*;
+
+    /// A path without a queue limit: bytes per µs, and µs from the last byte to its acknowledgement.
+    #[derive(Clone, Copy)]
+    struct Path {
+        rate: u64,
+        delay: u64,
+    }
+
+    /// Messages of `length` bytes over one path for each stream, `outstanding` of them at a time, for `until` µs of the
+    /// simulation: bytes acknowledged per µs in its second half.
+    fn carried(paths: &[Path], length: u64, outstanding: usize, until: u64) -> f64 {
+        let mut core = SendCore::new(true);
+        for stream in 0..=paths.len() {
+            core.stream_up(stream, 0);
+        }
+        let (mut posted, mut done) = (0, Vec::new());
+        let mut post = |core: &mut SendCore| {
+            core.clear_to_send(0, posted, length).unwrap();
+            let (key, _) = core.post(length, 0, false).unwrap();
+            posted += 1;
+            key
+        };
+        // As NCCL does: the oldest is asked after first, and only its end makes room for another.
+        let mut asked: VecDeque<(Key, bool)> = VecDeque::new();
+        (0..outstanding).for_each(|_| asked.push_back((post(&mut core), false)));
+        // When each path has sent all it was given, and the acknowledgements on the way: (time, stream, bytes).
+        let mut free = vec![0; paths.len()];
+        let mut acks: VecDeque<(u64, usize, u64)> = VecDeque::new();
+        let mut frames = vec![0; paths.len()];
+        let (mut now, mut bytes) = (0, 0);
+        while now < until {
+            for (at, path) in paths.iter().enumerate() {
+                while let Some(chunk) = core.next_chunk(at + 1) {
+                    core.written(at + 1);
+                    free[at] = now.max(free[at]) + u64::from(chunk.length) / path.rate;
+                    acks.push_back((free[at] + path.delay, at, u64::from(chunk.length)));
+                }
+            }
+            acks.make_contiguous().sort_by_key(|ack| ack.0);
+            let (time, at, length) = acks.pop_front().expect("something is on the way");
+            now = time;
+            bytes += if now > until / 2 { length } else { 0 };
+            frames[at] += 1;
+            core.acknowledge(at + 1, frames[at], 0, &mut done).unwrap();
+            for key in done.drain(..) {
+                asked.iter_mut().find(|(other, ended)| *other == key && !ended).expect("it was posted").1 = true;
+            }
+            while asked.front().is_some_and(|(_, ended)| *ended) {
+                asked.pop_front();
+                asked.push_back((post(&mut core), false));
+            }
+        }
+        bytes as f64 / (until - until / 2) as f64
+    }
+
+    /// The share of what the paths can carry together.
+    fn used(paths: &[Path], length: u64, outstanding: usize) -> f64 {
+        let sum: u64 = paths.iter().map(|path| path.rate).sum();
+        carried(paths, length, outstanding, 20_000_000) / sum as f64
+    }
+
+    const MESSAGE: u64 = 16 << 20;
+
+    #[test]
+    fn rails_of_one_and_four_gigabits_are_both_filled() {
+        let paths = [Path { rate: 125, delay: 100 }, Path { rate: 500, delay: 100 }];
+        let used = used(&paths, MESSAGE, 8);
+        assert!(used > 0.95, "{used:.3} of both");
+    }
+
+    #[test]
+    fn one_of_eight_streams_at_a_tenth_costs_only_what_it_lacks() {
+        for rate in [50, 1000] {
+            let mut paths = [Path { rate, delay: 100 }; 8];
+            paths[3].rate = rate / 10;
+            let used = used(&paths, MESSAGE, 8);
+            assert!(used > 0.97, "{used:.3} of all, fast paths at {rate} MB/s");
+        }
+    }
+
+    #[test]
+    fn a_slow_stream_delays_no_message_by_much() {
+        let mut paths = [Path { rate: 1000, delay: 50 }; 8];
+        let alone = carried(&paths, 4 << 20, 1, 2_000_000);
+        paths[3].rate = 100;
+        let beside = carried(&paths, 4 << 20, 1, 2_000_000);
+        assert!(beside > 0.6 * alone, "{beside:.0} MB/s with one message at a time, {alone:.0} when all are fast");
+    }
+
+    #[test]
+    fn a_long_way_narrows_no_window() {
+        // 20 ms at 1 GB/s for each stream: the window is what limits them, all alike.
+        let paths = [Path { rate: 1000, delay: 20_000 }; 4];
+        let limited = carried(&paths, MESSAGE, 8, 20_000_000);
+        let windows = (4 * STREAM_WINDOW) as f64 / (20_000.0 + STREAM_WINDOW as f64 / 1000.0);
+        assert!(limited > 0.95 * windows, "{limited:.0} MB/s of {windows:.0}");
+    }
 }

@@ -7,9 +7,12 @@
 //! Locks, in order: a stream (try-lock), then the state. The state's lock is held for bookkeeping only, never
 //! across a system call.
 
+mod sealed;
+
+use std::ffi::c_void;
 use std::io;
 use std::net::Shutdown;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -17,22 +20,33 @@ use std::time::{Duration, Instant};
 use super::attend::Attention;
 use super::frame::{HEADER, Header, Type};
 use super::handshake::FEATURE_RECOVERY;
-use super::limits::{EAGER_MAX, MAX_STREAMS, REPLAY_MAX};
-use super::net::{Link, Net, Sock};
+use super::limits::{COPY_FIRST_MAX, EAGER_MAX, INLINE_MAX, MAX_STREAMS, REPLAY_MAX};
+use super::net::{Link, Net, Sock, path_of};
 use super::peer::{Broken, Health, Peer, failure, left_early, lost, told_by_peer};
+use super::seal::codec::Sealed;
+use super::seal::damage::Damage;
+use super::seal::{Seal, Sides};
 use super::send_core::{Admit, Chunk, Key, SendCore};
-use super::stream::{READ, Ran, Step, Stream, WRITE};
+use super::stream::{Held, READ, Ran, Step, Stream, WRITE};
+use super::watch::{self, Chores, Finding, Probes, Sight, Vigil};
 use super::wire::{self, Piece};
 use crate::engine::counters::Counters;
+use crate::engine::events::{self, Events, Wait};
 use crate::engine::poller::{Interest, Progress, Source};
 use crate::engine::request::{Outcome, RequestSlots, Ticket};
 use crate::os::error::{Error, Result};
 
 /// Bytes that one run of a stream may send before the other streams of the same worker get their turn.
-const SHARE: usize = 4 << 20;
+const SHARE: usize = 512 << 10;
 
 /// How long an orderly close waits for the peer's kernel to take what was sent.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
+
+/// After this long without an answer it looks whether a path has died.
+const CLOSE_DOUBT: Duration = Duration::from_millis(500);
+
+/// How long it waits when a path has died at that moment: until that is noticed, and what was on it has travelled again.
+const CLOSE_MENDING: Duration = Duration::from_secs(6);
 
 /// How long a message may wait before the receiver is asked about it, and the longest pause between two questions. In
 /// ordinary work a receive follows within microseconds; a rank that is late by seconds is asked a handful of times.
@@ -44,7 +58,7 @@ struct Payload {
     data: *const u8,
     /// A copy, with room for the header before it: the request was reported done and the buffer went back to NCCL,
     /// so this is what is sent, again if need be.
-    replay: Option<Box<[u8]>>,
+    replay: Option<Vec<u8>>,
     length: u64,
     /// Bytes that the kernel took for the first time.
     written: u64,
@@ -72,6 +86,8 @@ enum Outgoing {
     Framed([u8; HEADER], Piece, Chunk),
     /// A whole short message with its header, from the copy.
     Whole(Piece, Chunk),
+    /// Any of these, with its checksum or encrypted.
+    Sealed(Sealed, Option<Chunk>),
 }
 
 // SAFETY: as for `Payload`: the pieces belong to a message that is not acknowledged.
@@ -83,18 +99,29 @@ impl Outgoing {
             Self::Control(bytes) => bytes.len(),
             Self::Framed(header, body, _) => header.len() + body.length,
             Self::Whole(bytes, _) => bytes.length,
+            Self::Sealed(sealed, _) => sealed.length(),
         }
     }
 
-    /// What is left to send when `sent` bytes are gone.
-    fn rest(&self, sent: usize) -> [Piece; 2] {
-        match self {
+    /// Sends what the socket takes now of what is left when `sent` bytes are gone.
+    ///
+    /// # Errors
+    /// As [`wire::send`].
+    ///
+    /// # Safety
+    /// The pieces must be readable for their whole length.
+    unsafe fn send(&self, fd: RawFd, sent: usize) -> io::Result<Option<usize>> {
+        let pieces = match self {
             Self::Control(bytes) => [Piece::of(&bytes[sent..]), Piece::of(&[])],
             Self::Framed(header, body, _) => {
                 [Piece::of(&header[sent.min(HEADER)..]), body.skip(sent.saturating_sub(HEADER))]
             }
             Self::Whole(bytes, _) => [bytes.skip(sent), Piece::of(&[])],
-        }
+            // SAFETY: the caller vouches for the pieces.
+            Self::Sealed(sealed, _) => return unsafe { wire::send_three(fd, sealed.rest(sent)) },
+        };
+        // SAFETY: the caller vouches for the pieces.
+        unsafe { wire::send(fd, pieces) }
     }
 }
 
@@ -103,8 +130,13 @@ struct Io {
     out: Option<Outgoing>,
     sent: usize,
     control: Vec<u8>,
+    /// What a stream with checksums or encryption has beyond a plain one.
+    seal: Option<Box<Sides>>,
     input: Vec<u8>,
     filled: usize,
+    /// The chunk that is being sent, when a profiler is told of it, and since when the socket has been full.
+    followed: Option<(Ticket, u64)>,
+    blocked: Option<Instant>,
 }
 
 /// A connection that sends.
@@ -119,6 +151,8 @@ pub struct SendConn {
     health: Health,
     attention: Attention,
     counters: Counters,
+    damage: Damage,
+    events: Events,
     recovery: bool,
     grown: AtomicBool,
     /// Streams beyond the first that count against the process's budget until this connection is gone.
@@ -126,6 +160,21 @@ pub struct SendConn {
     /// Whether a message may be waiting for its receive or for credit.
     stalled: AtomicBool,
     closing: AtomicBool,
+    /// Whether the first stream is connected.
+    first_live: AtomicBool,
+    chores: Chores,
+    vigils: Mutex<[Vigil; MAX_STREAMS]>,
+    /// Streams, with their epoch and the frames taken in, that the receiver has given up.
+    condemned: Mutex<Vec<(usize, u16, u64)>>,
+    /// Until when a stream must be back after the last one went down, and what to say if none is.
+    alone: Mutex<Option<(Instant, Error)>>,
+    /// A bit for each stream that is being connected again.
+    repairs: AtomicUsize,
+    homes: Mutex<[u8; MAX_STREAMS]>,
+    /// The last epoch that each stream tried.
+    epochs: Mutex<[u16; MAX_STREAMS]>,
+    /// Where this connection's streams begin among the workers.
+    turn: usize,
 }
 
 impl SendConn {
@@ -133,8 +182,9 @@ impl SendConn {
     ///
     /// # Errors
     /// When the kernel refuses to watch the socket.
-    pub fn new(net: Arc<Net>, link: Link, peer: Peer, first: Sock) -> Result<Arc<Self>> {
+    pub fn new(net: Arc<Net>, link: Link, peer: Peer, first: Sock, seal: Seal) -> Result<Arc<Self>> {
         let recovery = link.features & FEATURE_RECOVERY != 0;
+        let turn = net.next_turn();
         let conn = Arc::new_cyclic(|me| Self {
             me: me.clone(),
             net,
@@ -151,13 +201,29 @@ impl SendConn {
             health: Health::default(),
             attention: Attention::default(),
             counters: Counters::default(),
+            damage: Damage::default(),
+            events: Events::default(),
             recovery,
             grown: AtomicBool::new(false),
             extra: AtomicUsize::new(0),
             stalled: AtomicBool::new(false),
             closing: AtomicBool::new(false),
+            first_live: AtomicBool::new(true),
+            chores: Chores::default(),
+            vigils: Mutex::default(),
+            condemned: Mutex::new(Vec::new()),
+            alone: Mutex::new(None),
+            repairs: AtomicUsize::new(0),
+            homes: Mutex::default(),
+            epochs: Mutex::default(),
+            turn,
         });
-        conn.add_stream(0, 0, first)?;
+        conn.add_stream(0, 0, first, seal)?;
+        conn.net.remember_sender(&conn);
+        // Over a second rail at once: if the first one dies, each side can hear of it from the other.
+        if conn.recovery && conn.pairs() > 1 {
+            conn.net.grow(Arc::clone(&conn), 1);
+        }
         Ok(conn)
     }
 
@@ -165,21 +231,37 @@ impl SendConn {
     ///
     /// # Errors
     /// When the kernel refuses to watch the socket.
-    pub fn add_stream(&self, index: usize, epoch: u16, sock: Sock) -> Result<()> {
+    pub fn add_stream(&self, index: usize, epoch: u16, sock: Sock, seal: Seal) -> Result<()> {
         let fd = sock.as_raw_fd();
-        let io = Io { sock, out: None, sent: 0, control: Vec::new(), input: vec![0; 32 * HEADER], filled: 0 };
+        self.events.set_path(index, path_of(&sock, &self.link));
+        let io = Io {
+            sock,
+            out: None,
+            sent: 0,
+            control: Vec::new(),
+            seal: seal.sides(),
+            input: vec![0; 32 * HEADER],
+            filled: 0,
+            followed: None,
+            blocked: None,
+        };
         self.health.stream_up();
         self.state().core.stream_up(index, epoch);
+        lock(&self.vigils)[index] = Vigil::default();
+        *lock(&self.alone) = None;
         self.streams[index].install(Box::new(io));
         let source = Arc::new(StreamSource { conn: self.me.clone(), index });
         // The first stream is NCCL's thread's; the keeper only watches for its end and finishes what blocked.
         let registration = if index == 0 {
             self.net.poller.keeper()?.register(source, Some((fd, Interest::Quiet)))?
         } else {
-            self.net.poller.worker()?.register(source, Some((fd, Interest::Data)))?
+            self.net.poller.worker(self.turn + index)?.register(source, Some((fd, Interest::Data)))?
         };
         self.streams[index].watch(registration);
         self.streams[index].kick();
+        if index == 0 {
+            self.first_live.store(true, Ordering::SeqCst);
+        }
         Ok(())
     }
 
@@ -189,8 +271,15 @@ impl SendConn {
     /// When the connection has failed, or the message is longer than its receive.
     ///
     /// # Safety
-    /// `data` must be readable for `length` bytes until the request ends or the connection is closed.
-    pub unsafe fn isend(&self, data: *const u8, length: usize, tag: i32) -> Result<Option<Ticket>> {
+    /// `data` must be readable for `length` bytes until the request ends or the connection is closed. `profiler` is
+    /// null or NCCL's profiler handle of this transfer, alive until `test` has told the end of it.
+    pub unsafe fn isend(
+        &self,
+        data: *const u8,
+        length: usize,
+        tag: i32,
+        profiler: *mut c_void,
+    ) -> Result<Option<Ticket>> {
         self.health.check()?;
         // A receiver that has said goodbye takes nothing any more; a short send would be done all the same.
         if self.health.is_peer_done() {
@@ -198,52 +287,131 @@ impl SendConn {
             self.health.check()?;
         }
         let Some(ticket) = self.requests.take(1) else { return Ok(None) };
+        if length as u64 > INLINE_MAX {
+            self.grow();
+        }
+        // Of what travels eagerly, the longer part is left to a worker that is awake: waking one takes longer than
+        // sending it here.
+        let hand_over = length as u64 > INLINE_MAX && self.streams[1].is_awake();
+        let short = length as u64 <= EAGER_MAX && !hand_over;
+        // SAFETY: the caller vouches for the handle.
+        let told = unsafe { self.follow(ticket, profiler, length as u64, short) };
+        // A short message is sent in this call, when the first stream is free: taken before the state, as always.
+        let mut held = if short { self.streams[0].hold() } else { None };
         let posted = {
             let mut state = self.state();
-            state.core.post(length as u64, tag).map(|(key, admit)| {
-                if state.payloads.len() <= key {
-                    state.payloads.resize_with(key + 1, || None);
-                }
-                // A short message is copied, so that it can be sent again although its buffer went back to NCCL.
-                let replay = (self.recovery && length as u64 <= REPLAY_MAX).then(|| {
-                    // SAFETY: the caller vouches for the buffer.
-                    unsafe { copy_behind_header(data, length) }
-                });
-                // What must wait for credit is not done: else nothing would bound the copies.
-                let waits = (replay.is_none() || admit != Admit::Ready).then_some(ticket);
-                state.payloads[key] = Some(Payload { data, replay, length: length as u64, written: 0, ticket: waits });
-                if waits.is_none() {
-                    Counters::bump(&self.counters.messages);
-                    self.requests.complete_part(ticket.slot, 0, length as u64);
-                }
-                admit
-            })
+            // SAFETY: the caller vouches for the buffer.
+            let posted = unsafe { self.post(&mut state, ticket, data, length, tag, hand_over) };
+            if let (Ok((_, Admit::Ready)), Some(Some(io))) = (&posted, held.as_deref_mut())
+                && io.out.is_none()
+            {
+                io.out = self.next_outgoing(&mut state, 0, io);
+            }
+            posted
         };
         match posted {
             Err(error) => {
+                self.run_held(held, 0, WRITE);
+                // SAFETY: inside isend.
+                unsafe { self.events.abandon(ticket.slot) };
                 self.requests.cancel(ticket);
                 self.fail(error.with_peer(&self.peer));
                 return self.health.check().map(|()| None);
             }
-            Ok(Admit::Ready) if length as u64 <= EAGER_MAX => {
-                self.run(0, WRITE);
+            Ok((_, Admit::Ready)) => {
+                self.run_held(held, 0, WRITE);
+                if !self.first_live.load(Ordering::Relaxed) {
+                    self.wake_streams(length as u64);
+                }
             }
-            Ok(Admit::Ready) => self.wake_streams(length as u64),
-            Ok(Admit::AwaitsReceiver) => {
-                Counters::bump(&self.counters.stalls_receiver);
-                self.run(0, READ);
+            Ok((_, Admit::Striped)) => {
+                self.wake_streams(length as u64);
+                self.run_held(held, 0, 0);
+            }
+            Ok((key, Admit::AwaitsReceiver)) => {
+                self.run_held(held, 0, READ);
+                let question = self.state().core.ask_at_once(key);
+                if let Some(header) = question {
+                    self.queue_control(0, header, &[]);
+                    self.run(0, WRITE);
+                }
                 self.stalled.store(true, Ordering::Relaxed);
             }
-            Ok(Admit::AwaitsCredit) => {
-                Counters::bump(&self.counters.stalls_credit);
-                self.run(0, READ);
+            Ok((_, Admit::AwaitsCredit)) => {
+                self.run_held(held, 0, READ);
                 self.stalled.store(true, Ordering::Relaxed);
             }
         }
         if self.attention.wanted() {
             self.streams[0].kick();
         }
+        if told {
+            // SAFETY: inside isend.
+            unsafe { self.events.settle(&self.requests, ticket) };
+        }
         Ok(Some(ticket))
+    }
+
+    /// Whom to tell of this connection's transfers.
+    pub fn events(&self) -> &Events {
+        &self.events
+    }
+
+    /// Has the events of a transfer told. Returns whether its first was, so that its end may follow in the same call.
+    ///
+    /// # Safety
+    /// As [`SendConn::isend`].
+    #[inline]
+    unsafe fn follow(&self, ticket: Ticket, profiler: *mut c_void, length: u64, short: bool) -> bool {
+        if !short {
+            self.events.follow(ticket.slot, 0, profiler);
+            return false;
+        }
+        let chunk = |details: bool| {
+            let message = if details { self.state().core.next_number() } else { 0 };
+            events::Chunk { length, total: length, message, ..events::Chunk::default() }
+        };
+        // SAFETY: the caller vouches for the handle; this is part of isend.
+        unsafe { self.events.follow_whole(ticket.slot, profiler, chunk) }
+    }
+
+    /// Enters a message into the books.
+    ///
+    /// # Errors
+    /// As [`SendCore::post`].
+    ///
+    /// # Safety
+    /// As [`SendConn::isend`].
+    unsafe fn post(
+        &self,
+        state: &mut State,
+        ticket: Ticket,
+        data: *const u8,
+        length: usize,
+        tag: i32,
+        hand_over: bool,
+    ) -> Result<(Key, Admit)> {
+        let (key, admit) = state.core.post(length as u64, tag, hand_over)?;
+        if state.payloads.len() <= key {
+            state.payloads.resize_with(key + 1, || None);
+        }
+        let replay = (self.recovery && length as u64 <= COPY_FIRST_MAX).then(|| {
+            // SAFETY: the caller vouches for the buffer.
+            unsafe { self.net.copies.copy(data, length) }
+        });
+        // What must wait for credit is not done: else nothing would bound the copies.
+        let waits = (replay.is_none() || admit != Admit::Ready).then_some(ticket);
+        if waits.is_none() {
+            Counters::count(&self.counters.messages, 1);
+            self.requests.complete_part(ticket.slot, 0, length as u64);
+        }
+        match admit {
+            Admit::Ready | Admit::Striped => {}
+            Admit::AwaitsReceiver => Counters::count(&self.counters.stalls_receiver, 1),
+            Admit::AwaitsCredit => Counters::count(&self.counters.stalls_credit, 1),
+        }
+        state.payloads[key] = Some(Payload { data, replay, length: length as u64, written: 0, ticket: waits });
+        Ok((key, admit))
     }
 
     /// Asks after a send: its size when it is done.
@@ -252,15 +420,19 @@ impl SendConn {
     /// When the connection has failed; nothing touches the buffer any more then.
     pub fn test(&self, ticket: Ticket) -> Result<Option<Outcome>> {
         self.requests.check(ticket)?;
-        if let Some(outcome) = self.requests.finish(ticket) {
+        // SAFETY: NCCL's thread, which has not been told the end of any request that is outstanding.
+        let finish = || unsafe { self.events.finish(&self.requests, ticket) };
+        if let Some(outcome) = finish() {
             return Ok(Some(outcome));
         }
         self.glance(0);
-        if let Some(outcome) = self.requests.finish(ticket) {
+        if let Some(outcome) = finish() {
             return Ok(Some(outcome));
         }
         self.verdict().inspect_err(|_| {
             self.quiesce();
+            // SAFETY: as above.
+            unsafe { self.events.abandon(ticket.slot) };
             self.requests.abandon(ticket);
         })?;
         if self.stalled.load(Ordering::Relaxed) {
@@ -290,10 +462,20 @@ impl SendConn {
             state.ask = Some((now + pause, pause));
             state.core.stalled()
         };
+        let voice = self.voice();
         for header in headers {
-            self.queue_control(0, header, &[]);
+            self.queue_control(voice, header, &[]);
         }
-        self.run(0, WRITE);
+        self.run(voice, WRITE);
+    }
+
+    /// The stream for what must be said: the first that is connected.
+    fn voice(&self) -> usize {
+        if self.first_live.load(Ordering::Relaxed) {
+            return 0;
+        }
+        let state = self.state();
+        (0..MAX_STREAMS).find(|index| state.core.is_live(*index)).unwrap_or(0)
     }
 
     /// Whether a request that is not done can still become so.
@@ -304,6 +486,11 @@ impl SendConn {
             return self.health.check();
         }
         Ok(())
+    }
+
+    /// How many of them do so.
+    pub fn extra_streams(&self) -> usize {
+        self.extra.load(Ordering::Relaxed)
     }
 
     /// One more stream of the process's budget belongs to this connection.
@@ -329,10 +516,10 @@ impl SendConn {
     /// Ends the connection. With nothing outstanding, everything that was reported done reaches the peer; with
     /// requests in flight it is an abort. No thread touches NCCL's buffers after it returns.
     pub fn close(&self) {
-        self.closing.store(true, Ordering::Release);
         if self.requests.outstanding() == 0 && !self.health.is_failed() {
             self.say_goodbye();
         } else {
+            self.closing.store(true, Ordering::Release);
             let error = Error::remote("the sending side closed the connection with transfers in flight");
             self.tell_failure(&error);
             self.health.fail(error);
@@ -341,38 +528,29 @@ impl SendConn {
         tracing::debug!(target: crate::os::log::NET, "closed the connection to {}: {}", self.peer, self.counters);
     }
 
-    /// Waits, within bounds, until the peer's kernel has everything, then leaves the sockets to the keeper, which
-    /// closes them when the peer has too: closing a socket with unread bytes would make the kernel send a reset
-    /// that can overtake the data.
+    /// Lets everything that was reported done reach the peer, says goodbye, and leaves the sockets to the keeper, which
+    /// closes them when the peer has too: closing a socket with unread bytes would make the kernel send a reset that
+    /// can overtake the data. All within bounds; they are wider when a path has died at this moment.
     fn say_goodbye(&self) {
-        let deadline = Instant::now() + CLOSE_PATIENCE;
-        while Instant::now() < deadline && !self.health.is_failed() {
-            self.run(0, READ | WRITE);
-            if !self.state().core.has_ready() && self.streams.iter().all(Self::is_written) {
-                break;
+        let start = Instant::now();
+        self.write_all(start + CLOSE_PATIENCE);
+        self.closing.store(true, Ordering::Release);
+        if !self.part(start) && self.recovery && !self.health.is_failed() {
+            // Nothing comes back on some stream. It is mended as at any other time, and what was on it travels again.
+            self.closing.store(false, Ordering::Release);
+            self.begin_watch();
+            let adrift = self.state().core.unfenced();
+            for (index, _) in adrift {
+                self.repair(index, &io::ErrorKind::TimedOut.into());
             }
-            std::thread::sleep(Duration::from_micros(50));
-        }
-        // Each stream says goodbye for itself: the receiver reads them in any order.
-        for index in 0..MAX_STREAMS {
-            self.queue_control(index, Header::of(Type::Bye, 0), &[]);
-        }
-        let gone = |io: &Io| {
-            let written = io.out.is_none() && io.control.is_empty();
-            if written {
-                // Wakes the receiver's keeper, which sees to it that the acknowledgement is not delayed.
-                let _ = io.sock.shutdown(Shutdown::Write);
+            let deadline = start + CLOSE_MENDING;
+            let over = || self.health.is_failed() || self.health.is_peer_done();
+            while Instant::now() < deadline && !over() && (self.is_adrift() || self.is_asking()) {
+                std::thread::sleep(watch::SOON / 10);
             }
-            written && wire::unsent(io.sock.as_raw_fd()) == 0
-        };
-        while Instant::now() < deadline && !self.health.is_failed() {
-            for index in 0..MAX_STREAMS {
-                self.run(index, READ | WRITE);
-            }
-            if self.streams.iter().all(|stream| stream.lock().as_ref().is_none_or(|io| gone(io))) {
-                break;
-            }
-            std::thread::sleep(Duration::from_micros(50));
+            self.write_all(deadline);
+            self.closing.store(true, Ordering::Release);
+            self.part(Instant::now());
         }
         for stream in &self.streams {
             if let Some(io) = stream.take() {
@@ -382,8 +560,56 @@ impl SendConn {
         }
     }
 
-    fn is_written(stream: &Stream<Io>) -> bool {
-        stream.lock().as_ref().is_none_or(|io| io.out.is_none())
+    /// Waits until the kernel has taken everything.
+    fn write_all(&self, deadline: Instant) {
+        while Instant::now() < deadline && !self.health.is_failed() {
+            self.run(self.voice(), READ | WRITE);
+            let written = |stream: &Stream<Io>| stream.peek(|io| io.out.is_none()).unwrap_or(true);
+            if !self.state().core.has_ready() && self.streams.iter().all(written) {
+                return;
+            }
+            std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+
+    /// Says goodbye on each stream, behind everything else, since the receiver reads them in any order. Waits until the
+    /// peer's kernel has it all; false when it does not answer.
+    fn part(&self, start: Instant) -> bool {
+        for index in 0..MAX_STREAMS {
+            self.queue_control(index, Header::of(Type::Bye, 0), &[]);
+        }
+        let gone = |io: &mut Io| {
+            let written = io.out.is_none() && io.control.is_empty();
+            if written {
+                // Wakes the receiver's keeper, which sees to it that the acknowledgement is not delayed.
+                let _ = io.sock.shutdown(Shutdown::Write);
+            }
+            written && wire::unsent(io.sock.as_raw_fd()) == 0
+        };
+        while start.elapsed() < CLOSE_PATIENCE && !self.health.is_failed() {
+            for index in 0..MAX_STREAMS {
+                self.run(index, READ | WRITE);
+            }
+            if self.streams.iter().all(|stream| stream.peek(gone).unwrap_or(true)) {
+                break;
+            }
+            if start.elapsed() > CLOSE_DOUBT && self.is_asking() {
+                return false;
+            }
+            std::thread::sleep(Duration::from_micros(50));
+        }
+        true
+    }
+
+    fn is_adrift(&self) -> bool {
+        !self.state().core.unfenced().is_empty()
+    }
+
+    /// Whether a stream waits for the peer's kernel longer than usual.
+    fn is_asking(&self) -> bool {
+        self.streams
+            .iter()
+            .any(|stream| stream.peek(|io| Sight::of(&io.sock)).flatten().is_some_and(|sight| sight.asked > 0))
     }
 
     /// Ends the connection with a cause; the peer is told if it can be.
@@ -403,10 +629,13 @@ impl SendConn {
         if self.health.is_failed() {
             return;
         }
-        if let Some(io) = self.streams[0].lock().as_mut() {
-            io.control.extend_from_slice(&failure(error));
+        // On every stream: one of them may be in the middle of a chunk that will never end, or lead nowhere.
+        let frame = failure(error);
+        for (index, stream) in self.streams.iter().enumerate() {
+            if stream.peek(|io| io.control.extend_from_slice(&frame)).is_some() {
+                self.run(index, WRITE);
+            }
         }
-        self.run(0, WRITE);
     }
 
     /// Takes all sockets away, waiting for the threads that use them. After this no thread touches a buffer.
@@ -422,20 +651,25 @@ impl SendConn {
     }
 
     fn queue_control(&self, index: usize, header: Header, payload: &[u8]) {
-        if let Some(io) = self.streams[index].lock().as_mut() {
+        self.streams[index].peek(|io| {
             let header = Header { length: payload.len() as u32, ..header };
             io.control.extend_from_slice(&header.encode());
             io.control.extend_from_slice(payload);
+        });
+    }
+
+    /// Asks for more streams, once.
+    fn grow(&self) {
+        if !self.grown.load(Ordering::Relaxed)
+            && !self.grown.swap(true, Ordering::Relaxed)
+            && let Some(me) = self.me.upgrade()
+        {
+            self.net.grow(me, MAX_STREAMS);
         }
     }
 
-    /// Gets as many streams going as a long message can use, and asks for more streams when it is the first.
+    /// Gets as many streams going as a message can use.
     fn wake_streams(&self, length: u64) {
-        if !self.grown.swap(true, Ordering::Relaxed)
-            && let Some(me) = self.me.upgrade()
-        {
-            self.net.grow(me);
-        }
         let (streams, count) = self.state().core.idlest(length);
         for &index in &streams[..count] {
             self.streams[usize::from(index)].kick();
@@ -447,14 +681,20 @@ impl SendConn {
 
     /// Runs a stream in the calling thread, or has its present holder do so.
     fn run(&self, index: usize, wish: u8) -> bool {
+        self.run_held(self.streams[index].hold(), index, wish)
+    }
+
+    /// As [`SendConn::run`], with what the stream's `hold` returned.
+    fn run_held(&self, held: Option<Held<'_, Io>>, index: usize, wish: u8) -> bool {
         let mut wake = 0;
         let step = |io: &mut Io, wishes| self.step(index, io, wishes, &mut wake);
-        let ran = self.streams[index].run(wish, step, |io, why| self.broken(index, io, why));
+        let ran = self.streams[index].run_held(held, wish, step, |io, why| self.broken(index, io, why));
         self.ran(index, ran, wake)
     }
 
     /// Looks whether a stream can move anything, unless another thread is looking.
     fn glance(&self, index: usize) {
+        self.attention.called();
         let mut wake = 0;
         let step = |io: &mut Io, wishes| self.step(index, io, wishes, &mut wake);
         let ran = self.streams[index].glance(READ | WRITE, step, |io, why| self.broken(index, io, why));
@@ -506,44 +746,57 @@ impl SendConn {
 
     fn write(&self, index: usize, io: &mut Io, share: &mut usize) -> std::result::Result<bool, Broken> {
         let mut moved = false;
+        if io.out.is_none() {
+            io.out = self.next_outgoing(&mut self.state(), index, io);
+        }
         loop {
-            if io.out.is_none() {
-                if *share == 0 {
-                    return Ok(moved);
-                }
-                io.out = self.next_outgoing(index, io);
+            if io.seal.is_some() {
+                io.protect();
             }
             let Some(out) = &io.out else { return Ok(moved) };
             // SAFETY: headers and copies are ours; a chunk belongs to a message that is not acknowledged, so its
             // memory is the transport's.
-            match unsafe { wire::send(io.sock.as_raw_fd(), out.rest(io.sent)) } {
+            match unsafe { out.send(io.sock.as_raw_fd(), io.sent) } {
                 Err(error) => return Err(Broken::Lost(error)),
                 Ok(None) => {
                     Counters::bump(&self.counters.stalls_socket);
+                    if io.followed.is_some() {
+                        io.blocked.get_or_insert_with(Instant::now);
+                    }
                     return Ok(moved);
                 }
                 Ok(Some(bytes)) => {
                     moved = true;
+                    if let (Some(since), Some((ticket, offset))) = (io.blocked.take(), io.followed) {
+                        self.events.chunk_waited(ticket.slot, 0, offset, Wait::Socket, since);
+                    }
                     *share = share.saturating_sub(bytes.max(1));
                     io.sent += bytes;
                     if io.sent < out.length() {
                         continue;
                     }
-                    io.sent = 0;
-                    if let Some(Outgoing::Framed(_, _, chunk) | Outgoing::Whole(_, chunk)) = io.out.take() {
-                        self.chunk_written(index, &chunk);
+                    // Copied only now, when its bytes are on their way already, and before the state is locked.
+                    let copy = self.copy_of(out);
+                    let finished = io.finished();
+                    let mut state = self.state();
+                    if let Some(chunk) = finished {
+                        self.chunk_written(&mut state, index, &chunk, copy);
                     }
+                    if *share == 0 {
+                        return Ok(moved);
+                    }
+                    io.out = self.next_outgoing(&mut state, index, io);
                 }
             }
         }
     }
 
-    fn next_outgoing(&self, index: usize, io: &mut Io) -> Option<Outgoing> {
+    fn next_outgoing(&self, state: &mut State, index: usize, io: &mut Io) -> Option<Outgoing> {
         if !io.control.is_empty() {
             return Some(Outgoing::Control(std::mem::take(&mut io.control)));
         }
-        let mut state = self.state();
         let chunk = state.core.next_chunk(index)?;
+        io.followed = if self.events.hears() { self.chunk_begins(state, index, &chunk) } else { None };
         let payload = state.payloads[chunk.key].as_mut().expect("a message in flight has its payload");
         let header = chunk.header.encode();
         if let Some(copy) = &mut payload.replay {
@@ -556,27 +809,48 @@ impl SendConn {
         Some(Outgoing::Framed(header, Piece { data, length: chunk.length as usize }, chunk))
     }
 
-    /// The kernel took the whole chunk. That ends the request of a message that was copied, or needs no copy.
-    fn chunk_written(&self, index: usize, chunk: &Chunk) {
-        Counters::bump(if chunk.again { &self.counters.resends } else { &self.counters.chunks });
-        let mut state = self.state();
+    /// The copy for a possible resend that ends the request of a message just sent: short, and not copied before.
+    fn copy_of(&self, out: &Outgoing) -> Option<Vec<u8>> {
+        let Outgoing::Framed(_, body, chunk) = out else { return None };
+        let whole = u64::from(chunk.length) == chunk.header.total;
+        if !self.recovery || chunk.again || !whole || chunk.header.total > REPLAY_MAX {
+            return None;
+        }
+        // SAFETY: the message is not acknowledged and its request has not ended, so the buffer is the transport's.
+        Some(unsafe { self.net.copies.copy(body.data, body.length) })
+    }
+
+    /// The kernel took the whole chunk. That ends the request of a message that is short enough to be copied, or needs
+    /// no copy.
+    fn chunk_written(&self, state: &mut State, index: usize, chunk: &Chunk, copy: Option<Vec<u8>>) {
+        Counters::count(if chunk.again { &self.counters.resends } else { &self.counters.chunks }, 1);
         state.core.written(index);
         if chunk.again {
             return;
         }
-        Counters::add(&self.counters.bytes, u64::from(chunk.length));
+        Counters::count(&self.counters.bytes, u64::from(chunk.length));
         let payload = state.payloads[chunk.key].as_mut().expect("a message in flight has its payload");
         payload.written += u64::from(chunk.length);
-        if payload.written == payload.length
-            && (payload.replay.is_some() || !self.recovery)
-            && let Some(ticket) = payload.ticket.take()
-        {
-            Counters::bump(&self.counters.messages);
-            self.requests.complete_part(ticket.slot, 0, payload.length);
+        if copy.is_some() {
+            payload.replay = copy;
         }
+        if payload.written < payload.length || self.recovery && payload.length > REPLAY_MAX {
+            return;
+        }
+        let Some(ticket) = payload.ticket.take() else { return };
+        if self.recovery && payload.replay.is_none() {
+            // What was sealed was not copied before.
+            // SAFETY: the request has not ended, so the buffer is the transport's.
+            payload.replay = Some(unsafe { self.net.copies.copy(payload.data, payload.length as usize) });
+        }
+        Counters::count(&self.counters.messages, 1);
+        self.requests.complete_part(ticket.slot, 0, payload.length);
     }
 
     fn read(&self, index: usize, io: &mut Io, wake: &mut u64) -> std::result::Result<bool, Broken> {
+        if io.seal.is_some() {
+            return self.read_sealed(index, io, wake);
+        }
         let mut moved = false;
         loop {
             let room = &mut io.input[io.filled..];
@@ -610,26 +884,38 @@ impl SendConn {
             if end > io.filled {
                 break;
             }
-            let payload = &io.input[at + HEADER..end];
-            match header.kind {
-                Type::Ack => self.acknowledged(index, &header)?,
-                Type::Clear => {
-                    let ready = self.state().core.clear_to_send(header.tag, header.order, header.total)?;
-                    if ready && header.total > EAGER_MAX {
-                        *wake += header.total;
-                    }
-                }
-                Type::Fenced => self.fenced(header.order as usize, header.total)?,
-                Type::Bye => self.health.peer_is_done(),
-                Type::Fail => return Err(told_by_peer(header.order, payload)),
-                Type::Data | Type::Fence | Type::Ask => {
-                    return Err(Error::remote(format!("the receiving side sent a {:?} frame", header.kind)));
-                }
-            }
+            self.heard(index, &header, &io.input[at + HEADER..end], wake)?;
             at = end;
         }
         io.input.copy_within(at..io.filled, 0);
         io.filled -= at;
+        Ok(())
+    }
+
+    /// Does what a frame of the receiver says.
+    fn heard(&self, index: usize, header: &Header, text: &[u8], wake: &mut u64) -> Result<()> {
+        match header.kind {
+            Type::Ack => self.acknowledged(index, header)?,
+            Type::Clear => {
+                let mut state = self.state();
+                if let Some(key) = state.core.clear_to_send(header.tag, header.order, header.total)? {
+                    if header.total > EAGER_MAX {
+                        *wake += header.total;
+                    }
+                    if self.events.hears()
+                        && let Some(ticket) = state.payloads[key].as_ref().and_then(|payload| payload.ticket)
+                    {
+                        self.events.ready(ticket.slot, 0);
+                    }
+                }
+            }
+            Type::Fenced => self.told_fenced(header)?,
+            Type::Bye => self.health.peer_is_done(),
+            Type::Fail => return Err(told_by_peer(header.order, text)),
+            Type::Data | Type::Fence | Type::Ask => {
+                return Err(Error::remote(format!("the receiving side sent a {:?} frame", header.kind)));
+            }
+        }
         Ok(())
     }
 
@@ -640,16 +926,46 @@ impl SendConn {
             return Err(Error::remote("an acknowledgement came for a former life of its stream"));
         }
         core.acknowledge(index, header.offset, header.total, done)?;
+        self.chunks_end(core, payloads);
         self.end_messages(payloads, done);
         Ok(())
+    }
+
+    /// A chunk goes out, and somebody listens. Returns whose it is, unless its request has ended already.
+    fn chunk_begins(&self, state: &mut State, index: usize, chunk: &Chunk) -> Option<(Ticket, u64)> {
+        state.core.watch_landings();
+        let ticket = state.payloads[chunk.key].as_ref()?.ticket?;
+        let told = events::Chunk {
+            offset: chunk.offset,
+            length: u64::from(chunk.length),
+            path: index as u16,
+            message: chunk.header.message,
+            total: chunk.header.total,
+            again: chunk.again,
+            ..events::Chunk::default()
+        };
+        self.events.chunk_begins(ticket.slot, 0, &told);
+        Some((ticket, chunk.offset))
+    }
+
+    /// Chunks were acknowledged.
+    fn chunks_end(&self, core: &mut SendCore, payloads: &[Option<Payload>]) {
+        while let Some((key, offset)) = core.take_landed() {
+            if let Some(ticket) = payloads[key].as_ref().and_then(|payload| payload.ticket) {
+                self.events.chunk_ends(ticket.slot, 0, offset);
+            }
+        }
     }
 
     fn end_messages(&self, payloads: &mut [Option<Payload>], done: &mut Vec<Key>) {
         for key in done.drain(..) {
             let payload = payloads[key].take().expect("a message in flight has its payload");
             if let Some(ticket) = payload.ticket {
-                Counters::bump(&self.counters.messages);
+                Counters::count(&self.counters.messages, 1);
                 self.requests.complete_part(ticket.slot, 0, payload.length);
+            }
+            if let Some(copy) = payload.replay {
+                self.net.copies.give_back(copy);
             }
         }
     }
@@ -658,6 +974,9 @@ impl SendConn {
     fn part_in_anger(&self, mut io: Io, error: &Error) {
         if io.out.is_none() && !self.health.is_failed() {
             io.control.extend_from_slice(&failure(error));
+            if let Some(sides) = &mut io.seal {
+                sides.sealer.control(&mut io.control);
+            }
             // SAFETY: both pieces are this stream's own buffers. What the socket does not take is lost, and the peer
             // learns of the end without the reason.
             let _ = unsafe { wire::send(io.sock.as_raw_fd(), [Piece::of(&io.control), Piece::of(&[])]) };
@@ -672,35 +991,61 @@ impl SendConn {
             _ => drop(io),
         }
         self.health.stream_down();
-        let (epoch, was_live) = {
-            let mut state = self.state();
-            (state.core.epoch(index), state.core.stream_down(index))
-        };
+        let was_live = self.state().core.stream_down(index);
+        if index == 0 {
+            self.first_live.store(false, Ordering::SeqCst);
+        }
         match why {
             Broken::Fatal(error) => self.fail(error.with_peer(&self.peer)),
             Broken::Goodbye => {}
             Broken::Lost(_) if self.closing.load(Ordering::Acquire) || !was_live => {}
-            Broken::Lost(error) if self.recovery => self.repair(index, epoch, &error),
+            Broken::Lost(error) if self.recovery => self.repair(index, &error),
             Broken::Lost(error) => self.fail_silently(lost(&error).with_peer(&self.peer)),
         }
     }
 
     /// A stream died under a connection that can go on: asks the receiver, over another stream, how far the dead
     /// one came, and has it connected anew.
-    fn repair(&self, index: usize, epoch: u16, error: &io::Error) {
+    fn repair(&self, index: usize, error: &io::Error) {
         tracing::info!(target: crate::os::log::NET, "stream {index} to {} broke ({error}); connecting it again", self.peer);
-        let other = {
-            let state = self.state();
-            (0..MAX_STREAMS).find(|other| state.core.is_live(*other))
-        };
-        if let Some(other) = other {
-            let fence = Header { order: index as u64, offset: u64::from(epoch), ..Header::of(Type::Fence, 0) };
-            self.queue_control(other, fence, &[]);
-            self.streams[other].kick();
+        // Also for those that died before, and on every stream: what was asked over this one may be lost, and others
+        // may lead nowhere too.
+        let unfenced = self.state().core.unfenced();
+        for (dead, epoch) in unfenced {
+            let fence = Header { order: dead as u64, offset: u64::from(epoch), ..Header::of(Type::Fence, 0) };
+            for other in 0..MAX_STREAMS {
+                self.queue_control(other, fence, &[]);
+            }
         }
+        self.streams.iter().for_each(Stream::kick);
+        if self.health.live() == 0 {
+            self.wait_for_peer(error);
+        }
+        // The looks go on until all streams are back.
+        self.begin_watch();
         if let Some(me) = self.me.upgrade() {
-            self.net.repair(me, index, epoch.wrapping_add(1));
+            self.net.repair(&me, index);
         }
+    }
+
+    /// The receiver has fenced a stream: one that died here too, or one that died there only.
+    fn told_fenced(&self, header: &Header) -> Result<()> {
+        let (index, epoch) = super::peer::fenced_life(header)?;
+        {
+            let state = self.state();
+            // News of a life that is over already is no news.
+            if epoch != state.core.epoch(index) {
+                return Ok(());
+            }
+            if state.core.is_live(index) {
+                drop(state);
+                // The stream is another thread's, or this one's: the keeper takes it away, who holds none.
+                lock(&self.condemned).push((index, epoch, header.total));
+                self.call_keeper();
+                return Ok(());
+            }
+        }
+        self.fenced(index, epoch, header.total)
     }
 
     /// The receiver says how many frames of a dead stream's life it took in. The rest travels again, over whatever
@@ -708,15 +1053,12 @@ impl SendConn {
     ///
     /// # Errors
     /// When it names frames that were never sent.
-    fn fenced(&self, index: usize, frames: u64) -> Result<()> {
+    fn fenced(&self, index: usize, epoch: u16, frames: u64) -> Result<()> {
         {
             let mut state = self.state();
             let State { core, payloads, done, .. } = &mut *state;
-            // A stream that is connected again has been fenced by its own handshake.
-            if !core.is_down(index) {
-                return Ok(());
-            }
-            core.fenced(index, frames, done)?;
+            core.fenced(index, epoch, frames, done)?;
+            self.chunks_end(core, payloads);
             self.end_messages(payloads, done);
         }
         for stream in &self.streams {
@@ -729,21 +1071,198 @@ impl SendConn {
     ///
     /// # Errors
     /// When the peer's count is impossible, or the socket cannot be watched.
-    pub fn rejoined(&self, index: usize, epoch: u16, frames: u64, sock: Sock) -> Result<()> {
-        self.fenced(index, frames)?;
+    pub fn rejoined(&self, index: usize, epoch: u16, frames: u64, sock: Sock, seal: Seal) -> Result<()> {
+        let former = self.state().core.epoch(index);
+        if (epoch.wrapping_sub(former) as i16) <= 0 {
+            return Err(Error::remote("another life of the stream was faster"));
+        }
+        // A stream that comes home still lives elsewhere; the receiver has fenced that life by taking this one.
+        if let Some(io) = self.streams[index].take() {
+            watch::close_hard(&io.sock);
+            self.state().core.stream_down(index);
+            self.health.stream_down();
+        }
+        self.fenced(index, former, frames)?;
         if epoch > 1 || index == 0 {
             Counters::bump(&self.counters.reconnects);
             tracing::info!(target: crate::os::log::NET, "stream {index} to {} is back", self.peer);
         }
-        self.add_stream(index, epoch, sock)
+        self.add_stream(index, epoch, sock, seal)
     }
 
-    /// A stream could not be connected again in time. That ends the connection when it was the last.
+    /// Whether nobody else is connecting stream `index` again: then the caller does.
+    pub fn begin_repair(&self, index: usize) -> bool {
+        self.repairs.fetch_or(1 << index, Ordering::SeqCst) & 1 << index == 0
+    }
+
+    /// The caller has done so, or given up.
+    pub fn end_repair(&self, index: usize) {
+        self.repairs.fetch_and(!(1 << index), Ordering::SeqCst);
+    }
+
+    /// How many pairs of rails there are to try.
+    pub fn pairs(&self) -> usize {
+        self.link.local.len().max(self.link.remote.len()).max(1)
+    }
+
+    /// The pair of rails over which stream `index` first connected, counted from the one that its number gives.
+    pub fn home(&self, index: usize) -> usize {
+        usize::from(lock(&self.homes)[index])
+    }
+
+    /// Stream `index` has its home there.
+    pub fn set_home(&self, index: usize, pair: usize) {
+        lock(&self.homes)[index] = (pair % self.pairs()) as u8;
+    }
+
+    /// Whether stream `index` shall come back over its own rails only: while it lives elsewhere, or others carry the
+    /// load. The first one is missed more: short messages are faster with it.
+    pub fn awaits_home(&self, index: usize) -> bool {
+        self.health.live() > 0 && (index > 0 || self.first_live.load(Ordering::SeqCst))
+    }
+
+    /// The epoch in which stream `index` tries to connect next; each is given out once.
+    pub fn next_epoch(&self, index: usize) -> u16 {
+        let given = &mut lock(&self.epochs)[index];
+        let last = self.state().core.epoch(index);
+        if (last.wrapping_sub(*given) as i16) > 0 {
+            *given = last;
+        }
+        *given = given.wrapping_add(1);
+        *given
+    }
+
+    /// Whether a stream is connected.
+    pub fn is_connected(&self) -> bool {
+        self.health.live() > 0
+    }
+
+    /// All streams are gone. How long the peer may stay away depends on what was seen: silence may be an outage, after
+    /// which all goes on as before; a reset or an end of file came over a working path.
+    fn wait_for_peer(&self, error: &io::Error) {
+        let patience = self.net.patience(error);
+        let lost = lost(error).with_peer(&self.peer);
+        lock(&self.alone).get_or_insert((Instant::now() + patience, lost));
+    }
+
+    fn call_keeper(&self) {
+        let me = self.me.clone();
+        let called = self.chores.call(&self.net.poller, || Arc::new(Chore { conn: me }));
+        if let Err(error) = called {
+            self.fail_silently(error);
+        }
+    }
+
+    /// Has the keeper look at the streams from time to time, until nothing is outstanding.
+    fn begin_watch(&self) {
+        if self.chores.begin() {
+            self.call_keeper();
+        }
+    }
+
+    /// The keeper's part.
+    fn do_chores(&self) -> Progress {
+        let condemned = std::mem::take(&mut *lock(&self.condemned));
+        for (index, epoch, frames) in condemned {
+            if self.state().core.epoch(index) == epoch {
+                self.lose(index, io::Error::new(io::ErrorKind::TimedOut, "the receiver heard nothing on it"));
+                if let Err(error) = self.fenced(index, epoch, frames) {
+                    self.fail(error.with_peer(&self.peer));
+                }
+            }
+        }
+        if self.is_over() {
+            self.chores.end();
+            return Progress::default();
+        }
+        let now = Instant::now();
+        let alone = lock(&self.alone).clone();
+        if let Some((until, error)) = alone
+            && now >= until
+        {
+            self.fail_silently(error);
+            self.chores.end();
+            return Progress::default();
+        }
+        if !self.chores.is_ticking() {
+            return Progress::default();
+        }
+        if let Err(due) = self.chores.is_due(now) {
+            return Progress { moved: false, again: Some(due) };
+        }
+        let mut next = watch::TICK;
+        // How long nothing has come back on any stream.
+        let mut least = None;
+        let mut lost = Vec::new();
+        let mut outstanding = self.requests.outstanding() > 0 || !self.state().core.unfenced().is_empty();
+        for (index, stream) in self.streams.iter().enumerate() {
+            let in_doubt = self.state().core.in_doubt(index);
+            let often = Probes::OFTEN;
+            let seldom = Probes::within(self.net.config.peer_timeout, true);
+            let found = stream.peek(|io| {
+                let sight = Sight::of(&io.sock)?;
+                let vigil = &mut lock(&self.vigils)[index];
+                vigil.probe(&io.sock, sight, in_doubt && self.requests.outstanding() > 0, &often, &seldom);
+                outstanding |= sight.outstanding;
+                let unheard = if sight.asked > 0 { sight.silent } else { Duration::ZERO };
+                least = Some(least.map_or(unheard, |least: Duration| least.min(unheard)));
+                Some(vigil.look(now, sight))
+            });
+            match found.flatten() {
+                Some(Finding::Asking) => next = watch::SOON,
+                // Without recovery this is the end, so it must be certain.
+                Some(Finding::Lost(silence)) if self.recovery || silence >= self.net.config.peer_timeout => {
+                    lost.push((index, silence));
+                }
+                Some(Finding::Lost(_)) => next = watch::SOON,
+                Some(Finding::Well) | None => {}
+            }
+        }
+        if let Some(silence) = least.filter(|least| *least >= self.net.config.peer_timeout) {
+            self.fail_silently(super::peer::lost(&watch::silent(silence)).with_peer(&self.peer));
+            self.chores.end();
+            return Progress::default();
+        }
+        watch::share_fate(&mut lost, &self.streams, |io| &io.sock);
+        for (index, silence) in lost {
+            self.lose(index, watch::silent(silence));
+        }
+        if !outstanding {
+            // From here on the kernel's own slow probes do it alone, with the kernel's verdict.
+            let seldom = Probes::within(self.net.config.peer_timeout, true);
+            for (index, stream) in self.streams.iter().enumerate() {
+                stream.peek(|io| lock(&self.vigils)[index].stop_probing(&io.sock, &seldom));
+            }
+            self.chores.end();
+            return Progress::default();
+        }
+        self.chores.again(now, next)
+    }
+
+    /// Gives up a stream that has not ended by itself.
+    fn lose(&self, index: usize, error: io::Error) {
+        if let Some(io) = self.streams[index].take() {
+            watch::close_hard(&io.sock);
+            self.broken(index, io, Broken::Lost(error));
+        }
+    }
+
+    /// An interface went down: what runs over its address is lost, if anything else is left.
+    pub fn link_down(&self, interface: u32) {
+        let down = watch::over_interface(&self.link, interface, &self.streams, |io| &io.sock);
+        if self.recovery && !down.is_empty() && down.len() < self.health.live() {
+            for index in down {
+                self.lose(index, watch::link_down());
+            }
+        }
+    }
+
+    /// A stream could not be connected again. That ends the connection when it was the last.
     pub fn gave_up(&self, index: usize, error: &Error) {
         if self.closing.load(Ordering::Acquire) || self.health.is_failed() {
             return;
         }
-        if self.state().core.live_streams() == 0 {
+        if self.health.live() == 0 {
             self.fail_silently(error.clone().with_peer(&self.peer));
         } else {
             tracing::warn!(target: crate::os::log::NET, "stream {index} to {} stays down ({error}); going on with the others", self.peer);
@@ -752,12 +1271,16 @@ impl SendConn {
 
     /// Whether nobody waits for this connection to be mended.
     pub fn is_over(&self) -> bool {
-        self.closing.load(Ordering::Acquire) || self.health.is_failed()
+        self.closing.load(Ordering::Acquire) || self.health.is_failed() || self.health.is_peer_done()
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Drop for SendConn {
@@ -766,18 +1289,21 @@ impl Drop for SendConn {
     }
 }
 
-/// Room for a header, then the bytes.
-///
-/// # Safety
-/// `data` must be readable for `length` bytes; it may be null for none.
-unsafe fn copy_behind_header(data: *const u8, length: usize) -> Box<[u8]> {
-    let mut copy = Vec::with_capacity(HEADER + length);
-    copy.extend_from_slice(&[0; HEADER]);
-    if length > 0 {
-        // SAFETY: the caller vouches for it.
-        copy.extend_from_slice(unsafe { std::slice::from_raw_parts(data, length) });
+/// What the keeper does for a connection.
+struct Chore {
+    conn: Weak<SendConn>,
+}
+
+impl Source for Chore {
+    fn poll(&self) -> Progress {
+        self.conn.upgrade().map_or_else(Progress::default, |conn| conn.do_chores())
     }
-    copy.into_boxed_slice()
+
+    fn fail(&self, error: Error) {
+        if let Some(conn) = self.conn.upgrade() {
+            conn.fail(error);
+        }
+    }
 }
 
 struct StreamSource {
@@ -788,14 +1314,18 @@ struct StreamSource {
 impl Source for StreamSource {
     fn poll(&self) -> Progress {
         let Some(conn) = self.conn.upgrade() else { return Progress::default() };
-        let moved = conn.run(self.index, READ | WRITE);
-        if self.index == 0 {
-            if !moved && conn.attention.is_stalled() {
-                tracing::trace!(target: crate::os::log::NET, "waiting, to {}: {}", conn.peer, conn.state().core.describe());
-            }
-            return conn.attention.looked(moved, || conn.requests.outstanding() > 0);
+        if self.index > 0 {
+            return Progress { moved: conn.run(self.index, READ | WRITE), again: None };
         }
-        Progress { moved, again: None }
+        conn.begin_watch();
+        if let Some(later) = conn.attention.is_attended() {
+            return later;
+        }
+        let moved = conn.run(0, READ | WRITE);
+        if !moved && conn.attention.is_stalled() {
+            tracing::trace!(target: crate::os::log::NET, "waiting, to {}: {}", conn.peer, conn.state().core.describe());
+        }
+        conn.attention.looked(moved, || conn.requests.outstanding() > 0)
     }
 
     fn fail(&self, error: Error) {

@@ -7,10 +7,11 @@
 //! A thread that merely looks whether something has come ([`Stream::glance`]) leaves no note: it will look again, and
 //! notes from a thread that polls in a loop would keep the holder for ever.
 
-use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{PoisonError, TryLockError};
 
 use crate::engine::poller::Registration;
+use crate::os::sync::atomic::{AtomicU8, Ordering};
+use crate::os::sync::{Mutex, MutexGuard, settle};
 
 /// Wish: look at what has arrived.
 pub const READ: u8 = 1;
@@ -27,6 +28,9 @@ pub struct Stream<Io> {
     registration: Mutex<Option<Registration>>,
     io: Mutex<Option<Box<Io>>>,
 }
+
+/// A stream in the hands of the thread that uses it; nothing inside while it is not connected.
+pub type Held<'a, Io> = MutexGuard<'a, Option<Box<Io>>>;
 
 /// How a step on a stream ended.
 pub enum Step<Broken> {
@@ -57,8 +61,24 @@ impl<Io> Stream<Io> {
     /// Runs `step` with the given wishes, unless another thread is at it: then that thread will. `broken` is called
     /// without the stream's lock when the step ends the stream.
     pub fn run<B>(&self, wish: u8, step: impl FnMut(&mut Io, u8) -> Step<B>, broken: impl FnOnce(Box<Io>, B)) -> Ran {
-        self.wishes.fetch_or(wish, Ordering::SeqCst);
-        self.serve(None, step, broken)
+        self.run_held(self.hold(), wish, step, broken)
+    }
+
+    /// As [`Stream::run`], with the stream in the caller's hands already, or with what [`Stream::hold`] returned
+    /// instead.
+    pub fn run_held<'a, B>(
+        &'a self,
+        held: Option<Held<'a, Io>>,
+        wish: u8,
+        step: impl FnMut(&mut Io, u8) -> Step<B>,
+        broken: impl FnOnce(Box<Io>, B),
+    ) -> Ran {
+        if held.is_none() {
+            self.wishes.fetch_or(wish, Ordering::SeqCst);
+            settle();
+            return self.serve(None, 0, step, broken);
+        }
+        self.serve(held, wish, step, broken)
     }
 
     /// Runs `step` with the given wishes if no other thread is at it.
@@ -68,12 +88,13 @@ impl<Io> Stream<Io> {
         step: impl FnMut(&mut Io, u8) -> Step<B>,
         broken: impl FnOnce(Box<Io>, B),
     ) -> Ran {
-        let Some(io) = self.try_lock() else { return Ran::Settled(false) };
-        self.wishes.fetch_or(wish, Ordering::SeqCst);
-        self.serve(Some(io), step, broken)
+        let Some(io) = self.hold() else { return Ran::Settled(false) };
+        self.serve(Some(io), wish, step, broken)
     }
 
-    fn try_lock(&self) -> Option<MutexGuard<'_, Option<Box<Io>>>> {
+    /// The stream, unless another thread has it. To be given to [`Stream::run_held`]: letting go of it otherwise may
+    /// leave another thread's wish unserved.
+    pub fn hold(&self) -> Option<Held<'_, Io>> {
         match self.io.try_lock() {
             Ok(io) => Some(io),
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
@@ -83,16 +104,21 @@ impl<Io> Stream<Io> {
 
     fn serve<'a, B>(
         &'a self,
-        mut held: Option<MutexGuard<'a, Option<Box<Io>>>>,
+        mut held: Option<Held<'a, Io>>,
+        mut wish: u8,
         mut step: impl FnMut(&mut Io, u8) -> Step<B>,
         broken: impl FnOnce(Box<Io>, B),
     ) -> Ran {
         let mut moved = false;
         let mut rounds = 0;
         loop {
-            let Some(mut io) = held.take().or_else(|| self.try_lock()) else { return Ran::Settled(moved) };
+            let Some(mut io) = held.take().or_else(|| self.hold()) else { return Ran::Settled(moved) };
             loop {
-                let wishes = self.wishes.swap(0, Ordering::SeqCst);
+                // A look first: where nobody left a note, which is nearly always, it spares a locked instruction.
+                let mut wishes = std::mem::take(&mut wish);
+                if self.wishes.load(Ordering::SeqCst) != 0 {
+                    wishes |= self.wishes.swap(0, Ordering::SeqCst);
+                }
                 if wishes == 0 {
                     break;
                 }
@@ -115,6 +141,7 @@ impl<Io> Stream<Io> {
                 }
             }
             drop(io);
+            settle();
             // A wish that came between the last look and the unlock found the stream taken: serve it now.
             if self.wishes.load(Ordering::SeqCst) == 0 {
                 return Ran::Settled(moved);
@@ -139,12 +166,28 @@ impl<Io> Stream<Io> {
         }
     }
 
+    /// Whether the stream's worker is looking for work at this moment. False without a socket.
+    pub fn is_awake(&self) -> bool {
+        self.registration().as_ref().is_some_and(Registration::is_awake)
+    }
+
     /// Takes the socket away, waiting for the thread that uses it (which never waits itself). After this nobody
     /// touches a buffer through this stream.
     pub fn take(&self) -> Option<Box<Io>> {
         let io = self.lock().take();
         *self.registration() = None;
         io
+    }
+
+    /// Looks at the socket and buffers, waiting for the thread that uses them. What others wished for meanwhile is
+    /// left to the stream's worker. For rare things.
+    pub fn peek<T>(&self, look: impl FnOnce(&mut Io) -> T) -> Option<T> {
+        let seen = self.lock().as_deref_mut().map(look);
+        settle();
+        if self.wishes.load(Ordering::SeqCst) != 0 {
+            self.kick();
+        }
+        seen
     }
 
     /// The socket and buffers, waiting for the thread that uses them. For rare things.

@@ -34,6 +34,18 @@ impl Piece {
         Self { data: unsafe { self.data.add(bytes) }, length: self.length - bytes }
     }
 
+    /// The bytes of the piece.
+    ///
+    /// # Safety
+    /// It must be readable for its whole length, and stay as it is, while the slice is used.
+    pub unsafe fn bytes<'a>(self) -> &'a [u8] {
+        if self.length == 0 {
+            return &[];
+        }
+        // SAFETY: the caller vouches for it.
+        unsafe { std::slice::from_raw_parts(self.data, self.length) }
+    }
+
     fn iovec(self) -> libc::iovec {
         libc::iovec { iov_base: self.data.cast(), iov_len: self.length }
     }
@@ -60,6 +72,25 @@ pub unsafe fn send(fd: RawFd, pieces: [Piece; 2]) -> io::Result<Option<usize>> {
     message.msg_iovlen = iov.len();
     retry(|| {
         // SAFETY: `message` points to two iovecs that live here; the caller vouches for their memory.
+        unsafe { libc::sendmsg(fd, &raw const message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT) }
+    })
+}
+
+/// As [`send`], for three pieces.
+///
+/// # Errors
+/// Whatever `sendmsg(2)` reports.
+///
+/// # Safety
+/// All pieces must be readable for their whole length during the call.
+pub unsafe fn send_three(fd: RawFd, pieces: [Piece; 3]) -> io::Result<Option<usize>> {
+    let mut iov = pieces.map(Piece::iovec);
+    // SAFETY: an all-zero msghdr is a valid value.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = iov.as_mut_ptr();
+    message.msg_iovlen = iov.len();
+    retry(|| {
+        // SAFETY: `message` points to three iovecs that live here; the caller vouches for their memory.
         unsafe { libc::sendmsg(fd, &raw const message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT) }
     })
 }

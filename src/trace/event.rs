@@ -218,6 +218,25 @@ pub struct NetPart {
     pub stream: u16,
     pub send: bool,
     pub resend: bool,
+    pub carrier: Carrier,
+}
+
+/// What carried a part: what NCCL's own descriptors tell.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[allow(missing_docs)]
+pub enum Carrier {
+    #[default]
+    Unknown,
+    Socket {
+        fd: i32,
+    },
+    /// Card, opcode (of `ibv_wr_opcode` or `ibv_wc_opcode`), queue pair and work request.
+    QueuePair {
+        device: u16,
+        opcode: u8,
+        number: i32,
+        wr_id: u64,
+    },
 }
 
 /// The part of a network event that is known at its end.

@@ -29,5 +29,6 @@ pub mod rail;
 pub mod ring;
 mod service;
 pub mod settings;
+mod slots;
 pub mod summary;
 mod writer;

@@ -28,7 +28,7 @@ use super::writer::{Notice, Request, Writer};
 use crate::os::config::Config;
 use crate::os::error::Result;
 use crate::os::fork;
-use crate::os::net_event::NetEvent;
+use crate::os::net_event::{self, NetEvent};
 
 /// How long the last `finalize` waits for the writer.
 const FINISH: Duration = Duration::from_secs(5);
@@ -136,6 +136,9 @@ pub unsafe fn init(init: Init) -> u64 {
     let comm = CommInfo { context: profiler.stamp.context(serial), ..init.comm };
     let context = comm.context;
     profiler.live.fetch_add(1, Ordering::AcqRel);
+    if Kind::NetPlugin.triggers() & profiler.settings.mask != 0 {
+        net_event::announce_reader();
+    }
     if let Some(chain) = &profiler.chain {
         chain.init(&comm);
     }
@@ -196,7 +199,8 @@ pub unsafe fn record(event: u64, change: &Change) {
             profiler.drops.states.fetch_add(1, Ordering::Relaxed);
         }
     }
-    if let Some(chain) = &profiler.chain {
+    // A second profiler knows the event under NCCL's identifier, whose descriptors have no updates.
+    if let Some(chain) = profiler.chain.as_ref().filter(|_| !key::is_own_net(event)) {
         chain.record(event, change);
     }
 }

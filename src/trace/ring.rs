@@ -8,16 +8,11 @@
 //! filling it delays the consumer, not other producers); a full shard refuses, and refuses starts first, so that the
 //! stops of events already begun still find room. A record's place is unique for ever and serves as the event's id.
 //!
-//! Implementation notes: each slot counts laps. In lap `n` it is free at `2n`, filled at `2n + 1`, so a zeroed slot is
-//! free for lap 0 and the kernel's zero pages need not be touched before their first use.
-
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
-use std::cell::UnsafeCell;
-use std::mem::MaybeUninit;
-use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
+//! Implementation notes: each slot counts laps. In lap `n` it is free at `2n`, filled at `2n + 1`.
 
 use super::event::Record;
+use super::slots::Slots;
+use crate::os::sync::atomic::{AtomicU64, Ordering};
 
 /// Shards in a ring: more than the proxy threads of a node's worth of devices in one process.
 pub const SHARDS: usize = 16;
@@ -45,14 +40,6 @@ pub struct Place {
     pub position: u64,
 }
 
-#[repr(C, align(128))]
-struct Slot {
-    lap: AtomicU64,
-    record: UnsafeCell<MaybeUninit<Record>>,
-}
-
-const _: () = assert!(size_of::<Slot>() == 128, "a slot is two cache lines");
-
 #[repr(align(128))]
 struct Counter(AtomicU64);
 
@@ -61,7 +48,7 @@ struct Shard {
     tail: Counter,
     /// First position not yet consumed; the consumer alone writes it.
     head: Counter,
-    slots: NonNull<Slot>,
+    slots: Slots,
 }
 
 /// The queue between NCCL's threads and the writer.
@@ -70,18 +57,15 @@ pub struct Ring {
     capacity: u64,
 }
 
-// SAFETY: the slots are shared by design. A slot's record is written only by the producer that claimed its position
-// (a successful exchange on `tail`) and read only by the one consumer after it saw the lap of that producer's
-// Release store; `drain` takes `&mut Drain`, of which there is one.
-unsafe impl Send for Ring {}
-// SAFETY: as above.
-unsafe impl Sync for Ring {}
-
 impl Ring {
     /// A ring of about `bytes` bytes. The memory is reserved at once and touched as it is used.
     pub fn new(bytes: usize) -> Self {
-        let wanted = (bytes / SHARDS / size_of::<Slot>()).clamp(64, 1 << 24);
-        let capacity = 1usize << wanted.ilog2();
+        let wanted = (bytes / SHARDS / Slots::BYTES).clamp(64, 1 << 24);
+        Self::with_capacity(1 << wanted.ilog2())
+    }
+
+    /// A ring with shards of `capacity` records, a power of two.
+    pub fn with_capacity(capacity: usize) -> Self {
         Self { shards: std::array::from_fn(|_| Shard::new(capacity)), capacity: capacity as u64 }
     }
 
@@ -106,7 +90,7 @@ impl Ring {
             if position.saturating_sub(shard.head.0.load(Ordering::Relaxed)) >= limit {
                 return None;
             }
-            let slot = shard.slot(position, self.capacity);
+            let slot = shard.slots.at(position);
             let free = 2 * (position / self.capacity);
             let lap = slot.lap.load(Ordering::Acquire);
             if lap == free {
@@ -123,39 +107,16 @@ impl Ring {
         };
         let place = Place { shard: index, position };
         // SAFETY: the exchange made this thread the only owner of the slot until it stores the lap below.
-        unsafe { (*slot.record.get()).write(make(place)) };
+        unsafe { slot.write(make(place)) };
         slot.lap.store(2 * (position / self.capacity) + 1, Ordering::Release);
         Some(place)
     }
 }
 
-impl Drop for Ring {
-    fn drop(&mut self) {
-        for shard in &self.shards {
-            // SAFETY: allocated in `Shard::new` with the same layout; nobody else holds the ring.
-            unsafe { dealloc(shard.slots.as_ptr().cast(), layout(self.capacity as usize)) };
-        }
-    }
-}
-
 impl Shard {
     fn new(capacity: usize) -> Self {
-        let layout = layout(capacity);
-        // SAFETY: the layout is not empty.
-        let slots = unsafe { alloc_zeroed(layout) };
-        let Some(slots) = NonNull::new(slots.cast::<Slot>()) else { handle_alloc_error(layout) };
-        Self { tail: Counter(AtomicU64::new(0)), head: Counter(AtomicU64::new(0)), slots }
+        Self { tail: Counter(AtomicU64::new(0)), head: Counter(AtomicU64::new(0)), slots: Slots::new(capacity) }
     }
-
-    #[inline]
-    fn slot(&self, position: u64, capacity: u64) -> &Slot {
-        // SAFETY: the index is below the capacity that was allocated, and zeroed bytes are a valid slot.
-        unsafe { self.slots.add((position & (capacity - 1)) as usize).as_ref() }
-    }
-}
-
-fn layout(capacity: usize) -> Layout {
-    Layout::array::<Slot>(capacity).expect("the capacity is bounded by Ring::new")
 }
 
 /// Thread pointers are megabytes apart; the multiplication mixes them into the upper bits.
@@ -182,14 +143,14 @@ impl Drain {
             let end = shard.tail.0.load(Ordering::Acquire);
             let mut position = shard.head.0.load(Ordering::Relaxed);
             while position < end {
-                let slot = shard.slot(position, ring.capacity);
+                let slot = shard.slots.at(position);
                 let lap = 2 * (position / ring.capacity);
                 if slot.lap.load(Ordering::Acquire) != lap + 1 {
                     break;
                 }
                 // SAFETY: the lap says that the producer has finished writing, and no other will touch the slot
                 // before the store below.
-                into.push(unsafe { (*slot.record.get()).assume_init() });
+                into.push(unsafe { slot.read() });
                 slot.lap.store(lap + 2, Ordering::Release);
                 position += 1;
                 // Now and then, so that producers see the room.

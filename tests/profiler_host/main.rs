@@ -12,6 +12,7 @@ mod merge;
 mod play;
 mod setups;
 mod versions;
+mod wire;
 
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
@@ -39,6 +40,7 @@ fn scenario() {
         ("exit", _) => lifetimes::play_exit(),
         ("proxied", _) => lifetimes::play_proxied(),
         ("ask", _) => lifetimes::play_ask(),
+        ("wire", setup) => wire::play(setup),
         ("chain", number) => chain::play(number.parse().unwrap()),
         _ => panic!("no scenario {name}"),
     }

@@ -76,7 +76,7 @@ trap 'exit 130' INT TERM
 # Runs machine number $1 to its end; its output goes through the named pipes in its folder.
 boot() {
     local host=$1 dir=$run/host$1 extra=() limit=()
-    local words="console=ttyS0 ${RDMA_VM_VERBOSE:-quiet} panic=-1 mitigations=off tsc=reliable random.trust_cpu=on net.ifnames=0"
+    local words="console=ttyS0 ${RDMA_VM_VERBOSE:-quiet} panic=-1 mitigations=off tsc=reliable random.trust_cpu=on net.ifnames=0 no_timer_check"
     words+=" lab.dir=$project lab.hosts=$hosts lab.host=$host lab.mtu=$mtu"
     if [ -n "$shell" ] && [ "$host" = 0 ]; then
         words+=" lab.shell=1"

@@ -24,7 +24,7 @@ pub fn command(name: &str, role: &str) -> Command {
 
 /// Adds to a command (a wrapper such as `ip netns exec` before this program) what makes it run the test `name`.
 pub fn adorn(command: &mut Command, name: &str, role: &str) {
-    command.args(["--exact", name, "--nocapture", "--test-threads=1"]).env(ROLE, role);
+    command.args(["--exact", name, "--include-ignored", "--nocapture", "--test-threads=1"]).env(ROLE, role);
     // The runner's own variables would change what the child prints.
     command.env_remove("RUST_TEST_THREADS").env_remove("NEXTEST");
 }

@@ -1,14 +1,19 @@
 //! What the functional tests share: the built library as NCCL would load it, data to move, a watchdog, and ways to run
 //! a test, or a part of one, in a process of its own.
 //!
-//! Nothing here knows how Towline works inside: the tests talk to `libnccl-net.so` through its exported tables only.
+//! But for [`hostile`], which speaks the wire format by itself, nothing here knows how Towline works inside: the tests
+//! talk to `libnccl-net.so` through its exported tables only.
 
 #![allow(dead_code, reason = "each test program uses its own part")]
 #![allow(unreachable_pub, reason = "a module of test programs: they are its whole world")]
 
 pub mod child;
+pub mod faults;
+pub mod hostile;
 pub mod netns;
+pub mod proxy;
 pub mod raw;
+pub mod strict;
 
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -147,9 +152,17 @@ pub fn descriptors() -> Vec<(i32, String)> {
     all
 }
 
-/// How many sockets this process has open.
+/// How many sockets this process has open, but for the one through which the kernel tells of its interfaces: that is
+/// one for the process, as long as it lives.
 pub fn sockets() -> usize {
-    descriptors().iter().filter(|(_, target)| target.starts_with("socket:")).count()
+    let is_netlink = |fd: i32| {
+        let (mut domain, mut size): (libc::c_int, _) = (0, size_of::<libc::c_int>() as libc::socklen_t);
+        let place = (&raw mut domain).cast();
+        // SAFETY: the option writes one int.
+        let status = unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_DOMAIN, place, &raw mut size) };
+        status == 0 && domain == libc::AF_NETLINK
+    };
+    descriptors().iter().filter(|(fd, target)| target.starts_with("socket:") && !is_netlink(*fd)).count()
 }
 
 /// The memory that this process has resident, in KiB.

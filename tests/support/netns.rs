@@ -62,6 +62,13 @@ impl Namespace {
         });
     }
 
+    /// Lets no more than `mbits` Mbit/s leave over a link, with 10 ms of queue.
+    pub fn shape(&self, link: &str, mbits: u64) {
+        let words = format!("qdisc add dev {link} root tbf rate {mbits}mbit burst 128kb latency 10ms");
+        let output = Command::new("tc").args(["-n", &self.0]).args(words.split_whitespace()).output().expect("tc runs");
+        assert!(output.status.success(), "tc {words}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+
     /// A command that runs the test `test` of this program inside, in `role`.
     pub fn command(&self, test: &str, role: &str) -> Command {
         let mut command = Command::new("ip");

@@ -8,10 +8,11 @@ use libloading::os::unix::Library;
 
 use super::super::ffi::*;
 use super::super::table::Table;
+use super::members::Translated;
 use super::{Functions, Version, v1, v2, v3, v4, v5, v6};
 use crate::os::error::{Error, Result};
 use crate::trace::chain::{Change, Second, Start};
-use crate::trace::event::CommInfo;
+use crate::trace::event::{Body, CommInfo};
 
 /// NCCL's logger as our own `init` got it, for the second profiler's.
 static LOGGER: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
@@ -94,6 +95,16 @@ impl<V: Version> Second for Loaded<V> {
 
     fn start(&self, context: *mut c_void, start: &Start, parent: *mut c_void, group: *mut c_void) -> *mut c_void {
         let mut event = std::ptr::null_mut();
+        // A second profiler understands NCCL's own descriptors.
+        let mut translated = match &start.body {
+            Body::NetTowline(part) => match Translated::new(part) {
+                Some(translated) => Some(translated),
+                None => return event,
+            },
+            _ => None,
+        };
+        let translated = translated.as_mut().map(|translated| translated.start(start));
+        let start = translated.as_ref().unwrap_or(start);
         if let (Some(function), Some(mut descr)) = (self.functions.start, V::encode(start, parent, group)) {
             // SAFETY: a loaded profiler's function with its own context and a descriptor of its version.
             unsafe { function(context, &mut event, &mut descr) };

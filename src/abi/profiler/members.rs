@@ -4,9 +4,9 @@ use std::ffi::{c_int, c_void};
 use std::ptr::without_provenance_mut;
 
 use super::super::ffi::*;
-use crate::os::net_event::{NetEvent, PLUGIN_ID, PLUGIN_ID_IB, PLUGIN_ID_SOCKET};
+use crate::os::net_event::{CARRIER_QUEUE_PAIR, CARRIER_SOCKET, NetEvent, PLUGIN_ID, PLUGIN_ID_IB, PLUGIN_ID_SOCKET};
 use crate::trace::chain::{Change, Start};
-use crate::trace::event::{Body, Coll, NetPart, P2p, ProxyOp, state};
+use crate::trace::event::{Body, Carrier, Coll, NetPart, P2p, ProxyOp, state};
 use crate::trace::names::Name;
 
 /// A start without a network plugin's part.
@@ -151,6 +151,16 @@ pub(super) unsafe fn net(parent: *mut c_void, rank: c_int, net: &ncclProfilerNet
                 stream: event.stream,
                 send: event.is_send(),
                 resend: event.is_resend(),
+                carrier: match event.carrier {
+                    CARRIER_SOCKET => Carrier::Socket { fd: event.device },
+                    CARRIER_QUEUE_PAIR => Carrier::QueuePair {
+                        device: event.device as u16,
+                        opcode: event.opcode as u8,
+                        number: event.queue_pair,
+                        wr_id: event.wr_id,
+                    },
+                    _ => Carrier::Unknown,
+                },
             })
         }
         (plugin, _) => Body::NetOther { plugin },
@@ -160,6 +170,44 @@ pub(super) unsafe fn net(parent: *mut c_void, rank: c_int, net: &ncclProfilerNet
 
 pub(super) fn net_of(start: &Start) -> ncclProfilerNetPlugin_v3_t {
     ncclProfilerNetPlugin_v3_t { id: start.net_id, data: start.net_data }
+}
+
+/// A descriptor of NCCL's own for a part that Towline's transport described in its own way.
+pub(super) enum Translated {
+    Socket(ncclProfilerNetSockDescr_v1_t),
+    QueuePair(ncclProfilerNetIbDescr_v1_t),
+}
+
+impl Translated {
+    /// None for what travels again: NCCL's descriptors cannot say that, and lengths should add up.
+    pub(super) fn new(part: &NetPart) -> Option<Self> {
+        if part.resend {
+            return None;
+        }
+        if let Carrier::QueuePair { device, opcode, number, wr_id } = part.carrier {
+            // SAFETY: plain data, for which zero is a value.
+            let mut descr: ncclProfilerNetIbDescr_v1_t = unsafe { std::mem::zeroed() };
+            descr.type_ = ncclProfileQp as u8;
+            (descr.qp.device, descr.qp.opcode, descr.qp.qpNum) = (device.into(), opcode.into(), number);
+            (descr.qp.wr_id, descr.qp.length) = (wr_id, part.length as usize);
+            return Some(Self::QueuePair(descr));
+        }
+        // SAFETY: as above.
+        let mut descr: ncclProfilerNetSockDescr_v1_t = unsafe { std::mem::zeroed() };
+        descr.type_ = ncclProfileSocket as u8;
+        descr.sock.fd = if let Carrier::Socket { fd } = part.carrier { fd } else { -1 };
+        (descr.sock.op, descr.sock.length) = (i32::from(!part.send), part.length as usize);
+        Some(Self::Socket(descr))
+    }
+
+    /// The start of the event with this descriptor, which must outlive it.
+    pub(super) fn start(&mut self, start: &Start) -> Start {
+        let (net_id, net_data) = match self {
+            Self::Socket(descr) => (PLUGIN_ID_SOCKET, (&raw mut *descr).cast()),
+            Self::QueuePair(descr) => (PLUGIN_ID_IB, (&raw mut *descr).cast()),
+        };
+        Start { net_id, net_data, ..*start }
+    }
 }
 
 /// # Safety
@@ -256,3 +304,42 @@ macro_rules! descr {
     }};
 }
 pub(super) use descr;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn told(event: &mut NetEvent) -> Start {
+        let net = ncclProfilerNetPlugin_v3_t { id: PLUGIN_ID, data: (&raw mut *event).cast() };
+        // SAFETY: the data are what the identifier says.
+        unsafe { super::net(std::ptr::null_mut(), 0, &net) }
+    }
+
+    fn translated(event: &mut NetEvent) -> Option<Body> {
+        let start = told(event);
+        let Body::NetTowline(part) = &start.body else { panic!("{:?}", start.body) };
+        let mut translated = Translated::new(part)?;
+        let start = translated.start(&start);
+        // SAFETY: a descriptor of NCCL's, as the identifier says.
+        Some(unsafe { super::net(std::ptr::null_mut(), 0, &net_of(&start)) }.body)
+    }
+
+    #[test]
+    fn a_second_profiler_gets_nccls_own_descriptors() {
+        let mut socket = NetEvent { flags: 1, length: 77, carrier: CARRIER_SOCKET, device: 9, ..NetEvent::new() };
+        assert_eq!(translated(&mut socket), Some(Body::NetSocket { fd: 9, op: 0, length: 77 }));
+        let mut queue_pair = NetEvent {
+            length: 5,
+            carrier: CARRIER_QUEUE_PAIR,
+            device: 2,
+            opcode: 3,
+            queue_pair: 400,
+            wr_id: u64::MAX,
+            ..NetEvent::new()
+        };
+        let expected = Body::NetIb { device: 2, opcode: 3, qp: 400, wr_id: u64::MAX, length: 5 };
+        assert_eq!(translated(&mut queue_pair), Some(expected));
+        let mut again = NetEvent { flags: 3, length: 5, ..NetEvent::new() };
+        assert_eq!(translated(&mut again), None, "lengths would not add up");
+    }
+}

@@ -36,7 +36,7 @@ pub(crate) fn run(options: &Options) -> Result<Verdict> {
         return Err(Error::argument("there is no size to run: -b is above -e, or below one element of 4 bytes"));
     }
     let mut output = Output::new();
-    let mut ranks = Ranks::start(options.ranks.into())?;
+    let mut ranks = Ranks::start(options.ranks.into(), &options.wrap)?;
     let facts = ranks.set_up(options)?;
     let mut report = Report::new(options, facts);
     report.begin(&mut output, &ranks.process_ids());
@@ -61,11 +61,12 @@ struct Ranks {
 }
 
 impl Ranks {
-    fn start(count: usize) -> Result<Self> {
+    fn start(count: usize, wrappers: &[String]) -> Result<Self> {
         let (sender, events) = channel();
         let (mut children, mut channels) = (Vec::new(), Vec::new());
         for rank in 0..count {
-            let (child, channel) = Child::start("rank", &format!("rank {rank}"))?;
+            let wrapper = wrappers.get(rank % wrappers.len().max(1)).map(String::as_str);
+            let (child, channel) = Child::start("rank", &format!("rank {rank}"), wrapper)?;
             listen_to(rank, channel.receiving_half()?, sender.clone())?;
             children.push(child);
             channels.push(channel);
@@ -82,7 +83,8 @@ impl Ranks {
         let (ranks, timeout_s) = (self.channels.len(), options.timeout);
         let plugin = options.plugin.choice();
         for rank in 0..ranks {
-            self.tell(rank, &ToRank::SetUp { rank, ranks, plugin: plugin.clone(), timeout_s })?;
+            let late_ms = options.late.filter(|(late, _)| usize::from(*late) == rank).map_or(0, |(_, ms)| ms);
+            self.tell(rank, &ToRank::SetUp { rank, ranks, plugin: plugin.clone(), timeout_s, late_ms })?;
         }
         let answers = self.gather("opening the plugin", |message| match message {
             FromRank::Listening { handle, facts } => Some((handle, facts)),

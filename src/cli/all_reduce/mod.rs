@@ -48,13 +48,28 @@ pub(crate) struct Options {
     ranks: u16,
 
     #[command(flatten)]
-    plugin: PluginOptions,
+    pub(super) plugin: PluginOptions,
 
     /// How long nothing may move, in connecting or in a transfer, before the run is given up; in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..))]
     timeout: u32,
 
+    /// Start ranks behind this command, as in 'ip netns exec left' or 'taskset -c 0'; given several times, the ranks take
+    /// turns
+    #[arg(long, value_name = "COMMAND")]
+    wrap: Vec<String>,
+
+    /// Make one rank come late to every all-reduce, by so many milliseconds: to see in a profile (TOWLINE_PROFILE) what
+    /// a straggler looks like
+    #[arg(long, value_name = "RANK:MS", value_parser = parse_late)]
+    late: Option<(u16, u32)>,
+
     /// Write the results to FILE as JSON too; times in microseconds, bandwidths in GB/s (10⁹ bytes per second)
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+}
+
+fn parse_late(text: &str) -> Result<(u16, u32), String> {
+    let parts = text.split_once(':').and_then(|(rank, ms)| Some((rank.parse().ok()?, ms.parse().ok()?)));
+    parts.ok_or_else(|| "write a rank and milliseconds, as in 1:5".to_owned())
 }

@@ -8,7 +8,7 @@ use super::super::plugin_options::{PluginChoice, PluginFacts};
 #[derive(Serialize, Deserialize, Debug)]
 pub(super) enum ToRank {
     /// Open the plugin and listen.
-    SetUp { rank: usize, ranks: usize, plugin: PluginChoice, timeout_s: u32 },
+    SetUp { rank: usize, ranks: usize, plugin: PluginChoice, timeout_s: u32, late_ms: u32 },
     /// Connect to the right-hand neighbour's handle, and accept the left-hand one.
     Connect { handle: Vec<u8> },
     /// Fill the buffers.

@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use towline::host::profiler::Profiler;
 use towline::host::{Handle, Init};
 use towline::os::error::{Error, Result};
 
@@ -10,6 +11,7 @@ use super::super::channel::Channel;
 use super::super::children::channel_to_parent;
 use super::super::host_link::{HostLink, connect, until_patience_ends};
 use super::super::plugin_options::PluginFacts;
+use super::super::proxy::Proxy;
 use super::super::ring::program::{Step, all_reduce};
 use super::super::ring::{Buffers, CHUNK_ELEMENTS, Ring, pattern};
 use super::super::{EXIT_FAILED, plugin_options::PluginChoice};
@@ -38,8 +40,12 @@ pub(crate) fn run() -> ExitCode {
 }
 
 fn serve(channel: &mut Channel) -> Result<()> {
-    let ToRank::SetUp { rank, ranks, plugin, timeout_s } = channel.receive()? else { return Err(out_of_order()) };
-    let mut worker = Worker { rank, ranks, ring: join(channel, &plugin, timeout_s)?, arena: Arena::default() };
+    let ToRank::SetUp { rank, ranks, plugin, timeout_s, late_ms } = channel.receive()? else {
+        return Err(out_of_order());
+    };
+    let ring = join(channel, &plugin, (rank, ranks), timeout_s)?;
+    let late = Duration::from_millis(late_ms.into());
+    let mut worker = Worker { rank, ranks, late, ring, arena: Arena::default() };
     loop {
         match channel.receive()? {
             ToRank::Prepare(batch) => {
@@ -62,11 +68,23 @@ fn out_of_order() -> Error {
 }
 
 /// Opens the plugin and takes the place in the ring.
-fn join(channel: &mut Channel, choice: &PluginChoice, timeout_s: u32) -> Result<Ring<HostLink>> {
+fn join(
+    channel: &mut Channel,
+    choice: &PluginChoice,
+    (rank, ranks): (usize, usize),
+    timeout_s: u32,
+) -> Result<Ring<HostLink>> {
     let patience = Duration::from_secs(timeout_s.into());
     let net = choice.open()?;
     let initialising = |code: towline::host::Code| code.while_doing(format!("initialising {}", net.name()));
-    let context = net.init_with(&Init { comm_id: 1, ..Init::default() }).map_err(initialising)?;
+    // The same for all ranks, and another in each run on this host.
+    let comm_id = u64::from(std::os::unix::process::parent_id());
+    let profiler = Profiler::start(net.plugin(), comm_id, c"towline all-reduce", ranks, rank);
+    let mut init = Init { comm_id, ..Init::default() };
+    if profiler.is_some() {
+        init.profiler = Profiler::callback();
+    }
+    let context = net.init_with(&init).map_err(initialising)?;
     let facts = PluginFacts::of(&context, choice)?;
     let (listener, handle) = context.listen(choice.device).map_err(|code| code.while_doing("listening"))?;
     channel.send(&FromRank::Listening { handle: handle.bytes().to_vec(), facts })?;
@@ -75,12 +93,14 @@ fn join(channel: &mut Channel, choice: &PluginChoice, timeout_s: u32) -> Result<
     let (send, receive) = connect(&context, (choice.device, &mut handle), &listener, until_patience_ends(patience))?;
     listener.close().map_err(|code| code.while_doing("closing the listener"))?;
     channel.send(&FromRank::Connected)?;
-    Ok(Ring::new(HostLink::new(send, receive, patience)?))
+    Ok(Ring::new(HostLink::new(send, receive, Proxy::new(profiler, rank, ranks), patience)?))
 }
 
 struct Worker {
     rank: usize,
     ranks: usize,
+    /// How late this rank comes to each timed all-reduce, on purpose.
+    late: Duration,
     ring: Ring<HostLink>,
     arena: Arena,
 }
@@ -91,10 +111,15 @@ impl Worker {
         let program = self.program(batch.count);
         let start = Instant::now();
         for index in 0..batch.iterations as usize {
+            if !self.late.is_zero() {
+                std::thread::sleep(self.late);
+            }
+            self.ring.link_mut().begin(&program, batch.count);
             self.ring.run(&program, self.arena.buffers(batch, index))?;
         }
         let seconds = start.elapsed().as_secs_f64();
         self.ring.drain()?;
+        self.ring.link_mut().proxy.finish();
         wrong += self.arena.count_wrong(batch, self.ranks);
         Ok(Measured { seconds, wrong })
     }
@@ -104,6 +129,7 @@ impl Worker {
         let mut both = [0.0; ALIGNING_COUNT];
         pattern::fill(&mut both, self.rank, iteration);
         let program = self.program(ALIGNING_COUNT);
+        self.ring.link_mut().begin(&program, ALIGNING_COUNT);
         self.ring.run(&program, Buffers::InPlace(&mut both))?;
         Ok(pattern::count_wrong(&both, self.ranks, iteration))
     }

@@ -90,7 +90,10 @@ fn judge(facts: &Facts, asked: Option<&str>, speed_is_told: bool, findings: &mut
     }
     for interface in used.iter().filter(|interface| interface.speed_mbps.is_none() && !speed_is_told) {
         if !interface.address.starts_with("127.") {
-            let what = format!("the system does not know the speed of {}: 10 Gbit/s is assumed", interface.name);
+            let what = format!(
+                "the system does not know the speed of {}: 77 Gbit/s is reported, for eight channels",
+                interface.name
+            );
             findings.push(Finding::advice(what, "export TOWLINE_SPEED=MBITS, if you know it"));
         }
     }

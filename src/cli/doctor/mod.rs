@@ -34,7 +34,7 @@ pub(crate) struct Options {
     json: bool,
 
     #[command(flatten)]
-    plugin: PluginOptions,
+    pub(super) plugin: PluginOptions,
 }
 
 /// Something to be mended.
@@ -87,7 +87,7 @@ pub(super) fn run(options: &Options) -> Result<Verdict> {
         version: env!("CARGO_PKG_VERSION"),
         plugin: plugin::look(&options.plugin.choice(), &environment, &mut findings),
         interfaces: interfaces::look(&config, &mut findings),
-        rdma: rdma::look(&mut findings),
+        rdma: rdma::look(&config, &mut findings),
         limits: limits::look(&config, &mut findings),
         nccl: nccl::look(&environment),
         settings: settings::look(&environment, &complaints, &mut findings),

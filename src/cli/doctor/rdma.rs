@@ -5,6 +5,8 @@ use std::path::Path;
 
 use serde::Serialize;
 
+use towline::os::config::Config;
+
 use super::Finding;
 
 #[derive(Serialize, Default)]
@@ -17,6 +19,26 @@ pub(super) struct Facts {
     pub(super) has_device_files: bool,
     /// Whether this build of Towline has its RDMA backend.
     pub(super) is_built_in: bool,
+    /// The ports that `NCCL_IB_*` choose, in NCCL's order.
+    pub(super) chosen: Vec<Chosen>,
+    /// What is wrong with that choice.
+    pub(super) complaints: Vec<String>,
+    /// The kernel module that lets devices reach GPU memory by its address.
+    pub(super) peer_memory: Option<String>,
+}
+
+/// A port that would be used.
+#[derive(Serialize, Debug, PartialEq)]
+pub(super) struct Chosen {
+    pub(super) name: String,
+    pub(super) speed_mbps: u32,
+    /// Which GID stands for it, and why.
+    pub(super) gid_index: u32,
+    pub(super) gid: String,
+    pub(super) gid_why: String,
+    /// Every GID that is in use: index, GID, type.
+    pub(super) gids: Vec<(u32, String, String)>,
+    pub(super) takes_dmabuf: bool,
 }
 
 #[derive(Serialize, Debug, PartialEq)]
@@ -28,19 +50,59 @@ pub(super) struct Port {
     pub(super) rate: String,
 }
 
-pub(super) fn look(findings: &mut Vec<Finding>) -> Facts {
+pub(super) fn look(config: &Config, findings: &mut Vec<Finding>) -> Facts {
     // SAFETY: the initialisers of libibverbs only set up its own state; NCCL loads it in the same way.
     let loaded = unsafe { libloading::Library::new("libibverbs.so.1") };
-    let facts = Facts {
+    let mut facts = Facts {
         library_loads: loaded.is_ok(),
         library_error: loaded.err().map(|error| error.to_string()),
         ports: ports(Path::new("/sys/class/infiniband")),
         has_device_files: Path::new("/dev/infiniband").is_dir(),
         is_built_in: cfg!(feature = "rdma"),
+        ..Facts::default()
     };
+    if facts.library_loads && !facts.ports.is_empty() {
+        choose(config, &mut facts);
+    }
     judge(&facts, findings);
     facts
 }
+
+/// What the backend would use, found as it finds it.
+#[cfg(feature = "rdma")]
+fn choose(config: &Config, facts: &mut Facts) {
+    use towline::rdma::sysfs::RdmaSysfs;
+    use towline::rdma::{devices, gid};
+    let found = match devices::discover(config) {
+        Ok(found) => found,
+        Err(error) => return facts.complaints.push(error.to_string()),
+    };
+    let sysfs = RdmaSysfs::default();
+    facts.peer_memory = found.peer_memory.map(str::to_owned);
+    facts.complaints.extend(found.warnings);
+    let chosen = found.ports.iter().map(|open| {
+        let table = devices::gid_table(&open.context, open.port.number, open.facts.gid_count, &sysfs);
+        let used = table.iter().filter(|entry| entry.gid != [0; 16]);
+        let row = |entry: &gid::GidEntry| {
+            let version = entry.version.map_or_else(|| "-".to_owned(), |version| version.to_string());
+            (entry.index, gid::display(&entry.gid), version)
+        };
+        Chosen {
+            name: open.port.name(),
+            speed_mbps: open.port.speed_mbps,
+            gid_index: open.gid_index,
+            gid: gid::display(&open.gid),
+            gid_why: open.gid_why.to_string(),
+            gids: used.map(row).collect(),
+            takes_dmabuf: open.takes_dmabuf,
+        }
+    });
+    facts.chosen = chosen.collect();
+}
+
+/// Without the backend nothing is used.
+#[cfg(not(feature = "rdma"))]
+fn choose(_config: &Config, _facts: &mut Facts) {}
 
 /// Every port of every device below `class`, sorted.
 fn ports(class: &Path) -> Vec<Port> {
@@ -83,6 +145,10 @@ fn judge(facts: &Facts, findings: &mut Vec<Finding>) {
     }
     if !facts.is_built_in {
         findings.push(Finding::advice("this build has no RDMA backend", "cargo build --release --features rdma"));
+    }
+    for complaint in &facts.complaints {
+        findings
+            .push(Finding::advice(complaint.clone(), "rdma link; correct or unset NCCL_IB_HCA and NCCL_IB_ADDR_RANGE"));
     }
     for port in facts.ports.iter().filter(|port| port.state != "ACTIVE") {
         let what = format!("port {} of {} is {}", port.port, port.device, port.state);

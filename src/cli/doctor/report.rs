@@ -81,6 +81,16 @@ fn rdma(diagnosis: &Diagnosis, output: &mut Output) {
     };
     let rows: Vec<_> = facts.ports.iter().map(row).collect();
     table(output, &["device", "port", "state", "link", "rate"], &rows);
+    let gpu = facts.peer_memory.as_deref().unwrap_or("no");
+    output.line(format!("  GPU memory by its address (peer memory): {gpu}"));
+    for port in &facts.chosen {
+        let dmabuf = if port.takes_dmabuf { "yes" } else { "no" };
+        output.line(format!("  would use {} at {} Mbit/s, DMA-BUF {dmabuf}, with", port.name, port.speed_mbps));
+        output.line(format!("    GID {} ({}): {}", port.gid_index, port.gid, port.gid_why));
+        for (index, gid, version) in &port.gids {
+            output.line(format!("      {index:>3} {gid} {version}"));
+        }
+    }
 }
 
 fn limits(diagnosis: &Diagnosis, output: &mut Output) {

@@ -50,6 +50,11 @@ impl<L: Link> Ring<L> {
         Self { link, sends_begun: 0, sends_over: 0, waiting: None, receives_begun: 0, receives_over: 0, arrived: None }
     }
 
+    /// The link, to tell it what its messages belong to.
+    pub(crate) fn link_mut(&mut self) -> &mut L {
+        &mut self.link
+    }
+
     /// Leaves the ring, once nothing is in flight.
     pub(crate) fn into_link(self) -> L {
         self.link

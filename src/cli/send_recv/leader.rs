@@ -61,7 +61,7 @@ impl Leader {
                 (None, Channel::tcp(socket, address), there)
             }
             None => {
-                let (child, channel) = Child::start("peer", "the receiving process")?;
+                let (child, channel) = Child::start("peer", "the receiving process", None)?;
                 (Some(child), channel, Ipv4Addr::LOCALHOST.into())
             }
         };

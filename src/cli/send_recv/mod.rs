@@ -84,7 +84,7 @@ pub(crate) struct Options {
     connect: Option<String>,
 
     #[command(flatten)]
-    plugin: PluginOptions,
+    pub(super) plugin: PluginOptions,
 
     /// How long nothing may move, in connecting or in a transfer, before the run is given up; in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..))]

@@ -3,6 +3,8 @@
 //! `merge` puts the files of all ranks onto one clock in one file; `report` prints their figures and names what holds
 //! a job back. Both estimate the clocks' differences from the messages in the files ([`towline::trace::align`]).
 
+mod check;
+mod draw;
 mod load;
 mod merge;
 mod report;
@@ -26,6 +28,10 @@ pub(crate) struct Options {
 enum Command {
     /// Join the files of all ranks into one, on one clock.
     Merge(Merge),
+    /// Check that the network events account for every byte that NCCL says was moved.
+    Check(Check),
+    /// Draw one collective on all ranks as an SVG.
+    Draw(Draw),
     /// Print tables, and which rank, rail or peer holds the others back.
     Report(Report),
 }
@@ -50,12 +56,34 @@ struct Report {
     brief: bool,
 }
 
+#[derive(Debug, Args)]
+struct Check {
+    /// Trace files, merged or not.
+    #[arg(required = true)]
+    files: Vec<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+struct Draw {
+    /// Trace files, merged or not.
+    #[arg(required = true)]
+    files: Vec<PathBuf>,
+    /// The picture to write.
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+    /// Which collective of each rank, counted from 0 [default: the middle one of the largest].
+    #[arg(short, long, value_name = "NUMBER")]
+    collective: Option<usize>,
+}
+
 /// Runs `towline trace …`.
 pub(crate) fn run(options: &Options) -> Result<Verdict> {
-    let text = match &options.command {
-        Command::Merge(args) => merge::run(args)?,
-        Command::Report(args) => report::run(args)?,
+    let (text, verdict) = match &options.command {
+        Command::Merge(args) => (merge::run(args)?, Verdict::Good),
+        Command::Check(args) => check::run(args)?,
+        Command::Draw(args) => (draw::run(args)?, Verdict::Good),
+        Command::Report(args) => (report::run(args)?, Verdict::Good),
     };
     print!("{text}");
-    Ok(Verdict::Good)
+    Ok(verdict)
 }

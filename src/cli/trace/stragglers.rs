@@ -194,9 +194,11 @@ impl Comm {
         let ranks: std::collections::BTreeSet<i32> = rails.keys().map(|&(rank, _)| rank).collect();
         let mut slow: BTreeMap<Rail, Vec<(i32, f64, f64, u64)>> = BTreeMap::new();
         for rank in ranks {
-            let mut costs: Vec<(f64, Rail, u64)> = rails
-                .iter()
-                .filter(|((owner, _), stat)| *owner == rank && stat.bytes > 0)
+            let own = || rails.iter().filter(|((owner, _), _)| *owner == rank);
+            let all: u64 = own().map(|(_, stat)| stat.bytes).sum();
+            // A rail that carries little beside the others carries the short messages, which pay for latency.
+            let mut costs: Vec<(f64, Rail, u64)> = own()
+                .filter(|(_, stat)| stat.bytes > 0 && stat.bytes as f64 >= SHARE * all as f64 / 2.0)
                 .map(|((_, rail), stat)| (cost(stat), *rail, stat.bytes))
                 .collect();
             let Some(((worst, rail, moved), middle)) = worst_and_middle(&mut costs) else { continue };
@@ -210,12 +212,12 @@ impl Comm {
                 let (rank, worst, middle, moved) = on[0];
                 let more = if on.len() > 1 { format!(" (and {} more ranks)", on.len() - 1) } else { String::new() };
                 format!(
-                    "{} is slow at {}{more}: {:.2} GB/s per part in flight over {}, its other rails {:.2} GB/s",
+                    "{} is slow at {}{more}: {} per part in flight over {}, its other rails {}",
                     rail.name(),
                     self.name_of(rank),
-                    1.0 / worst,
+                    speed(worst),
                     bytes(moved),
-                    1.0 / middle
+                    speed(middle)
                 )
             })
             .collect()
@@ -279,6 +281,11 @@ fn total(stat: &PeerStat) -> u64 {
 fn cost(stat: &WireStat) -> f64 {
     let ns = if stat.wire_ns > 0 { stat.wire_ns } else { stat.durations.sum() };
     ns as f64 / stat.bytes.max(1) as f64
+}
+
+/// A speed from nanoseconds per byte.
+fn speed(cost: f64) -> String {
+    if cost < 10.0 { format!("{:.2} GB/s", 1.0 / cost) } else { format!("{:.1} MB/s", 1e3 / cost) }
 }
 
 /// The largest, and the middle one of the others; None when there is nothing to compare with.

@@ -58,6 +58,19 @@ pub enum Backend {
     Rdma,
 }
 
+/// What the transport tells NCCL's profiler of its transfers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NetEvents {
+    /// Events, where the NCCL that is running bears them; with details when this library's own profiler reads them.
+    Auto,
+    /// Nothing.
+    Off,
+    /// Events as NCCL's own transports emit them.
+    Nccl,
+    /// Events with details, under Towline's own identifier.
+    Towline,
+}
+
 /// A whole number from `LEAST` to `MOST`. Hexadecimal with `0x` is understood, as NCCL does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Number<const LEAST: i64, const MOST: i64>(pub i64);
@@ -153,6 +166,19 @@ impl Value for Backend {
 
     fn parse(text: &str) -> Result<Self, Bad> {
         word(text, BACKENDS)
+    }
+}
+
+const NET_EVENTS: &[(&str, NetEvents)] =
+    &[("auto", NetEvents::Auto), ("off", NetEvents::Off), ("nccl", NetEvents::Nccl), ("towline", NetEvents::Towline)];
+
+impl Value for NetEvents {
+    fn kind() -> String {
+        one_of(&NET_EVENTS.iter().map(|(word, _)| *word).collect::<Vec<_>>())
+    }
+
+    fn parse(text: &str) -> Result<Self, Bad> {
+        word(text, NET_EVENTS)
     }
 }
 

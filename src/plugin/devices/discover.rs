@@ -152,7 +152,7 @@ mod tests {
         assert_ne!(found.plans[0].guid, found.plans[1].guid);
         assert_eq!(
             found.to_string(),
-            "using [0]eth0:10.0.0.1(10000 Mbit/s assumed) [1]eth1:10.0.1.1(25000 Mbit/s); running, and not docker, lo \
+            "using [0]eth0:10.0.0.1(77000 Mbit/s assumed) [1]eth1:10.0.1.1(25000 Mbit/s); running, and not docker, lo \
              or virbr"
         );
     }
@@ -161,7 +161,13 @@ mod tests {
     fn rails_make_one_device_of_all_interfaces_or_of_those_named() {
         let all = with(&[("TOWLINE_RAILS", "all")]).expect("devices");
         assert_eq!(all.plans.iter().map(Plan::name).collect::<Vec<_>>(), ["eth0+eth1"]);
-        assert_eq!(all.plans[0].rails.iter().map(|rail| rail.speed_mbps).sum::<u32>(), 35_000);
+        assert_eq!(all.plans[0].rails.iter().map(|rail| rail.speed_mbps).sum::<u32>(), UNKNOWN_SPEED_MBPS + 25_000);
+        let both = with(&[("TOWLINE_RAILS", "eth0,lo")]).expect("devices");
+        assert_eq!(
+            both.plans[0].properties(vec![0]).speed_mbps,
+            UNKNOWN_SPEED_MBPS as i32,
+            "the assumed speed counts once"
+        );
         let list = with(&[("TOWLINE_RAILS", "eth1,lo"), ("NCCL_SOCKET_IFNAME", "eth0")]).expect("devices");
         assert_eq!(list.plans.iter().map(Plan::name).collect::<Vec<_>>(), ["eth1+lo"]);
         assert_eq!((list.why, list.warnings.len()), (Why::Rails, 0));

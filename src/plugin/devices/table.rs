@@ -26,7 +26,16 @@ struct State {
 struct Device {
     properties: &'static DeviceProperties,
     plan: Plan,
-    rails: Arc<[Rail]>,
+    binding: Binding,
+}
+
+/// What a backend binds to for a device.
+#[derive(Debug, Clone)]
+pub struct Binding {
+    /// The rails; with ports, those over which connections come about.
+    pub rails: Arc<[Rail]>,
+    /// The places of the RDMA ports that carry the data; none when the rails do.
+    pub ports: Arc<[usize]>,
 }
 
 impl Table {
@@ -70,8 +79,8 @@ impl Table {
     ///
     /// # Errors
     /// When there is no device of this number.
-    pub fn rails(&self, number: i32) -> Result<Arc<[Rail]>> {
-        Ok(self.state().device(number)?.rails.clone())
+    pub fn binding(&self, number: i32) -> Result<Binding> {
+        Ok(self.state().device(number)?.binding.clone())
     }
 
     /// The number of the virtual device that is made of these physical devices.
@@ -137,8 +146,9 @@ impl State {
             self.given.push(kept);
             kept
         });
-        let rails = plan.rails.clone().into();
-        self.devices.push(Device { properties, plan, rails });
+        let ports = plan.ports.iter().map(|port| port.place).collect();
+        let binding = Binding { rails: plan.rails.clone().into(), ports };
+        self.devices.push(Device { properties, plan, binding });
     }
 
     /// The plan of a device made of these members.
@@ -162,8 +172,11 @@ impl State {
             plans.push(&device.plan);
         }
         let guids: Vec<u8> = plans.iter().flat_map(|plan| plan.guid.to_le_bytes()).collect();
+        // Ports share the interfaces over which their connections come about.
+        let all_rails = plans.iter().flat_map(|plan| plan.rails.iter().cloned());
         Ok(Plan {
-            rails: plans.iter().flat_map(|plan| plan.rails.iter().cloned()).collect(),
+            rails: if plans[0].ports.is_empty() { all_rails.collect() } else { plans[0].rails.clone() },
+            ports: plans.iter().flat_map(|plan| plan.ports.iter().cloned()).collect(),
             pci_path: plans[0].pci_path.clone(),
             guid: stable_hash(&guids),
             port: plans[0].port,
@@ -181,7 +194,7 @@ mod tests {
     fn plan(name: &str, speed_mbps: u32) -> Plan {
         let address = SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 0);
         let rail = Rail { name: name.into(), index: 1, address, speed_mbps, speed_is_known: true };
-        Plan { rails: vec![rail], pci_path: None, guid: stable_hash(name.as_bytes()), port: 0 }
+        Plan { rails: vec![rail], ports: Vec::new(), pci_path: None, guid: stable_hash(name.as_bytes()), port: 0 }
     }
 
     fn plans(count: usize) -> Vec<Plan> {
@@ -208,7 +221,7 @@ mod tests {
             assert_eq!((properties.max_recvs, properties.max_multi_request), (8, 1));
             assert_eq!((properties.rail, properties.plane, properties.ptr_support), (-1, -1, 1));
             assert_eq!((properties.max_p2p_bytes, properties.max_coll_bytes), (1 << 40, 1 << 40));
-            assert_eq!(table.rails(number).expect("rails").len(), 1);
+            assert_eq!(table.binding(number).expect("rails").rails.len(), 1);
         }
     }
 
@@ -221,7 +234,7 @@ mod tests {
         assert_eq!((name(&table, 3).as_str(), merged.speed_mbps), ("eth0+eth2", 20_000));
         assert_eq!(merged.members, [0, 2]);
         assert!((0..3).all(|one| table.properties(one).expect("a device").guid != merged.guid));
-        let rails = table.rails(3).expect("rails");
+        let rails = table.binding(3).expect("rails").rails;
         assert_eq!(rails.iter().map(|rail| rail.name.as_str()).collect::<Vec<_>>(), ["eth0", "eth2"]);
         assert_eq!(table.make_vdevice(&[0, 2]).expect("a device"), 3, "the same members, the same device");
         assert_eq!(table.make_vdevice(&[2, 0]).expect("a device"), 4, "the order of rails counts");
@@ -244,7 +257,7 @@ mod tests {
         }
         assert_eq!(table.count(), 10);
         assert_eq!(table.properties(10).expect_err("no such device").cause(), Cause::Argument);
-        assert_eq!(table.rails(i32::MIN).expect_err("no such device").cause(), Cause::Argument);
+        assert_eq!(table.binding(i32::MIN).expect_err("no such device").cause(), Cause::Argument);
     }
 
     #[test]
@@ -305,7 +318,7 @@ mod tests {
             }
             for number in 0..i32::try_from(table.count()).expect("few") {
                 let properties = table.properties(number).expect("counted");
-                prop_assert_eq!(properties.members.len(), table.rails(number).expect("counted").len());
+                prop_assert_eq!(properties.members.len(), table.binding(number).expect("counted").rails.len());
                 prop_assert!(properties.members.iter().all(|member| (0..6).contains(member)));
             }
         }

@@ -39,6 +39,8 @@ pub struct Route {
     pub link_layer: LinkLayer,
     /// The peer's queue pair.
     pub peer_number: u32,
+    /// The number of the first packet that the peer sends, of 24 bits.
+    pub peer_first_packet: u32,
     /// The largest payload of a packet that both sides can, as `IBV_MTU_*`.
     pub mtu: u32,
     /// The place of this side's GID in its table.
@@ -192,6 +194,7 @@ impl QueuePair {
         attr.qp_state = ib::ibv_qp_state::IBV_QPS_RTR;
         attr.path_mtu = route.mtu;
         attr.dest_qp_num = route.peer_number;
+        attr.rq_psn = route.peer_first_packet;
         attr.max_dest_rd_atomic = READS_IN_FLIGHT;
         attr.min_rnr_timer = RECEIVER_NOT_READY_TIMER;
         attr.ah_attr.sl = route.service_level;
@@ -222,15 +225,17 @@ impl QueuePair {
             .map_err(|error| error.with_hint("the two ports must be in one network; look at the chosen GIDs"))
     }
 
-    /// Third step: lets it send.
+    /// Third step: lets it send, with packets numbered from `first_packet` (24 bits). A number that was never used before
+    /// keeps packets of an earlier connection apart, which may still be under way.
     ///
     /// # Errors
     /// When the device refuses the values.
-    pub fn start(&self, timeouts: Timeouts) -> Result<()> {
+    pub fn start(&self, timeouts: Timeouts, first_packet: u32) -> Result<()> {
         use ib::ibv_qp_attr_mask as mask;
         let mut attr = blank();
         attr.qp_state = ib::ibv_qp_state::IBV_QPS_RTS;
         attr.timeout = timeouts.exponent;
+        attr.sq_psn = first_packet;
         attr.retry_cnt = timeouts.retries;
         attr.rnr_retry = RETRY_FOR_EVER;
         attr.max_rd_atomic = READS_IN_FLIGHT;

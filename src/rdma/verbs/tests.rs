@@ -41,6 +41,7 @@ impl End {
             port: self.port.port.number,
             link_layer: self.port.port.link_layer,
             peer_number: peer.pair.number(),
+            peer_first_packet: peer.pair.number() & 0xff,
             mtu: self.port.facts.active_mtu.min(peer.port.facts.active_mtu),
             gid_index: u8::try_from(self.port.gid_index).expect("a small table"),
             peer_gid: peer.port.gid,
@@ -50,7 +51,7 @@ impl End {
             traffic_class: 0,
         };
         self.pair.connect(&route).expect("connected");
-        self.pair.start(Timeouts { exponent: 14, retries: 3 }).expect("started");
+        self.pair.start(Timeouts { exponent: 14, retries: 3 }, self.pair.number() & 0xff).expect("started");
     }
 
     fn local(&self, at: usize, length: usize) -> Local {

@@ -20,6 +20,10 @@ const EARLY_NS: u64 = 1_000_000_000;
 /// Arrows drawn from one call; more would not be readable, and a packet must fit into a page.
 const ARROWS: usize = 128;
 
+/// Calls that are kept after they were written: the proxy thread of a host with too few processors comes late, and what
+/// a CUDA graph replays belongs to a call of long ago. Their operations get its name, and its slice is not made longer.
+const KEPT: usize = 4096;
+
 /// Calls that may be incomplete at once in a communicator; beyond that the oldest is taken for complete.
 const INCOMPLETE: usize = 4096;
 
@@ -47,6 +51,8 @@ pub(super) struct Calls {
     queues: HashMap<u64, VecDeque<u64>>,
     /// Calls that were begun early and not yet ended.
     early: Vec<u64>,
+    /// Calls that were written, oldest first.
+    kept: VecDeque<u64>,
 }
 
 impl Calls {
@@ -97,7 +103,7 @@ impl Calls {
 
     /// Writes what is complete at `now`.
     pub(super) fn advance(&mut self, now: u64, out: &mut Packets, tracks: &mut Tracks) {
-        let Self { calls, queues, early } = self;
+        let Self { calls, queues, early, kept } = self;
         for queue in queues.values_mut() {
             while let Some(&id) = queue.front() {
                 let Some(call) = calls.get_mut(&id) else {
@@ -112,7 +118,7 @@ impl Calls {
                 call.write_begin(out, tracks);
                 if complete {
                     call.write_end(out, tracks);
-                    calls.remove(&id);
+                    kept.push_back(id);
                 } else {
                     early.push(id);
                 }
@@ -123,9 +129,12 @@ impl Calls {
                 return calls.contains_key(id);
             };
             call.write_end(out, tracks);
-            calls.remove(id);
+            kept.push_back(*id);
             false
         });
+        while kept.len() > KEPT {
+            kept.pop_front().and_then(|id| calls.remove(&id));
+        }
     }
 
     /// Writes all calls of a communicator that has ended, complete or not.
@@ -142,6 +151,14 @@ impl Calls {
             }
             call.write_end(out, tracks);
         }
+        let calls = &mut self.calls;
+        self.kept.retain(|id| {
+            let ends = calls.get(id).is_none_or(|call| call.comm == comm);
+            if ends {
+                calls.remove(id);
+            }
+            !ends
+        });
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! [`fields`] and [`body`] are each other's inverse, so that a trace file holds all that a summary is made from.
 
-use super::super::event::{Body, CeColl, Coll, CollApi, Kind, NetPart, P2p, ProxyOp};
+use super::super::event::{Body, Carrier, CeColl, Coll, CollApi, Kind, NetPart, P2p, ProxyOp};
 use super::super::names::Name;
 use std::net::Ipv6Addr;
 
@@ -142,6 +142,16 @@ fn net_fields(part: &NetPart, put: &mut dyn FnMut(&'static str, Value)) {
         put("peer port", Uint(part.peer_port.into()));
     }
     put("link", Uint(part.link));
+    match part.carrier {
+        Carrier::Unknown => {}
+        Carrier::Socket { fd } => put("fd", Int(fd.into())),
+        Carrier::QueuePair { device, opcode, number, wr_id } => {
+            put("device", Uint(device.into()));
+            put("opcode", Uint(opcode.into()));
+            put("qp", Int(number.into()));
+            put("wr_id", Uint(wr_id));
+        }
+    }
 }
 
 /// Fields as they were read.
@@ -279,6 +289,14 @@ fn net(f: &Fields) -> Body {
             stream: f.uint("stream") as u16,
             send: f.bool("send"),
             resend: f.bool("resend"),
+            carrier: if f.get("qp").is_some() {
+                let (device, opcode) = (f.uint("device") as u16, f.uint("opcode") as u8);
+                Carrier::QueuePair { device, opcode, number: f.int("qp"), wr_id: f.uint("wr_id") }
+            } else if f.get("fd").is_some() {
+                Carrier::Socket { fd: f.int("fd") }
+            } else {
+                Carrier::Unknown
+            },
         }),
         _ => Body::NetOther { plugin: f.uint("plugin") as i64 },
     }
@@ -345,7 +363,9 @@ pub(crate) mod tests {
                 stream: 2,
                 send: true,
                 resend: true,
+                carrier: Carrier::QueuePair { device: 2, opcode: 3, number: 77, wr_id: u64::MAX },
             }),
+            Body::NetTowline(NetPart { carrier: Carrier::Socket { fd: 12 }, ..NetPart::default() }),
             Body::NetOther { plugin: -3 },
             Body::CeColl(CeColl {
                 seq: 1,

@@ -1,0 +1,215 @@
+//! `towline trace draw`: one collective on all ranks as an SVG, for where no browser with Perfetto is at hand.
+//!
+//! A lane for the collective, lanes for the proxy's steps, lanes for what each rail carried, rank by rank, on one clock.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt::Write;
+
+use super::Draw;
+use super::load::load;
+use towline::os::error::{Error, Result};
+use towline::trace::event::{Body, Kind, Record};
+use towline::trace::rail::Rail;
+use towline::trace::summary::{bytes, time};
+
+const WIDTH: f64 = 1180.0;
+const LEFT: f64 = 170.0;
+const LANE: f64 = 13.0;
+const COLOURS: [&str; 6] = ["#4477aa", "#cc6677", "#228833", "#ccbb44", "#66ccee", "#aa3377"];
+
+/// A slice on some lane.
+struct Slice {
+    from: u64,
+    to: u64,
+    label: String,
+    colour: &'static str,
+}
+
+/// The rows of one rank, in the order in which they are drawn.
+type Rows = BTreeMap<(u8, String), Vec<Slice>>;
+
+pub(super) fn run(args: &Draw) -> Result<String> {
+    let mut ranks: Vec<(String, Vec<Record>)> = Vec::new();
+    for (process, correction) in load(&args.files)?.processes {
+        let shift = |mut record: Record| {
+            record.when = correction.apply(record.when);
+            record
+        };
+        let title = process.comms.first().map_or_else(String::new, |comm| format!("rank {}", comm.rank));
+        ranks.push((title, process.records.into_iter().map(shift).collect()));
+    }
+    ranks.sort_by(|a, b| a.0.cmp(&b.0));
+    // Unless one is named: the middle one of the largest.
+    let counts = |records: &[Record]| -> Vec<(u64, u64)> {
+        let calls = records.iter().filter_map(|record| match record.body {
+            Body::Coll(coll) => Some((record.id, coll.count)),
+            _ => None,
+        });
+        calls.collect()
+    };
+    let first = ranks.first().map(|(_, records)| counts(records)).unwrap_or_default();
+    let most = first.iter().map(|(_, count)| *count).max().unwrap_or(0);
+    let largest: Vec<usize> = (0..first.len()).filter(|&index| first[index].1 == most).collect();
+    let wanted = args.collective.or_else(|| largest.get(largest.len() / 2).copied()).unwrap_or(0);
+    let nth = |records: &[Record]| counts(records).get(wanted).map(|(id, _)| *id);
+    let mut window = (u64::MAX, 0);
+    let mut drawn = Vec::new();
+    for (title, records) in &ranks {
+        let Some(call) = nth(records) else { continue };
+        let rows = rows_of(records, call);
+        for slice in rows.values().flatten() {
+            window = (window.0.min(slice.from), window.1.max(slice.to));
+        }
+        drawn.push((title, rows));
+    }
+    if drawn.is_empty() {
+        return Err(Error::argument(format!("there is no collective number {wanted} in these traces")));
+    }
+    let picture = svg(&drawn, window);
+    std::fs::write(&args.output, picture)
+        .map_err(|error| Error::system(format!("writing {}", args.output.display()), &error))?;
+    Ok(format!("{}: {} ranks, {}\n", args.output.display(), drawn.len(), time(window.1 - window.0)))
+}
+
+/// What belongs to a collective: itself, the steps of its operations, their network events.
+fn rows_of(records: &[Record], call: u64) -> Rows {
+    let mut rows = Rows::new();
+    let stops: HashMap<u64, u64> =
+        records.iter().filter(|record| record.body == Body::Stop).map(|record| (record.id, record.when)).collect();
+    let mut family: HashMap<u64, String> = HashMap::from([(call, String::new())]);
+    for record in records {
+        let Some(kind) = record.body.kind() else { continue };
+        let Some(&to) = stops.get(&record.id) else { continue };
+        let of_call = record.id == call;
+        let Some(parent) = family.get(&record.parent).cloned().or(of_call.then(String::new)) else { continue };
+        let (row, label, colour) = match (&record.body, kind) {
+            (Body::Coll(coll), _) => ((0, "call".to_owned()), coll.func.text().to_owned(), "#bbbbbb"),
+            (Body::ProxyOp(op), _) => {
+                let way = if op.send { "send to" } else { "receive from" };
+                family.insert(record.id, format!("{way} {}", op.peer));
+                continue;
+            }
+            (_, Kind::ProxyStep) => {
+                family.insert(record.id, parent.clone());
+                let order = if parent.starts_with("send") { 1 } else { 3 };
+                ((order, parent), "step".to_owned(), "#dddddd")
+            }
+            (body, Kind::NetPlugin) => {
+                let Some((rail, send, length)) = Rail::of(body) else { continue };
+                let number = if let Rail::Number(number) = rail { usize::from(number) } else { 0 };
+                let order = if send { 2 } else { 4 };
+                ((order, format!("{} {}", rail.name(), if send { "out" } else { "in" })), bytes(length), colour(number))
+            }
+            _ => continue,
+        };
+        rows.entry(row).or_default().push(Slice { from: record.when, to, label, colour });
+    }
+    // A collective's own slice reaches to its last child.
+    let last = rows.values().flatten().map(|slice| slice.to).max().unwrap_or(0);
+    if let Some(own) = rows.get_mut(&(0, "call".to_owned())).and_then(|slices| slices.first_mut()) {
+        own.to = own.to.max(last);
+    }
+    rows
+}
+
+fn colour(number: usize) -> &'static str {
+    COLOURS[number % COLOURS.len()]
+}
+
+fn svg(ranks: &[(&String, Rows)], (from, to): (u64, u64)) -> String {
+    let scale = (WIDTH - LEFT - 10.0) / (to - from).max(1) as f64;
+    let mut body = String::new();
+    let mut y = 24.0;
+    for (title, rows) in ranks {
+        let _ = writeln!(body, r#"<text x="8" y="{:.0}" font-weight="bold">{}</text>"#, y + 10.0, escape(title));
+        for ((_, name), slices) in rows {
+            let lanes = lanes(slices);
+            let height = lanes.iter().max().map_or(1, |lane| lane + 1) as f64 * LANE;
+            let _ = writeln!(body, r#"<text x="60" y="{:.0}">{}</text>"#, y + 10.0, escape(name));
+            for (slice, lane) in slices.iter().zip(lanes) {
+                let (x, width) = (LEFT + (slice.from - from) as f64 * scale, (slice.to - slice.from) as f64 * scale);
+                let _ = writeln!(
+                    body,
+                    r#"<rect x="{x:.1}" y="{:.1}" width="{:.1}" height="{:.1}" fill="{}"><title>{}, {}</title></rect>"#,
+                    y + lane as f64 * LANE,
+                    width.max(0.5),
+                    LANE - 2.0,
+                    slice.colour,
+                    escape(&slice.label),
+                    time(slice.to - slice.from),
+                );
+            }
+            y += height;
+        }
+        y += 10.0;
+    }
+    let mut axis = String::new();
+    for tenth in 0..=10 {
+        let x = LEFT + (WIDTH - LEFT - 10.0) * f64::from(tenth) / 10.0;
+        let at = time((to - from) * tenth as u64 / 10);
+        let _ = writeln!(axis, r##"<line x1="{x:.0}" x2="{x:.0}" y1="18" y2="{y:.0}" stroke="#eeeeee"/>"##);
+        let _ = writeln!(axis, r#"<text x="{x:.0}" y="12" text-anchor="middle">{}</text>"#, at.trim());
+    }
+    format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{:.0}\" height=\"{y:.0}\" font-family=\"sans-serif\" \
+         font-size=\"10\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n{axis}{body}</svg>\n",
+        WIDTH + 20.0
+    )
+}
+
+/// Slices that overlap go to lanes of their own.
+fn lanes(slices: &[Slice]) -> Vec<usize> {
+    let mut busy_until: Vec<u64> = Vec::new();
+    slices
+        .iter()
+        .map(|slice| {
+            let free = busy_until.iter().position(|until| *until <= slice.from);
+            let lane = free.unwrap_or_else(|| {
+                busy_until.push(0);
+                busy_until.len() - 1
+            });
+            busy_until[lane] = slice.to;
+            lane
+        })
+        .collect()
+}
+
+fn escape(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_overlaps_has_a_lane_of_its_own() {
+        let slice = |from, to| Slice { from, to, label: String::new(), colour: "" };
+        assert_eq!(lanes(&[slice(0, 10), slice(5, 8), slice(8, 20), slice(10, 12)]), [0, 1, 1, 0]);
+    }
+
+    #[test]
+    fn only_what_belongs_to_the_collective_is_drawn() {
+        use towline::trace::event::{Coll, NetPart, ProxyOp};
+        let record = |when, id, parent, body| Record { when, id, parent, context: 0, rank: 0, thread: 0, body };
+        let part = |length| Body::NetTowline(NetPart { length, send: true, rail: 1, ..NetPart::default() });
+        let records = [
+            record(1, 1, 0, Body::Coll(Coll::default())),
+            record(2, 1, 0, Body::Stop),
+            record(3, 2, 1, Body::ProxyOp(ProxyOp { send: true, peer: 5, ..ProxyOp::default() })),
+            record(4, 3, 2, Body::ProxyStep { step: 0 }),
+            record(5, 4, 3, part(77)),
+            record(6, 9, 8, part(88)),
+            record(7, 4, 0, Body::Stop),
+            record(8, 9, 0, Body::Stop),
+            record(9, 3, 0, Body::Stop),
+            record(9, 2, 0, Body::Stop),
+        ];
+        let rows = rows_of(&records, 1);
+        let names: Vec<_> = rows.keys().map(|(_, name)| name.as_str()).collect();
+        assert_eq!(names, ["call", "send to 5", "rail 1 out"]);
+        assert_eq!(rows[&(0, "call".to_owned())][0].to, 9, "its slice reaches to its last child");
+        let picture = svg(&[(&"rank <0>".to_owned(), rows)], (1, 9));
+        assert!(picture.contains("rank &lt;0>") && picture.contains("77 B") && !picture.contains("88 B"), "{picture}");
+    }
+}

@@ -1,0 +1,68 @@
+//! How a worker that may be asleep hears that a source wants to be polled.
+//!
+//! Guarantee: what a thread did before it rang is seen by a poll that comes after, whether the worker was awake, asleep
+//! or just falling asleep. Ringing twice before the worker answers is one ring. (`tests/models` checks both.)
+
+use std::sync::PoisonError;
+
+use crate::os::sync::atomic::{AtomicBool, Ordering};
+use crate::os::sync::{Mutex, MutexGuard};
+
+/// A worker's doorbell.
+///
+/// All writes to its marks are exchanges: each sees the one before it, and what that thread did first. A plain store is
+/// no cheaper where it must not pass the next load.
+#[derive(Default)]
+pub struct Doorbell {
+    asleep: AtomicBool,
+    rung: Mutex<Vec<usize>>,
+}
+
+/// A source's button: whether it was pressed and the worker has not come yet.
+#[derive(Default)]
+pub struct Button(AtomicBool);
+
+impl Doorbell {
+    /// Asks for a poll of the source with this token. Returns whether the worker sleeps, so that the caller must wake it.
+    #[must_use = "a worker that sleeps hears nothing"]
+    pub fn ring(&self, button: &Button, token: usize) -> bool {
+        if button.0.swap(true, Ordering::AcqRel) {
+            return false;
+        }
+        self.rung().push(token);
+        // Pairs with `may_sleep`: one of the two sees the other, because both take the lock in between.
+        self.asleep.swap(false, Ordering::AcqRel)
+    }
+
+    /// The worker is about to sleep. Returns whether it may; if not, somebody has rung.
+    pub fn may_sleep(&self) -> bool {
+        self.asleep.swap(true, Ordering::AcqRel);
+        self.rung().is_empty()
+    }
+
+    /// The worker is awake, and takes the tokens for which somebody has rung. Returns whether anybody has.
+    pub fn answer(&self, tokens: &mut Vec<usize>) -> bool {
+        self.asleep.swap(false, Ordering::AcqRel);
+        let mut rung = self.rung();
+        let any = !rung.is_empty();
+        tokens.append(&mut rung);
+        any
+    }
+
+    /// Whether the worker sleeps, or is about to. A guess: it may change at once.
+    pub fn is_asleep(&self) -> bool {
+        self.asleep.load(Ordering::Relaxed)
+    }
+
+    fn rung(&self) -> MutexGuard<'_, Vec<usize>> {
+        self.rung.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Button {
+    /// The worker comes: who presses from now on rings again. An exchange, not a store: it must see what those did who
+    /// found the button pressed already.
+    pub fn release(&self) {
+        self.0.swap(false, Ordering::AcqRel);
+    }
+}

@@ -1,0 +1,253 @@
+use super::*;
+use std::collections::HashMap;
+
+/// A profiler that keeps books: who was started under which handle, and what followed.
+#[derive(Default)]
+struct Books {
+    declines: AtomicBool,
+    details: AtomicBool,
+    entries: Mutex<Vec<Entry>>,
+}
+
+#[derive(Debug, Clone)]
+struct Entry {
+    transfer: usize,
+    length: u64,
+    again: bool,
+    stops: u32,
+    retransmissions: u32,
+    rail: u16,
+    reconnects: u16,
+}
+
+impl Listener for Books {
+    fn wants_details(&self) -> bool {
+        self.details.load(Ordering::Relaxed)
+    }
+
+    unsafe fn start(&self, transfer: *mut c_void, news: &News<'_>) -> *mut c_void {
+        assert!(!transfer.is_null(), "a start reads through the handle");
+        let mut entries = lock(&self.entries);
+        entries.push(Entry {
+            transfer: transfer.addr(),
+            length: news.piece.chunk.length,
+            again: news.piece.chunk.again,
+            stops: 0,
+            retransmissions: 0,
+            rail: news.path.rail,
+            reconnects: 0,
+        });
+        let declines = self.declines.load(Ordering::Relaxed);
+        if declines { std::ptr::null_mut() } else { std::ptr::without_provenance_mut(entries.len()) }
+    }
+
+    fn stop(&self, handle: *mut c_void, news: &News<'_>) {
+        let entry = &mut lock(&self.entries)[handle.addr() - 1];
+        entry.stops += 1;
+        entry.retransmissions = news.piece.retransmissions;
+        entry.reconnects += news.reconnects;
+    }
+}
+
+fn set_up(send: bool) -> (Arc<Books>, Events) {
+    let (books, events) = (Arc::new(Books::default()), Events::default());
+    events.listen(books.clone(), 7, send);
+    events.set_path(0, Path { carrier: Carrier::Socket { fd: 5 }, rail: 0, peer: None });
+    (books, events)
+}
+
+fn handle(number: usize) -> *mut c_void {
+    std::ptr::without_provenance_mut(number * 64)
+}
+
+fn outcome(sizes: &[u64]) -> Outcome {
+    let mut all = [0; MAX_PARTS];
+    all[..sizes.len()].copy_from_slice(sizes);
+    Outcome { parts: sizes.len(), sizes: all }
+}
+
+fn chunk(offset: u64, length: u64, total: u64) -> Chunk {
+    Chunk { offset, length, total, ..Chunk::default() }
+}
+
+// SAFETY of all calls below: the books only look at the handles as numbers.
+#[allow(clippy::undocumented_unsafe_blocks)]
+mod told {
+    use super::*;
+
+    #[test]
+    fn each_piece_is_started_and_stopped_once_and_only_when_nccls_thread_comes_by() {
+        let (books, events) = set_up(true);
+        events.follow(3, 0, handle(1));
+        events.chunk_begins(3, 0, &chunk(0, 100, 300));
+        events.chunk_begins(3, 0, &chunk(100, 100, 300));
+        events.chunk_ends(3, 0, 100);
+        assert!(lock(&books.entries).is_empty(), "nothing is told from the threads that move data");
+        unsafe { events.report() };
+        let stops: Vec<_> = lock(&books.entries).iter().map(|entry| entry.stops).collect();
+        assert_eq!(stops, [0, 1]);
+        unsafe { events.conclude(3, &outcome(&[300])) };
+        unsafe { events.report() };
+        let entries = lock(&books.entries);
+        let told: Vec<_> = entries.iter().map(|entry| (entry.length, entry.stops)).collect();
+        assert_eq!(told, [(100, 1), (100, 1), (100, 1)]);
+    }
+
+    #[test]
+    fn after_the_end_nothing_is_told_whatever_is_still_noted() {
+        let (books, events) = set_up(false);
+        events.follow(0, 0, handle(1));
+        unsafe { events.conclude(0, &outcome(&[0])) };
+        events.chunk_begins(0, 0, &chunk(0, 5, 5));
+        unsafe { events.report() };
+        unsafe { events.conclude(0, &outcome(&[5])) };
+        assert_eq!(lock(&books.entries).iter().map(|entry| (entry.length, entry.stops)).collect::<Vec<_>>(), [(0, 1)]);
+    }
+
+    #[test]
+    fn a_declined_start_ends_the_matter_and_costs_the_next_transfers_one_start_each() {
+        let (books, events) = set_up(true);
+        books.declines.store(true, Ordering::Relaxed);
+        for number in 1..=3 {
+            events.follow(0, 0, handle(number));
+            events.chunk_begins(0, 0, &chunk(0, 5, 10));
+            unsafe { events.report() };
+            events.chunk_begins(0, 0, &chunk(5, 5, 10));
+            unsafe { events.report() };
+            unsafe { events.conclude(0, &outcome(&[10])) };
+            assert!(!events.hears());
+            assert_eq!(lock(&books.entries).len(), number);
+        }
+        // Somebody begins to listen: the next transfer is told whole, further ones in pieces.
+        books.declines.store(false, Ordering::Relaxed);
+        events.follow(0, 0, handle(4));
+        unsafe { events.conclude(0, &outcome(&[10])) };
+        assert!(events.hears());
+        let entries = lock(&books.entries);
+        assert_eq!((entries.len(), entries[3].length, entries[3].stops), (4, 10, 1));
+    }
+
+    #[test]
+    fn without_a_handle_or_a_listener_nothing_is_told() {
+        let (books, events) = set_up(true);
+        events.follow(0, 0, std::ptr::null_mut());
+        events.chunk_begins(0, 0, &chunk(0, 5, 5));
+        unsafe { events.follow_whole(1, std::ptr::null_mut(), |_| unreachable!("not asked for")) };
+        unsafe { events.conclude(0, &outcome(&[5])) };
+        assert!(lock(&books.entries).is_empty());
+        let deaf = Events::default();
+        deaf.follow(0, 0, handle(1));
+        deaf.chunk_begins(0, 0, &chunk(0, 5, 5));
+        unsafe { deaf.conclude(0, &outcome(&[5])) };
+        assert!(!deaf.hears() && deaf.places.get().is_none(), "and nothing is kept");
+    }
+
+    #[test]
+    fn a_failed_transfer_stops_what_it_started_and_starts_nothing() {
+        let (books, events) = set_up(true);
+        events.follow(0, 0, handle(1));
+        events.chunk_begins(0, 0, &chunk(0, 5, 15));
+        unsafe { events.report() };
+        events.chunk_begins(0, 0, &chunk(5, 5, 15));
+        unsafe { events.abandon(0) };
+        assert_eq!(lock(&books.entries).iter().map(|entry| (entry.length, entry.stops)).collect::<Vec<_>>(), [(5, 1)]);
+    }
+
+    #[test]
+    fn a_whole_message_is_started_before_it_leaves() {
+        let (books, events) = set_up(true);
+        unsafe { events.follow_whole(9, handle(1), |_| chunk(0, 8, 8)) };
+        assert_eq!(lock(&books.entries)[0].stops, 0);
+        // It is noted again when a stream takes it, which is no retransmission.
+        events.chunk_begins(9, 0, &chunk(0, 8, 8));
+        unsafe { events.conclude(9, &outcome(&[8])) };
+        let entries = lock(&books.entries);
+        assert_eq!((entries.len(), entries[0].stops, entries[0].retransmissions), (1, 1, 0));
+    }
+
+    #[test]
+    fn the_parts_of_a_group_are_told_under_their_own_handles() {
+        let (books, events) = set_up(false);
+        for part in 0..4 {
+            events.follow(2, part, handle(part + 1));
+        }
+        events.chunk_begins(2, 1, &chunk(0, 20, 20));
+        unsafe { events.conclude(2, &outcome(&[10, 20, 0, 40])) };
+        let mut sums = HashMap::new();
+        for entry in lock(&books.entries).iter() {
+            assert_eq!(entry.stops, 1);
+            *sums.entry(entry.transfer / 64).or_insert(0) += entry.length;
+        }
+        assert_eq!(sums, HashMap::from([(1, 10), (2, 20), (3, 0), (4, 40)]));
+    }
+
+    #[test]
+    fn what_travels_again_is_told_apart_and_only_to_who_reads_it() {
+        for details in [true, false] {
+            let (books, events) = set_up(true);
+            books.details.store(details, Ordering::Relaxed);
+            events.set_path(1, Path { carrier: Carrier::Socket { fd: 6 }, rail: 1, peer: None });
+            events.follow(0, 0, handle(1));
+            events.chunk_begins(0, 0, &chunk(0, 10, 10));
+            events.set_path(1, Path { carrier: Carrier::Socket { fd: 7 }, rail: 0, peer: None });
+            events.chunk_begins(0, 0, &Chunk { again: true, path: 1, ..chunk(0, 10, 10) });
+            unsafe { events.conclude(0, &outcome(&[10])) };
+            let entries = lock(&books.entries);
+            let first = entries.iter().filter(|entry| !entry.again).map(|entry| entry.length).sum::<u64>();
+            let again = entries.iter().filter(|entry| entry.again).map(|entry| entry.length).sum::<u64>();
+            assert_eq!((first, again), (10, if details { 10 } else { 0 }));
+            let told: u16 = entries.iter().map(|entry| entry.reconnects).sum();
+            assert_eq!(told, u16::from(details), "a path that was connected anew is told once");
+            assert!(entries.iter().all(|entry| entry.stops == 1 && entry.rail == 0));
+        }
+    }
+}
+
+#[test]
+fn many_threads_note_while_one_tells_and_every_transfer_adds_up() {
+    let (books, events) = set_up(true);
+    const TRANSFERS: usize = 400;
+    let next = AtomicU64::new(0);
+    let ready = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                loop {
+                    // Each takes chunks of the transfer that is on, as streams do.
+                    let at = next.load(Ordering::Acquire);
+                    if at == u64::MAX {
+                        return;
+                    }
+                    let taken = ready.fetch_update(Ordering::AcqRel, Ordering::Acquire, |left| left.checked_sub(1));
+                    let Ok(left) = taken else {
+                        std::thread::yield_now();
+                        continue;
+                    };
+                    events.chunk_begins(0, 0, &chunk((left - 1) * 10, 10, 120));
+                    events.chunk_ends(0, 0, (left - 1) * 10);
+                    next.fetch_add(1, Ordering::AcqRel);
+                }
+            });
+        }
+        for number in 1..=TRANSFERS {
+            events.follow(0, 0, handle(number));
+            next.store(0, Ordering::Release);
+            ready.store(12, Ordering::Release);
+            while next.load(Ordering::Acquire) < 12 {
+                // SAFETY: the books look at handles as numbers only.
+                unsafe { events.report() };
+            }
+            // SAFETY: as above.
+            unsafe { events.conclude(0, &outcome(&[120])) };
+        }
+        next.store(u64::MAX, Ordering::Release);
+    });
+    let mut sums: HashMap<usize, (u64, usize)> = HashMap::new();
+    for entry in lock(&books.entries).iter() {
+        assert_eq!(entry.stops, 1);
+        let sum = sums.entry(entry.transfer / 64).or_default();
+        *sum = (sum.0 + entry.length, sum.1 + 1);
+    }
+    assert_eq!(sums.len(), TRANSFERS);
+    assert!(sums.values().all(|(bytes, events)| *bytes == 120 && *events == MOST), "{sums:?}");
+}

@@ -1,0 +1,310 @@
+//! What is known of one transfer: the pieces that it travels in, in a few preallocated places.
+//!
+//! The rule about lengths: whatever happens on the wire, the pieces that are told add up to the transfer's size to the
+//! byte, and there are at most [`MOST`] of them. So the last place stands for all that is left when it begins, and when
+//! the transfer ends, what nobody reported makes one more piece. Bytes that travel again count apart.
+//!
+//! Pure bookkeeping: no clock, no callback.
+
+use std::ffi::c_void;
+use std::time::Instant;
+
+/// The most pieces that are told of one transfer: NCCL's example profiler has room for so many, and does not check.
+pub const MOST: usize = 8;
+
+/// The most resends that are told of one transfer; further ones are only counted.
+pub const MOST_RESENDS: usize = 8;
+
+/// A chunk as a backend hands it to the network, or a work request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Chunk {
+    /// Where it begins in the message, in bytes.
+    pub offset: u64,
+    /// Bytes.
+    pub length: u64,
+    /// Which of the connection's paths takes it ([`super::Events::set_path`]).
+    pub path: u16,
+    /// The message's number on its connection.
+    pub message: u64,
+    /// The message's size in bytes.
+    pub total: u64,
+    /// It was sent before.
+    pub again: bool,
+    /// Verbs: the work request.
+    pub wr_id: u64,
+    /// Verbs: the operation (`IBV_WR_*`).
+    pub opcode: i32,
+}
+
+/// One piece of a transfer, as it is told.
+#[derive(Debug, Clone)]
+pub struct Piece {
+    /// What travels; the length is that of the piece, which may stand for several chunks.
+    pub chunk: Chunk,
+    /// It stands for everything that was left when it began.
+    pub rest: bool,
+    /// How often chunks of it had to be sent again.
+    pub retransmissions: u32,
+    /// How long it waited for the receiver's buffer, for room in a socket, and for credit, in nanoseconds.
+    pub waits: [u64; 3],
+    /// From handing it to the network to its acknowledgement (on the receiving side: from its first byte to its last),
+    /// in nanoseconds; 0 while unknown.
+    pub wire: u64,
+    began: Option<Instant>,
+    ended: bool,
+}
+
+/// How far the profiler knows of a piece.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Told {
+    Nothing,
+    /// With the handle that it answered.
+    Started(*mut c_void),
+    All,
+}
+
+/// What a piece waited for: a place in [`Piece::waits`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wait {
+    /// The receiver's buffer.
+    Receiver = 0,
+    /// Room in a socket or a send queue.
+    Socket = 1,
+    /// Credit, or a stream whose window is not full.
+    Credit = 2,
+}
+
+/// One transfer.
+#[derive(Debug, Default)]
+pub struct Transfer {
+    pieces: Vec<(Piece, Told)>,
+    send: bool,
+    /// Bytes of first transmissions that the pieces stand for.
+    covered: u64,
+    /// When the request was made, and when nothing but the network was in its way; kept when times are wanted.
+    posted: Option<Instant>,
+    ready: Option<Instant>,
+}
+
+impl Transfer {
+    /// A new transfer takes the places of a former one.
+    pub fn begin(&mut self, send: bool, now: Option<Instant>) {
+        self.send = send;
+        self.pieces.clear();
+        // Once per place: no thread that moves data allocates here.
+        self.pieces.reserve_exact(MOST + MOST_RESENDS + 1);
+        // A receive that waits for its message waits for the sender, of whom nothing is known here.
+        (self.covered, self.posted, self.ready) = (0, now.filter(|_| send), None);
+    }
+
+    /// Its receive is posted, or its credit has come: from here on it waits for the network only.
+    pub fn ready(&mut self, now: Option<Instant>) {
+        self.ready = self.ready.or(now);
+    }
+
+    /// A chunk is being handed to the network, or its first byte has come. With `resends`, one that travels again makes
+    /// a piece of its own.
+    pub fn chunk_begins(&mut self, chunk: &Chunk, now: Option<Instant>, resends: bool) {
+        let (posted, ready) = (self.posted, self.ready);
+        let known = self.pieces.iter_mut().map(|(piece, _)| piece).enumerate();
+        if let Some((index, piece)) = known.into_iter().find(|(_, piece)| !piece.ended && piece.covers(chunk.offset)) {
+            // Into the piece that stands for the rest, chunks come one after another. A receiver does not know that a
+            // chunk comes again, but sees that it begins a second time.
+            if chunk.again || !self.send && !piece.rest {
+                piece.retransmissions += 1;
+            }
+            if !chunk.again && !piece.rest {
+                (piece.chunk.path, piece.chunk.wr_id, piece.began) = (chunk.path, chunk.wr_id, now);
+                if index == 0 {
+                    piece.waited(posted, ready, now);
+                }
+            }
+            let resent = self.pieces.iter().filter(|(piece, _)| piece.chunk.again).count();
+            if chunk.again && resends && resent < MOST_RESENDS {
+                self.push(Piece::new(*chunk, now));
+            }
+            return;
+        }
+        let begun = self.pieces.iter().filter(|(piece, _)| !piece.chunk.again).count();
+        if chunk.again || begun == MOST {
+            return;
+        }
+        let left = chunk.total.saturating_sub(self.covered);
+        let mut piece = Piece::new(*chunk, now);
+        if begun + 1 == MOST && chunk.length < left {
+            (piece.rest, piece.chunk.length) = (true, left);
+        }
+        piece.chunk.length = piece.chunk.length.min(left);
+        self.covered += piece.chunk.length;
+        if begun == 0 {
+            piece.waited(posted, ready, now);
+        }
+        self.push(piece);
+    }
+
+    /// The chunk at `offset` waited `ns` nanoseconds.
+    pub fn chunk_waited(&mut self, offset: u64, wait: Wait, ns: u64) {
+        if let Some((piece, _)) = self.pieces.iter_mut().rev().find(|(piece, _)| !piece.ended && piece.covers(offset)) {
+            piece.waits[wait as usize] += ns;
+        }
+    }
+
+    /// The chunk at `offset` has arrived.
+    pub fn chunk_ends(&mut self, offset: u64, now: Option<Instant>) {
+        for (piece, _) in self.pieces.iter_mut().filter(|(piece, _)| !piece.rest && piece.chunk.offset == offset) {
+            piece.end(now);
+        }
+    }
+
+    /// The transfer has ended, with `size` bytes: the pieces end, and what nobody reported becomes one.
+    pub fn end(&mut self, size: u64, now: Option<Instant>) {
+        let left = size.saturating_sub(self.covered);
+        if left > 0 || self.pieces.is_empty() {
+            // Pieces begin in any order; where this one lies is known only when it is the whole.
+            let like = self.pieces.last().map_or(Chunk::default(), |(piece, _)| Chunk { again: false, ..piece.chunk });
+            self.push(Piece::new(Chunk { offset: self.covered, length: left, total: size, ..like }, now));
+            self.covered = size;
+        }
+        for (piece, _) in &mut self.pieces {
+            piece.end(now);
+        }
+    }
+
+    /// The transfer has failed: what was told of ends.
+    pub fn fail(&mut self) {
+        self.pieces.retain(|(_, told)| matches!(told, Told::Started(_)));
+        for (piece, _) in &mut self.pieces {
+            piece.end(None);
+        }
+    }
+
+    fn push(&mut self, piece: Piece) {
+        self.pieces.push((piece, Told::Nothing));
+    }
+
+    /// The pieces, and how far each has been told.
+    pub(super) fn pieces(&mut self) -> impl Iterator<Item = (&Piece, &mut Told)> {
+        self.pieces.iter_mut().map(|(piece, told)| (&*piece, told))
+    }
+}
+
+impl Piece {
+    fn new(chunk: Chunk, began: Option<Instant>) -> Self {
+        Self { chunk, rest: false, retransmissions: 0, waits: [0; 3], wire: 0, began, ended: false }
+    }
+
+    /// Whether it has ended.
+    pub fn is_ended(&self) -> bool {
+        self.ended
+    }
+
+    /// It is the transfer's first to leave: what was between it and its request was waiting.
+    fn waited(&mut self, posted: Option<Instant>, ready: Option<Instant>, now: Option<Instant>) {
+        if let (Some(posted), Some(now)) = (posted, now) {
+            let ready = ready.unwrap_or(posted);
+            self.waits[Wait::Receiver as usize] = nanoseconds(posted, ready);
+            self.waits[Wait::Credit as usize] = nanoseconds(ready, now);
+        }
+    }
+
+    fn covers(&self, offset: u64) -> bool {
+        self.rest || self.chunk.offset == offset
+    }
+
+    fn end(&mut self, now: Option<Instant>) {
+        if let (false, Some(began), Some(now)) = (self.ended, self.began, now) {
+            self.wire = nanoseconds(began, now);
+        }
+        self.ended = true;
+    }
+}
+
+fn nanoseconds(from: Instant, to: Instant) -> u64 {
+    to.saturating_duration_since(from).as_nanos() as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn lengths(transfer: &mut Transfer) -> Vec<u64> {
+        transfer.pieces().map(|(p, _)| p.chunk).filter(|chunk| !chunk.again).map(|chunk| chunk.length).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn pieces_add_up_to_the_size_whatever_was_seen_of_them(
+            chunks in prop::collection::vec((1u64..1_000, 0u8..4), 0..40),
+            shuffle in any::<u64>(),
+        ) {
+            // Cut a message, and report its chunks in some order: not at all, begun only, begun and ended, begun twice.
+            let mut at = 0;
+            let total: u64 = chunks.iter().map(|(length, _)| length).sum();
+            let mut seen: Vec<_> = chunks
+                .iter()
+                .map(|&(length, how)| {
+                    at += length;
+                    (Chunk { offset: at - length, length, total, ..Chunk::default() }, how)
+                })
+                .collect();
+            seen.sort_by_key(|(chunk, _)| (chunk.offset ^ shuffle).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+            let mut transfer = Transfer::default();
+            transfer.begin(true, None);
+            for (chunk, how) in seen {
+                for again in 0..how {
+                    transfer.chunk_begins(&Chunk { again: again == 2, ..chunk }, None, shuffle % 2 == 0);
+                }
+                if how == 2 {
+                    transfer.chunk_ends(chunk.offset, None);
+                }
+            }
+            transfer.end(total, None);
+            let lengths = lengths(&mut transfer);
+            prop_assert!((1..=MOST).contains(&lengths.len()), "{lengths:?}");
+            prop_assert_eq!(lengths.iter().sum::<u64>(), total);
+            prop_assert!(lengths.iter().all(|length| *length > 0 || total == 0));
+            prop_assert!(transfer.pieces().all(|(piece, _)| piece.is_ended()));
+            prop_assert!(transfer.pieces().count() <= MOST + MOST_RESENDS);
+        }
+    }
+
+    #[test]
+    fn the_eighth_piece_stands_for_the_rest_and_ends_with_the_transfer() {
+        let mut transfer = Transfer::default();
+        transfer.begin(true, None);
+        for offset in 0..20 {
+            transfer.chunk_begins(&Chunk { offset, length: 1, total: 20, ..Chunk::default() }, None, true);
+            transfer.chunk_ends(offset, None);
+        }
+        assert_eq!(lengths(&mut transfer), [1, 1, 1, 1, 1, 1, 1, 13]);
+        assert_eq!(transfer.pieces().filter(|(piece, _)| piece.is_ended()).count(), 7);
+        transfer.end(20, None);
+        assert!(transfer.pieces().all(|(piece, _)| piece.is_ended()));
+    }
+
+    #[test]
+    fn eight_chunks_need_no_piece_for_a_rest() {
+        let mut transfer = Transfer::default();
+        transfer.begin(true, None);
+        for offset in 0..8 {
+            transfer.chunk_begins(&Chunk { offset, length: 1, total: 8, ..Chunk::default() }, None, true);
+            transfer.chunk_ends(offset, None);
+        }
+        assert!(transfer.pieces().all(|(piece, _)| piece.is_ended() && !piece.rest));
+    }
+
+    #[test]
+    fn a_resend_is_a_piece_of_its_own_and_counts_in_the_one_it_repeats() {
+        let mut transfer = Transfer::default();
+        transfer.begin(true, None);
+        let chunk = Chunk { length: 10, total: 10, ..Chunk::default() };
+        transfer.chunk_begins(&chunk, None, true);
+        transfer.chunk_begins(&Chunk { again: true, path: 3, ..chunk }, None, true);
+        transfer.chunk_ends(0, None);
+        let pieces: Vec<_> =
+            transfer.pieces().map(|(p, _)| (p.chunk.again, p.chunk.path, p.retransmissions, p.ended)).collect();
+        assert_eq!(pieces, [(false, 0, 1, true), (true, 3, 0, true)]);
+        assert_eq!(lengths(&mut transfer), [10]);
+    }
+}

@@ -1,0 +1,147 @@
+//! News of network interfaces that go down, from the kernel's rtnetlink.
+//!
+//! TCP is not told when its interface loses its carrier; it repeats into the void until its timers end. The kernel does
+//! tell whoever listens to rtnetlink(7), at once and without any right that a container could lack.
+//!
+//! This module must not know what an interface is used for.
+
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+
+use super::fd::{Fd, Registered};
+
+/// What happened to an interface or an address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Event {
+    /// The kernel's index of the interface.
+    pub index: u32,
+    /// Whether it can carry packets.
+    pub running: bool,
+}
+
+/// A socket on which the kernel reports.
+pub struct Links(Fd);
+
+impl Links {
+    /// Begins to listen.
+    ///
+    /// # Errors
+    /// When the system has no such socket (a sandbox may forbid it), or no descriptor.
+    pub fn open() -> io::Result<Self> {
+        let fd = Registered::open(|| {
+            let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+            // SAFETY: plain system call.
+            let fd = unsafe { libc::socket(libc::AF_NETLINK, kind, libc::NETLINK_ROUTE) };
+            if fd < 0 {
+                return Err(io::Error::last_os_error());
+            }
+            // SAFETY: the descriptor was just made and belongs to nobody else.
+            let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+            // SAFETY: all zeroes is a valid value of this struct of numbers.
+            let mut address: libc::sockaddr_nl = unsafe { std::mem::zeroed() };
+            address.nl_family = libc::AF_NETLINK as u16;
+            address.nl_groups = libc::RTMGRP_LINK as u32;
+            let length = size_of::<libc::sockaddr_nl>() as libc::socklen_t;
+            // SAFETY: the kernel reads the struct, which outlives the call.
+            match unsafe { libc::bind(fd.as_raw_fd(), (&raw const address).cast(), length) } {
+                0 => Ok(fd),
+                _ => Err(io::Error::last_os_error()),
+            }
+        })?;
+        Ok(Self(fd))
+    }
+
+    /// What has happened since the last look. The kernel may have dropped news (`ENOBUFS`): then what is missing shows
+    /// in other ways, later.
+    pub fn read(&self) -> Vec<Event> {
+        let mut events = Vec::new();
+        let mut buffer = [0_u8; 16 << 10];
+        loop {
+            // SAFETY: the buffer is ours and as long as said.
+            let got = unsafe { libc::recv(self.0.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), 0) };
+            match usize::try_from(got) {
+                Ok(length) if length > 0 => read_messages(&buffer[..length], &mut events),
+                Ok(_) => return events,
+                Err(_) => match io::Error::last_os_error().raw_os_error() {
+                    Some(libc::EINTR | libc::ENOBUFS) => {}
+                    _ => return events,
+                },
+            }
+        }
+    }
+}
+
+impl AsRawFd for Links {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+}
+
+/// Length, type, flags, sequence, port: `struct nlmsghdr`.
+const HEADER: usize = 16;
+/// Family, type, index, flags, change: `struct ifinfomsg`.
+const LINK: usize = 16;
+
+fn read_messages(mut bytes: &[u8], events: &mut Vec<Event>) {
+    let number = |bytes: &[u8], at: usize| u32::from_ne_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+    while bytes.len() >= HEADER {
+        let length = number(bytes, 0) as usize;
+        if length < HEADER || length > bytes.len() {
+            return;
+        }
+        let kind = u16::from_ne_bytes([bytes[4], bytes[5]]);
+        if (kind == libc::RTM_NEWLINK || kind == libc::RTM_DELLINK) && length >= HEADER + LINK {
+            let flags = number(bytes, HEADER + 8);
+            let wanted = (libc::IFF_UP | libc::IFF_RUNNING) as u32;
+            let running = kind == libc::RTM_NEWLINK && flags & wanted == wanted;
+            events.push(Event { index: number(bytes, HEADER + 4), running });
+        }
+        // Messages are aligned to four bytes.
+        bytes = &bytes[length.next_multiple_of(4).min(bytes.len())..];
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn message(kind: u16, index: u32, flags: u32) -> Vec<u8> {
+        let mut bytes = vec![0; HEADER + LINK + 5];
+        let length = bytes.len() as u32;
+        bytes[..4].copy_from_slice(&length.to_ne_bytes());
+        bytes[4..6].copy_from_slice(&kind.to_ne_bytes());
+        bytes[HEADER + 4..HEADER + 8].copy_from_slice(&index.to_ne_bytes());
+        bytes[HEADER + 8..HEADER + 12].copy_from_slice(&flags.to_ne_bytes());
+        bytes.resize(bytes.len().next_multiple_of(4), 0);
+        bytes
+    }
+
+    #[test]
+    fn an_interface_runs_when_it_is_up_and_has_a_carrier() {
+        let (up, running) = (libc::IFF_UP as u32, libc::IFF_RUNNING as u32);
+        let mut bytes = message(libc::RTM_NEWLINK, 3, up | running);
+        bytes.extend(message(libc::RTM_NEWLINK, 4, up));
+        bytes.extend(message(libc::RTM_NEWADDR, 5, 0));
+        bytes.extend(message(libc::RTM_DELLINK, 6, up | running));
+        let mut events = Vec::new();
+        read_messages(&bytes, &mut events);
+        let expected = [(3, true), (4, false), (6, false)].map(|(index, running)| Event { index, running });
+        assert_eq!(events, expected);
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_read_without_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            read_messages(&bytes, &mut Vec::new());
+        }
+    }
+
+    #[test]
+    fn the_socket_opens_and_has_no_news() {
+        let links = Links::open().expect("a socket");
+        // Other tests do not change interfaces of this namespace.
+        assert!(links.as_raw_fd() >= 0);
+        let _ = links.read();
+    }
+}

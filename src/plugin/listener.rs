@@ -1,0 +1,196 @@
+//! NCCL's profiler callback, as a listener for the transport's events.
+//!
+//! What stands here is what bites: which releases bear which calls, and how a piece is described so that somebody
+//! understands it. When and how often is decided in [`crate::engine::events`].
+//!
+//! | NCCL | interface | events |
+//! |---|---|---|
+//! | 2.26 | v10 | off unless asked for; every call that is not a start is taken for a stop, so no update is sent |
+//! | 2.27 | v10 | off unless asked for: a start under a profiler without ProxyStep and NetPlugin events crashes |
+//! | 2.28 and later | v11, v12 | on |
+
+use std::ffi::{CStr, c_int, c_void};
+use std::sync::Arc;
+
+use crate::abi::ffi;
+use crate::engine::events::{Carrier, Listener, News, Wait};
+use crate::os::config::NetEvents;
+use crate::os::net_event::{
+    self, CARRIER_QUEUE_PAIR, CARRIER_SOCKET, FLAG_RESEND, FLAG_SEND, NetEvent, PLUGIN_ID, PLUGIN_ID_IB,
+    PLUGIN_ID_SOCKET, SEVERAL,
+};
+
+/// NCCL's number for release 2.27.0, the first that understands updates.
+const UPDATES_SINCE: c_int = 22_700;
+/// NCCL's number for release 2.28.0, the first that bears events under any profiler.
+const ALWAYS_SINCE: c_int = 22_800;
+
+type Callback = unsafe extern "C" fn(*mut *mut c_void, c_int, *mut c_void, i64, *mut c_void) -> ffi::ncclResult_t;
+
+/// NCCL's profiler.
+#[derive(Debug)]
+pub struct NcclProfiler {
+    callback: Callback,
+    wishes: NetEvents,
+    updates: bool,
+}
+
+/// NCCL's profiler behind `callback`, or nothing when it must not be told of transfers. `api` is the version of the
+/// network interface.
+pub fn new(callback: ffi::ncclProfilerCallback_t, api: u8, wishes: NetEvents) -> Option<Arc<dyn Listener>> {
+    let callback = callback?;
+    // Where the library does not say, the interface does: v10 is spoken by 2.26 and 2.27 only.
+    let release = release_of(callback).unwrap_or(if api > 10 { ALWAYS_SINCE } else { UPDATES_SINCE - 1 });
+    if wishes == NetEvents::Off || wishes == NetEvents::Auto && release < ALWAYS_SINCE {
+        return None;
+    }
+    Some(Arc::new(NcclProfiler { callback, wishes, updates: release >= UPDATES_SINCE }))
+}
+
+/// The release of the library that a function lies in, by its `ncclGetVersion`.
+fn release_of(callback: Callback) -> Option<c_int> {
+    let home = library_of(callback as *const c_void)?;
+    let name = c"ncclGetVersion".as_ptr();
+    // SAFETY: names the library that the callback lies in, which is loaded; only its reference count changes.
+    let library = unsafe { libc::dlopen(home.dli_fname, libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
+    // A program that NCCL is linked into cannot be opened by name; its symbols may be found in the common scope.
+    // SAFETY: a library's handle, or the common scope.
+    let symbol = unsafe { libc::dlsym(if library.is_null() { libc::RTLD_DEFAULT } else { library }, name) };
+    if !library.is_null() {
+        // SAFETY: opened above. The callback's owner keeps it mapped.
+        unsafe { libc::dlclose(library) };
+    }
+    // Another NCCL in the same process would say something else.
+    if symbol.is_null() || library_of(symbol)?.dli_fbase != home.dli_fbase {
+        return None;
+    }
+    // SAFETY: NCCL's function of that name, in the library whose callback we were given.
+    let version = unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_int) -> c_int>(symbol) };
+    let mut number = 0;
+    // SAFETY: a valid place for the answer.
+    let code = unsafe { version(&mut number) };
+    (code == 0 && number > 0).then_some(number)
+}
+
+fn library_of(address: *const c_void) -> Option<libc::Dl_info> {
+    // SAFETY: plain data, for which zero is a value.
+    let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
+    // SAFETY: any address may be asked for.
+    let found = unsafe { libc::dladdr(address, &mut info) } != 0;
+    let named = found && !info.dli_fname.is_null() && {
+        // SAFETY: the loader's own string, which lives as long as the library.
+        !unsafe { CStr::from_ptr(info.dli_fname) }.is_empty()
+    };
+    named.then_some(info)
+}
+
+impl NcclProfiler {
+    fn call(&self, event: &mut *mut c_void, kind: c_int, transfer: *mut c_void, id: i64, data: *mut c_void) {
+        // SAFETY: NCCL's function. A start's transfer is alive by the promise of `Listener::start`; the data are what
+        // the identifier says they are.
+        let code = unsafe { (self.callback)(event, kind, transfer, id, data) };
+        if code != ffi::ncclSuccess {
+            tracing::trace!("NCCL's profiler callback answered {code}");
+        }
+    }
+}
+
+impl Listener for NcclProfiler {
+    fn wants_details(&self) -> bool {
+        match self.wishes {
+            NetEvents::Towline => true,
+            NetEvents::Auto => net_event::has_reader(),
+            NetEvents::Nccl | NetEvents::Off => false,
+        }
+    }
+
+    unsafe fn start(&self, transfer: *mut c_void, news: &News<'_>) -> *mut c_void {
+        let mut event = std::ptr::null_mut();
+        let mut start = |id, data| self.call(&mut event, ffi::ncclProfilerNetEventStart as c_int, transfer, id, data);
+        if news.details {
+            let mut data = describe(news);
+            start(PLUGIN_ID, (&raw mut data).cast());
+            return event;
+        }
+        let chunk = &news.piece.chunk;
+        match news.path.carrier {
+            Carrier::QueuePair { device, number } => {
+                // SAFETY: plain data, for which zero is a value.
+                let mut data: ffi::ncclProfilerNetIbDescr_v1_t = unsafe { std::mem::zeroed() };
+                data.type_ = ffi::ncclProfileQp as u8;
+                data.qp.device = device;
+                data.qp.wr_id = chunk.wr_id;
+                data.qp.opcode = chunk.opcode;
+                data.qp.qpNum = number;
+                data.qp.length = chunk.length as usize;
+                start(PLUGIN_ID_IB, (&raw mut data).cast());
+            }
+            carrier @ (Carrier::Socket { .. } | Carrier::None) => {
+                // SAFETY: plain data, for which zero is a value.
+                let mut data: ffi::ncclProfilerNetSockDescr_v1_t = unsafe { std::mem::zeroed() };
+                data.type_ = ffi::ncclProfileSocket as u8;
+                data.sock.fd = if let Carrier::Socket { fd } = carrier { fd } else { -1 };
+                data.sock.op = socket_operation(news);
+                data.sock.length = chunk.length as usize;
+                start(PLUGIN_ID_SOCKET, (&raw mut data).cast());
+            }
+        }
+        event
+    }
+
+    fn stop(&self, mut event: *mut c_void, news: &News<'_>) {
+        if news.details && self.updates {
+            let mut data = describe(news);
+            let kind = ffi::ncclProfilerNetEventUpdateAndStop as c_int;
+            return self.call(&mut event, kind, std::ptr::null_mut(), PLUGIN_ID, (&raw mut data).cast());
+        }
+        let kind = ffi::ncclProfilerNetEventStop as c_int;
+        self.call(&mut event, kind, std::ptr::null_mut(), 0, std::ptr::null_mut());
+    }
+}
+
+/// 0 for a send and 1 for a receive, as in NCCL's Socket.
+fn socket_operation(news: &News<'_>) -> i32 {
+    i32::from(!news.send)
+}
+
+fn describe(news: &News<'_>) -> NetEvent {
+    let piece = news.piece;
+    let chunk = &piece.chunk;
+    let [receiver, socket, credit] =
+        [Wait::Receiver, Wait::Socket, Wait::Credit].map(|wait| piece.waits[wait as usize]);
+    let mut flags = if news.send { FLAG_SEND } else { 0 };
+    if chunk.again {
+        flags |= FLAG_RESEND;
+    }
+    let (carrier, device, opcode, queue_pair) = match news.path.carrier {
+        Carrier::None => (0, 0, 0, 0),
+        Carrier::Socket { fd } => (CARRIER_SOCKET, fd, socket_operation(news), 0),
+        Carrier::QueuePair { device, number } => (CARRIER_QUEUE_PAIR, device, chunk.opcode, number),
+    };
+    let mut event = NetEvent {
+        flags,
+        link: news.link,
+        message: chunk.message,
+        offset: chunk.offset,
+        length: chunk.length,
+        rail: if piece.rest { SEVERAL } else { news.path.rail },
+        stream: if piece.rest { SEVERAL } else { chunk.path },
+        retransmissions: piece.retransmissions,
+        reconnects: news.reconnects,
+        wait_receiver_ns: receiver,
+        wait_socket_ns: socket,
+        wait_credit_ns: credit,
+        wire_ns: piece.wire,
+        carrier,
+        wr_id: chunk.wr_id,
+        device,
+        opcode,
+        queue_pair,
+        ..NetEvent::new()
+    };
+    if let Some(peer) = news.path.peer {
+        event.set_peer(peer);
+    }
+    event
+}

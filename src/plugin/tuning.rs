@@ -1,0 +1,158 @@
+//! What Towline knows better than NCCL's own model of the network: which protocol and how many channels suit TCP.
+//!
+//! NCCL chooses an algorithm and a protocol for each collective from estimates made for RDMA. Two things are different
+//! over sockets, and both were measured (`docs/performance.md`):
+//!
+//! - **LL and LL128 send flags along with the data**, LL as many bytes as data, so that the GPU sees it arrive word by
+//!   word. RDMA hides that; a socket copies every byte, in NCCL's own thread. So these protocols get slower sooner.
+//! - **Each channel is a message of its own.** Eight channels move large operations at full speed, but cut those of up to
+//!   a few MiB into messages that take longer to hand over than to copy.
+//!
+//! All ranks must give the same answer: it depends on the question alone.
+
+use super::process::process;
+
+/// A communicator's size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    /// How many ranks it has.
+    pub ranks: usize,
+    /// On how many nodes.
+    pub nodes: usize,
+}
+
+/// The collectives that NCCL asks about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs, reason = "NCCL's names")]
+pub enum Collective {
+    Broadcast,
+    Reduce,
+    AllGather,
+    ReduceScatter,
+    AllReduce,
+}
+
+/// What NCCL wants to know.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Question {
+    /// Of which communicator.
+    pub shape: Shape,
+    /// Which operation.
+    pub collective: Collective,
+    /// The larger of what a rank gives and what it gets.
+    pub bytes: usize,
+}
+
+/// What to change of NCCL's own plan.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Advice {
+    /// Time to add to NCCL's estimate for LL, in microseconds.
+    pub ll_costs_more_us: f32,
+    /// The same for LL128.
+    pub ll128_costs_more_us: f32,
+    /// Whether a tree with Simple is best, whatever its estimate says.
+    pub prefers_tree: bool,
+    /// Whether PAT is to be left out.
+    pub avoids_pat: bool,
+    /// On how many channels at most; None leaves it to NCCL.
+    pub channels: Option<i32>,
+}
+
+/// Bytes that one of NCCL's network threads moves through a socket in a microsecond beside what it moves anyway.
+const LL_BYTES_PER_US: f32 = 1500.0;
+
+/// LL128 has flags in 8 of 128 bytes, but also sends larger pieces at a time and so overlaps less: measured, it loses
+/// about half as much as LL.
+const LL128_SHARE: f32 = 0.5;
+
+/// The advice for a communicator whose traffic between nodes is Towline's over TCP, while that is wanted; else none.
+pub fn advise(question: &Question) -> Option<Advice> {
+    process().tunes().then(|| advice(question)).flatten()
+}
+
+/// The advice itself.
+fn advice(question: &Question) -> Option<Advice> {
+    if question.shape.nodes < 2 {
+        return None;
+    }
+    let on_the_wire = on_the_wire(question);
+    let ll_costs_more_us = on_the_wire / LL_BYTES_PER_US;
+    Some(Advice {
+        ll_costs_more_us,
+        ll128_costs_more_us: ll_costs_more_us * LL128_SHARE,
+        prefers_tree: prefers_tree(question),
+        avoids_pat: question.bytes > PAT_MAX,
+        channels: channels(question.bytes),
+    })
+}
+
+/// Bytes that a rank sends to the next one in a ring.
+fn on_the_wire(question: &Question) -> f32 {
+    let ranks = question.shape.ranks.max(2) as f32;
+    let share = match question.collective {
+        Collective::Broadcast | Collective::Reduce => 1.0,
+        Collective::AllGather | Collective::ReduceScatter => (ranks - 1.0) / ranks,
+        Collective::AllReduce => 2.0 * (ranks - 1.0) / ranks,
+    };
+    question.bytes as f32 * share
+}
+
+/// PAT cuts all-gathers and reduce-scatters into more, smaller messages than a ring does. Measured with two ranks: 0.73 of the
+/// ring's time at 256 KiB, 2.1 to 2.6 times at 1 MiB.
+const PAT_MAX: usize = 512 << 10;
+
+/// All-reduces whose parts are a few hundred KiB: in a ring each is two messages of 32 to 64 KiB per step, in a tree one of
+/// twice that. Measured with two ranks at 256 and 512 KiB: 0.77 and 0.59 of the ring's time; at 1 MiB it loses.
+fn prefers_tree(question: &Question) -> bool {
+    let part = question.bytes / question.shape.ranks.max(2);
+    question.collective == Collective::AllReduce && part > 96 << 10 && part < 384 << 10
+}
+
+/// Channels by size. Above 4 MiB NCCL's own number is right.
+fn channels(bytes: usize) -> Option<i32> {
+    match bytes >> 10 {
+        0..64 => Some(1),
+        64..=1024 => Some(2),
+        1025..=4096 => Some(4),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn question(nodes: usize, bytes: usize) -> Question {
+        Question { shape: Shape { ranks: 2, nodes }, collective: Collective::AllReduce, bytes }
+    }
+
+    #[test]
+    fn inside_one_node_nothing_is_changed() {
+        assert_eq!(advice(&question(1, 1 << 20)), None);
+    }
+
+    #[test]
+    fn the_flags_cost_in_proportion_to_what_travels() {
+        let small = advice(&question(2, 8)).unwrap();
+        let large = advice(&question(2, 32 << 10)).unwrap();
+        assert!(small.ll_costs_more_us < 0.1);
+        assert!((large.ll_costs_more_us - 21.8).abs() < 0.1 && large.ll128_costs_more_us < large.ll_costs_more_us);
+        let gathered = Question { collective: Collective::AllGather, ..question(2, 32 << 10) };
+        assert!(advice(&gathered).unwrap().ll_costs_more_us < large.ll_costs_more_us);
+    }
+
+    #[test]
+    fn trees_are_for_all_reduces_of_a_few_hundred_kib_and_pat_for_less_than_that() {
+        let prefers = |kib: usize| advice(&question(2, kib << 10)).unwrap().prefers_tree;
+        assert_eq!([64, 128, 256, 512, 1024].map(prefers), [false, false, true, true, false]);
+        let gathered = Question { collective: Collective::AllGather, ..question(2, 256 << 10) };
+        assert!(!advice(&gathered).unwrap().prefers_tree && !advice(&gathered).unwrap().avoids_pat);
+        assert!(advice(&Question { bytes: 1 << 20, ..gathered }).unwrap().avoids_pat);
+    }
+
+    #[test]
+    fn channels_grow_with_the_size() {
+        let steps = [8, 64 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 1 << 30].map(channels);
+        assert_eq!(steps, [Some(1), Some(2), Some(2), Some(4), Some(4), None, None]);
+    }
+}

@@ -1,0 +1,185 @@
+//! A port as the process uses it: its protection domain, its registrations, and how it fares.
+//!
+//! Adapters are made once for the process and shared by all connections, so a registration holds for all of them.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::devices::OpenPort;
+use super::line::MAX_DEVICES;
+use super::mr_cache::{Cache, Lease, PageRange};
+use super::verbs::{Access, DmaBuf, MemoryRegion, ProtectionDomain};
+use crate::os::error::{Error, Result};
+
+/// What memory is, as far as registering goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Memory {
+    /// Memory that the processor reaches.
+    Host,
+    /// GPU memory by its address, through a peer-memory module.
+    Gpu,
+    /// GPU memory behind a DMA-BUF descriptor.
+    DmaBuf,
+}
+
+/// An active port, opened.
+pub struct Adapter {
+    /// What was found out about it.
+    pub open: OpenPort,
+    /// Where its queue pairs and regions live.
+    pub domain: ProtectionDomain,
+    /// The kernel module through which it reaches GPU memory by its address.
+    pub peer_memory: Option<&'static str>,
+    access: Access,
+    regions: Cache<Memory, MemoryRegion>,
+    port_is_down: AtomicBool,
+    is_dead: AtomicBool,
+}
+
+/// The ports that a device of NCCL's is made of: 1 to [`MAX_DEVICES`].
+pub type Adapters = Arc<[Arc<Adapter>]>;
+
+impl Adapter {
+    /// An adapter for a port. `relaxed_ordering`: its devices may reorder writes of data over PCIe.
+    ///
+    /// # Errors
+    /// When the device has no protection domain left.
+    pub fn new(open: OpenPort, peer_memory: Option<&'static str>, relaxed_ordering: bool) -> Result<Self> {
+        let domain = ProtectionDomain::new(&open.context)?;
+        let access = Access { relaxed_ordering };
+        Ok(Self {
+            open,
+            domain,
+            peer_memory,
+            access,
+            regions: Cache::new(),
+            port_is_down: AtomicBool::new(false),
+            is_dead: AtomicBool::new(false),
+        })
+    }
+
+    /// Device and port, for messages.
+    pub fn name(&self) -> String {
+        self.open.port.name()
+    }
+
+    /// Memory of Towline's own, in which every write must come in order.
+    ///
+    /// # Errors
+    /// When it cannot be pinned.
+    pub fn own_region(&self, address: u64, bytes: usize) -> Result<MemoryRegion> {
+        MemoryRegion::new(&self.domain, address as usize, bytes, Access { relaxed_ordering: false }, None)
+    }
+
+    fn lease(&self, range: PageRange, kind: Memory, dmabuf: Option<DmaBuf>) -> Result<Lease<Memory, MemoryRegion>> {
+        self.regions.lease(range, kind, |range| match dmabuf {
+            Some(buffer) => MemoryRegion::new(&self.domain, range.start(), range.bytes(), self.access, Some(buffer)),
+            None => MemoryRegion::new(&self.domain, range.start(), range.bytes(), self.access, None),
+        })
+    }
+
+    /// The port went down or came back.
+    pub fn set_port_down(&self, down: bool) {
+        self.port_is_down.store(down, Ordering::Relaxed);
+    }
+
+    /// Whether the port is down, by the last event.
+    pub fn is_port_down(&self) -> bool {
+        self.port_is_down.load(Ordering::Relaxed)
+    }
+
+    /// The device is beyond repair.
+    pub fn set_dead(&self) {
+        self.is_dead.store(true, Ordering::Release);
+    }
+
+    /// Whether the device is beyond repair.
+    pub fn is_dead(&self) -> bool {
+        self.is_dead.load(Ordering::Acquire)
+    }
+
+    /// How many regions of NCCL's memory are pinned.
+    pub fn regions(&self) -> usize {
+        self.regions.regions()
+    }
+}
+
+impl fmt::Debug for Adapter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Adapter").field(&self.name()).finish()
+    }
+}
+
+/// Memory that the adapters of a device may reach.
+pub struct Registration {
+    adapters: Adapters,
+    leases: Vec<Lease<Memory, MemoryRegion>>,
+    /// What it is.
+    pub kind: Memory,
+    start: u64,
+    end: u64,
+}
+
+impl Registration {
+    /// Registers `bytes` at `address` with every adapter of a device.
+    ///
+    /// # Errors
+    /// When the pages cannot be pinned.
+    pub fn new(adapters: &Adapters, address: u64, bytes: usize, kind: Memory, dmabuf: Option<DmaBuf>) -> Result<Self> {
+        let outside = || Error::argument(format!("{bytes} bytes at {address:#x} leave the address space"));
+        let range = PageRange::covering(address as usize, bytes).ok_or_else(outside)?;
+        // The descriptor's offset is that of the first byte; the region starts with its page.
+        let before = address - range.start() as u64;
+        let dmabuf = dmabuf
+            .map(|buffer| match buffer.offset.checked_sub(before) {
+                Some(offset) => Ok(DmaBuf { offset, ..buffer }),
+                None => {
+                    Err(Error::argument(format!("{address:#x} lies {before} bytes into its page, before its DMA-BUF")))
+                }
+            })
+            .transpose()?;
+        let leases = adapters.iter().map(|adapter| adapter.lease(range, kind, dmabuf)).collect::<Result<_>>()?;
+        Ok(Self { adapters: Arc::clone(adapters), leases, kind, start: address, end: address + bytes as u64 })
+    }
+
+    /// Whether it may be used for these bytes over these adapters.
+    ///
+    /// # Errors
+    /// When it is another device's, or does not cover the bytes.
+    #[inline]
+    pub fn check(&self, adapters: &Adapters, address: u64, bytes: u64) -> Result<()> {
+        if !Arc::ptr_eq(&self.adapters, adapters) && !self.serves(adapters) {
+            return Err(Error::argument("the memory was registered with a connection over another device"));
+        }
+        // Nothing is read or written for no bytes, wherever they are.
+        if bytes > 0 && (address < self.start || address.checked_add(bytes).is_none_or(|end| end > self.end)) {
+            return Err(Error::argument(format!(
+                "the {bytes} bytes at {address:#x} are not within the registered {} at {:#x}",
+                self.end - self.start,
+                self.start
+            )));
+        }
+        Ok(())
+    }
+
+    fn serves(&self, adapters: &Adapters) -> bool {
+        self.adapters.len() == adapters.len() && self.adapters.iter().zip(&**adapters).all(|(a, b)| Arc::ptr_eq(a, b))
+    }
+
+    /// The key for work requests on the adapter with this place in the device.
+    #[inline]
+    pub fn local_key(&self, adapter: usize) -> u32 {
+        self.leases[adapter].local_key()
+    }
+
+    /// The peer's keys, by adapter.
+    #[inline]
+    pub fn remote_keys(&self) -> [u32; MAX_DEVICES] {
+        let mut keys = [0; MAX_DEVICES];
+        for (key, lease) in keys.iter_mut().zip(&self.leases) {
+            *key = lease.remote_key();
+        }
+        keys
+    }
+}

@@ -1,0 +1,109 @@
+//! The RDMA backend of the process: its adapters, found once.
+//!
+//! Ports that appear later are not seen until the process starts anew; a port that goes down and comes back is.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use super::adapter::{Adapter, Adapters};
+use super::devices::{Discovery, discover};
+use super::events::Events;
+use super::greeting::{Attempt, Listener, Listening};
+use crate::os::config::Config;
+use crate::os::error::{Error, Result};
+use crate::os::interfaces::Rail;
+use crate::os::log::NET;
+use crate::tcp::dialer::Target;
+use crate::tcp::net::Net;
+
+/// What the process has of RDMA.
+pub struct Rdma {
+    /// The usable ports, in NCCL's order; at least one.
+    pub adapters: Vec<Arc<Adapter>>,
+    /// The line for the log.
+    pub summary: String,
+    groups: Mutex<HashMap<Vec<usize>, Adapters>>,
+    returns_events: bool,
+    events: OnceLock<Events>,
+}
+
+impl Rdma {
+    /// Finds the ports. What the user should know comes beside them.
+    ///
+    /// # Errors
+    /// Why there is none.
+    pub fn find(config: &Config) -> Result<(Self, Vec<String>)> {
+        let found = discover(config)?;
+        let Discovery { ports, peer_memory, warnings } = found.clone();
+        let relaxed = config.ib_pci_relaxed_ordering.0 != 0;
+        let adapters = ports
+            .into_iter()
+            .map(|port| Adapter::new(port, peer_memory, relaxed).map(Arc::new))
+            .collect::<Result<Vec<_>>>()?;
+        if adapters.is_empty() {
+            let named = config.ib_hca.as_deref().map(|hca| format!(" (NCCL_IB_HCA is {hca})")).unwrap_or_default();
+            return Err(Error::usage(format!("there is no usable RDMA port{named}")));
+        }
+        let rdma = Self {
+            adapters,
+            summary: found.to_string(),
+            groups: Mutex::default(),
+            returns_events: config.ib_async_events,
+            events: OnceLock::new(),
+        };
+        Ok((rdma, warnings))
+    }
+
+    /// The adapters with these places: the same list each time, so that a registration is soon recognised.
+    pub fn group(&self, places: &[usize]) -> Adapters {
+        let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
+        let made = || places.iter().filter_map(|place| self.adapters.get(*place).cloned()).collect();
+        Arc::clone(groups.entry(places.to_vec()).or_insert_with(made))
+    }
+
+    /// Has the keeper watch the devices from now on. For the first connection, so that a process that only asks for
+    /// properties starts no thread.
+    fn watch_events(&self, net: &Net) {
+        if self.events.get().is_some() {
+            return;
+        }
+        match Events::watch(&net.poller, &self.adapters, self.returns_events) {
+            Ok(events) => drop(self.events.set(events)),
+            Err(error) => tracing::warn!(target: NET, "events of RDMA devices stay unseen: {error}"),
+        }
+    }
+
+    /// Starts to listen on a device: handshakes come over the interfaces `rails`.
+    ///
+    /// # Errors
+    /// When nothing can be bound to the first of them.
+    pub fn listen(
+        &self,
+        net: &Arc<Net>,
+        adapters: Adapters,
+        rails: Arc<[Rail]>,
+        traffic_class: Option<u8>,
+    ) -> Result<(Listening, SocketAddr)> {
+        self.watch_events(net);
+        let listener = Listener::new(Arc::clone(net), adapters);
+        let (door, address) = net.acceptor.listen(rails, traffic_class, Some(Arc::clone(&listener) as _))?;
+        Ok((Listening { door, listener }, address))
+    }
+
+    /// Starts to connect.
+    ///
+    /// # Errors
+    /// When the keeper cannot be started.
+    pub fn connect(&self, net: &Arc<Net>, adapters: Adapters, target: Target) -> Result<Arc<Attempt>> {
+        self.watch_events(net);
+        Attempt::start(Arc::clone(net), adapters, target)
+    }
+}
+
+impl fmt::Debug for Rdma {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Rdma").field("adapters", &self.adapters).finish_non_exhaustive()
+    }
+}

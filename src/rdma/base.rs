@@ -1,0 +1,305 @@
+//! What both directions of a connection have in common: requests, health, and the socket of the handshake, which stays
+//! as the control channel.
+//!
+//! Over the control channel each side says goodbye or why the connection has failed, as over a TCP stream; and its end
+//! is how a peer's death is noticed while nothing is being sent.
+
+use std::any::Any;
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::adapter::{Adapters, Memory, Registration};
+use super::dl::Verbs;
+use super::fabric::Lane;
+use super::trouble::{Doing, explain};
+use super::verbs::Completion;
+use crate::engine::counters::Counters;
+use crate::engine::poller::{Interest, Registration as Watched, Source};
+use crate::engine::request::RequestSlots;
+use crate::os::config::Config;
+use crate::os::error::{Cause, Error, Result};
+use crate::os::log::NET;
+use crate::tcp::attend::Attention;
+use crate::tcp::frame::{HEADER, Header, MAX_CONTROL, Type};
+use crate::tcp::net::{Net, Sock};
+use crate::tcp::peer::{Health, Peer, failure, left_early, lost, told_by_peer};
+use crate::tcp::wire::{self, Piece};
+
+/// How long after the peer's goodbye completions of what it did before may still appear, and how long after a flush the
+/// peer may still tell why.
+const AFTERMATH: Duration = Duration::from_millis(200);
+
+/// What a connection was handed over with.
+pub struct Parts {
+    /// The keeper and the farewells.
+    pub net: Arc<Net>,
+    /// The ports of this side.
+    pub adapters: Adapters,
+    /// The other end.
+    pub peer: Peer,
+    /// The control channel.
+    pub sock: Sock,
+}
+
+/// The common part of a connection.
+pub struct Base {
+    net: Arc<Net>,
+    /// The ports of this side.
+    pub adapters: Adapters,
+    /// The other end.
+    pub peer: Peer,
+    /// The first failure.
+    pub health: Health,
+    /// How often the keeper looks.
+    pub attention: Attention,
+    /// What was counted.
+    pub counters: Counters,
+    /// Requests.
+    pub requests: RequestSlots,
+    doing: &'static str,
+    closing: AtomicBool,
+    control: Mutex<Control>,
+    /// Work requests were flushed: the failure that brought it about is still to come, or this is it.
+    flushed: Mutex<Option<(Instant, Error)>>,
+}
+
+struct Control {
+    /// Before the socket: dropping it names the descriptor, which must still be open then.
+    registration: Option<Watched>,
+    sock: Option<Sock>,
+    input: Vec<u8>,
+    ended: Option<Instant>,
+}
+
+impl Base {
+    /// The common part of a connection; `doing` is "sending to" or "receiving from".
+    pub fn new(parts: Parts, doing: &'static str) -> Self {
+        let Parts { net, adapters, peer, sock } = parts;
+        let health = Health::default();
+        health.stream_up();
+        let control = Control { registration: None, sock: Some(sock), input: Vec::new(), ended: None };
+        Self {
+            net,
+            adapters,
+            peer,
+            health,
+            attention: Attention::default(),
+            counters: Counters::default(),
+            requests: RequestSlots::new(),
+            doing,
+            closing: AtomicBool::new(false),
+            control: Mutex::new(control),
+            flushed: Mutex::new(None),
+        }
+    }
+
+    /// The configuration of the process.
+    pub fn config(&self) -> &Config {
+        &self.net.config
+    }
+
+    fn control(&self) -> MutexGuard<'_, Control> {
+        self.control.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has the keeper watch the control channel, and look after the connection when it is kicked.
+    ///
+    /// # Errors
+    /// When there is no keeper, or the kernel refuses the socket.
+    pub fn watch(&self, source: Arc<dyn Source>) -> Result<()> {
+        let mut control = self.control();
+        let fd = control.sock.as_ref().map(|sock| (sock.as_raw_fd(), Interest::Data));
+        let registration = self.net.poller.keeper()?.register(source, fd)?;
+        // Something may have come before the descriptor was watched.
+        registration.kick();
+        control.registration = Some(registration);
+        Ok(())
+    }
+
+    /// Tells the keeper that something is outstanding, unless it knows.
+    #[inline]
+    pub fn attend(&self) {
+        if self.attention.wanted()
+            && let Some(registration) = &self.control().registration
+        {
+            registration.kick();
+        }
+    }
+
+    /// Whether the connection is being closed here.
+    pub fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::Acquire)
+    }
+
+    /// From now on failures are of no interest.
+    pub fn set_closing(&self) {
+        self.closing.store(true, Ordering::Release);
+    }
+
+    /// Reads what the peer has said. The failure that it tells of, or that its end is.
+    ///
+    /// # Errors
+    /// As just said.
+    pub fn hear(&self) -> Result<()> {
+        let mut control = self.control();
+        let Control { sock, input, .. } = &mut *control;
+        let Some(open) = sock else { return Ok(()) };
+        loop {
+            let mut room = [0; HEADER + MAX_CONTROL as usize];
+            // SAFETY: the buffer is ours.
+            let got = unsafe { wire::receive(open.as_raw_fd(), [Piece::of_mut(&mut []), Piece::of_mut(&mut room)]) };
+            let end = match got {
+                Ok(None) => return Ok(()),
+                Ok(Some(0)) => std::io::ErrorKind::UnexpectedEof.into(),
+                Ok(Some(count)) => {
+                    input.extend_from_slice(&room[..count]);
+                    self.take_frames(input)?;
+                    continue;
+                }
+                Err(error) => error,
+            };
+            control.registration = None;
+            control.sock = None;
+            control.ended = Some(Instant::now());
+            drop(control);
+            self.health.stream_down();
+            if self.health.is_peer_done() || self.is_closing() {
+                return Ok(());
+            }
+            return Err(lost(&end).with_peer(&self.peer));
+        }
+    }
+
+    fn take_frames(&self, input: &mut Vec<u8>) -> Result<()> {
+        while let Some(bytes) = input.first_chunk::<HEADER>() {
+            let header = Header::decode(bytes)?;
+            let end = HEADER + header.length as usize;
+            if input.len() < end {
+                break;
+            }
+            match header.kind {
+                Type::Bye => self.health.peer_is_done(),
+                Type::Fail => return Err(told_by_peer(header.order, &input[HEADER..end]).with_peer(&self.peer)),
+                other => {
+                    let what = format!("the peer sent a {other:?} frame over the control channel");
+                    return Err(Error::remote(what).with_peer(&self.peer));
+                }
+            }
+            input.drain(..end);
+        }
+        Ok(())
+    }
+
+    /// The memory of a request: as registered, or registered for as long as the request lives when the host gave none.
+    ///
+    /// # Errors
+    /// When it is not registered for these bytes, or cannot be.
+    #[inline]
+    pub fn memory(
+        &self,
+        memory: Option<Arc<Registration>>,
+        address: u64,
+        bytes: u64,
+    ) -> Result<Option<Arc<Registration>>> {
+        match memory {
+            Some(memory) => {
+                memory.check(&self.adapters, address, bytes)?;
+                Ok(Some(memory))
+            }
+            None if bytes == 0 => Ok(None),
+            None => {
+                let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+                Registration::new(&self.adapters, address, bytes, Memory::Host, None).map(|made| Some(Arc::new(made)))
+            }
+        }
+    }
+
+    /// A work request has failed. A flush is only the consequence of another failure, which the peer may be about to
+    /// tell: it counts when nothing better has come for a while.
+    ///
+    /// # Errors
+    /// The failure, unless it was a flush.
+    #[cold]
+    pub fn broken(&self, lane: &Lane, completion: &Completion, doing: Doing) -> Result<()> {
+        let adapter = &self.adapters[lane.adapter];
+        let text = Verbs::load().map_or("", |verbs| verbs.status_text(completion.status()));
+        let error = explain(completion, text, &adapter.name(), adapter.is_port_down(), lane.ends(), doing);
+        let error = error.with_peer(&self.peer);
+        if !completion.is_flushed() {
+            return Err(error);
+        }
+        self.flushed().get_or_insert_with(|| (Instant::now(), error));
+        Ok(())
+    }
+
+    fn flushed(&self) -> MutexGuard<'_, Option<(Instant, Error)>> {
+        self.flushed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a request that is not done can still become so.
+    ///
+    /// # Errors
+    /// When the connection has failed, or the peer has left for good.
+    pub fn verdict(&self) -> Result<()> {
+        self.health.check()?;
+        if let Some(dead) = self.adapters.iter().find(|adapter| adapter.is_dead()) {
+            let what = format!("the RDMA device of {} failed", dead.name());
+            self.fail(Error::new(Cause::System, what).with_hint("look at the kernel's log"));
+            return self.health.check();
+        }
+        if self.health.is_over() && self.control().ended.is_none_or(|ended| ended.elapsed() > AFTERMATH) {
+            self.health.fail(left_early(&self.peer));
+            return self.health.check();
+        }
+        if let Some((at, error)) = &*self.flushed()
+            && at.elapsed() > AFTERMATH
+        {
+            self.fail(error.clone());
+            return self.health.check();
+        }
+        Ok(())
+    }
+
+    /// Keeps the failure if it is the first, and tells log and peer.
+    pub fn fail(&self, error: Error) {
+        if !self.health.is_failed() {
+            self.say(&failure(&error));
+        }
+        let error = if error.peer().is_some() { error } else { error.with_peer(&self.peer) };
+        if self.health.fail(error.clone()) && !self.is_closing() && error.tell_once() {
+            tracing::warn!(target: NET, "{} {} failed: {error}", self.doing, self.peer);
+        }
+    }
+
+    fn say(&self, bytes: &[u8]) {
+        if let Some(sock) = &self.control().sock {
+            // SAFETY: a plain slice. What the socket does not take is lost, and the peer learns of the end without the
+            // reason.
+            let _ = unsafe { wire::send(sock.as_raw_fd(), [Piece::of(bytes), Piece::of(&[])]) };
+        }
+    }
+
+    /// Says goodbye and leaves the socket to the keeper, with what must live until the peer has closed too.
+    pub fn leave(&self, cargo: Option<Box<dyn Any + Send>>) {
+        if !self.health.is_failed() {
+            self.say(&Header::of(Type::Bye, 0).encode());
+        }
+        self.part(cargo);
+        tracing::debug!(target: NET, "closed the connection to {}: {}", self.peer, self.counters);
+    }
+
+    /// Gives the socket to the keeper, which closes it when the peer has read what was said.
+    pub fn part(&self, cargo: Option<Box<dyn Any + Send>>) {
+        let (registration, sock) = {
+            let mut control = self.control();
+            (control.registration.take(), control.sock.take())
+        };
+        drop(registration);
+        if let Some(sock) = sock {
+            self.health.stream_down();
+            self.net.linger_with(sock, cargo);
+        }
+    }
+}

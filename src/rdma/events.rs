@@ -1,0 +1,140 @@
+//! Asynchronous events of devices: what happens to a port, a device or a queue outside any work request.
+//!
+//! The keeper reads them. A port that goes down is remembered, so that a request that fails later can say so; a device
+//! that fails takes its connections with it, unless `NCCL_IB_RETURN_ASYNC_EVENTS=0` asks only to log it.
+
+use std::sync::Arc;
+
+use super::adapter::Adapter;
+use super::verbs::{AsyncEvent, Context};
+use crate::engine::poller::{Interest, Poller, Progress, Registration, Source};
+use crate::os::error::{Error, Result};
+use crate::os::log::NET;
+
+/// What an event means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Meaning {
+    /// The port with this number went down.
+    PortDown(u64),
+    /// The port with this number came back.
+    PortUp(u64),
+    /// The whole device is beyond repair.
+    DeviceDead,
+    /// A queue pair or completion queue failed; its work requests report it.
+    QueueFailed,
+    /// Worth a line in the log.
+    Noted,
+}
+
+/// `IBV_EVENT_*` by number, as `infiniband/verbs.h` has them.
+fn meaning(event: &AsyncEvent) -> Meaning {
+    match event.kind {
+        // CQ_ERR, QP_FATAL, QP_REQ_ERR, QP_ACCESS_ERR
+        0..=3 => Meaning::QueueFailed,
+        8 => Meaning::DeviceDead,
+        9 => Meaning::PortUp(event.element),
+        10 => Meaning::PortDown(event.element),
+        _ => Meaning::Noted,
+    }
+}
+
+/// The keeper's eye on the devices. Dropping it ends the watch.
+pub struct Events(Vec<Registration>);
+
+impl Events {
+    /// Watches the devices of these adapters.
+    ///
+    /// # Errors
+    /// When there is no keeper, or a device's descriptor cannot be watched.
+    pub fn watch(poller: &Poller, adapters: &[Arc<Adapter>], fails: bool) -> Result<Self> {
+        let mut contexts: Vec<&Context> = Vec::new();
+        for adapter in adapters {
+            let context = &adapter.open.context;
+            if !contexts.iter().any(|known| known.name() == context.name()) {
+                contexts.push(context);
+            }
+        }
+        let watch = |context: &Context| {
+            context.set_events_nonblocking()?;
+            let name = context.name();
+            let of_device = adapters.iter().filter(|adapter| adapter.open.port.device == name).cloned();
+            let source = Watch { context: context.clone(), adapters: of_device.collect(), fails };
+            let registration =
+                poller.keeper()?.register(Arc::new(source), Some((context.async_fd(), Interest::Read)))?;
+            registration.kick();
+            Ok(registration)
+        };
+        contexts.into_iter().map(watch).collect::<Result<_>>().map(Self)
+    }
+
+    /// How many devices are watched.
+    pub fn devices(&self) -> usize {
+        self.0.len()
+    }
+}
+
+struct Watch {
+    context: Context,
+    adapters: Vec<Arc<Adapter>>,
+    fails: bool,
+}
+
+impl Watch {
+    fn take(&self, event: &AsyncEvent) {
+        let device = self.context.name();
+        let meaning = meaning(event);
+        let of_port = |number: u64| self.adapters.iter().filter(move |a| u64::from(a.open.port.number) == number);
+        match meaning {
+            Meaning::PortDown(number) => {
+                of_port(number).for_each(|adapter| adapter.set_port_down(true));
+                tracing::warn!(
+                    target: NET,
+                    "port {number} of {device} went down; transfers wait for it as long as NCCL_IB_TIMEOUT and NCCL_IB_RETRY_CNT allow"
+                );
+            }
+            Meaning::PortUp(number) => {
+                of_port(number).for_each(|adapter| adapter.set_port_down(false));
+                tracing::info!(target: NET, "port {number} of {device} is up");
+            }
+            Meaning::DeviceDead => {
+                tracing::error!(target: NET, "the RDMA device {device} failed ({}); look at the kernel's log", event.text);
+                if self.fails {
+                    self.adapters.iter().for_each(|adapter| adapter.set_dead());
+                }
+            }
+            Meaning::QueueFailed => {
+                tracing::warn!(target: NET, "{device} reports {} of a queue; its transfers say which", event.text);
+            }
+            Meaning::Noted => tracing::info!(target: NET, "{device} reports {}", event.text),
+        }
+    }
+}
+
+impl Source for Watch {
+    fn poll(&self) -> Progress {
+        let mut moved = false;
+        while self.context.next_event(|event| self.take(&event)).is_some() {
+            moved = true;
+        }
+        Progress { moved, again: None }
+    }
+
+    fn fail(&self, error: Error) {
+        tracing::error!(target: NET, "watching {} failed: {error}", self.context.name());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn events_mean_what_verbs_h_says() {
+        let of = |kind| meaning(&AsyncEvent { kind, text: "", element: 2 });
+        assert_eq!(of(8), Meaning::DeviceDead);
+        assert_eq!((of(9), of(10)), (Meaning::PortUp(2), Meaning::PortDown(2)));
+        assert!((0..=3).all(|kind| of(kind) == Meaning::QueueFailed));
+        // COMM_EST, SQ_DRAINED, PATH_MIG, LID_CHANGE, GID_CHANGE
+        assert!([4, 5, 6, 11, 18].into_iter().all(|kind| of(kind) == Meaning::Noted));
+    }
+}

@@ -1,0 +1,443 @@
+//! From a socket that TCP's handshake has handed over to a connection over RDMA.
+//!
+//! The keeper drives both sides, from `listen` and `connect` on, whether or not anybody asks: with NCCL 2.8 to 2.11 all
+//! sides connect before any of them accepts. See [`record`](super::record) for what is said.
+
+use std::collections::VecDeque;
+use std::os::fd::AsRawFd;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use super::adapter::Adapters;
+use super::base::Parts;
+use super::fabric::{Class, Fabric, ports};
+use super::line::Ring;
+use super::receiver::{self, RdmaRecv, SizeTable, post_first_receives};
+use super::record::{PortRecord, Record, Talk, VERSION};
+use super::sender::{self, RdmaSend, RingMemory};
+use super::stripe::MAX_LANES;
+use crate::engine::poller::{Interest, Progress, Registration, Source};
+use crate::os::error::{Error, Result};
+use crate::os::log::NET;
+use crate::tcp::acceptor;
+use crate::tcp::dialer::{Dial, Dialled, Target};
+use crate::tcp::net::{Net, Sock};
+use crate::tcp::peer::Peer;
+use crate::tcp::takeover::{Handed, Takeover};
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A listener whose connections are over RDMA.
+pub struct Listener {
+    me: Weak<Self>,
+    net: Arc<Net>,
+    adapters: Adapters,
+    accepted: Mutex<Accepted>,
+    arrived: Condvar,
+}
+
+#[derive(Default)]
+struct Accepted {
+    waiting: VecDeque<Arc<RdmaRecv>>,
+    is_closed: bool,
+}
+
+impl Listener {
+    /// A listener of a device.
+    pub fn new(net: Arc<Net>, adapters: Adapters) -> Arc<Self> {
+        Arc::new_cyclic(|me| Self {
+            me: me.clone(),
+            net,
+            adapters,
+            accepted: Mutex::default(),
+            arrived: Condvar::new(),
+        })
+    }
+
+    /// The next connection, if one has come.
+    pub fn accept(&self) -> Option<Arc<RdmaRecv>> {
+        lock(&self.accepted).waiting.pop_front()
+    }
+
+    /// Waits for the next connection until `deadline`.
+    pub fn accept_until(&self, deadline: Instant) -> Option<Arc<RdmaRecv>> {
+        let mut accepted = lock(&self.accepted);
+        loop {
+            if let Some(conn) = accepted.waiting.pop_front() {
+                return Some(conn);
+            }
+            let rest = deadline.checked_duration_since(Instant::now())?;
+            accepted = self.arrived.wait_timeout(accepted, rest).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Ends connections that nobody accepted, and those that are still to come.
+    pub fn close(&self) {
+        let waiting = {
+            let mut accepted = lock(&self.accepted);
+            accepted.is_closed = true;
+            std::mem::take(&mut accepted.waiting)
+        };
+        for conn in waiting {
+            conn.close();
+        }
+    }
+
+    fn arrive(&self, conn: Arc<RdmaRecv>) {
+        let mut accepted = lock(&self.accepted);
+        if accepted.is_closed {
+            drop(accepted);
+            conn.close();
+            return;
+        }
+        accepted.waiting.push_back(conn);
+        self.arrived.notify_all();
+    }
+}
+
+impl Takeover for Listener {
+    fn take_over(&self, handed: Handed) {
+        let Some(me) = self.me.upgrade() else { return };
+        let common = Common { net: Arc::clone(&self.net), adapters: Arc::clone(&self.adapters) };
+        Greeting::start(common, handed, Role::Receiving { listener: me, stage: Receiving::AwaitsOffer });
+    }
+}
+
+/// A wish to be connected over RDMA.
+pub struct Attempt {
+    net: Arc<Net>,
+    adapters: Adapters,
+    dial: Mutex<Option<Arc<Dial>>>,
+    outcome: Mutex<Option<Result<Arc<RdmaSend>>>>,
+    settled: Condvar,
+    me: Weak<Self>,
+}
+
+impl Attempt {
+    /// Starts connecting to a listener. The target's `takeover` is set here.
+    ///
+    /// # Errors
+    /// When the keeper cannot be started.
+    pub fn start(net: Arc<Net>, adapters: Adapters, target: Target) -> Result<Arc<Self>> {
+        let attempt = Arc::new_cyclic(|me| Self {
+            net,
+            adapters,
+            dial: Mutex::new(None),
+            outcome: Mutex::new(None),
+            settled: Condvar::new(),
+            me: me.clone(),
+        });
+        let takeover = Arc::new(Claim(attempt.me.clone()));
+        let target = Target { takeover: Some(takeover), ..target };
+        let dial = Dial::connect(Arc::clone(&attempt.net), target)?;
+        *lock(&attempt.dial) = Some(dial);
+        Ok(attempt)
+    }
+
+    /// The connection, when it is there; the failure, when it will not be.
+    pub fn result(&self) -> Option<Result<Arc<RdmaSend>>> {
+        let outcome = lock(&self.outcome).clone();
+        outcome.or_else(|| match lock(&self.dial).as_ref()?.result()? {
+            Ok(Dialled::TakenOver) => None,
+            Ok(Dialled::Streams(_)) => Some(Err(Error::internal("an RDMA connection came up over TCP"))),
+            Err(error) => Some(Err(error)),
+        })
+    }
+
+    /// Waits until the attempt has succeeded or failed; it has a deadline of its own.
+    ///
+    /// # Errors
+    /// As the attempt failed.
+    pub fn wait(&self) -> Result<Arc<RdmaSend>> {
+        loop {
+            if let Some(result) = self.result() {
+                return result;
+            }
+            let outcome = lock(&self.outcome);
+            drop(self.settled.wait_timeout(outcome, Duration::from_millis(20)).unwrap_or_else(PoisonError::into_inner));
+        }
+    }
+
+    /// Gives up: whoever wanted the connection has gone.
+    pub fn cancel(&self) {
+        if let Some(dial) = lock(&self.dial).take() {
+            dial.cancel();
+        }
+        let abandoned = || Err(Error::usage("the connection attempt was abandoned"));
+        if let Some(Ok(conn)) = lock(&self.outcome).replace(abandoned()) {
+            conn.close();
+        }
+    }
+
+    fn settle(&self, result: Result<Arc<RdmaSend>>) {
+        let mut outcome = lock(&self.outcome);
+        if outcome.is_none() {
+            *outcome = Some(result);
+        } else if let Ok(conn) = result {
+            conn.close();
+        }
+        self.settled.notify_all();
+    }
+}
+
+/// What a dial knows of its attempt: the attempt holds the dial, so not the other way round.
+struct Claim(Weak<Attempt>);
+
+impl Takeover for Claim {
+    fn take_over(&self, handed: Handed) {
+        let Some(attempt) = self.0.upgrade() else { return };
+        let common = Common { net: Arc::clone(&attempt.net), adapters: Arc::clone(&attempt.adapters) };
+        Greeting::start(common, handed, Role::Sending { attempt, has_offered: false });
+    }
+}
+
+struct Common {
+    net: Arc<Net>,
+    adapters: Adapters,
+}
+
+enum Role {
+    Sending { attempt: Arc<Attempt>, has_offered: bool },
+    Receiving { listener: Arc<Listener>, stage: Receiving },
+}
+
+enum Receiving {
+    AwaitsOffer,
+    AwaitsAccept { fabric: Box<Fabric>, table: SizeTable, ports: Vec<PortRecord> },
+}
+
+/// A connection that has not got its queue pairs.
+struct Greeting {
+    common: Common,
+    peer: Peer,
+    class: Option<u8>,
+    deadline: Instant,
+    state: Mutex<State>,
+}
+
+struct State {
+    /// Before the socket: dropping it names the descriptor, which must still be open then.
+    registration: Option<Registration>,
+    sock: Option<Sock>,
+    talk: Talk,
+    /// None when it is over.
+    role: Option<Role>,
+}
+
+impl Greeting {
+    fn start(common: Common, handed: Handed, role: Role) {
+        let Handed { link, peer, sock } = handed;
+        let fd = sock.as_raw_fd();
+        let greeting = Arc::new(Self {
+            deadline: Instant::now() + common.net.config.connect_timeout,
+            common,
+            peer,
+            class: link.traffic_class,
+            state: Mutex::new(State {
+                registration: None,
+                sock: Some(sock),
+                talk: Talk::new(link.key),
+                role: Some(role),
+            }),
+        });
+        // Held while it is registered: the keeper may poll at once.
+        let mut state = lock(&greeting.state);
+        let keeper = greeting.common.net.poller.keeper();
+        let registered = keeper.and_then(|keeper| keeper.register(greeting.clone(), Some((fd, Interest::Data))));
+        match registered {
+            Ok(registration) => state.registration.insert(registration).kick(),
+            Err(error) => greeting.end(&mut state, error),
+        }
+    }
+
+    /// Moves the exchange on.
+    fn advance(&self, state: &mut State) -> Result<()> {
+        loop {
+            let State { sock: Some(sock), talk, role: Some(role), .. } = state else { return Ok(()) };
+            if let Role::Sending { has_offered, .. } = role
+                && !*has_offered
+            {
+                let pairs_per_port = u32::try_from(self.common.net.config.ib_qps_per_connection.0).unwrap_or(1);
+                let ports = ports(&self.common.adapters);
+                talk.say(sock, &Record { version: VERSION, ports, pairs_per_port, ..Record::default() })?;
+                *has_offered = true;
+            }
+            let Some(record) = talk.hear(sock)? else { return Ok(()) };
+            match state.role.take() {
+                Some(Role::Sending { attempt, .. }) => {
+                    // Put back until it has succeeded, so that a failure finds whom to tell.
+                    state.role = Some(Role::Sending { attempt: Arc::clone(&attempt), has_offered: true });
+                    let conn = self.answered(state, &record)?;
+                    state.role = None;
+                    attempt.settle(Ok(conn));
+                }
+                Some(Role::Receiving { listener, stage: Receiving::AwaitsOffer }) => {
+                    let stage = self.offered(state, record)?;
+                    state.role = Some(Role::Receiving { listener, stage });
+                }
+                Some(Role::Receiving { listener, stage: Receiving::AwaitsAccept { fabric, table, ports } }) => {
+                    let conn = self.accepted(state, *fabric, table, &ports, &record)?;
+                    listener.arrive(conn);
+                }
+                None => return Ok(()),
+            }
+        }
+    }
+
+    /// Sending side: the receiver's queue pairs are known. Makes and connects ours and tells of them.
+    fn answered(&self, state: &mut State, answer: &Record) -> Result<Arc<RdmaSend>> {
+        let Common { net, adapters } = &self.common;
+        let config = &net.config;
+        let mut fabric = Fabric::new(adapters, answer.lanes.len(), sender::DEPTH, config, &answer.ports)?;
+        fabric.connect(adapters, &answer.ports, &answer.lanes, Class::new(config, self.class, false), config)?;
+        let ring = Box::new(Ring::new());
+        let region = adapters[0].own_region(ring.address(), Ring::BYTES)?;
+        let accept =
+            Record { address: ring.address(), keys: vec![region.remote_key()], ..fabric.record(adapters, config) };
+        let target = sender::Target {
+            split: config.ib_split_data_on_qps,
+            ports: adapters.len().max(answer.ports.len()),
+            sizes: answer.address,
+            size_keys: answer.keys.clone(),
+        };
+        let sock = state.sock.as_ref().ok_or_else(|| Error::internal("a greeting without its socket"))?;
+        state.talk.say(sock, &accept)?;
+        tracing::debug!(
+            target: NET,
+            "connected to {} over {} queue pairs of {:?}",
+            self.peer,
+            answer.lanes.len(),
+            adapters.iter().map(|adapter| adapter.name()).collect::<Vec<_>>()
+        );
+        RdmaSend::new(self.hand_on(state)?, fabric, RingMemory { region, ring }, target)
+    }
+
+    /// Receiving side: the sender's ports are known. Makes queue pairs and tells of them.
+    fn offered(&self, state: &mut State, offer: Record) -> Result<Receiving> {
+        let Common { net, adapters } = &self.common;
+        if offer.ports.is_empty() {
+            return Err(Error::remote("the peer offers an RDMA connection without a port"));
+        }
+        let ports = adapters.len().max(offer.ports.len());
+        let pairs = (offer.pairs_per_port as usize).clamp(1, MAX_LANES / ports);
+        let fabric = Fabric::new(adapters, ports * pairs, receiver::DEPTH, &net.config, &offer.ports)?;
+        post_first_receives(&fabric)?;
+        let table = SizeTable::new(adapters)?;
+        let answer = Record {
+            address: table.sizes.as_ptr() as u64,
+            keys: table.regions.iter().map(super::verbs::MemoryRegion::remote_key).collect(),
+            ..fabric.record(adapters, &net.config)
+        };
+        let sock = state.sock.as_ref().ok_or_else(|| Error::internal("a greeting without its socket"))?;
+        state.talk.say(sock, &answer)?;
+        Ok(Receiving::AwaitsAccept { fabric: Box::new(fabric), table, ports: offer.ports })
+    }
+
+    /// Receiving side: the sender's queue pairs are known, and ready.
+    fn accepted(
+        &self,
+        state: &mut State,
+        mut fabric: Fabric,
+        table: SizeTable,
+        ports: &[PortRecord],
+        accept: &Record,
+    ) -> Result<Arc<RdmaRecv>> {
+        let Common { net, adapters } = &self.common;
+        let class = Class::new(&net.config, self.class, true);
+        fabric.connect(adapters, ports, &accept.lanes, class, &net.config)?;
+        tracing::debug!(target: NET, "connected from {} over {} queue pairs", self.peer, accept.lanes.len());
+        let target = receiver::Target { ring: accept.address, keys: accept.keys.clone() };
+        RdmaRecv::new(self.hand_on(state)?, fabric, table, target)
+    }
+
+    fn hand_on(&self, state: &mut State) -> Result<Parts> {
+        state.registration = None;
+        let sock = state.sock.take().ok_or_else(|| Error::internal("a greeting without its socket"))?;
+        Ok(Parts {
+            net: Arc::clone(&self.common.net),
+            adapters: Arc::clone(&self.common.adapters),
+            peer: self.peer.clone(),
+            sock,
+        })
+    }
+
+    /// It came to nothing: tells the peer and whoever waits.
+    fn end(&self, state: &mut State, error: Error) {
+        state.registration = None;
+        let error = error.with_peer(&self.peer);
+        if let Some(sock) = state.sock.take() {
+            let _ = state.talk.say(&sock, &Record { failure: error.what().to_owned(), ..Record::default() });
+            self.common.net.linger(sock);
+        }
+        match state.role.take() {
+            Some(Role::Sending { attempt, .. }) => attempt.settle(Err(error)),
+            _ => tracing::warn!(target: NET, "a connection over RDMA did not come about: {error}"),
+        }
+    }
+}
+
+impl Source for Greeting {
+    fn poll(&self) -> Progress {
+        let mut state = lock(&self.state);
+        if state.role.is_none() {
+            return Progress::default();
+        }
+        if let Err(error) = self.advance(&mut state) {
+            self.end(&mut state, error);
+        } else if state.role.is_none() {
+            state.registration = None;
+        } else if Instant::now() >= self.deadline {
+            let late = Error::remote("the peer did not finish the exchange of RDMA parameters")
+                .with_hint("look at the peer's log; TOWLINE_CONNECT_TIMEOUT sets how long to wait");
+            self.end(&mut state, late);
+        } else {
+            return Progress { moved: false, again: Some(self.deadline) };
+        }
+        Progress { moved: true, again: None }
+    }
+
+    fn fail(&self, error: Error) {
+        self.end(&mut lock(&self.state), error);
+    }
+}
+
+/// Starts to listen over RDMA: the listener of the handshakes, with what takes their connections over.
+pub struct Listening {
+    /// Of the handshakes.
+    pub door: Arc<acceptor::Listener>,
+    /// Of the connections.
+    pub listener: Arc<Listener>,
+}
+
+impl Listening {
+    /// The next connection, if one has come.
+    ///
+    /// # Errors
+    /// When the peer came, and its TOWLINE_KEY_FILE does not fit this side's.
+    pub fn accept(&self) -> Result<Option<Arc<RdmaRecv>>> {
+        // The door's own connections are none; it knows who was turned away.
+        self.door.accept()?;
+        Ok(self.listener.accept())
+    }
+
+    /// Waits for the next connection until `deadline`.
+    ///
+    /// # Errors
+    /// As [`Listening::accept`].
+    pub fn accept_until(&self, deadline: Instant) -> Result<Option<Arc<RdmaRecv>>> {
+        loop {
+            if let Some(conn) = self.accept()? {
+                return Ok(Some(conn));
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                return Ok(None);
+            }
+            if let Some(conn) = self.listener.accept_until(deadline.min(now + Duration::from_millis(100))) {
+                return Ok(Some(conn));
+            }
+        }
+    }
+}

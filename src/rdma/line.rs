@@ -1,0 +1,239 @@
+//! Clear-to-send lines: what a receiver writes into its sender's memory for each part of a posted receive.
+//!
+//! | bytes | field |
+//! |---|---|
+//! | 0–7 | address of the buffer |
+//! | 8–15 | its size in bytes |
+//! | 16–47 | its remote keys, one for each of up to 8 devices of the receiver |
+//! | 48–51 | NCCL's tag |
+//! | 52 | the receiver's slot, which every immediate names |
+//! | 53 | which use of the slot this is, modulo 256 |
+//! | 54–55 | zero |
+//! | 56–59 | number of the line, counted through all lines of the connection |
+//! | 60–63 | check over bytes 0–59 |
+//!
+//! Little-endian; 64 bytes, so that a line fits one cache line and one inline write.
+//!
+//! Lines lie in a [`Ring`] of [`LINES`] places; line n stands at place n modulo [`LINES`]. The device places a line's
+//! bytes in no order that anybody promises, so a line is believed only when number and check fit: half a line, or the
+//! line that stood there before, does not.
+
+use std::cell::UnsafeCell;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use crate::engine::request::SLOTS;
+
+/// Bytes of a line.
+pub const LINE: usize = 64;
+
+/// Lines of a ring: one for each part of every receive that can be outstanding.
+pub const LINES: usize = SLOTS;
+
+/// The most devices of one side of a connection.
+pub const MAX_DEVICES: usize = 8;
+
+/// A part of a posted receive.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Line {
+    /// Where the buffer is, by the receiver's addresses.
+    pub address: u64,
+    /// How many bytes fit.
+    pub size: u64,
+    /// The keys of the buffer's region, by the receiver's devices.
+    pub keys: [u32; MAX_DEVICES],
+    /// NCCL's tag.
+    pub tag: i32,
+    /// The receiver's slot.
+    pub slot: u8,
+    /// Which use of the slot.
+    pub generation: u8,
+}
+
+impl Line {
+    /// The bytes of this as line `number`.
+    pub fn encode(&self, number: u32) -> [u8; LINE] {
+        let mut out = [0; LINE];
+        out[..8].copy_from_slice(&self.address.to_le_bytes());
+        out[8..16].copy_from_slice(&self.size.to_le_bytes());
+        for (place, key) in out[16..48].chunks_exact_mut(4).zip(self.keys) {
+            place.copy_from_slice(&key.to_le_bytes());
+        }
+        out[48..52].copy_from_slice(&self.tag.to_le_bytes());
+        out[52] = self.slot;
+        out[53] = self.generation;
+        out[56..60].copy_from_slice(&number.to_le_bytes());
+        let check = check(&out);
+        out[60..].copy_from_slice(&check.to_le_bytes());
+        out
+    }
+
+    /// Reads line `number`; none when the bytes are another line's or not complete.
+    pub fn decode(bytes: &[u8; LINE], number: u32) -> Option<Self> {
+        let u32_at = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        if u32_at(56) != number || u32_at(60) != check(bytes) {
+            return None;
+        }
+        let u64_at = |at: usize| u64::from(u32_at(at)) | u64::from(u32_at(at + 4)) << 32;
+        let mut keys = [0; MAX_DEVICES];
+        for (index, key) in keys.iter_mut().enumerate() {
+            *key = u32_at(16 + 4 * index);
+        }
+        Some(Self {
+            address: u64_at(0),
+            size: u64_at(8),
+            keys,
+            tag: u32_at(48).cast_signed(),
+            slot: bytes[52],
+            generation: bytes[53],
+        })
+    }
+}
+
+/// A number that depends on every bit of bytes 0–59: a torn line fits it once in four billion.
+fn check(bytes: &[u8; LINE]) -> u32 {
+    let mut sum = 0x9e37_79b9_7f4a_7c15_u64;
+    for (index, word) in bytes.as_chunks::<8>().0.iter().enumerate() {
+        let mut word = u64::from_le_bytes(*word);
+        if index == 7 {
+            word &= 0xffff_ffff;
+        }
+        // The multiplier is odd, so no bit is lost; the rotation brings high bits down.
+        sum = (sum ^ word).wrapping_mul(0xff51_afd7_ed55_8ccd).rotate_left(29);
+    }
+    (sum ^ sum >> 32) as u32
+}
+
+/// The memory that the peer writes lines into.
+pub struct Ring(Box<[Place]>);
+
+#[repr(align(64))]
+struct Place(UnsafeCell<[u8; LINE]>);
+
+// SAFETY: the places are read by volatile and atomic loads only; whoever writes them is a device.
+unsafe impl Sync for Ring {}
+
+impl Ring {
+    /// A ring without lines: no line has number 0.
+    pub fn new() -> Self {
+        Self((0..LINES).map(|_| Place(UnsafeCell::new([0; LINE]))).collect())
+    }
+
+    /// Where it starts.
+    pub fn address(&self) -> u64 {
+        self.0.as_ptr() as u64
+    }
+
+    /// Its bytes.
+    pub const BYTES: usize = LINES * LINE;
+
+    /// Line `number`, if it has come.
+    #[inline]
+    pub fn read(&self, number: u32) -> Option<Line> {
+        let place = self.0[number as usize % LINES].0.get();
+        // SAFETY: inside the place, aligned to 4 since places are aligned to 64.
+        let stamp = unsafe { AtomicU32::from_ptr(place.cast::<u32>().add(14)) };
+        if stamp.load(Ordering::Acquire) != number.to_le() {
+            return None;
+        }
+        // SAFETY: the place is readable and lives as long as this; a device may write at the same time, hence volatile,
+        // and `decode` recognises what is half written.
+        let bytes = unsafe { place.read_volatile() };
+        Line::decode(&bytes, number)
+    }
+}
+
+impl Default for Ring {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// What the immediate of a write says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Immediate {
+    /// The receiver's slot.
+    pub slot: u8,
+    /// Which use of the slot.
+    pub generation: u8,
+    /// How many immediates the message has: one from each queue pair that carries a share of it, 1 to 128.
+    pub shares: u8,
+    /// The message's size stands in the receiver's table of sizes; else it is the sum of the writes' lengths.
+    pub is_told: bool,
+}
+
+impl Immediate {
+    /// The 32 bits.
+    pub fn encode(self) -> u32 {
+        u32::from(self.slot)
+            | u32::from(self.generation) << 8
+            | u32::from(self.shares) << 16
+            | u32::from(self.is_told) << 24
+    }
+
+    /// Reads 32 bits.
+    pub fn decode(bits: u32) -> Self {
+        let [slot, generation, shares, flags] = bits.to_le_bytes();
+        Self { slot, generation, shares, is_told: flags & 1 != 0 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn lines() -> impl Strategy<Value = Line> {
+        (any::<(u64, u64, i32, u8, u8)>(), any::<[u32; 8]>()).prop_map(
+            |((address, size, tag, slot, generation), keys)| Line { address, size, keys, tag, slot, generation },
+        )
+    }
+
+    proptest! {
+        #[test]
+        fn a_line_survives_and_only_whole_and_as_itself(old in lines(), new in lines(), number in 1_u32.., cut in 1..64_usize) {
+            let bytes = new.encode(number);
+            prop_assert_eq!(Line::decode(&bytes, number), Some(new));
+            prop_assert_eq!(Line::decode(&bytes, number.wrapping_add(LINES as u32)), None);
+            // Half of it over the line that stood there before, from either end.
+            let before = old.encode(number.wrapping_sub(LINES as u32));
+            for (head, tail) in [(&bytes, &before), (&before, &bytes)] {
+                let mut torn = [0; LINE];
+                torn[..cut].copy_from_slice(&head[..cut]);
+                torn[cut..].copy_from_slice(&tail[cut..]);
+                if torn != bytes {
+                    prop_assert_eq!(Line::decode(&torn, number), None);
+                }
+            }
+        }
+
+        #[test]
+        fn an_immediate_survives(slot: u8, generation: u8, shares in 1..=128_u8, is_told: bool) {
+            let immediate = Immediate { slot, generation, shares, is_told };
+            prop_assert_eq!(Immediate::decode(immediate.encode()), immediate);
+        }
+    }
+
+    #[test]
+    fn every_bit_of_a_line_is_checked() {
+        let line = Line { address: 1 << 40, size: 77, keys: [5; 8], tag: -1, slot: 3, generation: 9 };
+        let bytes = line.encode(4711);
+        for bit in 0..LINE * 8 {
+            let mut changed = bytes;
+            changed[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(Line::decode(&changed, 4711), None, "bit {bit}");
+        }
+    }
+
+    #[test]
+    fn a_ring_gives_a_line_when_it_has_come() {
+        let ring = Ring::new();
+        let line = Line { address: 8, size: 9, keys: [0; 8], tag: 2, slot: 0, generation: 0 };
+        assert_eq!(ring.read(1), None);
+        for number in [1, 1 + LINES as u32] {
+            // SAFETY: the place of both numbers, and nobody else uses the ring.
+            unsafe { *ring.0[1].0.get() = line.encode(number) };
+            assert_eq!(ring.read(number), Some(line));
+            assert_eq!(ring.read(number + LINES as u32), None);
+        }
+    }
+}

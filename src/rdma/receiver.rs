@@ -1,0 +1,506 @@
+//! The receiving side of a connection.
+//!
+//! `irecv` writes a line for each part into the sender's ring, so that the sender writes straight into NCCL's buffers.
+//! The last write of each lane comes with an immediate, which takes up one of the receives that wait on that lane; a
+//! part is done when all its immediates have come. Its size is the sum of what came with them.
+//!
+//! NCCL's thread does all of that, in `irecv` and `test`; the keeper looks too, as on the sending side.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+
+use super::adapter::{Adapter, Registration};
+use super::base::{Base, Parts};
+use super::fabric::{Depth, Fabric};
+use super::flush::{self, Flush};
+use super::line::{Immediate, LINE, LINES, Line, Ring};
+use super::trouble::Doing;
+use super::verbs::{Local, MemoryRegion, Opcode, Remote, Work};
+use crate::engine::counters::Counters;
+use crate::engine::poller::{Progress, Source};
+use crate::engine::request::{MAX_PARTS, Outcome, SLOTS, Ticket};
+use crate::os::error::{Error, Result};
+
+/// Receives that were used up on a lane before they are put back: one call for several.
+const PUT_BACK: usize = 16;
+
+/// Queue depth of a receiving lane: a receive for each part that can be outstanding, and those that are not put back
+/// yet. The sending queue holds lines, of which one request carries a whole group.
+pub const DEPTH: Depth =
+    Depth { send: 128, receive: (SLOTS + PUT_BACK) as u32, inline_bytes: (LINE * MAX_PARTS) as u32 };
+
+/// The completion of one line in so many is asked for: often enough that the queue never fills with silent ones.
+const SIGNAL_EVERY: u32 = 16;
+
+/// What marks the completion of a receive; its low bits name the lane.
+const RECEIVE: u64 = 1 << 62;
+
+/// Where lines go.
+pub struct Target {
+    /// The sender's ring.
+    pub ring: u64,
+    /// Its keys, by port of the sender.
+    pub keys: Vec<u32>,
+}
+
+/// Where the sender tells sizes that do not follow from the immediates.
+pub struct SizeTable {
+    /// Goes first: afterwards nobody writes. By adapter.
+    pub regions: Vec<MemoryRegion>,
+    /// By slot.
+    pub sizes: Box<[AtomicU64]>,
+}
+
+impl SizeTable {
+    /// A table for one connection.
+    ///
+    /// # Errors
+    /// When it cannot be pinned.
+    pub fn new(adapters: &[Arc<Adapter>]) -> Result<Self> {
+        let sizes: Box<[AtomicU64]> = (0..SLOTS).map(|_| AtomicU64::new(0)).collect();
+        let region = |adapter: &Arc<Adapter>| adapter.own_region(sizes.as_ptr() as u64, SLOTS * 8);
+        let regions = adapters.iter().map(region).collect::<Result<_>>()?;
+        Ok(Self { regions, sizes })
+    }
+}
+
+/// Lines as they were written, for a device that does not take them inside its requests.
+struct Mirror {
+    region: MemoryRegion,
+    lines: Box<[[u8; LINE]]>,
+}
+
+/// A part of a receive that has not ended.
+struct Slot {
+    is_taken: bool,
+    generation: u8,
+    /// The request, and which of its parts.
+    request: u16,
+    part: u8,
+    /// Immediates still to come; none before the first one has.
+    left: Option<u8>,
+    size: u64,
+    capacity: u64,
+    /// Which line announced it, counted from 1.
+    line: u64,
+    memory: Option<Arc<Registration>>,
+}
+
+struct State {
+    /// None once the connection has failed or is closed: no device touches a buffer then.
+    fabric: Option<Fabric>,
+    table: Option<SizeTable>,
+    mirror: Option<Mirror>,
+    /// Made with the first flush.
+    flush: Option<Flush>,
+    slots: Vec<Slot>,
+    free: Vec<u8>,
+    /// Lines that were written, and the last one that the sender has certainly read.
+    written: u64,
+    read: u64,
+    /// Line writes since the last one whose completion was asked for.
+    silent: u32,
+    /// Receives to put back, by lane.
+    used: Vec<usize>,
+}
+
+/// A connection that receives.
+pub struct RdmaRecv {
+    base: Base,
+    target: Target,
+    state: Mutex<State>,
+}
+
+/// A part of a receive as it is posted.
+pub struct Posted {
+    /// Where the bytes go.
+    pub address: u64,
+    /// How many fit.
+    pub size: u64,
+    /// NCCL's tag.
+    pub tag: i32,
+    /// The registration, if the host gave one.
+    pub memory: Option<Arc<Registration>>,
+}
+
+/// Puts the first receives into every lane. Before the sender knows the lanes, so that it never finds one empty.
+///
+/// # Errors
+/// When a device refuses.
+pub fn post_first_receives(fabric: &Fabric) -> Result<()> {
+    for (index, lane) in fabric.lanes().iter().enumerate() {
+        lane.post_receives(RECEIVE | index as u64, DEPTH.receive as usize)?;
+    }
+    Ok(())
+}
+
+impl RdmaRecv {
+    /// A connection whose lanes are connected.
+    ///
+    /// # Errors
+    /// When memory cannot be pinned, or the keeper cannot watch the socket.
+    pub fn new(parts: Parts, fabric: Fabric, table: SizeTable, target: Target) -> Result<Arc<Self>> {
+        let mut lines: Box<[[u8; LINE]]> = vec![[0; LINE]; LINES].into();
+        let lane = &fabric.lanes()[0];
+        let region = parts.adapters[lane.adapter].own_region(lines.as_mut_ptr() as u64, Ring::BYTES)?;
+        let slot = || Slot {
+            is_taken: false,
+            generation: 0,
+            request: 0,
+            part: 0,
+            left: None,
+            size: 0,
+            capacity: 0,
+            line: 0,
+            memory: None,
+        };
+        let state = State {
+            used: vec![0; fabric.lanes().len()],
+            fabric: Some(fabric),
+            table: Some(table),
+            mirror: Some(Mirror { region, lines }),
+            flush: None,
+            slots: (0..LINES).map(|_| slot()).collect(),
+            free: (0..=u8::MAX).rev().collect(),
+            written: 0,
+            read: 0,
+            silent: 0,
+        };
+        let conn = Arc::new(Self { base: Base::new(parts, "receiving from"), target, state: Mutex::new(state) });
+        conn.base.watch(Arc::new(Watch(Arc::downgrade(&conn))))?;
+        Ok(conn)
+    }
+
+    /// Starts a group of receives, at most [`MAX_PARTS`]. `None`: not now.
+    ///
+    /// # Errors
+    /// When the connection has failed, or memory is not registered for it.
+    ///
+    /// # Safety
+    /// The memory of every part must be writable, and used by nobody else until the request ends or the connection is
+    /// closed.
+    pub unsafe fn irecv(&self, parts: &mut [Option<Posted>]) -> Result<Option<Ticket>> {
+        self.base.health.check()?;
+        if self.base.health.is_peer_done() {
+            self.base.health.fail(crate::tcp::peer::left_early(&self.base.peer));
+            self.base.health.check()?;
+        }
+        let count = parts.len();
+        let mut state = self.state();
+        if !state.has_room(count) {
+            let pumped = self.pump(&mut state);
+            if let Err(error) = pumped {
+                self.end(state, error);
+                return self.base.health.check().map(|()| None);
+            }
+            if !state.has_room(count) {
+                return Ok(None);
+            }
+        }
+        let mut held: [Option<Arc<Registration>>; MAX_PARTS] = [const { None }; MAX_PARTS];
+        let mut posted: [(u64, u64, i32); MAX_PARTS] = [(0, 0, 0); MAX_PARTS];
+        for (index, part) in parts.iter_mut().filter_map(Option::take).enumerate() {
+            held[index] = self.base.memory(part.memory, part.address, part.size)?;
+            posted[index] = (part.address, part.size, part.tag);
+        }
+        let Some(ticket) = self.base.requests.take(count) else { return Ok(None) };
+        let first = state.written;
+        for (index, (&(address, size, tag), memory)) in posted[..count].iter().zip(held).enumerate() {
+            state.announce(ticket, index, address, size, tag, memory);
+        }
+        if let Err(error) = self.write_lines(&mut state, first, count) {
+            self.end(state, error);
+            self.base.requests.cancel(ticket);
+            return self.base.health.check().map(|()| None);
+        }
+        drop(state);
+        self.base.attend();
+        Ok(Some(ticket))
+    }
+
+    /// Makes what was received into a part's memory visible to the GPU. `None`: there is nothing to wait for.
+    ///
+    /// # Errors
+    /// When the connection has failed, or a device refuses.
+    pub fn iflush(&self, address: u64, memory: Option<Arc<Registration>>) -> Result<Option<Ticket>> {
+        self.base.health.check()?;
+        let Some(memory) = memory.filter(|memory| flush::is_needed(memory.kind)) else { return Ok(None) };
+        memory.check(&self.base.adapters, address, 1)?;
+        let ticket = self.base.requests.take(1).ok_or_else(|| Error::internal("a flush found no request slot"))?;
+        let mut state = self.state();
+        let begin = || {
+            let flush = match &mut state.flush {
+                Some(flush) => flush,
+                place => place.insert(Flush::new(&self.base.adapters, self.base.config())?),
+            };
+            flush.start(ticket.slot, address, memory)
+        };
+        if let Err(error) = begin() {
+            self.end(state, error);
+            self.base.requests.cancel(ticket);
+            return self.base.health.check().map(|()| None);
+        }
+        drop(state);
+        self.base.attend();
+        Ok(Some(ticket))
+    }
+
+    /// Asks after a receive: the sizes of its parts when it is done.
+    ///
+    /// # Errors
+    /// When the connection has failed; no device touches the buffers any more then.
+    pub fn test(&self, ticket: Ticket) -> Result<Option<Outcome>> {
+        self.base.requests.check(ticket)?;
+        if let Some(outcome) = self.base.requests.finish(ticket) {
+            return Ok(Some(outcome));
+        }
+        self.glance();
+        if let Some(outcome) = self.base.requests.finish(ticket) {
+            return Ok(Some(outcome));
+        }
+        self.base.verdict().inspect_err(|_| {
+            self.quiesce();
+            self.base.requests.abandon(ticket);
+        })?;
+        Ok(None)
+    }
+
+    /// Ends the connection; with requests in flight it is an abort. No device and no thread touches NCCL's buffers after
+    /// it returns.
+    pub fn close(&self) {
+        self.base.set_closing();
+        let orderly = self.base.requests.outstanding() == 0 && !self.base.health.is_failed();
+        let mut state = self.state();
+        drop(state.flush.take());
+        let things = (state.fabric.take(), state.table.take(), state.mirror.take());
+        drop(state);
+        if orderly {
+            // The lanes live on until the sender has closed too: the acknowledgement of its last write may be lost, and
+            // then only a living queue pair repeats it. Nothing was asked of it any more, so it writes nothing.
+            self.base.leave(Some(Box::new(things)));
+        } else {
+            drop(things);
+            self.base.fail(Error::remote("the receiving side closed the connection with transfers in flight"));
+            self.base.leave(None);
+        }
+    }
+
+    /// What is common to both directions.
+    pub fn base(&self) -> &Base {
+        &self.base
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Looks whether anything has come, unless another thread is looking.
+    fn glance(&self) -> bool {
+        let mut state = match self.state.try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return false,
+        };
+        match self.pump(&mut state) {
+            Ok(moved) => moved,
+            Err(error) => {
+                self.end(state, error);
+                true
+            }
+        }
+    }
+
+    /// Takes completions.
+    fn pump(&self, state: &mut State) -> Result<bool> {
+        if let Some(flush) = &mut state.flush {
+            let requests = &self.base.requests;
+            let broken = |lane: &_, completion: &_, doing| self.base.broken(lane, completion, doing);
+            flush.poll(|slot| requests.complete_part(slot, 0, 0), broken)?;
+        }
+        let State { fabric: Some(fabric), table: Some(table), slots, free, read, used, .. } = state else {
+            return Ok(false);
+        };
+        fabric.poll(|lanes, completion| {
+            if !completion.is_ok() {
+                let lane = &lanes[completion.id() as u16 as usize];
+                return self.base.broken(lane, completion, Doing::Receiving);
+            }
+            let id = completion.id();
+            let index = id as u16 as usize;
+            if id & RECEIVE == 0 {
+                lanes[index].finished((id >> 32) as u32 & 0xff);
+                return Ok(());
+            }
+            used[index] += 1;
+            if used[index] == PUT_BACK {
+                lanes[index].post_receives(RECEIVE | index as u64, PUT_BACK)?;
+                used[index] = 0;
+            }
+            if completion.opcode() != Opcode::ReceiveImmediate {
+                return Err(Error::remote("the sending side sent what no sender of Towline sends"));
+            }
+            let immediate = Immediate::decode(completion.immediate());
+            self.arrived(slots, free, read, table, immediate, u64::from(completion.length()))
+        })
+    }
+
+    /// An immediate has come, with everything that its lane wrote before.
+    #[inline]
+    fn arrived(
+        &self,
+        slots: &mut [Slot],
+        free: &mut Vec<u8>,
+        read: &mut u64,
+        table: &SizeTable,
+        immediate: Immediate,
+        bytes: u64,
+    ) -> Result<()> {
+        let slot = &mut slots[usize::from(immediate.slot)];
+        if !slot.is_taken || slot.generation != immediate.generation || immediate.shares == 0 {
+            return Err(Error::remote("the sending side filled a receive that was not posted"));
+        }
+        let left = slot.left.unwrap_or(immediate.shares) - 1;
+        slot.left = Some(left);
+        slot.size += bytes;
+        *read = (*read).max(slot.line);
+        if left > 0 {
+            return Ok(());
+        }
+        let size = if immediate.is_told {
+            u64::from_le(table.sizes[usize::from(immediate.slot)].load(Ordering::Acquire))
+        } else {
+            slot.size
+        };
+        if size > slot.capacity {
+            return Err(Error::remote(format!(
+                "the sending side says that it wrote {size} bytes into a receive of {}",
+                slot.capacity
+            )));
+        }
+        slot.is_taken = false;
+        slot.memory = None;
+        free.push(immediate.slot);
+        Counters::count(&self.base.counters.messages, 1);
+        Counters::count(&self.base.counters.bytes, size);
+        self.base.requests.complete_part(slot.request, usize::from(slot.part), size);
+        Ok(())
+    }
+
+    /// Writes the lines after line `first` to the sender.
+    #[inline]
+    fn write_lines(&self, state: &mut State, first: u64, count: usize) -> Result<()> {
+        let State { fabric: Some(fabric), mirror: Some(mirror), silent, .. } = state else { return Ok(()) };
+        let lane = fabric.lane(0);
+        let key = self.target.keys.get(lane.peer_port).copied().unwrap_or(0);
+        let mut left = count;
+        let mut at = (first + 1) as usize % LINES;
+        while left > 0 {
+            // A group that reaches the ring's end goes on at its beginning.
+            let now = left.min(LINES - at);
+            let bytes = (now * LINE) as u32;
+            *silent += 1;
+            let is_signaled = *silent == SIGNAL_EVERY;
+            let work = Work {
+                id: u64::from(*silent) << 32,
+                local: Local {
+                    address: mirror.lines[at].as_ptr() as u64,
+                    length: bytes,
+                    key: mirror.region.local_key(),
+                },
+                remote: Remote { address: self.target.ring + (at * LINE) as u64, key },
+                immediate: None,
+                is_read: false,
+                is_inline: bytes <= lane.inline_bytes(),
+                is_signaled,
+            };
+            if is_signaled {
+                *silent = 0;
+            }
+            // SAFETY: the mirror lives as long as the lanes, and a line in it changes only when the sender has answered
+            // it, that is when the write of it has long been done.
+            unsafe { lane.post(&[work]) }?;
+            at = (at + now) % LINES;
+            left -= now;
+        }
+        Ok(())
+    }
+
+    /// The connection ends with a failure. First the lanes go, so that no device touches a buffer when it is told.
+    #[cold]
+    fn end(&self, state: MutexGuard<'_, State>, error: Error) {
+        Self::drop_lanes(state);
+        self.base.fail(error);
+    }
+
+    fn quiesce(&self) {
+        Self::drop_lanes(self.state());
+    }
+
+    fn drop_lanes(mut state: MutexGuard<'_, State>) {
+        drop(state.flush.take());
+        // In this order: queue pairs before the memory that is written through them.
+        drop(state.fabric.take());
+        drop((state.table.take(), state.mirror.take()));
+    }
+}
+
+impl State {
+    /// Whether `count` more parts can be announced: slots, places in the ring that the sender has read, and room for
+    /// the writes, of which a group at the ring's end takes two.
+    #[inline]
+    fn has_room(&mut self, count: usize) -> bool {
+        let Some(fabric) = &mut self.fabric else { return true };
+        let ahead = (self.written - self.read) as usize;
+        self.free.len() >= count && ahead + count <= LINES && fabric.lane(0).room() >= 2
+    }
+
+    #[inline]
+    fn announce(
+        &mut self,
+        ticket: Ticket,
+        part: usize,
+        address: u64,
+        size: u64,
+        tag: i32,
+        memory: Option<Arc<Registration>>,
+    ) {
+        let Some(mirror) = &mut self.mirror else { return };
+        let number = self.free.pop().expect("the room was checked");
+        self.written += 1;
+        let slot = &mut self.slots[usize::from(number)];
+        let keys = memory.as_ref().map_or([0; 8], |memory| memory.remote_keys());
+        let generation = slot.generation.wrapping_add(1);
+        *slot = Slot {
+            is_taken: true,
+            generation,
+            request: ticket.slot,
+            part: part as u8,
+            left: None,
+            size: 0,
+            capacity: size,
+            line: self.written,
+            memory,
+        };
+        let line = Line { address, size, keys, tag, slot: number, generation };
+        mirror.lines[self.written as usize % LINES] = line.encode(self.written as u32);
+    }
+}
+
+struct Watch(Weak<RdmaRecv>);
+
+impl Source for Watch {
+    fn poll(&self) -> Progress {
+        let Some(conn) = self.0.upgrade() else { return Progress::default() };
+        if let Err(error) = conn.base.hear() {
+            conn.end(conn.state(), error);
+        }
+        let moved = conn.glance();
+        conn.base.attention.looked(moved, || !conn.base.health.is_failed() && conn.base.requests.outstanding() > 0)
+    }
+
+    fn fail(&self, error: Error) {
+        if let Some(conn) = self.0.upgrade() {
+            conn.end(conn.state(), error);
+        }
+    }
+}

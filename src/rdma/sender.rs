@@ -1,0 +1,451 @@
+//! The sending side of a connection.
+//!
+//! The receiver writes a line for each part of a posted receive into the [`Ring`] of this side. A send that finds its
+//! line is answered in the same call: RDMA writes straight from NCCL's buffer into the receiver's, shared out over the
+//! lanes, the last one of each lane with an immediate. A send without a line waits in [`Matching`]. It is done when
+//! every write of it has completed, that is when the receiver's device has acknowledged all its bytes.
+//!
+//! NCCL's thread does all of that, in `isend` and `test`. The keeper looks too while something is outstanding, ever more
+//! rarely while nothing moves, since NCCL's thread may be waiting for something else.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+
+use super::adapter::{Adapter, Registration};
+use super::base::{Base, Parts};
+use super::fabric::{Depth, Fabric, Lane};
+use super::line::{Immediate, Line, Ring};
+use super::matching::Matching;
+use super::stripe::{Share, Stripes};
+use super::trouble::Doing;
+use super::verbs::{Completion, Local, MemoryRegion, Remote, Work};
+use crate::engine::counters::Counters;
+use crate::engine::poller::{Progress, Source};
+use crate::engine::request::{Outcome, SLOTS, Ticket};
+use crate::os::error::{Error, Result};
+use crate::tcp::send_core::too_long;
+
+/// Queue depth of a sending lane: a message takes one request on each of its lanes, two when its size must be told, and
+/// as many messages as there are request slots may be outstanding. When there is less room the rest waits.
+pub const DEPTH: Depth = Depth { send: 256, receive: 0, inline_bytes: 0 };
+
+/// What the peer's answer said that sending needs.
+pub struct Target {
+    /// Whether every message is split over all lanes.
+    pub split: bool,
+    /// Lanes that one message uses at least, if it is long: the larger number of ports of the two sides.
+    pub ports: usize,
+    /// The receiver's table of sizes.
+    pub sizes: u64,
+    /// Its keys, by port of the receiver.
+    pub size_keys: Vec<u32>,
+}
+
+/// The memory of this side that the peer writes lines into, registered.
+pub struct RingMemory {
+    /// Goes first: afterwards nobody writes.
+    pub region: MemoryRegion,
+    /// The lines.
+    pub ring: Box<Ring>,
+}
+
+/// Sizes on their way to the receiver's table, one place for each message that can be outstanding.
+struct Scratch {
+    regions: Vec<MemoryRegion>,
+    sizes: Box<[u64]>,
+}
+
+/// A send that has not ended.
+struct Message {
+    address: u64,
+    length: u64,
+    /// The request.
+    slot: u16,
+    /// Shares that have not completed.
+    left: usize,
+    /// Keeps the pages pinned; none for an empty message.
+    memory: Option<Arc<Registration>>,
+}
+
+/// A share that waits for room in its lane.
+struct Job {
+    key: usize,
+    share: Share,
+    /// Bytes of the share that were posted.
+    posted: u64,
+    line: Line,
+    immediate: u32,
+    /// Whether this share's lane tells the size.
+    tells: bool,
+}
+
+struct State {
+    /// None once the connection has failed or is closed: no device touches a buffer then.
+    fabric: Option<Fabric>,
+    ring: Option<RingMemory>,
+    scratch: Scratch,
+    next_line: u32,
+    matching: Matching<usize, Line>,
+    stripes: Stripes,
+    messages: slab::Slab<Message>,
+    /// By lane.
+    jobs: Vec<VecDeque<Job>>,
+    waiting_jobs: usize,
+}
+
+/// A connection that sends.
+pub struct RdmaSend {
+    base: Base,
+    target: Target,
+    state: Mutex<State>,
+}
+
+/// The share is the last of its message on this lane.
+const LAST: u64 = 1 << 63;
+
+/// What a work request carries with it: which message, on which lane, how many places of the queue its completion frees,
+/// and whether it is the last one of a share.
+#[inline]
+fn work_id(key: usize, lane: usize, places: u32, is_last: bool) -> u64 {
+    key as u64 | (lane as u64) << 16 | u64::from(places) << 32 | if is_last { LAST } else { 0 }
+}
+
+impl RdmaSend {
+    /// A connection whose lanes are connected.
+    ///
+    /// # Errors
+    /// When memory cannot be pinned, or the keeper cannot watch the socket.
+    pub fn new(parts: Parts, fabric: Fabric, ring: RingMemory, target: Target) -> Result<Arc<Self>> {
+        let sizes: Box<[u64]> = vec![0; SLOTS].into();
+        let region = |adapter: &Arc<Adapter>| adapter.own_region(sizes.as_ptr() as u64, SLOTS * 8);
+        let regions = parts.adapters.iter().map(region).collect::<Result<_>>()?;
+        let lanes = fabric.lanes().len();
+        let state = State {
+            fabric: Some(fabric),
+            ring: Some(ring),
+            scratch: Scratch { regions, sizes },
+            next_line: 1,
+            matching: Matching::new(),
+            stripes: Stripes::new(lanes, target.ports, target.split),
+            messages: slab::Slab::with_capacity(SLOTS),
+            jobs: (0..lanes).map(|_| VecDeque::new()).collect(),
+            waiting_jobs: 0,
+        };
+        let conn = Arc::new(Self { base: Base::new(parts, "sending to"), target, state: Mutex::new(state) });
+        conn.base.watch(Arc::new(Watch(Arc::downgrade(&conn))))?;
+        Ok(conn)
+    }
+
+    /// Starts a send. `None`: not now, all request slots are taken.
+    ///
+    /// # Errors
+    /// When the connection has failed, the memory is not registered for it, or the message is longer than its receive.
+    ///
+    /// # Safety
+    /// `address` must be readable for `length` bytes, and stay so until the request ends or the connection is closed.
+    pub unsafe fn isend(
+        &self,
+        address: u64,
+        length: u64,
+        tag: i32,
+        memory: Option<Arc<Registration>>,
+    ) -> Result<Option<Ticket>> {
+        self.base.health.check()?;
+        if self.base.health.is_peer_done() {
+            self.base.health.fail(crate::tcp::peer::left_early(&self.base.peer));
+            self.base.health.check()?;
+        }
+        let memory = self.base.memory(memory, address, length)?;
+        let Some(ticket) = self.base.requests.take(1) else { return Ok(None) };
+        let mut state = self.state();
+        let message = Message { address, length, slot: ticket.slot, left: 0, memory };
+        let key = state.messages.insert(message);
+        let outcome = self.take_lines(&mut state).and_then(|()| match state.matching.send(tag, key) {
+            Some((key, line)) => self.launch(&mut state, key, &line),
+            None => {
+                Counters::count(&self.base.counters.stalls_receiver, 1);
+                Ok(())
+            }
+        });
+        if let Err(error) = outcome {
+            self.end(state, error);
+            self.base.requests.cancel(ticket);
+            return self.base.health.check().map(|()| None);
+        }
+        drop(state);
+        self.base.attend();
+        Ok(Some(ticket))
+    }
+
+    /// Asks after a send: its size when it is done.
+    ///
+    /// # Errors
+    /// When the connection has failed; no device touches the buffer any more then.
+    pub fn test(&self, ticket: Ticket) -> Result<Option<Outcome>> {
+        self.base.requests.check(ticket)?;
+        if let Some(outcome) = self.base.requests.finish(ticket) {
+            return Ok(Some(outcome));
+        }
+        self.glance();
+        if let Some(outcome) = self.base.requests.finish(ticket) {
+            return Ok(Some(outcome));
+        }
+        self.base.verdict().inspect_err(|_| {
+            self.quiesce();
+            self.base.requests.abandon(ticket);
+        })?;
+        Ok(None)
+    }
+
+    /// Ends the connection. With nothing outstanding all that was sent has been acknowledged by the receiver's device;
+    /// with requests in flight it is an abort. No device and no thread touches NCCL's buffers after it returns.
+    pub fn close(&self) {
+        self.base.set_closing();
+        let orderly = self.base.requests.outstanding() == 0 && !self.base.health.is_failed();
+        let mut state = self.state();
+        let (fabric, ring) = (state.fabric.take(), state.ring.take());
+        drop(state);
+        if orderly {
+            // The lanes live on until the receiver has closed too: it may still be writing lines.
+            self.base.leave(Some(Box::new((fabric, ring))));
+        } else {
+            drop((fabric, ring));
+            self.base.fail(Error::remote("the sending side closed the connection with transfers in flight"));
+            self.base.leave(None);
+        }
+    }
+
+    /// What is common to both directions.
+    pub fn base(&self) -> &Base {
+        &self.base
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Looks whether anything can move, unless another thread is looking.
+    fn glance(&self) -> bool {
+        let mut state = match self.state.try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return false,
+        };
+        match self.pump(&mut state) {
+            Ok(moved) => moved,
+            Err(error) => {
+                self.end(state, error);
+                true
+            }
+        }
+    }
+
+    /// Takes lines and completions, and posts what waited for them.
+    fn pump(&self, state: &mut State) -> Result<bool> {
+        let mut moved = false;
+        if state.matching.waiting_sends() > 0 {
+            let before = state.next_line;
+            self.take_lines(state)?;
+            moved = state.next_line != before;
+        }
+        let State { fabric: Some(fabric), messages, .. } = state else { return Ok(false) };
+        moved |= fabric.poll(|lanes, completion| self.completed(lanes, messages, completion))?;
+        if state.waiting_jobs > 0 {
+            self.post_waiting(state)?;
+        }
+        Ok(moved)
+    }
+
+    /// Takes the lines that have come, and launches the sends that waited for them.
+    #[inline]
+    fn take_lines(&self, state: &mut State) -> Result<()> {
+        loop {
+            let Some(ring) = &state.ring else { return Ok(()) };
+            let Some(line) = ring.ring.read(state.next_line) else { return Ok(()) };
+            state.next_line = state.next_line.wrapping_add(1);
+            if let Some((key, line)) = state.matching.line(line.tag, line) {
+                self.launch(state, key, &line)?;
+            }
+        }
+    }
+
+    /// A send has met its line.
+    #[inline]
+    fn launch(&self, state: &mut State, key: usize, line: &Line) -> Result<()> {
+        let State { fabric: Some(fabric), messages, stripes, jobs, waiting_jobs, scratch, .. } = state else {
+            return Ok(());
+        };
+        let message = &mut messages[key];
+        if message.length > line.size {
+            return Err(too_long(message.length, line.size, line.tag));
+        }
+        let shares = stripes.share(message.length);
+        let count = shares.pieces();
+        message.left = count;
+        // The receiver adds up the lengths of the writes with immediates; where there are others, it must be told.
+        let longest = shares.clone().map(|share| share.length).max().unwrap_or(0);
+        let is_told = longest > fabric.longest_write || fabric.apart_above.is_some_and(|above| message.length > above);
+        let immediate =
+            Immediate { slot: line.slot, generation: line.generation, shares: count as u8, is_told }.encode();
+        if is_told {
+            scratch.sizes[key] = message.length;
+        }
+        for (index, share) in shares.enumerate() {
+            let mut job = Job { key, share, posted: 0, line: *line, immediate, tells: is_told && index == 0 };
+            let waiting = &mut jobs[share.lane];
+            if !waiting.is_empty() || !self.post(fabric, messages, scratch, &mut job)? {
+                waiting.push_back(job);
+                *waiting_jobs += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Posts as much of a share as its lane has room for; says whether that was all.
+    #[inline]
+    fn post(
+        &self,
+        fabric: &mut Fabric,
+        messages: &slab::Slab<Message>,
+        scratch: &Scratch,
+        job: &mut Job,
+    ) -> Result<bool> {
+        let longest = fabric.longest_write;
+        let apart = fabric.apart_above;
+        let message = &messages[job.key];
+        let lane = fabric.lane(job.share.lane);
+        let local_key = message.memory.as_ref().map_or(0, |memory| memory.local_key(lane.adapter));
+        let key = job.line.keys[lane.peer_port];
+        let is_apart = apart.is_some_and(|above| message.length > above);
+        loop {
+            let rest = job.share.length - job.posted;
+            let bytes = rest.min(longest);
+            let at = job.share.offset + job.posted;
+            let is_end = bytes == rest;
+            // The end of a share whose immediate is apart, or that tells the size, takes further places.
+            let places = 1 + if is_end { u32::from(job.tells) + u32::from(is_apart) } else { 0 };
+            if lane.room() < places {
+                return Ok(false);
+            }
+            let local = Local { address: message.address + at, length: bytes as u32, key: local_key };
+            let write = Work {
+                id: work_id(job.key, job.share.lane, places, is_end),
+                local,
+                remote: Remote { address: job.line.address + at, key },
+                immediate: is_end.then_some(job.immediate),
+                is_read: false,
+                is_inline: false,
+                is_signaled: true,
+            };
+            if places == 1 {
+                // SAFETY: the message's memory is the transport's until its request ends, which needs this write's
+                // completion, and `Registration` keeps it pinned until then.
+                unsafe { lane.post(&[write]) }?;
+            } else {
+                self.post_end(lane, scratch, job, write, is_apart)?;
+            }
+            Counters::count(&self.base.counters.chunks, 1);
+            if is_end {
+                return Ok(true);
+            }
+            job.posted += bytes;
+        }
+    }
+
+    /// The end of a share that is more than one write: the size, the bytes, the immediate.
+    #[cold]
+    fn post_end(&self, lane: &mut Lane, scratch: &Scratch, job: &Job, write: Work, is_apart: bool) -> Result<()> {
+        let silent = Work { is_signaled: false, immediate: None, ..write };
+        let mut list = Vec::with_capacity(3);
+        if job.tells {
+            let address = &raw const scratch.sizes[job.key] as u64;
+            let local = Local { address, length: 8, key: scratch.regions[lane.adapter].local_key() };
+            let place = self.target.sizes + 8 * u64::from(job.line.slot);
+            let key = self.target.size_keys.get(lane.peer_port).copied().unwrap_or(0);
+            list.push(Work { local, remote: Remote { address: place, key }, ..silent });
+        }
+        if is_apart {
+            list.push(silent);
+            list.push(Work { local: Local { length: 0, ..write.local }, ..write });
+        } else {
+            list.push(write);
+        }
+        // SAFETY: as in `post`; the place in `scratch` is this message's until its last completion.
+        unsafe { lane.post(&list) }
+    }
+
+    fn post_waiting(&self, state: &mut State) -> Result<()> {
+        let State { fabric: Some(fabric), messages, jobs, waiting_jobs, scratch, .. } = state else { return Ok(()) };
+        for waiting in jobs {
+            while let Some(job) = waiting.front_mut() {
+                if !self.post(fabric, messages, scratch, job)? {
+                    break;
+                }
+                waiting.pop_front();
+                *waiting_jobs -= 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// A write has completed, or failed.
+    #[inline]
+    fn completed(&self, lanes: &mut [Lane], messages: &mut slab::Slab<Message>, completion: &Completion) -> Result<()> {
+        if !completion.is_ok() {
+            let lane = &lanes[(completion.id() >> 16) as u16 as usize];
+            return self.base.broken(lane, completion, Doing::Sending);
+        }
+        let id = completion.id();
+        lanes[(id >> 16) as u16 as usize].finished((id >> 32) as u32 & 0xff);
+        if id & LAST == 0 {
+            return Ok(());
+        }
+        let key = id as u16 as usize;
+        let message = &mut messages[key];
+        message.left -= 1;
+        if message.left == 0 {
+            let (slot, length) = (message.slot, message.length);
+            messages.remove(key);
+            Counters::count(&self.base.counters.messages, 1);
+            Counters::count(&self.base.counters.bytes, length);
+            self.base.requests.complete_part(slot, 0, length);
+        }
+        Ok(())
+    }
+
+    /// The connection ends with a failure. First the lanes go, so that no device touches a buffer when it is told.
+    #[cold]
+    fn end(&self, mut state: MutexGuard<'_, State>, error: Error) {
+        let fabric = state.fabric.take();
+        drop(fabric);
+        drop(state.ring.take());
+        drop(state);
+        self.base.fail(error);
+    }
+
+    fn quiesce(&self) {
+        let mut state = self.state();
+        let (fabric, ring) = (state.fabric.take(), state.ring.take());
+        drop(fabric);
+        drop(ring);
+    }
+}
+
+struct Watch(Weak<RdmaSend>);
+
+impl Source for Watch {
+    fn poll(&self) -> Progress {
+        let Some(conn) = self.0.upgrade() else { return Progress::default() };
+        if let Err(error) = conn.base.hear() {
+            conn.end(conn.state(), error);
+        }
+        let moved = conn.glance();
+        conn.base.attention.looked(moved, || !conn.base.health.is_failed() && conn.base.requests.outstanding() > 0)
+    }
+
+    fn fail(&self, error: Error) {
+        if let Some(conn) = self.0.upgrade() {
+            conn.end(conn.state(), error);
+        }
+    }
+}

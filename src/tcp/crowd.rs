@@ -1,0 +1,97 @@
+//! Connections that have not proved themselves: how many there may be, and who must go for a newcomer.
+//!
+//! Those that have said nothing sensible yet and those that have been greeted are counted apart, [`EACH`] of either, and
+//! the oldest makes room for the newest of its kind. So a flood of scanners, which say nothing, never pushes out a
+//! rightful peer in the middle of its handshake: that is silent for no longer than its first word takes. Who wants to
+//! push it out must greet as fast as it answers.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// Silent connections at one time, and greeted ones.
+pub const EACH: usize = 256;
+
+/// The half-open connections of the process, oldest first.
+pub struct Crowd<T> {
+    silent: VecDeque<Arc<T>>,
+    greeted: VecDeque<Arc<T>>,
+}
+
+impl<T> Default for Crowd<T> {
+    fn default() -> Self {
+        Self { silent: VecDeque::new(), greeted: VecDeque::new() }
+    }
+}
+
+/// Adds one, and says who must go for it.
+fn push<T>(queue: &mut VecDeque<Arc<T>>, one: Arc<T>) -> Option<Arc<T>> {
+    queue.push_back(one);
+    if queue.len() > EACH { queue.pop_front() } else { None }
+}
+
+fn take<T>(queue: &mut VecDeque<Arc<T>>, one: &T) -> Option<Arc<T>> {
+    let at = queue.iter().position(|other| std::ptr::eq(&raw const **other, one))?;
+    queue.remove(at)
+}
+
+impl<T> Crowd<T> {
+    /// One has come. Returns who must go for it.
+    #[must_use = "who must go is still connected"]
+    pub fn come(&mut self, one: Arc<T>) -> Option<Arc<T>> {
+        push(&mut self.silent, one)
+    }
+
+    /// One that had come was greeted. Returns who must go for it.
+    #[must_use = "who must go is still connected"]
+    pub fn greet(&mut self, one: &T) -> Option<Arc<T>> {
+        let one = take(&mut self.silent, one)?;
+        push(&mut self.greeted, one)
+    }
+
+    /// One has gone, or has proved itself.
+    pub fn leave(&mut self, one: &T) {
+        let _ = take(&mut self.greeted, one).or_else(|| take(&mut self.silent, one));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flood_of_silent_ones_pushes_out_silent_ones_only() {
+        let mut crowd = Crowd::default();
+        let rightful = Arc::new(0);
+        assert!(crowd.come(Arc::clone(&rightful)).is_none());
+        assert!(crowd.greet(&rightful).is_none());
+        let gone: Vec<usize> = (1..=10_000).filter_map(|name| crowd.come(Arc::new(name)).map(|gone| *gone)).collect();
+        assert!(gone.iter().copied().eq(1..=10_000 - EACH), "the oldest first, never the rightful peer");
+        crowd.leave(&rightful);
+        assert_eq!((crowd.silent.len(), crowd.greeted.len()), (EACH, 0));
+    }
+
+    #[test]
+    fn the_greeted_are_bounded_too() {
+        let mut crowd = Crowd::default();
+        let mut gone = 0;
+        for name in 0..1000 {
+            let one = Arc::new(name);
+            assert!(crowd.come(Arc::clone(&one)).is_none());
+            gone += usize::from(crowd.greet(&one).is_some());
+        }
+        assert_eq!((crowd.silent.len(), crowd.greeted.len(), gone), (0, EACH, 1000 - EACH));
+    }
+
+    #[test]
+    fn one_that_was_pushed_out_is_not_greeted_any_more() {
+        let mut crowd = Crowd::default();
+        let slow = Arc::new(0);
+        let _ = crowd.come(Arc::clone(&slow));
+        for name in 1..=EACH {
+            let _ = crowd.come(Arc::new(name));
+        }
+        assert!(crowd.greet(&slow).is_none() && crowd.greeted.is_empty());
+        crowd.leave(&slow);
+        assert_eq!(crowd.silent.len(), EACH);
+    }
+}

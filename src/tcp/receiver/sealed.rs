@@ -1,0 +1,80 @@
+//! Reading a stream with checksums or encryption ([`crate::tcp::seal`]): no byte goes to its place before its whole
+//! chunk was checked.
+
+use std::io;
+use std::os::fd::AsRawFd;
+
+use super::{Body, Io, RecvConn, SHARE};
+use crate::tcp::frame::Type;
+use crate::tcp::peer::{Broken, told_by_peer};
+use crate::tcp::seal::codec::Refused;
+use crate::tcp::seal::intake::Item;
+use crate::tcp::wire::{self, Piece};
+
+impl RecvConn {
+    /// As [`RecvConn::read`], on a protected stream.
+    pub(super) fn read_sealed(&self, index: usize, io: &mut Io) -> Result<(bool, bool), Broken> {
+        let mut share = SHARE;
+        let mut moved = false;
+        loop {
+            if share == 0 {
+                return Ok((true, true));
+            }
+            let Some(sides) = &mut io.seal else { return Ok((moved, false)) };
+            let room = sides.intake.room();
+            let wanted = room.len();
+            // SAFETY: the room is this stream's own.
+            match unsafe { wire::receive(io.sock.as_raw_fd(), [Piece::of_mut(&mut []), Piece::of_mut(room)]) } {
+                Ok(None) => return Ok((moved, false)),
+                Ok(Some(0)) if self.health.is_peer_done() => return Err(Broken::Goodbye),
+                Ok(Some(0)) => return Err(Broken::Lost(io::ErrorKind::UnexpectedEof.into())),
+                Err(_) if self.health.is_peer_done() => return Err(Broken::Goodbye),
+                Err(error) => return Err(Broken::Lost(error)),
+                Ok(Some(bytes)) => {
+                    moved = true;
+                    share = share.saturating_sub(bytes);
+                    sides.intake.filled(bytes);
+                    self.take_sealed(index, io)?;
+                    // As in a plain stream: an empty socket is asked again only while a frame is open.
+                    if bytes < wanted && matches!(io.body, Body::None) {
+                        return Ok((true, false));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Takes what is whole and checked out of the bounce buffer. A chunk's header is checked against what was posted as
+    /// soon as it is there, its bytes are placed when all of them are.
+    fn take_sealed(&self, index: usize, io: &mut Io) -> Result<(), Broken> {
+        while let Some(sides) = &mut io.seal {
+            match sides.intake.take() {
+                Ok(None) => break,
+                Ok(Some(Item::Began(header))) => {
+                    if header.kind == Type::Data {
+                        let to = self.frame_began(&mut self.state(), index, &header, &mut io.followed);
+                        let to = to.map_err(Broken::Fatal)?;
+                        io.body = Body::Data { to, rest: header.length as usize };
+                    }
+                }
+                Ok(Some(Item::Whole(header, bytes))) => match (header.kind, &io.body) {
+                    (Type::Data, Body::Data { to, .. }) => {
+                        // SAFETY: source is the bounce buffer, destination the range that was checked when the frame
+                        // began, in a buffer that is the transport's; they do not overlap.
+                        unsafe { wire::copy_ascending(bytes.as_ptr(), to.data, bytes.len()) };
+                        let length = bytes.len();
+                        self.placed(index, io, length);
+                    }
+                    (Type::Fail, _) => return Err(Broken::Fatal(told_by_peer(header.order, bytes))),
+                    _ => self.heard(io, &header).map_err(Broken::Fatal)?,
+                },
+                Err(Refused::Wrong(error)) => return Err(Broken::Fatal(error)),
+                Err(Refused::Damaged) => {
+                    let place = sides.intake.open().map(|header| (header.tag, header.order, header.offset));
+                    return Err(self.damage.met(place, self.recovery, &self.peer, &self.counters));
+                }
+            }
+        }
+        Ok(())
+    }
+}

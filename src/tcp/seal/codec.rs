@@ -1,0 +1,275 @@
+//! One direction of a protected stream: frames to wire bytes, wire bytes to frames.
+//!
+//! | | control frame | chunk |
+//! |---|---|---|
+//! | checksum | as in a plain stream | header (48) · payload · checksum (4) |
+//! | encrypted | header (48 + 16) · text, if any (n + 16) | header (48 + 16) · payload (n + 16) |
+//!
+//! The checksum is a CRC-32C (RFC 3720, hardware has an instruction for it) over the first 44 bytes of the header and the
+//! payload, so that a payload counts only behind its own header. A chunk without payload has none: its header's own
+//! check says everything.
+//!
+//! Encryption is AES-256-GCM (NIST SP 800-38D). Header and payload are a record each, since the header tells how long
+//! the payload is. Nonces are not sent: records are counted from 0 in each direction of each life of a stream, whose key
+//! is its own. So a record that was changed, repeated, left out or moved is noticed, and no nonce is used twice. After
+//! [`RECORDS_PER_KEY`] records the next key is made from the last one, on both sides alike.
+
+use hmac::{Hmac, KeyInit, Mac};
+use ring::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
+use sha2::Sha256;
+
+use super::agreement::StreamKey;
+use crate::os::error::Error;
+use crate::tcp::frame::{HEADER, Header, Type};
+use crate::tcp::wire::Piece;
+
+/// Bytes of a checksum.
+pub const CHECKSUM: usize = 4;
+/// Bytes that authenticate a record.
+pub const TAG: usize = 16;
+
+/// Records under one key. 2^24 records of at most 512 KiB keep the chance to tell the cipher from a random function
+/// below 2^-50 (SP 800-38D; as RFC 8446, section 5.5, reckons for its records).
+pub const RECORDS_PER_KEY: u64 = 1 << 24;
+
+/// What arrived is not what was sent.
+#[derive(Debug)]
+pub enum Refused {
+    /// Bytes were changed on the way. The stream must end: nothing tells where the next frame would be.
+    Damaged,
+    /// The bytes are as they were sent, but what they say breaks the protocol.
+    Wrong(Error),
+}
+
+/// AES-256-GCM over the records of one direction, in order.
+struct Records {
+    key: LessSafeKey,
+    secret: [u8; 32],
+    next: u64,
+    per_key: u64,
+}
+
+impl Records {
+    fn new(key: &StreamKey) -> Self {
+        let secret = *key.bytes();
+        Self { key: Self::key(&secret), secret, next: 0, per_key: RECORDS_PER_KEY }
+    }
+
+    fn key(secret: &[u8; 32]) -> LessSafeKey {
+        LessSafeKey::new(UnboundKey::new(&AES_256_GCM, secret).expect("the key has the cipher's length"))
+    }
+
+    /// The nonce of the next record, which no other record under this key has.
+    fn nonce(&mut self) -> Nonce {
+        if self.next == self.per_key {
+            let mac = Hmac::<Sha256>::new_from_slice(&self.secret).expect("HMAC takes keys of any length");
+            self.secret = mac.chain_update(b"towline next key 1").finalize().into_bytes().into();
+            self.key = Self::key(&self.secret);
+            self.next = 0;
+        }
+        let mut nonce = [0; 12];
+        nonce[4..].copy_from_slice(&self.next.to_be_bytes());
+        self.next += 1;
+        Nonce::assume_unique_for_key(nonce)
+    }
+
+    fn seal(&mut self, bytes: &mut [u8]) -> [u8; TAG] {
+        let nonce = self.nonce();
+        let tag = self.key.seal_in_place_separate_tag(nonce, Aad::empty(), bytes);
+        tag.expect("a record is far below the cipher's limit of 64 GiB").as_ref().try_into().expect("16 bytes")
+    }
+
+    /// Decrypts a record with its tag behind it; the plain bytes are the first ones then.
+    fn open(&mut self, record: &mut [u8]) -> bool {
+        let nonce = self.nonce();
+        self.key.open_in_place(nonce, Aad::empty(), record).is_ok()
+    }
+
+    fn append(&mut self, out: &mut Vec<u8>, bytes: &[u8]) {
+        let start = out.len();
+        out.extend_from_slice(bytes);
+        let tag = self.seal(&mut out[start..]);
+        out.extend_from_slice(&tag);
+    }
+}
+
+/// A chunk as it goes onto the wire.
+#[derive(Debug)]
+pub enum Sealed {
+    /// Header, payload where it is, checksum.
+    Summed([u8; HEADER], Piece, [u8; CHECKSUM]),
+    /// Everything, as it is on the wire.
+    Bytes(Vec<u8>),
+}
+
+// SAFETY: the piece belongs to a message that is not acknowledged, whose memory is the transport's.
+unsafe impl Send for Sealed {}
+
+impl Sealed {
+    /// Bytes on the wire.
+    pub fn length(&self) -> usize {
+        match self {
+            Self::Summed(header, body, sum) => header.len() + body.length + sum_length(body.length, sum),
+            Self::Bytes(bytes) => bytes.len(),
+        }
+    }
+
+    /// What is left to send when `sent` bytes are gone.
+    pub fn rest(&self, sent: usize) -> [Piece; 3] {
+        match self {
+            Self::Summed(header, body, sum) => {
+                let sum = Piece::of(&sum[..sum_length(body.length, sum)]);
+                let gone = sent.saturating_sub(HEADER);
+                [Piece::of(&header[sent.min(HEADER)..]), body.skip(gone), sum.skip(gone.saturating_sub(body.length))]
+            }
+            Self::Bytes(bytes) => [Piece::of(&bytes[sent..]), Piece::of(&[]), Piece::of(&[])],
+        }
+    }
+}
+
+fn sum_length(body: usize, sum: &[u8; CHECKSUM]) -> usize {
+    if body == 0 { 0 } else { sum.len() }
+}
+
+fn checksum(header: &[u8; HEADER], payload: &[u8]) -> [u8; CHECKSUM] {
+    let of_header = u32::from_le_bytes(header[44..].try_into().expect("four bytes"));
+    crc32c::crc32c_append(of_header, payload).to_le_bytes()
+}
+
+/// The sending half.
+pub struct Sealer {
+    records: Option<Records>,
+    /// The buffer of the last chunk, for the next one.
+    spare: Vec<u8>,
+}
+
+impl Sealer {
+    /// Adds checksums.
+    pub fn checksum() -> Self {
+        Self { records: None, spare: Vec::new() }
+    }
+
+    /// Encrypts.
+    pub fn encrypted(key: &StreamKey) -> Self {
+        Self { records: Some(Records::new(key)), spare: Vec::new() }
+    }
+
+    /// Makes control frames, headers with what follows them, what goes onto the wire.
+    pub fn control(&mut self, frames: &mut Vec<u8>) {
+        let Some(records) = &mut self.records else { return };
+        let mut out = Vec::with_capacity(frames.len() * 2);
+        let mut rest = &frames[..];
+        while let Some((header, behind)) = rest.split_at_checked(HEADER) {
+            let length = u32::from_le_bytes(header[4..8].try_into().expect("four bytes")) as usize;
+            records.append(&mut out, header);
+            if length > 0 {
+                records.append(&mut out, &behind[..length]);
+            }
+            rest = &behind[length..];
+        }
+        debug_assert!(rest.is_empty(), "whole frames only");
+        *frames = out;
+    }
+
+    /// A chunk as it goes onto the wire.
+    ///
+    /// # Safety
+    /// `body` must be readable for its whole length now and, where a checksum is added, until it was sent.
+    pub unsafe fn chunk(&mut self, header: [u8; HEADER], body: Piece) -> Sealed {
+        // SAFETY: the caller vouches for the piece; an empty one may have any address.
+        let bytes = unsafe { body.bytes() };
+        let Some(records) = &mut self.records else {
+            return Sealed::Summed(header, body, checksum(&header, bytes));
+        };
+        let mut out = std::mem::take(&mut self.spare);
+        out.clear();
+        out.reserve(HEADER + body.length + 2 * TAG);
+        records.append(&mut out, &header);
+        if body.length > 0 {
+            records.append(&mut out, bytes);
+        }
+        Sealed::Bytes(out)
+    }
+
+    /// The chunk was sent: its buffer can be used again.
+    pub fn sent(&mut self, chunk: Sealed) {
+        if let Sealed::Bytes(buffer) = chunk {
+            self.spare = buffer;
+        }
+    }
+}
+
+/// The receiving half.
+pub struct Opener {
+    records: Option<Records>,
+}
+
+impl Opener {
+    /// Checks checksums.
+    pub fn checksum() -> Self {
+        Self { records: None }
+    }
+
+    /// Decrypts.
+    pub fn encrypted(key: &StreamKey) -> Self {
+        Self { records: Some(Records::new(key)) }
+    }
+
+    /// Bytes of a header on the wire.
+    pub fn header_length(&self) -> usize {
+        HEADER + if self.records.is_some() { TAG } else { 0 }
+    }
+
+    /// Bytes on the wire that follow this header.
+    pub fn body_length(&self, header: &Header) -> usize {
+        let length = header.length as usize;
+        match (length, header.kind) {
+            (0, _) => 0,
+            (_, _) if self.records.is_some() => length + TAG,
+            (_, Type::Data) => length + CHECKSUM,
+            (_, _) => length,
+        }
+    }
+
+    /// Reads a header; `bytes` are as many as [`Opener::header_length`] says, and are plain afterwards.
+    ///
+    /// # Errors
+    /// When it was changed on the way, or breaks the protocol.
+    pub fn header(&mut self, bytes: &mut [u8]) -> std::result::Result<Header, Refused> {
+        if self.records.as_mut().is_some_and(|records| !records.open(bytes)) {
+            return Err(Refused::Damaged);
+        }
+        let plain: &[u8; HEADER] = bytes[..HEADER].try_into().expect("a header's worth");
+        if crc32c::crc32c(&plain[..44]).to_le_bytes() != plain[44..] {
+            return Err(Refused::Damaged);
+        }
+        Header::decode(plain).map_err(Refused::Wrong)
+    }
+
+    /// Checks what follows a header; `bytes` are as many as [`Opener::body_length`] says. The payload, plain, is the
+    /// first `header.length` of them afterwards. Whether it is as it was sent.
+    pub fn body(&mut self, header: &Header, bytes: &mut [u8]) -> bool {
+        if bytes.is_empty() {
+            return true;
+        }
+        if let Some(records) = &mut self.records {
+            return records.open(bytes);
+        }
+        let (payload, sum) = bytes.split_at(header.length as usize);
+        sum.is_empty() || checksum(&header.encode(), payload) == sum
+    }
+}
+
+#[cfg(test)]
+pub(super) mod testing {
+    use super::*;
+
+    /// As the real ones, with a new key after this many records.
+    pub(in crate::tcp) fn encrypted_pair(key: &StreamKey, records_per_key: u64) -> (Sealer, Opener) {
+        let (mut sealer, mut opener) = (Sealer::encrypted(key), Opener::encrypted(key));
+        for records in [&mut sealer.records, &mut opener.records].into_iter().flatten() {
+            records.per_key = records_per_key;
+        }
+        (sealer, opener)
+    }
+}

@@ -1,0 +1,109 @@
+//! The bounce buffer: where arriving frames of a protected stream wait until they are whole and checked.
+//!
+//! Nothing leaves it unchecked. It holds a few KiB while a stream carries short frames and grows to the size of the
+//! chunks that really come, to [`LARGEST`] at most; a frame that claims more is refused when its header is read.
+
+use super::codec::{Opener, Refused};
+use crate::os::error::Error;
+use crate::tcp::frame::Header;
+
+/// The longest chunk that is taken in, in bytes: eight times what this release sends, so that another may send more.
+pub const LARGEST: u32 = 4 << 20;
+
+/// How much is asked of the socket when nothing more is known, in bytes: many short frames in one call.
+const INPUT: usize = 8 << 10;
+
+/// How much is asked for behind the rest of a frame: room for the next headers.
+const BEHIND: usize = 2 << 10;
+
+/// What the buffer holds next.
+#[derive(Debug)]
+pub enum Item<'a> {
+    /// A frame begins; the rest of it has not arrived or is not checked.
+    Began(Header),
+    /// It is whole, with its payload.
+    Whole(Header, &'a [u8]),
+}
+
+/// The buffer of one stream.
+pub struct Intake {
+    opener: Opener,
+    buffer: Vec<u8>,
+    from: usize,
+    to: usize,
+    open: Option<Header>,
+}
+
+impl Intake {
+    /// An empty one.
+    pub fn new(opener: Opener) -> Self {
+        Self { opener, buffer: vec![0; INPUT], from: 0, to: 0, open: None }
+    }
+
+    /// What checks the bytes.
+    pub fn opener(&self) -> &Opener {
+        &self.opener
+    }
+
+    /// Where the next bytes go. How many are asked for depends on what is missing of the present frame, so that little
+    /// must be moved about afterwards.
+    pub fn room(&mut self) -> &mut [u8] {
+        if self.from > 0 {
+            self.buffer.copy_within(self.from..self.to, 0);
+            (self.from, self.to) = (0, self.to - self.from);
+        }
+        let wanted = match &self.open {
+            Some(header) => (self.opener.body_length(header) + BEHIND).max(INPUT),
+            None => INPUT,
+        };
+        if self.buffer.len() < wanted {
+            self.buffer.resize(wanted, 0);
+        }
+        &mut self.buffer[self.to..wanted]
+    }
+
+    /// So many bytes were put into the room.
+    pub fn filled(&mut self, bytes: usize) {
+        self.to += bytes;
+    }
+
+    /// The header of the frame that has begun and is not whole.
+    pub fn open(&self) -> Option<&Header> {
+        self.open.as_ref()
+    }
+
+    /// The next piece of news; none until more bytes have come.
+    ///
+    /// # Errors
+    /// When something was changed on the way, or a header breaks the protocol. Nothing may be asked after that.
+    pub fn take(&mut self) -> Result<Option<Item<'_>>, Refused> {
+        let here = self.to - self.from;
+        if let Some(header) = self.open {
+            let length = self.opener.body_length(&header);
+            if here < length {
+                return Ok(None);
+            }
+            let bytes = &mut self.buffer[self.from..self.from + length];
+            if !self.opener.body(&header, bytes) {
+                return Err(Refused::Damaged);
+            }
+            self.open = None;
+            self.from += length;
+            return Ok(Some(Item::Whole(header, &bytes[..header.length as usize])));
+        }
+        let length = self.opener.header_length();
+        if here < length {
+            return Ok(None);
+        }
+        let header = self.opener.header(&mut self.buffer[self.from..self.from + length])?;
+        if header.length > LARGEST {
+            return Err(Refused::Wrong(Error::remote(format!(
+                "a chunk of {} bytes is longer than any",
+                header.length
+            ))));
+        }
+        self.from += length;
+        self.open = Some(header);
+        Ok(Some(Item::Began(header)))
+    }
+}

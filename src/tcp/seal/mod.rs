@@ -1,0 +1,105 @@
+//! What protects the bytes of a stream beyond the check that every header has: nothing more, a checksum of each
+//! chunk, or authenticated encryption of everything.
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`codec`] | one direction of a stream: [`codec::Sealer`] makes protected frames, [`codec::Opener`] checks and opens them |
+//! | [`intake`] | the bounce buffer in which arriving frames are checked before a byte of them goes anywhere |
+//! | [`agreement`] | fresh keys for each life of each stream, from the shared key file |
+//! | [`key`] | the key file |
+//! | [`damage`] | when frames that keep arriving damaged end the connection |
+//!
+//! Guarantee: with a checksum or encryption, no byte reaches NCCL's buffer or the protocol core before it was found
+//! whole. A frame that is not ends its stream, never the connection by itself: the stream comes back in a new epoch, and
+//! what was lost travels again. Without either, streams do not pass through here at all.
+//!
+//! Encryption covers what the checksum does, so a stream that has both switched on is encrypted only.
+
+pub mod agreement;
+pub mod codec;
+pub mod damage;
+pub mod intake;
+pub mod key;
+
+use super::handshake::{FEATURE_CHECKSUM, FEATURE_ENCRYPTION};
+use agreement::Keys;
+use codec::{Opener, Sealer};
+use intake::Intake;
+
+use crate::os::error::{Error, Result};
+
+/// How the frames of one life of a stream are protected.
+#[derive(Debug)]
+pub enum Seal {
+    /// By the check in each header only.
+    Plain,
+    /// By a checksum behind each chunk.
+    Checksum,
+    /// By authenticated encryption.
+    Encrypted(Keys),
+}
+
+impl Seal {
+    /// What was agreed: the feature bits in use, and the keys when encryption is one of them.
+    ///
+    /// # Errors
+    /// When one says encryption and the other does not, which the handshake has made sure of: a connection that was
+    /// encrypted never becomes a plain one.
+    pub fn of(features: u32, keys: Option<Keys>) -> Result<Self> {
+        match (features & FEATURE_ENCRYPTION != 0, keys) {
+            (true, Some(keys)) => Ok(Self::Encrypted(keys)),
+            (false, None) if features & FEATURE_CHECKSUM != 0 => Ok(Self::Checksum),
+            (false, None) => Ok(Self::Plain),
+            _ => Err(Error::internal("a stream is encrypted and its connection is not, or the other way round")),
+        }
+    }
+
+    /// The two directions, on this side; none for a plain stream.
+    pub fn sides(self) -> Option<Box<Sides>> {
+        let (sealer, opener) = match self {
+            Self::Plain => return None,
+            Self::Checksum => (Sealer::checksum(), Opener::checksum()),
+            Self::Encrypted(Keys { send, receive }) => (Sealer::encrypted(&send), Opener::encrypted(&receive)),
+        };
+        Some(Box::new(Sides { sealer, intake: Intake::new(opener) }))
+    }
+}
+
+/// What a protected stream has beyond a plain one.
+pub struct Sides {
+    /// For what is sent.
+    pub sealer: Sealer,
+    /// For what arrives.
+    pub intake: Intake,
+}
+
+/// What the listening side answers to the feature bits of the connecting side: encryption when it has a key itself (so
+/// that the other learns of a mismatch), the checksum when either side asks for it and encryption does not cover it.
+pub fn agreed(theirs: u32, ours: u32) -> u32 {
+    let encryption = ours & FEATURE_ENCRYPTION;
+    let checksum = if encryption == 0 { (theirs | ours) & FEATURE_CHECKSUM } else { 0 };
+    encryption | checksum
+}
+
+/// Whether the connection is to be encrypted, by the feature bits that each side said.
+///
+/// # Errors
+/// A usage error when one side has a key and the other has none.
+pub fn is_encrypted(theirs: u32, ours: u32) -> Result<bool> {
+    let what = match (theirs & FEATURE_ENCRYPTION != 0, ours & FEATURE_ENCRYPTION != 0) {
+        (true, true) => return Ok(true),
+        (false, false) => return Ok(false),
+        (true, false) => "the peer encrypts its connections (TOWLINE_KEY_FILE) and this side does not",
+        (false, true) => "this side encrypts its connections (TOWLINE_KEY_FILE) and the peer does not",
+    };
+    Err(Error::usage(what).with_hint("set TOWLINE_KEY_FILE on all hosts, with the same key, or on none"))
+}
+
+/// The error for two sides that have different keys.
+pub fn other_key() -> Error {
+    Error::usage("the peer's key (TOWLINE_KEY_FILE) is not the same as this side's")
+        .with_hint("copy one key file to all hosts")
+}
+
+#[cfg(test)]
+mod tests;

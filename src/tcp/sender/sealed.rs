@@ -1,0 +1,95 @@
+//! Sending and reading on a stream with checksums or encryption ([`crate::tcp::seal`]).
+
+use std::io;
+use std::os::fd::AsRawFd;
+
+use super::{Io, Outgoing, SendConn};
+use crate::tcp::frame::HEADER;
+use crate::tcp::peer::Broken;
+use crate::tcp::seal::codec::{Refused, Sealed};
+use crate::tcp::seal::intake::Item;
+use crate::tcp::send_core::Chunk;
+use crate::tcp::wire::{self, Piece};
+
+impl Io {
+    /// Protects what is to be sent next, if that has not been done.
+    pub(super) fn protect(&mut self) {
+        let Some(sides) = &mut self.seal else { return };
+        self.out = self.out.take().map(|out| match out {
+            Outgoing::Control(mut frames) => {
+                sides.sealer.control(&mut frames);
+                Outgoing::Sealed(Sealed::Bytes(frames), None)
+            }
+            Outgoing::Framed(header, body, chunk) => {
+                // SAFETY: the piece belongs to a message that is not acknowledged, so its memory is the transport's.
+                Outgoing::Sealed(unsafe { sides.sealer.chunk(header, body) }, Some(chunk))
+            }
+            Outgoing::Whole(bytes, chunk) => {
+                // SAFETY: as above; the copy begins with the header.
+                let sealed = unsafe {
+                    let header = Piece { length: HEADER, ..bytes }.bytes().try_into().expect("a header's worth");
+                    sides.sealer.chunk(header, bytes.skip(HEADER))
+                };
+                Outgoing::Sealed(sealed, Some(chunk))
+            }
+            sealed @ Outgoing::Sealed(..) => sealed,
+        });
+    }
+
+    /// All of it was sent: the chunk that it was, if it was one.
+    #[inline]
+    pub(super) fn finished(&mut self) -> Option<Chunk> {
+        self.sent = 0;
+        match self.out.take()? {
+            Outgoing::Control(_) => None,
+            Outgoing::Framed(_, _, chunk) | Outgoing::Whole(_, chunk) => Some(chunk),
+            Outgoing::Sealed(sealed, chunk) => {
+                if let (Some(sides), Some(_)) = (&mut self.seal, &chunk) {
+                    sides.sealer.sent(sealed);
+                }
+                chunk
+            }
+        }
+    }
+}
+
+impl SendConn {
+    /// As [`SendConn::read`], on a protected stream.
+    pub(super) fn read_sealed(&self, index: usize, io: &mut Io, wake: &mut u64) -> std::result::Result<bool, Broken> {
+        let Some(sides) = &mut io.seal else { return Ok(false) };
+        let mut moved = false;
+        loop {
+            let room = sides.intake.room();
+            let wanted = room.len();
+            // SAFETY: the room is this stream's own.
+            let got = unsafe { wire::receive(io.sock.as_raw_fd(), [Piece::of_mut(&mut []), Piece::of_mut(room)]) };
+            match got {
+                Ok(None) => return Ok(moved),
+                Ok(Some(0)) if self.health.is_peer_done() => return Err(Broken::Goodbye),
+                Ok(Some(0)) => return Err(Broken::Lost(io::ErrorKind::UnexpectedEof.into())),
+                Err(_) if self.health.is_peer_done() => return Err(Broken::Goodbye),
+                Err(error) => return Err(Broken::Lost(error)),
+                Ok(Some(bytes)) => {
+                    moved = true;
+                    sides.intake.filled(bytes);
+                    loop {
+                        match sides.intake.take() {
+                            Ok(None) => break,
+                            Ok(Some(Item::Began(_))) => {}
+                            Ok(Some(Item::Whole(header, text))) => {
+                                self.heard(index, &header, text, wake).map_err(Broken::Fatal)?;
+                            }
+                            Err(Refused::Wrong(error)) => return Err(Broken::Fatal(error)),
+                            Err(Refused::Damaged) => {
+                                return Err(self.damage.met(None, self.recovery, &self.peer, &self.counters));
+                            }
+                        }
+                    }
+                    if bytes < wanted {
+                        return Ok(moved);
+                    }
+                }
+            }
+        }
+    }
+}

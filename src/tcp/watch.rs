@@ -1,0 +1,424 @@
+//! Noticing that a path has died without a word.
+//!
+//! TCP repeats what is not acknowledged for about a quarter of an hour before it says that anything is wrong. So while
+//! something is outstanding on a connection, the keeper asks the kernel every [`TICK`] what it has heard on each
+//! stream. The kernel's own questions (retransmissions, window probes, keepalive probes) are the probes: a peer's
+//! kernel answers them even when its process is stopped, or does not read. So what counts is not how long the peer
+//! takes, but how long nothing at all has come back although the kernel has asked.
+//!
+//! Nothing of this stands on the path of a message, and a connection with nothing outstanding is not looked at: there
+//! the kernel's keepalive probes do it alone.
+//!
+//! # Implementation notes
+//! From `TCP_INFO` (tcp(7), `linux/tcp.h`): `tcpi_retransmits` counts timeouts of the retransmission timer and
+//! `tcpi_probes` the window and keepalive probes, both since the last acknowledgement; `tcpi_last_ack_recv` is the
+//! time since the last segment that acknowledged anything, new or old. TCP_USER_TIMEOUT is of no use: it also ends a
+//! connection whose peer answers every window probe but does not read. Window probes come ever more rarely, up to
+//! two minutes apart; where the kernel can, since 6.15, `TCP_RTO_MAX_MS` keeps the questions closer together.
+
+use std::io;
+use std::net::IpAddr;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::net::{Link, Sock};
+use super::stream::Stream;
+use crate::engine::poller::{Poller, Progress, Registration, Source};
+use crate::os::error::Result;
+
+/// How often streams are looked at while something is outstanding.
+pub const TICK: Duration = Duration::from_millis(400);
+
+/// How often when one of them waits for an answer.
+pub const SOON: Duration = Duration::from_millis(100);
+
+/// A stream is lost when nothing has come back for this long, in spite of several questions. With a retransmission timer
+/// of 200 ms, Linux's least, the questions come after 0.2, 0.6 and 1.4 s.
+pub const SILENCE: Duration = Duration::from_millis(2300);
+
+/// And when the keeper has seen it unanswered for this long: a stream that was idle has been silent before it asked.
+const UNANSWERED: Duration = Duration::from_millis(1600);
+
+/// Questions without an answer, at least.
+const QUESTIONS: u8 = 2;
+
+/// After this long without a word, a stream whose frames the peer has not acknowledged, though its kernel has them, is
+/// probed: their acknowledgement may be lost.
+pub const PROBE_AFTER: Duration = Duration::from_millis(500);
+
+/// What the kernel knows of a stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sight {
+    /// How long ago the peer's kernel last answered anything.
+    pub silent: Duration,
+    /// Questions since then.
+    pub asked: u8,
+    /// Whether the peer's kernel has not acknowledged everything.
+    pub outstanding: bool,
+}
+
+impl Sight {
+    /// Looks at a socket. None when the kernel does not say.
+    pub fn of(sock: &impl AsRawFd) -> Option<Self> {
+        // SAFETY: all zeroes is a valid value of this struct of numbers.
+        let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
+        let mut length = size_of::<libc::tcp_info>() as libc::socklen_t;
+        // SAFETY: the kernel writes at most `length` bytes of `info`.
+        let answer = unsafe {
+            libc::getsockopt(
+                sock.as_raw_fd(),
+                libc::IPPROTO_TCP,
+                libc::TCP_INFO,
+                (&raw mut info).cast(),
+                &raw mut length,
+            )
+        };
+        (answer == 0).then(|| Self {
+            silent: Duration::from_millis(u64::from(info.tcpi_last_ack_recv)),
+            asked: info.tcpi_retransmits.max(info.tcpi_probes),
+            outstanding: info.tcpi_unacked > 0 || super::wire::unsent(sock.as_raw_fd()) > 0,
+        })
+    }
+}
+
+/// What a look at a stream finds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Finding {
+    /// Nothing is wrong.
+    Well,
+    /// The kernel has asked and waits for an answer.
+    Asking,
+    /// Nothing comes back, for this long already.
+    Lost(Duration),
+}
+
+/// The eye on one stream. The clock is the caller's.
+#[derive(Debug, Default)]
+pub struct Vigil {
+    asking_since: Option<Instant>,
+    /// Whether the kernel probes this stream often.
+    probing: bool,
+}
+
+impl Vigil {
+    /// One look.
+    pub fn look(&mut self, now: Instant, sight: Sight) -> Finding {
+        if sight.asked == 0 {
+            self.asking_since = None;
+            return Finding::Well;
+        }
+        let since = *self.asking_since.get_or_insert(now);
+        if sight.asked >= QUESTIONS && sight.silent >= SILENCE && now - since >= UNANSWERED {
+            return Finding::Lost(sight.silent);
+        }
+        Finding::Asking
+    }
+
+    /// Has the kernel probe a stream that is silent although frames are in doubt, and stop when they are not.
+    pub fn probe(&mut self, sock: &impl AsRawFd, sight: Sight, in_doubt: bool, often: &Probes, seldom: &Probes) {
+        let wanted = in_doubt && (self.probing || sight.silent >= PROBE_AFTER);
+        if wanted != self.probing {
+            self.probing = wanted;
+            if wanted { often } else { seldom }.set(sock);
+        }
+    }
+
+    /// Nobody looks at the stream any more.
+    pub fn stop_probing(&mut self, sock: &impl AsRawFd, seldom: &Probes) {
+        if std::mem::take(&mut self.probing) {
+            seldom.set(sock);
+        }
+    }
+}
+
+/// Keepalive probes of a socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Probes {
+    /// How long nothing comes before the first.
+    pub idle: Duration,
+    /// From one to the next.
+    pub interval: Duration,
+    /// How many go unanswered before the kernel ends the connection.
+    pub count: i32,
+}
+
+impl Probes {
+    /// Once a second, while frames are in doubt. The verdict is the keeper's, not the kernel's.
+    pub const OFTEN: Self = Self { idle: Duration::from_secs(1), interval: Duration::from_secs(1), count: 127 };
+
+    /// For an idle connection, so that the kernel ends it within `limit`, a little before. The sending side asks first:
+    /// it is the one who connects again when a firewall has forgotten the flow and answers with a reset.
+    pub fn within(limit: Duration, sending: bool) -> Self {
+        const SECOND: Duration = Duration::from_secs(1);
+        let first = if sending { limit / 4 } else { limit / 3 };
+        let idle = first.max(SECOND * if sending { 1 } else { 2 });
+        let interval = (limit / 9).max(SECOND);
+        let room = (limit * 9 / 10).saturating_sub(idle);
+        let count = (room.as_secs_f64() / interval.as_secs_f64()).floor().clamp(1.0, 100.0) as i32;
+        Self { idle, interval, count }
+    }
+
+    /// Sets them. A wish: a kernel that refuses still carries the data.
+    pub fn set(&self, sock: &impl AsRawFd) {
+        let fd = sock.as_raw_fd();
+        set_option(fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1);
+        set_option(fd, libc::IPPROTO_TCP, libc::TCP_KEEPCNT, self.count);
+        set_option(fd, libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, self.interval.as_secs().max(1) as i32);
+        // Last: it sets the timer going.
+        set_option(fd, libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, self.idle.as_secs().max(1) as i32);
+    }
+}
+
+/// `TCP_RTO_MAX_MS` of `linux/tcp.h`, since Linux 6.15.
+const TCP_RTO_MAX_MS: libc::c_int = 44;
+
+/// Has the kernel repeat its questions often, where it can: a tenth of `limit` apart at most. It gives up after fifteen
+/// of them (`net.ipv4.tcp_retries2`), which is then still not before `limit`.
+pub fn ask_often(sock: &impl AsRawFd, limit: Duration) {
+    let most = (limit / 10).as_millis().clamp(1000, 120_000) as libc::c_int;
+    set_option(sock.as_raw_fd(), libc::IPPROTO_TCP, TCP_RTO_MAX_MS, most);
+}
+
+/// Has the next close drop what is unsent and reset the connection: what is on the way is in doubt anyhow.
+pub fn close_hard(sock: &impl AsRawFd) {
+    let linger = libc::linger { l_onoff: 1, l_linger: 0 };
+    // SAFETY: the kernel reads the struct, which outlives the call.
+    unsafe {
+        libc::setsockopt(
+            sock.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_LINGER,
+            (&raw const linger).cast(),
+            size_of::<libc::linger>() as libc::socklen_t,
+        );
+    }
+}
+
+fn set_option(fd: RawFd, level: libc::c_int, name: libc::c_int, value: libc::c_int) {
+    // SAFETY: the kernel reads one int. A refusal leaves the kernel's own value.
+    unsafe {
+        libc::setsockopt(fd, level, name, (&raw const value).cast(), size_of::<libc::c_int>() as libc::socklen_t);
+    }
+}
+
+/// Why a stream was given up that did not end by itself.
+pub fn silent(silence: Duration) -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, Silent(silence))
+}
+
+/// The silence in [`silent`]'s error.
+pub fn silence_of(error: &io::Error) -> Option<Duration> {
+    error.get_ref()?.downcast_ref::<Silent>().map(|silent| silent.0)
+}
+
+#[derive(Debug)]
+struct Silent(Duration);
+
+impl std::fmt::Display for Silent {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "nothing came back for {:.1} s", self.0.as_secs_f64())
+    }
+}
+
+impl std::error::Error for Silent {}
+
+/// Why a stream was given up whose interface went down.
+pub fn link_down() -> io::Error {
+    io::Error::new(io::ErrorKind::NetworkDown, "its network interface is down")
+}
+
+/// The streams whose local address is the interface's.
+pub fn over_interface<Io>(
+    link: &Link,
+    interface: u32,
+    streams: &[Stream<Io>],
+    sock: impl Fn(&Io) -> &Sock,
+) -> Vec<usize> {
+    let addresses: Vec<IpAddr> =
+        link.local.iter().filter(|rail| rail.index == interface).map(|rail| rail.address.ip()).collect();
+    if addresses.is_empty() {
+        return Vec::new();
+    }
+    let local = |io: &mut Io| sock(io).local_addr().ok().and_then(|address| address.as_socket());
+    let is_there =
+        |index: &usize| streams[*index].peek(local).flatten().is_some_and(|address| addresses.contains(&address.ip()));
+    (0..streams.len()).filter(is_there).collect()
+}
+
+/// Adds to the lost streams those on the same path that have been silent for as long: they only have not asked. What
+/// was lost would otherwise travel again over them.
+pub fn share_fate<Io>(lost: &mut Vec<(usize, Duration)>, streams: &[Stream<Io>], sock: impl Fn(&Io) -> &Sock) {
+    if lost.is_empty() {
+        return;
+    }
+    let path = |sock: &Sock| {
+        let ip = |address: io::Result<socket2::SockAddr>| Some(address.ok()?.as_socket()?.ip());
+        (ip(sock.local_addr()), ip(sock.peer_addr()))
+    };
+    let dead: Vec<_> = lost.iter().filter_map(|(index, _)| streams[*index].peek(|io| path(sock(io)))).collect();
+    for (index, stream) in streams
+        .iter()
+        .enumerate()
+        .filter(|(index, _)| !lost.iter().any(|(other, _)| other == index))
+        .collect::<Vec<_>>()
+    {
+        let silent = stream.peek(|io| dead.contains(&path(sock(io))).then(|| Sight::of(sock(io)))?).flatten();
+        if let Some(sight) = silent.filter(|sight| sight.silent >= SILENCE) {
+            lost.push((index, sight.silent));
+        }
+    }
+}
+
+/// A connection's place at the keeper, taken when it is first needed.
+#[derive(Default)]
+pub struct Chores {
+    registration: Mutex<Option<Registration>>,
+    ticking: AtomicBool,
+    /// When the next look is due.
+    due: Mutex<Option<Instant>>,
+}
+
+impl Chores {
+    /// Has the keeper look soon. `source` is made on first use.
+    ///
+    /// # Errors
+    /// When there is no keeper.
+    pub fn call(&self, poller: &Poller, source: impl FnOnce() -> Arc<dyn Source>) -> Result<()> {
+        let mut registration = self.registration.lock().unwrap_or_else(PoisonError::into_inner);
+        if registration.is_none() {
+            *registration = Some(poller.keeper()?.register(source(), None)?);
+        }
+        if let Some(registration) = &*registration {
+            registration.kick();
+        }
+        Ok(())
+    }
+
+    /// Whether the looks are to begin: the caller then has the keeper called.
+    pub fn begin(&self) -> bool {
+        !self.ticking.load(Ordering::Relaxed) && !self.ticking.swap(true, Ordering::SeqCst)
+    }
+
+    /// Whether a look is due; else when. The first comes a [`TICK`] after the beginning, so that nothing is looked at
+    /// that goes well and is over by then.
+    pub fn is_due(&self, now: Instant) -> std::result::Result<(), Instant> {
+        let mut due = self.due.lock().unwrap_or_else(PoisonError::into_inner);
+        match *due.get_or_insert(now + TICK) {
+            at if at <= now => Ok(()),
+            at => Err(at),
+        }
+    }
+
+    /// The next look comes `after` this one.
+    pub fn again(&self, now: Instant, after: Duration) -> Progress {
+        *self.due.lock().unwrap_or_else(PoisonError::into_inner) = Some(now + after);
+        Progress { moved: false, again: Some(now + after) }
+    }
+
+    /// The looks end, until they begin again.
+    pub fn end(&self) {
+        *self.due.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.ticking.store(false, Ordering::SeqCst);
+    }
+
+    /// Whether looks are under way.
+    pub fn is_ticking(&self) -> bool {
+        self.ticking.load(Ordering::SeqCst)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn ms(ms: u64) -> Duration {
+        Duration::from_millis(ms)
+    }
+
+    /// A path that dies at time 0, seen every `tick`: when the vigil says so. `idle` is how long before that the peer
+    /// last answered; the kernel asks at 0.2, 0.6, 1.4, 3.0 s.
+    fn noticed(idle: Duration, phase: Duration) -> Duration {
+        let start = Instant::now() + ms(100_000);
+        let mut vigil = Vigil::default();
+        let mut at = phase;
+        loop {
+            let asked = [200, 600, 1400, 3000, 6200].iter().filter(|asked| at >= ms(**asked)).count() as u8;
+            match vigil.look(start + at, Sight { silent: idle + at, asked, outstanding: true }) {
+                Finding::Well => at += TICK,
+                Finding::Asking => at += SOON,
+                Finding::Lost(_) => return at,
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn silent_loss_is_noticed_within_three_seconds_and_not_at_once(idle in 0..3_600_000_u64, phase in 0..400_u64) {
+            let after = noticed(ms(idle), ms(phase));
+            prop_assert!(after >= ms(1800) && after <= ms(2700), "{after:?}");
+        }
+
+        /// A receiver that does not read: the window is shut, and its kernel answers each probe, late or not.
+        #[test]
+        fn a_peer_whose_kernel_answers_is_never_lost(answers in proptest::collection::vec(1..1500_u64, 1..200)) {
+            let start = Instant::now();
+            let mut vigil = Vigil::default();
+            let mut at = 0;
+            for wait in answers {
+                // A probe goes out; its answer comes `wait` later; another pause follows, of any length.
+                for seen in (at..at + wait).step_by(100) {
+                    let sight = Sight { silent: ms(120_000 + seen - at), asked: 1, outstanding: true };
+                    prop_assert!(!matches!(vigil.look(start + ms(seen), sight), Finding::Lost(_)));
+                }
+                at += wait;
+                let sight = Sight { silent: ms(1), asked: 0, outstanding: true };
+                prop_assert_eq!(vigil.look(start + ms(at), sight), Finding::Well);
+                at += 30_000;
+            }
+        }
+
+        #[test]
+        fn an_idle_connections_probes_end_within_the_limit_and_the_senders_come_first(limit in 3..100_000_u64) {
+            let limit = Duration::from_secs(limit);
+            let whole = |p: Probes| p.idle + p.interval * p.count as u32;
+            let (send, recv) = (Probes::within(limit, true), Probes::within(limit, false));
+            prop_assert!(whole(send) <= limit && whole(recv) <= limit);
+            prop_assert!(send.idle + Duration::from_millis(250) <= recv.idle);
+            // Not sooner than it must be, either.
+            prop_assert!(whole(recv) >= limit / 2, "{recv:?}");
+        }
+    }
+
+    #[test]
+    fn a_late_answer_makes_a_stream_well_again() {
+        let start = Instant::now();
+        let mut vigil = Vigil::default();
+        let sight = |silent, asked| Sight { silent: ms(silent), asked, outstanding: true };
+        assert_eq!(vigil.look(start, sight(500, 1)), Finding::Asking);
+        assert_eq!(vigil.look(start + ms(1500), sight(2000, 3)), Finding::Asking);
+        assert_eq!(vigil.look(start + ms(1600), sight(3, 0)), Finding::Well);
+        assert_eq!(vigil.look(start + ms(4000), sight(2400, 2)), Finding::Asking);
+        assert_eq!(vigil.look(start + ms(5600), sight(4000, 3)), Finding::Lost(ms(4000)));
+    }
+
+    #[test]
+    fn a_socket_tells_what_is_outstanding() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a listener");
+        let here = std::net::TcpStream::connect(listener.local_addr().expect("an address")).expect("a connection");
+        let (there, _) = listener.accept().expect("a connection");
+        let sight = Sight::of(&here).expect("the kernel tells");
+        assert!(!sight.outstanding && sight.asked == 0, "{sight:?}");
+        // More than the peer's buffers take, and nobody reads.
+        here.set_nonblocking(true).expect("set");
+        let block = vec![0; 1 << 20];
+        while io::Write::write(&mut &here, &block).is_ok() {}
+        assert!(Sight::of(&here).expect("the kernel tells").outstanding);
+        drop(there);
+        close_hard(&here);
+        ask_often(&here, Duration::from_secs(60));
+        Probes::OFTEN.set(&here);
+    }
+}

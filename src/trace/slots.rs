@@ -1,0 +1,87 @@
+//! The memory of a [ring](super::ring)'s shard.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::cell::UnsafeCell;
+use std::mem::MaybeUninit;
+use std::ptr::NonNull;
+use std::sync::atomic::AtomicU64;
+
+use super::event::Record;
+
+/// Room for one record.
+#[repr(C, align(128))]
+pub(super) struct Slot {
+    /// Which lap the slot is in, and whether it is filled: whose it is follows from that (see [`super::ring`]).
+    pub(super) lap: AtomicU64,
+    record: UnsafeCell<MaybeUninit<Record>>,
+}
+
+const _: () = assert!(size_of::<Slot>() == Slots::BYTES, "a slot is two cache lines");
+
+impl Slot {
+    /// Fills the slot.
+    ///
+    /// # Safety
+    /// No other thread writes or reads the record meanwhile.
+    #[inline]
+    pub(super) unsafe fn write(&self, record: Record) {
+        // SAFETY: the caller is alone with it.
+        unsafe { (*self.record.get()).write(record) };
+    }
+
+    /// What the slot was filled with.
+    ///
+    /// # Safety
+    /// It was filled, the caller has seen that, and no other thread writes it meanwhile.
+    #[inline]
+    pub(super) unsafe fn read(&self) -> Record {
+        // SAFETY: the caller vouches for it.
+        unsafe { (*self.record.get()).assume_init() }
+    }
+}
+
+/// A power of two of slots, at laps of 0. The memory is reserved at once and touched as it is used: zeroed bytes are a
+/// valid slot, and the kernel gives zero pages.
+pub(super) struct Slots {
+    first: NonNull<Slot>,
+    capacity: usize,
+}
+
+// SAFETY: the slots are shared by design; whoever reads or writes a record vouches for being allowed to.
+unsafe impl Send for Slots {}
+// SAFETY: as above.
+unsafe impl Sync for Slots {}
+
+impl Slots {
+    /// Bytes of a slot.
+    pub(super) const BYTES: usize = 128;
+
+    /// `capacity` slots.
+    pub(super) fn new(capacity: usize) -> Self {
+        assert!(capacity.is_power_of_two());
+        let layout = Self::layout(capacity);
+        // SAFETY: the layout is not empty.
+        let first = unsafe { alloc_zeroed(layout) };
+        let Some(first) = NonNull::new(first.cast::<Slot>()) else { handle_alloc_error(layout) };
+        Self { first, capacity }
+    }
+
+    /// The slot for a position, which repeats after each lap.
+    #[inline]
+    pub(super) fn at(&self, position: u64) -> &Slot {
+        let index = position as usize & (self.capacity - 1);
+        // SAFETY: the index is below the capacity that was allocated, and zeroed bytes are a valid slot.
+        unsafe { self.first.add(index).as_ref() }
+    }
+
+    fn layout(capacity: usize) -> Layout {
+        Layout::array::<Slot>(capacity).expect("the capacity is bounded by the ring")
+    }
+}
+
+impl Drop for Slots {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new` with the same layout; nobody else holds the slots.
+        unsafe { dealloc(self.first.as_ptr().cast(), Self::layout(self.capacity)) };
+    }
+}

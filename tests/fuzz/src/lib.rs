@@ -1,0 +1,58 @@
+//! The fuzz targets, each a function from an input to nothing that panics when a promise is broken, and what they share:
+//! an input as a series of decisions.
+//!
+//! `fuzz_targets/` gives them to libFuzzer, `tests/fuzz_corpus.rs` replays the corpus in an ordinary test.
+
+pub mod calls;
+pub mod frames;
+pub mod handle;
+pub mod handshake;
+
+/// The input, read from the front; an input that has ended says 0 for ever.
+pub struct Input<'a>(&'a [u8]);
+
+impl<'a> Input<'a> {
+    /// The whole input.
+    pub fn new(bytes: &'a [u8]) -> Self {
+        Self(bytes)
+    }
+
+    /// Whether nothing is left.
+    pub fn is_over(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// What is left.
+    pub fn rest(&self) -> &'a [u8] {
+        self.0
+    }
+
+    /// The next byte.
+    pub fn byte(&mut self) -> u8 {
+        let Some((first, rest)) = self.0.split_first() else { return 0 };
+        self.0 = rest;
+        *first
+    }
+
+    /// A number below `end`, from one byte.
+    pub fn below(&mut self, end: usize) -> usize {
+        usize::from(self.byte()) % end.max(1)
+    }
+
+    /// The next `N` bytes.
+    pub fn bytes<const N: usize>(&mut self) -> [u8; N] {
+        std::array::from_fn(|_| self.byte())
+    }
+
+    /// A number of any size, short ones from few bytes.
+    pub fn number(&mut self) -> u64 {
+        match self.byte() {
+            short @ 0..=199 => u64::from(short),
+            200..=219 => u64::from(u16::from_le_bytes(self.bytes())) * 128,
+            220..=229 => (64 << 10) - 2 + u64::from(self.byte() % 5),
+            230..=239 => u64::from(u32::from_le_bytes(self.bytes())),
+            240..=247 => u64::MAX - u64::from(self.byte()),
+            _ => u64::from_le_bytes(self.bytes()),
+        }
+    }
+}

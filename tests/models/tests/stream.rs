@@ -1,0 +1,141 @@
+//! A stream changes hands without waiting, and no wish is lost.
+
+use loom::sync::Arc;
+use loom::sync::atomic::{AtomicU32, Ordering};
+use loom::thread;
+use towline_models::engine::poller::Registration;
+use towline_models::tcp::stream::{READ, Ran, Step, Stream, WRITE};
+
+struct Shared {
+    stream: Stream<()>,
+    /// What the threads want to have moved, and what was.
+    wanted: AtomicU32,
+    moved: AtomicU32,
+    worker: Registration,
+}
+
+impl Shared {
+    fn new() -> Arc<Self> {
+        let shared = Arc::new(Self {
+            stream: Stream::default(),
+            wanted: AtomicU32::new(0),
+            moved: AtomicU32::new(0),
+            worker: Registration::default(),
+        });
+        shared.stream.install(Box::new(()));
+        shared
+    }
+
+    fn step(&self) -> Step<()> {
+        // Relaxed: the hand-over itself must make the other thread's work visible.
+        let wanted = self.wanted.load(Ordering::Relaxed);
+        let before = self.moved.swap(wanted, Ordering::Relaxed);
+        Step::Settled(wanted != before)
+    }
+
+    /// As the sender does: post something, then run the stream.
+    fn post(&self) {
+        self.wanted.fetch_add(1, Ordering::Relaxed);
+        if self.stream.run(WRITE, |(), _| self.step(), |_, ()| ()) == Ran::More {
+            self.worker.kick();
+        }
+    }
+
+    fn check(&self) {
+        let left = self.wanted.load(Ordering::Relaxed) - self.moved.load(Ordering::Relaxed);
+        assert!(left == 0 || self.worker.kicks() > 0, "what a thread left behind was not moved");
+    }
+}
+
+#[test]
+fn what_is_posted_while_another_thread_has_the_stream_is_moved() {
+    loom::model(|| {
+        let shared = Shared::new();
+        let other = {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || shared.post())
+        };
+        shared.post();
+        other.join().unwrap();
+        shared.check();
+    });
+}
+
+#[test]
+fn what_is_posted_beside_a_glance_is_moved() {
+    loom::model(|| {
+        let shared = Shared::new();
+        let other = {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || {
+                let ran = shared.stream.glance(READ, |(), _| shared.step(), |_, ()| ());
+                if ran == Ran::More {
+                    shared.worker.kick();
+                }
+            })
+        };
+        shared.post();
+        other.join().unwrap();
+        shared.check();
+    });
+}
+
+#[test]
+fn what_is_posted_by_two_threads_while_a_third_has_the_stream_is_moved() {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(2);
+    model.check(|| {
+        let shared = Shared::new();
+        let others = [0, 1].map(|_| {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || shared.post())
+        });
+        shared.post();
+        for other in others {
+            other.join().unwrap();
+        }
+        shared.check();
+    });
+}
+
+/// A thread that only peeks serves nobody's wishes, but leaves none behind either.
+#[test]
+fn what_is_posted_beside_a_peek_is_moved_or_left_to_the_worker() {
+    loom::model(|| {
+        let shared = Shared::new();
+        shared.stream.watch(shared.worker.clone());
+        let other = {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || {
+                shared.stream.peek(|()| ());
+            })
+        };
+        shared.post();
+        other.join().unwrap();
+        shared.check();
+    });
+}
+
+/// A socket that is taken away is used by nobody afterwards.
+#[test]
+fn after_a_take_nobody_is_in_the_stream() {
+    loom::model(|| {
+        let shared = Shared::new();
+        let other = {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || {
+                shared.stream.run(
+                    WRITE,
+                    |(), _| {
+                        assert_ne!(shared.moved.load(Ordering::Relaxed), 77, "the stream is used after the take");
+                        Step::<()>::Settled(false)
+                    },
+                    |_, ()| (),
+                );
+            })
+        };
+        shared.stream.take();
+        shared.moved.store(77, Ordering::Relaxed);
+        other.join().unwrap();
+    });
+}

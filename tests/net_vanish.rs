@@ -1,0 +1,373 @@
+//! Hosts that vanish, pause, are late, or are forgotten by a firewall: who is gone is noticed in time, who is not is
+//! waited for.
+
+mod support;
+
+use std::time::{Duration, Instant};
+
+use support::child::{self, Guarded, Mailbox};
+use support::faults::{Cut, Network};
+use support::netns::{Namespace, available};
+use support::{context, eventually, outcome, part, pattern, watchdog};
+use towline::host::{ApiVersion, Code, Handle, Memory, Part, RecvComm, SendComm};
+
+/// Longer than anything here may take, a stopped peer included.
+const PATIENCE: Duration = Duration::from_secs(50);
+
+const RAILS: [(&str, &str); 3] = [("TOWLINE_RAILS", "all"), ("NCCL_SOCKET_IFNAME", "rail"), ("TOWLINE_STREAMS", "3")];
+
+struct Ends {
+    mail: Mailbox,
+    receiver: Guarded,
+    sender: Guarded,
+}
+
+impl Ends {
+    fn start(test: &str, hosts: &(Namespace, Namespace), peer_timeout: &str) -> Self {
+        let mail = Mailbox::new();
+        let start = |host: &Namespace, role: &str| {
+            let mut command = host.command(test, role);
+            command.envs(RAILS).env("TOWLINE_PEER_TIMEOUT", peer_timeout).env(child::MAILBOX, mail.path());
+            Guarded::start(command)
+        };
+        let (sender, receiver) = (start(&hosts.0, "sender"), start(&hosts.1, "receiver"));
+        Self { receiver, sender, mail }
+    }
+
+    fn wait_for(&self, name: &str) {
+        child::receive(self.mail.path(), name);
+    }
+
+    fn tell(&self, name: &str) {
+        child::send(self.mail.path(), name, b"");
+    }
+
+    fn pass(mut self) {
+        assert!(self.sender.passed_within(PATIENCE), "the sender");
+        assert!(self.receiver.passed_within(PATIENCE), "the receiver");
+    }
+}
+
+fn tell(name: &str) {
+    child::send(&child::mailbox(), name, b"");
+}
+
+fn wait_for(name: &str) {
+    let mail = child::mailbox();
+    eventually(name, PATIENCE, || mail.join(name).exists().then_some(()));
+}
+
+fn connect() -> SendComm {
+    let context = context(ApiVersion::V12);
+    let mut handle = Handle::from_bytes(&child::receive(&child::mailbox(), "handle"));
+    context.connect_within(0, &mut handle, PATIENCE).expect("connect")
+}
+
+fn accept() -> RecvComm {
+    let context = context(ApiVersion::V12);
+    let (listener, handle) = context.listen(0).expect("listen");
+    child::send(&child::mailbox(), "handle", handle.bytes());
+    listener.accept_within(PATIENCE).expect("accept")
+}
+
+fn send(send: &SendComm, seed: usize, size: usize) {
+    // SAFETY: the pattern is static.
+    let request = unsafe { send.post(part(pattern(seed, size), None)) }.expect("isend");
+    send.wait(&request, PATIENCE).expect("the send ends");
+}
+
+fn receive(recv: &RecvComm, seed: usize, size: usize) {
+    let target = Memory::new(size);
+    // SAFETY: the memory lives until the request ended.
+    let request = unsafe { recv.post(&[Part::all(&target, None)]) }.expect("irecv");
+    recv.wait(&request, PATIENCE).expect("the receive ends");
+    assert!(target.bytes() == pattern(seed, size), "message {seed}");
+}
+
+/// Plays one end: true when the calling process is one.
+fn plays(sender: impl FnOnce(), receiver: impl FnOnce()) -> bool {
+    let Some(role) = child::role() else { return false };
+    let _watchdog = watchdog(100);
+    match role.as_str() {
+        "sender" => sender(),
+        "receiver" => receiver(),
+        role => panic!("nobody plays {role}"),
+    }
+    true
+}
+
+/// 5 s, told to both ends; and what a loaded machine may add.
+const VANISHED: Duration = Duration::from_secs(5);
+const MARGIN: Duration = Duration::from_millis(700);
+
+#[test]
+fn a_vanished_host_is_noticed_within_the_peer_timeout_amid_transfers() {
+    let end_of = |end: Option<Result<towline::host::Sizes, Code>>, since: Instant| {
+        assert_eq!(end.expect("an end").expect_err("nobody is there"), Code::RemoteError);
+        let after = since.elapsed();
+        assert!(after <= VANISHED + MARGIN && after > Duration::from_secs(2), "after {after:?}");
+    };
+    let sender = || {
+        let comm = connect();
+        send(&comm, 1, 4 << 20);
+        wait_for("cut");
+        let since = Instant::now();
+        // SAFETY: the pattern is static.
+        let sent = unsafe { comm.post(part(pattern(2, 4 << 20), None)) }.expect("isend");
+        end_of(outcome(|it| comm.test(it), sent, PATIENCE), since);
+    };
+    let receiver = || {
+        let comm = accept();
+        receive(&comm, 1, 4 << 20);
+        let target = Memory::new(4 << 20);
+        // SAFETY: the memory outlives the connection.
+        let posted = unsafe { comm.post(&[Part::all(&target, None)]) }.expect("irecv");
+        tell("ready");
+        let cut = child::mailbox().join("cut");
+        while !cut.exists() {
+            assert!(comm.test(&posted).expect("a test").is_none());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let since = Instant::now();
+        end_of(outcome(|it| comm.test(it), posted, PATIENCE), since);
+    };
+    if plays(sender, receiver) || !available() {
+        return;
+    }
+    for rails in [1, 2] {
+        let network = Network::new(rails, 0);
+        let test = "a_vanished_host_is_noticed_within_the_peer_timeout_amid_transfers";
+        let ends = Ends::start(test, &network.hosts, "5");
+        ends.wait_for("ready");
+        (0..rails).for_each(|rail| network.cut(rail, Cut::Silent));
+        ends.tell("cut");
+        ends.pass();
+    }
+}
+
+#[test]
+fn a_vanished_host_is_noticed_within_the_peer_timeout_when_nothing_is_sent() {
+    let sender = || {
+        let comm = connect();
+        send(&comm, 1, 1 << 20);
+        wait_for("cut");
+        std::thread::sleep(VANISHED + MARGIN);
+        let since = Instant::now();
+        // SAFETY: the pattern is static.
+        let end = match unsafe { comm.isend(part(pattern(2, 1000), None)) } {
+            Err(code) => code,
+            Ok(sent) => {
+                let sent = sent.expect("a free request");
+                outcome(|it| comm.test(it), sent, PATIENCE).expect("an end").expect_err("nobody is there")
+            }
+        };
+        assert_eq!(end, Code::RemoteError);
+        assert!(since.elapsed() < Duration::from_millis(500), "it was known before: {:?}", since.elapsed());
+    };
+    let receiver = || {
+        let comm = accept();
+        receive(&comm, 1, 1 << 20);
+        let target = Memory::new(1000);
+        // SAFETY: the memory outlives the connection.
+        let posted = unsafe { comm.post(&[Part::all(&target, None)]) }.expect("irecv");
+        tell("ready");
+        wait_for("cut");
+        let since = Instant::now();
+        let end = outcome(|it| comm.test(it), posted, PATIENCE).expect("an end");
+        assert_eq!(end.expect_err("nobody is there"), Code::RemoteError);
+        assert!(since.elapsed() <= VANISHED + MARGIN, "after {:?}", since.elapsed());
+    };
+    if plays(sender, receiver) || !available() {
+        return;
+    }
+    let network = Network::new(1, 0);
+    let test = "a_vanished_host_is_noticed_within_the_peer_timeout_when_nothing_is_sent";
+    let ends = Ends::start(test, &network.hosts, "5");
+    ends.wait_for("ready");
+    network.cut(0, Cut::Silent);
+    ends.tell("cut");
+    ends.pass();
+}
+
+/// Messages of all sizes until told to stop.
+fn stream_out() {
+    let comm = connect();
+    let mail = child::mailbox();
+    let mut number = 0;
+    while !mail.join("stop").exists() {
+        send(&comm, number, [1 << 20, 1000, 100_000, 0][number % 4] + 1);
+        number += 1;
+    }
+    send(&comm, 0, 0);
+    comm.close().expect("close");
+    assert!(number > 0, "{number} messages");
+}
+
+fn stream_in() {
+    let comm = accept();
+    let target = Memory::new(2 << 20);
+    tell("ready");
+    for number in 0.. {
+        // SAFETY: the memory outlives the connection.
+        let request = unsafe { comm.post(&[Part::all(&target, None)]) }.expect("irecv");
+        let size = comm.wait(&request, PATIENCE).expect("the receive ends")[0] as usize;
+        if size == 0 {
+            break;
+        }
+        assert_eq!(size, [1 << 20, 1000, 100_000, 0][number % 4] + 1);
+        assert!(target.bytes()[..size] == *pattern(number, size), "message {number}");
+    }
+    comm.close().expect("close");
+}
+
+#[test]
+fn an_outage_of_every_rail_that_is_shorter_than_the_peer_timeout_is_waited_for() {
+    if plays(stream_out, stream_in) || !available() {
+        return;
+    }
+    for rails in [1, 2] {
+        let network = Network::new(rails, 0);
+        let test = "an_outage_of_every_rail_that_is_shorter_than_the_peer_timeout_is_waited_for";
+        let ends = Ends::start(test, &network.hosts, "12");
+        ends.wait_for("ready");
+        std::thread::sleep(Duration::from_millis(500));
+        for how in [Cut::Silent, Cut::DownThere] {
+            (0..rails).for_each(|rail| network.cut(rail, how));
+            std::thread::sleep(Duration::from_secs(5));
+            (0..rails).for_each(|rail| network.mend(rail, how));
+            std::thread::sleep(Duration::from_secs(3));
+        }
+        ends.tell("stop");
+        ends.pass();
+    }
+}
+
+fn signal(process: &Guarded, signal: i32) {
+    // SAFETY: the process is our child and not reaped yet.
+    assert_eq!(unsafe { libc::kill(process.id(), signal) }, 0);
+}
+
+#[test]
+fn a_peer_that_is_stopped_for_20_s_goes_on() {
+    if plays(stream_out, stream_in) || !available() {
+        return;
+    }
+    let test = "a_peer_that_is_stopped_for_20_s_goes_on";
+    std::thread::scope(|scope| {
+        for stop_receiver in [true, false] {
+            scope.spawn(move || {
+                let network = Network::new(1, 0);
+                let ends = Ends::start(test, &network.hosts, "3");
+                ends.wait_for("ready");
+                std::thread::sleep(Duration::from_millis(300));
+                let stopped = if stop_receiver { &ends.receiver } else { &ends.sender };
+                signal(stopped, libc::SIGSTOP);
+                std::thread::sleep(Duration::from_secs(20));
+                signal(stopped, libc::SIGCONT);
+                std::thread::sleep(Duration::from_secs(1));
+                ends.tell("stop");
+                ends.pass();
+            });
+        }
+    });
+}
+
+#[test]
+fn a_receive_that_is_posted_ten_timeouts_late_goes_on() {
+    let sender = || {
+        let comm = connect();
+        for seed in 0..20 {
+            send(&comm, seed, 30_000);
+        }
+        send(&comm, 20, 4 << 20);
+        comm.close().expect("close");
+    };
+    let receiver = || {
+        let comm = accept();
+        std::thread::sleep(Duration::from_secs(10));
+        for seed in 0..20 {
+            receive(&comm, seed, 30_000);
+        }
+        receive(&comm, 20, 4 << 20);
+        comm.close().expect("close");
+    };
+    if plays(sender, receiver) || !available() {
+        return;
+    }
+    let network = Network::new(1, 0);
+    Ends::start("a_receive_that_is_posted_ten_timeouts_late_goes_on", &network.hosts, "1").pass();
+}
+
+#[test]
+fn a_firewall_that_forgets_idle_connections_does_not_break_the_next_step() {
+    let sender = || {
+        let comm = connect();
+        for step in 0..3 {
+            wait_for(&format!("go-{step}"));
+            let start = Instant::now();
+            send(&comm, step, 100_000);
+            send(&comm, step, 500);
+            assert!(start.elapsed() < Duration::from_secs(4), "step {step} took {:?}", start.elapsed());
+        }
+        comm.close().expect("close");
+    };
+    let receiver = || {
+        let comm = accept();
+        for step in 0..3 {
+            receive(&comm, step, 100_000);
+            receive(&comm, step, 500);
+            tell(&format!("done-{step}"));
+        }
+        comm.close().expect("close");
+    };
+    if plays(sender, receiver) || !available() {
+        return;
+    }
+    let test = "a_firewall_that_forgets_idle_connections_does_not_break_the_next_step";
+    for with_reset in [false, true] {
+        let network = Network::new(1, 0);
+        let ends = Ends::start(test, &network.hosts, "60");
+        for step in 0..3 {
+            ends.tell(&format!("go-{step}"));
+            ends.wait_for(&format!("done-{step}"));
+            std::thread::sleep(Duration::from_millis(700));
+            network.forget_connections(with_reset);
+        }
+        ends.pass();
+    }
+}
+
+/// NCCL closes when its requests are done; what they said must arrive also when the path dies at this very moment.
+#[test]
+fn what_was_reported_done_arrives_though_a_rail_dies_at_the_close() {
+    let sender = || {
+        let comm = connect();
+        send(&comm, 0, 4 << 20);
+        tell("ready");
+        wait_for("cut");
+        for seed in 1..10 {
+            send(&comm, seed, 3000);
+        }
+        comm.close().expect("close");
+    };
+    let receiver = || {
+        let comm = accept();
+        receive(&comm, 0, 4 << 20);
+        for seed in 1..10 {
+            receive(&comm, seed, 3000);
+        }
+        comm.close().expect("close");
+    };
+    if plays(sender, receiver) || !available() {
+        return;
+    }
+    for how in [Cut::Silent, Cut::Reset, Cut::HalfSilent] {
+        let network = Network::new(2, 0);
+        let test = "what_was_reported_done_arrives_though_a_rail_dies_at_the_close";
+        let ends = Ends::start(test, &network.hosts, "60");
+        ends.wait_for("ready");
+        network.cut(0, how);
+        ends.tell("cut");
+        ends.pass();
+    }
+}

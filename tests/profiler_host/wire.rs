@@ -1,0 +1,229 @@
+//! Both halves of the library at once, as under NCCL: the network plugin moves data, and tells of it under the steps of
+//! the profiler. One process per device is what `towline all-reduce` plays (`tests/profile_run.rs`); here are the other
+//! set-ups, and the abort in which NCCL frees what the transport's handles lead to before it closes the connections.
+//!
+//! Under valgrind (some minutes), here for the abort:
+//!
+//! ```sh
+//! PROFILER_TEST_SCENARIO=wire:abort TOWLINE_PROFILE=trace TOWLINE_PROFILE_BUFFER=16 TOWLINE_STREAMS=3 \
+//!     valgrind --error-exitcode=9 target/debug/deps/profiler_host-* --exact scenario --ignored --test-threads=1
+//! ```
+
+use std::ffi::c_void;
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
+use towline::abi::ffi::*;
+use towline::host::profiler::{Event, Profiler, StepHandle};
+use towline::host::{ApiVersion, Context, Init, Memory, Net, Pair, Part, Plugin, Request};
+use towline::trace::event::Kind;
+
+use super::check;
+use super::host::library_path;
+
+const RANKS: usize = 3;
+const SIZES: [usize; 5] = [8, 3000, 64 << 10, 300_000, 2 << 20];
+
+/// One rank: its communicator with the profiler, and its connection to the next.
+struct Rank {
+    number: usize,
+    profiler: Box<Profiler>,
+    _context: Context,
+    pair: Pair,
+}
+
+impl Rank {
+    /// Each rank here has both ends of a connection: what it would send to the next rank, and what that would receive.
+    fn new(comm: u64, number: usize) -> Self {
+        let plugin = Plugin::open(library_path()).expect("the library opens");
+        let profiler = Profiler::start(&plugin, comm, c"world", RANKS, number).expect("the profile is on");
+        let net = Net::of(&plugin, Some(ApiVersion::V12)).expect("v12");
+        let init = Init { comm_id: comm, profiler: Profiler::callback(), ..Init::default() };
+        let context = net.init_with(&init).expect("init");
+        let pair = Pair::connect(&context, 0).expect("a connection");
+        Self { number, profiler: Box::new(profiler), _context: context, pair }
+    }
+
+    fn begin(&self, seq: u64) -> Ongoing<'_> {
+        let profiler = &self.profiler;
+        let collective = profiler.collective(c"AllReduce", seq, 1 << 20);
+        let peer = (self.number + 1) % RANKS;
+        let send = profiler.operation(collective, peer, true, SIZES.len(), 2 << 20);
+        let receive = profiler.operation(collective, peer, false, SIZES.len(), 2 << 20);
+        let steps = SIZES.iter().enumerate().map(|(number, size)| Step::post(self, number, *size, send, receive));
+        Ongoing { rank: self, send, receive, steps: steps.collect() }
+    }
+}
+
+/// A collective whose messages are under way.
+struct Ongoing<'a> {
+    rank: &'a Rank,
+    send: Event,
+    receive: Event,
+    steps: Vec<Step>,
+}
+
+/// One message with both of its ends.
+struct Step {
+    size: usize,
+    out: Option<(Request, Box<StepHandle>)>,
+    back: Option<(Request, Box<StepHandle>)>,
+    /// Until the requests have ended.
+    _memory: (Memory, Memory),
+}
+
+impl Step {
+    fn post(rank: &Rank, number: usize, size: usize, send: Event, receive: Event) -> Self {
+        let (profiler, pair) = (&rank.profiler, &rank.pair);
+        let memory = (Memory::of(&vec![7; size]), Memory::new(size));
+        let back = profiler.step(receive, number);
+        profiler.state(back.step(), ncclProfilerProxyStepRecvWait, 0);
+        let out = profiler.step(send, number);
+        profiler.state(out.step(), ncclProfilerProxyStepSendGPUWait, 0);
+        profiler.state(out.step(), ncclProfilerProxyStepSendPeerWait_v4, 0);
+        let part = |memory, handle: *mut c_void| Part::all(memory, None).profiled(handle);
+        // SAFETY: memory and handles live until the requests have ended, or until the connection is closed in the abort.
+        let received = unsafe { pair.recv.post(&[part(&memory.1, back.handle())]) }.expect("irecv");
+        // SAFETY: as above.
+        let sent = unsafe { pair.send.post(part(&memory.0, out.handle())) }.expect("isend");
+        profiler.state(out.step(), ncclProfilerProxyStepSendWait, size);
+        Self { size, out: Some((sent, out)), back: Some((received, back)), _memory: memory }
+    }
+
+    /// Whether both ends are over.
+    fn progress(&mut self, rank: &Rank) -> bool {
+        let profiler = &rank.profiler;
+        if let Some((_, step)) = self.out.take_if(|(sent, _)| rank.pair.send.test(sent).expect("a send").is_some()) {
+            profiler.end(step.step());
+        }
+        let over = |(received, _): &mut (Request, _)| rank.pair.recv.test(received).expect("a receive").is_some();
+        if let Some((_, step)) = self.back.take_if(over) {
+            profiler.state(step.step(), ncclProfilerProxyStepRecvFlushWait, self.size);
+            profiler.state(step.step(), ncclProfilerProxyStepRecvGPUWait, self.size);
+            profiler.end(step.step());
+        }
+        self.out.is_none() && self.back.is_none()
+    }
+}
+
+impl Ongoing<'_> {
+    /// As NCCL's progress thread: the oldest first, those behind it now and then.
+    fn progress(&mut self) -> bool {
+        let rank = self.rank;
+        self.steps.retain_mut(|step| !step.progress(rank));
+        self.steps.is_empty()
+    }
+
+    fn finish(mut self) {
+        let start = Instant::now();
+        while !self.progress() {
+            assert!(start.elapsed() < Duration::from_secs(60), "the messages arrive");
+            std::thread::yield_now();
+        }
+        self.end();
+    }
+
+    fn end(self) {
+        self.rank.profiler.end(self.send);
+        self.rank.profiler.end(self.receive);
+    }
+}
+
+pub(crate) fn play(setup: &str) {
+    match setup {
+        "devices" => {
+            // Several devices in one process, one thread for all of them.
+            let ranks: Vec<Rank> = (0..RANKS).map(|number| Rank::new(0x51, number)).collect();
+            for seq in 0..6 {
+                let mut ongoing: Vec<Ongoing> = ranks.iter().map(|rank| rank.begin(seq)).collect();
+                let mut open = RANKS;
+                while open > 0 {
+                    open = ongoing.iter_mut().filter_map(|collective| (!collective.progress()).then_some(())).count();
+                    std::thread::yield_now();
+                }
+                ongoing.into_iter().for_each(Ongoing::end);
+            }
+        }
+        "threads" => {
+            // One thread per device; communicators come and go on all of them.
+            let barrier = Barrier::new(RANKS);
+            std::thread::scope(|scope| {
+                for number in 0..RANKS {
+                    let barrier = &barrier;
+                    scope.spawn(move || {
+                        for comm in 0..3 {
+                            let rank = Rank::new(0x60 + comm, number);
+                            for seq in 0..2 {
+                                rank.begin(seq).finish();
+                            }
+                        }
+                        barrier.wait();
+                    });
+                }
+            });
+        }
+        "abort" => {
+            for round in 0..6 {
+                let rank = Rank::new(0x70, 0);
+                rank.begin(0).finish();
+                let mut ongoing = rank.begin(1);
+                for _ in 0..round * 3 {
+                    ongoing.progress();
+                }
+                // ncclCommAbort: the handles go, then the connections, then the communicator. The memory stays, as the
+                // user's does.
+                let Ongoing { steps, .. } = ongoing;
+                let mut memory = Vec::new();
+                for step in steps {
+                    let Step { out, back, _memory, .. } = step;
+                    drop((out, back));
+                    memory.push(_memory);
+                }
+                let Rank { pair, profiler, .. } = rank;
+                pair.close().expect("a close");
+                drop(profiler);
+                drop(memory);
+            }
+        }
+        _ => panic!("no set-up {setup}"),
+    }
+}
+
+fn played(setup: &str) -> towline::trace::perfetto::read::Contents {
+    let dir = tempfile::tempdir().unwrap();
+    super::run(&format!("wire:{setup}"), dir.path(), &[("TOWLINE_STREAMS", "3"), ("TOWLINE_WORKERS", "2")]);
+    let files = check::traces(dir.path());
+    assert_eq!(files.len(), 1);
+    check::load(&files[0])
+}
+
+#[test]
+fn several_devices_with_real_transfers() {
+    let contents = played("devices");
+    let process = &contents.processes[0];
+    check::family(process);
+    assert_eq!((process.comms.len(), process.dropped), (RANKS, 0));
+    let sizes: usize = SIZES.iter().sum();
+    assert_eq!(check::bytes_add_up(process), (6 * 2 * RANKS * sizes) as u64);
+    // Arrows lead from each send to its receive, also where chunks have streams of their own.
+    let ends = |leaves| process.arrows.iter().filter(|arrow| arrow.leaves == leaves).count();
+    assert!(ends(true) > 0 && ends(false) > 0);
+}
+
+#[test]
+fn one_thread_per_device_with_real_transfers() {
+    let contents = played("threads");
+    let process = &contents.processes[0];
+    check::family(process);
+    assert_eq!((process.comms.len(), process.dropped), (3 * RANKS, 0));
+    let sizes: usize = SIZES.iter().sum();
+    assert_eq!(check::bytes_add_up(process), (3 * 2 * 2 * RANKS * sizes) as u64);
+}
+
+#[test]
+fn an_abort_frees_the_handles_before_the_close() {
+    let contents = played("abort");
+    let process = &contents.processes[0];
+    let events = check::starts(process, Kind::NetPlugin).len();
+    assert!(events >= 6 * 2 * SIZES.len(), "the first collective of each round is whole: {events}");
+}

@@ -1,0 +1,319 @@
+//! Transfers over real verbs: what is RDMA's own. What every backend must do is in the `net_*` tests, which the RDMA
+//! test machine runs as well (`tests/rdma_vm/suite.sh`).
+//!
+//! These tests need two RDMA devices, rxe0 on veth0 and rxe1 on veth1, as the test machine has them.
+
+#![cfg(feature = "rdma")]
+
+mod support;
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use support::child;
+use support::{PATIENCE, context, eventually, outcome, part, pattern, watchdog};
+use towline::host::log::Capture;
+use towline::host::{ApiVersion, Code, Context, Memory, Pair, Part};
+
+/// Runs a command of the machine; gives what it printed.
+fn machine(command: &str) -> String {
+    let output = Command::new("sh").args(["-c", command]).output().expect("a shell");
+    assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// Sets a link of the machine up or down. The kernel forgets neighbours with the link.
+fn set_link(name: &str, up: bool) {
+    machine(&format!("ip link set {name} {}", if up { "up" } else { "down" }));
+    if up {
+        machine(
+            "ip neigh replace 10.7.0.2 lladdr $(cat /sys/class/net/veth1/address) dev veth0 nud permanent; \
+             ip neigh replace 10.7.0.1 lladdr $(cat /sys/class/net/veth0/address) dev veth1 nud permanent",
+        );
+    }
+}
+
+/// Brings the links back when a test ends, however it ends.
+struct Links;
+
+impl Drop for Links {
+    fn drop(&mut self) {
+        set_link("veth0", true);
+        set_link("veth1", true);
+    }
+}
+
+/// A connection from the first device to the second.
+fn across(context: &Context) -> Pair {
+    Pair::between((context, 0), (context, 1)).expect("a connection")
+}
+
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn ports_are_devices_whose_registrations_hold_for_all_connections() {
+    let context = context(ApiVersion::V12);
+    assert_eq!(context.devices().expect("devices"), 2);
+    for (number, name) in [(0, "rxe0"), (1, "rxe1")] {
+        let properties = context.properties(number).expect("properties");
+        assert_eq!(properties.name, name);
+        assert!(properties.reg_is_global && properties.speed_mbps > 0, "{properties:?}");
+        assert_eq!(properties.ptr_support, towline::host::PTR_HOST, "no GPU memory here");
+    }
+    let (one, other) = (across(&context), across(&context));
+    let (source, target) = (Memory::of(pattern(1, 5000)), Memory::new(5000));
+    // Registered with one connection, used on another.
+    let (from, to) = (one.send.register(&source).expect("regMr"), one.recv.register(&target).expect("regMr"));
+    // SAFETY: the memory lives until the requests ended.
+    let posted = unsafe { other.recv.post(&[Part::all(&target, Some(&to))]) }.expect("irecv");
+    // SAFETY: as above.
+    let sent = unsafe { other.send.post(Part::all(&source, Some(&from))) }.expect("isend");
+    other.finish(posted, &[sent]).expect("a transfer");
+    assert!(target.bytes() == pattern(1, 5000));
+}
+
+/// Every way in which ports and queue pairs share a message: fused ports on both sides, on one, on none.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn fused_ports_and_every_number_of_queue_pairs_share_messages() {
+    const NAME: &str = "fused_ports_and_every_number_of_queue_pairs_share_messages";
+    for pairs in ["1", "2", "4", "8"] {
+        for split in ["0", "1"] {
+            let variables = [("NCCL_IB_QPS_PER_CONNECTION", pairs), ("NCCL_IB_SPLIT_DATA_ON_QPS", split)];
+            child::alone(NAME, &variables, || {
+                let _watchdog = watchdog(120);
+                let context = context(ApiVersion::V12);
+                let fused = context.make_vdevice(&[0, 1]).expect("a device of both ports");
+                assert_eq!(context.properties(fused).expect("properties").name, "rxe0+rxe1");
+                for (from, to) in [(fused, fused), (fused, 1), (0, fused), (0, 1)] {
+                    let pair = Pair::between((&context, from), (&context, to)).expect("a connection");
+                    for size in [0, 1, 127, 129, 8191, 16_385, 100_000, (1 << 20) + 77] {
+                        let arrived = pair.transfer(pattern(size, size)).expect("a transfer");
+                        assert!(arrived == pattern(size, size), "{from} to {to}, {size} bytes");
+                    }
+                    let sends: Vec<(i32, &[u8])> = (0..8).map(|tag| (tag, pattern(9, 20_000 * tag as usize))).collect();
+                    // Posted the other way round than sent.
+                    let receives: Vec<(i32, usize)> = (0..8).rev().map(|tag| (tag, 150_000)).collect();
+                    let arrived = pair.exchange(&sends, &receives).expect("a group");
+                    assert!(arrived.iter().rev().zip(&sends).all(|(got, (_, sent))| got == sent), "{from} to {to}");
+                    pair.close().expect("close");
+                }
+            });
+            if child::role().is_some() {
+                return;
+            }
+        }
+    }
+}
+
+/// SoftRoCE takes at most 8 MiB in one write: above, a share is several writes, and the size is told.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_message_beyond_the_devices_largest_write_arrives_with_its_size() {
+    let _watchdog = watchdog(120);
+    let pair = across(&context(ApiVersion::V12));
+    for (size, room) in [((8 << 20) - 1, 9 << 20), (8 << 20, 8 << 20), ((8 << 20) + 1, 16 << 20), (17 << 20, 17 << 20)]
+    {
+        let arrived = pair.transfer_into(pattern(3, size), room).expect("a transfer");
+        assert!(arrived == pattern(3, size), "{size} bytes");
+    }
+}
+
+/// With adaptive routing the end of a message is a write of its own.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn adaptive_routing_sends_the_end_apart() {
+    const NAME: &str = "adaptive_routing_sends_the_end_apart";
+    let variables = [("NCCL_IB_ADAPTIVE_ROUTING", "1"), ("NCCL_IB_AR_THRESHOLD", "1000")];
+    child::alone(NAME, &variables, || {
+        let _watchdog = watchdog(60);
+        let pair = across(&context(ApiVersion::V12));
+        for round in 0..300 {
+            let size = [10, 1000, 1001, 70_000][round % 4];
+            assert!(pair.transfer_into(pattern(round, size), 100_000).expect("a transfer") == pattern(round, size));
+        }
+    });
+}
+
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_message_longer_than_its_receive_fails_both_sides_with_both_sizes() {
+    let _watchdog = watchdog(60);
+    let log = Capture::start();
+    let pair = across(&context(ApiVersion::V12));
+    let target = Memory::new(100);
+    // SAFETY: the memory lives until the connection is closed.
+    let posted = unsafe { pair.recv.post(&[Part::all(&target, None).tagged(3)]) }.expect("irecv");
+    // SAFETY: the pattern is static.
+    let sent = unsafe { pair.send.isend(part(pattern(1, 101), None).tagged(3)) };
+    let sent = sent.and_then(|request| match request {
+        Some(request) => outcome(|r| pair.send.test(r), request, PATIENCE).expect("no hang").map(drop),
+        None => Ok(()),
+    });
+    assert_eq!(sent.err(), Some(Code::InvalidUsage));
+    let received = outcome(|r| pair.recv.test(r), posted, PATIENCE).expect("no hang");
+    assert_eq!(received.err(), Some(Code::InvalidUsage));
+    assert!(log.contains("a message of 101 bytes with tag 3 met a receive of 100 bytes"), "{:?}", log.records());
+    assert!(target.bytes().iter().all(|byte| *byte == target.bytes()[0]), "nothing was written");
+}
+
+/// The registration ends while it is in use: the memory stays pinned until the transfer is over.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn memory_that_is_deregistered_too_early_stays_until_its_transfer_ends() {
+    let _watchdog = watchdog(60);
+    let pair = across(&context(ApiVersion::V12));
+    let (source, target) = (Memory::of(pattern(7, 3 << 20)), Memory::new(3 << 20));
+    let (from, to) = (pair.send.register(&source).expect("regMr"), pair.recv.register(&target).expect("regMr"));
+    // SAFETY: the memory lives until the requests ended.
+    let posted = unsafe { pair.recv.post(&[Part::all(&target, Some(&to))]) }.expect("irecv");
+    to.dereg().expect("deregMr");
+    // SAFETY: as above.
+    let sent = unsafe { pair.send.post(Part::all(&source, Some(&from))) }.expect("isend");
+    from.dereg().expect("deregMr");
+    pair.finish(posted, &[sent]).expect("a transfer");
+    assert!(target.bytes() == pattern(7, 3 << 20));
+}
+
+/// A buffer outside its registration is refused before anything is sent, and the connection goes on.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_buffer_outside_its_registration_is_refused() {
+    let _watchdog = watchdog(60);
+    let pair = across(&context(ApiVersion::V12));
+    let memory = Memory::of(pattern(2, 8192));
+    let half = pair.send.reg_mr(memory.at(0), 4096, towline::host::PTR_HOST).expect("regMr");
+    for (offset, size) in [(0, 4097), (4000, 97), (4096, 1)] {
+        let beyond = Part::new(memory.at(offset), size, Some(&half));
+        // SAFETY: it is refused.
+        let refused = unsafe { pair.send.isend(beyond) };
+        assert_eq!(refused.err(), Some(Code::InvalidArgument), "{size} bytes at {offset}");
+    }
+    assert_eq!(pair.transfer(b"and the rest works").expect("a transfer"), b"and the rest works");
+}
+
+/// The link goes down in the middle of traffic and comes back before the queue pairs give up: nothing is lost.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_link_that_comes_back_loses_nothing() {
+    const NAME: &str = "a_link_that_comes_back_loses_nothing";
+    // 0.27 s between two of 7 attempts.
+    child::alone(NAME, &[("NCCL_IB_TIMEOUT", "16")], || {
+        let _watchdog = watchdog(120);
+        let _links = Links;
+        let log = Capture::start();
+        let pair = across(&context(ApiVersion::V12));
+        for round in 0..3 {
+            assert!(pair.transfer(pattern(round, 100_000)).expect("a transfer") == pattern(round, 100_000));
+            std::thread::scope(|scope| {
+                let size = 4 << 20;
+                let (source, target) = (Memory::of(pattern(round, size)), Memory::new(size));
+                // SAFETY: the memory lives until the requests ended.
+                let posted = unsafe { pair.recv.post(&[Part::all(&target, None)]) }.expect("irecv");
+                // SAFETY: as above.
+                let sent = unsafe { pair.send.post(Part::all(&source, None)) }.expect("isend");
+                scope.spawn(|| {
+                    set_link("veth1", false);
+                    std::thread::sleep(Duration::from_millis(300));
+                    set_link("veth1", true);
+                });
+                pair.finish(posted, &[sent]).expect("a transfer");
+                assert!(target.bytes() == pattern(round, size));
+            });
+        }
+        eventually("a word about the port", PATIENCE, || log.contains("of rxe1 went down").then_some(()));
+    });
+}
+
+/// The link stays down: the transfer fails when the queue pair has given up, and says what it knows.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_link_that_stays_down_fails_the_transfer_with_both_ends_named() {
+    const NAME: &str = "a_link_that_stays_down_fails_the_transfer_with_both_ends_named";
+    child::alone(NAME, &[("NCCL_IB_TIMEOUT", "12"), ("NCCL_IB_RETRY_CNT", "2")], || {
+        let _watchdog = watchdog(60);
+        let _links = Links;
+        let log = Capture::start();
+        let pair = across(&context(ApiVersion::V12));
+        assert_eq!(pair.transfer(b"works").expect("a transfer"), b"works");
+        let target = Memory::new(50_000);
+        // SAFETY: the memory lives until the connection is closed.
+        let posted = unsafe { pair.recv.post(&[Part::all(&target, None)]) }.expect("irecv");
+        std::thread::sleep(Duration::from_millis(50));
+        set_link("veth0", false);
+        eventually("a word about the port", PATIENCE, || log.contains("of rxe0 went down").then_some(()));
+        // SAFETY: the pattern is static.
+        let sent = unsafe { pair.send.post(part(pattern(1, 50_000), None)) }.expect("isend");
+        let sent = outcome(|r| pair.send.test(r), sent, PATIENCE).expect("no hang");
+        let received = outcome(|r| pair.recv.test(r), posted, PATIENCE).expect("no hang");
+        set_link("veth0", true);
+        // SoftRoCE says at once that it cannot send; other devices find out when nobody answers.
+        assert!(matches!(sent.err(), Some(Code::SystemError | Code::RemoteError)));
+        assert_eq!(received.err(), Some(Code::RemoteError));
+        for words in ["vendor code", "on rxe0, queue pair", "GID 10.7.0.1", "GID 10.7.0.2", "this side's port is down"]
+        {
+            assert!(log.contains(words), "{words}: {:?}", log.records());
+        }
+    });
+}
+
+/// A host over TCP and one over RDMA: both hear what is wrong instead of waiting for each other.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_peer_over_the_other_backend_is_an_error_at_once() {
+    const NAME: &str = "a_peer_over_the_other_backend_is_an_error_at_once";
+    if child::role().as_deref() == Some("tcp") {
+        let context = context(ApiVersion::V12);
+        let (_listener, handle) = context.listen(0).expect("listen");
+        child::send(&child::mailbox(), "handle", handle.bytes());
+        std::thread::sleep(PATIENCE);
+        return;
+    }
+    let _watchdog = watchdog(60);
+    let log = Capture::start();
+    let mailbox = child::Mailbox::new();
+    let mut command = child::command(NAME, "tcp");
+    command.env("TOWLINE_BACKEND", "tcp").env(child::MAILBOX, mailbox.path());
+    let _listening = child::Guarded::start(command);
+    let mut handle = towline::host::Handle::from_bytes(&child::receive(mailbox.path(), "handle"));
+    let refused = context(ApiVersion::V12).connect(0, &mut handle);
+    assert_eq!(refused.err(), Some(Code::InvalidUsage));
+    assert!(log.contains("the peer listens over TCP, and this side's device is RDMA's"), "{:?}", log.records());
+}
+
+/// What the kernel holds of RDMA: the number of each kind of object.
+fn resources() -> String {
+    machine("rdma resource show")
+}
+
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn many_connections_leave_nothing_in_the_kernel() {
+    const NAME: &str = "many_connections_leave_nothing_in_the_kernel";
+    child::alone(NAME, &[], || {
+        let cycles = std::env::var("RDMA_CYCLES").ok().and_then(|text| text.parse().ok()).unwrap_or(200);
+        let _watchdog = watchdog(30 + cycles);
+        let context = context(ApiVersion::V12);
+        // What the process has once: protection domains, and the keeper's descriptors.
+        across(&context).close().expect("close");
+        let settled = || {
+            let before = resources();
+            std::thread::sleep(Duration::from_millis(300));
+            (before == resources()).then_some(before)
+        };
+        let before = eventually("the kernel's count settles", PATIENCE, settled);
+        let start = Instant::now();
+        for cycle in 0..cycles as usize {
+            let pair = across(&context);
+            let size = [0, 100, 20_000][cycle % 3];
+            assert!(pair.transfer(pattern(cycle, size)).expect("a transfer") == pattern(cycle, size));
+            pair.close().expect("close");
+        }
+        let each = start.elapsed() / u32::try_from(cycles).expect("few");
+        let end = Instant::now() + PATIENCE;
+        while resources() != before {
+            assert!(Instant::now() < end, "before: {before}\nafter: {}", resources());
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        println!("{cycles} cycles, {each:?} each; {before}");
+    });
+}

@@ -1,0 +1,174 @@
+//! Cutting rails between two network namespaces in the ways that networks have, and mending them.
+//!
+//! Needs `nft` (package nftables) and `tc` (package iproute2) besides what [`super::netns`] needs.
+
+use std::process::Command;
+
+use super::netns::{Namespace, two_hosts};
+
+/// How a rail is cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cut {
+    /// The interface of the first host goes down.
+    DownHere,
+    /// The interface of the second host goes down.
+    DownThere,
+    /// Packets vanish in both directions.
+    Silent,
+    /// Packets to the first host vanish, the others arrive.
+    HalfSilent,
+    /// Each TCP packet is answered with a reset.
+    Reset,
+    /// The rate goes to one byte a second.
+    Stuck,
+}
+
+impl Cut {
+    /// All ways.
+    pub const ALL: [Self; 6] =
+        [Self::DownHere, Self::DownThere, Self::Silent, Self::HalfSilent, Self::Reset, Self::Stuck];
+}
+
+/// Two hosts with rails between them, each of a known rate if one is given.
+pub struct Network {
+    /// Both ends.
+    pub hosts: (Namespace, Namespace),
+    rails: usize,
+    mbit: Option<u32>,
+}
+
+impl Network {
+    /// With all rails in order. `mbit`: the rate of each rail and direction, in Mbit/s; 0 for what the machine gives.
+    pub fn new(rails: usize, mbit: u32) -> Self {
+        let network = Self { hosts: two_hosts(rails), rails, mbit: (mbit > 0).then_some(mbit) };
+        for host in network.both() {
+            let chains = "add table inet cut\nadd chain inet cut in { type filter hook input priority 0 ; }";
+            nft(host, chains);
+        }
+        (0..rails).for_each(|rail| network.shape(rail));
+        network
+    }
+
+    /// How many rails.
+    pub fn rails(&self) -> usize {
+        self.rails
+    }
+
+    fn both(&self) -> [&Namespace; 2] {
+        [&self.hosts.0, &self.hosts.1]
+    }
+
+    fn shape(&self, rail: usize) {
+        for host in self.both() {
+            match self.mbit {
+                // Half a buffer of 50 ms, as a switch might have.
+                Some(mbit) => {
+                    tc(host, &format!("qdisc replace dev rail{rail} root tbf rate {mbit}mbit burst 128k latency 50ms"))
+                }
+                None => tc(host, &format!("qdisc replace dev rail{rail} root pfifo_fast")),
+            }
+        }
+    }
+
+    /// Cuts a rail.
+    pub fn cut(&self, rail: usize, how: Cut) {
+        let drop = format!("add rule inet cut in iifname rail{rail} drop");
+        match how {
+            Cut::DownHere => self.hosts.0.ip(&format!("link set rail{rail} down")),
+            Cut::DownThere => self.hosts.1.ip(&format!("link set rail{rail} down")),
+            Cut::Silent => self.both().into_iter().for_each(|host| nft(host, &drop)),
+            Cut::HalfSilent => nft(&self.hosts.0, &drop),
+            Cut::Reset => {
+                let reset = format!("add rule inet cut in iifname rail{rail} meta l4proto tcp reject with tcp reset");
+                self.both().into_iter().for_each(|host| nft(host, &reset));
+            }
+            Cut::Stuck => {
+                for host in self.both() {
+                    tc(host, &format!("qdisc replace dev rail{rail} root tbf rate 8bit burst 1600 limit 3000"));
+                }
+            }
+        }
+    }
+
+    /// Mends what [`Network::cut`] did to a rail.
+    pub fn mend(&self, rail: usize, how: Cut) {
+        match how {
+            Cut::DownHere | Cut::DownThere => {
+                for (host, number) in [(&self.hosts.0, 1), (&self.hosts.1, 2)] {
+                    host.ip(&format!("link set rail{rail} up"));
+                    // The kernel forgets IPv6 addresses of a link that goes down.
+                    host.ip(&format!("address replace fd77:{rail}::{number}/64 dev rail{rail} nodad"));
+                }
+            }
+            Cut::Silent | Cut::HalfSilent | Cut::Reset => {
+                // Other rails may be cut at the same time: only this one's rules go.
+                for host in self.both() {
+                    remove_rules(host, &format!("\"rail{rail}\""));
+                }
+            }
+            Cut::Stuck => self.shape(rail),
+        }
+    }
+
+    /// Drops, without a word, every packet of the connections that exist now, as a firewall that has forgotten them, or
+    /// answers them with a reset. New ones are let through.
+    pub fn forget_connections(&self, with_reset: bool) {
+        for host in self.both() {
+            let listed =
+                Command::new("ip").args(["netns", "exec", host.name(), "ss", "-Htn"]).output().expect("ss runs");
+            for line in String::from_utf8_lossy(&listed.stdout).lines() {
+                let words: Vec<&str> = line.split_whitespace().collect();
+                let port = |at: usize| words[at].rsplit(':').next().expect("a port").to_owned();
+                let verdict = if with_reset { "reject with tcp reset" } else { "drop" };
+                let rule = format!("add rule inet cut in tcp sport {} tcp dport {} {verdict}", port(4), port(3));
+                nft(host, &rule);
+            }
+        }
+    }
+
+    /// How many TCP connections the first host has.
+    pub fn connections(&self) -> usize {
+        let name = self.hosts.0.name();
+        let listed = Command::new("ip").args(["netns", "exec", name, "ss", "-Htn"]).output().expect("ss runs");
+        String::from_utf8_lossy(&listed.stdout).lines().count()
+    }
+}
+
+fn nft(host: &Namespace, rules: &str) {
+    let output = Command::new("ip").args(["netns", "exec", host.name(), "nft", rules]).output().expect("ip runs");
+    assert!(output.status.success(), "nft {rules}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+fn remove_rules(host: &Namespace, with: &str) {
+    let list = ["netns", "exec", host.name(), "nft", "-a", "list", "chain", "inet", "cut", "in"];
+    let output = Command::new("ip").args(list).output().expect("ip runs");
+    for line in String::from_utf8_lossy(&output.stdout).lines().filter(|line| line.contains(with)) {
+        if let Some((_, handle)) = line.rsplit_once("# handle ") {
+            nft(host, &format!("delete rule inet cut in handle {handle}"));
+        }
+    }
+}
+
+fn tc(host: &Namespace, words: &str) {
+    let output = Command::new("tc").args(["-n", host.name()]).args(words.split_whitespace()).output();
+    let output = output.expect("tc (package iproute2) runs");
+    assert!(output.status.success(), "tc {words}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// Numbers that look random and follow from a seed.
+pub struct Dice(u64);
+
+impl Dice {
+    /// Those of this seed.
+    pub fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
+    }
+
+    /// One of 0 to `below` − 1.
+    pub fn roll(&mut self, below: u64) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 16) % below
+    }
+}

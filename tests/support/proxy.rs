@@ -1,0 +1,98 @@
+//! Somebody on the way: a TCP proxy between the two sides of a connection that records what passes and may change it or
+//! hold it back. Only the first stream goes through it, in its first life: further ones use the addresses that the
+//! handshake tells, which are proved.
+
+use std::io::{Read, Write};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use towline::host::Handle;
+
+/// Which way bytes go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Way {
+    /// From the connecting to the listening side.
+    Forth,
+    /// The other way.
+    Back,
+}
+
+/// What the proxy does with bytes that begin at an offset of their way.
+pub type Meddle = dyn FnMut(Way, usize, &mut [u8]) + Send;
+
+/// A proxy in front of one listener.
+pub struct Proxy {
+    seen: Arc<Mutex<[Vec<u8>; 2]>>,
+}
+
+/// Where the listener behind a handle can be reached: the tests know as much as a stranger who has seen the packets.
+pub fn address_of(handle: &Handle) -> SocketAddr {
+    let bytes = &handle.bytes()[24..48];
+    let port = u16::from_le_bytes([bytes[2], bytes[3]]);
+    match bytes[0] {
+        4 => SocketAddr::from((Ipv4Addr::new(bytes[4], bytes[5], bytes[6], bytes[7]), port)),
+        6 => SocketAddr::from((Ipv6Addr::from(<[u8; 16]>::try_from(&bytes[4..20]).expect("16 bytes")), port)),
+        family => panic!("the handle holds an address of family {family}"),
+    }
+}
+
+/// Has the handle lead somewhere else.
+pub fn lead_to(handle: &mut Handle, address: SocketAddr) {
+    let IpAddr::V4(ip) = address.ip() else { panic!("the tests' own listeners are IPv4") };
+    let bytes = &mut handle.bytes_mut()[24..48];
+    bytes.fill(0);
+    bytes[0] = 4;
+    bytes[2..4].copy_from_slice(&address.port().to_le_bytes());
+    bytes[4..8].copy_from_slice(&ip.octets());
+}
+
+impl Proxy {
+    /// Puts a proxy in front of the listener behind `handle`, which leads to the proxy from then on. Every connection
+    /// is meddled with alike.
+    pub fn before(handle: &mut Handle, meddle: impl FnMut(Way, usize, &mut [u8]) + Send + 'static) -> Self {
+        let target = address_of(handle);
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+        lead_to(handle, listener.local_addr().expect("an address"));
+        let seen = Arc::new(Mutex::new([Vec::new(), Vec::new()]));
+        let (meddle, all) = (Arc::new(Mutex::new(meddle)), Arc::clone(&seen));
+        std::thread::spawn(move || {
+            for client in listener.incoming().flatten() {
+                let Ok(server) = TcpStream::connect(target) else { continue };
+                *all.lock().unwrap_or_else(PoisonError::into_inner) = [Vec::new(), Vec::new()];
+                for way in [Way::Forth, Way::Back] {
+                    let (client, server) = (client.try_clone().expect("a copy"), server.try_clone().expect("a copy"));
+                    let (from, to) = if way == Way::Forth { (client, server) } else { (server, client) };
+                    let (meddle, seen) = (Arc::clone(&meddle), Arc::clone(&all));
+                    std::thread::spawn(move || pass(way, from, to, &seen, &*meddle as &Mutex<Meddle>));
+                }
+            }
+        });
+        Self { seen }
+    }
+
+    /// What has gone that way so far, through the newest connection, as it was sent.
+    pub fn seen(&self, way: Way) -> Vec<u8> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)[way as usize].clone()
+    }
+}
+
+fn pass(way: Way, mut from: TcpStream, mut to: TcpStream, seen: &Mutex<[Vec<u8>; 2]>, meddle: &Mutex<Meddle>) {
+    let _ = to.set_nodelay(true);
+    let mut bytes = vec![0; 64 << 10];
+    let mut at = 0;
+    loop {
+        match from.read(&mut bytes) {
+            Ok(0) | Err(_) => break,
+            Ok(count) => {
+                seen.lock().unwrap_or_else(PoisonError::into_inner)[way as usize].extend_from_slice(&bytes[..count]);
+                (meddle.lock().unwrap_or_else(PoisonError::into_inner))(way, at, &mut bytes[..count]);
+                at += count;
+                if to.write_all(&bytes[..count]).is_err() {
+                    break;
+                }
+            }
+        }
+    }
+    let _ = to.shutdown(Shutdown::Write);
+    let _ = from.shutdown(Shutdown::Read);
+}
