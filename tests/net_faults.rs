@@ -6,14 +6,16 @@ mod support;
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
+use std::io::{BufRead as _, BufReader};
 use std::process::{Command, Stdio};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use support::child::{self, Guarded, Mailbox};
 use support::faults::{Cut, Dice, Network};
 use support::netns::{Namespace, available};
 use support::{PATIENCE, context, part, pattern, watchdog};
-use towline::host::{ApiVersion, Handle, Memory, Part, RecvComm, SendComm};
+use towline::host::{ApiVersion, Context, Handle, Memory, Part, RecvComm, SendComm};
 
 const MS: Duration = Duration::from_millis(1);
 
@@ -164,19 +166,14 @@ fn plays() -> bool {
 const MBIT: u32 = 100;
 
 /// Cuts one of two equal rails under load: the rate is back at 0.9 of what is left within `noticed` and a second, and the
-/// rail is used again within 5 s of its return. On a busy machine, and with some phases of the cut, it takes longer now and
-/// then (a reset has been seen to be noticed as silence, after 1.9 s); the second of two tries must be in time.
+/// rail is used again within 5 s of its return.
 fn survives(test: &str, how: Cut, noticed: Duration) {
     if plays() || !available() {
         return;
     }
     let _watchdog = watchdog(115);
     let network = Network::new(2, MBIT);
-    let mut was_in_time = false;
-    for (rail, tries_left) in [(1, 1), (1, 0), (0, 1), (0, 0)] {
-        if tries_left == 0 && was_in_time {
-            continue;
-        }
+    for rail in [1, 0] {
         let ends = Ends::start(test, &network.hosts, &[]);
         child::receive(ends.mail.path(), "handle");
         std::thread::sleep(1500 * MS);
@@ -204,13 +201,8 @@ fn survives(test: &str, how: Cut, noticed: Duration) {
         eprintln!(
             "{how:?} of rail {rail}: {before:.0} Mbit/s before; 0.9 of the rest after {steady:?}; rail back after {back:?}"
         );
-        let in_time = steady.is_some_and(|after| after <= noticed + 1000 * MS);
-        let back_in_time = back.is_some_and(|after| after <= 5000 * MS);
-        was_in_time = in_time && back_in_time;
-        assert!(in_time || tries_left > 0, "the rate is back after {steady:?}");
-        assert!(back_in_time || tries_left > 0, "the rail is used again after {back:?}");
-        // Whatever the time, nothing may be lost for good.
-        assert!(steady.is_some_and(|after| after <= noticed + 3000 * MS), "the rate is back after {steady:?}");
+        assert!(steady.is_some_and(|after| after <= noticed + 1000 * MS), "the rate is back after {steady:?}");
+        assert!(back.is_some_and(|after| after <= 5000 * MS), "the rail is used again after {back:?}");
     }
 }
 
@@ -226,9 +218,7 @@ fn an_interface_that_goes_down_there_is_survived() {
 
 #[test]
 fn a_rail_that_answers_with_resets_is_survived() {
-    // Promised are 0.1 s, and often it is that; in the latest build a rail that carries the first stream is noticed as if it
-    // were silent (docs/reliability.md).
-    survives("a_rail_that_answers_with_resets_is_survived", Cut::Reset, 2300 * MS);
+    survives("a_rail_that_answers_with_resets_is_survived", Cut::Reset, 100 * MS);
 }
 
 #[test]
@@ -246,8 +236,12 @@ fn a_rail_whose_rate_goes_to_nothing_is_survived() {
     survives("a_rail_whose_rate_goes_to_nothing_is_survived", Cut::Stuck, 3000 * MS);
 }
 
+/// Held while a link is down, and while a rank looks what interfaces there are: it uses those that are up then, and a rank
+/// with one rail cannot be expected to survive the loss of that one.
+type Links = Mutex<()>;
+
 /// Runs `towline all-reduce` between the hosts, again and again, until `enough` says so: how many runs, all of them right.
-fn all_reduce_until(network: &Network, iterations: usize, mut enough: impl FnMut() -> bool) -> usize {
+fn all_reduce_until(network: &Network, links: &Links, iterations: usize, mut enough: impl FnMut() -> bool) -> usize {
     let wrap = |host: &Namespace| format!("ip netns exec {}", host.name());
     let mut runs = 0;
     while !enough() {
@@ -255,8 +249,13 @@ fn all_reduce_until(network: &Network, iterations: usize, mut enough: impl FnMut
         command.args(["all-reduce", "-b", "8", "-e", "4M", "-f", "8", "-w", "1", "-n", &iterations.to_string()]);
         command.args(["--timeout", "30", "--wrap", &wrap(&network.hosts.0), "--wrap", &wrap(&network.hosts.1)]);
         command.envs(RAILS).env("TOWLINE_STREAMS", "5").stdin(Stdio::null());
-        let output = command.output().expect("towline runs");
-        let text = String::from_utf8_lossy(&output.stdout);
+        let looking = links.lock().expect("nobody panics with it");
+        let mut ranks = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("towline runs");
+        let mut lines = BufReader::new(ranks.stdout.take().expect("a pipe")).lines().map_while(Result::ok);
+        let mut text: String = lines.by_ref().take_while(|line| !line.starts_with("# rank 1")).collect();
+        drop(looking);
+        text.extend(lines.map(|line| line + "\n"));
+        let output = ranks.wait_with_output().expect("it ends");
         assert!(output.status.success(), "{text}\n{}", String::from_utf8_lossy(&output.stderr));
         runs += 1;
     }
@@ -273,7 +272,7 @@ struct Tally {
 
 /// Cuts rails in all ways at random times until `limit` faults were made. One rail at least is in order at any time, but
 /// for outages of all rails, which are short and silent.
-fn cut_at_random(network: &Network, seed: u64, limit: usize) -> Tally {
+fn cut_at_random(network: &Network, links: &Links, seed: u64, limit: usize) -> Tally {
     let mut dice = Dice::new(seed);
     let mut tally = Tally::default();
     while tally.faults < limit {
@@ -288,9 +287,14 @@ fn cut_at_random(network: &Network, seed: u64, limit: usize) -> Tally {
         }
         let spared = dice.roll(network.rails() as u64) as usize;
         let mut cuts = Vec::new();
+        let mut down = None;
         for rail in (0..network.rails()).filter(|rail| *rail != spared) {
             if cuts.is_empty() || dice.roll(2) == 0 {
-                let kind = dice.roll(Cut::ALL.len() as u64) as usize;
+                let mut kind = dice.roll(Cut::ALL.len() as u64) as usize;
+                if matches!(Cut::ALL[kind], Cut::DownHere | Cut::DownThere) && down.is_none() {
+                    down = links.try_lock().ok();
+                    kind = if down.is_some() { kind } else { dice.roll(4) as usize + 2 };
+                }
                 network.cut(rail, Cut::ALL[kind]);
                 cuts.push((rail, Cut::ALL[kind]));
                 tally.faults += 1;
@@ -318,9 +322,10 @@ fn rails_cut_at_random_times_lose_nothing_and_hang_nothing() {
     for round in 0..networks {
         let network = Network::new(2 + (seed as usize + round) % 3, 0);
         let share = faults / networks;
+        let links = &Links::default();
         let (tally, runs) = std::thread::scope(|scope| {
-            let cutter = scope.spawn(|| cut_at_random(&network, seed + round as u64, share));
-            let runs = all_reduce_until(&network, 40, || cutter.is_finished());
+            let cutter = scope.spawn(|| cut_at_random(&network, links, seed + round as u64, share));
+            let runs = all_reduce_until(&network, links, 40, || cutter.is_finished());
             (cutter.join().expect("the cutter ends"), runs)
         });
         eprintln!(
@@ -368,6 +373,20 @@ impl Round {
 }
 
 const SOAK_PATIENCE: Duration = Duration::from_secs(60);
+const SOAK_RAILS: usize = 3;
+
+/// A communicator that began when no link was down: with the rails that it has must it survive.
+fn whole_context() -> Context {
+    support::eventually("all links up", SOAK_PATIENCE, || {
+        let context = context(ApiVersion::V12);
+        let name = context.properties(0).expect("a device").name;
+        if name.matches("rail").count() == SOAK_RAILS {
+            return Some(context);
+        }
+        context.finalize().expect("finalize");
+        None
+    })
+}
 
 /// Resident memory in KiB and descriptors.
 fn measure(log: &mut Vec<(usize, usize)>) {
@@ -377,7 +396,7 @@ fn measure(log: &mut Vec<(usize, usize)>) {
 fn soak_sender() {
     let mail = child::mailbox();
     let mut log = Vec::new();
-    let mut context = context(ApiVersion::V12);
+    let mut context = whole_context();
     let mut old: Option<SendComm> = None;
     let mut rounds = 0;
     for round in 0.. {
@@ -392,7 +411,7 @@ fn soak_sender() {
                 old.close().expect("close");
             }
             context.finalize().expect("finalize");
-            context = support::context(ApiVersion::V12);
+            context = whole_context();
         }
         let connect = |at: usize| {
             let name = format!("handle-{round}-{at}");
@@ -429,7 +448,7 @@ fn soak_sender() {
 fn soak_receiver() {
     let mail = child::mailbox();
     let mut log = Vec::new();
-    let mut context = context(ApiVersion::V12);
+    let mut context = whole_context();
     let mut old: Option<RecvComm> = None;
     let memory: Vec<Memory> = (0..5).map(|_| Memory::new(12 << 20)).collect();
     let mut rounds = 0;
@@ -446,7 +465,7 @@ fn soak_receiver() {
                 old.close().expect("close");
             }
             context.finalize().expect("finalize");
-            context = support::context(ApiVersion::V12);
+            context = whole_context();
         }
         let listen = |at: usize| {
             let (listener, handle) = context.listen(0).expect("listen");
@@ -523,14 +542,14 @@ fn a_long_run_with_faults_leaves_memory_and_descriptors_flat() {
         return;
     }
     let _watchdog = watchdog(seconds * 2 + 180);
-    let network = Network::new(3, 0);
+    let network = Network::new(SOAK_RAILS, 0);
     let mut ends = Ends::start(NAME, &network.hosts, &[("TOWLINE_STREAMS", "5")]);
     let deadline = Instant::now() + Duration::from_secs(seconds);
     let mut tally = Tally::default();
     let mut seed = number("TOWLINE_FAULTS_SEED", 1);
     while Instant::now() < deadline {
         seed += 1;
-        let more = cut_at_random(&network, seed, 3);
+        let more = cut_at_random(&network, &Links::default(), seed, 3);
         tally.faults += more.faults;
         tally.outages += more.outages;
         assert!(ends.sender.0.try_wait().expect("it is ours").is_none(), "the sender has ended");

@@ -307,7 +307,8 @@ fn a_firewall_that_forgets_idle_connections_does_not_break_the_next_step() {
             let start = Instant::now();
             send(&comm, step, 100_000);
             send(&comm, step, 500);
-            assert!(start.elapsed() < Duration::from_secs(4), "step {step} took {:?}", start.elapsed());
+            // Silence is noticed within 3 s; the rest is for connecting again beside the other tests of this file.
+            assert!(start.elapsed() < Duration::from_secs(6), "step {step} took {:?}", start.elapsed());
         }
         comm.close().expect("close");
     };

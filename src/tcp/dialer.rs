@@ -53,7 +53,9 @@ const HOMECOMING: Duration = Duration::from_secs(1);
 /// A repair ends with its connection.
 const NO_DEADLINE: Duration = Duration::from_secs(1 << 31);
 
-/// A peer that refuses on every rail for this long has died: its listeners outlive every connection.
+/// A peer that refuses on every rail for this long has died: its listeners outlive every connection. Before there is a
+/// connection nobody waits for that news, and what refuses may be a path that is being mended: there it is
+/// `TOWLINE_RECONNECT_TIMEOUT`.
 const REFUSED: Duration = Duration::from_secs(1);
 
 /// Where to go and what to say there.
@@ -475,7 +477,11 @@ impl Dial {
             state.refused_since = None;
             hopeless = false;
         }
-        let dead = state.refused_since.is_some_and(|since| now - since > REFUSED);
+        let patience = match &self.purpose {
+            Purpose::Connect(_) => self.net.config.reconnect_timeout.max(REFUSED),
+            Purpose::Join { .. } => REFUSED,
+        };
+        let dead = state.refused_since.is_some_and(|since| now - since > patience);
         if now >= self.deadline || dead || hopeless {
             let error = match &self.purpose {
                 Purpose::Connect(target) => error.with_peer(target.address),

@@ -741,6 +741,7 @@ impl RecvConn {
         if let Broken::Lost(error) = &why {
             self.note_trouble(&io, error);
         }
+        lock(&self.vigils)[index].ended(Instant::now());
         match &why {
             Broken::Fatal(error) => self.part_in_anger(*io, error),
             _ => drop(io),
@@ -778,12 +779,15 @@ impl RecvConn {
     /// end of file or a reset came over a working path, so its owner is either back at once or dead. Unless the
     /// network is in trouble: then who lost its last stream may need a while to find another way.
     fn wait_for_peer(&self, error: &io::Error) {
-        let in_trouble = lock(&self.trouble).is_some_and(|at| at.elapsed() < TROUBLE);
+        let now = Instant::now();
+        // A process that dies takes all its streams with it at once.
+        let one_by_one = lock(&self.vigils).iter().any(|vigil| vigil.is_long_away(now));
+        let in_trouble = one_by_one || lock(&self.trouble).is_some_and(|at| now - at < TROUBLE);
         let patience = match error.kind() {
             io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset if !in_trouble => RETURN_PATIENCE,
             _ => self.net.patience(error),
         };
-        *self.alone() = Some((Instant::now() + patience, lost(error).with_peer(&self.peer)));
+        *self.alone() = Some((now + patience, lost(error).with_peer(&self.peer)));
         self.call_keeper();
     }
 
@@ -937,6 +941,7 @@ impl RecvConn {
         }
         if self.streams[index].take().is_some() {
             self.health.stream_down();
+            lock(&self.vigils)[index].ended(Instant::now());
             if index == 0 {
                 self.first_live.store(false, Ordering::SeqCst);
             }

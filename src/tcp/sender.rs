@@ -1117,8 +1117,12 @@ impl SendConn {
 
     /// Whether stream `index` shall come back over its own rails only: while it lives elsewhere, or others carry the
     /// load. The first one is missed more: short messages are faster with it.
+    ///
+    /// One stream alone is too few where there are several ways: its end may be seen by one side only, which could not
+    /// tell the other.
     pub fn awaits_home(&self, index: usize) -> bool {
-        self.health.live() > 0 && (index > 0 || self.first_live.load(Ordering::SeqCst))
+        let enough = if self.pairs() > 1 { 2 } else { 1 };
+        self.health.live() >= enough && (index > 0 || self.first_live.load(Ordering::SeqCst))
     }
 
     /// The epoch in which stream `index` tries to connect next; each is given out once.
@@ -1194,7 +1198,9 @@ impl SendConn {
         // How long nothing has come back on any stream.
         let mut least = None;
         let mut lost = Vec::new();
-        let mut outstanding = self.requests.outstanding() > 0 || !self.state().core.unfenced().is_empty();
+        // While a stream is away the others may lead nowhere too, and the receiver may know what this side does not.
+        let adrift = self.is_adrift() || self.repairs.load(Ordering::SeqCst) != 0;
+        let mut outstanding = self.requests.outstanding() > 0 || adrift;
         for (index, stream) in self.streams.iter().enumerate() {
             let in_doubt = self.state().core.in_doubt(index);
             let often = Probes::OFTEN;
@@ -1202,7 +1208,8 @@ impl SendConn {
             let found = stream.peek(|io| {
                 let sight = Sight::of(&io.sock)?;
                 let vigil = &mut lock(&self.vigils)[index];
-                vigil.probe(&io.sock, sight, in_doubt && self.requests.outstanding() > 0, &often, &seldom);
+                let in_doubt = adrift || in_doubt && self.requests.outstanding() > 0;
+                vigil.probe(&io.sock, sight, in_doubt, &often, &seldom);
                 outstanding |= sight.outstanding;
                 let unheard = if sight.asked > 0 { sight.silent } else { Duration::ZERO };
                 least = Some(least.map_or(unheard, |least: Duration| least.min(unheard)));

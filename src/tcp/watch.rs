@@ -41,6 +41,9 @@ pub const SILENCE: Duration = Duration::from_millis(2300);
 /// And when the keeper has seen it unanswered for this long: a stream that was idle has been silent before it asked.
 const UNANSWERED: Duration = Duration::from_millis(1600);
 
+/// Within this time the kernel ends all streams of a process that dies, and this side has noticed.
+const AT_ONCE: Duration = Duration::from_millis(150);
+
 /// Questions without an answer, at least.
 const QUESTIONS: u8 = 2;
 
@@ -100,9 +103,22 @@ pub struct Vigil {
     asking_since: Option<Instant>,
     /// Whether the kernel probes this stream often.
     probing: bool,
+    /// When the stream ended, until it is back.
+    away_since: Option<Instant>,
 }
 
 impl Vigil {
+    /// The stream has ended.
+    pub fn ended(&mut self, now: Instant) {
+        self.away_since.get_or_insert(now);
+    }
+
+    /// Whether the stream has been away for longer than the end of a process takes to reach all its streams. Then what
+    /// ends later ends for another reason.
+    pub fn is_long_away(&self, now: Instant) -> bool {
+        self.away_since.is_some_and(|since| now - since > AT_ONCE)
+    }
+
     /// One look.
     pub fn look(&mut self, now: Instant, sight: Sight) -> Finding {
         if sight.asked == 0 {

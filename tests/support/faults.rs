@@ -29,6 +29,10 @@ impl Cut {
         [Self::DownHere, Self::DownThere, Self::Silent, Self::HalfSilent, Self::Reset, Self::Stuck];
 }
 
+/// Answers a packet with a reset. The resets of the other host's rule are let through: this one's would swallow them, and
+/// nobody would ever see one.
+const REJECT: &str = "tcp flags & rst == 0 reject with tcp reset";
+
 /// Two hosts with rails between them, each of a known rate if one is given.
 pub struct Network {
     /// Both ends.
@@ -79,7 +83,7 @@ impl Network {
             Cut::Silent => self.both().into_iter().for_each(|host| nft(host, &drop)),
             Cut::HalfSilent => nft(&self.hosts.0, &drop),
             Cut::Reset => {
-                let reset = format!("add rule inet cut in iifname rail{rail} meta l4proto tcp reject with tcp reset");
+                let reset = format!("add rule inet cut in iifname rail{rail} {REJECT}");
                 self.both().into_iter().for_each(|host| nft(host, &reset));
             }
             Cut::Stuck => {
@@ -119,7 +123,7 @@ impl Network {
             for line in String::from_utf8_lossy(&listed.stdout).lines() {
                 let words: Vec<&str> = line.split_whitespace().collect();
                 let port = |at: usize| words[at].rsplit(':').next().expect("a port").to_owned();
-                let verdict = if with_reset { "reject with tcp reset" } else { "drop" };
+                let verdict = if with_reset { REJECT } else { "drop" };
                 let rule = format!("add rule inet cut in tcp sport {} tcp dport {} {verdict}", port(4), port(3));
                 nft(host, &rule);
             }
