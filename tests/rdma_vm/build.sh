@@ -47,46 +47,57 @@ if ! command -v qemu-system-x86_64 >/dev/null; then
         die "package qemu-system-x86 is missing and could not be installed (see $cache/qemu-install.log)"
 fi
 
-kernel=$(apt-cache depends linux-image-amd64 | sed -n 's/^ *Depends: \(linux-image-[0-9].*\)$/\1/p' | head -1)
-[ -n "$kernel" ] || die "package linux-image-amd64 is missing from the package lists (Debian's stock kernel)"
-for package in "${packages[@]}"; do
-    apt-cache pkgnames "$package" | grep -xF "$package" >/dev/null || die "package $package is missing from the package lists"
-done
-
-# What the packages need, as if nothing were installed or downloaded yet: apt resolves against an empty status file
-# and an empty folder.
-closure=$(apt-get -o Dir::State::status=/dev/null -o Dir::Cache::archives="$cache/resolve" \
-    --no-install-recommends --print-uris -y install "${packages[@]}" 2>"$cache/resolve.log" |
-    sed -n "s/^'[^']*' \([^_]*\)_.*/\1/p") || die "the packages cannot be resolved: $(tail -1 "$cache/resolve.log")"
-# Tools of a package manager that iproute2 and others name in their dependencies; nothing in the machine runs them.
-closure=$(grep -vxE 'perl.*|libperl.*|debconf.*|dpkg|tar|passwd|adduser|usrmerge|udev|lib.*-perl|pci.ids|gcc-12-base|base-files|debianutils' \
-    <<<"$closure" | sort)
-
-# Brings all packages into the cache with one call of apt-get; sets `files`.
-fetch() {
-    local file missing=() name
-    apt-get download --print-uris "$kernel" $closure 2>"$cache/download.log" |
+# What the packages need, as if nothing were installed or downloaded yet: apt resolves against an empty status file and
+# an empty folder. So it also names the versions that the archive has, not those that are installed here. Sets `kernel`,
+# and `files` to what apt calls them; fails when the package lists are older than what is installed.
+resolve() {
+    local package closure
+    kernel=$(apt-cache depends linux-image-amd64 | sed -n 's/^ *Depends: \(linux-image-[0-9].*\)$/\1/p' | head -1)
+    [ -n "$kernel" ] || die "package linux-image-amd64 is missing from the package lists (Debian's stock kernel)"
+    for package in "${packages[@]}"; do
+        apt-cache pkgnames "$package" | grep -xF "$package" >/dev/null ||
+            die "package $package is missing from the package lists"
+    done
+    closure=$(apt-get "${empty[@]}" --no-install-recommends --print-uris -y install "${packages[@]}" 2>"$cache/resolve.log" |
+        sed -n "s/^'[^']*' \([^_]*\)_.*/\1/p") || die "the packages cannot be resolved: $(tail -1 "$cache/resolve.log")"
+    # Tools of a package manager that iproute2 and others name in their dependencies; nothing in the machine runs them.
+    closure=$(grep -vxE 'perl.*|libperl.*|debconf.*|dpkg|tar|passwd|adduser|usrmerge|udev|lib.*-perl|pci.ids|gcc-12-base|base-files|debianutils' \
+        <<<"$closure" | sort)
+    apt-get "${empty[@]}" download --print-uris "$kernel" $closure 2>"$cache/download.log" |
         awk '{print $2}' >"$cache/files" || die "a package is missing: $(tail -1 "$cache/download.log")"
     mapfile -t files <"$cache/files"
+}
+empty=(-o Dir::State::status=/dev/null -o "Dir::Cache::archives=$cache/resolve")
+
+# Brings all packages into the cache with one call of apt-get; says which one it could not bring.
+fetch() {
+    local file missing=()
     for file in "${files[@]}"; do
         [ -f "$cache/packages/$file" ] || missing+=("${file%%_*}")
     done
     [ ${#missing[@]} -gt 0 ] || return 0
     say "downloading ${#missing[@]} packages"
-    (cd "$cache/packages" && apt-get -q -o APT::Sandbox::User=root download "${missing[@]}" >"$cache/download.log" 2>&1) ||
-        true
+    (cd "$cache/packages" && apt-get -q "${empty[@]}" -o APT::Sandbox::User=root download "${missing[@]}" \
+        >"$cache/download.log" 2>&1) || true
     for file in "${files[@]}"; do
-        name=${file%%_*}
-        [ -f "$cache/packages/$file" ] || die "package $name is missing: $(tail -1 "$cache/download.log")"
+        [ -f "$cache/packages/$file" ] || { echo "${file%%_*}"; return 1; }
     done
 }
+
+resolve
+if ! missing=$(fetch); then
+    # The archive keeps only the newest version: lists that are some days old name files that are gone.
+    say "updating the package lists"
+    apt-get update -qq >&2 || true
+    resolve
+    missing=$(fetch) || die "package $missing is missing: $(tail -1 "$cache/download.log")"
+fi
 
 say "building the test machine ($kernel)"
 work=$cache/work
 rm -rf "$work"
 mkdir -p "$work/kernel" "$work/root"/{usr/{bin,sbin,lib,lib64},etc,dev,proc,sys,tmp,run,out,root}
 for merged in bin sbin lib lib64; do ln -s "usr/$merged" "$work/root/$merged"; done
-fetch
 for file in "${files[@]}"; do
     case $file in
     linux-image-*) dpkg-deb -x "$cache/packages/$file" "$work/kernel" ;;
