@@ -35,6 +35,10 @@ pub const CARRIER_SOCKET: u32 = 1;
 /// [`NetEvent::carrier`]: a queue pair; all fields below mean what NCCL's descriptor for IB says.
 pub const CARRIER_QUEUE_PAIR: u32 = 2;
 
+/// [`NetEvent::offset`] when it is not known: the receiving side of several queue pairs learns how much each brought, not
+/// where it belongs.
+pub const SOMEWHERE: u64 = u64::MAX;
+
 /// [`NetEvent::rail`] and [`NetEvent::stream`] when a part stands for several of them.
 pub const SEVERAL: u16 = u16::MAX;
 
@@ -50,7 +54,7 @@ pub struct NetEvent {
     pub link: u64,
     /// The message's number on its connection, the same on both ends.
     pub message: u64,
-    /// Where the part begins in the message, in bytes.
+    /// Where the part begins in the message, in bytes, or [`SOMEWHERE`].
     pub offset: u64,
     /// How long the part is, in bytes.
     pub length: u64,
@@ -70,9 +74,10 @@ pub struct NetEvent {
     pub carrier: u32,
     /// How long it waited for the receiver to post its buffer (clear-to-send), in nanoseconds.
     pub wait_receiver_ns: u64,
-    /// How long it waited for room in the socket's or the queue pair's send queue, in nanoseconds.
+    /// How long it waited for room in the socket, in nanoseconds.
     pub wait_socket_ns: u64,
-    /// How long it waited for credit (eager window, unacknowledged-bytes limit), in nanoseconds.
+    /// How long it waited for credit (eager window, unacknowledged-bytes limit, places in a queue pair's send queue), in
+    /// nanoseconds.
     pub wait_credit_ns: u64,
     /// How long it was on the wire: from the first byte handed over to the last one acknowledged, in nanoseconds.
     pub wire_ns: u64,
@@ -80,7 +85,7 @@ pub struct NetEvent {
     pub wr_id: u64,
     /// The card's number, or the socket's descriptor.
     pub device: i32,
-    /// The verbs opcode, or the socket's operation.
+    /// The verbs opcode (`IBV_WR_*` of a send, `IBV_WC_*` of a receive), or the socket's operation.
     pub opcode: i32,
     /// The queue pair's number.
     pub queue_pair: i32,

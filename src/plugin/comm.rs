@@ -22,6 +22,17 @@ pub struct ListenComm {
     pub profiler: Option<Arc<dyn events::Listener>>,
 }
 
+/// A listening communicator over RDMA.
+#[cfg(feature = "rdma")]
+pub struct RdmaListenComm {
+    /// Where the handshakes come in.
+    pub net: Arc<Net>,
+    /// The listener itself.
+    pub listening: Listening,
+    /// NCCL's profiler, for the connections that it makes.
+    pub profiler: Option<Arc<dyn events::Listener>>,
+}
+
 /// What a communicator's handle names.
 pub enum Comm {
     /// From `listen`.
@@ -32,7 +43,7 @@ pub enum Comm {
     Recv(Arc<RecvConn>),
     /// From `listen`, over RDMA.
     #[cfg(feature = "rdma")]
-    RdmaListen(Arc<Net>, Listening),
+    RdmaListen(RdmaListenComm),
     /// From `connect`, over RDMA.
     #[cfg(feature = "rdma")]
     RdmaSend(Arc<RdmaSend>),
@@ -69,6 +80,22 @@ impl Comm {
             _ => Err(Error::usage(format!("sockets reach host memory only, not memory of kind {kind}"))
                 .with_hint("the device's ptrSupport says NCCL_PTR_HOST")),
         }
+    }
+
+    /// Whom to tell of a connection's transfers.
+    pub fn tell(&self, profiler: &Arc<dyn events::Listener>) {
+        let (events, link, send) = match self {
+            Self::Send(conn) => (conn.events(), conn.link().connection, true),
+            Self::Recv(conn) => (conn.events(), conn.link().connection, false),
+            #[cfg(feature = "rdma")]
+            Self::RdmaSend(conn) => (&conn.base().events, conn.base().link, true),
+            #[cfg(feature = "rdma")]
+            Self::RdmaRecv(conn) => (&conn.base().events, conn.base().link, false),
+            Self::Listen(_) => return,
+            #[cfg(feature = "rdma")]
+            Self::RdmaListen(_) => return,
+        };
+        events.listen(Arc::clone(profiler), link, send);
     }
 
     /// The error for a communicator of another kind than `wanted`.

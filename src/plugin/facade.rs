@@ -10,6 +10,8 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::time::Instant;
 
+#[cfg(feature = "rdma")]
+use super::comm::RdmaListenComm;
 use super::comm::{Comm, ListenComm};
 use super::context::Way;
 use super::devices::DeviceProperties;
@@ -144,7 +146,8 @@ pub fn listen(ctx: Option<usize>, dev: i32) -> Result<([u8; 64], usize)> {
         Some((rdma, adapters)) => {
             let (listening, address) = rdma.listen(net, adapters, binding.rails, context.traffic_class)?;
             let secret = listening.door.secret.clone();
-            (Comm::RdmaListen(Arc::clone(net), listening), secret, address, true)
+            let listen = RdmaListenComm { net: Arc::clone(net), listening, profiler: context.listener.clone() };
+            (Comm::RdmaListen(listen), secret, address, true)
         }
         _ => {
             let (listener, address) = net.acceptor.listen(binding.rails, context.traffic_class, None)?;
@@ -219,8 +222,8 @@ fn connect_with(
     ConnectionHandle::set_key(bytes, 0);
     context.forget_dial(key);
     let comm = result?;
-    if let (Some(profiler), Comm::Send(conn)) = (&context.listener, &comm) {
-        conn.events().listen(Arc::clone(profiler), conn.link().connection, true);
+    if let Some(profiler) = &context.listener {
+        comm.tell(profiler);
     }
     Ok(Some(process.comms.insert(Arc::new(comm))?.encode()))
 }
@@ -243,7 +246,7 @@ pub fn accept(listen: usize) -> Result<Option<usize>> {
     let conn = match &*comm {
         Comm::Listen(listen) => listen.listener.accept()?.map(Comm::Recv),
         #[cfg(feature = "rdma")]
-        Comm::RdmaListen(_, listening) => listening.accept()?.map(Comm::RdmaRecv),
+        Comm::RdmaListen(listen) => listen.listening.accept()?.map(Comm::RdmaRecv),
         other => return Err(other.is_not("listening")),
     };
     conn.map(|conn| accepted(&comm, conn)).transpose()
@@ -261,7 +264,7 @@ pub fn accept_blocking(listen: usize) -> Result<usize> {
     let conn = match &*comm {
         Comm::Listen(listen) => listen.listener.accept_until(deadline)?.map(Comm::Recv),
         #[cfg(feature = "rdma")]
-        Comm::RdmaListen(_, listening) => listening.accept_until(deadline)?.map(Comm::RdmaRecv),
+        Comm::RdmaListen(listen) => listen.listening.accept_until(deadline)?.map(Comm::RdmaRecv),
         other => return Err(other.is_not("listening")),
     };
     let conn = conn.ok_or_else(|| {
@@ -272,8 +275,14 @@ pub fn accept_blocking(listen: usize) -> Result<usize> {
 }
 
 fn accepted(from: &Comm, conn: Comm) -> Result<usize> {
-    if let (Comm::Listen(ListenComm { profiler: Some(profiler), .. }), Comm::Recv(conn)) = (from, &conn) {
-        conn.events().listen(Arc::clone(profiler), conn.link().connection, false);
+    let profiler = match from {
+        Comm::Listen(listen) => &listen.profiler,
+        #[cfg(feature = "rdma")]
+        Comm::RdmaListen(listen) => &listen.profiler,
+        _ => &None,
+    };
+    if let Some(profiler) = profiler {
+        conn.tell(profiler);
     }
     Ok(process().comms.insert(Arc::new(conn))?.encode())
 }
@@ -337,7 +346,7 @@ pub fn isend(comm: usize, part: Part) -> Result<Option<usize>> {
             Comm::RdmaSend(conn) => {
                 let memory = process().registration(part.mr)?;
                 // SAFETY: as above.
-                unsafe { conn.isend(part.data.addr() as u64, part.size as u64, part.tag, memory) }?
+                unsafe { conn.isend(part.data.addr() as u64, part.size as u64, part.tag, memory, part.profiler) }?
             }
             other => return Err(other.is_not("sending")),
         };
@@ -371,7 +380,7 @@ pub fn irecv(comm: usize, parts: &[Part]) -> Result<Option<usize>> {
                     *to = Some(Posted { address, size, tag: part.tag, memory });
                 }
                 // SAFETY: as above.
-                unsafe { conn.irecv(&mut posted[..count]) }?
+                unsafe { conn.irecv(&mut posted[..count], &profilers[..count]) }?
             }
             other => return Err(other.is_not("receiving")),
         };
@@ -485,7 +494,7 @@ pub fn close_listen(listen: usize) -> Result<()> {
             listening.net.acceptor.close(&listening.listener);
         }
         #[cfg(feature = "rdma")]
-        Comm::RdmaListen(net, listening) => {
+        Comm::RdmaListen(RdmaListenComm { net, listening, .. }) => {
             process.comms.remove(listen)?;
             net.acceptor.close(&listening.door);
             listening.listener.close();

@@ -25,6 +25,11 @@ const UPDATES_SINCE: c_int = 22_700;
 /// NCCL's number for release 2.28.0, the first that bears events under any profiler.
 const ALWAYS_SINCE: c_int = 22_800;
 
+/// `IBV_WR_RDMA_WRITE_WITH_IMM`: how a queue pair's share of a message ends.
+const WRITE_WITH_IMMEDIATE: i32 = 1;
+/// `IBV_WC_RECV_RDMA_WITH_IMM`: how its receiver learns of it.
+const RECEIVED_IMMEDIATE: i32 = 129;
+
 type Callback = unsafe extern "C" fn(*mut *mut c_void, c_int, *mut c_void, i64, *mut c_void) -> ffi::ncclResult_t;
 
 /// NCCL's profiler.
@@ -120,7 +125,7 @@ impl Listener for NcclProfiler {
                 data.type_ = ffi::ncclProfileQp as u8;
                 data.qp.device = device;
                 data.qp.wr_id = chunk.wr_id;
-                data.qp.opcode = chunk.opcode;
+                data.qp.opcode = verbs_operation(news);
                 data.qp.qpNum = number;
                 data.qp.length = chunk.length as usize;
                 start(PLUGIN_ID_IB, (&raw mut data).cast());
@@ -154,6 +159,11 @@ fn socket_operation(news: &News<'_>) -> i32 {
     i32::from(!news.send)
 }
 
+/// The operation of a send; of a receive, what it completes with.
+fn verbs_operation(news: &News<'_>) -> i32 {
+    if news.send { WRITE_WITH_IMMEDIATE } else { RECEIVED_IMMEDIATE }
+}
+
 fn describe(news: &News<'_>) -> NetEvent {
     let piece = news.piece;
     let chunk = &piece.chunk;
@@ -166,7 +176,7 @@ fn describe(news: &News<'_>) -> NetEvent {
     let (carrier, device, opcode, queue_pair) = match news.path.carrier {
         Carrier::None => (0, 0, 0, 0),
         Carrier::Socket { fd } => (CARRIER_SOCKET, fd, socket_operation(news), 0),
-        Carrier::QueuePair { device, number } => (CARRIER_QUEUE_PAIR, device, chunk.opcode, number),
+        Carrier::QueuePair { device, number } => (CARRIER_QUEUE_PAIR, device, verbs_operation(news), number),
     };
     let mut event = NetEvent {
         flags,

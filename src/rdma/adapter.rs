@@ -25,6 +25,8 @@ pub enum Memory {
 
 /// An active port, opened.
 pub struct Adapter {
+    /// Its number, as NCCL numbers the devices that are not fused.
+    pub number: i32,
     /// What was found out about it.
     pub open: OpenPort,
     /// Where its queue pairs and regions live.
@@ -41,14 +43,15 @@ pub struct Adapter {
 pub type Adapters = Arc<[Arc<Adapter>]>;
 
 impl Adapter {
-    /// An adapter for a port. `relaxed_ordering`: its devices may reorder writes of data over PCIe.
+    /// An adapter for port `number`. `relaxed_ordering`: its devices may reorder writes of data over PCIe.
     ///
     /// # Errors
     /// When the device has no protection domain left.
-    pub fn new(open: OpenPort, peer_memory: Option<&'static str>, relaxed_ordering: bool) -> Result<Self> {
+    pub fn new(number: i32, open: OpenPort, peer_memory: Option<&'static str>, relaxed_ordering: bool) -> Result<Self> {
         let domain = ProtectionDomain::new(&open.context)?;
         let access = Access { relaxed_ordering };
         Ok(Self {
+            number,
             open,
             domain,
             peer_memory,

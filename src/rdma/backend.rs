@@ -40,7 +40,8 @@ impl Rdma {
         let relaxed = config.ib_pci_relaxed_ordering.0 != 0;
         let adapters = ports
             .into_iter()
-            .map(|port| Adapter::new(port, peer_memory, relaxed).map(Arc::new))
+            .zip(0..)
+            .map(|(port, number)| Adapter::new(number, port, peer_memory, relaxed).map(Arc::new))
             .collect::<Result<Vec<_>>>()?;
         if adapters.is_empty() {
             let named = config.ib_hca.as_deref().map(|hca| format!(" (NCCL_IB_HCA is {hca})")).unwrap_or_default();

@@ -12,12 +12,13 @@ use std::time::{Duration, Instant};
 
 use super::adapter::{Adapters, Memory, Registration};
 use super::dl::Verbs;
-use super::fabric::Lane;
+use super::fabric::{Fabric, Lane};
 use super::trouble::{Doing, explain};
 use super::verbs::Completion;
 use crate::engine::counters::Counters;
+use crate::engine::events::Events;
 use crate::engine::poller::{Interest, Registration as Watched, Source};
-use crate::engine::request::RequestSlots;
+use crate::engine::request::{Outcome, RequestSlots, Ticket};
 use crate::os::config::Config;
 use crate::os::error::{Cause, Error, Result};
 use crate::os::log::NET;
@@ -41,6 +42,8 @@ pub struct Parts {
     pub peer: Peer,
     /// The control channel.
     pub sock: Sock,
+    /// The connection's number, the same on both ends.
+    pub link: u64,
 }
 
 /// The common part of a connection.
@@ -56,6 +59,10 @@ pub struct Base {
     pub attention: Attention,
     /// What was counted.
     pub counters: Counters,
+    /// What a profiler is told.
+    pub events: Events,
+    /// The connection's number, the same on both ends.
+    pub link: u64,
     /// Requests.
     pub requests: RequestSlots,
     doing: &'static str,
@@ -76,7 +83,7 @@ struct Control {
 impl Base {
     /// The common part of a connection; `doing` is "sending to" or "receiving from".
     pub fn new(parts: Parts, doing: &'static str) -> Self {
-        let Parts { net, adapters, peer, sock } = parts;
+        let Parts { net, adapters, peer, sock, link } = parts;
         let health = Health::default();
         health.stream_up();
         let control = Control { registration: None, sock: Some(sock), input: Vec::new(), ended: None };
@@ -87,6 +94,8 @@ impl Base {
             health,
             attention: Attention::default(),
             counters: Counters::default(),
+            events: Events::default(),
+            link,
             requests: RequestSlots::new(),
             doing,
             closing: AtomicBool::new(false),
@@ -102,6 +111,27 @@ impl Base {
 
     fn control(&self) -> MutexGuard<'_, Control> {
         self.control.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tells the profiler's events which queue pair is which path.
+    pub fn name_paths(&self, fabric: Option<&Fabric>) {
+        for (index, lane) in fabric.iter().flat_map(|fabric| fabric.lanes()).enumerate() {
+            self.events.set_path(index, lane.path(&self.adapters));
+        }
+    }
+
+    /// NCCL's thread, in `test`: the outcome of a request if it is done. The profiler hears of it before NCCL.
+    #[inline]
+    pub fn finish(&self, ticket: Ticket) -> Option<Outcome> {
+        // SAFETY: NCCL's thread, which has not been told the end of any request that is outstanding.
+        unsafe { self.events.finish(&self.requests, ticket) }
+    }
+
+    /// NCCL's thread, in `test`: a request has failed.
+    pub fn abandon(&self, ticket: Ticket) {
+        // SAFETY: as in `finish`.
+        unsafe { self.events.abandon(ticket.slot) };
+        self.requests.abandon(ticket);
     }
 
     /// Has the keeper watch the control channel, and look after the connection when it is kicked.

@@ -9,6 +9,7 @@
 //! for, and receives are put back only as they are used up.
 
 use std::mem::MaybeUninit;
+use std::net::{Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 
 use super::adapter::{Adapter, Adapters};
@@ -16,6 +17,7 @@ use super::record::{LaneRecord, PortRecord, Record, VERSION};
 use super::stripe::MAX_LANES;
 use super::trouble::Ends;
 use super::verbs::{Capacity, Completion, CompletionQueue, Ece, QueuePair, QueuePairOptions, Route, Timeouts, Work};
+use crate::engine::events::{Carrier, Path};
 use crate::os::config::Config;
 use crate::os::error::{Error, Result};
 use crate::tcp::handshake::nonce;
@@ -301,6 +303,14 @@ impl Lane {
     /// Its two ends, for messages.
     pub fn ends(&self) -> &Ends {
         &self.ends
+    }
+
+    /// Where it leads, for a profiler; `adapters` are the device that it is part of.
+    pub fn path(&self, adapters: &Adapters) -> Path {
+        let device = adapters[self.adapter].number;
+        let peer = Some(SocketAddr::from((Ipv6Addr::from(self.ends.peer_gid).to_canonical(), 0)));
+        let carrier = Carrier::QueuePair { device, number: self.ends.pair.cast_signed() };
+        Path { carrier, rail: self.adapter as u16, peer }
     }
 
     /// By which asynchronous events name its queue pair.

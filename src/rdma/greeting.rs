@@ -213,6 +213,7 @@ struct Greeting {
     common: Common,
     peer: Peer,
     class: Option<u8>,
+    number: u64,
     deadline: Instant,
     state: Mutex<State>,
 }
@@ -235,6 +236,7 @@ impl Greeting {
             common,
             peer,
             class: link.traffic_class,
+            number: link.connection,
             state: Mutex::new(State {
                 registration: None,
                 sock: Some(sock),
@@ -360,6 +362,7 @@ impl Greeting {
             adapters: Arc::clone(&self.common.adapters),
             peer: self.peer.clone(),
             sock,
+            link: self.number,
         })
     }
 

@@ -47,11 +47,13 @@ pub struct Line {
     pub slot: u8,
     /// Which use of the slot.
     pub generation: u8,
+    /// Which line of the connection it is, counted from 1.
+    pub number: u32,
 }
 
 impl Line {
-    /// The bytes of this as line `number`.
-    pub fn encode(&self, number: u32) -> [u8; LINE] {
+    /// The bytes of this.
+    pub fn encode(&self) -> [u8; LINE] {
         let mut out = [0; LINE];
         out[..8].copy_from_slice(&self.address.to_le_bytes());
         out[8..16].copy_from_slice(&self.size.to_le_bytes());
@@ -61,7 +63,7 @@ impl Line {
         out[48..52].copy_from_slice(&self.tag.to_le_bytes());
         out[52] = self.slot;
         out[53] = self.generation;
-        out[56..60].copy_from_slice(&number.to_le_bytes());
+        out[56..60].copy_from_slice(&self.number.to_le_bytes());
         let check = check(&out);
         out[60..].copy_from_slice(&check.to_le_bytes());
         out
@@ -85,6 +87,7 @@ impl Line {
             tag: u32_at(48).cast_signed(),
             slot: bytes[52],
             generation: bytes[53],
+            number,
         })
     }
 }
@@ -183,19 +186,28 @@ mod tests {
     use proptest::prelude::*;
 
     fn lines() -> impl Strategy<Value = Line> {
-        (any::<(u64, u64, i32, u8, u8)>(), any::<[u32; 8]>()).prop_map(
-            |((address, size, tag, slot, generation), keys)| Line { address, size, keys, tag, slot, generation },
+        (any::<(u64, u64, i32, u8, u8)>(), any::<[u32; 8]>(), 1_u32..).prop_map(
+            |((address, size, tag, slot, generation), keys, number)| Line {
+                address,
+                size,
+                keys,
+                tag,
+                slot,
+                generation,
+                number,
+            },
         )
     }
 
     proptest! {
         #[test]
-        fn a_line_survives_and_only_whole_and_as_itself(old in lines(), new in lines(), number in 1_u32.., cut in 1..64_usize) {
-            let bytes = new.encode(number);
+        fn a_line_survives_and_only_whole_and_as_itself(old in lines(), new in lines(), cut in 1..64_usize) {
+            let number = new.number;
+            let bytes = new.encode();
             prop_assert_eq!(Line::decode(&bytes, number), Some(new));
             prop_assert_eq!(Line::decode(&bytes, number.wrapping_add(LINES as u32)), None);
             // Half of it over the line that stood there before, from either end.
-            let before = old.encode(number.wrapping_sub(LINES as u32));
+            let before = Line { number: number.wrapping_sub(LINES as u32), ..old }.encode();
             for (head, tail) in [(&bytes, &before), (&before, &bytes)] {
                 let mut torn = [0; LINE];
                 torn[..cut].copy_from_slice(&head[..cut]);
@@ -215,8 +227,8 @@ mod tests {
 
     #[test]
     fn every_bit_of_a_line_is_checked() {
-        let line = Line { address: 1 << 40, size: 77, keys: [5; 8], tag: -1, slot: 3, generation: 9 };
-        let bytes = line.encode(4711);
+        let line = Line { address: 1 << 40, size: 77, keys: [5; 8], tag: -1, slot: 3, generation: 9, number: 4711 };
+        let bytes = line.encode();
         for bit in 0..LINE * 8 {
             let mut changed = bytes;
             changed[bit / 8] ^= 1 << (bit % 8);
@@ -227,11 +239,12 @@ mod tests {
     #[test]
     fn a_ring_gives_a_line_when_it_has_come() {
         let ring = Ring::new();
-        let line = Line { address: 8, size: 9, keys: [0; 8], tag: 2, slot: 0, generation: 0 };
+        let line = Line { address: 8, size: 9, keys: [0; 8], tag: 2, slot: 0, generation: 0, number: 1 };
         assert_eq!(ring.read(1), None);
         for number in [1, 1 + LINES as u32] {
+            let line = Line { number, ..line };
             // SAFETY: the place of both numbers, and nobody else uses the ring.
-            unsafe { *ring.0[1].0.get() = line.encode(number) };
+            unsafe { *ring.0[1].0.get() = line.encode() };
             assert_eq!(ring.read(number), Some(line));
             assert_eq!(ring.read(number + LINES as u32), None);
         }

@@ -6,6 +6,7 @@
 //!
 //! NCCL's thread does all of that, in `irecv` and `test`; the keeper looks too, as on the sending side.
 
+use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 
@@ -15,11 +16,13 @@ use super::fabric::{Depth, Fabric};
 use super::flush::{self, Flush};
 use super::line::{Immediate, LINE, LINES, Line, Ring};
 use super::trouble::Doing;
-use super::verbs::{Local, MemoryRegion, Opcode, Remote, Work};
+use super::verbs::{Completion, Local, MemoryRegion, Opcode, Remote, Work};
 use crate::engine::counters::Counters;
+use crate::engine::events::{Chunk, MOST};
 use crate::engine::poller::{Progress, Source};
 use crate::engine::request::{MAX_PARTS, Outcome, SLOTS, Ticket};
 use crate::os::error::{Error, Result};
+use crate::os::net_event::SOMEWHERE;
 
 /// Receives that were used up on a lane before they are put back: one call for several.
 const PUT_BACK: usize = 16;
@@ -167,6 +170,7 @@ impl RdmaRecv {
             silent: 0,
         };
         let conn = Arc::new(Self { base: Base::new(parts, "receiving from"), target, state: Mutex::new(state) });
+        conn.base.name_paths(conn.state().fabric.as_ref());
         conn.base.watch(Arc::new(Watch(Arc::downgrade(&conn))))?;
         Ok(conn)
     }
@@ -178,8 +182,9 @@ impl RdmaRecv {
     ///
     /// # Safety
     /// The memory of every part must be writable, and used by nobody else until the request ends or the connection is
-    /// closed.
-    pub unsafe fn irecv(&self, parts: &mut [Option<Posted>]) -> Result<Option<Ticket>> {
+    /// closed. `profilers` are NCCL's profiler handles of the parts, null or alive until `test` has told the end of the
+    /// request.
+    pub unsafe fn irecv(&self, parts: &mut [Option<Posted>], profilers: &[*mut c_void]) -> Result<Option<Ticket>> {
         self.base.health.check()?;
         if self.base.health.is_peer_done() {
             self.base.health.fail(crate::tcp::peer::left_early(&self.base.peer));
@@ -204,12 +209,17 @@ impl RdmaRecv {
             posted[index] = (part.address, part.size, part.tag);
         }
         let Some(ticket) = self.base.requests.take(count) else { return Ok(None) };
+        for (part, profiler) in profilers.iter().enumerate() {
+            self.base.events.follow(ticket.slot, part, *profiler);
+        }
         let first = state.written;
         for (index, (&(address, size, tag), memory)) in posted[..count].iter().zip(held).enumerate() {
             state.announce(ticket, index, address, size, tag, memory);
         }
         if let Err(error) = self.write_lines(&mut state, first, count) {
             self.end(state, error);
+            // SAFETY: inside irecv.
+            unsafe { self.base.events.abandon(ticket.slot) };
             self.base.requests.cancel(ticket);
             return self.base.health.check().map(|()| None);
         }
@@ -251,16 +261,16 @@ impl RdmaRecv {
     /// When the connection has failed; no device touches the buffers any more then.
     pub fn test(&self, ticket: Ticket) -> Result<Option<Outcome>> {
         self.base.requests.check(ticket)?;
-        if let Some(outcome) = self.base.requests.finish(ticket) {
+        if let Some(outcome) = self.base.finish(ticket) {
             return Ok(Some(outcome));
         }
         self.glance();
-        if let Some(outcome) = self.base.requests.finish(ticket) {
+        if let Some(outcome) = self.base.finish(ticket) {
             return Ok(Some(outcome));
         }
         self.base.verdict().inspect_err(|_| {
             self.quiesce();
-            self.base.requests.abandon(ticket);
+            self.base.abandon(ticket);
         })?;
         Ok(None)
     }
@@ -340,7 +350,7 @@ impl RdmaRecv {
                 return Err(Error::remote("the sending side sent what no sender of Towline sends"));
             }
             let immediate = Immediate::decode(completion.immediate());
-            self.arrived(slots, free, read, table, immediate, u64::from(completion.length()))
+            self.arrived(slots, free, read, table, immediate, completion)
         })
     }
 
@@ -353,8 +363,9 @@ impl RdmaRecv {
         read: &mut u64,
         table: &SizeTable,
         immediate: Immediate,
-        bytes: u64,
+        completion: &Completion,
     ) -> Result<()> {
+        let bytes = u64::from(completion.length());
         let slot = &mut slots[usize::from(immediate.slot)];
         if !slot.is_taken || slot.generation != immediate.generation || immediate.shares == 0 {
             return Err(Error::remote("the sending side filled a receive that was not posted"));
@@ -363,14 +374,16 @@ impl RdmaRecv {
         slot.left = Some(left);
         slot.size += bytes;
         *read = (*read).max(slot.line);
+        if left == 0 && immediate.is_told {
+            slot.size = u64::from_le(table.sizes[usize::from(immediate.slot)].load(Ordering::Acquire));
+        }
+        if self.base.events.hears() {
+            self.tell_arrival(slot, immediate, completion);
+        }
         if left > 0 {
             return Ok(());
         }
-        let size = if immediate.is_told {
-            u64::from_le(table.sizes[usize::from(immediate.slot)].load(Ordering::Acquire))
-        } else {
-            slot.size
-        };
+        let size = slot.size;
         if size > slot.capacity {
             return Err(Error::remote(format!(
                 "the sending side says that it wrote {size} bytes into a receive of {}",
@@ -384,6 +397,33 @@ impl RdmaRecv {
         Counters::count(&self.base.counters.bytes, size);
         self.base.requests.complete_part(slot.request, usize::from(slot.part), size);
         Ok(())
+    }
+
+    /// Notes for the profiler what a lane has brought. Of more shares than can be told, the last ones make one piece when
+    /// the request ends; so do all shares of a message whose size is told, since their lengths are not known.
+    #[cold]
+    fn tell_arrival(&self, slot: &Slot, immediate: Immediate, completion: &Completion) {
+        let left = slot.left.unwrap_or(0);
+        let (length, is_piece) = if immediate.is_told {
+            (slot.size, left == 0)
+        } else {
+            let (shares, place) = (usize::from(immediate.shares), usize::from(immediate.shares - left));
+            (u64::from(completion.length()), shares <= MOST || place < MOST)
+        };
+        if is_piece {
+            let path = completion.id() as u16;
+            let chunk = Chunk {
+                offset: if immediate.shares == 1 { 0 } else { SOMEWHERE },
+                length,
+                path,
+                message: u64::from((slot.line as u32).wrapping_sub(1)),
+                total: slot.size,
+                again: false,
+                wr_id: completion.id(),
+            };
+            self.base.events.chunk_begins(slot.request, usize::from(slot.part), &chunk);
+            self.base.events.path_ends(slot.request, usize::from(slot.part), path);
+        }
     }
 
     /// Writes the lines after line `first` to the sender.
@@ -481,8 +521,8 @@ impl State {
             line: self.written,
             memory,
         };
-        let line = Line { address, size, keys, tag, slot: number, generation };
-        mirror.lines[self.written as usize % LINES] = line.encode(self.written as u32);
+        let line = Line { address, size, keys, tag, slot: number, generation, number: self.written as u32 };
+        mirror.lines[self.written as usize % LINES] = line.encode();
     }
 }
 

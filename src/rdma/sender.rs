@@ -9,6 +9,7 @@
 //! rarely while nothing moves, since NCCL's thread may be waiting for something else.
 
 use std::collections::VecDeque;
+use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 
 use super::adapter::{Adapter, Registration};
@@ -20,6 +21,7 @@ use super::stripe::{Share, Stripes};
 use super::trouble::Doing;
 use super::verbs::{Completion, Local, MemoryRegion, Remote, Work};
 use crate::engine::counters::Counters;
+use crate::engine::events::Chunk;
 use crate::engine::poller::{Progress, Source};
 use crate::engine::request::{Outcome, SLOTS, Ticket};
 use crate::os::error::{Error, Result};
@@ -132,6 +134,7 @@ impl RdmaSend {
             waiting_jobs: 0,
         };
         let conn = Arc::new(Self { base: Base::new(parts, "sending to"), target, state: Mutex::new(state) });
+        conn.base.name_paths(conn.state().fabric.as_ref());
         conn.base.watch(Arc::new(Watch(Arc::downgrade(&conn))))?;
         Ok(conn)
     }
@@ -143,12 +146,14 @@ impl RdmaSend {
     ///
     /// # Safety
     /// `address` must be readable for `length` bytes, and stay so until the request ends or the connection is closed.
+    /// `profiler` is null or NCCL's profiler handle of this transfer, alive until `test` has told the end of it.
     pub unsafe fn isend(
         &self,
         address: u64,
         length: u64,
         tag: i32,
         memory: Option<Arc<Registration>>,
+        profiler: *mut c_void,
     ) -> Result<Option<Ticket>> {
         self.base.health.check()?;
         if self.base.health.is_peer_done() {
@@ -157,6 +162,7 @@ impl RdmaSend {
         }
         let memory = self.base.memory(memory, address, length)?;
         let Some(ticket) = self.base.requests.take(1) else { return Ok(None) };
+        self.base.events.follow(ticket.slot, 0, profiler);
         let mut state = self.state();
         let message = Message { address, length, slot: ticket.slot, left: 0, memory };
         let key = state.messages.insert(message);
@@ -169,11 +175,17 @@ impl RdmaSend {
         });
         if let Err(error) = outcome {
             self.end(state, error);
+            // SAFETY: inside isend.
+            unsafe { self.base.events.abandon(ticket.slot) };
             self.base.requests.cancel(ticket);
             return self.base.health.check().map(|()| None);
         }
         drop(state);
         self.base.attend();
+        if self.base.events.hears() {
+            // SAFETY: inside isend.
+            unsafe { self.base.events.report() };
+        }
         Ok(Some(ticket))
     }
 
@@ -183,16 +195,16 @@ impl RdmaSend {
     /// When the connection has failed; no device touches the buffer any more then.
     pub fn test(&self, ticket: Ticket) -> Result<Option<Outcome>> {
         self.base.requests.check(ticket)?;
-        if let Some(outcome) = self.base.requests.finish(ticket) {
+        if let Some(outcome) = self.base.finish(ticket) {
             return Ok(Some(outcome));
         }
         self.glance();
-        if let Some(outcome) = self.base.requests.finish(ticket) {
+        if let Some(outcome) = self.base.finish(ticket) {
             return Ok(Some(outcome));
         }
         self.base.verdict().inspect_err(|_| {
             self.quiesce();
-            self.base.requests.abandon(ticket);
+            self.base.abandon(ticket);
         })?;
         Ok(None)
     }
@@ -290,6 +302,9 @@ impl RdmaSend {
         if is_told {
             scratch.sizes[key] = message.length;
         }
+        if self.base.events.hears() {
+            self.base.events.ready(message.slot, 0);
+        }
         for (index, share) in shares.enumerate() {
             let mut job = Job { key, share, posted: 0, line: *line, immediate, tells: is_told && index == 0 };
             let waiting = &mut jobs[share.lane];
@@ -326,6 +341,9 @@ impl RdmaSend {
             let places = 1 + if is_end { u32::from(job.tells) + u32::from(is_apart) } else { 0 };
             if lane.room() < places {
                 return Ok(false);
+            }
+            if job.posted == 0 && self.base.events.hears() {
+                self.tell_share(message, job, is_apart);
             }
             let local = Local { address: message.address + at, length: bytes as u32, key: local_key };
             let write = Work {
@@ -374,6 +392,23 @@ impl RdmaSend {
         unsafe { lane.post(&list) }
     }
 
+    /// Notes for the profiler that a lane takes its share. The work request is the share's last, whose completion ends it.
+    #[cold]
+    fn tell_share(&self, message: &Message, job: &Job, is_apart: bool) {
+        let Share { lane, offset, length } = job.share;
+        let places = 1 + u32::from(job.tells) + u32::from(is_apart);
+        let chunk = Chunk {
+            offset,
+            length,
+            path: lane as u16,
+            message: u64::from(job.line.number.wrapping_sub(1)),
+            total: message.length,
+            again: false,
+            wr_id: work_id(job.key, lane, places, true),
+        };
+        self.base.events.chunk_begins(message.slot, 0, &chunk);
+    }
+
     fn post_waiting(&self, state: &mut State) -> Result<()> {
         let State { fabric: Some(fabric), messages, jobs, waiting_jobs, scratch, .. } = state else { return Ok(()) };
         for waiting in jobs {
@@ -402,6 +437,9 @@ impl RdmaSend {
         }
         let key = id as u16 as usize;
         let message = &mut messages[key];
+        if self.base.events.hears() {
+            self.base.events.path_ends(message.slot, 0, (id >> 16) as u16);
+        }
         message.left -= 1;
         if message.left == 0 {
             let (slot, length) = (message.slot, message.length);

@@ -14,6 +14,7 @@ pub mod netns;
 pub mod proxy;
 pub mod raw;
 pub mod strict;
+pub mod told;
 
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -54,6 +55,11 @@ pub fn context(version: ApiVersion) -> Context {
 /// A connection in that version, with both ends here.
 pub fn pair(version: ApiVersion) -> Pair {
     Pair::connect(&context(version), 0).expect("a connection")
+}
+
+/// Whether the connections of these tests are over RDMA, as they are in the RDMA test machine.
+pub fn is_over_rdma() -> bool {
+    Path::new("/sys/class/infiniband/rxe0").exists() && std::env::var("TOWLINE_BACKEND").as_deref() != Ok("tcp")
 }
 
 /// Ends the process when a test does not end itself in time: a hang is the worst of all answers to NCCL.

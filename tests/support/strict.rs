@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use towline::abi::ffi::*;
-use towline::os::net_event::{NetEvent, PLUGIN_ID, PLUGIN_ID_SOCKET};
+use towline::os::net_event::{NetEvent, PLUGIN_ID, PLUGIN_ID_IB, PLUGIN_ID_SOCKET};
 
 thread_local! {
     static INSIDE: Cell<bool> = const { Cell::new(false) };
@@ -30,9 +30,11 @@ pub struct Told {
     pub id: i64,
     /// Bytes.
     pub length: u64,
-    /// The socket, and 0 for a send, 1 for a receive; −1 under Towline's identifier.
+    /// The socket, and 0 for a send, 1 for a receive; −1 under another identifier.
     pub fd: i32,
     pub op: i32,
+    /// Under the identifier of InfiniBand: device, queue pair, verbs opcode, work request.
+    pub verbs: Option<(i32, i32, i32, u64)>,
     /// The descriptor under Towline's identifier: from the start, then from the update.
     pub details: NetEvent,
     pub updates: u32,
@@ -176,13 +178,21 @@ pub unsafe extern "C" fn callback(
 }
 
 unsafe fn describe(id: i64, data: *mut c_void) -> Told {
-    let mut told = Told { id, length: 0, fd: -1, op: -1, details: NetEvent::default(), updates: 0, stops: 0 };
+    let mut told =
+        Told { id, length: 0, fd: -1, op: -1, verbs: None, details: NetEvent::default(), updates: 0, stops: 0 };
     match id {
         PLUGIN_ID_SOCKET => {
             // SAFETY: the caller's promise.
             let descr = unsafe { &*data.cast::<ncclProfilerNetSockDescr_v1_t>() };
             assert_eq!(i32::from(descr.type_), ncclProfileSocket);
             (told.fd, told.op, told.length) = (descr.sock.fd, descr.sock.op, descr.sock.length as u64);
+        }
+        PLUGIN_ID_IB => {
+            // SAFETY: the caller's promise.
+            let descr = unsafe { &*data.cast::<ncclProfilerNetIbDescr_v1_t>() };
+            assert_eq!(i32::from(descr.type_), ncclProfileQp);
+            let pair = descr.qp;
+            (told.verbs, told.length) = (Some((pair.device, pair.qpNum, pair.opcode, pair.wr_id)), pair.length as u64);
         }
         PLUGIN_ID => {
             // SAFETY: the caller's promise.

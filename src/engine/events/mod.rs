@@ -221,6 +221,12 @@ impl Events {
         self.note(slot, part, |transfer, details| transfer.chunk_ends(offset, clock(details)));
     }
 
+    /// Any thread: the chunk on path `path` has arrived, the only one of its transfer there. Only for requests that have
+    /// not ended.
+    pub fn path_ends(&self, slot: u16, part: usize, path: u16) {
+        self.note(slot, part, |transfer, details| transfer.path_ends(path, clock(details)));
+    }
+
     /// Any thread: the chunk at `offset` has waited since `since`.
     pub fn chunk_waited(&self, slot: u16, part: usize, offset: u64, wait: Wait, since: Instant) {
         let ns = since.elapsed().as_nanos() as u64;

@@ -32,8 +32,6 @@ pub struct Chunk {
     pub again: bool,
     /// Verbs: the work request.
     pub wr_id: u64,
-    /// Verbs: the operation (`IBV_WR_*`).
-    pub opcode: i32,
 }
 
 /// One piece of a transfer, as it is told.
@@ -152,6 +150,13 @@ impl Transfer {
     /// The chunk at `offset` has arrived.
     pub fn chunk_ends(&mut self, offset: u64, now: Option<Instant>) {
         for (piece, _) in self.pieces.iter_mut().filter(|(piece, _)| !piece.rest && piece.chunk.offset == offset) {
+            piece.end(now);
+        }
+    }
+
+    /// The chunk on path `path` has arrived, the only one of the transfer there.
+    pub fn path_ends(&mut self, path: u16, now: Option<Instant>) {
+        for (piece, _) in self.pieces.iter_mut().filter(|(piece, _)| !piece.rest && piece.chunk.path == path) {
             piece.end(now);
         }
     }
@@ -281,6 +286,23 @@ mod tests {
         assert_eq!(transfer.pieces().filter(|(piece, _)| piece.is_ended()).count(), 7);
         transfer.end(20, None);
         assert!(transfer.pieces().all(|(piece, _)| piece.is_ended()));
+    }
+
+    #[test]
+    fn a_chunk_ends_by_its_path_and_leaves_the_others_and_the_rest() {
+        let mut transfer = Transfer::default();
+        transfer.begin(true, None);
+        for path in 0..10 {
+            let chunk = Chunk { offset: u64::from(path), length: 1, total: 10, path, ..Chunk::default() };
+            transfer.chunk_begins(&chunk, None, true);
+        }
+        // The eighth took path 7, and stands for 8 and 9 as well.
+        for path in [3, 7, 9] {
+            transfer.path_ends(path, None);
+        }
+        let ended: Vec<_> =
+            transfer.pieces().filter(|(piece, _)| piece.ended).map(|(piece, _)| piece.chunk.path).collect();
+        assert_eq!(ended, [3]);
     }
 
     #[test]

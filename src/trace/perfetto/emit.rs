@@ -13,6 +13,7 @@ use super::proto::UNIT_COUNT;
 use super::tracks::{Group, Place, Tracks};
 use super::wire::Rails;
 use super::{digest, mix};
+use crate::os::net_event::SOMEWHERE;
 
 /// What the file says of its process.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -383,7 +384,14 @@ impl Emitter {
                     (false, false) => "receive",
                     (false, true) => "receive again",
                 };
-                (name, if part.resend { 0 } else { mix(mix(part.link, part.message), part.offset) })
+                (
+                    name,
+                    if part.resend || part.offset == SOMEWHERE {
+                        0
+                    } else {
+                        mix(mix(part.link, part.message), part.offset)
+                    },
+                )
             }
             _ => ("network", 0),
         };

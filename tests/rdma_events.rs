@@ -1,0 +1,164 @@
+//! What NCCL's profiler is told of transfers over queue pairs. The rules that hold for every backend are in
+//! `net_events`, which the RDMA test machine runs as well.
+//!
+//! These tests need two RDMA devices, rxe0 on veth0 and rxe1 on veth1, as the test machine has them.
+
+#![cfg(feature = "rdma")]
+
+mod support;
+
+use std::collections::HashSet;
+use std::time::Duration;
+
+use support::child::alone;
+use support::strict::{Told, Transfer, callback};
+use support::told::{NEWEST, finish, moved, pair, receive, send};
+use support::{net, pattern, watchdog};
+use towline::host::{Init, Memory, Pair};
+use towline::os::net_event::{PLUGIN_ID, PLUGIN_ID_IB, SOMEWHERE};
+
+/// `IBV_WR_RDMA_WRITE_WITH_IMM` and `IBV_WC_RECV_RDMA_WITH_IMM`.
+const WRITE_WITH_IMMEDIATE: i32 = 1;
+const RECEIVED_IMMEDIATE: i32 = 129;
+
+/// A connection between devices that are made of both ports.
+fn fused() -> Pair {
+    let init = Init { comm_id: 7, profiler: Some(callback), ..Init::default() };
+    let context = net(NEWEST).init_with(&init).expect("init");
+    let device = context.make_vdevice(&[0, 1]).expect("a device of both ports");
+    Pair::connect(&context, device).expect("a connection")
+}
+
+/// Device, queue pair, opcode and work request of each piece.
+fn verbs(told: &[Told]) -> Vec<(i32, i32, i32, u64)> {
+    assert!(told.iter().all(|piece| (piece.id, piece.updates) == (PLUGIN_ID_IB, 0)), "{told:?}");
+    told.iter().map(|piece| piece.verbs.expect("a queue pair's descriptor")).collect()
+}
+
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn each_queue_pairs_share_is_told_with_nccls_descriptor() {
+    let variables = [("NCCL_IB_QPS_PER_CONNECTION", "2"), ("NCCL_IB_SPLIT_DATA_ON_QPS", "1")];
+    alone("each_queue_pairs_share_is_told_with_nccls_descriptor", &variables, || {
+        let _watchdog = watchdog(60);
+        let pair = fused();
+        moved(&pair, pattern(1, 100));
+        let mut pairs = HashSet::new();
+        for round in 0..6 {
+            for (size, shares) in [(0, 1), (1, 1), (8192, 1), (16 << 10, 2), (100_000, 4), (1 << 20, 4)] {
+                let (sender, receiver) = moved(&pair, pattern(round, size));
+                for (told, opcode) in [(&sender, WRITE_WITH_IMMEDIATE), (&receiver, RECEIVED_IMMEDIATE)] {
+                    let verbs = verbs(told);
+                    assert_eq!(verbs.len(), shares, "{size} bytes: {told:?}");
+                    assert!(verbs.iter().all(|verbs| verbs.2 == opcode), "{told:?}");
+                    let distinct: HashSet<_> = verbs.iter().map(|verbs| verbs.1).collect();
+                    assert_eq!(distinct.len(), shares, "a queue pair carries one share: {told:?}");
+                    let devices: HashSet<_> = verbs.iter().map(|verbs| verbs.0).collect();
+                    assert!(devices.is_subset(&HashSet::from([0, 1])), "{told:?}");
+                    assert!(shares < 4 || devices.len() == 2, "both cards: {told:?}");
+                }
+                pairs.extend(verbs(&sender).iter().map(|verbs| verbs.1));
+            }
+        }
+        assert_eq!(pairs.len(), 4, "every queue pair had its turn");
+        // A single card: its number is NCCL's.
+        let init = Init { comm_id: 8, profiler: Some(callback), ..Init::default() };
+        let context = net(NEWEST).init_with(&init).expect("init");
+        let second = Pair::between((&context, 0), (&context, 1)).expect("a connection");
+        let (sender, receiver) = moved(&second, pattern(1, 100));
+        assert_eq!((verbs(&sender)[0].0, verbs(&receiver)[0].0), (0, 1));
+    });
+}
+
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn shares_beyond_eight_are_put_together() {
+    let variables = [("NCCL_IB_QPS_PER_CONNECTION", "8"), ("NCCL_IB_SPLIT_DATA_ON_QPS", "1")];
+    alone("shares_beyond_eight_are_put_together", &variables, || {
+        let _watchdog = watchdog(60);
+        let pair = fused();
+        moved(&pair, pattern(1, 100));
+        for round in 0..4 {
+            for shares in [7, 8, 9, 16] {
+                let size = shares * 8192;
+                let (sender, receiver) = moved(&pair, pattern(round, size));
+                for told in [&sender, &receiver] {
+                    assert_eq!(verbs(told).len(), shares.min(8), "{told:?}");
+                    // Which shares the eighth stands for is the order of their coming; how many bytes is not.
+                    let longest = told.iter().map(|piece| piece.length).max();
+                    assert_eq!(longest, Some(8192 * (shares.max(8) - 7) as u64), "{told:?}");
+                }
+            }
+        }
+    });
+}
+
+/// Shares of several writes: the receiver hears their sum.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_share_of_several_writes_is_one_piece() {
+    const NAME: &str = "a_share_of_several_writes_is_one_piece";
+    let variables = [("NCCL_IB_ADAPTIVE_ROUTING", "1"), ("NCCL_IB_AR_THRESHOLD", "1000")];
+    alone(NAME, &variables, || {
+        let _watchdog = watchdog(60);
+        let pair = fused();
+        moved(&pair, pattern(1, 100));
+        // SoftRoCE takes at most 8 MiB in one write.
+        for (size, shares) in [(1000, 1), (1001, 1), (100_000, 2), (17 << 20, 2)] {
+            let (sender, receiver) = moved(&pair, pattern(3, size));
+            assert_eq!((sender.len(), receiver.len()), (shares, 1), "{size} bytes: {sender:?} {receiver:?}");
+            assert_eq!(verbs(&receiver)[0].2, RECEIVED_IMMEDIATE);
+        }
+    });
+}
+
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_send_whose_receive_is_known_starts_inside_isend() {
+    let _watchdog = watchdog(60);
+    let pair = pair();
+    moved(&pair, pattern(1, 100));
+    for size in [0, 8, 100_000] {
+        let (target, out, back) = (Memory::new(size), Transfer::new(), Transfer::new());
+        let received = receive(&pair, &[(&target, 0, back)]);
+        std::thread::sleep(Duration::from_millis(100));
+        let sent = send(&pair, pattern(1, size), 0, out);
+        assert_eq!(out.starts(), 1, "started before isend returned");
+        assert_eq!(out.told()[0].stops, 0, "and not done before test says so");
+        finish(&pair, &received, &[sent], |which| {
+            (if which.is_some() { out } else { back }).whole(size);
+        });
+    }
+}
+
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn under_towlines_identifier_the_messages_of_both_sides_have_one_number() {
+    const NAME: &str = "under_towlines_identifier_the_messages_of_both_sides_have_one_number";
+    let variables = [("TOWLINE_NET_EVENTS", "towline"), ("NCCL_IB_QPS_PER_CONNECTION", "1")];
+    alone(NAME, &variables, || {
+        let _watchdog = watchdog(60);
+        let pair = fused();
+        // More than the ring of lines has places.
+        for number in 0..300_u64 {
+            let size = [0, 10, 40_000][number as usize % 3];
+            let (sender, receiver) = moved(&pair, pattern(number as usize, size));
+            let shares = if size > 16_384 { 2 } else { 1 };
+            assert_eq!((sender.len(), receiver.len()), (shares, shares));
+            for piece in sender.iter().chain(&receiver) {
+                let details = &piece.details;
+                assert_eq!((piece.id, piece.updates, details.message), (PLUGIN_ID, 1, number));
+                assert_eq!(details.link, sender[0].details.link);
+                assert!(details.peer().is_some(), "{details:?}");
+                let opcode = if details.is_send() { WRITE_WITH_IMMEDIATE } else { RECEIVED_IMMEDIATE };
+                assert_eq!(details.opcode, opcode);
+            }
+            assert!(sender.iter().all(|piece| piece.details.wire_ns > 0), "{sender:?}");
+            let mut offsets: Vec<u64> = sender.iter().map(|piece| piece.details.offset).collect();
+            offsets.sort_unstable();
+            assert_eq!(offsets, [0, 20_096][..shares], "{sender:?}");
+            let known = if shares == 1 { 0 } else { SOMEWHERE };
+            assert!(receiver.iter().all(|piece| piece.details.offset == known), "{receiver:?}");
+        }
+    });
+}
