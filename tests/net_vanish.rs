@@ -362,12 +362,53 @@ fn what_was_reported_done_arrives_though_a_rail_dies_at_the_close() {
     if plays(sender, receiver) || !available() {
         return;
     }
-    for how in [Cut::Silent, Cut::Reset, Cut::HalfSilent] {
+    for how in [Cut::Silent, Cut::Reset, Cut::HalfSilent, Cut::DownHere, Cut::DownThere] {
         let network = Network::new(2, 0);
         let test = "what_was_reported_done_arrives_though_a_rail_dies_at_the_close";
         let ends = Ends::start(test, &network.hosts, "60");
         ends.wait_for("ready");
         network.cut(0, how);
+        ends.tell("cut");
+        ends.pass();
+    }
+}
+
+/// The other way round: the path dies when the sender has closed, or while it does, and the receiver has not looked yet.
+#[test]
+fn what_was_reported_done_is_there_though_a_link_goes_down_after_the_close() {
+    let sender = || {
+        let comm = connect();
+        send(&comm, 0, 4 << 20);
+        tell("ready");
+        wait_for("go");
+        for seed in 1..10 {
+            send(&comm, seed, 3000);
+        }
+        tell("sent");
+        comm.close().expect("close");
+    };
+    let receiver = || {
+        let comm = accept();
+        receive(&comm, 0, 4 << 20);
+        wait_for("cut");
+        for seed in 1..10 {
+            receive(&comm, seed, 3000);
+        }
+        comm.close().expect("close");
+    };
+    if plays(sender, receiver) || !available() {
+        return;
+    }
+    let test = "what_was_reported_done_is_there_though_a_link_goes_down_after_the_close";
+    for (rail, how) in [(0, Cut::DownThere), (0, Cut::DownHere), (1, Cut::DownThere), (1, Cut::DownHere)] {
+        let network = Network::new(2, 0);
+        let ends = Ends::start(test, &network.hosts, "60");
+        ends.wait_for("ready");
+        // Nothing is outstanding: the receiver's keeper has stopped looking.
+        std::thread::sleep(Duration::from_millis(500));
+        ends.tell("go");
+        ends.wait_for("sent");
+        network.cut(rail, how);
         ends.tell("cut");
         ends.pass();
     }

@@ -51,6 +51,9 @@ const CLOSE_PATIENCE: Duration = Duration::from_secs(1);
 /// How long it waits for a stream to come back when all are away.
 const CLOSE_MENDING: Duration = Duration::from_secs(6);
 
+/// How often a stream that is given up is read before, at most: a share each time, more than a socket holds.
+const MOST_LOOKS: usize = 64;
+
 /// For how long a sign of trouble in the network explains why the peer is away.
 const TROUBLE: Duration = Duration::from_secs(10);
 
@@ -890,6 +893,12 @@ impl RecvConn {
 
     /// Gives up a stream while others live, and tells the sender, who may not know.
     fn lose(&self, index: usize, error: &io::Error) {
+        // First what has arrived already: its sender may have closed, since this host's kernel has acknowledged it.
+        for _ in 0..MOST_LOOKS {
+            if !self.run(index, READ) {
+                break;
+            }
+        }
         let epoch = self.state().core.epoch(index);
         self.streams[index].peek(|io| watch::close_hard(&io.sock));
         let Some(frames) = self.fence_stream(index, epoch) else { return };

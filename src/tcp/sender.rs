@@ -598,7 +598,9 @@ impl SendConn {
             }
             std::thread::sleep(Duration::from_micros(50));
         }
-        true
+        // A stream that died meanwhile took with it what nobody has acknowledged.
+        let lost = |state: &State| state.core.unfenced().iter().any(|(index, _)| state.core.in_doubt(*index));
+        self.health.is_peer_done() || !lost(&self.state())
     }
 
     fn is_adrift(&self) -> bool {

@@ -7,6 +7,10 @@ use towline::os::error::{Error, Result};
 use super::super::channel::Channel;
 use super::protocol::Answer;
 
+/// For so many rounds it waits without giving way: a system call in each would lengthen what is measured by half of its
+/// own time. A message between two processors takes fewer rounds than that.
+const SPIN: u32 = 64;
+
 /// Looked at when nothing can be done.
 pub(super) struct Watch<'a> {
     channel: &'a mut Channel,
@@ -26,8 +30,8 @@ impl<'a> Watch<'a> {
         self.rounds = 0;
     }
 
-    /// Nothing could be done: gives way to other threads, as NCCL's proxy does, and now and then asks whether waiting
-    /// still makes sense.
+    /// Nothing could be done: after a while it gives way to other threads, as NCCL's proxy does, and now and then it asks
+    /// whether waiting still makes sense.
     pub(super) fn idle(&mut self) -> Result<()> {
         if self.rounds == 0 {
             self.since = Instant::now();
@@ -36,7 +40,11 @@ impl<'a> Watch<'a> {
         if self.rounds.is_multiple_of(4096) {
             self.check()?;
         }
-        std::thread::yield_now();
+        if self.rounds > SPIN {
+            std::thread::yield_now()
+        } else {
+            std::hint::spin_loop()
+        }
         Ok(())
     }
 
