@@ -29,6 +29,7 @@ use super::deadlines::Deadlines;
 use super::doorbell::{Button, Doorbell};
 use crate::os::error::{Error, Result};
 use crate::os::fd::{Fd, Registered};
+use crate::os::log::Limiter;
 
 /// How long a worker looks for more work before it sleeps. Waking a sleeping processor costs 5 to 50 µs, most in
 /// virtual machines, and the next chunk of a message usually follows at once. Looking for 300 µs instead moved no more
@@ -83,7 +84,12 @@ struct Shared {
     lives: AtomicU64,
 }
 
+/// How often the kernel is asked to watch a descriptor, a millisecond apart, while it has not got the memory.
+const WATCH_TRIES: u32 = 5;
+
 const WAKE: Token = Token(usize::MAX);
+
+static NO_WORKER: Limiter = Limiter::new();
 
 /// A thread that polls sources.
 #[derive(Clone)]
@@ -112,7 +118,9 @@ impl Worker {
             lives: AtomicU64::new(0),
         });
         let worker = Self(Arc::clone(&shared));
-        crate::os::thread::spawn(&name, move || run(&shared, poll, spin)).map_err(|e| failed(&e))?;
+        crate::os::thread::spawn(&name, move || run(&shared, poll, spin)).map_err(|error| {
+            failed(&error).with_hint("raise the limit on threads (ulimit -u, or pids.max of the container)")
+        })?;
         Ok(worker)
     }
 
@@ -162,8 +170,10 @@ impl Shared {
     /// Ends the worker's sleep. The eventfd is edge-triggered and never read: each write is a new edge.
     fn wake(&self) {
         let one = 1_u64.to_ne_bytes();
-        // SAFETY: eight readable bytes, as eventfd(2) wants. A full counter (EAGAIN) has woken the worker already.
-        unsafe { libc::write(self.waker.as_raw_fd(), one.as_ptr().cast(), one.len()) };
+        // SAFETY: eight readable bytes, as eventfd(2) wants.
+        let write = || unsafe { libc::write(self.waker.as_raw_fd(), one.as_ptr().cast(), one.len()) };
+        // A full counter (EAGAIN) has woken the worker already.
+        while write() < 0 && io::Error::last_os_error().kind() == io::ErrorKind::Interrupted {}
     }
 }
 
@@ -201,10 +211,18 @@ fn epoll_add(epoll: RawFd, fd: RawFd, interest: Interest, token: usize) -> io::R
         Interest::Read => libc::EPOLLIN,
     };
     let mut event = libc::epoll_event { events: (flags | libc::EPOLLET) as u32, u64: token as u64 };
-    // SAFETY: `event` is valid for the call; mio reads our token back from the same field (`Token` is the u64).
-    match unsafe { libc::epoll_ctl(epoll, libc::EPOLL_CTL_ADD, fd, &raw mut event) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
+    let mut patience = WATCH_TRIES;
+    loop {
+        // SAFETY: `event` is valid for the call; mio reads our token back from the same field (`Token` is the u64).
+        if unsafe { libc::epoll_ctl(epoll, libc::EPOLL_CTL_ADD, fd, &raw mut event) } == 0 {
+            return Ok(());
+        }
+        let error = io::Error::last_os_error();
+        patience -= 1;
+        if error.raw_os_error() != Some(libc::ENOMEM) || patience == 0 {
+            return Err(error);
+        }
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
 
@@ -343,7 +361,9 @@ impl Poller {
                     return Ok(worker);
                 }
                 Err(error) if workers.is_empty() => return Err(error),
-                Err(error) => tracing::warn!("{error}; going on with {} workers", workers.len()),
+                Err(error) => NO_WORKER.tell(|more| {
+                    tracing::warn!("{error}; going on with {} worker threads{more}", workers.len());
+                }),
             }
         }
         let from_turn = (0..workers.len()).map(|k| &workers[(turn + k) % workers.len()]);

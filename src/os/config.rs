@@ -62,6 +62,8 @@ const NOT_FOR_THE_LIBRARY: &[&str] = &[
     "TOWLINE_FAULTS_SEED",
     "TOWLINE_SOAK",
     "TOWLINE_CYCLES",
+    "TOWLINE_PRESSURE",
+    "TOWLINE_PRESSURE_SEED",
 ];
 
 macro_rules! variables {

@@ -47,7 +47,11 @@ impl Error {
 
     /// A failed system call: `doing` says what was attempted, as in "binding a listener to eth0".
     pub fn system(doing: impl fmt::Display, error: &std::io::Error) -> Self {
-        Self::new(Cause::System, format!("{doing} failed: {error}"))
+        let failure = Self::new(Cause::System, format!("{doing} failed: {error}"));
+        match advice(error) {
+            Some(hint) => failure.with_hint(hint),
+            None => failure,
+        }
     }
 
     /// A bad argument from the host program.
@@ -134,6 +138,19 @@ impl fmt::Debug for Error {
 }
 
 impl std::error::Error for Error {}
+
+/// What to do when the host is out of something that a call needs. None when it is something else.
+pub fn advice(error: &std::io::Error) -> Option<&'static str> {
+    match error.raw_os_error()? {
+        libc::EMFILE => Some("this process is out of descriptors: raise its limit (ulimit -n)"),
+        libc::ENFILE => Some("this host is out of descriptors: raise fs.file-max"),
+        libc::ENOMEM | libc::ENOBUFS => {
+            Some("this host is short of memory: look at what is free, and at net.ipv4.tcp_mem")
+        }
+        libc::ENOSPC => Some("this user has no epoll watches left: raise fs.epoll.max_user_watches"),
+        _ => None,
+    }
+}
 
 #[cfg(test)]
 mod tests {

@@ -180,7 +180,7 @@ impl Base {
             let mut room = [0; HEADER + MAX_CONTROL as usize];
             // SAFETY: the buffer is ours.
             let got = unsafe { wire::receive(open.as_raw_fd(), [Piece::of_mut(&mut []), Piece::of_mut(&mut room)]) };
-            let end = match got {
+            let end = match got.or_else(wire::look_again) {
                 Ok(None) => return Ok(()),
                 Ok(Some(0)) => std::io::ErrorKind::UnexpectedEof.into(),
                 Ok(Some(count)) => {

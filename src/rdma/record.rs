@@ -227,7 +227,7 @@ impl Talk {
             let got = unsafe {
                 wire::receive(sock.as_raw_fd(), [Piece::of_mut(&mut []), Piece::of_mut(&mut room[..missing])])
             };
-            match got {
+            match got.or_else(wire::look_again) {
                 Ok(None) => return Ok(false),
                 Ok(Some(0)) => {
                     return Err(Error::remote("the peer left while RDMA parameters were exchanged")

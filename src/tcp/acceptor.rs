@@ -18,7 +18,8 @@ use std::time::{Duration, Instant};
 
 use super::crowd::Crowd;
 use super::handshake::{
-    FEATURE_BARE, GREETING, HELLO, Hello, PREAMBLE, Preamble, READY, Refusal, Secret, Transcript, Welcome, Wish, nonce,
+    FEATURE_BARE, FEATURE_RECOVERY, GREETING, HELLO, Hello, PREAMBLE, Preamble, READY, Refusal, Secret, Transcript,
+    Welcome, Wish, nonce,
 };
 use super::limits::MAX_STREAMS;
 use super::net::{Link, Net, Sock, new_socket, tune};
@@ -26,10 +27,11 @@ use super::peer::Peer;
 use super::receiver::RecvConn;
 use super::seal::agreement::{Accepted, Keys, OFFER};
 use super::seal::{Seal, is_encrypted, other_key};
+use super::shortage;
 use super::takeover::{Handed, Takeover};
 use super::wire::{self, Piece};
 use crate::engine::poller::{Interest, Progress, Registration, Source};
-use crate::os::error::{Error, Result};
+use crate::os::error::{Error, Result, advice};
 use crate::os::fd::Registered;
 use crate::os::interfaces::Rail;
 use crate::os::log::{Limiter, NET};
@@ -195,10 +197,12 @@ impl Acceptor {
             Ok(sock)
         };
         let sock = opened().map_err(|error| {
-            Error::system(format!("listening on {} ({})", rail.name, rail.address.ip()), &error)
-                .with_hint("is the interface still up? choose another with NCCL_SOCKET_IFNAME")
+            Error::system(format!("listening on {} ({})", rail.name, rail.address.ip()), &error).with_hint(
+                advice(&error).unwrap_or("is the interface still up? choose another with NCCL_SOCKET_IFNAME"),
+            )
         })?;
-        let address = sock.local_addr().ok().and_then(|address| address.as_socket());
+        let address = sock.local_addr().map_err(|error| Error::system("asking for the port of a listener", &error))?;
+        let address = address.as_socket();
         let address = address.ok_or_else(|| Error::internal("a listening socket without an address"))?;
         let fd = sock.as_raw_fd();
         let source = Arc::new(PortSource { net: self.net.clone(), sock });
@@ -216,7 +220,8 @@ impl Acceptor {
 
     fn take_in(&self, net: &Arc<Net>, sock: Sock, from: SocketAddr) {
         let fd = sock.as_raw_fd();
-        let inbound = Arc::new(Inbound {
+        let inbound = Arc::new_cyclic(|me| Inbound {
+            me: me.clone(),
             net: Arc::downgrade(net),
             from,
             deadline: Instant::now() + PATIENCE,
@@ -225,6 +230,7 @@ impl Acceptor {
                 registration: None,
                 input: Vec::new(),
                 stage: Stage::Preamble,
+                short: false,
             }),
         });
         let evicted = lock(&self.inbound).come(Arc::clone(&inbound));
@@ -232,7 +238,7 @@ impl Acceptor {
             oldest.end();
         }
         let _ = inbound.poll();
-        if inbound.is_over() {
+        if !inbound.has_socket() {
             return;
         }
         let registered =
@@ -243,7 +249,7 @@ impl Acceptor {
                 lock(&inbound.state).registration = Some(registration);
             }
             Err(error) => {
-                tracing::warn!(target: NET, "a connection from {from} was dropped: {error}");
+                DROPPED.tell(|more| tracing::warn!(target: NET, "a connection from {from} was dropped: {error}{more}"));
                 inbound.end();
                 self.finished(&inbound);
             }
@@ -269,6 +275,7 @@ struct PortSource {
 
 static ACCEPT_TROUBLE: Limiter = Limiter::new();
 static STRANGERS: Limiter = Limiter::new();
+static DROPPED: Limiter = Limiter::new();
 
 impl Source for PortSource {
     fn poll(&self) -> Progress {
@@ -294,8 +301,9 @@ impl Source for PortSource {
                         || error.kind() == io::ErrorKind::ConnectionAborted => {}
                 Err(error) => {
                     // Out of descriptors, mostly. The connection waits in the kernel's queue.
+                    let why = advice(&error).map_or_else(|| error.to_string(), |hint| format!("{error}; {hint}"));
                     ACCEPT_TROUBLE.tell(|more| {
-                        tracing::warn!(target: NET, "a connection cannot be accepted now: {error}{more}; raise the descriptor limit (ulimit -n)");
+                        tracing::warn!(target: NET, "a connection cannot be accepted now: {why}{more}");
                     });
                     return Progress { moved: false, again: Some(Instant::now() + Duration::from_millis(100)) };
                 }
@@ -321,6 +329,11 @@ enum Stage {
         conn: Arc<RecvConn>,
         seal: Seal,
     },
+    /// The socket broke after the welcome. If the peer has that, it connects its stream again, and must find the
+    /// connection.
+    Adrift {
+        conn: Arc<RecvConn>,
+    },
     Over,
 }
 
@@ -329,10 +342,13 @@ struct InboundState {
     registration: Option<Registration>,
     input: Vec<u8>,
     stage: Stage,
+    /// The kernel had no memory for a call, and is to be asked again.
+    short: bool,
 }
 
 /// A connection that has not proved itself.
 struct Inbound {
+    me: Weak<Self>,
     net: Weak<Net>,
     from: SocketAddr,
     deadline: Instant,
@@ -347,8 +363,27 @@ impl Inbound {
         state.sock = None;
     }
 
-    fn is_over(&self) -> bool {
-        matches!(lock(&self.state).stage, Stage::Over)
+    fn has_socket(&self) -> bool {
+        lock(&self.state).sock.is_some()
+    }
+
+    /// The socket broke. Whether its connection stays, until the deadline, for the peer to come back to.
+    fn outlives_its_socket(&self, net: &Net) -> bool {
+        let mut state = lock(&self.state);
+        let stage = std::mem::replace(&mut state.stage, Stage::Over);
+        let (Stage::Ready { conn, .. } | Stage::Adrift { conn }) = stage else { return false };
+        if conn.link().features & FEATURE_RECOVERY == 0 {
+            return false;
+        }
+        state.registration = None;
+        state.sock = None;
+        let Some(me) = self.me.upgrade() else { return false };
+        let Ok(clock) = net.poller.keeper().and_then(|keeper| keeper.register(me, None)) else { return false };
+        // A new registration polls once, and so begins to wait for the deadline.
+        clock.kick();
+        state.registration = Some(clock);
+        state.stage = Stage::Adrift { conn };
+        true
     }
 
     /// Moves the handshake on. `Ok(true)`: it is over.
@@ -361,6 +396,7 @@ impl Inbound {
                     HELLO + if is_encrypted(theirs, features).unwrap_or(false) { OFFER } else { 0 }
                 }
                 Stage::Ready { .. } => READY,
+                Stage::Adrift { ref conn } => return Ok(!conn.is_waiting()),
                 Stage::Over => return Ok(true),
             };
             if !fill(&mut state, wanted, self.from)? {
@@ -443,16 +479,31 @@ impl Inbound {
                 Stage::Ready { conn, seal } => {
                     state.registration = None;
                     let sock = state.sock.take().expect("the handshake has its socket");
-                    drop(state);
                     // Unless the peer has lost this socket meanwhile and come back over another.
+                    if !conn.is_waiting() {
+                        return Ok(true);
+                    }
+                    let place = match conn.place(0, &sock) {
+                        Ok(place) => place,
+                        Err(error) => {
+                            // The peer has this connection, so whoever accepts must have it, or hear of it.
+                            if conn.link().features & FEATURE_RECOVERY != 0 {
+                                state.stage = Stage::Adrift { conn };
+                            } else if let Some(listener) = conn.leave_waiting() {
+                                listener.turn_away(error.clone().with_peer(conn.peer()));
+                            }
+                            return Err(error);
+                        }
+                    };
+                    conn.add_stream(0, 0, place, sock, seal);
+                    drop(state);
                     if let Some(listener) = conn.leave_waiting() {
-                        conn.add_stream(0, 0, sock, seal)?;
                         tracing::debug!(target: NET, "connected from {}", conn.peer());
                         listener.add(conn);
                     }
                     return Ok(true);
                 }
-                Stage::Over => return Ok(true),
+                Stage::Adrift { .. } | Stage::Over => return Ok(true),
             }
         }
     }
@@ -497,8 +548,9 @@ impl Inbound {
                 })?;
                 tune(&sock, &net.config, conn.link().traffic_class, false);
                 let welcome = Welcome { connection, received, label: net.label.clone(), rails: Vec::new() };
+                let place = conn.place(index, &sock)?;
                 let keys = settled.welcome(&sock, &welcome)?;
-                conn.add_stream(index, epoch, sock, Seal::of(conn.link().features, keys)?)?;
+                conn.add_stream(index, epoch, place, sock, Seal::of(conn.link().features, keys)?);
                 // The first stream broke before the peer had said that it has the welcome.
                 if let Some(listener) = conn.leave_waiting() {
                     listener.add(Arc::clone(&conn));
@@ -582,12 +634,19 @@ impl Source for Inbound {
         let late = Instant::now() >= self.deadline;
         match self.advance(&net) {
             Ok(false) if late => self.end(),
-            Ok(false) => return Progress { moved: false, again: Some(self.deadline) },
+            Ok(false) => {
+                let short = std::mem::take(&mut lock(&self.state).short);
+                let soon = short.then(|| Instant::now() + shortage::PAUSE);
+                return Progress { moved: false, again: Some(soon.unwrap_or(self.deadline)) };
+            }
             Ok(true) => {}
             Err(error) => {
                 STRANGERS.tell(|more| {
                     tracing::warn!(target: NET, "refused a connection from {}: {error}{more}", self.from.ip());
                 });
+                if self.outlives_its_socket(&net) {
+                    return Progress { moved: true, again: Some(self.deadline) };
+                }
                 self.end();
             }
         }
@@ -611,6 +670,10 @@ fn fill(state: &mut InboundState, wanted: usize, from: SocketAddr) -> Result<boo
         // SAFETY: the buffer is ours.
         match unsafe { wire::receive(fd, [Piece::of_mut(&mut []), Piece::of_mut(room)]) } {
             Ok(None) => return Ok(false),
+            Err(error) if wire::is_shortage(&error) => {
+                state.short = true;
+                return Ok(false);
+            }
             Ok(Some(0)) => {
                 return Err(Error::remote("it was closed before its handshake was complete").with_peer(from.ip()));
             }
@@ -625,16 +688,32 @@ fn say(state: &InboundState, bytes: &[u8]) -> Result<()> {
     state.sock.as_ref().map_or(Ok(()), |sock| send_all(sock, bytes))
 }
 
-/// Sends a handshake message, which always fits the empty buffer of a new socket.
+/// How long a handshake message waits for the kernel to take it.
+const SEND_PATIENCE: Duration = Duration::from_millis(20);
+
+/// Sends a handshake message, which always fits the empty buffer of a new socket. Where the kernel has not got the memory
+/// for it at once, it has a moment to find it.
 ///
 /// # Errors
 /// When it does not fit after all, or the connection is gone.
 pub fn send_all(sock: &Sock, bytes: &[u8]) -> Result<()> {
-    // SAFETY: plain slices.
-    let sent = unsafe { wire::send(sock.as_raw_fd(), [Piece::of(bytes), Piece::of(&[])]) };
-    match sent {
-        Ok(Some(count)) if count == bytes.len() => Ok(()),
-        Ok(_) => Err(Error::remote("a handshake message did not fit the socket")),
-        Err(error) => Err(Error::remote(format!("a handshake broke off: {error}"))),
+    let mut rest = bytes;
+    let mut until = None;
+    loop {
+        // SAFETY: plain slices.
+        let sent = unsafe { wire::send(sock.as_raw_fd(), [Piece::of(rest), Piece::of(&[])]) };
+        match sent.or_else(wire::look_again) {
+            Ok(Some(count)) => rest = &rest[count.min(rest.len())..],
+            Ok(None) => {}
+            Err(error) => return Err(Error::remote(format!("a handshake broke off: {error}"))),
+        }
+        if rest.is_empty() {
+            return Ok(());
+        }
+        let now = Instant::now();
+        if now >= *until.get_or_insert(now + SEND_PATIENCE) {
+            return Err(Error::remote("a handshake message did not fit the socket"));
+        }
+        std::thread::sleep(shortage::PAUSE);
     }
 }

@@ -19,6 +19,7 @@ use super::peer::Peer;
 use super::seal::agreement::{ANSWER, Offered};
 use super::seal::{Seal, is_encrypted, other_key};
 use super::sender::SendConn;
+use super::shortage;
 use super::takeover::{Handed, Takeover};
 use super::wire::{self, Piece};
 use crate::engine::poller::{Interest, Progress, Registration, Source};
@@ -96,6 +97,8 @@ struct Said {
     secret: Secret,
     features: u32,
     offered: Option<Offered>,
+    /// Where a further stream will be watched. Taken before the peer is asked to let it in.
+    place: Option<Registration>,
 }
 
 impl Said {
@@ -122,6 +125,8 @@ struct State {
     epoch: u16,
     /// Whether the try under way goes over other rails than the stream's own.
     abroad: bool,
+    /// The kernel had no memory for a call, and is to be asked again.
+    short: bool,
     /// Why the last try failed: more telling than that the deadline cut off the next one.
     last_failure: Option<Error>,
     result: Option<Result<Dialled>>,
@@ -200,6 +205,7 @@ impl Dial {
                 refused_since: None,
                 epoch,
                 abroad: false,
+                short: false,
                 last_failure: None,
                 result: None,
             }),
@@ -307,7 +313,8 @@ impl Dial {
         tune(&sock, &self.net.config, class, true);
         match sock.connect(&remote.into()) {
             Ok(()) => {}
-            Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => {}
+            // Also an interrupted connect goes on.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EINPROGRESS | libc::EINTR)) => {}
             Err(error) => return Err(error),
         }
         let fd = sock.as_raw_fd();
@@ -329,7 +336,8 @@ impl Dial {
                     if let Some(error) = sock.take_error().unwrap_or(None) {
                         return Err(refused(&error));
                     }
-                    if sock.peer_addr().is_err() {
+                    if let Err(error) = sock.peer_addr() {
+                        state.short = wire::is_shortage(&error);
                         return Ok(None);
                     }
                     let bare = if self.takeover().is_some() { FEATURE_BARE } else { 0 };
@@ -339,7 +347,7 @@ impl Dial {
                     state.stage = Stage::Greeting { said };
                 }
                 Stage::Greeting { said } => {
-                    if !fill(sock, &mut state.input, GREETING)? {
+                    if !fill(sock, &mut state.input, GREETING, &mut state.short)? {
                         return Ok(None);
                     }
                     let theirs = Preamble::decode(&state.input)?;
@@ -365,14 +373,26 @@ impl Dial {
                         transcript.add(&offer);
                         offered = Some(started);
                     }
+                    let place = match &self.purpose {
+                        // The first one's is here at the keeper, which watches the handshake still.
+                        Purpose::Join { conn, index, .. } if *index > 0 => {
+                            conn.upgrade().map(|conn| conn.place(*index, sock)).transpose()?
+                        }
+                        _ => None,
+                    };
                     // Also when only one side has a key: the other shall know who could not be let in.
                     send_all(sock, &bytes)?;
                     encrypted?;
-                    state.stage =
-                        Stage::Welcome(Box::new(Said { transcript, secret, features: theirs.features, offered }));
+                    state.stage = Stage::Welcome(Box::new(Said {
+                        transcript,
+                        secret,
+                        features: theirs.features,
+                        offered,
+                        place,
+                    }));
                 }
                 Stage::Welcome(said) => {
-                    let filled = fill(sock, &mut state.input, said.awaited());
+                    let filled = fill(sock, &mut state.input, said.awaited(), &mut state.short);
                     if filled.is_err() && said.is_refused(&state.input) {
                         return Err(other_key());
                     }
@@ -412,7 +432,7 @@ impl Dial {
     }
 
     fn connected(&self, sock: Sock, bytes: &[u8], said: Said, epoch: u16) -> Result<Dialled> {
-        let Said { mut transcript, secret, features, offered } = said;
+        let Said { mut transcript, secret, features, offered, place } = said;
         let mut welcome = [0; WELCOME];
         let keys = match offered {
             None => {
@@ -443,14 +463,15 @@ impl Dial {
                     takeover.take_over(Handed { link, peer, sock });
                     return Ok(Dialled::TakenOver);
                 }
-                send_all(&sock, &link.connection.to_le_bytes())?;
-                SendConn::new(Arc::clone(&self.net), link, peer, sock, seal).map(Dialled::Streams)
+                let conn = SendConn::new(Arc::clone(&self.net), link, peer, sock, seal)?;
+                conn.begin()?;
+                Ok(Dialled::Streams(conn))
             }
             Purpose::Join { conn, index, .. } => {
                 let conn = conn.upgrade().ok_or_else(|| Error::usage("the connection is closed"))?;
                 let welcome = Welcome::open(&welcome, &secret, &mut transcript)?;
                 let seal = Seal::of(conn.link().features, keys)?;
-                conn.rejoined(*index, epoch, welcome.received, sock, seal)?;
+                conn.rejoined(*index, epoch, welcome.received, place, sock, seal)?;
                 Ok(Dialled::Streams(conn))
             }
         }
@@ -549,7 +570,11 @@ impl Dial {
                 ));
                 self.failed(&mut state, error)
             }
-            Ok(None) => Progress { moved: false, again: Some(state.try_until) },
+            Ok(None) => {
+                let short = std::mem::take(&mut state.short);
+                let soon = short.then(|| now + shortage::PAUSE);
+                Progress { moved: false, again: Some(soon.unwrap_or(state.try_until)) }
+            }
             Err(error) => self.failed(&mut state, error),
         }
     }
@@ -592,14 +617,18 @@ fn localise(remote: SocketAddr, rail: Option<&Rail>) -> SocketAddr {
     }
 }
 
-/// Reads until `wanted` bytes are there. `false`: not yet.
-fn fill(sock: &Sock, input: &mut Vec<u8>, wanted: usize) -> Result<bool> {
+/// Reads until `wanted` bytes are there. `false`: not yet; `short`: for want of memory, and to be tried again soon.
+fn fill(sock: &Sock, input: &mut Vec<u8>, wanted: usize, short: &mut bool) -> Result<bool> {
     while input.len() < wanted {
         let mut bytes = [0_u8; WELCOME + ANSWER];
         let room = &mut bytes[..wanted - input.len()];
         // SAFETY: the buffer is ours.
         match unsafe { wire::receive(sock.as_raw_fd(), [Piece::of_mut(&mut []), Piece::of_mut(room)]) } {
             Ok(None) => return Ok(false),
+            Err(error) if wire::is_shortage(&error) => {
+                *short = true;
+                return Ok(false);
+            }
             Ok(Some(0)) => {
                 return Err(Error::remote(TURNED_AWAY_TEXT)
                     .with_hint("its log says why: a listener that is closed, another protocol, or a wrong secret"));

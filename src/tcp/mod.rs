@@ -23,6 +23,7 @@
 //! | [`attend`] | when the keeper looks after the first stream |
 //! | [`acceptor`], [`dialer`] | getting connected |
 //! | [`takeover`] | handing a proven connection to another backend |
+//! | [`shortage`] | asking again where the kernel had no memory |
 //! | [`watch`] | noticing that a path has died without a word |
 
 pub mod acceptor;
@@ -41,6 +42,7 @@ pub mod recv_core;
 pub mod seal;
 pub mod send_core;
 pub mod sender;
+pub mod shortage;
 #[cfg(test)]
 mod simulation;
 pub mod stream;

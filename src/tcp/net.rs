@@ -20,6 +20,7 @@ use super::limits::MAX_STREAMS;
 use super::receiver::RecvConn;
 use super::seal::key::SharedKey;
 use super::sender::SendConn;
+use super::shortage::Shortages;
 use super::watch::{self, Probes};
 use super::wire::{self, Piece};
 use crate::engine::events::{Carrier, Path};
@@ -64,10 +65,12 @@ pub struct Net {
     pub acceptor: Acceptor,
     connections: Mutex<HashMap<u64, Weak<RecvConn>>>,
     senders: Mutex<Vec<Weak<SendConn>>>,
-    links: OnceLock<Option<Registration>>,
+    links: OnceLock<Registration>,
     extra_streams: AtomicUsize,
     farewells: OnceLock<Farewells>,
     turns: AtomicUsize,
+    /// Streams for which the kernel had no memory.
+    pub shortages: Shortages,
     /// Buffers for the copies of short messages.
     pub copies: Copies,
     me: Weak<Self>,
@@ -119,6 +122,7 @@ impl Net {
             links: OnceLock::new(),
             extra_streams: AtomicUsize::new(0),
             farewells: OnceLock::new(),
+            shortages: Shortages::default(),
             copies: Copies::default(),
             turns: AtomicUsize::new(0),
             me: me.clone(),
@@ -235,14 +239,22 @@ impl Net {
         self.watch_links();
     }
 
-    /// Begins to listen for links that go down. Where that cannot be, silence tells, later.
+    /// Begins to listen for links that go down. Where that cannot be, silence tells, later; the next connection tries
+    /// again, since it may have been for want of a descriptor.
     fn watch_links(&self) {
-        self.links.get_or_init(|| {
+        if self.links.get().is_some() {
+            return;
+        }
+        let registered = || {
             let links = Links::open().ok()?;
             let fd = links.as_raw_fd();
             let source = Arc::new(LinkNews { net: self.me.clone(), links });
             self.poller.keeper().ok()?.register(source, Some((fd, Interest::Read))).ok()
-        });
+        };
+        if let Some(registration) = registered() {
+            // Another thread may have been faster: then this one goes again.
+            let _ = self.links.set(registration);
+        }
     }
 
     fn link_down(&self, interface: u32) {
@@ -303,7 +315,7 @@ impl Source for Goodbyes {
                 // SAFETY: the sink is ours.
                 let got =
                     unsafe { wire::receive(sock.as_raw_fd(), [Piece::of_mut(&mut []), Piece::of_mut(&mut sink)]) };
-                match got {
+                match got.or_else(wire::look_again) {
                     Ok(None) => return now < *deadline,
                     Ok(Some(0)) | Err(_) => return false,
                     Ok(Some(_)) => {}

@@ -25,12 +25,13 @@ use super::peer::{Broken, Health, Peer, failure, left_early, lost, told_by_peer}
 use super::recv_core::{End, Part, Place, Posted, RecvCore, StageKey};
 use super::seal::damage::Damage;
 use super::seal::{Seal, Sides};
+use super::shortage::{Again, Short};
 use super::stream::{READ, Ran, Step, Stream, WRITE};
 use super::watch::{self, Chores, Finding, Sight, Vigil};
 use super::wire::{self, Piece};
 use crate::engine::counters::Counters;
 use crate::engine::events::{Chunk, Events};
-use crate::engine::poller::{Interest, Progress, Source};
+use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::engine::request::{MAX_PARTS, Outcome, RequestSlots, SLOTS, Ticket};
 use crate::os::error::{Error, Result};
 
@@ -134,6 +135,8 @@ pub struct RecvConn {
     fences: Mutex<Vec<(usize, u16)>>,
     chores: Chores,
     vigils: Mutex<[Vigil; MAX_STREAMS]>,
+    /// Streams for which the kernel had no memory.
+    short: Short,
     /// When a stream last broke, or asked in vain, in a way that speaks of the network and not of the peer.
     trouble: Mutex<Option<Instant>>,
     /// Whether the first stream is connected.
@@ -175,18 +178,29 @@ impl RecvConn {
             fences: Mutex::new(Vec::new()),
             chores: Chores::default(),
             vigils: Mutex::default(),
+            short: Short::default(),
             trouble: Mutex::new(None),
             first_live: AtomicBool::new(false),
             waiting: Mutex::new(None),
         })
     }
 
-    /// Puts a connected socket to work as stream `index`.
+    /// A place at the worker of stream `index` for a socket: all that may fail when a stream is added, so it comes before
+    /// anything is told to the peer or changed here.
     ///
     /// # Errors
     /// When the kernel refuses to watch the socket.
-    pub fn add_stream(&self, index: usize, epoch: u16, sock: Sock, seal: Seal) -> Result<()> {
+    pub fn place(&self, index: usize, sock: &Sock) -> Result<Registration> {
+        let source = Arc::new(StreamSource { conn: self.me.clone(), index });
         let fd = sock.as_raw_fd();
+        if index == 0 {
+            return self.net.poller.keeper()?.register(source, Some((fd, Interest::Quiet)));
+        }
+        self.net.poller.worker(self.turn + index)?.register(source, Some((fd, Interest::Data)))
+    }
+
+    /// Puts a connected socket to work as stream `index`. What was reported at its place before is made up for by a kick.
+    pub fn add_stream(&self, index: usize, epoch: u16, place: Registration, sock: Sock, seal: Seal) {
         self.events.set_path(index, path_of(&sock, &self.link));
         let io = Io {
             sock,
@@ -213,19 +227,13 @@ impl RecvConn {
                 self.mail(&header.encode());
             }
         }
+        // In this order: a stream that breaks at once takes its registration with it.
+        self.streams[index].watch(place);
         self.streams[index].install(Box::new(io));
-        let source = Arc::new(StreamSource { conn: self.me.clone(), index });
-        let registration = if index == 0 {
-            self.net.poller.keeper()?.register(source, Some((fd, Interest::Quiet)))?
-        } else {
-            self.net.poller.worker(self.turn + index)?.register(source, Some((fd, Interest::Data)))?
-        };
-        self.streams[index].watch(registration);
         self.streams[index].kick();
         if index == 0 {
             self.first_live.store(true, Ordering::SeqCst);
         }
-        Ok(())
     }
 
     /// Starts a grouped receive; each part is buffer, capacity in bytes and tag. `None`: not now.
@@ -506,6 +514,10 @@ impl RecvConn {
             // is this stream's own.
             match unsafe { wire::receive(io.sock.as_raw_fd(), [body, Piece::of_mut(room)]) } {
                 Ok(None) => return Ok((moved, false)),
+                Err(error) if wire::is_shortage(&error) => {
+                    self.starved(index, &error);
+                    return Ok((moved, false));
+                }
                 Ok(Some(0)) if self.health.is_peer_done() => return Err(Broken::Goodbye),
                 Ok(Some(0)) => return Err(Broken::Lost(io::ErrorKind::UnexpectedEof.into())),
                 Err(_) if self.health.is_peer_done() => return Err(Broken::Goodbye),
@@ -714,10 +726,25 @@ impl RecvConn {
                 }
             }
             // SAFETY: both pieces are this stream's own buffers.
-            let sent = unsafe { wire::send(io.sock.as_raw_fd(), [Piece::of(&io.out[io.sent..]), Piece::of(&[])]) }?;
-            let Some(bytes) = sent else { return Ok(moved) };
+            let sent = unsafe { wire::send(io.sock.as_raw_fd(), [Piece::of(&io.out[io.sent..]), Piece::of(&[])]) };
+            let bytes = match sent {
+                Ok(Some(bytes)) => bytes,
+                Ok(None) => return Ok(moved),
+                Err(error) if wire::is_shortage(&error) => {
+                    self.starved(index, &error);
+                    return Ok(moved);
+                }
+                Err(error) => return Err(error),
+            };
             moved = true;
             io.sent += bytes;
+        }
+    }
+
+    /// The kernel had no memory for a call on a stream: another one in a moment.
+    fn starved(&self, index: usize, error: &io::Error) {
+        if self.short.begins(index) {
+            self.net.shortages.wait(&self.net.poller, self.me.clone(), index, error);
         }
     }
 
@@ -973,6 +1000,11 @@ impl RecvConn {
         *lock(&self.waiting) = Some(listener);
     }
 
+    /// Whether that word is still to come.
+    pub fn is_waiting(&self) -> bool {
+        lock(&self.waiting).is_some()
+    }
+
     /// The word has come: who is to get the connection now. None when it was got before.
     pub fn leave_waiting(&self) -> Option<Arc<Listener>> {
         lock(&self.waiting).take()
@@ -1058,6 +1090,13 @@ impl Source for StreamSource {
         if let Some(conn) = self.conn.upgrade() {
             conn.fail(error);
         }
+    }
+}
+
+impl Again for RecvConn {
+    fn again(&self, index: usize) {
+        self.short.ends(index);
+        self.run(index, READ | WRITE);
     }
 }
 

@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use super::acceptor::send_all;
 use super::attend::Attention;
 use super::frame::{HEADER, Header, Type};
 use super::handshake::FEATURE_RECOVERY;
@@ -27,12 +28,13 @@ use super::seal::codec::Sealed;
 use super::seal::damage::Damage;
 use super::seal::{Seal, Sides};
 use super::send_core::{Admit, Chunk, Key, SendCore};
+use super::shortage::{Again, Short};
 use super::stream::{Held, READ, Ran, Step, Stream, WRITE};
 use super::watch::{self, Chores, Finding, Probes, Sight, Vigil};
 use super::wire::{self, Piece};
 use crate::engine::counters::Counters;
 use crate::engine::events::{self, Events, Wait};
-use crate::engine::poller::{Interest, Progress, Source};
+use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::engine::request::{Outcome, RequestSlots, Ticket};
 use crate::os::error::{Error, Result};
 
@@ -164,6 +166,8 @@ pub struct SendConn {
     first_live: AtomicBool,
     chores: Chores,
     vigils: Mutex<[Vigil; MAX_STREAMS]>,
+    /// Streams for which the kernel had no memory.
+    short: Short,
     /// Streams, with their epoch and the frames taken in, that the receiver has given up.
     condemned: Mutex<Vec<(usize, u16, u64)>>,
     /// Until when a stream must be back after the last one went down, and what to say if none is.
@@ -178,7 +182,7 @@ pub struct SendConn {
 }
 
 impl SendConn {
-    /// A connection whose first stream has finished its handshake.
+    /// A connection whose first stream has finished its handshake, but for the word of [`SendConn::begin`].
     ///
     /// # Errors
     /// When the kernel refuses to watch the socket.
@@ -211,6 +215,7 @@ impl SendConn {
             first_live: AtomicBool::new(true),
             chores: Chores::default(),
             vigils: Mutex::default(),
+            short: Short::default(),
             condemned: Mutex::new(Vec::new()),
             alone: Mutex::new(None),
             repairs: AtomicUsize::new(0),
@@ -218,21 +223,45 @@ impl SendConn {
             epochs: Mutex::default(),
             turn,
         });
-        conn.add_stream(0, 0, first, seal)?;
-        conn.net.remember_sender(&conn);
-        // Over a second rail at once: if the first one dies, each side can hear of it from the other.
-        if conn.recovery && conn.pairs() > 1 {
-            conn.net.grow(Arc::clone(&conn), 1);
-        }
+        let place = conn.place(0, &first)?;
+        conn.add_stream(0, 0, place, first, seal);
         Ok(conn)
     }
 
-    /// Puts a connected socket to work as stream `index`.
+    /// Tells the peer that this side has its welcome: from then on both have the connection. So this comes last of what
+    /// may fail: a peer that had been told would wait on this connection, and not on the one that is tried next.
+    ///
+    /// # Errors
+    /// When it cannot be said.
+    pub fn begin(self: &Arc<Self>) -> Result<()> {
+        let word = self.link.connection.to_le_bytes();
+        // A stream that has broken meanwhile is being connected again, and that says the same.
+        self.streams[0].peek(|io| send_all(&io.sock, &word)).unwrap_or(Ok(()))?;
+        self.net.remember_sender(self);
+        // Over a second rail at once: if the first one dies, each side can hear of it from the other.
+        if self.recovery && self.pairs() > 1 {
+            self.net.grow(Arc::clone(self), 1);
+        }
+        Ok(())
+    }
+
+    /// A place at the worker of stream `index` for a socket: all that may fail when a stream is added, so it comes before
+    /// anything is told to the peer or changed here.
     ///
     /// # Errors
     /// When the kernel refuses to watch the socket.
-    pub fn add_stream(&self, index: usize, epoch: u16, sock: Sock, seal: Seal) -> Result<()> {
+    pub fn place(&self, index: usize, sock: &Sock) -> Result<Registration> {
+        let source = Arc::new(StreamSource { conn: self.me.clone(), index });
         let fd = sock.as_raw_fd();
+        // The first stream is NCCL's thread's; the keeper only watches for its end and finishes what blocked.
+        if index == 0 {
+            return self.net.poller.keeper()?.register(source, Some((fd, Interest::Quiet)));
+        }
+        self.net.poller.worker(self.turn + index)?.register(source, Some((fd, Interest::Data)))
+    }
+
+    /// Puts a connected socket to work as stream `index`. What was reported at its place before is made up for by a kick.
+    fn add_stream(&self, index: usize, epoch: u16, place: Registration, sock: Sock, seal: Seal) {
         self.events.set_path(index, path_of(&sock, &self.link));
         let io = Io {
             sock,
@@ -249,20 +278,13 @@ impl SendConn {
         self.state().core.stream_up(index, epoch);
         lock(&self.vigils)[index] = Vigil::default();
         *lock(&self.alone) = None;
+        // In this order: a stream that breaks at once takes its registration with it.
+        self.streams[index].watch(place);
         self.streams[index].install(Box::new(io));
-        let source = Arc::new(StreamSource { conn: self.me.clone(), index });
-        // The first stream is NCCL's thread's; the keeper only watches for its end and finishes what blocked.
-        let registration = if index == 0 {
-            self.net.poller.keeper()?.register(source, Some((fd, Interest::Quiet)))?
-        } else {
-            self.net.poller.worker(self.turn + index)?.register(source, Some((fd, Interest::Data)))?
-        };
-        self.streams[index].watch(registration);
         self.streams[index].kick();
         if index == 0 {
             self.first_live.store(true, Ordering::SeqCst);
         }
-        Ok(())
     }
 
     /// Starts a send. `None`: not now, all request slots are taken.
@@ -759,6 +781,10 @@ impl SendConn {
             // SAFETY: headers and copies are ours; a chunk belongs to a message that is not acknowledged, so its
             // memory is the transport's.
             match unsafe { out.send(io.sock.as_raw_fd(), io.sent) } {
+                Err(error) if wire::is_shortage(&error) => {
+                    self.starved(index, &error);
+                    return Ok(moved);
+                }
                 Err(error) => return Err(Broken::Lost(error)),
                 Ok(None) => {
                     Counters::bump(&self.counters.stalls_socket);
@@ -790,6 +816,13 @@ impl SendConn {
                     io.out = self.next_outgoing(&mut state, index, io);
                 }
             }
+        }
+    }
+
+    /// The kernel had no memory for a call on a stream: another one in a moment.
+    fn starved(&self, index: usize, error: &io::Error) {
+        if self.short.begins(index) {
+            self.net.shortages.wait(&self.net.poller, self.me.clone(), index, error);
         }
     }
 
@@ -861,6 +894,10 @@ impl SendConn {
             let got = unsafe { wire::receive(io.sock.as_raw_fd(), [Piece::of_mut(&mut []), Piece::of_mut(room)]) };
             match got {
                 Ok(None) => return Ok(moved),
+                Err(error) if wire::is_shortage(&error) => {
+                    self.starved(index, &error);
+                    return Ok(moved);
+                }
                 Ok(Some(0)) if self.health.is_peer_done() => return Err(Broken::Goodbye),
                 Ok(Some(0)) => return Err(Broken::Lost(io::ErrorKind::UnexpectedEof.into())),
                 Err(_) if self.health.is_peer_done() => return Err(Broken::Goodbye),
@@ -1069,11 +1106,20 @@ impl SendConn {
         Ok(())
     }
 
-    /// A stream that died is connected again: what its last life lost travels again.
+    /// A stream that died is connected again: what its last life lost travels again. `place`: if it has one already.
     ///
     /// # Errors
     /// When the peer's count is impossible, or the socket cannot be watched.
-    pub fn rejoined(&self, index: usize, epoch: u16, frames: u64, sock: Sock, seal: Seal) -> Result<()> {
+    pub fn rejoined(
+        &self,
+        index: usize,
+        epoch: u16,
+        frames: u64,
+        place: Option<Registration>,
+        sock: Sock,
+        seal: Seal,
+    ) -> Result<()> {
+        let place = place.map_or_else(|| self.place(index, &sock), Ok)?;
         let former = self.state().core.epoch(index);
         if (epoch.wrapping_sub(former) as i16) <= 0 {
             return Err(Error::remote("another life of the stream was faster"));
@@ -1089,7 +1135,8 @@ impl SendConn {
             Counters::bump(&self.counters.reconnects);
             tracing::info!(target: crate::os::log::NET, "stream {index} to {} is back", self.peer);
         }
-        self.add_stream(index, epoch, sock, seal)
+        self.add_stream(index, epoch, place, sock, seal);
+        Ok(())
     }
 
     /// Whether nobody else is connecting stream `index` again: then the caller does.
@@ -1290,6 +1337,13 @@ impl SendConn {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Again for SendConn {
+    fn again(&self, index: usize) {
+        self.short.ends(index);
+        self.run(index, READ | WRITE);
+    }
 }
 
 impl Drop for SendConn {

@@ -1,7 +1,8 @@
 //! Reading and writing one socket: vectored, without waiting, without SIGPIPE.
 //!
 //! Linux's `send(2)` raises SIGPIPE on a closed connection unless told otherwise, and a C host program dies of it;
-//! every send here passes `MSG_NOSIGNAL`. `EINTR` is retried, so callers see data, "would block", or the end.
+//! every send here passes `MSG_NOSIGNAL`. `EINTR` is retried, so callers see data, "would block", the end, or that the
+//! kernel has no memory at this moment ([`is_shortage`]).
 
 use std::io;
 use std::os::fd::RawFd;
@@ -129,13 +130,23 @@ fn retry(mut call: impl FnMut() -> isize) -> io::Result<Option<usize>> {
         match error.kind() {
             io::ErrorKind::Interrupted => {}
             io::ErrorKind::WouldBlock => return Ok(None),
-            // The kernel is short of buffers for a moment; the poller tries again.
-            _ if error.raw_os_error() == Some(libc::ENOBUFS) || error.raw_os_error() == Some(libc::ENOMEM) => {
-                return Ok(None);
-            }
             _ => return Err(error),
         }
     }
+}
+
+/// Whether the kernel could not get the memory for a call. Nothing has happened to the socket, and nothing tells when to
+/// try again.
+pub fn is_shortage(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOBUFS | libc::ENOMEM))
+}
+
+/// For callers that look again of their own accord: a shortage is as if nothing could move.
+///
+/// # Errors
+/// Every other failure.
+pub fn look_again(error: io::Error) -> io::Result<Option<usize>> {
+    if is_shortage(&error) { Ok(None) } else { Err(error) }
 }
 
 /// Bytes that the peer's kernel has not acknowledged yet (`SIOCOUTQ`, tcp(7)).

@@ -26,6 +26,10 @@ impl RecvConn {
             // SAFETY: the room is this stream's own.
             match unsafe { wire::receive(io.sock.as_raw_fd(), [Piece::of_mut(&mut []), Piece::of_mut(room)]) } {
                 Ok(None) => return Ok((moved, false)),
+                Err(error) if wire::is_shortage(&error) => {
+                    self.starved(index, &error);
+                    return Ok((moved, false));
+                }
                 Ok(Some(0)) if self.health.is_peer_done() => return Err(Broken::Goodbye),
                 Ok(Some(0)) => return Err(Broken::Lost(io::ErrorKind::UnexpectedEof.into())),
                 Err(_) if self.health.is_peer_done() => return Err(Broken::Goodbye),

@@ -65,6 +65,10 @@ impl SendConn {
             let got = unsafe { wire::receive(io.sock.as_raw_fd(), [Piece::of_mut(&mut []), Piece::of_mut(room)]) };
             match got {
                 Ok(None) => return Ok(moved),
+                Err(error) if wire::is_shortage(&error) => {
+                    self.starved(index, &error);
+                    return Ok(moved);
+                }
                 Ok(Some(0)) if self.health.is_peer_done() => return Err(Broken::Goodbye),
                 Ok(Some(0)) => return Err(Broken::Lost(io::ErrorKind::UnexpectedEof.into())),
                 Err(_) if self.health.is_peer_done() => return Err(Broken::Goodbye),

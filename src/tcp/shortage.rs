@@ -1,0 +1,105 @@
+//! Streams for which the kernel had no memory.
+//!
+//! A socket that is full, or empty, says so with `EAGAIN`, and epoll tells when that has changed. `ENOBUFS` and `ENOMEM`
+//! are another matter: the kernel could not get the memory for this one call, no edge follows, and a stream that waited
+//! for one would wait for ever. So whoever meets them leaves the stream here, and the keeper runs it again a little
+//! later, as often as it takes: such a shortage is the host's, and no reason to give up a connection.
+
+use std::io;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use crate::engine::poller::{Poller, Progress, Registration, Source};
+use crate::os::error::Error;
+use crate::os::log::{Limiter, NET};
+
+/// How long the kernel has to find memory before it is asked again.
+pub const PAUSE: Duration = Duration::from_millis(1);
+
+static TOLD: Limiter = Limiter::new();
+
+/// A connection whose streams can be run again.
+pub trait Again: Send + Sync {
+    /// Runs stream `index` in the calling thread, or has its holder do so.
+    fn again(&self, index: usize);
+}
+
+/// Which streams of a connection are waiting here: each at most once.
+#[derive(Debug, Default)]
+pub struct Short(AtomicU32);
+
+impl Short {
+    /// Stream `index` waits from now on. Whether it did not before.
+    pub fn begins(&self, index: usize) -> bool {
+        self.0.fetch_or(1 << index, Ordering::SeqCst) & 1 << index == 0
+    }
+
+    /// It is about to be run.
+    pub fn ends(&self, index: usize) {
+        self.0.fetch_and(!(1 << index), Ordering::SeqCst);
+    }
+}
+
+struct Waiting {
+    due: Instant,
+    conn: Weak<dyn Again>,
+    index: usize,
+}
+
+#[derive(Default)]
+struct Queue(Mutex<Vec<Waiting>>);
+
+/// All streams of the process that wait.
+#[derive(Default)]
+pub struct Shortages {
+    queue: Arc<Queue>,
+    registration: Mutex<Option<Registration>>,
+}
+
+impl Shortages {
+    /// Has stream `index` run again in a moment. The caller may hold the stream.
+    pub fn wait(&self, poller: &Poller, conn: Weak<dyn Again>, index: usize, error: &io::Error) {
+        TOLD.tell(|more| {
+            tracing::warn!(
+                target: NET,
+                "the kernel has no memory for a socket at this moment ({error}), and is asked again{more}; look at the host's free memory and at net.ipv4.tcp_mem"
+            );
+        });
+        self.queue.lock().push(Waiting { due: Instant::now() + PAUSE, conn, index });
+        let mut registration = self.registration.lock().unwrap_or_else(PoisonError::into_inner);
+        if registration.is_none() {
+            // There is a keeper where there is a stream, and nothing of this needs a descriptor.
+            *registration = poller.keeper().and_then(|keeper| keeper.register(self.queue.clone(), None)).ok();
+        }
+        if let Some(registration) = &*registration {
+            registration.kick();
+        }
+    }
+}
+
+impl Queue {
+    fn lock(&self) -> MutexGuard<'_, Vec<Waiting>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Source for Queue {
+    fn poll(&self) -> Progress {
+        let now = Instant::now();
+        let (due, rest): (Vec<_>, Vec<_>) = self.lock().drain(..).partition(|waiting| waiting.due <= now);
+        self.lock().extend(rest);
+        for Waiting { conn, index, .. } in &due {
+            if let Some(conn) = conn.upgrade() {
+                conn.again(*index);
+            }
+        }
+        // Some of them may be back already.
+        let next = self.lock().iter().map(|waiting| waiting.due).min();
+        Progress { moved: false, again: next }
+    }
+
+    fn fail(&self, error: Error) {
+        tracing::error!("{error}");
+    }
+}
