@@ -49,6 +49,8 @@ pub mod fabric;
 pub mod flush;
 pub mod gid;
 pub mod greeting;
+#[cfg(test)]
+mod harness;
 pub mod hca;
 pub mod line;
 pub mod matching;
@@ -58,5 +60,7 @@ pub mod record;
 pub mod sender;
 pub mod stripe;
 pub mod sysfs;
+#[cfg(test)]
+mod tests;
 pub mod trouble;
 pub mod verbs;

@@ -35,6 +35,9 @@ pub const DEPTH: Depth =
 /// The completion of one line in so many is asked for: often enough that the queue never fills with silent ones.
 const SIGNAL_EVERY: u32 = 16;
 
+/// When no more places than this are left in the queue, completions are asked for at once: a group takes up to two.
+const LOW: u32 = 3;
+
 /// What marks the completion of a receive; its low bits name the lane.
 const RECEIVE: u64 = 1 << 62;
 
@@ -439,7 +442,8 @@ impl RdmaRecv {
             let now = left.min(LINES - at);
             let bytes = (now * LINE) as u32;
             *silent += 1;
-            let is_signaled = *silent == SIGNAL_EVERY;
+            // Nor when the queue is a short one.
+            let is_signaled = *silent == SIGNAL_EVERY || lane.room() <= LOW;
             let work = Work {
                 id: u64::from(*silent) << 32,
                 local: Local {

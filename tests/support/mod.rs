@@ -18,7 +18,7 @@ pub mod told;
 
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use towline::host::{ApiVersion, Code, Context, Init, Mr, Net, Pair, Part, Plugin, Request, Sizes};
@@ -85,21 +85,37 @@ pub fn watchdog(seconds: u64) -> Watchdog {
 pub const LONGEST: usize = 17 << 20;
 
 /// `len` bytes that differ from one seed to the next, and at each place.
+///
+/// They are made as far as they are needed: all of them take a slow machine seconds, in each process.
 pub fn pattern(seed: usize, len: usize) -> &'static [u8] {
     const SHIFT: usize = 8191;
     const SEEDS: usize = 127;
-    static ALL: OnceLock<Vec<u8>> = OnceLock::new();
-    let all = ALL.get_or_init(|| {
-        let mut state = 0x9e37_79b9_7f4a_7c15_u64;
-        let mut bytes = Vec::with_capacity(LONGEST + SHIFT * SEEDS + 8);
-        while bytes.len() < LONGEST + SHIFT * SEEDS {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            bytes.extend_from_slice(&(state ^ (state >> 29)).to_le_bytes());
-        }
-        bytes
-    });
+    const BLOCK: usize = 64 << 10;
+    const BLOCKS: usize = (LONGEST + SHIFT * SEEDS).div_ceil(BLOCK);
+    /// The place for all of them, how many are made, and what makes the next.
+    static ALL: Mutex<(Option<Place>, usize, u64)> = Mutex::new((None, 0, 0x9e37_79b9_7f4a_7c15));
+    #[derive(Clone, Copy)]
+    struct Place(*mut u8);
+    // SAFETY: only the holder of the lock writes, and only where nobody reads yet.
+    unsafe impl Send for Place {}
     let start = seed % SEEDS * SHIFT;
-    &all[start..start + len]
+    assert!(len <= LONGEST, "at most {LONGEST} bytes");
+    let mut all = ALL.lock().unwrap_or_else(PoisonError::into_inner);
+    let (place, made, state) = &mut *all;
+    // Zeroed memory of the kernel, which costs nothing until it is written.
+    let place =
+        *place.get_or_insert_with(|| Place(Box::leak(vec![0_u8; BLOCKS * BLOCK].into_boxed_slice()).as_mut_ptr()));
+    while *made * BLOCK < start + len {
+        // SAFETY: within the place, in the part that was never handed out.
+        let block = unsafe { std::slice::from_raw_parts_mut(place.0.add(*made * BLOCK), BLOCK) };
+        for word in block.as_chunks_mut::<8>().0 {
+            *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            *word = (*state ^ (*state >> 29)).to_le_bytes();
+        }
+        *made += 1;
+    }
+    // SAFETY: within what is made, which is never written again, nor freed.
+    unsafe { std::slice::from_raw_parts(place.0.add(start), len) }
 }
 
 /// Waits until `attempt` yields something.

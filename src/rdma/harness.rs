@@ -1,0 +1,142 @@
+//! A connection on real verbs with both ends in this process, for tests that reach into it: with any number of lanes, any
+//! depth of queues, and the sender's ring within reach.
+
+use std::net::Ipv4Addr;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::adapter::Adapters;
+use super::backend::Rdma;
+use super::base::Parts;
+use super::fabric::{Class, Depth, Fabric, ports};
+use super::line::{LINE, LINES, Line, Ring};
+use super::receiver::{self, RdmaRecv, SizeTable, post_first_receives};
+use super::sender::{self, RdmaSend, RingMemory};
+use crate::engine::request::{Outcome, Ticket};
+use crate::os::config::Config;
+use crate::os::error::Result;
+use crate::tcp::net::{Net, Sock};
+use crate::tcp::peer::Peer;
+
+/// How long any step may take.
+pub(super) const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What a connection is to be like.
+#[derive(Debug, Clone)]
+pub(super) struct Plan {
+    /// The places of both sides' ports.
+    pub(super) ports: [&'static [usize]; 2],
+    /// Queue pairs in all.
+    pub(super) lanes: usize,
+    /// Work requests in the sending queues of sender and receiver.
+    pub(super) depth: [u32; 2],
+    /// Variables of the configuration.
+    pub(super) variables: &'static [(&'static str, &'static str)],
+    /// What is done to the key of the sender's ring before the receiver learns it.
+    pub(super) ring_key: fn(u32) -> u32,
+}
+
+impl Default for Plan {
+    fn default() -> Self {
+        let depth = [sender::DEPTH.send, receiver::DEPTH.send];
+        Self { ports: [&[0], &[1]], lanes: 1, depth, variables: &[], ring_key: |key| key }
+    }
+}
+
+/// Both ends.
+pub(super) struct Ends {
+    /// The sending one.
+    pub(super) send: Arc<RdmaSend>,
+    /// The receiving one.
+    pub(super) recv: Arc<RdmaRecv>,
+    /// The receiver's ports.
+    pub(super) receiving: Adapters,
+    ring: u64,
+}
+
+/// Two fabrics that are connected with each other, the second one's receives posted.
+pub(super) fn fabrics(rdma: &Rdma, plan: &Plan, config: &Config) -> ([Adapters; 2], [Fabric; 2]) {
+    let sides = plan.ports.map(|ports| rdma.group(ports));
+    let [left, right] = &sides;
+    let depths = [Depth { send: plan.depth[0], ..sender::DEPTH }, Depth { send: plan.depth[1], ..receiver::DEPTH }];
+    let mut sending = Fabric::new(left, plan.lanes, depths[0], config, &ports(right)).expect("queue pairs");
+    let mut receiving = Fabric::new(right, plan.lanes, depths[1], config, &ports(left)).expect("queue pairs");
+    post_first_receives(&receiving).expect("receives");
+    let class = Class::new(config, None, false);
+    sending.connect(left, &ports(right), &receiving.records(config), class, config).expect("connected");
+    receiving.connect(right, &ports(left), &sending.records(config), class, config).expect("connected");
+    (sides, [sending, receiving])
+}
+
+impl Ends {
+    /// A connection, without a handshake.
+    pub(super) fn connect(plan: &Plan) -> Self {
+        let config = Config::from_pairs(plan.variables.iter().copied()).0;
+        let (rdma, _) = Rdma::find(&config).expect("an RDMA device");
+        let ([left, right], [sending, receiving]) = fabrics(&rdma, plan, &config);
+        let net = Net::new(config, None);
+        let (one, other) = UnixStream::pair().expect("sockets");
+        let parts = |adapters: &Adapters, socket: UnixStream, label: &str| Parts {
+            net: Arc::clone(&net),
+            adapters: Arc::clone(adapters),
+            peer: Peer { label: label.to_owned(), address: (Ipv4Addr::LOCALHOST, 9).into() },
+            sock: sock(socket),
+            link: 7,
+        };
+        let ring = Box::new(Ring::new());
+        let address = ring.address();
+        let region = left[0].own_region(address, Ring::BYTES).expect("pinned");
+        let keys = vec![(plan.ring_key)(region.remote_key())];
+        let table = SizeTable::new(&right).expect("pinned");
+        let target = sender::Target {
+            split: true,
+            ports: left.len().max(right.len()),
+            sizes: table.sizes.as_ptr() as u64,
+            size_keys: table.regions.iter().map(super::verbs::MemoryRegion::remote_key).collect(),
+        };
+        let ring_memory = RingMemory { region, ring };
+        let send = RdmaSend::new(parts(&left, one, "the receiver"), sending, ring_memory, target).expect("a sender");
+        let target = receiver::Target { ring: address, keys };
+        let recv = RdmaRecv::new(parts(&right, other, "the sender"), receiving, table, target).expect("a receiver");
+        Self { send, recv, receiving: right, ring: address }
+    }
+
+    /// Waits for line `number` in the sender's ring, and changes it.
+    pub(super) fn forge(&self, number: u32, change: impl FnOnce(&mut Line)) {
+        let place = (self.ring + (number as usize % LINES * LINE) as u64) as *mut [u8; LINE];
+        let mut line = until("the line", || {
+            // SAFETY: a place of the ring, which lives as long as the sender; `decode` knows a line that is half there.
+            let bytes = unsafe { place.read_volatile() };
+            Line::decode(&bytes, number)
+        });
+        change(&mut line);
+        // SAFETY: as above; the device writes the place only once, and nobody has read it yet.
+        unsafe { place.write_volatile(line.encode()) };
+    }
+}
+
+fn sock(socket: UnixStream) -> Sock {
+    Sock::open(|| {
+        socket.set_nonblocking(true)?;
+        Ok(socket.into())
+    })
+    .expect("a descriptor")
+}
+
+/// Asks until there is an answer.
+pub(super) fn until<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> T {
+    let start = Instant::now();
+    loop {
+        if let Some(answer) = ask() {
+            return answer;
+        }
+        assert!(start.elapsed() < PATIENCE, "not within {PATIENCE:?}: {what}");
+        std::thread::yield_now();
+    }
+}
+
+/// Tests a request until it is over.
+pub(super) fn end_of(test: impl Fn(Ticket) -> Result<Option<Outcome>>, ticket: Ticket) -> Result<Outcome> {
+    until("the end of a request", || test(ticket).transpose())
+}

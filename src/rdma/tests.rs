@@ -1,0 +1,303 @@
+//! Connections on real verbs: peers that use keys they should not, and queues that are driven to their bounds. These need
+//! hardware or SoftRoCE, so they run in the machine of `tests/rdma_vm`.
+
+use std::mem::MaybeUninit;
+use std::ptr::null_mut;
+
+use super::adapter::{Memory, Registration};
+use super::backend::Rdma;
+use super::harness::{Ends, Plan, end_of, fabrics, until};
+use super::receiver::{self, Posted};
+use super::verbs::{Access, Capacity, Local, MemoryRegion, ProtectionDomain, QueuePairOptions, Remote, Work};
+use super::verbs::{CompletionQueue, QueuePair, Route, Timeouts};
+use crate::engine::request::MAX_PARTS;
+use crate::os::config::Config;
+use crate::os::error::Cause;
+
+const UNTOUCHED: u8 = 0xEE;
+
+fn posted(memory: &[u8], tag: i32) -> Option<Posted> {
+    Some(Posted { address: memory.as_ptr() as u64, size: memory.len() as u64, tag, memory: None })
+}
+
+/// A receive whose line is changed before the sender sees it: both sides fail, name the key as the cause, and no byte is
+/// written.
+fn a_line_is_changed(key: impl FnOnce(&Ends, &[u8], u32) -> u32) {
+    let ends = Ends::connect(&Plan::default());
+    let (source, target) = (vec![7; 20_000], vec![UNTOUCHED; 20_000]);
+    // SAFETY: the target outlives the connection.
+    let received = unsafe { ends.recv.irecv(&mut [posted(&target, 0)], &[null_mut()]) };
+    let received = received.expect("irecv").expect("a request");
+    ends.forge(1, |line| line.keys[0] = key(&ends, &target, line.keys[0]));
+    // SAFETY: the source outlives the connection.
+    let sent = unsafe { ends.send.isend(source.as_ptr() as u64, 20_000, 0, None, null_mut()) };
+    let sent = sent.expect("isend").expect("a request");
+    let here = end_of(|ticket| ends.send.test(ticket), sent).expect_err("the key is wrong");
+    assert_eq!(here.cause(), Cause::Remote);
+    let text = here.to_string();
+    for words in ["an RDMA write of a message failed: remote access error", "queue pair", "is not registered any more"]
+    {
+        assert!(text.contains(words), "{text}");
+    }
+    let there = end_of(|ticket| ends.recv.test(ticket), received).expect_err("nothing comes");
+    assert_eq!(there.cause(), Cause::Remote);
+    let text = there.to_string();
+    assert!(text.contains("remote access error") && text.contains("the sender"), "{text}");
+    ends.send.close();
+    ends.recv.close();
+    assert!(target.iter().all(|byte| *byte == UNTOUCHED), "no byte was written");
+}
+
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_write_with_a_key_that_is_none_fails_both_sides_and_writes_nothing() {
+    a_line_is_changed(|_, _, key| key ^ 0x5a5a);
+}
+
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_write_into_memory_of_another_protection_domain_fails_both_sides_and_writes_nothing() {
+    let mut region = None;
+    a_line_is_changed(|ends, target, _| {
+        let domain = ProtectionDomain::new(&ends.receiving[0].open.context).expect("a domain");
+        let access = Access { relaxed_ordering: false };
+        // The very same memory, and a key that the device knows.
+        let made = MemoryRegion::new(&domain, target.as_ptr() as usize, target.len(), access, None).expect("pinned");
+        region.insert(made).remote_key()
+    });
+}
+
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_receiver_without_the_key_of_the_ring_fails_both_sides() {
+    let ends = Ends::connect(&Plan { ring_key: |key| key ^ 0x5a5a, ..Plan::default() });
+    let (source, target) = (vec![7; 100], vec![UNTOUCHED; 100]);
+    // SAFETY: the source outlives the connection.
+    let sent = unsafe { ends.send.isend(source.as_ptr() as u64, 100, 0, None, null_mut()) };
+    let sent = sent.expect("isend").expect("a request");
+    // SAFETY: the target outlives the connection.
+    let received = unsafe { ends.recv.irecv(&mut [posted(&target, 0)], &[null_mut()]) };
+    let received = received.expect("irecv").expect("a request");
+    let text = end_of(|ticket| ends.recv.test(ticket), received).expect_err("the key is wrong").to_string();
+    for words in ["an RDMA operation of a receive failed: remote access error", "the peer refused the key"] {
+        assert!(text.contains(words), "{text}");
+    }
+    let text = end_of(|ticket| ends.send.test(ticket), sent).expect_err("no line comes").to_string();
+    assert!(text.contains("the receiver") && text.contains("remote access error"), "{text}");
+    ends.recv.close();
+    ends.send.close();
+    assert!(target.iter().all(|byte| *byte == UNTOUCHED));
+}
+
+/// As many messages as there are request slots, on all lanes of two fused ports, posted before anything is asked after:
+/// with queues of a few places everything waits its turn, and everything arrives.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn all_messages_that_can_be_outstanding_pass_through_queues_of_a_few_places() {
+    // Plain writes; shares that end with a write of their own; messages whose size is told.
+    let reordering: &[_] = &[("NCCL_IB_ADAPTIVE_ROUTING", "1"), ("NCCL_IB_AR_THRESHOLD", "20000")];
+    for (depth, variables) in [([4, 4], &[][..]), ([5, 5], reordering), ([16, 17], reordering)] {
+        let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], lanes: 16, depth, variables, ..Plan::default() });
+        let sizes = [0, 1, 9000, 70_000, 135_000];
+        let size = |number: usize| sizes[number % sizes.len()];
+        let source: Vec<u8> = (0..150_000).map(|place| (place % 251) as u8).collect();
+        let mut targets: Vec<Vec<u8>> = (0..256).map(|number| vec![UNTOUCHED; size(number)]).collect();
+        let mut receives = Vec::new();
+        let mut sends = Vec::new();
+        let mut waiting = 0;
+        for group in 0..32 {
+            let mut parts: Vec<_> =
+                (0..MAX_PARTS).map(|part| posted(&targets[group * 8 + part], part as i32)).collect();
+            // SAFETY: the targets outlive the connection.
+            match unsafe { ends.recv.irecv(&mut parts, &[null_mut(); MAX_PARTS]) }.expect("irecv") {
+                Some(ticket) => receives.push((group, ticket)),
+                None => {
+                    // Not now: the lines' queue is full.
+                    waiting += 1;
+                    let ticket = until("room for lines", || {
+                        let mut parts: Vec<_> =
+                            (0..MAX_PARTS).map(|part| posted(&targets[group * 8 + part], part as i32)).collect();
+                        // SAFETY: as above.
+                        unsafe { ends.recv.irecv(&mut parts, &[null_mut(); MAX_PARTS]) }.expect("irecv")
+                    });
+                    receives.push((group, ticket));
+                }
+            }
+        }
+        for number in 0..256 {
+            // A message differs from the next one by where it starts.
+            let address = source[number * 31 % 15_000..].as_ptr() as u64;
+            // SAFETY: the source outlives the connection.
+            let sent = unsafe { ends.send.isend(address, size(number) as u64, (number % 8) as i32, None, null_mut()) };
+            sends.push(sent.expect("isend").expect("a slot for each"));
+        }
+        // No slot is left, and that is said, not stumbled over.
+        // SAFETY: nothing is read of an empty message.
+        assert!(unsafe { ends.send.isend(0, 0, 0, None, null_mut()) }.expect("isend").is_none());
+        // The progress of both sides in turn, as NCCL's one thread makes it.
+        let (mut sends, mut receives) = (sends, receives);
+        until("all messages", || {
+            sends.retain(|ticket| ends.send.test(*ticket).expect("a send").is_none());
+            receives.retain(|(group, ticket)| match ends.recv.test(*ticket).expect("a receive") {
+                Some(outcome) => {
+                    (0..MAX_PARTS).for_each(|part| assert_eq!(outcome.sizes[part], size(group * 8 + part) as u64));
+                    false
+                }
+                None => true,
+            });
+            (sends.is_empty() && receives.is_empty()).then_some(())
+        });
+        for (number, target) in targets.iter_mut().enumerate() {
+            let start = number * 31 % 15_000;
+            assert!(target[..] == source[start..start + size(number)], "message {number} at depth {depth:?}");
+        }
+        println!("depth {depth:?}: {waiting} of 32 groups had to wait for room");
+        ends.send.close();
+        ends.recv.close();
+    }
+}
+
+/// Everything that can be in the queues of all lanes is posted, and nobody polls until all of it has completed: the
+/// completion queues have a place for each.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn completion_queues_hold_all_that_their_lanes_can_have_outstanding() {
+    let config = Config::default();
+    let (rdma, _) = Rdma::find(&config).expect("RDMA devices");
+    for (ports, lanes, depth) in [
+        ([&[0][..], &[1][..]], 1, [256, 128]),
+        ([&[0], &[1]], 7, [4, 4]),
+        ([&[0, 1], &[0, 1]], 128, [6, 5]),
+        ([&[0, 1], &[1]], 32, [40, 30]),
+    ] {
+        let plan = Plan { ports, lanes, depth, ..Plan::default() };
+        let ([left, right], mut fabrics) = fabrics(&rdma, &plan, &config);
+        let memory = vec![0_u32; 2 * lanes];
+        let (mine, bytes) = (memory.as_ptr() as u64, memory.len() * 4);
+        let regions = [&left, &right].map(|side| {
+            let region = |adapter: &std::sync::Arc<super::adapter::Adapter>| adapter.own_region(mine, bytes);
+            side.iter().map(region).collect::<Result<Vec<_>, _>>().expect("pinned")
+        });
+        let number = 77_u32;
+        let own = [&left, &right].map(|side| {
+            let memory = Registration::new(side, &raw const number as u64, 4, Memory::Host, None).expect("pinned");
+            memory
+        });
+        let mut places = [0; 2];
+        for side in 0..2 {
+            for lane in 0..lanes {
+                let lane_of = fabrics[side].lane(lane);
+                let key = regions[1 - side][lane_of.peer_port].remote_key();
+                let local =
+                    Local { address: &raw const number as u64, length: 4, key: own[side].local_key(lane_of.adapter) };
+                let remote = Remote { address: mine + 4 * (2 * lane + side) as u64, key };
+                let fits = lane_of.room();
+                assert_eq!(fits, depth[side], "as deep as wanted");
+                // The sender's writes take up receives; the receiver's are lines.
+                let immediate = (side == 0).then_some(0);
+                for place in 0..fits {
+                    // Only the last one shows in memory.
+                    let length = if place + 1 == fits { 4 } else { 0 };
+                    let work = Work {
+                        id: lane as u64,
+                        local: Local { length, ..local },
+                        remote,
+                        immediate,
+                        is_read: false,
+                        is_inline: false,
+                        is_signaled: true,
+                    };
+                    // SAFETY: the memory outlives the queue pairs.
+                    unsafe { lane_of.post(&[work]) }.expect("posted");
+                }
+                assert_eq!(lane_of.room(), 0);
+                places[side] += fits as usize;
+            }
+        }
+        // All have arrived; the acknowledgements follow.
+        until("the last write of each lane", || {
+            // SAFETY: a device writes it, hence volatile.
+            memory.iter().all(|word| unsafe { std::ptr::from_ref(word).read_volatile() } == number).then_some(())
+        });
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        let mut counts = [0; 2];
+        for (fabric, count) in fabrics.iter_mut().zip(&mut counts) {
+            let take = |_: &mut [_], completion: &super::verbs::Completion| {
+                assert!(completion.is_ok(), "{completion:?}");
+                *count += 1;
+                Ok(())
+            };
+            fabric.poll(take).expect("a queue that was not overrun");
+        }
+        // The receiving side's queues hold its own writes and the immediates.
+        assert_eq!(counts, [places[0], places[1] + places[0]], "{lanes} lanes of depth {depth:?}");
+        assert!(places[0] <= lanes * receiver::DEPTH.receive as usize);
+        for adapter in left.iter().chain(&*right) {
+            let context = &adapter.open.context;
+            let mut ready = libc::pollfd { fd: context.async_fd(), events: libc::POLLIN, revents: 0 };
+            // SAFETY: one valid element.
+            while unsafe { libc::poll(&raw mut ready, 1, 0) } == 1 {
+                let text = context.next_event(|event| event.text).expect("an event is there");
+                assert!(!text.contains("CQ"), "{text}");
+            }
+        }
+        drop(fabrics);
+    }
+}
+
+/// The check of the test above can fail: a queue with fewer places than requests loses completions.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_queue_with_too_few_places_loses_completions() {
+    let (rdma, _) = Rdma::find(&Config::default()).expect("an RDMA device");
+    let adapter = &rdma.adapters[0];
+    let queue = CompletionQueue::new(&adapter.open.context, 7, None).expect("a queue");
+    let posted = 4 * queue.entries();
+    let wanted = Capacity { send: posted, receive: 1, inline_bytes: 0 };
+    let pair = QueuePair::new(&adapter.domain, &queue, &queue, wanted).expect("a queue pair");
+    let open = &adapter.open;
+    pair.prepare(QueuePairOptions { port: open.port.number, pkey_index: 0 }).expect("prepared");
+    // With itself.
+    let route = Route {
+        port: open.port.number,
+        link_layer: open.port.link_layer,
+        peer_number: pair.number(),
+        peer_first_packet: 0,
+        mtu: open.facts.active_mtu,
+        gid_index: u8::try_from(open.gid_index).expect("a small table"),
+        peer_gid: open.gid,
+        peer_lid: open.facts.lid,
+        is_global: false,
+        service_level: 0,
+        traffic_class: 0,
+    };
+    pair.connect(&route).expect("connected");
+    pair.start(Timeouts { exponent: 14, retries: 3 }, 0).expect("started");
+    let memory = [1_u32, 2];
+    let region = adapter.own_region(memory.as_ptr() as u64, 8).expect("pinned");
+    let work = Work {
+        id: 0,
+        local: Local { address: memory.as_ptr() as u64, length: 4, key: region.local_key() },
+        remote: Remote { address: memory.as_ptr() as u64 + 4, key: region.remote_key() },
+        immediate: None,
+        is_read: false,
+        is_inline: false,
+        is_signaled: true,
+    };
+    for _ in 0..posted {
+        // SAFETY: the memory outlives the queue pair.
+        unsafe { pair.post(&[work]) }.map_err(|(_, error)| error).expect("posted");
+    }
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    let mut room = [const { MaybeUninit::uninit() }; 64];
+    let mut polled = 0;
+    // A driver may say so by an error as well.
+    while let Ok(done) = queue.poll(&mut room) {
+        if done.is_empty() {
+            break;
+        }
+        polled += done.len();
+    }
+    assert!(polled < posted as usize, "{polled} of {posted} completions");
+    drop(pair);
+}
