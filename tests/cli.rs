@@ -45,17 +45,21 @@ fn rows(output: &Output) -> Vec<Vec<String>> {
     lines.map(|line| line.split_whitespace().map(str::to_owned).collect()).collect()
 }
 
-/// The plugin of `tests/faulty_plugin.c`, built once with the compiler that also links Rust programs.
+/// Builds a library of a source in this folder with the compiler that also links Rust programs.
+fn built(source: &str, library: &str) -> PathBuf {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(source);
+    let library = Path::new(env!("CARGO_TARGET_TMPDIR")).join(library);
+    fs::create_dir_all(library.parent().expect("a folder")).expect("a folder");
+    let mut compiler = Command::new("cc");
+    compiler.args(["-shared", "-fPIC", "-O1", "-o"]).arg(&library).arg(source).arg("-ldl");
+    assert!(compiler.status().expect("cc starts").success());
+    library
+}
+
+/// The plugin of `tests/faulty_plugin.c`, built once.
 fn faulty_plugin() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/faulty_plugin.c");
-        let library = Path::new(env!("CARGO_TARGET_TMPDIR")).join("libfaulty.so");
-        let mut compiler = Command::new("cc");
-        compiler.args(["-shared", "-fPIC", "-O1", "-o"]).arg(&library).arg(source).arg("-ldl");
-        assert!(compiler.status().expect("cc starts").success());
-        library
-    })
+    BUILT.get_or_init(|| built("faulty_plugin.c", "libfaulty.so"))
 }
 
 fn with_fault(mode: &str, arguments: &[&str]) -> Output {
@@ -262,6 +266,53 @@ fn what_cannot_run_says_why() {
         let output = run(arguments);
         assert_exit(&output, status);
         assert!(err(&output).contains(message), "{arguments:?}: {}", err(&output));
+    }
+}
+
+const ON_GPU: [&[&str]; 2] = [
+    &["all-reduce", "-b", "8", "-e", "1M", "-f", "64", "-n", "3", "-w", "1", "--timeout", "20", "--gpu"],
+    &["send-recv", "-b", "8", "-e", "1M", "-f", "64", "--repetitions", "2", "--time", "5", "--timeout", "20", "--gpu"],
+];
+
+/// With a stand-in for CUDA's driver, and a plugin that wants its memory registered as the GPU's and what it received
+/// flushed: every byte comes from there and gets there.
+#[test]
+fn buffers_in_gpu_memory_are_filled_registered_flushed_and_verified() {
+    let driver = built("cuda_stand_in.c", "cuda/libcuda.so.1");
+    let real = Path::new(env!("CARGO_BIN_EXE_towline")).with_file_name("libnccl-net.so");
+    for arguments in ON_GPU {
+        let mut command = towline(arguments);
+        command.arg("--plugin").arg(faulty_plugin()).env("FAULTY_REAL", &real).env("FAULTY_MODE", "gpu");
+        command.env("LD_LIBRARY_PATH", driver.parent().expect("a folder"));
+        let output = command.output().expect("towline starts");
+        assert_exit(&output, 0);
+        let wrong = if arguments[0] == "all-reduce" { 12 } else { 5 };
+        assert_eq!(rows(&output).len(), 3, "{}", out(&output));
+        assert!(rows(&output).iter().all(|row| row[wrong] == "0"), "{}", out(&output));
+        // The stand-in has one GPU.
+        let mut command = towline(&arguments[..arguments.len() - 1]);
+        command.arg("--gpu=1").arg("--plugin").arg(faulty_plugin()).env("FAULTY_REAL", &real).env("FAULTY_MODE", "gpu");
+        let output = command.env("LD_LIBRARY_PATH", driver.parent().expect("a folder")).output().expect("it starts");
+        assert_exit(&output, 1);
+        assert!(err(&output).contains("there is no GPU 1"), "{}", err(&output));
+    }
+}
+
+#[test]
+fn gpu_buffers_without_a_driver_or_a_device_for_them_are_refused_with_advice() {
+    for arguments in ON_GPU {
+        let output = run(arguments);
+        assert_exit(&output, 1);
+        let text = err(&output);
+        assert!(text.contains("takes no GPU memory, only host memory") && text.contains("towline doctor"), "{text}");
+        // On a host with NVIDIA's driver this plugin would be given memory that it cannot read.
+        // SAFETY: the driver's initialisers do not call back.
+        if unsafe { libloading::Library::new("libcuda.so.1") }.is_err() {
+            let output = with_fault("gpu", arguments);
+            assert_exit(&output, 1);
+            let text = err(&output);
+            assert!(text.contains("libcuda.so.1 was not found") && text.contains("--gpus all"), "{text}");
+        }
     }
 }
 

@@ -3,9 +3,10 @@
 use std::slice;
 use std::time::{Duration, Instant};
 
-use towline::host::{Code, Context, Handle, Listener, Memory, Mr, Part, RecvComm, Request, SendComm};
+use towline::host::{Context, Handle, Listener, Mr, Part, RecvComm, Request, SendComm};
 use towline::os::error::{Error, Result};
 
+use super::buffer::{Buffer, Place};
 use super::proxy::{Proxy, Way};
 use super::ring::program::{Action, Step};
 use super::ring::{CHUNK_BYTES, CHUNK_ELEMENTS, Link, SLOTS};
@@ -59,11 +60,10 @@ pub(crate) struct HostLink {
     receive_mr: Mr,
     send: SendComm,
     receive: RecvComm,
-    send_memory: Memory,
-    receive_memory: Memory,
+    send_memory: Buffer,
+    receive_memory: Buffer,
     sends: [Option<Request>; SLOTS],
-    /// With the number of bytes that are due.
-    receives: [Option<(Request, usize)>; SLOTS],
+    receives: [Option<Receiving>; SLOTS],
     /// What a profiler is told of the messages.
     pub(crate) proxy: Proxy,
     patience: Duration,
@@ -71,15 +71,30 @@ pub(crate) struct HostLink {
     idle_since: Instant,
 }
 
+/// A receive that is not over.
+#[derive(Clone, Copy)]
+struct Receiving {
+    /// The receive, and then its flush.
+    request: Request,
+    /// Bytes that are due.
+    due: usize,
+    /// Bytes that have come, when the request is the flush.
+    arrived: Option<usize>,
+}
+
 impl HostLink {
     /// `patience` is how long nothing may move before the run is given up.
-    pub(crate) fn new(send: SendComm, receive: RecvComm, proxy: Proxy, patience: Duration) -> Result<Self> {
-        let send_memory = Memory::new(SLOTS * CHUNK_BYTES);
-        let receive_memory = Memory::new(SLOTS * CHUNK_BYTES);
-        let registering = |code: Code| code.while_doing("registering memory");
+    pub(crate) fn new(
+        (send, receive): (SendComm, RecvComm),
+        place: &Place,
+        proxy: Proxy,
+        patience: Duration,
+    ) -> Result<Self> {
+        let send_memory = Buffer::new(SLOTS * CHUNK_BYTES, place)?;
+        let receive_memory = Buffer::new(SLOTS * CHUNK_BYTES, place)?;
         Ok(Self {
-            send_mr: send.register(&send_memory).map_err(registering)?,
-            receive_mr: receive.register(&receive_memory).map_err(registering)?,
+            send_mr: send_memory.register(&send)?,
+            receive_mr: receive_memory.register(&receive)?,
             send,
             receive,
             send_memory,
@@ -118,18 +133,20 @@ impl Link for HostLink {
         let received = receive.map_or(&[][..], |slot| {
             // SAFETY: the slot lies within the page-aligned receiving memory, any bytes are floats, and the ring asks
             // for a slot only while no transfer uses it.
-            unsafe { slice::from_raw_parts(self.receive_memory.at(slot * CHUNK_BYTES).cast(), CHUNK_ELEMENTS) }
+            unsafe { slice::from_raw_parts(self.receive_memory.host().at(slot * CHUNK_BYTES).cast(), CHUNK_ELEMENTS) }
         });
         let to_send = send.map_or(&mut [][..], |slot| {
             // SAFETY: as above, in the sending memory; `&mut self` makes it the only reference.
-            unsafe { slice::from_raw_parts_mut(self.send_memory.at(slot * CHUNK_BYTES).cast(), CHUNK_ELEMENTS) }
+            unsafe { slice::from_raw_parts_mut(self.send_memory.host().at(slot * CHUNK_BYTES).cast(), CHUNK_ELEMENTS) }
         });
         (received, to_send)
     }
 
     fn start_send(&mut self, slot: usize, elements: usize) -> Result<bool> {
-        let data = self.send_memory.at(slot * CHUNK_BYTES);
+        let at = slot * CHUNK_BYTES;
         let bytes = elements * size_of::<f32>();
+        self.send_memory.upload(at..at + bytes)?;
+        let data = self.send_memory.at(at);
         let part = Part::new(data, bytes, Some(&self.send_mr)).profiled(self.proxy.posting(Way::Out, slot));
         // SAFETY: the memory lives as long as the connection, and the ring leaves the slot alone until the send is
         // over; so does the proxy with the profiler's handle.
@@ -147,7 +164,8 @@ impl Link for HostLink {
             .profiled(self.proxy.posting(Way::In, slot));
         // SAFETY: as for sends.
         let request = unsafe { self.receive.irecv(&[part]) }.map_err(|code| code.while_doing("posting a receive"))?;
-        self.receives[slot] = request.map(|request| (request, elements * size_of::<f32>()));
+        self.receives[slot] =
+            request.map(|request| Receiving { request, due: elements * size_of::<f32>(), arrived: None });
         Ok(request.is_some())
     }
 
@@ -163,14 +181,27 @@ impl Link for HostLink {
     }
 
     fn received_bytes(&mut self, slot: usize) -> Result<Option<usize>> {
-        let Some((request, due)) = self.receives[slot] else { return Ok(None) };
-        let Some(sizes) = self.receive.test(&request).map_err(|code| code.while_doing("a receive"))? else {
+        let Some(Receiving { request, due, arrived }) = self.receives[slot] else { return Ok(None) };
+        let doing = if arrived.is_some() { "a flush" } else { "a receive" };
+        let Some(sizes) = self.receive.test(&request).map_err(|code| code.while_doing(doing))? else {
             return Ok(None);
         };
-        self.receives[slot] = None;
         self.idle_rounds = 0;
         // Some plugins never tell sizes (NCCL hardly looks); then the verification of the data must do.
-        let bytes = usize::try_from(sizes[0]).unwrap_or(due);
+        let bytes = arrived.unwrap_or_else(|| usize::try_from(sizes[0]).unwrap_or(due));
+        // What came into GPU memory is flushed before it is read, as NCCL does.
+        if self.receive_memory.is_flushed() && arrived.is_none() && bytes > 0 {
+            let part = Part::new(self.receive_memory.at(slot * CHUNK_BYTES), bytes, Some(&self.receive_mr));
+            // SAFETY: as for sends.
+            let flush = unsafe { self.receive.iflush(part) }.map_err(|code| code.while_doing("starting a flush"))?;
+            if let Some(request) = flush {
+                self.receives[slot] = Some(Receiving { request, due, arrived: Some(bytes) });
+                return Ok(None);
+            }
+        }
+        self.receives[slot] = None;
+        let at = slot * CHUNK_BYTES;
+        self.receive_memory.download(at..at + bytes.min(CHUNK_BYTES))?;
         self.proxy.over(Way::In, slot, bytes);
         Ok(Some(bytes))
     }

@@ -5,8 +5,10 @@
 //! the rest is for output. Nothing here touches the transport: it is reached through `towline::host` alone.
 
 mod all_reduce;
+mod buffer;
 mod channel;
 mod children;
+mod cuda;
 mod doctor;
 mod host_link;
 mod output;

@@ -28,12 +28,23 @@ pub(crate) struct PluginOptions {
     backend: Option<String>,
 }
 
+/// Where the buffers are, shared by the subcommands that move some.
+#[derive(Args, Debug, Clone)]
+pub(crate) struct GpuOption {
+    /// Keep the buffers in the memory of GPU N; needs NVIDIA's driver and a network device that reaches it [default of
+    /// N: 0]
+    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "0")]
+    pub(crate) gpu: Option<i32>,
+}
+
 /// A choice of plugin as one process tells it to another.
 #[derive(Serialize, Deserialize, Debug, Clone)]
 pub(crate) struct PluginChoice {
     file: PathBuf,
     api: Option<u32>,
     pub(crate) device: i32,
+    /// The GPU whose memory the buffers are in.
+    pub(crate) gpu: Option<i32>,
 }
 
 impl PluginOptions {
@@ -50,11 +61,17 @@ impl PluginOptions {
             Some(file) => file.clone(),
             None => Plugin::default_file(),
         };
-        PluginChoice { file, api: self.api.map(ApiVersion::number), device: self.device }
+        PluginChoice { file, api: self.api.map(ApiVersion::number), device: self.device, gpu: None }
     }
 }
 
 impl PluginChoice {
+    /// The same with buffers where the option says.
+    #[must_use]
+    pub(crate) fn with_gpu(self, option: &GpuOption) -> Self {
+        Self { gpu: option.gpu, ..self }
+    }
+
     /// The file that will be opened.
     pub(crate) fn file(&self) -> &Path {
         &self.file

@@ -287,3 +287,5 @@ pub const NO_MR: *mut c_void = null_mut();
 pub const PTR_HOST: c_int = ffi::NCCL_PTR_HOST as c_int;
 /// GPU memory.
 pub const PTR_CUDA: c_int = ffi::NCCL_PTR_CUDA as c_int;
+/// `NCCL_PTR_DMABUF`: GPU memory through a DMA-BUF descriptor.
+pub const PTR_DMABUF: c_int = ffi::NCCL_PTR_DMABUF as c_int;

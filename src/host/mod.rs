@@ -41,7 +41,7 @@ mod table;
 
 pub use code::{Code, Result};
 pub use comm::{Listener, Mr, PATIENCE, Part, RecvComm, Request, SendComm, Sizes};
-pub use context::{Context, Handle, Init, NO_MR, Net, PTR_CUDA, PTR_HOST};
+pub use context::{Context, Handle, Init, NO_MR, Net, PTR_CUDA, PTR_DMABUF, PTR_HOST};
 pub use library::{ApiVersion, DEFAULT_FILE, Plugin};
 pub use memory::Memory;
 pub use pair::Pair;

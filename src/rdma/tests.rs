@@ -179,10 +179,8 @@ fn completion_queues_hold_all_that_their_lanes_can_have_outstanding() {
             side.iter().map(region).collect::<Result<Vec<_>, _>>().expect("pinned")
         });
         let number = 77_u32;
-        let own = [&left, &right].map(|side| {
-            let memory = Registration::new(side, &raw const number as u64, 4, Memory::Host, None).expect("pinned");
-            memory
-        });
+        let own = [&left, &right]
+            .map(|side| Registration::new(side, &raw const number as u64, 4, Memory::Host, None).expect("pinned"));
         let mut places = [0; 2];
         for side in 0..2 {
             for lane in 0..lanes {

@@ -81,7 +81,7 @@ impl Ranks {
     /// Opens the plugin everywhere and closes the ring.
     fn set_up(&mut self, options: &Options) -> Result<Vec<super::super::plugin_options::PluginFacts>> {
         let (ranks, timeout_s) = (self.channels.len(), options.timeout);
-        let plugin = options.plugin.choice();
+        let plugin = options.plugin.choice().with_gpu(&options.gpu);
         for rank in 0..ranks {
             let late_ms = options.late.filter(|(late, _)| usize::from(*late) == rank).map_or(0, |(_, ms)| ms);
             self.tell(rank, &ToRank::SetUp { rank, ranks, plugin: plugin.clone(), timeout_s, late_ms })?;

@@ -15,7 +15,7 @@ use clap::Args;
 pub(super) use coordinator::run;
 pub(super) use rank::run as run_rank;
 
-use super::plugin_options::PluginOptions;
+use super::plugin_options::{GpuOption, PluginOptions};
 use super::ring::pattern::MOST_RANKS;
 use super::size::Size;
 
@@ -49,6 +49,9 @@ pub(crate) struct Options {
 
     #[command(flatten)]
     pub(super) plugin: PluginOptions,
+
+    #[command(flatten)]
+    gpu: GpuOption,
 
     /// How long nothing may move, in connecting or in a transfer, before the run is given up; in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..))]

@@ -7,6 +7,7 @@ use towline::host::profiler::Profiler;
 use towline::host::{Handle, Init};
 use towline::os::error::{Error, Result};
 
+use super::super::buffer::Place;
 use super::super::channel::Channel;
 use super::super::children::channel_to_parent;
 use super::super::host_link::{HostLink, connect, until_patience_ends};
@@ -86,6 +87,7 @@ fn join(
     }
     let context = net.init_with(&init).map_err(initialising)?;
     let facts = PluginFacts::of(&context, choice)?;
+    let place = Place::choose(choice.gpu, &context, choice.device)?;
     let (listener, handle) = context.listen(choice.device).map_err(|code| code.while_doing("listening"))?;
     channel.send(&FromRank::Listening { handle: handle.bytes().to_vec(), facts })?;
     let ToRank::Connect { handle } = channel.receive()? else { return Err(out_of_order()) };
@@ -93,7 +95,7 @@ fn join(
     let (send, receive) = connect(&context, (choice.device, &mut handle), &listener, until_patience_ends(patience))?;
     listener.close().map_err(|code| code.while_doing("closing the listener"))?;
     channel.send(&FromRank::Connected)?;
-    Ok(Ring::new(HostLink::new(send, receive, Proxy::new(profiler, rank, ranks), patience)?))
+    Ok(Ring::new(HostLink::new((send, receive), &place, Proxy::new(profiler, rank, ranks), patience)?))
 }
 
 struct Worker {

@@ -8,7 +8,7 @@ use towline::os::error::{Error, Result};
 
 use super::super::channel::Channel;
 use super::super::children::channel_to_parent;
-use super::super::plugin_options::{PluginChoice, PluginOptions};
+use super::super::plugin_options::PluginChoice;
 use super::super::{EXIT_FAILED, Verdict};
 use super::net::{NetMover, Opened};
 use super::protocol::{Answer, Order, Way};
@@ -33,7 +33,7 @@ pub(crate) fn run_peer() -> ExitCode {
 }
 
 /// Waits for a leader from another host, and follows it.
-pub(super) fn listen(address: &str, plugin: &PluginOptions) -> Result<Verdict> {
+pub(super) fn listen(address: &str, choice: &PluginChoice) -> Result<Verdict> {
     let listening = |error| Error::system(format!("listening on {address}"), &error);
     let listener = TcpListener::bind(address).map_err(listening)?;
     eprintln!("towline: waiting on {}", listener.local_addr().map_err(listening)?);
@@ -42,7 +42,7 @@ pub(super) fn listen(address: &str, plugin: &PluginOptions) -> Result<Verdict> {
         socket.set_nodelay(true).map_err(listening)?;
         let local = socket.local_addr().map_err(listening)?.ip();
         let mut channel = Channel::tcp(socket, from.to_string());
-        match Follower::meet(&mut channel, Some(plugin.choice()), local) {
+        match Follower::meet(&mut channel, Some(choice.clone()), local) {
             Ok(follower) => {
                 eprintln!("towline: following {from}");
                 drop(listener);
@@ -146,10 +146,15 @@ impl Follower {
         let mover = self.mover(way)?;
         if verify {
             mover.memory().fill(0);
+            mover.upload(job.size * job.count)?;
         }
         channel.send(&Answer::Ready)?;
         mover.stream(Side::Follower, job, &mut Watch::new(channel, patience))?;
-        Ok(if verify { memory::count_wrong(mover.memory(), job.size, job.count) } else { 0 })
+        if !verify {
+            return Ok(0);
+        }
+        mover.download(job.size * job.count)?;
+        Ok(memory::count_wrong(mover.memory(), job.size, job.count))
     }
 
     /// A job comes from another host: it must fit the memory.

@@ -76,7 +76,7 @@ impl Leader {
         let Answer::Welcome { .. } = self.ask(&hello)? else { return Err(out_of_turn()) };
         let mut facts = Vec::new();
         if !options.raw_tcp {
-            let choice = options.plugin.choice();
+            let choice = options.plugin.choice().with_gpu(&options.gpu);
             let opened = Opened::open(&choice)?;
             facts.push(opened.facts.clone());
             let handle = opened.handle.bytes().to_vec();
@@ -157,6 +157,7 @@ impl Leader {
     fn verify(&mut self, way: Way, job: &Job) -> Result<usize> {
         let (mover, _) = self.parts(way)?;
         memory::fill(mover.memory(), job.size, job.count);
+        mover.upload(job.size * job.count)?;
         self.order_stream(way, job, true)?;
         match self.hear()? {
             Answer::Checked { wrong } => Ok(wrong),

@@ -22,7 +22,7 @@ use towline::os::error::Result;
 pub(super) use follower::run_peer;
 
 use super::Verdict;
-use super::plugin_options::PluginOptions;
+use super::plugin_options::{GpuOption, PluginOptions};
 use super::size::Size;
 use watch::Watch;
 
@@ -68,7 +68,7 @@ pub(crate) struct Options {
     compare: bool,
 
     /// Measure plain TCP alone; no plugin is opened
-    #[arg(long)]
+    #[arg(long, conflicts_with = "gpu")]
     raw_tcp: bool,
 
     /// Sockets of the plain TCP measurement, with as many sending and as many receiving threads
@@ -86,6 +86,9 @@ pub(crate) struct Options {
     #[command(flatten)]
     pub(super) plugin: PluginOptions,
 
+    #[command(flatten)]
+    gpu: GpuOption,
+
     /// How long nothing may move, in connecting or in a transfer, before the run is given up; in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..))]
     timeout: u32,
@@ -98,7 +101,7 @@ pub(crate) struct Options {
 /// Runs the subcommand.
 pub(super) fn run(options: &Options) -> Result<Verdict> {
     match &options.listen {
-        Some(address) => follower::listen(address, &options.plugin),
+        Some(address) => follower::listen(address, &options.plugin.choice().with_gpu(&options.gpu)),
         None => leader::run(options),
     }
 }
@@ -132,6 +135,17 @@ trait Mover {
     /// `samples`.
     fn ping_pong(&mut self, side: Side, job: &Job, samples: &mut Vec<f64>, watch: &mut Watch<'_>) -> Result<()>;
 
-    /// The memory that messages are sent from or arrive in: the k-th uses part k modulo `job.outstanding`.
+    /// The memory that messages are sent from or arrive in, or its copy on this host: the k-th message uses part k modulo
+    /// `job.outstanding`.
     fn memory(&mut self) -> &mut [u8];
+
+    /// Brings the copy's first `bytes` into the memory, where they are two.
+    fn upload(&mut self, _bytes: usize) -> Result<()> {
+        Ok(())
+    }
+
+    /// Brings the memory's first `bytes` into the copy, where they are two.
+    fn download(&mut self, _bytes: usize) -> Result<()> {
+        Ok(())
+    }
 }

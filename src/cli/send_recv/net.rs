@@ -3,9 +3,10 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use towline::host::{Code, Context, Handle, Init, Listener, Memory, Mr, Part, RecvComm, Request, SendComm};
+use towline::host::{Code, Context, Handle, Init, Listener, Mr, Part, RecvComm, Request, SendComm};
 use towline::os::error::{Error, Result};
 
+use super::super::buffer::{Buffer, Place};
 use super::super::host_link::connect;
 use super::super::plugin_options::{PluginChoice, PluginFacts};
 use super::watch::Watch;
@@ -18,6 +19,7 @@ const ACKNOWLEDGEMENT: usize = 8;
 pub(super) struct Opened {
     context: Context,
     device: i32,
+    place: Place,
     listener: Listener,
     pub(super) handle: Handle,
     pub(super) facts: PluginFacts,
@@ -29,8 +31,9 @@ impl Opened {
         let initialising = |code: Code| code.while_doing(format!("initialising {}", net.name()));
         let context = net.init_with(&Init { comm_id: 1, ..Init::default() }).map_err(initialising)?;
         let facts = PluginFacts::of(&context, choice)?;
+        let place = Place::choose(choice.gpu, &context, choice.device)?;
         let (listener, handle) = context.listen(choice.device).map_err(|code| code.while_doing("listening"))?;
-        Ok(Self { context, device: choice.device, listener, handle, facts })
+        Ok(Self { context, device: choice.device, place, listener, handle, facts })
     }
 
     /// How many requests this API version lets a connection have.
@@ -43,15 +46,8 @@ impl Opened {
         let mut handle = Handle::from_bytes(handle);
         let (send, receive) = connect(&self.context, (self.device, &mut handle), &self.listener, || watch.idle())?;
         self.listener.close().map_err(|code| code.while_doing("closing the listener"))?;
-        let memory = Memory::new(memory_bytes.max(1) + ACKNOWLEDGEMENT);
-        let registering = |code: Code| code.while_doing("registering memory");
-        Ok(NetMover {
-            send_mr: send.register(&memory).map_err(registering)?,
-            receive_mr: receive.register(&memory).map_err(registering)?,
-            send,
-            receive,
-            memory,
-        })
+        let memory = Buffer::new(memory_bytes.max(1) + ACKNOWLEDGEMENT, &self.place)?;
+        Ok(NetMover { send_mr: memory.register(&send)?, receive_mr: memory.register(&receive)?, send, receive, memory })
     }
 }
 
@@ -62,7 +58,16 @@ pub(super) struct NetMover {
     receive_mr: Mr,
     send: SendComm,
     receive: RecvComm,
-    memory: Memory,
+    memory: Buffer,
+}
+
+/// A transfer that is not over.
+struct Flight {
+    request: Request,
+    /// Where its bytes are.
+    offset: usize,
+    /// The receive is done, and this is its flush.
+    is_flush: bool,
 }
 
 impl NetMover {
@@ -77,32 +82,49 @@ impl NetMover {
         self.receive.close().map_err(|code| code.while_doing("closing the receiving connection"))
     }
 
-    fn start_send(&self, offset: usize, size: usize) -> Result<Option<Request>> {
+    fn start_send(&self, offset: usize, size: usize) -> Result<Option<Flight>> {
         let part = Part::new(self.memory.at(offset), size, Some(&self.send_mr));
         // SAFETY: the memory lives as long as the connection, and is left alone while a transfer uses it.
-        unsafe { self.send.isend(part) }.map_err(|code| code.while_doing("starting a send"))
+        let request = unsafe { self.send.isend(part) }.map_err(|code| code.while_doing("starting a send"))?;
+        Ok(request.map(|request| Flight { request, offset, is_flush: false }))
     }
 
-    fn start_receive(&self, offset: usize, size: usize) -> Result<Option<Request>> {
+    fn start_receive(&self, offset: usize, size: usize) -> Result<Option<Flight>> {
         let part = Part::new(self.memory.at(offset), size, Some(&self.receive_mr));
         // SAFETY: as for sends.
-        unsafe { self.receive.irecv(&[part]) }.map_err(|code| code.while_doing("posting a receive"))
+        let request = unsafe { self.receive.irecv(&[part]) }.map_err(|code| code.while_doing("posting a receive"))?;
+        Ok(request.map(|request| Flight { request, offset, is_flush: false }))
     }
 
-    fn is_sent(&self, request: &Request) -> Result<bool> {
-        self.send.test_unsized(request).map_err(|code| code.while_doing("a send"))
+    fn is_sent(&self, send: &Flight) -> Result<bool> {
+        self.send.test_unsized(&send.request).map_err(|code| code.while_doing("a send"))
     }
 
-    fn is_received(&self, request: &Request, size: usize) -> Result<bool> {
-        let Some(sizes) = self.receive.test(request).map_err(|code| code.while_doing("a receive"))? else {
+    /// Whether a receive is over. What came into GPU memory is flushed first, as NCCL does before its GPU reads it.
+    fn is_received(&self, receive: &mut Flight, size: usize) -> Result<bool> {
+        let doing = if receive.is_flush { "a flush" } else { "a receive" };
+        let Some(sizes) = self.receive.test(&receive.request).map_err(|code| code.while_doing(doing))? else {
             return Ok(false);
         };
+        if receive.is_flush {
+            return Ok(true);
+        }
         // −1: the plugin does not tell. Sizes of 2 GiB and more are cut.
         match sizes[0] {
-            -1 | i32::MAX => Ok(true),
-            arrived if arrived as usize == size => Ok(true),
-            arrived => Err(Error::remote(format!("{arrived} bytes arrived where {size} were sent"))),
+            -1 | i32::MAX => {}
+            arrived if arrived as usize == size => {}
+            arrived => return Err(Error::remote(format!("{arrived} bytes arrived where {size} were sent"))),
         }
+        if !self.memory.is_flushed() || size == 0 {
+            return Ok(true);
+        }
+        let part = Part::new(self.memory.at(receive.offset), size, Some(&self.receive_mr));
+        // SAFETY: as for sends.
+        let flush = unsafe { self.receive.iflush(part) }.map_err(|code| code.while_doing("starting a flush"))?;
+        // None: there is nothing to wait for.
+        let Some(request) = flush else { return Ok(true) };
+        (receive.request, receive.is_flush) = (request, true);
+        Ok(false)
     }
 
     /// Keeps up to `job.outstanding` transfers in flight until `job.count` are over. The oldest is tested first, as
@@ -111,8 +133,8 @@ impl NetMover {
         &self,
         job: &Job,
         watch: &mut Watch<'_>,
-        start: impl Fn(usize) -> Result<Option<Request>>,
-        is_over: impl Fn(&Request) -> Result<bool>,
+        start: impl Fn(usize) -> Result<Option<Flight>>,
+        is_over: impl Fn(&mut Flight) -> Result<bool>,
     ) -> Result<()> {
         let mut in_flight = VecDeque::with_capacity(job.outstanding);
         let mut begun = 0;
@@ -124,7 +146,7 @@ impl NetMover {
                 begun += 1;
                 moved = true;
             }
-            while let Some(oldest) = in_flight.front() {
+            while let Some(oldest) = in_flight.front_mut() {
                 if !is_over(oldest)? {
                     break;
                 }
@@ -152,9 +174,9 @@ impl Mover for NetMover {
         let at_end = self.memory.len() - ACKNOWLEDGEMENT;
         match side {
             Side::Leader => {
-                let receipt = Self::until(watch, || self.start_receive(at_end, ACKNOWLEDGEMENT))?;
+                let mut receipt = Self::until(watch, || self.start_receive(at_end, ACKNOWLEDGEMENT))?;
                 self.keep_busy(job, watch, |offset| self.start_send(offset, job.size), |send| self.is_sent(send))?;
-                Self::until(watch, || Ok(self.is_received(&receipt, ACKNOWLEDGEMENT)?.then_some(())))
+                Self::until(watch, || Ok(self.is_received(&mut receipt, ACKNOWLEDGEMENT)?.then_some(())))
             }
             Side::Follower => {
                 let start = |offset| self.start_receive(offset, job.size);
@@ -177,11 +199,11 @@ impl Mover for NetMover {
             let start = Instant::now();
             let send = match next.take() {
                 None => {
-                    let receive = Self::until(watch, || self.start_receive(size, size))?;
+                    let mut receive = Self::until(watch, || self.start_receive(size, size))?;
                     let send = Self::until(watch, || self.start_send(0, size))?;
                     let mut is_sent = false;
                     Self::until(watch, || {
-                        if self.is_received(&receive, size)? {
+                        if self.is_received(&mut receive, size)? {
                             return Ok(Some(()));
                         }
                         // A transport may need to be asked about the send to move at all.
@@ -191,8 +213,8 @@ impl Mover for NetMover {
                     samples.push(start.elapsed().as_secs_f64() / 2.0);
                     (!is_sent).then_some(send)
                 }
-                Some(receive) => {
-                    Self::until(watch, || Ok(self.is_received(&receive, size)?.then_some(())))?;
+                Some(mut receive) => {
+                    Self::until(watch, || Ok(self.is_received(&mut receive, size)?.then_some(())))?;
                     if round + 1 < job.count {
                         next = Some(Self::until(watch, || self.start_receive((round + 1) % 2 * size, size))?);
                     }
@@ -208,6 +230,14 @@ impl Mover for NetMover {
 
     fn memory(&mut self) -> &mut [u8] {
         let messages = self.memory.len() - ACKNOWLEDGEMENT;
-        &mut self.memory.bytes_mut()[..messages]
+        &mut self.memory.host_mut()[..messages]
+    }
+
+    fn upload(&mut self, bytes: usize) -> Result<()> {
+        self.memory.upload(0..bytes)
+    }
+
+    fn download(&mut self, bytes: usize) -> Result<()> {
+        self.memory.download(0..bytes)
     }
 }
