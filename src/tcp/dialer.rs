@@ -23,9 +23,9 @@ use super::shortage;
 use super::takeover::{Handed, Takeover};
 use super::wire::{self, Piece};
 use crate::engine::poller::{Interest, Progress, Registration, Source};
-use crate::os::error::{Error, Result};
+use crate::os::error::{Cause, Error, Result, advice};
 use crate::os::interfaces::Rail;
-use crate::os::log::NET;
+use crate::os::log::{Limiter, NET};
 
 /// How long one try may take, from the first packet to the welcome, when there will be another.
 const TRY: Duration = Duration::from_secs(2);
@@ -58,6 +58,15 @@ const NO_DEADLINE: Duration = Duration::from_secs(1 << 31);
 /// connection nobody waits for that news, and what refuses may be a path that is being mended: there it is
 /// `TOWLINE_RECONNECT_TIMEOUT`.
 const REFUSED: Duration = Duration::from_secs(1);
+
+/// This host's own word that it lets no packet out to there does not change by itself; a rule that is just being replaced
+/// has this long.
+const FORBIDDEN: Duration = Duration::from_secs(2);
+
+/// After this long without a connection the log says what is in the way, once for each attempt.
+const TELL_AFTER: Duration = Duration::from_secs(5);
+
+static WAITING: Limiter = Limiter::new();
 
 /// Where to go and what to say there.
 pub struct Target {
@@ -122,6 +131,9 @@ struct State {
     tries: u32,
     try_until: Instant,
     refused_since: Option<Instant>,
+    forbidden_since: Option<Instant>,
+    /// When the log says that there is no connection yet.
+    tell_at: Option<Instant>,
     epoch: u16,
     /// Whether the try under way goes over other rails than the stream's own.
     abroad: bool,
@@ -189,6 +201,7 @@ impl Dial {
     }
 
     fn start_at(net: Arc<Net>, purpose: Purpose, deadline: Instant, epoch: u16, now: Instant) -> Result<Arc<Self>> {
+        let tell_at = matches!(purpose, Purpose::Connect(_)).then(|| now + TELL_AFTER);
         let dial = Arc::new_cyclic(|me| Self {
             me: me.clone(),
             net,
@@ -203,6 +216,8 @@ impl Dial {
                 tries: 0,
                 try_until: now,
                 refused_since: None,
+                forbidden_since: None,
+                tell_at,
                 epoch,
                 abroad: false,
                 short: false,
@@ -490,7 +505,12 @@ impl Dial {
         } else {
             state.refused_since = None;
         }
-        let mut hopeless = error.cause() == crate::os::error::Cause::Usage;
+        if error.what().starts_with(FORBIDDEN_TEXT) {
+            state.forbidden_since.get_or_insert(now);
+        } else {
+            state.forbidden_since = None;
+        }
+        let mut hopeless = error.cause() == Cause::Usage;
         if let Purpose::Join { conn, repair: true, .. } = &self.purpose
             && conn.upgrade().is_some_and(|conn| conn.is_connected())
         {
@@ -503,6 +523,9 @@ impl Dial {
             Purpose::Join { .. } => REFUSED,
         };
         let dead = state.refused_since.is_some_and(|since| now - since > patience);
+        // Later on it may be an outage that somebody made, and the connection knows how long to wait.
+        let may_end = matches!(self.purpose, Purpose::Connect(_));
+        hopeless |= may_end && state.forbidden_since.is_some_and(|since| now - since > FORBIDDEN);
         if now >= self.deadline || dead || hopeless {
             let error = match &self.purpose {
                 Purpose::Connect(target) => error.with_peer(target.address),
@@ -516,6 +539,7 @@ impl Dial {
             self.finish(state, Err(error));
             return Progress { moved: true, again: None };
         }
+        self.tell_of_waiting(state, now, &error);
         state.last_failure = Some(error);
         if matches!(self.purpose, Purpose::Join { repair: false, .. }) {
             // A new life for every try: the peer may have taken the last one for good before its welcome was lost.
@@ -528,6 +552,20 @@ impl Dial {
             clock.kick();
         }
         Progress { moved: false, again: Some(now + pause) }
+    }
+
+    /// Says what is in the way while somebody waits for a first connection: otherwise all would be silent until the end.
+    fn tell_of_waiting(&self, state: &mut State, now: Instant, error: &Error) {
+        let Purpose::Connect(target) = &self.purpose else { return };
+        if state.tell_at.is_none_or(|at| now < at) {
+            return;
+        }
+        state.tell_at = None;
+        let (so_far, all) = (TELL_AFTER.as_secs(), self.net.config.connect_timeout.as_secs());
+        let error = error.clone().with_peer(target.address);
+        WAITING.tell(|more| {
+            tracing::warn!(target: NET, "not connected after {so_far} s: {error}; it is tried until {all} s are over (TOWLINE_CONNECT_TIMEOUT){more}");
+        });
     }
 
     fn drive(self: &Arc<Self>) -> Progress {
@@ -544,7 +582,8 @@ impl Dial {
                 return Progress { moved: false, again: Some(until) };
             }
             if let Err(error) = self.begin(&mut state) {
-                return self.failed(&mut state, refused(&error));
+                let error = forbidden(&error).unwrap_or_else(|| refused(&error));
+                return self.failed(&mut state, error);
             }
         }
         match self.advance(&mut state) {
@@ -602,8 +641,29 @@ fn refused(error: &io::Error) -> Error {
     if error.kind() == io::ErrorKind::ConnectionRefused {
         return Error::remote(REFUSED_TEXT).with_hint("its process may have ended; look at its log");
     }
-    Error::remote(format!("connecting failed: {error}"))
-        .with_hint("check that the hosts can reach each other on the chosen interfaces (NCCL_SOCKET_IFNAME)")
+    if advice(error).is_some() {
+        return Error::system("connecting", error);
+    }
+    let hint = match error.raw_os_error() {
+        Some(libc::EHOSTUNREACH | libc::ENETUNREACH) => {
+            "is the peer's host up, and is there a route to it over the chosen interface (ip route get, NCCL_SOCKET_IFNAME)? firewalls answer so, too"
+        }
+        _ => "check that the hosts can reach each other on the chosen interfaces (NCCL_SOCKET_IFNAME)",
+    };
+    Error::remote(format!("connecting failed: {error}")).with_hint(hint)
+}
+
+const FORBIDDEN_TEXT: &str = "this host does not let the connection out";
+
+/// The failure when connect(2) itself, before any packet, says that it may not be: `EACCES` (a route of type prohibit),
+/// `EPERM` (a firewall or security module), `EINVAL` (a route of type blackhole). The same codes in an answer from
+/// the network are another matter: there they are somebody else's, and may pass.
+fn forbidden(error: &io::Error) -> Option<Error> {
+    matches!(error.raw_os_error(), Some(libc::EACCES | libc::EPERM | libc::EINVAL)).then(|| {
+        Error::new(Cause::System, format!("{FORBIDDEN_TEXT} ({error})")).with_hint(
+            "a route of type prohibit or blackhole (ip route get), a firewall or a security module of this host is in the way",
+        )
+    })
 }
 
 /// A link-local address is reached through this side's interface, whatever the number of the other side's is.
