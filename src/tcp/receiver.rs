@@ -327,11 +327,19 @@ impl RecvConn {
     /// Whether a request that is not done can still become so.
     fn verdict(&self) -> Result<()> {
         self.health.check()?;
-        if self.health.is_over() {
+        if self.health.is_over() && !self.is_mending() {
             self.health.fail(left_early(&self.peer));
             return self.health.check();
         }
         Ok(())
+    }
+
+    /// Whether a stream was lost a short while ago. A sender that has said goodbye on the others comes back with what was
+    /// on it.
+    #[cold]
+    fn is_mending(&self) -> bool {
+        let now = Instant::now();
+        self.recovery && lock(&self.vigils).iter().any(|vigil| vigil.may_return(now, CLOSE_MENDING))
     }
 
     /// What the connection counted.
@@ -771,7 +779,9 @@ impl RecvConn {
         if let Broken::Lost(error) = &why {
             self.note_trouble(&io, error);
         }
-        lock(&self.vigils)[index].ended(Instant::now());
+        if matches!(why, Broken::Lost(_)) {
+            lock(&self.vigils)[index].ended(Instant::now());
+        }
         match &why {
             Broken::Fatal(error) => self.part_in_anger(*io, error),
             _ => drop(io),
@@ -920,9 +930,13 @@ impl RecvConn {
 
     /// Gives up a stream while others live, and tells the sender, who may not know.
     fn lose(&self, index: usize, error: &io::Error) {
-        // First what has arrived already: its sender may have closed, since this host's kernel has acknowledged it.
+        // First what has arrived already: its sender may have closed, since this host's kernel has acknowledged it. The
+        // stream is waited for: who has it now may not look again before it is taken away.
         for _ in 0..MOST_LOOKS {
-            if !self.run(index, READ) {
+            let step = |io: &mut Io, wishes| self.step(index, io, wishes);
+            let held = Some(self.streams[index].lock());
+            let ran = self.streams[index].run_held(held, READ, step, |io, why| self.broken(index, io, why));
+            if ran == Ran::Settled(false) {
                 break;
             }
         }

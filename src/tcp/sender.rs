@@ -561,13 +561,13 @@ impl SendConn {
             // Nothing comes back on some stream. It is mended as at any other time, and what was on it travels again.
             self.closing.store(false, Ordering::Release);
             self.begin_watch();
-            let adrift = self.state().core.unfenced();
-            for (index, _) in adrift {
+            let away = self.away();
+            for index in away {
                 self.repair(index, &io::ErrorKind::TimedOut.into());
             }
             let deadline = start + CLOSE_MENDING;
             let over = || self.health.is_failed() || self.health.is_peer_done();
-            while Instant::now() < deadline && !over() && (self.is_adrift() || self.is_asking()) {
+            while Instant::now() < deadline && !over() && (self.is_in_doubt() || self.is_asking()) {
                 std::thread::sleep(watch::SOON / 10);
             }
             self.write_all(deadline);
@@ -620,9 +620,24 @@ impl SendConn {
             }
             std::thread::sleep(Duration::from_micros(50));
         }
-        // A stream that died meanwhile took with it what nobody has acknowledged.
-        let lost = |state: &State| state.core.unfenced().iter().any(|(index, _)| state.core.in_doubt(*index));
-        self.health.is_peer_done() || !lost(&self.state())
+        // A stream that died meanwhile took with it what nobody has acknowledged, and those that are left are closed for
+        // what must travel again.
+        self.health.is_peer_done() || !self.is_in_doubt()
+    }
+
+    /// Whether something was lost with a stream, or waits to travel again.
+    fn is_in_doubt(&self) -> bool {
+        let core = &self.state().core;
+        core.has_ready() || core.unfenced().iter().any(|(index, _)| core.in_doubt(*index))
+    }
+
+    /// Streams that must come back so that what was lost can travel again: all of which the receiver has not said how far
+    /// they came, or else any.
+    fn away(&self) -> Vec<usize> {
+        let core = &self.state().core;
+        let adrift: Vec<usize> = core.unfenced().iter().map(|(index, _)| *index).collect();
+        let any = (0..MAX_STREAMS).find(|index| core.is_down(*index) && (*index == 0 || core.epoch(*index) > 0));
+        if adrift.is_empty() { any.into_iter().collect() } else { adrift }
     }
 
     fn is_adrift(&self) -> bool {

@@ -113,6 +113,11 @@ impl Vigil {
         self.away_since.get_or_insert(now);
     }
 
+    /// Whether the stream ended less than `patience` ago and is not back: then it may still come.
+    pub fn may_return(&self, now: Instant, patience: Duration) -> bool {
+        self.away_since.is_some_and(|since| now - since < patience)
+    }
+
     /// Whether the stream has been away for longer than the end of a process takes to reach all its streams. Then what
     /// ends later ends for another reason.
     pub fn is_long_away(&self, now: Instant) -> bool {
