@@ -7,8 +7,10 @@ mod support;
 use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::io::{BufRead as _, BufReader};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use support::child::{self, Guarded, Mailbox};
@@ -377,9 +379,12 @@ impl Round {
 const SOAK_PATIENCE: Duration = Duration::from_secs(60);
 const SOAK_RAILS: usize = 3;
 
-/// A communicator that began when no link was down: with the rails that it has must it survive.
+/// A communicator that began when no link was down: with the rails that it has must it survive. The note keeps links from
+/// being taken down meanwhile.
 fn whole_context() -> Context {
-    support::eventually("all links up", SOAK_PATIENCE, || {
+    let note = child::mailbox().join(format!("looking-{}", child::role().expect("a role")));
+    std::fs::write(&note, b"").expect("the mailbox takes a note");
+    let whole = support::eventually("all links up", SOAK_PATIENCE, || {
         let context = context(ApiVersion::V12);
         let name = context.properties(0).expect("a device").name;
         if name.matches("rail").count() == SOAK_RAILS {
@@ -387,7 +392,23 @@ fn whole_context() -> Context {
         }
         context.finalize().expect("finalize");
         None
-    })
+    });
+    std::fs::remove_file(&note).expect("the note is there");
+    whole
+}
+
+/// Holds `links` while a rank looks for interfaces, until `over`.
+fn spare_links(links: &Links, mail: &Path, over: &AtomicBool) {
+    let looks = || ["sender", "receiver"].iter().any(|role| mail.join(format!("looking-{role}")).exists());
+    while !over.load(Ordering::Relaxed) {
+        if looks() {
+            let _spared = links.lock().expect("nobody panics with it");
+            while looks() && !over.load(Ordering::Relaxed) {
+                std::thread::sleep(5 * MS);
+            }
+        }
+        std::thread::sleep(5 * MS);
+    }
 }
 
 /// Resident memory in KiB and descriptors.
@@ -549,14 +570,22 @@ fn a_long_run_with_faults_leaves_memory_and_descriptors_flat() {
     let deadline = Instant::now() + Duration::from_secs(seconds);
     let mut tally = Tally::default();
     let mut seed = number("TOWLINE_FAULTS_SEED", 1);
-    while Instant::now() < deadline {
-        seed += 1;
-        let more = cut_at_random(&network, &Links::default(), seed, 3);
-        tally.faults += more.faults;
-        tally.outages += more.outages;
-        assert!(ends.sender.0.try_wait().expect("it is ours").is_none(), "the sender has ended");
-        assert!(ends.receiver.0.try_wait().expect("it is ours").is_none(), "the receiver has ended");
-    }
+    let (links, over) = (Links::default(), AtomicBool::new(false));
+    let mail = ends.mail.path().to_owned();
+    std::thread::scope(|scope| {
+        scope.spawn(|| spare_links(&links, &mail, &over));
+        while Instant::now() < deadline {
+            seed += 1;
+            let more = cut_at_random(&network, &links, seed, 3);
+            tally.faults += more.faults;
+            tally.outages += more.outages;
+            let ended =
+                [&mut ends.sender, &mut ends.receiver].map(|end| end.0.try_wait().expect("it is ours").is_some());
+            over.store(ended.contains(&true), Ordering::Relaxed);
+            assert_eq!(ended, [false; 2], "the sender, the receiver has ended");
+        }
+        over.store(true, Ordering::Relaxed);
+    });
     child::send(ends.mail.path(), "stop", b"");
     assert!(ends.sender.passed_within(SOAK_PATIENCE * 2), "the sender");
     assert!(ends.receiver.passed_within(SOAK_PATIENCE), "the receiver");

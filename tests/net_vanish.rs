@@ -413,3 +413,49 @@ fn what_was_reported_done_is_there_though_a_link_goes_down_after_the_close() {
         ends.pass();
     }
 }
+
+/// The receiver has everything and closes while nothing that it says arrives: its acknowledgements and its goodbye are lost.
+/// The sender connects again, and hears that all is well.
+#[test]
+fn a_receiver_that_closes_while_its_acknowledgements_are_lost_is_believed_later() {
+    const LAST: usize = 100_000;
+    let sender = || {
+        let comm = connect();
+        send(&comm, 0, 4 << 20);
+        wait_for("posted");
+        tell("go");
+        wait_for("cut");
+        send(&comm, 1, LAST);
+        tell("sent");
+        comm.close().expect("close");
+    };
+    let receiver = || {
+        let comm = accept();
+        receive(&comm, 0, 4 << 20);
+        let target = Memory::new(LAST);
+        // SAFETY: the memory lives until the request ended.
+        let request = unsafe { comm.post(&[Part::all(&target, None)]) }.expect("irecv");
+        tell("posted");
+        comm.wait(&request, PATIENCE).expect("the receive ends");
+        assert!(target.bytes() == pattern(1, LAST), "the last message");
+        comm.close().expect("close");
+        tell("closed");
+        wait_for("sent");
+    };
+    if plays(sender, receiver) || !available() {
+        return;
+    }
+    let test = "a_receiver_that_closes_while_its_acknowledgements_are_lost_is_believed_later";
+    for rails in [1, 2] {
+        let network = Network::new(rails, 0);
+        let ends = Ends::start(test, &network.hosts, "60");
+        ends.wait_for("go");
+        (0..rails).for_each(|rail| network.cut(rail, Cut::HalfSilent));
+        ends.tell("cut");
+        ends.wait_for("closed");
+        // The farewell of a closed socket lasts 5 s.
+        std::thread::sleep(Duration::from_secs(6));
+        (0..rails).for_each(|rail| network.mend(rail, Cut::HalfSilent));
+        ends.pass();
+    }
+}

@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 
 use super::crowd::Crowd;
 use super::handshake::{
-    FEATURE_BARE, FEATURE_RECOVERY, GREETING, HELLO, Hello, PREAMBLE, Preamble, READY, Refusal, Secret, Transcript,
-    Welcome, Wish, nonce,
+    CLOSED, FEATURE_BARE, FEATURE_RECOVERY, GREETING, HELLO, Hello, PREAMBLE, Preamble, READY, Refusal, Secret,
+    Transcript, Welcome, Wish, nonce,
 };
 use super::limits::MAX_STREAMS;
 use super::net::{Link, Net, Sock, new_socket, tune};
@@ -214,7 +214,10 @@ impl Acceptor {
     fn find_secret(&self, net: &Net, wish: Wish) -> Option<Secret> {
         match wish {
             Wish::Connect { listener } => lock(&self.listeners).get(&listener).map(|found| found.secret.clone()),
-            Wish::Join { connection, .. } => net.connection(connection).map(|conn| conn.link().key.clone()),
+            Wish::Join { connection, .. } => {
+                let live = net.connection(connection).map(|conn| conn.link().key.clone());
+                live.or_else(|| net.closed(connection).map(|grave| grave.key))
+            }
         }
     }
 
@@ -539,6 +542,12 @@ impl Inbound {
                 takeover.take_over(Handed { link, peer, sock });
             }
             Wish::Join { connection, stream, epoch } => {
+                if let Some(grave) = net.closed(connection) {
+                    let (received, label) = (grave.received | CLOSED, net.label.clone());
+                    settled.welcome(&sock, &Welcome { connection, received, label, rails: Vec::new() })?;
+                    net.linger(sock);
+                    return Ok(());
+                }
                 let conn = net.connection(connection).ok_or_else(|| Error::remote("the connection is closed"))?;
                 let index = usize::from(stream);
                 // One life ends before the other begins, and it may have been the last.

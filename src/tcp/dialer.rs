@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use super::acceptor::send_all;
 use super::handshake::{
-    FEATURE_BARE, GREETING, Hello, PREAMBLE, Preamble, Refusal, Secret, Transcript, VERSION_MAX, VERSION_MIN, WELCOME,
-    Welcome, Wish, nonce,
+    CLOSED, FEATURE_BARE, GREETING, Hello, PREAMBLE, Preamble, Refusal, Secret, Transcript, VERSION_MAX, VERSION_MIN,
+    WELCOME, Welcome, Wish, nonce,
 };
 use super::net::{Link, Net, Sock, new_socket, tune};
 use super::peer::Peer;
@@ -485,6 +485,10 @@ impl Dial {
             Purpose::Join { conn, index, .. } => {
                 let conn = conn.upgrade().ok_or_else(|| Error::usage("the connection is closed"))?;
                 let welcome = Welcome::open(&welcome, &secret, &mut transcript)?;
+                if welcome.received & CLOSED != 0 {
+                    conn.peer_has_closed(welcome.received & !CLOSED);
+                    return Ok(Dialled::Streams(conn));
+                }
                 let seal = Seal::of(conn.link().features, keys)?;
                 conn.rejoined(*index, epoch, welcome.received, place, sock, seal)?;
                 Ok(Dialled::Streams(conn))

@@ -54,6 +54,9 @@ pub const WELCOME: usize = 16 + LABEL + MAX_STREAMS * ADDRESS + PROOF;
 /// Bytes with which the connecting side says that it has the welcome to a new connection: the connection's number.
 pub const READY: usize = 8;
 
+/// The bit of a welcome that says that the connection was closed.
+pub const CLOSED: u64 = 1 << 63;
+
 /// Bytes of a refusal.
 pub const REFUSAL: usize = 8 + PROOF;
 
@@ -307,7 +310,8 @@ impl Hello {
 pub struct Welcome {
     /// The connection's number, for further streams.
     pub connection: u64,
-    /// For a stream that comes back: how many frames of its former life were taken in.
+    /// For a stream that comes back: how many frames of its former life were taken in. With [`CLOSED`]: the connection is
+    /// closed, and had received so many messages.
     pub received: u64,
     /// Who it is, for messages.
     pub label: String,

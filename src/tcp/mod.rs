@@ -22,6 +22,7 @@
 //! | [`copies`] | short messages, kept for a resend |
 //! | [`attend`] | when the keeper looks after the first stream |
 //! | [`acceptor`], [`dialer`] | getting connected |
+//! | [`graves`] | connections that were closed lately, for senders that did not hear of it |
 //! | [`takeover`] | handing a proven connection to another backend |
 //! | [`shortage`] | asking again where the kernel had no memory |
 //! | [`watch`] | noticing that a path has died without a word |
@@ -32,6 +33,7 @@ pub mod copies;
 pub mod crowd;
 pub mod dialer;
 pub mod frame;
+pub mod graves;
 pub mod handshake;
 pub mod limits;
 pub mod net;

@@ -15,6 +15,7 @@ use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use super::acceptor::Acceptor;
 use super::copies::Copies;
 use super::dialer::Dial;
+use super::graves::{Grave, Graves};
 use super::handshake::{FEATURE_CHECKSUM, FEATURE_ENCRYPTION, FEATURE_RECOVERY, Secret};
 use super::limits::MAX_STREAMS;
 use super::receiver::RecvConn;
@@ -64,6 +65,7 @@ pub struct Net {
     /// Listening sockets and half-open handshakes.
     pub acceptor: Acceptor,
     connections: Mutex<HashMap<u64, Weak<RecvConn>>>,
+    graves: Mutex<Graves>,
     senders: Mutex<Vec<Weak<SendConn>>>,
     links: OnceLock<Registration>,
     extra_streams: AtomicUsize,
@@ -118,6 +120,7 @@ impl Net {
             label: label(),
             acceptor: Acceptor::new(me.clone()),
             connections: Mutex::new(HashMap::new()),
+            graves: Mutex::default(),
             senders: Mutex::new(Vec::new()),
             links: OnceLock::new(),
             extra_streams: AtomicUsize::new(0),
@@ -153,6 +156,16 @@ impl Net {
     /// Forgets a closed one.
     pub fn forget(&self, connection: u64) {
         self.connections().remove(&connection);
+    }
+
+    /// A receiving connection was closed with nothing outstanding, after so many messages.
+    pub fn remember_closed(&self, link: &Link, received: u64) {
+        lock(&self.graves).add(link, received, self.config.peer_timeout);
+    }
+
+    /// A connection that was closed lately.
+    pub fn closed(&self, connection: u64) -> Option<Grave> {
+        lock(&self.graves).find(connection)
     }
 
     /// The receiving connection with this number.

@@ -3,7 +3,7 @@
 use std::io;
 use std::net::SocketAddr;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use super::frame::{Header, MAX_CONTROL, Type};
 use super::limits::MAX_STREAMS;
@@ -31,6 +31,8 @@ pub struct Health {
     error: OnceLock<Error>,
     live: AtomicUsize,
     peer_done: AtomicBool,
+    /// Messages that the peer had received when it closed, plus one; 0 while that is not known.
+    peer_received: AtomicU64,
 }
 
 impl Health {
@@ -75,6 +77,17 @@ impl Health {
     /// The peer said goodbye: the end of its streams is no fault.
     pub fn peer_is_done(&self) {
         self.peer_done.store(true, Ordering::Release);
+    }
+
+    /// The receiver has closed with nothing outstanding, and had received so many messages.
+    pub fn peer_received(&self, messages: u64) {
+        self.peer_received.store(messages.saturating_add(1), Ordering::Release);
+        self.peer_is_done();
+    }
+
+    /// Whether the receiver has said that it closed with so many messages received.
+    pub fn has_peer_received(&self, messages: u64) -> bool {
+        self.peer_received.load(Ordering::Acquire) == messages.saturating_add(1)
     }
 
     /// Whether the peer said goodbye.

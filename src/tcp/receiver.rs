@@ -11,7 +11,7 @@ mod sealed;
 use std::ffi::c_void;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -127,6 +127,8 @@ pub struct RecvConn {
     events: Events,
     recovery: bool,
     closing: AtomicBool,
+    /// Messages that were received, part by part.
+    completed: AtomicU64,
     /// Where this connection's streams begin among the workers.
     turn: usize,
     /// Until when the peer must be back after the last stream went down, and what to say if it is not.
@@ -173,6 +175,7 @@ impl RecvConn {
             events: Events::default(),
             recovery,
             closing: AtomicBool::new(false),
+            completed: AtomicU64::new(0),
             turn,
             alone_since: Mutex::new(None),
             fences: Mutex::new(Vec::new()),
@@ -364,6 +367,8 @@ impl RecvConn {
         }
         self.closing.store(true, Ordering::Release);
         if self.requests.outstanding() == 0 && !self.health.is_failed() {
+            // For a sender whose streams die before they hear the goodbye.
+            self.net.remember_closed(&self.link, self.completed.load(Ordering::Relaxed));
             // Each stream says goodbye for itself, behind its last acknowledgement: the sender reads them in any order.
             let deadline = Instant::now() + CLOSE_PATIENCE;
             while Instant::now() < deadline && !self.health.is_failed() {
@@ -703,6 +708,7 @@ impl RecvConn {
     /// Called with the state locked.
     fn complete(&self, part: Part, total: u64) {
         Counters::count(&self.counters.messages, 1);
+        Counters::count(&self.completed, 1);
         self.requests.complete_part(part.slot, usize::from(part.part), total);
     }
 
@@ -724,7 +730,9 @@ impl RecvConn {
                 }
                 if self.closing.load(Ordering::Acquire) && !io.parted && !self.health.is_failed() {
                     io.parted = true;
-                    io.out.extend_from_slice(&Header::of(Type::Bye, 0).encode());
+                    // So that the sender knows, should acknowledgements be lost.
+                    let total = self.completed.load(Ordering::Relaxed) + 1;
+                    io.out.extend_from_slice(&Header { total, ..Header::of(Type::Bye, 0) }.encode());
                 }
                 if io.out.is_empty() {
                     return Ok(moved);

@@ -312,6 +312,21 @@ impl SendCore {
         !(self.short.is_empty() && self.long.is_empty() && self.again.is_empty())
     }
 
+    /// The receiver has all messages, as it says: those whose acknowledgements were lost go into `done`.
+    pub fn all_received(&mut self, done: &mut Vec<Key>) {
+        done.extend(self.messages.iter().map(|(key, _)| key));
+        self.messages.clear();
+        self.waiting.clear();
+        for queue in [&mut self.no_credit, &mut self.short, &mut self.long] {
+            queue.clear();
+        }
+        self.again.clear();
+        for stream in &mut self.streams {
+            stream.flights.clear();
+            stream.bytes = 0;
+        }
+    }
+
     /// Whether nothing is unsent or unacknowledged.
     pub fn is_idle(&self) -> bool {
         self.messages.is_empty()

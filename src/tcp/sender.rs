@@ -503,11 +503,30 @@ impl SendConn {
     /// Whether a request that is not done can still become so.
     fn verdict(&self) -> Result<()> {
         self.health.check()?;
-        if self.health.is_over() {
+        if self.health.is_over() && !self.settle() {
             self.health.fail(left_early(&self.peer));
             return self.health.check();
         }
         Ok(())
+    }
+
+    /// The peer has left, and no stream does. If it said that it had received everything, what was lost are its
+    /// acknowledgements only: then every request is done.
+    #[cold]
+    fn settle(&self) -> bool {
+        let mut state = self.state();
+        let State { core, payloads, done, .. } = &mut *state;
+        if !self.health.has_peer_received(core.next_number()) {
+            return false;
+        }
+        core.all_received(done);
+        self.end_messages(payloads, done);
+        true
+    }
+
+    /// The receiver has closed the connection, and says so to a stream that wanted to come back.
+    pub fn peer_has_closed(&self, received: u64) {
+        self.health.peer_received(received);
     }
 
     /// How many of them do so.
@@ -964,7 +983,10 @@ impl SendConn {
                 }
             }
             Type::Fenced => self.told_fenced(header)?,
-            Type::Bye => self.health.peer_is_done(),
+            Type::Bye => match header.total {
+                0 => self.health.peer_is_done(),
+                received => self.health.peer_received(received - 1),
+            },
             Type::Fail => return Err(told_by_peer(header.order, text)),
             Type::Data | Type::Fence | Type::Ask => {
                 return Err(Error::remote(format!("the receiving side sent a {:?} frame", header.kind)));

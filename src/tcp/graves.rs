@@ -1,0 +1,70 @@
+//! Receiving connections that were closed lately.
+//!
+//! A receiver closes when it has everything that it wanted. If the paths die at that moment, its last acknowledgements
+//! and its goodbye are lost, and the sender cannot tell what arrived. It connects again, and must find somebody who knows:
+//! so the process remembers of each closed connection its key, and how many messages it had received.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use super::handshake::Secret;
+use super::net::Link;
+
+/// The most that are remembered: about 100 bytes each.
+const MOST: usize = 4096;
+
+/// What is remembered of a connection.
+#[derive(Debug, Clone)]
+pub struct Grave {
+    connection: u64,
+    until: Instant,
+    /// What further streams prove.
+    pub key: Secret,
+    /// Messages that it had received.
+    pub received: u64,
+}
+
+/// All of them, oldest first.
+#[derive(Debug, Default)]
+pub struct Graves(VecDeque<Grave>);
+
+impl Graves {
+    /// A connection was closed; it is remembered for `patience`, or until there are too many.
+    pub fn add(&mut self, link: &Link, received: u64, patience: Duration) {
+        let now = Instant::now();
+        while self.0.front().is_some_and(|grave| grave.until <= now) || self.0.len() >= MOST {
+            self.0.pop_front();
+        }
+        let until = now + patience;
+        self.0.push_back(Grave { connection: link.connection, until, key: link.key.clone(), received });
+    }
+
+    /// The connection with this number.
+    pub fn find(&self, connection: u64) -> Option<Grave> {
+        let now = Instant::now();
+        self.0.iter().find(|grave| grave.connection == connection && grave.until > now).cloned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn link(connection: u64) -> Link {
+        let key = Secret::from_bytes([7; 16]);
+        Link { connection, key, features: 0, remote: Vec::new(), local: [].into(), traffic_class: None }
+    }
+
+    #[test]
+    fn a_connection_is_remembered_for_its_time_and_there_are_never_too_many() {
+        let mut graves = Graves::default();
+        graves.add(&link(1), 17, Duration::ZERO);
+        assert!(graves.find(1).is_none(), "its time is over");
+        for connection in 2..MOST as u64 + 12 {
+            graves.add(&link(connection), connection * 2, Duration::from_secs(60));
+        }
+        assert_eq!(graves.0.len(), MOST);
+        assert_eq!(graves.find(MOST as u64).map(|grave| grave.received), Some(MOST as u64 * 2));
+        assert!(graves.find(2).is_none(), "the oldest gave way");
+    }
+}
