@@ -2,21 +2,33 @@
 //!
 //! Run with `cargo bench --bench profiler`. The writer works at the same time, so on a machine with few cores its work
 //! shows in the figures; events that are refused because it cannot keep up would make them too good, hence the pauses.
+//!
+//! Times are noise where others work, instructions are not: under
+//! `valgrind --tool=callgrind --toggle-collect='*counted*'` with `TOWLINE_BENCH_COUNT` set to a part of a benchmark's
+//! name, that one runs [`COUNT`] times and nothing else is counted.
 
 use std::ffi::{c_int, c_void};
+use std::hint::black_box;
 use std::ptr::null_mut;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use criterion::Criterion;
+use criterion::measurement::WallTime;
+use criterion::{BenchmarkGroup, Criterion};
 use towline::abi::ffi::*;
 use towline::abi::profiler::v6::ncclProfiler_v6;
-use towline::engine::events::{Carrier, Events, Listener, News, Path};
+use towline::engine::events::{Carrier, Chunk, Events, Listener, News, Path};
 use towline::engine::request::{Outcome, RequestSlots};
+use towline::os::config::NetEvents;
 use towline::os::net_event::{NetEvent, PLUGIN_ID};
+use towline::plugin;
+use towline::trace::clock;
 
 /// Events between two pauses: less than one shard of the ring lets in.
 const BATCH: u64 = 10_000;
+
+/// Runs when instructions are counted.
+const COUNT: u64 = 10_000;
 
 struct Step {
     context: *mut c_void,
@@ -43,39 +55,83 @@ fn stop(event: *mut c_void) {
     unsafe { ncclProfiler_v6.0.stopEvent.unwrap()(event) };
 }
 
-/// The transport's part of a short transfer, told to a profiler that only answers.
+/// The transport's part of a short transfer.
 struct Transport {
     events: Events,
     requests: RequestSlots,
 }
 
-struct Answer(usize);
+struct Deaf;
 
-impl Listener for Answer {
+impl Listener for Deaf {
     fn wants_details(&self) -> bool {
         false
     }
 
     unsafe fn start(&self, _: *mut c_void, _: &News<'_>) -> *mut c_void {
-        std::ptr::without_provenance_mut(self.0)
+        null_mut()
     }
 
     fn stop(&self, _: *mut c_void, _: &News<'_>) {}
 }
 
+/// NCCL's profiler callback over a profiler that only answers.
+unsafe extern "C" fn answer(event: *mut *mut c_void, kind: c_int, _: *mut c_void, _: i64, _: *mut c_void) -> u32 {
+    if kind == ncclProfilerNetEventStart as c_int {
+        // SAFETY: the place for the handle.
+        unsafe { event.write(std::ptr::without_provenance_mut(64)) };
+    }
+    ncclSuccess
+}
+
+/// NCCL's profiler callback over the profiler of this library, as NCCL passes network events on.
+unsafe extern "C" fn pass_on(
+    event: *mut *mut c_void,
+    kind: c_int,
+    transfer: *mut c_void,
+    id: i64,
+    data: *mut c_void,
+) -> u32 {
+    // SAFETY: the transport's arguments: a step of ours as the transfer, and a handle of ours that it was given.
+    unsafe {
+        if kind == ncclProfilerNetEventStart as c_int {
+            let step = &*transfer.cast::<Step>();
+            let mut descr: ncclProfilerEventDescr_v6_t = std::mem::zeroed();
+            descr.type_ = ncclProfileNetPlugin.into();
+            descr.parentObj = step.handle;
+            descr.u.netPlugin = ncclProfilerNetPlugin_v3_t { id, data };
+            return ncclProfiler_v6.0.startEvent.unwrap()(step.context, event, &mut descr);
+        }
+        if kind == ncclProfilerNetEventUpdateAndStop as c_int {
+            let mut args: ncclProfilerEventStateArgs_v4_t = std::mem::zeroed();
+            args.netPlugin.data = data;
+            ncclProfiler_v6.0.recordEventState.unwrap()(*event, ncclProfilerNetPluginUpdate, &mut args);
+        }
+        ncclProfiler_v6.0.stopEvent.unwrap()(*event)
+    }
+}
+
 impl Transport {
-    fn new(answer: usize) -> Self {
+    fn new(listener: Arc<dyn Listener>) -> Self {
         let events = Events::default();
-        events.listen(Arc::new(Answer(answer)), 1, false);
-        events.set_path(0, Path { carrier: Carrier::Socket { fd: 3 }, rail: 0, peer: None });
+        events.listen(listener, 1, true);
+        let peer = Some(([10, 0, 0, 2], 4711).into());
+        events.set_path(0, Path { carrier: Carrier::Socket { fd: 3 }, rail: 0, peer });
         Self { events, requests: RequestSlots::new() }
     }
 
+    /// A message that travels as one chunk, inside `isend`, and is found arrived by `test`.
     fn transfer(&self, handle: *mut c_void) -> Option<Outcome> {
         let ticket = self.requests.take(1)?;
-        self.events.follow(ticket.slot, 0, handle);
+        // SAFETY: the handle is null, a number that the profiler does not follow, or a step that lives.
+        let followed = unsafe {
+            self.events.follow_whole(ticket.slot, handle, |_| Chunk { length: 8, total: 8, ..Chunk::default() })
+        };
+        if followed {
+            self.events.chunk_ends(ticket.slot, 0, 0);
+        }
         self.requests.complete_part(ticket.slot, 0, 8);
-        // SAFETY: the profiler looks at nothing.
+        // SAFETY: as above.
         unsafe { self.events.finish(&self.requests, ticket) }
     }
 }
@@ -106,7 +162,31 @@ fn set_up(profile: Option<&str>) -> Step {
     Step { context, handle }
 }
 
-/// Time of `count` runs, with pauses in which the writer catches up.
+/// Runs a benchmark, or counts its instructions.
+struct Bench<'a> {
+    group: BenchmarkGroup<'a, WallTime>,
+    counted: Option<String>,
+}
+
+impl Bench<'_> {
+    /// With pauses in which the writer catches up.
+    fn run(&mut self, name: &str, mut once: impl FnMut()) {
+        match &self.counted {
+            None => _ = self.group.bench_function(name, |bencher| bencher.iter_custom(|count| timed(count, &mut once))),
+            Some(part) if name.contains(part.as_str()) => {
+                once();
+                counted(once);
+            }
+            Some(_) => {}
+        }
+    }
+}
+
+#[inline(never)]
+fn counted(mut once: impl FnMut()) {
+    (0..COUNT).for_each(|_| once());
+}
+
 fn timed(count: u64, mut once: impl FnMut()) -> Duration {
     let mut total = Duration::ZERO;
     let mut left = count;
@@ -126,50 +206,47 @@ fn timed(count: u64, mut once: impl FnMut()) -> Duration {
 fn bench(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("profiler");
     group.sample_size(20).warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(2));
+    let mut bench = Bench { group, counted: std::env::var("TOWLINE_BENCH_COUNT").ok() };
 
     let off = set_up(None);
     assert!(off.context.is_null());
-    group.bench_function("off: start that is declined", |bencher| {
-        bencher.iter(|| start(off.context, null_mut(), |descr| descr.type_ = ncclProfileProxyStep.into()));
+    bench.run("off: start that is declined", || {
+        black_box(start(off.context, null_mut(), |descr| descr.type_ = ncclProfileProxyStep.into()));
     });
 
-    let step = set_up(Some("trace,summary"));
+    let mut step = set_up(Some("trace,summary"));
     assert!(!step.handle.is_null());
-    group.bench_function("proxy step: start and stop", |bencher| {
-        bencher.iter_custom(|count| {
-            timed(count, || stop(start(step.context, step.handle, |descr| descr.type_ = ncclProfileProxyStep.into())))
-        });
+    bench.run("ours: proxy step, start and stop", || {
+        stop(start(step.context, step.handle, |descr| descr.type_ = ncclProfileProxyStep.into()));
     });
     let mut net = NetEvent { length: 1 << 20, ..NetEvent::new() };
-    group.bench_function("net plugin: start and stop", |bencher| {
-        bencher.iter_custom(|count| {
-            timed(count, || {
-                stop(start(step.context, step.handle, |descr| {
-                    descr.type_ = ncclProfileNetPlugin.into();
-                    descr.u.netPlugin.id = PLUGIN_ID;
-                    descr.u.netPlugin.data = (&raw mut net).cast();
-                }));
-            })
-        });
+    bench.run("ours: net plugin, start and stop", || {
+        stop(start(step.context, step.handle, |descr| {
+            descr.type_ = ncclProfileNetPlugin.into();
+            descr.u.netPlugin.id = PLUGIN_ID;
+            descr.u.netPlugin.data = (&raw mut net).cast();
+        }));
     });
-    for (name, answer, handle) in [
-        ("transport: a transfer's start and stop", 64, 64),
-        ("transport: a transfer to which nobody listens", 0, 64),
-        ("transport: a transfer without a handle", 64, 0),
+    let listener = |answer, wishes| plugin::listener::new(Some(answer), 12, wishes).unwrap();
+    let number = std::ptr::without_provenance_mut(64);
+    for (name, listener, handle) in [
+        ("transport: nccl's descriptors", listener(answer, NetEvents::Nccl), number),
+        ("transport: towline's descriptors", listener(answer, NetEvents::Towline), number),
+        ("transport: nobody listens", Arc::new(Deaf) as Arc<dyn Listener>, number),
+        ("transport: no handle", Arc::new(Deaf), null_mut()),
+        ("both: nccl's descriptors", listener(pass_on, NetEvents::Nccl), (&raw mut step).cast()),
+        ("both: towline's descriptors", listener(pass_on, NetEvents::Towline), (&raw mut step).cast()),
     ] {
-        let transport = Transport::new(answer);
-        let handle = std::ptr::without_provenance_mut(handle);
-        group.bench_function(name, |bencher| bencher.iter(|| transport.transfer(std::hint::black_box(handle))));
+        let transport = Transport::new(listener);
+        bench.run(name, || _ = transport.transfer(black_box(handle)));
     }
-    group.bench_function("the clock alone, twice", |bencher| {
-        bencher.iter(|| towline::trace::clock::now() + towline::trace::clock::now());
-    });
-    group.finish();
-    let _ = std::fs::remove_dir_all(std::env::temp_dir().join("towline-bench-profiler"));
+    bench.run("the clock, twice", || _ = black_box((clock::now(), clock::now())));
+    bench.group.finish();
 }
 
 fn main() {
     let mut criterion = Criterion::default().configure_from_args();
     bench(&mut criterion);
     criterion.final_summary();
+    let _ = std::fs::remove_dir_all(std::env::temp_dir().join("towline-bench-profiler"));
 }

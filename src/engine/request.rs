@@ -149,6 +149,11 @@ impl RequestSlots {
         Some(outcome)
     }
 
+    /// Frees the slot of a request whose outcome the caller has.
+    pub fn release(&self, ticket: Ticket) {
+        self.free(ticket.slot as usize);
+    }
+
     /// The outcome of a request if it is done, without consuming it.
     pub fn outcome(&self, ticket: Ticket) -> Option<Outcome> {
         let slot = &self.slots[ticket.slot as usize];

@@ -14,3 +14,4 @@ pub mod net_event;
 pub mod sync;
 pub mod sysfs;
 pub mod thread;
+pub mod ticks;

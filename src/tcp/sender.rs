@@ -37,6 +37,7 @@ use crate::engine::events::{self, Events, Wait};
 use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::engine::request::{Outcome, RequestSlots, Ticket};
 use crate::os::error::{Error, Result};
+use crate::os::ticks::Ticks;
 
 /// Bytes that one run of a stream may send before the other streams of the same worker get their turn.
 const SHARE: usize = 512 << 10;
@@ -138,7 +139,7 @@ struct Io {
     filled: usize,
     /// The chunk that is being sent, when a profiler is told of it, and since when the socket has been full.
     followed: Option<(Ticket, u64)>,
-    blocked: Option<Instant>,
+    blocked: Option<Ticks>,
 }
 
 /// A connection that sends.
@@ -823,7 +824,7 @@ impl SendConn {
                 Ok(None) => {
                     Counters::bump(&self.counters.stalls_socket);
                     if io.followed.is_some() {
-                        io.blocked.get_or_insert_with(Instant::now);
+                        io.blocked.get_or_insert_with(Ticks::now);
                     }
                     return Ok(moved);
                 }

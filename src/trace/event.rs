@@ -362,7 +362,7 @@ impl Body {
 /// One call of NCCL, with its time.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Record {
-    /// CLOCK_MONOTONIC in nanoseconds, taken when the call began.
+    /// When the call began: [`Ticks`](crate::os::ticks::Ticks) in the ring, nanoseconds of CLOCK_MONOTONIC behind it.
     pub when: u64,
     /// The event's handle.
     pub id: u64,

@@ -67,13 +67,19 @@ pub fn is_chained(event: u64) -> bool {
     event & CHAIN_ONLY != 0
 }
 
+/// The shard of the ring that the event's start went through.
+#[inline]
+pub fn shard(event: u64) -> usize {
+    (event >> POSITION_BITS) as usize & (SHARDS - 1)
+}
+
 /// The event's number within its process, small enough for a trace; 0 stays 0.
 pub fn compact(event: u64) -> u64 {
     if event == 0 {
         return 0;
     }
-    let (shard, position) = ((event >> POSITION_BITS) & (SHARDS as u64 - 1), event & ((1 << POSITION_BITS) - 1));
-    (position + 1) * SHARDS as u64 + shard
+    let position = event & ((1 << POSITION_BITS) - 1);
+    (position + 1) * SHARDS as u64 + shard(event) as u64
 }
 
 /// The running number in a context.
@@ -89,6 +95,7 @@ mod tests {
     fn keys_are_never_null_and_tell_their_process() {
         let (ours, theirs) = (Stamp(7), Stamp(8));
         let key = ours.event(Place { shard: 15, position: (1 << POSITION_BITS) - 1 }, false);
+        assert_eq!(shard(key), 15);
         assert!(ours.made(key) && !theirs.made(key) && !is_chained(key) && !is_own_net(key));
         assert!(is_own_net(ours.event(Place { shard: 0, position: 0 }, true)));
         assert!(is_chained(ours.chained(5)) && !is_own_net(ours.chained(u64::MAX)));

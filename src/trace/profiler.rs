@@ -19,16 +19,16 @@ use std::sync::{Mutex, Once, PoisonError};
 use std::time::Duration;
 
 use super::chain::{Chain, Change, Second, Start};
-use super::clock;
 use super::event::{Body, CommInfo, Kind, NetTimes, Record, state};
 use super::key::{self, Stamp};
-use super::ring::{Ring, Room};
+use super::ring::{Ring, Room, shard_of};
 use super::settings::Settings;
 use super::writer::{Notice, Request, Writer};
 use crate::os::config::Config;
 use crate::os::error::Result;
 use crate::os::fork;
 use crate::os::net_event::{self, NetEvent};
+use crate::os::ticks::{self, Ticks};
 
 /// How long the last `finalize` waits for the writer.
 const FINISH: Duration = Duration::from_secs(5);
@@ -117,6 +117,16 @@ fn thread() -> u64 {
     unsafe { libc::pthread_self() }
 }
 
+/// Now, for a record of this thread that follows upon the event `cause` (its parent's start, or its own).
+///
+/// A shard's records keep their order whatever their times say ([`super::writer`]), so only what follows upon a record
+/// in another shard needs a time that is certain to come after that one's.
+#[inline]
+fn when(thread: u64, cause: u64) -> u64 {
+    let now = if shard_of(thread) == key::shard(cause) { Ticks::now() } else { Ticks::now_in_order() };
+    now.number()
+}
+
 /// A communicator begins. Writes the mask and returns its context, 0 when there is nothing to do for it.
 ///
 /// # Safety
@@ -142,7 +152,7 @@ pub unsafe fn init(init: Init) -> u64 {
     if let Some(chain) = &profiler.chain {
         chain.init(&comm);
     }
-    lock(&profiler.notices).push(Notice::Begin { comm, when: clock::now() });
+    lock(&profiler.notices).push(Notice::Begin { comm, when: Ticks::now_in_order() });
     // Wakes a writer that sleeps because no communicator was alive.
     let _ = profiler.requests.send(Request::Wake);
     profiler.mask.store(init.mask, Ordering::Release);
@@ -211,7 +221,7 @@ pub fn finalize(context: u64) {
     if let Some(chain) = &profiler.chain {
         chain.finalize(context);
     }
-    lock(&profiler.notices).push(Notice::End { context, when: clock::now() });
+    lock(&profiler.notices).push(Notice::End { context, when: Ticks::now_in_order() });
     let last = profiler.live.fetch_update(Ordering::AcqRel, Ordering::Acquire, |live| live.checked_sub(1)) == Ok(1);
     if last {
         profiler.finish(FINISH);
@@ -247,7 +257,8 @@ impl Profiler {
     #[inline]
     fn push_start(&self, context: u64, kind: Kind, start: &Start) -> u64 {
         let own_net = matches!(start.body, Body::NetTowline(_));
-        let (when, thread) = (clock::now(), thread());
+        let thread = thread();
+        let when = when(thread, start.parent);
         let place = self.ring.push(thread, Room::Start, |place| Record {
             when,
             id: self.stamp.event(place, own_net),
@@ -268,7 +279,8 @@ impl Profiler {
 
     #[inline]
     fn push(&self, event: u64, room: Room, body: Body) -> Option<()> {
-        let (when, thread) = (clock::now(), thread());
+        let thread = thread();
+        let when = when(thread, event);
         let make = |_| Record { when, id: event, parent: 0, context: 0, rank: -1, thread: (thread >> 12) as u32, body };
         self.ring.push(thread, room, make).map(drop)
     }
@@ -344,6 +356,7 @@ fn new_profiler(init: &Init) -> Option<&'static Profiler> {
         return None;
     }
     fork::watch();
+    ticks::set_up();
     let (requests, inbox) = mpsc::channel();
     let profiler: &'static Profiler = Box::leak(Box::new(Profiler {
         stamp: Stamp::random(),

@@ -20,6 +20,12 @@ pub const SHARDS: usize = 16;
 /// How many bits of a position [`crate::trace::key`] keeps; at a million events a second it lasts for 52 days.
 pub const POSITION_BITS: u32 = 42;
 
+/// Slots with memory ahead of the producers: 2 MiB, more than a thread fills between two rounds of the writer.
+const AHEAD: u64 = 1 << 14;
+
+/// The same in a shard that no thread uses yet: 64 KiB.
+const AHEAD_OF_FIRST: u64 = 1 << 9;
+
 /// What a record may use of the ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Room {
@@ -58,7 +64,7 @@ pub struct Ring {
 }
 
 impl Ring {
-    /// A ring of about `bytes` bytes. The memory is reserved at once and touched as it is used.
+    /// A ring of about `bytes` bytes. The memory is reserved at once, and given by the kernel as it is used.
     pub fn new(bytes: usize) -> Self {
         let wanted = (bytes / SHARDS / Slots::BYTES).clamp(64, 1 << 24);
         Self::with_capacity(1 << wanted.ilog2())
@@ -119,9 +125,9 @@ impl Shard {
     }
 }
 
-/// Thread pointers are megabytes apart; the multiplication mixes them into the upper bits.
+/// The shard that a thread uses. Thread pointers are megabytes apart; the multiplication mixes them into the upper bits.
 #[inline]
-fn shard_of(thread: u64) -> usize {
+pub fn shard_of(thread: u64) -> usize {
     ((thread >> 6).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60) as usize
 }
 
@@ -130,16 +136,30 @@ fn shard_of(thread: u64) -> usize {
 pub struct Drain {
     /// Per shard, a time before which everything has been seen.
     clear: [u64; SHARDS],
+    /// Per shard, how many of its slots have memory.
+    backed: [u64; SHARDS],
 }
 
 impl Drain {
-    /// Moves everything that is there into `into`, and returns a time up to which nothing can be missing that has
-    /// a successor in `into`: if a record caused another (a parent's start returned before the child's began) and
-    /// the later one is not after that time, both are there.
+    /// Has the kernel give memory to the slots that come next, so that producers do not wait for that in the first lap.
+    pub fn back(&mut self, ring: &Ring) {
+        for (shard, backed) in ring.shards.iter().zip(&mut self.backed) {
+            let used = shard.tail.0.load(Ordering::Relaxed);
+            let wanted = if used == 0 { AHEAD_OF_FIRST } else { used + AHEAD }.min(ring.capacity);
+            if *backed < wanted {
+                shard.slots.back(*backed..wanted);
+                *backed = wanted;
+            }
+        }
+    }
+
+    /// Gives everything that is there to `take`, with its shard and in the shard's order, and returns a time up to
+    /// which nothing can be missing that has a successor there: if a record caused another (a parent's start returned
+    /// before the child's began) and the later one is not after that time, both are there.
     ///
     /// `now` is the time before the call.
-    pub fn drain(&mut self, ring: &Ring, now: u64, into: &mut Vec<Record>) -> u64 {
-        for (shard, clear) in ring.shards.iter().zip(&mut self.clear) {
+    pub fn drain(&mut self, ring: &Ring, now: u64, take: &mut impl FnMut(usize, Record)) -> u64 {
+        for (index, (shard, clear)) in ring.shards.iter().zip(&mut self.clear).enumerate() {
             let end = shard.tail.0.load(Ordering::Acquire);
             let mut position = shard.head.0.load(Ordering::Relaxed);
             while position < end {
@@ -150,7 +170,7 @@ impl Drain {
                 }
                 // SAFETY: the lap says that the producer has finished writing, and no other will touch the slot
                 // before the store below.
-                into.push(unsafe { slot.read() });
+                take(index, unsafe { slot.read() });
                 slot.lap.store(lap + 2, Ordering::Release);
                 position += 1;
                 // Now and then, so that producers see the room.
@@ -201,12 +221,12 @@ mod tests {
         let mut drain = Drain::default();
         let mut seen = Vec::new();
         while seen.len() < (threads * each) as usize {
-            drain.drain(&ring, 1, &mut seen);
+            drain.drain(&ring, 1, &mut |_, record| seen.push(record));
         }
         for producer in producers {
             producer.join().unwrap();
         }
-        drain.drain(&ring, 1, &mut seen);
+        drain.drain(&ring, 1, &mut |_, record| seen.push(record));
         assert_eq!(seen.iter().map(|r| r.id).collect::<HashSet<_>>().len(), seen.len());
         for thread in 0..threads {
             let own: Vec<_> = seen.iter().filter(|r| r.id >> 32 == thread).map(|r| r.id).collect();
@@ -220,7 +240,7 @@ mod tests {
         let fill = |room| (0..).take_while(|_| ring.push(0, room, |_| record(1)).is_some()).count();
         assert_eq!((fill(Room::Start), fill(Room::State), fill(Room::Stop)), (48, 8, 8));
         let mut seen = Vec::new();
-        Drain::default().drain(&ring, 1, &mut seen);
+        Drain::default().drain(&ring, 1, &mut |_, record| seen.push(record));
         assert_eq!(seen.len(), 64);
         assert_eq!(fill(Room::Start), 48, "what was consumed is free again");
     }
@@ -234,7 +254,7 @@ mod tests {
         for _ in 0..1000 {
             let place = ring.push(7 << 20, Room::Start, |_| record(1)).unwrap();
             assert!(places.insert((place.shard, place.position)));
-            drain.drain(&ring, 1, &mut seen);
+            drain.drain(&ring, 1, &mut |_, record| seen.push(record));
         }
     }
 }

@@ -3,6 +3,7 @@
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::cell::UnsafeCell;
 use std::mem::MaybeUninit;
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
 
@@ -40,8 +41,8 @@ impl Slot {
     }
 }
 
-/// A power of two of slots, at laps of 0. The memory is reserved at once and touched as it is used: zeroed bytes are a
-/// valid slot, and the kernel gives zero pages.
+/// A power of two of slots, at laps of 0. The memory is reserved at once and given by the kernel as it is touched:
+/// zeroed bytes are a valid slot, and the kernel gives zero pages.
 pub(super) struct Slots {
     first: NonNull<Slot>,
     capacity: usize,
@@ -72,6 +73,23 @@ impl Slots {
         let index = position as usize & (self.capacity - 1);
         // SAFETY: the index is below the capacity that was allocated, and zeroed bytes are a valid slot.
         unsafe { self.first.add(index).as_ref() }
+    }
+
+    /// Has the kernel give the memory of these slots now, so that no producer waits for it. Their contents stay.
+    pub(super) fn back(&self, slots: Range<u64>) {
+        // SAFETY: asked for its size only.
+        let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
+        let first = self.first.as_ptr().addr();
+        // Whole pages of this allocation: the first and the last may be somebody else's in part.
+        let from = (first + slots.start as usize * Self::BYTES) / page * page;
+        let from = from.max(first.next_multiple_of(page));
+        let to = (first + slots.end as usize * Self::BYTES) / page * page;
+        if from < to && slots.end as usize <= self.capacity {
+            let start = self.first.as_ptr().cast::<u8>().with_addr(from);
+            // SAFETY: inside the allocation. The call changes no byte. A kernel before 5.14 refuses it, and then pages
+            // come as they are touched.
+            unsafe { libc::madvise(start.cast(), to - from, libc::MADV_POPULATE_WRITE) };
+        }
     }
 
     fn layout(capacity: usize) -> Layout {

@@ -4,7 +4,11 @@
 //! otherwise. Whatever it does, NCCL's threads do not wait for it; when it falls behind they drop, and count.
 //!
 //! Order: records carry the times of their calls. Each round takes what is in the ring, sorts it, and applies what is
-//! not newer than a time before the round ([`Drain::drain`] says why a parent then comes before its children).
+//! not newer than a time before the round ([`Drain::drain`] says why a parent then comes before its children). A record
+//! is never earlier than the one before it in its shard: the times of a thread's own calls may be out of order by what
+//! the processor does ahead ([`Ticks::now`]), its records are not.
+//!
+//! Times travel as ticks, and become nanoseconds here ([`Timeline`]).
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -12,15 +16,16 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
-use super::clock;
+use super::clock::{self, Timeline};
 use super::event::{Body, CommInfo, Record};
 use super::metrics;
 use super::perfetto::file::TraceFile;
 use super::perfetto::{Emitter, ProcessInfo, digest, mix};
 use super::profiler::{Level, Profiler, host, say};
-use super::ring::Drain;
+use super::ring::{Drain, SHARDS};
 use super::service::Service;
 use super::summary::{self, Summary};
+use crate::os::ticks::Ticks;
 
 /// Between two looks into the ring.
 const ROUND: Duration = Duration::from_millis(4);
@@ -42,14 +47,14 @@ pub(super) enum Notice {
         /// Which.
         comm: CommInfo,
         /// When.
-        when: u64,
+        when: Ticks,
     },
     /// One ends.
     End {
         /// Which.
         context: u64,
         /// When.
-        when: u64,
+        when: Ticks,
     },
 }
 
@@ -73,8 +78,12 @@ pub(super) struct Writer {
     profiler: &'static Profiler,
     inbox: Receiver<Request>,
     drain: Drain,
+    /// Per shard, the time of its last record.
+    last: [u64; SHARDS],
+    /// Their times, and those of the ends, are still ticks.
     pending: Vec<Record>,
     ending: Vec<(u64, u64)>,
+    timeline: Timeline,
     trace: Option<Emitter>,
     summary: Summary,
     /// Communicators whose id came with their first collective.
@@ -118,12 +127,16 @@ impl Writer {
         }
         let summary_path = settings.summary.then(|| settings.dir.join(format!("{stem}.summary.txt")));
         let now = Instant::now();
+        let mut drain = Drain::default();
+        drain.back(&profiler.ring);
         Self {
             profiler,
             inbox,
-            drain: Drain::default(),
+            drain,
+            last: [0; SHARDS],
             pending: Vec::new(),
             ending: Vec::new(),
+            timeline: Timeline::default(),
             trace,
             summary: Summary::default(),
             learned: HashSet::new(),
@@ -174,30 +187,39 @@ impl Writer {
 
     /// One look into the ring, and whatever is due.
     fn round(&mut self) {
-        let now = clock::now();
+        self.drain.back(&self.profiler.ring);
+        let now = self.timeline.look();
         // Notices are taken after the time was: a record up to `now` has its communicator known.
         let notices = self.profiler.take_notices();
-        let mut cut = self.drain.drain(&self.profiler.ring, now, &mut self.pending);
+        let (last, pending) = (&mut self.last, &mut self.pending);
+        let mut cut = self.drain.drain(&self.profiler.ring, now, &mut |shard, mut record| {
+            last[shard] = last[shard].max(record.when);
+            record.when = last[shard];
+            pending.push(record);
+        });
         if self.pending.len() > PENDING {
             cut = now;
         }
         for notice in notices {
             match notice {
-                Notice::Begin { comm, when } => self.comm_begins(&comm, when),
-                Notice::End { context, when } => self.ending.push((context, when)),
+                Notice::Begin { comm, when } => self.comm_begins(&comm, self.timeline.nanoseconds(when.number())),
+                Notice::End { context, when } => self.ending.push((context, when.number())),
             }
         }
         self.pending.sort_by_key(|record| record.when);
         let ready = self.pending.partition_point(|record| record.when <= cut);
         let later = self.pending.split_off(ready);
-        for (number, record) in std::mem::replace(&mut self.pending, later).into_iter().enumerate() {
+        for (number, mut record) in std::mem::replace(&mut self.pending, later).into_iter().enumerate() {
+            let ticks = record.when;
+            record.when = self.timeline.nanoseconds(ticks);
             self.apply(&record);
             // A long round must not keep what is complete waiting.
             if number % 4096 == 4095 {
-                self.advance(record.when);
+                self.advance(ticks);
             }
         }
         self.advance(cut);
+        self.timeline.forget(cut);
         self.follow_chain();
         let due = Instant::now();
         if due >= self.flush_due {
@@ -244,7 +266,13 @@ impl Writer {
         Some(CommInfo { id, name: name.text().to_owned(), rank: record.rank, ..known.clone() })
     }
 
+    /// Nothing comes any more that is older than `cut`, in ticks.
     fn advance(&mut self, cut: u64) {
+        // Ended communicators whose last records have been applied.
+        let (over, ending) = self.ending.iter().partition(|(_, when)| *when <= cut);
+        self.ending = ending;
+        let over: Vec<(u64, u64)> = over;
+        let cut = self.timeline.nanoseconds(cut);
         let dropped = self.profiler.drops.total();
         self.summary.dropped = dropped;
         self.summary.advance(cut);
@@ -255,11 +283,8 @@ impl Writer {
             }
         }
         self.drops_told = dropped;
-        // Ended communicators whose last records have been applied.
-        let (over, ending) = self.ending.iter().partition(|(_, when)| *when <= cut);
-        self.ending = ending;
-        let over: Vec<(u64, u64)> = over;
         for (context, when) in over {
+            let when = self.timeline.nanoseconds(when);
             self.summary.comm_ends(context, when);
             self.learned.remove(&context);
             if let Some(trace) = &mut self.trace {

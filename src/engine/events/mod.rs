@@ -22,12 +22,12 @@ use std::ffi::c_void;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Instant;
 
 pub use transfer::{Chunk, MOST, Piece, Wait};
 use transfer::{Told, Transfer};
 
 use super::request::{MAX_PARTS, Outcome, RequestSlots, SLOTS, Ticket};
+use crate::os::ticks::{self, Ticks};
 
 /// Who is told: NCCL's profiler, behind `plugin::listener`.
 pub trait Listener: Send + Sync {
@@ -142,6 +142,7 @@ impl Events {
     /// Whom to tell from now on, once; `link` is the connection's number, the same on both ends and no secret.
     pub fn listen(&self, listener: Arc<dyn Listener>, link: u64, send: bool) {
         if self.ear.set(Ear { listener, link, send }).is_ok() {
+            ticks::set_up();
             // The first transfer is followed on trial.
             self.hears.store(true, Ordering::Relaxed);
         }
@@ -173,7 +174,7 @@ impl Events {
             return;
         }
         if let Some(ear) = self.ear.get() {
-            self.prepare(ear, slot, part, handle, self.hears());
+            self.prepare(ear, slot, part, handle);
         }
     }
 
@@ -186,11 +187,15 @@ impl Events {
     #[inline]
     pub unsafe fn follow_whole(&self, slot: u16, handle: *mut c_void, chunk: impl FnOnce(bool) -> Chunk) -> bool {
         let Some(ear) = self.ear.get().filter(|_| !handle.is_null()) else { return false };
-        let place = self.prepare(ear, slot, 0, handle, true);
-        let details = place.details.load(Ordering::Relaxed);
+        let details = ear.listener.wants_details();
         let chunk = chunk(details);
+        let place = self.place(slot, 0);
+        let now = clock(details);
         let mut transfer = lock(&place.transfer);
-        transfer.chunk_begins(&chunk, clock(details), details);
+        transfer.begin(ear.send, now);
+        place.attach(handle, true, details);
+        // It leaves in this very call: no time lies between its request and that.
+        transfer.chunk_begins(&chunk, now, details);
         // SAFETY: the caller's promise.
         unsafe { self.tell(ear, place, &mut transfer) };
         !place.handle.load(Ordering::Relaxed).is_null()
@@ -198,16 +203,14 @@ impl Events {
 
     #[cold]
     #[inline(never)]
-    fn prepare(&self, ear: &Ear, slot: u16, part: usize, handle: *mut c_void, follows: bool) -> &Place {
+    fn prepare(&self, ear: &Ear, slot: u16, part: usize, handle: *mut c_void) {
         let place = self.place(slot, part);
+        let follows = self.hears();
+        let details = follows && ear.listener.wants_details();
         if follows {
-            let details = ear.listener.wants_details();
-            place.details.store(details, Ordering::Relaxed);
             lock(&place.transfer).begin(ear.send, clock(details));
         }
-        place.followed.store(follows, Ordering::Relaxed);
-        place.handle.store(handle, Ordering::Release);
-        place
+        place.attach(handle, follows, details);
     }
 
     /// Any thread: a chunk of the part is being handed to the network, or its first byte has come. Only for requests
@@ -228,8 +231,8 @@ impl Events {
     }
 
     /// Any thread: the chunk at `offset` has waited since `since`.
-    pub fn chunk_waited(&self, slot: u16, part: usize, offset: u64, wait: Wait, since: Instant) {
-        let ns = since.elapsed().as_nanos() as u64;
+    pub fn chunk_waited(&self, slot: u16, part: usize, offset: u64, wait: Wait, since: Ticks) {
+        let ns = Ticks::now().nanoseconds_since(since);
         self.note(slot, part, |transfer, _| transfer.chunk_waited(offset, wait, ns));
     }
 
@@ -283,11 +286,13 @@ impl Events {
     /// As [`Events::report`].
     #[inline]
     pub unsafe fn finish(&self, requests: &RequestSlots, ticket: Ticket) -> Option<Outcome> {
-        if self.ear.get().is_some() {
-            // SAFETY: passed on.
-            unsafe { self.settle(requests, ticket) }?;
+        if self.ear.get().is_none() {
+            return requests.finish(ticket);
         }
-        requests.finish(ticket)
+        // SAFETY: passed on.
+        let outcome = unsafe { self.settle(requests, ticket) }?;
+        requests.release(ticket);
+        Some(outcome)
     }
 
     /// NCCL's thread, in `isend` or `test`: tells what there is to tell, the end of the request included if it is done.
@@ -334,14 +339,15 @@ impl Events {
         }
     }
 
-    unsafe fn close(&self, ear: &Ear, slot: u16, part: usize, end: impl FnOnce(&mut Transfer, Option<Instant>)) {
+    unsafe fn close(&self, ear: &Ear, slot: u16, part: usize, end: impl FnOnce(&mut Transfer, Option<Ticks>)) {
         let Some(place) = self.known_place(slot, part) else { return };
         if place.handle.load(Ordering::Relaxed).is_null() {
             return;
         }
         let mut transfer = lock(&place.transfer);
         let details = place.details.load(Ordering::Relaxed);
-        if !place.followed.swap(true, Ordering::Relaxed) {
+        if !place.followed.load(Ordering::Relaxed) {
+            place.followed.store(true, Ordering::Relaxed);
             // Nothing was noted. Its end is the moment to find out whether somebody listens now.
             transfer.begin(ear.send, None);
             place.details.store(ear.listener.wants_details(), Ordering::Relaxed);
@@ -381,7 +387,7 @@ impl Events {
                 }
             }
             if let (Told::Started(answer), true) = (*told, piece.is_ended()) {
-                if details {
+                if details && self.reconnects.load(Ordering::Relaxed) > 0 {
                     news.reconnects = self.reconnects.swap(0, Ordering::Relaxed) as u16;
                 }
                 ear.listener.stop(answer, &news);
@@ -417,10 +423,17 @@ impl Place {
             transfer: Mutex::default(),
         }
     }
+
+    /// Something may be told of a transfer from now on.
+    fn attach(&self, handle: *mut c_void, followed: bool, details: bool) {
+        self.details.store(details, Ordering::Relaxed);
+        self.followed.store(followed, Ordering::Relaxed);
+        self.handle.store(handle, Ordering::Release);
+    }
 }
 
-fn clock(wanted: bool) -> Option<Instant> {
-    wanted.then(Instant::now)
+fn clock(wanted: bool) -> Option<Ticks> {
+    wanted.then(Ticks::now)
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -7,7 +7,8 @@
 //! Pure bookkeeping: no clock, no callback.
 
 use std::ffi::c_void;
-use std::time::Instant;
+
+use crate::os::ticks::Ticks;
 
 /// The most pieces that are told of one transfer: NCCL's example profiler has room for so many, and does not check.
 pub const MOST: usize = 8;
@@ -48,7 +49,7 @@ pub struct Piece {
     /// From handing it to the network to its acknowledgement (on the receiving side: from its first byte to its last),
     /// in nanoseconds; 0 while unknown.
     pub wire: u64,
-    began: Option<Instant>,
+    began: Option<Ticks>,
     ended: bool,
 }
 
@@ -80,13 +81,13 @@ pub struct Transfer {
     /// Bytes of first transmissions that the pieces stand for.
     covered: u64,
     /// When the request was made, and when nothing but the network was in its way; kept when times are wanted.
-    posted: Option<Instant>,
-    ready: Option<Instant>,
+    posted: Option<Ticks>,
+    ready: Option<Ticks>,
 }
 
 impl Transfer {
     /// A new transfer takes the places of a former one.
-    pub fn begin(&mut self, send: bool, now: Option<Instant>) {
+    pub fn begin(&mut self, send: bool, now: Option<Ticks>) {
         self.send = send;
         self.pieces.clear();
         // Once per place: no thread that moves data allocates here.
@@ -96,13 +97,13 @@ impl Transfer {
     }
 
     /// Its receive is posted, or its credit has come: from here on it waits for the network only.
-    pub fn ready(&mut self, now: Option<Instant>) {
+    pub fn ready(&mut self, now: Option<Ticks>) {
         self.ready = self.ready.or(now);
     }
 
     /// A chunk is being handed to the network, or its first byte has come. With `resends`, one that travels again makes
     /// a piece of its own.
-    pub fn chunk_begins(&mut self, chunk: &Chunk, now: Option<Instant>, resends: bool) {
+    pub fn chunk_begins(&mut self, chunk: &Chunk, now: Option<Ticks>, resends: bool) {
         let (posted, ready) = (self.posted, self.ready);
         let known = self.pieces.iter_mut().map(|(piece, _)| piece).enumerate();
         if let Some((index, piece)) = known.into_iter().find(|(_, piece)| !piece.ended && piece.covers(chunk.offset)) {
@@ -148,7 +149,7 @@ impl Transfer {
     }
 
     /// The chunk at `offset` has arrived.
-    pub fn chunk_ends(&mut self, offset: u64, now: Option<Instant>) {
+    pub fn chunk_ends(&mut self, offset: u64, now: Option<Ticks>) {
         for (piece, _) in self.pieces.iter_mut().filter(|(piece, _)| !piece.rest && piece.chunk.offset == offset) {
             piece.end(now);
         }
@@ -162,7 +163,7 @@ impl Transfer {
     }
 
     /// The transfer has ended, with `size` bytes: the pieces end, and what nobody reported becomes one.
-    pub fn end(&mut self, size: u64, now: Option<Instant>) {
+    pub fn end(&mut self, size: u64, now: Option<Ticks>) {
         let left = size.saturating_sub(self.covered);
         if left > 0 || self.pieces.is_empty() {
             // Pieces begin in any order; where this one lies is known only when it is the whole.
@@ -194,7 +195,7 @@ impl Transfer {
 }
 
 impl Piece {
-    fn new(chunk: Chunk, began: Option<Instant>) -> Self {
+    fn new(chunk: Chunk, began: Option<Ticks>) -> Self {
         Self { chunk, rest: false, retransmissions: 0, waits: [0; 3], wire: 0, began, ended: false }
     }
 
@@ -204,11 +205,11 @@ impl Piece {
     }
 
     /// It is the transfer's first to leave: what was between it and its request was waiting.
-    fn waited(&mut self, posted: Option<Instant>, ready: Option<Instant>, now: Option<Instant>) {
+    fn waited(&mut self, posted: Option<Ticks>, ready: Option<Ticks>, now: Option<Ticks>) {
         if let (Some(posted), Some(now)) = (posted, now) {
             let ready = ready.unwrap_or(posted);
-            self.waits[Wait::Receiver as usize] = nanoseconds(posted, ready);
-            self.waits[Wait::Credit as usize] = nanoseconds(ready, now);
+            self.waits[Wait::Receiver as usize] = ready.nanoseconds_since(posted);
+            self.waits[Wait::Credit as usize] = now.nanoseconds_since(ready);
         }
     }
 
@@ -216,16 +217,12 @@ impl Piece {
         self.rest || self.chunk.offset == offset
     }
 
-    fn end(&mut self, now: Option<Instant>) {
+    fn end(&mut self, now: Option<Ticks>) {
         if let (false, Some(began), Some(now)) = (self.ended, self.began, now) {
-            self.wire = nanoseconds(began, now);
+            self.wire = now.nanoseconds_since(began);
         }
         self.ended = true;
     }
-}
-
-fn nanoseconds(from: Instant, to: Instant) -> u64 {
-    to.saturating_duration_since(from).as_nanos() as u64
 }
 
 #[cfg(test)]

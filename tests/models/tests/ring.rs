@@ -23,9 +23,9 @@ fn two_producers_and_the_consumer_agree_on_every_record() {
             thread::spawn(move || ring.push(POINTER, Room::Stop, |_| id).is_some())
         });
         let (mut drain, mut seen) = (Drain::default(), Vec::new());
-        drain.drain(&ring, 1, &mut seen);
+        drain.drain(&ring, 1, &mut |_, record| seen.push(record));
         let pushed = producers.map(|producer| producer.join().unwrap());
-        drain.drain(&ring, 2, &mut seen);
+        drain.drain(&ring, 2, &mut |_, record| seen.push(record));
         assert_eq!(pushed, [true, true], "there is room for two");
         seen.sort_unstable();
         assert_eq!(seen, [10, 20]);
@@ -42,10 +42,10 @@ fn a_producer_that_laps_the_consumer_keeps_its_order() {
             thread::spawn(move || [1, 2, 3].map(|id| ring.push(POINTER, Room::Stop, |_| id).map(|_| id)))
         };
         let (mut drain, mut seen) = (Drain::default(), Vec::new());
-        drain.drain(&ring, 1, &mut seen);
-        drain.drain(&ring, 2, &mut seen);
+        drain.drain(&ring, 1, &mut |_, record| seen.push(record));
+        drain.drain(&ring, 2, &mut |_, record| seen.push(record));
         let pushed: Vec<u64> = producer.join().unwrap().into_iter().flatten().collect();
-        drain.drain(&ring, 3, &mut seen);
+        drain.drain(&ring, 3, &mut |_, record| seen.push(record));
         assert_eq!(seen, pushed);
     });
 }
