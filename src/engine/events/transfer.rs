@@ -156,7 +156,7 @@ impl Transfer {
     }
 
     /// The chunk on path `path` has arrived, the only one of the transfer there.
-    pub fn path_ends(&mut self, path: u16, now: Option<Instant>) {
+    pub fn path_ends(&mut self, path: u16, now: Option<Ticks>) {
         for (piece, _) in self.pieces.iter_mut().filter(|(piece, _)| !piece.rest && piece.chunk.path == path) {
             piece.end(now);
         }
