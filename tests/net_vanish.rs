@@ -24,10 +24,18 @@ struct Ends {
 
 impl Ends {
     fn start(test: &str, hosts: &(Namespace, Namespace), peer_timeout: &str) -> Self {
+        Self::start_with(test, hosts, peer_timeout, &[])
+    }
+
+    fn start_with(test: &str, hosts: &(Namespace, Namespace), peer_timeout: &str, more: &[(&str, &str)]) -> Self {
         let mail = Mailbox::new();
         let start = |host: &Namespace, role: &str| {
             let mut command = host.command(test, role);
-            command.envs(RAILS).env("TOWLINE_PEER_TIMEOUT", peer_timeout).env(child::MAILBOX, mail.path());
+            command
+                .envs(RAILS)
+                .envs(more.iter().copied())
+                .env("TOWLINE_PEER_TIMEOUT", peer_timeout)
+                .env(child::MAILBOX, mail.path());
             Guarded::start(command)
         };
         let (sender, receiver) = (start(&hosts.0, "sender"), start(&hosts.1, "receiver"));
@@ -456,6 +464,66 @@ fn a_receiver_that_closes_while_its_acknowledgements_are_lost_is_believed_later(
         // The farewell of a closed socket lasts 5 s.
         std::thread::sleep(Duration::from_secs(6));
         (0..rails).for_each(|rail| network.mend(rail, Cut::HalfSilent));
+        ends.pass();
+    }
+}
+
+/// The same with protected streams, and a close that is quick when the sender has heard it.
+#[test]
+fn it_is_believed_on_protected_streams_too() {
+    const LONG: usize = 200_000;
+    let sender = || {
+        let comm = connect();
+        send(&comm, 0, 4 << 20);
+        wait_for("cut");
+        // SAFETY: the pattern is static.
+        let sent = unsafe { comm.post(part(pattern(1, LONG), None)) }.expect("isend");
+        wait_for("closed");
+        let start = Instant::now();
+        outcome(|it| comm.test(it), sent, PATIENCE).expect("an answer").expect("all of it has arrived");
+        // Not before the path was back, or nothing was tested.
+        assert!(start.elapsed() > Duration::from_secs(3), "after {:?}", start.elapsed());
+        let start = Instant::now();
+        comm.close().expect("close");
+        assert!(start.elapsed() < Duration::from_secs(3), "the close took {:?}", start.elapsed());
+        tell("over");
+    };
+    let receiver = || {
+        let comm = accept();
+        receive(&comm, 0, 4 << 20);
+        let target = Memory::new(LONG);
+        // SAFETY: the memory lives until the request ended.
+        let posted = unsafe { comm.post(&[Part::all(&target, None)]) }.expect("irecv");
+        tell("posted");
+        comm.wait(&posted, PATIENCE).expect("the receive ends");
+        assert!(target.bytes() == pattern(1, LONG));
+        comm.close().expect("close");
+        tell("closed");
+        wait_for("over");
+    };
+    if plays(sender, receiver) || !available() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a directory for temporary files");
+    let key = dir.path().join("key");
+    std::fs::write(&key, [0x5A; 32]).expect("a file");
+    std::fs::set_permissions(&key, std::os::unix::fs::PermissionsExt::from_mode(0o600)).expect("a mode");
+    let key = key.to_str().expect("a path in UTF-8");
+    for variable in [("TOWLINE_CHECKSUM", "1"), ("TOWLINE_KEY_FILE", key)] {
+        let network = Network::new(1, 0);
+        // So that a message of this size leaves without an acknowledgement in between.
+        network.hosts.0.set("net/ipv4/tcp_slow_start_after_idle", "0");
+        let test = "it_is_believed_on_protected_streams_too";
+        let ends = Ends::start_with(test, &network.hosts, "60", &[variable]);
+        ends.wait_for("posted");
+        // The word that the receive is there must reach the sender.
+        std::thread::sleep(Duration::from_millis(200));
+        network.cut(0, Cut::HalfSilent);
+        ends.tell("cut");
+        ends.wait_for("closed");
+        // Until the sender has given up its streams.
+        std::thread::sleep(Duration::from_secs(5));
+        network.mend(0, Cut::HalfSilent);
         ends.pass();
     }
 }

@@ -53,6 +53,13 @@ impl Namespace {
         ip(&format!("-n {} {words}", self.0));
     }
 
+    /// Sets one of the kernel's settings inside.
+    pub fn set(&self, setting: &str, value: &str) {
+        let script = format!("echo {value} > /proc/sys/{setting}");
+        let status = Command::new("ip").args(["netns", "exec", &self.0, "sh", "-c", &script]).status();
+        assert!(status.expect("ip runs").success(), "{setting} cannot be set");
+    }
+
     /// Waits until a link is up: the kernel reports its carrier a moment after it was made.
     pub fn wait_for(&self, link: &str) {
         super::eventually(&format!("{link} is up"), super::PATIENCE, || {
