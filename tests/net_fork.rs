@@ -61,7 +61,7 @@ fn calls_in_a_forked_child_give_an_error_and_do_not_crash() {
     const NAME: &str = "calls_in_a_forked_child_give_an_error_and_do_not_crash";
     child::alone(NAME, &[], || {
         let _watchdog = watchdog(60);
-        for version in support::VERSIONS {
+        for version in support::versions() {
             let context = context(version);
             let table = net(version).table();
             let (listener, handle) = context.listen(0).expect("listen");
@@ -171,7 +171,7 @@ fn sending_to_a_closed_peer_raises_no_sigpipe() {
         // As in a program in C: Rust's own runtime ignores the signal, which would hide the mistake.
         // SAFETY: restoring the default disposition of a signal touches nothing else.
         unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
-        for version in support::VERSIONS {
+        for version in support::versions() {
             for size in [10, 60_000, 3 << 20] {
                 let Pair { send, recv } = pair(version);
                 recv.close().expect("close");

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use support::child::{Guarded, MAILBOX, Mailbox};
 use support::proxy::{Proxy, Way, address_of, lead_to};
-use support::{PATIENCE, VERSIONS, child, context, eventually, net, pair, part, pattern, raw, watchdog};
+use support::{PATIENCE, child, context, eventually, net, pair, part, pattern, raw, versions, watchdog};
 use towline::abi::ffi;
 use towline::host::log::{Capture, Record};
 use towline::host::{ApiVersion, Code, Context, Handle, Memory, Pair, Part};
@@ -385,7 +385,7 @@ fn a_handle_of_another_plugin_is_refused_with_advice() {
     const NAME: &str = "a_handle_of_another_plugin_is_refused_with_advice";
     child::alone(NAME, &[], || {
         let _watchdog = watchdog(30);
-        for version in VERSIONS {
+        for version in versions() {
             let log = Capture::start();
             let context = context(version);
             for bytes in [[0_u8; 128], [0xFF; 128], pattern(1, 128).try_into().expect("128 bytes")] {
@@ -424,7 +424,7 @@ fn a_damaged_handle_is_refused_or_leads_nowhere() {
 #[test]
 fn a_device_that_does_not_exist_is_an_argument_error() {
     let _watchdog = watchdog(30);
-    for version in VERSIONS {
+    for version in versions() {
         let context = context(version);
         let (_listener, handle) = context.listen(0).expect("listen");
         for dev in [-1, 1000, i32::MAX, i32::MIN] {
@@ -450,7 +450,7 @@ fn a_device_that_does_not_exist_is_an_argument_error() {
 #[test]
 fn null_pointers_are_argument_errors_at_every_entry() {
     let _watchdog = watchdog(60);
-    for version in VERSIONS {
+    for version in versions() {
         let context = context(version);
         let table = net(version).table();
         let pair = Pair::connect(&context, 0).expect("a connection");
@@ -516,7 +516,7 @@ fn null_pointers_are_argument_errors_at_every_entry() {
 #[test]
 fn an_empty_message_needs_no_address() {
     let _watchdog = watchdog(30);
-    for version in VERSIONS {
+    for version in versions() {
         let pair = pair(version);
         // SAFETY: there is nothing to read or write.
         let (receive, send) = unsafe {
@@ -530,7 +530,7 @@ fn an_empty_message_needs_no_address() {
 #[test]
 fn a_second_test_after_done_is_recognised() {
     let _watchdog = watchdog(30);
-    for version in VERSIONS {
+    for version in versions() {
         let pair = pair(version);
         for size in [8, 100_000] {
             let target = Memory::new(size);
@@ -560,7 +560,7 @@ fn a_second_test_after_done_is_recognised() {
 #[test]
 fn stale_and_foreign_handles_are_refused_everywhere() {
     let _watchdog = watchdog(30);
-    for version in VERSIONS {
+    for version in versions() {
         let context = context(version);
         let table = net(version).table();
         let Pair { send, recv } = Pair::connect(&context, 0).expect("a connection");
@@ -619,13 +619,14 @@ fn too_long(version: ApiVersion, size: usize, capacity: usize, receive_first: bo
     let target = Memory::new(capacity);
     // SAFETY: the memory outlives the connection.
     let post = || unsafe { recv.irecv(&[Part::all(&target, None)]) };
+    let bytes = pattern(1, size);
     let start = Instant::now();
     let early = receive_first.then(&post);
     if receive_first {
         std::thread::sleep(Duration::from_millis(5));
     }
     // SAFETY: the pattern is static.
-    let sent = unsafe { send.isend(part(pattern(1, size), None)) };
+    let sent = unsafe { send.isend(part(bytes, None)) };
     if !receive_first {
         std::thread::sleep(Duration::from_millis(5));
     }
@@ -673,7 +674,7 @@ fn too_long(version: ApiVersion, size: usize, capacity: usize, receive_first: bo
 #[test]
 fn a_message_longer_than_its_receive_is_an_error_on_both_sides() {
     let _watchdog = watchdog(90);
-    for version in VERSIONS {
+    for version in versions() {
         for (size, capacity) in [(1, 0), (100, 99), (60_000, 10), (70_000, 69_999), (70_000, 10), (4 << 20, 1 << 20)] {
             for receive_first in [true, false] {
                 too_long(version, size, capacity, receive_first);
@@ -700,7 +701,7 @@ fn calls_before_init_are_refused() {
     const NAME: &str = "calls_before_init_are_refused";
     child::alone(NAME, &[], || {
         let _watchdog = watchdog(30);
-        for version in VERSIONS {
+        for version in versions() {
             let table = net(version).table();
             let (mut place, mut bytes): (*mut c_void, _) = (null_mut(), [0_u8; 128]);
             let answer = raw::listen(table, raw::nobody(), 0, bytes.as_mut_ptr().cast(), &raw mut place);
@@ -725,7 +726,7 @@ fn a_finalized_context_is_refused() {
 #[test]
 fn a_handle_uses_no_more_than_the_64_bytes_of_v4() {
     let _watchdog = watchdog(30);
-    for version in VERSIONS.into_iter().filter(|version| version.handle_size() > 64) {
+    for version in versions().into_iter().filter(|version| version.handle_size() > 64) {
         let context = context(version);
         let (_listener, handle) = context.listen(0).expect("listen");
         assert!(handle.bytes()[64..].iter().all(|byte| *byte == 0), "{version}: more than v4's 64 bytes are used");

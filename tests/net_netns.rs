@@ -313,7 +313,7 @@ fn an_interface_that_vanished_is_told_at_listen() {
     }
     let _watchdog = watchdog(30);
     let log = Capture::start();
-    for version in support::VERSIONS {
+    for version in support::versions() {
         let context = eventually("both links", PATIENCE, || {
             Some(context(version)).filter(|context| context.devices().is_ok_and(|count| count == 2))
         });
@@ -338,7 +338,7 @@ fn no_interface_at_all_is_told_at_init() {
         return;
     }
     let log = Capture::start();
-    for version in support::VERSIONS {
+    for version in support::versions() {
         assert_eq!(support::net(version).init().err(), Some(Code::SystemError), "{version}");
         assert!(log.contains("no network interface can be used"), "{version}: {:?}", log.records());
     }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use proptest::prelude::*;
-use support::{PATIENCE, VERSIONS, context, eventually, pair, part, pattern, watchdog};
+use support::{PATIENCE, context, eventually, pair, part, pattern, versions, watchdog};
 use towline::host::{ApiVersion, Memory, Pair, Part, RecvComm, Request, SendComm};
 
 /// Posts a receive for one buffer.
@@ -153,7 +153,7 @@ fn thirty_two_grouped_receives_of_eight_may_be_outstanding() {
 #[test]
 fn requests_may_be_asked_after_in_any_order() {
     let _watchdog = watchdog(60);
-    for version in VERSIONS {
+    for version in versions() {
         let pair = pair(version);
         let size = |i: usize| [1, 70_000, 4096, 300_000, 0, 65_536, 17_000, 1 << 20][i];
         let targets: Vec<Memory> = (0..8).map(|i| Memory::new(size(i))).collect();
@@ -313,7 +313,7 @@ proptest! {
 #[test]
 fn one_listener_gives_several_connections_that_do_not_mix() {
     let _watchdog = watchdog(60);
-    for version in VERSIONS {
+    for version in versions() {
         let context = context(version);
         let (listener, handle) = context.listen(0).expect("listen");
         let pairs: Vec<Pair> = (0..5)
@@ -334,7 +334,7 @@ fn one_listener_gives_several_connections_that_do_not_mix() {
 #[test]
 fn two_communicators_between_the_same_peers_do_not_mix() {
     let _watchdog = watchdog(60);
-    for version in VERSIONS {
+    for version in versions() {
         let (first, second) = (context(version), context(version));
         let pairs = [&first, &second, &first, &second].map(|it| Pair::connect(it, 0).expect("a connection"));
         let posted_targets: Vec<Memory> = (0..4).map(|_| Memory::new(5000)).collect();
@@ -352,7 +352,7 @@ fn two_communicators_between_the_same_peers_do_not_mix() {
 #[test]
 fn memory_may_be_registered_from_another_thread_while_transfers_run() {
     let _watchdog = watchdog(60);
-    for version in VERSIONS {
+    for version in versions() {
         let pair = pair(version);
         let stop = AtomicBool::new(false);
         std::thread::scope(|scope| {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use support::child::{self, Guarded, MAILBOX, Mailbox};
 use support::proxy::{Proxy, Way};
-use support::{PATIENCE, VERSIONS, context, eventually, outcome, part, pattern, watchdog};
+use support::{PATIENCE, context, eventually, outcome, part, pattern, versions, watchdog};
 use towline::abi::ffi;
 use towline::host::log::Capture;
 use towline::host::{ApiVersion, Code, Handle, Memory, Pair, Part};
@@ -73,7 +73,7 @@ fn flip(way: Way, at: usize) -> impl FnMut(Way, usize, &mut [u8]) {
 fn every_kind_of_message_arrives_through_every_version() {
     in_both_modes("every_kind_of_message_arrives_through_every_version", &[], |_| {
         let _watchdog = watchdog(60);
-        for version in VERSIONS {
+        for version in versions() {
             let pair = support::pair(version);
             for size in [0, 1, 127, 4096, 65_536, 65_537, 300_000, 3 << 20] {
                 let sent = pattern(size, size);

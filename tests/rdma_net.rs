@@ -290,8 +290,8 @@ fn resources() -> String {
 fn many_connections_leave_nothing_in_the_kernel() {
     const NAME: &str = "many_connections_leave_nothing_in_the_kernel";
     child::alone(NAME, &[], || {
-        let cycles = std::env::var("RDMA_CYCLES").ok().and_then(|text| text.parse().ok()).unwrap_or(200);
-        let _watchdog = watchdog(30 + cycles);
+        let cycles = std::env::var("RDMA_CYCLES").ok().and_then(|text| text.parse().ok()).unwrap_or(60);
+        let _watchdog = watchdog(60 + cycles);
         let context = context(ApiVersion::V12);
         // What the process has once: protection domains, and the keeper's descriptors.
         across(&context).close().expect("close");
