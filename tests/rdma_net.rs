@@ -7,6 +7,8 @@
 
 mod support;
 
+use std::cell::RefCell;
+use std::collections::VecDeque;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -137,23 +139,117 @@ fn adaptive_routing_sends_the_end_apart() {
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_message_longer_than_its_receive_fails_both_sides_with_both_sizes() {
+    // Short ones are done before their receive is known: the sender hears of it later. A long one waits for a receive that
+    // is not announced.
+    for (size, capacity) in [(101, 100), (5000, 100), (5000, 4000)] {
+        let _watchdog = watchdog(60);
+        let log = Capture::start();
+        let pair = across(&context(ApiVersion::V12));
+        let target = Memory::new(capacity);
+        // SAFETY: the memory lives until the connection is closed.
+        let posted = unsafe { pair.recv.post(&[Part::all(&target, None).tagged(3)]) }.expect("irecv");
+        // SAFETY: the pattern is static.
+        let send = || unsafe { pair.send.isend(part(pattern(1, size), None).tagged(3)) };
+        let first = send().and_then(|request| match request {
+            Some(request) => outcome(|r| pair.send.test(r), request, PATIENCE).expect("no hang").map(drop),
+            None => Ok(()),
+        });
+        assert!(first.is_err() || size <= 1024, "a send of {size} bytes was done");
+        let received = outcome(|r| pair.recv.test(r), posted, PATIENCE).expect("no hang");
+        assert_eq!(received.err(), Some(Code::InvalidUsage));
+        let told = eventually("the sender hears of it", PATIENCE, || first.err().or_else(|| send().err()));
+        assert_eq!(told, Code::InvalidUsage);
+        let what = format!("a message of {size} bytes with tag 3 met a receive of {capacity} bytes");
+        assert!(log.contains(&what), "{:?}", log.records());
+        assert!(target.bytes().iter().all(|byte| *byte == target.bytes()[0]), "nothing was written");
+    }
+}
+
+/// Short messages of one tag, more than there is room for, and nobody wants them yet. One of another tag gets through all
+/// the same, and then they do.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn short_messages_that_nobody_wants_yet_hold_up_nothing_else() {
     let _watchdog = watchdog(60);
-    let log = Capture::start();
     let pair = across(&context(ApiVersion::V12));
-    let target = Memory::new(100);
-    // SAFETY: the memory lives until the connection is closed.
-    let posted = unsafe { pair.recv.post(&[Part::all(&target, None).tagged(3)]) }.expect("irecv");
-    // SAFETY: the pattern is static.
-    let sent = unsafe { pair.send.isend(part(pattern(1, 101), None).tagged(3)) };
-    let sent = sent.and_then(|request| match request {
-        Some(request) => outcome(|r| pair.send.test(r), request, PATIENCE).expect("no hang").map(drop),
-        None => Ok(()),
+    let size = |number: usize| number * 37 % 1025;
+    let mut total = 0;
+    let early = RefCell::new(Vec::new());
+    let retire = || early.borrow_mut().retain(|request| pair.send.test(request).expect("no failure").is_none());
+    // They are done, until there is no room.
+    while early.borrow().len() < 20 {
+        // SAFETY: the pattern is static.
+        let sent = unsafe { pair.send.post(part(pattern(total, size(total)), None).tagged(1)) }.expect("isend");
+        early.borrow_mut().push(sent);
+        total += 1;
+        retire();
+    }
+    for other in [10, 100_000] {
+        let target = Memory::new(other);
+        // SAFETY: the memory lives until the request ended.
+        let posted = unsafe { pair.recv.post(&[Part::all(&target, None).tagged(2)]) }.expect("irecv");
+        // SAFETY: the pattern is static.
+        let sent = unsafe { pair.send.post(part(pattern(500, other), None).tagged(2)) }.expect("isend");
+        pair.finish(posted, &[sent]).expect("the other tag gets through");
+        assert!(target.bytes() == pattern(500, other));
+    }
+    for number in 0..total {
+        let target = Memory::new(2000);
+        // SAFETY: the memory lives until the request ended.
+        let posted = unsafe { pair.recv.post(&[Part::all(&target, None).tagged(1)]) }.expect("irecv");
+        let test = |request: &_| {
+            retire();
+            pair.recv.test(request)
+        };
+        let sizes = outcome(test, posted, PATIENCE).expect("no hang").expect("a message");
+        assert_eq!(sizes[0] as usize, size(number), "message {number}");
+        assert!(target.bytes()[..size(number)] == *pattern(number, size(number)), "message {number}");
+    }
+    eventually("the last sends end", PATIENCE, || {
+        retire();
+        early.borrow().is_empty().then_some(())
     });
-    assert_eq!(sent.err(), Some(Code::InvalidUsage));
-    let received = outcome(|r| pair.recv.test(r), posted, PATIENCE).expect("no hang");
-    assert_eq!(received.err(), Some(Code::InvalidUsage));
-    assert!(log.contains("a message of 101 bytes with tag 3 met a receive of 100 bytes"), "{:?}", log.records());
-    assert!(target.bytes().iter().all(|byte| *byte == target.bytes()[0]), "nothing was written");
+}
+
+/// Short and long messages in any order meet receives for short and for long ones, posted before and after.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn short_and_long_messages_keep_their_order() {
+    let _watchdog = watchdog(60);
+    let pair = across(&context(ApiVersion::V12));
+    let memory: Vec<Memory> = (0..8).map(|_| Memory::new(4000)).collect();
+    // Whether message n is short, its receive has room for long ones, and it is posted late: all combinations, shuffled.
+    let mix = |number: usize| (number.wrapping_mul(0x9e37_79b9) >> 7) % 8;
+    let size = |number: usize| if mix(number) & 1 == 0 { number % 1025 } else { 1025 + number % 2900 };
+    let room = |number: usize| if mix(number) & 2 == 0 { size(number).max(1) } else { 4000 };
+    let (mut sent, mut posted) = (VecDeque::new(), VecDeque::new());
+    let (mut next_send, mut next_post, mut done) = (0, 0, 0);
+    while done < 2000 {
+        let late = mix(next_post.max(next_send)) & 4 != 0;
+        if next_send < 2000 && next_send < done + 8 && (late || next_send < next_post) {
+            // SAFETY: the pattern is static.
+            let request = unsafe { pair.send.isend(part(pattern(next_send, size(next_send)), None)) }.expect("isend");
+            if let Some(request) = request {
+                sent.push_back(request);
+                next_send += 1;
+            }
+        }
+        if next_post < 2000 && next_post < done + 8 && (!late || next_post < next_send) {
+            let to = Part::new(memory[next_post % 8].at(0), room(next_post), None);
+            // SAFETY: the memory outlives the connection.
+            if let Some(request) = unsafe { pair.recv.irecv(&[to]) }.expect("irecv") {
+                posted.push_back(request);
+                next_post += 1;
+            }
+        }
+        sent.retain(|request| pair.send.test(request).expect("no failure").is_none());
+        while let Some(sizes) = posted.front().and_then(|request| pair.recv.test(request).expect("no failure")) {
+            posted.pop_front();
+            assert_eq!(sizes[0] as usize, size(done), "message {done}");
+            assert!(memory[done % 8].bytes()[..size(done)] == *pattern(done, size(done)), "message {done}");
+            done += 1;
+        }
+    }
 }
 
 /// The registration ends while it is in use: the memory stays pinned until the transfer is over.

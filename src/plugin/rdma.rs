@@ -14,7 +14,7 @@ pub fn plans(rdma: &Rdma, rails: &[Rail]) -> Vec<Plan> {
     let plan = |(place, adapter): (usize, &Arc<Adapter>)| {
         let port = &adapter.open.port;
         let dmabuf = if adapter.open.takes_dmabuf { PTR_DMABUF } else { 0 };
-        let gpu = if adapter.peer_memory.is_some() || dmabuf != 0 { PTR_CUDA } else { 0 };
+        let gpu = if adapter.reaches_gpus() { PTR_CUDA } else { 0 };
         let path = port.pci_path.clone().and_then(|path| CString::new(path.into_os_string().into_encoded_bytes()).ok());
         Plan {
             rails: rails.to_vec(),

@@ -82,6 +82,11 @@ impl Adapter {
         })
     }
 
+    /// Whether it may be given GPU memory.
+    pub fn reaches_gpus(&self) -> bool {
+        self.peer_memory.is_some() || self.open.takes_dmabuf
+    }
+
     /// The port went down or came back.
     pub fn set_port_down(&self, down: bool) {
         self.port_is_down.store(down, Ordering::Relaxed);

@@ -6,7 +6,7 @@
 
 use std::any::Any;
 use std::os::fd::AsRawFd;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -31,6 +31,9 @@ use crate::tcp::wire::{self, Piece};
 /// How long after the peer's goodbye completions of what it did before may still appear, and how long after a flush the
 /// peer may still tell why.
 const AFTERMATH: Duration = Duration::from_millis(200);
+
+/// The bit that tells a question from none.
+const ASKED: u64 = 1 << 63;
 
 /// What a connection was handed over with.
 pub struct Parts {
@@ -67,6 +70,8 @@ pub struct Base {
     pub requests: RequestSlots,
     doing: &'static str,
     closing: AtomicBool,
+    /// What the sender has asked, with [`ASKED`].
+    question: AtomicU64,
     control: Mutex<Control>,
     /// Work requests were flushed: the failure that brought it about is still to come, or this is it.
     flushed: Mutex<Option<(Instant, Error)>>,
@@ -99,6 +104,7 @@ impl Base {
             requests: RequestSlots::new(),
             doing,
             closing: AtomicBool::new(false),
+            question: AtomicU64::new(0),
             control: Mutex::new(control),
             flushed: Mutex::new(None),
         }
@@ -211,6 +217,8 @@ impl Base {
             }
             match header.kind {
                 Type::Bye => self.health.peer_is_done(),
+                // The receiving side alone takes notice.
+                Type::Ask => self.question.store(header.total | ASKED, Ordering::Release),
                 Type::Fail => return Err(told_by_peer(header.order, &input[HEADER..end]).with_peer(&self.peer)),
                 other => {
                     let what = format!("the peer sent a {other:?} frame over the control channel");
@@ -309,6 +317,20 @@ impl Base {
             // reason.
             let _ = unsafe { wire::send(sock.as_raw_fd(), [Piece::of(bytes), Piece::of(&[])]) };
         }
+    }
+
+    /// Sending side: asks the receiver to announce what it has posted; `lines` were read so far.
+    pub fn ask(&self, lines: u32) {
+        self.say(&Header { total: lines.into(), ..Header::of(Type::Ask, 0) }.encode());
+    }
+
+    /// Receiving side: what the sender has asked since the last look, and how many lines it has read.
+    pub fn take_question(&self) -> Option<u32> {
+        if self.question.load(Ordering::Relaxed) == 0 {
+            return None;
+        }
+        let asked = self.question.swap(0, Ordering::AcqRel);
+        (asked & ASKED != 0).then_some(asked as u32)
     }
 
     /// Says goodbye and leaves the socket to the keeper, with what must live until the peer has closed too.

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::adapter::Adapters;
 use super::base::Parts;
+use super::eager::{self, Inbox};
 use super::fabric::{Class, Fabric, ports};
 use super::line::Ring;
 use super::receiver::{self, RdmaRecv, SizeTable, post_first_receives};
@@ -205,7 +206,7 @@ enum Role {
 
 enum Receiving {
     AwaitsOffer,
-    AwaitsAccept { fabric: Box<Fabric>, table: SizeTable, ports: Vec<PortRecord> },
+    AwaitsAccept { fabric: Box<Fabric>, table: SizeTable, inbox: Option<Inbox>, ports: Vec<PortRecord> },
 }
 
 /// A connection that has not got its queue pairs.
@@ -279,8 +280,8 @@ impl Greeting {
                     let stage = self.offered(state, record)?;
                     state.role = Some(Role::Receiving { listener, stage });
                 }
-                Some(Role::Receiving { listener, stage: Receiving::AwaitsAccept { fabric, table, ports } }) => {
-                    let conn = self.accepted(state, *fabric, table, &ports, &record)?;
+                Some(Role::Receiving { listener, stage: Receiving::AwaitsAccept { fabric, table, inbox, ports } }) => {
+                    let conn = self.accepted(state, *fabric, (table, inbox), &ports, &record)?;
                     listener.arrive(conn);
                 }
                 None => return Ok(()),
@@ -303,6 +304,7 @@ impl Greeting {
             ports: adapters.len().max(answer.ports.len()),
             sizes: answer.address,
             size_keys: answer.keys.clone(),
+            inbox: (answer.inbox != 0).then_some(eager::Address { start: answer.inbox, key: answer.inbox_key }),
         };
         let sock = state.sock.as_ref().ok_or_else(|| Error::internal("a greeting without its socket"))?;
         state.talk.say(sock, &accept)?;
@@ -327,14 +329,24 @@ impl Greeting {
         let fabric = Fabric::new(adapters, ports * pairs, receiver::DEPTH, &net.config, &offer.ports)?;
         post_first_receives(&fabric)?;
         let table = SizeTable::new(adapters)?;
+        // The processor hands short messages on, which it can in its own memory only.
+        let inbox = if adapters.iter().any(|adapter| adapter.reaches_gpus()) {
+            None
+        } else {
+            let first = &adapters[fabric.lanes()[0].adapter];
+            Some(Inbox::new(|address, bytes| first.own_region(address, bytes))?)
+        };
+        let address = inbox.as_ref().map(Inbox::address);
         let answer = Record {
+            inbox: address.map_or(0, |inbox| inbox.start),
+            inbox_key: address.map_or(0, |inbox| inbox.key),
             address: table.sizes.as_ptr() as u64,
             keys: table.regions.iter().map(super::verbs::MemoryRegion::remote_key).collect(),
             ..fabric.record(adapters, &net.config)
         };
         let sock = state.sock.as_ref().ok_or_else(|| Error::internal("a greeting without its socket"))?;
         state.talk.say(sock, &answer)?;
-        Ok(Receiving::AwaitsAccept { fabric: Box::new(fabric), table, ports: offer.ports })
+        Ok(Receiving::AwaitsAccept { fabric: Box::new(fabric), table, inbox, ports: offer.ports })
     }
 
     /// Receiving side: the sender's queue pairs are known, and ready.
@@ -342,7 +354,7 @@ impl Greeting {
         &self,
         state: &mut State,
         mut fabric: Fabric,
-        table: SizeTable,
+        (table, inbox): (SizeTable, Option<Inbox>),
         ports: &[PortRecord],
         accept: &Record,
     ) -> Result<Arc<RdmaRecv>> {
@@ -351,7 +363,7 @@ impl Greeting {
         fabric.connect(adapters, ports, &accept.lanes, class, &net.config)?;
         tracing::debug!(target: NET, "connected from {} over {} queue pairs", self.peer, accept.lanes.len());
         let target = receiver::Target { ring: accept.address, keys: accept.keys.clone() };
-        RdmaRecv::new(self.hand_on(state)?, fabric, table, target)
+        RdmaRecv::new(self.hand_on(state)?, fabric, table, inbox, target)
     }
 
     fn hand_on(&self, state: &mut State) -> Result<Parts> {

@@ -94,11 +94,14 @@ impl Ends {
             ports: left.len().max(right.len()),
             sizes: table.sizes.as_ptr() as u64,
             size_keys: table.regions.iter().map(super::verbs::MemoryRegion::remote_key).collect(),
+            // These tests are about lines: short messages shall wait for them too.
+            inbox: None,
         };
         let ring_memory = RingMemory { region, ring };
         let send = RdmaSend::new(parts(&left, one, "the receiver"), sending, ring_memory, target).expect("a sender");
         let target = receiver::Target { ring: address, keys };
-        let recv = RdmaRecv::new(parts(&right, other, "the sender"), receiving, table, target).expect("a receiver");
+        let recv =
+            RdmaRecv::new(parts(&right, other, "the sender"), receiving, table, None, target).expect("a receiver");
         Self { send, recv, receiving: right, ring: address }
     }
 

@@ -3,12 +3,13 @@
 //! | bytes | field |
 //! |---|---|
 //! | 0–7 | address of the buffer |
-//! | 8–15 | its size in bytes |
+//! | 8–13 | its size in bytes |
+//! | 14–15 | eager messages that the receiver has handed on, modulo 65,536 ([`eager`](super::eager)) |
 //! | 16–47 | its remote keys, one for each of up to 8 devices of the receiver |
 //! | 48–51 | NCCL's tag |
 //! | 52 | the receiver's slot, which every immediate names |
 //! | 53 | which use of the slot this is, modulo 256 |
-//! | 54–55 | zero |
+//! | 54–55 | which receive with this tag it is, counted from 0, modulo 65,536 |
 //! | 56–59 | number of the line, counted through all lines of the connection |
 //! | 60–63 | check over bytes 0–59 |
 //!
@@ -16,10 +17,11 @@
 //!
 //! Lines lie in a [`Ring`] of [`LINES`] places; line n stands at place n modulo [`LINES`]. The device places a line's
 //! bytes in no order that anybody promises, so a line is believed only when number and check fit: half a line, or the
-//! line that stood there before, does not.
+//! line that stood there before, does not. Behind the lines there is one more place, for the receiver's word on eager
+//! messages when no line says it.
 
 use std::cell::UnsafeCell;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::engine::request::SLOTS;
 
@@ -37,8 +39,10 @@ pub const MAX_DEVICES: usize = 8;
 pub struct Line {
     /// Where the buffer is, by the receiver's addresses.
     pub address: u64,
-    /// How many bytes fit.
+    /// How many bytes fit, less than 2^48.
     pub size: u64,
+    /// Eager messages that the receiver has handed on.
+    pub handed_on: u16,
     /// The keys of the buffer's region, by the receiver's devices.
     pub keys: [u32; MAX_DEVICES],
     /// NCCL's tag.
@@ -47,6 +51,8 @@ pub struct Line {
     pub slot: u8,
     /// Which use of the slot.
     pub generation: u8,
+    /// Which receive with this tag it is.
+    pub order: u16,
     /// Which line of the connection it is, counted from 1.
     pub number: u32,
 }
@@ -56,13 +62,15 @@ impl Line {
     pub fn encode(&self) -> [u8; LINE] {
         let mut out = [0; LINE];
         out[..8].copy_from_slice(&self.address.to_le_bytes());
-        out[8..16].copy_from_slice(&self.size.to_le_bytes());
+        out[8..14].copy_from_slice(&self.size.to_le_bytes()[..6]);
+        out[14..16].copy_from_slice(&self.handed_on.to_le_bytes());
         for (place, key) in out[16..48].chunks_exact_mut(4).zip(self.keys) {
             place.copy_from_slice(&key.to_le_bytes());
         }
         out[48..52].copy_from_slice(&self.tag.to_le_bytes());
         out[52] = self.slot;
         out[53] = self.generation;
+        out[54..56].copy_from_slice(&self.order.to_le_bytes());
         out[56..60].copy_from_slice(&self.number.to_le_bytes());
         let check = check(&out);
         out[60..].copy_from_slice(&check.to_le_bytes());
@@ -82,11 +90,13 @@ impl Line {
         }
         Some(Self {
             address: u64_at(0),
-            size: u64_at(8),
+            size: u64_at(8) & 0xffff_ffff_ffff,
+            handed_on: (u32_at(12) >> 16) as u16,
             keys,
             tag: u32_at(48).cast_signed(),
             slot: bytes[52],
             generation: bytes[53],
+            order: u16::from_le_bytes([bytes[54], bytes[55]]),
             number,
         })
     }
@@ -118,7 +128,7 @@ unsafe impl Sync for Ring {}
 impl Ring {
     /// A ring without lines: no line has number 0.
     pub fn new() -> Self {
-        Self((0..LINES).map(|_| Place(UnsafeCell::new([0; LINE]))).collect())
+        Self((0..=LINES).map(|_| Place(UnsafeCell::new([0; LINE]))).collect())
     }
 
     /// Where it starts.
@@ -127,7 +137,16 @@ impl Ring {
     }
 
     /// Its bytes.
-    pub const BYTES: usize = LINES * LINE;
+    pub const BYTES: usize = (LINES + 1) * LINE;
+
+    /// The receiver's word on eager messages, if one has come whole.
+    #[inline]
+    pub fn word(&self) -> Option<u32> {
+        let place = self.0[LINES].0.get();
+        // SAFETY: inside the place, aligned to 8 since places are aligned to 64.
+        let bits = unsafe { AtomicU64::from_ptr(place.cast()) }.load(Ordering::Acquire);
+        decode_word(u64::from_le(bits))
+    }
 
     /// Line `number`, if it has come.
     #[inline]
@@ -145,6 +164,17 @@ impl Ring {
     }
 }
 
+/// A number and its complement: half of one with half of another is recognised.
+pub fn encode_word(number: u32) -> u64 {
+    u64::from(number) | u64::from(!number) << 32
+}
+
+/// The number, if it is whole.
+fn decode_word(bits: u64) -> Option<u32> {
+    let number = bits as u32;
+    ((bits >> 32) as u32 == !number).then_some(number)
+}
+
 impl Default for Ring {
     fn default() -> Self {
         Self::new()
@@ -154,7 +184,7 @@ impl Default for Ring {
 /// What the immediate of a write says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Immediate {
-    /// The receiver's slot.
+    /// The receiver's slot; of an eager message its place.
     pub slot: u8,
     /// Which use of the slot.
     pub generation: u8,
@@ -162,6 +192,8 @@ pub struct Immediate {
     pub shares: u8,
     /// The message's size stands in the receiver's table of sizes; else it is the sum of the writes' lengths.
     pub is_told: bool,
+    /// It lies in a place of the receiver's [`Inbox`](super::eager::Inbox).
+    pub is_eager: bool,
 }
 
 impl Immediate {
@@ -171,12 +203,13 @@ impl Immediate {
             | u32::from(self.generation) << 8
             | u32::from(self.shares) << 16
             | u32::from(self.is_told) << 24
+            | u32::from(self.is_eager) << 25
     }
 
     /// Reads 32 bits.
     pub fn decode(bits: u32) -> Self {
         let [slot, generation, shares, flags] = bits.to_le_bytes();
-        Self { slot, generation, shares, is_told: flags & 1 != 0 }
+        Self { slot, generation, shares, is_told: flags & 1 != 0, is_eager: flags & 2 != 0 }
     }
 }
 
@@ -186,14 +219,16 @@ mod tests {
     use proptest::prelude::*;
 
     fn lines() -> impl Strategy<Value = Line> {
-        (any::<(u64, u64, i32, u8, u8)>(), any::<[u32; 8]>(), 1_u32..).prop_map(
-            |((address, size, tag, slot, generation), keys, number)| Line {
+        (any::<(u64, u64, i32, u8, u8, u16, u16)>(), any::<[u32; 8]>(), 1_u32..).prop_map(
+            |((address, size, tag, slot, generation, order, handed_on), keys, number)| Line {
                 address,
-                size,
+                size: size >> 16,
+                handed_on,
                 keys,
                 tag,
                 slot,
                 generation,
+                order,
                 number,
             },
         )
@@ -219,15 +254,25 @@ mod tests {
         }
 
         #[test]
-        fn an_immediate_survives(slot: u8, generation: u8, shares in 1..=128_u8, is_told: bool) {
-            let immediate = Immediate { slot, generation, shares, is_told };
+        fn an_immediate_survives(slot: u8, generation: u8, shares in 1..=128_u8, is_told: bool, is_eager: bool) {
+            let immediate = Immediate { slot, generation, shares, is_told, is_eager };
             prop_assert_eq!(Immediate::decode(immediate.encode()), immediate);
         }
     }
 
     #[test]
     fn every_bit_of_a_line_is_checked() {
-        let line = Line { address: 1 << 40, size: 77, keys: [5; 8], tag: -1, slot: 3, generation: 9, number: 4711 };
+        let line = Line {
+            address: 1 << 40,
+            size: 77,
+            handed_on: 12,
+            keys: [5; 8],
+            tag: -1,
+            slot: 3,
+            generation: 9,
+            order: 5,
+            number: 4711,
+        };
         let bytes = line.encode();
         for bit in 0..LINE * 8 {
             let mut changed = bytes;
@@ -239,7 +284,8 @@ mod tests {
     #[test]
     fn a_ring_gives_a_line_when_it_has_come() {
         let ring = Ring::new();
-        let line = Line { address: 8, size: 9, keys: [0; 8], tag: 2, slot: 0, generation: 0, number: 1 };
+        let (tag, handed_on, order) = (2, 0, 0);
+        let line = Line { address: 8, size: 9, handed_on, keys: [0; 8], tag, slot: 0, generation: 0, order, number: 1 };
         assert_eq!(ring.read(1), None);
         for number in [1, 1 + LINES as u32] {
             let line = Line { number, ..line };
@@ -248,5 +294,18 @@ mod tests {
             assert_eq!(ring.read(number), Some(line));
             assert_eq!(ring.read(number + LINES as u32), None);
         }
+    }
+
+    #[test]
+    fn a_word_is_believed_when_it_is_whole() {
+        let ring = Ring::new();
+        assert_eq!(ring.word(), None);
+        for number in [0, 1, 77, u32::MAX] {
+            // SAFETY: the last place, and nobody else uses the ring.
+            unsafe { *ring.0[LINES].0.get().cast::<u64>() = encode_word(number).to_le() };
+            assert_eq!(ring.word(), Some(number));
+        }
+        let torn = encode_word(5) & 0xffff_ffff | encode_word(6) & !0xffff_ffff;
+        assert_eq!(decode_word(torn), None);
     }
 }

@@ -1,15 +1,14 @@
 //! Which send answers which clear-to-send: the k-th send with a tag fills the k-th posted receive with that tag.
 //!
-//! Of each tag either sends wait for lines or lines wait for sends, never both. NCCL uses one tag per connection, or as
-//! many as there are ranks behind one NIC (PXN), and mostly the same one many times in a row: a short list and a look
-//! at the last hit first.
+//! Sends that went without waiting for a line leave their number unused here: the line that would have answered them,
+//! if one comes at all, is dropped. So sends and lines carry their numbers, and gaps are nothing special.
+//!
+//! NCCL uses one tag per connection, or as many as there are ranks behind one NIC (PXN), and mostly the same one many
+//! times in a row: a short sorted list and a look at the last hit first. A tag that was used once is remembered.
 //!
 //! This module must not know what is sent.
 
 use std::collections::VecDeque;
-
-/// Tags whose queues are kept although they are empty: their memory is small and they will come back.
-const KEPT: usize = 64;
 
 /// Sends of type `S` and lines of type `L`, waiting for each other.
 #[derive(Debug)]
@@ -22,13 +21,10 @@ pub struct Matching<S, L> {
 #[derive(Debug)]
 struct Tag<S, L> {
     tag: i32,
-    waiting: Waiting<S, L>,
-}
-
-#[derive(Debug)]
-enum Waiting<S, L> {
-    Sends(VecDeque<S>),
-    Lines(VecDeque<L>),
+    /// The number of the next send.
+    next: u32,
+    sends: VecDeque<(u32, S)>,
+    lines: VecDeque<(u32, L)>,
 }
 
 impl<S, L> Matching<S, L> {
@@ -37,55 +33,80 @@ impl<S, L> Matching<S, L> {
         Self { tags: Vec::new(), last: 0, sends: 0 }
     }
 
-    /// A send was posted. Gives it back with its line when that has come; else it waits.
-    pub fn send(&mut self, tag: i32, send: S) -> Option<(S, L)> {
-        match self.waiting(tag) {
-            Waiting::Sends(sends) => sends.push_back(send),
-            Waiting::Lines(lines) => match lines.pop_front() {
-                Some(line) => return Some((send, line)),
-                None => *self.waiting(tag) = Waiting::Sends(VecDeque::from([send])),
-            },
+    /// A send is posted: its number, and its line when that has come.
+    #[inline]
+    pub fn send(&mut self, tag: i32) -> (u32, Option<L>) {
+        let entry = self.tag(tag);
+        let number = entry.next;
+        entry.next = number.wrapping_add(1);
+        // Lines of earlier sends have met them, or were dropped as they came.
+        if entry.lines.front().is_some_and(|(of, _)| *of == number) {
+            return (number, entry.lines.pop_front().map(|(_, line)| line));
         }
-        self.sends += 1;
-        None
+        (number, None)
     }
 
-    /// A line has come. Gives it back with its send when that was posted; else it waits.
-    pub fn line(&mut self, tag: i32, line: L) -> Option<(S, L)> {
-        match self.waiting(tag) {
-            Waiting::Lines(lines) => lines.push_back(line),
-            Waiting::Sends(sends) => match sends.pop_front() {
-                Some(send) => {
-                    self.sends -= 1;
-                    return Some((send, line));
-                }
-                None => *self.waiting(tag) = Waiting::Lines(VecDeque::from([line])),
-            },
+    /// That send waits for its line.
+    pub fn wait(&mut self, tag: i32, number: u32, send: S) {
+        self.tag(tag).sends.push_back((number, send));
+        self.sends += 1;
+    }
+
+    /// The line of receive `order`, modulo 65,536, has come. Gives it back with its send when that waits; else it is kept
+    /// until the send is posted, or dropped when the send went without it.
+    #[inline]
+    pub fn line(&mut self, tag: i32, order: u16, line: L) -> Option<(S, L)> {
+        let entry = self.tag(tag);
+        // The nearest number: a connection has far fewer receives outstanding than this can tell apart.
+        let ahead = order.wrapping_sub(entry.next as u16).cast_signed();
+        let number = entry.next.wrapping_add_signed(ahead.into());
+        if ahead >= 0 {
+            entry.lines.push_back((number, line));
+            return None;
         }
-        None
+        let at = entry.sends.iter().position(|(of, _)| *of == number)?;
+        let (_, send) = entry.sends.remove(at)?;
+        self.sends -= 1;
+        Some((send, line))
     }
 
     /// How many sends wait for their lines.
+    #[inline]
     pub fn waiting_sends(&self) -> usize {
         self.sends
     }
 
-    fn waiting(&mut self, tag: i32) -> &mut Waiting<S, L> {
+    /// Takes out the waiting sends that `go` says may go without a line, oldest of each tag first, with tag and number.
+    pub fn release(&mut self, mut go: impl FnMut(&S) -> bool) -> Vec<(i32, u32, S)> {
+        let mut released = Vec::new();
+        for entry in &mut self.tags {
+            let mut at = 0;
+            while at < entry.sends.len() {
+                if go(&entry.sends[at].1) {
+                    released.extend(entry.sends.remove(at).map(|(number, send)| (entry.tag, number, send)));
+                } else {
+                    at += 1;
+                }
+            }
+        }
+        self.sends -= released.len();
+        released
+    }
+
+    #[inline]
+    fn tag(&mut self, tag: i32) -> &mut Tag<S, L> {
         if self.tags.get(self.last).is_none_or(|entry| entry.tag != tag) {
             self.last = self.position(tag);
         }
-        &mut self.tags[self.last].waiting
+        &mut self.tags[self.last]
     }
 
+    #[cold]
     fn position(&mut self, tag: i32) -> usize {
-        if let Some(found) = self.tags.iter().position(|entry| entry.tag == tag) {
-            return found;
-        }
-        if self.tags.len() >= KEPT {
-            self.tags.retain(|entry| !entry.waiting.is_empty());
-        }
-        self.tags.push(Tag { tag, waiting: Waiting::Lines(VecDeque::new()) });
-        self.tags.len() - 1
+        self.tags.binary_search_by_key(&tag, |entry| entry.tag).unwrap_or_else(|at| {
+            self.tags.insert(at, Tag { tag, next: 0, sends: VecDeque::new(), lines: VecDeque::new() });
+            at
+        })
     }
 }
 
@@ -95,50 +116,90 @@ impl<S, L> Default for Matching<S, L> {
     }
 }
 
-impl<S, L> Waiting<S, L> {
-    fn is_empty(&self) -> bool {
-        match self {
-            Self::Sends(sends) => sends.is_empty(),
-            Self::Lines(lines) => lines.is_empty(),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use std::collections::HashMap;
+    use std::collections::{HashMap, HashSet};
+
+    /// What happens with one tag: a send that waits if it must, one that goes without a line if none is there, a line, or
+    /// a receive that is not announced.
+    #[derive(Debug, Clone, Copy)]
+    enum Event {
+        Patient,
+        Eager,
+        Announced,
+        Silent,
+    }
+
+    fn events() -> impl Strategy<Value = Vec<(Event, i32)>> {
+        let event = prop_oneof![Just(Event::Patient), Just(Event::Eager), Just(Event::Announced), Just(Event::Silent)];
+        prop::collection::vec((event, -3..4_i32), 0..400)
+    }
 
     proptest! {
-        /// Sends and lines in any order: each pair is the k-th of its tag on both sides, and comes as soon as both are
-        /// there.
+        /// A send meets the line of the receive with its own number, as soon as both are there, and no other.
         #[test]
-        fn the_kth_send_of_a_tag_meets_its_kth_line(events in prop::collection::vec((any::<bool>(), -3..80_i32), 0..400)) {
+        fn the_kth_send_of_a_tag_meets_its_kth_line(events in events()) {
             let mut matching = Matching::new();
-            let mut counts: HashMap<i32, [usize; 2]> = HashMap::new();
-            for (is_send, tag) in events {
-                let count = counts.entry(tag).or_default();
-                let order = count[usize::from(is_send)];
-                count[usize::from(is_send)] += 1;
-                let met = if is_send { matching.send(tag, (tag, order)) } else { matching.line(tag, (tag, order)) };
-                let other_is_there = count[usize::from(!is_send)] > order;
-                prop_assert_eq!(met, other_is_there.then_some(((tag, order), (tag, order))));
-                let waiting: usize = counts.values().map(|[lines, sends]| sends.saturating_sub(*lines)).sum();
-                prop_assert_eq!(matching.waiting_sends(), waiting);
+            let mut sends: HashMap<i32, u32> = HashMap::new();
+            let mut receives: HashMap<i32, u32> = HashMap::new();
+            let mut lines = HashSet::new();
+            let mut waiting = HashSet::new();
+            for (event, tag) in events {
+                match event {
+                    Event::Patient | Event::Eager => {
+                        let k = sends.entry(tag).or_default();
+                        let (number, line) = matching.send(tag);
+                        prop_assert_eq!(number, *k);
+                        prop_assert_eq!(line, lines.contains(&(tag, *k)).then_some((tag, *k)));
+                        if line.is_none() && matches!(event, Event::Patient) {
+                            matching.wait(tag, number, (tag, *k));
+                            waiting.insert((tag, *k));
+                        }
+                        *k += 1;
+                    }
+                    Event::Announced => {
+                        let k = receives.entry(tag).or_default();
+                        lines.insert((tag, *k));
+                        let met = matching.line(tag, *k as u16, (tag, *k));
+                        prop_assert_eq!(met, waiting.remove(&(tag, *k)).then_some(((tag, *k), (tag, *k))));
+                        *k += 1;
+                    }
+                    Event::Silent => *receives.entry(tag).or_default() += 1,
+                }
+                prop_assert_eq!(matching.waiting_sends(), waiting.len());
             }
+            let mut released: Vec<_> = matching.release(|_| true).into_iter().map(|(tag, number, _)| (tag, number)).collect();
+            released.sort_unstable();
+            let mut left: Vec<_> = waiting.into_iter().collect();
+            left.sort_unstable();
+            prop_assert_eq!(released, left);
         }
     }
 
     #[test]
-    fn tags_that_nobody_waits_with_do_not_pile_up() {
+    fn numbers_go_on_beyond_their_16_bits() {
         let mut matching = Matching::new();
-        assert_eq!(matching.send(-7, 0), None);
-        for tag in 0..100_000 {
-            assert_eq!(matching.line(tag, tag), None);
-            assert_eq!(matching.send(tag, 1), Some((1, tag)));
+        for number in 0..70_000_u32 {
+            assert_eq!(matching.line(1, number as u16, number), None);
+            assert_eq!(matching.send(1), (number, Some(number)));
         }
-        assert!(matching.tags.len() <= KEPT);
-        assert_eq!(matching.line(-7, 5), Some((0, 5)), "who waits is kept");
+        let (number, line) = matching.send(1);
+        assert_eq!((number, line), (70_000, None));
+        matching.wait(1, number, "late");
+        assert_eq!(matching.line(1, 70_000_u32 as u16, 3), Some(("late", 3)));
+    }
+
+    #[test]
+    fn lines_of_sends_that_went_without_them_are_dropped() {
+        let mut matching = Matching::<(), u32>::new();
+        assert_eq!(matching.send(5), (0, None));
+        assert_eq!(matching.line(5, 0, 0), None);
+        for number in 1..5 {
+            assert_eq!(matching.line(5, number as u16, number), None);
+        }
+        assert_eq!(matching.send(5), (1, Some(1)));
+        assert!(matching.tags[0].lines.len() == 3, "and only those that are still to be met are kept");
     }
 }

@@ -20,6 +20,8 @@
 //! | [`mod@line`] | clear-to-send lines, and what an immediate says |
 //! | [`matching`] | which send answers which line |
 //! | [`stripe`] | how a message is shared out over queue pairs and devices |
+//! | [`eager`] | short messages that do not wait for a line |
+//! | [`receives`] | the parts of receives that have not ended |
 //! | [`adapter`] | a port as the process uses it, and registrations of NCCL's memory |
 //! | [`fabric`] | the queue pairs and completion queues of a connection |
 //! | [`base`] | what both directions have in common, and the control channel |
@@ -44,6 +46,7 @@ pub mod backend;
 pub mod base;
 pub mod devices;
 pub mod dl;
+pub mod eager;
 pub mod events;
 pub mod fabric;
 pub mod flush;
@@ -56,6 +59,7 @@ pub mod line;
 pub mod matching;
 pub mod mr_cache;
 pub mod receiver;
+pub mod receives;
 pub mod record;
 pub mod sender;
 pub mod stripe;

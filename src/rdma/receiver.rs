@@ -4,17 +4,22 @@
 //! The last write of each lane comes with an immediate, which takes up one of the receives that wait on that lane; a
 //! part is done when all its immediates have come. Its size is the sum of what came with them.
 //!
+//! Short messages may come without that, into the [`Inbox`], and are copied from there. So a part that only short
+//! messages fit is not announced, unless the sender has asked lately.
+//!
 //! NCCL's thread does all of that, in `irecv` and `test`; the keeper looks too, as on the sending side.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 
-use super::adapter::{Adapter, Registration};
+use super::adapter::{Adapter, Memory, Registration};
 use super::base::{Base, Parts};
+use super::eager::{EAGER_MAX, Head, Inbox, PLACES};
 use super::fabric::{Depth, Fabric};
 use super::flush::{self, Flush};
-use super::line::{Immediate, LINE, LINES, Line, Ring};
+use super::line::{Immediate, LINE, LINES, Ring, encode_word};
+use super::receives::{Part, Receives, Slot};
 use super::trouble::Doing;
 use super::verbs::{Completion, Local, MemoryRegion, Opcode, Remote, Work};
 use crate::engine::counters::Counters;
@@ -23,14 +28,16 @@ use crate::engine::poller::{Progress, Source};
 use crate::engine::request::{MAX_PARTS, Outcome, SLOTS, Ticket};
 use crate::os::error::{Error, Result};
 use crate::os::net_event::SOMEWHERE;
+use crate::tcp::send_core::too_long;
+use crate::tcp::tags::TagOrders;
 
 /// Receives that were used up on a lane before they are put back: one call for several.
 const PUT_BACK: usize = 16;
 
-/// Queue depth of a receiving lane: a receive for each part that can be outstanding, and those that are not put back
-/// yet. The sending queue holds lines, of which one request carries a whole group.
+/// Queue depth of a receiving lane: a receive for each part that can be outstanding and each short message that can be on
+/// its way, and those that are not put back yet. The sending queue holds lines, of which one request carries a whole group.
 pub const DEPTH: Depth =
-    Depth { send: 128, receive: (SLOTS + PUT_BACK) as u32, inline_bytes: (LINE * MAX_PARTS) as u32 };
+    Depth { send: 128, receive: (SLOTS + PLACES + PUT_BACK) as u32, inline_bytes: (LINE * MAX_PARTS) as u32 };
 
 /// The completion of one line in so many is asked for: often enough that the queue never fills with silent ones.
 const SIGNAL_EVERY: u32 = 16;
@@ -76,22 +83,6 @@ struct Mirror {
     lines: Box<[[u8; LINE]]>,
 }
 
-/// A part of a receive that has not ended.
-struct Slot {
-    is_taken: bool,
-    generation: u8,
-    /// The request, and which of its parts.
-    request: u16,
-    part: u8,
-    /// Immediates still to come; none before the first one has.
-    left: Option<u8>,
-    size: u64,
-    capacity: u64,
-    /// Which line announced it, counted from 1.
-    line: u64,
-    memory: Option<Arc<Registration>>,
-}
-
 struct State {
     /// None once the connection has failed or is closed: no device touches a buffer then.
     fabric: Option<Fabric>,
@@ -99,11 +90,12 @@ struct State {
     mirror: Option<Mirror>,
     /// Made with the first flush.
     flush: Option<Flush>,
-    slots: Vec<Slot>,
-    free: Vec<u8>,
-    /// Lines that were written, and the last one that the sender has certainly read.
-    written: u64,
-    read: u64,
+    receives: Receives,
+    orders: TagOrders,
+    /// None when short messages must not come unasked.
+    inbox: Option<Inbox>,
+    /// Receives that are still to be announced although only short messages fit: the sender has asked.
+    asked: usize,
     /// Line writes since the last one whose completion was asked for.
     silent: u32,
     /// Receives to put back, by lane.
@@ -145,31 +137,26 @@ impl RdmaRecv {
     ///
     /// # Errors
     /// When memory cannot be pinned, or the keeper cannot watch the socket.
-    pub fn new(parts: Parts, fabric: Fabric, table: SizeTable, target: Target) -> Result<Arc<Self>> {
-        let mut lines: Box<[[u8; LINE]]> = vec![[0; LINE]; LINES].into();
+    pub fn new(
+        parts: Parts,
+        fabric: Fabric,
+        table: SizeTable,
+        inbox: Option<Inbox>,
+        target: Target,
+    ) -> Result<Arc<Self>> {
+        let mut lines: Box<[[u8; LINE]]> = vec![[0; LINE]; LINES + 1].into();
         let lane = &fabric.lanes()[0];
         let region = parts.adapters[lane.adapter].own_region(lines.as_mut_ptr() as u64, Ring::BYTES)?;
-        let slot = || Slot {
-            is_taken: false,
-            generation: 0,
-            request: 0,
-            part: 0,
-            left: None,
-            size: 0,
-            capacity: 0,
-            line: 0,
-            memory: None,
-        };
         let state = State {
             used: vec![0; fabric.lanes().len()],
             fabric: Some(fabric),
             table: Some(table),
             mirror: Some(Mirror { region, lines }),
             flush: None,
-            slots: (0..LINES).map(|_| slot()).collect(),
-            free: (0..=u8::MAX).rev().collect(),
-            written: 0,
-            read: 0,
+            receives: Receives::new(),
+            orders: TagOrders::default(),
+            inbox,
+            asked: 0,
             silent: 0,
         };
         let conn = Arc::new(Self { base: Base::new(parts, "receiving from"), target, state: Mutex::new(state) });
@@ -189,16 +176,18 @@ impl RdmaRecv {
     /// request.
     pub unsafe fn irecv(&self, parts: &mut [Option<Posted>], profilers: &[*mut c_void]) -> Result<Option<Ticket>> {
         self.base.health.check()?;
-        if self.base.health.is_peer_done() {
-            self.base.health.fail(crate::tcp::peer::left_early(&self.base.peer));
-            self.base.health.check()?;
-        }
         let count = parts.len();
         let mut state = self.state();
-        if !state.has_room(count) {
+        let peer_is_done = self.base.health.is_peer_done();
+        if peer_is_done || !state.has_room(count) {
             let pumped = self.pump(&mut state);
             if let Err(error) = pumped {
                 self.end(state, error);
+                return self.base.health.check().map(|()| None);
+            }
+            // What it sent before its goodbye is here.
+            if peer_is_done && !state.holds_all(parts) {
+                self.base.health.fail(crate::tcp::peer::left_early(&self.base.peer));
                 return self.base.health.check().map(|()| None);
             }
             if !state.has_room(count) {
@@ -215,11 +204,18 @@ impl RdmaRecv {
         for (part, profiler) in profilers.iter().enumerate() {
             self.base.events.follow(ticket.slot, part, *profiler);
         }
-        let first = state.written;
+        let first = state.receives.written();
+        let mut outcome = Ok(());
         for (index, (&(address, size, tag), memory)) in posted[..count].iter().zip(held).enumerate() {
-            state.announce(ticket, index, address, size, tag, memory);
+            let number = state.orders.next(tag) as u32;
+            let part = Part { ticket, index, address, size, tag, number, memory };
+            outcome = outcome.and_then(|()| self.open(&mut state, part));
         }
-        if let Err(error) = self.write_lines(&mut state, first, count) {
+        let announced = (state.receives.written() - first) as usize;
+        let outcome = outcome
+            .and_then(|()| self.write_lines(&mut state, first, announced))
+            .and_then(|()| self.write_word(&mut state));
+        if let Err(error) = outcome {
             self.end(state, error);
             // SAFETY: inside irecv.
             unsafe { self.base.events.abandon(ticket.slot) };
@@ -285,7 +281,7 @@ impl RdmaRecv {
         let orderly = self.base.requests.outstanding() == 0 && !self.base.health.is_failed();
         let mut state = self.state();
         drop(state.flush.take());
-        let things = (state.fabric.take(), state.table.take(), state.mirror.take());
+        let things = (state.fabric.take(), state.table.take(), state.mirror.take(), state.inbox.take());
         drop(state);
         if orderly {
             // The lanes live on until the sender has closed too: the acknowledgement of its last write may be lost, and
@@ -330,10 +326,10 @@ impl RdmaRecv {
             let broken = |lane: &_, completion: &_, doing| self.base.broken(lane, completion, doing);
             flush.poll(|slot| requests.complete_part(slot, 0, 0), broken)?;
         }
-        let State { fabric: Some(fabric), table: Some(table), slots, free, read, used, .. } = state else {
+        let State { fabric: Some(fabric), table: Some(table), receives, inbox, orders, used, .. } = state else {
             return Ok(false);
         };
-        fabric.poll(|lanes, completion| {
+        let moved = fabric.poll(|lanes, completion| {
             if !completion.is_ok() {
                 let lane = &lanes[completion.id() as u16 as usize];
                 return self.base.broken(lane, completion, Doing::Receiving);
@@ -353,30 +349,35 @@ impl RdmaRecv {
                 return Err(Error::remote("the sending side sent what no sender of Towline sends"));
             }
             let immediate = Immediate::decode(completion.immediate());
-            self.arrived(slots, free, read, table, immediate, completion)
-        })
+            match inbox {
+                Some(inbox) if immediate.is_eager => {
+                    self.arrived_eagerly(receives, orders, inbox, immediate, completion)
+                }
+                _ => self.arrived(receives, table, immediate, completion),
+            }
+        })?;
+        if moved {
+            self.write_word(state)?;
+        }
+        Ok(moved)
     }
 
     /// An immediate has come, with everything that its lane wrote before.
     #[inline]
     fn arrived(
         &self,
-        slots: &mut [Slot],
-        free: &mut Vec<u8>,
-        read: &mut u64,
+        receives: &mut Receives,
         table: &SizeTable,
         immediate: Immediate,
         completion: &Completion,
     ) -> Result<()> {
         let bytes = u64::from(completion.length());
-        let slot = &mut slots[usize::from(immediate.slot)];
-        if !slot.is_taken || slot.generation != immediate.generation || immediate.shares == 0 {
-            return Err(Error::remote("the sending side filled a receive that was not posted"));
-        }
-        let left = slot.left.unwrap_or(immediate.shares) - 1;
+        let slot = receives.answered(immediate.slot, immediate.generation)?;
+        let Some(left) = slot.left.unwrap_or(immediate.shares).checked_sub(1) else {
+            return Err(Error::remote("the sending side sent what no sender of Towline sends"));
+        };
         slot.left = Some(left);
         slot.size += bytes;
-        *read = (*read).max(slot.line);
         if left == 0 && immediate.is_told {
             slot.size = u64::from_le(table.sizes[usize::from(immediate.slot)].load(Ordering::Acquire));
         }
@@ -393,13 +394,170 @@ impl RdmaRecv {
                 slot.capacity
             )));
         }
-        slot.is_taken = false;
-        slot.memory = None;
-        free.push(immediate.slot);
+        let (request, part) = (slot.request, slot.part);
+        receives.close(immediate.slot);
+        self.complete(request, part, size);
+        Ok(())
+    }
+
+    fn complete(&self, request: u16, part: u8, size: u64) {
         Counters::count(&self.base.counters.messages, 1);
         Counters::count(&self.base.counters.bytes, size);
-        self.base.requests.complete_part(slot.request, usize::from(slot.part), size);
+        self.base.requests.complete_part(request, usize::from(part), size);
+    }
+
+    /// A short message has come into the inbox.
+    #[inline]
+    fn arrived_eagerly(
+        &self,
+        receives: &mut Receives,
+        orders: &TagOrders,
+        inbox: &mut Inbox,
+        immediate: Immediate,
+        completion: &Completion,
+    ) -> Result<()> {
+        let (head, data) = inbox.arrived(immediate.slot, completion.length())?;
+        receives.has_read(head.lines)?;
+        let Some(number) = receives.find(head.tag, head.number) else {
+            let ahead = head.number.wrapping_sub(orders.peek(head.tag) as u32).cast_signed();
+            if ahead < 0 || ahead as usize >= PLACES {
+                return Err(Error::remote("the sending side filled a receive that was not posted"));
+            }
+            Counters::count(&self.base.counters.early, 1);
+            // SAFETY: just arrived, with that head.
+            unsafe { inbox.keep(head, data) };
+            return Ok(());
+        };
+        let slot = receives.slot(number);
+        if slot.left.is_some() {
+            return Err(Error::remote("the sending side filled a receive in two ways"));
+        }
+        self.deliver(slot, &head, data, completion.id())?;
+        inbox.hand_on();
+        let (request, part) = (slot.request, slot.part);
+        receives.close(number);
+        self.complete(request, part, head.length.into());
         Ok(())
+    }
+
+    /// Copies a short message to where its receive wants it.
+    #[inline]
+    fn deliver(&self, slot: &Slot, head: &Head, data: *const u8, wr_id: u64) -> Result<()> {
+        let length = u64::from(head.length);
+        if length > slot.capacity {
+            return Err(too_long(length, slot.capacity, slot.tag));
+        }
+        if slot.memory.as_ref().is_some_and(|memory| memory.kind != Memory::Host) {
+            return Err(Error::internal("a short message came for memory that only the device reaches"));
+        }
+        if length > 0 {
+            // SAFETY: the message's bytes, of which there are so many, and the memory of a posted receive, which is the
+            // transport's and holds them.
+            unsafe { (slot.address as *mut u8).copy_from_nonoverlapping(data, head.length as usize) };
+        }
+        if self.base.events.hears() {
+            let chunk = Chunk {
+                offset: 0,
+                length,
+                path: 0,
+                message: u64::from(head.number),
+                total: length,
+                again: false,
+                wr_id,
+            };
+            self.base.events.chunk_begins(slot.request, usize::from(slot.part), &chunk);
+            self.base.events.path_ends(slot.request, usize::from(slot.part), 0);
+        }
+        Ok(())
+    }
+
+    /// Posts a part: fills it with the message that is here, announces it, or leaves it to the sender.
+    #[inline]
+    fn open(&self, state: &mut State, part: Part) -> Result<()> {
+        let State { receives, inbox, mirror: Some(mirror), asked, .. } = state else { return Ok(()) };
+        let is_short = part.size <= EAGER_MAX && part.memory.as_ref().is_none_or(|memory| memory.kind == Memory::Host);
+        let kept = inbox.as_mut().and_then(|inbox| inbox.take(part.tag, part.number));
+        let number = receives.open(part);
+        if let Some(kept) = kept {
+            let slot = receives.slot(number);
+            self.deliver(slot, kept.head(), kept.bytes().as_ptr(), 0)?;
+            let (request, part) = (slot.request, slot.part);
+            receives.close(number);
+            self.complete(request, part, kept.bytes().len() as u64);
+            return Ok(());
+        }
+        let is_silent = inbox.is_some() && is_short && *asked == 0;
+        *asked = asked.saturating_sub(1);
+        if !is_silent {
+            let line = receives.announce(number, inbox.as_mut().map_or(0, Inbox::tell));
+            mirror.lines[receives.written() as usize % LINES] = line.encode();
+        }
+        Ok(())
+    }
+
+    /// The sender waits for a line, and has read so many: announces what it was to fill unasked.
+    #[cold]
+    fn answer(&self, state: &mut State, lines: u32) -> Result<()> {
+        state.receives.has_read(lines)?;
+        state.asked = SLOTS;
+        for number in state.receives.silent() {
+            if !state.has_room(0) || !state.receives.can_announce(1) {
+                break;
+            }
+            let State { receives, inbox, mirror: Some(mirror), .. } = &mut *state else { return Ok(()) };
+            let first = receives.written();
+            let line = receives.announce(number, inbox.as_mut().map_or(0, Inbox::tell));
+            mirror.lines[receives.written() as usize % LINES] = line.encode();
+            self.write_lines(state, first, 1)?;
+        }
+        Ok(())
+    }
+
+    /// Tells the sender how many short messages were handed on, when no line has for long.
+    #[inline]
+    fn write_word(&self, state: &mut State) -> Result<()> {
+        let State { fabric: Some(fabric), mirror: Some(mirror), inbox: Some(inbox), silent, .. } = state else {
+            return Ok(());
+        };
+        if fabric.lane(0).room() < 2 {
+            return Ok(());
+        }
+        let Some(word) = inbox.tell_if_due() else { return Ok(()) };
+        mirror.lines[LINES][..8].copy_from_slice(&encode_word(word).to_le_bytes());
+        self.write_to_ring(fabric, mirror, silent, LINES, 8)
+    }
+
+    /// Writes bytes of the mirror, from a place on, into the sender's ring.
+    #[inline]
+    fn write_to_ring(
+        &self,
+        fabric: &mut Fabric,
+        mirror: &Mirror,
+        silent: &mut u32,
+        at: usize,
+        bytes: u32,
+    ) -> Result<()> {
+        let lane = fabric.lane(0);
+        *silent += 1;
+        // Nor when the queue is a short one.
+        let is_signaled = *silent == SIGNAL_EVERY || lane.room() <= LOW;
+        let local = Local { address: mirror.lines[at].as_ptr() as u64, length: bytes, key: mirror.region.local_key() };
+        let key = self.target.keys.get(lane.peer_port).copied().unwrap_or(0);
+        let work = Work {
+            id: u64::from(*silent) << 32,
+            local,
+            remote: Remote { address: self.target.ring + (at * LINE) as u64, key },
+            immediate: None,
+            is_read: false,
+            is_inline: bytes <= lane.inline_bytes(),
+            is_signaled,
+        };
+        if is_signaled {
+            *silent = 0;
+        }
+        // SAFETY: the mirror lives as long as the lanes. A line in it changes only when the sender has answered it, that
+        // is when the write of it has long been done; a word may be overtaken by a newer one, and half of it is no word.
+        unsafe { lane.post(&[work]) }
     }
 
     /// Notes for the profiler what a lane has brought. Of more shares than can be told, the last ones make one piece when
@@ -419,7 +577,7 @@ impl RdmaRecv {
                 offset: if immediate.shares == 1 { 0 } else { SOMEWHERE },
                 length,
                 path,
-                message: u64::from((slot.line as u32).wrapping_sub(1)),
+                message: u64::from(slot.number),
                 total: slot.size,
                 again: false,
                 wr_id: completion.id(),
@@ -433,36 +591,12 @@ impl RdmaRecv {
     #[inline]
     fn write_lines(&self, state: &mut State, first: u64, count: usize) -> Result<()> {
         let State { fabric: Some(fabric), mirror: Some(mirror), silent, .. } = state else { return Ok(()) };
-        let lane = fabric.lane(0);
-        let key = self.target.keys.get(lane.peer_port).copied().unwrap_or(0);
         let mut left = count;
         let mut at = (first + 1) as usize % LINES;
         while left > 0 {
             // A group that reaches the ring's end goes on at its beginning.
             let now = left.min(LINES - at);
-            let bytes = (now * LINE) as u32;
-            *silent += 1;
-            // Nor when the queue is a short one.
-            let is_signaled = *silent == SIGNAL_EVERY || lane.room() <= LOW;
-            let work = Work {
-                id: u64::from(*silent) << 32,
-                local: Local {
-                    address: mirror.lines[at].as_ptr() as u64,
-                    length: bytes,
-                    key: mirror.region.local_key(),
-                },
-                remote: Remote { address: self.target.ring + (at * LINE) as u64, key },
-                immediate: None,
-                is_read: false,
-                is_inline: bytes <= lane.inline_bytes(),
-                is_signaled,
-            };
-            if is_signaled {
-                *silent = 0;
-            }
-            // SAFETY: the mirror lives as long as the lanes, and a line in it changes only when the sender has answered
-            // it, that is when the write of it has long been done.
-            unsafe { lane.post(&[work]) }?;
+            self.write_to_ring(fabric, mirror, silent, at, (now * LINE) as u32)?;
             at = (at + now) % LINES;
             left -= now;
         }
@@ -484,49 +618,28 @@ impl RdmaRecv {
         drop(state.flush.take());
         // In this order: queue pairs before the memory that is written through them.
         drop(state.fabric.take());
-        drop((state.table.take(), state.mirror.take()));
+        drop((state.table.take(), state.mirror.take(), state.inbox.take()));
     }
 }
 
 impl State {
-    /// Whether `count` more parts can be announced: slots, places in the ring that the sender has read, and room for
-    /// the writes, of which a group at the ring's end takes two.
+    /// Whether `count` more parts can be announced: slots, places in the ring that the sender has read, and room for the
+    /// writes, of which a group at the ring's end takes two, and a word on short messages one.
     #[inline]
     fn has_room(&mut self, count: usize) -> bool {
         let Some(fabric) = &mut self.fabric else { return true };
-        let ahead = (self.written - self.read) as usize;
-        self.free.len() >= count && ahead + count <= LINES && fabric.lane(0).room() >= 2
+        self.receives.has_room(count) && fabric.lane(0).room() >= 3
     }
 
-    #[inline]
-    fn announce(
-        &mut self,
-        ticket: Ticket,
-        part: usize,
-        address: u64,
-        size: u64,
-        tag: i32,
-        memory: Option<Arc<Registration>>,
-    ) {
-        let Some(mirror) = &mut self.mirror else { return };
-        let number = self.free.pop().expect("the room was checked");
-        self.written += 1;
-        let slot = &mut self.slots[usize::from(number)];
-        let keys = memory.as_ref().map_or([0; 8], |memory| memory.remote_keys());
-        let generation = slot.generation.wrapping_add(1);
-        *slot = Slot {
-            is_taken: true,
-            generation,
-            request: ticket.slot,
-            part: part as u8,
-            left: None,
-            size: 0,
-            capacity: size,
-            line: self.written,
-            memory,
-        };
-        let line = Line { address, size, keys, tag, slot: number, generation, number: self.written as u32 };
-        mirror.lines[self.written as usize % LINES] = line.encode();
+    /// Whether the messages for all these parts are here.
+    fn holds_all(&self, parts: &[Option<Posted>]) -> bool {
+        let Some(inbox) = &self.inbox else { return false };
+        let mut earlier = Vec::new();
+        parts.iter().flatten().all(|part| {
+            let before = earlier.iter().filter(|tag| **tag == part.tag).count() as u32;
+            earlier.push(part.tag);
+            inbox.holds(part.tag, (self.orders.peek(part.tag) as u32).wrapping_add(before))
+        })
     }
 }
 
@@ -537,6 +650,12 @@ impl Source for Watch {
         let Some(conn) = self.0.upgrade() else { return Progress::default() };
         if let Err(error) = conn.base.hear() {
             conn.end(conn.state(), error);
+        }
+        if let Some(lines) = conn.base.take_question() {
+            let mut state = conn.state();
+            if let Err(error) = conn.answer(&mut state, lines) {
+                conn.end(state, error);
+            }
         }
         let moved = conn.glance();
         conn.base.attention.looked(moved, || !conn.base.health.is_failed() && conn.base.requests.outstanding() > 0)

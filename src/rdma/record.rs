@@ -54,6 +54,12 @@ pub struct Record {
     /// Why the side gives up.
     #[prost(string, tag = "7")]
     pub failure: String,
+    /// Answer: the receiver's inbox for short messages; 0 when it has none.
+    #[prost(fixed64, tag = "8")]
+    pub inbox: u64,
+    /// Its key on the first port.
+    #[prost(fixed32, tag = "9")]
+    pub inbox_key: u32,
 }
 
 /// A port.

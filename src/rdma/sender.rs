@@ -5,15 +5,21 @@
 //! lanes, the last one of each lane with an immediate. A send without a line waits in [`Matching`]. It is done when
 //! every write of it has completed, that is when the receiver's device has acknowledged all its bytes.
 //!
+//! A short message without a line does not wait for one, as long as there is credit: it is copied into the [`Outbox`],
+//! written from there, and done. When sends have waited a while the receiver is asked to announce what it has posted:
+//! receives that only short messages fit it keeps to itself otherwise.
+//!
 //! NCCL's thread does all of that, in `isend` and `test`. The keeper looks too while something is outstanding, ever more
 //! rarely while nothing moves, since NCCL's thread may be waiting for something else.
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+use std::time::{Duration, Instant};
 
-use super::adapter::{Adapter, Registration};
+use super::adapter::{Adapter, Memory, Registration};
 use super::base::{Base, Parts};
+use super::eager::{self, EAGER_MAX, Head, Outbox};
 use super::fabric::{Depth, Fabric, Lane};
 use super::line::{Immediate, Line, Ring};
 use super::matching::Matching;
@@ -29,7 +35,18 @@ use crate::tcp::send_core::too_long;
 
 /// Queue depth of a sending lane: a message takes one request on each of its lanes, two when its size must be told, and
 /// as many messages as there are request slots may be outstanding. When there is less room the rest waits.
-pub const DEPTH: Depth = Depth { send: 256, receive: 0, inline_bytes: 0 };
+pub const DEPTH: Depth = Depth { send: 256, receive: 0, inline_bytes: INLINE };
+
+/// What may travel inside a request, for the shortest messages: spares the device a look into memory. As much as the
+/// devices of the last ten years take.
+const INLINE: u32 = 220;
+
+/// How long a send may wait before the receiver is asked about it, and the longest pause between two questions.
+const ASK_AFTER: Duration = Duration::from_millis(20);
+const ASK_SELDOM: Duration = Duration::from_secs(10);
+
+/// How long a close waits for the receiver's device to acknowledge the last short messages.
+const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
 
 /// What the peer's answer said that sending needs.
 pub struct Target {
@@ -41,6 +58,8 @@ pub struct Target {
     pub sizes: u64,
     /// Its keys, by port of the receiver.
     pub size_keys: Vec<u32>,
+    /// The receiver's inbox, if it has one.
+    pub inbox: Option<eager::Address>,
 }
 
 /// The memory of this side that the peer writes lines into, registered.
@@ -61,6 +80,8 @@ struct Scratch {
 struct Message {
     address: u64,
     length: u64,
+    /// Which send with its tag it is.
+    number: u32,
     /// The request.
     slot: u16,
     /// Shares that have not completed.
@@ -86,6 +107,10 @@ struct State {
     fabric: Option<Fabric>,
     ring: Option<RingMemory>,
     scratch: Scratch,
+    /// None when the receiver has no inbox.
+    outbox: Option<Outbox>,
+    /// When to ask the receiver about sends that wait, and how long after the last time that is.
+    ask: Option<(Instant, Duration)>,
     next_line: u32,
     matching: Matching<usize, Line>,
     stripes: Stripes,
@@ -105,6 +130,9 @@ pub struct RdmaSend {
 /// The share is the last of its message on this lane.
 const LAST: u64 = 1 << 63;
 
+/// The write is of a short message from the outbox.
+const EAGER: u64 = 1 << 62;
+
 /// What a work request carries with it: which message, on which lane, how many places of the queue its completion frees,
 /// and whether it is the last one of a share.
 #[inline]
@@ -122,10 +150,15 @@ impl RdmaSend {
         let region = |adapter: &Arc<Adapter>| adapter.own_region(sizes.as_ptr() as u64, SLOTS * 8);
         let regions = parts.adapters.iter().map(region).collect::<Result<_>>()?;
         let lanes = fabric.lanes().len();
+        let first = &parts.adapters[fabric.lanes()[0].adapter];
+        let outbox =
+            target.inbox.map(|_| Outbox::new(|address, bytes| first.own_region(address, bytes))).transpose()?;
         let state = State {
             fabric: Some(fabric),
             ring: Some(ring),
             scratch: Scratch { regions, sizes },
+            outbox,
+            ask: None,
             next_line: 1,
             matching: Matching::new(),
             stripes: Stripes::new(lanes, target.ports, target.split),
@@ -164,13 +197,20 @@ impl RdmaSend {
         let Some(ticket) = self.base.requests.take(1) else { return Ok(None) };
         self.base.events.follow(ticket.slot, 0, profiler);
         let mut state = self.state();
-        let message = Message { address, length, slot: ticket.slot, left: 0, memory };
-        let key = state.messages.insert(message);
-        let outcome = self.take_lines(&mut state).and_then(|()| match state.matching.send(tag, key) {
-            Some((key, line)) => self.launch(&mut state, key, &line),
-            None => {
-                Counters::count(&self.base.counters.stalls_receiver, 1);
-                Ok(())
+        let outcome = self.take_lines(&mut state).and_then(|()| {
+            let (number, line) = state.matching.send(tag);
+            let message = Message { address, length, number, slot: ticket.slot, left: 0, memory };
+            if line.is_none() && state.may_go_eagerly(&message) {
+                return self.send_eagerly(&mut state, &message, tag);
+            }
+            let key = state.messages.insert(message);
+            match line {
+                Some(line) => self.launch(&mut state, key, &line),
+                None => {
+                    state.matching.wait(tag, number, key);
+                    Counters::count(&self.base.counters.stalls_receiver, 1);
+                    Ok(())
+                }
             }
         });
         if let Err(error) = outcome {
@@ -213,17 +253,35 @@ impl RdmaSend {
     /// with requests in flight it is an abort. No device and no thread touches NCCL's buffers after it returns.
     pub fn close(&self) {
         self.base.set_closing();
+        if self.base.requests.outstanding() == 0 {
+            self.deliver();
+        }
         let orderly = self.base.requests.outstanding() == 0 && !self.base.health.is_failed();
         let mut state = self.state();
         let (fabric, ring) = (state.fabric.take(), state.ring.take());
-        drop(state);
         if orderly {
+            let outbox = state.outbox.take();
+            drop(state);
             // The lanes live on until the receiver has closed too: it may still be writing lines.
-            self.base.leave(Some(Box::new((fabric, ring))));
+            self.base.leave(Some(Box::new((fabric, ring, outbox))));
         } else {
+            drop(state);
             drop((fabric, ring));
             self.base.fail(Error::remote("the sending side closed the connection with transfers in flight"));
             self.base.leave(None);
+        }
+    }
+
+    /// Waits until the receiver's device has acknowledged the short messages, which were reported done before.
+    fn deliver(&self) {
+        let deadline = Instant::now() + CLOSE_PATIENCE;
+        loop {
+            self.glance();
+            let is_delivered = self.state().outbox.as_ref().is_none_or(Outbox::is_delivered);
+            if is_delivered || self.base.health.is_failed() || Instant::now() >= deadline {
+                return;
+            }
+            std::thread::sleep(Duration::from_micros(50));
         }
     }
 
@@ -260,8 +318,11 @@ impl RdmaSend {
             self.take_lines(state)?;
             moved = state.next_line != before;
         }
-        let State { fabric: Some(fabric), messages, .. } = state else { return Ok(false) };
-        moved |= fabric.poll(|lanes, completion| self.completed(lanes, messages, completion))?;
+        let State { fabric: Some(fabric), messages, outbox, .. } = state else { return Ok(false) };
+        moved |= fabric.poll(|lanes, completion| self.completed(lanes, messages, outbox, completion))?;
+        if state.matching.waiting_sends() > 0 {
+            moved |= self.release(state)?;
+        }
         if state.waiting_jobs > 0 {
             self.post_waiting(state)?;
         }
@@ -275,10 +336,99 @@ impl RdmaSend {
             let Some(ring) = &state.ring else { return Ok(()) };
             let Some(line) = ring.ring.read(state.next_line) else { return Ok(()) };
             state.next_line = state.next_line.wrapping_add(1);
-            if let Some((key, line)) = state.matching.line(line.tag, line) {
+            if let Some(outbox) = &mut state.outbox {
+                outbox.told(line.handed_on);
+            }
+            if let Some((key, line)) = state.matching.line(line.tag, line.order, line) {
                 self.launch(state, key, &line)?;
             }
         }
+    }
+
+    /// Sends a short message without a line; [`State::may_go_eagerly`] has said yes.
+    #[inline]
+    fn send_eagerly(&self, state: &mut State, message: &Message, tag: i32) -> Result<()> {
+        let lines = state.next_line.wrapping_sub(1);
+        let State { fabric: Some(fabric), outbox: Some(outbox), .. } = state else { return Ok(()) };
+        let Some(inbox) = self.target.inbox else { return Ok(()) };
+        let lane = fabric.lane(0);
+        let head = Head { tag, number: message.number, lines, length: message.length as u32 };
+        // SAFETY: the message's memory is the transport's until its request ends, and holds so many bytes.
+        let parcel = unsafe { outbox.pack(&head, message.address as *const u8) };
+        let immediate =
+            Immediate { slot: parcel.place, generation: 0, shares: 0, is_told: false, is_eager: true }.encode();
+        let write = Work {
+            id: work_id(0, 0, 1, false) | EAGER,
+            local: Local { address: parcel.address, length: parcel.bytes, key: parcel.key },
+            remote: Remote { address: inbox.of(parcel.place), key: inbox.key },
+            immediate: Some(immediate),
+            is_read: false,
+            is_inline: parcel.bytes <= lane.inline_bytes(),
+            is_signaled: true,
+        };
+        if self.base.events.hears() {
+            self.tell_short(message, write.id);
+        }
+        // SAFETY: the outbox lives as long as the lanes, and its place is left alone until this write has completed.
+        unsafe { lane.post(&[write]) }?;
+        Counters::count(&self.base.counters.chunks, 1);
+        Counters::count(&self.base.counters.messages, 1);
+        Counters::count(&self.base.counters.bytes, message.length);
+        self.base.requests.complete_part(message.slot, 0, message.length);
+        Ok(())
+    }
+
+    /// Notes for the profiler a message that is done as soon as it is copied.
+    #[cold]
+    fn tell_short(&self, message: &Message, wr_id: u64) {
+        let Message { length, number, slot, .. } = *message;
+        let chunk = Chunk { offset: 0, length, path: 0, message: number.into(), total: length, again: false, wr_id };
+        self.base.events.ready(slot, 0);
+        self.base.events.chunk_begins(slot, 0, &chunk);
+        self.base.events.path_ends(slot, 0, 0);
+    }
+
+    /// Sends short messages that waited for credit, when there is some.
+    #[cold]
+    fn release(&self, state: &mut State) -> Result<bool> {
+        let State { fabric: Some(fabric), ring: Some(ring), outbox: Some(outbox), matching, messages, .. } = state
+        else {
+            return Ok(false);
+        };
+        if let Some(word) = ring.ring.word() {
+            outbox.told(word as u16);
+        }
+        let mut room = outbox.room().min(fabric.lane(0).room() as usize);
+        let released = matching.release(|key| {
+            let may = room > 0 && messages[*key].is_short();
+            room -= usize::from(may);
+            may
+        });
+        let moved = !released.is_empty();
+        for (tag, _, key) in released {
+            let message = state.messages.remove(key);
+            self.send_eagerly(state, &message, tag)?;
+        }
+        Ok(moved)
+    }
+
+    /// Asks the receiver when sends have waited a while: what it keeps to itself may be what they wait for.
+    fn ask_if_due(&self) {
+        let Ok(mut state) = self.state.try_lock() else { return };
+        if state.outbox.is_none() || state.matching.waiting_sends() == 0 {
+            state.ask = None;
+            return;
+        }
+        let now = Instant::now();
+        let (at, pause) = *state.ask.get_or_insert((now + ASK_AFTER, ASK_AFTER));
+        if now < at {
+            return;
+        }
+        let pause = (pause * 2).min(ASK_SELDOM);
+        state.ask = Some((now + pause, pause));
+        let lines = state.next_line.wrapping_sub(1);
+        drop(state);
+        self.base.ask(lines);
     }
 
     /// A send has met its line.
@@ -298,7 +448,8 @@ impl RdmaSend {
         let longest = shares.clone().map(|share| share.length).max().unwrap_or(0);
         let is_told = longest > fabric.longest_write || fabric.apart_above.is_some_and(|above| message.length > above);
         let immediate =
-            Immediate { slot: line.slot, generation: line.generation, shares: count as u8, is_told }.encode();
+            Immediate { slot: line.slot, generation: line.generation, shares: count as u8, is_told, is_eager: false }
+                .encode();
         if is_told {
             scratch.sizes[key] = message.length;
         }
@@ -401,7 +552,7 @@ impl RdmaSend {
             offset,
             length,
             path: lane as u16,
-            message: u64::from(job.line.number.wrapping_sub(1)),
+            message: u64::from(message.number),
             total: message.length,
             again: false,
             wr_id: work_id(job.key, lane, places, true),
@@ -425,13 +576,25 @@ impl RdmaSend {
 
     /// A write has completed, or failed.
     #[inline]
-    fn completed(&self, lanes: &mut [Lane], messages: &mut slab::Slab<Message>, completion: &Completion) -> Result<()> {
+    fn completed(
+        &self,
+        lanes: &mut [Lane],
+        messages: &mut slab::Slab<Message>,
+        outbox: &mut Option<Outbox>,
+        completion: &Completion,
+    ) -> Result<()> {
         if !completion.is_ok() {
             let lane = &lanes[(completion.id() >> 16) as u16 as usize];
             return self.base.broken(lane, completion, Doing::Sending);
         }
         let id = completion.id();
         lanes[(id >> 16) as u16 as usize].finished((id >> 32) as u32 & 0xff);
+        if id & EAGER != 0 {
+            if let Some(outbox) = outbox {
+                outbox.completed();
+            }
+            return Ok(());
+        }
         if id & LAST == 0 {
             return Ok(());
         }
@@ -469,6 +632,29 @@ impl RdmaSend {
     }
 }
 
+impl Message {
+    /// Whether it may be copied and sent without a line.
+    #[inline]
+    fn is_short(&self) -> bool {
+        self.length <= EAGER_MAX && self.memory.as_ref().is_none_or(|memory| memory.kind == Memory::Host)
+    }
+}
+
+impl State {
+    /// Whether a message without a line may go all the same.
+    #[inline]
+    fn may_go_eagerly(&mut self, message: &Message) -> bool {
+        let State { fabric: Some(fabric), outbox: Some(outbox), ring, .. } = self else { return false };
+        if !message.is_short() || fabric.lane(0).room() == 0 {
+            return false;
+        }
+        outbox.has_room() || {
+            let word = ring.as_ref().and_then(|ring| ring.ring.word());
+            word.is_some_and(|word| outbox.told(word as u16)) && outbox.has_room()
+        }
+    }
+}
+
 struct Watch(Weak<RdmaSend>);
 
 impl Source for Watch {
@@ -478,6 +664,7 @@ impl Source for Watch {
             conn.end(conn.state(), error);
         }
         let moved = conn.glance();
+        conn.ask_if_due();
         conn.base.attention.looked(moved, || !conn.base.health.is_failed() && conn.base.requests.outstanding() > 0)
     }
 

@@ -1,0 +1,391 @@
+//! Short messages that do not wait for their receive.
+//!
+//! A clear-to-send costs a write of its own, and the message waits for it. A short message is copied instead, with a head
+//! of 16 bytes before it, into a place of the sender's [`Outbox`], and written from there, with an immediate, into the
+//! same place of the receiver's [`Inbox`]. Its send is done at once. The receiver copies it into the receive that has its
+//! tag and number, or keeps it until that is posted. So a receive that only short messages fit is not announced at all,
+//! unless the sender asks.
+//!
+//! | bytes of the head | |
+//! |---|---|
+//! | 0–3 | NCCL's tag |
+//! | 4–7 | which send with this tag it is, counted from 0 |
+//! | 8–11 | how many lines the sender has read |
+//! | 12–15 | bytes that follow |
+//!
+//! # Credit
+//! There are [`PLACES`] places, used in turn. The receiver counts the messages that it has handed on and tells that count
+//! with its lines, or by a word of its own ([`Ring::word`](super::line::Ring::word)). The sender has never more than
+//! `PLACES` messages out that were not handed on. That also keeps it from writing into a place that was not read: message
+//! n needs `n - PLACES + 1` messages handed on before it; the receiver takes messages in their order, and what it cannot
+//! hand on leaves its place for a buffer. So had it not read place n modulo `PLACES`, whose message is `n - PLACES`, it
+//! could have handed on `n - PLACES` at most.
+//!
+//! This module posts nothing.
+
+use std::cell::UnsafeCell;
+
+use super::verbs::MemoryRegion;
+use crate::os::error::{Error, Result};
+
+/// The longest message that goes this way, in bytes.
+pub const EAGER_MAX: u64 = 1024;
+
+/// Bytes of the head.
+pub const HEAD: usize = 16;
+
+/// Messages on their way at one time.
+pub const PLACES: usize = 64;
+
+/// Bytes of a place: the head and the longest message, in whole cache lines.
+const PLACE: usize = (HEAD + EAGER_MAX as usize).next_multiple_of(64);
+
+/// The receiver says how much it has handed on when so much is new.
+const TELL_AFTER: u32 = PLACES as u32 / 2;
+
+#[repr(align(64))]
+struct Place(UnsafeCell<[u8; PLACE]>);
+
+// SAFETY: a place is written by one side at a time: its owner, or a device that has been told to; see the credit above.
+unsafe impl Sync for Place {}
+
+fn places() -> Box<[Place]> {
+    (0..PLACES).map(|_| Place(UnsafeCell::new([0; PLACE]))).collect()
+}
+
+/// Bytes of an outbox or an inbox.
+pub const BYTES: usize = PLACES * PLACE;
+
+/// What stands before a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Head {
+    /// NCCL's tag.
+    pub tag: i32,
+    /// Which send with this tag it is.
+    pub number: u32,
+    /// Lines that the sender has read.
+    pub lines: u32,
+    /// Bytes of the message.
+    pub length: u32,
+}
+
+impl Head {
+    fn encode(&self) -> [u8; HEAD] {
+        let words = [self.tag.cast_unsigned(), self.number, self.lines, self.length];
+        let mut out = [0; HEAD];
+        for (place, word) in out.chunks_exact_mut(4).zip(words) {
+            place.copy_from_slice(&word.to_le_bytes());
+        }
+        out
+    }
+
+    fn decode(bytes: &[u8; HEAD]) -> Self {
+        let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        Self { tag: word(0).cast_signed(), number: word(4), lines: word(8), length: word(12) }
+    }
+}
+
+/// Counts credit; the same arithmetic for any memory.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+struct Credit {
+    /// Messages sent, and those of them that were handed on as far as this side knows.
+    sent: u32,
+    handed_on: u32,
+}
+
+impl Credit {
+    fn is_left(self) -> bool {
+        self.sent.wrapping_sub(self.handed_on) < PLACES as u32
+    }
+
+    /// The receiver has handed on so many, modulo 65,536. Old news, and impossible ones, change nothing.
+    fn told(&mut self, handed_on: u16) -> bool {
+        let more = u32::from(handed_on.wrapping_sub(self.handed_on as u16));
+        let is_news = more > 0 && more <= self.sent.wrapping_sub(self.handed_on);
+        if is_news {
+            self.handed_on = self.handed_on.wrapping_add(more);
+        }
+        is_news
+    }
+}
+
+/// The sender's half.
+pub struct Outbox {
+    /// Goes first: afterwards no device reads.
+    region: MemoryRegion,
+    places: Box<[Place]>,
+    credit: Credit,
+    /// Messages whose writes have not completed.
+    flying: u32,
+}
+
+/// A message as it is to be written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Parcel {
+    /// Where it lies, by this side's addresses.
+    pub address: u64,
+    /// Bytes with the head.
+    pub bytes: u32,
+    /// This side's key.
+    pub key: u32,
+    /// Its place.
+    pub place: u8,
+}
+
+impl Outbox {
+    /// An outbox that nothing was sent from.
+    ///
+    /// # Errors
+    /// When it cannot be pinned.
+    pub fn new(register: impl FnOnce(u64, usize) -> Result<MemoryRegion>) -> Result<Self> {
+        let places = places();
+        Ok(Self { region: register(places.as_ptr() as u64, BYTES)?, places, credit: Credit::default(), flying: 0 })
+    }
+
+    /// Whether a message may go.
+    #[inline]
+    pub fn has_room(&self) -> bool {
+        self.credit.is_left() && self.flying < PLACES as u32
+    }
+
+    /// How many messages may go.
+    pub fn room(&self) -> usize {
+        PLACES - (self.credit.sent.wrapping_sub(self.credit.handed_on)).max(self.flying) as usize
+    }
+
+    /// The receiver has handed on so many messages, modulo 65,536. Says whether that is news.
+    #[inline]
+    pub fn told(&mut self, handed_on: u16) -> bool {
+        self.credit.told(handed_on)
+    }
+
+    /// Copies a message into the next place. There must be room.
+    ///
+    /// # Safety
+    /// `data` must be readable for the head's length, which is at most [`EAGER_MAX`].
+    #[inline]
+    pub unsafe fn pack(&mut self, head: &Head, data: *const u8) -> Parcel {
+        debug_assert!(self.has_room() && u64::from(head.length) <= EAGER_MAX);
+        let place = self.credit.sent as usize % PLACES;
+        let to = self.places[place].0.get().cast::<u8>();
+        // SAFETY: inside the place, which no device reads any more: the completion of its last write was polled, since
+        // they complete in order and fewer than PLACES are outstanding. The caller vouches for the data.
+        unsafe {
+            to.copy_from_nonoverlapping(head.encode().as_ptr(), HEAD);
+            if head.length > 0 {
+                to.add(HEAD).copy_from_nonoverlapping(data, head.length as usize);
+            }
+        }
+        self.credit.sent = self.credit.sent.wrapping_add(1);
+        self.flying += 1;
+        let bytes = HEAD as u32 + head.length;
+        Parcel { address: to as u64, bytes, key: self.region.local_key(), place: place as u8 }
+    }
+
+    /// The oldest write has completed.
+    #[inline]
+    pub fn completed(&mut self) {
+        self.flying = self.flying.saturating_sub(1);
+    }
+
+    /// Whether every write has completed.
+    pub fn is_delivered(&self) -> bool {
+        self.flying == 0
+    }
+}
+
+/// Where the peer's inbox is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Address {
+    /// By the receiver's addresses.
+    pub start: u64,
+    /// The key on the receiver's first port.
+    pub key: u32,
+}
+
+impl Address {
+    /// Where a place begins.
+    #[inline]
+    pub fn of(&self, place: u8) -> u64 {
+        self.start + (usize::from(place) * PLACE) as u64
+    }
+}
+
+/// The receiver's half.
+pub struct Inbox {
+    /// Goes first: afterwards nobody writes.
+    region: MemoryRegion,
+    places: Box<[Place]>,
+    arrived: u32,
+    handed_on: u32,
+    told: u32,
+    /// Messages whose receives are not posted.
+    kept: Vec<Kept>,
+}
+
+/// A message that is here before its receive.
+#[derive(Debug)]
+pub struct Kept {
+    head: Head,
+    bytes: Box<[u8]>,
+}
+
+impl Kept {
+    /// The message.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// What stood before it.
+    pub fn head(&self) -> &Head {
+        &self.head
+    }
+}
+
+impl Inbox {
+    /// An empty inbox.
+    ///
+    /// # Errors
+    /// When it cannot be pinned.
+    pub fn new(register: impl FnOnce(u64, usize) -> Result<MemoryRegion>) -> Result<Self> {
+        let places = places();
+        let region = register(places.as_ptr() as u64, BYTES)?;
+        Ok(Self { region, places, arrived: 0, handed_on: 0, told: 0, kept: Vec::new() })
+    }
+
+    /// Where the sender writes.
+    pub fn address(&self) -> Address {
+        Address { start: self.places.as_ptr() as u64, key: self.region.remote_key() }
+    }
+
+    /// A message has come: its head, and where its bytes are until the next message is asked for.
+    ///
+    /// # Errors
+    /// When it is not the next, or not as long as was written.
+    #[inline]
+    pub fn arrived(&mut self, place: u8, written: u32) -> Result<(Head, *const u8)> {
+        let expected = self.arrived as usize % PLACES;
+        if usize::from(place) != expected || self.arrived.wrapping_sub(self.handed_on) >= PLACES as u32 {
+            return Err(Error::remote("the sending side sent more short messages than it has leave for"));
+        }
+        self.arrived = self.arrived.wrapping_add(1);
+        let from = self.places[expected].0.get().cast::<u8>();
+        // SAFETY: inside the place. Its write has completed, and the sender may not write there again before it is told
+        // that later messages were handed on; if it does all the same, the bytes are no secret and no reference to them
+        // is made.
+        let bytes = unsafe { from.cast::<[u8; HEAD]>().read_volatile() };
+        let head = Head::decode(&bytes);
+        if u64::from(head.length) > EAGER_MAX || head.length + HEAD as u32 != written {
+            return Err(Error::remote(format!(
+                "the sending side wrote {written} bytes for a short message of {}",
+                head.length
+            )));
+        }
+        // SAFETY: the head ends inside the place.
+        Ok((head, unsafe { from.add(HEAD) }))
+    }
+
+    /// A message was copied into its receive.
+    #[inline]
+    pub fn hand_on(&mut self) {
+        self.handed_on = self.handed_on.wrapping_add(1);
+    }
+
+    /// Keeps a message until its receive is posted.
+    ///
+    /// # Safety
+    /// `data` is what [`Inbox::arrived`] has just given with that head.
+    #[cold]
+    pub unsafe fn keep(&mut self, head: Head, data: *const u8) {
+        let mut bytes = vec![0; head.length as usize].into_boxed_slice();
+        // SAFETY: the message's bytes, whose length was checked, and a fresh buffer.
+        unsafe { bytes.as_mut_ptr().copy_from_nonoverlapping(data, bytes.len()) };
+        self.kept.push(Kept { head, bytes });
+    }
+
+    /// The message for a receive, if it is here; it counts as handed on.
+    #[inline]
+    pub fn take(&mut self, tag: i32, number: u32) -> Option<Kept> {
+        let at = self.kept.iter().position(|kept| kept.head.tag == tag && kept.head.number == number)?;
+        self.hand_on();
+        Some(self.kept.swap_remove(at))
+    }
+
+    /// Whether a message for a receive is here.
+    pub fn holds(&self, tag: i32, number: u32) -> bool {
+        self.kept.iter().any(|kept| kept.head.tag == tag && kept.head.number == number)
+    }
+
+    /// How many messages were handed on, for a line that is written now.
+    #[inline]
+    pub fn tell(&mut self) -> u16 {
+        self.told = self.handed_on;
+        self.handed_on as u16
+    }
+
+    /// The same for a word of its own, when that is due.
+    #[inline]
+    pub fn tell_if_due(&mut self) -> Option<u32> {
+        if self.handed_on.wrapping_sub(self.told) < TELL_AFTER {
+            return None;
+        }
+        self.told = self.handed_on;
+        Some(self.handed_on)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_head_survives(tag: i32, number: u32, lines: u32, length: u32) {
+            let head = Head { tag, number, lines, length };
+            prop_assert_eq!(Head::decode(&head.encode()), head);
+        }
+
+        /// Whatever news arrive, late, twice or torn off: never more than PLACES messages are out, and none is written
+        /// into a place whose message the receiver has not read.
+        #[test]
+        fn credit_never_overtakes_the_receiver(
+            start: u32,
+            events in prop::collection::vec((0..4_u8, any::<prop::sample::Index>()), 1..600),
+        ) {
+            let mut credit = Credit { sent: start, handed_on: start };
+            // Messages that are read but not handed on may be handed on in any order.
+            let (mut read, mut handed_on) = (start, start);
+            let mut news = vec![start as u16];
+            for (event, index) in events {
+                match event {
+                    0 if credit.is_left() => {
+                        let out = credit.sent.wrapping_sub(read);
+                        prop_assert!(out < PLACES as u32, "the place's last message was not read");
+                        credit.sent = credit.sent.wrapping_add(1);
+                    }
+                    1 if read != credit.sent => read = read.wrapping_add(1),
+                    2 if handed_on != read => {
+                        handed_on = handed_on.wrapping_add(1);
+                        news.push(handed_on as u16);
+                    }
+                    3 => {
+                        let from = news.len().saturating_sub(200);
+                        credit.told(news[from + index.index(news.len() - from)]);
+                    }
+                    _ => {}
+                }
+                prop_assert!(handed_on.wrapping_sub(credit.handed_on) <= PLACES as u32, "it believes no more than is true");
+                prop_assert!(credit.sent.wrapping_sub(handed_on) <= PLACES as u32);
+            }
+        }
+    }
+
+    #[test]
+    fn an_empty_message_has_a_head_only() {
+        let head = Head { tag: 1, number: 2, lines: 3, length: 0 };
+        assert_eq!(Head::decode(&head.encode()), head);
+        const { assert!(BYTES.is_multiple_of(64) && PLACE >= HEAD + EAGER_MAX as usize) };
+        const { assert!(PLACES <= 256, "a place's number fits into an immediate") };
+    }
+}

@@ -1,0 +1,281 @@
+//! The parts of receives that have not ended: which are announced, and which the sender may fill without that.
+//!
+//! A part takes a slot, whose number stands in its line and in every immediate that answers it; the generation tells one
+//! use of a slot from the next. This module posts nothing.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::adapter::Registration;
+use super::line::{LINES, Line};
+use crate::engine::request::Ticket;
+use crate::os::error::{Error, Result};
+
+/// A part of a receive that has not ended.
+pub struct Slot {
+    /// Whether it is in use.
+    pub is_taken: bool,
+    /// Which use.
+    pub generation: u8,
+    /// The request, and which of its parts.
+    pub request: u16,
+    /// Which part of it.
+    pub part: u8,
+    /// Immediates still to come; none before the first one has.
+    pub left: Option<u8>,
+    /// Bytes that have come.
+    pub size: u64,
+    /// Where they go.
+    pub address: u64,
+    /// How many fit.
+    pub capacity: u64,
+    /// NCCL's tag.
+    pub tag: i32,
+    /// Which receive with this tag it is.
+    pub number: u32,
+    /// Which line announced it, counted from 1; 0 when none has.
+    pub line: u64,
+    /// Keeps the pages pinned.
+    pub memory: Option<Arc<Registration>>,
+}
+
+impl Slot {
+    const FREE: Self = Self {
+        is_taken: false,
+        generation: 0,
+        request: 0,
+        part: 0,
+        left: None,
+        size: 0,
+        address: 0,
+        capacity: 0,
+        tag: 0,
+        number: 0,
+        line: 0,
+        memory: None,
+    };
+}
+
+/// A part as it is posted.
+pub struct Part {
+    /// Its request.
+    pub ticket: Ticket,
+    /// Which part.
+    pub index: usize,
+    /// Where the bytes go.
+    pub address: u64,
+    /// How many fit.
+    pub size: u64,
+    /// NCCL's tag.
+    pub tag: i32,
+    /// Which receive with this tag it is.
+    pub number: u32,
+    /// What the address lies in.
+    pub memory: Option<Arc<Registration>>,
+}
+
+/// All parts of a connection.
+pub struct Receives {
+    slots: Vec<Slot>,
+    free: Vec<u8>,
+    /// Slots in use, in the order of posting.
+    open: VecDeque<u8>,
+    /// Lines that were written, and the last one that the sender has certainly read.
+    written: u64,
+    read: u64,
+}
+
+impl Default for Receives {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Receives {
+    /// None.
+    pub fn new() -> Self {
+        Self {
+            slots: (0..LINES).map(|_| Slot::FREE).collect(),
+            free: (0..=u8::MAX).rev().collect(),
+            open: VecDeque::with_capacity(LINES),
+            written: 0,
+            read: 0,
+        }
+    }
+
+    /// Whether `count` more parts can be posted and announced.
+    #[inline]
+    pub fn has_room(&self, count: usize) -> bool {
+        self.free.len() >= count && self.can_announce(count)
+    }
+
+    /// Whether the ring has places for so many lines.
+    #[inline]
+    pub fn can_announce(&self, count: usize) -> bool {
+        (self.written - self.read) as usize + count <= LINES
+    }
+
+    /// The number of the last line.
+    #[inline]
+    pub fn written(&self) -> u64 {
+        self.written
+    }
+
+    /// Takes a slot for a part. There must be room.
+    #[inline]
+    pub fn open(&mut self, part: Part) -> u8 {
+        let number = self.free.pop().expect("the room was checked");
+        let slot = &mut self.slots[usize::from(number)];
+        *slot = Slot {
+            is_taken: true,
+            generation: slot.generation.wrapping_add(1),
+            request: part.ticket.slot,
+            part: part.index as u8,
+            left: None,
+            size: 0,
+            address: part.address,
+            capacity: part.size,
+            tag: part.tag,
+            number: part.number,
+            line: 0,
+            memory: part.memory,
+        };
+        self.open.push_back(number);
+        number
+    }
+
+    /// The next line, which announces that slot.
+    #[inline]
+    pub fn announce(&mut self, number: u8, handed_on: u16) -> Line {
+        self.written += 1;
+        let slot = &mut self.slots[usize::from(number)];
+        slot.line = self.written;
+        Line {
+            address: slot.address,
+            size: slot.capacity,
+            handed_on,
+            keys: slot.memory.as_ref().map_or([0; 8], |memory| memory.remote_keys()),
+            tag: slot.tag,
+            slot: number,
+            generation: slot.generation,
+            order: slot.number as u16,
+            number: self.written as u32,
+        }
+    }
+
+    /// Slots in use that no line has announced, oldest first.
+    pub fn silent(&self) -> Vec<u8> {
+        self.open.iter().copied().filter(|number| self.slots[usize::from(*number)].line == 0).collect()
+    }
+
+    /// A slot that an immediate names.
+    ///
+    /// # Errors
+    /// When it is not in use, or not in this one.
+    #[inline]
+    pub fn answered(&mut self, number: u8, generation: u8) -> Result<&mut Slot> {
+        let slot = &mut self.slots[usize::from(number)];
+        if !slot.is_taken || slot.generation != generation || slot.line == 0 {
+            return Err(Error::remote("the sending side filled a receive that was not posted"));
+        }
+        self.read = self.read.max(slot.line);
+        Ok(slot)
+    }
+
+    /// The sender has read so many lines, modulo 2^32.
+    ///
+    /// # Errors
+    /// When there are not so many.
+    #[inline]
+    pub fn has_read(&mut self, lines: u32) -> Result<()> {
+        let more = lines.wrapping_sub(self.read as u32).cast_signed();
+        // Less than it is known to have read: the news was overtaken.
+        if more <= 0 {
+            return Ok(());
+        }
+        if more as u64 > self.written - self.read {
+            return Err(Error::remote("the sending side says that it has read lines that were not written"));
+        }
+        self.read += more as u64;
+        Ok(())
+    }
+
+    /// The slot of a receive, by tag and number.
+    #[inline]
+    pub fn find(&self, tag: i32, number: u32) -> Option<u8> {
+        self.open.iter().copied().find(|at| {
+            let slot = &self.slots[usize::from(*at)];
+            slot.number == number && slot.tag == tag
+        })
+    }
+
+    /// A slot.
+    #[inline]
+    pub fn slot(&mut self, number: u8) -> &mut Slot {
+        &mut self.slots[usize::from(number)]
+    }
+
+    /// The part is complete: its slot is free again.
+    #[inline]
+    pub fn close(&mut self, number: u8) {
+        let slot = &mut self.slots[usize::from(number)];
+        slot.is_taken = false;
+        slot.memory = None;
+        self.free.push(number);
+        // Nearly always the first.
+        if let Some(at) = self.open.iter().position(|open| *open == number) {
+            self.open.remove(at);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn part(tag: i32, number: u32) -> Part {
+        let ticket = crate::engine::request::RequestSlots::new().take(1).expect("a slot");
+        Part { ticket, index: 0, address: 64, size: 8, tag, number, memory: None }
+    }
+
+    #[test]
+    fn a_receive_is_found_by_tag_and_number_until_it_is_complete() {
+        let mut receives = Receives::new();
+        let slots: Vec<u8> = (0..10).map(|number| receives.open(part(number % 2, number as u32 / 2))).collect();
+        assert_eq!(receives.find(1, 3), Some(slots[7]));
+        assert_eq!(receives.find(1, 5), None);
+        receives.close(slots[7]);
+        assert_eq!(receives.find(1, 3), None);
+        assert_eq!(receives.silent().len(), 9);
+    }
+
+    #[test]
+    fn only_an_announced_slot_in_its_present_use_is_answered() {
+        let mut receives = Receives::new();
+        let slot = receives.open(part(0, 0));
+        let generation = receives.slot(slot).generation;
+        assert!(receives.answered(slot, generation).is_err(), "no line has named it");
+        let line = receives.announce(slot, 0);
+        assert_eq!((line.slot, line.generation, line.number), (slot, generation, 1));
+        assert!(receives.answered(slot, generation.wrapping_add(1)).is_err());
+        assert!(receives.answered(slot, generation).is_ok());
+        receives.close(slot);
+        assert!(receives.answered(slot, generation).is_err());
+    }
+
+    #[test]
+    fn the_ring_has_room_again_when_the_sender_says_that_it_has_read() {
+        let mut receives = Receives::new();
+        for number in 0..LINES as u32 {
+            let slot = receives.open(part(0, number));
+            receives.announce(slot, 0);
+            receives.close(slot);
+        }
+        assert!(!receives.has_room(1));
+        assert!(receives.has_read(LINES as u32 + 1).is_err());
+        receives.has_read(3).expect("there are more");
+        assert!(receives.has_room(3) && !receives.has_room(4));
+        receives.has_read(1).expect("old news");
+        assert!(receives.has_room(3));
+    }
+}
