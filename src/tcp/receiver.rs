@@ -55,6 +55,9 @@ const CLOSE_MENDING: Duration = Duration::from_secs(6);
 /// How often a stream that is given up is read before, at most: a share each time, more than a socket holds.
 const MOST_LOOKS: usize = 64;
 
+/// How long a sender that has said goodbye may take to bring what it lost: as long as its close lasts.
+const SENDER_MENDING: Duration = Duration::from_secs(20);
+
 /// For how long a sign of trouble in the network explains why the peer is away.
 const TROUBLE: Duration = Duration::from_secs(10);
 
@@ -342,7 +345,7 @@ impl RecvConn {
     #[cold]
     fn is_mending(&self) -> bool {
         let now = Instant::now();
-        self.recovery && lock(&self.vigils).iter().any(|vigil| vigil.may_return(now, CLOSE_MENDING))
+        self.recovery && lock(&self.vigils).iter().any(|vigil| vigil.may_return(now, SENDER_MENDING))
     }
 
     /// What the connection counted.

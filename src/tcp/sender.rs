@@ -49,7 +49,8 @@ const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
 const CLOSE_DOUBT: Duration = Duration::from_millis(500);
 
 /// How long it waits when a path has died at that moment: until that is noticed, and what was on it has travelled again.
-const CLOSE_MENDING: Duration = Duration::from_secs(6);
+/// That takes 3 s, and as long as all ways are down. What was reported done is worth the wait; a peer that is dead ends it.
+const CLOSE_MENDING: Duration = Duration::from_secs(20);
 
 /// How long a message may wait before the receiver is asked about it, and the longest pause between two questions. In
 /// ordinary work a receive follows within microseconds; a rank that is late by seconds is asked a handful of times.
