@@ -6,6 +6,9 @@
 //! Times are noise where others work, instructions are not: under
 //! `valgrind --tool=callgrind --toggle-collect='*counted*'` with `TOWLINE_BENCH_COUNT` set to a part of a benchmark's
 //! name, that one runs [`COUNT`] times and nothing else is counted.
+//!
+//! `TOWLINE_BENCH_WRITER=trace,summary` (or what else `TOWLINE_PROFILE` takes) asks instead how much the writer takes in:
+//! transfers are told without a pause for [`SECONDS`], and what was not refused is counted.
 
 use std::ffi::{c_int, c_void};
 use std::hint::black_box;
@@ -30,8 +33,15 @@ const BATCH: u64 = 10_000;
 /// Runs when instructions are counted.
 const COUNT: u64 = 10_000;
 
+/// How long the writer is kept busy.
+const SECONDS: u64 = 4;
+
+/// Records of [`step_and_part`].
+const RECORDS: f64 = 7.0;
+
 struct Step {
     context: *mut c_void,
+    op: *mut c_void,
     handle: *mut c_void,
 }
 
@@ -159,7 +169,46 @@ fn set_up(profile: Option<&str>) -> Step {
         descr.u.proxyOp.pid = std::process::id() as c_int;
     });
     let handle = start(context, op, |descr| descr.type_ = ncclProfileProxyStep.into());
-    Step { context, handle }
+    Step { context, op, handle }
+}
+
+/// A transfer as NCCL tells it: a step with its states, and a part of it on the wire. Seven records, if it is taken.
+fn step_and_part(step: &Step, net: &mut NetEvent) -> bool {
+    let event = start(step.context, step.op, |descr| descr.type_ = ncclProfileProxyStep.into());
+    for state in [ncclProfilerProxyStepSendGPUWait, ncclProfilerProxyStepSendPeerWait_v4, ncclProfilerProxyStepSendWait]
+    {
+        // SAFETY: plain data, for which zero is a value.
+        let mut args: ncclProfilerEventStateArgs_v4_t = unsafe { std::mem::zeroed() };
+        args.proxyStep.transSize = 1 << 20;
+        // SAFETY: a handle of ours or null, and the arguments for these states.
+        unsafe { ncclProfiler_v6.0.recordEventState.unwrap()(event, state, &mut args) };
+    }
+    stop(start(step.context, event, |descr| {
+        descr.type_ = ncclProfileNetPlugin.into();
+        descr.u.netPlugin.id = PLUGIN_ID;
+        descr.u.netPlugin.data = (&raw mut *net).cast();
+    }));
+    stop(event);
+    !event.is_null()
+}
+
+fn writer(profile: &str) {
+    let step = set_up(Some(profile));
+    let mut net = NetEvent { length: 1 << 20, ..NetEvent::new() };
+    let (mut told, mut taken) = (0u64, 0u64);
+    let began = Instant::now();
+    while began.elapsed() < Duration::from_secs(SECONDS) {
+        for _ in 0..64 {
+            told += 1;
+            taken += u64::from(step_and_part(&step, &mut net));
+        }
+    }
+    let seconds = began.elapsed().as_secs_f64();
+    println!(
+        "{profile}: {:.2} million records a second taken, of {:.2} told",
+        taken as f64 * RECORDS / seconds / 1e6,
+        told as f64 * RECORDS / seconds / 1e6,
+    );
 }
 
 /// Runs a benchmark, or counts its instructions.
@@ -245,6 +294,9 @@ fn bench(criterion: &mut Criterion) {
 }
 
 fn main() {
+    if let Ok(profile) = std::env::var("TOWLINE_BENCH_WRITER") {
+        return writer(&profile);
+    }
     let mut criterion = Criterion::default().configure_from_args();
     bench(&mut criterion);
     criterion.final_summary();

@@ -14,9 +14,9 @@
 use std::ffi::c_int;
 use std::path::Path;
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering};
-use std::sync::mpsc::{self, Sender};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Mutex, Once, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::chain::{Chain, Change, Second, Start};
 use super::event::{Body, CommInfo, Kind, NetTimes, Record, state};
@@ -30,11 +30,15 @@ use crate::os::fork;
 use crate::os::net_event::{self, NetEvent};
 use crate::os::ticks::{self, Ticks};
 
-/// How long the last `finalize` waits for the writer.
+/// How long the last `finalize` waits for a writer that does nothing.
 const FINISH: Duration = Duration::from_secs(5);
 
-/// How long the exit handler waits for the writer.
+/// How long the exit handler waits for a writer that does nothing.
 const EXIT: Duration = Duration::from_secs(2);
+
+/// How long either waits for a writer that is at work: a full ring needs a second or two, unless the machine has
+/// no time for it.
+const LONGEST: Duration = Duration::from_secs(30);
 
 /// How serious a message is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -91,6 +95,8 @@ pub struct Profiler {
     /// Communicators initialised and not finalized.
     pub(super) live: AtomicU64,
     serial: AtomicU64,
+    /// Counts what the writer has done.
+    pub(super) progress: AtomicU64,
     notices: Mutex<Vec<Notice>>,
     requests: Sender<Request>,
     /// Which process of a line of forks it belongs to.
@@ -303,11 +309,22 @@ impl Profiler {
         std::mem::take(&mut *lock(&self.notices))
     }
 
-    /// Everything that is in the ring goes to disk, unless that takes longer than `patience`.
+    /// Everything that is in the ring goes to disk, unless the writer does nothing for as long as `patience`.
     fn finish(&self, patience: Duration) {
+        let began = Instant::now();
+        let mut seen = self.progress.load(Ordering::Relaxed);
         let (done, wait) = mpsc::channel();
-        if self.requests.send(Request::Finish(done)).is_ok() {
-            let _ = wait.recv_timeout(patience);
+        if self.requests.send(Request::Finish(done)).is_err() {
+            return;
+        }
+        while wait.recv_timeout(patience) == Err(RecvTimeoutError::Timeout) {
+            let progress = self.progress.load(Ordering::Relaxed);
+            if progress == seen || began.elapsed() > LONGEST {
+                let waited = began.elapsed().as_secs();
+                say(Level::Warn, &format!("the profile is not complete: its thread was not done after {waited} s"));
+                return;
+            }
+            seen = progress;
         }
     }
 }
@@ -366,6 +383,7 @@ fn new_profiler(init: &Init) -> Option<&'static Profiler> {
         mask: AtomicPtr::new(std::ptr::null_mut()),
         live: AtomicU64::new(0),
         serial: AtomicU64::new(0),
+        progress: AtomicU64::new(0),
         notices: Mutex::new(Vec::new()),
         requests: requests.clone(),
         generation: fork::generation(),

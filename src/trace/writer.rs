@@ -209,12 +209,14 @@ impl Writer {
         self.pending.sort_by_key(|record| record.when);
         let ready = self.pending.partition_point(|record| record.when <= cut);
         let later = self.pending.split_off(ready);
+        self.profiler.progress.fetch_add(1, Ordering::Relaxed);
         for (number, mut record) in std::mem::replace(&mut self.pending, later).into_iter().enumerate() {
             let ticks = record.when;
             record.when = self.timeline.nanoseconds(ticks);
             self.apply(&record);
             // A long round must not keep what is complete waiting.
             if number % 4096 == 4095 {
+                self.profiler.progress.fetch_add(1, Ordering::Relaxed);
                 self.advance(ticks);
             }
         }

@@ -1,5 +1,6 @@
 //! `towline trace`: files of several hosts onto one clock, and who holds them back.
 
+use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -20,14 +21,15 @@ const COLLECTIVES: u64 = 30;
 /// Long enough for the slowest job below, so that no rank falls behind the schedule.
 const PERIOD: u64 = 60_000_000;
 
-/// One rank of a job that works in step: `rank,start,late µs,gpu µs,rail 1 µs`.
+/// One rank of a job that works in step: `rank,late µs,gpu µs,rail 1 µs`.
 pub(crate) fn play(args: &str) {
     let numbers: Vec<u64> = args.split(',').map(|number| number.parse().unwrap()).collect();
-    let [rank, start, late, gpu, rail] = numbers[..] else { panic!("{args}") };
+    let [rank, late, gpu, rail] = numbers[..] else { panic!("{args}") };
     let rank = rank as i32;
-    let ring = ring(rank);
     let mut mask = 0;
     let comm = Comm::new(Host::load(6), CommDescr { id: 0x5105, ranks: RANKS, rank }, &mut mask);
+    let ring = ring(rank);
+    let start = agree_on_start(rank, &ring);
     let pace = Pace {
         gpu: Duration::from_micros(gpu),
         receiver: Duration::ZERO,
@@ -56,13 +58,29 @@ fn ring(rank: i32) -> Ring {
     Ring { to, from: listener.accept().unwrap().0 }
 }
 
+/// Everybody is there and has loaded everything when rank 0's word comes around, however long that took.
+fn agree_on_start(rank: i32, ring: &Ring) -> u64 {
+    let mut word = [0; 8];
+    for round in 0..2 {
+        if rank == 0 {
+            // The first time around nobody looks at it.
+            let start = if round == 0 { 0 } else { clock::now() + 50_000_000 };
+            (&ring.to).write_all(&start.to_ne_bytes()).unwrap();
+        }
+        (&ring.from).read_exact(&mut word).unwrap();
+        if rank != 0 {
+            (&ring.to).write_all(&word).unwrap();
+        }
+    }
+    u64::from_ne_bytes(word)
+}
+
 /// Plays the job; `of` gives each rank its lateness, its GPU's and its second rail's microseconds.
 fn job(dir: &Path, of: impl Fn(i32) -> [u64; 3]) -> Vec<PathBuf> {
-    let start = clock::now() + 500_000_000;
     let children: Vec<_> = (0..RANKS)
         .map(|rank| {
             let [late, gpu, rail] = of(rank);
-            let mut command = super::command(&format!("job:{rank},{start},{late},{gpu},{rail}"), dir);
+            let mut command = super::command(&format!("job:{rank},{late},{gpu},{rail}"), dir);
             command.env("TOWLINE_PROFILE", "trace").spawn().unwrap()
         })
         .collect();
@@ -152,7 +170,7 @@ fn times(file: &Path) -> Vec<Vec<u64>> {
 #[test]
 fn a_rank_that_comes_late_is_named_with_its_lateness() {
     let dir = tempfile::tempdir().unwrap();
-    let files = job(dir.path(), |rank| [if rank == 1 { 5000 } else { 0 }, 0, 10]);
+    let files = job(dir.path(), |rank| [if rank == 1 { 20_000 } else { 0 }, 0, 10]);
     let report = towline(&["trace", "report", "--brief"], &files);
     let line = report.lines().find(|line| line.contains("comes late")).expect(&report);
     assert!(line.contains("rank 1 ("), "{report}");
