@@ -20,6 +20,7 @@ pub mod align;
 pub mod chain;
 pub mod clock;
 pub mod event;
+mod hash;
 pub mod key;
 pub mod metrics;
 pub mod names;

@@ -5,9 +5,10 @@
 //! none has come for a while ([`GRACE_NS`]). Its slice is written then, with an arrow to each of its operations; a
 //! call that takes longer than [`EARLY_NS`] gets its begin at once, so that the trace of a job that hangs shows it.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 
 use super::super::event::Body;
+use super::super::hash::QuickMap;
 use super::packets::{Annotations, Packets};
 use super::tracks::{Group, Place, Tracks};
 
@@ -39,16 +40,16 @@ pub(super) struct Call {
     last: u64,
     flows: Vec<u64>,
     /// How many operations it has had per channel, peer and direction.
-    pub(super) ops: HashMap<(u8, i32, bool), u32>,
+    pub(super) ops: QuickMap<(u8, i32, bool), u32>,
     place: Option<Place>,
 }
 
 /// All calls that may still get children.
 #[derive(Default)]
 pub(super) struct Calls {
-    calls: HashMap<u64, Call>,
+    calls: QuickMap<u64, Call>,
     /// Per communicator track, calls not yet written, in the order of their begins.
-    queues: HashMap<u64, VecDeque<u64>>,
+    queues: QuickMap<u64, VecDeque<u64>>,
     /// Calls that were begun early and not yet ended.
     early: Vec<u64>,
     /// Calls that were written, oldest first.
@@ -66,7 +67,7 @@ impl Calls {
             children: 0,
             last: when,
             flows: vec![flow],
-            ops: HashMap::new(),
+            ops: QuickMap::default(),
             place: None,
         };
         self.calls.insert(id, call);
@@ -164,11 +165,11 @@ impl Calls {
 
 /// Takes a communicator's calls out of the list of early ones.
 trait ExtractComm {
-    fn extract_if_comm(&mut self, calls: &HashMap<u64, Call>, comm: u64) -> Vec<u64>;
+    fn extract_if_comm(&mut self, calls: &QuickMap<u64, Call>, comm: u64) -> Vec<u64>;
 }
 
 impl ExtractComm for Vec<u64> {
-    fn extract_if_comm(&mut self, calls: &HashMap<u64, Call>, comm: u64) -> Vec<u64> {
+    fn extract_if_comm(&mut self, calls: &QuickMap<u64, Call>, comm: u64) -> Vec<u64> {
         let (out, keep) = self.iter().partition(|id| calls.get(id).is_none_or(|call| call.comm == comm));
         *self = keep;
         out

@@ -1,8 +1,7 @@
 //! Records in, packets out: which slice on which track, and the arrows between them.
 
-use std::collections::HashMap;
-
 use super::super::event::{Body, CommInfo, Kind, ProxyOp, Record, state};
+use super::super::hash::QuickMap;
 use super::super::key;
 use super::calls::Calls;
 use super::category;
@@ -54,7 +53,7 @@ struct Comm {
     info: CommInfo,
     track: u64,
     /// Point-to-point operations so far, per channel, peer and direction.
-    p2p_ops: HashMap<(u8, i32, bool), u32>,
+    p2p_ops: QuickMap<(u8, i32, bool), u32>,
     /// The smallest difference seen between our clock and the GPU's.
     gpu_offset: i64,
 }
@@ -64,10 +63,10 @@ pub struct Emitter {
     out: Packets,
     tracks: Tracks,
     seed: u64,
-    comms: HashMap<u64, Comm>,
+    comms: QuickMap<u64, Comm>,
     /// Tracks for operations of other processes, by pid.
-    foreign: HashMap<i32, u64>,
-    open: HashMap<u64, Open>,
+    foreign: QuickMap<i32, u64>,
+    open: QuickMap<u64, Open>,
     calls: Calls,
     rails: Rails,
     drops_track: Option<u64>,
@@ -95,9 +94,9 @@ impl Emitter {
             out,
             tracks,
             seed,
-            comms: HashMap::new(),
-            foreign: HashMap::new(),
-            open: HashMap::new(),
+            comms: QuickMap::default(),
+            foreign: QuickMap::default(),
+            open: QuickMap::default(),
             calls: Calls::default(),
             rails: Rails::default(),
             drops_track: None,
@@ -120,7 +119,7 @@ impl Emitter {
             None => {
                 let track = self.tracks.fresh();
                 let gpu_offset = i64::MAX;
-                let comm = Comm { info: info.clone(), track, p2p_ops: HashMap::new(), gpu_offset };
+                let comm = Comm { info: info.clone(), track, p2p_ops: QuickMap::default(), gpu_offset };
                 self.comms.insert(info.context, comm);
                 track
             }

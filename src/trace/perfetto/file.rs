@@ -29,6 +29,8 @@ pub struct TraceFile {
     written: u64,
     /// Bytes that are not yet.
     buffer: Vec<u8>,
+    /// Room for one packet.
+    packet: Vec<u8>,
     limit: u64,
     /// Packets that were left out because the file is full or the disk is.
     lost: u64,
@@ -46,7 +48,16 @@ impl TraceFile {
             let open = || OpenOptions::new().append(true).create_new(true).mode(0o644).open(&path);
             match Registered::open(open) {
                 Ok(file) => {
-                    return Ok(Self { file, path, written: 0, buffer: Vec::new(), limit, lost: 0, full: false });
+                    return Ok(Self {
+                        file,
+                        path,
+                        written: 0,
+                        buffer: Vec::new(),
+                        packet: Vec::new(),
+                        limit,
+                        lost: 0,
+                        full: false,
+                    });
                 }
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists && number < 10_000 => number += 1,
                 Err(error) => return Err(error),
@@ -71,7 +82,10 @@ impl TraceFile {
 
     /// Adds a packet. It is in the file after the next [`TraceFile::flush`].
     pub fn append(&mut self, packet: &TracePacket) {
-        let length = packet.encoded_len();
+        // Encoded first: to ask for its length walks through the whole packet, once for each message in it.
+        self.packet.clear();
+        packet.encode(&mut self.packet).expect("a vector grows as needed");
+        let length = self.packet.len();
         let whole = 1 + prost::length_delimiter_len(length) + length;
         let end = self.written + self.buffer.len() as u64;
         if self.full || whole > PAGE || end + 2 * PAGE as u64 > self.limit {
@@ -85,7 +99,8 @@ impl TraceFile {
             fill(&mut self.buffer, left);
         }
         self.buffer.push(PACKET_TAG);
-        packet.encode_length_delimited(&mut self.buffer).expect("a vector grows as needed");
+        prost::encode_length_delimiter(length, &mut self.buffer).expect("a vector grows as needed");
+        self.buffer.extend_from_slice(&self.packet);
     }
 
     /// Writes what was added. When the disk takes only a part, the file is cut back to its last whole packet and

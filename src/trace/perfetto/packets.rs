@@ -1,8 +1,8 @@
 //! Track events, one call each: names and annotation names are written once per file and then by number.
 
-use std::collections::HashMap;
 use std::net::Ipv6Addr;
 
+use super::super::hash::QuickMap;
 use super::fields::Value;
 use super::file::TraceFile;
 use super::proto::{
@@ -21,7 +21,7 @@ const NAMES: usize = 4096;
 pub(super) type Annotations = Vec<(&'static str, Value)>;
 
 #[derive(Default)]
-struct Table(HashMap<String, u64>);
+struct Table(QuickMap<String, u64>);
 
 impl Table {
     /// The string's number, and whether it is new. None when the table is full.

@@ -19,8 +19,7 @@
 //! Slices of one track must nest. Things that overlap (the steps of one operation, say) get one track each, of the
 //! same name under the same parent, which Perfetto draws as one; such a set is a *group* and its members *lanes*.
 
-use std::collections::HashMap;
-
+use super::super::hash::QuickMap;
 use super::packets::Packets;
 
 /// A set of lanes.
@@ -112,14 +111,14 @@ pub(super) struct Tracks {
     seed: u64,
     next: u64,
     process: u64,
-    channels: HashMap<(u64, u8), u64>,
-    lanes: HashMap<Group, Vec<Lane>>,
+    channels: QuickMap<(u64, u8), u64>,
+    lanes: QuickMap<Group, Vec<Lane>>,
 }
 
 impl Tracks {
     /// Tracks under a process's track; `seed` keeps the files of different processes apart.
     pub(super) fn new(seed: u64) -> Self {
-        let mut tracks = Self { seed, next: 0, process: 0, channels: HashMap::new(), lanes: HashMap::new() };
+        let mut tracks = Self { seed, next: 0, process: 0, channels: QuickMap::default(), lanes: QuickMap::default() };
         tracks.process = tracks.fresh();
         tracks
     }

@@ -1,8 +1,9 @@
 //! Calls and how long they took: from the start of enqueueing until the last child was done.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
 use super::super::event::{Body, Record};
+use super::super::hash::QuickMap;
 use super::super::names::Name;
 use super::{CommStat, Histogram};
 
@@ -84,7 +85,7 @@ struct Call {
 /// Calls that may still get children.
 #[derive(Debug, Default)]
 pub(super) struct Calls {
-    open: HashMap<u64, Call>,
+    open: QuickMap<u64, Call>,
     arrivals: Option<Vec<Arrival>>,
     /// Nothing can be complete before this.
     look_at: u64,

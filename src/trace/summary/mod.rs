@@ -18,9 +18,10 @@ pub use calls::{Arrival, CallKey, CallStat};
 pub use histogram::Histogram;
 pub use table::{bytes, render, time};
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
 use super::event::{Body, CommInfo, NetTimes, Record, state};
+use super::hash::QuickMap;
 use super::rail::Rail;
 use calls::Calls;
 
@@ -131,10 +132,10 @@ pub struct Summary {
     /// Events that were dropped.
     pub dropped: u64,
     calls: Calls,
-    ops: HashMap<u64, Op>,
-    steps: HashMap<u64, Step>,
-    nets: HashMap<u64, Net>,
-    kernels: HashMap<u64, (u64, u64, u64, u64)>,
+    ops: QuickMap<u64, Op>,
+    steps: QuickMap<u64, Step>,
+    nets: QuickMap<u64, Net>,
+    kernels: QuickMap<u64, (u64, u64, u64, u64)>,
 }
 
 impl Summary {
