@@ -39,11 +39,15 @@ impl<S, L> Matching<S, L> {
         let entry = self.tag(tag);
         let number = entry.next;
         entry.next = number.wrapping_add(1);
-        // Lines of earlier sends have met them, or were dropped as they came.
-        if entry.lines.front().is_some_and(|(of, _)| *of == number) {
-            return (number, entry.lines.pop_front().map(|(_, line)| line));
+        // Nearly always the first. But a receive that was announced late stands behind later ones, and is passed over when
+        // its send went without it.
+        while let Some((of, _)) = entry.lines.front()
+            && number.wrapping_sub(*of).cast_signed() > 0
+        {
+            entry.lines.pop_front();
         }
-        (number, None)
+        let at = entry.lines.iter().position(|(of, _)| *of == number);
+        (number, at.and_then(|at| entry.lines.remove(at)).map(|(_, line)| line))
     }
 
     /// That send waits for its line.
@@ -130,10 +134,18 @@ mod tests {
         Eager,
         Announced,
         Silent,
+        /// The silent ones are announced, behind lines of later receives.
+        Asked,
     }
 
     fn events() -> impl Strategy<Value = Vec<(Event, i32)>> {
-        let event = prop_oneof![Just(Event::Patient), Just(Event::Eager), Just(Event::Announced), Just(Event::Silent)];
+        let event = prop_oneof![
+            3 => Just(Event::Patient),
+            3 => Just(Event::Eager),
+            3 => Just(Event::Announced),
+            3 => Just(Event::Silent),
+            1 => Just(Event::Asked),
+        ];
         prop::collection::vec((event, -3..4_i32), 0..400)
     }
 
@@ -144,6 +156,7 @@ mod tests {
             let mut matching = Matching::new();
             let mut sends: HashMap<i32, u32> = HashMap::new();
             let mut receives: HashMap<i32, u32> = HashMap::new();
+            let mut silent = Vec::new();
             let mut lines = HashSet::new();
             let mut waiting = HashSet::new();
             for (event, tag) in events {
@@ -166,7 +179,18 @@ mod tests {
                         prop_assert_eq!(met, waiting.remove(&(tag, *k)).then_some(((tag, *k), (tag, *k))));
                         *k += 1;
                     }
-                    Event::Silent => *receives.entry(tag).or_default() += 1,
+                    Event::Silent => {
+                        let k = receives.entry(tag).or_default();
+                        silent.push((tag, *k));
+                        *k += 1;
+                    }
+                    Event::Asked => {
+                        for (tag, k) in silent.drain(..) {
+                            lines.insert((tag, k));
+                            let met = matching.line(tag, k as u16, (tag, k));
+                            prop_assert_eq!(met, waiting.remove(&(tag, k)).then_some(((tag, k), (tag, k))));
+                        }
+                    }
                 }
                 prop_assert_eq!(matching.waiting_sends(), waiting.len());
             }
