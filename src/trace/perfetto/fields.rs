@@ -28,6 +28,10 @@ use Value::{Address, Bool, Int, Pointer, Text, Uint};
 /// Where a NetPlugin event's descriptor came from.
 const SOURCE: &str = "source";
 
+/// How long a part is. Not "length": Perfetto's own page takes a set of values with that name among them for a list, and
+/// shows an error in place of the slice (seen with its version 20).
+const LENGTH: &str = "bytes";
+
 /// Puts out the fields of a start, in the order to be shown.
 pub fn fields(start: &Body, put: &mut dyn FnMut(&'static str, Value)) {
     match *start {
@@ -81,13 +85,13 @@ pub fn fields(start: &Body, put: &mut dyn FnMut(&'static str, Value)) {
         }
         Body::NetSocket { fd, op, length } => {
             put(SOURCE, Text("socket".into()));
-            put("length", Uint(length));
+            put(LENGTH, Uint(length));
             put("fd", Int(fd.into()));
             put("op", Int(op.into()));
         }
         Body::NetIb { device, opcode, qp, wr_id, length } => {
             put(SOURCE, Text("ib".into()));
-            put("length", Uint(length));
+            put(LENGTH, Uint(length));
             put("device", Int(device.into()));
             put("opcode", Int(opcode.into()));
             put("qp", Int(qp.into()));
@@ -130,7 +134,7 @@ fn net_fields(part: &NetPart, put: &mut dyn FnMut(&'static str, Value)) {
     put("send", Bool(part.send));
     put("message", Uint(part.message));
     put("offset", Uint(part.offset));
-    put("length", Uint(part.length));
+    put(LENGTH, Uint(part.length));
     put("rail", Uint(part.rail.into()));
     put("stream", Uint(part.stream.into()));
     if part.resend {
@@ -267,19 +271,19 @@ fn call(f: &Fields) -> CollApi {
 
 fn net(f: &Fields) -> Body {
     match f.text(SOURCE).text() {
-        "socket" => Body::NetSocket { fd: f.int("fd"), op: f.int("op"), length: f.uint("length") },
+        "socket" => Body::NetSocket { fd: f.int("fd"), op: f.int("op"), length: f.uint(LENGTH) },
         "ib" => Body::NetIb {
             device: f.int("device"),
             opcode: f.int("opcode"),
             qp: f.int("qp"),
             wr_id: f.uint("wr_id"),
-            length: f.uint("length"),
+            length: f.uint(LENGTH),
         },
         "towline" => Body::NetTowline(NetPart {
             link: f.uint("link"),
             message: f.uint("message"),
             offset: f.uint("offset"),
-            length: f.uint("length"),
+            length: f.uint(LENGTH),
             peer: match f.get("peer address") {
                 Some(Address(ip)) => ip.octets(),
                 _ => [0; 16],
