@@ -276,6 +276,9 @@ impl Dial {
             && let Some(conn) = conn.upgrade()
         {
             conn.end_repair(*index);
+            if result.is_ok() {
+                conn.check_repair(*index);
+            }
         }
         state.result = Some(result);
         self.settled.notify_all();

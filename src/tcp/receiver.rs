@@ -92,6 +92,8 @@ enum Body {
 
 struct Io {
     sock: Sock,
+    /// The life of the stream that this is. Its end may be noticed in one thread while another begins the next.
+    epoch: u16,
     input: Box<[u8]>,
     from: usize,
     to: usize,
@@ -210,6 +212,7 @@ impl RecvConn {
         self.events.set_path(index, path_of(&sock, &self.link));
         let io = Io {
             sock,
+            epoch,
             input: vec![0; INPUT].into_boxed_slice(),
             from: 0,
             to: 0,
@@ -222,9 +225,15 @@ impl RecvConn {
             parted: false,
         };
         self.health.stream_up();
-        self.state().core.stream_up(index, epoch);
+        {
+            let mut state = self.state();
+            state.core.stream_up(index, epoch);
+            lock(&self.vigils)[index] = Vigil::default();
+            if index == 0 {
+                self.first_live.store(true, Ordering::SeqCst);
+            }
+        }
         *self.alone() = None;
-        lock(&self.vigils)[index] = Vigil::default();
         // The first life of the first stream is 0, that of the others 1.
         if epoch > u16::from(index > 0) {
             Counters::bump(&self.counters.reconnects);
@@ -237,8 +246,18 @@ impl RecvConn {
         self.streams[index].watch(place);
         self.streams[index].install(Box::new(io));
         self.streams[index].kick();
+    }
+
+    /// A life of a stream has ended. Nothing when the next has begun already, which is then not touched: both take the
+    /// state's lock for it.
+    fn life_ended(&self, index: usize, epoch: u16) {
+        let state = self.state();
+        if state.core.epoch(index) != epoch {
+            return;
+        }
+        lock(&self.vigils)[index].ended(Instant::now());
         if index == 0 {
-            self.first_live.store(true, Ordering::SeqCst);
+            self.first_live.store(false, Ordering::SeqCst);
         }
     }
 
@@ -784,15 +803,11 @@ impl RecvConn {
 
     /// A stream ended. Decides whether that ends the connection.
     fn broken(&self, index: usize, io: Box<Io>, why: Broken) {
-        if index == 0 {
-            self.first_live.store(false, Ordering::SeqCst);
-        }
+        let epoch = io.epoch;
         if let Broken::Lost(error) = &why {
             self.note_trouble(&io, error);
         }
-        if matches!(why, Broken::Lost(_)) {
-            lock(&self.vigils)[index].ended(Instant::now());
-        }
+        self.life_ended(index, epoch);
         match &why {
             Broken::Fatal(error) => self.part_in_anger(*io, error),
             _ => drop(io),
@@ -808,7 +823,6 @@ impl RecvConn {
                     self.wait_for_peer(&error);
                 } else {
                     // The sender may not know.
-                    let epoch = self.state().core.epoch(index);
                     lock(&self.fences).push((index, epoch));
                     self.call_keeper();
                 }
@@ -839,6 +853,11 @@ impl RecvConn {
             _ => self.net.patience(error),
         };
         *self.alone() = Some((now + patience, lost(error).with_peer(&self.peer)));
+        // Another thread may have brought a stream back before that was said.
+        if self.health.live() > 0 {
+            *self.alone() = None;
+            return;
+        }
         self.call_keeper();
     }
 
@@ -1000,12 +1019,9 @@ impl RecvConn {
         if self.state().core.has_outlived(index, epoch) {
             return None;
         }
-        if self.streams[index].take().is_some() {
+        if let Some(io) = self.streams[index].take() {
             self.health.stream_down();
-            lock(&self.vigils)[index].ended(Instant::now());
-            if index == 0 {
-                self.first_live.store(false, Ordering::SeqCst);
-            }
+            self.life_ended(index, io.epoch);
         }
         self.state().core.fence(index, epoch)
     }
@@ -1035,16 +1051,19 @@ impl RecvConn {
         lock(&self.waiting).take()
     }
 
-    /// Counts as a stream until it is dropped.
+    /// Counts as a stream until it is dropped. If no other has come by then, the peer is waited for.
     pub fn hold_open(&self) -> impl Drop + '_ {
-        struct Open<'a>(&'a Health);
+        struct Open<'a>(&'a RecvConn);
         impl Drop for Open<'_> {
             fn drop(&mut self) {
-                self.0.stream_down();
+                let conn = self.0;
+                if conn.health.stream_down() == 0 && !conn.is_over() && conn.alone().is_none() {
+                    conn.wait_for_peer(&io::ErrorKind::NotConnected.into());
+                }
             }
         }
         self.health.stream_up();
-        Open(&self.health)
+        Open(self)
     }
 
     /// Whether nobody waits for this connection to be mended.

@@ -538,6 +538,11 @@ impl SendCore {
         was_live
     }
 
+    /// As [`SendCore::stream_down`], unless the stream has begun another life since.
+    pub fn end_life(&mut self, index: usize, epoch: u16) -> bool {
+        self.epoch(index) == epoch && self.stream_down(index)
+    }
+
     /// The receiver took in `frames` frames of the dead stream and will take no more: the rest is ready again.
     /// Returns how many chunks that are. An answer that comes late, about a life of the stream before the one that
     /// ended last, changes nothing.
@@ -678,6 +683,24 @@ mod tests {
     fn used(paths: &[Path], length: u64, outstanding: usize) -> f64 {
         let sum: u64 = paths.iter().map(|path| path.rate).sum();
         carried(paths, length, outstanding, 20_000_000) / sum as f64
+    }
+
+    #[test]
+    fn the_end_of_a_life_that_is_over_takes_nothing_from_the_next() {
+        let mut core = SendCore::new(true);
+        let mut done = Vec::new();
+        core.stream_up(0, 0);
+        core.post(64, 0, false).unwrap();
+        assert!(core.next_chunk(0).is_some());
+        core.written(0);
+        // It comes back in one thread...
+        assert!(core.end_life(0, 0));
+        assert_eq!(core.fenced(0, 0, 0, &mut done).unwrap(), 1);
+        core.stream_up(0, 1);
+        // ...before the one that saw it break comes to say so.
+        assert!(!core.end_life(0, 0));
+        assert!(core.is_live(0) && core.unfenced().is_empty());
+        assert!(core.next_chunk(0).is_some_and(|chunk| chunk.again));
     }
 
     const MESSAGE: u64 = 16 << 20;

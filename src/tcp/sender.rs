@@ -131,6 +131,8 @@ impl Outgoing {
 
 struct Io {
     sock: Sock,
+    /// The life of the stream that this is. Its end may be noticed in one thread while another begins the next.
+    epoch: u16,
     out: Option<Outgoing>,
     sent: usize,
     control: Vec<u8>,
@@ -267,6 +269,7 @@ impl SendConn {
         self.events.set_path(index, path_of(&sock, &self.link));
         let io = Io {
             sock,
+            epoch,
             out: None,
             sent: 0,
             control: Vec::new(),
@@ -277,16 +280,33 @@ impl SendConn {
             blocked: None,
         };
         self.health.stream_up();
-        self.state().core.stream_up(index, epoch);
+        {
+            let mut state = self.state();
+            state.core.stream_up(index, epoch);
+            self.note_first(index, &state.core);
+        }
         lock(&self.vigils)[index] = Vigil::default();
         *lock(&self.alone) = None;
         // In this order: a stream that breaks at once takes its registration with it.
         self.streams[index].watch(place);
         self.streams[index].install(Box::new(io));
         self.streams[index].kick();
+    }
+
+    /// Whether the first stream is connected, for who does not have the state. Called with the state locked, so that the
+    /// note and the core say the same whatever two threads do.
+    fn note_first(&self, index: usize, core: &SendCore) {
         if index == 0 {
-            self.first_live.store(true, Ordering::SeqCst);
+            self.first_live.store(core.is_live(0), Ordering::SeqCst);
         }
+    }
+
+    /// Ends a life of a stream in the books, once. Returns whether it was this call that did.
+    fn end_life(&self, index: usize, epoch: u16) -> bool {
+        let mut state = self.state();
+        let was_live = state.core.end_life(index, epoch);
+        self.note_first(index, &state.core);
+        was_live
     }
 
     /// Starts a send. `None`: not now, all request slots are taken.
@@ -1064,15 +1084,13 @@ impl SendConn {
 
     /// A stream ended. Decides whether that ends the connection.
     fn broken(&self, index: usize, io: Box<Io>, why: Broken) {
+        let epoch = io.epoch;
         match &why {
             Broken::Fatal(error) => self.part_in_anger(*io, error),
             _ => drop(io),
         }
         self.health.stream_down();
-        let was_live = self.state().core.stream_down(index);
-        if index == 0 {
-            self.first_live.store(false, Ordering::SeqCst);
-        }
+        let was_live = self.end_life(index, epoch);
         match why {
             Broken::Fatal(error) => self.fail(error.with_peer(&self.peer)),
             Broken::Goodbye => {}
@@ -1163,12 +1181,14 @@ impl SendConn {
         if (epoch.wrapping_sub(former) as i16) <= 0 {
             return Err(Error::remote("another life of the stream was faster"));
         }
-        // A stream that comes home still lives elsewhere; the receiver has fenced that life by taking this one.
+        // A stream that comes home still lives elsewhere; the receiver has fenced that life by taking this one. If its
+        // socket is not there, another thread has just seen it break: that life is over for the books all the same,
+        // before the next begins.
         if let Some(io) = self.streams[index].take() {
             watch::close_hard(&io.sock);
-            self.state().core.stream_down(index);
             self.health.stream_down();
         }
+        self.end_life(index, former);
         self.fenced(index, former, frames)?;
         if epoch > 1 || index == 0 {
             Counters::bump(&self.counters.reconnects);
@@ -1186,6 +1206,17 @@ impl SendConn {
     /// The caller has done so, or given up.
     pub fn end_repair(&self, index: usize) {
         self.repairs.fetch_and(!(1 << index), Ordering::SeqCst);
+    }
+
+    /// The stream was connected again, and the repair has ended: has it begin anew if it broke in between, when who saw
+    /// it break found a repair under way.
+    pub fn check_repair(&self, index: usize) {
+        if !self.is_over()
+            && self.state().core.is_down(index)
+            && let Some(me) = self.me.upgrade()
+        {
+            self.net.repair(&me, index);
+        }
     }
 
     /// How many pairs of rails there are to try.
@@ -1271,6 +1302,7 @@ impl SendConn {
         let alone = lock(&self.alone).clone();
         if let Some((until, error)) = alone
             && now >= until
+            && self.health.live() == 0
         {
             self.fail_silently(error);
             self.chores.end();

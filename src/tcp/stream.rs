@@ -133,8 +133,10 @@ impl<Io> Stream<Io> {
                     Step::More => return Ran::More,
                     Step::Broken(why) => {
                         let dead = io.take().expect("it was live");
+                        // With the socket, under its lock: a moment later the stream may be back, with a place of its own.
+                        let place = self.registration().take();
                         drop(io);
-                        *self.registration() = None;
+                        drop(place);
                         broken(dead, why);
                         return Ran::Settled(true);
                     }
@@ -174,8 +176,11 @@ impl<Io> Stream<Io> {
     /// Takes the socket away, waiting for the thread that uses it (which never waits itself). After this nobody
     /// touches a buffer through this stream.
     pub fn take(&self) -> Option<Box<Io>> {
-        let io = self.lock().take();
-        *self.registration() = None;
+        let mut held = self.lock();
+        let io = held.take();
+        let place = self.registration().take();
+        drop(held);
+        drop(place);
         io
     }
 

@@ -139,3 +139,28 @@ fn after_a_take_nobody_is_in_the_stream() {
         other.join().unwrap();
     });
 }
+
+/// A stream breaks in one thread while another, which has heard of it in its own way, brings it back: the new life
+/// keeps its place at the worker.
+#[test]
+fn a_stream_that_comes_back_while_its_end_is_noticed_keeps_its_place() {
+    loom::model(|| {
+        let shared = Shared::new();
+        shared.stream.watch(Registration::default());
+        let other = {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || {
+                shared.stream.run(WRITE, |(), _| Step::Broken(()), |_, ()| ());
+            })
+        };
+        shared.stream.take();
+        shared.stream.watch(shared.worker.clone());
+        shared.stream.install(Box::new(()));
+        other.join().unwrap();
+        // Either the other thread broke the old life, or it came late and broke the new one, whose place went with it.
+        let lives = shared.stream.peek(|()| ()).is_some();
+        let before = shared.worker.kicks();
+        shared.stream.kick();
+        assert_eq!(shared.worker.kicks() - before, u32::from(lives), "lives: {lives}");
+    });
+}
