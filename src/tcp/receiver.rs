@@ -98,6 +98,10 @@ struct Io {
     from: usize,
     to: usize,
     body: Body,
+    /// Bytes that were looked at and are still in the socket ([`wire::peek`]).
+    peeked: usize,
+    /// The last look found nothing, so somebody waits for what comes next.
+    awaited: bool,
     /// What a stream with checksums or encryption has beyond a plain one.
     seal: Option<Box<Sides>>,
     /// The part and offset of the chunk that is arriving, when a profiler is told of it.
@@ -217,6 +221,8 @@ impl RecvConn {
             from: 0,
             to: 0,
             body: Body::None,
+            peeked: 0,
+            awaited: false,
             seal: seal.sides(),
             followed: None,
             out: Vec::new(),
@@ -248,14 +254,16 @@ impl RecvConn {
         self.streams[index].kick();
     }
 
-    /// A life of a stream has ended. Nothing when the next has begun already, which is then not touched: both take the
-    /// state's lock for it.
-    fn life_ended(&self, index: usize, epoch: u16) {
+    /// A life of a stream has ended; `may_return`: not by a goodbye. Nothing when the next has begun already, which is
+    /// then not touched: both take the state's lock for it.
+    fn life_ended(&self, index: usize, epoch: u16, may_return: bool) {
         let state = self.state();
         if state.core.epoch(index) != epoch {
             return;
         }
-        lock(&self.vigils)[index].ended(Instant::now());
+        if may_return {
+            lock(&self.vigils)[index].ended(Instant::now());
+        }
         if index == 0 {
             self.first_live.store(false, Ordering::SeqCst);
         }
@@ -536,6 +544,9 @@ impl RecvConn {
             if share == 0 {
                 return Ok((true, true));
             }
+            if io.peeked > 0 && !self.empty(index, io)? {
+                return Ok((moved, false));
+            }
             // Everything in the input buffer was taken but the beginning of a header.
             io.input.copy_within(io.from..io.to, 0);
             (io.from, io.to) = (0, io.to - io.from);
@@ -544,11 +555,19 @@ impl RecvConn {
                 Body::Data { to, rest } => (Piece { data: to.data, length: rest }, &mut io.input[..BEHIND]),
             };
             let wanted = body.length + room.len();
+            let peeks = index == 0 && io.awaited && body.length == 0;
+            let fd = io.sock.as_raw_fd();
             // SAFETY: the body lies in the posted buffer of a request that has not ended, or in a staging buffer
             // that lives until its message is copied; the core has checked that the range fits. The input buffer
             // is this stream's own.
-            match unsafe { wire::receive(io.sock.as_raw_fd(), [body, Piece::of_mut(room)]) } {
-                Ok(None) => return Ok((moved, false)),
+            let got = unsafe {
+                if peeks { wire::peek(fd, Piece::of_mut(room)) } else { wire::receive(fd, [body, Piece::of_mut(room)]) }
+            };
+            match got {
+                Ok(None) => {
+                    io.awaited = true;
+                    return Ok((moved, false));
+                }
                 Err(error) if wire::is_shortage(&error) => {
                     self.starved(index, &error);
                     return Ok((moved, false));
@@ -559,6 +578,10 @@ impl RecvConn {
                 Err(error) => return Err(Broken::Lost(error)),
                 Ok(Some(bytes)) => {
                     moved = true;
+                    io.awaited = false;
+                    if peeks {
+                        io.peeked = bytes;
+                    }
                     share = share.saturating_sub(bytes);
                     let placed = bytes.min(body.length);
                     io.to += bytes - placed;
@@ -574,6 +597,17 @@ impl RecvConn {
                 }
             }
         }
+    }
+
+    /// Takes out of the socket what was only looked at. False: not all of it now.
+    fn empty(&self, index: usize, io: &mut Io) -> std::result::Result<bool, Broken> {
+        match wire::discard(io.sock.as_raw_fd(), io.peeked) {
+            Ok(bytes) => io.peeked -= bytes.unwrap_or(0).min(io.peeked),
+            Err(error) if wire::is_shortage(&error) => self.starved(index, &error),
+            Err(_) if self.health.is_peer_done() => return Err(Broken::Goodbye),
+            Err(error) => return Err(Broken::Lost(error)),
+        }
+        Ok(io.peeked == 0)
     }
 
     /// `bytes` of the open frame's payload are in place.
@@ -643,7 +677,11 @@ impl RecvConn {
         match header.kind {
             Type::Bye => {
                 self.health.peer_is_done();
-                // The sender's close waits for the kernel's acknowledgement, which may be delayed by 40 ms.
+                // The sender's close waits for the kernel's acknowledgement, which may be delayed by 40 ms, and which the
+                // kernel does not send while bytes are left in the socket.
+                if let Ok(Some(bytes)) = wire::discard(io.sock.as_raw_fd(), io.peeked) {
+                    io.peeked -= bytes.min(io.peeked);
+                }
                 let _ = io.sock.set_tcp_quickack(true);
                 io.ack = true;
             }
@@ -807,7 +845,7 @@ impl RecvConn {
         if let Broken::Lost(error) = &why {
             self.note_trouble(&io, error);
         }
-        self.life_ended(index, epoch);
+        self.life_ended(index, epoch, matches!(why, Broken::Lost(_)));
         match &why {
             Broken::Fatal(error) => self.part_in_anger(*io, error),
             _ => drop(io),
@@ -1021,7 +1059,7 @@ impl RecvConn {
         }
         if let Some(io) = self.streams[index].take() {
             self.health.stream_down();
-            self.life_ended(index, io.epoch);
+            self.life_ended(index, io.epoch, true);
         }
         self.state().core.fence(index, epoch)
     }
