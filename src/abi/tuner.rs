@@ -15,7 +15,7 @@ use super::guard::guard;
 use super::pointer::Out;
 use super::table::{NAME, Table};
 use crate::os::error::{Error, Result};
-use crate::plugin::tuning::{self, Collective, Question, Shape};
+use crate::plugin::tuning::{self, Collective, Question, Shape, Tree};
 
 /// Exports `ncclTunerPlugin_vN`.
 macro_rules! export_tuner {
@@ -124,8 +124,10 @@ unsafe extern "C" fn get_coll_info_v4(
         let Some(advice) = tuning::advise(&question) else { return Ok(()) };
         costs.add(NCCL_PROTO_LL as usize, advice.ll_costs_more_us);
         costs.add(NCCL_PROTO_LL128 as usize, advice.ll128_costs_more_us);
-        if advice.prefers_tree {
-            costs.choose(NCCL_ALGO_TREE as usize, NCCL_PROTO_SIMPLE as usize);
+        match advice.tree {
+            Some(Tree::LL) => costs.choose(NCCL_ALGO_TREE as usize, NCCL_PROTO_LL as usize),
+            Some(Tree::Simple) => costs.choose(NCCL_ALGO_TREE as usize, NCCL_PROTO_SIMPLE as usize),
+            None => {}
         }
         if advice.avoids_pat {
             costs.discourage(NCCL_ALGO_PAT as usize);

@@ -43,6 +43,14 @@ pub struct Question {
     pub bytes: usize,
 }
 
+/// A protocol for a tree.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs, reason = "NCCL's names")]
+pub enum Tree {
+    LL,
+    Simple,
+}
+
 /// What to change of NCCL's own plan.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Advice {
@@ -50,8 +58,8 @@ pub struct Advice {
     pub ll_costs_more_us: f32,
     /// The same for LL128.
     pub ll128_costs_more_us: f32,
-    /// Whether a tree with Simple is best, whatever its estimate says.
-    pub prefers_tree: bool,
+    /// Whether a tree is best, whatever its estimate says, and with which protocol.
+    pub tree: Option<Tree>,
     /// Whether PAT is to be left out.
     pub avoids_pat: bool,
     /// On how many channels at most; None leaves it to NCCL.
@@ -80,7 +88,7 @@ fn advice(question: &Question) -> Option<Advice> {
     Some(Advice {
         ll_costs_more_us,
         ll128_costs_more_us: ll_costs_more_us * LL128_SHARE,
-        prefers_tree: prefers_tree(question),
+        tree: tree(question),
         avoids_pat: question.bytes > PAT_MAX,
         channels: channels(question.bytes),
     })
@@ -101,11 +109,23 @@ fn on_the_wire(question: &Question) -> f32 {
 /// ring's time at 256 KiB, 2.1 to 2.6 times at 1 MiB.
 const PAT_MAX: usize = 512 << 10;
 
-/// All-reduces whose parts are a few hundred KiB: in a ring each is two messages of 32 to 64 KiB per step, in a tree one of
-/// twice that. Measured with two ranks at 256 and 512 KiB: 0.77 and 0.59 of the ring's time; at 1 MiB it loses.
-fn prefers_tree(question: &Question) -> bool {
+/// All-reduces up to this many bytes: with two ranks a tree needs as many messages one after the other as a ring, but half
+/// of all, and with more ranks fewer. Measured with two ranks and LL: 0.88 of the ring's time at 8 B, 0.84 at 2 KiB, 0.95
+/// at 8 KiB, 1.15 at 16 KiB.
+const TREE_LL_MAX: usize = 8 << 10;
+
+/// Also all-reduces whose parts are a few hundred KiB: in a ring each is two messages of 32 to 64 KiB per step, in a tree one
+/// of twice that. Measured with two ranks and Simple at 256 and 512 KiB: 0.8 and 0.63 of the ring's time; at 1 MiB it loses.
+fn tree(question: &Question) -> Option<Tree> {
+    if question.collective != Collective::AllReduce {
+        return None;
+    }
     let part = question.bytes / question.shape.ranks.max(2);
-    question.collective == Collective::AllReduce && part > 96 << 10 && part < 384 << 10
+    match part {
+        _ if question.bytes <= TREE_LL_MAX => Some(Tree::LL),
+        part if part > 96 << 10 && part < 384 << 10 => Some(Tree::Simple),
+        _ => None,
+    }
 }
 
 /// Channels by size. Above 4 MiB NCCL's own number is right.
@@ -142,11 +162,13 @@ mod tests {
     }
 
     #[test]
-    fn trees_are_for_all_reduces_of_a_few_hundred_kib_and_pat_for_less_than_that() {
-        let prefers = |kib: usize| advice(&question(2, kib << 10)).unwrap().prefers_tree;
-        assert_eq!([64, 128, 256, 512, 1024].map(prefers), [false, false, true, true, false]);
+    fn trees_are_for_small_all_reduces_and_for_those_of_a_few_hundred_kib_and_pat_for_less_than_that() {
+        let tree = |bytes: usize| advice(&question(2, bytes)).unwrap().tree;
+        assert_eq!([8, 8 << 10, 16 << 10].map(tree), [Some(Tree::LL), Some(Tree::LL), None]);
+        let simple = Some(Tree::Simple);
+        assert_eq!([64, 128, 256, 512, 1024].map(|kib| tree(kib << 10)), [None, None, simple, simple, None]);
         let gathered = Question { collective: Collective::AllGather, ..question(2, 256 << 10) };
-        assert!(!advice(&gathered).unwrap().prefers_tree && !advice(&gathered).unwrap().avoids_pat);
+        assert!(advice(&gathered).unwrap().tree.is_none() && !advice(&gathered).unwrap().avoids_pat);
         assert!(advice(&Question { bytes: 1 << 20, ..gathered }).unwrap().avoids_pat);
     }
 
