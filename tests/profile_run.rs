@@ -59,6 +59,7 @@ fn a_profiled_all_reduce_accounts_for_every_byte_in_all_three_outputs() {
     }
     let paired = arrows.values().filter(|ends| **ends == (1, 1)).count();
     assert!(paired * 100 > arrows.len() * 95, "{paired} of {} arrows have both ends", arrows.len());
+    assert_eq!(files(dir.path(), ".sock"), [] as [PathBuf; 0], "control sockets of processes that have ended");
     for (ending, word) in [(".summary.txt", "AllReduce"), (".prom", "towline_wire_bytes_total")] {
         let found = files(dir.path(), ending);
         assert_eq!(found.len(), 3, "{ending}");

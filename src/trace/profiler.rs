@@ -413,6 +413,7 @@ pub fn host() -> String {
 extern "C" fn at_exit() {
     if let Some(profiler) = current() {
         profiler.finish(EXIT);
+        super::service::leave();
     }
 }
 

@@ -7,10 +7,11 @@
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Sender};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use super::writer::Request;
@@ -24,6 +25,23 @@ const ANSWER: Duration = Duration::from_secs(5);
 
 /// Longest request that is read.
 const LONGEST: usize = 4096;
+
+/// The control socket that this process made: its path, and device and inode, since another process may put its own there.
+static MADE: Mutex<Option<(PathBuf, (u64, u64))>> = Mutex::new(None);
+
+/// Removes the control socket at the end of the process: nobody answers there any more.
+pub(super) fn leave() {
+    let made = MADE.lock().unwrap_or_else(PoisonError::into_inner).take();
+    if let Some((path, file)) = made
+        && identity(&path).is_some_and(|found| found == file)
+    {
+        let _ = std::fs::remove_file(path);
+    }
+}
+
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    std::fs::symlink_metadata(path).ok().map(|found| (found.dev(), found.ino()))
+}
 
 /// The sockets that are served.
 pub(super) struct Service {
@@ -128,6 +146,7 @@ fn bind(path: &PathBuf) -> std::io::Result<UnixListener> {
         let _ = std::fs::remove_file(path);
     }
     let listener = UnixListener::bind(path)?;
+    *MADE.lock().unwrap_or_else(PoisonError::into_inner) = identity(path).map(|file| (path.clone(), file));
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
     Ok(listener)
 }

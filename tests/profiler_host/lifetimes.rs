@@ -328,4 +328,5 @@ fn a_running_job_answers_on_its_control_socket_and_over_http() {
 
     child.stdin.take().unwrap().write_all(b"go\n").unwrap();
     super::finish(child);
+    assert!(!dir.path().join("ask.sock").exists(), "nobody answers there any more");
 }
