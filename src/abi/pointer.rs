@@ -20,11 +20,13 @@ impl<T> Out<T> {
     ///
     /// # Safety
     /// `at` is null or valid for writing a `T` until the call from NCCL returns, and the `Out` does not outlive it.
+    #[inline]
     pub(super) unsafe fn new(at: *mut T, name: &str) -> Result<Self> {
         if at.is_null() { Err(null(name)) } else { Ok(Self(at)) }
     }
 
     /// Writes the result; may be called again to replace it.
+    #[inline]
     pub(super) fn set(&mut self, value: T) {
         // SAFETY: not null, and valid for writing by the promise of `new`. NCCL keeps only plain data in such places,
         // so nothing is lost by not dropping the old value.
@@ -36,6 +38,7 @@ impl<T> Out<T> {
 ///
 /// # Safety
 /// `at` is null or valid for reading `n` values of `T`, unchanged until the call from NCCL returns.
+#[inline]
 pub(super) unsafe fn array<'a, T>(at: *const T, n: usize, name: &str) -> Result<&'a [T]> {
     if at.is_null() {
         return Err(null(name));
@@ -48,6 +51,7 @@ pub(super) unsafe fn array<'a, T>(at: *const T, n: usize, name: &str) -> Result<
 ///
 /// # Safety
 /// `at` is null or valid for reading a `T`, unchanged until the call from NCCL returns.
+#[inline]
 pub(super) unsafe fn value<'a, T>(at: *const T, name: &str) -> Result<&'a T> {
     // SAFETY: one value is an array of length 1.
     unsafe { array(at, 1, name) }.map(|values| &values[0])
@@ -66,6 +70,7 @@ pub(super) unsafe fn handle_bytes<'a>(at: *mut c_void) -> Result<&'a mut [u8; HA
 }
 
 /// One of our ids, as NCCL gives it back.
+#[inline]
 pub(super) fn id(pointer: *mut c_void, name: &str) -> Result<usize> {
     if pointer.is_null() { Err(null(name)) } else { Ok(pointer.addr()) }
 }
@@ -94,6 +99,7 @@ impl Size for usize {
     }
 }
 
+#[cold]
 fn null(name: &str) -> Error {
     Error::argument(format!("the argument `{name}` is a null pointer"))
 }

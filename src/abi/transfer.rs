@@ -5,7 +5,7 @@ use std::ptr;
 
 use super::ffi::ncclResult_t;
 use super::guard::guard;
-use super::pointer::{Out, Size, array, dress, id};
+use super::pointer::{Out, Size, array, dress, id, value};
 use crate::os::error::{Error, Result};
 use crate::plugin::facade::{self, MAX_PARTS, Part};
 
@@ -51,9 +51,17 @@ pub(super) unsafe fn receive<S: Size, const API: u8>(
         // From v9 on `*request` may hold a hint that completion is optional. We always complete: it is overwritten.
         // SAFETY: this function's contract.
         let request = unsafe { not_now(request) }?;
-        // SAFETY: this function's contract.
-        let (parts, n) = unsafe { group.parts(Size::bytes) }?;
-        answer(request, facade::irecv(id(comm, "recvComm")?, &parts[..n])?);
+        let comm = id(comm, "recvComm")?;
+        let started = if group.n == 1 {
+            // Nearly every group.
+            // SAFETY: this function's contract.
+            facade::irecv(comm, &[unsafe { group.only(Size::bytes) }?])
+        } else {
+            // SAFETY: this function's contract.
+            let (parts, n) = unsafe { group.parts(Size::bytes) }?;
+            facade::irecv(comm, &parts[..n])
+        };
+        answer(request, started?);
         Ok(())
     })
 }
@@ -79,6 +87,7 @@ pub(super) unsafe fn flush<const API: u8>(
 }
 
 /// One part from the arguments of a call.
+#[inline]
 pub(super) fn part(
     data: *mut c_void,
     size: usize,
@@ -87,12 +96,28 @@ pub(super) fn part(
     phandle: *mut c_void,
 ) -> Result<Part> {
     if data.is_null() && size > 0 {
-        return Err(Error::argument(format!("the argument `data` is a null pointer, and the size is {size}")));
+        return Err(nothing_there(size));
     }
     Ok(Part { data: data.cast(), size, tag, mr: mhandle.addr(), profiler: phandle })
 }
 
 impl<S: Copy> Group<S> {
+    /// The part of a group of one.
+    ///
+    /// # Safety
+    /// NCCL's promise (see [`super`]) for the arrays.
+    #[inline]
+    unsafe fn only(&self, bytes: impl Fn(S) -> Result<usize>) -> Result<Part> {
+        // SAFETY: this function's contract; every array has a value.
+        unsafe {
+            let (data, size) = (*value(self.data, "data")?, bytes(*value(self.sizes, "sizes")?)?);
+            let mhandle = *value(self.mhandles, "mhandles")?;
+            let tag = self.tags.map_or(Ok(0), |tags| value(tags, "tags").copied())?;
+            let phandle = if self.phandles.is_null() { ptr::null_mut() } else { *value(self.phandles, "phandles")? };
+            part(data, size, tag, mhandle, phandle)
+        }
+    }
+
     /// Gathers the arrays into parts.
     ///
     /// # Safety
@@ -119,6 +144,11 @@ impl<S: Copy> Group<S> {
         }
         Ok((parts, n))
     }
+}
+
+#[cold]
+fn nothing_there(size: usize) -> Error {
+    Error::argument(format!("the argument `data` is a null pointer, and the size is {size}"))
 }
 
 /// The place for the request, which says "not now" (and, after a failure, "none") until it is answered.

@@ -57,6 +57,7 @@ pub struct Handle {
 
 impl Handle {
     /// The value to give to NCCL. Never 0, 1 or 2.
+    #[inline]
     pub fn encode(self) -> usize {
         debug_assert!((self.slot as usize) < MAX_SLOTS && (self.index as usize) < MAX_INDEX);
         let value = u64::from(self.generation) << (KIND_BITS + SLOT_BITS + INDEX_BITS)
@@ -70,14 +71,10 @@ impl Handle {
     ///
     /// # Errors
     /// [`Cause::Argument`](crate::os::error::Cause::Argument) when it is null or anything else.
+    #[inline]
     pub fn decode(value: usize, expected: Kind) -> Result<Self> {
-        if value == 0 {
-            return Err(Error::argument(format!("the {} is a null pointer", expected.name())));
-        }
-        let kind = value & ((1 << KIND_BITS) - 1);
-        if kind != expected as usize {
-            return Err(Error::argument(format!("{value:#x} is not a Towline {}", expected.name()))
-                .with_hint("it may belong to another network plugin"));
+        if value & ((1 << KIND_BITS) - 1) != expected as usize {
+            return Err(Self::refused(value, expected));
         }
         let value = value as u64;
         Ok(Self {
@@ -86,6 +83,15 @@ impl Handle {
             index: (value >> (KIND_BITS + SLOT_BITS) & ((1 << INDEX_BITS) - 1)) as u32,
             generation: (value >> (KIND_BITS + SLOT_BITS + INDEX_BITS)) as u32,
         })
+    }
+
+    #[cold]
+    fn refused(value: usize, expected: Kind) -> Error {
+        if value == 0 {
+            return Error::argument(format!("the {} is a null pointer", expected.name()));
+        }
+        Error::argument(format!("{value:#x} is not a Towline {}", expected.name()))
+            .with_hint("it may belong to another network plugin")
     }
 }
 

@@ -2,7 +2,8 @@
 //!
 //! NCCL asks for a request in `isend`/`irecv` and asks after it in `test`. The slot holds what `test` must answer:
 //! whether all parts are done, the size of each part, or the failure. The caller's side takes and returns slots
-//! through keys of the `slab` crate; the threads that move data touch only the slot's atomics.
+//! through keys of the `slab` crate; the threads that move data touch only the slot's atomics. The keys' lock is taken
+//! once for a request, when it is made: what ends leaves its slot marked free, and who takes slots finds the mark.
 //!
 //! Guarantee: sizes are written before the state, the state with Release, and [`RequestSlots::finish`] reads it with
 //! Acquire. So whoever sees "done" sees every byte and size that came before it.
@@ -21,6 +22,10 @@ pub const MAX_PARTS: usize = 8;
 /// part is a request of its own.
 pub const SLOTS: usize = 32 * MAX_PARTS;
 
+/// [`Keys::order`] counts in bytes.
+const _: () = assert!(SLOTS == 1 << u8::BITS);
+
+const FREE: u8 = 0;
 const PENDING: u8 = 1;
 const DONE: u8 = 2;
 
@@ -53,14 +58,70 @@ pub struct Outcome {
 
 /// All request slots of one connection.
 pub struct RequestSlots {
-    slots: Box<[Slot]>,
+    slots: Box<[Slot; SLOTS]>,
     keys: Mutex<Keys>,
 }
 
 /// Which slots are taken, and the generation of the next request.
 struct Keys {
+    /// Slots that were taken and not found free since.
     taken: Slab<()>,
+    /// The same in the order in which they were taken, which is nearly the order in which they end: a ring, of which
+    /// the oldest stands at `oldest` and as many follow as slots are taken.
+    order: [u8; SLOTS],
+    oldest: u8,
     generation: u32,
+}
+
+impl Keys {
+    /// Takes back the slots of requests that have ended: from the oldest on up to one that has not, or, when there is no
+    /// other left, wherever they are.
+    #[inline]
+    fn take_back(&mut self, slots: &[Slot; SLOTS]) {
+        while !self.taken.is_empty() && slots[usize::from(self.order[usize::from(self.oldest)])].is_free() {
+            self.taken.remove(self.order[usize::from(self.oldest)].into());
+            self.oldest = self.oldest.wrapping_add(1);
+        }
+        if self.taken.len() == SLOTS {
+            self.take_back_all(slots);
+        }
+    }
+
+    #[cold]
+    fn take_back_all(&mut self, slots: &[Slot; SLOTS]) {
+        let (former, mut kept) = (self.order, self.oldest);
+        for slot in (0..SLOTS).map(|k| former[(usize::from(self.oldest) + k) % SLOTS]) {
+            if slots[usize::from(slot)].is_free() {
+                self.taken.remove(slot.into());
+            } else {
+                self.order[usize::from(kept)] = slot;
+                kept = kept.wrapping_add(1);
+            }
+        }
+    }
+
+    /// A slot that nobody has; there must be one.
+    #[inline]
+    fn take(&mut self) -> usize {
+        let newest = self.oldest.wrapping_add(self.taken.len() as u8);
+        let slot = self.taken.insert(());
+        self.order[usize::from(newest)] = slot as u8;
+        self.generation = self.generation.wrapping_add(1);
+        slot
+    }
+
+    /// How many requests have not ended.
+    fn outstanding(&self, slots: &[Slot; SLOTS]) -> usize {
+        self.taken.iter().filter(|(slot, ())| !slots[*slot].is_free()).count()
+    }
+}
+
+impl Slot {
+    /// Acquire: what its last request's caller read of it was read before.
+    #[inline]
+    fn is_free(&self) -> bool {
+        self.state.load(Ordering::Acquire) == FREE
+    }
 }
 
 /// Where the generations of the next connection begin: far from those of others, so that a slot of a new connection
@@ -82,26 +143,26 @@ impl RequestSlots {
     pub fn new() -> Self {
         let generation = GENERATIONS.fetch_add(FAR, Ordering::Relaxed);
         Self {
-            slots: (0..SLOTS).map(|_| Slot::default()).collect(),
-            keys: Mutex::new(Keys { taken: Slab::with_capacity(SLOTS), generation }),
+            slots: Box::new(std::array::from_fn(|_| Slot::default())),
+            keys: Mutex::new(Keys { taken: Slab::with_capacity(SLOTS), order: [0; SLOTS], oldest: 0, generation }),
         }
     }
 
     /// Takes a slot for a request of `parts` parts, or `None` when all are taken ("not now").
+    #[inline]
     pub fn take(&self, parts: usize) -> Option<Ticket> {
         debug_assert!((1..=MAX_PARTS).contains(&parts));
-        let (key, generation) = {
-            let mut keys = self.keys();
-            if keys.taken.len() >= SLOTS {
-                return None;
-            }
-            keys.generation = keys.generation.wrapping_add(1);
-            (keys.taken.insert(()), keys.generation)
-        };
+        let mut keys = self.keys();
+        keys.take_back(&self.slots);
+        if keys.taken.len() >= SLOTS {
+            return None;
+        }
+        let (key, generation) = (keys.take(), keys.generation);
         let slot = &self.slots[key];
         slot.parts.store(parts as u8, Ordering::Relaxed);
         slot.remaining.store(parts as u8, Ordering::Relaxed);
         slot.generation.store(generation, Ordering::Relaxed);
+        // Under the lock: whoever takes the next slot must not find this one free.
         slot.state.store(PENDING, Ordering::Release);
         Some(Ticket { slot: key as u16, generation })
     }
@@ -114,16 +175,19 @@ impl RequestSlots {
     /// Ends one part with its size in bytes. The last part makes the request done.
     ///
     /// May be called from any thread; each part exactly once.
+    #[inline]
     pub fn complete_part(&self, slot: u16, part: usize, size: u64) {
         let slot = &self.slots[slot as usize];
         slot.sizes[part].store(size, Ordering::Relaxed);
+        // A request of one part has nobody to count with.
         // AcqRel: the thread that ends the last part must have seen the sizes that others stored before theirs.
-        if slot.remaining.fetch_sub(1, Ordering::AcqRel) == 1 {
+        if slot.parts.load(Ordering::Relaxed) == 1 || slot.remaining.fetch_sub(1, Ordering::AcqRel) == 1 {
             slot.state.store(DONE, Ordering::Release);
         }
     }
 
     /// Whether a request is done, without consuming it.
+    #[inline]
     pub fn is_done(&self, ticket: Ticket) -> bool {
         self.slots[ticket.slot as usize].state.load(Ordering::Acquire) == DONE
     }
@@ -132,17 +196,22 @@ impl RequestSlots {
     ///
     /// # Errors
     /// A usage error for a request that was reported done before.
+    #[inline]
     pub fn check(&self, ticket: Ticket) -> Result<()> {
-        let slot =
-            self.slots.get(ticket.slot as usize).ok_or_else(|| Error::argument("the request is not one of ours"))?;
-        if slot.generation.load(Ordering::Relaxed) == ticket.generation && slot.state.load(Ordering::Relaxed) != 0 {
-            return Ok(());
+        match self.slots.get(ticket.slot as usize) {
+            Some(slot)
+                if slot.generation.load(Ordering::Relaxed) == ticket.generation
+                    && slot.state.load(Ordering::Relaxed) != FREE =>
+            {
+                Ok(())
+            }
+            Some(_) => Err(ended()),
+            None => Err(foreign()),
         }
-        Err(Error::usage("the request was already reported done, or never existed")
-            .with_hint("a request must not be tested again after test said done"))
     }
 
     /// The outcome of a request if it is done; its slot is free again then.
+    #[inline]
     pub fn finish(&self, ticket: Ticket) -> Option<Outcome> {
         let outcome = self.outcome(ticket)?;
         self.free(ticket.slot as usize);
@@ -155,6 +224,7 @@ impl RequestSlots {
     }
 
     /// The outcome of a request if it is done, without consuming it.
+    #[inline]
     pub fn outcome(&self, ticket: Ticket) -> Option<Outcome> {
         let slot = &self.slots[ticket.slot as usize];
         if slot.state.load(Ordering::Acquire) != DONE {
@@ -175,17 +245,28 @@ impl RequestSlots {
 
     /// How many requests are outstanding.
     pub fn outstanding(&self) -> usize {
-        self.keys().taken.len()
+        self.keys().outstanding(&self.slots)
     }
 
     fn keys(&self) -> MutexGuard<'_, Keys> {
         self.keys.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    #[inline]
     fn free(&self, slot: usize) {
-        self.slots[slot].state.store(0, Ordering::Relaxed);
-        self.keys().taken.remove(slot);
+        self.slots[slot].state.store(FREE, Ordering::Release);
     }
+}
+
+#[cold]
+fn ended() -> Error {
+    Error::usage("the request was already reported done, or never existed")
+        .with_hint("a request must not be tested again after test said done")
+}
+
+#[cold]
+fn foreign() -> Error {
+    Error::argument("the request is not one of ours")
 }
 
 #[cfg(test)]
@@ -224,6 +305,27 @@ mod tests {
         assert_eq!(slots.take(1), None);
         slots.complete_part(tickets[7].slot, 0, 0);
         slots.finish(tickets[7]).unwrap();
-        assert!(slots.take(1).is_some());
+        assert_eq!(slots.outstanding(), SLOTS - 1);
+        assert_eq!(slots.take(1).map(|ticket| ticket.slot), Some(tickets[7].slot));
+        assert_eq!((slots.take(1), slots.outstanding()), (None, SLOTS));
+    }
+
+    #[test]
+    fn requests_that_end_in_any_order_give_their_slots_back() {
+        let slots = RequestSlots::new();
+        let mut outstanding: Vec<Ticket> = Vec::new();
+        for step in 0..10 * SLOTS {
+            // Never the oldest, but now and then.
+            while outstanding.len() > step % SLOTS {
+                let at = if step % 7 == 0 { 0 } else { step % outstanding.len() };
+                let ticket = outstanding.swap_remove(at);
+                slots.complete_part(ticket.slot, 0, step as u64);
+                assert_eq!(slots.finish(ticket).unwrap().sizes[0], step as u64);
+            }
+            let ticket = slots.take(1).unwrap();
+            assert!(outstanding.iter().all(|other| other.slot != ticket.slot));
+            outstanding.push(ticket);
+            assert_eq!(slots.outstanding(), outstanding.len());
+        }
     }
 }

@@ -25,6 +25,7 @@ struct Occupant<T: ?Sized> {
 struct Place<T: ?Sized>(RwLock<Occupant<T>>);
 
 impl<T: ?Sized> Place<T> {
+    #[inline]
     fn read(&self) -> RwLockReadGuard<'_, Occupant<T>> {
         self.0.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -49,6 +50,7 @@ impl<T: ?Sized> Table<T> {
         Self { kind, segments: [const { OnceLock::new() }; MAX_INDEX / SEGMENT], free: Mutex::new(None) }
     }
 
+    #[inline]
     fn place(&self, index: usize) -> Option<&Place<T>> {
         self.segments[index / SEGMENT].get().map(|segment| &segment[index % SEGMENT])
     }
@@ -112,6 +114,7 @@ impl<T: ?Sized> Table<T> {
     ///
     /// # Errors
     /// As [`Table::get`], and whatever `call` returns.
+    #[inline]
     pub fn with<R>(&self, value: usize, call: impl FnOnce(&T) -> Result<R>) -> Result<R> {
         let handle = self.decode(value)?;
         let place = self.place(handle.index as usize).ok_or_else(|| Self::stale(value))?.read();
@@ -123,9 +126,12 @@ impl<T: ?Sized> Table<T> {
 
     /// Uses the present occupant of a place, whatever its generation, as [`Table::with`] does: for request handles,
     /// whose generation is the slot's own. None when the place is empty.
-    pub fn with_occupant<R>(&self, index: u32, call: impl FnOnce(&T) -> R) -> Option<R> {
-        let place = self.place(index as usize)?.read();
-        place.object.as_deref().map(call)
+    #[inline]
+    pub fn with_occupant<R>(&self, index: u32, call: impl FnOnce(Option<&T>) -> R) -> R {
+        match self.place(index as usize) {
+            Some(place) => call(place.read().object.as_deref()),
+            None => call(None),
+        }
     }
 
     /// Takes an object out of the table; the handle is stale from here on.
@@ -159,6 +165,7 @@ impl<T: ?Sized> Table<T> {
 
     /// Reads a value that names a place of this table. Only requests have slots: with one, it is a value that was never
     /// given out.
+    #[inline]
     fn decode(&self, value: usize) -> Result<Handle> {
         let handle = Handle::decode(value, self.kind)?;
         if handle.slot == 0 { Ok(handle) } else { Err(Self::stale(value)) }
@@ -171,6 +178,7 @@ impl<T: ?Sized> Table<T> {
         }
     }
 
+    #[cold]
     fn stale(value: usize) -> Error {
         Error::argument(format!("{value:#x} was closed before or never existed"))
     }

@@ -22,7 +22,7 @@ use crate::engine::handle::{Handle, Kind};
 use crate::engine::request::Ticket;
 use crate::os::error::{Error, Result};
 #[cfg(feature = "rdma")]
-use crate::rdma::receiver::Posted;
+use crate::rdma::receiver::{Posted, RdmaRecv};
 use crate::tcp::dialer::{Dial, Target};
 
 /// What NCCL tells when it starts to use the library, per communicator from v11 on and once per process before.
@@ -359,6 +359,10 @@ pub fn isend(comm: usize, part: Part) -> Result<Option<usize>> {
 /// # Errors
 /// When there is no such connection, or it has failed.
 pub fn irecv(comm: usize, parts: &[Part]) -> Result<Option<usize>> {
+    if let [part] = parts {
+        // Nearly every group: no arrays of eight to fill.
+        return start_receive(comm, parts, &[(part.data, part.size, part.tag)], &[part.profiler]);
+    }
     let mut posted = [(std::ptr::null_mut(), 0, 0); MAX_PARTS];
     let mut profilers = [std::ptr::null_mut(); MAX_PARTS];
     for ((to, profiler), part) in posted.iter_mut().zip(&mut profilers).zip(parts) {
@@ -366,26 +370,42 @@ pub fn irecv(comm: usize, parts: &[Part]) -> Result<Option<usize>> {
         *profiler = part.profiler;
     }
     let count = parts.len().min(MAX_PARTS);
+    start_receive(comm, parts, &posted[..count], &profilers[..count])
+}
+
+/// The same, with the parts as the backends want them.
+#[inline]
+fn start_receive(
+    comm: usize,
+    parts: &[Part],
+    posted: &[(*mut u8, usize, i32)],
+    profilers: &[*mut c_void],
+) -> Result<Option<usize>> {
     process().comms.with(comm, |owner| {
         let ticket = match owner {
             // SAFETY: NCCL leaves the buffers to the transport until `test` says done or the communicator is closed, and
             // keeps the profiler's handles until then, or until it will not call again.
-            Comm::Recv(conn) => unsafe { conn.irecv(&posted[..count], &profilers[..count]) }?,
+            Comm::Recv(conn) => unsafe { conn.irecv(posted, profilers) }?,
             #[cfg(feature = "rdma")]
-            Comm::RdmaRecv(conn) => {
-                let mut posted = [const { None }; MAX_PARTS];
-                for (to, part) in posted.iter_mut().zip(parts) {
-                    let memory = process().registration(part.mr)?;
-                    let (address, size) = (part.data.addr() as u64, part.size as u64);
-                    *to = Some(Posted { address, size, tag: part.tag, memory });
-                }
-                // SAFETY: as above.
-                unsafe { conn.irecv(&mut posted[..count], &profilers[..count]) }?
-            }
+            Comm::RdmaRecv(conn) => post_registered(conn, parts, profilers)?,
             other => return Err(other.is_not("receiving")),
         };
         Ok(ticket.map(|ticket| request(comm, ticket)))
     })
+}
+
+/// Receives over RDMA, into registered memory.
+#[cfg(feature = "rdma")]
+#[inline(never)]
+fn post_registered(conn: &RdmaRecv, parts: &[Part], profilers: &[*mut c_void]) -> Result<Option<Ticket>> {
+    let mut posted = [const { None }; MAX_PARTS];
+    for (to, part) in posted.iter_mut().zip(parts) {
+        let memory = process().registration(part.mr)?;
+        let (address, size) = (part.data.addr() as u64, part.size as u64);
+        *to = Some(Posted { address, size, tag: part.tag, memory });
+    }
+    // SAFETY: as for sockets.
+    unsafe { conn.irecv(&mut posted[..profilers.len()], profilers) }
 }
 
 /// Makes received data visible to the GPU; None when there is nothing to wait for. The parts' tags are 0, and a
@@ -418,17 +438,17 @@ pub fn iflush(comm: usize, parts: &[Part]) -> Result<Option<usize>> {
 pub fn test(request: usize) -> Result<Option<Outcome>> {
     let handle = Handle::decode(request, Kind::Request)?;
     let ticket = Ticket { slot: handle.slot, generation: handle.generation };
-    let ask = |comm: &Comm| match comm {
-        Comm::Send(conn) => conn.test(ticket),
-        Comm::Recv(conn) => conn.test(ticket),
+    process().comms.with_occupant(handle.index, |comm| match comm {
+        Some(Comm::Send(conn)) => conn.test(ticket),
+        Some(Comm::Recv(conn)) => conn.test(ticket),
         #[cfg(feature = "rdma")]
-        Comm::RdmaSend(conn) => conn.test(ticket),
+        Some(Comm::RdmaSend(conn)) => conn.test(ticket),
         #[cfg(feature = "rdma")]
-        Comm::RdmaRecv(conn) => conn.test(ticket),
-        _ => Err(Error::argument("the request is not one of ours")),
-    };
-    process().comms.with_occupant(handle.index, ask).unwrap_or_else(|| {
-        Err(Error::usage("the request's communicator is closed").with_hint("a request ends with its communicator"))
+        Some(Comm::RdmaRecv(conn)) => conn.test(ticket),
+        Some(_) => Err(Error::argument("the request is not one of ours")),
+        None => {
+            Err(Error::usage("the request's communicator is closed").with_hint("a request ends with its communicator"))
+        }
     })
 }
 

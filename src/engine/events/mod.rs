@@ -118,8 +118,12 @@ pub struct Events {
     ear: OnceLock<Ear>,
     /// The last start was taken.
     hears: AtomicBool,
+    /// A transfer has had a handle: before the first there is nothing to note.
+    tried: AtomicBool,
     /// Slots about which there are news.
     news: [AtomicU64; SLOTS / 64],
+    /// Whether there may be any: written after them.
+    any_news: AtomicBool,
     places: OnceLock<Box<[Slot]>>,
     paths: Mutex<Vec<Path>>,
     reconnects: AtomicU64,
@@ -130,7 +134,9 @@ impl Default for Events {
         Self {
             ear: OnceLock::new(),
             hears: AtomicBool::new(false),
+            tried: AtomicBool::new(false),
             news: std::array::from_fn(|_| AtomicU64::new(0)),
+            any_news: AtomicBool::new(false),
             places: OnceLock::new(),
             paths: Mutex::new(Vec::new()),
             reconnects: AtomicU64::new(0),
@@ -143,8 +149,6 @@ impl Events {
     pub fn listen(&self, listener: Arc<dyn Listener>, link: u64, send: bool) {
         if self.ear.set(Ear { listener, link, send }).is_ok() {
             ticks::set_up();
-            // The first transfer is followed on trial.
-            self.hears.store(true, Ordering::Relaxed);
         }
     }
 
@@ -187,6 +191,7 @@ impl Events {
     #[inline]
     pub unsafe fn follow_whole(&self, slot: u16, handle: *mut c_void, chunk: impl FnOnce(bool) -> Chunk) -> bool {
         let Some(ear) = self.ear.get().filter(|_| !handle.is_null()) else { return false };
+        self.tried.store(true, Ordering::Relaxed);
         let details = ear.listener.wants_details();
         let chunk = chunk(details);
         let place = self.place(slot, 0);
@@ -205,6 +210,11 @@ impl Events {
     #[inline(never)]
     fn prepare(&self, ear: &Ear, slot: u16, part: usize, handle: *mut c_void) {
         let place = self.place(slot, part);
+        if !self.tried.load(Ordering::Relaxed) {
+            // The first transfer is followed on trial.
+            self.tried.store(true, Ordering::Relaxed);
+            self.hears.store(true, Ordering::Relaxed);
+        }
         let follows = self.hears();
         let details = follows && ear.listener.wants_details();
         if follows {
@@ -246,6 +256,7 @@ impl Events {
         if place.followed.load(Ordering::Relaxed) && !place.handle.load(Ordering::Acquire).is_null() {
             note(&mut lock(&place.transfer), place.details.load(Ordering::Relaxed));
             self.news[usize::from(slot) / 64].fetch_or(1 << (slot % 64), Ordering::Release);
+            self.any_news.store(true, Ordering::Release);
         }
     }
 
@@ -255,7 +266,7 @@ impl Events {
     /// As [`Listener::start`], for every request of the connection.
     #[inline]
     pub unsafe fn report(&self) {
-        if self.news.iter().any(|word| word.load(Ordering::Relaxed) != 0) {
+        if self.any_news.load(Ordering::Relaxed) {
             // SAFETY: passed on.
             unsafe { self.report_news() };
         }
@@ -264,6 +275,9 @@ impl Events {
     #[cold]
     unsafe fn report_news(&self) {
         let Some(ear) = self.ear.get() else { return };
+        // First the mark, then the words: what is noted in between leaves the mark behind. An exchange: the words that
+        // were marked by then are seen.
+        self.any_news.swap(false, Ordering::AcqRel);
         for (word, base) in self.news.iter().zip((0u16..).step_by(64)) {
             let mut slots = word.swap(0, Ordering::Acquire);
             while slots != 0 {
@@ -286,6 +300,11 @@ impl Events {
     /// As [`Events::report`].
     #[inline]
     pub unsafe fn finish(&self, requests: &RequestSlots, ticket: Ticket) -> Option<Outcome> {
+        if !requests.is_done(ticket) {
+            // SAFETY: passed on.
+            unsafe { self.report() };
+            return None;
+        }
         if self.ear.get().is_none() {
             return requests.finish(ticket);
         }
