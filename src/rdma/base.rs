@@ -185,7 +185,7 @@ impl Base {
         loop {
             let mut room = [0; HEADER + MAX_CONTROL as usize];
             // SAFETY: the buffer is ours.
-            let got = unsafe { wire::receive(open.as_raw_fd(), [Piece::of_mut(&mut []), Piece::of_mut(&mut room)]) };
+            let got = unsafe { wire::receive(open.as_raw_fd(), Piece::of_mut(&mut room)) };
             let end = match got.or_else(wire::look_again) {
                 Ok(None) => return Ok(()),
                 Ok(Some(0)) => std::io::ErrorKind::UnexpectedEof.into(),
@@ -315,7 +315,7 @@ impl Base {
         if let Some(sock) = &self.control().sock {
             // SAFETY: a plain slice. What the socket does not take is lost, and the peer learns of the end without the
             // reason.
-            let _ = unsafe { wire::send(sock.as_raw_fd(), [Piece::of(bytes), Piece::of(&[])]) };
+            let _ = unsafe { wire::send(sock.as_raw_fd(), Piece::of(bytes)) };
         }
     }
 

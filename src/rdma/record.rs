@@ -230,9 +230,7 @@ impl Talk {
         while self.input.len() < wanted {
             let missing = (wanted - self.input.len()).min(room.len());
             // SAFETY: the buffer is ours.
-            let got = unsafe {
-                wire::receive(sock.as_raw_fd(), [Piece::of_mut(&mut []), Piece::of_mut(&mut room[..missing])])
-            };
+            let got = unsafe { wire::receive(sock.as_raw_fd(), Piece::of_mut(&mut room[..missing])) };
             match got.or_else(wire::look_again) {
                 Ok(None) => return Ok(false),
                 Ok(Some(0)) => {

@@ -677,7 +677,7 @@ fn fill(state: &mut InboundState, wanted: usize, from: SocketAddr) -> Result<boo
         let mut bytes = [0_u8; HELLO + OFFER];
         let room = &mut bytes[..wanted - state.input.len()];
         // SAFETY: the buffer is ours.
-        match unsafe { wire::receive(fd, [Piece::of_mut(&mut []), Piece::of_mut(room)]) } {
+        match unsafe { wire::receive(fd, Piece::of_mut(room)) } {
             Ok(None) => return Ok(false),
             Err(error) if wire::is_shortage(&error) => {
                 state.short = true;
@@ -710,7 +710,7 @@ pub fn send_all(sock: &Sock, bytes: &[u8]) -> Result<()> {
     let mut until = None;
     loop {
         // SAFETY: plain slices.
-        let sent = unsafe { wire::send(sock.as_raw_fd(), [Piece::of(rest), Piece::of(&[])]) };
+        let sent = unsafe { wire::send(sock.as_raw_fd(), Piece::of(rest)) };
         match sent.or_else(wire::look_again) {
             Ok(Some(count)) => rest = &rest[count.min(rest.len())..],
             Ok(None) => {}

@@ -31,11 +31,13 @@ pub struct Attention {
 
 impl Attention {
     /// A request is outstanding. Returns whether the keeper must be told.
+    #[inline]
     pub fn wanted(&self) -> bool {
         !self.attending.load(Ordering::Relaxed) && !self.attending.swap(true, Ordering::SeqCst)
     }
 
     /// NCCL's thread looks at the stream. A lost count among several callers does not matter: the value changes.
+    #[inline]
     pub fn called(&self) {
         self.calls.store(self.calls.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }

@@ -1,13 +1,22 @@
 //! Copies of short messages, kept for a possible resend: their buffers, which are used again.
 //!
-//! A copy has room for the frame header before the bytes, so that both leave in one piece. The allocator is good at the
-//! smallest; the others come in three sizes from a store of the process, since allocators give blocks this large back to
-//! the system and fault them in again.
+//! A copy has room for the frame header before the bytes, so that both leave in one piece. The shortest come and go with
+//! every message: their buffers belong to the connection, in the state whose lock is held whenever one is made or given
+//! back ([`Own`]). The others come in three sizes from a store of the process ([`Copies`]), since allocators give blocks
+//! this large back to the system and fault them in again.
 
 use std::sync::{Mutex, PoisonError};
 
 use super::frame::HEADER;
 use super::limits::{COPY_FIRST_MAX, REPLAY_MAX};
+
+/// The sizes of a connection's own buffers in bytes. The small one keeps the copies of flags and counters, which come in
+/// bursts, close together: buffers of 1 KiB each would meet in the same few lines of the processor's cache.
+const OWN: [usize; 2] = [64 + HEADER, COPY_FIRST_MAX as usize + HEADER];
+
+/// How many unused ones of each size a connection keeps: as many as an acknowledgement gives back while messages follow
+/// each other, and 60 KiB at most.
+const OWN_SPARE: [usize; 2] = [256, 32];
 
 /// The sizes of stored buffers in bytes.
 const CLASSES: [usize; 3] = [(4 << 10) + HEADER, (16 << 10) + HEADER, REPLAY_MAX as usize + HEADER];
@@ -15,10 +24,40 @@ const CLASSES: [usize; 3] = [(4 << 10) + HEADER, (16 << 10) + HEADER, REPLAY_MAX
 /// How many unused buffers of each size the process keeps: at most 2.7 MiB.
 const SPARE: usize = 32;
 
-/// Buffers that are not in use.
+/// A connection's buffers that are not in use, for messages of up to [`COPY_FIRST_MAX`] bytes.
+#[derive(Debug, Default)]
+pub struct Own {
+    spare: [Vec<Vec<u8>>; OWN.len()],
+}
+
+/// Buffers of the process that are not in use, for longer messages.
 #[derive(Debug, Default)]
 pub struct Copies {
     spare: Mutex<[Vec<Vec<u8>>; CLASSES.len()]>,
+}
+
+impl Own {
+    /// Room for a header, then the bytes.
+    ///
+    /// # Safety
+    /// `data` must be readable for `length` bytes; it may be null for none.
+    #[inline]
+    pub unsafe fn copy(&mut self, data: *const u8, length: usize) -> Vec<u8> {
+        let class = usize::from(HEADER + length > OWN[0]);
+        let buffer = self.spare[class].pop().unwrap_or_else(|| Vec::with_capacity(OWN[class]));
+        // SAFETY: the caller vouches for it.
+        unsafe { fill(buffer, data, length) }
+    }
+
+    /// Takes back a copy that is not needed any more. Returns it when its size is none of these.
+    #[inline]
+    pub fn give_back(&mut self, copy: Vec<u8>) -> Option<Vec<u8>> {
+        let Some(class) = OWN.iter().position(|size| *size == copy.capacity()) else { return Some(copy) };
+        if self.spare[class].len() < OWN_SPARE[class] {
+            self.spare[class].push(copy);
+        }
+        None
+    }
 }
 
 impl Copies {
@@ -27,19 +66,13 @@ impl Copies {
     /// # Safety
     /// `data` must be readable for `length` bytes; it may be null for none.
     pub unsafe fn copy(&self, data: *const u8, length: usize) -> Vec<u8> {
-        let mut copy = self.buffer(HEADER + length);
-        copy.extend_from_slice(&[0; HEADER]);
-        if length > 0 {
-            // SAFETY: the caller vouches for it.
-            copy.extend_from_slice(unsafe { std::slice::from_raw_parts(data, length) });
-        }
-        copy
+        // SAFETY: the caller vouches for it.
+        unsafe { fill(self.buffer(HEADER + length), data, length) }
     }
 
-    /// An empty buffer that holds at least `size` bytes.
+    /// A buffer that holds at least `size` bytes.
     fn buffer(&self, size: usize) -> Vec<u8> {
-        let class = CLASSES.iter().position(|class| size <= *class);
-        match class.filter(|_| size > COPY_FIRST_MAX as usize + HEADER) {
+        match CLASSES.iter().position(|class| size <= *class) {
             None => Vec::with_capacity(size),
             Some(class) => {
                 let spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner)[class].pop();
@@ -49,14 +82,27 @@ impl Copies {
     }
 
     /// A copy that is not needed any more.
-    pub fn give_back(&self, mut copy: Vec<u8>) {
+    pub fn give_back(&self, copy: Vec<u8>) {
         let Some(class) = CLASSES.iter().position(|class| *class == copy.capacity()) else { return };
-        copy.clear();
         let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
         if spare[class].len() < SPARE {
             spare[class].push(copy);
         }
     }
+}
+
+/// Fills a buffer: room for a header, where a former one may stand, then the bytes.
+///
+/// # Safety
+/// `data` must be readable for `length` bytes; it may be null for none.
+#[inline]
+unsafe fn fill(mut buffer: Vec<u8>, data: *const u8, length: usize) -> Vec<u8> {
+    buffer.resize(HEADER, 0);
+    if length > 0 {
+        // SAFETY: the caller vouches for it.
+        buffer.extend_from_slice(unsafe { std::slice::from_raw_parts(data, length) });
+    }
+    buffer
 }
 
 #[cfg(test)]
@@ -65,19 +111,37 @@ mod tests {
 
     #[test]
     fn a_copy_has_room_for_the_header_and_its_buffer_is_used_again() {
-        let copies = Copies::default();
-        for length in [0, 1, 960, 961, 4096, 4097, 65536] {
+        let (copies, mut own) = (Copies::default(), Own::default());
+        for length in [0, 1, 64, 65, 960, 961, 4096, 4097, 65536] {
             let bytes: Vec<u8> = (0..length).map(|i| i as u8).collect();
-            // SAFETY: the vector is that long.
-            let copy = unsafe { copies.copy(bytes.as_ptr(), length) };
-            assert_eq!((copy.len(), &copy[HEADER..]), (HEADER + length, &bytes[..]));
-            let (address, capacity) = (copy.as_ptr(), copy.capacity());
-            copies.give_back(copy);
-            if length > 960 {
-                let again = copies.buffer(HEADER + length);
-                assert_eq!((again.as_ptr(), again.capacity(), again.len()), (address, capacity, 0));
-                copies.give_back(again);
+            let mut addresses = Vec::new();
+            for _ in 0..2 {
+                // SAFETY: the vector is that long.
+                let copy = unsafe {
+                    if length as u64 <= COPY_FIRST_MAX {
+                        own.copy(bytes.as_ptr(), length)
+                    } else {
+                        copies.copy(bytes.as_ptr(), length)
+                    }
+                };
+                assert_eq!((copy.len(), &copy[HEADER..]), (HEADER + length, &bytes[..]));
+                addresses.push((copy.as_ptr(), copy.capacity()));
+                if let Some(copy) = own.give_back(copy) {
+                    copies.give_back(copy);
+                }
             }
+            assert_eq!(addresses[0], addresses[1]);
         }
+    }
+
+    #[test]
+    fn a_connection_keeps_few_buffers() {
+        let mut own = Own::default();
+        let payload = [7; 8];
+        // SAFETY: the array is that long.
+        let copies: Vec<_> =
+            (0..3 * OWN_SPARE[0]).map(|_| unsafe { own.copy(payload.as_ptr(), payload.len()) }).collect();
+        assert!(copies.into_iter().all(|copy| own.give_back(copy).is_none()));
+        assert_eq!(own.spare.each_ref().map(Vec::len), [OWN_SPARE[0], 0]);
     }
 }

@@ -690,7 +690,7 @@ fn fill(sock: &Sock, input: &mut Vec<u8>, wanted: usize, short: &mut bool) -> Re
         let mut bytes = [0_u8; WELCOME + ANSWER];
         let room = &mut bytes[..wanted - input.len()];
         // SAFETY: the buffer is ours.
-        match unsafe { wire::receive(sock.as_raw_fd(), [Piece::of_mut(&mut []), Piece::of_mut(room)]) } {
+        match unsafe { wire::receive(sock.as_raw_fd(), Piece::of_mut(room)) } {
             Ok(None) => return Ok(false),
             Err(error) if wire::is_shortage(&error) => {
                 *short = true;

@@ -5,7 +5,7 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | [`frame`] | the header on the wire |
+//! | [`frame`], [`check`] | the header on the wire, and its check |
 //! | [`limits`] | sizes, with their reasons |
 //! | [`ranges`] | which bytes of a message have been seen |
 //! | [`send_core`] | what the sending side knows: messages, credit, chunks in flight |
@@ -29,6 +29,7 @@
 
 pub mod acceptor;
 pub mod attend;
+pub mod check;
 pub mod copies;
 pub mod crowd;
 pub mod dialer;

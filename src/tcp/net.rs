@@ -326,8 +326,7 @@ impl Source for Goodbyes {
             let mut sink = [0_u8; 4096];
             loop {
                 // SAFETY: the sink is ours.
-                let got =
-                    unsafe { wire::receive(sock.as_raw_fd(), [Piece::of_mut(&mut []), Piece::of_mut(&mut sink)]) };
+                let got = unsafe { wire::receive(sock.as_raw_fd(), Piece::of_mut(&mut sink)) };
                 match got.or_else(wire::look_again) {
                     Ok(None) => return now < *deadline,
                     Ok(Some(0)) | Err(_) => return false,

@@ -44,6 +44,7 @@ impl Health {
     }
 
     /// Whether the connection has failed.
+    #[inline]
     pub fn is_failed(&self) -> bool {
         self.failed.load(Ordering::Acquire)
     }
@@ -52,11 +53,17 @@ impl Health {
     ///
     /// # Errors
     /// That is the point.
+    #[inline]
     pub fn check(&self) -> Result<(), Error> {
         if !self.is_failed() {
             return Ok(());
         }
-        Err(self.error.get().cloned().unwrap_or_else(|| Error::internal("the connection failed without a cause")))
+        Err(self.cause())
+    }
+
+    #[cold]
+    fn cause(&self) -> Error {
+        self.error.get().cloned().unwrap_or_else(|| Error::internal("the connection failed without a cause"))
     }
 
     /// A stream is connected.
@@ -70,6 +77,7 @@ impl Health {
     }
 
     /// How many streams are connected.
+    #[inline]
     pub fn live(&self) -> usize {
         self.live.load(Ordering::Acquire)
     }
@@ -91,11 +99,13 @@ impl Health {
     }
 
     /// Whether the peer said goodbye.
+    #[inline]
     pub fn is_peer_done(&self) -> bool {
         self.peer_done.load(Ordering::Acquire)
     }
 
     /// Whether the peer said goodbye and all streams have ended: nothing can come or go any more.
+    #[inline]
     pub fn is_over(&self) -> bool {
         self.is_peer_done() && self.live() == 0
     }

@@ -115,6 +115,51 @@ struct Io {
     parted: bool,
 }
 
+impl Io {
+    /// Everything in the input buffer was taken but the beginning of a header: that moves to the front.
+    #[inline]
+    fn make_room(&mut self) {
+        if self.from > 0 {
+            if self.from < self.to {
+                self.input.copy_within(self.from..self.to, 0);
+            }
+            (self.from, self.to) = (0, self.to - self.from);
+        }
+    }
+
+    /// Reads what the socket has: the rest of the open frame's payload into its place, what is behind it into the input
+    /// buffer. With `may_peek`, what somebody waits for is only looked at ([`wire::peek`]). Returns what [`wire::receive`]
+    /// did, how many bytes there was room for, and how many of them for the payload.
+    ///
+    /// # Safety
+    /// The body must be writable.
+    #[inline]
+    unsafe fn receive(&mut self, may_peek: bool) -> (io::Result<Option<usize>>, usize, usize) {
+        let fd = self.sock.as_raw_fd();
+        let (got, wanted, open) = match self.body {
+            Body::None => {
+                let room = Piece::of_mut(&mut self.input[self.to..]);
+                let peeks = may_peek && self.awaited;
+                // SAFETY: the input buffer is this stream's own.
+                let got = unsafe { if peeks { wire::peek(fd, room) } else { wire::receive(fd, room) } };
+                if let (true, Ok(Some(bytes))) = (peeks, &got) {
+                    self.peeked = *bytes;
+                }
+                (got, room.length, 0)
+            }
+            Body::Data { to, rest } => {
+                let pieces = [Piece { data: to.data, length: rest }, Piece::of_mut(&mut self.input[..BEHIND])];
+                // SAFETY: as above; the caller vouches for the body.
+                (unsafe { wire::receive_two(fd, pieces) }, rest + BEHIND, rest)
+            }
+        };
+        if let Ok(bytes) = &got {
+            self.awaited = bytes.is_none();
+        }
+        (got, wanted, open)
+    }
+}
+
 /// A connection that receives.
 pub struct RecvConn {
     me: Weak<Self>,
@@ -344,11 +389,19 @@ impl RecvConn {
         self.requests.check(ticket)?;
         if !self.requests.is_done(ticket) {
             self.glance(0);
+            if !self.requests.is_done(ticket) {
+                // SAFETY: NCCL's thread, which has not been told the end of any request that is outstanding.
+                unsafe { self.events.report() };
+                return self.not_yet(ticket);
+            }
         }
         // SAFETY: NCCL's thread, which has not been told the end of any request that is outstanding.
-        if let Some(outcome) = unsafe { self.events.finish(&self.requests, ticket) } {
-            return Ok(Some(outcome));
-        }
+        Ok(unsafe { self.events.finish(&self.requests, ticket) })
+    }
+
+    /// A request is not done. Fails if it can no longer become so.
+    #[inline]
+    fn not_yet(&self, ticket: Ticket) -> Result<Option<Outcome>> {
         self.verdict().inspect_err(|_| {
             self.quiesce();
             // SAFETY: as above.
@@ -359,6 +412,7 @@ impl RecvConn {
     }
 
     /// Whether a request that is not done can still become so.
+    #[inline]
     fn verdict(&self) -> Result<()> {
         self.health.check()?;
         if self.health.is_over() && !self.is_mending() {
@@ -493,12 +547,14 @@ impl RecvConn {
     }
 
     /// Looks whether anything has come on a stream, unless another thread is looking.
+    #[inline]
     fn glance(&self, index: usize) {
         self.attention.called();
         let step = |io: &mut Io, wishes| self.step(index, io, wishes);
         self.ran(index, self.streams[index].glance(READ, step, |io, why| self.broken(index, io, why)));
     }
 
+    #[inline]
     fn ran(&self, index: usize, ran: Ran) -> bool {
         match ran {
             Ran::Settled(moved) => moved,
@@ -541,34 +597,21 @@ impl RecvConn {
         let mut share = SHARE;
         let mut moved = false;
         loop {
-            self.take_frames(index, io).map_err(Broken::Fatal)?;
+            if io.from < io.to {
+                self.take_frames(index, io).map_err(Broken::Fatal)?;
+            }
             if share == 0 {
                 return Ok((true, true));
             }
             if io.peeked > 0 && !self.empty(index, io)? {
                 return Ok((moved, false));
             }
-            // Everything in the input buffer was taken but the beginning of a header.
-            io.input.copy_within(io.from..io.to, 0);
-            (io.from, io.to) = (0, io.to - io.from);
-            let (body, room) = match io.body {
-                Body::None => (Piece::of_mut(&mut []), &mut io.input[io.to..]),
-                Body::Data { to, rest } => (Piece { data: to.data, length: rest }, &mut io.input[..BEHIND]),
-            };
-            let wanted = body.length + room.len();
-            let peeks = index == 0 && io.awaited && body.length == 0;
-            let fd = io.sock.as_raw_fd();
-            // SAFETY: the body lies in the posted buffer of a request that has not ended, or in a staging buffer
-            // that lives until its message is copied; the core has checked that the range fits. The input buffer
-            // is this stream's own.
-            let got = unsafe {
-                if peeks { wire::peek(fd, Piece::of_mut(room)) } else { wire::receive(fd, [body, Piece::of_mut(room)]) }
-            };
+            io.make_room();
+            // SAFETY: the core has checked the body's range against the posted buffer of a request that has not ended, or
+            // a staging buffer that lives until its message is copied.
+            let (got, wanted, open) = unsafe { io.receive(index == 0) };
             match got {
-                Ok(None) => {
-                    io.awaited = true;
-                    return Ok((moved, false));
-                }
+                Ok(None) => return Ok((moved, false)),
                 Err(error) if wire::is_shortage(&error) => {
                     self.starved(index, &error);
                     return Ok((moved, false));
@@ -579,14 +622,12 @@ impl RecvConn {
                 Err(error) => return Err(Broken::Lost(error)),
                 Ok(Some(bytes)) => {
                     moved = true;
-                    io.awaited = false;
-                    if peeks {
-                        io.peeked = bytes;
-                    }
                     share = share.saturating_sub(bytes);
-                    let placed = bytes.min(body.length);
+                    let placed = bytes.min(open);
                     io.to += bytes - placed;
-                    self.placed(index, io, placed);
+                    if placed > 0 {
+                        self.placed(index, io, placed);
+                    }
                     // A short read means that the socket is empty: spare the call that would say so, unless a
                     // frame is still open, whose rest is likely to be here already.
                     if bytes < wanted && matches!(io.body, Body::None) {
@@ -704,6 +745,7 @@ impl RecvConn {
         Ok(())
     }
 
+    #[inline]
     fn frame_began(
         &self,
         state: &mut State,
@@ -736,6 +778,7 @@ impl RecvConn {
         }
     }
 
+    #[inline]
     fn chunk_ended(&self, followed: &mut Option<(Part, u64)>) {
         if let Some((part, offset)) = followed.take() {
             self.events.chunk_ends(part.slot, usize::from(part.part), offset);
@@ -743,6 +786,7 @@ impl RecvConn {
     }
 
     /// The payload of a frame is in its place. Returns whether its acknowledgement is due.
+    #[inline]
     fn frame_ended(&self, state: &mut State, index: usize) -> bool {
         match state.core.end(index) {
             End::More | End::Staged => {}
@@ -767,6 +811,7 @@ impl RecvConn {
     }
 
     /// Called with the state locked.
+    #[inline]
     fn complete(&self, part: Part, total: u64) {
         Counters::count(&self.counters.messages, 1);
         Counters::count(&self.completed, 1);
@@ -803,7 +848,7 @@ impl RecvConn {
                 }
             }
             // SAFETY: both pieces are this stream's own buffers.
-            let sent = unsafe { wire::send(io.sock.as_raw_fd(), [Piece::of(&io.out[io.sent..]), Piece::of(&[])]) };
+            let sent = unsafe { wire::send(io.sock.as_raw_fd(), Piece::of(&io.out[io.sent..])) };
             let bytes = match sent {
                 Ok(Some(bytes)) => bytes,
                 Ok(None) => return Ok(moved),
@@ -835,7 +880,7 @@ impl RecvConn {
             io.out.extend_from_slice(&words);
             // SAFETY: both pieces are this stream's own buffers. What the socket does not take is lost, and the peer
             // learns of the end without the reason.
-            let _ = unsafe { wire::send(io.sock.as_raw_fd(), [Piece::of(&io.out[io.sent..]), Piece::of(&[])]) };
+            let _ = unsafe { wire::send(io.sock.as_raw_fd(), Piece::of(&io.out[io.sent..])) };
         }
         self.net.linger(io.sock);
     }
@@ -1114,6 +1159,7 @@ impl RecvConn {
         self.alone_since.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    #[inline]
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -94,6 +94,7 @@ struct Tag {
 
 impl Entry {
     /// A frame with these bytes of the message begins. False when one of them has come, or is coming, already.
+    #[inline]
     fn claim(&mut self, header: &Header) -> bool {
         if u64::from(header.length) == header.total {
             return self.begun.is_empty() && !std::mem::replace(&mut self.begun_whole, true);
@@ -114,6 +115,7 @@ impl Tag {
         (order + 1).saturating_sub(self.posted.max(self.base + self.entries.len() as u64))
     }
 
+    #[inline]
     fn entry(&mut self, order: u64) -> &mut Entry {
         let at = (order - self.base) as usize;
         while self.entries.len() <= at {
@@ -122,6 +124,7 @@ impl Tag {
         &mut self.entries[at]
     }
 
+    #[inline]
     fn retire(&mut self) {
         while self.entries.front().is_some_and(|entry| entry.done) {
             self.entries.pop_front();
@@ -185,6 +188,7 @@ impl RecvCore {
 
     /// Whether another group of receives with `tag` can be posted now: the oldest unfinished one must not be too far
     /// behind.
+    #[inline]
     pub fn has_room(&mut self, tag: i32) -> bool {
         let queue = self.tag(tag);
         queue.posted - queue.base + MAX_PARTS as u64 <= MAX_POSTED
@@ -194,6 +198,7 @@ impl RecvCore {
     ///
     /// # Errors
     /// A usage error when the message is here already and is longer.
+    #[inline]
     pub fn post(&mut self, tag: i32, capacity: u64, part: Part) -> Result<Posted> {
         let silent = self.is_silent();
         let queue = self.tag(tag);
@@ -246,8 +251,7 @@ impl RecvCore {
         if order < self.tag(tag).base {
             return Ok(None);
         }
-        self.expect(tag, order)?;
-        let entry = self.tag(tag).entry(order);
+        let entry = self.expect(tag, order)?;
         if entry.done || entry.total.is_some() {
             return Ok(None);
         }
@@ -284,27 +288,24 @@ impl RecvCore {
     /// # Errors
     /// A remote error when the frame contradicts what was posted or sent before; a usage error when the message is
     /// longer than its receive.
+    #[inline]
     pub fn begin(&mut self, index: usize, header: &Header) -> Result<Place> {
         let stream = self.streams.get(index).ok_or_else(|| Error::remote("a frame came on an unknown stream"))?;
         if stream.epoch != header.epoch || stream.fenced || stream.open.is_some() {
-            return Err(Error::remote(format!(
-                "a frame of epoch {} came on stream {index}, which is in epoch {}",
-                header.epoch, stream.epoch
-            )));
+            return Err(untimely(index, header, stream.epoch));
         }
         let (tag, order, eager) = (header.tag, header.order, header.flags & EAGER != 0);
         let staged_bytes = self.staged_bytes;
-        self.expect(tag, order)?;
-        let entry = self.tag(tag).entry(order);
+        let entry = self.expect(tag, order)?;
         let differs = entry.total.is_some_and(|total| (total, entry.number) != (header.total, header.message));
         if entry.done || differs || entry.stage.is_some() {
-            return Err(Error::remote(format!("message {order} with tag {tag} came twice, or its size changed")));
+            return Err(repeated(tag, order));
         }
         if eager && (header.length as u64 != header.total || header.total > EAGER_MAX) {
             return Err(Error::remote("an eager message was split or is too long"));
         }
         if !entry.claim(header) {
-            return Err(Error::remote(format!("bytes of message {order} with tag {tag} came twice")));
+            return Err(repeated_bytes(tag, order));
         }
         entry.eager = eager;
         entry.total = Some(header.total);
@@ -313,7 +314,7 @@ impl RecvCore {
             Some((_, capacity)) if header.total > capacity => return Err(too_long(header.total, capacity, tag)),
             Some((part, _)) => Place::Posted(part, header.offset),
             None if !eager => {
-                return Err(Error::remote(format!("message {order} with tag {tag} came without clear-to-send")));
+                return Err(uncalled(tag, order));
             }
             None => {
                 let cost = header.total + MESSAGE_COST;
@@ -332,8 +333,20 @@ impl RecvCore {
         Ok(place)
     }
 
-    /// The peer speaks of the `order`-th message with `tag`: makes room for it.
-    fn expect(&mut self, tag: i32, order: u64) -> Result<()> {
+    /// The peer speaks of the `order`-th message with `tag`: its entry, for which room is made if there is none.
+    #[inline]
+    fn expect(&mut self, tag: i32, order: u64) -> Result<&mut Entry> {
+        let queue = self.tag(tag);
+        let (at, known) = (order.wrapping_sub(queue.base), queue.entries.len() as u64);
+        // Nearly always: its receive is posted, or it was spoken of before.
+        if at >= known {
+            self.admit(tag, order)?;
+        }
+        Ok(&mut self.tag(tag).entries[at as usize])
+    }
+
+    /// Makes room for the `order`-th message with `tag`, and for those before it.
+    fn admit(&mut self, tag: i32, order: u64) -> Result<()> {
         let queue = self.tag(tag);
         let next = queue.base;
         let possible = order >= next && order - next < MAX_AHEAD;
@@ -348,6 +361,7 @@ impl RecvCore {
     }
 
     /// The payload of the frame that began on stream `index` is in its place.
+    #[inline]
     pub fn end(&mut self, index: usize) -> End {
         let stream = &mut self.streams[index];
         let open = stream.open.take().expect("a frame was open");
@@ -397,6 +411,7 @@ impl RecvCore {
     }
 
     /// Whether somebody waits for what stream `index` has to acknowledge, or it has become much.
+    #[inline]
     pub fn is_ack_due(&self, index: usize) -> bool {
         let Some(stream) = self.streams.get(index) else { return false };
         let frames = stream.received - stream.acked;
@@ -446,6 +461,7 @@ impl RecvCore {
     }
 
     /// Whether the sender should learn of returned credit soon: it may be waiting for it.
+    #[inline]
     pub fn owes_credit(&self) -> bool {
         self.returned - self.told >= EAGER_WINDOW / 4
     }
@@ -493,15 +509,41 @@ impl RecvCore {
         }
     }
 
+    #[inline]
     fn tag(&mut self, tag: i32) -> &mut Tag {
         if self.tags.get(self.last_tag).is_none_or(|queue| queue.tag != tag) {
-            self.last_tag = self.tags.binary_search_by_key(&tag, |queue| queue.tag).unwrap_or_else(|at| {
-                self.tags.insert(at, Tag { tag, base: 0, posted: 0, entries: VecDeque::new() });
-                at
-            });
+            self.find_tag(tag);
         }
         &mut self.tags[self.last_tag]
     }
+
+    #[inline(never)]
+    fn find_tag(&mut self, tag: i32) {
+        self.last_tag = self.tags.binary_search_by_key(&tag, |queue| queue.tag).unwrap_or_else(|at| {
+            self.tags.insert(at, Tag { tag, base: 0, posted: 0, entries: VecDeque::new() });
+            at
+        });
+    }
+}
+
+#[cold]
+fn untimely(index: usize, header: &Header, epoch: u16) -> Error {
+    Error::remote(format!("a frame of epoch {} came on stream {index}, which is in epoch {epoch}", header.epoch))
+}
+
+#[cold]
+fn repeated(tag: i32, order: u64) -> Error {
+    Error::remote(format!("message {order} with tag {tag} came twice, or its size changed"))
+}
+
+#[cold]
+fn repeated_bytes(tag: i32, order: u64) -> Error {
+    Error::remote(format!("bytes of message {order} with tag {tag} came twice"))
+}
+
+#[cold]
+fn uncalled(tag: i32, order: u64) -> Error {
+    Error::remote(format!("message {order} with tag {tag} came without clear-to-send"))
 }
 
 #[cfg(test)]

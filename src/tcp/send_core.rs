@@ -13,6 +13,8 @@
 //! for its receive never holds up another tag, nor small messages behind it.
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use slab::Slab;
 
@@ -90,6 +92,24 @@ impl Flight {
     }
 }
 
+/// Frames of a stream that the kernel took whole, through all its lives. The thread that has the stream counts them,
+/// without the core: most messages need nothing else when they have left.
+#[derive(Debug, Default)]
+pub struct Written(AtomicU64);
+
+impl Written {
+    /// One more. By one thread at a time: no locked instruction.
+    #[inline]
+    pub fn count(&self) {
+        self.0.store(self.0.load(Ordering::Relaxed) + 1, Ordering::Release);
+    }
+
+    #[inline]
+    fn frames(&self) -> u64 {
+        self.0.load(Ordering::Acquire)
+    }
+}
+
 #[derive(Default)]
 struct Stream {
     live: bool,
@@ -98,8 +118,8 @@ struct Stream {
     adrift: bool,
     /// Frames handed out.
     sent: u64,
-    /// Frames that the kernel took whole; only these can be acknowledged, whatever the peer says.
-    written: u64,
+    /// Only what the kernel took whole can be acknowledged, whatever the peer says.
+    written: Arc<Written>,
     acked: u64,
     flights: VecDeque<Flight>,
     bytes: u64,
@@ -201,6 +221,12 @@ impl SendCore {
         self.count_others();
     }
 
+    /// Where the frames of the stream's present life are counted when they have left: by this or by
+    /// [`SendCore::written`].
+    pub fn counts(&self, index: usize) -> Arc<Written> {
+        Arc::clone(&self.streams[index].written)
+    }
+
     /// How many streams are connected.
     pub fn live_streams(&self) -> usize {
         self.streams.iter().filter(|stream| stream.live).count()
@@ -232,6 +258,7 @@ impl SendCore {
     ///
     /// # Errors
     /// A usage error when the receive that it matches is posted already and is shorter.
+    #[inline]
     pub fn post(&mut self, length: u64, tag: i32, hand_over: bool) -> Result<(Key, Admit)> {
         let order = self.tags.next(tag);
         // A receive that is posted already needs no credit, however short the message.
@@ -308,6 +335,7 @@ impl SendCore {
     }
 
     /// Whether a stream could take a chunk now, if it had room.
+    #[inline]
     pub fn has_ready(&self) -> bool {
         !(self.short.is_empty() && self.long.is_empty() && self.again.is_empty())
     }
@@ -336,26 +364,30 @@ impl SendCore {
     ///
     /// The first stream carries messages that NCCL's thread sends itself; the others carry longer ones. When
     /// the first stream is alone, or dead, the rest share all the work.
+    #[inline]
     pub fn next_chunk(&mut self, index: usize) -> Option<Chunk> {
         let stream = self.streams.get(index).filter(|stream| stream.live)?;
         if !stream.has_room() {
             return None;
         }
-        let most = stream.window.chunk();
-        let others = self.others;
-        let first_live = self.streams.first().is_some_and(|stream| stream.live);
-        if let Some(flight) = self.again.pop_front() {
-            return Some(self.fly(index, flight, true));
-        }
-        if (index == 0 || !first_live)
+        let first_live = self.streams[0].live;
+        let (flight, again) = if let Some(flight) = self.again.pop_front() {
+            (flight, true)
+        } else if (index == 0 || !first_live)
             && let Some(key) = self.short.pop_front()
         {
-            let length = self.messages[key].length as u32;
-            return Some(self.fly(index, Flight::new(key, 0, length), false));
-        }
-        if index == 0 && others > 0 {
+            (Flight::new(key, 0, self.messages[key].length as u32), false)
+        } else if index == 0 && self.others > 0 {
             return None;
-        }
+        } else {
+            (self.cut(index)?, false)
+        };
+        Some(self.fly(index, flight, again))
+    }
+
+    /// The next piece of the long messages for stream `index`.
+    fn cut(&mut self, index: usize) -> Option<Flight> {
+        let most = self.streams[index].window.chunk();
         let &key = self.long.front()?;
         let message = &self.messages[key];
         let rest = message.length - message.assigned;
@@ -365,7 +397,7 @@ impl SendCore {
         if length == rest {
             self.long.pop_front();
         }
-        Some(self.fly(index, flight, false))
+        Some(flight)
     }
 
     /// How many streams share the long messages.
@@ -406,6 +438,7 @@ impl SendCore {
         (order, count.min(chunks as usize))
     }
 
+    #[inline]
     fn fly(&mut self, index: usize, mut flight: Flight, again: bool) -> Chunk {
         let message = &mut self.messages[flight.key];
         if !again {
@@ -442,8 +475,8 @@ impl SendCore {
     /// The kernel took the whole of the chunk that stream `index` was given last.
     pub fn written(&mut self, index: usize) {
         let stream = &mut self.streams[index];
-        stream.written += 1;
-        debug_assert!(stream.written <= stream.sent);
+        stream.written.count();
+        debug_assert!(stream.written.frames() <= stream.sent);
     }
 
     /// The receiver acknowledged: `frames` frames of stream `index` so far, `credit` bytes of the connection's
@@ -470,10 +503,11 @@ impl SendCore {
     fn take_in(&mut self, index: usize, frames: u64, done: &mut Vec<Key>) -> Result<()> {
         let carriers = self.carriers();
         let stream = self.streams.get_mut(index).ok_or_else(|| Error::remote("an unknown stream was acknowledged"))?;
-        if frames > stream.written || frames < stream.acked {
+        let written = stream.written.frames();
+        if frames > written || frames < stream.acked {
             return Err(Error::remote(format!(
-                "the peer acknowledged {frames} frames of stream {index}, of which {} were sent and {} acknowledged before",
-                stream.written, stream.acked
+                "the peer acknowledged {frames} frames of stream {index}, of which {written} were sent and {} acknowledged before",
+                stream.acked
             )));
         }
         for _ in stream.acked..frames {
@@ -558,7 +592,9 @@ impl SendCore {
         stream.adrift = false;
         let lost: Vec<Flight> = stream.flights.drain(..).collect();
         stream.bytes = 0;
-        (stream.sent, stream.written) = (frames, frames);
+        stream.sent = frames;
+        // A count of its own for the next life: who still had this one counts what nobody waits for.
+        stream.written = Arc::new(Written(AtomicU64::new(frames)));
         for flight in &lost {
             self.messages[flight.key].flying -= 1;
         }
@@ -571,7 +607,7 @@ impl SendCore {
         let streams: Vec<String> = self
             .streams
             .iter()
-            .map(|s| format!("{}{}/{}/{}", if s.live { "" } else { "down " }, s.sent, s.written, s.acked))
+            .map(|s| format!("{}{}/{}/{}", if s.live { "" } else { "down " }, s.sent, s.written.frames(), s.acked))
             .collect();
         format!(
             "{} messages unfinished: {} wait for the receiver, {} for credit, {} short and {} long ready, {} chunks again; \
@@ -597,6 +633,7 @@ impl SendCore {
         self.streams.get(index).map_or(0, |stream| stream.epoch)
     }
 
+    #[inline]
     fn take_credit(&mut self, length: u64) -> bool {
         let cost = length + MESSAGE_COST;
         if self.credit_used + cost > self.credit_limit {

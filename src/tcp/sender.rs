@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use super::acceptor::send_all;
 use super::attend::Attention;
+use super::copies::Own;
 use super::frame::{HEADER, Header, Type};
 use super::handshake::FEATURE_RECOVERY;
 use super::limits::{COPY_FIRST_MAX, EAGER_MAX, INLINE_MAX, MAX_STREAMS, REPLAY_MAX};
@@ -27,9 +28,9 @@ use super::peer::{Broken, Health, Peer, failure, left_early, lost, told_by_peer}
 use super::seal::codec::Sealed;
 use super::seal::damage::Damage;
 use super::seal::{Seal, Sides};
-use super::send_core::{Admit, Chunk, Key, SendCore};
+use super::send_core::{Admit, Chunk, Key, SendCore, Written};
 use super::shortage::{Again, Short};
-use super::stream::{Held, READ, Ran, Step, Stream, WRITE};
+use super::stream::{Held, READ, Ran, SEND, Step, Stream, WRITE};
 use super::watch::{self, Chores, Finding, Probes, Sight, Vigil};
 use super::wire::{self, Piece};
 use crate::engine::counters::Counters;
@@ -78,30 +79,43 @@ struct State {
     core: SendCore,
     payloads: Vec<Option<Payload>>,
     done: Vec<Key>,
+    copies: Own,
     /// When to ask the receiver about stalled messages, and how long after the last time that is.
     ask: Option<(Instant, Duration)>,
+}
+
+/// A chunk on its way to the kernel: what is to be done when that has all of it.
+#[derive(Debug, Clone, Copy)]
+struct Leaving {
+    key: Key,
+    length: u32,
+    /// A message of its own, so short that it is copied when it has left.
+    copied: bool,
+    /// Its request may end by that, so it has to be booked.
+    ends: bool,
 }
 
 /// What a stream is sending.
 enum Outgoing {
     /// Control frames.
     Control(Vec<u8>),
-    /// A header, and a chunk from where NCCL has it.
-    Framed([u8; HEADER], Piece, Chunk),
+    /// A header, which the stream holds ([`Io::header`]), and a chunk from where NCCL has it.
+    Framed(Piece, Leaving),
     /// A whole short message with its header, from the copy.
-    Whole(Piece, Chunk),
+    Whole(Piece, Leaving),
     /// Any of these, with its checksum or encrypted.
-    Sealed(Sealed, Option<Chunk>),
+    Sealed(Sealed, Option<Leaving>),
 }
 
 // SAFETY: as for `Payload`: the pieces belong to a message that is not acknowledged.
 unsafe impl Send for Outgoing {}
 
 impl Outgoing {
+    #[inline]
     fn length(&self) -> usize {
         match self {
             Self::Control(bytes) => bytes.len(),
-            Self::Framed(header, body, _) => header.len() + body.length,
+            Self::Framed(body, _) => HEADER + body.length,
             Self::Whole(bytes, _) => bytes.length,
             Self::Sealed(sealed, _) => sealed.length(),
         }
@@ -114,18 +128,21 @@ impl Outgoing {
     ///
     /// # Safety
     /// The pieces must be readable for their whole length.
-    unsafe fn send(&self, fd: RawFd, sent: usize) -> io::Result<Option<usize>> {
-        let pieces = match self {
-            Self::Control(bytes) => [Piece::of(&bytes[sent..]), Piece::of(&[])],
-            Self::Framed(header, body, _) => {
-                [Piece::of(&header[sent.min(HEADER)..]), body.skip(sent.saturating_sub(HEADER))]
-            }
-            Self::Whole(bytes, _) => [bytes.skip(sent), Piece::of(&[])],
-            // SAFETY: the caller vouches for the pieces.
-            Self::Sealed(sealed, _) => return unsafe { wire::send_three(fd, sealed.rest(sent)) },
-        };
+    #[inline]
+    unsafe fn send(&self, fd: RawFd, header: &[u8; HEADER], sent: usize) -> io::Result<Option<usize>> {
         // SAFETY: the caller vouches for the pieces.
-        unsafe { wire::send(fd, pieces) }
+        unsafe {
+            match self {
+                Self::Whole(bytes, _) => wire::send(fd, bytes.skip(sent)),
+                Self::Framed(body, _) if body.length == 0 => wire::send(fd, Piece::of(&header[sent..])),
+                Self::Framed(body, _) => {
+                    let head = Piece::of(&header[sent.min(HEADER)..]);
+                    wire::send_two(fd, [head, body.skip(sent.saturating_sub(HEADER))])
+                }
+                Self::Control(bytes) => wire::send(fd, Piece::of(&bytes[sent..])),
+                Self::Sealed(sealed, _) => wire::send_three(fd, sealed.rest(sent)),
+            }
+        }
     }
 }
 
@@ -134,7 +151,13 @@ struct Io {
     /// The life of the stream that this is. Its end may be noticed in one thread while another begins the next.
     epoch: u16,
     out: Option<Outgoing>,
+    header: [u8; HEADER],
     sent: usize,
+    /// There was more for this stream when `out` was taken, or somebody has wished for a look since. Whoever makes more
+    /// ready does that, so without it nothing has to be looked for when `out` has left.
+    more: bool,
+    /// Counts the frames that the kernel took whole.
+    written: Arc<Written>,
     control: Vec<u8>,
     /// What a stream with checksums or encryption has beyond a plain one.
     seal: Option<Box<Sides>>,
@@ -202,6 +225,7 @@ impl SendConn {
                 core: SendCore::new(recovery),
                 payloads: Vec::new(),
                 done: Vec::new(),
+                copies: Own::default(),
                 ask: None,
             }),
             streams: (0..MAX_STREAMS).map(|_| Stream::default()).collect(),
@@ -267,11 +291,21 @@ impl SendConn {
     /// Puts a connected socket to work as stream `index`. What was reported at its place before is made up for by a kick.
     fn add_stream(&self, index: usize, epoch: u16, place: Registration, sock: Sock, seal: Seal) {
         self.events.set_path(index, path_of(&sock, &self.link));
+        self.health.stream_up();
+        let written = {
+            let mut state = self.state();
+            state.core.stream_up(index, epoch);
+            self.note_first(index, &state.core);
+            state.core.counts(index)
+        };
         let io = Io {
             sock,
             epoch,
             out: None,
+            header: [0; HEADER],
             sent: 0,
+            more: false,
+            written,
             control: Vec::new(),
             seal: seal.sides(),
             input: vec![0; 32 * HEADER],
@@ -279,12 +313,6 @@ impl SendConn {
             followed: None,
             blocked: None,
         };
-        self.health.stream_up();
-        {
-            let mut state = self.state();
-            state.core.stream_up(index, epoch);
-            self.note_first(index, &state.core);
-        }
         lock(&self.vigils)[index] = Vigil::default();
         *lock(&self.alone) = None;
         // In this order: a stream that breaks at once takes its registration with it.
@@ -342,6 +370,7 @@ impl SendConn {
         let told = unsafe { self.follow(ticket, profiler, length as u64, short) };
         // A short message is sent in this call, when the first stream is free: taken before the state, as always.
         let mut held = if short { self.streams[0].hold() } else { None };
+        let mut wish = WRITE;
         let posted = {
             let mut state = self.state();
             // SAFETY: the caller vouches for the buffer.
@@ -350,6 +379,7 @@ impl SendConn {
                 && io.out.is_none()
             {
                 io.out = self.next_outgoing(&mut state, 0, io);
+                wish = SEND;
             }
             posted
         };
@@ -363,7 +393,7 @@ impl SendConn {
                 return self.health.check().map(|()| None);
             }
             Ok((_, Admit::Ready)) => {
-                self.run_held(held, 0, WRITE);
+                self.run_held(held, 0, wish);
                 if !self.first_live.load(Ordering::Relaxed) {
                     self.wake_streams(length as u64);
                 }
@@ -441,7 +471,7 @@ impl SendConn {
         }
         let replay = (self.recovery && length as u64 <= COPY_FIRST_MAX).then(|| {
             // SAFETY: the caller vouches for the buffer.
-            unsafe { self.net.copies.copy(data, length) }
+            unsafe { state.copies.copy(data, length) }
         });
         // What must wait for credit is not done: else nothing would bound the copies.
         let waits = (replay.is_none() || admit != Admit::Ready).then_some(ticket);
@@ -537,12 +567,12 @@ impl SendConn {
     #[cold]
     fn settle(&self) -> bool {
         let mut state = self.state();
-        let State { core, payloads, done, .. } = &mut *state;
+        let State { core, payloads, done, copies, .. } = &mut *state;
         if !self.health.has_peer_received(core.next_number()) {
             return false;
         }
         core.all_received(done);
-        self.end_messages(payloads, done);
+        self.end_messages(payloads, copies, done);
         true
     }
 
@@ -799,7 +829,9 @@ impl SendConn {
         let mut share = SHARE;
         let mut wishes = wishes;
         loop {
-            if wishes & WRITE != 0 {
+            // Who wishes for a look may know of more than there was when the present piece was taken.
+            io.more |= wishes & WRITE != 0;
+            if wishes & (WRITE | SEND) != 0 {
                 match self.write(index, io, &mut share) {
                     Ok(more) => moved |= more,
                     Err(why) => return Step::Broken(why),
@@ -836,7 +868,7 @@ impl SendConn {
             let Some(out) = &io.out else { return Ok(moved) };
             // SAFETY: headers and copies are ours; a chunk belongs to a message that is not acknowledged, so its
             // memory is the transport's.
-            match unsafe { out.send(io.sock.as_raw_fd(), io.sent) } {
+            match unsafe { out.send(io.sock.as_raw_fd(), &io.header, io.sent) } {
                 Err(error) if wire::is_shortage(&error) => {
                     self.starved(index, &error);
                     return Ok(moved);
@@ -851,8 +883,8 @@ impl SendConn {
                 }
                 Ok(Some(bytes)) => {
                     moved = true;
-                    if let (Some(since), Some((ticket, offset))) = (io.blocked.take(), io.followed) {
-                        self.events.chunk_waited(ticket.slot, 0, offset, Wait::Socket, since);
+                    if let Some(since) = io.blocked.take() {
+                        self.moves_again(io.followed, since);
                     }
                     *share = share.saturating_sub(bytes.max(1));
                     io.sent += bytes;
@@ -861,10 +893,18 @@ impl SendConn {
                     }
                     // Copied only now, when its bytes are on their way already, and before the state is locked.
                     let copy = self.copy_of(out);
-                    let finished = io.finished();
+                    let left = io.finished();
+                    if left.is_some() {
+                        io.written.count();
+                    }
+                    let left = left.filter(|left| left.ends);
+                    // A short message whose request is done, and nothing behind it: no second look at the state.
+                    if left.is_none() && !io.more {
+                        return Ok(moved);
+                    }
                     let mut state = self.state();
-                    if let Some(chunk) = finished {
-                        self.chunk_written(&mut state, index, &chunk, copy);
+                    if let Some(left) = left {
+                        self.chunk_written(&mut state, &left, copy);
                     }
                     if *share == 0 {
                         return Ok(moved);
@@ -875,6 +915,14 @@ impl SendConn {
         }
     }
 
+    /// A stream that was full takes bytes again.
+    #[cold]
+    fn moves_again(&self, followed: Option<(Ticket, u64)>, since: Ticks) {
+        if let Some((ticket, offset)) = followed {
+            self.events.chunk_waited(ticket.slot, 0, offset, Wait::Socket, since);
+        }
+    }
+
     /// The kernel had no memory for a call on a stream: another one in a moment.
     fn starved(&self, index: usize, error: &io::Error) {
         if self.short.begins(index) {
@@ -882,50 +930,62 @@ impl SendConn {
         }
     }
 
+    /// What the stream sends next, and takes out of the books as handed out.
+    #[inline]
     fn next_outgoing(&self, state: &mut State, index: usize, io: &mut Io) -> Option<Outgoing> {
         if !io.control.is_empty() {
+            io.more = state.core.has_ready();
             return Some(Outgoing::Control(std::mem::take(&mut io.control)));
         }
         let chunk = state.core.next_chunk(index)?;
         io.followed = if self.events.hears() { self.chunk_begins(state, index, &chunk) } else { None };
+        if chunk.again {
+            Counters::count(&self.counters.resends, 1);
+        } else {
+            Counters::count(&self.counters.chunks, 1);
+            Counters::count(&self.counters.bytes, u64::from(chunk.length));
+        }
         let payload = state.payloads[chunk.key].as_mut().expect("a message in flight has its payload");
-        let header = chunk.header.encode();
+        let short = chunk.header.total <= REPLAY_MAX;
+        let mut leaving = Leaving {
+            key: chunk.key,
+            length: chunk.length,
+            copied: false,
+            ends: !chunk.again && payload.ticket.is_some() && (short || !self.recovery),
+        };
         if let Some(copy) = &mut payload.replay {
             // An earlier life of the message is over when it is sent again, so nobody reads the old header now.
-            copy[..HEADER].copy_from_slice(&header);
-            return Some(Outgoing::Whole(Piece::of_mut(copy), chunk));
+            chunk.header.encode_into(copy.first_chunk_mut().expect("a copy has room for its header"));
+            io.more = state.core.has_ready();
+            return Some(Outgoing::Whole(Piece::of_mut(copy), leaving));
         }
+        let whole = u64::from(chunk.length) == chunk.header.total;
+        leaving.copied = self.recovery && !chunk.again && whole && short;
+        // A stream in the midst of longer messages looks on: others may have been posted that no one else was woken for.
+        io.more = true;
+        chunk.header.encode_into(&mut io.header);
         // SAFETY: the core hands out ranges within the message.
         let data = unsafe { payload.data.add(chunk.offset as usize) }.cast_mut();
-        Some(Outgoing::Framed(header, Piece { data, length: chunk.length as usize }, chunk))
+        Some(Outgoing::Framed(Piece { data, length: chunk.length as usize }, leaving))
     }
 
     /// The copy for a possible resend that ends the request of a message just sent: short, and not copied before.
+    #[inline]
     fn copy_of(&self, out: &Outgoing) -> Option<Vec<u8>> {
-        let Outgoing::Framed(_, body, chunk) = out else { return None };
-        let whole = u64::from(chunk.length) == chunk.header.total;
-        if !self.recovery || chunk.again || !whole || chunk.header.total > REPLAY_MAX {
-            return None;
-        }
+        let Outgoing::Framed(body, Leaving { copied: true, .. }) = out else { return None };
         // SAFETY: the message is not acknowledged and its request has not ended, so the buffer is the transport's.
         Some(unsafe { self.net.copies.copy(body.data, body.length) })
     }
 
-    /// The kernel took the whole chunk. That ends the request of a message that is short enough to be copied, or needs
-    /// no copy.
-    fn chunk_written(&self, state: &mut State, index: usize, chunk: &Chunk, copy: Option<Vec<u8>>) {
-        Counters::count(if chunk.again { &self.counters.resends } else { &self.counters.chunks }, 1);
-        state.core.written(index);
-        if chunk.again {
-            return;
-        }
-        Counters::count(&self.counters.bytes, u64::from(chunk.length));
-        let payload = state.payloads[chunk.key].as_mut().expect("a message in flight has its payload");
-        payload.written += u64::from(chunk.length);
+    /// The kernel took a whole chunk for the first time. That ends the request of a message that is short enough to be
+    /// copied, or needs no copy.
+    fn chunk_written(&self, state: &mut State, left: &Leaving, copy: Option<Vec<u8>>) {
+        let payload = state.payloads[left.key].as_mut().expect("a message in flight has its payload");
+        payload.written += u64::from(left.length);
         if copy.is_some() {
             payload.replay = copy;
         }
-        if payload.written < payload.length || self.recovery && payload.length > REPLAY_MAX {
+        if payload.written < payload.length {
             return;
         }
         let Some(ticket) = payload.ticket.take() else { return };
@@ -947,7 +1007,7 @@ impl SendConn {
             let room = &mut io.input[io.filled..];
             let wanted = room.len();
             // SAFETY: the input buffer is this stream's own.
-            let got = unsafe { wire::receive(io.sock.as_raw_fd(), [Piece::of_mut(&mut []), Piece::of_mut(room)]) };
+            let got = unsafe { wire::receive(io.sock.as_raw_fd(), Piece::of_mut(room)) };
             match got {
                 Ok(None) => return Ok(moved),
                 Err(error) if wire::is_shortage(&error) => {
@@ -982,7 +1042,9 @@ impl SendConn {
             self.heard(index, &header, &io.input[at + HEADER..end], wake)?;
             at = end;
         }
-        io.input.copy_within(at..io.filled, 0);
+        if at < io.filled {
+            io.input.copy_within(at..io.filled, 0);
+        }
         io.filled -= at;
         Ok(())
     }
@@ -1019,13 +1081,13 @@ impl SendConn {
 
     fn acknowledged(&self, index: usize, header: &Header) -> Result<()> {
         let mut state = self.state();
-        let State { core, payloads, done, .. } = &mut *state;
+        let State { core, payloads, done, copies, .. } = &mut *state;
         if header.epoch != core.epoch(index) {
             return Err(Error::remote("an acknowledgement came for a former life of its stream"));
         }
         core.acknowledge(index, header.offset, header.total, done)?;
         self.chunks_end(core, payloads);
-        self.end_messages(payloads, done);
+        self.end_messages(payloads, copies, done);
         Ok(())
     }
 
@@ -1055,14 +1117,14 @@ impl SendConn {
         }
     }
 
-    fn end_messages(&self, payloads: &mut [Option<Payload>], done: &mut Vec<Key>) {
+    fn end_messages(&self, payloads: &mut [Option<Payload>], copies: &mut Own, done: &mut Vec<Key>) {
         for key in done.drain(..) {
             let payload = payloads[key].take().expect("a message in flight has its payload");
             if let Some(ticket) = payload.ticket {
                 Counters::count(&self.counters.messages, 1);
                 self.requests.complete_part(ticket.slot, 0, payload.length);
             }
-            if let Some(copy) = payload.replay {
+            if let Some(copy) = payload.replay.and_then(|copy| copies.give_back(copy)) {
                 self.net.copies.give_back(copy);
             }
         }
@@ -1077,7 +1139,7 @@ impl SendConn {
             }
             // SAFETY: both pieces are this stream's own buffers. What the socket does not take is lost, and the peer
             // learns of the end without the reason.
-            let _ = unsafe { wire::send(io.sock.as_raw_fd(), [Piece::of(&io.control), Piece::of(&[])]) };
+            let _ = unsafe { wire::send(io.sock.as_raw_fd(), Piece::of(&io.control)) };
         }
         self.net.linger(io.sock);
     }
@@ -1152,10 +1214,10 @@ impl SendConn {
     fn fenced(&self, index: usize, epoch: u16, frames: u64) -> Result<()> {
         {
             let mut state = self.state();
-            let State { core, payloads, done, .. } = &mut *state;
+            let State { core, payloads, done, copies, .. } = &mut *state;
             core.fenced(index, epoch, frames, done)?;
             self.chunks_end(core, payloads);
-            self.end_messages(payloads, done);
+            self.end_messages(payloads, copies, done);
         }
         for stream in &self.streams {
             stream.kick();

@@ -17,6 +17,9 @@ use crate::os::sync::{Mutex, MutexGuard, settle};
 pub const READ: u8 = 1;
 /// Wish: look for something to send.
 pub const WRITE: u8 = 2;
+/// Wish: send what has been taken to be sent already. A bit of its own, so that it does not hide another thread's wish to
+/// look for something.
+pub const SEND: u8 = 4;
 
 /// How many wishes of others a thread serves before it hands them on to the stream's worker.
 const ROUNDS: u32 = 8;

@@ -12,6 +12,7 @@ pub struct TagOrders {
 
 impl TagOrders {
     /// The number of the next message with `tag`, and counts it.
+    #[inline]
     pub fn next(&mut self, tag: i32) -> u64 {
         let at = self.position(tag);
         let order = self.entries[at].1;
@@ -24,6 +25,7 @@ impl TagOrders {
         self.entries.binary_search_by_key(&tag, |entry| entry.0).map_or(0, |at| self.entries[at].1)
     }
 
+    #[inline]
     fn position(&mut self, tag: i32) -> usize {
         if self.entries.get(self.last).is_some_and(|entry| entry.0 == tag) {
             return self.last;

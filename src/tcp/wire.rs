@@ -19,16 +19,19 @@ pub struct Piece {
 
 impl Piece {
     /// A piece to be sent.
+    #[inline]
     pub fn of(bytes: &[u8]) -> Self {
         Self { data: bytes.as_ptr().cast_mut(), length: bytes.len() }
     }
 
     /// A piece to be filled.
+    #[inline]
     pub fn of_mut(bytes: &mut [u8]) -> Self {
         Self { data: bytes.as_mut_ptr(), length: bytes.len() }
     }
 
     /// The piece without its first bytes; at most all of them.
+    #[inline]
     pub fn skip(self, bytes: usize) -> Self {
         let bytes = bytes.min(self.length);
         // SAFETY: at most one past the end of the piece.
@@ -52,20 +55,28 @@ impl Piece {
     }
 }
 
-/// Sends as much of two pieces, in order, as the socket takes now. `None`: it takes nothing.
+/// Sends as much of a piece as the socket takes now. `None`: it takes nothing.
+///
+/// # Errors
+/// Whatever `send(2)` reports.
+///
+/// # Safety
+/// The piece must be readable for its whole length during the call.
+#[inline]
+pub unsafe fn send(fd: RawFd, Piece { data, length }: Piece) -> io::Result<Option<usize>> {
+    // send(2) spares the kernel a copy of the message header.
+    // SAFETY: the caller vouches for the piece.
+    retry(|| unsafe { libc::send(fd, data.cast(), length, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT) })
+}
+
+/// As [`send`], for two pieces, in order.
 ///
 /// # Errors
 /// Whatever `sendmsg(2)` reports.
 ///
 /// # Safety
 /// Both pieces must be readable for their whole length during the call.
-pub unsafe fn send(fd: RawFd, pieces: [Piece; 2]) -> io::Result<Option<usize>> {
-    if pieces[1].length == 0 {
-        // One piece: send(2) spares the kernel a copy of the message header.
-        let Piece { data, length } = pieces[0];
-        // SAFETY: the caller vouches for the piece.
-        return retry(|| unsafe { libc::send(fd, data.cast(), length, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT) });
-    }
+pub unsafe fn send_two(fd: RawFd, pieces: [Piece; 2]) -> io::Result<Option<usize>> {
     let mut iov = pieces.map(Piece::iovec);
     // SAFETY: an all-zero msghdr is a valid value.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
@@ -96,19 +107,28 @@ pub unsafe fn send_three(fd: RawFd, pieces: [Piece; 3]) -> io::Result<Option<usi
     })
 }
 
-/// Receives into two pieces, in order, what has arrived. `None`: nothing has; `Some(0)`: the peer sent its last.
+/// Receives into one piece what has arrived. `None`: nothing has; `Some(0)`: the peer sent its last.
+///
+/// # Errors
+/// Whatever `recv(2)` reports.
+///
+/// # Safety
+/// The piece must be writable for its whole length during the call, and nobody else may rely on its content.
+#[inline]
+pub unsafe fn receive(fd: RawFd, Piece { data, length }: Piece) -> io::Result<Option<usize>> {
+    // recv(2) spares the kernel a copy of the message header.
+    // SAFETY: the caller vouches for the piece.
+    retry(|| unsafe { libc::recv(fd, data.cast(), length, libc::MSG_DONTWAIT) })
+}
+
+/// As [`receive`], into two pieces, in order.
 ///
 /// # Errors
 /// Whatever `recvmsg(2)` reports.
 ///
 /// # Safety
-/// Both pieces must be writable for their whole length during the call, and nobody else may rely on their content.
-pub unsafe fn receive(fd: RawFd, pieces: [Piece; 2]) -> io::Result<Option<usize>> {
-    if pieces[0].length == 0 {
-        // One piece: recv(2) spares the kernel a copy of the message header.
-        // SAFETY: the caller vouches for the piece.
-        return retry(|| unsafe { libc::recv(fd, pieces[1].data.cast(), pieces[1].length, libc::MSG_DONTWAIT) });
-    }
+/// As [`receive`], for both pieces.
+pub unsafe fn receive_two(fd: RawFd, pieces: [Piece; 2]) -> io::Result<Option<usize>> {
     let mut iov = pieces.map(Piece::iovec);
     // SAFETY: an all-zero msghdr is a valid value.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
@@ -120,17 +140,23 @@ pub unsafe fn receive(fd: RawFd, pieces: [Piece; 2]) -> io::Result<Option<usize>
     })
 }
 
+/// Makes a call until no signal interrupts it.
+///
+/// The calls are the C library's, not bare system calls: what is loaded before it (sockets in user space, the tests'
+/// faults) stands in for these.
+#[inline]
 fn retry(mut call: impl FnMut() -> isize) -> io::Result<Option<usize>> {
     loop {
         let moved = call();
         if moved >= 0 {
             return Ok(Some(moved as usize));
         }
-        let error = io::Error::last_os_error();
-        match error.kind() {
-            io::ErrorKind::Interrupted => {}
-            io::ErrorKind::WouldBlock => return Ok(None),
-            _ => return Err(error),
+        // The number alone: "nothing has come" is the answer of nearly every look, and no error.
+        // SAFETY: the C library's, for this thread.
+        match unsafe { *libc::__errno_location() } {
+            libc::EAGAIN => return Ok(None),
+            libc::EINTR => {}
+            number => return Err(io::Error::from_raw_os_error(number)),
         }
     }
 }
@@ -147,6 +173,7 @@ fn retry(mut call: impl FnMut() -> isize) -> io::Result<Option<usize>> {
 ///
 /// # Safety
 /// As for [`receive`].
+#[inline]
 pub unsafe fn peek(fd: RawFd, piece: Piece) -> io::Result<Option<usize>> {
     let flags = libc::MSG_DONTWAIT | libc::MSG_PEEK;
     // SAFETY: the caller vouches for the piece.

@@ -24,7 +24,7 @@ impl RecvConn {
             let room = sides.intake.room();
             let wanted = room.len();
             // SAFETY: the room is this stream's own.
-            match unsafe { wire::receive(io.sock.as_raw_fd(), [Piece::of_mut(&mut []), Piece::of_mut(room)]) } {
+            match unsafe { wire::receive(io.sock.as_raw_fd(), Piece::of_mut(room)) } {
                 Ok(None) => return Ok((moved, false)),
                 Err(error) if wire::is_shortage(&error) => {
                     self.starved(index, &error);

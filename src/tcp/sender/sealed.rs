@@ -3,34 +3,34 @@
 use std::io;
 use std::os::fd::AsRawFd;
 
-use super::{Io, Outgoing, SendConn};
+use super::{Io, Leaving, Outgoing, SendConn};
 use crate::tcp::frame::HEADER;
 use crate::tcp::peer::Broken;
 use crate::tcp::seal::codec::{Refused, Sealed};
 use crate::tcp::seal::intake::Item;
-use crate::tcp::send_core::Chunk;
 use crate::tcp::wire::{self, Piece};
 
 impl Io {
     /// Protects what is to be sent next, if that has not been done.
     pub(super) fn protect(&mut self) {
         let Some(sides) = &mut self.seal else { return };
+        let header = self.header;
         self.out = self.out.take().map(|out| match out {
             Outgoing::Control(mut frames) => {
                 sides.sealer.control(&mut frames);
                 Outgoing::Sealed(Sealed::Bytes(frames), None)
             }
-            Outgoing::Framed(header, body, chunk) => {
+            Outgoing::Framed(body, leaving) => {
                 // SAFETY: the piece belongs to a message that is not acknowledged, so its memory is the transport's.
-                Outgoing::Sealed(unsafe { sides.sealer.chunk(header, body) }, Some(chunk))
+                Outgoing::Sealed(unsafe { sides.sealer.chunk(header, body) }, Some(leaving))
             }
-            Outgoing::Whole(bytes, chunk) => {
+            Outgoing::Whole(bytes, leaving) => {
                 // SAFETY: as above; the copy begins with the header.
                 let sealed = unsafe {
                     let header = Piece { length: HEADER, ..bytes }.bytes().try_into().expect("a header's worth");
                     sides.sealer.chunk(header, bytes.skip(HEADER))
                 };
-                Outgoing::Sealed(sealed, Some(chunk))
+                Outgoing::Sealed(sealed, Some(leaving))
             }
             sealed @ Outgoing::Sealed(..) => sealed,
         });
@@ -38,16 +38,16 @@ impl Io {
 
     /// All of it was sent: the chunk that it was, if it was one.
     #[inline]
-    pub(super) fn finished(&mut self) -> Option<Chunk> {
+    pub(super) fn finished(&mut self) -> Option<Leaving> {
         self.sent = 0;
         match self.out.take()? {
             Outgoing::Control(_) => None,
-            Outgoing::Framed(_, _, chunk) | Outgoing::Whole(_, chunk) => Some(chunk),
-            Outgoing::Sealed(sealed, chunk) => {
-                if let (Some(sides), Some(_)) = (&mut self.seal, &chunk) {
+            Outgoing::Framed(_, leaving) | Outgoing::Whole(_, leaving) => Some(leaving),
+            Outgoing::Sealed(sealed, leaving) => {
+                if let (Some(sides), Some(_)) = (&mut self.seal, &leaving) {
                     sides.sealer.sent(sealed);
                 }
-                chunk
+                leaving
             }
         }
     }
@@ -62,7 +62,7 @@ impl SendConn {
             let room = sides.intake.room();
             let wanted = room.len();
             // SAFETY: the room is this stream's own.
-            let got = unsafe { wire::receive(io.sock.as_raw_fd(), [Piece::of_mut(&mut []), Piece::of_mut(room)]) };
+            let got = unsafe { wire::receive(io.sock.as_raw_fd(), Piece::of_mut(room)) };
             match got {
                 Ok(None) => return Ok(moved),
                 Err(error) if wire::is_shortage(&error) => {
