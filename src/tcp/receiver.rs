@@ -565,6 +565,8 @@ impl RecvConn {
         }
     }
 
+    // Always: a frame of its own for each look would cost as much as what is done in it.
+    #[inline(always)]
     fn step(&self, index: usize, io: &mut Io, wishes: u8) -> Step<Broken> {
         let mut moved = false;
         let mut more = false;
@@ -745,7 +747,6 @@ impl RecvConn {
         Ok(())
     }
 
-    #[inline]
     fn frame_began(
         &self,
         state: &mut State,
@@ -786,7 +787,6 @@ impl RecvConn {
     }
 
     /// The payload of a frame is in its place. Returns whether its acknowledgement is due.
-    #[inline]
     fn frame_ended(&self, state: &mut State, index: usize) -> bool {
         match state.core.end(index) {
             End::More | End::Staged => {}

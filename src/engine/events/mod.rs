@@ -305,7 +305,7 @@ impl Events {
             unsafe { self.report() };
             return None;
         }
-        if self.ear.get().is_none() {
+        if !self.tried.load(Ordering::Relaxed) {
             return requests.finish(ticket);
         }
         // SAFETY: passed on.
