@@ -75,6 +75,8 @@ pub struct Base {
     control: Mutex<Control>,
     /// Work requests were flushed: the failure that brought it about is still to come, or this is it.
     flushed: Mutex<Option<(Instant, Error)>>,
+    /// There is one: asked in every `test` that finds nothing.
+    has_flushed: AtomicBool,
 }
 
 struct Control {
@@ -107,6 +109,7 @@ impl Base {
             question: AtomicU64::new(0),
             control: Mutex::new(control),
             flushed: Mutex::new(None),
+            has_flushed: AtomicBool::new(false),
         }
     }
 
@@ -269,6 +272,7 @@ impl Base {
             return Err(error);
         }
         self.flushed().get_or_insert_with(|| (Instant::now(), error));
+        self.has_flushed.store(true, Ordering::Release);
         Ok(())
     }
 
@@ -291,7 +295,8 @@ impl Base {
             self.health.fail(left_early(&self.peer));
             return self.health.check();
         }
-        if let Some((at, error)) = &*self.flushed()
+        if self.has_flushed.load(Ordering::Acquire)
+            && let Some((at, error)) = &*self.flushed()
             && at.elapsed() > AFTERMATH
         {
             self.fail(error.clone());

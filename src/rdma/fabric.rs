@@ -18,6 +18,7 @@ use super::stripe::MAX_LANES;
 use super::trouble::Ends;
 use super::verbs::{Capacity, Completion, CompletionQueue, Ece, QueuePair, QueuePairOptions, Route, Timeouts, Work};
 use crate::engine::events::{Carrier, Path};
+use crate::engine::request::MAX_PARTS;
 use crate::os::config::Config;
 use crate::os::error::{Error, Result};
 use crate::tcp::handshake::nonce;
@@ -32,8 +33,13 @@ pub struct Lane {
     first_packet: u32,
     /// Work requests that may still be posted.
     room: u32,
+    /// Work requests that are to be posted with the next one.
+    held: Vec<Work>,
     ends: Ends,
 }
+
+/// Work requests that are held back at most: as many as the parts of a group.
+const MOST_HELD: usize = MAX_PARTS;
 
 /// All lanes of a connection. Dropping it ends the queue pairs: afterwards no device touches memory for them.
 pub struct Fabric {
@@ -131,7 +137,7 @@ impl Fabric {
             let first_packet = u32::from_le_bytes([random[0], random[1], random[2], 0]);
             let ends =
                 Ends { pair: pair.number(), peer_pair: 0, gid: adapter.open.gid, peer_gid: peer[peer_port].gid() };
-            Ok(Lane { pair, adapter: at, peer_port, first_packet, room: depth.send, ends })
+            Ok(Lane { pair, adapter: at, peer_port, first_packet, room: depth.send, held: Vec::new(), ends })
         };
         let lanes = (0..lanes).map(lane).collect::<Result<Vec<_>>>()?;
         let longest = adapters.iter().map(|adapter| adapter.open.facts.max_message_bytes);
@@ -226,6 +232,15 @@ impl Fabric {
         &mut self.lanes[index]
     }
 
+    /// Posts what was kept back on all lanes.
+    ///
+    /// # Errors
+    /// As [`Lane::post`].
+    #[inline]
+    pub fn release(&mut self) -> Result<()> {
+        self.lanes.iter_mut().try_for_each(Lane::release)
+    }
+
     /// Hands every completion there is to `take`. Says whether there were any.
     ///
     /// # Errors
@@ -282,8 +297,42 @@ impl Lane {
     pub unsafe fn post(&mut self, list: &[Work]) -> Result<()> {
         debug_assert!(self.room as usize >= list.len());
         self.room -= list.len() as u32;
+        if !self.held.is_empty() {
+            self.held.extend_from_slice(list);
+            return self.release();
+        }
         // SAFETY: the caller vouches for the memory.
         unsafe { self.pair.post(list) }.map_err(|(_, error)| error)
+    }
+
+    /// Keeps a work request back until the next one is posted, or [`Lane::release`] is called: the device is told of
+    /// several with one doorbell. There must be room for it.
+    ///
+    /// # Errors
+    /// As [`Lane::post`].
+    ///
+    /// # Safety
+    /// As [`Lane::post`], from now on.
+    #[inline]
+    pub unsafe fn hold(&mut self, work: Work) -> Result<()> {
+        debug_assert!(self.room > 0);
+        self.room -= 1;
+        self.held.push(work);
+        if self.held.len() == MOST_HELD { self.release() } else { Ok(()) }
+    }
+
+    /// Posts what was kept back.
+    ///
+    /// # Errors
+    /// As [`Lane::post`].
+    pub fn release(&mut self) -> Result<()> {
+        if self.held.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: whoever handed them over has vouched for the memory.
+        let posted = unsafe { self.pair.post(&self.held) };
+        self.held.clear();
+        posted.map_err(|(_, error)| error)
     }
 
     /// Puts `count` receives into the queue pair.

@@ -3,7 +3,7 @@
 //! | bytes | field |
 //! |---|---|
 //! | 0–7 | address of the buffer |
-//! | 8–13 | its size in bytes |
+//! | 8–13 | its size in bytes; the highest bit: more parts of its group follow |
 //! | 14–15 | eager messages that the receiver has handed on, modulo 65,536 ([`eager`](super::eager)) |
 //! | 16–47 | its remote keys, one for each of up to 8 devices of the receiver |
 //! | 48–51 | NCCL's tag |
@@ -23,6 +23,7 @@
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
+use super::eager::Brief;
 use crate::engine::request::SLOTS;
 
 /// Bytes of a line.
@@ -30,6 +31,9 @@ pub const LINE: usize = 64;
 
 /// Lines of a ring: one for each part of every receive that can be outstanding.
 pub const LINES: usize = SLOTS;
+
+/// Beside the size: the line is not the last part of its group.
+const HAS_MORE: u64 = 1 << 47;
 
 /// The most devices of one side of a connection.
 pub const MAX_DEVICES: usize = 8;
@@ -39,8 +43,10 @@ pub const MAX_DEVICES: usize = 8;
 pub struct Line {
     /// Where the buffer is, by the receiver's addresses.
     pub address: u64,
-    /// How many bytes fit, less than 2^48.
+    /// How many bytes fit, less than 2^47.
     pub size: u64,
+    /// It is not the last part of its group.
+    pub has_more: bool,
     /// Eager messages that the receiver has handed on.
     pub handed_on: u16,
     /// The keys of the buffer's region, by the receiver's devices.
@@ -62,7 +68,8 @@ impl Line {
     pub fn encode(&self) -> [u8; LINE] {
         let mut out = [0; LINE];
         out[..8].copy_from_slice(&self.address.to_le_bytes());
-        out[8..14].copy_from_slice(&self.size.to_le_bytes()[..6]);
+        let size = self.size | if self.has_more { HAS_MORE } else { 0 };
+        out[8..14].copy_from_slice(&size.to_le_bytes()[..6]);
         out[14..16].copy_from_slice(&self.handed_on.to_le_bytes());
         for (place, key) in out[16..48].chunks_exact_mut(4).zip(self.keys) {
             place.copy_from_slice(&key.to_le_bytes());
@@ -90,7 +97,8 @@ impl Line {
         }
         Some(Self {
             address: u64_at(0),
-            size: u64_at(8) & 0xffff_ffff_ffff,
+            size: u64_at(8) & (HAS_MORE - 1),
+            has_more: u64_at(8) & HAS_MORE != 0,
             handed_on: (u32_at(12) >> 16) as u16,
             keys,
             tag: u32_at(48).cast_signed(),
@@ -157,10 +165,11 @@ impl Ring {
         if stamp.load(Ordering::Acquire) != number.to_le() {
             return None;
         }
-        // SAFETY: the place is readable and lives as long as this; a device may write at the same time, hence volatile,
-        // and `decode` recognises what is half written.
-        let bytes = unsafe { place.read_volatile() };
-        Line::decode(&bytes, number)
+        // SAFETY: the place is readable, aligned to 64, and lives as long as this; a device may write at the same time, hence
+        // volatile, and `decode` recognises what is half written. By words: bytes would be read one by one.
+        let words: [u64; LINE / 8] = std::array::from_fn(|at| unsafe { place.cast::<u64>().add(at).read_volatile() });
+        let bytes = words.map(u64::to_ne_bytes);
+        Line::decode(bytes.as_flattened().try_into().ok()?, number)
     }
 }
 
@@ -186,9 +195,10 @@ impl Default for Ring {
 pub struct Immediate {
     /// The receiver's slot; of an eager message its place.
     pub slot: u8,
-    /// Which use of the slot.
+    /// Which use of the slot; of an eager message [`Brief::steps`].
     pub generation: u8,
-    /// How many immediates the message has: one from each queue pair that carries a share of it, 1 to 128.
+    /// How many immediates the message has: one from each queue pair that carries a share of it, 1 to 128. Of an eager
+    /// message [`Brief::lines`].
     pub shares: u8,
     /// The message's size stands in the receiver's table of sizes; else it is the sum of the writes' lengths.
     pub is_told: bool,
@@ -197,6 +207,18 @@ pub struct Immediate {
 }
 
 impl Immediate {
+    /// That of an eager message.
+    #[inline]
+    pub fn eager(place: u8, brief: Brief) -> Self {
+        Self { slot: place, generation: brief.steps, shares: brief.lines, is_told: false, is_eager: true }
+    }
+
+    /// What it says of an eager message.
+    #[inline]
+    pub fn brief(self) -> Brief {
+        Brief { steps: self.generation, lines: self.shares }
+    }
+
     /// The 32 bits.
     pub fn encode(self) -> u32 {
         u32::from(self.slot)
@@ -222,7 +244,8 @@ mod tests {
         (any::<(u64, u64, i32, u8, u8, u16, u16)>(), any::<[u32; 8]>(), 1_u32..).prop_map(
             |((address, size, tag, slot, generation, order, handed_on), keys, number)| Line {
                 address,
-                size: size >> 16,
+                size: size >> 17,
+                has_more: size & 1 != 0,
                 handed_on,
                 keys,
                 tag,
@@ -254,7 +277,7 @@ mod tests {
         }
 
         #[test]
-        fn an_immediate_survives(slot: u8, generation: u8, shares in 1..=128_u8, is_told: bool, is_eager: bool) {
+        fn an_immediate_survives(slot: u8, generation: u8, shares: u8, is_told: bool, is_eager: bool) {
             let immediate = Immediate { slot, generation, shares, is_told, is_eager };
             prop_assert_eq!(Immediate::decode(immediate.encode()), immediate);
         }
@@ -265,6 +288,7 @@ mod tests {
         let line = Line {
             address: 1 << 40,
             size: 77,
+            has_more: true,
             handed_on: 12,
             keys: [5; 8],
             tag: -1,
@@ -285,7 +309,19 @@ mod tests {
     fn a_ring_gives_a_line_when_it_has_come() {
         let ring = Ring::new();
         let (tag, handed_on, order) = (2, 0, 0);
-        let line = Line { address: 8, size: 9, handed_on, keys: [0; 8], tag, slot: 0, generation: 0, order, number: 1 };
+        let (slot, generation, number) = (0, 0, 1);
+        let line = Line {
+            address: 8,
+            size: 9,
+            has_more: false,
+            handed_on,
+            keys: [0; 8],
+            tag,
+            slot,
+            generation,
+            order,
+            number,
+        };
         assert_eq!(ring.read(1), None);
         for number in [1, 1 + LINES as u32] {
             let line = Line { number, ..line };

@@ -208,7 +208,7 @@ impl RdmaRecv {
         let mut outcome = Ok(());
         for (index, (&(address, size, tag), memory)) in posted[..count].iter().zip(held).enumerate() {
             let number = state.orders.next(tag) as u32;
-            let part = Part { ticket, index, address, size, tag, number, memory };
+            let part = Part { ticket, index, address, size, tag, number, memory, has_more: index + 1 < count };
             outcome = outcome.and_then(|()| self.open(&mut state, part));
         }
         let announced = (state.receives.written() - first) as usize;
@@ -263,8 +263,9 @@ impl RdmaRecv {
         if let Some(outcome) = self.base.finish(ticket) {
             return Ok(Some(outcome));
         }
-        self.glance();
-        if let Some(outcome) = self.base.finish(ticket) {
+        if self.glance()
+            && let Some(outcome) = self.base.finish(ticket)
+        {
             return Ok(Some(outcome));
         }
         self.base.verdict().inspect_err(|_| {
@@ -416,7 +417,7 @@ impl RdmaRecv {
         immediate: Immediate,
         completion: &Completion,
     ) -> Result<()> {
-        let (head, data) = inbox.arrived(immediate.slot, completion.length())?;
+        let (head, data) = inbox.arrived(immediate.slot, immediate.brief(), completion.length())?;
         receives.has_read(head.lines)?;
         let Some(number) = receives.find(head.tag, head.number) else {
             let ahead = head.number.wrapping_sub(orders.peek(head.tag) as u32).cast_signed();

@@ -35,6 +35,8 @@ pub struct Slot {
     pub number: u32,
     /// Which line announced it, counted from 1; 0 when none has.
     pub line: u64,
+    /// It is not the last part of its group.
+    pub has_more: bool,
     /// Keeps the pages pinned.
     pub memory: Option<Arc<Registration>>,
 }
@@ -52,6 +54,7 @@ impl Slot {
         tag: 0,
         number: 0,
         line: 0,
+        has_more: false,
         memory: None,
     };
 }
@@ -72,6 +75,8 @@ pub struct Part {
     pub number: u32,
     /// What the address lies in.
     pub memory: Option<Arc<Registration>>,
+    /// It is not the last part of its group.
+    pub has_more: bool,
 }
 
 /// All parts of a connection.
@@ -138,6 +143,7 @@ impl Receives {
             tag: part.tag,
             number: part.number,
             line: 0,
+            has_more: part.has_more,
             memory: part.memory,
         };
         self.open.push_back(number);
@@ -153,6 +159,7 @@ impl Receives {
         Line {
             address: slot.address,
             size: slot.capacity,
+            has_more: slot.has_more,
             handed_on,
             keys: slot.memory.as_ref().map_or([0; 8], |memory| memory.remote_keys()),
             tag: slot.tag,
@@ -235,7 +242,7 @@ mod tests {
 
     fn part(tag: i32, number: u32) -> Part {
         let ticket = crate::engine::request::RequestSlots::new().take(1).expect("a slot");
-        Part { ticket, index: 0, address: 64, size: 8, tag, number, memory: None }
+        Part { ticket, index: 0, address: 64, size: 8, tag, number, memory: None, has_more: false }
     }
 
     #[test]

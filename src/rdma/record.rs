@@ -25,7 +25,7 @@ use crate::tcp::net::Sock;
 use crate::tcp::wire::{self, Piece};
 
 /// The version of this exchange and of everything that follows it.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// The longest record in bytes: 128 queue pairs take about 3 KiB.
 const MAX_RECORD: usize = 16 << 10;
@@ -282,7 +282,7 @@ mod tests {
             change(&mut wrong);
             wrong.check().expect_err("refused").to_string()
         };
-        assert!(refused(|r| r.version = 2).contains("same Towline release"));
+        assert!(refused(|r| r.version = VERSION + 1).contains("same Towline release"));
         assert!(refused(|r| r.failure = "no port\x1b".into()).contains("no port?"));
         assert!(refused(|r| r.lanes = vec![LaneRecord::default(); MAX_LANES + 1]).contains("129 queue pairs"));
         assert!(refused(|r| r.ports[0].gid.clear()).contains("rxe0"));

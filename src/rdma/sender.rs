@@ -9,6 +9,8 @@
 //! written from there, and done. When sends have waited a while the receiver is asked to announce what it has posted:
 //! receives that only short messages fit it keeps to itself otherwise.
 //!
+//! Short parts of a group are held back until the last one is posted, or `test` is called: one doorbell for all.
+//!
 //! NCCL's thread does all of that, in `isend` and `test`. The keeper looks too while something is outstanding, ever more
 //! rarely while nothing moves, since NCCL's thread may be waiting for something else.
 
@@ -40,6 +42,11 @@ pub const DEPTH: Depth = Depth { send: 256, receive: 0, inline_bytes: INLINE };
 /// What may travel inside a request, for the shortest messages: spares the device a look into memory. As much as the
 /// devices of the last ten years take.
 const INLINE: u32 = 220;
+
+/// The longest share in bytes that is kept back until the other parts of its group are posted, so that the device is told
+/// of all with one doorbell: a longer one had better begin. Whoever asks after a send lets go of what is kept back, and
+/// nobody waits for a part alone, since a group is received as a whole.
+const HELD_MAX: u64 = 16 << 10;
 
 /// How long a send may wait before the receiver is asked about it, and the longest pause between two questions.
 const ASK_AFTER: Duration = Duration::from_millis(20);
@@ -113,11 +120,15 @@ struct State {
     ask: Option<(Instant, Duration)>,
     next_line: u32,
     matching: Matching<usize, Line>,
+    /// Sends that wait, and are short: they may wait for credit.
+    short_waiting: usize,
     stripes: Stripes,
     messages: slab::Slab<Message>,
     /// By lane.
     jobs: Vec<VecDeque<Job>>,
     waiting_jobs: usize,
+    /// Lanes may hold writes back.
+    holds: bool,
 }
 
 /// A connection that sends.
@@ -161,10 +172,12 @@ impl RdmaSend {
             ask: None,
             next_line: 1,
             matching: Matching::new(),
+            short_waiting: 0,
             stripes: Stripes::new(lanes, target.ports, target.split),
             messages: slab::Slab::with_capacity(SLOTS),
             jobs: (0..lanes).map(|_| VecDeque::new()).collect(),
             waiting_jobs: 0,
+            holds: false,
         };
         let conn = Arc::new(Self { base: Base::new(parts, "sending to"), target, state: Mutex::new(state) });
         conn.base.name_paths(conn.state().fabric.as_ref());
@@ -207,6 +220,7 @@ impl RdmaSend {
             match line {
                 Some(line) => self.launch(&mut state, key, &line),
                 None => {
+                    state.short_waiting += usize::from(state.messages[key].is_short());
                     state.matching.wait(tag, number, key);
                     Counters::count(&self.base.counters.stalls_receiver, 1);
                     Ok(())
@@ -238,8 +252,9 @@ impl RdmaSend {
         if let Some(outcome) = self.base.finish(ticket) {
             return Ok(Some(outcome));
         }
-        self.glance();
-        if let Some(outcome) = self.base.finish(ticket) {
+        if self.glance()
+            && let Some(outcome) = self.base.finish(ticket)
+        {
             return Ok(Some(outcome));
         }
         self.base.verdict().inspect_err(|_| {
@@ -320,11 +335,16 @@ impl RdmaSend {
         }
         let State { fabric: Some(fabric), messages, outbox, .. } = state else { return Ok(false) };
         moved |= fabric.poll(|lanes, completion| self.completed(lanes, messages, outbox, completion))?;
-        if state.matching.waiting_sends() > 0 {
+        if state.short_waiting > 0 {
             moved |= self.release(state)?;
         }
         if state.waiting_jobs > 0 {
             self.post_waiting(state)?;
+        }
+        if std::mem::take(&mut state.holds)
+            && let Some(fabric) = &mut state.fabric
+        {
+            fabric.release()?;
         }
         Ok(moved)
     }
@@ -340,6 +360,7 @@ impl RdmaSend {
                 outbox.told(line.handed_on);
             }
             if let Some((key, line)) = state.matching.line(line.tag, line.order, line) {
+                state.short_waiting -= usize::from(state.messages[key].is_short());
                 self.launch(state, key, &line)?;
             }
         }
@@ -355,15 +376,14 @@ impl RdmaSend {
         let head = Head { tag, number: message.number, lines, length: message.length as u32 };
         // SAFETY: the message's memory is the transport's until its request ends, and holds so many bytes.
         let parcel = unsafe { outbox.pack(&head, message.address as *const u8) };
-        let immediate =
-            Immediate { slot: parcel.place, generation: 0, shares: 0, is_told: false, is_eager: true }.encode();
+        let immediate = Immediate::eager(parcel.place, parcel.brief).encode();
         let write = Work {
             id: work_id(0, 0, 1, false) | EAGER,
             local: Local { address: parcel.address, length: parcel.bytes, key: parcel.key },
             remote: Remote { address: inbox.of(parcel.place), key: inbox.key },
             immediate: Some(immediate),
             is_read: false,
-            is_inline: parcel.bytes <= lane.inline_bytes(),
+            is_inline: (1..=lane.inline_bytes()).contains(&parcel.bytes),
             is_signaled: true,
         };
         if self.base.events.hears() {
@@ -405,6 +425,7 @@ impl RdmaSend {
             may
         });
         let moved = !released.is_empty();
+        state.short_waiting -= released.len();
         for (tag, _, key) in released {
             let message = state.messages.remove(key);
             self.send_eagerly(state, &message, tag)?;
@@ -434,7 +455,7 @@ impl RdmaSend {
     /// A send has met its line.
     #[inline]
     fn launch(&self, state: &mut State, key: usize, line: &Line) -> Result<()> {
-        let State { fabric: Some(fabric), messages, stripes, jobs, waiting_jobs, scratch, .. } = state else {
+        let State { fabric: Some(fabric), messages, stripes, jobs, waiting_jobs, scratch, holds, .. } = state else {
             return Ok(());
         };
         let message = &mut messages[key];
@@ -459,7 +480,7 @@ impl RdmaSend {
         for (index, share) in shares.enumerate() {
             let mut job = Job { key, share, posted: 0, line: *line, immediate, tells: is_told && index == 0 };
             let waiting = &mut jobs[share.lane];
-            if !waiting.is_empty() || !self.post(fabric, messages, scratch, &mut job)? {
+            if !waiting.is_empty() || !self.post(fabric, messages, scratch, holds, &mut job)? {
                 waiting.push_back(job);
                 *waiting_jobs += 1;
             }
@@ -474,6 +495,7 @@ impl RdmaSend {
         fabric: &mut Fabric,
         messages: &slab::Slab<Message>,
         scratch: &Scratch,
+        holds: &mut bool,
         job: &mut Job,
     ) -> Result<bool> {
         let longest = fabric.longest_write;
@@ -509,7 +531,14 @@ impl RdmaSend {
             if places == 1 {
                 // SAFETY: the message's memory is the transport's until its request ends, which needs this write's
                 // completion, and `Registration` keeps it pinned until then.
-                unsafe { lane.post(&[write]) }?;
+                unsafe {
+                    if job.line.has_more && job.share.length <= HELD_MAX {
+                        lane.hold(write)?;
+                        *holds = true;
+                    } else {
+                        lane.post(&[write])?;
+                    }
+                }
             } else {
                 self.post_end(lane, scratch, job, write, is_apart)?;
             }
@@ -561,10 +590,12 @@ impl RdmaSend {
     }
 
     fn post_waiting(&self, state: &mut State) -> Result<()> {
-        let State { fabric: Some(fabric), messages, jobs, waiting_jobs, scratch, .. } = state else { return Ok(()) };
+        let State { fabric: Some(fabric), messages, jobs, waiting_jobs, scratch, holds, .. } = state else {
+            return Ok(());
+        };
         for waiting in jobs {
             while let Some(job) = waiting.front_mut() {
-                if !self.post(fabric, messages, scratch, job)? {
+                if !self.post(fabric, messages, scratch, holds, job)? {
                     break;
                 }
                 waiting.pop_front();
