@@ -86,9 +86,10 @@ fn count(pair: &Pair, job: &Job) {
     let mut early = 0;
     let mut requests = Vec::with_capacity(job.parts);
     for _ in 0..job.messages {
-        // SAFETY, here and below: the memory outlives the connection's transfers, and nobody else touches it.
         let receive = loop {
-            if let Some(receive) = counted(|| unsafe { pair.recv.irecv(&targets) }).expect("irecv") {
+            // SAFETY: the memory outlives the connection's transfers, and nobody else touches it.
+            let receive = counted(|| unsafe { pair.recv.irecv(&targets) });
+            if let Some(receive) = receive.expect("irecv") {
                 break receive;
             }
             early += 1;
@@ -97,7 +98,8 @@ fn count(pair: &Pair, job: &Job) {
         for part in &sources {
             requests.push(loop {
                 // SAFETY: as above.
-                if let Some(send) = counted(|| unsafe { pair.send.isend(*part) }).expect("isend") {
+                let send = counted(|| unsafe { pair.send.isend(*part) });
+                if let Some(send) = send.expect("isend") {
                     break send;
                 }
                 early += 1;

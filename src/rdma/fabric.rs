@@ -321,6 +321,29 @@ impl Lane {
         if self.held.len() == MOST_HELD { self.release() } else { Ok(()) }
     }
 
+    /// Posts a work request behind what was kept back, of which the last `silent` ones are to end with it: they have no
+    /// immediate and no completion of their own.
+    ///
+    /// # Errors
+    /// As [`Lane::post`].
+    ///
+    /// # Safety
+    /// As [`Lane::post`].
+    pub unsafe fn post_for(&mut self, silent: usize, work: Work) -> Result<()> {
+        let from = self.held.len().saturating_sub(silent);
+        for held in &mut self.held[from..] {
+            (held.immediate, held.is_signaled) = (None, false);
+        }
+        // SAFETY: passed on.
+        unsafe { self.post(&[work]) }
+    }
+
+    /// How many work requests are kept back.
+    #[inline]
+    pub fn held(&self) -> usize {
+        self.held.len()
+    }
+
     /// Posts what was kept back.
     ///
     /// # Errors

@@ -204,13 +204,22 @@ pub struct Immediate {
     pub is_told: bool,
     /// It lies in a place of the receiver's [`Inbox`](super::eager::Inbox).
     pub is_eager: bool,
+    /// It answers several lines: so many as `shares` says, up to the slot's own one, each filled to its size.
+    pub is_run: bool,
 }
 
 impl Immediate {
     /// That of an eager message.
     #[inline]
     pub fn eager(place: u8, brief: Brief) -> Self {
-        Self { slot: place, generation: brief.steps, shares: brief.lines, is_told: false, is_eager: true }
+        Self {
+            slot: place,
+            generation: brief.steps,
+            shares: brief.lines,
+            is_told: false,
+            is_eager: true,
+            is_run: false,
+        }
     }
 
     /// What it says of an eager message.
@@ -226,12 +235,14 @@ impl Immediate {
             | u32::from(self.shares) << 16
             | u32::from(self.is_told) << 24
             | u32::from(self.is_eager) << 25
+            | u32::from(self.is_run) << 26
     }
 
     /// Reads 32 bits.
     pub fn decode(bits: u32) -> Self {
         let [slot, generation, shares, flags] = bits.to_le_bytes();
-        Self { slot, generation, shares, is_told: flags & 1 != 0, is_eager: flags & 2 != 0 }
+        let has = |bit: u8| flags & bit != 0;
+        Self { slot, generation, shares, is_told: has(1), is_eager: has(2), is_run: has(4) }
     }
 }
 
@@ -277,8 +288,9 @@ mod tests {
         }
 
         #[test]
-        fn an_immediate_survives(slot: u8, generation: u8, shares: u8, is_told: bool, is_eager: bool) {
-            let immediate = Immediate { slot, generation, shares, is_told, is_eager };
+        fn an_immediate_survives(slot: u8, generation: u8, shares: u8, flags in 0..8_u8) {
+            let [is_told, is_eager, is_run] = [1, 2, 4].map(|bit| flags & bit != 0);
+            let immediate = Immediate { slot, generation, shares, is_told, is_eager, is_run };
             prop_assert_eq!(Immediate::decode(immediate.encode()), immediate);
         }
     }

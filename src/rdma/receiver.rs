@@ -354,6 +354,7 @@ impl RdmaRecv {
                 Some(inbox) if immediate.is_eager => {
                     self.arrived_eagerly(receives, orders, inbox, immediate, completion)
                 }
+                _ if immediate.is_run => self.arrived_together(receives, immediate, completion),
                 _ => self.arrived(receives, table, immediate, completion),
             }
         })?;
@@ -398,6 +399,27 @@ impl RdmaRecv {
         let (request, part) = (slot.request, slot.part);
         receives.close(immediate.slot);
         self.complete(request, part, size);
+        Ok(())
+    }
+
+    /// An immediate has come that answers several lines, each filled to its size.
+    fn arrived_together(&self, receives: &mut Receives, immediate: Immediate, completion: &Completion) -> Result<()> {
+        let last = receives.answered(immediate.slot, immediate.generation)?.line;
+        let before = u64::from(immediate.shares).saturating_sub(1);
+        if before >= MAX_PARTS as u64 {
+            return Err(Error::remote("the sending side sent what no sender of Towline sends"));
+        }
+        for line in last.saturating_sub(before)..=last {
+            let number = receives.announced_by(line)?;
+            let slot = receives.slot(number);
+            (slot.left, slot.size) = (Some(0), slot.capacity);
+            if self.base.events.hears() {
+                self.tell_arrival(slot, Immediate { shares: 1, is_told: true, ..immediate }, completion);
+            }
+            let (request, part, size) = (slot.request, slot.part, slot.size);
+            receives.close(number);
+            self.complete(request, part, size);
+        }
         Ok(())
     }
 

@@ -85,6 +85,8 @@ pub struct Receives {
     free: Vec<u8>,
     /// Slots in use, in the order of posting.
     open: VecDeque<u8>,
+    /// Which slot a line has announced, by the line's place in the ring.
+    announced: Box<[u8]>,
     /// Lines that were written, and the last one that the sender has certainly read.
     written: u64,
     read: u64,
@@ -103,6 +105,7 @@ impl Receives {
             slots: (0..LINES).map(|_| Slot::FREE).collect(),
             free: (0..=u8::MAX).rev().collect(),
             open: VecDeque::with_capacity(LINES),
+            announced: vec![0; LINES].into(),
             written: 0,
             read: 0,
         }
@@ -156,6 +159,7 @@ impl Receives {
         self.written += 1;
         let slot = &mut self.slots[usize::from(number)];
         slot.line = self.written;
+        self.announced[self.written as usize % LINES] = number;
         Line {
             address: slot.address,
             size: slot.capacity,
@@ -187,6 +191,20 @@ impl Receives {
         }
         self.read = self.read.max(slot.line);
         Ok(slot)
+    }
+
+    /// The slot that a line has announced and nothing has answered, for one immediate that answers several lines.
+    ///
+    /// # Errors
+    /// When there is none.
+    #[inline]
+    pub fn announced_by(&mut self, line: u64) -> Result<u8> {
+        let number = self.announced[line as usize % LINES];
+        let slot = &self.slots[usize::from(number)];
+        if !slot.is_taken || slot.line != line || line == 0 || slot.left.is_some() {
+            return Err(Error::remote("the sending side filled a receive that was not posted"));
+        }
+        Ok(number)
     }
 
     /// The sender has read so many lines, modulo 2^32.
@@ -268,6 +286,23 @@ mod tests {
         assert!(receives.answered(slot, generation).is_ok());
         receives.close(slot);
         assert!(receives.answered(slot, generation).is_err());
+    }
+
+    #[test]
+    fn an_immediate_for_several_lines_answers_each_of_them_once() {
+        let mut receives = Receives::new();
+        let slots: Vec<u8> = (0..3).map(|number| receives.open(part(0, number))).collect();
+        assert!(receives.announced_by(0).is_err() && receives.announced_by(1).is_err(), "no line is written");
+        for slot in &slots {
+            receives.announce(*slot, 0);
+        }
+        assert_eq!((1..4).map(|line| receives.announced_by(line).expect("open")).collect::<Vec<_>>(), slots);
+        receives.slot(slots[1]).left = Some(1);
+        assert!(receives.announced_by(2).is_err(), "a share of it has come by itself");
+        receives.close(slots[0]);
+        assert!(receives.announced_by(1).is_err());
+        assert!(receives.announced_by(1 + LINES as u64).is_err(), "a line that is not written yet");
+        assert!(receives.announced_by(3).is_ok());
     }
 
     #[test]

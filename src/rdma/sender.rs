@@ -9,7 +9,8 @@
 //! written from there, and done. When sends have waited a while the receiver is asked to announce what it has posted:
 //! receives that only short messages fit it keeps to itself otherwise.
 //!
-//! Short parts of a group are held back until the last one is posted, or `test` is called: one doorbell for all.
+//! Short parts of a group are held back until the last one is posted, or `test` is called: one doorbell for all, and where
+//! each fills its receive, one immediate and one completion ([`Run`]).
 //!
 //! NCCL's thread does all of that, in `isend` and `test`. The keeper looks too while something is outstanding, ever more
 //! rarely while nothing moves, since NCCL's thread may be waiting for something else.
@@ -31,7 +32,7 @@ use super::verbs::{Completion, Local, MemoryRegion, Remote, Work};
 use crate::engine::counters::Counters;
 use crate::engine::events::Chunk;
 use crate::engine::poller::{Progress, Source};
-use crate::engine::request::{Outcome, SLOTS, Ticket};
+use crate::engine::request::{MAX_PARTS, Outcome, SLOTS, Ticket};
 use crate::os::error::{Error, Result};
 use crate::tcp::send_core::too_long;
 
@@ -93,6 +94,8 @@ struct Message {
     slot: u16,
     /// Shares that have not completed.
     left: usize,
+    /// The message before this one that ends with it.
+    earlier: Option<u16>,
     /// Keeps the pages pinned; none for an empty message.
     memory: Option<Arc<Registration>>,
 }
@@ -107,6 +110,23 @@ struct Job {
     immediate: u32,
     /// Whether this share's lane tells the size.
     tells: bool,
+}
+
+impl Job {
+    /// Whether it is a whole message that fills its receive.
+    fn fills(&self, message: &Message) -> bool {
+        self.share.length == message.length && message.length == self.line.size
+    }
+
+    /// Whether it can answer for a run too.
+    fn ends(&self, run: &Run, message: &Message) -> bool {
+        run.is_followed_by(self.share.lane, self.line.number) && self.fills(message)
+    }
+
+    /// What its immediate says.
+    fn answer(&self) -> Immediate {
+        Immediate::decode(self.immediate)
+    }
 }
 
 struct State {
@@ -129,6 +149,7 @@ struct State {
     waiting_jobs: usize,
     /// Lanes may hold writes back.
     holds: bool,
+    run: Run,
 }
 
 /// A connection that sends.
@@ -136,6 +157,35 @@ pub struct RdmaSend {
     base: Base,
     target: Target,
     state: Mutex<State>,
+}
+
+/// The last writes that a lane holds back, if one immediate can answer for all of them: each is a whole message that fills
+/// its receive, and their lines follow each other.
+#[derive(Debug, Default)]
+struct Run {
+    lane: usize,
+    /// The line of the last one.
+    line: u32,
+    /// Their messages.
+    keys: [u16; MAX_PARTS],
+    count: usize,
+}
+
+impl Run {
+    /// A write is held back that could be part of a run.
+    fn add(&mut self, lane: usize, line: u32, key: usize) {
+        if !self.is_followed_by(lane, line) {
+            self.count = 0;
+        }
+        self.keys[self.count] = key as u16;
+        (self.lane, self.line) = (lane, line);
+        self.count += 1;
+    }
+
+    /// Whether that line is the next one, and there is room.
+    fn is_followed_by(&self, lane: usize, line: u32) -> bool {
+        (1..MAX_PARTS).contains(&self.count) && self.lane == lane && self.line.wrapping_add(1) == line
+    }
 }
 
 /// The share is the last of its message on this lane.
@@ -178,6 +228,7 @@ impl RdmaSend {
             jobs: (0..lanes).map(|_| VecDeque::new()).collect(),
             waiting_jobs: 0,
             holds: false,
+            run: Run::default(),
         };
         let conn = Arc::new(Self { base: Base::new(parts, "sending to"), target, state: Mutex::new(state) });
         conn.base.name_paths(conn.state().fabric.as_ref());
@@ -212,7 +263,7 @@ impl RdmaSend {
         let mut state = self.state();
         let outcome = self.take_lines(&mut state).and_then(|()| {
             let (number, line) = state.matching.send(tag);
-            let message = Message { address, length, number, slot: ticket.slot, left: 0, memory };
+            let message = Message { address, length, number, slot: ticket.slot, left: 0, earlier: None, memory };
             if line.is_none() && state.may_go_eagerly(&message) {
                 return self.send_eagerly(&mut state, &message, tag);
             }
@@ -344,6 +395,7 @@ impl RdmaSend {
         if std::mem::take(&mut state.holds)
             && let Some(fabric) = &mut state.fabric
         {
+            state.run.count = 0;
             fabric.release()?;
         }
         Ok(moved)
@@ -455,7 +507,8 @@ impl RdmaSend {
     /// A send has met its line.
     #[inline]
     fn launch(&self, state: &mut State, key: usize, line: &Line) -> Result<()> {
-        let State { fabric: Some(fabric), messages, stripes, jobs, waiting_jobs, scratch, holds, .. } = state else {
+        let State { fabric: Some(fabric), messages, stripes, jobs, waiting_jobs, scratch, holds, run, .. } = state
+        else {
             return Ok(());
         };
         let message = &mut messages[key];
@@ -468,9 +521,15 @@ impl RdmaSend {
         // The receiver adds up the lengths of the writes with immediates; where there are others, it must be told.
         let longest = shares.clone().map(|share| share.length).max().unwrap_or(0);
         let is_told = longest > fabric.longest_write || fabric.apart_above.is_some_and(|above| message.length > above);
-        let immediate =
-            Immediate { slot: line.slot, generation: line.generation, shares: count as u8, is_told, is_eager: false }
-                .encode();
+        let immediate = Immediate {
+            slot: line.slot,
+            generation: line.generation,
+            shares: count as u8,
+            is_told,
+            is_eager: false,
+            is_run: false,
+        }
+        .encode();
         if is_told {
             scratch.sizes[key] = message.length;
         }
@@ -480,7 +539,7 @@ impl RdmaSend {
         for (index, share) in shares.enumerate() {
             let mut job = Job { key, share, posted: 0, line: *line, immediate, tells: is_told && index == 0 };
             let waiting = &mut jobs[share.lane];
-            if !waiting.is_empty() || !self.post(fabric, messages, scratch, holds, &mut job)? {
+            if !waiting.is_empty() || !self.post(fabric, messages, scratch, (holds, run), &mut job)? {
                 waiting.push_back(job);
                 *waiting_jobs += 1;
             }
@@ -493,19 +552,20 @@ impl RdmaSend {
     fn post(
         &self,
         fabric: &mut Fabric,
-        messages: &slab::Slab<Message>,
+        messages: &mut slab::Slab<Message>,
         scratch: &Scratch,
-        holds: &mut bool,
+        (holds, run): (&mut bool, &mut Run),
         job: &mut Job,
     ) -> Result<bool> {
         let longest = fabric.longest_write;
         let apart = fabric.apart_above;
-        let message = &messages[job.key];
         let lane = fabric.lane(job.share.lane);
+        let message = &messages[job.key];
+        let is_apart = apart.is_some_and(|above| message.length > above);
         let local_key = message.memory.as_ref().map_or(0, |memory| memory.local_key(lane.adapter));
         let key = job.line.keys[lane.peer_port];
-        let is_apart = apart.is_some_and(|above| message.length > above);
         loop {
+            let message = &messages[job.key];
             let rest = job.share.length - job.posted;
             let bytes = rest.min(longest);
             let at = job.share.offset + job.posted;
@@ -535,8 +595,25 @@ impl RdmaSend {
                     if job.line.has_more && job.share.length <= HELD_MAX {
                         lane.hold(write)?;
                         *holds = true;
+                        if job.fills(message) {
+                            run.add(job.share.lane, job.line.number, job.key);
+                        } else {
+                            run.count = 0;
+                        }
+                    } else if *holds && lane.held() >= run.count && job.ends(run, message) {
+                        // From here on the earlier ones end with this one.
+                        let immediate = Immediate { shares: run.count as u8 + 1, is_run: true, ..job.answer() };
+                        lane.post_for(run.count, Work { immediate: Some(immediate.encode()), ..write })?;
+                        let keys = &run.keys[..run.count];
+                        for (earlier, key) in
+                            keys.iter().zip(keys[1..].iter().map(|key| usize::from(*key)).chain([job.key]))
+                        {
+                            messages[key].earlier = Some(*earlier);
+                        }
+                        run.count = 0;
                     } else {
                         lane.post(&[write])?;
+                        run.count = 0;
                     }
                 }
             } else {
@@ -590,12 +667,12 @@ impl RdmaSend {
     }
 
     fn post_waiting(&self, state: &mut State) -> Result<()> {
-        let State { fabric: Some(fabric), messages, jobs, waiting_jobs, scratch, holds, .. } = state else {
+        let State { fabric: Some(fabric), messages, jobs, waiting_jobs, scratch, holds, run, .. } = state else {
             return Ok(());
         };
         for waiting in jobs {
             while let Some(job) = waiting.front_mut() {
-                if !self.post(fabric, messages, scratch, holds, job)? {
+                if !self.post(fabric, messages, scratch, (holds, run), job)? {
                     break;
                 }
                 waiting.pop_front();
@@ -629,20 +706,31 @@ impl RdmaSend {
         if id & LAST == 0 {
             return Ok(());
         }
-        let key = id as u16 as usize;
-        let message = &mut messages[key];
+        let mut earlier = self.ended(messages, id as u16, id);
+        while let Some(key) = earlier {
+            lanes[(id >> 16) as u16 as usize].finished(1);
+            earlier = self.ended(messages, key, id);
+        }
+        Ok(())
+    }
+
+    /// A share of a message has completed. The message before it that has ended with it, if there is one.
+    #[inline]
+    fn ended(&self, messages: &mut slab::Slab<Message>, key: u16, id: u64) -> Option<u16> {
+        let message = &mut messages[usize::from(key)];
         if self.base.events.hears() {
             self.base.events.path_ends(message.slot, 0, (id >> 16) as u16);
         }
+        let earlier = message.earlier.take();
         message.left -= 1;
         if message.left == 0 {
             let (slot, length) = (message.slot, message.length);
-            messages.remove(key);
+            messages.remove(usize::from(key));
             Counters::count(&self.base.counters.messages, 1);
             Counters::count(&self.base.counters.bytes, length);
             self.base.requests.complete_part(slot, 0, length);
         }
-        Ok(())
+        earlier
     }
 
     /// The connection ends with a failure. First the lanes go, so that no device touches a buffer when it is told.

@@ -157,6 +157,60 @@ fn all_messages_that_can_be_outstanding_pass_through_queues_of_a_few_places() {
     }
 }
 
+/// Parts that fill their receives and others, sent in any order, with a look at the sends in between or none: what is
+/// kept back, and what one immediate answers for, comes out right.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn groups_arrive_in_whichever_order_their_parts_are_sent_and_whatever_they_fill() {
+    for lanes in [1, 2] {
+        let ends = Ends::connect(&Plan { lanes, ..Plan::default() });
+        let mut state = 7_u64;
+        let mut below = |most: usize| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) as usize % most
+        };
+        let source: Vec<u8> = (0..60_000).map(|place| (place % 251) as u8).collect();
+        for round in 0..150 {
+            let count = 1 + below(MAX_PARTS);
+            let capacities: Vec<usize> = (0..count).map(|_| [0, 1, 900, 8192, 16_384, 20_000][below(6)]).collect();
+            let sizes: Vec<usize> =
+                capacities.iter().map(|most| if below(5) == 0 { below(most + 1) } else { *most }).collect();
+            let mut order: Vec<usize> = (0..count).collect();
+            if below(2) == 0 {
+                (1..count).for_each(|at| order.swap(at, below(at + 1)));
+            }
+            let looks_between = below(3) == 0;
+            let targets: Vec<Vec<u8>> = capacities.iter().map(|most| vec![UNTOUCHED; *most]).collect();
+            let mut parts: Vec<_> = targets.iter().zip(0..).map(|(target, tag)| posted(target, tag)).collect();
+            // SAFETY: the targets live until the group has come, or the test has failed.
+            let received = unsafe { ends.recv.irecv(&mut parts, &vec![null_mut(); count]) };
+            let received = received.expect("irecv").expect("a request");
+            let mut sends = Vec::new();
+            for part in order {
+                let from = source[part * 1000..].as_ptr() as u64;
+                // SAFETY: the source outlives the connection.
+                let sent = unsafe { ends.send.isend(from, sizes[part] as u64, part as i32, None, null_mut()) };
+                sends.push(sent.expect("isend").expect("a request"));
+                if looks_between {
+                    sends.retain(|ticket| ends.send.test(*ticket).expect("a send").is_none());
+                }
+            }
+            until("the sends", || {
+                sends.retain(|ticket| ends.send.test(*ticket).expect("a send").is_none());
+                sends.is_empty().then_some(())
+            });
+            let outcome = end_of(|ticket| ends.recv.test(ticket), received).expect("the group");
+            for (part, (target, &size)) in targets.iter().zip(&sizes).enumerate() {
+                assert_eq!(outcome.sizes[part], size as u64, "round {round}, part {part}");
+                assert!(target[..size] == source[part * 1000..][..size], "round {round}, part {part} of {size} bytes");
+                assert!(target[size..].iter().all(|byte| *byte == UNTOUCHED), "round {round}, part {part}");
+            }
+        }
+        ends.send.close();
+        ends.recv.close();
+    }
+}
+
 /// Everything that can be in the queues of all lanes is posted, and nobody polls until all of it has completed: the
 /// completion queues have a place for each.
 #[test]
