@@ -3,8 +3,8 @@
 //! Adapters are made once for the process and shared by all connections, so a registration holds for all of them.
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use super::devices::OpenPort;
 use super::line::MAX_DEVICES;
@@ -37,7 +37,12 @@ pub struct Adapter {
     regions: Cache<Memory, MemoryRegion>,
     port_is_down: AtomicBool,
     is_dead: AtomicBool,
+    /// Whom an event of a queue concerns, by the queue's address in libibverbs.
+    concerned: Mutex<Vec<(u64, Weak<Mishap>)>>,
 }
+
+/// What has befallen a queue of a connection, if anything has: libibverbs's words.
+pub type Mishap = OnceLock<String>;
 
 /// The ports that a device of NCCL's is made of: 1 to [`MAX_DEVICES`].
 pub type Adapters = Arc<[Arc<Adapter>]>;
@@ -59,6 +64,7 @@ impl Adapter {
             regions: Cache::new(),
             port_is_down: AtomicBool::new(false),
             is_dead: AtomicBool::new(false),
+            concerned: Mutex::new(Vec::new()),
         })
     }
 
@@ -105,6 +111,26 @@ impl Adapter {
     /// Whether the device is beyond repair.
     pub fn is_dead(&self) -> bool {
         self.is_dead.load(Ordering::Acquire)
+    }
+
+    /// From now on a failure of this queue is told there, as long as that lives.
+    pub fn concern(&self, queue: u64, mishap: &Arc<Mishap>) {
+        let mut concerned = self.concerned.lock().unwrap_or_else(PoisonError::into_inner);
+        // Queues that have ended; another may have got the address of one.
+        concerned.retain(|(_, mishap)| mishap.strong_count() > 0);
+        concerned.push((queue, Arc::downgrade(mishap)));
+    }
+
+    /// A queue has failed. Says whether anybody is told.
+    pub fn befell(&self, queue: u64, text: &str) -> bool {
+        let concerned = self.concerned.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut is_told = false;
+        for mishap in concerned.iter().filter(|(of, _)| *of == queue).filter_map(|(_, mishap)| mishap.upgrade()) {
+            // The first one counts.
+            let _ = mishap.set(text.to_owned());
+            is_told = true;
+        }
+        is_told
     }
 
     /// How many regions of NCCL's memory are pinned.

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::adapter::{Adapters, Memory, Registration};
+use super::adapter::{Adapters, Memory, Mishap, Registration};
 use super::dl::Verbs;
 use super::fabric::{Fabric, Lane};
 use super::trouble::{Doing, explain};
@@ -77,6 +77,8 @@ pub struct Base {
     flushed: Mutex<Option<(Instant, Error)>>,
     /// There is one: asked in every `test` that finds nothing.
     has_flushed: AtomicBool,
+    /// What an asynchronous event has told of one of its queues.
+    mishap: Arc<Mishap>,
 }
 
 struct Control {
@@ -110,6 +112,7 @@ impl Base {
             control: Mutex::new(control),
             flushed: Mutex::new(None),
             has_flushed: AtomicBool::new(false),
+            mishap: Arc::default(),
         }
     }
 
@@ -122,8 +125,11 @@ impl Base {
         self.control.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tells the profiler's events which queue pair is which path.
+    /// Tells the profiler's events which queue pair is which path, and the adapters whom the failure of a queue concerns.
     pub fn name_paths(&self, fabric: Option<&Fabric>) {
+        for (adapter, queue) in fabric.iter().flat_map(|fabric| fabric.elements()) {
+            self.adapters[adapter].concern(queue, &self.mishap);
+        }
         for (index, lane) in fabric.iter().flat_map(|fabric| fabric.lanes()).enumerate() {
             self.events.set_path(index, lane.path(&self.adapters));
         }
@@ -294,6 +300,16 @@ impl Base {
         if self.health.is_over() && self.control().ended.is_none_or(|ended| ended.elapsed() > AFTERMATH) {
             self.health.fail(left_early(&self.peer));
             return self.health.check();
+        }
+        // As with flushes: a completion that says more may be on its way.
+        if let Some(text) = self.mishap.get() {
+            let fallen = || {
+                let what = format!("a device reports {text} of a queue of this connection");
+                let error = Error::new(Cause::System, what).with_hint("look at the kernel's log and at the driver");
+                (Instant::now(), error.with_peer(&self.peer))
+            };
+            self.flushed().get_or_insert_with(fallen);
+            self.has_flushed.store(true, Ordering::Release);
         }
         if self.has_flushed.load(Ordering::Acquire)
             && let Some((at, error)) = &*self.flushed()

@@ -1,7 +1,8 @@
 //! Asynchronous events of devices: what happens to a port, a device or a queue outside any work request.
 //!
 //! The keeper reads them. A port that goes down is remembered, so that a request that fails later can say so; a device
-//! that fails takes its connections with it, unless `NCCL_IB_RETURN_ASYNC_EVENTS=0` asks only to log it.
+//! that fails takes its connections with it, and a queue its own one, unless `NCCL_IB_RETURN_ASYNC_EVENTS=0` asks only to
+//! log it.
 
 use std::sync::Arc;
 
@@ -20,8 +21,8 @@ enum Meaning {
     PortUp(u64),
     /// The whole device is beyond repair.
     DeviceDead,
-    /// A queue pair or completion queue failed; its work requests report it.
-    QueueFailed,
+    /// The queue pair or completion queue with this address failed. Its work requests report it, if they can.
+    QueueFailed(u64),
     /// Worth a line in the log.
     Noted,
 }
@@ -30,7 +31,7 @@ enum Meaning {
 fn meaning(event: &AsyncEvent) -> Meaning {
     match event.kind {
         // CQ_ERR, QP_FATAL, QP_REQ_ERR, QP_ACCESS_ERR
-        0..=3 => Meaning::QueueFailed,
+        0..=3 => Meaning::QueueFailed(event.element),
         8 => Meaning::DeviceDead,
         9 => Meaning::PortUp(event.element),
         10 => Meaning::PortDown(event.element),
@@ -102,7 +103,12 @@ impl Watch {
                     self.adapters.iter().for_each(|adapter| adapter.set_dead());
                 }
             }
-            Meaning::QueueFailed => {
+            Meaning::QueueFailed(queue) => {
+                if self.fails {
+                    for adapter in &self.adapters {
+                        adapter.befell(queue, event.text);
+                    }
+                }
                 tracing::warn!(target: NET, "{device} reports {} of a queue; its transfers say which", event.text);
             }
             Meaning::Noted => tracing::info!(target: NET, "{device} reports {}", event.text),
@@ -133,7 +139,7 @@ mod tests {
         let of = |kind| meaning(&AsyncEvent { kind, text: "", element: 2 });
         assert_eq!(of(8), Meaning::DeviceDead);
         assert_eq!((of(9), of(10)), (Meaning::PortUp(2), Meaning::PortDown(2)));
-        assert!((0..=3).all(|kind| of(kind) == Meaning::QueueFailed));
+        assert!((0..=3).all(|kind| of(kind) == Meaning::QueueFailed(2)));
         // COMM_EST, SQ_DRAINED, PATH_MIG, LID_CHANGE, GID_CHANGE
         assert!([4, 5, 6, 11, 18].into_iter().all(|kind| of(kind) == Meaning::Noted));
     }

@@ -226,6 +226,12 @@ impl Fabric {
         &self.lanes
     }
 
+    /// The queues that asynchronous events may name, each with the place of its adapter.
+    pub fn elements(&self) -> impl Iterator<Item = (usize, u64)> {
+        let pairs = self.lanes.iter().map(|lane| (lane.adapter, lane.pair.element()));
+        pairs.chain(self.queues.iter().map(CompletionQueue::element).enumerate())
+    }
+
     /// One lane.
     #[inline]
     pub fn lane(&mut self, index: usize) -> &mut Lane {
@@ -383,11 +389,6 @@ impl Lane {
         let peer = Some(SocketAddr::from((Ipv6Addr::from(self.ends.peer_gid).to_canonical(), 0)));
         let carrier = Carrier::QueuePair { device, number: self.ends.pair.cast_signed() };
         Path { carrier, rail: self.adapter as u16, peer }
-    }
-
-    /// By which asynchronous events name its queue pair.
-    pub fn element(&self) -> u64 {
-        self.pair.element()
     }
 
     /// Stops the queue pair for ever, without ending it.

@@ -52,6 +52,8 @@ pub(super) struct Ends {
     pub(super) recv: Arc<RdmaRecv>,
     /// The receiver's ports.
     pub(super) receiving: Adapters,
+    /// Its queues, each with the place of its port.
+    pub(super) queues: Vec<(usize, u64)>,
     ring: u64,
 }
 
@@ -88,6 +90,7 @@ impl Ends {
         let address = ring.address();
         let region = left[0].own_region(address, Ring::BYTES).expect("pinned");
         let keys = vec![(plan.ring_key)(region.remote_key())];
+        let queues = receiving.elements().collect();
         let table = SizeTable::new(&right).expect("pinned");
         let target = sender::Target {
             split: true,
@@ -102,7 +105,7 @@ impl Ends {
         let target = receiver::Target { ring: address, keys };
         let recv =
             RdmaRecv::new(parts(&right, other, "the sender"), receiving, table, None, target).expect("a receiver");
-        Self { send, recv, receiving: right, ring: address }
+        Self { send, recv, receiving: right, queues, ring: address }
     }
 
     /// Waits for line `number` in the sender's ring, and changes it.

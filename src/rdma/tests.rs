@@ -89,6 +89,30 @@ fn a_receiver_without_the_key_of_the_ring_fails_both_sides() {
     assert!(target.iter().all(|byte| *byte == UNTOUCHED));
 }
 
+/// A device says that a queue has failed, and no completion follows: the connection that it belongs to fails, no other.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_queue_that_is_said_to_have_failed_fails_its_connection_and_no_other() {
+    let [ends, other] = [Ends::connect(&Plan::default()), Ends::connect(&Plan::default())];
+    for (place, queue) in &ends.queues {
+        assert!(!other.receiving[*place].befell(*queue, "CQ error"), "another connection's");
+        assert!(ends.receiving[*place].befell(*queue, "CQ error"));
+    }
+    let target = vec![UNTOUCHED; 100];
+    // SAFETY: the target outlives the connections.
+    let receive = |ends: &Ends| unsafe { ends.recv.irecv(&mut [posted(&target, 0)], &[null_mut()]) };
+    let received = receive(&ends).expect("irecv").expect("a request");
+    let text = end_of(|ticket| ends.recv.test(ticket), received).expect_err("its queue failed").to_string();
+    assert!(text.contains("a device reports CQ error of a queue of this connection"), "{text}");
+    let received = receive(&other).expect("irecv").expect("a request");
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    assert!(other.recv.test(received).expect("nothing happened to it").is_none());
+    for ends in [ends, other] {
+        ends.recv.close();
+        ends.send.close();
+    }
+}
+
 /// As many messages as there are request slots, on all lanes of two fused ports, posted before anything is asked after:
 /// with queues of a few places everything waits its turn, and everything arrives.
 #[test]

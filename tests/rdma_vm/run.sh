@@ -23,6 +23,7 @@ In every machine LAB_ADDR is its (first) address and LAB_PEER the other one.
   --timeout SEC     end the machine after SEC seconds (default 300; a shell has no limit)
   --mtu BYTES       MTU of the machine's interfaces (default 1500, as Ethernet's; RoCE's follows: 1024, or 4096 at 4200)
   --cpus N          virtual CPUs per machine (default 2)
+  --count-time      one virtual CPU whose clock counts instructions: the same times whatever else this computer does
   --memory MIB      memory per machine (default 2048)
   --with PACKAGE    add a Debian package to the machine (valgrind, strace, …); may be repeated
   --out DIR         what the machine leaves in /out goes to DIR (default: thrown away)
@@ -40,6 +41,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 project=$(cd "$here/../.." && pwd)
 cache=${RDMA_VM_CACHE:-$project/target/rdma-vm}
 hosts=1 shell= timeout=300 mtu=1500 cpus=2 memory=2048 out= only_build=
+accelerator=(-accel tcg,thread=multi)
 packages=() qemu=() command=()
 while [ $# -gt 0 ]; do
     case $1 in
@@ -48,6 +50,7 @@ while [ $# -gt 0 ]; do
     --timeout) timeout=$2; shift ;;
     --mtu) mtu=$2; shift ;;
     --cpus) cpus=$2; shift ;;
+    --count-time) cpus=1 accelerator=(-accel tcg,thread=single -icount shift=1,sleep=off) ;;
     --memory) memory=$2; shift ;;
     --with) packages+=("$2"); shift ;;
     --out) out=$2; shift ;;
@@ -95,7 +98,7 @@ boot() {
         extra+=(-device "virtio-net-pci,netdev=lan,romfile=,mac=52:54:00:07:00:0$((host + 1))")
     fi
     cd "$run"
-    exec "${limit[@]}" qemu-system-x86_64 -accel tcg,thread=multi -cpu max -smp "$cpus" -m "$memory" \
+    exec "${limit[@]}" qemu-system-x86_64 "${accelerator[@]}" -cpu max -smp "$cpus" -m "$memory" \
         -nodefaults -no-user-config -no-reboot -display none -vga none \
         -kernel "$machine/vmlinuz" -initrd "$machine/initramfs" -append "$words" -serial "file:$dir/console" \
         -device virtio-serial-pci -device virtio-rng-pci \

@@ -134,6 +134,11 @@ impl CompletionQueue {
         &self.0.context
     }
 
+    /// By which asynchronous events name it.
+    pub fn element(&self) -> u64 {
+        self.raw() as u64
+    }
+
     pub(super) fn raw(&self) -> *mut ib::ibv_cq {
         self.0.raw.as_ptr()
     }
