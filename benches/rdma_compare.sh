@@ -83,10 +83,10 @@ collected() {
     valgrind --tool=callgrind --toggle-collect='*counted*' --callgrind-out-file=/dev/null "$messages" "$@" 2>&1 |
         awk '/early/ && $NF > 0 { print "a call came too early" >"/dev/stderr" } / Collected : / { print $NF }'
 }
-# System calls of the first thread, by name. Sleeping is the benchmark's own.
+# System calls of the first thread, by name. Sleeping, and giving way while it connects, are the benchmark's own.
 calls() {
     strace -c -o /tmp/strace "$messages" "$@" >/dev/null 2>&1
-    awk '$4 ~ /^[0-9]+$/ && $NF != "total" && $NF != "clock_nanosleep" { print $NF, $4 }' /tmp/strace | sort
+    awk '$4 ~ /^[0-9]+$/ && $NF !~ /^(total|clock_nanosleep|sched_yield)$/ { print $NF, $4 }' /tmp/strace | sort
 }
 instructions() {
     for plugin in $plugins; do

@@ -10,7 +10,7 @@
 //! receives that only short messages fit it keeps to itself otherwise.
 //!
 //! Short parts of a group are held back until the last one is posted, or `test` is called: one doorbell for all, and where
-//! each fills its receive, one immediate and one completion ([`Run`]).
+//! each fills its receive, one immediate and one completion (a run).
 //!
 //! NCCL's thread does all of that, in `isend` and `test`. The keeper looks too while something is outstanding, ever more
 //! rarely while nothing moves, since NCCL's thread may be waiting for something else.
