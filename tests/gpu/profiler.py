@@ -16,6 +16,7 @@ import time
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "benches", "nccl"))
 
+import stats  # noqa: E402
 import table  # noqa: E402
 
 COLLECTIVES = ("all_reduce", "sendrecv", "alltoall")
@@ -30,7 +31,9 @@ LEVELS = (
     ("NetPlugin only", {"TOWLINE_PROFILE": "summary", "TOWLINE_PROFILE_EVENTS": "NetPlugin"}),
     ("everything", {"TOWLINE_PROFILE": "all"}),
 )
-SIZES = (8, 128 << 10, 16 << 20, 256 << 20)
+# What the third part measures: two sizes in each of two runs, and how many operations of each for one of --iterations.
+BANDS = ((8, 128 << 10, 10), (16 << 20, 256 << 20, 0.3))
+SIZES = tuple(size for band in BANDS for size in band[:2])
 # NCCL's example profiler keeps so many events of one transfer, and so many transfers of one operation.
 MOST_EVENTS = 8
 MOST_STEPS = 1024
@@ -224,14 +227,20 @@ def overhead_part(bench, deadline):
             os.makedirs(scratch)
             name = "overhead-" + level.replace(" ", "-")
             given = {**variables, "TOWLINE_PROFILE_DIR": scratch} if "TOWLINE_PROFILE" in variables else variables
-            rows = bench.run(name, "all_reduce", SIZES[0], SIZES[-1], 2, bench.args.iterations, given)
-            found = {row.size: row.time_us for row in rows}
+            found = {}
+            for first, last, share in BANDS:
+                iterations = max(3, int(bench.args.iterations * share))
+                rows = bench.run(name, "all_reduce", first, last, last // first, iterations, given)
+                found.update({row.size: row.time_us for row in rows})
             for size in SIZES:
                 times[level][size].append(found[size])
         rounds += 1
         longest = max(longest, time.monotonic() - began)
     shutil.rmtree(scratch, ignore_errors=True)
-    print(f"  all_reduce, out of place, {rounds} rounds in alternation: median time, and median of the ratios to the first row")
+    print(
+        f"  all_reduce, out of place, {rounds} rounds in alternation: median time, and median of the ratios to the first row "
+        "with its interval of 95 % or what so few rounds allow"
+    )
     print("  | | " + " | ".join(table.show_size(size) for size in SIZES) + " |")
     print("  |---|" + "---|" * len(SIZES))
     first = LEVELS[0][0]
@@ -239,7 +248,8 @@ def overhead_part(bench, deadline):
         cells = []
         for size in SIZES:
             median, ratio = compare(times[level][size], times[first][size])
-            cells.append(f"{median:.1f} µs" + ("" if level == first else f" ({ratio:.3f})"))
+            spread = stats.median_interval([a / b for a, b in zip(times[level][size], times[first][size])])
+            cells.append(f"{median:.1f} µs" + ("" if level == first else f" ({ratio:.3f}, {spread.low:.3f} to {spread.high:.3f})"))
         print(f"  | {level} | " + " | ".join(cells) + " |")
     for level in ("NetPlugin only", "everything"):
         for size in SIZES:
