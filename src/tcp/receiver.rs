@@ -19,7 +19,7 @@ use super::acceptor::Listener;
 use super::attend::Attention;
 use super::frame::{HEADER, Header, Type};
 use super::handshake::FEATURE_RECOVERY;
-use super::limits::MAX_STREAMS;
+use super::limits::{BRIEF_MAX, MAX_STREAMS};
 use super::net::{Link, Net, Sock, path_of};
 use super::peer::{Broken, Health, Peer, failure, left_early, lost, told_by_peer};
 use super::recv_core::{End, Part, Place, Posted, RecvCore, StageKey};
@@ -31,7 +31,7 @@ use super::watch::{self, Chores, Finding, Sight, Vigil};
 use super::wire::{self, Piece};
 use crate::engine::counters::Counters;
 use crate::engine::events::{Chunk, Events};
-use crate::engine::poller::{Interest, Progress, Registration, Source};
+use crate::engine::poller::{HOT, HOT_BETWEEN, Interest, Progress, Registration, Source};
 use crate::engine::request::{MAX_PARTS, Outcome, RequestSlots, SLOTS, Ticket};
 use crate::os::error::{Error, Result};
 
@@ -182,6 +182,8 @@ pub struct RecvConn {
     events: Events,
     recovery: bool,
     closing: AtomicBool,
+    /// Whether the last long message was one of those that are over soon ([`BRIEF_MAX`]).
+    brief: AtomicBool,
     /// Messages that were received, part by part.
     completed: AtomicU64,
     /// Where this connection's streams begin among the workers.
@@ -230,6 +232,7 @@ impl RecvConn {
             events: Events::default(),
             recovery,
             closing: AtomicBool::new(false),
+            brief: AtomicBool::new(false),
             completed: AtomicU64::new(0),
             turn,
             alone_since: Mutex::new(None),
@@ -756,6 +759,9 @@ impl RecvConn {
     ) -> Result<Target> {
         Counters::count(&self.counters.chunks, 1);
         Counters::count(&self.counters.bytes, u64::from(header.length));
+        if index > 0 {
+            self.brief.store(header.total < BRIEF_MAX, Ordering::Relaxed);
+        }
         match state.core.begin(index, header)? {
             Place::Posted(part, offset) => {
                 if self.events.hears() {
@@ -1213,6 +1219,11 @@ impl Source for StreamSource {
             tracing::trace!(target: crate::os::log::NET, "waiting, from {}: {}", conn.peer, conn.state().core.describe());
         }
         conn.attention.looked(moved, || conn.requests.outstanding() > 0)
+    }
+
+    fn hot(&self) -> Duration {
+        let brief = |conn: Arc<RecvConn>| conn.brief.load(Ordering::Relaxed);
+        if self.conn.upgrade().is_some_and(brief) { HOT_BETWEEN } else { HOT }
     }
 
     fn fail(&self, error: Error) {

@@ -22,7 +22,7 @@ use super::attend::Attention;
 use super::copies::Own;
 use super::frame::{HEADER, Header, Type};
 use super::handshake::FEATURE_RECOVERY;
-use super::limits::{COPY_FIRST_MAX, EAGER_MAX, INLINE_MAX, MAX_STREAMS, REPLAY_MAX};
+use super::limits::{BRIEF_MAX, COPY_FIRST_MAX, EAGER_MAX, INLINE_MAX, MAX_STREAMS, REPLAY_MAX};
 use super::net::{Link, Net, Sock, path_of};
 use super::peer::{Broken, Health, Peer, failure, left_early, lost, told_by_peer};
 use super::seal::codec::Sealed;
@@ -35,7 +35,7 @@ use super::watch::{self, Chores, Finding, Probes, Sight, Vigil};
 use super::wire::{self, Piece};
 use crate::engine::counters::Counters;
 use crate::engine::events::{self, Events, Wait};
-use crate::engine::poller::{Interest, Progress, Registration, Source};
+use crate::engine::poller::{HOT, HOT_BETWEEN, Interest, Progress, Registration, Source};
 use crate::engine::request::{Outcome, RequestSlots, Ticket};
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
@@ -189,6 +189,8 @@ pub struct SendConn {
     /// Whether a message may be waiting for its receive or for credit.
     stalled: AtomicBool,
     closing: AtomicBool,
+    /// Whether the last long message was one of those that are over soon ([`BRIEF_MAX`]).
+    brief: AtomicBool,
     /// Whether the first stream is connected.
     first_live: AtomicBool,
     chores: Chores,
@@ -240,6 +242,7 @@ impl SendConn {
             extra: AtomicUsize::new(0),
             stalled: AtomicBool::new(false),
             closing: AtomicBool::new(false),
+            brief: AtomicBool::new(false),
             first_live: AtomicBool::new(true),
             chores: Chores::default(),
             vigils: Mutex::default(),
@@ -360,6 +363,7 @@ impl SendConn {
         }
         let Some(ticket) = self.requests.take(1) else { return Ok(None) };
         if length as u64 > INLINE_MAX {
+            self.brief.store((length as u64) < BRIEF_MAX, Ordering::Relaxed);
             self.grow();
         }
         // Of what travels eagerly, the longer part is left to a worker that is awake: waking one takes longer than
@@ -1527,6 +1531,11 @@ impl Source for StreamSource {
             tracing::trace!(target: crate::os::log::NET, "waiting, to {}: {}", conn.peer, conn.state().core.describe());
         }
         conn.attention.looked(moved, || conn.requests.outstanding() > 0)
+    }
+
+    fn hot(&self) -> Duration {
+        let brief = |conn: Arc<SendConn>| conn.brief.load(Ordering::Relaxed);
+        if self.conn.upgrade().is_some_and(brief) { HOT_BETWEEN } else { HOT }
     }
 
     fn fail(&self, error: Error) {
