@@ -133,15 +133,13 @@ impl Transport {
     /// A message that travels as one chunk, inside `isend`, and is found arrived by `test`.
     fn transfer(&self, handle: *mut c_void) -> Option<Outcome> {
         let ticket = self.requests.take(1)?;
-        // SAFETY: the handle is null, a number that the profiler does not follow, or a step that lives.
-        let followed = unsafe {
-            self.events.follow_whole(ticket.slot, handle, |_| Chunk { length: 8, total: 8, ..Chunk::default() })
-        };
+        let chunk = |_| Chunk { length: 8, total: 8, ..Chunk::default() };
+        let followed = self.events.follow_whole(ticket.slot, handle, chunk);
         if followed {
             self.events.chunk_ends(ticket.slot, 0, 0);
         }
         self.requests.complete_part(ticket.slot, 0, 8);
-        // SAFETY: as above.
+        // SAFETY: the handle is null, a number that the profiler does not follow, or a step that lives.
         unsafe { self.events.finish(&self.requests, ticket) }
     }
 }

@@ -78,7 +78,7 @@ elif "TOWLINE_PROFILE_DIR" in os.environ:
         open(stem + ending, "w").write('towline_wire_bytes_total{{rail="0"}} 5\\n')
 size = int(given["-b"])
 while size <= int(given["-e"]):
-    slow = 1.5 if os.environ.get("TOWLINE_PROFILE") == "all" and fault == "slow" else 1.0
+    slow = 1.5 if os.environ.get("TOWLINE_PROFILE") == "all" and "TOWLINE_NET_EVENTS" not in os.environ and fault == "slow" else 1.0
     print("%12d %12d float sum -1 %.2f 0.00 0.00 0 %.2f 0.00 0.00 0" % (size, size // 4, slow * (20 + size / 1e4), 20.0))
     size *= int(given["-f"])
 print("# Out of bounds values : 0 OK")

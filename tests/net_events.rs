@@ -311,11 +311,15 @@ fn what_a_broken_stream_lost_is_told_apart_when_it_travels_again() {
             let received = receive(&pair, &[(&target, 0, back)]);
             let sent = send(&pair, pattern(round, size), 0, out);
             // Cut the socket of the first chunk, in its middle.
-            while back.starts() == 0 {
+            let mut came = false;
+            while back.starts() == 0 && !came {
                 assert!(inside(|| pair.send.test(&sent)).expect("a send").is_none());
-                if inside(|| pair.recv.test(&received)).expect("a receive").is_some() {
-                    panic!("16 MiB came at once");
-                }
+                came = inside(|| pair.recv.test(&received)).expect("a receive").is_some();
+            }
+            if came {
+                // This thread was not given the processor until all of it was here. Another round.
+                while inside(|| pair.send.test(&sent)).expect("a send").is_none() {}
+                continue;
             }
             // SAFETY: a socket of this process, still open as its chunk is being received.
             unsafe { libc::shutdown(back.told()[0].details.device, libc::SHUT_RDWR) };

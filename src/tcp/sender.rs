@@ -370,8 +370,7 @@ impl SendConn {
         // sending it here.
         let hand_over = length as u64 > INLINE_MAX && self.streams[1].is_awake();
         let short = length as u64 <= EAGER_MAX && !hand_over;
-        // SAFETY: the caller vouches for the handle.
-        let told = unsafe { self.follow(ticket, profiler, length as u64, short) };
+        let to_tell = self.follow(ticket, profiler, length as u64, short);
         // A short message is sent in this call, when the first stream is free: taken before the state, as always.
         let mut held = if short { self.streams[0].hold() } else { None };
         let mut wish = WRITE;
@@ -423,7 +422,7 @@ impl SendConn {
         if self.attention.wanted() {
             self.streams[0].kick();
         }
-        if told {
+        if to_tell {
             // SAFETY: inside isend.
             unsafe { self.events.settle(&self.requests, ticket) };
         }
@@ -435,12 +434,9 @@ impl SendConn {
         &self.events
     }
 
-    /// Has the events of a transfer told. Returns whether its first was, so that its end may follow in the same call.
-    ///
-    /// # Safety
-    /// As [`SendConn::isend`].
-    #[inline(always)]
-    unsafe fn follow(&self, ticket: Ticket, profiler: *mut c_void, length: u64, short: bool) -> bool {
+    /// Has the events of a transfer told. Returns whether there is something to tell when the message has left.
+    #[inline]
+    fn follow(&self, ticket: Ticket, profiler: *mut c_void, length: u64, short: bool) -> bool {
         if profiler.is_null() {
             return false;
         }
@@ -452,8 +448,7 @@ impl SendConn {
             let message = if details { self.state().core.next_number() } else { 0 };
             events::Chunk { length, total: length, message, ..events::Chunk::default() }
         };
-        // SAFETY: the caller vouches for the handle; this is part of isend.
-        unsafe { self.events.follow_whole(ticket.slot, profiler, chunk) }
+        self.events.follow_whole(ticket.slot, profiler, chunk)
     }
 
     /// Enters a message into the books.

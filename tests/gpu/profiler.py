@@ -30,6 +30,9 @@ LEVELS = (
     ("nobody listens", {}),
     ("NetPlugin only", {"TOWLINE_PROFILE": "summary", "TOWLINE_PROFILE_EVENTS": "NetPlugin"}),
     ("everything", {"TOWLINE_PROFILE": "all"}),
+    # What NCCL and the profiler cost while the transport is silent, so that what the transport adds is known.
+    ("NetPlugin only, silent", {"TOWLINE_PROFILE": "summary", "TOWLINE_PROFILE_EVENTS": "NetPlugin", "TOWLINE_NET_EVENTS": "off"}),
+    ("everything, silent", {"TOWLINE_PROFILE": "all", "TOWLINE_NET_EVENTS": "off"}),
 )
 # What the third part measures: two sizes in each of two runs, and how many operations of each for one of --iterations.
 BANDS = ((8, 128 << 10, 10), (16 << 20, 256 << 20, 0.3))
@@ -252,9 +255,15 @@ def overhead_part(bench, deadline):
             cells.append(f"{median:.1f} µs" + ("" if level == first else f" ({ratio:.3f}, {spread.low:.3f} to {spread.high:.3f})"))
         print(f"  | {level} | " + " | ".join(cells) + " |")
     for level in ("NetPlugin only", "everything"):
+        silent = times[level + ", silent"]
         for size in SIZES:
-            median, ratio = compare(times[level][size], times[first][size])
-            extra = statistics.median(a - b for a, b in zip(times[level][size], times[first][size]))
+            _, ratio = compare(times[level][size], silent[size])
+            extra = statistics.median(a - b for a, b in zip(times[level][size], silent[size]))
+            spread = stats.median_interval([a / b for a, b in zip(times[level][size], silent[size])])
+            print(
+                f"  the transport's part of {level} at {table.show_size(size)}: {extra:+.2f} µs, {100 * (ratio - 1):+.1f} % "
+                f"({100 * (spread.low - 1):+.1f} to {100 * (spread.high - 1):+.1f})"
+            )
             too_much = extra > 1.0 if size < 4096 else ratio > 1.02
             if too_much:
                 what = f"{extra:+.2f} µs (at most 1)" if size < 4096 else f"{100 * (ratio - 1):+.1f} % (at most 2)"

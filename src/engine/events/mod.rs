@@ -182,14 +182,12 @@ impl Events {
         }
     }
 
-    /// As [`Events::follow`], for a message that travels as one chunk, in this very call as a rule: its start is told
-    /// now. `chunk` is asked when there is a profiler, and told whether anybody reads the message's number. Returns
-    /// whether the end of it shall be told.
-    ///
-    /// # Safety
-    /// As [`Listener::start`].
+    /// As [`Events::follow`], for a message that travels as one chunk, in this very call as a rule. Its start is noted now
+    /// and told when it has left, by [`Events::settle`]: telling takes as long as a tenth of the message's way. `chunk` is
+    /// asked when there is a profiler, and told whether anybody reads the message's number. Returns whether there is
+    /// something to settle.
     #[inline]
-    pub unsafe fn follow_whole(&self, slot: u16, handle: *mut c_void, chunk: impl FnOnce(bool) -> Chunk) -> bool {
+    pub fn follow_whole(&self, slot: u16, handle: *mut c_void, chunk: impl FnOnce(bool) -> Chunk) -> bool {
         let Some(ear) = self.ear.get().filter(|_| !handle.is_null()) else { return false };
         self.tried.store(true, Ordering::Relaxed);
         let details = ear.listener.wants_details();
@@ -201,9 +199,8 @@ impl Events {
         place.attach(handle, true, details);
         // It leaves in this very call: no time lies between its request and that.
         transfer.chunk_begins(&chunk, now, details);
-        // SAFETY: the caller's promise.
-        unsafe { self.tell(ear, place, &mut transfer) };
-        !place.handle.load(Ordering::Relaxed).is_null()
+        self.mark(slot);
+        true
     }
 
     #[cold]
@@ -255,9 +252,14 @@ impl Events {
         let Some(place) = self.known_place(slot, part) else { return };
         if place.followed.load(Ordering::Relaxed) && !place.handle.load(Ordering::Acquire).is_null() {
             note(&mut lock(&place.transfer), place.details.load(Ordering::Relaxed));
-            self.news[usize::from(slot) / 64].fetch_or(1 << (slot % 64), Ordering::Release);
-            self.any_news.store(true, Ordering::Release);
+            self.mark(slot);
         }
+    }
+
+    /// There is something to tell of this slot.
+    fn mark(&self, slot: u16) {
+        self.news[usize::from(slot) / 64].fetch_or(1 << (slot % 64), Ordering::Release);
+        self.any_news.store(true, Ordering::Release);
     }
 
     /// NCCL's thread, in `isend`, `irecv` or `test`: tells what has been noted since the last time.

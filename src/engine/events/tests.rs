@@ -132,7 +132,7 @@ mod told {
         let (books, events) = set_up(true);
         events.follow(0, 0, std::ptr::null_mut());
         events.chunk_begins(0, 0, &chunk(0, 5, 5));
-        unsafe { events.follow_whole(1, std::ptr::null_mut(), |_| unreachable!("not asked for")) };
+        assert!(!events.follow_whole(1, std::ptr::null_mut(), |_| unreachable!("not asked for")));
         unsafe { events.conclude(0, &outcome(&[5])) };
         assert!(lock(&books.entries).is_empty());
         let deaf = Events::default();
@@ -154,12 +154,15 @@ mod told {
     }
 
     #[test]
-    fn a_whole_message_is_started_before_it_leaves() {
+    fn a_whole_message_is_told_when_it_has_left() {
         let (books, events) = set_up(true);
-        unsafe { events.follow_whole(9, handle(1), |_| chunk(0, 8, 8)) };
-        assert_eq!(lock(&books.entries)[0].stops, 0);
+        assert!(events.follow_whole(9, handle(1), |_| chunk(0, 8, 8)));
+        assert!(lock(&books.entries).is_empty(), "that would hold it up");
         // It is noted again when a stream takes it, which is no retransmission.
         events.chunk_begins(9, 0, &chunk(0, 8, 8));
+        // It has left, but its request has not ended.
+        unsafe { events.report() };
+        assert_eq!(lock(&books.entries)[0].stops, 0);
         unsafe { events.conclude(9, &outcome(&[8])) };
         let entries = lock(&books.entries);
         assert_eq!((entries.len(), entries[0].stops, entries[0].retransmissions), (1, 1, 0));
