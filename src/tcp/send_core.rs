@@ -162,6 +162,8 @@ pub struct SendCore {
     landed: Option<Vec<(Key, u64)>>,
     /// How many messages had been posted when the last short one was.
     last_short: Option<u64>,
+    /// The receiver has said that it has everything, and has closed.
+    settled: bool,
 }
 
 impl SendCore {
@@ -185,6 +187,7 @@ impl SendCore {
             recovery,
             landed: None,
             last_short: None,
+            settled: false,
         }
     }
 
@@ -340,8 +343,10 @@ impl SendCore {
         !(self.short.is_empty() && self.long.is_empty() && self.again.is_empty())
     }
 
-    /// The receiver has all messages, as it says: those whose acknowledgements were lost go into `done`.
+    /// The receiver has all messages, as it says: those whose acknowledgements were lost go into `done`. What comes later
+    /// about single frames is no news any more.
     pub fn all_received(&mut self, done: &mut Vec<Key>) {
+        self.settled = true;
         done.extend(self.messages.iter().map(|(key, _)| key));
         self.messages.clear();
         self.waiting.clear();
@@ -501,6 +506,9 @@ impl SendCore {
     }
 
     fn take_in(&mut self, index: usize, frames: u64, done: &mut Vec<Key>) -> Result<()> {
+        if self.settled {
+            return Ok(());
+        }
         let carriers = self.carriers();
         let stream = self.streams.get_mut(index).ok_or_else(|| Error::remote("an unknown stream was acknowledged"))?;
         let written = stream.written.frames();
@@ -720,6 +728,25 @@ mod tests {
     fn used(paths: &[Path], length: u64, outstanding: usize) -> f64 {
         let sum: u64 = paths.iter().map(|path| path.rate).sum();
         carried(paths, length, outstanding, 20_000_000) / sum as f64
+    }
+
+    #[test]
+    fn what_is_said_of_single_frames_when_all_has_been_received_is_no_news() {
+        let (mut core, mut done) = (SendCore::new(true), Vec::new());
+        core.stream_up(0, 0);
+        core.stream_up(1, 0);
+        for index in [0, 1] {
+            core.post(64, 0, index == 1).unwrap();
+            assert!(core.next_chunk(index).is_some());
+            core.written(index);
+        }
+        assert!(core.end_life(0, 0));
+        core.all_received(&mut done);
+        assert_eq!(done.len(), 2);
+        // An answer to a fence, and an acknowledgement, that were on their way.
+        assert_eq!(core.fenced(0, 0, 1, &mut done).unwrap(), 0);
+        core.acknowledge(1, 1, 0, &mut done).unwrap();
+        assert_eq!(done.len(), 2);
     }
 
     #[test]
