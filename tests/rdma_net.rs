@@ -376,6 +376,112 @@ fn a_peer_over_the_other_backend_is_an_error_at_once() {
     assert!(log.contains("the peer listens over TCP, and this side's device is RDMA's"), "{:?}", log.records());
 }
 
+/// A counter of the machine's network, of all its namespaces' first one.
+fn counted(protocol: &str, name: &str) -> u64 {
+    if protocol == "Ip6" {
+        let text = std::fs::read_to_string("/proc/net/snmp6").expect("counters");
+        let line = text.lines().find(|line| line.split_whitespace().next() == Some(name)).expect("a counter");
+        return line.split_whitespace().nth(1).and_then(|value| value.parse().ok()).expect("a number");
+    }
+    let text = std::fs::read_to_string("/proc/net/netstat").expect("counters");
+    let mut lines = text.lines().filter(|line| line.starts_with(protocol)).map(str::split_whitespace);
+    let (names, values) = (lines.next().expect("names"), lines.next().expect("values"));
+    let found = names.zip(values).find(|(of, _)| *of == name).expect("a counter");
+    found.1.parse().expect("a number")
+}
+
+/// What the variables say of addresses and packets, by what travels: IPv6 packets or none, and the lowest bits of the
+/// traffic class, which the kernel counts.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn addresses_and_traffic_class_are_as_the_variables_say() {
+    const NAME: &str = "addresses_and_traffic_class_are_as_the_variables_say";
+    let six: &[_] = &[("NCCL_IB_ADDR_FAMILY", "AF_INET6"), ("NCCL_IB_ADDR_RANGE", "fd07::/64"), ("EXPECT", "six")];
+    let ranged: &[_] = &[("NCCL_IB_ADDR_RANGE", "10.7.0.0/24"), ("NCCL_IB_TC", "2"), ("EXPECT", "class")];
+    // All of the rest at once: nothing that SoftRoCE shows, but nothing may break either.
+    let rest: &[_] = &[
+        ("NCCL_IB_SL", "3"),
+        ("NCCL_IB_FIFO_TC", "0"),
+        ("NCCL_IB_PKEY", "0"),
+        ("NCCL_IB_PCI_RELAXED_ORDERING", "1"),
+        ("NCCL_IB_ECE_ENABLE", "0"),
+        ("NCCL_IB_MERGE_VFS", "0"),
+        ("NCCL_IB_RETURN_ASYNC_EVENTS", "0"),
+        ("NCCL_IB_ROCE_VERSION_NUM", "2"),
+        ("NCCL_IB_HCA", "^=mlx5_0"),
+        ("EXPECT", "none"),
+    ];
+    for variables in [six, ranged, rest] {
+        child::alone(NAME, variables, || {
+            let _watchdog = watchdog(60);
+            let pair = across(&context(ApiVersion::V12));
+            let before = (counted("Ip6", "Ip6OutRequests"), counted("IpExt:", "InECT0Pkts"));
+            for round in 0..40 {
+                let size = [10, 1024, 3000, 40_000][round % 4];
+                assert!(pair.transfer(pattern(round, size)).expect("a transfer") == pattern(round, size));
+            }
+            let after = (counted("Ip6", "Ip6OutRequests"), counted("IpExt:", "InECT0Pkts"));
+            // 40,000 bytes are 40 packets.
+            let (six, class) = (after.0 - before.0 > 400, after.1 - before.1 > 400);
+            let expected = std::env::var("EXPECT").expect("set above");
+            assert_eq!((six, class), (expected == "six", expected == "class"), "{before:?} {after:?}");
+        });
+        if child::role().is_some() {
+            return;
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_message_of_more_than_64_mib_arrives() {
+    let _watchdog = watchdog(120);
+    let pair = across(&context(ApiVersion::V12));
+    let size = (64 << 20) + 4097;
+    assert!(pair.transfer(pattern(5, size)).expect("a transfer") == pattern(5, size));
+}
+
+/// More devices than the machine starts with, as long as this lives.
+struct MoreDevices;
+
+impl MoreDevices {
+    fn up_to(devices: usize) -> Self {
+        let made = Self;
+        for number in 2..devices {
+            machine(&format!(
+                "ip link add more{number} type dummy && ip addr add 10.8.{number}.1/24 dev more{number} && \
+                 ip link set more{number} up && rdma link add rxe{number} type rxe netdev more{number}"
+            ));
+        }
+        made
+    }
+}
+
+impl Drop for MoreDevices {
+    fn drop(&mut self) {
+        machine("for link in /sys/class/net/more*; do ip link del ${link##*/}; done");
+    }
+}
+
+/// As many as a device of NCCL's may have; each carries its share, here to itself.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn eight_fused_ports_share_messages() {
+    let _more = (child::role().is_none()).then(|| MoreDevices::up_to(9));
+    child::alone("eight_fused_ports_share_messages", &[], || {
+        let _watchdog = watchdog(60);
+        let context = context(ApiVersion::V12);
+        assert_eq!(context.devices().expect("devices"), 9);
+        assert!(context.make_vdevice(&[0, 1, 2, 3, 4, 5, 6, 7, 8]).is_err(), "one too many");
+        let fused = context.make_vdevice(&[0, 1, 2, 3, 4, 5, 6, 7]).expect("a device of eight ports");
+        let pair = Pair::between((&context, fused), (&context, fused)).expect("a connection");
+        for size in [0, 1, 1024, 65_536, 100_001, (1 << 20) + 77] {
+            assert!(pair.transfer(pattern(size, size)).expect("a transfer") == pattern(size, size), "{size} bytes");
+        }
+        pair.close().expect("close");
+    });
+}
+
 /// What the kernel holds of RDMA: the number of each kind of object.
 fn resources() -> String {
     machine("rdma resource show")

@@ -570,7 +570,7 @@ variables! {
         unit: "",
         since: "0.1.0",
         read: "connections",
-        help: "Whether a fatal event of a device fails its connections. With 0 it is only logged.",
+        help: "Whether a fatal event of a device or a queue fails its connections. With 0 it is only logged.",
     }
     comm_id: Option<String> {
         name: "NCCL_COMM_ID",

@@ -396,3 +396,25 @@ impl Lane {
         let _ = self.pair.stop();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn class(pairs: &[(&'static str, &'static str)], communicator: Option<u8>, lines: bool) -> (u8, u8) {
+        let config = Config::from_pairs(pairs.iter().copied()).0;
+        let class = Class::new(&config, communicator, lines);
+        (class.traffic, class.service_level)
+    }
+
+    #[test]
+    fn the_variables_win_over_the_communicator_and_lines_may_have_a_class_of_their_own() {
+        assert_eq!(class(&[], None, false), (0, 0));
+        assert_eq!(class(&[], Some(5), false), (5, 5));
+        let both = &[("NCCL_IB_TC", "106"), ("NCCL_IB_SL", "3")];
+        assert_eq!(class(both, Some(5), false), (106, 3));
+        let lines = &[("NCCL_IB_TC", "106"), ("NCCL_IB_FIFO_TC", "84")];
+        assert_eq!(class(lines, None, false), (106, 0));
+        assert_eq!(class(lines, None, true), (84, 0));
+    }
+}
