@@ -45,7 +45,7 @@ latency() {
         ib_write_lat -d rxe0 -x 1 -s $size -n 2000 >/dev/null 2>&1 &
         sleep 0.4
         # Its columns: size, iterations, least, most, typical: microseconds one way.
-        ib_write_lat -d rxe1 -x 1 -s $size -n 2000 10.7.0.1 2>/dev/null | awk -v s=$size '$1 == s { print "lat", s, "ib", $5 }'
+        ib_write_lat -d rxe0 -x 1 -s $size -n 2000 10.7.0.1 2>/dev/null | awk -v s=$size '$1 == s { print "lat", s, "ib", $5 }'
         wait
         for plugin in $plugins; do
             target/release/towline send-recv --backend rdma --plugin "$PWD/${plugin#*=}" -b $size -e $size --outstanding 1 \
@@ -60,7 +60,7 @@ bandwidth() {
         ib_write_bw -d rxe0 -x 1 -s $size -n $count >/dev/null 2>&1 &
         sleep 0.4
         # Size, iterations, peak, average: MiB/s.
-        ib_write_bw -d rxe1 -x 1 -s $size -n $count 10.7.0.1 2>/dev/null | awk -v s=$size '$1 == s { print "bw", s, "ib", $4 * 1.048576 }'
+        ib_write_bw -d rxe0 -x 1 -s $size -n $count 10.7.0.1 2>/dev/null | awk -v s=$size '$1 == s { print "bw", s, "ib", $4 * 1.048576 }'
         wait
         for plugin in $plugins; do
             target/release/towline send-recv --backend rdma --plugin "$PWD/${plugin#*=}" -b $size -e $size --repetitions 1 \

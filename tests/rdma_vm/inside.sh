@@ -5,7 +5,7 @@
 # side, since the machine has two processors; in each row one test at a time.
 declare -A program
 for entry in "$@"; do program[${entry%%=*}]=${entry#*=}; done
-alone=(objects_dropped_in_any_order a_link_that leave_nothing_in_the_kernel eight_fused addresses_and_traffic)
+alone=(objects_dropped_in_any_order a_link_that leave_nothing_in_the_kernel eight_fused the_traffic_class)
 others=()
 for test in "${alone[@]}"; do others+=(--skip "$test"); done
 
@@ -52,7 +52,7 @@ row2() {
 
 failures=()
 verbs towline objects_dropped_in_any_order
-verbs rdma_net a_link_that leave_nothing_in_the_kernel eight_fused addresses_and_traffic
+verbs rdma_net a_link_that leave_nothing_in_the_kernel eight_fused the_traffic_class
 row 1 & row 2 & wait
 for row in 1 2; do
     mapfile -t rows </tmp/row$row
