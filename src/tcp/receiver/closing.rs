@@ -1,0 +1,75 @@
+//! How a receiver ends its connection: the sender learns of everything that has arrived.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::{Io, RecvConn};
+use crate::os::error::Error;
+use crate::tcp::limits::MAX_STREAMS;
+use crate::tcp::stream::WRITE;
+
+/// How long an orderly close waits for its last acknowledgements to leave.
+const CLOSE_PATIENCE: Duration = Duration::from_secs(1);
+
+/// How long it waits for a stream to come back when all are away.
+const CLOSE_MENDING: Duration = Duration::from_secs(6);
+
+impl RecvConn {
+    /// Ends the connection; no thread touches NCCL's buffers after it returns.
+    pub fn close(&self) {
+        if self.requests.outstanding() == 0 && !self.health.is_failed() {
+            self.tell_last_words();
+        }
+        self.closing.store(true, Ordering::Release);
+        if self.requests.outstanding() == 0 && !self.health.is_failed() {
+            // For a sender whose streams die before they hear the goodbye.
+            self.net.remember_closed(&self.link, self.completed.load(Ordering::Relaxed));
+            // Each stream says goodbye for itself, behind its last acknowledgement: the sender reads them in any order.
+            let deadline = Instant::now() + CLOSE_PATIENCE;
+            while Instant::now() < deadline && !self.health.is_failed() {
+                for index in 0..MAX_STREAMS {
+                    self.run(index, WRITE);
+                }
+                let parted = |io: &Io| io.parted && io.sent == io.out.len();
+                if self.streams.iter().all(|stream| stream.lock().as_ref().is_none_or(|io| parted(io))) {
+                    break;
+                }
+                std::thread::sleep(Duration::from_micros(50));
+            }
+            for stream in &self.streams {
+                if let Some(io) = stream.take() {
+                    self.health.stream_down();
+                    self.net.linger(io.sock);
+                }
+            }
+        } else {
+            let error = Error::remote("the receiving side closed the connection with transfers in flight");
+            self.tell_failure(&error);
+            self.health.fail(error);
+        }
+        self.quiesce();
+        self.net.forget(self.link.connection);
+        tracing::debug!(target: crate::os::log::NET, "closed the connection from {}: {}", self.peer, self.counters);
+    }
+
+    /// Before goodbye: what streams that are away have taken in. Their last acknowledgements may be lost, and the sender
+    /// would take what has arrived for lost. With no stream left it waits for one, within bounds.
+    fn tell_last_words(&self) {
+        let deadline = Instant::now() + CLOSE_MENDING;
+        while self.recovery && self.health.live() == 0 && !self.health.is_failed() && !self.health.is_peer_done() {
+            if Instant::now() >= deadline {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        for index in 0..MAX_STREAMS {
+            let epoch = self.state().core.epoch(index);
+            if (epoch > 0 || index == 0) && self.streams[index].peek(|_| ()).is_none() {
+                let frames = self.state().core.fence(index, epoch);
+                if let Some(frames) = frames {
+                    self.tell_fenced(index, epoch, frames);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,331 @@
+//! Streams that end, and come back: what is said of it, and how long the sender is waited for.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use super::{Io, RecvConn, lock};
+use crate::engine::poller::{Progress, Source};
+use crate::os::error::Error;
+use crate::tcp::acceptor::Listener;
+use crate::tcp::frame::{Header, Type};
+use crate::tcp::limits::MAX_STREAMS;
+use crate::tcp::peer::{Broken, failure, lost};
+use crate::tcp::stream::{READ, Ran, WRITE};
+use crate::tcp::watch::{self, Finding, Sight};
+use crate::tcp::wire::{self, Piece};
+
+/// For how long a sign of trouble in the network explains why the peer is away.
+const TROUBLE: Duration = Duration::from_secs(10);
+
+/// How long a sender whose streams were all cut may take to come back before it counts as dead.
+const RETURN_PATIENCE: Duration = Duration::from_millis(800);
+
+/// How often a stream that is given up is read before, at most: a share each time, more than a socket holds.
+const MOST_LOOKS: usize = 64;
+
+impl RecvConn {
+    /// Tells the peer of a failure on the stream that met it, which may be the only one.
+    fn part_in_anger(&self, mut io: Io, error: &Error) {
+        if !self.health.is_failed() {
+            let mut words = failure(error);
+            if let Some(sides) = &mut io.seal {
+                sides.sealer.control(&mut words);
+            }
+            io.out.extend_from_slice(&words);
+            // SAFETY: both pieces are this stream's own buffers. What the socket does not take is lost, and the peer
+            // learns of the end without the reason.
+            let _ = unsafe { wire::send(io.sock.as_raw_fd(), Piece::of(&io.out[io.sent..])) };
+        }
+        self.net.linger(io.sock);
+    }
+
+    /// A stream ended. Decides whether that ends the connection.
+    pub(super) fn broken(&self, index: usize, io: Box<Io>, why: Broken) {
+        let epoch = io.epoch;
+        if let Broken::Lost(error) = &why {
+            self.note_trouble(&io, error);
+        }
+        self.life_ended(index, epoch, matches!(why, Broken::Lost(_)));
+        match &why {
+            Broken::Fatal(error) => self.part_in_anger(*io, error),
+            _ => drop(io),
+        }
+        let left = self.health.stream_down();
+        match why {
+            Broken::Fatal(error) => self.fail(error.with_peer(&self.peer)),
+            Broken::Goodbye => {}
+            Broken::Lost(_) if self.closing.load(Ordering::Acquire) => {}
+            Broken::Lost(error) if self.recovery => {
+                tracing::info!(target: crate::os::log::NET, "a stream from {} broke ({error}); waiting for it to come back", self.peer);
+                if left == 0 {
+                    self.wait_for_peer(&error);
+                } else {
+                    // The sender may not know.
+                    lock(&self.fences).push((index, epoch));
+                    self.call_keeper();
+                }
+            }
+            Broken::Lost(error) => self.fail_silently(lost(&error).with_peer(&self.peer)),
+        }
+    }
+
+    /// Remembers whether the end of a stream, or what came before it, speaks of the network. When a process dies all
+    /// its streams end at once, without any of that.
+    fn note_trouble(&self, io: &Io, error: &io::Error) {
+        let ended = matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset);
+        if !ended || Sight::of(&io.sock).is_some_and(|sight| sight.asked > 0) {
+            *lock(&self.trouble) = Some(Instant::now());
+        }
+    }
+
+    /// All streams are gone. The sender connects again if it lives; how long that may take depends on what was seen: an
+    /// end of file or a reset came over a working path, so its owner is either back at once or dead. Unless the
+    /// network is in trouble: then who lost its last stream may need a while to find another way.
+    fn wait_for_peer(&self, error: &io::Error) {
+        let now = Instant::now();
+        // A process that dies takes all its streams with it at once.
+        let one_by_one = lock(&self.vigils).iter().any(|vigil| vigil.is_long_away(now));
+        let in_trouble = one_by_one || lock(&self.trouble).is_some_and(|at| now - at < TROUBLE);
+        let patience = match error.kind() {
+            io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset if !in_trouble => RETURN_PATIENCE,
+            _ => self.net.patience(error),
+        };
+        *self.alone() = Some((now + patience, lost(error).with_peer(&self.peer)));
+        // Another thread may have brought a stream back before that was said.
+        if self.health.live() > 0 {
+            *self.alone() = None;
+            return;
+        }
+        self.call_keeper();
+    }
+
+    pub(super) fn call_keeper(&self) {
+        let me = self.me.clone();
+        let called = self.chores.call(&self.net.poller, || Arc::new(Chore { conn: me }));
+        if let Err(error) = called {
+            self.fail_silently(error);
+        }
+    }
+
+    /// Has the keeper look at the streams from time to time, until nothing is outstanding.
+    pub(super) fn begin_watch(&self) {
+        if self.chores.begin() {
+            self.call_keeper();
+        }
+    }
+
+    /// The keeper's part: fences, a deadline for the peer's return, a look at the streams.
+    fn do_chores(&self) -> Progress {
+        let fences = std::mem::take(&mut *lock(&self.fences));
+        for (index, epoch) in fences {
+            if let Some(frames) = self.fence_stream(index, epoch) {
+                *lock(&self.trouble) = Some(Instant::now());
+                self.tell_fenced(index, epoch, frames);
+            }
+        }
+        if self.is_over() {
+            self.chores.end();
+            return Progress::default();
+        }
+        let now = Instant::now();
+        let alone = self.alone().clone();
+        let deadline = match alone {
+            Some((deadline, error)) if now >= deadline => {
+                self.fail_silently(error);
+                self.chores.end();
+                return Progress::default();
+            }
+            Some((deadline, _)) => Some(deadline),
+            None => None,
+        };
+        let look = if self.chores.is_ticking() { self.look(now) } else { None };
+        Progress { moved: false, again: deadline.into_iter().chain(look).min() }
+    }
+
+    /// Looks at the streams when it is time. Says when the next look is due.
+    fn look(&self, now: Instant) -> Option<Instant> {
+        if let Err(due) = self.chores.is_due(now) {
+            return Some(due);
+        }
+        let mut next = watch::TICK;
+        // How long nothing has come back on any stream.
+        let mut least = None;
+        let mut outstanding = self.requests.outstanding() > 0;
+        let mut silent = Vec::new();
+        for (index, stream) in self.streams.iter().enumerate() {
+            let found = stream.peek(|io| {
+                let sight = Sight::of(&io.sock)?;
+                outstanding |= sight.outstanding;
+                let unheard = if sight.asked > 0 { sight.silent } else { Duration::ZERO };
+                least = Some(least.map_or(unheard, |least: Duration| least.min(unheard)));
+                Some(lock(&self.vigils)[index].look(now, sight))
+            });
+            match found.flatten() {
+                Some(Finding::Asking) => next = watch::SOON,
+                Some(Finding::Lost(silence)) => silent.push((index, silence)),
+                Some(Finding::Well) | None => {}
+            }
+        }
+        if let Some(silence) = least.filter(|least| *least >= self.net.config.peer_timeout) {
+            self.fail_silently(crate::tcp::peer::lost(&watch::silent(silence)).with_peer(&self.peer));
+            self.chores.end();
+            return None;
+        }
+        watch::share_fate(&mut silent, &self.streams, |io| &io.sock);
+        if !silent.is_empty() {
+            next = watch::SOON;
+            self.lose_silent(&silent);
+        }
+        if !outstanding {
+            self.chores.end();
+            return None;
+        }
+        self.chores.again(now, next).again
+    }
+
+    /// Gives up streams on which nothing comes back. The last ones stay until the peer counts as gone: it is the sender
+    /// who connects again, and should the path come back first, all goes on as before.
+    fn lose_silent(&self, silent: &[(usize, Duration)]) {
+        *lock(&self.trouble) = Some(Instant::now());
+        if self.recovery && silent.len() < self.health.live() {
+            for &(index, silence) in silent {
+                self.lose(index, &watch::silent(silence));
+            }
+        } else if let Some((_, silence)) = silent.iter().find(|(_, silence)| *silence >= self.net.config.peer_timeout) {
+            self.fail_silently(lost(&watch::silent(*silence)).with_peer(&self.peer));
+        }
+    }
+
+    /// Gives up a stream while others live, and tells the sender, who may not know.
+    fn lose(&self, index: usize, error: &io::Error) {
+        // First what has arrived already: its sender may have closed, since this host's kernel has acknowledged it. The
+        // stream is waited for: who has it now may not look again before it is taken away.
+        for _ in 0..MOST_LOOKS {
+            let step = |io: &mut Io, wishes| self.step(index, io, wishes);
+            let held = Some(self.streams[index].lock());
+            let ran = self.streams[index].run_held(held, READ, step, |io, why| self.broken(index, io, why));
+            if ran == Ran::Settled(false) {
+                break;
+            }
+        }
+        let epoch = self.state().core.epoch(index);
+        self.streams[index].peek(|io| watch::close_hard(&io.sock));
+        let Some(frames) = self.fence_stream(index, epoch) else { return };
+        tracing::info!(target: crate::os::log::NET, "a stream from {} broke ({error}); waiting for it to come back", self.peer);
+        self.tell_fenced(index, epoch, frames);
+    }
+
+    /// Says how far a fenced stream came, and again what may have been lost on it. On every stream, since some of them
+    /// may lead nowhere too.
+    pub(super) fn tell_fenced(&self, index: usize, epoch: u16, frames: u64) {
+        let fenced =
+            Header { order: index as u64, offset: u64::from(epoch), total: frames, ..Header::of(Type::Fenced, 0) };
+        let announcements = self.state().core.announcements();
+        let words: Vec<u8> = std::iter::once(fenced).chain(announcements).flat_map(|header| header.encode()).collect();
+        for (on, stream) in self.streams.iter().enumerate() {
+            let say = |io: &mut Io| {
+                let mut words = words.clone();
+                if let Some(sides) = &mut io.seal {
+                    sides.sealer.control(&mut words);
+                }
+                io.out.extend_from_slice(&words);
+            };
+            if stream.peek(say).is_some() {
+                self.run(on, WRITE);
+            }
+        }
+    }
+
+    /// An interface went down: what runs over its address is lost, if anything else is left.
+    pub fn link_down(&self, interface: u32) {
+        let down = watch::over_interface(&self.link, interface, &self.streams, |io| &io.sock);
+        if self.recovery && !down.is_empty() && down.len() < self.health.live() {
+            *lock(&self.trouble) = Some(Instant::now());
+            for index in down {
+                self.lose(index, &watch::link_down());
+            }
+        }
+    }
+
+    /// Ends the given life of a stream for good: nothing more is taken from it. Says how many frames were, or
+    /// nothing when that life is over already.
+    pub fn fence_stream(&self, index: usize, epoch: u16) -> Option<u64> {
+        if index >= MAX_STREAMS {
+            return None;
+        }
+        // The stream may have come back meanwhile.
+        if self.state().core.has_outlived(index, epoch) {
+            return None;
+        }
+        if let Some(io) = self.streams[index].take() {
+            self.health.stream_down();
+            self.life_ended(index, io.epoch, true);
+        }
+        self.state().core.fence(index, epoch)
+    }
+
+    /// A peer with the connection's key wants to connect stream `index` in `epoch`. Ends the stream's former life and
+    /// says how many frames of all its lives were taken in, or nothing when it may not join.
+    pub fn prepare_join(&self, index: usize, epoch: u16) -> Option<u64> {
+        let newer = index < MAX_STREAMS && (epoch.wrapping_sub(self.state().core.epoch(index)) as i16) > 0;
+        if !newer || self.is_over() {
+            return None;
+        }
+        self.fence_stream(index, epoch.wrapping_sub(1))
+    }
+
+    /// The listener gets this connection when the peer has said a word.
+    pub fn wait_for_word(&self, listener: Arc<Listener>) {
+        *lock(&self.waiting) = Some(listener);
+    }
+
+    /// Whether that word is still to come.
+    pub fn is_waiting(&self) -> bool {
+        lock(&self.waiting).is_some()
+    }
+
+    /// The word has come: who is to get the connection now. None when it was got before.
+    pub fn leave_waiting(&self) -> Option<Arc<Listener>> {
+        lock(&self.waiting).take()
+    }
+
+    /// Counts as a stream until it is dropped. If no other has come by then, the peer is waited for.
+    pub fn hold_open(&self) -> impl Drop + '_ {
+        struct Open<'a>(&'a RecvConn);
+        impl Drop for Open<'_> {
+            fn drop(&mut self) {
+                let conn = self.0;
+                if conn.health.stream_down() == 0 && !conn.is_over() && conn.alone().is_none() {
+                    conn.wait_for_peer(&io::ErrorKind::NotConnected.into());
+                }
+            }
+        }
+        self.health.stream_up();
+        Open(self)
+    }
+
+    /// Whether nobody waits for this connection to be mended.
+    pub fn is_over(&self) -> bool {
+        self.closing.load(Ordering::Acquire) || self.health.is_failed()
+    }
+}
+
+/// What the keeper does for a connection.
+struct Chore {
+    conn: Weak<RecvConn>,
+}
+
+impl Source for Chore {
+    fn poll(&self) -> Progress {
+        self.conn.upgrade().map_or_else(Progress::default, |conn| conn.do_chores())
+    }
+
+    fn fail(&self, error: Error) {
+        if let Some(conn) = self.conn.upgrade() {
+            conn.fail(error);
+        }
+    }
+}

@@ -1,0 +1,324 @@
+//! What moves on a stream: frames in, acknowledgements and clear-to-sends out.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::atomic::Ordering;
+
+use super::{Body, Io, RecvConn, SHARE, State, Target, lock, told};
+use crate::engine::counters::Counters;
+use crate::os::error::{Error, Result};
+use crate::tcp::frame::{HEADER, Header, Type};
+use crate::tcp::limits::BRIEF_MAX;
+use crate::tcp::peer::{Broken, told_by_peer};
+use crate::tcp::recv_core::{End, Part, Place, StageKey};
+use crate::tcp::stream::{READ, Step, WRITE};
+use crate::tcp::wire::{self, Piece};
+
+impl RecvConn {
+    #[inline(always)]
+    pub(super) fn step(&self, index: usize, io: &mut Io, wishes: u8) -> Step<Broken> {
+        let mut moved = false;
+        let mut more = false;
+        if wishes & READ != 0 {
+            match self.read(index, io) {
+                Ok((read, left)) => (moved, more) = (read, left),
+                Err(why) => return Step::Broken(why),
+            }
+        }
+        let nothing_to_say = !io.ack && io.sent == io.out.len() && !self.mail.load(Ordering::Relaxed);
+        if wishes & WRITE == 0 && nothing_to_say {
+            return if more { Step::More } else { Step::Settled(moved) };
+        }
+        match self.write(index, io) {
+            Ok(wrote) => moved |= wrote,
+            Err(error) if self.health.is_peer_done() => {
+                tracing::debug!(target: crate::os::log::NET, "{} is gone already: {error}", self.peer);
+                return Step::Broken(Broken::Goodbye);
+            }
+            Err(error) => return Step::Broken(Broken::Lost(error)),
+        }
+        if more { Step::More } else { Step::Settled(moved) }
+    }
+
+    /// Reads until nothing is left or the share is used up: (whether anything came, whether more may be there).
+    fn read(&self, index: usize, io: &mut Io) -> std::result::Result<(bool, bool), Broken> {
+        if io.seal.is_some() {
+            return self.read_sealed(index, io);
+        }
+        let mut share = SHARE;
+        let mut moved = false;
+        loop {
+            if io.from < io.to {
+                self.take_frames(index, io).map_err(Broken::Fatal)?;
+            }
+            if share == 0 {
+                return Ok((true, true));
+            }
+            if io.peeked > 0 && !self.empty(index, io)? {
+                return Ok((moved, false));
+            }
+            io.make_room();
+            // SAFETY: the core has checked the body's range against the posted buffer of a request that has not ended, or
+            // a staging buffer that lives until its message is copied.
+            let (got, wanted, open) = unsafe { io.receive(index == 0) };
+            match got {
+                Ok(None) => return Ok((moved, false)),
+                Err(error) if wire::is_shortage(&error) => {
+                    self.starved(index, &error);
+                    return Ok((moved, false));
+                }
+                Ok(Some(0)) if self.health.is_peer_done() => return Err(Broken::Goodbye),
+                Ok(Some(0)) => return Err(Broken::Lost(io::ErrorKind::UnexpectedEof.into())),
+                Err(_) if self.health.is_peer_done() => return Err(Broken::Goodbye),
+                Err(error) => return Err(Broken::Lost(error)),
+                Ok(Some(bytes)) => {
+                    moved = true;
+                    share = share.saturating_sub(bytes);
+                    let placed = bytes.min(open);
+                    io.to += bytes - placed;
+                    if placed > 0 {
+                        self.placed(index, io, placed);
+                    }
+                    // A short read means that the socket is empty: spare the call that would say so, unless a
+                    // frame is still open, whose rest is likely to be here already.
+                    if bytes < wanted && matches!(io.body, Body::None) {
+                        self.take_frames(index, io).map_err(Broken::Fatal)?;
+                        if matches!(io.body, Body::None) {
+                            return Ok((true, false));
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Takes out of the socket what was only looked at. False: not all of it now.
+    fn empty(&self, index: usize, io: &mut Io) -> std::result::Result<bool, Broken> {
+        match wire::discard(io.sock.as_raw_fd(), io.peeked) {
+            Ok(bytes) => io.peeked -= bytes.unwrap_or(0).min(io.peeked),
+            Err(error) if wire::is_shortage(&error) => self.starved(index, &error),
+            Err(_) if self.health.is_peer_done() => return Err(Broken::Goodbye),
+            Err(error) => return Err(Broken::Lost(error)),
+        }
+        Ok(io.peeked == 0)
+    }
+
+    /// `bytes` of the open frame's payload are in place.
+    pub(super) fn placed(&self, index: usize, io: &mut Io, bytes: usize) {
+        if let Body::Data { to, rest } = &mut io.body {
+            *rest -= bytes;
+            // SAFETY: still inside, or one past the end of, the checked range.
+            to.data = unsafe { to.data.add(bytes) };
+            if *rest == 0 {
+                io.body = Body::None;
+                self.chunk_ended(&mut io.followed);
+                io.ack |= self.frame_ended(&mut self.state(), index);
+            }
+        }
+    }
+
+    /// Takes whole frames, and the beginning of a frame's payload, out of the input buffer.
+    fn take_frames(&self, index: usize, io: &mut Io) -> Result<()> {
+        loop {
+            if let Body::Data { to, rest } = io.body {
+                let here = rest.min(io.to - io.from);
+                if here > 0 {
+                    // SAFETY: source is the input buffer, destination the checked range; they do not overlap.
+                    unsafe { wire::copy_ascending(io.input.as_ptr().add(io.from), to.data, here) };
+                    io.from += here;
+                    self.placed(index, io, here);
+                }
+                if !matches!(io.body, Body::None) {
+                    return Ok(());
+                }
+            }
+            if io.to - io.from < HEADER {
+                return Ok(());
+            }
+            let bytes: &[u8; HEADER] = io.input[io.from..io.from + HEADER].try_into().expect("a header's worth");
+            let header = Header::decode(bytes)?;
+            if header.kind == Type::Fail {
+                // The text must be whole; the buffer is far larger than the longest.
+                if io.to - io.from < HEADER + header.length as usize {
+                    return Ok(());
+                }
+                return Err(told_by_peer(header.order, &io.input[io.from + HEADER..][..header.length as usize]));
+            }
+            io.from += HEADER;
+            if header.kind != Type::Data {
+                self.heard(io, &header)?;
+                continue;
+            }
+            let mut state = self.state();
+            let to = self.frame_began(&mut state, index, &header, &mut io.followed)?;
+            let length = header.length as usize;
+            if length > io.to - io.from {
+                io.body = Body::Data { to, rest: length };
+                continue;
+            }
+            // All of it is here: placed and ended in one go.
+            // SAFETY: source is the input buffer, destination the checked range; they do not overlap.
+            unsafe { wire::copy_ascending(io.input.as_ptr().add(io.from), to.data, length) };
+            io.from += length;
+            self.chunk_ended(&mut io.followed);
+            io.ack |= self.frame_ended(&mut state, index);
+        }
+    }
+
+    /// Does what a frame of the sender says that is not a chunk.
+    pub(super) fn heard(&self, io: &mut Io, header: &Header) -> Result<()> {
+        match header.kind {
+            Type::Bye => {
+                self.health.peer_is_done();
+                // The sender's close waits for the kernel's acknowledgement, which may be delayed by 40 ms, and which the
+                // kernel does not send while bytes are left in the socket.
+                if let Ok(Some(bytes)) = wire::discard(io.sock.as_raw_fd(), io.peeked) {
+                    io.peeked -= bytes.min(io.peeked);
+                }
+                let _ = io.sock.set_tcp_quickack(true);
+                io.ack = true;
+            }
+            Type::Ask => {
+                let mut state = self.state();
+                let kept_back = state.core.end_silence();
+                let answer = state.core.ask(header.tag, header.order, header.total)?;
+                for answer in kept_back.into_iter().chain(answer) {
+                    self.mail(&answer.encode());
+                }
+            }
+            Type::Fence => {
+                // Fencing takes the other stream's lock; the keeper does it, who holds none.
+                lock(&self.fences).push(crate::tcp::peer::fenced_life(header)?);
+                self.call_keeper();
+            }
+            other => return Err(Error::remote(format!("the sending side sent a {other:?} frame"))),
+        }
+        Ok(())
+    }
+
+    pub(super) fn frame_began(
+        &self,
+        state: &mut State,
+        index: usize,
+        header: &Header,
+        followed: &mut Option<(Part, u64)>,
+    ) -> Result<Target> {
+        Counters::count(&self.counters.chunks, 1);
+        Counters::count(&self.counters.bytes, u64::from(header.length));
+        if index > 0 {
+            self.brief.store(header.total < BRIEF_MAX, Ordering::Relaxed);
+        }
+        match state.core.begin(index, header)? {
+            Place::Posted(part, offset) => {
+                if self.events.hears() {
+                    *followed = Some((part, offset));
+                    self.events.chunk_begins(part.slot, usize::from(part.part), &told(header, index));
+                }
+                let base = state.targets[part.slot as usize][part.part as usize].data;
+                // SAFETY: the core has checked that the chunk fits the posted buffer.
+                Ok(Target { data: unsafe { base.add(offset as usize) } })
+            }
+            Place::Staged(stage) => {
+                Counters::count(&self.counters.early, 1);
+                if state.stages.len() <= stage {
+                    state.stages.resize_with(stage + 1, || None);
+                    state.stage_heads.resize(stage + 1, (index, *header));
+                }
+                state.stage_heads[stage] = (index, *header);
+                let buffer = state.stages[stage].insert(vec![0; header.length as usize].into_boxed_slice());
+                Ok(Target { data: buffer.as_mut_ptr() })
+            }
+        }
+    }
+
+    #[inline]
+    fn chunk_ended(&self, followed: &mut Option<(Part, u64)>) {
+        if let Some((part, offset)) = followed.take() {
+            self.events.chunk_ends(part.slot, usize::from(part.part), offset);
+        }
+    }
+
+    /// The payload of a frame is in its place. Returns whether its acknowledgement is due.
+    fn frame_ended(&self, state: &mut State, index: usize) -> bool {
+        match state.core.end(index) {
+            End::More | End::Staged => {}
+            End::Complete(part, total) => self.complete(part, total),
+            End::Unstage(stage, part, total) => self.unstage(state, stage, part, total),
+        }
+        state.core.is_ack_due(index)
+    }
+
+    pub(super) fn unstage(&self, state: &mut State, stage: StageKey, part: Part, total: u64) {
+        let buffer = state.stages[stage].take().expect("a staged message has its buffer");
+        let to = state.targets[part.slot as usize][part.part as usize].data;
+        // SAFETY: the core has checked that the message fits the posted buffer, and the two are different memory.
+        unsafe { wire::copy_ascending(buffer.as_ptr(), to, total as usize) };
+        let (index, head) = state.stage_heads[stage];
+        state.core.unstaged(head.tag, stage);
+        if self.events.hears() {
+            // It arrived before its request was made: all that can be told is that it is here.
+            self.events.chunk_begins(part.slot, usize::from(part.part), &told(&head, index));
+        }
+        self.complete(part, total);
+    }
+
+    /// Called with the state locked.
+    #[inline]
+    fn complete(&self, part: Part, total: u64) {
+        Counters::count(&self.counters.messages, 1);
+        Counters::count(&self.completed, 1);
+        self.requests.complete_part(part.slot, usize::from(part.part), total);
+    }
+
+    fn write(&self, index: usize, io: &mut Io) -> io::Result<bool> {
+        let mut moved = false;
+        loop {
+            if io.sent == io.out.len() {
+                io.out.clear();
+                io.sent = 0;
+                io.ack = false;
+                if self.mail.swap(false, Ordering::AcqRel) {
+                    std::mem::swap(&mut io.out, &mut *self.outbox());
+                }
+                // An acknowledgement speaks of the stream that it travels on.
+                let quiet = self.quiet.load(Ordering::Relaxed);
+                let force = quiet || self.health.is_peer_done() || self.closing.load(Ordering::Relaxed);
+                if let Some(header) = self.state().core.take_ack(index, force) {
+                    io.out.extend_from_slice(&header.encode());
+                }
+                if self.closing.load(Ordering::Acquire) && !io.parted && !self.health.is_failed() {
+                    io.parted = true;
+                    // So that the sender knows, should acknowledgements be lost.
+                    let total = self.completed.load(Ordering::Relaxed) + 1;
+                    io.out.extend_from_slice(&Header { total, ..Header::of(Type::Bye, 0) }.encode());
+                }
+                if io.out.is_empty() {
+                    return Ok(moved);
+                }
+                if let Some(sides) = &mut io.seal {
+                    sides.sealer.control(&mut io.out);
+                }
+            }
+            // SAFETY: both pieces are this stream's own buffers.
+            let sent = unsafe { wire::send(io.sock.as_raw_fd(), Piece::of(&io.out[io.sent..])) };
+            let bytes = match sent {
+                Ok(Some(bytes)) => bytes,
+                Ok(None) => return Ok(moved),
+                Err(error) if wire::is_shortage(&error) => {
+                    self.starved(index, &error);
+                    return Ok(moved);
+                }
+                Err(error) => return Err(error),
+            };
+            moved = true;
+            io.sent += bytes;
+        }
+    }
+
+    /// The kernel had no memory for a call on a stream: another one in a moment.
+    pub(super) fn starved(&self, index: usize, error: &io::Error) {
+        if self.short.begins(index) {
+            self.net.shortages.wait(&self.net.poller, self.me.clone(), index, error);
+        }
+    }
+}

@@ -1,0 +1,143 @@
+//! How a sender ends its connection: what it reported done reaches the peer first.
+
+use std::io;
+use std::net::Shutdown;
+use std::os::fd::AsRawFd;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::{Io, SendConn};
+use crate::os::error::Error;
+use crate::tcp::frame::{Header, Type};
+use crate::tcp::limits::MAX_STREAMS;
+use crate::tcp::stream::{READ, Stream, WRITE};
+use crate::tcp::watch::{self, Sight};
+use crate::tcp::wire;
+
+/// How long an orderly close waits for the peer's kernel to take what was sent.
+const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
+
+/// After this long without an answer it looks whether a path has died.
+const CLOSE_DOUBT: Duration = Duration::from_millis(500);
+
+/// How long it waits when a path has died at that moment: until that is noticed, and what was on it has travelled again.
+/// That takes 3 s, and as long as all ways are down. What was reported done is worth the wait; a peer that is dead ends it.
+const CLOSE_MENDING: Duration = Duration::from_secs(20);
+
+impl SendConn {
+    /// Ends the connection. With nothing outstanding, everything that was reported done reaches the peer; with
+    /// requests in flight it is an abort. No thread touches NCCL's buffers after it returns.
+    pub fn close(&self) {
+        if self.requests.outstanding() == 0 && !self.health.is_failed() {
+            self.say_goodbye();
+        } else {
+            self.closing.store(true, Ordering::Release);
+            let error = Error::remote("the sending side closed the connection with transfers in flight");
+            self.tell_failure(&error);
+            self.health.fail(error);
+        }
+        self.quiesce();
+        tracing::debug!(target: crate::os::log::NET, "closed the connection to {}: {}", self.peer, self.counters);
+    }
+
+    /// Lets everything that was reported done reach the peer, says goodbye, and leaves the sockets to the keeper, which
+    /// closes them when the peer has too: closing a socket with unread bytes would make the kernel send a reset that
+    /// can overtake the data. All within bounds; they are wider when a path has died at this moment.
+    fn say_goodbye(&self) {
+        let start = Instant::now();
+        self.write_all(start + CLOSE_PATIENCE);
+        self.closing.store(true, Ordering::Release);
+        if !self.part(start) && self.recovery && !self.health.is_failed() {
+            // Nothing comes back on some stream. It is mended as at any other time, and what was on it travels again.
+            self.closing.store(false, Ordering::Release);
+            self.begin_watch();
+            let away = self.away();
+            for index in away {
+                self.repair(index, &io::ErrorKind::TimedOut.into());
+            }
+            let deadline = start + CLOSE_MENDING;
+            let over = || self.health.is_failed() || self.health.is_peer_done();
+            while Instant::now() < deadline && !over() && (self.is_in_doubt() || self.is_asking()) {
+                std::thread::sleep(watch::SOON / 10);
+            }
+            self.write_all(deadline);
+            self.closing.store(true, Ordering::Release);
+            self.part(Instant::now());
+        }
+        for stream in &self.streams {
+            if let Some(io) = stream.take() {
+                self.health.stream_down();
+                self.net.linger(io.sock);
+            }
+        }
+    }
+
+    /// Waits until the kernel has taken everything.
+    fn write_all(&self, deadline: Instant) {
+        while Instant::now() < deadline && !self.health.is_failed() {
+            self.run(self.voice(), READ | WRITE);
+            let written = |stream: &Stream<Io>| stream.peek(|io| io.out.is_none()).unwrap_or(true);
+            if !self.state().core.has_ready() && self.streams.iter().all(written) {
+                return;
+            }
+            std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+
+    /// Says goodbye on each stream, behind everything else, since the receiver reads them in any order. Waits until the
+    /// peer's kernel has it all; false when it does not answer.
+    fn part(&self, start: Instant) -> bool {
+        for index in 0..MAX_STREAMS {
+            self.queue_control(index, Header::of(Type::Bye, 0), &[]);
+        }
+        let gone = |io: &mut Io| {
+            let written = io.out.is_none() && io.control.is_empty();
+            if written {
+                // Wakes the receiver's keeper, which sees to it that the acknowledgement is not delayed.
+                let _ = io.sock.shutdown(Shutdown::Write);
+            }
+            written && wire::unsent(io.sock.as_raw_fd()) == 0
+        };
+        while start.elapsed() < CLOSE_PATIENCE && !self.health.is_failed() {
+            for index in 0..MAX_STREAMS {
+                self.run(index, READ | WRITE);
+            }
+            if self.streams.iter().all(|stream| stream.peek(gone).unwrap_or(true)) {
+                break;
+            }
+            if start.elapsed() > CLOSE_DOUBT && self.is_asking() {
+                return false;
+            }
+            std::thread::sleep(Duration::from_micros(50));
+        }
+        // A stream that died meanwhile took with it what nobody has acknowledged, and those that are left are closed for
+        // what must travel again.
+        self.health.is_peer_done() || !self.is_in_doubt()
+    }
+
+    /// Whether something was lost with a stream, or waits to travel again.
+    fn is_in_doubt(&self) -> bool {
+        let core = &self.state().core;
+        core.has_ready() || core.unfenced().iter().any(|(index, _)| core.in_doubt(*index))
+    }
+
+    /// Streams that must come back so that what was lost can travel again: all of which the receiver has not said how far
+    /// they came, or else any.
+    fn away(&self) -> Vec<usize> {
+        let core = &self.state().core;
+        let adrift: Vec<usize> = core.unfenced().iter().map(|(index, _)| *index).collect();
+        let any = (0..MAX_STREAMS).find(|index| core.is_down(*index) && (*index == 0 || core.epoch(*index) > 0));
+        if adrift.is_empty() { any.into_iter().collect() } else { adrift }
+    }
+
+    pub(super) fn is_adrift(&self) -> bool {
+        !self.state().core.unfenced().is_empty()
+    }
+
+    /// Whether a stream waits for the peer's kernel longer than usual.
+    fn is_asking(&self) -> bool {
+        self.streams
+            .iter()
+            .any(|stream| stream.peek(|io| Sight::of(&io.sock)).flatten().is_some_and(|sight| sight.asked > 0))
+    }
+}

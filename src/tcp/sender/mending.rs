@@ -1,0 +1,372 @@
+//! Streams that end, and come back: who decides, what is asked of the receiver, and what the keeper looks at meanwhile.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use super::{Io, SendConn, State, lock};
+use crate::engine::counters::Counters;
+use crate::engine::poller::{Progress, Registration, Source};
+use crate::os::error::{Error, Result};
+use crate::tcp::frame::{Header, Type};
+use crate::tcp::limits::MAX_STREAMS;
+use crate::tcp::net::Sock;
+use crate::tcp::peer::{Broken, failure, lost};
+use crate::tcp::seal::Seal;
+use crate::tcp::stream::Stream;
+use crate::tcp::watch::{self, Finding, Probes, Sight};
+use crate::tcp::wire::{self, Piece};
+
+impl SendConn {
+    /// Tells the peer of a failure on the stream that met it, which may be the only one.
+    fn part_in_anger(&self, mut io: Io, error: &Error) {
+        if io.out.is_none() && !self.health.is_failed() {
+            io.control.extend_from_slice(&failure(error));
+            if let Some(sides) = &mut io.seal {
+                sides.sealer.control(&mut io.control);
+            }
+            // SAFETY: both pieces are this stream's own buffers. What the socket does not take is lost, and the peer
+            // learns of the end without the reason.
+            let _ = unsafe { wire::send(io.sock.as_raw_fd(), Piece::of(&io.control)) };
+        }
+        self.net.linger(io.sock);
+    }
+
+    /// A stream ended. Decides whether that ends the connection.
+    pub(super) fn broken(&self, index: usize, io: Box<Io>, why: Broken) {
+        let epoch = io.epoch;
+        match &why {
+            Broken::Fatal(error) => self.part_in_anger(*io, error),
+            _ => drop(io),
+        }
+        self.health.stream_down();
+        let was_live = self.end_life(index, epoch);
+        match why {
+            Broken::Fatal(error) => self.fail(error.with_peer(&self.peer)),
+            Broken::Goodbye => {}
+            Broken::Lost(_) if self.closing.load(Ordering::Acquire) || !was_live => {}
+            Broken::Lost(error) if self.recovery => self.repair(index, &error),
+            Broken::Lost(error) => self.fail_silently(lost(&error).with_peer(&self.peer)),
+        }
+    }
+
+    /// A stream died under a connection that can go on: asks the receiver, over another stream, how far the dead
+    /// one came, and has it connected anew.
+    pub(super) fn repair(&self, index: usize, error: &io::Error) {
+        tracing::info!(target: crate::os::log::NET, "stream {index} to {} broke ({error}); connecting it again", self.peer);
+        // Also for those that died before, and on every stream: what was asked over this one may be lost, and others
+        // may lead nowhere too.
+        let unfenced = self.state().core.unfenced();
+        for (dead, epoch) in unfenced {
+            let fence = Header { order: dead as u64, offset: u64::from(epoch), ..Header::of(Type::Fence, 0) };
+            for other in 0..MAX_STREAMS {
+                self.queue_control(other, fence, &[]);
+            }
+        }
+        self.streams.iter().for_each(Stream::kick);
+        if self.health.live() == 0 {
+            self.wait_for_peer(error);
+        }
+        // The looks go on until all streams are back.
+        self.begin_watch();
+        if let Some(me) = self.me.upgrade() {
+            self.net.repair(&me, index);
+        }
+    }
+
+    /// The receiver has fenced a stream: one that died here too, or one that died there only.
+    pub(super) fn told_fenced(&self, header: &Header) -> Result<()> {
+        let (index, epoch) = crate::tcp::peer::fenced_life(header)?;
+        {
+            let state = self.state();
+            // News of a life that is over already is no news.
+            if epoch != state.core.epoch(index) {
+                return Ok(());
+            }
+            if state.core.is_live(index) {
+                drop(state);
+                // The stream is another thread's, or this one's: the keeper takes it away, who holds none.
+                lock(&self.condemned).push((index, epoch, header.total));
+                self.call_keeper();
+                return Ok(());
+            }
+        }
+        self.fenced(index, epoch, header.total)
+    }
+
+    /// The receiver says how many frames of a dead stream's life it took in. The rest travels again, over whatever
+    /// stream has room.
+    ///
+    /// # Errors
+    /// When it names frames that were never sent.
+    fn fenced(&self, index: usize, epoch: u16, frames: u64) -> Result<()> {
+        {
+            let mut state = self.state();
+            let State { core, payloads, done, copies, .. } = &mut *state;
+            core.fenced(index, epoch, frames, done)?;
+            self.chunks_end(core, payloads);
+            self.end_messages(payloads, copies, done);
+        }
+        for stream in &self.streams {
+            stream.kick();
+        }
+        Ok(())
+    }
+
+    /// A stream that died is connected again: what its last life lost travels again. `place`: if it has one already.
+    ///
+    /// # Errors
+    /// When the peer's count is impossible, or the socket cannot be watched.
+    pub fn rejoined(
+        &self,
+        index: usize,
+        epoch: u16,
+        frames: u64,
+        place: Option<Registration>,
+        sock: Sock,
+        seal: Seal,
+    ) -> Result<()> {
+        let place = place.map_or_else(|| self.place(index, &sock), Ok)?;
+        let former = self.state().core.epoch(index);
+        if (epoch.wrapping_sub(former) as i16) <= 0 {
+            return Err(Error::remote("another life of the stream was faster"));
+        }
+        // A stream that comes home still lives elsewhere; the receiver has fenced that life by taking this one. If its
+        // socket is not there, another thread has just seen it break: that life is over for the books all the same,
+        // before the next begins.
+        if let Some(io) = self.streams[index].take() {
+            watch::close_hard(&io.sock);
+            self.health.stream_down();
+        }
+        self.end_life(index, former);
+        self.fenced(index, former, frames)?;
+        if epoch > 1 || index == 0 {
+            Counters::bump(&self.counters.reconnects);
+            tracing::info!(target: crate::os::log::NET, "stream {index} to {} is back", self.peer);
+        }
+        self.add_stream(index, epoch, place, sock, seal);
+        Ok(())
+    }
+
+    /// Whether nobody else is connecting stream `index` again: then the caller does.
+    pub fn begin_repair(&self, index: usize) -> bool {
+        self.repairs.fetch_or(1 << index, Ordering::SeqCst) & 1 << index == 0
+    }
+
+    /// The caller has done so, or given up.
+    pub fn end_repair(&self, index: usize) {
+        self.repairs.fetch_and(!(1 << index), Ordering::SeqCst);
+    }
+
+    /// The stream was connected again, and the repair has ended: has it begin anew if it broke in between, when who saw
+    /// it break found a repair under way.
+    pub fn check_repair(&self, index: usize) {
+        if !self.is_over()
+            && self.state().core.is_down(index)
+            && let Some(me) = self.me.upgrade()
+        {
+            self.net.repair(&me, index);
+        }
+    }
+
+    /// How many pairs of rails there are to try.
+    pub fn pairs(&self) -> usize {
+        self.link.local.len().max(self.link.remote.len()).max(1)
+    }
+
+    /// The pair of rails over which stream `index` first connected, counted from the one that its number gives.
+    pub fn home(&self, index: usize) -> usize {
+        usize::from(lock(&self.homes)[index])
+    }
+
+    /// Stream `index` has its home there.
+    pub fn set_home(&self, index: usize, pair: usize) {
+        lock(&self.homes)[index] = (pair % self.pairs()) as u8;
+    }
+
+    /// Whether stream `index` shall come back over its own rails only: while it lives elsewhere, or others carry the
+    /// load. The first one is missed more: short messages are faster with it.
+    ///
+    /// One stream alone is too few where there are several ways: its end may be seen by one side only, which could not
+    /// tell the other.
+    pub fn awaits_home(&self, index: usize) -> bool {
+        let enough = if self.pairs() > 1 { 2 } else { 1 };
+        self.health.live() >= enough && (index > 0 || self.first_live.load(Ordering::SeqCst))
+    }
+
+    /// The epoch in which stream `index` tries to connect next; each is given out once.
+    pub fn next_epoch(&self, index: usize) -> u16 {
+        let given = &mut lock(&self.epochs)[index];
+        let last = self.state().core.epoch(index);
+        if (last.wrapping_sub(*given) as i16) > 0 {
+            *given = last;
+        }
+        *given = given.wrapping_add(1);
+        *given
+    }
+
+    /// Whether a stream is connected.
+    pub fn is_connected(&self) -> bool {
+        self.health.live() > 0
+    }
+
+    /// All streams are gone. How long the peer may stay away depends on what was seen: silence may be an outage, after
+    /// which all goes on as before; a reset or an end of file came over a working path.
+    fn wait_for_peer(&self, error: &io::Error) {
+        let patience = self.net.patience(error);
+        let lost = lost(error).with_peer(&self.peer);
+        lock(&self.alone).get_or_insert((Instant::now() + patience, lost));
+    }
+
+    fn call_keeper(&self) {
+        let me = self.me.clone();
+        let called = self.chores.call(&self.net.poller, || Arc::new(Chore { conn: me }));
+        if let Err(error) = called {
+            self.fail_silently(error);
+        }
+    }
+
+    /// Has the keeper look at the streams from time to time, until nothing is outstanding.
+    pub(super) fn begin_watch(&self) {
+        if self.chores.begin() {
+            self.call_keeper();
+        }
+    }
+
+    /// The keeper's part.
+    fn do_chores(&self) -> Progress {
+        let condemned = std::mem::take(&mut *lock(&self.condemned));
+        for (index, epoch, frames) in condemned {
+            if self.state().core.epoch(index) == epoch {
+                self.lose(index, io::Error::new(io::ErrorKind::TimedOut, "the receiver heard nothing on it"));
+                if let Err(error) = self.fenced(index, epoch, frames) {
+                    self.fail(error.with_peer(&self.peer));
+                }
+            }
+        }
+        if self.is_over() {
+            self.chores.end();
+            return Progress::default();
+        }
+        let now = Instant::now();
+        let alone = lock(&self.alone).clone();
+        if let Some((until, error)) = alone
+            && now >= until
+            && self.health.live() == 0
+        {
+            self.fail_silently(error);
+            self.chores.end();
+            return Progress::default();
+        }
+        if !self.chores.is_ticking() {
+            return Progress::default();
+        }
+        if let Err(due) = self.chores.is_due(now) {
+            return Progress { moved: false, again: Some(due) };
+        }
+        let mut next = watch::TICK;
+        // How long nothing has come back on any stream.
+        let mut least = None;
+        let mut lost = Vec::new();
+        // While a stream is away the others may lead nowhere too, and the receiver may know what this side does not.
+        let adrift = self.is_adrift() || self.repairs.load(Ordering::SeqCst) != 0;
+        let mut outstanding = self.requests.outstanding() > 0 || adrift;
+        for (index, stream) in self.streams.iter().enumerate() {
+            let in_doubt = self.state().core.in_doubt(index);
+            let often = Probes::OFTEN;
+            let seldom = Probes::within(self.net.config.peer_timeout, true);
+            let found = stream.peek(|io| {
+                let sight = Sight::of(&io.sock)?;
+                let vigil = &mut lock(&self.vigils)[index];
+                let in_doubt = adrift || in_doubt && self.requests.outstanding() > 0;
+                vigil.probe(&io.sock, sight, in_doubt, &often, &seldom);
+                outstanding |= sight.outstanding;
+                let unheard = if sight.asked > 0 { sight.silent } else { Duration::ZERO };
+                least = Some(least.map_or(unheard, |least: Duration| least.min(unheard)));
+                Some(vigil.look(now, sight))
+            });
+            match found.flatten() {
+                Some(Finding::Asking) => next = watch::SOON,
+                // Without recovery this is the end, so it must be certain.
+                Some(Finding::Lost(silence)) if self.recovery || silence >= self.net.config.peer_timeout => {
+                    lost.push((index, silence));
+                }
+                Some(Finding::Lost(_)) => next = watch::SOON,
+                Some(Finding::Well) | None => {}
+            }
+        }
+        if let Some(silence) = least.filter(|least| *least >= self.net.config.peer_timeout) {
+            self.fail_silently(crate::tcp::peer::lost(&watch::silent(silence)).with_peer(&self.peer));
+            self.chores.end();
+            return Progress::default();
+        }
+        watch::share_fate(&mut lost, &self.streams, |io| &io.sock);
+        for (index, silence) in lost {
+            self.lose(index, watch::silent(silence));
+        }
+        if !outstanding {
+            // From here on the kernel's own slow probes do it alone, with the kernel's verdict.
+            let seldom = Probes::within(self.net.config.peer_timeout, true);
+            for (index, stream) in self.streams.iter().enumerate() {
+                stream.peek(|io| lock(&self.vigils)[index].stop_probing(&io.sock, &seldom));
+            }
+            self.chores.end();
+            return Progress::default();
+        }
+        self.chores.again(now, next)
+    }
+
+    /// Gives up a stream that has not ended by itself.
+    fn lose(&self, index: usize, error: io::Error) {
+        if let Some(io) = self.streams[index].take() {
+            watch::close_hard(&io.sock);
+            self.broken(index, io, Broken::Lost(error));
+        }
+    }
+
+    /// An interface went down: what runs over its address is lost, if anything else is left.
+    pub fn link_down(&self, interface: u32) {
+        let down = watch::over_interface(&self.link, interface, &self.streams, |io| &io.sock);
+        if self.recovery && !down.is_empty() && down.len() < self.health.live() {
+            for index in down {
+                self.lose(index, watch::link_down());
+            }
+        }
+    }
+
+    /// A stream could not be connected again. That ends the connection when it was the last.
+    pub fn gave_up(&self, index: usize, error: &Error) {
+        if self.closing.load(Ordering::Acquire) || self.health.is_failed() {
+            return;
+        }
+        if self.health.live() == 0 {
+            self.fail_silently(error.clone().with_peer(&self.peer));
+        } else {
+            tracing::warn!(target: crate::os::log::NET, "stream {index} to {} stays down ({error}); going on with the others", self.peer);
+        }
+    }
+
+    /// Whether nobody waits for this connection to be mended.
+    pub fn is_over(&self) -> bool {
+        self.closing.load(Ordering::Acquire) || self.health.is_failed() || self.health.is_peer_done()
+    }
+}
+
+/// What the keeper does for a connection.
+struct Chore {
+    conn: Weak<SendConn>,
+}
+
+impl Source for Chore {
+    fn poll(&self) -> Progress {
+        self.conn.upgrade().map_or_else(Progress::default, |conn| conn.do_chores())
+    }
+
+    fn fail(&self, error: Error) {
+        if let Some(conn) = self.conn.upgrade() {
+            conn.fail(error);
+        }
+    }
+}

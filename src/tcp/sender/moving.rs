@@ -1,0 +1,327 @@
+//! What moves on a stream: chunks and control frames out, acknowledgements and clear-to-sends in.
+
+use std::io;
+use std::os::fd::AsRawFd;
+
+use super::{Io, Leaving, Outgoing, Payload, SHARE, SendConn, State};
+use crate::engine::counters::Counters;
+use crate::engine::events::{self, Wait};
+use crate::engine::request::Ticket;
+use crate::os::error::{Error, Result};
+use crate::os::ticks::Ticks;
+use crate::tcp::copies::Own;
+use crate::tcp::frame::{HEADER, Header, Type};
+use crate::tcp::limits::{EAGER_MAX, REPLAY_MAX};
+use crate::tcp::peer::{Broken, told_by_peer};
+use crate::tcp::send_core::{Chunk, Key, SendCore};
+use crate::tcp::stream::{READ, SEND, Step, WRITE};
+use crate::tcp::wire::{self, Piece};
+
+impl SendConn {
+    #[inline(always)]
+    pub(super) fn step(&self, index: usize, io: &mut Io, wishes: u8, wake: &mut u64) -> Step<Broken> {
+        let mut moved = false;
+        let mut share = SHARE;
+        let mut wishes = wishes;
+        loop {
+            // Who wishes for a look may know of more than there was when the present piece was taken.
+            io.more |= wishes & WRITE != 0;
+            if wishes & (WRITE | SEND) != 0 {
+                match self.write(index, io, &mut share) {
+                    Ok(more) => moved |= more,
+                    Err(why) => return Step::Broken(why),
+                }
+            }
+            if wishes & READ == 0 {
+                return if share == 0 { Step::More } else { Step::Settled(moved) };
+            }
+            let read = match self.read(index, io, wake) {
+                Ok(read) => read,
+                Err(why) => return Step::Broken(why),
+            };
+            moved |= read;
+            if share == 0 {
+                return Step::More;
+            }
+            if !read {
+                return Step::Settled(moved);
+            }
+            // Something came back: credit or a clear-to-send may have made more ready.
+            wishes = READ | WRITE;
+        }
+    }
+
+    fn write(&self, index: usize, io: &mut Io, share: &mut usize) -> std::result::Result<bool, Broken> {
+        let mut moved = false;
+        if io.out.is_none() {
+            io.out = self.next_outgoing(&mut self.state(), index, io);
+        }
+        loop {
+            if io.seal.is_some() {
+                io.protect();
+            }
+            let Some(out) = &io.out else { return Ok(moved) };
+            // SAFETY: headers and copies are ours; a chunk belongs to a message that is not acknowledged, so its
+            // memory is the transport's.
+            match unsafe { out.send(io.sock.as_raw_fd(), &io.header, io.sent) } {
+                Err(error) if wire::is_shortage(&error) => {
+                    self.starved(index, &error);
+                    return Ok(moved);
+                }
+                Err(error) => return Err(Broken::Lost(error)),
+                Ok(None) => {
+                    Counters::bump(&self.counters.stalls_socket);
+                    if io.followed.is_some() {
+                        io.blocked.get_or_insert_with(Ticks::now);
+                    }
+                    return Ok(moved);
+                }
+                Ok(Some(bytes)) => {
+                    moved = true;
+                    if let Some(since) = io.blocked.take() {
+                        self.moves_again(io.followed, since);
+                    }
+                    *share = share.saturating_sub(bytes.max(1));
+                    io.sent += bytes;
+                    if io.sent < out.length() {
+                        continue;
+                    }
+                    // Copied only now, when its bytes are on their way already, and before the state is locked.
+                    let copy = self.copy_of(out);
+                    let left = io.finished();
+                    if left.is_some() {
+                        io.written.count();
+                    }
+                    let left = left.filter(|left| left.ends);
+                    // A short message whose request is done, and nothing behind it: no second look at the state.
+                    if left.is_none() && !io.more {
+                        return Ok(moved);
+                    }
+                    let mut state = self.state();
+                    if let Some(left) = left {
+                        self.chunk_written(&mut state, &left, copy);
+                    }
+                    if *share == 0 {
+                        return Ok(moved);
+                    }
+                    io.out = self.next_outgoing(&mut state, index, io);
+                }
+            }
+        }
+    }
+
+    /// A stream that was full takes bytes again.
+    #[cold]
+    fn moves_again(&self, followed: Option<(Ticket, u64)>, since: Ticks) {
+        if let Some((ticket, offset)) = followed {
+            self.events.chunk_waited(ticket.slot, 0, offset, Wait::Socket, since);
+        }
+    }
+
+    /// The kernel had no memory for a call on a stream: another one in a moment.
+    pub(super) fn starved(&self, index: usize, error: &io::Error) {
+        if self.short.begins(index) {
+            self.net.shortages.wait(&self.net.poller, self.me.clone(), index, error);
+        }
+    }
+
+    /// What the stream sends next, and takes out of the books as handed out.
+    #[inline]
+    pub(super) fn next_outgoing(&self, state: &mut State, index: usize, io: &mut Io) -> Option<Outgoing> {
+        if !io.control.is_empty() {
+            io.more = state.core.has_ready();
+            return Some(Outgoing::Control(std::mem::take(&mut io.control)));
+        }
+        let chunk = state.core.next_chunk(index)?;
+        io.followed = if self.events.hears() { self.chunk_begins(state, index, &chunk) } else { None };
+        if chunk.again {
+            Counters::count(&self.counters.resends, 1);
+        } else {
+            Counters::count(&self.counters.chunks, 1);
+            Counters::count(&self.counters.bytes, u64::from(chunk.length));
+        }
+        let payload = state.payloads[chunk.key].as_mut().expect("a message in flight has its payload");
+        let short = chunk.header.total <= REPLAY_MAX;
+        let mut leaving = Leaving {
+            key: chunk.key,
+            length: chunk.length,
+            copied: false,
+            ends: !chunk.again && payload.ticket.is_some() && (short || !self.recovery),
+        };
+        if let Some(copy) = &mut payload.replay {
+            // An earlier life of the message is over when it is sent again, so nobody reads the old header now.
+            chunk.header.encode_into(copy.first_chunk_mut().expect("a copy has room for its header"));
+            io.more = state.core.has_ready();
+            return Some(Outgoing::Whole(Piece::of_mut(copy), leaving));
+        }
+        let whole = u64::from(chunk.length) == chunk.header.total;
+        leaving.copied = self.recovery && !chunk.again && whole && short;
+        // A stream in the midst of longer messages looks on: others may have been posted that no one else was woken for.
+        io.more = true;
+        chunk.header.encode_into(&mut io.header);
+        // SAFETY: the core hands out ranges within the message.
+        let data = unsafe { payload.data.add(chunk.offset as usize) }.cast_mut();
+        Some(Outgoing::Framed(Piece { data, length: chunk.length as usize }, leaving))
+    }
+
+    /// The copy for a possible resend that ends the request of a message just sent: short, and not copied before.
+    #[inline]
+    fn copy_of(&self, out: &Outgoing) -> Option<Vec<u8>> {
+        let Outgoing::Framed(body, Leaving { copied: true, .. }) = out else { return None };
+        // SAFETY: the message is not acknowledged and its request has not ended, so the buffer is the transport's.
+        Some(unsafe { self.net.copies.copy(body.data, body.length) })
+    }
+
+    /// The kernel took a whole chunk for the first time. That ends the request of a message that is short enough to be
+    /// copied, or needs no copy.
+    fn chunk_written(&self, state: &mut State, left: &Leaving, copy: Option<Vec<u8>>) {
+        let payload = state.payloads[left.key].as_mut().expect("a message in flight has its payload");
+        payload.written += u64::from(left.length);
+        if copy.is_some() {
+            payload.replay = copy;
+        }
+        if payload.written < payload.length {
+            return;
+        }
+        let Some(ticket) = payload.ticket.take() else { return };
+        if self.recovery && payload.replay.is_none() {
+            // What was sealed was not copied before.
+            // SAFETY: the request has not ended, so the buffer is the transport's.
+            payload.replay = Some(unsafe { self.net.copies.copy(payload.data, payload.length as usize) });
+        }
+        Counters::count(&self.counters.messages, 1);
+        self.requests.complete_part(ticket.slot, 0, payload.length);
+    }
+
+    fn read(&self, index: usize, io: &mut Io, wake: &mut u64) -> std::result::Result<bool, Broken> {
+        if io.seal.is_some() {
+            return self.read_sealed(index, io, wake);
+        }
+        let mut moved = false;
+        loop {
+            let room = &mut io.input[io.filled..];
+            let wanted = room.len();
+            // SAFETY: the input buffer is this stream's own.
+            let got = unsafe { wire::receive(io.sock.as_raw_fd(), Piece::of_mut(room)) };
+            match got {
+                Ok(None) => return Ok(moved),
+                Err(error) if wire::is_shortage(&error) => {
+                    self.starved(index, &error);
+                    return Ok(moved);
+                }
+                Ok(Some(0)) if self.health.is_peer_done() => return Err(Broken::Goodbye),
+                Ok(Some(0)) => return Err(Broken::Lost(io::ErrorKind::UnexpectedEof.into())),
+                Err(_) if self.health.is_peer_done() => return Err(Broken::Goodbye),
+                Err(error) => return Err(Broken::Lost(error)),
+                Ok(Some(bytes)) => {
+                    moved = true;
+                    io.filled += bytes;
+                    self.take_frames(index, io, wake).map_err(Broken::Fatal)?;
+                    if bytes < wanted {
+                        return Ok(moved);
+                    }
+                }
+            }
+        }
+    }
+
+    fn take_frames(&self, index: usize, io: &mut Io, wake: &mut u64) -> Result<()> {
+        let mut at = 0;
+        while io.filled - at >= HEADER {
+            let bytes: &[u8; HEADER] = io.input[at..at + HEADER].try_into().expect("a header's worth");
+            let header = Header::decode(bytes)?;
+            let end = at + HEADER + header.length as usize;
+            if end > io.filled {
+                break;
+            }
+            self.heard(index, &header, &io.input[at + HEADER..end], wake)?;
+            at = end;
+        }
+        if at < io.filled {
+            io.input.copy_within(at..io.filled, 0);
+        }
+        io.filled -= at;
+        Ok(())
+    }
+
+    /// Does what a frame of the receiver says.
+    pub(super) fn heard(&self, index: usize, header: &Header, text: &[u8], wake: &mut u64) -> Result<()> {
+        match header.kind {
+            Type::Ack => self.acknowledged(index, header)?,
+            Type::Clear => {
+                let mut state = self.state();
+                if let Some(key) = state.core.clear_to_send(header.tag, header.order, header.total)? {
+                    if header.total > EAGER_MAX {
+                        *wake += header.total;
+                    }
+                    if self.events.hears()
+                        && let Some(ticket) = state.payloads[key].as_ref().and_then(|payload| payload.ticket)
+                    {
+                        self.events.ready(ticket.slot, 0);
+                    }
+                }
+            }
+            Type::Fenced => self.told_fenced(header)?,
+            Type::Bye => match header.total {
+                0 => self.health.peer_is_done(),
+                received => self.health.peer_received(received - 1),
+            },
+            Type::Fail => return Err(told_by_peer(header.order, text)),
+            Type::Data | Type::Fence | Type::Ask => {
+                return Err(Error::remote(format!("the receiving side sent a {:?} frame", header.kind)));
+            }
+        }
+        Ok(())
+    }
+
+    fn acknowledged(&self, index: usize, header: &Header) -> Result<()> {
+        let mut state = self.state();
+        let State { core, payloads, done, copies, .. } = &mut *state;
+        if header.epoch != core.epoch(index) {
+            return Err(Error::remote("an acknowledgement came for a former life of its stream"));
+        }
+        core.acknowledge(index, header.offset, header.total, done)?;
+        self.chunks_end(core, payloads);
+        self.end_messages(payloads, copies, done);
+        Ok(())
+    }
+
+    /// A chunk goes out, and somebody listens. Returns whose it is, unless its request has ended already.
+    fn chunk_begins(&self, state: &mut State, index: usize, chunk: &Chunk) -> Option<(Ticket, u64)> {
+        state.core.watch_landings();
+        let ticket = state.payloads[chunk.key].as_ref()?.ticket?;
+        let told = events::Chunk {
+            offset: chunk.offset,
+            length: u64::from(chunk.length),
+            path: index as u16,
+            message: chunk.header.message,
+            total: chunk.header.total,
+            again: chunk.again,
+            ..events::Chunk::default()
+        };
+        self.events.chunk_begins(ticket.slot, 0, &told);
+        Some((ticket, chunk.offset))
+    }
+
+    /// Chunks were acknowledged.
+    pub(super) fn chunks_end(&self, core: &mut SendCore, payloads: &[Option<Payload>]) {
+        while let Some((key, offset)) = core.take_landed() {
+            if let Some(ticket) = payloads[key].as_ref().and_then(|payload| payload.ticket) {
+                self.events.chunk_ends(ticket.slot, 0, offset);
+            }
+        }
+    }
+
+    pub(super) fn end_messages(&self, payloads: &mut [Option<Payload>], copies: &mut Own, done: &mut Vec<Key>) {
+        for key in done.drain(..) {
+            let payload = payloads[key].take().expect("a message in flight has its payload");
+            if let Some(ticket) = payload.ticket {
+                Counters::count(&self.counters.messages, 1);
+                self.requests.complete_part(ticket.slot, 0, payload.length);
+            }
+            if let Some(copy) = payload.replay.and_then(|copy| copies.give_back(copy)) {
+                self.net.copies.give_back(copy);
+            }
+        }
+    }
+}
