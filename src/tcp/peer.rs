@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use super::frame::{Header, MAX_CONTROL, Type};
 use super::limits::MAX_STREAMS;
+use super::wire::is_shortage;
 use crate::os::error::{Cause, Error};
 
 /// The other end, for messages.
@@ -102,6 +103,29 @@ impl Health {
     #[inline]
     pub fn is_peer_done(&self) -> bool {
         self.peer_done.load(Ordering::Acquire)
+    }
+
+    /// What a read of a stream's socket says: bytes, or that there are none now. `starved` is told when the kernel has no
+    /// memory, after which there are none now either.
+    ///
+    /// # Errors
+    /// The end of the stream: a goodbye if the peer has said one, else a loss.
+    #[inline]
+    pub fn read(
+        &self,
+        got: io::Result<Option<usize>>,
+        starved: impl FnOnce(&io::Error),
+    ) -> Result<Option<usize>, Broken> {
+        let error = match got {
+            Ok(Some(0)) => io::ErrorKind::UnexpectedEof.into(),
+            Ok(bytes) => return Ok(bytes),
+            Err(error) => error,
+        };
+        if is_shortage(&error) {
+            starved(&error);
+            return Ok(None);
+        }
+        Err(if self.is_peer_done() { Broken::Goodbye } else { Broken::Lost(error) })
     }
 
     /// Whether the peer said goodbye and all streams have ended: nothing can come or go any more.

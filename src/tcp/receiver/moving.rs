@@ -61,32 +61,22 @@ impl RecvConn {
             // SAFETY: the core has checked the body's range against the posted buffer of a request that has not ended, or
             // a staging buffer that lives until its message is copied.
             let (got, wanted, open) = unsafe { io.receive(index == 0) };
-            match got {
-                Ok(None) => return Ok((moved, false)),
-                Err(error) if wire::is_shortage(&error) => {
-                    self.starved(index, &error);
-                    return Ok((moved, false));
-                }
-                Ok(Some(0)) if self.health.is_peer_done() => return Err(Broken::Goodbye),
-                Ok(Some(0)) => return Err(Broken::Lost(io::ErrorKind::UnexpectedEof.into())),
-                Err(_) if self.health.is_peer_done() => return Err(Broken::Goodbye),
-                Err(error) => return Err(Broken::Lost(error)),
-                Ok(Some(bytes)) => {
-                    moved = true;
-                    share = share.saturating_sub(bytes);
-                    let placed = bytes.min(open);
-                    io.to += bytes - placed;
-                    if placed > 0 {
-                        self.placed(index, io, placed);
-                    }
-                    // A short read means that the socket is empty: spare the call that would say so, unless a
-                    // frame is still open, whose rest is likely to be here already.
-                    if bytes < wanted && matches!(io.body, Body::None) {
-                        self.take_frames(index, io).map_err(Broken::Fatal)?;
-                        if matches!(io.body, Body::None) {
-                            return Ok((true, false));
-                        }
-                    }
+            let Some(bytes) = self.health.read(got, |error| self.starved(index, error))? else {
+                return Ok((moved, false));
+            };
+            moved = true;
+            share = share.saturating_sub(bytes);
+            let placed = bytes.min(open);
+            io.to += bytes - placed;
+            if placed > 0 {
+                self.placed(index, io, placed);
+            }
+            // A short read means that the socket is empty: spare the call that would say so, unless a frame is still
+            // open, whose rest is likely to be here already.
+            if bytes < wanted && matches!(io.body, Body::None) {
+                self.take_frames(index, io).map_err(Broken::Fatal)?;
+                if matches!(io.body, Body::None) {
+                    return Ok((true, false));
                 }
             }
         }
@@ -94,12 +84,9 @@ impl RecvConn {
 
     /// Takes out of the socket what was only looked at. False: not all of it now.
     fn empty(&self, index: usize, io: &mut Io) -> std::result::Result<bool, Broken> {
-        match wire::discard(io.sock.as_raw_fd(), io.peeked) {
-            Ok(bytes) => io.peeked -= bytes.unwrap_or(0).min(io.peeked),
-            Err(error) if wire::is_shortage(&error) => self.starved(index, &error),
-            Err(_) if self.health.is_peer_done() => return Err(Broken::Goodbye),
-            Err(error) => return Err(Broken::Lost(error)),
-        }
+        let gone = wire::discard(io.sock.as_raw_fd(), io.peeked);
+        let bytes = self.health.read(gone, |error| self.starved(index, error))?;
+        io.peeked -= bytes.unwrap_or(0).min(io.peeked);
         Ok(io.peeked == 0)
     }
 

@@ -1,7 +1,6 @@
 //! Reading a stream with checksums or encryption ([`crate::tcp::seal`]): no byte goes to its place before its whole
 //! chunk was checked.
 
-use std::io;
 use std::os::fd::AsRawFd;
 
 use super::{Body, Io, RecvConn, SHARE};
@@ -24,26 +23,17 @@ impl RecvConn {
             let room = sides.intake.room();
             let wanted = room.len();
             // SAFETY: the room is this stream's own.
-            match unsafe { wire::receive(io.sock.as_raw_fd(), Piece::of_mut(room)) } {
-                Ok(None) => return Ok((moved, false)),
-                Err(error) if wire::is_shortage(&error) => {
-                    self.starved(index, &error);
-                    return Ok((moved, false));
-                }
-                Ok(Some(0)) if self.health.is_peer_done() => return Err(Broken::Goodbye),
-                Ok(Some(0)) => return Err(Broken::Lost(io::ErrorKind::UnexpectedEof.into())),
-                Err(_) if self.health.is_peer_done() => return Err(Broken::Goodbye),
-                Err(error) => return Err(Broken::Lost(error)),
-                Ok(Some(bytes)) => {
-                    moved = true;
-                    share = share.saturating_sub(bytes);
-                    sides.intake.filled(bytes);
-                    self.take_sealed(index, io)?;
-                    // As in a plain stream: an empty socket is asked again only while a frame is open.
-                    if bytes < wanted && matches!(io.body, Body::None) {
-                        return Ok((true, false));
-                    }
-                }
+            let got = unsafe { wire::receive(io.sock.as_raw_fd(), Piece::of_mut(room)) };
+            let Some(bytes) = self.health.read(got, |error| self.starved(index, error))? else {
+                return Ok((moved, false));
+            };
+            moved = true;
+            share = share.saturating_sub(bytes);
+            sides.intake.filled(bytes);
+            self.take_sealed(index, io)?;
+            // As in a plain stream: an empty socket is asked again only while a frame is open.
+            if bytes < wanted && matches!(io.body, Body::None) {
+                return Ok((true, false));
             }
         }
     }

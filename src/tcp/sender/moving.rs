@@ -203,24 +203,12 @@ impl SendConn {
             let wanted = room.len();
             // SAFETY: the input buffer is this stream's own.
             let got = unsafe { wire::receive(io.sock.as_raw_fd(), Piece::of_mut(room)) };
-            match got {
-                Ok(None) => return Ok(moved),
-                Err(error) if wire::is_shortage(&error) => {
-                    self.starved(index, &error);
-                    return Ok(moved);
-                }
-                Ok(Some(0)) if self.health.is_peer_done() => return Err(Broken::Goodbye),
-                Ok(Some(0)) => return Err(Broken::Lost(io::ErrorKind::UnexpectedEof.into())),
-                Err(_) if self.health.is_peer_done() => return Err(Broken::Goodbye),
-                Err(error) => return Err(Broken::Lost(error)),
-                Ok(Some(bytes)) => {
-                    moved = true;
-                    io.filled += bytes;
-                    self.take_frames(index, io, wake).map_err(Broken::Fatal)?;
-                    if bytes < wanted {
-                        return Ok(moved);
-                    }
-                }
+            let Some(bytes) = self.health.read(got, |error| self.starved(index, error))? else { return Ok(moved) };
+            moved = true;
+            io.filled += bytes;
+            self.take_frames(index, io, wake).map_err(Broken::Fatal)?;
+            if bytes < wanted {
+                return Ok(moved);
             }
         }
     }

@@ -1,6 +1,5 @@
 //! Sending and reading on a stream with checksums or encryption ([`crate::tcp::seal`]).
 
-use std::io;
 use std::os::fd::AsRawFd;
 
 use super::{Io, Leaving, Outgoing, SendConn};
@@ -63,36 +62,24 @@ impl SendConn {
             let wanted = room.len();
             // SAFETY: the room is this stream's own.
             let got = unsafe { wire::receive(io.sock.as_raw_fd(), Piece::of_mut(room)) };
-            match got {
-                Ok(None) => return Ok(moved),
-                Err(error) if wire::is_shortage(&error) => {
-                    self.starved(index, &error);
-                    return Ok(moved);
-                }
-                Ok(Some(0)) if self.health.is_peer_done() => return Err(Broken::Goodbye),
-                Ok(Some(0)) => return Err(Broken::Lost(io::ErrorKind::UnexpectedEof.into())),
-                Err(_) if self.health.is_peer_done() => return Err(Broken::Goodbye),
-                Err(error) => return Err(Broken::Lost(error)),
-                Ok(Some(bytes)) => {
-                    moved = true;
-                    sides.intake.filled(bytes);
-                    loop {
-                        match sides.intake.take() {
-                            Ok(None) => break,
-                            Ok(Some(Item::Began(_))) => {}
-                            Ok(Some(Item::Whole(header, text))) => {
-                                self.heard(index, &header, text, wake).map_err(Broken::Fatal)?;
-                            }
-                            Err(Refused::Wrong(error)) => return Err(Broken::Fatal(error)),
-                            Err(Refused::Damaged) => {
-                                return Err(self.damage.met(None, self.recovery, &self.peer, &self.counters));
-                            }
-                        }
+            let Some(bytes) = self.health.read(got, |error| self.starved(index, error))? else { return Ok(moved) };
+            moved = true;
+            sides.intake.filled(bytes);
+            loop {
+                match sides.intake.take() {
+                    Ok(None) => break,
+                    Ok(Some(Item::Began(_))) => {}
+                    Ok(Some(Item::Whole(header, text))) => {
+                        self.heard(index, &header, text, wake).map_err(Broken::Fatal)?;
                     }
-                    if bytes < wanted {
-                        return Ok(moved);
+                    Err(Refused::Wrong(error)) => return Err(Broken::Fatal(error)),
+                    Err(Refused::Damaged) => {
+                        return Err(self.damage.met(None, self.recovery, &self.peer, &self.counters));
                     }
                 }
+            }
+            if bytes < wanted {
+                return Ok(moved);
             }
         }
     }
