@@ -12,8 +12,10 @@
 //! | [`doorbell`] | how a worker that sleeps hears of it |
 //! | [`poller`] | worker threads, readiness, kicks and ticks |
 //! | [`events`] | what a profiler is told of transfers |
+//! | [`asking`] | when to ask about what waits |
 //! | [`counters`] | what a connection counted |
 
+pub mod asking;
 pub mod counters;
 mod deadlines;
 pub mod doorbell;

@@ -29,6 +29,7 @@ use super::matching::Matching;
 use super::stripe::{Share, Stripes};
 use super::trouble::Doing;
 use super::verbs::{Completion, Local, MemoryRegion, Remote, Work};
+use crate::engine::asking::Asking;
 use crate::engine::counters::Counters;
 use crate::engine::events::Chunk;
 use crate::engine::poller::{Progress, Source};
@@ -48,10 +49,6 @@ const INLINE: u32 = 220;
 /// of all with one doorbell: a longer one had better begin. Whoever asks after a send lets go of what is kept back, and
 /// nobody waits for a part alone, since a group is received as a whole.
 const HELD_MAX: u64 = 16 << 10;
-
-/// How long a send may wait before the receiver is asked about it, and the longest pause between two questions.
-const ASK_AFTER: Duration = Duration::from_millis(20);
-const ASK_SELDOM: Duration = Duration::from_secs(10);
 
 /// How long a close waits for the receiver's device to acknowledge the last short messages.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
@@ -136,8 +133,8 @@ struct State {
     scratch: Scratch,
     /// None when the receiver has no inbox.
     outbox: Option<Outbox>,
-    /// When to ask the receiver about sends that wait, and how long after the last time that is.
-    ask: Option<(Instant, Duration)>,
+    /// When to ask the receiver about sends that wait.
+    ask: Asking,
     next_line: u32,
     matching: Matching<usize, Line>,
     /// Sends that wait, and are short: they may wait for credit.
@@ -219,7 +216,7 @@ impl RdmaSend {
             ring: Some(ring),
             scratch: Scratch { regions, sizes },
             outbox,
-            ask: None,
+            ask: Asking::default(),
             next_line: 1,
             matching: Matching::new(),
             short_waiting: 0,
@@ -489,16 +486,12 @@ impl RdmaSend {
     fn ask_if_due(&self) {
         let Ok(mut state) = self.state.try_lock() else { return };
         if state.outbox.is_none() || state.matching.waiting_sends() == 0 {
-            state.ask = None;
+            state.ask.rest();
             return;
         }
-        let now = Instant::now();
-        let (at, pause) = *state.ask.get_or_insert((now + ASK_AFTER, ASK_AFTER));
-        if now < at {
+        if !state.ask.is_due() {
             return;
         }
-        let pause = (pause * 2).min(ASK_SELDOM);
-        state.ask = Some((now + pause, pause));
         let lines = state.next_line.wrapping_sub(1);
         drop(state);
         self.base.ask(lines);

@@ -35,6 +35,7 @@ use super::shortage::{Again, Short};
 use super::stream::{Held, READ, Ran, SEND, Stream, WRITE};
 use super::watch::{Chores, Vigil};
 use super::wire::{self, Piece};
+use crate::engine::asking::Asking;
 use crate::engine::counters::Counters;
 use crate::engine::events::{self, Events};
 use crate::engine::poller::{HOT, HOT_BETWEEN, Interest, Progress, Registration, Source};
@@ -44,11 +45,6 @@ use crate::os::ticks::Ticks;
 
 /// Bytes that one run of a stream may send before the other streams of the same worker get their turn.
 const SHARE: usize = 512 << 10;
-
-/// How long a message may wait before the receiver is asked about it, and the longest pause between two questions. In
-/// ordinary work a receive follows within microseconds; a rank that is late by seconds is asked a handful of times.
-const ASK_AFTER: Duration = Duration::from_millis(20);
-const ASK_SELDOM: Duration = Duration::from_secs(10);
 
 /// Where a message's bytes are.
 struct Payload {
@@ -72,8 +68,8 @@ struct State {
     payloads: Vec<Option<Payload>>,
     done: Vec<Key>,
     copies: Own,
-    /// When to ask the receiver about stalled messages, and how long after the last time that is.
-    ask: Option<(Instant, Duration)>,
+    /// When to ask the receiver about stalled messages.
+    ask: Asking,
 }
 
 /// A chunk on its way to the kernel: what is to be done when that has all of it.
@@ -129,10 +125,10 @@ impl Outgoing {
                 Self::Framed(body, _) if body.length == 0 => wire::send(fd, Piece::of(&header[sent..])),
                 Self::Framed(body, _) => {
                     let head = Piece::of(&header[sent.min(HEADER)..]);
-                    wire::send_two(fd, [head, body.skip(sent.saturating_sub(HEADER))])
+                    wire::send_pieces(fd, [head, body.skip(sent.saturating_sub(HEADER))])
                 }
                 Self::Control(bytes) => wire::send(fd, Piece::of(&bytes[sent..])),
-                Self::Sealed(sealed, _) => wire::send_three(fd, sealed.rest(sent)),
+                Self::Sealed(sealed, _) => wire::send_pieces(fd, sealed.rest(sent)),
             }
         }
     }
@@ -220,7 +216,7 @@ impl SendConn {
                 payloads: Vec::new(),
                 done: Vec::new(),
                 copies: Own::default(),
-                ask: None,
+                ask: Asking::default(),
             }),
             streams: (0..MAX_STREAMS).map(|_| Stream::default()).collect(),
             requests: RequestSlots::new(),
@@ -516,18 +512,13 @@ impl SendConn {
         let headers = {
             let mut state = self.state();
             if !state.core.is_stalled() {
-                state.ask = None;
+                state.ask.rest();
                 self.stalled.store(false, Ordering::Relaxed);
                 return;
             }
-            let now = Instant::now();
-            let (at, pause) = *state.ask.get_or_insert((now + ASK_AFTER, ASK_AFTER));
-            if now < at {
+            if !state.ask.is_due() {
                 return;
             }
-            // Asked again, ever more seldom, since a break may have lost the question or the answer.
-            let pause = (pause * 2).min(ASK_SELDOM);
-            state.ask = Some((now + pause, pause));
             state.core.stalled()
         };
         let voice = self.voice();

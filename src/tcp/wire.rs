@@ -69,42 +69,31 @@ pub unsafe fn send(fd: RawFd, Piece { data, length }: Piece) -> io::Result<Optio
     retry(|| unsafe { libc::send(fd, data.cast(), length, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT) })
 }
 
-/// As [`send`], for two pieces, in order.
-///
-/// # Errors
-/// Whatever `sendmsg(2)` reports.
-///
-/// # Safety
-/// Both pieces must be readable for their whole length during the call.
-pub unsafe fn send_two(fd: RawFd, pieces: [Piece; 2]) -> io::Result<Option<usize>> {
-    let mut iov = pieces.map(Piece::iovec);
-    // SAFETY: an all-zero msghdr is a valid value.
-    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-    message.msg_iov = iov.as_mut_ptr();
-    message.msg_iovlen = iov.len();
-    retry(|| {
-        // SAFETY: `message` points to two iovecs that live here; the caller vouches for their memory.
-        unsafe { libc::sendmsg(fd, &raw const message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT) }
-    })
-}
-
-/// As [`send`], for three pieces.
+/// As [`send`], for several pieces, in order.
 ///
 /// # Errors
 /// Whatever `sendmsg(2)` reports.
 ///
 /// # Safety
 /// All pieces must be readable for their whole length during the call.
-pub unsafe fn send_three(fd: RawFd, pieces: [Piece; 3]) -> io::Result<Option<usize>> {
+#[inline]
+pub unsafe fn send_pieces<const N: usize>(fd: RawFd, pieces: [Piece; N]) -> io::Result<Option<usize>> {
     let mut iov = pieces.map(Piece::iovec);
+    let message = message_of(&mut iov);
+    retry(|| {
+        // SAFETY: `message` points to iovecs that live here; the caller vouches for their memory.
+        unsafe { libc::sendmsg(fd, &raw const message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT) }
+    })
+}
+
+/// The header for a call with these pieces, which must outlive it.
+#[inline]
+fn message_of(iov: &mut [libc::iovec]) -> libc::msghdr {
     // SAFETY: an all-zero msghdr is a valid value.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = iov.as_mut_ptr();
     message.msg_iovlen = iov.len();
-    retry(|| {
-        // SAFETY: `message` points to three iovecs that live here; the caller vouches for their memory.
-        unsafe { libc::sendmsg(fd, &raw const message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT) }
-    })
+    message
 }
 
 /// Receives into one piece what has arrived. `None`: nothing has; `Some(0)`: the peer sent its last.
@@ -130,10 +119,7 @@ pub unsafe fn receive(fd: RawFd, Piece { data, length }: Piece) -> io::Result<Op
 /// As [`receive`], for both pieces.
 pub unsafe fn receive_two(fd: RawFd, pieces: [Piece; 2]) -> io::Result<Option<usize>> {
     let mut iov = pieces.map(Piece::iovec);
-    // SAFETY: an all-zero msghdr is a valid value.
-    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-    message.msg_iov = iov.as_mut_ptr();
-    message.msg_iovlen = iov.len();
+    let mut message = message_of(&mut iov);
     retry(|| {
         // SAFETY: `message` points to two iovecs that live here; the caller vouches for their memory.
         unsafe { libc::recvmsg(fd, &raw mut message, libc::MSG_DONTWAIT) }
