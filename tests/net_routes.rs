@@ -10,7 +10,7 @@ use support::child::{self, Guarded, Mailbox};
 use support::netns::{Namespace, available, two_hosts};
 use support::{PATIENCE, context, eventually, part, pattern, watchdog};
 use towline::host::log::Capture;
-use towline::host::{ApiVersion, Code, Handle, Memory, Part};
+use towline::host::{ApiVersion, Code, Context, Handle, Memory, Part};
 
 /// The receiving host: one message, or the word that there will be none.
 fn receive() {
@@ -31,6 +31,11 @@ fn receive() {
     recv.close().expect("close");
 }
 
+/// The sending host, with the handle of what the other listens on.
+fn invited() -> (Context, Handle) {
+    (context(ApiVersion::V12), Handle::from_bytes(&child::receive(&child::mailbox(), "handle")))
+}
+
 fn start(host: &Namespace, name: &str, role: &str, mail: &Mailbox) -> Guarded {
     let mut command = host.command(name, role);
     command.env(child::MAILBOX, mail.path()).env("NCCL_SOCKET_IFNAME", "rail0");
@@ -45,8 +50,7 @@ fn a_way_that_this_host_forbids_fails_within_seconds() {
         Some("receiver") => return receive(),
         Some("sender") => {
             let log = Capture::start();
-            let context = context(ApiVersion::V12);
-            let mut handle = Handle::from_bytes(&child::receive(&child::mailbox(), "handle"));
+            let (context, mut handle) = invited();
             let start = Instant::now();
             let failed = eventually("an answer", PATIENCE, || context.connect(0, &mut handle).err());
             assert_eq!(failed, Code::SystemError);
@@ -82,8 +86,7 @@ fn a_host_that_cannot_be_reached_yet_is_waited_for_and_the_log_says_so() {
         Some("receiver") => return receive(),
         Some("sender") => {
             let log = Capture::start();
-            let context = context(ApiVersion::V12);
-            let mut handle = Handle::from_bytes(&child::receive(&child::mailbox(), "handle"));
+            let (context, mut handle) = invited();
             let start = Instant::now();
             let told = || log.records().iter().filter(|line| line.is_warning()).count();
             while told() == 0 {
@@ -128,8 +131,7 @@ fn a_route_that_is_forbidden_for_a_moment_is_waited_for() {
     match child::role().as_deref() {
         Some("receiver") => return receive(),
         Some("sender") => {
-            let context = context(ApiVersion::V12);
-            let mut handle = Handle::from_bytes(&child::receive(&child::mailbox(), "handle"));
+            let (context, mut handle) = invited();
             let start = Instant::now();
             while start.elapsed() < Duration::from_secs(1) {
                 assert!(context.connect(0, &mut handle).expect("it is waited for").is_none());

@@ -20,13 +20,13 @@ use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use super::net::{Link, Sock};
 use super::stream::Stream;
 use crate::engine::poller::{Poller, Progress, Registration, Source};
-use crate::os::error::Result;
+use crate::os::error::{Error, Result};
 
 /// How often streams are looked at while something is outstanding.
 pub const TICK: Duration = Duration::from_millis(400);
@@ -83,6 +83,11 @@ impl Sight {
             asked: info.tcpi_retransmits.max(info.tcpi_probes),
             outstanding: info.tcpi_unacked > 0 || super::wire::unsent(sock.as_raw_fd()) > 0,
         })
+    }
+
+    /// For how long questions have had no answer.
+    pub fn unheard(self) -> Duration {
+        if self.asked > 0 { self.silent } else { Duration::ZERO }
     }
 }
 
@@ -292,6 +297,30 @@ pub fn share_fate<Io>(lost: &mut Vec<(usize, Duration)>, streams: &[Stream<Io>],
     }
 }
 
+/// A connection that the keeper looks after.
+pub trait Kept: Send + Sync + 'static {
+    /// What the keeper does when it was called, or a look is due.
+    fn do_chores(&self) -> Progress;
+
+    /// As [`Source::fail`].
+    fn fail(&self, error: Error);
+}
+
+/// What the keeper holds of such a connection.
+struct Chore<C>(Weak<C>);
+
+impl<C: Kept> Source for Chore<C> {
+    fn poll(&self) -> Progress {
+        self.0.upgrade().map_or_else(Progress::default, |conn| conn.do_chores())
+    }
+
+    fn fail(&self, error: Error) {
+        if let Some(conn) = self.0.upgrade() {
+            conn.fail(error);
+        }
+    }
+}
+
 /// A connection's place at the keeper, taken when it is first needed.
 #[derive(Default)]
 pub struct Chores {
@@ -302,14 +331,14 @@ pub struct Chores {
 }
 
 impl Chores {
-    /// Has the keeper look soon. `source` is made on first use.
+    /// Has the keeper look soon.
     ///
     /// # Errors
     /// When there is no keeper.
-    pub fn call(&self, poller: &Poller, source: impl FnOnce() -> Arc<dyn Source>) -> Result<()> {
+    pub fn call<C: Kept>(&self, poller: &Poller, conn: &Weak<C>) -> Result<()> {
         let mut registration = self.registration.lock().unwrap_or_else(PoisonError::into_inner);
         if registration.is_none() {
-            *registration = Some(poller.keeper()?.register(source(), None)?);
+            *registration = Some(poller.keeper()?.register(Arc::new(Chore(Weak::clone(conn))), None)?);
         }
         if let Some(registration) = &*registration {
             registration.kick();

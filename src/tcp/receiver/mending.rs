@@ -2,19 +2,19 @@
 
 use std::io;
 use std::os::fd::AsRawFd;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::{Io, RecvConn, lock};
-use crate::engine::poller::{Progress, Source};
+use crate::engine::poller::Progress;
 use crate::os::error::Error;
 use crate::tcp::acceptor::Listener;
 use crate::tcp::frame::{Header, Type};
 use crate::tcp::limits::MAX_STREAMS;
 use crate::tcp::peer::{Broken, failure, lost};
 use crate::tcp::stream::{READ, Ran, WRITE};
-use crate::tcp::watch::{self, Finding, Sight};
+use crate::tcp::watch::{self, Finding, Kept, Sight};
 use crate::tcp::wire::{self, Piece};
 
 /// For how long a sign of trouble in the network explains why the peer is away.
@@ -35,7 +35,7 @@ impl RecvConn {
                 sides.sealer.control(&mut words);
             }
             io.out.extend_from_slice(&words);
-            // SAFETY: both pieces are this stream's own buffers. What the socket does not take is lost, and the peer
+            // SAFETY: the piece is this stream's own buffer. What the socket does not take is lost, and the peer
             // learns of the end without the reason.
             let _ = unsafe { wire::send(io.sock.as_raw_fd(), Piece::of(&io.out[io.sent..])) };
         }
@@ -103,9 +103,7 @@ impl RecvConn {
     }
 
     pub(super) fn call_keeper(&self) {
-        let me = self.me.clone();
-        let called = self.chores.call(&self.net.poller, || Arc::new(Chore { conn: me }));
-        if let Err(error) = called {
+        if let Err(error) = self.chores.call(&self.net.poller, &self.me) {
             self.fail_silently(error);
         }
     }
@@ -115,34 +113,6 @@ impl RecvConn {
         if self.chores.begin() {
             self.call_keeper();
         }
-    }
-
-    /// The keeper's part: fences, a deadline for the peer's return, a look at the streams.
-    fn do_chores(&self) -> Progress {
-        let fences = std::mem::take(&mut *lock(&self.fences));
-        for (index, epoch) in fences {
-            if let Some(frames) = self.fence_stream(index, epoch) {
-                *lock(&self.trouble) = Some(Instant::now());
-                self.tell_fenced(index, epoch, frames);
-            }
-        }
-        if self.is_over() {
-            self.chores.end();
-            return Progress::default();
-        }
-        let now = Instant::now();
-        let alone = self.alone().clone();
-        let deadline = match alone {
-            Some((deadline, error)) if now >= deadline => {
-                self.fail_silently(error);
-                self.chores.end();
-                return Progress::default();
-            }
-            Some((deadline, _)) => Some(deadline),
-            None => None,
-        };
-        let look = if self.chores.is_ticking() { self.look(now) } else { None };
-        Progress { moved: false, again: deadline.into_iter().chain(look).min() }
     }
 
     /// Looks at the streams when it is time. Says when the next look is due.
@@ -159,7 +129,7 @@ impl RecvConn {
             let found = stream.peek(|io| {
                 let sight = Sight::of(&io.sock)?;
                 outstanding |= sight.outstanding;
-                let unheard = if sight.asked > 0 { sight.silent } else { Duration::ZERO };
+                let unheard = sight.unheard();
                 least = Some(least.map_or(unheard, |least: Duration| least.min(unheard)));
                 Some(lock(&self.vigils)[index].look(now, sight))
             });
@@ -170,7 +140,7 @@ impl RecvConn {
             }
         }
         if let Some(silence) = least.filter(|least| *least >= self.net.config.peer_timeout) {
-            self.fail_silently(crate::tcp::peer::lost(&watch::silent(silence)).with_peer(&self.peer));
+            self.fail_silently(lost(&watch::silent(silence)).with_peer(&self.peer));
             self.chores.end();
             return None;
         }
@@ -313,19 +283,36 @@ impl RecvConn {
     }
 }
 
-/// What the keeper does for a connection.
-struct Chore {
-    conn: Weak<RecvConn>,
-}
-
-impl Source for Chore {
-    fn poll(&self) -> Progress {
-        self.conn.upgrade().map_or_else(Progress::default, |conn| conn.do_chores())
+impl Kept for RecvConn {
+    /// The keeper's part: fences, a deadline for the peer's return, a look at the streams.
+    fn do_chores(&self) -> Progress {
+        let fences = std::mem::take(&mut *lock(&self.fences));
+        for (index, epoch) in fences {
+            if let Some(frames) = self.fence_stream(index, epoch) {
+                *lock(&self.trouble) = Some(Instant::now());
+                self.tell_fenced(index, epoch, frames);
+            }
+        }
+        if self.is_over() {
+            self.chores.end();
+            return Progress::default();
+        }
+        let now = Instant::now();
+        let alone = self.alone().clone();
+        let deadline = match alone {
+            Some((deadline, error)) if now >= deadline => {
+                self.fail_silently(error);
+                self.chores.end();
+                return Progress::default();
+            }
+            Some((deadline, _)) => Some(deadline),
+            None => None,
+        };
+        let look = if self.chores.is_ticking() { self.look(now) } else { None };
+        Progress { moved: false, again: deadline.into_iter().chain(look).min() }
     }
 
     fn fail(&self, error: Error) {
-        if let Some(conn) = self.conn.upgrade() {
-            conn.fail(error);
-        }
+        Self::fail(self, error);
     }
 }

@@ -286,7 +286,7 @@ impl RecvConn {
                     sides.sealer.control(&mut io.out);
                 }
             }
-            // SAFETY: both pieces are this stream's own buffers.
+            // SAFETY: the piece is this stream's own buffer.
             let sent = unsafe { wire::send(io.sock.as_raw_fd(), Piece::of(&io.out[io.sent..])) };
             let bytes = match sent {
                 Ok(Some(bytes)) => bytes,

@@ -3,12 +3,11 @@
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::{Io, SendConn, State, lock};
 use crate::engine::counters::Counters;
-use crate::engine::poller::{Progress, Registration, Source};
+use crate::engine::poller::{Progress, Registration};
 use crate::os::error::{Error, Result};
 use crate::tcp::frame::{Header, Type};
 use crate::tcp::limits::MAX_STREAMS;
@@ -16,7 +15,7 @@ use crate::tcp::net::Sock;
 use crate::tcp::peer::{Broken, failure, lost};
 use crate::tcp::seal::Seal;
 use crate::tcp::stream::Stream;
-use crate::tcp::watch::{self, Finding, Probes, Sight};
+use crate::tcp::watch::{self, Finding, Kept, Probes, Sight};
 use crate::tcp::wire::{self, Piece};
 
 impl SendConn {
@@ -27,7 +26,7 @@ impl SendConn {
             if let Some(sides) = &mut io.seal {
                 sides.sealer.control(&mut io.control);
             }
-            // SAFETY: both pieces are this stream's own buffers. What the socket does not take is lost, and the peer
+            // SAFETY: the piece is this stream's own buffer. What the socket does not take is lost, and the peer
             // learns of the end without the reason.
             let _ = unsafe { wire::send(io.sock.as_raw_fd(), Piece::of(&io.control)) };
         }
@@ -221,9 +220,7 @@ impl SendConn {
     }
 
     fn call_keeper(&self) {
-        let me = self.me.clone();
-        let called = self.chores.call(&self.net.poller, || Arc::new(Chore { conn: me }));
-        if let Err(error) = called {
+        if let Err(error) = self.chores.call(&self.net.poller, &self.me) {
             self.fail_silently(error);
         }
     }
@@ -235,6 +232,43 @@ impl SendConn {
         }
     }
 
+    /// Gives up a stream that has not ended by itself.
+    fn lose(&self, index: usize, error: io::Error) {
+        if let Some(io) = self.streams[index].take() {
+            watch::close_hard(&io.sock);
+            self.broken(index, io, Broken::Lost(error));
+        }
+    }
+
+    /// An interface went down: what runs over its address is lost, if anything else is left.
+    pub fn link_down(&self, interface: u32) {
+        let down = watch::over_interface(&self.link, interface, &self.streams, |io| &io.sock);
+        if self.recovery && !down.is_empty() && down.len() < self.health.live() {
+            for index in down {
+                self.lose(index, watch::link_down());
+            }
+        }
+    }
+
+    /// A stream could not be connected again. That ends the connection when it was the last.
+    pub fn gave_up(&self, index: usize, error: &Error) {
+        if self.closing.load(Ordering::Acquire) || self.health.is_failed() {
+            return;
+        }
+        if self.health.live() == 0 {
+            self.fail_silently(error.clone().with_peer(&self.peer));
+        } else {
+            tracing::warn!(target: crate::os::log::NET, "stream {index} to {} stays down ({error}); going on with the others", self.peer);
+        }
+    }
+
+    /// Whether nobody waits for this connection to be mended.
+    pub fn is_over(&self) -> bool {
+        self.closing.load(Ordering::Acquire) || self.health.is_failed() || self.health.is_peer_done()
+    }
+}
+
+impl Kept for SendConn {
     /// The keeper's part.
     fn do_chores(&self) -> Progress {
         let condemned = std::mem::take(&mut *lock(&self.condemned));
@@ -283,7 +317,7 @@ impl SendConn {
                 let in_doubt = adrift || in_doubt && self.requests.outstanding() > 0;
                 vigil.probe(&io.sock, sight, in_doubt, &often, &seldom);
                 outstanding |= sight.outstanding;
-                let unheard = if sight.asked > 0 { sight.silent } else { Duration::ZERO };
+                let unheard = sight.unheard();
                 least = Some(least.map_or(unheard, |least: Duration| least.min(unheard)));
                 Some(vigil.look(now, sight))
             });
@@ -318,55 +352,7 @@ impl SendConn {
         self.chores.again(now, next)
     }
 
-    /// Gives up a stream that has not ended by itself.
-    fn lose(&self, index: usize, error: io::Error) {
-        if let Some(io) = self.streams[index].take() {
-            watch::close_hard(&io.sock);
-            self.broken(index, io, Broken::Lost(error));
-        }
-    }
-
-    /// An interface went down: what runs over its address is lost, if anything else is left.
-    pub fn link_down(&self, interface: u32) {
-        let down = watch::over_interface(&self.link, interface, &self.streams, |io| &io.sock);
-        if self.recovery && !down.is_empty() && down.len() < self.health.live() {
-            for index in down {
-                self.lose(index, watch::link_down());
-            }
-        }
-    }
-
-    /// A stream could not be connected again. That ends the connection when it was the last.
-    pub fn gave_up(&self, index: usize, error: &Error) {
-        if self.closing.load(Ordering::Acquire) || self.health.is_failed() {
-            return;
-        }
-        if self.health.live() == 0 {
-            self.fail_silently(error.clone().with_peer(&self.peer));
-        } else {
-            tracing::warn!(target: crate::os::log::NET, "stream {index} to {} stays down ({error}); going on with the others", self.peer);
-        }
-    }
-
-    /// Whether nobody waits for this connection to be mended.
-    pub fn is_over(&self) -> bool {
-        self.closing.load(Ordering::Acquire) || self.health.is_failed() || self.health.is_peer_done()
-    }
-}
-
-/// What the keeper does for a connection.
-struct Chore {
-    conn: Weak<SendConn>,
-}
-
-impl Source for Chore {
-    fn poll(&self) -> Progress {
-        self.conn.upgrade().map_or_else(Progress::default, |conn| conn.do_chores())
-    }
-
     fn fail(&self, error: Error) {
-        if let Some(conn) = self.conn.upgrade() {
-            conn.fail(error);
-        }
+        Self::fail(self, error);
     }
 }
