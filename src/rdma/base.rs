@@ -323,11 +323,10 @@ impl Base {
 
     /// Keeps the failure if it is the first, and tells log and peer.
     pub fn fail(&self, error: Error) {
-        if !self.health.is_failed() {
-            self.say(&failure(&error));
-        }
+        let words = failure(&error);
         let error = if error.peer().is_some() { error } else { error.with_peer(&self.peer) };
-        if self.health.fail(error.clone()) && !self.is_closing() && error.tell_once() {
+        let is_first = self.health.fail_telling(error.clone(), || self.say(&words));
+        if is_first && !self.is_closing() && error.tell_once() {
             tracing::warn!(target: NET, "{} {} failed: {error}", self.doing, self.peer);
         }
     }

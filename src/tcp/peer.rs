@@ -39,7 +39,17 @@ pub struct Health {
 impl Health {
     /// Records a failure. Returns whether it is the first.
     pub fn fail(&self, error: Error) -> bool {
+        self.fail_telling(error, || ())
+    }
+
+    /// Records a failure, and has the peer told before anybody here hears of it, who may take the sockets away. The cause
+    /// is kept before that: the peer answers at once, and its answer must not stand for the cause. Returns whether it is
+    /// the first failure.
+    pub fn fail_telling(&self, error: Error, tell: impl FnOnce()) -> bool {
         let first = self.error.set(error).is_ok();
+        if !self.is_failed() {
+            tell();
+        }
         self.failed.store(true, Ordering::Release);
         first
     }
@@ -201,4 +211,24 @@ pub enum Broken {
     Goodbye,
     /// The protocol was violated, or the peer reported a failure: the whole connection ends.
     Fatal(Error),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_peer_answers_does_not_stand_for_the_cause() {
+        let health = Health::default();
+        let told = |text: &str| told_by_peer(cause_code(Cause::Remote), text.as_bytes());
+        let first = health.fail_telling(Error::remote("the cable is out"), || {
+            assert!(!health.is_failed(), "nobody here takes the socket away before the peer is told");
+            // What the keeper reads while this thread is still telling.
+            assert!(!health.fail(told("the peer gave up the connection: the cable is out")));
+        });
+        assert!(first);
+        let cause = health.check().expect_err("it has failed").to_string();
+        assert_eq!(cause, Error::remote("the cable is out").to_string());
+        health.fail_telling(Error::remote("later"), || panic!("the peer was told before"));
+    }
 }

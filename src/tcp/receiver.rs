@@ -438,20 +438,22 @@ impl RecvConn {
 
     /// Ends the connection with a cause; the peer is told if it can be.
     pub fn fail(&self, error: Error) {
-        self.tell_failure(&error);
-        self.fail_silently(error);
+        let is_first = self.health.fail_telling(error.clone(), || self.tell_failure(&error));
+        self.failed(is_first, &error);
     }
 
     fn fail_silently(&self, error: Error) {
-        if self.health.fail(error.clone()) && !self.closing.load(Ordering::Acquire) && error.tell_once() {
+        let is_first = self.health.fail(error.clone());
+        self.failed(is_first, &error);
+    }
+
+    fn failed(&self, is_first: bool, error: &Error) {
+        if is_first && !self.closing.load(Ordering::Acquire) && error.tell_once() {
             tracing::warn!(target: crate::os::log::NET, "receiving from {} failed: {error}", self.peer);
         }
     }
 
     fn tell_failure(&self, error: &Error) {
-        if self.health.is_failed() {
-            return;
-        }
         self.mail(&failure(error));
         self.run(0, WRITE);
     }

@@ -593,21 +593,23 @@ impl SendConn {
 
     /// Ends the connection with a cause; the peer is told if it can be.
     pub fn fail(&self, error: Error) {
-        self.tell_failure(&error);
-        self.fail_silently(error);
+        let is_first = self.health.fail_telling(error.clone(), || self.tell_failure(&error));
+        self.failed(is_first, &error);
     }
 
     fn fail_silently(&self, error: Error) {
-        if self.health.fail(error.clone()) && !self.closing.load(Ordering::Acquire) && error.tell_once() {
+        let is_first = self.health.fail(error.clone());
+        self.failed(is_first, &error);
+    }
+
+    fn failed(&self, is_first: bool, error: &Error) {
+        if is_first && !self.closing.load(Ordering::Acquire) && error.tell_once() {
             tracing::warn!(target: crate::os::log::NET, "sending to {} failed: {error}", self.peer);
         }
         self.state().core.stream_down(0);
     }
 
     fn tell_failure(&self, error: &Error) {
-        if self.health.is_failed() {
-            return;
-        }
         // On every stream: one of them may be in the middle of a chunk that will never end, or lead nowhere.
         let frame = failure(error);
         for (index, stream) in self.streams.iter().enumerate() {

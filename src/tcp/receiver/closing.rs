@@ -44,8 +44,7 @@ impl RecvConn {
             }
         } else {
             let error = Error::remote("the receiving side closed the connection with transfers in flight");
-            self.tell_failure(&error);
-            self.health.fail(error);
+            self.health.fail_telling(error.clone(), || self.tell_failure(&error));
         }
         self.quiesce();
         self.net.forget(self.link.connection);

@@ -33,8 +33,7 @@ impl SendConn {
         } else {
             self.closing.store(true, Ordering::Release);
             let error = Error::remote("the sending side closed the connection with transfers in flight");
-            self.tell_failure(&error);
-            self.health.fail(error);
+            self.health.fail_telling(error.clone(), || self.tell_failure(&error));
         }
         self.quiesce();
         tracing::debug!(target: crate::os::log::NET, "closed the connection to {}: {}", self.peer, self.counters);
