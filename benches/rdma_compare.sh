@@ -2,6 +2,7 @@
 # Towline over RDMA beside perftest's ib_write_lat and ib_write_bw, in alternation, in the RDMA test machine.
 #
 #   [PEER=PLUGIN.so] benches/rdma_compare.sh [ROUNDS [OPTIONS of tests/rdma_vm/run.sh…]]
+#   [PEER=PLUGIN.so] benches/rdma_compare.sh --latency [ROUNDS [OPTIONS…]]
 #   [PEER=PLUGIN.so] benches/rdma_compare.sh --work [ROUNDS [OPTIONS…]]
 #   [PEER=PLUGIN.so] benches/rdma_compare.sh --instructions [OPTIONS…]
 #
@@ -10,6 +11,8 @@
 # Without a word: time. Prints for each size the medians over the rounds and their ratios. Needs an otherwise idle computer:
 # the machine is emulated, and everything in it competes for two processors. `--mtu 4200` gives packets of 4 KiB, as most
 # RDMA networks have.
+#
+# --latency: of these only the one-way times.
 #
 # --work: the same bandwidths in a machine of one processor whose clock counts instructions, those of the kernel and of
 # waiting included. What else the computer does makes no difference there.
@@ -22,6 +25,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mode=time
 case ${1:-} in
+--latency) mode=latency; shift ;;
 --work) mode=work; shift ;;
 --instructions) mode=instructions; shift ;;
 esac
@@ -45,11 +49,14 @@ latency() {
         ib_write_lat -d rxe0 -x 1 -s $size -n 2000 >/dev/null 2>&1 &
         sleep 0.4
         # Its columns: size, iterations, least, most, typical: microseconds one way.
-        ib_write_lat -d rxe0 -x 1 -s $size -n 2000 10.7.0.1 2>/dev/null | awk -v s=$size '$1 == s { print "lat", s, "ib", $5 }'
+        ib_write_lat -d rxe0 -x 1 -s $size -n 2000 10.7.0.1 2>/dev/null | awk -v s=$size '$1 == s { print "lat", s, "ib", $5; print "ahead", s, "ib", $5 }'
         wait
         for plugin in $plugins; do
-            target/release/towline send-recv --backend rdma --plugin "$PWD/${plugin#*=}" -b $size -e $size --outstanding 1 \
-                --repetitions 1 --time 150 2>/dev/null | awk -v s=$size -v p=${plugin%%=*} '$1 == s { print "lat", s, p, $4 }'
+            for ahead in "" --ahead; do
+                target/release/towline send-recv --backend rdma --plugin "$PWD/${plugin#*=}" -b $size -e $size \
+                    --outstanding 1 --repetitions 1 --time 150 $ahead 2>/dev/null |
+                    awk -v s=$size -v p=${plugin%%=*} -v what=${ahead:+ahead} '$1 == s { print what ? what : "lat", s, p, $4 }'
+            done
         done
     done
 }
@@ -106,6 +113,7 @@ instructions() {
 }
 case $mode in
 instructions) instructions ;;
+latency) for round in $(seq "$rounds"); do latency; done ;;
 work) for round in $(seq "$rounds"); do bandwidth 8; groups 8; done ;;
 time) for round in $(seq "$rounds"); do latency; bandwidth 24; groups 24; done ;;
 esac
@@ -123,12 +131,13 @@ for line in sys.stdin:
     words = line.split()
     if words and words[0] in ("instructions", "calls"):
         print(line, end="", flush=True)
-    elif len(words) == 4 and words[0] in ("lat", "bw", "group"):
+    elif len(words) == 4 and words[0] in ("lat", "ahead", "bw", "group"):
         seen[words[0], int(words[1]), words[2]].append(float(words[3]))
 def versus(ours, theirs):
     ratios = sorted(a / b for a, b in zip(ours, theirs))
     return f"{statistics.median(ratios):6.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})" if ratios else ""
-titles = {"lat": "one way, us; ib_write_lat", "bw": "MB/s; ib_write_bw", "group": "groups of eight, MB/s; no yardstick"}
+titles = {"lat": "one way, us, receives posted just before; ib_write_lat", "ahead": "the same, receives posted well ahead",
+          "bw": "MB/s; ib_write_bw", "group": "groups of eight, MB/s; no yardstick"}
 for kind, title in titles.items():
     sizes = sorted({key[1] for key in seen if key[0] == kind})
     if sizes:

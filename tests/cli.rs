@@ -349,6 +349,15 @@ fn send_recv_measures_plugin_and_plain_tcp_side_by_side() {
 }
 
 #[test]
+fn send_recv_measures_latency_with_receives_posted_ahead() {
+    let sizes = ["-b", "0", "-e", "1M", "-f", "1024"];
+    let output = run(&[&["send-recv", "--ahead", "--repetitions", "2", "--time", "5"], &sizes[..]].concat());
+    assert_exit(&output, 0);
+    // Size, outstanding, bandwidth, latency.
+    assert!(rows(&output).iter().all(|row| row[3].parse::<f64>().is_ok_and(|us| us > 0.0)), "{:?}", rows(&output));
+}
+
+#[test]
 fn send_recv_moves_empty_messages_and_runs_without_a_plugin() {
     assert_exit(&run(QUICK), 0);
     let output = run(&[

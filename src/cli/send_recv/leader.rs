@@ -20,6 +20,10 @@ use super::{Job, Mover, Options, Side, memory};
 /// The most that the buffers of one side may fill: 1 GiB, or two messages.
 const MEMORY_BYTES: usize = 1 << 30;
 
+/// Messages that the leader of a ping-pong keeps memory for when receives are posted well ahead: one to send, and three of
+/// which the receives are posted.
+const AHEAD: usize = 4;
+
 /// The most messages in one measurement.
 const MOST_MESSAGES: usize = 1 << 20;
 
@@ -66,7 +70,8 @@ impl Leader {
             }
         };
         let outstanding = usize::from(options.outstanding);
-        let memory_bytes = (outstanding * largest).min(MEMORY_BYTES).max(2 * largest);
+        let least = if options.ahead { AHEAD } else { 2 };
+        let memory_bytes = (outstanding * largest).min(MEMORY_BYTES).max(least * largest);
         Ok(Self { child, channel, address, memory_bytes, outstanding, patience, plugin: None, raw_tcp: None })
     }
 
@@ -119,7 +124,7 @@ impl Leader {
     fn measure(&mut self, options: &Options, size: Size, output: &mut Output) -> Result<Row> {
         let fitting = self.memory_bytes.checked_div(size.0).unwrap_or(self.outstanding);
         let outstanding = self.outstanding.min(fitting).max(1);
-        let job = Job { size: size.0, count: outstanding, outstanding };
+        let job = Job { size: size.0, count: outstanding, outstanding, ahead: options.ahead };
         let ways = [Way::Plugin, Way::RawTcp];
         let mut row = Row { size: size.0, outstanding, plugin: None, raw_tcp: None };
         let open = [self.plugin.is_some(), self.raw_tcp.is_some()];

@@ -63,6 +63,10 @@ pub(crate) struct Options {
     #[arg(short = 'n', long = "iters", value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     iterations: Option<u32>,
 
+    /// Measure latency with receives posted well ahead of their messages, instead of just before
+    #[arg(long, conflicts_with_all = ["raw_tcp", "compare"])]
+    ahead: bool,
+
     /// Measure plain TCP beside the plugin, in turn with it, and show the ratios
     #[arg(long, conflicts_with = "raw_tcp")]
     compare: bool,
@@ -124,6 +128,8 @@ struct Job {
     count: usize,
     /// How many may be in flight.
     outstanding: usize,
+    /// In ping-pong: whether receives are posted well ahead.
+    ahead: bool,
 }
 
 /// A way to move messages between the two sides. Both sides make the same calls.

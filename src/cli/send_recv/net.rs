@@ -158,6 +158,53 @@ impl NetMover {
         Ok(())
     }
 
+    /// A ping-pong in which each receive is posted while the message before the last is on its way.
+    fn ping_pong_ahead(&self, side: Side, job: &Job, samples: &mut Vec<f64>, watch: &mut Watch<'_>) -> Result<()> {
+        let size = job.size;
+        // The leader sends from the first part of the memory and has receives into the other three. The follower returns
+        // what it got, and posts the next receive into that part when its answer has left.
+        let place = |round: usize| match side {
+            Side::Leader => (1 + round % 3) * size,
+            Side::Follower => round % 2 * size,
+        };
+        let mut posted = VecDeque::with_capacity(3);
+        for round in 0..job.count.min(2) {
+            posted.push_back(Self::until(watch, || self.start_receive(place(round), size))?);
+        }
+        for round in 0..job.count {
+            let start = Instant::now();
+            let answer = |receive: Option<Flight>| receive.ok_or_else(|| Error::internal("no receive was posted"));
+            let mut receive = answer(posted.pop_front())?;
+            if side == Side::Follower {
+                Self::until(watch, || Ok(self.is_received(&mut receive, size)?.then_some(())))?;
+            }
+            let from = if side == Side::Leader { 0 } else { place(round) };
+            let send = Self::until(watch, || self.start_send(from, size))?;
+            if side == Side::Follower {
+                Self::until(watch, || Ok(self.is_sent(&send)?.then_some(())))?;
+            }
+            if round + 2 < job.count {
+                posted.push_back(Self::until(watch, || self.start_receive(place(round + 2), size))?);
+            }
+            if side == Side::Leader {
+                let mut is_sent = false;
+                Self::until(watch, || {
+                    if !self.is_received(&mut receive, size)? {
+                        // A transport may need to be asked about the send to move at all.
+                        is_sent = is_sent || self.is_sent(&send)?;
+                        return Ok(None);
+                    }
+                    Ok(Some(()))
+                })?;
+                samples.push(start.elapsed().as_secs_f64() / 2.0);
+                if !is_sent {
+                    Self::until(watch, || Ok(self.is_sent(&send)?.then_some(())))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
     fn until<T>(watch: &mut Watch<'_>, mut attempt: impl FnMut() -> Result<Option<T>>) -> Result<T> {
         loop {
             if let Some(result) = attempt()? {
@@ -188,6 +235,9 @@ impl Mover for NetMover {
     }
 
     fn ping_pong(&mut self, side: Side, job: &Job, samples: &mut Vec<f64>, watch: &mut Watch<'_>) -> Result<()> {
+        if job.ahead {
+            return self.ping_pong_ahead(side, job, samples, watch);
+        }
         let size = job.size;
         // The leader sends from the first part of the memory and receives into the second. The follower returns what
         // it got, and has its next receive posted, into the other part, before it answers.
