@@ -352,7 +352,7 @@ fn a_hello_without_the_secret_is_refused() {
         stream.write_all(&preamble(1, 1)).expect("it is taken");
         let mut greeting = [0; 32];
         stream.read_exact(&mut greeting).expect("the greeting");
-        stream.write_all(&[1; 128]).expect("it is taken");
+        stream.write_all(&[1; towline::tcp::handshake::HELLO]).expect("it is taken");
         assert!(is_shut_out(stream));
     });
 }

@@ -351,3 +351,41 @@ fn a_right_proof_with_a_wrong_stream_is_refused_and_disturbs_nobody() {
         still_works(&bystander, "strangers at the join");
     });
 }
+
+/// A call says that a stream has ended at the receiver. It is believed from the holder of the connection's key, about the
+/// present life of a stream, and costs no more than a connection again.
+#[test]
+fn a_call_is_believed_from_the_holder_of_the_key_only() {
+    child::alone("a_call_is_believed_from_the_holder_of_the_key_only", &[], || {
+        let _watchdog = watchdog(60);
+        let context = context(ApiVersion::V12);
+        let (_listener, mut handle) = context.listen(0).expect("listen");
+        let trap = Hostile::listen(&mut handle);
+        let (mut hostile, send) = std::thread::scope(|scope| {
+            let accepting = scope.spawn(|| Hostile::accept(&trap, &handle));
+            let send = context.connect_within(0, &mut handle.clone(), PATIENCE).expect("it holds the secret");
+            (accepting.join().expect("a handshake"), send)
+        });
+        let [lifeline] = hostile.rails[..] else { panic!("one rail: {:?}", hostile.rails) };
+        let (connection, key) = (hostile.connection, hostile.key.clone());
+        let call = |stream, epoch| Wish::Call { connection, stream, epoch };
+        for wrong in [secret_of(&handle), Secret::random().expect("random bytes")] {
+            assert!(Hostile::wish(lifeline, &wrong, call(0, 0)).is_none());
+        }
+        let other = Wish::Call { connection: connection ^ 1, stream: 0, epoch: 0 };
+        assert!(Hostile::wish(lifeline, &key, other).is_none());
+        for (stream, epoch) in [(0, 1), (1, 0), (3, 7), (16, 0), (u16::MAX, 0), (0, u16::MAX)] {
+            Hostile::wish(lifeline, &key, call(stream, epoch)).expect("it is answered");
+        }
+        // Nothing has come of these.
+        // SAFETY: the pattern is static.
+        let sent = unsafe { send.post(part(pattern(1, 100), None)) }.expect("isend");
+        assert_eq!(hostile.await_frame(Type::Data).1, pattern(1, 100));
+        send.wait(&sent, PATIENCE).expect("it was copied");
+        Hostile::wish(lifeline, &key, call(0, 0)).expect("it is answered");
+        assert!(hostile.hear().is_none(), "the stream that was called for is given up");
+        trap.accept().expect("and connected again");
+        // Or the close would wait for it.
+        drop(trap);
+    });
+}

@@ -16,7 +16,7 @@ use towline::host::log::Capture;
 use towline::host::{ApiVersion, Code, Handle, Memory, Pair, Part};
 
 /// Bytes of the handshake on each way, without and with encryption; the last 8 forth are the connection's number.
-const FORTH: [usize; 2] = [16 + 128 + 8, 16 + 128 + 48 + 8];
+const FORTH: [usize; 2] = [16 + 512 + 8, 16 + 512 + 48 + 8];
 const BACK: [usize; 2] = [32 + 496, 32 + 496 + 48];
 
 /// A key file for one test.

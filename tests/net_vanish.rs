@@ -5,104 +5,14 @@ mod support;
 
 use std::time::{Duration, Instant};
 
-use support::child::{self, Guarded, Mailbox};
+use support::child;
+use support::ends::{
+    Ends, PATIENCE, accept, connect, plays, receive, send, signal, stream_in, stream_out, tell, wait_for,
+};
 use support::faults::{Cut, Network};
-use support::netns::{Namespace, available};
-use support::{context, eventually, outcome, part, pattern, watchdog};
-use towline::host::{ApiVersion, Code, Handle, Memory, Part, RecvComm, SendComm};
-
-/// Longer than anything here may take, a stopped peer included.
-const PATIENCE: Duration = Duration::from_secs(50);
-
-const RAILS: [(&str, &str); 3] = [("TOWLINE_RAILS", "all"), ("NCCL_SOCKET_IFNAME", "rail"), ("TOWLINE_STREAMS", "3")];
-
-struct Ends {
-    mail: Mailbox,
-    receiver: Guarded,
-    sender: Guarded,
-}
-
-impl Ends {
-    fn start(test: &str, hosts: &(Namespace, Namespace), peer_timeout: &str) -> Self {
-        Self::start_with(test, hosts, peer_timeout, &[])
-    }
-
-    fn start_with(test: &str, hosts: &(Namespace, Namespace), peer_timeout: &str, more: &[(&str, &str)]) -> Self {
-        let mail = Mailbox::new();
-        let start = |host: &Namespace, role: &str| {
-            let mut command = host.command(test, role);
-            command
-                .envs(RAILS)
-                .envs(more.iter().copied())
-                .env("TOWLINE_PEER_TIMEOUT", peer_timeout)
-                .env(child::MAILBOX, mail.path());
-            Guarded::start(command)
-        };
-        let (sender, receiver) = (start(&hosts.0, "sender"), start(&hosts.1, "receiver"));
-        Self { receiver, sender, mail }
-    }
-
-    fn wait_for(&self, name: &str) {
-        child::receive(self.mail.path(), name);
-    }
-
-    fn tell(&self, name: &str) {
-        child::send(self.mail.path(), name, b"");
-    }
-
-    fn pass(mut self) {
-        assert!(self.sender.passed_within(PATIENCE), "the sender");
-        assert!(self.receiver.passed_within(PATIENCE), "the receiver");
-    }
-}
-
-fn tell(name: &str) {
-    child::send(&child::mailbox(), name, b"");
-}
-
-fn wait_for(name: &str) {
-    let mail = child::mailbox();
-    eventually(name, PATIENCE, || mail.join(name).exists().then_some(()));
-}
-
-fn connect() -> SendComm {
-    let context = context(ApiVersion::V12);
-    let mut handle = Handle::from_bytes(&child::receive(&child::mailbox(), "handle"));
-    context.connect_within(0, &mut handle, PATIENCE).expect("connect")
-}
-
-fn accept() -> RecvComm {
-    let context = context(ApiVersion::V12);
-    let (listener, handle) = context.listen(0).expect("listen");
-    child::send(&child::mailbox(), "handle", handle.bytes());
-    listener.accept_within(PATIENCE).expect("accept")
-}
-
-fn send(send: &SendComm, seed: usize, size: usize) {
-    // SAFETY: the pattern is static.
-    let request = unsafe { send.post(part(pattern(seed, size), None)) }.expect("isend");
-    send.wait(&request, PATIENCE).expect("the send ends");
-}
-
-fn receive(recv: &RecvComm, seed: usize, size: usize) {
-    let target = Memory::new(size);
-    // SAFETY: the memory lives until the request ended.
-    let request = unsafe { recv.post(&[Part::all(&target, None)]) }.expect("irecv");
-    recv.wait(&request, PATIENCE).expect("the receive ends");
-    assert!(target.bytes() == pattern(seed, size), "message {seed}");
-}
-
-/// Plays one end: true when the calling process is one.
-fn plays(sender: impl FnOnce(), receiver: impl FnOnce()) -> bool {
-    let Some(role) = child::role() else { return false };
-    let _watchdog = watchdog(100);
-    match role.as_str() {
-        "sender" => sender(),
-        "receiver" => receiver(),
-        role => panic!("nobody plays {role}"),
-    }
-    true
-}
+use support::netns::available;
+use support::{outcome, part, pattern};
+use towline::host::{Code, Memory, Part};
 
 /// 5 s, told to both ends; and what a loaded machine may add.
 const VANISHED: Duration = Duration::from_secs(5);
@@ -197,37 +107,6 @@ fn a_vanished_host_is_noticed_within_the_peer_timeout_when_nothing_is_sent() {
     ends.pass();
 }
 
-/// Messages of all sizes until told to stop.
-fn stream_out() {
-    let comm = connect();
-    let mail = child::mailbox();
-    let mut number = 0;
-    while !mail.join("stop").exists() {
-        send(&comm, number, [1 << 20, 1000, 100_000, 0][number % 4] + 1);
-        number += 1;
-    }
-    send(&comm, 0, 0);
-    comm.close().expect("close");
-    assert!(number > 0, "{number} messages");
-}
-
-fn stream_in() {
-    let comm = accept();
-    let target = Memory::new(2 << 20);
-    tell("ready");
-    for number in 0.. {
-        // SAFETY: the memory outlives the connection.
-        let request = unsafe { comm.post(&[Part::all(&target, None)]) }.expect("irecv");
-        let size = comm.wait(&request, PATIENCE).expect("the receive ends")[0] as usize;
-        if size == 0 {
-            break;
-        }
-        assert_eq!(size, [1 << 20, 1000, 100_000, 0][number % 4] + 1);
-        assert!(target.bytes()[..size] == *pattern(number, size), "message {number}");
-    }
-    comm.close().expect("close");
-}
-
 #[test]
 fn an_outage_of_every_rail_that_is_shorter_than_the_peer_timeout_is_waited_for() {
     if plays(stream_out, stream_in) || !available() {
@@ -248,11 +127,6 @@ fn an_outage_of_every_rail_that_is_shorter_than_the_peer_timeout_is_waited_for()
         ends.tell("stop");
         ends.pass();
     }
-}
-
-fn signal(process: &Guarded, signal: i32) {
-    // SAFETY: the process is our child and not reaped yet.
-    assert_eq!(unsafe { libc::kill(process.id(), signal) }, 0);
 }
 
 #[test]

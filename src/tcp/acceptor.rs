@@ -211,6 +211,17 @@ impl Acceptor {
         Ok(address)
     }
 
+    /// Where the process can be reached over these rails. One whose socket cannot be opened is left out.
+    pub fn addresses(&self, rails: &[Rail]) -> Vec<SocketAddr> {
+        let address = |rail: &Rail| {
+            let left_out = |error: &Error| {
+                DROPPED.tell(|more| tracing::warn!(target: NET, "rail {} is left out: {error}{more}", rail.name));
+            };
+            self.port(rail).inspect_err(left_out).ok()
+        };
+        rails.iter().take(MAX_STREAMS).filter_map(address).collect()
+    }
+
     fn find_secret(&self, net: &Net, wish: Wish) -> Option<Secret> {
         match wish {
             Wish::Connect { listener } => lock(&self.listeners).get(&listener).map(|found| found.secret.clone()),
@@ -218,6 +229,7 @@ impl Acceptor {
                 let live = net.connection(connection).map(|conn| conn.link().key.clone());
                 live.or_else(|| net.closed(connection).map(|grave| grave.key))
             }
+            Wish::Call { connection, .. } => net.sender(connection).map(|conn| conn.link().key.clone()),
         }
     }
 
@@ -435,7 +447,7 @@ impl Inbound {
                     let bytes: &[u8; HELLO] = bytes.try_into().expect("a hello was read");
                     let hello = Hello::decode(bytes)?;
                     let Some(secret) = net.acceptor.find_secret(net, hello.wish) else {
-                        if matches!(hello.wish, Wish::Join { .. }) {
+                        if !matches!(hello.wish, Wish::Connect { .. }) {
                             // Usual where one side closed while the other's stream was away.
                             tracing::debug!(target: NET, "a stream from {} belongs to no connection any more", self.from);
                             state.registration = None;
@@ -565,6 +577,13 @@ impl Inbound {
                     listener.add(Arc::clone(&conn));
                 }
             }
+            Wish::Call { connection, stream, epoch } => {
+                let conn = net.sender(connection).ok_or_else(|| Error::remote("the connection is closed"))?;
+                let welcome = Welcome { connection, received: 0, label: net.label.clone(), rails: Vec::new() };
+                settled.welcome(&sock, &welcome)?;
+                net.linger(sock);
+                conn.called(usize::from(stream), epoch);
+            }
         }
         Ok(())
     }
@@ -595,18 +614,12 @@ impl Inbound {
         }
         let key = settled.secret.connection_key(settled.transcript.bytes());
         let connection = u64::from_le_bytes(nonce()?[..8].try_into().expect("eight bytes"));
-        let mut rails = Vec::new();
-        for rail in listener.rails.iter().take(MAX_STREAMS) {
-            match net.acceptor.port(rail) {
-                Ok(address) => rails.push(address),
-                Err(error) => tracing::warn!(target: NET, "rail {} is left out: {error}", rail.name),
-            }
-        }
+        let rails = net.acceptor.addresses(&listener.rails);
         let link = Link {
             connection,
             key,
             features: settled.features,
-            remote: Vec::new(),
+            remote: hello.rails.clone(),
             local: Arc::clone(&listener.rails),
             traffic_class: listener.traffic_class,
         };

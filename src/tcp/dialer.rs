@@ -1,7 +1,8 @@
 //! The connecting side: new connections, further streams, and streams that come back after a break.
 //!
 //! A [`Dial`] is one wish to be connected. The keeper drives it: connect, handshake, and on failure another try,
-//! over the next rail, until its deadline. The connecting side alone connects again after a break.
+//! over the next rail, until its deadline. The connecting side alone connects again after a break; a receiver that has
+//! lost all streams calls it ([`super::lifeline`]).
 
 use std::io;
 use std::net::SocketAddr;
@@ -11,11 +12,13 @@ use std::time::{Duration, Instant};
 
 use super::acceptor::send_all;
 use super::handshake::{
-    CLOSED, FEATURE_BARE, GREETING, Hello, PREAMBLE, Preamble, Refusal, Secret, Transcript, VERSION_MAX, VERSION_MIN,
-    WELCOME, Welcome, Wish, nonce,
+    CLOSED, FEATURE_BARE, FEATURE_RECOVERY, GREETING, Hello, PREAMBLE, Preamble, Refusal, Secret, Transcript,
+    VERSION_MAX, VERSION_MIN, WELCOME, Welcome, Wish, nonce,
 };
+use super::lifeline::{self, Answer};
 use super::net::{Link, Net, Sock, new_socket, tune};
 use super::peer::Peer;
+use super::receiver::RecvConn;
 use super::seal::agreement::{ANSWER, Offered};
 use super::seal::{Seal, is_encrypted, other_key};
 use super::sender::SendConn;
@@ -90,6 +93,13 @@ enum Purpose {
         index: usize,
         repair: bool,
     },
+    /// To tell the sending side that all streams have ended here, and to learn whether it lives: over one of its rails,
+    /// again and again, until a stream is back or it is given up. `since`: the time when the last stream ended.
+    Call {
+        conn: Weak<RecvConn>,
+        way: usize,
+        since: Instant,
+    },
 }
 
 enum Stage {
@@ -98,6 +108,15 @@ enum Stage {
     Greeting { said: [u8; PREAMBLE] },
     Welcome(Box<Said>),
     Over,
+}
+
+/// Where a try goes.
+struct Route {
+    /// What its socket is bound to, where there is a choice.
+    local: Option<Rail>,
+    remote: SocketAddr,
+    /// Which of the pairs of rails that is.
+    way: usize,
 }
 
 /// What was said so far.
@@ -135,10 +154,14 @@ struct State {
     /// When the log says that there is no connection yet.
     tell_at: Option<Instant>,
     epoch: u16,
+    /// Which pair of rails the try under way goes over.
+    way: usize,
     /// Whether the try under way goes over other rails than the stream's own.
     abroad: bool,
     /// The kernel had no memory for a call, and is to be asked again.
     short: bool,
+    /// The try under way has taken too long.
+    unanswered: bool,
     /// Why the last try failed: more telling than that the deadline cut off the next one.
     last_failure: Option<Error>,
     result: Option<Result<Dialled>>,
@@ -151,6 +174,13 @@ pub enum Dialled {
     Streams(Arc<SendConn>),
     /// The target's [`Takeover`] has the socket.
     TakenOver,
+}
+
+/// How a handshake ended well.
+enum Reached {
+    Connected(Dialled),
+    /// The sending side of a connection has heard the call.
+    Called,
 }
 
 /// A wish to be connected.
@@ -196,6 +226,16 @@ impl Dial {
         }
     }
 
+    /// Calls the sending side over one of its rails.
+    pub fn call(net: Arc<Net>, conn: &Arc<RecvConn>, way: usize, since: Instant) {
+        let start = since + lifeline::CALL_AFTER;
+        let purpose = Purpose::Call { conn: Arc::downgrade(conn), way, since };
+        if let Err(error) = Self::start_at(net, purpose, start + NO_DEADLINE, 0, start) {
+            // Nothing is known then, as if nobody had answered.
+            tracing::debug!(target: NET, "the peer cannot be called: {error}");
+        }
+    }
+
     fn start(net: Arc<Net>, purpose: Purpose, deadline: Instant, epoch: u16) -> Result<Arc<Self>> {
         Self::start_at(net, purpose, deadline, epoch, Instant::now())
     }
@@ -219,8 +259,10 @@ impl Dial {
                 forbidden_since: None,
                 tell_at,
                 epoch,
+                way: 0,
                 abroad: false,
                 short: false,
+                unanswered: false,
                 last_failure: None,
                 result: None,
             }),
@@ -286,11 +328,11 @@ impl Dial {
 
     /// Source and destination of the given try. Each try takes the next pair of rails; a stream starts with its
     /// own, so that the streams of a connection spread over all of them, and comes back to its own while others live.
-    fn route(&self, attempt: u32) -> Option<(Option<Rail>, SocketAddr)> {
+    fn route(&self, attempt: u32) -> Option<Route> {
         match &self.purpose {
             Purpose::Connect(target) => {
                 let local = (target.rails.len() > 1).then(|| target.rails[0].clone());
-                Some((local, localise(target.address, target.rails.first())))
+                Some(Route { local, remote: localise(target.address, target.rails.first()), way: 0 })
             }
             Purpose::Join { conn, index, repair } => {
                 let conn = conn.upgrade()?;
@@ -300,13 +342,21 @@ impl Dial {
                 let remote = *link.remote.get(at % link.remote.len().max(1))?;
                 let local = link.local.get(at % link.local.len().max(1));
                 let bound = (link.local.len() > 1).then(|| local.cloned()).flatten();
-                Some((bound, localise(remote, local)))
+                Some(Route { local: bound, remote: localise(remote, local), way: at % conn.pairs() })
+            }
+            Purpose::Call { conn, way, .. } => {
+                let conn = conn.upgrade()?;
+                let link = conn.link();
+                let local = link.local.get(way % link.local.len().max(1));
+                let bound = (link.local.len() > 1).then(|| local.cloned()).flatten();
+                Some(Route { local: bound, remote: localise(*link.remote.get(*way)?, local), way: *way })
             }
         }
     }
 
     fn begin(self: &Arc<Self>, state: &mut State) -> io::Result<()> {
-        let (local, remote) = self.route(state.tries).ok_or(io::ErrorKind::NotConnected)?;
+        let Route { local, remote, way } = self.route(state.tries).ok_or(io::ErrorKind::NotConnected)?;
+        state.way = way;
         if let Purpose::Join { conn, index, repair: true } = &self.purpose
             && let Some(conn) = conn.upgrade()
         {
@@ -315,8 +365,10 @@ impl Dial {
             state.abroad = !(state.tries as usize).is_multiple_of(conn.pairs()) && !conn.awaits_home(*index);
         }
         state.tries += 1;
+        state.unanswered = false;
         let patience = match &self.purpose {
             Purpose::Join { conn, repair: true, .. } => conn.upgrade().map_or(TRY, |conn| try_of(&conn, state.tries)),
+            Purpose::Call { .. } => (QUICK_TRY * (1 << state.tries.min(4))).min(TRY),
             _ => TRY,
         };
         state.try_until = (Instant::now() + patience).min(self.deadline);
@@ -327,6 +379,7 @@ impl Dial {
         let class = match &self.purpose {
             Purpose::Connect(target) => target.traffic_class,
             Purpose::Join { conn, .. } => conn.upgrade().and_then(|conn| conn.link().traffic_class),
+            Purpose::Call { conn, .. } => conn.upgrade().and_then(|conn| conn.link().traffic_class),
         };
         tune(&sock, &self.net.config, class, true);
         match sock.connect(&remote.into()) {
@@ -345,7 +398,7 @@ impl Dial {
     }
 
     /// Moves the handshake on. `Ok(None)`: it waits for the network.
-    fn advance(&self, state: &mut State) -> Result<Option<Dialled>> {
+    fn advance(&self, state: &mut State) -> Result<Option<Reached>> {
         loop {
             let Some(sock) = &state.sock else { return Ok(None) };
             match &state.stage {
@@ -357,6 +410,10 @@ impl Dial {
                     if let Err(error) = sock.peer_addr() {
                         state.short = wire::is_shortage(&error);
                         return Ok(None);
+                    }
+                    self.learn(state.way, Answer::Accepted);
+                    if let Purpose::Call { .. } = &self.purpose {
+                        state.try_until = Instant::now() + lifeline::HOLD;
                     }
                     let bare = if self.takeover().is_some() { FEATURE_BARE } else { 0 };
                     let features = self.net.features() | bare;
@@ -380,8 +437,16 @@ impl Dial {
                     transcript.add(said);
                     transcript.add(&state.input);
                     state.input.clear();
-                    let (wish, secret) = self.wish(state.epoch)?;
-                    let hello = Hello { wish, nonce: nonce()?, label: self.net.label.clone() };
+                    let (wish, secret) = self.wish(state.epoch, state.tries)?;
+                    let rails = match &self.purpose {
+                        Purpose::Connect(target)
+                            if theirs.features & (FEATURE_RECOVERY | FEATURE_BARE) == FEATURE_RECOVERY =>
+                        {
+                            self.net.acceptor.addresses(&target.rails)
+                        }
+                        _ => Vec::new(),
+                    };
+                    let hello = Hello { wish, nonce: nonce()?, label: self.net.label.clone(), rails };
                     let mut bytes = hello.seal(&secret, &mut transcript).to_vec();
                     let encrypted = is_encrypted(theirs.features, self.net.features());
                     let mut offered = None;
@@ -431,11 +496,24 @@ impl Dial {
     fn takeover(&self) -> Option<&Arc<dyn Takeover>> {
         match &self.purpose {
             Purpose::Connect(target) => target.takeover.as_ref(),
-            Purpose::Join { .. } => None,
+            Purpose::Join { .. } | Purpose::Call { .. } => None,
         }
     }
 
-    fn wish(&self, epoch: u16) -> Result<(Wish, Secret)> {
+    /// Passes on what this try says about a peer that is missed.
+    fn learn(&self, way: usize, answer: Answer) {
+        match &self.purpose {
+            Purpose::Join { conn, repair: true, .. } => {
+                conn.upgrade().inspect(|conn| conn.answered(way, answer));
+            }
+            Purpose::Call { conn, .. } => {
+                conn.upgrade().inspect(|conn| conn.answered(way, answer));
+            }
+            Purpose::Connect(_) | Purpose::Join { .. } => {}
+        }
+    }
+
+    fn wish(&self, epoch: u16, tries: u32) -> Result<(Wish, Secret)> {
         match &self.purpose {
             Purpose::Connect(target) => {
                 Ok((Wish::Connect { listener: target.secret.listener_id() }, target.secret.clone()))
@@ -446,10 +524,16 @@ impl Dial {
                 let wish = Wish::Join { connection: link.connection, stream: *index as u16, epoch };
                 Ok((wish, link.key.clone()))
             }
+            Purpose::Call { conn, .. } => {
+                let conn = conn.upgrade().ok_or_else(|| Error::usage("the connection is closed"))?;
+                let link = conn.link();
+                let (stream, epoch) = conn.lost_life(tries as usize);
+                Ok((Wish::Call { connection: link.connection, stream, epoch }, link.key.clone()))
+            }
         }
     }
 
-    fn connected(&self, sock: Sock, bytes: &[u8], said: Said, epoch: u16) -> Result<Dialled> {
+    fn connected(&self, sock: Sock, bytes: &[u8], said: Said, epoch: u16) -> Result<Reached> {
         let Said { mut transcript, secret, features, offered, place } = said;
         let mut welcome = [0; WELCOME];
         let keys = match offered {
@@ -479,22 +563,26 @@ impl Dial {
                 tracing::debug!(target: NET, "connected to {peer}");
                 if let Some(takeover) = &target.takeover {
                     takeover.take_over(Handed { link, peer, sock });
-                    return Ok(Dialled::TakenOver);
+                    return Ok(Reached::Connected(Dialled::TakenOver));
                 }
                 let conn = SendConn::new(Arc::clone(&self.net), link, peer, sock, seal)?;
                 conn.begin()?;
-                Ok(Dialled::Streams(conn))
+                Ok(Reached::Connected(Dialled::Streams(conn)))
             }
             Purpose::Join { conn, index, .. } => {
                 let conn = conn.upgrade().ok_or_else(|| Error::usage("the connection is closed"))?;
                 let welcome = Welcome::open(&welcome, &secret, &mut transcript)?;
                 if welcome.received & CLOSED != 0 {
                     conn.peer_has_closed(welcome.received & !CLOSED);
-                    return Ok(Dialled::Streams(conn));
+                    return Ok(Reached::Connected(Dialled::Streams(conn)));
                 }
                 let seal = Seal::of(conn.link().features, keys)?;
                 conn.rejoined(*index, epoch, welcome.received, place, sock, seal)?;
-                Ok(Dialled::Streams(conn))
+                Ok(Reached::Connected(Dialled::Streams(conn)))
+            }
+            Purpose::Call { .. } => {
+                Welcome::open(&welcome, &secret, &mut transcript)?;
+                Ok(Reached::Called)
             }
         }
     }
@@ -502,6 +590,10 @@ impl Dial {
     /// A try failed: another one later, or the end.
     fn failed(&self, state: &mut State, error: Error) -> Progress {
         let now = Instant::now();
+        self.learn(state.way, answer_of(state, &error));
+        if let Purpose::Call { .. } = &self.purpose {
+            return self.pause(state, now + lifeline::CALL_AGAIN);
+        }
         state.watch = None;
         state.sock = None;
         state.input.clear();
@@ -527,7 +619,7 @@ impl Dial {
         }
         let patience = match &self.purpose {
             Purpose::Connect(_) => self.net.config.reconnect_timeout.max(REFUSED),
-            Purpose::Join { .. } => REFUSED,
+            Purpose::Join { .. } | Purpose::Call { .. } => REFUSED,
         };
         let dead = state.refused_since.is_some_and(|since| now - since > patience);
         // Later on it may be an outage that somebody made, and the connection knows how long to wait.
@@ -536,7 +628,7 @@ impl Dial {
         if now >= self.deadline || dead || hopeless {
             let error = match &self.purpose {
                 Purpose::Connect(target) => error.with_peer(target.address),
-                Purpose::Join { .. } => error,
+                Purpose::Join { .. } | Purpose::Call { .. } => error,
             };
             if let Purpose::Join { conn, index, .. } = &self.purpose
                 && let Some(conn) = conn.upgrade()
@@ -553,12 +645,23 @@ impl Dial {
             state.epoch = state.epoch.wrapping_add(1);
         }
         let pause = if state.tries < MANY { Duration::from_millis(10 << state.tries.min(5)) } else { SELDOM };
-        state.stage = Stage::Waiting(now + pause);
+        // Who refuses answers at once, and whether it goes on is to be known soon.
+        let missed = matches!(self.purpose, Purpose::Join { repair: true, .. }) && state.refused_since.is_some();
+        let pause = if missed { pause.min(lifeline::CALL_AGAIN) } else { pause };
+        self.pause(state, now + pause)
+    }
+
+    /// The next try comes then.
+    fn pause(&self, state: &mut State, until: Instant) -> Progress {
+        state.watch = None;
+        state.sock = None;
+        state.input.clear();
+        state.stage = Stage::Waiting(until);
         // The socket's registration has gone, and with it what this poll asks for if it came by it: the clock's counts.
         if let Some(clock) = &state.clock {
             clock.kick();
         }
-        Progress { moved: false, again: Some(now + pause) }
+        Progress { moved: false, again: Some(until) }
     }
 
     /// Says what is in the way while somebody waits for a first connection: otherwise all would be silent until the end.
@@ -584,6 +687,12 @@ impl Dial {
             self.finish(&mut state, Err(Error::usage("the connection is closed")));
             return Progress::default();
         }
+        if let Purpose::Call { conn, since, .. } = &self.purpose
+            && conn.upgrade().is_none_or(|conn| !conn.is_calling(*since))
+        {
+            self.finish(&mut state, Err(Error::usage("the connection is closed")));
+            return Progress::default();
+        }
         if let Stage::Waiting(until) = state.stage {
             if now < until {
                 return Progress { moved: false, again: Some(until) };
@@ -594,7 +703,11 @@ impl Dial {
             }
         }
         match self.advance(&mut state) {
-            Ok(Some(dialled)) => {
+            Ok(Some(Reached::Called)) => {
+                self.learn(state.way, Answer::Accepted);
+                self.pause(&mut state, now + lifeline::HEARD_PAUSE)
+            }
+            Ok(Some(Reached::Connected(dialled))) => {
                 self.finish(&mut state, Ok(dialled.clone()));
                 if let Purpose::Join { index, repair, .. } = self.purpose
                     && let Dialled::Streams(conn) = dialled
@@ -610,6 +723,7 @@ impl Dial {
             }
             Ok(None) if matches!(state.stage, Stage::Over) => Progress::default(),
             Ok(None) if now >= state.try_until => {
+                state.unanswered = true;
                 let cut_off = state.last_failure.take().filter(|_| now >= self.deadline);
                 let error = cut_off.unwrap_or_else(|| Error::remote("the peer did not answer").with_hint(
                     "check that the hosts can reach each other on the chosen interfaces (NCCL_SOCKET_IFNAME), and their firewalls",
@@ -658,6 +772,17 @@ fn refused(error: &io::Error) -> Error {
         _ => "check that the hosts can reach each other on the chosen interfaces (NCCL_SOCKET_IFNAME)",
     };
     Error::remote(format!("connecting failed: {error}")).with_hint(hint)
+}
+
+/// What a try that has failed says about the peer's process.
+fn answer_of(state: &State, error: &Error) -> Answer {
+    match state.stage {
+        Stage::Greeting { .. } | Stage::Welcome(_) if state.unanswered => Answer::Accepted,
+        Stage::Greeting { .. } | Stage::Welcome(_) | Stage::Over => Answer::Refused,
+        // Of an address of this host, connect(2) itself says so.
+        Stage::Connecting | Stage::Waiting(_) if error.what().starts_with(REFUSED_TEXT) => Answer::Refused,
+        Stage::Connecting | Stage::Waiting(_) => Answer::Silent,
+    }
 }
 
 const FORBIDDEN_TEXT: &str = "this host does not let the connection out";

@@ -4,7 +4,7 @@
 //! connecting side                                listening side
 //!   preamble (16, frozen)                ──▶
 //!                                        ◀──     preamble (16) · nonce (16)
-//!   hello (128: what it wants, nonce, proof) ──▶
+//!   hello (512: what it wants, nonce, rails, proof) ──▶
 //!                                        ◀──     welcome (496: parameters, rails, proof)
 //! ```
 //!
@@ -47,7 +47,7 @@ pub const PREAMBLE: usize = 16;
 /// Bytes of the listening side's first message: preamble and nonce.
 pub const GREETING: usize = PREAMBLE + 16;
 /// Bytes of a hello.
-pub const HELLO: usize = 128;
+pub const HELLO: usize = 32 + LABEL + MAX_STREAMS * ADDRESS + PROOF;
 /// Bytes of a welcome.
 pub const WELCOME: usize = 16 + LABEL + MAX_STREAMS * ADDRESS + PROOF;
 
@@ -200,6 +200,16 @@ pub enum Wish {
         /// Which life of that stream.
         epoch: u16,
     },
+    /// The sending side of a connection, from its receiving side, which has lost all streams: it shall know that this
+    /// one has ended, and come back.
+    Call {
+        /// The connection's number.
+        connection: u64,
+        /// Which stream.
+        stream: u16,
+        /// Which life of that stream.
+        epoch: u16,
+    },
 }
 
 /// The connecting side's second message.
@@ -211,6 +221,18 @@ pub struct Hello {
     pub nonce: [u8; 16],
     /// Who it is, for messages: host name and process.
     pub label: String,
+    /// For a new connection: where this side's process listens, so that it can be [called](Wish::Call).
+    pub rails: Vec<SocketAddr>,
+}
+
+fn put_rails(out: &mut [u8], rails: &[SocketAddr]) {
+    for (slot, rail) in out.chunks_exact_mut(ADDRESS).zip(rails) {
+        put_address(slot, *rail);
+    }
+}
+
+fn read_rails(bytes: &[u8]) -> Vec<SocketAddr> {
+    bytes.chunks_exact(ADDRESS).filter_map(read_address).collect()
 }
 
 fn put_label(out: &mut [u8], label: &str) {
@@ -262,8 +284,8 @@ impl Hello {
                 out[0] = 1;
                 out[8..16].copy_from_slice(&listener.to_le_bytes());
             }
-            Wish::Join { connection, stream, epoch } => {
-                out[0] = 2;
+            Wish::Join { connection, stream, epoch } | Wish::Call { connection, stream, epoch } => {
+                out[0] = if matches!(self.wish, Wish::Join { .. }) { 2 } else { 3 };
                 out[2..4].copy_from_slice(&stream.to_le_bytes());
                 out[4..6].copy_from_slice(&epoch.to_le_bytes());
                 out[8..16].copy_from_slice(&connection.to_le_bytes());
@@ -271,6 +293,7 @@ impl Hello {
         }
         out[16..32].copy_from_slice(&self.nonce);
         put_label(&mut out[32..32 + LABEL], &self.label);
+        put_rails(&mut out[32 + LABEL..HELLO - PROOF], &self.rails);
         let proof = secret.mac(&[b"towline hello 1", transcript.bytes(), &out[..HELLO - PROOF]]).finalize();
         out[HELLO - PROOF..].copy_from_slice(&proof.into_bytes());
         transcript.add(&out);
@@ -287,12 +310,14 @@ impl Hello {
         let wish = match bytes[0] {
             1 => Wish::Connect { listener: id },
             2 => Wish::Join { connection: id, stream: u16_at(2), epoch: u16_at(4) },
+            3 => Wish::Call { connection: id, stream: u16_at(2), epoch: u16_at(4) },
             other => return Err(Error::remote(format!("a handshake asks for an unknown thing ({other})"))),
         };
         Ok(Self {
             wish,
             nonce: bytes[16..32].try_into().expect("sixteen bytes"),
             label: read_label(&bytes[32..32 + LABEL]),
+            rails: read_rails(&bytes[32 + LABEL..HELLO - PROOF]),
         })
     }
 
@@ -326,9 +351,7 @@ impl Welcome {
         out[..8].copy_from_slice(&self.connection.to_le_bytes());
         out[8..16].copy_from_slice(&self.received.to_le_bytes());
         put_label(&mut out[16..16 + LABEL], &self.label);
-        for (slot, rail) in out[16 + LABEL..WELCOME - PROOF].chunks_exact_mut(ADDRESS).zip(&self.rails) {
-            put_address(slot, *rail);
-        }
+        put_rails(&mut out[16 + LABEL..WELCOME - PROOF], &self.rails);
         let proof = secret.mac(&[b"towline welcome 1", transcript.bytes(), &out[..WELCOME - PROOF]]).finalize();
         out[WELCOME - PROOF..].copy_from_slice(&proof.into_bytes());
         transcript.add(&out);
@@ -350,7 +373,7 @@ impl Welcome {
             connection: u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes")),
             received: u64::from_le_bytes(bytes[8..16].try_into().expect("eight bytes")),
             label: read_label(&bytes[16..16 + LABEL]),
-            rails: bytes[16 + LABEL..WELCOME - PROOF].chunks_exact(ADDRESS).filter_map(read_address).collect(),
+            rails: read_rails(&bytes[16 + LABEL..WELCOME - PROOF]),
         })
     }
 }
@@ -422,7 +445,9 @@ mod tests {
     }
 
     fn hello() -> Hello {
-        Hello { wish: Wish::Join { connection: 77, stream: 3, epoch: 2 }, nonce: [9; 16], label: "host:1".into() }
+        let rails = vec!["10.0.0.1:5".parse().unwrap(), "[fe80::1%3]:6".parse().unwrap()];
+        let wish = Wish::Join { connection: 77, stream: 3, epoch: 2 };
+        Hello { wish, nonce: [9; 16], label: "host:1".into(), rails }
     }
 
     #[test]
@@ -431,6 +456,8 @@ mod tests {
         let bytes = hello().seal(&secret, &mut said());
         assert!(Hello::verify(&bytes, &secret, &mut said()));
         assert_eq!(Hello::decode(&bytes).unwrap(), hello());
+        let call = Hello { wish: Wish::Call { connection: 77, stream: 3, epoch: 2 }, ..hello() };
+        assert_eq!(Hello::decode(&call.seal(&secret, &mut said())).unwrap(), call);
         assert!(!Hello::verify(&bytes, &Secret::random().unwrap(), &mut said()));
         for at in 0..HELLO {
             let mut changed = bytes;

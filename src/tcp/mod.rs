@@ -23,6 +23,7 @@
 //! | [`attend`] | when the keeper looks after the first stream |
 //! | [`acceptor`], [`dialer`] | getting connected |
 //! | [`graves`] | connections that were closed lately, for senders that did not hear of it |
+//! | [`lifeline`] | telling a dead peer from one that is cut off |
 //! | [`takeover`] | handing a proven connection to another backend |
 //! | [`shortage`] | asking again where the kernel had no memory |
 //! | [`watch`] | noticing that a path has died without a word |
@@ -36,6 +37,7 @@ pub mod dialer;
 pub mod frame;
 pub mod graves;
 pub mod handshake;
+pub mod lifeline;
 pub mod limits;
 pub mod net;
 pub mod peer;

@@ -44,7 +44,7 @@ pub struct Link {
     pub key: Secret,
     /// Feature bits in use.
     pub features: u32,
-    /// Where the other side listens, one address per rail.
+    /// Where the other side's process listens, one address per rail: for further streams, and for calls.
     pub remote: Vec<SocketAddr>,
     /// This side's rails.
     pub local: Arc<[Rail]>,
@@ -66,7 +66,7 @@ pub struct Net {
     pub acceptor: Acceptor,
     connections: Mutex<HashMap<u64, Weak<RecvConn>>>,
     graves: Mutex<Graves>,
-    senders: Mutex<Vec<Weak<SendConn>>>,
+    senders: Mutex<HashMap<u64, Weak<SendConn>>>,
     links: OnceLock<Registration>,
     extra_streams: AtomicUsize,
     farewells: OnceLock<Farewells>,
@@ -121,7 +121,7 @@ impl Net {
             acceptor: Acceptor::new(me.clone()),
             connections: Mutex::new(HashMap::new()),
             graves: Mutex::default(),
-            senders: Mutex::new(Vec::new()),
+            senders: Mutex::new(HashMap::new()),
             links: OnceLock::new(),
             extra_streams: AtomicUsize::new(0),
             farewells: OnceLock::new(),
@@ -241,15 +241,20 @@ impl Net {
         }
     }
 
-    /// Remembers a sending connection, so that it learns of links that go down.
+    /// Remembers a sending connection, so that it can be called and learns of links that go down.
     pub fn remember_sender(&self, conn: &Arc<SendConn>) {
         let mut senders = lock(&self.senders);
         if senders.len() == senders.capacity() {
-            senders.retain(|sender| sender.strong_count() > 0);
+            senders.retain(|_, sender| sender.strong_count() > 0);
         }
-        senders.push(Arc::downgrade(conn));
+        senders.insert(conn.link().connection, Arc::downgrade(conn));
         drop(senders);
         self.watch_links();
+    }
+
+    /// The sending connection with this number.
+    pub fn sender(&self, number: u64) -> Option<Arc<SendConn>> {
+        lock(&self.senders).get(&number).and_then(Weak::upgrade)
     }
 
     /// Begins to listen for links that go down. Where that cannot be, silence tells, later; the next connection tries
@@ -271,7 +276,7 @@ impl Net {
     }
 
     fn link_down(&self, interface: u32) {
-        let senders: Vec<_> = lock(&self.senders).iter().filter_map(Weak::upgrade).collect();
+        let senders: Vec<_> = lock(&self.senders).values().filter_map(Weak::upgrade).collect();
         senders.iter().for_each(|conn| conn.link_down(interface));
         let receivers: Vec<_> = self.connections().values().filter_map(Weak::upgrade).collect();
         receivers.iter().for_each(|conn| conn.link_down(interface));

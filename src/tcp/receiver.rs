@@ -22,6 +22,7 @@ use super::acceptor::Listener;
 use super::attend::Attention;
 use super::frame::Header;
 use super::handshake::FEATURE_RECOVERY;
+use super::lifeline::{Alone, Ended};
 use super::limits::MAX_STREAMS;
 use super::net::{Link, Net, Sock, path_of};
 use super::peer::{Health, Peer, failure, left_early};
@@ -176,10 +177,11 @@ pub struct RecvConn {
     completed: AtomicU64,
     /// Where this connection's streams begin among the workers.
     turn: usize,
-    /// Until when the peer must be back after the last stream went down, and what to say if it is not.
-    alone_since: Mutex<Option<(Instant, Error)>>,
-    /// Streams, with their epoch, that the sender gave up or that broke here.
-    fences: Mutex<Vec<(usize, u16)>>,
+    /// What is known of the peer since the last stream went down.
+    alone_since: Mutex<Option<Alone>>,
+    ended: Ended,
+    /// Lives of streams that the sender gave up or that ended here.
+    fences: Mutex<Vec<Fence>>,
     chores: Chores,
     vigils: Mutex<[Vigil; MAX_STREAMS]>,
     /// Streams for which the kernel had no memory.
@@ -190,6 +192,14 @@ pub struct RecvConn {
     first_live: AtomicBool,
     /// Who gets this connection when the peer has said that it has the welcome.
     waiting: Mutex<Option<Arc<Listener>>>,
+}
+
+/// A life of a stream that the keeper is to fence.
+struct Fence {
+    index: usize,
+    epoch: u16,
+    /// Whether the sender asked for it.
+    asked: bool,
 }
 
 impl RecvConn {
@@ -224,6 +234,7 @@ impl RecvConn {
             completed: AtomicU64::new(0),
             turn,
             alone_since: Mutex::new(None),
+            ended: Ended::default(),
             fences: Mutex::new(Vec::new()),
             chores: Chores::default(),
             vigils: Mutex::default(),
@@ -501,7 +512,7 @@ impl RecvConn {
     }
 
     // Always: a frame of its own for each look would cost as much as what is done in it.
-    fn alone(&self) -> MutexGuard<'_, Option<(Instant, Error)>> {
+    fn alone(&self) -> MutexGuard<'_, Option<Alone>> {
         self.alone_since.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -17,13 +17,14 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::acceptor::send_all;
 use super::attend::Attention;
 use super::copies::Own;
 use super::frame::{HEADER, Header};
 use super::handshake::FEATURE_RECOVERY;
+use super::lifeline::{Alone, Ended};
 use super::limits::{BRIEF_MAX, COPY_FIRST_MAX, EAGER_MAX, INLINE_MAX, MAX_STREAMS};
 use super::net::{Link, Net, Sock, path_of};
 use super::peer::{Health, Peer, failure, left_early};
@@ -187,8 +188,9 @@ pub struct SendConn {
     short: Short,
     /// Streams, with their epoch and the frames taken in, that the receiver has given up.
     condemned: Mutex<Vec<(usize, u16, u64)>>,
-    /// Until when a stream must be back after the last one went down, and what to say if none is.
-    alone: Mutex<Option<(Instant, Error)>>,
+    /// What is known of the receiver since the last stream went down.
+    alone: Mutex<Option<Alone>>,
+    ended: Ended,
     /// A bit for each stream that is being connected again.
     repairs: AtomicUsize,
     homes: Mutex<[u8; MAX_STREAMS]>,
@@ -237,6 +239,7 @@ impl SendConn {
             short: Short::default(),
             condemned: Mutex::new(Vec::new()),
             alone: Mutex::new(None),
+            ended: Ended::default(),
             repairs: AtomicUsize::new(0),
             homes: Mutex::default(),
             epochs: Mutex::default(),

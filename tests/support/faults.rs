@@ -117,25 +117,47 @@ impl Network {
     /// Drops, without a word, every packet of the connections that exist now, as a firewall that has forgotten them, or
     /// answers them with a reset. New ones are let through.
     pub fn forget_connections(&self, with_reset: bool) {
+        let verdict = if with_reset { REJECT } else { "drop" };
         for host in self.both() {
-            let listed =
-                Command::new("ip").args(["netns", "exec", host.name(), "ss", "-Htn"]).output().expect("ss runs");
-            for line in String::from_utf8_lossy(&listed.stdout).lines() {
-                let words: Vec<&str> = line.split_whitespace().collect();
-                let port = |at: usize| words[at].rsplit(':').next().expect("a port").to_owned();
-                let verdict = if with_reset { REJECT } else { "drop" };
-                let rule = format!("add rule inet cut in tcp sport {} tcp dport {} {verdict}", port(4), port(3));
-                nft(host, &rule);
+            for (here, there) in ports(host) {
+                nft(host, &format!("add rule inet cut in tcp sport {there} tcp dport {here} {verdict}"));
             }
         }
     }
 
+    /// Has a host answer every packet of the connections that exist now with a reset, and not the other host: those here
+    /// hear nothing of it.
+    pub fn reject_at(&self, host: &Namespace) {
+        for (here, there) in ports(host) {
+            nft(host, &format!("add rule inet cut in tcp sport {there} tcp dport {here} {REJECT}"));
+        }
+    }
+
+    /// Resets all connections of a host at both ends.
+    pub fn reset_connections(host: &Namespace) {
+        let before = ports(host);
+        let output = Command::new("ip").args(["netns", "exec", host.name(), "ss", "-HKtn"]).output().expect("ss runs");
+        assert!(output.status.success(), "ss -K: {}", String::from_utf8_lossy(&output.stderr));
+        let after = ports(host);
+        let reset = !before.iter().any(|pair| after.contains(pair));
+        assert!(reset, "this kernel does not let ss end connections (CONFIG_INET_DIAG_DESTROY)");
+    }
+
     /// How many TCP connections the first host has.
     pub fn connections(&self) -> usize {
-        let name = self.hosts.0.name();
-        let listed = Command::new("ip").args(["netns", "exec", name, "ss", "-Htn"]).output().expect("ss runs");
-        String::from_utf8_lossy(&listed.stdout).lines().count()
+        ports(&self.hosts.0).len()
     }
+}
+
+/// The ports of a host's connections, here and there.
+fn ports(host: &Namespace) -> Vec<(String, String)> {
+    let listed = Command::new("ip").args(["netns", "exec", host.name(), "ss", "-Htn"]).output().expect("ss runs");
+    let port = |word: &str| word.rsplit(':').next().expect("a port").to_owned();
+    let of_line = |line: &str| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        (port(words[3]), port(words[4]))
+    };
+    String::from_utf8_lossy(&listed.stdout).lines().map(of_line).collect()
 }
 
 fn nft(host: &Namespace, rules: &str) {

@@ -25,6 +25,8 @@ pub struct Hostile {
     pub connection: u64,
     /// What further streams prove.
     pub key: Secret,
+    /// Where the plugin's process listens, if it has said so.
+    pub rails: Vec<SocketAddr>,
 }
 
 /// The secret in a handle.
@@ -63,11 +65,11 @@ impl Hostile {
         let greeting = said(&mut stream, GREETING)?;
         transcript.add(&preamble);
         transcript.add(&greeting);
-        let hello = Hello { wish, nonce: nonce().expect("random bytes"), label: NAME.to_owned() };
+        let hello = Hello { wish, nonce: nonce().expect("random bytes"), label: NAME.to_owned(), rails: Vec::new() };
         stream.write_all(&hello.seal(secret, &mut transcript)).ok()?;
         let key = match wish {
             Wish::Connect { .. } => secret.connection_key(transcript.bytes()),
-            Wish::Join { .. } => secret.clone(),
+            Wish::Join { .. } | Wish::Call { .. } => secret.clone(),
         };
         let welcome = said(&mut stream, WELCOME)?;
         let welcome =
@@ -75,7 +77,7 @@ impl Hostile {
         if matches!(wish, Wish::Connect { .. }) {
             stream.write_all(&welcome.connection.to_le_bytes()).ok()?;
         }
-        Some(Self { stream, connection: welcome.connection, key })
+        Some(Self { stream, connection: welcome.connection, key, rails: welcome.rails })
     }
 
     /// Waits behind a handle of its own making for the plugin to connect, and welcomes it as a receiving side.
@@ -99,13 +101,15 @@ impl Hostile {
         transcript.add(&preamble);
         transcript.add(&greeting);
         let hello = said(&mut stream, HELLO).expect("a hello");
-        assert!(Hello::verify(&hello.try_into().expect("its length"), &secret, &mut transcript));
+        let hello = hello.try_into().expect("its length");
+        assert!(Hello::verify(&hello, &secret, &mut transcript));
+        let lifelines = Hello::decode(&hello).expect("a hello").rails;
         let key = secret.connection_key(transcript.bytes());
         let rails = vec![listener.local_addr().expect("an address")];
         let welcome = Welcome { connection: 5, received: 0, label: NAME.to_owned(), rails };
         stream.write_all(&welcome.seal(&secret, &mut transcript)).expect("it is taken");
         assert_eq!(said(&mut stream, READY).expect("a word"), welcome.connection.to_le_bytes());
-        Self { stream, connection: 5, key }
+        Self { stream, connection: 5, key, rails: lifelines }
     }
 
     /// Says a frame with this payload behind it.

@@ -6,11 +6,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::{Io, RecvConn, lock};
+use super::{Fence, Io, RecvConn, lock};
 use crate::engine::poller::Progress;
 use crate::os::error::Error;
 use crate::tcp::acceptor::Listener;
+use crate::tcp::dialer::Dial;
 use crate::tcp::frame::{Header, Type};
+use crate::tcp::lifeline::{Alone, Answer, CUT_PATIENCE, Terms, Verdict, is_cut};
 use crate::tcp::limits::MAX_STREAMS;
 use crate::tcp::peer::{Broken, failure, lost};
 use crate::tcp::stream::{READ, Ran, WRITE};
@@ -20,8 +22,9 @@ use crate::tcp::wire::{self, Piece};
 /// For how long a sign of trouble in the network explains why the peer is away.
 const TROUBLE: Duration = Duration::from_secs(10);
 
-/// How long a sender whose streams were all cut may take to come back before it counts as dead.
-const RETURN_PATIENCE: Duration = Duration::from_millis(800);
+/// How long a peer may refuse on all ways after the network was in trouble: a firewall that goes from rail to rail may refuse
+/// for a moment what it has ended.
+const TROUBLED_PATIENCE: Duration = Duration::from_millis(1500);
 
 /// How often a stream that is given up is read before, at most: a share each time, more than a socket holds.
 const MOST_LOOKS: usize = 64;
@@ -47,6 +50,7 @@ impl RecvConn {
         let epoch = io.epoch;
         if let Broken::Lost(error) = &why {
             self.note_trouble(&io, error);
+            self.ended.note(error);
         }
         self.life_ended(index, epoch, matches!(why, Broken::Lost(_)));
         match &why {
@@ -64,7 +68,7 @@ impl RecvConn {
                     self.wait_for_peer(&error);
                 } else {
                     // The sender may not know.
-                    lock(&self.fences).push((index, epoch));
+                    lock(&self.fences).push(Fence { index, epoch, asked: false });
                     self.call_keeper();
                 }
             }
@@ -75,31 +79,58 @@ impl RecvConn {
     /// Remembers whether the end of a stream, or what came before it, speaks of the network. When a process dies all
     /// its streams end at once, without any of that.
     fn note_trouble(&self, io: &Io, error: &io::Error) {
-        let ended = matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset);
-        if !ended || Sight::of(&io.sock).is_some_and(|sight| sight.asked > 0) {
+        if !is_cut(error) || Sight::of(&io.sock).is_some_and(|sight| sight.asked > 0) {
             *lock(&self.trouble) = Some(Instant::now());
         }
     }
 
-    /// All streams are gone. The sender connects again if it lives; how long that may take depends on what was seen: an
-    /// end of file or a reset came over a working path, so its owner is either back at once or dead. Unless the
-    /// network is in trouble: then who lost its last stream may need a while to find another way.
+    /// All streams are gone. The sender connects again if it lives and knows; it is called, which tells whether it does
+    /// ([`crate::tcp::lifeline`]). How much its silence, or a refusal, says depends on what was seen: an end of file or a
+    /// reset came over a working path, unless the network is in trouble.
     fn wait_for_peer(&self, error: &io::Error) {
         let now = Instant::now();
         // A process that dies takes all its streams with it at once.
         let one_by_one = lock(&self.vigils).iter().any(|vigil| vigil.is_long_away(now));
         let in_trouble = one_by_one || lock(&self.trouble).is_some_and(|at| now - at < TROUBLE);
-        let patience = match error.kind() {
-            io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset if !in_trouble => RETURN_PATIENCE,
-            _ => self.net.patience(error),
+        let refused_for = match self.ended.refused_for(now, error) {
+            Some(CUT_PATIENCE) if in_trouble => Some(TROUBLED_PATIENCE),
+            other => other,
         };
-        *self.alone() = Some((now + patience, lost(error).with_peer(&self.peer)));
+        let ways = self.link.remote.len();
+        let quick = ways == 0 && is_cut(error) && !in_trouble;
+        let patience = if quick { CUT_PATIENCE } else { self.net.patience(error) };
+        let terms = Terms { patience, most: self.net.config.peer_timeout, refused_for, ways };
+        *self.alone() = Some(Alone::new(now, terms, lost(error).with_peer(&self.peer)));
         // Another thread may have brought a stream back before that was said.
         if self.health.live() > 0 {
             *self.alone() = None;
             return;
         }
         self.call_keeper();
+        if let Some(me) = self.me.upgrade() {
+            (0..ways).for_each(|way| Dial::call(Arc::clone(&self.net), &me, way, now));
+        }
+    }
+
+    /// Whether the sender is to be called because all streams had ended at that time.
+    pub fn is_calling(&self, since: Instant) -> bool {
+        !self.is_over() && self.alone().as_ref().is_some_and(|alone| alone.since() == since)
+    }
+
+    /// What a call over a rail has come to.
+    pub fn answered(&self, way: usize, answer: Answer) {
+        if let Some(alone) = &mut *self.alone() {
+            alone.answered(Instant::now(), way, answer);
+        }
+        self.call_keeper();
+    }
+
+    /// A stream that has ended, and its life, for a call: each time the next, since the sender may know of some.
+    pub fn lost_life(&self, turn: usize) -> (u16, u16) {
+        let state = self.state();
+        let known = || (0..MAX_STREAMS).filter(|index| *index == 0 || state.core.epoch(*index) > 0);
+        let index = known().nth(turn % known().count()).unwrap_or(0);
+        (index as u16, state.core.epoch(index))
     }
 
     pub(super) fn call_keeper(&self) {
@@ -287,9 +318,13 @@ impl Kept for RecvConn {
     /// The keeper's part: fences, a deadline for the peer's return, a look at the streams.
     fn do_chores(&self) -> Progress {
         let fences = std::mem::take(&mut *lock(&self.fences));
-        for (index, epoch) in fences {
+        for Fence { index, epoch, asked } in fences {
             if let Some(frames) = self.fence_stream(index, epoch) {
-                *lock(&self.trouble) = Some(Instant::now());
+                // What ended here was judged by its end; what the sender gives up, though it is well here, has not come
+                // through.
+                if asked {
+                    *lock(&self.trouble) = Some(Instant::now());
+                }
                 self.tell_fenced(index, epoch, frames);
             }
         }
@@ -298,14 +333,14 @@ impl Kept for RecvConn {
             return Progress::default();
         }
         let now = Instant::now();
-        let alone = self.alone().clone();
-        let deadline = match alone {
-            Some((deadline, error)) if now >= deadline => {
+        let judged = self.alone().as_mut().map(|alone| (alone.verdict(now), alone.error().clone()));
+        let deadline = match judged {
+            Some((Verdict::Gone, error)) => {
                 self.fail_silently(error);
                 self.chores.end();
                 return Progress::default();
             }
-            Some((deadline, _)) => Some(deadline),
+            Some((Verdict::Wait(deadline), _)) => Some(deadline),
             None => None,
         };
         let look = if self.chores.is_ticking() { self.look(now) } else { None };

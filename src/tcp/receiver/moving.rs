@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering;
 
-use super::{Body, Io, RecvConn, SHARE, State, Target, lock, told};
+use super::{Body, Fence, Io, RecvConn, SHARE, State, Target, lock, told};
 use crate::engine::counters::Counters;
 use crate::os::error::{Error, Result};
 use crate::tcp::frame::{HEADER, Header, Type};
@@ -175,7 +175,8 @@ impl RecvConn {
             }
             Type::Fence => {
                 // Fencing takes the other stream's lock; the keeper does it, who holds none.
-                lock(&self.fences).push(crate::tcp::peer::fenced_life(header)?);
+                let (index, epoch) = crate::tcp::peer::fenced_life(header)?;
+                lock(&self.fences).push(Fence { index, epoch, asked: true });
                 self.call_keeper();
             }
             other => return Err(Error::remote(format!("the sending side sent a {other:?} frame"))),

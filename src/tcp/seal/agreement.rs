@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! connecting side                                         listening side
-//!   hello (128) · offer (48: ephemeral key, proof)  ──▶
+//!   hello (512) · offer (48: ephemeral key, proof)  ──▶
 //!                                                   ◀──   answer (544: ephemeral key, welcome, encrypted)
 //! ```
 //!

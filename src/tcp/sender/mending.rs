@@ -10,6 +10,7 @@ use crate::engine::counters::Counters;
 use crate::engine::poller::{Progress, Registration};
 use crate::os::error::{Error, Result};
 use crate::tcp::frame::{Header, Type};
+use crate::tcp::lifeline::{Alone, Answer, Terms, Verdict};
 use crate::tcp::limits::MAX_STREAMS;
 use crate::tcp::net::Sock;
 use crate::tcp::peer::{Broken, failure, lost};
@@ -39,6 +40,9 @@ impl SendConn {
         match &why {
             Broken::Fatal(error) => self.part_in_anger(*io, error),
             _ => drop(io),
+        }
+        if let Broken::Lost(error) = &why {
+            self.ended.note(error);
         }
         self.health.stream_down();
         let was_live = self.end_life(index, epoch);
@@ -214,9 +218,37 @@ impl SendConn {
     /// All streams are gone. How long the peer may stay away depends on what was seen: silence may be an outage, after
     /// which all goes on as before; a reset or an end of file came over a working path.
     fn wait_for_peer(&self, error: &io::Error) {
-        let patience = self.net.patience(error);
+        let now = Instant::now();
+        let terms = Terms {
+            patience: self.net.patience(error),
+            most: self.net.config.peer_timeout,
+            refused_for: self.ended.refused_for(now, error),
+            ways: self.pairs(),
+        };
         let lost = lost(error).with_peer(&self.peer);
-        lock(&self.alone).get_or_insert((Instant::now() + patience, lost));
+        lock(&self.alone).get_or_insert_with(|| Alone::new(now, terms, lost));
+    }
+
+    /// What a try to connect again over a pair of rails has come to.
+    pub fn answered(&self, way: usize, answer: Answer) {
+        if let Some(alone) = &mut *lock(&self.alone) {
+            alone.answered(Instant::now(), way, answer);
+            self.call_keeper();
+        }
+    }
+
+    /// The receiver, which has lost all streams, says that this life of one has ended there.
+    pub fn called(&self, index: usize, epoch: u16) {
+        let unheard_of = {
+            let state = self.state();
+            index < MAX_STREAMS && state.core.epoch(index) == epoch && state.core.is_live(index)
+        };
+        if self.recovery && unheard_of {
+            self.lose(
+                index,
+                io::Error::new(io::ErrorKind::ConnectionReset, "the receiver says that it has ended there"),
+            );
+        }
     }
 
     fn call_keeper(&self) {
@@ -285,9 +317,8 @@ impl Kept for SendConn {
             return Progress::default();
         }
         let now = Instant::now();
-        let alone = lock(&self.alone).clone();
-        if let Some((until, error)) = alone
-            && now >= until
+        let judged = lock(&self.alone).as_mut().map(|alone| (alone.verdict(now), alone.error().clone()));
+        if let Some((Verdict::Gone, error)) = judged
             && self.health.live() == 0
         {
             self.fail_silently(error);

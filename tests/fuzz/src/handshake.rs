@@ -48,12 +48,15 @@ fn text(input: &mut Input<'_>) -> String {
 }
 
 fn hello(input: &mut Input<'_>) {
-    let wish = if input.below(2) == 0 {
-        Wish::Connect { listener: input.number() }
-    } else {
-        Wish::Join { connection: input.number(), stream: input.number() as u16, epoch: input.number() as u16 }
+    let (kind, connection) = (input.below(3), input.number());
+    let (stream, epoch) = (input.number() as u16, input.number() as u16);
+    let wish = match kind {
+        0 => Wish::Connect { listener: connection },
+        1 => Wish::Join { connection, stream, epoch },
+        _ => Wish::Call { connection, stream, epoch },
     };
-    let hello = Hello { wish, nonce: input.bytes(), label: text(input) };
+    let rails = (0..input.below(20)).map(|_| rail(input)).collect();
+    let hello = Hello { wish, nonce: input.bytes(), label: text(input), rails };
     let said: [u8; 8] = input.bytes();
     let transcript = || {
         let mut transcript = Transcript::new();
@@ -63,9 +66,10 @@ fn hello(input: &mut Input<'_>) {
     let mut bytes = hello.seal(&secret(), &mut transcript());
     let read = Hello::decode(&bytes).expect("what we wrote can be read");
     assert_eq!((read.wish, read.nonce), (hello.wish, hello.nonce));
+    assert_eq!(read.rails, hello.rails[..hello.rails.len().min(16)]);
     assert!(is_plain(&read.label));
     assert!(Hello::verify(&bytes, &secret(), &mut transcript()));
-    let (at, change) = (input.below(HELLO), input.byte());
+    let (at, change) = (usize::from(u16::from_le_bytes(input.bytes())) % HELLO, input.byte());
     bytes[at] ^= change;
     assert_eq!(Hello::verify(&bytes, &secret(), &mut transcript()), change == 0, "a changed hello is believed");
 }
