@@ -25,6 +25,10 @@ const AHEAD: usize = 2;
 /// What the slowest emulated machine moves in a second, to wait long enough.
 const BYTES_PER_SECOND: u64 = 10_000_000;
 
+/// How long a line or a short message takes at most; so short that a plugin's own thread seldom does its work meanwhile,
+/// which would not be counted.
+const A_WHILE: Duration = Duration::from_micros(500);
+
 #[inline(never)]
 fn counted<T>(call: impl FnOnce() -> T) -> T {
     call()
@@ -82,7 +86,7 @@ fn count(pair: &Pair, job: &Job) {
     let target = memory(job, 1, |memory| pair.recv.register(memory));
     let (sources, targets) = (parts_of(&source, job, 0), parts_of(&target, job, 0));
     let bytes = (job.size * job.parts) as u64;
-    let while_it_travels = Duration::from_millis(5 + bytes * 1000 / BYTES_PER_SECOND);
+    let while_it_travels = A_WHILE + Duration::from_micros(bytes * 1_000_000 / BYTES_PER_SECOND);
     let mut early = 0;
     let mut requests = Vec::with_capacity(job.parts);
     for _ in 0..job.messages {
@@ -94,7 +98,7 @@ fn count(pair: &Pair, job: &Job) {
             }
             early += 1;
         };
-        std::thread::sleep(Duration::from_millis(5));
+        std::thread::sleep(A_WHILE);
         for part in &sources {
             requests.push(loop {
                 // SAFETY: as above.

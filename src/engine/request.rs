@@ -1,16 +1,14 @@
 //! The request slab of one connection: preallocated slots that end exactly once.
 //!
 //! NCCL asks for a request in `isend`/`irecv` and asks after it in `test`. The slot holds what `test` must answer:
-//! whether all parts are done, the size of each part, or the failure. The caller's side takes and returns slots
-//! through keys of the `slab` crate; the threads that move data touch only the slot's atomics. The keys' lock is taken
-//! once for a request, when it is made: what ends leaves its slot marked free, and who takes slots finds the mark.
+//! whether all parts are done, the size of each part, or the failure. The caller's side takes slots from a list of free ones; the
+//! threads that move data touch only the slot's atomics. The list's lock is taken once for a request, when it is made:
+//! what ends leaves its slot marked free, and who takes slots finds the mark.
 //!
 //! Guarantee: sizes are written before the state, the state with Release, and [`RequestSlots::finish`] reads it with
 //! Acquire. So whoever sees "done" sees every byte and size that came before it.
 
 use std::sync::PoisonError;
-
-use slab::Slab;
 
 use crate::os::error::{Error, Result};
 use crate::os::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
@@ -22,7 +20,7 @@ pub const MAX_PARTS: usize = 8;
 /// part is a request of its own.
 pub const SLOTS: usize = 32 * MAX_PARTS;
 
-/// [`Keys::order`] counts in bytes.
+/// [`Keys`] counts in bytes.
 const _: () = assert!(SLOTS == 1 << u8::BITS);
 
 const FREE: u8 = 0;
@@ -64,10 +62,12 @@ pub struct RequestSlots {
 
 /// Which slots are taken, and the generation of the next request.
 struct Keys {
-    /// Slots that were taken and not found free since.
-    taken: Slab<()>,
-    /// The same in the order in which they were taken, which is nearly the order in which they end: a ring, of which
-    /// the oldest stands at `oldest` and as many follow as slots are taken.
+    /// Slots that may be taken: the first `left` of these, the one given back last at the end, since its memory is
+    /// nearest.
+    free: [u8; SLOTS],
+    left: usize,
+    /// Slots that were taken and not found free since, in the order in which they were taken, which is nearly the order
+    /// in which they end: a ring, of which the oldest stands at `oldest` and as many follow as slots are taken.
     order: [u8; SLOTS],
     oldest: u8,
     generation: u32,
@@ -78,11 +78,16 @@ impl Keys {
     /// other left, wherever they are.
     #[inline]
     fn take_back(&mut self, slots: &[Slot; SLOTS]) {
-        while !self.taken.is_empty() && slots[usize::from(self.order[usize::from(self.oldest)])].is_free() {
-            self.taken.remove(self.order[usize::from(self.oldest)].into());
+        while self.left < SLOTS {
+            let slot = self.order[usize::from(self.oldest)];
+            if !slots[usize::from(slot)].is_free() {
+                break;
+            }
+            self.free[self.left] = slot;
+            self.left += 1;
             self.oldest = self.oldest.wrapping_add(1);
         }
-        if self.taken.len() == SLOTS {
+        if self.left == 0 {
             self.take_back_all(slots);
         }
     }
@@ -92,7 +97,8 @@ impl Keys {
         let (former, mut kept) = (self.order, self.oldest);
         for slot in (0..SLOTS).map(|k| former[(usize::from(self.oldest) + k) % SLOTS]) {
             if slots[usize::from(slot)].is_free() {
-                self.taken.remove(slot.into());
+                self.free[self.left] = slot;
+                self.left += 1;
             } else {
                 self.order[usize::from(kept)] = slot;
                 kept = kept.wrapping_add(1);
@@ -100,19 +106,22 @@ impl Keys {
         }
     }
 
-    /// A slot that nobody has; there must be one.
+    /// A slot that nobody has.
     #[inline]
-    fn take(&mut self) -> usize {
-        let newest = self.oldest.wrapping_add(self.taken.len() as u8);
-        let slot = self.taken.insert(());
-        self.order[usize::from(newest)] = slot as u8;
+    fn take(&mut self) -> Option<u8> {
+        let newest = self.oldest.wrapping_add((SLOTS - self.left) as u8);
+        let left = self.left.checked_sub(1)?;
+        let slot = self.free[left];
+        self.left = left;
+        self.order[usize::from(newest)] = slot;
         self.generation = self.generation.wrapping_add(1);
-        slot
+        Some(slot)
     }
 
     /// How many requests have not ended.
     fn outstanding(&self, slots: &[Slot; SLOTS]) -> usize {
-        self.taken.iter().filter(|(slot, ())| !slots[*slot].is_free()).count()
+        let taken = (0..SLOTS - self.left).map(|k| self.order[usize::from(self.oldest.wrapping_add(k as u8))]);
+        taken.filter(|slot| !slots[usize::from(*slot)].is_free()).count()
     }
 }
 
@@ -144,7 +153,13 @@ impl RequestSlots {
         let generation = GENERATIONS.fetch_add(FAR, Ordering::Relaxed);
         Self {
             slots: Box::new(std::array::from_fn(|_| Slot::default())),
-            keys: Mutex::new(Keys { taken: Slab::with_capacity(SLOTS), order: [0; SLOTS], oldest: 0, generation }),
+            keys: Mutex::new(Keys {
+                free: std::array::from_fn(|k| (SLOTS - 1 - k) as u8),
+                left: SLOTS,
+                order: [0; SLOTS],
+                oldest: 0,
+                generation,
+            }),
         }
     }
 
@@ -154,17 +169,14 @@ impl RequestSlots {
         debug_assert!((1..=MAX_PARTS).contains(&parts));
         let mut keys = self.keys();
         keys.take_back(&self.slots);
-        if keys.taken.len() >= SLOTS {
-            return None;
-        }
-        let (key, generation) = (keys.take(), keys.generation);
-        let slot = &self.slots[key];
+        let (key, generation) = (keys.take()?, keys.generation);
+        let slot = &self.slots[usize::from(key)];
         slot.parts.store(parts as u8, Ordering::Relaxed);
         slot.remaining.store(parts as u8, Ordering::Relaxed);
         slot.generation.store(generation, Ordering::Relaxed);
         // Under the lock: whoever takes the next slot must not find this one free.
         slot.state.store(PENDING, Ordering::Release);
-        Some(Ticket { slot: key as u16, generation })
+        Some(Ticket { slot: key.into(), generation })
     }
 
     /// Gives back a slot whose request was never handed to NCCL.

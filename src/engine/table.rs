@@ -116,6 +116,15 @@ impl<T: ?Sized> Table<T> {
     /// As [`Table::get`], and whatever `call` returns.
     #[inline]
     pub fn with<R>(&self, value: usize, call: impl FnOnce(&T) -> Result<R>) -> Result<R> {
+        self.with_shared(value, |object| call(object))
+    }
+
+    /// As [`Table::with`], for a call that may want to keep the object.
+    ///
+    /// # Errors
+    /// As [`Table::with`].
+    #[inline]
+    pub fn with_shared<R>(&self, value: usize, call: impl FnOnce(&Arc<T>) -> Result<R>) -> Result<R> {
         let handle = self.decode(value)?;
         let place = self.place(handle.index as usize).ok_or_else(|| Self::stale(value))?.read();
         match &place.object {

@@ -23,7 +23,10 @@ use crate::engine::request::Ticket;
 use crate::os::error::{Error, Result};
 #[cfg(feature = "rdma")]
 use crate::rdma::receiver::{Posted, RdmaRecv};
+#[cfg(feature = "rdma")]
+use crate::rdma::sender::RdmaSend;
 use crate::tcp::dialer::{Dial, Target};
+use crate::tcp::receiver::RecvConn;
 
 /// What NCCL tells when it starts to use the library, per communicator from v11 on and once per process before.
 #[derive(Debug)]
@@ -343,15 +346,21 @@ pub fn isend(comm: usize, part: Part) -> Result<Option<usize>> {
             // keeps the profiler's handle until then, or until it will not call again.
             Comm::Send(conn) => unsafe { conn.isend(part.data, part.size, part.tag, part.profiler) }?,
             #[cfg(feature = "rdma")]
-            Comm::RdmaSend(conn) => {
-                let memory = process().registration(part.mr)?;
-                // SAFETY: as above.
-                unsafe { conn.isend(part.data.addr() as u64, part.size as u64, part.tag, memory, part.profiler) }?
-            }
+            Comm::RdmaSend(conn) => send_registered(conn, &part)?,
             other => return Err(other.is_not("sending")),
         };
         Ok(ticket.map(|ticket| request(comm, ticket)))
     })
+}
+
+/// Sends over RDMA, from registered memory.
+#[cfg(feature = "rdma")]
+#[inline]
+fn send_registered(conn: &RdmaSend, part: &Part) -> Result<Option<Ticket>> {
+    let (address, size) = (part.data.addr() as u64, part.size as u64);
+    // SAFETY: as for sockets.
+    let send = |memory: Option<&_>| unsafe { conn.isend(address, size, part.tag, memory, part.profiler) };
+    if part.mr == 0 { send(None) } else { process().registered.with_shared(part.mr, |memory| send(Some(memory))) }
 }
 
 /// Starts a group of receives (1 to [`MAX_PARTS`]); None for "not now".
@@ -359,9 +368,26 @@ pub fn isend(comm: usize, part: Part) -> Result<Option<usize>> {
 /// # Errors
 /// When there is no such connection, or it has failed.
 pub fn irecv(comm: usize, parts: &[Part]) -> Result<Option<usize>> {
+    process().comms.with(comm, |owner| {
+        let ticket = match owner {
+            Comm::Recv(conn) => post(conn, parts)?,
+            #[cfg(feature = "rdma")]
+            Comm::RdmaRecv(conn) => post_registered(conn, parts)?,
+            other => return Err(other.is_not("receiving")),
+        };
+        Ok(ticket.map(|ticket| request(comm, ticket)))
+    })
+}
+
+/// Receives over sockets.
+#[inline]
+fn post(conn: &RecvConn, parts: &[Part]) -> Result<Option<Ticket>> {
+    // SAFETY: NCCL leaves the buffers to the transport until `test` says done or the communicator is closed, and keeps the
+    // profiler's handles until then, or until it will not call again.
+    let irecv = |posted: &[_], profilers: &[_]| unsafe { conn.irecv(posted, profilers) };
     if let [part] = parts {
         // Nearly every group: no arrays of eight to fill.
-        return start_receive(comm, parts, &[(part.data, part.size, part.tag)], &[part.profiler]);
+        return irecv(&[(part.data, part.size, part.tag)], &[part.profiler]);
     }
     let mut posted = [(std::ptr::null_mut(), 0, 0); MAX_PARTS];
     let mut profilers = [std::ptr::null_mut(); MAX_PARTS];
@@ -370,43 +396,30 @@ pub fn irecv(comm: usize, parts: &[Part]) -> Result<Option<usize>> {
         *profiler = part.profiler;
     }
     let count = parts.len().min(MAX_PARTS);
-    start_receive(comm, parts, &posted[..count], &profilers[..count])
-}
-
-/// The same, with the parts as the backends want them.
-#[inline]
-#[cfg_attr(not(feature = "rdma"), expect(unused_variables, reason = "only RDMA asks for the parts' registrations"))]
-fn start_receive(
-    comm: usize,
-    parts: &[Part],
-    posted: &[(*mut u8, usize, i32)],
-    profilers: &[*mut c_void],
-) -> Result<Option<usize>> {
-    process().comms.with(comm, |owner| {
-        let ticket = match owner {
-            // SAFETY: NCCL leaves the buffers to the transport until `test` says done or the communicator is closed, and
-            // keeps the profiler's handles until then, or until it will not call again.
-            Comm::Recv(conn) => unsafe { conn.irecv(posted, profilers) }?,
-            #[cfg(feature = "rdma")]
-            Comm::RdmaRecv(conn) => post_registered(conn, parts, profilers)?,
-            other => return Err(other.is_not("receiving")),
-        };
-        Ok(ticket.map(|ticket| request(comm, ticket)))
-    })
+    irecv(&posted[..count], &profilers[..count])
 }
 
 /// Receives over RDMA, into registered memory.
 #[cfg(feature = "rdma")]
-#[inline(never)]
-fn post_registered(conn: &RdmaRecv, parts: &[Part], profilers: &[*mut c_void]) -> Result<Option<Ticket>> {
-    let mut posted = [const { None }; MAX_PARTS];
-    for (to, part) in posted.iter_mut().zip(parts) {
+#[inline]
+fn post_registered(conn: &RdmaRecv, parts: &[Part]) -> Result<Option<Ticket>> {
+    let registered = |part: &Part| -> Result<Option<Posted>> {
         let memory = process().registration(part.mr)?;
-        let (address, size) = (part.data.addr() as u64, part.size as u64);
-        *to = Some(Posted { address, size, tag: part.tag, memory });
-    }
+        Ok(Some(Posted { address: part.data.addr() as u64, size: part.size as u64, tag: part.tag, memory }))
+    };
     // SAFETY: as for sockets.
-    unsafe { conn.irecv(&mut posted[..profilers.len()], profilers) }
+    let irecv = |posted: &mut [_], profilers: &[_]| unsafe { conn.irecv(posted, profilers) };
+    if let [part] = parts {
+        return irecv(&mut [registered(part)?], &[part.profiler]);
+    }
+    let mut posted = [const { None }; MAX_PARTS];
+    let mut profilers = [std::ptr::null_mut(); MAX_PARTS];
+    for ((to, profiler), part) in posted.iter_mut().zip(&mut profilers).zip(parts) {
+        *to = registered(part)?;
+        *profiler = part.profiler;
+    }
+    let count = parts.len().min(MAX_PARTS);
+    irecv(&mut posted[..count], &profilers[..count])
 }
 
 /// Makes received data visible to the GPU; None when there is nothing to wait for. The parts' tags are 0, and a

@@ -390,14 +390,10 @@ impl Inbox {
         self.handed_on as u16
     }
 
-    /// The same for a word of its own, when that is due.
+    /// Whether it should be told by a word of its own.
     #[inline]
-    pub fn tell_if_due(&mut self) -> Option<u32> {
-        if self.handed_on.wrapping_sub(self.told) < TELL_AFTER {
-            return None;
-        }
-        self.told = self.handed_on;
-        Some(self.handed_on)
+    pub fn is_telling_due(&self) -> bool {
+        self.handed_on.wrapping_sub(self.told) >= TELL_AFTER
     }
 }
 

@@ -311,6 +311,25 @@ impl Lane {
         unsafe { self.pair.post(list) }.map_err(|(_, error)| error)
     }
 
+    /// As [`Lane::post`], one work request.
+    ///
+    /// # Errors
+    /// As [`Lane::post`].
+    ///
+    /// # Safety
+    /// As [`Lane::post`].
+    #[inline]
+    pub unsafe fn post_one(&mut self, work: &Work) -> Result<()> {
+        if !self.held.is_empty() {
+            // SAFETY: passed on.
+            return unsafe { self.post(std::slice::from_ref(work)) };
+        }
+        debug_assert!(self.room > 0);
+        self.room -= 1;
+        // SAFETY: the caller vouches for the memory.
+        unsafe { self.pair.post_one(work) }
+    }
+
     /// Keeps a work request back until the next one is posted, or [`Lane::release`] is called: the device is told of
     /// several with one doorbell. There must be room for it.
     ///

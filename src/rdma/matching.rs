@@ -46,8 +46,11 @@ impl<S, L> Matching<S, L> {
         {
             entry.lines.pop_front();
         }
-        let at = entry.lines.iter().position(|(of, _)| *of == number);
-        (number, at.and_then(|at| entry.lines.remove(at)).map(|(_, line)| line))
+        match entry.lines.front() {
+            None => (number, None),
+            Some((of, _)) if *of == number => (number, entry.lines.pop_front().map(|(_, line)| line)),
+            Some(_) => (number, entry.line(number)),
+        }
     }
 
     /// That send waits for its line.
@@ -99,8 +102,11 @@ impl<S, L> Matching<S, L> {
 
     #[inline]
     fn tag(&mut self, tag: i32) -> &mut Tag<S, L> {
-        if self.tags.get(self.last).is_none_or(|entry| entry.tag != tag) {
-            self.last = self.position(tag);
+        // Groups go through the tags in turn.
+        let is_at = |at: usize| self.tags.get(at).is_some_and(|entry| entry.tag == tag);
+        if !is_at(self.last) {
+            let next = self.last + 1;
+            self.last = if is_at(next) { next } else { self.position(tag) };
         }
         &mut self.tags[self.last]
     }
@@ -111,6 +117,15 @@ impl<S, L> Matching<S, L> {
             self.tags.insert(at, Tag { tag, next: 0, sends: VecDeque::new(), lines: VecDeque::new() });
             at
         })
+    }
+}
+
+impl<S, L> Tag<S, L> {
+    /// A line behind others.
+    #[cold]
+    fn line(&mut self, number: u32) -> Option<L> {
+        let at = self.lines.iter().position(|(of, _)| *of == number)?;
+        self.lines.remove(at).map(|(_, line)| line)
     }
 }
 

@@ -194,11 +194,12 @@ impl RdmaRecv {
                 return Ok(None);
             }
         }
-        let mut held: [Option<Arc<Registration>>; MAX_PARTS] = [const { None }; MAX_PARTS];
-        let mut posted: [(u64, u64, i32); MAX_PARTS] = [(0, 0, 0); MAX_PARTS];
-        for (index, part) in parts.iter_mut().filter_map(Option::take).enumerate() {
-            held[index] = self.base.memory(part.memory, part.address, part.size)?;
-            posted[index] = (part.address, part.size, part.tag);
+        // All of them first: a group is posted as a whole or not at all.
+        for part in parts.iter_mut().flatten() {
+            match &part.memory {
+                Some(memory) => memory.check(&self.base.adapters, part.address, part.size)?,
+                None => part.memory = self.base.pin(part.address, part.size)?,
+            }
         }
         let Some(ticket) = self.base.requests.take(count) else { return Ok(None) };
         for (part, profiler) in profilers.iter().enumerate() {
@@ -206,15 +207,20 @@ impl RdmaRecv {
         }
         let first = state.receives.written();
         let mut outcome = Ok(());
-        for (index, (&(address, size, tag), memory)) in posted[..count].iter().zip(held).enumerate() {
+        for (index, posted) in parts.iter_mut().filter_map(Option::take).enumerate() {
+            let Posted { address, size, tag, memory } = posted;
             let number = state.orders.next(tag) as u32;
             let part = Part { ticket, index, address, size, tag, number, memory, has_more: index + 1 < count };
-            outcome = outcome.and_then(|()| self.open(&mut state, part));
+            outcome = self.open(&mut state, part);
+            if outcome.is_err() {
+                break;
+            }
         }
         let announced = (state.receives.written() - first) as usize;
-        let outcome = outcome
-            .and_then(|()| self.write_lines(&mut state, first, announced))
-            .and_then(|()| self.write_word(&mut state));
+        if announced > 0 {
+            outcome = outcome.and_then(|()| self.write_lines(&mut state, first, announced));
+        }
+        let outcome = outcome.and_then(|()| self.write_word(&mut state));
         if let Err(error) = outcome {
             self.end(state, error);
             // SAFETY: inside irecv.
@@ -539,14 +545,19 @@ impl RdmaRecv {
     /// Tells the sender how many short messages were handed on, when no line has for long.
     #[inline]
     fn write_word(&self, state: &mut State) -> Result<()> {
+        if state.inbox.as_ref().is_some_and(Inbox::is_telling_due) { self.write_word_now(state) } else { Ok(()) }
+    }
+
+    #[cold]
+    fn write_word_now(&self, state: &mut State) -> Result<()> {
         let State { fabric: Some(fabric), mirror: Some(mirror), inbox: Some(inbox), silent, .. } = state else {
             return Ok(());
         };
         if fabric.lane(0).room() < 2 {
             return Ok(());
         }
-        let Some(word) = inbox.tell_if_due() else { return Ok(()) };
-        mirror.lines[LINES][..8].copy_from_slice(&encode_word(word).to_le_bytes());
+        let word = inbox.tell();
+        mirror.lines[LINES][..8].copy_from_slice(&encode_word(word.into()).to_le_bytes());
         self.write_to_ring(fabric, mirror, silent, LINES, 8)
     }
 
@@ -580,7 +591,7 @@ impl RdmaRecv {
         }
         // SAFETY: the mirror lives as long as the lanes. A line in it changes only when the sender has answered it, that
         // is when the write of it has long been done; a word may be overtaken by a newer one, and half of it is no word.
-        unsafe { lane.post(&[work]) }
+        unsafe { lane.post_one(&work) }
     }
 
     /// Notes for the profiler what a lane has brought. Of more shares than can be told, the last ones make one piece when

@@ -248,6 +248,15 @@ impl Receives {
         slot.memory = None;
         self.free.push(number);
         // Nearly always the first.
+        if self.open.front() == Some(&number) {
+            self.open.pop_front();
+        } else {
+            self.take_out(number);
+        }
+    }
+
+    #[cold]
+    fn take_out(&mut self, number: u8) {
         if let Some(at) = self.open.iter().position(|open| *open == number) {
             self.open.remove(at);
         }

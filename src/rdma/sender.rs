@@ -97,6 +97,17 @@ struct Message {
     memory: Option<Arc<Registration>>,
 }
 
+/// A send that goes without a line.
+#[derive(Debug, Clone, Copy)]
+struct Short {
+    address: u64,
+    length: u64,
+    /// Which send with its tag it is.
+    number: u32,
+    /// The request.
+    slot: u16,
+}
+
 /// A share that waits for room in its lane.
 struct Job {
     key: usize,
@@ -246,7 +257,7 @@ impl RdmaSend {
         address: u64,
         length: u64,
         tag: i32,
-        memory: Option<Arc<Registration>>,
+        memory: Option<&Arc<Registration>>,
         profiler: *mut c_void,
     ) -> Result<Option<Ticket>> {
         self.base.health.check()?;
@@ -254,17 +265,28 @@ impl RdmaSend {
             self.base.health.fail(crate::tcp::peer::left_early(&self.base.peer));
             self.base.health.check()?;
         }
-        let memory = self.base.memory(memory, address, length)?;
+        let pinned;
+        let memory = match memory {
+            Some(memory) => {
+                memory.check(&self.base.adapters, address, length)?;
+                Some(memory)
+            }
+            None => {
+                pinned = self.base.pin(address, length)?;
+                pinned.as_ref()
+            }
+        };
         let Some(ticket) = self.base.requests.take(1) else { return Ok(None) };
         self.base.events.follow(ticket.slot, 0, profiler);
         let mut state = self.state();
         let outcome = self.take_lines(&mut state).and_then(|()| {
             let (number, line) = state.matching.send(tag);
-            let message = Message { address, length, number, slot: ticket.slot, left: 0, earlier: None, memory };
-            if line.is_none() && state.may_go_eagerly(&message) {
-                return self.send_eagerly(&mut state, &message, tag);
+            let slot = ticket.slot;
+            if line.is_none() && is_short(length, memory) && state.may_go_eagerly() {
+                return self.send_eagerly(&mut state, &Short { address, length, number, slot }, tag);
             }
-            let key = state.messages.insert(message);
+            let memory = memory.cloned();
+            let key = state.messages.insert(Message { address, length, number, slot, left: 0, earlier: None, memory });
             match line {
                 Some(line) => self.launch(&mut state, key, &line),
                 None => {
@@ -417,7 +439,7 @@ impl RdmaSend {
 
     /// Sends a short message without a line; [`State::may_go_eagerly`] has said yes.
     #[inline]
-    fn send_eagerly(&self, state: &mut State, message: &Message, tag: i32) -> Result<()> {
+    fn send_eagerly(&self, state: &mut State, message: &Short, tag: i32) -> Result<()> {
         let lines = state.next_line.wrapping_sub(1);
         let State { fabric: Some(fabric), outbox: Some(outbox), .. } = state else { return Ok(()) };
         let Some(inbox) = self.target.inbox else { return Ok(()) };
@@ -439,7 +461,7 @@ impl RdmaSend {
             self.tell_short(message, write.id);
         }
         // SAFETY: the outbox lives as long as the lanes, and its place is left alone until this write has completed.
-        unsafe { lane.post(&[write]) }?;
+        unsafe { lane.post_one(&write) }?;
         Counters::count(&self.base.counters.chunks, 1);
         Counters::count(&self.base.counters.messages, 1);
         Counters::count(&self.base.counters.bytes, message.length);
@@ -449,8 +471,8 @@ impl RdmaSend {
 
     /// Notes for the profiler a message that is done as soon as it is copied.
     #[cold]
-    fn tell_short(&self, message: &Message, wr_id: u64) {
-        let Message { length, number, slot, .. } = *message;
+    fn tell_short(&self, message: &Short, wr_id: u64) {
+        let Short { length, number, slot, .. } = *message;
         let chunk = Chunk { offset: 0, length, path: 0, message: number.into(), total: length, again: false, wr_id };
         self.base.events.ready(slot, 0);
         self.base.events.chunk_begins(slot, 0, &chunk);
@@ -477,7 +499,8 @@ impl RdmaSend {
         state.short_waiting -= released.len();
         for (tag, _, key) in released {
             let message = state.messages.remove(key);
-            self.send_eagerly(state, &message, tag)?;
+            let Message { address, length, number, slot, .. } = message;
+            self.send_eagerly(state, &Short { address, length, number, slot }, tag)?;
         }
         Ok(moved)
     }
@@ -605,7 +628,7 @@ impl RdmaSend {
                         }
                         run.count = 0;
                     } else {
-                        lane.post(&[write])?;
+                        lane.post_one(&write)?;
                         run.count = 0;
                     }
                 }
@@ -748,16 +771,22 @@ impl Message {
     /// Whether it may be copied and sent without a line.
     #[inline]
     fn is_short(&self) -> bool {
-        self.length <= EAGER_MAX && self.memory.as_ref().is_none_or(|memory| memory.kind == Memory::Host)
+        is_short(self.length, self.memory.as_ref())
     }
 }
 
+/// Whether so many bytes of such memory may be copied and sent without a line.
+#[inline]
+fn is_short(length: u64, memory: Option<&Arc<Registration>>) -> bool {
+    length <= EAGER_MAX && memory.is_none_or(|memory| memory.kind == Memory::Host)
+}
+
 impl State {
-    /// Whether a message without a line may go all the same.
+    /// Whether a short message without a line may go all the same.
     #[inline]
-    fn may_go_eagerly(&mut self, message: &Message) -> bool {
+    fn may_go_eagerly(&mut self) -> bool {
         let State { fabric: Some(fabric), outbox: Some(outbox), ring, .. } = self else { return false };
-        if !message.is_short() || fabric.lane(0).room() == 0 {
+        if fabric.lane(0).room() == 0 {
             return false;
         }
         outbox.has_room() || {

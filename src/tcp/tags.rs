@@ -27,9 +27,18 @@ impl TagOrders {
 
     #[inline]
     fn position(&mut self, tag: i32) -> usize {
-        if self.entries.get(self.last).is_some_and(|entry| entry.0 == tag) {
-            return self.last;
+        // Groups go through the tags in turn.
+        for at in [self.last, self.last + 1] {
+            if self.entries.get(at).is_some_and(|entry| entry.0 == tag) {
+                self.last = at;
+                return at;
+            }
         }
+        self.search(tag)
+    }
+
+    #[cold]
+    fn search(&mut self, tag: i32) -> usize {
         self.last = self.entries.binary_search_by_key(&tag, |entry| entry.0).unwrap_or_else(|at| {
             self.entries.insert(at, (tag, 0));
             at

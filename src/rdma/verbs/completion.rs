@@ -154,14 +154,12 @@ impl CompletionQueue {
     ///
     /// # Errors
     /// When the queue is broken, which an overrun does.
+    #[inline]
     pub fn poll<'a>(&self, room: &'a mut [MaybeUninit<Completion>]) -> Result<&'a [Completion]> {
         let most = i32::try_from(room.len()).unwrap_or(i32::MAX);
         // SAFETY: the queue lives as long as this; `Completion` is transparent over what the call writes.
         let count = unsafe { ib::ibv_poll_cq(self.raw(), most, room.as_mut_ptr().cast()) };
-        let count = usize::try_from(count).map_err(|_| {
-            Error::system("polling a completion queue", &std::io::Error::last_os_error())
-                .with_hint("the queue is broken; the device's log says why")
-        })?;
+        let count = usize::try_from(count).map_err(|_| is_broken())?;
         // SAFETY: the call filled in that many entries from the front.
         Ok(unsafe { std::slice::from_raw_parts(room.as_ptr().cast(), count) })
     }
@@ -198,6 +196,12 @@ impl CompletionQueue {
         }
         count
     }
+}
+
+#[cold]
+fn is_broken() -> Error {
+    Error::system("polling a completion queue", &std::io::Error::last_os_error())
+        .with_hint("the queue is broken; the device's log says why")
 }
 
 impl Drop for RawQueue {

@@ -306,10 +306,32 @@ impl QueuePair {
             if status != 0 {
                 // SAFETY: `bad` is null or points into the chain.
                 let posted = if bad.is_null() { 0 } else { unsafe { bad.offset_from(first) }.unsigned_abs() };
-                return Err((round * BATCH + posted, status_error(self.device(), "posting a work request", status)));
+                return Err((round * BATCH + posted, self.refused(status)));
             }
         }
         Ok(())
+    }
+
+    /// Posts one work request.
+    ///
+    /// # Errors
+    /// When the queue is full or broken.
+    ///
+    /// # Safety
+    /// As [`QueuePair::post`].
+    #[inline]
+    pub unsafe fn post_one(&self, work: &Work) -> Result<()> {
+        let mut piece = work.piece();
+        let mut request = work.request(&raw mut piece, ptr::null_mut());
+        let mut bad = ptr::null_mut();
+        // SAFETY: a request and its memory's description, which live through the call; the caller sees to the memory.
+        let status = unsafe { ib::ibv_post_send(self.raw.as_ptr(), &raw mut request, &raw mut bad) };
+        if status == 0 { Ok(()) } else { Err(self.refused(status)) }
+    }
+
+    #[cold]
+    fn refused(&self, status: i32) -> crate::os::error::Error {
+        status_error(self.device(), "posting a work request", status)
     }
 
     /// Posts `count` receives without memory: they take up immediates only. Each comes back with `id`.

@@ -46,6 +46,39 @@ pub struct Work {
     pub is_signaled: bool,
 }
 
+impl Work {
+    /// Its memory in libibverbs's form.
+    #[inline]
+    pub(super) fn piece(&self) -> ib::ibv_sge {
+        ib::ibv_sge { addr: self.local.address, length: self.local.length, lkey: self.local.key }
+    }
+
+    /// The request in libibverbs's form; `piece` points to its memory, `next` to the request behind it or nowhere.
+    #[inline]
+    pub(super) fn request(&self, piece: *mut ib::ibv_sge, next: *mut ib::ibv_send_wr) -> ib::ibv_send_wr {
+        let flags = if self.is_signaled { ib::ibv_send_flags::IBV_SEND_SIGNALED.0 } else { 0 }
+            | if self.is_inline { ib::ibv_send_flags::IBV_SEND_INLINE.0 } else { 0 };
+        ib::ibv_send_wr {
+            wr_id: self.id,
+            next,
+            sg_list: piece,
+            num_sge: i32::from(self.local.length > 0),
+            opcode: match (self.is_read, self.immediate) {
+                (true, _) => ib::ibv_wr_opcode::IBV_WR_RDMA_READ,
+                (false, Some(_)) => ib::ibv_wr_opcode::IBV_WR_RDMA_WRITE_WITH_IMM,
+                (false, None) => ib::ibv_wr_opcode::IBV_WR_RDMA_WRITE,
+            },
+            send_flags: flags,
+            imm_data_invalidated_rkey_union: ib::imm_data_invalidated_rkey_union_t {
+                imm_data: self.immediate.unwrap_or(0).to_be(),
+            },
+            wr: ib::wr_t { rdma: ib::rdma_t { remote_addr: self.remote.address, rkey: self.remote.key } },
+            qp_type: ib::qp_type_t { xrc: ib::xrc_t { remote_srqn: 0 } },
+            bind_mw_tso_union: ib::bind_mw_tso_union_t { tso: ib::tso_t { hdr: ptr::null_mut(), hdr_sz: 0, mss: 0 } },
+        }
+    }
+}
+
 /// The most work requests posted in one call; a longer list takes several.
 pub(super) const BATCH: usize = 16;
 
@@ -67,35 +100,14 @@ impl Chain {
         let first = self.requests.as_mut_ptr().cast::<ib::ibv_send_wr>();
         let pieces = self.pieces.as_mut_ptr().cast::<ib::ibv_sge>();
         for (index, work) in list.iter().take(BATCH).enumerate() {
-            let piece = ib::ibv_sge { addr: work.local.address, length: work.local.length, lkey: work.local.key };
             // SAFETY: both arrays have BATCH elements and `index` is below that.
-            unsafe { pieces.add(index).write(piece) };
+            let piece = unsafe { pieces.add(index) };
+            // SAFETY: as above.
+            unsafe { piece.write(work.piece()) };
             let last = index + 1 == list.len();
             // SAFETY: as above; the last one has no successor.
             let next = if last { ptr::null_mut() } else { unsafe { first.add(index + 1) } };
-            let flags = if work.is_signaled { ib::ibv_send_flags::IBV_SEND_SIGNALED.0 } else { 0 }
-                | if work.is_inline { ib::ibv_send_flags::IBV_SEND_INLINE.0 } else { 0 };
-            let request = ib::ibv_send_wr {
-                wr_id: work.id,
-                next,
-                // SAFETY: as above.
-                sg_list: unsafe { pieces.add(index) },
-                num_sge: i32::from(work.local.length > 0),
-                opcode: match (work.is_read, work.immediate) {
-                    (true, _) => ib::ibv_wr_opcode::IBV_WR_RDMA_READ,
-                    (false, Some(_)) => ib::ibv_wr_opcode::IBV_WR_RDMA_WRITE_WITH_IMM,
-                    (false, None) => ib::ibv_wr_opcode::IBV_WR_RDMA_WRITE,
-                },
-                send_flags: flags,
-                imm_data_invalidated_rkey_union: ib::imm_data_invalidated_rkey_union_t {
-                    imm_data: work.immediate.unwrap_or(0).to_be(),
-                },
-                wr: ib::wr_t { rdma: ib::rdma_t { remote_addr: work.remote.address, rkey: work.remote.key } },
-                qp_type: ib::qp_type_t { xrc: ib::xrc_t { remote_srqn: 0 } },
-                bind_mw_tso_union: ib::bind_mw_tso_union_t {
-                    tso: ib::tso_t { hdr: ptr::null_mut(), hdr_sz: 0, mss: 0 },
-                },
-            };
+            let request = work.request(piece, next);
             // SAFETY: as above.
             unsafe { first.add(index).write(request) };
         }
