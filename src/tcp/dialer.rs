@@ -4,6 +4,9 @@
 //! over the next rail, until its deadline. The connecting side alone connects again after a break; a receiver that has
 //! lost all streams calls it ([`super::lifeline`]).
 
+#[cfg(test)]
+mod tests;
+
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::AsRawFd;

@@ -39,6 +39,8 @@ pub mod graves;
 pub mod handshake;
 pub mod lifeline;
 pub mod limits;
+#[cfg(test)]
+mod loopback;
 pub mod net;
 pub mod peer;
 pub mod ranges;

@@ -351,3 +351,33 @@ impl Kept for RecvConn {
         Self::fail(self, error);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::os::config::Config;
+    use crate::tcp::loopback;
+    use crate::tcp::seal::Seal;
+
+    /// A thread that saw a stream break and one that lets it in again end the former life, whoever is first; the next one
+    /// may then not come about, when the kernel refuses to watch its socket for example.
+    #[test]
+    fn a_sender_whose_return_fails_half_way_is_waited_for_only_so_long() {
+        let net = loopback::net(Config { reconnect_timeout: Duration::from_millis(100), ..Config::default() });
+        let deaf = loopback::deaf();
+        let conn = RecvConn::new(net, loopback::link(&deaf), loopback::peer());
+        let (ours, _theirs) = loopback::sockets();
+        let place = conn.place(0, &ours).unwrap();
+        conn.add_stream(0, 0, place, ours, Seal::Plain);
+        let mut buffer = [0_u8; 8];
+        // SAFETY: the buffer outlives the request, and nobody profiles.
+        let posted = unsafe { conn.irecv(&[(buffer.as_mut_ptr(), 8, 0)], &[std::ptr::null_mut()]) };
+        let ticket = posted.unwrap().expect("a slot is free");
+        {
+            let _open = conn.hold_open();
+            assert_eq!(conn.prepare_join(0, 1), Some(0), "the stream may come back");
+            assert!(conn.test(ticket).unwrap().is_none(), "it may still");
+        }
+        loopback::wait_until("the receive waits for ever", || conn.test(ticket).is_err());
+    }
+}

@@ -1,0 +1,56 @@
+//! For tests of one end of a connection: real sockets without a peer behind them.
+
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::handshake::{FEATURE_RECOVERY, Secret};
+use super::net::{Link, Net, Sock};
+use super::peer::Peer;
+use crate::os::config::Config;
+use crate::os::fd::Registered;
+
+/// A backend of its own.
+pub(super) fn net(config: Config) -> Arc<Net> {
+    Net::new(config, None)
+}
+
+/// A connection with recovery, whose peer listens there.
+pub(super) fn link(remote: &TcpListener) -> Link {
+    Link {
+        connection: 7,
+        key: Secret::from_bytes([7; 16]),
+        features: FEATURE_RECOVERY,
+        remote: vec![remote.local_addr().expect("it listens")],
+        local: Arc::from([]),
+        traffic_class: None,
+    }
+}
+
+/// A listener that answers nobody.
+pub(super) fn deaf() -> TcpListener {
+    TcpListener::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).expect("a port on the loopback interface")
+}
+
+/// Two sockets that are connected: a stream's, and what stands for its peer.
+pub(super) fn sockets() -> (Sock, TcpStream) {
+    let listener = deaf();
+    let address = listener.local_addr().expect("it listens");
+    let ours = Registered::open(|| TcpStream::connect(address).map(socket2::Socket::from)).expect("a connection");
+    ours.set_nonblocking(true).expect("it can be set");
+    (ours, listener.accept().expect("it is there").0)
+}
+
+/// Who is behind it.
+pub(super) fn peer() -> Peer {
+    Peer { label: "peer".to_string(), address: SocketAddr::from((Ipv4Addr::LOCALHOST, 1)) }
+}
+
+/// Waits until something holds.
+pub(super) fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < Duration::from_secs(20), "{what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
