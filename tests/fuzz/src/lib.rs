@@ -3,10 +3,21 @@
 //!
 //! `fuzz_targets/` gives them to libFuzzer, `tests/fuzz_corpus.rs` replays the corpus in an ordinary test.
 
+/// Calls an entry of NCCL's network table.
+macro_rules! call {
+    ($entry:ident($($argument:expr),* $(,)?)) => {{
+        let entry = towline::abi::v12::ncclNetPlugin_v12.0.$entry.expect("the table has it");
+        // SAFETY: ids are numbers, which the plugin checks; all other pointers are valid for the call, and buffers live
+        // until the plugin has let go of them.
+        unsafe { entry($($argument),*) }
+    }};
+}
+
 pub mod calls;
 pub mod frames;
 pub mod handle;
 pub mod handshake;
+pub mod setup;
 
 /// The input, read from the front; an input that has ended says 0 for ever.
 pub struct Input<'a>(&'a [u8]);
