@@ -156,15 +156,22 @@ impl Ring {
         decode_word(u64::from_le(bits))
     }
 
-    /// Line `number`, if it has come.
+    /// Whether line `number` seems to have come: it may still be half written.
     #[inline]
-    pub fn read(&self, number: u32) -> Option<Line> {
+    pub fn has(&self, number: u32) -> bool {
         let place = self.0[number as usize % LINES].0.get();
         // SAFETY: inside the place, aligned to 4 since places are aligned to 64.
         let stamp = unsafe { AtomicU32::from_ptr(place.cast::<u32>().add(14)) };
-        if stamp.load(Ordering::Acquire) != number.to_le() {
+        stamp.load(Ordering::Acquire) == number.to_le()
+    }
+
+    /// Line `number`, if it has come.
+    #[inline]
+    pub fn read(&self, number: u32) -> Option<Line> {
+        if !self.has(number) {
             return None;
         }
+        let place = self.0[number as usize % LINES].0.get();
         // SAFETY: the place is readable, aligned to 64, and lives as long as this; a device may write at the same time, hence
         // volatile, and `decode` recognises what is half written. By words: bytes would be read one by one.
         let words: [u64; LINE / 8] = std::array::from_fn(|at| unsafe { place.cast::<u64>().add(at).read_volatile() });

@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use super::adapter::{Adapter, Memory, Registration};
 use super::base::{Base, Parts};
 use super::eager::{EAGER_MAX, Head, Inbox, PLACES};
-use super::fabric::{Depth, Fabric};
+use super::fabric::{Depth, Fabric, Lane};
 use super::flush::{self, Flush};
 use super::line::{Immediate, LINE, LINES, Ring, encode_word};
 use super::receives::{Part, Receives, Slot};
@@ -100,6 +100,15 @@ struct State {
     silent: u32,
     /// Receives to put back, by lane.
     used: Vec<usize>,
+}
+
+/// What a completion may change of the state, beside the lanes.
+struct Hands<'a> {
+    table: &'a SizeTable,
+    receives: &'a mut Receives,
+    inbox: &'a mut Option<Inbox>,
+    orders: &'a TagOrders,
+    used: &'a mut [usize],
 }
 
 /// A connection that receives.
@@ -311,6 +320,7 @@ impl RdmaRecv {
     }
 
     /// Looks whether anything has come, unless another thread is looking.
+    #[inline]
     fn glance(&self) -> bool {
         let mut state = match self.state.try_lock() {
             Ok(state) => state,
@@ -327,47 +337,60 @@ impl RdmaRecv {
     }
 
     /// Takes completions.
+    #[inline]
     fn pump(&self, state: &mut State) -> Result<bool> {
-        if let Some(flush) = &mut state.flush {
-            let requests = &self.base.requests;
-            let broken = |lane: &_, completion: &_, doing| self.base.broken(lane, completion, doing);
-            flush.poll(|slot| requests.complete_part(slot, 0, 0), broken)?;
+        if state.flush.is_some() {
+            self.poll_flush(state)?;
         }
         let State { fabric: Some(fabric), table: Some(table), receives, inbox, orders, used, .. } = state else {
             return Ok(false);
         };
-        let moved = fabric.poll(|lanes, completion| {
-            if !completion.is_ok() {
-                let lane = &lanes[completion.id() as u16 as usize];
-                return self.base.broken(lane, completion, Doing::Receiving);
-            }
-            let id = completion.id();
-            let index = id as u16 as usize;
-            if id & RECEIVE == 0 {
-                lanes[index].finished((id >> 32) as u32 & 0xff);
-                return Ok(());
-            }
-            used[index] += 1;
-            if used[index] == PUT_BACK {
-                lanes[index].post_receives(RECEIVE | index as u64, PUT_BACK)?;
-                used[index] = 0;
-            }
-            if completion.opcode() != Opcode::ReceiveImmediate {
-                return Err(Error::remote("the sending side sent what no sender of Towline sends"));
-            }
-            let immediate = Immediate::decode(completion.immediate());
-            match inbox {
-                Some(inbox) if immediate.is_eager => {
-                    self.arrived_eagerly(receives, orders, inbox, immediate, completion)
-                }
-                _ if immediate.is_run => self.arrived_together(receives, immediate, completion),
-                _ => self.arrived(receives, table, immediate, completion),
-            }
-        })?;
+        let mut hands = Hands { table, receives, inbox, orders, used };
+        let moved = fabric.poll(|lanes, completion| self.took(lanes, &mut hands, completion))?;
         if moved {
             self.write_word(state)?;
         }
         Ok(moved)
+    }
+
+    #[inline(never)]
+    fn poll_flush(&self, state: &mut State) -> Result<()> {
+        let Some(flush) = &mut state.flush else { return Ok(()) };
+        let requests = &self.base.requests;
+        let broken = |lane: &_, completion: &_, doing| self.base.broken(lane, completion, doing);
+        flush.poll(|slot| requests.complete_part(slot, 0, 0), broken)?;
+        Ok(())
+    }
+
+    /// A work request has completed, or failed. Out of line, so that a look which finds nothing is short.
+    #[inline(never)]
+    fn took(&self, lanes: &mut [Lane], hands: &mut Hands<'_>, completion: &Completion) -> Result<()> {
+        if !completion.is_ok() {
+            let lane = &lanes[completion.id() as u16 as usize];
+            return self.base.broken(lane, completion, Doing::Receiving);
+        }
+        let id = completion.id();
+        let index = id as u16 as usize;
+        if id & RECEIVE == 0 {
+            lanes[index].finished((id >> 32) as u32 & 0xff);
+            return Ok(());
+        }
+        hands.used[index] += 1;
+        if hands.used[index] == PUT_BACK {
+            lanes[index].post_receives(RECEIVE | index as u64, PUT_BACK)?;
+            hands.used[index] = 0;
+        }
+        if completion.opcode() != Opcode::ReceiveImmediate {
+            return Err(Error::remote("the sending side sent what no sender of Towline sends"));
+        }
+        let immediate = Immediate::decode(completion.immediate());
+        match hands.inbox {
+            Some(inbox) if immediate.is_eager => {
+                self.arrived_eagerly(hands.receives, hands.orders, inbox, immediate, completion)
+            }
+            _ if immediate.is_run => self.arrived_together(hands.receives, immediate, completion),
+            _ => self.arrived(hands.receives, hands.table, immediate, completion),
+        }
     }
 
     /// An immediate has come, with everything that its lane wrote before.

@@ -79,14 +79,17 @@ pub struct Part {
     pub has_more: bool,
 }
 
+/// A slot's number is a byte.
+const _: () = assert!(LINES == 1 << u8::BITS);
+
 /// All parts of a connection.
 pub struct Receives {
-    slots: Vec<Slot>,
+    slots: Box<[Slot; LINES]>,
     free: Vec<u8>,
     /// Slots in use, in the order of posting.
     open: VecDeque<u8>,
     /// Which slot a line has announced, by the line's place in the ring.
-    announced: Box<[u8]>,
+    announced: Box<[u8; LINES]>,
     /// Lines that were written, and the last one that the sender has certainly read.
     written: u64,
     read: u64,
@@ -102,10 +105,10 @@ impl Receives {
     /// None.
     pub fn new() -> Self {
         Self {
-            slots: (0..LINES).map(|_| Slot::FREE).collect(),
+            slots: Box::new([Slot::FREE; LINES]),
             free: (0..=u8::MAX).rev().collect(),
             open: VecDeque::with_capacity(LINES),
-            announced: vec![0; LINES].into(),
+            announced: Box::new([0; LINES]),
             written: 0,
             read: 0,
         }

@@ -114,7 +114,16 @@ struct Job {
     share: Share,
     /// Bytes of the share that were posted.
     posted: u64,
-    line: Line,
+    /// Where the receive's buffer starts, and its key for this lane.
+    to: Remote,
+    /// Bytes of the receive.
+    size: u64,
+    /// The number of its line.
+    line: u32,
+    /// Its slot.
+    slot: u8,
+    /// It is not the last part of its group.
+    has_more: bool,
     immediate: u32,
     /// Whether this share's lane tells the size.
     tells: bool,
@@ -123,12 +132,12 @@ struct Job {
 impl Job {
     /// Whether it is a whole message that fills its receive.
     fn fills(&self, message: &Message) -> bool {
-        self.share.length == message.length && message.length == self.line.size
+        self.share.length == message.length && message.length == self.size
     }
 
     /// Whether it can answer for a run too.
     fn ends(&self, run: &Run, message: &Message) -> bool {
-        run.is_followed_by(self.share.lane, self.line.number) && self.fills(message)
+        run.is_followed_by(self.share.lane, self.line) && self.fills(message)
     }
 
     /// What its immediate says.
@@ -279,25 +288,7 @@ impl RdmaSend {
         let Some(ticket) = self.base.requests.take(1) else { return Ok(None) };
         self.base.events.follow(ticket.slot, 0, profiler);
         let mut state = self.state();
-        let outcome = self.take_lines(&mut state).and_then(|()| {
-            let (number, line) = state.matching.send(tag);
-            let slot = ticket.slot;
-            if line.is_none() && is_short(length, memory) && state.may_go_eagerly() {
-                return self.send_eagerly(&mut state, &Short { address, length, number, slot }, tag);
-            }
-            let memory = memory.cloned();
-            let key = state.messages.insert(Message { address, length, number, slot, left: 0, earlier: None, memory });
-            match line {
-                Some(line) => self.launch(&mut state, key, &line),
-                None => {
-                    state.short_waiting += usize::from(state.messages[key].is_short());
-                    state.matching.wait(tag, number, key);
-                    Counters::count(&self.base.counters.stalls_receiver, 1);
-                    Ok(())
-                }
-            }
-        });
-        if let Err(error) = outcome {
+        if let Err(error) = self.begin(&mut state, ticket.slot, (address, length), tag, memory) {
             self.end(state, error);
             // SAFETY: inside isend.
             unsafe { self.base.events.abandon(ticket.slot) };
@@ -311,6 +302,34 @@ impl RdmaSend {
             unsafe { self.base.events.report() };
         }
         Ok(Some(ticket))
+    }
+
+    /// Sends what can be sent of a new message.
+    #[inline]
+    fn begin(
+        &self,
+        state: &mut State,
+        slot: u16,
+        (address, length): (u64, u64),
+        tag: i32,
+        memory: Option<&Arc<Registration>>,
+    ) -> Result<()> {
+        self.take_lines(state)?;
+        let (number, line) = state.matching.send(tag);
+        if line.is_none() && is_short(length, memory) && state.may_go_eagerly() {
+            return self.send_eagerly(state, &Short { address, length, number, slot }, tag);
+        }
+        let memory = memory.cloned();
+        let key = state.messages.insert(Message { address, length, number, slot, left: 0, earlier: None, memory });
+        match line {
+            Some(line) => self.launch(state, key, &line),
+            None => {
+                state.short_waiting += usize::from(state.messages[key].is_short());
+                state.matching.wait(tag, number, key);
+                Counters::count(&self.base.counters.stalls_receiver, 1);
+                Ok(())
+            }
+        }
     }
 
     /// Asks after a send: its size when it is done.
@@ -380,6 +399,7 @@ impl RdmaSend {
     }
 
     /// Looks whether anything can move, unless another thread is looking.
+    #[inline]
     fn glance(&self) -> bool {
         let mut state = match self.state.try_lock() {
             Ok(state) => state,
@@ -423,6 +443,13 @@ impl RdmaSend {
     /// Takes the lines that have come, and launches the sends that waited for them.
     #[inline]
     fn take_lines(&self, state: &mut State) -> Result<()> {
+        if state.ring.as_ref().is_some_and(|ring| ring.ring.has(state.next_line)) {
+            return self.take_lines_that_came(state);
+        }
+        Ok(())
+    }
+
+    fn take_lines_that_came(&self, state: &mut State) -> Result<()> {
         loop {
             let Some(ring) = &state.ring else { return Ok(()) };
             let Some(line) = ring.ring.read(state.next_line) else { return Ok(()) };
@@ -535,8 +562,8 @@ impl RdmaSend {
         let count = shares.pieces();
         message.left = count;
         // The receiver adds up the lengths of the writes with immediates; where there are others, it must be told.
-        let longest = shares.clone().map(|share| share.length).max().unwrap_or(0);
-        let is_told = longest > fabric.longest_write || fabric.apart_above.is_some_and(|above| message.length > above);
+        let is_told =
+            shares.longest() > fabric.longest_write || fabric.apart_above.is_some_and(|above| message.length > above);
         let immediate = Immediate {
             slot: line.slot,
             generation: line.generation,
@@ -553,7 +580,10 @@ impl RdmaSend {
             self.base.events.ready(message.slot, 0);
         }
         for (index, share) in shares.enumerate() {
-            let mut job = Job { key, share, posted: 0, line: *line, immediate, tells: is_told && index == 0 };
+            let to = Remote { address: line.address, key: line.keys[fabric.lane(share.lane).peer_port] };
+            let Line { size, number, slot, has_more, .. } = *line;
+            let tells = is_told && index == 0;
+            let mut job = Job { key, share, posted: 0, to, size, line: number, slot, has_more, immediate, tells };
             let waiting = &mut jobs[share.lane];
             if !waiting.is_empty() || !self.post(fabric, messages, scratch, (holds, run), &mut job)? {
                 waiting.push_back(job);
@@ -579,7 +609,6 @@ impl RdmaSend {
         let message = &messages[job.key];
         let is_apart = apart.is_some_and(|above| message.length > above);
         let local_key = message.memory.as_ref().map_or(0, |memory| memory.local_key(lane.adapter));
-        let key = job.line.keys[lane.peer_port];
         loop {
             let message = &messages[job.key];
             let rest = job.share.length - job.posted;
@@ -598,7 +627,7 @@ impl RdmaSend {
             let write = Work {
                 id: work_id(job.key, job.share.lane, places, is_end),
                 local,
-                remote: Remote { address: job.line.address + at, key },
+                remote: Remote { address: job.to.address + at, key: job.to.key },
                 immediate: is_end.then_some(job.immediate),
                 is_read: false,
                 is_inline: false,
@@ -608,11 +637,11 @@ impl RdmaSend {
                 // SAFETY: the message's memory is the transport's until its request ends, which needs this write's
                 // completion, and `Registration` keeps it pinned until then.
                 unsafe {
-                    if job.line.has_more && job.share.length <= HELD_MAX {
+                    if job.has_more && job.share.length <= HELD_MAX {
                         lane.hold(write)?;
                         *holds = true;
                         if job.fills(message) {
-                            run.add(job.share.lane, job.line.number, job.key);
+                            run.add(job.share.lane, job.line, job.key);
                         } else {
                             run.count = 0;
                         }
@@ -651,7 +680,7 @@ impl RdmaSend {
         if job.tells {
             let address = &raw const scratch.sizes[job.key] as u64;
             let local = Local { address, length: 8, key: scratch.regions[lane.adapter].local_key() };
-            let place = self.target.sizes + 8 * u64::from(job.line.slot);
+            let place = self.target.sizes + 8 * u64::from(job.slot);
             let key = self.target.size_keys.get(lane.peer_port).copied().unwrap_or(0);
             list.push(Work { local, remote: Remote { address: place, key }, ..silent });
         }

@@ -60,6 +60,9 @@ impl Stripes {
     /// Shares out a message of `length` bytes, and passes the turn on.
     #[inline]
     pub fn share(&mut self, length: u64) -> Shares {
+        if self.lanes == 1 {
+            return Shares { length, piece: length, count: 1, next: 0, first: 0, group: 1, base: 0 };
+        }
         let (group, base, first) = if self.split {
             (self.lanes, 0, self.turn % self.lanes)
         } else {
@@ -85,6 +88,11 @@ impl Shares {
     pub fn pieces(&self) -> usize {
         self.count
     }
+
+    /// Bytes of the longest one.
+    pub fn longest(&self) -> u64 {
+        self.piece.min(self.length)
+    }
 }
 
 impl Iterator for Shares {
@@ -96,7 +104,9 @@ impl Iterator for Shares {
             return None;
         }
         let offset = self.piece * self.next as u64;
-        let lane = self.base + (self.first + self.next) % self.group;
+        // Less than twice the group: its lanes once around.
+        let turn = self.first + self.next;
+        let lane = self.base + if turn < self.group { turn } else { turn - self.group };
         self.next += 1;
         Some(Share { lane, offset, length: self.piece.min(self.length - offset) })
     }
