@@ -27,7 +27,7 @@ const BYTES_PER_SECOND: u64 = 10_000_000;
 
 /// How long a line or a short message takes at most; so short that a plugin's own thread seldom does its work meanwhile,
 /// which would not be counted.
-const A_WHILE: Duration = Duration::from_micros(500);
+const A_WHILE: Duration = Duration::from_micros(200);
 
 #[inline(never)]
 fn counted<T>(call: impl FnOnce() -> T) -> T {

@@ -339,6 +339,7 @@ pub fn dereg_mr(comm: usize, mr: usize) -> Result<()> {
 ///
 /// # Errors
 /// When there is no such connection, or it has failed.
+#[inline]
 pub fn isend(comm: usize, part: Part) -> Result<Option<usize>> {
     process().comms.with(comm, |owner| {
         let ticket = match owner {
@@ -367,6 +368,7 @@ fn send_registered(conn: &RdmaSend, part: &Part) -> Result<Option<Ticket>> {
 ///
 /// # Errors
 /// When there is no such connection, or it has failed.
+#[inline]
 pub fn irecv(comm: usize, parts: &[Part]) -> Result<Option<usize>> {
     process().comms.with(comm, |owner| {
         let ticket = match owner {
@@ -449,6 +451,7 @@ pub fn iflush(comm: usize, parts: &[Part]) -> Result<Option<usize>> {
 ///
 /// # Errors
 /// When the request failed, was reported done before, or is not one of ours.
+#[inline]
 pub fn test(request: usize) -> Result<Option<Outcome>> {
     let handle = Handle::decode(request, Kind::Request)?;
     let ticket = Ticket { slot: handle.slot, generation: handle.generation };

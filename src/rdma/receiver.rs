@@ -320,7 +320,8 @@ impl RdmaRecv {
     }
 
     /// Looks whether anything has come, unless another thread is looking.
-    #[inline]
+    // Inlined into `test`, which runs again and again until something has come.
+    #[inline(always)]
     fn glance(&self) -> bool {
         let mut state = match self.state.try_lock() {
             Ok(state) => state,
@@ -337,7 +338,7 @@ impl RdmaRecv {
     }
 
     /// Takes completions.
-    #[inline]
+    #[inline(always)]
     fn pump(&self, state: &mut State) -> Result<bool> {
         if state.flush.is_some() {
             self.poll_flush(state)?;

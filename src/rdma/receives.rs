@@ -231,10 +231,12 @@ impl Receives {
     /// The slot of a receive, by tag and number.
     #[inline]
     pub fn find(&self, tag: i32, number: u32) -> Option<u8> {
-        self.open.iter().copied().find(|at| {
+        let is_it = |at: &u8| {
             let slot = &self.slots[usize::from(*at)];
             slot.number == number && slot.tag == tag
-        })
+        };
+        // Nearly always the first.
+        self.open.front().copied().filter(is_it).or_else(|| self.open.iter().copied().find(is_it))
     }
 
     /// A slot.

@@ -130,14 +130,14 @@ struct Job {
 }
 
 impl Job {
-    /// Whether it is a whole message that fills its receive.
-    fn fills(&self, message: &Message) -> bool {
-        self.share.length == message.length && message.length == self.size
+    /// Whether it is a whole message, of `length` bytes, that fills its receive.
+    fn fills(&self, length: u64) -> bool {
+        self.share.length == length && length == self.size
     }
 
     /// Whether it can answer for a run too.
-    fn ends(&self, run: &Run, message: &Message) -> bool {
-        run.is_followed_by(self.share.lane, self.line) && self.fills(message)
+    fn ends(&self, run: &Run, length: u64) -> bool {
+        run.is_followed_by(self.share.lane, self.line) && self.fills(length)
     }
 
     /// What its immediate says.
@@ -399,7 +399,8 @@ impl RdmaSend {
     }
 
     /// Looks whether anything can move, unless another thread is looking.
-    #[inline]
+    // Inlined into `test`, which runs again and again until something has come.
+    #[inline(always)]
     fn glance(&self) -> bool {
         let mut state = match self.state.try_lock() {
             Ok(state) => state,
@@ -416,6 +417,7 @@ impl RdmaSend {
     }
 
     /// Takes lines and completions, and posts what waited for them.
+    #[inline(always)]
     fn pump(&self, state: &mut State) -> Result<bool> {
         let mut moved = false;
         if state.matching.waiting_sends() > 0 {
@@ -606,11 +608,11 @@ impl RdmaSend {
         let longest = fabric.longest_write;
         let apart = fabric.apart_above;
         let lane = fabric.lane(job.share.lane);
-        let message = &messages[job.key];
-        let is_apart = apart.is_some_and(|above| message.length > above);
-        let local_key = message.memory.as_ref().map_or(0, |memory| memory.local_key(lane.adapter));
+        let Message { address, length, memory, .. } = &messages[job.key];
+        let (address, length) = (*address, *length);
+        let is_apart = apart.is_some_and(|above| length > above);
+        let local_key = memory.as_ref().map_or(0, |memory| memory.local_key(lane.adapter));
         loop {
-            let message = &messages[job.key];
             let rest = job.share.length - job.posted;
             let bytes = rest.min(longest);
             let at = job.share.offset + job.posted;
@@ -621,9 +623,9 @@ impl RdmaSend {
                 return Ok(false);
             }
             if job.posted == 0 && self.base.events.hears() {
-                self.tell_share(message, job, is_apart);
+                self.tell_share(&messages[job.key], job, is_apart);
             }
-            let local = Local { address: message.address + at, length: bytes as u32, key: local_key };
+            let local = Local { address: address + at, length: bytes as u32, key: local_key };
             let write = Work {
                 id: work_id(job.key, job.share.lane, places, is_end),
                 local,
@@ -640,12 +642,12 @@ impl RdmaSend {
                     if job.has_more && job.share.length <= HELD_MAX {
                         lane.hold(write)?;
                         *holds = true;
-                        if job.fills(message) {
+                        if job.fills(length) {
                             run.add(job.share.lane, job.line, job.key);
                         } else {
                             run.count = 0;
                         }
-                    } else if *holds && lane.held() >= run.count && job.ends(run, message) {
+                    } else if *holds && lane.held() >= run.count && job.ends(run, length) {
                         // From here on the earlier ones end with this one.
                         let immediate = Immediate { shares: run.count as u8 + 1, is_run: true, ..job.answer() };
                         lane.post_for(run.count, Work { immediate: Some(immediate.encode()), ..write })?;
@@ -727,8 +729,8 @@ impl RdmaSend {
         Ok(())
     }
 
-    /// A write has completed, or failed.
-    #[inline]
+    /// A write has completed, or failed. Out of line, so that a look which finds nothing is short.
+    #[inline(never)]
     fn completed(
         &self,
         lanes: &mut [Lane],
