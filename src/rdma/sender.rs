@@ -134,16 +134,56 @@ impl Job {
     fn fills(&self, length: u64) -> bool {
         self.share.length == length && length == self.size
     }
+}
 
-    /// Whether it can answer for a run too.
-    fn ends(&self, run: &Run, length: u64) -> bool {
-        run.is_followed_by(self.share.lane, self.line) && self.fills(length)
-    }
+/// What is known of a single write beside what the device is told.
+struct End {
+    /// Its message.
+    key: usize,
+    lane: usize,
+    line: u32,
+    /// Whether it is kept back until the other parts of its group are posted.
+    is_held: bool,
+    /// Whether it is a whole message that fills its receive: it can be part of a run.
+    fills: bool,
+}
 
-    /// What its immediate says.
-    fn answer(&self) -> Immediate {
-        Immediate::decode(self.immediate)
+/// Posts a write, or keeps it back.
+#[inline]
+fn hand_over(
+    lane: &mut Lane,
+    messages: &mut slab::Slab<Message>,
+    (holds, run): (&mut bool, &mut Run),
+    end: &End,
+    write: Work,
+) -> Result<()> {
+    // SAFETY: the message's memory is the transport's until its request ends, which needs this write's completion, and
+    // `Registration` keeps it pinned until then.
+    unsafe {
+        if end.is_held {
+            lane.hold(write)?;
+            *holds = true;
+            if end.fills {
+                run.add(end.lane, end.line, end.key);
+            } else {
+                run.count = 0;
+            }
+        } else if *holds && end.fills && lane.held() >= run.count && run.is_followed_by(end.lane, end.line) {
+            // From here on the earlier ones end with this one.
+            let answer = Immediate::decode(write.immediate.unwrap_or(0));
+            let immediate = Immediate { shares: run.count as u8 + 1, is_run: true, ..answer };
+            lane.post_for(run.count, Work { immediate: Some(immediate.encode()), ..write })?;
+            let keys = &run.keys[..run.count];
+            for (earlier, key) in keys.iter().zip(keys[1..].iter().map(|key| usize::from(*key)).chain([end.key])) {
+                messages[key].earlier = Some(*earlier);
+            }
+            run.count = 0;
+        } else {
+            lane.post_one(&write)?;
+            run.count = 0;
+        }
     }
+    Ok(())
 }
 
 struct State {
@@ -581,6 +621,32 @@ impl RdmaSend {
         if self.base.events.hears() {
             self.base.events.ready(message.slot, 0);
         }
+        if count == 1 && !is_told && !self.base.events.hears() {
+            // One write on one lane, as nearly always: nothing to keep in mind of it.
+            let at = shares.first_lane();
+            let lane = fabric.lane(at);
+            if jobs[at].is_empty() && lane.room() > 0 {
+                let local_key = message.memory.as_ref().map_or(0, |memory| memory.local_key(lane.adapter));
+                let write = Work {
+                    id: work_id(key, at, 1, true),
+                    local: Local { address: message.address, length: message.length as u32, key: local_key },
+                    remote: Remote { address: line.address, key: line.keys[lane.peer_port] },
+                    immediate: Some(immediate),
+                    is_read: false,
+                    is_inline: false,
+                    is_signaled: true,
+                };
+                let end = End {
+                    key,
+                    lane: at,
+                    line: line.number,
+                    is_held: line.has_more && message.length <= HELD_MAX,
+                    fills: message.length == line.size,
+                };
+                Counters::count(&self.base.counters.chunks, 1);
+                return hand_over(lane, messages, (holds, run), &end, write);
+            }
+        }
         for (index, share) in shares.enumerate() {
             let to = Remote { address: line.address, key: line.keys[fabric.lane(share.lane).peer_port] };
             let Line { size, number, slot, has_more, .. } = *line;
@@ -636,33 +702,15 @@ impl RdmaSend {
                 is_signaled: true,
             };
             if places == 1 {
-                // SAFETY: the message's memory is the transport's until its request ends, which needs this write's
-                // completion, and `Registration` keeps it pinned until then.
-                unsafe {
-                    if job.has_more && job.share.length <= HELD_MAX {
-                        lane.hold(write)?;
-                        *holds = true;
-                        if job.fills(length) {
-                            run.add(job.share.lane, job.line, job.key);
-                        } else {
-                            run.count = 0;
-                        }
-                    } else if *holds && lane.held() >= run.count && job.ends(run, length) {
-                        // From here on the earlier ones end with this one.
-                        let immediate = Immediate { shares: run.count as u8 + 1, is_run: true, ..job.answer() };
-                        lane.post_for(run.count, Work { immediate: Some(immediate.encode()), ..write })?;
-                        let keys = &run.keys[..run.count];
-                        for (earlier, key) in
-                            keys.iter().zip(keys[1..].iter().map(|key| usize::from(*key)).chain([job.key]))
-                        {
-                            messages[key].earlier = Some(*earlier);
-                        }
-                        run.count = 0;
-                    } else {
-                        lane.post_one(&write)?;
-                        run.count = 0;
-                    }
-                }
+                let end = End {
+                    key: job.key,
+                    lane: job.share.lane,
+                    line: job.line,
+                    is_held: job.has_more && job.share.length <= HELD_MAX,
+                    // The end of a longer share answers for itself alone.
+                    fills: is_end && job.posted == 0 && job.fills(length),
+                };
+                hand_over(lane, messages, (holds, run), &end, write)?;
             } else {
                 self.post_end(lane, scratch, job, write, is_apart)?;
             }

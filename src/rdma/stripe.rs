@@ -89,7 +89,14 @@ impl Shares {
         self.count
     }
 
+    /// The lane of the first one.
+    #[inline]
+    pub fn first_lane(&self) -> usize {
+        self.base + self.first
+    }
+
     /// Bytes of the longest one.
+    #[inline]
     pub fn longest(&self) -> u64 {
         self.piece.min(self.length)
     }
@@ -126,7 +133,11 @@ mod tests {
             let lanes = devices * per_device;
             let mut stripes = Stripes::new(lanes, devices, split);
             for length in lengths {
-                let shares: Vec<Share> = stripes.share(length).collect();
+                let all = stripes.share(length);
+                let (longest, first_lane) = (all.longest(), all.first_lane());
+                let shares: Vec<Share> = all.collect();
+                prop_assert_eq!(Some(longest), shares.iter().map(|share| share.length).max());
+                prop_assert_eq!(first_lane, shares[0].lane);
                 let mut at = 0;
                 let mut seen = vec![false; lanes];
                 for share in &shares {
