@@ -79,7 +79,10 @@ const AHEAD: usize = 8;
 
 /// Sends messages of 1 MiB, 8 at a time, until told to stop; then an empty one.
 fn send_stream() {
-    let send = connect();
+    send_over(connect());
+}
+
+fn send_over(send: SendComm) {
     let mail = child::mailbox();
     let mut flying = VecDeque::new();
     let mut number = 0;
@@ -101,7 +104,10 @@ fn send_stream() {
 
 /// Receives and checks them, and leaves a list of times and bytes.
 fn receive_stream() {
-    let recv = accept();
+    receive_over(accept());
+}
+
+fn receive_over(recv: RecvComm) {
     let memory: Vec<Memory> = (0..AHEAD).map(|_| Memory::new(MESSAGE)).collect();
     // SAFETY: the memory outlives the connection.
     let post = |at: usize| unsafe { recv.post(&[Part::all(&memory[at % AHEAD], None)]) }.expect("irecv");
@@ -599,4 +605,61 @@ fn a_long_run_with_faults_leaves_memory_and_descriptors_flat() {
         eprintln!("{}", ends.receive(&format!("told-{who}")));
     }
     eprintln!("{seconds} s, {} faults, {} of them outages of all rails, 0 wrong, 0 hangs", tally.faults, tally.outages);
+}
+
+/// One of two rails is down, here or there, or silent, when two ranks get connected: it takes about a second, and the
+/// rail is used when it is back.
+#[test]
+fn a_connection_comes_up_while_its_first_rail_is_down() {
+    const NAME: &str = "a_connection_comes_up_while_its_first_rail_is_down";
+    if let Some(role) = child::role() {
+        let _watchdog = watchdog(120);
+        let mail = child::mailbox();
+        let context = context(ApiVersion::V12);
+        child::send(&mail, &format!("has-rails-{role}"), b"");
+        child::receive(&mail, "cut");
+        if role == "receiver" {
+            let (listener, handle) = context.listen(0).expect("listen");
+            child::send(&mail, "handle", handle.bytes());
+            receive_over(listener.accept_within(PATIENCE).expect("accept"));
+        } else {
+            let mut handle = Handle::from_bytes(&child::receive(&mail, "handle"));
+            let start = Instant::now();
+            let send = context.connect_within(0, &mut handle, PATIENCE).expect("connect");
+            child::send(&mail, "connected", start.elapsed().as_millis().to_string().as_bytes());
+            send_over(send);
+        }
+        return;
+    }
+    if !available() {
+        return;
+    }
+    for (how, family) in [
+        (Cut::DownHere, "AF_INET"),
+        (Cut::DownThere, "AF_INET"),
+        (Cut::Silent, "AF_INET"),
+        (Cut::HalfSilent, "AF_INET"),
+        (Cut::Reset, "AF_INET"),
+        (Cut::Silent, "AF_INET6"),
+    ] {
+        let network = Network::new(2, MBIT);
+        let ends = Ends::start(NAME, &network.hosts, &[("NCCL_SOCKET_FAMILY", family)]);
+        for note in ["has-rails-sender", "has-rails-receiver"] {
+            child::receive(ends.mail.path(), note);
+        }
+        network.cut(0, how);
+        child::send(ends.mail.path(), "cut", b"");
+        let connected: u64 = ends.receive("connected").parse().expect("milliseconds");
+        std::thread::sleep(1500 * MS);
+        let sent = sent_over(&network, 0);
+        let mended = Instant::now();
+        network.mend(0, how);
+        let used = || (sent_over(&network, 0) > sent + (4 << 20)).then(|| mended.elapsed());
+        let back = support::eventually("the rail is used", 10_000 * MS, used);
+        child::send(ends.mail.path(), "stop", b"");
+        ends.pass();
+        eprintln!("{how:?}, {family}: connected after {connected} ms, rail 0 used {back:?} after its return");
+        assert!(connected < 1200, "{how:?}: connected after {connected} ms");
+        assert!(back < 5000 * MS, "{how:?}: used {back:?} after its return");
+    }
 }

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use support::child::{self, Guarded, Mailbox};
 use support::netns::{Namespace, available, two_hosts};
+use support::proxy::{address_of, lead_to};
 use support::{PATIENCE, context, eventually, part, pattern, watchdog};
 use towline::host::log::Capture;
 use towline::host::{ApiVersion, Code, Context, Handle, Memory, Part, Request};
@@ -359,7 +360,9 @@ fn meets(test: &str, route: &str, most: Duration) {
     let context = context(ApiVersion::V12);
     let (_listener, mut handle) = context.listen(0).expect("listen");
     // The handle of a listener there: the address is all that differs.
-    handle.bytes_mut()[28..32].copy_from_slice(&[10, 77, 0, 2]);
+    let mut there = address_of(&handle);
+    there.set_ip(std::net::Ipv4Addr::new(10, 77, 0, 2).into());
+    lead_to(&mut handle, there);
     let start = Instant::now();
     assert_eq!(context.connect_within(0, &mut handle, PATIENCE).err(), Some(Code::RemoteError));
     assert!(start.elapsed() < most, "after {:?}", start.elapsed());

@@ -71,9 +71,21 @@ fn over_streams(dialled: Dialled) -> Result<Comm> {
 
 #[derive(Default)]
 struct Left {
-    attempts: HashMap<u64, Attempt>,
-    last_key: u64,
+    attempts: HashMap<u32, Attempt>,
+    last_key: u32,
     listeners: Vec<usize>,
+}
+
+impl Left {
+    /// A key that no attempt has, and not 0.
+    fn next_key(&mut self) -> u32 {
+        loop {
+            self.last_key = self.last_key.wrapping_add(1);
+            if self.last_key != 0 && !self.attempts.contains_key(&self.last_key) {
+                return self.last_key;
+            }
+        }
+    }
 }
 
 /// What one `init` started.
@@ -106,7 +118,7 @@ impl Context {
     ///
     /// # Errors
     /// When a new one cannot be started.
-    pub fn dial(&self, key: u64, start: impl FnOnce() -> Result<Way>) -> Result<(u64, Way)> {
+    pub fn dial(&self, key: u32, start: impl FnOnce() -> Result<Way>) -> Result<(u32, Way)> {
         let now = Instant::now();
         let mut left = self.left();
         if let Some(attempt) = left.attempts.get_mut(&key) {
@@ -118,8 +130,7 @@ impl Context {
             .extract_if(|_, attempt| now - attempt.asked > FORGOTTEN)
             .map(|(_, attempt)| attempt.dial)
             .collect();
-        left.last_key += 1;
-        let key = left.last_key;
+        let key = left.next_key();
         let dial = start()?;
         left.attempts.insert(key, Attempt { dial: dial.clone(), asked: now });
         drop(left);
@@ -128,7 +139,7 @@ impl Context {
     }
 
     /// The attempt has been answered.
-    pub fn forget_dial(&self, key: u64) {
+    pub fn forget_dial(&self, key: u32) {
         self.left().attempts.remove(&key);
     }
 

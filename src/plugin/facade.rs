@@ -144,22 +144,22 @@ pub fn listen(ctx: Option<usize>, dev: i32) -> Result<([u8; 64], usize)> {
     let context = process.context(ctx)?;
     let binding = process.devices.binding(dev)?;
     let net = process.net()?;
-    let (comm, secret, address, is_rdma) = match process.rdma_group(&binding) {
+    let (comm, secret, addresses, is_rdma) = match process.rdma_group(&binding) {
         #[cfg(feature = "rdma")]
         Some((rdma, adapters)) => {
-            let (listening, address) = rdma.listen(net, adapters, binding.rails, context.traffic_class)?;
+            let (listening, addresses) = rdma.listen(net, adapters, binding.rails, context.traffic_class)?;
             let secret = listening.door.secret.clone();
             let listen = RdmaListenComm { net: Arc::clone(net), listening, profiler: context.listener.clone() };
-            (Comm::RdmaListen(listen), secret, address, true)
+            (Comm::RdmaListen(listen), secret, addresses, true)
         }
         _ => {
-            let (listener, address) = net.acceptor.listen(binding.rails, context.traffic_class, None)?;
+            let (listener, addresses) = net.acceptor.listen(binding.rails, context.traffic_class, None)?;
             let secret = listener.secret.clone();
             let listen = ListenComm { net: Arc::clone(net), listener, profiler: context.listener.clone() };
-            (Comm::Listen(listen), secret, address, false)
+            (Comm::Listen(listen), secret, addresses, false)
         }
     };
-    let handle = ConnectionHandle { secret, address, is_rdma, key: 0 };
+    let handle = ConnectionHandle { secret, addresses, is_rdma, key: 0 };
     let comm = process.comms.insert(Arc::new(comm))?.encode();
     context.add_listener(comm);
     Ok((handle.encode(), comm))
@@ -201,11 +201,11 @@ fn connect_with(
     let net = process.net()?;
     let group = process.rdma_group(&binding);
     if handle.is_rdma != group.is_some() {
-        return Err(other_backend(handle.is_rdma).with_peer(handle.address));
+        return Err(other_backend(handle.is_rdma).with_peer(handle.addresses[0]));
     }
     let start = || {
         let target = Target {
-            address: handle.address,
+            addresses: handle.addresses.clone(),
             secret: handle.secret.clone(),
             rails: binding.rails,
             traffic_class: traffic_class.or(context.traffic_class),

@@ -86,11 +86,11 @@ impl Rdma {
         adapters: Adapters,
         rails: Arc<[Rail]>,
         traffic_class: Option<u8>,
-    ) -> Result<(Listening, SocketAddr)> {
+    ) -> Result<(Listening, Vec<SocketAddr>)> {
         self.watch_events(net);
         let listener = Listener::new(Arc::clone(net), adapters);
-        let (door, address) = net.acceptor.listen(rails, traffic_class, Some(Arc::clone(&listener) as _))?;
-        Ok((Listening { door, listener }, address))
+        let (door, addresses) = net.acceptor.listen(rails, traffic_class, Some(Arc::clone(&listener) as _))?;
+        Ok((Listening { door, listener }, addresses))
     }
 
     /// Starts to connect.

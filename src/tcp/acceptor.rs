@@ -149,18 +149,20 @@ impl Acceptor {
         }
     }
 
-    /// A listener on the given rails: itself, and the address of the first rail's socket.
+    /// A listener on the given rails: itself, and the addresses of their sockets.
     ///
     /// # Errors
-    /// When no socket can be bound to the first rail (the interface has vanished, say).
+    /// When no socket can be bound to any of them (the interface has vanished, say).
     pub fn listen(
         &self,
         rails: Arc<[Rail]>,
         traffic_class: Option<u8>,
         takeover: Option<Arc<dyn Takeover>>,
-    ) -> Result<(Arc<Listener>, SocketAddr)> {
+    ) -> Result<(Arc<Listener>, Vec<SocketAddr>)> {
         let first = rails.first().ok_or_else(|| Error::internal("a device without rails"))?;
-        let address = self.port(first)?;
+        // With several, one that has no address any more is done without.
+        let addresses = if rails.len() > 1 { self.addresses(&rails) } else { Vec::new() };
+        let addresses = if addresses.is_empty() { vec![self.port(first)?] } else { addresses };
         let listener = Arc::new(Listener {
             secret: Secret::random()?,
             rails,
@@ -170,7 +172,7 @@ impl Acceptor {
             arrived: Condvar::new(),
         });
         lock(&self.listeners).insert(listener.secret.listener_id(), Arc::clone(&listener));
-        Ok((listener, address))
+        Ok((listener, addresses))
     }
 
     /// Takes no more connections for this listener, and ends those that nobody accepted.

@@ -39,10 +39,16 @@ const TRY: Duration = Duration::from_secs(2);
 /// How long a try may take. With nothing connected and several ways to go, the peer is missing us already: each way gets a
 /// moment, and twice as long in the next round.
 fn try_of(conn: &SendConn, tries: u32) -> Duration {
-    if conn.is_connected() || conn.pairs() == 1 {
-        return TRY;
-    }
-    let round = (tries as usize / conn.pairs()).min(4) as u32;
+    if conn.is_connected() || conn.pairs() == 1 { TRY } else { quick(tries, conn.pairs()) }
+}
+
+/// The same for a stream that was never there.
+fn first_try(tries: u32, pairs: usize) -> Duration {
+    if pairs == 1 { TRY } else { quick(tries, pairs) }
+}
+
+fn quick(tries: u32, pairs: usize) -> Duration {
+    let round = (tries as usize / pairs).min(4) as u32;
     (QUICK_TRY * (1 << round)).min(TRY)
 }
 
@@ -56,6 +62,9 @@ const MANY: u32 = 100;
 
 /// When a stream that had to go over other rails begins to try its own.
 const HOMECOMING: Duration = Duration::from_secs(1);
+
+/// The same for one that was never there.
+const RARELY: Duration = Duration::from_secs(30);
 
 /// A repair ends with its connection.
 const NO_DEADLINE: Duration = Duration::from_secs(1 << 31);
@@ -76,8 +85,8 @@ static WAITING: Limiter = Limiter::new();
 
 /// Where to go and what to say there.
 pub struct Target {
-    /// The address in the handle, and the secret behind it.
-    pub address: SocketAddr,
+    /// The addresses in the handle, at least one: where the listener's process can be reached over one rail or another.
+    pub addresses: Vec<SocketAddr>,
     /// What the handle carries.
     pub secret: Secret,
     /// This side's rails.
@@ -86,6 +95,13 @@ pub struct Target {
     pub traffic_class: Option<u8>,
     /// Who takes the connection over, if it is not to be TCP's.
     pub takeover: Option<Arc<dyn Takeover>>,
+}
+
+impl Target {
+    /// How many pairs of rails there are to try.
+    fn pairs(&self) -> usize {
+        self.rails.len().max(self.addresses.len()).max(1)
+    }
 }
 
 enum Purpose {
@@ -111,6 +127,16 @@ enum Stage {
     Greeting { said: [u8; PREAMBLE] },
     Welcome(Box<Said>),
     Over,
+}
+
+/// How a dial begins.
+struct Begin {
+    at: Instant,
+    epoch: u16,
+    /// As if there had been so many.
+    tries: u32,
+    /// The repair is to be begun then, and not before: who comes home later does not keep others from one.
+    claims: bool,
 }
 
 /// Where a try goes.
@@ -150,6 +176,8 @@ struct State {
     watch: Option<Registration>,
     clock: Option<Registration>,
     input: Vec<u8>,
+    /// The repair is still to be begun.
+    claims: bool,
     tries: u32,
     try_until: Instant,
     refused_since: Option<Instant>,
@@ -217,15 +245,28 @@ impl Dial {
 
     /// Has stream `index` connected again, over its own rails while other streams carry the load. It goes on until the
     /// stream is back or the connection is over. Nothing when that is under way already.
-    pub fn repair(net: Arc<Net>, conn: &Arc<SendConn>, index: usize, after: Duration) {
+    pub fn repair(net: Arc<Net>, conn: &Arc<SendConn>, index: usize) {
         if !conn.begin_repair(index) {
             return;
         }
-        let start = Instant::now() + after;
+        let now = Instant::now();
         let purpose = Purpose::Join { conn: Arc::downgrade(conn), index, repair: true };
-        if let Err(error) = Self::start_at(net, purpose, start + NO_DEADLINE, 0, start) {
+        if let Err(error) =
+            Self::start_at(net, purpose, now + NO_DEADLINE, Begin { at: now, epoch: 0, tries: 0, claims: false })
+        {
             conn.end_repair(index);
             conn.gave_up(index, &error);
+        }
+    }
+
+    /// Has stream `index`, which lives over other rails, come back to its own, in a while. Should it break before, it is
+    /// repaired as any other, and this is nothing.
+    fn come_home(net: Arc<Net>, conn: &Arc<SendConn>, index: usize, after: Duration, tries: u32) {
+        let at = Instant::now() + after;
+        let purpose = Purpose::Join { conn: Arc::downgrade(conn), index, repair: true };
+        if let Err(error) = Self::start_at(net, purpose, at + NO_DEADLINE, Begin { at, epoch: 0, tries, claims: true })
+        {
+            tracing::debug!(target: NET, "a stream stays where it is: {error}");
         }
     }
 
@@ -233,17 +274,19 @@ impl Dial {
     pub fn call(net: Arc<Net>, conn: &Arc<RecvConn>, way: usize, since: Instant) {
         let start = since + lifeline::CALL_AFTER;
         let purpose = Purpose::Call { conn: Arc::downgrade(conn), way, since };
-        if let Err(error) = Self::start_at(net, purpose, start + NO_DEADLINE, 0, start) {
+        let begin = Begin { at: start, epoch: 0, tries: 0, claims: false };
+        if let Err(error) = Self::start_at(net, purpose, start + NO_DEADLINE, begin) {
             // Nothing is known then, as if nobody had answered.
             tracing::debug!(target: NET, "the peer cannot be called: {error}");
         }
     }
 
     fn start(net: Arc<Net>, purpose: Purpose, deadline: Instant, epoch: u16) -> Result<Arc<Self>> {
-        Self::start_at(net, purpose, deadline, epoch, Instant::now())
+        Self::start_at(net, purpose, deadline, Begin { at: Instant::now(), epoch, tries: 0, claims: false })
     }
 
-    fn start_at(net: Arc<Net>, purpose: Purpose, deadline: Instant, epoch: u16, now: Instant) -> Result<Arc<Self>> {
+    fn start_at(net: Arc<Net>, purpose: Purpose, deadline: Instant, begin: Begin) -> Result<Arc<Self>> {
+        let Begin { at: now, epoch, tries, claims } = begin;
         let tell_at = matches!(purpose, Purpose::Connect(_)).then(|| now + TELL_AFTER);
         let dial = Arc::new_cyclic(|me| Self {
             me: me.clone(),
@@ -256,7 +299,8 @@ impl Dial {
                 watch: None,
                 clock: None,
                 input: Vec::new(),
-                tries: 0,
+                claims,
+                tries,
                 try_until: now,
                 refused_since: None,
                 forbidden_since: None,
@@ -318,6 +362,7 @@ impl Dial {
         state.sock = None;
         state.clock = None;
         if let Purpose::Join { conn, index, repair: true } = &self.purpose
+            && !state.claims
             && let Some(conn) = conn.upgrade()
         {
             conn.end_repair(*index);
@@ -334,14 +379,23 @@ impl Dial {
     fn route(&self, attempt: u32) -> Option<Route> {
         match &self.purpose {
             Purpose::Connect(target) => {
-                let local = (target.rails.len() > 1).then(|| target.rails[0].clone());
-                Some(Route { local, remote: localise(target.address, target.rails.first()), way: 0 })
+                let pairs = target.pairs();
+                // First each rail with its counterpart; in the next rounds, should these not share a network, with others.
+                let (way, round) = (attempt as usize % pairs, attempt as usize / pairs);
+                let local = target.rails.get((way + round) % target.rails.len().max(1));
+                let remote = *target.addresses.get(way % target.addresses.len().max(1))?;
+                let bound = (target.rails.len() > 1).then(|| local.cloned()).flatten();
+                Some(Route { local: bound, remote: localise(remote, local), way })
             }
             Purpose::Join { conn, index, repair } => {
                 let conn = conn.upgrade()?;
                 let link = conn.link();
-                let at =
-                    index + conn.home(*index) + if *repair && conn.awaits_home(*index) { 0 } else { attempt as usize };
+                let at = match (*repair, conn.awaits_home(*index)) {
+                    // It lives elsewhere, and shall come back to its own rails.
+                    (true, _) if conn.lives(*index) => *index,
+                    (true, true) => index + conn.home(*index),
+                    _ => index + conn.home(*index) + attempt as usize,
+                };
                 let remote = *link.remote.get(at % link.remote.len().max(1))?;
                 let local = link.local.get(at % link.local.len().max(1));
                 let bound = (link.local.len() > 1).then(|| local.cloned()).flatten();
@@ -360,19 +414,24 @@ impl Dial {
     fn begin(self: &Arc<Self>, state: &mut State) -> io::Result<()> {
         let Route { local, remote, way } = self.route(state.tries).ok_or(io::ErrorKind::NotConnected)?;
         state.way = way;
+        state.abroad = match &self.purpose {
+            Purpose::Join { conn, index, .. } => conn.upgrade().is_some_and(|conn| way != index % conn.pairs()),
+            Purpose::Connect(_) => state.tries > 0,
+            Purpose::Call { .. } => false,
+        };
         if let Purpose::Join { conn, index, repair: true } = &self.purpose
             && let Some(conn) = conn.upgrade()
         {
             // A new life for every try: the peer may have taken the last one for good before its welcome was lost.
             state.epoch = conn.next_epoch(*index);
-            state.abroad = !(state.tries as usize).is_multiple_of(conn.pairs()) && !conn.awaits_home(*index);
         }
         state.tries += 1;
         state.unanswered = false;
         let patience = match &self.purpose {
             Purpose::Join { conn, repair: true, .. } => conn.upgrade().map_or(TRY, |conn| try_of(&conn, state.tries)),
-            Purpose::Call { .. } => (QUICK_TRY * (1 << state.tries.min(4))).min(TRY),
-            _ => TRY,
+            Purpose::Join { conn, .. } => conn.upgrade().map_or(TRY, |conn| first_try(state.tries - 1, conn.pairs())),
+            Purpose::Connect(target) => first_try(state.tries - 1, target.pairs()),
+            Purpose::Call { .. } => quick(state.tries - 1, 1),
         };
         state.try_until = (Instant::now() + patience).min(self.deadline);
         let sock = new_socket(remote)?;
@@ -415,9 +474,9 @@ impl Dial {
                         return Ok(None);
                     }
                     self.learn(state.way, Answer::Accepted);
-                    if let Purpose::Call { .. } = &self.purpose {
-                        state.try_until = Instant::now() + lifeline::HOLD;
-                    }
+                    // The way is good: what it waits for now is the peer's process, which may be busy.
+                    let hold = if let Purpose::Call { .. } = &self.purpose { lifeline::HOLD } else { TRY };
+                    state.try_until = (Instant::now() + hold).min(self.deadline);
                     let bare = if self.takeover().is_some() { FEATURE_BARE } else { 0 };
                     let features = self.net.features() | bare;
                     let said = Preamble { low: VERSION_MIN, high: VERSION_MAX, features }.encode();
@@ -562,7 +621,8 @@ impl Dial {
                     local: Arc::clone(&target.rails),
                     traffic_class: target.traffic_class,
                 };
-                let peer = Peer { label: welcome.label, address: target.address };
+                let address = sock.peer_addr().ok().and_then(|address| address.as_socket());
+                let peer = Peer { label: welcome.label, address: address.unwrap_or(target.addresses[0]) };
                 tracing::debug!(target: NET, "connected to {peer}");
                 if let Some(takeover) = &target.takeover {
                     takeover.take_over(Handed { link, peer, sock });
@@ -630,7 +690,7 @@ impl Dial {
         hopeless |= may_end && state.forbidden_since.is_some_and(|since| now - since > FORBIDDEN);
         if now >= self.deadline || dead || hopeless {
             let error = match &self.purpose {
-                Purpose::Connect(target) => error.with_peer(target.address),
+                Purpose::Connect(target) => error.with_peer(target.addresses[0]),
                 Purpose::Join { .. } | Purpose::Call { .. } => error,
             };
             if let Purpose::Join { conn, index, .. } = &self.purpose
@@ -642,6 +702,22 @@ impl Dial {
             return Progress { moved: true, again: None };
         }
         self.tell_of_waiting(state, now, &error);
+        if let Purpose::Connect(target) = &self.purpose
+            && !(state.tries as usize).is_multiple_of(target.pairs())
+        {
+            // Over another rail at once.
+            state.last_failure = Some(error);
+            return self.pause(state, now);
+        }
+        if state.tries > MANY
+            && let Purpose::Join { conn, index, repair: true } = &self.purpose
+            && let Some(conn) = conn.upgrade().filter(|conn| conn.lives(*index) && !conn.was_home(*index))
+        {
+            // These rails may have no network in common. It has others.
+            self.finish(state, Err(error));
+            Self::come_home(Arc::clone(&self.net), &conn, *index, RARELY, MANY);
+            return Progress::default();
+        }
         state.last_failure = Some(error);
         if matches!(self.purpose, Purpose::Join { repair: false, .. }) {
             // A new life for every try: the peer may have taken the last one for good before its welcome was lost.
@@ -675,10 +751,37 @@ impl Dial {
         }
         state.tell_at = None;
         let (so_far, all) = (TELL_AFTER.as_secs(), self.net.config.connect_timeout.as_secs());
-        let error = error.clone().with_peer(target.address);
+        let error = error.clone().with_peer(target.addresses[0]);
         WAITING.tell(|more| {
             tracing::warn!(target: NET, "not connected after {so_far} s: {error}; it is tried until {all} s are over (TOWLINE_CONNECT_TIMEOUT){more}");
         });
+    }
+
+    /// A stream is connected, `offset` pairs of rails from its own. It comes home when it can: at set-up a rail may have been
+    /// down that is there later.
+    fn settle(&self, conn: &Arc<SendConn>, abroad: bool, offset: usize) {
+        let index = match self.purpose {
+            Purpose::Connect(_) => 0,
+            Purpose::Join { index, repair, .. } => {
+                if !repair && abroad {
+                    conn.set_home(index, offset);
+                }
+                index
+            }
+            Purpose::Call { .. } => return,
+        };
+        conn.set_abroad(index, abroad);
+        if abroad && conn.mends() {
+            Self::come_home(Arc::clone(&self.net), conn, index, HOMECOMING, 0);
+        }
+    }
+
+    /// Begins to bring a stream home that still lives elsewhere. False when that is no more to be done.
+    fn claim(&self, state: &mut State) -> bool {
+        let Purpose::Join { conn, index, .. } = &self.purpose else { return false };
+        let Some(conn) = conn.upgrade() else { return false };
+        state.claims = !(conn.lives(*index) && conn.is_abroad(*index) && conn.begin_repair(*index));
+        !state.claims
     }
 
     fn drive(self: &Arc<Self>) -> Progress {
@@ -700,6 +803,10 @@ impl Dial {
             if now < until {
                 return Progress { moved: false, again: Some(until) };
             }
+            if state.claims && !self.claim(&mut state) {
+                self.finish(&mut state, Err(Error::usage("the connection is closed")));
+                return Progress::default();
+            }
             if let Err(error) = self.begin(&mut state) {
                 let error = forbidden(&error).unwrap_or_else(|| refused(&error));
                 return self.failed(&mut state, error);
@@ -712,15 +819,10 @@ impl Dial {
             }
             Ok(Some(Reached::Connected(dialled))) => {
                 self.finish(&mut state, Ok(dialled.clone()));
-                if let Purpose::Join { index, repair, .. } = self.purpose
-                    && let Dialled::Streams(conn) = dialled
-                {
-                    if !repair {
-                        conn.set_home(index, state.tries as usize - 1);
-                    } else if state.abroad {
-                        drop(state);
-                        Self::repair(Arc::clone(&self.net), &conn, index, HOMECOMING);
-                    }
+                if let Dialled::Streams(conn) = dialled {
+                    let (abroad, offset) = (state.abroad, state.tries as usize - 1);
+                    drop(state);
+                    self.settle(&conn, abroad, offset);
                 }
                 Progress { moved: true, again: None }
             }

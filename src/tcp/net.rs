@@ -223,7 +223,7 @@ impl Net {
     /// Has a broken stream connected again.
     pub fn repair(&self, conn: &Arc<SendConn>, index: usize) {
         if let Some(me) = self.me.upgrade() {
-            Dial::repair(me, conn, index, Duration::ZERO);
+            Dial::repair(me, conn, index);
         }
     }
 

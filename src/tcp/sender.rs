@@ -194,6 +194,9 @@ pub struct SendConn {
     /// A bit for each stream that is being connected again.
     repairs: AtomicUsize,
     homes: Mutex<[u8; MAX_STREAMS]>,
+    /// A bit for each stream that is connected over other rails than its own, and for each that was ever over these.
+    abroad: AtomicUsize,
+    been_home: AtomicUsize,
     /// The last epoch that each stream tried.
     epochs: Mutex<[u16; MAX_STREAMS]>,
     /// Where this connection's streams begin among the workers.
@@ -242,6 +245,8 @@ impl SendConn {
             ended: Ended::default(),
             repairs: AtomicUsize::new(0),
             homes: Mutex::default(),
+            abroad: AtomicUsize::new(0),
+            been_home: AtomicUsize::new(0),
             epochs: Mutex::default(),
             turn,
         });

@@ -3,13 +3,14 @@
 //! handshake tells, which are proved.
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use towline::host::Handle;
+use towline::plugin::handle::ConnectionHandle;
 
 /// Which way bytes go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,25 +29,19 @@ pub struct Proxy {
     seen: Arc<Mutex<[Vec<u8>; 2]>>,
 }
 
+fn decoded(handle: &Handle) -> ConnectionHandle {
+    ConnectionHandle::decode(handle.bytes()[..64].try_into().expect("64 bytes")).expect("a handle")
+}
+
 /// Where the listener behind a handle can be reached: the tests know as much as a stranger who has seen the packets.
 pub fn address_of(handle: &Handle) -> SocketAddr {
-    let bytes = &handle.bytes()[24..48];
-    let port = u16::from_le_bytes([bytes[2], bytes[3]]);
-    match bytes[0] {
-        4 => SocketAddr::from((Ipv4Addr::new(bytes[4], bytes[5], bytes[6], bytes[7]), port)),
-        6 => SocketAddr::from((Ipv6Addr::from(<[u8; 16]>::try_from(&bytes[4..20]).expect("16 bytes")), port)),
-        family => panic!("the handle holds an address of family {family}"),
-    }
+    decoded(handle).addresses[0]
 }
 
 /// Has the handle lead somewhere else.
 pub fn lead_to(handle: &mut Handle, address: SocketAddr) {
-    let IpAddr::V4(ip) = address.ip() else { panic!("the tests' own listeners are IPv4") };
-    let bytes = &mut handle.bytes_mut()[24..48];
-    bytes.fill(0);
-    bytes[0] = 4;
-    bytes[2..4].copy_from_slice(&address.port().to_le_bytes());
-    bytes[4..8].copy_from_slice(&ip.octets());
+    let elsewhere = ConnectionHandle { addresses: vec![address], ..decoded(handle) };
+    handle.bytes_mut()[..64].copy_from_slice(&elsewhere.encode());
 }
 
 impl Proxy {

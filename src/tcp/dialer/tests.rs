@@ -32,7 +32,8 @@ fn a_stream_that_breaks_while_its_repair_ends_is_repaired_again() {
     assert!(conn.begin_repair(0), "nobody else does");
     let later = Instant::now() + NO_DEADLINE;
     let purpose = Purpose::Join { conn: Arc::downgrade(&conn), index: 0, repair: true };
-    let repair = Dial::start_at(Arc::clone(&net), purpose, later, 0, later).expect("the keeper runs");
+    let begin = Begin { at: later, epoch: 0, tries: 0, claims: false };
+    let repair = Dial::start_at(Arc::clone(&net), purpose, later, begin).expect("the keeper runs");
 
     drop(theirs);
     loopback::wait_until("the end of the stream is not seen", || !conn.is_connected());

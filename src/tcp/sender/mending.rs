@@ -179,7 +179,39 @@ impl SendConn {
         self.link.local.len().max(self.link.remote.len()).max(1)
     }
 
-    /// The pair of rails over which stream `index` first connected, counted from the one that its number gives.
+    /// Whether stream `index` is connected.
+    pub fn lives(&self, index: usize) -> bool {
+        self.state().core.is_live(index)
+    }
+
+    /// Whether streams that end are connected again.
+    pub fn mends(&self) -> bool {
+        self.recovery
+    }
+
+    /// Whether stream `index` is connected over another pair of rails than the one that its number gives.
+    pub fn set_abroad(&self, index: usize, abroad: bool) {
+        if abroad {
+            self.abroad.fetch_or(1 << index, Ordering::SeqCst);
+            return;
+        }
+        self.abroad.fetch_and(!(1 << index), Ordering::SeqCst);
+        self.been_home.fetch_or(1 << index, Ordering::SeqCst);
+        self.set_home(index, 0);
+    }
+
+    /// Whether it was connected so last.
+    pub fn is_abroad(&self, index: usize) -> bool {
+        self.abroad.load(Ordering::SeqCst) & 1 << index != 0
+    }
+
+    /// Whether it was ever connected over its own pair.
+    pub fn was_home(&self, index: usize) -> bool {
+        self.been_home.load(Ordering::SeqCst) & 1 << index != 0
+    }
+
+    /// The pair of rails over which stream `index` comes back, counted from the one that its number gives: another one
+    /// than that if it first connected over that.
     pub fn home(&self, index: usize) -> usize {
         usize::from(lock(&self.homes)[index])
     }

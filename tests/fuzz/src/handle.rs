@@ -10,7 +10,7 @@ pub fn run(data: &[u8]) {
     if let Ok(handle) = ConnectionHandle::decode(&bytes) {
         let again = ConnectionHandle::decode(&handle.encode()).expect("what we wrote can be read");
         assert_eq!(again.secret, handle.secret);
-        assert_eq!(again.address, handle.address);
+        assert_eq!(again.addresses, handle.addresses);
         assert_eq!(again.key, handle.key);
         let mut keyed = handle.encode();
         ConnectionHandle::set_key(&mut keyed, 77);
