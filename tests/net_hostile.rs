@@ -197,6 +197,7 @@ fn a_try_that_is_cut_off_is_followed_by_another_at_once() {
     let real = address_of(&handle);
     let trap = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     lead_to(&mut handle, trap.local_addr().expect("an address"));
+    let (end, ended) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
         for cut_off in [true, true, true, false] {
             let (mut client, _) = trap.accept().expect("a try");
@@ -207,13 +208,19 @@ fn a_try_that_is_cut_off_is_followed_by_another_at_once() {
             let mut server = TcpStream::connect(real).expect("the listener can be reached");
             let (mut from, mut to) = (server.try_clone().expect("a copy"), client.try_clone().expect("a copy"));
             std::thread::spawn(move || std::io::copy(&mut from, &mut to));
-            std::thread::spawn(move || std::io::copy(&mut client, &mut server));
+            let end = end.clone();
+            std::thread::spawn(move || {
+                let _ = std::io::copy(&mut client, &mut server);
+                let _ = end.send(());
+            });
         }
     });
     let start = Instant::now();
     let pair = Pair::through(&listener, (&context, 0), &mut handle).expect("a connection");
     assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
     assert!(pair.transfer(pattern(1, 1000)).expect("a transfer") == pattern(1, 1000));
+    // On its only way it is at home: nothing is connected anew later.
+    assert!(ended.recv_timeout(Duration::from_millis(1500)).is_err(), "the stream ended");
 }
 
 /// How many strangers come and go in [`a_crowd_of_strangers_does_not_keep_the_rightful_peer_out`].

@@ -416,7 +416,9 @@ impl Dial {
         state.way = way;
         state.abroad = match &self.purpose {
             Purpose::Join { conn, index, .. } => conn.upgrade().is_some_and(|conn| way != index % conn.pairs()),
-            Purpose::Connect(_) => state.tries > 0,
+            Purpose::Connect(target) => {
+                !(state.tries as usize).is_multiple_of(target.pairs() * target.rails.len().max(1))
+            }
             Purpose::Call { .. } => false,
         };
         if let Purpose::Join { conn, index, repair: true } = &self.purpose
