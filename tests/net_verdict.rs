@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use support::ends::{
     Ends, PATIENCE, accept, connect, plays, receive, send, signal, stream_in, stream_out, tell, wait_for,
 };
-use support::faults::{Cut, Network};
+use support::faults::Network;
 use support::netns::available;
 use support::{outcome, part, pattern};
 use towline::host::{Code, Memory, Part};
@@ -104,13 +104,13 @@ fn a_firewall_that_resets_everything_for_a_moment_is_survived() {
     }
     let test = "a_firewall_that_resets_everything_for_a_moment_is_survived";
     let network = Network::new(1, 0);
+    network.allow_moments();
     let ends = Ends::start_with(test, &network.hosts, "30", &[ONE_STREAM]);
     ends.wait_for("ready");
     for _ in 0..3 {
         std::thread::sleep(Duration::from_millis(500));
-        network.cut(0, Cut::Reset);
-        std::thread::sleep(Duration::from_millis(300));
-        network.mend(0, Cut::Reset);
+        network.reset_for(0, 300);
+        std::thread::sleep(Duration::from_millis(600));
     }
     std::thread::sleep(Duration::from_millis(1000));
     ends.tell("stop");

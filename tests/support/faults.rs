@@ -133,6 +133,22 @@ impl Network {
         }
     }
 
+    /// Answers each TCP packet on a rail with a reset, on both hosts, for so many milliseconds and not longer: the kernel
+    /// ends it, however busy the machine is.
+    pub fn reset_for(&self, rail: usize, ms: u32) {
+        for host in self.both() {
+            nft(host, &format!("add element inet cut moments {{ rail{rail} timeout {ms}ms }}"));
+        }
+    }
+
+    /// Makes ready for [`Network::reset_for`].
+    pub fn allow_moments(&self) {
+        for host in self.both() {
+            nft(host, "add set inet cut moments { type ifname ; flags timeout ; }");
+            nft(host, &format!("add rule inet cut in iifname @moments {REJECT}"));
+        }
+    }
+
     /// Resets all connections of a host at both ends.
     pub fn reset_connections(host: &Namespace) {
         let before = ports(host);
