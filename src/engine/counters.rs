@@ -27,6 +27,8 @@ pub struct Counters {
     pub early: AtomicU64,
     /// Streams that came back after a break.
     pub reconnects: AtomicU64,
+    /// Queue pairs that were lost.
+    pub lost_pairs: AtomicU64,
     /// Frames that arrived damaged, by their checksum or tag.
     pub damaged: AtomicU64,
 }
@@ -60,6 +62,10 @@ impl fmt::Display for Counters {
         let (resends, reconnects) = (get(&self.resends), get(&self.reconnects));
         if resends + reconnects > 0 {
             write!(f, ", {resends} resends, {reconnects} reconnects")?;
+        }
+        let lost_pairs = get(&self.lost_pairs);
+        if lost_pairs > 0 {
+            write!(f, ", {lost_pairs} queue pairs lost")?;
         }
         let damaged = get(&self.damaged);
         if damaged > 0 {

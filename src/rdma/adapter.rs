@@ -4,7 +4,7 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::devices::OpenPort;
 use super::line::MAX_DEVICES;
@@ -41,8 +41,40 @@ pub struct Adapter {
     concerned: Mutex<Vec<(u64, Weak<Mishap>)>>,
 }
 
-/// What has befallen a queue of a connection, if anything has: libibverbs's words.
-pub type Mishap = OnceLock<String>;
+/// What has befallen queues of a connection, if anything has: their addresses in libibverbs, and its words.
+#[derive(Debug, Default)]
+pub struct Mishap {
+    is_any: AtomicBool,
+    said: Mutex<Vec<(u64, String)>>,
+}
+
+impl Mishap {
+    fn said(&self) -> MutexGuard<'_, Vec<(u64, String)>> {
+        self.said.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn add(&self, queue: u64, text: &str) {
+        self.said().push((queue, text.to_owned()));
+        self.is_any.store(true, Ordering::Release);
+    }
+
+    /// Whether anything has, and nobody has taken it.
+    #[inline]
+    pub fn is_any(&self) -> bool {
+        self.is_any.load(Ordering::Acquire)
+    }
+
+    /// What befell the first one, if anything has.
+    #[inline]
+    pub fn first(&self) -> Option<String> {
+        if self.is_any() { self.said().first().map(|(_, text)| text.clone()) } else { None }
+    }
+
+    /// Everything since the last time that this was asked.
+    pub fn take(&self) -> Vec<(u64, String)> {
+        if self.is_any.swap(false, Ordering::AcqRel) { std::mem::take(&mut *self.said()) } else { Vec::new() }
+    }
+}
 
 /// The ports that a device of NCCL's is made of: 1 to [`MAX_DEVICES`].
 pub type Adapters = Arc<[Arc<Adapter>]>;
@@ -81,6 +113,11 @@ impl Adapter {
         MemoryRegion::new(&self.domain, address as usize, bytes, Access { relaxed_ordering: false }, None)
     }
 
+    /// The process does not care any more what happens to this queue.
+    pub fn forget(&self, queue: u64) {
+        self.concerned.lock().unwrap_or_else(PoisonError::into_inner).retain(|(of, _)| *of != queue);
+    }
+
     fn lease(&self, range: PageRange, kind: Memory, dmabuf: Option<DmaBuf>) -> Result<Lease<Memory, MemoryRegion>> {
         self.regions.lease(range, kind, |range| match dmabuf {
             Some(buffer) => MemoryRegion::new(&self.domain, range.start(), range.bytes(), self.access, Some(buffer)),
@@ -113,6 +150,11 @@ impl Adapter {
         self.is_dead.load(Ordering::Acquire)
     }
 
+    /// Whether nothing can go over it now.
+    pub fn is_out(&self) -> bool {
+        self.is_port_down() || self.is_dead()
+    }
+
     /// From now on a failure of this queue is told there, as long as that lives.
     pub fn concern(&self, queue: u64, mishap: &Arc<Mishap>) {
         let mut concerned = self.concerned.lock().unwrap_or_else(PoisonError::into_inner);
@@ -126,8 +168,7 @@ impl Adapter {
         let concerned = self.concerned.lock().unwrap_or_else(PoisonError::into_inner);
         let mut is_told = false;
         for mishap in concerned.iter().filter(|(of, _)| *of == queue).filter_map(|(_, mishap)| mishap.upgrade()) {
-            // The first one counts.
-            let _ = mishap.set(text.to_owned());
+            mishap.add(queue, text);
             is_told = true;
         }
         is_told
@@ -137,6 +178,14 @@ impl Adapter {
     pub fn regions(&self) -> usize {
         self.regions.regions()
     }
+}
+
+/// Memory of Towline's own, registered with every adapter of a device; see [`Adapter::own_region`].
+///
+/// # Errors
+/// When it cannot be pinned.
+pub fn own_regions(adapters: &Adapters, address: u64, bytes: usize) -> Result<Vec<MemoryRegion>> {
+    adapters.iter().map(|adapter| adapter.own_region(address, bytes)).collect()
 }
 
 impl fmt::Debug for Adapter {

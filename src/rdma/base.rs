@@ -10,10 +10,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::adapter::{Adapters, Memory, Mishap, Registration};
+use super::adapter::{Adapter, Adapters, Memory, Mishap, Registration};
 use super::dl::Verbs;
 use super::fabric::{Fabric, Lane};
-use super::trouble::{Doing, explain};
+use super::mending::{Said, Trouble, Word, said};
+use super::trouble::{Doing, explain, is_of_the_way};
 use super::verbs::Completion;
 use crate::engine::counters::Counters;
 use crate::engine::events::Events;
@@ -68,7 +69,7 @@ pub struct Base {
     pub link: u64,
     /// Requests.
     pub requests: RequestSlots,
-    doing: &'static str,
+    pub(super) doing: &'static str,
     closing: AtomicBool,
     /// What the sender has asked, with [`ASKED`].
     question: AtomicU64,
@@ -77,8 +78,12 @@ pub struct Base {
     flushed: Mutex<Option<(Instant, Error)>>,
     /// There is one: asked in every `test` that finds nothing.
     has_flushed: AtomicBool,
-    /// What an asynchronous event has told of one of its queues.
-    mishap: Arc<Mishap>,
+    /// What asynchronous events have told of its queues.
+    pub(super) mishap: Arc<Mishap>,
+    /// It goes on when one of several queue pairs is lost.
+    mends: AtomicBool,
+    /// What the other side has said of lanes.
+    words: Mutex<Vec<Word>>,
 }
 
 struct Control {
@@ -113,6 +118,8 @@ impl Base {
             flushed: Mutex::new(None),
             has_flushed: AtomicBool::new(false),
             mishap: Arc::default(),
+            mends: AtomicBool::new(false),
+            words: Mutex::default(),
         }
     }
 
@@ -125,14 +132,46 @@ impl Base {
         self.control.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Has the connection go on when a queue pair is lost, if it has several and the user wants that. Says whether.
+    pub fn mend(&self, fabric: &mut Fabric) -> bool {
+        let mends = self.config().recovery && fabric.lanes().len() > 1;
+        if mends {
+            fabric.mend();
+            self.mends.store(true, Ordering::Release);
+        }
+        mends
+    }
+
+    /// Whether it goes on when one of several queue pairs is lost.
+    pub fn mends(&self) -> bool {
+        self.mends.load(Ordering::Acquire)
+    }
+
+    /// What the other side has said of lanes, and nobody has heard yet.
+    pub(super) fn words(&self) -> MutexGuard<'_, Vec<Word>> {
+        self.words.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Tells the profiler's events which queue pair is which path, and the adapters whom the failure of a queue concerns.
     pub fn name_paths(&self, fabric: Option<&Fabric>) {
-        for (adapter, queue) in fabric.iter().flat_map(|fabric| fabric.elements()) {
+        let Some(fabric) = fabric else { return };
+        for (adapter, queue) in fabric.elements() {
             self.adapters[adapter].concern(queue, &self.mishap);
         }
-        for (index, lane) in fabric.iter().flat_map(|fabric| fabric.lanes()).enumerate() {
-            self.events.set_path(index, lane.path(&self.adapters));
+        (0..fabric.lanes().len()).for_each(|index| self.name_path(fabric, index));
+    }
+
+    fn name_path(&self, fabric: &Fabric, index: usize) {
+        self.events.set_path(index, fabric.lanes()[index].path(&self.adapters));
+    }
+
+    /// The same for a lane that has got a new queue pair.
+    pub(super) fn name_lane(&self, fabric: &Fabric, index: usize) {
+        let lane = &fabric.lanes()[index];
+        if let Some(queue) = lane.element() {
+            self.adapters[lane.adapter].concern(queue, &self.mishap);
         }
+        self.name_path(fabric, index);
     }
 
     /// NCCL's thread, in `test`: the outcome of a request if it is done. The profiler hears of it before NCCL.
@@ -234,6 +273,10 @@ impl Base {
                 // The receiving side alone takes notice.
                 Type::Ask => self.question.store(header.total | ASKED, Ordering::Release),
                 Type::Fail => return Err(told_by_peer(header.order, &input[HEADER..end]).with_peer(&self.peer)),
+                Type::Fenced => {
+                    self.words().push(Word { said: Said::Ended(header.total), ..Word::of(&header) });
+                }
+                Type::Lane => self.words().push(Word { said: said(&header), ..Word::of(&header) }),
                 other => {
                     let what = format!("the peer sent a {other:?} frame over the control channel");
                     return Err(Error::remote(what).with_peer(&self.peer));
@@ -263,17 +306,32 @@ impl Base {
     /// # Errors
     /// The failure, unless it was a flush.
     #[cold]
-    pub fn broken(&self, lane: &Lane, completion: &Completion, doing: Doing) -> Result<()> {
+    pub fn broken(&self, lane: &mut Lane, completion: &Completion, doing: Doing) -> Result<()> {
+        let error = self.explain(lane, completion, doing);
+        let is_flush = completion.is_flushed();
+        if lane.mends && is_of_the_way(completion.status()) {
+            lane.suffers(Trouble { error, is_flush });
+            return Ok(());
+        }
+        if !is_flush {
+            return Err(error);
+        }
+        self.was_flushed(error);
+        Ok(())
+    }
+
+    /// What a completion that failed means.
+    pub fn explain(&self, lane: &Lane, completion: &Completion, doing: Doing) -> Error {
         let adapter = &self.adapters[lane.adapter];
         let text = Verbs::load().map_or("", |verbs| verbs.status_text(completion.status()));
         let error = explain(completion, text, &adapter.name(), adapter.is_port_down(), lane.ends(), doing);
-        let error = error.with_peer(&self.peer);
-        if !completion.is_flushed() {
-            return Err(error);
-        }
+        error.with_peer(&self.peer)
+    }
+
+    /// Keeps the failure, for when nothing better has come for a while.
+    pub(super) fn was_flushed(&self, error: Error) {
         self.flushed().get_or_insert_with(|| (Instant::now(), error));
         self.has_flushed.store(true, Ordering::Release);
-        Ok(())
     }
 
     fn flushed(&self) -> MutexGuard<'_, Option<(Instant, Error)>> {
@@ -290,7 +348,7 @@ impl Base {
         let is_ordinary = !self.health.is_failed()
             && !self.health.is_peer_done()
             && !self.has_flushed.load(Ordering::Acquire)
-            && self.mishap.get().is_none()
+            && !self.mishap.is_any()
             && !self.adapters.iter().any(|adapter| adapter.is_dead());
         if is_ordinary { Ok(()) } else { self.judge() }
     }
@@ -298,7 +356,7 @@ impl Base {
     #[cold]
     fn judge(&self) -> Result<()> {
         self.health.check()?;
-        if let Some(dead) = self.adapters.iter().find(|adapter| adapter.is_dead()) {
+        if let Some(dead) = self.dead_adapter() {
             let what = format!("the RDMA device of {} failed", dead.name());
             self.fail(Error::new(Cause::System, what).with_hint("look at the kernel's log"));
             return self.health.check();
@@ -308,14 +366,12 @@ impl Base {
             return self.health.check();
         }
         // As with flushes: a completion that says more may be on its way.
-        if let Some(text) = self.mishap.get() {
-            let fallen = || {
-                let what = format!("a device reports {text} of a queue of this connection");
-                let error = Error::new(Cause::System, what).with_hint("look at the kernel's log and at the driver");
-                (Instant::now(), error.with_peer(&self.peer))
-            };
-            self.flushed().get_or_insert_with(fallen);
-            self.has_flushed.store(true, Ordering::Release);
+        if !self.mends()
+            && let Some(text) = self.mishap.first()
+        {
+            let what = format!("a device reports {text} of a queue of this connection");
+            let error = Error::new(Cause::System, what).with_hint("look at the kernel's log and at the driver");
+            self.was_flushed(error.with_peer(&self.peer));
         }
         if self.has_flushed.load(Ordering::Acquire)
             && let Some((at, error)) = &*self.flushed()
@@ -325,6 +381,13 @@ impl Base {
             return self.health.check();
         }
         Ok(())
+    }
+
+    /// An adapter without which the connection cannot go on, and which is beyond repair.
+    fn dead_adapter(&self) -> Option<&Arc<Adapter>> {
+        let dead = self.adapters.iter().find(|adapter| adapter.is_dead())?;
+        // Where it mends, the lanes of a dead one are given up, until none is left.
+        (!self.mends() || self.adapters.iter().all(|adapter| adapter.is_dead())).then_some(dead)
     }
 
     /// Keeps the failure if it is the first, and tells log and peer.
@@ -337,7 +400,7 @@ impl Base {
         }
     }
 
-    fn say(&self, bytes: &[u8]) {
+    pub(super) fn say(&self, bytes: &[u8]) {
         if let Some(sock) = &self.control().sock {
             // SAFETY: a plain slice. What the socket does not take is lost, and the peer learns of the end without the
             // reason.

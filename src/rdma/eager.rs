@@ -16,7 +16,7 @@
 //!
 //! Most messages follow one with the same tag. For those the immediate says it in a word, a [`Brief`]: how far the number
 //! and the count of lines are ahead of the last short message's, which both sides have seen in the same order, since all of
-//! them go over one queue pair. They travel without a head, so that 1 KiB is one packet at the smallest MTU of RoCE.
+//! them go over one queue pair; when that is lost, those in doubt go first over the next one. They travel without a head, so that 1 KiB is one packet at the smallest MTU of RoCE.
 //!
 //! # Credit
 //! There are [`PLACES`] places, used in turn. The receiver counts the messages that it has handed on and tells that count
@@ -30,6 +30,8 @@
 
 use std::cell::UnsafeCell;
 
+use super::adapter::{Adapters, own_regions};
+use super::line::MAX_DEVICES;
 use super::verbs::MemoryRegion;
 use crate::os::error::{Error, Result};
 
@@ -157,8 +159,8 @@ impl Credit {
 
 /// The sender's half.
 pub struct Outbox {
-    /// Goes first: afterwards no device reads.
-    region: MemoryRegion,
+    /// Go first: afterwards no device reads. By adapter.
+    regions: Vec<MemoryRegion>,
     places: Box<[Place]>,
     credit: Credit,
     /// Messages whose writes have not completed.
@@ -173,8 +175,6 @@ pub struct Parcel {
     pub address: u64,
     /// Bytes, with the head if it has one.
     pub bytes: u32,
-    /// This side's key.
-    pub key: u32,
     /// Its place.
     pub place: u8,
     /// What the immediate says of it.
@@ -186,10 +186,10 @@ impl Outbox {
     ///
     /// # Errors
     /// When it cannot be pinned.
-    pub fn new(register: impl FnOnce(u64, usize) -> Result<MemoryRegion>) -> Result<Self> {
+    pub fn new(adapters: &Adapters) -> Result<Self> {
         let places = places();
-        let region = register(places.as_ptr() as u64, BYTES)?;
-        Ok(Self { region, places, credit: Credit::default(), flying: 0, last: Last::default() })
+        let regions = own_regions(adapters, places.as_ptr() as u64, BYTES)?;
+        Ok(Self { regions, places, credit: Credit::default(), flying: 0, last: Last::default() })
     }
 
     /// Whether a message may go.
@@ -233,7 +233,13 @@ impl Outbox {
         self.credit.sent = self.credit.sent.wrapping_add(1);
         self.flying += 1;
         let bytes = before as u32 + head.length;
-        Parcel { address: to as u64, bytes, key: self.region.local_key(), place: place as u8, brief }
+        Parcel { address: to as u64, bytes, place: place as u8, brief }
+    }
+
+    /// This side's key on an adapter.
+    #[inline]
+    pub fn key(&self, adapter: usize) -> u32 {
+        self.regions[adapter].local_key()
     }
 
     /// The oldest write has completed.
@@ -259,11 +265,18 @@ fn before(brief: Brief) -> usize {
 pub struct Address {
     /// By the receiver's addresses.
     pub start: u64,
-    /// The key on the receiver's first port.
-    pub key: u32,
+    /// The keys, by port of the receiver.
+    pub keys: [u32; MAX_DEVICES],
 }
 
 impl Address {
+    /// As the receiver has told.
+    pub fn new(start: u64, told: &[u32]) -> Self {
+        let mut keys = [0; MAX_DEVICES];
+        keys.iter_mut().zip(told).for_each(|(key, told)| *key = *told);
+        Self { start, keys }
+    }
+
     /// Where a place begins.
     #[inline]
     pub fn of(&self, place: u8) -> u64 {
@@ -273,8 +286,8 @@ impl Address {
 
 /// The receiver's half.
 pub struct Inbox {
-    /// Goes first: afterwards nobody writes.
-    region: MemoryRegion,
+    /// Go first: afterwards nobody writes. By adapter.
+    regions: Vec<MemoryRegion>,
     places: Box<[Place]>,
     arrived: u32,
     handed_on: u32,
@@ -308,15 +321,16 @@ impl Inbox {
     ///
     /// # Errors
     /// When it cannot be pinned.
-    pub fn new(register: impl FnOnce(u64, usize) -> Result<MemoryRegion>) -> Result<Self> {
+    pub fn new(adapters: &Adapters) -> Result<Self> {
         let places = places();
-        let region = register(places.as_ptr() as u64, BYTES)?;
-        Ok(Self { region, places, arrived: 0, handed_on: 0, told: 0, last: Last::default(), kept: Vec::new() })
+        let regions = own_regions(adapters, places.as_ptr() as u64, BYTES)?;
+        Ok(Self { regions, places, arrived: 0, handed_on: 0, told: 0, last: Last::default(), kept: Vec::new() })
     }
 
     /// Where the sender writes.
     pub fn address(&self) -> Address {
-        Address { start: self.places.as_ptr() as u64, key: self.region.remote_key() }
+        let keys: Vec<u32> = self.regions.iter().map(MemoryRegion::remote_key).collect();
+        Address::new(self.places.as_ptr() as u64, &keys)
     }
 
     /// A message has come: its head, and where its bytes are until the next message is asked for.

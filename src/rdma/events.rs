@@ -90,7 +90,7 @@ impl Watch {
                 of_port(number).for_each(|adapter| adapter.set_port_down(true));
                 tracing::warn!(
                     target: NET,
-                    "port {number} of {device} went down; transfers wait for it as long as NCCL_IB_TIMEOUT and NCCL_IB_RETRY_CNT allow"
+                    "port {number} of {device} went down; connections use their other ports or, where they have none, wait for it as long as NCCL_IB_TIMEOUT and NCCL_IB_RETRY_CNT allow"
                 );
             }
             Meaning::PortUp(number) => {

@@ -11,8 +11,11 @@
 use std::mem::MaybeUninit;
 use std::net::{Ipv6Addr, SocketAddr};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 use super::adapter::{Adapter, Adapters};
+use super::mending::{Life, Trouble};
 use super::record::{LaneRecord, PortRecord, Record, VERSION};
 use super::stripe::MAX_LANES;
 use super::trouble::Ends;
@@ -25,7 +28,29 @@ use crate::tcp::handshake::nonce;
 
 /// A queue pair and what is in its sending queue.
 pub struct Lane {
-    pair: QueuePair,
+    /// None once the lane is lost: the device does nothing for it any more.
+    pair: Option<QueuePair>,
+    /// How it fares; see [`mending`](super::mending).
+    pub(super) life: Life,
+    /// What has gone wrong with it, and is still to be dealt with.
+    pub(super) trouble: Option<Trouble>,
+    /// Shared by all lanes: one of them needs care.
+    alarm: Arc<AtomicBool>,
+    /// What goes wrong is kept in `trouble`, for the connection can do without it.
+    pub(super) mends: bool,
+    /// Receives that are in its queue.
+    pub(super) receives: u32,
+    /// Immediates that were taken from it.
+    pub(super) arrived: u64,
+    /// The other side has ended its end, having taken so many.
+    pub(super) peer: Option<u64>,
+    /// Which queue pair of this lane it is, counted from 0.
+    pub(super) epoch: u16,
+    /// A new queue pair has carried something.
+    pub(super) proven: bool,
+    /// When it is lost: when to try for another queue pair.
+    pub(super) next_try: Option<Instant>,
+    inline_bytes: u32,
     /// The place of its adapter in this side's device.
     pub adapter: usize,
     /// The place of the peer's port in the peer's device.
@@ -43,7 +68,16 @@ const MOST_HELD: usize = MAX_PARTS;
 
 /// All lanes of a connection. Dropping it ends the queue pairs: afterwards no device touches memory for them.
 pub struct Fabric {
-    lanes: Vec<Lane>,
+    pub(super) lanes: Vec<Lane>,
+    /// All lanes are lost: since when, and how it came about.
+    pub(super) without: Option<(Instant, Error)>,
+    /// What further queue pairs are made like.
+    depth: Depth,
+    /// Where they lead.
+    ports: Vec<PortRecord>,
+    class: Class,
+    /// One of the lanes needs care.
+    alarm: Arc<AtomicBool>,
     queues: Vec<CompletionQueue>,
     /// The longest write in bytes that both sides take: a multiple of 128.
     pub longest_write: u64,
@@ -119,25 +153,33 @@ impl Fabric {
             CompletionQueue::new(&adapter.open.context, per_adapter * (depth.send + depth.receive), None)
         };
         let queues = adapters.iter().map(queue).collect::<Result<Vec<_>>>()?;
-        let capacity = Capacity { send: depth.send, receive: depth.receive.max(1), inline_bytes: depth.inline_bytes };
-        let pkey = u16::try_from(config.ib_pkey.0).unwrap_or(0);
+        let alarm = Arc::new(AtomicBool::new(false));
         let lane = |index: usize| -> Result<Lane> {
             let (at, peer_port) = (index % adapters.len(), index % peer.len());
             let adapter = &adapters[at];
-            let wanted = Capacity { inline_bytes: depth.inline_bytes, ..capacity };
-            let pair = match QueuePair::new(&adapter.domain, &queues[at], &queues[at], wanted) {
-                Ok(pair) => pair,
-                // A device that carries less inside its requests, or nothing.
-                Err(_) => {
-                    QueuePair::new(&adapter.domain, &queues[at], &queues[at], Capacity { inline_bytes: 0, ..wanted })?
-                }
-            };
-            pair.prepare(QueuePairOptions { port: adapter.open.port.number, pkey_index: pkey })?;
-            let random = nonce()?;
-            let first_packet = u32::from_le_bytes([random[0], random[1], random[2], 0]);
+            let (pair, first_packet) = queue_pair(adapter, &queues[at], depth, config)?;
             let ends =
                 Ends { pair: pair.number(), peer_pair: 0, gid: adapter.open.gid, peer_gid: peer[peer_port].gid() };
-            Ok(Lane { pair, adapter: at, peer_port, first_packet, room: depth.send, held: Vec::new(), ends })
+            Ok(Lane {
+                inline_bytes: pair.capacity().inline_bytes,
+                pair: Some(pair),
+                life: Life::Up,
+                trouble: None,
+                alarm: Arc::clone(&alarm),
+                mends: false,
+                receives: 0,
+                arrived: 0,
+                peer: None,
+                epoch: 0,
+                proven: false,
+                next_try: None,
+                adapter: at,
+                peer_port,
+                first_packet,
+                room: depth.send,
+                held: Vec::new(),
+                ends,
+            })
         };
         let lanes = (0..lanes).map(lane).collect::<Result<Vec<_>>>()?;
         let longest = adapters.iter().map(|adapter| adapter.open.facts.max_message_bytes);
@@ -149,6 +191,11 @@ impl Fabric {
         };
         Ok(Self {
             lanes,
+            without: None,
+            depth,
+            ports: peer.to_vec(),
+            class: Class { traffic: 0, service_level: 0 },
+            alarm,
             queues,
             longest_write: u64::from(longest.min(1 << 30)) & !127,
             apart_above: reorders.then(|| u64::try_from(config.ib_ar_threshold.0).unwrap_or(0)),
@@ -157,68 +204,57 @@ impl Fabric {
 
     /// What the peer needs to know of the lanes.
     pub fn records(&self, config: &Config) -> Vec<LaneRecord> {
-        let ece = |lane: &Lane| lane.pair.ece().filter(|_| config.ib_ece_enable).map(Into::into);
-        let record =
-            |lane: &Lane| LaneRecord { number: lane.pair.number(), first_packet: lane.first_packet, ece: ece(lane) };
-        self.lanes.iter().map(record).collect()
+        self.lanes.iter().filter_map(|lane| lane.record(config)).collect()
     }
 
     /// Connects every lane to the peer's lane of the same number.
     ///
     /// # Errors
     /// When the peer has another number of lanes, or a device cannot reach its peer.
-    pub fn connect(
-        &mut self,
-        adapters: &Adapters,
-        ports: &[PortRecord],
-        lanes: &[LaneRecord],
-        class: Class,
-        config: &Config,
-    ) -> Result<()> {
+    pub fn connect(&mut self, adapters: &Adapters, lanes: &[LaneRecord], class: Class, config: &Config) -> Result<()> {
         if lanes.len() != self.lanes.len() {
             return Err(Error::remote(format!("the peer has {} queue pairs, not {}", lanes.len(), self.lanes.len())));
         }
-        let number = |value: i64, most: u8| u8::try_from(value).unwrap_or(most).min(most);
-        let timeouts =
-            Timeouts { exponent: number(config.ib_timeout.0, 31), retries: number(config.ib_retry_cnt.0, 7) };
-        for (lane, record) in self.lanes.iter_mut().zip(lanes) {
-            let open = &adapters[lane.adapter].open;
-            let port = &ports[lane.peer_port];
-            if port.link_layer() != open.port.link_layer {
-                return Err(Error::usage(format!(
-                    "{} is on {} and the peer's {} on {}",
-                    open.port.name(),
-                    open.port.link_layer,
-                    port.name,
-                    port.link_layer()
-                ))
-                .with_hint("choose ports of one network with NCCL_IB_HCA"));
-            }
-            if let Some(ece) = &record.ece
-                && config.ib_ece_enable
-            {
-                lane.pair.set_ece(Ece::from(ece))?;
-            }
-            let peer_gid = port.gid();
-            let route = Route {
-                port: open.port.number,
-                link_layer: open.port.link_layer,
-                peer_number: record.number,
-                peer_first_packet: record.first_packet & 0xff_ffff,
-                mtu: open.facts.active_mtu.min(port.mtu),
-                gid_index: u8::try_from(open.gid_index).unwrap_or(0),
-                peer_gid,
-                peer_lid: u16::try_from(port.lid).unwrap_or(0),
-                // InfiniBand needs the global header where the peer is in another subnet: the first half of the GID.
-                is_global: open.facts.needs_grh || peer_gid[..8] != open.gid[..8],
-                service_level: class.service_level,
-                traffic_class: class.traffic,
-            };
-            lane.pair.connect(&route)?;
-            lane.pair.start(timeouts, lane.first_packet)?;
-            lane.ends.peer_pair = record.number;
-        }
+        self.class = class;
+        let mut pairs = self.lanes.iter_mut().zip(lanes);
+        pairs.try_for_each(|(lane, record)| lane.connect(adapters, &self.ports, record, class, config))
+    }
+
+    /// Makes a new queue pair for a lane that is lost.
+    ///
+    /// # Errors
+    /// When the device has none, or its port is away.
+    pub(super) fn renew(&mut self, index: usize, adapters: &Adapters, config: &Config) -> Result<()> {
+        let lane = &mut self.lanes[index];
+        let (pair, first_packet) = queue_pair(&adapters[lane.adapter], &self.queues[lane.adapter], self.depth, config)?;
+        lane.ends.pair = pair.number();
+        lane.inline_bytes = pair.capacity().inline_bytes;
+        (lane.pair, lane.first_packet, lane.room) = (Some(pair), first_packet, self.depth.send);
+        (lane.life, lane.trouble, lane.peer) = (Life::Returning, None, None);
+        lane.proven = false;
+        (lane.receives, lane.arrived, lane.epoch) = (0, 0, lane.epoch.wrapping_add(1));
         Ok(())
+    }
+
+    /// A new queue pair of a lane has come to nothing, and the peer knows. Its number is used up.
+    pub(super) fn abandon(&mut self, index: usize, epoch: u16) {
+        let lane = &mut self.lanes[index];
+        lane.give_up(Instant::now());
+        lane.epoch = epoch;
+    }
+
+    /// Connects a new queue pair of a lane.
+    ///
+    /// # Errors
+    /// As [`Fabric::connect`].
+    pub(super) fn reconnect(
+        &mut self,
+        index: usize,
+        adapters: &Adapters,
+        record: &LaneRecord,
+        config: &Config,
+    ) -> Result<()> {
+        self.lanes[index].connect(adapters, &self.ports, record, self.class, config)
     }
 
     /// The lanes.
@@ -228,7 +264,7 @@ impl Fabric {
 
     /// The queues that asynchronous events may name, each with the place of its adapter.
     pub fn elements(&self) -> impl Iterator<Item = (usize, u64)> {
-        let pairs = self.lanes.iter().map(|lane| (lane.adapter, lane.pair.element()));
+        let pairs = self.lanes.iter().filter_map(|lane| Some((lane.adapter, lane.element()?)));
         pairs.chain(self.queues.iter().map(CompletionQueue::element).enumerate())
     }
 
@@ -245,6 +281,39 @@ impl Fabric {
     #[inline]
     pub fn release(&mut self) -> Result<()> {
         self.lanes.iter_mut().try_for_each(Lane::release)
+    }
+
+    /// From now on the connection does without a lane that is lost, if it has another.
+    pub fn mend(&mut self) {
+        self.lanes.iter_mut().for_each(|lane| lane.mends = true);
+    }
+
+    /// Whether a lane needs care.
+    #[inline]
+    pub fn is_alarmed(&self) -> bool {
+        self.alarm.load(Ordering::Relaxed)
+    }
+
+    /// A lane needs care, or none does any more.
+    pub(super) fn set_alarm(&self, on: bool) {
+        self.alarm.store(on, Ordering::Relaxed);
+    }
+
+    /// The lanes that a failure of this queue concerns: a queue pair's own one, or all that report to a completion queue.
+    pub(super) fn lanes_of(&mut self, element: u64) -> impl Iterator<Item = &mut Lane> {
+        let queue = self.queues.iter().position(|queue| queue.element() == element);
+        self.lanes.iter_mut().filter(move |lane| lane.element() == Some(element) || Some(lane.adapter) == queue)
+    }
+
+    /// The numbers of the lanes that carry messages.
+    pub fn living(&self) -> impl Iterator<Item = usize> {
+        self.lanes.iter().enumerate().filter(|(_, lane)| lane.is_up()).map(|(index, _)| index)
+    }
+
+    /// All lanes.
+    #[inline]
+    pub fn lanes_mut(&mut self) -> &mut [Lane] {
+        &mut self.lanes
     }
 
     /// Hands every completion there is to `take`. Says whether there were any.
@@ -274,6 +343,21 @@ impl Fabric {
     pub fn record(&self, adapters: &Adapters, config: &Config) -> Record {
         Record { version: VERSION, ports: ports(adapters), lanes: self.records(config), ..Record::default() }
     }
+}
+
+/// A queue pair that is bound to its port, and the number of its first packet.
+fn queue_pair(adapter: &Adapter, queue: &CompletionQueue, depth: Depth, config: &Config) -> Result<(QueuePair, u32)> {
+    let Depth { send, receive, inline_bytes } = depth;
+    let wanted = Capacity { send, receive: receive.max(1), inline_bytes };
+    let pair = match QueuePair::new(&adapter.domain, queue, queue, wanted) {
+        Ok(pair) => pair,
+        // A device that carries less inside its requests, or nothing.
+        Err(_) => QueuePair::new(&adapter.domain, queue, queue, Capacity { inline_bytes: 0, ..wanted })?,
+    };
+    let pkey_index = u16::try_from(config.ib_pkey.0).unwrap_or(0);
+    pair.prepare(QueuePairOptions { port: adapter.open.port.number, pkey_index })?;
+    let random = nonce()?;
+    Ok((pair, u32::from_le_bytes([random[0], random[1], random[2], 0])))
 }
 
 /// Completions taken in one go.
@@ -307,8 +391,158 @@ impl Lane {
             self.held.extend_from_slice(list);
             return self.release();
         }
+        let Some(pair) = &self.pair else { return Ok(()) };
         // SAFETY: the caller vouches for the memory.
-        unsafe { self.pair.post(list) }.map_err(|(_, error)| error)
+        match unsafe { pair.post(list) } {
+            Ok(()) => Ok(()),
+            Err((_, error)) => self.refused(error),
+        }
+    }
+
+    /// The device has refused work requests. What it has taken of them is in doubt, as all that a lost lane carried.
+    ///
+    /// # Errors
+    /// The refusal, when the connection cannot do without this lane.
+    #[cold]
+    fn refused(&mut self, error: Error) -> Result<()> {
+        if !self.mends {
+            return Err(error);
+        }
+        self.suffers(Trouble { error, is_flush: false });
+        Ok(())
+    }
+
+    /// Something has gone wrong with it, which whoever looks after the connection deals with.
+    #[cold]
+    pub(super) fn suffers(&mut self, trouble: Trouble) {
+        // A flush is the consequence of something else, of which to hear is better.
+        if self.trouble.as_ref().is_none_or(|known| known.is_flush && !trouble.is_flush) {
+            self.trouble = Some(trouble);
+        }
+        self.alarm.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether it carries messages.
+    #[inline]
+    pub fn is_up(&self) -> bool {
+        self.life == Life::Up
+    }
+
+    /// Whether a completion is of its present queue pair: those of an earlier one may still come.
+    #[inline]
+    pub fn is_of_this_life(&self, completion: &Completion) -> bool {
+        self.epoch == 0 || completion.queue_pair() == self.ends.pair
+    }
+
+    /// Whether it has no queue pair, here and there.
+    pub fn is_lost(&self) -> bool {
+        self.life == Life::Lost
+    }
+
+    /// Whether what arrives over it counts although it does not carry messages: what was on its way when it was stopped, or
+    /// the first that comes over a new queue pair.
+    pub fn still_takes(&self) -> bool {
+        matches!(self.life, Life::Stopping { .. } | Life::Returning)
+    }
+
+    /// Whether it has a new queue pair that is not proven yet.
+    pub fn is_returning(&self) -> bool {
+        self.life == Life::Returning
+    }
+
+    /// Its new queue pair leads to the peer. Whoever looks after the connection puts it to use.
+    pub fn is_proven(&mut self) {
+        self.proven = true;
+        self.alarm.store(true, Ordering::Relaxed);
+    }
+
+    /// It is the peer's queue pair of this number that it belongs to.
+    pub fn set_epoch(&mut self, epoch: u16) {
+        self.epoch = epoch;
+    }
+
+    /// Which of its queue pairs it has, counted from 0.
+    pub fn epoch(&self) -> u16 {
+        self.epoch
+    }
+
+    /// Whether it is lost, and what it has completed is being taken.
+    pub fn is_stopping(&self) -> bool {
+        matches!(self.life, Life::Stopping { .. })
+    }
+
+    /// Ends the queue pair: it takes nothing any more and sends nothing.
+    pub(super) fn end(&mut self) -> Option<QueuePair> {
+        self.pair.take()
+    }
+
+    /// A new queue pair has come to nothing.
+    pub(super) fn give_up(&mut self, next_try: Instant) {
+        self.pair = None;
+        (self.life, self.next_try, self.room) = (Life::Lost, Some(next_try), 0);
+    }
+
+    /// By which asynchronous events name its queue pair.
+    pub(super) fn element(&self) -> Option<u64> {
+        self.pair.as_ref().map(QueuePair::element)
+    }
+
+    /// What the peer needs to know of it.
+    pub(super) fn record(&self, config: &Config) -> Option<LaneRecord> {
+        let pair = self.pair.as_ref()?;
+        let ece = pair.ece().filter(|_| config.ib_ece_enable).map(Into::into);
+        Some(LaneRecord { number: pair.number(), first_packet: self.first_packet, ece })
+    }
+
+    /// Connects it to the peer's lane of the same number.
+    fn connect(
+        &mut self,
+        adapters: &Adapters,
+        ports: &[PortRecord],
+        record: &LaneRecord,
+        class: Class,
+        config: &Config,
+    ) -> Result<()> {
+        let Some(pair) = &self.pair else { return Err(Error::internal("connecting a lane without a queue pair")) };
+        let number = |value: i64, most: u8| u8::try_from(value).unwrap_or(most).min(most);
+        let timeouts =
+            Timeouts { exponent: number(config.ib_timeout.0, 31), retries: number(config.ib_retry_cnt.0, 7) };
+        let open = &adapters[self.adapter].open;
+        let port = &ports[self.peer_port];
+        if port.link_layer() != open.port.link_layer {
+            return Err(Error::usage(format!(
+                "{} is on {} and the peer's {} on {}",
+                open.port.name(),
+                open.port.link_layer,
+                port.name,
+                port.link_layer()
+            ))
+            .with_hint("choose ports of one network with NCCL_IB_HCA"));
+        }
+        if let Some(ece) = &record.ece
+            && config.ib_ece_enable
+        {
+            pair.set_ece(Ece::from(ece))?;
+        }
+        let peer_gid = port.gid();
+        let route = Route {
+            port: open.port.number,
+            link_layer: open.port.link_layer,
+            peer_number: record.number,
+            peer_first_packet: record.first_packet & 0xff_ffff,
+            mtu: open.facts.active_mtu.min(port.mtu),
+            gid_index: u8::try_from(open.gid_index).unwrap_or(0),
+            peer_gid,
+            peer_lid: u16::try_from(port.lid).unwrap_or(0),
+            // InfiniBand needs the global header where the peer is in another subnet: the first half of the GID.
+            is_global: open.facts.needs_grh || peer_gid[..8] != open.gid[..8],
+            service_level: class.service_level,
+            traffic_class: class.traffic,
+        };
+        pair.connect(&route)?;
+        pair.start(timeouts, self.first_packet)?;
+        self.ends.peer_pair = record.number;
+        Ok(())
     }
 
     /// As [`Lane::post`], one work request.
@@ -326,8 +560,12 @@ impl Lane {
         }
         debug_assert!(self.room > 0);
         self.room -= 1;
+        let Some(pair) = &self.pair else { return Ok(()) };
         // SAFETY: the caller vouches for the memory.
-        unsafe { self.pair.post_one(work) }
+        match unsafe { pair.post_one(work) } {
+            Ok(()) => Ok(()),
+            Err(error) => self.refused(error),
+        }
     }
 
     /// Keeps a work request back until the next one is posted, or [`Lane::release`] is called: the device is told of
@@ -377,10 +615,14 @@ impl Lane {
         if self.held.is_empty() {
             return Ok(());
         }
+        let Some(pair) = &self.pair else { return Ok(()) };
         // SAFETY: whoever handed them over has vouched for the memory.
-        let posted = unsafe { self.pair.post(&self.held) };
+        let posted = unsafe { pair.post(&self.held) };
         self.held.clear();
-        posted.map_err(|(_, error)| error)
+        match posted {
+            Ok(()) => Ok(()),
+            Err((_, error)) => self.refused(error),
+        }
     }
 
     /// Puts `count` receives into the queue pair.
@@ -388,13 +630,18 @@ impl Lane {
     /// # Errors
     /// When the device refuses.
     #[inline]
-    pub fn post_receives(&self, id: u64, count: usize) -> Result<()> {
-        self.pair.post_receives(id, count)
+    pub fn post_receives(&mut self, id: u64, count: usize) -> Result<()> {
+        let Some(pair) = &self.pair else { return Ok(()) };
+        self.receives += count as u32;
+        match pair.post_receives(id, count) {
+            Ok(()) => Ok(()),
+            Err(error) => self.refused(error),
+        }
     }
 
     /// Bytes that may travel inside a work request.
     pub fn inline_bytes(&self) -> u32 {
-        self.pair.capacity().inline_bytes
+        self.inline_bytes
     }
 
     /// Its two ends, for messages.
@@ -410,9 +657,19 @@ impl Lane {
         Path { carrier, rail: self.adapter as u16, peer }
     }
 
-    /// Stops the queue pair for ever, without ending it.
-    pub fn stop(&self) {
-        let _ = self.pair.stop();
+    /// Stops the queue pair as a failure would: nobody has been told.
+    #[cfg(test)]
+    pub(super) fn break_pair(&self) {
+        self.pair.as_ref().expect("it lives").stop().expect("stopped");
+    }
+
+    /// Stops the queue pair for ever, without ending it. Nothing is posted any more.
+    pub fn stop(&mut self) {
+        self.room = 0;
+        self.held.clear();
+        if let Some(pair) = &self.pair {
+            let _ = pair.stop();
+        }
     }
 }
 

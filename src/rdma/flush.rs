@@ -7,9 +7,9 @@
 
 use std::sync::Arc;
 
-use super::adapter::{Adapters, Memory, Registration};
-use super::fabric::{Class, Depth, Fabric, ports};
-use super::trouble::Doing;
+use super::adapter::{Adapters, Memory, Registration, own_regions};
+use super::fabric::{Class, Depth, Fabric, Lane, ports};
+use super::line::MAX_DEVICES;
 use super::verbs::{Local, MemoryRegion, Remote, Work};
 use crate::engine::request::SLOTS;
 use crate::os::config::Config;
@@ -29,9 +29,11 @@ pub struct Flush {
     fabric: Fabric,
     regions: Vec<MemoryRegion>,
     sink: Box<[u64]>,
-    /// Reads outstanding, by request slot, and the memory that is read.
-    left: Vec<(usize, Option<Arc<Registration>>)>,
+    /// Reads outstanding, by request slot: a bit for each port, and the memory that is read.
+    left: Vec<(u8, Option<Arc<Registration>>)>,
     pending: usize,
+    /// Ports that are read from, a bit for each.
+    used: u8,
 }
 
 impl Flush {
@@ -43,12 +45,12 @@ impl Flush {
         let ports = ports(adapters);
         let mut fabric = Fabric::new(adapters, ports.len(), DEPTH, config, &ports)?;
         let own = fabric.records(config);
-        fabric.connect(adapters, &ports, &own, Class::new(config, None, false), config)?;
+        fabric.connect(adapters, &own, Class::new(config, None, false), config)?;
         let sink: Box<[u64]> = vec![0; adapters.len()].into();
-        let region =
-            |adapter: &Arc<super::adapter::Adapter>| adapter.own_region(sink.as_ptr() as u64, size_of_val(&*sink));
-        let regions = adapters.iter().map(region).collect::<Result<_>>()?;
-        Ok(Self { fabric, regions, sink, left: (0..SLOTS).map(|_| (0, None)).collect(), pending: 0 })
+        let regions = own_regions(adapters, sink.as_ptr() as u64, size_of_val(&*sink))?;
+        const { assert!(MAX_DEVICES <= u8::BITS as usize) };
+        let used = ((1_u16 << ports.len()) - 1) as u8;
+        Ok(Self { fabric, regions, sink, left: (0..SLOTS).map(|_| (0, None)).collect(), pending: 0, used })
     }
 
     /// Reads the byte at `address` on every port, for the request in `slot`.
@@ -57,10 +59,9 @@ impl Flush {
     /// When a device refuses.
     pub fn start(&mut self, slot: u16, address: u64, memory: Arc<Registration>) -> Result<()> {
         let keys = memory.remote_keys();
-        let lanes = self.fabric.lanes().len();
-        self.left[usize::from(slot)] = (lanes, Some(memory));
+        self.left[usize::from(slot)] = (self.used, Some(memory));
         self.pending += 1;
-        for index in 0..lanes {
+        for index in (0..self.fabric.lanes().len()).filter(|index| self.used & 1 << index != 0) {
             let lane = self.fabric.lane(index);
             if lane.room() == 0 {
                 return Err(Error::internal("a flush found no room in its queue"));
@@ -92,29 +93,57 @@ impl Flush {
     pub fn poll(
         &mut self,
         mut done: impl FnMut(u16),
-        mut broken: impl FnMut(&super::fabric::Lane, &super::verbs::Completion, Doing) -> Result<()>,
+        mut broken: impl FnMut(&mut Lane, &super::verbs::Completion) -> Result<()>,
     ) -> Result<bool> {
         if self.pending == 0 {
             return Ok(false);
         }
-        let Self { fabric, left, pending, .. } = self;
+        let Self { fabric, left, pending, used, .. } = self;
         fabric.poll(|lanes, completion| {
             let index = (completion.id() >> 16) as u16 as usize;
+            if *used & 1 << index == 0 {
+                return Ok(());
+            }
             if !completion.is_ok() {
-                return broken(&lanes[index], completion, Doing::Flushing);
+                return broken(&mut lanes[index], completion);
             }
             lanes[index].finished(1);
             let slot = completion.id() as u16;
-            let (reads, memory) = &mut left[usize::from(slot)];
-            *reads -= 1;
-            if *reads == 0 {
-                *memory = None;
+            if end(&mut left[usize::from(slot)], index) {
                 *pending -= 1;
                 done(slot);
             }
             Ok(())
         })
     }
+
+    /// Whether a flush is outstanding.
+    pub fn is_busy(&self) -> bool {
+        self.pending > 0
+    }
+
+    /// No queue pair of the connection is left on this port. Nothing that it has brought is outstanding any more: its queue
+    /// pairs were ended, which a device does only when all that they wrote is written. So no read of it is waited for.
+    pub fn give_up(&mut self, port: usize, mut done: impl FnMut(u16)) {
+        self.used &= !(1 << port);
+        for (slot, left) in self.left.iter_mut().enumerate() {
+            if end(left, port) {
+                self.pending -= 1;
+                done(slot as u16);
+            }
+        }
+    }
+}
+
+/// A port has read. Whether it was the last one that was waited for.
+fn end((reads, memory): &mut (u8, Option<Arc<Registration>>), port: usize) -> bool {
+    let before = *reads;
+    *reads &= !(1 << port);
+    let is_done = before != 0 && *reads == 0;
+    if is_done {
+        *memory = None;
+    }
+    is_done
 }
 
 #[cfg(test)]
@@ -146,9 +175,7 @@ mod tests {
         let mut finished = vec![0; 200];
         let deadline = Instant::now() + Duration::from_secs(20);
         while finished.contains(&0) {
-            let broken = |_: &super::super::fabric::Lane, completion: &super::super::verbs::Completion, _| {
-                panic!("{completion:?}")
-            };
+            let broken = |_: &mut Lane, completion: &super::super::verbs::Completion| panic!("{completion:?}");
             flush.poll(|slot| finished[usize::from(slot)] += 1, broken).expect("a queue that works");
             assert!(Instant::now() < deadline, "not all flushes are done");
         }

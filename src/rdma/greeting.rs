@@ -14,7 +14,7 @@ use super::eager::{self, Inbox};
 use super::fabric::{Class, Fabric, ports};
 use super::line::Ring;
 use super::receiver::{self, RdmaRecv, SizeTable, post_first_receives};
-use super::record::{PortRecord, Record, Talk, VERSION};
+use super::record::{Record, Talk, VERSION};
 use super::sender::{self, RdmaSend, RingMemory};
 use super::stripe::MAX_LANES;
 use crate::engine::poller::{Interest, Progress, Registration, Source};
@@ -206,7 +206,7 @@ enum Role {
 
 enum Receiving {
     AwaitsOffer,
-    AwaitsAccept { fabric: Box<Fabric>, table: SizeTable, inbox: Option<Inbox>, ports: Vec<PortRecord> },
+    AwaitsAccept { fabric: Box<Fabric>, table: SizeTable, inbox: Option<Inbox> },
 }
 
 /// A connection that has not got its queue pairs.
@@ -277,11 +277,11 @@ impl Greeting {
                     attempt.settle(Ok(conn));
                 }
                 Some(Role::Receiving { listener, stage: Receiving::AwaitsOffer }) => {
-                    let stage = self.offered(state, record)?;
+                    let stage = self.offered(state, &record)?;
                     state.role = Some(Role::Receiving { listener, stage });
                 }
-                Some(Role::Receiving { listener, stage: Receiving::AwaitsAccept { fabric, table, inbox, ports } }) => {
-                    let conn = self.accepted(state, *fabric, (table, inbox), &ports, &record)?;
+                Some(Role::Receiving { listener, stage: Receiving::AwaitsAccept { fabric, table, inbox } }) => {
+                    let conn = self.accepted(state, *fabric, (table, inbox), &record)?;
                     listener.arrive(conn);
                 }
                 None => return Ok(()),
@@ -294,17 +294,17 @@ impl Greeting {
         let Common { net, adapters } = &self.common;
         let config = &net.config;
         let mut fabric = Fabric::new(adapters, answer.lanes.len(), sender::DEPTH, config, &answer.ports)?;
-        fabric.connect(adapters, &answer.ports, &answer.lanes, Class::new(config, self.class, false), config)?;
+        fabric.connect(adapters, &answer.lanes, Class::new(config, self.class, false), config)?;
         let ring = Box::new(Ring::new());
-        let region = adapters[0].own_region(ring.address(), Ring::BYTES)?;
-        let accept =
-            Record { address: ring.address(), keys: vec![region.remote_key()], ..fabric.record(adapters, config) };
+        let ring_memory = RingMemory::new(adapters, ring)?;
+        let (address, keys) = (ring_memory.ring.address(), ring_memory.keys());
+        let accept = Record { address, keys, ..fabric.record(adapters, config) };
         let target = sender::Target {
             split: config.ib_split_data_on_qps,
             ports: adapters.len().max(answer.ports.len()),
             sizes: answer.address,
             size_keys: answer.keys.clone(),
-            inbox: (answer.inbox != 0).then_some(eager::Address { start: answer.inbox, key: answer.inbox_key }),
+            inbox: (answer.inbox != 0).then(|| eager::Address::new(answer.inbox, &answer.inbox_keys)),
         };
         let sock = state.sock.as_ref().ok_or_else(|| Error::internal("a greeting without its socket"))?;
         state.talk.say(sock, &accept)?;
@@ -315,38 +315,34 @@ impl Greeting {
             answer.lanes.len(),
             adapters.iter().map(|adapter| adapter.name()).collect::<Vec<_>>()
         );
-        RdmaSend::new(self.hand_on(state)?, fabric, RingMemory { region, ring }, target)
+        RdmaSend::new(self.hand_on(state)?, fabric, ring_memory, target)
     }
 
     /// Receiving side: the sender's ports are known. Makes queue pairs and tells of them.
-    fn offered(&self, state: &mut State, offer: Record) -> Result<Receiving> {
+    fn offered(&self, state: &mut State, offer: &Record) -> Result<Receiving> {
         let Common { net, adapters } = &self.common;
         if offer.ports.is_empty() {
             return Err(Error::remote("the peer offers an RDMA connection without a port"));
         }
         let ports = adapters.len().max(offer.ports.len());
         let pairs = (offer.pairs_per_port as usize).clamp(1, MAX_LANES / ports);
-        let fabric = Fabric::new(adapters, ports * pairs, receiver::DEPTH, &net.config, &offer.ports)?;
-        post_first_receives(&fabric)?;
+        let mut fabric = Fabric::new(adapters, ports * pairs, receiver::DEPTH, &net.config, &offer.ports)?;
+        post_first_receives(&mut fabric)?;
         let table = SizeTable::new(adapters)?;
         // The processor hands short messages on, which it can in its own memory only.
-        let inbox = if adapters.iter().any(|adapter| adapter.reaches_gpus()) {
-            None
-        } else {
-            let first = &adapters[fabric.lanes()[0].adapter];
-            Some(Inbox::new(|address, bytes| first.own_region(address, bytes))?)
-        };
+        let inbox =
+            if adapters.iter().any(|adapter| adapter.reaches_gpus()) { None } else { Some(Inbox::new(adapters)?) };
         let address = inbox.as_ref().map(Inbox::address);
         let answer = Record {
             inbox: address.map_or(0, |inbox| inbox.start),
-            inbox_key: address.map_or(0, |inbox| inbox.key),
+            inbox_keys: address.map_or(Vec::new(), |inbox| inbox.keys[..adapters.len()].to_vec()),
             address: table.sizes.as_ptr() as u64,
             keys: table.regions.iter().map(super::verbs::MemoryRegion::remote_key).collect(),
             ..fabric.record(adapters, &net.config)
         };
         let sock = state.sock.as_ref().ok_or_else(|| Error::internal("a greeting without its socket"))?;
         state.talk.say(sock, &answer)?;
-        Ok(Receiving::AwaitsAccept { fabric: Box::new(fabric), table, inbox, ports: offer.ports })
+        Ok(Receiving::AwaitsAccept { fabric: Box::new(fabric), table, inbox })
     }
 
     /// Receiving side: the sender's queue pairs are known, and ready.
@@ -355,12 +351,11 @@ impl Greeting {
         state: &mut State,
         mut fabric: Fabric,
         (table, inbox): (SizeTable, Option<Inbox>),
-        ports: &[PortRecord],
         accept: &Record,
     ) -> Result<Arc<RdmaRecv>> {
         let Common { net, adapters } = &self.common;
         let class = Class::new(&net.config, self.class, true);
-        fabric.connect(adapters, ports, &accept.lanes, class, &net.config)?;
+        fabric.connect(adapters, &accept.lanes, class, &net.config)?;
         tracing::debug!(target: NET, "connected from {} over {} queue pairs", self.peer, accept.lanes.len());
         let target = receiver::Target { ring: accept.address, keys: accept.keys.clone() };
         RdmaRecv::new(self.hand_on(state)?, fabric, table, inbox, target)

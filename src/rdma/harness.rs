@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use super::adapter::Adapters;
 use super::backend::Rdma;
 use super::base::Parts;
+use super::eager::Inbox;
 use super::fabric::{Class, Depth, Fabric, ports};
 use super::line::{LINE, LINES, Line, Ring};
 use super::receiver::{self, RdmaRecv, SizeTable, post_first_receives};
@@ -33,6 +34,8 @@ pub(super) struct Plan {
     pub(super) depth: [u32; 2],
     /// Variables of the configuration.
     pub(super) variables: &'static [(&'static str, &'static str)],
+    /// Short messages need not wait for their lines.
+    pub(super) short: bool,
     /// What is done to the key of the sender's ring before the receiver learns it.
     pub(super) ring_key: fn(u32) -> u32,
 }
@@ -40,7 +43,7 @@ pub(super) struct Plan {
 impl Default for Plan {
     fn default() -> Self {
         let depth = [sender::DEPTH.send, receiver::DEPTH.send];
-        Self { ports: [&[0], &[1]], lanes: 1, depth, variables: &[], ring_key: |key| key }
+        Self { ports: [&[0], &[1]], lanes: 1, depth, variables: &[], short: false, ring_key: |key| key }
     }
 }
 
@@ -64,10 +67,10 @@ pub(super) fn fabrics(rdma: &Rdma, plan: &Plan, config: &Config) -> ([Adapters; 
     let depths = [Depth { send: plan.depth[0], ..sender::DEPTH }, Depth { send: plan.depth[1], ..receiver::DEPTH }];
     let mut sending = Fabric::new(left, plan.lanes, depths[0], config, &ports(right)).expect("queue pairs");
     let mut receiving = Fabric::new(right, plan.lanes, depths[1], config, &ports(left)).expect("queue pairs");
-    post_first_receives(&receiving).expect("receives");
+    post_first_receives(&mut receiving).expect("receives");
     let class = Class::new(config, None, false);
-    sending.connect(left, &ports(right), &receiving.records(config), class, config).expect("connected");
-    receiving.connect(right, &ports(left), &sending.records(config), class, config).expect("connected");
+    sending.connect(left, &receiving.records(config), class, config).expect("connected");
+    receiving.connect(right, &sending.records(config), class, config).expect("connected");
     (sides, [sending, receiving])
 }
 
@@ -88,23 +91,22 @@ impl Ends {
         };
         let ring = Box::new(Ring::new());
         let address = ring.address();
-        let region = left[0].own_region(address, Ring::BYTES).expect("pinned");
-        let keys = vec![(plan.ring_key)(region.remote_key())];
+        let ring_memory = RingMemory::new(&left, ring).expect("pinned");
+        let keys = ring_memory.keys().into_iter().map(plan.ring_key).collect();
         let queues = receiving.elements().collect();
         let table = SizeTable::new(&right).expect("pinned");
+        let inbox = plan.short.then(|| Inbox::new(&right).expect("pinned"));
         let target = sender::Target {
             split: true,
             ports: left.len().max(right.len()),
             sizes: table.sizes.as_ptr() as u64,
             size_keys: table.regions.iter().map(super::verbs::MemoryRegion::remote_key).collect(),
-            // These tests are about lines: short messages shall wait for them too.
-            inbox: None,
+            inbox: inbox.as_ref().map(Inbox::address),
         };
-        let ring_memory = RingMemory { region, ring };
         let send = RdmaSend::new(parts(&left, one, "the receiver"), sending, ring_memory, target).expect("a sender");
         let target = receiver::Target { ring: address, keys };
         let recv =
-            RdmaRecv::new(parts(&right, other, "the sender"), receiving, table, None, target).expect("a receiver");
+            RdmaRecv::new(parts(&right, other, "the sender"), receiving, table, inbox, target).expect("a receiver");
         Self { send, recv, receiving: right, queues, ring: address }
     }
 

@@ -27,6 +27,7 @@
 //! | [`base`] | what both directions have in common, and the control channel |
 //! | [`sender`], [`receiver`] | one connection each |
 //! | [`flush`] | making received bytes visible to the GPU |
+//! | [`mending`], [`ledger`] | going on when a queue pair is lost |
 //! | [`trouble`] | what a failed work request means |
 //! | [`record`], [`greeting`] | getting connected |
 //! | [`events`] | asynchronous events of devices |
@@ -55,8 +56,10 @@ pub mod greeting;
 #[cfg(test)]
 mod harness;
 pub mod hca;
+pub mod ledger;
 pub mod line;
 pub mod matching;
+pub mod mending;
 pub mod mr_cache;
 pub mod receiver;
 pub mod receives;

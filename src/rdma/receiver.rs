@@ -9,18 +9,21 @@
 //!
 //! NCCL's thread does all of that, in `irecv` and `test`; the keeper looks too, as on the sending side.
 
+mod mending;
+
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 
-use super::adapter::{Adapter, Memory, Registration};
+use super::adapter::{Adapters, Memory, Registration, own_regions};
 use super::base::{Base, Parts};
 use super::eager::{EAGER_MAX, Head, Inbox, PLACES};
 use super::fabric::{Depth, Fabric, Lane};
 use super::flush::{self, Flush};
 use super::line::{Immediate, LINE, LINES, Ring, encode_word};
+use super::mending::Trouble;
 use super::receives::{Part, Receives, Slot};
-use super::trouble::Doing;
+use super::trouble::{Doing, is_of_the_way};
 use super::verbs::{Completion, Local, MemoryRegion, Opcode, Remote, Work};
 use crate::engine::counters::Counters;
 use crate::engine::events::{Chunk, MOST};
@@ -69,17 +72,16 @@ impl SizeTable {
     ///
     /// # Errors
     /// When it cannot be pinned.
-    pub fn new(adapters: &[Arc<Adapter>]) -> Result<Self> {
+    pub fn new(adapters: &Adapters) -> Result<Self> {
         let sizes: Box<[AtomicU64]> = (0..SLOTS).map(|_| AtomicU64::new(0)).collect();
-        let region = |adapter: &Arc<Adapter>| adapter.own_region(sizes.as_ptr() as u64, SLOTS * 8);
-        let regions = adapters.iter().map(region).collect::<Result<_>>()?;
-        Ok(Self { regions, sizes })
+        Ok(Self { regions: own_regions(adapters, sizes.as_ptr() as u64, SLOTS * 8)?, sizes })
     }
 }
 
 /// Lines as they were written, for a device that does not take them inside its requests.
 struct Mirror {
-    region: MemoryRegion,
+    /// By adapter.
+    regions: Vec<MemoryRegion>,
     lines: Box<[[u8; LINE]]>,
 }
 
@@ -96,7 +98,10 @@ struct State {
     inbox: Option<Inbox>,
     /// Receives that are still to be announced although only short messages fit: the sender has asked.
     asked: usize,
-    /// Line writes since the last one whose completion was asked for.
+    /// The lane that lines take, and whether it is lost with those that were on their way.
+    line_lane: usize,
+    lines_are_lost: bool,
+    /// Line writes on it since the last one whose completion was asked for.
     silent: u32,
     /// Receives to put back, by lane.
     used: Vec<usize>,
@@ -134,8 +139,8 @@ pub struct Posted {
 ///
 /// # Errors
 /// When a device refuses.
-pub fn post_first_receives(fabric: &Fabric) -> Result<()> {
-    for (index, lane) in fabric.lanes().iter().enumerate() {
+pub fn post_first_receives(fabric: &mut Fabric) -> Result<()> {
+    for (index, lane) in fabric.lanes_mut().iter_mut().enumerate() {
         lane.post_receives(RECEIVE | index as u64, DEPTH.receive as usize)?;
     }
     Ok(())
@@ -148,27 +153,30 @@ impl RdmaRecv {
     /// When memory cannot be pinned, or the keeper cannot watch the socket.
     pub fn new(
         parts: Parts,
-        fabric: Fabric,
+        mut fabric: Fabric,
         table: SizeTable,
         inbox: Option<Inbox>,
         target: Target,
     ) -> Result<Arc<Self>> {
         let mut lines: Box<[[u8; LINE]]> = vec![[0; LINE]; LINES + 1].into();
-        let lane = &fabric.lanes()[0];
-        let region = parts.adapters[lane.adapter].own_region(lines.as_mut_ptr() as u64, Ring::BYTES)?;
+        let regions = own_regions(&parts.adapters, lines.as_mut_ptr() as u64, Ring::BYTES)?;
+        let base = Base::new(parts, "receiving from");
+        base.mend(&mut fabric);
         let state = State {
             used: vec![0; fabric.lanes().len()],
             fabric: Some(fabric),
             table: Some(table),
-            mirror: Some(Mirror { region, lines }),
+            mirror: Some(Mirror { regions, lines }),
             flush: None,
             receives: Receives::new(),
             orders: TagOrders::default(),
             inbox,
             asked: 0,
+            line_lane: 0,
+            lines_are_lost: false,
             silent: 0,
         };
-        let conn = Arc::new(Self { base: Base::new(parts, "receiving from"), target, state: Mutex::new(state) });
+        let conn = Arc::new(Self { base, target, state: Mutex::new(state) });
         conn.base.name_paths(conn.state().fabric.as_ref());
         conn.base.watch(Arc::new(Watch(Arc::downgrade(&conn))))?;
         Ok(conn)
@@ -310,6 +318,12 @@ impl RdmaRecv {
         }
     }
 
+    /// What a test does to the lanes.
+    #[cfg(test)]
+    pub(super) fn with_fabric(&self, act: impl FnOnce(&mut Fabric)) {
+        act(self.state().fabric.as_mut().expect("the connection is there"));
+    }
+
     /// What is common to both directions.
     pub fn base(&self) -> &Base {
         &self.base
@@ -351,14 +365,28 @@ impl RdmaRecv {
         if moved {
             self.write_word(state)?;
         }
+        if state.fabric.as_ref().is_some_and(Fabric::is_alarmed) {
+            self.tend(state)?;
+        }
         Ok(moved)
     }
 
     #[inline(never)]
     fn poll_flush(&self, state: &mut State) -> Result<()> {
-        let Some(flush) = &mut state.flush else { return Ok(()) };
+        let State { flush: Some(flush), fabric, .. } = state else { return Ok(()) };
         let requests = &self.base.requests;
-        let broken = |lane: &_, completion: &_, doing| self.base.broken(lane, completion, doing);
+        let lanes = fabric.as_mut().map_or(&mut [][..], Fabric::lanes_mut);
+        let broken = |lane: &mut Lane, completion: &Completion| {
+            if !self.base.mends() || !is_of_the_way(completion.status()) {
+                return self.base.broken(lane, completion, Doing::Flushing);
+            }
+            // What this adapter brings cannot be flushed any more.
+            for other in lanes.iter_mut().filter(|other| other.adapter == lane.adapter) {
+                let error = self.base.explain(lane, completion, Doing::Flushing);
+                other.suffers(Trouble { error, is_flush: completion.is_flushed() });
+            }
+            Ok(())
+        };
         flush.poll(|slot| requests.complete_part(slot, 0, 0), broken)?;
         Ok(())
     }
@@ -366,20 +394,30 @@ impl RdmaRecv {
     /// A work request has completed, or failed. Out of line, so that a look which finds nothing is short.
     #[inline(never)]
     fn took(&self, lanes: &mut [Lane], hands: &mut Hands<'_>, completion: &Completion) -> Result<()> {
-        if !completion.is_ok() {
-            let lane = &lanes[completion.id() as u16 as usize];
-            return self.base.broken(lane, completion, Doing::Receiving);
-        }
         let id = completion.id();
         let index = id as u16 as usize;
-        if id & RECEIVE == 0 {
-            lanes[index].finished((id >> 32) as u32 & 0xff);
+        let lane = &mut lanes[index];
+        let is_receive = id & RECEIVE != 0;
+        let takes = lane.is_up() || is_receive && lane.still_takes();
+        if !takes || !lane.is_of_this_life(completion) {
             return Ok(());
         }
+        lane.receives -= u32::from(is_receive);
+        if !completion.is_ok() {
+            return if lane.is_stopping() { Ok(()) } else { self.base.broken(lane, completion, Doing::Receiving) };
+        }
+        if !is_receive {
+            lane.finished((id >> 32) as u32 & 0xff);
+            return Ok(());
+        }
+        lane.arrived += 1;
+        if lane.is_returning() {
+            lane.is_proven();
+        }
         hands.used[index] += 1;
-        if hands.used[index] == PUT_BACK {
-            lanes[index].post_receives(RECEIVE | index as u64, PUT_BACK)?;
-            hands.used[index] = 0;
+        if hands.used[index] >= PUT_BACK && !lane.is_stopping() {
+            lane.post_receives(RECEIVE | index as u64, PUT_BACK)?;
+            hands.used[index] -= PUT_BACK;
         }
         if completion.opcode() != Opcode::ReceiveImmediate {
             return Err(Error::remote("the sending side sent what no sender of Towline sends"));
@@ -574,35 +612,40 @@ impl RdmaRecv {
 
     #[cold]
     fn write_word_now(&self, state: &mut State) -> Result<()> {
-        let State { fabric: Some(fabric), mirror: Some(mirror), inbox: Some(inbox), silent, .. } = state else {
+        let State { fabric: Some(fabric), mirror: Some(mirror), inbox: Some(inbox), silent, line_lane, .. } = state
+        else {
             return Ok(());
         };
-        if fabric.lane(0).room() < 2 {
+        if fabric.lane(*line_lane).room() < 2 {
             return Ok(());
         }
         let word = inbox.tell();
         mirror.lines[LINES][..8].copy_from_slice(&encode_word(word.into()).to_le_bytes());
-        self.write_to_ring(fabric, mirror, silent, LINES, 8)
+        self.write_to_ring((fabric, *line_lane), mirror, silent, LINES, 8)
     }
 
     /// Writes bytes of the mirror, from a place on, into the sender's ring.
     #[inline]
     fn write_to_ring(
         &self,
-        fabric: &mut Fabric,
+        (fabric, line_lane): (&mut Fabric, usize),
         mirror: &Mirror,
         silent: &mut u32,
         at: usize,
         bytes: u32,
     ) -> Result<()> {
-        let lane = fabric.lane(0);
+        let lane = fabric.lane(line_lane);
         *silent += 1;
         // Nor when the queue is a short one.
         let is_signaled = *silent == SIGNAL_EVERY || lane.room() <= LOW;
-        let local = Local { address: mirror.lines[at].as_ptr() as u64, length: bytes, key: mirror.region.local_key() };
+        let local = Local {
+            address: mirror.lines[at].as_ptr() as u64,
+            length: bytes,
+            key: mirror.regions[lane.adapter].local_key(),
+        };
         let key = self.target.keys.get(lane.peer_port).copied().unwrap_or(0);
         let work = Work {
-            id: u64::from(*silent) << 32,
+            id: u64::from(*silent) << 32 | line_lane as u64,
             local,
             remote: Remote { address: self.target.ring + (at * LINE) as u64, key },
             immediate: None,
@@ -648,13 +691,13 @@ impl RdmaRecv {
     /// Writes the lines after line `first` to the sender.
     #[inline]
     fn write_lines(&self, state: &mut State, first: u64, count: usize) -> Result<()> {
-        let State { fabric: Some(fabric), mirror: Some(mirror), silent, .. } = state else { return Ok(()) };
+        let State { fabric: Some(fabric), mirror: Some(mirror), silent, line_lane, .. } = state else { return Ok(()) };
         let mut left = count;
         let mut at = (first + 1) as usize % LINES;
         while left > 0 {
             // A group that reaches the ring's end goes on at its beginning.
             let now = left.min(LINES - at);
-            self.write_to_ring(fabric, mirror, silent, at, (now * LINE) as u32)?;
+            self.write_to_ring((fabric, *line_lane), mirror, silent, at, (now * LINE) as u32)?;
             at = (at + now) % LINES;
             left -= now;
         }
@@ -686,7 +729,7 @@ impl State {
     #[inline]
     fn has_room(&mut self, count: usize) -> bool {
         let Some(fabric) = &mut self.fabric else { return true };
-        self.receives.has_room(count) && fabric.lane(0).room() >= 3
+        self.receives.has_room(count) && fabric.lane(self.line_lane).room() >= 3
     }
 
     /// Whether the messages for all these parts are here.
@@ -715,8 +758,10 @@ impl Source for Watch {
                 conn.end(state, error);
             }
         }
+        let is_busy = conn.base.mends() && conn.care();
         let moved = conn.glance();
-        conn.base.attention.looked(moved, || !conn.base.health.is_failed() && conn.base.requests.outstanding() > 0)
+        let outstanding = || is_busy || conn.base.requests.outstanding() > 0;
+        conn.base.attention.looked(moved, || !conn.base.health.is_failed() && outstanding())
     }
 
     fn fail(&self, error: Error) {

@@ -132,6 +132,11 @@ impl Receives {
         self.written
     }
 
+    /// The lines that the sender is not known to have read: how many, after which.
+    pub fn unread(&self) -> (u64, usize) {
+        (self.read, (self.written - self.read) as usize)
+    }
+
     /// Takes a slot for a part. There must be room.
     #[inline]
     pub fn open(&mut self, part: Part) -> u8 {

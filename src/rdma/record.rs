@@ -25,7 +25,7 @@ use crate::tcp::net::Sock;
 use crate::tcp::wire::{self, Piece};
 
 /// The version of this exchange and of everything that follows it.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// The longest record in bytes: 128 queue pairs take about 3 KiB.
 const MAX_RECORD: usize = 16 << 10;
@@ -57,9 +57,9 @@ pub struct Record {
     /// Answer: the receiver's inbox for short messages; 0 when it has none.
     #[prost(fixed64, tag = "8")]
     pub inbox: u64,
-    /// Its key on the first port.
-    #[prost(fixed32, tag = "9")]
-    pub inbox_key: u32,
+    /// Its keys, by port.
+    #[prost(fixed32, repeated, tag = "9")]
+    pub inbox_keys: Vec<u32>,
 }
 
 /// A port.
@@ -149,7 +149,10 @@ impl Record {
             return Err(Error::remote(format!("the peer's RDMA protocol is version {}, not {VERSION}", self.version))
                 .with_hint("use the same Towline release on all hosts"));
         }
-        if self.ports.len() > MAX_DEVICES || self.keys.len() > MAX_DEVICES || self.lanes.len() > MAX_LANES {
+        if self.ports.len() > MAX_DEVICES
+            || self.keys.len().max(self.inbox_keys.len()) > MAX_DEVICES
+            || self.lanes.len() > MAX_LANES
+        {
             return wrong(format!("{} ports, {} queue pairs", self.ports.len(), self.lanes.len()));
         }
         if let Some(port) = self.ports.iter().find(|port| port.gid.len() != 16 || !(1..=5).contains(&port.mtu)) {

@@ -12,18 +12,25 @@
 //! Short parts of a group are held back until the last one is posted, or `test` is called: one doorbell for all, and where
 //! each fills its receive, one immediate and one completion (a run).
 //!
+//! When a queue pair is lost while others live, what is in doubt travels again over those ([`mending`](super::mending)).
+//!
 //! NCCL's thread does all of that, in `isend` and `test`. The keeper looks too while something is outstanding, ever more
 //! rarely while nothing moves, since NCCL's thread may be waiting for something else.
+
+mod job;
+mod mending;
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
-use super::adapter::{Adapter, Memory, Registration};
+use self::job::{End, Job, Run, hand_over};
+use super::adapter::{Adapters, Memory, Registration, own_regions};
 use super::base::{Base, Parts};
-use super::eager::{self, EAGER_MAX, Head, Outbox};
+use super::eager::{self, EAGER_MAX, Head, Outbox, Parcel};
 use super::fabric::{Depth, Fabric, Lane};
+use super::ledger::{Answer, Ledger, Sent};
 use super::line::{Immediate, Line, Ring};
 use super::matching::Matching;
 use super::stripe::{Share, Stripes};
@@ -33,7 +40,7 @@ use crate::engine::asking::Asking;
 use crate::engine::counters::Counters;
 use crate::engine::events::Chunk;
 use crate::engine::poller::{Progress, Source};
-use crate::engine::request::{MAX_PARTS, Outcome, SLOTS, Ticket};
+use crate::engine::request::{Outcome, SLOTS, Ticket};
 use crate::os::error::{Error, Result};
 use crate::tcp::send_core::too_long;
 
@@ -69,10 +76,25 @@ pub struct Target {
 
 /// The memory of this side that the peer writes lines into, registered.
 pub struct RingMemory {
-    /// Goes first: afterwards nobody writes.
-    pub region: MemoryRegion,
+    /// Go first: afterwards nobody writes. By adapter.
+    regions: Vec<MemoryRegion>,
     /// The lines.
     pub ring: Box<Ring>,
+}
+
+impl RingMemory {
+    /// Registers a ring with every adapter: when a queue pair is lost, lines come over another.
+    ///
+    /// # Errors
+    /// When it cannot be pinned.
+    pub fn new(adapters: &Adapters, ring: Box<Ring>) -> Result<Self> {
+        Ok(Self { regions: own_regions(adapters, ring.address(), Ring::BYTES)?, ring })
+    }
+
+    /// The keys for the receiver, by adapter.
+    pub fn keys(&self) -> Vec<u32> {
+        self.regions.iter().map(MemoryRegion::remote_key).collect()
+    }
 }
 
 /// Sizes on their way to the receiver's table, one place for each message that can be outstanding.
@@ -108,84 +130,6 @@ struct Short {
     slot: u16,
 }
 
-/// A share that waits for room in its lane.
-struct Job {
-    key: usize,
-    share: Share,
-    /// Bytes of the share that were posted.
-    posted: u64,
-    /// Where the receive's buffer starts, and its key for this lane.
-    to: Remote,
-    /// Bytes of the receive.
-    size: u64,
-    /// The number of its line.
-    line: u32,
-    /// Its slot.
-    slot: u8,
-    /// It is not the last part of its group.
-    has_more: bool,
-    immediate: u32,
-    /// Whether this share's lane tells the size.
-    tells: bool,
-}
-
-impl Job {
-    /// Whether it is a whole message, of `length` bytes, that fills its receive.
-    fn fills(&self, length: u64) -> bool {
-        self.share.length == length && length == self.size
-    }
-}
-
-/// What is known of a single write beside what the device is told.
-struct End {
-    /// Its message.
-    key: usize,
-    lane: usize,
-    line: u32,
-    /// Whether it is kept back until the other parts of its group are posted.
-    is_held: bool,
-    /// Whether it is a whole message that fills its receive: it can be part of a run.
-    fills: bool,
-}
-
-/// Posts a write, or keeps it back.
-#[inline]
-fn hand_over(
-    lane: &mut Lane,
-    messages: &mut slab::Slab<Message>,
-    (holds, run): (&mut bool, &mut Run),
-    end: &End,
-    write: Work,
-) -> Result<()> {
-    // SAFETY: the message's memory is the transport's until its request ends, which needs this write's completion, and
-    // `Registration` keeps it pinned until then.
-    unsafe {
-        if end.is_held {
-            lane.hold(write)?;
-            *holds = true;
-            if end.fills {
-                run.add(end.lane, end.line, end.key);
-            } else {
-                run.count = 0;
-            }
-        } else if *holds && end.fills && lane.held() >= run.count && run.is_followed_by(end.lane, end.line) {
-            // From here on the earlier ones end with this one.
-            let answer = Immediate::decode(write.immediate.unwrap_or(0));
-            let immediate = Immediate { shares: run.count as u8 + 1, is_run: true, ..answer };
-            lane.post_for(run.count, Work { immediate: Some(immediate.encode()), ..write })?;
-            let keys = &run.keys[..run.count];
-            for (earlier, key) in keys.iter().zip(keys[1..].iter().map(|key| usize::from(*key)).chain([end.key])) {
-                messages[key].earlier = Some(*earlier);
-            }
-            run.count = 0;
-        } else {
-            lane.post_one(&write)?;
-            run.count = 0;
-        }
-    }
-    Ok(())
-}
-
 struct State {
     /// None once the connection has failed or is closed: no device touches a buffer then.
     fabric: Option<Fabric>,
@@ -207,6 +151,14 @@ struct State {
     /// Lanes may hold writes back.
     holds: bool,
     run: Run,
+    /// The lane that short messages take.
+    short_lane: usize,
+    /// What is in doubt; none where the loss of a lane ends the connection.
+    ledger: Option<Ledger>,
+    /// Short messages that were lost with their lane, to be sent again before any other.
+    again: VecDeque<Parcel>,
+    /// Shares that were lost with their lane, to be sent again over another.
+    orphans: Vec<mending::Orphan>,
 }
 
 /// A connection that sends.
@@ -216,40 +168,14 @@ pub struct RdmaSend {
     state: Mutex<State>,
 }
 
-/// The last writes that a lane holds back, if one immediate can answer for all of them: each is a whole message that fills
-/// its receive, and their lines follow each other.
-#[derive(Debug, Default)]
-struct Run {
-    lane: usize,
-    /// The line of the last one.
-    line: u32,
-    /// Their messages.
-    keys: [u16; MAX_PARTS],
-    count: usize,
-}
-
-impl Run {
-    /// A write is held back that could be part of a run.
-    fn add(&mut self, lane: usize, line: u32, key: usize) {
-        if !self.is_followed_by(lane, line) {
-            self.count = 0;
-        }
-        self.keys[self.count] = key as u16;
-        (self.lane, self.line) = (lane, line);
-        self.count += 1;
-    }
-
-    /// Whether that line is the next one, and there is room.
-    fn is_followed_by(&self, lane: usize, line: u32) -> bool {
-        (1..MAX_PARTS).contains(&self.count) && self.lane == lane && self.line.wrapping_add(1) == line
-    }
-}
-
 /// The share is the last of its message on this lane.
 const LAST: u64 = 1 << 63;
 
 /// The write is of a short message from the outbox.
 const EAGER: u64 = 1 << 62;
+
+/// The write tries a new queue pair.
+const PROBE: u64 = 1 << 61;
 
 /// What a work request carries with it: which message, on which lane, how many places of the queue its completion frees,
 /// and whether it is the last one of a share.
@@ -263,14 +189,13 @@ impl RdmaSend {
     ///
     /// # Errors
     /// When memory cannot be pinned, or the keeper cannot watch the socket.
-    pub fn new(parts: Parts, fabric: Fabric, ring: RingMemory, target: Target) -> Result<Arc<Self>> {
+    pub fn new(parts: Parts, mut fabric: Fabric, ring: RingMemory, target: Target) -> Result<Arc<Self>> {
         let sizes: Box<[u64]> = vec![0; SLOTS].into();
-        let region = |adapter: &Arc<Adapter>| adapter.own_region(sizes.as_ptr() as u64, SLOTS * 8);
-        let regions = parts.adapters.iter().map(region).collect::<Result<_>>()?;
+        let regions = own_regions(&parts.adapters, sizes.as_ptr() as u64, SLOTS * 8)?;
         let lanes = fabric.lanes().len();
-        let first = &parts.adapters[fabric.lanes()[0].adapter];
-        let outbox =
-            target.inbox.map(|_| Outbox::new(|address, bytes| first.own_region(address, bytes))).transpose()?;
+        let outbox = target.inbox.map(|_| Outbox::new(&parts.adapters)).transpose()?;
+        let base = Base::new(parts, "sending to");
+        let ledger = base.mend(&mut fabric).then(|| Ledger::new(lanes));
         let state = State {
             fabric: Some(fabric),
             ring: Some(ring),
@@ -286,8 +211,12 @@ impl RdmaSend {
             waiting_jobs: 0,
             holds: false,
             run: Run::default(),
+            short_lane: 0,
+            ledger,
+            again: VecDeque::new(),
+            orphans: Vec::new(),
         };
-        let conn = Arc::new(Self { base: Base::new(parts, "sending to"), target, state: Mutex::new(state) });
+        let conn = Arc::new(Self { base, target, state: Mutex::new(state) });
         conn.base.name_paths(conn.state().fabric.as_ref());
         conn.base.watch(Arc::new(Watch(Arc::downgrade(&conn))))?;
         Ok(conn)
@@ -416,13 +345,22 @@ impl RdmaSend {
         }
     }
 
-    /// Waits until the receiver's device has acknowledged the short messages, which were reported done before.
+    /// What a test does to the lanes.
+    #[cfg(test)]
+    pub(super) fn with_fabric(&self, act: impl FnOnce(&mut Fabric)) {
+        act(self.state().fabric.as_mut().expect("the connection is there"));
+    }
+
+    /// Waits until the receiver's device has acknowledged the short messages, which were reported done before. When a
+    /// queue pair is lost just then, for longer.
     fn deliver(&self) {
-        let deadline = Instant::now() + CLOSE_PATIENCE;
+        let start = Instant::now();
         loop {
+            let owes = self.base.mends() && self.care().0;
             self.glance();
             let is_delivered = self.state().outbox.as_ref().is_none_or(Outbox::is_delivered);
-            if is_delivered || self.base.health.is_failed() || Instant::now() >= deadline {
+            let patience = if owes { CLOSE_PATIENCE.max(self.base.config().reconnect_timeout) } else { CLOSE_PATIENCE };
+            if is_delivered || self.base.health.is_failed() || start.elapsed() >= patience {
                 return;
             }
             std::thread::sleep(Duration::from_micros(50));
@@ -465,13 +403,16 @@ impl RdmaSend {
             self.take_lines(state)?;
             moved = state.next_line != before;
         }
-        let State { fabric: Some(fabric), messages, outbox, .. } = state else { return Ok(false) };
-        moved |= fabric.poll(|lanes, completion| self.completed(lanes, messages, outbox, completion))?;
+        let State { fabric: Some(fabric), messages, outbox, ledger, .. } = state else { return Ok(false) };
+        moved |= fabric.poll(|lanes, completion| self.completed(lanes, messages, (outbox, ledger), completion))?;
         if state.short_waiting > 0 {
             moved |= self.release(state)?;
         }
         if state.waiting_jobs > 0 {
             self.post_waiting(state)?;
+        }
+        if state.fabric.as_ref().is_some_and(Fabric::is_alarmed) {
+            self.tend(state)?;
         }
         if std::mem::take(&mut state.holds)
             && let Some(fabric) = &mut state.fabric
@@ -510,55 +451,75 @@ impl RdmaSend {
     #[inline]
     fn send_eagerly(&self, state: &mut State, message: &Short, tag: i32) -> Result<()> {
         let lines = state.next_line.wrapping_sub(1);
-        let State { fabric: Some(fabric), outbox: Some(outbox), .. } = state else { return Ok(()) };
-        let Some(inbox) = self.target.inbox else { return Ok(()) };
-        let lane = fabric.lane(0);
+        let State { outbox: Some(outbox), .. } = state else { return Ok(()) };
         let head = Head { tag, number: message.number, lines, length: message.length as u32 };
         // SAFETY: the message's memory is the transport's until its request ends, and holds so many bytes.
         let parcel = unsafe { outbox.pack(&head, message.address as *const u8) };
-        let immediate = Immediate::eager(parcel.place, parcel.brief).encode();
-        let write = Work {
-            id: work_id(0, 0, 1, false) | EAGER,
-            local: Local { address: parcel.address, length: parcel.bytes, key: parcel.key },
-            remote: Remote { address: inbox.of(parcel.place), key: inbox.key },
-            immediate: Some(immediate),
-            is_read: false,
-            is_inline: (1..=lane.inline_bytes()).contains(&parcel.bytes),
-            is_signaled: true,
-        };
         if self.base.events.hears() {
-            self.tell_short(message, write.id);
+            self.tell_short(message, state.short_lane);
         }
-        // SAFETY: the outbox lives as long as the lanes, and its place is left alone until this write has completed.
-        unsafe { lane.post_one(&write) }?;
-        Counters::count(&self.base.counters.chunks, 1);
+        self.post_parcel(state, parcel)?;
         Counters::count(&self.base.counters.messages, 1);
         Counters::count(&self.base.counters.bytes, message.length);
         self.base.requests.complete_part(message.slot, 0, message.length);
         Ok(())
     }
 
+    /// Posts the write of a short message.
+    #[inline]
+    fn post_parcel(&self, state: &mut State, parcel: Parcel) -> Result<()> {
+        let State { fabric: Some(fabric), outbox: Some(outbox), ledger, short_lane, .. } = state else { return Ok(()) };
+        let Some(inbox) = self.target.inbox else { return Ok(()) };
+        let lane = fabric.lane(*short_lane);
+        let write = Work {
+            id: work_id(0, *short_lane, 1, false) | EAGER,
+            local: Local { address: parcel.address, length: parcel.bytes, key: outbox.key(lane.adapter) },
+            remote: Remote { address: inbox.of(parcel.place), key: inbox.keys[lane.peer_port] },
+            immediate: Some(Immediate::eager(parcel.place, parcel.brief).encode()),
+            is_read: false,
+            is_inline: (1..=lane.inline_bytes()).contains(&parcel.bytes),
+            is_signaled: true,
+        };
+        if let Some(ledger) = ledger {
+            ledger.sent(*short_lane, Sent::Short(parcel));
+        }
+        // SAFETY: the outbox lives as long as the lanes, and its place is left alone until this write has completed.
+        unsafe { lane.post_one(&write) }?;
+        Counters::count(&self.base.counters.chunks, 1);
+        Ok(())
+    }
+
     /// Notes for the profiler a message that is done as soon as it is copied.
     #[cold]
-    fn tell_short(&self, message: &Short, wr_id: u64) {
+    fn tell_short(&self, message: &Short, lane: usize) {
         let Short { length, number, slot, .. } = *message;
-        let chunk = Chunk { offset: 0, length, path: 0, message: number.into(), total: length, again: false, wr_id };
+        let (path, wr_id) = (lane as u16, work_id(0, lane, 1, false) | EAGER);
+        let chunk = Chunk { offset: 0, length, path, message: number.into(), total: length, again: false, wr_id };
         self.base.events.ready(slot, 0);
         self.base.events.chunk_begins(slot, 0, &chunk);
-        self.base.events.path_ends(slot, 0, 0);
+        self.base.events.path_ends(slot, 0, path);
     }
 
     /// Sends short messages that waited for credit, when there is some.
     #[cold]
     fn release(&self, state: &mut State) -> Result<bool> {
-        let State { fabric: Some(fabric), ring: Some(ring), outbox: Some(outbox), matching, messages, .. } = state
+        let State {
+            fabric: Some(fabric),
+            ring: Some(ring),
+            outbox: Some(outbox),
+            matching,
+            messages,
+            again,
+            short_lane,
+            ..
+        } = state
         else {
             return Ok(false);
         };
         if let Some(word) = ring.ring.word() {
             outbox.told(word as u16);
         }
-        let mut room = outbox.room().min(fabric.lane(0).room() as usize);
+        let mut room = if again.is_empty() { outbox.room().min(fabric.lane(*short_lane).room() as usize) } else { 0 };
         let released = matching.release(|key| {
             let may = room > 0 && messages[*key].is_short();
             room -= usize::from(may);
@@ -592,7 +553,8 @@ impl RdmaSend {
     /// A send has met its line.
     #[inline]
     fn launch(&self, state: &mut State, key: usize, line: &Line) -> Result<()> {
-        let State { fabric: Some(fabric), messages, stripes, jobs, waiting_jobs, scratch, holds, run, .. } = state
+        let State { fabric: Some(fabric), messages, stripes, jobs, waiting_jobs, scratch, holds, run, ledger, .. } =
+            state
         else {
             return Ok(());
         };
@@ -618,12 +580,15 @@ impl RdmaSend {
         if is_told {
             scratch.sizes[key] = message.length;
         }
+        if let Some(ledger) = ledger {
+            ledger.answer(key, Answer { line: *line, immediate, is_told });
+        }
         if self.base.events.hears() {
             self.base.events.ready(message.slot, 0);
         }
         if count == 1 && !is_told && !self.base.events.hears() {
             // One write on one lane, as nearly always: nothing to keep in mind of it.
-            let at = shares.first_lane();
+            let at = stripes.lane(shares.first_lane());
             let lane = fabric.lane(at);
             if jobs[at].is_empty() && lane.room() > 0 {
                 let local_key = message.memory.as_ref().map_or(0, |memory| memory.local_key(lane.adapter));
@@ -644,16 +609,20 @@ impl RdmaSend {
                     fills: message.length == line.size,
                 };
                 Counters::count(&self.base.counters.chunks, 1);
-                return hand_over(lane, messages, (holds, run), &end, write);
+                hand_over(lane, messages, (holds, run, ledger), &end, write)?;
+                if let Some(ledger) = ledger {
+                    let share = Share { lane: at, offset: 0, length: messages[key].length };
+                    ledger.sent(at, Sent::Share { key: key as u16, share });
+                }
+                return Ok(());
             }
         }
         for (index, share) in shares.enumerate() {
-            let to = Remote { address: line.address, key: line.keys[fabric.lane(share.lane).peer_port] };
-            let Line { size, number, slot, has_more, .. } = *line;
-            let tells = is_told && index == 0;
-            let mut job = Job { key, share, posted: 0, to, size, line: number, slot, has_more, immediate, tells };
+            let share = Share { lane: stripes.lane(share.lane), ..share };
+            let key_there = line.keys[fabric.lane(share.lane).peer_port];
+            let mut job = Job::new(key, share, line, key_there, immediate, is_told && index == 0);
             let waiting = &mut jobs[share.lane];
-            if !waiting.is_empty() || !self.post(fabric, messages, scratch, (holds, run), &mut job)? {
+            if !waiting.is_empty() || !self.post(fabric, messages, scratch, (holds, run, ledger), &mut job)? {
                 waiting.push_back(job);
                 *waiting_jobs += 1;
             }
@@ -668,7 +637,7 @@ impl RdmaSend {
         fabric: &mut Fabric,
         messages: &mut slab::Slab<Message>,
         scratch: &Scratch,
-        (holds, run): (&mut bool, &mut Run),
+        (holds, run, ledger): (&mut bool, &mut Run, &mut Option<Ledger>),
         job: &mut Job,
     ) -> Result<bool> {
         let longest = fabric.longest_write;
@@ -710,12 +679,15 @@ impl RdmaSend {
                     // The end of a longer share answers for itself alone.
                     fills: is_end && job.posted == 0 && job.fills(length),
                 };
-                hand_over(lane, messages, (holds, run), &end, write)?;
+                hand_over(lane, messages, (holds, run, ledger), &end, write)?;
             } else {
                 self.post_end(lane, scratch, job, write, is_apart)?;
             }
             Counters::count(&self.base.counters.chunks, 1);
             if is_end {
+                if let Some(ledger) = ledger {
+                    ledger.sent(job.share.lane, Sent::Share { key: job.key as u16, share: job.share });
+                }
                 return Ok(true);
             }
             job.posted += bytes;
@@ -762,12 +734,13 @@ impl RdmaSend {
     }
 
     fn post_waiting(&self, state: &mut State) -> Result<()> {
-        let State { fabric: Some(fabric), messages, jobs, waiting_jobs, scratch, holds, run, .. } = state else {
+        let State { fabric: Some(fabric), messages, jobs, waiting_jobs, scratch, holds, run, ledger, .. } = state
+        else {
             return Ok(());
         };
         for waiting in jobs {
             while let Some(job) = waiting.front_mut() {
-                if !self.post(fabric, messages, scratch, (holds, run), job)? {
+                if !self.post(fabric, messages, scratch, (holds, run, ledger), job)? {
                     break;
                 }
                 waiting.pop_front();
@@ -783,15 +756,25 @@ impl RdmaSend {
         &self,
         lanes: &mut [Lane],
         messages: &mut slab::Slab<Message>,
-        outbox: &mut Option<Outbox>,
+        (outbox, ledger): (&mut Option<Outbox>, &mut Option<Ledger>),
         completion: &Completion,
     ) -> Result<()> {
+        let id = completion.id();
+        let index = (id >> 16) as u16 as usize;
+        let lane = &mut lanes[index];
+        if !lane.is_up() || !lane.is_of_this_life(completion) {
+            // What became of it the receiver has told, or will.
+            return if lane.is_returning() { self.probed(lane, completion) } else { Ok(()) };
+        }
         if !completion.is_ok() {
-            let lane = &lanes[(completion.id() >> 16) as u16 as usize];
             return self.base.broken(lane, completion, Doing::Sending);
         }
-        let id = completion.id();
-        lanes[(id >> 16) as u16 as usize].finished((id >> 32) as u32 & 0xff);
+        lane.finished((id >> 32) as u32 & 0xff);
+        if let Some(ledger) = ledger
+            && id & (EAGER | LAST) != 0
+        {
+            ledger.completed(index);
+        }
         if id & EAGER != 0 {
             if let Some(outbox) = outbox {
                 outbox.completed();
@@ -801,20 +784,20 @@ impl RdmaSend {
         if id & LAST == 0 {
             return Ok(());
         }
-        let mut earlier = self.ended(messages, id as u16, id);
+        let mut earlier = self.ended(messages, id as u16, index as u16);
         while let Some(key) = earlier {
-            lanes[(id >> 16) as u16 as usize].finished(1);
-            earlier = self.ended(messages, key, id);
+            lane.finished(1);
+            earlier = self.ended(messages, key, index as u16);
         }
         Ok(())
     }
 
     /// A share of a message has completed. The message before it that has ended with it, if there is one.
     #[inline]
-    fn ended(&self, messages: &mut slab::Slab<Message>, key: u16, id: u64) -> Option<u16> {
+    fn ended(&self, messages: &mut slab::Slab<Message>, key: u16, path: u16) -> Option<u16> {
         let message = &mut messages[usize::from(key)];
         if self.base.events.hears() {
-            self.base.events.path_ends(message.slot, 0, (id >> 16) as u16);
+            self.base.events.path_ends(message.slot, 0, path);
         }
         let earlier = message.earlier.take();
         message.left -= 1;
@@ -864,8 +847,10 @@ impl State {
     /// Whether a short message without a line may go all the same.
     #[inline]
     fn may_go_eagerly(&mut self) -> bool {
-        let State { fabric: Some(fabric), outbox: Some(outbox), ring, .. } = self else { return false };
-        if fabric.lane(0).room() == 0 {
+        let State { fabric: Some(fabric), outbox: Some(outbox), ring, short_lane, again, .. } = self else {
+            return false;
+        };
+        if fabric.lane(*short_lane).room() == 0 || !again.is_empty() {
             return false;
         }
         outbox.has_room() || {
@@ -883,9 +868,12 @@ impl Source for Watch {
         if let Err(error) = conn.base.hear() {
             conn.end(conn.state(), error);
         }
+        let (owes, next) = if conn.base.mends() { conn.care() } else { (false, None) };
         let moved = conn.glance();
         conn.ask_if_due();
-        conn.base.attention.looked(moved, || !conn.base.health.is_failed() && conn.base.requests.outstanding() > 0)
+        let outstanding = || owes || conn.base.requests.outstanding() > 0;
+        let progress = conn.base.attention.looked(moved, || !conn.base.health.is_failed() && outstanding());
+        Progress { again: progress.again.into_iter().chain(next).min(), ..progress }
     }
 
     fn fail(&self, error: Error) {

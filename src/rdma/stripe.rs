@@ -4,6 +4,8 @@
 //! the number of devices. A message takes either all lanes (`NCCL_IB_SPLIT_DATA_ON_QPS=1`) or one of each device, in
 //! turn; and of those no more than it has [`SHARE_MIN`] for, so that a short message is one write.
 //!
+//! Lanes that were lost are left out, as if they had never been there ([`Stripes::over`]).
+//!
 //! Shares start at multiples of 128 bytes from the message's start: with NCCL's LL128 protocol the GPU polls flags in
 //! every 128 bytes while the buffer is being filled.
 
@@ -20,7 +22,10 @@ pub const MAX_LANES: usize = 128;
 /// The lanes of a connection, and whose turn it is.
 #[derive(Debug, Clone)]
 pub struct Stripes {
-    lanes: usize,
+    /// Those that are used, in their order.
+    order: Vec<usize>,
+    /// The devices of the connection, and how many of them are left.
+    all_devices: usize,
     devices: usize,
     split: bool,
     turn: usize,
@@ -29,7 +34,7 @@ pub struct Stripes {
 /// What one lane carries of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Share {
-    /// The lane.
+    /// The lane: its place among those that are used.
     pub lane: usize,
     /// Where the share starts in the message.
     pub offset: u64,
@@ -54,30 +59,49 @@ impl Stripes {
     /// `lanes` queue pairs over `devices` devices; both at least 1, the first a multiple of the second.
     pub fn new(lanes: usize, devices: usize, split: bool) -> Self {
         debug_assert!((1..=MAX_LANES).contains(&lanes) && lanes.is_multiple_of(devices));
-        Self { lanes, devices, split, turn: 0 }
+        Self { order: (0..lanes).collect(), all_devices: devices, devices, split, turn: 0 }
+    }
+
+    /// From now on messages go over these lanes, at least one, in ascending order.
+    pub fn over(&mut self, lanes: impl Iterator<Item = usize>) {
+        self.order.clear();
+        self.order.extend(lanes);
+        debug_assert!(!self.order.is_empty());
+        let mut devices: Vec<usize> = self.order.iter().map(|lane| lane % self.all_devices).collect();
+        devices.sort_unstable();
+        devices.dedup();
+        self.devices = devices.len();
+        self.turn = 0;
+    }
+
+    /// Which lane a [`Share::lane`] is: the shares count only lanes that are used.
+    #[inline]
+    pub fn lane(&self, place: usize) -> usize {
+        self.order[place]
     }
 
     /// Shares out a message of `length` bytes, and passes the turn on.
     #[inline]
     pub fn share(&mut self, length: u64) -> Shares {
-        if self.lanes == 1 {
+        if self.order.len() == 1 {
             return Shares { length, piece: length, count: 1, next: 0, first: 0, group: 1, base: 0 };
         }
         let (group, base, first) = if self.split {
-            (self.lanes, 0, self.turn % self.lanes)
+            (self.order.len(), 0, self.turn)
         } else {
-            // The turn runs through all lanes: short messages use every device, and one group after the other.
-            let group = self.turn / self.devices * self.devices;
-            (self.devices, group, self.turn % self.devices)
+            // The turn runs through all lanes: short messages use every device, and one group after the other. The last
+            // group may be smaller when lanes were lost.
+            let base = self.turn / self.devices * self.devices;
+            (self.devices.min(self.order.len() - base), base, self.turn - base)
         };
         let most = usize::try_from(length / SHARE_MIN).unwrap_or(usize::MAX).clamp(1, group);
         let piece = length.div_ceil(most as u64).next_multiple_of(ALIGN);
         let count = if length == 0 { 1 } else { length.div_ceil(piece) as usize };
         // Within a group the devices take turns; a message that reaches the group's end passes the turn to the next one.
-        let step = if self.split { count } else { count.min(self.devices - self.turn % self.devices) };
+        let step = if self.split { count } else { count.min(group - first) };
         self.turn += step;
-        if self.turn >= self.lanes {
-            self.turn %= self.lanes;
+        if self.turn >= self.order.len() {
+            self.turn %= self.order.len();
         }
         Shares { length, piece, count, next: 0, first, group, base }
     }
@@ -89,7 +113,7 @@ impl Shares {
         self.count
     }
 
-    /// The lane of the first one.
+    /// The lane of the first one, as [`Share::lane`].
     #[inline]
     pub fn first_lane(&self) -> usize {
         self.base + self.first
@@ -127,19 +151,24 @@ mod tests {
     proptest! {
         #[test]
         fn shares_cover_the_message_once_in_order_on_different_lanes(
-            devices in 1..=8_usize, per_device in 1..=16_usize, split: bool,
+            devices in 1..=8_usize, per_device in 1..=16_usize, split: bool, lost in prop::collection::vec(any::<bool>(), 128),
             lengths in prop::collection::vec(prop_oneof![0..5000_u64, 0..1_u64 << 22, 0..1_u64 << 42], 1..50),
         ) {
             let lanes = devices * per_device;
             let mut stripes = Stripes::new(lanes, devices, split);
+            let living: Vec<usize> = (0..lanes).filter(|lane| *lane == 0 || !lost[*lane] || lost[127]).collect();
+            if living.len() < lanes {
+                stripes.over(living.iter().copied());
+            }
             for length in lengths {
                 let all = stripes.share(length);
                 let (longest, first_lane) = (all.longest(), all.first_lane());
-                let shares: Vec<Share> = all.collect();
+                let shares: Vec<Share> = all.map(|share| Share { lane: stripes.lane(share.lane), ..share }).collect();
                 prop_assert_eq!(Some(longest), shares.iter().map(|share| share.length).max());
-                prop_assert_eq!(first_lane, shares[0].lane);
+                prop_assert_eq!(stripes.lane(first_lane), shares[0].lane);
                 let mut at = 0;
                 let mut seen = vec![false; lanes];
+                prop_assert!(shares.iter().all(|share| living.contains(&share.lane)), "a lost lane");
                 for share in &shares {
                     prop_assert_eq!(share.offset, at);
                     prop_assert_eq!(share.offset % ALIGN, 0);
@@ -149,7 +178,7 @@ mod tests {
                     at += share.length;
                 }
                 prop_assert_eq!(at, length);
-                if !split {
+                if !split && living.len() == lanes {
                     let group = shares[0].lane / devices;
                     prop_assert!(shares.iter().all(|share| share.lane / devices == group), "one queue pair per device");
                 }
@@ -157,14 +186,21 @@ mod tests {
         }
 
         #[test]
-        fn every_lane_gets_its_turn(devices in 1..=8_usize, per_device in 1..=16_usize, split: bool, length in 0..1_u64 << 24) {
+        fn every_lane_gets_its_turn(
+            devices in 1..=8_usize, per_device in 1..=16_usize, split: bool, length in 0..1_u64 << 24,
+            lost in prop::option::of(0..128_usize),
+        ) {
             let lanes = devices * per_device;
             let mut stripes = Stripes::new(lanes, devices, split);
+            let lost = lost.filter(|lost| *lost < lanes && lanes > 1);
+            if let Some(lost) = lost {
+                stripes.over((0..lanes).filter(|lane| *lane != lost));
+            }
             let mut bytes = vec![0; lanes];
             for _ in 0..lanes * 2 {
-                stripes.share(length.max(1)).for_each(|share| bytes[share.lane] += share.length);
+                stripes.share(length.max(1)).for_each(|share| bytes[stripes.lane(share.lane)] += share.length);
             }
-            prop_assert!(bytes.iter().all(|bytes| *bytes > 0), "{:?}", bytes);
+            prop_assert!(bytes.iter().enumerate().all(|(lane, bytes)| (*bytes > 0) != (Some(lane) == lost)), "{:?}", bytes);
         }
     }
 }

@@ -57,6 +57,19 @@ pub fn explain(
     Error::new(cause, what).with_hint(usual)
 }
 
+/// Whether a failure may be that of the way a work request took, so that another way may do better; the others are
+/// mistakes that would be repeated.
+pub fn is_of_the_way(code: u32) -> bool {
+    !matches!(
+        code,
+        status::IBV_WC_LOC_LEN_ERR
+            | status::IBV_WC_LOC_PROT_ERR
+            | status::IBV_WC_LOC_ACCESS_ERR
+            | status::IBV_WC_REM_ACCESS_ERR
+            | status::IBV_WC_REM_INV_REQ_ERR
+    )
+}
+
 /// Which kind of failure a status is, and what mostly causes it.
 fn usual_cause(code: u32, doing: Doing, port_is_down: bool) -> (Cause, &'static str) {
     match code {
@@ -108,6 +121,14 @@ mod tests {
         assert_eq!(cause, Cause::Remote);
         assert!(hint.contains("this side's port is down"));
         assert!(usual_cause(status::IBV_WC_RETRY_EXC_ERR, Doing::Sending, false).1.contains("NCCL_IB_TIMEOUT"));
+    }
+
+    #[test]
+    fn a_mistake_is_not_repeated_over_another_way() {
+        assert!(
+            [status::IBV_WC_LOC_PROT_ERR, status::IBV_WC_REM_ACCESS_ERR].into_iter().all(|code| !is_of_the_way(code))
+        );
+        assert!([status::IBV_WC_RETRY_EXC_ERR, status::IBV_WC_WR_FLUSH_ERR].into_iter().all(is_of_the_way));
     }
 
     #[test]

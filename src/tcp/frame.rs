@@ -51,11 +51,17 @@ pub enum Type {
     Fail = 5,
     /// Sender → receiver: the stream with number `order` died in epoch `offset`; take nothing more from it.
     Fence = 6,
-    /// Receiver → sender: of stream `order` in epoch `offset`, `total` frames were taken in, and no more will be.
+    /// Receiver → sender: of stream `order` in epoch `offset`, `total` frames were taken in, and no more will be. Over RDMA,
+    /// both: of lane `order` in its life `epoch`, `total` immediates.
     Fenced = 7,
     /// Sender → receiver: the `order`-th message with `tag` has `total` bytes and has waited a while, for its receive or
     /// for credit. The receiver answers with [`Type::Clear`] as soon as the receive is posted, however small that is.
     Ask = 8,
+    /// Over RDMA, both: lane `order` gets a new queue pair for its life `epoch`. The low half of `message` is its number,
+    /// the high half its first packet's; `total` is 1. With `total` 0: not now. `offset` and `tag` are the options of
+    /// enhanced connection establishment, vendor and options in the halves of the one, the mask in the other. With `total` 2,
+    /// sender → receiver: a first write over the new queue pair was acknowledged.
+    Lane = 9,
 }
 
 impl Type {
@@ -70,6 +76,7 @@ impl Type {
             6 => Self::Fence,
             7 => Self::Fenced,
             8 => Self::Ask,
+            9 => Self::Lane,
             _ => return None,
         })
     }

@@ -3,14 +3,15 @@
 #
 #   tests/rdma_vm/suite.sh [OPTIONS OF run.sh] [-- FILTER…]
 #
-# Without a FILTER: the library's own tests on real verbs, `tests/rdma_net.rs`, `tests/rdma_events.rs`, the functional tests
+# Without a FILTER: the library's own tests on real verbs, `tests/rdma_net.rs`, `tests/rdma_mend.rs`, `tests/rdma_events.rs`, the functional tests
 # that make sense over RDMA (the machine's devices make TOWLINE_BACKEND=auto choose it), and a verified all-reduce: see
-# inside.sh. With FILTERs: the tests of `rdma_net`, `rdma_events` and of the library that match one.
+# inside.sh. With FILTERs: the tests of `rdma_net`, `rdma_mend`, `rdma_events` and of the library that match one.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
 project=$(cd "$here/../.." && pwd)
-options=()
+# Ten minutes at most, on a machine that others use too.
+options=(--timeout 600)
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
     options+=("$1")
     shift
@@ -18,7 +19,7 @@ done
 [ $# = 0 ] || shift
 
 # What the library's tests and the wanted test programs are called; Cargo tells as it builds them.
-wanted=(rdma_net rdma_events net_events net_lifecycle net_versions net_ordering net_placement net_fork net_hostile)
+wanted=(rdma_net rdma_mend rdma_events net_events net_lifecycle net_versions net_ordering net_placement net_fork net_hostile)
 built=$(cd "$project" && cargo test --locked --lib "${wanted[@]/#/--test=}" --no-run --message-format=json |
     sed -n '/"profile":{[^}]*"test":true/s/.*"name":"\([^"]*\)".*"executable":"\([^"]*\)".*/\1=\2/p')
 declare -A program
@@ -31,7 +32,7 @@ if [ $# -gt 0 ]; then
     # One at a time: some count what the kernel holds, some take links down.
     ignored="--ignored --test-threads 1 $*"
     exec "$here/run.sh" "${options[@]}" -- sh -ec "
-        '${program[towline]}' $ignored; '${program[rdma_net]}' $ignored; '${program[rdma_events]}' $ignored"
+        '${program[towline]}' $ignored; '${program[rdma_net]}' $ignored; '${program[rdma_mend]}' $ignored; '${program[rdma_events]}' $ignored"
 fi
 programs=("all-reduce=$(dirname "$(dirname "${program[towline]}")")/towline")
 for name in "${!program[@]}"; do programs+=("$name=${program[$name]}"); done

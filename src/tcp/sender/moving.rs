@@ -255,7 +255,7 @@ impl SendConn {
                 received => self.health.peer_received(received - 1),
             },
             Type::Fail => return Err(told_by_peer(header.order, text)),
-            Type::Data | Type::Fence | Type::Ask => {
+            Type::Data | Type::Fence | Type::Ask | Type::Lane => {
                 return Err(Error::remote(format!("the receiving side sent a {:?} frame", header.kind)));
             }
         }

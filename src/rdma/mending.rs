@@ -1,0 +1,367 @@
+//! What becomes of a connection that loses a queue pair while it has others.
+//!
+//! A queue pair is lost when it reports that its peer does not answer or that it has failed, when its port goes down
+//! while another port of the connection is up, or when the other side says that it has lost it. Nobody knows then what of
+//! the last writes has arrived, and a packet that is still on its way could place old bytes later, over new ones. So both
+//! sides first **end** their queue pair, after which their devices take nothing from it any more:
+//!
+//! 1. Whoever notices stops the queue pair (it goes to its error state), takes what it has completed, and ends it. A
+//!    receiver waits until all its receives have come back, so that it has seen every immediate that its device has
+//!    acknowledged.
+//! 2. It says so over the control channel ([`Type::Fenced`]), with the number of immediates that it has taken. The other
+//!    side does the same when it hears that, unless it has already.
+//! 3. When both have, what is in doubt travels again over the queue pairs that are left: the sender's messages
+//!    ([`ledger`](super::ledger)), the receiver's lines.
+//!
+//! A lost lane gets a new queue pair when its port is up again: the sender offers one over the control channel
+//! ([`Type::Lane`]), the receiver answers with its own, or that it cannot now; then the sender tries again after a while.
+//! The new queue pair carries messages when a first write over it, of no bytes, has been acknowledged, and the receiver is
+//! told so. When all lanes are lost at one time the connection waits for one of them, for
+//! `TOWLINE_RECONNECT_TIMEOUT`.
+//!
+//! A lane is in one [`Life`] after the other. With `TOWLINE_RECOVERY=0`, or with one queue pair, none of this happens and
+//! the first failure ends the connection.
+
+#[cfg(test)]
+mod tests;
+
+use std::time::{Duration, Instant};
+
+use super::base::Base;
+use super::fabric::{Fabric, Lane};
+use super::record::{EceRecord, LaneRecord};
+use crate::engine::counters::Counters;
+use crate::os::error::{Cause, Error, Result};
+use crate::os::log::NET;
+use crate::tcp::frame::{Header, Type};
+
+/// How long a receiver waits for its receives to come back from a queue pair that was stopped. A device that does not
+/// give them back in that time never will.
+const DRAIN: Duration = Duration::from_secs(1);
+
+/// How a lane fares.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Life {
+    /// It carries messages.
+    Up,
+    /// Its queue pair is stopped, and what it has completed is being taken.
+    Stopping {
+        /// Since when.
+        since: Instant,
+    },
+    /// Its queue pair has ended, and the other side's is not known to have.
+    Ended {
+        /// Since when it is lost.
+        since: Instant,
+    },
+    /// Both have.
+    Lost,
+    /// It has a new queue pair, of which nobody knows yet whether it leads anywhere.
+    Returning,
+}
+
+/// What has gone wrong with a lane.
+#[derive(Debug)]
+pub struct Trouble {
+    /// The failure, as the connection's would be.
+    pub error: Error,
+    /// It is only the consequence of another one.
+    pub is_flush: bool,
+}
+
+/// How many immediates the other side has taken from a lane; none when it has everything that was sent.
+pub type Taken = Option<u64>;
+
+/// What has become of lanes.
+#[derive(Debug, Default)]
+pub struct Tended {
+    /// These are lost, here and there: what is in doubt of them may travel again.
+    pub gone: Vec<(usize, Taken)>,
+    /// These carry messages again.
+    pub back: Vec<usize>,
+}
+
+/// What the other side says of a lane.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Word {
+    /// Which lane.
+    pub lane: u64,
+    /// Which of its queue pairs.
+    pub epoch: u16,
+    /// What.
+    pub said: Said,
+}
+
+/// What the other side says.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Said {
+    /// It has ended its queue pair, having taken so many immediates.
+    Ended(u64),
+    /// Its new queue pair; none: not now.
+    Offer(Option<LaneRecord>),
+    /// The new queue pair leads from the sender to the receiver.
+    Proven,
+}
+
+impl Word {
+    /// What a frame is about.
+    pub fn of(header: &Header) -> Self {
+        Self { lane: header.order, epoch: header.epoch, said: Said::Offer(None) }
+    }
+}
+
+/// What a frame about a new queue pair says.
+pub fn said(header: &Header) -> Said {
+    if header.total == PROVEN { Said::Proven } else { Said::Offer(offered(header)) }
+}
+
+/// What `total` says of such a frame.
+const OFFER: u64 = 1;
+const PROVEN: u64 = 2;
+
+fn offered(header: &Header) -> Option<LaneRecord> {
+    let [number, first_packet, vendor, options] =
+        [header.message, header.message >> 32, header.offset, header.offset >> 32].map(|word| word as u32);
+    let ece = (header.offset != 0).then_some(EceRecord { vendor, options, mask: header.tag.cast_unsigned() });
+    (header.total == OFFER).then_some(LaneRecord { number, first_packet, ece })
+}
+
+/// The frame that offers a queue pair for a lane.
+fn offer(lane: usize, epoch: u16, record: Option<&LaneRecord>) -> Header {
+    let blank = Header { order: lane as u64, ..Header::of(Type::Lane, epoch) };
+    let Some(record) = record else { return blank };
+    let both = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
+    let ece = record.ece.as_ref();
+    Header {
+        message: both(record.number, record.first_packet),
+        offset: ece.map_or(0, |ece| both(ece.vendor, ece.options)),
+        tag: ece.map_or(0, |ece| ece.mask.cast_signed()),
+        total: OFFER,
+        ..blank
+    }
+}
+
+/// How long after its loss a lane is tried for again, and how long after a try that came to nothing.
+const FIRST_TRY: Duration = Duration::from_millis(500);
+const NEXT_TRY: Duration = Duration::from_secs(2);
+
+impl Base {
+    /// Looks after lanes in trouble, and hears what the other side says of lanes; `answer` takes its offers.
+    ///
+    /// # Errors
+    /// When all lanes are lost and none comes back in time, or the other side does not answer, or as `answer` says.
+    #[cold]
+    pub fn tend(
+        &self,
+        fabric: &mut Fabric,
+        mut answer: impl FnMut(&mut Fabric, usize, (u16, &LaneRecord)) -> Result<()>,
+    ) -> Result<Tended> {
+        let mut gone = Vec::new();
+        let words = std::mem::take(&mut *self.words());
+        for Word { lane, epoch, said } in words {
+            let index = usize::try_from(lane).unwrap_or(usize::MAX);
+            if !fabric.lanes.get(index).is_some_and(|lane| lane.mends) {
+                return Err(Error::remote(format!("the peer gave up queue pair {lane} of this connection"))
+                    .with_hint("its log says why; it must run with the same TOWLINE_RECOVERY as this side"));
+            }
+            match said {
+                Said::Proven => {
+                    let lane = &mut fabric.lanes[index];
+                    lane.proven |= lane.epoch == epoch;
+                }
+                Said::Ended(taken) => heard_the_end(&mut fabric.lanes[index], epoch, taken),
+                Said::Offer(record) => {
+                    let lane = &mut fabric.lanes[index];
+                    let is_refused = record.is_none() && lane.epoch == epoch;
+                    if is_refused && lane.life == Life::Returning {
+                        self.end_pair(lane);
+                        lane.give_up(Instant::now() + NEXT_TRY);
+                    } else if is_refused {
+                        // It has nothing of this queue pair, which is in trouble here.
+                        lane.peer = Some(0);
+                    } else if let Some(record) = &record {
+                        answer(fabric, index, (epoch, record))?;
+                    }
+                }
+            }
+            // In turn: what is said next may be of what came of this.
+            self.step(fabric, &mut gone)?;
+        }
+        self.step(fabric, &mut gone)?;
+        let mut back = Vec::new();
+        for index in 0..fabric.lanes.len() {
+            if fabric.lanes[index].life == Life::Returning && fabric.lanes[index].proven {
+                self.has_returned(fabric, index);
+                back.push(index);
+            }
+        }
+        Ok(Tended { gone, back })
+    }
+
+    fn step(&self, fabric: &mut Fabric, gone: &mut Vec<(usize, Taken)>) -> Result<()> {
+        let now = Instant::now();
+        self.lose(fabric, now)?;
+        self.wait_for_one(fabric, now)?;
+        let mut is_calm = fabric.without.is_none();
+        for (index, lane) in fabric.lanes.iter_mut().enumerate() {
+            if let Life::Stopping { since } = lane.life
+                && (lane.receives == 0 || now - since >= DRAIN)
+            {
+                self.end_pair(lane);
+                lane.life = Life::Ended { since };
+                let word = Header { order: index as u64, total: lane.arrived, ..Header::of(Type::Fenced, lane.epoch) };
+                self.say(&word.encode());
+            }
+            if let Life::Ended { since } = lane.life {
+                // A receiver that has closed had received all that it wanted.
+                let taken = if self.health.is_peer_done() { Some(None) } else { lane.peer.take().map(Some) };
+                if let Some(taken) = taken {
+                    (lane.life, lane.next_try) = (Life::Lost, Some(now + FIRST_TRY));
+                    gone.push((index, taken));
+                } else if now - since >= self.config().reconnect_timeout {
+                    let what = "a queue pair was lost, and the peer does not say what it got from it";
+                    return Err(Error::remote(what).with_hint("look at the peer's log, and at the way to its TCP port"));
+                }
+            }
+            let is_in_trouble = matches!(lane.life, Life::Stopping { .. } | Life::Ended { .. });
+            is_calm &= !is_in_trouble && lane.trouble.is_none();
+        }
+        fabric.set_alarm(!is_calm);
+        Ok(())
+    }
+
+    fn end_pair(&self, lane: &mut Lane) {
+        if let Some(element) = lane.element() {
+            self.adapters[lane.adapter].forget(element);
+        }
+        drop(lane.end());
+    }
+
+    /// Gives up the lanes that are in trouble.
+    fn lose(&self, fabric: &mut Fabric, now: Instant) -> Result<()> {
+        let mut left = fabric.living().count();
+        let (mut lost, mut first) = (0, None);
+        for lane in &mut fabric.lanes {
+            let Some(trouble) = lane.trouble.take() else { continue };
+            if lane.is_up() {
+                (left, lost) = (left - 1, lost + 1);
+                first.get_or_insert(trouble.error);
+            } else if lane.life != Life::Returning {
+                continue;
+            }
+            lane.stop();
+            lane.life = Life::Stopping { since: now };
+        }
+        let Some(error) = first else { return Ok(()) };
+        Counters::count(&self.counters.lost_pairs, lost);
+        if !self.is_closing() {
+            let (doing, peer, all) = (self.doing, &self.peer, fabric.lanes.len());
+            if left > 0 {
+                tracing::warn!(target: NET, "{doing} {peer} goes on over {left} of {all} queue pairs: {error}");
+            } else {
+                tracing::warn!(target: NET, "{doing} {peer} waits for a queue pair, of which {all} are lost: {error}");
+            }
+        }
+        if left == 0 {
+            fabric.without = Some((now, error));
+        }
+        Ok(())
+    }
+
+    /// With no lane left, the connection waits for one.
+    fn wait_for_one(&self, fabric: &mut Fabric, now: Instant) -> Result<()> {
+        if fabric.without.is_some() && fabric.living().next().is_some() {
+            fabric.without = None;
+        }
+        match &fabric.without {
+            Some((since, error)) if now - *since >= self.config().reconnect_timeout => {
+                let what =
+                    format!("all queue pairs were lost and none came back in time; the last one: {}", error.what());
+                Err(Error::new(error.cause(), what).with_hint(
+                    "look at the ports of both sides and the switches between; TOWLINE_RECONNECT_TIMEOUT says how long to wait",
+                ))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The keeper: gives up lanes whose port or device is out, as long as another one's is not, and those that an event
+    /// names.
+    pub fn look_at_ports(&self, fabric: &mut Fabric) {
+        for (element, text) in self.mishap.take() {
+            let what = format!("a device reports {text} of it");
+            for lane in fabric.lanes_of(element) {
+                lane.suffers(Trouble { error: Error::new(Cause::System, &what), is_flush: false });
+            }
+        }
+        let is_out = |lane: &Lane| self.adapters[lane.adapter].is_out();
+        if !fabric.lanes.iter().any(|lane| lane.is_up() && !is_out(lane)) {
+            return;
+        }
+        let used = |lane: &Lane| lane.is_up() || lane.life == Life::Returning;
+        for lane in fabric.lanes.iter_mut().filter(|lane| used(lane) && is_out(lane)) {
+            let adapter = &self.adapters[lane.adapter];
+            let what = if adapter.is_dead() { "the device failed" } else { "the port went down" };
+            let error = Error::new(Cause::System, format!("{what} ({})", adapter.name()));
+            lane.suffers(Trouble { error, is_flush: false });
+        }
+    }
+
+    /// The sender's keeper: offers new queue pairs for lanes that are lost and whose ports are up. When to look again.
+    pub fn offer_lanes(&self, fabric: &mut Fabric) -> Option<Instant> {
+        let now = Instant::now();
+        for index in 0..fabric.lanes.len() {
+            let lane = &mut fabric.lanes[index];
+            if lane.life != Life::Lost || lane.next_try.is_some_and(|at| at > now) {
+                continue;
+            }
+            lane.next_try = Some(now + NEXT_TRY);
+            if self.adapters[lane.adapter].is_out() || self.health.is_peer_done() {
+                continue;
+            }
+            match fabric.renew(index, &self.adapters, self.config()) {
+                Ok(()) => self.offer_lane(fabric, index),
+                Err(error) => tracing::debug!(target: NET, "no new queue pair to {} yet: {error}", self.peer),
+            }
+        }
+        fabric.lanes.iter().filter(|lane| lane.life == Life::Lost).filter_map(|lane| lane.next_try).min()
+    }
+
+    /// Tells the other side of the new queue pair of a lane.
+    pub fn offer_lane(&self, fabric: &Fabric, index: usize) {
+        self.name_lane(fabric, index);
+        let lane = &fabric.lanes[index];
+        self.say(&offer(index, lane.epoch, lane.record(self.config()).as_ref()).encode());
+    }
+
+    /// The receiver: tells the sender that a lane cannot have a new queue pair now.
+    pub fn refuse_lane(&self, index: usize, epoch: u16) {
+        self.say(&offer(index, epoch, None).encode());
+    }
+
+    /// The sender: tells the receiver that a new queue pair leads to it.
+    pub fn prove_lane(&self, fabric: &Fabric, index: usize) {
+        let epoch = fabric.lanes[index].epoch;
+        self.say(&Header { order: index as u64, total: PROVEN, ..Header::of(Type::Lane, epoch) }.encode());
+    }
+
+    /// A lane carries messages again.
+    fn has_returned(&self, fabric: &mut Fabric, index: usize) {
+        fabric.lanes[index].life = Life::Up;
+        Counters::bump(&self.counters.reconnects);
+        let (up, all) = (fabric.living().count(), fabric.lanes.len());
+        tracing::info!(target: NET, "{} {} has {up} of {all} queue pairs again", self.doing, self.peer);
+    }
+}
+
+/// The other side has ended its end of a lane.
+fn heard_the_end(lane: &mut Lane, epoch: u16, taken: u64) {
+    // Of a queue pair that both have forgotten already.
+    if lane.epoch != epoch || lane.life == Life::Lost {
+        return;
+    }
+    lane.peer = Some(taken);
+    if lane.is_up() || lane.life == Life::Returning {
+        lane.suffers(Trouble { error: Error::remote("the peer has lost its end of a queue pair"), is_flush: false });
+    }
+}

@@ -1,0 +1,216 @@
+//! Queue pairs that fail under traffic, on real verbs: everything arrives, once, in its order, with its bytes.
+
+use std::collections::VecDeque;
+use std::ptr::null_mut;
+use std::sync::atomic::Ordering;
+
+use crate::engine::request::{MAX_PARTS, Ticket};
+use crate::os::error::Cause;
+use crate::rdma::base::Base;
+use crate::rdma::fabric::{Fabric, Lane};
+use crate::rdma::harness::{Ends, Plan, end_of, until};
+use crate::rdma::receiver::Posted;
+
+/// Numbers by chance, the same for the same seed.
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, bound: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 11) as usize % bound
+    }
+}
+
+/// What is sent: a message differs from another by where it starts.
+fn source() -> Vec<u8> {
+    (0..400_000_u32).map(|place| (place.wrapping_mul(0x9e37_79b9) >> 23) as u8).collect()
+}
+
+/// A receive of one message or of a group.
+struct Wanted {
+    ticket: Ticket,
+    /// Where each message starts in the source, and where it goes.
+    parts: Vec<(usize, Vec<u8>)>,
+}
+
+/// Keeps up to twelve groups of messages of all sizes under way, until `groups` have arrived; `trouble` is made between.
+fn traffic(ends: &Ends, dice: &mut Dice, groups: usize, mut trouble: impl FnMut(&mut Dice, usize)) {
+    let source = source();
+    let (mut wanted, mut sends, mut unsent) = (VecDeque::<Wanted>::new(), Vec::new(), VecDeque::new());
+    let (mut begun, mut done) = (0, 0);
+    until("all groups", || {
+        if begun < groups && wanted.len() < 12 {
+            let count = if dice.below(3) == 0 { 1 + dice.below(MAX_PARTS) } else { 1 };
+            let largest = if count == 1 { 200_000 } else { 20_000 };
+            let size = |dice: &mut Dice| [0, 8, 700, 1024, 1025, 6000, largest][dice.below(7)];
+            let mut parts: Vec<_> = (0..count).map(|_| (dice.below(100_000), vec![0xEE; size(dice)])).collect();
+            let posted = |(tag, (_, memory)): (usize, &mut (usize, Vec<u8>))| {
+                // Now and then there is more room than the message takes.
+                Some(Posted {
+                    address: memory.as_mut_ptr() as u64,
+                    size: memory.len() as u64,
+                    tag: tag as i32,
+                    memory: None,
+                })
+            };
+            let mut list: Vec<_> = parts.iter_mut().enumerate().map(posted).collect();
+            // SAFETY: the memory is kept until the request has ended.
+            if let Some(ticket) = unsafe { ends.recv.irecv(&mut list, &[null_mut(); MAX_PARTS]) }.expect("irecv") {
+                unsent.extend(parts.iter().enumerate().map(|(tag, (start, memory))| (tag, *start, memory.len())));
+                wanted.push_back(Wanted { ticket, parts });
+                begun += 1;
+            }
+        }
+        while let Some((tag, start, size)) = unsent.front().copied()
+            && dice.below(4) > 0
+        {
+            let from = source[start..start + size].as_ptr() as u64;
+            // SAFETY: the source outlives the traffic.
+            let sent = unsafe { ends.send.isend(from, size as u64, tag as i32, None, null_mut()) }.expect("isend");
+            let Some(ticket) = sent else { break };
+            sends.push(ticket);
+            unsent.pop_front();
+        }
+        trouble(dice, done);
+        sends.retain(|ticket| ends.send.test(*ticket).expect("a send").is_none());
+        wanted.retain(|group| match ends.recv.test(group.ticket).expect("a receive") {
+            None => true,
+            Some(outcome) => {
+                for (part, (start, memory)) in group.parts.iter().enumerate() {
+                    assert_eq!(outcome.sizes[part], memory.len() as u64, "group {done}, part {part}");
+                    assert!(memory[..] == source[*start..start + memory.len()], "group {done}, part {part}");
+                }
+                done += 1;
+                false
+            }
+        });
+        (done == groups && sends.is_empty()).then_some(())
+    });
+}
+
+/// Breaks one of the lanes that live, unless it is the last.
+fn break_one(fabric: &Fabric, dice: &mut Dice) {
+    let living: Vec<usize> = fabric.living().collect();
+    if living.len() > 1 {
+        fabric.lanes()[living[dice.below(living.len())]].break_pair();
+    }
+}
+
+/// The other side of a broken queue pair notices when nobody answers: 67 ms, three times. SoftRoCE takes seven for "for
+/// ever".
+const IMPATIENT: [(&str, &str); 2] = [("NCCL_IB_TIMEOUT", "14"), ("NCCL_IB_RETRY_CNT", "3")];
+
+/// Besides, the end of a message is a write of its own.
+const REORDERING: [(&str, &str); 4] =
+    [IMPATIENT[0], IMPATIENT[1], ("NCCL_IB_ADAPTIVE_ROUTING", "1"), ("NCCL_IB_AR_THRESHOLD", "20000")];
+
+/// Waits until all lanes carry messages on both sides.
+fn all_are_back(ends: &Ends) {
+    let count = |fabric: &Fabric| fabric.lanes().len() - fabric.living().count();
+    until("all queue pairs are back", || {
+        let mut away = 0;
+        ends.send.with_fabric(|fabric| away += count(fabric));
+        ends.recv.with_fabric(|fabric| away += count(fabric));
+        (away == 0).then_some(())
+    });
+}
+
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn queue_pairs_that_fail_lose_nothing_and_come_back() {
+    let rounds = std::env::var("RDMA_MENDING").ok().and_then(|text| text.parse().ok()).unwrap_or(4);
+    for round in 0..rounds {
+        let mut dice = Dice(0x9e37_79b9_7f4a_7c15 ^ (round as u64 + 1));
+        let lanes = [2, 4, 8][round % 3];
+        let variables = if round % 2 == 0 { &IMPATIENT[..] } else { &REORDERING };
+        let plan = Plan { ports: [&[0, 1], &[0, 1]], lanes, short: round % 4 < 3, variables, ..Plan::default() };
+        let ends = Ends::connect(&plan);
+        let (mut broken, most) = (0, 2 * lanes);
+        traffic(&ends, &mut dice, 200, |dice, done| {
+            if broken < most && done > 190 * broken / most && dice.below(10) == 0 {
+                broken += 1;
+                if dice.below(2) == 0 {
+                    ends.send.with_fabric(|fabric| break_one(fabric, dice));
+                } else {
+                    ends.recv.with_fabric(|fabric| break_one(fabric, dice));
+                }
+            }
+        });
+        if round % 2 == 1 {
+            // All at one time.
+            ends.send.with_fabric(|fabric| fabric.living().for_each(|lane| fabric.lanes()[lane].break_pair()));
+        }
+        // What nobody has used since it broke nobody has noticed.
+        traffic(&ends, &mut dice, 30, |_, _| ());
+        all_are_back(&ends);
+        traffic(&ends, &mut dice, 30, |_, _| ());
+        ends.recv.with_fabric(|fabric| assert!(fabric.lanes().iter().all(|lane| lane.arrived > 0), "one is not used"));
+        let lost = |base: &Base| base.counters.lost_pairs.load(Ordering::Relaxed);
+        println!("round {round}: {lanes} queue pairs; {} were lost", lost(ends.recv.base()));
+        assert!(lost(ends.send.base()) > 0 && lost(ends.send.base()) == lost(ends.recv.base()));
+        ends.send.close();
+        ends.recv.close();
+    }
+}
+
+/// A device says that a queue pair has failed, and no completion follows: the others take over.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_queue_pair_that_is_said_to_have_failed_is_done_without() {
+    let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], lanes: 2, ..Plan::default() });
+    traffic(&ends, &mut Dice(3), 10, |_, _| ());
+    let (place, queue) = ends.queues[0];
+    assert!(ends.receiving[place].befell(queue, "QP fatal error"));
+    let lost = |base: &Base| base.counters.lost_pairs.load(Ordering::Relaxed);
+    traffic(&ends, &mut Dice(4), 40, |_, _| ());
+    until("both sides give it up", || (lost(ends.recv.base()) == 1 && lost(ends.send.base()) == 1).then_some(()));
+    all_are_back(&ends);
+    traffic(&ends, &mut Dice(5), 40, |_, _| ());
+    ends.recv.close();
+    ends.send.close();
+}
+
+/// With all at one time the connection waits for one, but not for ever: then it ends on both sides, and says why.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn when_no_queue_pair_comes_back_the_connection_ends() {
+    let variables: &[_] = &[IMPATIENT[0], IMPATIENT[1], ("TOWLINE_RECONNECT_TIMEOUT", "1")];
+    let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], lanes: 2, variables, ..Plan::default() });
+    traffic(&ends, &mut Dice(7), 20, |_, _| ());
+    let ports = || ends.send.base().adapters.iter();
+    ports().for_each(|port| port.set_port_down(true));
+    ends.send.with_fabric(|fabric| fabric.lanes().iter().for_each(Lane::break_pair));
+    let (source, mut target) = (source(), vec![0; 50_000]);
+    let mut list = [Some(Posted { address: target.as_mut_ptr() as u64, size: 50_000, tag: 0, memory: None })];
+    // SAFETY: the target outlives the connection.
+    let received = unsafe { ends.recv.irecv(&mut list, &[null_mut()]) }.expect("irecv").expect("a request");
+    // SAFETY: the source outlives the connection.
+    let sent = unsafe { ends.send.isend(source.as_ptr() as u64, 50_000, 0, None, null_mut()) };
+    let sent = sent.expect("isend").expect("a request");
+    let here = end_of(|ticket| ends.send.test(ticket), sent).expect_err("no way is left").to_string();
+    assert!(here.contains("all queue pairs were lost and none came back in time"), "{here}");
+    let there = end_of(|ticket| ends.recv.test(ticket), received).expect_err("nothing comes");
+    assert_eq!(there.cause(), Cause::Remote);
+    assert!(there.to_string().contains("all queue pairs were lost"), "{there}");
+    ports().for_each(|port| port.set_port_down(false));
+    ends.recv.close();
+    ends.send.close();
+}
+
+/// Without recovery the first one does.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn without_recovery_the_first_queue_pair_ends_the_connection() {
+    let variables: &[_] = &[("TOWLINE_RECOVERY", "0")];
+    let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], lanes: 2, variables, ..Plan::default() });
+    ends.recv.with_fabric(|fabric| fabric.lanes()[0].break_pair());
+    let mut target = vec![0; 50_000];
+    let mut list = [Some(Posted { address: target.as_mut_ptr() as u64, size: 50_000, tag: 0, memory: None })];
+    // SAFETY: the target outlives the connection.
+    let received = unsafe { ends.recv.irecv(&mut list, &[null_mut()]) }.expect("irecv").expect("a request");
+    end_of(|ticket| ends.recv.test(ticket), received).expect_err("it does not mend");
+    ends.recv.close();
+    ends.send.close();
+}

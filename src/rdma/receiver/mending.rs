@@ -1,0 +1,101 @@
+//! The receiver's part in going on without a queue pair that is lost: its lines go over another, and a new queue pair is
+//! made when the sender offers one.
+
+use super::{DEPTH, RECEIVE, RdmaRecv, State};
+use crate::os::error::Result;
+use crate::os::log::NET;
+use crate::rdma::fabric::Fabric;
+use crate::rdma::line::{LINES, encode_word};
+use crate::rdma::mending::Tended;
+use crate::rdma::record::LaneRecord;
+
+impl RdmaRecv {
+    /// The keeper: has an eye on the ports. Says whether a lane is in trouble.
+    pub(super) fn care(&self) -> bool {
+        let mut state = self.state();
+        let Some(fabric) = &mut state.fabric else { return false };
+        self.base.look_at_ports(fabric);
+        if !self.base.words().is_empty() {
+            fabric.set_alarm(true);
+        }
+        fabric.is_alarmed()
+    }
+
+    /// Looks after lanes that are in trouble.
+    #[cold]
+    pub(super) fn tend(&self, state: &mut State) -> Result<()> {
+        let State { fabric: Some(fabric), flush, used, .. } = state else { return Ok(()) };
+        let Tended { gone, .. } = self.base.tend(fabric, |fabric, lane, (epoch, record)| {
+            if epoch.wrapping_sub(fabric.lane(lane).epoch()).cast_signed() <= 0 {
+                return Ok(());
+            }
+            // Flushes read from all ports; they begin anew.
+            let is_free = flush.as_ref().is_none_or(|flush| !flush.is_busy());
+            match if is_free { self.take_lane(fabric, lane, epoch, record) } else { Ok(false) } {
+                Ok(true) => {
+                    (*flush, used[lane]) = (None, 0);
+                    self.base.offer_lane(fabric, lane);
+                }
+                Ok(false) => self.base.refuse_lane(lane, epoch),
+                Err(error) => {
+                    tracing::debug!(target: NET, "no new queue pair from {} yet: {error}", self.base.peer);
+                    self.base.refuse_lane(lane, epoch);
+                    fabric.abandon(lane, epoch);
+                }
+            }
+            Ok(())
+        })?;
+        for (lane, _) in gone {
+            state.used[lane] = 0;
+            self.do_without(state, lane);
+        }
+        if state.lines_are_lost { self.write_again(state) } else { Ok(()) }
+    }
+
+    /// The sender has a new queue pair for a lane that was lost: makes one too. Says whether that can be done now.
+    #[cold]
+    fn take_lane(&self, fabric: &mut Fabric, index: usize, epoch: u16, record: &LaneRecord) -> Result<bool> {
+        let lane = fabric.lane(index);
+        if !lane.is_lost() || self.base.adapters[lane.adapter].is_out() {
+            return Ok(false);
+        }
+        fabric.renew(index, &self.base.adapters, self.base.config())?;
+        // Offers that were refused have used up numbers.
+        fabric.lane(index).set_epoch(epoch);
+        fabric.lane(index).post_receives(RECEIVE | index as u64, DEPTH.receive as usize)?;
+        fabric.reconnect(index, &self.base.adapters, record, self.base.config())?;
+        Ok(true)
+    }
+
+    /// Both ends of a lane have ended.
+    #[cold]
+    fn do_without(&self, state: &mut State, lane: usize) {
+        let State { fabric: Some(fabric), flush, line_lane, lines_are_lost, .. } = &mut *state else { return };
+        let adapter = fabric.lanes()[lane].adapter;
+        if let Some(flush) = flush
+            && !fabric.lanes().iter().any(|lane| lane.is_up() && lane.adapter == adapter)
+        {
+            flush.give_up(adapter, |slot| self.base.requests.complete_part(slot, 0, 0));
+        }
+        *lines_are_lost |= *line_lane == lane;
+    }
+
+    /// The lines that may be lost are written over another lane, if there is one.
+    #[cold]
+    fn write_again(&self, state: &mut State) -> Result<()> {
+        let State { fabric: Some(fabric), line_lane, lines_are_lost, silent, receives, .. } = &mut *state else {
+            return Ok(());
+        };
+        let Some(living) = fabric.living().next() else { return Ok(()) };
+        (*line_lane, *silent, *lines_are_lost) = (living, 0, false);
+        let (first, count) = receives.unread();
+        self.write_lines(state, first, count)?;
+        let State { fabric: Some(fabric), mirror: Some(mirror), inbox: Some(inbox), silent, line_lane, .. } = state
+        else {
+            return Ok(());
+        };
+        let word = inbox.tell();
+        mirror.lines[LINES][..8].copy_from_slice(&encode_word(word.into()).to_le_bytes());
+        self.write_to_ring((fabric, *line_lane), mirror, silent, LINES, 8)
+    }
+}

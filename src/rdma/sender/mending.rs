@@ -1,0 +1,203 @@
+//! The sender's part in going on without a queue pair that is lost: what is in doubt travels again over others.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use super::job::Job;
+use super::{Message, PROBE, RdmaSend, State, work_id};
+use crate::engine::counters::Counters;
+use crate::engine::events::Chunk;
+use crate::os::error::Result;
+use crate::rdma::fabric::{Fabric, Lane};
+use crate::rdma::ledger::{Answer, Sent, Settled};
+use crate::rdma::line::Line;
+use crate::rdma::mending::{Taken, Tended, Trouble};
+use crate::rdma::record::LaneRecord;
+use crate::rdma::stripe::Share;
+use crate::rdma::trouble::Doing;
+use crate::rdma::verbs::{Completion, Local, Remote, Work};
+
+/// A share that was lost with its lane, or waited for room in it.
+pub(super) struct Orphan {
+    key: usize,
+    share: Share,
+}
+
+impl RdmaSend {
+    /// Whoever is not NCCL's thread: has an eye on the ports. Says whether the connection owes the receiver something
+    /// although no request is outstanding: short messages that their queue pair may lose, or a lane in trouble; and when
+    /// it is to look again for lost lanes.
+    pub(super) fn care(&self) -> (bool, Option<Instant>) {
+        let mut state = self.state();
+        let State { fabric: Some(fabric), outbox, .. } = &mut *state else { return (false, None) };
+        self.base.look_at_ports(fabric);
+        if !self.base.words().is_empty() {
+            fabric.set_alarm(true);
+        }
+        let next = self.base.offer_lanes(fabric);
+        (fabric.is_alarmed() || outbox.as_ref().is_some_and(|outbox| !outbox.is_delivered()), next)
+    }
+
+    /// Looks after lanes that are in trouble.
+    #[cold]
+    pub(super) fn tend(&self, state: &mut State) -> Result<()> {
+        let State { fabric: Some(fabric), run, .. } = state else { return Ok(()) };
+        run.count = 0;
+        let Tended { gone, back } = self.base.tend(fabric, |fabric, lane, (epoch, record)| {
+            self.answered(fabric, lane, epoch, record);
+            Ok(())
+        })?;
+        back.into_iter().for_each(|lane| self.base.prove_lane(fabric, lane));
+        for (lane, taken) in gone {
+            self.settle(state, lane, taken)?;
+        }
+        self.go_again(state)
+    }
+
+    /// The receiver has a new queue pair for a lane that was lost. Ours is tried before anything is entrusted to it.
+    #[cold]
+    fn answered(&self, fabric: &mut Fabric, index: usize, epoch: u16, record: &LaneRecord) {
+        let lane = fabric.lane(index);
+        if !lane.is_returning() || lane.epoch() != epoch {
+            return;
+        }
+        let connected = fabric.reconnect(index, &self.base.adapters, record, self.base.config());
+        let lane = fabric.lane(index);
+        let nothing = Local { address: 0, length: 0, key: 0 };
+        let key = self.target.size_keys.get(lane.peer_port).copied().unwrap_or(0);
+        let probe = Work {
+            id: work_id(0, index, 1, false) | PROBE,
+            local: nothing,
+            remote: Remote { address: self.target.sizes, key },
+            immediate: None,
+            is_read: false,
+            is_inline: false,
+            is_signaled: true,
+        };
+        // SAFETY: no memory is read or written for no bytes.
+        if let Err(error) = connected.and_then(|()| unsafe { lane.post(&[probe]) }) {
+            lane.suffers(Trouble { error, is_flush: false });
+        }
+    }
+
+    /// Both ends of a lane have ended: what the receiver has taken is done, and the rest goes over other lanes.
+    #[cold]
+    fn settle(&self, state: &mut State, lane: usize, taken: Taken) -> Result<()> {
+        let State { ledger: Some(ledger), messages, outbox, orphans, .. } = state else { return Ok(()) };
+        let Settled { arrived, lost } = ledger.settle(lane, taken)?;
+        for sent in arrived {
+            match (sent, &mut *outbox) {
+                (Sent::Share { key, .. }, _) => {
+                    let mut key = Some(key);
+                    while let Some(ended) = key {
+                        key = self.ended(messages, ended, lane as u16);
+                    }
+                }
+                (Sent::Short(_), Some(outbox)) => outbox.completed(),
+                (Sent::Short(_), None) => {}
+            }
+        }
+        let before = orphans.len();
+        let mut short = VecDeque::new();
+        for sent in lost {
+            match sent {
+                Sent::Short(parcel) => short.push_back(parcel),
+                Sent::Share { key, share } => {
+                    // The messages of a run before the last one are whole ones.
+                    let mut earlier = messages[usize::from(key)].earlier.take();
+                    orphans.push(Orphan { key: key.into(), share });
+                    while let Some(key) = earlier {
+                        let message = &mut messages[usize::from(key)];
+                        earlier = message.earlier.take();
+                        let share = Share { lane, offset: 0, length: message.length };
+                        orphans.push(Orphan { key: key.into(), share });
+                    }
+                }
+            }
+        }
+        Counters::count(&self.base.counters.resends, (orphans.len() - before + short.len()) as u64);
+        // What was lost before has been sent later.
+        short.append(&mut state.again);
+        state.again = short;
+        Ok(())
+    }
+
+    /// What was lost goes over the lanes that are left, if there are any.
+    #[cold]
+    fn go_again(&self, state: &mut State) -> Result<()> {
+        let State { fabric: Some(fabric), stripes, messages, jobs, orphans, short_lane, ledger: Some(ledger), .. } =
+            state
+        else {
+            return Ok(());
+        };
+        // With those that waited for room on a lost one, and begin anew elsewhere.
+        for (_, waiting) in jobs.iter_mut().enumerate().filter(|(lane, _)| fabric.lanes()[*lane].is_lost()) {
+            orphans.extend(waiting.drain(..).map(|job| Orphan { key: job.key, share: job.share }));
+        }
+        let living: Vec<usize> = fabric.living().collect();
+        let Some(first) = living.first() else { return Ok(()) };
+        stripes.over(living.iter().copied());
+        if fabric.lane(*short_lane).is_lost() {
+            *short_lane = *first;
+        }
+        for (Orphan { key, share }, to) in orphans.drain(..).zip(living.iter().cycle()) {
+            let (Some(message), Some(answer)) = (messages.get(key), ledger.answer_of(key as u16)) else { continue };
+            let Answer { line, immediate, is_told } = answer;
+            let share = Share { lane: *to, ..share };
+            // Alone: nothing is held back for it. And the size is told with each: whichever is the last, it is there.
+            let line = Line { has_more: false, ..line };
+            let key_there = line.keys[fabric.lane(*to).peer_port];
+            let job = Job::new(key, share, &line, key_there, immediate, is_told);
+            if self.base.events.hears() {
+                self.tell_again(message, &job, *to);
+            }
+            jobs[*to].push_back(job);
+        }
+        state.waiting_jobs = jobs.iter().map(VecDeque::len).sum();
+        self.post_waiting(state)?;
+        self.post_again(state)
+    }
+
+    /// Short messages go again, in their order, before any other.
+    #[cold]
+    fn post_again(&self, state: &mut State) -> Result<()> {
+        loop {
+            let State { fabric: Some(fabric), again, short_lane, .. } = &mut *state else { return Ok(()) };
+            if fabric.lane(*short_lane).room() == 0 {
+                return Ok(());
+            }
+            let Some(parcel) = again.pop_front() else { return Ok(()) };
+            self.post_parcel(state, parcel)?;
+        }
+    }
+
+    /// Notes for the profiler that a share goes again, over another lane.
+    #[cold]
+    fn tell_again(&self, message: &Message, job: &Job, lane: usize) {
+        let Share { offset, length, .. } = job.share;
+        let chunk = Chunk {
+            offset,
+            length,
+            path: lane as u16,
+            message: u64::from(message.number),
+            total: message.length,
+            again: true,
+            wr_id: work_id(job.key, lane, 1, true),
+        };
+        self.base.events.chunk_begins(message.slot, 0, &chunk);
+    }
+
+    /// The first write over a new queue pair has arrived, or has not.
+    #[cold]
+    pub(super) fn probed(&self, lane: &mut Lane, completion: &Completion) -> Result<()> {
+        if !lane.is_of_this_life(completion) {
+            return Ok(());
+        }
+        if !completion.is_ok() {
+            return self.base.broken(lane, completion, Doing::Sending);
+        }
+        lane.finished(1);
+        lane.is_proven();
+        Ok(())
+    }
+}

@@ -1,0 +1,286 @@
+//! Ports that go down and come back under a connection that has others: nothing is lost, and they are used again.
+//!
+//! Two links join the machine to itself, as two rails join two hosts: rxe0 to rxe1, which the test machine has, and rxe2 to
+//! rxe3, made here. A connection leads from the fused rxe0+rxe2 to the fused rxe1+rxe3. What happens to queue pairs that
+//! fail by themselves is in `src/rdma/mending/tests.rs`.
+
+#![cfg(feature = "rdma")]
+
+mod support;
+
+use std::collections::VecDeque;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use support::{PATIENCE, child};
+use support::{context, eventually, pattern, watchdog};
+use towline::host::log::Capture;
+use towline::host::{ApiVersion, Memory, Pair, Part, Request};
+
+/// Runs a command of the machine.
+fn machine(command: &str) {
+    let output = Command::new("sh").args(["-c", command]).output().expect("a shell");
+    assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// A link of the machine: its ends, and their addresses.
+#[derive(Clone, Copy)]
+struct Link([(&'static str, &'static str); 2]);
+
+const FIRST: Link = Link([("veth0", "10.7.0.1"), ("veth1", "10.7.0.2")]);
+const SECOND: Link = Link([("veth2", "10.9.0.1"), ("veth3", "10.9.0.2")]);
+
+impl Link {
+    /// Writes down who is at the other end: the kernel forgets that with the link.
+    fn introduce(self) {
+        let [(near, here), (far, there)] = self.0;
+        machine(&format!(
+            "ip neigh replace {there} lladdr $(cat /sys/class/net/{far}/address) dev {near} nud permanent; \
+             ip neigh replace {here} lladdr $(cat /sys/class/net/{near}/address) dev {far} nud permanent"
+        ));
+    }
+
+    fn down(self) {
+        machine(&format!("ip link set {} down", self.0[0].0));
+    }
+
+    fn up(self) {
+        machine(&format!("ip link set {} up", self.0[0].0));
+        self.introduce();
+    }
+
+    /// What the near end sends leads nowhere: the way is silent in one direction, and both ports are up.
+    fn mislead(self) {
+        let [(near, _), (_, there)] = self.0;
+        machine(&format!("ip neigh replace {there} lladdr 02:00:00:00:00:99 dev {near} nud permanent"));
+    }
+}
+
+/// The second link, as long as this lives; and the first one as it was. A device goes only when no process uses it: the
+/// tests themselves run in further processes.
+struct Links;
+
+impl Links {
+    /// None in a further process.
+    fn new() -> Option<Self> {
+        if child::role().is_some() {
+            return None;
+        }
+        let made = Self;
+        machine("ip link add veth2 type veth peer name veth3");
+        for ((name, address), device) in SECOND.0.into_iter().zip(["rxe2", "rxe3"]) {
+            machine(&format!(
+                "sysctl -qw net.ipv4.conf.{name}.accept_local=1 net.ipv4.conf.{name}.rp_filter=0; \
+                 ip link set {name} up; ip addr add {address}/24 dev {name}; \
+                 rdma link add {device} type rxe netdev {name}"
+            ));
+        }
+        SECOND.introduce();
+        Some(made)
+    }
+}
+
+impl Drop for Links {
+    fn drop(&mut self) {
+        machine("ip link del veth2");
+        FIRST.up();
+    }
+}
+
+/// 67 ms, three times. SoftRoCE takes seven times for "for ever". And what the tests look for in the log.
+const IMPATIENT: [(&str, &str); 4] =
+    [("NCCL_IB_TIMEOUT", "14"), ("NCCL_IB_RETRY_CNT", "3"), ("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "NET")];
+
+/// What runs while the links are played with.
+struct Traffic {
+    stop: AtomicBool,
+    messages: AtomicU64,
+}
+
+/// Stops the traffic when it is dropped.
+struct Stop<'a>(&'a Traffic);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Traffic {
+    /// Messages of all sizes, ten at a time, each byte checked, until it is stopped.
+    fn run(&self, pair: &Pair) {
+        const SIZES: [usize; 9] = [8, 1024, 100_000, 0, 3000, 16, 262_144, 700, 40_000];
+        let source = Memory::of(pattern(5, 600_000));
+        let from = pair.send.register(&source).expect("regMr");
+        let targets: Vec<Memory> = (0..10).map(|_| Memory::new(262_144)).collect();
+        let to: Vec<_> = targets.iter().map(|target| pair.recv.register(target).expect("regMr")).collect();
+        let place = |number: usize| (SIZES[number % SIZES.len()], number * 4099 % 300_000);
+        let (mut posted, mut sent) = (VecDeque::<Request>::new(), Vec::<Request>::new());
+        let (mut next_post, mut next_send, mut done) = (0, 0, 0);
+        loop {
+            let stops = self.stop.load(Ordering::Relaxed);
+            if stops && posted.is_empty() && sent.is_empty() && next_send == next_post {
+                return;
+            }
+            if !stops && next_post < done + 10 {
+                let (target, mr) = (&targets[next_post % 10], &to[next_post % 10]);
+                let part = Part::new(target.at(0), place(next_post).0, Some(mr));
+                // SAFETY: the memory outlives the requests.
+                if let Some(request) = unsafe { pair.recv.irecv(&[part]) }.expect("irecv") {
+                    posted.push_back(request);
+                    next_post += 1;
+                }
+            }
+            if next_send < next_post {
+                let (size, start) = place(next_send);
+                // SAFETY: as above.
+                let request = unsafe { pair.send.isend(Part::new(source.at(start), size, Some(&from))) };
+                if let Some(request) = request.expect("isend") {
+                    sent.push(request);
+                    next_send += 1;
+                }
+            }
+            sent.retain(|request| pair.send.test(request).expect("a send").is_none());
+            while let Some(sizes) = posted.front().and_then(|request| pair.recv.test(request).expect("a receive")) {
+                posted.pop_front();
+                let (size, start) = place(done);
+                assert_eq!(sizes[0] as usize, size, "message {done}");
+                assert!(targets[done % 10].bytes()[..size] == source.bytes()[start..start + size], "message {done}");
+                done += 1;
+                self.messages.store(done as u64, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Waits until twenty more messages have arrived; how long that took.
+    fn goes_on(&self, what: &str) -> Duration {
+        let (start, before) = (Instant::now(), self.messages.load(Ordering::Relaxed));
+        eventually(what, PATIENCE, || (self.messages.load(Ordering::Relaxed) > before + 20).then_some(()));
+        start.elapsed()
+    }
+}
+
+/// Traffic over both links while `play` plays with them.
+fn under_traffic(play: impl FnOnce(&Traffic, &Capture) + Send) {
+    let log = Capture::start();
+    let context = context(ApiVersion::V12);
+    let number = |name: &str| {
+        let devices = 0..context.devices().expect("devices");
+        devices.into_iter().find(|dev| context.properties(*dev).expect("properties").name == name).expect("a device")
+    };
+    let fused = |names: [&str; 2]| context.make_vdevice(&names.map(number)).expect("a device of both ports");
+    let (from, to) = (fused(["rxe0", "rxe2"]), fused(["rxe1", "rxe3"]));
+    let pair = Pair::between((&context, from), (&context, to)).expect("a connection");
+    let traffic = Traffic { stop: AtomicBool::new(false), messages: AtomicU64::new(0) };
+    std::thread::scope(|scope| {
+        let player = scope.spawn(|| {
+            // Also when it panics.
+            let _stop = Stop(&traffic);
+            play(&traffic, &log);
+        });
+        traffic.run(&pair);
+        player.join().expect("the player");
+    });
+    let arrived = pair.transfer(pattern(1, 500_000)).expect("a transfer");
+    assert!(arrived == pattern(1, 500_000));
+    pair.close().expect("close");
+}
+
+/// How often a line with these words was logged.
+fn said(log: &Capture, words: &str) -> usize {
+    log.records().iter().filter(|record| format!("{record:?}").contains(words)).count()
+}
+
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_port_that_goes_down_is_done_without_and_used_again() {
+    const NAME: &str = "a_port_that_goes_down_is_done_without_and_used_again";
+    let _links = Links::new();
+    for pairs in ["1", "4"] {
+        child::alone(
+            NAME,
+            &[("NCCL_IB_QPS_PER_CONNECTION", pairs), ("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "NET")],
+            || {
+                let _watchdog = watchdog(150);
+                let pairs =
+                    std::env::var("NCCL_IB_QPS_PER_CONNECTION").expect("set above").parse::<usize>().expect("a number");
+                under_traffic(|traffic, log| {
+                    traffic.goes_on("traffic");
+                    // The second carries data only; the first also lines and short messages.
+                    for (round, link) in [SECOND, FIRST].into_iter().enumerate() {
+                        link.down();
+                        let without = traffic.goes_on("traffic without the link");
+                        std::thread::sleep(Duration::from_millis(300));
+                        link.up();
+                        let up = Instant::now();
+                        // Both ends say so.
+                        let back = || (said(log, "queue pairs again") >= 2 * (round + 1) * pairs).then_some(());
+                        eventually("the port is used again", PATIENCE, back);
+                        let again = up.elapsed();
+                        traffic.goes_on("traffic over both");
+                        println!(
+                            "round {round}: twenty messages without it after {without:?}, in use again after {again:?}"
+                        );
+                        assert!(again < Duration::from_secs(5), "{again:?}");
+                    }
+                });
+            },
+        );
+        if child::role().is_some() {
+            return;
+        }
+    }
+}
+
+/// Nobody tells that the way leads nowhere: the queue pairs find out, and others take over.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_way_that_falls_silent_is_done_without_and_used_again() {
+    const NAME: &str = "a_way_that_falls_silent_is_done_without_and_used_again";
+    let _links = Links::new();
+    child::alone(NAME, &IMPATIENT, || {
+        let _watchdog = watchdog(120);
+        under_traffic(|traffic, log| {
+            traffic.goes_on("traffic");
+            for (round, link) in [FIRST, SECOND].into_iter().enumerate() {
+                link.mislead();
+                eventually("the loss is noticed", PATIENCE, || {
+                    (said(log, "goes on over 1 of 2") >= 2 * (round + 1)).then_some(())
+                });
+                traffic.goes_on("traffic without the way");
+                std::thread::sleep(Duration::from_secs(1));
+                assert_eq!(said(log, "queue pairs again"), 2 * round, "it leads nowhere still");
+                link.introduce();
+                let back = || (said(log, "has 2 of 2 queue pairs again") >= 2 * (round + 1)).then_some(());
+                eventually("the way is used again", PATIENCE, back);
+                traffic.goes_on("traffic over both");
+            }
+        });
+    });
+}
+
+/// Both links at one time, for longer than the device tries: the connection waits, as long as it may.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn with_all_ports_down_the_connection_waits_for_one() {
+    const NAME: &str = "with_all_ports_down_the_connection_waits_for_one";
+    let _links = Links::new();
+    child::alone(NAME, &IMPATIENT, || {
+        let _watchdog = watchdog(120);
+        under_traffic(|traffic, _| {
+            traffic.goes_on("traffic");
+            for link in [FIRST, SECOND] {
+                FIRST.down();
+                SECOND.down();
+                std::thread::sleep(Duration::from_secs(2));
+                link.up();
+                traffic.goes_on("traffic over one");
+                for link in [FIRST, SECOND] {
+                    link.up();
+                }
+                traffic.goes_on("traffic over both");
+            }
+        });
+    });
+}
