@@ -3,36 +3,64 @@
 #
 #   tests/memory.sh address [TEST ...]    the address sanitizer (leaks included); the whole program and the library are
 #                                         built with it, by the stable compiler with RUSTC_BOOTSTRAP=1
+#   tests/memory.sh thread [TEST ...]     the thread sanitizer, with the standard library built with it too: needs its
+#                                         source (rustup component add rust-src)
 #   tests/memory.sh valgrind [TEST ...]   valgrind's memcheck, on the ordinary build; so slow that the
 #                                         watchdogs of tests with much traffic may end them
 #
-# TEST: names of test programs (net_ordering ...); by default those below. Extra arguments for the programs, a filter
-# for example, in TOWLINE_TEST_ARGS. TOWLINE_MEMORY_TARGET_DIR: where the address sanitizer's build goes.
+# TEST: names of test programs (net_ordering ...), or lib for the tests inside the library; by default those below. Extra
+# arguments for the programs, a filter for example, in TOWLINE_TEST_ARGS. TOWLINE_MEMORY_TARGET_DIR: where a sanitizer's
+# build goes.
 #
-# Left out: net_fork (a sanitizer's child of a fork is not an ordinary one), net_netns (network namespaces: nothing
-# that the others do not have, but many processes), the simulation and the properties (no unsafe code in them).
+# Left out: net_fork (a sanitizer's child of a fork is not an ordinary one), net_pressure (its injector tells the plugin's
+# system calls by who makes them, and the sanitizer stands in between), net_netns (nothing that the others do not have,
+# but many processes), the simulation (no unsafe code in it). tests/leaks.supp says what is kept for good on purpose.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-how=${1:?address or valgrind}
+how=${1:?address, thread or valgrind}
 shift
 tests=("$@")
 read -ra arguments <<<"${TOWLINE_TEST_ARGS:-}"
 triple=$(rustc -vV | sed -n 's/^host: //p')
 export CARGO_PROFILE_DEV_DEBUG=line-tables-only CARGO_PROFILE_TEST_DEBUG=line-tables-only
 
+# The library would complain about it.
+target_dir=${TOWLINE_MEMORY_TARGET_DIR:-}
+unset TOWLINE_MEMORY_TARGET_DIR
+
+# These measure how the process grows, but the sanitizer keeps what was freed for a while; or how long a connection takes
+# beside ten thousand strangers. A fork waits a tenth of a second for other threads, which is not enough for slowed ones.
+skip=(--skip made_again_200_times --skip do_not_grow_the_process --skip crowd_of_strangers
+    --skip reads_a_byte_a_second_holds_up_nobody --skip long_run_with_faults
+    --skip a_hundred_busy_connections --skip forks_amid_opening_and_closing)
+
+# Runs one of them with what comes behind its name.
+run() {
+    local test=$1
+    shift
+    printf '== %s, %s\n' "$test" "$how"
+    case $test in
+    lib) cargo test --quiet --target "$triple" --lib "$@" -- --skip simulation "${skip[@]}" "${arguments[@]}" ;;
+    *) cargo test --quiet --target "$triple" --test "$test" "$@" -- "${skip[@]}" "${arguments[@]}" ;;
+    esac
+}
+
 case $how in
 address)
-    [ ${#tests[@]} -gt 0 ] || tests=(net_ordering net_lifecycle net_hostile net_versions net_placement)
+    [ ${#tests[@]} -gt 0 ] || tests=(lib host interfaces profile_run cli net_ordering net_lifecycle net_hostile
+        net_versions net_placement net_events net_seal net_protocol net_slow net_descriptors net_routes
+        net_scale net_traffic_class net_faults net_vanish net_verdict)
     # The library is opened by a program that holds the sanitizer's runtime, and must find it there.
     export RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address -Clink-arg=-Wl,--export-dynamic-symbol=__asan_*"
-    export CARGO_TARGET_DIR=${TOWLINE_MEMORY_TARGET_DIR:-$PWD/target/address}
-    # These measure how the process grows, but the sanitizer keeps what was freed for a while; or how long a connection
-    # takes beside ten thousand strangers.
-    skip=(--skip made_again_200_times --skip do_not_grow_the_process --skip crowd_of_strangers)
-    for test in "${tests[@]}"; do
-        printf '== %s, address sanitizer\n' "$test"
-        cargo test --quiet --target "$triple" --test "$test" -- "${skip[@]}" "${arguments[@]}"
-    done
+    export CARGO_TARGET_DIR=${target_dir:-$PWD/target/address}
+    export LSAN_OPTIONS=suppressions=$PWD/tests/leaks.supp:print_suppressions=0
+    for test in "${tests[@]}"; do run "$test"; done
+    ;;
+thread)
+    [ ${#tests[@]} -gt 0 ] || tests=(net_ordering net_lifecycle net_events net_seal)
+    export RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread -Clink-arg=-Wl,--export-dynamic-symbol=__tsan_*"
+    export CARGO_TARGET_DIR=${target_dir:-$PWD/target/thread}
+    for test in "${tests[@]}"; do run "$test" -Zbuild-std; done
     ;;
 valgrind)
     [ ${#tests[@]} -gt 0 ] || tests=(net_placement)
@@ -45,7 +73,7 @@ valgrind)
     done
     ;;
 *)
-    echo "address or valgrind, not $how" >&2
+    echo "address, thread or valgrind, not $how" >&2
     exit 2
     ;;
 esac
