@@ -57,7 +57,7 @@ address)
     for test in "${tests[@]}"; do run "$test"; done
     ;;
 thread)
-    [ ${#tests[@]} -gt 0 ] || tests=(net_ordering net_lifecycle net_events net_seal)
+    [ ${#tests[@]} -gt 0 ] || tests=(net_ordering net_lifecycle net_events net_seal net_hostile)
     export RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread -Clink-arg=-Wl,--export-dynamic-symbol=__tsan_*"
     export CARGO_TARGET_DIR=${target_dir:-$PWD/target/thread}
     for test in "${tests[@]}"; do run "$test" -Zbuild-std; done
