@@ -36,6 +36,19 @@ const AFTERMATH: Duration = Duration::from_millis(200);
 /// The bit that tells a question from none.
 const ASKED: u64 = 1 << 63;
 
+/// Writes as much as the socket takes now. What a broken one does not take is forgotten: its end tells the peer.
+fn write_out(sock: &impl AsRawFd, output: &mut Vec<u8>) {
+    while !output.is_empty() {
+        // SAFETY: a plain slice.
+        let sent = unsafe { wire::send(sock.as_raw_fd(), Piece::of(output)) };
+        match sent.or_else(wire::look_again) {
+            Ok(Some(bytes)) => drop(output.drain(..bytes)),
+            Ok(None) => return,
+            Err(_) => output.clear(),
+        }
+    }
+}
+
 /// What a connection was handed over with.
 pub struct Parts {
     /// The keeper and the farewells.
@@ -91,6 +104,8 @@ struct Control {
     registration: Option<Watched>,
     sock: Option<Sock>,
     input: Vec<u8>,
+    /// What the socket has not taken yet.
+    output: Vec<u8>,
     ended: Option<Instant>,
 }
 
@@ -100,7 +115,8 @@ impl Base {
         let Parts { net, adapters, peer, sock, link } = parts;
         let health = Health::default();
         health.stream_up();
-        let control = Control { registration: None, sock: Some(sock), input: Vec::new(), ended: None };
+        let control =
+            Control { registration: None, sock: Some(sock), input: Vec::new(), output: Vec::new(), ended: None };
         Self {
             net,
             adapters,
@@ -233,8 +249,9 @@ impl Base {
     /// As just said.
     pub fn hear(&self) -> Result<()> {
         let mut control = self.control();
-        let Control { sock, input, .. } = &mut *control;
+        let Control { sock, input, output, .. } = &mut *control;
         let Some(open) = sock else { return Ok(()) };
+        write_out(open, output);
         loop {
             let mut room = [0; HEADER + MAX_CONTROL as usize];
             // SAFETY: the buffer is ours.
@@ -401,11 +418,15 @@ impl Base {
     }
 
     pub(super) fn say(&self, bytes: &[u8]) {
-        if let Some(sock) = &self.control().sock {
-            // SAFETY: a plain slice. What the socket does not take is lost, and the peer learns of the end without the
-            // reason.
-            let _ = unsafe { wire::send(sock.as_raw_fd(), Piece::of(bytes)) };
-        }
+        let mut control = self.control();
+        let Control { sock: Some(sock), output, .. } = &mut *control else { return };
+        output.extend_from_slice(bytes);
+        write_out(sock, output);
+    }
+
+    /// Whether the socket has not taken all that was said: the keeper tries again with [`Base::hear`].
+    pub fn has_more_to_say(&self) -> bool {
+        !self.control().output.is_empty()
     }
 
     /// Sending side: asks the receiver to announce what it has posted; `lines` were read so far.
@@ -442,5 +463,32 @@ impl Base {
             self.health.stream_down();
             self.net.linger_with(sock, cargo);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
+
+    #[test]
+    fn what_the_socket_does_not_take_at_once_follows_in_order() {
+        let (here, mut there) = UnixStream::pair().expect("sockets");
+        let said: Vec<u8> = (0..1_000_000_u32).map(|at| (at % 251) as u8).collect();
+        let mut output = said.clone();
+        write_out(&here, &mut output);
+        assert!(!output.is_empty() && output.len() < said.len(), "the socket takes a part of it");
+        let mut heard = vec![0; said.len()];
+        let mut at = 0;
+        while at < said.len() {
+            at += there.read(&mut heard[at..]).expect("bytes");
+            write_out(&here, &mut output);
+        }
+        assert!(heard == said && output.is_empty());
+        drop(there);
+        output.push(1);
+        write_out(&here, &mut output);
+        assert!(output.is_empty(), "nobody is there");
     }
 }

@@ -233,6 +233,7 @@ impl Fabric {
         (lane.life, lane.trouble, lane.peer) = (Life::Returning, None, None);
         lane.proven = false;
         (lane.receives, lane.arrived, lane.epoch) = (0, 0, lane.epoch.wrapping_add(1));
+        lane.next_try = None;
         Ok(())
     }
 

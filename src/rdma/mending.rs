@@ -218,10 +218,16 @@ impl Base {
                 if let Some(taken) = taken {
                     (lane.life, lane.next_try) = (Life::Lost, Some(now + FIRST_TRY));
                     gone.push((index, taken));
-                } else if now - since >= self.config().reconnect_timeout {
+                } else if now - since >= self.config().peer_timeout {
+                    // It may be stopped for a while; if it is gone, its socket says so.
                     let what = "a queue pair was lost, and the peer does not say what it got from it";
                     return Err(Error::remote(what).with_hint("look at the peer's log, and at the way to its TCP port"));
                 }
+            }
+            if lane.life == Life::Returning && lane.next_try.is_some_and(|at| at <= now) {
+                // No answer, or no way yet. The receiver takes a later offer for the end of this one.
+                self.end_pair(lane);
+                lane.give_up(now + NEXT_TRY);
             }
             let is_in_trouble = matches!(lane.life, Life::Stopping { .. } | Life::Ended { .. });
             is_calm &= !is_in_trouble && lane.trouble.is_none();
@@ -230,7 +236,7 @@ impl Base {
         Ok(())
     }
 
-    fn end_pair(&self, lane: &mut Lane) {
+    pub(super) fn end_pair(&self, lane: &mut Lane) {
         if let Some(element) = lane.element() {
             self.adapters[lane.adapter].forget(element);
         }
@@ -320,11 +326,19 @@ impl Base {
                 continue;
             }
             match fabric.renew(index, &self.adapters, self.config()) {
-                Ok(()) => self.offer_lane(fabric, index),
+                Ok(()) => {
+                    fabric.lanes[index].next_try = Some(now + self.config().reconnect_timeout);
+                    self.offer_lane(fabric, index);
+                }
                 Err(error) => tracing::debug!(target: NET, "no new queue pair to {} yet: {error}", self.peer),
             }
         }
-        fabric.lanes.iter().filter(|lane| lane.life == Life::Lost).filter_map(|lane| lane.next_try).min()
+        let waits = |lane: &&Lane| matches!(lane.life, Life::Lost | Life::Returning);
+        let next = fabric.lanes.iter().filter(waits).filter_map(|lane| lane.next_try).min();
+        if next.is_some_and(|at| at <= now) {
+            fabric.set_alarm(true);
+        }
+        next.map(|at| at.max(now))
     }
 
     /// Tells the other side of the new queue pair of a lane.

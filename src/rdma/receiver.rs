@@ -760,7 +760,7 @@ impl Source for Watch {
         }
         let is_busy = conn.base.mends() && conn.care();
         let moved = conn.glance();
-        let outstanding = || is_busy || conn.base.requests.outstanding() > 0;
+        let outstanding = || is_busy || conn.base.has_more_to_say() || conn.base.requests.outstanding() > 0;
         conn.base.attention.looked(moved, || !conn.base.health.is_failed() && outstanding())
     }
 

@@ -871,7 +871,7 @@ impl Source for Watch {
         let (owes, next) = if conn.base.mends() { conn.care() } else { (false, None) };
         let moved = conn.glance();
         conn.ask_if_due();
-        let outstanding = || owes || conn.base.requests.outstanding() > 0;
+        let outstanding = || owes || conn.base.has_more_to_say() || conn.base.requests.outstanding() > 0;
         let progress = conn.base.attention.looked(moved, || !conn.base.health.is_failed() && outstanding());
         Progress { again: progress.again.into_iter().chain(next).min(), ..progress }
     }

@@ -1,6 +1,8 @@
 //! The receiver's part in going on without a queue pair that is lost: its lines go over another, and a new queue pair is
 //! made when the sender offers one.
 
+use std::time::Instant;
+
 use super::{DEPTH, RECEIVE, RdmaRecv, State};
 use crate::os::error::Result;
 use crate::os::log::NET;
@@ -56,7 +58,14 @@ impl RdmaRecv {
     #[cold]
     fn take_lane(&self, fabric: &mut Fabric, index: usize, epoch: u16, record: &LaneRecord) -> Result<bool> {
         let lane = fabric.lane(index);
-        if !lane.is_lost() || self.base.adapters[lane.adapter].is_out() {
+        if lane.is_returning() {
+            // The sender has given up what it offered before.
+            self.base.end_pair(lane);
+            lane.give_up(Instant::now());
+        } else if !lane.is_lost() {
+            return Ok(false);
+        }
+        if self.base.adapters[lane.adapter].is_out() {
             return Ok(false);
         }
         fabric.renew(index, &self.base.adapters, self.base.config())?;
