@@ -119,11 +119,12 @@ impl Health {
     /// memory, after which there are none now either.
     ///
     /// # Errors
-    /// The end of the stream: a goodbye if the peer has said one, else a loss.
+    /// The end of the stream: a goodbye if one is all that it can be, else a loss.
     #[inline]
     pub fn read(
         &self,
         got: io::Result<Option<usize>>,
+        is_goodbye: bool,
         starved: impl FnOnce(&io::Error),
     ) -> Result<Option<usize>, Broken> {
         let error = match got {
@@ -135,7 +136,7 @@ impl Health {
             starved(&error);
             return Ok(None);
         }
-        Err(if self.is_peer_done() { Broken::Goodbye } else { Broken::Lost(error) })
+        Err(if is_goodbye { Broken::Goodbye } else { Broken::Lost(error) })
     }
 
     /// Whether the peer said goodbye and all streams have ended: nothing can come or go any more.

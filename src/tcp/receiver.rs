@@ -102,6 +102,8 @@ struct Io {
     ack: bool,
     /// Goodbye was said; nothing may follow it.
     parted: bool,
+    /// The sender has said goodbye on this stream.
+    heard_goodbye: bool,
 }
 
 impl Io {
@@ -277,6 +279,7 @@ impl RecvConn {
             sent: 0,
             ack: false,
             parted: false,
+            heard_goodbye: false,
         };
         self.health.stream_up();
         {

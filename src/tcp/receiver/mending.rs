@@ -64,7 +64,8 @@ impl RecvConn {
             Broken::Lost(_) if self.closing.load(Ordering::Acquire) => {}
             Broken::Lost(error) if self.recovery => {
                 tracing::info!(target: crate::os::log::NET, "a stream from {} broke ({error}); waiting for it to come back", self.peer);
-                if left == 0 {
+                // With a sender that has said goodbye elsewhere, only who still waits for something is judged.
+                if left == 0 && (!self.health.is_peer_done() || self.requests.outstanding() > 0) {
                     self.wait_for_peer(&error);
                 } else {
                     // The sender may not know.
@@ -355,8 +356,12 @@ impl Kept for RecvConn {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::Write;
+    use std::net::Shutdown;
+
     use crate::os::config::Config;
     use crate::tcp::loopback;
+    use crate::tcp::net::Link;
     use crate::tcp::seal::Seal;
 
     /// A thread that saw a stream break and one that lets it in again end the former life, whoever is first; the next one
@@ -364,8 +369,9 @@ mod tests {
     #[test]
     fn a_sender_whose_return_fails_half_way_is_waited_for_only_so_long() {
         let net = loopback::net(Config { reconnect_timeout: Duration::from_millis(100), ..Config::default() });
-        let deaf = loopback::deaf();
-        let conn = RecvConn::new(net, loopback::link(&deaf), loopback::peer());
+        // Nobody to be called: who accepts a call lives, and would be waited for.
+        let link = Link { remote: Vec::new(), ..loopback::link(&loopback::deaf()) };
+        let conn = RecvConn::new(net, link, loopback::peer());
         let (ours, _theirs) = loopback::sockets();
         let place = conn.place(0, &ours).unwrap();
         conn.add_stream(0, 0, place, ours, Seal::Plain);
@@ -379,5 +385,43 @@ mod tests {
             assert!(conn.test(ticket).unwrap().is_none(), "it may still");
         }
         loopback::wait_until("the receive waits for ever", || conn.test(ticket).is_err());
+    }
+
+    /// The sender says goodbye on each stream for itself. What it says on one is no excuse for the end of another: what was
+    /// on that travels again, and the receive waits for it.
+    #[test]
+    fn a_goodbye_on_one_stream_does_not_excuse_the_end_of_another() {
+        let net = loopback::net(Config::default());
+        let deaf = loopback::deaf();
+        let conn = RecvConn::new(net, loopback::link(&deaf), loopback::peer());
+        let mut theirs = Vec::new();
+        for index in 0..2 {
+            let (ours, there) = loopback::sockets();
+            let place = conn.place(index, &ours).unwrap();
+            conn.add_stream(index, 0, place, ours, Seal::Plain);
+            theirs.push(there);
+        }
+        let mut buffer = [0_u8; 8];
+        // SAFETY: the buffer outlives the request, and nobody profiles.
+        let posted = unsafe { conn.irecv(&[(buffer.as_mut_ptr(), 8, 0)], &[std::ptr::null_mut()]) };
+        let ticket = posted.unwrap().expect("a slot is free");
+        let cut = theirs.pop().expect("two");
+        theirs[0].write_all(&Header::of(Type::Bye, 0).encode()).expect("it listens");
+        theirs[0].shutdown(Shutdown::Write).expect("it listens");
+        loopback::wait_until("the goodbye is heard", || {
+            assert!(conn.test(ticket).unwrap().is_none());
+            conn.health.is_peer_done() && conn.health.live() == 1
+        });
+        crate::tcp::watch::close_hard(&cut);
+        drop(cut);
+        loopback::wait_until("the end of the other is heard", || {
+            assert!(conn.test(ticket).expect("the message may still come").is_none());
+            conn.health.live() == 0
+        });
+        for _ in 0..100 {
+            assert!(conn.test(ticket).expect("the message may still come").is_none());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        conn.close();
     }
 }

@@ -31,7 +31,7 @@ impl RecvConn {
         }
         match self.write(index, io) {
             Ok(wrote) => moved |= wrote,
-            Err(error) if self.health.is_peer_done() => {
+            Err(error) if self.has_parted(io) => {
                 tracing::debug!(target: crate::os::log::NET, "{} is gone already: {error}", self.peer);
                 return Step::Broken(Broken::Goodbye);
             }
@@ -61,7 +61,7 @@ impl RecvConn {
             // SAFETY: the core has checked the body's range against the posted buffer of a request that has not ended, or
             // a staging buffer that lives until its message is copied.
             let (got, wanted, open) = unsafe { io.receive(index == 0) };
-            let Some(bytes) = self.health.read(got, |error| self.starved(index, error))? else {
+            let Some(bytes) = self.health.read(got, self.has_parted(io), |error| self.starved(index, error))? else {
                 return Ok((moved, false));
             };
             moved = true;
@@ -82,10 +82,16 @@ impl RecvConn {
         }
     }
 
+    /// Whether the end of this stream is what its owner meant. It says goodbye on each for itself: one that ends without
+    /// may have lost something, which travels again.
+    pub(super) fn has_parted(&self, io: &Io) -> bool {
+        io.heard_goodbye || !self.recovery && self.health.is_peer_done()
+    }
+
     /// Takes out of the socket what was only looked at. False: not all of it now.
     fn empty(&self, index: usize, io: &mut Io) -> std::result::Result<bool, Broken> {
         let gone = wire::discard(io.sock.as_raw_fd(), io.peeked);
-        let bytes = self.health.read(gone, |error| self.starved(index, error))?;
+        let bytes = self.health.read(gone, self.has_parted(io), |error| self.starved(index, error))?;
         io.peeked -= bytes.unwrap_or(0).min(io.peeked);
         Ok(io.peeked == 0)
     }
@@ -157,6 +163,7 @@ impl RecvConn {
         match header.kind {
             Type::Bye => {
                 self.health.peer_is_done();
+                io.heard_goodbye = true;
                 // The sender's close waits for the kernel's acknowledgement, which may be delayed by 40 ms, and which the
                 // kernel does not send while bytes are left in the socket.
                 if let Ok(Some(bytes)) = wire::discard(io.sock.as_raw_fd(), io.peeked) {

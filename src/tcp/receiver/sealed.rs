@@ -19,12 +19,13 @@ impl RecvConn {
             if share == 0 {
                 return Ok((true, true));
             }
+            let has_parted = self.has_parted(io);
             let Some(sides) = &mut io.seal else { return Ok((moved, false)) };
             let room = sides.intake.room();
             let wanted = room.len();
             // SAFETY: the room is this stream's own.
             let got = unsafe { wire::receive(io.sock.as_raw_fd(), Piece::of_mut(room)) };
-            let Some(bytes) = self.health.read(got, |error| self.starved(index, error))? else {
+            let Some(bytes) = self.health.read(got, has_parted, |error| self.starved(index, error))? else {
                 return Ok((moved, false));
             };
             moved = true;

@@ -84,7 +84,8 @@ impl SendConn {
     }
 
     /// Says goodbye on each stream, behind everything else, since the receiver reads them in any order. Waits until the
-    /// peer's kernel has it all; false when it does not answer.
+    /// peer's kernel has it all, and the receiver too: what only its kernel has is lost with a path that it gives up just
+    /// then. False when nobody answers.
     fn part(&self, start: Instant) -> bool {
         for index in 0..MAX_STREAMS {
             self.queue_control(index, Header::of(Type::Bye, 0), &[]);
@@ -101,7 +102,8 @@ impl SendConn {
             for index in 0..MAX_STREAMS {
                 self.run(index, READ | WRITE);
             }
-            if self.streams.iter().all(|stream| stream.peek(gone).unwrap_or(true)) {
+            let has_it = || !self.recovery || self.health.is_peer_done() || self.state().core.is_idle();
+            if self.streams.iter().all(|stream| stream.peek(gone).unwrap_or(true)) && has_it() {
                 break;
             }
             if start.elapsed() > CLOSE_DOUBT && self.is_asking() {

@@ -62,7 +62,10 @@ impl SendConn {
             let wanted = room.len();
             // SAFETY: the room is this stream's own.
             let got = unsafe { wire::receive(io.sock.as_raw_fd(), Piece::of_mut(room)) };
-            let Some(bytes) = self.health.read(got, |error| self.starved(index, error))? else { return Ok(moved) };
+            let Some(bytes) = self.health.read(got, self.health.is_peer_done(), |error| self.starved(index, error))?
+            else {
+                return Ok(moved);
+            };
             moved = true;
             sides.intake.filled(bytes);
             loop {
