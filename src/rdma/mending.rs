@@ -240,7 +240,9 @@ impl Base {
         if let Some(element) = lane.element() {
             self.adapters[lane.adapter].forget(element);
         }
+        let start = Instant::now();
         drop(lane.end());
+        tracing::debug!(target: NET, "ending a queue pair to {} took {:?}", self.peer, start.elapsed());
     }
 
     /// Gives up the lanes that are in trouble.
