@@ -24,9 +24,10 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long a fork waits for threads that are opening or closing a descriptor. They need microseconds; only a
-/// stopped thread, or a fork from a signal handler that interrupted such a thread, needs longer.
-const PATIENCE: Duration = Duration::from_millis(100);
+/// How long a fork waits for threads that are opening or closing a descriptor. They need microseconds, unless they get no
+/// processor: on a host with ten busy threads for each, one of 200 forks met a thread that had to wait for more than a tenth
+/// of a second. Only a fork from a signal handler that interrupted such a thread waits for nothing.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// A cache line of its own: it is read in every call from NCCL, whatever its neighbours are written by.
 #[repr(align(128))]
