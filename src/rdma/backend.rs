@@ -5,7 +5,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::adapter::{Adapter, Adapters};
 use super::devices::{Discovery, discover};
@@ -26,7 +26,8 @@ pub struct Rdma {
     pub summary: String,
     groups: Mutex<HashMap<Vec<usize>, Adapters>>,
     returns_events: bool,
-    events: OnceLock<Events>,
+    /// None while nobody watches.
+    events: Mutex<Option<Events>>,
 }
 
 impl Rdma {
@@ -52,7 +53,7 @@ impl Rdma {
             summary: found.to_string(),
             groups: Mutex::default(),
             returns_events: config.ib_async_events,
-            events: OnceLock::new(),
+            events: Mutex::default(),
         };
         Ok((rdma, warnings))
     }
@@ -67,11 +68,13 @@ impl Rdma {
     /// Has the keeper watch the devices from now on. For the first connection, so that a process that only asks for
     /// properties starts no thread.
     fn watch_events(&self, net: &Net) {
-        if self.events.get().is_some() {
+        // Locked throughout: the first connections may be made by several threads at one time.
+        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        if events.is_some() {
             return;
         }
         match Events::watch(&net.poller, &self.adapters, self.returns_events) {
-            Ok(events) => drop(self.events.set(events)),
+            Ok(watched) => *events = Some(watched),
             Err(error) => tracing::warn!(target: NET, "events of RDMA devices stay unseen: {error}"),
         }
     }

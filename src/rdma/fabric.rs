@@ -28,8 +28,13 @@ use crate::tcp::handshake::nonce;
 
 /// A queue pair and what is in its sending queue.
 pub struct Lane {
-    /// None once the lane is lost: the device does nothing for it any more.
+    /// None once the lane is lost: the device does nothing for it any more. Nor is it here when it has refused something.
     pair: Option<QueuePair>,
+    /// A queue pair that has refused a work request and is to be given up. It gets nothing more: what it would take behind
+    /// the refused one would be counted for that by the other side.
+    refusing: Option<QueuePair>,
+    /// It could not be stopped yet.
+    is_running: bool,
     /// How it fares; see [`mending`](super::mending).
     pub(super) life: Life,
     /// What has gone wrong with it, and is still to be dealt with.
@@ -163,6 +168,8 @@ impl Fabric {
             Ok(Lane {
                 inline_bytes: pair.capacity().inline_bytes,
                 pair: Some(pair),
+                refusing: None,
+                is_running: false,
                 life: Life::Up,
                 trouble: None,
                 alarm: Arc::clone(&alarm),
@@ -409,6 +416,7 @@ impl Lane {
         if !self.mends {
             return Err(error);
         }
+        self.refusing = self.pair.take();
         self.suffers(Trouble { error, is_flush: false });
         Ok(())
     }
@@ -474,18 +482,19 @@ impl Lane {
 
     /// Ends the queue pair: it takes nothing any more and sends nothing.
     pub(super) fn end(&mut self) -> Option<QueuePair> {
-        self.pair.take()
+        self.is_running = false;
+        self.pair.take().or_else(|| self.refusing.take())
     }
 
     /// A new queue pair has come to nothing.
     pub(super) fn give_up(&mut self, next_try: Instant) {
-        self.pair = None;
+        (self.pair, self.refusing, self.is_running) = (None, None, false);
         (self.life, self.next_try, self.room) = (Life::Lost, Some(next_try), 0);
     }
 
     /// By which asynchronous events name its queue pair.
     pub(super) fn element(&self) -> Option<u64> {
-        self.pair.as_ref().map(QueuePair::element)
+        self.pair.as_ref().or(self.refusing.as_ref()).map(QueuePair::element)
     }
 
     /// What the peer needs to know of it.
@@ -633,10 +642,15 @@ impl Lane {
     #[inline]
     pub fn post_receives(&mut self, id: u64, count: usize) -> Result<()> {
         let Some(pair) = &self.pair else { return Ok(()) };
-        self.receives += count as u32;
         match pair.post_receives(id, count) {
-            Ok(()) => Ok(()),
-            Err(error) => self.refused(error),
+            Ok(()) => {
+                self.receives += count as u32;
+                Ok(())
+            }
+            Err((posted, error)) => {
+                self.receives += posted as u32;
+                self.refused(error)
+            }
         }
     }
 
@@ -664,12 +678,21 @@ impl Lane {
         self.pair.as_ref().expect("it lives").stop().expect("stopped");
     }
 
-    /// Stops the queue pair for ever, without ending it. Nothing is posted any more.
+    /// Stops the queue pair for ever, without ending it. Nothing is posted any more. Where the device cannot for the
+    /// moment, `stop_again` can a little later.
     pub fn stop(&mut self) {
         self.room = 0;
         self.held.clear();
-        if let Some(pair) = &self.pair {
-            let _ = pair.stop();
+        self.is_running = true;
+        self.stop_again();
+    }
+
+    /// Stops the queue pair if that has not worked yet.
+    pub(super) fn stop_again(&mut self) {
+        if self.is_running
+            && let Some(pair) = self.pair.as_ref().or(self.refusing.as_ref())
+        {
+            self.is_running = pair.stop().is_err();
         }
     }
 }

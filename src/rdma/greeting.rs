@@ -13,9 +13,9 @@ use super::base::Parts;
 use super::eager::{self, Inbox};
 use super::fabric::{Class, Fabric, ports};
 use super::line::Ring;
-use super::receiver::{self, RdmaRecv, SizeTable, post_first_receives};
+use super::receiver::{self, Mirror, RdmaRecv, SizeTable, post_first_receives};
 use super::record::{Record, Talk, VERSION};
-use super::sender::{self, RdmaSend, RingMemory};
+use super::sender::{self, RdmaSend, RingMemory, Stores};
 use super::stripe::MAX_LANES;
 use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::os::error::{Error, Result};
@@ -23,8 +23,9 @@ use crate::os::log::NET;
 use crate::tcp::acceptor;
 use crate::tcp::dialer::{Dial, Dialled, Target};
 use crate::tcp::net::{Net, Sock};
-use crate::tcp::peer::Peer;
+use crate::tcp::peer::{Peer, failure};
 use crate::tcp::takeover::{Handed, Takeover};
+use crate::tcp::wire::{self, Piece};
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -41,7 +42,8 @@ pub struct Listener {
 
 #[derive(Default)]
 struct Accepted {
-    waiting: VecDeque<Arc<RdmaRecv>>,
+    /// A failure is that of a connection which its sending side takes for made, so that nobody comes again.
+    waiting: VecDeque<Result<Arc<RdmaRecv>>>,
     is_closed: bool,
 }
 
@@ -58,18 +60,24 @@ impl Listener {
     }
 
     /// The next connection, if one has come.
-    pub fn accept(&self) -> Option<Arc<RdmaRecv>> {
-        lock(&self.accepted).waiting.pop_front()
+    ///
+    /// # Errors
+    /// When it failed in its last step, with the sending side already there.
+    pub fn accept(&self) -> Result<Option<Arc<RdmaRecv>>> {
+        lock(&self.accepted).waiting.pop_front().transpose()
     }
 
     /// Waits for the next connection until `deadline`.
-    pub fn accept_until(&self, deadline: Instant) -> Option<Arc<RdmaRecv>> {
+    ///
+    /// # Errors
+    /// As [`Listener::accept`].
+    pub fn accept_until(&self, deadline: Instant) -> Result<Option<Arc<RdmaRecv>>> {
         let mut accepted = lock(&self.accepted);
         loop {
             if let Some(conn) = accepted.waiting.pop_front() {
-                return Some(conn);
+                return conn.map(Some);
             }
-            let rest = deadline.checked_duration_since(Instant::now())?;
+            let Some(rest) = deadline.checked_duration_since(Instant::now()) else { return Ok(None) };
             accepted = self.arrived.wait_timeout(accepted, rest).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -81,16 +89,18 @@ impl Listener {
             accepted.is_closed = true;
             std::mem::take(&mut accepted.waiting)
         };
-        for conn in waiting {
+        for conn in waiting.into_iter().flatten() {
             conn.close();
         }
     }
 
-    fn arrive(&self, conn: Arc<RdmaRecv>) {
+    fn arrive(&self, conn: Result<Arc<RdmaRecv>>) {
         let mut accepted = lock(&self.accepted);
         if accepted.is_closed {
             drop(accepted);
-            conn.close();
+            if let Ok(conn) = conn {
+                conn.close();
+            }
             return;
         }
         accepted.waiting.push_back(conn);
@@ -281,8 +291,8 @@ impl Greeting {
                     state.role = Some(Role::Receiving { listener, stage });
                 }
                 Some(Role::Receiving { listener, stage: Receiving::AwaitsAccept { fabric, table, inbox } }) => {
-                    let conn = self.accepted(state, *fabric, (table, inbox), &record)?;
-                    listener.arrive(conn);
+                    let conn = self.accepted(state, *fabric, (table, inbox), &record);
+                    listener.arrive(conn.map_err(|error| self.tell_late(state, error)));
                 }
                 None => return Ok(()),
             }
@@ -297,8 +307,6 @@ impl Greeting {
         fabric.connect(adapters, &answer.lanes, Class::new(config, self.class, false), config)?;
         let ring = Box::new(Ring::new());
         let ring_memory = RingMemory::new(adapters, ring)?;
-        let (address, keys) = (ring_memory.ring.address(), ring_memory.keys());
-        let accept = Record { address, keys, ..fabric.record(adapters, config) };
         let target = sender::Target {
             split: config.ib_split_data_on_qps,
             ports: adapters.len().max(answer.ports.len()),
@@ -306,6 +314,9 @@ impl Greeting {
             size_keys: answer.keys.clone(),
             inbox: (answer.inbox != 0).then(|| eager::Address::new(answer.inbox, &answer.inbox_keys)),
         };
+        let stores = Stores::new(adapters, &target)?;
+        let (address, keys) = (ring_memory.ring.address(), ring_memory.keys());
+        let accept = Record { address, keys, ..fabric.record(adapters, config) };
         let sock = state.sock.as_ref().ok_or_else(|| Error::internal("a greeting without its socket"))?;
         state.talk.say(sock, &accept)?;
         tracing::debug!(
@@ -315,7 +326,7 @@ impl Greeting {
             answer.lanes.len(),
             adapters.iter().map(|adapter| adapter.name()).collect::<Vec<_>>()
         );
-        RdmaSend::new(self.hand_on(state)?, fabric, ring_memory, target)
+        RdmaSend::new(self.hand_on(state)?, fabric, ring_memory, stores, target)
     }
 
     /// Receiving side: the sender's ports are known. Makes queue pairs and tells of them.
@@ -357,8 +368,9 @@ impl Greeting {
         let class = Class::new(&net.config, self.class, true);
         fabric.connect(adapters, &accept.lanes, class, &net.config)?;
         tracing::debug!(target: NET, "connected from {} over {} queue pairs", self.peer, accept.lanes.len());
+        let mirror = Mirror::new(adapters)?;
         let target = receiver::Target { ring: accept.address, keys: accept.keys.clone() };
-        RdmaRecv::new(self.hand_on(state)?, fabric, table, inbox, target)
+        RdmaRecv::new(self.hand_on(state)?, fabric, (table, mirror, inbox), target)
     }
 
     fn hand_on(&self, state: &mut State) -> Result<Parts> {
@@ -371,6 +383,18 @@ impl Greeting {
             sock,
             link: self.number,
         })
+    }
+
+    /// Receiving side: the last step has failed, and the sender takes the connection for made. So it is told as one that
+    /// has failed.
+    fn tell_late(&self, state: &mut State, error: Error) -> Error {
+        state.registration = None;
+        if let Some(sock) = state.sock.take() {
+            // SAFETY: a plain slice. What the socket does not take is lost, and the peer learns of the end alone.
+            let _ = unsafe { wire::send(sock.as_raw_fd(), Piece::of(&failure(&error))) };
+            self.common.net.linger(sock);
+        }
+        error.with_peer(&self.peer)
     }
 
     /// It came to nothing: tells the peer and whoever waits.
@@ -425,11 +449,11 @@ impl Listening {
     /// The next connection, if one has come.
     ///
     /// # Errors
-    /// When the peer came, and its TOWLINE_KEY_FILE does not fit this side's.
+    /// When the peer came, and its TOWLINE_KEY_FILE does not fit this side's; or as [`Listener::accept`].
     pub fn accept(&self) -> Result<Option<Arc<RdmaRecv>>> {
         // The door's own connections are none; it knows who was turned away.
         self.door.accept()?;
-        Ok(self.listener.accept())
+        self.listener.accept()
     }
 
     /// Waits for the next connection until `deadline`.
@@ -445,7 +469,7 @@ impl Listening {
             if now >= deadline {
                 return Ok(None);
             }
-            if let Some(conn) = self.listener.accept_until(deadline.min(now + Duration::from_millis(100))) {
+            if let Some(conn) = self.listener.accept_until(deadline.min(now + Duration::from_millis(100)))? {
                 return Ok(Some(conn));
             }
         }

@@ -12,8 +12,8 @@ use super::base::Parts;
 use super::eager::Inbox;
 use super::fabric::{Class, Depth, Fabric, ports};
 use super::line::{LINE, LINES, Line, Ring};
-use super::receiver::{self, RdmaRecv, SizeTable, post_first_receives};
-use super::sender::{self, RdmaSend, RingMemory};
+use super::receiver::{self, Mirror, RdmaRecv, SizeTable, post_first_receives};
+use super::sender::{self, RdmaSend, RingMemory, Stores};
 use crate::engine::request::{Outcome, Ticket};
 use crate::os::config::Config;
 use crate::os::error::Result;
@@ -103,10 +103,12 @@ impl Ends {
             size_keys: table.regions.iter().map(super::verbs::MemoryRegion::remote_key).collect(),
             inbox: inbox.as_ref().map(Inbox::address),
         };
-        let send = RdmaSend::new(parts(&left, one, "the receiver"), sending, ring_memory, target).expect("a sender");
+        let stores = Stores::new(&left, &target).expect("pinned");
+        let send =
+            RdmaSend::new(parts(&left, one, "the receiver"), sending, ring_memory, stores, target).expect("a sender");
+        let own = (table, Mirror::new(&right).expect("pinned"), inbox);
         let target = receiver::Target { ring: address, keys };
-        let recv =
-            RdmaRecv::new(parts(&right, other, "the sender"), receiving, table, inbox, target).expect("a receiver");
+        let recv = RdmaRecv::new(parts(&right, other, "the sender"), receiving, own, target).expect("a receiver");
         Self { send, recv, receiving: right, queues, ring: address }
     }
 

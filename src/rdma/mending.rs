@@ -204,6 +204,7 @@ impl Base {
         self.wait_for_one(fabric, now)?;
         let mut is_calm = fabric.without.is_none();
         for (index, lane) in fabric.lanes.iter_mut().enumerate() {
+            lane.stop_again();
             if let Life::Stopping { since } = lane.life
                 && (lane.receives == 0 || now - since >= DRAIN)
             {

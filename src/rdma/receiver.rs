@@ -79,10 +79,22 @@ impl SizeTable {
 }
 
 /// Lines as they were written, for a device that does not take them inside its requests.
-struct Mirror {
+pub struct Mirror {
     /// By adapter.
     regions: Vec<MemoryRegion>,
     lines: Box<[[u8; LINE]]>,
+}
+
+impl Mirror {
+    /// Without lines.
+    ///
+    /// # Errors
+    /// When it cannot be pinned.
+    pub fn new(adapters: &Adapters) -> Result<Self> {
+        let mut lines: Box<[[u8; LINE]]> = vec![[0; LINE]; LINES + 1].into();
+        let regions = own_regions(adapters, lines.as_mut_ptr() as u64, Ring::BYTES)?;
+        Ok(Self { regions, lines })
+    }
 }
 
 struct State {
@@ -150,23 +162,20 @@ impl RdmaRecv {
     /// A connection whose lanes are connected.
     ///
     /// # Errors
-    /// When memory cannot be pinned, or the keeper cannot watch the socket.
+    /// When the keeper cannot watch the socket.
     pub fn new(
         parts: Parts,
         mut fabric: Fabric,
-        table: SizeTable,
-        inbox: Option<Inbox>,
+        (table, mirror, inbox): (SizeTable, Mirror, Option<Inbox>),
         target: Target,
     ) -> Result<Arc<Self>> {
-        let mut lines: Box<[[u8; LINE]]> = vec![[0; LINE]; LINES + 1].into();
-        let regions = own_regions(&parts.adapters, lines.as_mut_ptr() as u64, Ring::BYTES)?;
         let base = Base::new(parts, "receiving from");
         base.mend(&mut fabric);
         let state = State {
             used: vec![0; fabric.lanes().len()],
             fabric: Some(fabric),
             table: Some(table),
-            mirror: Some(Mirror { regions, lines }),
+            mirror: Some(mirror),
             flush: None,
             receives: Receives::new(),
             orders: TagOrders::default(),

@@ -103,6 +103,27 @@ struct Scratch {
     sizes: Box<[u64]>,
 }
 
+/// What a connection sends from beside NCCL's memory, registered. Made before the receiver is told that the connection is
+/// there.
+pub struct Stores {
+    scratch: Scratch,
+    /// None when the receiver has no inbox.
+    outbox: Option<Outbox>,
+}
+
+impl Stores {
+    /// For a connection to that target.
+    ///
+    /// # Errors
+    /// When memory cannot be pinned.
+    pub fn new(adapters: &Adapters, target: &Target) -> Result<Self> {
+        let sizes: Box<[u64]> = vec![0; SLOTS].into();
+        let regions = own_regions(adapters, sizes.as_ptr() as u64, SLOTS * 8)?;
+        let outbox = target.inbox.map(|_| Outbox::new(adapters)).transpose()?;
+        Ok(Self { scratch: Scratch { regions, sizes }, outbox })
+    }
+}
+
 /// A send that has not ended.
 struct Message {
     address: u64,
@@ -188,18 +209,22 @@ impl RdmaSend {
     /// A connection whose lanes are connected.
     ///
     /// # Errors
-    /// When memory cannot be pinned, or the keeper cannot watch the socket.
-    pub fn new(parts: Parts, mut fabric: Fabric, ring: RingMemory, target: Target) -> Result<Arc<Self>> {
-        let sizes: Box<[u64]> = vec![0; SLOTS].into();
-        let regions = own_regions(&parts.adapters, sizes.as_ptr() as u64, SLOTS * 8)?;
+    /// When the keeper cannot watch the socket.
+    pub fn new(
+        parts: Parts,
+        mut fabric: Fabric,
+        ring: RingMemory,
+        stores: Stores,
+        target: Target,
+    ) -> Result<Arc<Self>> {
+        let Stores { scratch, outbox } = stores;
         let lanes = fabric.lanes().len();
-        let outbox = target.inbox.map(|_| Outbox::new(&parts.adapters)).transpose()?;
         let base = Base::new(parts, "sending to");
         let ledger = base.mend(&mut fabric).then(|| Ledger::new(lanes));
         let state = State {
             fabric: Some(fabric),
             ring: Some(ring),
-            scratch: Scratch { regions, sizes },
+            scratch,
             outbox,
             ask: Asking::default(),
             next_line: 1,

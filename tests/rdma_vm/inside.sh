@@ -54,6 +54,7 @@ failures=()
 verbs towline objects_dropped_in_any_order
 verbs rdma_net a_link_that leave_nothing_in_the_kernel eight_fused the_traffic_class
 verbs rdma_mend
+verbs rdma_faults
 row 1 & row 2 & wait
 for row in 1 2; do
     mapfile -t rows </tmp/row$row

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use rdma_sys as ib;
 
-use super::{Gid, last_error, status_error};
+use super::{Gid, checked, patiently};
 use crate::os::error::{Error, Result};
 use crate::os::fd::Registered;
 use crate::rdma::dl::{RawAsyncEvent, Verbs};
@@ -140,16 +140,17 @@ impl Drop for RawContext {
 /// When libibverbs cannot list the devices.
 pub fn open_devices(verbs: &'static Verbs) -> Result<Vec<Context>> {
     let mut count = 0;
-    // SAFETY: `count` is valid for the call.
-    let list = unsafe { (verbs.get_device_list)(&raw mut count) };
-    if list.is_null() {
-        let error = io::Error::last_os_error();
+    let listed = patiently(|| {
+        // SAFETY: `count` is valid for the call.
+        let list = unsafe { (verbs.get_device_list)(&raw mut count) };
+        NonNull::new(list).ok_or_else(io::Error::last_os_error)
+    });
+    let list = match listed {
+        Ok(list) => list.as_ptr(),
         // A kernel without RDMA answers so; it simply has no devices.
-        if error.raw_os_error() == Some(libc::ENOSYS) {
-            return Ok(Vec::new());
-        }
-        return Err(Error::system("listing RDMA devices", &error));
-    }
+        Err(error) if error.raw_os_error() == Some(libc::ENOSYS) => return Ok(Vec::new()),
+        Err(error) => return Err(Error::system("listing RDMA devices", &error)),
+    };
     let mut contexts = Vec::new();
     for index in 0..usize::try_from(count).unwrap_or(0) {
         // SAFETY: the list has `count` entries.
@@ -168,10 +169,12 @@ impl Context {
     fn open(verbs: &'static Verbs, device: *mut ib::ibv_device) -> Result<Self> {
         // SAFETY: a device of a list that is not yet freed; its name is a C string inside it.
         let name = unsafe { CStr::from_ptr((verbs.get_device_name)(device)) }.to_string_lossy().into_owned();
-        let raw = Registered::open(|| {
-            // SAFETY: as above.
-            let raw = NonNull::new(unsafe { (verbs.open_device)(device) }).ok_or_else(io::Error::last_os_error)?;
-            Ok(RawContext { verbs, raw })
+        let raw = patiently(|| {
+            Registered::open(|| {
+                // SAFETY: as above.
+                let raw = NonNull::new(unsafe { (verbs.open_device)(device) }).ok_or_else(io::Error::last_os_error)?;
+                Ok(RawContext { verbs, raw })
+            })
         });
         let raw = raw.map_err(|error| super::failure(&name, "opening the RDMA device", &error))?;
         // SAFETY: the context is open.
@@ -206,10 +209,8 @@ impl Context {
     pub fn facts(&self) -> Result<DeviceFacts> {
         let mut attr = MaybeUninit::<ib::ibv_device_attr>::zeroed();
         // SAFETY: an open context, and room for the answer.
-        let status = unsafe { (self.0.verbs.query_device)(self.raw(), attr.as_mut_ptr()) };
-        if status != 0 {
-            return Err(status_error(self.name(), "asking for the properties", status));
-        }
+        patiently(|| checked(unsafe { (self.0.verbs.query_device)(self.raw(), attr.as_mut_ptr()) }))
+            .map_err(|error| super::failure(self.name(), "asking for the properties", &error))?;
         // SAFETY: zeroes are a valid value, and the call filled it in.
         let attr = unsafe { attr.assume_init() };
         let number = |value: i32| u32::try_from(value).unwrap_or(0);
@@ -231,10 +232,8 @@ impl Context {
         // The call fills in only the fields that its symbol version knows: the others must be zero before.
         let mut attr = MaybeUninit::<ib::ibv_port_attr>::zeroed();
         // SAFETY: an open context, and room for the answer.
-        let status = unsafe { (self.0.verbs.query_port)(self.raw(), number, attr.as_mut_ptr()) };
-        if status != 0 {
-            return Err(status_error(self.name(), &format!("asking for port {number}"), status));
-        }
+        patiently(|| checked(unsafe { (self.0.verbs.query_port)(self.raw(), number, attr.as_mut_ptr()) }))
+            .map_err(|error| super::failure(self.name(), &format!("asking for port {number}"), &error))?;
         // SAFETY: zeroes are a valid value, and the call filled it in.
         let attr = unsafe { attr.assume_init() };
         Ok(PortFacts {
@@ -263,11 +262,13 @@ impl Context {
     pub fn gid(&self, port: u8, index: u32) -> Result<Gid> {
         let mut gid = ib::ibv_gid { raw: [0; 16] };
         let position = i32::try_from(index).unwrap_or(i32::MAX);
-        // SAFETY: an open context, and room for the answer.
-        let status = unsafe { (self.0.verbs.query_gid)(self.raw(), port, position, &raw mut gid) };
-        if status != 0 {
-            return Err(last_error(self.name(), &format!("asking for GID {index} of port {port}")));
-        }
+        let asked = patiently(|| {
+            // SAFETY: an open context, and room for the answer.
+            let status = unsafe { (self.0.verbs.query_gid)(self.raw(), port, position, &raw mut gid) };
+            if status == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+        });
+        asked
+            .map_err(|error| super::failure(self.name(), &format!("asking for GID {index} of port {port}"), &error))?;
         // SAFETY: every bit pattern is a valid GID.
         Ok(unsafe { gid.raw })
     }
@@ -290,8 +291,11 @@ impl Context {
     pub fn next_event<T>(&self, handle: impl FnOnce(AsyncEvent) -> T) -> Option<T> {
         let mut event = RawAsyncEvent { element: 0, kind: 0 };
         // SAFETY: an open context, and room for the answer.
-        if unsafe { (self.0.verbs.get_async_event)(self.raw(), &raw mut event) } != 0 {
-            return None;
+        while unsafe { (self.0.verbs.get_async_event)(self.raw(), &raw mut event) } != 0 {
+            // Nobody would look again for an event that was there before the interruption.
+            if io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
+                return None;
+            }
         }
         let text = self.0.verbs.event_text(event.kind);
         let answer = handle(AsyncEvent { kind: event.kind, text, element: event.element });

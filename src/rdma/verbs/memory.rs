@@ -2,13 +2,14 @@
 
 use std::ffi::c_void;
 use std::fmt;
+use std::io;
 use std::os::fd::RawFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use rdma_sys as ib;
 
-use super::{Context, last_error};
+use super::{Context, is_momentary, last_error, patiently};
 use crate::os::error::{Error, Result};
 
 /// The space in which queue pairs may use memory regions.
@@ -31,9 +32,12 @@ impl ProtectionDomain {
     /// # Errors
     /// When the device has no more.
     pub fn new(context: &Context) -> Result<Self> {
-        // SAFETY: an open context.
-        let raw = unsafe { (context.verbs().alloc_pd)(context.raw()) };
-        let raw = NonNull::new(raw).ok_or_else(|| last_error(context.name(), "making a protection domain"))?;
+        let made = patiently(|| {
+            // SAFETY: an open context.
+            let raw = unsafe { (context.verbs().alloc_pd)(context.raw()) };
+            NonNull::new(raw).ok_or_else(io::Error::last_os_error)
+        });
+        let raw = made.map_err(|error| super::failure(context.name(), "making a protection domain", &error))?;
         Ok(Self(Arc::new(RawDomain { context: context.clone(), raw })))
     }
 
@@ -50,11 +54,15 @@ impl ProtectionDomain {
     /// descriptor that cannot be one: who supports it complains of the descriptor, who does not of the call.
     pub fn takes_dmabuf(&self) -> bool {
         let Some(register) = self.context().verbs().reg_dmabuf_mr else { return false };
-        // SAFETY: the arguments describe no memory at all, and the descriptor is none.
-        let raw = unsafe { register(self.raw(), 0, 0, 0, -1, 0) };
-        let error = std::io::Error::last_os_error();
-        debug_assert!(raw.is_null());
-        raw.is_null() && !matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EPROTONOSUPPORT))
+        let asked = patiently(|| {
+            // SAFETY: the arguments describe no memory at all, and the descriptor is none.
+            let raw = unsafe { register(self.raw(), 0, 0, 0, -1, 0) };
+            debug_assert!(raw.is_null());
+            if raw.is_null() { Err(io::Error::last_os_error()) } else { Ok(()) }
+        });
+        // A kernel that is out of memory has not said whether it would.
+        let is_no = |error: &io::Error| matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EPROTONOSUPPORT));
+        asked.is_err_and(|error| !is_no(&error) && !is_momentary(&error))
     }
 }
 

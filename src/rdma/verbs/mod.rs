@@ -33,6 +33,36 @@ pub use work::{Local, Remote, Work};
 
 use crate::os::error::Error;
 use std::io;
+use std::time::Duration;
+
+/// How often a call of discovery is made that fails for the moment, and how long after the first time; then twice that. In
+/// all it is not long enough to hold anybody up.
+const TRIES: u32 = 6;
+const FIRST_PAUSE: Duration = Duration::from_millis(1);
+
+/// Makes a call again that fails for want of memory, descriptors or luck. Devices are found once in the life of a process:
+/// what fails for a moment just then must not count for ever.
+fn patiently<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    let mut pause = FIRST_PAUSE;
+    for _ in 1..TRIES {
+        match call() {
+            Err(error) if is_momentary(&error) => std::thread::sleep(pause),
+            other => return other,
+        }
+        pause *= 2;
+    }
+    call()
+}
+
+fn is_momentary(error: &io::Error) -> bool {
+    let momentary = [libc::EINTR, libc::EAGAIN, libc::ENOMEM, libc::ENOBUFS, libc::EMFILE, libc::ENFILE];
+    error.raw_os_error().is_some_and(|code| momentary.contains(&code))
+}
+
+/// What a call says that returns 0 or an error number of either sign.
+fn checked(status: i32) -> io::Result<()> {
+    if status == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(status.saturating_abs())) }
+}
 
 /// A 128-bit GID in network byte order.
 pub type Gid = [u8; 16];

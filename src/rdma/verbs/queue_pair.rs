@@ -331,15 +331,21 @@ impl QueuePair {
 
     #[cold]
     fn refused(&self, status: i32) -> crate::os::error::Error {
-        status_error(self.device(), "posting a work request", status)
+        self.is_full("posting a work request", status)
     }
 
-    /// Posts `count` receives without memory: they take up immediates only. Each comes back with `id`.
+    /// Here, being out of memory is the device's own matter, not that of a limit.
+    fn is_full(&self, doing: &str, status: i32) -> crate::os::error::Error {
+        status_error(self.device(), doing, status).with_hint("look at the kernel's log and at the driver")
+    }
+
+    /// Posts `count` receives without memory: they take up immediates only. Each comes back with `id`. If the device refuses
+    /// one, those before it are in the queue, and the error comes with their number.
     ///
     /// # Errors
     /// When the queue is full or broken.
     #[inline]
-    pub fn post_receives(&self, id: u64, count: usize) -> Result<()> {
+    pub fn post_receives(&self, id: u64, count: usize) -> std::result::Result<(), (usize, crate::os::error::Error)> {
         let mut left = count;
         let mut list = [const { MaybeUninit::<ib::ibv_recv_wr>::uninit() }; BATCH];
         while left > 0 {
@@ -356,7 +362,9 @@ impl QueuePair {
             // SAFETY: a chain of `now` filled requests that lives through the call and names no memory.
             let status = unsafe { ib::ibv_post_recv(self.raw.as_ptr(), first, &raw mut bad) };
             if status != 0 {
-                return Err(status_error(self.device(), "posting a receive", status));
+                // SAFETY: `bad` is null or points into the chain.
+                let posted = if bad.is_null() { 0 } else { unsafe { bad.offset_from(first) }.unsigned_abs() };
+                return Err((count - left + posted, self.is_full("posting a receive", status)));
             }
             left -= now;
         }
