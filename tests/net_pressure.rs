@@ -6,14 +6,13 @@
 
 mod support;
 
-use std::collections::BTreeMap;
-use std::ffi::{CStr, c_char, c_int};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
+use support::injector::Injector;
 use support::{PATIENCE, child, descriptors, eventually, net, pattern, watchdog};
 use towline::host::log::Capture;
 use towline::host::{ApiVersion, Code, Context, Init, Memory, Pair, Part, Request};
@@ -47,36 +46,11 @@ fn faulty_calls() -> &'static Path {
     })
 }
 
-/// A function of it, which is loaded into this process.
-fn injector(name: &CStr) -> *mut libc::c_void {
-    // SAFETY: the name ends in a zero.
-    let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
-    assert!(!found.is_null(), "the injector is not loaded");
-    found
-}
-
-fn arm(on: bool) {
-    // SAFETY: as it is declared there.
-    let arm: extern "C" fn(c_int) -> c_int = unsafe { std::mem::transmute(injector(c"faulty_calls_arm")) };
-    assert!(arm(on.into()) != 0, "the injector did not find the plugin's code");
-}
-
-/// What was injected: by call and kind of fault, how many calls there were and how many faults.
-fn injected() -> BTreeMap<(String, String), (u32, u32)> {
-    // SAFETY: as it is declared there.
-    let report: extern "C" fn(*mut c_char, c_int) -> c_int =
-        unsafe { std::mem::transmute(injector(c"faulty_calls_report")) };
-    let mut text = vec![0_u8; 64 << 10];
-    let length = report(text.as_mut_ptr().cast(), text.len() as c_int);
-    let text = std::str::from_utf8(&text[..usize::try_from(length).expect("it fits")]).expect("ASCII");
-    let words = text.lines().map(|line| line.split(' ').collect::<Vec<_>>());
-    words
-        .map(|word| {
-            let number = |at: usize| word[at].parse().expect("a number");
-            ((word[0].to_owned(), word[1].to_owned()), (number(2), number(3)))
-        })
-        .collect()
-}
+const INJECTOR: Injector = Injector {
+    arm: c"faulty_calls_arm",
+    report: c"faulty_calls_report",
+    complaint: "the injector did not find the plugin's code",
+};
 
 /// Set-up under fire. A call may fail: then it says so with NCCL's code for the system's or the peer's fault, the log
 /// says why, and the same call works a little later.
@@ -222,14 +196,14 @@ fn amid_faults(name: &str) {
     let (log, failures) = (Capture::start(), AtomicUsize::new(0));
     // Opened before, so that the injector finds its code.
     let _ = net(ApiVersion::V12);
-    arm(true);
+    INJECTOR.arm(true);
     let start = Instant::now();
     let (mut rounds, mut messages) = (0, 0);
     while start.elapsed() < Duration::from_secs(seconds) {
         messages += round(&log, &failures, seed + rounds);
         rounds += 1;
     }
-    arm(false);
+    INJECTOR.arm(false);
     let longest = std::mem::take(&mut *LONGEST.lock().expect("nobody panics with it"));
     let failed = failures.swap(0, Ordering::Relaxed);
     for quiet in 0..2 {
@@ -238,7 +212,7 @@ fn amid_faults(name: &str) {
     assert_eq!(failures.into_inner(), 0, "with the injector silent everything works");
     nothing_leaked();
 
-    let counts = injected();
+    let counts = INJECTOR.injected();
     let all: u32 = counts.values().map(|(_, faults)| faults).sum();
     eprintln!(
         "{name}: {rounds} rounds, {messages} messages, {all} faults, {failed} calls of set-up failed, longest batch {longest:?}"

@@ -10,13 +10,12 @@
 
 mod support;
 
-use std::collections::BTreeMap;
-use std::ffi::{CStr, c_char, c_int};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use support::injector::Injector;
 use support::{PATIENCE, child, eventually, net, pattern, watchdog};
 use towline::host::log::{self, Subscription};
 use towline::host::{ApiVersion, Code, Context, Memory, Mr, PTR_HOST, Pair, Part, RecvComm, Request, SendComm};
@@ -36,36 +35,11 @@ const HEARSAY: Duration = Duration::from_secs(5);
 /// On both sides of every limit of the transport.
 const SIZES: [usize; 11] = [0, 1, 8, 220, 1024, 1025, 5000, 16 << 10, (16 << 10) + 1, 100_000, 300_000];
 
-/// A function of the injector, which is loaded into this process.
-fn injector(name: &CStr) -> *mut libc::c_void {
-    // SAFETY: the name ends in a zero.
-    let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
-    assert!(!found.is_null(), "the injector is not loaded");
-    found
-}
-
-fn arm(on: bool) {
-    // SAFETY: as it is declared there.
-    let arm: extern "C" fn(c_int) -> c_int = unsafe { std::mem::transmute(injector(c"faulty_verbs_arm")) };
-    assert!(arm(on.into()) != 0, "the plugin did not find its verbs in the injector");
-}
-
-/// What was injected: by call and kind of fault, how many calls there were and how many faults.
-fn injected() -> BTreeMap<(String, String), (u32, u32)> {
-    // SAFETY: as it is declared there.
-    let report: extern "C" fn(*mut c_char, c_int) -> c_int =
-        unsafe { std::mem::transmute(injector(c"faulty_verbs_report")) };
-    let mut text = vec![0_u8; 64 << 10];
-    let length = report(text.as_mut_ptr().cast(), text.len() as c_int);
-    let text = std::str::from_utf8(&text[..usize::try_from(length).expect("it fits")]).expect("ASCII");
-    let words = text.lines().map(|line| line.split(' ').collect::<Vec<_>>());
-    words
-        .map(|word| {
-            let number = |at: usize| word[at].parse().expect("a number");
-            ((word[0].to_owned(), word[1].to_owned()), (number(2), number(3)))
-        })
-        .collect()
-}
+const INJECTOR: Injector = Injector {
+    arm: c"faulty_verbs_arm",
+    report: c"faulty_verbs_report",
+    complaint: "the plugin did not find its verbs in the injector",
+};
 
 /// The warnings of the plugin, and what the run has counted.
 struct Run {
@@ -409,19 +383,19 @@ fn amid_faults(name: &str, ends: bool) {
 
     let quiet = run.warnings();
     assert_eq!(quiet, 0, "{:#?}", run.said_since(0));
-    arm(true);
+    INJECTOR.arm(true);
     let start = Instant::now();
     let mut rounds = 0;
     while start.elapsed() < Duration::from_secs(seconds) {
         rounds += 1;
         round(&run, &context, seed + rounds, if ends { ENDING } else { LASTING });
     }
-    arm(false);
+    INJECTOR.arm(false);
     let lasted = start.elapsed();
     let count = |number: &AtomicU32| number.load(Ordering::Relaxed);
     let (setups, registrations) = (count(&run.setups_failed), count(&run.registrations_failed));
     let (connections, ended, messages) = (count(&run.connections), count(&run.ended), count(&run.messages));
-    let counts = injected();
+    let counts = INJECTOR.injected();
     let all: u32 = counts.values().map(|(_, faults)| faults).sum();
     eprintln!(
         "{name}: seed {seed}, {lasted:.1?}, {rounds} rounds, {connections} connections, {ended} of them ended by a fault, \
@@ -512,7 +486,7 @@ fn devices_are_found_although_calls_fail_for_a_moment() {
     let run = Run::start(true);
     let net = net(ApiVersion::V12);
     let context = run.insist("init", &run.setups_failed, || net.init());
-    arm(false);
+    INJECTOR.arm(false);
     let names: Vec<_> = (0..context.devices().expect("devices"))
         .map(|dev| {
             let properties = context.properties(dev).expect("properties");

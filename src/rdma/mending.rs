@@ -295,8 +295,11 @@ impl Base {
     }
 
     /// The keeper: gives up lanes whose port or device is out, as long as another one's is not, and those that an event
-    /// names.
-    pub fn look_at_ports(&self, fabric: &mut Fabric) {
+    /// names; and sees to it that what the other side has said of lanes is heard.
+    pub fn look_around(&self, fabric: &mut Fabric) {
+        if !self.words().is_empty() {
+            fabric.set_alarm(true);
+        }
         for (element, text) in self.mishap.take() {
             let what = format!("a device reports {text} of it");
             for lane in fabric.lanes_of(element) {

@@ -683,7 +683,8 @@ impl RdmaSend {
                 return Ok(false);
             }
             if job.posted == 0 && self.base.events.hears() {
-                self.tell_share(&messages[job.key], job, is_apart);
+                let places = 1 + u32::from(job.tells) + u32::from(is_apart);
+                self.tell_share(&messages[job.key], job, places, false);
             }
             let local = Local { address: address + at, length: bytes as u32, key: local_key };
             let write = Work {
@@ -741,18 +742,18 @@ impl RdmaSend {
         unsafe { lane.post(&list) }
     }
 
-    /// Notes for the profiler that a lane takes its share. The work request is the share's last, whose completion ends it.
+    /// Notes for the profiler that a lane takes its share, perhaps `again`. The work request is the share's last, whose
+    /// completion ends it and frees so many places.
     #[cold]
-    fn tell_share(&self, message: &Message, job: &Job, is_apart: bool) {
+    fn tell_share(&self, message: &Message, job: &Job, places: u32, again: bool) {
         let Share { lane, offset, length } = job.share;
-        let places = 1 + u32::from(job.tells) + u32::from(is_apart);
         let chunk = Chunk {
             offset,
             length,
             path: lane as u16,
             message: u64::from(message.number),
             total: message.length,
-            again: false,
+            again,
             wr_id: work_id(job.key, lane, places, true),
         };
         self.base.events.chunk_begins(message.slot, 0, &chunk);

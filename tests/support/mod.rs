@@ -11,6 +11,7 @@ pub mod child;
 pub mod ends;
 pub mod faults;
 pub mod hostile;
+pub mod injector;
 pub mod netns;
 pub mod proxy;
 pub mod raw;

@@ -7,7 +7,6 @@ use super::{DEPTH, RECEIVE, RdmaRecv, State};
 use crate::os::error::Result;
 use crate::os::log::NET;
 use crate::rdma::fabric::Fabric;
-use crate::rdma::line::{LINES, encode_word};
 use crate::rdma::mending::Tended;
 use crate::rdma::record::LaneRecord;
 
@@ -16,10 +15,7 @@ impl RdmaRecv {
     pub(super) fn care(&self) -> bool {
         let mut state = self.state();
         let Some(fabric) = &mut state.fabric else { return false };
-        self.base.look_at_ports(fabric);
-        if !self.base.words().is_empty() {
-            fabric.set_alarm(true);
-        }
+        self.base.look_around(fabric);
         fabric.is_alarmed()
     }
 
@@ -99,12 +95,6 @@ impl RdmaRecv {
         (*line_lane, *silent, *lines_are_lost) = (living, 0, false);
         let (first, count) = receives.unread();
         self.write_lines(state, first, count)?;
-        let State { fabric: Some(fabric), mirror: Some(mirror), inbox: Some(inbox), silent, line_lane, .. } = state
-        else {
-            return Ok(());
-        };
-        let word = inbox.tell();
-        mirror.lines[LINES][..8].copy_from_slice(&encode_word(word.into()).to_le_bytes());
-        self.write_to_ring((fabric, *line_lane), mirror, silent, LINES, 8)
+        self.write_word_now(state)
     }
 }

@@ -4,9 +4,8 @@ use std::collections::VecDeque;
 use std::time::Instant;
 
 use super::job::Job;
-use super::{Message, PROBE, RdmaSend, State, work_id};
+use super::{PROBE, RdmaSend, State, work_id};
 use crate::engine::counters::Counters;
-use crate::engine::events::Chunk;
 use crate::os::error::Result;
 use crate::rdma::fabric::{Fabric, Lane};
 use crate::rdma::ledger::{Answer, Sent, Settled};
@@ -30,10 +29,7 @@ impl RdmaSend {
     pub(super) fn care(&self) -> (bool, Option<Instant>) {
         let mut state = self.state();
         let State { fabric: Some(fabric), outbox, .. } = &mut *state else { return (false, None) };
-        self.base.look_at_ports(fabric);
-        if !self.base.words().is_empty() {
-            fabric.set_alarm(true);
-        }
+        self.base.look_around(fabric);
         let next = self.base.offer_lanes(fabric);
         (fabric.is_alarmed() || outbox.as_ref().is_some_and(|outbox| !outbox.is_delivered()), next)
     }
@@ -131,7 +127,7 @@ impl RdmaSend {
             return Ok(());
         };
         // With those that waited for room on a lost one, and begin anew elsewhere.
-        for (_, waiting) in jobs.iter_mut().enumerate().filter(|(lane, _)| fabric.lanes()[*lane].is_lost()) {
+        for (waiting, _) in jobs.iter_mut().zip(fabric.lanes()).filter(|(_, lane)| lane.is_lost()) {
             orphans.extend(waiting.drain(..).map(|job| Orphan { key: job.key, share: job.share }));
         }
         let living: Vec<usize> = fabric.living().collect();
@@ -149,7 +145,7 @@ impl RdmaSend {
             let key_there = line.keys[fabric.lane(*to).peer_port];
             let job = Job::new(key, share, &line, key_there, immediate, is_told);
             if self.base.events.hears() {
-                self.tell_again(message, &job, *to);
+                self.tell_share(message, &job, 1, true);
             }
             jobs[*to].push_back(job);
         }
@@ -169,22 +165,6 @@ impl RdmaSend {
             let Some(parcel) = again.pop_front() else { return Ok(()) };
             self.post_parcel(state, parcel)?;
         }
-    }
-
-    /// Notes for the profiler that a share goes again, over another lane.
-    #[cold]
-    fn tell_again(&self, message: &Message, job: &Job, lane: usize) {
-        let Share { offset, length, .. } = job.share;
-        let chunk = Chunk {
-            offset,
-            length,
-            path: lane as u16,
-            message: u64::from(message.number),
-            total: message.length,
-            again: true,
-            wr_id: work_id(job.key, lane, 1, true),
-        };
-        self.base.events.chunk_begins(message.slot, 0, &chunk);
     }
 
     /// The first write over a new queue pair has arrived, or has not.

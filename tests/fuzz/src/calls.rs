@@ -24,7 +24,7 @@ use std::ffi::{c_int, c_void};
 use std::ptr::null_mut;
 use std::time::{Duration, Instant};
 
-use super::Input;
+use super::{Input, ask};
 use memory::{Buffer, MOST};
 use pair::{Message, Pair, TAGS};
 use towline::abi::ffi::{self, ncclSuccess};
@@ -119,7 +119,7 @@ impl Play {
             10 => self.close(input),
             11 => self.set_up(input),
             12 => self.memory(input),
-            13 => self.ask(input),
+            13 => ask(input),
             14 => self.refused(input),
             _ => self.transfer(input),
         }
@@ -491,19 +491,6 @@ impl Play {
         let code = call!(iflush(comm, 1, &raw mut data, &raw mut size, &raw mut mr, &raw mut request));
         assert_eq!(code == ncclSuccess, self.is_open(1, comm), "flushing {comm:?}");
         assert!(request.is_null(), "there is nothing to wait for over TCP");
-    }
-
-    fn ask(&mut self, input: &mut Input<'_>) {
-        let mut count = 0;
-        assert_eq!(call!(devices(&raw mut count)), ncclSuccess);
-        assert!(count > 0);
-        // SAFETY: the properties are integers, floats and pointers: all zeros is a value of each.
-        let mut properties = unsafe { std::mem::zeroed() };
-        call!(getProperties(c_int::from(input.byte()) - 64, &raw mut properties));
-        let mut members = ffi::ncclNetVDeviceProps_v12_t { ndevs: c_int::from(input.byte() & 15), devs: [0; 8] };
-        members.devs.iter_mut().for_each(|member| *member = c_int::from(input.byte() & 3));
-        let mut device = 0;
-        call!(makeVDevice(&raw mut device, &raw mut members));
     }
 
     /// A number of receives that no connection takes.

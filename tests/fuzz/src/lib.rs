@@ -19,6 +19,24 @@ pub mod handle;
 pub mod handshake;
 pub mod setup;
 
+use std::ffi::c_int;
+
+use towline::abi::ffi::{self, ncclSuccess};
+
+/// Asks for devices and their properties, and for a device made of others.
+pub(crate) fn ask(input: &mut Input<'_>) {
+    let mut count = 0;
+    assert_eq!(call!(devices(&raw mut count)), ncclSuccess);
+    assert!(count > 0);
+    // SAFETY: the properties are integers, floats and pointers: all zeros is a value of each.
+    let mut properties = unsafe { std::mem::zeroed() };
+    call!(getProperties(c_int::from(input.byte()) - 64, &raw mut properties));
+    let mut members = ffi::ncclNetVDeviceProps_v12_t { ndevs: c_int::from(input.byte() & 15), devs: [0; 8] };
+    members.devs.iter_mut().for_each(|member| *member = c_int::from(input.byte() & 3));
+    let mut device = 0;
+    call!(makeVDevice(&raw mut device, &raw mut members));
+}
+
 /// The input, read from the front; an input that has ended says 0 for ever.
 pub struct Input<'a>(&'a [u8]);
 

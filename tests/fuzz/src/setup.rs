@@ -10,7 +10,7 @@ use std::ffi::{c_int, c_void};
 use std::ptr::null_mut;
 use std::time::{Duration, Instant};
 
-use super::Input;
+use super::{Input, ask};
 use towline::abi::ffi::{self, ncclSuccess};
 
 /// Runs one input.
@@ -75,7 +75,7 @@ impl Host {
             }
             16 => self.flush(input),
             17 => self.close(input),
-            18 => self.ask(input),
+            18 => ask(input),
             _ => self.transfer(input),
         }
     }
@@ -299,19 +299,6 @@ impl Host {
                 list.retain(|id| *id != comm);
             }
         }
-    }
-
-    fn ask(&mut self, input: &mut Input<'_>) {
-        let mut count = 0;
-        assert_eq!(call!(devices(&raw mut count)), ncclSuccess);
-        assert!(count > 0);
-        // SAFETY: the properties are integers, floats and pointers: all zeros is a value of each.
-        let mut properties = unsafe { std::mem::zeroed() };
-        call!(getProperties(c_int::from(input.byte()) - 64, &raw mut properties));
-        let mut members = ffi::ncclNetVDeviceProps_v12_t { ndevs: c_int::from(input.byte() & 15), devs: [0; 8] };
-        members.devs.iter_mut().for_each(|member| *member = c_int::from(input.byte() & 3));
-        let mut device = 0;
-        call!(makeVDevice(&raw mut device, &raw mut members));
     }
 
     /// A send and its receive, which must both end unless the connection was used otherwise before.
