@@ -452,14 +452,14 @@ impl SendCore {
         }
         message.flying += 1;
         let mut flags = if message.eager { EAGER } else { 0 };
-        // Somebody waits for the acknowledgement of what was not copied, of a resend (whose request may wait for
+        // Somebody waits for the acknowledgement of what is not copied when it has left, of a resend (whose request may wait for
         // nothing else), of a stream whose window or a connection whose credit runs low.
         let stream = &mut self.streams[index];
         stream.sent += 1;
         stream.bytes += u64::from(flight.length);
         let window_low = stream.bytes >= stream.window.bytes() / 2;
         let credit_low = self.credit_limit.saturating_sub(self.credit_used) < EAGER_WINDOW / 2;
-        if again || window_low || credit_low || self.recovery && message.length > REPLAY_MAX {
+        if again || window_low || credit_low || self.recovery && (index > 0 || message.length > REPLAY_MAX) {
             flags |= PROMPT;
         }
         (flight.queued, flight.delivered) = (stream.bytes, self.delivered);

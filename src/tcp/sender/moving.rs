@@ -141,12 +141,12 @@ impl SendConn {
             Counters::count(&self.counters.bytes, u64::from(chunk.length));
         }
         let payload = state.payloads[chunk.key].as_mut().expect("a message in flight has its payload");
-        let short = chunk.header.total <= REPLAY_MAX;
+        let copied_when_gone = index == 0 && chunk.header.total <= REPLAY_MAX;
         let mut leaving = Leaving {
             key: chunk.key,
             length: chunk.length,
             copied: false,
-            ends: !chunk.again && payload.ticket.is_some() && (short || !self.recovery),
+            ends: !chunk.again && payload.ticket.is_some() && (copied_when_gone || !self.recovery),
         };
         if let Some(copy) = &mut payload.replay {
             // An earlier life of the message is over when it is sent again, so nobody reads the old header now.
@@ -155,7 +155,7 @@ impl SendConn {
             return Some(Outgoing::Whole(Piece::of_mut(copy), leaving));
         }
         let whole = u64::from(chunk.length) == chunk.header.total;
-        leaving.copied = self.recovery && !chunk.again && whole && short;
+        leaving.copied = self.recovery && !chunk.again && whole && copied_when_gone;
         // A stream in the midst of longer messages looks on: others may have been posted that no one else was woken for.
         io.more = true;
         chunk.header.encode_into(&mut io.header);
