@@ -12,9 +12,10 @@
 #
 #   NCCL_DIR=    directory of libnccl.so.2, if the loader needs it
 #   RAILS=       interfaces to use, separated by commas (default: lo and the first other with an IPv4 address)
+#   NETS=        networks to try (default: "Towline Socket")
 set -uo pipefail
 if [ $# -lt 2 ]; then
-    sed -n '2,15s/^# \{0,1\}//p' "$0"
+    sed -n '2,16s/^# \{0,1\}//p' "$0"
     exit 2
 fi
 here=$(dirname "$(realpath "$0")")
@@ -74,7 +75,7 @@ under() {
     fi
 }
 
-for net in Towline Socket; do
+for net in ${NETS:-Towline Socket}; do
     text=$out/cut-$net.txt log=$out/cut-$net.log
     rm -f "$log"
     started=$(date +%s.%N)
@@ -109,7 +110,7 @@ for net in Towline Socket; do
     printf '| %-34s | %-8s | %s\n' 'streams cut in all_reduce_perf' "$net" "$result"
 done
 
-for net in Towline Socket; do
+for net in ${NETS:-Towline Socket}; do
     rm -f "$out/id-$net"
     for rank in 0 1; do
         NCCL_DEBUG_FILE=$out/kill-$net-$rank.log under "$net" timeout -k 2 35 python3 "$here/rank.py" $rank 2 "$out/id-$net" >"$out/kill-$net-$rank.txt" 2>&1 &

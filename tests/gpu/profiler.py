@@ -34,9 +34,8 @@ LEVELS = (
     ("NetPlugin only, silent", {"TOWLINE_PROFILE": "summary", "TOWLINE_PROFILE_EVENTS": "NetPlugin", "TOWLINE_NET_EVENTS": "off"}),
     ("everything, silent", {"TOWLINE_PROFILE": "all", "TOWLINE_NET_EVENTS": "off"}),
 )
-# What the third part measures: two sizes in each of two runs, and how many operations of each for one of --iterations.
-BANDS = ((8, 128 << 10, 10), (16 << 20, 256 << 20, 0.3))
-SIZES = tuple(size for band in BANDS for size in band[:2])
+# What the third part measures unless --bands says otherwise: two sizes in each of two runs, FIRST:LAST:FACTOR:ITERATIONS.
+BANDS = "8:128K:16384:400,16M:256M:16:12"
 # NCCL's example profiler keeps so many events of one transfer, and so many transfers of one operation.
 MOST_EVENTS = 8
 MOST_STEPS = 1024
@@ -216,7 +215,17 @@ def own_part(bench):
 
 def overhead_part(bench, deadline):
     """What each level costs against the first: medians over rounds in which all take turns."""
-    times = {level: {size: [] for size in SIZES} for level, _ in LEVELS}
+    levels = [level for level in LEVELS if not bench.args.levels or level[0] in bench.args.levels.split("; ")]
+    bands = []
+    for text in bench.args.bands.split(","):
+        first, last, factor, iterations = text.split(":")
+        bands.append((table.parse_size(first), table.parse_size(last), int(factor), int(iterations)))
+    sizes = []
+    for size, last, factor, _ in bands:
+        while size <= last:
+            sizes.append(size)
+            size *= factor
+    times = {level: {size: [] for size in sizes} for level, _ in levels}
     faults = []
     rounds = 0
     longest = 0
@@ -224,18 +233,17 @@ def overhead_part(bench, deadline):
     while rounds < bench.args.rounds and (rounds < 3 or time.monotonic() + longest < deadline):
         began = time.monotonic()
         # Each level comes first, second, … in turn.
-        order = [LEVELS[(rounds + i) % len(LEVELS)] for i in range(len(LEVELS))]
+        order = [levels[(rounds + i) % len(levels)] for i in range(len(levels))]
         for level, variables in order:
             shutil.rmtree(scratch, ignore_errors=True)
             os.makedirs(scratch)
             name = "overhead-" + level.replace(" ", "-")
             given = {**variables, "TOWLINE_PROFILE_DIR": scratch} if "TOWLINE_PROFILE" in variables else variables
             found = {}
-            for first, last, share in BANDS:
-                iterations = max(3, int(bench.args.iterations * share))
-                rows = bench.run(name, "all_reduce", first, last, last // first, iterations, given)
+            for first, last, factor, iterations in bands:
+                rows = bench.run(name, "all_reduce", first, last, factor, iterations, given)
                 found.update({row.size: row.time_us for row in rows})
-            for size in SIZES:
+            for size in sizes:
                 times[level][size].append(found[size])
         rounds += 1
         longest = max(longest, time.monotonic() - began)
@@ -244,19 +252,21 @@ def overhead_part(bench, deadline):
         f"  all_reduce, out of place, {rounds} rounds in alternation: median time, and median of the ratios to the first row "
         "with its interval of 95 % or what so few rounds allow"
     )
-    print("  | | " + " | ".join(table.show_size(size) for size in SIZES) + " |")
-    print("  |---|" + "---|" * len(SIZES))
-    first = LEVELS[0][0]
-    for level, _ in LEVELS:
+    print("  | | " + " | ".join(table.show_size(size) for size in sizes) + " |")
+    print("  |---|" + "---|" * len(sizes))
+    first = levels[0][0]
+    for level, _ in levels:
         cells = []
-        for size in SIZES:
+        for size in sizes:
             median, ratio = compare(times[level][size], times[first][size])
             spread = stats.median_interval([a / b for a, b in zip(times[level][size], times[first][size])])
             cells.append(f"{median:.1f} µs" + ("" if level == first else f" ({ratio:.3f}, {spread.low:.3f} to {spread.high:.3f})"))
         print(f"  | {level} | " + " | ".join(cells) + " |")
     for level in ("NetPlugin only", "everything"):
+        if level not in times or level + ", silent" not in times:
+            continue
         silent = times[level + ", silent"]
-        for size in SIZES:
+        for size in sizes:
             _, ratio = compare(times[level][size], silent[size])
             extra = statistics.median(a - b for a, b in zip(times[level][size], silent[size]))
             spread = stats.median_interval([a / b for a, b in zip(times[level][size], silent[size])])
@@ -289,7 +299,8 @@ def main():
     parser.add_argument("--parts", default="example,own,overhead", help="which of the three (default: all)")
     parser.add_argument("--budget", type=float, default=170, help="seconds after which no further round is begun")
     parser.add_argument("--rounds", type=int, default=11, help="most rounds of the third part")
-    parser.add_argument("--iterations", type=int, default=40, help="operations per size in the third part")
+    parser.add_argument("--levels", help='rows of the third part, separated by "; " (default: all; the first is the measure)')
+    parser.add_argument("--bands", default=BANDS, help="its sizes, FIRST:LAST:FACTOR:ITERATIONS,… (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=60, help="seconds for one run")
     args = parser.parse_args()
     began = time.monotonic()
