@@ -13,13 +13,17 @@ pub const EAGER_WINDOW: u64 = 8 * (EAGER_MAX + MESSAGE_COST);
 /// What an eager message costs of the window beyond its bytes, so that empty messages are bounded too.
 pub const MESSAGE_COST: u64 = 256;
 
-/// Messages up to this many bytes that leave on the first stream, so mostly by the hand of NCCL's own thread, are copied for
-/// a possible resend, and their send is done as soon as the kernel took them: where one thread does both, an acknowledgement
-/// costs more. It costs the receiver a system call before it can go on, and the sender one for each look whether it has come.
-///
-/// What a worker sends is not copied, and done when it is acknowledged: all-reduces of 64 and 128 KiB, which are messages of
-/// 32 KiB, took 0.79 and 0.82 of the time on two H200 when workers no longer copied them.
+/// Messages up to this many bytes are copied for a possible resend, and their send is done as soon as the kernel took them,
+/// where a connection has one stream, so on small machines: a copy of 64 KiB that the processor has just read takes about
+/// 3 µs, while an acknowledgement costs the receiver a system call before it can go on, and the sender one for each look
+/// whether it has come.
 pub const REPLAY_MAX: u64 = EAGER_MAX;
+
+/// The same where a connection has workers: what they may send is done when it is acknowledged. Two reasons, one measured:
+/// all-reduces of 64 and 128 KiB, which are messages of 32 KiB, took 0.8 of the time on two H200 with this bound instead of
+/// the other. And a stream whose acknowledgements come at once is the idlest one again for the next message, so that this
+/// finds a worker awake.
+pub const REPLAY_BESIDE_WORKERS: u64 = INLINE_MAX;
 
 /// Of these, the shortest are copied before they are sent, behind room for the header: one piece for the kernel, and
 /// their send is done before the system call. Together with the header still a small object for the allocator.

@@ -20,7 +20,8 @@ use slab::Slab;
 
 use super::frame::{EAGER, Header, PROMPT, Type};
 use super::limits::{
-    CHUNK_MAX, CHUNK_MIN, EAGER_MAX, EAGER_WINDOW, MAX_AHEAD, MAX_POSTED, MAX_STREAMS, MESSAGE_COST, PAGE, REPLAY_MAX,
+    CHUNK_MAX, CHUNK_MIN, EAGER_MAX, EAGER_WINDOW, MAX_AHEAD, MAX_POSTED, MAX_STREAMS, MESSAGE_COST, PAGE,
+    REPLAY_BESIDE_WORKERS, REPLAY_MAX,
 };
 use super::tags::TagOrders;
 use super::window::Window;
@@ -54,6 +55,8 @@ pub struct Chunk {
     pub length: u32,
     /// Whether it was sent before, on a stream that died.
     pub again: bool,
+    /// Whether nobody waits for its acknowledgement, since it is to be copied when it has left.
+    pub copied: bool,
     /// The header to send before it.
     pub header: Header,
 }
@@ -452,6 +455,8 @@ impl SendCore {
         }
         message.flying += 1;
         let mut flags = if message.eager { EAGER } else { 0 };
+        let most = if self.others > 0 { REPLAY_BESIDE_WORKERS } else { REPLAY_MAX };
+        let copied = self.recovery && !again && index == 0 && message.length <= most;
         // Somebody waits for the acknowledgement of what is not copied when it has left, of a resend (whose request may wait for
         // nothing else), of a stream whose window or a connection whose credit runs low.
         let stream = &mut self.streams[index];
@@ -459,7 +464,7 @@ impl SendCore {
         stream.bytes += u64::from(flight.length);
         let window_low = stream.bytes >= stream.window.bytes() / 2;
         let credit_low = self.credit_limit.saturating_sub(self.credit_used) < EAGER_WINDOW / 2;
-        if again || window_low || credit_low || self.recovery && (index > 0 || message.length > REPLAY_MAX) {
+        if again || window_low || credit_low || self.recovery && !copied {
             flags |= PROMPT;
         }
         (flight.queued, flight.delivered) = (stream.bytes, self.delivered);
@@ -474,7 +479,7 @@ impl SendCore {
             ..Header::of(Type::Data, stream.epoch)
         };
         stream.flights.push_back(flight);
-        Chunk { key: flight.key, offset: flight.offset, length: flight.length, again, header }
+        Chunk { key: flight.key, offset: flight.offset, length: flight.length, again, copied, header }
     }
 
     /// The kernel took the whole of the chunk that stream `index` was given last.

@@ -11,7 +11,7 @@ use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
 use crate::tcp::copies::Own;
 use crate::tcp::frame::{HEADER, Header, Type};
-use crate::tcp::limits::{EAGER_MAX, REPLAY_MAX};
+use crate::tcp::limits::EAGER_MAX;
 use crate::tcp::peer::{Broken, told_by_peer};
 use crate::tcp::send_core::{Chunk, Key, SendCore};
 use crate::tcp::stream::{READ, SEND, Step, WRITE};
@@ -141,12 +141,11 @@ impl SendConn {
             Counters::count(&self.counters.bytes, u64::from(chunk.length));
         }
         let payload = state.payloads[chunk.key].as_mut().expect("a message in flight has its payload");
-        let copied_when_gone = index == 0 && chunk.header.total <= REPLAY_MAX;
         let mut leaving = Leaving {
             key: chunk.key,
             length: chunk.length,
             copied: false,
-            ends: !chunk.again && payload.ticket.is_some() && (copied_when_gone || !self.recovery),
+            ends: !chunk.again && payload.ticket.is_some() && (chunk.copied || !self.recovery),
         };
         if let Some(copy) = &mut payload.replay {
             // An earlier life of the message is over when it is sent again, so nobody reads the old header now.
@@ -154,8 +153,7 @@ impl SendConn {
             io.more = state.core.has_ready();
             return Some(Outgoing::Whole(Piece::of_mut(copy), leaving));
         }
-        let whole = u64::from(chunk.length) == chunk.header.total;
-        leaving.copied = self.recovery && !chunk.again && whole && copied_when_gone;
+        leaving.copied = chunk.copied;
         // A stream in the midst of longer messages looks on: others may have been posted that no one else was woken for.
         io.more = true;
         chunk.header.encode_into(&mut io.header);
