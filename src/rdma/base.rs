@@ -93,7 +93,7 @@ pub struct Base {
     has_flushed: AtomicBool,
     /// What asynchronous events have told of its queues.
     pub(super) mishap: Arc<Mishap>,
-    /// It goes on when one of several queue pairs is lost.
+    /// It goes on when a queue pair is lost.
     mends: AtomicBool,
     /// What the other side has said of lanes.
     words: Mutex<Vec<Word>>,
@@ -148,9 +148,9 @@ impl Base {
         self.control.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has the connection go on when a queue pair is lost, if it has several and the user wants that. Says whether.
+    /// Has the connection go on when a queue pair is lost, if the user wants that. Says whether.
     pub fn mend(&self, fabric: &mut Fabric) -> bool {
-        let mends = self.config().recovery && fabric.lanes().len() > 1;
+        let mends = self.config().recovery;
         if mends {
             fabric.mend();
             self.mends.store(true, Ordering::Release);
@@ -158,7 +158,7 @@ impl Base {
         mends
     }
 
-    /// Whether it goes on when one of several queue pairs is lost.
+    /// Whether it goes on when a queue pair is lost.
     pub fn mends(&self) -> bool {
         self.mends.load(Ordering::Acquire)
     }

@@ -236,12 +236,19 @@ impl Fabric {
         let (pair, first_packet) = queue_pair(&adapters[lane.adapter], &self.queues[lane.adapter], self.depth, config)?;
         lane.ends.pair = pair.number();
         lane.inline_bytes = pair.capacity().inline_bytes;
-        (lane.pair, lane.first_packet, lane.room) = (Some(pair), first_packet, self.depth.send);
+        // No room before it is proven: what completes until then is the probe.
+        (lane.pair, lane.first_packet, lane.room) = (Some(pair), first_packet, 0);
         (lane.life, lane.trouble, lane.peer) = (Life::Returning, None, None);
         lane.proven = false;
         (lane.receives, lane.arrived, lane.epoch) = (0, 0, lane.epoch.wrapping_add(1));
         lane.next_try = None;
         Ok(())
+    }
+
+    /// The new queue pair of a lane is proven: it carries messages.
+    pub(super) fn is_back(&mut self, index: usize) {
+        let lane = &mut self.lanes[index];
+        (lane.life, lane.room) = (Life::Up, self.depth.send);
     }
 
     /// A new queue pair of a lane has come to nothing, and the peer knows. Its number is used up.
@@ -291,7 +298,7 @@ impl Fabric {
         self.lanes.iter_mut().try_for_each(Lane::release)
     }
 
-    /// From now on the connection does without a lane that is lost, if it has another.
+    /// From now on the connection does without a lane that is lost.
     pub fn mend(&mut self) {
         self.lanes.iter_mut().for_each(|lane| lane.mends = true);
     }
@@ -419,6 +426,19 @@ impl Lane {
         self.refusing = self.pair.take();
         self.suffers(Trouble { error, is_flush: false });
         Ok(())
+    }
+
+    /// Posts the first work request of a new queue pair, which shows whether it leads anywhere.
+    ///
+    /// # Errors
+    /// As [`Lane::post`].
+    ///
+    /// # Safety
+    /// As [`Lane::post`].
+    pub unsafe fn probe(&mut self, work: &Work) -> Result<()> {
+        self.room = 1;
+        // SAFETY: passed on.
+        unsafe { self.post_one(work) }
     }
 
     /// Something has gone wrong with it, which whoever looks after the connection deals with.

@@ -5,7 +5,7 @@
 //! from that queue pair before it ended it for ever ([`mending`](super::mending)). Of the entries here, so many from the
 //! front have arrived; the rest travels again over other queue pairs.
 //!
-//! Kept for connections of several queue pairs only. This module posts nothing.
+//! Kept unless recovery is off. This module posts nothing.
 
 use std::collections::VecDeque;
 

@@ -1,4 +1,4 @@
-//! What becomes of a connection that loses a queue pair while it has others.
+//! What becomes of a connection that loses a queue pair.
 //!
 //! A queue pair is lost when it reports that its peer does not answer or that it has failed, when its port goes down
 //! while another port of the connection is up, or when the other side says that it has lost it. Nobody knows then what of
@@ -17,10 +17,10 @@
 //! ([`Type::Lane`]), the receiver answers with its own, or that it cannot now; then the sender tries again after a while.
 //! The new queue pair carries messages when a first write over it, of no bytes, has been acknowledged, and the receiver is
 //! told so. When all lanes are lost at one time the connection waits for one of them, for
-//! `TOWLINE_RECONNECT_TIMEOUT`.
+//! `TOWLINE_RECONNECT_TIMEOUT`; so does one that has a single lane. Until a lane is proven it has no room for work requests.
 //!
-//! A lane is in one [`Life`] after the other. With `TOWLINE_RECOVERY=0`, or with one queue pair, none of this happens and
-//! the first failure ends the connection.
+//! A lane is in one [`Life`] after the other. With `TOWLINE_RECOVERY=0` none of this happens and the first failure ends the
+//! connection.
 
 #[cfg(test)]
 mod tests;
@@ -367,7 +367,7 @@ impl Base {
 
     /// A lane carries messages again.
     fn has_returned(&self, fabric: &mut Fabric, index: usize) {
-        fabric.lanes[index].life = Life::Up;
+        fabric.is_back(index);
         Counters::bump(&self.counters.reconnects);
         let (up, all) = (fabric.living().count(), fabric.lanes.len());
         tracing::info!(target: NET, "{} {} has {up} of {all} queue pairs again", self.doing, self.peer);

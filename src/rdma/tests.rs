@@ -89,11 +89,13 @@ fn a_receiver_without_the_key_of_the_ring_fails_both_sides() {
     assert!(target.iter().all(|byte| *byte == UNTOUCHED));
 }
 
-/// A device says that a queue has failed, and no completion follows: the connection that it belongs to fails, no other.
+/// A device says that a queue has failed, and no completion follows: without recovery the connection that it belongs to
+/// fails, and no other.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_queue_that_is_said_to_have_failed_fails_its_connection_and_no_other() {
-    let [ends, other] = [Ends::connect(&Plan::default()), Ends::connect(&Plan::default())];
+    let plan = Plan { variables: &[("TOWLINE_RECOVERY", "0")], ..Plan::default() };
+    let [ends, other] = [Ends::connect(&plan), Ends::connect(&plan)];
     for (place, queue) in &ends.queues {
         assert!(!other.receiving[*place].befell(*queue, "CQ error"), "another connection's");
         assert!(ends.receiving[*place].befell(*queue, "CQ error"));

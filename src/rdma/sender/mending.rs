@@ -71,7 +71,7 @@ impl RdmaSend {
             is_signaled: true,
         };
         // SAFETY: no memory is read or written for no bytes.
-        if let Err(error) = connected.and_then(|()| unsafe { lane.post(&[probe]) }) {
+        if let Err(error) = connected.and_then(|()| unsafe { lane.probe(&probe) }) {
             lane.suffers(Trouble { error, is_flush: false });
         }
     }
@@ -176,7 +176,6 @@ impl RdmaSend {
         if !completion.is_ok() {
             return self.base.broken(lane, completion, Doing::Sending);
         }
-        lane.finished(1);
         lane.is_proven();
         Ok(())
     }
