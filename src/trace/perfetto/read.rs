@@ -134,6 +134,8 @@ struct Reader {
     drops_track: Option<u64>,
     /// A step's last phase began then, per track.
     phases: HashMap<u64, u64>,
+    /// By open step: its data had not left before then, and is not known to have left later.
+    held: HashMap<u64, u64>,
 }
 
 impl Reader {
@@ -189,14 +191,25 @@ impl Reader {
             // SendWait is recorded when isend has returned, so the data may have left before; not before the phase
             // that ended with it, though.
             let when = if leaves { before.filter(|&before| before >= begin).unwrap_or(begin) } else { when };
+            self.held.insert(id, when);
             self.process.arrows.extend(flows.iter().map(|&id| Arrow { id, when, leaves }));
             return;
         }
         let Some(kind) = category.and_then(Kind::from_label) else { return stack.push(Slice::Other) };
         let id = fields.uint("id");
         stack.push(Slice::Event { id, kind, begin: when, amount_at: None });
-        if kind == Kind::NetPlugin {
-            self.process.arrows.extend(flows.iter().map(|&id| Arrow { id, when, leaves: true }));
+        match kind {
+            Kind::ProxyStep => {
+                self.held.insert(id, when);
+            }
+            Kind::NetPlugin => {
+                // A part's start is told when NCCL's thread next comes by, often after it has left. Its step knows better.
+                let held = self.held.get(&fields.uint("parent"));
+                self.process.arrows.extend(
+                    held.into_iter().flat_map(|&when| flows.iter().map(move |&id| Arrow { id, when, leaves: true })),
+                );
+            }
+            _ => {}
         }
         self.process.records.push(Record {
             when,
@@ -231,6 +244,7 @@ impl Reader {
                     *arg = bytes;
                 }
                 self.phases.remove(&track);
+                self.held.remove(&id);
             }
             Kind::ProxyOp if fields.uint("bytes") > 0 => {
                 let arg = fields.uint("bytes");
@@ -292,5 +306,75 @@ impl Reader {
         // Calls are written when they are complete, after their children.
         self.process.records.sort_by_key(|record| record.when);
         self.process
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::event::{NetPart, ProxyOp};
+    use super::super::Emitter;
+    use super::super::file::TraceFile;
+    use super::*;
+
+    const COMM: u64 = 1;
+    const OP: u64 = 2;
+    const STEP: u64 = 3;
+    const NET: u64 = 4;
+
+    /// What is read of these records of one communicator's proxy operation that sends.
+    fn read_back(records: &[(u64, u64, u64, Body)]) -> Process {
+        let dir = tempfile::tempdir().unwrap();
+        let file = TraceFile::create(dir.path(), "t", u64::MAX).unwrap();
+        let path = file.path().to_owned();
+        let mut emitter = Emitter::new(file, &ProcessInfo::default(), 7, 0);
+        emitter.comm(&CommInfo { context: COMM, ranks: 2, ..CommInfo::default() }, 0);
+        let operation = Body::ProxyOp(ProxyOp { peer: 1, send: true, ..ProxyOp::default() });
+        for &(when, id, parent, body) in [(10, OP, 0, operation)].iter().chain(records) {
+            emitter.apply(&Record { when, id, parent, context: COMM, rank: 0, thread: 0, body });
+        }
+        emitter.comm_ends(COMM, 10_000);
+        emitter.file().flush().unwrap();
+        read(&std::fs::read(path).unwrap()).processes.remove(0)
+    }
+
+    fn phase(state: u8) -> Body {
+        Body::State { state, steps: 0, arg: 5 }
+    }
+
+    fn part() -> Body {
+        Body::NetTowline(NetPart { link: 9, message: 1, length: 5, send: true, ..NetPart::default() })
+    }
+
+    #[test]
+    fn a_start_that_is_told_late_does_not_say_when_its_bytes_left() {
+        // NCCL calls isend after 200; a worker sends at once; the start is told in the `test` at 900.
+        let told_in = |test: bool| {
+            let mut records = vec![
+                (100, STEP, OP, Body::ProxyStep { step: 0 }),
+                (110, STEP, 0, phase(state::STEP_SEND_GPU_WAIT)),
+                (200, STEP, 0, phase(state::STEP_SEND_PEER_WAIT)),
+                (300, STEP, 0, phase(state::STEP_SEND_WAIT)),
+                (1000, NET, 0, Body::Stop),
+                (1010, STEP, 0, Body::Stop),
+            ];
+            let (at, when) = if test { (4, 900) } else { (3, 250) };
+            records.insert(at, (when, NET, STEP, part()));
+            let leaves = |arrow: &Arrow| (arrow.leaves, arrow.when);
+            read_back(&records).arrows.iter().map(leaves).collect::<Vec<_>>()
+        };
+        // The step's arrow and the part's: not before the phase in which isend was called, and not surely later.
+        assert_eq!(told_in(true), [(true, 200), (true, 200)]);
+        assert_eq!(told_in(false), [(true, 200), (true, 200)]);
+    }
+
+    #[test]
+    fn a_part_of_a_step_without_phases_left_after_the_steps_begin() {
+        let records = [
+            (100, STEP, OP, Body::ProxyStep { step: 0 }),
+            (900, NET, STEP, part()),
+            (1000, NET, 0, Body::Stop),
+            (1010, STEP, 0, Body::Stop),
+        ];
+        assert_eq!(read_back(&records).arrows.iter().map(|arrow| arrow.when).collect::<Vec<_>>(), [100]);
     }
 }
