@@ -53,7 +53,7 @@ pub struct PeerStat {
 pub struct WireStat {
     /// Parts of transfers.
     pub parts: u64,
-    /// Messages begun (parts at offset 0).
+    /// Messages, on the rail of their first part.
     pub messages: u64,
     /// Bytes, resent ones not counted.
     pub bytes: u64,
@@ -111,6 +111,8 @@ struct Step {
     stat: PeerStat,
     /// The longest wait for the receiver that a network event told, while NCCL thought the send under way.
     told_receiver_ns: u64,
+    /// A part of its message has begun.
+    begun: bool,
 }
 
 /// A part of a transfer.
@@ -120,6 +122,8 @@ struct Net {
     peer: i32,
     step: u64,
     begin: u64,
+    /// Its message begins with it.
+    first: bool,
     body: Body,
     times: NetTimes,
 }
@@ -210,16 +214,23 @@ impl Summary {
             Body::ProxyStep { .. } if self.steps.len() < OPEN => {
                 if let Some(&op) = self.ops.get(&record.parent) {
                     let stat = PeerStat { steps: 1, ..PeerStat::default() };
-                    let step = Step { op, phase: u8::MAX, since: when, stat, told_receiver_ns: 0 };
+                    let step = Step { op, phase: u8::MAX, since: when, stat, told_receiver_ns: 0, begun: false };
                     self.steps.insert(record.id, step);
                 }
             }
             Body::NetSocket { .. } | Body::NetIb { .. } | Body::NetTowline(_) if self.nets.len() < OPEN => {
-                let step = self.steps.get(&record.parent);
-                let comm = step.map_or(record.context, |step| step.op.comm);
-                let peer = step.map_or(-1, |step| step.op.peer);
+                let (offset, resend) = match record.body {
+                    Body::NetTowline(part) => (part.offset, part.resend),
+                    _ => (0, false),
+                };
+                // A step is a message, wherever the part lies that begins first. Where the step is not known, only
+                // the part at the front can stand for its message.
+                let (comm, peer, first) = match self.steps.get_mut(&record.parent) {
+                    Some(step) => (step.op.comm, step.op.peer, !resend && !std::mem::replace(&mut step.begun, true)),
+                    None => (record.context, -1, !resend && offset == 0),
+                };
                 let times = NetTimes::default();
-                let net = Net { comm, peer, step: record.parent, begin: when, body: record.body, times };
+                let net = Net { comm, peer, step: record.parent, begin: when, first, body: record.body, times };
                 self.nets.insert(record.id, net);
             }
             Body::KernelCh { timer, .. } if self.kernels.len() < OPEN => {
@@ -284,16 +295,13 @@ impl Summary {
         }
         let comm = self.comms.entry(net.comm).or_default();
         let wire = comm.wires.entry((net.peer, rail, send)).or_default();
-        let (resend, first) = match net.body {
-            Body::NetTowline(part) => (part.resend, part.offset == 0),
-            _ => (false, true),
-        };
+        let resend = matches!(net.body, Body::NetTowline(part) if part.resend);
         wire.parts += 1;
         if resend {
             wire.resent_bytes += length;
         } else {
             wire.bytes += length;
-            wire.messages += u64::from(first);
+            wire.messages += u64::from(net.first);
         }
         wire.retransmissions += u64::from(net.times.retransmissions);
         wire.reconnects += u64::from(net.times.reconnects);
@@ -365,3 +373,6 @@ impl CommStat {
         self.kernels.merge(&other.kernels);
     }
 }
+
+#[cfg(test)]
+mod tests;
