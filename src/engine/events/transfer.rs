@@ -143,8 +143,13 @@ impl Transfer {
 
     /// The chunk at `offset` waited `ns` nanoseconds.
     pub fn chunk_waited(&mut self, offset: u64, wait: Wait, ns: u64) {
-        if let Some((piece, _)) = self.pieces.iter_mut().rev().find(|(piece, _)| !piece.ended && piece.covers(offset)) {
-            piece.waits[wait as usize] += ns;
+        // Its own piece, the latest when it travels again; only what has none is in the rest.
+        let open = |exact: bool| {
+            move |(piece, _): &(Piece, Told)| !piece.ended && if exact { piece.is_at(offset) } else { piece.rest }
+        };
+        let own = self.pieces.iter().rposition(open(true));
+        if let Some(index) = own.or_else(|| self.pieces.iter().rposition(open(false))) {
+            self.pieces[index].0.waits[wait as usize] += ns;
         }
     }
 
@@ -215,6 +220,10 @@ impl Piece {
 
     fn covers(&self, offset: u64) -> bool {
         self.rest || self.chunk.offset == offset
+    }
+
+    fn is_at(&self, offset: u64) -> bool {
+        !self.rest && self.chunk.offset == offset
     }
 
     fn end(&mut self, now: Option<Ticks>) {
@@ -311,6 +320,23 @@ mod tests {
             transfer.chunk_ends(offset, None);
         }
         assert!(transfer.pieces().all(|(piece, _)| piece.is_ended() && !piece.rest));
+    }
+
+    #[test]
+    fn a_wait_is_told_of_the_chunks_own_piece_and_of_the_rest_only_without_one() {
+        let mut transfer = Transfer::default();
+        transfer.begin(true, None);
+        let part = |offset| Chunk { offset, length: 1, total: 20, ..Chunk::default() };
+        for offset in 0..20 {
+            transfer.chunk_begins(&part(offset), None, true);
+        }
+        transfer.chunk_waited(2, Wait::Socket, 100);
+        transfer.chunk_waited(7, Wait::Socket, 10);
+        transfer.chunk_waited(15, Wait::Socket, 1);
+        transfer.chunk_begins(&Chunk { again: true, ..part(3) }, None, true);
+        transfer.chunk_waited(3, Wait::Socket, 1000);
+        let waits: Vec<_> = transfer.pieces().map(|(piece, _)| piece.waits[Wait::Socket as usize]).collect();
+        assert_eq!(waits, [0, 0, 100, 0, 0, 0, 0, 11, 1000]);
     }
 
     #[test]
