@@ -29,6 +29,11 @@ impl Rail {
         }
     }
 
+    /// Whether it is one rail, to be compared with others.
+    pub fn is_one(self) -> bool {
+        self != Rail::Number(SEVERAL)
+    }
+
     /// Its name for people.
     pub fn name(self) -> String {
         match self {

@@ -182,7 +182,10 @@ fn a_slow_rail_and_a_slow_gpu_are_named() {
     let files = job(dir.path(), |rank| [0, if rank == 2 { 5000 } else { 0 }, 100]);
     let report = towline(&["trace", "report", "--brief"], &files);
     let rail = report.lines().find(|line| line.contains("rail 1 is slow")).expect(&report);
-    assert!(rail.contains("(and 2 more ranks)"), "{report}");
+    for rank in 0..RANKS {
+        assert!(rail.contains(&format!("at rank {rank} (")), "each with its figures: {report}");
+    }
+    assert_eq!(rail.matches("/s per part in flight over ").count(), RANKS as usize, "{report}");
     let gpu = report.lines().find(|line| line.contains("held up by its GPU")).expect(&report);
     assert!(gpu.contains("rank 2 ("), "{report}");
     assert!(!report.contains("comes late"), "{report}");

@@ -24,6 +24,9 @@ const NOISE_NS: u64 = 20_000;
 /// Lateness below this fraction of the time from one collective to the next holds nobody back for long.
 const FRACTION_OF_PERIOD: u64 = 20;
 
+/// Of a rail that is slow at many ranks, so many are named.
+const NAMED: usize = 8;
+
 /// Less than this share of the time in transfers is not worth a finding.
 const SHARE: f64 = 0.1;
 
@@ -187,7 +190,7 @@ impl Comm {
         // (rank, rail) of sends, over all peers.
         let mut rails: BTreeMap<(i32, Rail), WireStat> = BTreeMap::new();
         for (&(rank, _, rail, send), stat) in &self.wires {
-            if send {
+            if send && rail.is_one() {
                 rails.entry((rank, rail)).or_default().add(stat);
             }
         }
@@ -209,16 +212,23 @@ impl Comm {
         slow.into_iter()
             .map(|(rail, mut on)| {
                 on.sort_by(|a, b| (b.1 / b.2).total_cmp(&(a.1 / a.2)));
-                let (rank, worst, middle, moved) = on[0];
-                let more = if on.len() > 1 { format!(" (and {} more ranks)", on.len() - 1) } else { String::new() };
-                format!(
-                    "{} is slow at {}{more}: {} per part in flight over {}, its other rails {}",
-                    rail.name(),
-                    self.name_of(rank),
-                    speed(worst),
-                    bytes(moved),
-                    speed(middle)
-                )
+                let mut places: Vec<String> = on
+                    .iter()
+                    .take(NAMED)
+                    .map(|&(rank, worst, middle, moved)| {
+                        format!(
+                            "at {}: {} per part in flight over {}, its other rails {}",
+                            self.name_of(rank),
+                            speed(worst),
+                            bytes(moved),
+                            speed(middle)
+                        )
+                    })
+                    .collect();
+                if on.len() > NAMED {
+                    places.push(format!("and at {} more ranks", on.len() - NAMED));
+                }
+                format!("{} is slow {}", rail.name(), places.join("; "))
             })
             .collect()
     }

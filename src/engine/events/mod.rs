@@ -54,12 +54,29 @@ pub struct News<'a> {
     pub send: bool,
     /// [`Listener::wants_details`], as it was when the transfer began.
     pub details: bool,
-    /// Path 0 to n of the connection.
+    /// The one that the piece is on, or began on.
     pub path: &'a Path,
+    /// All paths of the connection.
+    pub paths: &'a [Path],
     /// How many paths were connected anew since the last event with details.
     pub reconnects: u16,
     /// The piece.
     pub piece: &'a Piece,
+}
+
+impl News<'_> {
+    /// The rail of all its bytes. None when there may be several: a piece that stands for the rest is told before it is
+    /// known which paths take its chunks.
+    pub fn rail(&self) -> Option<u16> {
+        let known = |path: &&Path| path.carrier != Carrier::None;
+        let one = !self.piece.rest || self.paths.iter().filter(known).all(|path| path.rail == self.path.rail);
+        one.then_some(self.path.rail)
+    }
+
+    /// The number of the path that takes all its bytes. None when there may be several.
+    pub fn stream(&self) -> Option<u16> {
+        (!self.piece.rest || self.paths.len() <= 1).then_some(self.piece.chunk.path)
+    }
 }
 
 /// A stream or queue pair, and where it leads.
@@ -396,7 +413,7 @@ impl Events {
                 continue;
             }
             let path = paths.get(usize::from(piece.chunk.path)).unwrap_or(&NO_PATH);
-            let mut news = News { link: ear.link, send: ear.send, details, path, reconnects: 0, piece };
+            let mut news = News { link: ear.link, send: ear.send, details, path, paths: &paths, reconnects: 0, piece };
             if *told == Told::Nothing {
                 // SAFETY: the caller's promise.
                 let answer = unsafe { ear.listener.start(handle, &news) };

@@ -17,6 +17,8 @@ struct Entry {
     stops: u32,
     retransmissions: u32,
     rail: u16,
+    /// Rail and path of all its bytes, if there is one.
+    on: (Option<u16>, Option<u16>),
     reconnects: u16,
 }
 
@@ -35,6 +37,7 @@ impl Listener for Books {
             stops: 0,
             retransmissions: 0,
             rail: news.path.rail,
+            on: (news.rail(), news.stream()),
             reconnects: 0,
         });
         let declines = self.declines.load(Ordering::Relaxed);
@@ -140,6 +143,29 @@ mod told {
         deaf.chunk_begins(0, 0, &chunk(0, 5, 5));
         unsafe { deaf.conclude(0, &outcome(&[5])) };
         assert!(!deaf.hears() && deaf.places.get().is_none(), "and nothing is kept");
+    }
+
+    #[test]
+    fn the_rest_is_on_a_rail_or_a_path_when_the_connection_has_no_other() {
+        let rest_over = |rails: &[u16]| {
+            let (books, events) = set_up(true);
+            for (index, &rail) in rails.iter().enumerate() {
+                events.set_path(index, Path { carrier: Carrier::Socket { fd: 5 }, rail, peer: None });
+            }
+            events.follow(0, 0, handle(1));
+            for at in 0..20 {
+                let path = (at % rails.len() as u64) as u16;
+                events.chunk_begins(0, 0, &Chunk { path, ..chunk(at, 1, 20) });
+            }
+            unsafe { events.conclude(0, &outcome(&[20])) };
+            let entries = lock(&books.entries);
+            let last = rails.len() as u16 - 1;
+            assert_eq!(entries[usize::from(last)].on, (Some(rails[usize::from(last)]), Some(last)), "one chunk's own");
+            (entries.len(), entries[MOST - 1].on)
+        };
+        assert_eq!(rest_over(&[2]), (MOST, (Some(2), Some(0))));
+        assert_eq!(rest_over(&[2, 2, 2]), (MOST, (Some(2), None)));
+        assert_eq!(rest_over(&[0, 1]), (MOST, (None, None)));
     }
 
     #[test]
