@@ -16,6 +16,7 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
+use super::chain::Chain;
 use super::clock::{self, Timeline};
 use super::event::{Body, CommInfo, Record};
 use super::metrics;
@@ -352,6 +353,15 @@ impl Writer {
                     drops.total(),
                     drops.states.load(Ordering::Relaxed),
                     drops.stops.load(Ordering::Relaxed)
+                ),
+            );
+        }
+        let declined = self.profiler.chain.as_ref().map_or(0, Chain::declined);
+        if declined > 0 {
+            say(
+                Level::Warn,
+                &format!(
+                    "{declined} events were kept from the chained profiler: too many of its events were open at once"
                 ),
             );
         }

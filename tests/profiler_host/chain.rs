@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::check;
-use super::host::{CommDescr, Host};
+use super::host::{CommDescr, Event, Host};
 use super::play::{Comm, Pace, Shape};
 
 /// A profiler of v4 that checks its handles and counts.
@@ -89,6 +89,21 @@ pub(crate) fn play(version: u32) {
     comm.finalize();
 }
 
+/// More steps open at once than there is room for.
+pub(crate) fn play_full() {
+    const STEPS: i32 = 70_000;
+    let comm = CommDescr { id: 0x55, ranks: 2, rank: 0 };
+    let host = Host::load(6);
+    let context = host.init(comm, &mut 0);
+    let steps: Vec<_> = (0..STEPS)
+        .map(|step| host.start(context, comm, std::ptr::null_mut(), Event::ProxyStep { step }))
+        .filter(|event| !event.is_null())
+        .collect();
+    steps.iter().for_each(|&step| host.stop(step));
+    println!("{} declined", STEPS as usize - steps.len());
+    host.finalize(context);
+}
+
 /// Five collectives, on two channels two operations of three steps each, with four or five states to a pair of steps.
 const EXPECTED: &str = "inits 1 finalizes 1 bad 0 open 0 group 5 coll 5 op 20 step 60";
 
@@ -118,6 +133,20 @@ fn a_second_profiler_works_without_a_profile_of_ours() {
     let said = std::fs::read_to_string(&out).unwrap();
     assert!(said.starts_with(EXPECTED), "{said}");
     assert!(check::traces(dir.path()).is_empty());
+}
+
+#[test]
+fn what_finds_no_room_for_the_second_profiler_is_said() {
+    let dir = tempfile::tempdir().unwrap();
+    let library = build(dir.path());
+    let mut command = super::command("chain-full", dir.path());
+    command.env("TOWLINE_PROFILER_CHAIN", &library).env("SECOND_OUT", dir.path().join("out.txt"));
+    let output = super::finish(command.spawn().unwrap());
+    let (out, said) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    let declined = out.lines().find_map(|line| line.strip_suffix(" declined")).expect(&out);
+    let declined: u64 = declined.rsplit(' ').next().unwrap().parse().unwrap();
+    assert!(declined > 30_000, "{declined}");
+    assert!(said.contains(&format!("{declined} events were kept from the chained profiler")), "{said}");
 }
 
 #[test]

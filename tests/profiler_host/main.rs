@@ -42,6 +42,7 @@ fn scenario() {
         ("ask", _) => lifetimes::play_ask(),
         ("wire", setup) => wire::play(setup),
         ("chain", number) => chain::play(number.parse().unwrap()),
+        ("chain-full", _) => chain::play_full(),
         _ => panic!("no scenario {name}"),
     }
 }
