@@ -58,9 +58,10 @@ pub struct NetEvent {
     pub offset: u64,
     /// How long the part is, in bytes.
     pub length: u64,
-    /// Which rail (network interface, NIC) carried it, or [`SEVERAL`].
+    /// Which rail (network interface, NIC) carried it. [`SEVERAL`] of a part that stands for the rest of a transfer, when
+    /// the connection has several.
     pub rail: u16,
-    /// Which stream or queue pair of the connection carried it, or [`SEVERAL`].
+    /// Which stream or queue pair of the connection carried it. [`SEVERAL`] as for the rail.
     pub stream: u16,
     /// How often parts of it had to be sent again.
     pub retransmissions: u32,
@@ -72,12 +73,14 @@ pub struct NetEvent {
     pub reconnects: u16,
     /// [`CARRIER_SOCKET`], [`CARRIER_QUEUE_PAIR`], or 0 when it is not told.
     pub carrier: u32,
-    /// How long it waited for the receiver to post its buffer (clear-to-send), in nanoseconds.
+    /// How long it waited for the receiver to post its buffer (clear-to-send), in nanoseconds. Told of the part that leaves
+    /// first, on behalf of the whole transfer; 0 of the others.
     pub wait_receiver_ns: u64,
     /// How long it waited for room in the socket, in nanoseconds.
     pub wait_socket_ns: u64,
     /// How long it waited for credit (eager window, unacknowledged-bytes limit, places in a queue pair's send queue), in
-    /// nanoseconds.
+    /// nanoseconds. Told as the wait for the receiver is: how long later parts waited, for a stream whose window was full or
+    /// behind parts before them, is not told.
     pub wait_credit_ns: u64,
     /// How long it was on the wire: from the first byte handed over to the last one acknowledged, in nanoseconds.
     pub wire_ns: u64,
