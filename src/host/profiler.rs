@@ -7,7 +7,7 @@
 
 use std::ffi::{CStr, c_int, c_void};
 use std::ptr::null_mut;
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering};
 
 use super::library::Plugin;
 use crate::abi::ffi::*;
@@ -15,11 +15,13 @@ use crate::abi::ffi::*;
 /// The table of the profiler at work: the callback's stops carry nothing that would lead to it.
 static TABLE: AtomicPtr<ncclProfiler_v6_t> = AtomicPtr::new(null_mut());
 
+/// Which events the profiler wants. As NCCL's, there is one for the process, which the profiler may write at any time.
+static MASK: AtomicI32 = AtomicI32::new(0);
+
 /// A communicator whose events are told to the plugin's profiler.
 pub struct Profiler {
     table: &'static ncclProfiler_v6_t,
     context: *mut c_void,
-    mask: &'static c_int,
     rank: c_int,
     // Keeps the library mapped.
     _plugin: Plugin,
@@ -42,18 +44,16 @@ impl Profiler {
         let table = plugin.symbol("ncclProfiler_v6")?.cast::<ncclProfiler_v6_t>();
         // SAFETY: by its name it is a table of that version, in a library that stays mapped.
         let table = unsafe { &*table };
-        // NCCL's mask outlives its communicators.
-        let mask: &'static mut c_int = Box::leak(Box::new(0));
         let (mut context, ranks, rank) = (null_mut(), ranks as c_int, rank as c_int);
         // SAFETY: valid places for the answers, a terminated name.
         let code = unsafe {
-            table.init?(&mut context, comm_id, &raw mut *mask, name.as_ptr(), ranks, ranks, rank, super::log::logger())
+            table.init?(&mut context, comm_id, MASK.as_ptr(), name.as_ptr(), ranks, ranks, rank, super::log::logger())
         };
-        if code != ncclSuccess || context.is_null() || *mask == 0 {
+        if code != ncclSuccess || context.is_null() || MASK.load(Ordering::Relaxed) == 0 {
             return None;
         }
         TABLE.store((&raw const *table).cast_mut(), Ordering::Release);
-        Some(Self { table, context, mask, rank, _plugin: plugin.clone() })
+        Some(Self { table, context, rank, _plugin: plugin.clone() })
     }
 
     /// For the network plugin's `init`.
@@ -176,7 +176,7 @@ unsafe extern "C" fn tell(
         let step = unsafe { &*transfer.cast::<StepHandle>() };
         // SAFETY: a profiler outlives the steps that it made.
         let profiler = unsafe { &*step.profiler };
-        if profiler.mask & ncclProfileNetPlugin as c_int != 0 {
+        if MASK.load(Ordering::Relaxed) & ncclProfileNetPlugin as c_int != 0 {
             let begun = profiler.begin(ncclProfileNetPlugin, step.step, |descr| {
                 descr.u.netPlugin = ncclProfilerNetPlugin_v3_t { id, data };
             });
