@@ -5,7 +5,7 @@
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use towline::abi::ffi::*;
@@ -46,7 +46,8 @@ pub struct Transfer {
     alive: AtomicBool,
     /// No call may come at all any more.
     closed: AtomicBool,
-    declines: AtomicBool,
+    /// Which starts are declined, by their number: bit 0 for the first.
+    declines: AtomicU64,
     starts: AtomicUsize,
     told: Mutex<Vec<Told>>,
     faults: Mutex<Vec<&'static str>>,
@@ -59,19 +60,24 @@ struct Event {
 
 impl Transfer {
     pub fn new() -> &'static Self {
-        Self::with(false)
+        Self::with(0)
     }
 
     /// A transfer of an operation that no profiler asked for.
     pub fn declining() -> &'static Self {
-        Self::with(true)
+        Self::with(u64::MAX)
     }
 
-    fn with(declines: bool) -> &'static Self {
+    /// A transfer whose profiler has no room for some starts: those whose bits are set, bit 0 for the first.
+    pub fn declining_some(starts: u64) -> &'static Self {
+        Self::with(starts)
+    }
+
+    fn with(declines: u64) -> &'static Self {
         Box::leak(Box::new(Self {
             alive: AtomicBool::new(true),
             closed: AtomicBool::new(false),
-            declines: AtomicBool::new(declines),
+            declines: AtomicU64::new(declines),
             starts: AtomicUsize::new(0),
             told: Mutex::default(),
             faults: Mutex::default(),
@@ -136,14 +142,14 @@ pub unsafe extern "C" fn callback(
     if kind == ncclProfilerNetEventStart {
         // SAFETY: transfers are never freed; NCCL would crash on what is no transfer, and so may this.
         let transfer: &'static Transfer = unsafe { &*transfer.cast::<Transfer>() };
-        transfer.starts.fetch_add(1, Ordering::SeqCst);
+        let number = transfer.starts.fetch_add(1, Ordering::SeqCst);
         if !INSIDE.get() {
             transfer.fault("a start outside of isend, irecv and test");
         }
         if !transfer.alive.load(Ordering::SeqCst) {
             transfer.fault("a start after the end of its transfer");
         }
-        if transfer.declines.load(Ordering::SeqCst) {
+        if transfer.declines.load(Ordering::SeqCst) >> number.min(63) & 1 == 1 {
             return ncclSuccess;
         }
         // SAFETY: the descriptor is what the identifier says.

@@ -1,10 +1,13 @@
 use super::*;
 use std::collections::HashMap;
+use std::time::Duration;
 
 /// A profiler that keeps books: who was started under which handle, and what followed.
 #[derive(Default)]
 struct Books {
     declines: AtomicBool,
+    /// Starts that are declined besides, by their number: bit 0 for the first.
+    declined: AtomicU64,
     details: AtomicBool,
     entries: Mutex<Vec<Entry>>,
 }
@@ -16,6 +19,8 @@ struct Entry {
     again: bool,
     stops: u32,
     retransmissions: u32,
+    /// As told at the stop.
+    waits: [u64; 3],
     rail: u16,
     /// Rail and path of all its bytes, if there is one.
     on: (Option<u16>, Option<u16>),
@@ -36,11 +41,13 @@ impl Listener for Books {
             again: news.piece.chunk.again,
             stops: 0,
             retransmissions: 0,
+            waits: [0; 3],
             rail: news.path.rail,
             on: (news.rail(), news.stream()),
             reconnects: 0,
         });
-        let declines = self.declines.load(Ordering::Relaxed);
+        let declined = self.declined.load(Ordering::Relaxed) >> (entries.len() - 1).min(63) & 1 == 1;
+        let declines = declined || self.declines.load(Ordering::Relaxed);
         if declines { std::ptr::null_mut() } else { std::ptr::without_provenance_mut(entries.len()) }
     }
 
@@ -48,6 +55,7 @@ impl Listener for Books {
         let entry = &mut lock(&self.entries)[handle.addr() - 1];
         entry.stops += 1;
         entry.retransmissions = news.piece.retransmissions;
+        entry.waits = news.piece.waits;
         entry.reconnects += news.reconnects;
     }
 }
@@ -128,6 +136,108 @@ mod told {
         assert!(events.hears());
         let entries = lock(&books.entries);
         assert_eq!((entries.len(), entries[3].length, entries[3].stops), (4, 10, 1));
+    }
+
+    #[test]
+    fn a_later_start_that_is_declined_has_no_stop_and_leaves_the_other_pieces_alone() {
+        for declined in [0b010, 0b100, 0b110] {
+            let (books, events) = set_up(true);
+            books.declined.store(declined, Ordering::Relaxed);
+            events.follow(0, 0, handle(1));
+            for offset in [0, 100, 200] {
+                events.chunk_begins(0, 0, &chunk(offset, 100, 300));
+                unsafe { events.report() };
+            }
+            // Ended in another order than begun; the last by the request's end.
+            events.chunk_ends(0, 0, 100);
+            unsafe { events.report() };
+            events.chunk_ends(0, 0, 0);
+            unsafe { events.conclude(0, &outcome(&[300])) };
+            let stops: Vec<_> = lock(&books.entries).iter().map(|entry| entry.stops).collect();
+            let expected: Vec<_> = (0..3).map(|number| u32::from(declined >> number & 1 == 0)).collect();
+            assert_eq!(stops, expected, "each start is asked once, and only what was taken is stopped");
+            // Who took the last piece is asked for the next transfer's pieces, who did not, once at its end.
+            books.declined.store(0, Ordering::Relaxed);
+            events.follow(0, 0, handle(2));
+            events.chunk_begins(0, 0, &chunk(0, 5, 10));
+            unsafe { events.conclude(0, &outcome(&[10])) };
+            let entries = lock(&books.entries);
+            let next: u64 = entries[3..].iter().map(|entry| entry.length).sum();
+            assert_eq!((next, entries[3..].iter().all(|entry| entry.stops == 1)), (10, true));
+            assert!(events.hears());
+        }
+    }
+
+    #[test]
+    fn a_failed_transfer_stops_nothing_that_was_declined() {
+        let (books, events) = set_up(true);
+        books.declined.store(0b10, Ordering::Relaxed);
+        events.follow(0, 0, handle(1));
+        events.chunk_begins(0, 0, &chunk(0, 5, 15));
+        events.chunk_begins(0, 0, &chunk(5, 5, 15));
+        unsafe { events.report() };
+        unsafe { events.abandon(0) };
+        assert_eq!(lock(&books.entries).iter().map(|entry| entry.stops).collect::<Vec<_>>(), [1, 0]);
+    }
+
+    #[test]
+    fn a_wait_for_the_socket_is_told_of_the_chunk_that_waited() {
+        let (books, events) = set_up(true);
+        books.details.store(true, Ordering::Relaxed);
+        events.follow(0, 0, handle(1));
+        for offset in [0, 10, 20] {
+            events.chunk_begins(0, 0, &chunk(offset, 10, 30));
+        }
+        let began = Ticks::now();
+        std::thread::sleep(Duration::from_millis(3));
+        events.chunk_waited(0, 0, 10, Wait::Socket, began);
+        // A stream may be full more than once in a chunk.
+        let again = Ticks::now();
+        std::thread::sleep(Duration::from_millis(3));
+        events.chunk_waited(0, 0, 10, Wait::Socket, again);
+        let most = Ticks::now().nanoseconds_since(began);
+        events.chunk_ends(0, 0, 20);
+        // It has ended: whatever comes now is not its.
+        events.chunk_waited(0, 0, 20, Wait::Socket, began);
+        unsafe { events.conclude(0, &outcome(&[30])) };
+        let entries = lock(&books.entries);
+        let socket: Vec<_> = entries.iter().map(|entry| entry.waits[Wait::Socket as usize]).collect();
+        assert_eq!((socket[0], socket[2]), (0, 0), "{socket:?}");
+        assert!((6_000_000..=most).contains(&socket[1]), "both waits and no more than both: {socket:?} of {most}");
+        assert_eq!(entries[1].waits[Wait::Credit as usize], 0, "no other cause");
+    }
+
+    #[test]
+    fn before_the_receiver_is_ready_a_send_waits_for_it_and_after_that_for_credit() {
+        let (books, events) = set_up(true);
+        books.details.store(true, Ordering::Relaxed);
+        let posted = Ticks::now();
+        events.follow(0, 0, handle(1));
+        std::thread::sleep(Duration::from_millis(4));
+        let before = Ticks::now();
+        events.ready(0, 0);
+        let after = Ticks::now();
+        std::thread::sleep(Duration::from_millis(2));
+        // Only the first time counts.
+        events.ready(0, 0);
+        events.chunk_begins(0, 0, &chunk(0, 10, 10));
+        let left = Ticks::now();
+        unsafe { events.conclude(0, &outcome(&[10])) };
+        let [receiver, socket, credit] = lock(&books.entries)[0].waits;
+        assert!((4_000_000..=after.nanoseconds_since(posted)).contains(&receiver), "{receiver}");
+        assert!((2_000_000..=left.nanoseconds_since(before)).contains(&credit), "{credit}");
+        assert_eq!(socket, 0);
+    }
+
+    #[test]
+    fn a_receive_waits_for_nothing_that_is_known_here() {
+        let (books, events) = set_up(false);
+        books.details.store(true, Ordering::Relaxed);
+        events.follow(0, 0, handle(1));
+        std::thread::sleep(Duration::from_millis(1));
+        events.chunk_begins(0, 0, &chunk(0, 10, 10));
+        unsafe { events.conclude(0, &outcome(&[10])) };
+        assert_eq!(lock(&books.entries)[0].waits, [0; 3]);
     }
 
     #[test]
