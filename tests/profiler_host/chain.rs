@@ -1,7 +1,12 @@
 //! A second profiler behind ours: a library of its own, built by these tests from C, that notes what it is told.
 
+use std::ffi::c_int;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::time::{Duration, Instant};
+
+use libloading::os::unix::Library;
 
 use super::check;
 use super::host::{CommDescr, Event, Host};
@@ -17,6 +22,7 @@ typedef struct { uint8_t type; void *parent; int rank; uint64_t rest[16]; } desc
 typedef struct { int magic; int type; int stopped; void *parent; } event;
 static event events[100000];
 static int used, inits, finalizes, bad, stops, states;
+static int *wanted;
 
 static event *of(void *handle) {
   event *e = handle;
@@ -27,6 +33,7 @@ static int init(void **context, int *mask, const char *name, uint64_t hash, int 
   inits++;
   *context = &inits;
   *mask = 2 | 16;  /* Coll and ProxyStep, so NCCL would also tell Group and ProxyOp */
+  wanted = mask;
   if (hash != 0x55 || ranks != 2 || rank != 0 || !name) bad++;
   return 0;
 }
@@ -43,6 +50,8 @@ static int start(void *context, void **handle, descr *d) {
   *handle = e;
   return 0;
 }
+/* A profiler may change its mind at any time. */
+void want(int mask) { __atomic_store_n(wanted, mask, __ATOMIC_RELAXED); }
 static int stop(void *handle) {
   event *e = of(handle);
   if (e && __sync_lock_test_and_set(&e->stopped, 1)) __sync_fetch_and_add(&bad, 1);
@@ -94,7 +103,8 @@ pub(crate) fn play_full() {
     const STEPS: i32 = 70_000;
     let comm = CommDescr { id: 0x55, ranks: 2, rank: 0 };
     let host = Host::load(6);
-    let context = host.init(comm, &mut 0);
+    let mut mask = 0;
+    let context = host.init(comm, &mut mask);
     let steps: Vec<_> = (0..STEPS)
         .map(|step| host.start(context, comm, std::ptr::null_mut(), Event::ProxyStep { step }))
         .filter(|event| !event.is_null())
@@ -102,6 +112,63 @@ pub(crate) fn play_full() {
     steps.iter().for_each(|&step| host.stop(step));
     println!("{} declined", STEPS as usize - steps.len());
     host.finalize(context);
+}
+
+/// NCCL's mask, one for the process.
+static MASK: AtomicI32 = AtomicI32::new(0);
+
+/// The second profiler asks for more, then for less, while the job runs, and at last when it is over.
+pub(crate) fn play_change() {
+    let path = std::env::var("TOWLINE_PROFILER_CHAIN").unwrap();
+    let comm = Comm::new(Host::load(6), CommDescr { id: 0x55, ranks: 2, rank: 0 }, MASK.as_ptr());
+    // SAFETY: a library that is loaded already; its function of that name takes a mask.
+    let library = unsafe { Library::new(path) }.unwrap();
+    // SAFETY: as above.
+    let want = unsafe { library.get::<unsafe extern "C" fn(c_int)>(b"want\0") }.unwrap();
+    let ours = MASK.load(Ordering::Relaxed) & !(2 | 16);
+    assert_eq!(ours != 0, std::env::var("TOWLINE_PROFILE").is_ok());
+    let becomes = |theirs: i32| {
+        // What our own profile wants stays, whatever the other one says.
+        let full = if ours == 0 { theirs } else { theirs | ours | 2 | 16 };
+        let patience = Instant::now();
+        while MASK.load(Ordering::Relaxed) != full {
+            let mask = MASK.load(Ordering::Relaxed);
+            assert!(patience.elapsed() < Duration::from_secs(20), "{mask:#x} instead of {full:#x}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    becomes(2 | 16);
+    for (seq, theirs) in (0..).zip([2 | 32, 2, 2 | 16 | 32]) {
+        // SAFETY: the second profiler has begun.
+        unsafe { want(theirs) };
+        becomes(theirs);
+        let task = comm.enqueue(seq, 64);
+        comm.progress(task, Shape { channels: 2, steps: 3, bytes: 256 }, 1, 1, Pace::NONE);
+    }
+    comm.finalize();
+    // The memory may not be NCCL's any more.
+    let left = MASK.load(Ordering::Relaxed);
+    // SAFETY: as above.
+    unsafe { want(2) };
+    std::thread::sleep(Duration::from_millis(500));
+    assert_eq!(MASK.load(Ordering::Relaxed), left, "nobody writes it after the last communicator");
+}
+
+#[test]
+fn a_second_profiler_that_changes_its_mask_is_followed() {
+    for profile in [None, Some("all")] {
+        let dir = tempfile::tempdir().unwrap();
+        let library = build(dir.path());
+        let out = dir.path().join("out.txt");
+        let mut command = super::command("change", dir.path());
+        command.env("TOWLINE_PROFILER_CHAIN", &library).env("SECOND_OUT", &out);
+        command.envs(profile.map(|words| ("TOWLINE_PROFILE", words)));
+        super::finish(command.spawn().unwrap());
+        let said = std::fs::read_to_string(&out).unwrap();
+        // Groups and collectives of all three, operations and steps of the third only.
+        let expected = "inits 1 finalizes 1 bad 0 open 0 group 3 coll 3 op 4 step 12";
+        assert!(said.starts_with(expected), "{profile:?}: {said}");
+    }
 }
 
 /// Five collectives, on two channels two operations of three steps each, with four or five states to a pair of steps.

@@ -268,7 +268,7 @@ impl Host {
     }
 
     /// Calls init; returns the context.
-    pub(crate) fn init(&self, comm: CommDescr, mask: &mut c_int) -> *mut c_void {
+    pub(crate) fn init(&self, comm: CommDescr, mask: *mut c_int) -> *mut c_void {
         let mut context = null_mut();
         let name = c"world".as_ptr();
         // SAFETY: a table of this version, valid pointers; the mask outlives the communicators of a test.

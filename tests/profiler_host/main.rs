@@ -6,9 +6,11 @@
 mod chain;
 mod check;
 mod dashboard;
+mod figures;
 mod host;
 mod lifetimes;
 mod merge;
+mod picture;
 mod play;
 mod setups;
 mod versions;
@@ -28,8 +30,8 @@ fn scenario() {
     match name.split_once(':').unwrap_or((&name, "")) {
         ("version", number) => versions::play(number.parse().unwrap()),
         ("rank", args) => setups::play_rank(args),
-        ("devices", _) => setups::play_devices(),
-        ("threads", _) => setups::play_threads(),
+        ("devices", number) => setups::play_devices(number.parse().unwrap()),
+        ("threads", number) => setups::play_threads(number.parse().unwrap()),
         ("silent", _) => lifetimes::play_silent(),
         ("pressure", _) => lifetimes::play_pressure(),
         ("forever", _) => lifetimes::play_forever(),
@@ -37,10 +39,12 @@ fn scenario() {
         ("fork", _) => lifetimes::play_fork(),
         ("job", args) => merge::play(args),
         ("metrics", _) => dashboard::play(),
+        ("figures", _) => figures::play(),
         ("exit", _) => lifetimes::play_exit(),
         ("proxied", _) => lifetimes::play_proxied(),
         ("ask", _) => lifetimes::play_ask(),
         ("wire", setup) => wire::play(setup),
+        ("change", _) => chain::play_change(),
         ("chain", number) => chain::play(number.parse().unwrap()),
         ("chain-full", _) => chain::play_full(),
         _ => panic!("no scenario {name}"),

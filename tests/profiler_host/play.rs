@@ -67,11 +67,11 @@ unsafe impl Send for Task {}
 unsafe impl Sync for Task {}
 
 impl Comm {
-    pub(crate) fn new(host: Host, descr: CommDescr, mask: &mut c_int) -> Comm {
+    pub(crate) fn new(host: Host, descr: CommDescr, mask: *mut c_int) -> Comm {
         Comm { host, descr, context: host.init(descr, mask) }
     }
 
-    fn start(&self, parent: *mut c_void, event: Event<'_>) -> *mut c_void {
+    pub(crate) fn start(&self, parent: *mut c_void, event: Event<'_>) -> *mut c_void {
         self.host.start(self.context, self.descr, parent, event)
     }
 
