@@ -53,7 +53,12 @@ impl Flush {
         Ok(Self { fabric, regions, sink, left: (0..SLOTS).map(|_| (0, None)).collect(), pending: 0, used })
     }
 
-    /// Reads the byte at `address` on every port, for the request in `slot`.
+    /// Whether any port brings anything that would have to be flushed.
+    pub fn is_needed(&self) -> bool {
+        self.used != 0
+    }
+
+    /// Reads the byte at `address` on every port, for the request in `slot`. At least one port must be in use.
     ///
     /// # Errors
     /// When a device refuses.

@@ -11,9 +11,10 @@ use crate::rdma::mending::Tended;
 use crate::rdma::record::LaneRecord;
 
 impl RdmaRecv {
-    /// The keeper: has an eye on the ports. Says whether a lane is in trouble.
+    /// The keeper: has an eye on the ports. Says whether a lane is in trouble, or another thread at work: that one would
+    /// have to wake who waits for it.
     pub(super) fn care(&self) -> bool {
-        let mut state = self.state();
+        let Ok(mut state) = self.state.try_lock() else { return true };
         let Some(fabric) = &mut state.fabric else { return false };
         self.base.look_around(fabric);
         fabric.is_alarmed()

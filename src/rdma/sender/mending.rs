@@ -25,9 +25,10 @@ pub(super) struct Orphan {
 impl RdmaSend {
     /// Whoever is not NCCL's thread: has an eye on the ports. Says whether the connection owes the receiver something
     /// although no request is outstanding: short messages that their queue pair may lose, or a lane in trouble; and when
-    /// it is to look again for lost lanes.
+    /// it is to look again for lost lanes. Who finds another thread at work does not wait for it, since that one would have
+    /// to wake him, but looks again soon.
     pub(super) fn care(&self) -> (bool, Option<Instant>) {
-        let mut state = self.state();
+        let Ok(mut state) = self.state.try_lock() else { return (true, None) };
         let State { fabric: Some(fabric), outbox, .. } = &mut *state else { return (false, None) };
         self.base.look_around(fabric);
         let next = self.base.offer_lanes(fabric);
