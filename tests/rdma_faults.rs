@@ -406,12 +406,14 @@ fn amid_faults(name: &str, lanes: u32) {
     let times = |words: &str| said.iter().filter(|line| line.contains(words)).count();
     let (losses, waits) = (times(" goes on over "), times(" waits for a queue pair"));
     eprintln!("  {losses} times a side went on with fewer queue pairs, {waits} times it waited for one");
-    // With one there is none to go on with.
-    assert_eq!(losses > 0, lanes > 1, "{losses} losses of a queue pair");
-    assert!(if ends { waits == 0 } else { lanes > 1 || waits > 0 }, "{waits} waits for a queue pair");
     for ((call, kind), (calls, faults)) in counts.iter().filter(|(_, (calls, _))| *calls > 0) {
         eprintln!("  {call} {kind}: {faults} in {calls} calls");
     }
+    // Few calls are made in a short run, and it may be that hardly any was refused, or as the connection was closed.
+    let refused: u32 = counts.iter().filter(|((call, _), _)| call == "post_send").map(|(_, (_, faults))| faults).sum();
+    // With one there is none to go on with.
+    assert_eq!(losses > 0, lanes > 1, "{losses} losses of a queue pair");
+    assert!(if ends { waits == 0 } else { lanes > 1 || refused < 3 || waits > 0 }, "{waits} waits, {refused} refused");
 
     // One warning on each side of a connection that ended, and one of them says what failed.
     let is_end = |line: &&String| {
@@ -483,7 +485,7 @@ fn with_one_queue_pair_it_waits_for_another() {
     const NAME: &str = "with_one_queue_pair_it_waits_for_another";
     match child::role() {
         Some(_) => amid_faults(NAME, 1),
-        None => under_fire(NAME, seed(), &[("FAULTY_VERBS_SETUP", "60"), ("FAULTY_VERBS_DATA", "300")]),
+        None => under_fire(NAME, seed(), &[("FAULTY_VERBS_SETUP", "60"), ("FAULTY_VERBS_DATA", "100")]),
     }
 }
 
