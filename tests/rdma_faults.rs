@@ -485,7 +485,7 @@ fn with_one_queue_pair_it_waits_for_another() {
     const NAME: &str = "with_one_queue_pair_it_waits_for_another";
     match child::role() {
         Some(_) => amid_faults(NAME, 1),
-        None => under_fire(NAME, seed(), &[("FAULTY_VERBS_SETUP", "60"), ("FAULTY_VERBS_DATA", "100")]),
+        None => under_fire(NAME, seed(), &[("FAULTY_VERBS_SETUP", "60"), ("FAULTY_VERBS_DATA", "200")]),
     }
 }
 
