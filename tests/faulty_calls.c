@@ -31,14 +31,12 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "injection.h"
+
 /* Descriptors that it keeps notes about. */
 #define DESCRIPTORS 65536
 /* Vectors of one sendmsg or recvmsg: the library uses three. */
 #define VECTORS 8
-/* Kinds of fault per call. */
-#define KINDS 8
-/* In place of an errno: fewer bytes, or fewer events, than there could be. */
-#define SHORT (-1)
 
 enum call {
   SOCKET, BIND, LISTEN, CONNECT, ACCEPT, SEND, SENDMSG, RECV, RECVMSG, EPOLL_CREATE, EPOLL_ADD, EPOLL_WAIT, EVENTFD,
@@ -46,41 +44,38 @@ enum call {
 };
 
 static struct {
-  const char *name;
+  struct target target;
   /* How much more often than the rate says: such calls are rare. */
   unsigned factor;
-  int kinds[KINDS];
-  atomic_uint calls, turn, injected[KINDS];
 } table[CALLS] = {
-  [SOCKET] = {"socket", 10, {EMFILE, ENFILE, ENOBUFS, ENOMEM}},
-  [BIND] = {"bind", 10, {ENOMEM}},
-  [LISTEN] = {"listen", 10, {ENOBUFS}},
-  [CONNECT] = {"connect", 10, {EINTR, ENOBUFS, ENOMEM}},
-  [ACCEPT] = {"accept4", 10, {EMFILE, ENFILE, ENOBUFS, ENOMEM, EINTR, ECONNABORTED}},
-  [SEND] = {"send", 1, {EAGAIN, EINTR, ENOBUFS, ENOMEM, SHORT}},
-  [SENDMSG] = {"sendmsg", 1, {EAGAIN, EINTR, ENOBUFS, ENOMEM, SHORT}},
-  [RECV] = {"recv", 1, {EAGAIN, EINTR, ENOBUFS, ENOMEM, SHORT}},
-  [RECVMSG] = {"recvmsg", 1, {EAGAIN, EINTR, ENOBUFS, ENOMEM, SHORT}},
-  [EPOLL_CREATE] = {"epoll_create1", 20, {EMFILE, ENFILE, ENOMEM}},
-  [EPOLL_ADD] = {"epoll_ctl", 5, {ENOMEM, ENOSPC}},
-  [EPOLL_WAIT] = {"epoll_wait", 1, {EINTR, SHORT}},
-  [EVENTFD] = {"eventfd", 20, {EMFILE, ENFILE, ENOMEM}},
-  [SETSOCKOPT] = {"setsockopt", 5, {ENOBUFS, ENOMEM}},
-  [GETSOCKOPT] = {"getsockopt", 5, {ENOBUFS, ENOMEM}},
-  [GETSOCKNAME] = {"getsockname", 5, {ENOBUFS}},
-  [GETPEERNAME] = {"getpeername", 5, {ENOBUFS}},
-  [FCNTL] = {"fcntl", 3, {ENOMEM}},
-  [IOCTL] = {"ioctl", 3, {ENOMEM}},
-  [WRITE] = {"write", 1, {EINTR}},
-  [CLOSE] = {"close", 5, {EINTR}},
-  [OPEN] = {"open", 5, {EMFILE, ENFILE, EINTR}},
-  [THREAD] = {"pthread_create", 20, {EAGAIN}},
-  [INTERFACES] = {"getifaddrs", 10, {EMFILE, ENOBUFS}},
+  [SOCKET] = {{"socket", {EMFILE, ENFILE, ENOBUFS, ENOMEM}}, 10},
+  [BIND] = {{"bind", {ENOMEM}}, 10},
+  [LISTEN] = {{"listen", {ENOBUFS}}, 10},
+  [CONNECT] = {{"connect", {EINTR, ENOBUFS, ENOMEM}}, 10},
+  [ACCEPT] = {{"accept4", {EMFILE, ENFILE, ENOBUFS, ENOMEM, EINTR, ECONNABORTED}}, 10},
+  [SEND] = {{"send", {EAGAIN, EINTR, ENOBUFS, ENOMEM, SHORT}}, 1},
+  [SENDMSG] = {{"sendmsg", {EAGAIN, EINTR, ENOBUFS, ENOMEM, SHORT}}, 1},
+  [RECV] = {{"recv", {EAGAIN, EINTR, ENOBUFS, ENOMEM, SHORT}}, 1},
+  [RECVMSG] = {{"recvmsg", {EAGAIN, EINTR, ENOBUFS, ENOMEM, SHORT}}, 1},
+  [EPOLL_CREATE] = {{"epoll_create1", {EMFILE, ENFILE, ENOMEM}}, 20},
+  [EPOLL_ADD] = {{"epoll_ctl", {ENOMEM, ENOSPC}}, 5},
+  [EPOLL_WAIT] = {{"epoll_wait", {EINTR, SHORT}}, 1},
+  [EVENTFD] = {{"eventfd", {EMFILE, ENFILE, ENOMEM}}, 20},
+  [SETSOCKOPT] = {{"setsockopt", {ENOBUFS, ENOMEM}}, 5},
+  [GETSOCKOPT] = {{"getsockopt", {ENOBUFS, ENOMEM}}, 5},
+  [GETSOCKNAME] = {{"getsockname", {ENOBUFS}}, 5},
+  [GETPEERNAME] = {{"getpeername", {ENOBUFS}}, 5},
+  [FCNTL] = {{"fcntl", {ENOMEM}}, 3},
+  [IOCTL] = {{"ioctl", {ENOMEM}}, 3},
+  [WRITE] = {{"write", {EINTR}}, 1},
+  [CLOSE] = {{"close", {EINTR}}, 5},
+  [OPEN] = {{"open", {EMFILE, ENFILE, EINTR}}, 5},
+  [THREAD] = {{"pthread_create", {EAGAIN}}, 20},
+  [INTERFACES] = {{"getifaddrs", {EMFILE, ENOBUFS}}, 10},
 };
 
 static atomic_int armed;
 static uintptr_t code_begin, code_end;
-static uint64_t seed = 1;
 static unsigned rate = 100;
 
 /* Where a descriptor is watched, to ask for another edge. It may be watched twice while it changes hands. */
@@ -114,29 +109,11 @@ int faulty_calls_arm(int on) {
   return code_end > code_begin;
 }
 
-/* A line for each call and kind: name, kind, calls made, faults injected. Returns the length of the text. */
+/* A line for each call and kind. Returns the length of the text. */
 int faulty_calls_report(char *text, int room) {
   int at = 0;
-  for (int call = 0; call < CALLS; call++)
-    for (int kind = 0; kind < KINDS && table[call].kinds[kind]; kind++) {
-      int error = table[call].kinds[kind];
-      int wrote = snprintf(text + at, (size_t)(room - at), "%s %s %u %u\n", table[call].name,
-                           error == SHORT ? "short" : strerrorname_np(error), atomic_load(&table[call].calls),
-                           atomic_load(&table[call].injected[kind]));
-      if (wrote < 0 || wrote >= room - at) return -1;
-      at += wrote;
-    }
+  for (int call = 0; call < CALLS; call++) at = report(&table[call].target, text, at, room);
   return at;
-}
-
-static uint64_t mix(uint64_t value) {
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9u;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111ebu;
-  return value ^ (value >> 31);
-}
-
-static uint64_t chance(enum call call, unsigned number) {
-  return mix(mix(seed + call) + number * 0x9e3779b97f4a7c15u);
 }
 
 static int is_ours(const void *caller) {
@@ -144,19 +121,15 @@ static int is_ours(const void *caller) {
   return atomic_load_explicit(&armed, memory_order_relaxed) && at >= code_begin && at < code_end;
 }
 
-/* Which fault this call meets: an errno, SHORT, or 0 for none. The kinds take turns, so that each one comes. */
+/* Which fault this call meets: an errno, SHORT, or 0 for none. */
 static int fault(enum call call, const void *caller, uint64_t *random) {
   if (!is_ours(caller)) return 0;
-  unsigned number = atomic_fetch_add(&table[call].calls, 1);
+  unsigned number = atomic_fetch_add(&table[call].target.calls, 1);
   *random = chance(call, number);
   unsigned one_in = rate / table[call].factor;
   if (*random % (one_in < 2 ? 2 : one_in)) return 0;
   *random = mix(*random);
-  unsigned kinds = 0;
-  while (kinds < KINDS && table[call].kinds[kinds]) kinds++;
-  unsigned kind = atomic_fetch_add(&table[call].turn, 1) % kinds;
-  atomic_fetch_add(&table[call].injected[kind], 1);
-  return table[call].kinds[kind];
+  return next_fault(&table[call].target);
 }
 
 #define REAL(name) \
@@ -201,7 +174,7 @@ static void made(int fd, const void *caller, enum call call) {
   struct note *note = note_of(fd);
   if (!note || !is_ours(caller)) return;
   note->is_stream = 1;
-  if (chance(call, (unsigned)fd + atomic_load(&table[call].calls)) % 3) return;
+  if (chance(call, (unsigned)fd + atomic_load(&table[call].target.calls)) % 3) return;
   static __typeof__(&setsockopt) real;
   if (!real) real = (__typeof__(&setsockopt))dlsym(RTLD_NEXT, "setsockopt");
   int bytes = 8192;

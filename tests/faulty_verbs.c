@@ -29,10 +29,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "injection.h"
+
 /* Devices that are open at one time. */
 #define CONTEXTS 64
-/* Kinds of fault per call. */
-#define KINDS 4
 
 enum call {
   DEVICE_LIST, OPEN_DEVICE, CLOSE_DEVICE, QUERY_DEVICE, QUERY_PORT, QUERY_GID, ALLOC_PD, DEALLOC_PD, REG_MR, REG_MR_IOVA2,
@@ -44,44 +44,41 @@ enum call {
 enum rate { SETUP, DATA, POLL, RATES };
 
 static struct {
-  const char *name;
+  struct target target;
   enum rate rate;
-  int kinds[KINDS];
   void *real;
-  atomic_uint calls, turn, injected[KINDS];
 } table[CALLS] = {
-  [DEVICE_LIST] = {"get_device_list", SETUP, {ENOMEM, EMFILE}},
-  [OPEN_DEVICE] = {"open_device", SETUP, {ENOMEM, EMFILE, EAGAIN}},
-  [CLOSE_DEVICE] = {"close_device", SETUP, {EBUSY}},
-  [QUERY_DEVICE] = {"query_device", SETUP, {ENOMEM, EAGAIN}},
-  [QUERY_PORT] = {"query_port", SETUP, {ENOMEM, EAGAIN}},
-  [QUERY_GID] = {"query_gid", SETUP, {ENOMEM, EMFILE}},
-  [ALLOC_PD] = {"alloc_pd", SETUP, {ENOMEM}},
-  [DEALLOC_PD] = {"dealloc_pd", SETUP, {EBUSY}},
-  [REG_MR] = {"reg_mr", SETUP, {ENOMEM, EAGAIN}},
-  [REG_MR_IOVA2] = {"reg_mr_iova2", SETUP, {ENOMEM, EAGAIN}},
-  [REG_DMABUF_MR] = {"reg_dmabuf_mr", SETUP, {ENOMEM, EAGAIN}},
-  [DEREG_MR] = {"dereg_mr", SETUP, {EBUSY}},
-  [CREATE_CHANNEL] = {"create_comp_channel", SETUP, {ENOMEM, EMFILE}},
-  [DESTROY_CHANNEL] = {"destroy_comp_channel", SETUP, {EBUSY}},
-  [CREATE_CQ] = {"create_cq", SETUP, {ENOMEM, EAGAIN}},
-  [DESTROY_CQ] = {"destroy_cq", SETUP, {EBUSY}},
-  [GET_CQ_EVENT] = {"get_cq_event", SETUP, {EINTR}},
-  [CREATE_QP] = {"create_qp", SETUP, {ENOMEM, EAGAIN, EINVAL}},
-  [MODIFY_QP] = {"modify_qp", SETUP, {ENOMEM, EAGAIN, ETIMEDOUT}},
-  [QUERY_QP] = {"query_qp", SETUP, {ENOMEM}},
-  [DESTROY_QP] = {"destroy_qp", SETUP, {EBUSY}},
-  [QUERY_ECE] = {"query_ece", SETUP, {ENOMEM}},
-  [SET_ECE] = {"set_ece", SETUP, {ENOMEM}},
-  [GET_ASYNC_EVENT] = {"get_async_event", SETUP, {EINTR}},
-  [POST_SEND] = {"post_send", DATA, {ENOMEM, EAGAIN, EINVAL}},
-  [POST_RECV] = {"post_recv", DATA, {ENOMEM, EINVAL}},
-  [POLL_CQ] = {"poll_cq", POLL, {EIO}},
-  [REQ_NOTIFY] = {"req_notify_cq", SETUP, {ENOMEM}},
+  [DEVICE_LIST] = {{"get_device_list", {ENOMEM, EMFILE}}, SETUP},
+  [OPEN_DEVICE] = {{"open_device", {ENOMEM, EMFILE, EAGAIN}}, SETUP},
+  [CLOSE_DEVICE] = {{"close_device", {EBUSY}}, SETUP},
+  [QUERY_DEVICE] = {{"query_device", {ENOMEM, EAGAIN}}, SETUP},
+  [QUERY_PORT] = {{"query_port", {ENOMEM, EAGAIN}}, SETUP},
+  [QUERY_GID] = {{"query_gid", {ENOMEM, EMFILE}}, SETUP},
+  [ALLOC_PD] = {{"alloc_pd", {ENOMEM}}, SETUP},
+  [DEALLOC_PD] = {{"dealloc_pd", {EBUSY}}, SETUP},
+  [REG_MR] = {{"reg_mr", {ENOMEM, EAGAIN}}, SETUP},
+  [REG_MR_IOVA2] = {{"reg_mr_iova2", {ENOMEM, EAGAIN}}, SETUP},
+  [REG_DMABUF_MR] = {{"reg_dmabuf_mr", {ENOMEM, EAGAIN}}, SETUP},
+  [DEREG_MR] = {{"dereg_mr", {EBUSY}}, SETUP},
+  [CREATE_CHANNEL] = {{"create_comp_channel", {ENOMEM, EMFILE}}, SETUP},
+  [DESTROY_CHANNEL] = {{"destroy_comp_channel", {EBUSY}}, SETUP},
+  [CREATE_CQ] = {{"create_cq", {ENOMEM, EAGAIN}}, SETUP},
+  [DESTROY_CQ] = {{"destroy_cq", {EBUSY}}, SETUP},
+  [GET_CQ_EVENT] = {{"get_cq_event", {EINTR}}, SETUP},
+  [CREATE_QP] = {{"create_qp", {ENOMEM, EAGAIN, EINVAL}}, SETUP},
+  [MODIFY_QP] = {{"modify_qp", {ENOMEM, EAGAIN, ETIMEDOUT}}, SETUP},
+  [QUERY_QP] = {{"query_qp", {ENOMEM}}, SETUP},
+  [DESTROY_QP] = {{"destroy_qp", {EBUSY}}, SETUP},
+  [QUERY_ECE] = {{"query_ece", {ENOMEM}}, SETUP},
+  [SET_ECE] = {{"set_ece", {ENOMEM}}, SETUP},
+  [GET_ASYNC_EVENT] = {{"get_async_event", {EINTR}}, SETUP},
+  [POST_SEND] = {{"post_send", {ENOMEM, EAGAIN, EINVAL}}, DATA},
+  [POST_RECV] = {{"post_recv", {ENOMEM, EINVAL}}, DATA},
+  [POLL_CQ] = {{"poll_cq", {EIO}}, POLL},
+  [REQ_NOTIFY] = {{"req_notify_cq", {ENOMEM}}, SETUP},
 };
 
 static atomic_int armed;
-static uint64_t seed = 1;
 static unsigned rates[RATES] = {20, 500, 0};
 
 static unsigned long number_from(const char *name, unsigned long otherwise) {
@@ -103,39 +100,22 @@ int faulty_verbs_arm(int on) {
   return table[OPEN_DEVICE].real != NULL;
 }
 
-/* A line for each call and kind: name, kind, calls made while armed, faults injected. Returns the length of the text. */
+/* A line for each call and kind, with the calls made while armed. Returns the length of the text. */
 int faulty_verbs_report(char *text, int room) {
   int at = 0;
-  for (int call = 0; call < CALLS; call++)
-    for (int kind = 0; kind < KINDS && table[call].kinds[kind]; kind++) {
-      int wrote = snprintf(text + at, (size_t)(room - at), "%s %s %u %u\n", table[call].name,
-                           strerrorname_np(table[call].kinds[kind]), atomic_load(&table[call].calls),
-                           atomic_load(&table[call].injected[kind]));
-      if (wrote < 0 || wrote >= room - at) return -1;
-      at += wrote;
-    }
+  for (int call = 0; call < CALLS; call++) at = report(&table[call].target, text, at, room);
   return at;
 }
 
-static uint64_t mix(uint64_t value) {
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9u;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111ebu;
-  return value ^ (value >> 31);
-}
-
-/* Which fault this call meets: an errno, or 0 for none. The kinds take turns, so that each one comes. */
+/* Which fault this call meets: an errno, or 0 for none. */
 static int fault(enum call call, uint64_t *random) {
   if (!atomic_load_explicit(&armed, memory_order_relaxed)) return 0;
-  unsigned number = atomic_fetch_add(&table[call].calls, 1);
+  unsigned number = atomic_fetch_add(&table[call].target.calls, 1);
   unsigned one_in = rates[table[call].rate];
-  *random = mix(mix(seed + call) + number * 0x9e3779b97f4a7c15u);
+  *random = chance(call, number);
   if (!one_in || *random % one_in) return 0;
   *random = mix(*random);
-  unsigned kinds = 0;
-  while (kinds < KINDS && table[call].kinds[kinds]) kinds++;
-  unsigned kind = atomic_fetch_add(&table[call].turn, 1) % kinds;
-  atomic_fetch_add(&table[call].injected[kind], 1);
-  return table[call].kinds[kind];
+  return next_fault(&table[call].target);
 }
 
 /* The bodies of the wrappers, by how the call tells of its failure. */
@@ -276,51 +256,36 @@ static const struct ibv_context_ops *real_ops(struct ibv_context *context) {
   abort();
 }
 
-/* How many of the requests go before the refused one: any number, also none. */
-static unsigned before_refusal(unsigned count, uint64_t random) { return (unsigned)(random % count); }
+/* The body of a call that posts a list. Of one that it refuses any number of requests, also none, go before. */
+#define POSTS(call, request, post) \
+  do { \
+    const struct ibv_context_ops *ops = real_ops(qp->context); \
+    uint64_t random; \
+    int error = fault(call, &random); \
+    if (!error) return ops->post(qp, first, bad); \
+    unsigned count = 0; \
+    for (struct request *at = first; at; at = at->next) count++; \
+    struct request *refused = first, *last = NULL; \
+    for (unsigned left = (unsigned)(random % count); left > 0; left--) { \
+      last = refused; \
+      refused = refused->next; \
+    } \
+    if (last) { \
+      last->next = NULL; \
+      int status = ops->post(qp, first, bad); \
+      last->next = refused; \
+      if (status) return status; \
+    } \
+    *bad = refused; \
+    return error; \
+  } while (0)
 
 static int post_send(struct ibv_qp *qp, struct ibv_send_wr *first, struct ibv_send_wr **bad) {
-  const struct ibv_context_ops *ops = real_ops(qp->context);
-  uint64_t random;
-  int error = fault(POST_SEND, &random);
-  if (!error) return ops->post_send(qp, first, bad);
-  unsigned count = 0;
-  for (struct ibv_send_wr *request = first; request; request = request->next) count++;
-  struct ibv_send_wr *refused = first, *last = NULL;
-  for (unsigned left = before_refusal(count, random); left > 0; left--) {
-    last = refused;
-    refused = refused->next;
-  }
-  if (last) {
-    last->next = NULL;
-    int status = ops->post_send(qp, first, bad);
-    last->next = refused;
-    if (status) return status;
-  }
-  *bad = refused;
-  return error;
+  POSTS(POST_SEND, ibv_send_wr, post_send);
 }
 
 static int post_recv(struct ibv_qp *qp, struct ibv_recv_wr *first, struct ibv_recv_wr **bad) {
-  const struct ibv_context_ops *ops = real_ops(qp->context);
-  uint64_t random;
-  int error = fault(POST_RECV, &random);
-  if (!error) return ops->post_recv(qp, first, bad);
-  unsigned count = 0;
-  for (struct ibv_recv_wr *request = first; request; request = request->next) count++;
-  struct ibv_recv_wr *refused = first, *last = NULL;
-  for (unsigned left = before_refusal(count, random); left > 0; left--) {
-    last = refused;
-    refused = refused->next;
-  }
-  if (last) {
-    last->next = NULL;
-    int status = ops->post_recv(qp, first, bad);
-    last->next = refused;
-    if (status) return status;
-  }
-  *bad = refused;
-  return error;
+  POSTS(POST_RECV, ibv_recv_wr, post_recv);
 }
 
 static int poll_cq(struct ibv_cq *cq, int most, struct ibv_wc *completions) {

@@ -445,48 +445,40 @@ fn amid_faults(name: &str, lanes: u32) {
     }
 }
 
+/// The test `name`: here it is played in a process of its own with each of these variables, there amid faults.
+fn play(name: &str, lanes: u32, runs: &[&[(&str, &str)]]) {
+    match child::role() {
+        Some(_) => amid_faults(name, lanes),
+        None => runs.iter().for_each(|variables| under_fire(name, seed(), variables)),
+    }
+}
+
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn without_recovery_a_refused_call_ends_the_connection_on_both_sides() {
-    const NAME: &str = "without_recovery_a_refused_call_ends_the_connection_on_both_sides";
-    match child::role() {
-        Some(_) => amid_faults(NAME, 0),
-        None => under_fire(
-            NAME,
-            seed(),
-            &[("TOWLINE_RECOVERY", "0"), ("FAULTY_VERBS_SETUP", "30"), ("FAULTY_VERBS_POLL", "20000")],
-        ),
-    }
+    let variables = [("TOWLINE_RECOVERY", "0"), ("FAULTY_VERBS_SETUP", "30"), ("FAULTY_VERBS_POLL", "20000")];
+    play("without_recovery_a_refused_call_ends_the_connection_on_both_sides", 0, &[&variables]);
 }
 
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn with_several_queue_pairs_it_goes_on() {
-    const NAME: &str = "with_several_queue_pairs_it_goes_on";
-    match child::role() {
-        Some(_) => amid_faults(NAME, 4),
-        None => {
-            for split in ["1", "0"] {
-                let variables = [
-                    ("FAULTY_VERBS_SETUP", "60"),
-                    ("FAULTY_VERBS_DATA", "300"),
-                    ("NCCL_IB_QPS_PER_CONNECTION", "4"),
-                    ("NCCL_IB_SPLIT_DATA_ON_QPS", split),
-                ];
-                under_fire(NAME, seed(), &variables);
-            }
-        }
-    }
+    let split = |split| {
+        [
+            ("FAULTY_VERBS_SETUP", "60"),
+            ("FAULTY_VERBS_DATA", "300"),
+            ("NCCL_IB_QPS_PER_CONNECTION", "4"),
+            ("NCCL_IB_SPLIT_DATA_ON_QPS", split),
+        ]
+    };
+    play("with_several_queue_pairs_it_goes_on", 4, &[&split("1"), &split("0")]);
 }
 
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn with_one_queue_pair_it_waits_for_another() {
-    const NAME: &str = "with_one_queue_pair_it_waits_for_another";
-    match child::role() {
-        Some(_) => amid_faults(NAME, 1),
-        None => under_fire(NAME, seed(), &[("FAULTY_VERBS_SETUP", "60"), ("FAULTY_VERBS_DATA", "200")]),
-    }
+    let variables = [("FAULTY_VERBS_SETUP", "60"), ("FAULTY_VERBS_DATA", "200")];
+    play("with_one_queue_pair_it_waits_for_another", 1, &[&variables]);
 }
 
 /// Devices are found once in the life of a process, so what fails for a moment just then must not count for ever.

@@ -93,8 +93,6 @@ pub struct Base {
     has_flushed: AtomicBool,
     /// What asynchronous events have told of its queues.
     pub(super) mishap: Arc<Mishap>,
-    /// It goes on when a queue pair is lost.
-    mends: AtomicBool,
     /// What the other side has said of lanes.
     words: Mutex<Vec<Word>>,
 }
@@ -134,7 +132,6 @@ impl Base {
             flushed: Mutex::new(None),
             has_flushed: AtomicBool::new(false),
             mishap: Arc::default(),
-            mends: AtomicBool::new(false),
             words: Mutex::default(),
         }
     }
@@ -148,19 +145,16 @@ impl Base {
         self.control.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has the connection go on when a queue pair is lost, if the user wants that. Says whether.
-    pub fn mend(&self, fabric: &mut Fabric) -> bool {
-        let mends = self.config().recovery;
-        if mends {
+    /// Has the connection go on when a queue pair is lost, if the user wants that.
+    pub fn mend(&self, fabric: &mut Fabric) {
+        if self.mends() {
             fabric.mend();
-            self.mends.store(true, Ordering::Release);
         }
-        mends
     }
 
     /// Whether it goes on when a queue pair is lost.
     pub fn mends(&self) -> bool {
-        self.mends.load(Ordering::Acquire)
+        self.config().recovery
     }
 
     /// What the other side has said of lanes, and nobody has heard yet.

@@ -220,7 +220,8 @@ impl RdmaSend {
         let Stores { scratch, outbox } = stores;
         let lanes = fabric.lanes().len();
         let base = Base::new(parts, "sending to");
-        let ledger = base.mend(&mut fabric).then(|| Ledger::new(lanes));
+        base.mend(&mut fabric);
+        let ledger = base.mends().then(|| Ledger::new(lanes));
         let state = State {
             fabric: Some(fabric),
             ring: Some(ring),

@@ -457,8 +457,8 @@ impl SendCore {
         let mut flags = if message.eager { EAGER } else { 0 };
         let most = if self.others > 0 { REPLAY_BESIDE_WORKERS } else { REPLAY_MAX };
         let copied = self.recovery && !again && index == 0 && message.length <= most;
-        // Somebody waits for the acknowledgement of what is not copied when it has left, of a resend (whose request may wait for
-        // nothing else), of a stream whose window or a connection whose credit runs low.
+        // Somebody waits for the acknowledgement of what is not copied when it has left, of a resend (whose request may
+        // wait for nothing else), of a stream whose window or a connection whose credit runs low.
         let stream = &mut self.streams[index];
         stream.sent += 1;
         stream.bytes += u64::from(flight.length);

@@ -60,24 +60,20 @@ struct Event {
 
 impl Transfer {
     pub fn new() -> &'static Self {
-        Self::with(0)
+        Self::declining_some(0)
     }
 
     /// A transfer of an operation that no profiler asked for.
     pub fn declining() -> &'static Self {
-        Self::with(u64::MAX)
+        Self::declining_some(u64::MAX)
     }
 
     /// A transfer whose profiler has no room for some starts: those whose bits are set, bit 0 for the first.
     pub fn declining_some(starts: u64) -> &'static Self {
-        Self::with(starts)
-    }
-
-    fn with(declines: u64) -> &'static Self {
         Box::leak(Box::new(Self {
             alive: AtomicBool::new(true),
             closed: AtomicBool::new(false),
-            declines: AtomicU64::new(declines),
+            declines: AtomicU64::new(starts),
             starts: AtomicUsize::new(0),
             told: Mutex::default(),
             faults: Mutex::default(),

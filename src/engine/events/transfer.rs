@@ -143,13 +143,10 @@ impl Transfer {
 
     /// The chunk at `offset` waited `ns` nanoseconds.
     pub fn chunk_waited(&mut self, offset: u64, wait: Wait, ns: u64) {
+        let open = self.pieces.iter_mut().map(|(piece, _)| piece).filter(|piece| !piece.ended && piece.covers(offset));
         // Its own piece, the latest when it travels again; only what has none is in the rest.
-        let open = |exact: bool| {
-            move |(piece, _): &(Piece, Told)| !piece.ended && if exact { piece.is_at(offset) } else { piece.rest }
-        };
-        let own = self.pieces.iter().rposition(open(true));
-        if let Some(index) = own.or_else(|| self.pieces.iter().rposition(open(false))) {
-            self.pieces[index].0.waits[wait as usize] += ns;
+        if let Some(piece) = open.max_by_key(|piece| !piece.rest) {
+            piece.waits[wait as usize] += ns;
         }
     }
 
@@ -220,10 +217,6 @@ impl Piece {
 
     fn covers(&self, offset: u64) -> bool {
         self.rest || self.chunk.offset == offset
-    }
-
-    fn is_at(&self, offset: u64) -> bool {
-        !self.rest && self.chunk.offset == offset
     }
 
     fn end(&mut self, now: Option<Ticks>) {
