@@ -1,5 +1,6 @@
 //! `towline trace`: files of several hosts onto one clock, and who holds them back.
 
+use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -21,22 +22,52 @@ const COLLECTIVES: u64 = 30;
 /// Long enough for the slowest job below, so that no rank falls behind the schedule.
 const PERIOD: u64 = 60_000_000;
 
-/// One rank of a job that works in step: `rank,late µs,gpu µs,rail 1 µs`.
+/// What slows one rank, in microseconds.
+#[derive(Clone, Copy)]
+struct Slow {
+    /// It comes so much late to every collective.
+    late: u64,
+    /// Each of its steps waits for the GPU.
+    gpu: u64,
+    /// The next rank has no buffer for each of its sends.
+    receiver: u64,
+    /// Each message takes so long on its way to the next rank, by rail.
+    rails: [u64; 2],
+    /// Each received message is flushed.
+    flush: u64,
+}
+
+impl Slow {
+    /// Nothing but a short way.
+    const NOT: Slow = Slow { late: 0, gpu: 0, receiver: 0, rails: [10, 10], flush: 0 };
+
+    fn to_args(self, rank: i32) -> String {
+        let Slow { late, gpu, receiver, rails: [first, second], flush } = self;
+        format!("{rank},{late},{gpu},{receiver},{first},{second},{flush}")
+    }
+
+    fn from_args(args: &str) -> (i32, Slow) {
+        let numbers: Vec<u64> = args.split(',').map(|number| number.parse().unwrap()).collect();
+        let [rank, late, gpu, receiver, first, second, flush] = numbers[..] else { panic!("{args}") };
+        (rank as i32, Slow { late, gpu, receiver, rails: [first, second], flush })
+    }
+}
+
+/// One rank of a job that works in step.
 pub(crate) fn play(args: &str) {
-    let numbers: Vec<u64> = args.split(',').map(|number| number.parse().unwrap()).collect();
-    let [rank, late, gpu, rail] = numbers[..] else { panic!("{args}") };
-    let rank = rank as i32;
+    let (rank, slow) = Slow::from_args(args);
     let mut mask = 0;
     let comm = Comm::new(Host::load(6), CommDescr { id: 0x5105, ranks: RANKS, rank }, &mut mask);
     let ring = ring(rank);
     let start = agree_on_start(rank, &ring);
     let pace = Pace {
-        gpu: Duration::from_micros(gpu),
-        receiver: Duration::ZERO,
-        wire: [Duration::from_micros(10), Duration::from_micros(rail)],
+        gpu: Duration::from_micros(slow.gpu),
+        receiver: Duration::from_micros(slow.receiver),
+        wire: slow.rails.map(Duration::from_micros),
+        flush: Duration::from_micros(slow.flush),
     };
     for seq in 0..COLLECTIVES {
-        let due = start + seq * PERIOD + late * 1000;
+        let due = start + seq * PERIOD + slow.late * 1000;
         std::thread::sleep(Duration::from_nanos(due.saturating_sub(clock::now())));
         let task = comm.enqueue(seq, 1 << 14);
         comm.progress_over(Some(&ring), task, SHAPE, (rank + 1) % RANKS, (rank + RANKS - 1) % RANKS, pace);
@@ -75,17 +106,21 @@ fn agree_on_start(rank: i32, ring: &Ring) -> u64 {
     u64::from_ne_bytes(word)
 }
 
-/// Plays the job; `of` gives each rank its lateness, its GPU's and its second rail's microseconds.
-fn job(dir: &Path, of: impl Fn(i32) -> [u64; 3]) -> Vec<PathBuf> {
+/// Plays the job; `of` says what slows each rank.
+fn job(dir: &Path, of: impl Fn(i32) -> Slow) -> Vec<PathBuf> {
     let children: Vec<_> = (0..RANKS)
         .map(|rank| {
-            let [late, gpu, rail] = of(rank);
-            let mut command = super::command(&format!("job:{rank},{late},{gpu},{rail}"), dir);
-            command.env("TOWLINE_PROFILE", "trace").spawn().unwrap()
+            let mut command = super::command(&format!("job:{}", of(rank).to_args(rank)), dir);
+            command.env("TOWLINE_PROFILE", "trace,summary").spawn().unwrap()
         })
         .collect();
     children.into_iter().for_each(|child| drop(super::finish(child)));
     check::traces(dir)
+}
+
+/// What the report says that holds the job back.
+fn findings(files: &[PathBuf]) -> String {
+    towline(&["trace", "report", "--brief"], files)
 }
 
 fn towline(args: &[&str], files: &[PathBuf]) -> String {
@@ -127,7 +162,7 @@ fn move_to_another_host(file: &Path, offset: u64, wrong: i64) {
 #[test]
 fn files_of_hosts_with_different_clocks_are_joined_within_the_stated_bound() {
     let dir = tempfile::tempdir().unwrap();
-    let files = job(dir.path(), |_| [0, 0, 10]);
+    let files = job(dir.path(), |_| Slow::NOT);
     // The truth, before the clocks are moved.
     let truth: Vec<Vec<u64>> = files.iter().map(|file| times(file)).map(|mut processes| processes.remove(0)).collect();
     move_to_another_host(&files[1], 77_000_000_000, 3_000_000);
@@ -138,11 +173,7 @@ fn files_of_hosts_with_different_clocks_are_joined_within_the_stated_bound() {
     let bounds: Vec<f64> = said
         .lines()
         .filter_map(|line| line.strip_suffix(" wrong")?.split("at most ").nth(1))
-        .map(|text| {
-            let (number, unit) = text.split_once(' ').unwrap();
-            number.parse::<f64>().unwrap()
-                * [("ns", 1.0), ("us", 1e3), ("ms", 1e6)].iter().find(|(name, _)| *name == unit).unwrap().1
-        })
+        .map(nanoseconds)
         .collect();
     assert_eq!(bounds.len(), 2, "{said}");
 
@@ -170,8 +201,8 @@ fn times(file: &Path) -> Vec<Vec<u64>> {
 #[test]
 fn a_rank_that_comes_late_is_named_with_its_lateness() {
     let dir = tempfile::tempdir().unwrap();
-    let files = job(dir.path(), |rank| [if rank == 1 { 20_000 } else { 0 }, 0, 10]);
-    let report = towline(&["trace", "report", "--brief"], &files);
+    let files = job(dir.path(), |rank| Slow { late: if rank == 1 { 20_000 } else { 0 }, ..Slow::NOT });
+    let report = findings(&files);
     let line = report.lines().find(|line| line.contains("comes late")).expect(&report);
     assert!(line.contains("rank 1 ("), "{report}");
 }
@@ -179,8 +210,8 @@ fn a_rank_that_comes_late_is_named_with_its_lateness() {
 #[test]
 fn a_slow_rail_and_a_slow_gpu_are_named() {
     let dir = tempfile::tempdir().unwrap();
-    let files = job(dir.path(), |rank| [0, if rank == 2 { 5000 } else { 0 }, 100]);
-    let report = towline(&["trace", "report", "--brief"], &files);
+    let files = job(dir.path(), |rank| Slow { gpu: if rank == 2 { 5000 } else { 0 }, rails: [10, 100], ..Slow::NOT });
+    let report = findings(&files);
     let rail = report.lines().find(|line| line.contains("rail 1 is slow")).expect(&report);
     for rank in 0..RANKS {
         assert!(rail.contains(&format!("at rank {rank} (")), "each with its figures: {report}");
@@ -189,6 +220,97 @@ fn a_slow_rail_and_a_slow_gpu_are_named() {
     let gpu = report.lines().find(|line| line.contains("held up by its GPU")).expect(&report);
     assert!(gpu.contains("rank 2 ("), "{report}");
     assert!(!report.contains("comes late"), "{report}");
+}
+
+#[test]
+fn a_slow_way_is_named_with_its_speed_in_megabytes() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = job(dir.path(), |rank| Slow { rails: [if rank == 1 { 7000 } else { 1000 }; 2], ..Slow::NOT });
+    let report = findings(&files);
+    let way = report.lines().find(|line| line.contains("the way from ")).expect(&report);
+    let (ends, speeds) = way.split_once(" is slow: a step moves ").expect(way);
+    let (from, to) = ends.split_once(" to ").expect(way);
+    assert!(from.ends_with(&format!("rank 1 ({})", host())) && to == format!("rank 2 ({})", host()), "{report}");
+    let speeds: Vec<f64> = speeds
+        .split(", ")
+        .map(|text| text.split_once(" MB/s ").expect("too slow for gigabytes").0.parse().expect(way))
+        .collect();
+    // 64 KiB in 7 ms, and in 1 ms: what the machine adds makes it slower.
+    let [slow, middle] = speeds[..] else { panic!("{way}") };
+    assert!(slow > 0.0 && slow <= 9.4 && middle <= 65.6 && slow * 1.5 < middle, "{report}");
+    assert!(!report.contains("rail ") && !report.contains("not ready"), "{report}");
+}
+
+#[test]
+fn a_receiver_that_is_not_ready_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let receiver = |rank| if rank == 0 { 6000 } else { 0 };
+    let files = job(dir.path(), |rank| Slow { receiver: receiver(rank), rails: [2000; 2], ..Slow::NOT });
+    let report = findings(&files);
+    let line = report.lines().find(|line| line.contains("is not ready to receive")).expect(&report);
+    assert!(line.contains(&format!("* rank 1 ({}) is not ready", host())), "who receives from rank 0: {report}");
+    assert!(!report.contains("rail ") && !report.contains("the way from "), "{report}");
+}
+
+#[test]
+fn nobody_is_named_when_all_are_equally_slow() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = job(dir.path(), |_| Slow { receiver: 3000, rails: [3000; 2], ..Slow::NOT });
+    let report = findings(&files);
+    assert!(report.contains("nothing stands out") && !report.contains("* "), "{report}");
+}
+
+#[test]
+fn the_time_of_flushes_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = job(dir.path(), |rank| Slow { flush: if rank == 2 { 4000 } else { 0 }, ..Slow::NOT });
+    let report = towline(&["trace", "report"], &files);
+    let mut told = flushes(&report);
+    assert_eq!(told.len(), RANKS as usize, "{report}");
+    let slow = told.remove(&(2, 1)).expect("rank 2 receives from rank 1");
+    let least = COLLECTIVES * SHAPE.steps as u64 * 4_000_000;
+    assert!(slow >= least as f64, "{slow} ns in {least} ns of waiting: {report}");
+    assert!(told.values().all(|others| others * 2.0 < slow), "{report}");
+    // What the process itself says at its end.
+    let mut live = HashMap::new();
+    for file in std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path()) {
+        if file.extension().is_some_and(|extension| extension == "txt") {
+            live.extend(flushes(&std::fs::read_to_string(file).unwrap()));
+        }
+    }
+    assert_eq!(live.remove(&(2, 1)), Some(slow), "{report}");
+    assert_eq!(live, told, "{report}");
+}
+
+/// By rank and peer, the nanoseconds of flushing in the tables of peers.
+fn flushes(tables: &str) -> HashMap<(i32, i32), f64> {
+    let mut rank = -1;
+    let mut found = HashMap::new();
+    for line in tables.lines() {
+        if let Some(rest) = line.strip_prefix("rank ") {
+            rank = rest.split_whitespace().next().unwrap().parse().unwrap();
+        }
+        let mut words = line.split_whitespace();
+        if line.starts_with("  recv from ") && line.ends_with('%') {
+            let peer = words.nth(2).unwrap().parse().unwrap();
+            let words: Vec<&str> = words.collect();
+            let [.., number, unit, _share] = words[..] else { panic!("{line}") };
+            found.insert((rank, peer), nanoseconds(&format!("{number} {unit}")));
+        }
+    }
+    found
+}
+
+/// A time as the tables tell it.
+fn nanoseconds(text: &str) -> f64 {
+    let (number, unit) = text.split_once(' ').unwrap();
+    let units = [("ns", 1.0), ("us", 1e3), ("ms", 1e6), ("s", 1e9)];
+    number.parse::<f64>().unwrap() * units.iter().find(|(name, _)| *name == unit).unwrap().1
+}
+
+/// This host's name, as the report gives it.
+fn host() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap().trim().to_owned()
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 
 use towline::trace::perfetto::file::Packets;
-use towline::trace::perfetto::proto::{COUNTER, SLICE_BEGIN, SLICE_END};
+use towline::trace::perfetto::proto::{COUNTER, SLICE_BEGIN};
 
 use super::check;
 use super::setups;
@@ -55,7 +55,6 @@ impl Picture {
                 COUNTER => {
                     picture.counters.entry(track).or_default().push((when, event.counter_value.unwrap()));
                 }
-                SLICE_END => {}
                 _ => {}
             }
         }

@@ -31,12 +31,15 @@ pub(crate) struct Pace {
     pub(crate) gpu: Duration,
     /// The receiver posts its buffer so much late.
     pub(crate) receiver: Duration,
-    /// The network takes so long, per rail.
+    /// The network takes so long, per rail, from when the message was posted.
     pub(crate) wire: [Duration; 2],
+    /// Making what was received visible to the GPU takes so long.
+    pub(crate) flush: Duration,
 }
 
 impl Pace {
-    pub(crate) const NONE: Pace = Pace { gpu: Duration::ZERO, receiver: Duration::ZERO, wire: [Duration::ZERO; 2] };
+    pub(crate) const NONE: Pace =
+        Pace { gpu: Duration::ZERO, receiver: Duration::ZERO, wire: [Duration::ZERO; 2], flush: Duration::ZERO };
 }
 
 /// What one collective moves.
@@ -52,6 +55,12 @@ pub(crate) struct Shape {
 pub(crate) struct Ring {
     pub(crate) to: UnixStream,
     pub(crate) from: UnixStream,
+}
+
+/// A message under way: what tells of its halves.
+struct Posted {
+    parts: [(*mut c_void, NetEvent); 2],
+    when: Instant,
 }
 
 /// What a collective left for the progress thread.
@@ -125,17 +134,17 @@ impl Comm {
             for op in [send, recv] {
                 host.state(op, ncclProfilerProxyOpInProgress_v4, 0);
             }
-            // NCCL's pipeline: two steps are open at once.
-            let mut open: Option<[*mut c_void; 2]> = None;
+            // NCCL's pipeline: two receives are open at once.
+            let mut open: Option<*mut c_void> = None;
             for step in 0..shape.steps {
                 let message = task.seq * 1_000_000 + channel as u64 * 1000 + step as u64;
-                let pair = self.begin_steps(ring, send, recv, step, pace, message, shape.bytes, (send_to, recv_from));
-                if let Some(done) = open.replace(pair) {
-                    self.end_steps(done, shape.bytes);
+                let received = self.step(ring, send, recv, step, pace, message, shape.bytes, (send_to, recv_from));
+                if let Some(done) = open.replace(received) {
+                    self.end_step(done, shape.bytes, pace);
                 }
             }
             if let Some(done) = open {
-                self.end_steps(done, shape.bytes);
+                self.end_step(done, shape.bytes, pace);
             }
             let all = shape.bytes as u64 * shape.steps as u64;
             if host.version < 4 {
@@ -153,8 +162,9 @@ impl Comm {
         }
     }
 
+    /// Sends one message and receives another; the receive is still to be ended.
     #[allow(clippy::too_many_arguments)]
-    fn begin_steps(
+    fn step(
         &self,
         ring: Option<&Ring>,
         send: *mut c_void,
@@ -164,7 +174,7 @@ impl Comm {
         message: u64,
         bytes: usize,
         (send_to, recv_from): (c_int, c_int),
-    ) -> [*mut c_void; 2] {
+    ) -> *mut c_void {
         let host = &self.host;
         let sending = self.start(send, Event::ProxyStep { step });
         let receiving = self.start(recv, Event::ProxyStep { step });
@@ -176,43 +186,40 @@ impl Comm {
             host.state(sending, ncclProfilerProxyStepSendPeerWait_v4, 7);
             wait(pace.receiver / 3);
         }
-        self.transfer(ring, sending, bytes, message, send_to, true, pace);
+        let sent = self.post(sending, bytes, message, send_to, true);
         host.state(sending, ncclProfilerProxyStepSendWait, bytes as u64);
-        self.transfer(ring, receiving, bytes, message, recv_from, false, pace);
-        [sending, receiving]
+        self.arrive(sent, ring, true, pace);
+        // What the neighbour does is no part of the send's time.
+        host.stop(sending);
+        let received = self.post(receiving, bytes, message, recv_from, false);
+        self.arrive(received, ring, false, pace);
+        receiving
     }
 
-    fn end_steps(&self, [sending, receiving]: [*mut c_void; 2], bytes: usize) {
+    fn end_step(&self, receiving: *mut c_void, bytes: usize, pace: Pace) {
         let host = &self.host;
         host.state(receiving, ncclProfilerProxyStepRecvFlushWait, bytes as u64);
+        wait(pace.flush);
         host.state(receiving, ncclProfilerProxyStepRecvGPUWait, bytes as u64);
         host.stop(receiving);
-        host.stop(sending);
     }
 
-    /// The network plugin: half of the message over each of two rails, told under NCCL's id (v3) or Towline's.
-    #[allow(clippy::too_many_arguments)]
-    fn transfer(
-        &self,
-        ring: Option<&Ring>,
-        step: *mut c_void,
-        bytes: usize,
-        message: u64,
-        peer: c_int,
-        send: bool,
-        pace: Pace,
-    ) {
-        let (from, to) = if send { (self.descr.rank, peer) } else { (peer, self.descr.rank) };
-        for rail in 0..2u16 {
-            if self.host.version < 4 {
+    /// The network plugin: half of the message over each of two rails, told under NCCL's id (v3), which are over at
+    /// once, or under Towline's.
+    fn post(&self, step: *mut c_void, bytes: usize, message: u64, peer: c_int, send: bool) -> Option<Posted> {
+        if self.host.version < 4 {
+            for _ in 0..2 {
                 // SAFETY: zeroed plain data.
                 let mut socket: ncclProfilerNetSockDescr_v1_t = unsafe { std::mem::zeroed() };
                 socket.type_ = 1;
                 (socket.sock.fd, socket.sock.op, socket.sock.length) = (9, (!send).into(), bytes / 2);
                 let event = self.start(step, Event::Net { id: PLUGIN_ID_SOCKET, data: (&raw mut socket).cast() });
                 self.host.stop(event);
-                continue;
             }
+            return None;
+        }
+        let (from, to) = if send { (self.descr.rank, peer) } else { (peer, self.descr.rank) };
+        let parts = [0, 1u16].map(|rail| {
             let mut net = NetEvent {
                 flags: if send { FLAG_SEND } else { 0 },
                 link: self.descr.id ^ (from as u64) << 8 ^ to as u64,
@@ -224,17 +231,25 @@ impl Comm {
                 ..NetEvent::new()
             };
             net.set_peer("10.0.0.7:4711".parse().unwrap());
-            let data = (&raw mut net).cast();
-            let event = self.start(step, Event::Net { id: PLUGIN_ID, data });
+            (self.start(step, Event::Net { id: PLUGIN_ID, data: (&raw mut net).cast() }), net)
+        });
+        Some(Posted { parts, when: Instant::now() })
+    }
+
+    /// The message is over the wire. In a ring the sender's byte follows it, and tells the receiver.
+    fn arrive(&self, posted: Option<Posted>, ring: Option<&Ring>, send: bool, pace: Pace) {
+        for (rail, (event, mut net)) in posted.iter().flat_map(|posted| posted.parts).enumerate() {
+            let wire = pace.wire[rail];
             match ring {
-                Some(ring) if send => (&ring.to).write_all(&[1]).unwrap(),
-                Some(ring) => (&ring.from).read_exact(&mut [0]).unwrap(),
-                None => {}
+                Some(ring) if !send => (&ring.from).read_exact(&mut [0]).unwrap(),
+                _ => wait(wire.saturating_sub(posted.as_ref().map_or(wire, |posted| posted.when.elapsed()))),
             }
-            wait(pace.wire[usize::from(rail)]);
-            net.wire_ns = pace.wire[usize::from(rail)].as_nanos() as u64;
+            net.wire_ns = wire.as_nanos() as u64;
             self.host.update(event, (&raw mut net).cast());
             self.host.stop(event);
+            if let Some(ring) = ring.filter(|_| send) {
+                (&ring.to).write_all(&[1]).unwrap();
+            }
         }
     }
 

@@ -246,11 +246,11 @@ impl Comm {
         let clear = worst > CLEARLY * middle && ns as f64 > SHARE * all as f64;
         clear.then(|| {
             format!(
-                "the way from {} to {} is slow: a step moves {:.2} GB/s there, {:.2} GB/s between the middle pair",
+                "the way from {} to {} is slow: a step moves {} there, {} between the middle pair",
                 self.name_of(rank),
                 self.name_of(peer),
-                1.0 / worst,
-                1.0 / middle
+                speed(worst),
+                speed(middle)
             )
         })
     }
