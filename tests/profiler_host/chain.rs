@@ -76,7 +76,7 @@ struct { const char *name; void *init, *start, *stop, *state, *finalize; }
   ncclProfiler_v4 = { "second", init, start, stop, state, finalize };
 "#;
 
-fn build(dir: &Path) -> PathBuf {
+pub(crate) fn build(dir: &Path) -> PathBuf {
     let (source, library) = (dir.join("second.c"), dir.join("libsecond.so"));
     std::fs::write(&source, SECOND).unwrap();
     let status =

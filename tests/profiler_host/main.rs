@@ -12,6 +12,7 @@ mod lifetimes;
 mod merge;
 mod picture;
 mod play;
+mod quiet;
 mod setups;
 mod versions;
 mod wire;
@@ -47,6 +48,8 @@ fn scenario() {
         ("change", _) => chain::play_change(),
         ("chain", number) => chain::play(number.parse().unwrap()),
         ("chain-full", _) => chain::play_full(),
+        ("quiet", number) => quiet::play_callbacks(number.parse().unwrap()),
+        ("quiet-wire", rounds) => quiet::play_wire(rounds.parse().unwrap()),
         _ => panic!("no scenario {name}"),
     }
 }
