@@ -10,11 +10,12 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use support::child::alone;
+use support::proxy::Trickle;
 use support::strict::{Told, Transfer, callback, inside};
 use support::told::{NEWEST, finish, listened, moved, pair, receive, send};
-use support::{PATIENCE, is_over_rdma, part, pattern, watchdog};
+use support::{PATIENCE, is_over_rdma, net, part, pattern, watchdog};
 use towline::abi::ffi::ncclProfilerCallback_t;
-use towline::host::{ApiVersion, Memory};
+use towline::host::{ApiVersion, Init, Memory, Pair};
 use towline::os::net_event::{PLUGIN_ID, PLUGIN_ID_SOCKET};
 
 #[test]
@@ -181,6 +182,65 @@ fn a_send_whose_stream_is_busy_waits_for_credit() {
             }
         }
         panic!("the last of four sends waited no longer than the first in thirty rounds: {credits:?}");
+    });
+}
+
+#[test]
+fn a_send_whose_peer_does_not_read_waits_for_socket_space() {
+    let variables = [("TOWLINE_NET_EVENTS", "towline"), ("TOWLINE_STREAMS", "1"), ("NCCL_SOCKET_IFNAME", "lo")];
+    alone("a_send_whose_peer_does_not_read_waits_for_socket_space", &variables, || {
+        let _watchdog = watchdog(100);
+        if is_over_rdma() {
+            return;
+        }
+        let init = Init { comm_id: 7, profiler: Some(callback), ..Init::default() };
+        let context = net(NEWEST).init_with(&init).expect("init");
+        let (listener, mut handle) = context.listen(0).expect("listen");
+        let trickle = Trickle::before(&mut handle);
+        let pair = Pair::through(&listener, (&context, 0), &mut handle).expect("a connection");
+        let waits = |told: &[Told]| told.iter().map(|piece| piece.details.wait_socket_ns).collect::<Vec<_>>();
+
+        // What finds room waits for none.
+        let (sender, receiver) = moved(&pair, pattern(1, 5000));
+        assert_eq!((waits(&sender), waits(&receiver)), (vec![0], vec![0]));
+
+        // On loopback the kernel gives a socket more room than one stream has under way.
+        let room: libc::c_int = 64 << 10;
+        let length = size_of::<libc::c_int>() as libc::socklen_t;
+        let (fd, value) = (sender[0].details.device, (&raw const room).cast());
+        // SAFETY: a socket of this process that stays open; the kernel reads one int.
+        let set = unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_SNDBUF, value, length) };
+        assert_eq!(set, 0, "{}", std::io::Error::last_os_error());
+
+        // More than the sockets on the way take, and nobody reads for a while.
+        let (size, held) = (1 << 20, Duration::from_millis(300));
+        let mut waited = 0;
+        for round in 0..10 {
+            let (target, out, back) = (Memory::new(size), Transfer::new(), Transfer::new());
+            let received = receive(&pair, &[(&target, 0, back)]);
+            trickle.begin();
+            let began = Instant::now();
+            let sent = send(&pair, pattern(round, size), 0, out);
+            while began.elapsed() < held {
+                assert!(inside(|| pair.send.test(&sent)).expect("a send goes on").is_none(), "it cannot have arrived");
+                std::thread::yield_now();
+            }
+            trickle.end();
+            finish(&pair, &received, &[sent], |which| match which {
+                Some(_) => {
+                    let (told, most) = (out.whole(size), began.elapsed().as_nanos() as u64);
+                    assert!(waits(&told).iter().all(|&wait| wait <= most), "{told:?} in {most} ns");
+                    waited = waits(&told).iter().sum();
+                }
+                None => assert!(back.whole(size).iter().all(|piece| piece.details.wait_socket_ns == 0)),
+            });
+            assert!(target.bytes() == pattern(round, size));
+            // On a busy machine the sender may have come late to the socket: another round.
+            if waited > held.as_nanos() as u64 / 2 {
+                return;
+            }
+        }
+        panic!("in ten rounds the last of which waited {waited} ns, of {held:?} in which nobody read");
     });
 }
 

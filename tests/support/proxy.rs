@@ -98,7 +98,8 @@ fn pass(way: Way, mut from: TcpStream, mut to: TcpStream, seen: &Mutex<[Vec<u8>;
 /// How often a trickling proxy reads a byte.
 const DRIP: Duration = Duration::from_secs(1);
 
-/// A proxy that passes everything until it is told to trickle: from then on it reads one byte a second from either side.
+/// A proxy that passes everything until it is told to trickle: from then on it reads one byte a second from either side, until
+/// it is told to pass everything again.
 /// Dropping it closes what goes through it.
 pub struct Trickle {
     trickling: Arc<AtomicBool>,
@@ -136,6 +137,11 @@ impl Trickle {
     /// Reads one byte a second from now on.
     pub fn begin(&self) {
         self.trickling.store(true, Ordering::SeqCst);
+    }
+
+    /// Passes everything again.
+    pub fn end(&self) {
+        self.trickling.store(false, Ordering::SeqCst);
     }
 }
 
