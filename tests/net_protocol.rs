@@ -4,11 +4,13 @@
 
 mod support;
 
+use std::net::TcpListener;
+
 use support::hostile::{Hostile, NAME, secret_of};
 use support::proxy::address_of;
 use support::{PATIENCE, child, context, eventually, part, pattern, watchdog};
 use towline::host::log::Capture;
-use towline::host::{ApiVersion, Code, Context, Memory, Pair, Part};
+use towline::host::{ApiVersion, Code, Context, Handle, Memory, Pair, Part, SendComm};
 use towline::tcp::frame::{EAGER, HEADER, Header, Type};
 use towline::tcp::handshake::{Secret, Wish};
 
@@ -195,6 +197,18 @@ fn is_told(log: &Capture, from: usize, what: &str, line: &str) {
     });
 }
 
+/// A sender whose peer is a hostile receiver, where that takes further calls, and the handle that led there.
+fn hostile_receiver(context: &Context) -> (Hostile, SendComm, TcpListener, Handle) {
+    let (_listener, mut handle) = context.listen(0).expect("listen");
+    let trap = Hostile::listen(&mut handle);
+    let (hostile, send) = std::thread::scope(|scope| {
+        let accepting = scope.spawn(|| Hostile::accept(&trap, &handle));
+        let send = context.connect_within(0, &mut handle.clone(), PATIENCE).expect("it holds the secret");
+        (accepting.join().expect("a handshake"), send)
+    });
+    (hostile, send, trap, handle)
+}
+
 fn bystander(context: &Context) -> Pair {
     Pair::connect(context, 0).expect("a connection")
 }
@@ -289,13 +303,7 @@ fn a_receiver_that_breaks_the_protocol_ends_its_connection() {
         let bystander = bystander(&context);
         for (what, line, code, says) in cases {
             let before = log.records().len();
-            let (_listener, mut handle) = context.listen(0).expect("listen");
-            let trap = Hostile::listen(&mut handle);
-            let (mut hostile, send) = std::thread::scope(|scope| {
-                let accepting = scope.spawn(|| Hostile::accept(&trap, &handle));
-                let send = context.connect_within(0, &mut handle.clone(), PATIENCE).expect("it holds the secret");
-                (accepting.join().expect("a handshake"), send)
-            });
+            let (mut hostile, send, _trap, _) = hostile_receiver(&context);
             // SAFETY: the pattern is static.
             let requests =
                 [100, 100_000].map(|size| unsafe { send.post(part(pattern(1, size), None)) }.expect("isend"));
@@ -359,13 +367,7 @@ fn a_call_is_believed_from_the_holder_of_the_key_only() {
     child::alone("a_call_is_believed_from_the_holder_of_the_key_only", &[], || {
         let _watchdog = watchdog(60);
         let context = context(ApiVersion::V12);
-        let (_listener, mut handle) = context.listen(0).expect("listen");
-        let trap = Hostile::listen(&mut handle);
-        let (mut hostile, send) = std::thread::scope(|scope| {
-            let accepting = scope.spawn(|| Hostile::accept(&trap, &handle));
-            let send = context.connect_within(0, &mut handle.clone(), PATIENCE).expect("it holds the secret");
-            (accepting.join().expect("a handshake"), send)
-        });
+        let (mut hostile, send, trap, handle) = hostile_receiver(&context);
         let [lifeline] = hostile.rails[..] else { panic!("one rail: {:?}", hostile.rails) };
         let (connection, key) = (hostile.connection, hostile.key.clone());
         let call = |stream, epoch| Wish::Call { connection, stream, epoch };

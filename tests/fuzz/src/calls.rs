@@ -24,7 +24,7 @@ use std::ffi::{c_int, c_void};
 use std::ptr::null_mut;
 use std::time::{Duration, Instant};
 
-use super::{Input, ask};
+use super::{Input, ask, irecv};
 use memory::{Buffer, MOST};
 use pair::{Message, Pair, TAGS};
 use towline::abi::ffi::{self, ncclSuccess};
@@ -217,18 +217,15 @@ impl Play {
             made.push(Part { buffer, tag: *tag, nth });
         }
         let must = right.map(|pair| pair.receives_end_well());
-        let mut data = [null_mut(); 8];
-        let (mut sizes, mut tags) = ([0; 8], [0; 8]);
-        for (at, part) in made.iter_mut().enumerate() {
-            (data[at], sizes[at], tags[at]) = (part.buffer.pointer().cast(), part.buffer.bytes().len(), part.tag);
-        }
-        let (code, request) = irecv(receiver, made.len() as c_int, &mut data, &mut sizes, &mut tags);
+        let asked: Vec<(Id, usize, c_int)> =
+            made.iter_mut().map(|part| (part.buffer.pointer().cast(), part.buffer.bytes().len(), part.tag)).collect();
+        let (code, request) = irecv(receiver, asked.len() as c_int, &asked);
         self.judge(code, must, receiver);
         if !Self::started(code, request) {
             return null_mut();
         }
         let pair = self.receiving(receiver).expect("judged");
-        for (part, size) in made.iter().zip(sizes) {
+        for (part, (_, size, _)) in made.iter().zip(asked) {
             let nth = pair.receiver.post(part.tag, Message { serial: 0, size });
             assert_eq!(nth, part.nth);
         }
@@ -497,7 +494,7 @@ impl Play {
     fn refused(&mut self, input: &mut Input<'_>) {
         let receiver = self.pick(input, Self::receivers);
         let count = [0, -1, 9, c_int::MAX, c_int::MIN][input.below(5)];
-        let (code, request) = irecv(receiver, count, &mut [null_mut(); 8], &mut [0; 8], &mut [0; 8]);
+        let (code, request) = irecv(receiver, count, &[(null_mut(), 0, 0); 8]);
         assert!(code != ncclSuccess && request.is_null(), "{count} receives were taken");
     }
 
@@ -531,27 +528,4 @@ impl Play {
         self.world.restore();
         self.world
     }
-}
-
-/// The array arguments of a group of receives are mutable, as NCCL has them.
-fn irecv(
-    receiver: Id,
-    count: c_int,
-    data: &mut [Id; 8],
-    sizes: &mut [usize; 8],
-    tags: &mut [c_int; 8],
-) -> (ffi::ncclResult_t, Id) {
-    let (mut mrs, mut profiles) = ([null_mut(); 8], [null_mut(); 8]);
-    let mut request = 1 as Id;
-    let code = call!(irecv(
-        receiver,
-        count,
-        data.as_mut_ptr(),
-        sizes.as_mut_ptr(),
-        tags.as_mut_ptr(),
-        mrs.as_mut_ptr(),
-        profiles.as_mut_ptr(),
-        &raw mut request,
-    ));
-    (code, request)
 }

@@ -19,7 +19,8 @@ pub mod handle;
 pub mod handshake;
 pub mod setup;
 
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
+use std::ptr::{null_mut, without_provenance_mut};
 
 use towline::abi::ffi::{self, ncclSuccess};
 
@@ -35,6 +36,31 @@ pub(crate) fn ask(input: &mut Input<'_>) {
     members.devs.iter_mut().for_each(|member| *member = c_int::from(input.byte() & 3));
     let mut device = 0;
     call!(makeVDevice(&raw mut device, &raw mut members));
+}
+
+/// Posts a group of receives: memory, size and tag of each. `count` may say something else than there are. The arrays are
+/// mutable, as NCCL has them, and each ends where the address sanitizer looks.
+pub(crate) fn irecv(
+    receiver: *mut c_void,
+    count: c_int,
+    parts: &[(*mut c_void, usize, c_int)],
+) -> (ffi::ncclResult_t, *mut c_void) {
+    let mut data: Vec<_> = parts.iter().map(|part| part.0).collect();
+    let mut sizes: Vec<_> = parts.iter().map(|part| part.1).collect();
+    let mut tags: Vec<_> = parts.iter().map(|part| part.2).collect();
+    let (mut mrs, mut profiles) = (vec![null_mut(); parts.len()], vec![null_mut(); parts.len()]);
+    let mut request = without_provenance_mut(1);
+    let code = call!(irecv(
+        receiver,
+        count,
+        data.as_mut_ptr(),
+        sizes.as_mut_ptr(),
+        tags.as_mut_ptr(),
+        mrs.as_mut_ptr(),
+        profiles.as_mut_ptr(),
+        &raw mut request,
+    ));
+    (code, request)
 }
 
 /// The input, read from the front; an input that has ended says 0 for ever.

@@ -10,7 +10,7 @@ use std::ffi::{c_int, c_void};
 use std::ptr::null_mut;
 use std::time::{Duration, Instant};
 
-use super::{Input, ask};
+use super::{Input, ask, irecv};
 use towline::abi::ffi::{self, ncclSuccess};
 
 /// Runs one input.
@@ -215,20 +215,9 @@ impl Host {
 
     fn receive(&mut self, receiver: Id, count: c_int, parts: &[(usize, c_int)]) -> Id {
         let mut buffers: Vec<Vec<u8>> = parts.iter().map(|(size, _)| vec![0xEE; *size]).collect();
-        let mut data: Vec<Id> = buffers.iter_mut().map(|buffer| buffer.as_mut_ptr().cast()).collect();
-        let (mut sizes, mut tags): (Vec<usize>, Vec<c_int>) = parts.iter().copied().unzip();
-        let (mut mrs, mut profiles) = (vec![null_mut(); parts.len()], vec![null_mut(); parts.len()]);
-        let mut request = 1 as Id;
-        let code = call!(irecv(
-            receiver,
-            count,
-            data.as_mut_ptr(),
-            sizes.as_mut_ptr(),
-            tags.as_mut_ptr(),
-            mrs.as_mut_ptr(),
-            profiles.as_mut_ptr(),
-            &raw mut request,
-        ));
+        let asked: Vec<(Id, usize, c_int)> =
+            buffers.iter_mut().zip(parts).map(|(buffer, part)| (buffer.as_mut_ptr().cast(), part.0, part.1)).collect();
+        let (code, request) = irecv(receiver, count, &asked);
         self.started(code, receiver, request, buffers)
     }
 
