@@ -13,10 +13,12 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use support::strict::{Told, callback};
+use support::told::moved;
 use support::{PATIENCE, child};
-use support::{context, eventually, pattern, watchdog};
+use support::{context, eventually, net, pattern, watchdog};
 use towline::host::log::Capture;
-use towline::host::{ApiVersion, Memory, Pair, Part, Request};
+use towline::host::{ApiVersion, Context, Init, Memory, Pair, Part, Request};
 
 /// Runs a command of the machine.
 fn machine(command: &str) {
@@ -161,17 +163,22 @@ impl Traffic {
     }
 }
 
-/// Traffic over both links while `play` plays with them.
-fn under_traffic(play: impl FnOnce(&Traffic, &Capture) + Send) {
-    let log = Capture::start();
-    let context = context(ApiVersion::V12);
+/// A connection over both links.
+fn over_both(context: &Context) -> Pair {
     let number = |name: &str| {
         let devices = 0..context.devices().expect("devices");
         devices.into_iter().find(|dev| context.properties(*dev).expect("properties").name == name).expect("a device")
     };
     let fused = |names: [&str; 2]| context.make_vdevice(&names.map(number)).expect("a device of both ports");
     let (from, to) = (fused(["rxe0", "rxe2"]), fused(["rxe1", "rxe3"]));
-    let pair = Pair::between((&context, from), (&context, to)).expect("a connection");
+    Pair::between((context, from), (context, to)).expect("a connection")
+}
+
+/// Traffic over both links while `play` plays with them.
+fn under_traffic(play: impl FnOnce(&Traffic, &Capture) + Send) {
+    let log = Capture::start();
+    let context = context(ApiVersion::V12);
+    let pair = over_both(&context);
     let traffic = Traffic { stop: AtomicBool::new(false), messages: AtomicU64::new(0) };
     std::thread::scope(|scope| {
         let player = scope.spawn(|| {
@@ -283,4 +290,66 @@ fn with_all_ports_down_the_connection_waits_for_one() {
             }
         });
     });
+}
+
+/// The bytes that were told of as sent again, and how often the pieces say that they were.
+fn resent(told: &[Told]) -> (u64, u32) {
+    let again = told.iter().filter(|piece| piece.details.is_resend()).map(|piece| piece.length).sum();
+    (again, told.iter().map(|piece| piece.details.retransmissions).sum())
+}
+
+/// What a profiler hears: the bytes of each message add up to its size on both sides (`Transfer::whole`), what travelled
+/// again is told apart, on the rail that took it, and so is the queue pair that was connected anew.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn what_is_sent_again_is_told_apart_and_so_is_a_queue_pair_that_is_back() {
+    const NAME: &str = "what_is_sent_again_is_told_apart_and_so_is_a_queue_pair_that_is_back";
+    const SIZE: usize = 1 << 20;
+    let _links = Links::new();
+    for (number, link) in [FIRST, SECOND].into_iter().enumerate() {
+        let number = number.to_string();
+        let [a, b, c, d] = IMPATIENT;
+        let variables = [a, b, c, d, ("TOWLINE_NET_EVENTS", "towline"), ("TEST_LINK", &*number)];
+        child::alone(NAME, &variables, || {
+            let _watchdog = watchdog(60);
+            let number: u16 = std::env::var("TEST_LINK").expect("set above").parse().expect("a number");
+            let link = [FIRST, SECOND][usize::from(number)];
+            let log = Capture::start();
+            let init = Init { comm_id: 7, profiler: Some(callback), ..Init::default() };
+            let context = net(ApiVersion::V12).init_with(&init).expect("init");
+            let pair = over_both(&context);
+            let (sender, receiver) = moved(&pair, pattern(1, SIZE));
+            assert_eq!((sender.len(), resent(&sender), resent(&receiver)), (2, (0, 0), (0, 0)), "{sender:?}");
+            let rails: Vec<u16> = sender.iter().map(|piece| piece.details.rail).collect();
+            assert!(rails.contains(&0) && rails.contains(&1), "a share on each: {sender:?}");
+
+            link.mislead();
+            let (sender, receiver) = moved(&pair, pattern(2, SIZE));
+            assert_eq!(resent(&sender), (SIZE as u64 / 2, 1), "the lost half travels once more: {sender:?}");
+            let again = sender.iter().find(|piece| piece.details.is_resend()).expect("a resend");
+            assert_eq!(again.details.rail, 1 - number, "over the other link: {sender:?}");
+            assert_eq!(resent(&receiver), (0, 0), "the half that was lost never came: {receiver:?}");
+            let (sender, _) = moved(&pair, pattern(3, SIZE));
+            assert_eq!(resent(&sender), (0, 0), "{sender:?}");
+            assert!(sender.iter().all(|piece| piece.details.rail == 1 - number), "{sender:?}");
+
+            link.introduce();
+            let (mut out, mut back) = (0, 0);
+            let mut next = 4;
+            eventually("both ends say of the queue pair that it is back", PATIENCE, || {
+                let (sender, receiver) = moved(&pair, pattern(next, SIZE));
+                next += 1;
+                out += sender.iter().map(|piece| piece.details.reconnects).sum::<u16>();
+                back += receiver.iter().map(|piece| piece.details.reconnects).sum::<u16>();
+                assert_eq!((resent(&sender), resent(&receiver)), ((0, 0), (0, 0)), "{sender:?} {receiver:?}");
+                (out > 0 && back > 0 && sender.iter().any(|piece| piece.details.rail == number)).then_some(())
+            });
+            assert!(said(&log, "has 2 of 2 queue pairs again") >= 2);
+            println!("link {number}: back after {} messages, {out} and {back} reconnects", next - 4);
+        });
+        if child::role().is_some() {
+            return;
+        }
+        link.introduce();
+    }
 }
