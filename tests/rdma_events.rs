@@ -29,10 +29,13 @@ fn fused() -> Pair {
     Pair::connect(&context, device).expect("a connection")
 }
 
-/// Device, queue pair, opcode and work request of each piece.
+/// Device, queue pair, opcode and work request of each piece of a message. Each piece has a work request of its own.
 fn verbs(told: &[Told]) -> Vec<(i32, i32, i32, u64)> {
     assert!(told.iter().all(|piece| (piece.id, piece.updates) == (PLUGIN_ID_IB, 0)), "{told:?}");
-    told.iter().map(|piece| piece.verbs.expect("a queue pair's descriptor")).collect()
+    let verbs: Vec<_> = told.iter().map(|piece| piece.verbs.expect("a queue pair's descriptor")).collect();
+    let requests: HashSet<u64> = verbs.iter().map(|verbs| verbs.3).collect();
+    assert!(requests.len() == verbs.len() && !requests.contains(&0), "work requests: {told:?}");
+    verbs
 }
 
 #[test]
@@ -153,6 +156,10 @@ fn under_towlines_identifier_the_messages_of_both_sides_have_one_number() {
                 assert!(details.peer().is_some(), "{details:?}");
                 let opcode = if details.is_send() { WRITE_WITH_IMMEDIATE } else { RECEIVED_IMMEDIATE };
                 assert_eq!(details.opcode, opcode);
+            }
+            for side in [&sender, &receiver] {
+                let requests: HashSet<u64> = side.iter().map(|piece| piece.details.wr_id).collect();
+                assert!(requests.len() == shares && !requests.contains(&0), "work requests: {side:?}");
             }
             assert!(sender.iter().all(|piece| piece.details.wire_ns > 0), "{sender:?}");
             let mut offsets: Vec<u64> = sender.iter().map(|piece| piece.details.offset).collect();

@@ -685,8 +685,8 @@ impl RdmaRecv {
             let (shares, place) = (usize::from(immediate.shares), usize::from(immediate.shares - left));
             (u64::from(completion.length()), shares <= MOST || place < MOST)
         };
+        let path = completion.id() as u16;
         if is_piece {
-            let path = completion.id() as u16;
             let chunk = Chunk {
                 offset: if immediate.shares == 1 { 0 } else { SOMEWHERE },
                 length,
@@ -698,6 +698,8 @@ impl RdmaRecv {
             };
             self.base.events.chunk_begins(slot.request, usize::from(slot.part), &chunk);
             self.base.events.path_ends(slot.request, usize::from(slot.part), path);
+        } else {
+            self.base.events.chunk_passed(slot.request, usize::from(slot.part), path, completion.id());
         }
     }
 

@@ -248,6 +248,12 @@ impl Events {
         self.note(slot, part, |transfer, details| transfer.chunk_ends(offset, clock(details)));
     }
 
+    /// Any thread: a chunk has arrived that makes no piece ([`Transfer::chunk_passed`]). Only for requests that have not
+    /// ended.
+    pub fn chunk_passed(&self, slot: u16, part: usize, path: u16, wr_id: u64) {
+        self.note(slot, part, |transfer, _| transfer.chunk_passed(path, wr_id));
+    }
+
     /// Any thread: the chunk on path `path` has arrived, the only one of its transfer there. Only for requests that have
     /// not ended.
     pub fn path_ends(&self, slot: u16, part: usize, path: u16) {

@@ -80,6 +80,8 @@ pub struct Transfer {
     send: bool,
     /// Bytes of first transmissions that the pieces stand for.
     covered: u64,
+    /// The path and the work request of the latest chunk that made no piece.
+    passed: Option<(u16, u64)>,
     /// When the request was made, and when nothing but the network was in its way; kept when times are wanted.
     posted: Option<Ticks>,
     ready: Option<Ticks>,
@@ -93,7 +95,7 @@ impl Transfer {
         // Once per place: no thread that moves data allocates here.
         self.pieces.reserve_exact(MOST + MOST_RESENDS + 1);
         // A receive that waits for its message waits for the sender, of whom nothing is known here.
-        (self.covered, self.posted, self.ready) = (0, now.filter(|_| send), None);
+        (self.covered, self.passed, self.posted, self.ready) = (0, None, now.filter(|_| send), None);
     }
 
     /// Its receive is posted, or its credit has come: from here on it waits for the network only.
@@ -141,6 +143,11 @@ impl Transfer {
         self.push(piece);
     }
 
+    /// A chunk has come of which the length is not known, or which is one too many: it stands for what is left at the end.
+    pub fn chunk_passed(&mut self, path: u16, wr_id: u64) {
+        self.passed = Some((path, wr_id));
+    }
+
     /// The chunk at `offset` waited `ns` nanoseconds.
     pub fn chunk_waited(&mut self, offset: u64, wait: Wait, ns: u64) {
         let open = self.pieces.iter_mut().map(|(piece, _)| piece).filter(|piece| !piece.ended && piece.covers(offset));
@@ -169,8 +176,13 @@ impl Transfer {
         let left = size.saturating_sub(self.covered);
         if left > 0 || self.pieces.is_empty() {
             // Pieces begin in any order; where this one lies is known only when it is the whole.
-            let like = self.pieces.last().map_or(Chunk::default(), |(piece, _)| Chunk { again: false, ..piece.chunk });
-            self.push(Piece::new(Chunk { offset: self.covered, length: left, total: size, ..like }, now));
+            let mut like =
+                self.pieces.last().map_or(Chunk::default(), |(piece, _)| Chunk { again: false, ..piece.chunk });
+            (like.path, like.wr_id) = self.passed.unwrap_or((like.path, like.wr_id));
+            let mut piece = Piece::new(Chunk { offset: self.covered, length: left, total: size, ..like }, now);
+            // Beside others, it may stand for several.
+            piece.rest = self.covered > 0;
+            self.push(piece);
             self.covered = size;
         }
         for (piece, _) in &mut self.pieces {
@@ -302,6 +314,30 @@ mod tests {
         let ended: Vec<_> =
             transfer.pieces().filter(|(piece, _)| piece.ended).map(|(piece, _)| piece.chunk.path).collect();
         assert_eq!(ended, [3]);
+    }
+
+    #[test]
+    fn what_made_no_piece_is_told_at_the_end_with_its_own_work_request() {
+        let mut transfer = Transfer::default();
+        transfer.begin(false, None);
+        for path in 0..7 {
+            let chunk = Chunk { offset: path.into(), length: 10, total: 100, path, wr_id: 50, ..Chunk::default() };
+            transfer.chunk_begins(&chunk, None, true);
+        }
+        for path in 7..10 {
+            transfer.chunk_passed(path, 60 + u64::from(path));
+        }
+        transfer.end(100, None);
+        let told: Vec<_> = transfer
+            .pieces()
+            .map(|(piece, _)| (piece.chunk.length, piece.chunk.path, piece.chunk.wr_id, piece.rest))
+            .collect();
+        assert_eq!((told.len(), told[6], told[7]), (8, (10, 6, 50, false), (30, 9, 69, true)));
+        // Nothing of it lasts into the next transfer.
+        transfer.begin(false, None);
+        transfer.end(5, None);
+        let (piece, _) = transfer.pieces().next().expect("a piece");
+        assert_eq!((piece.chunk.path, piece.chunk.wr_id, piece.rest), (0, 0, false));
     }
 
     #[test]
