@@ -29,8 +29,10 @@ struct Slow {
     late: u64,
     /// Each of its steps waits for the GPU.
     gpu: u64,
-    /// The next rank has no buffer for each of its sends.
+    /// The next rank has no buffer for each of its sends, which are refused until then.
     receiver: u64,
+    /// The same, after they have been taken.
+    unready: u64,
     /// Each message takes so long on its way to the next rank, by rail.
     rails: [u64; 2],
     /// Each received message is flushed.
@@ -39,17 +41,17 @@ struct Slow {
 
 impl Slow {
     /// Nothing but a short way.
-    const NOT: Slow = Slow { late: 0, gpu: 0, receiver: 0, rails: [10, 10], flush: 0 };
+    const NOT: Slow = Slow { late: 0, gpu: 0, receiver: 0, unready: 0, rails: [10, 10], flush: 0 };
 
     fn to_args(self, rank: i32) -> String {
-        let Slow { late, gpu, receiver, rails: [first, second], flush } = self;
-        format!("{rank},{late},{gpu},{receiver},{first},{second},{flush}")
+        let Slow { late, gpu, receiver, unready, rails: [first, second], flush } = self;
+        format!("{rank},{late},{gpu},{receiver},{unready},{first},{second},{flush}")
     }
 
     fn from_args(args: &str) -> (i32, Slow) {
         let numbers: Vec<u64> = args.split(',').map(|number| number.parse().unwrap()).collect();
-        let [rank, late, gpu, receiver, first, second, flush] = numbers[..] else { panic!("{args}") };
-        (rank as i32, Slow { late, gpu, receiver, rails: [first, second], flush })
+        let [rank, late, gpu, receiver, unready, first, second, flush] = numbers[..] else { panic!("{args}") };
+        (rank as i32, Slow { late, gpu, receiver, unready, rails: [first, second], flush })
     }
 }
 
@@ -63,6 +65,7 @@ pub(crate) fn play(args: &str) {
     let pace = Pace {
         gpu: Duration::from_micros(slow.gpu),
         receiver: Duration::from_micros(slow.receiver),
+        unready: Duration::from_micros(slow.unready),
         wire: slow.rails.map(Duration::from_micros),
         flush: Duration::from_micros(slow.flush),
     };
@@ -243,13 +246,17 @@ fn a_slow_way_is_named_with_its_speed_in_megabytes() {
 
 #[test]
 fn a_receiver_that_is_not_ready_is_named() {
-    let dir = tempfile::tempdir().unwrap();
-    let receiver = |rank| if rank == 0 { 6000 } else { 0 };
-    let files = job(dir.path(), |rank| Slow { receiver: receiver(rank), rails: [2000; 2], ..Slow::NOT });
-    let report = findings(&files);
-    let line = report.lines().find(|line| line.contains("is not ready to receive")).expect(&report);
-    assert!(line.contains(&format!("* rank 1 ({}) is not ready", host())), "who receives from rank 0: {report}");
-    assert!(!report.contains("rail ") && !report.contains("the way from "), "{report}");
+    // NCCL knows when isend refuses the message; when it is taken, NCCL thinks it under way, and the transport tells.
+    let refused = Slow { receiver: 6000, rails: [2000; 2], ..Slow::NOT };
+    let taken = Slow { unready: 6000, rails: [2000; 2], ..Slow::NOT };
+    for slow in [refused, taken] {
+        let dir = tempfile::tempdir().unwrap();
+        let files = job(dir.path(), |rank| if rank == 0 { slow } else { Slow { rails: slow.rails, ..Slow::NOT } });
+        let report = findings(&files);
+        let line = report.lines().find(|line| line.contains("is not ready to receive")).expect(&report);
+        assert!(line.contains(&format!("* rank 1 ({}) is not ready", host())), "who receives from rank 0: {report}");
+        assert!(!report.contains("rail ") && !report.contains("the way from "), "{report}");
+    }
 }
 
 #[test]

@@ -29,8 +29,10 @@ unsafe impl Sync for Comm {}
 pub(crate) struct Pace {
     /// The GPU lets the sender wait so long.
     pub(crate) gpu: Duration,
-    /// The receiver posts its buffer so much late.
+    /// The receiver posts its buffer so much late, and isend refuses until then.
     pub(crate) receiver: Duration,
+    /// The receiver posts its buffer so long after isend took the message: only the transport knows.
+    pub(crate) unready: Duration,
     /// The network takes so long, per rail, from when the message was posted.
     pub(crate) wire: [Duration; 2],
     /// Making what was received visible to the GPU takes so long.
@@ -38,8 +40,13 @@ pub(crate) struct Pace {
 }
 
 impl Pace {
-    pub(crate) const NONE: Pace =
-        Pace { gpu: Duration::ZERO, receiver: Duration::ZERO, wire: [Duration::ZERO; 2], flush: Duration::ZERO };
+    pub(crate) const NONE: Pace = Pace {
+        gpu: Duration::ZERO,
+        receiver: Duration::ZERO,
+        unready: Duration::ZERO,
+        wire: [Duration::ZERO; 2],
+        flush: Duration::ZERO,
+    };
 }
 
 /// What one collective moves.
@@ -238,13 +245,16 @@ impl Comm {
 
     /// The message is over the wire. In a ring the sender's byte follows it, and tells the receiver.
     fn arrive(&self, posted: Option<Posted>, ring: Option<&Ring>, send: bool, pace: Pace) {
+        let unready = if send { pace.unready } else { Duration::ZERO };
         for (rail, (event, mut net)) in posted.iter().flat_map(|posted| posted.parts).enumerate() {
             let wire = pace.wire[rail];
             match ring {
                 Some(ring) if !send => (&ring.from).read_exact(&mut [0]).unwrap(),
-                _ => wait(wire.saturating_sub(posted.as_ref().map_or(wire, |posted| posted.when.elapsed()))),
+                _ => {
+                    wait((unready + wire).saturating_sub(posted.as_ref().map_or(wire, |posted| posted.when.elapsed())))
+                }
             }
-            net.wire_ns = wire.as_nanos() as u64;
+            (net.wait_receiver_ns, net.wire_ns) = (unready.as_nanos() as u64, wire.as_nanos() as u64);
             self.host.update(event, (&raw mut net).cast());
             self.host.stop(event);
             if let Some(ring) = ring.filter(|_| send) {
