@@ -44,8 +44,9 @@ impl Stamp {
     }
 
     /// The handle of an event that only the chained profiler wants.
-    pub fn chained(self, number: u64) -> u64 {
-        u64::from(self.0) << STAMP_SHIFT | CHAIN_ONLY | (number & (OWN_NET - 1))
+    pub fn chained(self, number: u64, own_net: bool) -> u64 {
+        let own = if own_net { OWN_NET } else { 0 };
+        u64::from(self.0) << STAMP_SHIFT | CHAIN_ONLY | own | (number & (OWN_NET - 1))
     }
 
     /// Whether `key` was made with this stamp.
@@ -58,7 +59,7 @@ impl Stamp {
 /// Whether updates of this event carry a [`crate::os::net_event::NetEvent`].
 #[inline]
 pub fn is_own_net(event: u64) -> bool {
-    event & OWN_NET != 0 && !is_chained(event)
+    event & OWN_NET != 0
 }
 
 /// Whether only the chained profiler wants this event.
@@ -98,7 +99,8 @@ mod tests {
         assert_eq!(shard(key), 15);
         assert!(ours.made(key) && !theirs.made(key) && !is_chained(key) && !is_own_net(key));
         assert!(is_own_net(ours.event(Place { shard: 0, position: 0 }, true)));
-        assert!(is_chained(ours.chained(5)) && !is_own_net(ours.chained(u64::MAX)));
+        assert!(is_chained(ours.chained(5, false)) && !is_own_net(ours.chained(u64::MAX, false)));
+        assert!(is_chained(ours.chained(5, true)) && is_own_net(ours.chained(5, true)));
         assert_eq!(serial(ours.context(9)), 9);
         assert_ne!(Stamp::random().event(Place { shard: 0, position: 0 }, false), 0);
     }

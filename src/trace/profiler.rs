@@ -179,7 +179,7 @@ pub fn start(context: u64, start: &Start) -> u64 {
     if let Some(chain) = chain {
         let own = event;
         if event == 0 {
-            event = profiler.stamp.chained(chain.number());
+            event = profiler.stamp.chained(chain.number(), matches!(start.body, Body::NetTowline(_)));
         }
         if !chain.start(event, context, start) {
             event = own;

@@ -4,6 +4,7 @@
 //! its own: the test starts its own executable again with [`scenario`] as the only test.
 
 mod chain;
+mod chain_wire;
 mod check;
 mod dashboard;
 mod figures;

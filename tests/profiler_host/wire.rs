@@ -21,8 +21,8 @@ use towline::trace::event::Kind;
 use super::check;
 use super::host::library_path;
 
-const RANKS: usize = 3;
-const SIZES: [usize; 5] = [8, 3000, 64 << 10, 300_000, 2 << 20];
+pub(crate) const RANKS: usize = 3;
+pub(crate) const SIZES: [usize; 5] = [8, 3000, 64 << 10, 300_000, 2 << 20];
 
 /// One rank: its communicator with the profiler, and its connection to the next.
 struct Rank {
