@@ -7,7 +7,7 @@
 
 mod support;
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use support::child::alone;
@@ -16,6 +16,8 @@ use support::told::{NEWEST, finish, moved, pair, receive, send};
 use support::{net, pattern, watchdog};
 use towline::host::{Init, Memory, Pair};
 use towline::os::net_event::{PLUGIN_ID, PLUGIN_ID_IB, SOMEWHERE};
+use towline::trace::event::{Body, Carrier, state};
+use towline::trace::perfetto::read::read;
 
 /// `IBV_WR_RDMA_WRITE_WITH_IMM` and `IBV_WC_RECV_RDMA_WITH_IMM`.
 const WRITE_WITH_IMMEDIATE: i32 = 1;
@@ -169,4 +171,63 @@ fn under_towlines_identifier_the_messages_of_both_sides_have_one_number() {
             assert!(receiver.iter().all(|piece| piece.details.offset == known), "{receiver:?}");
         }
     });
+}
+
+/// Both halves of the library over queue pairs: what Towline's own profiler writes, and what `towline trace check` says.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_profiled_all_reduce_accounts_for_every_byte() {
+    let _watchdog = watchdog(120);
+    let dir = tempfile::tempdir().expect("a directory");
+    let towline = |words: &[&str]| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_towline"));
+        command.args(words).env("TOWLINE_PROFILE", "all").env("TOWLINE_PROFILE_DIR", dir.path());
+        command.envs([("NCCL_IB_QPS_PER_CONNECTION", "2"), ("NCCL_IB_SPLIT_DATA_ON_QPS", "1")]);
+        let output = command.output().expect("towline runs");
+        assert!(output.status.success(), "towline {words:?}: {output:?}");
+        String::from_utf8(output.stdout).expect("text")
+    };
+    towline(&["all-reduce", "--backend", "rdma", "-b", "8", "-e", "64K", "-f", "90", "-n", "2", "-w", "0"]);
+    let files = |ending: &str| -> Vec<String> {
+        let all = std::fs::read_dir(dir.path()).expect("the directory").map(|entry| entry.expect("an entry").path());
+        all.map(|path| path.display().to_string()).filter(|path| path.ends_with(ending)).collect()
+    };
+    let traces = files(".pftrace");
+    assert_eq!((traces.len(), files(".summary.txt").len(), files(".prom").len()), (2, 2, 2));
+    for trace in &traces {
+        let contents = read(&std::fs::read(trace).expect("a trace"));
+        let process = &contents.processes[0];
+        assert_eq!((contents.cut, process.dropped), (0, 0));
+        // What NCCL says of each step, and the bytes and number of the network events below it.
+        let mut steps = HashMap::<u64, (Option<u64>, u64, usize)>::new();
+        let (mut sent, mut several) = ([false; 2], false);
+        for record in &process.records {
+            match record.body {
+                Body::ProxyStep { .. } => drop(steps.insert(record.id, (None, 0, 0))),
+                Body::State { state: state::STEP_SEND_WAIT | state::STEP_RECV_FLUSH_WAIT, arg, .. } => {
+                    steps.get_mut(&record.id).expect("a step").0 = Some(arg);
+                }
+                Body::NetTowline(part) => {
+                    let Carrier::QueuePair { number, opcode, wr_id, .. } = part.carrier else { panic!("{part:?}") };
+                    let right = if part.send { WRITE_WITH_IMMEDIATE } else { RECEIVED_IMMEDIATE };
+                    assert!(number > 0 && wr_id != 0 && i32::from(opcode) == right && !part.resend, "{part:?}");
+                    let (_, bytes, events) = steps.get_mut(&record.parent).expect("under a step");
+                    (*bytes, *events) = (*bytes + part.length, *events + 1);
+                    several |= *events > 1;
+                    sent[usize::from(part.send)] = true;
+                }
+                _ => {}
+            }
+        }
+        assert!(!steps.is_empty() && several && sent == [true; 2], "{} steps, {several}, {sent:?}", steps.len());
+        for (id, (size, bytes, events)) in steps {
+            assert!(size == Some(bytes) && events > 0, "step {id} of {size:?}: {bytes} bytes in {events} events");
+        }
+    }
+    let mut check = vec!["trace", "check"];
+    check.extend(traces.iter().map(String::as_str));
+    let said = towline(&check);
+    assert!(said.ends_with("every byte is accounted for\n"), "{said}");
+    let metrics = std::fs::read_to_string(&files(".prom")[0]).expect("metrics");
+    assert!(metrics.contains("towline_wire_bytes_total{"), "{metrics}");
 }

@@ -301,6 +301,7 @@ pub struct Inbox {
 #[derive(Debug)]
 pub struct Kept {
     head: Head,
+    wr_id: u64,
     bytes: Box<[u8]>,
 }
 
@@ -313,6 +314,11 @@ impl Kept {
     /// What stood before it.
     pub fn head(&self) -> &Head {
         &self.head
+    }
+
+    /// The work request that it came with.
+    pub fn wr_id(&self) -> u64 {
+        self.wr_id
     }
 }
 
@@ -377,11 +383,11 @@ impl Inbox {
     /// # Safety
     /// `data` is what [`Inbox::arrived`] has just given with that head.
     #[cold]
-    pub unsafe fn keep(&mut self, head: Head, data: *const u8) {
+    pub unsafe fn keep(&mut self, head: Head, wr_id: u64, data: *const u8) {
         let mut bytes = vec![0; head.length as usize].into_boxed_slice();
         // SAFETY: the message's bytes, whose length was checked, and a fresh buffer.
         unsafe { bytes.as_mut_ptr().copy_from_nonoverlapping(data, bytes.len()) };
-        self.kept.push(Kept { head, bytes });
+        self.kept.push(Kept { head, wr_id, bytes });
     }
 
     /// The message for a receive, if it is here; it counts as handed on.

@@ -529,7 +529,7 @@ impl RdmaRecv {
             }
             Counters::count(&self.base.counters.early, 1);
             // SAFETY: just arrived, with that head.
-            unsafe { inbox.keep(head, data) };
+            unsafe { inbox.keep(head, completion.id(), data) };
             return Ok(());
         };
         let slot = receives.slot(number);
@@ -544,7 +544,7 @@ impl RdmaRecv {
         Ok(())
     }
 
-    /// Copies a short message to where its receive wants it.
+    /// Copies a short message to where its receive wants it. It came with work request `wr_id`, which names the lane.
     #[inline]
     fn deliver(&self, slot: &Slot, head: &Head, data: *const u8, wr_id: u64) -> Result<()> {
         let length = u64::from(head.length);
@@ -560,17 +560,11 @@ impl RdmaRecv {
             unsafe { (slot.address as *mut u8).copy_from_nonoverlapping(data, head.length as usize) };
         }
         if self.base.events.hears() {
-            let chunk = Chunk {
-                offset: 0,
-                length,
-                path: 0,
-                message: u64::from(head.number),
-                total: length,
-                again: false,
-                wr_id,
-            };
+            let path = wr_id as u16;
+            let chunk =
+                Chunk { offset: 0, length, path, message: u64::from(head.number), total: length, again: false, wr_id };
             self.base.events.chunk_begins(slot.request, usize::from(slot.part), &chunk);
-            self.base.events.path_ends(slot.request, usize::from(slot.part), 0);
+            self.base.events.path_ends(slot.request, usize::from(slot.part), path);
         }
         Ok(())
     }
@@ -584,7 +578,7 @@ impl RdmaRecv {
         let number = receives.open(part);
         if let Some(kept) = kept {
             let slot = receives.slot(number);
-            self.deliver(slot, kept.head(), kept.bytes().as_ptr(), 0)?;
+            self.deliver(slot, kept.head(), kept.bytes().as_ptr(), kept.wr_id())?;
             let (request, part) = (slot.request, slot.part);
             receives.close(number);
             self.complete(request, part, kept.bytes().len() as u64);
