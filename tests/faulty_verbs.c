@@ -9,9 +9,15 @@
  *   FAULTY_VERBS_DATA   one in so many calls that post fails
  *   FAULTY_VERBS_SETUP  one in so many of the others fails
  *   FAULTY_VERBS_POLL   one in so many polls fails: the queue is broken; 0: none
+ *   FAULTY_VERBS_FLUSH  one in so many flushes is refused, and as many fail later; 0: none
+ *   FAULTY_VERBS_GPU    1: host memory stands in for GPU memory behind a DMA-BUF, so that there are flushes
  *   FAULTY_VERBS_ARMED  1: from the first call on
  *
- * A program arms it with faulty_verbs_arm(1), silences it with faulty_verbs_arm(0), and asks for the counts.
+ * A program arms it with faulty_verbs_arm(1), silences it with faulty_verbs_arm(0), and asks for the counts. With
+ * faulty_verbs_fail it has the next calls of a name fail, armed or not.
+ *
+ * A flush of the plugin's is a read through a queue pair that leads to itself; it reads nowhere else. So reads, and the
+ * completion queues that they report to, are told from other requests and queues.
  *
  * Calls that fail have done nothing, with two exceptions. A list that is refused has been taken up to the refused request,
  * which is told as the device tells it. And calls that end an object do their work before they report failure, as close(2)
@@ -33,20 +39,25 @@
 
 /* Devices that are open at one time. */
 #define CONTEXTS 64
+/* Completion queues of flushes at one time. */
+#define FLUSHING 64
 
 enum call {
   DEVICE_LIST, OPEN_DEVICE, CLOSE_DEVICE, QUERY_DEVICE, QUERY_PORT, QUERY_GID, ALLOC_PD, DEALLOC_PD, REG_MR, REG_MR_IOVA2,
   REG_DMABUF_MR, DEREG_MR, CREATE_CHANNEL, DESTROY_CHANNEL, CREATE_CQ, DESTROY_CQ, GET_CQ_EVENT, CREATE_QP, MODIFY_QP,
-  QUERY_QP, DESTROY_QP, QUERY_ECE, SET_ECE, GET_ASYNC_EVENT, POST_SEND, POST_RECV, POLL_CQ, REQ_NOTIFY, CALLS
+  QUERY_QP, DESTROY_QP, QUERY_ECE, SET_ECE, GET_ASYNC_EVENT, POST_SEND, POST_RECV, POLL_CQ, REQ_NOTIFY,
+  POST_FLUSH, FLUSH, POLL_FLUSH, CALLS
 };
 
 /* Which of the rates a call follows. */
-enum rate { SETUP, DATA, POLL, RATES };
+enum rate { SETUP, DATA, POLL, READ, RATES };
 
 static struct {
   struct target target;
   enum rate rate;
   void *real;
+  /* So many calls fail now, with this error. */
+  atomic_int due, due_error;
 } table[CALLS] = {
   [DEVICE_LIST] = {{"get_device_list", {ENOMEM, EMFILE}}, SETUP},
   [OPEN_DEVICE] = {{"open_device", {ENOMEM, EMFILE, EAGAIN}}, SETUP},
@@ -76,10 +87,16 @@ static struct {
   [POST_RECV] = {{"post_recv", {ENOMEM, EINVAL}}, DATA},
   [POLL_CQ] = {{"poll_cq", {EIO}}, POLL},
   [REQ_NOTIFY] = {{"req_notify_cq", {ENOMEM}}, SETUP},
+  [POST_FLUSH] = {{"post_flush", {ENOMEM, EAGAIN, EINVAL}}, READ},
+  /* The device takes it, and it fails: the queue pair has stopped. By order also: the key of what is read is wrong
+   * (EACCES), or that of where it goes (EFAULT). */
+  [FLUSH] = {{"flush", {ESHUTDOWN}}, READ},
+  [POLL_FLUSH] = {{"poll_flush", {EIO}}, POLL},
 };
 
 static atomic_int armed;
-static unsigned rates[RATES] = {20, 500, 0};
+static unsigned rates[RATES] = {20, 500, 0, 0};
+static int has_gpu;
 
 static unsigned long number_from(const char *name, unsigned long otherwise) {
   const char *set = getenv(name);
@@ -91,7 +108,19 @@ __attribute__((constructor)) static void begin(void) {
   rates[SETUP] = (unsigned)number_from("FAULTY_VERBS_SETUP", 20);
   rates[DATA] = (unsigned)number_from("FAULTY_VERBS_DATA", 500);
   rates[POLL] = (unsigned)number_from("FAULTY_VERBS_POLL", 0);
+  rates[READ] = (unsigned)number_from("FAULTY_VERBS_FLUSH", 0);
+  has_gpu = (int)number_from("FAULTY_VERBS_GPU", 0);
   atomic_store(&armed, (int)number_from("FAULTY_VERBS_ARMED", 0));
+}
+
+/* The next so many calls of that name fail with that error. How many were still to fail; -1: no such call. */
+int faulty_verbs_fail(const char *name, int error, int times) {
+  for (int call = 0; call < CALLS; call++)
+    if (!strcmp(name, table[call].target.name)) {
+      atomic_store(&table[call].due_error, error);
+      return atomic_exchange(&table[call].due, times);
+    }
+  return -1;
 }
 
 /* Whether the plugin has found its functions here. */
@@ -109,6 +138,9 @@ int faulty_verbs_report(char *text, int room) {
 
 /* Which fault this call meets: an errno, or 0 for none. */
 static int fault(enum call call, uint64_t *random) {
+  *random = 0;
+  for (int due = atomic_load(&table[call].due); due > 0;)
+    if (atomic_compare_exchange_weak(&table[call].due, &due, due - 1)) return atomic_load(&table[call].due_error);
   if (!atomic_load_explicit(&armed, memory_order_relaxed)) return 0;
   unsigned number = atomic_fetch_add(&table[call].target.calls, 1);
   unsigned one_in = rates[table[call].rate];
@@ -188,7 +220,18 @@ static struct ibv_mr *reg_mr_iova2(struct ibv_pd *pd, void *address, size_t leng
                  (pd, address, length, iova, access));
 }
 
+/* Host memory in place of a GPU's: its address is that on the network. */
+static struct ibv_mr *reg_gpu(struct ibv_pd *pd, uint64_t, size_t length, uint64_t iova, int fd, int access) {
+  if (fd < 0) {
+    errno = EBADF;
+    return NULL;
+  }
+  return ((struct ibv_mr * (*)(struct ibv_pd *, void *, size_t, uint64_t, unsigned)) table[REG_MR_IOVA2].real)(
+      pd, (void *)(uintptr_t)iova, length, iova, (unsigned)access);
+}
+
 static struct ibv_mr *reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access) {
+  if (has_gpu) table[REG_DMABUF_MR].real = reg_gpu;
   NULL_AND_ERRNO(REG_DMABUF_MR, struct ibv_mr *(*)(struct ibv_pd *, uint64_t, size_t, uint64_t, int, int),
                  (pd, offset, length, iova, fd, access));
 }
@@ -209,7 +252,31 @@ static struct ibv_cq *create_cq(struct ibv_context *context, int entries, void *
                  (context, entries, cookie, channel, vector));
 }
 
-static int destroy_cq(struct ibv_cq *cq) { ENDS(DESTROY_CQ, int (*)(struct ibv_cq *), cq); }
+/* The completion queues of flushes. */
+static _Atomic(struct ibv_cq *) flushing[FLUSHING];
+
+static int is_flushing(struct ibv_cq *cq) {
+  for (int at = 0; at < FLUSHING; at++)
+    if (atomic_load_explicit(&flushing[at], memory_order_relaxed) == cq) return 1;
+  return 0;
+}
+
+static void now_flushing(struct ibv_cq *cq) {
+  if (is_flushing(cq)) return;
+  for (int at = 0; at < FLUSHING; at++) {
+    struct ibv_cq *none = NULL;
+    if (atomic_compare_exchange_strong(&flushing[at], &none, cq)) return;
+  }
+  abort();
+}
+
+static int destroy_cq(struct ibv_cq *cq) {
+  for (int at = 0; at < FLUSHING; at++) {
+    struct ibv_cq *ended = cq;
+    atomic_compare_exchange_strong(&flushing[at], &ended, NULL);
+  }
+  ENDS(DESTROY_CQ, int (*)(struct ibv_cq *), cq);
+}
 
 static int get_cq_event(struct ibv_comp_channel *channel, struct ibv_cq **cq, void **cookie) {
   MINUS_ONE_AND_ERRNO(GET_CQ_EVENT, int (*)(struct ibv_comp_channel *, struct ibv_cq **, void **), (channel, cq, cookie));
@@ -280,7 +347,27 @@ static const struct ibv_context_ops *real_ops(struct ibv_context *context) {
     return error; \
   } while (0)
 
+static int post_flush(struct ibv_qp *qp, struct ibv_send_wr *read, struct ibv_send_wr **bad) {
+  now_flushing(qp->send_cq);
+  uint64_t random;
+  int error = fault(POST_FLUSH, &random);
+  struct ibv_send_wr wrong = *read;
+  struct ibv_sge target = *read->sg_list;
+  wrong.sg_list = &target;
+  struct ibv_qp_attr stopped = {.qp_state = IBV_QPS_ERR};
+  if (!error) switch (fault(FLUSH, &random)) {
+    case EACCES: wrong.wr.rdma.rkey ^= 1; break;
+    case EFAULT: target.lkey ^= 1; break;
+    case ESHUTDOWN:
+      error = ((int (*)(struct ibv_qp *, struct ibv_qp_attr *, int))table[MODIFY_QP].real)(qp, &stopped, IBV_QP_STATE);
+    }
+  if (!error) error = real_ops(qp->context)->post_send(qp, &wrong, bad);
+  if (error) *bad = read;
+  return error;
+}
+
 static int post_send(struct ibv_qp *qp, struct ibv_send_wr *first, struct ibv_send_wr **bad) {
+  if (first->opcode == IBV_WR_RDMA_READ) return post_flush(qp, first, bad);
   POSTS(POST_SEND, ibv_send_wr, post_send);
 }
 
@@ -291,7 +378,7 @@ static int post_recv(struct ibv_qp *qp, struct ibv_recv_wr *first, struct ibv_re
 static int poll_cq(struct ibv_cq *cq, int most, struct ibv_wc *completions) {
   const struct ibv_context_ops *ops = real_ops(cq->context);
   uint64_t random;
-  int error = fault(POLL_CQ, &random);
+  int error = fault(is_flushing(cq) ? POLL_FLUSH : POLL_CQ, &random);
   if (!error) return ops->poll_cq(cq, most, completions);
   errno = error;
   return -1;

@@ -15,10 +15,12 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use support::injector::Injector;
+use support::injector::{Injector, as_gpu, faulty_verbs, has_gpu};
 use support::{PATIENCE, child, eventually, net, pattern, watchdog};
 use towline::host::log::{self, Subscription};
-use towline::host::{ApiVersion, Code, Context, Memory, Mr, PTR_HOST, Pair, Part, RecvComm, Request, SendComm};
+use towline::host::{
+    ApiVersion, Code, Context, Memory, Mr, PTR_DMABUF, PTR_HOST, Pair, Part, RecvComm, Request, SendComm,
+};
 
 /// How long a run lasts when `RDMA_FAULTS` does not say.
 const SECONDS: u64 = 2;
@@ -52,6 +54,7 @@ struct Run {
     connections: AtomicU32,
     ended: AtomicU32,
     messages: AtomicU32,
+    flushes: AtomicU32,
 }
 
 impl Run {
@@ -73,6 +76,7 @@ impl Run {
             connections: zero(),
             ended: zero(),
             messages: zero(),
+            flushes: zero(),
         }
     }
 
@@ -175,6 +179,8 @@ impl Choices {
 
 /// A receive of several parts, and what is to be in it.
 struct Group {
+    /// Its memory stands in for a GPU's: it is flushed before it is looked at.
+    is_gpu: bool,
     targets: Vec<Memory>,
     regions: Vec<Option<Mr>>,
     contents: Vec<&'static [u8]>,
@@ -187,11 +193,15 @@ fn batch(run: &Run, pair: &Pair, choices: &mut Choices, kept: &mut Vec<Group>) -
         let contents: Vec<_> =
             (0..parts).map(|_| pattern(choices.next(1000), SIZES[choices.next(SIZES.len())])).collect();
         let targets: Vec<_> = contents.iter().map(|bytes| Memory::new(bytes.len() + choices.next(2) * 100)).collect();
-        let regions = targets.iter().map(|target| {
-            let is_registered = parts > 1 || choices.next(3) > 0;
-            is_registered.then(|| run.register(|| pair.recv.register(target)))
+        let is_gpu = has_gpu() && choices.next(3) == 0;
+        let regions = targets.iter().map(|target| match is_gpu {
+            true => Some(run.register(|| as_gpu(&pair.recv, target))),
+            false => {
+                let is_registered = parts > 1 || choices.next(3) > 0;
+                is_registered.then(|| run.register(|| pair.recv.register(target)))
+            }
         });
-        Group { regions: regions.collect(), targets, contents }
+        Group { is_gpu, regions: regions.collect(), targets, contents }
     };
     let groups: Vec<Group> = (0..4).map(|_| group()).collect();
     let first = kept.len();
@@ -240,13 +250,23 @@ fn batch(run: &Run, pair: &Pair, choices: &mut Choices, kept: &mut Vec<Group>) -
         send_all(&mut sent)?;
     }
     let start = Instant::now();
-    while !sent.is_empty() || !received.is_empty() {
+    let mut flushed: Vec<Request> = Vec::new();
+    while !sent.is_empty() || !received.is_empty() || !flushed.is_empty() {
         let mut failure = None;
         sent.retain(|request| outcome(&mut failure, pair.send.test(request)).is_none());
+        flushed.retain(|request| outcome(&mut failure, pair.recv.test(request)).is_none());
         received.retain(|(number, request)| {
             let Some(sizes) = outcome(&mut failure, pair.recv.test(request)) else { return true };
             let Some(sizes) = sizes else { return false };
             let group = &groups[*number];
+            if let (true, Some(target), Some(region)) = (group.is_gpu, group.targets.last(), group.regions.last()) {
+                // SAFETY: the memory lives until the connection is closed.
+                match unsafe { pair.recv.iflush(Part::all(target, region.as_ref())) } {
+                    Ok(request) => flushed.extend(request),
+                    Err(code) => failure = Some(code),
+                }
+                run.flushes.fetch_add(1, Ordering::Relaxed);
+            }
             for ((target, bytes), size) in group.targets.iter().zip(&group.contents).zip(sizes.iter()) {
                 assert_eq!(*size as usize, bytes.len(), "a size");
                 assert!(target.bytes()[..bytes.len()] == **bytes, "wrong bytes: {}", bytes.len());
@@ -260,9 +280,10 @@ fn batch(run: &Run, pair: &Pair, choices: &mut Choices, kept: &mut Vec<Group>) -
         }
         assert!(
             start.elapsed() < PATIENCE,
-            "hangs: {} sends, {} receives; {:#?}",
+            "hangs: {} sends, {} receives, {} flushes; {:#?}",
             sent.len(),
             received.len(),
+            flushed.len(),
             run.said_since(run.warnings().saturating_sub(20))
         );
     }
@@ -345,11 +366,9 @@ fn number(name: &str) -> Option<u64> {
 
 /// A process into which the injector is loaded, playing the test `name`.
 fn under_fire(name: &str, seed: u64, variables: &[(&str, &str)]) {
-    let library = support::library().with_file_name("libfaulty_verbs.so");
-    assert!(library.exists(), "{} is not there: tests/rdma_vm/suite.sh builds it", library.display());
     let mut command = child::command(name, "under fire");
     command.env("RDMA_FAULTS_SEED", seed.to_string()).env("FAULTY_VERBS_SEED", seed.to_string());
-    command.env("LD_PRELOAD", library).env("TOWLINE_BACKEND", "rdma").envs(variables.iter().copied());
+    command.env("LD_PRELOAD", faulty_verbs()).env("TOWLINE_BACKEND", "rdma").envs(variables.iter().copied());
     let output = command.output().expect("the test program starts again");
     println!("{}", String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "seed {seed}: {}\n{}", output.status, String::from_utf8_lossy(&output.stdout));
@@ -362,9 +381,15 @@ fn seed() -> u64 {
 
 /// Words for a call of the data path that was refused.
 fn tells_of_a_data_call(line: &str) -> bool {
-    ["posting a work request", "posting a receive", "polling a completion queue"]
-        .iter()
-        .any(|words| line.contains(words))
+    [
+        "posting a work request",
+        "posting a receive",
+        "polling a completion queue",
+        "the flush of a receive",
+        "cannot be flushed",
+    ]
+    .iter()
+    .any(|words| line.contains(words))
 }
 
 /// A run amid faults, then without. Connections have so many queue pairs; none: they end with the first that is lost.
@@ -400,7 +425,8 @@ fn amid_faults(name: &str, lanes: u32) {
     let all: u32 = counts.values().map(|(_, faults)| faults).sum();
     eprintln!(
         "{name}: seed {seed}, {lasted:.1?}, {rounds} rounds, {connections} connections, {ended} of them ended by a fault, \
-         {messages} messages, {all} faults, {setups} set-ups and {registrations} registrations failed"
+         {messages} messages, {} flushes, {all} faults, {setups} set-ups and {registrations} registrations failed",
+        count(&run.flushes)
     );
     let said = run.said_since(quiet);
     let times = |words: &str| said.iter().filter(|line| line.contains(words)).count();
@@ -456,7 +482,13 @@ fn play(name: &str, lanes: u32, runs: &[&[(&str, &str)]]) {
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn without_recovery_a_refused_call_ends_the_connection_on_both_sides() {
-    let variables = [("TOWLINE_RECOVERY", "0"), ("FAULTY_VERBS_SETUP", "30"), ("FAULTY_VERBS_POLL", "20000")];
+    let variables = [
+        ("TOWLINE_RECOVERY", "0"),
+        ("FAULTY_VERBS_SETUP", "30"),
+        ("FAULTY_VERBS_POLL", "20000"),
+        ("FAULTY_VERBS_FLUSH", "200"),
+        ("FAULTY_VERBS_GPU", "1"),
+    ];
     play("without_recovery_a_refused_call_ends_the_connection_on_both_sides", 0, &[&variables]);
 }
 
@@ -467,6 +499,8 @@ fn with_several_queue_pairs_it_goes_on() {
         [
             ("FAULTY_VERBS_SETUP", "60"),
             ("FAULTY_VERBS_DATA", "300"),
+            ("FAULTY_VERBS_FLUSH", "20"),
+            ("FAULTY_VERBS_GPU", "1"),
             ("NCCL_IB_QPS_PER_CONNECTION", "4"),
             ("NCCL_IB_SPLIT_DATA_ON_QPS", split),
         ]
@@ -477,7 +511,12 @@ fn with_several_queue_pairs_it_goes_on() {
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn with_one_queue_pair_it_waits_for_another() {
-    let variables = [("FAULTY_VERBS_SETUP", "60"), ("FAULTY_VERBS_DATA", "200")];
+    let variables = [
+        ("FAULTY_VERBS_SETUP", "60"),
+        ("FAULTY_VERBS_DATA", "200"),
+        ("FAULTY_VERBS_FLUSH", "20"),
+        ("FAULTY_VERBS_GPU", "1"),
+    ];
     play("with_one_queue_pair_it_waits_for_another", 1, &[&variables]);
 }
 
@@ -509,4 +548,137 @@ fn devices_are_found_although_calls_fail_for_a_moment() {
     let pair = run.connect(&context);
     assert!(pair.transfer(pattern(1, 100_000)).expect("a transfer") == pattern(1, 100_000));
     pair.close().expect("close");
+}
+
+/// What becomes of a flush.
+#[derive(Clone, Copy)]
+enum Fate {
+    /// It is done, as if nothing had been.
+    Done,
+    /// It fails with this code, and its connection ends; the log names this.
+    Fails(Code, &'static str),
+}
+
+/// Calls that fail: the name, the error, and how many.
+type Fault = (&'static str, i32, i32);
+const WITHOUT_END: i32 = 1 << 30;
+
+/// A flush meets a fault.
+fn flush_meets(run: &Run, context: &Context, (call, error, times): Fault, fate: Fate) {
+    let fail = |error, times| INJECTOR.fail(c"faulty_verbs_fail", call, error, times);
+    let what = format!("{call} fails {times} times with error {error}");
+    let pair = run.connect(context);
+    let memory = Memory::new(5000);
+    let region = as_gpu(&pair.recv, &memory).expect("regMr");
+    let bytes = pattern(error.unsigned_abs() as usize, memory.len());
+    let receive = || {
+        // SAFETY: memory and pattern live until the connection is closed.
+        let (received, sent) = unsafe {
+            let received = pair.recv.post(&[Part::all(&memory, Some(&region))]).expect("irecv");
+            (received, pair.send.post(support::part(bytes, None)).expect("isend"))
+        };
+        pair.finish(received, &[sent]).expect("a transfer");
+        assert!(memory.bytes() == bytes, "{what}: wrong bytes");
+    };
+    let flush = || {
+        // SAFETY: as above.
+        match unsafe { pair.recv.iflush(Part::all(&memory, Some(&region))) }? {
+            Some(request) => pair.recv.wait(&request, PATIENCE).map(|_| ()),
+            None => Ok(()),
+        }
+    };
+    receive();
+    let before = run.warnings();
+    fail(error, times);
+    let outcome = flush();
+    let left = fail(0, 0);
+    assert!(left < times, "{what}: the flush did not come there, {outcome:?}");
+    match fate {
+        Fate::Done => {
+            assert!(outcome.is_ok() && left == 0, "{what}: {outcome:?}, {left} to come, {:#?}", run.said_since(before));
+            receive();
+            assert_eq!(flush(), Ok(()), "{what}: the next one");
+            let said = run.said_since(before);
+            assert!(said.is_empty(), "{what}: {said:#?}");
+        }
+        Fate::Fails(code, words) => {
+            assert_eq!(outcome, Err(code), "{what}: {:#?}", run.said_since(before));
+            assert!(flush().is_err(), "{what}: a flush is done after the end");
+            let heard = send_end_fails(&pair.send);
+            assert!(heard == code || heard == Code::RemoteError, "{what}: the peer hears {heard:?}");
+            // A failure is known a moment before it is logged.
+            let said = eventually("both sides say so", HEARSAY, || {
+                let said = run.said_since(before);
+                (said.len() >= 2).then_some(said)
+            });
+            let told = |who: &str| {
+                let is_it = |line: &&String| [who, " failed: ", words].iter().all(|part| line.contains(part));
+                said.iter().filter(is_it).count()
+            };
+            assert_eq!((told("receiving from "), told("sending to "), said.len()), (1, 1, 2), "{what}: {said:#?}");
+        }
+    }
+    // One that is under way when the connection is closed.
+    // SAFETY: as above.
+    let _ = unsafe { pair.recv.iflush(Part::all(&memory, Some(&region))) };
+    drop(region);
+    pair.recv.close().expect("closeRecv");
+    pair.send.close().expect("closeSend");
+}
+
+/// The calls that a flush makes before it reads.
+const MAKING: [(&str, i32); 5] = [
+    ("query_device", libc::EINVAL),
+    ("create_cq", libc::ENOMEM),
+    ("create_qp", libc::ENOMEM),
+    ("modify_qp", libc::EAGAIN),
+    ("reg_mr", libc::ENOMEM),
+];
+
+/// Every call that a flush makes fails, for a moment and for good; other connections live on.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_flush_that_fails_is_made_again_or_says_so() {
+    const NAME: &str = "a_flush_that_fails_is_made_again_or_says_so";
+    if child::role().is_none() {
+        for (recovery, pairs, timeout) in [("0", "1", "10"), ("1", "1", "10"), ("1", "4", "1")] {
+            let variables = [
+                ("FAULTY_VERBS_GPU", "1"),
+                ("TOWLINE_RECOVERY", recovery),
+                ("NCCL_IB_QPS_PER_CONNECTION", pairs),
+                ("TOWLINE_RECONNECT_TIMEOUT", timeout),
+            ];
+            under_fire(NAME, 1, &variables);
+        }
+        return;
+    }
+    let _watchdog = watchdog(180);
+    let mends = number("TOWLINE_RECOVERY") != Some(0);
+    let run = Run::start(!mends);
+    let context = net(ApiVersion::V12).init().expect("init");
+    assert!(context.properties(1).expect("properties").ptr_support & PTR_DMABUF != 0, "the injector plays the GPU");
+    let other = run.connect(&context);
+    let without = Fate::Fails(Code::SystemError, "cannot be flushed: ");
+    let mistake = Fate::Fails(Code::InvalidUsage, "the flush of a receive failed: ");
+    let once = [("post_flush", libc::ENOMEM), ("flush", libc::ESHUTDOWN), ("poll_flush", libc::EIO)];
+    let mut cases = vec![(("flush", libc::EACCES, 1), mistake), (("flush", libc::EFAULT, 1), mistake)];
+    // Where there is time what fails does so twice (a queue pair is asked for in two ways), where there is little without
+    // end.
+    let (fate, times) = match (mends, number("TOWLINE_RECONNECT_TIMEOUT")) {
+        (false, _) => (without, 2),
+        (true, Some(1)) => (without, WITHOUT_END),
+        (true, _) => (Fate::Done, 2),
+    };
+    cases.extend(once.into_iter().chain(MAKING).map(|(call, error)| ((call, error, times), fate)));
+    let transfer = || assert!(other.transfer(pattern(1, 100_000)).expect("a transfer") == pattern(1, 100_000));
+    transfer();
+    let before = resources();
+    for (fault, fate) in cases {
+        let start = Instant::now();
+        flush_meets(&run, &context, fault, fate);
+        eprintln!("{fault:?}: {:.1?}", start.elapsed());
+        transfer();
+    }
+    eventually("nothing is left in the kernel", PATIENCE, || (resources() == before).then_some(()));
+    other.close().expect("close");
 }

@@ -13,6 +13,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use support::injector::{as_gpu, faulty_verbs, has_gpu};
 use support::strict::{Told, callback};
 use support::told::moved;
 use support::{PATIENCE, child};
@@ -110,19 +111,22 @@ impl Drop for Stop<'_> {
 }
 
 impl Traffic {
-    /// Messages of all sizes, ten at a time, each byte checked, until it is stopped.
+    /// Messages of all sizes, ten at a time, each byte checked, until it is stopped. What is received into GPU memory is
+    /// flushed first.
     fn run(&self, pair: &Pair) {
         const SIZES: [usize; 9] = [8, 1024, 100_000, 0, 3000, 16, 262_144, 700, 40_000];
         let source = Memory::of(pattern(5, 600_000));
         let from = pair.send.register(&source).expect("regMr");
         let targets: Vec<Memory> = (0..10).map(|_| Memory::new(262_144)).collect();
-        let to: Vec<_> = targets.iter().map(|target| pair.recv.register(target).expect("regMr")).collect();
+        let register = |target| if has_gpu() { as_gpu(&pair.recv, target) } else { pair.recv.register(target) };
+        let to: Vec<_> = targets.iter().map(|target| register(target).expect("regMr")).collect();
         let place = |number: usize| (SIZES[number % SIZES.len()], number * 4099 % 300_000);
         let (mut posted, mut sent) = (VecDeque::<Request>::new(), Vec::<Request>::new());
+        let mut flushing = VecDeque::<Option<Request>>::new();
         let (mut next_post, mut next_send, mut done) = (0, 0, 0);
         loop {
             let stops = self.stop.load(Ordering::Relaxed);
-            if stops && posted.is_empty() && sent.is_empty() && next_send == next_post {
+            if stops && posted.is_empty() && flushing.is_empty() && sent.is_empty() && next_send == next_post {
                 return;
             }
             if !stops && next_post < done + 10 {
@@ -146,8 +150,19 @@ impl Traffic {
             sent.retain(|request| pair.send.test(request).expect("a send").is_none());
             while let Some(sizes) = posted.front().and_then(|request| pair.recv.test(request).expect("a receive")) {
                 posted.pop_front();
+                let number = done + flushing.len();
+                let size = place(number).0;
+                assert_eq!(sizes[0] as usize, size, "message {number}");
+                let part = Part::new(targets[number % 10].at(0), size, Some(&to[number % 10]));
+                // SAFETY: as above.
+                flushing.push_back(unsafe { pair.recv.iflush(part) }.expect("iflush"));
+            }
+            let is_done = |flush: &Option<Request>| {
+                flush.as_ref().is_none_or(|request| pair.recv.test(request).expect("a flush").is_some())
+            };
+            while flushing.front().is_some_and(is_done) {
+                flushing.pop_front();
                 let (size, start) = place(done);
-                assert_eq!(sizes[0] as usize, size, "message {done}");
                 assert!(targets[done % 10].bytes()[..size] == source.bytes()[start..start + size], "message {done}");
                 done += 1;
                 self.messages.store(done as u64, Ordering::Relaxed);
@@ -263,6 +278,43 @@ fn a_way_that_falls_silent_is_done_without_and_used_again() {
                 eventually("the way is used again", PATIENCE, back);
                 traffic.goes_on("traffic over both");
             }
+        });
+    });
+}
+
+/// What was received is flushed through each port, which cannot be for a while, or only through a fresh queue pair.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn flushes_outlive_ports_that_go_down() {
+    const NAME: &str = "flushes_outlive_ports_that_go_down";
+    let _links = Links::new();
+    let injector = child::role().is_none().then(faulty_verbs).unwrap_or_default();
+    let gpu = [("LD_PRELOAD", injector.to_str().expect("UTF-8")), ("FAULTY_VERBS_GPU", "1")];
+    child::alone(NAME, &[&IMPATIENT[..], &gpu].concat(), || {
+        let _watchdog = watchdog(150);
+        under_traffic(|traffic, log| {
+            traffic.goes_on("traffic");
+            for (round, link) in [FIRST, SECOND].into_iter().enumerate() {
+                link.down();
+                traffic.goes_on("traffic without the link");
+                std::thread::sleep(Duration::from_millis(300));
+                link.up();
+                let back = || (said(log, "has 2 of 2 queue pairs again") >= 2 * (round + 1)).then_some(());
+                eventually("the port is used again", PATIENCE, back);
+                traffic.goes_on("traffic over both");
+            }
+            for link in [FIRST, SECOND] {
+                FIRST.down();
+                SECOND.down();
+                std::thread::sleep(Duration::from_secs(2));
+                link.up();
+                traffic.goes_on("traffic over one");
+                for link in [FIRST, SECOND] {
+                    link.up();
+                }
+                traffic.goes_on("traffic over both");
+            }
+            println!("{} times a flush was made again", said(log, "a flush is made again"));
         });
     });
 }

@@ -457,6 +457,11 @@ impl Lane {
         self.life == Life::Up
     }
 
+    /// Whether it has a queue pair, and be it one that was stopped: what that has brought may still be on its way.
+    pub fn has_pair(&self) -> bool {
+        self.element().is_some()
+    }
+
     /// Whether a completion is of its present queue pair: those of an earlier one may still come.
     #[inline]
     pub fn is_of_this_life(&self, completion: &Completion) -> bool {

@@ -19,11 +19,10 @@ use super::adapter::{Adapters, Memory, Registration, own_regions};
 use super::base::{Base, Parts};
 use super::eager::{EAGER_MAX, Head, Inbox, PLACES};
 use super::fabric::{Depth, Fabric, Lane};
-use super::flush::{self, Flush};
+use super::flush::{self, Around, Flush};
 use super::line::{Immediate, LINE, LINES, Ring, encode_word};
-use super::mending::Trouble;
 use super::receives::{Part, Receives, Slot};
-use super::trouble::{Doing, is_of_the_way};
+use super::trouble::Doing;
 use super::verbs::{Completion, Local, MemoryRegion, Opcode, Remote, Work};
 use crate::engine::counters::Counters;
 use crate::engine::events::{Chunk, MOST};
@@ -268,19 +267,18 @@ impl RdmaRecv {
         let Some(memory) = memory.filter(|memory| flush::is_needed(memory.kind)) else { return Ok(None) };
         memory.check(&self.base.adapters, address, 1)?;
         let mut state = self.state();
-        // With the queue pairs of a port everything that they had written was.
-        if state.flush.as_ref().is_some_and(|flush| !flush.is_needed()) {
+        let State { flush, fabric: Some(fabric), .. } = &mut *state else {
+            return self.base.health.check().map(|()| None);
+        };
+        let flush = flush.get_or_insert_with(|| Flush::new(&self.base.adapters));
+        let around = Around { config: self.base.config(), lanes: fabric.lanes() };
+        let ports = flush.ports(&around);
+        if ports == 0 {
             return Ok(None);
         }
         let ticket = self.base.requests.take(1).ok_or_else(|| Error::internal("a flush found no request slot"))?;
-        let begin = || {
-            let flush = match &mut state.flush {
-                Some(flush) => flush,
-                place => place.insert(Flush::new(&self.base.adapters, self.base.config())?),
-            };
-            flush.start(ticket.slot, address, memory)
-        };
-        if let Err(error) = begin() {
+        let done = |slot| self.base.requests.complete_part(slot, 0, 0);
+        if let Err(error) = flush.start((ticket.slot, ports), (address, memory), &around, done) {
             self.end(state, error);
             self.base.requests.cancel(ticket);
             return self.base.health.check().map(|()| None);
@@ -386,21 +384,9 @@ impl RdmaRecv {
 
     #[inline(never)]
     fn poll_flush(&self, state: &mut State) -> Result<()> {
-        let State { flush: Some(flush), fabric, .. } = state else { return Ok(()) };
-        let requests = &self.base.requests;
-        let lanes = fabric.as_mut().map_or(&mut [][..], Fabric::lanes_mut);
-        let broken = |lane: &mut Lane, completion: &Completion| {
-            if !self.base.mends() || !is_of_the_way(completion.status()) {
-                return self.base.broken(lane, completion, Doing::Flushing);
-            }
-            // What this adapter brings cannot be flushed any more.
-            for other in lanes.iter_mut().filter(|other| other.adapter == lane.adapter) {
-                let error = self.base.explain(lane, completion, Doing::Flushing);
-                other.suffers(Trouble { error, is_flush: completion.is_flushed() });
-            }
-            Ok(())
-        };
-        flush.poll(|slot| requests.complete_part(slot, 0, 0), broken)?;
+        let State { flush: Some(flush), fabric: Some(fabric), .. } = state else { return Ok(()) };
+        let around = Around { config: self.base.config(), lanes: fabric.lanes() };
+        flush.poll(&around, |slot| self.base.requests.complete_part(slot, 0, 0))?;
         Ok(())
     }
 

@@ -73,6 +73,18 @@ pub fn is_of_the_way(code: u32) -> bool {
 /// Which kind of failure a status is, and what mostly causes it.
 fn usual_cause(code: u32, doing: Doing, port_is_down: bool) -> (Cause, &'static str) {
     match code {
+        // Through a queue pair that leads to itself: the peer has no part in it.
+        status::IBV_WC_LOC_PROT_ERR | status::IBV_WC_LOC_ACCESS_ERR | status::IBV_WC_REM_ACCESS_ERR
+            if doing == Doing::Flushing =>
+        {
+            (Cause::Usage, "the memory that was received into is not registered any more, or was unmapped")
+        }
+        _ if doing == Doing::Flushing && port_is_down => {
+            (Cause::System, "this side's port is down: look at the cable, the switch and the interface")
+        }
+        _ if doing == Doing::Flushing => {
+            (Cause::System, "this side's device could not read back what it had written; look at the kernel's log")
+        }
         status::IBV_WC_LOC_QP_OP_ERR if port_is_down => {
             (Cause::System, "this side's port is down: look at the cable, the switch and the interface")
         }
@@ -129,6 +141,15 @@ mod tests {
             [status::IBV_WC_LOC_PROT_ERR, status::IBV_WC_REM_ACCESS_ERR].into_iter().all(|code| !is_of_the_way(code))
         );
         assert!([status::IBV_WC_RETRY_EXC_ERR, status::IBV_WC_WR_FLUSH_ERR].into_iter().all(is_of_the_way));
+    }
+
+    #[test]
+    fn a_flush_that_fails_is_not_the_peers_fault() {
+        for code in [status::IBV_WC_RETRY_EXC_ERR, status::IBV_WC_WR_FLUSH_ERR, status::IBV_WC_REM_OP_ERR] {
+            assert_eq!(usual_cause(code, Doing::Flushing, false).0, Cause::System);
+            assert!(usual_cause(code, Doing::Flushing, true).1.contains("this side's port is down"));
+        }
+        assert_eq!(usual_cause(status::IBV_WC_REM_ACCESS_ERR, Doing::Flushing, false).0, Cause::Usage);
     }
 
     #[test]

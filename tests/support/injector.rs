@@ -2,7 +2,30 @@
 //! `LD_PRELOAD` with a function that arms it and one that reports.
 
 use std::collections::BTreeMap;
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{CStr, CString, c_char, c_int};
+use std::path::PathBuf;
+
+use towline::host::{Code, Memory, Mr, PTR_CUDA, RecvComm};
+
+/// Where memory begins in the DMA-BUF that it is said to have: anything from a page on.
+const OFFSET: u64 = 1 << 16;
+
+/// The injector of verbs faults, which `tests/rdma_vm/suite.sh` builds beside the plugin.
+pub fn faulty_verbs() -> PathBuf {
+    let library = super::library().with_file_name("libfaulty_verbs.so");
+    assert!(library.exists(), "{} is not there: tests/rdma_vm/suite.sh builds it", library.display());
+    library
+}
+
+/// Whether that takes host memory for a GPU's here.
+pub fn has_gpu() -> bool {
+    std::env::var_os("FAULTY_VERBS_GPU").is_some_and(|set| set == "1")
+}
+
+/// Registers memory as that of a GPU.
+pub fn as_gpu(recv: &RecvComm, memory: &Memory) -> Result<Mr, Code> {
+    recv.reg_mr_dmabuf((memory.at(0), memory.len()), PTR_CUDA, (OFFSET, 0))
+}
 
 /// The names of its functions, and what it means when it cannot be armed.
 pub struct Injector {
@@ -23,6 +46,17 @@ impl Injector {
         // SAFETY: as it is declared there.
         let arm: extern "C" fn(c_int) -> c_int = unsafe { std::mem::transmute(Self::function(self.arm)) };
         assert!(arm(on.into()) != 0, "{}", self.complaint);
+    }
+
+    /// Has the next `times` calls of a name fail with an error. How many of the last order were still to.
+    pub fn fail(&self, name: &CStr, call: &str, error: c_int, times: c_int) -> c_int {
+        // SAFETY: as it is declared there.
+        let fail: extern "C" fn(*const c_char, c_int, c_int) -> c_int =
+            unsafe { std::mem::transmute(Self::function(name)) };
+        let call = CString::new(call).expect("no zero");
+        let left = fail(call.as_ptr(), error, times);
+        assert!(left >= 0, "no call is named {call:?}");
+        left
     }
 
     /// What was injected: by call and kind of fault, how many calls there were and how many faults.

@@ -7,6 +7,7 @@ use super::{DEPTH, RECEIVE, RdmaRecv, State};
 use crate::os::error::Result;
 use crate::os::log::NET;
 use crate::rdma::fabric::Fabric;
+use crate::rdma::flush::Around;
 use crate::rdma::mending::Tended;
 use crate::rdma::record::LaneRecord;
 
@@ -17,22 +18,22 @@ impl RdmaRecv {
         let Ok(mut state) = self.state.try_lock() else { return true };
         let Some(fabric) = &mut state.fabric else { return false };
         self.base.look_around(fabric);
-        fabric.is_alarmed()
+        let is_alarmed = fabric.is_alarmed();
+        self.settle_flushes(&mut state);
+        is_alarmed
     }
 
     /// Looks after lanes that are in trouble.
     #[cold]
     pub(super) fn tend(&self, state: &mut State) -> Result<()> {
-        let State { fabric: Some(fabric), flush, used, .. } = state else { return Ok(()) };
+        let State { fabric: Some(fabric), used, .. } = state else { return Ok(()) };
         let Tended { gone, .. } = self.base.tend(fabric, |fabric, lane, (epoch, record)| {
             if epoch.wrapping_sub(fabric.lane(lane).epoch()).cast_signed() <= 0 {
                 return Ok(());
             }
-            // Flushes read from all ports; they begin anew.
-            let is_free = flush.as_ref().is_none_or(|flush| !flush.is_busy());
-            match if is_free { self.take_lane(fabric, lane, epoch, record) } else { Ok(false) } {
+            match self.take_lane(fabric, lane, epoch, record) {
                 Ok(true) => {
-                    (*flush, used[lane]) = (None, 0);
+                    used[lane] = 0;
                     self.base.offer_lane(fabric, lane);
                 }
                 Ok(false) => self.base.refuse_lane(lane, epoch),
@@ -46,8 +47,9 @@ impl RdmaRecv {
         })?;
         for (lane, _) in gone {
             state.used[lane] = 0;
-            self.do_without(state, lane);
+            state.lines_are_lost |= state.line_lane == lane;
         }
+        self.settle_flushes(state);
         if state.lines_are_lost { self.write_again(state) } else { Ok(()) }
     }
 
@@ -73,17 +75,12 @@ impl RdmaRecv {
         Ok(true)
     }
 
-    /// Both ends of a lane have ended.
-    #[cold]
-    fn do_without(&self, state: &mut State, lane: usize) {
-        let State { fabric: Some(fabric), flush, line_lane, lines_are_lost, .. } = &mut *state else { return };
-        let adapter = fabric.lanes()[lane].adapter;
-        if let Some(flush) = flush
-            && !fabric.lanes().iter().any(|lane| lane.is_up() && lane.adapter == adapter)
-        {
-            flush.give_up(adapter, |slot| self.base.requests.complete_part(slot, 0, 0));
+    /// Flushes do not wait for ports over which nothing comes any more.
+    fn settle_flushes(&self, state: &mut State) {
+        if let State { flush: Some(flush), fabric: Some(fabric), .. } = state {
+            let around = Around { config: self.base.config(), lanes: fabric.lanes() };
+            flush.settle(&around, |slot| self.base.requests.complete_part(slot, 0, 0));
         }
-        *lines_are_lost |= *line_lane == lane;
     }
 
     /// The lines that may be lost are written over another lane, if there is one.
