@@ -14,8 +14,9 @@
 #
 # Left out: net_fork (a sanitizer's child of a fork is not an ordinary one), net_pressure (its injector tells the plugin's
 # system calls by who makes them, and the sanitizer stands in between), what counts allocations in profiler_host (the
-# sanitizer makes them), net_netns (nothing that the others do not have,
-# but many processes), the simulation (no unsafe code in it). tests/leaks.supp says what is kept for good on purpose.
+# sanitizer makes them), net_netns (nothing that the others do not have, but many processes), the simulation (no unsafe
+# code in it). tests/leaks.supp says what is kept for good on purpose, tests/valgrind.supp what memcheck takes for a fault
+# and is none.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 how=${1:?address, thread or valgrind}
@@ -66,12 +67,28 @@ thread)
     ;;
 valgrind)
     [ ${#tests[@]} -gt 0 ] || tests=(net_placement)
+    # Blocks that are still reachable belong to threads and tables that live as long as the process.
+    memcheck="valgrind --quiet --error-exitcode=9 --leak-check=full --errors-for-leak-kinds=definite \
+--show-leak-kinds=definite --num-callers=30 --fair-sched=try --suppressions=$PWD/tests/valgrind.supp"
     for test in "${tests[@]}"; do
         printf '== %s, valgrind\n' "$test"
-        # Blocks that are still reachable belong to threads and tables that live as long as the process.
-        CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="valgrind --quiet --error-exitcode=9 --leak-check=full \
---errors-for-leak-kinds=definite --show-leak-kinds=definite --num-callers=30 --fair-sched=try" \
-            cargo test --quiet --test "$test" -- --test-threads 1 "${arguments[@]}"
+        children='' slow=()
+        if [ "$test" = profiler_host ]; then
+            # What it looks at runs in processes of its own. Left out is what awaits a schedule, or reads long traces.
+            children='--trace-children=yes --trace-children-skip=*/towline,*/cc'
+            slow=(--skip merge:: --skip picture:: --skip setups:: --skip the_trace_of_a_killed)
+        fi
+        CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="$memcheck $children" \
+            cargo test --quiet --test "$test" -- --test-threads 1 "${skip[@]}" "${slow[@]}" "${arguments[@]}"
+        [ "$test" = profiler_host ] || continue
+        # The set-ups by themselves, without a look at what they leave.
+        for scenario in rank:1,0 rank:6,0 devices:6 threads:6; do
+            printf '== %s of %s, valgrind\n' "$scenario" "$test"
+            traces=$(mktemp -d)
+            CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER=$memcheck PROFILER_TEST_SCENARIO=$scenario TOWLINE_PROFILE=all \
+                TOWLINE_PROFILE_DIR=$traces cargo test --quiet --test "$test" -- --exact scenario --ignored
+            rm -r "$traces"
+        done
     done
     ;;
 *)

@@ -2,12 +2,7 @@
 //! the profiler. One process per device is what `towline all-reduce` plays (`tests/profile_run.rs`); here are the other
 //! set-ups, and the abort in which NCCL frees what the transport's handles lead to before it closes the connections.
 //!
-//! Under valgrind (some minutes), here for the abort:
-//!
-//! ```sh
-//! PROFILER_TEST_SCENARIO=wire:abort TOWLINE_PROFILE=trace TOWLINE_PROFILE_BUFFER=16 TOWLINE_STREAMS=3 \
-//!     valgrind --error-exitcode=9 target/debug/deps/profiler_host-* --exact scenario --ignored --test-threads=1
-//! ```
+//! Under valgrind: `tests/memory.sh valgrind profiler_host`.
 
 use std::ffi::c_void;
 use std::sync::Barrier;
