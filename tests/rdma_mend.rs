@@ -344,64 +344,62 @@ fn with_all_ports_down_the_connection_waits_for_one() {
     });
 }
 
-/// The bytes that were told of as sent again, and how often the pieces say that they were.
-fn resent(told: &[Told]) -> (u64, u32) {
-    let again = told.iter().filter(|piece| piece.details.is_resend()).map(|piece| piece.length).sum();
-    (again, told.iter().map(|piece| piece.details.retransmissions).sum())
+/// How often a half of the message was told of as sent again, which the pieces that it repeats say as well.
+fn halves_again(told: &[Told], size: usize) -> u32 {
+    let (again, first): (Vec<&Told>, Vec<&Told>) = told.iter().partition(|piece| piece.details.is_resend());
+    assert!(again.iter().all(|piece| piece.length as usize == size / 2), "{told:?}");
+    assert_eq!(first.iter().map(|piece| piece.details.retransmissions).sum::<u32>() as usize, again.len(), "{told:?}");
+    again.len() as u32
 }
 
 /// What a profiler hears: the bytes of each message add up to its size on both sides (`Transfer::whole`), what travelled
-/// again is told apart, on the rail that took it, and so is the queue pair that was connected anew.
+/// again is told apart, on the rail that took it, and so is the queue pair that was connected anew. The link is the one
+/// that carries lines and short messages too. (On a starved machine queue pairs may give up at other times as well; then
+/// the same holds.)
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn what_is_sent_again_is_told_apart_and_so_is_a_queue_pair_that_is_back() {
     const NAME: &str = "what_is_sent_again_is_told_apart_and_so_is_a_queue_pair_that_is_back";
     const SIZE: usize = 1 << 20;
     let _links = Links::new();
-    for (number, link) in [FIRST, SECOND].into_iter().enumerate() {
-        let number = number.to_string();
-        let [a, b, c, d] = IMPATIENT;
-        let variables = [a, b, c, d, ("TOWLINE_NET_EVENTS", "towline"), ("TEST_LINK", &*number)];
-        child::alone(NAME, &variables, || {
-            let _watchdog = watchdog(60);
-            let number: u16 = std::env::var("TEST_LINK").expect("set above").parse().expect("a number");
-            let link = [FIRST, SECOND][usize::from(number)];
-            let log = Capture::start();
-            let init = Init { comm_id: 7, profiler: Some(callback), ..Init::default() };
-            let context = net(ApiVersion::V12).init_with(&init).expect("init");
-            let pair = over_both(&context);
-            let (sender, receiver) = moved(&pair, pattern(1, SIZE));
-            assert_eq!((sender.len(), resent(&sender), resent(&receiver)), (2, (0, 0), (0, 0)), "{sender:?}");
-            let rails: Vec<u16> = sender.iter().map(|piece| piece.details.rail).collect();
-            assert!(rails.contains(&0) && rails.contains(&1), "a share on each: {sender:?}");
-
-            link.mislead();
-            let (sender, receiver) = moved(&pair, pattern(2, SIZE));
-            assert_eq!(resent(&sender), (SIZE as u64 / 2, 1), "the lost half travels once more: {sender:?}");
-            let again = sender.iter().find(|piece| piece.details.is_resend()).expect("a resend");
-            assert_eq!(again.details.rail, 1 - number, "over the other link: {sender:?}");
-            assert_eq!(resent(&receiver), (0, 0), "the half that was lost never came: {receiver:?}");
-            let (sender, _) = moved(&pair, pattern(3, SIZE));
-            assert_eq!(resent(&sender), (0, 0), "{sender:?}");
-            assert!(sender.iter().all(|piece| piece.details.rail == 1 - number), "{sender:?}");
-
-            link.introduce();
-            let (mut out, mut back) = (0, 0);
-            let mut next = 4;
-            eventually("both ends say of the queue pair that it is back", PATIENCE, || {
-                let (sender, receiver) = moved(&pair, pattern(next, SIZE));
-                next += 1;
-                out += sender.iter().map(|piece| piece.details.reconnects).sum::<u16>();
-                back += receiver.iter().map(|piece| piece.details.reconnects).sum::<u16>();
-                assert_eq!((resent(&sender), resent(&receiver)), ((0, 0), (0, 0)), "{sender:?} {receiver:?}");
-                (out > 0 && back > 0 && sender.iter().any(|piece| piece.details.rail == number)).then_some(())
-            });
-            assert!(said(&log, "has 2 of 2 queue pairs again") >= 2);
-            println!("link {number}: back after {} messages, {out} and {back} reconnects", next - 4);
+    let [a, b, c, d] = IMPATIENT;
+    child::alone(NAME, &[a, b, c, d, ("TOWLINE_NET_EVENTS", "towline")], || {
+        let _watchdog = watchdog(60);
+        let log = Capture::start();
+        let init = Init { comm_id: 7, profiler: Some(callback), ..Init::default() };
+        let context = net(ApiVersion::V12).init_with(&init).expect("init");
+        let pair = over_both(&context);
+        let mut number = 0;
+        let mut message = || {
+            number += 1;
+            let (sender, receiver) = moved(&pair, pattern(number, SIZE));
+            let again = halves_again(&sender, SIZE);
+            assert_eq!(halves_again(&receiver, SIZE), 0, "what was lost never came: {receiver:?}");
+            (sender, receiver, again)
+        };
+        let takes = |told: &[Told], rail: u16| told.iter().any(|piece| piece.details.rail == rail);
+        eventually("a share on each link", PATIENCE, || {
+            let (sender, ..) = message();
+            (sender.len() == 2 && takes(&sender, 0) && takes(&sender, 1)).then_some(())
         });
-        if child::role().is_some() {
-            return;
-        }
-        link.introduce();
-    }
+
+        FIRST.mislead();
+        let (sender, _, again) = message();
+        assert!(again >= 1, "the lost half travels once more: {sender:?}");
+        let other = sender.iter().filter(|piece| piece.details.is_resend()).all(|piece| piece.details.rail == 1);
+        assert!(other, "over the other link: {sender:?}");
+        let (sender, ..) = message();
+        assert!(!takes(&sender, 0), "it leads nowhere still: {sender:?}");
+
+        FIRST.introduce();
+        let (mut out, mut back) = (0, 0);
+        let reconnects = |told: &[Told]| told.iter().map(|piece| piece.details.reconnects).sum::<u16>();
+        eventually("both ends say of the queue pair that it is back", PATIENCE, || {
+            let (sender, receiver, _) = message();
+            (out, back) = (out + reconnects(&sender), back + reconnects(&receiver));
+            (out > 0 && back > 0 && takes(&sender, 0)).then_some(())
+        });
+        assert!(said(&log, "has 2 of 2 queue pairs again") >= 2);
+        println!("{number} messages, {out} and {back} reconnects");
+    });
 }
