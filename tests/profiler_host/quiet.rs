@@ -286,6 +286,10 @@ pub(crate) fn play_wire(rounds: usize) {
     let context = net.init_with(&init).expect("init");
     let pair = Pair::connect(&context, 0).expect("a connection");
     let memory = SIZES.map(|size| (Memory::of(&vec![7; size]), Memory::new(size)));
+    // As NCCL does: over RDMA, memory that is not registered is, for the request.
+    let registered = memory
+        .each_ref()
+        .map(|(from, to)| (pair.send.register(from).expect("regMr"), pair.recv.register(to).expect("regMr")));
     let collective = profiler.collective(c"AllReduce", 0, 1 << 20);
     let [send, receive] = [true, false].map(|sends| profiler.operation(collective, 1, sends, SIZES.len(), 2 << 20));
     let mut quiet = Counts::default();
@@ -296,11 +300,11 @@ pub(crate) fn play_wire(rounds: usize) {
         let steps = SIZES.map(|_| (profiler.step(send, number), profiler.step(receive, number)));
         // As deep as NCCL goes on the one side, so that the requests' places take turns.
         let mut requests = std::array::from_fn::<_, { SIZES.len() }, _>(|at| {
-            let ((out, back), (from, to)) = (&steps[at], &memory[at]);
-            let to = Part::all(to, None).profiled(back.handle());
+            let ((out, back), (from, to), (from_mr, to_mr)) = (&steps[at], &memory[at], &registered[at]);
+            let to = Part::all(to, Some(to_mr)).profiled(back.handle());
             // SAFETY: memory and handles live until the requests have ended.
             let received = counter.during(|| unsafe { pair.recv.irecv(&[to]) }).expect("irecv").expect("a slot");
-            let from = Part::all(from, None).profiled(out.handle());
+            let from = Part::all(from, Some(from_mr)).profiled(out.handle());
             // SAFETY: as above.
             let sent = counter.during(|| unsafe { pair.send.isend(from) }).expect("isend").expect("a slot");
             (Some(sent), Some(received))
@@ -329,6 +333,7 @@ pub(crate) fn play_wire(rounds: usize) {
     assert!(more as usize * 10 <= rounds, "{more} allocations for {} requests", rounds * 2 * SIZES.len());
     assert_eq!(counts.locks, quiet.locks, "locks of the C library");
     [send, receive].iter().for_each(|&operation| profiler.end(operation));
+    drop(registered);
     pair.close().expect("a close");
 }
 
@@ -340,6 +345,8 @@ fn transfers_that_are_told_of_take_no_memory_in_steady_state() {
         let dir = tempfile::tempdir().unwrap();
         let more = [
             ("LD_PRELOAD", counter.to_str().unwrap()),
+            // A device's library has locks of its own.
+            ("TOWLINE_BACKEND", "tcp"),
             ("TOWLINE_NET_EVENTS", events),
             ("TOWLINE_STREAMS", "3"),
             ("TOWLINE_WORKERS", "2"),
