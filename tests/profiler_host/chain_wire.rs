@@ -122,6 +122,8 @@ fn a_second_profiler_hears_of_transfers_under_its_own_steps() {
         let mut command = super::command(&format!("wire:{setup}"), dir.path());
         command.envs([("TOWLINE_STREAMS", "3"), ("TOWLINE_WORKERS", "2"), ("TOWLINE_NET_EVENTS", events)]);
         command.env("TOWLINE_PROFILER_CHAIN", &library).env("SECOND_OUT", &out);
+        // It looks for sockets.
+        command.env("TOWLINE_BACKEND", "tcp");
         command.envs(profile.map(|words| ("TOWLINE_PROFILE", words)));
         let output = super::finish(command.spawn().unwrap());
         let said = std::fs::read_to_string(&out).unwrap();
