@@ -121,7 +121,8 @@ impl Cores {
                 self.recv.begin(stream, &chunk.header).unwrap();
                 whole |= matches!(self.recv.end(stream), End::Complete(..));
                 if let Some(ack) = self.recv.take_ack(stream, false) {
-                    self.send.acknowledge(stream, ack.offset, ack.total, &mut self.done).unwrap();
+                    self.send.acknowledge_all(ack.counts(), &mut self.done).unwrap();
+                    self.send.acknowledge(stream, ack.header.offset, ack.header.total, &mut self.done).unwrap();
                 }
             }
         }

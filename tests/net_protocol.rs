@@ -11,6 +11,7 @@ use support::proxy::address_of;
 use support::{PATIENCE, child, context, eventually, part, pattern, watchdog};
 use towline::host::log::Capture;
 use towline::host::{ApiVersion, Code, Context, Handle, Memory, Pair, Part, SendComm};
+use towline::tcp::ack::Ack;
 use towline::tcp::frame::{EAGER, HEADER, Header, Type};
 use towline::tcp::handshake::{Secret, Wish};
 
@@ -178,9 +179,10 @@ fn of_a_sender() -> Vec<Violation> {
             vec![Header { offset: 65_536, ..Header::of(Type::Fence, 0) }],
         ),
     ];
-    for kind in [Type::Ack, Type::Clear, Type::Fenced] {
+    for kind in [Type::Ack, Type::Acks, Type::Clear, Type::Fenced] {
         let line = match kind {
             Type::Ack => "the sending side sent a Ack frame",
+            Type::Acks => "the sending side sent a Acks frame",
             Type::Clear => "the sending side sent a Clear frame",
             _ => "the sending side sent a Fenced frame",
         };
@@ -255,6 +257,11 @@ fn a_sender_that_breaks_the_protocol_ends_its_connection_and_places_nothing() {
 #[test]
 fn a_receiver_that_breaks_the_protocol_ends_its_connection() {
     let ack = |frames, credit| Header { offset: frames, total: credit, ..Header::of(Type::Ack, 0) };
+    let acks = |counts: &[u64]| {
+        let mut bytes = Vec::new();
+        Ack::of_one(0, counts[0], 0).of_all(counts.iter().copied()).encode_to(&mut bytes);
+        bytes
+    };
     let clear = |order, total| Header { order, total, ..Header::of(Type::Clear, 0) };
     let fenced =
         |stream, epoch, frames| Header { order: stream, offset: epoch, total: frames, ..Header::of(Type::Fenced, 0) };
@@ -265,6 +272,12 @@ fn a_receiver_that_breaks_the_protocol_ends_its_connection() {
         }),
         ("ever fewer frames", "the peer acknowledged 0 frames of stream 0, of which 1 were sent", Code::RemoteError, {
             vec![ack(1, 0).encode().into(), ack(0, 0).encode().into()]
+        }),
+        ("frames of a stream that is not there", "an unknown stream was acknowledged", Code::RemoteError, {
+            vec![acks(&[1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1])]
+        }),
+        ("counts without end", "a Acks frame carries 136 bytes", Code::RemoteError, {
+            vec![Header { length: 17 * 8, ..Header::of(Type::Acks, 0) }.encode().into()]
         }),
         ("another life", "an acknowledgement came for a former life of its stream", Code::RemoteError, {
             vec![Header { epoch: 7, ..ack(1, 0) }.encode().into()]

@@ -3,7 +3,7 @@
 //! | bytes | field | meaning |
 //! |---|---|---|
 //! | 0 | type | [`Type`] |
-//! | 1 | flags | [`EAGER`], [`PROMPT`] |
+//! | 1 | flags | [`EAGER`], [`PROMPT`], [`WHOLE`] |
 //! | 2–3 | epoch | life of the stream, counted from 0; a frame of another epoch ends the stream |
 //! | 4–7 | length | payload bytes that follow |
 //! | 8–15 | message | number of the message in posting order |
@@ -17,6 +17,7 @@
 //! a header that lies would place bytes wrongly.
 
 use super::check::check;
+use super::limits::MAX_STREAMS;
 use crate::os::error::{Error, Result};
 
 /// Bytes of a header.
@@ -29,10 +30,15 @@ pub const ALIGN: u64 = 128;
 /// The longest payload of a control frame in bytes (the text of [`Type::Fail`]).
 pub const MAX_CONTROL: u32 = 1024;
 
+/// The longest payload of [`Type::Acks`] in bytes: a count for each stream.
+pub const MAX_COUNTS: u32 = 8 * MAX_STREAMS as u32;
+
 /// Flag: the payload was sent without the receiver's clear-to-send and used credit.
 pub const EAGER: u8 = 1;
 /// Flag: somebody waits for the acknowledgement, so send it at once.
 pub const PROMPT: u8 = 2;
+/// Flag: somebody waits for the message that this is a part of: when it is whole, acknowledge what came on all streams.
+pub const WHOLE: u8 = 4;
 
 /// What a frame says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -62,6 +68,9 @@ pub enum Type {
     /// enhanced connection establishment, vendor and options in the halves of the one, the mask in the other. With `total` 2,
     /// sender → receiver: a first write over the new queue pair was acknowledged.
     Lane = 9,
+    /// Receiver → sender: as [`Type::Ack`], and what was taken in on every stream: a count of frames for each, from the first
+    /// on, of 8 bytes ([`Ack`](super::ack::Ack)).
+    Acks = 10,
 }
 
 impl Type {
@@ -77,6 +86,7 @@ impl Type {
             7 => Self::Fenced,
             8 => Self::Ask,
             9 => Self::Lane,
+            10 => Self::Acks,
             _ => return None,
         })
     }
@@ -87,7 +97,7 @@ impl Type {
 pub struct Header {
     /// What the frame says.
     pub kind: Type,
-    /// [`EAGER`], [`PROMPT`].
+    /// [`EAGER`], [`PROMPT`], [`WHOLE`].
     pub flags: u8,
     /// The stream's epoch.
     pub epoch: u16,
@@ -171,6 +181,7 @@ impl Header {
                 end.is_some_and(|end| end <= self.total) && self.offset.is_multiple_of(ALIGN)
             }
             Type::Fail => self.length <= MAX_CONTROL,
+            Type::Acks => self.length <= MAX_COUNTS && self.length.is_multiple_of(8),
             _ => self.length == 0,
         }
     }

@@ -56,6 +56,10 @@ pub const STREAM_WINDOW: u64 = 2 << 20;
 /// Frames of a stream that the receiver may take in before it acknowledges, when nobody waits.
 pub const ACK_EVERY: u64 = 32;
 
+/// Bytes that a stream may take before one of its chunks asks for an acknowledgement, where the sender waits for whole
+/// messages only: what a stream carries must be learnt from time to time (`window`).
+pub const ACK_BYTES: u64 = STREAM_WINDOW / 4;
+
 /// Streams of one connection, at most.
 pub const MAX_STREAMS: usize = 16;
 

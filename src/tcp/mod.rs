@@ -29,6 +29,7 @@
 //! | [`watch`] | noticing that a path has died without a word |
 
 pub mod acceptor;
+pub mod ack;
 pub mod attend;
 pub mod check;
 pub mod copies;

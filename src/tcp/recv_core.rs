@@ -11,7 +11,8 @@ use std::collections::VecDeque;
 
 use slab::Slab;
 
-use super::frame::{EAGER, Header, PROMPT, Type};
+use super::ack::Ack;
+use super::frame::{EAGER, Header, PROMPT, Type, WHOLE};
 use super::limits::{ACK_EVERY, EAGER_MAX, EAGER_WINDOW, MAX_AHEAD, MAX_EARLY, MAX_POSTED, MAX_STREAMS, MESSAGE_COST};
 use super::ranges::Ranges;
 use super::send_core::too_long;
@@ -142,14 +143,21 @@ struct Open {
     place: Place,
     /// The sender waits for this frame's acknowledgement.
     prompt: bool,
+    /// The sender waits for the whole message.
+    whole: bool,
 }
 
 #[derive(Default)]
 struct Stream {
     epoch: u16,
     received: u64,
+    /// Frames that were acknowledged, on this stream or on another.
     acked: u64,
+    /// Frames that were acknowledged on this stream.
+    told: u64,
     prompt: bool,
+    /// A message that the sender waits for became whole by a frame of this stream.
+    whole: bool,
     fenced: bool,
     open: Option<Open>,
 }
@@ -183,7 +191,7 @@ impl RecvCore {
         }
         // The counts go on through all lives of the stream.
         let received = self.streams[index].received;
-        self.streams[index] = Stream { epoch, received, acked: received, ..Stream::default() };
+        self.streams[index] = Stream { epoch, received, acked: received, told: received, ..Stream::default() };
     }
 
     /// Whether another group of receives with `tag` can be posted now: the oldest unfinished one must not be too far
@@ -331,8 +339,8 @@ impl RecvCore {
             }
         };
         let stream = &mut self.streams[index];
-        let prompt = header.flags & PROMPT != 0;
-        stream.open = Some(Open { tag, order, offset: header.offset, length: header.length, place, prompt });
+        let (prompt, whole) = (header.flags & PROMPT != 0, header.flags & WHOLE != 0);
+        stream.open = Some(Open { tag, order, offset: header.offset, length: header.length, place, prompt, whole });
         Ok(place)
     }
 
@@ -384,6 +392,7 @@ impl RecvCore {
                 let eager = entry.eager;
                 queue.retire();
                 self.count_short(total);
+                self.streams[index].whole |= open.whole;
                 if eager {
                     self.returned += total + MESSAGE_COST;
                 }
@@ -418,11 +427,12 @@ impl RecvCore {
     pub fn is_ack_due(&self, index: usize) -> bool {
         let Some(stream) = self.streams.get(index) else { return false };
         let frames = stream.received - stream.acked;
-        (stream.prompt && frames > 0) || frames >= ACK_EVERY || self.owes_credit()
+        (stream.prompt && frames > 0) || stream.whole || frames >= ACK_EVERY || self.owes_credit()
     }
 
-    /// The acknowledgement that stream `index` owes, if any. With `force`, also what nobody waits for.
-    pub fn take_ack(&mut self, index: usize, force: bool) -> Option<Header> {
+    /// The acknowledgement that stream `index` owes, if any. With `force`, also what nobody waits for. After a whole message
+    /// it speaks for all streams.
+    pub fn take_ack(&mut self, index: usize, force: bool) -> Option<Ack> {
         let owed = self.returned - self.told;
         let returned = self.returned;
         let due = self.is_ack_due(index);
@@ -431,10 +441,18 @@ impl RecvCore {
         if !(due || force && (frames > 0 || owed > 0)) {
             return None;
         }
+        (stream.acked, stream.told) = (stream.received, stream.received);
         stream.prompt = false;
-        stream.acked = stream.received;
         self.told = returned;
-        Some(Header { offset: stream.received, total: returned, ..Header::of(Type::Ack, stream.epoch) })
+        let ack = Ack::of_one(stream.epoch, stream.received, returned);
+        if !std::mem::take(&mut stream.whole) || self.streams.iter().all(|stream| stream.received == stream.acked) {
+            return Some(ack);
+        }
+        for stream in &mut self.streams {
+            stream.acked = stream.received;
+            (stream.prompt, stream.whole) = (false, false);
+        }
+        Some(ack.of_all(self.streams.iter().map(|stream| stream.received)))
     }
 
     /// What the receives in flight wait for, in a line for logs.
@@ -480,7 +498,8 @@ impl RecvCore {
     }
 
     /// Ends the life of stream `index` in `epoch`: nothing more may be taken in from it. Returns how many frames were,
-    /// in all its lives; nothing when that life is over already, or there is no such stream.
+    /// in all its lives; nothing when that life is over already, or there is no such stream. Others may owe an
+    /// acknowledgement by that ([`RecvCore::is_ack_due`]): what it has said for them may be lost.
     pub fn fence(&mut self, index: usize, epoch: u16) -> Option<u64> {
         if index >= MAX_STREAMS || self.has_outlived(index, epoch) {
             return None;
@@ -490,6 +509,13 @@ impl RecvCore {
         }
         let stream = &mut self.streams[index];
         stream.fenced = true;
+        let unsaid = std::mem::take(&mut stream.whole);
+        for other in &mut self.streams {
+            if unsaid || other.acked > other.told {
+                (other.acked, other.prompt) = (other.told, true);
+            }
+        }
+        let stream = &mut self.streams[index];
         // An acknowledgement that was on its way may be lost, and the credit in it: tell all of it again.
         self.told = 0;
         // A frame that had begun never ends: it does not count, and will come again from its first byte. A
@@ -568,10 +594,52 @@ mod tests {
         core.begin(0, &frame(0)).unwrap();
         assert_eq!(core.end(0), End::More);
         core.begin(0, &frame(EAGER_MAX)).unwrap();
-        assert_eq!(core.take_ack(0, false).map(|header| header.offset), Some(1));
+        assert_eq!(core.take_ack(0, false).map(|ack| ack.header.offset), Some(1));
         assert!(core.take_ack(0, false).is_none(), "nothing new has arrived");
         assert!(matches!(core.end(0), End::Complete(..)));
-        assert_eq!(core.take_ack(0, false).map(|header| header.offset), Some(2));
+        assert_eq!(core.take_ack(0, false).map(|ack| ack.header.offset), Some(2));
+    }
+
+    /// A receiver with three streams and a long receive; both halves of the message have come, each over a stream of its own,
+    /// and a frame that nobody waits for over the third.
+    fn whole() -> RecvCore {
+        let mut core = posted(256);
+        core.stream_up(2, 1);
+        core.post(7, 128, Part { slot: 1, part: 0 }).unwrap();
+        core.begin(2, &Header { tag: 7, ..chunk(0, 128, 128) }).unwrap();
+        core.end(2);
+        for index in [0, 1] {
+            core.begin(index, &Header { flags: WHOLE, ..chunk(index as u64 * 128, 128, 256) }).unwrap();
+            assert!(!core.is_ack_due(index), "a part by itself is not worth a word");
+            core.end(index);
+        }
+        core
+    }
+
+    #[test]
+    fn a_whole_message_is_acknowledged_once_for_all_streams() {
+        let mut core = whole();
+        assert!(!core.is_ack_due(0) && core.is_ack_due(1));
+        assert_eq!(core.take_ack(1, false).unwrap().counts(), [1, 1, 1]);
+        for index in 0..3 {
+            assert!(core.take_ack(index, true).is_none(), "all is said");
+        }
+    }
+
+    #[test]
+    fn what_a_lost_stream_had_to_say_for_others_these_say_themselves() {
+        for written in [false, true] {
+            let mut core = whole();
+            if written {
+                core.take_ack(1, false).unwrap();
+            }
+            assert_eq!(core.fence(1, 1), Some(1));
+            for index in [0, 2] {
+                assert!(core.is_ack_due(index));
+                let ack = core.take_ack(index, false).unwrap();
+                assert_eq!((ack.header.kind, ack.header.offset), (Type::Ack, 1));
+            }
+        }
     }
 
     /// Found by the fuzzer of calls: the rest of an early message came while `irecv` was failing, since its buffer was too

@@ -18,9 +18,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use slab::Slab;
 
-use super::frame::{EAGER, Header, PROMPT, Type};
+use super::frame::{EAGER, Header, PROMPT, Type, WHOLE};
 use super::limits::{
-    CHUNK_MAX, CHUNK_MIN, EAGER_MAX, EAGER_WINDOW, MAX_AHEAD, MAX_POSTED, MAX_STREAMS, MESSAGE_COST, PAGE,
+    ACK_BYTES, CHUNK_MAX, CHUNK_MIN, EAGER_MAX, EAGER_WINDOW, MAX_AHEAD, MAX_POSTED, MAX_STREAMS, MESSAGE_COST, PAGE,
     REPLAY_BESIDE_WORKERS, REPLAY_MAX,
 };
 use super::tags::TagOrders;
@@ -124,6 +124,13 @@ struct Stream {
     /// Only what the kernel took whole can be acknowledged, whatever the peer says.
     written: Arc<Written>,
     acked: u64,
+    /// Frames that the receiver acknowledged on this stream.
+    told: u64,
+    /// Frames that the receiver acknowledged on another stream. Those that the kernel took whole count; of the others the
+    /// thread that has this stream may not have said so yet.
+    claimed: u64,
+    /// Bytes handed out since a chunk asked for a prompt acknowledgement.
+    unasked: u64,
     flights: VecDeque<Flight>,
     bytes: u64,
     window: Window,
@@ -161,6 +168,8 @@ pub struct SendCore {
     delivered: u64,
     /// Keep messages until they are acknowledged, so that they can be sent again.
     recovery: bool,
+    /// Each chunk is acknowledged by itself.
+    each: bool,
     /// Chunks that have arrived, for whoever asked to be told ([`SendCore::watch_landings`]).
     landed: Option<Vec<(Key, u64)>>,
     /// How many messages had been posted when the last short one was.
@@ -188,10 +197,17 @@ impl SendCore {
             others: 0,
             delivered: 0,
             recovery,
+            each: false,
             landed: None,
             last_short: None,
             settled: false,
         }
+    }
+
+    /// From now on each chunk's acknowledgement is asked for at once, not only that of a whole message: what a stream carries
+    /// is then known of it alone, which matters where streams travel over different rails.
+    pub fn acknowledge_each(&mut self) {
+        self.each = true;
     }
 
     /// From now on [`SendCore::take_landed`] says which chunks have arrived.
@@ -220,6 +236,7 @@ impl SendCore {
         debug_assert!(stream.flights.is_empty(), "a stream comes back only after its old epoch is fenced");
         // The counts go on through all lives of the stream, so that a count never needs to name its epoch.
         stream.live = true;
+        stream.unasked = 0;
         stream.adrift = false;
         stream.epoch = epoch;
         // It may come back over another rail.
@@ -457,15 +474,24 @@ impl SendCore {
         let mut flags = if message.eager { EAGER } else { 0 };
         let most = if self.others > 0 { REPLAY_BESIDE_WORKERS } else { REPLAY_MAX };
         let copied = self.recovery && !again && index == 0 && message.length <= most;
-        // Somebody waits for the acknowledgement of what is not copied when it has left, of a resend (whose request may
-        // wait for nothing else), of a stream whose window or a connection whose credit runs low.
+        // Somebody waits for the acknowledgement of what is not copied when it has left, or of all of a message that is
+        // split; of a resend (whose request may wait for nothing else), of a stream that has taken much since, of one whose
+        // window or a connection whose credit runs low.
+        let split = self.recovery && u64::from(flight.length) < message.length;
+        let awaited = self.recovery && !copied && (!split || self.each);
         let stream = &mut self.streams[index];
         stream.sent += 1;
         stream.bytes += u64::from(flight.length);
+        stream.unasked += u64::from(flight.length);
+        let much = self.recovery && stream.unasked >= ACK_BYTES;
         let window_low = stream.bytes >= stream.window.bytes() / 2;
         let credit_low = self.credit_limit.saturating_sub(self.credit_used) < EAGER_WINDOW / 2;
-        if again || window_low || credit_low || self.recovery && !copied {
+        if again || much || window_low || credit_low || awaited {
             flags |= PROMPT;
+            stream.unasked = 0;
+        }
+        if split {
+            flags |= WHOLE;
         }
         (flight.queued, flight.delivered) = (stream.bytes, self.delivered);
         let header = Header {
@@ -496,6 +522,44 @@ impl SendCore {
     /// A remote error when it acknowledges what was never sent.
     pub fn acknowledge(&mut self, index: usize, frames: u64, credit: u64, done: &mut Vec<Key>) -> Result<()> {
         self.take_in(index, frames, done)?;
+        self.take_credit_back(credit)
+    }
+
+    /// The receiver acknowledged `counts` frames of the streams, the first one's first, by whatever stream. To be followed by
+    /// [`SendCore::acknowledge`] for that one.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn acknowledge_all(&mut self, counts: &[u64], done: &mut Vec<Key>) -> Result<()> {
+        if self.settled {
+            return Ok(());
+        }
+        for (index, &frames) in counts.iter().enumerate().filter(|(_, frames)| **frames > 0) {
+            let stream = self.streams.get_mut(index).ok_or_else(unknown)?;
+            if frames > stream.sent {
+                return Err(impossible(index, frames, stream.sent, stream.acked));
+            }
+            stream.claimed = stream.claimed.max(frames);
+            self.settle(index, done);
+        }
+        Ok(())
+    }
+
+    /// Frames of stream `index` that were acknowledged on another, and that the kernel has taken whole meanwhile, count. To be
+    /// called when the stream's thread has counted one. Whether there was any.
+    #[inline]
+    pub fn settle(&mut self, index: usize, done: &mut Vec<Key>) -> bool {
+        let claims = self.streams.get(index).is_some_and(|stream| stream.claimed > stream.acked);
+        if claims {
+            let stream = &self.streams[index];
+            let frames = stream.claimed.min(stream.written.frames());
+            // Told together with other streams' frames: that says nothing about this one's rate.
+            self.land(index, frames, false, done);
+        }
+        claims
+    }
+
+    fn take_credit_back(&mut self, credit: u64) -> Result<()> {
         if credit > self.credit_used {
             return Err(Error::remote("the peer returned more credit than it was owed"));
         }
@@ -514,15 +578,21 @@ impl SendCore {
         if self.settled {
             return Ok(());
         }
-        let carriers = self.carriers();
-        let stream = self.streams.get_mut(index).ok_or_else(|| Error::remote("an unknown stream was acknowledged"))?;
+        let stream = self.streams.get_mut(index).ok_or_else(unknown)?;
         let written = stream.written.frames();
-        if frames > written || frames < stream.acked {
-            return Err(Error::remote(format!(
-                "the peer acknowledged {frames} frames of stream {index}, of which {written} were sent and {} acknowledged before",
-                stream.acked
-            )));
+        // Another stream may have said more already.
+        if frames > written || frames < stream.told {
+            return Err(impossible(index, frames, written, stream.told));
         }
+        stream.told = frames;
+        self.land(index, frames, true, done);
+        Ok(())
+    }
+
+    /// The receiver has the first `frames` frames of stream `index`, all of which have left. `timed`: and has just got them.
+    fn land(&mut self, index: usize, frames: u64, timed: bool, done: &mut Vec<Key>) {
+        let carriers = self.carriers();
+        let stream = &mut self.streams[index];
         for _ in stream.acked..frames {
             let flight = stream.flights.pop_front().expect("as many flights as unacknowledged frames");
             stream.bytes -= u64::from(flight.length);
@@ -531,7 +601,7 @@ impl SendCore {
             }
             self.delivered += u64::from(flight.length);
             // Of shorter ones the time on the way says nothing about the path's rate.
-            if u64::from(flight.length) >= CHUNK_MIN {
+            if timed && u64::from(flight.length) >= CHUNK_MIN {
                 stream.window.delivered(flight.queued, self.delivered - flight.delivered, carriers);
             }
             let message = &mut self.messages[flight.key];
@@ -542,8 +612,7 @@ impl SendCore {
                 done.push(flight.key);
             }
         }
-        stream.acked = frames;
-        Ok(())
+        stream.acked = stream.acked.max(frames);
     }
 
     /// The receiver posted the `order`-th receive with `tag`. Returns the message that became ready by that.
@@ -600,6 +669,10 @@ impl SendCore {
         if !self.is_down(index) || self.streams[index].epoch != epoch {
             return Ok(0);
         }
+        let claimed = self.streams[index].claimed;
+        if frames < claimed && !self.settled {
+            return Err(impossible(index, frames, claimed, claimed));
+        }
         self.take_in(index, frames, done)?;
         let stream = &mut self.streams[index];
         stream.adrift = false;
@@ -655,6 +728,18 @@ impl SendCore {
         self.credit_used += cost;
         true
     }
+}
+
+#[cold]
+fn unknown() -> Error {
+    Error::remote("an unknown stream was acknowledged")
+}
+
+#[cold]
+fn impossible(index: usize, frames: u64, sent: u64, before: u64) -> Error {
+    Error::remote(format!(
+        "the peer acknowledged {frames} frames of stream {index}, of which {sent} were sent and {before} acknowledged before"
+    ))
 }
 
 fn check_capacity(length: u64, capacity: u64, tag: i32) -> Result<()> {
@@ -752,6 +837,59 @@ mod tests {
         assert_eq!(core.fenced(0, 0, 1, &mut done).unwrap(), 0);
         core.acknowledge(1, 1, 0, &mut done).unwrap();
         assert_eq!(done.len(), 2);
+    }
+
+    /// A sender whose message of two chunks is on two streams, and the kernel has taken the first.
+    fn split() -> SendCore {
+        let mut core = SendCore::new(true);
+        (0..3).for_each(|stream| core.stream_up(stream, 0));
+        core.clear_to_send(0, 0, 2 * CHUNK_MIN).unwrap();
+        core.post(2 * CHUNK_MIN, 0, false).unwrap();
+        for stream in [1, 2] {
+            let flags = core.next_chunk(stream).unwrap().header.flags;
+            assert_eq!(flags & (PROMPT | WHOLE), WHOLE);
+        }
+        core.written(1);
+        core
+    }
+
+    #[test]
+    fn what_is_acknowledged_on_another_stream_counts_when_it_is_known_to_have_left() {
+        let (mut core, mut done) = (split(), Vec::new());
+        // The thread of the second stream has not yet come to say that the kernel took its chunk.
+        core.acknowledge_all(&[0, 1, 1], &mut done).unwrap();
+        core.acknowledge(1, 1, 0, &mut done).unwrap();
+        assert!(done.is_empty() && core.in_doubt(2));
+        core.written(2);
+        assert!(core.settle(2, &mut done));
+        assert!(done.len() == 1 && !core.in_doubt(2) && core.is_idle());
+        // That stream's own word comes later, and says less or as much.
+        core.acknowledge(2, 0, 0, &mut done).unwrap();
+        core.acknowledge(2, 1, 0, &mut done).unwrap();
+        assert!(core.acknowledge(2, 0, 0, &mut done).is_err(), "but never less than it said itself");
+        assert_eq!(done.len(), 1);
+    }
+
+    #[test]
+    fn nobody_acknowledges_what_was_not_handed_out_or_takes_it_back() {
+        let (mut core, mut done) = (split(), Vec::new());
+        assert!(core.acknowledge_all(&[0, 2], &mut done).is_err());
+        assert!(core.acknowledge_all(&[0, 0, 0, 1], &mut done).is_err(), "there is no such stream");
+        core.written(2);
+        core.acknowledge_all(&[0, 0, 1], &mut done).unwrap();
+        core.stream_down(2);
+        assert!(core.fenced(2, 0, 0, &mut done).is_err());
+        assert!(done.is_empty());
+    }
+
+    #[test]
+    fn over_several_rails_each_chunk_is_acknowledged() {
+        let mut core = SendCore::new(true);
+        core.acknowledge_each();
+        (0..3).for_each(|stream| core.stream_up(stream, 0));
+        core.clear_to_send(0, 0, 2 * CHUNK_MIN).unwrap();
+        core.post(2 * CHUNK_MIN, 0, false).unwrap();
+        assert_ne!(core.next_chunk(1).unwrap().header.flags & PROMPT, 0);
     }
 
     #[test]

@@ -250,6 +250,9 @@ impl SendConn {
             epochs: Mutex::default(),
             turn,
         });
+        if conn.pairs() > 1 {
+            conn.state().core.acknowledge_each();
+        }
         let place = conn.place(0, &first)?;
         conn.add_stream(0, 0, place, first, seal);
         Ok(conn)

@@ -266,7 +266,14 @@ impl RecvConn {
             self.health.stream_down();
             self.life_ended(index, io.epoch, true);
         }
-        self.state().core.fence(index, epoch)
+        let frames = self.state().core.fence(index, epoch);
+        // What it said for other streams may be lost: these speak for themselves.
+        for (index, stream) in self.streams.iter().enumerate() {
+            if self.state().core.is_ack_due(index) {
+                stream.kick();
+            }
+        }
+        frames
     }
 
     /// A peer with the connection's key wants to connect stream `index` in `epoch`. Ends the stream's former life and

@@ -278,8 +278,8 @@ impl RecvConn {
                 // An acknowledgement speaks of the stream that it travels on.
                 let quiet = self.quiet.load(Ordering::Relaxed);
                 let force = quiet || self.health.is_peer_done() || self.closing.load(Ordering::Relaxed);
-                if let Some(header) = self.state().core.take_ack(index, force) {
-                    io.out.extend_from_slice(&header.encode());
+                if let Some(ack) = self.state().core.take_ack(index, force) {
+                    ack.encode_to(&mut io.out);
                 }
                 if self.closing.load(Ordering::Acquire) && !io.parted && !self.health.is_failed() {
                     io.parted = true;

@@ -371,7 +371,12 @@ impl Kept for SendConn {
         let adrift = self.is_adrift() || self.repairs.load(Ordering::SeqCst) != 0;
         let mut outstanding = self.requests.outstanding() > 0 || adrift;
         for (index, stream) in self.streams.iter().enumerate() {
-            let in_doubt = self.state().core.in_doubt(index);
+            let in_doubt = {
+                let mut state = self.state();
+                // NCCL's thread does not look at the books after a short message, and the workers only then.
+                self.settle_claims(&mut state, index);
+                state.core.in_doubt(index)
+            };
             let often = Probes::OFTEN;
             let seldom = Probes::within(self.net.config.peer_timeout, true);
             let found = stream.peek(|io| {

@@ -9,6 +9,7 @@ use crate::engine::events::{self, Wait};
 use crate::engine::request::Ticket;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
+use crate::tcp::ack::Ack;
 use crate::tcp::copies::Own;
 use crate::tcp::frame::{HEADER, Header, Type};
 use crate::tcp::limits::EAGER_MAX;
@@ -101,6 +102,7 @@ impl SendConn {
                     if let Some(left) = left {
                         self.chunk_written(&mut state, &left, copy);
                     }
+                    self.settle_claims(&mut state, index);
                     if *share == 0 {
                         return Ok(moved);
                     }
@@ -236,7 +238,7 @@ impl SendConn {
     /// Does what a frame of the receiver says.
     pub(super) fn heard(&self, index: usize, header: &Header, text: &[u8], wake: &mut u64) -> Result<()> {
         match header.kind {
-            Type::Ack => self.acknowledged(index, header)?,
+            Type::Ack | Type::Acks => self.acknowledged(index, &Ack::decode(header, text))?,
             Type::Clear => {
                 let mut state = self.state();
                 if let Some(key) = state.core.clear_to_send(header.tag, header.order, header.total)? {
@@ -263,16 +265,28 @@ impl SendConn {
         Ok(())
     }
 
-    fn acknowledged(&self, index: usize, header: &Header) -> Result<()> {
+    fn acknowledged(&self, index: usize, ack: &Ack) -> Result<()> {
         let mut state = self.state();
         let State { core, payloads, done, copies, .. } = &mut *state;
-        if header.epoch != core.epoch(index) {
+        let Header { epoch, offset: frames, total: credit, .. } = ack.header;
+        if epoch != core.epoch(index) {
             return Err(Error::remote("an acknowledgement came for a former life of its stream"));
         }
-        core.acknowledge(index, header.offset, header.total, done)?;
+        core.acknowledge_all(ack.counts(), done)?;
+        core.acknowledge(index, frames, credit, done)?;
         self.chunks_end(core, payloads);
         self.end_messages(payloads, copies, done);
         Ok(())
+    }
+
+    /// What was acknowledged on another stream before it was known here that it had left.
+    #[inline]
+    pub(super) fn settle_claims(&self, state: &mut State, index: usize) {
+        let State { core, payloads, done, copies, .. } = state;
+        if core.settle(index, done) {
+            self.chunks_end(core, payloads);
+            self.end_messages(payloads, copies, done);
+        }
     }
 
     /// A chunk goes out, and somebody listens. Returns whose it is, unless its request has ended already.

@@ -34,13 +34,25 @@ struct Frame {
     bytes: Vec<u8>,
 }
 
+/// What the receiver has written: a frame, with the counts of an acknowledgement for all streams.
+struct Word {
+    header: Header,
+    counts: Vec<u64>,
+}
+
+impl From<Header> for Word {
+    fn from(header: Header) -> Self {
+        Self { header, counts: Vec::new() }
+    }
+}
+
 /// One stream: what is on the way in both directions, and what either side believes of it.
 #[derive(Default)]
 struct Wire {
     /// Control frames that the sender will write before the next chunk.
     control: VecDeque<Header>,
     forth: VecDeque<Frame>,
-    back: VecDeque<Header>,
+    back: VecDeque<Word>,
     /// The message whose chunk is the last frame in `forth`, when it was written in part.
     writing: Option<Key>,
     /// The receiver has begun the frame at the front and not ended it.
@@ -225,7 +237,7 @@ impl World {
             return;
         }
         if whole {
-            self.sender.written(index);
+            self.written(index);
         } else {
             wire.writing = key;
         }
@@ -239,8 +251,16 @@ impl World {
             {
                 last.whole = true;
             }
-            self.sender.written(index);
+            self.written(index);
         }
+    }
+
+    /// The kernel has taken a chunk whole.
+    fn written(&mut self, index: usize) {
+        self.sender.written(index);
+        let mut done = Vec::new();
+        self.sender.settle(index, &mut done);
+        self.end_sends(done);
     }
 
     /// What the kernel of either side holds already may still be read; the rest is gone.
@@ -399,8 +419,10 @@ impl World {
         if !wire.receiver_has_it {
             return;
         }
-        let mut words = std::mem::take(&mut self.outbox);
-        words.extend(self.receiver.take_ack(index, force));
+        let mut words: Vec<Word> = self.outbox.drain(..).map(Word::from).collect();
+        words.extend(
+            self.receiver.take_ack(index, force).map(|ack| Word { header: ack.header, counts: ack.counts().to_vec() }),
+        );
         if !wire.cut {
             wire.back.extend(words);
         }
@@ -410,10 +432,13 @@ impl World {
         if !self.wires[index].sender_has_it {
             return Ok(());
         }
-        let Some(header) = self.wires[index].back.pop_front() else { return Ok(()) };
+        let Some(Word { header, counts }) = self.wires[index].back.pop_front() else { return Ok(()) };
         let mut done = Vec::new();
         match header.kind {
-            Type::Ack => self.sender.acknowledge(index, header.offset, header.total, &mut done)?,
+            Type::Ack | Type::Acks => {
+                self.sender.acknowledge_all(&counts, &mut done)?;
+                self.sender.acknowledge(index, header.offset, header.total, &mut done)?;
+            }
             Type::Clear => {
                 self.sender.clear_to_send(header.tag, header.order, header.total)?;
             }
@@ -468,7 +493,11 @@ impl World {
         let to_sender = self.dice.roll(2) == 0;
         let wire = &self.wires[index];
         let epoch = wire.tried;
-        let base = if to_sender { wire.back.front().copied() } else { wire.forth.front().map(|frame| frame.header) };
+        let base = if to_sender {
+            wire.back.front().map(|word| word.header)
+        } else {
+            wire.forth.front().map(|frame| frame.header)
+        };
         let mut header = match base.or_else(|| self.seen.last().copied()) {
             Some(header) if self.dice.roll(4) > 0 => header,
             _ => Header::of(self.any_kind(), epoch),
@@ -480,15 +509,16 @@ impl World {
         let Ok(header) = Header::decode(&header.encode()) else { return };
         let wire = &mut self.wires[index];
         if to_sender {
-            wire.back.push_front(header);
+            let counts = (0..header.length / 8).map(|_| self.dice.roll(8)).collect();
+            wire.back.push_front(Word { header, counts });
         } else if wire.begun.is_none() && header.kind != Type::Fail {
             wire.forth.push_front(Frame { header, whole: true, repeated: true, bytes: Vec::new() });
         }
     }
 
     fn any_kind(&mut self) -> Type {
-        use Type::{Ack, Ask, Clear, Data, Fence, Fenced};
-        [Data, Ack, Clear, Fence, Fenced, Ask][self.dice.roll(6) as usize]
+        use Type::{Ack, Acks, Ask, Clear, Data, Fence, Fenced};
+        [Data, Ack, Clear, Fence, Fenced, Ask, Acks][self.dice.roll(7) as usize]
     }
 
     fn change(&mut self, header: &mut Header) {

@@ -187,8 +187,15 @@ impl Sender {
                     self.handed.insert(key, 0);
                 }
                 2..=4 if self.live[index] && self.writing[index].is_none() => self.hand_out(index),
-                5 | 6 if self.writing[index].take().is_some() => self.core.written(index),
-                7 => self.core.acknowledge(index, input.number(), input.number(), &mut done)?,
+                5 | 6 if self.writing[index].take().is_some() => {
+                    self.core.written(index);
+                    self.core.settle(index, &mut done);
+                }
+                7 => {
+                    let counts: Vec<u64> = (0..input.below(STREAMS + 1)).map(|_| input.number()).collect();
+                    self.core.acknowledge_all(&counts, &mut done)?;
+                    self.core.acknowledge(index, input.number(), input.number(), &mut done)?;
+                }
                 8 => drop(self.core.clear_to_send(input.below(4) as i32 - 1, input.number(), input.number())?),
                 9 if self.live[index] => {
                     self.core.stream_down(index);
