@@ -154,6 +154,8 @@ struct Io {
     filled: usize,
     /// The chunk that is being sent, when a profiler is told of it, and since when the socket has been full.
     followed: Option<(Ticket, u64)>,
+    /// What the profiler is to be told of it.
+    untold: Option<(Ticket, events::Chunk)>,
     blocked: Option<Ticks>,
 }
 
@@ -313,6 +315,7 @@ impl SendConn {
             input: vec![0; 32 * HEADER],
             filled: 0,
             followed: None,
+            untold: None,
             blocked: None,
         };
         lock(&self.vigils)[index] = Vigil::default();

@@ -248,6 +248,14 @@ impl Events {
         self.note(slot, part, |transfer, details| transfer.chunk_ends(offset, clock(details)));
     }
 
+    /// Any thread: all chunks of the part have arrived, just before its request ends: what there is to tell of it is told then.
+    pub fn all_arrived(&self, slot: u16, part: usize) {
+        if let Some(place) = self.followed_place(slot, part) {
+            let now = clock(place.details.load(Ordering::Relaxed));
+            lock(&place.transfer).all_arrived(now);
+        }
+    }
+
     /// Any thread: a chunk has arrived that makes no piece ([`Transfer::chunk_passed`]). Only for requests that have not
     /// ended.
     pub fn chunk_passed(&self, slot: u16, part: usize, path: u16, wr_id: u64) {
@@ -272,11 +280,16 @@ impl Events {
     }
 
     fn note(&self, slot: u16, part: usize, note: impl FnOnce(&mut Transfer, bool)) {
-        let Some(place) = self.known_place(slot, part) else { return };
-        if place.followed.load(Ordering::Relaxed) && !place.handle.load(Ordering::Acquire).is_null() {
+        if let Some(place) = self.followed_place(slot, part) {
             note(&mut lock(&place.transfer), place.details.load(Ordering::Relaxed));
             self.mark(slot);
         }
+    }
+
+    fn followed_place(&self, slot: u16, part: usize) -> Option<&Place> {
+        let followed =
+            |place: &&Place| place.followed.load(Ordering::Relaxed) && !place.handle.load(Ordering::Acquire).is_null();
+        self.known_place(slot, part).filter(followed)
     }
 
     /// There is something to tell of this slot.

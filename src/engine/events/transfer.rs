@@ -171,6 +171,13 @@ impl Transfer {
         }
     }
 
+    /// All chunks that were begun have arrived.
+    pub fn all_arrived(&mut self, now: Option<Ticks>) {
+        for (piece, _) in &mut self.pieces {
+            piece.end(now);
+        }
+    }
+
     /// The transfer has ended, with `size` bytes: the pieces end, and what nobody reported becomes one.
     pub fn end(&mut self, size: u64, now: Option<Ticks>) {
         let left = size.saturating_sub(self.covered);
@@ -185,9 +192,7 @@ impl Transfer {
             self.push(piece);
             self.covered = size;
         }
-        for (piece, _) in &mut self.pieces {
-            piece.end(now);
-        }
+        self.all_arrived(now);
     }
 
     /// The transfer has failed: what was told of ends.

@@ -147,13 +147,21 @@ impl RecvConn {
             let length = header.length as usize;
             if length > io.to - io.from {
                 io.body = Body::Data { to, rest: length };
+                drop(state);
+                self.chunk_began(index, &header, io.followed);
                 continue;
+            }
+            if io.followed.is_some() {
+                // Others move data meanwhile. This frame cannot end without us.
+                drop(state);
+                self.chunk_began(index, &header, io.followed);
+                self.chunk_ended(&mut io.followed);
+                state = self.state();
             }
             // All of it is here: placed and ended in one go.
             // SAFETY: source is the input buffer, destination the checked range; they do not overlap.
             unsafe { wire::copy_ascending(io.input.as_ptr().add(io.from), to.data, length) };
             io.from += length;
-            self.chunk_ended(&mut io.followed);
             io.ack |= self.frame_ended(&mut state, index);
         }
     }
@@ -191,6 +199,7 @@ impl RecvConn {
         Ok(())
     }
 
+    /// A frame's payload is to come. Who listens is told by [`RecvConn::chunk_began`], when the state is no longer locked.
     pub(super) fn frame_began(
         &self,
         state: &mut State,
@@ -207,7 +216,6 @@ impl RecvConn {
             Place::Posted(part, offset) => {
                 if self.events.hears() {
                     *followed = Some((part, offset));
-                    self.events.chunk_begins(part.slot, usize::from(part.part), &told(header, index));
                 }
                 let base = state.targets[part.slot as usize][part.part as usize].data;
                 // SAFETY: the core has checked that the chunk fits the posted buffer.
@@ -223,6 +231,13 @@ impl RecvConn {
                 let buffer = state.stages[stage].insert(vec![0; header.length as usize].into_boxed_slice());
                 Ok(Target { data: buffer.as_mut_ptr() })
             }
+        }
+    }
+
+    #[inline]
+    pub(super) fn chunk_began(&self, index: usize, header: &Header, followed: Option<(Part, u64)>) {
+        if let Some((part, _)) = followed {
+            self.events.chunk_begins(part.slot, usize::from(part.part), &told(header, index));
         }
     }
 

@@ -62,6 +62,10 @@ impl SendConn {
                 io.protect();
             }
             let Some(out) = &io.out else { return Ok(moved) };
+            if let Some((ticket, chunk)) = io.untold.take() {
+                // The state is not locked: others move data meanwhile. The request cannot end before its chunk has left.
+                self.events.chunk_begins(ticket.slot, 0, &chunk);
+            }
             // SAFETY: headers and copies are ours; a chunk belongs to a message that is not acknowledged, so its
             // memory is the transport's.
             match unsafe { out.send(io.sock.as_raw_fd(), &io.header, io.sent) } {
@@ -135,7 +139,8 @@ impl SendConn {
             return Some(Outgoing::Control(std::mem::take(&mut io.control)));
         }
         let chunk = state.core.next_chunk(index)?;
-        io.followed = if self.events.hears() { self.chunk_begins(state, index, &chunk) } else { None };
+        io.untold = if self.events.hears() { self.chunk_begins(state, index, &chunk) } else { None };
+        io.followed = io.untold.map(|(ticket, chunk)| (ticket, chunk.offset));
         if chunk.again {
             Counters::count(&self.counters.resends, 1);
         } else {
@@ -274,7 +279,7 @@ impl SendConn {
         }
         core.acknowledge_all(ack.counts(), done)?;
         core.acknowledge(index, frames, credit, done)?;
-        self.chunks_end(core, payloads);
+        self.chunks_end(core, payloads, done);
         self.end_messages(payloads, copies, done);
         Ok(())
     }
@@ -284,13 +289,13 @@ impl SendConn {
     pub(super) fn settle_claims(&self, state: &mut State, index: usize) {
         let State { core, payloads, done, copies, .. } = state;
         if core.settle(index, done) {
-            self.chunks_end(core, payloads);
+            self.chunks_end(core, payloads, done);
             self.end_messages(payloads, copies, done);
         }
     }
 
-    /// A chunk goes out, and somebody listens. Returns whose it is, unless its request has ended already.
-    fn chunk_begins(&self, state: &mut State, index: usize, chunk: &Chunk) -> Option<(Ticket, u64)> {
+    /// A chunk goes out, and somebody listens. Returns what to tell and of whom, unless its request has ended already.
+    fn chunk_begins(&self, state: &mut State, index: usize, chunk: &Chunk) -> Option<(Ticket, events::Chunk)> {
         state.core.watch_landings();
         let ticket = state.payloads[chunk.key].as_ref()?.ticket?;
         let told = events::Chunk {
@@ -302,14 +307,15 @@ impl SendConn {
             again: chunk.again,
             ..events::Chunk::default()
         };
-        self.events.chunk_begins(ticket.slot, 0, &told);
-        Some((ticket, chunk.offset))
+        Some((ticket, told))
     }
 
-    /// Chunks were acknowledged.
-    pub(super) fn chunks_end(&self, core: &mut SendCore, payloads: &[Option<Payload>]) {
+    /// Chunks were acknowledged. Those of messages that are `done` end all at once.
+    pub(super) fn chunks_end(&self, core: &mut SendCore, payloads: &[Option<Payload>], done: &[Key]) {
         while let Some((key, offset)) = core.take_landed() {
-            if let Some(ticket) = payloads[key].as_ref().and_then(|payload| payload.ticket) {
+            if !done.contains(&key)
+                && let Some(ticket) = payloads[key].as_ref().and_then(|payload| payload.ticket)
+            {
                 self.events.chunk_ends(ticket.slot, 0, offset);
             }
         }
@@ -320,6 +326,9 @@ impl SendConn {
             let payload = payloads[key].take().expect("a message in flight has its payload");
             if let Some(ticket) = payload.ticket {
                 Counters::count(&self.counters.messages, 1);
+                if self.events.hears() {
+                    self.events.all_arrived(ticket.slot, 0);
+                }
                 self.requests.complete_part(ticket.slot, 0, payload.length);
             }
             if let Some(copy) = payload.replay.and_then(|copy| copies.give_back(copy)) {
