@@ -364,11 +364,10 @@ impl Fabric {
 fn queue_pair(adapter: &Adapter, queue: &CompletionQueue, depth: Depth, config: &Config) -> Result<(QueuePair, u32)> {
     let Depth { send, receive, inline_bytes } = depth;
     let wanted = Capacity { send, receive: receive.max(1), inline_bytes };
-    let pair = match QueuePair::new(&adapter.domain, queue, queue, wanted) {
-        Ok(pair) => pair,
-        // A device that carries less inside its requests, or nothing.
-        Err(_) => QueuePair::new(&adapter.domain, queue, queue, Capacity { inline_bytes: 0, ..wanted })?,
-    };
+    let make = |inline_bytes| QueuePair::new(&adapter.domain, queue, queue, Capacity { inline_bytes, ..wanted });
+    // Devices differ in how much they carry inside a request. What they carry is not told before one asks for it.
+    let fewer = [220, 96, 64, 0].into_iter().filter(|fewer| *fewer < inline_bytes);
+    let pair = fewer.fold(make(inline_bytes), |made, fewer| made.or_else(|_| make(fewer)))?;
     let pkey_index = u16::try_from(config.ib_pkey.0).unwrap_or(0);
     pair.prepare(QueuePairOptions { port: adapter.open.port.number, pkey_index })?;
     let random = nonce()?;
