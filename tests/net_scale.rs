@@ -151,7 +151,8 @@ fn a_hundred_busy_connections_need_no_more_threads_than_one() {
         for pair in &pairs {
             busy(pair);
         }
-        assert_eq!(threads(), tasks, "threads");
+        // Those that connected streams end a moment after these are there.
+        eventually("no thread is left but those of one connection", PATIENCE, || (threads() <= tasks).then_some(()));
         let each = (resident_kib() - memory) as f64 / pairs.len() as f64;
         std::thread::sleep(Duration::from_millis(600));
         let idle = processor_time_within(Duration::from_secs(1));
