@@ -7,10 +7,12 @@ verifies its data (`-c 1`), and before the first block one run with NCCL_DEBUG=I
 takes the network it is measured for. Samples are written as they come; reports can be made again from them at any time.
 
     compare.py --tests DIR --towline DIR --out DIR [--budget SECONDS] ...
+    compare.py --processes [--hosts N] --towline DIR --out DIR ...
     compare.py --report-only --out DIR RAW.jsonl [RAW.jsonl ...]
 """
 
 import argparse
+import glob
 import json
 import os
 import platform
@@ -21,6 +23,7 @@ import sys
 import time
 
 import contenders
+import processes
 import report
 import runner
 import table
@@ -30,6 +33,8 @@ DEFAULT_BANDS = "8:2K:16:100:10:15,32K:2M:4:30:5:5,8M:1G:2:4:1:5"
 REPORT_S = 5
 # A first run of a kind is taken to last this long, its start on two GPUs included.
 FIRST_GUESS_S = 12.0
+# The same where the processes run already.
+FIRST_ORDER_S = 1.0
 
 
 def arguments():
@@ -50,6 +55,8 @@ def arguments():
     )
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--threads", action="store_true", help="one thread for each GPU instead of one for all")
+    parser.add_argument("--processes", action="store_true", help="one process for each GPU, without nccl-tests")
+    parser.add_argument("--hosts", type=int, default=1, help="with --processes: NCCL takes the ranks to be on so many hosts")
     parser.add_argument("--env", action="append", default=[], metavar="VAR=VALUE", help="for every contender")
     parser.add_argument("--interface", default="lo", help="NCCL_SOCKET_IFNAME (default: lo)")
     parser.add_argument("--budget", type=float, default=540, metavar="SECONDS", help="end within this (default: 540)")
@@ -58,8 +65,10 @@ def arguments():
     parser.add_argument("--out", required=True, help="directory for samples, tables and plots")
     parser.add_argument("--report-only", action="store_true")
     given = parser.parse_args()
-    if not given.report_only and not (given.tests and given.towline):
-        parser.error("--tests and --towline are needed")
+    if not given.report_only and not (given.towline and (given.tests or given.processes)):
+        parser.error("--towline is needed, and --tests or --processes")
+    if given.hosts < 1 or given.gpus % given.hosts or (given.hosts > 1 and not given.processes):
+        parser.error("--hosts needs --processes, and as many GPUs on each host")
     unknown = [name for name in given.collectives.split(",") if name not in table.WIRE_BYTES]
     if unknown:
         parser.error(f"unknown collective {unknown[0]}: choose of {', '.join(table.WIRE_BYTES)}")
@@ -87,6 +96,7 @@ class Comparison:
         self.longest = {}
         self.failures = {}
         self.closed = set()
+        self.groups = {}
         self.raw_path = os.path.join(given.out, "raw.jsonl")
         self.raw = open(self.raw_path, "w", encoding="utf-8")
 
@@ -99,12 +109,27 @@ class Comparison:
         """Seconds until the report must be begun."""
         return self.deadline - REPORT_S - time.monotonic()
 
-    def run(self, contender, collective, band, extra_env=None):
-        """One invocation under the contender's environment."""
+    def run(self, contender, collective, band, extra_env=None, check_all=True):
+        """One invocation under the contender's environment, or one order to its processes."""
+        if self.given.processes:
+            limit = min(self.given.timeout, self.left())
+            return self.group(contender, extra_env).run(collective, band, limit, check_all)
         binary = os.path.join(self.given.tests, f"{collective}_perf")
         environment = contender.environment({**self.common, **(extra_env or {})}, self.given.nccl)
         limit = max(1.0, min(self.given.timeout, self.left()))
         return runner.invoke(binary, band.arguments(self.given.gpus, self.given.threads, 1), environment, limit)
+
+    def group(self, contender, extra_env=None):
+        """The contender's processes; the first call starts them."""
+        if contender.name not in self.groups:
+            environment = contender.environment({**self.common, **(extra_env or {})}, self.given.nccl)
+            self.groups[contender.name] = processes.Group(self.given.gpus, self.given.hosts, environment, self.given.timeout)
+        return self.groups[contender.name]
+
+    def end(self):
+        """Ends all processes."""
+        for group in self.groups.values():
+            group.end()
 
     def prove(self):
         """One short run of each contender with NCCL's log: who does not take the network it stands for is left out."""
@@ -112,12 +137,12 @@ class Comparison:
         able = []
         for contender in self.contenders:
             path = os.path.join(self.given.out, f"nccl-{contender.name}.log")
-            if os.path.exists(path):
+            for old in glob.glob(path + "*"):
                 # What an earlier call left would count as evidence of this one.
-                os.unlink(path)
-            debug = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV", "NCCL_DEBUG_FILE": path}
+                os.unlink(old)
+            debug = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV", "NCCL_DEBUG_FILE": path + ".%p"}
             run = self.run(contender, self.collectives[0], band, debug)
-            log = _read(path) + run.output
+            log = "".join(map(_read, glob.glob(path + ".*"))) + run.output
             missing = [text for text in contender.evidence if text.lower() not in log.lower()]
             problem = run.problem or (f"NCCL's log does not say {missing[0]!r}" if missing else "")
             version = re.search(r"NCCL version (\S+)", log)
@@ -127,7 +152,8 @@ class Comparison:
                 role=contender.role,
                 variables=contender.variables,
                 problem=problem,
-                cpu_s=run.cpu_s,
+                # A group's start is in none of its samples.
+                cpu_s=0.0 if self.given.processes else run.cpu_s,
                 wall_s=run.wall_s,
                 nccl=version.group(1) if version else "",
             )
@@ -167,7 +193,7 @@ class Comparison:
 
     def expected(self, contender, key):
         """The longest that this kind of run has taken."""
-        return self.longest.get((contender.name, *key), FIRST_GUESS_S)
+        return self.longest.get((contender.name, *key), FIRST_ORDER_S if self.given.processes else FIRST_GUESS_S)
 
     def sample(self, contender, collective, number, block, place):
         """One timed run; a contender that failed twice in a band is not asked again there."""
@@ -175,7 +201,8 @@ class Comparison:
         key = (contender.name, collective, number)
         if self.failures.get(key, 0) >= 2 or self.left() < 1:
             return
-        run = self.run(contender, collective, band)
+        # In the first block everything is checked, whatever the time.
+        run = self.run(contender, collective, band, check_all=block == 0)
         self.longest[key] = max(run.wall_s, self.longest.get(key, 0))
         if not run.ok:
             self.failures[key] = self.failures.get(key, 0) + 1
@@ -191,10 +218,18 @@ class Comparison:
             problem=run.problem,
             wall_s=run.wall_s,
             cpu_s=run.cpu_s,
-            wire_bytes=table.bytes_on_wire(collective, run.rows, self.given.gpus, band.iterations, band.warmups, 1),
+            wire_bytes=self.bytes_on_wire(collective, run.rows, band),
             ranks=self.given.gpus,
             rows=[row.as_dict() for row in run.rows] if run.ok else [],
         )
+
+
+    def bytes_on_wire(self, collective, rows, band):
+        """What all ranks together sent in a run."""
+        if self.given.processes:
+            wire = table.WIRE_BYTES[collective]
+            return sum((band.warmups + band.iterations) * wire(row.size, self.given.gpus) for row in rows)
+        return table.bytes_on_wire(collective, rows, self.given.gpus, band.iterations, band.warmups, 1)
 
 
 def _read(path):
@@ -216,6 +251,8 @@ def machine(given):
         "kernel": platform.release(),
         "interface": given.interface,
         "threads": given.threads,
+        "processes": given.processes,
+        "hosts": given.hosts,
         "seed": given.seed,
         "env": given.env,
     }
@@ -236,6 +273,8 @@ def main():
             comparison.measure()
         except KeyboardInterrupt:
             print("interrupted: reporting what there is", flush=True)
+        finally:
+            comparison.end()
         paths = [comparison.raw_path]
     elif not paths:
         paths = [os.path.join(given.out, "raw.jsonl")]

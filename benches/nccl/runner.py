@@ -37,6 +37,14 @@ class Band:
         """The band's sizes as they are shown."""
         return f"{table.show_size(self.first)}-{table.show_size(self.last)}"
 
+    def sizes(self):
+        """All of them."""
+        sizes, size = [], self.first
+        while size <= self.last:
+            sizes.append(size)
+            size *= self.factor
+        return sizes
+
     def arguments(self, ranks, threads, checks):
         """nccl-tests' arguments: one thread that drives all GPUs, or one thread for each GPU."""
         split = ["-t", str(ranks), "-g", "1"] if threads else ["-t", "1", "-g", str(ranks)]

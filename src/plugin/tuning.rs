@@ -114,8 +114,11 @@ const PAT_MAX: usize = 512 << 10;
 /// at 8 KiB, 1.15 at 16 KiB.
 const TREE_LL_MAX: usize = 8 << 10;
 
-/// Also all-reduces whose parts are a few hundred KiB: in a ring each is two messages of 32 to 64 KiB per step, in a tree one
-/// of twice that. Measured with two ranks and Simple at 256 and 512 KiB: 0.8 and 0.63 of the ring's time; at 1 MiB it loses.
+/// Also all-reduces of a few hundred KiB whose parts are about as large: in a ring each is two messages of 32 to 64 KiB per
+/// step, in a tree one of twice that. Measured with Simple and two ranks, 256 and 512 KiB: 0.8 and 0.63 of the ring's time, at
+/// 1 MiB it loses; with four ranks, 512 KiB: 0.88, and 1.8 times at 1 MiB.
+const TREE_SIMPLE_MAX: usize = 768 << 10;
+
 fn tree(question: &Question) -> Option<Tree> {
     if question.collective != Collective::AllReduce {
         return None;
@@ -123,7 +126,7 @@ fn tree(question: &Question) -> Option<Tree> {
     let part = question.bytes / question.shape.ranks.max(2);
     match part {
         _ if question.bytes <= TREE_LL_MAX => Some(Tree::LL),
-        part if part > 96 << 10 && part < 384 << 10 => Some(Tree::Simple),
+        _ if part > 96 << 10 && question.bytes < TREE_SIMPLE_MAX => Some(Tree::Simple),
         _ => None,
     }
 }
@@ -167,6 +170,11 @@ mod tests {
         assert_eq!([8, 8 << 10, 16 << 10].map(tree), [Some(Tree::LL), Some(Tree::LL), None]);
         let simple = Some(Tree::Simple);
         assert_eq!([64, 128, 256, 512, 1024].map(|kib| tree(kib << 10)), [None, None, simple, simple, None]);
+        let among = |ranks, bytes| {
+            advice(&Question { shape: Shape { ranks, nodes: ranks }, ..question(2, bytes) }).unwrap().tree
+        };
+        assert_eq!([256, 512, 1024].map(|kib| among(4, kib << 10)), [None, simple, None]);
+        assert_eq!([256, 512, 1024, 4096].map(|kib| among(8, kib << 10)), [None; 4]);
         let gathered = Question { collective: Collective::AllGather, ..question(2, 256 << 10) };
         assert!(advice(&gathered).unwrap().tree.is_none() && !advice(&gathered).unwrap().avoids_pat);
         assert!(advice(&Question { bytes: 1 << 20, ..gathered }).unwrap().avoids_pat);

@@ -40,6 +40,7 @@ pub mod graves;
 pub mod handshake;
 pub mod lifeline;
 pub mod limits;
+mod load;
 #[cfg(test)]
 mod loopback;
 pub mod net;

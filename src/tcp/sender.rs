@@ -25,7 +25,8 @@ use super::copies::Own;
 use super::frame::{HEADER, Header};
 use super::handshake::FEATURE_RECOVERY;
 use super::lifeline::{Alone, Ended};
-use super::limits::{BRIEF_MAX, COPY_FIRST_MAX, EAGER_MAX, INLINE_MAX, MAX_STREAMS};
+use super::limits::{BRIEF_MAX, COPY_FIRST_MAX, EAGER_MAX, INLINE_MAX, MAX_STREAMS, WAKES_A_WORKER};
+use super::load;
 use super::net::{Link, Net, Sock, path_of};
 use super::peer::{Health, Peer, failure, left_early};
 use super::seal::codec::Sealed;
@@ -368,9 +369,7 @@ impl SendConn {
             self.brief.store((length as u64) < BRIEF_MAX, Ordering::Relaxed);
             self.grow();
         }
-        // Of what travels eagerly, the longer part is left to a worker that is awake: waking one takes longer than
-        // sending it here.
-        let hand_over = length as u64 > INLINE_MAX && self.streams[1].is_awake();
+        let hand_over = self.is_for_workers(length as u64);
         let short = length as u64 <= EAGER_MAX && !hand_over;
         let to_tell = self.follow(ticket, profiler, length as u64, short);
         // A short message is sent in this call, when the first stream is free: taken before the state, as always.
@@ -398,6 +397,7 @@ impl SendConn {
                 return self.health.check().map(|()| None);
             }
             Ok((_, Admit::Ready)) => {
+                load::copied(length);
                 self.run_held(held, 0, wish);
                 if !self.first_live.load(Ordering::Relaxed) {
                     self.wake_streams(length as u64);
@@ -429,6 +429,13 @@ impl SendConn {
             unsafe { self.events.settle(&self.requests, ticket) };
         }
         Ok(Some(ticket))
+    }
+
+    /// Whether workers send a message. Of what travels eagerly, the longer part is left to a worker that is awake: waking one
+    /// takes longer than sending it here, and is worth it only if this thread has too much to do.
+    #[inline]
+    fn is_for_workers(&self, length: u64) -> bool {
+        length > INLINE_MAX && (self.streams[1].is_awake() || length > WAKES_A_WORKER && load::is_high())
     }
 
     /// Whom to tell of this connection's transfers.

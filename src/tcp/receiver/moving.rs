@@ -9,6 +9,7 @@ use crate::engine::counters::Counters;
 use crate::os::error::{Error, Result};
 use crate::tcp::frame::{HEADER, Header, Type};
 use crate::tcp::limits::BRIEF_MAX;
+use crate::tcp::load;
 use crate::tcp::peer::{Broken, told_by_peer};
 use crate::tcp::recv_core::{End, Part, Place, StageKey};
 use crate::tcp::stream::{READ, Step, WRITE};
@@ -65,6 +66,9 @@ impl RecvConn {
                 return Ok((moved, false));
             };
             moved = true;
+            if index == 0 {
+                load::copied(bytes);
+            }
             share = share.saturating_sub(bytes);
             let placed = bytes.min(open);
             io.to += bytes - placed;
