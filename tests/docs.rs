@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
 /// How a piece of code that makes messages begins, and what ends it.
-const PLACES: [(&str, End); 16] = [
+const PLACES: [(&str, End); 17] = [
     ("tracing::warn!(", End::Call),
     ("tracing::error!(", End::Call),
     ("Error::new(", End::Call),
@@ -27,6 +27,7 @@ const PLACES: [(&str, End); 16] = [
     // A complaint about the configuration.
     ("problem: ", End::Statement),
     ("fn missing_rail(", End::Function),
+    ("fn down_rail(", End::Function),
 ];
 
 #[derive(Clone, Copy, PartialEq)]

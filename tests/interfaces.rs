@@ -36,6 +36,11 @@ fn found(pairs: &[(&str, &str)]) -> Discovery {
     discover(&Config::from_pairs(pairs.iter().copied()).0).expect("devices")
 }
 
+fn has_ipv6(name: &str) -> bool {
+    let all = towline::os::interfaces::list().expect("a list");
+    all.iter().any(|one| one.name == name && one.address.is_ipv6() && !one.running)
+}
+
 fn names(found: &Discovery) -> Vec<String> {
     found.plans.iter().map(Plan::name).collect()
 }
@@ -126,6 +131,20 @@ fn inside() {
     // One end down takes the carrier from the other: neither is running.
     ip(&["link", "set", "eth1", "down"]);
     eventually_names(&[("NCCL_SOCKET_IFNAME", "eth,lo")], &["lo"]);
+    // In a device of several interfaces such a one keeps its place, as long as it has an address: eth1 lost its own.
+    let waiting = eventually_names(&[("TOWLINE_RAILS", "eth0,eth1,lo")], &["lo+eth0"]);
+    assert_eq!(waiting.warnings.len(), 2, "{:?}", waiting.warnings);
+    assert!(waiting.warnings[0].contains("eth1, and there is no such interface with an address"));
+    assert!(waiting.warnings[1].contains("rail eth0 (10.1.0.1) is down now"));
+    let of_family =
+        found(&[("TOWLINE_RAILS", "all"), ("NCCL_SOCKET_IFNAME", "eth,lo"), ("NCCL_SOCKET_FAMILY", "AF_INET")]);
+    assert_eq!(names(&of_family), ["lo+eth0+eth0:9"]);
+    assert!(has_ipv6("eth0"), "IPv6 addresses outlive the carrier");
+    ip(&["link", "set", "eth0", "down"]);
+    assert!(!has_ipv6("eth0"), "and not an interface that is taken down");
+    assert_eq!(names(&found(&[("TOWLINE_RAILS", "lo,eth0")])), ["lo+eth0"], "administratively down, with its address");
+    let error = discover(&Config::from_pairs([("TOWLINE_RAILS", "eth0")]).0).expect_err("all down").to_string();
+    assert!(error.contains("eth0 (not running)") && error.contains("bring one of them up"), "{error}");
     ip(&["link", "del", "eth0"]);
     let error = discover(&Config::from_pairs([("TOWLINE_RAILS", "eth0")]).0).expect_err("it is gone").to_string();
     assert!(error.contains("TOWLINE_RAILS"), "{error}");

@@ -17,6 +17,7 @@ use support::child::{self, Guarded, Mailbox};
 use support::faults::{Cut, Dice, Network};
 use support::netns::{Namespace, available};
 use support::{PATIENCE, context, part, pattern, watchdog};
+use towline::host::log::Capture;
 use towline::host::{ApiVersion, Context, Handle, Memory, Part, RecvComm, SendComm};
 
 const MS: Duration = Duration::from_millis(1);
@@ -54,13 +55,33 @@ struct Ends {
 
 impl Ends {
     fn start(test: &str, hosts: &(Namespace, Namespace), variables: &[(&str, &str)]) -> Self {
+        Self::start_late(test, hosts, variables, &["sender", "receiver"], || ())
+    }
+
+    /// The ends in `late` start after `cut`, the others have looked for their devices before it.
+    fn start_late(
+        test: &str,
+        hosts: &(Namespace, Namespace),
+        variables: &[(&str, &str)],
+        late: &[&str],
+        cut: impl FnOnce(),
+    ) -> Self {
         let mail = Mailbox::new();
         let start = |host: &Namespace, role: &str| {
             let mut command = host.command(test, role);
             command.envs(RAILS).envs(variables.iter().copied()).env(child::MAILBOX, mail.path());
             Guarded::start(command)
         };
-        let (sender, receiver) = (start(&hosts.0, "sender"), start(&hosts.1, "receiver"));
+        let early = |host: &Namespace, role: &str| {
+            let is_early = !late.contains(&role);
+            let end = is_early.then(|| start(host, role));
+            is_early.then(|| child::receive(mail.path(), &format!("has-rails-{role}")));
+            end
+        };
+        let (sender, receiver) = (early(&hosts.0, "sender"), early(&hosts.1, "receiver"));
+        cut();
+        let sender = sender.unwrap_or_else(|| start(&hosts.0, "sender"));
+        let receiver = receiver.unwrap_or_else(|| start(&hosts.1, "receiver"));
         Self { receiver, sender, mail }
     }
 
@@ -607,31 +628,37 @@ fn a_long_run_with_faults_leaves_memory_and_descriptors_flat() {
     eprintln!("{seconds} s, {} faults, {} of them outages of all rails, 0 wrong, 0 hangs", tally.faults, tally.outages);
 }
 
+/// Plays an end that looks for its devices, says what it found, and waits for a word before it connects.
+fn plays_in_steps() -> bool {
+    let Some(role) = child::role() else { return false };
+    let _watchdog = watchdog(120);
+    let mail = child::mailbox();
+    let log = Capture::start();
+    let context = context(ApiVersion::V12);
+    let told = log.records().iter().filter(|it| it.is_warning() && it.text.contains("is down now")).count();
+    let name = context.properties(0).expect("properties").name;
+    child::send(&mail, &format!("has-rails-{role}"), format!("{name}, told {told}").as_bytes());
+    child::receive(&mail, "cut");
+    if role == "receiver" {
+        let (listener, handle) = context.listen(0).expect("listen");
+        child::send(&mail, "handle", handle.bytes());
+        receive_over(listener.accept_within(PATIENCE).expect("accept"));
+    } else {
+        let mut handle = Handle::from_bytes(&child::receive(&mail, "handle"));
+        let start = Instant::now();
+        let send = context.connect_within(0, &mut handle, PATIENCE).expect("connect");
+        child::send(&mail, "connected", start.elapsed().as_millis().to_string().as_bytes());
+        send_over(send);
+    }
+    true
+}
+
 /// One of two rails is down, here or there, or silent, when two ranks get connected: it takes about a second, and the
 /// rail is used when it is back.
 #[test]
 fn a_connection_comes_up_while_its_first_rail_is_down() {
     const NAME: &str = "a_connection_comes_up_while_its_first_rail_is_down";
-    if let Some(role) = child::role() {
-        let _watchdog = watchdog(120);
-        let mail = child::mailbox();
-        let context = context(ApiVersion::V12);
-        child::send(&mail, &format!("has-rails-{role}"), b"");
-        child::receive(&mail, "cut");
-        if role == "receiver" {
-            let (listener, handle) = context.listen(0).expect("listen");
-            child::send(&mail, "handle", handle.bytes());
-            receive_over(listener.accept_within(PATIENCE).expect("accept"));
-        } else {
-            let mut handle = Handle::from_bytes(&child::receive(&mail, "handle"));
-            let start = Instant::now();
-            let send = context.connect_within(0, &mut handle, PATIENCE).expect("connect");
-            child::send(&mail, "connected", start.elapsed().as_millis().to_string().as_bytes());
-            send_over(send);
-        }
-        return;
-    }
-    if !available() {
+    if plays_in_steps() || !available() {
         return;
     }
     for (how, family) in [
@@ -661,5 +688,54 @@ fn a_connection_comes_up_while_its_first_rail_is_down() {
         eprintln!("{how:?}, {family}: connected after {connected} ms, rail 0 used {back:?} after its return");
         assert!(connected < 1200, "{how:?}: connected after {connected} ms");
         assert!(back < 5000 * MS, "{how:?}: used {back:?} after its return");
+    }
+}
+
+/// One of two rails is down when a side, or both, looks for its devices: administratively where it is cut, without a
+/// carrier at the other end. What is sent meanwhile goes over the other rail, and this one is used when it is back.
+#[test]
+fn a_rail_that_is_down_at_init_is_used_when_it_comes_back() {
+    const NAME: &str = "a_rail_that_is_down_at_init_is_used_when_it_comes_back";
+    if plays_in_steps() || !available() {
+        return;
+    }
+    let (sender, receiver, both) = (&["sender"][..], &["receiver"][..], &["sender", "receiver"][..]);
+    for (late, how, rail) in [
+        (sender, Cut::DownHere, 0),
+        (sender, Cut::DownThere, 1),
+        (receiver, Cut::DownThere, 0),
+        (receiver, Cut::DownHere, 1),
+        (both, Cut::DownHere, 0),
+    ] {
+        let network = Network::new(2, MBIT);
+        let link = format!("rail{rail}");
+        let ends = Ends::start_late(NAME, &network.hosts, &[], late, || {
+            network.cut(rail, how);
+            network.hosts.0.wait_for_no(&link);
+            network.hosts.1.wait_for_no(&link);
+        });
+        for role in ["sender", "receiver"] {
+            let found = ends.receive(&format!("has-rails-{role}"));
+            let (name, times) = if late.contains(&role) && rail == 0 {
+                ("rail1+rail0", 1)
+            } else {
+                ("rail0+rail1", late.contains(&role).into())
+            };
+            assert_eq!(found, format!("{name}, told {times}"), "{role}, {how:?} of rail {rail}");
+        }
+        child::send(ends.mail.path(), "cut", b"");
+        let connected: u64 = ends.receive("connected").parse().expect("milliseconds");
+        std::thread::sleep(1500 * MS);
+        assert!(sent_over(&network, 1 - rail) > 4 << 20, "the other rail carries what there is");
+        let sent = sent_over(&network, rail);
+        let mended = Instant::now();
+        network.mend(rail, how);
+        let used = || (sent_over(&network, rail) > sent + (4 << 20)).then(|| mended.elapsed());
+        let back = support::eventually("the rail is used", 10_000 * MS, used);
+        child::send(ends.mail.path(), "stop", b"");
+        ends.pass();
+        eprintln!("{late:?}, {how:?}: connected after {connected} ms, rail {rail} used {back:?} after its return");
+        assert!(connected < 1200, "{late:?}, {how:?}: connected after {connected} ms");
+        assert!(back < 5000 * MS, "{late:?}, {how:?}: used {back:?} after its return");
     }
 }

@@ -127,7 +127,8 @@ variables! {
         help: "Which network interfaces one NCCL device spreads over. Unset: each chosen interface is a device of \
                its own, as in NCCL's Socket. `all`: all chosen interfaces form one device, and every connection uses \
                all of them. A comma-separated list of interface names: those form the one device, whatever \
-               `NCCL_SOCKET_IFNAME` says. Set it the same way on all hosts.",
+               `NCCL_SOCKET_IFNAME` says. One that is down then but has an address belongs to the device too, and is used \
+               when it comes back. Set it the same way on all hosts.",
     }
     streams: Option<usize> {
         name: "TOWLINE_STREAMS",

@@ -25,6 +25,9 @@ use std::ptr;
 /// As many interfaces, and as many names in a list, as NCCL's Socket looks at.
 pub const MAX_INTERFACES: usize = 16;
 
+/// What is taken when nothing says otherwise, in [`Filter`]'s language.
+const ORDINARY: &str = "^docker,lo,virbr";
+
 /// One network interface as a part of a device: what a backend binds to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rail {
@@ -38,6 +41,8 @@ pub struct Rail {
     pub speed_mbps: u32,
     /// Whether the system knew the speed.
     pub speed_is_known: bool,
+    /// Up and with a carrier, when the devices were looked for.
+    pub running: bool,
 }
 
 /// One address of one interface.
@@ -220,17 +225,48 @@ pub fn choose(all: &[Interface], wish: &Wish<'_>) -> (Vec<Interface>, Why) {
         }
     }
     let last_resort = |prefix| (prefix, Why::LastResort(prefix));
-    let rest = [("^docker,lo,virbr", Why::Ordinary), last_resort("docker"), last_resort("lo"), last_resort("virbr")];
+    let rest = [(ORDINARY, Why::Ordinary), last_resort("docker"), last_resort("lo"), last_resort("virbr")];
     let found = rest.into_iter().map(|(list, why)| (pass(list), why)).find(|(found, _)| !found.is_empty());
     found.unwrap_or((Vec::new(), Why::Nothing))
 }
 
-/// The interfaces of exactly these names, in that order, and the names that no running interface has.
+/// What [`choose`] finds, and those beside it that the same rule would choose if they were running, all in the system's
+/// order: for a device that can wait for them. What is not running decides no rule, so nothing is waited for alone.
+///
+/// `is_bridge`: one that is down is waited for only where `NCCL_SOCKET_IFNAME` names it. The networks of containers are
+/// bridges, down as long as they have no containers, and lead to no other host.
+pub fn choose_also_down(
+    all: &[Interface],
+    wish: &Wish<'_>,
+    is_bridge: impl Fn(&Interface) -> bool,
+) -> (Vec<Interface>, Why) {
+    let (running, why) = choose(all, wish);
+    let (list, is_asked) = match &why {
+        Why::Asked(names) => (names.as_str(), true),
+        Why::InfiniBand => ("ib", false),
+        Why::Ordinary => (ORDINARY, false),
+        Why::LastResort(prefix) => (*prefix, false),
+        // One interface, whether it runs or not; or none.
+        Why::Rendezvous(_) | Why::Rails | Why::Nothing => return (running, why),
+    };
+    if running.is_empty() {
+        return (running, why);
+    }
+    let filter = Filter::new(list);
+    let down = all.iter().filter(|one| !one.running && filter.passes(&one.name) && (is_asked || !is_bridge(one)));
+    let down = first_addresses(down, wish.family).into_iter().take(MAX_INTERFACES - running.len());
+    let mut both: Vec<Interface> = running.into_iter().chain(down).collect();
+    both.sort_by_key(|one| all.iter().position(|other| other == one));
+    (both, why)
+}
+
+/// The interfaces of exactly these names, in that order, running or not, and the names that none with a usable address
+/// has.
 pub fn named(all: &[Interface], names: &[String], family: Option<Family>) -> (Vec<Interface>, Vec<String>) {
     let mut missing = Vec::new();
     let mut found = Vec::new();
     for name in names {
-        match select(all, family, |candidate| candidate == name).pop() {
+        match first_addresses(all.iter().filter(|one| one.name == *name), family).pop() {
             Some(interface) => found.push(interface),
             None => missing.push(name.clone()),
         }
@@ -239,23 +275,22 @@ pub fn named(all: &[Interface], names: &[String], family: Option<Family>) -> (Ve
     (found, missing)
 }
 
-/// The first usable address of each interface that passes.
+/// The first usable address of each running interface that passes.
 fn select(all: &[Interface], family: Option<Family>, passes: impl Fn(&str) -> bool) -> Vec<Interface> {
+    first_addresses(all.iter().filter(|one| one.running && passes(&one.name)), family)
+}
+
+/// The first usable address of each of these.
+fn first_addresses<'a>(among: impl Iterator<Item = &'a Interface>, family: Option<Family>) -> Vec<Interface> {
     let mut found: Vec<Interface> = Vec::new();
-    for interface in all {
+    for interface in among {
         let ip = interface.address.ip();
-        let usable = interface.running
-            && match family {
-                Some(Family::V4) => ip.is_ipv4(),
-                Some(Family::V6) => ip.is_ipv6(),
-                None => true,
-            }
-            && ip != IpAddr::V6(Ipv6Addr::LOCALHOST);
-        if usable
-            && found.len() < MAX_INTERFACES
-            && passes(&interface.name)
-            && !found.iter().any(|earlier| earlier.name == interface.name)
-        {
+        let usable = match family {
+            Some(Family::V4) => ip.is_ipv4(),
+            Some(Family::V6) => ip.is_ipv6(),
+            None => true,
+        } && ip != IpAddr::V6(Ipv6Addr::LOCALHOST);
+        if usable && found.len() < MAX_INTERFACES && !found.iter().any(|earlier| earlier.name == interface.name) {
             found.push(interface.clone());
         }
     }

@@ -60,6 +60,11 @@ impl Sysfs {
         self.interface(name).exists()
     }
 
+    /// Whether it is a bridge.
+    pub fn is_bridge(&self, name: &str) -> bool {
+        self.interface(name).join("bridge").exists()
+    }
+
     /// The directory of the PCI function behind the interface.
     pub fn pci_path(&self, name: &str) -> Option<PathBuf> {
         self.stacked(name, 0, &|name| {
@@ -256,6 +261,8 @@ mod tests {
         assert_eq!(sysfs.mac("eth0").as_deref(), Some("02:00:00:00:00:01"));
         assert_eq!(sysfs.port("eth0"), Some(1));
         assert!(sysfs.exists("eth0") && !sysfs.exists("eth7"));
+        fs::create_dir_all(fake.path("class/net/br0/bridge")).expect("a bridge");
+        assert!(sysfs.is_bridge("br0") && !sysfs.is_bridge("eth0"));
         assert_eq!((sysfs.mac("lo"), sysfs.mtu("lo"), sysfs.numa_node("lo")), (None, None, None));
     }
 }

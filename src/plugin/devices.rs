@@ -121,11 +121,12 @@ pub struct RdmaPort {
 /// A physical device before it has a number.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Plan {
-    /// At least one. With RDMA ports: the interfaces over which connections come about.
+    /// At least one, of which some may be down for now; a rail's place is the same on all hosts, so it stays where it is.
+    /// With RDMA ports: the interfaces over which connections come about.
     pub rails: Vec<Rail>,
     /// The ports that carry the data; none when the rails do.
     pub ports: Vec<RdmaPort>,
-    /// Where the first rail's card sits on the PCI bus.
+    /// Where the first running rail's card sits on the PCI bus.
     pub pci_path: Option<CString>,
     /// Tells NICs apart.
     pub guid: u64,
@@ -134,22 +135,25 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// The name that NCCL sees and prints.
+    /// The name that NCCL sees and prints: what is running comes first.
     pub fn name(&self) -> String {
         let names: Vec<&str> = if self.ports.is_empty() {
-            self.rails.iter().map(|rail| rail.name.as_str()).collect()
+            let in_state = |running| self.rails.iter().filter(move |rail| rail.running == running);
+            in_state(true).chain(in_state(false)).map(|rail| rail.name.as_str()).collect()
         } else {
             self.ports.iter().map(|port| port.name.as_str()).collect()
         };
         names.join("+")
     }
 
-    /// A device of these rails, with what `sysfs` knows of the first and the hardware addresses of all.
+    /// A device of these rails, with what `sysfs` knows of the first that is running and the hardware addresses of all.
     pub fn new(rails: Vec<Rail>, sysfs: &Sysfs) -> Self {
-        let first = rails.first().map_or("", |rail| rail.name.as_str());
+        let first = rails.iter().find(|rail| rail.running).or(rails.first());
+        let first = first.map_or("", |rail| rail.name.as_str());
         let pci_path =
             sysfs.pci_path(first).and_then(|path| CString::new(path.into_os_string().into_encoded_bytes()).ok());
         let port = sysfs.port(first).and_then(|port| i32::try_from(port).ok()).unwrap_or(0);
+        // It does not depend on what is running just now: processes that start at different times shall agree.
         // VLANs and the like share the hardware address with the card, so the name is part of the identity.
         let identity = rails.iter().map(|rail| rail.name.clone() + "/" + &sysfs.mac(&rail.name).unwrap_or_default());
         let guid = stable_hash(identity.collect::<Vec<_>>().join("+").as_bytes());

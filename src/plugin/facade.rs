@@ -7,6 +7,7 @@
 //! A `ctx` of None means the process's default context, which hosts before v11 of the interface use.
 
 use std::ffi::c_void;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -15,7 +16,7 @@ use super::comm::RdmaListenComm;
 use super::comm::{Comm, ListenComm};
 use super::context::Way;
 use super::devices::DeviceProperties;
-use super::handle::ConnectionHandle;
+use super::handle::{self, ConnectionHandle};
 use super::process::{Process, process};
 use crate::abi::ffi;
 use crate::engine::handle::{Handle, Kind};
@@ -144,6 +145,7 @@ pub fn listen(ctx: Option<usize>, dev: i32) -> Result<([u8; 64], usize)> {
     let context = process.context(ctx)?;
     let binding = process.devices.binding(dev)?;
     let net = process.net()?;
+    let rails = Arc::clone(&binding.rails);
     let (comm, secret, addresses, is_rdma) = match process.rdma_group(&binding) {
         #[cfg(feature = "rdma")]
         Some((rdma, adapters)) => {
@@ -159,6 +161,8 @@ pub fn listen(ctx: Option<usize>, dev: i32) -> Result<([u8; 64], usize)> {
             (Comm::Listen(listen), secret, addresses, false)
         }
     };
+    let is_down = |address: &SocketAddr| rails.iter().any(|it| !it.running && it.address.ip() == address.ip());
+    let addresses = handle::what_works_first(addresses, is_down);
     let handle = ConnectionHandle { secret, addresses, is_rdma, key: 0 };
     let comm = process.comms.insert(Arc::new(comm))?.encode();
     context.add_listener(comm);

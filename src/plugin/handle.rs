@@ -94,8 +94,18 @@ fn octets(ip: IpAddr) -> Vec<u8> {
     }
 }
 
-/// Writes as many addresses as fit, in order; one that does not may leave room for one after it.
-fn put_addresses(mut out: &mut [u8], addresses: &[SocketAddr]) {
+/// Puts addresses whose rail is down behind the others when not all of them fit, so that one that works does. When they
+/// do, each keeps its rail's place, since the other side tries its rail of the same place first.
+pub fn what_works_first(mut addresses: Vec<SocketAddr>, is_down: impl Fn(&SocketAddr) -> bool) -> Vec<SocketAddr> {
+    if put_addresses(&mut [0; ADDRESSES.end - ADDRESSES.start], &addresses) < addresses.len() {
+        addresses.sort_by_key(is_down);
+    }
+    addresses
+}
+
+/// Writes as many addresses as fit, in order; one that does not may leave room for one after it. Gives their number.
+fn put_addresses(mut out: &mut [u8], addresses: &[SocketAddr]) -> usize {
+    let mut written = 0;
     let mut last = Vec::new();
     for address in addresses {
         let ip = octets(address.ip());
@@ -109,7 +119,9 @@ fn put_addresses(mut out: &mut [u8], addresses: &[SocketAddr]) {
         here[1..length - 2].copy_from_slice(&ip[shared..]);
         here[length - 2..].copy_from_slice(&address.port().to_le_bytes());
         (out, last) = (rest, ip);
+        written += 1;
     }
+    written
 }
 
 /// Reads what [`put_addresses`] wrote. None when it did not, or there is none.
@@ -181,6 +193,16 @@ mod tests {
         assert_eq!(carried(&far), [far[0], far[2]]);
         assert_eq!(carried(&["10.0.0.1:7", "10.0.0.1:7"]), ["10.0.0.1:7", "10.0.0.1:7"]);
         assert_eq!(carried(&["[fe80::1%7]:45"]), ["[fe80::1]:45"]);
+    }
+
+    #[test]
+    fn what_is_down_gives_way_only_where_there_is_no_room() {
+        let addresses = |texts: &[&str]| texts.iter().map(|text| text.parse().unwrap()).collect::<Vec<SocketAddr>>();
+        let few = addresses(&["10.0.0.1:1", "11.0.0.2:2"]);
+        assert_eq!(what_works_first(few.clone(), |it| it.port() == 1), few);
+        let many = addresses(&["[fd01::1]:1", "[2001:db8::2]:2", "[2a00::3]:3", "[fd02::4]:4"]);
+        let ordered = what_works_first(many, |it| it.port() < 3);
+        assert_eq!(ordered.iter().map(SocketAddr::port).collect::<Vec<_>>(), [3, 4, 1, 2]);
     }
 
     #[test]

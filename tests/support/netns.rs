@@ -69,6 +69,15 @@ impl Namespace {
         });
     }
 
+    /// Waits until a link is not up: the other end of one that was taken down loses its carrier a moment later.
+    pub fn wait_for_no(&self, link: &str) {
+        super::eventually(&format!("{link} is not up"), super::PATIENCE, || {
+            let shown =
+                Command::new("ip").args(["-n", &self.0, "-brief", "link", "show", link]).output().expect("ip runs");
+            (!String::from_utf8_lossy(&shown.stdout).contains(" UP ")).then_some(())
+        });
+    }
+
     /// Lets no more than `mbits` Mbit/s leave over a link, with 10 ms of queue.
     pub fn shape(&self, link: &str, mbits: u64) {
         let words = format!("qdisc add dev {link} root tbf rate {mbits}mbit burst 128kb latency 10ms");

@@ -41,19 +41,25 @@ pub(super) fn look(config: &Config, findings: &mut Vec<Finding>) -> Facts {
         family: config.socket_family,
         rendezvous: config.comm_id.as_deref().and_then(interfaces::rendezvous),
     };
+    let sysfs = Sysfs::default();
     let (chosen, rule) = match &config.rails {
         Rails::List(names) => {
             let (found, missing) = interfaces::named(&all, names, config.socket_family);
             for name in missing {
-                let what = format!("TOWLINE_RAILS names {name}, which is not running or does not exist");
-                findings
-                    .push(Finding::problem(what, format!("ip link set {name} up, or take it out of TOWLINE_RAILS")));
+                let what = format!("TOWLINE_RAILS names {name}, which has no usable address or does not exist");
+                findings.push(Finding::problem(
+                    what,
+                    format!("ip address add ADDRESS dev {name}, or take it out of TOWLINE_RAILS"),
+                ));
             }
             (found, interfaces::Why::Rails)
         }
-        Rails::Single | Rails::All => interfaces::choose(&all, &wish),
+        Rails::All => interfaces::choose_also_down(&all, &wish, |one| sysfs.is_bridge(&one.name)),
+        Rails::Single => interfaces::choose(&all, &wish),
     };
-    let sysfs = Sysfs::default();
+    if config.rails != Rails::Single {
+        findings.extend(waited_for(&chosen));
+    }
     let fact = |interface: &interfaces::Interface| {
         let name = interface.kernel_name();
         Interface {
@@ -73,6 +79,21 @@ pub(super) fn look(config: &Config, findings: &mut Vec<Finding>) -> Facts {
     facts
 }
 
+/// The rails that are down, or that there is nothing else.
+fn waited_for(rails: &[interfaces::Interface]) -> Vec<Finding> {
+    let mend = |one: &interfaces::Interface| format!("ip link set {} up; check the cable", one.kernel_name());
+    let (running, down): (Vec<_>, Vec<_>) = rails.iter().partition(|one| one.running);
+    match down.first() {
+        Some(first) if running.is_empty() => {
+            vec![Finding::problem("every interface of the device is down", mend(first))]
+        }
+        _ => down
+            .iter()
+            .map(|one| Finding::advice(format!("rail {} is down; it is used when it comes back", one.name), mend(one)))
+            .collect(),
+    }
+}
+
 fn judge(facts: &Facts, asked: Option<&str>, speed_is_told: bool, findings: &mut Vec<Finding>) {
     let used: Vec<&Interface> = facts.list.iter().filter(|interface| interface.used).collect();
     if used.is_empty() {
@@ -88,7 +109,7 @@ fn judge(facts: &Facts, asked: Option<&str>, speed_is_told: bool, findings: &mut
         let what = "only the loopback interface is used: other hosts cannot be reached";
         findings.push(Finding::advice(what, "ip link set INTERFACE up"));
     }
-    for interface in used.iter().filter(|interface| interface.speed_mbps.is_none() && !speed_is_told) {
+    for interface in used.iter().filter(|one| one.running && one.speed_mbps.is_none() && !speed_is_told) {
         if !interface.address.starts_with("127.") {
             let what = format!(
                 "the system does not know the speed of {}: 77 Gbit/s is reported, for eight channels",
@@ -113,6 +134,25 @@ mod tests {
         let mut findings = Vec::new();
         judge(&Facts { rule: String::new(), list }, asked, false, &mut findings);
         findings.into_iter().map(|finding| finding.mend).collect()
+    }
+
+    #[test]
+    fn rails_that_are_down_are_told() {
+        let rail = |name: &str, running| interfaces::Interface {
+            name: name.into(),
+            index: 1,
+            address: ([10, 0, 0, 1], 0).into(),
+            mask: None,
+            running,
+        };
+        let told =
+            |rails: &[interfaces::Interface]| waited_for(rails).into_iter().map(|it| it.what).collect::<Vec<_>>();
+        assert_eq!(told(&[rail("eth0", true)]), [""; 0]);
+        assert_eq!(
+            told(&[rail("eth0", true), rail("eth1", false)]),
+            ["rail eth1 is down; it is used when it comes back"]
+        );
+        assert_eq!(told(&[rail("eth0", false), rail("eth1", false)]), ["every interface of the device is down"]);
     }
 
     #[test]

@@ -112,8 +112,9 @@ fn docker_then_loopback_then_virbr_only_when_nothing_else_is_there() {
 fn rails_are_found_by_exact_name_in_the_order_asked() {
     let ask: Vec<String> = ["eth1", "eth", "eth0", "eth10"].map(String::from).to_vec();
     let (found, missing) = named(&host(), &ask, None);
-    assert_eq!(found.iter().map(|one| one.name.as_str()).collect::<Vec<_>>(), ["eth1", "eth0"]);
-    assert_eq!(missing, ["eth", "eth10"]);
+    assert_eq!(found.iter().map(|one| one.name.as_str()).collect::<Vec<_>>(), ["eth1", "eth0", "eth10"]);
+    assert_eq!(missing, ["eth"]);
+    assert!(!found[2].running, "a rail may be down for now");
 }
 
 #[test]
@@ -156,6 +157,20 @@ proptest! {
             prop_assert!(chosen[..index].iter().all(|other| other.name != one.name));
             // The first usable entry of that interface, and no later one.
             prop_assert_eq!(all.iter().find(|other| other.name == one.name && other.running), Some(one));
+        }
+    }
+
+    #[test]
+    fn what_is_down_is_added_and_changes_nothing_else(all in any_host(), spec in "[=^]{0,2}(eth|ib|lo|ens)?[0-3]?(,e)?") {
+        let wish = Wish { names: Some(&spec), ..Wish::default() };
+        let ((chosen, why), (more, also)) = (choose(&all, &wish), choose_also_down(&all, &wish, |_| false));
+        prop_assert_eq!(why, also);
+        prop_assert!(more.len() <= MAX_INTERFACES);
+        let running: Vec<_> = more.iter().filter(|one| one.running).cloned().collect();
+        prop_assert_eq!(&running, &chosen);
+        prop_assert!(!chosen.is_empty() || more.is_empty());
+        for (index, one) in more.iter().enumerate() {
+            prop_assert!(more[..index].iter().all(|other| other.name != one.name || other.running != one.running));
         }
     }
 

@@ -14,7 +14,7 @@ pub struct Discovery {
     pub plans: Vec<Plan>,
     /// Which rule chose the interfaces.
     pub why: Why,
-    /// What the user should know although it is no failure: a named rail that is not there.
+    /// What the user should know although it is no failure: a named rail that is not there, or is down.
     pub warnings: Vec<String>,
 }
 
@@ -27,7 +27,8 @@ impl fmt::Display for Discovery {
             for (index, rail) in plan.rails.iter().enumerate() {
                 let plus = if index == 0 { "" } else { "+" };
                 let assumed = if rail.speed_is_known { "" } else { " assumed" };
-                write!(f, "{plus}{}:{}({} Mbit/s{assumed})", rail.name, rail.address.ip(), rail.speed_mbps)?;
+                let state = if rail.running { "" } else { ", down" };
+                write!(f, "{plus}{}:{}({} Mbit/s{assumed}{state})", rail.name, rail.address.ip(), rail.speed_mbps)?;
             }
         }
         write!(f, "; {}", self.why)
@@ -53,10 +54,15 @@ pub fn discover(config: &Config) -> Result<Discovery> {
 fn from_list(all: &[Interface], wish: &Wish<'_>, config: &Config, sysfs: &Sysfs) -> Result<Discovery> {
     let mut warnings = Vec::new();
     let (chosen, why) = match &config.rails {
-        Rails::Single | Rails::All => interfaces::choose(all, wish),
+        Rails::Single => interfaces::choose(all, wish),
+        Rails::All => interfaces::choose_also_down(all, wish, |one| sysfs.is_bridge(&one.name)),
         Rails::List(names) => {
-            let (found, missing) = interfaces::named(all, names, wish.family);
+            let (mut found, missing) = interfaces::named(all, names, wish.family);
             warnings.extend(missing.iter().map(|name| missing_rail(name, all)));
+            // A device is offered only when it works now.
+            if !found.iter().any(|one| one.running) {
+                found.clear();
+            }
             (found, Why::Rails)
         }
     };
@@ -66,7 +72,12 @@ fn from_list(all: &[Interface], wish: &Wish<'_>, config: &Config, sysfs: &Sysfs)
     let rails = chosen.iter().map(|interface| rail(interface, config, sysfs));
     let plans = match config.rails {
         Rails::Single => rails.map(|rail| Plan::new(vec![rail], sysfs)).collect(),
-        Rails::All | Rails::List(_) => vec![Plan::new(rails.collect(), sysfs)],
+        Rails::All | Rails::List(_) => {
+            let mut rails: Vec<Rail> = rails.collect();
+            presume_speed_of_down(&mut rails, config);
+            warnings.extend(rails.iter().filter(|rail| !rail.running).map(down_rail));
+            vec![Plan::new(rails, sysfs)]
+        }
     };
     Ok(Discovery { plans, why, warnings })
 }
@@ -79,12 +90,27 @@ fn rail(interface: &Interface, config: &Config, sysfs: &Sysfs) -> Rail {
         address: interface.address,
         speed_mbps: known.or(config.speed).unwrap_or(UNKNOWN_SPEED_MBPS),
         speed_is_known: known.is_some(),
+        running: interface.running,
     }
+}
+
+/// Most drivers tell no speed without a carrier. Rails of one device are mostly alike, so such a one counts as the slowest
+/// that runs: NCCL asks for the speed once, and the rail will be back.
+fn presume_speed_of_down(rails: &mut [Rail], config: &Config) {
+    let slowest = rails.iter().filter(|rail| rail.running && rail.speed_is_known).map(|rail| rail.speed_mbps).min();
+    let Some(presumed) = slowest.filter(|_| config.speed.is_none()) else { return };
+    for rail in rails.iter_mut().filter(|rail| !rail.running && !rail.speed_is_known) {
+        rail.speed_mbps = presumed;
+    }
+}
+
+fn down_rail(rail: &Rail) -> String {
+    format!("rail {} ({}) is down now; it will be used when it comes back", rail.name, rail.address.ip())
 }
 
 fn missing_rail(name: &str, all: &[Interface]) -> String {
     if all.iter().any(|one| one.name == *name) {
-        return format!("TOWLINE_RAILS names {name}, which is not running or has no usable address; it is left out");
+        return format!("TOWLINE_RAILS names {name}, which has no usable address; it is left out");
     }
     let hint = nearest(name, all.iter().map(|one| one.name.as_str()));
     let hint = hint.map(|near| format!(" (did you mean {near}?)")).unwrap_or_default();
@@ -103,7 +129,7 @@ fn nothing_left(all: &[Interface], why: &Why) -> Error {
     let there = if seen.is_empty() { "none".to_owned() } else { seen.join(", ") };
     let hint = match why {
         Why::Asked(_) => "correct or unset NCCL_SOCKET_IFNAME (and NCCL_SOCKET_FAMILY, if set)",
-        Why::Rails => "correct or unset TOWLINE_RAILS (and NCCL_SOCKET_FAMILY, if set)",
+        Why::Rails => "bring one of them up, or correct or unset TOWLINE_RAILS (and NCCL_SOCKET_FAMILY, if set)",
         _ => "bring an interface up and give it an address",
     };
     let what = format!("no network interface can be used: {why}; interfaces with an address: {there}");
@@ -124,7 +150,7 @@ mod tests {
         vec![up("lo", "127.0.0.1"), up("eth0", "10.0.0.1"), up("eth1", "10.0.1.1"), down]
     }
 
-    /// A sysfs in which eth1 has a speed and nobody else is known.
+    /// A sysfs in which eth1 has a speed and is a second port, br-1f2e is a bridge, and nobody else is known.
     fn sysfs() -> (tempfile::TempDir, Sysfs) {
         let dir = tempfile::tempdir().expect("a directory");
         for (name, mac) in [("eth0", "02:00:00:00:00:01"), ("eth1", "02:00:00:00:00:02")] {
@@ -133,16 +159,22 @@ mod tests {
             std::fs::write(at.join("address"), mac).expect("a file");
         }
         std::fs::write(dir.path().join("class/net/eth1/speed"), "25000\n").expect("a file");
+        std::fs::write(dir.path().join("class/net/eth1/dev_port"), "1\n").expect("a file");
+        std::fs::create_dir_all(dir.path().join("class/net/br-1f2e/bridge")).expect("a bridge");
         let sysfs = Sysfs::at(dir.path());
         (dir, sysfs)
     }
 
     fn with(pairs: &[(&str, &str)]) -> Result<Discovery> {
+        with_on(&host(), pairs)
+    }
+
+    fn with_on(host: &[Interface], pairs: &[(&str, &str)]) -> Result<Discovery> {
         let (config, complaints) = Config::from_pairs(pairs.iter().copied());
         assert_eq!(complaints, []);
         let wish = Wish { names: config.socket_ifname.as_deref(), family: config.socket_family, rendezvous: None };
         let (_dir, sysfs) = sysfs();
-        from_list(&host(), &wish, &config, &sysfs)
+        from_list(host, &wish, &config, &sysfs)
     }
 
     #[test]
@@ -159,7 +191,7 @@ mod tests {
 
     #[test]
     fn rails_make_one_device_of_all_interfaces_or_of_those_named() {
-        let all = with(&[("TOWLINE_RAILS", "all")]).expect("devices");
+        let all = with(&[("TOWLINE_RAILS", "all"), ("NCCL_SOCKET_IFNAME", "=eth0,eth1")]).expect("devices");
         assert_eq!(all.plans.iter().map(Plan::name).collect::<Vec<_>>(), ["eth0+eth1"]);
         assert_eq!(all.plans[0].rails.iter().map(|rail| rail.speed_mbps).sum::<u32>(), UNKNOWN_SPEED_MBPS + 25_000);
         let both = with(&[("TOWLINE_RAILS", "eth0,lo")]).expect("devices");
@@ -185,10 +217,78 @@ mod tests {
 
     #[test]
     fn a_missing_rail_is_left_out_with_a_warning_that_names_the_nearest() {
-        let found = with(&[("TOWLINE_RAILS", "eth0,ehto1,eth9")]).expect("devices");
-        assert_eq!(found.plans[0].name(), "eth0");
+        let found = with(&[("TOWLINE_RAILS", "eth0,ehto1,eth1")]).expect("devices");
+        assert_eq!((found.plans[0].name().as_str(), found.warnings.len()), ("eth0+eth1", 1));
         assert!(found.warnings[0].contains("ehto1") && found.warnings[0].contains("did you mean eth"));
-        assert!(found.warnings[1].contains("eth9") && found.warnings[1].contains("not running"));
+        let mut host = host();
+        host.push(up("six0", "2001:db8::1"));
+        let pairs = [("TOWLINE_RAILS", "eth0,six0"), ("NCCL_SOCKET_FAMILY", "AF_INET")];
+        let found = with_on(&host, &pairs).expect("devices");
+        assert_eq!((found.plans[0].name().as_str(), found.warnings.len()), ("eth0", 1));
+        assert!(found.warnings[0].contains("six0, which has no usable address"), "{:?}", found.warnings);
+    }
+
+    #[test]
+    fn a_rail_that_is_down_keeps_its_place_and_is_told() {
+        let found = with(&[("TOWLINE_RAILS", "eth9,eth1")]).expect("devices");
+        let plan = &found.plans[0];
+        assert_eq!(plan.rails.iter().map(|rail| rail.name.as_str()).collect::<Vec<_>>(), ["eth9", "eth1"]);
+        assert_eq!(plan.name(), "eth1+eth9", "what is running is named first");
+        assert_eq!(plan.port, 1, "and its card is the device's");
+        assert_eq!(found.warnings, ["rail eth9 (10.0.9.1) is down now; it will be used when it comes back"]);
+        assert!(
+            found.to_string().contains("[0]eth9:10.0.9.1(25000 Mbit/s assumed, down)+eth1:10.0.1.1(25000 Mbit/s);")
+        );
+        // Processes that start when it is up and when it is not agree on what the device is.
+        let all_up: Vec<_> = host().into_iter().map(|one| Interface { running: true, ..one }).collect();
+        let later = with_on(&all_up, &[("TOWLINE_RAILS", "eth9,eth1")]).expect("devices");
+        assert_eq!((later.plans[0].guid, later.warnings.len()), (plan.guid, 0));
+        assert_eq!(later.plans[0].name(), "eth9+eth1");
+    }
+
+    #[test]
+    fn the_unknown_speed_of_a_rail_that_is_down_is_that_of_the_slowest_that_runs() {
+        let speed = |pairs: &[(&str, &str)]| with(pairs).expect("devices").plans[0].properties(vec![0]).speed_mbps;
+        assert_eq!(speed(&[("TOWLINE_RAILS", "eth9,eth1")]), 50_000);
+        assert_eq!(
+            speed(&[("TOWLINE_RAILS", "eth9,eth0")]),
+            UNKNOWN_SPEED_MBPS as i32,
+            "the assumed speed counts once"
+        );
+        assert_eq!(speed(&[("TOWLINE_RAILS", "eth9,eth1"), ("TOWLINE_SPEED", "10000")]), 35_000);
+    }
+
+    #[test]
+    fn all_rails_are_those_that_the_rule_would_choose_if_they_were_running() {
+        let idle = |name: &str, address: &str| Interface { running: false, ..up(name, address) };
+        let mut host = host();
+        host.extend([idle("br-1f2e", "172.18.0.1"), idle("docker0", "172.17.0.1")]);
+        let names = |host: &[Interface], pairs: &[(&str, &str)]| {
+            let found = with_on(host, &[&[("TOWLINE_RAILS", "all")], pairs].concat()).expect("devices");
+            found.plans[0].rails.iter().map(|rail| rail.name.clone()).collect::<Vec<_>>()
+        };
+        assert_eq!(names(&host, &[]), ["eth0", "eth1", "eth9"], "no bridge without ports, unasked");
+        assert_eq!(names(&host, &[("NCCL_SOCKET_IFNAME", "eth1,br-")]), ["eth1", "br-1f2e"]);
+        assert_eq!(with_on(&host, &[]).expect("devices").plans.len(), 2, "a device of its own must be running");
+        host.extend([up("ib0", "10.9.0.1"), idle("ib1", "10.9.1.1")]);
+        assert_eq!(names(&host, &[]), ["ib0", "ib1"]);
+        // What is down decides no rule.
+        host.retain(|one| one.name != "ib0");
+        assert_eq!(names(&host, &[]), ["eth0", "eth1", "eth9", "ib1"]);
+    }
+
+    #[test]
+    fn a_device_whose_rails_are_all_down_is_not_offered() {
+        for pairs in [
+            [("TOWLINE_RAILS", "eth9"), ("NCCL_SOCKET_IFNAME", "eth0")],
+            [("TOWLINE_RAILS", "all"), ("NCCL_SOCKET_IFNAME", "eth9")],
+        ] {
+            let error = with(&pairs).expect_err("nothing runs").to_string();
+            assert!(
+                error.contains("no network interface can be used") && error.contains("eth9 (not running)"),
+                "{error}"
+            );
+        }
     }
 
     #[test]

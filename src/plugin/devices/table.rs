@@ -193,7 +193,7 @@ mod tests {
 
     fn plan(name: &str, speed_mbps: u32) -> Plan {
         let address = SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 0);
-        let rail = Rail { name: name.into(), index: 1, address, speed_mbps, speed_is_known: true };
+        let rail = Rail { name: name.into(), index: 1, address, speed_mbps, speed_is_known: true, running: true };
         Plan { rails: vec![rail], ports: Vec::new(), pci_path: None, guid: stable_hash(name.as_bytes()), port: 0 }
     }
 
