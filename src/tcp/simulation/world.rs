@@ -509,7 +509,9 @@ impl World {
         let Ok(header) = Header::decode(&header.encode()) else { return };
         let wire = &mut self.wires[index];
         if to_sender {
-            let counts = (0..header.length / 8).map(|_| self.dice.roll(8)).collect();
+            // Of all frames to a sender only these have a payload that counts; a decoder has bounded it.
+            let counts = if header.kind == Type::Acks { header.length / 8 } else { 0 };
+            let counts = (0..counts).map(|_| self.dice.roll(8)).collect();
             wire.back.push_front(Word { header, counts });
         } else if wire.begun.is_none() && header.kind != Type::Fail {
             wire.forth.push_front(Frame { header, whole: true, repeated: true, bytes: Vec::new() });
