@@ -18,6 +18,8 @@ sys.path.insert(0, os.path.join(ROOT, "benches", "nccl"))
 
 import contenders  # noqa: E402
 import plot  # noqa: E402
+import processes  # noqa: E402
+import rank  # noqa: E402
 import runner  # noqa: E402
 import stats  # noqa: E402
 import table  # noqa: E402
@@ -193,6 +195,95 @@ class Runs(unittest.TestCase):
         run = runner.invoke(script, [], dict(os.environ), 0.3)
         self.assertFalse(run.ok)
         self.assertLess(run.wall_s, 10)
+
+
+# Speaks as rank.py does, without a GPU. FAKE says what goes wrong.
+FAKE_RANK = """
+import json, os, sys
+rank, ranks = int(sys.argv[1]), int(sys.argv[2])
+assert os.environ["LOCAL_WORLD_SIZE"] == str(ranks) and int(os.environ["RANK"]) == rank
+if os.environ.get("FAKE") == "no start" and rank == 1:
+    sys.exit("no such GPU")
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    order = json.loads(line)
+    if os.environ.get("FAKE") == "dies" and rank == 1:
+        sys.exit()
+    if os.environ.get("FAKE") == "hangs" and rank == 1:
+        sys.stdin.read()
+    wrong = lambda size: rank if size <= order["check_up_to"] else None
+    rows = [{"size": size, "time_us": 10.0 * (rank + 1), "cpu_s": 0.5, "wrong": wrong(size)} for size in order["sizes"]]
+    print(json.dumps({"rows": rows}), flush=True)
+"""
+
+
+class Processes(unittest.TestCase):
+    BAND = runner.Band(1 << 20, 64 << 20, 8, 3, 1, 5)
+
+    def group(self, fake="", limit=20):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        script = os.path.join(folder.name, "rank.py")
+        with open(script, "w") as file:
+            file.write(FAKE_RANK)
+        group = processes.Group(2, 1, {**os.environ, "FAKE": fake}, limit, script)
+        self.addCleanup(group.end)
+        return group
+
+    def test_a_group_lives_from_order_to_order(self):
+        group = self.group()
+        for check_all in (True, False):
+            run = group.run("all_reduce", self.BAND, 20, check_all)
+            self.assertEqual((run.ok, [row.size for row in run.rows]), (True, [1 << 20, 8 << 20, 64 << 20]))
+            self.assertEqual({row.time_us for row in run.rows}, {15.0})
+            self.assertEqual(run.cpu_s, 3.0)
+            # Wrong elements of all ranks together; None where nobody looked.
+            self.assertEqual([row.wrong for row in run.rows], [1, 1, 1 if check_all else None])
+
+    def test_a_rank_that_ends_or_hangs_ends_its_group_and_is_said(self):
+        failed = self.group("no start")
+        self.assertIn("ended", failed.run("all_reduce", self.BAND, 20, True).problem)
+        self.assertIn("no such GPU", failed.said())
+        self.assertIn("ended", self.group("dies").run("all_reduce", self.BAND, 20, True).problem)
+        hung = self.group("hangs")
+        run = hung.run("all_reduce", self.BAND, 0.5, True)
+        self.assertEqual((run.ok, run.problem), (False, "no answer in time"))
+        self.assertTrue(all(child.poll() is not None for child in hung.children))
+
+    def test_every_element_of_every_collective_is_checked(self):
+        class Gpu:
+            def zero(self, memory, size):
+                pass
+
+            def wait(self):
+                pass
+
+            def read(self, memory, size):
+                return bytearray(self.content)
+
+        of = rank.Rank.__new__(rank.Rank)
+        of.rank, of.ranks, of.target, of.gpu = 1, 2, 0, Gpu()
+        of.tiles = [rank.array("f", ((i * 7 + r * 13) % 251 for i in range(rank.PERIOD))) for r in range(2)]
+        of.sums = rank.array("f", map(sum, zip(*of.tiles)))
+        of._begin = lambda collective, size: None
+        size = 1 << 20
+        value = lambda r, i: (i % rank.PERIOD * 7 + r * 13) % 251
+        half = size // 8
+        right = {
+            "all_reduce": [value(0, i) + value(1, i) for i in range(2 * half)],
+            "all_gather": [value(r, i) for r in range(2) for i in range(half)],
+            "reduce_scatter": [value(0, half + i) + value(1, half + i) for i in range(half)],
+            "alltoall": [value(r, half + i) for r in range(2) for i in range(half)],
+            "sendrecv": [value(0, i) for i in range(2 * half)],
+            "broadcast": [value(0, i) for i in range(2 * half)],
+        }
+        for collective, content in right.items():
+            for changed in (None, 0, len(content) // 2, len(content) - 1):
+                found = rank.array("f", content + [0.0] * (2 * half - len(content)))
+                if changed is not None:
+                    found[changed] += 1
+                of.gpu.content = found.tobytes()
+                self.assertEqual(of._wrong(collective, size), int(changed is not None), (collective, changed))
 
 
 class Plot(unittest.TestCase):

@@ -50,6 +50,38 @@ fn a_transfer_has_an_event_for_each_part_and_they_add_up_to_the_byte() {
 }
 
 #[test]
+fn a_thread_that_has_copied_much_leaves_long_messages_to_workers() {
+    let name = "a_thread_that_has_copied_much_leaves_long_messages_to_workers";
+    alone(name, &[("TOWLINE_STREAMS", "2"), ("TOWLINE_WORKERS", "1")], || {
+        let _watchdog = watchdog(60);
+        let pair = pair();
+        // The second stream comes with the first long message.
+        let first = moved(&pair, pattern(0, 8)).0[0].fd;
+        while moved(&pair, pattern(0, 2 << 20)).0.iter().all(|piece| piece.fd == first) {}
+        // Eight messages in a row, when the worker is asleep: over which sockets?
+        let burst = |size: usize| {
+            std::thread::sleep(Duration::from_millis(20));
+            let outs: [&'static Transfer; 8] = std::array::from_fn(|_| Transfer::new());
+            let backs: [&'static Transfer; 8] = std::array::from_fn(|_| Transfer::new());
+            let targets: [Memory; 8] = std::array::from_fn(|_| Memory::new(size));
+            let parts: Vec<_> = (0..8).map(|i| (&targets[i], i as i32, backs[i])).collect();
+            let received = receive(&pair, &parts);
+            let sends: Vec<_> = (0..8).map(|i| send(&pair, pattern(i, size), i as i32, outs[i])).collect();
+            let mut used = std::collections::HashSet::new();
+            finish(&pair, &received, &sends, |which| match which {
+                Some(place) => used.extend(outs[place].whole(size).iter().map(|piece| piece.fd)),
+                None => backs.iter().for_each(|back| drop(back.whole(size))),
+            });
+            used
+        };
+        for _ in 0..5 {
+            assert_eq!(burst(32 << 10).len(), 1, "up to 32 KiB the thread sends itself while nobody else is awake");
+            assert_eq!(burst(64 << 10).len(), 2, "longer ones wake the worker");
+        }
+    });
+}
+
+#[test]
 fn a_short_send_is_told_before_isend_returns() {
     let _watchdog = watchdog(60);
     let pair = pair();

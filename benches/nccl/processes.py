@@ -20,12 +20,17 @@ import table
 CHECKED_EACH_TIME = 16 << 20
 
 
+RANK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rank.py")
+
+
 class Group:
     """The ranks of one communicator, and their standard input and output."""
 
-    def __init__(self, ranks, hosts, environment, limit):
+    def __init__(self, ranks, hosts, environment, limit, script=RANK):
         """Starts them; `problem` says what went wrong. Ranks are spread over `hosts` pretended hosts."""
         self.folder = tempfile.TemporaryDirectory()
+        self.script = script
+        self.last_words = None
         self.problem = ""
         began = time.monotonic()
         self.children = [self._start(rank, ranks, hosts, environment) for rank in range(ranks)]
@@ -34,21 +39,20 @@ class Group:
 
     def _start(self, rank, ranks, hosts, environment):
         local = ranks // hosts
-        # As torchrun says it.
+        # As torchrun says it; but ranks on pretended hosts share this one's processors.
         said = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": ranks if hosts > 1 else local}
         own = {name: str(value) for name, value in said.items()}
         if hosts > 1:
             own["NCCL_HOSTID"] = f"host{rank // local}"
-        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rank.py")
-        errors = open(os.path.join(self.folder.name, f"rank{rank}"), "wb")
-        return subprocess.Popen(
-            [sys.executable, "-B", script, str(rank), str(ranks), os.path.join(self.folder.name, "id")],
-            env={**environment, **own},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            start_new_session=True,
-        )
+        with open(os.path.join(self.folder.name, f"rank{rank}"), "wb") as errors:
+            return subprocess.Popen(
+                [sys.executable, "-B", self.script, str(rank), str(ranks), os.path.join(self.folder.name, "id")],
+                env={**environment, **own},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
 
     def _answers(self, deadline):
         """One line of each rank; None when that cannot be."""
@@ -103,6 +107,8 @@ class Group:
 
     def said(self):
         """What the ranks wrote to their standard error."""
+        if self.last_words is not None:
+            return self.last_words
         text = ""
         for rank in range(len(self.children)):
             with open(os.path.join(self.folder.name, f"rank{rank}"), encoding="utf-8", errors="replace") as file:
@@ -115,3 +121,7 @@ class Group:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
+            child.stdin.close()
+            child.stdout.close()
+        self.last_words = self.said()
+        self.folder.cleanup()

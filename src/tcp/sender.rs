@@ -397,8 +397,8 @@ impl SendConn {
                 return self.health.check().map(|()| None);
             }
             Ok((_, Admit::Ready)) => {
-                load::copied(length);
                 self.run_held(held, 0, wish);
+                load::copied(length);
                 if !self.first_live.load(Ordering::Relaxed) {
                     self.wake_streams(length as u64);
                 }
