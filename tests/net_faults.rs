@@ -668,6 +668,9 @@ fn a_connection_comes_up_while_its_first_rail_is_down() {
         (Cut::HalfSilent, "AF_INET"),
         (Cut::Reset, "AF_INET"),
         (Cut::Silent, "AF_INET6"),
+        // The address goes with the interface, and nothing has listened there before.
+        (Cut::DownThere, "AF_INET6"),
+        (Cut::DownHere, "AF_INET6"),
     ] {
         let network = Network::new(2, MBIT);
         let ends = Ends::start(NAME, &network.hosts, &[("NCCL_SOCKET_FAMILY", family)]);

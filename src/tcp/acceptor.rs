@@ -126,6 +126,27 @@ struct Port {
     _registration: Registration,
 }
 
+/// What becomes of a listening socket whose address is not there at the moment.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Absent {
+    /// It listens all the same, for the time when the address is back.
+    Awaited,
+    /// Opening it fails.
+    Refused,
+}
+
+/// Lets a socket be bound to an address that is not there.
+///
+/// An interface that is taken down loses its IPv6 addresses. A connection learns the addresses of its peer once, when it
+/// is made: a rail of several that is down at that moment is used later only if its port is known by then and something
+/// listens there when the address is back. A device's only rail is not waited for so, since nothing else would carry the
+/// connection, and `listen` can say at once what is wrong.
+///
+/// It is a wish: where the system refuses it (a sandbox, an old kernel), a rail without an address is left out.
+fn allow_absent(sock: &Sock, address: SocketAddr) {
+    let _ = if address.is_ipv6() { sock.set_freebind_v6(true) } else { sock.set_freebind_v4(true) };
+}
+
 /// Listening sockets and half-open handshakes of the process.
 pub struct Acceptor {
     net: Weak<Net>,
@@ -152,7 +173,7 @@ impl Acceptor {
     /// A listener on the given rails: itself, and the addresses of their sockets.
     ///
     /// # Errors
-    /// When no socket can be bound to any of them (the interface has vanished, say).
+    /// When no socket can be opened for any of them (the only rail's interface has vanished, say).
     pub fn listen(
         &self,
         rails: Arc<[Rail]>,
@@ -160,9 +181,9 @@ impl Acceptor {
         takeover: Option<Arc<dyn Takeover>>,
     ) -> Result<(Arc<Listener>, Vec<SocketAddr>)> {
         let first = rails.first().ok_or_else(|| Error::internal("a device without rails"))?;
-        // With several, one that has no address any more is done without.
+        // With several, one whose socket cannot be opened is done without.
         let addresses = if rails.len() > 1 { self.addresses(&rails) } else { Vec::new() };
-        let addresses = if addresses.is_empty() { vec![self.port(first)?] } else { addresses };
+        let addresses = if addresses.is_empty() { vec![self.port(first, Absent::Refused)?] } else { addresses };
         let listener = Arc::new(Listener {
             secret: Secret::random()?,
             rails,
@@ -182,7 +203,7 @@ impl Acceptor {
     }
 
     /// The address of the process's socket on a rail, opening it at the first use.
-    fn port(&self, rail: &Rail) -> Result<SocketAddr> {
+    fn port(&self, rail: &Rail, absent: Absent) -> Result<SocketAddr> {
         let scope = match rail.address {
             SocketAddr::V6(v6) => v6.scope_id(),
             SocketAddr::V4(_) => 0,
@@ -194,6 +215,9 @@ impl Acceptor {
         let net = self.net.upgrade().ok_or_else(|| Error::internal("the transport is gone"))?;
         let opened = || -> io::Result<Sock> {
             let sock = new_socket(rail.address)?;
+            if absent == Absent::Awaited {
+                allow_absent(&sock, rail.address);
+            }
             sock.bind(&rail.address.into())?;
             sock.listen(16384)?;
             Ok(sock)
@@ -213,13 +237,14 @@ impl Acceptor {
         Ok(address)
     }
 
-    /// Where the process can be reached over these rails. One whose socket cannot be opened is left out.
+    /// Where the process can be reached over these rails, now or when they are back. One whose socket cannot be opened is left out.
     pub fn addresses(&self, rails: &[Rail]) -> Vec<SocketAddr> {
+        let absent = if rails.len() > 1 { Absent::Awaited } else { Absent::Refused };
         let address = |rail: &Rail| {
             let left_out = |error: &Error| {
                 DROPPED.tell(|more| tracing::warn!(target: NET, "rail {} is left out: {error}{more}", rail.name));
             };
-            self.port(rail).inspect_err(left_out).ok()
+            self.port(rail, absent).inspect_err(left_out).ok()
         };
         rails.iter().take(MAX_STREAMS).filter_map(address).collect()
     }
