@@ -438,7 +438,8 @@ fn amid_faults(name: &str, lanes: u32) {
     // Few calls are made in a short run, and it may be that hardly any was refused, or as the connection was closed.
     let refused: u32 = counts.iter().filter(|((call, _), _)| call == "post_send").map(|(_, (_, faults))| faults).sum();
     // With one there is none to go on with.
-    assert_eq!(losses > 0, lanes > 1, "{losses} losses of a queue pair");
+    let is_right = if lanes > 1 { refused < 3 || losses > 0 } else { losses == 0 };
+    assert!(is_right, "{losses} losses of a queue pair, {refused} refused");
     assert!(if ends { waits == 0 } else { lanes > 1 || refused < 3 || waits > 0 }, "{waits} waits, {refused} refused");
 
     // One warning on each side of a connection that ended, and one of them says what failed.
