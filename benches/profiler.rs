@@ -136,7 +136,7 @@ impl Transport {
         let chunk = |_| Chunk { length: 8, total: 8, ..Chunk::default() };
         let followed = self.events.follow_whole(ticket.slot, handle, chunk);
         if followed {
-            self.events.chunk_ends(ticket.slot, 0, 0);
+            self.events.chunk_ends(ticket.slot, 0, 0, 0);
         }
         self.requests.complete_part(ticket.slot, 0, 8);
         // SAFETY: the handle is null, a number that the profiler does not follow, or a step that lives.

@@ -216,3 +216,17 @@ fn every_link_between_the_pages_leads_somewhere() {
     }
     assert!(links > 10, "only {links} links were found");
 }
+
+/// A clock that an administrator or a time server sets may jump, and must end no connection: deadlines are `Instant`s. Only
+/// traces name the time of day.
+#[test]
+fn deadlines_follow_the_monotonic_clock() {
+    let root = Path::new(ROOT);
+    let traces = root.join("src/trace");
+    let words = ["SystemTime", "CLOCK_REALTIME", "gettimeofday", "UNIX_EPOCH", "libc::time(", "timerfd", "chrono::"];
+    let uses = |path: &PathBuf| words.iter().any(|word| code(path).contains(word));
+    let (in_traces, elsewhere): (Vec<_>, Vec<_>) =
+        files(&root.join("src"), "rs").into_iter().filter(uses).partition(|path| path.starts_with(&traces));
+    assert!(!in_traces.is_empty(), "the search finds nothing at all");
+    assert!(elsewhere.is_empty(), "these ask for the time of day: {elsewhere:?}");
+}

@@ -1,13 +1,17 @@
 /*
  * Stands between one library and the kernel (LD_PRELOAD) and has its system calls fail as the kernel may: out of
- * descriptors, out of memory, interrupted, full socket buffers, fewer bytes than asked for. Only calls that come from the
- * code of that library are touched, told by their return address, so the program around it goes on as ever.
+ * descriptors, out of memory, interrupted, full socket buffers, fewer bytes than asked for. Or they succeed, and the thread
+ * loses the processor just then, so that the peer and other threads act on it first. Only calls that come from the code of
+ * that library are touched, told by their return address, so the program around it goes on as ever.
  *
  *   FAULTY_CALLS_LIBRARY  part of the library's file name
  *   FAULTY_CALLS_SEED     which faults: they follow from it and from the number of each call
+ *   FAULTY_CALLS_ONLY     of the errors, only this one, as in EINTR
  *   FAULTY_CALLS_RATE     one in so many calls that move data fails; rare calls fail more often
+ *   FAULTY_CALLS_PAUSES   after one in so many that have moved data the thread stands still for a moment (the same, unless set)
  *
- * A program arms it with faulty_calls_arm(1), silences it with faulty_calls_arm(0), and asks for the counts.
+ * A program arms it with faulty_calls_arm(1), silences it with faulty_calls_arm(0), and asks for the counts. It knows the
+ * sockets that were made since it was first armed or silenced.
  *
  * It tells no lies that the kernel would not: epoll reports an edge after a call that pretended that the socket was full
  * or empty, as it does when the socket no longer is. It reports none after ENOMEM and ENOBUFS, nor does the kernel.
@@ -37,10 +41,13 @@
 #define DESCRIPTORS 65536
 /* Vectors of one sendmsg or recvmsg: the library uses three. */
 #define VECTORS 8
+/* How long a thread stands still after a call, in microseconds: several times what the peer's answer takes. */
+#define LONGEST_PAUSE 500
 
 enum call {
-  SOCKET, BIND, LISTEN, CONNECT, ACCEPT, SEND, SENDMSG, RECV, RECVMSG, EPOLL_CREATE, EPOLL_ADD, EPOLL_WAIT, EVENTFD,
-  SETSOCKOPT, GETSOCKOPT, GETSOCKNAME, GETPEERNAME, FCNTL, IOCTL, WRITE, CLOSE, OPEN, THREAD, INTERFACES, CALLS
+  SOCKET, BIND, LISTEN, CONNECT, ACCEPT, SEND, SENDMSG, RECV, RECVMSG, NEWS, EPOLL_CREATE, EPOLL_ADD, EPOLL_WAIT, EVENTFD,
+  SETSOCKOPT, GETSOCKOPT, GETSOCKNAME, GETPEERNAME, FCNTL, IOCTL, WRITE, CLOSE, OPEN, THREAD, INTERFACES, PAUSE,
+  CALLS
 };
 
 static struct {
@@ -57,6 +64,8 @@ static struct {
   [SENDMSG] = {{"sendmsg", {EAGAIN, EINTR, ENOBUFS, ENOMEM, SHORT}}, 1},
   [RECV] = {{"recv", {EAGAIN, EINTR, ENOBUFS, ENOMEM, SHORT}}, 1},
   [RECVMSG] = {{"recvmsg", {EAGAIN, EINTR, ENOBUFS, ENOMEM, SHORT}}, 1},
+  /* A recv from a netlink socket. */
+  [NEWS] = {{"news", {ENOBUFS, EINTR}}, 20},
   [EPOLL_CREATE] = {{"epoll_create1", {EMFILE, ENFILE, ENOMEM}}, 20},
   [EPOLL_ADD] = {{"epoll_ctl", {ENOMEM, ENOSPC}}, 5},
   [EPOLL_WAIT] = {{"epoll_wait", {EINTR, SHORT}}, 1},
@@ -72,16 +81,18 @@ static struct {
   [OPEN] = {{"open", {EMFILE, ENFILE, EINTR}}, 5},
   [THREAD] = {{"pthread_create", {EAGAIN}}, 20},
   [INTERFACES] = {{"getifaddrs", {EMFILE, ENOBUFS}}, 10},
+  /* Not a call, but what may come after those that move data. */
+  [PAUSE] = {{"moved", {LATE}}, 1},
 };
 
 static atomic_int armed;
 static uintptr_t code_begin, code_end;
-static unsigned rate = 100;
+static unsigned rate = 100, pauses;
 
 /* Where a descriptor is watched, to ask for another edge. It may be watched twice while it changes hands. */
 static struct note {
   struct watch { int epoll; struct epoll_event event; char is_on; } watches[2];
-  char is_stream;
+  char is_stream, is_news;
 } notes[DESCRIPTORS];
 static pthread_mutex_t notes_lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -97,14 +108,27 @@ static int find_code(struct dl_phdr_info *info, size_t size, void *wanted) {
   return 1;
 }
 
+/* Leaves a call no other fault than the one of that name. */
+static void leave_only(const char *name, int kinds[KINDS]) {
+  int left = 0;
+  for (int kind = 0; kind < KINDS && kinds[kind]; kind++)
+    if (!strcmp(name_of(kinds[kind]), name)) left = kinds[kind];
+  memset(kinds, 0, KINDS * sizeof *kinds);
+  kinds[0] = left;
+}
+
 /* Whether the library was found. */
 int faulty_calls_arm(int on) {
   const char *set = getenv("FAULTY_CALLS_SEED");
   if (set) seed = strtoull(set, NULL, 0);
   set = getenv("FAULTY_CALLS_RATE");
   if (set) rate = (unsigned)strtoul(set, NULL, 0);
+  set = getenv("FAULTY_CALLS_PAUSES");
+  pauses = set ? (unsigned)strtoul(set, NULL, 0) : rate;
   set = getenv("FAULTY_CALLS_LIBRARY");
   if (set) dl_iterate_phdr(find_code, (void *)set);
+  set = getenv("FAULTY_CALLS_ONLY");
+  for (int call = 0; set && call < CALLS; call++) leave_only(set, table[call].target.kinds);
   atomic_store(&armed, on);
   return code_end > code_begin;
 }
@@ -116,17 +140,21 @@ int faulty_calls_report(char *text, int room) {
   return at;
 }
 
-static int is_ours(const void *caller) {
+static int is_from_library(const void *caller) {
   uintptr_t at = (uintptr_t)caller;
-  return atomic_load_explicit(&armed, memory_order_relaxed) && at >= code_begin && at < code_end;
+  return at >= code_begin && at < code_end;
+}
+
+static int is_ours(const void *caller) {
+  return atomic_load_explicit(&armed, memory_order_relaxed) && is_from_library(caller);
 }
 
 /* Which fault this call meets: an errno, SHORT, or 0 for none. */
 static int fault(enum call call, const void *caller, uint64_t *random) {
-  if (!is_ours(caller)) return 0;
+  if (!is_ours(caller) || !table[call].target.kinds[0]) return 0;
   unsigned number = atomic_fetch_add(&table[call].target.calls, 1);
   *random = chance(call, number);
-  unsigned one_in = rate / table[call].factor;
+  unsigned one_in = call == PAUSE ? pauses : rate / table[call].factor;
   if (*random % (one_in < 2 ? 2 : one_in)) return 0;
   *random = mix(*random);
   return next_fault(&table[call].target);
@@ -172,7 +200,7 @@ static void another_edge(int fd) {
 /* A new socket. Every third has the smallest send buffer, so that it is really full now and then. */
 static void made(int fd, const void *caller, enum call call) {
   struct note *note = note_of(fd);
-  if (!note || !is_ours(caller)) return;
+  if (!note || !is_from_library(caller)) return;
   note->is_stream = 1;
   if (chance(call, (unsigned)fd + atomic_load(&table[call].target.calls)) % 3) return;
   static __typeof__(&setsockopt) real;
@@ -186,6 +214,8 @@ int socket(int domain, int type, int protocol) {
   FAIL(SOCKET);
   int fd = real(domain, type, protocol);
   if (domain == AF_INET || domain == AF_INET6) made(fd, CALLER, SOCKET);
+  struct note *note = note_of(fd);
+  if (domain == AF_NETLINK && note) note->is_news = 1;
   return fd;
 }
 
@@ -193,6 +223,15 @@ int accept4(int listener, struct sockaddr *address, socklen_t *length, int flags
   REAL(accept4);
   FAIL(ACCEPT);
   int fd = real(listener, address, length, flags);
+  made(fd, CALLER, ACCEPT);
+  return fd;
+}
+
+/* The same, for libraries that call the older one. */
+int accept(int listener, struct sockaddr *address, socklen_t *length) {
+  REAL(accept);
+  FAIL(ACCEPT);
+  int fd = real(listener, address, length);
   made(fd, CALLER, ACCEPT);
   return fd;
 }
@@ -250,12 +289,21 @@ static int shorten(const struct msghdr *message, struct msghdr *less, struct iov
   return 1;
 }
 
+/* What a call returned, perhaps a moment later. */
+static ssize_t moved(ssize_t bytes, int fd, const void *caller) {
+  int kept = errno;
+  uint64_t random;
+  if (bytes > 0 && is_stream(fd) && fault(PAUSE, caller, &random)) usleep(1 + random % LONGEST_PAUSE);
+  errno = kept;
+  return bytes;
+}
+
 ssize_t send(int fd, const void *data, size_t length, int flags) {
   REAL(send);
   uint64_t random;
   int error = is_stream(fd) ? fault(SEND, CALLER, &random) : 0;
-  if (error == SHORT) return real(fd, data, fewer(length, random), flags);
-  if (!error) return real(fd, data, length, flags);
+  if (error == SHORT) return moved(real(fd, data, fewer(length, random), flags), fd, CALLER);
+  if (!error) return moved(real(fd, data, length, flags), fd, CALLER);
   if (error == EAGAIN) another_edge(fd);
   errno = error;
   return -1;
@@ -267,8 +315,8 @@ ssize_t sendmsg(int fd, const struct msghdr *message, int flags) {
   struct msghdr less;
   struct iovec vectors[VECTORS];
   int error = is_stream(fd) ? fault(SENDMSG, CALLER, &random) : 0;
-  if (error == SHORT && shorten(message, &less, vectors, random)) return real(fd, &less, flags);
-  if (!error || error == SHORT) return real(fd, message, flags);
+  if (error == SHORT && shorten(message, &less, vectors, random)) return moved(real(fd, &less, flags), fd, CALLER);
+  if (!error || error == SHORT) return moved(real(fd, message, flags), fd, CALLER);
   if (error == EAGAIN) another_edge(fd);
   errno = error;
   return -1;
@@ -277,8 +325,17 @@ ssize_t sendmsg(int fd, const struct msghdr *message, int flags) {
 ssize_t recv(int fd, void *data, size_t length, int flags) {
   REAL(recv);
   uint64_t random;
+  struct note *note = note_of(fd);
+  if (note && note->is_news) {
+    int error = fault(NEWS, CALLER, &random);
+    if (!error) return real(fd, data, length, flags);
+    /* What there is no room for is gone. */
+    if (error == ENOBUFS) real(fd, data, length, flags | MSG_DONTWAIT);
+    errno = error;
+    return -1;
+  }
   int error = is_stream(fd) ? fault(RECV, CALLER, &random) : 0;
-  if (!error) return real(fd, data, length, flags);
+  if (!error) return moved(real(fd, data, length, flags), fd, CALLER);
   if (error == SHORT) {
     /* As if the rest came a little later. */
     ssize_t got = real(fd, data, fewer(length, random), flags);
@@ -305,7 +362,7 @@ ssize_t recvmsg(int fd, struct msghdr *message, int flags) {
     errno = kept;
     return got;
   }
-  if (!error || error == SHORT) return real(fd, message, flags);
+  if (!error || error == SHORT) return moved(real(fd, message, flags), fd, CALLER);
   if (error == EAGAIN) another_edge(fd);
   errno = error;
   return -1;
@@ -410,7 +467,7 @@ int close(int fd) {
   struct note *note = note_of(fd);
   if (note) {
     pthread_mutex_lock(&notes_lock);
-    note->watches[0].is_on = note->watches[1].is_on = note->is_stream = 0;
+    note->watches[0].is_on = note->watches[1].is_on = note->is_stream = note->is_news = 0;
     pthread_mutex_unlock(&notes_lock);
   }
   int status = real(fd);

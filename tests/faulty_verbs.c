@@ -12,9 +12,11 @@
  *   FAULTY_VERBS_FLUSH  one in so many flushes is refused, and as many fail later; 0: none
  *   FAULTY_VERBS_GPU    1: host memory stands in for GPU memory behind a DMA-BUF, so that there are flushes
  *   FAULTY_VERBS_ARMED  1: from the first call on
+ *   FAULTY_VERBS_RECORD 1: keeps what queue pairs and registrations were made like
+ *   FAULTY_VERBS_ECE    the device whose driver offers options beyond the standard, or "all"; the others' do not know them
  *
  * A program arms it with faulty_verbs_arm(1), silences it with faulty_verbs_arm(0), and asks for the counts. With
- * faulty_verbs_fail it has the next calls of a name fail, armed or not.
+ * faulty_verbs_fail it has the next calls of a name fail, armed or not. With faulty_verbs_made it asks for what was kept.
  *
  * A flush of the plugin's is a read through a queue pair that leads to itself; it reads nowhere else. So reads, and the
  * completion queues that they report to, are told from other requests and queues.
@@ -41,6 +43,10 @@
 #define CONTEXTS 64
 /* Completion queues of flushes at one time. */
 #define FLUSHING 64
+/* Queue pairs whose attributes are kept. */
+#define PAIRS 512
+/* The vendor of the options beyond the standard; any number that is none of ours. */
+#define VENDOR 0x1234
 
 enum call {
   DEVICE_LIST, OPEN_DEVICE, CLOSE_DEVICE, QUERY_DEVICE, QUERY_PORT, QUERY_GID, ALLOC_PD, DEALLOC_PD, REG_MR, REG_MR_IOVA2,
@@ -96,7 +102,8 @@ static struct {
 
 static atomic_int armed;
 static unsigned rates[RATES] = {20, 500, 0, 0};
-static int has_gpu;
+static int has_gpu, keeps;
+static const char *offers_ece;
 
 static unsigned long number_from(const char *name, unsigned long otherwise) {
   const char *set = getenv(name);
@@ -110,6 +117,8 @@ __attribute__((constructor)) static void begin(void) {
   rates[POLL] = (unsigned)number_from("FAULTY_VERBS_POLL", 0);
   rates[READ] = (unsigned)number_from("FAULTY_VERBS_FLUSH", 0);
   has_gpu = (int)number_from("FAULTY_VERBS_GPU", 0);
+  offers_ece = getenv("FAULTY_VERBS_ECE");
+  keeps = offers_ece || number_from("FAULTY_VERBS_RECORD", 0);
   atomic_store(&armed, (int)number_from("FAULTY_VERBS_ARMED", 0));
 }
 
@@ -148,6 +157,72 @@ static int fault(enum call call, uint64_t *random) {
   if (!one_in || *random % one_in) return 0;
   *random = mix(*random);
   return next_fault(&table[call].target);
+}
+
+/* What queue pairs were made like, in the order of their making, and how many registrations allow reordering or not. */
+static struct pair {
+  struct ibv_qp *qp;
+  char device[IBV_SYSFS_NAME_MAX];
+  unsigned options;
+  int ece_calls;
+  struct ibv_qp_attr attr;
+} pairs[PAIRS];
+static int made;
+static unsigned regions[2];
+static pthread_mutex_t keeping = PTHREAD_MUTEX_INITIALIZER;
+
+/* The latest with this address, which may have been another's before. */
+static struct pair *pair_of(const struct ibv_qp *qp) {
+  for (int at = made - 1; at >= 0; at--)
+    if (pairs[at].qp == qp) return &pairs[at];
+  abort();
+}
+
+static int offers(const char *device) { return offers_ece && (!strcmp(offers_ece, "all") || !strcmp(offers_ece, device)); }
+
+static void keep_pair(struct ibv_qp *qp) {
+  if (!keeps || !qp) return;
+  const char *device = qp->context->device->name;
+  pthread_mutex_lock(&keeping);
+  if (made == PAIRS) abort();
+  /* What the drivers offer differs by device, so that what both know is less than each knows. */
+  unsigned own = device[strlen(device) - 1] % 2 ? 0xf3 : 0x3f;
+  pairs[made] = (struct pair){.qp = qp, .options = own};
+  snprintf(pairs[made++].device, IBV_SYSFS_NAME_MAX, "%s", device);
+  pthread_mutex_unlock(&keeping);
+}
+
+static void keep_attributes(const struct ibv_qp *qp, const struct ibv_qp_attr *attr, int mask) {
+  if (!keeps) return;
+  pthread_mutex_lock(&keeping);
+  struct ibv_qp_attr *kept = &pair_of(qp)->attr;
+  if (mask & IBV_QP_PKEY_INDEX) kept->pkey_index = attr->pkey_index;
+  if (mask & IBV_QP_AV) kept->ah_attr = attr->ah_attr;
+  if (mask & IBV_QP_TIMEOUT) kept->timeout = attr->timeout;
+  if (mask & IBV_QP_RETRY_CNT) kept->retry_cnt = attr->retry_cnt;
+  pthread_mutex_unlock(&keeping);
+}
+
+static void keep_region(unsigned access) {
+  if (!keeps) return;
+  pthread_mutex_lock(&keeping);
+  regions[!!(access & IBV_ACCESS_RELAXED_ORDERING)]++;
+  pthread_mutex_unlock(&keeping);
+}
+
+/* A line for each queue pair that was made, and one for registrations. Returns the length of the text. */
+int faulty_verbs_made(char *text, int room) {
+  int at = 0;
+  pthread_mutex_lock(&keeping);
+  for (struct pair *pair = pairs; pair < pairs + made; pair++)
+    at += snprintf(text + at, (size_t)(room - at),
+                   "%s pkey=%d sl=%d tc=%d gid=%d timeout=%d retries=%d set_ece=%d ece=%#x\n", pair->device,
+                   pair->attr.pkey_index, pair->attr.ah_attr.sl, pair->attr.ah_attr.grh.traffic_class,
+                   pair->attr.ah_attr.grh.sgid_index, pair->attr.timeout, pair->attr.retry_cnt, pair->ece_calls,
+                   pair->options);
+  at += snprintf(text + at, (size_t)(room - at), "regions strict=%u relaxed=%u\n", regions[0], regions[1]);
+  pthread_mutex_unlock(&keeping);
+  return at;
 }
 
 /* The bodies of the wrappers, by how the call tells of its failure. */
@@ -212,10 +287,12 @@ static struct ibv_pd *alloc_pd(struct ibv_context *context) {
 static int dealloc_pd(struct ibv_pd *pd) { ENDS(DEALLOC_PD, int (*)(struct ibv_pd *), pd); }
 
 static struct ibv_mr *reg_mr(struct ibv_pd *pd, void *address, size_t length, int access) {
+  keep_region((unsigned)access);
   NULL_AND_ERRNO(REG_MR, struct ibv_mr *(*)(struct ibv_pd *, void *, size_t, int), (pd, address, length, access));
 }
 
 static struct ibv_mr *reg_mr_iova2(struct ibv_pd *pd, void *address, size_t length, uint64_t iova, unsigned access) {
+  keep_region(access);
   NULL_AND_ERRNO(REG_MR_IOVA2, struct ibv_mr *(*)(struct ibv_pd *, void *, size_t, uint64_t, unsigned),
                  (pd, address, length, iova, access));
 }
@@ -283,10 +360,19 @@ static int get_cq_event(struct ibv_comp_channel *channel, struct ibv_cq **cq, vo
 }
 
 static struct ibv_qp *create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr) {
-  NULL_AND_ERRNO(CREATE_QP, struct ibv_qp *(*)(struct ibv_pd *, struct ibv_qp_init_attr *), (pd, attr));
+  uint64_t random;
+  int error = fault(CREATE_QP, &random);
+  if (error) {
+    errno = error;
+    return NULL;
+  }
+  struct ibv_qp *qp = ((struct ibv_qp * (*)(struct ibv_pd *, struct ibv_qp_init_attr *)) table[CREATE_QP].real)(pd, attr);
+  keep_pair(qp);
+  return qp;
 }
 
 static int modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask) {
+  keep_attributes(qp, attr, mask);
   ERROR_NUMBER(MODIFY_QP, int (*)(struct ibv_qp *, struct ibv_qp_attr *, int), (qp, attr, mask));
 }
 
@@ -297,11 +383,33 @@ static int query_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask, struc
 
 static int destroy_qp(struct ibv_qp *qp) { ENDS(DESTROY_QP, int (*)(struct ibv_qp *), qp); }
 
+/* A driver that offers options, or none, in place of the real one. */
+static int query_stand_in(struct ibv_qp *qp, struct ibv_ece *ece) {
+  pthread_mutex_lock(&keeping);
+  struct pair *pair = pair_of(qp);
+  int status = offers(pair->device) ? 0 : EOPNOTSUPP;
+  if (!status) *ece = (struct ibv_ece){.vendor_id = VENDOR, .options = pair->options};
+  pthread_mutex_unlock(&keeping);
+  return status;
+}
+
+static int set_stand_in(struct ibv_qp *qp, struct ibv_ece *ece) {
+  pthread_mutex_lock(&keeping);
+  struct pair *pair = pair_of(qp);
+  int status = !offers(pair->device) ? EOPNOTSUPP : ece->vendor_id != VENDOR ? EINVAL : 0;
+  pair->ece_calls++;
+  if (!status) pair->options &= ece->options;
+  pthread_mutex_unlock(&keeping);
+  return status;
+}
+
 static int query_ece(struct ibv_qp *qp, struct ibv_ece *ece) {
+  if (offers_ece) table[QUERY_ECE].real = query_stand_in;
   ERROR_NUMBER(QUERY_ECE, int (*)(struct ibv_qp *, struct ibv_ece *), (qp, ece));
 }
 
 static int set_ece(struct ibv_qp *qp, struct ibv_ece *ece) {
+  if (offers_ece) table[SET_ECE].real = set_stand_in;
   ERROR_NUMBER(SET_ECE, int (*)(struct ibv_qp *, struct ibv_ece *), (qp, ece));
 }
 

@@ -14,6 +14,8 @@
 #define KINDS 8
 /* In place of an errno: fewer bytes, or fewer events, than there could be. */
 #define SHORT (-1)
+/* The call does what it shall, and its thread loses the processor before it can look at the result. */
+#define LATE (-2)
 
 /* A call: what it may fail with, how often it was made, and how often it failed in each way. */
 struct target {
@@ -44,6 +46,10 @@ static int next_fault(struct target *target) {
   return target->kinds[kind];
 }
 
+static const char *name_of(int fault) {
+  return fault == SHORT ? "short" : fault == LATE ? "late" : strerrorname_np(fault);
+}
+
 /*
  * Adds a line for each kind to the text, which is `at` long: name, kind, calls made, faults injected. Returns how long it
  * is then, or -1 when there is no room.
@@ -52,7 +58,7 @@ static int report(const struct target *target, char *text, int at, int room) {
   for (int kind = 0; at >= 0 && kind < KINDS && target->kinds[kind]; kind++) {
     int error = target->kinds[kind];
     int wrote = snprintf(text + at, (size_t)(room - at), "%s %s %u %u\n", target->name,
-                         error == SHORT ? "short" : strerrorname_np(error), atomic_load(&target->calls),
+                         name_of(error), atomic_load(&target->calls),
                          atomic_load(&target->injected[kind]));
     at = wrote < 0 || wrote >= room - at ? -1 : at + wrote;
   }

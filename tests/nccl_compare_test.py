@@ -16,6 +16,7 @@ import xml.dom.minidom
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "benches", "nccl"))
 
+import compare  # noqa: E402
 import contenders  # noqa: E402
 import plot  # noqa: E402
 import processes  # noqa: E402
@@ -59,6 +60,17 @@ while size <= last:
     size *= int(given["-f"])
 print("# Out of bounds values : 0 OK")
 """
+
+
+class TimeOfABlock(unittest.TestCase):
+    def test_the_check_of_the_first_block_does_not_close_a_band_of_large_sizes(self):
+        band = runner.Band.parse("256M:1G:2:2:1:7")
+        rows = [table.Row(size, 100_000.0, 0, None, None) for size in band.sizes()]
+        checked = runner.Run(rows, True, "", 40.0, 0.0, "")
+        self.assertAlmostEqual(compare.unchecked_time(checked, band), compare.FIRST_ORDER_S + 0.9)
+        # What took no longer is believed, and what failed too.
+        self.assertEqual(compare.unchecked_time(runner.Run(rows, True, "", 0.5, 0.0, ""), band), 0.5)
+        self.assertEqual(compare.unchecked_time(runner.Run([], False, "no answer", 40.0, 0.0, ""), band), 40.0)
 
 
 class Table(unittest.TestCase):

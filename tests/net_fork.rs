@@ -34,6 +34,13 @@ fn end_of(child: i32) -> (bool, i32) {
     (libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, status)
 }
 
+/// The death of a process whose end the kernel tells by resets is promised to be noticed within a second. Over sockets 0.8 s
+/// of refusals make it sure, so that a quarter of a second is left for a machine that runs other tests. RDMA asks the dead
+/// process over its network first, in an emulated machine.
+fn death_is_noticed_within(over_rdma: Duration) -> Duration {
+    if support::is_over_rdma() { over_rdma } else { Duration::from_millis(1000 + 250) }
+}
+
 #[test]
 fn a_forked_child_holds_none_of_our_descriptors() {
     const NAME: &str = "a_forked_child_holds_none_of_our_descriptors";
@@ -155,7 +162,8 @@ fn a_killed_parents_peer_sees_the_death_although_its_child_lives() {
     victim.kill();
     let end = outcome(|it| recv.test(it), second, PATIENCE).expect("the death shows");
     assert_eq!(end.expect_err("nobody sends any more"), Code::RemoteError);
-    assert!(start.elapsed() < Duration::from_millis(1500), "after {:?}", start.elapsed());
+    eprintln!("noticed after {:?}", start.elapsed());
+    assert!(start.elapsed() < death_is_noticed_within(Duration::from_millis(1500)), "after {:?}", start.elapsed());
     // SAFETY: signal 0 asks whether the process exists; the child is the victim's, started for this test.
     assert_eq!(unsafe { libc::kill(child, 0) }, 0, "the forked child was to live");
     // SAFETY: as above.
@@ -233,8 +241,8 @@ fn a_sender_whose_receiver_is_killed_gets_an_error_and_no_signal() {
             let start = Instant::now();
             let end = outcome(|it| send.test(it), sent, PATIENCE).expect("the death shows");
             assert_eq!(end.expect_err("nobody receives any more"), Code::RemoteError);
-            // A refusal on every rail for a second means that the peer is dead.
-            assert!(start.elapsed() < Duration::from_secs(5), "after {:?}", start.elapsed());
+            eprintln!("noticed after {:?}", start.elapsed());
+            assert!(start.elapsed() < death_is_noticed_within(Duration::from_secs(5)), "after {:?}", start.elapsed());
         }
         _ => child::alone(NAME, &[], || {}),
     }

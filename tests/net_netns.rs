@@ -3,7 +3,6 @@
 mod support;
 
 use std::collections::VecDeque;
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use support::child::{self, Guarded, Mailbox};
@@ -77,13 +76,7 @@ fn exchange(name: &str, hosts: &(Namespace, Namespace), variables: &[(&str, &str
 
 /// Bytes that left a host over each of its rails.
 fn sent_over(host: &Namespace, rails: usize) -> Vec<u64> {
-    (0..rails)
-        .map(|rail| {
-            let file = format!("/sys/class/net/rail{rail}/statistics/tx_bytes");
-            let output = Command::new("ip").args(["netns", "exec", host.name(), "cat", &file]).output().expect("ip");
-            String::from_utf8_lossy(&output.stdout).trim().parse().expect("a number of bytes")
-        })
-        .collect()
+    (0..rails).map(|rail| host.sent_over(rail)).collect()
 }
 
 #[test]

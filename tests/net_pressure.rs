@@ -6,16 +6,17 @@
 
 mod support;
 
-use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, OnceLock};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use support::injector::Injector;
-use support::{PATIENCE, child, descriptors, eventually, net, pattern, watchdog};
+use support::injector::{FAULTY_CALLS, faulty_calls};
+use support::netns::{Namespace, available};
+use support::{PATIENCE, child, descriptors, eventually, net, number, pattern, watchdog};
 use towline::host::log::Capture;
 use towline::host::{ApiVersion, Code, Context, Init, Memory, Pair, Part, Request};
+
+const ROLE: &str = "under fire";
 
 /// How long a run lasts when `TOWLINE_PRESSURE` does not say.
 const SECONDS: u64 = 6;
@@ -29,28 +30,6 @@ const BATCHES: usize = 12;
 /// On both sides of every limit of the transport.
 const SIZES: [usize; 12] =
     [0, 1, 100, 960, 961, 5_000, 16 << 10, (16 << 10) + 1, 64 << 10, (64 << 10) + 1, 300_000, 1_200_000];
-
-/// The library of `tests/faulty_calls.c`, built once.
-fn faulty_calls() -> &'static Path {
-    static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/faulty_calls.c");
-        let library = Path::new(env!("CARGO_TARGET_TMPDIR")).join("libfaulty_calls.so");
-        // Built under another name first: a test of another process may be using it.
-        let draft = library.with_extension(std::process::id().to_string());
-        let mut compiler = Command::new("cc");
-        compiler.args(["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", "-o"]).arg(&draft);
-        assert!(compiler.arg(source).arg("-ldl").status().expect("cc starts").success());
-        std::fs::rename(&draft, &library).expect("the library can be put in place");
-        library
-    })
-}
-
-const INJECTOR: Injector = Injector {
-    arm: c"faulty_calls_arm",
-    report: c"faulty_calls_report",
-    complaint: "the injector did not find the plugin's code",
-};
 
 /// Set-up under fire. A call may fail: then it says so with NCCL's code for the system's or the peer's fault, the log
 /// says why, and the same call works a little later.
@@ -86,49 +65,56 @@ impl Choices {
 /// The longest that any batch took.
 static LONGEST: Mutex<Duration> = Mutex::new(Duration::ZERO);
 
-/// Messages of all sizes over one connection, several on the way at a time, each byte looked at. Once there is a
-/// connection, no fault excuses an error.
-fn exchange(pair: &Pair, choices: &mut Choices) -> usize {
-    for _ in 0..BATCHES {
-        let sizes: Vec<usize> = (0..AT_ONCE).map(|_| SIZES[choices.next(SIZES.len())]).collect();
-        let seeds: Vec<usize> = (0..AT_ONCE).map(|_| choices.next(1000)).collect();
-        let targets: Vec<Memory> = sizes.iter().map(|size| Memory::new(*size)).collect();
-        let receive = |target: &Memory| {
-            // SAFETY: the memory lives until the requests are over; if they fail, the test ends with the process.
-            unsafe { pair.recv.post(&[Part::all(target, None)]) }.expect("irecv")
-        };
-        let send = |at: usize| {
-            // SAFETY: the pattern is static.
-            unsafe { pair.send.post(support::part(pattern(seeds[at], sizes[at]), None)) }.expect("isend")
-        };
-        let sends_first = choices.next(2) == 0;
-        let (mut received, mut sent) = (Vec::new(), Vec::new());
-        if sends_first {
-            sent.extend((0..AT_ONCE).map(send));
-        }
-        received.extend(targets.iter().map(receive));
-        if !sends_first {
-            sent.extend((0..AT_ONCE).map(send));
-        }
-        let start = Instant::now();
-        while !sent.is_empty() || !received.is_empty() {
-            sent.retain(|request: &Request| pair.send.test(request).expect("a send goes on").is_none());
-            received.retain(|request: &Request| pair.recv.test(request).expect("a receive goes on").is_none());
-            assert!(
-                start.elapsed() < PATIENCE,
-                "hangs: {} sends, {} receives of {sizes:?}",
-                sent.len(),
-                received.len()
-            );
-        }
-        let mut longest = LONGEST.lock().expect("nobody panics with it");
-        *longest = start.elapsed().max(*longest);
-        drop(longest);
-        for (at, target) in targets.iter().enumerate() {
-            assert!(target.bytes() == pattern(seeds[at], sizes[at]), "wrong bytes: {} of {sizes:?}", sizes[at]);
-            assert!(target.guards_intact(), "overrun: {} of {sizes:?}", sizes[at]);
-        }
+/// Sizes and patterns of the messages that are on the way at one time.
+fn batch(choices: &mut Choices) -> Vec<(usize, usize)> {
+    (0..AT_ONCE).map(|_| (SIZES[choices.next(SIZES.len())], choices.next(1000))).collect()
+}
+
+/// Asks after requests until all are done.
+fn finish(what: &str, batch: &[(usize, usize)], mut requests: Vec<Request>, done: impl Fn(&Request) -> bool) {
+    let start = Instant::now();
+    while !requests.is_empty() {
+        requests.retain(|request| !done(request));
+        assert!(start.elapsed() < PATIENCE, "hangs: {} {what} of {batch:?}", requests.len());
     }
+    let mut longest = LONGEST.lock().expect("nobody panics with it");
+    *longest = start.elapsed().max(*longest);
+}
+
+/// Messages of all sizes over one connection, several on the way at a time, each byte looked at. Each side has a thread of
+/// its own, as in a job. Once there is a connection, no fault excuses an error.
+fn exchange(pair: &Pair, seed: u64) -> usize {
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut choices = Choices(seed);
+            for _ in 0..BATCHES {
+                let batch = batch(&mut choices);
+                let send = |&(size, seed): &(usize, usize)| {
+                    // SAFETY: the pattern is static.
+                    unsafe { pair.send.post(support::part(pattern(seed, size), None)) }.expect("isend")
+                };
+                let sent = batch.iter().map(send).collect();
+                finish("sends", &batch, sent, |request| pair.send.test(request).expect("a send goes on").is_some());
+            }
+        });
+        let mut choices = Choices(seed);
+        for _ in 0..BATCHES {
+            let batch = batch(&mut choices);
+            let targets: Vec<Memory> = batch.iter().map(|(size, _)| Memory::new(*size)).collect();
+            let receive = |target: &Memory| {
+                // SAFETY: the memory lives until the requests are over; if they fail, the test ends with the process.
+                unsafe { pair.recv.post(&[Part::all(target, None)]) }.expect("irecv")
+            };
+            let received = targets.iter().map(receive).collect();
+            finish("receives", &batch, received, |request| {
+                pair.recv.test(request).expect("a receive goes on").is_some()
+            });
+            for (target, &(size, seed)) in targets.iter().zip(&batch) {
+                assert!(target.bytes() == pattern(seed, size), "wrong bytes: {size} of {batch:?}");
+                assert!(target.guards_intact(), "overrun: {size} of {batch:?}");
+            }
+        }
+    });
     BATCHES * AT_ONCE
 }
 
@@ -143,8 +129,7 @@ fn round(log: &Capture, failures: &AtomicUsize, seed: u64) -> usize {
         for (number, pair) in pairs.iter().enumerate() {
             let messages = &messages;
             scope.spawn(move || {
-                let mut choices = Choices(seed ^ number as u64);
-                messages.fetch_add(exchange(pair, &mut choices), Ordering::Relaxed);
+                messages.fetch_add(exchange(pair, seed ^ number as u64), Ordering::Relaxed);
             });
         }
     });
@@ -168,14 +153,9 @@ fn nothing_leaked() {
     });
 }
 
-/// What the environment says, if it does.
-fn number(name: &str) -> Option<u64> {
-    std::env::var(name).ok().map(|set| set.parse().expect("a number"))
-}
-
-/// Runs [`amid_faults`] in a process of its own, into which the injector is loaded.
-fn under_fire(name: &str, variables: &[(&str, &str)]) {
-    let mut command = child::command(name, "under fire");
+/// Runs [`amid_faults`] in a process of its own, into which the injector is loaded. `host`: in that namespace.
+fn under_fire(name: &str, variables: &[(&str, &str)], host: Option<&Namespace>) {
+    let mut command = host.map_or_else(|| child::command(name, ROLE), |host| host.command(name, ROLE));
     let since_1970 = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("after 1970");
     let seed = number("TOWLINE_PRESSURE_SEED").unwrap_or(since_1970.as_secs() % 1_000_000).to_string();
     command.env("TOWLINE_PRESSURE_SEED", &seed).env("FAULTY_CALLS_SEED", &seed).env("FAULTY_CALLS_RATE", "60");
@@ -196,14 +176,14 @@ fn amid_faults(name: &str) {
     let (log, failures) = (Capture::start(), AtomicUsize::new(0));
     // Opened before, so that the injector finds its code.
     let _ = net(ApiVersion::V12);
-    INJECTOR.arm(true);
+    FAULTY_CALLS.arm(true);
     let start = Instant::now();
     let (mut rounds, mut messages) = (0, 0);
     while start.elapsed() < Duration::from_secs(seconds) {
         messages += round(&log, &failures, seed + rounds);
         rounds += 1;
     }
-    INJECTOR.arm(false);
+    FAULTY_CALLS.arm(false);
     let longest = std::mem::take(&mut *LONGEST.lock().expect("nobody panics with it"));
     let failed = failures.swap(0, Ordering::Relaxed);
     for quiet in 0..2 {
@@ -212,7 +192,7 @@ fn amid_faults(name: &str) {
     assert_eq!(failures.into_inner(), 0, "with the injector silent everything works");
     nothing_leaked();
 
-    let counts = INJECTOR.injected();
+    let counts = FAULTY_CALLS.injected();
     let all: u32 = counts.values().map(|(_, faults)| faults).sum();
     eprintln!(
         "{name}: {rounds} rounds, {messages} messages, {all} faults, {failed} calls of set-up failed, longest batch {longest:?}"
@@ -220,9 +200,13 @@ fn amid_faults(name: &str) {
     for ((call, kind), (calls, faults)) in &counts {
         eprintln!("  {call} {kind}: {faults} in {calls} calls");
     }
-    for kind in ["EAGAIN", "EINTR", "ENOBUFS", "ENOMEM", "EMFILE", "ENFILE", "short"] {
+    for kind in ["EAGAIN", "EINTR", "ENOBUFS", "ENOMEM", "EMFILE", "ENFILE", "short", "late"] {
         let of_kind: u32 = counts.iter().filter(|((_, its), _)| its == kind).map(|(_, (_, faults))| faults).sum();
         assert!(of_kind > 0, "no {kind} was injected");
+    }
+    if std::env::var(NEWS).is_ok() {
+        let of = |kind: &str| counts[&("news".to_owned(), kind.to_owned())].1;
+        assert!(of("ENOBUFS") > 0 && of("EINTR") > 0, "no reading of news failed");
     }
     for ((call, kind), (calls, faults)) in &counts {
         // Calls that are made a few times in the life of a process may be spared.
@@ -232,12 +216,18 @@ fn amid_faults(name: &str) {
 
 /// One of the tests below, as the parent or as the child.
 fn play(name: &str, variables: &[(&str, &str)]) {
-    if child::role().is_some() { amid_faults(name) } else { under_fire(name, variables) }
+    if child::role().is_some() { amid_faults(name) } else { under_fire(name, variables, None) }
 }
 
 #[test]
 fn no_system_call_that_fails_for_a_moment_breaks_a_connection() {
     play("no_system_call_that_fails_for_a_moment_breaks_a_connection", &[]);
+}
+
+/// Between a call and the look at its result the peer's answer may come, on any stream, to another thread.
+#[test]
+fn nor_one_whose_threads_lose_the_processor_after_it() {
+    play("nor_one_whose_threads_lose_the_processor_after_it", &[("FAULTY_CALLS_PAUSES", "3")]);
 }
 
 #[test]
@@ -250,12 +240,36 @@ fn nor_one_without_recovery() {
     play("nor_one_without_recovery", &[("TOWLINE_RECOVERY", "0")]);
 }
 
+/// Set where the kernel has news of links all the time.
+const NEWS: &str = "TEST_NEWS";
+
+#[test]
+fn nor_one_while_news_of_links_come_and_are_lost() {
+    const NAME: &str = "nor_one_while_news_of_links_come_and_are_lost";
+    if child::role().is_some() {
+        return amid_faults(NAME);
+    }
+    if !available() {
+        return;
+    }
+    let host = Namespace::new();
+    let over = AtomicBool::new(false);
+    let changes: String = (0..20).map(|number| format!("link set lo alias name-{number}\n")).collect();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !over.load(Ordering::Relaxed) {
+                host.ip_batch(&changes);
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        });
+        let _over = support::at_end(|| over.store(true, Ordering::Relaxed));
+        let seconds = number("TOWLINE_PRESSURE").unwrap_or(3).to_string();
+        under_fire(NAME, &[(NEWS, "1"), ("TOWLINE_PRESSURE", &seconds)], Some(&host));
+    });
+}
+
 #[test]
 fn nor_one_that_is_encrypted() {
-    let dir = tempfile::tempdir().expect("a directory for temporary files");
-    let key = dir.path().join("key");
-    std::fs::write(&key, [0x5A; 32]).expect("a file");
-    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o600);
-    std::fs::set_permissions(&key, mode).expect("a mode");
+    let (_dir, key) = support::key_file();
     play("nor_one_that_is_encrypted", &[("TOWLINE_KEY_FILE", key.to_str().expect("a path in UTF-8"))]);
 }

@@ -26,12 +26,7 @@ struct KeyFile {
 }
 
 fn key_file(content: &str) -> KeyFile {
-    use std::os::unix::fs::OpenOptionsExt;
-    let dir = tempfile::tempdir().expect("a directory for temporary files");
-    let path = dir.path().join("job.key");
-    let mut options = std::fs::OpenOptions::new();
-    let mut file = options.write(true).create_new(true).mode(0o600).open(&path).expect("a file");
-    std::io::Write::write_all(&mut file, content.as_bytes()).expect("it is written");
+    let (dir, path) = support::key_file_of(content.as_bytes());
     KeyFile { _dir: dir, path: path.to_string_lossy().into_owned() }
 }
 

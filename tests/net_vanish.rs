@@ -52,15 +52,19 @@ fn a_vanished_host_is_noticed_within_the_peer_timeout_amid_transfers() {
     if plays(sender, receiver) || !available() {
         return;
     }
-    for rails in [1, 2] {
-        let network = Network::new(rails, 0);
-        let test = "a_vanished_host_is_noticed_within_the_peer_timeout_amid_transfers";
-        let ends = Ends::start(test, &network.hosts, "5");
-        ends.wait_for("ready");
-        (0..rails).for_each(|rail| network.cut(rail, Cut::Silent));
-        ends.tell("cut");
-        ends.pass();
-    }
+    std::thread::scope(|scope| {
+        for (rails, recovery) in [(1, "1"), (2, "1"), (1, "0"), (2, "0")] {
+            scope.spawn(move || {
+                let network = Network::new(rails, 0);
+                let test = "a_vanished_host_is_noticed_within_the_peer_timeout_amid_transfers";
+                let ends = Ends::start_with(test, &network.hosts, "5", &[("TOWLINE_RECOVERY", recovery)]);
+                ends.wait_for("ready");
+                (0..rails).for_each(|rail| network.cut(rail, Cut::Silent));
+                ends.tell("cut");
+                ends.pass();
+            });
+        }
+    });
 }
 
 #[test]
@@ -98,13 +102,19 @@ fn a_vanished_host_is_noticed_within_the_peer_timeout_when_nothing_is_sent() {
     if plays(sender, receiver) || !available() {
         return;
     }
-    let network = Network::new(1, 0);
-    let test = "a_vanished_host_is_noticed_within_the_peer_timeout_when_nothing_is_sent";
-    let ends = Ends::start(test, &network.hosts, "5");
-    ends.wait_for("ready");
-    network.cut(0, Cut::Silent);
-    ends.tell("cut");
-    ends.pass();
+    std::thread::scope(|scope| {
+        for recovery in ["1", "0"] {
+            scope.spawn(move || {
+                let network = Network::new(1, 0);
+                let test = "a_vanished_host_is_noticed_within_the_peer_timeout_when_nothing_is_sent";
+                let ends = Ends::start_with(test, &network.hosts, "5", &[("TOWLINE_RECOVERY", recovery)]);
+                ends.wait_for("ready");
+                network.cut(0, Cut::Silent);
+                ends.tell("cut");
+                ends.pass();
+            });
+        }
+    });
 }
 
 #[test]
@@ -378,10 +388,7 @@ fn it_is_believed_on_protected_streams_too() {
     if plays(sender, receiver) || !available() {
         return;
     }
-    let dir = tempfile::tempdir().expect("a directory for temporary files");
-    let key = dir.path().join("key");
-    std::fs::write(&key, [0x5A; 32]).expect("a file");
-    std::fs::set_permissions(&key, std::os::unix::fs::PermissionsExt::from_mode(0o600)).expect("a mode");
+    let (_dir, key) = support::key_file();
     let key = key.to_str().expect("a path in UTF-8");
     for variable in [("TOWLINE_CHECKSUM", "1"), ("TOWLINE_KEY_FILE", key)] {
         let network = Network::new(1, 0);

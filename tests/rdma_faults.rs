@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use support::injector::{Injector, as_gpu, faulty_verbs, has_gpu};
-use support::{PATIENCE, child, eventually, net, pattern, watchdog};
+use support::{PATIENCE, child, eventually, net, number, pattern, watchdog};
 use towline::host::log::{self, Subscription};
 use towline::host::{
     ApiVersion, Code, Context, Memory, Mr, PTR_DMABUF, PTR_HOST, Pair, Part, RecvComm, Request, SendComm,
@@ -359,11 +359,6 @@ fn resources() -> String {
     String::from_utf8(output.stdout).expect("ASCII")
 }
 
-/// What the environment says, if it does.
-fn number(name: &str) -> Option<u64> {
-    std::env::var(name).ok().map(|set| set.parse().expect("a number"))
-}
-
 /// A process into which the injector is loaded, playing the test `name`.
 fn under_fire(name: &str, seed: u64, variables: &[(&str, &str)]) {
     let mut command = child::command(name, "under fire");
@@ -657,7 +652,8 @@ fn a_flush_that_fails_is_made_again_or_says_so() {
     let mends = number("TOWLINE_RECOVERY") != Some(0);
     let run = Run::start(!mends);
     let context = net(ApiVersion::V12).init().expect("init");
-    assert!(context.properties(1).expect("properties").ptr_support & PTR_DMABUF != 0, "the injector plays the GPU");
+    // DMA-BUF and no more: the injector plays the GPU, and there is no peer-memory module.
+    assert_eq!(context.properties(1).expect("properties").ptr_support, PTR_HOST | PTR_DMABUF);
     let other = run.connect(&context);
     let without = Fate::Fails(Code::SystemError, "cannot be flushed: ");
     let mistake = Fate::Fails(Code::InvalidUsage, "the flush of a receive failed: ");

@@ -107,6 +107,29 @@ fn fused_ports_and_every_number_of_queue_pairs_share_messages() {
     }
 }
 
+/// A device of several ports is refused without a warning, and each port carries data by itself: so NCCL goes on.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn ports_stay_apart_when_they_are_not_to_be_merged() {
+    const NAME: &str = "ports_stay_apart_when_they_are_not_to_be_merged";
+    let variables = [("NCCL_IB_MERGE_NICS", "0"), ("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "NET")];
+    child::alone(NAME, &variables, || {
+        let _watchdog = watchdog(60);
+        let log = Capture::start();
+        let context = context(ApiVersion::V12);
+        assert_eq!(context.make_vdevice(&[0, 1]).err(), Some(Code::InvalidUsage));
+        assert!(log.contains("NCCL_IB_MERGE_NICS=0"), "{:?}", log.records());
+        assert!(log.records().iter().all(|record| !record.is_warning()), "{:?}", log.records());
+        assert_eq!(context.devices().expect("devices"), 2);
+        for (from, to) in [(0, 1), (1, 0)] {
+            // What NCCL makes of each port that it does not merge.
+            let single = context.make_vdevice(&[from]).expect("a device of one port");
+            let pair = Pair::between((&context, single), (&context, to)).expect("a connection");
+            assert!(pair.transfer(pattern(1, 100_000)).expect("a transfer") == pattern(1, 100_000));
+        }
+    });
+}
+
 /// SoftRoCE takes at most 8 MiB in one write: above, a share is several writes, and the size is told.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
@@ -301,19 +324,22 @@ fn a_link_that_comes_back_loses_nothing() {
         for round in 0..3 {
             assert!(pair.transfer(pattern(round, 100_000)).expect("a transfer") == pattern(round, 100_000));
             std::thread::scope(|scope| {
-                let size = 4 << 20;
-                let (source, target) = (Memory::of(pattern(round, size)), Memory::new(size));
-                // SAFETY: the memory lives until the requests ended.
-                let posted = unsafe { pair.recv.post(&[Part::all(&target, None)]) }.expect("irecv");
-                // SAFETY: as above.
-                let sent = unsafe { pair.send.post(Part::all(&source, None)) }.expect("isend");
-                scope.spawn(|| {
+                let flapping = scope.spawn(|| {
                     set_link("veth1", false);
                     std::thread::sleep(Duration::from_millis(300));
                     set_link("veth1", true);
                 });
-                pair.finish(posted, &[sent]).expect("a transfer");
-                assert!(target.bytes() == pattern(round, size));
+                // One of these begins before the link goes down, or while it is, and ends when it is back.
+                let mut longest = Duration::ZERO;
+                loop {
+                    let (is_last, start) = (flapping.is_finished(), Instant::now());
+                    assert!(pair.transfer(pattern(round, 1 << 20)).expect("a transfer") == pattern(round, 1 << 20));
+                    longest = longest.max(start.elapsed());
+                    if is_last {
+                        break;
+                    }
+                }
+                assert!(longest >= Duration::from_millis(250), "no transfer met the outage: {longest:?}");
             });
         }
         eventually("a word about the port", PATIENCE, || log.contains("of rxe1 went down").then_some(()));
@@ -349,6 +375,11 @@ fn a_link_that_stays_down_fails_the_transfer_with_both_ends_named() {
         {
             assert!(log.contains(words), "{words}: {:?}", log.records());
         }
+        // With whom: host and process, which are this one, and the address of its socket.
+        let host = std::fs::read_to_string("/proc/sys/kernel/hostname").expect("a name");
+        let peer = format!("{}:{}", host.trim(), std::process::id());
+        let is_told = |text: &str| text.contains("vendor code") && text.contains(&format!("sending to {peer}"));
+        assert!(log.records().iter().any(|record| is_told(&record.text)), "{peer}: {:?}", log.records());
     });
 }
 
@@ -357,23 +388,115 @@ fn a_link_that_stays_down_fails_the_transfer_with_both_ends_named() {
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_peer_over_the_other_backend_is_an_error_at_once() {
     const NAME: &str = "a_peer_over_the_other_backend_is_an_error_at_once";
-    if child::role().as_deref() == Some("tcp") {
-        let context = context(ApiVersion::V12);
-        let (_listener, handle) = context.listen(0).expect("listen");
-        child::send(&child::mailbox(), "handle", handle.bytes());
-        std::thread::sleep(PATIENCE);
-        return;
+    match child::role().as_deref() {
+        Some("listening") => {
+            let context = context(ApiVersion::V12);
+            let (_listener, handle) = context.listen(0).expect("listen");
+            child::send(&child::mailbox(), "handle", handle.bytes());
+            std::thread::sleep(PATIENCE);
+        }
+        Some("connecting") => {
+            let _watchdog = watchdog(60);
+            let log = Capture::start();
+            let mut handle = towline::host::Handle::from_bytes(&child::receive(&child::mailbox(), "handle"));
+            let refused = context(ApiVersion::V12).connect(0, &mut handle);
+            assert_eq!(refused.err(), Some(Code::InvalidUsage));
+            let words = if support::is_over_rdma() {
+                "over TCP, and this side's device is RDMA's"
+            } else {
+                "over RDMA, and this side's device is TCP's"
+            };
+            assert!(log.contains(&format!("the peer listens {words}")), "{:?}", log.records());
+        }
+        _ => {
+            for backends in [["tcp", "rdma"], ["rdma", "tcp"]] {
+                let mailbox = child::Mailbox::new();
+                let [listening, mut connecting] =
+                    [("listening", backends[0]), ("connecting", backends[1])].map(|(role, backend)| {
+                        let mut command = child::command(NAME, role);
+                        command.env("TOWLINE_BACKEND", backend).env(child::MAILBOX, mailbox.path());
+                        command
+                    });
+                let _listening = child::Guarded::start(listening);
+                child::run(&mut connecting, NAME);
+            }
+        }
     }
-    let _watchdog = watchdog(60);
-    let log = Capture::start();
-    let mailbox = child::Mailbox::new();
-    let mut command = child::command(NAME, "tcp");
-    command.env("TOWLINE_BACKEND", "tcp").env(child::MAILBOX, mailbox.path());
-    let _listening = child::Guarded::start(command);
-    let mut handle = towline::host::Handle::from_bytes(&child::receive(mailbox.path(), "handle"));
-    let refused = context(ApiVersion::V12).connect(0, &mut handle);
-    assert_eq!(refused.err(), Some(Code::InvalidUsage));
-    assert!(log.contains("the peer listens over TCP, and this side's device is RDMA's"), "{:?}", log.records());
+}
+
+/// What `towline doctor` says with these variables.
+fn doctor(arguments: &[&str], variables: &[(&str, &str)]) -> String {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_towline"));
+    let output = command.arg("doctor").args(arguments).envs(variables.iter().copied()).output().expect("doctor starts");
+    String::from_utf8(output.stdout).expect("text")
+}
+
+/// The same as data.
+fn facts(variables: &[(&str, &str)]) -> serde_json::Value {
+    serde_json::from_str(&doctor(&["--json"], variables)).expect("JSON")
+}
+
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn doctor_says_what_would_be_used_and_why() {
+    let json = facts(&[]);
+    let rdma = &json["rdma"];
+    assert_eq!((&rdma["ruled_out"], rdma["others"].as_array().map(Vec::len)), (&serde_json::Value::Null, Some(0)));
+    let chosen = rdma["chosen"].as_array().expect("ports");
+    let names: Vec<_> = chosen.iter().map(|port| port["name"].as_str().expect("a name")).collect();
+    assert_eq!(names, ["rxe0", "rxe1"]);
+    for (port, address) in chosen.iter().zip(["10.7.0.1", "10.7.0.2"]) {
+        assert_eq!((port["gid"].as_str(), port["takes_dmabuf"].as_bool()), (Some(address), Some(false)), "{port}");
+        // Its place is that of the same GID in the table, with its type; the reason is told.
+        let row = serde_json::json!([port["gid_index"], address, "RoCE v2"]);
+        assert!(port["gids"].as_array().expect("a table").contains(&row), "{row}: {port}");
+        assert!(!port["gid_why"].as_str().expect("a reason").is_empty());
+    }
+    let text = doctor(&[], &[]);
+    assert!(text.contains("  would use rxe0 at "), "{text}");
+
+    for (variable, why) in
+        [(("TOWLINE_BACKEND", "tcp"), "TOWLINE_BACKEND=tcp"), (("NCCL_IB_DISABLE", "1"), "NCCL_IB_DISABLE=1")]
+    {
+        assert_eq!(facts(&[variable])["rdma"]["ruled_out"], why);
+    }
+    let json = facts(&[("NCCL_IB_HCA", "rxe1")]);
+    assert_eq!(
+        (&json["rdma"]["chosen"][0]["name"], &json["rdma"]["others"][0]["name"]),
+        (&"rxe1".into(), &"rxe0:1".into())
+    );
+    assert!(json["rdma"]["others"][0]["gids"].as_array().is_some_and(|gids| !gids.is_empty()), "{json}");
+    let text = doctor(&[], &[("NCCL_IB_HCA", "rxe1"), ("NCCL_IB_DISABLE", "1")]);
+    let lines =
+        ["RDMA would not be used: NCCL_IB_DISABLE=1", "without that would use rxe1 at ", "would not use rxe0:1"];
+    assert!(lines.iter().all(|line| text.contains(line)) && !text.contains("  would use rxe"), "{text}");
+}
+
+/// With `NCCL_IB_DISABLE=1` devices are interfaces.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn disabled_rdma_leaves_interfaces() {
+    child::alone("disabled_rdma_leaves_interfaces", &[("NCCL_IB_DISABLE", "1")], || {
+        let context = context(ApiVersion::V12);
+        let name = context.properties(0).expect("properties").name;
+        assert!(name.starts_with("veth"), "{name}");
+    });
+}
+
+/// A port that is down is not chosen, and doctor says so.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_link_that_is_down_is_in_doctors_report() {
+    let _links = Links;
+    set_link("veth0", false);
+    let json = facts(&[]);
+    let names = |list: &str| -> Vec<String> {
+        let all = json["rdma"][list].as_array().expect("a list");
+        all.iter().map(|port| port["name"].as_str().expect("a name").to_owned()).collect()
+    };
+    assert!(!names("chosen").contains(&"rxe0".to_owned()) && names("others").contains(&"rxe0:1".to_owned()), "{json}");
+    let findings = json["findings"].as_array().expect("findings");
+    assert!(findings.iter().any(|finding| finding["what"] == "port 1 of rxe0 is DOWN"), "{findings:?}");
 }
 
 /// Packets that came with the lowest bits of their traffic class 10, as the kernel counts them.
@@ -431,6 +554,79 @@ fn a_message_of_more_than_64_mib_arrives() {
     let message = [1, 2, 3, 4].map(|seed| pattern(seed, 16 << 20)).concat();
     let message = [&message, pattern(5, 4097)].concat();
     assert!(pair.transfer(&message).expect("a transfer") == message);
+}
+
+/// In full with 64-bit sizes and more than one `int` of them in bits; the memory of both ends is 2.2 GiB.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_message_of_more_than_1_gib_arrives() {
+    const SIZE: usize = (1 << 30) + (64 << 20) + 4097;
+    const BLOCK: usize = 16 << 20;
+    let _watchdog = watchdog(600);
+    let pair = across(&context(ApiVersion::V12));
+    let (source, target) = (Memory::new(SIZE), Memory::new(SIZE));
+    // Each 16 MiB differ from the others.
+    let block = |at: usize| pattern(at / BLOCK, BLOCK.min(SIZE - at));
+    for at in (0..SIZE).step_by(BLOCK) {
+        // SAFETY: within the source, which nobody reads yet.
+        unsafe { std::ptr::copy_nonoverlapping(block(at).as_ptr(), source.at(at).cast(), block(at).len()) };
+    }
+    let start = Instant::now();
+    // SAFETY: the memory outlives the requests.
+    let posted = unsafe { pair.recv.post(&[Part::all(&target, None)]) }.expect("irecv");
+    // SAFETY: as above.
+    let sent = unsafe { pair.send.post(Part::all(&source, None)) }.expect("isend");
+    let patience = Duration::from_secs(500);
+    let test = |request: &_| {
+        std::thread::sleep(Duration::from_millis(1));
+        pair.recv.test(request)
+    };
+    let sizes = outcome(test, posted, patience).expect("no hang").expect("a message");
+    println!("{SIZE} bytes in {:?}", start.elapsed());
+    assert_eq!(sizes[0] as usize, SIZE);
+    outcome(|request| pair.send.test(request), sent, PATIENCE).expect("no hang").expect("a send");
+    for at in (0..SIZE).step_by(BLOCK) {
+        assert!(target.bytes()[at..][..block(at).len()] == *block(at), "at {at}");
+    }
+}
+
+/// An address that connections use is taken away and comes back; one that they do not use comes and goes.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn an_address_that_is_taken_away_is_told_when_connections_use_it() {
+    const NAME: &str = "an_address_that_is_taken_away_is_told_when_connections_use_it";
+    let _back = Links;
+    let _address = support::at_end(|| {
+        if child::role().is_none() {
+            machine("ip addr replace 10.7.0.1/24 dev veth0");
+        }
+    });
+    child::alone(NAME, &[("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "NET")], || {
+        let _watchdog = watchdog(60);
+        let log = Capture::start();
+        let context = context(ApiVersion::V12);
+        let pair = across(&context);
+        let warnings = || log.records().iter().filter(|record| record.is_warning()).count();
+        let told = |words: &str| {
+            eventually(words, PATIENCE, || log.contains(words).then_some(()));
+        };
+        machine("ip addr add 10.99.0.1/24 dev veth0");
+        told("rxe0 reports GID table change of port 1");
+        machine("ip addr del 10.99.0.1/24 dev veth0");
+        std::thread::sleep(Duration::from_millis(500));
+        assert_eq!(warnings(), 0, "that address is of no interest: {:?}", log.records());
+
+        machine("ip addr del 10.7.0.1/24 dev veth0");
+        told("has lost GID 10.7.0.1, with which its connections were set up");
+        machine("ip addr add 10.7.0.1/24 dev veth0");
+        told("has GID 10.7.0.1 again");
+        set_link("veth0", true);
+        assert_eq!(warnings(), 1, "{:?}", log.records());
+        // The kernel keeps the old place in the table for those who had it, and the address has got another one.
+        for pair in [pair, across(&context)] {
+            assert!(pair.transfer(pattern(1, 100_000)).expect("a transfer") == pattern(1, 100_000));
+        }
+    });
 }
 
 /// More devices than the machine starts with, as long as this lives.

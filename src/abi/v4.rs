@@ -226,14 +226,28 @@ pub(super) unsafe extern "C" fn test<const API: u8>(
         done.set(0);
         let Some(outcome) = facade::test(id(request, "request")?)? else { return Ok(()) };
         if !sizes.is_null() {
-            for (i, &size) in outcome.sizes.iter().take(outcome.parts).enumerate() {
-                // SAFETY: NCCL's promise: place for one int per part, of which there are `parts`.
-                unsafe { sizes.add(i).write(saturated(size)) };
+            // SAFETY: NCCL's promise: place for one int per part, of which there is one at least.
+            unsafe { sizes.write(saturated(outcome.sizes[0])) };
+            if outcome.parts > 1 {
+                // SAFETY: as above, of which there are `parts`.
+                unsafe { write_sizes(sizes, &outcome.sizes[..outcome.parts]) };
             }
         }
         done.set(1);
         Ok(())
     })
+}
+
+/// The sizes of a group. Not part of every `test`.
+///
+/// # Safety
+/// `to` has place for as many.
+#[inline(never)]
+unsafe fn write_sizes(to: *mut c_int, sizes: &[u64]) {
+    for (i, &size) in sizes.iter().enumerate() {
+        // SAFETY: this function's contract.
+        unsafe { to.add(i).write(saturated(size)) };
+    }
 }
 
 fn saturated(size: u64) -> c_int {

@@ -400,3 +400,58 @@ impl Poller {
         self.limit
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Panics when it is told to, and otherwise counts how often it was polled.
+    #[derive(Default)]
+    struct Fragile {
+        panics: std::sync::atomic::AtomicBool,
+        polls: AtomicUsize,
+        ends: Mutex<Vec<String>>,
+    }
+
+    impl Source for Fragile {
+        fn poll(&self) -> Progress {
+            assert!(!self.panics.load(Ordering::SeqCst), "as the test wants it");
+            self.polls.fetch_add(1, Ordering::SeqCst);
+            Progress::default()
+        }
+
+        fn fail(&self, error: Error) {
+            lock(&self.ends).push(error.what().to_owned());
+            panic!("once more, while it fails");
+        }
+    }
+
+    fn wait_until(what: &str, is_so: impl Fn() -> bool) {
+        let start = Instant::now();
+        while !is_so() {
+            assert!(start.elapsed() < Duration::from_secs(20), "{what}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// What panics in a worker ends by itself: it is told, the others on the same thread go on, and so does the process.
+    #[test]
+    fn a_panic_in_a_worker_ends_one_source_and_nothing_else() {
+        let poller = Poller::new(1, 1);
+        let worker = poller.worker(0).expect("a thread");
+        let sources = [Arc::new(Fragile::default()), Arc::new(Fragile::default())];
+        let places = sources.clone().map(|source| worker.register(source, None).expect("a place"));
+        for (source, place) in sources.iter().zip(&places) {
+            place.kick();
+            wait_until("a poll", || source.polls.load(Ordering::SeqCst) > 0);
+        }
+        sources[0].panics.store(true, Ordering::SeqCst);
+        places[0].kick();
+        wait_until("it is told", || !lock(&sources[0].ends).is_empty());
+        assert_eq!(*lock(&sources[0].ends), ["a worker panicked: as the test wants it"]);
+        let before = sources[1].polls.load(Ordering::SeqCst);
+        places[1].kick();
+        wait_until("the other goes on", || sources[1].polls.load(Ordering::SeqCst) > before);
+        assert!(lock(&sources[1].ends).is_empty());
+    }
+}

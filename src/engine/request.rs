@@ -3,7 +3,8 @@
 //! NCCL asks for a request in `isend`/`irecv` and asks after it in `test`. The slot holds what `test` must answer:
 //! whether all parts are done, the size of each part, or the failure. The caller's side takes slots from a list of free ones; the
 //! threads that move data touch only the slot's atomics. The list's lock is taken once for a request, when it is made:
-//! what ends leaves its slot marked free, and who takes slots finds the mark.
+//! what ends leaves its slot marked free, and who takes slots finds the mark. Where requests are made under another lock
+//! already, the list lies there ([`RequestSlots::with_keys`]).
 //!
 //! Guarantee: sizes are written before the state, the state with Release, and [`RequestSlots::finish`] reads it with
 //! Acquire. So whoever sees "done" sees every byte and size that came before it.
@@ -61,66 +62,97 @@ pub struct RequestSlots {
 }
 
 /// Which slots are taken, and the generation of the next request.
-struct Keys {
+pub struct Keys {
     /// Slots that may be taken: the first `left` of these, the one given back last at the end, since its memory is
     /// nearest.
     free: [u8; SLOTS],
     left: usize,
     /// Slots that were taken and not found free since, in the order in which they were taken, which is nearly the order
-    /// in which they end: a ring, of which the oldest stands at `oldest` and as many follow as slots are taken.
+    /// in which they end: a ring, of which the oldest stands at `oldest` and `taken` follow.
     order: [u8; SLOTS],
     oldest: u8,
+    taken: usize,
     generation: u32,
 }
 
 impl Keys {
-    /// Takes back the slots of requests that have ended: from the oldest on up to one that has not, or, when there is no
-    /// other left, wherever they are.
-    #[inline]
-    fn take_back(&mut self, slots: &[Slot; SLOTS]) {
-        while self.left < SLOTS {
-            let slot = self.order[usize::from(self.oldest)];
-            if !slots[usize::from(slot)].is_free() {
-                break;
-            }
-            self.free[self.left] = slot;
-            self.left += 1;
-            self.oldest = self.oldest.wrapping_add(1);
-        }
-        if self.left == 0 {
-            self.take_back_all(slots);
+    /// For slots of which nobody has any.
+    fn all() -> Self {
+        Self {
+            free: std::array::from_fn(|k| (SLOTS - 1 - k) as u8),
+            left: SLOTS,
+            order: [0; SLOTS],
+            oldest: 0,
+            taken: 0,
+            generation: GENERATIONS.fetch_add(FAR, Ordering::Relaxed),
         }
     }
 
-    #[cold]
-    fn take_back_all(&mut self, slots: &[Slot; SLOTS]) {
-        let (former, mut kept) = (self.order, self.oldest);
-        for slot in (0..SLOTS).map(|k| former[(usize::from(self.oldest) + k) % SLOTS]) {
-            if slots[usize::from(slot)].is_free() {
-                self.free[self.left] = slot;
-                self.left += 1;
-            } else {
-                self.order[usize::from(kept)] = slot;
-                kept = kept.wrapping_add(1);
-            }
-        }
+    /// For none.
+    fn none() -> Self {
+        Self { free: [0; SLOTS], left: 0, order: [0; SLOTS], oldest: 0, taken: 0, generation: 0 }
     }
 
-    /// A slot that nobody has.
-    #[inline]
-    fn take(&mut self) -> Option<u8> {
-        let newest = self.oldest.wrapping_add((SLOTS - self.left) as u8);
-        let left = self.left.checked_sub(1)?;
-        let slot = self.free[left];
-        self.left = left;
-        self.order[usize::from(newest)] = slot;
+    /// The slot that was taken before all others, if its request has ended.
+    #[inline(always)]
+    fn ended(&mut self, slots: &[Slot; SLOTS]) -> Option<u8> {
+        let slot = self.order[usize::from(self.oldest)];
+        if self.taken == 0 || !slots[usize::from(slot)].is_free() {
+            return None;
+        }
+        self.oldest = self.oldest.wrapping_add(1);
+        self.taken -= 1;
+        Some(slot)
+    }
+
+    /// A slot that nobody has: the oldest one when its request has ended, as nearly always.
+    #[inline(always)]
+    fn take(&mut self, slots: &[Slot; SLOTS]) -> Option<u8> {
+        let slot = match self.ended(slots) {
+            Some(slot) => {
+                // Those behind it that have ended too are given back: few requests at a time take few slots, whose memory
+                // is near.
+                while let Some(other) = self.ended(slots) {
+                    self.free[self.left] = other;
+                    self.left += 1;
+                }
+                slot
+            }
+            None => self.unused(slots)?,
+        };
+        self.order[usize::from(self.oldest.wrapping_add(self.taken as u8))] = slot;
+        self.taken += 1;
         self.generation = self.generation.wrapping_add(1);
         Some(slot)
     }
 
+    /// One of the slots that are not taken, or, when there is none, of those that have ended behind one that has not.
+    fn unused(&mut self, slots: &[Slot; SLOTS]) -> Option<u8> {
+        if self.left == 0 {
+            self.take_back_all(slots);
+        }
+        self.left = self.left.checked_sub(1)?;
+        Some(self.free[self.left])
+    }
+
+    #[cold]
+    fn take_back_all(&mut self, slots: &[Slot; SLOTS]) {
+        let (former, taken) = (self.order, self.taken);
+        self.taken = 0;
+        for slot in (0..taken).map(|k| former[(usize::from(self.oldest) + k) % SLOTS]) {
+            if slots[usize::from(slot)].is_free() {
+                self.free[self.left] = slot;
+                self.left += 1;
+            } else {
+                self.order[usize::from(self.oldest.wrapping_add(self.taken as u8))] = slot;
+                self.taken += 1;
+            }
+        }
+    }
+
     /// How many requests have not ended.
     fn outstanding(&self, slots: &[Slot; SLOTS]) -> usize {
-        let taken = (0..SLOTS - self.left).map(|k| self.order[usize::from(self.oldest.wrapping_add(k as u8))]);
+        let taken = (0..self.taken).map(|k| self.order[usize::from(self.oldest.wrapping_add(k as u8))]);
         taken.filter(|slot| !slots[usize::from(*slot)].is_free()).count()
     }
 }
@@ -150,31 +182,34 @@ impl Default for RequestSlots {
 impl RequestSlots {
     /// Slots for one connection; they never grow.
     pub fn new() -> Self {
-        let generation = GENERATIONS.fetch_add(FAR, Ordering::Relaxed);
-        Self {
-            slots: Box::new(std::array::from_fn(|_| Slot::default())),
-            keys: Mutex::new(Keys {
-                free: std::array::from_fn(|k| (SLOTS - 1 - k) as u8),
-                left: SLOTS,
-                order: [0; SLOTS],
-                oldest: 0,
-                generation,
-            }),
-        }
+        Self::of(Keys::all())
+    }
+
+    /// The same, with the list of free ones apart, for who has a lock of its own: slots are taken with these keys only.
+    pub fn with_keys() -> (Self, Keys) {
+        (Self::of(Keys::none()), Keys::all())
+    }
+
+    fn of(keys: Keys) -> Self {
+        Self { slots: Box::new(std::array::from_fn(|_| Slot::default())), keys: Mutex::new(keys) }
     }
 
     /// Takes a slot for a request of `parts` parts, or `None` when all are taken ("not now").
     #[inline]
     pub fn take(&self, parts: usize) -> Option<Ticket> {
+        self.take_with(&mut self.keys(), parts)
+    }
+
+    /// The same with keys that the caller has.
+    #[inline(always)]
+    pub fn take_with(&self, keys: &mut Keys, parts: usize) -> Option<Ticket> {
         debug_assert!((1..=MAX_PARTS).contains(&parts));
-        let mut keys = self.keys();
-        keys.take_back(&self.slots);
-        let (key, generation) = (keys.take()?, keys.generation);
+        let (key, generation) = (keys.take(&self.slots)?, keys.generation);
         let slot = &self.slots[usize::from(key)];
         slot.parts.store(parts as u8, Ordering::Relaxed);
         slot.remaining.store(parts as u8, Ordering::Relaxed);
         slot.generation.store(generation, Ordering::Relaxed);
-        // Under the lock: whoever takes the next slot must not find this one free.
+        // Before anybody else can take a slot: who does must not find this one free.
         slot.state.store(PENDING, Ordering::Release);
         Some(Ticket { slot: key.into(), generation })
     }
@@ -187,7 +222,7 @@ impl RequestSlots {
     /// Ends one part with its size in bytes. The last part makes the request done.
     ///
     /// May be called from any thread; each part exactly once.
-    #[inline]
+    #[inline(always)]
     pub fn complete_part(&self, slot: u16, part: usize, size: u64) {
         let slot = &self.slots[slot as usize];
         slot.sizes[part].store(size, Ordering::Relaxed);
@@ -244,8 +279,11 @@ impl RequestSlots {
         }
         let parts = slot.parts.load(Ordering::Relaxed) as usize;
         let mut sizes = [0; MAX_PARTS];
-        for (size, stored) in sizes.iter_mut().zip(&slot.sizes).take(parts) {
-            *size = stored.load(Ordering::Relaxed);
+        sizes[0] = slot.sizes[0].load(Ordering::Relaxed);
+        if parts > 1 {
+            for (size, stored) in sizes.iter_mut().zip(&slot.sizes).take(parts) {
+                *size = stored.load(Ordering::Relaxed);
+            }
         }
         Some(Outcome { parts, sizes })
     }
@@ -257,7 +295,12 @@ impl RequestSlots {
 
     /// How many requests are outstanding.
     pub fn outstanding(&self) -> usize {
-        self.keys().outstanding(&self.slots)
+        self.outstanding_of(&self.keys())
+    }
+
+    /// How many requests are outstanding of those that were made with these keys.
+    pub fn outstanding_of(&self, keys: &Keys) -> usize {
+        keys.outstanding(&self.slots)
     }
 
     fn keys(&self) -> MutexGuard<'_, Keys> {
@@ -320,6 +363,17 @@ mod tests {
         assert_eq!(slots.outstanding(), SLOTS - 1);
         assert_eq!(slots.take(1).map(|ticket| ticket.slot), Some(tickets[7].slot));
         assert_eq!((slots.take(1), slots.outstanding()), (None, SLOTS));
+    }
+
+    #[test]
+    fn with_the_keys_apart_slots_are_taken_with_those_only() {
+        let (slots, mut keys) = RequestSlots::with_keys();
+        let tickets: Vec<_> = (0..SLOTS).map(|_| slots.take_with(&mut keys, 1).unwrap()).collect();
+        assert!(slots.take(1).is_none() && slots.take_with(&mut keys, 1).is_none());
+        assert_eq!((slots.outstanding(), slots.outstanding_of(&keys)), (0, SLOTS));
+        tickets.iter().for_each(|ticket| slots.cancel(*ticket));
+        assert!(slots.take(1).is_none() && slots.take_with(&mut keys, 1).is_some());
+        assert_eq!(slots.outstanding_of(&keys), 1);
     }
 
     #[test]

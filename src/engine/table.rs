@@ -10,32 +10,41 @@ use slab::Slab;
 
 use super::handle::{Handle, Kind, MAX_INDEX};
 use crate::os::error::{Error, Result};
+use crate::os::sync::atomic::{AtomicU32, Ordering};
 use crate::os::sync::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 const SEGMENT: usize = 1024;
 
-struct Occupant<T: ?Sized> {
-    generation: u32,
-    object: Option<Arc<T>>,
-}
-
 /// Two cache lines of its own (processors fetch lines in pairs): neighbours belong to other connections, which other
 /// threads use.
 #[repr(align(128))]
-struct Place<T: ?Sized>(RwLock<Occupant<T>>);
+struct Place<T: ?Sized> {
+    object: RwLock<Option<Arc<T>>>,
+    /// Written under the lock.
+    generation: AtomicU32,
+}
 
 impl<T: ?Sized> Place<T> {
-    #[inline]
-    fn read(&self) -> RwLockReadGuard<'_, Occupant<T>> {
-        self.0.read().unwrap_or_else(PoisonError::into_inner)
+    fn new() -> Self {
+        Self { object: RwLock::new(None), generation: AtomicU32::new(1) }
     }
 
-    fn write(&self) -> RwLockWriteGuard<'_, Occupant<T>> {
-        self.0.write().unwrap_or_else(PoisonError::into_inner)
+    #[inline]
+    fn read(&self) -> RwLockReadGuard<'_, Option<Arc<T>>> {
+        self.object.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Option<Arc<T>>> {
+        self.object.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    #[inline]
+    fn generation(&self) -> u32 {
+        self.generation.load(Ordering::Acquire)
     }
 }
 
-type Segment<T> = Box<[Place<T>]>;
+type Segment<T> = Box<[Place<T>; SEGMENT]>;
 
 /// Objects of one kind, named by [`Handle`]s.
 pub struct Table<T: ?Sized> {
@@ -72,13 +81,15 @@ impl<T: ?Sized> Table<T> {
             free.insert(())
         };
         self.segments[index / SEGMENT].get_or_init(|| {
-            (0..SEGMENT).map(|_| Place(RwLock::new(Occupant { generation: 1, object: None }))).collect()
+            let places: Box<[Place<T>]> = (0..SEGMENT).map(|_| Place::new()).collect();
+            places.try_into().ok().expect("as many as there are")
         });
         match make(index as u32) {
             Ok(object) => {
-                let mut place = self.place(index).expect("the segment was just made").write();
-                place.object = Some(object);
-                Ok(Handle { kind: self.kind, index: index as u32, slot: 0, generation: place.generation })
+                let place = self.place(index).expect("the segment was just made");
+                let mut empty = place.write();
+                *empty = Some(object);
+                Ok(Handle { kind: self.kind, index: index as u32, slot: 0, generation: place.generation() })
             }
             Err(error) => {
                 self.release(index);
@@ -102,9 +113,9 @@ impl<T: ?Sized> Table<T> {
     /// that was closed.
     pub fn get(&self, value: usize) -> Result<Arc<T>> {
         let handle = self.decode(value)?;
-        let place = self.place(handle.index as usize).ok_or_else(|| Self::stale(value))?.read();
-        match &place.object {
-            Some(object) if place.generation == handle.generation => Ok(Arc::clone(object)),
+        let place = self.place(handle.index as usize).ok_or_else(|| Self::stale(value))?;
+        match &*place.read() {
+            Some(object) if place.generation() == handle.generation => Ok(Arc::clone(object)),
             _ => Err(Self::stale(value)),
         }
     }
@@ -126,11 +137,19 @@ impl<T: ?Sized> Table<T> {
     #[inline]
     pub fn with_shared<R>(&self, value: usize, call: impl FnOnce(&Arc<T>) -> Result<R>) -> Result<R> {
         let handle = self.decode(value)?;
-        let place = self.place(handle.index as usize).ok_or_else(|| Self::stale(value))?.read();
-        match &place.object {
-            Some(object) if place.generation == handle.generation => call(object),
+        let place = self.place(handle.index as usize).ok_or_else(|| Self::stale(value))?;
+        match &*place.read() {
+            Some(object) if place.generation() == handle.generation => call(object),
             _ => Err(Self::stale(value)),
         }
+    }
+
+    /// Whether a value that named an object still does, and has not been removed. Without a lock: it may be removed at any
+    /// moment, so this is for who needs nothing of the object but that its owner has not ended it.
+    #[inline]
+    pub fn is_current(&self, value: usize) -> bool {
+        let Ok(handle) = self.decode(value) else { return false };
+        self.place(handle.index as usize).is_some_and(|place| place.generation() == handle.generation)
     }
 
     /// Uses the present occupant of a place, whatever its generation, as [`Table::with`] does: for request handles,
@@ -138,7 +157,7 @@ impl<T: ?Sized> Table<T> {
     #[inline]
     pub fn with_occupant<R>(&self, index: u32, call: impl FnOnce(Option<&T>) -> R) -> R {
         match self.place(index as usize) {
-            Some(place) => call(place.read().object.as_deref()),
+            Some(place) => call(place.read().as_deref()),
             None => call(None),
         }
     }
@@ -151,12 +170,11 @@ impl<T: ?Sized> Table<T> {
         let handle = self.decode(value)?;
         let place = self.place(handle.index as usize).ok_or_else(|| Self::stale(value))?;
         let object = {
-            let mut place = place.write();
-            if place.generation != handle.generation || place.object.is_none() {
-                return Err(Self::stale(value));
-            }
-            place.generation = place.generation.wrapping_add(1).max(1);
-            place.object.take().expect("checked above")
+            let mut occupant = place.write();
+            let object = occupant.take_if(|_| place.generation() == handle.generation);
+            let object = object.ok_or_else(|| Self::stale(value))?;
+            place.generation.store(handle.generation.wrapping_add(1).max(1), Ordering::Release);
+            object
         };
         self.release(handle.index as usize);
         Ok(object)
@@ -205,7 +223,7 @@ mod tests {
         table.remove(first).unwrap();
         let second = table.insert(Arc::new("second".into())).unwrap().encode();
         assert_ne!(first, second);
-        assert!(table.get(first).is_err());
+        assert!(table.get(first).is_err() && !table.is_current(first) && table.is_current(second));
         assert!(table.remove(first).is_err());
         assert_eq!(*table.get(second).unwrap(), "second");
         assert_eq!(table.len(), 1);

@@ -98,6 +98,10 @@ macro_rules! variables {
             )*
         }
 
+        /// The variables' names and fields.
+        #[cfg(test)]
+        const FIELDS: &[(&str, &str)] = &[$(($name, stringify!($field))),*];
+
         impl Default for Config {
             fn default() -> Self {
                 Self { $($field: <$type as Value>::parse($default).expect("the table's defaults parse"),)* }
@@ -415,7 +419,8 @@ variables! {
         unit: "",
         since: "0.1.0",
         read: "makeVDevice; devices",
-        help: "Whether NCCL may fuse RDMA ports into one device, whose connections use all of them.",
+        help: "Whether NCCL may fuse RDMA ports into one device, whose connections use all of them. With 0 a device of \
+               several ports is refused, and NCCL goes on with single ones.",
     }
     ib_device_pci_order: bool {
         name: "NCCL_IB_DEVICE_PCI_ORDER",
@@ -498,13 +503,14 @@ variables! {
         help: "The traffic class of the clear-to-send messages, which are small and should not wait behind data. \
                −1: that of the data.",
     }
-    ib_timeout: Number<1, 31> {
+    ib_timeout: Number<0, { i64::MAX }> {
         name: "NCCL_IB_TIMEOUT",
         default: "20",
         unit: "power of two",
         since: "0.1.0",
         read: "connections",
-        help: "How long a queue pair waits for an acknowledgement: 4.096 µs times two to this power. 20 is 4.3 s.",
+        help: "How long a queue pair waits for an acknowledgement: 4.096 µs times two to this power. 20 is 4.3 s. 0, and 32 \
+               or more: for ever, so that a packet that is lost may never be sent again.",
     }
     ib_retry_cnt: Number<0, 7> {
         name: "NCCL_IB_RETRY_CNT",
@@ -541,7 +547,7 @@ variables! {
         help: "Whether the fabric may reorder packets of a queue pair, so that the end of a large message needs a \
                message of its own. −2: yes on InfiniBand, no on RoCE.",
     }
-    ib_ar_threshold: Number<0, 1073741824> {
+    ib_ar_threshold: Number<0, { i64::MAX }> {
         name: "NCCL_IB_AR_THRESHOLD",
         default: "8192",
         unit: "bytes",

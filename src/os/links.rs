@@ -19,6 +19,16 @@ pub struct Event {
     pub running: bool,
 }
 
+/// What the kernel has said since the last look.
+#[derive(Debug, Default)]
+pub struct News {
+    /// In the order in which it happened.
+    pub events: Vec<Event>,
+    /// The kernel had more to say than it had room for (netlink(7), `ENOBUFS`): what happened is to be asked for, by
+    /// [`Links::is_running`].
+    pub are_incomplete: bool,
+}
+
 /// A socket on which the kernel reports.
 pub struct Links(Fd);
 
@@ -51,23 +61,47 @@ impl Links {
         Ok(Self(fd))
     }
 
-    /// What has happened since the last look. The kernel may have dropped news (`ENOBUFS`): then what is missing shows
-    /// in other ways, later.
-    pub fn read(&self) -> Vec<Event> {
-        let mut events = Vec::new();
+    /// What has happened since the last look.
+    pub fn read(&self) -> News {
+        let mut news = News::default();
         let mut buffer = [0_u8; 16 << 10];
         loop {
             // SAFETY: the buffer is ours and as long as said.
             let got = unsafe { libc::recv(self.0.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), 0) };
             match usize::try_from(got) {
-                Ok(length) if length > 0 => read_messages(&buffer[..length], &mut events),
-                Ok(_) => return events,
+                Ok(length) if length > 0 => read_messages(&buffer[..length], &mut news.events),
+                Ok(_) => return news,
                 Err(_) => match io::Error::last_os_error().raw_os_error() {
-                    Some(libc::EINTR | libc::ENOBUFS) => {}
-                    _ => return events,
+                    Some(libc::EINTR) => {}
+                    // Said once for all that is dropped until the socket has been read empty, as this loop does.
+                    Some(libc::ENOBUFS) => news.are_incomplete = true,
+                    _ => return news,
                 },
             }
         }
+    }
+
+    /// Whether an interface can carry packets now. One that is gone cannot.
+    ///
+    /// # Errors
+    /// When the system does not say: it may at another time.
+    pub fn is_running(&self, index: u32) -> io::Result<bool> {
+        let Ok(index) = i32::try_from(index) else { return Ok(false) };
+        // SAFETY: all zeroes is a valid value of this struct of numbers.
+        let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+        request.ifr_ifru.ifru_ifindex = index;
+        // The first names the interface in the struct, the second asks for it by that name. A netlink socket takes both,
+        // so that no further descriptor is needed.
+        for question in [libc::SIOCGIFNAME, libc::SIOCGIFFLAGS] {
+            // SAFETY: the kernel reads and writes the struct, which outlives the call.
+            if unsafe { libc::ioctl(self.0.as_raw_fd(), question as _, &raw mut request) } != 0 {
+                let error = io::Error::last_os_error();
+                let is_gone = matches!(error.raw_os_error(), Some(libc::ENODEV | libc::ENXIO));
+                return if is_gone { Ok(false) } else { Err(error) };
+            }
+        }
+        // SAFETY: the second question filled the flags.
+        Ok(is_up(u32::from(unsafe { request.ifr_ifru.ifru_flags } as u16)))
     }
 }
 
@@ -75,6 +109,12 @@ impl AsRawFd for Links {
     fn as_raw_fd(&self) -> RawFd {
         self.0.as_raw_fd()
     }
+}
+
+/// Whether an interface with these flags can carry packets.
+fn is_up(flags: u32) -> bool {
+    let wanted = (libc::IFF_UP | libc::IFF_RUNNING) as u32;
+    flags & wanted == wanted
 }
 
 /// Length, type, flags, sequence, port: `struct nlmsghdr`.
@@ -92,8 +132,7 @@ fn read_messages(mut bytes: &[u8], events: &mut Vec<Event>) {
         let kind = u16::from_ne_bytes([bytes[4], bytes[5]]);
         if (kind == libc::RTM_NEWLINK || kind == libc::RTM_DELLINK) && length >= HEADER + LINK {
             let flags = number(bytes, HEADER + 8);
-            let wanted = (libc::IFF_UP | libc::IFF_RUNNING) as u32;
-            let running = kind == libc::RTM_NEWLINK && flags & wanted == wanted;
+            let running = kind == libc::RTM_NEWLINK && is_up(flags);
             events.push(Event { index: number(bytes, HEADER + 4), running });
         }
         // Messages are aligned to four bytes.
@@ -143,5 +182,15 @@ mod tests {
         // Other tests do not change interfaces of this namespace.
         assert!(links.as_raw_fd() >= 0);
         let _ = links.read();
+    }
+
+    #[test]
+    fn an_interface_that_is_not_there_does_not_run() {
+        let links = Links::open().expect("a socket");
+        // SAFETY: the name is a C string.
+        let loopback = unsafe { libc::if_nametoindex(c"lo".as_ptr()) };
+        assert!(links.is_running(loopback).expect("the system says"), "the loopback runs");
+        assert!(!links.is_running(u32::MAX).expect("the system says"));
+        assert!(!links.is_running(i32::MAX as u32).expect("the system says"));
     }
 }

@@ -5,11 +5,12 @@
 //! other profiler may read it too; the layout is fixed by [`VERSION`] and guarded by [`NetEvent::size`].
 //!
 //! The same structure serves start and update: at the start the times are zero, the update that precedes the stop
-//! repeats the start with the times filled in.
+//! repeats the start with the times filled in. A part that has ended when it is told of ([`FLAG_ENDED`]) has its times in
+//! the start, and no update.
 
 use std::mem::size_of;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 
 /// NCCL's plugin type for InfiniBand (`NCCL_PROFILER_NET_TYPE_IB`), version 1.
 pub const PLUGIN_ID_IB: i64 = (1 << 16) | 1;
@@ -28,6 +29,10 @@ pub const FLAG_SEND: u32 = 1;
 
 /// [`NetEvent::flags`]: the part repeats bytes that were on the wire before; they count as resent, not as moved.
 pub const FLAG_RESEND: u32 = 1 << 1;
+
+/// [`NetEvent::flags`], in a start: the part has ended already, [`NetEvent::wire_ns`] after it began. Everything is said here,
+/// the stop follows at once and without an update.
+pub const FLAG_ENDED: u32 = 1 << 2;
 
 /// [`NetEvent::carrier`]: a socket; `device` is its descriptor, `opcode` 0 for a send and 1 for a receive.
 pub const CARRIER_SOCKET: u32 = 1;
@@ -92,24 +97,40 @@ pub struct NetEvent {
     pub opcode: i32,
     /// The queue pair's number.
     pub queue_pair: i32,
-    /// Zero; room for what comes next.
-    pub reserved: u32,
+    /// How long before this call it happened, in nanoseconds, at most 4.29 s: in a start, that the part began; in an update,
+    /// that it ended.
+    pub ago_ns: u32,
 }
 
 const _: () = assert!(size_of::<NetEvent>() == 128, "the layout of version 1 is frozen");
 
-/// Whether a profiler that reads [`NetEvent`]s is at work in this process. NCCL has one profiler, so when it is this
-/// library's own, nobody else misses the events that only others could read.
-static HAS_READER: AtomicBool = AtomicBool::new(false);
-
-/// The profiler of this library asks for network events. There is no way back: NCCL does not change its profiler.
-pub fn announce_reader() {
-    HAS_READER.store(true, Ordering::Relaxed);
+/// Who reads [`NetEvent`]s in this process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum Reader {
+    /// Nobody that is known of.
+    None = 0,
+    /// The profiler of this library, with another behind it that goes by when it is called.
+    Hasty = 1,
+    /// The profiler of this library alone: it goes by the times in the events.
+    Patient = 2,
 }
 
-/// Whether the profiler of this library asks for network events.
-pub fn has_reader() -> bool {
-    HAS_READER.load(Ordering::Relaxed)
+/// NCCL has one profiler, so when it is this library's own, nobody else misses the events that only others could read.
+static READER: AtomicU8 = AtomicU8::new(Reader::None as u8);
+
+/// The profiler of this library asks for network events. There is no way back: NCCL does not change its profiler.
+pub fn announce(reader: Reader) {
+    READER.store(reader as u8, Ordering::Relaxed);
+}
+
+/// Who is known to read network events.
+pub fn reader() -> Reader {
+    match READER.load(Ordering::Relaxed) {
+        0 => Reader::None,
+        1 => Reader::Hasty,
+        _ => Reader::Patient,
+    }
 }
 
 impl NetEvent {
@@ -138,6 +159,11 @@ impl NetEvent {
         self.flags & FLAG_SEND != 0
     }
 
+    /// Whether the part had ended when it was told of.
+    pub fn has_ended(&self) -> bool {
+        self.flags & FLAG_ENDED != 0
+    }
+
     /// Whether the bytes were on the wire before.
     pub fn is_resend(&self) -> bool {
         self.flags & FLAG_RESEND != 0
@@ -157,6 +183,13 @@ mod tests {
             event.set_peer(peer);
             assert_eq!(event.peer(), Some(peer));
         }
+    }
+
+    #[test]
+    fn an_event_says_whether_its_part_has_ended() {
+        let event = NetEvent { flags: FLAG_SEND | FLAG_ENDED, ..NetEvent::new() };
+        assert!(event.has_ended() && event.is_send() && !event.is_resend());
+        assert!(!NetEvent { flags: FLAG_RESEND, ..event }.has_ended());
     }
 
     #[test]

@@ -51,6 +51,12 @@ impl Ticks {
         self.0.get()
     }
 
+    /// The moment with this [`Ticks::number`]; none for 0.
+    #[cfg(test)]
+    pub fn from_number(number: u64) -> Option<Self> {
+        NonZeroU64::new(number).map(Self)
+    }
+
     fn of(number: u64) -> Self {
         Self(NonZeroU64::new(number).unwrap_or(NonZeroU64::MIN))
     }

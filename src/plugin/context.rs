@@ -114,12 +114,11 @@ impl Context {
         self.left().listeners.push(comm);
     }
 
-    /// The attempt with this key, or a new one.
+    /// The attempt with this key, or a new one. The clock is the caller's.
     ///
     /// # Errors
     /// When a new one cannot be started.
-    pub fn dial(&self, key: u32, start: impl FnOnce() -> Result<Way>) -> Result<(u32, Way)> {
-        let now = Instant::now();
+    pub fn dial(&self, now: Instant, key: u32, start: impl FnOnce() -> Result<Way>) -> Result<(u32, Way)> {
         let mut left = self.left();
         if let Some(attempt) = left.attempts.get_mut(&key) {
             attempt.asked = now;
@@ -153,5 +152,43 @@ impl Context {
             attempt.dial.cancel();
         }
         listeners
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::os::config::Config;
+    use crate::tcp::dialer::Target;
+    use crate::tcp::handshake::Secret;
+    use crate::tcp::loopback;
+
+    /// What was abandoned before v11, where no `finalize` ends it.
+    #[test]
+    fn an_attempt_that_nobody_asks_after_ends_with_the_next_one() {
+        let (net, deaf) = (loopback::net(Config::default()), loopback::deaf());
+        let attempt = || {
+            let target = Target {
+                addresses: vec![deaf.local_addr().expect("it listens")],
+                secret: Secret::from_bytes([7; 16]),
+                rails: Arc::from([]),
+                traffic_class: None,
+                takeover: None,
+            };
+            Dial::connect(Arc::clone(&net), target).map(Way::Tcp)
+        };
+        let context = Context::new(0, None, None);
+        let start = Instant::now();
+        let dial = |after: Duration, key: u32| context.dial(start + after, key, attempt).expect("it is started");
+        let second = Duration::from_secs(1);
+
+        let (kept_key, kept) = dial(Duration::ZERO, 0);
+        let (key, forgotten) = dial(Duration::ZERO, 0);
+        assert_eq!(dial(second, kept_key).0, kept_key, "who asks gets the same");
+        let (_, last) = dial(FORGOTTEN + second, 0);
+        assert!(forgotten.result().expect("it has ended").is_err());
+        assert!(kept.result().is_none() && last.result().is_none(), "the others go on");
+        assert_ne!(dial(FORGOTTEN + second, key).0, key, "it is not known any more");
+        context.end();
     }
 }

@@ -112,6 +112,8 @@ pub struct RdmaPort {
     pub ptr_support: i32,
     /// The most queue pairs.
     pub max_comms: i32,
+    /// Its network: InfiniBand, and not Ethernet.
+    pub is_infiniband: bool,
     /// The rail's number, −1 for unknown.
     pub rail: i16,
     /// The plane's number, −1 for unknown.
@@ -168,7 +170,7 @@ impl Plan {
         let assumed = self.rails.iter().find(is_assumed).map(|rail| rail.speed_mbps);
         let rails = told.chain(assumed).filter(|_| !is_rdma);
         let speed = rails.chain(self.ports.iter().map(|port| port.speed_mbps)).fold(0, u32::saturating_add);
-        let first = self.ports.first();
+        let rail = self.ports.iter().map(|port| port.rail).reduce(|a, b| if a == b { a } else { UNKNOWN_ID });
         DeviceProperties {
             // A name from the kernel holds no NUL.
             name: CString::new(self.name()).unwrap_or_default(),
@@ -187,8 +189,9 @@ impl Plan {
             max_p2p_bytes: MAX_TRANSFER_BYTES,
             max_coll_bytes: MAX_TRANSFER_BYTES,
             max_multi_request: 1,
-            rail: first.map_or(UNKNOWN_ID, |port| port.rail),
-            plane: first.map_or(UNKNOWN_ID, |port| port.plane),
+            // Ports of different rails are on none together, and several ports are on no single plane.
+            rail: rail.unwrap_or(UNKNOWN_ID),
+            plane: if let [port] = &self.ports[..] { port.plane } else { UNKNOWN_ID },
         }
     }
 }

@@ -21,7 +21,11 @@ use super::process::{Process, process};
 use crate::abi::ffi;
 use crate::engine::handle::{Handle, Kind};
 use crate::engine::request::Ticket;
+#[cfg(feature = "rdma")]
+use crate::engine::table::Table;
 use crate::os::error::{Error, Result};
+#[cfg(feature = "rdma")]
+use crate::rdma::adapter::Registration;
 #[cfg(feature = "rdma")]
 use crate::rdma::receiver::{Posted, RdmaRecv};
 #[cfg(feature = "rdma")]
@@ -131,9 +135,10 @@ pub fn device_properties(dev: i32) -> Result<&'static DeviceProperties> {
 /// Joins devices to a virtual one and gives its number.
 ///
 /// # Errors
-/// When a member does not exist, is virtual itself, or comes twice.
+/// When a member does not exist, is virtual itself, or comes twice, when members are of different networks, and when
+/// `NCCL_IB_MERGE_NICS` forbids it.
 pub fn make_vdevice(members: &[i32]) -> Result<i32> {
-    process().devices.make_vdevice(members)
+    process().make_vdevice(members)
 }
 
 /// Starts to listen; gives the connection handle, which NCCL carries to the peer, and the listener's id.
@@ -221,7 +226,7 @@ fn connect_with(
             _ => Dial::connect(Arc::clone(net), target).map(Way::Tcp),
         }
     };
-    let (key, dial) = context.dial(handle.key, start)?;
+    let (key, dial) = context.dial(Instant::now(), handle.key, start)?;
     ConnectionHandle::set_key(bytes, key);
     let result = if wait { Some(dial.wait()) } else { dial.result() };
     let Some(result) = result else { return Ok(None) };
@@ -345,13 +350,14 @@ pub fn dereg_mr(comm: usize, mr: usize) -> Result<()> {
 /// When there is no such connection, or it has failed.
 #[inline]
 pub fn isend(comm: usize, part: Part) -> Result<Option<usize>> {
-    process().comms.with(comm, |owner| {
+    let process = process();
+    process.comms.with(comm, |owner| {
         let ticket = match owner {
             // SAFETY: NCCL leaves the buffer to the transport until `test` says done or the communicator is closed, and
             // keeps the profiler's handle until then, or until it will not call again.
             Comm::Send(conn) => unsafe { conn.isend(part.data, part.size, part.tag, part.profiler) }?,
             #[cfg(feature = "rdma")]
-            Comm::RdmaSend(conn) => send_registered(conn, &part)?,
+            Comm::RdmaSend(conn) => send_registered(conn, &part, &process.registered)?,
             other => return Err(other.is_not("sending")),
         };
         Ok(ticket.map(|ticket| request(comm, ticket)))
@@ -361,11 +367,26 @@ pub fn isend(comm: usize, part: Part) -> Result<Option<usize>> {
 /// Sends over RDMA, from registered memory.
 #[cfg(feature = "rdma")]
 #[inline]
-fn send_registered(conn: &RdmaSend, part: &Part) -> Result<Option<Ticket>> {
+fn send_registered(conn: &RdmaSend, part: &Part, registered: &Table<Registration>) -> Result<Option<Ticket>> {
     let (address, size) = (part.data.addr() as u64, part.size as u64);
     // SAFETY: as for sockets.
-    let send = |memory: Option<&_>| unsafe { conn.isend(address, size, part.tag, memory, part.profiler) };
-    if part.mr == 0 { send(None) } else { process().registered.with_shared(part.mr, |memory| send(Some(memory))) }
+    let begun = unsafe { conn.send_at_once((address, size), part.tag, (part.mr, registered), part.profiler) }?;
+    if begun.is_some() {
+        return Ok(begun);
+    }
+    send_the_long_way(conn, part, registered)
+}
+
+#[cfg(feature = "rdma")]
+#[inline(never)]
+fn send_the_long_way(conn: &RdmaSend, part: &Part, registered: &Table<Registration>) -> Result<Option<Ticket>> {
+    let (address, size) = (part.data.addr() as u64, part.size as u64);
+    // SAFETY: as for sockets.
+    let send = |memory: Option<(usize, &_)>| unsafe { conn.isend(address, size, part.tag, memory, part.profiler) };
+    if part.mr == 0 {
+        return send(None);
+    }
+    registered.with_shared(part.mr, |memory| send(Some((part.mr, memory))))
 }
 
 /// Starts a group of receives (1 to [`MAX_PARTS`]); None for "not now".

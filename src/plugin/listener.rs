@@ -16,8 +16,8 @@ use crate::abi::ffi;
 use crate::engine::events::{Carrier, Listener, News, Wait};
 use crate::os::config::NetEvents;
 use crate::os::net_event::{
-    self, CARRIER_QUEUE_PAIR, CARRIER_SOCKET, FLAG_RESEND, FLAG_SEND, NetEvent, PLUGIN_ID, PLUGIN_ID_IB,
-    PLUGIN_ID_SOCKET, SEVERAL,
+    self, CARRIER_QUEUE_PAIR, CARRIER_SOCKET, FLAG_ENDED, FLAG_RESEND, FLAG_SEND, NetEvent, PLUGIN_ID, PLUGIN_ID_IB,
+    PLUGIN_ID_SOCKET, Reader, SEVERAL,
 };
 
 /// NCCL's number for release 2.27.0, the first that understands updates.
@@ -104,9 +104,13 @@ impl Listener for NcclProfiler {
     fn wants_details(&self) -> bool {
         match self.wishes {
             NetEvents::Towline => true,
-            NetEvents::Auto => net_event::has_reader(),
+            NetEvents::Auto => net_event::reader() != Reader::None,
             NetEvents::Nccl | NetEvents::Off => false,
         }
+    }
+
+    fn is_patient(&self) -> bool {
+        self.updates && net_event::reader() == Reader::Patient
     }
 
     unsafe fn start(&self, transfer: *mut c_void, news: &News<'_>) -> *mut c_void {
@@ -144,7 +148,7 @@ impl Listener for NcclProfiler {
     }
 
     fn stop(&self, mut event: *mut c_void, news: &News<'_>) {
-        if news.details && self.updates {
+        if news.details && self.updates && !news.ended {
             let mut data = describe(news);
             let kind = ffi::ncclProfilerNetEventUpdateAndStop as c_int;
             return self.call(&mut event, kind, std::ptr::null_mut(), PLUGIN_ID, (&raw mut data).cast());
@@ -173,6 +177,9 @@ fn describe(news: &News<'_>) -> NetEvent {
     if chunk.again {
         flags |= FLAG_RESEND;
     }
+    if news.ended {
+        flags |= FLAG_ENDED;
+    }
     let (carrier, device, opcode, queue_pair) = match news.path.carrier {
         Carrier::None => (0, 0, 0, 0),
         Carrier::Socket { fd } => (CARRIER_SOCKET, fd, socket_operation(news), 0),
@@ -197,6 +204,7 @@ fn describe(news: &News<'_>) -> NetEvent {
         device,
         opcode,
         queue_pair,
+        ago_ns: u32::try_from(news.ago_ns).unwrap_or(u32::MAX),
         ..NetEvent::new()
     };
     if let Some(peer) = news.path.peer {

@@ -20,7 +20,7 @@ use crate::os::{fork, log};
 #[cfg(feature = "rdma")]
 use crate::rdma::{
     adapter::{Adapters, Registration},
-    backend::Rdma,
+    backend::{Rdma, ruled_out},
 };
 use crate::tcp::net::Net;
 use crate::tcp::seal::key::SharedKey;
@@ -268,6 +268,23 @@ impl Process {
         self.net.get().ok_or_else(|| Error::usage("the plugin was not initialised in this process"))
     }
 
+    /// Joins devices to a virtual one and gives its number.
+    ///
+    /// # Errors
+    /// As [`Devices::make_vdevice`], and when RDMA ports are to stay apart.
+    pub fn make_vdevice(&self, members: &[i32]) -> Result<i32> {
+        let stay_apart = self.net.get().is_some_and(|net| !net.config.ib_merge_nics);
+        if stay_apart && members.len() > 1 && !self.devices.binding(members[0])?.ports.is_empty() {
+            let refused = Error::usage("RDMA ports are not fused, as NCCL_IB_MERGE_NICS=0 asks");
+            // NCCL goes on with the single ports, which is what the user wants: nothing to be warned of.
+            if refused.tell_once() {
+                tracing::info!(target: log::NET, "{refused}");
+            }
+            return Err(refused);
+        }
+        self.devices.make_vdevice(members)
+    }
+
     #[cfg(feature = "rdma")]
     fn runs_rdma(&self) -> bool {
         self.rdma.get().is_some_and(Option::is_some)
@@ -294,19 +311,15 @@ impl Process {
 /// The RDMA backend, if the configuration wants it: with `auto`, a host without it runs over TCP and says so once.
 #[cfg(feature = "rdma")]
 fn find_rdma(config: &Config) -> Result<Option<Rdma>> {
-    match config.backend {
-        Backend::Tcp => return Ok(None),
-        Backend::Auto if config.ib_disable => return Ok(None),
-        // RDMA does not encrypt: who asks for encryption gets it.
-        Backend::Auto if config.key_file.is_some() => {
-            tracing::info!(target: log::NET, "running over TCP: TOWLINE_KEY_FILE asks for encryption, which RDMA does not have");
-            return Ok(None);
+    if let Some(why) = ruled_out(config) {
+        if config.backend != Backend::Tcp {
+            tracing::info!(target: log::NET, "running over TCP: {why}");
         }
-        Backend::Rdma if config.key_file.is_some() => {
-            return Err(Error::usage("TOWLINE_KEY_FILE asks for encryption, which the RDMA backend does not have")
-                .with_hint("unset TOWLINE_BACKEND to encrypt over TCP, or TOWLINE_KEY_FILE to go without"));
-        }
-        Backend::Auto | Backend::Rdma => {}
+        return Ok(None);
+    }
+    if config.key_file.is_some() {
+        return Err(Error::usage("TOWLINE_KEY_FILE asks for encryption, which the RDMA backend does not have")
+            .with_hint("unset TOWLINE_BACKEND to encrypt over TCP, or TOWLINE_KEY_FILE to go without"));
     }
     match Rdma::find(config) {
         Ok((rdma, warnings)) => {

@@ -7,14 +7,12 @@ use super::devices::{PTR_CUDA, PTR_DMABUF, PTR_HOST, Plan, Rail, RdmaPort};
 use crate::os::error::{Error, Result};
 use crate::rdma::adapter::{Adapter, Adapters, Memory, Registration};
 use crate::rdma::backend::Rdma;
-use crate::rdma::verbs::DmaBuf;
+use crate::rdma::verbs::{DmaBuf, LinkLayer};
 
 /// One device for each port; `rails` are the interfaces over which connections come about.
 pub fn plans(rdma: &Rdma, rails: &[Rail]) -> Vec<Plan> {
     let plan = |(place, adapter): (usize, &Arc<Adapter>)| {
         let port = &adapter.open.port;
-        let dmabuf = if adapter.open.takes_dmabuf { PTR_DMABUF } else { 0 };
-        let gpu = if adapter.reaches_gpus() { PTR_CUDA } else { 0 };
         let path = port.pci_path.clone().and_then(|path| CString::new(path.into_os_string().into_encoded_bytes()).ok());
         Plan {
             rails: rails.to_vec(),
@@ -22,8 +20,9 @@ pub fn plans(rdma: &Rdma, rails: &[Rail]) -> Vec<Plan> {
                 place,
                 name: port.name(),
                 speed_mbps: port.speed_mbps,
-                ptr_support: PTR_HOST | gpu | dmabuf,
+                ptr_support: kinds(adapter.peer_memory.is_some(), adapter.open.takes_dmabuf),
                 max_comms: port.max_qp,
+                is_infiniband: port.link_layer == LinkLayer::InfiniBand,
                 rail: port.rail,
                 plane: port.plane,
             }],
@@ -33,6 +32,15 @@ pub fn plans(rdma: &Rdma, rails: &[Rail]) -> Vec<Plan> {
         }
     };
     rdma.adapters.iter().enumerate().map(plan).collect()
+}
+
+/// The kinds of memory that a device takes, as NCCL's flags. The two ways to GPU memory stay apart: NCCL may be unable to
+/// use DMA-BUF (an old release or driver, `NCCL_DMABUF_ENABLE=0`), and `PTR_CUDA` alone tells it to register GPU memory by
+/// its address, which takes a peer-memory module. Without either it copies through host memory.
+fn kinds(has_peer_memory: bool, takes_dmabuf: bool) -> i32 {
+    let by_address = if has_peer_memory { PTR_CUDA } else { 0 };
+    let by_descriptor = if takes_dmabuf { PTR_DMABUF } else { 0 };
+    PTR_HOST | by_address | by_descriptor
 }
 
 /// Registers memory of one of NCCL's kinds.
@@ -63,4 +71,17 @@ pub fn register(
     };
     let dmabuf = dmabuf.map(|(fd, offset)| DmaBuf { fd, offset });
     Registration::new(adapters, address as u64, bytes, memory, dmabuf)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gpu_memory_by_address_is_offered_only_where_a_peer_memory_module_is() {
+        assert_eq!(kinds(false, false), PTR_HOST);
+        assert_eq!(kinds(false, true), PTR_HOST | PTR_DMABUF);
+        assert_eq!(kinds(true, false), PTR_HOST | PTR_CUDA);
+        assert_eq!(kinds(true, true), PTR_HOST | PTR_CUDA | PTR_DMABUF);
+    }
 }

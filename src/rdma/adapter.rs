@@ -3,7 +3,7 @@
 //! Adapters are made once for the process and shared by all connections, so a registration holds for all of them.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::devices::OpenPort;
@@ -23,6 +23,9 @@ pub enum Memory {
     DmaBuf,
 }
 
+/// The GID is nowhere in the table.
+const NOWHERE: u32 = u32::MAX;
+
 /// An active port, opened.
 pub struct Adapter {
     /// Its number, as NCCL numbers the devices that are not fused.
@@ -37,6 +40,7 @@ pub struct Adapter {
     regions: Cache<Memory, MemoryRegion>,
     port_is_down: AtomicBool,
     is_dead: AtomicBool,
+    gid_place: AtomicU32,
     /// Whom an event of a queue concerns, by the queue's address in libibverbs.
     concerned: Mutex<Vec<(u64, Weak<Mishap>)>>,
 }
@@ -88,6 +92,7 @@ impl Adapter {
         let domain = ProtectionDomain::new(&open.context)?;
         let access = Access { relaxed_ordering };
         Ok(Self {
+            gid_place: AtomicU32::new(open.gid_index),
             number,
             open,
             domain,
@@ -138,6 +143,21 @@ impl Adapter {
     /// Whether the port is down, by the last event.
     pub fn is_port_down(&self) -> bool {
         self.port_is_down.load(Ordering::Relaxed)
+    }
+
+    /// Its GID's place in the port's table. An address that was taken away while queue pairs used it has another one when
+    /// it comes back: theirs is kept for them.
+    pub fn gid_place(&self) -> u32 {
+        match self.gid_place.load(Ordering::Relaxed) {
+            NOWHERE => self.open.gid_index,
+            place => place,
+        }
+    }
+
+    /// Where its GID is now; what was known before.
+    pub fn set_gid_place(&self, place: Option<u32>) -> Option<u32> {
+        let before = self.gid_place.swap(place.unwrap_or(NOWHERE), Ordering::Relaxed);
+        (before != NOWHERE).then_some(before)
     }
 
     /// The device is beyond repair.
@@ -244,6 +264,11 @@ impl Registration {
             )));
         }
         Ok(())
+    }
+
+    /// Its first byte, and the one behind its last.
+    pub fn range(&self) -> (u64, u64) {
+        (self.start, self.end)
     }
 
     fn serves(&self, adapters: &Adapters) -> bool {

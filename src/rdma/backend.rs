@@ -11,7 +11,7 @@ use super::adapter::{Adapter, Adapters};
 use super::devices::{Discovery, discover};
 use super::events::Events;
 use super::greeting::{Attempt, Listener, Listening};
-use crate::os::config::Config;
+use crate::os::config::{Backend, Config};
 use crate::os::error::{Error, Result};
 use crate::os::interfaces::Rail;
 use crate::os::log::NET;
@@ -28,6 +28,19 @@ pub struct Rdma {
     returns_events: bool,
     /// None while nobody watches.
     events: Mutex<Option<Events>>,
+}
+
+/// Why a process with this configuration runs over TCP whatever ports there are; none when it would use them.
+pub fn ruled_out(config: &Config) -> Option<&'static str> {
+    match config.backend {
+        Backend::Tcp => Some("TOWLINE_BACKEND=tcp"),
+        Backend::Auto if config.ib_disable => Some("NCCL_IB_DISABLE=1"),
+        // RDMA does not encrypt: who asks for encryption gets it.
+        Backend::Auto if config.key_file.is_some() => {
+            Some("TOWLINE_KEY_FILE asks for encryption, which RDMA does not have")
+        }
+        Backend::Auto | Backend::Rdma => None,
+    }
 }
 
 impl Rdma {
@@ -109,5 +122,21 @@ impl Rdma {
 impl fmt::Debug for Rdma {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Rdma").field("adapters", &self.adapters).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_asks_for_tcp_or_encryption_gets_no_rdma_unless_it_is_named() {
+        let why = |pairs: &[(&'static str, &'static str)]| ruled_out(&Config::from_pairs(pairs.iter().copied()).0);
+        let (disabled, key) = (("NCCL_IB_DISABLE", "1"), ("TOWLINE_KEY_FILE", "/key"));
+        assert_eq!(why(&[]), None);
+        assert_eq!(why(&[("TOWLINE_BACKEND", "tcp")]), Some("TOWLINE_BACKEND=tcp"));
+        assert_eq!(why(&[disabled]), Some("NCCL_IB_DISABLE=1"));
+        assert!(why(&[key]).is_some_and(|why| why.contains("TOWLINE_KEY_FILE")));
+        assert_eq!(why(&[("TOWLINE_BACKEND", "rdma"), disabled]), None);
     }
 }

@@ -7,7 +7,7 @@
 use std::any::Any;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use super::adapter::{Adapter, Adapters, Memory, Mishap, Registration};
@@ -19,7 +19,7 @@ use super::verbs::Completion;
 use crate::engine::counters::Counters;
 use crate::engine::events::Events;
 use crate::engine::poller::{Interest, Registration as Watched, Source};
-use crate::engine::request::{Outcome, RequestSlots, Ticket};
+use crate::engine::request::{Keys, Outcome, RequestSlots, Ticket};
 use crate::os::config::Config;
 use crate::os::error::{Cause, Error, Result};
 use crate::os::log::NET;
@@ -27,6 +27,7 @@ use crate::tcp::attend::Attention;
 use crate::tcp::frame::{HEADER, Header, MAX_CONTROL, Type};
 use crate::tcp::net::{Net, Sock};
 use crate::tcp::peer::{Health, Peer, failure, left_early, lost, told_by_peer};
+use crate::tcp::watch::{self, Sight};
 use crate::tcp::wire::{self, Piece};
 
 /// How long after the peer's goodbye completions of what it did before may still appear, and how long after a flush the
@@ -80,7 +81,7 @@ pub struct Base {
     pub events: Events,
     /// The connection's number, the same on both ends.
     pub link: u64,
-    /// Requests.
+    /// Requests; the list of free ones lies in the connection's state.
     pub requests: RequestSlots,
     pub(super) doing: &'static str,
     closing: AtomicBool,
@@ -105,17 +106,44 @@ struct Control {
     /// What the socket has not taken yet.
     output: Vec<u8>,
     ended: Option<Instant>,
+    /// When the kernel was last asked what it has heard.
+    looked: Option<Instant>,
+    /// It had asked the peer's, and got no answer yet.
+    is_asking: bool,
+}
+
+impl Control {
+    /// For how long the peer's kernel has not answered. Its own end of an idle connection (keepalive) does not come while
+    /// something that was said is on the way: that it repeats for a quarter of an hour.
+    fn unheard(&mut self) -> Duration {
+        let now = Instant::now();
+        let Some(sock) = self.sock.as_ref().filter(|_| self.looked.is_none_or(|at| now - at >= watch::TICK)) else {
+            return Duration::ZERO;
+        };
+        self.looked = Some(now);
+        let unheard = Sight::of(sock).map_or(Duration::ZERO, Sight::unheard);
+        self.is_asking = unheard > Duration::ZERO;
+        unheard
+    }
 }
 
 impl Base {
-    /// The common part of a connection; `doing` is "sending to" or "receiving from".
-    pub fn new(parts: Parts, doing: &'static str) -> Self {
+    /// The common part of a connection, and the keys to its requests; `doing` is "sending to" or "receiving from".
+    pub fn new(parts: Parts, doing: &'static str) -> (Self, Keys) {
         let Parts { net, adapters, peer, sock, link } = parts;
         let health = Health::default();
         health.stream_up();
-        let control =
-            Control { registration: None, sock: Some(sock), input: Vec::new(), output: Vec::new(), ended: None };
-        Self {
+        let control = Control {
+            registration: None,
+            sock: Some(sock),
+            input: Vec::new(),
+            output: Vec::new(),
+            ended: None,
+            looked: None,
+            is_asking: false,
+        };
+        let (requests, keys) = RequestSlots::with_keys();
+        let base = Self {
             net,
             adapters,
             peer,
@@ -124,7 +152,7 @@ impl Base {
             counters: Counters::default(),
             events: Events::default(),
             link,
-            requests: RequestSlots::new(),
+            requests,
             doing,
             closing: AtomicBool::new(false),
             question: AtomicU64::new(0),
@@ -133,7 +161,8 @@ impl Base {
             has_flushed: AtomicBool::new(false),
             mishap: Arc::default(),
             words: Mutex::default(),
-        }
+        };
+        (base, keys)
     }
 
     /// The configuration of the process.
@@ -182,6 +211,20 @@ impl Base {
             self.adapters[lane.adapter].concern(queue, &self.mishap);
         }
         self.name_path(fabric, index);
+    }
+
+    /// Whether requests are outstanding that were made with these keys.
+    pub(super) fn has_outstanding(&self, keys: &Keys) -> bool {
+        self.requests.outstanding_of(keys) > 0
+    }
+
+    /// Whether requests are outstanding, or NCCL's thread is at work: `state` is the connection's, and has its `keys`.
+    pub(super) fn is_busy<S>(&self, state: &Mutex<S>, keys: impl Fn(&S) -> &Keys) -> bool {
+        match state.try_lock() {
+            Ok(state) => self.has_outstanding(keys(&state)),
+            Err(TryLockError::Poisoned(poisoned)) => self.has_outstanding(keys(&poisoned.into_inner())),
+            Err(TryLockError::WouldBlock) => true,
+        }
     }
 
     /// NCCL's thread, in `test`: the outcome of a request if it is done. The profiler hears of it before NCCL.
@@ -237,7 +280,7 @@ impl Base {
         self.closing.store(true, Ordering::Release);
     }
 
-    /// Reads what the peer has said. The failure that it tells of, or that its end is.
+    /// Reads what the peer has said. The failure that it tells of, or that its end or its silence is.
     ///
     /// # Errors
     /// As just said.
@@ -251,7 +294,10 @@ impl Base {
             // SAFETY: the buffer is ours.
             let got = unsafe { wire::receive(open.as_raw_fd(), Piece::of_mut(&mut room)) };
             let end = match got.or_else(wire::look_again) {
-                Ok(None) => return Ok(()),
+                Ok(None) => match control.unheard() {
+                    silence if silence >= self.config().peer_timeout => watch::silent(silence),
+                    _ => return Ok(()),
+                },
                 Ok(Some(0)) => std::io::ErrorKind::UnexpectedEof.into(),
                 Ok(Some(count)) => {
                     input.extend_from_slice(&room[..count]);
@@ -262,6 +308,7 @@ impl Base {
             };
             control.registration = None;
             control.sock = None;
+            control.is_asking = false;
             control.ended = Some(Instant::now());
             drop(control);
             self.health.stream_down();
@@ -405,8 +452,10 @@ impl Base {
     pub fn fail(&self, error: Error) {
         let words = failure(&error);
         let error = if error.peer().is_some() { error } else { error.with_peer(&self.peer) };
+        // Claimed before anybody can see the failure: else the call that meets it might tell of it, without saying whose it is.
+        let tells = !self.is_closing() && error.tell_once();
         let is_first = self.health.fail_telling(error.clone(), || self.say(&words));
-        if is_first && !self.is_closing() && error.tell_once() {
+        if is_first && tells {
             tracing::warn!(target: NET, "{} {} failed: {error}", self.doing, self.peer);
         }
     }
@@ -418,9 +467,11 @@ impl Base {
         write_out(sock, output);
     }
 
-    /// Whether the socket has not taken all that was said: the keeper tries again with [`Base::hear`].
+    /// Whether the socket has not taken all that was said, or the peer's kernel has not answered: the keeper looks again
+    /// with [`Base::hear`].
     pub fn has_more_to_say(&self) -> bool {
-        !self.control().output.is_empty()
+        let control = self.control();
+        !control.output.is_empty() || control.is_asking
     }
 
     /// Sending side: asks the receiver to announce what it has posted; `lines` were read so far.

@@ -128,6 +128,8 @@ pub struct OpenPort {
     pub gid_why: gid::Why,
     /// The GID at that place.
     pub gid: Gid,
+    /// Its version of RoCE, where the kernel says so.
+    pub gid_version: Option<gid::RoceVersion>,
     /// Whether memory can be registered through DMA-BUF.
     pub takes_dmabuf: bool,
 }
@@ -213,8 +215,9 @@ fn open_port(port: Port, facts: PortFacts, context: &Context, wish: &Wish, sysfs
         LinkLayer::InfiniBand => gid::choose_infiniband(&table, wish.routable_index),
     };
     let gid = context.gid(port.number, gid_index)?;
+    let gid_version = sysfs.gid_version(context.name(), port.number, gid_index);
     let takes_dmabuf = ProtectionDomain::new(context)?.takes_dmabuf();
-    Ok(OpenPort { port, context: context.clone(), facts, gid_index, gid_why, gid, takes_dmabuf })
+    Ok(OpenPort { port, context: context.clone(), facts, gid_index, gid_why, gid, gid_version, takes_dmabuf })
 }
 
 /// The entries of a port's GID table that can be read.

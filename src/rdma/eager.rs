@@ -112,7 +112,7 @@ struct Last(Option<Head>);
 
 impl Last {
     /// Notes the next message, and says it in brief where that can be done.
-    #[inline]
+    #[inline(always)]
     fn shorten(&mut self, head: &Head) -> Brief {
         let last = self.0.replace(*head);
         let Some(last) = last.filter(|last| last.tag == head.tag) else { return Brief::NONE };
@@ -142,6 +142,7 @@ struct Credit {
 }
 
 impl Credit {
+    #[inline(always)]
     fn is_left(self) -> bool {
         self.sent.wrapping_sub(self.handed_on) < PLACES as u32
     }
@@ -193,7 +194,7 @@ impl Outbox {
     }
 
     /// Whether a message may go.
-    #[inline]
+    #[inline(always)]
     pub fn has_room(&self) -> bool {
         self.credit.is_left() && self.flying < PLACES as u32
     }
@@ -213,7 +214,7 @@ impl Outbox {
     ///
     /// # Safety
     /// `data` must be readable for the head's length, which is at most [`EAGER_MAX`].
-    #[inline]
+    #[inline(always)]
     pub unsafe fn pack(&mut self, head: &Head, data: *const u8) -> Parcel {
         debug_assert!(self.has_room() && u64::from(head.length) <= EAGER_MAX);
         let place = self.credit.sent as usize % PLACES;
@@ -252,6 +253,21 @@ impl Outbox {
     pub fn is_delivered(&self) -> bool {
         self.flying == 0
     }
+}
+
+#[cold]
+fn too_many() -> Error {
+    Error::remote("the sending side sent more short messages than it has leave for")
+}
+
+#[cold]
+fn unknown() -> Error {
+    Error::remote("the sending side sent a short message without saying which")
+}
+
+#[cold]
+fn other_length(head: &Head, written: u32) -> Error {
+    Error::remote(format!("the sending side wrote {written} bytes for a short message of {}", head.length))
 }
 
 /// Bytes before a message.
@@ -343,17 +359,16 @@ impl Inbox {
     ///
     /// # Errors
     /// When it is not the next, or not as long as was written.
-    #[inline]
+    #[inline(always)]
     pub fn arrived(&mut self, place: u8, brief: Brief, written: u32) -> Result<(Head, *const u8)> {
         let expected = self.arrived as usize % PLACES;
         if usize::from(place) != expected || self.arrived.wrapping_sub(self.handed_on) >= PLACES as u32 {
-            return Err(Error::remote("the sending side sent more short messages than it has leave for"));
+            return Err(too_many());
         }
         self.arrived = self.arrived.wrapping_add(1);
         let from = self.places[expected].0.get().cast::<u8>();
         let before = before(brief);
         let head = if before == 0 {
-            let unknown = || Error::remote("the sending side sent a short message without saying which");
             self.last.lengthen(brief, written).ok_or_else(unknown)?
         } else {
             // SAFETY: inside the place. Its write has completed, and the sender may not write there again before it is
@@ -362,10 +377,7 @@ impl Inbox {
             Head::decode(&unsafe { from.cast::<[u8; HEAD]>().read_volatile() })
         };
         if u64::from(head.length) > EAGER_MAX || head.length + before as u32 != written {
-            return Err(Error::remote(format!(
-                "the sending side wrote {written} bytes for a short message of {}",
-                head.length
-            )));
+            return Err(other_length(&head, written));
         }
         self.last = Last(Some(head));
         // SAFETY: what stands before the message ends inside the place.

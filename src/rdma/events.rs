@@ -2,11 +2,16 @@
 //!
 //! The keeper reads them. A port that goes down is remembered, so that a request that fails later can say so; a device
 //! that fails takes its connections with it, and a queue its own one, unless `NCCL_IB_RETURN_ASYNC_EVENTS=0` asks only to
-//! log it.
+//! log it. What may concern connections is a warning: that the port has lost the GID in use, or that its LID, its
+//! partitions or a path are others. What belongs to a healthy fabric, such as another subnet manager or the GID of an address
+//! that nobody uses, is a line at INFO.
 
 use std::sync::Arc;
 
 use super::adapter::Adapter;
+use super::devices::gid_table;
+use super::gid::GidEntry;
+use super::sysfs::RdmaSysfs;
 use super::verbs::{AsyncEvent, Context};
 use crate::engine::poller::{Interest, Poller, Progress, Registration, Source};
 use crate::os::error::{Error, Result};
@@ -23,6 +28,10 @@ enum Meaning {
     DeviceDead,
     /// The queue pair or completion queue with this address failed. Its work requests report it, if they can.
     QueueFailed(u64),
+    /// The GIDs of the port with this number are others: maybe the one in use, maybe that of an address nobody needs.
+    GidsChanged(u64),
+    /// What connections were set up with may hold no more.
+    GroundShifted,
     /// Worth a line in the log.
     Noted,
 }
@@ -32,9 +41,12 @@ fn meaning(event: &AsyncEvent) -> Meaning {
     match event.kind {
         // CQ_ERR, QP_FATAL, QP_REQ_ERR, QP_ACCESS_ERR
         0..=3 => Meaning::QueueFailed(event.element),
+        // PATH_MIG, PATH_MIG_ERR, LID_CHANGE, PKEY_CHANGE
+        6 | 7 | 11 | 12 => Meaning::GroundShifted,
         8 => Meaning::DeviceDead,
         9 => Meaning::PortUp(event.element),
         10 => Meaning::PortDown(event.element),
+        18 => Meaning::GidsChanged(event.element),
         _ => Meaning::Noted,
     }
 }
@@ -74,14 +86,17 @@ impl Events {
     }
 }
 
-struct Watch {
-    context: Context,
-    adapters: Vec<Arc<Adapter>>,
-    fails: bool,
+/// The eye on one device.
+pub(super) struct Watch {
+    pub(super) context: Context,
+    /// Its ports.
+    pub(super) adapters: Vec<Arc<Adapter>>,
+    /// Whether what is fatal fails connections, and is not only logged.
+    pub(super) fails: bool,
 }
 
 impl Watch {
-    fn take(&self, event: &AsyncEvent) {
+    pub(super) fn take(&self, event: &AsyncEvent) {
         let device = self.context.name();
         let meaning = meaning(event);
         let of_port = |number: u64| self.adapters.iter().filter(move |a| u64::from(a.open.port.number) == number);
@@ -111,7 +126,37 @@ impl Watch {
                 }
                 tracing::warn!(target: NET, "{device} reports {} of a queue; its transfers say which", event.text);
             }
+            Meaning::GidsChanged(number) => {
+                tracing::info!(target: NET, "{device} reports {} of port {number}", event.text);
+                of_port(number).for_each(|adapter| self.look_for_gid(adapter));
+            }
+            Meaning::GroundShifted => tracing::warn!(
+                target: NET,
+                "{device} reports {}; connections were set up with what held before, and may fail",
+                event.text
+            ),
             Meaning::Noted => tracing::info!(target: NET, "{device} reports {}", event.text),
+        }
+    }
+
+    /// Whether a port still has the GID with which its connections were set up.
+    fn look_for_gid(&self, adapter: &Adapter) {
+        let open = &adapter.open;
+        let table = gid_table(&self.context, open.port.number, open.facts.gid_count, &RdmaSysfs::default());
+        let is_it = |entry: &&GidEntry| entry.gid == open.gid && entry.version == open.gid_version;
+        let place = table.iter().filter(is_it).map(|entry| entry.index).min();
+        let before = adapter.set_gid_place(place);
+        if before.is_some() == place.is_some() {
+            return;
+        }
+        let (name, gid) = (adapter.name(), super::gid::display(&open.gid));
+        if place.is_none() {
+            tracing::warn!(
+                target: NET,
+                "{name} has lost GID {gid}, with which its connections were set up; they may fail until its address is back"
+            );
+        } else {
+            tracing::info!(target: NET, "{name} has GID {gid} again");
         }
     }
 }
@@ -140,7 +185,10 @@ mod tests {
         assert_eq!(of(8), Meaning::DeviceDead);
         assert_eq!((of(9), of(10)), (Meaning::PortUp(2), Meaning::PortDown(2)));
         assert!((0..=3).all(|kind| of(kind) == Meaning::QueueFailed(2)));
-        // COMM_EST, SQ_DRAINED, PATH_MIG, LID_CHANGE, GID_CHANGE
-        assert!([4, 5, 6, 11, 18].into_iter().all(|kind| of(kind) == Meaning::Noted));
+        // PATH_MIG, PATH_MIG_ERR, LID_CHANGE, PKEY_CHANGE; GID_CHANGE
+        assert!([6, 7, 11, 12].into_iter().all(|kind| of(kind) == Meaning::GroundShifted));
+        assert_eq!(of(18), Meaning::GidsChanged(2));
+        // COMM_EST, SQ_DRAINED, SM_CHANGE, CLIENT_REREGISTER, and one that is not known yet
+        assert!([4, 5, 13, 17, 99].into_iter().all(|kind| of(kind) == Meaning::Noted));
     }
 }

@@ -10,20 +10,24 @@
 
 use std::mem::MaybeUninit;
 use std::net::{Ipv6Addr, SocketAddr};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Once};
 use std::time::Instant;
 
 use super::adapter::{Adapter, Adapters};
+use super::gid;
 use super::mending::{Life, Trouble};
 use super::record::{LaneRecord, PortRecord, Record, VERSION};
 use super::stripe::MAX_LANES;
 use super::trouble::Ends;
-use super::verbs::{Capacity, Completion, CompletionQueue, Ece, QueuePair, QueuePairOptions, Route, Timeouts, Work};
+use super::verbs::{
+    Capacity, Completion, CompletionQueue, Ece, LinkLayer, QueuePair, QueuePairOptions, Route, Timeouts, Work,
+};
 use crate::engine::events::{Carrier, Path};
 use crate::engine::request::MAX_PARTS;
 use crate::os::config::Config;
 use crate::os::error::{Error, Result};
+use crate::os::log::NET;
 use crate::tcp::handshake::nonce;
 
 /// A queue pair and what is in its sending queue.
@@ -53,6 +57,8 @@ pub struct Lane {
     pub(super) epoch: u16,
     /// A new queue pair has carried something.
     pub(super) proven: bool,
+    /// Its queue pair goes without options beyond the standard: one of the two sides has none.
+    without_ece: bool,
     /// When it is lost: when to try for another queue pair.
     pub(super) next_try: Option<Instant>,
     inline_bytes: u32,
@@ -112,14 +118,18 @@ pub struct Class {
 }
 
 impl Class {
-    /// What the configuration and the communicator ask for; the configuration wins. `lines`: for the side that sends
-    /// nothing but clear-to-send lines.
-    pub fn new(config: &Config, communicator: Option<u8>, lines: bool) -> Self {
+    /// What the sending side's configuration and communicator ask for; the configuration wins.
+    pub fn new(config: &Config, communicator: Option<u8>) -> Self {
         let set = |number: i64| u8::try_from(number).ok();
-        let data = set(config.ib_tc.0).or(communicator).unwrap_or(0);
-        let traffic = set(config.ib_fifo_tc.0).filter(|_| lines).unwrap_or(data);
+        let traffic = set(config.ib_tc.0).or(communicator).unwrap_or(0);
         let service_level = set(config.ib_sl.0).or(communicator).unwrap_or(0);
         Self { traffic, service_level }
+    }
+
+    /// What the receiving side's queue pairs have, which send clear-to-send lines and acknowledge data: the sender's class, as
+    /// in NCCL, unless the configuration sets lines apart.
+    pub fn of_receiver(config: &Config, sender: Self) -> Self {
+        Self { traffic: u8::try_from(config.ib_fifo_tc.0).unwrap_or(sender.traffic), ..sender }
     }
 }
 
@@ -129,7 +139,7 @@ pub fn ports(adapters: &Adapters) -> Vec<PortRecord> {
         gid: open.gid.to_vec(),
         lid: u32::from(open.facts.lid),
         mtu: open.facts.active_mtu,
-        is_ethernet: open.port.link_layer == super::verbs::LinkLayer::Ethernet,
+        is_ethernet: open.port.link_layer == LinkLayer::Ethernet,
         max_message: open.facts.max_message_bytes,
         name: open.port.name(),
     };
@@ -179,6 +189,7 @@ impl Fabric {
                 peer: None,
                 epoch: 0,
                 proven: false,
+                without_ece: false,
                 next_try: None,
                 adapter: at,
                 peer_port,
@@ -239,7 +250,7 @@ impl Fabric {
         // No room before it is proven: what completes until then is the probe.
         (lane.pair, lane.first_packet, lane.room) = (Some(pair), first_packet, 0);
         (lane.life, lane.trouble, lane.peer) = (Life::Returning, None, None);
-        lane.proven = false;
+        (lane.proven, lane.without_ece) = (false, false);
         (lane.receives, lane.arrived, lane.epoch) = (0, 0, lane.epoch.wrapping_add(1));
         lane.next_try = None;
         Ok(())
@@ -437,7 +448,7 @@ impl Lane {
     pub unsafe fn probe(&mut self, work: &Work) -> Result<()> {
         self.room = 1;
         // SAFETY: passed on.
-        unsafe { self.post_one(work) }
+        unsafe { self.post_one(|| *work) }
     }
 
     /// Something has gone wrong with it, which whoever looks after the connection deals with.
@@ -524,7 +535,7 @@ impl Lane {
     /// What the peer needs to know of it.
     pub(super) fn record(&self, config: &Config) -> Option<LaneRecord> {
         let pair = self.pair.as_ref()?;
-        let ece = pair.ece().filter(|_| config.ib_ece_enable).map(Into::into);
+        let ece = pair.ece().filter(|_| config.ib_ece_enable && !self.without_ece).map(Into::into);
         Some(LaneRecord { number: pair.number(), first_packet: self.first_packet, ece })
     }
 
@@ -538,9 +549,7 @@ impl Lane {
         config: &Config,
     ) -> Result<()> {
         let Some(pair) = &self.pair else { return Err(Error::internal("connecting a lane without a queue pair")) };
-        let number = |value: i64, most: u8| u8::try_from(value).unwrap_or(most).min(most);
-        let timeouts =
-            Timeouts { exponent: number(config.ib_timeout.0, 31), retries: number(config.ib_retry_cnt.0, 7) };
+        let timeouts = Timeouts::new(config.ib_timeout.0, config.ib_retry_cnt.0);
         let open = &adapters[self.adapter].open;
         let port = &ports[self.peer_port];
         if port.link_layer() != open.port.link_layer {
@@ -553,23 +562,33 @@ impl Lane {
             ))
             .with_hint("choose ports of one network with NCCL_IB_HCA"));
         }
-        if let Some(ece) = &record.ece
-            && config.ib_ece_enable
-        {
-            pair.set_ece(Ece::from(ece))?;
-        }
+        let offered = record.ece.as_ref().filter(|_| config.ib_ece_enable);
+        self.without_ece = !offered.map_or(Ok(false), |ece| pair.set_ece(Ece::from(ece)))?;
         let peer_gid = port.gid();
+        let way = gid::way(&open.gid, &peer_gid, u16::try_from(port.lid).unwrap_or(0), open.facts.needs_grh);
+        if way.is_doubtful && open.port.link_layer == LinkLayer::InfiniBand {
+            static ONCE: Once = Once::new();
+            ONCE.call_once(|| {
+                tracing::warn!(
+                    target: NET,
+                    "{} is in another InfiniBand subnet than {}, and its GID {} has no forwarding identifier (FLID); trying its LID {}",
+                    port.name,
+                    open.port.name(),
+                    gid::display(&peer_gid),
+                    port.lid
+                );
+            });
+        }
         let route = Route {
             port: open.port.number,
             link_layer: open.port.link_layer,
             peer_number: record.number,
             peer_first_packet: record.first_packet & 0xff_ffff,
             mtu: open.facts.active_mtu.min(port.mtu),
-            gid_index: u8::try_from(open.gid_index).unwrap_or(0),
+            gid_index: u8::try_from(adapters[self.adapter].gid_place()).unwrap_or(0),
             peer_gid,
-            peer_lid: u16::try_from(port.lid).unwrap_or(0),
-            // InfiniBand needs the global header where the peer is in another subnet: the first half of the GID.
-            is_global: open.facts.needs_grh || peer_gid[..8] != open.gid[..8],
+            lid: way.lid,
+            is_global: way.is_global,
             service_level: class.service_level,
             traffic_class: class.traffic,
         };
@@ -579,27 +598,34 @@ impl Lane {
         Ok(())
     }
 
-    /// As [`Lane::post`], one work request.
+    /// As [`Lane::post`], the one work request that `work` makes, where it is wanted: here it stays in registers.
     ///
     /// # Errors
     /// As [`Lane::post`].
     ///
     /// # Safety
     /// As [`Lane::post`].
-    #[inline]
-    pub unsafe fn post_one(&mut self, work: &Work) -> Result<()> {
+    #[inline(always)]
+    pub unsafe fn post_one(&mut self, work: impl Fn() -> Work) -> Result<()> {
         if !self.held.is_empty() {
             // SAFETY: passed on.
-            return unsafe { self.post(std::slice::from_ref(work)) };
+            return unsafe { self.post_behind(work()) };
         }
         debug_assert!(self.room > 0);
         self.room -= 1;
         let Some(pair) = &self.pair else { return Ok(()) };
         // SAFETY: the caller vouches for the memory.
-        match unsafe { pair.post_one(work) } {
+        match unsafe { pair.post_one(&work()) } {
             Ok(()) => Ok(()),
             Err(error) => self.refused(error),
         }
+    }
+
+    /// Behind others that were kept back.
+    #[cold]
+    unsafe fn post_behind(&mut self, work: Work) -> Result<()> {
+        // SAFETY: passed on.
+        unsafe { self.post(&[work]) }
     }
 
     /// Keeps a work request back until the next one is posted, or [`Lane::release`] is called: the device is told of
@@ -725,20 +751,28 @@ impl Lane {
 mod tests {
     use super::*;
 
-    fn class(pairs: &[(&'static str, &'static str)], communicator: Option<u8>, lines: bool) -> (u8, u8) {
-        let config = Config::from_pairs(pairs.iter().copied()).0;
-        let class = Class::new(&config, communicator, lines);
-        (class.traffic, class.service_level)
+    const fn class(traffic: u8, service_level: u8) -> Class {
+        Class { traffic, service_level }
     }
 
     #[test]
-    fn the_variables_win_over_the_communicator_and_lines_may_have_a_class_of_their_own() {
-        assert_eq!(class(&[], None, false), (0, 0));
-        assert_eq!(class(&[], Some(5), false), (5, 5));
-        let both = &[("NCCL_IB_TC", "106"), ("NCCL_IB_SL", "3")];
-        assert_eq!(class(both, Some(5), false), (106, 3));
-        let lines = &[("NCCL_IB_TC", "106"), ("NCCL_IB_FIFO_TC", "84")];
-        assert_eq!(class(lines, None, false), (106, 0));
-        assert_eq!(class(lines, None, true), (84, 0));
+    fn the_senders_variables_win_over_its_communicator() {
+        let of = |pairs: &[(&'static str, &'static str)], communicator| {
+            Class::new(&Config::from_pairs(pairs.iter().copied()).0, communicator)
+        };
+        assert_eq!(of(&[], None), class(0, 0));
+        assert_eq!(of(&[], Some(5)), class(5, 5));
+        assert_eq!(of(&[("NCCL_IB_TC", "106"), ("NCCL_IB_SL", "3")], Some(5)), class(106, 3));
+        assert_eq!(of(&[("NCCL_IB_TC", "106"), ("NCCL_IB_FIFO_TC", "84")], None), class(106, 0));
+    }
+
+    #[test]
+    fn the_receiver_has_the_senders_class_unless_lines_have_one_of_their_own() {
+        let of = |pairs: &[(&'static str, &'static str)]| {
+            Class::of_receiver(&Config::from_pairs(pairs.iter().copied()).0, class(106, 3))
+        };
+        assert_eq!(of(&[]), class(106, 3));
+        assert_eq!(of(&[("NCCL_IB_TC", "8"), ("NCCL_IB_SL", "1")]), class(106, 3));
+        assert_eq!(of(&[("NCCL_IB_FIFO_TC", "84")]), class(84, 3));
     }
 }

@@ -22,7 +22,7 @@ use super::dl::Verbs;
 use super::fabric::{Class, Depth, Fabric, Lane, ports};
 use super::line::MAX_DEVICES;
 use super::trouble::{Doing, explain, is_of_the_way};
-use super::verbs::{Local, MemoryRegion, Remote, Work};
+use super::verbs::{Local, MemoryRegion, Remote, Timeouts, Work};
 use crate::engine::request::SLOTS;
 use crate::os::config::Config;
 use crate::os::error::{Error, Result};
@@ -42,8 +42,8 @@ pub fn is_needed(memory: Memory) -> bool {
 /// How long reads of a port are made again. Where the port is away, its device would have sent them again for a while
 /// longer, as it does with messages.
 fn patience(config: &Config, is_out: bool) -> Duration {
-    let resent = Duration::from_nanos(4096 << config.ib_timeout.0) * (config.ib_retry_cnt.0 as u32 + 1);
-    config.reconnect_timeout + if is_out { resent } else { Duration::ZERO }
+    let resent = Timeouts::new(config.ib_timeout.0, config.ib_retry_cnt.0).patience().unwrap_or(Duration::MAX);
+    config.reconnect_timeout.saturating_add(if is_out { resent } else { Duration::ZERO })
 }
 
 /// What flushes have to know of their connection.
@@ -74,7 +74,7 @@ impl Reader {
         let ports = ports(adapter);
         let mut fabric = Fabric::new(adapter, 1, DEPTH, config, &ports)?;
         let own = fabric.records(config);
-        fabric.connect(adapter, &own, Class::new(config, None, false), config)?;
+        fabric.connect(adapter, &own, Class::new(config, None), config)?;
         let sink = Box::new(0);
         let region = adapter[0].own_region(&raw const *sink as u64, size_of_val(&*sink))?;
         Ok(Self { fabric, region, sink })
@@ -145,7 +145,7 @@ impl Port {
             };
             // SAFETY: `sink` lives as long as the queue pair, and `left` keeps the memory pinned until the read is done or
             // the queue pair has ended.
-            unsafe { lane.post_one(&read) }?;
+            unsafe { lane.post_one(|| read) }?;
             self.waiting.pop_front();
             self.posted += 1;
         }

@@ -199,6 +199,30 @@ pub fn subnet(gid: &Gid) -> u16 {
     u16::from_be_bytes([gid[6], gid[7]])
 }
 
+/// How an InfiniBand port reaches its peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Way {
+    /// The local identifier that packets carry.
+    pub lid: u16,
+    /// Whether they carry GIDs as well.
+    pub is_global: bool,
+    /// The peer is in another subnet, and its GID has no forwarding identifier by which a router would know it. NCCL tries
+    /// its local identifier then, and so do we.
+    pub is_doubtful: bool,
+}
+
+/// The way to a peer with this GID and local identifier; `needs_grh`: the own port sends nothing without GIDs. Two GIDs with
+/// one subnet are in one, as NCCL has it.
+pub fn way(own: &Gid, peer: &Gid, peer_lid: u16, needs_grh: bool) -> Way {
+    if subnet(own) == subnet(peer) {
+        return Way { lid: peer_lid, is_global: needs_grh, is_doubtful: false };
+    }
+    match forwarding_id(peer) {
+        0 => Way { lid: peer_lid, is_global: true, is_doubtful: true },
+        lid => Way { lid, is_global: true, is_doubtful: false },
+    }
+}
+
 /// A GID as people know it: an IPv4 address where it holds one.
 pub fn display(gid: &Gid) -> String {
     let address = Ipv6Addr::from(*gid);
@@ -279,6 +303,28 @@ mod tests {
     fn a_named_index_beats_everything() {
         let wish = GidWish { index: Some(6), ..GidWish::default() };
         assert_eq!(choose(&usual(), &wish), (6, Why::Named));
+    }
+
+    #[test]
+    fn to_another_subnet_packets_carry_the_peers_forwarding_identifier() {
+        let gid = |flid: u16, subnet: u16, low: u8| {
+            let mut gid = [0; 16];
+            (gid[0], gid[1], gid[15]) = (0xfe, 0xc0, low);
+            gid[4..6].copy_from_slice(&flid.to_be_bytes());
+            gid[6..8].copy_from_slice(&subnet.to_be_bytes());
+            gid
+        };
+        let way = |lid, is_global, is_doubtful| Way { lid, is_global, is_doubtful };
+        let own = gid(70, 1, 1);
+        // In the same subnet by local identifier, whatever the forwarding identifiers are.
+        for peer in [gid(0, 1, 2), gid(70, 1, 2), gid(71, 1, 2)] {
+            assert_eq!(super::way(&own, &peer, 9, false), way(9, false, false));
+            assert_eq!(super::way(&own, &peer, 9, true), way(9, true, false));
+        }
+        for needs_grh in [false, true] {
+            assert_eq!(super::way(&own, &gid(71, 2, 2), 9, needs_grh), way(71, true, false));
+            assert_eq!(super::way(&own, &gid(0, 2, 2), 9, needs_grh), way(9, true, true));
+        }
     }
 
     #[test]

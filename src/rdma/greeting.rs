@@ -304,7 +304,8 @@ impl Greeting {
         let Common { net, adapters } = &self.common;
         let config = &net.config;
         let mut fabric = Fabric::new(adapters, answer.lanes.len(), sender::DEPTH, config, &answer.ports)?;
-        fabric.connect(adapters, &answer.lanes, Class::new(config, self.class, false), config)?;
+        let class = Class::new(config, self.class);
+        fabric.connect(adapters, &answer.lanes, class, config)?;
         let ring = Box::new(Ring::new());
         let ring_memory = RingMemory::new(adapters, ring)?;
         let target = sender::Target {
@@ -316,7 +317,13 @@ impl Greeting {
         };
         let stores = Stores::new(adapters, &target)?;
         let (address, keys) = (ring_memory.ring.address(), ring_memory.keys());
-        let accept = Record { address, keys, ..fabric.record(adapters, config) };
+        let accept = Record {
+            address,
+            keys,
+            traffic_class: class.traffic.into(),
+            service_level: class.service_level.into(),
+            ..fabric.record(adapters, config)
+        };
         let sock = state.sock.as_ref().ok_or_else(|| Error::internal("a greeting without its socket"))?;
         state.talk.say(sock, &accept)?;
         tracing::debug!(
@@ -365,7 +372,10 @@ impl Greeting {
         accept: &Record,
     ) -> Result<Arc<RdmaRecv>> {
         let Common { net, adapters } = &self.common;
-        let class = Class::new(&net.config, self.class, true);
+        // Checked when it was heard: both fit a byte.
+        let byte = |number| u8::try_from(number).unwrap_or(0);
+        let class = Class { traffic: byte(accept.traffic_class), service_level: byte(accept.service_level) };
+        let class = Class::of_receiver(&net.config, class);
         fabric.connect(adapters, &accept.lanes, class, &net.config)?;
         tracing::debug!(target: NET, "connected from {} over {} queue pairs", self.peer, accept.lanes.len());
         let mirror = Mirror::new(adapters)?;

@@ -68,7 +68,7 @@ pub(super) fn fabrics(rdma: &Rdma, plan: &Plan, config: &Config) -> ([Adapters; 
     let mut sending = Fabric::new(left, plan.lanes, depths[0], config, &ports(right)).expect("queue pairs");
     let mut receiving = Fabric::new(right, plan.lanes, depths[1], config, &ports(left)).expect("queue pairs");
     post_first_receives(&mut receiving).expect("receives");
-    let class = Class::new(config, None, false);
+    let class = Class::new(config, None);
     sending.connect(left, &receiving.records(config), class, config).expect("connected");
     receiving.connect(right, &sending.records(config), class, config).expect("connected");
     (sides, [sending, receiving])

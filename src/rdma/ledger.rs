@@ -81,7 +81,7 @@ impl Ledger {
     }
 
     /// An immediate was handed to that lane.
-    #[inline]
+    #[inline(always)]
     pub fn sent(&mut self, lane: usize, sent: Sent) {
         self.lanes[lane].sent.push_back(sent);
     }

@@ -157,7 +157,7 @@ impl Ring {
     }
 
     /// Whether line `number` seems to have come: it may still be half written.
-    #[inline]
+    #[inline(always)]
     pub fn has(&self, number: u32) -> bool {
         let place = self.0[number as usize % LINES].0.get();
         // SAFETY: inside the place, aligned to 4 since places are aligned to 64.

@@ -53,6 +53,14 @@ impl<S, L> Matching<S, L> {
         }
     }
 
+    /// The number of the next send with that tag, for the caller to count on when it is posted: for one that goes without a
+    /// line, when none of its tag is here. None when there is.
+    #[inline(always)]
+    pub fn next_alone(&mut self, tag: i32) -> Option<&mut u32> {
+        let entry = self.tag(tag);
+        entry.lines.is_empty().then_some(&mut entry.next)
+    }
+
     /// That send waits for its line.
     pub fn wait(&mut self, tag: i32, number: u32, send: S) {
         self.tag(tag).sends.push_back((number, send));
@@ -100,7 +108,7 @@ impl<S, L> Matching<S, L> {
         released
     }
 
-    #[inline]
+    #[inline(always)]
     fn tag(&mut self, tag: i32) -> &mut Tag<S, L> {
         // Groups go through the tags in turn.
         let is_at = |at: usize| self.tags.get(at).is_some_and(|entry| entry.tag == tag);

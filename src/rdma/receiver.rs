@@ -27,7 +27,7 @@ use super::verbs::{Completion, Local, MemoryRegion, Opcode, Remote, Work};
 use crate::engine::counters::Counters;
 use crate::engine::events::{Chunk, MOST};
 use crate::engine::poller::{Progress, Source};
-use crate::engine::request::{MAX_PARTS, Outcome, SLOTS, Ticket};
+use crate::engine::request::{Keys, MAX_PARTS, Outcome, SLOTS, Ticket};
 use crate::os::error::{Error, Result};
 use crate::os::net_event::SOMEWHERE;
 use crate::tcp::send_core::too_long;
@@ -103,6 +103,8 @@ struct State {
     mirror: Option<Mirror>,
     /// Made with the first flush.
     flush: Option<Flush>,
+    /// Free request slots.
+    keys: Keys,
     receives: Receives,
     orders: TagOrders,
     /// None when short messages must not come unasked.
@@ -168,7 +170,7 @@ impl RdmaRecv {
         (table, mirror, inbox): (SizeTable, Mirror, Option<Inbox>),
         target: Target,
     ) -> Result<Arc<Self>> {
-        let base = Base::new(parts, "receiving from");
+        let (base, keys) = Base::new(parts, "receiving from");
         base.mend(&mut fabric);
         let state = State {
             used: vec![0; fabric.lanes().len()],
@@ -176,6 +178,7 @@ impl RdmaRecv {
             table: Some(table),
             mirror: Some(mirror),
             flush: None,
+            keys,
             receives: Receives::new(),
             orders: TagOrders::default(),
             inbox,
@@ -226,7 +229,7 @@ impl RdmaRecv {
                 None => part.memory = self.base.pin(part.address, part.size)?,
             }
         }
-        let Some(ticket) = self.base.requests.take(count) else { return Ok(None) };
+        let Some(ticket) = self.base.requests.take_with(&mut state.keys, count) else { return Ok(None) };
         for (part, profiler) in profilers.iter().enumerate() {
             self.base.events.follow(ticket.slot, part, *profiler);
         }
@@ -267,7 +270,7 @@ impl RdmaRecv {
         let Some(memory) = memory.filter(|memory| flush::is_needed(memory.kind)) else { return Ok(None) };
         memory.check(&self.base.adapters, address, 1)?;
         let mut state = self.state();
-        let State { flush, fabric: Some(fabric), .. } = &mut *state else {
+        let State { flush, fabric: Some(fabric), keys, .. } = &mut *state else {
             return self.base.health.check().map(|()| None);
         };
         let flush = flush.get_or_insert_with(|| Flush::new(&self.base.adapters));
@@ -276,7 +279,8 @@ impl RdmaRecv {
         if ports == 0 {
             return Ok(None);
         }
-        let ticket = self.base.requests.take(1).ok_or_else(|| Error::internal("a flush found no request slot"))?;
+        let ticket = self.base.requests.take_with(keys, 1);
+        let ticket = ticket.ok_or_else(|| Error::internal("a flush found no request slot"))?;
         let done = |slot| self.base.requests.complete_part(slot, 0, 0);
         if let Err(error) = flush.start((ticket.slot, ports), (address, memory), &around, done) {
             self.end(state, error);
@@ -313,8 +317,8 @@ impl RdmaRecv {
     /// it returns.
     pub fn close(&self) {
         self.base.set_closing();
-        let orderly = self.base.requests.outstanding() == 0 && !self.base.health.is_failed();
         let mut state = self.state();
+        let orderly = !self.base.has_outstanding(&state.keys) && !self.base.health.is_failed();
         drop(state.flush.take());
         let things = (state.fabric.take(), state.table.take(), state.mirror.take(), state.inbox.take());
         drop(state);
@@ -432,7 +436,7 @@ impl RdmaRecv {
     }
 
     /// An immediate has come, with everything that its lane wrote before.
-    #[inline]
+    #[inline(never)]
     fn arrived(
         &self,
         receives: &mut Receives,
@@ -470,6 +474,7 @@ impl RdmaRecv {
     }
 
     /// An immediate has come that answers several lines, each filled to its size.
+    #[inline(never)]
     fn arrived_together(&self, receives: &mut Receives, immediate: Immediate, completion: &Completion) -> Result<()> {
         let last = receives.answered(immediate.slot, immediate.generation)?.line;
         let before = u64::from(immediate.shares).saturating_sub(1);
@@ -490,6 +495,7 @@ impl RdmaRecv {
         Ok(())
     }
 
+    #[inline(always)]
     fn complete(&self, request: u16, part: u8, size: u64) {
         Counters::count(&self.base.counters.messages, 1);
         Counters::count(&self.base.counters.bytes, size);
@@ -497,7 +503,7 @@ impl RdmaRecv {
     }
 
     /// A short message has come into the inbox.
-    #[inline]
+    #[inline(always)]
     fn arrived_eagerly(
         &self,
         receives: &mut Receives,
@@ -509,18 +515,12 @@ impl RdmaRecv {
         let (head, data) = inbox.arrived(immediate.slot, immediate.brief(), completion.length())?;
         receives.has_read(head.lines)?;
         let Some(number) = receives.find(head.tag, head.number) else {
-            let ahead = head.number.wrapping_sub(orders.peek(head.tag) as u32).cast_signed();
-            if ahead < 0 || ahead as usize >= PLACES {
-                return Err(Error::remote("the sending side filled a receive that was not posted"));
-            }
-            Counters::count(&self.base.counters.early, 1);
             // SAFETY: just arrived, with that head.
-            unsafe { inbox.keep(head, completion.id(), data) };
-            return Ok(());
+            return unsafe { self.arrived_early(orders, inbox, head, (data, completion.id())) };
         };
         let slot = receives.slot(number);
         if slot.left.is_some() {
-            return Err(Error::remote("the sending side filled a receive in two ways"));
+            return Err(filled_twice());
         }
         self.deliver(slot, &head, data, completion.id())?;
         inbox.hand_on();
@@ -530,15 +530,37 @@ impl RdmaRecv {
         Ok(())
     }
 
+    /// A short message has come before its receive.
+    ///
+    /// # Safety
+    /// As [`Inbox::keep`].
+    #[cold]
+    unsafe fn arrived_early(
+        &self,
+        orders: &TagOrders,
+        inbox: &mut Inbox,
+        head: Head,
+        (data, wr_id): (*const u8, u64),
+    ) -> Result<()> {
+        let ahead = head.number.wrapping_sub(orders.peek(head.tag) as u32).cast_signed();
+        if ahead < 0 || ahead as usize >= PLACES {
+            return Err(Error::remote("the sending side filled a receive that was not posted"));
+        }
+        Counters::count(&self.base.counters.early, 1);
+        // SAFETY: passed on.
+        unsafe { inbox.keep(head, wr_id, data) };
+        Ok(())
+    }
+
     /// Copies a short message to where its receive wants it. It came with work request `wr_id`, which names the lane.
-    #[inline]
+    #[inline(always)]
     fn deliver(&self, slot: &Slot, head: &Head, data: *const u8, wr_id: u64) -> Result<()> {
         let length = u64::from(head.length);
         if length > slot.capacity {
             return Err(too_long(length, slot.capacity, slot.tag));
         }
         if slot.memory.as_ref().is_some_and(|memory| memory.kind != Memory::Host) {
-            return Err(Error::internal("a short message came for memory that only the device reaches"));
+            return Err(out_of_reach());
         }
         if length > 0 {
             // SAFETY: the message's bytes, of which there are so many, and the memory of a posted receive, which is the
@@ -546,13 +568,19 @@ impl RdmaRecv {
             unsafe { (slot.address as *mut u8).copy_from_nonoverlapping(data, head.length as usize) };
         }
         if self.base.events.hears() {
-            let path = wr_id as u16;
-            let chunk =
-                Chunk { offset: 0, length, path, message: u64::from(head.number), total: length, again: false, wr_id };
-            self.base.events.chunk_begins(slot.request, usize::from(slot.part), &chunk);
-            self.base.events.path_ends(slot.request, usize::from(slot.part), path);
+            self.tell_short(slot, head, wr_id);
         }
         Ok(())
+    }
+
+    /// Notes for the profiler a short message that came with that work request.
+    #[cold]
+    fn tell_short(&self, slot: &Slot, head: &Head, wr_id: u64) {
+        let (path, length) = (wr_id as u16, u64::from(head.length));
+        let chunk =
+            Chunk { offset: 0, length, path, message: u64::from(head.number), total: length, again: false, wr_id };
+        self.base.events.chunk_begins(slot.request, usize::from(slot.part), &chunk);
+        self.base.events.path_ends(slot.request, usize::from(slot.part), path);
     }
 
     /// Posts a part: fills it with the message that is here, announces it, or leaves it to the sender.
@@ -651,7 +679,7 @@ impl RdmaRecv {
         }
         // SAFETY: the mirror lives as long as the lanes. A line in it changes only when the sender has answered it, that
         // is when the write of it has long been done; a word may be overtaken by a newer one, and half of it is no word.
-        unsafe { lane.post_one(&work) }
+        unsafe { lane.post_one(|| work) }
     }
 
     /// Notes for the profiler what a lane has brought. Of more shares than can be told, the last ones make one piece when
@@ -718,6 +746,16 @@ impl RdmaRecv {
     }
 }
 
+#[cold]
+fn filled_twice() -> Error {
+    Error::remote("the sending side filled a receive in two ways")
+}
+
+#[cold]
+fn out_of_reach() -> Error {
+    Error::internal("a short message came for memory that only the device reaches")
+}
+
 impl State {
     /// Whether `count` more parts can be announced: slots, places in the ring that the sender has read, and room for the
     /// writes, of which a group at the ring's end takes two, and a word on short messages one.
@@ -753,9 +791,10 @@ impl Source for Watch {
                 conn.end(state, error);
             }
         }
-        let is_busy = conn.base.mends() && conn.care();
+        let mends = conn.base.mends() && conn.care();
         let moved = conn.glance();
-        let outstanding = || is_busy || conn.base.has_more_to_say() || conn.base.requests.outstanding() > 0;
+        let outstanding =
+            || mends || conn.base.has_more_to_say() || conn.base.is_busy(&conn.state, |state| &state.keys);
         conn.base.attention.looked(moved, || !conn.base.health.is_failed() && outstanding())
     }
 

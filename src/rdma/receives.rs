@@ -219,7 +219,7 @@ impl Receives {
     ///
     /// # Errors
     /// When there are not so many.
-    #[inline]
+    #[inline(always)]
     pub fn has_read(&mut self, lines: u32) -> Result<()> {
         let more = lines.wrapping_sub(self.read as u32).cast_signed();
         // Less than it is known to have read: the news was overtaken.
@@ -234,24 +234,33 @@ impl Receives {
     }
 
     /// The slot of a receive, by tag and number.
-    #[inline]
+    #[inline(always)]
     pub fn find(&self, tag: i32, number: u32) -> Option<u8> {
         let is_it = |at: &u8| {
             let slot = &self.slots[usize::from(*at)];
             slot.number == number && slot.tag == tag
         };
         // Nearly always the first.
-        self.open.front().copied().filter(is_it).or_else(|| self.open.iter().copied().find(is_it))
+        self.open.front().copied().filter(is_it).or_else(|| self.search(tag, number))
+    }
+
+    #[cold]
+    fn search(&self, tag: i32, number: u32) -> Option<u8> {
+        let is_it = |at: &u8| {
+            let slot = &self.slots[usize::from(*at)];
+            slot.number == number && slot.tag == tag
+        };
+        self.open.iter().copied().find(is_it)
     }
 
     /// A slot.
-    #[inline]
+    #[inline(always)]
     pub fn slot(&mut self, number: u8) -> &mut Slot {
         &mut self.slots[usize::from(number)]
     }
 
     /// The part is complete: its slot is free again.
-    #[inline]
+    #[inline(always)]
     pub fn close(&mut self, number: u8) {
         let slot = &mut self.slots[usize::from(number)];
         slot.is_taken = false;

@@ -4,7 +4,7 @@
 //! sending side                                        receiving side
 //!   offer: ports, queue pairs per port          ──▶
 //!                                               ◀──   answer: ports, queue pairs, table of sizes
-//!   accept: queue pairs, ring for lines         ──▶
+//!   accept: queue pairs, class, ring for lines  ──▶
 //! ```
 //!
 //! A record is a Protocol Buffers message behind its length (4 bytes, little-endian), followed by a proof of 32 bytes
@@ -25,7 +25,7 @@ use crate::tcp::net::Sock;
 use crate::tcp::wire::{self, Piece};
 
 /// The version of this exchange and of everything that follows it.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 
 /// The longest record in bytes: 128 queue pairs take about 3 KiB.
 const MAX_RECORD: usize = 16 << 10;
@@ -60,6 +60,12 @@ pub struct Record {
     /// Its keys, by port.
     #[prost(fixed32, repeated, tag = "9")]
     pub inbox_keys: Vec<u32>,
+    /// Accept: the traffic class of both sides' packets.
+    #[prost(uint32, tag = "10")]
+    pub traffic_class: u32,
+    /// Accept: the service level of both sides' packets.
+    #[prost(uint32, tag = "11")]
+    pub service_level: u32,
 }
 
 /// A port.
@@ -157,6 +163,9 @@ impl Record {
         }
         if let Some(port) = self.ports.iter().find(|port| port.gid.len() != 16 || !(1..=5).contains(&port.mtu)) {
             return wrong(format!("port {:?}", port.name));
+        }
+        if self.traffic_class.max(self.service_level) > 255 {
+            return wrong(format!("traffic class {}, service level {}", self.traffic_class, self.service_level));
         }
         if self.ports.iter().any(|port| port.max_message < 4096) {
             return wrong("a port that carries no message".to_owned());
@@ -290,5 +299,7 @@ mod tests {
         assert!(refused(|r| r.lanes = vec![LaneRecord::default(); MAX_LANES + 1]).contains("129 queue pairs"));
         assert!(refused(|r| r.ports[0].gid.clear()).contains("rxe0"));
         assert!(refused(|r| r.ports[0].max_message = 0).contains("no message"));
+        assert!(refused(|r| r.traffic_class = 256).contains("traffic class 256"));
+        assert!(refused(|r| r.service_level = u32::MAX).contains("service level 4294967295"));
     }
 }

@@ -6,7 +6,7 @@
 //! every write of it has completed, that is when the receiver's device has acknowledged all its bytes.
 //!
 //! A short message without a line does not wait for one, as long as there is credit: it is copied into the [`Outbox`],
-//! written from there, and done. When sends have waited a while the receiver is asked to announce what it has posted:
+//! written from there, and done (`short`). When sends have waited a while the receiver is asked to announce what it has posted:
 //! receives that only short messages fit it keeps to itself otherwise.
 //!
 //! Short parts of a group are held back until the last one is posted, or `test` is called: one doorbell for all, and where
@@ -19,6 +19,7 @@
 
 mod job;
 mod mending;
+mod short;
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
@@ -26,9 +27,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
 use self::job::{End, Job, Run, hand_over};
+use self::short::{Known, Short};
 use super::adapter::{Adapters, Memory, Registration, own_regions};
 use super::base::{Base, Parts};
-use super::eager::{self, EAGER_MAX, Head, Outbox, Parcel};
+use super::eager::{self, EAGER_MAX, Outbox, Parcel};
 use super::fabric::{Depth, Fabric, Lane};
 use super::ledger::{Answer, Ledger, Sent};
 use super::line::{Immediate, Line, Ring};
@@ -40,7 +42,7 @@ use crate::engine::asking::Asking;
 use crate::engine::counters::Counters;
 use crate::engine::events::Chunk;
 use crate::engine::poller::{Progress, Source};
-use crate::engine::request::{Outcome, SLOTS, Ticket};
+use crate::engine::request::{Keys, Outcome, SLOTS, Ticket};
 use crate::os::error::{Error, Result};
 use crate::tcp::send_core::too_long;
 
@@ -141,17 +143,6 @@ struct Message {
     memory: Option<Arc<Registration>>,
 }
 
-/// A send that goes without a line.
-#[derive(Debug, Clone, Copy)]
-struct Short {
-    address: u64,
-    length: u64,
-    /// Which send with its tag it is.
-    number: u32,
-    /// The request.
-    slot: u16,
-}
-
 struct State {
     /// None once the connection has failed or is closed: no device touches a buffer then.
     fabric: Option<Fabric>,
@@ -159,6 +150,9 @@ struct State {
     scratch: Scratch,
     /// None when the receiver has no inbox.
     outbox: Option<Outbox>,
+    /// Free request slots.
+    keys: Keys,
+    known: Known,
     /// When to ask the receiver about sends that wait.
     ask: Asking,
     next_line: u32,
@@ -220,7 +214,7 @@ impl RdmaSend {
     ) -> Result<Arc<Self>> {
         let Stores { scratch, outbox } = stores;
         let lanes = fabric.lanes().len();
-        let base = Base::new(parts, "sending to");
+        let (base, keys) = Base::new(parts, "sending to");
         base.mend(&mut fabric);
         let ledger = base.mends().then(|| Ledger::new(lanes));
         let state = State {
@@ -228,6 +222,8 @@ impl RdmaSend {
             ring: Some(ring),
             scratch,
             outbox,
+            keys,
+            known: Known::default(),
             ask: Asking::default(),
             next_line: 1,
             matching: Matching::new(),
@@ -249,7 +245,7 @@ impl RdmaSend {
         Ok(conn)
     }
 
-    /// Starts a send. `None`: not now, all request slots are taken.
+    /// Starts a send; `memory` comes with NCCL's handle of it. `None`: not now, all request slots are taken.
     ///
     /// # Errors
     /// When the connection has failed, the memory is not registered for it, or the message is longer than its receive.
@@ -262,7 +258,7 @@ impl RdmaSend {
         address: u64,
         length: u64,
         tag: i32,
-        memory: Option<&Arc<Registration>>,
+        memory: Option<(usize, &Arc<Registration>)>,
         profiler: *mut c_void,
     ) -> Result<Option<Ticket>> {
         self.base.health.check()?;
@@ -271,9 +267,11 @@ impl RdmaSend {
             self.base.health.check()?;
         }
         let pinned;
+        let mut known = None;
         let memory = match memory {
-            Some(memory) => {
+            Some((handle, memory)) => {
                 memory.check(&self.base.adapters, address, length)?;
+                known = is_short(length, Some(memory)).then_some((handle, memory));
                 Some(memory)
             }
             None => {
@@ -281,10 +279,29 @@ impl RdmaSend {
                 pinned.as_ref()
             }
         };
-        let Some(ticket) = self.base.requests.take(1) else { return Ok(None) };
-        self.base.events.follow(ticket.slot, 0, profiler);
         let mut state = self.state();
-        if let Err(error) = self.begin(&mut state, ticket.slot, (address, length), tag, memory) {
+        if let Some((handle, memory)) = known {
+            state.known.add(handle, memory);
+        }
+        let Some(ticket) = self.base.requests.take_with(&mut state.keys, 1) else { return Ok(None) };
+        self.base.events.follow(ticket.slot, 0, profiler);
+        let begun = self.begin(&mut state, ticket.slot, (address, length), tag, memory);
+        // SAFETY: inside isend.
+        unsafe { self.started(state, ticket, begun) }
+    }
+
+    /// What is left to do when a send has begun, or could not.
+    ///
+    /// # Safety
+    /// Inside `isend`.
+    #[inline(always)]
+    unsafe fn started(
+        &self,
+        state: MutexGuard<'_, State>,
+        ticket: Ticket,
+        begun: Result<()>,
+    ) -> Result<Option<Ticket>> {
+        if let Err(error) = begun {
             self.end(state, error);
             // SAFETY: inside isend.
             unsafe { self.base.events.abandon(ticket.slot) };
@@ -313,7 +330,7 @@ impl RdmaSend {
         self.take_lines(state)?;
         let (number, line) = state.matching.send(tag);
         if line.is_none() && is_short(length, memory) && state.may_go_eagerly() {
-            return self.send_eagerly(state, &Short { address, length, number, slot }, tag);
+            return self.send_eagerly(state, Short { address, length, number, slot }, tag);
         }
         let memory = memory.cloned();
         let key = state.messages.insert(Message { address, length, number, slot, left: 0, earlier: None, memory });
@@ -353,11 +370,11 @@ impl RdmaSend {
     /// with requests in flight it is an abort. No device and no thread touches NCCL's buffers after it returns.
     pub fn close(&self) {
         self.base.set_closing();
-        if self.base.requests.outstanding() == 0 {
+        if !self.base.has_outstanding(&self.state().keys) {
             self.deliver();
         }
-        let orderly = self.base.requests.outstanding() == 0 && !self.base.health.is_failed();
         let mut state = self.state();
+        let orderly = !self.base.has_outstanding(&state.keys) && !self.base.health.is_failed();
         let (fabric, ring) = (state.fabric.take(), state.ring.take());
         if orderly {
             let outbox = state.outbox.take();
@@ -453,10 +470,7 @@ impl RdmaSend {
     /// Takes the lines that have come, and launches the sends that waited for them.
     #[inline]
     fn take_lines(&self, state: &mut State) -> Result<()> {
-        if state.ring.as_ref().is_some_and(|ring| ring.ring.has(state.next_line)) {
-            return self.take_lines_that_came(state);
-        }
-        Ok(())
+        if state.has_line() { self.take_lines_that_came(state) } else { Ok(()) }
     }
 
     fn take_lines_that_came(&self, state: &mut State) -> Result<()> {
@@ -472,59 +486,6 @@ impl RdmaSend {
                 self.launch(state, key, &line)?;
             }
         }
-    }
-
-    /// Sends a short message without a line; [`State::may_go_eagerly`] has said yes.
-    #[inline]
-    fn send_eagerly(&self, state: &mut State, message: &Short, tag: i32) -> Result<()> {
-        let lines = state.next_line.wrapping_sub(1);
-        let State { outbox: Some(outbox), .. } = state else { return Ok(()) };
-        let head = Head { tag, number: message.number, lines, length: message.length as u32 };
-        // SAFETY: the message's memory is the transport's until its request ends, and holds so many bytes.
-        let parcel = unsafe { outbox.pack(&head, message.address as *const u8) };
-        if self.base.events.hears() {
-            self.tell_short(message, state.short_lane);
-        }
-        self.post_parcel(state, parcel)?;
-        Counters::count(&self.base.counters.messages, 1);
-        Counters::count(&self.base.counters.bytes, message.length);
-        self.base.requests.complete_part(message.slot, 0, message.length);
-        Ok(())
-    }
-
-    /// Posts the write of a short message.
-    #[inline]
-    fn post_parcel(&self, state: &mut State, parcel: Parcel) -> Result<()> {
-        let State { fabric: Some(fabric), outbox: Some(outbox), ledger, short_lane, .. } = state else { return Ok(()) };
-        let Some(inbox) = self.target.inbox else { return Ok(()) };
-        let lane = fabric.lane(*short_lane);
-        let write = Work {
-            id: work_id(0, *short_lane, 1, false) | EAGER,
-            local: Local { address: parcel.address, length: parcel.bytes, key: outbox.key(lane.adapter) },
-            remote: Remote { address: inbox.of(parcel.place), key: inbox.keys[lane.peer_port] },
-            immediate: Some(Immediate::eager(parcel.place, parcel.brief).encode()),
-            is_read: false,
-            is_inline: (1..=lane.inline_bytes()).contains(&parcel.bytes),
-            is_signaled: true,
-        };
-        if let Some(ledger) = ledger {
-            ledger.sent(*short_lane, Sent::Short(parcel));
-        }
-        // SAFETY: the outbox lives as long as the lanes, and its place is left alone until this write has completed.
-        unsafe { lane.post_one(&write) }?;
-        Counters::count(&self.base.counters.chunks, 1);
-        Ok(())
-    }
-
-    /// Notes for the profiler a message that is done as soon as it is copied.
-    #[cold]
-    fn tell_short(&self, message: &Short, lane: usize) {
-        let Short { length, number, slot, .. } = *message;
-        let (path, wr_id) = (lane as u16, work_id(0, lane, 1, false) | EAGER);
-        let chunk = Chunk { offset: 0, length, path, message: number.into(), total: length, again: false, wr_id };
-        self.base.events.ready(slot, 0);
-        self.base.events.chunk_begins(slot, 0, &chunk);
-        self.base.events.path_ends(slot, 0, path);
     }
 
     /// Sends short messages that waited for credit, when there is some.
@@ -557,7 +518,7 @@ impl RdmaSend {
         for (tag, _, key) in released {
             let message = state.messages.remove(key);
             let Message { address, length, number, slot, .. } = message;
-            self.send_eagerly(state, &Short { address, length, number, slot }, tag)?;
+            self.send_eagerly(state, Short { address, length, number, slot }, tag)?;
         }
         Ok(moved)
     }
@@ -872,8 +833,15 @@ fn is_short(length: u64, memory: Option<&Arc<Registration>>) -> bool {
 }
 
 impl State {
+    /// Whether the next line seems to have come.
+    #[inline(always)]
+    fn has_line(&self) -> bool {
+        let Some(ring) = &self.ring else { return false };
+        ring.ring.has(self.next_line)
+    }
+
     /// Whether a short message without a line may go all the same.
-    #[inline]
+    #[inline(always)]
     fn may_go_eagerly(&mut self) -> bool {
         let State { fabric: Some(fabric), outbox: Some(outbox), ring, short_lane, again, .. } = self else {
             return false;
@@ -899,7 +867,7 @@ impl Source for Watch {
         let (owes, next) = if conn.base.mends() { conn.care() } else { (false, None) };
         let moved = conn.glance();
         conn.ask_if_due();
-        let outstanding = || owes || conn.base.has_more_to_say() || conn.base.requests.outstanding() > 0;
+        let outstanding = || owes || conn.base.has_more_to_say() || conn.base.is_busy(&conn.state, |state| &state.keys);
         let progress = conn.base.attention.looked(moved, || !conn.base.health.is_failed() && outstanding());
         Progress { again: progress.again.into_iter().chain(next).min(), ..progress }
     }

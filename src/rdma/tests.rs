@@ -3,12 +3,16 @@
 
 use std::mem::MaybeUninit;
 use std::ptr::null_mut;
+use std::sync::Arc;
 
-use super::adapter::{Memory, Registration};
+use super::adapter::{Adapter, Memory, Registration};
 use super::backend::Rdma;
+use super::events::Watch;
 use super::harness::{Ends, Plan, end_of, fabrics, until};
 use super::receiver::{self, Posted};
-use super::verbs::{Access, Capacity, Local, MemoryRegion, ProtectionDomain, QueuePairOptions, Remote, Work};
+use super::verbs::{
+    Access, AsyncEvent, Capacity, Local, MemoryRegion, ProtectionDomain, QueuePairOptions, Remote, Work,
+};
 use super::verbs::{CompletionQueue, QueuePair, Route, Timeouts};
 use crate::engine::request::MAX_PARTS;
 use crate::os::config::Config;
@@ -87,6 +91,82 @@ fn a_receiver_without_the_key_of_the_ring_fails_both_sides() {
     ends.recv.close();
     ends.send.close();
     assert!(target.iter().all(|byte| *byte == UNTOUCHED));
+}
+
+/// What the keeper does with an event of a port's device.
+fn event(adapter: &Arc<Adapter>, fails: bool, kind: u32, element: u64) {
+    let watch = Watch { context: adapter.open.context.clone(), adapters: vec![Arc::clone(adapter)], fails };
+    watch.take(&AsyncEvent { kind, text: "made up", element });
+}
+
+/// Sends bytes and receives them.
+fn carries(ends: &Ends) {
+    let (source, target) = (vec![7_u8; 100_000], vec![UNTOUCHED; 100_000]);
+    // SAFETY: source and target outlive the requests.
+    let received = unsafe { ends.recv.irecv(&mut [posted(&target, 0)], &[null_mut()]) };
+    let received = received.expect("irecv").expect("a request");
+    // SAFETY: as above.
+    let sent = unsafe { ends.send.isend(source.as_ptr() as u64, 100_000, 0, None, null_mut()) };
+    let sent = sent.expect("isend").expect("a request");
+    end_of(|ticket| ends.recv.test(ticket), received).expect("received");
+    end_of(|ticket| ends.send.test(ticket), sent).expect("sent");
+    assert!(source == target);
+}
+
+/// `IBV_EVENT_DEVICE_FATAL`, with and without recovery: logged only, if the user wants it so; else the end of a connection
+/// that has no other device.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_device_that_fails_ends_its_connections_unless_that_is_only_logged() {
+    for variables in [&[("TOWLINE_RECOVERY", "0")][..], &[("TOWLINE_RECOVERY", "1")]] {
+        let ends = Ends::connect(&Plan { variables, ..Plan::default() });
+        event(&ends.receiving[0], false, 8, 0);
+        carries(&ends);
+        let target = vec![UNTOUCHED; 100];
+        // SAFETY: the target outlives the connection.
+        let received = unsafe { ends.recv.irecv(&mut [posted(&target, 0)], &[null_mut()]) };
+        let received = received.expect("irecv").expect("a request");
+        event(&ends.receiving[0], true, 8, 0);
+        let text = end_of(|ticket| ends.recv.test(ticket), received).expect_err("its device failed").to_string();
+        assert!(text.contains("the RDMA device of rxe1 failed"), "{variables:?}: {text}");
+        ends.recv.close();
+        ends.send.close();
+    }
+}
+
+/// With another device the connection goes on without the one that failed.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_connection_goes_on_without_one_of_its_two_devices() {
+    let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], lanes: 2, ..Plan::default() });
+    carries(&ends);
+    event(&ends.receiving[1], true, 8, 0);
+    for _ in 0..20 {
+        carries(&ends);
+    }
+    ends.recv.close();
+    ends.send.close();
+}
+
+/// `IBV_EVENT_CQ_ERR` and `IBV_EVENT_QP_FATAL` of a queue fail its connection, without recovery; logged only, they do not.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn an_event_of_a_queue_reaches_its_connection_unless_it_is_only_logged() {
+    for kind in [0, 1] {
+        let ends = Ends::connect(&Plan { variables: &[("TOWLINE_RECOVERY", "0")], ..Plan::default() });
+        let tell = |fails| ends.queues.iter().for_each(|(at, queue)| event(&ends.receiving[*at], fails, kind, *queue));
+        tell(false);
+        carries(&ends);
+        let target = vec![UNTOUCHED; 100];
+        // SAFETY: the target outlives the connection.
+        let received = unsafe { ends.recv.irecv(&mut [posted(&target, 0)], &[null_mut()]) };
+        let received = received.expect("irecv").expect("a request");
+        tell(true);
+        let text = end_of(|ticket| ends.recv.test(ticket), received).expect_err("its queue failed").to_string();
+        assert!(text.contains("a device reports made up of a queue of this connection"), "{text}");
+        ends.recv.close();
+        ends.send.close();
+    }
 }
 
 /// A device says that a queue has failed, and no completion follows: without recovery the connection that it belongs to
@@ -344,7 +424,7 @@ fn a_queue_with_too_few_places_loses_completions() {
         mtu: open.facts.active_mtu,
         gid_index: u8::try_from(open.gid_index).expect("a small table"),
         peer_gid: open.gid,
-        peer_lid: open.facts.lid,
+        lid: open.facts.lid,
         is_global: false,
         service_level: 0,
         traffic_class: 0,

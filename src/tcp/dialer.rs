@@ -36,10 +36,10 @@ use crate::os::log::{Limiter, NET};
 /// How long one try may take, from the first packet to the welcome, when there will be another.
 const TRY: Duration = Duration::from_secs(2);
 
-/// How long a try may take. With nothing connected and several ways to go, the peer is missing us already: each way gets a
-/// moment, and twice as long in the next round.
+/// How long a try may take. With nothing connected, or when that may be so, and several ways to go, the peer is missing us
+/// already: each way gets a moment, and twice as long in the next round.
 fn try_of(conn: &SendConn, tries: u32) -> Duration {
-    if conn.is_connected() || conn.pairs() == 1 { TRY } else { quick(tries, conn.pairs()) }
+    if conn.is_in_a_hurry() && conn.pairs() > 1 { quick(tries, conn.pairs()) } else { TRY }
 }
 
 /// The same for a stream that was never there.
@@ -179,8 +179,13 @@ struct State {
     /// The repair is still to be begun.
     claims: bool,
     tries: u32,
+    /// Tries over the same rails beyond the first, one after the other ([`Dial::stays`]).
+    stays: u32,
+    /// When the try under way began, or the last one.
+    began: Instant,
     try_until: Instant,
-    refused_since: Option<Instant>,
+    /// Since when each try was refused, and how many there had been by the first of them.
+    refused_since: Option<(Instant, u32)>,
     forbidden_since: Option<Instant>,
     /// When the log says that there is no connection yet.
     tell_at: Option<Instant>,
@@ -301,6 +306,8 @@ impl Dial {
                 input: Vec::new(),
                 claims,
                 tries,
+                stays: 0,
+                began: now,
                 try_until: now,
                 refused_since: None,
                 forbidden_since: None,
@@ -411,7 +418,17 @@ impl Dial {
         }
     }
 
+    /// How many pairs of rails its tries go over in turn.
+    fn pairs(&self) -> usize {
+        match &self.purpose {
+            Purpose::Connect(target) => target.pairs(),
+            Purpose::Join { conn, .. } => conn.upgrade().map_or(1, |conn| conn.pairs()),
+            Purpose::Call { .. } => 1,
+        }
+    }
+
     fn begin(self: &Arc<Self>, state: &mut State) -> io::Result<()> {
+        state.began = Instant::now();
         let Route { local, remote, way } = self.route(state.tries).ok_or(io::ErrorKind::NotConnected)?;
         state.way = way;
         state.abroad = match &self.purpose {
@@ -435,7 +452,7 @@ impl Dial {
             Purpose::Connect(target) => first_try(state.tries - 1, target.pairs()),
             Purpose::Call { .. } => quick(state.tries - 1, 1),
         };
-        state.try_until = (Instant::now() + patience).min(self.deadline);
+        state.try_until = (state.began + patience).min(self.deadline);
         let sock = new_socket(remote)?;
         if let Some(rail) = local.filter(|rail| rail.address.is_ipv4() == remote.is_ipv4()) {
             sock.bind(&rail.address.into())?;
@@ -475,7 +492,7 @@ impl Dial {
                         state.short = wire::is_shortage(&error);
                         return Ok(None);
                     }
-                    self.learn(state.way, Answer::Accepted);
+                    self.learn(state, Answer::Accepted);
                     // The way is good: what it waits for now is the peer's process, which may be busy.
                     let hold = if let Purpose::Call { .. } = &self.purpose { lifeline::HOLD } else { TRY };
                     state.try_until = (Instant::now() + hold).min(self.deadline);
@@ -565,13 +582,13 @@ impl Dial {
     }
 
     /// Passes on what this try says about a peer that is missed.
-    fn learn(&self, way: usize, answer: Answer) {
+    fn learn(&self, state: &State, answer: Answer) {
         match &self.purpose {
             Purpose::Join { conn, repair: true, .. } => {
-                conn.upgrade().inspect(|conn| conn.answered(way, answer));
+                conn.upgrade().inspect(|conn| conn.answered(state.began, state.way, answer));
             }
             Purpose::Call { conn, .. } => {
-                conn.upgrade().inspect(|conn| conn.answered(way, answer));
+                conn.upgrade().inspect(|conn| conn.answered(state.began, state.way, answer));
             }
             Purpose::Connect(_) | Purpose::Join { .. } => {}
         }
@@ -655,7 +672,8 @@ impl Dial {
     /// A try failed: another one later, or the end.
     fn failed(&self, state: &mut State, error: Error) -> Progress {
         let now = Instant::now();
-        self.learn(state.way, answer_of(state, &error));
+        let answer = answer_of(state, &error);
+        self.learn(state, answer);
         if let Purpose::Call { .. } = &self.purpose {
             return self.pause(state, now + lifeline::CALL_AGAIN);
         }
@@ -665,7 +683,7 @@ impl Dial {
         let turned_away =
             matches!(self.purpose, Purpose::Join { repair: true, .. }) && error.what().starts_with(TURNED_AWAY_TEXT);
         if turned_away || error.what().starts_with(REFUSED_TEXT) {
-            state.refused_since.get_or_insert(now);
+            state.refused_since.get_or_insert((now, state.tries));
         } else {
             state.refused_since = None;
         }
@@ -686,7 +704,8 @@ impl Dial {
             Purpose::Connect(_) => self.net.config.reconnect_timeout.max(REFUSED),
             Purpose::Join { .. } | Purpose::Call { .. } => REFUSED,
         };
-        let dead = state.refused_since.is_some_and(|since| now - since > patience);
+        let everywhere = |tries: u32| state.tries.saturating_sub(tries) as usize + 1 >= self.pairs();
+        let dead = state.refused_since.is_some_and(|(since, tries)| now - since > patience && everywhere(tries));
         // Later on it may be an outage that somebody made, and the connection knows how long to wait.
         let may_end = matches!(self.purpose, Purpose::Connect(_));
         hopeless |= may_end && state.forbidden_since.is_some_and(|since| now - since > FORBIDDEN);
@@ -729,7 +748,19 @@ impl Dial {
         // Who refuses answers at once, and whether it goes on is to be known soon.
         let missed = matches!(self.purpose, Purpose::Join { repair: true, .. }) && state.refused_since.is_some();
         let pause = if missed { pause.min(lifeline::CALL_AGAIN) } else { pause };
+        let pause = if self.stays(state, answer) { lifeline::CALL_AGAIN } else { pause };
         self.pause(state, now + pause)
+    }
+
+    /// Whether the next try goes over the same rails: where refusals may be enough to give the peer up, they are not to wait
+    /// for rails that say nothing.
+    fn stays(&self, state: &mut State, answer: Answer) -> bool {
+        let Purpose::Join { conn, repair: true, .. } = &self.purpose else { return false };
+        let more = answer == Answer::Refused && state.stays + 1 < lifeline::REFUSALS;
+        let stays = more && conn.upgrade().is_some_and(|conn| conn.awaits_refusals());
+        // As if it had not been.
+        (state.stays, state.tries) = if stays { (state.stays + 1, state.tries - 1) } else { (0, state.tries) };
+        stays
     }
 
     /// The next try comes then.
@@ -816,7 +847,7 @@ impl Dial {
         }
         match self.advance(&mut state) {
             Ok(Some(Reached::Called)) => {
-                self.learn(state.way, Answer::Accepted);
+                self.learn(&state, Answer::Accepted);
                 self.pause(&mut state, now + lifeline::HEARD_PAUSE)
             }
             Ok(Some(Reached::Connected(dialled))) => {

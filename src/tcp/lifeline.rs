@@ -16,12 +16,19 @@
 //! |---|---|---|
 //! | accepted by the kernel | the process lives, or another has its port now | waits on, up to `TOWLINE_PEER_TIMEOUT`: nobody is given up for being late |
 //! | refused; reset or closed in the handshake; something else than Towline talks there | no such process, one that knows nothing of the connection, or a firewall that answers for it | dead, when all of them say so long enough |
-//! | none, or unreachable | nothing | waits as for a silent network, `TOWLINE_RECONNECT_TIMEOUT` |
+//! | none, or unreachable | nothing | waits as for a silent network, `TOWLINE_RECONNECT_TIMEOUT`; after streams were cut such a way has no say |
 //!
 //! - **A refusal alone proves nothing**: a firewall that rejects with resets refuses just so, and is then what ended the
 //!   streams as well. It is believed when it comes over every rail, [`REFUSALS`] times in a row, and for as long as the
 //!   ends of the streams make likely ([`Terms::refused_for`]). A firewall that rejects everything on every rail for longer
 //!   than that cannot be told from a death that must be noticed within a second.
+//! - **A way that says nothing has no say** when a stream was cut lately and none has come since: its rail may have been down
+//!   before. Refusals on the others are believed then, soon after an end of file, which comes from the peer's kernel and not
+//!   from a firewall, later after a reset ([`Ended::some_refused_for`]). That holds also when the last stream ended by
+//!   silence, on such a rail, as the others had just been cut.
+//! - **Streams that are left then may be over a rail that is silent**, and nobody knows it yet: the peer is asked at once
+//!   ([`Alone::suspected`]). Both sides have just spoken on these streams, so the kernel of a peer that can be reached over
+//!   them has answered. Refusals count while nothing at all has come back on any.
 //! - **Who accepts need not prove itself** for being waited for: a stopped process could not. If a stranger has the port,
 //!   the price is a longer wait, with an end. A call is believed, and a goodbye to the connection is, only with a proof of
 //!   the connection's key, like every handshake.
@@ -33,7 +40,7 @@
 //! same port are the acceptor's affair; when they fill the kernel's queue, that reads as silence.
 
 use std::io;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::os::error::Error;
@@ -63,8 +70,17 @@ pub const CUT_PATIENCE: Duration = Duration::from_millis(800);
 /// stream so without a goodbye, unless it has just abandoned a try to connect, or a damaged stream.
 pub const ENDED_PATIENCE: Duration = Duration::from_millis(400);
 
+/// The same when some way says nothing.
+const ENDED_SOMEWHERE: Duration = Duration::from_millis(600);
+
+/// And when streams were cut otherwise: a firewall may have done it on the only rail that was left.
+const CUT_SOMEWHERE: Duration = Duration::from_millis(1500);
+
 /// All streams of a process that dies have ended within this time, however busy this side is.
 const END_OF_ALL: Duration = Duration::from_secs(1);
+
+/// And after this time also those on rails on which nothing came any more, so that their silence had to be noticed.
+const SILENCE_AFTER_END: Duration = Duration::from_secs(5);
 
 /// A deadline that is looked at so long after it was over was missed by a process that did not run.
 const LATE: Duration = Duration::from_millis(500);
@@ -79,22 +95,59 @@ pub fn is_cut(error: &io::Error) -> bool {
     matches!(error.kind(), UnexpectedEof | ConnectionReset | BrokenPipe)
 }
 
-/// When a stream of a connection last ended with an end of file.
+/// When a stream of a connection was last cut ([`is_cut`]), and when by an end of file.
 #[derive(Debug, Default)]
-pub struct Ended(Mutex<Option<Instant>>);
+pub struct Ended(Mutex<Ends>);
+
+#[derive(Debug, Default)]
+struct Ends {
+    cut: Option<Instant>,
+    end_of_file: Option<Instant>,
+}
 
 impl Ended {
     /// A stream has ended.
     pub fn note(&self, error: &io::Error) {
+        let now = Some(Instant::now());
+        let mut ends = self.ends();
+        if is_cut(error) {
+            ends.cut = now;
+        }
         if error.kind() == io::ErrorKind::UnexpectedEof {
-            *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+            ends.end_of_file = now;
         }
     }
 
-    /// How long a peer may refuse now that the last stream has ended, and so. None: refusals say nothing.
+    /// A stream has come, or come back: the peer's process lives, whatever ended before.
+    pub fn forget(&self) {
+        *self.ends() = Ends::default();
+    }
+
+    fn ends(&self) -> MutexGuard<'_, Ends> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a stream was cut lately, and none has come since.
+    pub fn is_recent(&self, now: Instant) -> bool {
+        self.ends().cut.is_some_and(|at| now - at < SILENCE_AFTER_END)
+    }
+
+    /// The same by an end of file.
+    pub fn is_end_of_file(&self, now: Instant) -> bool {
+        self.ends().end_of_file.is_some_and(|at| now - at < SILENCE_AFTER_END)
+    }
+
+    /// How long a peer may refuse on all ways now that the last stream has ended, and so. None: refusals say nothing.
     pub fn refused_for(&self, now: Instant, last: &io::Error) -> Option<Duration> {
-        let ended = self.0.lock().unwrap_or_else(PoisonError::into_inner).is_some_and(|at| now - at < END_OF_ALL);
-        is_cut(last).then_some(if ended { ENDED_PATIENCE } else { CUT_PATIENCE })
+        if is_cut(last) && self.ends().end_of_file.is_some_and(|at| now - at < END_OF_ALL) {
+            return Some(ENDED_PATIENCE);
+        }
+        (is_cut(last) || self.is_recent(now)).then_some(CUT_PATIENCE)
+    }
+
+    /// How long it may refuse on some ways when the others say nothing. None: that means nothing.
+    pub fn some_refused_for(&self, now: Instant) -> Option<Duration> {
+        if self.is_end_of_file(now) { Some(ENDED_SOMEWHERE) } else { self.is_recent(now).then_some(CUT_SOMEWHERE) }
     }
 }
 
@@ -118,6 +171,8 @@ pub struct Terms {
     pub most: Duration,
     /// When it refuses them on all ways, for so long. None: refusals say nothing here.
     pub refused_for: Option<Duration>,
+    /// When it refuses on some, and nothing is heard on the others. None: that says nothing.
+    pub some_refused_for: Option<Duration>,
     /// Ways to its process.
     pub ways: usize,
 }
@@ -137,6 +192,18 @@ struct Way {
     refusals: u32,
     /// The first of these refusals, and the last.
     counted: Option<(Instant, Instant)>,
+    /// When the last attempt began, if nobody answered it.
+    unanswered: Option<Instant>,
+    /// Streams are left over it, and nothing comes back on them.
+    is_left: bool,
+}
+
+impl Way {
+    /// Whether nobody has answered an attempt that began since then. An older one says nothing: the network may have been
+    /// mended since.
+    fn is_silent_since(&self, then: Instant) -> bool {
+        self.is_left || self.unanswered.is_some_and(|began| began >= then)
+    }
 }
 
 /// A connection without streams. The clock is the caller's.
@@ -146,11 +213,33 @@ pub struct Alone {
     limit: Instant,
     most: Instant,
     refused_for: Option<Duration>,
+    some_refused_for: Option<Duration>,
+    /// Streams are left. Only refusals decide then, and only while nothing comes back on them.
+    suspected: bool,
     ways: Vec<Way>,
     error: Error,
 }
 
 impl Alone {
+    /// Some streams were cut lately, and others have not ended: the ways of these, `left`, need not be asked. `ways`: as in
+    /// [`Terms`].
+    pub fn suspected(now: Instant, cut: &Ended, ways: usize, left: &[usize], error: Error) -> Self {
+        let some_refused_for = cut.some_refused_for(now);
+        // Time alone decides nothing. All ways may refuse, although streams are left: on these nothing is heard.
+        let (patience, most) = (Duration::ZERO, Duration::ZERO);
+        let terms = Terms { patience, most, refused_for: some_refused_for, some_refused_for, ways };
+        let mut alone = Self { suspected: true, ..Self::new(now, terms, error) };
+        for &way in left {
+            alone.ways.get_mut(way).into_iter().for_each(|way| way.is_left = true);
+        }
+        alone
+    }
+
+    /// Whether streams are left, so that what comes back on them counts more than any answer.
+    pub fn is_suspicion(&self) -> bool {
+        self.suspected
+    }
+
     /// The last stream has ended; `error` is what is said when the peer is given up.
     pub fn new(now: Instant, terms: Terms, error: Error) -> Self {
         Self {
@@ -158,9 +247,16 @@ impl Alone {
             limit: now + terms.patience,
             most: now + terms.most.max(terms.patience),
             refused_for: terms.refused_for,
+            some_refused_for: terms.some_refused_for,
+            suspected: false,
             ways: vec![Way::default(); terms.ways],
             error,
         }
+    }
+
+    /// Whether refusals over some of the ways may be enough.
+    pub fn awaits_refusals(&self) -> bool {
+        self.some_refused_for.is_some()
     }
 
     /// When the last stream ended: which of several such times this is.
@@ -173,10 +269,11 @@ impl Alone {
         &self.error
     }
 
-    /// What came of an attempt on a way.
-    pub fn answered(&mut self, now: Instant, way: usize, answer: Answer) {
+    /// What came of an attempt on a way, and when that had begun.
+    pub fn answered(&mut self, began: Instant, now: Instant, way: usize, answer: Answer) {
         let Some(way) = self.ways.get_mut(way) else { return };
         way.last = Some(answer);
+        way.unanswered = (answer == Answer::Silent).then_some(began);
         if answer != Answer::Refused {
             (way.refusals, way.counted) = (0, None);
         } else if way.counted.is_none_or(|(_, last)| now - last >= APART) {
@@ -185,19 +282,39 @@ impl Alone {
         }
     }
 
-    /// Since when all ways refuse.
-    fn refused_since(&self) -> Option<Instant> {
-        let since = |way: &Way| way.counted.filter(|_| way.refusals >= REFUSALS).map(|(since, _)| since);
-        self.ways.iter().map(since).collect::<Option<Vec<_>>>()?.into_iter().max()
+    /// When refusals will have decided, if nothing else comes: all ways refuse, or all that say anything where that is
+    /// enough.
+    fn decided(&self) -> Option<Instant> {
+        let refusing = || self.ways.iter().filter(|way| way.last == Some(Answer::Refused));
+        let (some, all) = (refusing().count(), self.ways.len());
+        if some == 0 || self.ways.iter().any(|way| way.last == Some(Answer::Accepted)) {
+            return None;
+        }
+        let least = if some == all { self.refused_for? } else { self.some_refused_for? };
+        let times = |way: &Way| way.counted.filter(|_| way.refusals >= REFUSALS);
+        let times: Vec<_> = refusing().map(times).collect::<Option<_>>()?;
+        let first = times.iter().map(|(first, _)| *first).max()?;
+        // The first answer comes a moment after the end that it is about.
+        let at = first + least.saturating_sub(CALL_AFTER);
+        if some == all {
+            return Some(at);
+        }
+        // Those that refuse may have fallen silent, too: they have refused for so long, not only once at its beginning. And
+        // the others were asked meanwhile, however slow the machine is: who was not may accept.
+        let mut others = self.ways.iter().filter(|way| way.last != Some(Answer::Refused));
+        let long = times.iter().all(|(_, last)| *last >= at);
+        (long && others.all(|way| way.is_silent_since(first))).then_some(at)
     }
 
     /// Whether to wait on.
     pub fn verdict(&mut self, now: Instant) -> Verdict {
-        // The first answer comes a moment after the end that it is about.
-        let refused = self.refused_for.zip(self.refused_since());
-        let decided = refused.map(|(least, since)| since + least.saturating_sub(CALL_AFTER));
+        let decided = self.decided();
         if decided.is_some_and(|at| now >= at) {
             return Verdict::Gone;
+        }
+        if self.suspected {
+            // Who knows nothing by then has been told by the streams themselves what became of them.
+            return Verdict::Wait(decided.unwrap_or(now + SILENCE_AFTER_END));
         }
         let lives = self.ways.iter().any(|way| way.last == Some(Answer::Accepted));
         let until = if lives { &mut self.most } else { &mut self.limit };
@@ -219,17 +336,26 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    fn alone(start: Instant, refused_for: Option<Duration>, ways: usize) -> Alone {
-        let terms = Terms { patience: 10_000 * MS, most: 60_000 * MS, refused_for, ways };
+    fn alone(start: Instant, refused_for: Option<Duration>, some_refused_for: Option<Duration>, ways: usize) -> Alone {
+        let terms = Terms { patience: 10_000 * MS, most: 60_000 * MS, refused_for, some_refused_for, ways };
         Alone::new(start, terms, Error::remote("the peer is gone"))
     }
 
     /// When the peer is given up, if each way is asked every 100 ms and answers so.
     fn given_up(refused_for: Option<Duration>, ways: usize, answer: impl Fn(usize, u32) -> Answer) -> Option<u32> {
+        given_up_after(None, refused_for, ways, answer)
+    }
+
+    fn given_up_after(
+        some_refused_for: Option<Duration>,
+        refused_for: Option<Duration>,
+        ways: usize,
+        answer: impl Fn(usize, u32) -> Answer,
+    ) -> Option<u32> {
         let start = Instant::now();
-        let mut alone = alone(start, refused_for, ways);
+        let mut alone = alone(start, refused_for, some_refused_for, ways);
         (1..1000).map(|tick| tick * 100).find(|&at| {
-            (0..ways).for_each(|way| alone.answered(start + at * MS, way, answer(way, at)));
+            (0..ways).for_each(|way| alone.answered(start + at * MS, start + at * MS, way, answer(way, at)));
             alone.verdict(start + at * MS) == Verdict::Gone
         })
     }
@@ -244,6 +370,89 @@ mod tests {
     }
 
     #[test]
+    fn after_an_end_of_file_a_way_that_says_nothing_has_no_say() {
+        use Answer::{Accepted, Refused, Silent};
+        let two =
+            |answers: [Answer; 2]| given_up_after(Some(ENDED_SOMEWHERE), Some(400 * MS), 2, move |way, _| answers[way]);
+        assert_eq!(two([Refused, Silent]), Some(600));
+        assert_eq!(two([Refused, Refused]), Some(400));
+        assert_eq!(two([Refused, Accepted]), Some(60_000));
+        assert_eq!(two([Silent, Silent]), Some(10_000));
+        // It says nothing at first, and accepts in time.
+        let late = |way, at| {
+            if way == 0 {
+                Refused
+            } else if at < 500 {
+                Silent
+            } else {
+                Accepted
+            }
+        };
+        assert_eq!(given_up_after(Some(ENDED_SOMEWHERE), Some(400 * MS), 2, late), Some(60_000));
+    }
+
+    #[test]
+    fn a_way_that_has_not_been_asked_yet_may_accept() {
+        let start = Instant::now();
+        let mut alone = alone(start, Some(CUT_PATIENCE), Some(ENDED_SOMEWHERE), 2);
+        // A machine on which every try takes its time.
+        for ms in [0, 500, 1000] {
+            alone.answered(start + ms * MS, start + ms * MS, 0, Answer::Refused);
+            assert_ne!(alone.verdict(start + ms * MS), Verdict::Gone, "after {ms} ms");
+        }
+        // Begun when the whole network was silent, perhaps.
+        alone.answered(start - MS, start + 1500 * MS, 1, Answer::Silent);
+        assert_ne!(alone.verdict(start + 1500 * MS), Verdict::Gone);
+        alone.answered(start + MS, start + 1600 * MS, 1, Answer::Silent);
+        assert_eq!(alone.verdict(start + 1600 * MS), Verdict::Gone);
+    }
+
+    #[test]
+    fn a_suspicion_ends_a_connection_only_by_refusals() {
+        use Answer::{Accepted, Refused, Silent};
+        let given_up = |cause: io::ErrorKind, answers: [Answer; 2]| {
+            let start = Instant::now();
+            let ended = Ended::default();
+            ended.note(&cause.into());
+            let error = Error::remote("the peer is gone");
+            let mut alone = Alone::suspected(Instant::now(), &ended, 2, &[], error);
+            (1..1000_u32).map(|tick| tick * 100).find(|&at| {
+                (0..2).for_each(|way| alone.answered(start + at * MS, start + at * MS, way, answers[way]));
+                alone.verdict(start + at * MS) == Verdict::Gone
+            })
+        };
+        for (cause, after) in [(io::ErrorKind::UnexpectedEof, 600), (io::ErrorKind::ConnectionReset, 1500)] {
+            assert_eq!(given_up(cause, [Refused, Silent]), Some(after));
+            assert_eq!(given_up(cause, [Refused, Refused]), Some(after));
+            assert_eq!(given_up(cause, [Refused, Accepted]), None);
+            // However long: the streams that are left decide.
+            assert_eq!(given_up(cause, [Silent, Silent]), None);
+        }
+    }
+
+    #[test]
+    fn an_end_of_file_counts_until_a_stream_comes() {
+        let start = Instant::now();
+        let (end, reset) = (io::ErrorKind::UnexpectedEof.into(), io::ErrorKind::ConnectionReset.into());
+        let silence = io::ErrorKind::TimedOut.into();
+        let ended = Ended::default();
+        assert_eq!(ended.refused_for(start, &silence), None);
+        assert_eq!(ended.refused_for(start, &reset), Some(CUT_PATIENCE));
+        assert_eq!(ended.some_refused_for(start), None);
+        ended.note(&reset);
+        assert_eq!(ended.refused_for(Instant::now(), &silence), Some(CUT_PATIENCE));
+        assert_eq!(ended.some_refused_for(Instant::now()), Some(CUT_SOMEWHERE));
+        ended.note(&end);
+        assert_eq!(ended.some_refused_for(Instant::now()), Some(ENDED_SOMEWHERE));
+        let now = Instant::now();
+        assert_eq!(ended.refused_for(now, &reset), Some(ENDED_PATIENCE));
+        assert_eq!(ended.refused_for(now + 3000 * MS, &silence), Some(CUT_PATIENCE));
+        assert_eq!(ended.refused_for(now + 6000 * MS, &silence), None);
+        ended.forget();
+        assert_eq!(ended.refused_for(now, &silence), None);
+    }
+
+    #[test]
     fn a_process_whose_kernel_accepts_is_waited_for_and_given_up_soon_when_it_dies() {
         assert_eq!(given_up(Some(800 * MS), 2, |way, _| [Answer::Refused, Answer::Accepted][way]), Some(60_000));
         let dies = |_, at| if at < 20_000 { Answer::Accepted } else { Answer::Refused };
@@ -254,11 +463,11 @@ mod tests {
     #[test]
     fn one_old_refusal_is_not_enough_however_long_this_process_was_stopped() {
         let start = Instant::now();
-        let mut alone = alone(start, Some(800 * MS), 1);
-        alone.answered(start + 100 * MS, 0, Answer::Refused);
+        let mut alone = alone(start, Some(800 * MS), None, 1);
+        alone.answered(start, start + 100 * MS, 0, Answer::Refused);
         let late = start + 20_000 * MS;
         assert_eq!(alone.verdict(late), Verdict::Wait(late + GRACE));
-        alone.answered(late + 10 * MS, 0, Answer::Accepted);
+        alone.answered(late, late + 10 * MS, 0, Answer::Accepted);
         assert_eq!(alone.verdict(late + 20 * MS), Verdict::Wait(start + 60_000 * MS));
     }
 

@@ -11,12 +11,12 @@ use crate::os::config::Config;
 use crate::os::fd::Registered;
 
 /// A backend of its own.
-pub(super) fn net(config: Config) -> Arc<Net> {
+pub fn net(config: Config) -> Arc<Net> {
     Net::new(config, None)
 }
 
 /// A connection with recovery, whose peer listens there.
-pub(super) fn link(remote: &TcpListener) -> Link {
+pub fn link(remote: &TcpListener) -> Link {
     Link {
         connection: 7,
         key: Secret::from_bytes([7; 16]),
@@ -28,12 +28,12 @@ pub(super) fn link(remote: &TcpListener) -> Link {
 }
 
 /// A listener that answers nobody.
-pub(super) fn deaf() -> TcpListener {
+pub fn deaf() -> TcpListener {
     TcpListener::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).expect("a port on the loopback interface")
 }
 
 /// Two sockets that are connected: a stream's, and what stands for its peer.
-pub(super) fn sockets() -> (Sock, TcpStream) {
+pub fn sockets() -> (Sock, TcpStream) {
     let listener = deaf();
     let address = listener.local_addr().expect("it listens");
     let ours = Registered::open(|| TcpStream::connect(address).map(socket2::Socket::from)).expect("a connection");
@@ -42,12 +42,12 @@ pub(super) fn sockets() -> (Sock, TcpStream) {
 }
 
 /// Who is behind it.
-pub(super) fn peer() -> Peer {
+pub fn peer() -> Peer {
     Peer { label: "peer".to_string(), address: SocketAddr::from((Ipv4Addr::LOCALHOST, 1)) }
 }
 
 /// Waits until something holds.
-pub(super) fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+pub fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     let start = Instant::now();
     while !holds() {
         assert!(start.elapsed() < Duration::from_secs(20), "{what}");

@@ -42,7 +42,7 @@ pub mod lifeline;
 pub mod limits;
 mod load;
 #[cfg(test)]
-mod loopback;
+pub mod loopback;
 pub mod net;
 pub mod peer;
 pub mod ranges;

@@ -2,11 +2,11 @@
 //! still saying goodbye.
 
 use std::any::Any;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::io;
 use std::net::{Shutdown, SocketAddr};
 use std::os::fd::AsRawFd;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -82,16 +82,34 @@ pub struct Net {
 struct LinkNews {
     net: Weak<Net>,
     links: Links,
+    /// News are missing, and the interfaces have not all said yet how they are.
+    unsure: AtomicBool,
 }
+
+/// When interfaces are asked again that could not say how they are.
+const ASK_AGAIN: Duration = Duration::from_millis(20);
 
 impl Source for LinkNews {
     fn poll(&self) -> Progress {
-        for event in self.links.read().into_iter().filter(|event| !event.running) {
-            if let Some(net) = self.net.upgrade() {
-                net.link_down(event.index);
+        let Some(net) = self.net.upgrade() else { return Progress::default() };
+        let news = self.links.read();
+        for event in news.events.into_iter().filter(|event| !event.running) {
+            net.link_down(event.index);
+        }
+        if !news.are_incomplete && !self.unsure.load(Ordering::Relaxed) {
+            return Progress::default();
+        }
+        // Only now that the socket is empty: what happens from here on is told again.
+        let mut unsure = false;
+        for interface in net.interfaces() {
+            match self.links.is_running(interface) {
+                Ok(true) => {}
+                Ok(false) => net.link_down(interface),
+                Err(_) => unsure = true,
             }
         }
-        Progress::default()
+        self.unsure.store(unsure, Ordering::Relaxed);
+        Progress { moved: false, again: unsure.then(|| Instant::now() + ASK_AGAIN) }
     }
 
     fn fail(&self, error: Error) {
@@ -267,13 +285,21 @@ impl Net {
         let registered = || {
             let links = Links::open().ok()?;
             let fd = links.as_raw_fd();
-            let source = Arc::new(LinkNews { net: self.me.clone(), links });
+            let source = Arc::new(LinkNews { net: self.me.clone(), links, unsure: AtomicBool::new(false) });
             self.poller.keeper().ok()?.register(source, Some((fd, Interest::Read))).ok()
         };
         if let Some(registration) = registered() {
             // Another thread may have been faster: then this one goes again.
             let _ = self.links.set(registration);
         }
+    }
+
+    /// Those over which connections may run.
+    fn interfaces(&self) -> BTreeSet<u32> {
+        let senders: Vec<_> = lock(&self.senders).values().filter_map(Weak::upgrade).collect();
+        let receivers: Vec<_> = self.connections().values().filter_map(Weak::upgrade).collect();
+        let links = senders.iter().map(|conn| conn.link()).chain(receivers.iter().map(|conn| conn.link()));
+        links.flat_map(|link| link.local.iter().map(|rail| rail.index)).collect()
     }
 
     fn link_down(&self, interface: u32) {

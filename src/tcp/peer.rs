@@ -214,6 +214,13 @@ pub enum Broken {
     Fatal(Error),
 }
 
+impl Broken {
+    /// What the socket said, where that is why.
+    pub fn cause(&self) -> Option<&io::Error> {
+        if let Self::Lost(error) = self { Some(error) } else { None }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -38,6 +38,7 @@ use crate::engine::events::{Chunk, Events};
 use crate::engine::poller::{HOT, HOT_BETWEEN, Interest, Progress, Registration, Source};
 use crate::engine::request::{MAX_PARTS, Outcome, RequestSlots, SLOTS, Ticket};
 use crate::os::error::{Error, Result};
+use crate::os::ticks::Ticks;
 
 /// Bytes of a stream's input buffer. Short messages arrive in it together with their header, in one system call,
 /// and are copied on. Of longer ones only the beginning passes through it, and the rest goes straight to its place:
@@ -80,6 +81,15 @@ enum Body {
     Data { to: Target, rest: usize },
 }
 
+/// A chunk that is arriving, of which a profiler is told.
+#[derive(Clone, Copy)]
+struct Followed {
+    part: Part,
+    chunk: Chunk,
+    /// When it began, if nothing has been told of it yet.
+    began: Option<Ticks>,
+}
+
 struct Io {
     sock: Sock,
     /// The life of the stream that this is. Its end may be noticed in one thread while another begins the next.
@@ -94,8 +104,8 @@ struct Io {
     awaited: bool,
     /// What a stream with checksums or encryption has beyond a plain one.
     seal: Option<Box<Sides>>,
-    /// The part and offset of the chunk that is arriving, when a profiler is told of it.
-    followed: Option<(Part, u64)>,
+    /// The chunk that is arriving, when a profiler is told of it.
+    followed: Option<Followed>,
     out: Vec<u8>,
     sent: usize,
     /// An acknowledgement is due on this stream.
@@ -285,6 +295,7 @@ impl RecvConn {
         {
             let mut state = self.state();
             state.core.stream_up(index, epoch);
+            self.ended.forget();
             lock(&self.vigils)[index] = Vigil::default();
             if index == 0 {
                 self.first_live.store(true, Ordering::SeqCst);
@@ -307,10 +318,13 @@ impl RecvConn {
 
     /// A life of a stream has ended; `may_return`: not by a goodbye. Nothing when the next has begun already, which is
     /// then not touched: both take the state's lock for it.
-    fn life_ended(&self, index: usize, epoch: u16, may_return: bool) {
+    fn life_ended(&self, index: usize, epoch: u16, may_return: bool, why: Option<&io::Error>) {
         let state = self.state();
         if state.core.epoch(index) != epoch {
             return;
+        }
+        if let Some(error) = why {
+            self.ended.note(error);
         }
         if may_return {
             lock(&self.vigils)[index].ended(Instant::now());

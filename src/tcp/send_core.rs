@@ -27,6 +27,7 @@ use super::tags::TagOrders;
 use super::window::Window;
 use crate::engine::request::SLOTS;
 use crate::os::error::{Error, Result};
+use crate::os::ticks::Ticks;
 
 /// Names a message from its posting to its end.
 pub type Key = usize;
@@ -42,6 +43,25 @@ pub enum Admit {
     AwaitsReceiver,
     /// It is short, but the receiver's staging window is full.
     AwaitsCredit,
+}
+
+/// A chunk that has arrived.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Landed {
+    /// Its message.
+    pub key: Key,
+    /// The stream that it took.
+    pub index: usize,
+    /// Where it begins in the message.
+    pub offset: u64,
+    /// Bytes.
+    pub length: u64,
+    /// The message's number.
+    pub message: u64,
+    /// Its size.
+    pub total: u64,
+    /// When it was handed out, as [`SendCore::stamp`] was told.
+    pub began: Option<Ticks>,
 }
 
 /// A range of a message that a stream shall send now.
@@ -87,16 +107,19 @@ struct Flight {
     queued: u64,
     /// Bytes that the connection had delivered by then.
     delivered: u64,
+    /// When it was handed out, if somebody wants to know ([`SendCore::stamp`]).
+    began: Option<Ticks>,
 }
 
 impl Flight {
     fn new(key: Key, offset: u64, length: u32) -> Self {
-        Self { key, offset, length, queued: 0, delivered: 0 }
+        Self { key, offset, length, queued: 0, delivered: 0, began: None }
     }
 }
 
 /// Frames of a stream that the kernel took whole, through all its lives. The thread that has the stream counts them,
-/// without the core: most messages need nothing else when they have left.
+/// without the core: most messages need nothing else when they have left. Where something else is to be done it comes
+/// first, with the core locked: a frame that counts may be acknowledged at once, and its key is free then.
 #[derive(Debug, Default)]
 pub struct Written(AtomicU64);
 
@@ -107,8 +130,9 @@ impl Written {
         self.0.store(self.0.load(Ordering::Relaxed) + 1, Ordering::Release);
     }
 
+    /// How many there are.
     #[inline]
-    fn frames(&self) -> u64 {
+    pub fn frames(&self) -> u64 {
         self.0.load(Ordering::Acquire)
     }
 }
@@ -171,7 +195,7 @@ pub struct SendCore {
     /// Each chunk is acknowledged by itself.
     each: bool,
     /// Chunks that have arrived, for whoever asked to be told ([`SendCore::watch_landings`]).
-    landed: Option<Vec<(Key, u64)>>,
+    landed: Option<Vec<Landed>>,
     /// How many messages had been posted when the last short one was.
     last_short: Option<u64>,
     /// The receiver has said that it has everything, and has closed.
@@ -215,9 +239,16 @@ impl SendCore {
         self.landed.get_or_insert_default();
     }
 
-    /// Message and offset of a chunk that has arrived. To be asked, until there is none, before messages that are done
+    /// The chunk that stream `index` was given last began now.
+    pub fn stamp(&mut self, index: usize, now: Ticks) {
+        if let Some(flight) = self.streams[index].flights.back_mut() {
+            flight.began = Some(now);
+        }
+    }
+
+    /// A chunk that has arrived. To be asked, until there is none, before messages that are done
     /// are forgotten.
-    pub fn take_landed(&mut self) -> Option<(Key, u64)> {
+    pub fn take_landed(&mut self) -> Option<Landed> {
         self.landed.as_mut()?.pop()
     }
 
@@ -597,7 +628,9 @@ impl SendCore {
             let flight = stream.flights.pop_front().expect("as many flights as unacknowledged frames");
             stream.bytes -= u64::from(flight.length);
             if let Some(landed) = &mut self.landed {
-                landed.push((flight.key, flight.offset));
+                let Message { number, length: total, .. } = self.messages[flight.key];
+                let Flight { key, offset, length, began, .. } = flight;
+                landed.push(Landed { key, index, offset, length: length.into(), message: number, total, began });
             }
             self.delivered += u64::from(flight.length);
             // Of shorter ones the time on the way says nothing about the path's rate.

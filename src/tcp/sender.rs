@@ -11,6 +11,8 @@ mod closing;
 mod mending;
 mod moving;
 mod sealed;
+#[cfg(test)]
+mod tests;
 
 use std::ffi::c_void;
 use std::io;
@@ -300,6 +302,7 @@ impl SendConn {
         let written = {
             let mut state = self.state();
             state.core.stream_up(index, epoch);
+            self.ended.forget();
             self.note_first(index, &state.core);
             state.core.counts(index)
         };
@@ -335,10 +338,14 @@ impl SendConn {
         }
     }
 
-    /// Ends a life of a stream in the books, once. Returns whether it was this call that did.
-    fn end_life(&self, index: usize, epoch: u16) -> bool {
+    /// Ends a life of a stream in the books, once, and remembers why, if that is known. Returns whether it was this call that
+    /// did. The next life, with which that is forgotten, takes the state's lock for it, too.
+    fn end_life(&self, index: usize, epoch: u16, why: Option<&io::Error>) -> bool {
         let mut state = self.state();
         let was_live = state.core.end_life(index, epoch);
+        if let Some(error) = why.filter(|_| was_live) {
+            self.ended.note(error);
+        }
         self.note_first(index, &state.core);
         was_live
     }

@@ -20,9 +20,10 @@ use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use super::lifeline::Alone;
 use super::net::{Link, Sock};
 use super::stream::Stream;
 use crate::engine::poller::{Poller, Progress, Registration, Source};
@@ -253,6 +254,23 @@ impl std::error::Error for Silent {}
 /// Why a stream was given up whose interface went down.
 pub fn link_down() -> io::Error {
     io::Error::new(io::ErrorKind::NetworkDown, "its network interface is down")
+}
+
+/// Ends a suspicion that the peer is gone when anything has come back on a stream since it began. The streams are looked at
+/// without its lock.
+pub fn drop_refuted<'a, Io>(
+    alone: impl Fn() -> MutexGuard<'a, Option<Alone>>,
+    streams: &[Stream<Io>],
+    sock: impl Fn(&Io) -> &Sock,
+) {
+    let Some(since) = alone().as_ref().filter(|alone| alone.is_suspicion()).map(Alone::since) else { return };
+    let is_heard = |stream: &Stream<Io>| {
+        let sight = stream.peek(|io| Sight::of(sock(io))).flatten();
+        sight.is_some_and(|sight| sight.silent < since.elapsed())
+    };
+    if streams.iter().any(is_heard) {
+        alone().take_if(|alone| alone.is_suspicion() && alone.since() == since);
+    }
 }
 
 /// The streams whose local address is the interface's.

@@ -10,7 +10,7 @@
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering};
 
-use super::event::{Body, CommInfo};
+use super::event::{Body, CommInfo, NetTimes};
 use super::key;
 
 /// Handles of the second profiler that are known at once.
@@ -38,6 +38,8 @@ pub struct Start {
     pub net_id: i64,
     /// Descriptor of a NetPlugin event, else null.
     pub net_data: *mut c_void,
+    /// Of a network event that has ended already: its end.
+    pub times: Option<NetTimes>,
 }
 
 /// A change of state, for all versions of its arguments.
@@ -264,7 +266,7 @@ mod tests {
 
     fn start(parent: u64) -> Start {
         let body = Body::ProxyStep { step: 0 };
-        Start { parent, rank: 0, body, net_id: 0, net_data: std::ptr::null_mut() }
+        Start { parent, rank: 0, body, net_id: 0, net_data: std::ptr::null_mut(), times: None }
     }
 
     #[test]

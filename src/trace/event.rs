@@ -5,6 +5,7 @@
 //! ([`crate::trace::key`]), strings are [`Name`]s.
 
 use super::names::Name;
+use crate::os::net_event::NetEvent;
 
 /// The event types of NCCL's profiler interface. The discriminant is the bit's place in NCCL's event mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -218,6 +219,8 @@ pub struct NetPart {
     pub stream: u16,
     pub send: bool,
     pub resend: bool,
+    /// How long before the call it began, in nanoseconds.
+    pub ago_ns: u32,
     pub carrier: Carrier,
 }
 
@@ -249,6 +252,32 @@ pub struct NetTimes {
     pub wait_socket_ns: u64,
     pub wait_credit_ns: u64,
     pub wire_ns: u64,
+    /// How long before the call it ended, in nanoseconds.
+    pub ago_ns: u32,
+    /// No stop follows: this is the end.
+    pub ends: bool,
+}
+
+impl NetTimes {
+    /// What a transport's descriptor says, in an update.
+    pub fn of(net: &NetEvent) -> Self {
+        Self {
+            retransmissions: net.retransmissions,
+            reconnects: net.reconnects,
+            wait_receiver_ns: net.wait_receiver_ns,
+            wait_socket_ns: net.wait_socket_ns,
+            wait_credit_ns: net.wait_credit_ns,
+            wire_ns: net.wire_ns,
+            ago_ns: net.ago_ns,
+            ends: false,
+        }
+    }
+
+    /// The same, where it says so in a start.
+    pub fn at_start(net: &NetEvent) -> Self {
+        let ago_ns = u64::from(net.ago_ns).saturating_sub(net.wire_ns) as u32;
+        Self { ago_ns, ends: true, ..Self::of(net) }
+    }
 }
 
 /// A collective that the copy engines run.

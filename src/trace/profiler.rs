@@ -27,7 +27,7 @@ use super::writer::{Notice, Request, Writer};
 use crate::os::config::Config;
 use crate::os::error::Result;
 use crate::os::fork;
-use crate::os::net_event::{self, NetEvent};
+use crate::os::net_event::{self, NetEvent, Reader};
 use crate::os::ticks::{self, Ticks};
 
 /// How long the last `finalize` waits for a writer that does nothing.
@@ -153,7 +153,8 @@ pub unsafe fn init(init: Init) -> u64 {
     let context = comm.context;
     profiler.live.fetch_add(1, Ordering::AcqRel);
     if Kind::NetPlugin.triggers() & profiler.settings.mask != 0 {
-        net_event::announce_reader();
+        // A second profiler takes the moment of each call for that of the event.
+        net_event::announce(if profiler.chain.is_some() { Reader::Hasty } else { Reader::Patient });
     }
     if let Some(chain) = &profiler.chain {
         chain.init(&comm);
@@ -249,14 +250,7 @@ unsafe fn body_of(event: u64, change: &Change) -> Option<Body> {
     }
     // SAFETY: only starts under Towline's own plugin id get such a handle, and their updates carry a NetEvent.
     let net = unsafe { &*change.data.cast_const().cast::<NetEvent>() };
-    Some(Body::NetTimes(NetTimes {
-        retransmissions: net.retransmissions,
-        reconnects: net.reconnects,
-        wait_receiver_ns: net.wait_receiver_ns,
-        wait_socket_ns: net.wait_socket_ns,
-        wait_credit_ns: net.wait_credit_ns,
-        wire_ns: net.wire_ns,
-    }))
+    Some(Body::NetTimes(NetTimes::of(net)))
 }
 
 impl Profiler {
@@ -274,9 +268,16 @@ impl Profiler {
             thread: (thread >> 12) as u32,
             body: start.body,
         });
-        match place {
-            Some(place) => self.stamp.event(place, own_net),
-            None => {
+        match (place, start.times) {
+            (Some(place), None) => self.stamp.event(place, own_net),
+            (Some(place), Some(times)) => {
+                if self.push(self.stamp.event(place, own_net), Room::Stop, Body::NetTimes(times)).is_none() {
+                    self.drops.stops.fetch_add(1, Ordering::Relaxed);
+                }
+                // Whatever is said of it from here on is nothing new, as of an event that only a second profiler wants.
+                self.stamp.chained(0, own_net)
+            }
+            (None, _) => {
                 self.drops.starts[kind as usize].fetch_add(1, Ordering::Relaxed);
                 0
             }

@@ -333,6 +333,9 @@ impl Writer {
         // producer was writing during the first.
         self.round();
         self.round();
+        if let Some(trace) = &mut self.trace {
+            trace.settle(clock::now());
+        }
         self.flush();
         self.write_metrics();
         if let Some(path) = &self.summary_path {

@@ -1,26 +1,33 @@
 #!/bin/bash
 # Builds the tests that need real verbs and runs them in the RDMA test machine.
 #
-#   tests/rdma_vm/suite.sh [OPTIONS OF run.sh] [-- FILTER…]
+#   tests/rdma_vm/suite.sh [--env NAME=VALUE]… [OPTIONS OF run.sh] [-- FILTER…]
 #
-# Without a FILTER: the library's own tests on real verbs, `tests/rdma_net.rs`, `tests/rdma_mend.rs`,
-# `tests/rdma_faults.rs`, `tests/rdma_events.rs`, the functional tests that make sense over RDMA (the machine's devices make
-# TOWLINE_BACKEND=auto choose it), and a verified all-reduce: see inside.sh. With FILTERs: the tests of `rdma_net`,
-# `rdma_mend`, `rdma_faults`, `rdma_events` and of the library that match one.
+# `--env` sets a variable for the tests: `RDMA_FAULTS=60` for example makes those of `rdma_faults` last that long.
+# Without a FILTER: the library's own tests on real verbs, `tests/rdma_net.rs`, `rdma_attributes.rs`, `rdma_mend.rs`,
+# `rdma_vanish.rs`, `rdma_faults.rs` and `rdma_events.rs`, the functional tests that make sense over RDMA (its devices make
+# TOWLINE_BACKEND=auto choose it), a verified all-reduce and a transfer: see inside.sh; and transfers between two
+# machines, see two_hosts.sh. With FILTERs: those of the library's and the `rdma_*` tests that match one, in one machine.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
 project=$(cd "$here/../.." && pwd)
 # Ten minutes at most, on a machine that others use too.
 options=(--timeout 600)
+variables=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
-    options+=("$1")
+    if [ "$1" = --env ] && [ $# -gt 1 ]; then
+        variables+=("$2")
+        shift
+    else
+        options+=("$1")
+    fi
     shift
 done
 [ $# = 0 ] || shift
 
 # What the library's tests and the wanted test programs are called; Cargo tells as it builds them.
-wanted=(rdma_net rdma_mend rdma_faults rdma_events net_events net_lifecycle net_versions net_ordering net_placement net_fork net_hostile)
+wanted=(rdma_net rdma_mend rdma_vanish rdma_faults rdma_events rdma_attributes net_events net_lifecycle net_versions net_ordering net_placement net_fork net_hostile net_clock)
 built=$(cd "$project" && cargo test --locked --lib "${wanted[@]/#/--test=}" --no-run --message-format=json |
     sed -n '/"profile":{[^}]*"test":true/s/.*"name":"\([^"]*\)".*"executable":"\([^"]*\)".*/\1=\2/p')
 declare -A program
@@ -37,11 +44,25 @@ cc -shared -fPIC -O1 -Wall -Wextra -Werror -pthread -o "$(dirname "$(dirname "${
 
 if [ $# -gt 0 ]; then
     # One at a time: some count what the kernel holds, some take links down.
-    ignored="--ignored --test-threads 1 $*"
-    exec "$here/run.sh" "${options[@]}" -- sh -ec "
-        '${program[towline]}' $ignored; '${program[rdma_net]}' $ignored; '${program[rdma_mend]}' $ignored; \
-        '${program[rdma_faults]}' $ignored; '${program[rdma_events]}' $ignored"
+    commands=
+    for name in towline rdma_net rdma_mend rdma_vanish rdma_faults rdma_events rdma_attributes net_clock; do
+        commands+="'${program[$name]}' --ignored --test-threads 1 $*; "
+    done
+    exec "$here/run.sh" "${options[@]}" -- env "${variables[@]}" TEST_MAY_SET_CLOCK=1 sh -ec "$commands"
 fi
-programs=("all-reduce=$(dirname "$(dirname "${program[towline]}")")/towline")
+towline=$(dirname "$(dirname "${program[towline]}")")/towline
+programs=("all-reduce=$towline")
 for name in "${!program[@]}"; do programs+=("$name=${program[$name]}"); done
-exec "$here/run.sh" "${options[@]}" -- "$here/inside.sh" "${programs[@]}"
+
+# Two hosts, beside the tests that run alone and hardly need the processor. In a group of their own, so that they end when
+# this script does.
+set -m
+{ "$here/two_hosts.sh" --quick "$towline" "${options[@]}" --memory 768 2>&1 | sed -u "s/^/two_hosts: /"; } & hosts=$!
+set +m
+trap 'kill -- -$hosts 2>/dev/null || true' EXIT
+trap 'exit 130' INT TERM
+failed=()
+"$here/run.sh" "${options[@]}" -- env "${variables[@]}" "$here/inside.sh" "${programs[@]}" || failed+=("the tests in one machine")
+wait "$hosts" || failed+=("two_hosts.sh")
+echo "rdma_vm: the whole suite in $SECONDS s"
+[ ${#failed[@]} = 0 ] || { printf 'rdma_vm: FAILED: %s\n' "${failed[@]}" >&2; exit 1; }

@@ -50,6 +50,8 @@ pub fn run(command: &mut Command, name: &str) {
         String::from_utf8_lossy(&output.stderr)
     );
     assert!(text.contains("1 passed"), "no test is called {name}:\n{text}");
+    // What it measured.
+    eprint!("{}", String::from_utf8_lossy(&output.stderr));
 }
 
 /// A child that is killed when the test ends otherwise.

@@ -73,6 +73,12 @@ pub fn wait_for(name: &str) {
     eventually(name, PATIENCE, || mail.join(name).exists().then_some(()));
 }
 
+/// How long ago somebody said `name`, if anybody has.
+pub fn since(name: &str) -> Option<Duration> {
+    let said = child::mailbox().join(name).metadata().and_then(|file| file.modified()).ok()?;
+    Some(said.elapsed().unwrap_or_default())
+}
+
 /// The sending end's connection.
 pub fn connect() -> SendComm {
     let context = context(ApiVersion::V12);

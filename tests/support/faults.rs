@@ -2,8 +2,6 @@
 //!
 //! Needs `nft` (package nftables) and `tc` (package iproute2) besides what [`super::netns`] needs.
 
-use std::process::Command;
-
 use super::netns::{Namespace, two_hosts};
 
 /// How a rail is cut.
@@ -21,17 +19,19 @@ pub enum Cut {
     Reset,
     /// The rate goes to one byte a second.
     Stuck,
+    /// One packet of thirty vanishes, in both directions: a bad cable. No fault that a rail is given up for.
+    Lossy,
 }
 
 impl Cut {
-    /// All ways.
+    /// All ways in which a rail carries nothing any more.
     pub const ALL: [Self; 6] =
         [Self::DownHere, Self::DownThere, Self::Silent, Self::HalfSilent, Self::Reset, Self::Stuck];
 }
 
 /// Answers a packet with a reset. The resets of the other host's rule are let through: this one's would swallow them, and
 /// nobody would ever see one.
-const REJECT: &str = "tcp flags & rst == 0 reject with tcp reset";
+pub const REJECT: &str = "tcp flags & rst == 0 reject with tcp reset";
 
 /// Two hosts with rails between them, each of a known rate if one is given.
 pub struct Network {
@@ -67,9 +67,9 @@ impl Network {
             match self.mbit {
                 // Half a buffer of 50 ms, as a switch might have.
                 Some(mbit) => {
-                    tc(host, &format!("qdisc replace dev rail{rail} root tbf rate {mbit}mbit burst 128k latency 50ms"))
+                    host.tc(&format!("qdisc replace dev rail{rail} root tbf rate {mbit}mbit burst 128k latency 50ms"))
                 }
-                None => tc(host, &format!("qdisc replace dev rail{rail} root pfifo_fast")),
+                None => host.tc(&format!("qdisc replace dev rail{rail} root pfifo_fast")),
             }
         }
     }
@@ -82,13 +82,17 @@ impl Network {
             Cut::DownThere => self.hosts.1.ip(&format!("link set rail{rail} down")),
             Cut::Silent => self.both().into_iter().for_each(|host| nft(host, &drop)),
             Cut::HalfSilent => nft(&self.hosts.0, &drop),
+            Cut::Lossy => {
+                let lose = format!("add rule inet cut in iifname rail{rail} numgen random mod 30 == 0 drop");
+                self.both().into_iter().for_each(|host| nft(host, &lose));
+            }
             Cut::Reset => {
                 let reset = format!("add rule inet cut in iifname rail{rail} {REJECT}");
                 self.both().into_iter().for_each(|host| nft(host, &reset));
             }
             Cut::Stuck => {
                 for host in self.both() {
-                    tc(host, &format!("qdisc replace dev rail{rail} root tbf rate 8bit burst 1600 limit 3000"));
+                    host.tc(&format!("qdisc replace dev rail{rail} root tbf rate 8bit burst 1600 limit 3000"));
                 }
             }
         }
@@ -98,16 +102,13 @@ impl Network {
     pub fn mend(&self, rail: usize, how: Cut) {
         match how {
             Cut::DownHere | Cut::DownThere => {
-                for (host, number) in [(&self.hosts.0, 1), (&self.hosts.1, 2)] {
-                    host.ip(&format!("link set rail{rail} up"));
-                    // The kernel forgets IPv6 addresses of a link that goes down.
-                    host.ip(&format!("address replace fd77:{rail}::{number}/64 dev rail{rail} nodad"));
-                }
+                self.hosts.0.bring_up(rail, 1);
+                self.hosts.1.bring_up(rail, 2);
             }
-            Cut::Silent | Cut::HalfSilent | Cut::Reset => {
+            Cut::Silent | Cut::HalfSilent | Cut::Reset | Cut::Lossy => {
                 // Other rails may be cut at the same time: only this one's rules go.
                 for host in self.both() {
-                    remove_rules(host, &format!("\"rail{rail}\""));
+                    remove_rules(host, "in", &format!("\"rail{rail}\""));
                 }
             }
             Cut::Stuck => self.shape(rail),
@@ -122,6 +123,13 @@ impl Network {
             for (here, there) in ports(host) {
                 nft(host, &format!("add rule inet cut in tcp sport {there} tcp dport {here} {verdict}"));
             }
+        }
+    }
+
+    /// Drops, without a word, what would begin a connection. Those that exist go on.
+    pub fn drop_new_connections(&self) {
+        for host in self.both() {
+            nft(host, "add rule inet cut in tcp flags & (syn | ack) == syn drop");
         }
     }
 
@@ -152,8 +160,7 @@ impl Network {
     /// Resets all connections of a host at both ends.
     pub fn reset_connections(host: &Namespace) {
         let before = ports(host);
-        let output = Command::new("ip").args(["netns", "exec", host.name(), "ss", "-HKtn"]).output().expect("ss runs");
-        assert!(output.status.success(), "ss -K: {}", String::from_utf8_lossy(&output.stderr));
+        host.run(&["ss", "-HKtn"]);
         let after = ports(host);
         let reset = !before.iter().any(|pair| after.contains(pair));
         assert!(reset, "this kernel does not let ss end connections (CONFIG_INET_DIAG_DESTROY)");
@@ -167,34 +174,36 @@ impl Network {
 
 /// The ports of a host's connections, here and there.
 fn ports(host: &Namespace) -> Vec<(String, String)> {
-    let listed = Command::new("ip").args(["netns", "exec", host.name(), "ss", "-Htn"]).output().expect("ss runs");
     let port = |word: &str| word.rsplit(':').next().expect("a port").to_owned();
     let of_line = |line: &str| {
         let words: Vec<&str> = line.split_whitespace().collect();
         (port(words[3]), port(words[4]))
     };
-    String::from_utf8_lossy(&listed.stdout).lines().map(of_line).collect()
+    host.run(&["ss", "-Htn"]).lines().map(of_line).collect()
 }
 
-fn nft(host: &Namespace, rules: &str) {
-    let output = Command::new("ip").args(["netns", "exec", host.name(), "nft", rules]).output().expect("ip runs");
-    assert!(output.status.success(), "nft {rules}: {}", String::from_utf8_lossy(&output.stderr));
+/// Has nftables do that in a host.
+pub fn nft(host: &Namespace, rules: &str) {
+    host.run(&["nft", rules]);
 }
 
-fn remove_rules(host: &Namespace, with: &str) {
-    let list = ["netns", "exec", host.name(), "nft", "-a", "list", "chain", "inet", "cut", "in"];
-    let output = Command::new("ip").args(list).output().expect("ip runs");
-    for line in String::from_utf8_lossy(&output.stdout).lines().filter(|line| line.contains(with)) {
+/// Removes a chain's rules in which that stands.
+pub fn remove_rules(host: &Namespace, chain: &str, with: &str) {
+    let list = host.run(&["nft", "-a", "list", "chain", "inet", "cut", chain]);
+    for line in list.lines().filter(|line| line.contains(with)) {
         if let Some((_, handle)) = line.rsplit_once("# handle ") {
-            nft(host, &format!("delete rule inet cut in handle {handle}"));
+            nft(host, &format!("delete rule inet cut {chain} handle {handle}"));
         }
     }
 }
 
-fn tc(host: &Namespace, words: &str) {
-    let output = Command::new("tc").args(["-n", host.name()]).args(words.split_whitespace()).output();
-    let output = output.expect("tc (package iproute2) runs");
-    assert!(output.status.success(), "tc {words}: {}", String::from_utf8_lossy(&output.stderr));
+/// The seed that is given, or today's. It is said first, so that a failure names it.
+pub fn seed() -> u64 {
+    let today =
+        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("after 1970").as_secs() / 86_400;
+    let seed = super::number("TOWLINE_FAULTS_SEED").unwrap_or(today);
+    eprintln!("TOWLINE_FAULTS_SEED={seed}");
+    seed
 }
 
 /// Numbers that look random and follow from a seed.

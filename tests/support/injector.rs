@@ -3,12 +3,37 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_char, c_int};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
 
 use towline::host::{Code, Memory, Mr, PTR_CUDA, RecvComm};
 
 /// Where memory begins in the DMA-BUF that it is said to have: anything from a page on.
 const OFFSET: u64 = 1 << 16;
+
+/// The library of `tests/faulty_calls.c`, built once.
+pub fn faulty_calls() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/faulty_calls.c");
+        let library = Path::new(env!("CARGO_TARGET_TMPDIR")).join("libfaulty_calls.so");
+        // Built under another name first: a test of another process may be using it.
+        let draft = library.with_extension(std::process::id().to_string());
+        let mut compiler = Command::new("cc");
+        compiler.args(["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", "-o"]).arg(&draft);
+        assert!(compiler.arg(source).arg("-ldl").status().expect("cc starts").success());
+        std::fs::rename(&draft, &library).expect("the library can be put in place");
+        library
+    })
+}
+
+/// What it does, to the library that `FAULTY_CALLS_LIBRARY` names.
+pub const FAULTY_CALLS: Injector = Injector {
+    arm: c"faulty_calls_arm",
+    report: c"faulty_calls_report",
+    complaint: "the injector did not find the plugin's code",
+};
 
 /// The injector of verbs faults, which `tests/rdma_vm/suite.sh` builds beside the plugin.
 pub fn faulty_verbs() -> PathBuf {
@@ -59,14 +84,19 @@ impl Injector {
         left
     }
 
+    /// What a function of this name writes.
+    pub fn text(name: &CStr) -> String {
+        // SAFETY: as they are declared there.
+        let write: extern "C" fn(*mut c_char, c_int) -> c_int = unsafe { std::mem::transmute(Self::function(name)) };
+        let mut text = vec![0_u8; 64 << 10];
+        let length = write(text.as_mut_ptr().cast(), text.len() as c_int);
+        text.truncate(usize::try_from(length).expect("it fits"));
+        String::from_utf8(text).expect("ASCII")
+    }
+
     /// What was injected: by call and kind of fault, how many calls there were and how many faults.
     pub fn injected(&self) -> BTreeMap<(String, String), (u32, u32)> {
-        // SAFETY: as it is declared there.
-        let report: extern "C" fn(*mut c_char, c_int) -> c_int =
-            unsafe { std::mem::transmute(Self::function(self.report)) };
-        let mut text = vec![0_u8; 64 << 10];
-        let length = report(text.as_mut_ptr().cast(), text.len() as c_int);
-        let text = std::str::from_utf8(&text[..usize::try_from(length).expect("it fits")]).expect("ASCII");
+        let text = Self::text(self.report);
         let words = text.lines().map(|line| line.split(' ').collect::<Vec<_>>());
         words
             .map(|word| {

@@ -3,7 +3,8 @@
 //! They need root and `ip` (package iproute2). Where these are missing the test fails and says so, unless
 //! `TOWLINE_SKIP_NETNS=1` asks to go without.
 
-use std::process::Command;
+use std::io::Write as _;
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Whether to run tests that need namespaces.
@@ -53,11 +54,41 @@ impl Namespace {
         ip(&format!("-n {} {words}", self.0));
     }
 
+    /// Runs a program with its arguments inside, and returns what it prints.
+    pub fn run(&self, words: &[&str]) -> String {
+        let output = Command::new("ip").args(["netns", "exec", &self.0]).args(words).output().expect("ip runs");
+        assert!(output.status.success(), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).expect("text")
+    }
+
+    /// Takes a rail up, with the addresses of the host of that number.
+    pub fn bring_up(&self, rail: usize, number: usize) {
+        self.ip(&format!("link set rail{rail} up"));
+        self.ip(&format!("address replace 10.77.{rail}.{number}/24 dev rail{rail}"));
+        // The kernel forgets IPv6 addresses of a link that goes down.
+        self.ip(&format!("address replace fd77:{rail}::{number}/64 dev rail{rail} nodad"));
+    }
+
+    /// Runs many commands of `ip` inside, a line each.
+    pub fn ip_batch(&self, lines: &str) {
+        let mut ip = Command::new("ip");
+        ip.args(["-n", &self.0, "-batch", "-"]).stdin(Stdio::piped());
+        let mut running = ip.spawn().expect("ip runs");
+        running.stdin.take().expect("a pipe").write_all(lines.as_bytes()).expect("ip reads");
+        assert!(running.wait().expect("ip ends").success(), "ip -batch");
+    }
+
+    /// Whether the kernel had news for a netlink socket inside, and no room.
+    pub fn has_lost_news(&self) -> bool {
+        let text = self.run(&["cat", "/proc/net/netlink"]);
+        let at = text.lines().next().expect("a headline").split_whitespace().position(|word| word == "Drops");
+        let drops = |line: &str| line.split_whitespace().nth(at.expect("a column")).and_then(|word| word.parse().ok());
+        text.lines().skip(1).any(|line| drops(line).is_some_and(|drops: u64| drops > 0))
+    }
+
     /// Sets one of the kernel's settings inside.
     pub fn set(&self, setting: &str, value: &str) {
-        let script = format!("echo {value} > /proc/sys/{setting}");
-        let status = Command::new("ip").args(["netns", "exec", &self.0, "sh", "-c", &script]).status();
-        assert!(status.expect("ip runs").success(), "{setting} cannot be set");
+        self.run(&["sh", "-c", &format!("echo {value} > /proc/sys/{setting}")]);
     }
 
     /// Waits until a link is up: the kernel reports its carrier a moment after it was made.
@@ -80,9 +111,19 @@ impl Namespace {
 
     /// Lets no more than `mbits` Mbit/s leave over a link, with 10 ms of queue.
     pub fn shape(&self, link: &str, mbits: u64) {
-        let words = format!("qdisc add dev {link} root tbf rate {mbits}mbit burst 128kb latency 10ms");
+        self.tc(&format!("qdisc add dev {link} root tbf rate {mbits}mbit burst 128kb latency 10ms"));
+    }
+
+    /// Runs `tc` (package iproute2) inside.
+    pub fn tc(&self, words: &str) {
         let output = Command::new("tc").args(["-n", &self.0]).args(words.split_whitespace()).output().expect("tc runs");
         assert!(output.status.success(), "tc {words}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+
+    /// Bytes that have left over a rail.
+    pub fn sent_over(&self, rail: usize) -> u64 {
+        let sent = self.run(&["cat", &format!("/sys/class/net/rail{rail}/statistics/tx_bytes")]);
+        sent.trim().parse().expect("a number of bytes")
     }
 
     /// A command that runs the test `test` of this program inside, in `role`.
@@ -107,10 +148,8 @@ pub fn two_hosts(links: usize) -> (Namespace, Namespace) {
     for rail in 0..links {
         left.ip(&format!("link add rail{rail} type veth peer name rail{rail} netns {}", right.name()));
         for (host, number) in [(&left, 1), (&right, 2)] {
-            host.ip(&format!("address add 10.77.{rail}.{number}/24 dev rail{rail}"));
-            host.ip(&format!("address add fd77:{rail}::{number}/64 dev rail{rail} nodad"));
             host.ip(&format!("link set rail{rail} addrgenmode eui64"));
-            host.ip(&format!("link set rail{rail} up"));
+            host.bring_up(rail, number);
         }
     }
     for rail in 0..links {
@@ -118,4 +157,28 @@ pub fn two_hosts(links: usize) -> (Namespace, Namespace) {
         right.wait_for(&format!("rail{rail}"));
     }
     (left, right)
+}
+
+/// Runs `towline all-reduce`, a rank on each host, over all rails, again and again until `enough` says so. It looks at every
+/// element. How many runs, all of them right.
+pub fn all_reduce_until(
+    hosts: &[&Namespace],
+    words: &str,
+    variables: &[(&str, &str)],
+    mut enough: impl FnMut() -> bool,
+) -> usize {
+    let mut runs = 0;
+    while !enough() {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_towline"));
+        command.args("all-reduce -b 8 -f 8 -w 1".split(' ')).args(words.split(' '));
+        for host in hosts {
+            command.args(["--wrap", &format!("ip netns exec {}", host.name())]);
+        }
+        command.env("TOWLINE_RAILS", "all").env("NCCL_SOCKET_IFNAME", "rail").envs(variables.iter().copied());
+        let output = command.stdin(Stdio::null()).output().expect("towline runs");
+        let [text, errors] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes));
+        assert!(output.status.success(), "{variables:?}: {text}\n{errors}");
+        runs += 1;
+    }
+    runs
 }

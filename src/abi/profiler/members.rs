@@ -6,12 +6,12 @@ use std::ptr::without_provenance_mut;
 use super::super::ffi::*;
 use crate::os::net_event::{CARRIER_QUEUE_PAIR, CARRIER_SOCKET, NetEvent, PLUGIN_ID, PLUGIN_ID_IB, PLUGIN_ID_SOCKET};
 use crate::trace::chain::{Change, Start};
-use crate::trace::event::{Body, Carrier, Coll, NetPart, P2p, ProxyOp, state};
+use crate::trace::event::{Body, Carrier, Coll, NetPart, NetTimes, P2p, ProxyOp, state};
 use crate::trace::names::Name;
 
 /// A start without a network plugin's part.
 pub(super) fn start(parent: *mut c_void, rank: c_int, body: Body) -> Start {
-    Start { parent: parent.addr() as u64, rank, body, net_id: 0, net_data: std::ptr::null_mut() }
+    Start { parent: parent.addr() as u64, rank, body, net_id: 0, net_data: std::ptr::null_mut(), times: None }
 }
 
 /// An address as a number, and back.
@@ -120,6 +120,7 @@ pub(super) fn proxy_op_of(op: &ProxyOp) -> ncclProfilerProxyOp_v1_t {
 /// # Safety
 /// The data are what the plugin of that id says they are.
 pub(super) unsafe fn net(parent: *mut c_void, rank: c_int, net: &ncclProfilerNetPlugin_v3_t) -> Start {
+    let mut times = None;
     let body = match (net.id, net.data.is_null()) {
         (PLUGIN_ID_SOCKET, false) => {
             // SAFETY: NCCL's structure for sockets, by its id and version.
@@ -140,6 +141,7 @@ pub(super) unsafe fn net(parent: *mut c_void, rank: c_int, net: &ncclProfilerNet
         (PLUGIN_ID, false) => {
             // SAFETY: Towline's own structure, by its id and version.
             let event = unsafe { &*net.data.cast::<NetEvent>() };
+            times = event.has_ended().then(|| NetTimes::at_start(event));
             Body::NetTowline(NetPart {
                 link: event.link,
                 message: event.message,
@@ -151,6 +153,7 @@ pub(super) unsafe fn net(parent: *mut c_void, rank: c_int, net: &ncclProfilerNet
                 stream: event.stream,
                 send: event.is_send(),
                 resend: event.is_resend(),
+                ago_ns: event.ago_ns,
                 carrier: match event.carrier {
                     CARRIER_SOCKET => Carrier::Socket { fd: event.device },
                     CARRIER_QUEUE_PAIR => Carrier::QueuePair {
@@ -165,7 +168,7 @@ pub(super) unsafe fn net(parent: *mut c_void, rank: c_int, net: &ncclProfilerNet
         }
         (plugin, _) => Body::NetOther { plugin },
     };
-    Start { net_id: net.id, net_data: net.data, ..start(parent, rank, body) }
+    Start { net_id: net.id, net_data: net.data, times, ..start(parent, rank, body) }
 }
 
 pub(super) fn net_of(start: &Start) -> ncclProfilerNetPlugin_v3_t {

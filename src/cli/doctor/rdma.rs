@@ -19,8 +19,12 @@ pub(super) struct Facts {
     pub(super) has_device_files: bool,
     /// Whether this build of Towline has its RDMA backend.
     pub(super) is_built_in: bool,
+    /// What in the configuration has this host run over TCP whatever ports there are.
+    pub(super) ruled_out: Option<&'static str>,
     /// The ports that `NCCL_IB_*` choose, in NCCL's order.
     pub(super) chosen: Vec<Chosen>,
+    /// The other ports: down, or left out.
+    pub(super) others: Vec<Other>,
     /// What is wrong with that choice.
     pub(super) complaints: Vec<String>,
     /// The kernel module that lets devices reach GPU memory by its address.
@@ -39,6 +43,13 @@ pub(super) struct Chosen {
     /// Every GID that is in use: index, GID, type.
     pub(super) gids: Vec<(u32, String, String)>,
     pub(super) takes_dmabuf: bool,
+}
+
+/// A port that is not chosen, with every GID that is in use.
+#[derive(Serialize, Debug, PartialEq)]
+pub(super) struct Other {
+    pub(super) name: String,
+    pub(super) gids: Vec<(u32, String, String)>,
 }
 
 #[derive(Serialize, Debug, PartialEq)]
@@ -71,8 +82,11 @@ pub(super) fn look(config: &Config, findings: &mut Vec<Finding>) -> Facts {
 /// What the backend would use, found as it finds it.
 #[cfg(feature = "rdma")]
 fn choose(config: &Config, facts: &mut Facts) {
+    use towline::rdma::dl::Verbs;
     use towline::rdma::sysfs::RdmaSysfs;
-    use towline::rdma::{devices, gid};
+    use towline::rdma::verbs::{Context, open_devices};
+    use towline::rdma::{backend, devices, gid};
+    facts.ruled_out = backend::ruled_out(config);
     let found = match devices::discover(config) {
         Ok(found) => found,
         Err(error) => return facts.complaints.push(error.to_string()),
@@ -80,24 +94,36 @@ fn choose(config: &Config, facts: &mut Facts) {
     let sysfs = RdmaSysfs::default();
     facts.peer_memory = found.peer_memory.map(str::to_owned);
     facts.complaints.extend(found.warnings);
-    let chosen = found.ports.iter().map(|open| {
-        let table = devices::gid_table(&open.context, open.port.number, open.facts.gid_count, &sysfs);
-        let used = table.iter().filter(|entry| entry.gid != [0; 16]);
-        let row = |entry: &gid::GidEntry| {
+    let gids = |context: &Context, number: u8, entries: u32| {
+        let table = devices::gid_table(context, number, entries, &sysfs);
+        let used = table.into_iter().filter(|entry| entry.gid != [0; 16]);
+        let row = |entry: gid::GidEntry| {
             let version = entry.version.map_or_else(|| "-".to_owned(), |version| version.to_string());
             (entry.index, gid::display(&entry.gid), version)
         };
-        Chosen {
-            name: open.port.name(),
-            speed_mbps: open.port.speed_mbps,
-            gid_index: open.gid_index,
-            gid: gid::display(&open.gid),
-            gid_why: open.gid_why.to_string(),
-            gids: used.map(row).collect(),
-            takes_dmabuf: open.takes_dmabuf,
-        }
+        used.map(row).collect::<Vec<_>>()
+    };
+    let chosen = found.ports.iter().map(|open| Chosen {
+        name: open.port.name(),
+        speed_mbps: open.port.speed_mbps,
+        gid_index: open.gid_index,
+        gid: gid::display(&open.gid),
+        gid_why: open.gid_why.to_string(),
+        gids: gids(&open.context, open.port.number, open.facts.gid_count),
+        takes_dmabuf: open.takes_dmabuf,
     });
     facts.chosen = chosen.collect();
+    for context in Verbs::load().and_then(open_devices).unwrap_or_default() {
+        let ports = context.facts().map_or(0, |facts| facts.ports);
+        for number in 1..=ports {
+            let is_it = |open: &devices::OpenPort| open.port.device == context.name() && open.port.number == number;
+            let Ok(facts_of_port) = context.port(number) else { continue };
+            if !found.ports.iter().any(is_it) {
+                let name = format!("{}:{number}", context.name());
+                facts.others.push(Other { name, gids: gids(&context, number, facts_of_port.gid_count) });
+            }
+        }
+    }
 }
 
 /// Without the backend nothing is used.

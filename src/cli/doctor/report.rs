@@ -83,10 +83,20 @@ fn rdma(diagnosis: &Diagnosis, output: &mut Output) {
     table(output, &["device", "port", "state", "link", "rate"], &rows);
     let gpu = facts.peer_memory.as_deref().unwrap_or("no");
     output.line(format!("  GPU memory by its address (peer memory): {gpu}"));
+    if let Some(why) = facts.ruled_out {
+        output.line(format!("  RDMA would not be used: {why}"));
+    }
+    let would = if facts.ruled_out.is_some() { "without that would use" } else { "would use" };
     for port in &facts.chosen {
         let dmabuf = if port.takes_dmabuf { "yes" } else { "no" };
-        output.line(format!("  would use {} at {} Mbit/s, DMA-BUF {dmabuf}, with", port.name, port.speed_mbps));
+        output.line(format!("  {would} {} at {} Mbit/s, DMA-BUF {dmabuf}, with", port.name, port.speed_mbps));
         output.line(format!("    GID {} ({}): {}", port.gid_index, port.gid, port.gid_why));
+        for (index, gid, version) in &port.gids {
+            output.line(format!("      {index:>3} {gid} {version}"));
+        }
+    }
+    for port in &facts.others {
+        output.line(format!("  would not use {}, which is down or left out by NCCL_IB_HCA; its GIDs:", port.name));
         for (index, gid, version) in &port.gids {
             output.line(format!("      {index:>3} {gid} {version}"));
         }

@@ -3,7 +3,8 @@
 //! NCCL gives a handle with each transfer, which points into its own memory: starting an event reads through it. So
 //! everything is told on NCCL's thread, inside `isend`, `irecv` or `test`, before `test` says done or failed: there the
 //! handle is known to be alive, no close can have returned, and after an abort nobody is left who could call. The
-//! threads that move data only note what begins and ends; NCCL's thread passes it on when it next comes by.
+//! threads that move data only note what begins and ends (`notes`); NCCL's thread makes pieces of it ([`transfer`]) and
+//! passes them on when it next comes by.
 //!
 //! The rules, which every backend gets by calling these functions where their descriptions say:
 //!
@@ -16,6 +17,7 @@
 //! When nobody listens, a transfer costs one start that is declined: [`Events::hears`] remembers, and nothing is noted.
 //! Without a listener or a handle it costs a branch.
 
+mod notes;
 pub mod transfer;
 
 use std::ffi::c_void;
@@ -23,6 +25,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
+use notes::{Note, Notes, TURNS, What};
 pub use transfer::{Chunk, MOST, Piece, Wait};
 use transfer::{Told, Transfer};
 
@@ -33,6 +36,12 @@ use crate::os::ticks::{self, Ticks};
 pub trait Listener: Send + Sync {
     /// Whether it reads resends and times. Asked once per transfer.
     fn wants_details(&self) -> bool;
+
+    /// Whether a piece may be told of when it has ended, since it is the times that are read and not the moment of the call.
+    /// Asked with the other.
+    fn is_patient(&self) -> bool {
+        false
+    }
 
     /// A piece begins. Answers its handle, or null when the profiler declines.
     ///
@@ -62,6 +71,10 @@ pub struct News<'a> {
     pub reconnects: u16,
     /// The piece.
     pub piece: &'a Piece,
+    /// It has ended already when its start is told, and its stop follows at once.
+    pub ended: bool,
+    /// How long ago it began (in a start) or ended, in nanoseconds; 0 without details.
+    pub ago_ns: u64,
 }
 
 impl News<'_> {
@@ -118,6 +131,7 @@ struct Place {
     /// Whether the transfer is followed piece by piece, and with times.
     followed: AtomicBool,
     details: AtomicBool,
+    /// Locked by NCCL's threads only.
     transfer: Mutex<Transfer>,
 }
 
@@ -135,15 +149,28 @@ pub struct Events {
     ear: OnceLock<Ear>,
     /// The last start was taken.
     hears: AtomicBool,
-    /// A transfer has had a handle: before the first there is nothing to note.
-    tried: AtomicBool,
+    /// Notes are worth a look at the clock.
+    timed: AtomicBool,
+    /// The listener is patient.
+    patient: AtomicBool,
+    /// What has been noted; made with the first transfer that has a handle: before it there is nothing to note.
+    notes: OnceLock<Notes>,
+    places: OnceLock<Box<[Slot]>>,
+    paths: Mutex<Vec<Path>>,
+    reconnects: AtomicU64,
+    own: Own,
+}
+
+/// What only NCCL's threads write, by itself in its lines of memory: the others read what is beside it.
+#[repr(align(128))]
+#[derive(Default)]
+struct Own {
     /// Slots about which there are news.
     news: [AtomicU64; SLOTS / 64],
     /// Whether there may be any: written after them.
     any_news: AtomicBool,
-    places: OnceLock<Box<[Slot]>>,
-    paths: Mutex<Vec<Path>>,
-    reconnects: AtomicU64,
+    /// Where notes are taken out to.
+    taken: Mutex<Vec<Note>>,
 }
 
 impl Default for Events {
@@ -151,12 +178,13 @@ impl Default for Events {
         Self {
             ear: OnceLock::new(),
             hears: AtomicBool::new(false),
-            tried: AtomicBool::new(false),
-            news: std::array::from_fn(|_| AtomicU64::new(0)),
-            any_news: AtomicBool::new(false),
+            timed: AtomicBool::new(false),
+            patient: AtomicBool::new(false),
+            notes: OnceLock::new(),
             places: OnceLock::new(),
             paths: Mutex::new(Vec::new()),
             reconnects: AtomicU64::new(0),
+            own: Own::default(),
         }
     }
 }
@@ -206,8 +234,8 @@ impl Events {
     #[inline]
     pub fn follow_whole(&self, slot: u16, handle: *mut c_void, chunk: impl FnOnce(bool) -> Chunk) -> bool {
         let Some(ear) = self.ear.get().filter(|_| !handle.is_null()) else { return false };
-        self.tried.store(true, Ordering::Relaxed);
-        let details = ear.listener.wants_details();
+        self.get_ready();
+        let details = self.wants_details(ear);
         let chunk = chunk(details);
         let place = self.place(slot, 0);
         let now = clock(details);
@@ -224,78 +252,140 @@ impl Events {
     #[inline(never)]
     fn prepare(&self, ear: &Ear, slot: u16, part: usize, handle: *mut c_void) {
         let place = self.place(slot, part);
-        if !self.tried.load(Ordering::Relaxed) {
+        if self.get_ready() {
             // The first transfer is followed on trial.
-            self.tried.store(true, Ordering::Relaxed);
             self.hears.store(true, Ordering::Relaxed);
         }
         let follows = self.hears();
-        let details = follows && ear.listener.wants_details();
+        let details = self.wants_details(ear) && follows;
         if follows {
             lock(&place.transfer).begin(ear.send, clock(details));
         }
         place.attach(handle, follows, details);
     }
 
+    fn wants_details(&self, ear: &Ear) -> bool {
+        let details = ear.listener.wants_details();
+        set(&self.timed, details);
+        set(&self.patient, details && ear.listener.is_patient());
+        details
+    }
+
+    /// Whether it is enough to say of a chunk that it is over ([`Events::chunk_over`]), and nothing when it begins.
+    #[inline]
+    pub fn is_patient(&self) -> bool {
+        self.patient.load(Ordering::Relaxed)
+    }
+
+    /// Any thread: a chunk has come of which nothing has been noted since it began, at `began`. Only for requests that have
+    /// not ended.
+    pub fn chunk_over(&self, slot: u16, part: usize, chunk: &Chunk, began: Ticks) {
+        self.note(slot, part, Some(chunk.path), What::Over(*chunk, began));
+    }
+
+    /// Any thread: the same of one that the other side has acknowledged. Who learns of one learns of several, on all paths:
+    /// they go into one list, after what the paths' lists say of their waits.
+    pub fn chunk_acknowledged(&self, slot: u16, part: usize, chunk: &Chunk, began: Ticks) {
+        self.note(slot, part, None, What::Over(*chunk, began));
+    }
+
     /// Any thread: a chunk of the part is being handed to the network, or its first byte has come. Only for requests
     /// that have not ended.
     pub fn chunk_begins(&self, slot: u16, part: usize, chunk: &Chunk) {
-        self.note(slot, part, |transfer, details| transfer.chunk_begins(chunk, clock(details), details));
+        self.note(slot, part, Some(chunk.path), What::Begins(*chunk));
     }
 
-    /// Any thread: the chunk at `offset` has arrived. Only for requests that have not ended.
-    pub fn chunk_ends(&self, slot: u16, part: usize, offset: u64) {
-        self.note(slot, part, |transfer, details| transfer.chunk_ends(offset, clock(details)));
+    /// Any thread: the chunk at `offset` has arrived, which began on path `path`. Only for requests that have not ended.
+    pub fn chunk_ends(&self, slot: u16, part: usize, path: u16, offset: u64) {
+        self.note(slot, part, Some(path), What::Ends(offset));
     }
 
     /// Any thread: all chunks of the part have arrived, just before its request ends: what there is to tell of it is told then.
     pub fn all_arrived(&self, slot: u16, part: usize) {
-        if let Some(place) = self.followed_place(slot, part) {
-            let now = clock(place.details.load(Ordering::Relaxed));
-            lock(&place.transfer).all_arrived(now);
-        }
+        self.note(slot, part, None, What::AllArrived);
     }
 
     /// Any thread: a chunk has arrived that makes no piece ([`Transfer::chunk_passed`]). Only for requests that have not
     /// ended.
     pub fn chunk_passed(&self, slot: u16, part: usize, path: u16, wr_id: u64) {
-        self.note(slot, part, |transfer, _| transfer.chunk_passed(path, wr_id));
+        self.note(slot, part, Some(path), What::Passed { path, wr_id });
     }
 
     /// Any thread: the chunk on path `path` has arrived, the only one of its transfer there. Only for requests that have
     /// not ended.
     pub fn path_ends(&self, slot: u16, part: usize, path: u16) {
-        self.note(slot, part, |transfer, details| transfer.path_ends(path, clock(details)));
+        self.note(slot, part, Some(path), What::PathEnds(path));
     }
 
-    /// Any thread: the chunk at `offset` has waited since `since`.
-    pub fn chunk_waited(&self, slot: u16, part: usize, offset: u64, wait: Wait, since: Ticks) {
+    /// Any thread: the chunk at `offset` on path `path` has waited since `since`.
+    pub fn chunk_waited(&self, slot: u16, part: usize, path: u16, offset: u64, wait: Wait, since: Ticks) {
         let ns = Ticks::now().nanoseconds_since(since);
-        self.note(slot, part, |transfer, _| transfer.chunk_waited(offset, wait, ns));
+        self.note(slot, part, Some(path), What::Waited { offset, wait, ns });
     }
 
     /// Any thread: the receiver's buffer is there, so that from here on the message waits for the network only.
     pub fn ready(&self, slot: u16, part: usize) {
-        self.note(slot, part, |transfer, details| transfer.ready(clock(details)));
+        self.note(slot, part, None, What::Ready);
     }
 
-    fn note(&self, slot: u16, part: usize, note: impl FnOnce(&mut Transfer, bool)) {
-        if let Some(place) = self.followed_place(slot, part) {
-            note(&mut lock(&place.transfer), place.details.load(Ordering::Relaxed));
-            self.mark(slot);
+    /// Notes what has happened on a path, or to a whole transfer.
+    fn note(&self, slot: u16, part: usize, path: Option<u16>, what: What) {
+        if let Some(notes) = self.notes.get() {
+            notes.add(path, Note { slot, part: part as u8, now: clock(self.timed.load(Ordering::Relaxed)), what });
         }
     }
 
-    fn followed_place(&self, slot: u16, part: usize) -> Option<&Place> {
-        let followed =
-            |place: &&Place| place.followed.load(Ordering::Relaxed) && !place.handle.load(Ordering::Acquire).is_null();
-        self.known_place(slot, part).filter(followed)
+    /// Makes room for notes, once. Whether that was now.
+    fn get_ready(&self) -> bool {
+        let mut now = false;
+        self.notes.get_or_init(|| {
+            now = true;
+            let notes = Notes::new(self.paths().len());
+            lock(&self.own.taken).reserve_exact(notes.most());
+            notes
+        });
+        now
     }
 
     /// There is something to tell of this slot.
     fn mark(&self, slot: u16) {
-        self.news[usize::from(slot) / 64].fetch_or(1 << (slot % 64), Ordering::Release);
-        self.any_news.store(true, Ordering::Release);
+        self.own.news[usize::from(slot) / 64].fetch_or(1 << (slot % 64), Ordering::Release);
+        self.own.any_news.store(true, Ordering::Release);
+    }
+
+    /// NCCL's thread: makes pieces of what has been noted, to be told by [`Events::report`], but for those of the request
+    /// that is `ending`, which the caller tells.
+    #[inline]
+    fn read_notes(&self, ending: Option<u16>) {
+        if let Some(notes) = self.notes.get()
+            && notes.are_there()
+        {
+            self.take_notes(notes, ending);
+        }
+    }
+
+    #[cold]
+    fn take_notes(&self, notes: &Notes, ending: Option<u16>) {
+        let mut taken = lock(&self.own.taken);
+        notes.take(&mut taken);
+        for turn in 0..TURNS {
+            for note in taken.iter().filter(|note| note.turn() == turn) {
+                let Some(place) = self.followed_place(note.slot, note.part.into()) else { continue };
+                let details = place.details.load(Ordering::Relaxed);
+                lock(&place.transfer).take_note(&note.what, note.now.filter(|_| details), details);
+                if Some(note.slot) != ending {
+                    self.mark(note.slot);
+                }
+            }
+        }
+        taken.clear();
+    }
+
+    /// A transfer that notes are kept of.
+    fn followed_place(&self, slot: u16, part: usize) -> Option<&Place> {
+        let followed =
+            |place: &&Place| place.followed.load(Ordering::Relaxed) && !place.handle.load(Ordering::Relaxed).is_null();
+        self.known_place(slot, part).filter(followed)
     }
 
     /// NCCL's thread, in `isend`, `irecv` or `test`: tells what has been noted since the last time.
@@ -304,7 +394,8 @@ impl Events {
     /// As [`Listener::start`], for every request of the connection.
     #[inline]
     pub unsafe fn report(&self) {
-        if self.any_news.load(Ordering::Relaxed) {
+        self.read_notes(None);
+        if self.own.any_news.load(Ordering::Relaxed) {
             // SAFETY: passed on.
             unsafe { self.report_news() };
         }
@@ -313,10 +404,13 @@ impl Events {
     #[cold]
     unsafe fn report_news(&self) {
         let Some(ear) = self.ear.get() else { return };
-        // First the mark, then the words: what is noted in between leaves the mark behind. An exchange: the words that
-        // were marked by then are seen.
-        self.any_news.swap(false, Ordering::AcqRel);
-        for (word, base) in self.news.iter().zip((0u16..).step_by(64)) {
+        // First the mark, then the words: what another of NCCL's threads marks in between leaves the mark behind. An
+        // exchange: the words that were marked by then are seen.
+        self.own.any_news.swap(false, Ordering::AcqRel);
+        for (word, base) in self.own.news.iter().zip((0u16..).step_by(64)) {
+            if word.load(Ordering::Relaxed) == 0 {
+                continue;
+            }
             let mut slots = word.swap(0, Ordering::Acquire);
             while slots != 0 {
                 let slot = base + slots.trailing_zeros() as u16;
@@ -343,7 +437,7 @@ impl Events {
             unsafe { self.report() };
             return None;
         }
-        if !self.tried.load(Ordering::Relaxed) {
+        if self.notes.get().is_none() {
             return requests.finish(ticket);
         }
         // SAFETY: passed on.
@@ -376,6 +470,8 @@ impl Events {
     #[inline]
     pub unsafe fn conclude(&self, slot: u16, outcome: &Outcome) {
         if let Some(ear) = self.ear.get() {
+            // It has ended after all that is noted of it.
+            self.read_notes(Some(slot));
             for (part, size) in outcome.sizes[..outcome.parts].iter().enumerate() {
                 // SAFETY: passed on.
                 unsafe { self.close(ear, slot, part, |transfer, now| transfer.end(*size, now)) };
@@ -389,6 +485,7 @@ impl Events {
     /// As [`Listener::start`].
     pub unsafe fn abandon(&self, slot: u16) {
         if let Some(ear) = self.ear.get() {
+            self.read_notes(Some(slot));
             for part in 0..MAX_PARTS {
                 // SAFETY: passed on.
                 unsafe { self.close(ear, slot, part, |transfer, _| transfer.fail()) };
@@ -407,7 +504,7 @@ impl Events {
             place.followed.store(true, Ordering::Relaxed);
             // Nothing was noted. Its end is the moment to find out whether somebody listens now.
             transfer.begin(ear.send, None);
-            place.details.store(ear.listener.wants_details(), Ordering::Relaxed);
+            place.details.store(self.wants_details(ear), Ordering::Relaxed);
         }
         end(&mut transfer, clock(details));
         // SAFETY: the caller's promise; the handle is there.
@@ -426,17 +523,23 @@ impl Events {
             return;
         }
         let details = place.details.load(Ordering::Relaxed);
+        let now = clock(details);
         let paths = self.paths();
+        // Who learns of a reconnection learns it from an update.
+        let in_one = details && self.is_patient() && self.reconnects.load(Ordering::Relaxed) == 0;
         for (index, (piece, told)) in transfer.pieces().enumerate() {
             if *told == Told::All {
                 continue;
             }
             let path = paths.get(usize::from(piece.chunk.path)).unwrap_or(&NO_PATH);
-            let mut news = News { link: ear.link, send: ear.send, details, path, paths: &paths, reconnects: 0, piece };
+            let ended = in_one && *told == Told::Nothing && piece.is_ended();
+            let ago_ns = now.map_or(0, |now| piece.begun_before(now));
+            let (link, send, paths) = (ear.link, ear.send, &paths);
+            let mut news = News { link, send, details, path, paths, reconnects: 0, piece, ended, ago_ns };
             if *told == Told::Nothing {
                 // SAFETY: the caller's promise.
                 let answer = unsafe { ear.listener.start(handle, &news) };
-                self.hears.store(!answer.is_null(), Ordering::Relaxed);
+                set(&self.hears, !answer.is_null());
                 *told = if answer.is_null() { Told::All } else { Told::Started(answer) };
                 if answer.is_null() && index == 0 {
                     place.handle.store(std::ptr::null_mut(), Ordering::Relaxed);
@@ -447,6 +550,7 @@ impl Events {
                 if details && self.reconnects.load(Ordering::Relaxed) > 0 {
                     news.reconnects = self.reconnects.swap(0, Ordering::Relaxed) as u16;
                 }
+                news.ago_ns = now.map_or(0, |now| piece.ended_before(now));
                 ear.listener.stop(answer, &news);
                 *told = Told::All;
             }
@@ -486,6 +590,13 @@ impl Place {
         self.details.store(details, Ordering::Relaxed);
         self.followed.store(followed, Ordering::Relaxed);
         self.handle.store(handle, Ordering::Release);
+    }
+}
+
+/// Writes only what changes: many threads read it.
+fn set(flag: &AtomicBool, value: bool) {
+    if flag.load(Ordering::Relaxed) != value {
+        flag.store(value, Ordering::Relaxed);
     }
 }
 

@@ -92,7 +92,7 @@ mod told {
         events.follow(3, 0, handle(1));
         events.chunk_begins(3, 0, &chunk(0, 100, 300));
         events.chunk_begins(3, 0, &chunk(100, 100, 300));
-        events.chunk_ends(3, 0, 100);
+        events.chunk_ends(3, 0, 0, 100);
         assert!(lock(&books.entries).is_empty(), "nothing is told from the threads that move data");
         unsafe { events.report() };
         let stops: Vec<_> = lock(&books.entries).iter().map(|entry| entry.stops).collect();
@@ -149,9 +149,9 @@ mod told {
                 unsafe { events.report() };
             }
             // Ended in another order than begun; the last by the request's end.
-            events.chunk_ends(0, 0, 100);
+            events.chunk_ends(0, 0, 0, 100);
             unsafe { events.report() };
-            events.chunk_ends(0, 0, 0);
+            events.chunk_ends(0, 0, 0, 0);
             unsafe { events.conclude(0, &outcome(&[300])) };
             let stops: Vec<_> = lock(&books.entries).iter().map(|entry| entry.stops).collect();
             let expected: Vec<_> = (0..3).map(|number| u32::from(declined >> number & 1 == 0)).collect();
@@ -190,15 +190,15 @@ mod told {
         }
         let began = Ticks::now();
         std::thread::sleep(Duration::from_millis(3));
-        events.chunk_waited(0, 0, 10, Wait::Socket, began);
+        events.chunk_waited(0, 0, 0, 10, Wait::Socket, began);
         // A stream may be full more than once in a chunk.
         let again = Ticks::now();
         std::thread::sleep(Duration::from_millis(3));
-        events.chunk_waited(0, 0, 10, Wait::Socket, again);
+        events.chunk_waited(0, 0, 0, 10, Wait::Socket, again);
         let most = Ticks::now().nanoseconds_since(began);
-        events.chunk_ends(0, 0, 20);
+        events.chunk_ends(0, 0, 0, 20);
         // It has ended: whatever comes now is not its.
-        events.chunk_waited(0, 0, 20, Wait::Socket, began);
+        events.chunk_waited(0, 0, 0, 20, Wait::Socket, began);
         unsafe { events.conclude(0, &outcome(&[30])) };
         let entries = lock(&books.entries);
         let socket: Vec<_> = entries.iter().map(|entry| entry.waits[Wait::Socket as usize]).collect();
@@ -252,7 +252,7 @@ mod told {
         deaf.follow(0, 0, handle(1));
         deaf.chunk_begins(0, 0, &chunk(0, 5, 5));
         unsafe { deaf.conclude(0, &outcome(&[5])) };
-        assert!(!deaf.hears() && deaf.places.get().is_none(), "and nothing is kept");
+        assert!(!deaf.hears() && deaf.places.get().is_none() && deaf.notes.get().is_none(), "and nothing is kept");
     }
 
     #[test]
@@ -266,6 +266,8 @@ mod told {
             for at in 0..20 {
                 let path = (at % rails.len() as u64) as u16;
                 events.chunk_begins(0, 0, &Chunk { path, ..chunk(at, 1, 20) });
+                // Between paths there is no order but that in which they are told.
+                unsafe { events.report() };
             }
             unsafe { events.conclude(0, &outcome(&[20])) };
             let entries = lock(&books.entries);
@@ -345,12 +347,14 @@ mod told {
 #[test]
 fn many_threads_note_while_one_tells_and_every_transfer_adds_up() {
     let (books, events) = set_up(true);
+    events.set_path(1, Path { carrier: Carrier::Socket { fd: 6 }, rail: 0, peer: None });
     const TRANSFERS: usize = 400;
     let next = AtomicU64::new(0);
     let ready = AtomicU64::new(0);
     std::thread::scope(|scope| {
-        for _ in 0..2 {
-            scope.spawn(|| {
+        let (events, next, ready) = (&events, &next, &ready);
+        for path in 0..2 {
+            scope.spawn(move || {
                 loop {
                     // Each takes chunks of the transfer that is on, as streams do.
                     let at = next.load(Ordering::Acquire);
@@ -362,8 +366,8 @@ fn many_threads_note_while_one_tells_and_every_transfer_adds_up() {
                         std::thread::yield_now();
                         continue;
                     };
-                    events.chunk_begins(0, 0, &chunk((left - 1) * 10, 10, 120));
-                    events.chunk_ends(0, 0, (left - 1) * 10);
+                    events.chunk_begins(0, 0, &Chunk { path, ..chunk((left - 1) * 10, 10, 120) });
+                    events.chunk_ends(0, 0, path, (left - 1) * 10);
                     next.fetch_add(1, Ordering::AcqRel);
                 }
             });

@@ -8,6 +8,7 @@
 
 use std::ffi::c_void;
 
+use super::notes::What;
 use crate::os::ticks::Ticks;
 
 /// The most pieces that are told of one transfer: NCCL's example profiler has room for so many, and does not check.
@@ -80,11 +81,18 @@ pub struct Transfer {
     send: bool,
     /// Bytes of first transmissions that the pieces stand for.
     covered: u64,
+    /// Its size as far as chunks have told: who receives over several queue pairs learns of it share by share, and notes of
+    /// several paths come in any order.
+    known: u64,
     /// The path and the work request of the latest chunk that made no piece.
     passed: Option<(u16, u64)>,
+    /// Waits of chunks of which nothing else is known yet: offset, cause, nanoseconds.
+    early: Vec<(u64, Wait, u64)>,
     /// When the request was made, and when nothing but the network was in its way; kept when times are wanted.
     posted: Option<Ticks>,
     ready: Option<Ticks>,
+    /// When the first of the chunks left that are over.
+    left: Option<Ticks>,
 }
 
 impl Transfer {
@@ -94,8 +102,24 @@ impl Transfer {
         self.pieces.clear();
         // Once per place: no thread that moves data allocates here.
         self.pieces.reserve_exact(MOST + MOST_RESENDS + 1);
+        self.early.clear();
         // A receive that waits for its message waits for the sender, of whom nothing is known here.
-        (self.covered, self.passed, self.posted, self.ready) = (0, None, now.filter(|_| send), None);
+        (self.covered, self.known) = (0, 0);
+        (self.passed, self.posted, self.ready, self.left) = (None, now.filter(|_| send), None, None);
+    }
+
+    /// What was noted of it, when times are wanted at `now`. With `details`, resends make pieces.
+    pub(super) fn take_note(&mut self, what: &What, now: Option<Ticks>, details: bool) {
+        match what {
+            What::Ready => self.ready(now),
+            What::Begins(chunk) => self.chunk_begins(chunk, now, details),
+            What::Ends(offset) => self.chunk_ends(*offset, now),
+            What::Over(chunk, began) => self.chunk_over(chunk, *began, now),
+            What::PathEnds(path) => self.path_ends(*path, now),
+            What::Passed { path, wr_id } => self.chunk_passed(*path, *wr_id),
+            What::Waited { offset, wait, ns } => self.chunk_waited(*offset, *wait, *ns),
+            What::AllArrived => self.all_arrived(now),
+        }
     }
 
     /// Its receive is posted, or its credit has come: from here on it waits for the network only.
@@ -107,8 +131,10 @@ impl Transfer {
     /// a piece of its own.
     pub fn chunk_begins(&mut self, chunk: &Chunk, now: Option<Ticks>, resends: bool) {
         let (posted, ready) = (self.posted, self.ready);
+        let waits = self.take_early(chunk.offset);
         let known = self.pieces.iter_mut().map(|(piece, _)| piece).enumerate();
         if let Some((index, piece)) = known.into_iter().find(|(_, piece)| !piece.ended && piece.covers(chunk.offset)) {
+            piece.add_waits(waits);
             // Into the piece that stands for the rest, chunks come one after another. A receiver does not know that a
             // chunk comes again, but sees that it begins a second time.
             if chunk.again || !self.send && !piece.rest {
@@ -130,7 +156,8 @@ impl Transfer {
         if chunk.again || begun == MOST {
             return;
         }
-        let left = chunk.total.saturating_sub(self.covered);
+        self.known = self.known.max(chunk.total);
+        let left = self.known.saturating_sub(self.covered);
         let mut piece = Piece::new(*chunk, now);
         if begun + 1 == MOST && chunk.length < left {
             (piece.rest, piece.chunk.length) = (true, left);
@@ -140,6 +167,7 @@ impl Transfer {
         if begun == 0 {
             piece.waited(posted, ready, now);
         }
+        piece.add_waits(waits);
         self.push(piece);
     }
 
@@ -152,8 +180,43 @@ impl Transfer {
     pub fn chunk_waited(&mut self, offset: u64, wait: Wait, ns: u64) {
         let open = self.pieces.iter_mut().map(|(piece, _)| piece).filter(|piece| !piece.ended && piece.covers(offset));
         // Its own piece, the latest when it travels again; only what has none is in the rest.
-        if let Some(piece) = open.max_by_key(|piece| !piece.rest) {
-            piece.waits[wait as usize] += ns;
+        match open.max_by_key(|piece| !piece.rest) {
+            Some(piece) => piece.waits[wait as usize] += ns,
+            None if self.early.len() < super::notes::ROOM => self.early.push((offset, wait, ns)),
+            None => {}
+        }
+    }
+
+    /// The waits that were noted of a chunk before it was known.
+    fn take_early(&mut self, offset: u64) -> [u64; 3] {
+        let mut waits = [0; 3];
+        self.early.retain(|&(of, wait, ns)| {
+            if of == offset {
+                waits[wait as usize] += ns;
+            }
+            of != offset
+        });
+        waits
+    }
+
+    /// A chunk that began at `began` has arrived, and nothing was said of it before unless it was sent again.
+    pub fn chunk_over(&mut self, chunk: &Chunk, began: Ticks, now: Option<Ticks>) {
+        let known = |(piece, _): &(Piece, Told)| !piece.ended && !piece.rest && piece.chunk.offset == chunk.offset;
+        if !self.pieces.iter().any(known) {
+            self.chunk_begins(chunk, Some(began), false);
+            self.left_at(began);
+        }
+        self.chunk_ends(chunk.offset, now);
+    }
+
+    /// A chunk left then: if none left before, that ended the transfer's own waiting.
+    fn left_at(&mut self, began: Ticks) {
+        if self.left.is_some_and(|first| first <= began) {
+            return;
+        }
+        self.left = Some(began);
+        if let Some((piece, Told::Nothing)) = self.pieces.first_mut() {
+            piece.waited(self.posted, self.ready, self.left);
         }
     }
 
@@ -223,12 +286,28 @@ impl Piece {
         self.ended
     }
 
+    /// How long before `now` it began, in nanoseconds; 0 when nobody noted when.
+    pub(super) fn begun_before(&self, now: Ticks) -> u64 {
+        self.began.map_or(0, |began| now.nanoseconds_since(began))
+    }
+
+    /// How long before `now` it ended.
+    pub(super) fn ended_before(&self, now: Ticks) -> u64 {
+        self.begun_before(now).saturating_sub(self.wire)
+    }
+
     /// It is the transfer's first to leave: what was between it and its request was waiting.
     fn waited(&mut self, posted: Option<Ticks>, ready: Option<Ticks>, now: Option<Ticks>) {
         if let (Some(posted), Some(now)) = (posted, now) {
             let ready = ready.unwrap_or(posted);
             self.waits[Wait::Receiver as usize] = ready.nanoseconds_since(posted);
             self.waits[Wait::Credit as usize] = now.nanoseconds_since(ready);
+        }
+    }
+
+    fn add_waits(&mut self, waits: [u64; 3]) {
+        for (wait, more) in self.waits.iter_mut().zip(waits) {
+            *wait += more;
         }
     }
 
@@ -343,6 +422,94 @@ mod tests {
         transfer.end(5, None);
         let (piece, _) = transfer.pieces().next().expect("a piece");
         assert_eq!((piece.chunk.path, piece.chunk.wr_id, piece.rest), (0, 0, false));
+    }
+
+    #[test]
+    fn what_is_told_of_chunks_when_they_are_over_is_the_same_as_piece_by_piece() {
+        let moment = |number: u64| Ticks::from_number(1_000_000 + number * 10_000).expect("not 0");
+        let chunk = |at: u64| Chunk { offset: at, length: 1, total: 20, path: at as u16 % 4, ..Chunk::default() };
+        let (mut early, mut late) = (Transfer::default(), Transfer::default());
+        for transfer in [&mut early, &mut late] {
+            transfer.begin(true, Some(moment(0)));
+            transfer.ready(Some(moment(3)));
+        }
+        for at in 0..20 {
+            early.chunk_begins(&chunk(at), Some(moment(5 + at)), true);
+        }
+        for at in 0..20 {
+            for transfer in [&mut early, &mut late] {
+                transfer.chunk_waited(at, Wait::Socket, 100 + at);
+            }
+        }
+        for at in 0..20 {
+            early.chunk_ends(at, Some(moment(100 + at)));
+        }
+        // The first to leave is not the first that is acknowledged, and others that leave later are acknowledged after it.
+        for at in [3, 0, 2, 1].into_iter().chain(4..20) {
+            late.chunk_over(&chunk(at), moment(5 + at), Some(moment(100 + at)));
+        }
+        for transfer in [&mut early, &mut late] {
+            transfer.end(20, Some(moment(200)));
+        }
+        let told = |transfer: &mut Transfer| {
+            let mut all: Vec<_> = transfer.pieces().map(|(piece, _)| piece.clone()).collect();
+            all.sort_by_key(|piece| (piece.rest, piece.chunk.offset));
+            all
+        };
+        let (early, late) = (told(&mut early), told(&mut late));
+        let waits = |pieces: &[Piece]| {
+            let sum = |wait: Wait| pieces.iter().map(|piece| piece.waits[wait as usize]).sum::<u64>();
+            [Wait::Receiver, Wait::Socket, Wait::Credit].map(sum)
+        };
+        assert_eq!(waits(&early), waits(&late));
+        assert_eq!((early.len(), late.len()), (MOST, MOST));
+        assert_eq!(late.iter().map(|piece| piece.chunk.length).sum::<u64>(), 20);
+        // But for the one that stands for the rest, chunk by chunk.
+        for piece in late.iter().filter(|piece| !piece.rest) {
+            let other = Piece::new(piece.chunk, Some(moment(5 + piece.chunk.offset)));
+            let wire = moment(100).nanoseconds_since(moment(5));
+            assert_eq!((piece.began, piece.wire, piece.ended), (other.began, wire, true));
+            assert_eq!(piece.waits[Wait::Socket as usize], 100 + piece.chunk.offset);
+        }
+    }
+
+    #[test]
+    fn a_chunk_that_is_over_after_it_was_sent_again_ends_both() {
+        let mut transfer = Transfer::default();
+        transfer.begin(true, None);
+        let chunk = Chunk { length: 10, total: 10, ..Chunk::default() };
+        let began = Ticks::now();
+        transfer.chunk_begins(&chunk, Some(began), true);
+        transfer.chunk_begins(&Chunk { again: true, path: 3, ..chunk }, Some(Ticks::now()), true);
+        transfer.chunk_over(&chunk, began, Some(Ticks::now()));
+        let pieces: Vec<_> = transfer.pieces().map(|(p, _)| (p.chunk.again, p.retransmissions, p.ended)).collect();
+        assert_eq!(pieces, [(false, 1, true), (true, 0, true)]);
+        transfer.end(10, None);
+        assert_eq!(lengths(&mut transfer), [10]);
+    }
+
+    #[test]
+    fn shares_of_a_size_that_becomes_known_with_them_are_told_in_any_order() {
+        // As a receiver over queue pairs learns of them: with each the size until then, not where it belongs.
+        let share = |number: u64| Chunk {
+            offset: u64::MAX,
+            length: 10,
+            total: 10 * (number + 1),
+            path: number as u16,
+            wr_id: 50 + number,
+            ..Chunk::default()
+        };
+        for order in [[0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2], [2, 0, 3, 1]] {
+            let mut transfer = Transfer::default();
+            transfer.begin(false, None);
+            for number in order {
+                transfer.chunk_begins(&share(number), None, false);
+                transfer.path_ends(number as u16, None);
+            }
+            transfer.end(40, None);
+            let told: Vec<_> = transfer.pieces().map(|(piece, _)| (piece.chunk.length, piece.chunk.wr_id)).collect();
+            assert_eq!(told, order.map(|number| (10, 50 + number)));
+        }
     }
 
     #[test]

@@ -102,7 +102,9 @@ fn a_bad_value_is_told_with_the_nearest_valid_one_and_the_default_is_used() {
     for (name, value, near) in [
         ("TOWLINE_LOG", "wran", Some("warn")),
         ("TOWLINE_BACKEND", "rmda", Some("rdma")),
-        ("NCCL_IB_TIMEOUT", "40", Some("31")),
+        ("NCCL_IB_TIMEOUT", "-1", Some("0")),
+        ("NCCL_IB_AR_THRESHOLD", "-1", Some("0")),
+        ("NCCL_IB_RETRY_CNT", "8", Some("7")),
         ("NCCL_IB_TC", "-2", Some("-1")),
         ("NCCL_IB_SL", "high", None),
         ("TOWLINE_STREAMS", "0", Some("1")),
@@ -125,6 +127,17 @@ fn a_bad_value_is_told_with_the_nearest_valid_one_and_the_default_is_used() {
     }
 }
 
+/// NCCL's page names 0 and 32 for no timeout at all, and a threshold above the size of NCCL's buffers for none.
+#[test]
+fn numbers_that_mean_without_limit_are_taken() {
+    for text in ["0", "32", "40", "4294967296"] {
+        let (config, complaints) = one("NCCL_IB_TIMEOUT", text);
+        assert_eq!((config.ib_timeout.0.to_string().as_str(), complaints), (text, Vec::new()));
+    }
+    let (config, complaints) = one("NCCL_IB_AR_THRESHOLD", "9223372036854775807");
+    assert_eq!((config.ib_ar_threshold.0, complaints), (i64::MAX, Vec::new()));
+}
+
 #[test]
 fn the_table_is_sound() {
     for (index, variable) in TABLE.iter().enumerate() {
@@ -132,6 +145,38 @@ fn the_table_is_sound() {
         assert!(!variable.help.is_empty() && variable.help.ends_with('.'), "{}: help", variable.name);
         assert!(!variable.help.contains('\n'), "{}: help is one paragraph", variable.name);
         assert!(!TABLE[..index].iter().any(|other| other.name == variable.name), "{} twice", variable.name);
+    }
+}
+
+/// A variable that is documented and read nowhere would be a promise without anything behind it.
+#[test]
+fn every_field_is_used_outside_of_the_configuration() {
+    fn sources(below: &std::path::Path, text: &mut String) {
+        for entry in std::fs::read_dir(below).expect("a directory").flatten() {
+            let path = entry.path();
+            if path.is_dir() {
+                sources(&path, text);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                let source = std::fs::read_to_string(&path).expect("a source");
+                // Tests do not count as use.
+                text.push_str(source.split("\n#[cfg(test)]\nmod tests").next().unwrap_or_default());
+            }
+        }
+    }
+    let mut text = String::new();
+    for entry in std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/src")).expect("the sources").flatten() {
+        if entry.path().is_dir() {
+            sources(&entry.path(), &mut text);
+        }
+    }
+    assert_eq!(FIELDS.len(), TABLE.len());
+    for (name, field) in FIELDS {
+        let is_read = |at: usize, found: &str| {
+            let next = text[at + found.len()..].chars().next();
+            !next.is_some_and(|next| next.is_alphanumeric() || next == '_')
+        };
+        let wanted = format!("config.{field}");
+        assert!(text.match_indices(&wanted).any(|(at, found)| is_read(at, found)), "{name} is read nowhere");
     }
 }
 

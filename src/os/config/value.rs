@@ -184,7 +184,11 @@ impl Value for NetEvents {
 
 impl<const LEAST: i64, const MOST: i64> Value for Number<LEAST, MOST> {
     fn kind() -> String {
-        format!("a whole number from {LEAST} to {MOST}")
+        if MOST == i64::MAX {
+            format!("a whole number, {LEAST} or more")
+        } else {
+            format!("a whole number from {LEAST} to {MOST}")
+        }
     }
 
     fn parse(text: &str) -> Result<Self, Bad> {

@@ -1,6 +1,6 @@
 //! The numbering of devices: physical ones first, virtual ones behind them, across reloads.
 
-use super::{DeviceProperties, MAX_MEMBERS, Plan, Rail, stable_hash};
+use super::{DeviceProperties, MAX_MEMBERS, Plan, Rail, RdmaPort, stable_hash};
 use crate::os::error::{Error, Result};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -86,7 +86,8 @@ impl Table {
     /// The number of the virtual device that is made of these physical devices.
     ///
     /// # Errors
-    /// When a member is no physical device, or stands there twice, or there are none or more than [`MAX_MEMBERS`].
+    /// When a member is no physical device, or stands there twice, or there are none or more than [`MAX_MEMBERS`], or when
+    /// they are RDMA ports of different networks.
     pub fn make_vdevice(&self, members: &[i32]) -> Result<i32> {
         let mut state = self.state();
         state.take_loaded();
@@ -170,6 +171,20 @@ impl State {
                 return Err(Error::usage(what));
             }
             plans.push(&device.plan);
+        }
+        let ports = || plans.iter().flat_map(|plan| &plan.ports);
+        if let Some(first) = ports().next()
+            && let Some(other) = ports().find(|port| port.is_infiniband != first.is_infiniband)
+        {
+            let network = |port: &RdmaPort| if port.is_infiniband { "InfiniBand" } else { "Ethernet" };
+            return Err(Error::usage(format!(
+                "a virtual device was asked for of ports of different networks: {} on {} and {} on {}",
+                first.name,
+                network(first),
+                other.name,
+                network(other)
+            ))
+            .with_hint("choose ports of one network with NCCL_IB_HCA"));
         }
         let guids: Vec<u8> = plans.iter().flat_map(|plan| plan.guid.to_le_bytes()).collect();
         // Ports share the interfaces over which their connections come about.
@@ -258,6 +273,49 @@ mod tests {
         assert_eq!(table.count(), 10);
         assert_eq!(table.properties(10).expect_err("no such device").cause(), Cause::Argument);
         assert_eq!(table.binding(i32::MIN).expect_err("no such device").cause(), Cause::Argument);
+    }
+
+    /// Devices of one RDMA port each: whether it is on InfiniBand, its rail and its plane.
+    fn ports(of: &[(bool, i16, i16)]) -> Table {
+        let port = |(place, &(is_infiniband, rail, plane)): (usize, &(bool, i16, i16))| {
+            let name = format!("mlx5_{place}");
+            let (speed_mbps, ptr_support, max_comms) = (100_000, 1, 1000);
+            let port = RdmaPort { place, name, speed_mbps, ptr_support, max_comms, is_infiniband, rail, plane };
+            Plan { ports: vec![port], ..plan("eth0", 10_000) }
+        };
+        let table = Table::new();
+        table.load(of.iter().enumerate().map(port).collect());
+        table
+    }
+
+    #[test]
+    fn ports_of_different_networks_are_not_fused() {
+        let table = ports(&[(true, -1, -1), (false, -1, -1), (true, -1, -1), (false, -1, -1)]);
+        for members in [&[0, 1][..], &[3, 2], &[0, 2, 1], &[1, 3, 0]] {
+            let refused = table.make_vdevice(members).expect_err("refused");
+            assert_eq!(refused.cause(), Cause::Usage, "{members:?}");
+            assert!(refused.to_string().contains("NCCL_IB_HCA"), "{refused}");
+        }
+        let refused = table.make_vdevice(&[0, 1]).expect_err("refused").to_string();
+        assert!(refused.contains("mlx5_0 on InfiniBand and mlx5_1 on Ethernet"), "{refused}");
+        for members in [[0, 2], [1, 3]] {
+            assert!(table.make_vdevice(&members).is_ok(), "{members:?}");
+        }
+    }
+
+    #[test]
+    fn a_fused_device_has_the_rail_of_all_its_ports_or_none_and_no_single_plane() {
+        let table = ports(&[(true, 1, 0), (true, 1, 1), (true, 2, 0), (true, -1, 0)]);
+        let of = |members: &[i32]| {
+            let made = table.make_vdevice(members).expect("a device");
+            let properties = table.properties(made).expect("a device");
+            (properties.rail, properties.plane)
+        };
+        assert_eq!(of(&[1]), (1, 1));
+        assert_eq!(of(&[0, 1]), (1, -1));
+        for members in [&[0, 2][..], &[0, 3], &[3, 0], &[0, 1, 2], &[2, 0, 1]] {
+            assert_eq!(of(members), (-1, -1), "{members:?}");
+        }
     }
 
     #[test]

@@ -15,6 +15,8 @@ fn a_port_that_is_away_is_waited_for_as_messages_are() {
     let config = Config::from_pairs(pairs).0;
     assert_eq!(patience(&config, false), Duration::from_secs(2));
     assert_eq!(patience(&config, true).as_millis(), 2000 + 4 * 4096 * (1 << 18) / 1_000_000);
+    let config = Config::from_pairs([("TOWLINE_RECONNECT_TIMEOUT", "2"), ("NCCL_IB_TIMEOUT", "0")]).0;
+    assert_eq!((patience(&config, false), patience(&config, true)), (Duration::from_secs(2), Duration::MAX));
 }
 
 #[test]

@@ -91,7 +91,7 @@ pub(super) fn hand_over(
             }
             run.count = 0;
         } else {
-            lane.post_one(&write)?;
+            lane.post_one(|| write)?;
             run.count = 0;
         }
     }

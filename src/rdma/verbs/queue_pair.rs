@@ -3,6 +3,7 @@
 use std::fmt;
 use std::mem::MaybeUninit;
 use std::ptr::{self, NonNull};
+use std::time::Duration;
 
 use rdma_sys as ib;
 
@@ -47,8 +48,8 @@ pub struct Route {
     pub gid_index: u8,
     /// The peer's GID.
     pub peer_gid: Gid,
-    /// The peer's local identifier (InfiniBand).
-    pub peer_lid: u16,
+    /// The local identifier that leads to the peer (InfiniBand).
+    pub lid: u16,
     /// Whether packets carry GIDs; always on Ethernet, on InfiniBand where the peer is in another subnet.
     pub is_global: bool,
     /// The service level.
@@ -60,10 +61,24 @@ pub struct Route {
 /// How patient a queue pair is with its peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timeouts {
-    /// The wait for an acknowledgement: 4.096 µs times two to this power.
+    /// The wait for an acknowledgement: 4.096 µs times two to this power, up to 31; 0: for ever.
     pub exponent: u8,
     /// How often it is sent again, up to 7.
     pub retries: u8,
+}
+
+impl Timeouts {
+    /// What `NCCL_IB_TIMEOUT` and `NCCL_IB_RETRY_CNT` ask for. An exponent of 0, or of 32 and more, which the five bits of
+    /// the verbs cannot say, stands for no timeout.
+    pub fn new(exponent: i64, retries: i64) -> Self {
+        let exponent = u8::try_from(exponent).ok().filter(|exponent| *exponent < 32).unwrap_or(0);
+        Self { exponent, retries: u8::try_from(retries).unwrap_or(7).min(7) }
+    }
+
+    /// How long a device sends something again before it gives up; none when it never does.
+    pub fn patience(self) -> Option<Duration> {
+        (self.exponent != 0).then(|| Duration::from_nanos(4096 << self.exponent) * (u32::from(self.retries) + 1))
+    }
 }
 
 /// What the two drivers agree on beyond the standard (enhanced connection establishment).
@@ -200,7 +215,7 @@ impl QueuePair {
         attr.ah_attr.sl = route.service_level;
         attr.ah_attr.port_num = route.port;
         if route.link_layer == LinkLayer::InfiniBand {
-            attr.ah_attr.dlid = route.peer_lid;
+            attr.ah_attr.dlid = route.lid;
         }
         if route.is_global || route.link_layer == LinkLayer::Ethernet {
             attr.ah_attr.is_global = 1;
@@ -269,20 +284,20 @@ impl QueuePair {
         (status == 0).then_some(Ece { vendor: ece.vendor_id, options: ece.options, mask: ece.comp_mask })
     }
 
-    /// Takes over what the peer offered. Between [`QueuePair::prepare`] and [`QueuePair::connect`]; what is in force
-    /// then is in [`QueuePair::ece`].
+    /// Takes over what the peer offered, and says whether this side's driver knows such options at all. Between
+    /// [`QueuePair::prepare`] and [`QueuePair::connect`]; what is in force then is in [`QueuePair::ece`].
     ///
     /// # Errors
-    /// When the driver does not know it.
-    pub fn set_ece(&self, ece: Ece) -> Result<()> {
-        let Some(set) = self.domain.context().verbs().set_ece else { return Ok(()) };
+    /// When the driver knows such options, and not these.
+    pub fn set_ece(&self, ece: Ece) -> Result<bool> {
+        let Some(set) = self.domain.context().verbs().set_ece else { return Ok(false) };
         let mut raw = ib::ibv_ece { vendor_id: ece.vendor, options: ece.options, comp_mask: ece.mask };
         // SAFETY: the queue pair lives as long as this, the options live through the call.
-        let status = unsafe { set(self.raw.as_ptr(), &raw mut raw) };
-        if status == 0 {
-            Ok(())
-        } else {
-            Err(status_error(self.device(), "taking over the peer's ECE options", status))
+        match unsafe { set(self.raw.as_ptr(), &raw mut raw) } {
+            0 => Ok(true),
+            // What libibverbs says of a driver without them: the peer's is another one.
+            status if status.saturating_abs() == libc::EOPNOTSUPP => Ok(false),
+            status => Err(status_error(self.device(), "taking over the peer's ECE options", status)),
         }
     }
 
@@ -319,7 +334,7 @@ impl QueuePair {
     ///
     /// # Safety
     /// As [`QueuePair::post`].
-    #[inline]
+    #[inline(always)]
     pub unsafe fn post_one(&self, work: &Work) -> Result<()> {
         let mut piece = work.piece();
         let mut request = work.request(&raw mut piece, ptr::null_mut());
@@ -397,5 +412,23 @@ impl fmt::Debug for QueuePair {
             .field("device", &self.device())
             .field("number", &self.number())
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_exponent_of_0_or_beyond_31_is_no_timeout_at_all() {
+        for exponent in [0, 32, 40, 256, 276, i64::MAX] {
+            let timeouts = Timeouts::new(exponent, 7);
+            assert_eq!((timeouts.exponent, timeouts.patience()), (0, None), "{exponent}");
+        }
+        let usual = Timeouts::new(20, 7);
+        assert_eq!((usual.exponent, usual.retries), (20, 7));
+        assert_eq!(usual.patience().expect("a limit").as_secs(), 34);
+        assert_eq!(Timeouts::new(31, 0).patience().expect("a limit").as_secs(), 8796);
+        assert_eq!(Timeouts::new(1, 0).patience(), Some(Duration::from_nanos(8192)));
     }
 }

@@ -45,7 +45,7 @@ impl End {
             mtu: self.port.facts.active_mtu.min(peer.port.facts.active_mtu),
             gid_index: u8::try_from(self.port.gid_index).expect("a small table"),
             peer_gid: peer.port.gid,
-            peer_lid: peer.port.facts.lid,
+            lid: peer.port.facts.lid,
             is_global: false,
             service_level: 0,
             traffic_class: 0,

@@ -48,13 +48,13 @@ pub struct Work {
 
 impl Work {
     /// Its memory in libibverbs's form.
-    #[inline]
+    #[inline(always)]
     pub(super) fn piece(&self) -> ib::ibv_sge {
         ib::ibv_sge { addr: self.local.address, length: self.local.length, lkey: self.local.key }
     }
 
     /// The request in libibverbs's form; `piece` points to its memory, `next` to the request behind it or nowhere.
-    #[inline]
+    #[inline(always)]
     pub(super) fn request(&self, piece: *mut ib::ibv_sge, next: *mut ib::ibv_send_wr) -> ib::ibv_send_wr {
         let flags = if self.is_signaled { ib::ibv_send_flags::IBV_SEND_SIGNALED.0 } else { 0 }
             | if self.is_inline { ib::ibv_send_flags::IBV_SEND_INLINE.0 } else { 0 };

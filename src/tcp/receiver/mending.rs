@@ -50,9 +50,8 @@ impl RecvConn {
         let epoch = io.epoch;
         if let Broken::Lost(error) = &why {
             self.note_trouble(&io, error);
-            self.ended.note(error);
         }
-        self.life_ended(index, epoch, matches!(why, Broken::Lost(_)));
+        self.life_ended(index, epoch, why.cause().is_some(), why.cause());
         match &why {
             Broken::Fatal(error) => self.part_in_anger(*io, error),
             _ => drop(io),
@@ -64,10 +63,12 @@ impl RecvConn {
             Broken::Lost(_) if self.closing.load(Ordering::Acquire) => {}
             Broken::Lost(error) if self.recovery => {
                 tracing::info!(target: crate::os::log::NET, "a stream from {} broke ({error}); waiting for it to come back", self.peer);
-                // With a sender that has said goodbye elsewhere, only who still waits for something is judged.
-                if left == 0 && (!self.health.is_peer_done() || self.requests.outstanding() > 0) {
+                if left == 0 && self.is_missed() {
                     self.wait_for_peer(&error);
                 } else {
+                    if self.is_missed() && self.link.remote.len() > 1 && self.ended.is_recent(Instant::now()) {
+                        self.suspect_peer(&error);
+                    }
                     // The sender may not know.
                     lock(&self.fences).push(Fence { index, epoch, asked: false });
                     self.call_keeper();
@@ -75,6 +76,11 @@ impl RecvConn {
             }
             Broken::Lost(error) => self.fail_silently(lost(&error).with_peer(&self.peer)),
         }
+    }
+
+    /// Whether the sender's absence matters: once it has said goodbye on a stream, only to who still waits for something.
+    fn is_missed(&self) -> bool {
+        !self.health.is_peer_done() || self.requests.outstanding() > 0
     }
 
     /// Remembers whether the end of a stream, or what came before it, speaks of the network. When a process dies all
@@ -94,13 +100,14 @@ impl RecvConn {
         let one_by_one = lock(&self.vigils).iter().any(|vigil| vigil.is_long_away(now));
         let in_trouble = one_by_one || lock(&self.trouble).is_some_and(|at| now - at < TROUBLE);
         let refused_for = match self.ended.refused_for(now, error) {
-            Some(CUT_PATIENCE) if in_trouble => Some(TROUBLED_PATIENCE),
+            Some(CUT_PATIENCE) if in_trouble && !self.ended.is_end_of_file(now) => Some(TROUBLED_PATIENCE),
             other => other,
         };
         let ways = self.link.remote.len();
         let quick = ways == 0 && is_cut(error) && !in_trouble;
         let patience = if quick { CUT_PATIENCE } else { self.net.patience(error) };
-        let terms = Terms { patience, most: self.net.config.peer_timeout, refused_for, ways };
+        let some_refused_for = self.ended.some_refused_for(now);
+        let terms = Terms { patience, most: self.net.config.peer_timeout, refused_for, some_refused_for, ways };
         *self.alone() = Some(Alone::new(now, terms, lost(error).with_peer(&self.peer)));
         // Another thread may have brought a stream back before that was said.
         if self.health.live() > 0 {
@@ -108,29 +115,50 @@ impl RecvConn {
             return;
         }
         self.call_keeper();
+        self.call_peer(now);
+    }
+
+    /// A stream ended as those of a process that dies do, and others live, as far as is known. To be called before
+    /// anything is said on these: what answers that has been heard since.
+    fn suspect_peer(&self, error: &io::Error) {
+        let now = Instant::now();
+        {
+            let mut alone = self.alone();
+            if alone.is_some() {
+                return;
+            }
+            let lost = lost(error).with_peer(&self.peer);
+            *alone = Some(Alone::suspected(now, &self.ended, self.link.remote.len(), &[], lost));
+        }
+        self.call_peer(now);
+    }
+
+    /// Calls the sender over all ways.
+    fn call_peer(&self, since: Instant) {
         if let Some(me) = self.me.upgrade() {
-            (0..ways).for_each(|way| Dial::call(Arc::clone(&self.net), &me, way, now));
+            (0..self.link.remote.len()).for_each(|way| Dial::call(Arc::clone(&self.net), &me, way, since));
         }
     }
 
-    /// Whether the sender is to be called because all streams had ended at that time.
+    /// Whether the sender is to be called because of what had ended at that time.
     pub fn is_calling(&self, since: Instant) -> bool {
         !self.is_over() && self.alone().as_ref().is_some_and(|alone| alone.since() == since)
     }
 
     /// What a call over a rail has come to.
-    pub fn answered(&self, way: usize, answer: Answer) {
+    pub fn answered(&self, began: Instant, way: usize, answer: Answer) {
         if let Some(alone) = &mut *self.alone() {
-            alone.answered(Instant::now(), way, answer);
+            alone.answered(began, Instant::now(), way, answer);
         }
         self.call_keeper();
     }
 
     /// A stream that has ended, and its life, for a call: each time the next, since the sender may know of some.
     pub fn lost_life(&self, turn: usize) -> (u16, u16) {
+        let lost: Vec<usize> = (0..MAX_STREAMS).filter(|index| self.streams[*index].peek(|_| ()).is_none()).collect();
         let state = self.state();
-        let known = || (0..MAX_STREAMS).filter(|index| *index == 0 || state.core.epoch(*index) > 0);
-        let index = known().nth(turn % known().count()).unwrap_or(0);
+        let known = || lost.iter().copied().filter(|index| *index == 0 || state.core.epoch(*index) > 0);
+        let index = known().nth(turn % known().count().max(1)).unwrap_or(0);
         (index as u16, state.core.epoch(index))
     }
 
@@ -189,12 +217,18 @@ impl RecvConn {
     }
 
     /// Gives up streams on which nothing comes back. The last ones stay until the peer counts as gone: it is the sender
-    /// who connects again, and should the path come back first, all goes on as before.
+    /// who connects again, and should the path come back first, all goes on as before. Unless others have just ended as
+    /// those of a process that dies: then the sender is called over all ways, these too.
     fn lose_silent(&self, silent: &[(usize, Duration)]) {
-        *lock(&self.trouble) = Some(Instant::now());
-        if self.recovery && silent.len() < self.health.live() {
+        let now = Instant::now();
+        *lock(&self.trouble) = Some(now);
+        if self.recovery && (silent.len() < self.health.live() || self.ended.is_recent(now)) {
             for &(index, silence) in silent {
                 self.lose(index, &watch::silent(silence));
+            }
+            let longest = silent.iter().map(|(_, silence)| *silence).max().unwrap_or_default();
+            if self.health.live() == 0 && self.is_missed() {
+                self.wait_for_peer(&watch::silent(longest));
             }
         } else if let Some((_, silence)) = silent.iter().find(|(_, silence)| *silence >= self.net.config.peer_timeout) {
             self.fail_silently(lost(&watch::silent(*silence)).with_peer(&self.peer));
@@ -264,7 +298,7 @@ impl RecvConn {
         }
         if let Some(io) = self.streams[index].take() {
             self.health.stream_down();
-            self.life_ended(index, io.epoch, true);
+            self.life_ended(index, io.epoch, true, None);
         }
         let frames = self.state().core.fence(index, epoch);
         // What it said for other streams may be lost: these speak for themselves.
@@ -307,7 +341,8 @@ impl RecvConn {
         impl Drop for Open<'_> {
             fn drop(&mut self) {
                 let conn = self.0;
-                if conn.health.stream_down() == 0 && !conn.is_over() && conn.alone().is_none() {
+                let waited_for = || conn.alone().as_ref().is_some_and(|alone| !alone.is_suspicion());
+                if conn.health.stream_down() == 0 && !conn.is_over() && !waited_for() {
                     conn.wait_for_peer(&io::ErrorKind::NotConnected.into());
                 }
             }
@@ -341,6 +376,10 @@ impl Kept for RecvConn {
             return Progress::default();
         }
         let now = Instant::now();
+        watch::drop_refuted(|| self.alone(), &self.streams, |io| &io.sock);
+        if !self.is_missed() {
+            self.alone().take_if(|alone| alone.is_suspicion());
+        }
         let judged = self.alone().as_mut().map(|alone| (alone.verdict(now), alone.error().clone()));
         let deadline = match judged {
             Some((Verdict::Gone, error)) => {

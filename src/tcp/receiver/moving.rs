@@ -4,9 +4,10 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering;
 
-use super::{Body, Fence, Io, RecvConn, SHARE, State, Target, lock, told};
+use super::{Body, Fence, Followed, Io, RecvConn, SHARE, State, Target, lock, told};
 use crate::engine::counters::Counters;
 use crate::os::error::{Error, Result};
+use crate::os::ticks::Ticks;
 use crate::tcp::frame::{HEADER, Header, Type};
 use crate::tcp::limits::BRIEF_MAX;
 use crate::tcp::load;
@@ -152,16 +153,11 @@ impl RecvConn {
             if length > io.to - io.from {
                 io.body = Body::Data { to, rest: length };
                 drop(state);
-                self.chunk_began(index, &header, io.followed);
+                self.chunk_began(&mut io.followed);
                 continue;
             }
-            if io.followed.is_some() {
-                // Others move data meanwhile. This frame cannot end without us.
-                drop(state);
-                self.chunk_began(index, &header, io.followed);
-                self.chunk_ended(&mut io.followed);
-                state = self.state();
-            }
+            self.chunk_began(&mut io.followed);
+            self.chunk_ended(&mut io.followed);
             // All of it is here: placed and ended in one go.
             // SAFETY: source is the input buffer, destination the checked range; they do not overlap.
             unsafe { wire::copy_ascending(io.input.as_ptr().add(io.from), to.data, length) };
@@ -203,13 +199,13 @@ impl RecvConn {
         Ok(())
     }
 
-    /// A frame's payload is to come. Who listens is told by [`RecvConn::chunk_began`], when the state is no longer locked.
+    /// A frame's payload is to come. Who listens is told by [`RecvConn::chunk_began`].
     pub(super) fn frame_began(
         &self,
         state: &mut State,
         index: usize,
         header: &Header,
-        followed: &mut Option<(Part, u64)>,
+        followed: &mut Option<Followed>,
     ) -> Result<Target> {
         Counters::count(&self.counters.chunks, 1);
         Counters::count(&self.counters.bytes, u64::from(header.length));
@@ -219,7 +215,7 @@ impl RecvConn {
         match state.core.begin(index, header)? {
             Place::Posted(part, offset) => {
                 if self.events.hears() {
-                    *followed = Some((part, offset));
+                    *followed = Some(Followed { part, chunk: told(header, index), began: None });
                 }
                 let base = state.targets[part.slot as usize][part.part as usize].data;
                 // SAFETY: the core has checked that the chunk fits the posted buffer.
@@ -239,16 +235,21 @@ impl RecvConn {
     }
 
     #[inline]
-    pub(super) fn chunk_began(&self, index: usize, header: &Header, followed: Option<(Part, u64)>) {
-        if let Some((part, _)) = followed {
-            self.events.chunk_begins(part.slot, usize::from(part.part), &told(header, index));
+    pub(super) fn chunk_began(&self, followed: &mut Option<Followed>) {
+        let Some(Followed { part, chunk, began }) = followed else { return };
+        if self.events.is_patient() {
+            *began = Some(Ticks::now());
+        } else {
+            self.events.chunk_begins(part.slot, usize::from(part.part), chunk);
         }
     }
 
     #[inline]
-    fn chunk_ended(&self, followed: &mut Option<(Part, u64)>) {
-        if let Some((part, offset)) = followed.take() {
-            self.events.chunk_ends(part.slot, usize::from(part.part), offset);
+    fn chunk_ended(&self, followed: &mut Option<Followed>) {
+        let Some(Followed { part, chunk, began }) = followed.take() else { return };
+        match began {
+            Some(began) => self.events.chunk_over(part.slot, usize::from(part.part), &chunk, began),
+            None => self.events.chunk_ends(part.slot, usize::from(part.part), chunk.path, chunk.offset),
         }
     }
 

@@ -49,7 +49,7 @@ impl RecvConn {
                     if header.kind == Type::Data {
                         let to = self.frame_began(&mut self.state(), index, &header, &mut io.followed);
                         let to = to.map_err(Broken::Fatal)?;
-                        self.chunk_began(index, &header, io.followed);
+                        self.chunk_began(&mut io.followed);
                         io.body = Body::Data { to, rest: header.length as usize };
                     }
                 }

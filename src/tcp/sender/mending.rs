@@ -15,7 +15,6 @@ use crate::tcp::limits::MAX_STREAMS;
 use crate::tcp::net::Sock;
 use crate::tcp::peer::{Broken, failure, lost};
 use crate::tcp::seal::Seal;
-use crate::tcp::stream::Stream;
 use crate::tcp::watch::{self, Finding, Kept, Probes, Sight};
 use crate::tcp::wire::{self, Piece};
 
@@ -41,11 +40,8 @@ impl SendConn {
             Broken::Fatal(error) => self.part_in_anger(*io, error),
             _ => drop(io),
         }
-        if let Broken::Lost(error) = &why {
-            self.ended.note(error);
-        }
         self.health.stream_down();
-        let was_live = self.end_life(index, epoch);
+        let was_live = self.end_life(index, epoch, why.cause());
         match why {
             Broken::Fatal(error) => self.fail(error.with_peer(&self.peer)),
             Broken::Goodbye => {}
@@ -59,16 +55,13 @@ impl SendConn {
     /// one came, and has it connected anew.
     pub(super) fn repair(&self, index: usize, error: &io::Error) {
         tracing::info!(target: crate::os::log::NET, "stream {index} to {} broke ({error}); connecting it again", self.peer);
-        // Also for those that died before, and on every stream: what was asked over this one may be lost, and others
-        // may lead nowhere too.
-        let unfenced = self.state().core.unfenced();
-        for (dead, epoch) in unfenced {
-            let fence = Header { order: dead as u64, offset: u64::from(epoch), ..Header::of(Type::Fence, 0) };
-            for other in 0..MAX_STREAMS {
-                self.queue_control(other, fence, &[]);
-            }
+        if self.health.live() > 0 && self.pairs() > 1 && self.ended.is_recent(Instant::now()) {
+            self.suspect_peer(error);
         }
-        self.streams.iter().for_each(Stream::kick);
+        // Also about those that died before, and on every stream: what was asked over this one may be lost, and others
+        // may lead nowhere too.
+        let questions = self.questions();
+        (0..MAX_STREAMS).for_each(|other| self.ask(other, &questions));
         if self.health.live() == 0 {
             self.wait_for_peer(error);
         }
@@ -77,6 +70,19 @@ impl SendConn {
         if let Some(me) = self.me.upgrade() {
             self.net.repair(&me, index);
         }
+    }
+
+    /// What the receiver is to be asked: how far each stream came that is away.
+    fn questions(&self) -> Vec<Header> {
+        let fence =
+            |(dead, epoch)| Header { order: dead as u64, offset: u64::from(epoch), ..Header::of(Type::Fence, 0) };
+        self.state().core.unfenced().into_iter().map(fence).collect()
+    }
+
+    /// Asks the receiver over stream `on`.
+    fn ask(&self, on: usize, questions: &[Header]) {
+        questions.iter().for_each(|question| self.queue_control(on, *question, &[]));
+        self.streams[on].kick();
     }
 
     /// The receiver has fenced a stream: one that died here too, or one that died there only.
@@ -143,13 +149,15 @@ impl SendConn {
             watch::close_hard(&io.sock);
             self.health.stream_down();
         }
-        self.end_life(index, former);
+        self.end_life(index, former, None);
         self.fenced(index, former, frames)?;
         if epoch > 1 || index == 0 {
             Counters::bump(&self.counters.reconnects);
             tracing::info!(target: crate::os::log::NET, "stream {index} to {} is back", self.peer);
         }
         self.add_stream(index, epoch, place, sock, seal);
+        // What was asked about others may have been lost with all streams, and they may be away for long.
+        self.ask(index, &self.questions());
         Ok(())
     }
 
@@ -255,16 +263,41 @@ impl SendConn {
             patience: self.net.patience(error),
             most: self.net.config.peer_timeout,
             refused_for: self.ended.refused_for(now, error),
+            some_refused_for: self.ended.some_refused_for(now),
             ways: self.pairs(),
         };
         let lost = lost(error).with_peer(&self.peer);
-        lock(&self.alone).get_or_insert_with(|| Alone::new(now, terms, lost));
+        let mut alone = lock(&self.alone);
+        if alone.as_ref().is_none_or(Alone::is_suspicion) {
+            *alone = Some(Alone::new(now, terms, lost));
+        }
+    }
+
+    /// A stream ended as those of a process that dies do, and others live, as far as is known. To be called before
+    /// anything is said on these: what answers that has been heard since.
+    fn suspect_peer(&self, error: &io::Error) {
+        let lost = lost(error).with_peer(&self.peer);
+        // Of one that lives over other rails it is not kept over which.
+        let left = (0..MAX_STREAMS).filter(|index| self.lives(*index) && !self.is_abroad(*index));
+        let left: Vec<usize> = left.map(|index| (index + self.home(index)) % self.pairs()).collect();
+        let suspicion = || Alone::suspected(Instant::now(), &self.ended, self.pairs(), &left, lost);
+        lock(&self.alone).get_or_insert_with(suspicion);
+    }
+
+    /// Whether refusals over some of the ways may be enough to give the peer up.
+    pub fn awaits_refusals(&self) -> bool {
+        lock(&self.alone).as_ref().is_some_and(Alone::awaits_refusals)
+    }
+
+    /// Whether the peer is missed, and each way to it gets a moment only.
+    pub fn is_in_a_hurry(&self) -> bool {
+        !self.is_connected() || lock(&self.alone).is_some()
     }
 
     /// What a try to connect again over a pair of rails has come to.
-    pub fn answered(&self, way: usize, answer: Answer) {
+    pub fn answered(&self, began: Instant, way: usize, answer: Answer) {
         if let Some(alone) = &mut *lock(&self.alone) {
-            alone.answered(Instant::now(), way, answer);
+            alone.answered(began, Instant::now(), way, answer);
             self.call_keeper();
         }
     }
@@ -349,19 +382,25 @@ impl Kept for SendConn {
             return Progress::default();
         }
         let now = Instant::now();
-        let judged = lock(&self.alone).as_mut().map(|alone| (alone.verdict(now), alone.error().clone()));
-        if let Some((Verdict::Gone, error)) = judged
-            && self.health.live() == 0
-        {
-            self.fail_silently(error);
-            self.chores.end();
-            return Progress::default();
-        }
+        watch::drop_refuted(|| lock(&self.alone), &self.streams, |io| &io.sock);
+        let judged =
+            lock(&self.alone).as_mut().map(|alone| (alone.verdict(now), alone.error().clone(), alone.is_suspicion()));
+        let decided_at = match judged {
+            Some((Verdict::Gone, error, suspicion)) if suspicion || self.health.live() == 0 => {
+                self.fail_silently(error);
+                self.chores.end();
+                return Progress::default();
+            }
+            Some((Verdict::Wait(at), ..)) => Some(at),
+            _ => None,
+        };
+        let soonest =
+            |look: Option<Instant>| Progress { moved: false, again: decided_at.into_iter().chain(look).min() };
         if !self.chores.is_ticking() {
-            return Progress::default();
+            return soonest(None);
         }
         if let Err(due) = self.chores.is_due(now) {
-            return Progress { moved: false, again: Some(due) };
+            return soonest(Some(due));
         }
         let mut next = watch::TICK;
         // How long nothing has come back on any stream.
@@ -417,7 +456,7 @@ impl Kept for SendConn {
             self.chores.end();
             return Progress::default();
         }
-        self.chores.again(now, next)
+        soonest(self.chores.again(now, next).again)
     }
 
     fn fail(&self, error: Error) {

@@ -14,7 +14,7 @@ use crate::tcp::copies::Own;
 use crate::tcp::frame::{HEADER, Header, Type};
 use crate::tcp::limits::EAGER_MAX;
 use crate::tcp::peer::{Broken, told_by_peer};
-use crate::tcp::send_core::{Chunk, Key, SendCore};
+use crate::tcp::send_core::{Chunk, Key, Landed, SendCore};
 use crate::tcp::stream::{READ, SEND, Step, WRITE};
 use crate::tcp::wire::{self, Piece};
 
@@ -84,7 +84,7 @@ impl SendConn {
                 Ok(Some(bytes)) => {
                     moved = true;
                     if let Some(since) = io.blocked.take() {
-                        self.moves_again(io.followed, since);
+                        self.moves_again(index, io.followed, since);
                     }
                     *share = share.saturating_sub(bytes.max(1));
                     io.sent += bytes;
@@ -94,17 +94,20 @@ impl SendConn {
                     // Copied only now, when its bytes are on their way already, and before the state is locked.
                     let copy = self.copy_of(out);
                     let left = io.finished();
-                    if left.is_some() {
+                    let to_book = left.filter(|left| left.ends);
+                    if left.is_some() && to_book.is_none() {
                         io.written.count();
                     }
-                    let left = left.filter(|left| left.ends);
                     // A short message whose request is done, and nothing behind it: no second look at the state.
-                    if left.is_none() && !io.more {
+                    if to_book.is_none() && !io.more {
                         return Ok(moved);
                     }
                     let mut state = self.state();
-                    if let Some(left) = left {
+                    if let Some(left) = to_book {
                         self.chunk_written(&mut state, &left, copy);
+                        // Not before: what counts may be acknowledged, by another stream in another thread, too, and then
+                        // its message is over.
+                        io.written.count();
                     }
                     self.settle_claims(&mut state, index);
                     if *share == 0 {
@@ -118,9 +121,9 @@ impl SendConn {
 
     /// A stream that was full takes bytes again.
     #[cold]
-    fn moves_again(&self, followed: Option<(Ticket, u64)>, since: Ticks) {
+    fn moves_again(&self, index: usize, followed: Option<(Ticket, u64)>, since: Ticks) {
         if let Some((ticket, offset)) = followed {
-            self.events.chunk_waited(ticket.slot, 0, offset, Wait::Socket, since);
+            self.events.chunk_waited(ticket.slot, 0, index as u16, offset, Wait::Socket, since);
         }
     }
 
@@ -135,13 +138,24 @@ impl SendConn {
     #[inline]
     pub(super) fn next_outgoing(&self, state: &mut State, index: usize, io: &mut Io) -> Option<Outgoing> {
         if !io.control.is_empty() {
+            io.followed = None;
             io.more = state.core.has_ready();
             return Some(Outgoing::Control(std::mem::take(&mut io.control)));
         }
         let chunk = state.core.next_chunk(index)?;
-        io.untold = if self.events.hears() { self.chunk_begins(state, index, &chunk) } else { None };
-        io.followed = io.untold.map(|(ticket, chunk)| (ticket, chunk.offset));
+        (io.followed, io.untold) = (None, None);
+        if self.events.hears() {
+            self.chunk_begins(state, index, io, &chunk);
+        }
         if chunk.again {
+            // Told while the state is locked: its message may be acknowledged at any time, having arrived the first time.
+            if let Some((ticket, chunk)) = io.untold.take() {
+                if self.events.is_patient() {
+                    // Nothing has been said of its first time.
+                    self.events.chunk_begins(ticket.slot, 0, &events::Chunk { again: false, ..chunk });
+                }
+                self.events.chunk_begins(ticket.slot, 0, &chunk);
+            }
             Counters::count(&self.counters.resends, 1);
         } else {
             Counters::count(&self.counters.chunks, 1);
@@ -294,10 +308,16 @@ impl SendConn {
         }
     }
 
-    /// A chunk goes out, and somebody listens. Returns what to tell and of whom, unless its request has ended already.
-    fn chunk_begins(&self, state: &mut State, index: usize, chunk: &Chunk) -> Option<(Ticket, events::Chunk)> {
+    /// A chunk goes out, and somebody listens: keeps in mind whose it is, unless the request has ended already, and what is to
+    /// be told of it now.
+    fn chunk_begins(&self, state: &mut State, index: usize, io: &mut Io, chunk: &Chunk) {
         state.core.watch_landings();
-        let ticket = state.payloads[chunk.key].as_ref()?.ticket?;
+        let Some(ticket) = state.payloads[chunk.key].as_ref().and_then(|payload| payload.ticket) else { return };
+        io.followed = Some((ticket, chunk.offset));
+        if self.events.is_patient() && self.recovery && !chunk.copied && !chunk.again {
+            // Its request does not end before it is acknowledged: everything is told then.
+            return state.core.stamp(index, Ticks::now());
+        }
         let told = events::Chunk {
             offset: chunk.offset,
             length: u64::from(chunk.length),
@@ -307,16 +327,19 @@ impl SendConn {
             again: chunk.again,
             ..events::Chunk::default()
         };
-        Some((ticket, told))
+        io.untold = Some((ticket, told));
     }
 
-    /// Chunks were acknowledged. Those of messages that are `done` end all at once.
+    /// Chunks were acknowledged. Those of messages that are `done` end all at once, unless nothing is known of them yet.
     pub(super) fn chunks_end(&self, core: &mut SendCore, payloads: &[Option<Payload>], done: &[Key]) {
-        while let Some((key, offset)) = core.take_landed() {
-            if !done.contains(&key)
-                && let Some(ticket) = payloads[key].as_ref().and_then(|payload| payload.ticket)
-            {
-                self.events.chunk_ends(ticket.slot, 0, offset);
+        while let Some(Landed { key, index, offset, length, message, total, began }) = core.take_landed() {
+            let Some(ticket) = payloads[key].as_ref().and_then(|payload| payload.ticket) else { continue };
+            let path = index as u16;
+            if let Some(began) = began {
+                let chunk = events::Chunk { offset, length, path, message, total, ..events::Chunk::default() };
+                self.events.chunk_acknowledged(ticket.slot, 0, &chunk, began);
+            } else if !done.contains(&key) {
+                self.events.chunk_ends(ticket.slot, 0, path, offset);
             }
         }
     }
@@ -326,7 +349,7 @@ impl SendConn {
             let payload = payloads[key].take().expect("a message in flight has its payload");
             if let Some(ticket) = payload.ticket {
                 Counters::count(&self.counters.messages, 1);
-                if self.events.hears() {
+                if self.events.hears() && !self.events.is_patient() {
                     self.events.all_arrived(ticket.slot, 0);
                 }
                 self.requests.complete_part(ticket.slot, 0, payload.length);

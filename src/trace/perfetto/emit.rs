@@ -34,6 +34,8 @@ struct Open {
     comm: u64,
     parent: u64,
     begin: u64,
+    /// When it ended, where that is told before its stop.
+    ended: Option<u64>,
     track: u64,
     /// The lane to give back; None when the slice lies on its parent's.
     place: Option<Place>,
@@ -170,6 +172,10 @@ impl Emitter {
                     ];
                     open.last_words.clear();
                     open.last_words.extend(words.map(|(name, value)| (name, Value::Uint(value))));
+                    open.ended = Some(record.when.saturating_sub(times.ago_ns.into()).max(open.begin));
+                }
+                if times.ends {
+                    self.stop(record.id, record.when);
                 }
             }
             _ if self.open.len() < OPEN => self.start(record),
@@ -181,6 +187,11 @@ impl Emitter {
     pub fn advance(&mut self, now: u64) {
         self.calls.advance(now, &mut self.out, &mut self.tracks);
         self.rails.advance(now, &mut self.out);
+    }
+
+    /// Nothing that happened before `now` follows.
+    pub fn settle(&mut self, now: u64) {
+        self.rails.finish(now, &mut self.out);
     }
 
     /// So many events were dropped until now.
@@ -254,7 +265,11 @@ impl Emitter {
                 self.out.begin(place.uuid, when, kind.label(), &format!("step {step}"), &annotations, &[]);
                 self.insert(record, comm, place.uuid, Some(place), flow);
             }
-            Body::NetSocket { .. } | Body::NetIb { .. } | Body::NetTowline(_) | Body::NetOther { .. } => {
+            Body::NetTowline(part) => {
+                let when = when.saturating_sub(part.ago_ns.into());
+                self.start_net(&Record { when, ..*record }, &annotations);
+            }
+            Body::NetSocket { .. } | Body::NetIb { .. } | Body::NetOther { .. } => {
                 self.start_net(record, &annotations);
             }
             Body::KernelCh { .. } => {
@@ -295,6 +310,7 @@ impl Emitter {
                 comm,
                 parent: record.parent,
                 begin: record.when,
+                ended: None,
                 track,
                 place,
                 children: Vec::new(),
@@ -460,6 +476,7 @@ impl Emitter {
                 self.stop(child, when);
             }
         }
+        let when = open.ended.map_or(when, |ended| ended.min(when));
         let mut words = std::mem::take(&mut open.last_words);
         let mut flows: &[u64] = &[];
         match open.body {

@@ -259,6 +259,7 @@ impl Reader {
                     wait_socket_ns: fields.uint("waited for socket ns"),
                     wait_credit_ns: fields.uint("waited for credit ns"),
                     wire_ns: fields.uint("on the wire ns"),
+                    ..NetTimes::default()
                 };
                 if times != NetTimes::default() {
                     self.push(when, id, Body::NetTimes(times));
@@ -365,6 +366,30 @@ mod tests {
         // The step's arrow and the part's: not before the phase in which isend was called, and not surely later.
         assert_eq!(told_in(true), [(true, 200), (true, 200)]);
         assert_eq!(told_in(false), [(true, 200), (true, 200)]);
+    }
+
+    #[test]
+    fn a_part_that_is_told_when_it_is_over_lies_where_it_was() {
+        // It began at 300 and ended at 700; NCCL's thread comes by at 900.
+        let times = NetTimes { wire_ns: 400, ago_ns: 200, ends: true, ..NetTimes::default() };
+        let Body::NetTowline(part) = part() else { unreachable!("made so") };
+        let records = [
+            (100, STEP, OP, Body::ProxyStep { step: 0 }),
+            (900, NET, STEP, Body::NetTowline(NetPart { ago_ns: 600, ..part })),
+            (900, NET, 0, Body::NetTimes(times)),
+            (1010, STEP, 0, Body::Stop),
+        ];
+        let process = read_back(&records);
+        let starts: Vec<_> =
+            process.records.iter().filter(|record| matches!(record.body, Body::NetTowline(_))).collect();
+        let ends = |record: &&Record| record.id == starts[0].id && matches!(record.body, Body::Stop);
+        let stops: Vec<_> = process.records.iter().filter(ends).map(|record| record.when).collect();
+        assert_eq!((starts.len(), starts[0].when, stops), (1, 300, vec![700]));
+        let wire = process.records.iter().find_map(|record| match record.body {
+            Body::NetTimes(times) => Some(times.wire_ns),
+            _ => None,
+        });
+        assert_eq!(wire, Some(400));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Counters per rail: bytes in flight, and throughput in windows of one millisecond.
 
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap};
 
 use super::super::event::Body;
 use super::super::rail::Rail;
@@ -14,6 +15,13 @@ const WINDOW_NS: u64 = 1_000_000;
 /// Bytes in flight are written at most this often, unless they fall to zero.
 const INTERVAL_NS: u64 = 20_000;
 
+/// What happens on a rail is told up to so much later (by a transport that waits until a transfer is over), and counted in its
+/// order all the same. What comes later still counts when it comes.
+const LATEST_NS: u64 = 2_000_000;
+
+/// What is known and not counted yet, at most: a transport under full load tells of half a million parts a second.
+const WAITING: usize = 1 << 14;
+
 struct Counter {
     in_flight_track: u64,
     rate_track: u64,
@@ -23,29 +31,69 @@ struct Counter {
     window_bytes: u64,
 }
 
+/// A part begins (bytes are added to what is in flight) or ends.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+struct Edge {
+    when: u64,
+    /// An end goes before a beginning at the same time.
+    begins: bool,
+    rail: (Rail, bool),
+    length: u64,
+}
+
 /// The counters of all rails.
 #[derive(Default)]
-pub(super) struct Rails(BTreeMap<(Rail, bool), Counter>);
+pub(super) struct Rails {
+    counters: BTreeMap<(Rail, bool), Counter>,
+    waiting: BinaryHeap<Reverse<Edge>>,
+    counted_to: u64,
+}
 
 impl Rails {
     pub(super) fn begin(&mut self, body: &Body, when: u64, out: &mut Packets, tracks: &mut Tracks) {
         let Some((rail, send, length)) = Rail::of(body) else { return };
-        let counter = self.0.entry((rail, send)).or_insert_with(|| Counter::new(rail, send, when, out, tracks));
-        counter.add(length as i64, when, out);
+        self.counters.entry((rail, send)).or_insert_with(|| Counter::new(rail, send, when, out, tracks));
+        self.wait(Edge { when, begins: true, rail: (rail, send), length }, out);
     }
 
     pub(super) fn end(&mut self, body: &Body, when: u64, out: &mut Packets) {
         let Some((rail, send, length)) = Rail::of(body) else { return };
-        if let Some(counter) = self.0.get_mut(&(rail, send)) {
-            counter.add(-(length as i64), when, out);
-            counter.moved(length, when, out);
+        self.wait(Edge { when, begins: false, rail: (rail, send), length }, out);
+    }
+
+    fn wait(&mut self, edge: Edge, out: &mut Packets) {
+        self.waiting.push(Reverse(edge));
+        if self.waiting.len() > WAITING {
+            self.count_first(out);
         }
     }
 
-    /// Writes windows that are over.
+    /// Counts what happened up to `now`, as far as all of it is known, and writes windows that are over.
     pub(super) fn advance(&mut self, now: u64, out: &mut Packets) {
-        for counter in self.0.values_mut() {
-            counter.moved(0, now, out);
+        let known = now.saturating_sub(LATEST_NS);
+        while self.waiting.peek().is_some_and(|Reverse(edge)| edge.when <= known) {
+            self.count_first(out);
+        }
+        for counter in self.counters.values_mut() {
+            counter.moved(0, known, out);
+        }
+    }
+
+    /// Nothing follows.
+    pub(super) fn finish(&mut self, now: u64, out: &mut Packets) {
+        self.advance(now.saturating_add(LATEST_NS), out);
+    }
+
+    fn count_first(&mut self, out: &mut Packets) {
+        let Some(Reverse(edge)) = self.waiting.pop() else { return };
+        let Some(counter) = self.counters.get_mut(&edge.rail) else { return };
+        // Time does not go back within a counter's track.
+        self.counted_to = self.counted_to.max(edge.when);
+        if edge.begins {
+            counter.add(edge.length as i64, self.counted_to, out);
+        } else {
+            counter.add(-(edge.length as i64), self.counted_to, out);
+            counter.moved(edge.length, self.counted_to, out);
         }
     }
 }
@@ -81,5 +129,25 @@ impl Counter {
             self.window_bytes = 0;
         }
         self.window_bytes += bytes;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn edge(when: u64, begins: bool) -> Edge {
+        Edge { when, begins, rail: (Rail::Number(0), true), length: 10 }
+    }
+
+    #[test]
+    fn what_is_told_late_is_taken_out_in_the_order_in_which_it_happened() {
+        let mut waiting = BinaryHeap::new();
+        for (when, begins) in [(900, false), (300, true), (500, true), (500, false), (100, true), (700, false)] {
+            waiting.push(Reverse(edge(when, begins)));
+        }
+        let order: Vec<_> =
+            std::iter::from_fn(|| waiting.pop()).map(|Reverse(edge)| (edge.when, edge.begins)).collect();
+        assert_eq!(order, [(100, true), (300, true), (500, false), (500, true), (700, false), (900, false)]);
     }
 }

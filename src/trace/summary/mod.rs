@@ -122,6 +122,8 @@ struct Net {
     peer: i32,
     step: u64,
     begin: u64,
+    /// When it ended, where that is told before its stop.
+    ended: Option<u64>,
     /// Its message begins with it.
     first: bool,
     body: Body,
@@ -202,6 +204,10 @@ impl Summary {
             Body::NetTimes(times) => {
                 if let Some(net) = self.nets.get_mut(&record.id) {
                     net.times = times;
+                    net.ended = Some(when.saturating_sub(times.ago_ns.into()));
+                }
+                if times.ends {
+                    self.stop(record.id, when);
                 }
             }
             Body::Coll(_) | Body::P2p(_) | Body::CeColl(_) => self.calls.start(record),
@@ -219,10 +225,11 @@ impl Summary {
                 }
             }
             Body::NetSocket { .. } | Body::NetIb { .. } | Body::NetTowline(_) if self.nets.len() < OPEN => {
-                let (offset, resend) = match record.body {
-                    Body::NetTowline(part) => (part.offset, part.resend),
-                    _ => (0, false),
+                let (offset, resend, ago_ns) = match record.body {
+                    Body::NetTowline(part) => (part.offset, part.resend, part.ago_ns),
+                    _ => (0, false, 0),
                 };
+                let begin = when.saturating_sub(ago_ns.into());
                 // A step is a message, wherever the part lies that begins first. Where the step is not known, only
                 // the part at the front can stand for its message.
                 let (comm, peer, first) = match self.steps.get_mut(&record.parent) {
@@ -230,7 +237,7 @@ impl Summary {
                     None => (record.context, -1, !resend && offset == 0),
                 };
                 let times = NetTimes::default();
-                let net = Net { comm, peer, step: record.parent, begin: when, first, body: record.body, times };
+                let net = Net { comm, peer, step: record.parent, begin, ended: None, first, body: record.body, times };
                 self.nets.insert(record.id, net);
             }
             Body::KernelCh { timer, .. } if self.kernels.len() < OPEN => {
@@ -272,7 +279,7 @@ impl Summary {
             let comm = self.comms.entry(step.op.comm).or_default();
             comm.peers.entry((step.op.peer, step.op.send)).or_default().add(&step.stat);
         } else if let Some(net) = self.nets.remove(&id) {
-            self.net_ends(&net, when);
+            self.net_ends(&net, net.ended.unwrap_or(when));
         } else if let Some(op) = self.ops.remove(&id) {
             self.calls.child_ends(op.call, when);
             // Before v4 the states of steps carry no sizes, those of operations do.

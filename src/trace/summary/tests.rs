@@ -59,6 +59,26 @@ fn parts_under_nccls_descriptors_are_one_message_a_step() {
 }
 
 #[test]
+fn a_part_that_is_told_when_it_is_over_counts_with_its_own_times() {
+    let mut summary = summary(&[]);
+    let Body::NetTowline(part) = part(0, 0) else { unreachable!("made so") };
+    summary.apply(&record(1, 100, OP, Body::ProxyStep { step: 0 }));
+    summary.apply(&record(90_000, 101, 100, Body::NetTowline(NetPart { ago_ns: 60_000, ..part })));
+    let times = NetTimes { wire_ns: 40_000, ago_ns: 20_000, wait_socket_ns: 7, ends: true, ..NetTimes::default() };
+    summary.apply(&record(90_000, 101, 0, Body::NetTimes(times)));
+    // Without a stop, which nobody tells of it.
+    assert_eq!(summary.nets.len(), 0, "it has ended");
+    let comm = &summary.comms[&COMM];
+    let wire = comm.wires.values().next().expect("its rail");
+    assert_eq!((wire.parts, wire.messages, wire.bytes), (1, 1, 10));
+    assert_eq!(
+        (wire.durations.sum(), wire.wait_socket_ns),
+        (40_000, 7),
+        "from its beginning to its end, not to the call"
+    );
+}
+
+#[test]
 fn what_travels_again_is_no_message() {
     let again = Body::NetTowline(NetPart { length: 10, send: true, resend: true, ..NetPart::default() });
     let summary = summary(&[&[part(0, 0), again], &[part(0, 0)]]);

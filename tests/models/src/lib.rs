@@ -108,6 +108,9 @@ pub mod trace {
                 Self((0..capacity).map(slot).collect())
             }
 
+            /// A hint to the processor, which loom has none of.
+            pub fn fetch(&self, _position: u64) {}
+
             pub fn at(&self, position: u64) -> &Slot {
                 &self.0[position as usize % self.0.len()]
             }

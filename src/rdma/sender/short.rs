@@ -1,0 +1,182 @@
+//! Short messages that go without a line: copied into the [`Outbox`], written from there, and done.
+//!
+//! Nearly every one is like the one before it: from memory that another came from, with no line here and with credit.
+//! [`RdmaSend::send_at_once`] sends those and makes sure of just that; [`RdmaSend::isend`] does all others.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use super::{EAGER, RdmaSend, State, work_id};
+use crate::engine::counters::Counters;
+use crate::engine::events::Chunk;
+use crate::engine::request::Ticket;
+use crate::engine::table::Table;
+use crate::os::error::Result;
+use crate::rdma::adapter::Registration;
+use crate::rdma::eager::{EAGER_MAX, Head, Outbox, Parcel};
+use crate::rdma::fabric::Lane;
+use crate::rdma::ledger::{Ledger, Sent};
+use crate::rdma::line::Immediate;
+use crate::rdma::verbs::{Local, Remote, Work};
+
+/// A send that goes without a line.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Short {
+    pub(super) address: u64,
+    pub(super) length: u64,
+    /// Which send with its tag it is.
+    pub(super) number: u32,
+    /// The request.
+    pub(super) slot: u16,
+}
+
+/// Host memory that short messages were sent from, registered for these adapters: what a further send must know of it,
+/// beside whether it is registered still. The last few: NCCL has one for each protocol, as a rule.
+#[derive(Debug, Default)]
+pub(super) struct Known([Range; 4]);
+
+#[derive(Debug, Default, Clone, Copy)]
+struct Range {
+    /// NCCL's handle of the memory; 0 for none.
+    handle: usize,
+    start: u64,
+    end: u64,
+}
+
+impl Known {
+    /// Keeps it in mind, in place of the one that was added before all others. The caller has checked that short messages
+    /// may be sent from it.
+    pub(super) fn add(&mut self, handle: usize, memory: &Arc<Registration>) {
+        if self.0.iter().all(|range| range.handle != handle) {
+            let (start, end) = memory.range();
+            self.0.rotate_right(1);
+            self.0[0] = Range { handle, start, end };
+        }
+    }
+
+    /// Whether that is known, and holds these bytes.
+    #[inline]
+    fn covers(&self, handle: usize, address: u64, length: u64) -> bool {
+        let Some(range) = self.0.iter().find(|range| range.handle == handle) else { return false };
+        range.start <= address && address <= range.end && length <= range.end - address
+    }
+}
+
+impl RdmaSend {
+    /// Starts a send that is like those before it. `handle` names its memory in `registered`. `None`: it must take the
+    /// longer way, by [`RdmaSend::isend`].
+    ///
+    /// # Errors
+    /// When the connection has failed in it.
+    ///
+    /// # Safety
+    /// As [`RdmaSend::isend`].
+    #[inline(always)]
+    pub unsafe fn send_at_once(
+        &self,
+        (address, length): (u64, u64),
+        tag: i32,
+        (handle, registered): (usize, &Table<Registration>),
+        profiler: *mut c_void,
+    ) -> Result<Option<Ticket>> {
+        let Ok(mut guard) = self.state.try_lock() else { return Ok(None) };
+        let state = &mut *guard;
+        let is_well = !self.base.health.is_failed() && !self.base.health.is_peer_done();
+        if !is_well || length > EAGER_MAX || !state.known.covers(handle, address, length) {
+            return Ok(None);
+        }
+        // Only the bytes are wanted, now, and they are the caller's: who ends the registration meanwhile takes nothing away.
+        if !registered.is_current(handle) || state.has_line() || !state.may_go_eagerly() {
+            return Ok(None);
+        }
+        let Some(next) = state.matching.next_alone(tag) else { return Ok(None) };
+        let Some(ticket) = self.base.requests.take_with(&mut state.keys, 1) else { return Ok(None) };
+        let number = *next;
+        *next = number.wrapping_add(1);
+        self.base.events.follow(ticket.slot, 0, profiler);
+        let begun = self.send_eagerly(state, Short { address, length, number, slot: ticket.slot }, tag);
+        // SAFETY: inside isend.
+        unsafe { self.started(guard, ticket, begun) }
+    }
+
+    /// Sends a short message without a line; [`State::may_go_eagerly`] has said yes. Not part of its callers: all registers
+    /// are its own.
+    #[inline(never)]
+    pub(super) fn send_eagerly(&self, state: &mut State, message: Short, tag: i32) -> Result<()> {
+        let Short { address, length, number, slot } = message;
+        let lines = state.next_line.wrapping_sub(1);
+        let State { outbox: Some(outbox), fabric: Some(fabric), ledger, short_lane, .. } = state else { return Ok(()) };
+        let head = Head { tag, number, lines, length: length as u32 };
+        // SAFETY: the message's memory is the transport's until its request ends, and holds so many bytes.
+        let parcel = unsafe { outbox.pack(&head, address as *const u8) };
+        if self.base.events.hears() {
+            self.tell_short(message, *short_lane);
+        }
+        self.write_parcel(fabric.lane(*short_lane), *short_lane, (outbox, ledger), parcel)?;
+        Counters::count(&self.base.counters.messages, 1);
+        Counters::count(&self.base.counters.bytes, length);
+        self.base.requests.complete_part(slot, 0, length);
+        Ok(())
+    }
+
+    /// Posts the write of a short message.
+    #[cold]
+    pub(super) fn post_parcel(&self, state: &mut State, parcel: Parcel) -> Result<()> {
+        let State { fabric: Some(fabric), outbox: Some(outbox), ledger, short_lane, .. } = state else { return Ok(()) };
+        self.write_parcel(fabric.lane(*short_lane), *short_lane, (outbox, ledger), parcel)
+    }
+
+    #[inline(always)]
+    fn write_parcel(
+        &self,
+        lane: &mut Lane,
+        index: usize,
+        (outbox, ledger): (&Outbox, &mut Option<Ledger>),
+        parcel: Parcel,
+    ) -> Result<()> {
+        let Some(inbox) = &self.target.inbox else { return Ok(()) };
+        let (adapter, peer_port, inline_bytes) = (lane.adapter, lane.peer_port, lane.inline_bytes());
+        let write = || Work {
+            id: work_id(0, index, 1, false) | EAGER,
+            local: Local { address: parcel.address, length: parcel.bytes, key: outbox.key(adapter) },
+            remote: Remote { address: inbox.of(parcel.place), key: inbox.keys[peer_port] },
+            immediate: Some(Immediate::eager(parcel.place, parcel.brief).encode()),
+            is_read: false,
+            is_inline: (1..=inline_bytes).contains(&parcel.bytes),
+            is_signaled: true,
+        };
+        if let Some(ledger) = ledger {
+            ledger.sent(index, Sent::Short(parcel));
+        }
+        // SAFETY: the outbox lives as long as the lanes, and its place is left alone until this write has completed.
+        unsafe { lane.post_one(write) }?;
+        Counters::count(&self.base.counters.chunks, 1);
+        Ok(())
+    }
+
+    /// Notes for the profiler a message that is done as soon as it is copied.
+    #[cold]
+    fn tell_short(&self, message: Short, lane: usize) {
+        let Short { length, number, slot, .. } = message;
+        let (path, wr_id) = (lane as u16, work_id(0, lane, 1, false) | EAGER);
+        let chunk = Chunk { offset: 0, length, path, message: number.into(), total: length, again: false, wr_id };
+        self.base.events.ready(slot, 0);
+        self.base.events.chunk_begins(slot, 0, &chunk);
+        self.base.events.path_ends(slot, 0, path);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn known_memory_covers_its_own_bytes_under_its_own_handle() {
+        let known =
+            Known([Range { handle: 7, start: 100, end: 200 }, Range::default(), Range::default(), Range::default()]);
+        assert!(known.covers(7, 100, 100) && known.covers(7, 200, 0) && known.covers(7, 150, 50));
+        assert!(!known.covers(7, 99, 1) && !known.covers(7, 150, 51) && !known.covers(7, 201, 0));
+        assert!(!known.covers(8, 100, 1));
+        assert!(!known.covers(7, u64::MAX, 2), "its end is beyond all addresses");
+    }
+}

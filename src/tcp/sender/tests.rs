@@ -1,0 +1,81 @@
+//! What goes wrong between two threads that serve streams of one connection.
+
+use std::io::Read;
+use std::time::{Duration, Instant};
+
+use super::*;
+use crate::os::config::Config;
+use crate::tcp::frame::Type;
+use crate::tcp::loopback;
+
+/// As long as it takes to be sure that a thread does nothing.
+const WHILE: Duration = Duration::from_millis(50);
+
+/// The receiver may have a chunk, and say so on another stream, before the thread that sent it has booked that it left. If
+/// it counted before, the message would be over and its place another message's by the time it is booked.
+#[test]
+fn a_chunk_that_ends_its_request_does_not_count_before_it_is_booked() {
+    let net = loopback::net(Config::default());
+    let deaf = loopback::deaf();
+    let (ours, mut theirs) = loopback::sockets();
+    let conn = SendConn::new(net, loopback::link(&deaf), loopback::peer(), ours, Seal::Plain).expect("it is watched");
+    let bytes = [7; 5000];
+    assert!((COPY_FIRST_MAX..INLINE_MAX).contains(&(bytes.len() as u64)), "it is copied when it has left");
+
+    // As `isend` does, up to the system call.
+    let mut held = conn.streams[0].hold().expect("nobody has it");
+    let ticket = conn.requests.take(1).expect("a slot is free");
+    {
+        let mut state = conn.state();
+        // SAFETY: the bytes outlive the connection.
+        let posted = unsafe { conn.post(&mut state, ticket, bytes.as_ptr(), bytes.len(), 0, false) };
+        assert_eq!(posted.expect("it is posted").1, Admit::Ready);
+        let io = held.as_deref_mut().expect("it is connected");
+        io.out = conn.next_outgoing(&mut state, 0, io);
+    }
+    drop(held);
+
+    std::thread::scope(|scope| {
+        // Another thread is at the books when the chunk leaves, and hears that it has arrived.
+        let mut state = conn.state();
+        scope.spawn(|| conn.run(0, SEND));
+        theirs.read_exact(&mut [0; HEADER + 5000]).expect("the chunk comes");
+        let written = state.core.counts(0);
+        let start = Instant::now();
+        while start.elapsed() < WHILE && written.frames() == 0 {
+            std::thread::yield_now();
+        }
+        let State { core, payloads, done, copies, .. } = &mut *state;
+        core.acknowledge_all(&[1], done).expect("it was sent");
+        assert!(done.is_empty(), "it is over before it is booked");
+        conn.end_messages(payloads, copies, done);
+    });
+    // By the keeper, if it had the stream just then.
+    loopback::wait_until("it is not done", || conn.requests.finish(ticket).is_some());
+    loopback::wait_until("what was heard does not count once it is booked", || conn.state().core.is_idle());
+}
+
+/// What was asked over the last streams is lost with them, and the way of a stream may stay silent while others come back. Its
+/// chunks would stay in doubt for as long.
+#[test]
+fn a_stream_that_comes_back_asks_about_those_that_are_still_away() {
+    let net = loopback::net(Config::default());
+    let deaf = loopback::deaf();
+    let (ours, theirs) = loopback::sockets();
+    let conn = SendConn::new(net, loopback::link(&deaf), loopback::peer(), ours, Seal::Plain).expect("it is watched");
+    let join = |index: usize| {
+        let (ours, theirs) = loopback::sockets();
+        conn.rejoined(index, conn.next_epoch(index), 0, None, ours, Seal::Plain).expect("it joins");
+        theirs
+    };
+    let second = join(1);
+    drop((theirs, second));
+    loopback::wait_until("the end of both is not seen", || !conn.is_connected());
+
+    let mut back = join(0);
+    back.set_read_timeout(Some(Duration::from_secs(20))).expect("it can be set");
+    let mut bytes = [0; HEADER];
+    back.read_exact(&mut bytes).expect("a word about the other");
+    let header = Header::decode(&bytes).expect("a frame");
+    assert_eq!((header.kind, header.order, header.offset), (Type::Fence, 1, 1), "the first life of the second stream");
+}

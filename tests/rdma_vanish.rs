@@ -1,0 +1,235 @@
+//! Peers that are stopped are waited for; hosts that vanish are noticed, whether anything is under way or not.
+//!
+//! A host vanishes when every packet to it and from it is dropped, those of the control channel too: on SoftRoCE's two
+//! links, and on the loopback device, which carries TCP between addresses of one machine.
+
+#![cfg(feature = "rdma")]
+
+mod support;
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use support::child::{self, Guarded, Mailbox};
+use support::ends::{PATIENCE, plays, receive, send, signal, since, stream_in, stream_out, tell, wait_for};
+use support::{at_end, context, number, part, pattern};
+use towline::host::{ApiVersion, Code, Handle, Memory, Part, RecvComm, Request, SendComm, Sizes};
+
+/// TOWLINE_PEER_TIMEOUT of both ends; and what a busy computer may add in an emulated machine.
+const VANISHED: Duration = Duration::from_secs(5);
+const MARGIN: Duration = Duration::from_millis(1500);
+
+/// 67 ms, three times, where the device itself is to find out: SoftRoCE takes seven times for "for ever".
+const IMPATIENT: [(&str, &str); 2] = [("NCCL_IB_TIMEOUT", "14"), ("NCCL_IB_RETRY_CNT", "3")];
+
+/// Runs a command of the machine.
+fn machine(command: &str) {
+    let output = Command::new("sh").args(["-c", command]).output().expect("a shell");
+    assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// The two ends of test `name`, the sender on the first device and the receiver on the second.
+fn start(name: &str, mail: &Mailbox, variables: &[(&str, &str)]) -> [Guarded; 2] {
+    [("sender", "=rxe0"), ("receiver", "=rxe1")].map(|(role, device)| {
+        let mut command = child::command(name, role);
+        command.envs(variables.iter().copied()).env("NCCL_IB_HCA", device).env(child::MAILBOX, mail.path());
+        Guarded::start(command)
+    })
+}
+
+/// What is under way on a connection, one for each, when the host vanishes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Scene {
+    /// Messages, one after the other.
+    Messages,
+    /// A receive is posted and nothing is sent.
+    Receive,
+    /// Nothing; then a message is sent, and its receive posted.
+    Afterwards,
+    /// Nothing, until it must be known.
+    Nothing,
+}
+
+const SCENES: [Scene; 4] = [Scene::Messages, Scene::Receive, Scene::Afterwards, Scene::Nothing];
+
+/// The sending ends.
+fn connect() -> Vec<SendComm> {
+    let context = context(ApiVersion::V12);
+    let connect = |scene: Scene| {
+        let mut handle = Handle::from_bytes(&child::receive(&child::mailbox(), &format!("{scene:?}")));
+        let comm = context.connect_within(0, &mut handle, PATIENCE).expect("connect");
+        send(&comm, 1, 100_000);
+        comm
+    };
+    SCENES.map(connect).into()
+}
+
+/// The receiving ends.
+fn accept() -> Vec<RecvComm> {
+    let context = context(ApiVersion::V12);
+    let accept = |scene: Scene| {
+        let (listener, handle) = context.listen(0).expect("listen");
+        child::send(&child::mailbox(), &format!("{scene:?}"), handle.bytes());
+        let comm = listener.accept_within(PATIENCE).expect("accept");
+        receive(&comm, 1, 100_000);
+        comm
+    };
+    SCENES.map(accept).into()
+}
+
+/// Waits for a request and looks seldom: nobody but the keeper need look for the end to be noticed.
+fn wait(test: impl Fn(&Request) -> Result<Option<Sizes>, Code>, request: &Request) -> Result<(), Code> {
+    let start = Instant::now();
+    while start.elapsed() < PATIENCE {
+        match test(request)? {
+            Some(_) => return Ok(()),
+            None => std::thread::sleep(Duration::from_millis(5)),
+        }
+    }
+    panic!("a request hangs");
+}
+
+/// How long ago the host vanished, if it has.
+fn since_the_cut() -> Option<Duration> {
+    since("cut")
+}
+
+/// Plays a scene until the connection has failed, and looks when and how. `transfer` moves one message.
+fn play(scene: Scene, transfer: impl Fn() -> Result<(), Code>) {
+    match scene {
+        Scene::Messages | Scene::Receive => {}
+        Scene::Afterwards => wait_for("cut"),
+        Scene::Nothing => {
+            wait_for("cut");
+            std::thread::sleep(VANISHED + MARGIN);
+        }
+    }
+    let start = Instant::now();
+    let end = loop {
+        let over = since_the_cut().is_some();
+        match transfer() {
+            Err(code) => break code,
+            Ok(()) => assert!(!over, "{scene:?}: nobody is there, and a transfer ended well"),
+        }
+    };
+    let after = since_the_cut().expect("nothing fails before");
+    eprintln!("{}: {scene:?}: {end:?} after {after:?}", child::role().unwrap_or_default());
+    assert_eq!(end, Code::RemoteError, "{scene:?}");
+    if scene == Scene::Nothing {
+        assert!(start.elapsed() < Duration::from_millis(500), "it was known before, not {:?} later", start.elapsed());
+    } else {
+        assert!(after < VANISHED + MARGIN, "{scene:?}: {after:?} after the cut");
+    }
+}
+
+fn sends() {
+    let comms = connect();
+    tell("connected");
+    std::thread::scope(|scope| {
+        for (scene, comm) in SCENES.into_iter().zip(&comms) {
+            let transfer = move || {
+                // SAFETY: the pattern is static.
+                let sent = unsafe { comm.isend(part(pattern(2, 300_000), None)) }?.expect("a free request");
+                wait(|it| comm.test(it), &sent)
+            };
+            // That one's sender sends nothing before it must know.
+            let scene = if scene == Scene::Receive { Scene::Nothing } else { scene };
+            scope.spawn(move || play(scene, transfer));
+        }
+    });
+    closes(comms, SendComm::close);
+}
+
+fn receives() {
+    let comms = accept();
+    tell("accepted");
+    let targets = SCENES.map(|_| Memory::new(300_000));
+    std::thread::scope(|scope| {
+        for ((scene, comm), target) in SCENES.into_iter().zip(&comms).zip(&targets) {
+            let transfer = move || {
+                // SAFETY: the memory outlives the connections.
+                let posted = unsafe { comm.irecv(&[Part::all(target, None)]) }?.expect("a free request");
+                if scene == Scene::Receive {
+                    tell("posted");
+                }
+                wait(|it| comm.test(it), &posted)
+            };
+            scope.spawn(move || play(scene, transfer));
+        }
+    });
+    closes(comms, RecvComm::close);
+}
+
+/// Closes what has failed, which must not wait for anybody.
+fn closes<C>(comms: Vec<C>, close: impl Fn(C) -> Result<(), Code>) {
+    let start = Instant::now();
+    for comm in comms {
+        close(comm).expect("close");
+    }
+    let took = start.elapsed();
+    eprintln!("{}: closed within {took:?}", child::role().unwrap_or_default());
+    assert!(took < Duration::from_secs(3), "{took:?}");
+}
+
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_vanished_host_is_noticed_within_the_peer_timeout() {
+    const NAME: &str = "a_vanished_host_is_noticed_within_the_peer_timeout";
+    if plays(sends, receives) {
+        return;
+    }
+    let timeout = [("TOWLINE_PEER_TIMEOUT", "5")];
+    let without = [("TOWLINE_RECOVERY", "0")];
+    // With the defaults the device sends again for half a minute: it is not the one who finds out.
+    let variants: [&[(&str, &str)]; 3] = [&[], &without, &IMPATIENT];
+    let running = variants.map(|variables| {
+        let mail = Mailbox::new();
+        let ends = start(NAME, &mail, &[&timeout, variables].concat());
+        (mail, ends)
+    });
+    for (mail, _) in &running {
+        ["connected", "accepted", "posted"].into_iter().for_each(|word| drop(child::receive(mail.path(), word)));
+    }
+    std::thread::sleep(Duration::from_millis(500));
+    let everywhere = |what: &str| machine(&format!("for link in veth0 veth1 lo; do tc qdisc {what}; done"));
+    let _mended = at_end(|| everywhere("del dev $link root"));
+    everywhere("add dev $link root netem loss 100%");
+    running.iter().for_each(|(mail, _)| child::send(mail.path(), "cut", b""));
+    for (variables, (_, ends)) in variants.iter().zip(running) {
+        for mut end in ends {
+            assert!(end.passed_within(PATIENCE), "an end with {variables:?}");
+        }
+    }
+}
+
+/// The kernel and the device answer for a process that is stopped, for longer than anybody waits for a silent one.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_peer_that_is_stopped_is_waited_for() {
+    const NAME: &str = "a_peer_that_is_stopped_is_waited_for";
+    if plays(stream_out, stream_in) {
+        return;
+    }
+    let seconds = number("RDMA_STOPPED").unwrap_or(5);
+    let timeout = [("TOWLINE_PEER_TIMEOUT", "2")];
+    let running = [0, 1].map(|stopped| {
+        let mail = Mailbox::new();
+        let ends = start(NAME, &mail, &[&timeout[..], &IMPATIENT].concat());
+        (mail, ends, stopped)
+    });
+    for (mail, ..) in &running {
+        child::receive(mail.path(), "ready");
+    }
+    std::thread::sleep(Duration::from_millis(300));
+    let to_all = |what: i32| running.iter().for_each(|(_, ends, stopped)| signal(&ends[*stopped], what));
+    to_all(libc::SIGSTOP);
+    std::thread::sleep(Duration::from_secs(seconds));
+    to_all(libc::SIGCONT);
+    std::thread::sleep(Duration::from_secs(1));
+    running.iter().for_each(|(mail, ..)| child::send(mail.path(), "stop", b""));
+    for (_, ends, stopped) in running {
+        for mut end in ends {
+            assert!(end.passed_within(PATIENCE), "an end, with end {stopped} stopped");
+        }
+    }
+}
