@@ -9,6 +9,7 @@
 use std::ffi::c_void;
 
 use super::notes::What;
+use crate::os::net_event::SOMEWHERE;
 use crate::os::ticks::Ticks;
 
 /// The most pieces that are told of one transfer: NCCL's example profiler has room for so many, and does not check.
@@ -20,7 +21,7 @@ pub const MOST_RESENDS: usize = 8;
 /// A chunk as a backend hands it to the network, or a work request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Chunk {
-    /// Where it begins in the message, in bytes.
+    /// Where it begins in the message, in bytes; [`SOMEWHERE`] if that is not known.
     pub offset: u64,
     /// Bytes.
     pub length: u64,
@@ -311,8 +312,9 @@ impl Piece {
         }
     }
 
+    /// Whether a chunk that begins there is this piece, or part of it. Of two whose place is not known nobody can say so.
     fn covers(&self, offset: u64) -> bool {
-        self.rest || self.chunk.offset == offset
+        self.rest || self.chunk.offset == offset && offset != SOMEWHERE
     }
 
     fn end(&mut self, now: Option<Ticks>) {
@@ -492,7 +494,7 @@ mod tests {
     fn shares_of_a_size_that_becomes_known_with_them_are_told_in_any_order() {
         // As a receiver over queue pairs learns of them: with each the size until then, not where it belongs.
         let share = |number: u64| Chunk {
-            offset: u64::MAX,
+            offset: SOMEWHERE,
             length: 10,
             total: 10 * (number + 1),
             path: number as u16,
@@ -510,6 +512,28 @@ mod tests {
             let told: Vec<_> = transfer.pieces().map(|(piece, _)| (piece.chunk.length, piece.chunk.wr_id)).collect();
             assert_eq!(told, order.map(|number| (10, 50 + number)));
         }
+    }
+
+    #[test]
+    fn shares_of_which_the_place_is_not_known_are_never_the_same() {
+        // NCCL's thread takes the first note of one out before the second is made, and finds that one later, behind those
+        // of another path.
+        let share = |path: u16| Chunk {
+            offset: SOMEWHERE,
+            length: 10,
+            total: 10 + u64::from(path) * 10,
+            path,
+            ..Chunk::default()
+        };
+        let mut transfer = Transfer::default();
+        transfer.begin(false, None);
+        transfer.chunk_begins(&share(0), None, false);
+        transfer.chunk_begins(&share(1), None, false);
+        transfer.path_ends(0, None);
+        transfer.path_ends(1, None);
+        transfer.end(20, None);
+        let told: Vec<_> = transfer.pieces().map(|(piece, _)| (piece.chunk.path, piece.retransmissions)).collect();
+        assert_eq!(told, [(0, 0), (1, 0)]);
     }
 
     #[test]
