@@ -175,6 +175,11 @@ pub fn told_by_peer(code: u64, text: &[u8]) -> Error {
     Error::new(cause, format!("the peer gave up the connection: {text}"))
 }
 
+/// What tells the sender that a life of a stream, in this epoch, has ended, and how many frames were taken in.
+pub fn fenced((index, epoch, frames): (usize, u16, u64)) -> Header {
+    Header { order: index as u64, offset: u64::from(epoch), total: frames, ..Header::of(Type::Fenced, 0) }
+}
+
 /// Which stream, and which of its lives, a fence or the answer to one is about.
 ///
 /// # Errors

@@ -25,7 +25,7 @@ use super::handshake::FEATURE_RECOVERY;
 use super::lifeline::{Alone, Ended};
 use super::limits::MAX_STREAMS;
 use super::net::{Link, Net, Sock, path_of};
-use super::peer::{Health, Peer, failure, left_early};
+use super::peer::{Health, Peer, failure, fenced, left_early};
 use super::recv_core::{Part, Posted, RecvCore};
 use super::seal::damage::Damage;
 use super::seal::{Seal, Sides};
@@ -117,6 +117,14 @@ struct Io {
 }
 
 impl Io {
+    /// Adds frames without payload to what goes out on this stream.
+    fn say(&mut self, mut words: Vec<u8>) {
+        if let Some(sides) = &mut self.seal {
+            sides.sealer.control(&mut words);
+        }
+        self.out.extend_from_slice(&words);
+    }
+
     /// Everything in the input buffer was taken but the beginning of a header: that moves to the front.
     #[inline]
     fn make_room(&mut self) {
@@ -274,7 +282,7 @@ impl RecvConn {
     /// Puts a connected socket to work as stream `index`. What was reported at its place before is made up for by a kick.
     pub fn add_stream(&self, index: usize, epoch: u16, place: Registration, sock: Sock, seal: Seal) {
         self.events.set_path(index, path_of(&sock, &self.link));
-        let io = Io {
+        let mut io = Io {
             sock,
             epoch,
             input: vec![0; INPUT].into_boxed_slice(),
@@ -302,6 +310,12 @@ impl RecvConn {
             }
         }
         *self.alone() = None;
+        // What was said of others that have ended may be lost with those that carried the word, and the sender believe them
+        // well.
+        let ended = self.state().core.ended_lives();
+        if !ended.is_empty() {
+            io.say(ended.into_iter().flat_map(|life| fenced(life).encode()).collect());
+        }
         // The first life of the first stream is 0, that of the others 1.
         if epoch > u16::from(index > 0) {
             Counters::bump(&self.counters.reconnects);

@@ -528,6 +528,13 @@ impl RecvCore {
         Some(received)
     }
 
+    /// The streams whose last life [`RecvCore::fence`] has ended, with its epoch and how many frames of all their lives were
+    /// taken in.
+    pub fn ended_lives(&self) -> Vec<(usize, u16, u64)> {
+        let fenced = self.streams.iter().enumerate().filter(|(_, stream)| stream.fenced);
+        fenced.map(|(index, stream)| (index, stream.epoch, stream.received)).collect()
+    }
+
     fn drop_open(&mut self, open: Open) {
         let entry = self.tag(open.tag).entry(open.order);
         entry.disclaim(open.offset, open.length);

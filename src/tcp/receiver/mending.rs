@@ -11,10 +11,9 @@ use crate::engine::poller::Progress;
 use crate::os::error::Error;
 use crate::tcp::acceptor::Listener;
 use crate::tcp::dialer::Dial;
-use crate::tcp::frame::{Header, Type};
 use crate::tcp::lifeline::{Alone, Answer, CUT_PATIENCE, Terms, Verdict, is_cut};
 use crate::tcp::limits::MAX_STREAMS;
-use crate::tcp::peer::{Broken, failure, lost};
+use crate::tcp::peer::{Broken, failure, fenced, lost};
 use crate::tcp::stream::{READ, Ran, WRITE};
 use crate::tcp::watch::{self, Finding, Kept, Sight};
 use crate::tcp::wire::{self, Piece};
@@ -33,11 +32,7 @@ impl RecvConn {
     /// Tells the peer of a failure on the stream that met it, which may be the only one.
     fn part_in_anger(&self, mut io: Io, error: &Error) {
         if !self.health.is_failed() {
-            let mut words = failure(error);
-            if let Some(sides) = &mut io.seal {
-                sides.sealer.control(&mut words);
-            }
-            io.out.extend_from_slice(&words);
+            io.say(failure(error));
             // SAFETY: the piece is this stream's own buffer. What the socket does not take is lost, and the peer
             // learns of the end without the reason.
             let _ = unsafe { wire::send(io.sock.as_raw_fd(), Piece::of(&io.out[io.sent..])) };
@@ -63,14 +58,14 @@ impl RecvConn {
             Broken::Lost(_) if self.closing.load(Ordering::Acquire) => {}
             Broken::Lost(error) if self.recovery => {
                 tracing::info!(target: crate::os::log::NET, "a stream from {} broke ({error}); waiting for it to come back", self.peer);
+                // The sender may not know. If nothing is left to say it on, who comes back hears it.
+                lock(&self.fences).push(Fence { index, epoch, asked: false });
                 if left == 0 && self.is_missed() {
                     self.wait_for_peer(&error);
                 } else {
                     if self.is_missed() && self.link.remote.len() > 1 && self.ended.is_recent(Instant::now()) {
                         self.suspect_peer(&error);
                     }
-                    // The sender may not know.
-                    lock(&self.fences).push(Fence { index, epoch, asked: false });
                     self.call_keeper();
                 }
             }
@@ -257,19 +252,11 @@ impl RecvConn {
     /// Says how far a fenced stream came, and again what may have been lost on it. On every stream, since some of them
     /// may lead nowhere too.
     pub(super) fn tell_fenced(&self, index: usize, epoch: u16, frames: u64) {
-        let fenced =
-            Header { order: index as u64, offset: u64::from(epoch), total: frames, ..Header::of(Type::Fenced, 0) };
+        let fenced = std::iter::once(fenced((index, epoch, frames)));
         let announcements = self.state().core.announcements();
-        let words: Vec<u8> = std::iter::once(fenced).chain(announcements).flat_map(|header| header.encode()).collect();
+        let words: Vec<u8> = fenced.chain(announcements).flat_map(|header| header.encode()).collect();
         for (on, stream) in self.streams.iter().enumerate() {
-            let say = |io: &mut Io| {
-                let mut words = words.clone();
-                if let Some(sides) = &mut io.seal {
-                    sides.sealer.control(&mut words);
-                }
-                io.out.extend_from_slice(&words);
-            };
-            if stream.peek(say).is_some() {
+            if stream.peek(|io| io.say(words.clone())).is_some() {
                 self.run(on, WRITE);
             }
         }
@@ -402,10 +389,11 @@ impl Kept for RecvConn {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::Write;
+    use std::io::{Read, Write};
     use std::net::Shutdown;
 
     use crate::os::config::Config;
+    use crate::tcp::frame::{HEADER, Header, Type};
     use crate::tcp::loopback;
     use crate::tcp::net::Link;
     use crate::tcp::seal::Seal;
@@ -431,6 +419,38 @@ mod tests {
             assert!(conn.test(ticket).unwrap().is_none(), "it may still");
         }
         loopback::wait_until("the receive waits for ever", || conn.test(ticket).is_err());
+    }
+
+    /// The sender may not have seen a stream end whose end has come through here, and what was said of it may be lost with
+    /// those that carried the word. What it believes to be on its way then would never come.
+    #[test]
+    fn a_stream_that_comes_back_brings_word_of_those_that_ended() {
+        let net = loopback::net(Config::default());
+        let deaf = loopback::deaf();
+        let conn = RecvConn::new(net, loopback::link(&deaf), loopback::peer());
+        let join = |index: usize, epoch: u16| {
+            let (ours, theirs) = loopback::sockets();
+            let place = conn.place(index, &ours).expect("it is watched");
+            conn.add_stream(index, epoch, place, ours, Seal::Plain);
+            theirs
+        };
+        let (first, second) = (join(0, 0), join(1, 1));
+        let mut buffer = [0_u8; 8];
+        // SAFETY: the buffer outlives the request, and nobody profiles.
+        let posted = unsafe { conn.irecv(&[(buffer.as_mut_ptr(), 8, 0)], &[std::ptr::null_mut()]) };
+        posted.unwrap().expect("a slot is free");
+        drop((first, second));
+        loopback::wait_until("the end of both is not seen", || conn.health.live() == 0);
+
+        let _open = conn.hold_open();
+        assert_eq!(conn.prepare_join(0, 1), Some(0), "the stream may come back");
+        let mut back = join(0, 1);
+        back.set_read_timeout(Some(Duration::from_secs(20))).expect("it can be set");
+        let mut bytes = [0; HEADER];
+        back.read_exact(&mut bytes).expect("a word about the other");
+        let header = Header::decode(&bytes).expect("a frame");
+        assert_eq!((header.kind, header.order, header.offset, header.total), (Type::Fenced, 1, 1, 0), "its first life");
+        conn.close();
     }
 
     /// The sender says goodbye on each stream for itself. What it says on one is no excuse for the end of another: what was

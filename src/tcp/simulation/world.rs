@@ -7,6 +7,7 @@ use super::ledger::{Ledger, TAGS};
 use super::line::{Arrival, Line};
 use crate::os::error::{Error, Result};
 use crate::tcp::frame::{EAGER, Header, Type};
+use crate::tcp::peer::fenced;
 use crate::tcp::recv_core::{End, Part, Place, Posted, RecvCore};
 use crate::tcp::send_core::{Key, SendCore};
 
@@ -59,6 +60,8 @@ struct Wire {
     begun: Option<Place>,
     /// Nothing that is written from now on arrives, in either direction.
     cut: bool,
+    /// The sender's kernel does not learn of that: the receiver has to say so.
+    hidden: bool,
     sender_has_it: bool,
     receiver_has_it: bool,
     /// The last epoch that the sender has tried to connect.
@@ -163,7 +166,9 @@ impl World {
                 self.cuts_left -= 1;
                 self.cut(index);
             }
-            2..=7 if self.wires[index].cut && self.wires[index].sender_has_it => self.notice(index),
+            2..=7 if self.wires[index].cut && !self.wires[index].hidden && self.wires[index].sender_has_it => {
+                self.notice(index);
+            }
             8 => self.wires[index].stalled_until = self.now + self.dice.roll(400),
             9 if self.wires[0].sender_has_it => {
                 let asks = self.sender.stalled();
@@ -171,6 +176,11 @@ impl World {
             }
             10 if self.mischief == Mischief::Repeat => self.repeat(index),
             10..=12 if self.mischief == Mischief::Anything => self.invent(index),
+            13 | 14 if self.wires[index].cut && self.wires[index].receiver_has_it => self.receiver_notices(index),
+            15 if self.wires.iter().all(|wire| !wire.receiver_has_it) && self.wires[index].sender_has_it => {
+                // A receiver without any stream calls the sender.
+                self.notice(index);
+            }
             _ => {}
         }
         Ok(())
@@ -269,6 +279,7 @@ impl World {
         let (forth, back) = (self.dice.roll(forth + 1), self.dice.roll(back + 1));
         let wire = &mut self.wires[index];
         wire.cut = true;
+        wire.hidden = self.dice.roll(4) == 0;
         self.was_cut = true;
         wire.forth.truncate(forth as usize);
         wire.back.truncate(back as usize);
@@ -294,6 +305,14 @@ impl World {
         }
     }
 
+    /// The receiver sees the end of a stream, and tells the sender, over any other.
+    fn receiver_notices(&mut self, index: usize) {
+        let epoch = self.receiver.epoch(index);
+        if let Some(frames) = self.fence(index, epoch) {
+            self.outbox.push(fenced((index, epoch, frames)));
+        }
+    }
+
     /// The sender connects a stream again. Its hello arrives; the welcome may not.
     fn join(&mut self, index: usize) -> Result<()> {
         self.wires[index].tried += 1;
@@ -309,6 +328,8 @@ impl World {
             Wire { tried: epoch, receiver_has_it: true, sender_has_it: arrives, cut: !arrives, ..Wire::default() };
         self.wires[index].line = self.line(index, epoch);
         if arrives {
+            let ended = self.receiver.ended_lives().into_iter().map(fenced);
+            self.wires[index].back.extend(ended.map(Word::from));
             let mut done = Vec::new();
             self.sender.fenced(index, self.sender.epoch(index), frames, &mut done)?;
             self.sender.stream_up(index, epoch);
@@ -360,8 +381,7 @@ impl World {
                 let epoch = header.offset as u16;
                 self.wires[index].forth.pop_front();
                 if let Some(frames) = self.fence(header.order as usize, epoch) {
-                    let fenced = Header { total: frames, ..header };
-                    self.outbox.push(Header { kind: Type::Fenced, ..fenced });
+                    self.outbox.push(fenced((header.order as usize, epoch, frames)));
                 }
                 return Ok(());
             }
@@ -387,9 +407,9 @@ impl World {
         if line.arrives(&mut self.dice, &frame.header, &frame.bytes, part) {
             return true;
         }
-        (wire.receiver_has_it, wire.cut, wire.begun) = (false, true, None);
-        wire.forth.clear();
+        wire.cut = true;
         wire.back.clear();
+        self.receiver_notices(index);
         false
     }
 
@@ -443,7 +463,12 @@ impl World {
                 self.sender.clear_to_send(header.tag, header.order, header.total)?;
             }
             Type::Fenced => {
-                self.sender.fenced(header.order as usize, header.offset as u16, header.total, &mut done)?;
+                let (stream, epoch) = (header.order as usize, header.offset as u16);
+                // It may have ended there only.
+                if self.wires.get(stream).is_some_and(|wire| wire.sender_has_it) && self.sender.epoch(stream) == epoch {
+                    self.notice(stream);
+                }
+                self.sender.fenced(stream, epoch, header.total, &mut done)?;
             }
             _ => return Err(Error::internal(format!("{:?}", header.kind))),
         }
