@@ -21,10 +21,12 @@ report() {
             sed 's/^/    /' "$task/stack"
         done
     done 2>/dev/null
-    echo "-- blocked in the kernel, and its last words:"
+    echo "-- what the processors do, what is blocked in the kernel, and its words about such things:"
+    echo l >/proc/sysrq-trigger
     echo w >/proc/sysrq-trigger
     sleep 1
-    dmesg | tail -n 150
+    dmesg | grep -i -A 40 'lockup\|stall' | head -n 120
+    dmesg | sed -n '/sysrq: Show backtrace/,$p'
 }
 
 # Seconds since the start of the machine; tests set its clock.

@@ -40,6 +40,7 @@ die() { say "$*"; exit 125; }
 here=$(cd "$(dirname "$0")" && pwd)
 project=$(cd "$here/../.." && pwd)
 cache=${RDMA_VM_CACHE:-$project/target/rdma-vm}
+arguments=("$@")
 hosts=1 shell= timeout=300 mtu=1500 cpus=2 memory=2048 out= only_build=
 accelerator=(-accel tcg,thread=multi)
 packages=() qemu=() command=()
@@ -134,6 +135,24 @@ for ((host = 0; host < hosts; host++)); do
     # The second machine connects to the first one's socket.
     for ((i = 0; hosts == 2 && i < 100; i++)); do [ -S "$run/lan" ] && break; sleep 0.05; done
 done 3<&0
+
+# An emulated processor stands still now and then before the machine is up (once in some hundred boots, on a busy computer):
+# nothing has run by then, so it is booted again.
+is_up() {
+    local host
+    for ((host = 0; host < hosts; host++)); do
+        [ -f "$run/host$host/out/up" ] || ! kill -0 "${pids[$host]}" 2>/dev/null || return 1
+    done
+}
+boot_limit=${RDMA_VM_BOOT_LIMIT:-120}
+for ((i = 0; i < boot_limit * 5; i++)); do is_up && break || sleep 0.2; done
+if [ -z "$shell" ] && ! is_up; then
+    [ "${RDMA_VM_BOOTS:-1}" -lt 3 ] || die "the machine did not come up in $boot_limit s, three times"
+    say "the machine did not come up in $boot_limit s; its console said: $(tail -3 "$run/host0/console" 2>/dev/null || true); booting it again"
+    clean
+    wait "${pids[@]}" "${readers[@]}" 2>/dev/null || true
+    RDMA_VM_BOOTS=$((${RDMA_VM_BOOTS:-1} + 1)) exec "$here/run.sh" "${arguments[@]}"
+fi
 
 result=0
 for ((host = 0; host < hosts; host++)); do
