@@ -187,6 +187,18 @@ impl<Io> Stream<Io> {
         io
     }
 
+    /// As [`Stream::take`], if that is still wanted when the thread that used it has let go: `wanted` gives the lock that
+    /// is to be held meanwhile, by which another life of the stream cannot begin in between. None when it is not.
+    pub fn take_if<G>(&self, wanted: impl FnOnce() -> Option<G>) -> Option<Option<Box<Io>>> {
+        let mut held = self.lock();
+        let meanwhile = wanted()?;
+        let io = held.take();
+        let place = self.registration().take();
+        drop((meanwhile, held));
+        drop(place);
+        Some(io)
+    }
+
     /// Looks at the socket and buffers, waiting for the thread that uses them. What others wished for meanwhile is
     /// left to the stream's worker. For rare things.
     pub fn peek<T>(&self, look: impl FnOnce(&mut Io) -> T) -> Option<T> {

@@ -279,11 +279,9 @@ impl RecvConn {
         if index >= MAX_STREAMS {
             return None;
         }
-        // The stream may have come back meanwhile.
-        if self.state().core.has_outlived(index, epoch) {
-            return None;
-        }
-        if let Some(io) = self.streams[index].take() {
+        // The stream may have come back meanwhile, and may be coming back just now.
+        let wanted = || Some(self.state()).filter(|state| !state.core.has_outlived(index, epoch));
+        if let Some(io) = self.streams[index].take_if(wanted)? {
             self.health.stream_down();
             self.life_ended(index, io.epoch, true, None);
         }

@@ -304,15 +304,9 @@ impl SendConn {
 
     /// The receiver, which has lost all streams, says that this life of one has ended there.
     pub fn called(&self, index: usize, epoch: u16) {
-        let unheard_of = {
-            let state = self.state();
-            index < MAX_STREAMS && state.core.epoch(index) == epoch && state.core.is_live(index)
-        };
-        if self.recovery && unheard_of {
-            self.lose(
-                index,
-                io::Error::new(io::ErrorKind::ConnectionReset, "the receiver says that it has ended there"),
-            );
+        if self.recovery && index < MAX_STREAMS {
+            let error = io::Error::new(io::ErrorKind::ConnectionReset, "the receiver says that it has ended there");
+            self.lose_life(index, epoch, error);
         }
     }
 
@@ -326,6 +320,16 @@ impl SendConn {
     pub(super) fn begin_watch(&self) {
         if self.chores.begin() {
             self.call_keeper();
+        }
+    }
+
+    /// Gives up that life of a stream, if it has not ended by itself, and the next one has not begun.
+    fn lose_life(&self, index: usize, epoch: u16, error: io::Error) {
+        let wanted =
+            || Some(self.state()).filter(|state| state.core.epoch(index) == epoch && state.core.is_live(index));
+        if let Some(Some(io)) = self.streams[index].take_if(wanted) {
+            watch::close_hard(&io.sock);
+            self.broken(index, io, Broken::Lost(error));
         }
     }
 
@@ -370,11 +374,10 @@ impl Kept for SendConn {
     fn do_chores(&self) -> Progress {
         let condemned = std::mem::take(&mut *lock(&self.condemned));
         for (index, epoch, frames) in condemned {
-            if self.state().core.epoch(index) == epoch {
-                self.lose(index, io::Error::new(io::ErrorKind::TimedOut, "the receiver heard nothing on it"));
-                if let Err(error) = self.fenced(index, epoch, frames) {
-                    self.fail(error.with_peer(&self.peer));
-                }
+            self.lose_life(index, epoch, io::Error::new(io::ErrorKind::TimedOut, "the receiver heard nothing on it"));
+            // Nothing to a life that is over.
+            if let Err(error) = self.fenced(index, epoch, frames) {
+                self.fail(error.with_peer(&self.peer));
             }
         }
         if self.is_over() {
