@@ -164,3 +164,29 @@ fn a_stream_that_comes_back_while_its_end_is_noticed_keeps_its_place() {
         assert_eq!(shared.worker.kicks() - before, u32::from(lives), "lives: {lives}");
     });
 }
+
+/// A word that the former life has ended comes while the next one begins: that keeps its socket and its place.
+#[test]
+fn a_stream_that_comes_back_while_its_former_life_is_ended_keeps_all_it_has() {
+    loom::model(|| {
+        let shared = Shared::new();
+        shared.stream.watch(Registration::default());
+        let epoch = Arc::new(loom::sync::Mutex::new(0));
+        let other = {
+            let (shared, epoch) = (Arc::clone(&shared), Arc::clone(&epoch));
+            thread::spawn(move || {
+                shared.stream.take_if(|| Some(epoch.lock().unwrap()).filter(|epoch| **epoch == 0));
+            })
+        };
+        // As `prepare_join` and `add_stream` do.
+        shared.stream.take();
+        *epoch.lock().unwrap() = 1;
+        shared.stream.watch(shared.worker.clone());
+        shared.stream.install(Box::new(()));
+        other.join().unwrap();
+        assert!(shared.stream.peek(|()| ()).is_some(), "its socket");
+        let before = shared.worker.kicks();
+        shared.stream.kick();
+        assert_eq!(shared.worker.kicks() - before, 1, "its place");
+    });
+}
