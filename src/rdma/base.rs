@@ -27,7 +27,7 @@ use crate::tcp::attend::Attention;
 use crate::tcp::frame::{HEADER, Header, MAX_CONTROL, Type};
 use crate::tcp::net::{Net, Sock};
 use crate::tcp::peer::{Health, Peer, failure, left_early, lost, told_by_peer};
-use crate::tcp::watch::{self, Sight};
+use crate::tcp::watch::{self, Finding, Sight, Vigil};
 use crate::tcp::wire::{self, Piece};
 
 /// How long after the peer's goodbye completions of what it did before may still appear, and how long after a flush the
@@ -108,6 +108,7 @@ struct Control {
     ended: Option<Instant>,
     /// When the kernel was last asked what it has heard.
     looked: Option<Instant>,
+    vigil: Vigil,
     /// It had asked the peer's, and got no answer yet.
     is_asking: bool,
 }
@@ -121,9 +122,9 @@ impl Control {
             return Duration::ZERO;
         };
         self.looked = Some(now);
-        let unheard = Sight::of(sock).map_or(Duration::ZERO, Sight::unheard);
-        self.is_asking = unheard > Duration::ZERO;
-        unheard
+        let Some(sight) = Sight::of(sock) else { return Duration::ZERO };
+        self.is_asking = self.vigil.look(now, sight) != Finding::Well;
+        self.vigil.unheard(now, sight)
     }
 }
 
@@ -140,6 +141,7 @@ impl Base {
             output: Vec::new(),
             ended: None,
             looked: None,
+            vigil: Vigil::default(),
             is_asking: false,
         };
         let (requests, keys) = RequestSlots::with_keys();

@@ -85,11 +85,6 @@ impl Sight {
             outstanding: info.tcpi_unacked > 0 || super::wire::unsent(sock.as_raw_fd()) > 0,
         })
     }
-
-    /// For how long questions have had no answer.
-    pub fn unheard(self) -> Duration {
-        if self.asked > 0 { self.silent } else { Duration::ZERO }
-    }
 }
 
 /// What a look at a stream finds.
@@ -141,6 +136,12 @@ impl Vigil {
             return Finding::Lost(sight.silent);
         }
         Finding::Asking
+    }
+
+    /// For how long nothing has been heard although the kernel asks; to be called after [`Vigil::look`]. Nothing while the
+    /// question is new: a peer that had nothing to say has been silent for long when it is asked.
+    pub fn unheard(&self, now: Instant, sight: Sight) -> Duration {
+        self.asking_since.filter(|since| now - *since >= SOON).map_or(Duration::ZERO, |_| sight.silent)
     }
 
     /// Has the kernel probe a stream that is silent although frames are in doubt, and stop when they are not.
@@ -420,6 +421,21 @@ mod tests {
                 Finding::Lost(_) => return at,
             }
         }
+    }
+
+    #[test]
+    fn a_question_that_was_just_asked_says_nothing_of_the_silence_before() {
+        let (start, mut vigil) = (Instant::now(), Vigil::default());
+        let mut unheard = |at: u64, asked: u8, silent: u64| {
+            let (now, sight) = (start + ms(at), Sight { silent: ms(silent), asked, outstanding: false });
+            vigil.look(now, sight);
+            vigil.unheard(now, sight)
+        };
+        assert_eq!(unheard(0, 0, 2000), ms(0), "nobody has asked");
+        assert_eq!(unheard(10, 1, 2010), ms(0), "the answer may be on its way");
+        assert_eq!(unheard(20, 0, 5), ms(0), "it has come");
+        assert_eq!(unheard(2030, 1, 2015), ms(0), "the next question");
+        assert_eq!(unheard(2130, 1, 2115), ms(2115), "which has no answer");
     }
 
     proptest! {

@@ -184,9 +184,11 @@ impl RecvConn {
             let found = stream.peek(|io| {
                 let sight = Sight::of(&io.sock)?;
                 outstanding |= sight.outstanding;
-                let unheard = sight.unheard();
+                let vigil = &mut lock(&self.vigils)[index];
+                let found = vigil.look(now, sight);
+                let unheard = vigil.unheard(now, sight);
                 least = Some(least.map_or(unheard, |least: Duration| least.min(unheard)));
-                Some(lock(&self.vigils)[index].look(now, sight))
+                Some(found)
             });
             match found.flatten() {
                 Some(Finding::Asking) => next = watch::SOON,

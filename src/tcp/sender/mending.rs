@@ -427,9 +427,10 @@ impl Kept for SendConn {
                 let in_doubt = adrift || in_doubt && self.requests.outstanding() > 0;
                 vigil.probe(&io.sock, sight, in_doubt, &often, &seldom);
                 outstanding |= sight.outstanding;
-                let unheard = sight.unheard();
+                let found = vigil.look(now, sight);
+                let unheard = vigil.unheard(now, sight);
                 least = Some(least.map_or(unheard, |least: Duration| least.min(unheard)));
-                Some(vigil.look(now, sight))
+                Some(found)
             });
             match found.flatten() {
                 Some(Finding::Asking) => next = watch::SOON,
