@@ -27,7 +27,7 @@ use crate::tcp::attend::Attention;
 use crate::tcp::frame::{HEADER, Header, MAX_CONTROL, Type};
 use crate::tcp::net::{Net, Sock};
 use crate::tcp::peer::{Health, Peer, failure, left_early, lost, told_by_peer};
-use crate::tcp::watch::{self, Finding, Sight, Vigil};
+use crate::tcp::watch::{self, Sight, Vigil};
 use crate::tcp::wire::{self, Piece};
 
 /// How long after the peer's goodbye completions of what it did before may still appear, and how long after a flush the
@@ -109,8 +109,6 @@ struct Control {
     /// When the kernel was last asked what it has heard.
     looked: Option<Instant>,
     vigil: Vigil,
-    /// It had asked the peer's, and got no answer yet.
-    is_asking: bool,
 }
 
 impl Control {
@@ -123,7 +121,7 @@ impl Control {
         };
         self.looked = Some(now);
         let Some(sight) = Sight::of(sock) else { return Duration::ZERO };
-        self.is_asking = self.vigil.look(now, sight) != Finding::Well;
+        self.vigil.look(now, sight);
         self.vigil.unheard(now, sight)
     }
 }
@@ -142,7 +140,6 @@ impl Base {
             ended: None,
             looked: None,
             vigil: Vigil::default(),
-            is_asking: false,
         };
         let (requests, keys) = RequestSlots::with_keys();
         let base = Self {
@@ -310,7 +307,7 @@ impl Base {
             };
             control.registration = None;
             control.sock = None;
-            control.is_asking = false;
+            control.vigil = Vigil::default();
             control.ended = Some(Instant::now());
             drop(control);
             self.health.stream_down();
@@ -473,7 +470,7 @@ impl Base {
     /// with [`Base::hear`].
     pub fn has_more_to_say(&self) -> bool {
         let control = self.control();
-        !control.output.is_empty() || control.is_asking
+        !control.output.is_empty() || control.vigil.is_asking()
     }
 
     /// Sending side: asks the receiver to announce what it has posted; `lines` were read so far.

@@ -179,12 +179,7 @@ impl<Io> Stream<Io> {
     /// Takes the socket away, waiting for the thread that uses it (which never waits itself). After this nobody
     /// touches a buffer through this stream.
     pub fn take(&self) -> Option<Box<Io>> {
-        let mut held = self.lock();
-        let io = held.take();
-        let place = self.registration().take();
-        drop(held);
-        drop(place);
-        io
+        self.take_if(|| Some(())).flatten()
     }
 
     /// As [`Stream::take`], if that is still wanted when the thread that used it has let go: `wanted` gives the lock that

@@ -138,6 +138,11 @@ impl Vigil {
         Finding::Asking
     }
 
+    /// Whether the kernel had asked at the last look, and got no answer yet.
+    pub fn is_asking(&self) -> bool {
+        self.asking_since.is_some()
+    }
+
     /// For how long nothing has been heard although the kernel asks; to be called after [`Vigil::look`]. Nothing while the
     /// question is new: a peer that had nothing to say has been silent for long when it is asked.
     pub fn unheard(&self, now: Instant, sight: Sight) -> Duration {

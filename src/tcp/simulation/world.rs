@@ -307,7 +307,11 @@ impl World {
 
     /// The receiver sees the end of a stream, and tells the sender, over any other.
     fn receiver_notices(&mut self, index: usize) {
-        let epoch = self.receiver.epoch(index);
+        self.end_life(index, self.receiver.epoch(index));
+    }
+
+    /// The receiver ends a life of a stream, and says so.
+    fn end_life(&mut self, index: usize, epoch: u16) {
         if let Some(frames) = self.fence(index, epoch) {
             self.outbox.push(fenced((index, epoch, frames)));
         }
@@ -378,11 +382,8 @@ impl World {
                 self.outbox.extend(answer);
             }
             (Type::Fence, _) => {
-                let epoch = header.offset as u16;
                 self.wires[index].forth.pop_front();
-                if let Some(frames) = self.fence(header.order as usize, epoch) {
-                    self.outbox.push(fenced((header.order as usize, epoch, frames)));
-                }
+                self.end_life(header.order as usize, header.offset as u16);
                 return Ok(());
             }
             // What else there is ends the connection.
