@@ -11,6 +11,12 @@ pub mod atomic {
     pub use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 }
 
+/// Between two tries for something that another thread has for a few instructions; from the hundredth on that thread may
+/// need this one's processor.
+pub fn pause(tries: u32) {
+    if tries < 100 { std::hint::spin_loop() } else { std::thread::yield_now() }
+}
+
 /// Stands between a note that this thread leaves (or a lock that it gives up) and its look at what another thread may
 /// have done meanwhile, when the other one does the same two things in the opposite order: at least one of them must
 /// see the other.

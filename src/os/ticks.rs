@@ -52,7 +52,7 @@ impl Ticks {
     }
 
     /// The moment with this [`Ticks::number`]; none for 0.
-    #[cfg(test)]
+    #[inline]
     pub fn from_number(number: u64) -> Option<Self> {
         NonZeroU64::new(number).map(Self)
     }

@@ -171,8 +171,7 @@ fn verbs_operation(news: &News<'_>) -> i32 {
 fn describe(news: &News<'_>) -> NetEvent {
     let piece = news.piece;
     let chunk = &piece.chunk;
-    let [receiver, socket, credit] =
-        [Wait::Receiver, Wait::Socket, Wait::Credit].map(|wait| piece.waits[wait as usize]);
+    let [receiver, socket, credit] = Wait::ALL.map(|wait| piece.waits[wait as usize]);
     let mut flags = if news.send { FLAG_SEND } else { 0 };
     if chunk.again {
         flags |= FLAG_RESEND;

@@ -17,6 +17,7 @@
 //! When nobody listens, a transfer costs one start that is declined: [`Events::hears`] remembers, and nothing is noted.
 //! Without a listener or a handle it costs a branch.
 
+mod list;
 mod notes;
 pub mod transfer;
 

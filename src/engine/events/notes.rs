@@ -1,15 +1,13 @@
 //! What the threads that move data note for NCCL's thread: a list for each path.
 //!
-//! Whoever moves data on a path writes to that path's list only, in memory that no other thread writes but NCCL's when it
-//! empties the list. One place for all pieces of a transfer, under one lock, was written by up to eight threads in turn,
-//! and took 2 to 4 % of an all-reduce (docs/performance.md, "What profiling costs").
+//! Whoever moves data on a path writes to that path's list only. One place for all pieces of a transfer, under one lock,
+//! was written by up to eight threads in turn, and took 2 to 4 % of an all-reduce; so did a lock for each list, which
+//! NCCL's thread took from its writer and gave back (docs/performance.md, "What profiling costs").
 //!
 //! Of one list, notes come out in the order in which they were made. Between lists there is no order; so what does not
 //! concern a path has a list of its own, and says itself when it is to be looked at ([`Note::turn`]).
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
-
+use super::list::{List, WORDS};
 use super::transfer::{Chunk, Wait};
 use crate::os::ticks::Ticks;
 
@@ -21,7 +19,7 @@ pub(super) const ROOM: usize = 64;
 const MOST_LISTS: usize = 16;
 
 /// One thing that has happened.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Note {
     /// The request.
     pub(super) slot: u16,
@@ -34,7 +32,7 @@ pub(super) struct Note {
 }
 
 /// What has happened: each is a function of a `Transfer`.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum What {
     /// The receiver's buffer is there.
     Ready,
@@ -81,12 +79,47 @@ impl Note {
     }
 }
 
-/// By itself in its lines of memory: two, since processors fetch lines in pairs.
-#[repr(align(128))]
-struct List {
-    /// Whether there may be any. Written with the notes locked.
-    filled: AtomicBool,
-    notes: Mutex<Vec<Note>>,
+/// How a note lies in a [`List`]: what fits the head, and words that mean something else with each kind.
+impl Note {
+    fn encode(&self) -> (u32, [u64; WORDS]) {
+        let now = self.now.map_or(0, Ticks::number);
+        let (kind, path, again, [a, b, c, d, e, f]) = match self.what {
+            What::Ready => (0, 0, false, [0; 6]),
+            What::AllArrived => (1, 0, false, [0; 6]),
+            What::Ends(offset) => (2, 0, false, [offset, 0, 0, 0, 0, 0]),
+            What::PathEnds(path) => (3, path, false, [0; 6]),
+            What::Passed { path, wr_id } => (4, path, false, [wr_id, 0, 0, 0, 0, 0]),
+            What::Waited { offset, wait, ns } => (5, wait as u16, false, [offset, ns, 0, 0, 0, 0]),
+            What::Begins(chunk) => (6, chunk.path, chunk.again, chunk_words(&chunk, 0)),
+            What::Over(chunk, began) => (7, chunk.path, chunk.again, chunk_words(&chunk, began.number())),
+        };
+        let head = u32::from(path) << 16 | u32::from(self.slot) << 8 | u32::from(again) << 7 | kind << 3;
+        (head | u32::from(self.part), [now, a, b, c, d, e, f])
+    }
+
+    /// Nothing where it says what [`Note::encode`] never does.
+    fn decode(head: u32, [now, a, b, c, d, e, f]: [u64; WORDS]) -> Option<Self> {
+        let (path, again) = ((head >> 16) as u16, head & 1 << 7 != 0);
+        let chunk = Chunk { offset: a, length: b, path, message: c, total: d, again, wr_id: e };
+        let what = match head >> 3 & 15 {
+            0 => What::Ready,
+            1 => What::AllArrived,
+            2 => What::Ends(a),
+            3 => What::PathEnds(path),
+            4 => What::Passed { path, wr_id: a },
+            5 => What::Waited { offset: a, wait: Wait::ALL.into_iter().find(|wait| *wait as u16 == path)?, ns: b },
+            6 => What::Begins(chunk),
+            7 => What::Over(chunk, Ticks::from_number(f)?),
+            _ => return None,
+        };
+        Some(Self { slot: (head >> 8 & 0xff) as u16, part: (head & 7) as u8, now: Ticks::from_number(now), what })
+    }
+}
+
+const _: () = assert!(super::SLOTS <= 1 << 8 && super::MAX_PARTS <= 1 << 3, "a slot and a part fit a note's head");
+
+fn chunk_words(chunk: &Chunk, began: u64) -> [u64; 6] {
+    [chunk.offset, chunk.length, chunk.message, chunk.total, chunk.wr_id, began]
 }
 
 /// The lists of a connection.
@@ -99,29 +132,27 @@ impl Notes {
     /// Lists for so many paths.
     pub(super) fn new(paths: usize) -> Self {
         // All memory now: threads that move data do not allocate here.
-        let list = || List { filled: AtomicBool::new(false), notes: Mutex::new(Vec::with_capacity(ROOM)) };
-        Self { lists: std::iter::repeat_with(list).take(paths.clamp(1, MOST_LISTS) + 1).collect() }
+        Self { lists: std::iter::repeat_with(|| List::new(ROOM)).take(paths.clamp(1, MOST_LISTS) + 1).collect() }
     }
 
     /// Any thread: this has happened on that path, or to a whole transfer.
     #[inline]
     pub(super) fn add(&self, path: Option<u16>, note: Note) {
         let paths = self.lists.len() - 1;
-        self.lists[path.map_or(paths, |path| usize::from(path) % paths)].add(note);
+        let (head, words) = note.encode();
+        self.lists[path.map_or(paths, |path| usize::from(path) % paths)].add(head, words);
     }
 
     /// Whether there are any, of those that the caller can know of: a note made before something that it has seen.
     #[inline]
     pub(super) fn are_there(&self) -> bool {
-        self.lists.iter().any(|list| list.filled.load(Ordering::Acquire))
+        self.lists.iter().any(List::is_filled)
     }
 
-    /// Takes out all that [`Notes::are_there`] speaks of.
+    /// Takes out all that [`Notes::are_there`] speaks of. One thread at a time.
     pub(super) fn take(&self, into: &mut Vec<Note>) {
-        for list in self.lists.iter().filter(|list| list.filled.load(Ordering::Acquire)) {
-            let mut notes = list.notes.lock().unwrap_or_else(PoisonError::into_inner);
-            into.append(&mut notes);
-            list.filled.store(false, Ordering::Relaxed);
+        for list in &self.lists {
+            list.take(|head, words| into.extend(Note::decode(head, words)));
         }
     }
 
@@ -131,20 +162,10 @@ impl Notes {
     }
 }
 
-impl List {
-    #[inline]
-    fn add(&self, note: Note) {
-        let mut notes = self.notes.lock().unwrap_or_else(PoisonError::into_inner);
-        if notes.len() < ROOM {
-            notes.push(note);
-            self.filled.store(true, Ordering::Release);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     fn note(slot: u16, what: What) -> Note {
         Note { slot, part: 0, now: None, what }
@@ -157,12 +178,12 @@ mod tests {
         for slot in 0..ROOM as u16 + 9 {
             notes.add(Some(1), note(slot, What::Ends(0)));
         }
-        notes.add(None, note(500, What::AllArrived));
+        notes.add(None, note(250, What::AllArrived));
         assert!(notes.are_there());
         let mut taken = Vec::with_capacity(notes.most());
         notes.take(&mut taken);
         let slots: Vec<_> = taken.iter().map(|note| note.slot).collect();
-        assert_eq!(slots, (0..ROOM as u16).chain([500]).collect::<Vec<_>>());
+        assert_eq!(slots, (0..ROOM as u16).chain([250]).collect::<Vec<_>>());
         assert!(!notes.are_there() && taken.capacity() == notes.most());
         // There is room again.
         notes.add(Some(1), note(7, What::Ready));
@@ -183,8 +204,60 @@ mod tests {
         }
     }
 
+    proptest! {
+        #[test]
+        fn a_note_comes_out_as_it_went_in(
+            (slot, part, kind) in (0u16..256, 0u8..8, 0u8..8),
+            (path, again, wait) in (any::<u16>(), any::<bool>(), 0usize..3),
+            [now, a, b, c, d, e, f] in any::<[u64; 7]>(),
+        ) {
+            let chunk = Chunk { offset: a, length: b, path, message: c, total: d, again, wr_id: e };
+            let what = match kind {
+                0 => What::Ready,
+                1 => What::AllArrived,
+                2 => What::Ends(a),
+                3 => What::PathEnds(path),
+                4 => What::Passed { path, wr_id: a },
+                5 => What::Waited { offset: a, wait: Wait::ALL[wait], ns: b },
+                6 => What::Begins(chunk),
+                _ => What::Over(chunk, Ticks::from_number(f.max(1)).expect("not 0")),
+            };
+            let note = Note { slot, part, now: Ticks::from_number(now), what };
+            let (head, words) = note.encode();
+            prop_assert_eq!(Note::decode(head, words), Some(note));
+        }
+    }
+
     #[test]
-    fn a_note_is_little_more_than_a_line_of_memory() {
-        assert!(size_of::<Note>() <= 72, "{}", size_of::<Note>());
+    fn notes_of_several_threads_all_come_out_in_order_while_they_are_made() {
+        let notes = Notes::new(1);
+        let (threads, each) = (3u64, 20_000u64);
+        let mut seen = vec![Vec::new(); threads as usize];
+        std::thread::scope(|scope| {
+            for thread in 0..threads {
+                let notes = &notes;
+                scope.spawn(move || {
+                    for number in 0..each {
+                        // Half of the room at most, so that nothing is left out.
+                        if number % 8 == 0 {
+                            while notes.are_there() {
+                                std::thread::yield_now();
+                            }
+                        }
+                        notes.add(Some(0), note(thread as u16, What::Ends(number)));
+                    }
+                });
+            }
+            let mut taken = Vec::new();
+            while seen.iter().map(Vec::len).sum::<usize>() < (threads * each) as usize {
+                notes.take(&mut taken);
+                for note in taken.drain(..) {
+                    let What::Ends(number) = note.what else { panic!("{note:?}") };
+                    seen[usize::from(note.slot)].push(number);
+                }
+                std::thread::yield_now();
+            }
+        });
+        assert!(seen.iter().all(|of_one| of_one.iter().copied().eq(0..each)));
     }
 }

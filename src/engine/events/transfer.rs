@@ -75,6 +75,11 @@ pub enum Wait {
     Credit = 2,
 }
 
+impl Wait {
+    /// All of them.
+    pub const ALL: [Wait; 3] = [Wait::Receiver, Wait::Socket, Wait::Credit];
+}
+
 /// One transfer.
 #[derive(Debug, Default)]
 pub struct Transfer {
@@ -461,7 +466,7 @@ mod tests {
         let (early, late) = (told(&mut early), told(&mut late));
         let waits = |pieces: &[Piece]| {
             let sum = |wait: Wait| pieces.iter().map(|piece| piece.waits[wait as usize]).sum::<u64>();
-            [Wait::Receiver, Wait::Socket, Wait::Credit].map(sum)
+            Wait::ALL.map(sum)
         };
         assert_eq!(waits(&early), waits(&late));
         assert_eq!((early.len(), late.len()), (MOST, MOST));

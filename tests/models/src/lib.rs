@@ -17,6 +17,10 @@ pub mod os {
             pub use loom::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
         }
 
+        pub fn pause(_tries: u32) {
+            loom::thread::yield_now();
+        }
+
         /// Everywhere, as on processors that are not x86-64.
         pub fn settle() {
             loom::sync::atomic::fence(atomic::Ordering::SeqCst);
@@ -27,6 +31,9 @@ pub mod os {
 #[path = "../../../src/engine"]
 pub mod engine {
     pub mod doorbell;
+    pub mod events {
+        pub mod list;
+    }
     pub mod handle;
     pub mod request;
     pub mod table;

@@ -1,0 +1,129 @@
+//! A list of notes, from threads that move data to NCCL's: bounded, preallocated, and cheap for both.
+//!
+//! What it costs is memory that one processor has written and another one needs, some 100 ns each time. So there is no
+//! lock that the two sides share, and no common count: an entry is one line of memory, which says itself when it is
+//! filled, and goes from the one to the other once. Who adds waits for nothing, since its writes travel behind it; who
+//! takes out waits for that line.
+//!
+//! Guarantees (`tests/models` tries every order): entries come out in the order in which they were added, each once and
+//! whole; one that was added before something that the reader has seen is there; a full list refuses. Readers take turns,
+//! by a lock of their own. Those who add take turns by `busy`, in memory that no reader touches; as a rule there is only
+//! one.
+
+use crate::os::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::os::sync::pause;
+
+/// What an entry holds beside its head.
+pub const WORDS: usize = 7;
+
+/// One line of memory.
+#[repr(align(64))]
+struct Entry {
+    /// The lap that it was filled in, in the upper half; what the writer says, in the lower.
+    head: AtomicU64,
+    words: [AtomicU64; WORDS],
+}
+
+/// Two lines each, since processors fetch lines in pairs.
+#[repr(align(128))]
+struct Writers {
+    busy: AtomicBool,
+    /// How many entries were added.
+    added: AtomicU64,
+    /// Up to how many there is room, as far as is known without a look at what the reader has taken.
+    room: AtomicU64,
+}
+
+#[repr(align(128))]
+struct Reader {
+    /// How many entries were taken out.
+    taken: AtomicU64,
+}
+
+/// The list.
+pub struct List {
+    writers: Writers,
+    reader: Reader,
+    entries: Box<[Entry]>,
+}
+
+impl List {
+    /// An empty list for so many entries.
+    pub fn new(room: usize) -> Self {
+        let entry = || Entry { head: AtomicU64::new(0), words: std::array::from_fn(|_| AtomicU64::new(0)) };
+        Self {
+            writers: Writers { busy: AtomicBool::new(false), added: AtomicU64::new(0), room: AtomicU64::new(0) },
+            reader: Reader { taken: AtomicU64::new(0) },
+            entries: std::iter::repeat_with(entry).take(room).collect(),
+        }
+    }
+
+    /// Any thread: adds an entry, unless the list is full.
+    pub fn add(&self, head: u32, words: [u64; WORDS]) {
+        let writers = &self.writers;
+        let mut tries = 0;
+        while writers.busy.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err() {
+            tries += 1;
+            pause(tries);
+        }
+        let added = writers.added.load(Ordering::Relaxed);
+        let mut room = writers.room.load(Ordering::Relaxed);
+        if added == room {
+            // What is overwritten has been read.
+            room = self.reader.taken.load(Ordering::Acquire) + self.room();
+            writers.room.store(room, Ordering::Relaxed);
+        }
+        if added < room {
+            let entry = self.entry(added);
+            for (place, word) in entry.words.iter().zip(words) {
+                place.store(word, Ordering::Relaxed);
+            }
+            entry.head.store(u64::from(self.lap(added)) << 32 | u64::from(head), Ordering::Release);
+            writers.added.store(added + 1, Ordering::Relaxed);
+        }
+        // A store, not an exchange: that would wait until the entry's line is here.
+        writers.busy.store(false, Ordering::Release);
+    }
+
+    /// Whether there is an entry, of those that the caller can know of.
+    #[inline]
+    pub fn is_filled(&self) -> bool {
+        self.at(self.reader.taken.load(Ordering::Relaxed)).is_some()
+    }
+
+    /// Takes out all entries, but no more than the list holds. One thread at a time.
+    pub fn take(&self, mut each: impl FnMut(u32, [u64; WORDS])) {
+        let first = self.reader.taken.load(Ordering::Relaxed);
+        let mut taken = first;
+        while taken < first + self.room()
+            && let Some(head) = self.at(taken)
+        {
+            let words = &self.entry(taken).words;
+            each(head, std::array::from_fn(|k| words[k].load(Ordering::Relaxed)));
+            taken += 1;
+        }
+        if taken > first {
+            self.reader.taken.store(taken, Ordering::Release);
+        }
+    }
+
+    /// What the entry with this number says, if it is there.
+    #[inline]
+    fn at(&self, number: u64) -> Option<u32> {
+        let head = self.entry(number).head.load(Ordering::Acquire);
+        ((head >> 32) as u32 == self.lap(number)).then_some(head as u32)
+    }
+
+    fn entry(&self, number: u64) -> &Entry {
+        &self.entries[(number % self.room()) as usize]
+    }
+
+    /// Never that of the entry's former content.
+    fn lap(&self, number: u64) -> u32 {
+        ((number / self.room()) as u32).wrapping_add(1)
+    }
+
+    fn room(&self) -> u64 {
+        self.entries.len() as u64
+    }
+}
