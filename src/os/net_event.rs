@@ -34,6 +34,14 @@ pub const FLAG_RESEND: u32 = 1 << 1;
 /// the stop follows at once and without an update.
 pub const FLAG_ENDED: u32 = 1 << 2;
 
+/// [`NetEvent::flags`], from this bit on, eight bits: so many further parts of the same transfer lie behind this one in
+/// memory, one after another. Only in a start, of parts that have all ended, and only for [`Reader::Patient`], which takes
+/// each for an event of its own; a stop follows for all of them.
+pub const MORE_SHIFT: u32 = 8;
+
+/// The most parts that one start brings.
+pub const MOST_AT_ONCE: usize = 8;
+
 /// [`NetEvent::carrier`]: a socket; `device` is its descriptor, `opcode` 0 for a send and 1 for a receive.
 pub const CARRIER_SOCKET: u32 = 1;
 
@@ -164,6 +172,16 @@ impl NetEvent {
         self.flags & FLAG_ENDED != 0
     }
 
+    /// How many further parts lie behind it ([`MORE_SHIFT`]).
+    pub fn more(&self) -> usize {
+        if self.has_ended() { (self.flags >> MORE_SHIFT & 0xff) as usize } else { 0 }
+    }
+
+    /// So many do, fewer than [`MOST_AT_ONCE`].
+    pub fn set_more(&mut self, more: usize) {
+        self.flags = self.flags & !(0xff << MORE_SHIFT) | (more as u32 & 0xff) << MORE_SHIFT;
+    }
+
     /// Whether the bytes were on the wire before.
     pub fn is_resend(&self) -> bool {
         self.flags & FLAG_RESEND != 0
@@ -190,6 +208,18 @@ mod tests {
         let event = NetEvent { flags: FLAG_SEND | FLAG_ENDED, ..NetEvent::new() };
         assert!(event.has_ended() && event.is_send() && !event.is_resend());
         assert!(!NetEvent { flags: FLAG_RESEND, ..event }.has_ended());
+    }
+
+    #[test]
+    fn an_event_says_how_many_lie_behind_it_and_nothing_else_changes() {
+        let mut event = NetEvent { flags: FLAG_SEND | FLAG_ENDED, ..NetEvent::new() };
+        let before = event;
+        assert_eq!(event.more(), 0);
+        event.set_more(MOST_AT_ONCE - 1);
+        assert_eq!((event.more(), event.is_send(), event.is_resend()), (MOST_AT_ONCE - 1, true, false));
+        assert_eq!(NetEvent { flags: event.flags & !FLAG_ENDED, ..event }.more(), 0, "only what has ended has any");
+        event.set_more(0);
+        assert_eq!(event, before);
     }
 
     #[test]

@@ -16,8 +16,8 @@ use crate::abi::ffi;
 use crate::engine::events::{Carrier, Listener, News, Wait};
 use crate::os::config::NetEvents;
 use crate::os::net_event::{
-    self, CARRIER_QUEUE_PAIR, CARRIER_SOCKET, FLAG_ENDED, FLAG_RESEND, FLAG_SEND, NetEvent, PLUGIN_ID, PLUGIN_ID_IB,
-    PLUGIN_ID_SOCKET, Reader, SEVERAL,
+    self, CARRIER_QUEUE_PAIR, CARRIER_SOCKET, FLAG_ENDED, FLAG_RESEND, FLAG_SEND, MOST_AT_ONCE, NetEvent, PLUGIN_ID,
+    PLUGIN_ID_IB, PLUGIN_ID_SOCKET, Reader, SEVERAL,
 };
 
 /// NCCL's number for release 2.27.0, the first that understands updates.
@@ -145,6 +145,30 @@ impl Listener for NcclProfiler {
             }
         }
         event
+    }
+
+    unsafe fn ended<'a>(&self, transfer: *mut c_void, all: &mut dyn Iterator<Item = News<'a>>) -> usize {
+        let mut taken = 0;
+        loop {
+            let (mut parts, mut count) = ([NetEvent::default(); MOST_AT_ONCE], 0);
+            for (part, news) in parts.iter_mut().zip(&mut *all) {
+                *part = describe(&news);
+                count += 1;
+            }
+            if count == 0 {
+                return taken;
+            }
+            parts[0].set_more(count - 1);
+            let mut event = std::ptr::null_mut();
+            let kind = ffi::ncclProfilerNetEventStart as c_int;
+            self.call(&mut event, kind, transfer, PLUGIN_ID, parts.as_mut_ptr().cast());
+            if event.is_null() {
+                return taken;
+            }
+            let kind = ffi::ncclProfilerNetEventStop as c_int;
+            self.call(&mut event, kind, std::ptr::null_mut(), 0, std::ptr::null_mut());
+            taken += count;
+        }
     }
 
     fn stop(&self, mut event: *mut c_void, news: &News<'_>) {

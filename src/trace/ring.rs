@@ -28,7 +28,7 @@ const AHEAD_OF_FIRST: u64 = 1 << 9;
 
 /// How far ahead a producer has the memory of a slot fetched: the writer had it last, and without this a record waits for it
 /// twice, once to see that the slot is free and once to fill it.
-const FETCHED_AHEAD: u64 = 8;
+const FETCHED_AHEAD: u64 = 16;
 
 /// What a record may use of the ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -171,6 +171,23 @@ pub(super) unsafe fn net(parent: *mut c_void, rank: c_int, net: &ncclProfilerNet
     Start { net_id: net.id, net_data: net.data, times, ..start(parent, rank, body) }
 }
 
+/// The parts that came with the one that `first` starts, each as the start of an event of its own.
+///
+/// # Safety
+/// As for [`net`], which made `first`.
+pub(super) unsafe fn others(first: &Start) -> impl Iterator<Item = Start> + use<> {
+    let first = *first;
+    let data = first.net_data.cast::<NetEvent>();
+    // SAFETY: Towline's own structure, by its id.
+    let more = if first.net_id == PLUGIN_ID && !data.is_null() { unsafe { (*data).more() } } else { 0 };
+    (1..=more).map(move |place| {
+        // SAFETY: so many lie behind the first, as it says.
+        let data = unsafe { data.add(place) }.cast();
+        // SAFETY: they are what the first is.
+        unsafe { net(address(first.parent), first.rank, &ncclProfilerNetPlugin_v3_t { id: PLUGIN_ID, data }) }
+    })
+}
+
 pub(super) fn net_of(start: &Start) -> ncclProfilerNetPlugin_v3_t {
     ncclProfilerNetPlugin_v3_t { id: start.net_id, data: start.net_data }
 }
@@ -311,6 +328,7 @@ pub(super) use descr;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::os::net_event::FLAG_ENDED;
 
     fn told(event: &mut NetEvent) -> Start {
         let net = ncclProfilerNetPlugin_v3_t { id: PLUGIN_ID, data: (&raw mut *event).cast() };
@@ -325,6 +343,29 @@ mod tests {
         let start = translated.start(&start);
         // SAFETY: a descriptor of NCCL's, as the identifier says.
         Some(unsafe { super::net(std::ptr::null_mut(), 0, &net_of(&start)) }.body)
+    }
+
+    #[test]
+    fn each_part_of_several_is_an_event_of_its_own_under_the_same_parent() {
+        let ended = NetEvent { flags: 1 | FLAG_ENDED, ..NetEvent::new() };
+        let mut parts = [1, 20, 300].map(|length| NetEvent { length, ..ended });
+        parts[0].set_more(2);
+        let net = ncclProfilerNetPlugin_v3_t { id: PLUGIN_ID, data: parts.as_mut_ptr().cast() };
+        // SAFETY: the data are what the identifier says.
+        let first = unsafe { super::net(address(77), 3, &net) };
+        // SAFETY: as above.
+        let all: Vec<Start> = std::iter::once(first).chain(unsafe { others(&first) }).collect();
+        let lengths = all.iter().map(|start| match start.body {
+            Body::NetTowline(part) => part.length,
+            other => panic!("{other:?}"),
+        });
+        assert_eq!(lengths.collect::<Vec<_>>(), [1, 20, 300]);
+        assert!(all.iter().all(|start| (start.parent, start.rank, start.times.is_some()) == (77, 3, true)));
+        // One by itself, and one of NCCL's, have nobody behind them.
+        // SAFETY: as above.
+        assert_eq!(unsafe { others(&all[1]) }.count(), 0);
+        // SAFETY: as above.
+        assert_eq!(unsafe { others(&start(address(77), 3, Body::ProxyStep { step: 1 })) }.count(), 0);
     }
 
     #[test]

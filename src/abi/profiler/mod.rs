@@ -110,6 +110,19 @@ unsafe fn init(
     Ok(())
 }
 
+/// An event begins, and with it those of further parts that its descriptor brings. Returns its handle, which stands for all.
+///
+/// # Safety
+/// `start` was decoded from a descriptor that is still there.
+unsafe fn begin(context: u64, start: &Start) -> u64 {
+    let id = profiler::start(context, start);
+    // SAFETY: passed on.
+    for other in unsafe { members::others(start) } {
+        profiler::start(context, &other);
+    }
+    id
+}
+
 /// What `init` says up to v3: nothing. The communicator's name is told by its first collective.
 fn unknown() -> CommInfo {
     CommInfo { rank: -1, ..CommInfo::default() }
@@ -144,7 +157,8 @@ macro_rules! profiler_version {
                 }
                 // SAFETY: not null, and NCCL's descriptor by its promise.
                 let start = unsafe { <$version as $crate::abi::profiler::Version>::decode(&*descr) };
-                let id = start.map_or(0, |start| $crate::trace::profiler::start(context.addr() as u64, &start));
+                // SAFETY: just decoded.
+                let id = start.map_or(0, |start| unsafe { $crate::abi::profiler::begin(context.addr() as u64, &start) });
                 // SAFETY: not null, a place for the handle by NCCL's promise.
                 unsafe { event.write(std::ptr::without_provenance_mut(id as usize)) };
                 Ok(())

@@ -17,7 +17,7 @@
 //! When nobody listens, a transfer costs one start that is declined: [`Events::hears`] remembers, and nothing is noted.
 //! Without a listener or a handle it costs a branch.
 
-mod list;
+pub mod list;
 mod notes;
 pub mod transfer;
 
@@ -50,6 +50,25 @@ pub trait Listener: Send + Sync {
     /// `transfer` is the handle that NCCL gave with a transfer that it has not been told the end of, and the caller is
     /// inside a call of NCCL's that concerns its connection.
     unsafe fn start(&self, transfer: *mut c_void, news: &News<'_>) -> *mut c_void;
+
+    /// Pieces that have ended, to a patient listener: in fewer calls what a start and a stop of each would say. Answers how
+    /// many it takes, of the first ones; the others are declined.
+    ///
+    /// # Safety
+    /// As [`Listener::start`].
+    unsafe fn ended<'a>(&self, transfer: *mut c_void, all: &mut dyn Iterator<Item = News<'a>>) -> usize {
+        let mut taken = 0;
+        for news in all {
+            // SAFETY: passed on.
+            let handle = unsafe { self.start(transfer, &news) };
+            if handle.is_null() {
+                break;
+            }
+            self.stop(handle, &news);
+            taken += 1;
+        }
+        taken
+    }
 
     /// The piece with this handle has ended.
     fn stop(&self, handle: *mut c_void, news: &News<'_>);
@@ -121,6 +140,25 @@ pub enum Carrier {
         /// The queue pair's.
         number: i32,
     },
+}
+
+/// What pieces that are told together have in common.
+struct Scene<'a> {
+    link: u64,
+    send: bool,
+    details: bool,
+    paths: &'a [Path],
+    now: Option<Ticks>,
+}
+
+impl<'a> Scene<'a> {
+    /// Of a piece that has not ended.
+    fn news(&self, piece: &'a Piece) -> News<'a> {
+        let Self { link, send, details, paths, now } = *self;
+        let path = paths.get(usize::from(piece.chunk.path)).unwrap_or(&NO_PATH);
+        let ago_ns = now.map_or(0, |now| piece.begun_before(now));
+        News { link, send, details, path, paths, reconnects: 0, piece, ended: false, ago_ns }
+    }
 }
 
 const NO_PATH: Path = Path { carrier: Carrier::None, rail: 0, peer: None };
@@ -528,15 +566,29 @@ impl Events {
         let paths = self.paths();
         // Who learns of a reconnection learns it from an update.
         let in_one = details && self.is_patient() && self.reconnects.load(Ordering::Relaxed) == 0;
+        let scene = Scene { link: ear.link, send: ear.send, details, paths: &paths, now };
+        if in_one {
+            let is_first = transfer.pieces().next().is_some_and(|(piece, told)| is_over(piece, *told));
+            let over = transfer.pieces().filter(|(piece, told)| is_over(piece, **told));
+            let mut over = over.map(|(piece, told)| {
+                *told = Told::All;
+                News { ended: true, ..scene.news(piece) }
+            });
+            if let Some(one) = over.next() {
+                // SAFETY: the caller's promise.
+                let taken = unsafe { ear.listener.ended(handle, &mut std::iter::once(one).chain(over)) };
+                set(&self.hears, taken > 0);
+                if is_first && taken == 0 {
+                    place.handle.store(std::ptr::null_mut(), Ordering::Relaxed);
+                    return;
+                }
+            }
+        }
         for (index, (piece, told)) in transfer.pieces().enumerate() {
             if *told == Told::All {
                 continue;
             }
-            let path = paths.get(usize::from(piece.chunk.path)).unwrap_or(&NO_PATH);
-            let ended = in_one && *told == Told::Nothing && piece.is_ended();
-            let ago_ns = now.map_or(0, |now| piece.begun_before(now));
-            let (link, send, paths) = (ear.link, ear.send, &paths);
-            let mut news = News { link, send, details, path, paths, reconnects: 0, piece, ended, ago_ns };
+            let mut news = scene.news(piece);
             if *told == Told::Nothing {
                 // SAFETY: the caller's promise.
                 let answer = unsafe { ear.listener.start(handle, &news) };
@@ -599,6 +651,11 @@ fn set(flag: &AtomicBool, value: bool) {
     if flag.load(Ordering::Relaxed) != value {
         flag.store(value, Ordering::Relaxed);
     }
+}
+
+/// Nothing has been told of it, and all there is to tell can be.
+fn is_over(piece: &Piece, told: Told) -> bool {
+    told == Told::Nothing && piece.is_ended()
 }
 
 fn clock(wanted: bool) -> Option<Ticks> {

@@ -9,6 +9,9 @@ struct Books {
     /// Starts that are declined besides, by their number: bit 0 for the first.
     declined: AtomicU64,
     details: AtomicBool,
+    patient: AtomicBool,
+    /// How many pieces were told of together, call by call.
+    together: Mutex<Vec<usize>>,
     entries: Mutex<Vec<Entry>>,
 }
 
@@ -30,6 +33,25 @@ struct Entry {
 impl Listener for Books {
     fn wants_details(&self) -> bool {
         self.details.load(Ordering::Relaxed)
+    }
+
+    fn is_patient(&self) -> bool {
+        self.patient.load(Ordering::Relaxed)
+    }
+
+    unsafe fn ended<'a>(&self, transfer: *mut c_void, all: &mut dyn Iterator<Item = News<'a>>) -> usize {
+        let all: Vec<_> = all.collect();
+        lock(&self.together).push(all.len());
+        for (taken, news) in all.iter().enumerate() {
+            assert!(news.ended && news.piece.is_ended());
+            // SAFETY: passed on.
+            let handle = unsafe { self.start(transfer, news) };
+            if handle.is_null() {
+                return taken;
+            }
+            self.stop(handle, news);
+        }
+        all.len()
     }
 
     unsafe fn start(&self, transfer: *mut c_void, news: &News<'_>) -> *mut c_void {
@@ -102,6 +124,51 @@ mod told {
         let entries = lock(&books.entries);
         let told: Vec<_> = entries.iter().map(|entry| (entry.length, entry.stops)).collect();
         assert_eq!(told, [(100, 1), (100, 1), (100, 1)]);
+    }
+
+    #[test]
+    fn a_patient_listener_is_told_of_all_that_is_over_in_one_call() {
+        let (books, events) = set_up(true);
+        books.details.store(true, Ordering::Relaxed);
+        books.patient.store(true, Ordering::Relaxed);
+        let over = |offset, length| events.chunk_over(3, 0, &chunk(offset, length, 300), Ticks::now());
+        events.follow(3, 0, handle(1));
+        over(0, 50);
+        over(50, 100);
+        unsafe { events.report() };
+        over(150, 30);
+        unsafe { events.conclude(3, &outcome(&[300])) };
+        assert_eq!(*lock(&books.together), [2, 2], "the last stands for what nobody noted");
+        let told: Vec<_> = lock(&books.entries).iter().map(|entry| (entry.length, entry.stops)).collect();
+        assert_eq!(told, [(50, 1), (100, 1), (30, 1), (120, 1)]);
+
+        // Declined: nothing more of that transfer, and the next is told as one.
+        books.declines.store(true, Ordering::Relaxed);
+        events.follow(3, 0, handle(2));
+        over(0, 150);
+        unsafe { events.report() };
+        over(150, 150);
+        unsafe { events.conclude(3, &outcome(&[300])) };
+        assert_eq!((lock(&books.entries).len(), events.hears()), (5, false));
+        books.declines.store(false, Ordering::Relaxed);
+        events.follow(3, 0, handle(3));
+        unsafe { events.conclude(3, &outcome(&[300])) };
+        assert_eq!(lock(&books.entries).last().map(|entry| (entry.length, entry.stops)), Some((300, 1)));
+        assert!(events.hears());
+        assert_eq!(*lock(&books.together), [2, 2, 1, 1]);
+    }
+
+    #[test]
+    fn who_has_to_learn_of_a_reconnection_is_told_piece_by_piece() {
+        let (books, events) = set_up(true);
+        books.details.store(true, Ordering::Relaxed);
+        books.patient.store(true, Ordering::Relaxed);
+        events.set_path(0, Path { carrier: Carrier::Socket { fd: 6 }, rail: 0, peer: None });
+        events.follow(3, 0, handle(1));
+        events.chunk_over(3, 0, &chunk(0, 300, 300), Ticks::now());
+        unsafe { events.conclude(3, &outcome(&[300])) };
+        let told: Vec<_> = lock(&books.entries).iter().map(|entry| (entry.stops, entry.reconnects)).collect();
+        assert_eq!((told, lock(&books.together).len()), (vec![(1, 1)], 0));
     }
 
     #[test]
