@@ -424,7 +424,7 @@ impl RecvConn {
             self.glance(0);
             if !self.requests.is_done(ticket) {
                 // SAFETY: NCCL's thread, which has not been told the end of any request that is outstanding.
-                unsafe { self.events.report() };
+                unsafe { self.events.wait() };
                 return self.not_yet(ticket);
             }
         }

@@ -161,6 +161,10 @@ impl<'a> Scene<'a> {
     }
 }
 
+/// A patient listener is told of what goes on in requests that are not done at one of so many looks: a thread that looks
+/// for notes in a loop takes the memory that they are written to away from who writes them.
+const PATIENCE: u64 = 256;
+
 const NO_PATH: Path = Path { carrier: Carrier::None, rail: 0, peer: None };
 
 /// One part of a request.
@@ -208,6 +212,8 @@ struct Own {
     news: [AtomicU64; SLOTS / 64],
     /// Whether there may be any: written after them.
     any_news: AtomicBool,
+    /// Counts the looks at requests that were not done.
+    looks: AtomicU64,
     /// Where notes are taken out to.
     taken: Mutex<Vec<Note>>,
 }
@@ -440,6 +446,21 @@ impl Events {
         }
     }
 
+    /// NCCL's thread, in `test` of a request that is not done: as [`Events::report`], but who is patient is not told at each
+    /// look.
+    ///
+    /// # Safety
+    /// As [`Events::report`].
+    #[inline]
+    pub unsafe fn wait(&self) {
+        let looks = self.own.looks.load(Ordering::Relaxed);
+        self.own.looks.store(looks.wrapping_add(1), Ordering::Relaxed);
+        if !self.is_patient() || looks.is_multiple_of(PATIENCE) {
+            // SAFETY: passed on.
+            unsafe { self.report() };
+        }
+    }
+
     #[cold]
     unsafe fn report_news(&self) {
         let Some(ear) = self.ear.get() else { return };
@@ -473,7 +494,7 @@ impl Events {
     pub unsafe fn finish(&self, requests: &RequestSlots, ticket: Ticket) -> Option<Outcome> {
         if !requests.is_done(ticket) {
             // SAFETY: passed on.
-            unsafe { self.report() };
+            unsafe { self.wait() };
             return None;
         }
         if self.notes.get().is_none() {
