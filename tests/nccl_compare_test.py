@@ -3,9 +3,11 @@
 Runs without a GPU, against a stand-in that prints nccl-tests' table:  python3 -B -m unittest tests/nccl_compare_test.py
 """
 
+import argparse
 import contextlib
 import csv
 import io
+import json
 import os
 import subprocess
 import sys
@@ -21,6 +23,7 @@ import contenders  # noqa: E402
 import plot  # noqa: E402
 import processes  # noqa: E402
 import rank  # noqa: E402
+import report  # noqa: E402
 import runner  # noqa: E402
 import stats  # noqa: E402
 import table  # noqa: E402
@@ -251,6 +254,37 @@ class Processes(unittest.TestCase):
             self.assertEqual(run.cpu_s, 3.0)
             # Wrong elements of all ranks together; None where nobody looked.
             self.assertEqual([row.wrong for row in run.rows], [1, 1, 1 if check_all else None])
+
+    def test_processes_begin_anew_after_so_many_blocks(self):
+        class Stub(compare.Comparison):
+            def __init__(self, every):
+                self.given = argparse.Namespace(restart_every=every)
+                self.generation, self.groups, self.ended = 0, {}, 0
+
+            def end(self):
+                self.ended += len(self.groups)
+
+        for every, ended in ((3, [0, 0, 0, 1, 1, 1, 2, 2]), (0, [0] * 8)):
+            stub, seen = Stub(every), []
+            for block in range(8):
+                # Once for each band of a block.
+                for _ in range(2):
+                    stub.begin_anew(block)
+                    stub.groups.setdefault("towline", "processes")
+                seen.append(stub.ended)
+            self.assertEqual(seen, ended)
+
+    def test_the_blocks_of_one_group_are_one_sample(self):
+        row = {"size": 8, "wrong": 0, "in_place_wrong": None}
+        run = {"kind": "sample", "contender": "towline", "role": "towline", "collective": "all_reduce", "band": "8B"}
+        for grouped, want in ((True, [1.5, 9.5, 11.0]), (False, [1.0, 2.0, 9.0, 10.0, 11.0])):
+            with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as raw:
+                for block, time in enumerate([1.0, 2.0, 9.0, 10.0, 11.0]):
+                    group = block // 2 if grouped else None
+                    print(json.dumps({**run, "block": block, "group": group, "rows": [{**row, "time_us": time}]}), file=raw)
+                raw.flush()
+                times = report.Samples([raw.name]).times["all_reduce"][8]["towline"]
+            self.assertEqual(sorted(times.values()), want)
 
     def test_a_rank_that_ends_or_hangs_ends_its_group_and_is_said(self):
         failed = self.group("no start")

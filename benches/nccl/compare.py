@@ -57,6 +57,13 @@ def arguments():
     parser.add_argument("--threads", action="store_true", help="one thread for each GPU instead of one for all")
     parser.add_argument("--processes", action="store_true", help="one process for each GPU, without nccl-tests")
     parser.add_argument("--hosts", type=int, default=1, help="with --processes: NCCL takes the ranks to be on so many hosts")
+    parser.add_argument(
+        "--restart-every",
+        type=int,
+        default=0,
+        metavar="BLOCKS",
+        help="with --processes: begin anew with all processes after so many blocks, and take each such group for one sample",
+    )
     parser.add_argument("--env", action="append", default=[], metavar="VAR=VALUE", help="for every contender")
     parser.add_argument("--interface", default="lo", help="NCCL_SOCKET_IFNAME (default: lo)")
     parser.add_argument("--budget", type=float, default=540, metavar="SECONDS", help="end within this (default: 540)")
@@ -69,6 +76,8 @@ def arguments():
         parser.error("--towline is needed, and --tests or --processes")
     if given.hosts < 1 or given.gpus % given.hosts or (given.hosts > 1 and not given.processes):
         parser.error("--hosts needs --processes, and as many GPUs on each host")
+    if given.restart_every and not given.processes:
+        parser.error("--restart-every needs --processes")
     unknown = [name for name in given.collectives.split(",") if name not in table.WIRE_BYTES]
     if unknown:
         parser.error(f"unknown collective {unknown[0]}: choose of {', '.join(table.WIRE_BYTES)}")
@@ -97,6 +106,7 @@ class Comparison:
         self.failures = {}
         self.closed = set()
         self.groups = {}
+        self.generation = 0
         self.raw_path = os.path.join(given.out, "raw.jsonl")
         self.raw = open(self.raw_path, "w", encoding="utf-8")
 
@@ -130,6 +140,16 @@ class Comparison:
         """Ends all processes."""
         for group in self.groups.values():
             group.end()
+
+    def begin_anew(self, block):
+        """Other processes from this block on, if it is their time: two groups of one and the same contender differ by more
+        than the blocks of one group do."""
+        every = self.given.restart_every
+        generation = block // every if every else 0
+        if generation > self.generation:
+            self.generation = generation
+            self.end()
+            self.groups = {}
 
     def prove(self):
         """One short run of each contender with NCCL's log: who does not take the network it stands for is left out."""
@@ -177,6 +197,7 @@ class Comparison:
         """All blocks, until the budget closes the last band."""
         order = random.Random(self.given.seed)
         for block, number in self.rounds():
+            self.begin_anew(block)
             for collective in self.collectives:
                 # The turn of each is drawn also where it is not run, so that the order does not depend on the budget.
                 turn = order.sample(self.contenders, len(self.contenders))
@@ -215,6 +236,7 @@ class Comparison:
             collective=collective,
             band=band.label(),
             block=block,
+            group=self.generation if self.given.restart_every else None,
             place=place,
             problem=run.problem,
             wall_s=run.wall_s,
@@ -261,6 +283,7 @@ def machine(given):
         "threads": given.threads,
         "processes": given.processes,
         "hosts": given.hosts,
+        "restart_every": given.restart_every,
         "seed": given.seed,
         "env": given.env,
     }

@@ -30,8 +30,10 @@ class Samples:
                     # Blocks of different calls are different blocks.
                     record["call"] = number
                     self._take(record)
-        # times[collective][size][contender][block] = microseconds, out of place.
+        # times[collective][size][contender][block] = microseconds, out of place. The blocks of a group of processes that
+        # gave way to another are one, with their median: they have in common what two groups differ in.
         self.times = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+        every = defaultdict(list)
         self.wrong, self.unchecked = 0, 0
         for run in self.runs:
             for row in run["rows"]:
@@ -40,8 +42,11 @@ class Samples:
                 self.unchecked += not counts
                 # nccl-tests rounds tiny sizes of some collectives down to nothing.
                 if row["size"] > 0:
-                    block = (run["call"], run["band"], run["block"])
-                    self.times[run["collective"]][row["size"]][run["contender"]][block] = row["time_us"]
+                    group = run.get("group")
+                    block = (run["call"], run["band"], run["block"] if group is None else f"group {group}")
+                    every[run["collective"], row["size"], run["contender"], block].append(row["time_us"])
+        for (collective, size, contender, block), times in every.items():
+            self.times[collective][size][contender][block] = median(times)
 
     def _take(self, record):
         kind = record["kind"]
