@@ -116,9 +116,11 @@ unsafe fn init(
 /// `start` was decoded from a descriptor that is still there.
 unsafe fn begin(context: u64, start: &Start) -> u64 {
     let id = profiler::start(context, start);
-    // SAFETY: passed on.
-    for other in unsafe { members::others(start) } {
-        profiler::start(context, &other);
+    if id != 0 {
+        // SAFETY: passed on.
+        for other in unsafe { members::others(start) } {
+            profiler::start(context, &other);
+        }
     }
     id
 }

@@ -161,9 +161,9 @@ impl<'a> Scene<'a> {
     }
 }
 
-/// A patient listener is told of what goes on in requests that are not done at one of so many looks: a thread that looks
-/// for notes in a loop takes the memory that they are written to away from who writes them.
-const PATIENCE: u64 = 256;
+/// A patient listener is told of what goes on in requests that are not done once in so many nanoseconds: a thread that
+/// looks for notes in a loop takes the memory that they are written to away from who writes them.
+const PATIENCE_NS: u64 = 100_000;
 
 const NO_PATH: Path = Path { carrier: Carrier::None, rail: 0, peer: None };
 
@@ -212,8 +212,8 @@ struct Own {
     news: [AtomicU64; SLOTS / 64],
     /// Whether there may be any: written after them.
     any_news: AtomicBool,
-    /// Counts the looks at requests that were not done.
-    looks: AtomicU64,
+    /// When notes were looked for last while a request was not done: [`Ticks::number`].
+    looked: AtomicU64,
     /// Where notes are taken out to.
     taken: Mutex<Vec<Note>>,
 }
@@ -446,19 +446,22 @@ impl Events {
         }
     }
 
-    /// NCCL's thread, in `test` of a request that is not done: as [`Events::report`], but who is patient is not told at each
-    /// look.
+    /// NCCL's thread, in `test` of a request that is not done: as [`Events::report`], but a patient listener is told now and
+    /// then only.
     ///
     /// # Safety
     /// As [`Events::report`].
     #[inline]
     pub unsafe fn wait(&self) {
-        let looks = self.own.looks.load(Ordering::Relaxed);
-        self.own.looks.store(looks.wrapping_add(1), Ordering::Relaxed);
-        if !self.is_patient() || looks.is_multiple_of(PATIENCE) {
-            // SAFETY: passed on.
-            unsafe { self.report() };
+        if self.is_patient() {
+            let (now, last) = (Ticks::now(), Ticks::from_number(self.own.looked.load(Ordering::Relaxed)));
+            if last.is_some_and(|last| now.nanoseconds_since(last) < PATIENCE_NS) {
+                return;
+            }
+            self.own.looked.store(now.number(), Ordering::Relaxed);
         }
+        // SAFETY: passed on.
+        unsafe { self.report() };
     }
 
     #[cold]

@@ -159,6 +159,23 @@ mod told {
     }
 
     #[test]
+    fn a_patient_listener_is_told_now_and_then_while_a_request_is_not_done() {
+        let (books, events) = set_up(true);
+        books.details.store(true, Ordering::Relaxed);
+        books.patient.store(true, Ordering::Relaxed);
+        events.follow(3, 0, handle(1));
+        unsafe { events.wait() };
+        let begun = std::time::Instant::now();
+        while begun.elapsed() < Duration::from_millis(20) {
+            events.chunk_over(3, 0, &chunk(0, 1, 300), Ticks::now());
+            unsafe { events.wait() };
+        }
+        let calls = lock(&books.together).len();
+        assert!((1..=1 + 20_000_000 / PATIENCE_NS as usize).contains(&calls), "{calls}");
+        unsafe { events.abandon(3) };
+    }
+
+    #[test]
     fn who_has_to_learn_of_a_reconnection_is_told_piece_by_piece() {
         let (books, events) = set_up(true);
         books.details.store(true, Ordering::Relaxed);
