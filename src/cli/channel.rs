@@ -70,6 +70,14 @@ impl Channel {
             .map_err(|error| strange(error).with_peer(&self.peer).with_hint("use the same version on both sides"))
     }
 
+    /// What `receive` would answer, if it is of that kind; it stays there. Waits for it.
+    pub(crate) fn peek<T: DeserializeOwned>(&mut self) -> Result<Option<T>> {
+        let line = self.receive_line()?;
+        let message = serde_json::from_slice(&line).ok();
+        self.unread.splice(0..0, line);
+        Ok(message)
+    }
+
     /// Whether the other side closed the connection (nothing unread is left).
     pub(crate) fn is_closed(&self) -> bool {
         let mut byte = [MaybeUninit::uninit()];
@@ -135,6 +143,20 @@ mod tests {
         assert_eq!(other.receive::<i32>().unwrap(), 7);
         assert!(other.is_closed());
         assert!(other.receive::<i32>().unwrap_err().to_string().contains("went away (peer other)"));
+    }
+
+    #[test]
+    fn what_was_only_looked_at_is_still_there() {
+        let (one, other) = UnixStream::pair().unwrap();
+        let (mut one, mut other) = (Channel::unix(one, "one"), Channel::unix(other, "other"));
+        one.send(&"text").unwrap();
+        one.send(&7).unwrap();
+        assert_eq!(other.peek::<String>().unwrap().as_deref(), Some("text"));
+        assert_eq!(other.peek::<i32>().unwrap(), None, "of another kind");
+        assert_eq!((other.receive::<String>().unwrap(), other.receive::<i32>().unwrap()), ("text".into(), 7));
+        assert!(!other.has_news());
+        drop(one);
+        assert!(other.has_news() && other.peek::<i32>().is_err());
     }
 
     #[test]

@@ -17,12 +17,14 @@ pub(super) struct Watch<'a> {
     patience: Duration,
     rounds: u32,
     since: Instant,
+    /// The other side went on to what comes next: its own part of this transfer is over.
+    is_ahead: bool,
 }
 
 impl<'a> Watch<'a> {
     /// `patience` is how long nothing may move.
     pub(super) fn new(channel: &'a mut Channel, patience: Duration) -> Self {
-        Self { channel, patience, rounds: 0, since: Instant::now() }
+        Self { channel, patience, rounds: 0, since: Instant::now(), is_ahead: false }
     }
 
     /// Something moved.
@@ -48,14 +50,14 @@ impl<'a> Watch<'a> {
         Ok(())
     }
 
-    /// Fails when the other side said something, which during a transfer can only be its failure, or went away, or
-    /// when patience is over.
+    /// Fails when the other side has failed or went away, or when patience is over. Anything else that it says is for later:
+    /// it may be done a little earlier, since who sends waits for the receiver's acknowledgement and not the other way round.
     pub(super) fn check(&mut self) -> Result<()> {
-        if self.channel.has_news() {
-            return match self.channel.receive::<Answer>()? {
-                Answer::Failed { error } => Err(Error::remote(error).with_peer(self.channel.peer())),
-                _ => Err(Error::remote("it spoke out of turn").with_peer(self.channel.peer())),
-            };
+        if !self.is_ahead && self.channel.has_news() {
+            if let Some(Answer::Failed { error }) = self.channel.peek()? {
+                return Err(Error::remote(error).with_peer(self.channel.peer()));
+            }
+            self.is_ahead = true;
         }
         if self.since.elapsed() > self.patience {
             return Err(Error::remote(format!("nothing moved for {} s", self.patience.as_secs()))
@@ -63,5 +65,33 @@ impl<'a> Watch<'a> {
                 .with_hint("the peer hangs or the network swallows packets; --timeout sets the limit"));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn who_is_ahead_is_waited_for_and_who_failed_is_not() {
+        let (one, other) = UnixStream::pair().unwrap();
+        let (mut one, mut other) = (Channel::unix(one, "one"), Channel::unix(other, "other"));
+        // The leader's next order, or the follower's next answer.
+        one.send(&super::super::protocol::Order::Quit).unwrap();
+        let mut watch = Watch::new(&mut other, Duration::from_secs(60));
+        for _ in 0..3 {
+            watch.check().expect("it waits on");
+        }
+        let order = other.receive::<super::super::protocol::Order>().expect("it is still there");
+        assert!(matches!(order, super::super::protocol::Order::Quit));
+
+        one.send(&Answer::Failed { error: "no room".into() }).unwrap();
+        let error = Watch::new(&mut other, Duration::from_secs(60)).check().unwrap_err();
+        assert!(error.to_string().contains("no room"), "{error}");
+        let _ = other.receive::<Answer>();
+        drop(one);
+        assert!(Watch::new(&mut other, Duration::from_secs(60)).check().is_err(), "it went away");
     }
 }
