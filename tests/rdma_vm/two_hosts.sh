@@ -25,11 +25,20 @@ export NCCL_SOCKET_IFNAME=eth0
 counted() { cat "/sys/class/infiniband/rxe0/ports/1/hw_counters/$1"; }
 six() { awk '$1 == "Ip6InReceives" { print $2 }' /proc/net/snmp6; }
 
+# What tells a machine that stood still from packets that were lost and from a program that waits for ever.
+state() {
+    uptime
+    grep -H . /sys/class/infiniband/rxe0/ports/1/hw_counters/* | sed 's/.*hw_counters.//' | tr '\n' ' '
+    echo
+    rdma resource show qp
+    dmesg | tail -15
+}
+
 # A verified transfer with the rest of the arguments on port $1: how many packets came by RDMA, and how many by IPv6.
 transfer() {
     local port=$1 before=($(counted rcvd_pkts) $(six)) output=
     shift
-    failed() { echo "$output"; echo "FAILED: $*, ${NCCL_IB_ADDR_FAMILY:-}" >&2; exit 1; }
+    failed() { echo "$output"; echo "FAILED: $*, ${NCCL_IB_ADDR_FAMILY:-}" >&2; state >&2; exit 1; }
     if [ "$LAB_HOST" = 0 ]; then
         output=$("$PROGRAM" send-recv "$@" --listen "$LAB_ADDR:$port") || failed
     else
