@@ -127,14 +127,19 @@ impl Channel {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use std::io::Write;
 
+    /// Both ends of a connection, each with the name that its errors give the peer.
+    pub(crate) fn pair() -> (Channel, Channel) {
+        let (one, other) = UnixStream::pair().unwrap();
+        (Channel::unix(one, "one"), Channel::unix(other, "other"))
+    }
+
     #[test]
     fn messages_arrive_whole_and_a_closed_end_is_noticed() {
-        let (one, other) = UnixStream::pair().unwrap();
-        let (mut one, mut other) = (Channel::unix(one, "one"), Channel::unix(other, "other"));
+        let (mut one, mut other) = pair();
         one.send(&vec!["a\nb".to_owned(), "c".to_owned()]).unwrap();
         one.send(&7).unwrap();
         assert_eq!(other.receive::<Vec<String>>().unwrap(), ["a\nb", "c"]);
@@ -147,8 +152,7 @@ mod tests {
 
     #[test]
     fn what_was_only_looked_at_is_still_there() {
-        let (one, other) = UnixStream::pair().unwrap();
-        let (mut one, mut other) = (Channel::unix(one, "one"), Channel::unix(other, "other"));
+        let (mut one, mut other) = pair();
         one.send(&"text").unwrap();
         one.send(&7).unwrap();
         assert_eq!(other.peek::<String>().unwrap().as_deref(), Some("text"));

@@ -9,6 +9,7 @@ pub mod fork;
 pub mod interfaces;
 pub mod links;
 pub mod log;
+pub mod memory;
 pub mod nccl_conf;
 pub mod net_event;
 pub mod sync;

@@ -10,6 +10,7 @@
 //! | 2.28 and later | v11, v12 | on |
 
 use std::ffi::{CStr, c_int, c_void};
+use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 use crate::abi::ffi;
@@ -150,15 +151,15 @@ impl Listener for NcclProfiler {
     unsafe fn ended<'a>(&self, transfer: *mut c_void, all: &mut dyn Iterator<Item = News<'a>>) -> usize {
         let mut taken = 0;
         loop {
-            let (mut parts, mut count) = ([NetEvent::default(); MOST_AT_ONCE], 0);
+            let (mut parts, mut count) = ([const { MaybeUninit::<NetEvent>::uninit() }; MOST_AT_ONCE], 0);
+            let mut first = None;
             for (part, news) in parts.iter_mut().zip(&mut *all) {
-                *part = describe(&news);
+                let part = part.write(describe(&news));
+                first = first.or(Some(part));
                 count += 1;
             }
-            if count == 0 {
-                return taken;
-            }
-            parts[0].set_more(count - 1);
+            let Some(first) = first else { return taken };
+            first.set_more(count - 1);
             let mut event = std::ptr::null_mut();
             let kind = ffi::ncclProfilerNetEventStart as c_int;
             self.call(&mut event, kind, transfer, PLUGIN_ID, parts.as_mut_ptr().cast());

@@ -20,7 +20,7 @@
 //! | [`sender`], [`receiver`] | one connection each: the core, its streams, its requests |
 //! | [`wire`] | reading and writing one socket |
 //! | [`copies`] | short messages, kept for a resend |
-//! | [`attend`] | when the keeper looks after the first stream |
+//! | [`attend`], [`rest`] | when the keeper looks after the first stream, and when NCCL's thread need not |
 //! | [`acceptor`], [`dialer`] | getting connected |
 //! | [`graves`] | connections that were closed lately, for senders that did not hear of it |
 //! | [`lifeline`] | telling a dead peer from one that is cut off |
@@ -48,6 +48,7 @@ pub mod peer;
 pub mod ranges;
 pub mod receiver;
 pub mod recv_core;
+pub mod rest;
 pub mod seal;
 pub mod send_core;
 pub mod sender;

@@ -27,6 +27,7 @@ use super::limits::MAX_STREAMS;
 use super::net::{Link, Net, Sock, path_of};
 use super::peer::{Health, Peer, failure, fenced, left_early};
 use super::recv_core::{Part, Posted, RecvCore};
+use super::rest::Rest;
 use super::seal::damage::Damage;
 use super::seal::{Seal, Sides};
 use super::shortage::{Again, Short};
@@ -186,6 +187,9 @@ pub struct RecvConn {
     requests: RequestSlots,
     health: Health,
     attention: Attention,
+    rest: Rest,
+    /// The last message came over other streams than the first, in parts.
+    striped: AtomicBool,
     counters: Counters,
     damage: Damage,
     events: Events,
@@ -245,6 +249,8 @@ impl RecvConn {
             requests: RequestSlots::new(),
             health: Health::default(),
             attention: Attention::default(),
+            rest: Rest::default(),
+            striped: AtomicBool::new(false),
             counters: Counters::default(),
             damage: Damage::default(),
             events: Events::default(),
@@ -421,7 +427,9 @@ impl RecvConn {
     pub fn test(&self, ticket: Ticket) -> Result<Option<Outcome>> {
         self.requests.check(ticket)?;
         if !self.requests.is_done(ticket) {
-            self.glance(0);
+            if !self.rest.goes_on() {
+                self.glance(0);
+            }
             if !self.requests.is_done(ticket) {
                 // SAFETY: NCCL's thread, which has not been told the end of any request that is outstanding.
                 unsafe { self.events.wait() };

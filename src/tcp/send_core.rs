@@ -20,8 +20,8 @@ use slab::Slab;
 
 use super::frame::{EAGER, Header, PROMPT, Type, WHOLE};
 use super::limits::{
-    ACK_BYTES, CHUNK_MAX, CHUNK_MIN, EAGER_MAX, EAGER_WINDOW, MAX_AHEAD, MAX_POSTED, MAX_STREAMS, MESSAGE_COST, PAGE,
-    REPLAY_BESIDE_WORKERS, REPLAY_MAX,
+    ACK_BYTES, CHUNK_MAX, CHUNK_MIN, EAGER_MAX, EAGER_WINDOW, MAX_AHEAD, MAX_POSTED, MAX_STREAMS, MESSAGE_COST,
+    MOST_SHARES, PAGE, REPLAY_BESIDE_WORKERS, REPLAY_MAX,
 };
 use super::tags::TagOrders;
 use super::window::Window;
@@ -155,6 +155,8 @@ struct Stream {
     claimed: u64,
     /// Bytes handed out since a chunk asked for a prompt acknowledgement.
     unasked: u64,
+    /// The frame that asked for one last, by its number from 1.
+    asked: u64,
     flights: VecDeque<Flight>,
     bytes: u64,
     window: Window,
@@ -411,6 +413,16 @@ impl SendCore {
         }
     }
 
+    /// Whether something is to move on the first stream, or waited for there: what the receiver says of its receives and of
+    /// credit, an acknowledgement that was asked for, bytes that the kernel has not taken. With a single stream, anything.
+    pub fn needs_first(&self) -> bool {
+        let open = |first: &Stream| first.acked < first.asked || first.written.frames() < first.sent;
+        self.others == 0
+            || self.is_stalled()
+            || !(self.short.is_empty() && self.again.is_empty())
+            || self.streams.first().is_none_or(|first| !first.live || open(first))
+    }
+
     /// Whether nothing is unsent or unacknowledged.
     pub fn is_idle(&self) -> bool {
         self.messages.is_empty()
@@ -447,8 +459,11 @@ impl SendCore {
         let &key = self.long.front()?;
         let message = &self.messages[key];
         let rest = message.length - message.assigned;
-        // What travels eagerly is one frame.
-        let length = if message.eager { rest } else { rest.min(self.chunk_size(self.carriers())).min(most) };
+        // Each chunk costs two system calls, and ever smaller parts of what is left would be many.
+        let share = (message.length / MOST_SHARES).next_multiple_of(PAGE);
+        let size = self.chunk_size(self.carriers()).max(share).min(most);
+        // What travels eagerly is one frame; and a small remainder is not worth one of its own.
+        let length = if message.eager || rest <= (size + size / 2).min(most) { rest } else { size };
         let flight = Flight::new(key, message.assigned, length as u32);
         if length == rest {
             self.long.pop_front();
@@ -490,7 +505,8 @@ impl SendCore {
             let stream = &self.streams[usize::from(*index)];
             (!stream.has_room(), stream.bytes)
         });
-        let chunks = bytes.div_ceil(self.chunk_size(count.max(1) as u64)).max(1);
+        // What travels eagerly is one frame.
+        let chunks = if bytes <= EAGER_MAX { 1 } else { bytes.div_ceil(self.chunk_size(count.max(1) as u64)) };
         (order, count.min(chunks as usize))
     }
 
@@ -520,6 +536,7 @@ impl SendCore {
         if again || much || window_low || credit_low || awaited {
             flags |= PROMPT;
             stream.unasked = 0;
+            stream.asked = stream.sent;
         }
         if split {
             flags |= WHOLE;
@@ -712,6 +729,7 @@ impl SendCore {
         let lost: Vec<Flight> = stream.flights.drain(..).collect();
         stream.bytes = 0;
         stream.sent = frames;
+        stream.asked = stream.asked.min(frames);
         // A count of its own for the next life: who still had this one counts what nobody waits for.
         stream.written = Arc::new(Written(AtomicU64::new(frames)));
         for flight in &lost {
@@ -872,17 +890,18 @@ mod tests {
         assert_eq!(done.len(), 2);
     }
 
-    /// A sender whose message of two chunks is on two streams, and the kernel has taken the first.
+    /// A sender whose message of three chunks is on three streams, and the kernel has taken the first and the last.
     fn split() -> SendCore {
         let mut core = SendCore::new(true);
-        (0..3).for_each(|stream| core.stream_up(stream, 0));
-        core.clear_to_send(0, 0, 2 * CHUNK_MIN).unwrap();
-        core.post(2 * CHUNK_MIN, 0, false).unwrap();
-        for stream in [1, 2] {
+        (0..4).for_each(|stream| core.stream_up(stream, 0));
+        core.clear_to_send(0, 0, 3 * CHUNK_MIN).unwrap();
+        core.post(3 * CHUNK_MIN, 0, false).unwrap();
+        for stream in [1, 2, 3] {
             let flags = core.next_chunk(stream).unwrap().header.flags;
             assert_eq!(flags & (PROMPT | WHOLE), WHOLE);
         }
         core.written(1);
+        core.written(3);
         core
     }
 
@@ -890,7 +909,7 @@ mod tests {
     fn what_is_acknowledged_on_another_stream_counts_when_it_is_known_to_have_left() {
         let (mut core, mut done) = (split(), Vec::new());
         // The thread of the second stream has not yet come to say that the kernel took its chunk.
-        core.acknowledge_all(&[0, 1, 1], &mut done).unwrap();
+        core.acknowledge_all(&[0, 1, 1, 1], &mut done).unwrap();
         core.acknowledge(1, 1, 0, &mut done).unwrap();
         assert!(done.is_empty() && core.in_doubt(2));
         core.written(2);
@@ -907,7 +926,7 @@ mod tests {
     fn nobody_acknowledges_what_was_not_handed_out_or_takes_it_back() {
         let (mut core, mut done) = (split(), Vec::new());
         assert!(core.acknowledge_all(&[0, 2], &mut done).is_err());
-        assert!(core.acknowledge_all(&[0, 0, 0, 1], &mut done).is_err(), "there is no such stream");
+        assert!(core.acknowledge_all(&[0, 0, 0, 0, 1], &mut done).is_err(), "there is no such stream");
         core.written(2);
         core.acknowledge_all(&[0, 0, 1], &mut done).unwrap();
         core.stream_down(2);
@@ -920,9 +939,49 @@ mod tests {
         let mut core = SendCore::new(true);
         core.acknowledge_each();
         (0..3).for_each(|stream| core.stream_up(stream, 0));
-        core.clear_to_send(0, 0, 2 * CHUNK_MIN).unwrap();
-        core.post(2 * CHUNK_MIN, 0, false).unwrap();
+        core.clear_to_send(0, 0, 2 * EAGER_MAX).unwrap();
+        core.post(2 * EAGER_MAX, 0, false).unwrap();
         assert_ne!(core.next_chunk(1).unwrap().header.flags & PROMPT, 0);
+    }
+
+    #[test]
+    fn the_first_stream_is_needed_for_its_own_frames_and_the_receivers_word() {
+        let mut core = SendCore::new(true);
+        core.stream_up(0, 0);
+        assert!(core.needs_first(), "a stream alone carries everything");
+        core.stream_up(1, 0);
+        assert!(!core.needs_first());
+        let mut done = Vec::new();
+        // Too long to be copied beside workers: its acknowledgement is waited for.
+        core.post(REPLAY_BESIDE_WORKERS + 1, 0, false).unwrap();
+        assert!(core.needs_first(), "it is to be sent");
+        core.next_chunk(0).unwrap();
+        assert!(core.needs_first(), "the kernel has not taken it");
+        core.written(0);
+        assert!(core.needs_first(), "it is not acknowledged");
+        core.acknowledge(0, 1, 0, &mut done).unwrap();
+        assert!(!core.needs_first());
+        // A copied one: nobody waits for its acknowledgement.
+        core.post(8, 0, false).unwrap();
+        core.next_chunk(0).unwrap();
+        core.written(0);
+        assert!(!core.needs_first());
+        // A long one waits for its receive, and then only for the other stream.
+        core.post(2 * EAGER_MAX, 0, false).unwrap();
+        assert!(core.needs_first());
+        core.clear_to_send(0, 2, 2 * EAGER_MAX).unwrap();
+        assert!(!core.needs_first());
+        core.next_chunk(1).unwrap();
+        assert!(!core.needs_first());
+        // When the other is lost, the first has to do everything; when the first is, it has to come back.
+        core.stream_down(1);
+        assert!(core.needs_first());
+        core.fenced(1, 0, 0, &mut done).unwrap();
+        core.stream_up(1, 1);
+        core.next_chunk(1).unwrap();
+        assert!(!core.needs_first());
+        core.stream_down(0);
+        assert!(core.needs_first());
     }
 
     #[test]

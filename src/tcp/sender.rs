@@ -31,6 +31,7 @@ use super::limits::{BRIEF_MAX, COPY_FIRST_MAX, EAGER_MAX, INLINE_MAX, MAX_STREAM
 use super::load;
 use super::net::{Link, Net, Sock, path_of};
 use super::peer::{Health, Peer, failure, left_early};
+use super::rest::Rest;
 use super::seal::codec::Sealed;
 use super::seal::damage::Damage;
 use super::seal::{Seal, Sides};
@@ -173,6 +174,7 @@ pub struct SendConn {
     requests: RequestSlots,
     health: Health,
     attention: Attention,
+    rest: Rest,
     counters: Counters,
     damage: Damage,
     events: Events,
@@ -232,6 +234,7 @@ impl SendConn {
             requests: RequestSlots::new(),
             health: Health::default(),
             attention: Attention::default(),
+            rest: Rest::default(),
             counters: Counters::default(),
             damage: Damage::default(),
             events: Events::default(),
@@ -376,6 +379,7 @@ impl SendConn {
             self.brief.store((length as u64) < BRIEF_MAX, Ordering::Relaxed);
             self.grow();
         }
+        self.rest.end();
         let hand_over = self.is_for_workers(length as u64);
         let short = length as u64 <= EAGER_MAX && !hand_over;
         let to_tell = self.follow(ticket, profiler, length as u64, short);
@@ -517,9 +521,11 @@ impl SendConn {
         if let Some(outcome) = finish() {
             return Ok(Some(outcome));
         }
-        self.glance(0);
-        if let Some(outcome) = finish() {
-            return Ok(Some(outcome));
+        if !self.rest.goes_on() {
+            self.glance(0);
+            if let Some(outcome) = finish() {
+                return Ok(Some(outcome));
+            }
         }
         self.verdict().inspect_err(|_| {
             self.quiesce();

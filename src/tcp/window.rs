@@ -16,8 +16,8 @@ use super::limits::{CHUNK_MAX, CHUNK_MIN, PAGE, STREAM_WINDOW};
 /// outstanding); with 125 it was 0 to 2 %.
 const LAG_PERCENT: u64 = 125;
 
-/// The smallest window in bytes: one chunk on the way and one behind it.
-const LEAST: u64 = 2 * CHUNK_MIN;
+/// The smallest window in bytes: the smallest chunk on the way and some behind it.
+const LEAST: u64 = 4 * CHUNK_MIN;
 
 /// The window of one stream.
 #[derive(Debug, Clone, Copy)]
@@ -68,7 +68,7 @@ mod tests {
         // A tenth of the others' rate: a seventy-first of all.
         let slow = after(&mut window, 20, 100_000, 7_100_000, 8);
         assert!((STREAM_WINDOW / 10..STREAM_WINDOW / 6).contains(&slow), "{slow}");
-        assert!(window.chunk() < 2 * CHUNK_MIN);
+        assert!(window.chunk() < CHUNK_MAX / 4);
         let back = after(&mut window, 20, 1 << 20, 8 << 20, 8);
         assert!(back > STREAM_WINDOW * 99 / 100, "{back}");
         assert_eq!(window.chunk(), CHUNK_MAX);

@@ -221,7 +221,32 @@ pub struct NetPart {
     pub resend: bool,
     /// How long before the call it began, in nanoseconds.
     pub ago_ns: u32,
+    /// Of a part that has ended, if that is all there is to say of its end: one more than its nanoseconds on the wire. Most
+    /// parts are one record by this instead of two.
+    pub over: u32,
     pub carrier: Carrier,
+}
+
+impl NetPart {
+    /// What is said of a part that was this long on the wire, had ended when it was told of, and met with nothing else.
+    fn plain_end(&self, wire_ns: u32) -> NetTimes {
+        let ago_ns = self.ago_ns.saturating_sub(wire_ns);
+        NetTimes { wire_ns: wire_ns.into(), ago_ns, ends: true, ..NetTimes::default() }
+    }
+
+    /// Takes the end in, if there is room for all that it says.
+    #[inline]
+    pub fn take_in(&mut self, times: &NetTimes) -> bool {
+        let wire_ns = u32::try_from(times.wire_ns).ok().filter(|ns| *ns < u32::MAX && *times == self.plain_end(*ns));
+        self.over = wire_ns.map_or(0, |ns| ns + 1);
+        wire_ns.is_some()
+    }
+
+    /// Gives it back.
+    pub fn take_out(&mut self) -> Option<NetTimes> {
+        let wire_ns = std::mem::take(&mut self.over).checked_sub(1)?;
+        Some(self.plain_end(wire_ns))
+    }
 }
 
 /// What carried a part: what NCCL's own descriptors tell.
@@ -508,6 +533,32 @@ mod tests {
     #[test]
     fn a_record_fits_beside_its_sequence_number_into_two_cache_lines() {
         assert!(size_of::<Record>() <= 120, "{}", size_of::<Record>());
+    }
+
+    #[test]
+    fn a_part_takes_in_an_end_that_says_no_more_than_it_has_room_for() {
+        let part = NetPart { length: 7, ago_ns: 1000, ..NetPart::default() };
+        let plain = NetTimes { wire_ns: 400, ago_ns: 600, ends: true, ..NetTimes::default() };
+        for (times, fits) in [
+            (plain, true),
+            (NetTimes { wire_ns: 0, ago_ns: 1000, ..plain }, true),
+            // The beginning was not kept, or is longer ago than a descriptor says.
+            (NetTimes { wire_ns: 1001, ago_ns: 0, ..plain }, true),
+            (NetTimes { wire_ns: u64::from(u32::MAX), ago_ns: 0, ..plain }, false),
+            (NetTimes { wire_ns: 1 << 40, ago_ns: 0, ..plain }, false),
+            (NetTimes { ago_ns: 599, ..plain }, false),
+            (NetTimes { wait_receiver_ns: 1, ..plain }, false),
+            (NetTimes { wait_socket_ns: 1, ..plain }, false),
+            (NetTimes { wait_credit_ns: 1, ..plain }, false),
+            (NetTimes { retransmissions: 1, ..plain }, false),
+            (NetTimes { reconnects: 1, ..plain }, false),
+            (NetTimes { ends: false, ..plain }, false),
+        ] {
+            let mut with = part;
+            assert_eq!(with.take_in(&times), fits, "{times:?}");
+            assert_eq!(with.take_out(), fits.then_some(times));
+            assert_eq!((with.take_out(), with), (None, part), "nothing else of it changes");
+        }
     }
 
     #[test]

@@ -257,6 +257,12 @@ impl Profiler {
     #[inline]
     fn push_start(&self, context: u64, kind: Kind, start: &Start) -> u64 {
         let own_net = matches!(start.body, Body::NetTowline(_));
+        let (mut body, mut end) = (start.body, start.times);
+        if let (Body::NetTowline(part), Some(times)) = (&mut body, &end)
+            && part.take_in(times)
+        {
+            end = None;
+        }
         let thread = thread();
         let when = when(thread, start.parent);
         let place = self.ring.push(thread, Room::Start, |place| Record {
@@ -266,22 +272,23 @@ impl Profiler {
             context: if self.stamp.made(context) { context } else { 0 },
             rank: start.rank,
             thread: (thread >> 12) as u32,
-            body: start.body,
+            body,
         });
-        match (place, start.times) {
-            (Some(place), None) => self.stamp.event(place, own_net),
-            (Some(place), Some(times)) => {
-                if self.push(self.stamp.event(place, own_net), Room::Stop, Body::NetTimes(times)).is_none() {
-                    self.drops.stops.fetch_add(1, Ordering::Relaxed);
-                }
-                // Whatever is said of it from here on is nothing new, as of an event that only a second profiler wants.
-                self.stamp.chained(0, own_net)
-            }
-            (None, _) => {
-                self.drops.starts[kind as usize].fetch_add(1, Ordering::Relaxed);
-                0
-            }
+        let Some(place) = place else {
+            self.drops.starts[kind as usize].fetch_add(1, Ordering::Relaxed);
+            return 0;
+        };
+        let event = self.stamp.event(place, own_net);
+        if start.times.is_none() {
+            return event;
         }
+        if let Some(times) = end
+            && self.push(event, Room::Stop, Body::NetTimes(times)).is_none()
+        {
+            self.drops.stops.fetch_add(1, Ordering::Relaxed);
+        }
+        // Whatever is said of it from here on is nothing new, as of an event that only a second profiler wants.
+        self.stamp.chained(0, own_net)
     }
 
     #[inline]

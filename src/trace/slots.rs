@@ -8,6 +8,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
 
 use super::event::Record;
+use crate::os::memory;
 
 /// Room for one record.
 #[repr(C, align(128))]
@@ -78,18 +79,7 @@ impl Slots {
     /// Has the processor fetch the memory of this slot, to be written soon. Only a hint.
     #[inline]
     pub(super) fn fetch(&self, position: u64) {
-        let slot = std::ptr::from_ref(self.at(position)).cast::<i8>();
-        #[cfg(target_arch = "x86_64")]
-        {
-            use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
-            // SAFETY: a prefetch reads and changes nothing, whatever the address; both lines are the slot's.
-            unsafe {
-                _mm_prefetch::<_MM_HINT_ET0>(slot);
-                _mm_prefetch::<_MM_HINT_ET0>(slot.add(64));
-            }
-        }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = slot;
+        memory::fetch_to_write(self.at(position));
     }
 
     /// Has the kernel give the memory of these slots now, so that no producer waits for it. Their contents stay.

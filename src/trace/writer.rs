@@ -214,7 +214,11 @@ impl Writer {
         for (number, mut record) in std::mem::replace(&mut self.pending, later).into_iter().enumerate() {
             let ticks = record.when;
             record.when = self.timeline.nanoseconds(ticks);
+            let end = if let Body::NetTowline(part) = &mut record.body { part.take_out() } else { None };
             self.apply(&record);
+            if let Some(times) = end {
+                self.apply(&Record { parent: 0, context: 0, rank: -1, body: Body::NetTimes(times), ..record });
+            }
             // A long round must not keep what is complete waiting.
             if number % 4096 == 4095 {
                 self.profiler.progress.fetch_add(1, Ordering::Relaxed);

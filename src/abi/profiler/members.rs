@@ -154,6 +154,7 @@ pub(super) unsafe fn net(parent: *mut c_void, rank: c_int, net: &ncclProfilerNet
                 send: event.is_send(),
                 resend: event.is_resend(),
                 ago_ns: event.ago_ns,
+                over: 0,
                 carrier: match event.carrier {
                     CARRIER_SOCKET => Carrier::Socket { fd: event.device },
                     CARRIER_QUEUE_PAIR => Carrier::QueuePair {

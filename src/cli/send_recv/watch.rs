@@ -70,22 +70,21 @@ impl<'a> Watch<'a> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::net::UnixStream;
-
+    use super::super::protocol::Order;
     use super::*;
+    use crate::cli::channel::tests::pair;
 
     #[test]
     fn who_is_ahead_is_waited_for_and_who_failed_is_not() {
-        let (one, other) = UnixStream::pair().unwrap();
-        let (mut one, mut other) = (Channel::unix(one, "one"), Channel::unix(other, "other"));
+        let (mut one, mut other) = pair();
         // The leader's next order, or the follower's next answer.
-        one.send(&super::super::protocol::Order::Quit).unwrap();
+        one.send(&Order::Quit).unwrap();
         let mut watch = Watch::new(&mut other, Duration::from_secs(60));
         for _ in 0..3 {
             watch.check().expect("it waits on");
         }
-        let order = other.receive::<super::super::protocol::Order>().expect("it is still there");
-        assert!(matches!(order, super::super::protocol::Order::Quit));
+        let order = other.receive::<Order>().expect("it is still there");
+        assert!(matches!(order, Order::Quit));
 
         one.send(&Answer::Failed { error: "no room".into() }).unwrap();
         let error = Watch::new(&mut other, Duration::from_secs(60)).check().unwrap_err();

@@ -10,6 +10,7 @@
 //! by a lock of their own. Those who add take turns by `busy`, in memory that no reader touches; as a rule there is only
 //! one.
 
+use crate::os::memory;
 use crate::os::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::os::sync::pause;
 
@@ -89,6 +90,12 @@ impl List {
     #[inline]
     pub fn is_filled(&self) -> bool {
         self.at(self.reader.taken.load(Ordering::Relaxed)).is_some()
+    }
+
+    /// Has the memory of the next entry fetched.
+    #[inline]
+    pub fn fetch(&self) {
+        memory::fetch(self.entry(self.reader.taken.load(Ordering::Relaxed)));
     }
 
     /// Takes out all entries, but no more than the list holds. One thread at a time.

@@ -500,8 +500,9 @@ impl Events {
             unsafe { self.wait() };
             return None;
         }
-        if self.notes.get().is_none() {
-            return requests.finish(ticket);
+        let Some(notes) = self.notes.get() else { return requests.finish(ticket) };
+        if self.hears() {
+            notes.fetch();
         }
         // SAFETY: passed on.
         let outcome = unsafe { self.settle(requests, ticket) }?;

@@ -149,6 +149,12 @@ impl Notes {
         self.lists.iter().any(List::is_filled)
     }
 
+    /// Has the memory of the next note of each path fetched, all at the same time.
+    #[inline]
+    pub(super) fn fetch(&self) {
+        self.lists.iter().for_each(List::fetch);
+    }
+
     /// Takes out all that [`Notes::are_there`] speaks of. One thread at a time.
     pub(super) fn take(&self, into: &mut Vec<Note>) {
         for list in &self.lists {

@@ -9,7 +9,7 @@ use crate::engine::counters::Counters;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
 use crate::tcp::frame::{HEADER, Header, Type};
-use crate::tcp::limits::BRIEF_MAX;
+use crate::tcp::limits::{BRIEF_MAX, EAGER_MAX, RECEIVER_RESTS};
 use crate::tcp::load;
 use crate::tcp::peer::{Broken, told_by_peer};
 use crate::tcp::recv_core::{End, Part, Place, StageKey};
@@ -29,6 +29,9 @@ impl RecvConn {
         }
         let nothing_to_say = !io.ack && io.sent == io.out.len() && !self.mail.load(Ordering::Relaxed);
         if wishes & WRITE == 0 && nothing_to_say {
+            if index == 0 && !moved && self.striped.load(Ordering::Relaxed) {
+                self.rest.begin(RECEIVER_RESTS);
+            }
             return if more { Step::More } else { Step::Settled(moved) };
         }
         match self.write(index, io) {
@@ -211,6 +214,10 @@ impl RecvConn {
         Counters::count(&self.counters.bytes, u64::from(header.length));
         if index > 0 {
             self.brief.store(header.total < BRIEF_MAX, Ordering::Relaxed);
+        }
+        let striped = index > 0 && header.total > EAGER_MAX;
+        if self.striped.load(Ordering::Relaxed) != striped {
+            self.striped.store(striped, Ordering::Relaxed);
         }
         match state.core.begin(index, header)? {
             Place::Posted(part, offset) => {

@@ -12,7 +12,7 @@ use crate::os::ticks::Ticks;
 use crate::tcp::ack::Ack;
 use crate::tcp::copies::Own;
 use crate::tcp::frame::{HEADER, Header, Type};
-use crate::tcp::limits::EAGER_MAX;
+use crate::tcp::limits::{EAGER_MAX, SENDER_RESTS};
 use crate::tcp::peer::{Broken, told_by_peer};
 use crate::tcp::send_core::{Chunk, Key, Landed, SendCore};
 use crate::tcp::stream::{READ, SEND, Step, WRITE};
@@ -55,7 +55,15 @@ impl SendConn {
     fn write(&self, index: usize, io: &mut Io, share: &mut usize) -> std::result::Result<bool, Broken> {
         let mut moved = false;
         if io.out.is_none() {
-            io.out = self.next_outgoing(&mut self.state(), index, io);
+            let mut state = self.state();
+            io.out = self.next_outgoing(&mut state, index, io);
+            if index == 0 {
+                if io.out.is_some() || state.core.needs_first() {
+                    self.rest.end();
+                } else {
+                    self.rest.begin(SENDER_RESTS);
+                }
+            }
         }
         loop {
             if io.seal.is_some() {

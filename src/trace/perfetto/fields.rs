@@ -295,6 +295,7 @@ fn net(f: &Fields) -> Body {
             resend: f.bool("resend"),
             // The slice's own time is that of the event.
             ago_ns: 0,
+            over: 0,
             carrier: if f.get("qp").is_some() {
                 let (device, opcode) = (f.uint("device") as u16, f.uint("opcode") as u8);
                 Carrier::QueuePair { device, opcode, number: f.int("qp"), wr_id: f.uint("wr_id") }
@@ -370,6 +371,7 @@ pub(crate) mod tests {
                 send: true,
                 resend: true,
                 ago_ns: 0,
+                over: 0,
                 carrier: Carrier::QueuePair { device: 2, opcode: 3, number: 77, wr_id: u64::MAX },
             }),
             Body::NetTowline(NetPart { carrier: Carrier::Socket { fd: 12 }, ..NetPart::default() }),

@@ -8,6 +8,7 @@
 #[path = "../../../src/os"]
 pub mod os {
     pub mod error;
+    pub mod memory;
 
     /// In place of `src/os/sync.rs`.
     pub mod sync {

@@ -1,0 +1,56 @@
+//! When NCCL's thread need not look at the first stream of a connection.
+//!
+//! NCCL asks after each request in a loop, for all channels in turn, thousands of times for one long message. Each look at
+//! a socket that has nothing is a system call, of which the other channels' requests are asked after that much later. So
+//! where what is waited for comes over other streams, which workers look after, only some of the calls look: what nobody
+//! waits for (the peer's goodbye, an error, its word about a stream that has ended) may come a few calls later.
+//!
+//! Only a hint: each thread may set it at any time, and a lost count costs a look more or less.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// How many calls go without a look.
+#[derive(Debug, Default)]
+pub struct Rest(AtomicU32);
+
+impl Rest {
+    /// A look found nothing, and nothing is waited for: it may be left out so many times.
+    #[inline]
+    pub fn begin(&self, calls: u32) {
+        self.0.store(calls, Ordering::Relaxed);
+    }
+
+    /// Something is waited for again.
+    #[inline]
+    pub fn end(&self) {
+        if self.0.load(Ordering::Relaxed) > 0 {
+            self.0.store(0, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether this call may go without a look.
+    #[inline]
+    pub fn goes_on(&self) -> bool {
+        let left = self.0.load(Ordering::Relaxed);
+        if left > 0 {
+            self.0.store(left - 1, Ordering::Relaxed);
+        }
+        left > 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn so_many_calls_go_without_a_look() {
+        let rest = Rest::default();
+        assert!(!rest.goes_on());
+        rest.begin(3);
+        assert_eq!((0..5).map(|_| rest.goes_on()).collect::<Vec<_>>(), [true, true, true, false, false]);
+        rest.begin(3);
+        rest.end();
+        assert!(!rest.goes_on());
+    }
+}
