@@ -582,7 +582,7 @@ fn a_message_of_more_than_1_gib_arrives() {
         pair.recv.test(request)
     };
     let sizes = outcome(test, posted, patience).expect("no hang").expect("a message");
-    println!("{SIZE} bytes in {:?}", start.elapsed());
+    eprintln!("{SIZE} bytes in {:?}", start.elapsed());
     assert_eq!(sizes[0] as usize, SIZE);
     outcome(|request| pair.send.test(request), sent, PATIENCE).expect("no hang").expect("a send");
     for at in (0..SIZE).step_by(BLOCK) {
@@ -704,6 +704,6 @@ fn many_connections_leave_nothing_in_the_kernel() {
             assert!(Instant::now() < end, "before: {before}\nafter: {}", resources());
             std::thread::sleep(Duration::from_millis(50));
         }
-        println!("{cycles} cycles, {each:?} each; {before}");
+        eprintln!("{cycles} cycles, {each:?} each; {before}");
     });
 }

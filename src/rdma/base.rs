@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use super::adapter::{Adapter, Adapters, Memory, Mishap, Registration};
 use super::dl::Verbs;
-use super::fabric::{Fabric, Lane};
+use super::fabric::{Alarm, Fabric, Lane};
 use super::mending::{Said, Trouble, Word, said};
 use super::trouble::{Doing, explain, is_of_the_way};
 use super::verbs::Completion;
@@ -96,6 +96,8 @@ pub struct Base {
     pub(super) mishap: Arc<Mishap>,
     /// What the other side has said of lanes.
     words: Mutex<Vec<Word>>,
+    /// Has whoever holds the connection's state look after the lanes.
+    pub(super) alarm: Alarm,
 }
 
 struct Control {
@@ -127,8 +129,9 @@ impl Control {
 }
 
 impl Base {
-    /// The common part of a connection, and the keys to its requests; `doing` is "sending to" or "receiving from".
-    pub fn new(parts: Parts, doing: &'static str) -> (Self, Keys) {
+    /// The common part of a connection, and the keys to its requests; `doing` is "sending to" or "receiving from". From
+    /// here on the lanes are mended, if the user wants that.
+    pub fn new(parts: Parts, fabric: &mut Fabric, doing: &'static str) -> (Self, Keys) {
         let Parts { net, adapters, peer, sock, link } = parts;
         let health = Health::default();
         health.stream_up();
@@ -160,7 +163,11 @@ impl Base {
             has_flushed: AtomicBool::new(false),
             mishap: Arc::default(),
             words: Mutex::default(),
+            alarm: fabric.alarm(),
         };
+        if base.mends() {
+            fabric.mend();
+        }
         (base, keys)
     }
 
@@ -171,13 +178,6 @@ impl Base {
 
     fn control(&self) -> MutexGuard<'_, Control> {
         self.control.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Has the connection go on when a queue pair is lost, if the user wants that.
-    pub fn mend(&self, fabric: &mut Fabric) {
-        if self.mends() {
-            fabric.mend();
-        }
     }
 
     /// Whether it goes on when a queue pair is lost.
@@ -330,10 +330,8 @@ impl Base {
                 // The receiving side alone takes notice.
                 Type::Ask => self.question.store(header.total | ASKED, Ordering::Release),
                 Type::Fail => return Err(told_by_peer(header.order, &input[HEADER..end]).with_peer(&self.peer)),
-                Type::Fenced => {
-                    self.words().push(Word { said: Said::Ended(header.total), ..Word::of(&header) });
-                }
-                Type::Lane => self.words().push(Word { said: said(&header), ..Word::of(&header) }),
+                Type::Fenced => self.is_told(Word { said: Said::Ended(header.total), ..Word::of(&header) }),
+                Type::Lane => self.is_told(Word { said: said(&header), ..Word::of(&header) }),
                 other => {
                     let what = format!("the peer sent a {other:?} frame over the control channel");
                     return Err(Error::remote(what).with_peer(&self.peer));
@@ -342,6 +340,12 @@ impl Base {
             input.drain(..end);
         }
         Ok(())
+    }
+
+    /// The other side has said something of a lane.
+    fn is_told(&self, word: Word) {
+        self.words().push(word);
+        self.alarm.raise();
     }
 
     /// Registers the memory of a request for as long as that lives, when the host has not; none for no bytes.

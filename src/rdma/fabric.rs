@@ -16,7 +16,7 @@ use std::time::Instant;
 
 use super::adapter::{Adapter, Adapters};
 use super::gid;
-use super::mending::{Life, Trouble};
+use super::mending::{Life, Trouble, patience, pause};
 use super::record::{LaneRecord, PortRecord, Record, VERSION};
 use super::stripe::MAX_LANES;
 use super::trouble::Ends;
@@ -43,8 +43,8 @@ pub struct Lane {
     pub(super) life: Life,
     /// What has gone wrong with it, and is still to be dealt with.
     pub(super) trouble: Option<Trouble>,
-    /// Shared by all lanes: one of them needs care.
-    alarm: Arc<AtomicBool>,
+    /// Shared by all lanes.
+    alarm: Alarm,
     /// What goes wrong is kept in `trouble`, for the connection can do without it.
     pub(super) mends: bool,
     /// Receives that are in its queue.
@@ -61,6 +61,8 @@ pub struct Lane {
     without_ece: bool,
     /// When it is lost: when to try for another queue pair.
     pub(super) next_try: Option<Instant>,
+    /// How many tries for one there were since.
+    pub(super) tries: u32,
     inline_bytes: u32,
     /// The place of its adapter in this side's device.
     pub adapter: usize,
@@ -87,8 +89,7 @@ pub struct Fabric {
     /// Where they lead.
     ports: Vec<PortRecord>,
     class: Class,
-    /// One of the lanes needs care.
-    alarm: Arc<AtomicBool>,
+    alarm: Alarm,
     queues: Vec<CompletionQueue>,
     /// The longest write in bytes that both sides take: a multiple of 128.
     pub longest_write: u64,
@@ -146,6 +147,22 @@ pub fn ports(adapters: &Adapters) -> Vec<PortRecord> {
     adapters.iter().map(|adapter| record(&adapter.open)).collect()
 }
 
+/// Says that one of the lanes needs care, to whoever has the connection's state, next to each look at the queues.
+#[derive(Debug, Clone, Default)]
+pub struct Alarm(Arc<AtomicBool>);
+
+impl Alarm {
+    /// A lane needs care.
+    pub fn raise(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
+    #[inline]
+    fn is_raised(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
 impl Fabric {
     /// Queue pairs for `lanes` lanes, bound to their ports but not connected.
     ///
@@ -168,7 +185,7 @@ impl Fabric {
             CompletionQueue::new(&adapter.open.context, per_adapter * (depth.send + depth.receive), None)
         };
         let queues = adapters.iter().map(queue).collect::<Result<Vec<_>>>()?;
-        let alarm = Arc::new(AtomicBool::new(false));
+        let alarm = Alarm::default();
         let lane = |index: usize| -> Result<Lane> {
             let (at, peer_port) = (index % adapters.len(), index % peer.len());
             let adapter = &adapters[at];
@@ -182,7 +199,7 @@ impl Fabric {
                 is_running: false,
                 life: Life::Up,
                 trouble: None,
-                alarm: Arc::clone(&alarm),
+                alarm: alarm.clone(),
                 mends: false,
                 receives: 0,
                 arrived: 0,
@@ -191,6 +208,7 @@ impl Fabric {
                 proven: false,
                 without_ece: false,
                 next_try: None,
+                tries: 0,
                 adapter: at,
                 peer_port,
                 first_packet,
@@ -259,7 +277,7 @@ impl Fabric {
     /// The new queue pair of a lane is proven: it carries messages.
     pub(super) fn is_back(&mut self, index: usize) {
         let lane = &mut self.lanes[index];
-        (lane.life, lane.room) = (Life::Up, self.depth.send);
+        (lane.life, lane.room, lane.tries) = (Life::Up, self.depth.send, 0);
     }
 
     /// A new queue pair of a lane has come to nothing, and the peer knows. Its number is used up.
@@ -314,15 +332,25 @@ impl Fabric {
         self.lanes.iter_mut().for_each(|lane| lane.mends = true);
     }
 
+    /// By which whoever has not locked the connection's state raises the alarm.
+    pub fn alarm(&self) -> Alarm {
+        self.alarm.clone()
+    }
+
     /// Whether a lane needs care.
     #[inline]
     pub fn is_alarmed(&self) -> bool {
-        self.alarm.load(Ordering::Relaxed)
+        self.alarm.is_raised()
     }
 
-    /// A lane needs care, or none does any more.
-    pub(super) fn set_alarm(&self, on: bool) {
-        self.alarm.store(on, Ordering::Relaxed);
+    /// A lane needs care.
+    pub(super) fn raise_alarm(&self) {
+        self.alarm.raise();
+    }
+
+    /// Whoever was alarmed looks now. Before that, so that an alarm in the meantime counts.
+    pub(super) fn answer_alarm(&self) {
+        self.alarm.0.store(false, Ordering::Relaxed);
     }
 
     /// The lanes that a failure of this queue concerns: a queue pair's own one, or all that report to a completion queue.
@@ -458,7 +486,7 @@ impl Lane {
         if self.trouble.as_ref().is_none_or(|known| known.is_flush && !trouble.is_flush) {
             self.trouble = Some(trouble);
         }
-        self.alarm.store(true, Ordering::Relaxed);
+        self.alarm.raise();
     }
 
     /// Whether it carries messages.
@@ -497,7 +525,7 @@ impl Lane {
     /// Its new queue pair leads to the peer. Whoever looks after the connection puts it to use.
     pub fn is_proven(&mut self) {
         self.proven = true;
-        self.alarm.store(true, Ordering::Relaxed);
+        self.alarm.raise();
     }
 
     /// It is the peer's queue pair of this number that it belongs to.
@@ -525,6 +553,16 @@ impl Lane {
     pub(super) fn give_up(&mut self, next_try: Instant) {
         (self.pair, self.refusing, self.is_running) = (None, None, false);
         (self.life, self.next_try, self.room) = (Life::Lost, Some(next_try), 0);
+    }
+
+    /// The same, and the next try is made after a while.
+    pub(super) fn try_again(&mut self, now: Instant) {
+        self.give_up(now + pause(self.tries));
+    }
+
+    /// The peer has one too, and a first write over both is under way: how long that may take.
+    pub fn is_tried(&mut self) {
+        self.next_try = Some(Instant::now() + patience(self.tries));
     }
 
     /// By which asynchronous events name its queue pair.

@@ -141,9 +141,23 @@ fn offer(lane: usize, epoch: u16, record: Option<&LaneRecord>) -> Header {
     }
 }
 
-/// How long after its loss a lane is tried for again, and how long after a try that came to nothing.
+/// How long after its loss a lane is tried for again.
 const FIRST_TRY: Duration = Duration::from_millis(500);
-const NEXT_TRY: Duration = Duration::from_secs(2);
+
+/// How often the keeper looks whether a port is up, and how the tries go.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// How long after the so-manyth try, which came to nothing, the next one is made: 0.25 to 2 s.
+pub(super) fn pause(tries: u32) -> Duration {
+    Duration::from_millis(125) * (1 << tries.min(4))
+}
+
+/// How long the first write over the queue pair of the so-manyth try may take: 0.5 to 4 s. The device's own patience is no
+/// measure: it sends again only after `NCCL_IB_TIMEOUT`, four seconds if nothing is set, and where a link has just come up
+/// the first packet is easily lost. A peer that is slow is waited for longer the next time.
+pub(super) fn patience(tries: u32) -> Duration {
+    Duration::from_millis(250) * (1 << tries.min(4))
+}
 
 impl Base {
     /// Looks after lanes in trouble, and hears what the other side says of lanes; `answer` takes its offers.
@@ -175,7 +189,7 @@ impl Base {
                     let is_refused = record.is_none() && lane.epoch == epoch;
                     if is_refused && lane.life == Life::Returning {
                         self.end_pair(lane);
-                        lane.give_up(Instant::now() + NEXT_TRY);
+                        lane.try_again(Instant::now());
                     } else if is_refused {
                         // It has nothing of this queue pair, which is in trouble here.
                         lane.peer = Some(0);
@@ -217,7 +231,8 @@ impl Base {
                 // A receiver that has closed had received all that it wanted.
                 let taken = if self.health.is_peer_done() { Some(None) } else { lane.peer.take().map(Some) };
                 if let Some(taken) = taken {
-                    (lane.life, lane.next_try) = (Life::Lost, Some(now + FIRST_TRY));
+                    let wait = FIRST_TRY.max(pause(lane.tries));
+                    (lane.life, lane.next_try) = (Life::Lost, Some(now + wait));
                     gone.push((index, taken));
                 } else if now - since >= self.config().peer_timeout {
                     // It may be stopped for a while; if it is gone, its socket says so.
@@ -228,12 +243,14 @@ impl Base {
             if lane.life == Life::Returning && lane.next_try.is_some_and(|at| at <= now) {
                 // No answer, or no way yet. The receiver takes a later offer for the end of this one.
                 self.end_pair(lane);
-                lane.give_up(now + NEXT_TRY);
+                lane.try_again(now);
             }
             let is_in_trouble = matches!(lane.life, Life::Stopping { .. } | Life::Ended { .. });
             is_calm &= !is_in_trouble && lane.trouble.is_none();
         }
-        fabric.set_alarm(!is_calm);
+        if !is_calm {
+            fabric.raise_alarm();
+        }
         Ok(())
     }
 
@@ -294,12 +311,9 @@ impl Base {
         }
     }
 
-    /// The keeper: gives up lanes whose port or device is out, as long as another one's is not, and those that an event
-    /// names; and sees to it that what the other side has said of lanes is heard.
+    /// The keeper, or whom it alarms: gives up lanes whose port or device is out, as long as another one's is not, and
+    /// those that an event names.
     pub fn look_around(&self, fabric: &mut Fabric) {
-        if !self.words().is_empty() {
-            fabric.set_alarm(true);
-        }
         for (element, text) in self.mishap.take() {
             let what = format!("a device reports {text} of it");
             for lane in fabric.lanes_of(element) {
@@ -319,7 +333,7 @@ impl Base {
         }
     }
 
-    /// The sender's keeper: offers new queue pairs for lanes that are lost and whose ports are up. When to look again.
+    /// The sender's: offers new queue pairs for lanes that are lost and whose ports are up. When to look again.
     pub fn offer_lanes(&self, fabric: &mut Fabric) -> Option<Instant> {
         let now = Instant::now();
         for index in 0..fabric.lanes.len() {
@@ -327,10 +341,12 @@ impl Base {
             if lane.life != Life::Lost || lane.next_try.is_some_and(|at| at > now) {
                 continue;
             }
-            lane.next_try = Some(now + NEXT_TRY);
+            lane.next_try = Some(now + LOOK);
             if self.adapters[lane.adapter].is_out() || self.health.is_peer_done() {
                 continue;
             }
+            lane.tries += 1;
+            lane.next_try = Some(now + pause(lane.tries));
             match fabric.renew(index, &self.adapters, self.config()) {
                 Ok(()) => {
                     fabric.lanes[index].next_try = Some(now + self.config().reconnect_timeout);
@@ -339,10 +355,15 @@ impl Base {
                 Err(error) => tracing::debug!(target: NET, "no new queue pair to {} yet: {error}", self.peer),
             }
         }
-        let waits = |lane: &&Lane| matches!(lane.life, Life::Lost | Life::Returning);
-        let next = fabric.lanes.iter().filter(waits).filter_map(|lane| lane.next_try).min();
+        // An answer to an offer comes at any time, and shortens the wait.
+        let at = |lane: &Lane| match lane.life {
+            Life::Lost => lane.next_try,
+            Life::Returning => lane.next_try.map(|at| at.min(now + LOOK)),
+            _ => None,
+        };
+        let next = fabric.lanes.iter().filter_map(at).min();
         if next.is_some_and(|at| at <= now) {
-            fabric.set_alarm(true);
+            fabric.raise_alarm();
         }
         next.map(|at| at.max(now))
     }

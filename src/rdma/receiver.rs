@@ -170,8 +170,7 @@ impl RdmaRecv {
         (table, mirror, inbox): (SizeTable, Mirror, Option<Inbox>),
         target: Target,
     ) -> Result<Arc<Self>> {
-        let (base, keys) = Base::new(parts, "receiving from");
-        base.mend(&mut fabric);
+        let (base, keys) = Base::new(parts, &mut fabric, "receiving from");
         let state = State {
             used: vec![0; fabric.lanes().len()],
             fabric: Some(fabric),

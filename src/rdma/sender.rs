@@ -214,8 +214,7 @@ impl RdmaSend {
     ) -> Result<Arc<Self>> {
         let Stores { scratch, outbox } = stores;
         let lanes = fabric.lanes().len();
-        let (base, keys) = Base::new(parts, "sending to");
-        base.mend(&mut fabric);
+        let (base, keys) = Base::new(parts, &mut fabric, "sending to");
         let ledger = base.mends().then(|| Ledger::new(lanes));
         let state = State {
             fabric: Some(fabric),

@@ -12,10 +12,12 @@ use crate::rdma::mending::Tended;
 use crate::rdma::record::LaneRecord;
 
 impl RdmaRecv {
-    /// The keeper: has an eye on the ports. Says whether a lane is in trouble, or another thread at work: that one would
-    /// have to wake who waits for it.
+    /// The keeper: has an eye on the ports. Says whether a lane is in trouble, or another thread at work, which looks then.
     pub(super) fn care(&self) -> bool {
-        let Ok(mut state) = self.state.try_lock() else { return true };
+        let Ok(mut state) = self.state.try_lock() else {
+            self.base.alarm.raise();
+            return true;
+        };
         let Some(fabric) = &mut state.fabric else { return false };
         self.base.look_around(fabric);
         let is_alarmed = fabric.is_alarmed();
@@ -27,6 +29,10 @@ impl RdmaRecv {
     #[cold]
     pub(super) fn tend(&self, state: &mut State) -> Result<()> {
         let State { fabric: Some(fabric), used, .. } = state else { return Ok(()) };
+        fabric.answer_alarm();
+        if self.base.mends() {
+            self.base.look_around(fabric);
+        }
         let Tended { gone, .. } = self.base.tend(fabric, |fabric, lane, (epoch, record)| {
             if epoch.wrapping_sub(fabric.lane(lane).epoch()).cast_signed() <= 0 {
                 return Ok(());

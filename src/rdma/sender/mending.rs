@@ -26,9 +26,12 @@ impl RdmaSend {
     /// Whoever is not NCCL's thread: has an eye on the ports. Says whether the connection owes the receiver something
     /// although no request is outstanding: short messages that their queue pair may lose, or a lane in trouble; and when
     /// it is to look again for lost lanes. Who finds another thread at work does not wait for it, since that one would have
-    /// to wake him, but looks again soon.
+    /// to wake him, but leaves it to that one: NCCL's thread may be found at work for seconds.
     pub(super) fn care(&self) -> (bool, Option<Instant>) {
-        let Ok(mut state) = self.state.try_lock() else { return (true, None) };
+        let Ok(mut state) = self.state.try_lock() else {
+            self.base.alarm.raise();
+            return (true, None);
+        };
         let State { fabric: Some(fabric), outbox, .. } = &mut *state else { return (false, None) };
         self.base.look_around(fabric);
         let next = self.base.offer_lanes(fabric);
@@ -40,6 +43,11 @@ impl RdmaSend {
     pub(super) fn tend(&self, state: &mut State) -> Result<()> {
         let State { fabric: Some(fabric), run, .. } = state else { return Ok(()) };
         run.count = 0;
+        fabric.answer_alarm();
+        if self.base.mends() {
+            self.base.look_around(fabric);
+            self.base.offer_lanes(fabric);
+        }
         let Tended { gone, back } = self.base.tend(fabric, |fabric, lane, (epoch, record)| {
             self.answered(fabric, lane, epoch, record);
             Ok(())
@@ -75,6 +83,7 @@ impl RdmaSend {
         if let Err(error) = connected.and_then(|()| unsafe { lane.probe(&probe) }) {
             lane.suffers(Trouble { error, is_flush: false });
         }
+        lane.is_tried();
     }
 
     /// Both ends of a lane have ended: what the receiver has taken is done, and the rest goes over other lanes.
