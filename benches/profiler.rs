@@ -24,6 +24,7 @@ use towline::engine::events::{Carrier, Chunk, Events, Listener, News, Path};
 use towline::engine::request::{Outcome, RequestSlots};
 use towline::os::config::NetEvents;
 use towline::os::net_event::{NetEvent, PLUGIN_ID};
+use towline::os::ticks::Ticks;
 use towline::plugin;
 use towline::trace::clock;
 
@@ -141,6 +142,45 @@ impl Transport {
         self.requests.complete_part(ticket.slot, 0, 8);
         // SAFETY: the handle is null, a number that the profiler does not follow, or a step that lives.
         unsafe { self.events.finish(&self.requests, ticket) }
+    }
+}
+
+/// Parts of a long transfer, and the paths that they take.
+const PARTS: u16 = 6;
+const PATHS: u16 = 4;
+
+impl Transport {
+    /// Paths as a long message takes them.
+    fn with_paths(self) -> Self {
+        let peer = Some(([10, 0, 0, 2], 4711).into());
+        (1..=PATHS).for_each(|index| {
+            self.events
+                .set_path(index.into(), Path { carrier: Carrier::Socket { fd: 3 + i32::from(index) }, rail: 0, peer });
+        });
+        self
+    }
+
+    /// A message that travels in [`PARTS`] chunks, of which other threads note that they are over.
+    fn long_transfer(&self, handle: *mut c_void) -> Option<Outcome> {
+        const LENGTH: u64 = 1 << 16;
+        let ticket = self.requests.take(1)?;
+        self.events.follow(ticket.slot, 0, handle);
+        let began = Ticks::now();
+        self.moved(ticket.slot, began);
+        self.requests.complete_part(ticket.slot, 0, LENGTH * u64::from(PARTS));
+        // SAFETY: as above.
+        unsafe { self.events.finish(&self.requests, ticket) }
+    }
+
+    #[inline(never)]
+    fn moved(&self, slot: u16, began: Ticks) {
+        const LENGTH: u64 = 1 << 16;
+        for part in 0..PARTS {
+            let (offset, path) = (u64::from(part) * LENGTH, 1 + part % PATHS);
+            let total = LENGTH * u64::from(PARTS);
+            let chunk = Chunk { offset, length: LENGTH, path, message: 5, total, again: false, wr_id: 0 };
+            self.events.chunk_over(slot, 0, &chunk, began);
+        }
     }
 }
 
@@ -296,8 +336,10 @@ fn bench(criterion: &mut Criterion) {
         ("both: nccl's descriptors", listener(pass_on, NetEvents::Nccl), (&raw mut step).cast()),
         ("both: towline's descriptors", listener(pass_on, NetEvents::Towline), (&raw mut step).cast()),
     ] {
-        let transport = Transport::new(listener);
+        let transport = Transport::new(Arc::clone(&listener));
         bench.run(name, || _ = transport.transfer(black_box(handle)));
+        let transport = Transport::new(listener).with_paths();
+        bench.run(&format!("{name}, six parts"), || _ = transport.long_transfer(black_box(handle)));
     }
     bench.run("the clock, twice", || _ = black_box((clock::now(), clock::now())));
     bench.group.finish();

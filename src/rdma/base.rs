@@ -15,7 +15,7 @@ use super::dl::Verbs;
 use super::fabric::{Alarm, Fabric, Lane};
 use super::mending::{Said, Trouble, Word, said};
 use super::trouble::{Doing, explain, is_of_the_way};
-use super::verbs::Completion;
+use super::verbs::{Completion, QueuePair};
 use crate::engine::counters::Counters;
 use crate::engine::events::Events;
 use crate::engine::poller::{Interest, Registration as Watched, Source};
@@ -96,6 +96,8 @@ pub struct Base {
     pub(super) mishap: Arc<Mishap>,
     /// What the other side has said of lanes.
     words: Mutex<Vec<Word>>,
+    /// Queue pairs that have ended and are still to be destroyed.
+    ended: Mutex<Vec<QueuePair>>,
     /// Has whoever holds the connection's state look after the lanes.
     pub(super) alarm: Alarm,
 }
@@ -163,6 +165,7 @@ impl Base {
             has_flushed: AtomicBool::new(false),
             mishap: Arc::default(),
             words: Mutex::default(),
+            ended: Mutex::default(),
             alarm: fabric.alarm(),
         };
         if base.mends() {
@@ -188,6 +191,10 @@ impl Base {
     /// What the other side has said of lanes, and nobody has heard yet.
     pub(super) fn words(&self) -> MutexGuard<'_, Vec<Word>> {
         self.words.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn ended(&self) -> MutexGuard<'_, Vec<QueuePair>> {
+        self.ended.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Tells the profiler's events which queue pair is which path, and the adapters whom the failure of a queue concerns.

@@ -5,8 +5,8 @@
 //! the last writes has arrived, and a packet that is still on its way could place old bytes later, over new ones. So both
 //! sides first **end** their queue pair, after which their devices take nothing from it any more:
 //!
-//! 1. Whoever notices stops the queue pair (it goes to its error state), takes what it has completed, and ends it. A
-//!    receiver waits until all its receives have come back, so that it has seen every immediate that its device has
+//! 1. Whoever notices stops the queue pair (it goes to its error state), takes what it has completed, and ends it (it goes
+//!    to its reset state; it is destroyed in a thread that may take its time). A receiver waits until all its receives have come back, so that it has seen every immediate that its device has
 //!    acknowledged.
 //! 2. It says so over the control channel ([`Type::Fenced`]), with the number of immediates that it has taken. The other
 //!    side does the same when it hears that, unless it has already.
@@ -33,6 +33,7 @@ use super::record::{EceRecord, LaneRecord};
 use crate::engine::counters::Counters;
 use crate::os::error::{Cause, Error, Result};
 use crate::os::log::NET;
+use crate::os::thread;
 use crate::tcp::frame::{Header, Type};
 
 /// How long a receiver waits for its receives to come back from a queue pair that was stopped. A device that does not
@@ -209,6 +210,7 @@ impl Base {
                 back.push(index);
             }
         }
+        self.destroy_ended();
         Ok(Tended { gone, back })
     }
 
@@ -258,9 +260,25 @@ impl Base {
         if let Some(element) = lane.element() {
             self.adapters[lane.adapter].forget(element);
         }
-        let start = Instant::now();
-        drop(lane.end());
-        tracing::debug!(target: NET, "ending a queue pair to {} took {:?}", self.peer, start.elapsed());
+        let Some(pair) = lane.end() else { return };
+        // Without that, only its destruction ends it.
+        if pair.reset().is_ok() {
+            self.ended().push(pair);
+        }
+    }
+
+    /// Destroys the queue pairs that have ended, in a thread of its own: the kernel may wait in that for a packet which it
+    /// cannot send, as SoftRoCE's does for three seconds when nobody answers for the peer's address, and NCCL's thread would
+    /// wait with it. That is rare, so there is no thread that waits for it.
+    fn destroy_ended(&self) {
+        let ended = std::mem::take(&mut *self.ended());
+        if ended.is_empty() {
+            return;
+        }
+        // Without a thread it is done here: the closure is dropped with what it holds.
+        if let Err(error) = thread::spawn("towline-undo", move || drop(ended)) {
+            tracing::debug!(target: NET, "no thread for ending queue pairs: {error}");
+        }
     }
 
     /// Gives up the lanes that are in trouble.

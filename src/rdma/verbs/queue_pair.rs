@@ -275,6 +275,17 @@ impl QueuePair {
         self.modify("stopping a queue pair", &mut attr, &[ib::ibv_qp_attr_mask::IBV_QP_STATE])
     }
 
+    /// Ends it: the device forgets what is outstanding, takes nothing from it and gives nothing to it any more, and touches
+    /// no memory for it. What it holds in the device is given back when this is dropped.
+    ///
+    /// # Errors
+    /// When the device is gone.
+    pub fn reset(&self) -> Result<()> {
+        let mut attr = blank();
+        attr.qp_state = ib::ibv_qp_state::IBV_QPS_RESET;
+        self.modify("ending a queue pair", &mut attr, &[ib::ibv_qp_attr_mask::IBV_QP_STATE])
+    }
+
     /// What this side's driver offers beyond the standard; none when it offers nothing.
     pub fn ece(&self) -> Option<Ece> {
         let query = self.domain.context().verbs().query_ece?;
