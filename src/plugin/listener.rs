@@ -14,7 +14,7 @@ use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 use crate::abi::ffi;
-use crate::engine::events::{Carrier, Listener, News, Wait};
+use crate::engine::events::{Carrier, Listener, MOST, News, Over, Path, Wait, Whole};
 use crate::os::config::NetEvents;
 use crate::os::net_event::{
     self, CARRIER_QUEUE_PAIR, CARRIER_SOCKET, FLAG_ENDED, FLAG_RESEND, FLAG_SEND, MOST_AT_ONCE, NetEvent, PLUGIN_ID,
@@ -130,7 +130,7 @@ impl Listener for NcclProfiler {
                 data.type_ = ffi::ncclProfileQp as u8;
                 data.qp.device = device;
                 data.qp.wr_id = chunk.wr_id;
-                data.qp.opcode = verbs_operation(news);
+                data.qp.opcode = verbs_operation(news.send);
                 data.qp.qpNum = number;
                 data.qp.length = chunk.length as usize;
                 start(PLUGIN_ID_IB, (&raw mut data).cast());
@@ -140,7 +140,7 @@ impl Listener for NcclProfiler {
                 let mut data: ffi::ncclProfilerNetSockDescr_v1_t = unsafe { std::mem::zeroed() };
                 data.type_ = ffi::ncclProfileSocket as u8;
                 data.sock.fd = if let Carrier::Socket { fd } = carrier { fd } else { -1 };
-                data.sock.op = socket_operation(news);
+                data.sock.op = socket_operation(news.send);
                 data.sock.length = chunk.length as usize;
                 start(PLUGIN_ID_SOCKET, (&raw mut data).cast());
             }
@@ -172,6 +172,26 @@ impl Listener for NcclProfiler {
         }
     }
 
+    unsafe fn whole(&self, transfer: *mut c_void, whole: &Whole<'_>) -> bool {
+        let mut parts = [const { MaybeUninit::<NetEvent>::uninit() }; MOST_AT_ONCE];
+        let count =
+            parts.iter_mut().zip(whole.chunks).map(|(part, over)| part.write(describe_over(whole, over))).count();
+        if count == 0 {
+            return false;
+        }
+        // SAFETY: as many as there are chunks were written, the first among them.
+        unsafe { parts[0].assume_init_mut() }.set_more(count - 1);
+        let mut event = std::ptr::null_mut();
+        let kind = ffi::ncclProfilerNetEventStart as c_int;
+        self.call(&mut event, kind, transfer, PLUGIN_ID, parts.as_mut_ptr().cast());
+        if event.is_null() {
+            return false;
+        }
+        let kind = ffi::ncclProfilerNetEventStop as c_int;
+        self.call(&mut event, kind, std::ptr::null_mut(), 0, std::ptr::null_mut());
+        true
+    }
+
     fn stop(&self, mut event: *mut c_void, news: &News<'_>) {
         if news.details && self.updates && !news.ended {
             let mut data = describe(news);
@@ -183,14 +203,53 @@ impl Listener for NcclProfiler {
     }
 }
 
+const _: () = assert!(MOST <= MOST_AT_ONCE, "a whole transfer fits one start");
+
 /// 0 for a send and 1 for a receive, as in NCCL's Socket.
-fn socket_operation(news: &News<'_>) -> i32 {
-    i32::from(!news.send)
+fn socket_operation(send: bool) -> i32 {
+    i32::from(!send)
 }
 
 /// The operation of a send; of a receive, what it completes with.
-fn verbs_operation(news: &News<'_>) -> i32 {
-    if news.send { WRITE_WITH_IMMEDIATE } else { RECEIVED_IMMEDIATE }
+fn verbs_operation(send: bool) -> i32 {
+    if send { WRITE_WITH_IMMEDIATE } else { RECEIVED_IMMEDIATE }
+}
+
+/// What of a path is told with each part: carrier, device, operation, queue pair, and the peer.
+fn set_path(event: &mut NetEvent, path: &Path, send: bool) {
+    (event.carrier, event.device, event.opcode, event.queue_pair) = match path.carrier {
+        Carrier::None => (0, 0, 0, 0),
+        Carrier::Socket { fd } => (CARRIER_SOCKET, fd, socket_operation(send), 0),
+        Carrier::QueuePair { device, number } => (CARRIER_QUEUE_PAIR, device, verbs_operation(send), number),
+    };
+    if let Some(peer) = path.peer {
+        event.set_peer(peer);
+    }
+}
+
+/// What [`describe`] says of the piece that the chunk makes.
+fn describe_over(whole: &Whole<'_>, over: &Over) -> NetEvent {
+    let (chunk, path) = (&over.chunk, whole.path(over));
+    let [receiver, socket, credit] = Wait::ALL.map(|wait| over.waits[wait as usize]);
+    let ago_ns = whole.now.nanoseconds_since(over.began);
+    let mut event = NetEvent {
+        flags: if whole.send { FLAG_SEND | FLAG_ENDED } else { FLAG_ENDED },
+        link: whole.link,
+        message: chunk.message,
+        offset: chunk.offset,
+        length: chunk.length,
+        rail: path.rail,
+        stream: chunk.path,
+        wait_receiver_ns: receiver,
+        wait_socket_ns: socket,
+        wait_credit_ns: credit,
+        wire_ns: over.wire(),
+        wr_id: chunk.wr_id,
+        ago_ns: u32::try_from(ago_ns).unwrap_or(u32::MAX),
+        ..NetEvent::new()
+    };
+    set_path(&mut event, path, whole.send);
+    event
 }
 
 fn describe(news: &News<'_>) -> NetEvent {
@@ -204,11 +263,6 @@ fn describe(news: &News<'_>) -> NetEvent {
     if news.ended {
         flags |= FLAG_ENDED;
     }
-    let (carrier, device, opcode, queue_pair) = match news.path.carrier {
-        Carrier::None => (0, 0, 0, 0),
-        Carrier::Socket { fd } => (CARRIER_SOCKET, fd, socket_operation(news), 0),
-        Carrier::QueuePair { device, number } => (CARRIER_QUEUE_PAIR, device, verbs_operation(news), number),
-    };
     let mut event = NetEvent {
         flags,
         link: news.link,
@@ -223,16 +277,10 @@ fn describe(news: &News<'_>) -> NetEvent {
         wait_socket_ns: socket,
         wait_credit_ns: credit,
         wire_ns: piece.wire,
-        carrier,
         wr_id: chunk.wr_id,
-        device,
-        opcode,
-        queue_pair,
         ago_ns: u32::try_from(news.ago_ns).unwrap_or(u32::MAX),
         ..NetEvent::new()
     };
-    if let Some(peer) = news.path.peer {
-        event.set_peer(peer);
-    }
+    set_path(&mut event, news.path, news.send);
     event
 }

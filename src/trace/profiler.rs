@@ -19,7 +19,7 @@ use std::sync::{Mutex, Once, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::chain::{Chain, Change, Second, Start};
-use super::event::{Body, CommInfo, Kind, NetTimes, Record, state};
+use super::event::{Body, CommInfo, Kind, NetPart, NetTimes, Record, state};
 use super::key::{self, Stamp};
 use super::ring::{Ring, Room, shard_of};
 use super::settings::Settings;
@@ -133,6 +133,21 @@ fn when(thread: u64, cause: u64) -> u64 {
     now.number()
 }
 
+/// Who calls, and when.
+struct Call {
+    thread: u64,
+    when: u64,
+}
+
+impl Call {
+    /// After what caused it.
+    #[inline]
+    fn now(cause: u64) -> Self {
+        let thread = thread();
+        Self { thread, when: when(thread, cause) }
+    }
+}
+
 /// A communicator begins. Writes the mask and returns its context, 0 when there is nothing to do for it.
 ///
 /// # Safety
@@ -187,6 +202,17 @@ pub fn start(context: u64, start: &Start) -> u64 {
         }
     }
     event
+}
+
+/// Further parts of a transfer that have ended, of which the first has just been started: an event each. Only a profiler that
+/// has no second one behind it is told of several in one call ([`Reader::Patient`]).
+pub fn start_others(context: u64, first: &Start, others: impl Iterator<Item = (NetPart, NetTimes)>) {
+    let Some(profiler) = current() else { return };
+    let call = Call::now(first.parent);
+    for (mut part, times) in others {
+        let end = (!part.take_in(&times)).then_some(times);
+        profiler.push_part(context, first, &call, part, end);
+    }
 }
 
 /// An event ends.
@@ -256,31 +282,39 @@ unsafe fn body_of(event: u64, change: &Change) -> Option<Body> {
 impl Profiler {
     #[inline]
     fn push_start(&self, context: u64, kind: Kind, start: &Start) -> u64 {
-        let own_net = matches!(start.body, Body::NetTowline(_));
-        let (mut body, mut end) = (start.body, start.times);
-        if let (Body::NetTowline(part), Some(times)) = (&mut body, &end)
-            && part.take_in(times)
-        {
-            end = None;
+        let call = Call::now(start.parent);
+        if let (Body::NetTowline(mut part), Some(times)) = (start.body, start.times) {
+            let end = (!part.take_in(&times)).then_some(times);
+            return self.push_part(context, start, &call, part, end);
         }
-        let thread = thread();
-        let when = when(thread, start.parent);
-        let place = self.ring.push(thread, Room::Start, |place| Record {
-            when,
+        self.push_record(context, kind, start, &call, start.body)
+    }
+
+    #[inline]
+    fn push_record(&self, context: u64, kind: Kind, start: &Start, call: &Call, body: Body) -> u64 {
+        let own_net = matches!(body, Body::NetTowline(_));
+        let place = self.ring.push(call.thread, Room::Start, |place| Record {
+            when: call.when,
             id: self.stamp.event(place, own_net),
             parent: start.parent,
             context: if self.stamp.made(context) { context } else { 0 },
             rank: start.rank,
-            thread: (thread >> 12) as u32,
+            thread: (call.thread >> 12) as u32,
             body,
         });
-        let Some(place) = place else {
-            self.drops.starts[kind as usize].fetch_add(1, Ordering::Relaxed);
+        if let Some(place) = place {
+            return self.stamp.event(place, own_net);
+        }
+        self.drops.starts[kind as usize].fetch_add(1, Ordering::Relaxed);
+        0
+    }
+
+    /// A part that has ended, and its end if that is not in it.
+    #[inline]
+    fn push_part(&self, context: u64, start: &Start, call: &Call, part: NetPart, end: Option<NetTimes>) -> u64 {
+        let event = self.push_record(context, Kind::NetPlugin, start, call, Body::NetTowline(part));
+        if event == 0 {
             return 0;
-        };
-        let event = self.stamp.event(place, own_net);
-        if start.times.is_none() {
-            return event;
         }
         if let Some(times) = end
             && self.push(event, Room::Stop, Body::NetTimes(times)).is_none()
@@ -288,7 +322,7 @@ impl Profiler {
             self.drops.stops.fetch_add(1, Ordering::Relaxed);
         }
         // Whatever is said of it from here on is nothing new, as of an event that only a second profiler wants.
-        self.stamp.chained(0, own_net)
+        self.stamp.chained(0, true)
     }
 
     #[inline]

@@ -65,6 +65,8 @@ struct Shard {
 pub struct Ring {
     shards: [Shard; SHARDS],
     capacity: u64,
+    /// The capacity is two to the power of this.
+    shift: u32,
 }
 
 impl Ring {
@@ -76,7 +78,9 @@ impl Ring {
 
     /// A ring with shards of `capacity` records, a power of two.
     pub fn with_capacity(capacity: usize) -> Self {
-        Self { shards: std::array::from_fn(|_| Shard::new(capacity)), capacity: capacity as u64 }
+        assert!(capacity.is_power_of_two());
+        let shift = capacity.trailing_zeros();
+        Self { shards: std::array::from_fn(|_| Shard::new(capacity)), capacity: capacity as u64, shift }
     }
 
     /// How many records fit into one shard.
@@ -101,7 +105,7 @@ impl Ring {
                 return None;
             }
             let slot = shard.slots.at(position);
-            let free = 2 * (position / self.capacity);
+            let free = 2 * (position >> self.shift);
             let lap = slot.lap.load(Ordering::Acquire);
             if lap == free {
                 let next = position + 1;
@@ -118,7 +122,7 @@ impl Ring {
         let place = Place { shard: index, position };
         // SAFETY: the exchange made this thread the only owner of the slot until it stores the lap below.
         unsafe { slot.write(make(place)) };
-        slot.lap.store(2 * (position / self.capacity) + 1, Ordering::Release);
+        slot.lap.store(2 * (position >> self.shift) + 1, Ordering::Release);
         shard.slots.fetch(position + FETCHED_AHEAD);
         Some(place)
     }
@@ -169,7 +173,7 @@ impl Drain {
             let mut position = shard.head.0.load(Ordering::Relaxed);
             while position < end {
                 let slot = shard.slots.at(position);
-                let lap = 2 * (position / ring.capacity);
+                let lap = 2 * (position >> ring.shift);
                 if slot.lap.load(Ordering::Acquire) != lap + 1 {
                     break;
                 }

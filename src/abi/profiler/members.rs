@@ -142,51 +142,55 @@ pub(super) unsafe fn net(parent: *mut c_void, rank: c_int, net: &ncclProfilerNet
             // SAFETY: Towline's own structure, by its id and version.
             let event = unsafe { &*net.data.cast::<NetEvent>() };
             times = event.has_ended().then(|| NetTimes::at_start(event));
-            Body::NetTowline(NetPart {
-                link: event.link,
-                message: event.message,
-                offset: event.offset,
-                length: event.length,
-                peer: event.peer,
-                peer_port: event.peer_port,
-                rail: event.rail,
-                stream: event.stream,
-                send: event.is_send(),
-                resend: event.is_resend(),
-                ago_ns: event.ago_ns,
-                over: 0,
-                carrier: match event.carrier {
-                    CARRIER_SOCKET => Carrier::Socket { fd: event.device },
-                    CARRIER_QUEUE_PAIR => Carrier::QueuePair {
-                        device: event.device as u16,
-                        opcode: event.opcode as u8,
-                        number: event.queue_pair,
-                        wr_id: event.wr_id,
-                    },
-                    _ => Carrier::Unknown,
-                },
-            })
+            Body::NetTowline(part(event))
         }
         (plugin, _) => Body::NetOther { plugin },
     };
     Start { net_id: net.id, net_data: net.data, times, ..start(parent, rank, body) }
 }
 
-/// The parts that came with the one that `first` starts, each as the start of an event of its own.
+/// What is known of a part at its start.
+#[inline]
+fn part(event: &NetEvent) -> NetPart {
+    NetPart {
+        link: event.link,
+        message: event.message,
+        offset: event.offset,
+        length: event.length,
+        peer: event.peer,
+        peer_port: event.peer_port,
+        rail: event.rail,
+        stream: event.stream,
+        send: event.is_send(),
+        resend: event.is_resend(),
+        ago_ns: event.ago_ns,
+        over: 0,
+        carrier: match event.carrier {
+            CARRIER_SOCKET => Carrier::Socket { fd: event.device },
+            CARRIER_QUEUE_PAIR => Carrier::QueuePair {
+                device: event.device as u16,
+                opcode: event.opcode as u8,
+                number: event.queue_pair,
+                wr_id: event.wr_id,
+            },
+            _ => Carrier::Unknown,
+        },
+    }
+}
+
+/// The parts that came with the one that `first` starts, and their ends.
 ///
 /// # Safety
-/// As for [`net`], which made `first`.
-pub(super) unsafe fn others(first: &Start) -> impl Iterator<Item = Start> + use<> {
-    let first = *first;
+/// As for [`net`], which made `first`; they are there as long as its descriptor.
+pub(super) unsafe fn others(first: &Start) -> impl ExactSizeIterator<Item = (NetPart, NetTimes)> + use<> {
     let data = first.net_data.cast::<NetEvent>();
-    // SAFETY: Towline's own structure, by its id.
-    let more = if first.net_id == PLUGIN_ID && !data.is_null() { unsafe { (*data).more() } } else { 0 };
-    (1..=more).map(move |place| {
-        // SAFETY: so many lie behind the first, as it says.
-        let data = unsafe { data.add(place) }.cast();
-        // SAFETY: they are what the first is.
-        unsafe { net(address(first.parent), first.rank, &ncclProfilerNetPlugin_v3_t { id: PLUGIN_ID, data }) }
-    })
+    let others: &[NetEvent] = if first.net_id == PLUGIN_ID && !data.is_null() {
+        // SAFETY: Towline's own structure, by its id, and as many behind it as it says.
+        unsafe { std::slice::from_raw_parts(data.add(1), (*data).more()) }
+    } else {
+        &[]
+    };
+    others.iter().map(|event| (part(event), NetTimes::at_start(event)))
 }
 
 pub(super) fn net_of(start: &Start) -> ncclProfilerNetPlugin_v3_t {
@@ -347,26 +351,28 @@ mod tests {
     }
 
     #[test]
-    fn each_part_of_several_is_an_event_of_its_own_under_the_same_parent() {
+    fn each_part_of_several_is_told_with_its_end() {
         let ended = NetEvent { flags: 1 | FLAG_ENDED, ..NetEvent::new() };
         let mut parts = [1, 20, 300].map(|length| NetEvent { length, ..ended });
         parts[0].set_more(2);
         let net = ncclProfilerNetPlugin_v3_t { id: PLUGIN_ID, data: parts.as_mut_ptr().cast() };
         // SAFETY: the data are what the identifier says.
         let first = unsafe { super::net(address(77), 3, &net) };
+        assert_eq!((first.parent, first.rank, first.times.is_some()), (77, 3, true));
+        let Body::NetTowline(part) = first.body else { panic!("{:?}", first.body) };
         // SAFETY: as above.
-        let all: Vec<Start> = std::iter::once(first).chain(unsafe { others(&first) }).collect();
-        let lengths = all.iter().map(|start| match start.body {
-            Body::NetTowline(part) => part.length,
-            other => panic!("{other:?}"),
-        });
-        assert_eq!(lengths.collect::<Vec<_>>(), [1, 20, 300]);
-        assert!(all.iter().all(|start| (start.parent, start.rank, start.times.is_some()) == (77, 3, true)));
+        let others: Vec<_> = unsafe { super::others(&first) }.collect();
+        assert_eq!(part.length, 1);
+        assert_eq!(
+            others.iter().map(|(part, times)| (part.length, times.ends)).collect::<Vec<_>>(),
+            [(20, true), (300, true)]
+        );
         // One by itself, and one of NCCL's, have nobody behind them.
+        let net = ncclProfilerNetPlugin_v3_t { id: PLUGIN_ID, data: (&raw mut parts[1]).cast() };
         // SAFETY: as above.
-        assert_eq!(unsafe { others(&all[1]) }.count(), 0);
+        assert_eq!(unsafe { super::others(&super::net(address(77), 3, &net)) }.len(), 0);
         // SAFETY: as above.
-        assert_eq!(unsafe { others(&start(address(77), 3, Body::ProxyStep { step: 1 })) }.count(), 0);
+        assert_eq!(unsafe { super::others(&start(address(77), 3, Body::ProxyStep { step: 1 })) }.len(), 0);
     }
 
     #[test]

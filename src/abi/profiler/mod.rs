@@ -118,8 +118,9 @@ unsafe fn begin(context: u64, start: &Start) -> u64 {
     let id = profiler::start(context, start);
     if id != 0 {
         // SAFETY: passed on.
-        for other in unsafe { members::others(start) } {
-            profiler::start(context, &other);
+        let others = unsafe { members::others(start) };
+        if others.len() > 0 {
+            profiler::start_others(context, start, others);
         }
     }
     id

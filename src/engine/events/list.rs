@@ -46,16 +46,20 @@ pub struct List {
     writers: Writers,
     reader: Reader,
     entries: Box<[Entry]>,
+    /// There are two to the power of this: a division takes as long as the rest of an entry's way.
+    shift: u32,
 }
 
 impl List {
-    /// An empty list for so many entries.
+    /// An empty list for so many entries, a power of two.
     pub fn new(room: usize) -> Self {
+        assert!(room.is_power_of_two());
         let entry = || Entry { head: AtomicU64::new(0), words: std::array::from_fn(|_| AtomicU64::new(0)) };
         Self {
             writers: Writers { busy: AtomicBool::new(false), added: AtomicU64::new(0), room: AtomicU64::new(0) },
             reader: Reader { taken: AtomicU64::new(0) },
             entries: std::iter::repeat_with(entry).take(room).collect(),
+            shift: room.trailing_zeros(),
         }
     }
 
@@ -122,15 +126,15 @@ impl List {
     }
 
     fn entry(&self, number: u64) -> &Entry {
-        &self.entries[(number % self.room()) as usize]
+        &self.entries[(number & (self.room() - 1)) as usize]
     }
 
     /// Never that of the entry's former content.
     fn lap(&self, number: u64) -> u32 {
-        ((number / self.room()) as u32).wrapping_add(1)
+        ((number >> self.shift) as u32).wrapping_add(1)
     }
 
     fn room(&self) -> u64 {
-        self.entries.len() as u64
+        1 << self.shift
     }
 }

@@ -27,7 +27,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use notes::{Note, Notes, TURNS, What};
-pub use transfer::{Chunk, MOST, Piece, Wait};
+pub use transfer::{Chunk, MOST, Over, Piece, Wait};
 use transfer::{Told, Transfer};
 
 use super::request::{MAX_PARTS, Outcome, RequestSlots, SLOTS, Ticket};
@@ -70,8 +70,44 @@ pub trait Listener: Send + Sync {
         taken
     }
 
+    /// All there is to tell of a transfer that has ended, to a patient listener: the same as [`Listener::ended`] of a piece
+    /// for each of its chunks. Answers whether the first one was taken.
+    ///
+    /// # Safety
+    /// As [`Listener::start`].
+    unsafe fn whole(&self, transfer: *mut c_void, whole: &Whole<'_>) -> bool {
+        let pieces: Vec<Piece> = whole.chunks.iter().map(Over::piece).collect();
+        let Whole { link, send, paths, now, .. } = *whole;
+        let scene = Scene { link, send, details: true, paths, now: Some(now) };
+        let mut news = pieces.iter().map(|piece| News { ended: true, ..scene.news(piece) });
+        // SAFETY: passed on.
+        unsafe { self.ended(transfer, &mut news) > 0 }
+    }
+
     /// The piece with this handle has ended.
     fn stop(&self, handle: *mut c_void, news: &News<'_>);
+}
+
+/// A transfer that has ended, of which each chunk is told as it is.
+#[derive(Debug, Clone, Copy)]
+pub struct Whole<'a> {
+    /// The connection's number, the same on both ends.
+    pub link: u64,
+    /// Whether this side sends.
+    pub send: bool,
+    /// All paths of the connection.
+    pub paths: &'a [Path],
+    /// The chunks, at least one and at most [`MOST`].
+    pub chunks: &'a [Over],
+    /// The time of the call.
+    pub now: Ticks,
+}
+
+impl<'a> Whole<'a> {
+    /// The path that a chunk took.
+    pub fn path(&self, chunk: &Over) -> &'a Path {
+        self.paths.get(usize::from(chunk.chunk.path)).unwrap_or(&NO_PATH)
+    }
 }
 
 /// What is told.
@@ -161,8 +197,8 @@ impl<'a> Scene<'a> {
     }
 }
 
-/// A patient listener is told of what goes on in requests that are not done once in so many nanoseconds: a thread that
-/// looks for notes in a loop takes the memory that they are written to away from who writes them.
+/// For a patient listener, notes of requests that are not done are looked for once in so many nanoseconds: a thread that
+/// does so in a loop takes the memory that they are written to away from who writes them.
 const PATIENCE_NS: u64 = 100_000;
 
 const NO_PATH: Path = Path { carrier: Carrier::None, rail: 0, peer: None };
@@ -412,7 +448,15 @@ impl Events {
     #[cold]
     fn take_notes(&self, notes: &Notes, ending: Option<u16>) {
         let mut taken = lock(&self.own.taken);
-        notes.take(&mut taken);
+        notes.take(|note| {
+            // As a rule this is all, and the order between the paths does not matter.
+            if !taken.is_empty() || !self.keep(&note) {
+                taken.push(note);
+            }
+        });
+        if taken.is_empty() {
+            return;
+        }
         for turn in 0..TURNS {
             for note in taken.iter().filter(|note| note.turn() == turn) {
                 let Some(place) = self.followed_place(note.slot, note.part.into()) else { continue };
@@ -424,6 +468,13 @@ impl Events {
             }
         }
         taken.clear();
+    }
+
+    /// Keeps a note of which nothing is to be told before the transfer's end. What is noted of no transfer is kept nowhere.
+    #[inline]
+    fn keep(&self, note: &Note) -> bool {
+        let Some(place) = self.followed_place(note.slot, note.part.into()) else { return true };
+        place.details.load(Ordering::Relaxed) && lock(&place.transfer).keep(&note.what, note.now)
     }
 
     /// A transfer that notes are kept of.
@@ -591,6 +642,16 @@ impl Events {
         let paths = self.paths();
         // Who learns of a reconnection learns it from an update.
         let in_one = details && self.is_patient() && self.reconnects.load(Ordering::Relaxed) == 0;
+        if let Some(chunks) = transfer.whole() {
+            if let (true, Some(now)) = (in_one, now) {
+                let whole = Whole { link: ear.link, send: ear.send, paths: &paths, chunks, now };
+                // SAFETY: the caller's promise.
+                set(&self.hears, unsafe { ear.listener.whole(handle, &whole) });
+                transfer.forget();
+                return;
+            }
+            transfer.make_pieces();
+        }
         let scene = Scene { link: ear.link, send: ear.send, details, paths: &paths, now };
         if in_one {
             let is_first = transfer.pieces().next().is_some_and(|(piece, told)| is_over(piece, *told));

@@ -156,9 +156,14 @@ impl Notes {
     }
 
     /// Takes out all that [`Notes::are_there`] speaks of. One thread at a time.
-    pub(super) fn take(&self, into: &mut Vec<Note>) {
+    #[inline]
+    pub(super) fn take(&self, mut each: impl FnMut(Note)) {
         for list in &self.lists {
-            list.take(|head, words| into.extend(Note::decode(head, words)));
+            list.take(|head, words| {
+                if let Some(note) = Note::decode(head, words) {
+                    each(note);
+                }
+            });
         }
     }
 
@@ -187,13 +192,13 @@ mod tests {
         notes.add(None, note(250, What::AllArrived));
         assert!(notes.are_there());
         let mut taken = Vec::with_capacity(notes.most());
-        notes.take(&mut taken);
+        notes.take(|note| taken.push(note));
         let slots: Vec<_> = taken.iter().map(|note| note.slot).collect();
         assert_eq!(slots, (0..ROOM as u16).chain([250]).collect::<Vec<_>>());
         assert!(!notes.are_there() && taken.capacity() == notes.most());
         // There is room again.
         notes.add(Some(1), note(7, What::Ready));
-        notes.take(&mut taken);
+        notes.take(|note| taken.push(note));
         assert_eq!(taken.last().map(|note| note.slot), Some(7));
     }
 
@@ -204,9 +209,9 @@ mod tests {
             for path in 0..200 {
                 notes.add(Some(path), note(path, What::Ready));
             }
-            let mut taken = Vec::new();
-            notes.take(&mut taken);
-            assert_eq!(taken.len(), 200.min(paths.clamp(1, MOST_LISTS) * ROOM));
+            let mut taken = 0;
+            notes.take(|_| taken += 1);
+            assert_eq!(taken, 200.min(paths.clamp(1, MOST_LISTS) * ROOM));
         }
     }
 
@@ -256,7 +261,7 @@ mod tests {
             }
             let mut taken = Vec::new();
             while seen.iter().map(Vec::len).sum::<usize>() < (threads * each) as usize {
-                notes.take(&mut taken);
+                notes.take(|note| taken.push(note));
                 for note in taken.drain(..) {
                     let What::Ends(number) = note.what else { panic!("{note:?}") };
                     seen[usize::from(note.slot)].push(number);

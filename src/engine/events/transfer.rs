@@ -55,6 +55,35 @@ pub struct Piece {
     ended: bool,
 }
 
+/// A chunk that is over, and was sent once: most chunks are of this kind. A transfer that has only such ones, and no more
+/// than [`MOST`], is told of as they are ([`Transfer::whole`]); of any other, pieces are made.
+#[derive(Debug, Clone, Copy)]
+pub struct Over {
+    /// The chunk.
+    pub chunk: Chunk,
+    /// When it began.
+    pub began: Ticks,
+    /// When it had arrived.
+    pub arrived: Ticks,
+    /// What it waited for, as in [`Piece::waits`].
+    pub waits: [u64; 3],
+}
+
+impl Over {
+    /// As [`Piece::wire`].
+    pub fn wire(&self) -> u64 {
+        self.arrived.nanoseconds_since(self.began)
+    }
+
+    /// The piece that it makes.
+    pub(super) fn piece(&self) -> Piece {
+        let mut piece = Piece::new(self.chunk, Some(self.began));
+        piece.waits = self.waits;
+        piece.end(Some(self.arrived));
+        piece
+    }
+}
+
 /// How far the profiler knows of a piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Told {
@@ -84,6 +113,10 @@ impl Wait {
 #[derive(Debug, Default)]
 pub struct Transfer {
     pieces: Vec<(Piece, Told)>,
+    /// Chunks of which no piece has been made: there are no pieces then.
+    over: Vec<Over>,
+    /// They are all there is to tell, for the transfer has ended.
+    is_whole: bool,
     send: bool,
     /// Bytes of first transmissions that the pieces stand for.
     covered: u64,
@@ -108,6 +141,9 @@ impl Transfer {
         self.pieces.clear();
         // Once per place: no thread that moves data allocates here.
         self.pieces.reserve_exact(MOST + MOST_RESENDS + 1);
+        self.over.clear();
+        self.over.reserve_exact(MOST);
+        self.is_whole = false;
         self.early.clear();
         // A receive that waits for its message waits for the sender, of whom nothing is known here.
         (self.covered, self.known) = (0, 0);
@@ -116,6 +152,10 @@ impl Transfer {
 
     /// What was noted of it, when times are wanted at `now`. With `details`, resends make pieces.
     pub(super) fn take_note(&mut self, what: &What, now: Option<Ticks>, details: bool) {
+        if self.keep(what, now) {
+            return;
+        }
+        self.make_pieces();
         match what {
             What::Ready => self.ready(now),
             What::Begins(chunk) => self.chunk_begins(chunk, now, details),
@@ -126,6 +166,47 @@ impl Transfer {
             What::Waited { offset, wait, ns } => self.chunk_waited(*offset, *wait, *ns),
             What::AllArrived => self.all_arrived(now),
         }
+    }
+
+    /// Takes what was noted if that makes no piece. Among notes of several paths such ones may be taken first, as long as
+    /// there is none of another kind.
+    #[inline]
+    pub(super) fn keep(&mut self, what: &What, now: Option<Ticks>) -> bool {
+        match (what, now) {
+            (What::Over(chunk, began), Some(now))
+                if self.pieces.is_empty() && !chunk.again && self.over.len() < MOST =>
+            {
+                let waits = if self.early.is_empty() { [0; 3] } else { self.take_early(chunk.offset) };
+                self.over.push(Over { chunk: *chunk, began: *began, arrived: now, waits });
+            }
+            (What::Ready, _) => self.ready(now),
+            (What::Waited { offset, wait, ns }, _) if self.pieces.is_empty() => self.chunk_waited(*offset, *wait, *ns),
+            _ => return false,
+        }
+        true
+    }
+
+    /// Pieces of the chunks that were only kept.
+    pub(super) fn make_pieces(&mut self) {
+        for place in 0..self.over.len() {
+            let Over { chunk, began, arrived, waits } = self.over[place];
+            let waits = Wait::ALL.into_iter().zip(waits).filter(|(_, ns)| *ns > 0);
+            self.early.extend(waits.map(|(wait, ns)| (chunk.offset, wait, ns)));
+            self.chunk_over(&chunk, began, Some(arrived));
+        }
+        self.over.clear();
+        self.is_whole = false;
+    }
+
+    /// The chunks of a transfer that has ended, if they are all there is to tell, with the transfer's own waits in the first.
+    pub(super) fn whole(&self) -> Option<&[Over]> {
+        self.is_whole.then_some(&self.over)
+    }
+
+    /// Nothing more is told of it.
+    pub(super) fn forget(&mut self) {
+        self.over.clear();
+        self.is_whole = false;
     }
 
     /// Its receive is posted, or its credit has come: from here on it waits for the network only.
@@ -249,6 +330,19 @@ impl Transfer {
 
     /// The transfer has ended, with `size` bytes: the pieces end, and what nobody reported becomes one.
     pub fn end(&mut self, size: u64, now: Option<Ticks>) {
+        if !self.over.is_empty() {
+            if self.over.iter().map(|over| over.chunk.length).sum::<u64>() == size {
+                let left = self.over.iter().map(|over| over.began).min();
+                if let (Some(posted), Some(left)) = (self.posted, left) {
+                    let ready = self.ready.unwrap_or(posted);
+                    self.over[0].waits[Wait::Receiver as usize] = ready.nanoseconds_since(posted);
+                    self.over[0].waits[Wait::Credit as usize] = left.nanoseconds_since(ready);
+                }
+                self.is_whole = true;
+                return;
+            }
+            self.make_pieces();
+        }
         let left = size.saturating_sub(self.covered);
         if left > 0 || self.pieces.is_empty() {
             // Pieces begin in any order; where this one lies is known only when it is the whole.
@@ -266,6 +360,7 @@ impl Transfer {
 
     /// The transfer has failed: what was told of ends.
     pub fn fail(&mut self) {
+        self.forget();
         self.pieces.retain(|(_, told)| matches!(told, Told::Started(_)));
         for (piece, _) in &mut self.pieces {
             piece.end(None);
@@ -373,6 +468,64 @@ mod tests {
             prop_assert!(lengths.iter().all(|length| *length > 0 || total == 0));
             prop_assert!(transfer.pieces().all(|(piece, _)| piece.is_ended()));
             prop_assert!(transfer.pieces().count() <= MOST + MOST_RESENDS);
+        }
+    }
+
+    /// Everything that is told of a piece.
+    fn all_of(piece: &Piece) -> (Chunk, bool, u32, [u64; 3], u64, Option<Ticks>, bool) {
+        let Piece { chunk, rest, retransmissions, waits, wire, began, ended } = *piece;
+        (chunk, rest, retransmissions, waits, wire, began, ended)
+    }
+
+    proptest! {
+        #[test]
+        fn chunks_that_are_kept_are_told_as_the_pieces_that_they_would_have_made(
+            lengths in prop::collection::vec(1u64..1_000, 1..11),
+            (shuffle, ready, send) in (any::<u64>(), 0u64..40, any::<bool>()),
+            waits in prop::collection::vec((0usize..11, 0usize..3, 1u64..100), 0..4),
+            missing in 0u64..3,
+            again in prop::option::weighted(0.2, 0usize..11),
+        ) {
+            let moment = |number: u64| Ticks::from_number(1_000_000 + number * 10_000).expect("not 0");
+            let total = lengths.iter().sum::<u64>() + missing;
+            let mut at = 0;
+            let mut chunks: Vec<_> = lengths.iter().map(|&length| {
+                at += length;
+                Chunk { offset: at - length, length, total, path: (at % 3) as u16, message: 9, again: false, wr_id: at }
+            }).collect();
+            chunks.sort_by_key(|chunk| (chunk.offset ^ shuffle).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+            let mut notes = vec![(What::Ready, moment(ready))];
+            for (place, wait, ns) in waits {
+                let offset = chunks[place % chunks.len()].offset;
+                notes.push((What::Waited { offset, wait: Wait::ALL[wait], ns }, moment(41)));
+            }
+            for (place, chunk) in chunks.iter().enumerate() {
+                if again == Some(place) {
+                    notes.push((What::Begins(Chunk { again: true, ..*chunk }), moment(43)));
+                }
+                let began = moment(30 + (shuffle >> place) % 12);
+                notes.push((What::Over(*chunk, began), moment(45 + place as u64)));
+            }
+            let (mut kept, mut made) = (Transfer::default(), Transfer::default());
+            for transfer in [&mut kept, &mut made] {
+                transfer.begin(send, Some(moment(0)));
+            }
+            for (what, now) in &notes {
+                kept.take_note(what, Some(*now), true);
+                made.take_note(what, Some(*now), true);
+                made.make_pieces();
+            }
+            for transfer in [&mut kept, &mut made] {
+                transfer.end(total, Some(moment(99)));
+            }
+            let fits = missing == 0 && chunks.len() <= MOST;
+            prop_assert!(kept.whole().is_none() || fits);
+            prop_assert!(kept.whole().is_some() || !fits || again.is_some());
+            let told = |transfer: &mut Transfer| match transfer.whole() {
+                Some(chunks) => chunks.iter().map(|over| all_of(&over.piece())).collect::<Vec<_>>(),
+                None => transfer.pieces().map(|(piece, _)| all_of(piece)).collect(),
+            };
+            prop_assert_eq!(told(&mut kept), told(&mut made));
         }
     }
 
