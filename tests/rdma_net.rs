@@ -351,7 +351,9 @@ fn a_link_that_comes_back_loses_nothing() {
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_link_that_stays_down_fails_the_transfer_with_both_ends_named() {
     const NAME: &str = "a_link_that_stays_down_fails_the_transfer_with_both_ends_named";
-    child::alone(NAME, &[("NCCL_IB_TIMEOUT", "12"), ("NCCL_IB_RETRY_CNT", "2")], || {
+    // Nor does it come back in the time that a connection without a queue pair waits.
+    let impatient = [("NCCL_IB_TIMEOUT", "12"), ("NCCL_IB_RETRY_CNT", "2"), ("TOWLINE_RECONNECT_TIMEOUT", "3")];
+    child::alone(NAME, &impatient, || {
         let _watchdog = watchdog(60);
         let _links = Links;
         let log = Capture::start();
