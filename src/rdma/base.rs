@@ -335,7 +335,10 @@ impl Base {
             match header.kind {
                 Type::Bye => self.health.peer_is_done(),
                 // The receiving side alone takes notice.
-                Type::Ask => self.question.store(header.total | ASKED, Ordering::Release),
+                Type::Ask => {
+                    self.question.store(header.total | ASKED, Ordering::Release);
+                    self.alarm.raise();
+                }
                 Type::Fail => return Err(told_by_peer(header.order, &input[HEADER..end]).with_peer(&self.peer)),
                 Type::Fenced => self.is_told(Word { said: Said::Ended(header.total), ..Word::of(&header) }),
                 Type::Lane => self.is_told(Word { said: said(&header), ..Word::of(&header) }),
@@ -490,7 +493,7 @@ impl Base {
     }
 
     /// Receiving side: what the sender has asked since the last look, and how many lines it has read.
-    pub fn take_question(&self) -> Option<u32> {
+    pub(super) fn take_question(&self) -> Option<u32> {
         if self.question.load(Ordering::Relaxed) == 0 {
             return None;
         }

@@ -147,7 +147,8 @@ pub fn ports(adapters: &Adapters) -> Vec<PortRecord> {
     adapters.iter().map(|adapter| record(&adapter.open)).collect()
 }
 
-/// Says that one of the lanes needs care, to whoever has the connection's state, next to each look at the queues.
+/// Says that a lane needs care, or what else is rare is due, to whoever has the connection's state: it looks next to each look
+/// at the queues.
 #[derive(Debug, Clone, Default)]
 pub struct Alarm(Arc<AtomicBool>);
 
@@ -157,8 +158,9 @@ impl Alarm {
         self.0.store(true, Ordering::Relaxed);
     }
 
+    /// Whether nobody has looked since.
     #[inline]
-    fn is_raised(&self) -> bool {
+    pub fn is_raised(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
 }

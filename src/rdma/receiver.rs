@@ -784,16 +784,10 @@ impl Source for Watch {
         if let Err(error) = conn.base.hear() {
             conn.end(conn.state(), error);
         }
-        if let Some(lines) = conn.base.take_question() {
-            let mut state = conn.state();
-            if let Err(error) = conn.answer(&mut state, lines) {
-                conn.end(state, error);
-            }
-        }
         let mends = conn.base.mends() && conn.care();
         let moved = conn.glance();
-        let outstanding =
-            || mends || conn.base.has_more_to_say() || conn.base.is_busy(&conn.state, |state| &state.keys);
+        let is_due = || mends || conn.base.alarm.is_raised() || conn.base.has_more_to_say();
+        let outstanding = || is_due() || conn.base.is_busy(&conn.state, |state| &state.keys);
         conn.base.attention.looked(moved, || !conn.base.health.is_failed() && outstanding())
     }
 

@@ -522,19 +522,21 @@ impl RdmaSend {
         Ok(moved)
     }
 
-    /// Asks the receiver when sends have waited a while: what it keeps to itself may be what they wait for.
+    /// The keeper: asks the receiver when sends have waited a while, or has NCCL's thread do it that is at work.
     fn ask_if_due(&self) {
-        let Ok(mut state) = self.state.try_lock() else { return };
+        match self.state.try_lock() {
+            Ok(mut state) => self.ask(&mut state),
+            Err(_) => self.base.alarm.raise(),
+        }
+    }
+
+    /// What the receiver keeps to itself may be what sends wait for.
+    fn ask(&self, state: &mut State) {
         if state.outbox.is_none() || state.matching.waiting_sends() == 0 {
             state.ask.rest();
-            return;
+        } else if state.ask.is_due() {
+            self.base.ask(state.next_line.wrapping_sub(1));
         }
-        if !state.ask.is_due() {
-            return;
-        }
-        let lines = state.next_line.wrapping_sub(1);
-        drop(state);
-        self.base.ask(lines);
     }
 
     /// A send has met its line.
@@ -866,7 +868,8 @@ impl Source for Watch {
         let (owes, next) = if conn.base.mends() { conn.care() } else { (false, None) };
         let moved = conn.glance();
         conn.ask_if_due();
-        let outstanding = || owes || conn.base.has_more_to_say() || conn.base.is_busy(&conn.state, |state| &state.keys);
+        let is_due = || owes || conn.base.alarm.is_raised() || conn.base.has_more_to_say();
+        let outstanding = || is_due() || conn.base.is_busy(&conn.state, |state| &state.keys);
         let progress = conn.base.attention.looked(moved, || !conn.base.health.is_failed() && outstanding());
         Progress { again: progress.again.into_iter().chain(next).min(), ..progress }
     }

@@ -56,7 +56,7 @@ pub struct Piece {
 }
 
 /// A chunk that is over, and was sent once: most chunks are of this kind. A transfer that has only such ones, and no more
-/// than [`MOST`], is told of as they are ([`Transfer::whole`]); of any other, pieces are made.
+/// than [`MOST`], is told of as they are; of any other, pieces are made.
 #[derive(Debug, Clone, Copy)]
 pub struct Over {
     /// The chunk.

@@ -25,11 +25,15 @@ impl RdmaRecv {
         is_alarmed
     }
 
-    /// Looks after lanes that are in trouble.
+    /// Looks after lanes that are in trouble, and answers the sender's question.
     #[cold]
     pub(super) fn tend(&self, state: &mut State) -> Result<()> {
-        let State { fabric: Some(fabric), used, .. } = state else { return Ok(()) };
+        let State { fabric: Some(fabric), .. } = state else { return Ok(()) };
         fabric.answer_alarm();
+        if let Some(lines) = self.base.take_question() {
+            self.answer(state, lines)?;
+        }
+        let State { fabric: Some(fabric), used, .. } = state else { return Ok(()) };
         if self.base.mends() {
             self.base.look_around(fabric);
         }

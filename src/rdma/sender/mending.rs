@@ -38,9 +38,10 @@ impl RdmaSend {
         (fabric.is_alarmed() || outbox.as_ref().is_some_and(|outbox| !outbox.is_delivered()), next)
     }
 
-    /// Looks after lanes that are in trouble.
+    /// Looks after lanes that are in trouble, and whatever else the keeper left to this thread.
     #[cold]
     pub(super) fn tend(&self, state: &mut State) -> Result<()> {
+        self.ask(state);
         let State { fabric: Some(fabric), run, .. } = state else { return Ok(()) };
         run.count = 0;
         fabric.answer_alarm();
