@@ -148,6 +148,8 @@ impl Transport {
 /// Parts of a long transfer, and the paths that they take.
 const PARTS: u16 = 6;
 const PATHS: u16 = 4;
+/// Bytes of such a part.
+const LENGTH: u64 = 1 << 16;
 
 impl Transport {
     /// Paths as a long message takes them.
@@ -162,7 +164,6 @@ impl Transport {
 
     /// A message that travels in [`PARTS`] chunks, of which other threads note that they are over.
     fn long_transfer(&self, handle: *mut c_void) -> Option<Outcome> {
-        const LENGTH: u64 = 1 << 16;
         let ticket = self.requests.take(1)?;
         self.events.follow(ticket.slot, 0, handle);
         let began = Ticks::now();
@@ -174,7 +175,6 @@ impl Transport {
 
     #[inline(never)]
     fn moved(&self, slot: u16, began: Ticks) {
-        const LENGTH: u64 = 1 << 16;
         for part in 0..PARTS {
             let (offset, path) = (u64::from(part) * LENGTH, 1 + part % PATHS);
             let total = LENGTH * u64::from(PARTS);

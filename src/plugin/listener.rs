@@ -101,6 +101,20 @@ impl NcclProfiler {
     }
 }
 
+impl NcclProfiler {
+    /// Tells of the part at `parts`, and of those behind it that it speaks of, all of which have ended. Whether it was taken.
+    fn start_and_stop(&self, transfer: *mut c_void, parts: *mut c_void) -> bool {
+        let mut event = std::ptr::null_mut();
+        self.call(&mut event, ffi::ncclProfilerNetEventStart as c_int, transfer, PLUGIN_ID, parts);
+        if event.is_null() {
+            return false;
+        }
+        let kind = ffi::ncclProfilerNetEventStop as c_int;
+        self.call(&mut event, kind, std::ptr::null_mut(), 0, std::ptr::null_mut());
+        true
+    }
+}
+
 impl Listener for NcclProfiler {
     fn wants_details(&self) -> bool {
         match self.wishes {
@@ -160,14 +174,9 @@ impl Listener for NcclProfiler {
             }
             let Some(first) = first else { return taken };
             first.set_more(count - 1);
-            let mut event = std::ptr::null_mut();
-            let kind = ffi::ncclProfilerNetEventStart as c_int;
-            self.call(&mut event, kind, transfer, PLUGIN_ID, parts.as_mut_ptr().cast());
-            if event.is_null() {
+            if !self.start_and_stop(transfer, parts.as_mut_ptr().cast()) {
                 return taken;
             }
-            let kind = ffi::ncclProfilerNetEventStop as c_int;
-            self.call(&mut event, kind, std::ptr::null_mut(), 0, std::ptr::null_mut());
             taken += count;
         }
     }
@@ -181,15 +190,7 @@ impl Listener for NcclProfiler {
         }
         // SAFETY: as many as there are chunks were written, the first among them.
         unsafe { parts[0].assume_init_mut() }.set_more(count - 1);
-        let mut event = std::ptr::null_mut();
-        let kind = ffi::ncclProfilerNetEventStart as c_int;
-        self.call(&mut event, kind, transfer, PLUGIN_ID, parts.as_mut_ptr().cast());
-        if event.is_null() {
-            return false;
-        }
-        let kind = ffi::ncclProfilerNetEventStop as c_int;
-        self.call(&mut event, kind, std::ptr::null_mut(), 0, std::ptr::null_mut());
-        true
+        self.start_and_stop(transfer, parts.as_mut_ptr().cast())
     }
 
     fn stop(&self, mut event: *mut c_void, news: &News<'_>) {

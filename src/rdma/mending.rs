@@ -6,8 +6,8 @@
 //! sides first **end** their queue pair, after which their devices take nothing from it any more:
 //!
 //! 1. Whoever notices stops the queue pair (it goes to its error state), takes what it has completed, and ends it (it goes
-//!    to its reset state; it is destroyed in a thread that may take its time). A receiver waits until all its receives have come back, so that it has seen every immediate that its device has
-//!    acknowledged.
+//!    to its reset state; it is destroyed in a thread that may take its time). A receiver waits until all its receives have
+//!    come back, so that it has seen every immediate that its device has acknowledged.
 //! 2. It says so over the control channel ([`Type::Fenced`]), with the number of immediates that it has taken. The other
 //!    side does the same when it hears that, unless it has already.
 //! 3. When both have, what is in doubt travels again over the queue pairs that are left: the sender's messages

@@ -209,9 +209,8 @@ pub fn start(context: u64, start: &Start) -> u64 {
 pub fn start_others(context: u64, first: &Start, others: impl Iterator<Item = (NetPart, NetTimes)>) {
     let Some(profiler) = current() else { return };
     let call = Call::now(first.parent);
-    for (mut part, times) in others {
-        let end = (!part.take_in(&times)).then_some(times);
-        profiler.push_part(context, first, &call, part, end);
+    for (part, times) in others {
+        profiler.push_part(context, first, &call, part, times);
     }
 }
 
@@ -283,9 +282,8 @@ impl Profiler {
     #[inline]
     fn push_start(&self, context: u64, kind: Kind, start: &Start) -> u64 {
         let call = Call::now(start.parent);
-        if let (Body::NetTowline(mut part), Some(times)) = (start.body, start.times) {
-            let end = (!part.take_in(&times)).then_some(times);
-            return self.push_part(context, start, &call, part, end);
+        if let (Body::NetTowline(part), Some(times)) = (start.body, start.times) {
+            return self.push_part(context, start, &call, part, times);
         }
         self.push_record(context, kind, start, &call, start.body)
     }
@@ -309,16 +307,15 @@ impl Profiler {
         0
     }
 
-    /// A part that has ended, and its end if that is not in it.
+    /// A part that has ended, and its end, which as a rule fits into the same record.
     #[inline]
-    fn push_part(&self, context: u64, start: &Start, call: &Call, part: NetPart, end: Option<NetTimes>) -> u64 {
+    fn push_part(&self, context: u64, start: &Start, call: &Call, mut part: NetPart, times: NetTimes) -> u64 {
+        let is_all = part.take_in(&times);
         let event = self.push_record(context, Kind::NetPlugin, start, call, Body::NetTowline(part));
         if event == 0 {
             return 0;
         }
-        if let Some(times) = end
-            && self.push(event, Room::Stop, Body::NetTimes(times)).is_none()
-        {
+        if !is_all && self.push(event, Room::Stop, Body::NetTimes(times)).is_none() {
             self.drops.stops.fetch_add(1, Ordering::Relaxed);
         }
         // Whatever is said of it from here on is nothing new, as of an event that only a second profiler wants.

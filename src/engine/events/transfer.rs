@@ -141,9 +141,8 @@ impl Transfer {
         self.pieces.clear();
         // Once per place: no thread that moves data allocates here.
         self.pieces.reserve_exact(MOST + MOST_RESENDS + 1);
-        self.over.clear();
+        self.forget();
         self.over.reserve_exact(MOST);
-        self.is_whole = false;
         self.early.clear();
         // A receive that waits for its message waits for the sender, of whom nothing is known here.
         (self.covered, self.known) = (0, 0);
@@ -194,8 +193,7 @@ impl Transfer {
             self.early.extend(waits.map(|(wait, ns)| (chunk.offset, wait, ns)));
             self.chunk_over(&chunk, began, Some(arrived));
         }
-        self.over.clear();
-        self.is_whole = false;
+        self.forget();
     }
 
     /// The chunks of a transfer that has ended, if they are all there is to tell, with the transfer's own waits in the first.
@@ -203,7 +201,7 @@ impl Transfer {
         self.is_whole.then_some(&self.over)
     }
 
-    /// Nothing more is told of it.
+    /// The chunks are told of, or nobody is to learn of them.
     pub(super) fn forget(&mut self) {
         self.over.clear();
         self.is_whole = false;
