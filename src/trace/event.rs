@@ -5,7 +5,7 @@
 //! ([`crate::trace::key`]), strings are [`Name`]s.
 
 use super::names::Name;
-use crate::os::net_event::NetEvent;
+use crate::os::net_event::{self, NetEvent};
 
 /// The event types of NCCL's profiler interface. The discriminant is the bit's place in NCCL's event mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -228,6 +228,49 @@ pub struct NetPart {
 }
 
 impl NetPart {
+    /// What a transport's descriptor says of the part's start.
+    #[inline]
+    pub fn of(net: &NetEvent) -> Self {
+        Self {
+            link: net.link,
+            message: net.message,
+            offset: net.offset,
+            length: net.length,
+            peer: net.peer,
+            peer_port: net.peer_port,
+            rail: net.rail,
+            stream: net.stream,
+            send: net.is_send(),
+            resend: net.is_resend(),
+            ago_ns: net.ago_ns,
+            over: 0,
+            carrier: match net.carrier {
+                net_event::CARRIER_SOCKET => Carrier::Socket { fd: net.device },
+                net_event::CARRIER_QUEUE_PAIR => Carrier::QueuePair {
+                    device: net.device as u16,
+                    opcode: net.opcode as u8,
+                    number: net.queue_pair,
+                    wr_id: net.wr_id,
+                },
+                _ => Carrier::Unknown,
+            },
+        }
+    }
+
+    /// The same of a part that has ended, its end included if there is room for all that is said of it.
+    #[inline]
+    pub fn ended(net: &NetEvent) -> Self {
+        let over = if Self::takes_in(net) { net.wire_ns as u32 + 1 } else { 0 };
+        Self { over, ..Self::of(net) }
+    }
+
+    /// Whether [`NetPart::ended`] says all there is to say of the part.
+    #[inline]
+    pub fn takes_in(net: &NetEvent) -> bool {
+        let waits = net.wait_receiver_ns | net.wait_socket_ns | net.wait_credit_ns;
+        waits == 0 && net.retransmissions == 0 && net.reconnects == 0 && net.wire_ns < u32::MAX.into()
+    }
+
     /// What is said of a part that was this long on the wire, had ended when it was told of, and met with nothing else.
     fn plain_end(&self, wire_ns: u32) -> NetTimes {
         let ago_ns = self.ago_ns.saturating_sub(wire_ns);
@@ -558,6 +601,28 @@ mod tests {
             assert_eq!(with.take_in(&times), fits, "{times:?}");
             assert_eq!(with.take_out(), fits.then_some(times));
             assert_eq!((with.take_out(), with), (None, part), "nothing else of it changes");
+        }
+    }
+
+    #[test]
+    fn a_part_that_has_ended_is_described_at_once_as_in_two_steps() {
+        let plain = NetEvent { flags: net_event::FLAG_ENDED, length: 7, ago_ns: 1000, wire_ns: 400, ..NetEvent::new() };
+        for net in [
+            plain,
+            NetEvent { wire_ns: 0, ..plain },
+            NetEvent { wire_ns: 1001, ..plain },
+            NetEvent { wire_ns: u64::from(u32::MAX) - 1, ..plain },
+            NetEvent { wire_ns: u64::from(u32::MAX), ..plain },
+            NetEvent { wire_ns: 1 << 40, ..plain },
+            NetEvent { wait_receiver_ns: 1, ..plain },
+            NetEvent { wait_socket_ns: 1, ..plain },
+            NetEvent { wait_credit_ns: 1, ..plain },
+            NetEvent { retransmissions: 1, ..plain },
+            NetEvent { reconnects: 1, ..plain },
+        ] {
+            let mut two_steps = NetPart::of(&net);
+            let takes_in = two_steps.take_in(&NetTimes::at_start(&net));
+            assert_eq!((NetPart::ended(&net), NetPart::takes_in(&net)), (two_steps, takes_in), "{net:?}");
         }
     }
 

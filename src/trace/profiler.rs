@@ -204,14 +204,21 @@ pub fn start(context: u64, start: &Start) -> u64 {
     event
 }
 
-/// Further parts of a transfer that have ended, of which the first has just been started: an event each. Only a profiler that
-/// has no second one behind it is told of several in one call ([`Reader::Patient`]).
-pub fn start_others(context: u64, first: &Start, others: impl Iterator<Item = (NetPart, NetTimes)>) {
-    let Some(profiler) = current() else { return };
-    let call = Call::now(first.parent);
-    for (part, times) in others {
-        profiler.push_part(context, first, &call, part, times);
+/// Parts of a transfer that have ended, told of in one call: an event each. Returns a handle that stands for all, 0 when they
+/// are declined. Only a profiler that has no second one behind it is told of several in one call ([`Reader::Patient`]).
+pub fn start_all(context: u64, first: &Start, parts: &[NetEvent]) -> u64 {
+    let Some(profiler) = current() else { return 0 };
+    if Kind::NetPlugin.triggers() & profiler.settings.mask == 0 {
+        return 0;
     }
+    let call = Call::now(first.parent);
+    if profiler.push_parts(context, first, &call, parts) {
+        return profiler.stamp.chained(0, true);
+    }
+    // One after the other, as far as there is room.
+    let events =
+        parts.iter().map(|net| profiler.push_part(context, first, &call, NetPart::of(net), NetTimes::at_start(net)));
+    events.fold(0, |first, event| if first == 0 { event } else { first })
 }
 
 /// An event ends.
@@ -320,6 +327,24 @@ impl Profiler {
         }
         // Whatever is said of it from here on is nothing new, as of an event that only a second profiler wants.
         self.stamp.chained(0, true)
+    }
+
+    /// Parts that have ended, and their ends, if there is room for all.
+    fn push_parts(&self, context: u64, start: &Start, call: &Call, parts: &[NetEvent]) -> bool {
+        let count = parts.len() + parts.iter().filter(|net| !NetPart::takes_in(net)).count();
+        let context = if self.stamp.made(context) { context } else { 0 };
+        let (when, thread) = (call.when, (call.thread >> 12) as u32);
+        let (mut parts, mut end) = (parts.iter(), None);
+        self.ring.push_all(call.thread, Room::Start, count, |place| {
+            if let Some((id, times)) = end.take() {
+                return Record { when, id, parent: 0, context: 0, rank: -1, thread, body: Body::NetTimes(times) };
+            }
+            let id = self.stamp.event(place, true);
+            let net = parts.next().expect("as many as were counted");
+            end = (!NetPart::takes_in(net)).then(|| (id, NetTimes::at_start(net)));
+            let body = Body::NetTowline(NetPart::ended(net));
+            Record { when, id, parent: start.parent, context, rank: start.rank, thread, body }
+        })
     }
 
     #[inline]

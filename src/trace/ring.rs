@@ -91,26 +91,48 @@ impl Ring {
     /// Adds the record that `make` builds for its place, or returns None when there is no room for its like.
     #[inline]
     pub fn push(&self, thread: u64, room: Room, make: impl FnOnce(Place) -> Record) -> Option<Place> {
-        let index = shard_of(thread);
-        let shard = &self.shards[index];
+        let shard = shard_of(thread);
+        let position = self.claim(&self.shards[shard], room, 1)?;
+        let place = Place { shard, position };
+        self.fill(place, make(place));
+        Some(place)
+    }
+
+    /// Adds `count` records, one behind the other, that `make` builds for their places in turn; or none of them when there is
+    /// no room for all. Whether it has. Places cost one exchange with other producers instead of `count`.
+    #[inline]
+    pub fn push_all(&self, thread: u64, room: Room, count: usize, mut make: impl FnMut(Place) -> Record) -> bool {
+        let shard = shard_of(thread);
+        let Some(first) = self.claim(&self.shards[shard], room, count as u64) else { return false };
+        for position in first..first + count as u64 {
+            let place = Place { shard, position };
+            self.fill(place, make(place));
+        }
+        true
+    }
+
+    /// The first of `count` positions, at least one, that the caller is to fill.
+    #[inline]
+    fn claim(&self, shard: &Shard, room: Room, count: u64) -> Option<u64> {
         let limit = match room {
             Room::Start => self.capacity - self.capacity / 4,
             Room::State => self.capacity - self.capacity / 8,
             Room::Stop => self.capacity,
         };
         let mut position = shard.tail.0.load(Ordering::Relaxed);
-        let slot = loop {
+        loop {
+            // The consumer frees slots in their order: those before the last one are free if that one is.
+            let last = position + count.saturating_sub(1);
             // `head` may be old, which errs towards refusing; it may also be newer than `position`.
-            if position.saturating_sub(shard.head.0.load(Ordering::Relaxed)) >= limit {
+            if last.saturating_sub(shard.head.0.load(Ordering::Relaxed)) >= limit {
                 return None;
             }
-            let slot = shard.slots.at(position);
-            let free = 2 * (position >> self.shift);
-            let lap = slot.lap.load(Ordering::Acquire);
+            let free = 2 * (last >> self.shift);
+            let lap = shard.slots.at(last).lap.load(Ordering::Acquire);
             if lap == free {
-                let next = position + 1;
+                let next = position + count;
                 match shard.tail.0.compare_exchange_weak(position, next, Ordering::Relaxed, Ordering::Relaxed) {
-                    Ok(_) => break slot,
+                    Ok(_) => return Some(position),
                     Err(seen) => position = seen,
                 }
             } else if lap < free {
@@ -118,13 +140,18 @@ impl Ring {
             } else {
                 position = shard.tail.0.load(Ordering::Relaxed);
             }
-        };
-        let place = Place { shard: index, position };
-        // SAFETY: the exchange made this thread the only owner of the slot until it stores the lap below.
-        unsafe { slot.write(make(place)) };
-        slot.lap.store(2 * (position >> self.shift) + 1, Ordering::Release);
-        shard.slots.fetch(position + FETCHED_AHEAD);
-        Some(place)
+        }
+    }
+
+    /// Fills a slot that was claimed.
+    #[inline]
+    fn fill(&self, place: Place, record: Record) {
+        let slots = &self.shards[place.shard].slots;
+        let slot = slots.at(place.position);
+        // SAFETY: `claim` gave the position to this thread alone, until it stores the lap below.
+        unsafe { slot.write(record) };
+        slot.lap.store(2 * (place.position >> self.shift) + 1, Ordering::Release);
+        slots.fetch(place.position + FETCHED_AHEAD);
     }
 }
 
@@ -216,12 +243,24 @@ mod tests {
                 let ring = ring.clone();
                 std::thread::spawn(move || {
                     let mut sent = 0;
-                    // Two of the four share a shard.
+                    // Two of the four share a shard, and one of these tells of several at once.
                     let pointer = (thread / 2) << 23;
+                    let at_once = if thread % 2 == 0 { 1 } else { 7 };
                     while sent < each {
-                        match ring.push(pointer, Room::Stop, |_| record(thread << 32 | sent)) {
-                            Some(_) => sent += 1,
-                            None => std::thread::yield_now(),
+                        let count = at_once.min(each - sent);
+                        let mut next = sent;
+                        let make = |_| {
+                            next += 1;
+                            record(thread << 32 | (next - 1))
+                        };
+                        let is_sent = match count {
+                            1 => ring.push(pointer, Room::Stop, make).is_some(),
+                            _ => ring.push_all(pointer, Room::Stop, count as usize, make),
+                        };
+                        if is_sent {
+                            sent += count;
+                        } else {
+                            std::thread::yield_now();
                         }
                     }
                 })
@@ -252,6 +291,22 @@ mod tests {
         Drain::default().drain(&ring, 1, &mut |_, record| seen.push(record));
         assert_eq!(seen.len(), 64);
         assert_eq!(fill(Room::Start), 48, "what was consumed is free again");
+    }
+
+    #[test]
+    fn several_are_taken_together_or_not_at_all() {
+        let ring = Ring::new(SHARDS * 128 * 64);
+        let push = |count| ring.push_all(0, Room::Start, count, |place| record(place.position));
+        // 48 is where starts are refused.
+        assert!((0..6).all(|_| push(7)) && !push(7) && push(6) && !push(1));
+        let mut drain = Drain::default();
+        let mut seen = Vec::new();
+        drain.drain(&ring, 1, &mut |_, record| seen.push(record.id));
+        assert_eq!(seen, (0..48).collect::<Vec<_>>());
+        // Across the end of a lap, and more than there is.
+        assert!(push(20) && !push(65));
+        drain.drain(&ring, 1, &mut |_, record| seen.push(record.id));
+        assert_eq!(seen, (0..68).collect::<Vec<_>>());
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::ffi::{c_int, c_void};
 use std::ptr::without_provenance_mut;
 
 use super::super::ffi::*;
-use crate::os::net_event::{CARRIER_QUEUE_PAIR, CARRIER_SOCKET, NetEvent, PLUGIN_ID, PLUGIN_ID_IB, PLUGIN_ID_SOCKET};
+use crate::os::net_event::{NetEvent, PLUGIN_ID, PLUGIN_ID_IB, PLUGIN_ID_SOCKET};
 use crate::trace::chain::{Change, Start};
 use crate::trace::event::{Body, Carrier, Coll, NetPart, NetTimes, P2p, ProxyOp, state};
 use crate::trace::names::Name;
@@ -142,55 +142,28 @@ pub(super) unsafe fn net(parent: *mut c_void, rank: c_int, net: &ncclProfilerNet
             // SAFETY: Towline's own structure, by its id and version.
             let event = unsafe { &*net.data.cast::<NetEvent>() };
             times = event.has_ended().then(|| NetTimes::at_start(event));
-            Body::NetTowline(part(event))
+            Body::NetTowline(NetPart::of(event))
         }
         (plugin, _) => Body::NetOther { plugin },
     };
     Start { net_id: net.id, net_data: net.data, times, ..start(parent, rank, body) }
 }
 
-/// What is known of a part at its start.
-#[inline]
-fn part(event: &NetEvent) -> NetPart {
-    NetPart {
-        link: event.link,
-        message: event.message,
-        offset: event.offset,
-        length: event.length,
-        peer: event.peer,
-        peer_port: event.peer_port,
-        rail: event.rail,
-        stream: event.stream,
-        send: event.is_send(),
-        resend: event.is_resend(),
-        ago_ns: event.ago_ns,
-        over: 0,
-        carrier: match event.carrier {
-            CARRIER_SOCKET => Carrier::Socket { fd: event.device },
-            CARRIER_QUEUE_PAIR => Carrier::QueuePair {
-                device: event.device as u16,
-                opcode: event.opcode as u8,
-                number: event.queue_pair,
-                wr_id: event.wr_id,
-            },
-            _ => Carrier::Unknown,
-        },
-    }
-}
-
-/// The parts that came with the one that `first` starts, and their ends.
+/// The parts that `start` tells of in one, where it has others behind the first; else none.
 ///
 /// # Safety
-/// As for [`net`], which made `first`; they are there as long as its descriptor.
-pub(super) unsafe fn others(first: &Start) -> impl ExactSizeIterator<Item = (NetPart, NetTimes)> + use<> {
-    let data = first.net_data.cast::<NetEvent>();
-    let others: &[NetEvent] = if first.net_id == PLUGIN_ID && !data.is_null() {
-        // SAFETY: Towline's own structure, by its id, and as many behind it as it says.
-        unsafe { std::slice::from_raw_parts(data.add(1), (*data).more()) }
-    } else {
-        &[]
-    };
-    others.iter().map(|event| (part(event), NetTimes::at_start(event)))
+/// As for [`net`], which made `start`; they are there as long as its descriptor.
+pub(super) unsafe fn all_parts(start: &Start) -> &[NetEvent] {
+    let data = start.net_data.cast::<NetEvent>();
+    if start.net_id != PLUGIN_ID || data.is_null() {
+        return &[];
+    }
+    // SAFETY: Towline's own structure, by its id.
+    match unsafe { (*data).more() } {
+        0 => &[],
+        // SAFETY: as many are behind it as it says.
+        more => unsafe { std::slice::from_raw_parts(data, 1 + more) },
+    }
 }
 
 pub(super) fn net_of(start: &Start) -> ncclProfilerNetPlugin_v3_t {
@@ -333,7 +306,7 @@ pub(super) use descr;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::os::net_event::FLAG_ENDED;
+    use crate::os::net_event::{CARRIER_QUEUE_PAIR, CARRIER_SOCKET, FLAG_ENDED};
 
     fn told(event: &mut NetEvent) -> Start {
         let net = ncclProfilerNetPlugin_v3_t { id: PLUGIN_ID, data: (&raw mut *event).cast() };
@@ -360,19 +333,18 @@ mod tests {
         let first = unsafe { super::net(address(77), 3, &net) };
         assert_eq!((first.parent, first.rank, first.times.is_some()), (77, 3, true));
         let Body::NetTowline(part) = first.body else { panic!("{:?}", first.body) };
-        // SAFETY: as above.
-        let others: Vec<_> = unsafe { super::others(&first) }.collect();
         assert_eq!(part.length, 1);
-        assert_eq!(
-            others.iter().map(|(part, times)| (part.length, times.ends)).collect::<Vec<_>>(),
-            [(20, true), (300, true)]
-        );
+        // SAFETY: as above.
+        let all = unsafe { all_parts(&first) };
+        assert_eq!(all.iter().map(|event| event.length).collect::<Vec<_>>(), [1, 20, 300]);
         // One by itself, and one of NCCL's, have nobody behind them.
         let net = ncclProfilerNetPlugin_v3_t { id: PLUGIN_ID, data: (&raw mut parts[1]).cast() };
         // SAFETY: as above.
-        assert_eq!(unsafe { super::others(&super::net(address(77), 3, &net)) }.len(), 0);
-        // SAFETY: as above.
-        assert_eq!(unsafe { super::others(&start(address(77), 3, Body::ProxyStep { step: 1 })) }.len(), 0);
+        let alone = unsafe { super::net(address(77), 3, &net) };
+        for start in [alone, start(address(77), 3, Body::ProxyStep { step: 1 })] {
+            // SAFETY: as above.
+            assert!(unsafe { all_parts(&start) }.is_empty());
+        }
     }
 
     #[test]

@@ -115,15 +115,11 @@ unsafe fn init(
 /// # Safety
 /// `start` was decoded from a descriptor that is still there.
 unsafe fn begin(context: u64, start: &Start) -> u64 {
-    let id = profiler::start(context, start);
-    if id != 0 {
-        // SAFETY: passed on.
-        let others = unsafe { members::others(start) };
-        if others.len() > 0 {
-            profiler::start_others(context, start, others);
-        }
+    // SAFETY: passed on.
+    match unsafe { members::all_parts(start) } {
+        [] => profiler::start(context, start),
+        parts => profiler::start_all(context, start, parts),
     }
-    id
 }
 
 /// What `init` says up to v3: nothing. The communicator's name is told by its first collective.

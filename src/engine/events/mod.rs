@@ -214,6 +214,14 @@ struct Place {
     transfer: Mutex<Transfer>,
 }
 
+/// A transfer that notes are being kept of.
+struct Open<'a> {
+    slot: u16,
+    part: u8,
+    details: bool,
+    transfer: MutexGuard<'a, Transfer>,
+}
+
 /// A request slot; its parts' places are made when it is first used by a transfer that may be followed.
 type Slot = OnceLock<Box<[Place; MAX_PARTS]>>;
 
@@ -364,10 +372,12 @@ impl Events {
         self.note(slot, part, Some(chunk.path), What::Over(*chunk, began));
     }
 
-    /// Any thread: the same of one that the other side has acknowledged. Who learns of one learns of several, on all paths:
-    /// they go into one list, after what the paths' lists say of their waits.
-    pub fn chunk_acknowledged(&self, slot: u16, part: usize, chunk: &Chunk, began: Ticks) {
-        self.note(slot, part, None, What::Over(*chunk, began));
+    /// Any thread: the same of one that the other side has acknowledged, as was seen at `now`. Who learns of one learns of
+    /// several, on all paths: they go into one list, after what the paths' lists say of their waits.
+    pub fn chunk_acknowledged(&self, slot: u16, part: usize, chunk: &Chunk, began: Ticks, now: Ticks) {
+        if let Some(notes) = self.notes.get() {
+            notes.add(None, Note { slot, part: part as u8, now: Some(now), what: What::Over(*chunk, began) });
+        }
     }
 
     /// Any thread: a chunk of the part is being handed to the network, or its first byte has come. Only for requests
@@ -448,12 +458,22 @@ impl Events {
     #[cold]
     fn take_notes(&self, notes: &Notes, ending: Option<u16>) {
         let mut taken = lock(&self.own.taken);
-        notes.take(|note| {
+        let mut open = None;
+        notes.take(|head, words| {
             // As a rule this is all, and the order between the paths does not matter.
-            if !taken.is_empty() || !self.keep(&note) {
+            if taken.is_empty()
+                && let Some((slot, part, over)) = Note::over(head, words)
+                && self.keep(&mut open, slot, part, |transfer| transfer.keep_over(over))
+            {
+                return;
+            }
+            let Some(note) = Note::decode(head, words) else { return };
+            let keep = |transfer: &mut Transfer| transfer.keep(&note.what, note.now);
+            if !taken.is_empty() || !self.keep(&mut open, note.slot, note.part, keep) {
                 taken.push(note);
             }
         });
+        drop(open);
         if taken.is_empty() {
             return;
         }
@@ -470,11 +490,24 @@ impl Events {
         taken.clear();
     }
 
-    /// Keeps a note of which nothing is to be told before the transfer's end. What is noted of no transfer is kept nowhere.
+    /// Keeps a note of which nothing is to be told before the transfer's end, if `keep` can. What is noted of no transfer is
+    /// kept nowhere. The transfer stays `open` for the next note, which as a rule is of the same one.
     #[inline]
-    fn keep(&self, note: &Note) -> bool {
-        let Some(place) = self.followed_place(note.slot, note.part.into()) else { return true };
-        place.details.load(Ordering::Relaxed) && lock(&place.transfer).keep(&note.what, note.now)
+    fn keep<'a>(
+        &'a self,
+        open: &mut Option<Open<'a>>,
+        slot: u16,
+        part: u8,
+        keep: impl FnOnce(&mut Transfer) -> bool,
+    ) -> bool {
+        if open.as_ref().is_none_or(|open| (open.slot, open.part) != (slot, part)) {
+            // Before another one is locked.
+            *open = None;
+            let Some(place) = self.followed_place(slot, part.into()) else { return true };
+            let details = place.details.load(Ordering::Relaxed);
+            *open = Some(Open { slot, part, details, transfer: lock(&place.transfer) });
+        }
+        open.as_mut().is_some_and(|open| open.details && keep(&mut open.transfer))
     }
 
     /// A transfer that notes are kept of.

@@ -8,7 +8,7 @@
 //! concern a path has a list of its own, and says itself when it is to be looked at ([`Note::turn`]).
 
 use super::list::{List, WORDS};
-use super::transfer::{Chunk, Wait};
+use super::transfer::{Chunk, Over, Wait};
 use crate::os::ticks::Ticks;
 
 /// Notes that a list holds. When NCCL's thread does not come by for longer than that, further ones are left out: their
@@ -97,8 +97,20 @@ impl Note {
         (head | u32::from(self.part), [now, a, b, c, d, e, f])
     }
 
+    /// What most notes are: that a chunk is over which was sent once. With its slot and part.
+    #[inline]
+    pub(super) fn over(head: u32, [now, a, b, c, d, e, f]: [u64; WORDS]) -> Option<(u16, u8, Over)> {
+        if head & 0xf8 != 7 << 3 {
+            return None;
+        }
+        let chunk =
+            Chunk { offset: a, length: b, path: (head >> 16) as u16, message: c, total: d, again: false, wr_id: e };
+        let (arrived, began) = (Ticks::from_number(now)?, Ticks::from_number(f)?);
+        Some(((head >> 8 & 0xff) as u16, (head & 7) as u8, Over { chunk, began, arrived, waits: [0; 3] }))
+    }
+
     /// Nothing where it says what [`Note::encode`] never does.
-    fn decode(head: u32, [now, a, b, c, d, e, f]: [u64; WORDS]) -> Option<Self> {
+    pub(super) fn decode(head: u32, [now, a, b, c, d, e, f]: [u64; WORDS]) -> Option<Self> {
         let (path, again) = ((head >> 16) as u16, head & 1 << 7 != 0);
         let chunk = Chunk { offset: a, length: b, path, message: c, total: d, again, wr_id: e };
         let what = match head >> 3 & 15 {
@@ -155,16 +167,10 @@ impl Notes {
         self.lists.iter().for_each(List::fetch);
     }
 
-    /// Takes out all that [`Notes::are_there`] speaks of. One thread at a time.
+    /// Takes out all that [`Notes::are_there`] speaks of, as [`Note::over`] and [`Note::decode`] read it. One thread at a time.
     #[inline]
-    pub(super) fn take(&self, mut each: impl FnMut(Note)) {
-        for list in &self.lists {
-            list.take(|head, words| {
-                if let Some(note) = Note::decode(head, words) {
-                    each(note);
-                }
-            });
-        }
+    pub(super) fn take(&self, mut each: impl FnMut(u32, [u64; WORDS])) {
+        self.lists.iter().for_each(|list| list.take(&mut each));
     }
 
     /// The most that [`Notes::take`] takes out.
@@ -177,6 +183,11 @@ impl Notes {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    /// Takes out all there is.
+    fn take(notes: &Notes, mut each: impl FnMut(Note)) {
+        notes.take(|head, words| Note::decode(head, words).into_iter().for_each(&mut each));
+    }
 
     fn note(slot: u16, what: What) -> Note {
         Note { slot, part: 0, now: None, what }
@@ -192,13 +203,13 @@ mod tests {
         notes.add(None, note(250, What::AllArrived));
         assert!(notes.are_there());
         let mut taken = Vec::with_capacity(notes.most());
-        notes.take(|note| taken.push(note));
+        take(&notes, |note| taken.push(note));
         let slots: Vec<_> = taken.iter().map(|note| note.slot).collect();
         assert_eq!(slots, (0..ROOM as u16).chain([250]).collect::<Vec<_>>());
         assert!(!notes.are_there() && taken.capacity() == notes.most());
         // There is room again.
         notes.add(Some(1), note(7, What::Ready));
-        notes.take(|note| taken.push(note));
+        take(&notes, |note| taken.push(note));
         assert_eq!(taken.last().map(|note| note.slot), Some(7));
     }
 
@@ -210,7 +221,7 @@ mod tests {
                 notes.add(Some(path), note(path, What::Ready));
             }
             let mut taken = 0;
-            notes.take(|_| taken += 1);
+            take(&notes, |_| taken += 1);
             assert_eq!(taken, 200.min(paths.clamp(1, MOST_LISTS) * ROOM));
         }
     }
@@ -236,6 +247,12 @@ mod tests {
             let note = Note { slot, part, now: Ticks::from_number(now), what };
             let (head, words) = note.encode();
             prop_assert_eq!(Note::decode(head, words), Some(note));
+            let short = Note::over(head, words).map(|(slot, part, over)| (slot, part, over.arrived, over.chunk, over.began));
+            let long = match (note.what, note.now) {
+                (What::Over(chunk, began), Some(now)) if !chunk.again => Some((slot, part, now, chunk, began)),
+                _ => None,
+            };
+            prop_assert_eq!(short, long);
         }
     }
 
@@ -261,7 +278,7 @@ mod tests {
             }
             let mut taken = Vec::new();
             while seen.iter().map(Vec::len).sum::<usize>() < (threads * each) as usize {
-                notes.take(|note| taken.push(note));
+                take(&notes, |note| taken.push(note));
                 for note in taken.drain(..) {
                     let What::Ends(number) = note.what else { panic!("{note:?}") };
                     seen[usize::from(note.slot)].push(number);

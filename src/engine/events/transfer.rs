@@ -172,17 +172,27 @@ impl Transfer {
     #[inline]
     pub(super) fn keep(&mut self, what: &What, now: Option<Ticks>) -> bool {
         match (what, now) {
-            (What::Over(chunk, began), Some(now))
-                if self.pieces.is_empty() && !chunk.again && self.over.len() < MOST =>
-            {
-                let waits = if self.early.is_empty() { [0; 3] } else { self.take_early(chunk.offset) };
-                self.over.push(Over { chunk: *chunk, began: *began, arrived: now, waits });
+            (What::Over(chunk, began), Some(arrived)) if !chunk.again => {
+                return self.keep_over(Over { chunk: *chunk, began: *began, arrived, waits: [0; 3] });
             }
             (What::Ready, _) => self.ready(now),
             (What::Waited { offset, wait, ns }, _) if self.pieces.is_empty() => self.chunk_waited(*offset, *wait, *ns),
             _ => return false,
         }
         true
+    }
+
+    /// As [`Transfer::keep`] of that a chunk is over which was sent once.
+    #[inline]
+    pub(super) fn keep_over(&mut self, mut over: Over) -> bool {
+        let is_kept = self.pieces.is_empty() && self.over.len() < MOST;
+        if is_kept {
+            if !self.early.is_empty() {
+                over.waits = self.take_early(over.chunk.offset);
+            }
+            self.over.push(over);
+        }
+        is_kept
     }
 
     /// Pieces of the chunks that were only kept.

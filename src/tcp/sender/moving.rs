@@ -340,12 +340,15 @@ impl SendConn {
 
     /// Chunks were acknowledged. Those of messages that are `done` end all at once, unless nothing is known of them yet.
     pub(super) fn chunks_end(&self, core: &mut SendCore, payloads: &[Option<Payload>], done: &[Key]) {
+        let mut now = None;
         while let Some(Landed { key, index, offset, length, message, total, began }) = core.take_landed() {
             let Some(ticket) = payloads[key].as_ref().and_then(|payload| payload.ticket) else { continue };
             let path = index as u16;
             if let Some(began) = began {
                 let chunk = events::Chunk { offset, length, path, message, total, ..events::Chunk::default() };
-                self.events.chunk_acknowledged(ticket.slot, 0, &chunk, began);
+                // A message's chunks land together, and a look at the clock takes as long as the rest of a note.
+                let now = *now.get_or_insert_with(Ticks::now);
+                self.events.chunk_acknowledged(ticket.slot, 0, &chunk, began, now);
             } else if !done.contains(&key) {
                 self.events.chunk_ends(ticket.slot, 0, path, offset);
             }

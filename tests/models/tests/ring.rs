@@ -49,3 +49,36 @@ fn a_producer_that_laps_the_consumer_keeps_its_order() {
         assert_eq!(seen, pushed);
     });
 }
+
+/// Two records are claimed by the second one's slot.
+#[test]
+fn records_that_are_pushed_together_come_out_together_over_laps() {
+    check(|| {
+        let ring = Arc::new(Ring::with_capacity(2));
+        let pair = |ring: &Ring, first: u64| {
+            let mut next = first;
+            ring.push_all(POINTER, Room::Stop, 2, |_| {
+                next += 1;
+                next - 1
+            })
+        };
+        assert!(pair(&ring, 1));
+        let producer = {
+            let ring = Arc::clone(&ring);
+            thread::spawn(move || pair(&ring, 3))
+        };
+        let (mut drain, mut seen) = (Drain::default(), Vec::new());
+        drain.drain(&ring, 1, &mut |_, record| seen.push(record));
+        let other = ring.push(POINTER, Room::Stop, |_| 10).is_some();
+        drain.drain(&ring, 2, &mut |_, record| seen.push(record));
+        let second = producer.join().unwrap();
+        drain.drain(&ring, 3, &mut |_, record| seen.push(record));
+        let expected: &[&[u64]] = match (second, other) {
+            (false, false) => &[&[1, 2]],
+            (true, false) => &[&[1, 2, 3, 4]],
+            (false, true) => &[&[1, 2, 10]],
+            (true, true) => &[&[1, 2, 3, 4, 10], &[1, 2, 10, 3, 4]],
+        };
+        assert!(expected.contains(&&seen[..]), "{seen:?}");
+    });
+}
