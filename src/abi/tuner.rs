@@ -15,7 +15,7 @@ use super::guard::guard;
 use super::pointer::Out;
 use super::table::{NAME, Table};
 use crate::os::error::{Error, Result};
-use crate::plugin::tuning::{self, Collective, Question, Shape, Tree};
+use crate::plugin::tuning::{self, Collective, Plan, Question, Shape};
 
 /// Exports `ncclTunerPlugin_vN`.
 macro_rules! export_tuner {
@@ -124,11 +124,15 @@ unsafe extern "C" fn get_coll_info_v4(
         let Some(advice) = tuning::advise(&question) else { return Ok(()) };
         costs.add(NCCL_PROTO_LL as usize, advice.ll_costs_more_us);
         costs.add(NCCL_PROTO_LL128 as usize, advice.ll128_costs_more_us);
-        match advice.tree {
-            Some(Tree::LL) => costs.choose(NCCL_ALGO_TREE as usize, NCCL_PROTO_LL as usize),
-            Some(Tree::Simple) => costs.choose(NCCL_ALGO_TREE as usize, NCCL_PROTO_SIMPLE as usize),
-            None => {}
-        }
+        // Of several, the first that NCCL does not rule out.
+        let (algorithm, protocols): (_, &[_]) = match advice.best {
+            Some(Plan::TreeLL) => (NCCL_ALGO_TREE, &[NCCL_PROTO_LL]),
+            Some(Plan::TreeSimple) => (NCCL_ALGO_TREE, &[NCCL_PROTO_SIMPLE]),
+            Some(Plan::RingLL) => (NCCL_ALGO_RING, &[NCCL_PROTO_LL]),
+            Some(Plan::RingLL128) => (NCCL_ALGO_RING, &[NCCL_PROTO_LL128, NCCL_PROTO_LL]),
+            None => (NCCL_ALGO_RING, &[]),
+        };
+        protocols.iter().any(|protocol| costs.choose(algorithm as usize, *protocol as usize));
         if advice.avoids_pat {
             costs.discourage(NCCL_ALGO_PAT as usize);
         }
@@ -180,15 +184,11 @@ impl Costs<'_> {
         Ok(Self { times: unsafe { slice::from_raw_parts_mut(times, algorithms * protocols) }, protocols })
     }
 
-    /// Makes a combination the cheapest, unless NCCL rules it out.
-    fn choose(&mut self, algorithm: usize, protocol: usize) {
+    /// Makes a combination the cheapest, unless NCCL rules it out. Whether it has.
+    fn choose(&mut self, algorithm: usize, protocol: usize) -> bool {
         let at = algorithm * self.protocols + protocol;
-        if protocol < self.protocols
-            && let Some(time) = self.times.get_mut(at)
-            && *time >= 0.0
-        {
-            *time = 0.0;
-        }
+        let is_there = |time: &&mut f32| protocol < self.protocols && **time >= 0.0;
+        self.times.get_mut(at).filter(is_there).map(|time| *time = 0.0).is_some()
     }
 
     /// Makes an algorithm the last choice with every protocol; releases before 2.23 do not have all of them.
@@ -235,8 +235,8 @@ mod tests {
         assert_eq!(times, [[11.0, -1.0, 30.0], [41.0, 52.0, 60.0], [70.0, 80.0, 90.0]]);
         // SAFETY: the array is that large.
         let mut costs = unsafe { Costs::new(times.as_mut_ptr().cast(), 3, 3) }.unwrap();
-        costs.choose(1, 1);
-        costs.choose(0, 1);
+        assert!(costs.choose(1, 1));
+        assert!(!costs.choose(0, 1) && !costs.choose(0, 3) && !costs.choose(7, 0));
         assert_eq!(times[1], [41.0, 0.0, 60.0]);
         assert!(times[0][1] < 0.0, "ruled out");
         // SAFETY: the array is that large.
