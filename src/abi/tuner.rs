@@ -15,7 +15,7 @@ use super::guard::guard;
 use super::pointer::Out;
 use super::table::{NAME, Table};
 use crate::os::error::{Error, Result};
-use crate::plugin::tuning::{self, Collective, Plan, Question, Shape};
+use crate::plugin::tuning::{self, Advice, Collective, Question, Shape, Tree};
 
 /// Exports `ncclTunerPlugin_vN`.
 macro_rules! export_tuner {
@@ -122,20 +122,7 @@ unsafe extern "C" fn get_coll_info_v4(
         let mut costs = unsafe { Costs::new(table.cast(), algorithms, protocols) }?;
         let question = Question { shape: undress(context), collective, bytes };
         let Some(advice) = tuning::advise(&question) else { return Ok(()) };
-        costs.add(NCCL_PROTO_LL as usize, advice.ll_costs_more_us);
-        costs.add(NCCL_PROTO_LL128 as usize, advice.ll128_costs_more_us);
-        // Of several, the first that NCCL does not rule out.
-        let (algorithm, protocols): (_, &[_]) = match advice.best {
-            Some(Plan::TreeLL) => (NCCL_ALGO_TREE, &[NCCL_PROTO_LL]),
-            Some(Plan::TreeSimple) => (NCCL_ALGO_TREE, &[NCCL_PROTO_SIMPLE]),
-            Some(Plan::RingLL) => (NCCL_ALGO_RING, &[NCCL_PROTO_LL]),
-            Some(Plan::RingLL128) => (NCCL_ALGO_RING, &[NCCL_PROTO_LL128, NCCL_PROTO_LL]),
-            None => (NCCL_ALGO_RING, &[]),
-        };
-        protocols.iter().any(|protocol| costs.choose(algorithm as usize, *protocol as usize));
-        if advice.avoids_pat {
-            costs.discourage(NCCL_ALGO_PAT as usize);
-        }
+        costs.apply(&advice);
         if let Some(wanted) = advice.channels {
             // SAFETY: NCCL's promise: a place for the number.
             unsafe { Out::new(channels, "nChannels") }?.set(wanted);
@@ -184,6 +171,19 @@ impl Costs<'_> {
         Ok(Self { times: unsafe { slice::from_raw_parts_mut(times, algorithms * protocols) }, protocols })
     }
 
+    fn apply(&mut self, advice: &Advice) {
+        self.add(NCCL_PROTO_LL as usize, advice.ll_costs_more_us);
+        self.add(NCCL_PROTO_LL128 as usize, advice.ll128_costs_more_us);
+        match advice.tree {
+            Some(Tree::LL) => _ = self.choose(NCCL_ALGO_TREE as usize, NCCL_PROTO_LL as usize),
+            Some(Tree::Simple) => _ = self.choose(NCCL_ALGO_TREE as usize, NCCL_PROTO_SIMPLE as usize),
+            None => {}
+        }
+        if advice.avoids_pat {
+            self.discourage(NCCL_ALGO_PAT as usize);
+        }
+    }
+
     /// Makes a combination the cheapest, unless NCCL rules it out. Whether it has.
     fn choose(&mut self, algorithm: usize, protocol: usize) -> bool {
         let at = algorithm * self.protocols + protocol;
@@ -223,6 +223,42 @@ mod tests {
             assert!(!dress(shape).is_null());
             assert_eq!(undress(dress(shape)), shape);
         }
+    }
+
+    /// NCCL's estimates for an all-reduce of two nodes with one GPU each (NCCL 2.28, src/graph/tuning.cc), in microseconds, by
+    /// algorithm and protocol; LL128 is ruled out, as where the card is not close to the GPU. `speed`: of the network, in
+    /// bytes per microsecond.
+    fn estimates(bytes: f32, speed: f32) -> [[f32; 3]; 2] {
+        let doubled = ((bytes / 64.0).log2() as usize).min(13);
+        let of_tree_ll = [1.0, 1.0, 1.0, 1.0, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4][doubled];
+        let of_tree_simple = [0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5][doubled];
+        let tree_speed = speed * 0.92;
+        let tree_ll = 6.8 + 2.0 * 5.0 + bytes / (tree_speed / 3.8 * of_tree_ll);
+        let tree_simple = 8.4 + 2.0 * 14.0 + bytes / (tree_speed * of_tree_simple);
+        let ring_ll = 6.6 + 2.0 * 5.0 + bytes / (speed / 2.0);
+        let ring_simple = (8.4 + 2.0 * 14.0) * 1.4 + bytes / speed;
+        [[tree_ll, -1.0, tree_simple], [ring_ll, -1.0, ring_simple]]
+    }
+
+    #[test]
+    fn how_long_ll_is_best_depends_on_the_speed_of_the_network() {
+        let chosen = |kib: usize, speed: f32| {
+            let mut times = estimates((kib << 10) as f32, speed);
+            // SAFETY: the array is that large.
+            let mut costs = unsafe { Costs::new(times.as_mut_ptr().cast(), 2, 3) }.unwrap();
+            let shape = Shape { ranks: 2, nodes: 2 };
+            let question = Question { shape, collective: Collective::AllReduce, bytes: kib << 10 };
+            costs.apply(&tuning::advice(&question).unwrap());
+            let names = [["tree LL", "", "tree"], ["ring LL", "", "ring"]];
+            let all = times.iter().zip(names).flat_map(|(times, names)| times.iter().copied().zip(names));
+            all.filter(|(time, _)| *time >= 0.0).min_by(|(a, _), (b, _)| a.total_cmp(b)).unwrap().1
+        };
+        let at = |speed: f32| [4, 8, 16, 32, 64, 128, 160, 256, 1024].map(|kib| chosen(kib, speed));
+        let [small, ll, simple, tree] = ["tree LL", "ring LL", "ring", "tree"];
+        // 77 Gbit/s, as is reported where the kernel does not know better; 25; 10.
+        assert_eq!(at(9625.0), [small, ll, ll, ll, ll, ll, simple, tree, simple]);
+        assert_eq!(at(3125.0), [small, ll, ll, ll, ll, simple, simple, tree, simple]);
+        assert_eq!(at(1250.0), [small, ll, ll, ll, simple, simple, simple, tree, simple]);
     }
 
     #[test]

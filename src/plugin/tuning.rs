@@ -43,15 +43,12 @@ pub struct Question {
     pub bytes: usize,
 }
 
-/// An algorithm with a protocol.
+/// A protocol for a tree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs, reason = "NCCL's names")]
-pub enum Plan {
-    TreeLL,
-    TreeSimple,
-    RingLL,
-    /// LL128 where NCCL has it (between GPUs and cards that are close to each other), else LL.
-    RingLL128,
+pub enum Tree {
+    LL,
+    Simple,
 }
 
 /// What to change of NCCL's own plan.
@@ -61,18 +58,21 @@ pub struct Advice {
     pub ll_costs_more_us: f32,
     /// The same for LL128.
     pub ll128_costs_more_us: f32,
-    /// What is best, whatever its estimates say.
-    pub best: Option<Plan>,
+    /// Whether a tree is best, whatever its estimate says, and with which protocol.
+    pub tree: Option<Tree>,
     /// Whether PAT is to be left out.
     pub avoids_pat: bool,
     /// On how many channels at most; None leaves it to NCCL.
     pub channels: Option<i32>,
 }
 
-/// Bytes that one of NCCL's network threads moves through a socket in a microsecond beside what it moves anyway. With this,
-/// two ranks turn from LL to Simple between 128 and 192 KiB, which is where Simple overtakes (see [`RING_LL_MAX`]); with more
-/// ranks, where as much travels in a step.
-const LL_BYTES_PER_US: f32 = 6000.0;
+/// Bytes that one of NCCL's network threads moves through a socket in a microsecond beside what it moves anyway.
+///
+/// What the same bytes take of the network is in NCCL's estimate already, by the speed that is reported. With both, two ranks
+/// turn from LL to Simple at 141 KiB where that is 77 Gbit/s, at 74 KiB with 25 and at 36 KiB with 10 (`abi::tuner` has the
+/// estimates in a test). Measured at 77 with LL in a ring, beside Simple: 0.73 of its time at 32 KiB, 0.91 at 64 and at
+/// 128 KiB, but 1.45 at 256.
+const LL_BYTES_PER_US: f32 = 7500.0;
 
 /// LL128 has flags in 8 of 128 bytes, but also sends larger pieces at a time and so overlaps less: measured, it loses
 /// about half as much as LL.
@@ -84,7 +84,7 @@ pub fn advise(question: &Question) -> Option<Advice> {
 }
 
 /// The advice itself.
-fn advice(question: &Question) -> Option<Advice> {
+pub(crate) fn advice(question: &Question) -> Option<Advice> {
     if question.shape.nodes < 2 {
         return None;
     }
@@ -93,7 +93,7 @@ fn advice(question: &Question) -> Option<Advice> {
     Some(Advice {
         ll_costs_more_us,
         ll128_costs_more_us: ll_costs_more_us * LL128_SHARE,
-        best: best(question),
+        tree: tree(question),
         avoids_pat: question.bytes > PAT_MAX,
         channels: channels(question),
     })
@@ -121,29 +121,21 @@ const TREE_LL_MAX: usize = 8 << 10;
 /// The same with two ranks.
 const TREE_LL_MAX_OF_TWO: usize = 4 << 10;
 
-/// All-reduces of two ranks up to this many bytes, in a ring with LL. Measured with Simple beside it: 0.72 of its time at
-/// 32 KiB, 0.89 at 64 (one channel), 0.89 at 128 (two channels), 1.45 of the tree's with Simple at 256.
-const RING_LL_MAX: usize = 144 << 10;
-
-/// From here on LL128 is better than LL where NCCL has it: 0.93 and 0.96 of its time at 64 and 128 KiB, 1.10 at 32.
-const RING_LL128_MIN: usize = 48 << 10;
-
 /// Also all-reduces of a few hundred KiB whose parts are about as large: in a ring each is two messages of 32 to 64 KiB per
 /// step, in a tree one of twice that. Measured with Simple and two ranks, 256 and 512 KiB: 0.8 and 0.63 of the ring's time, at
 /// 1 MiB it loses; with four ranks, 512 KiB: 0.88, and 1.8 times at 1 MiB.
 const TREE_SIMPLE_MAX: usize = 768 << 10;
 
-fn best(question: &Question) -> Option<Plan> {
+fn tree(question: &Question) -> Option<Tree> {
     if question.collective != Collective::AllReduce {
         return None;
     }
-    let (bytes, of_two) = (question.bytes, question.shape.ranks <= 2);
-    let part = bytes / question.shape.ranks.max(2);
-    match bytes {
-        _ if bytes <= if of_two { TREE_LL_MAX_OF_TWO } else { TREE_LL_MAX } => Some(Plan::TreeLL),
-        _ if of_two && bytes < RING_LL128_MIN => Some(Plan::RingLL),
-        _ if of_two && bytes <= RING_LL_MAX => Some(Plan::RingLL128),
-        _ if part > 96 << 10 && bytes < TREE_SIMPLE_MAX => Some(Plan::TreeSimple),
+    let ranks = question.shape.ranks.max(2);
+    let part = question.bytes / ranks;
+    let ll_max = if ranks == 2 { TREE_LL_MAX_OF_TWO } else { TREE_LL_MAX };
+    match question.bytes {
+        bytes if bytes <= ll_max => Some(Tree::LL),
+        bytes if part > 96 << 10 && bytes < TREE_SIMPLE_MAX => Some(Tree::Simple),
         _ => None,
     }
 }
@@ -179,27 +171,24 @@ mod tests {
         let small = advice(&question(2, 8)).unwrap();
         let large = advice(&question(2, 32 << 10)).unwrap();
         assert!(small.ll_costs_more_us < 0.1);
-        assert!((large.ll_costs_more_us - 5.46).abs() < 0.01 && large.ll128_costs_more_us < large.ll_costs_more_us);
+        assert!((large.ll_costs_more_us - 4.37).abs() < 0.01 && large.ll128_costs_more_us < large.ll_costs_more_us);
         let gathered = Question { collective: Collective::AllGather, ..question(2, 32 << 10) };
         assert!(advice(&gathered).unwrap().ll_costs_more_us < large.ll_costs_more_us);
     }
 
     #[test]
-    fn what_is_best_for_all_reduces_changes_with_their_size_and_pat_is_for_small_ones() {
-        let best = |bytes: usize| advice(&question(2, bytes)).unwrap().best;
-        assert_eq!([8, 4 << 10].map(best), [Some(Plan::TreeLL); 2]);
-        assert_eq!([5 << 10, 8 << 10, 32 << 10].map(best), [Some(Plan::RingLL); 3]);
-        assert_eq!([48 << 10, 64 << 10, 128 << 10].map(best), [Some(Plan::RingLL128); 3]);
-        let simple = Some(Plan::TreeSimple);
-        assert_eq!([160, 256, 512, 1024].map(|kib| best(kib << 10)), [None, simple, simple, None]);
+    fn trees_are_for_small_all_reduces_and_for_those_of_a_few_hundred_kib_and_pat_for_less_than_that() {
+        let tree = |bytes: usize| advice(&question(2, bytes)).unwrap().tree;
+        assert_eq!([8, 4 << 10, 5 << 10, 8 << 10].map(tree), [Some(Tree::LL), Some(Tree::LL), None, None]);
+        let simple = Some(Tree::Simple);
+        assert_eq!([64, 128, 256, 512, 1024].map(|kib| tree(kib << 10)), [None, None, simple, simple, None]);
         let among = |ranks, bytes| {
-            advice(&Question { shape: Shape { ranks, nodes: ranks }, ..question(2, bytes) }).unwrap().best
+            advice(&Question { shape: Shape { ranks, nodes: ranks }, ..question(2, bytes) }).unwrap().tree
         };
-        assert_eq!([8, 16, 64, 256].map(|kib| among(4, kib << 10)), [Some(Plan::TreeLL), None, None, None]);
-        assert_eq!([512, 1024].map(|kib| among(4, kib << 10)), [simple, None]);
+        assert_eq!([8, 16, 256, 512, 1024].map(|kib| among(4, kib << 10)), [Some(Tree::LL), None, None, simple, None]);
         assert_eq!([256, 512, 1024, 4096].map(|kib| among(8, kib << 10)), [None; 4]);
         let gathered = Question { collective: Collective::AllGather, ..question(2, 256 << 10) };
-        assert!(advice(&gathered).unwrap().best.is_none() && !advice(&gathered).unwrap().avoids_pat);
+        assert!(advice(&gathered).unwrap().tree.is_none() && !advice(&gathered).unwrap().avoids_pat);
         assert!(advice(&Question { bytes: 1 << 20, ..gathered }).unwrap().avoids_pat);
     }
 
