@@ -171,6 +171,7 @@ impl Costs<'_> {
         Ok(Self { times: unsafe { slice::from_raw_parts_mut(times, algorithms * protocols) }, protocols })
     }
 
+    /// Changes NCCL's estimates so that it does what is advised.
     fn apply(&mut self, advice: &Advice) {
         self.add(NCCL_PROTO_LL as usize, advice.ll_costs_more_us);
         self.add(NCCL_PROTO_LL128 as usize, advice.ll128_costs_more_us);

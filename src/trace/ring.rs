@@ -94,7 +94,8 @@ impl Ring {
         let shard = shard_of(thread);
         let position = self.claim(&self.shards[shard], room, 1)?;
         let place = Place { shard, position };
-        self.fill(place, make(place));
+        // SAFETY: just claimed, and filled once.
+        unsafe { self.fill(place, make(place)) };
         Some(place)
     }
 
@@ -106,7 +107,8 @@ impl Ring {
         let Some(first) = self.claim(&self.shards[shard], room, count as u64) else { return false };
         for position in first..first + count as u64 {
             let place = Place { shard, position };
-            self.fill(place, make(place));
+            // SAFETY: among those just claimed, each of which is filled once.
+            unsafe { self.fill(place, make(place)) };
         }
         true
     }
@@ -143,12 +145,15 @@ impl Ring {
         }
     }
 
-    /// Fills a slot that was claimed.
+    /// Fills a slot.
+    ///
+    /// # Safety
+    /// [`Ring::claim`] gave the place to the caller, who fills it once.
     #[inline]
-    fn fill(&self, place: Place, record: Record) {
+    unsafe fn fill(&self, place: Place, record: Record) {
         let slots = &self.shards[place.shard].slots;
         let slot = slots.at(place.position);
-        // SAFETY: `claim` gave the position to this thread alone, until it stores the lap below.
+        // SAFETY: the place is this thread's alone until it stores the lap below.
         unsafe { slot.write(record) };
         slot.lap.store(2 * (place.position >> self.shift) + 1, Ordering::Release);
         slots.fetch(place.position + FETCHED_AHEAD);
