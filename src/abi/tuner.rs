@@ -176,8 +176,8 @@ impl Costs<'_> {
         self.add(NCCL_PROTO_LL as usize, advice.ll_costs_more_us);
         self.add(NCCL_PROTO_LL128 as usize, advice.ll128_costs_more_us);
         match advice.tree {
-            Some(Tree::LL) => _ = self.choose(NCCL_ALGO_TREE as usize, NCCL_PROTO_LL as usize),
-            Some(Tree::Simple) => _ = self.choose(NCCL_ALGO_TREE as usize, NCCL_PROTO_SIMPLE as usize),
+            Some(Tree::LL) => self.choose(NCCL_ALGO_TREE as usize, NCCL_PROTO_LL as usize),
+            Some(Tree::Simple) => self.choose(NCCL_ALGO_TREE as usize, NCCL_PROTO_SIMPLE as usize),
             None => {}
         }
         if advice.avoids_pat {
@@ -185,11 +185,15 @@ impl Costs<'_> {
         }
     }
 
-    /// Makes a combination the cheapest, unless NCCL rules it out. Whether it has.
-    fn choose(&mut self, algorithm: usize, protocol: usize) -> bool {
+    /// Makes a combination the cheapest, unless NCCL rules it out.
+    fn choose(&mut self, algorithm: usize, protocol: usize) {
         let at = algorithm * self.protocols + protocol;
-        let is_there = |time: &&mut f32| protocol < self.protocols && **time >= 0.0;
-        self.times.get_mut(at).filter(is_there).map(|time| *time = 0.0).is_some()
+        if protocol < self.protocols
+            && let Some(time) = self.times.get_mut(at)
+            && *time >= 0.0
+        {
+            *time = 0.0;
+        }
     }
 
     /// Makes an algorithm the last choice with every protocol; releases before 2.23 do not have all of them.
@@ -272,8 +276,10 @@ mod tests {
         assert_eq!(times, [[11.0, -1.0, 30.0], [41.0, 52.0, 60.0], [70.0, 80.0, 90.0]]);
         // SAFETY: the array is that large.
         let mut costs = unsafe { Costs::new(times.as_mut_ptr().cast(), 3, 3) }.unwrap();
-        assert!(costs.choose(1, 1));
-        assert!(!costs.choose(0, 1) && !costs.choose(0, 3) && !costs.choose(7, 0));
+        costs.choose(1, 1);
+        // Ruled out, and not in the table.
+        [(0, 1), (0, 3), (7, 0)].into_iter().for_each(|(algorithm, protocol)| costs.choose(algorithm, protocol));
+        assert_eq!(times, [[11.0, -1.0, 30.0], [41.0, 0.0, 60.0], [70.0, 80.0, 90.0]]);
         assert_eq!(times[1], [41.0, 0.0, 60.0]);
         assert!(times[0][1] < 0.0, "ruled out");
         // SAFETY: the array is that large.
