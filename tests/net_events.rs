@@ -354,36 +354,43 @@ fn an_abort_calls_nobody_back() {
 #[test]
 fn a_transfer_that_fails_starts_nothing_more_and_stops_what_it_started() {
     let _watchdog = watchdog(60);
-    for size in [16 << 20, 100] {
-        let pair = pair();
-        moved(&pair, pattern(1, 200_000));
-        let (target, back) = (Memory::new(size), Transfer::new());
-        let received = receive(&pair, &[(&target, 0, back)]);
-        // The sender has one long message under way, and goes.
-        let out = Transfer::new();
-        if size > 100 {
-            send(&pair, pattern(1, size), 0, out);
-            out.free();
-        }
-        pair.send.close().expect("a close");
-        out.close();
-        let start = Instant::now();
-        let failed = loop {
-            match inside(|| pair.recv.test(&received)) {
-                Err(_) => break true,
-                Ok(Some(_)) => break false,
-                Ok(None) => assert!(start.elapsed() < PATIENCE, "the receive learns of it"),
-            }
-        };
-        let told = back.told();
-        back.free();
-        assert!(failed, "nothing was sent whole");
-        assert!(told.iter().all(|piece| piece.stops == 1), "{told:?}");
-        pair.recv.close().expect("a close");
-        back.close();
-        out.told();
-        back.told();
+    // On a busy machine a long message may be there before its sender is given the processor to go. Then another one.
+    assert!((0..10).any(|_| is_lost_with_its_sender(16 << 20)), "none was cut short");
+    assert!(is_lost_with_its_sender(100), "nothing was sent");
+}
+
+/// The sender has one message under way if it is long, else none, and goes. Whether the receive failed.
+fn is_lost_with_its_sender(size: usize) -> bool {
+    let pair = pair();
+    moved(&pair, pattern(1, 200_000));
+    let (target, back) = (Memory::new(size), Transfer::new());
+    let received = receive(&pair, &[(&target, 0, back)]);
+    let out = Transfer::new();
+    if size > 100 {
+        send(&pair, pattern(1, size), 0, out);
+        out.free();
     }
+    pair.send.close().expect("a close");
+    out.close();
+    let start = Instant::now();
+    let failed = loop {
+        match inside(|| pair.recv.test(&received)) {
+            Err(_) => break true,
+            Ok(Some(_)) => break false,
+            Ok(None) => assert!(start.elapsed() < PATIENCE, "the receive learns of it"),
+        }
+    };
+    let told = back.told();
+    back.free();
+    assert!(told.iter().all(|piece| piece.stops == 1), "{told:?}");
+    if !failed {
+        assert!(target.bytes() == pattern(1, size), "a receive that is done has all of it");
+    }
+    pair.recv.close().expect("a close");
+    back.close();
+    out.told();
+    back.told();
+    failed
 }
 
 #[test]
