@@ -63,6 +63,12 @@ impl Link {
         let [(near, _), (_, there)] = self.0;
         machine(&format!("ip neigh replace {there} lladdr 02:00:00:00:00:99 dev {near} nud permanent"));
     }
+
+    /// The same in the other direction.
+    fn mislead_back(self) {
+        let [(_, here), (far, _)] = self.0;
+        machine(&format!("ip neigh replace {here} lladdr 02:00:00:00:00:99 dev {far} nud permanent"));
+    }
 }
 
 /// The second link, as long as this lives; and the first one as it was. A device goes only when no process uses it: the
@@ -293,6 +299,49 @@ fn a_way_that_falls_silent_is_done_without_and_used_again() {
                 traffic.goes_on("traffic over both");
             }
         });
+    });
+}
+
+/// The same with NCCL's defaults, with which a device sends for half a minute before it gives up (SoftRoCE for ever).
+/// Whether messages are on their way when it happens, or lines only: then no message ever follows.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_way_that_falls_silent_is_left_before_the_device_gives_up() {
+    const NAME: &str = "a_way_that_falls_silent_is_left_before_the_device_gives_up";
+    let _links = Links::new();
+    child::alone(NAME, &[("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "NET")], || {
+        let _watchdog = watchdog(120);
+        let silence = "was acknowledged for two seconds";
+        let soon = |after: Duration| assert!(after < Duration::from_secs(5), "{after:?}");
+        under_traffic(|traffic, log| {
+            for (round, link) in [FIRST, SECOND].into_iter().enumerate() {
+                traffic.goes_on("traffic");
+                let before = said(log, silence);
+                link.mislead();
+                let start = Instant::now();
+                eventually("the silence is noticed", PATIENCE, || (said(log, silence) > before).then_some(()));
+                traffic.goes_on("traffic without the way");
+                let after = start.elapsed();
+                eprintln!("twenty messages without the silent way after {after:?}");
+                soon(after);
+                link.introduce();
+                let back = || (said(log, "has 2 of 2 queue pairs again") >= 2 * (round + 1)).then_some(());
+                eventually("the way is used again", PATIENCE, back);
+            }
+        });
+        let (log, context) = (Capture::start(), context(ApiVersion::V12));
+        let pair = over_both(&context);
+        for round in 0..4 {
+            assert!(pair.transfer(pattern(round, 300_000)).expect("a transfer") == pattern(round, 300_000));
+        }
+        FIRST.mislead_back();
+        let start = Instant::now();
+        assert!(pair.transfer(pattern(4, 300_000)).expect("a transfer") == pattern(4, 300_000));
+        eprintln!("a message whose line was lost after {:?}", start.elapsed());
+        soon(start.elapsed());
+        assert_eq!(said(&log, silence), 1, "{:?}", log.records());
+        FIRST.introduce();
+        pair.close().expect("close");
     });
 }
 

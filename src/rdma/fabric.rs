@@ -71,6 +71,8 @@ pub struct Lane {
     first_packet: u32,
     /// Work requests that may still be posted.
     room: u32,
+    /// Completions of work requests, in all.
+    done: u64,
     /// Work requests that are to be posted with the next one.
     held: Vec<Work>,
     ends: Ends,
@@ -215,6 +217,7 @@ impl Fabric {
                 peer_port,
                 first_packet,
                 room: depth.send,
+                done: 0,
                 held: Vec::new(),
                 ends,
             })
@@ -312,6 +315,11 @@ impl Fabric {
     pub fn elements(&self) -> impl Iterator<Item = (usize, u64)> {
         let pairs = self.lanes.iter().filter_map(|lane| Some((lane.adapter, lane.element()?)));
         pairs.chain(self.queues.iter().map(CompletionQueue::element).enumerate())
+    }
+
+    /// Work requests on a lane that are not finished.
+    pub fn outstanding(&self, index: usize) -> u32 {
+        self.depth.send.saturating_sub(self.lanes[index].room)
     }
 
     /// One lane.
@@ -429,6 +437,12 @@ impl Lane {
     #[inline]
     pub fn finished(&mut self, count: u32) {
         self.room += count;
+        self.done += 1;
+    }
+
+    /// How often work requests were finished, in all.
+    pub fn done(&self) -> u64 {
+        self.done
     }
 
     /// Posts work requests; there must be room for them.

@@ -100,6 +100,14 @@ impl Ledger {
         lane.done += 1;
     }
 
+    /// The bytes of the oldest thing on that lane whose immediate has not completed; none when all have.
+    pub fn oldest(&self, lane: usize) -> Option<u64> {
+        self.lanes[lane].sent.front().map(|sent| match sent {
+            Sent::Share { share, .. } => share.length,
+            Sent::Short(_) => 0,
+        })
+    }
+
     /// That lane is lost, and the receiver has taken `arrived` immediates from it in all; none when it says that it has
     /// everything.
     ///

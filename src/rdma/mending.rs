@@ -30,6 +30,7 @@ use std::time::{Duration, Instant};
 use super::base::Base;
 use super::fabric::{Fabric, Lane};
 use super::record::{EceRecord, LaneRecord};
+use super::silence::{Seen, Silence};
 use crate::engine::counters::Counters;
 use crate::os::error::{Cause, Error, Result};
 use crate::os::log::NET;
@@ -347,6 +348,19 @@ impl Base {
             let adapter = &self.adapters[lane.adapter];
             let what = if adapter.is_dead() { "the device failed" } else { "the port went down" };
             let error = Error::new(Cause::System, format!("{what} ({})", adapter.name()));
+            lane.suffers(Trouble { error, is_flush: false });
+        }
+    }
+
+    /// Gives up lanes that have fallen silent while others fare well. `owes`: the bytes of the oldest thing on a lane that
+    /// will complete.
+    pub fn listen(&self, fabric: &mut Fabric, silence: &mut Silence, owes: impl Fn(usize) -> Option<u64>) {
+        let seen = |(index, lane): (usize, &Lane)| Seen { is_up: lane.is_up(), done: lane.done(), owes: owes(index) };
+        for index in silence.look(Instant::now(), fabric.lanes.iter().enumerate().map(seen)) {
+            let lane = &mut fabric.lanes[index];
+            let port = self.adapters[lane.adapter].name();
+            let what = format!("nothing on a queue pair of {port} was acknowledged for two seconds, while another fares well");
+            let error = Error::new(Cause::System, what).with_hint("look at the switches on its way");
             lane.suffers(Trouble { error, is_flush: false });
         }
     }

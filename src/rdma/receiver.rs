@@ -14,6 +14,7 @@ mod mending;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+use std::time::Instant;
 
 use super::adapter::{Adapters, Memory, Registration, own_regions};
 use super::base::{Base, Parts};
@@ -22,6 +23,7 @@ use super::fabric::{Depth, Fabric, Lane};
 use super::flush::{self, Around, Flush};
 use super::line::{Immediate, LINE, LINES, Ring, encode_word};
 use super::receives::{Part, Receives, Slot};
+use super::silence::Silence;
 use super::trouble::Doing;
 use super::verbs::{Completion, Local, MemoryRegion, Opcode, Remote, Work};
 use crate::engine::counters::Counters;
@@ -118,6 +120,9 @@ struct State {
     silent: u32,
     /// Receives to put back, by lane.
     used: Vec<usize>,
+    silence: Silence,
+    /// Since when so many lines have been written and nobody knows whether they have arrived.
+    unsure: Option<(Instant, u64)>,
 }
 
 /// What a completion may change of the state, beside the lanes.
@@ -185,6 +190,8 @@ impl RdmaRecv {
             line_lane: 0,
             lines_are_lost: false,
             silent: 0,
+            silence: Silence::default(),
+            unsure: None,
         };
         let conn = Arc::new(Self { base, target, state: Mutex::new(state) });
         conn.base.name_paths(conn.state().fabric.as_ref());
@@ -644,7 +651,8 @@ impl RdmaRecv {
         self.write_to_ring((fabric, *line_lane), mirror, silent, LINES, 8)
     }
 
-    /// Writes bytes of the mirror, from a place on, into the sender's ring.
+    /// Writes bytes of the mirror, from a place on, into the sender's ring. The completion of a write of no bytes is asked
+    /// for: it tells that those before it have arrived.
     #[inline]
     fn write_to_ring(
         &self,
@@ -657,7 +665,7 @@ impl RdmaRecv {
         let lane = fabric.lane(line_lane);
         *silent += 1;
         // Nor when the queue is a short one.
-        let is_signaled = *silent == SIGNAL_EVERY || lane.room() <= LOW;
+        let is_signaled = *silent == SIGNAL_EVERY || lane.room() <= LOW || bytes == 0;
         let local = Local {
             address: mirror.lines[at].as_ptr() as u64,
             length: bytes,

@@ -35,6 +35,7 @@ use super::fabric::{Depth, Fabric, Lane};
 use super::ledger::{Answer, Ledger, Sent};
 use super::line::{Immediate, Line, Ring};
 use super::matching::Matching;
+use super::silence::Silence;
 use super::stripe::{Share, Stripes};
 use super::trouble::Doing;
 use super::verbs::{Completion, Local, MemoryRegion, Remote, Work};
@@ -175,6 +176,7 @@ struct State {
     again: VecDeque<Parcel>,
     /// Shares that were lost with their lane, to be sent again over another.
     orphans: Vec<mending::Orphan>,
+    silence: Silence,
 }
 
 /// A connection that sends.
@@ -237,6 +239,7 @@ impl RdmaSend {
             ledger,
             again: VecDeque::new(),
             orphans: Vec::new(),
+            silence: Silence::default(),
         };
         let conn = Arc::new(Self { base, target, state: Mutex::new(state) });
         conn.base.name_paths(conn.state().fabric.as_ref());

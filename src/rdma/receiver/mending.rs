@@ -1,15 +1,18 @@
 //! The receiver's part in going on without a queue pair that is lost: its lines go over another, and a new queue pair is
 //! made when the sender offers one.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use super::{DEPTH, RECEIVE, RdmaRecv, State};
+use super::{DEPTH, LOW, RECEIVE, RdmaRecv, State};
 use crate::os::error::Result;
 use crate::os::log::NET;
 use crate::rdma::fabric::Fabric;
 use crate::rdma::flush::Around;
 use crate::rdma::mending::Tended;
 use crate::rdma::record::LaneRecord;
+
+/// How long lines may go unread before the device is asked whether they have arrived.
+const UNSURE: Duration = Duration::from_millis(300);
 
 impl RdmaRecv {
     /// The keeper: has an eye on the ports. Says whether a lane is in trouble, or another thread at work, which looks then.
@@ -18,11 +21,21 @@ impl RdmaRecv {
             self.base.alarm.raise();
             return true;
         };
-        let Some(fabric) = &mut state.fabric else { return false };
-        self.base.look_around(fabric);
-        let is_alarmed = fabric.is_alarmed();
+        self.look_around(&mut state);
+        if state.is_unsure() {
+            self.base.alarm.raise();
+        }
         self.settle_flushes(&mut state);
-        is_alarmed
+        state.fabric.as_ref().is_some_and(Fabric::is_alarmed)
+    }
+
+    /// Has an eye on the ports, and on the lane of the lines, if they bring nothing any more.
+    fn look_around(&self, state: &mut State) {
+        let State { fabric: Some(fabric), silence, silent, line_lane, .. } = state else { return };
+        self.base.look_around(fabric);
+        // Only of the last ones is the completion not asked for.
+        let owes = fabric.outstanding(*line_lane) > *silent;
+        self.base.listen(fabric, silence, |lane| (owes && lane == *line_lane).then_some(0));
     }
 
     /// Looks after lanes that are in trouble, and answers the sender's question.
@@ -33,10 +46,11 @@ impl RdmaRecv {
         if let Some(lines) = self.base.take_question() {
             self.answer(state, lines)?;
         }
-        let State { fabric: Some(fabric), used, .. } = state else { return Ok(()) };
         if self.base.mends() {
-            self.base.look_around(fabric);
+            self.look_around(state);
+            self.make_sure(state)?;
         }
+        let State { fabric: Some(fabric), used, .. } = state else { return Ok(()) };
         let Tended { gone, .. } = self.base.tend(fabric, |fabric, lane, (epoch, record)| {
             if epoch.wrapping_sub(fabric.lane(lane).epoch()).cast_signed() <= 0 {
                 return Ok(());
@@ -85,6 +99,18 @@ impl RdmaRecv {
         Ok(true)
     }
 
+    /// Asks the device whether the last lines have arrived: the sender that they were lost for asks after nothing.
+    fn make_sure(&self, state: &mut State) -> Result<()> {
+        if !state.is_unsure() {
+            return Ok(());
+        }
+        let State { fabric: Some(fabric), mirror: Some(mirror), silent, line_lane, unsure, .. } = state else {
+            return Ok(());
+        };
+        *unsure = None;
+        self.write_to_ring((fabric, *line_lane), mirror, silent, 0, 0)
+    }
+
     /// Flushes do not wait for ports over which nothing comes any more.
     fn settle_flushes(&self, state: &mut State) {
         if let State { flush: Some(flush), fabric: Some(fabric), .. } = state {
@@ -104,5 +130,28 @@ impl RdmaRecv {
         let (first, count) = receives.unread();
         self.write_lines(state, first, count)?;
         self.write_word_now(state)
+    }
+}
+
+impl State {
+    /// Whether lines that the sender has not read were written a while ago, and nobody has asked whether they have arrived.
+    /// With a single lane it would not help to know.
+    fn is_unsure(&mut self) -> bool {
+        let State { fabric: Some(fabric), receives, silent, line_lane, unsure, .. } = self else { return false };
+        let is_asked = fabric.outstanding(*line_lane) != *silent;
+        let lane = fabric.lane(*line_lane);
+        let may_ask = lane.is_up() && lane.room() > LOW && fabric.living().count() > 1;
+        if *silent == 0 || is_asked || !may_ask || receives.unread().1 == 0 {
+            *unsure = None;
+            return false;
+        }
+        let (now, written) = (Instant::now(), receives.written());
+        match *unsure {
+            Some((since, before)) if before == written => now.saturating_duration_since(since) >= UNSURE,
+            _ => {
+                *unsure = Some((now, written));
+                false
+            }
+        }
     }
 }

@@ -8,10 +8,11 @@ use super::{PROBE, RdmaSend, State, work_id};
 use crate::engine::counters::Counters;
 use crate::os::error::Result;
 use crate::rdma::fabric::{Fabric, Lane};
-use crate::rdma::ledger::{Answer, Sent, Settled};
+use crate::rdma::ledger::{Answer, Ledger, Sent, Settled};
 use crate::rdma::line::Line;
 use crate::rdma::mending::{Taken, Tended, Trouble};
 use crate::rdma::record::LaneRecord;
+use crate::rdma::silence::Silence;
 use crate::rdma::stripe::Share;
 use crate::rdma::trouble::Doing;
 use crate::rdma::verbs::{Completion, Local, Remote, Work};
@@ -32,21 +33,29 @@ impl RdmaSend {
             self.base.alarm.raise();
             return (true, None);
         };
-        let State { fabric: Some(fabric), outbox, .. } = &mut *state else { return (false, None) };
-        self.base.look_around(fabric);
+        let State { fabric: Some(fabric), outbox, ledger, silence, .. } = &mut *state else { return (false, None) };
+        self.look_around(fabric, ledger, silence);
         let next = self.base.offer_lanes(fabric);
         (fabric.is_alarmed() || outbox.as_ref().is_some_and(|outbox| !outbox.is_delivered()), next)
+    }
+
+    /// Has an eye on the ports, and on lanes that bring nothing any more.
+    fn look_around(&self, fabric: &mut Fabric, ledger: &Option<Ledger>, silence: &mut Silence) {
+        self.base.look_around(fabric);
+        if let Some(ledger) = ledger {
+            self.base.listen(fabric, silence, |lane| ledger.oldest(lane));
+        }
     }
 
     /// Looks after lanes that are in trouble, and whatever else the keeper left to this thread.
     #[cold]
     pub(super) fn tend(&self, state: &mut State) -> Result<()> {
         self.ask(state);
-        let State { fabric: Some(fabric), run, .. } = state else { return Ok(()) };
+        let State { fabric: Some(fabric), run, ledger, silence, .. } = state else { return Ok(()) };
         run.count = 0;
         fabric.answer_alarm();
         if self.base.mends() {
-            self.base.look_around(fabric);
+            self.look_around(fabric, ledger, silence);
             self.base.offer_lanes(fabric);
         }
         let Tended { gone, back } = self.base.tend(fabric, |fabric, lane, (epoch, record)| {

@@ -1,0 +1,156 @@
+//! Which lanes have fallen silent: nothing that was put on them is acknowledged any more, while others fare well.
+//!
+//! A way that swallows packets while the ports at both ends stay up is noticed by the device alone, when it has sent again
+//! often enough: with NCCL's defaults (`NCCL_IB_TIMEOUT` 20, `NCCL_IB_RETRY_CNT` 7) after half a minute, and even one packet
+//! lost at the end of a message costs 4.3 s. A connection that has another lane does not wait for that.
+//!
+//! A lane is silent when the oldest thing on it has waited for [`PATIENCE`], and for as long as a slow network needs for its
+//! bytes ([`SLOWEST`]), without one completion. That says nothing when all lanes fare alike (a host that stands still, a
+//! network that is down): then there is no better one. So one is named only when another has completed something within the
+//! last second, or has nothing to do.
+//!
+//! What counts is watched time: between two looks at most [`STEP`], so that a process that was stopped, or a machine that
+//! stood still, finds its completions before it judges.
+//!
+//! Pure: no clock, no device.
+
+use std::time::{Duration, Instant};
+
+/// How long a lane may complete nothing, beside the time for its bytes.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Bytes per second that any way carries which is worth waiting for: a sixth of 1 Gbit/s.
+const SLOWEST: u64 = 20_000_000;
+
+/// A lane that has completed something so long ago fares well.
+const WELL: Duration = Duration::from_secs(1);
+
+/// What a pause between two looks counts at most. The keeper looks every 128 ms or more often.
+const STEP: Duration = Duration::from_millis(250);
+
+/// What is seen of a lane.
+#[derive(Debug, Clone, Copy)]
+pub struct Seen {
+    /// Whether it carries messages.
+    pub is_up: bool,
+    /// Completions taken from it, in all.
+    pub done: u64,
+    /// The bytes of the oldest thing on it whose completion will come; none when there is no such thing.
+    pub owes: Option<u64>,
+}
+
+/// How long a lane has been waiting for a completion.
+#[derive(Debug, Clone, Copy, Default)]
+struct Waiting {
+    done: u64,
+    waited: Duration,
+}
+
+/// Watches the lanes of a connection.
+#[derive(Debug, Default)]
+pub struct Silence {
+    last: Option<Instant>,
+    lanes: Vec<Waiting>,
+}
+
+impl Silence {
+    /// Looks at all lanes, in their order. Returns those that have fallen silent, nearly always none.
+    pub fn look(&mut self, now: Instant, lanes: impl ExactSizeIterator<Item = Seen> + Clone) -> Vec<usize> {
+        // With one lane there is no other.
+        if lanes.len() < 2 {
+            return Vec::new();
+        }
+        let step = self.last.map_or(Duration::ZERO, |last| now.saturating_duration_since(last)).min(STEP);
+        self.last = Some(now);
+        self.lanes.resize(lanes.len(), Waiting::default());
+        for (lane, seen) in self.lanes.iter_mut().zip(lanes.clone()) {
+            let waits = seen.is_up && seen.owes.is_some() && seen.done == lane.done;
+            *lane = Waiting { done: seen.done, waited: if waits { lane.waited + step } else { Duration::ZERO } };
+        }
+        let both = || self.lanes.iter().zip(lanes.clone());
+        if !both().any(|(lane, seen)| seen.is_up && lane.waited < WELL) {
+            return Vec::new();
+        }
+        let is_silent = |(lane, seen): (&Waiting, Seen)| lane.waited >= patience(seen.owes.unwrap_or(0));
+        both().enumerate().filter(|(_, both)| is_silent(*both)).map(|(index, _)| index).collect()
+    }
+}
+
+/// How long so many bytes may take.
+fn patience(bytes: u64) -> Duration {
+    PATIENCE + Duration::from_micros(bytes.saturating_mul(1_000_000) / SLOWEST)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TICK: Duration = Duration::from_millis(128);
+
+    /// Two lanes as they are seen again and again, until one is named or a minute is over. How long that takes.
+    fn until_named(tick: Duration, mut seen: impl FnMut(u64) -> [Seen; 2]) -> Option<(Duration, Vec<usize>)> {
+        let (mut silence, start) = (Silence::default(), Instant::now());
+        let mut at = Duration::ZERO;
+        for look in 0.. {
+            let named = silence.look(start + at, seen(look).into_iter());
+            if !named.is_empty() {
+                return Some((at, named));
+            }
+            at += tick;
+            if at > Duration::from_secs(60) {
+                return None;
+            }
+        }
+        None
+    }
+
+    fn lane(done: u64, owes: Option<u64>) -> Seen {
+        Seen { is_up: true, done, owes }
+    }
+
+    #[test]
+    fn a_lane_that_completes_nothing_is_named_within_three_seconds() {
+        for well in [|look| lane(look / 4, Some(1)), |_| lane(7, None)] {
+            let (after, named) = until_named(TICK, |look| [lane(5, Some(262_144)), well(look)]).expect("it is silent");
+            assert!(after >= PATIENCE && after < Duration::from_millis(2500), "{after:?}");
+            assert_eq!(named, [0]);
+        }
+    }
+
+    #[test]
+    fn lanes_that_move_wait_for_nothing_or_are_lost_are_not_named() {
+        assert_eq!(until_named(TICK, |look| [lane(look / 15, Some(1)), lane(look, Some(1))]), None, "slow");
+        assert_eq!(until_named(TICK, |look| [lane(5, None), lane(look, Some(1))]), None, "idle");
+        let lost = Seen { is_up: false, done: 5, owes: Some(1) };
+        assert_eq!(until_named(TICK, |look| [lost, lane(look, Some(1))]), None);
+    }
+
+    #[test]
+    fn where_none_fares_well_none_is_named() {
+        assert_eq!(until_named(TICK, |_| [lane(1, Some(1)), lane(2, Some(1))]), None);
+        let lost = Seen { is_up: false, done: 5, owes: None };
+        assert_eq!(until_named(TICK, |_| [lane(1, Some(1)), lost]), None);
+        let mut silence = Silence::default();
+        let start = Instant::now();
+        for look in 0..100 {
+            assert!(silence.look(start + TICK * look, [lane(1, Some(1))].into_iter()).is_empty(), "the only one");
+        }
+    }
+
+    #[test]
+    fn long_writes_have_longer() {
+        let (after, _) = until_named(TICK, |look| [lane(5, Some(400_000_000)), lane(look, None)]).expect("it is silent");
+        assert!(after >= Duration::from_secs(22) && after < Duration::from_secs(23), "{after:?}");
+    }
+
+    #[test]
+    fn a_machine_that_stood_still_looks_eight_times_before_it_judges() {
+        let mut looks = 0;
+        let seen = |look| {
+            looks = look;
+            [lane(5, Some(1)), lane(look, None)]
+        };
+        assert!(until_named(Duration::from_secs(5), seen).is_some());
+        assert_eq!(looks, 8);
+    }
+}
