@@ -6,6 +6,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use super::alarm::Alarm;
 use super::devices::OpenPort;
 use super::line::MAX_DEVICES;
 use super::mr_cache::{Cache, Lease, PageRange};
@@ -50,9 +51,15 @@ pub struct Adapter {
 pub struct Mishap {
     is_any: AtomicBool,
     said: Mutex<Vec<(u64, String)>>,
+    alarm: Alarm,
 }
 
 impl Mishap {
+    /// Nothing has befallen it yet. When something does, or a port that it uses goes down or comes back, `alarm` is raised.
+    pub fn new(alarm: Alarm) -> Self {
+        Self { alarm, ..Self::default() }
+    }
+
     fn said(&self) -> MutexGuard<'_, Vec<(u64, String)>> {
         self.said.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -60,6 +67,7 @@ impl Mishap {
     fn add(&self, queue: u64, text: &str) {
         self.said().push((queue, text.to_owned()));
         self.is_any.store(true, Ordering::Release);
+        self.alarm.raise();
     }
 
     /// Whether anything has, and nobody has taken it.
@@ -138,6 +146,7 @@ impl Adapter {
     /// The port went down or came back.
     pub fn set_port_down(&self, down: bool) {
         self.port_is_down.store(down, Ordering::Relaxed);
+        self.alarm_all();
     }
 
     /// Whether the port is down, by the last event.
@@ -163,6 +172,7 @@ impl Adapter {
     /// The device is beyond repair.
     pub fn set_dead(&self) {
         self.is_dead.store(true, Ordering::Release);
+        self.alarm_all();
     }
 
     /// Whether the device is beyond repair.
@@ -175,7 +185,13 @@ impl Adapter {
         self.is_port_down() || self.is_dead()
     }
 
-    /// From now on a failure of this queue is told there, as long as that lives.
+    /// Whoever has a queue here is to look at once: the keeper does so by itself, but no more than eight times in a second.
+    fn alarm_all(&self) {
+        let concerned = self.concerned.lock().unwrap_or_else(PoisonError::into_inner);
+        concerned.iter().filter_map(|(_, mishap)| mishap.upgrade()).for_each(|mishap| mishap.alarm.raise());
+    }
+
+    /// From now on a failure of this queue is told there, as long as that lives, and what befalls the port raises its alarm.
     pub fn concern(&self, queue: u64, mishap: &Arc<Mishap>) {
         let mut concerned = self.concerned.lock().unwrap_or_else(PoisonError::into_inner);
         // Queues that have ended; another may have got the address of one.

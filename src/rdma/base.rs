@@ -11,8 +11,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use super::adapter::{Adapter, Adapters, Memory, Mishap, Registration};
+use super::alarm::Alarm;
 use super::dl::Verbs;
-use super::fabric::{Alarm, Fabric, Lane};
+use super::fabric::{Fabric, Lane};
 use super::mending::{Said, Trouble, Word, said};
 use super::trouble::{Doing, explain, is_of_the_way};
 use super::verbs::{Completion, QueuePair};
@@ -163,7 +164,7 @@ impl Base {
             control: Mutex::new(control),
             flushed: Mutex::new(None),
             has_flushed: AtomicBool::new(false),
-            mishap: Arc::default(),
+            mishap: Arc::new(Mishap::new(fabric.alarm())),
             words: Mutex::default(),
             ended: Mutex::default(),
             alarm: fabric.alarm(),

@@ -10,11 +10,11 @@
 
 use std::mem::MaybeUninit;
 use std::net::{Ipv6Addr, SocketAddr};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Once};
 use std::time::Instant;
 
 use super::adapter::{Adapter, Adapters};
+use super::alarm::Alarm;
 use super::gid;
 use super::mending::{Life, Trouble, patience, pause};
 use super::record::{LaneRecord, PortRecord, Record, VERSION};
@@ -147,24 +147,6 @@ pub fn ports(adapters: &Adapters) -> Vec<PortRecord> {
         name: open.port.name(),
     };
     adapters.iter().map(|adapter| record(&adapter.open)).collect()
-}
-
-/// Says that a lane needs care, or what else is rare is due, to whoever has the connection's state: it looks next to each look
-/// at the queues.
-#[derive(Debug, Clone, Default)]
-pub struct Alarm(Arc<AtomicBool>);
-
-impl Alarm {
-    /// A lane needs care.
-    pub fn raise(&self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
-
-    /// Whether nobody has looked since.
-    #[inline]
-    pub fn is_raised(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
-    }
 }
 
 impl Fabric {
@@ -360,7 +342,7 @@ impl Fabric {
 
     /// Whoever was alarmed looks now. Before that, so that an alarm in the meantime counts.
     pub(super) fn answer_alarm(&self) {
-        self.alarm.0.store(false, Ordering::Relaxed);
+        self.alarm.answer();
     }
 
     /// The lanes that a failure of this queue concerns: a queue pair's own one, or all that report to a completion queue.

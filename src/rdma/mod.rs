@@ -43,6 +43,7 @@
 //! This room must not know TCP's streams, nor NCCL's structs.
 
 pub mod adapter;
+pub mod alarm;
 pub mod backend;
 pub mod base;
 pub mod devices;

@@ -175,6 +175,28 @@ fn a_queue_pair_that_is_said_to_have_failed_is_done_without() {
     ends.send.close();
 }
 
+/// Who sends and receives does not wait until the keeper looks: NCCL's thread has the connection's lock nearly always.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_port_that_goes_down_or_comes_back_raises_the_alarm() {
+    let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], lanes: 2, ..Plan::default() });
+    traffic(&ends, &mut Dice(8), 10, |_, _| ());
+    let lost = |base: &Base| base.counters.lost_pairs.load(Ordering::Relaxed);
+    let is_seen = || ends.send.base().alarm.is_raised() || lost(ends.send.base()) == 1;
+    let port = &ends.send.base().adapters[0];
+    port.set_port_down(true);
+    assert!(is_seen(), "whoever looks next knows, or somebody has looked");
+    until("the sender gives it up", || {
+        traffic(&ends, &mut Dice(9), 1, |_, _| ());
+        (lost(ends.send.base()) == 1).then_some(())
+    });
+    port.set_port_down(false);
+    all_are_back(&ends);
+    traffic(&ends, &mut Dice(10), 40, |_, _| ());
+    ends.recv.close();
+    ends.send.close();
+}
+
 /// With all at one time the connection waits for one, but not for ever: then it ends on both sides, and says why.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
