@@ -359,7 +359,8 @@ impl Base {
         for index in silence.look(Instant::now(), fabric.lanes.iter().enumerate().map(seen)) {
             let lane = &mut fabric.lanes[index];
             let port = self.adapters[lane.adapter].name();
-            let what = format!("nothing on a queue pair of {port} was acknowledged for two seconds, while another fares well");
+            let what =
+                format!("nothing on a queue pair of {port} was acknowledged for two seconds, while another fares well");
             let error = Error::new(Cause::System, what).with_hint("look at the switches on its way");
             lane.suffers(Trouble { error, is_flush: false });
         }

@@ -4,13 +4,13 @@
 //! often enough: with NCCL's defaults (`NCCL_IB_TIMEOUT` 20, `NCCL_IB_RETRY_CNT` 7) after half a minute, and even one packet
 //! lost at the end of a message costs 4.3 s. A connection that has another lane does not wait for that.
 //!
-//! A lane is silent when the oldest thing on it has waited for [`PATIENCE`], and for as long as a slow network needs for its
-//! bytes ([`SLOWEST`]), without one completion. That says nothing when all lanes fare alike (a host that stands still, a
-//! network that is down): then there is no better one. So one is named only when another has completed something within the
-//! last second, or has nothing to do.
+//! A lane is silent when the oldest thing on it has waited for two seconds, and for as long as 20 MB/s take for its bytes,
+//! without one completion. That says nothing when all lanes fare alike (a host that stands still, a network that is down):
+//! then there is no better one. So one is named only when another has completed something within the last second, or has
+//! nothing to do.
 //!
-//! What counts is watched time: between two looks at most [`STEP`], so that a process that was stopped, or a machine that
-//! stood still, finds its completions before it judges.
+//! What counts is watched time: between two looks at most a quarter of a second, so that a process that was stopped, or a
+//! machine that stood still, finds its completions before it judges.
 //!
 //! Pure: no clock, no device.
 
@@ -139,7 +139,8 @@ mod tests {
 
     #[test]
     fn long_writes_have_longer() {
-        let (after, _) = until_named(TICK, |look| [lane(5, Some(400_000_000)), lane(look, None)]).expect("it is silent");
+        let (after, _) =
+            until_named(TICK, |look| [lane(5, Some(400_000_000)), lane(look, None)]).expect("it is silent");
         assert!(after >= Duration::from_secs(22) && after < Duration::from_secs(23), "{after:?}");
     }
 
