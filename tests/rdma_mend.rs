@@ -17,7 +17,7 @@ use support::injector::{as_gpu, faulty_verbs, has_gpu};
 use support::strict::{Told, callback};
 use support::told::moved;
 use support::{PATIENCE, child};
-use support::{context, eventually, net, pattern, watchdog};
+use support::{at_end, context, eventually, net, pattern, watchdog};
 use towline::host::log::Capture;
 use towline::host::{ApiVersion, Context, Init, Memory, Pair, Part, Request};
 
@@ -349,6 +349,57 @@ fn a_way_that_falls_silent_is_left_before_the_device_gives_up() {
         assert_eq!(said(&log, silence), 1, "{:?}", log.records());
         FIRST.introduce();
         pair.close().expect("close");
+    });
+}
+
+/// Hosts whose RDMA ports are their only interfaces: with a link both a queue pair goes and the connection's TCP socket,
+/// over which its two ends would say what they have got of it. With news of the link, and without.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_link_takes_the_control_channel_with_it() {
+    const NAME: &str = "a_link_takes_the_control_channel_with_it";
+    let _links = Links::new();
+    child::alone(NAME, &[("NCCL_IB_TIMEOUT", "14"), ("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "NET")], || {
+        let _watchdog = watchdog(120);
+        // TCP between addresses of one machine goes over the loopback device.
+        let lose = |network: &str| {
+            machine(&format!(
+                "tc qdisc add dev lo root handle 1: prio bands 3 priomap 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0; \
+                 tc qdisc add dev lo parent 1:3 handle 30: netem loss 100%; \
+                 tc filter add dev lo parent 1: protocol ip u32 match ip dst {network} flowid 1:3"
+            ));
+        };
+        let find = || machine("tc qdisc del dev lo root");
+        let _mended = at_end(|| machine("tc qdisc del dev lo root 2>/dev/null || true"));
+        under_traffic(|traffic, log| {
+            let moved = || said(log, "has its control channel over another socket");
+            let back = |times: usize| {
+                let is_back = || (said(log, "has 2 of 2 queue pairs again") >= 2 * times).then_some(());
+                eventually("both queue pairs are used again", PATIENCE, is_back);
+                traffic.goes_on("traffic over both");
+            };
+            traffic.goes_on("traffic");
+            lose("10.7.0.0/24");
+            FIRST.down();
+            let down = traffic.goes_on("traffic without the link and its control channel");
+            assert_eq!(moved(), 2);
+            FIRST.up();
+            find();
+            back(1);
+            lose("10.9.0.0/24");
+            let (start, lost) = (Instant::now(), said(log, "goes on over 1 of 2"));
+            SECOND.mislead();
+            let is_left = || (said(log, "goes on over 1 of 2") > lost).then_some(());
+            eventually("the way is left", PATIENCE, is_left);
+            traffic.goes_on("traffic without the way and its control channel");
+            let silent = start.elapsed();
+            assert_eq!(moved(), 4);
+            SECOND.introduce();
+            find();
+            back(2);
+            eprintln!("twenty messages without it after {down:?} with news, after {silent:?} without");
+            assert!(down < Duration::from_secs(3) && silent < Duration::from_secs(8));
+        });
     });
 }
 

@@ -88,9 +88,9 @@ impl Comm {
             Self::Send(conn) => (conn.events(), conn.link().connection, true),
             Self::Recv(conn) => (conn.events(), conn.link().connection, false),
             #[cfg(feature = "rdma")]
-            Self::RdmaSend(conn) => (&conn.base().events, conn.base().link, true),
+            Self::RdmaSend(conn) => (&conn.base().events, conn.base().link.connection, true),
             #[cfg(feature = "rdma")]
-            Self::RdmaRecv(conn) => (&conn.base().events, conn.base().link, false),
+            Self::RdmaRecv(conn) => (&conn.base().events, conn.base().link.connection, false),
             Self::Listen(_) => return,
             #[cfg(feature = "rdma")]
             Self::RdmaListen(_) => return,

@@ -14,7 +14,8 @@ use super::adapter::{Adapter, Adapters, Memory, Mishap, Registration};
 use super::alarm::Alarm;
 use super::dl::Verbs;
 use super::fabric::{Fabric, Lane};
-use super::mending::{Said, Trouble, Word, said};
+use super::mending::{self, Trouble, Word, said};
+use super::said::Said;
 use super::trouble::{Doing, explain, is_of_the_way};
 use super::verbs::{Completion, QueuePair};
 use crate::engine::counters::Counters;
@@ -23,12 +24,15 @@ use crate::engine::poller::{Interest, Registration as Watched, Source};
 use crate::engine::request::{Keys, Outcome, RequestSlots, Ticket};
 use crate::os::config::Config;
 use crate::os::error::{Cause, Error, Result};
+use crate::os::interfaces::Rail;
 use crate::os::log::NET;
 use crate::tcp::attend::Attention;
+use crate::tcp::dialer::Dial;
 use crate::tcp::frame::{HEADER, Header, MAX_CONTROL, Type};
-use crate::tcp::net::{Net, Sock};
+use crate::tcp::net::{Link, Net, Sock};
 use crate::tcp::peer::{Health, Peer, failure, left_early, lost, told_by_peer};
-use crate::tcp::watch::{self, Sight, Vigil};
+use crate::tcp::takeover::{Kept, Side};
+use crate::tcp::watch::{self, Finding, Sight, Vigil};
 use crate::tcp::wire::{self, Piece};
 
 /// How long after the peer's goodbye completions of what it did before may still appear, and how long after a flush the
@@ -61,8 +65,8 @@ pub struct Parts {
     pub peer: Peer,
     /// The control channel.
     pub sock: Sock,
-    /// The connection's number, the same on both ends.
-    pub link: u64,
+    /// Number, key, rails.
+    pub link: Link,
 }
 
 /// The common part of a connection.
@@ -80,8 +84,8 @@ pub struct Base {
     pub counters: Counters,
     /// What a profiler is told.
     pub events: Events,
-    /// The connection's number, the same on both ends.
-    pub link: u64,
+    /// Number, the same on both ends, key and rails of the control channel.
+    pub link: Link,
     /// Requests; the list of free ones lies in the connection's state.
     pub requests: RequestSlots,
     pub(super) doing: &'static str,
@@ -107,6 +111,8 @@ struct Control {
     /// Before the socket: dropping it names the descriptor, which must still be open then.
     registration: Option<Watched>,
     sock: Option<Sock>,
+    /// Whom the keeper polls.
+    source: Option<Arc<dyn Source>>,
     input: Vec<u8>,
     /// What the socket has not taken yet.
     output: Vec<u8>,
@@ -114,6 +120,20 @@ struct Control {
     /// When the kernel was last asked what it has heard.
     looked: Option<Instant>,
     vigil: Vigil,
+    /// Which socket this is, or was tried for, counted from 0.
+    epoch: u16,
+    /// Frames said.
+    said: Said,
+    /// Frames taken in.
+    taken: u64,
+    /// The other side has not told how many frames it has taken in, so nothing is said over this socket yet.
+    is_resuming: bool,
+    /// Nothing comes back from the other side's kernel, or the interface is down.
+    is_silent: bool,
+    /// It is this side that dials, and has.
+    has_dialled: bool,
+    /// Since when another socket is tried for, or awaited.
+    away: Option<Instant>,
 }
 
 impl Control {
@@ -126,8 +146,26 @@ impl Control {
         };
         self.looked = Some(now);
         let Some(sight) = Sight::of(sock) else { return Duration::ZERO };
-        self.vigil.look(now, sight);
+        if let Finding::Lost(_) = self.vigil.look(now, sight) {
+            self.is_silent = true;
+        }
         self.vigil.unheard(now, sight)
+    }
+
+    /// What the socket is to take next, once it is known what the other side has.
+    fn put(&mut self, frame: &[u8]) {
+        if !self.is_resuming {
+            self.output.extend_from_slice(frame);
+        }
+    }
+
+    /// The other side has taken in so many frames.
+    fn resume(&mut self, taken: u64) -> Result<()> {
+        let rest = self.said.after(taken)?;
+        if std::mem::take(&mut self.is_resuming) {
+            self.output.extend_from_slice(&rest);
+        }
+        Ok(())
     }
 }
 
@@ -141,11 +179,19 @@ impl Base {
         let control = Control {
             registration: None,
             sock: Some(sock),
+            source: None,
             input: Vec::new(),
             output: Vec::new(),
             ended: None,
             looked: None,
             vigil: Vigil::default(),
+            epoch: 0,
+            said: Said::default(),
+            taken: 0,
+            is_resuming: false,
+            is_silent: false,
+            has_dialled: false,
+            away: None,
         };
         let (requests, keys) = RequestSlots::with_keys();
         let base = Self {
@@ -254,6 +300,14 @@ impl Base {
     /// When there is no keeper, or the kernel refuses the socket.
     pub fn watch(&self, source: Arc<dyn Source>) -> Result<()> {
         let mut control = self.control();
+        control.source = Some(source);
+        self.watch_socket(&mut control)
+    }
+
+    /// Has the keeper watch the socket that there is now.
+    fn watch_socket(&self, control: &mut Control) -> Result<()> {
+        control.registration = None;
+        let Some(source) = control.source.clone() else { return Ok(()) };
         let fd = control.sock.as_ref().map(|sock| (sock.as_raw_fd(), Interest::Data));
         let registration = self.net.poller.keeper()?.register(source, fd)?;
         // Something may have come before the descriptor was watched.
@@ -293,10 +347,13 @@ impl Base {
     /// As just said.
     pub fn hear(&self) -> Result<()> {
         let mut control = self.control();
-        let Control { sock, input, output, .. } = &mut *control;
-        let Some(open) = sock else { return Ok(()) };
-        write_out(open, output);
+        if let Some(since) = control.away.filter(|since| since.elapsed() >= self.config().peer_timeout) {
+            return Err(lost(&watch::silent(since.elapsed())).with_peer(&self.peer));
+        }
         loop {
+            let Control { sock, input, output, taken, .. } = &mut *control;
+            let Some(open) = sock else { return Ok(()) };
+            write_out(open, output);
             let mut room = [0; HEADER + MAX_CONTROL as usize];
             // SAFETY: the buffer is ours.
             let got = unsafe { wire::receive(open.as_raw_fd(), Piece::of_mut(&mut room)) };
@@ -308,7 +365,9 @@ impl Base {
                 Ok(Some(0)) => std::io::ErrorKind::UnexpectedEof.into(),
                 Ok(Some(count)) => {
                     input.extend_from_slice(&room[..count]);
-                    self.take_frames(input)?;
+                    if let Some(heard) = self.take_frames(input, taken)? {
+                        control.resume(heard)?;
+                    }
                     continue;
                 }
                 Err(error) => error,
@@ -316,6 +375,13 @@ impl Base {
             control.registration = None;
             control.sock = None;
             control.vigil = Vigil::default();
+            // The other side has put another socket to use, of which this side has not heard, and what the dial finds is what
+            // counts. Or it has not heard of this socket, and comes with another one.
+            let is_given_up = control.is_resuming && !control.has_dialled;
+            if (control.away.is_some() || is_given_up) && self.is_open() {
+                control.away.get_or_insert_with(Instant::now);
+                return self.watch_socket(&mut control);
+            }
             control.ended = Some(Instant::now());
             drop(control);
             self.health.stream_down();
@@ -326,7 +392,9 @@ impl Base {
         }
     }
 
-    fn take_frames(&self, input: &mut Vec<u8>) -> Result<()> {
+    /// Takes what has come whole, and counts it. How much the other side has taken in, if it says so.
+    fn take_frames(&self, input: &mut Vec<u8>, taken: &mut u64) -> Result<Option<u64>> {
+        let mut heard = None;
         while let Some(bytes) = input.first_chunk::<HEADER>() {
             let header = Header::decode(bytes)?;
             let end = HEADER + header.length as usize;
@@ -341,16 +409,18 @@ impl Base {
                     self.alarm.raise();
                 }
                 Type::Fail => return Err(told_by_peer(header.order, &input[HEADER..end]).with_peer(&self.peer)),
-                Type::Fenced => self.is_told(Word { said: Said::Ended(header.total), ..Word::of(&header) }),
+                Type::Fenced => self.is_told(Word { said: mending::Said::Ended(header.total), ..Word::of(&header) }),
                 Type::Lane => self.is_told(Word { said: said(&header), ..Word::of(&header) }),
+                Type::Ack => heard = Some(header.offset),
                 other => {
                     let what = format!("the peer sent a {other:?} frame over the control channel");
                     return Err(Error::remote(what).with_peer(&self.peer));
                 }
             }
             input.drain(..end);
+            *taken += u64::from(!matches!(header.kind, Type::Ask | Type::Ack));
         }
-        Ok(())
+        Ok(heard)
     }
 
     /// The other side has said something of a lane.
@@ -474,10 +544,19 @@ impl Base {
         }
     }
 
-    pub(super) fn say(&self, bytes: &[u8]) {
+    /// Says a frame, over this socket or the next one.
+    pub(super) fn say(&self, frame: &[u8]) {
         let mut control = self.control();
-        let Control { sock: Some(sock), output, .. } = &mut *control else { return };
-        output.extend_from_slice(bytes);
+        if control.sock.is_some() || control.away.is_some() {
+            control.said.add(frame);
+        }
+        Self::utter(&mut control, frame);
+    }
+
+    /// Puts a frame on the socket, if there is one.
+    fn utter(control: &mut Control, frame: &[u8]) {
+        control.put(frame);
+        let Control { sock: Some(sock), output, .. } = control else { return };
         write_out(sock, output);
     }
 
@@ -485,12 +564,96 @@ impl Base {
     /// with [`Base::hear`].
     pub fn has_more_to_say(&self) -> bool {
         let control = self.control();
-        !control.output.is_empty() || control.vigil.is_asking()
+        !control.output.is_empty() || control.vigil.is_asking() || control.away.is_some()
+    }
+
+    /// Whether the control channel has just fallen silent, and the connecting side is to dial for another socket, since there
+    /// are other ways. True once for each silence.
+    pub fn begins_to_dial(&self) -> bool {
+        let mut control = self.control();
+        let pairs = self.link.local.len().max(self.link.remote.len());
+        if !std::mem::take(&mut control.is_silent) || control.away.is_some() || pairs < 2 || !self.is_open() {
+            return false;
+        }
+        (control.away, control.has_dialled) = (Some(Instant::now()), true);
+        true
+    }
+
+    /// Whether the control channel may get another socket.
+    fn is_open(&self) -> bool {
+        self.mends() && !self.is_closing() && !self.health.is_failed() && !self.health.is_peer_done()
+    }
+
+    /// See [`Kept::is_over`].
+    pub fn dials_no_more(&self) -> bool {
+        !self.is_open() || self.control().away.is_none()
+    }
+
+    /// See [`Kept::next_epoch`].
+    pub fn next_epoch(&self) -> u16 {
+        let mut control = self.control();
+        control.epoch = control.epoch.wrapping_add(1);
+        control.epoch
+    }
+
+    /// See [`Kept::may_return`].
+    pub fn takes_epoch(&self, epoch: u16) -> bool {
+        self.is_open() && epoch.wrapping_sub(self.control().epoch).cast_signed() > 0
+    }
+
+    /// See [`Kept::link_down`].
+    pub fn link_down(&self, interface: u32) {
+        let mut control = self.control();
+        let local = control.sock.as_ref().and_then(|sock| sock.local_addr().ok()?.as_socket());
+        let is_its = |rail: &&Rail| Some(rail.address.ip().to_canonical()) == local.map(|it| it.ip().to_canonical());
+        if self.link.local.iter().find(is_its).is_some_and(|rail| rail.index == interface) {
+            control.is_silent = true;
+            control.registration.iter().for_each(Watched::kick);
+        }
+    }
+
+    /// The control channel has another socket: both sides say over it how many frames they have taken in, and then the rest.
+    ///
+    /// # Errors
+    /// When the keeper cannot watch it.
+    pub fn returned(&self, epoch: u16, sock: Sock) -> Result<()> {
+        let mut control = self.control();
+        if !self.is_open() {
+            return Ok(());
+        }
+        control.registration = None;
+        control.sock = Some(sock);
+        control.epoch = epoch;
+        (control.vigil, control.looked) = (Vigil::default(), None);
+        (control.is_silent, control.away, control.is_resuming) = (false, None, true);
+        control.input.clear();
+        control.output = Header { offset: control.taken, ..Header::of(Type::Ack, 0) }.encode().to_vec();
+        let Control { sock: Some(sock), output, .. } = &mut *control else { return Ok(()) };
+        write_out(sock, output);
+        tracing::info!(target: NET, "{} {} has its control channel over another socket", self.doing, self.peer);
+        self.watch_socket(&mut control)
+    }
+
+    /// The connecting side: dials for another socket.
+    pub fn dial(&self, conn: Arc<dyn Kept>) {
+        tracing::info!(target: NET, "{} {} dials for another control channel: its own is silent", self.doing, self.peer);
+        if let Err(error) = Dial::bring_back(Arc::clone(&self.net), &conn) {
+            tracing::warn!(target: NET, "{} {} stays with a control channel that is silent: {error}", self.doing, self.peer);
+            self.control().away = None;
+        }
+    }
+
+    /// Has the connection known to those that may have another socket for its control channel, or news of its own.
+    pub fn keep(&self, conn: Arc<dyn Kept>, side: Side) {
+        if self.mends() {
+            self.net.keep(&conn, side);
+        }
     }
 
     /// Sending side: asks the receiver to announce what it has posted; `lines` were read so far.
     pub fn ask(&self, lines: u32) {
-        self.say(&Header { total: lines.into(), ..Header::of(Type::Ask, 0) }.encode());
+        // It is asked again anyhow.
+        Self::utter(&mut self.control(), &Header { total: lines.into(), ..Header::of(Type::Ask, 0) }.encode());
     }
 
     /// Receiving side: what the sender has asked since the last look, and how many lines it has read.

@@ -22,7 +22,7 @@ use crate::os::error::{Error, Result};
 use crate::os::log::NET;
 use crate::tcp::acceptor;
 use crate::tcp::dialer::{Dial, Dialled, Target};
-use crate::tcp::net::{Net, Sock};
+use crate::tcp::net::{Link, Net, Sock};
 use crate::tcp::peer::{Peer, failure};
 use crate::tcp::takeover::{Handed, Takeover};
 use crate::tcp::wire::{self, Piece};
@@ -223,8 +223,7 @@ enum Receiving {
 struct Greeting {
     common: Common,
     peer: Peer,
-    class: Option<u8>,
-    number: u64,
+    link: Link,
     deadline: Instant,
     state: Mutex<State>,
 }
@@ -246,14 +245,13 @@ impl Greeting {
             deadline: Instant::now() + common.net.config.connect_timeout,
             common,
             peer,
-            class: link.traffic_class,
-            number: link.connection,
             state: Mutex::new(State {
                 registration: None,
                 sock: Some(sock),
-                talk: Talk::new(link.key),
+                talk: Talk::new(link.key.clone()),
                 role: Some(role),
             }),
+            link,
         });
         // Held while it is registered: the keeper may poll at once.
         let mut state = lock(&greeting.state);
@@ -304,7 +302,7 @@ impl Greeting {
         let Common { net, adapters } = &self.common;
         let config = &net.config;
         let mut fabric = Fabric::new(adapters, answer.lanes.len(), sender::DEPTH, config, &answer.ports)?;
-        let class = Class::new(config, self.class);
+        let class = Class::new(config, self.link.traffic_class);
         fabric.connect(adapters, &answer.lanes, class, config)?;
         let ring = Box::new(Ring::new());
         let ring_memory = RingMemory::new(adapters, ring)?;
@@ -391,7 +389,7 @@ impl Greeting {
             adapters: Arc::clone(&self.common.adapters),
             peer: self.peer.clone(),
             sock,
-            link: self.number,
+            link: self.link.clone(),
         })
     }
 

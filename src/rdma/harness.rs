@@ -17,7 +17,8 @@ use super::sender::{self, RdmaSend, RingMemory, Stores};
 use crate::engine::request::{Outcome, Ticket};
 use crate::os::config::Config;
 use crate::os::error::Result;
-use crate::tcp::net::{Net, Sock};
+use crate::tcp::handshake::Secret;
+use crate::tcp::net::{Link, Net, Sock};
 use crate::tcp::peer::Peer;
 
 /// How long any step may take.
@@ -82,12 +83,20 @@ impl Ends {
         let ([left, right], [sending, receiving]) = fabrics(&rdma, plan, &config);
         let net = Net::new(config, None);
         let (one, other) = UnixStream::pair().expect("sockets");
+        let link = Link {
+            connection: 7,
+            key: Secret::from_bytes([7; 16]),
+            features: 0,
+            remote: Vec::new(),
+            local: Arc::from([]),
+            traffic_class: None,
+        };
         let parts = |adapters: &Adapters, socket: UnixStream, label: &str| Parts {
             net: Arc::clone(&net),
             adapters: Arc::clone(adapters),
             peer: Peer { label: label.to_owned(), address: (Ipv4Addr::LOCALHOST, 9).into() },
             sock: sock(socket),
-            link: 7,
+            link: link.clone(),
         };
         let ring = Box::new(Ring::new());
         let address = ring.address();

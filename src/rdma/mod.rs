@@ -65,6 +65,7 @@ pub mod mr_cache;
 pub mod receiver;
 pub mod receives;
 pub mod record;
+pub mod said;
 pub mod sender;
 pub mod silence;
 pub mod stripe;

@@ -32,8 +32,10 @@ use crate::engine::poller::{Progress, Source};
 use crate::engine::request::{Keys, MAX_PARTS, Outcome, SLOTS, Ticket};
 use crate::os::error::{Error, Result};
 use crate::os::net_event::SOMEWHERE;
+use crate::tcp::net::{Link, Sock};
 use crate::tcp::send_core::too_long;
 use crate::tcp::tags::TagOrders;
+use crate::tcp::takeover::{Kept, Side};
 
 /// Receives that were used up on a lane before they are put back: one call for several.
 const PUT_BACK: usize = 16;
@@ -196,6 +198,7 @@ impl RdmaRecv {
         let conn = Arc::new(Self { base, target, state: Mutex::new(state) });
         conn.base.name_paths(conn.state().fabric.as_ref());
         conn.base.watch(Arc::new(Watch(Arc::downgrade(&conn))))?;
+        conn.base.keep(conn.clone(), Side::Listening);
         Ok(conn)
     }
 
@@ -781,6 +784,37 @@ impl State {
             earlier.push(part.tag);
             inbox.holds(part.tag, (self.orders.peek(part.tag) as u32).wrapping_add(before))
         })
+    }
+}
+
+impl Kept for RdmaRecv {
+    fn link(&self) -> &Link {
+        &self.base.link
+    }
+
+    fn is_over(&self) -> bool {
+        // It is the other side that dials.
+        true
+    }
+
+    fn next_epoch(&self) -> u16 {
+        self.base.next_epoch()
+    }
+
+    fn may_return(&self, epoch: u16) -> bool {
+        self.base.takes_epoch(epoch)
+    }
+
+    fn returned(self: Arc<Self>, epoch: u16, sock: Sock) -> Result<()> {
+        self.base.returned(epoch, sock)
+    }
+
+    fn link_down(&self, interface: u32) {
+        self.base.link_down(interface);
+    }
+
+    fn gave_up(&self, error: Error) {
+        self.end(self.state(), error);
     }
 }
 

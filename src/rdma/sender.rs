@@ -45,7 +45,9 @@ use crate::engine::events::Chunk;
 use crate::engine::poller::{Progress, Source};
 use crate::engine::request::{Keys, Outcome, SLOTS, Ticket};
 use crate::os::error::{Error, Result};
+use crate::tcp::net::{Link, Sock};
 use crate::tcp::send_core::too_long;
+use crate::tcp::takeover::{Kept, Side};
 
 /// Queue depth of a sending lane: a message takes one request on each of its lanes, two when its size must be told, and
 /// as many messages as there are request slots may be outstanding. When there is less room the rest waits.
@@ -244,6 +246,7 @@ impl RdmaSend {
         let conn = Arc::new(Self { base, target, state: Mutex::new(state) });
         conn.base.name_paths(conn.state().fabric.as_ref());
         conn.base.watch(Arc::new(Watch(Arc::downgrade(&conn))))?;
+        conn.base.keep(conn.clone(), Side::Connecting);
         Ok(conn)
     }
 
@@ -860,6 +863,37 @@ impl State {
     }
 }
 
+impl Kept for RdmaSend {
+    fn link(&self) -> &Link {
+        &self.base.link
+    }
+
+    fn is_over(&self) -> bool {
+        self.base.dials_no_more()
+    }
+
+    fn next_epoch(&self) -> u16 {
+        self.base.next_epoch()
+    }
+
+    fn may_return(&self, _epoch: u16) -> bool {
+        // It is this side that dials.
+        false
+    }
+
+    fn returned(self: Arc<Self>, epoch: u16, sock: Sock) -> Result<()> {
+        self.base.returned(epoch, sock)
+    }
+
+    fn link_down(&self, interface: u32) {
+        self.base.link_down(interface);
+    }
+
+    fn gave_up(&self, error: Error) {
+        self.end(self.state(), error);
+    }
+}
+
 struct Watch(Weak<RdmaSend>);
 
 impl Source for Watch {
@@ -867,6 +901,9 @@ impl Source for Watch {
         let Some(conn) = self.0.upgrade() else { return Progress::default() };
         if let Err(error) = conn.base.hear() {
             conn.end(conn.state(), error);
+        }
+        if conn.base.begins_to_dial() {
+            conn.base.dial(conn.clone());
         }
         let (owes, next) = if conn.base.mends() { conn.care() } else { (false, None) };
         let moved = conn.glance();

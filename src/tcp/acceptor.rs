@@ -254,6 +254,7 @@ impl Acceptor {
             Wish::Connect { listener } => lock(&self.listeners).get(&listener).map(|found| found.secret.clone()),
             Wish::Join { connection, .. } => {
                 let live = net.connection(connection).map(|conn| conn.link().key.clone());
+                let live = live.or_else(|| net.kept(connection).map(|conn| conn.link().key.clone()));
                 live.or_else(|| net.closed(connection).map(|grave| grave.key))
             }
             Wish::Call { connection, .. } => net.sender(connection).map(|conn| conn.link().key.clone()),
@@ -587,13 +588,22 @@ impl Inbound {
                     net.linger(sock);
                     return Ok(());
                 }
+                let not_now =
+                    || Error::remote(format!("stream {stream} in epoch {epoch} is not one that may join now"));
+                if let Some(kept) = net.kept(connection) {
+                    if stream != 0 || !kept.may_return(epoch) {
+                        return Err(not_now());
+                    }
+                    tune(&sock, &net.config, kept.link().traffic_class, false);
+                    let welcome = Welcome { connection, received: 0, label: net.label.clone(), rails: Vec::new() };
+                    settled.welcome(&sock, &welcome)?;
+                    return kept.returned(epoch, sock);
+                }
                 let conn = net.connection(connection).ok_or_else(|| Error::remote("the connection is closed"))?;
                 let index = usize::from(stream);
                 // One life ends before the other begins, and it may have been the last.
                 let _open = conn.hold_open();
-                let received = conn.prepare_join(index, epoch).ok_or_else(|| {
-                    Error::remote(format!("stream {stream} in epoch {epoch} is not one that may join now"))
-                })?;
+                let received = conn.prepare_join(index, epoch).ok_or_else(not_now)?;
                 tune(&sock, &net.config, conn.link().traffic_class, false);
                 let welcome = Welcome { connection, received, label: net.label.clone(), rails: Vec::new() };
                 let place = conn.place(index, &sock)?;

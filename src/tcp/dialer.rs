@@ -26,7 +26,7 @@ use super::seal::agreement::{ANSWER, Offered};
 use super::seal::{Seal, is_encrypted, other_key};
 use super::sender::SendConn;
 use super::shortage;
-use super::takeover::{Handed, Takeover};
+use super::takeover::{Handed, Kept, Takeover};
 use super::wire::{self, Piece};
 use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::os::error::{Cause, Error, Result, advice};
@@ -118,6 +118,10 @@ enum Purpose {
         conn: Weak<RecvConn>,
         way: usize,
         since: Instant,
+    },
+    /// To get another socket for a connection of another backend, whose own has fallen silent.
+    Return {
+        conn: Weak<dyn Kept>,
     },
 }
 
@@ -286,6 +290,16 @@ impl Dial {
         }
     }
 
+    /// Gets another socket for a connection of another backend, over one pair of rails after the other, until there is one,
+    /// the connection is over, or every rail has refused for a while: then the peer's process is gone.
+    ///
+    /// # Errors
+    /// When the keeper cannot be started.
+    pub fn bring_back(net: Arc<Net>, conn: &Arc<dyn Kept>) -> Result<()> {
+        let purpose = Purpose::Return { conn: Arc::downgrade(conn) };
+        Self::start(net, purpose, Instant::now() + NO_DEADLINE, 0).map(|_| ())
+    }
+
     fn start(net: Arc<Net>, purpose: Purpose, deadline: Instant, epoch: u16) -> Result<Arc<Self>> {
         Self::start_at(net, purpose, deadline, Begin { at: Instant::now(), epoch, tries: 0, claims: false })
     }
@@ -408,6 +422,17 @@ impl Dial {
                 let bound = (link.local.len() > 1).then(|| local.cloned()).flatten();
                 Some(Route { local: bound, remote: localise(remote, local), way: at % conn.pairs() })
             }
+            Purpose::Return { conn } => {
+                let conn = conn.upgrade()?;
+                let link = conn.link();
+                let pairs = pairs_of(link);
+                // The next pair first; in the next rounds, should counterparts not share a network, with others.
+                let (way, round) = ((attempt as usize + 1) % pairs, attempt as usize / pairs);
+                let local = link.local.get((way + round) % link.local.len().max(1));
+                let remote = *link.remote.get(way % link.remote.len().max(1))?;
+                let bound = (link.local.len() > 1).then(|| local.cloned()).flatten();
+                Some(Route { local: bound, remote: localise(remote, local), way })
+            }
             Purpose::Call { conn, way, .. } => {
                 let conn = conn.upgrade()?;
                 let link = conn.link();
@@ -423,6 +448,7 @@ impl Dial {
         match &self.purpose {
             Purpose::Connect(target) => target.pairs(),
             Purpose::Join { conn, .. } => conn.upgrade().map_or(1, |conn| conn.pairs()),
+            Purpose::Return { conn } => conn.upgrade().map_or(1, |conn| pairs_of(conn.link())),
             Purpose::Call { .. } => 1,
         }
     }
@@ -436,13 +462,15 @@ impl Dial {
             Purpose::Connect(target) => {
                 !(state.tries as usize).is_multiple_of(target.pairs() * target.rails.len().max(1))
             }
-            Purpose::Call { .. } => false,
+            Purpose::Return { .. } | Purpose::Call { .. } => false,
         };
-        if let Purpose::Join { conn, index, repair: true } = &self.purpose
-            && let Some(conn) = conn.upgrade()
-        {
-            // A new life for every try: the peer may have taken the last one for good before its welcome was lost.
-            state.epoch = conn.next_epoch(*index);
+        // A new life for every try: the peer may have taken the last one for good before its welcome was lost.
+        match &self.purpose {
+            Purpose::Join { conn, index, repair: true } => {
+                state.epoch = conn.upgrade().map_or(state.epoch, |conn| conn.next_epoch(*index));
+            }
+            Purpose::Return { conn } => state.epoch = conn.upgrade().map_or(state.epoch, |conn| conn.next_epoch()),
+            _ => {}
         }
         state.tries += 1;
         state.unanswered = false;
@@ -450,6 +478,7 @@ impl Dial {
             Purpose::Join { conn, repair: true, .. } => conn.upgrade().map_or(TRY, |conn| try_of(&conn, state.tries)),
             Purpose::Join { conn, .. } => conn.upgrade().map_or(TRY, |conn| first_try(state.tries - 1, conn.pairs())),
             Purpose::Connect(target) => first_try(state.tries - 1, target.pairs()),
+            Purpose::Return { .. } => first_try(state.tries - 1, self.pairs()),
             Purpose::Call { .. } => quick(state.tries - 1, 1),
         };
         state.try_until = (state.began + patience).min(self.deadline);
@@ -460,6 +489,7 @@ impl Dial {
         let class = match &self.purpose {
             Purpose::Connect(target) => target.traffic_class,
             Purpose::Join { conn, .. } => conn.upgrade().and_then(|conn| conn.link().traffic_class),
+            Purpose::Return { conn } => conn.upgrade().and_then(|conn| conn.link().traffic_class),
             Purpose::Call { conn, .. } => conn.upgrade().and_then(|conn| conn.link().traffic_class),
         };
         tune(&sock, &self.net.config, class, true);
@@ -577,7 +607,7 @@ impl Dial {
     fn takeover(&self) -> Option<&Arc<dyn Takeover>> {
         match &self.purpose {
             Purpose::Connect(target) => target.takeover.as_ref(),
-            Purpose::Join { .. } | Purpose::Call { .. } => None,
+            Purpose::Join { .. } | Purpose::Return { .. } | Purpose::Call { .. } => None,
         }
     }
 
@@ -590,7 +620,7 @@ impl Dial {
             Purpose::Call { conn, .. } => {
                 conn.upgrade().inspect(|conn| conn.answered(state.began, state.way, answer));
             }
-            Purpose::Connect(_) | Purpose::Join { .. } => {}
+            Purpose::Connect(_) | Purpose::Join { .. } | Purpose::Return { .. } => {}
         }
     }
 
@@ -604,6 +634,11 @@ impl Dial {
                 let link = conn.link();
                 let wish = Wish::Join { connection: link.connection, stream: *index as u16, epoch };
                 Ok((wish, link.key.clone()))
+            }
+            Purpose::Return { conn } => {
+                let conn = conn.upgrade().ok_or_else(|| Error::usage("the connection is closed"))?;
+                let link = conn.link();
+                Ok((Wish::Join { connection: link.connection, stream: 0, epoch }, link.key.clone()))
             }
             Purpose::Call { conn, .. } => {
                 let conn = conn.upgrade().ok_or_else(|| Error::usage("the connection is closed"))?;
@@ -662,6 +697,12 @@ impl Dial {
                 conn.rejoined(*index, epoch, welcome.received, place, sock, seal)?;
                 Ok(Reached::Connected(Dialled::Streams(conn)))
             }
+            Purpose::Return { conn } => {
+                let conn = conn.upgrade().ok_or_else(|| Error::usage("the connection is closed"))?;
+                Welcome::open(&welcome, &secret, &mut transcript)?;
+                conn.returned(epoch, sock)?;
+                Ok(Reached::Connected(Dialled::TakenOver))
+            }
             Purpose::Call { .. } => {
                 Welcome::open(&welcome, &secret, &mut transcript)?;
                 Ok(Reached::Called)
@@ -702,7 +743,7 @@ impl Dial {
         }
         let patience = match &self.purpose {
             Purpose::Connect(_) => self.net.config.reconnect_timeout.max(REFUSED),
-            Purpose::Join { .. } | Purpose::Call { .. } => REFUSED,
+            Purpose::Join { .. } | Purpose::Return { .. } | Purpose::Call { .. } => REFUSED,
         };
         let everywhere = |tries: u32| state.tries.saturating_sub(tries) as usize + 1 >= self.pairs();
         let dead = state.refused_since.is_some_and(|(since, tries)| now - since > patience && everywhere(tries));
@@ -712,8 +753,13 @@ impl Dial {
         if now >= self.deadline || dead || hopeless {
             let error = match &self.purpose {
                 Purpose::Connect(target) => error.with_peer(target.addresses[0]),
-                Purpose::Join { .. } | Purpose::Call { .. } => error,
+                Purpose::Join { .. } | Purpose::Return { .. } | Purpose::Call { .. } => error,
             };
+            if let Purpose::Return { conn } = &self.purpose
+                && let Some(conn) = conn.upgrade()
+            {
+                conn.gave_up(error.clone());
+            }
             if let Purpose::Join { conn, index, .. } = &self.purpose
                 && let Some(conn) = conn.upgrade()
             {
@@ -801,7 +847,7 @@ impl Dial {
                 }
                 index
             }
-            Purpose::Call { .. } => return,
+            Purpose::Return { .. } | Purpose::Call { .. } => return,
         };
         conn.set_abroad(index, abroad);
         if abroad && conn.mends() {
@@ -821,6 +867,12 @@ impl Dial {
         let mut state = self.lock();
         let now = Instant::now();
         if let Purpose::Join { conn, .. } = &self.purpose
+            && conn.upgrade().is_none_or(|conn| conn.is_over())
+        {
+            self.finish(&mut state, Err(Error::usage("the connection is closed")));
+            return Progress::default();
+        }
+        if let Purpose::Return { conn } = &self.purpose
             && conn.upgrade().is_none_or(|conn| conn.is_over())
         {
             self.finish(&mut state, Err(Error::usage("the connection is closed")));
@@ -934,6 +986,11 @@ fn forbidden(error: &io::Error) -> Option<Error> {
             "a route of type prohibit or blackhole (ip route get), a firewall or a security module of this host is in the way",
         )
     })
+}
+
+/// How many pairs of rails a connection has.
+fn pairs_of(link: &Link) -> usize {
+    link.local.len().max(link.remote.len()).max(1)
 }
 
 /// A link-local address is reached through this side's interface, whatever the number of the other side's is.

@@ -22,6 +22,7 @@ use super::receiver::RecvConn;
 use super::seal::key::SharedKey;
 use super::sender::SendConn;
 use super::shortage::Shortages;
+use super::takeover::{Kept, Side};
 use super::watch::{self, Probes};
 use super::wire::{self, Piece};
 use crate::engine::events::{Carrier, Path};
@@ -67,6 +68,8 @@ pub struct Net {
     connections: Mutex<HashMap<u64, Weak<RecvConn>>>,
     graves: Mutex<Graves>,
     senders: Mutex<HashMap<u64, Weak<SendConn>>>,
+    /// Connections of another backend, whose sockets may come back.
+    kept: Mutex<HashMap<(u64, Side), Weak<dyn Kept>>>,
     links: OnceLock<Registration>,
     extra_streams: AtomicUsize,
     farewells: OnceLock<Farewells>,
@@ -140,6 +143,7 @@ impl Net {
             connections: Mutex::new(HashMap::new()),
             graves: Mutex::default(),
             senders: Mutex::new(HashMap::new()),
+            kept: Mutex::new(HashMap::new()),
             links: OnceLock::new(),
             extra_streams: AtomicUsize::new(0),
             farewells: OnceLock::new(),
@@ -276,6 +280,23 @@ impl Net {
         lock(&self.senders).get(&number).and_then(Weak::upgrade)
     }
 
+    /// Has the acceptor, and who hears of interfaces, know a connection of another backend, whose socket may come back,
+    /// until it is dropped.
+    pub fn keep(&self, conn: &Arc<dyn Kept>, side: Side) {
+        let mut kept = lock(&self.kept);
+        if kept.len() == kept.capacity() {
+            kept.retain(|_, conn| conn.strong_count() > 0);
+        }
+        kept.insert((conn.link().connection, side), Arc::downgrade(conn));
+        drop(kept);
+        self.watch_links();
+    }
+
+    /// The listening side of a connection of another backend whose socket may come back.
+    pub fn kept(&self, number: u64) -> Option<Arc<dyn Kept>> {
+        lock(&self.kept).get(&(number, Side::Listening)).and_then(Weak::upgrade)
+    }
+
     /// Begins to listen for links that go down. Where that cannot be, silence tells, later; the next connection tries
     /// again, since it may have been for want of a descriptor.
     fn watch_links(&self) {
@@ -298,7 +319,9 @@ impl Net {
     fn interfaces(&self) -> BTreeSet<u32> {
         let senders: Vec<_> = lock(&self.senders).values().filter_map(Weak::upgrade).collect();
         let receivers: Vec<_> = self.connections().values().filter_map(Weak::upgrade).collect();
+        let kept: Vec<_> = lock(&self.kept).values().filter_map(Weak::upgrade).collect();
         let links = senders.iter().map(|conn| conn.link()).chain(receivers.iter().map(|conn| conn.link()));
+        let links = links.chain(kept.iter().map(|conn| conn.link()));
         links.flat_map(|link| link.local.iter().map(|rail| rail.index)).collect()
     }
 
@@ -307,6 +330,8 @@ impl Net {
         senders.iter().for_each(|conn| conn.link_down(interface));
         let receivers: Vec<_> = self.connections().values().filter_map(Weak::upgrade).collect();
         receivers.iter().for_each(|conn| conn.link_down(interface));
+        let kept: Vec<_> = lock(&self.kept).values().filter_map(Weak::upgrade).collect();
+        kept.iter().for_each(|conn| conn.link_down(interface));
     }
 
     /// Leaves a socket to the keeper, which closes it when the peer has, or after [`FAREWELL`].

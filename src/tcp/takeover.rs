@@ -6,8 +6,11 @@
 //!
 //! [`FEATURE_BARE`]: super::handshake::FEATURE_BARE
 
+use std::sync::Arc;
+
 use super::net::{Link, Sock};
 use super::peer::Peer;
+use crate::os::error::{Error, Result};
 
 /// A connection with nothing on it but its finished handshake.
 pub struct Handed {
@@ -23,4 +26,42 @@ pub struct Handed {
 pub trait Takeover: Send + Sync {
     /// A connection is there. Called by the keeper: it must not wait.
     fn take_over(&self, handed: Handed);
+}
+
+/// Which end of a connection: in one process there may be both.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Side {
+    /// The connecting one.
+    Connecting,
+    /// The listening one.
+    Listening,
+}
+
+/// A connection that was taken over and goes on without its socket when that falls silent: the connecting side dials for
+/// another one over other rails ([`Dial::bring_back`](super::dialer::Dial::bring_back)), which takes the place of the first.
+pub trait Kept: Send + Sync {
+    /// Number, key, rails.
+    fn link(&self) -> &Link;
+
+    /// Connecting side: whether nobody wants another socket any more. Asked before each look at the dial.
+    fn is_over(&self) -> bool;
+
+    /// Connecting side: the number of the socket that is tried for next. The first one had 0; each try has a number of its
+    /// own, since the other side may have put the last one to use before its welcome was lost.
+    fn next_epoch(&self) -> u16;
+
+    /// Listening side: whether a socket of this number may take the place of the present one.
+    fn may_return(&self, epoch: u16) -> bool;
+
+    /// There is another socket, and both sides have proved themselves. Called by the keeper: it must not wait.
+    ///
+    /// # Errors
+    /// When it cannot be watched.
+    fn returned(self: Arc<Self>, epoch: u16, sock: Sock) -> Result<()>;
+
+    /// This interface has gone down.
+    fn link_down(&self, interface: u32);
+
+    /// Connecting side: there is none to be had, and the peer is not there any more.
+    fn gave_up(&self, error: Error);
 }

@@ -1,0 +1,96 @@
+//! What was said over the control channel, for the case that its socket has to be replaced.
+//!
+//! A socket that falls silent takes with it what was on its way. Both sides count the frames that they have taken in, tell
+//! each other over the next socket ([`Type::Ack`](crate::tcp::frame::Type::Ack)), and say the rest again. Frames that are
+//! said again and again anyhow ([`Type::Ask`](crate::tcp::frame::Type::Ask)) do not count.
+//!
+//! They are few, a handful for each queue pair that is lost, so the last ones are kept whether they have arrived or not.
+//!
+//! Pure: no socket.
+
+use std::collections::VecDeque;
+
+use crate::os::error::{Error, Result};
+
+/// Frames that are kept. More are not on their way unless a connection loses queue pairs a hundred times while its control
+/// channel is silent.
+const MOST: usize = 512;
+
+/// The frames that this side has said.
+#[derive(Debug, Default)]
+pub struct Said {
+    /// How many came before the first that is kept.
+    before: u64,
+    frames: VecDeque<Box<[u8]>>,
+}
+
+impl Said {
+    /// A frame is said.
+    pub fn add(&mut self, frame: &[u8]) {
+        if self.frames.len() == MOST {
+            self.frames.pop_front();
+            self.before += 1;
+        }
+        self.frames.push_back(frame.into());
+    }
+
+    /// The other side has taken in so many: what is to be said again.
+    ///
+    /// # Errors
+    /// When there were not so many, or the next one is not kept any more.
+    pub fn after(&mut self, taken: u64) -> Result<Vec<u8>> {
+        let skipped = taken.checked_sub(self.before).and_then(|count| usize::try_from(count).ok());
+        let Some(skipped) = skipped.filter(|count| *count <= self.frames.len()) else {
+            return Err(Error::remote(format!(
+                "the peer says that it has heard {taken} control frames, of which {} to {} are kept",
+                self.before,
+                self.before + self.frames.len() as u64
+            )));
+        };
+        self.frames.drain(..skipped);
+        self.before = taken;
+        Ok(self.frames.iter().flatten().copied().collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_count_that_cannot_be_is_an_error() {
+        let mut said = Said::default();
+        said.add(b"one");
+        said.add(b"two");
+        assert!(said.after(3).is_err());
+        assert_eq!(said.after(1).expect("one was heard"), b"two");
+        assert!(said.after(0).is_err(), "forgotten");
+        (0..MOST).for_each(|_| said.add(b"more"));
+        assert!(said.after(1).is_err(), "not kept any more");
+        assert_eq!(said.after(MOST as u64 + 2).expect("all were heard"), b"");
+    }
+
+    proptest! {
+        /// Sockets that take any number of frames, of which any number arrive before they fall silent: each frame is taken
+        /// in once, in order.
+        #[test]
+        fn what_a_socket_swallows_is_said_again(sockets in prop::collection::vec((0..5_usize, 0..5_usize), 1..40)) {
+            let mut said = Said::default();
+            let (mut number, mut heard) = (0_u8, Vec::new());
+            for (new, arriving) in sockets {
+                let mut way = said.after(heard.len() as u64).expect("a count that can be");
+                for _ in 0..new {
+                    said.add(&[number]);
+                    way.push(number);
+                    number = number.wrapping_add(1);
+                }
+                heard.extend(way.into_iter().take(arriving));
+            }
+            heard.extend(said.after(heard.len() as u64).expect("a count that can be"));
+            let all: Vec<u8> = (0..heard.len()).map(|at| at as u8).collect();
+            prop_assert_eq!(heard.len(), usize::from(number));
+            prop_assert_eq!(heard, all);
+        }
+    }
+}
