@@ -589,6 +589,19 @@ impl Base {
         !self.is_open() || self.control().away.is_none()
     }
 
+    /// As if the connecting side had begun to dial.
+    #[cfg(test)]
+    pub(super) fn is_to_dial(&self) {
+        let mut control = self.control();
+        (control.away, control.has_dialled) = (Some(Instant::now()), true);
+    }
+
+    /// Whether another socket is tried for, or awaited.
+    #[cfg(test)]
+    pub(super) fn is_away(&self) -> bool {
+        self.control().away.is_some()
+    }
+
     /// See [`Kept::next_epoch`].
     pub fn next_epoch(&self) -> u16 {
         let mut control = self.control();

@@ -135,7 +135,7 @@ impl Ends {
     }
 }
 
-fn sock(socket: UnixStream) -> Sock {
+pub(super) fn sock(socket: UnixStream) -> Sock {
     Sock::open(|| {
         socket.set_nonblocking(true)?;
         Ok(socket.into())

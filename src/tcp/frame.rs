@@ -47,7 +47,8 @@ pub enum Type {
     /// Sender → receiver: a chunk of a message.
     Data = 1,
     /// Receiver → sender: `offset` frames of this stream have been taken in, through all its epochs (cumulative), and `total`
-    /// bytes of eager credit have been returned on the connection (cumulative).
+    /// bytes of eager credit have been returned on the connection (cumulative). Over RDMA, both, first over a socket that
+    /// takes the place of another: `offset` frames have been taken in over all sockets.
     Ack = 2,
     /// Receiver → sender: the `order`-th receive with `tag` is posted and holds `total` bytes.
     Clear = 3,

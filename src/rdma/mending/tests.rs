@@ -1,6 +1,7 @@
 //! Queue pairs that fail under traffic, on real verbs: everything arrives, once, in its order, with its bytes.
 
 use std::collections::VecDeque;
+use std::os::unix::net::UnixStream;
 use std::ptr::null_mut;
 use std::sync::atomic::Ordering;
 
@@ -8,8 +9,9 @@ use crate::engine::request::{MAX_PARTS, Ticket};
 use crate::os::error::Cause;
 use crate::rdma::base::Base;
 use crate::rdma::fabric::{Fabric, Lane};
-use crate::rdma::harness::{Ends, Plan, end_of, until};
+use crate::rdma::harness::{Ends, Plan, end_of, sock, until};
 use crate::rdma::receiver::Posted;
+use crate::tcp::takeover::Kept;
 
 /// Numbers by chance, the same for the same seed.
 struct Dice(u64);
@@ -156,6 +158,50 @@ fn queue_pairs_that_fail_lose_nothing_and_come_back() {
         ends.send.close();
         ends.recv.close();
     }
+}
+
+/// Sockets of the control channel that fall silent with all that is on its way, and others that only the listening side has
+/// ever heard of, while queue pairs fail about which the two ends must talk.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn the_control_channel_may_be_replaced_at_any_moment() {
+    let mut dice = Dice(0xc0de);
+    let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], lanes: 4, variables: &IMPATIENT, ..Plan::default() });
+    let mut epoch = 0;
+    // The connecting side's end of the next socket, which the listening side has put to use.
+    let mut next: Option<UnixStream> = None;
+    let mut replace = |dice: &mut Dice| match next.take() {
+        Some(socket) => ends.send.clone().returned(epoch, sock(socket)).expect("watched"),
+        None => {
+            ends.send.base().is_to_dial();
+            epoch += 1;
+            let (near, far) = UnixStream::pair().expect("sockets");
+            ends.recv.clone().returned(epoch, sock(far)).expect("watched");
+            // Or the welcome is lost, and the next try has another number.
+            next = (dice.below(3) > 0).then_some(near);
+        }
+    };
+    let (mut broken, mut replaced) = (0, 0);
+    traffic(&ends, &mut dice, 300, |dice, done| {
+        if broken < 12 && done > 25 * broken && dice.below(10) == 0 {
+            broken += 1;
+            ends.send.with_fabric(|fabric| break_one(fabric, dice));
+        }
+        if dice.below(200) == 0 {
+            replaced += 1;
+            replace(dice);
+        }
+    });
+    // Until both have one.
+    while ends.send.base().is_away() {
+        replace(&mut dice);
+    }
+    all_are_back(&ends);
+    traffic(&ends, &mut dice, 30, |_, _| ());
+    println!("{replaced} steps of replacement, {broken} queue pairs broken");
+    assert!(broken > 6 && replaced > 10);
+    ends.send.close();
+    ends.recv.close();
 }
 
 /// A device says that a queue pair has failed, and no completion follows: the others take over.
