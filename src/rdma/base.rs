@@ -128,11 +128,11 @@ struct Control {
     taken: u64,
     /// The other side has not told how many frames it has taken in, so nothing is said over this socket yet.
     is_resuming: bool,
-    /// Nothing comes back from the other side's kernel, or the interface is down.
-    is_silent: bool,
+    /// Since when nothing comes back from the other side's kernel, or the interface is down.
+    silent: Option<Instant>,
     /// It is this side that dials, and has.
     has_dialled: bool,
-    /// Since when another socket is tried for, or awaited.
+    /// Another socket is tried for, or awaited: since when nothing was heard.
     away: Option<Instant>,
 }
 
@@ -146,8 +146,8 @@ impl Control {
         };
         self.looked = Some(now);
         let Some(sight) = Sight::of(sock) else { return Duration::ZERO };
-        if let Finding::Lost(_) = self.vigil.look(now, sight) {
-            self.is_silent = true;
+        if let Finding::Lost(silence) = self.vigil.look(now, sight) {
+            self.silent = now.checked_sub(silence);
         }
         self.vigil.unheard(now, sight)
     }
@@ -189,7 +189,7 @@ impl Base {
             said: Said::default(),
             taken: 0,
             is_resuming: false,
-            is_silent: false,
+            silent: None,
             has_dialled: false,
             away: None,
         };
@@ -572,10 +572,11 @@ impl Base {
     pub fn begins_to_dial(&self) -> bool {
         let mut control = self.control();
         let pairs = self.link.local.len().max(self.link.remote.len());
-        if !std::mem::take(&mut control.is_silent) || control.away.is_some() || pairs < 2 || !self.is_open() {
+        let since = control.silent.take();
+        if since.is_none() || control.away.is_some() || pairs < 2 || !self.is_open() {
             return false;
         }
-        (control.away, control.has_dialled) = (Some(Instant::now()), true);
+        (control.away, control.has_dialled) = (since, true);
         true
     }
 
@@ -620,7 +621,7 @@ impl Base {
         let local = control.sock.as_ref().and_then(|sock| sock.local_addr().ok()?.as_socket());
         let is_its = |rail: &&Rail| Some(rail.address.ip().to_canonical()) == local.map(|it| it.ip().to_canonical());
         if self.link.local.iter().find(is_its).is_some_and(|rail| rail.index == interface) {
-            control.is_silent = true;
+            control.silent = Some(Instant::now());
             control.registration.iter().for_each(Watched::kick);
         }
     }
@@ -638,7 +639,7 @@ impl Base {
         control.sock = Some(sock);
         control.epoch = epoch;
         (control.vigil, control.looked) = (Vigil::default(), None);
-        (control.is_silent, control.away, control.is_resuming) = (false, None, true);
+        (control.silent, control.away, control.is_resuming) = (None, None, true);
         control.input.clear();
         control.output = Header { offset: control.taken, ..Header::of(Type::Ack, 0) }.encode().to_vec();
         let Control { sock: Some(sock), output, .. } = &mut *control else { return Ok(()) };

@@ -187,7 +187,7 @@ fn the_control_channel_may_be_replaced_at_any_moment() {
             broken += 1;
             ends.send.with_fabric(|fabric| break_one(fabric, dice));
         }
-        if dice.below(200) == 0 {
+        if dice.below(8) == 0 {
             replaced += 1;
             replace(dice);
         }
