@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::comm::Comm;
 use super::context::Context;
-use super::devices::{self, Binding, Plan, Rail, Table as Devices};
+use super::devices::{self, Binding, Plan, Table as Devices};
 use super::facade::InitArgs;
 use super::listener;
 use crate::engine::handle::{Handle, Kind};
@@ -171,14 +171,7 @@ impl Process {
             let found = find_rdma(config)?;
             let _ = self.rdma.set(found);
         }
-        // All of them: a connection whose control channel falls silent goes on over another one.
-        let mut rails: Vec<Rail> = Vec::new();
-        for rail in interfaces.iter().flat_map(|plan| &plan.rails) {
-            if rails.iter().all(|known| known.address != rail.address) {
-                rails.push(rail.clone());
-            }
-        }
-        Ok(self.rdma.get().and_then(Option::as_ref).map(|rdma| super::rdma::plans(rdma, &rails)))
+        Ok(self.rdma.get().and_then(Option::as_ref).map(|rdma| super::rdma::plans(rdma, interfaces)))
     }
 
     /// Without the RDMA backend there are no such devices.

@@ -9,13 +9,20 @@ use crate::rdma::adapter::{Adapter, Adapters, Memory, Registration};
 use crate::rdma::backend::Rdma;
 use crate::rdma::verbs::{DmaBuf, LinkLayer};
 
-/// One device for each port; `rails` are the interfaces over which connections come about.
-pub fn plans(rdma: &Rdma, rails: &[Rail]) -> Vec<Plan> {
+/// One device for each port. Its connections come about over all interfaces that are chosen for sockets, the first one
+/// first: one whose control channel falls silent goes on over another.
+pub fn plans(rdma: &Rdma, interfaces: &[Plan]) -> Vec<Plan> {
+    let mut rails: Vec<Rail> = Vec::new();
+    for rail in interfaces.iter().flat_map(|plan| &plan.rails) {
+        if rails.iter().all(|known| known.address != rail.address) {
+            rails.push(rail.clone());
+        }
+    }
     let plan = |(place, adapter): (usize, &Arc<Adapter>)| {
         let port = &adapter.open.port;
         let path = port.pci_path.clone().and_then(|path| CString::new(path.into_os_string().into_encoded_bytes()).ok());
         Plan {
-            rails: rails.to_vec(),
+            rails: rails.clone(),
             ports: vec![RdmaPort {
                 place,
                 name: port.name(),
