@@ -6,7 +6,9 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use support::child::{self, Guarded, Mailbox};
-use support::{PATIENCE, context, eventually, net, outcome, pair, part, pattern, version_of, versions, watchdog};
+use support::{
+    PATIENCE, context, eventually, is_over_rdma, net, outcome, pair, part, pattern, version_of, versions, watchdog,
+};
 use towline::host::{ApiVersion, Code, Context, Handle, Memory, Net, Pair, Part, Plugin, RecvComm, SendComm};
 
 fn connect(context: &Context, handle: &mut Handle) -> SendComm {
@@ -17,9 +19,11 @@ fn moves(pair: &Pair, seed: usize, size: usize) {
     assert!(pair.transfer(pattern(seed, size)).expect("a transfer") == pattern(seed, size));
 }
 
-/// Waits until this process has no more than `most` sockets.
-fn settles_at(most: usize) {
-    eventually(&format!("at most {most} sockets"), PATIENCE, || (support::sockets() <= most).then_some(()));
+/// Waits until this process has no more sockets than those that listen: one for the device over TCP, over RDMA one for each
+/// interface that a control channel may go over.
+fn settles() {
+    let is_settled = || support::sockets() <= support::listening() && (support::listening() <= 1 || is_over_rdma());
+    eventually("no sockets but those that listen", PATIENCE, || is_settled().then_some(()));
 }
 
 #[test]
@@ -196,7 +200,7 @@ fn a_communicator_may_be_destroyed_and_made_again_200_times() {
                 context.finalize().expect("finalize");
             }
             if round == 20 {
-                settles_at(1);
+                settles();
                 start = Some((support::descriptors().len(), support::threads(), support::resident_kib()));
             }
         }
@@ -236,7 +240,7 @@ fn thousands_of_inits_finalizes_and_connections_do_not_grow_the_process() {
         };
         cycle(cycles / 10);
         connections(cycles / 15);
-        settles_at(1);
+        settles();
         let (descriptors, resident) = (support::descriptors().len(), support::resident_kib());
         cycle(cycles);
         connections(cycles / 3);
@@ -361,11 +365,10 @@ fn an_abandoned_set_up_is_ended_by_finalize() {
     const NAME: &str = "an_abandoned_set_up_is_ended_by_finalize";
     child::alone(NAME, &[], || {
         let _watchdog = watchdog(90);
-        let settle = || settles_at(1);
         // The process's listening sockets exist from the first connection on.
         let warm = context(ApiVersion::V12);
         moves(&Pair::connect(&warm, 0).expect("a connection"), 1, 10);
-        settle();
+        settles();
         for round in 0..50 {
             let version = [ApiVersion::V11, ApiVersion::V12][round % 2];
             let (here, there) = (context(version), context(version));
@@ -381,7 +384,7 @@ fn an_abandoned_set_up_is_ended_by_finalize() {
             here.finalize().expect("finalize");
             there.finalize().expect("finalize");
         }
-        settle();
+        settles();
         moves(&Pair::connect(&warm, 0).expect("a connection"), 2, 100_000);
     });
 }

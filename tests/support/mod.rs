@@ -238,14 +238,22 @@ pub fn descriptors() -> Vec<(i32, String)> {
 /// How many sockets this process has open, but for the one through which the kernel tells of its interfaces: that is
 /// one for the process, as long as it lives.
 pub fn sockets() -> usize {
-    let is_netlink = |fd: i32| {
-        let (mut domain, mut size): (libc::c_int, _) = (0, size_of::<libc::c_int>() as libc::socklen_t);
-        let place = (&raw mut domain).cast();
-        // SAFETY: the option writes one int.
-        let status = unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_DOMAIN, place, &raw mut size) };
-        status == 0 && domain == libc::AF_NETLINK
-    };
-    descriptors().iter().filter(|(fd, target)| target.starts_with("socket:") && !is_netlink(*fd)).count()
+    let all = descriptors();
+    let sockets = all.iter().filter(|(_, target)| target.starts_with("socket:"));
+    sockets.filter(|(fd, _)| socket_option(*fd, libc::SO_DOMAIN) != Some(libc::AF_NETLINK)).count()
+}
+
+/// How many of them listen.
+pub fn listening() -> usize {
+    descriptors().iter().filter(|(fd, _)| socket_option(*fd, libc::SO_ACCEPTCONN) == Some(1)).count()
+}
+
+/// What an option of a socket says; none for what is no socket.
+fn socket_option(fd: i32, option: libc::c_int) -> Option<libc::c_int> {
+    let (mut value, mut size): (libc::c_int, _) = (0, size_of::<libc::c_int>() as libc::socklen_t);
+    // SAFETY: these options write one int.
+    let status = unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, option, (&raw mut value).cast(), &raw mut size) };
+    (status == 0).then_some(value)
 }
 
 /// The memory that this process has resident, in KiB.
