@@ -128,7 +128,7 @@ impl Adapter {
 
     /// The process does not care any more what happens to this queue.
     pub fn forget(&self, queue: u64) {
-        self.concerned.lock().unwrap_or_else(PoisonError::into_inner).retain(|(of, _)| *of != queue);
+        self.concerned().retain(|(of, _)| *of != queue);
     }
 
     fn lease(&self, range: PageRange, kind: Memory, dmabuf: Option<DmaBuf>) -> Result<Lease<Memory, MemoryRegion>> {
@@ -185,15 +185,19 @@ impl Adapter {
         self.is_port_down() || self.is_dead()
     }
 
+    fn concerned(&self) -> MutexGuard<'_, Vec<(u64, Weak<Mishap>)>> {
+        self.concerned.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Whoever has a queue here is to look at once: the keeper does so by itself, but no more than eight times in a second.
     fn alarm_all(&self) {
-        let concerned = self.concerned.lock().unwrap_or_else(PoisonError::into_inner);
+        let concerned = self.concerned();
         concerned.iter().filter_map(|(_, mishap)| mishap.upgrade()).for_each(|mishap| mishap.alarm.raise());
     }
 
     /// From now on a failure of this queue is told there, as long as that lives, and what befalls the port raises its alarm.
     pub fn concern(&self, queue: u64, mishap: &Arc<Mishap>) {
-        let mut concerned = self.concerned.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut concerned = self.concerned();
         // Queues that have ended; another may have got the address of one.
         concerned.retain(|(_, mishap)| mishap.strong_count() > 0);
         concerned.push((queue, Arc::downgrade(mishap)));
@@ -201,7 +205,7 @@ impl Adapter {
 
     /// A queue has failed. Says whether anybody is told.
     pub fn befell(&self, queue: u64, text: &str) -> bool {
-        let concerned = self.concerned.lock().unwrap_or_else(PoisonError::into_inner);
+        let concerned = self.concerned();
         let mut is_told = false;
         for mishap in concerned.iter().filter(|(of, _)| *of == queue).filter_map(|(_, mishap)| mishap.upgrade()) {
             mishap.add(queue, text);

@@ -152,11 +152,13 @@ impl Control {
         self.vigil.unheard(now, sight)
     }
 
-    /// What the socket is to take next, once it is known what the other side has.
-    fn put(&mut self, frame: &[u8]) {
-        if !self.is_resuming {
-            self.output.extend_from_slice(frame);
+    /// Puts a frame on the socket, if there is one and it is known what the other side has.
+    fn utter(&mut self, frame: &[u8]) {
+        let Self { sock: Some(sock), output, is_resuming, .. } = self else { return };
+        if !*is_resuming {
+            output.extend_from_slice(frame);
         }
+        write_out(sock, output);
     }
 
     /// The other side has taken in so many frames.
@@ -550,14 +552,7 @@ impl Base {
         if control.sock.is_some() || control.away.is_some() {
             control.said.add(frame);
         }
-        Self::utter(&mut control, frame);
-    }
-
-    /// Puts a frame on the socket, if there is one.
-    fn utter(control: &mut Control, frame: &[u8]) {
-        control.put(frame);
-        let Control { sock: Some(sock), output, .. } = control else { return };
-        write_out(sock, output);
+        control.utter(frame);
     }
 
     /// Whether the socket has not taken all that was said, or the peer's kernel has not answered: the keeper looks again
@@ -571,9 +566,8 @@ impl Base {
     /// are other ways. True once for each silence.
     pub fn begins_to_dial(&self) -> bool {
         let mut control = self.control();
-        let pairs = self.link.local.len().max(self.link.remote.len());
         let since = control.silent.take();
-        if since.is_none() || control.away.is_some() || pairs < 2 || !self.is_open() {
+        if since.is_none() || control.away.is_some() || self.link.pairs() < 2 || !self.is_open() {
             return false;
         }
         (control.away, control.has_dialled) = (since, true);
@@ -583,11 +577,6 @@ impl Base {
     /// Whether the control channel may get another socket.
     fn is_open(&self) -> bool {
         self.mends() && !self.is_closing() && !self.health.is_failed() && !self.health.is_peer_done()
-    }
-
-    /// See [`Kept::is_over`].
-    pub fn dials_no_more(&self) -> bool {
-        !self.is_open() || self.control().away.is_none()
     }
 
     /// As if the connecting side had begun to dial.
@@ -603,20 +592,8 @@ impl Base {
         self.control().away.is_some()
     }
 
-    /// See [`Kept::next_epoch`].
-    pub fn next_epoch(&self) -> u16 {
-        let mut control = self.control();
-        control.epoch = control.epoch.wrapping_add(1);
-        control.epoch
-    }
-
-    /// See [`Kept::may_return`].
-    pub fn takes_epoch(&self, epoch: u16) -> bool {
-        self.is_open() && epoch.wrapping_sub(self.control().epoch).cast_signed() > 0
-    }
-
     /// See [`Kept::link_down`].
-    pub fn link_down(&self, interface: u32) {
+    fn link_down(&self, interface: u32) {
         let mut control = self.control();
         let local = control.sock.as_ref().and_then(|sock| sock.local_addr().ok()?.as_socket());
         let is_its = |rail: &&Rail| Some(rail.address.ip().to_canonical()) == local.map(|it| it.ip().to_canonical());
@@ -630,7 +607,7 @@ impl Base {
     ///
     /// # Errors
     /// When the keeper cannot watch it.
-    pub fn returned(&self, epoch: u16, sock: Sock) -> Result<()> {
+    fn returned(&self, epoch: u16, sock: Sock) -> Result<()> {
         let mut control = self.control();
         if !self.is_open() {
             return Ok(());
@@ -667,7 +644,7 @@ impl Base {
     /// Sending side: asks the receiver to announce what it has posted; `lines` were read so far.
     pub fn ask(&self, lines: u32) {
         // It is asked again anyhow.
-        Self::utter(&mut self.control(), &Header { total: lines.into(), ..Header::of(Type::Ask, 0) }.encode());
+        self.control().utter(&Header { total: lines.into(), ..Header::of(Type::Ask, 0) }.encode());
     }
 
     /// Receiving side: what the sender has asked since the last look, and how many lines it has read.
@@ -699,6 +676,49 @@ impl Base {
             self.health.stream_down();
             self.net.linger_with(sock, cargo);
         }
+    }
+}
+
+/// A connection with a control channel, whichever way it goes.
+pub(super) trait Controlled: Send + Sync {
+    /// What is common to both directions.
+    fn base(&self) -> &Base;
+
+    /// It ends with a failure.
+    fn end(&self, error: Error);
+}
+
+impl<T: Controlled> Kept for T {
+    fn link(&self) -> &Link {
+        &self.base().link
+    }
+
+    fn is_over(&self) -> bool {
+        let base = self.base();
+        !base.is_open() || base.control().away.is_none()
+    }
+
+    fn next_epoch(&self) -> u16 {
+        let mut control = self.base().control();
+        control.epoch = control.epoch.wrapping_add(1);
+        control.epoch
+    }
+
+    fn may_return(&self, epoch: u16) -> bool {
+        let base = self.base();
+        base.is_open() && epoch.wrapping_sub(base.control().epoch).cast_signed() > 0
+    }
+
+    fn returned(self: Arc<Self>, epoch: u16, sock: Sock) -> Result<()> {
+        self.base().returned(epoch, sock)
+    }
+
+    fn link_down(&self, interface: u32) {
+        self.base().link_down(interface);
+    }
+
+    fn gave_up(&self, error: Error) {
+        self.end(error);
     }
 }
 

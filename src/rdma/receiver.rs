@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::time::Instant;
 
 use super::adapter::{Adapters, Memory, Registration, own_regions};
-use super::base::{Base, Parts};
+use super::base::{Base, Controlled, Parts};
 use super::eager::{EAGER_MAX, Head, Inbox, PLACES};
 use super::fabric::{Depth, Fabric, Lane};
 use super::flush::{self, Around, Flush};
@@ -32,10 +32,9 @@ use crate::engine::poller::{Progress, Source};
 use crate::engine::request::{Keys, MAX_PARTS, Outcome, SLOTS, Ticket};
 use crate::os::error::{Error, Result};
 use crate::os::net_event::SOMEWHERE;
-use crate::tcp::net::{Link, Sock};
 use crate::tcp::send_core::too_long;
 use crate::tcp::tags::TagOrders;
-use crate::tcp::takeover::{Kept, Side};
+use crate::tcp::takeover::Side;
 
 /// Receives that were used up on a lane before they are put back: one call for several.
 const PUT_BACK: usize = 16;
@@ -787,33 +786,12 @@ impl State {
     }
 }
 
-impl Kept for RdmaRecv {
-    fn link(&self) -> &Link {
-        &self.base.link
+impl Controlled for RdmaRecv {
+    fn base(&self) -> &Base {
+        &self.base
     }
 
-    fn is_over(&self) -> bool {
-        // It is the other side that dials.
-        true
-    }
-
-    fn next_epoch(&self) -> u16 {
-        self.base.next_epoch()
-    }
-
-    fn may_return(&self, epoch: u16) -> bool {
-        self.base.takes_epoch(epoch)
-    }
-
-    fn returned(self: Arc<Self>, epoch: u16, sock: Sock) -> Result<()> {
-        self.base.returned(epoch, sock)
-    }
-
-    fn link_down(&self, interface: u32) {
-        self.base.link_down(interface);
-    }
-
-    fn gave_up(&self, error: Error) {
+    fn end(&self, error: Error) {
         self.end(self.state(), error);
     }
 }

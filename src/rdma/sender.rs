@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 use self::job::{End, Job, Run, hand_over};
 use self::short::{Known, Short};
 use super::adapter::{Adapters, Memory, Registration, own_regions};
-use super::base::{Base, Parts};
+use super::base::{Base, Controlled, Parts};
 use super::eager::{self, EAGER_MAX, Outbox, Parcel};
 use super::fabric::{Depth, Fabric, Lane};
 use super::ledger::{Answer, Ledger, Sent};
@@ -45,9 +45,8 @@ use crate::engine::events::Chunk;
 use crate::engine::poller::{Progress, Source};
 use crate::engine::request::{Keys, Outcome, SLOTS, Ticket};
 use crate::os::error::{Error, Result};
-use crate::tcp::net::{Link, Sock};
 use crate::tcp::send_core::too_long;
-use crate::tcp::takeover::{Kept, Side};
+use crate::tcp::takeover::Side;
 
 /// Queue depth of a sending lane: a message takes one request on each of its lanes, two when its size must be told, and
 /// as many messages as there are request slots may be outstanding. When there is less room the rest waits.
@@ -863,33 +862,12 @@ impl State {
     }
 }
 
-impl Kept for RdmaSend {
-    fn link(&self) -> &Link {
-        &self.base.link
+impl Controlled for RdmaSend {
+    fn base(&self) -> &Base {
+        &self.base
     }
 
-    fn is_over(&self) -> bool {
-        self.base.dials_no_more()
-    }
-
-    fn next_epoch(&self) -> u16 {
-        self.base.next_epoch()
-    }
-
-    fn may_return(&self, _epoch: u16) -> bool {
-        // It is this side that dials.
-        false
-    }
-
-    fn returned(self: Arc<Self>, epoch: u16, sock: Sock) -> Result<()> {
-        self.base.returned(epoch, sock)
-    }
-
-    fn link_down(&self, interface: u32) {
-        self.base.link_down(interface);
-    }
-
-    fn gave_up(&self, error: Error) {
+    fn end(&self, error: Error) {
         self.end(self.state(), error);
     }
 }

@@ -399,15 +399,7 @@ impl Dial {
     /// own, so that the streams of a connection spread over all of them, and comes back to its own while others live.
     fn route(&self, attempt: u32) -> Option<Route> {
         match &self.purpose {
-            Purpose::Connect(target) => {
-                let pairs = target.pairs();
-                // First each rail with its counterpart; in the next rounds, should these not share a network, with others.
-                let (way, round) = (attempt as usize % pairs, attempt as usize / pairs);
-                let local = target.rails.get((way + round) % target.rails.len().max(1));
-                let remote = *target.addresses.get(way % target.addresses.len().max(1))?;
-                let bound = (target.rails.len() > 1).then(|| local.cloned()).flatten();
-                Some(Route { local: bound, remote: localise(remote, local), way })
-            }
+            Purpose::Connect(target) => between(&target.rails, &target.addresses, 0, attempt),
             Purpose::Join { conn, index, repair } => {
                 let conn = conn.upgrade()?;
                 let link = conn.link();
@@ -424,14 +416,8 @@ impl Dial {
             }
             Purpose::Return { conn } => {
                 let conn = conn.upgrade()?;
-                let link = conn.link();
-                let pairs = pairs_of(link);
-                // The next pair first; in the next rounds, should counterparts not share a network, with others.
-                let (way, round) = ((attempt as usize + 1) % pairs, attempt as usize / pairs);
-                let local = link.local.get((way + round) % link.local.len().max(1));
-                let remote = *link.remote.get(way % link.remote.len().max(1))?;
-                let bound = (link.local.len() > 1).then(|| local.cloned()).flatten();
-                Some(Route { local: bound, remote: localise(remote, local), way })
+                // Not over the pair that is silent, as far as it is the first.
+                between(&conn.link().local, &conn.link().remote, 1, attempt)
             }
             Purpose::Call { conn, way, .. } => {
                 let conn = conn.upgrade()?;
@@ -448,7 +434,7 @@ impl Dial {
         match &self.purpose {
             Purpose::Connect(target) => target.pairs(),
             Purpose::Join { conn, .. } => conn.upgrade().map_or(1, |conn| conn.pairs()),
-            Purpose::Return { conn } => conn.upgrade().map_or(1, |conn| pairs_of(conn.link())),
+            Purpose::Return { conn } => conn.upgrade().map_or(1, |conn| conn.link().pairs()),
             Purpose::Call { .. } => 1,
         }
     }
@@ -988,9 +974,15 @@ fn forbidden(error: &io::Error) -> Option<Error> {
     })
 }
 
-/// How many pairs of rails a connection has.
-fn pairs_of(link: &Link) -> usize {
-    link.local.len().max(link.remote.len()).max(1)
+/// Source and destination of a try, when tries begin with the pair of rails `first`: first each rail with its counterpart; in
+/// the next rounds, should these not share a network, with others.
+fn between(rails: &[Rail], addresses: &[SocketAddr], first: usize, attempt: u32) -> Option<Route> {
+    let pairs = rails.len().max(addresses.len()).max(1);
+    let (way, round) = ((attempt as usize + first) % pairs, attempt as usize / pairs);
+    let local = rails.get((way + round) % rails.len().max(1));
+    let remote = *addresses.get(way % addresses.len().max(1))?;
+    let bound = (rails.len() > 1).then(|| local.cloned()).flatten();
+    Some(Route { local: bound, remote: localise(remote, local), way })
 }
 
 /// A link-local address is reached through this side's interface, whatever the number of the other side's is.

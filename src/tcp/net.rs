@@ -3,6 +3,7 @@
 
 use std::any::Any;
 use std::collections::{BTreeSet, HashMap};
+use std::hash::Hash;
 use std::io;
 use std::net::{Shutdown, SocketAddr};
 use std::os::fd::AsRawFd;
@@ -51,6 +52,13 @@ pub struct Link {
     pub local: Arc<[Rail]>,
     /// The whole ToS or traffic-class byte of the packets.
     pub traffic_class: Option<u8>,
+}
+
+impl Link {
+    /// How many pairs of rails there are to try.
+    pub fn pairs(&self) -> usize {
+        self.local.len().max(self.remote.len()).max(1)
+    }
 }
 
 /// The TCP backend's process-wide part.
@@ -122,6 +130,19 @@ impl Source for LinkNews {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Adds a connection to those that are known as long as they live, of which the dead are swept out now and then.
+fn add<K: Eq + Hash, T: ?Sized>(known: &mut HashMap<K, Weak<T>>, key: K, conn: Weak<T>) {
+    if known.len() == known.capacity() {
+        known.retain(|_, conn| conn.strong_count() > 0);
+    }
+    known.insert(key, conn);
+}
+
+/// Those of them that live: whoever does something with them must not hold the lock.
+fn living<K, T: ?Sized>(known: &HashMap<K, Weak<T>>) -> Vec<Arc<T>> {
+    known.values().filter_map(Weak::upgrade).collect()
 }
 
 struct Farewells {
@@ -220,7 +241,7 @@ impl Net {
     /// `most`: no more than these, so far.
     pub fn grow(&self, conn: Arc<SendConn>, most: usize) {
         let link = conn.link();
-        let wanted = self.streams_per_connection(link.local.len().max(link.remote.len())).saturating_sub(1);
+        let wanted = self.streams_per_connection(link.pairs()).saturating_sub(1);
         let budget = descriptor_budget();
         for index in conn.extra_streams() + 1..=wanted.min(most) {
             if self.extra_streams.load(Ordering::Relaxed) >= budget {
@@ -266,12 +287,7 @@ impl Net {
 
     /// Remembers a sending connection, so that it can be called and learns of links that go down.
     pub fn remember_sender(&self, conn: &Arc<SendConn>) {
-        let mut senders = lock(&self.senders);
-        if senders.len() == senders.capacity() {
-            senders.retain(|_, sender| sender.strong_count() > 0);
-        }
-        senders.insert(conn.link().connection, Arc::downgrade(conn));
-        drop(senders);
+        add(&mut lock(&self.senders), conn.link().connection, Arc::downgrade(conn));
         self.watch_links();
     }
 
@@ -283,12 +299,7 @@ impl Net {
     /// Has the acceptor, and who hears of interfaces, know a connection of another backend, whose socket may come back,
     /// until it is dropped.
     pub fn keep(&self, conn: &Arc<dyn Kept>, side: Side) {
-        let mut kept = lock(&self.kept);
-        if kept.len() == kept.capacity() {
-            kept.retain(|_, conn| conn.strong_count() > 0);
-        }
-        kept.insert((conn.link().connection, side), Arc::downgrade(conn));
-        drop(kept);
+        add(&mut lock(&self.kept), (conn.link().connection, side), Arc::downgrade(conn));
         self.watch_links();
     }
 
@@ -317,20 +328,20 @@ impl Net {
 
     /// Those over which connections may run.
     fn interfaces(&self) -> BTreeSet<u32> {
-        let senders: Vec<_> = lock(&self.senders).values().filter_map(Weak::upgrade).collect();
-        let receivers: Vec<_> = self.connections().values().filter_map(Weak::upgrade).collect();
-        let kept: Vec<_> = lock(&self.kept).values().filter_map(Weak::upgrade).collect();
+        let senders = living(&lock(&self.senders));
+        let receivers = living(&self.connections());
+        let kept = living(&lock(&self.kept));
         let links = senders.iter().map(|conn| conn.link()).chain(receivers.iter().map(|conn| conn.link()));
         let links = links.chain(kept.iter().map(|conn| conn.link()));
         links.flat_map(|link| link.local.iter().map(|rail| rail.index)).collect()
     }
 
     fn link_down(&self, interface: u32) {
-        let senders: Vec<_> = lock(&self.senders).values().filter_map(Weak::upgrade).collect();
+        let senders = living(&lock(&self.senders));
         senders.iter().for_each(|conn| conn.link_down(interface));
-        let receivers: Vec<_> = self.connections().values().filter_map(Weak::upgrade).collect();
+        let receivers = living(&self.connections());
         receivers.iter().for_each(|conn| conn.link_down(interface));
-        let kept: Vec<_> = lock(&self.kept).values().filter_map(Weak::upgrade).collect();
+        let kept = living(&lock(&self.kept));
         kept.iter().for_each(|conn| conn.link_down(interface));
     }
 

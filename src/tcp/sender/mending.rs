@@ -184,7 +184,7 @@ impl SendConn {
 
     /// How many pairs of rails there are to try.
     pub fn pairs(&self) -> usize {
-        self.link.local.len().max(self.link.remote.len()).max(1)
+        self.link.pairs()
     }
 
     /// Whether stream `index` is connected.
