@@ -40,7 +40,10 @@ class Gpu:
         self.cuda = ctypes.CDLL("libcuda.so.1")
         device, context, stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
         must("cuInit", self.cuda.cuInit(0))
-        must("cuDeviceGet", self.cuda.cuDeviceGet(ctypes.byref(device), number))
+        count = ctypes.c_int()
+        must("cuDeviceGetCount", self.cuda.cuDeviceGetCount(ctypes.byref(count)))
+        # Where ranks are more than devices, they share them: NCCL takes that from ranks of different hosts only.
+        must("cuDeviceGet", self.cuda.cuDeviceGet(ctypes.byref(device), number % max(count.value, 1)))
         must("cuDevicePrimaryCtxRetain", self.cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
         must("cuCtxSetCurrent", self.cuda.cuCtxSetCurrent(context))
         must("cuStreamCreate", self.cuda.cuStreamCreate(ctypes.byref(stream), 1))

@@ -336,12 +336,11 @@ pub struct Poller {
 }
 
 impl Poller {
-    /// A pool of at most `limit` data workers; none is started yet.
-    pub fn new(limit: usize, cores: usize) -> Self {
+    /// A pool of at most `limit` data workers, which `spin` for a while before they sleep or not; none is started yet.
+    pub fn new(limit: usize, spin: bool) -> Self {
         Self {
             limit: limit.max(1),
-            // On very small machines a spinning worker takes the core that the peer needs.
-            spin: cores > 4,
+            spin,
             keeper: OnceLock::new(),
             workers: Mutex::new(Vec::new()),
             starting: Mutex::new(()),
@@ -437,7 +436,7 @@ mod tests {
     /// What panics in a worker ends by itself: it is told, the others on the same thread go on, and so does the process.
     #[test]
     fn a_panic_in_a_worker_ends_one_source_and_nothing_else() {
-        let poller = Poller::new(1, 1);
+        let poller = Poller::new(1, false);
         let worker = poller.worker(0).expect("a thread");
         let sources = [Arc::new(Fragile::default()), Arc::new(Fragile::default())];
         let places = sources.clone().map(|source| worker.register(source, None).expect("a place"));

@@ -140,8 +140,10 @@ variables! {
         unit: "TCP streams per connection",
         since: "0.1.0",
         read: "init; connections",
-        help: "The most TCP streams that one connection may open, 16 at the very most. `auto` chooses by the number of \
-               cores and rails.",
+        help: "The most TCP streams that one connection may open, 16 at the very most. `auto` chooses by the rails and by \
+               the cores that there are for each process of the job on this host, whose number the launcher says \
+               (torchrun, MPI, DeepSpeed, Horovod, Slurm): with three or fewer, NCCL's own thread moves everything over \
+               one stream for each rail.",
     }
     workers: Option<usize> {
         name: "TOWLINE_WORKERS",
@@ -150,8 +152,8 @@ variables! {
         since: "0.1.0",
         read: "first connection; engine",
         help: "The most worker threads that Towline starts in a process, whatever the number of connections. `auto` \
-               chooses by the cores that the process may run on. They start when there is work and sleep when there is \
-               none.",
+               chooses by the cores that there are for each process of the job on this host. They start when there is \
+               work and sleep when there is none.",
     }
     recovery: bool {
         name: "TOWLINE_RECOVERY",

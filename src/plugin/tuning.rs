@@ -21,6 +21,14 @@ pub struct Shape {
     pub nodes: usize,
 }
 
+impl Shape {
+    /// A rank on each of more than two nodes: every step of a ring goes over the network, and there are four or more one after
+    /// the other.
+    fn is_long_ring(self) -> bool {
+        self.nodes > 2 && self.ranks == self.nodes
+    }
+}
+
 /// The collectives that NCCL asks about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs, reason = "NCCL's names")]
@@ -62,6 +70,10 @@ pub struct Advice {
     pub tree: Option<Tree>,
     /// Whether PAT is to be left out.
     pub avoids_pat: bool,
+    /// Whether LL is to be left out.
+    pub avoids_ll: bool,
+    /// Whether trees are to be left out.
+    pub avoids_trees: bool,
     /// On how many channels at most; None leaves it to NCCL.
     pub channels: Option<i32>,
 }
@@ -95,6 +107,8 @@ pub(crate) fn advice(question: &Question) -> Option<Advice> {
         ll128_costs_more_us: ll_costs_more_us * LL128_SHARE,
         tree: tree(question),
         avoids_pat: question.bytes > PAT_MAX,
+        avoids_ll: exceeds_ll(question),
+        avoids_trees: avoids_trees(question),
         channels: channels(question),
     })
 }
@@ -121,34 +135,65 @@ const TREE_LL_MAX: usize = 8 << 10;
 /// The same with two ranks.
 const TREE_LL_MAX_OF_TWO: usize = 4 << 10;
 
-/// Also all-reduces of a few hundred KiB whose parts are about as large: in a ring each is two messages of 32 to 64 KiB per
-/// step, in a tree one of twice that. Measured with Simple and two ranks, 256 and 512 KiB: 0.8 and 0.63 of the ring's time, at
-/// 1 MiB it loses; with four ranks, 512 KiB: 0.88, and 1.8 times at 1 MiB.
-const TREE_SIMPLE_MAX: usize = 768 << 10;
+/// Also all-reduces of two ranks of a few hundred KiB: in a ring each is two messages of 32 to 64 KiB per step, in a tree one of
+/// twice that. Measured with Simple, 256 and 512 KiB: 0.8 and 0.63 of the ring's time, at 1 MiB it loses. With four ranks a
+/// ring on one channel takes 0.66 of a tree's time at 512 KiB.
+const TREE_SIMPLE: std::ops::Range<usize> = (192 << 10) + 1..768 << 10;
 
 fn tree(question: &Question) -> Option<Tree> {
     if question.collective != Collective::AllReduce {
         return None;
     }
-    let ranks = question.shape.ranks.max(2);
-    let part = question.bytes / ranks;
-    let ll_max = if ranks == 2 { TREE_LL_MAX_OF_TWO } else { TREE_LL_MAX };
+    let of_two = question.shape.ranks <= 2;
+    let ll_max = if of_two { TREE_LL_MAX_OF_TWO } else { TREE_LL_MAX };
     match question.bytes {
         bytes if bytes <= ll_max => Some(Tree::LL),
-        bytes if part > 96 << 10 && bytes < TREE_SIMPLE_MAX => Some(Tree::Simple),
+        bytes if of_two && TREE_SIMPLE.contains(&bytes) => Some(Tree::Simple),
         _ => None,
     }
 }
 
-/// Channels by size. Above 4 MiB NCCL's own number is right. Measured with two ranks: four instead of two at 512 KiB and 1 MiB
-/// take 0.92 and 0.96 of the time, three at 512 KiB 0.96 (sixteen groups of processes each); one instead of two for an
-/// all-reduce of 64 KiB with LL 0.85.
+/// What LL sends in one message: NCCL's buffers for it hold as many bytes of flags.
+const LL_MESSAGE: usize = 32 << 10;
+
+/// Whether LL would cut each part of a long ring in two, which on the one channel that it has then go one after the other in
+/// every step. Measured with four ranks: at 256 KiB LL takes 1.4 times as long as Simple, at 512 KiB 2.4 times.
+fn exceeds_ll(question: &Question) -> bool {
+    question.shape.is_long_ring() && part(question) > LL_MESSAGE
+}
+
+/// Up to so many nodes a ring with Simple was found to be as fast as a tree, or faster, wherever it does not go with LL.
+/// Measured: 1.0, 0.87 and 0.57 of a tree's time at 128, 256 and 512 KiB with four ranks, 0.84, 0.55 and 0.7 with three.
+/// NCCL's estimates have the tree ahead up to 256 KiB. With many nodes they are right: a ring has as many steps.
+const RING_NODES: usize = 4;
+
+fn avoids_trees(question: &Question) -> bool {
+    question.shape.nodes <= RING_NODES && exceeds_ll(question)
+}
+
+/// What goes between two nodes at a time where each has one rank: a part of as many as there are.
+fn part(question: &Question) -> usize {
+    question.bytes.div_ceil(question.shape.nodes.max(1))
+}
+
+/// Channels by size. Each step of a ring waits for the one before, and a message on each channel must be handed over in it: the
+/// more steps, the larger the parts that are worth another channel. Above the last size NCCL's own number is right.
+///
+/// Measured with two ranks: four channels instead of two take 0.92 and 0.96 of the time at 512 KiB and 1 MiB, three at 512 KiB
+/// 0.96; one instead of two for an all-reduce of 64 KiB with LL 0.85. With four on four nodes, times as a part of those with
+/// the numbers for two: one channel 0.86, 0.75 and 0.61 for all-reduces of 128 KiB, 256 KiB and 1 MiB, 0.56 to 0.87 for
+/// all-gathers of 64 KiB to 1 MiB; two channels 0.84 and 0.87 for those of 4 MiB, four 0.9 of 16 and 64 MiB.
 fn channels(question: &Question) -> Option<i32> {
-    let one_until = if question.collective == Collective::AllReduce { 64 << 10 } else { (64 << 10) - 1 };
-    match question.bytes {
-        bytes if bytes <= one_until => Some(1),
-        bytes if bytes >> 10 <= 384 => Some(2),
-        bytes if bytes >> 10 <= 4096 => Some(4),
+    let (size, [one, two, four]) = if question.shape.is_long_ring() {
+        (part(question), [128 << 10, 2 << 20, 16 << 20])
+    } else {
+        let one = if question.collective == Collective::AllReduce { 64 << 10 } else { (64 << 10) - 1 };
+        (question.bytes, [one, 384 << 10, 4 << 20])
+    };
+    match size {
+        size if size <= one => Some(1),
+        size if size <= two => Some(2),
+        size if size <= four => Some(4),
         _ => None,
     }
 }
@@ -185,8 +230,7 @@ mod tests {
         let among = |ranks, bytes| {
             advice(&Question { shape: Shape { ranks, nodes: ranks }, ..question(2, bytes) }).unwrap().tree
         };
-        assert_eq!([8, 16, 256, 512, 1024].map(|kib| among(4, kib << 10)), [Some(Tree::LL), None, None, simple, None]);
-        assert_eq!([256, 512, 1024, 4096].map(|kib| among(8, kib << 10)), [None; 4]);
+        assert_eq!([8, 16, 256, 512, 1024].map(|kib| among(4, kib << 10)), [Some(Tree::LL), None, None, None, None]);
         let gathered = Question { collective: Collective::AllGather, ..question(2, 256 << 10) };
         assert!(advice(&gathered).unwrap().tree.is_none() && !advice(&gathered).unwrap().avoids_pat);
         assert!(advice(&Question { bytes: 1 << 20, ..gathered }).unwrap().avoids_pat);
@@ -199,5 +243,37 @@ mod tests {
         assert_eq!(steps, [Some(1), Some(1), Some(2), Some(2), Some(4), Some(4), Some(4), None, None]);
         let gathered = |bytes| channels(&Question { collective: Collective::AllGather, ..question(2, bytes) });
         assert_eq!([63 << 10, 64 << 10].map(gathered), [Some(1), Some(2)]);
+    }
+
+    /// A rank on each of so many nodes.
+    fn ring(nodes: usize, collective: Collective, kib: usize) -> Question {
+        Question { shape: Shape { ranks: nodes, nodes }, collective, bytes: kib << 10 }
+    }
+
+    #[test]
+    fn a_long_ring_has_channels_for_larger_parts_only() {
+        let of = |nodes, kib| channels(&ring(nodes, Collective::AllGather, kib));
+        let sizes = [64, 512, 513, 8 << 10, 16 << 10, 64 << 10, 65 << 10];
+        assert_eq!(sizes.map(|kib| of(4, kib)), [Some(1), Some(1), Some(2), Some(2), Some(4), Some(4), None]);
+        assert_eq!(sizes.map(|kib| of(4, kib)), sizes.map(|kib| of(8, 2 * kib)));
+        // Where nodes have several ranks, most steps do not go over the network: as with two.
+        let mixed =
+            |ranks, kib: usize| channels(&Question { shape: Shape { ranks, nodes: 4 }, ..question(2, kib << 10) });
+        assert_eq!([64, 512, 8 << 10].map(|kib| mixed(32, kib)), [Some(1), Some(4), None]);
+    }
+
+    #[test]
+    fn a_long_ring_sends_parts_whole_and_few_nodes_need_no_tree_for_that() {
+        let avoided = |question: Question| {
+            let advice = advice(&question).unwrap();
+            (advice.avoids_ll, advice.avoids_trees)
+        };
+        let reduced = |nodes, kib| avoided(ring(nodes, Collective::AllReduce, kib));
+        assert_eq!([128, 129, 4096].map(|kib| reduced(4, kib)), [(false, false), (true, true), (true, true)]);
+        assert_eq!([96, 128].map(|kib| reduced(3, kib)), [(false, false), (true, true)]);
+        assert_eq!([256, 512].map(|kib| reduced(8, kib)), [(false, false), (true, false)]);
+        assert_eq!(reduced(2, 4096), (false, false));
+        let eight_each = Question { shape: Shape { ranks: 32, nodes: 4 }, ..question(2, 4 << 20) };
+        assert_eq!(avoided(eight_each), (false, false));
     }
 }

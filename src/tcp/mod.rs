@@ -52,6 +52,7 @@ pub mod rest;
 pub mod seal;
 pub mod send_core;
 pub mod sender;
+pub mod share;
 pub mod shortage;
 #[cfg(test)]
 mod simulation;

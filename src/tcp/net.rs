@@ -22,6 +22,7 @@ use super::limits::MAX_STREAMS;
 use super::receiver::RecvConn;
 use super::seal::key::SharedKey;
 use super::sender::SendConn;
+use super::share::Share;
 use super::shortage::Shortages;
 use super::takeover::{Kept, Side};
 use super::watch::{self, Probes};
@@ -65,6 +66,8 @@ impl Link {
 pub struct Net {
     /// Worker threads.
     pub poller: Poller,
+    /// This process's part of the host.
+    share: Share,
     /// As read at the first `init`.
     pub config: Config,
     /// What the key file held, when there is one: then every connection is encrypted.
@@ -153,10 +156,11 @@ struct Farewells {
 impl Net {
     /// The backend, with nothing started yet.
     pub fn new(config: Config, key: Option<SharedKey>) -> Arc<Self> {
-        let cores = crate::os::thread::cores();
-        let workers = config.workers.unwrap_or_else(|| default_workers(cores, local_processes()));
+        let share = Share::of_this_process();
+        let workers = config.workers.unwrap_or_else(|| share.workers());
         Arc::new_cyclic(|me| Self {
-            poller: Poller::new(workers, cores),
+            poller: Poller::new(workers, share.has_time_to_look()),
+            share,
             config,
             key,
             label: label(),
@@ -222,18 +226,7 @@ impl Net {
 
     /// How many streams a connection over `rails` rails may have.
     pub fn streams_per_connection(&self, rails: usize) -> usize {
-        let cores = crate::os::thread::cores();
-        let automatic = match cores {
-            // The caller's own thread does as well as a hand-over to a worker that shares its core.
-            0..=3 => 1,
-            4..=7 => 3,
-            // One for short messages, four for long ones. With eight, all-reduces of 256 KiB to 512 MiB took 1.03 to 1.19
-            // of the time on a 32-core host: each message went through more workers, and these were less often awake.
-            _ => 1 + 4,
-        };
-        // One for short messages, and one for long ones on each rail.
-        let least = if rails > 1 { 1 + rails } else { 1 };
-        self.config.streams.unwrap_or(automatic.max(least)).clamp(1, MAX_STREAMS)
+        self.config.streams.unwrap_or_else(|| self.share.streams(rails)).clamp(1, MAX_STREAMS)
     }
 
     /// Opens further streams for a connection that has met its first long message.
@@ -466,28 +459,6 @@ fn descriptor_budget() -> usize {
     // SAFETY: `limit` outlives the call, which fills it.
     let known = unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) } == 0;
     if known { (limit.rlim_cur / 4).min(1024) as usize } else { 256 }
-}
-
-/// Worker threads for one of `processes` on a host of `cores`: three quarters of its share, since NCCL's own threads and the
-/// training program need the rest. Loopback TCP moves about 4 to 5 GB/s per core and direction, so a fast network
-/// needs many; those that have nothing to do sleep, and none is started before it is needed. On a 32-core host 24 did best:
-/// with 16 all-reduces of 4 to 64 MiB took 1.04 to 1.24 of the time, and with 32, which left none for NCCL's threads, two
-/// and a half times at 1 MiB.
-fn default_workers(cores: usize, processes: usize) -> usize {
-    (cores * 3 / 4 / processes.max(1)).clamp(1, 24)
-}
-
-/// How many processes of this job the launcher has started on this host, as far as it says.
-fn local_processes() -> usize {
-    const SAID_BY: [&str; 5] = [
-        "LOCAL_WORLD_SIZE",           // torchrun
-        "OMPI_COMM_WORLD_LOCAL_SIZE", // Open MPI
-        "MPI_LOCALNRANKS",            // MPICH and its relatives
-        "PMI_LOCAL_SIZE",             // PMI
-        "SLURM_NTASKS_PER_NODE",      // Slurm
-    ];
-    let said = SAID_BY.iter().find_map(|name| std::env::var(name).ok()?.parse().ok());
-    said.unwrap_or(1)
 }
 
 fn label() -> String {

@@ -1,0 +1,118 @@
+//! What part of the host's processors is this process's, and how many threads and streams that is worth.
+
+/// The processors that this process may run on, and how many other processes of its job it shares them with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Share {
+    cores: usize,
+    processes: usize,
+}
+
+impl Share {
+    /// As the kernel and the launcher say.
+    pub fn of_this_process() -> Self {
+        Self { cores: crate::os::thread::cores(), processes: local_processes(|name| std::env::var(name).ok()) }
+    }
+
+    /// The cores that there are for this process alone.
+    pub fn own(self) -> usize {
+        (self.cores / self.processes.max(1)).max(1)
+    }
+
+    /// Whether there are so few that workers take from NCCL's own threads, and from other processes, what they are to spare
+    /// them.
+    ///
+    /// Measured with eight ranks on 16 cores, where one worker for each was one too many: without it an all-reduce of 2 MiB
+    /// takes 0.63 of the time and of 32 KiB 0.61, an all-gather of 2 MiB 0.62 and of 128 KiB less than half. With four ranks
+    /// it is the other way round: without workers 1.4 to 1.6 times as long from 2 MiB on.
+    fn is_small(self) -> bool {
+        self.own() <= 3
+    }
+
+    /// Worker threads at most: three quarters of the cores, since NCCL's own threads and the training program need the rest.
+    /// Loopback TCP moves about 4 to 5 GB/s per core and direction, so a fast network needs many; those that have nothing
+    /// to do sleep, and none is started before it is needed. On a 32-core host 24 did best: with 16 all-reduces of 4 to
+    /// 64 MiB took 1.04 to 1.24 of the time, and with 32, which left none for NCCL's threads, two and a half times at 1 MiB.
+    pub fn workers(self) -> usize {
+        (self.own() * 3 / 4).clamp(1, 24)
+    }
+
+    /// Whether workers look for more work before they sleep. On very small machines that takes the core which the peer needs.
+    pub fn has_time_to_look(self) -> bool {
+        self.cores > 4 && !self.is_small()
+    }
+
+    /// Streams of one connection over `rails` rails: one for short messages, and one for long ones on each rail.
+    pub fn streams(self, rails: usize) -> usize {
+        let automatic = match self.cores {
+            // The caller's own thread does as well as a hand-over to a worker that shares its core.
+            _ if self.is_small() => 1,
+            4..=7 => 3,
+            // With eight for long messages, all-reduces of 256 KiB to 512 MiB took 1.03 to 1.19 of the time on a 32-core host:
+            // each message went through more workers, and these were less often awake.
+            _ => 1 + 4,
+        };
+        automatic.max(if rails > 1 { 1 + rails } else { 1 })
+    }
+}
+
+/// How many processes of this job the launcher has started on this host, as far as it says in one of its `variables`.
+fn local_processes(variables: impl Fn(&str) -> Option<String>) -> usize {
+    const SAID_BY: [&str; 8] = [
+        "LOCAL_WORLD_SIZE",           // torchrun
+        "OMPI_COMM_WORLD_LOCAL_SIZE", // Open MPI
+        "MPI_LOCALNRANKS",            // MPICH and its relatives
+        "MV2_COMM_WORLD_LOCAL_SIZE",  // MVAPICH
+        "PMI_LOCAL_SIZE",             // PMI
+        "LOCAL_SIZE",                 // DeepSpeed
+        "HOROVOD_LOCAL_SIZE",         // Horovod
+        "SLURM_STEP_TASKS_PER_NODE",  // Slurm
+    ];
+    SAID_BY.iter().find_map(|name| most_tasks(&variables(name)?)).unwrap_or(1)
+}
+
+/// The largest number of a list as Slurm writes it, `8(x2),4` for two hosts with eight tasks and one with four, or the one
+/// number that others write. Which entry is this host's is not said.
+fn most_tasks(list: &str) -> Option<usize> {
+    let numbers = list.split(',').map(|entry| entry.split('(').next().unwrap_or(entry).trim().parse().ok());
+    numbers.collect::<Option<Vec<usize>>>()?.into_iter().max()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn share(cores: usize, processes: usize) -> Share {
+        Share { cores, processes }
+    }
+
+    #[test]
+    fn a_process_alone_takes_most_of_its_host_and_many_take_their_part_each() {
+        let workers = [(1, 1), (4, 1), (32, 1), (64, 1), (32, 2), (16, 4), (16, 8), (4, 8), (16, 0)];
+        assert_eq!(workers.map(|(cores, n)| share(cores, n).workers()), [1, 3, 24, 24, 12, 3, 1, 1, 12]);
+    }
+
+    #[test]
+    fn with_few_cores_for_each_one_stream_does_but_every_rail_has_its_own() {
+        let of = |cores, processes, rails| share(cores, processes).streams(rails);
+        assert_eq!([(2, 1), (4, 1), (8, 1), (16, 4), (16, 5), (16, 8)].map(|(c, n)| of(c, n, 1)), [1, 3, 5, 5, 1, 1]);
+        assert_eq!([of(2, 1, 2), of(16, 8, 4), of(16, 1, 2), of(16, 1, 8)], [3, 5, 5, 9]);
+        let looks = [(4, 1), (5, 1), (16, 4), (16, 5)].map(|(c, n)| share(c, n).has_time_to_look());
+        assert_eq!(looks, [false, true, true, false]);
+    }
+
+    #[test]
+    fn launchers_say_how_many_processes_there_are() {
+        let said = |set: &[(&str, &str)]| {
+            local_processes(|name| set.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned()))
+        };
+        assert_eq!(said(&[]), 1);
+        assert_eq!(said(&[("LOCAL_SIZE", "4")]), 4);
+        assert_eq!(said(&[("SLURM_STEP_TASKS_PER_NODE", "8(x2),4")]), 8);
+        assert_eq!(said(&[("LOCAL_WORLD_SIZE", "2"), ("SLURM_STEP_TASKS_PER_NODE", "1(x16)")]), 2);
+        assert_eq!(
+            said(&[("LOCAL_WORLD_SIZE", "many"), ("PMI_LOCAL_SIZE", "3")]),
+            3,
+            "what cannot be read is passed over"
+        );
+    }
+}
