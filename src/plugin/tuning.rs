@@ -21,14 +21,6 @@ pub struct Shape {
     pub nodes: usize,
 }
 
-impl Shape {
-    /// A rank on each of more than two nodes: every step of a ring goes over the network, and there are four or more one after
-    /// the other.
-    fn is_long_ring(self) -> bool {
-        self.nodes > 2 && self.ranks == self.nodes
-    }
-}
-
 /// The collectives that NCCL asks about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs, reason = "NCCL's names")]
@@ -156,10 +148,19 @@ fn tree(question: &Question) -> Option<Tree> {
 /// What LL sends in one message: NCCL's buffers for it hold as many bytes of flags.
 const LL_MESSAGE: usize = 32 << 10;
 
+/// What goes from a rank to the next in each step of a long ring: one with a rank on each of more than two nodes, in which every
+/// step goes over the network, and there are two or more one after the other. None where it is not one, or where the
+/// data does not go round in as many parts as there are ranks.
+fn part_of_long_ring(question: &Question) -> Option<usize> {
+    let Shape { ranks, nodes } = question.shape;
+    let in_parts = !matches!(question.collective, Collective::Broadcast | Collective::Reduce);
+    (nodes > 2 && ranks == nodes && in_parts).then(|| question.bytes.div_ceil(nodes))
+}
+
 /// Whether LL would cut each part of a long ring in two, which on the one channel that it has then go one after the other in
 /// every step. Measured with four ranks: at 256 KiB LL takes 1.4 times as long as Simple, at 512 KiB 2.4 times.
 fn exceeds_ll(question: &Question) -> bool {
-    question.shape.is_long_ring() && part(question) > LL_MESSAGE
+    part_of_long_ring(question).is_some_and(|part| part > LL_MESSAGE)
 }
 
 /// Up to so many nodes a ring with Simple was found to be as fast as a tree, or faster, wherever it does not go with LL.
@@ -171,11 +172,6 @@ fn avoids_trees(question: &Question) -> bool {
     question.shape.nodes <= RING_NODES && exceeds_ll(question)
 }
 
-/// What goes between two nodes at a time where each has one rank: a part of as many as there are.
-fn part(question: &Question) -> usize {
-    question.bytes.div_ceil(question.shape.nodes.max(1))
-}
-
 /// Channels by size. Each step of a ring waits for the one before, and a message on each channel must be handed over in it: the
 /// more steps, the larger the parts that are worth another channel. Above the last size NCCL's own number is right.
 ///
@@ -184,11 +180,10 @@ fn part(question: &Question) -> usize {
 /// the numbers for two: one channel 0.86, 0.75 and 0.61 for all-reduces of 128 KiB, 256 KiB and 1 MiB, 0.56 to 0.87 for
 /// all-gathers of 64 KiB to 1 MiB; two channels 0.84 and 0.87 for those of 4 MiB, four 0.9 of 16 and 64 MiB.
 fn channels(question: &Question) -> Option<i32> {
-    let (size, [one, two, four]) = if question.shape.is_long_ring() {
-        (part(question), [128 << 10, 2 << 20, 16 << 20])
-    } else {
-        let one = if question.collective == Collective::AllReduce { 64 << 10 } else { (64 << 10) - 1 };
-        (question.bytes, [one, 384 << 10, 4 << 20])
+    let one = if question.collective == Collective::AllReduce { 64 << 10 } else { (64 << 10) - 1 };
+    let (size, [one, two, four]) = match part_of_long_ring(question) {
+        Some(part) => (part, [128 << 10, 2 << 20, 16 << 20]),
+        None => (question.bytes, [one, 384 << 10, 4 << 20]),
     };
     match size {
         size if size <= one => Some(1),
@@ -260,6 +255,8 @@ mod tests {
         let mixed =
             |ranks, kib: usize| channels(&Question { shape: Shape { ranks, nodes: 4 }, ..question(2, kib << 10) });
         assert_eq!([64, 512, 8 << 10].map(|kib| mixed(32, kib)), [Some(1), Some(4), None]);
+        // Broadcasts do not go in parts.
+        assert_eq!([32, 512].map(|kib| channels(&ring(4, Collective::Broadcast, kib))), [Some(1), Some(4)]);
     }
 
     #[test]
