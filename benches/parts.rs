@@ -184,8 +184,8 @@ impl Source for Counting {
 }
 
 /// From a kick to the poll in the worker, `pause` after the last one.
-fn hand_over(c: &mut Criterion, name: &str, cores: usize, pause: Duration) {
-    let poller = Poller::new(1, cores);
+fn hand_over(c: &mut Criterion, name: &str, looks: bool, pause: Duration) {
+    let poller = Poller::new(1, looks);
     let source = Arc::new(Counting::default());
     let registration = poller.worker(0).unwrap().register(source.clone(), None).unwrap();
     c.benchmark_group("hand-over to a worker").bench_function(name, |b| {
@@ -218,7 +218,7 @@ fn main() {
     scheduling(&mut c);
     slots(&mut c);
     // The number of cores decides whether a worker stays awake for a while.
-    hand_over(&mut c, "that sleeps", 2, Duration::from_micros(300));
-    hand_over(&mut c, "that is still awake", 8, Duration::ZERO);
+    hand_over(&mut c, "that sleeps", false, Duration::from_micros(300));
+    hand_over(&mut c, "that is still awake", true, Duration::ZERO);
     c.final_summary();
 }
