@@ -352,6 +352,35 @@ fn a_way_that_falls_silent_is_left_before_the_device_gives_up() {
     });
 }
 
+/// A cable that loses packets, three of a hundred: a new queue pair's first write passes, and what follows falls silent, again
+/// and again. `RDMA_LOSSY` says for how many seconds.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_way_that_loses_packets_is_lived_with() {
+    const NAME: &str = "a_way_that_loses_packets_is_lived_with";
+    let seconds = std::env::var("RDMA_LOSSY").ok().and_then(|text| text.parse().ok()).unwrap_or(4);
+    let _links = Links::new();
+    child::alone(NAME, &[("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "NET")], || {
+        let _watchdog = watchdog(120 + seconds);
+        under_traffic(|traffic, log| {
+            traffic.goes_on("traffic");
+            let near = SECOND.0[0].0;
+            machine(&format!("tc qdisc add dev {near} root netem loss 3%"));
+            let mut before = traffic.messages.load(Ordering::Relaxed);
+            let rates: Vec<u64> = (0..seconds)
+                .map(|_| {
+                    std::thread::sleep(Duration::from_secs(1));
+                    let now = traffic.messages.load(Ordering::Relaxed);
+                    now - std::mem::replace(&mut before, now)
+                })
+                .collect();
+            eprintln!("messages in each second: {rates:?}; lost {} times", said(log, "goes on over 1 of 2") / 2);
+            machine(&format!("tc qdisc del dev {near} root"));
+            traffic.goes_on("traffic without losses");
+        });
+    });
+}
+
 /// Hosts whose RDMA ports are their only interfaces: with a link both a queue pair goes and the connection's TCP socket,
 /// over which its two ends would say what they have got of it. With news of the link, and without.
 #[test]

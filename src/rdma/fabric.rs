@@ -18,6 +18,7 @@ use super::alarm::Alarm;
 use super::gid;
 use super::mending::{Life, Trouble, patience, pause};
 use super::record::{LaneRecord, PortRecord, Record, VERSION};
+use super::relapse::Relapses;
 use super::stripe::MAX_LANES;
 use super::trouble::Ends;
 use super::verbs::{
@@ -63,6 +64,8 @@ pub struct Lane {
     pub(super) next_try: Option<Instant>,
     /// How many tries for one there were since.
     pub(super) tries: u32,
+    /// Whether it is lost again and again.
+    pub(super) relapses: Relapses,
     inline_bytes: u32,
     /// The place of its adapter in this side's device.
     pub adapter: usize,
@@ -195,6 +198,7 @@ impl Fabric {
                 without_ece: false,
                 next_try: None,
                 tries: 0,
+                relapses: Relapses::default(),
                 adapter: at,
                 peer_port,
                 first_packet,
@@ -265,6 +269,7 @@ impl Fabric {
     pub(super) fn is_back(&mut self, index: usize) {
         let lane = &mut self.lanes[index];
         (lane.life, lane.room, lane.tries) = (Life::Up, self.depth.send, 0);
+        lane.relapses.is_back(Instant::now());
     }
 
     /// A new queue pair of a lane has come to nothing, and the peer knows. Its number is used up.

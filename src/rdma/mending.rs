@@ -291,6 +291,7 @@ impl Base {
             if lane.is_up() {
                 (left, lost) = (left - 1, lost + 1);
                 first.get_or_insert(trouble.error);
+                lane.relapses.is_lost(now);
             } else if lane.life != Life::Returning {
                 continue;
             }
@@ -369,9 +370,24 @@ impl Base {
     /// The sender's: offers new queue pairs for lanes that are lost and whose ports are up. When to look again.
     pub fn offer_lanes(&self, fabric: &mut Fabric) -> Option<Instant> {
         let now = Instant::now();
+        let is_alone = fabric.living().next().is_none();
         for index in 0..fabric.lanes.len() {
             let lane = &mut fabric.lanes[index];
             if lane.life != Life::Lost || lane.next_try.is_some_and(|at| at > now) {
+                continue;
+            }
+            if let Some(until) = lane.relapses.until().filter(|until| *until > now && !is_alone) {
+                if let Some((times, pause)) = lane.relapses.news() {
+                    let (doing, peer, port) = (self.doing, &self.peer, self.adapters[lane.adapter].name());
+                    tracing::warn!(
+                        target: NET,
+                        "{doing} {peer} leaves a queue pair of {port} out for {} s: it was lost soon after its return, \
+                         {times} times in a row; look at that port, its cable and the switches on its way",
+                        pause.as_secs()
+                    );
+                }
+                // Looked at often meanwhile: it may become the only one.
+                lane.next_try = Some(until.min(now + LOOK));
                 continue;
             }
             lane.next_try = Some(now + LOOK);

@@ -27,7 +27,7 @@
 //! | [`base`] | what both directions have in common, and the control channel |
 //! | [`sender`], [`receiver`] | one connection each |
 //! | [`flush`] | making received bytes visible to the GPU |
-//! | [`mending`], [`ledger`], [`silence`] | going on when a queue pair is lost, or brings nothing any more |
+//! | [`mending`], [`ledger`], [`silence`], [`relapse`] | going on when a queue pair is lost, or brings nothing any more |
 //! | [`trouble`] | what a failed work request means |
 //! | [`record`], [`greeting`] | getting connected |
 //! | [`events`] | asynchronous events of devices |
@@ -65,6 +65,7 @@ pub mod mr_cache;
 pub mod receiver;
 pub mod receives;
 pub mod record;
+pub mod relapse;
 pub mod said;
 pub mod sender;
 pub mod silence;

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::os::unix::net::UnixStream;
 use std::ptr::null_mut;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use crate::engine::request::{MAX_PARTS, Ticket};
 use crate::os::error::Cause;
@@ -155,6 +156,39 @@ fn queue_pairs_that_fail_lose_nothing_and_come_back() {
         let lost = |base: &Base| base.counters.lost_pairs.load(Ordering::Relaxed);
         println!("round {round}: {lanes} queue pairs; {} were lost", lost(ends.recv.base()));
         assert!(lost(ends.send.base()) > 0 && lost(ends.send.base()) == lost(ends.recv.base()));
+        ends.send.close();
+        ends.recv.close();
+    }
+}
+
+/// Breaks the first queue pair, under traffic, and says after how long it carries messages again.
+fn break_first(ends: &Ends, dice: &mut Dice) -> Duration {
+    let lost = || ends.send.base().counters.lost_pairs.load(Ordering::Relaxed);
+    let (before, began) = (lost(), Instant::now());
+    ends.send.with_fabric(|fabric| fabric.lanes()[0].break_pair());
+    let mut is_back = false;
+    while !is_back {
+        traffic(ends, dice, 1, |_, _| ());
+        ends.send.with_fabric(|fabric| is_back = fabric.lanes()[0].is_up() && lost() > before);
+    }
+    began.elapsed()
+}
+
+/// A queue pair that breaks again and again stays out for longer from the third relapse on, unless it is the only one.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_queue_pair_that_is_lost_again_and_again_stays_out_unless_it_is_the_only_one() {
+    let mut dice = Dice(0x1055);
+    let two = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], lanes: 2, variables: &IMPATIENT, ..Plan::default() });
+    let first: Vec<Duration> = (0..3).map(|_| break_first(&two, &mut dice)).collect();
+    let fourth = break_first(&two, &mut dice);
+    println!("out for {first:?}, then {fourth:?}");
+    assert!(fourth > Duration::from_millis(1800) && fourth > *first.iter().min().expect("three") * 2);
+    let one = Ends::connect(&Plan { ports: [&[0], &[0]], lanes: 1, variables: &IMPATIENT, ..Plan::default() });
+    let alone: Vec<Duration> = (0..6).map(|_| break_first(&one, &mut dice)).collect();
+    println!("alone, out for {alone:?}");
+    assert!(alone.last().expect("six") < &Duration::from_secs(4), "it would be four seconds and more");
+    for ends in [one, two] {
         ends.send.close();
         ends.recv.close();
     }

@@ -1,0 +1,98 @@
+//! How long a lane stays out that is lost again and again soon after it has come back.
+//!
+//! A cable that loses one packet in a thousand lets a new queue pair's first write pass, and what is entrusted to it a moment
+//! later falls silent: with NCCL's defaults a device sends again only after four seconds. Each time the messages on it wait
+//! for two seconds until it is given up, so a connection that always took it back at once would carry next to nothing,
+//! although another lane carries everything. So the pauses grow: the first losses cost it half a second, like any, since a
+//! port that goes down twice in a minute may well stay up then; from the third relapse in a row on 2, 4, 8, 16 and then 30
+//! seconds.
+//!
+//! A lane that stayed for half a minute has recovered. And when there is no other lane none of this counts.
+//!
+//! Pure: no clock, no device.
+
+use std::time::{Duration, Instant};
+
+/// A loss so soon after the return is a relapse.
+const SOON: Duration = Duration::from_secs(30);
+
+/// So many relapses in a row cost nothing.
+const FREE: u32 = 2;
+
+/// The longest that a lane stays out before the next try.
+const LONGEST: Duration = Duration::from_secs(30);
+
+/// The history of a lane.
+#[derive(Debug, Default)]
+pub struct Relapses {
+    returned: Option<Instant>,
+    in_a_row: u32,
+    until: Option<Instant>,
+    /// For how long, if that was not told yet.
+    news: Option<Duration>,
+}
+
+impl Relapses {
+    /// It carries messages again.
+    pub fn is_back(&mut self, now: Instant) {
+        self.returned = Some(now);
+    }
+
+    /// It is lost.
+    pub fn is_lost(&mut self, now: Instant) {
+        let is_soon = self.returned.take().is_some_and(|at| now.saturating_duration_since(at) < SOON);
+        self.in_a_row = if is_soon { self.in_a_row.saturating_add(1) } else { 0 };
+        let beyond = self.in_a_row.checked_sub(FREE + 1);
+        self.news = beyond.map(|count| Duration::from_secs(2 << count.min(4)).min(LONGEST));
+        self.until = self.news.map(|pause| now + pause);
+    }
+
+    /// Until when it stays out; none if it does not.
+    pub fn until(&self) -> Option<Instant> {
+        self.until
+    }
+
+    /// How often it was lost in a row soon after its return, and for how long it stays out. Once for each time.
+    pub fn news(&mut self) -> Option<(u32, Duration)> {
+        self.news.take().map(|pause| (self.in_a_row, pause))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// For how many seconds it stays out after each loss, having been up for as long as said each time.
+    fn pauses(up: &[u64]) -> Vec<u64> {
+        let (mut lane, mut now) = (Relapses::default(), Instant::now());
+        up.iter()
+            .map(|seconds| {
+                now += Duration::from_secs(*seconds);
+                lane.is_lost(now);
+                let (until, pause) = (lane.until(), lane.news().map_or(Duration::ZERO, |(_, pause)| pause));
+                assert_eq!(until, (!pause.is_zero()).then(|| now + pause));
+                assert_eq!(lane.news(), None, "once");
+                now += pause;
+                lane.is_back(now);
+                pause.as_secs()
+            })
+            .collect()
+    }
+
+    #[test]
+    fn only_a_lane_that_is_lost_again_and_again_stays_out_and_ever_longer() {
+        assert_eq!(pauses(&[1; 12]), [0, 0, 0, 2, 4, 8, 16, 30, 30, 30, 30, 30]);
+    }
+
+    #[test]
+    fn one_that_stayed_for_half_a_minute_has_recovered() {
+        assert_eq!(pauses(&[1, 1, 1, 29, 1, 30, 1, 1, 1]), [0, 0, 0, 2, 4, 0, 0, 0, 2]);
+    }
+
+    #[test]
+    fn a_loss_without_a_return_in_between_is_the_first() {
+        let (mut lane, now) = (Relapses::default(), Instant::now());
+        (0..10).for_each(|_| lane.is_lost(now));
+        assert_eq!((lane.until(), lane.news()), (None, None));
+    }
+}
