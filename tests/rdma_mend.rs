@@ -358,7 +358,7 @@ fn a_way_that_falls_silent_is_left_before_the_device_gives_up() {
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_way_that_loses_packets_is_lived_with() {
     const NAME: &str = "a_way_that_loses_packets_is_lived_with";
-    let seconds = std::env::var("RDMA_LOSSY").ok().and_then(|text| text.parse().ok()).unwrap_or(4);
+    let seconds = std::env::var("RDMA_LOSSY").ok().and_then(|text| text.parse().ok()).unwrap_or(3);
     let _links = Links::new();
     child::alone(NAME, &[("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "NET")], || {
         let _watchdog = watchdog(120 + seconds);
