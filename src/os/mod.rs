@@ -3,6 +3,7 @@
 //! Nothing here knows NCCL's structs, a wire format or a backend.
 
 pub mod config;
+pub mod cores;
 pub mod error;
 pub mod fd;
 pub mod fork;

@@ -32,11 +32,6 @@ pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<Joi
     started
 }
 
-/// How many processors this process may use: the affinity mask, not the machine.
-pub fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

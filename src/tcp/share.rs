@@ -1,21 +1,19 @@
 //! What part of the host's processors is this process's, and how many threads and streams that is worth.
 
-/// The processors that this process may run on, and how many other processes of its job it shares them with.
+use crate::os::cores::Cores;
+
+/// The processors that this process may run on, and those of them that it need not share with other processes of its job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Share {
     cores: usize,
-    processes: usize,
+    own: usize,
 }
 
 impl Share {
     /// As the kernel and the launcher say.
     pub fn of_this_process() -> Self {
-        Self { cores: crate::os::thread::cores(), processes: local_processes(|name| std::env::var(name).ok()) }
-    }
-
-    /// The cores that there are for this process alone.
-    pub fn own(self) -> usize {
-        (self.cores / self.processes.max(1)).max(1)
+        let (cores, processes) = (Cores::of_this_process(), local_processes(|name| std::env::var(name).ok()));
+        Self { cores: cores.usable, own: cores.of_one_in(processes) }
     }
 
     /// Whether there are so few that workers take from NCCL's own threads, and from other processes, what they are to spare
@@ -25,7 +23,7 @@ impl Share {
     /// takes 0.63 of the time and of 32 KiB 0.61, an all-gather of 2 MiB 0.62 and of 128 KiB less than half. With four ranks
     /// it is the other way round: without workers 1.4 to 1.6 times as long from 2 MiB on.
     fn is_small(self) -> bool {
-        self.own() <= 3
+        self.own <= 3
     }
 
     /// Worker threads at most: three quarters of the cores, since NCCL's own threads and the training program need the rest.
@@ -33,7 +31,7 @@ impl Share {
     /// to do sleep, and none is started before it is needed. On a 32-core host 24 did best: with 16 all-reduces of 4 to
     /// 64 MiB took 1.04 to 1.24 of the time, and with 32, which left none for NCCL's threads, two and a half times at 1 MiB.
     pub fn workers(self) -> usize {
-        (self.own() * 3 / 4).clamp(1, 24)
+        (self.own * 3 / 4).clamp(1, 24)
     }
 
     /// Whether workers look for more work before they sleep. On very small machines that takes the core which the peer needs.
@@ -81,8 +79,9 @@ fn most_tasks(list: &str) -> Option<usize> {
 mod tests {
     use super::*;
 
+    /// Of a host whose processes are not bound to anything.
     fn share(cores: usize, processes: usize) -> Share {
-        Share { cores, processes }
+        Share { cores, own: Cores { usable: cores, bound: cores, shared: cores }.of_one_in(processes) }
     }
 
     #[test]
