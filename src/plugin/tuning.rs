@@ -100,7 +100,7 @@ pub(crate) fn advice(question: &Question) -> Option<Advice> {
         tree: tree(question),
         avoids_pat: question.bytes > PAT_MAX,
         avoids_ll: exceeds_ll(question),
-        avoids_trees: avoids_trees(question),
+        avoids_trees: exceeds_ll(question),
         channels: channels(question),
     })
 }
@@ -148,28 +148,28 @@ fn tree(question: &Question) -> Option<Tree> {
 /// What LL sends in one message: NCCL's buffers for it hold as many bytes of flags.
 const LL_MESSAGE: usize = 32 << 10;
 
+/// All-reduces among so many nodes go round in a ring wherever they do not go with LL. Measured: with Simple 1.0, 0.87 and 0.57
+/// of a tree's time at 128, 256 and 512 KiB with four ranks, 0.84, 0.55 and 0.7 with three. NCCL's estimates have the tree
+/// ahead up to 256 KiB. Among many they are right: a ring has as many steps, a tree's messages are as long as ever.
+const RING_NODES: usize = 4;
+
 /// What goes from a rank to the next in each step of a long ring: one with a rank on each of more than two nodes, in which every
 /// step goes over the network, and there are two or more one after the other. None where it is not one, or where the
 /// data does not go round in as many parts as there are ranks.
 fn part_of_long_ring(question: &Question) -> Option<usize> {
     let Shape { ranks, nodes } = question.shape;
-    let in_parts = !matches!(question.collective, Collective::Broadcast | Collective::Reduce);
-    (nodes > 2 && ranks == nodes && in_parts).then(|| question.bytes.div_ceil(nodes))
+    let goes_round = match question.collective {
+        Collective::AllGather | Collective::ReduceScatter => true,
+        Collective::AllReduce => nodes <= RING_NODES,
+        Collective::Broadcast | Collective::Reduce => false,
+    };
+    (nodes > 2 && ranks == nodes && goes_round).then(|| question.bytes.div_ceil(nodes))
 }
 
 /// Whether LL would cut each part of a long ring in two, which on the one channel that it has then go one after the other in
 /// every step. Measured with four ranks: at 256 KiB LL takes 1.4 times as long as Simple, at 512 KiB 2.4 times.
 fn exceeds_ll(question: &Question) -> bool {
     part_of_long_ring(question).is_some_and(|part| part > LL_MESSAGE)
-}
-
-/// Up to so many nodes a ring with Simple was found to be as fast as a tree, or faster, wherever it does not go with LL.
-/// Measured: 1.0, 0.87 and 0.57 of a tree's time at 128, 256 and 512 KiB with four ranks, 0.84, 0.55 and 0.7 with three.
-/// NCCL's estimates have the tree ahead up to 256 KiB. With many nodes they are right: a ring has as many steps.
-const RING_NODES: usize = 4;
-
-fn avoids_trees(question: &Question) -> bool {
-    question.shape.nodes <= RING_NODES && exceeds_ll(question)
 }
 
 /// Channels by size. Each step of a ring waits for the one before, and a message on each channel must be handed over in it: the
@@ -255,8 +255,10 @@ mod tests {
         let mixed =
             |ranks, kib: usize| channels(&Question { shape: Shape { ranks, nodes: 4 }, ..question(2, kib << 10) });
         assert_eq!([64, 512, 8 << 10].map(|kib| mixed(32, kib)), [Some(1), Some(4), None]);
-        // Broadcasts do not go in parts.
+        // Broadcasts do not go in parts, nor do all-reduces among many, for which NCCL builds trees.
         assert_eq!([32, 512].map(|kib| channels(&ring(4, Collective::Broadcast, kib))), [Some(1), Some(4)]);
+        let reduced = |nodes| [64, 512, 8 << 10].map(|kib| channels(&ring(nodes, Collective::AllReduce, kib)));
+        assert_eq!([4, 64].map(reduced), [[Some(1), Some(1), Some(2)], [Some(1), Some(4), None]]);
     }
 
     #[test]
@@ -268,7 +270,7 @@ mod tests {
         let reduced = |nodes, kib| avoided(ring(nodes, Collective::AllReduce, kib));
         assert_eq!([128, 129, 4096].map(|kib| reduced(4, kib)), [(false, false), (true, true), (true, true)]);
         assert_eq!([96, 128].map(|kib| reduced(3, kib)), [(false, false), (true, true)]);
-        assert_eq!([256, 512].map(|kib| reduced(8, kib)), [(false, false), (true, false)]);
+        assert_eq!([256, 512, 4096].map(|kib| reduced(8, kib)), [(false, false); 3]);
         assert_eq!(reduced(2, 4096), (false, false));
         let eight_each = Question { shape: Shape { ranks: 32, nodes: 4 }, ..question(2, 4 << 20) };
         assert_eq!(avoided(eight_each), (false, false));
