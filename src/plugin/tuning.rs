@@ -98,7 +98,7 @@ pub(crate) fn advice(question: &Question) -> Option<Advice> {
         ll_costs_more_us,
         ll128_costs_more_us: ll_costs_more_us * LL128_SHARE,
         tree: tree(question),
-        avoids_pat: question.bytes > PAT_MAX,
+        avoids_pat: question.bytes > PAT_MAX.max(PAT_PART_MAX * question.shape.ranks),
         avoids_ll: exceeds_ll(question),
         avoids_trees: exceeds_ll(question),
         channels: channels(question),
@@ -119,6 +119,9 @@ fn on_the_wire(question: &Question) -> f32 {
 /// PAT cuts all-gathers and reduce-scatters into more, smaller messages than a ring does. Measured with two ranks: 0.73 of the
 /// ring's time at 256 KiB, 2.1 to 2.6 times at 1 MiB.
 const PAT_MAX: usize = 512 << 10;
+/// And parts of up to this many bytes, which many ranks have of more than that: a ring would have a step for each of them. Not
+/// measured with more than eight ranks, for which the two are the same.
+const PAT_PART_MAX: usize = 64 << 10;
 
 /// All-reduces up to this many bytes: a tree needs as many messages one after the other as a ring with two ranks, but half of
 /// all, and with more ranks fewer. Measured with two ranks and LL: 0.88 of the ring's time at 8 B, 0.84 at 2 KiB, 0.98 at
@@ -229,6 +232,9 @@ mod tests {
         let gathered = Question { collective: Collective::AllGather, ..question(2, 256 << 10) };
         assert!(advice(&gathered).unwrap().tree.is_none() && !advice(&gathered).unwrap().avoids_pat);
         assert!(advice(&Question { bytes: 1 << 20, ..gathered }).unwrap().avoids_pat);
+        let avoids_pat = |nodes, kib| advice(&ring(nodes, Collective::AllGather, kib)).unwrap().avoids_pat;
+        assert_eq!([4, 8, 64].map(|nodes| avoids_pat(nodes, 513)), [true, true, false]);
+        assert_eq!([4096, 4097].map(|kib| avoids_pat(64, kib)), [false, true]);
     }
 
     #[test]
