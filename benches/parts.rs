@@ -217,7 +217,7 @@ fn main() {
     protection(&mut c);
     scheduling(&mut c);
     slots(&mut c);
-    // The number of cores decides whether a worker stays awake for a while.
+    // The cores of a process decide whether a worker stays awake for a while.
     hand_over(&mut c, "that sleeps", false, Duration::from_micros(300));
     hand_over(&mut c, "that is still awake", true, Duration::ZERO);
     c.final_summary();

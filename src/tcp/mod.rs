@@ -27,6 +27,7 @@
 //! | [`takeover`] | handing a proven connection to another backend |
 //! | [`shortage`] | asking again where the kernel had no memory |
 //! | [`watch`] | noticing that a path has died without a word |
+//! | [`share`] | how many threads and streams a process's part of the cores is worth |
 
 pub mod acceptor;
 pub mod ack;
