@@ -180,10 +180,8 @@ impl Costs<'_> {
             Some(Tree::Simple) => self.choose(NCCL_ALGO_TREE as usize, NCCL_PROTO_SIMPLE as usize),
             None => {}
         }
-        if advice.avoids_ll {
+        if advice.avoids_ll_and_trees {
             self.add(NCCL_PROTO_LL as usize, LAST_CHOICE_US);
-        }
-        if advice.avoids_trees {
             self.discourage(NCCL_ALGO_TREE as usize);
         }
         if advice.avoids_pat {

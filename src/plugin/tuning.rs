@@ -62,10 +62,8 @@ pub struct Advice {
     pub tree: Option<Tree>,
     /// Whether PAT is to be left out.
     pub avoids_pat: bool,
-    /// Whether LL is to be left out.
-    pub avoids_ll: bool,
-    /// Whether trees are to be left out.
-    pub avoids_trees: bool,
+    /// Whether LL and trees are to be left out.
+    pub avoids_ll_and_trees: bool,
     /// On how many channels at most; None leaves it to NCCL.
     pub channels: Option<i32>,
 }
@@ -99,8 +97,7 @@ pub(crate) fn advice(question: &Question) -> Option<Advice> {
         ll128_costs_more_us: ll_costs_more_us * LL128_SHARE,
         tree: tree(question),
         avoids_pat: question.bytes > PAT_MAX.max(PAT_PART_MAX * question.shape.ranks),
-        avoids_ll: exceeds_ll(question),
-        avoids_trees: exceeds_ll(question),
+        avoids_ll_and_trees: exceeds_ll(question),
         channels: channels(question),
     })
 }
@@ -269,16 +266,13 @@ mod tests {
 
     #[test]
     fn a_long_ring_sends_parts_whole_and_few_nodes_need_no_tree_for_that() {
-        let avoided = |question: Question| {
-            let advice = advice(&question).unwrap();
-            (advice.avoids_ll, advice.avoids_trees)
-        };
+        let avoided = |question: Question| advice(&question).unwrap().avoids_ll_and_trees;
         let reduced = |nodes, kib| avoided(ring(nodes, Collective::AllReduce, kib));
-        assert_eq!([128, 129, 4096].map(|kib| reduced(4, kib)), [(false, false), (true, true), (true, true)]);
-        assert_eq!([96, 128].map(|kib| reduced(3, kib)), [(false, false), (true, true)]);
-        assert_eq!([256, 512, 4096].map(|kib| reduced(8, kib)), [(false, false); 3]);
-        assert_eq!(reduced(2, 4096), (false, false));
+        assert_eq!([128, 129, 4096].map(|kib| reduced(4, kib)), [false, true, true]);
+        assert_eq!([96, 128].map(|kib| reduced(3, kib)), [false, true]);
+        assert_eq!([256, 512, 4096].map(|kib| reduced(8, kib)), [false; 3]);
+        assert!(!reduced(2, 4096));
         let eight_each = Question { shape: Shape { ranks: 32, nodes: 4 }, ..question(2, 4 << 20) };
-        assert_eq!(avoided(eight_each), (false, false));
+        assert!(!avoided(eight_each));
     }
 }
