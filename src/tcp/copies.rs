@@ -1,9 +1,10 @@
-//! Copies of short messages, kept for a possible resend: their buffers, which are used again.
+//! Buffers that are used again: for copies of short messages, kept for a possible resend, and for messages that came before
+//! their receive was posted.
 //!
 //! A copy has room for the frame header before the bytes, so that both leave in one piece. The shortest come and go with
 //! every message: their buffers belong to the connection, in the state whose lock is held whenever one is made or given
-//! back ([`Own`]). The others come in three sizes from a store of the process ([`Copies`]), since allocators give blocks
-//! this large back to the system and fault them in again.
+//! back ([`Own`]). The others, and those for early messages that are as long, come in three sizes from a store of the process
+//! ([`Copies`]), since allocators give blocks this large back to the system and fault them in again.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -21,8 +22,9 @@ const OWN_SPARE: [usize; 2] = [256, 32];
 /// The sizes of stored buffers in bytes.
 const CLASSES: [usize; 3] = [(4 << 10) + HEADER, (16 << 10) + HEADER, REPLAY_MAX as usize + HEADER];
 
-/// How many unused buffers of each size the process keeps: at most 2.7 MiB.
-const SPARE: usize = 32;
+/// Bytes of unused buffers of each size that the process keeps: those of sixteen connections which have 32 messages of 8 KiB
+/// unacknowledged each. With fewer, buffers of a burst went back to the system and were faulted in again by the next one.
+const SPARE_BYTES: usize = 10 << 20;
 
 /// A connection's buffers that are not in use, for messages of up to [`COPY_FIRST_MAX`] bytes.
 #[derive(Debug, Default)]
@@ -70,6 +72,19 @@ impl Copies {
         unsafe { fill(self.buffer(HEADER + length), data, length) }
     }
 
+    /// Room for a message that nobody has asked for yet: at least `length` bytes, of whatever they were before. The shortest have
+    /// blocks of their own, for which an allocator is fast: there may be thousands of them.
+    pub fn stage(&self, length: usize) -> Vec<u8> {
+        if length as u64 <= COPY_FIRST_MAX {
+            return vec![0; length];
+        }
+        let mut buffer = self.buffer(length);
+        if buffer.len() < length {
+            buffer.resize(length, 0);
+        }
+        buffer
+    }
+
     /// A buffer that holds at least `size` bytes.
     fn buffer(&self, size: usize) -> Vec<u8> {
         match CLASSES.iter().position(|class| size <= *class) {
@@ -81,11 +96,11 @@ impl Copies {
         }
     }
 
-    /// A copy that is not needed any more.
+    /// A buffer that is not needed any more.
     pub fn give_back(&self, copy: Vec<u8>) {
         let Some(class) = CLASSES.iter().position(|class| *class == copy.capacity()) else { return };
         let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
-        if spare[class].len() < SPARE {
+        if spare[class].len() < SPARE_BYTES / CLASSES[class] {
             spare[class].push(copy);
         }
     }
@@ -107,6 +122,7 @@ unsafe fn fill(mut buffer: Vec<u8>, data: *const u8, length: usize) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::limits::ACK_EVERY;
     use super::*;
 
     #[test]
@@ -132,6 +148,41 @@ mod tests {
             }
             assert_eq!(addresses[0], addresses[1]);
         }
+    }
+
+    #[test]
+    fn what_a_burst_has_needed_serves_the_next_one() {
+        let copies = Copies::default();
+        let payload = vec![7; 8 << 10];
+        let burst = || {
+            // SAFETY: the vector is that long.
+            let taken: Vec<_> =
+                (0..16 * ACK_EVERY).map(|_| unsafe { copies.copy(payload.as_ptr(), payload.len()) }).collect();
+            let mut addresses: Vec<_> = taken.iter().map(|copy| copy.as_ptr()).collect();
+            addresses.sort_unstable();
+            taken.into_iter().for_each(|copy| copies.give_back(copy));
+            addresses
+        };
+        let (first, kept) = (burst(), copies.spare.lock().unwrap()[1].len());
+        assert_eq!(kept, first.len(), "none was given away");
+        assert_eq!(burst(), first);
+    }
+
+    #[test]
+    fn room_for_early_messages_is_used_again_too() {
+        let copies = Copies::default();
+        let staged = |length| {
+            let buffer = copies.stage(length);
+            assert!(buffer.len() >= length);
+            let address = (buffer.as_ptr(), buffer.capacity());
+            copies.give_back(buffer);
+            address
+        };
+        for length in [961, 8 << 10, 64 << 10] {
+            assert_eq!(staged(length), staged(length / 2 + 512));
+        }
+        assert_eq!(staged(960).1, 960);
+        assert_eq!(staged(0).1, 0);
     }
 
     #[test]

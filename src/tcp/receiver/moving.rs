@@ -235,7 +235,7 @@ impl RecvConn {
                     state.stage_heads.resize(stage + 1, (index, *header));
                 }
                 state.stage_heads[stage] = (index, *header);
-                let buffer = state.stages[stage].insert(vec![0; header.length as usize].into_boxed_slice());
+                let buffer = state.stages[stage].insert(self.net.copies.stage(header.length as usize));
                 Ok(Target { data: buffer.as_mut_ptr() })
             }
         }
@@ -275,6 +275,7 @@ impl RecvConn {
         let to = state.targets[part.slot as usize][part.part as usize].data;
         // SAFETY: the core has checked that the message fits the posted buffer, and the two are different memory.
         unsafe { wire::copy_ascending(buffer.as_ptr(), to, total as usize) };
+        self.net.copies.give_back(buffer);
         let (index, head) = state.stage_heads[stage];
         state.core.unstaged(head.tag, stage);
         if self.events.hears() {
