@@ -218,6 +218,9 @@ impl SendConn {
     pub fn new(net: Arc<Net>, link: Link, peer: Peer, first: Sock, seal: Seal) -> Result<Arc<Self>> {
         let recovery = link.features & FEATURE_RECOVERY != 0;
         let turn = net.next_turn();
+        if recovery {
+            net.copies.warm_up();
+        }
         let conn = Arc::new_cyclic(|me| Self {
             me: me.clone(),
             net,
