@@ -415,6 +415,22 @@ fn doctor_shows_the_host_as_text_and_as_json() {
     assert!(json["limits"]["descriptors"]["soft"].as_u64().unwrap_or(u64::MAX) > 0);
 }
 
+/// Started as a process of a job would be, it tells what part of the cores that takes for its own.
+#[test]
+fn doctor_tells_a_process_its_part_of_the_cores() {
+    let doctor = |processes: &str| {
+        let output = towline(&["doctor", "--json"]).env("LOCAL_WORLD_SIZE", processes).output().unwrap();
+        let json: serde_json::Value = serde_json::from_str(&out(&output)).expect("JSON and nothing else");
+        ["cores", "own_cores"].map(|name| json["limits"][name].as_u64().unwrap())
+    };
+    let [cores, own] = doctor("100000");
+    assert_eq!(own, 1);
+    assert!(doctor("1")[1] >= cores.min(2));
+    let output = towline(&["doctor"]).env("LOCAL_WORLD_SIZE", "100000").output().unwrap();
+    let shared = format!("{cores}, 1 for each process of the job");
+    assert!(cores == 1 || out(&output).contains(&shared), "{}", out(&output));
+}
+
 #[test]
 fn doctor_names_the_cure() {
     let output = towline(&["doctor"]).env("NCCL_NET", "Socket").env("TOWLINE_STREAM", "2").output().unwrap();

@@ -16,6 +16,11 @@ impl Share {
         Self { cores: cores.usable, own: cores.of_one_in(processes) }
     }
 
+    /// The processors that this process need not share with others of its job.
+    pub fn own(self) -> usize {
+        self.own
+    }
+
     /// Whether there are so few that workers take from NCCL's own threads, and from other processes, what they are to spare
     /// them.
     ///

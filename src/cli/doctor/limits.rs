@@ -4,6 +4,7 @@ use std::fs;
 
 use serde::Serialize;
 use towline::os::config::Config;
+use towline::tcp::share::Share;
 
 use super::Finding;
 
@@ -25,6 +26,8 @@ pub(super) struct Facts {
     pub(super) congestion_control: Option<String>,
     pub(super) congestion_controls: Vec<String>,
     pub(super) cores: usize,
+    /// Those of them that a process started in this environment takes for its own.
+    pub(super) own_cores: usize,
 }
 
 /// `None` is unlimited.
@@ -47,6 +50,7 @@ pub(super) fn look(config: &Config, findings: &mut Vec<Finding>) -> Facts {
             .map(|text| text.split_whitespace().map(str::to_owned).collect())
             .unwrap_or_default(),
         cores: std::thread::available_parallelism().map_or(1, usize::from),
+        own_cores: Share::of_this_process().own(),
     };
     let has_rdma = fs::read_dir("/sys/class/infiniband").is_ok_and(|mut devices| devices.next().is_some());
     judge(&facts, config.tcp_congestion.as_deref(), has_rdma, findings);

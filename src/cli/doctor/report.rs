@@ -116,6 +116,10 @@ fn limits(diagnosis: &Diagnosis, output: &mut Output) {
     if !facts.congestion_controls.is_empty() {
         control = format!("{control} (of {})", facts.congestion_controls.join(", "));
     }
+    let cores = match facts.own_cores {
+        own if own < facts.cores => format!("{}, {own} for each process of the job", facts.cores),
+        _ => facts.cores.to_string(),
+    };
     output.line("");
     output.line("Limits");
     for (name, value) in [
@@ -126,7 +130,7 @@ fn limits(diagnosis: &Diagnosis, output: &mut Output) {
         ("net.ipv4.tcp_rmem", three(facts.tcp_receive_buffer)),
         ("net.ipv4.tcp_wmem", three(facts.tcp_send_buffer)),
         ("congestion control", control),
-        ("cores", facts.cores.to_string()),
+        ("cores", cores),
     ] {
         output.line(format!("  {name:<19} {value}"));
     }
