@@ -74,12 +74,8 @@ impl Copies {
         self.warm.get_or_init(|| {
             let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
             for ((spare, size), count) in spare.iter_mut().zip(CLASSES).zip(FIRST) {
-                spare.extend((0..count).map(|_| {
-                    let mut buffer = Vec::with_capacity(size);
-                    // Zeroes of an allocator's may be memory that is not there yet.
-                    buffer.resize(size, 0);
-                    buffer
-                }));
+                // Not zeroes, which an allocator may have without touching any memory.
+                spare.extend((0..count).map(|_| vec![1; size]));
             }
         });
     }
