@@ -8,9 +8,8 @@
 
 mod support;
 
-use std::process::Command;
-
 use support::injector::{Injector, faulty_verbs};
+use support::machine::machine;
 use support::{PATIENCE, child, eventually, net, pattern, watchdog};
 use towline::host::log::Capture;
 use towline::host::{ApiVersion, Code, Context, Init, Memory, Pair, Part};
@@ -64,7 +63,7 @@ fn have_ipv6_addresses() {
     let command = "ip -6 addr replace fd07::1/64 dev veth0 nodad && ip -6 addr replace fd07::2/64 dev veth1 nodad && \
                    ip neigh replace fd07::2 lladdr $(cat /sys/class/net/veth1/address) dev veth0 nud permanent && \
                    ip neigh replace fd07::1 lladdr $(cat /sys/class/net/veth0/address) dev veth1 nud permanent";
-    assert!(Command::new("sh").args(["-c", command]).status().expect("a shell").success(), "{command}");
+    machine(command);
     eventually("their GIDs", PATIENCE, || {
         let has = |device| (0..64).any(|index| holds(device, index, "fd07:"));
         (has("rxe0") && has("rxe1")).then_some(())

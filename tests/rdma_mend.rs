@@ -9,23 +9,17 @@
 mod support;
 
 use std::collections::VecDeque;
-use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use support::injector::{as_gpu, faulty_verbs, has_gpu};
+use support::machine::machine;
 use support::strict::{Told, callback};
 use support::told::moved;
 use support::{PATIENCE, child};
 use support::{at_end, context, eventually, net, pattern, watchdog};
 use towline::host::log::Capture;
 use towline::host::{ApiVersion, Context, Init, Memory, Pair, Part, Request};
-
-/// Runs a command of the machine.
-fn machine(command: &str) {
-    let output = Command::new("sh").args(["-c", command]).output().expect("a shell");
-    assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
-}
 
 /// A link of the machine: its ends, and their addresses.
 #[derive(Clone, Copy)]
@@ -399,7 +393,7 @@ fn a_link_takes_the_control_channel_with_it() {
             ));
         };
         let find = || machine("tc qdisc del dev lo root");
-        let _mended = at_end(|| machine("tc qdisc del dev lo root 2>/dev/null || true"));
+        let _mended = at_end(|| drop(machine("tc qdisc del dev lo root 2>/dev/null || true")));
         under_traffic(|traffic, log| {
             let moved = || said(log, "has its control channel over another socket");
             let back = |times: usize| {

@@ -13,16 +13,10 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use support::child;
+use support::machine::machine;
 use support::{PATIENCE, context, eventually, outcome, part, pattern, watchdog};
 use towline::host::log::Capture;
 use towline::host::{ApiVersion, Code, Context, Memory, Pair, Part};
-
-/// Runs a command of the machine; gives what it printed.
-fn machine(command: &str) -> String {
-    let output = Command::new("sh").args(["-c", command]).output().expect("a shell");
-    assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8_lossy(&output.stdout).into_owned()
-}
 
 /// Sets a link of the machine up or down. The kernel forgets neighbours with the link.
 fn set_link(name: &str, up: bool) {

@@ -7,11 +7,11 @@
 
 mod support;
 
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use support::child::{self, Guarded, Mailbox};
 use support::ends::{PATIENCE, plays, receive, send, signal, since, stream_in, stream_out, tell, wait_for};
+use support::machine::machine;
 use support::{at_end, context, number, part, pattern};
 use towline::host::{ApiVersion, Code, Handle, Memory, Part, RecvComm, Request, SendComm, Sizes};
 
@@ -21,12 +21,6 @@ const MARGIN: Duration = Duration::from_millis(1500);
 
 /// 67 ms, three times, where the device itself is to find out: SoftRoCE takes seven times for "for ever".
 const IMPATIENT: [(&str, &str); 2] = [("NCCL_IB_TIMEOUT", "14"), ("NCCL_IB_RETRY_CNT", "3")];
-
-/// Runs a command of the machine.
-fn machine(command: &str) {
-    let output = Command::new("sh").args(["-c", command]).output().expect("a shell");
-    assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
-}
 
 /// The two ends of test `name`, the sender on the first device and the receiver on the second.
 fn start(name: &str, mail: &Mailbox, variables: &[(&str, &str)]) -> [Guarded; 2] {
@@ -193,7 +187,9 @@ fn a_vanished_host_is_noticed_within_the_peer_timeout() {
         ["connected", "accepted", "posted"].into_iter().for_each(|word| drop(child::receive(mail.path(), word)));
     }
     std::thread::sleep(Duration::from_millis(500));
-    let everywhere = |what: &str| machine(&format!("for link in veth0 veth1 lo; do tc qdisc {what}; done"));
+    let everywhere = |what: &str| {
+        machine(&format!("for link in veth0 veth1 lo; do tc qdisc {what}; done"));
+    };
     let _mended = at_end(|| everywhere("del dev $link root"));
     everywhere("add dev $link root netem loss 100%");
     running.iter().for_each(|(mail, _)| child::send(mail.path(), "cut", b""));

@@ -23,12 +23,13 @@ const OWN_SPARE: [usize; 2] = [256, 32];
 const CLASSES: [usize; 3] = [(4 << 10) + HEADER, (16 << 10) + HEADER, REPLAY_MAX as usize + HEADER];
 
 /// Bytes of unused buffers of each size that the process keeps: those of sixteen connections which have 32 messages of 8 KiB
-/// unacknowledged each. With fewer, buffers of a burst went back to the system and were faulted in again by the next one.
+/// unacknowledged each (a credit window holds twice as many). With 32 in all, buffers of a burst went back to the system and
+/// were faulted in again by the next one.
 const SPARE_BYTES: usize = 10 << 20;
 
-/// How many buffers of each size the process has from its first connection on, 940 KiB in all: one connection's between two
-/// acknowledgements, and some on the way. Their memory is the process's by then: to get it with the first messages took a fifth
-/// of the first fifty all-reduces of 8 KiB.
+/// How many buffers of each size the process has from its first connection on, less than 1 MiB in all: one connection's between
+/// two acknowledgements, and some on the way. Their memory is the process's by then: with what it took to get that from the
+/// system, the first fifty all-reduces of 8 KiB took a tenth longer.
 const FIRST: [usize; CLASSES.len()] = [48, 48, 0];
 
 /// A connection's buffers that are not in use, for messages of up to [`COPY_FIRST_MAX`] bytes.

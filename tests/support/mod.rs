@@ -14,6 +14,7 @@ pub mod faults;
 pub mod hostile;
 pub mod injector;
 pub mod job;
+pub mod machine;
 pub mod netns;
 pub mod notices;
 pub mod proxy;
