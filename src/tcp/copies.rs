@@ -115,11 +115,11 @@ impl Copies {
     }
 
     /// A buffer that is not needed any more.
-    pub fn give_back(&self, copy: Vec<u8>) {
-        let Some(class) = CLASSES.iter().position(|class| *class == copy.capacity()) else { return };
+    pub fn give_back(&self, buffer: Vec<u8>) {
+        let Some(class) = CLASSES.iter().position(|class| *class == buffer.capacity()) else { return };
         let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
         if spare[class].len() < SPARE_BYTES / CLASSES[class] {
-            spare[class].push(copy);
+            spare[class].push(buffer);
         }
     }
 }

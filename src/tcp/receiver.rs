@@ -68,7 +68,7 @@ struct State {
     core: RecvCore,
     /// Where each part of each request slot wants its bytes.
     targets: Vec<[Target; MAX_PARTS]>,
-    /// Buffers of early messages, by staging key; boxed, so that their addresses stay while others come and go.
+    /// Buffers of early messages, by staging key: each an allocation of its own, whose address stays while others come and go.
     stages: Vec<Option<Vec<u8>>>,
     /// The stream and header with which a stage was opened.
     stage_heads: Vec<(usize, Header)>,

@@ -16,7 +16,12 @@ impl Share {
         Self { cores: cores.usable, own: cores.of_one_in(processes) }
     }
 
-    /// The processors that this process need not share with others of its job.
+    /// The processors that this process may run on.
+    pub fn cores(self) -> usize {
+        self.cores
+    }
+
+    /// Those of them that this process need not share with others of its job.
     pub fn own(self) -> usize {
         self.own
     }
