@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use support::injector::{as_gpu, faulty_verbs, has_gpu};
-use support::machine::machine;
+use support::machine::{TcpEnd, machine, reset};
 use support::strict::{Told, callback};
 use support::told::moved;
 use support::{PATIENCE, child};
@@ -422,6 +422,56 @@ fn a_link_takes_the_control_channel_with_it() {
             back(2);
             eprintln!("twenty messages without it after {down:?} with news, after {silent:?} without");
             assert!(down < Duration::from_secs(3) && silent < Duration::from_secs(8));
+        });
+    });
+}
+
+/// The control channel's socket is reset, at one end or the other, under traffic or with none, and a queue pair is lost
+/// meanwhile, of which the two ends must talk: nothing is lost, and the channel gets another socket.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_reset_of_the_control_channel_costs_nothing() {
+    const NAME: &str = "a_reset_of_the_control_channel_costs_nothing";
+    let _links = Links::new();
+    child::alone(NAME, &IMPATIENT, || {
+        let _watchdog = watchdog(120);
+        under_traffic(|traffic, log| {
+            let moved = || said(log, "has its control channel over another socket");
+            let back = |before: usize| {
+                let start = Instant::now();
+                eventually("both ends have another socket", PATIENCE, || (moved() >= before + 2).then_some(()));
+                start.elapsed()
+            };
+            traffic.goes_on("traffic");
+            for end in [TcpEnd::Connecting, TcpEnd::Listening] {
+                let before = moved();
+                reset(end);
+                traffic.goes_on("traffic without the control channel");
+                let took = back(before);
+                eprintln!("another socket {took:?} after the {end:?} end was reset");
+                assert!(took < Duration::from_secs(1));
+            }
+            // Only the listening side hears of it, and calls the other.
+            let before = moved();
+            machine("tc qdisc add dev lo root netem loss 100%");
+            reset(TcpEnd::Listening);
+            machine("tc qdisc del dev lo root");
+            traffic.goes_on("traffic with one end of the control channel");
+            let took = back(before);
+            eprintln!("another socket {took:?} after one end was reset, and the other not told");
+            assert!(took < Duration::from_secs(2));
+            // With words on the way, or still to be said.
+            for end in [TcpEnd::Connecting, TcpEnd::Listening] {
+                let (before, times) = (moved(), said(log, "has 2 of 2 queue pairs again"));
+                FIRST.down();
+                reset(end);
+                traffic.goes_on("traffic without the link and the control channel");
+                FIRST.up();
+                back(before);
+                let is_back = || (said(log, "has 2 of 2 queue pairs again") >= times + 2).then_some(());
+                eventually("both queue pairs are used again", PATIENCE, is_back);
+                traffic.goes_on("traffic over both");
+            }
         });
     });
 }

@@ -1,4 +1,5 @@
-//! Peers that are stopped are waited for; hosts that vanish are noticed, whether anything is under way or not.
+//! Peers that are stopped are waited for; peers that die and hosts that vanish are noticed, whether anything is under way or
+//! not; and what becomes of the control channel's socket meanwhile is told apart from both.
 //!
 //! A host vanishes when every packet to it and from it is dropped, those of the control channel too: on SoftRoCE's two
 //! links, and on the loopback device, which carries TCP between addresses of one machine.
@@ -10,14 +11,17 @@ mod support;
 use std::time::{Duration, Instant};
 
 use support::child::{self, Guarded, Mailbox};
-use support::ends::{PATIENCE, plays, receive, send, signal, since, stream_in, stream_out, tell, wait_for};
-use support::machine::machine;
+use support::ends::{self, PATIENCE, plays, receive, send, signal, since, stream_in, stream_out, tell, wait_for};
+use support::machine::{TcpEnd, forget_connections, machine, remember_connections, reset};
 use support::{at_end, context, number, part, pattern};
 use towline::host::{ApiVersion, Code, Handle, Memory, Part, RecvComm, Request, SendComm, Sizes};
 
 /// TOWLINE_PEER_TIMEOUT of both ends; and what a busy computer may add in an emulated machine.
 const VANISHED: Duration = Duration::from_secs(5);
 const MARGIN: Duration = Duration::from_millis(1500);
+
+/// Within a second the death of a process is noticed; and what a busy computer may add.
+const DEATH: Duration = Duration::from_millis(1500);
 
 /// 67 ms, three times, where the device itself is to find out: SoftRoCE takes seven times for "for ever".
 const IMPATIENT: [(&str, &str); 2] = [("NCCL_IB_TIMEOUT", "14"), ("NCCL_IB_RETRY_CNT", "3")];
@@ -229,5 +233,130 @@ fn a_peer_that_is_stopped_is_waited_for() {
         for mut end in ends {
             assert!(end.passed_within(PATIENCE), "an end, with end {stopped} stopped");
         }
+    }
+}
+
+/// What ends a control channel says nothing of a process that is stopped: its kernel accepts the next one.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_peer_that_is_stopped_while_its_control_channel_is_reset_is_waited_for() {
+    const NAME: &str = "a_peer_that_is_stopped_while_its_control_channel_is_reset_is_waited_for";
+    if plays(stream_out, stream_in) {
+        return;
+    }
+    for (stopped, end) in [TcpEnd::Connecting, TcpEnd::Listening].into_iter().enumerate() {
+        let mail = Mailbox::new();
+        let ends = start(NAME, &mail, &IMPATIENT);
+        child::receive(mail.path(), "ready");
+        signal(&ends[stopped], libc::SIGSTOP);
+        reset(end);
+        // Three times as long as a peer may refuse.
+        std::thread::sleep(Duration::from_millis(2500));
+        signal(&ends[stopped], libc::SIGCONT);
+        std::thread::sleep(Duration::from_secs(1));
+        child::send(mail.path(), "stop", b"");
+        for mut end in ends {
+            assert!(end.passed_within(PATIENCE), "an end, with end {stopped} stopped");
+        }
+    }
+}
+
+/// A message, a rest, and another message.
+fn rests(transfer: impl Fn(usize)) {
+    transfer(1);
+    tell(&format!("{} rests", child::role().expect("an end")));
+    wait_for("go on");
+    transfer(2);
+}
+
+/// A firewall forgets the control channel of a connection that has nothing to do, and drops what belongs to it: the kernel
+/// gives the socket up, and the connection gets another one in time.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_firewall_that_forgets_the_control_channel_ends_no_connection() {
+    const NAME: &str = "a_firewall_that_forgets_the_control_channel_ends_no_connection";
+    let sender = || {
+        let comm = ends::connect();
+        rests(|seed| send(&comm, seed, 300_000));
+        comm.close().expect("close");
+    };
+    let receiver = || {
+        let comm = ends::accept();
+        rests(|seed| receive(&comm, seed, 300_000));
+        comm.close().expect("close");
+    };
+    if plays(sender, receiver) {
+        return;
+    }
+    let mail = Mailbox::new();
+    // One way only.
+    let variables = [("TOWLINE_PEER_TIMEOUT", "3"), ("NCCL_SOCKET_IFNAME", "=veth0")];
+    let ends = start(NAME, &mail, &variables);
+    ["sender", "receiver"].iter().for_each(|role| drop(child::receive(mail.path(), &format!("{role} rests"))));
+    forget_connections();
+    let _mended = at_end(remember_connections);
+    std::thread::sleep(Duration::from_secs(5));
+    child::send(mail.path(), "go on", b"");
+    for mut end in ends {
+        assert!(end.passed_within(PATIENCE), "an end");
+    }
+}
+
+/// The end that is left when the other is killed: transfers, one after the other, until it knows.
+fn survive(mut transfer: impl FnMut() -> Result<(), Code>) {
+    transfer().expect("a transfer before");
+    tell(&format!("{} is ready", child::role().expect("an end")));
+    let end = loop {
+        if let Err(code) = transfer() {
+            break code;
+        }
+    };
+    wait_for("killed");
+    let after = since("killed").expect("it was said");
+    eprintln!("{}: {end:?} after {after:?}", child::role().expect("an end"));
+    assert_eq!(end, Code::RemoteError);
+    assert!(after < DEATH, "{after:?}");
+}
+
+fn sends_on() {
+    let comm = ends::connect();
+    survive(|| {
+        // SAFETY: the pattern is static.
+        let sent = unsafe { comm.isend(part(pattern(2, 300_000), None)) }?.expect("a free request");
+        wait(|it| comm.test(it), &sent)
+    });
+}
+
+fn receives_on() {
+    let comm = ends::accept();
+    let target = Memory::new(300_000);
+    survive(|| {
+        // SAFETY: the memory outlives the connection.
+        let posted = unsafe { comm.irecv(&[Part::all(&target, None)]) }?.expect("a free request");
+        wait(|it| comm.test(it), &posted)
+    });
+}
+
+/// A peer that is killed amid transfers is missed within a second; also when its control channel was reset just before, so
+/// that no end of file tells of it.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_killed_peer_is_noticed_within_a_second() {
+    const NAME: &str = "a_killed_peer_is_noticed_within_a_second";
+    if plays(sends_on, receives_on) {
+        return;
+    }
+    let cases = [false, true].map(|cut| [(0, TcpEnd::Connecting), (1, TcpEnd::Listening)].map(|victim| (cut, victim)));
+    for (cut, (victim, end)) in cases.into_iter().flatten() {
+        let mail = Mailbox::new();
+        let mut ends = start(NAME, &mail, &[]);
+        ["sender", "receiver"].iter().for_each(|role| drop(child::receive(mail.path(), &format!("{role} is ready"))));
+        if cut {
+            signal(&ends[victim], libc::SIGSTOP);
+            reset(end);
+        }
+        ends[victim].kill();
+        child::send(mail.path(), "killed", b"");
+        assert!(ends[1 - victim].passed_within(PATIENCE), "the end that is left, with end {victim} dead, reset: {cut}");
     }
 }

@@ -1,8 +1,5 @@
 //! What both directions of a connection have in common: requests, health, and the socket of the handshake, which stays
-//! as the control channel.
-//!
-//! Over the control channel each side says goodbye or why the connection has failed, as over a TCP stream; and its end
-//! is how a peer's death is noticed while nothing is being sent.
+//! as the [control channel](super::control).
 
 use std::any::Any;
 use std::os::fd::AsRawFd;
@@ -12,28 +9,24 @@ use std::time::{Duration, Instant};
 
 use super::adapter::{Adapter, Adapters, Memory, Mishap, Registration};
 use super::alarm::Alarm;
+use super::control::Control;
 use super::dl::Verbs;
 use super::fabric::{Fabric, Lane};
 use super::mending::{self, Trouble, Word, said};
-use super::said::Said;
 use super::trouble::{Doing, explain, is_of_the_way};
 use super::verbs::{Completion, QueuePair};
 use crate::engine::counters::Counters;
 use crate::engine::events::Events;
-use crate::engine::poller::{Interest, Registration as Watched, Source};
+use crate::engine::poller::{Interest, Source};
 use crate::engine::request::{Keys, Outcome, RequestSlots, Ticket};
 use crate::os::config::Config;
 use crate::os::error::{Cause, Error, Result};
-use crate::os::interfaces::Rail;
 use crate::os::log::NET;
 use crate::tcp::attend::Attention;
-use crate::tcp::dialer::Dial;
 use crate::tcp::frame::{HEADER, Header, MAX_CONTROL, Type};
 use crate::tcp::net::{Link, Net, Sock};
 use crate::tcp::peer::{Health, Peer, failure, left_early, lost, told_by_peer};
-use crate::tcp::takeover::{Kept, Side};
-use crate::tcp::watch::{self, Finding, Sight, Vigil};
-use crate::tcp::wire::{self, Piece};
+use crate::tcp::takeover::Side;
 
 /// How long after the peer's goodbye completions of what it did before may still appear, and how long after a flush the
 /// peer may still tell why.
@@ -41,19 +34,6 @@ const AFTERMATH: Duration = Duration::from_millis(200);
 
 /// The bit that tells a question from none.
 const ASKED: u64 = 1 << 63;
-
-/// Writes as much as the socket takes now. What a broken one does not take is forgotten: its end tells the peer.
-fn write_out(sock: &impl AsRawFd, output: &mut Vec<u8>) {
-    while !output.is_empty() {
-        // SAFETY: a plain slice.
-        let sent = unsafe { wire::send(sock.as_raw_fd(), Piece::of(output)) };
-        match sent.or_else(wire::look_again) {
-            Ok(Some(bytes)) => drop(output.drain(..bytes)),
-            Ok(None) => return,
-            Err(_) => output.clear(),
-        }
-    }
-}
 
 /// What a connection was handed over with.
 pub struct Parts {
@@ -71,7 +51,7 @@ pub struct Parts {
 
 /// The common part of a connection.
 pub struct Base {
-    net: Arc<Net>,
+    pub(super) net: Arc<Net>,
     /// The ports of this side.
     pub adapters: Adapters,
     /// The other end.
@@ -88,6 +68,8 @@ pub struct Base {
     pub link: Link,
     /// Requests; the list of free ones lies in the connection's state.
     pub requests: RequestSlots,
+    /// Which end this is: the sender connects, the receiver listens.
+    pub(super) side: Side,
     pub(super) doing: &'static str,
     closing: AtomicBool,
     /// What the sender has asked, with [`ASKED`].
@@ -107,94 +89,13 @@ pub struct Base {
     pub(super) alarm: Alarm,
 }
 
-struct Control {
-    /// Before the socket: dropping it names the descriptor, which must still be open then.
-    registration: Option<Watched>,
-    sock: Option<Sock>,
-    /// Whom the keeper polls.
-    source: Option<Arc<dyn Source>>,
-    input: Vec<u8>,
-    /// What the socket has not taken yet.
-    output: Vec<u8>,
-    ended: Option<Instant>,
-    /// When the kernel was last asked what it has heard.
-    looked: Option<Instant>,
-    vigil: Vigil,
-    /// Which socket this is, or was tried for, counted from 0.
-    epoch: u16,
-    /// Frames said.
-    said: Said,
-    /// Frames taken in.
-    taken: u64,
-    /// The other side has not told how many frames it has taken in, so nothing is said over this socket yet.
-    is_resuming: bool,
-    /// Since when nothing comes back from the other side's kernel, or the interface is down.
-    silent: Option<Instant>,
-    /// It is this side that dials, and has.
-    has_dialled: bool,
-    /// Another socket is tried for, or awaited: since when nothing was heard.
-    away: Option<Instant>,
-}
-
-impl Control {
-    /// For how long the peer's kernel has not answered. Its own end of an idle connection (keepalive) does not come while
-    /// something that was said is on the way: that it repeats for a quarter of an hour.
-    fn unheard(&mut self) -> Duration {
-        let now = Instant::now();
-        let Some(sock) = self.sock.as_ref().filter(|_| self.looked.is_none_or(|at| now - at >= watch::TICK)) else {
-            return Duration::ZERO;
-        };
-        self.looked = Some(now);
-        let Some(sight) = Sight::of(sock) else { return Duration::ZERO };
-        if let Finding::Lost(silence) = self.vigil.look(now, sight) {
-            self.silent = now.checked_sub(silence);
-        }
-        self.vigil.unheard(now, sight)
-    }
-
-    /// Puts a frame on the socket, if there is one and it is known what the other side has.
-    fn utter(&mut self, frame: &[u8]) {
-        let Self { sock: Some(sock), output, is_resuming, .. } = self else { return };
-        if !*is_resuming {
-            output.extend_from_slice(frame);
-        }
-        write_out(sock, output);
-    }
-
-    /// The other side has taken in so many frames.
-    fn resume(&mut self, taken: u64) -> Result<()> {
-        let rest = self.said.after(taken)?;
-        if std::mem::take(&mut self.is_resuming) {
-            self.output.extend_from_slice(&rest);
-        }
-        Ok(())
-    }
-}
-
 impl Base {
-    /// The common part of a connection, and the keys to its requests; `doing` is "sending to" or "receiving from". From
-    /// here on the lanes are mended, if the user wants that.
-    pub fn new(parts: Parts, fabric: &mut Fabric, doing: &'static str) -> (Self, Keys) {
+    /// The common part of a connection, and the keys to its requests. From here on the lanes are mended, if the user wants
+    /// that.
+    pub fn new(parts: Parts, fabric: &mut Fabric, side: Side) -> (Self, Keys) {
         let Parts { net, adapters, peer, sock, link } = parts;
         let health = Health::default();
         health.stream_up();
-        let control = Control {
-            registration: None,
-            sock: Some(sock),
-            source: None,
-            input: Vec::new(),
-            output: Vec::new(),
-            ended: None,
-            looked: None,
-            vigil: Vigil::default(),
-            epoch: 0,
-            said: Said::default(),
-            taken: 0,
-            is_resuming: false,
-            silent: None,
-            has_dialled: false,
-            away: None,
-        };
         let (requests, keys) = RequestSlots::with_keys();
         let base = Self {
             net,
@@ -206,10 +107,11 @@ impl Base {
             events: Events::default(),
             link,
             requests,
-            doing,
+            side,
+            doing: if side == Side::Connecting { "sending to" } else { "receiving from" },
             closing: AtomicBool::new(false),
             question: AtomicU64::new(0),
-            control: Mutex::new(control),
+            control: Mutex::new(Control::new(sock)),
             flushed: Mutex::new(None),
             has_flushed: AtomicBool::new(false),
             mishap: Arc::new(Mishap::new(fabric.alarm())),
@@ -228,7 +130,7 @@ impl Base {
         &self.net.config
     }
 
-    fn control(&self) -> MutexGuard<'_, Control> {
+    pub(super) fn control(&self) -> MutexGuard<'_, Control> {
         self.control.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -307,7 +209,7 @@ impl Base {
     }
 
     /// Has the keeper watch the socket that there is now.
-    fn watch_socket(&self, control: &mut Control) -> Result<()> {
+    pub(super) fn watch_socket(&self, control: &mut Control) -> Result<()> {
         control.registration = None;
         let Some(source) = control.source.clone() else { return Ok(()) };
         let fd = control.sock.as_ref().map(|sock| (sock.as_raw_fd(), Interest::Data));
@@ -348,50 +250,33 @@ impl Base {
     /// # Errors
     /// As just said.
     pub fn hear(&self) -> Result<()> {
-        let mut control = self.control();
-        if let Some(since) = control.away.filter(|since| since.elapsed() >= self.config().peer_timeout) {
-            return Err(lost(&watch::silent(since.elapsed())).with_peer(&self.peer));
-        }
-        loop {
-            let Control { sock, input, output, taken, .. } = &mut *control;
-            let Some(open) = sock else { return Ok(()) };
-            write_out(open, output);
+        let (mut control, patience) = (self.control(), self.config().peer_timeout);
+        control.judge(patience, &self.peer)?;
+        let end = loop {
+            control.write();
             let mut room = [0; HEADER + MAX_CONTROL as usize];
-            // SAFETY: the buffer is ours.
-            let got = unsafe { wire::receive(open.as_raw_fd(), Piece::of_mut(&mut room)) };
-            let end = match got.or_else(wire::look_again) {
-                Ok(None) => match control.unheard() {
-                    silence if silence >= self.config().peer_timeout => watch::silent(silence),
-                    _ => return Ok(()),
-                },
-                Ok(Some(0)) => std::io::ErrorKind::UnexpectedEof.into(),
+            match control.read(&mut room, patience) {
+                Ok(None) => return Ok(()),
                 Ok(Some(count)) => {
+                    let Control { input, taken, .. } = &mut *control;
                     input.extend_from_slice(&room[..count]);
                     if let Some(heard) = self.take_frames(input, taken)? {
                         control.resume(heard)?;
                     }
-                    continue;
                 }
-                Err(error) => error,
-            };
-            control.registration = None;
-            control.sock = None;
-            control.vigil = Vigil::default();
-            // The other side has put another socket to use, of which this side has not heard, and what the dial finds is what
-            // counts. Or it has not heard of this socket, and comes with another one.
-            let is_given_up = control.is_resuming && !control.has_dialled;
-            if (control.away.is_some() || is_given_up) && self.is_open() {
-                control.away.get_or_insert_with(Instant::now);
-                return self.watch_socket(&mut control);
+                Err(end) => break end,
             }
-            control.ended = Some(Instant::now());
-            drop(control);
-            self.health.stream_down();
-            if self.health.is_peer_done() || self.is_closing() {
-                return Ok(());
-            }
-            return Err(lost(&end).with_peer(&self.peer));
+        };
+        if self.goes_on_without(&mut control, &end) {
+            return self.watch_socket(&mut control);
         }
+        control.ended = Some(Instant::now());
+        drop(control);
+        self.health.stream_down();
+        if self.health.is_peer_done() || self.is_closing() {
+            return Ok(());
+        }
+        Err(lost(&end).with_peer(&self.peer))
     }
 
     /// Takes what has come whole, and counts it. How much the other side has taken in, if it says so.
@@ -562,85 +447,6 @@ impl Base {
         !control.output.is_empty() || control.vigil.is_asking() || control.away.is_some()
     }
 
-    /// Whether the control channel has just fallen silent, and the connecting side is to dial for another socket, since there
-    /// are other ways. True once for each silence.
-    pub fn begins_to_dial(&self) -> bool {
-        let mut control = self.control();
-        let since = control.silent.take();
-        if since.is_none() || control.away.is_some() || self.link.pairs() < 2 || !self.is_open() {
-            return false;
-        }
-        (control.away, control.has_dialled) = (since, true);
-        true
-    }
-
-    /// Whether the control channel may get another socket.
-    fn is_open(&self) -> bool {
-        self.mends() && !self.is_closing() && !self.health.is_failed() && !self.health.is_peer_done()
-    }
-
-    /// As if the connecting side had begun to dial.
-    #[cfg(test)]
-    pub(super) fn is_to_dial(&self) {
-        let mut control = self.control();
-        (control.away, control.has_dialled) = (Some(Instant::now()), true);
-    }
-
-    /// Whether another socket is tried for, or awaited.
-    #[cfg(test)]
-    pub(super) fn is_away(&self) -> bool {
-        self.control().away.is_some()
-    }
-
-    /// See [`Kept::link_down`].
-    fn link_down(&self, interface: u32) {
-        let mut control = self.control();
-        let local = control.sock.as_ref().and_then(|sock| sock.local_addr().ok()?.as_socket());
-        let is_its = |rail: &&Rail| Some(rail.address.ip().to_canonical()) == local.map(|it| it.ip().to_canonical());
-        if self.link.local.iter().find(is_its).is_some_and(|rail| rail.index == interface) {
-            control.silent = Some(Instant::now());
-            control.registration.iter().for_each(Watched::kick);
-        }
-    }
-
-    /// The control channel has another socket: both sides say over it how many frames they have taken in, and then the rest.
-    ///
-    /// # Errors
-    /// When the keeper cannot watch it.
-    fn returned(&self, epoch: u16, sock: Sock) -> Result<()> {
-        let mut control = self.control();
-        if !self.is_open() {
-            return Ok(());
-        }
-        control.registration = None;
-        control.sock = Some(sock);
-        control.epoch = epoch;
-        (control.vigil, control.looked) = (Vigil::default(), None);
-        (control.silent, control.away, control.is_resuming) = (None, None, true);
-        control.input.clear();
-        control.output = Header { offset: control.taken, ..Header::of(Type::Ack, 0) }.encode().to_vec();
-        let Control { sock: Some(sock), output, .. } = &mut *control else { return Ok(()) };
-        write_out(sock, output);
-        tracing::info!(target: NET, "{} {} has its control channel over another socket", self.doing, self.peer);
-        self.watch_socket(&mut control)
-    }
-
-    /// The connecting side: dials for another socket.
-    pub fn dial(&self, conn: Arc<dyn Kept>) {
-        tracing::info!(target: NET, "{} {} dials for another control channel: its own is silent", self.doing, self.peer);
-        if let Err(error) = Dial::bring_back(Arc::clone(&self.net), &conn) {
-            tracing::warn!(target: NET, "{} {} stays with a control channel that is silent: {error}", self.doing, self.peer);
-            self.control().away = None;
-        }
-    }
-
-    /// Has the connection known to those that may have another socket for its control channel, or news of its own.
-    pub fn keep(&self, conn: Arc<dyn Kept>, side: Side) {
-        if self.mends() {
-            self.net.keep(&conn, side);
-        }
-    }
-
     /// Sending side: asks the receiver to announce what it has posted; `lines` were read so far.
     pub fn ask(&self, lines: u32) {
         // It is asked again anyhow.
@@ -676,75 +482,5 @@ impl Base {
             self.health.stream_down();
             self.net.linger_with(sock, cargo);
         }
-    }
-}
-
-/// A connection with a control channel, whichever way it goes.
-pub(super) trait Controlled: Send + Sync {
-    /// What is common to both directions.
-    fn base(&self) -> &Base;
-
-    /// It ends with a failure.
-    fn end(&self, error: Error);
-}
-
-impl<T: Controlled> Kept for T {
-    fn link(&self) -> &Link {
-        &self.base().link
-    }
-
-    fn is_over(&self) -> bool {
-        let base = self.base();
-        !base.is_open() || base.control().away.is_none()
-    }
-
-    fn next_epoch(&self) -> u16 {
-        let mut control = self.base().control();
-        control.epoch = control.epoch.wrapping_add(1);
-        control.epoch
-    }
-
-    fn may_return(&self, epoch: u16) -> bool {
-        let base = self.base();
-        base.is_open() && epoch.wrapping_sub(base.control().epoch).cast_signed() > 0
-    }
-
-    fn returned(self: Arc<Self>, epoch: u16, sock: Sock) -> Result<()> {
-        self.base().returned(epoch, sock)
-    }
-
-    fn link_down(&self, interface: u32) {
-        self.base().link_down(interface);
-    }
-
-    fn gave_up(&self, error: Error) {
-        self.end(error);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::io::Read;
-    use std::os::unix::net::UnixStream;
-
-    #[test]
-    fn what_the_socket_does_not_take_at_once_follows_in_order() {
-        let (here, mut there) = UnixStream::pair().expect("sockets");
-        let said: Vec<u8> = (0..1_000_000_u32).map(|at| (at % 251) as u8).collect();
-        let mut output = said.clone();
-        write_out(&here, &mut output);
-        assert!(!output.is_empty() && output.len() < said.len(), "the socket takes a part of it");
-        let mut heard = vec![0; said.len()];
-        let mut at = 0;
-        while at < said.len() {
-            at += there.read(&mut heard[at..]).expect("bytes");
-            write_out(&here, &mut output);
-        }
-        assert!(heard == said && output.is_empty());
-        drop(there);
-        output.push(1);
-        write_out(&here, &mut output);
-        assert!(output.is_empty(), "nobody is there");
     }
 }

@@ -29,6 +29,7 @@
 //! | [`flush`] | making received bytes visible to the GPU |
 //! | [`mending`], [`ledger`], [`silence`], [`relapse`] | going on when a queue pair is lost, or brings nothing any more |
 //! | [`trouble`] | what a failed work request means |
+//! | [`control`], [`said`], [`redial`] | the control channel, and another socket for it |
 //! | [`record`], [`greeting`] | getting connected |
 //! | [`events`] | asynchronous events of devices |
 //! | [`backend`] | all of it for the process |
@@ -46,6 +47,7 @@ pub mod adapter;
 pub mod alarm;
 pub mod backend;
 pub mod base;
+pub mod control;
 pub mod devices;
 pub mod dl;
 pub mod eager;
@@ -65,6 +67,7 @@ pub mod mr_cache;
 pub mod receiver;
 pub mod receives;
 pub mod record;
+pub mod redial;
 pub mod relapse;
 pub mod said;
 pub mod sender;

@@ -17,12 +17,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::time::Instant;
 
 use super::adapter::{Adapters, Memory, Registration, own_regions};
-use super::base::{Base, Controlled, Parts};
+use super::base::{Base, Parts};
 use super::eager::{EAGER_MAX, Head, Inbox, PLACES};
 use super::fabric::{Depth, Fabric, Lane};
 use super::flush::{self, Around, Flush};
 use super::line::{Immediate, LINE, LINES, Ring, encode_word};
 use super::receives::{Part, Receives, Slot};
+use super::redial::Controlled;
 use super::silence::Silence;
 use super::trouble::Doing;
 use super::verbs::{Completion, Local, MemoryRegion, Opcode, Remote, Work};
@@ -176,7 +177,7 @@ impl RdmaRecv {
         (table, mirror, inbox): (SizeTable, Mirror, Option<Inbox>),
         target: Target,
     ) -> Result<Arc<Self>> {
-        let (base, keys) = Base::new(parts, &mut fabric, "receiving from");
+        let (base, keys) = Base::new(parts, &mut fabric, Side::Listening);
         let state = State {
             used: vec![0; fabric.lanes().len()],
             fabric: Some(fabric),
@@ -197,7 +198,7 @@ impl RdmaRecv {
         let conn = Arc::new(Self { base, target, state: Mutex::new(state) });
         conn.base.name_paths(conn.state().fabric.as_ref());
         conn.base.watch(Arc::new(Watch(Arc::downgrade(&conn))))?;
-        conn.base.keep(conn.clone(), Side::Listening);
+        conn.base.keep(conn.clone());
         Ok(conn)
     }
 
@@ -804,6 +805,7 @@ impl Source for Watch {
         if let Err(error) = conn.base.hear() {
             conn.end(conn.state(), error);
         }
+        conn.base.seek(&conn);
         let mends = conn.base.mends() && conn.care();
         let moved = conn.glance();
         let is_due = || mends || conn.base.alarm.is_raised() || conn.base.has_more_to_say();

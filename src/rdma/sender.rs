@@ -29,12 +29,13 @@ use std::time::{Duration, Instant};
 use self::job::{End, Job, Run, hand_over};
 use self::short::{Known, Short};
 use super::adapter::{Adapters, Memory, Registration, own_regions};
-use super::base::{Base, Controlled, Parts};
+use super::base::{Base, Parts};
 use super::eager::{self, EAGER_MAX, Outbox, Parcel};
 use super::fabric::{Depth, Fabric, Lane};
 use super::ledger::{Answer, Ledger, Sent};
 use super::line::{Immediate, Line, Ring};
 use super::matching::Matching;
+use super::redial::Controlled;
 use super::silence::Silence;
 use super::stripe::{Share, Stripes};
 use super::trouble::Doing;
@@ -217,7 +218,7 @@ impl RdmaSend {
     ) -> Result<Arc<Self>> {
         let Stores { scratch, outbox } = stores;
         let lanes = fabric.lanes().len();
-        let (base, keys) = Base::new(parts, &mut fabric, "sending to");
+        let (base, keys) = Base::new(parts, &mut fabric, Side::Connecting);
         let ledger = base.mends().then(|| Ledger::new(lanes));
         let state = State {
             fabric: Some(fabric),
@@ -245,7 +246,7 @@ impl RdmaSend {
         let conn = Arc::new(Self { base, target, state: Mutex::new(state) });
         conn.base.name_paths(conn.state().fabric.as_ref());
         conn.base.watch(Arc::new(Watch(Arc::downgrade(&conn))))?;
-        conn.base.keep(conn.clone(), Side::Connecting);
+        conn.base.keep(conn.clone());
         Ok(conn)
     }
 
@@ -880,9 +881,7 @@ impl Source for Watch {
         if let Err(error) = conn.base.hear() {
             conn.end(conn.state(), error);
         }
-        if conn.base.begins_to_dial() {
-            conn.base.dial(conn.clone());
-        }
+        conn.base.seek(&conn);
         let (owes, next) = if conn.base.mends() { conn.care() } else { (false, None) };
         let moved = conn.glance();
         conn.ask_if_due();

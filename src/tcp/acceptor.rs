@@ -28,7 +28,7 @@ use super::receiver::RecvConn;
 use super::seal::agreement::{Accepted, Keys, OFFER};
 use super::seal::{Seal, is_encrypted, other_key};
 use super::shortage;
-use super::takeover::{Handed, Takeover};
+use super::takeover::{Handed, Side, Takeover};
 use super::wire::{self, Piece};
 use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::os::error::{Error, Result, advice};
@@ -254,10 +254,13 @@ impl Acceptor {
             Wish::Connect { listener } => lock(&self.listeners).get(&listener).map(|found| found.secret.clone()),
             Wish::Join { connection, .. } => {
                 let live = net.connection(connection).map(|conn| conn.link().key.clone());
-                let live = live.or_else(|| net.kept(connection).map(|conn| conn.link().key.clone()));
+                let live = live.or_else(|| net.kept(connection, Side::Listening).map(|conn| conn.link().key.clone()));
                 live.or_else(|| net.closed(connection).map(|grave| grave.key))
             }
-            Wish::Call { connection, .. } => net.sender(connection).map(|conn| conn.link().key.clone()),
+            Wish::Call { connection, .. } => {
+                let live = net.sender(connection).map(|conn| conn.link().key.clone());
+                live.or_else(|| net.kept(connection, Side::Connecting).map(|conn| conn.link().key.clone()))
+            }
         }
     }
 
@@ -590,7 +593,7 @@ impl Inbound {
                 }
                 let not_now =
                     || Error::remote(format!("stream {stream} in epoch {epoch} is not one that may join now"));
-                if let Some(kept) = net.kept(connection) {
+                if let Some(kept) = net.kept(connection, Side::Listening) {
                     if stream != 0 || !kept.may_return(epoch) {
                         return Err(not_now());
                     }
@@ -615,11 +618,15 @@ impl Inbound {
                 }
             }
             Wish::Call { connection, stream, epoch } => {
-                let conn = net.sender(connection).ok_or_else(|| Error::remote("the connection is closed"))?;
+                let (conn, kept) = (net.sender(connection), net.kept(connection, Side::Connecting));
+                if conn.is_none() && kept.is_none() {
+                    return Err(Error::remote("the connection is closed"));
+                }
                 let welcome = Welcome { connection, received: 0, label: net.label.clone(), rails: Vec::new() };
                 settled.welcome(&sock, &welcome)?;
                 net.linger(sock);
-                conn.called(usize::from(stream), epoch);
+                conn.inspect(|conn| conn.called(usize::from(stream), epoch));
+                kept.inspect(|kept| kept.called(epoch));
             }
         }
         Ok(())

@@ -21,12 +21,11 @@ use super::handshake::{
 use super::lifeline::{self, Answer};
 use super::net::{Link, Net, Sock, new_socket, tune};
 use super::peer::Peer;
-use super::receiver::RecvConn;
 use super::seal::agreement::{ANSWER, Offered};
 use super::seal::{Seal, is_encrypted, other_key};
 use super::sender::SendConn;
 use super::shortage;
-use super::takeover::{Handed, Kept, Takeover};
+use super::takeover::{Caller, Handed, Kept, Takeover};
 use super::wire::{self, Piece};
 use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::os::error::{Cause, Error, Result, advice};
@@ -115,7 +114,7 @@ enum Purpose {
     /// To tell the sending side that all streams have ended here, and to learn whether it lives: over one of its rails,
     /// again and again, until a stream is back or it is given up. `since`: the time when the last stream ended.
     Call {
-        conn: Weak<RecvConn>,
+        conn: Weak<dyn Caller>,
         way: usize,
         since: Instant,
     },
@@ -280,7 +279,7 @@ impl Dial {
     }
 
     /// Calls the sending side over one of its rails.
-    pub fn call(net: Arc<Net>, conn: &Arc<RecvConn>, way: usize, since: Instant) {
+    pub fn call(net: Arc<Net>, conn: &Arc<dyn Caller>, way: usize, since: Instant) {
         let start = since + lifeline::CALL_AFTER;
         let purpose = Purpose::Call { conn: Arc::downgrade(conn), way, since };
         let begin = Begin { at: start, epoch: 0, tries: 0, claims: false };
@@ -536,9 +535,7 @@ impl Dial {
                     state.input.clear();
                     let (wish, secret) = self.wish(state.epoch, state.tries)?;
                     let rails = match &self.purpose {
-                        Purpose::Connect(target)
-                            if theirs.features & (FEATURE_RECOVERY | FEATURE_BARE) == FEATURE_RECOVERY =>
-                        {
+                        Purpose::Connect(target) if theirs.features & FEATURE_RECOVERY != 0 => {
                             self.net.acceptor.addresses(&target.rails)
                         }
                         _ => Vec::new(),
@@ -606,7 +603,10 @@ impl Dial {
             Purpose::Call { conn, .. } => {
                 conn.upgrade().inspect(|conn| conn.answered(state.began, state.way, answer));
             }
-            Purpose::Connect(_) | Purpose::Join { .. } | Purpose::Return { .. } => {}
+            Purpose::Return { conn } => {
+                conn.upgrade().inspect(|conn| conn.answered(state.began, state.way, answer));
+            }
+            Purpose::Connect(_) | Purpose::Join { .. } => {}
         }
     }
 

@@ -296,9 +296,9 @@ impl Net {
         self.watch_links();
     }
 
-    /// The listening side of a connection of another backend whose socket may come back.
-    pub fn kept(&self, number: u64) -> Option<Arc<dyn Kept>> {
-        lock(&self.kept).get(&(number, Side::Listening)).and_then(Weak::upgrade)
+    /// One side of a connection of another backend whose socket may come back.
+    pub fn kept(&self, number: u64, side: Side) -> Option<Arc<dyn Kept>> {
+        lock(&self.kept).get(&(number, side)).and_then(Weak::upgrade)
     }
 
     /// Begins to listen for links that go down. Where that cannot be, silence tells, later; the next connection tries

@@ -7,7 +7,9 @@
 //! [`FEATURE_BARE`]: super::handshake::FEATURE_BARE
 
 use std::sync::Arc;
+use std::time::Instant;
 
+use super::lifeline::Answer;
 use super::net::{Link, Sock};
 use super::peer::Peer;
 use crate::os::error::{Error, Result};
@@ -37,12 +39,25 @@ pub enum Side {
     Listening,
 }
 
-/// A connection that was taken over and goes on without its socket when that falls silent: the connecting side dials for
-/// another one over other rails ([`Dial::bring_back`](super::dialer::Dial::bring_back)), which takes the place of the first.
-pub trait Kept: Send + Sync {
+/// Asks whether the peer of a connection lives, which is without a socket, by connecting to its process
+/// ([`lifeline`](super::lifeline)).
+pub trait Caller: Send + Sync {
     /// Number, key, rails.
     fn link(&self) -> &Link;
 
+    /// Listening side: whether the sender is to be called because of what had ended at that time.
+    fn is_calling(&self, since: Instant) -> bool;
+
+    /// Listening side: a stream that has ended, and its life, for a call; `turn` counts the calls.
+    fn lost_life(&self, turn: usize) -> (u16, u16);
+
+    /// What a call, or a dial for another socket, that began then has come to.
+    fn answered(&self, began: Instant, way: usize, answer: Answer);
+}
+
+/// A connection that was taken over and goes on without its socket when that falls silent or is cut: the connecting side
+/// dials for another one ([`Dial::bring_back`](super::dialer::Dial::bring_back)), which takes the place of the first.
+pub trait Kept: Caller {
     /// Connecting side: whether nobody wants another socket any more. Asked before each look at the dial.
     fn is_over(&self) -> bool;
 
@@ -61,6 +76,9 @@ pub trait Kept: Send + Sync {
 
     /// This interface has gone down.
     fn link_down(&self, interface: u32);
+
+    /// Connecting side: the other has lost the socket of this number.
+    fn called(&self, epoch: u16);
 
     /// Connecting side: there is none to be had, and the peer is not there any more.
     fn gave_up(&self, error: Error);

@@ -15,7 +15,7 @@ cache=$1
 shift
 packages=(libc6 libgcc-s1 bash coreutils busybox-static iproute2 ibverbs-providers ibverbs-utils perftest "$@")
 # SoftRoCE with its checksum (the plain one: emulated PCLMULQDQ is slower) and its users, the virtual Ethernet pair, the two-machine network, the shared folders, the console.
-modules=(crc32_generic rdma_rxe ib_uverbs rdma_ucm veth dummy sch_tbf sch_netem sch_prio cls_u32 virtio_pci virtio_net virtio_console
+modules=(crc32_generic rdma_rxe ib_uverbs rdma_ucm veth dummy sch_tbf sch_netem sch_prio cls_u32 tcp_diag virtio_pci virtio_net virtio_console
     9pnet_virtio 9p virtio_rng)
 
 say() { echo "rdma_vm: $*" >&2; }

@@ -13,8 +13,10 @@ use crate::tcp::acceptor::Listener;
 use crate::tcp::dialer::Dial;
 use crate::tcp::lifeline::{Alone, Answer, CUT_PATIENCE, Terms, Verdict, is_cut};
 use crate::tcp::limits::MAX_STREAMS;
+use crate::tcp::net::Link;
 use crate::tcp::peer::{Broken, failure, fenced, lost};
 use crate::tcp::stream::{READ, Ran, WRITE};
+use crate::tcp::takeover::Caller;
 use crate::tcp::watch::{self, Finding, Kept, Sight};
 use crate::tcp::wire::{self, Piece};
 
@@ -131,30 +133,9 @@ impl RecvConn {
     /// Calls the sender over all ways.
     fn call_peer(&self, since: Instant) {
         if let Some(me) = self.me.upgrade() {
+            let me: Arc<dyn Caller> = me;
             (0..self.link.remote.len()).for_each(|way| Dial::call(Arc::clone(&self.net), &me, way, since));
         }
-    }
-
-    /// Whether the sender is to be called because of what had ended at that time.
-    pub fn is_calling(&self, since: Instant) -> bool {
-        !self.is_over() && self.alone().as_ref().is_some_and(|alone| alone.since() == since)
-    }
-
-    /// What a call over a rail has come to.
-    pub fn answered(&self, began: Instant, way: usize, answer: Answer) {
-        if let Some(alone) = &mut *self.alone() {
-            alone.answered(began, Instant::now(), way, answer);
-        }
-        self.call_keeper();
-    }
-
-    /// A stream that has ended, and its life, for a call: each time the next, since the sender may know of some.
-    pub fn lost_life(&self, turn: usize) -> (u16, u16) {
-        let lost: Vec<usize> = (0..MAX_STREAMS).filter(|index| self.streams[*index].peek(|_| ()).is_none()).collect();
-        let state = self.state();
-        let known = || lost.iter().copied().filter(|index| *index == 0 || state.core.epoch(*index) > 0);
-        let index = known().nth(turn % known().count().max(1)).unwrap_or(0);
-        (index as u16, state.core.epoch(index))
     }
 
     pub(super) fn call_keeper(&self) {
@@ -341,6 +322,32 @@ impl RecvConn {
     /// Whether nobody waits for this connection to be mended.
     pub fn is_over(&self) -> bool {
         self.closing.load(Ordering::Acquire) || self.health.is_failed()
+    }
+}
+
+impl Caller for RecvConn {
+    fn link(&self) -> &Link {
+        &self.link
+    }
+
+    fn is_calling(&self, since: Instant) -> bool {
+        !self.is_over() && self.alone().as_ref().is_some_and(|alone| alone.since() == since)
+    }
+
+    /// Each time the next, since the sender may know of some.
+    fn lost_life(&self, turn: usize) -> (u16, u16) {
+        let lost: Vec<usize> = (0..MAX_STREAMS).filter(|index| self.streams[*index].peek(|_| ()).is_none()).collect();
+        let state = self.state();
+        let known = || lost.iter().copied().filter(|index| *index == 0 || state.core.epoch(*index) > 0);
+        let index = known().nth(turn % known().count().max(1)).unwrap_or(0);
+        (index as u16, state.core.epoch(index))
+    }
+
+    fn answered(&self, began: Instant, way: usize, answer: Answer) {
+        if let Some(alone) = &mut *self.alone() {
+            alone.answered(began, Instant::now(), way, answer);
+        }
+        self.call_keeper();
     }
 }
 

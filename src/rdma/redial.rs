@@ -1,0 +1,272 @@
+//! Another socket for a control channel.
+//!
+//! A connection's queue pairs carry its messages whatever becomes of the TCP socket beside them. So where it may be mended,
+//! the end of that socket is the end of the connection only when the peer's process is gone:
+//!
+//! - **An end of file** comes from the peer's kernel, and from a process that ends. It is believed.
+//! - **A reset** may come from a firewall that has forgotten the flow, or from an administrator. The connecting side dials for
+//!   another socket; the listening side calls the other, which may not know, and waits for it to dial. Whether the peer lives
+//!   is found out as for TCP's streams ([`lifeline`](crate::tcp::lifeline)): who refuses on all its rails for most of a second
+//!   is dead.
+//! - **This host's kernel gives the socket up** when nothing has answered its keepalive probes: a firewall may have forgotten
+//!   the flow and drop what belongs to it. The same follows, for the time that is left of `TOWLINE_PEER_TIMEOUT`.
+//! - **Silence** while something that was said is on the way, or a link that goes down: the connecting side dials. The old
+//!   socket's end says nothing from then on.
+//!
+//! The handshake is the one by which streams come back, in a new epoch with each try; over the new socket both sides say
+//! first how many frames they have taken in ([`said`](super::said)).
+
+use std::io;
+use std::sync::{Arc, MutexGuard};
+use std::time::Instant;
+
+use super::base::Base;
+use super::control::{Control, is_cut};
+use crate::engine::poller::Registration as Watched;
+use crate::os::error::{Error, Result};
+use crate::os::interfaces::Rail;
+use crate::os::log::NET;
+use crate::tcp::dialer::Dial;
+use crate::tcp::frame::{Header, Type};
+use crate::tcp::lifeline::{Alone, Answer, CUT_PATIENCE, Ended, Terms};
+use crate::tcp::net::{Link, Sock};
+use crate::tcp::peer::lost;
+use crate::tcp::takeover::{Caller, Kept, Side};
+use crate::tcp::watch::Vigil;
+
+impl Base {
+    /// Whether the control channel may get another socket.
+    fn is_open(&self) -> bool {
+        self.mends() && !self.is_closing() && !self.health.is_failed() && !self.health.is_peer_done()
+    }
+
+    /// The control channel's socket has ended. Whether the connection goes on without one.
+    pub(super) fn goes_on_without(&self, control: &mut Control, end: &io::Error) -> bool {
+        control.close();
+        if !self.is_open() {
+            return false;
+        }
+        // The other side has put another socket to use, of which this side has not heard, and what the dial finds is what
+        // counts. Or it has not heard of this socket, and comes with another one.
+        let is_given_up = control.is_resuming && !control.has_dialled;
+        if control.away.is_some() || is_given_up {
+            control.away.get_or_insert_with(Instant::now);
+            return true;
+        }
+        let kernel_gave_up = end.raw_os_error().is_some() && end.kind() != io::ErrorKind::BrokenPipe;
+        if !is_cut(end) && !kernel_gave_up {
+            return false;
+        }
+        let now = Instant::now();
+        let ended = Ended::default();
+        ended.note(end);
+        let ways = if self.side == Side::Connecting { self.link.pairs() } else { self.link.remote.len() };
+        let patience = match is_cut(end) {
+            // A peer that tells of no way to its process would be back by then.
+            true if ways == 0 => CUT_PATIENCE,
+            true => self.config().reconnect_timeout,
+            // Most of the time has gone by.
+            false => self.config().peer_timeout / 10,
+        };
+        let terms = Terms {
+            patience,
+            most: if is_cut(end) && ways > 0 { self.config().peer_timeout } else { patience },
+            refused_for: ended.refused_for(now, end),
+            some_refused_for: ended.some_refused_for(now),
+            ways,
+        };
+        control.alone = Some(Alone::new(now, terms, lost(end).with_peer(&self.peer)));
+        (control.away, control.is_to_seek) = (Some(now), true);
+        true
+    }
+
+    /// Goes to find the other side, once, when the control channel was cut or has just fallen silent: the connecting side
+    /// dials, the listening side calls.
+    pub fn seek<T: Kept + 'static>(&self, conn: &Arc<T>) {
+        match self.side {
+            Side::Connecting => {
+                if let Some(why) = self.begins_to_dial() {
+                    self.dial(conn.clone(), why);
+                }
+            }
+            Side::Listening => {
+                if let Some(since) = self.begins_to_call() {
+                    self.call(conn, since);
+                }
+            }
+        }
+    }
+
+    /// Whether the connecting side is to dial for another socket: the control channel was cut, or it has fallen silent. Why;
+    /// once for each time.
+    fn begins_to_dial(&self) -> Option<&'static str> {
+        let mut control = self.control();
+        let since = control.silent.take();
+        if std::mem::take(&mut control.is_to_seek) {
+            control.has_dialled = true;
+            return Some("was cut");
+        }
+        if since.is_none() || control.away.is_some() || !self.is_open() {
+            return None;
+        }
+        (control.away, control.has_dialled) = (since, true);
+        Some("is silent")
+    }
+
+    fn dial(&self, conn: Arc<dyn Kept>, why: &str) {
+        tracing::info!(target: NET, "{} {} dials for another control channel: its own {why}", self.doing, self.peer);
+        let Err(error) = Dial::bring_back(Arc::clone(&self.net), &conn) else { return };
+        if self.control().sock.is_none() {
+            return conn.gave_up(error);
+        }
+        let doing = self.doing;
+        tracing::warn!(target: NET, "{doing} {} stays with a control channel that is silent: {error}", self.peer);
+        self.control().away = None;
+    }
+
+    /// Whether the listening side is to call the other, because of what had ended at that time.
+    fn begins_to_call(&self) -> Option<Instant> {
+        let mut control = self.control();
+        let is_to_seek = std::mem::take(&mut control.is_to_seek);
+        control.alone.as_ref().filter(|_| is_to_seek).map(Alone::since)
+    }
+
+    fn call<T: Kept + 'static>(&self, conn: &Arc<T>, since: Instant) {
+        tracing::info!(target: NET, "{} {} waits for another control channel: its own was cut", self.doing, self.peer);
+        let caller = Arc::clone(conn) as Arc<dyn Caller>;
+        (0..self.link.remote.len()).for_each(|way| Dial::call(Arc::clone(&self.net), &caller, way, since));
+    }
+
+    /// As if the connecting side had begun to dial.
+    #[cfg(test)]
+    pub(super) fn is_to_dial(&self) {
+        let mut control = self.control();
+        (control.away, control.has_dialled) = (Some(Instant::now()), true);
+    }
+
+    /// Whether another socket is tried for, or awaited.
+    #[cfg(test)]
+    pub(super) fn is_away(&self) -> bool {
+        self.control().away.is_some()
+    }
+
+    /// See [`Kept::link_down`].
+    fn link_down(&self, interface: u32) {
+        let mut control = self.control();
+        let local = control.sock.as_ref().and_then(|sock| sock.local_addr().ok()?.as_socket());
+        let is_its = |rail: &&Rail| Some(rail.address.ip().to_canonical()) == local.map(|it| it.ip().to_canonical());
+        if self.link.local.iter().find(is_its).is_some_and(|rail| rail.index == interface) {
+            control.silent = Some(Instant::now());
+            kick(&control);
+        }
+    }
+
+    /// See [`Kept::called`].
+    fn called(&self, epoch: u16) {
+        let mut control = self.control();
+        if control.epoch == epoch && control.sock.is_some() && control.away.is_none() {
+            control.cut.get_or_insert(io::ErrorKind::ConnectionReset);
+            kick(&control);
+        }
+    }
+
+    /// The control channel has another socket: both sides say over it how many frames they have taken in, and then the rest.
+    ///
+    /// # Errors
+    /// When the keeper cannot watch it.
+    fn returned(&self, epoch: u16, sock: Sock) -> Result<()> {
+        let mut control = self.control();
+        if !self.is_open() {
+            return Ok(());
+        }
+        control.close();
+        control.sock = Some(sock);
+        control.epoch = epoch;
+        (control.vigil, control.looked) = (Vigil::default(), None);
+        (control.silent, control.away, control.is_resuming) = (None, None, true);
+        (control.alone, control.is_to_seek) = (None, false);
+        control.input.clear();
+        control.output = Header { offset: control.taken, ..Header::of(Type::Ack, 0) }.encode().to_vec();
+        control.write();
+        tracing::info!(target: NET, "{} {} has its control channel over another socket", self.doing, self.peer);
+        self.watch_socket(&mut control)
+    }
+
+    /// Has the connection known to those that may have another socket for its control channel, or news of its own.
+    pub fn keep(&self, conn: Arc<dyn Kept>) {
+        if self.mends() {
+            self.net.keep(&conn, self.side);
+        }
+    }
+}
+
+/// Has the keeper look at the connection.
+fn kick(control: &MutexGuard<'_, Control>) {
+    control.registration.iter().for_each(Watched::kick);
+}
+
+/// A connection with a control channel, whichever way it goes.
+pub(super) trait Controlled: Send + Sync {
+    /// What is common to both directions.
+    fn base(&self) -> &Base;
+
+    /// It ends with a failure.
+    fn end(&self, error: Error);
+}
+
+impl<T: Controlled> Caller for T {
+    fn link(&self) -> &Link {
+        &self.base().link
+    }
+
+    fn is_calling(&self, since: Instant) -> bool {
+        let base = self.base();
+        base.is_open() && base.control().alone.as_ref().is_some_and(|alone| alone.since() == since)
+    }
+
+    fn lost_life(&self, _turn: usize) -> (u16, u16) {
+        (0, self.base().control().epoch)
+    }
+
+    fn answered(&self, began: Instant, way: usize, answer: Answer) {
+        let mut control = self.base().control();
+        if let Some(alone) = &mut control.alone {
+            alone.answered(began, Instant::now(), way, answer);
+            kick(&control);
+        }
+    }
+}
+
+impl<T: Controlled> Kept for T {
+    fn is_over(&self) -> bool {
+        let base = self.base();
+        !base.is_open() || base.control().away.is_none()
+    }
+
+    fn next_epoch(&self) -> u16 {
+        let mut control = self.base().control();
+        control.epoch = control.epoch.wrapping_add(1);
+        control.epoch
+    }
+
+    fn may_return(&self, epoch: u16) -> bool {
+        let base = self.base();
+        base.is_open() && epoch.wrapping_sub(base.control().epoch).cast_signed() > 0
+    }
+
+    fn returned(self: Arc<Self>, epoch: u16, sock: Sock) -> Result<()> {
+        self.base().returned(epoch, sock)
+    }
+
+    fn link_down(&self, interface: u32) {
+        self.base().link_down(interface);
+    }
+
+    fn called(&self, epoch: u16) {
+        self.base().called(epoch);
+    }
+
+    fn gave_up(&self, error: Error) {
+        self.end(error);
+    }
+}
