@@ -70,7 +70,7 @@ impl Base {
         };
         let terms = Terms {
             patience,
-            most: if is_cut(end) && ways > 0 { self.config().peer_timeout } else { patience },
+            most: self.config().peer_timeout,
             refused_for: ended.refused_for(now, end),
             some_refused_for: ended.some_refused_for(now),
             ways,
