@@ -325,10 +325,7 @@ impl RecvConn {
         // The first life of the first stream is 0, that of the others 1.
         if epoch > u16::from(index > 0) {
             Counters::bump(&self.counters.reconnects);
-            let announcements = self.state().core.announcements();
-            for header in announcements {
-                self.mail(&header.encode());
-            }
+            self.state().core.announcements().for_each(|header| self.mail(&header.encode()));
         }
         // In this order: a stream that breaks at once takes its registration with it.
         self.streams[index].watch(place);

@@ -243,10 +243,10 @@ impl RecvCore {
     }
 
     /// The sender has asked after a receive: from here on they are announced again. Returns what was kept back.
-    pub fn end_silence(&mut self) -> Vec<Header> {
+    pub fn end_silence(&mut self) -> impl Iterator<Item = Header> + '_ {
         let was_silent = self.is_silent();
         self.shorts = 0;
-        if was_silent { self.announcements() } else { Vec::new() }
+        was_silent.then(|| self.announcements()).into_iter().flatten()
     }
 
     fn count_short(&mut self, total: u64) {
@@ -278,20 +278,15 @@ impl RecvCore {
 
     /// The clear-to-sends of all receives that still wait for a message that needs one: after a break they may
     /// have been lost.
-    pub fn announcements(&self) -> Vec<Header> {
-        let mut headers = Vec::new();
-        for queue in &self.tags {
-            for (order, entry) in (queue.base..).zip(&queue.entries) {
-                if let Some((_, capacity)) = entry.part
-                    && capacity > EAGER_MAX
-                    && entry.total.is_none()
-                    && !entry.done
-                {
-                    headers.push(Header { tag: queue.tag, order, total: capacity, ..Header::of(Type::Clear, 0) });
-                }
-            }
-        }
-        headers
+    pub fn announcements(&self) -> impl Iterator<Item = Header> + '_ {
+        let waiting = self.tags.iter().flat_map(|queue| {
+            let entries = (queue.base..).zip(&queue.entries);
+            entries.filter(|(_, entry)| entry.total.is_none() && !entry.done).map(|entry| (queue.tag, entry))
+        });
+        waiting.filter_map(|(tag, (order, entry))| {
+            let (_, capacity) = entry.part.filter(|(_, capacity)| *capacity > EAGER_MAX)?;
+            Some(Header { tag, order, total: capacity, ..Header::of(Type::Clear, 0) })
+        })
     }
 
     /// A data frame begins on stream `index`: where does its payload go?

@@ -23,7 +23,7 @@ pub mod transfer;
 
 use std::ffi::c_void;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use notes::{Note, Notes, TURNS, What};
@@ -198,8 +198,13 @@ impl<'a> Scene<'a> {
 }
 
 /// For a patient listener, notes of requests that are not done are looked for once in so many nanoseconds: a thread that
-/// does so in a loop takes the memory that they are written to away from who writes them.
-const PATIENCE_NS: u64 = 100_000;
+/// does so in a loop takes the memory that they are written to away from who writes them. Within that time no path notes
+/// as much as its list holds.
+const PATIENCE_NS: u64 = 1_000_000;
+
+/// And the clock is looked at in one of so many calls. NCCL's thread asks after all its requests in turn, thousands of times
+/// in each millisecond, and while it looks at the clock what is done waits.
+const CALLS: u32 = 64;
 
 const NO_PATH: Path = Path { carrier: Carrier::None, rail: 0, peer: None };
 
@@ -258,6 +263,8 @@ struct Own {
     any_news: AtomicBool,
     /// When notes were looked for last while a request was not done: [`Ticks::number`].
     looked: AtomicU64,
+    /// How often that was left to a later call, modulo [`CALLS`].
+    calls: AtomicU32,
     /// Where notes are taken out to.
     taken: Mutex<Vec<Note>>,
 }
@@ -538,6 +545,11 @@ impl Events {
     #[inline]
     pub unsafe fn wait(&self) {
         if self.is_patient() {
+            let calls = (self.own.calls.load(Ordering::Relaxed) + 1) % CALLS;
+            self.own.calls.store(calls, Ordering::Relaxed);
+            if calls != 0 {
+                return;
+            }
             let (now, last) = (Ticks::now(), Ticks::from_number(self.own.looked.load(Ordering::Relaxed)));
             if last.is_some_and(|last| now.nanoseconds_since(last) < PATIENCE_NS) {
                 return;

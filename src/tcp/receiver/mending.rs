@@ -236,8 +236,9 @@ impl RecvConn {
     /// may lead nowhere too.
     pub(super) fn tell_fenced(&self, index: usize, epoch: u16, frames: u64) {
         let fenced = std::iter::once(fenced((index, epoch, frames)));
-        let announcements = self.state().core.announcements();
-        let words: Vec<u8> = fenced.chain(announcements).flat_map(|header| header.encode()).collect();
+        let state = self.state();
+        let words: Vec<u8> = fenced.chain(state.core.announcements()).flat_map(|header| header.encode()).collect();
+        drop(state);
         for (on, stream) in self.streams.iter().enumerate() {
             if stream.peek(|io| io.say(words.clone())).is_some() {
                 self.run(on, WRITE);

@@ -185,9 +185,8 @@ impl RecvConn {
             }
             Type::Ask => {
                 let mut state = self.state();
-                let kept_back = state.core.end_silence();
-                let answer = state.core.ask(header.tag, header.order, header.total)?;
-                for answer in kept_back.into_iter().chain(answer) {
+                state.core.end_silence().for_each(|kept_back| self.mail(&kept_back.encode()));
+                if let Some(answer) = state.core.ask(header.tag, header.order, header.total)? {
                     self.mail(&answer.encode());
                 }
             }

@@ -40,7 +40,14 @@ impl Io {
     pub(super) fn finished(&mut self) -> Option<Leaving> {
         self.sent = 0;
         match self.out.take()? {
-            Outgoing::Control(_) => None,
+            Outgoing::Control(mut bytes) => {
+                if self.control.capacity() < bytes.capacity() && self.control.is_empty() {
+                    // Its memory serves the next ones.
+                    bytes.clear();
+                    self.control = bytes;
+                }
+                None
+            }
             Outgoing::Framed(_, leaving) | Outgoing::Whole(_, leaving) => Some(leaving),
             Outgoing::Sealed(sealed, leaving) => {
                 if let (Some(sides), Some(_)) = (&mut self.seal, &leaving) {
