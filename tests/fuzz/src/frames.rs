@@ -81,7 +81,7 @@ impl Receiver {
                 8 if self.fenced[index] => {
                     self.core.stream_up(index, self.core.epoch(index).wrapping_add(1));
                     self.fenced[index] = false;
-                    self.core.announcements();
+                    self.core.announcements().for_each(drop);
                 }
                 8 => drop(self.core.ask(input.below(4) as i32 - 1, input.number(), input.number())?),
                 _ => drop(self.core.take_ack(index, input.below(2) == 0)),
