@@ -197,6 +197,7 @@ impl Control {
 mod tests {
     use super::*;
     use std::io::Read;
+    use std::net::Shutdown;
     use std::os::unix::net::UnixStream;
 
     use crate::rdma::harness::sock;
@@ -215,7 +216,8 @@ mod tests {
             write_out(&here, &mut output).expect("a socket");
         }
         assert!(heard == said && output.is_empty());
-        drop(there);
+        // Not closed: a child that another test forks just now would keep it open.
+        there.shutdown(Shutdown::Both).expect("a socket");
         output.push(1);
         assert!(write_out(&here, &mut output).is_err() && output.is_empty(), "nobody is there");
     }
@@ -240,7 +242,7 @@ mod tests {
         let (one, other) = UnixStream::pair().expect("sockets");
         control.sock = Some(sock(one));
         assert_eq!(control.read(&mut [0; 8], Duration::MAX).expect("the next one lives"), None);
-        drop(other);
+        other.shutdown(Shutdown::Both).expect("a socket");
         let end = control.read(&mut [0; 8], Duration::MAX).expect_err("it is over");
         assert_eq!(end.kind(), io::ErrorKind::UnexpectedEof);
     }

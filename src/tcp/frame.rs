@@ -3,7 +3,7 @@
 //! | bytes | field | meaning |
 //! |---|---|---|
 //! | 0 | type | [`Type`] |
-//! | 1 | flags | [`EAGER`], [`PROMPT`], [`WHOLE`] |
+//! | 1 | flags | [`EAGER`], [`PROMPT`], [`WHOLE`], [`POLLED`] |
 //! | 2–3 | epoch | life of the stream, counted from 0; a frame of another epoch ends the stream |
 //! | 4–7 | length | payload bytes that follow |
 //! | 8–15 | message | number of the message in posting order |
@@ -39,6 +39,8 @@ pub const EAGER: u8 = 1;
 pub const PROMPT: u8 = 2;
 /// Flag: somebody waits for the message that this is a part of: when it is whole, acknowledge what came on all streams.
 pub const WHOLE: u8 = 4;
+/// Flag: a GPU may read the chunk while it arrives, so its bytes must appear in ascending order ([`polled`](super::polled)).
+pub const POLLED: u8 = 8;
 
 /// What a frame says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -98,7 +100,7 @@ impl Type {
 pub struct Header {
     /// What the frame says.
     pub kind: Type,
-    /// [`EAGER`], [`PROMPT`], [`WHOLE`].
+    /// [`EAGER`], [`PROMPT`], [`WHOLE`], [`POLLED`].
     pub flags: u8,
     /// The stream's epoch.
     pub epoch: u16,

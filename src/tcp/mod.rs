@@ -46,6 +46,7 @@ mod load;
 pub mod loopback;
 pub mod net;
 pub mod peer;
+pub mod polled;
 pub mod ranges;
 pub mod receiver;
 pub mod recv_core;

@@ -26,6 +26,7 @@ use super::lifeline::{Alone, Ended};
 use super::limits::MAX_STREAMS;
 use super::net::{Link, Net, Sock, path_of};
 use super::peer::{Health, Peer, failure, fenced, left_early};
+use super::polled;
 use super::recv_core::{Part, Posted, RecvCore};
 use super::rest::Rest;
 use super::seal::damage::Damage;
@@ -78,8 +79,8 @@ struct State {
 enum Body {
     /// Between frames.
     None,
-    /// Bytes still to come, and where the next one goes.
-    Data { to: Target, rest: usize },
+    /// Bytes still to come, and where the next one goes. What is polled must not be written by the kernel.
+    Data { to: Target, rest: usize, polled: bool },
 }
 
 /// A chunk that is arriving, of which a profiler is told.
@@ -157,7 +158,18 @@ impl Io {
                 }
                 (got, room.length, 0)
             }
-            Body::Data { to, rest } => {
+            Body::Data { to, rest, polled: true } => polled::with_buffer(rest, |bounce| {
+                let behind = if bounce.len() == rest { BEHIND } else { 0 };
+                let pieces = [Piece::of_mut(bounce), Piece::of_mut(&mut self.input[..behind])];
+                // SAFETY: both buffers are ours.
+                let got = unsafe { wire::receive_two(fd, pieces) };
+                if let Ok(Some(bytes)) = got {
+                    // SAFETY: the caller vouches for the body; the buffer is not a part of it.
+                    unsafe { wire::copy_ascending(bounce.as_ptr(), to.data, bytes.min(bounce.len())) };
+                }
+                (got, bounce.len() + behind, bounce.len())
+            }),
+            Body::Data { to, rest, polled: false } => {
                 let pieces = [Piece { data: to.data, length: rest }, Piece::of_mut(&mut self.input[..BEHIND])];
                 // SAFETY: as above; the caller vouches for the body.
                 (unsafe { wire::receive_two(fd, pieces) }, rest + BEHIND, rest)

@@ -6,6 +6,7 @@
 
 use std::io;
 use std::os::fd::RawFd;
+use std::sync::atomic::{Ordering, fence};
 
 /// A piece of memory to send or to fill. Plain addresses: the memory belongs to a request or to the stream, and
 /// both outlive the call.
@@ -202,7 +203,9 @@ pub fn unsent(fd: RawFd) -> usize {
 ///
 /// The GPU may poll flags at the end of each 8 or 128 bytes of `to` while this runs (NCCL's LL and LL128
 /// protocols), and the C library's `memcpy` does not promise an order: it stores the first bytes of a block last.
-/// Volatile stores keep their program order, and on x86-64 other observers see it too.
+/// Volatile stores keep their program order, and on x86-64 other observers see it too. Other processors are told where
+/// it matters: before the last eight bytes of each 128 of the destination, which is where LL128 has its flags (an LL
+/// flag shares eight bytes with its data).
 ///
 /// # Safety
 /// `from` must be readable and `to` writable for `length` bytes, and they must not overlap.
@@ -215,6 +218,9 @@ pub unsafe fn copy_ascending(from: *const u8, to: *mut u8, length: usize) {
             at += 1;
         }
         while at + 8 <= length {
+            if !cfg!(target_arch = "x86_64") && (to as usize + at) % 128 == 120 {
+                fence(Ordering::Release);
+            }
             let unit = from.add(at).cast::<u64>().read_unaligned();
             to.add(at).cast::<u64>().write_volatile(unit);
             at += 8;
@@ -224,8 +230,9 @@ pub unsafe fn copy_ascending(from: *const u8, to: *mut u8, length: usize) {
             at += 1;
         }
     }
-    #[cfg(not(target_arch = "x86_64"))]
-    std::sync::atomic::fence(std::sync::atomic::Ordering::Release);
+    if !cfg!(target_arch = "x86_64") {
+        fence(Ordering::Release);
+    }
 }
 
 #[cfg(test)]

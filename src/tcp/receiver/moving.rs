@@ -8,7 +8,7 @@ use super::{Body, Fence, Followed, Io, RecvConn, SHARE, State, Target, lock, tol
 use crate::engine::counters::Counters;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
-use crate::tcp::frame::{HEADER, Header, Type};
+use crate::tcp::frame::{HEADER, Header, POLLED, Type};
 use crate::tcp::limits::{BRIEF_MAX, EAGER_MAX, RECEIVER_RESTS};
 use crate::tcp::load;
 use crate::tcp::peer::{Broken, told_by_peer};
@@ -106,7 +106,7 @@ impl RecvConn {
 
     /// `bytes` of the open frame's payload are in place.
     pub(super) fn placed(&self, index: usize, io: &mut Io, bytes: usize) {
-        if let Body::Data { to, rest } = &mut io.body {
+        if let Body::Data { to, rest, .. } = &mut io.body {
             *rest -= bytes;
             // SAFETY: still inside, or one past the end of, the checked range.
             to.data = unsafe { to.data.add(bytes) };
@@ -121,7 +121,7 @@ impl RecvConn {
     /// Takes whole frames, and the beginning of a frame's payload, out of the input buffer.
     fn take_frames(&self, index: usize, io: &mut Io) -> Result<()> {
         loop {
-            if let Body::Data { to, rest } = io.body {
+            if let Body::Data { to, rest, .. } = io.body {
                 let here = rest.min(io.to - io.from);
                 if here > 0 {
                     // SAFETY: source is the input buffer, destination the checked range; they do not overlap.
@@ -154,7 +154,7 @@ impl RecvConn {
             let to = self.frame_began(&mut state, index, &header, &mut io.followed)?;
             let length = header.length as usize;
             if length > io.to - io.from {
-                io.body = Body::Data { to, rest: length };
+                io.body = Body::Data { to, rest: length, polled: header.flags & POLLED != 0 };
                 drop(state);
                 self.chunk_began(&mut io.followed);
                 continue;

@@ -50,7 +50,7 @@ impl RecvConn {
                         let to = self.frame_began(&mut self.state(), index, &header, &mut io.followed);
                         let to = to.map_err(Broken::Fatal)?;
                         self.chunk_began(&mut io.followed);
-                        io.body = Body::Data { to, rest: header.length as usize };
+                        io.body = Body::Data { to, rest: header.length as usize, polled: false };
                     }
                 }
                 Ok(Some(Item::Whole(header, bytes))) => match (header.kind, &io.body) {

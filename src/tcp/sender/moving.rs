@@ -14,6 +14,7 @@ use crate::tcp::copies::Own;
 use crate::tcp::frame::{HEADER, Header, Type};
 use crate::tcp::limits::{EAGER_MAX, SENDER_RESTS};
 use crate::tcp::peer::{Broken, told_by_peer};
+use crate::tcp::polled;
 use crate::tcp::send_core::{Chunk, Key, Landed, SendCore};
 use crate::tcp::stream::{READ, SEND, Step, WRITE};
 use crate::tcp::wire::{self, Piece};
@@ -150,7 +151,7 @@ impl SendConn {
             io.more = state.core.has_ready();
             return Some(Outgoing::Control(std::mem::take(&mut io.control)));
         }
-        let chunk = state.core.next_chunk(index)?;
+        let mut chunk = state.core.next_chunk(index)?;
         (io.followed, io.untold) = (None, None);
         if self.events.hears() {
             self.chunk_begins(state, index, io, &chunk);
@@ -177,6 +178,8 @@ impl SendConn {
             ends: !chunk.again && payload.ticket.is_some() && (chunk.copied || !self.recovery),
         };
         if let Some(copy) = &mut payload.replay {
+            // SAFETY: the copy is ours, and all of the message.
+            chunk.header.flags |= unsafe { polled::flag(Piece::of_mut(&mut copy[HEADER..])) };
             // An earlier life of the message is over when it is sent again, so nobody reads the old header now.
             chunk.header.encode_into(copy.first_chunk_mut().expect("a copy has room for its header"));
             io.more = state.core.has_ready();
@@ -185,10 +188,13 @@ impl SendConn {
         leaving.copied = chunk.copied;
         // A stream in the midst of longer messages looks on: others may have been posted that no one else was woken for.
         io.more = true;
-        chunk.header.encode_into(&mut io.header);
         // SAFETY: the core hands out ranges within the message.
         let data = unsafe { payload.data.add(chunk.offset as usize) }.cast_mut();
-        Some(Outgoing::Framed(Piece { data, length: chunk.length as usize }, leaving))
+        let body = Piece { data, length: chunk.length as usize };
+        // SAFETY: the message is the transport's, and chunks begin at multiples of 128 bytes.
+        chunk.header.flags |= unsafe { polled::flag(body) };
+        chunk.header.encode_into(&mut io.header);
+        Some(Outgoing::Framed(body, leaving))
     }
 
     /// The copy for a possible resend that ends the request of a message just sent: short, and not copied before.
