@@ -78,6 +78,12 @@ pub const ACK_EVERY: u64 = 32;
 /// messages only: what a stream carries must be learnt from time to time (`window`).
 pub const ACK_BYTES: u64 = STREAM_WINDOW / 4;
 
+/// Frames after which a sender that has missed an acknowledgement looks for it again. A look that finds nothing takes 0.4 µs.
+pub const LOOK_EVERY: u64 = 8;
+
+/// The same in bytes of credit.
+pub const LOOK_BYTES: u64 = EAGER_WINDOW / 16;
+
 /// So many of NCCL's calls go without a look at a sender's first stream when nothing is waited for there.
 pub const SENDER_RESTS: u32 = 15;
 

@@ -38,6 +38,7 @@ pub fn sockets() -> (Sock, TcpStream) {
     let address = listener.local_addr().expect("it listens");
     let ours = Registered::open(|| TcpStream::connect(address).map(socket2::Socket::from)).expect("a connection");
     ours.set_nonblocking(true).expect("it can be set");
+    ours.set_tcp_nodelay(true).expect("it can be set");
     (ours, listener.accept().expect("it is there").0)
 }
 

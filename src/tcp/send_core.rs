@@ -20,8 +20,8 @@ use slab::Slab;
 
 use super::frame::{EAGER, Header, PROMPT, Type, WHOLE};
 use super::limits::{
-    ACK_BYTES, CHUNK_MAX, CHUNK_MIN, EAGER_MAX, EAGER_WINDOW, MAX_AHEAD, MAX_POSTED, MAX_STREAMS, MESSAGE_COST,
-    MOST_SHARES, PAGE, REPLAY_BESIDE_WORKERS, REPLAY_MAX,
+    ACK_BYTES, ACK_EVERY, CHUNK_MAX, CHUNK_MIN, EAGER_MAX, EAGER_WINDOW, LOOK_BYTES, LOOK_EVERY, MAX_AHEAD, MAX_POSTED,
+    MAX_STREAMS, MESSAGE_COST, MOST_SHARES, PAGE, REPLAY_BESIDE_WORKERS, REPLAY_MAX,
 };
 use super::tags::TagOrders;
 use super::window::Window;
@@ -187,6 +187,8 @@ pub struct SendCore {
     again: VecDeque<Flight>,
     credit_used: u64,
     credit_limit: u64,
+    /// Frames of the first stream, and bytes of credit, that were out when [`SendCore::is_word_due`] was last so.
+    looked: (u64, u64),
     streams: Vec<Stream>,
     /// Connected streams beyond the first.
     others: u64,
@@ -219,6 +221,7 @@ impl SendCore {
             again: VecDeque::new(),
             credit_used: 0,
             credit_limit: EAGER_WINDOW,
+            looked: (0, 0),
             streams: Vec::new(),
             others: 0,
             delivered: 0,
@@ -421,6 +424,22 @@ impl SendCore {
             || self.is_stalled()
             || !(self.short.is_empty() && self.again.is_empty())
             || self.streams.first().is_none_or(|first| !first.live || open(first))
+    }
+
+    /// Whether whoever sends short messages should see what has come back on the first stream. Their requests are done at
+    /// once, so nobody asks after them; but the receiver acknowledges as it goes along, and a sender that does not hear it
+    /// takes its credit for used up, and soon wants an acknowledgement of each message. Not at every message while a
+    /// receiver is behind.
+    #[inline]
+    pub fn is_word_due(&mut self) -> bool {
+        let Some(first) = self.streams.first() else { return false };
+        let (frames, used) = (first.sent, self.credit_used);
+        let out = frames - first.acked > ACK_EVERY || self.credit_out() > EAGER_WINDOW / 4;
+        let due = out && (frames - self.looked.0 >= LOOK_EVERY || used - self.looked.1 >= LOOK_BYTES);
+        if due {
+            self.looked = (frames, used);
+        }
+        due
     }
 
     /// Whether nothing is unsent or unacknowledged.
@@ -760,7 +779,7 @@ impl SendCore {
     }
 
     /// Bytes of credit that were used and have not come back.
-    #[cfg(test)]
+    #[inline]
     pub(super) fn credit_out(&self) -> u64 {
         self.credit_used + EAGER_WINDOW - self.credit_limit
     }

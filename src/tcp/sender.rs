@@ -397,7 +397,7 @@ impl SendConn {
                 && io.out.is_none()
             {
                 io.out = self.next_outgoing(&mut state, 0, io);
-                wish = SEND;
+                wish = if state.core.is_word_due() { SEND | READ } else { SEND };
             }
             posted
         };

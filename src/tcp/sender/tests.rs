@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use super::*;
 use crate::os::config::Config;
-use crate::tcp::frame::Type;
+use crate::tcp::frame::{PROMPT, Type};
+use crate::tcp::limits::{ACK_BYTES, ACK_EVERY, EAGER_WINDOW, MESSAGE_COST};
 use crate::tcp::loopback;
 
 /// As long as it takes to be sure that a thread does nothing.
@@ -78,4 +79,43 @@ fn a_stream_that_comes_back_asks_about_those_that_are_still_away() {
     back.read_exact(&mut bytes).expect("a word about the other");
     let header = Header::decode(&bytes).expect("a frame");
     assert_eq!((header.kind, header.order, header.offset), (Type::Fence, 1, 1), "the first life of the second stream");
+}
+
+/// Requests of short messages are done at once, so nobody asks after them. What the receiver says must be heard all the same,
+/// or the sender takes its credit for used up and wants an acknowledgement of each message, for which the receiver makes a
+/// system call on the way of that message.
+#[test]
+fn a_row_of_short_messages_asks_for_no_acknowledgement() {
+    const MESSAGES: u64 = 4000;
+    for size in [8, 500, 8 << 10] {
+        let net = loopback::net(Config::default());
+        let (ours, mut theirs) = loopback::sockets();
+        let link = loopback::link(&loopback::deaf());
+        let conn = SendConn::new(net, link, loopback::peer(), ours, Seal::Plain).expect("it is watched");
+        let bytes = vec![7; size];
+        let mut frame = vec![0; HEADER + size];
+        let (mut returned, mut asked, mut most) = (0, 0, 0);
+        for number in 1..=MESSAGES {
+            // SAFETY: the bytes outlive the connection.
+            let ticket = unsafe { conn.isend(bytes.as_ptr(), size, 0, std::ptr::null_mut()) }.expect("it is sent");
+            let ticket = ticket.expect("a slot is free");
+            // At once, unless the keeper has the stream just then.
+            loopback::wait_until("it is not done", || conn.test(ticket).expect("it lives").is_some());
+            theirs.read_exact(&mut frame).expect("a frame");
+            let header = Header::decode(frame[..HEADER].try_into().expect("a header")).expect("it is one");
+            asked += u64::from(header.flags & PROMPT != 0);
+            // As a receiver does: after so many frames, or when it owes so much credit.
+            let owed = number * (size as u64 + MESSAGE_COST) - returned;
+            if number % ACK_EVERY == 0 || owed >= EAGER_WINDOW / 4 {
+                returned += owed;
+                let ack = Header { offset: number, total: returned, ..Header::of(Type::Ack, 0) };
+                std::io::Write::write_all(&mut theirs, &ack.encode()).expect("it lives");
+            }
+            most = most.max(conn.state().payloads.len());
+        }
+        // Of what a stream has carried the sender wants to hear now and then.
+        let expected = MESSAGES * size as u64 / ACK_BYTES;
+        assert!(asked <= expected, "{asked} of {expected} messages of {size} bytes asked");
+        assert!(most <= 3 * ACK_EVERY as usize, "{most} messages of {size} bytes were kept");
+    }
 }
