@@ -10,6 +10,8 @@ mod closing;
 mod mending;
 mod moving;
 mod sealed;
+#[cfg(test)]
+mod tests;
 
 use std::ffi::c_void;
 use std::io;
@@ -27,7 +29,7 @@ use super::limits::MAX_STREAMS;
 use super::net::{Link, Net, Sock, path_of};
 use super::peer::{Health, Peer, failure, fenced, left_early};
 use super::polled;
-use super::recv_core::{Part, Posted, RecvCore};
+use super::recv_core::{Due, Part, Posted, RecvCore};
 use super::rest::Rest;
 use super::seal::damage::Damage;
 use super::seal::{Seal, Sides};
@@ -110,8 +112,10 @@ struct Io {
     followed: Option<Followed>,
     out: Vec<u8>,
     sent: usize,
-    /// An acknowledgement is due on this stream.
-    ack: bool,
+    /// Whether an acknowledgement is due on this stream.
+    ack: Due,
+    /// It was left to the next look once already.
+    put_off: bool,
     /// Goodbye was said; nothing may follow it.
     parted: bool,
     /// The sender has said goodbye on this stream.
@@ -313,7 +317,8 @@ impl RecvConn {
             followed: None,
             out: Vec::new(),
             sent: 0,
-            ack: false,
+            ack: Due::Later,
+            put_off: false,
             parted: false,
             heard_goodbye: false,
         };

@@ -40,6 +40,18 @@ pub enum Place {
     Staged(StageKey),
 }
 
+/// How soon an acknowledgement must be sent.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Due {
+    /// Nobody misses it yet.
+    #[default]
+    Later,
+    /// It has become much, and nobody waits: what has just come may be handed on first.
+    Soon,
+    /// Somebody waits.
+    Now,
+}
+
 /// What the end of a frame brought about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
@@ -417,12 +429,18 @@ impl RecvCore {
         self.count_short(0);
     }
 
-    /// Whether somebody waits for what stream `index` has to acknowledge, or it has become much.
+    /// How soon what stream `index` has to acknowledge must be said.
     #[inline]
-    pub fn is_ack_due(&self, index: usize) -> bool {
-        let Some(stream) = self.streams.get(index) else { return false };
+    pub fn ack_due(&self, index: usize) -> Due {
+        let Some(stream) = self.streams.get(index) else { return Due::Later };
         let frames = stream.received - stream.acked;
-        (stream.prompt && frames > 0) || stream.whole || frames >= ACK_EVERY || self.owes_credit()
+        if (stream.prompt && frames > 0) || stream.whole {
+            Due::Now
+        } else if frames >= ACK_EVERY || self.owes_credit() {
+            Due::Soon
+        } else {
+            Due::Later
+        }
     }
 
     /// The acknowledgement that stream `index` owes, if any. With `force`, also what nobody waits for. After a whole message
@@ -430,7 +448,7 @@ impl RecvCore {
     pub fn take_ack(&mut self, index: usize, force: bool) -> Option<Ack> {
         let owed = self.returned - self.told;
         let returned = self.returned;
-        let due = self.is_ack_due(index);
+        let due = self.ack_due(index) > Due::Later;
         let stream = self.streams.get_mut(index)?;
         let frames = stream.received - stream.acked;
         if !(due || force && (frames > 0 || owed > 0)) {
@@ -494,7 +512,7 @@ impl RecvCore {
 
     /// Ends the life of stream `index` in `epoch`: nothing more may be taken in from it. Returns how many frames were,
     /// in all its lives; nothing when that life is over already, or there is no such stream. Others may owe an
-    /// acknowledgement by that ([`RecvCore::is_ack_due`]): what it has said for them may be lost.
+    /// acknowledgement by that ([`RecvCore::ack_due`]): what it has said for them may be lost.
     pub fn fence(&mut self, index: usize, epoch: u16) -> Option<u64> {
         if index >= MAX_STREAMS || self.has_outlived(index, epoch) {
             return None;
@@ -612,7 +630,7 @@ mod tests {
         core.end(2);
         for index in [0, 1] {
             core.begin(index, &Header { flags: WHOLE, ..chunk(index as u64 * 128, 128, 256) }).unwrap();
-            assert!(!core.is_ack_due(index), "a part by itself is not worth a word");
+            assert_eq!(core.ack_due(index), Due::Later, "a part by itself is not worth a word");
             core.end(index);
         }
         core
@@ -621,7 +639,7 @@ mod tests {
     #[test]
     fn a_whole_message_is_acknowledged_once_for_all_streams() {
         let mut core = whole();
-        assert!(!core.is_ack_due(0) && core.is_ack_due(1));
+        assert_eq!((core.ack_due(0), core.ack_due(1)), (Due::Later, Due::Now));
         assert_eq!(core.take_ack(1, false).unwrap().counts(), [1, 1, 1]);
         for index in 0..3 {
             assert!(core.take_ack(index, true).is_none(), "all is said");
@@ -637,7 +655,7 @@ mod tests {
             }
             assert_eq!(core.fence(1, 1), Some(1));
             for index in [0, 2] {
-                assert!(core.is_ack_due(index));
+                assert!(core.ack_due(index) > Due::Later);
                 let ack = core.take_ack(index, false).unwrap();
                 assert_eq!((ack.header.kind, ack.header.offset), (Type::Ack, 1));
             }

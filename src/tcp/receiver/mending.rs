@@ -15,6 +15,7 @@ use crate::tcp::lifeline::{Alone, Answer, CUT_PATIENCE, Terms, Verdict, is_cut};
 use crate::tcp::limits::MAX_STREAMS;
 use crate::tcp::net::Link;
 use crate::tcp::peer::{Broken, failure, fenced, lost};
+use crate::tcp::recv_core::Due;
 use crate::tcp::stream::{READ, Ran, WRITE};
 use crate::tcp::takeover::Caller;
 use crate::tcp::watch::{self, Finding, Kept, Sight};
@@ -272,7 +273,7 @@ impl RecvConn {
         let frames = self.state().core.fence(index, epoch);
         // What it said for other streams may be lost: these speak for themselves.
         for (index, stream) in self.streams.iter().enumerate() {
-            if self.state().core.is_ack_due(index) {
+            if self.state().core.ack_due(index) > Due::Later {
                 stream.kick();
             }
         }

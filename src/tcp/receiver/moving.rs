@@ -12,7 +12,7 @@ use crate::tcp::frame::{HEADER, Header, POLLED, Type};
 use crate::tcp::limits::{BRIEF_MAX, EAGER_MAX, RECEIVER_RESTS};
 use crate::tcp::load;
 use crate::tcp::peer::{Broken, told_by_peer};
-use crate::tcp::recv_core::{End, Part, Place, StageKey};
+use crate::tcp::recv_core::{Due, End, Part, Place, StageKey};
 use crate::tcp::stream::{READ, Step, WRITE};
 use crate::tcp::wire::{self, Piece};
 
@@ -27,8 +27,11 @@ impl RecvConn {
                 Err(why) => return Step::Broken(why),
             }
         }
-        let nothing_to_say = !io.ack && io.sent == io.out.len() && !self.mail.load(Ordering::Relaxed);
-        if wishes & WRITE == 0 && nothing_to_say {
+        // What has just come is handed on before an acknowledgement that nobody waits for, which is a system call of several
+        // microseconds: the next look has time for it. But it is put off only once, should something always come.
+        let put_off = io.ack == Due::Soon && moved && !std::mem::replace(&mut io.put_off, true);
+        let silent = (io.ack == Due::Later || put_off) && io.sent == io.out.len();
+        if wishes & WRITE == 0 && silent && !self.mail.load(Ordering::Relaxed) {
             if index == 0 && !moved && self.striped.load(Ordering::Relaxed) {
                 self.rest.begin(RECEIVER_RESTS);
             }
@@ -113,7 +116,7 @@ impl RecvConn {
             if *rest == 0 {
                 io.body = Body::None;
                 self.chunk_ended(&mut io.followed);
-                io.ack |= self.frame_ended(&mut self.state(), index);
+                io.ack = io.ack.max(self.frame_ended(&mut self.state(), index));
             }
         }
     }
@@ -165,7 +168,7 @@ impl RecvConn {
             // SAFETY: source is the input buffer, destination the checked range; they do not overlap.
             unsafe { wire::copy_ascending(io.input.as_ptr().add(io.from), to.data, length) };
             io.from += length;
-            io.ack |= self.frame_ended(&mut state, index);
+            io.ack = io.ack.max(self.frame_ended(&mut state, index));
         }
     }
 
@@ -181,7 +184,7 @@ impl RecvConn {
                     io.peeked -= bytes.min(io.peeked);
                 }
                 let _ = io.sock.set_tcp_quickack(true);
-                io.ack = true;
+                io.ack = Due::Now;
             }
             Type::Ask => {
                 let mut state = self.state();
@@ -259,14 +262,14 @@ impl RecvConn {
         }
     }
 
-    /// The payload of a frame is in its place. Returns whether its acknowledgement is due.
-    fn frame_ended(&self, state: &mut State, index: usize) -> bool {
+    /// The payload of a frame is in its place. Returns how soon that is to be acknowledged.
+    fn frame_ended(&self, state: &mut State, index: usize) -> Due {
         match state.core.end(index) {
             End::More | End::Staged => {}
             End::Complete(part, total) => self.complete(part, total),
             End::Unstage(stage, part, total) => self.unstage(state, stage, part, total),
         }
-        state.core.is_ack_due(index)
+        state.core.ack_due(index)
     }
 
     pub(super) fn unstage(&self, state: &mut State, stage: StageKey, part: Part, total: u64) {
@@ -298,7 +301,7 @@ impl RecvConn {
             if io.sent == io.out.len() {
                 io.out.clear();
                 io.sent = 0;
-                io.ack = false;
+                (io.ack, io.put_off) = (Due::Later, false);
                 if self.mail.swap(false, Ordering::AcqRel) {
                     std::mem::swap(&mut io.out, &mut *self.outbox());
                 }

@@ -1,0 +1,53 @@
+//! What a thread does with a stream that it has.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+
+use super::*;
+use crate::os::config::Config;
+use crate::tcp::frame::{EAGER, HEADER, PROMPT, Type};
+use crate::tcp::limits::ACK_EVERY;
+use crate::tcp::loopback;
+use crate::tcp::stream::Step;
+
+/// What nobody waits for is said when what has come is handed on; what somebody waits for, at once.
+#[test]
+fn an_acknowledgement_that_nobody_waits_for_leaves_with_the_next_look() {
+    let conn = RecvConn::new(loopback::net(Config::default()), loopback::link(&loopback::deaf()), loopback::peer());
+    let (ours, theirs) = loopback::sockets();
+    theirs.set_nonblocking(true).expect("it can be set");
+    let place = conn.place(0, &ours).expect("it is watched");
+    conn.add_stream(0, 0, place, ours, Seal::Plain);
+    // So that the keeper does not look.
+    let mut held = conn.streams[0].hold().expect("nobody has it");
+    let io = held.as_deref_mut().expect("it is connected");
+    let mut number = 0;
+    let mut look_at_message = |io: &mut Io, mut theirs: &TcpStream, flags: u8| {
+        let header = Header {
+            flags: EAGER | flags,
+            length: 8,
+            total: 8,
+            message: number,
+            order: number,
+            ..Header::of(Type::Data, 0)
+        };
+        theirs.write_all(&[&header.encode()[..], &[7; 8]].concat()).expect("it lives");
+        number += 1;
+        loopback::wait_until("it does not come", || matches!(conn.step(0, io, READ), Step::Settled(true)));
+    };
+    let acknowledged = |mut theirs: &TcpStream| theirs.read(&mut [0; HEADER]).is_ok();
+
+    for _ in 1..ACK_EVERY {
+        look_at_message(io, &theirs, 0);
+        assert!(matches!(conn.step(0, io, READ), Step::Settled(false)));
+    }
+    assert!(!acknowledged(&theirs), "nobody misses it");
+    look_at_message(io, &theirs, 0);
+    assert!(!acknowledged(&theirs), "the message comes first");
+    assert!(matches!(conn.step(0, io, READ), Step::Settled(true)));
+    loopback::wait_until("the next look does not bring it", || acknowledged(&theirs));
+    look_at_message(io, &theirs, PROMPT);
+    loopback::wait_until("it is put off though somebody waits", || acknowledged(&theirs));
+    drop(held);
+    conn.close();
+}
