@@ -68,7 +68,7 @@ pub(super) struct Control {
     /// Since when nothing comes back from the other side's kernel, or the interface is down.
     pub(super) silent: Option<Instant>,
     /// A write, or the other side, has told how the socket ended.
-    pub(super) cut: Option<io::ErrorKind>,
+    pub(super) cut: Option<io::Error>,
     /// It is this side that dials, and has.
     pub(super) has_dialled: bool,
     /// Another socket is tried for, or awaited: since when nothing was heard.
@@ -137,10 +137,11 @@ impl Control {
     /// Writes as much of what was said as the socket takes now.
     pub(super) fn write(&mut self) {
         let Self { sock: Some(sock), output, cut, .. } = self else { return };
+        // A broken pipe says nothing that the end of file will not.
         if let Err(error) = write_out(sock, output)
-            && is_cut(&error)
+            && error.kind() != io::ErrorKind::BrokenPipe
         {
-            *cut = Some(error.kind());
+            *cut = Some(error);
         }
     }
 
@@ -155,7 +156,7 @@ impl Control {
         match got.or_else(wire::look_again)? {
             Some(count) if count > 0 => Ok(Some(count)),
             end => match (self.cut.take(), end) {
-                (Some(kind), _) => Err(kind.into()),
+                (Some(how), _) => Err(how),
                 (None, Some(_)) => Err(io::ErrorKind::UnexpectedEof.into()),
                 (None, None) => match self.unheard() {
                     silence if silence >= patience => Err(watch::silent(silence)),

@@ -58,6 +58,9 @@ impl Base {
             return false;
         }
         let now = Instant::now();
+        // By whomever: what follows is the same.
+        let reset = io::ErrorKind::ConnectionReset.into();
+        let end = if is_cut(end) { &reset } else { end };
         let ended = Ended::default();
         ended.note(end);
         let ways = if self.side == Side::Connecting { self.link.pairs() } else { self.link.remote.len() };
@@ -165,7 +168,7 @@ impl Base {
     fn called(&self, epoch: u16) {
         let mut control = self.control();
         if control.epoch == epoch && control.sock.is_some() && control.away.is_none() {
-            control.cut.get_or_insert(io::ErrorKind::ConnectionReset);
+            control.cut.get_or_insert_with(|| io::ErrorKind::ConnectionReset.into());
             kick(&control);
         }
     }

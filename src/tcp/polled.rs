@@ -8,11 +8,11 @@
 //! hundred showed its flag before its first half. Words of eight bytes stayed whole, so the LL protocol, whose words have
 //! four bytes of data and four of flag, is not concerned there.
 //!
-//! NCCL does not tell the transport which protocol a message belongs to (2.25 and later hint at it, for some receives), but a
-//! message shows it: NCCL's thread sends it once every flag in it is the number of the step. So the sending side looks at
-//! a few lines of each chunk and marks it ([`POLLED`]) when they look like that, and the
-//! receiving side reads marked chunks into a buffer of its own and copies them on in order. A tensor whose eight-byte
-//! words are small equal numbers is marked, too, which costs that copy and nothing else.
+//! NCCL does not tell the transport which protocol a message belongs to (2.25 and later hint at it, for some receives), but
+//! a message shows it: NCCL's thread sends it once every flag in it is the number of the step. So the sending side looks
+//! at a few lines of each chunk and marks it ([`POLLED`]) when they look like that, and the receiving side reads marked
+//! chunks into a buffer of its own and copies them on in order. A tensor whose eight-byte words are small equal numbers is
+//! marked, too, which costs that copy and nothing else.
 
 use std::cell::RefCell;
 

@@ -435,7 +435,9 @@ impl SendCore {
         let Some(first) = self.streams.first() else { return false };
         let (frames, used) = (first.sent, self.credit_used);
         let out = frames - first.acked > ACK_EVERY || self.credit_out() > EAGER_WINDOW / 4;
-        let due = out && (frames - self.looked.0 >= LOOK_EVERY || used - self.looked.1 >= LOOK_BYTES);
+        // Frames that were lost with the stream do not count any more: then there are fewer than before, which is news too.
+        let since = frames.wrapping_sub(self.looked.0);
+        let due = out && (since >= LOOK_EVERY || used - self.looked.1 >= LOOK_BYTES);
         if due {
             self.looked = (frames, used);
         }

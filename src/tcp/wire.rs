@@ -204,35 +204,51 @@ pub fn unsent(fd: RawFd) -> usize {
 /// The GPU may poll flags at the end of each 8 or 128 bytes of `to` while this runs (NCCL's LL and LL128
 /// protocols), and the C library's `memcpy` does not promise an order: it stores the first bytes of a block last.
 /// Volatile stores keep their program order, and on x86-64 other observers see it too. Other processors are told where
-/// it matters: before the last eight bytes of each 128 of the destination, which is where LL128 has its flags (an LL
-/// flag shares eight bytes with its data).
+/// it matters ([`begins_a_flag`]).
 ///
 /// # Safety
 /// `from` must be readable and `to` writable for `length` bytes, and they must not overlap.
 pub unsafe fn copy_ascending(from: *const u8, to: *mut u8, length: usize) {
+    let one = |at: usize| {
+        let to = to.wrapping_add(at);
+        if begins_a_flag(to) || needs_order() && (to as usize) % 8 == 4 {
+            fence(Ordering::Release);
+        }
+        // SAFETY: every access lies below `length`, for which the caller vouches.
+        unsafe { to.write_volatile(from.add(at).read()) };
+    };
     let mut at = 0;
-    // SAFETY: every access lies below `length`, for which the caller vouches.
-    unsafe {
-        while at < length && !(to as usize + at).is_multiple_of(8) {
-            to.add(at).write_volatile(from.add(at).read());
-            at += 1;
-        }
-        while at + 8 <= length {
-            if !cfg!(target_arch = "x86_64") && (to as usize + at) % 128 == 120 {
-                fence(Ordering::Release);
-            }
-            let unit = from.add(at).cast::<u64>().read_unaligned();
-            to.add(at).cast::<u64>().write_volatile(unit);
-            at += 8;
-        }
-        while at < length {
-            to.add(at).write_volatile(from.add(at).read());
-            at += 1;
-        }
+    while at < length && !(to as usize + at).is_multiple_of(8) {
+        one(at);
+        at += 1;
     }
-    if !cfg!(target_arch = "x86_64") {
+    while at + 8 <= length {
+        let to = to.wrapping_add(at).cast::<u64>();
+        if begins_a_flag(to.cast()) {
+            fence(Ordering::Release);
+        }
+        // SAFETY: as above.
+        unsafe { to.write_volatile(from.add(at).cast::<u64>().read_unaligned()) };
+        at += 8;
+    }
+    while at < length {
+        one(at);
+        at += 1;
+    }
+    if needs_order() {
         fence(Ordering::Release);
     }
+}
+
+/// Whether stores that others see in program order need more than that.
+const fn needs_order() -> bool {
+    cfg!(not(target_arch = "x86_64"))
+}
+
+/// Whether a flag of LL128, which stands in the last eight bytes of each 128, begins here, and what it stands for must be seen
+/// first. An LL flag is stored together with its data, but by the loops for single bytes.
+fn begins_a_flag(to: *const u8) -> bool {
+    needs_order() && (to as usize) % 128 == 120
 }
 
 #[cfg(test)]
