@@ -435,9 +435,7 @@ impl SendCore {
         let Some(first) = self.streams.first() else { return false };
         let (frames, used) = (first.sent, self.credit_used);
         let out = frames - first.acked > ACK_EVERY || self.credit_out() > EAGER_WINDOW / 4;
-        // Frames that were lost with the stream do not count any more: then there are fewer than before, which is news too.
-        let since = frames.wrapping_sub(self.looked.0);
-        let due = out && (since >= LOOK_EVERY || used - self.looked.1 >= LOOK_BYTES);
+        let due = out && (frames - self.looked.0 >= LOOK_EVERY || used - self.looked.1 >= LOOK_BYTES);
         if due {
             self.looked = (frames, used);
         }
@@ -751,6 +749,9 @@ impl SendCore {
         stream.bytes = 0;
         stream.sent = frames;
         stream.asked = stream.asked.min(frames);
+        if index == 0 {
+            self.looked.0 = self.looked.0.min(frames);
+        }
         // A count of its own for the next life: who still had this one counts what nobody waits for.
         stream.written = Arc::new(Written(AtomicU64::new(frames)));
         for flight in &lost {
@@ -831,6 +832,33 @@ pub fn too_long(length: u64, capacity: u64, tag: i32) -> Error {
 mod tests {
     use super::super::limits::STREAM_WINDOW;
     use super::*;
+
+    /// With a stream the frames are lost that were on it, so there are fewer afterwards than at the last look.
+    #[test]
+    fn a_word_is_due_as_before_when_the_first_stream_has_come_back() {
+        let mut core = SendCore::new(true);
+        (0..2).for_each(|stream| core.stream_up(stream, stream as u16));
+        let send = |core: &mut SendCore, count: u64| {
+            for _ in 0..count {
+                core.post(8, 0, false).unwrap();
+                core.next_chunk(0).expect("there is credit");
+                core.written(0);
+            }
+            core.is_word_due()
+        };
+        assert!(!send(&mut core, ACK_EVERY), "the receiver has nothing to say yet");
+        assert!(send(&mut core, 1));
+        assert!(!send(&mut core, LOOK_EVERY - 1) && send(&mut core, 1), "not at every message");
+        core.end_life(0, 0);
+        let mut done = Vec::new();
+        let lost = core.fenced(0, 0, 3, &mut done).unwrap();
+        assert_eq!((lost as u64, done.len()), (ACK_EVERY + 1 + LOOK_EVERY - 3, 3));
+        while core.next_chunk(1).is_some() {
+            core.written(1);
+        }
+        core.stream_up(0, 1);
+        assert!(!send(&mut core, ACK_EVERY) && send(&mut core, LOOK_EVERY));
+    }
 
     /// A path without a queue limit: bytes per µs, and µs from the last byte to its acknowledgement.
     #[derive(Clone, Copy)]

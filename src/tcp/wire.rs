@@ -204,7 +204,7 @@ pub fn unsent(fd: RawFd) -> usize {
 /// The GPU may poll flags at the end of each 8 or 128 bytes of `to` while this runs (NCCL's LL and LL128
 /// protocols), and the C library's `memcpy` does not promise an order: it stores the first bytes of a block last.
 /// Volatile stores keep their program order, and on x86-64 other observers see it too. Other processors are told where
-/// it matters ([`begins_a_flag`]).
+/// it matters: where a flag begins.
 ///
 /// # Safety
 /// `from` must be readable and `to` writable for `length` bytes, and they must not overlap.

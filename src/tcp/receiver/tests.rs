@@ -5,8 +5,8 @@ use std::net::TcpStream;
 
 use super::*;
 use crate::os::config::Config;
-use crate::tcp::frame::{EAGER, HEADER, PROMPT, Type};
-use crate::tcp::limits::ACK_EVERY;
+use crate::tcp::frame::{EAGER, HEADER, POLLED, PROMPT, Type};
+use crate::tcp::limits::{ACK_EVERY, EAGER_MAX};
 use crate::tcp::loopback;
 use crate::tcp::stream::Step;
 
@@ -49,5 +49,40 @@ fn an_acknowledgement_that_nobody_waits_for_leaves_with_the_next_look() {
     look_at_message(io, &theirs, PROMPT);
     loopback::wait_until("it is put off though somebody waits", || acknowledged(&theirs));
     drop(held);
+    conn.close();
+}
+
+/// Marked chunks pass through a buffer that is smaller than they are, and something follows them.
+#[test]
+fn a_chunk_that_is_watched_arrives_whole_and_so_does_what_follows() {
+    let conn = RecvConn::new(loopback::net(Config::default()), loopback::link(&loopback::deaf()), loopback::peer());
+    let (ours, mut theirs) = loopback::sockets();
+    let place = conn.place(0, &ours).expect("it is watched");
+    conn.add_stream(0, 0, place, ours, Seal::Plain);
+    for (number, size) in [200_064, 128, 9_984, 65_536, 131_072].into_iter().enumerate() {
+        let bytes: Vec<u8> = (0..size).map(|at| (at * 7 + at / 251) as u8).collect();
+        let mut targets = [vec![0; size], vec![0; 8]];
+        let [first, second] = targets.each_mut().map(|target| {
+            // SAFETY: the targets live until their requests are done, and nobody profiles.
+            let posted = unsafe { conn.irecv(&[(target.as_mut_ptr(), target.len(), 0)], &[std::ptr::null_mut()]) };
+            posted.expect("it lives").expect("a slot is free")
+        });
+        let (number, total) = (2 * number as u64, size as u64);
+        let header = |number: u64, flags: u8, total: u64| {
+            let length = total as u32;
+            Header { flags, length, total, message: number, order: number, ..Header::of(Type::Data, 0) }.encode()
+        };
+        let eager = if total <= EAGER_MAX { EAGER } else { 0 };
+        let frames =
+            [&header(number, POLLED | eager, total)[..], &bytes, &header(number + 1, EAGER, 8), &[9; 8]].concat();
+        std::thread::scope(|scope| {
+            // In pieces that have nothing to do with frames or lines.
+            scope.spawn(|| frames.chunks(50_001).for_each(|piece| theirs.write_all(piece).expect("it lives")));
+            for ticket in [first, second] {
+                loopback::wait_until("it does not come", || conn.test(ticket).expect("it lives").is_some());
+            }
+        });
+        assert!(targets[0] == bytes && targets[1] == [9; 8], "{size}");
+    }
     conn.close();
 }

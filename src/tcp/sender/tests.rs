@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::*;
 use crate::os::config::Config;
-use crate::tcp::frame::{PROMPT, Type};
+use crate::tcp::frame::{POLLED, PROMPT, Type};
 use crate::tcp::limits::{ACK_BYTES, ACK_EVERY, EAGER_WINDOW, MESSAGE_COST};
 use crate::tcp::loopback;
 
@@ -117,5 +117,26 @@ fn a_row_of_short_messages_asks_for_no_acknowledgement() {
         let expected = MESSAGES * size as u64 / ACK_BYTES;
         assert!(asked <= expected, "{asked} of {expected} messages of {size} bytes asked");
         assert!(most <= 3 * ACK_EVERY as usize, "{most} messages of {size} bytes were kept");
+    }
+}
+
+#[test]
+fn what_a_gpu_may_watch_is_marked() {
+    let net = loopback::net(Config::default());
+    let (ours, mut theirs) = loopback::sockets();
+    let link = loopback::link(&loopback::deaf());
+    let conn = SendConn::new(net, link, loopback::peer(), ours, Seal::Plain).expect("it is watched");
+    // Two kilobytes, as LL128 has them: the last of sixteen words is the step. Copied first, and sent from where it is.
+    for (size, watched) in [(2 << 10, true), (2 << 10, false), (512, true), (512, false)] {
+        let word = |index: usize| if watched && index % 16 == 15 { 3 } else { 7 << 60 | index as u64 };
+        let bytes: Vec<u8> = (0..size / 8).flat_map(|index| word(index).to_le_bytes()).collect();
+        // SAFETY: the bytes live until their request is done.
+        let ticket = unsafe { conn.isend(bytes.as_ptr(), size, 0, std::ptr::null_mut()) }.expect("it is sent");
+        let ticket = ticket.expect("a slot is free");
+        loopback::wait_until("it is not done", || conn.test(ticket).expect("it lives").is_some());
+        let mut frame = vec![0; HEADER + size];
+        theirs.read_exact(&mut frame).expect("a frame");
+        let header = Header::decode(frame[..HEADER].try_into().expect("a header")).expect("it is one");
+        assert_eq!(header.flags & POLLED != 0, watched, "{size}");
     }
 }
