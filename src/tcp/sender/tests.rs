@@ -1,6 +1,7 @@
 //! What goes wrong between two threads that serve streams of one connection.
 
-use std::io::Read;
+use std::io::{Read, Write};
+use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use super::*;
@@ -81,6 +82,19 @@ fn a_stream_that_comes_back_asks_about_those_that_are_still_away() {
     assert_eq!((header.kind, header.order, header.offset), (Type::Fence, 1, 1), "the first life of the second stream");
 }
 
+/// A connection, and where its peer reads and writes.
+fn connected() -> (Arc<SendConn>, TcpStream) {
+    let (ours, theirs) = loopback::sockets();
+    let (net, link) = (loopback::net(Config::default()), loopback::link(&loopback::deaf()));
+    (SendConn::new(net, link, loopback::peer(), ours, Seal::Plain).expect("it is watched"), theirs)
+}
+
+/// Reads a frame of this size, and returns its header.
+fn next_header(theirs: &mut TcpStream, frame: &mut [u8]) -> Header {
+    theirs.read_exact(frame).expect("a frame");
+    Header::decode(frame[..HEADER].try_into().expect("a header")).expect("it is one")
+}
+
 /// Requests of short messages are done at once, so nobody asks after them. What the receiver says must be heard all the same,
 /// or the sender takes its credit for used up and wants an acknowledgement of each message, for which the receiver makes a
 /// system call on the way of that message.
@@ -88,10 +102,7 @@ fn a_stream_that_comes_back_asks_about_those_that_are_still_away() {
 fn a_row_of_short_messages_asks_for_no_acknowledgement() {
     const MESSAGES: u64 = 4000;
     for size in [8, 500, 8 << 10] {
-        let net = loopback::net(Config::default());
-        let (ours, mut theirs) = loopback::sockets();
-        let link = loopback::link(&loopback::deaf());
-        let conn = SendConn::new(net, link, loopback::peer(), ours, Seal::Plain).expect("it is watched");
+        let (conn, mut theirs) = connected();
         let bytes = vec![7; size];
         let mut frame = vec![0; HEADER + size];
         let (mut returned, mut asked, mut most) = (0, 0, 0);
@@ -101,15 +112,14 @@ fn a_row_of_short_messages_asks_for_no_acknowledgement() {
             let ticket = ticket.expect("a slot is free");
             // At once, unless the keeper has the stream just then.
             loopback::wait_until("it is not done", || conn.test(ticket).expect("it lives").is_some());
-            theirs.read_exact(&mut frame).expect("a frame");
-            let header = Header::decode(frame[..HEADER].try_into().expect("a header")).expect("it is one");
+            let header = next_header(&mut theirs, &mut frame);
             asked += u64::from(header.flags & PROMPT != 0);
             // As a receiver does: after so many frames, or when it owes so much credit.
             let owed = number * (size as u64 + MESSAGE_COST) - returned;
             if number % ACK_EVERY == 0 || owed >= EAGER_WINDOW / 4 {
                 returned += owed;
                 let ack = Header { offset: number, total: returned, ..Header::of(Type::Ack, 0) };
-                std::io::Write::write_all(&mut theirs, &ack.encode()).expect("it lives");
+                theirs.write_all(&ack.encode()).expect("it lives");
             }
             most = most.max(conn.state().payloads.len());
         }
@@ -122,10 +132,7 @@ fn a_row_of_short_messages_asks_for_no_acknowledgement() {
 
 #[test]
 fn what_a_gpu_may_watch_is_marked() {
-    let net = loopback::net(Config::default());
-    let (ours, mut theirs) = loopback::sockets();
-    let link = loopback::link(&loopback::deaf());
-    let conn = SendConn::new(net, link, loopback::peer(), ours, Seal::Plain).expect("it is watched");
+    let (conn, mut theirs) = connected();
     // Two kilobytes, as LL128 has them: the last of sixteen words is the step. Copied first, and sent from where it is.
     for (size, watched) in [(2 << 10, true), (2 << 10, false), (512, true), (512, false)] {
         let word = |index: usize| if watched && index % 16 == 15 { 3 } else { 7 << 60 | index as u64 };
@@ -135,8 +142,7 @@ fn what_a_gpu_may_watch_is_marked() {
         let ticket = ticket.expect("a slot is free");
         loopback::wait_until("it is not done", || conn.test(ticket).expect("it lives").is_some());
         let mut frame = vec![0; HEADER + size];
-        theirs.read_exact(&mut frame).expect("a frame");
-        let header = Header::decode(frame[..HEADER].try_into().expect("a header")).expect("it is one");
+        let header = next_header(&mut theirs, &mut frame);
         assert_eq!(header.flags & POLLED != 0, watched, "{size}");
     }
 }
