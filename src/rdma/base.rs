@@ -263,6 +263,9 @@ impl Base {
                     if let Some(heard) = self.take_frames(input, taken)? {
                         control.resume(heard)?;
                     }
+                    if self.health.is_peer_done() {
+                        (control.away, control.alone) = (None, None);
+                    }
                 }
                 Err(end) => break end,
             }

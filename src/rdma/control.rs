@@ -15,7 +15,7 @@ use crate::os::error::Result;
 use crate::tcp::lifeline::{Alone, Verdict};
 use crate::tcp::net::Sock;
 use crate::tcp::peer::{Peer, lost};
-use crate::tcp::watch::{self, Finding, Sight, Vigil};
+use crate::tcp::watch::{self, Finding, Probes, Sight, Vigil};
 use crate::tcp::wire::{self, Piece};
 
 /// Writes as much as the socket takes now. What a broken one does not take is forgotten.
@@ -57,8 +57,10 @@ pub(super) struct Control {
     /// When the kernel was last asked what it has heard.
     pub(super) looked: Option<Instant>,
     pub(super) vigil: Vigil,
-    /// Which socket this is, or was tried for, counted from 0.
+    /// Which socket was last tried for, counted from 0.
     pub(super) epoch: u16,
+    /// Which one this is, or was.
+    pub(super) current: u16,
     /// Frames said.
     pub(super) said: Said,
     /// Frames taken in.
@@ -69,10 +71,10 @@ pub(super) struct Control {
     pub(super) silent: Option<Instant>,
     /// A write, or the other side, has told how the socket ended.
     pub(super) cut: Option<io::Error>,
-    /// It is this side that dials, and has.
-    pub(super) has_dialled: bool,
     /// Another socket is tried for, or awaited: since when nothing was heard.
     pub(super) away: Option<Instant>,
+    /// Since when the kernel probes the socket often, because nothing was heard on it.
+    probed: Option<Instant>,
     /// The socket was cut: whether the peer lives.
     pub(super) alone: Option<Alone>,
     /// And nobody has gone to find out yet.
@@ -92,21 +94,22 @@ impl Control {
             looked: None,
             vigil: Vigil::default(),
             epoch: 0,
+            current: 0,
             said: Said::default(),
             taken: 0,
             is_resuming: false,
             silent: None,
             cut: None,
-            has_dialled: false,
             away: None,
+            probed: None,
             alone: None,
             is_to_seek: false,
         }
     }
 
-    /// For how long the peer's kernel has not answered. Its own end of an idle connection (keepalive) does not come while
+    /// For how long the peer's kernel has not answered; `limit` is how long it may. Its own end of an idle connection (keepalive) does not come while
     /// something that was said is on the way: that it repeats for a quarter of an hour.
-    pub(super) fn unheard(&mut self) -> Duration {
+    pub(super) fn unheard(&mut self, limit: Duration) -> Duration {
         let now = Instant::now();
         let Some(sock) = self.sock.as_ref().filter(|_| self.looked.is_none_or(|at| now - at >= watch::TICK)) else {
             return Duration::ZERO;
@@ -116,7 +119,24 @@ impl Control {
         if let Finding::Lost(silence) = self.vigil.look(now, sight) {
             self.silent = now.checked_sub(silence);
         }
+        self.is_seen(now, sight.silent, limit);
         self.vigil.unheard(now, sight)
+    }
+
+    /// The peer's kernel last answered so long ago over the socket that there is. When that was after it had fallen silent, no
+    /// other one is wanted any more.
+    fn is_seen(&mut self, now: Instant, silent: Duration, limit: Duration) {
+        if self.probed.is_some_and(|since| silent + watch::SOON < now.saturating_duration_since(since)) {
+            (self.away, self.silent, self.probed) = (None, None, None);
+            self.sock.iter().for_each(|sock| Probes::within(limit, true).set(sock));
+        }
+    }
+
+    /// Another socket is tried for, since this one has been silent for as long: the kernel finds out whether the other side is
+    /// still there.
+    pub(super) fn is_silent(&mut self, since: Instant) {
+        (self.away, self.probed) = (Some(since), Some(since));
+        self.sock.iter().for_each(|sock| Probes::OFTEN.set(sock));
     }
 
     /// Whether to wait on for another socket, when one is awaited; `patience`: for one in place of one that is silent.
@@ -158,7 +178,7 @@ impl Control {
             end => match (self.cut.take(), end) {
                 (Some(how), _) => Err(how),
                 (None, Some(_)) => Err(io::ErrorKind::UnexpectedEof.into()),
-                (None, None) => match self.unheard() {
+                (None, None) => match self.unheard(patience) {
                     silence if silence >= patience => Err(watch::silent(silence)),
                     _ => Ok(None),
                 },
@@ -186,10 +206,16 @@ impl Control {
         Ok(())
     }
 
+    /// Whether the other side may have put another socket to use, of which this side has not heard, and have closed this one
+    /// for it.
+    pub(super) fn may_be_replaced(&self) -> bool {
+        self.epoch != self.current
+    }
+
     /// The socket has ended.
     pub(super) fn close(&mut self) {
         self.registration = None;
-        (self.sock, self.cut) = (None, None);
+        (self.sock, self.cut, self.probed, self.looked) = (None, None, None, None);
         self.vigil = Vigil::default();
     }
 }
@@ -246,5 +272,23 @@ mod tests {
         other.shutdown(Shutdown::Both).expect("a socket");
         let end = control.read(&mut [0; 8], Duration::MAX).expect_err("it is over");
         assert_eq!(end.kind(), io::ErrorKind::UnexpectedEof);
+    }
+
+    #[test]
+    fn another_socket_is_wanted_until_something_is_heard_on_the_silent_one() {
+        let (here, _there) = UnixStream::pair().expect("sockets");
+        let mut control = Control::new(sock(here));
+        let (now, limit) = (Instant::now(), Duration::from_secs(60));
+        let since = now - Duration::from_secs(3);
+        control.is_silent(since);
+        for silent in [3000, 3004, 2950] {
+            control.is_seen(now, Duration::from_millis(silent), limit);
+            assert_eq!(control.away, Some(since), "that was heard before");
+        }
+        control.is_seen(now, Duration::from_secs(1), limit);
+        assert_eq!((control.away, control.probed), (None, None));
+        // Nobody goes for another one just because nothing is said.
+        control.is_seen(now + limit, Duration::from_secs(1), limit);
+        assert_eq!(control.away, None);
     }
 }

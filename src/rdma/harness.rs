@@ -1,8 +1,9 @@
 //! A connection on real verbs with both ends in this process, for tests that reach into it: with any number of lanes, any
 //! depth of queues, and the sender's ring within reach.
 
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::net::UnixStream;
+use std::ptr::null_mut;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -12,7 +13,7 @@ use super::base::Parts;
 use super::eager::Inbox;
 use super::fabric::{Class, Depth, Fabric, ports};
 use super::line::{LINE, LINES, Line, Ring};
-use super::receiver::{self, Mirror, RdmaRecv, SizeTable, post_first_receives};
+use super::receiver::{self, Mirror, Posted, RdmaRecv, SizeTable, post_first_receives};
 use super::sender::{self, RdmaSend, RingMemory, Stores};
 use crate::engine::request::{Outcome, Ticket};
 use crate::os::config::Config;
@@ -23,6 +24,14 @@ use crate::tcp::peer::Peer;
 
 /// How long any step may take.
 pub(super) const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What stands in memory that nobody has written.
+pub(super) const UNTOUCHED: u8 = 0xEE;
+
+/// A receive into this memory, which is pinned by the connection.
+pub(super) fn posted(memory: &[u8], tag: i32) -> Option<Posted> {
+    Some(Posted { address: memory.as_ptr() as u64, size: memory.len() as u64, tag, memory: None })
+}
 
 /// What a connection is to be like.
 #[derive(Debug, Clone)]
@@ -39,12 +48,22 @@ pub(super) struct Plan {
     pub(super) short: bool,
     /// What is done to the key of the sender's ring before the receiver learns it.
     pub(super) ring_key: fn(u32) -> u32,
+    /// Where either side believes that the other's process listens.
+    pub(super) ways: Vec<SocketAddr>,
 }
 
 impl Default for Plan {
     fn default() -> Self {
         let depth = [sender::DEPTH.send, receiver::DEPTH.send];
-        Self { ports: [&[0], &[1]], lanes: 1, depth, variables: &[], short: false, ring_key: |key| key }
+        Self {
+            ports: [&[0], &[1]],
+            lanes: 1,
+            depth,
+            variables: &[],
+            short: false,
+            ring_key: |key| key,
+            ways: Vec::new(),
+        }
     }
 }
 
@@ -87,7 +106,7 @@ impl Ends {
             connection: 7,
             key: Secret::from_bytes([7; 16]),
             features: 0,
-            remote: Vec::new(),
+            remote: plan.ways.clone(),
             local: Arc::from([]),
             traffic_class: None,
         };
@@ -119,6 +138,20 @@ impl Ends {
         let target = receiver::Target { ring: address, keys };
         let recv = RdmaRecv::new(parts(&right, other, "the sender"), receiving, own, target).expect("a receiver");
         Self { send, recv, receiving: right, queues, ring: address }
+    }
+
+    /// Sends bytes and receives them.
+    pub(super) fn carries(&self) {
+        let (source, target) = (vec![7_u8; 100_000], vec![UNTOUCHED; 100_000]);
+        // SAFETY: source and target outlive the requests.
+        let received = unsafe { self.recv.irecv(&mut [posted(&target, 0)], &[null_mut()]) };
+        let received = received.expect("irecv").expect("a request");
+        // SAFETY: as above.
+        let sent = unsafe { self.send.isend(source.as_ptr() as u64, 100_000, 0, None, null_mut()) };
+        let sent = sent.expect("isend").expect("a request");
+        end_of(|ticket| self.recv.test(ticket), received).expect("received");
+        end_of(|ticket| self.send.test(ticket), sent).expect("sent");
+        assert!(source == target);
     }
 
     /// Waits for line `number` in the sender's ring, and changes it.

@@ -10,11 +10,18 @@
 //!   is dead.
 //! - **This host's kernel gives the socket up** when nothing has answered its keepalive probes: a firewall may have forgotten
 //!   the flow and drop what belongs to it. The same follows, for the time that is left of `TOWLINE_PEER_TIMEOUT`.
-//! - **Silence** while something that was said is on the way, or a link that goes down: the connecting side dials. The old
-//!   socket's end says nothing from then on.
+//! - **Silence** while something that was said is on the way, or a link that goes down: the connecting side dials, and has the
+//!   kernel probe the old socket often. When an answer comes over that after all, or when the dial is refused, the connection
+//!   stays with it: whoever is silent need not be dead, and what refuses may be a firewall. The end of a socket beside which
+//!   another one was tried for says as little as a reset, since the other side may have put that to use.
+//! - **An end before the first word** over the next socket, at the listening side: the other has not heard of the welcome, and
+//!   comes again, or it has died. It is called.
 //!
 //! The handshake is the one by which streams come back, in a new epoch with each try; over the new socket both sides say
 //! first how many frames they have taken in ([`said`](super::said)).
+
+#[cfg(test)]
+mod tests;
 
 use std::io;
 use std::sync::{Arc, MutexGuard};
@@ -25,14 +32,16 @@ use super::control::{Control, is_cut};
 use crate::engine::poller::Registration as Watched;
 use crate::os::error::{Error, Result};
 use crate::os::interfaces::Rail;
-use crate::os::log::NET;
+use crate::os::log::{Limiter, NET};
 use crate::tcp::dialer::Dial;
 use crate::tcp::frame::{Header, Type};
 use crate::tcp::lifeline::{Alone, Answer, CUT_PATIENCE, Ended, Terms};
 use crate::tcp::net::{Link, Sock};
 use crate::tcp::peer::lost;
 use crate::tcp::takeover::{Caller, Kept, Side};
-use crate::tcp::watch::Vigil;
+
+/// It may be so every few seconds, and for every connection.
+static STAYS: Limiter = Limiter::new();
 
 impl Base {
     /// Whether the control channel may get another socket.
@@ -46,25 +55,26 @@ impl Base {
         if !self.is_open() {
             return false;
         }
-        // The other side has put another socket to use, of which this side has not heard, and what the dial finds is what
-        // counts. Or it has not heard of this socket, and comes with another one.
-        let is_given_up = control.is_resuming && !control.has_dialled;
-        if control.away.is_some() || is_given_up {
-            control.away.get_or_insert_with(Instant::now);
+        if control.away.is_some() {
             return true;
         }
+        // At the connecting side the listening one has put this socket to use, so it knows of it.
+        let is_unheard_of = control.is_resuming && self.side == Side::Listening;
+        let is_cut = is_cut(end) || is_unheard_of || control.may_be_replaced();
         let kernel_gave_up = end.raw_os_error().is_some() && end.kind() != io::ErrorKind::BrokenPipe;
-        if !is_cut(end) && !kernel_gave_up {
+        if !is_cut && !kernel_gave_up {
             return false;
         }
         let now = Instant::now();
         // By whomever: what follows is the same.
         let reset = io::ErrorKind::ConnectionReset.into();
-        let end = if is_cut(end) { &reset } else { end };
+        let end = if is_cut { &reset } else { end };
         let ended = Ended::default();
         ended.note(end);
         let ways = if self.side == Side::Connecting { self.link.pairs() } else { self.link.remote.len() };
-        let patience = match is_cut(end) {
+        let patience = match is_cut {
+            // Nothing says that the peer is in trouble.
+            true if is_unheard_of => self.config().peer_timeout,
             // A peer that tells of no way to its process would be back by then.
             true if ways == 0 => CUT_PATIENCE,
             true => self.config().reconnect_timeout,
@@ -104,27 +114,34 @@ impl Base {
     /// once for each time.
     fn begins_to_dial(&self) -> Option<&'static str> {
         let mut control = self.control();
-        let since = control.silent.take();
+        let silent = control.silent.take();
         if std::mem::take(&mut control.is_to_seek) {
-            control.has_dialled = true;
             return Some("was cut");
         }
-        if since.is_none() || control.away.is_some() || !self.is_open() {
-            return None;
-        }
-        (control.away, control.has_dialled) = (since, true);
+        let since = silent.filter(|_| control.away.is_none() && self.is_open())?;
+        control.is_silent(since);
         Some("is silent")
     }
 
     fn dial(&self, conn: Arc<dyn Kept>, why: &str) {
         tracing::info!(target: NET, "{} {} dials for another control channel: its own {why}", self.doing, self.peer);
-        let Err(error) = Dial::bring_back(Arc::clone(&self.net), &conn) else { return };
-        if self.control().sock.is_none() {
-            return conn.gave_up(error);
+        if let Err(error) = Dial::bring_back(Arc::clone(&self.net), &conn) {
+            conn.gave_up(error);
         }
+    }
+
+    /// There is no other socket to be had. Whether the connection goes on with the one that it has.
+    fn stays(&self, error: &Error) -> bool {
+        let mut control = self.control();
+        if control.sock.is_none() {
+            return false;
+        }
+        (control.away, control.silent) = (None, None);
         let doing = self.doing;
-        tracing::warn!(target: NET, "{doing} {} stays with a control channel that is silent: {error}", self.peer);
-        self.control().away = None;
+        STAYS.tell(|more| {
+            tracing::warn!(target: NET, "{doing} {} stays with a control channel that is silent: {error}{more}", self.peer);
+        });
+        true
     }
 
     /// Whether the listening side is to call the other, because of what had ended at that time.
@@ -143,8 +160,7 @@ impl Base {
     /// As if the connecting side had begun to dial.
     #[cfg(test)]
     pub(super) fn is_to_dial(&self) {
-        let mut control = self.control();
-        (control.away, control.has_dialled) = (Some(Instant::now()), true);
+        self.control().away = Some(Instant::now());
     }
 
     /// Whether another socket is tried for, or awaited.
@@ -184,8 +200,7 @@ impl Base {
         }
         control.close();
         control.sock = Some(sock);
-        control.epoch = epoch;
-        (control.vigil, control.looked) = (Vigil::default(), None);
+        (control.epoch, control.current) = (epoch, epoch);
         (control.silent, control.away, control.is_resuming) = (None, None, true);
         (control.alone, control.is_to_seek) = (None, false);
         control.input.clear();
@@ -241,6 +256,10 @@ impl<T: Controlled> Caller for T {
 }
 
 impl<T: Controlled> Kept for T {
+    fn goes_on(&self) -> bool {
+        self.base().is_open()
+    }
+
     fn is_over(&self) -> bool {
         let base = self.base();
         !base.is_open() || base.control().away.is_none()
@@ -270,6 +289,8 @@ impl<T: Controlled> Kept for T {
     }
 
     fn gave_up(&self, error: Error) {
-        self.end(error);
+        if !self.base().stays(&error) {
+            self.end(error);
+        }
     }
 }

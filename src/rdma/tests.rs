@@ -8,8 +8,8 @@ use std::sync::Arc;
 use super::adapter::{Adapter, Memory, Registration};
 use super::backend::Rdma;
 use super::events::Watch;
-use super::harness::{Ends, Plan, end_of, fabrics, until};
-use super::receiver::{self, Posted};
+use super::harness::{Ends, Plan, UNTOUCHED, end_of, fabrics, posted, until};
+use super::receiver;
 use super::verbs::{
     Access, AsyncEvent, Capacity, Local, MemoryRegion, ProtectionDomain, QueuePairOptions, Remote, Work,
 };
@@ -17,12 +17,6 @@ use super::verbs::{CompletionQueue, QueuePair, Route, Timeouts};
 use crate::engine::request::MAX_PARTS;
 use crate::os::config::Config;
 use crate::os::error::Cause;
-
-const UNTOUCHED: u8 = 0xEE;
-
-fn posted(memory: &[u8], tag: i32) -> Option<Posted> {
-    Some(Posted { address: memory.as_ptr() as u64, size: memory.len() as u64, tag, memory: None })
-}
 
 /// A receive whose line is changed before the sender sees it: both sides fail, name the key as the cause, and no byte is
 /// written.
@@ -99,20 +93,6 @@ fn event(adapter: &Arc<Adapter>, fails: bool, kind: u32, element: u64) {
     watch.take(&AsyncEvent { kind, text: "made up", element });
 }
 
-/// Sends bytes and receives them.
-fn carries(ends: &Ends) {
-    let (source, target) = (vec![7_u8; 100_000], vec![UNTOUCHED; 100_000]);
-    // SAFETY: source and target outlive the requests.
-    let received = unsafe { ends.recv.irecv(&mut [posted(&target, 0)], &[null_mut()]) };
-    let received = received.expect("irecv").expect("a request");
-    // SAFETY: as above.
-    let sent = unsafe { ends.send.isend(source.as_ptr() as u64, 100_000, 0, None, null_mut()) };
-    let sent = sent.expect("isend").expect("a request");
-    end_of(|ticket| ends.recv.test(ticket), received).expect("received");
-    end_of(|ticket| ends.send.test(ticket), sent).expect("sent");
-    assert!(source == target);
-}
-
 /// `IBV_EVENT_DEVICE_FATAL`, with and without recovery: logged only, if the user wants it so; else the end of a connection
 /// that has no other device.
 #[test]
@@ -121,7 +101,7 @@ fn a_device_that_fails_ends_its_connections_unless_that_is_only_logged() {
     for variables in [&[("TOWLINE_RECOVERY", "0")][..], &[("TOWLINE_RECOVERY", "1")]] {
         let ends = Ends::connect(&Plan { variables, ..Plan::default() });
         event(&ends.receiving[0], false, 8, 0);
-        carries(&ends);
+        ends.carries();
         let target = vec![UNTOUCHED; 100];
         // SAFETY: the target outlives the connection.
         let received = unsafe { ends.recv.irecv(&mut [posted(&target, 0)], &[null_mut()]) };
@@ -139,10 +119,10 @@ fn a_device_that_fails_ends_its_connections_unless_that_is_only_logged() {
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_connection_goes_on_without_one_of_its_two_devices() {
     let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], lanes: 2, ..Plan::default() });
-    carries(&ends);
+    ends.carries();
     event(&ends.receiving[1], true, 8, 0);
     for _ in 0..20 {
-        carries(&ends);
+        ends.carries();
     }
     ends.recv.close();
     ends.send.close();
@@ -156,7 +136,7 @@ fn an_event_of_a_queue_reaches_its_connection_unless_it_is_only_logged() {
         let ends = Ends::connect(&Plan { variables: &[("TOWLINE_RECOVERY", "0")], ..Plan::default() });
         let tell = |fails| ends.queues.iter().for_each(|(at, queue)| event(&ends.receiving[*at], fails, kind, *queue));
         tell(false);
-        carries(&ends);
+        ends.carries();
         let target = vec![UNTOUCHED; 100];
         // SAFETY: the target outlives the connection.
         let received = unsafe { ends.recv.irecv(&mut [posted(&target, 0)], &[null_mut()]) };

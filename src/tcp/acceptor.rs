@@ -618,7 +618,9 @@ impl Inbound {
                 }
             }
             Wish::Call { connection, stream, epoch } => {
-                let (conn, kept) = (net.sender(connection), net.kept(connection, Side::Connecting));
+                // One that has failed does not come back, even if NCCL has not closed it yet: whoever calls is not to wait for it.
+                let conn = net.sender(connection).filter(|conn| !conn.is_over());
+                let kept = net.kept(connection, Side::Connecting).filter(|kept| kept.goes_on());
                 if conn.is_none() && kept.is_none() {
                     return Err(Error::remote("the connection is closed"));
                 }

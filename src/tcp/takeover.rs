@@ -58,6 +58,9 @@ pub trait Caller: Send + Sync {
 /// A connection that was taken over and goes on without its socket when that falls silent or is cut: the connecting side
 /// dials for another one ([`Dial::bring_back`](super::dialer::Dial::bring_back)), which takes the place of the first.
 pub trait Kept: Caller {
+    /// Whether it has neither failed nor been closed, by either side.
+    fn goes_on(&self) -> bool;
+
     /// Connecting side: whether nobody wants another socket any more. Asked before each look at the dial.
     fn is_over(&self) -> bool;
 

@@ -1,5 +1,6 @@
 //! What goes wrong between two threads while a stream comes back.
 
+use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::*;
@@ -45,4 +46,58 @@ fn a_stream_that_breaks_while_its_repair_ends_is_repaired_again() {
 
     repair.finish(&mut repair.lock(), Ok(Dialled::Streams(Arc::clone(&conn))));
     assert!(!conn.begin_repair(0), "nobody repairs the stream");
+}
+
+/// Who calls the sending side, and what it hears.
+struct Missing(Link, Mutex<Vec<Answer>>);
+
+impl Missing {
+    fn heard(&self) -> Vec<Answer> {
+        self.1.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl Caller for Missing {
+    fn link(&self) -> &Link {
+        &self.0
+    }
+
+    fn is_calling(&self, _since: Instant) -> bool {
+        true
+    }
+
+    fn lost_life(&self, _turn: usize) -> (u16, u16) {
+        (0, 0)
+    }
+
+    fn answered(&self, _began: Instant, _way: usize, answer: Answer) {
+        self.1.lock().unwrap_or_else(PoisonError::into_inner).push(answer);
+    }
+}
+
+/// Its process lives, but the connection does not come back: who calls is not to wait as for one that is only late.
+#[test]
+fn a_call_for_a_connection_that_has_failed_is_turned_away() {
+    let net = loopback::net(Config::default());
+    let address = (Ipv4Addr::LOCALHOST, 0).into();
+    let name = "lo".to_string();
+    let rail = Rail { name, index: 1, address, speed_mbps: 1000, speed_is_known: false, running: true };
+    let ways = net.acceptor.addresses(&[rail]);
+    let (ours, _theirs) = loopback::sockets();
+    let link = loopback::link(&loopback::deaf());
+    let conn = SendConn::new(Arc::clone(&net), link.clone(), loopback::peer(), ours, Seal::Plain).expect("watched");
+    net.remember_sender(&conn);
+    let call = || {
+        let missing = Arc::new(Missing(Link { remote: ways.clone(), ..link.clone() }, Mutex::default()));
+        let caller: Arc<dyn Caller> = missing.clone();
+        Dial::call(Arc::clone(&net), &caller, 0, Instant::now());
+        missing
+    };
+    let missing = call();
+    loopback::wait_until("it is not answered", || missing.heard().len() > 1);
+    assert_eq!(missing.heard()[..2], [Answer::Accepted; 2], "by the kernel, then by the process");
+    conn.fail(Error::remote("a failure"));
+    let missing = call();
+    loopback::wait_until("it is not answered", || missing.heard().len() > 1);
+    assert_eq!(missing.heard()[..2], [Answer::Accepted, Answer::Refused]);
 }

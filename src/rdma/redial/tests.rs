@@ -1,0 +1,74 @@
+//! Sockets of the control channel that end while others are tried for, on real verbs.
+
+use std::net::{Ipv4Addr, TcpListener};
+use std::os::unix::net::UnixStream;
+use std::ptr::null_mut;
+use std::time::{Duration, Instant};
+
+use super::*;
+use crate::rdma::harness::{Ends, Plan, end_of, posted, sock, until};
+
+/// A connection whose ends believe that the other's process listens there.
+fn connect(listener: &TcpListener) -> Ends {
+    Ends::connect(&Plan { ways: vec![listener.local_addr().expect("it listens")], ..Plan::default() })
+}
+
+fn listener() -> TcpListener {
+    TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port")
+}
+
+/// A firewall may refuse the dial while the old socket recovers; and the listening side may have put a socket to use, and
+/// ended the old one, of which the connecting side has heard nothing.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn for_want_of_another_socket_no_connection_ends_that_has_one() {
+    // Its kernel accepts whoever comes.
+    let way = listener();
+    let ends = connect(&way);
+    ends.send.base().is_to_dial();
+    let epoch = ends.send.next_epoch();
+    ends.send.gave_up(Error::remote("the peer refused the connection"));
+    assert!(!ends.send.base().is_away());
+    ends.carries();
+
+    // A try of which the listening side alone has heard.
+    let (near, far) = UnixStream::pair().expect("sockets");
+    ends.recv.clone().returned(epoch, sock(far)).expect("watched");
+    until("the end of the old socket", || ends.send.base().is_away().then_some(()));
+    drop(near);
+    until("the end of the new one", || ends.recv.base().is_away().then_some(()));
+    ends.carries();
+    let epoch = ends.send.next_epoch();
+    let (near, far) = UnixStream::pair().expect("sockets");
+    ends.send.clone().returned(epoch, sock(near)).expect("watched");
+    ends.recv.clone().returned(epoch, sock(far)).expect("watched");
+    assert!(!ends.send.base().is_away() && !ends.recv.base().is_away());
+    ends.carries();
+    ends.send.close();
+    ends.recv.close();
+}
+
+/// Not only when `TOWLINE_PEER_TIMEOUT` is over: nobody listens where its process did.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_sender_that_dies_before_its_first_word_over_the_next_socket_is_missed_at_once() {
+    let way = listener();
+    let ends = connect(&way);
+    drop(way);
+    let target = [0; 100];
+    // SAFETY: the target outlives the connection.
+    let received = unsafe { ends.recv.irecv(&mut [posted(&target, 0)], &[null_mut()]) };
+    let received = received.expect("irecv").expect("a request");
+    // Else it would believe the end of the old socket, and its queue pairs tell of it.
+    ends.send.base().is_to_dial();
+    let (near, far) = UnixStream::pair().expect("sockets");
+    ends.recv.clone().returned(1, sock(far)).expect("watched");
+    let start = Instant::now();
+    drop(near);
+    let error = end_of(|ticket| ends.recv.test(ticket), received).expect_err("the sender is dead");
+    println!("missed after {:?}", start.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(5), "{error}");
+    assert!(error.to_string().contains("the sender"), "{error}");
+    ends.recv.close();
+    ends.send.close();
+}
