@@ -47,12 +47,12 @@ row1() {
     newest net_fork
     # Without strangers at the door, whom TCP's handshake turns away before RDMA has its turn.
     newest net_hostile handle device_that null_pointers empty_message second_test longer_than finalized wrong_secret
+    verbs rdma_events
 }
 row2() {
     # Left out of the whole: what needs 6 GiB of memory; sends that are done before their receive is posted, which is TCP's
     # way; events of sockets, and events of NCCL's releases, which need a C compiler and are no backend's.
     verbs towline rdma:: "${others[@]}"
-    verbs rdma_events
     verbs rdma_attributes
     run net_events --skip broken_stream --skip nccl_2_2 --skip turned_off --skip event_for_each_part \
         --skip before_isend_returns --skip leaves_long_messages
