@@ -107,8 +107,8 @@ impl Control {
         }
     }
 
-    /// For how long the peer's kernel has not answered; `limit` is how long it may. Its own end of an idle connection (keepalive) does not come while
-    /// something that was said is on the way: that it repeats for a quarter of an hour.
+    /// For how long the peer's kernel has not answered; `limit` is how long it may. Its own end of an idle connection
+    /// (keepalive) does not come while something that was said is on the way: that it repeats for a quarter of an hour.
     pub(super) fn unheard(&mut self, limit: Duration) -> Duration {
         let now = Instant::now();
         let Some(sock) = self.sock.as_ref().filter(|_| self.looked.is_none_or(|at| now - at >= watch::TICK)) else {

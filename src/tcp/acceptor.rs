@@ -618,8 +618,8 @@ impl Inbound {
                 }
             }
             Wish::Call { connection, stream, epoch } => {
-                // One that has failed does not come back, even if NCCL has not closed it yet: whoever calls is not to wait for it.
-                let conn = net.sender(connection).filter(|conn| !conn.is_over());
+                // One that has failed does not come back, even if NCCL has not closed it yet, so whoever calls is not to wait.
+                let conn = net.sender(connection).filter(|conn| !conn.has_failed());
                 let kept = net.kept(connection, Side::Connecting).filter(|kept| kept.goes_on());
                 if conn.is_none() && kept.is_none() {
                     return Err(Error::remote("the connection is closed"));

@@ -363,6 +363,11 @@ impl SendConn {
         }
     }
 
+    /// Whether it has failed, so that nothing brings it back. One that is being closed may still have to.
+    pub fn has_failed(&self) -> bool {
+        self.health.is_failed()
+    }
+
     /// Whether nobody waits for this connection to be mended.
     pub fn is_over(&self) -> bool {
         self.closing.load(Ordering::Acquire) || self.health.is_failed() || self.health.is_peer_done()
