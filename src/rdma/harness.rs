@@ -140,15 +140,31 @@ impl Ends {
         Self { send, recv, receiving: right, queues, ring: address }
     }
 
+    /// Posts a receive into this memory.
+    ///
+    /// # Safety
+    /// The memory must outlive the request, and the connection when that does not end well.
+    pub(super) unsafe fn post_receive(&self, memory: &[u8]) -> Ticket {
+        // SAFETY: the caller vouches for the memory.
+        let received = unsafe { self.recv.irecv(&mut [posted(memory, 0)], &[null_mut()]) };
+        received.expect("irecv").expect("a request")
+    }
+
+    /// Posts a send of this memory.
+    ///
+    /// # Safety
+    /// As for [`Ends::post_receive`].
+    pub(super) unsafe fn post_send(&self, memory: &[u8]) -> Ticket {
+        // SAFETY: the caller vouches for the memory.
+        let sent = unsafe { self.send.isend(memory.as_ptr() as u64, memory.len() as u64, 0, None, null_mut()) };
+        sent.expect("isend").expect("a request")
+    }
+
     /// Sends bytes and receives them.
     pub(super) fn carries(&self) {
         let (source, target) = (vec![7_u8; 100_000], vec![UNTOUCHED; 100_000]);
         // SAFETY: source and target outlive the requests.
-        let received = unsafe { self.recv.irecv(&mut [posted(&target, 0)], &[null_mut()]) };
-        let received = received.expect("irecv").expect("a request");
-        // SAFETY: as above.
-        let sent = unsafe { self.send.isend(source.as_ptr() as u64, 100_000, 0, None, null_mut()) };
-        let sent = sent.expect("isend").expect("a request");
+        let (received, sent) = unsafe { (self.post_receive(&target), self.post_send(&source)) };
         end_of(|ticket| self.recv.test(ticket), received).expect("received");
         end_of(|ticket| self.send.test(ticket), sent).expect("sent");
         assert!(source == target);

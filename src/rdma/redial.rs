@@ -60,19 +60,19 @@ impl Base {
         }
         // At the connecting side the listening one has put this socket to use, so it knows of it.
         let is_unheard_of = control.is_resuming && self.side == Side::Listening;
-        let is_cut = is_cut(end) || is_unheard_of || control.may_be_replaced();
+        let says_little = is_cut(end) || is_unheard_of || control.may_be_replaced();
         let kernel_gave_up = end.raw_os_error().is_some() && end.kind() != io::ErrorKind::BrokenPipe;
-        if !is_cut && !kernel_gave_up {
+        if !says_little && !kernel_gave_up {
             return false;
         }
         let now = Instant::now();
         // By whomever: what follows is the same.
         let reset = io::ErrorKind::ConnectionReset.into();
-        let end = if is_cut { &reset } else { end };
+        let end = if says_little { &reset } else { end };
         let ended = Ended::default();
         ended.note(end);
         let ways = if self.side == Side::Connecting { self.link.pairs() } else { self.link.remote.len() };
-        let patience = match is_cut {
+        let patience = match says_little {
             // Nothing says that the peer is in trouble.
             true if is_unheard_of => self.config().peer_timeout,
             // A peer that tells of no way to its process would be back by then.

@@ -24,12 +24,10 @@ fn a_line_is_changed(key: impl FnOnce(&Ends, &[u8], u32) -> u32) {
     let ends = Ends::connect(&Plan::default());
     let (source, target) = (vec![7; 20_000], vec![UNTOUCHED; 20_000]);
     // SAFETY: the target outlives the connection.
-    let received = unsafe { ends.recv.irecv(&mut [posted(&target, 0)], &[null_mut()]) };
-    let received = received.expect("irecv").expect("a request");
+    let received = unsafe { ends.post_receive(&target) };
     ends.forge(1, |line| line.keys[0] = key(&ends, &target, line.keys[0]));
     // SAFETY: the source outlives the connection.
-    let sent = unsafe { ends.send.isend(source.as_ptr() as u64, 20_000, 0, None, null_mut()) };
-    let sent = sent.expect("isend").expect("a request");
+    let sent = unsafe { ends.post_send(&source) };
     let here = end_of(|ticket| ends.send.test(ticket), sent).expect_err("the key is wrong");
     assert_eq!(here.cause(), Cause::Remote);
     let text = here.to_string();
@@ -71,11 +69,9 @@ fn a_receiver_without_the_key_of_the_ring_fails_both_sides() {
     let ends = Ends::connect(&Plan { ring_key: |key| key ^ 0x5a5a, ..Plan::default() });
     let (source, target) = (vec![7; 100], vec![UNTOUCHED; 100]);
     // SAFETY: the source outlives the connection.
-    let sent = unsafe { ends.send.isend(source.as_ptr() as u64, 100, 0, None, null_mut()) };
-    let sent = sent.expect("isend").expect("a request");
+    let sent = unsafe { ends.post_send(&source) };
     // SAFETY: the target outlives the connection.
-    let received = unsafe { ends.recv.irecv(&mut [posted(&target, 0)], &[null_mut()]) };
-    let received = received.expect("irecv").expect("a request");
+    let received = unsafe { ends.post_receive(&target) };
     let text = end_of(|ticket| ends.recv.test(ticket), received).expect_err("the key is wrong").to_string();
     for words in ["an RDMA operation of a receive failed: remote access error", "the peer refused the key"] {
         assert!(text.contains(words), "{text}");
@@ -104,8 +100,7 @@ fn a_device_that_fails_ends_its_connections_unless_that_is_only_logged() {
         ends.carries();
         let target = vec![UNTOUCHED; 100];
         // SAFETY: the target outlives the connection.
-        let received = unsafe { ends.recv.irecv(&mut [posted(&target, 0)], &[null_mut()]) };
-        let received = received.expect("irecv").expect("a request");
+        let received = unsafe { ends.post_receive(&target) };
         event(&ends.receiving[0], true, 8, 0);
         let text = end_of(|ticket| ends.recv.test(ticket), received).expect_err("its device failed").to_string();
         assert!(text.contains("the RDMA device of rxe1 failed"), "{variables:?}: {text}");
@@ -139,8 +134,7 @@ fn an_event_of_a_queue_reaches_its_connection_unless_it_is_only_logged() {
         ends.carries();
         let target = vec![UNTOUCHED; 100];
         // SAFETY: the target outlives the connection.
-        let received = unsafe { ends.recv.irecv(&mut [posted(&target, 0)], &[null_mut()]) };
-        let received = received.expect("irecv").expect("a request");
+        let received = unsafe { ends.post_receive(&target) };
         tell(true);
         let text = end_of(|ticket| ends.recv.test(ticket), received).expect_err("its queue failed").to_string();
         assert!(text.contains("a device reports made up of a queue of this connection"), "{text}");
@@ -162,11 +156,11 @@ fn a_queue_that_is_said_to_have_failed_fails_its_connection_and_no_other() {
     }
     let target = vec![UNTOUCHED; 100];
     // SAFETY: the target outlives the connections.
-    let receive = |ends: &Ends| unsafe { ends.recv.irecv(&mut [posted(&target, 0)], &[null_mut()]) };
-    let received = receive(&ends).expect("irecv").expect("a request");
+    let receive = |ends: &Ends| unsafe { ends.post_receive(&target) };
+    let received = receive(&ends);
     let text = end_of(|ticket| ends.recv.test(ticket), received).expect_err("its queue failed").to_string();
     assert!(text.contains("a device reports CQ error of a queue of this connection"), "{text}");
-    let received = receive(&other).expect("irecv").expect("a request");
+    let received = receive(&other);
     std::thread::sleep(std::time::Duration::from_millis(300));
     assert!(other.recv.test(received).expect("nothing happened to it").is_none());
     for ends in [ends, other] {

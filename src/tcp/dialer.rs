@@ -290,7 +290,7 @@ impl Dial {
     }
 
     /// Gets another socket for a connection of another backend, over one pair of rails after the other, until there is one,
-    /// the connection is over, or every rail has refused for a while: then the peer's process is gone.
+    /// the connection is over, or every rail has refused for a while ([`Kept::gave_up`]).
     ///
     /// # Errors
     /// When the keeper cannot be started.

@@ -83,6 +83,6 @@ pub trait Kept: Caller {
     /// Connecting side: the other has lost the socket of this number.
     fn called(&self, epoch: u16);
 
-    /// Connecting side: there is none to be had, and the peer is not there any more.
+    /// Connecting side: there is none to be had. If the present one has ended, the peer is not there any more.
     fn gave_up(&self, error: Error);
 }

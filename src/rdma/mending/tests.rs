@@ -10,8 +10,7 @@ use crate::engine::request::{MAX_PARTS, Ticket};
 use crate::os::error::Cause;
 use crate::rdma::base::Base;
 use crate::rdma::fabric::{Fabric, Lane};
-use crate::rdma::harness::{Ends, Plan, end_of, sock, until};
-use crate::rdma::receiver::Posted;
+use crate::rdma::harness::{Ends, Plan, end_of, posted, sock, until};
 use crate::tcp::takeover::Kept;
 
 /// Numbers by chance, the same for the same seed.
@@ -48,17 +47,9 @@ fn traffic(ends: &Ends, dice: &mut Dice, groups: usize, mut trouble: impl FnMut(
             let count = if dice.below(3) == 0 { 1 + dice.below(MAX_PARTS) } else { 1 };
             let largest = if count == 1 { 200_000 } else { 20_000 };
             let size = |dice: &mut Dice| [0, 8, 700, 1024, 1025, 6000, largest][dice.below(7)];
-            let mut parts: Vec<_> = (0..count).map(|_| (dice.below(100_000), vec![0xEE; size(dice)])).collect();
-            let posted = |(tag, (_, memory)): (usize, &mut (usize, Vec<u8>))| {
-                // Now and then there is more room than the message takes.
-                Some(Posted {
-                    address: memory.as_mut_ptr() as u64,
-                    size: memory.len() as u64,
-                    tag: tag as i32,
-                    memory: None,
-                })
-            };
-            let mut list: Vec<_> = parts.iter_mut().enumerate().map(posted).collect();
+            let parts: Vec<_> = (0..count).map(|_| (dice.below(100_000), vec![0xEE; size(dice)])).collect();
+            // Now and then there is more room than the message takes.
+            let mut list: Vec<_> = parts.iter().zip(0..).map(|((_, memory), tag)| posted(memory, tag)).collect();
             // SAFETY: the memory is kept until the request has ended.
             if let Some(ticket) = unsafe { ends.recv.irecv(&mut list, &[null_mut(); MAX_PARTS]) }.expect("irecv") {
                 unsent.extend(parts.iter().enumerate().map(|(tag, (start, memory))| (tag, *start, memory.len())));
@@ -287,13 +278,11 @@ fn when_no_queue_pair_comes_back_the_connection_ends() {
     let ports = || ends.send.base().adapters.iter();
     ports().for_each(|port| port.set_port_down(true));
     ends.send.with_fabric(|fabric| fabric.lanes().iter().for_each(Lane::break_pair));
-    let (source, mut target) = (source(), vec![0; 50_000]);
-    let mut list = [Some(Posted { address: target.as_mut_ptr() as u64, size: 50_000, tag: 0, memory: None })];
+    let (source, target) = (source(), vec![0; 50_000]);
     // SAFETY: the target outlives the connection.
-    let received = unsafe { ends.recv.irecv(&mut list, &[null_mut()]) }.expect("irecv").expect("a request");
+    let received = unsafe { ends.post_receive(&target) };
     // SAFETY: the source outlives the connection.
-    let sent = unsafe { ends.send.isend(source.as_ptr() as u64, 50_000, 0, None, null_mut()) };
-    let sent = sent.expect("isend").expect("a request");
+    let sent = unsafe { ends.post_send(&source[..50_000]) };
     let here = end_of(|ticket| ends.send.test(ticket), sent).expect_err("no way is left").to_string();
     assert!(here.contains("all queue pairs were lost and none came back in time"), "{here}");
     let there = end_of(|ticket| ends.recv.test(ticket), received).expect_err("nothing comes");
@@ -311,10 +300,9 @@ fn without_recovery_the_first_queue_pair_ends_the_connection() {
     let variables: &[_] = &[("TOWLINE_RECOVERY", "0")];
     let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], lanes: 2, variables, ..Plan::default() });
     ends.recv.with_fabric(|fabric| fabric.lanes()[0].break_pair());
-    let mut target = vec![0; 50_000];
-    let mut list = [Some(Posted { address: target.as_mut_ptr() as u64, size: 50_000, tag: 0, memory: None })];
+    let target = vec![0; 50_000];
     // SAFETY: the target outlives the connection.
-    let received = unsafe { ends.recv.irecv(&mut list, &[null_mut()]) }.expect("irecv").expect("a request");
+    let received = unsafe { ends.post_receive(&target) };
     end_of(|ticket| ends.recv.test(ticket), received).expect_err("it does not mend");
     ends.recv.close();
     ends.send.close();
