@@ -173,12 +173,24 @@ impl Transport {
         unsafe { self.events.finish(&self.requests, ticket) }
     }
 
+    /// The same for a profiler that only adds up: one note for all chunks.
+    fn joined_transfer(&self, handle: *mut c_void) -> Option<Outcome> {
+        let ticket = self.requests.take(1)?;
+        self.events.follow(ticket.slot, 0, handle);
+        let length = LENGTH * u64::from(PARTS);
+        let all = Chunk { length, path: 1, message: 5, total: length, joined: true, ..Chunk::default() };
+        self.events.chunk_over(ticket.slot, 0, &all, Ticks::now());
+        self.requests.complete_part(ticket.slot, 0, length);
+        // SAFETY: as above.
+        unsafe { self.events.finish(&self.requests, ticket) }
+    }
+
     #[inline(never)]
     fn moved(&self, slot: u16, began: Ticks) {
         for part in 0..PARTS {
             let (offset, path) = (u64::from(part) * LENGTH, 1 + part % PATHS);
             let total = LENGTH * u64::from(PARTS);
-            let chunk = Chunk { offset, length: LENGTH, path, message: 5, total, again: false, wr_id: 0 };
+            let chunk = Chunk { offset, length: LENGTH, path, message: 5, total, ..Chunk::default() };
             self.events.chunk_over(slot, 0, &chunk, began);
         }
     }
@@ -340,6 +352,7 @@ fn bench(criterion: &mut Criterion) {
         bench.run(name, || _ = transport.transfer(black_box(handle)));
         let transport = Transport::new(listener).with_paths();
         bench.run(&format!("{name}, six parts"), || _ = transport.long_transfer(black_box(handle)));
+        bench.run(&format!("{name}, six parts in one"), || _ = transport.joined_transfer(black_box(handle)));
     }
     bench.run("the clock, twice", || _ = black_box((clock::now(), clock::now())));
     bench.group.finish();

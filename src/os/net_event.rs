@@ -74,7 +74,8 @@ pub struct NetEvent {
     /// Which rail (network interface, NIC) carried it. [`SEVERAL`] of a part that stands for the rest of a transfer, when
     /// the connection has several.
     pub rail: u16,
-    /// Which stream or queue pair of the connection carried it. [`SEVERAL`] as for the rail.
+    /// Which stream or queue pair of the connection carried it. [`SEVERAL`] as for the rail, and of a part that stands for
+    /// several chunks of one rail ([`Reader::Sums`]).
     pub stream: u16,
     /// How often parts of it had to be sent again.
     pub retransmissions: u32,
@@ -122,6 +123,9 @@ pub enum Reader {
     Hasty = 1,
     /// The profiler of this library alone: it goes by the times in the events.
     Patient = 2,
+    /// The same, and it draws nothing: it adds up what each rail carried. So what one rail carried of a transfer may be one
+    /// part, however many streams took it.
+    Sums = 3,
 }
 
 /// NCCL has one profiler, so when it is this library's own, nobody else misses the events that only others could read.
@@ -137,7 +141,8 @@ pub fn reader() -> Reader {
     match READER.load(Ordering::Relaxed) {
         0 => Reader::None,
         1 => Reader::Hasty,
-        _ => Reader::Patient,
+        2 => Reader::Patient,
+        _ => Reader::Sums,
     }
 }
 

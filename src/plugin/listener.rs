@@ -125,7 +125,11 @@ impl Listener for NcclProfiler {
     }
 
     fn is_patient(&self) -> bool {
-        self.updates && net_event::reader() == Reader::Patient
+        self.updates && net_event::reader() >= Reader::Patient
+    }
+
+    fn adds_up(&self) -> bool {
+        self.updates && net_event::reader() >= Reader::Sums
     }
 
     unsafe fn start(&self, transfer: *mut c_void, news: &News<'_>) -> *mut c_void {
@@ -240,7 +244,7 @@ fn describe_over(whole: &Whole<'_>, over: &Over) -> NetEvent {
         offset: chunk.offset,
         length: chunk.length,
         rail: path.rail,
-        stream: chunk.path,
+        stream: if chunk.joined { SEVERAL } else { chunk.path },
         wait_receiver_ns: receiver,
         wait_socket_ns: socket,
         wait_credit_ns: credit,

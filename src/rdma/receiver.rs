@@ -586,8 +586,7 @@ impl RdmaRecv {
     #[cold]
     fn tell_short(&self, slot: &Slot, head: &Head, wr_id: u64) {
         let (path, length) = (wr_id as u16, u64::from(head.length));
-        let chunk =
-            Chunk { offset: 0, length, path, message: u64::from(head.number), total: length, again: false, wr_id };
+        let chunk = Chunk { length, path, message: u64::from(head.number), total: length, wr_id, ..Chunk::default() };
         self.base.events.chunk_begins(slot.request, usize::from(slot.part), &chunk);
         self.base.events.path_ends(slot.request, usize::from(slot.part), path);
     }
@@ -711,8 +710,8 @@ impl RdmaRecv {
                 path,
                 message: u64::from(slot.number),
                 total: slot.size,
-                again: false,
                 wr_id: completion.id(),
+                ..Chunk::default()
             };
             self.base.events.chunk_begins(slot.request, usize::from(slot.part), &chunk);
             self.base.events.path_ends(slot.request, usize::from(slot.part), path);

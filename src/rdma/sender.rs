@@ -725,6 +725,7 @@ impl RdmaSend {
             total: message.length,
             again,
             wr_id: work_id(job.key, lane, places, true),
+            ..Chunk::default()
         };
         self.base.events.chunk_begins(message.slot, 0, &chunk);
     }

@@ -56,6 +56,8 @@ pub struct Landed {
     pub offset: u64,
     /// Bytes.
     pub length: u64,
+    /// It stands for several chunks ([`SendCore::join_landings`]).
+    pub joined: bool,
     /// The message's number.
     pub message: u64,
     /// Its size.
@@ -96,6 +98,30 @@ struct Message {
     /// has one chunk of none.
     flying: u32,
     handed_out: bool,
+    /// What has arrived and is to be said of at the end.
+    joined: Option<Joined>,
+}
+
+/// Chunks of a message of which one word will do ([`SendCore::join_landings`]).
+#[derive(Clone, Copy)]
+struct Joined {
+    offset: u64,
+    bytes: u64,
+    chunks: u32,
+    began: Ticks,
+}
+
+impl Joined {
+    /// With one more, which began at `began`.
+    fn and(so_far: Option<Self>, flight: &Flight, began: Ticks) -> Self {
+        let (offset, bytes) = (flight.offset, flight.length.into());
+        so_far.map_or(Self { offset, bytes, chunks: 1, began }, |so_far| Self {
+            offset: so_far.offset.min(offset),
+            bytes: so_far.bytes + bytes,
+            chunks: so_far.chunks + 1,
+            began: so_far.began.min(began),
+        })
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -200,6 +226,8 @@ pub struct SendCore {
     each: bool,
     /// Chunks that have arrived, for whoever asked to be told ([`SendCore::watch_landings`]).
     landed: Option<Vec<Landed>>,
+    /// Whether those of a message are said of as one.
+    joins: bool,
     /// How many messages had been posted when the last short one was.
     last_short: Option<u64>,
     /// The receiver has said that it has everything, and has closed.
@@ -228,6 +256,7 @@ impl SendCore {
             recovery,
             each: false,
             landed: None,
+            joins: false,
             last_short: None,
             settled: false,
         }
@@ -242,6 +271,12 @@ impl SendCore {
     /// From now on [`SendCore::take_landed`] says which chunks have arrived.
     pub fn watch_landings(&mut self) {
         self.landed.get_or_insert_default();
+    }
+
+    /// Whether it says that from now on of all of a message's chunks as one, when the last has arrived. Of those only that have
+    /// been stamped: what is sent again is said of by itself.
+    pub fn join_landings(&mut self, joins: bool) {
+        self.joins = joins;
     }
 
     /// The chunk that stream `index` was given last began now.
@@ -337,6 +372,7 @@ impl SendCore {
             acked: 0,
             flying: 0,
             handed_out: false,
+            joined: None,
         });
         self.posted += 1;
         if short {
@@ -535,6 +571,9 @@ impl SendCore {
         if !again {
             message.assigned += u64::from(flight.length);
             message.handed_out = true;
+        } else if self.joins {
+            // What it began with the first time says nothing of this one.
+            flight.began = None;
         }
         message.flying += 1;
         let mut flags = if message.eager { EAGER } else { 0 };
@@ -664,9 +703,14 @@ impl SendCore {
             let flight = stream.flights.pop_front().expect("as many flights as unacknowledged frames");
             stream.bytes -= u64::from(flight.length);
             if let Some(landed) = &mut self.landed {
-                let Message { number, length: total, .. } = self.messages[flight.key];
+                let message = &mut self.messages[flight.key];
                 let Flight { key, offset, length, began, .. } = flight;
-                landed.push(Landed { key, index, offset, length: length.into(), message: number, total, began });
+                if let (true, Some(began)) = (self.joins, began) {
+                    message.joined = Some(Joined::and(message.joined, &flight, began));
+                } else {
+                    let (length, joined, number, total) = (length.into(), false, message.number, message.length);
+                    landed.push(Landed { key, index, offset, length, joined, message: number, total, began });
+                }
             }
             self.delivered += u64::from(flight.length);
             // Of shorter ones the time on the way says nothing about the path's rate.
@@ -677,7 +721,19 @@ impl SendCore {
             message.acked += u64::from(flight.length);
             message.flying -= 1;
             if message.acked == message.length && message.flying == 0 && message.handed_out {
-                self.messages.remove(flight.key);
+                let Message { number, length: total, joined, .. } = self.messages.remove(flight.key);
+                if let (Some(landed), Some(all)) = (&mut self.landed, joined) {
+                    landed.push(Landed {
+                        key: flight.key,
+                        index,
+                        offset: all.offset,
+                        length: all.bytes,
+                        joined: all.chunks > 1,
+                        message: number,
+                        total,
+                        began: Some(all.began),
+                    });
+                }
                 done.push(flight.key);
             }
         }
@@ -981,6 +1037,56 @@ mod tests {
         core.stream_down(2);
         assert!(core.fenced(2, 0, 0, &mut done).is_err());
         assert!(done.is_empty());
+    }
+
+    #[test]
+    fn of_chunks_that_were_sent_once_one_word_is_said_when_the_last_has_arrived() {
+        let (mut core, mut done) = (SendCore::new(true), Vec::new());
+        core.watch_landings();
+        core.join_landings(true);
+        (0..5).for_each(|stream| core.stream_up(stream, 0));
+        core.clear_to_send(0, 0, 4 * CHUNK_MIN).unwrap();
+        let (key, _) = core.post(4 * CHUNK_MIN, 0, false).unwrap();
+        let moment = |number| Ticks::from_number(number).expect("not 0");
+        for index in [2, 1, 3, 4] {
+            assert!(core.next_chunk(index).is_some());
+            core.stamp(index, moment(10 * index as u64));
+            core.written(index);
+        }
+        core.acknowledge(2, 1, 0, &mut done).unwrap();
+        core.acknowledge(4, 1, 0, &mut done).unwrap();
+        assert_eq!(core.take_landed(), None, "there is more to come");
+        // The third stream breaks, and the first sends what was lost.
+        core.stream_down(3);
+        assert_eq!(core.fenced(3, 0, 0, &mut done).unwrap(), 1);
+        assert!(core.next_chunk(1).is_some_and(|chunk| chunk.again && chunk.offset == 2 * CHUNK_MIN));
+        core.written(1);
+        core.acknowledge(1, 2, 0, &mut done).unwrap();
+        assert_eq!(done, [key]);
+        let said: Vec<_> = std::iter::from_fn(|| core.take_landed()).collect();
+        let all = Landed {
+            key,
+            index: 1,
+            offset: 0,
+            length: 3 * CHUNK_MIN,
+            joined: true,
+            message: 0,
+            total: 4 * CHUNK_MIN,
+            began: Some(moment(10)),
+        };
+        let again = Landed { offset: 2 * CHUNK_MIN, length: CHUNK_MIN, joined: false, began: None, ..all };
+        assert_eq!(said, [all, again], "what travelled again is a word of its own");
+        // One chunk is not several.
+        core.post(CHUNK_MIN, 0, true).unwrap();
+        assert!(core.next_chunk(1).is_some());
+        core.stamp(1, moment(90));
+        core.written(1);
+        core.acknowledge(1, 3, 0, &mut done).unwrap();
+        let said = core.take_landed().expect("a word");
+        assert_eq!(
+            (said.joined, said.length, said.began, core.take_landed()),
+            (false, CHUNK_MIN, Some(moment(90)), None)
+        );
     }
 
     #[test]

@@ -168,8 +168,14 @@ pub unsafe fn init(init: Init) -> u64 {
     let context = comm.context;
     profiler.live.fetch_add(1, Ordering::AcqRel);
     if Kind::NetPlugin.triggers() & profiler.settings.mask != 0 {
-        // A second profiler takes the moment of each call for that of the event.
-        net_event::announce(if profiler.chain.is_some() { Reader::Hasty } else { Reader::Patient });
+        net_event::announce(if profiler.chain.is_some() {
+            // A second profiler takes the moment of each call for that of the event.
+            Reader::Hasty
+        } else if profiler.settings.trace {
+            Reader::Patient
+        } else {
+            Reader::Sums
+        });
     }
     if let Some(chain) = &profiler.chain {
         chain.init(&comm);
@@ -205,7 +211,7 @@ pub fn start(context: u64, start: &Start) -> u64 {
 }
 
 /// Parts of a transfer that have ended, told of in one call: an event each. Returns a handle that stands for all, 0 when they
-/// are declined. Only a profiler that has no second one behind it is told of several in one call ([`Reader::Patient`]).
+/// are declined. Only a profiler that has no second one behind it is told of several in one call ([`Reader::Patient`] and up).
 pub fn start_all(context: u64, first: &Start, parts: &[NetEvent]) -> u64 {
     let Some(profiler) = current() else { return 0 };
     if Kind::NetPlugin.triggers() & profiler.settings.mask == 0 {

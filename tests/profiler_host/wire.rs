@@ -215,6 +215,31 @@ fn one_thread_per_device_with_real_transfers() {
     assert_eq!(check::bytes_add_up(process), (3 * 2 * 2 * RANKS * sizes) as u64);
 }
 
+/// The sum over all samples of a metric in a file of Prometheus text.
+fn total(text: &str, name: &str) -> f64 {
+    let values = text.lines().filter(|line| line.strip_prefix(name).is_some_and(|rest| rest.starts_with('{')));
+    values.map(|line| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap()).sum()
+}
+
+/// Each message on one rail is one event for who adds up, however many streams took its chunks, and several for who draws.
+#[test]
+fn who_only_adds_up_is_told_of_a_message_once_and_of_every_byte() {
+    let figures = |profile| {
+        let dir = tempfile::tempdir().unwrap();
+        let streams = [("TOWLINE_PROFILE", profile), ("TOWLINE_STREAMS", "5"), ("TOWLINE_WORKERS", "2")];
+        super::run("wire:devices", dir.path(), &streams);
+        let mut files = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path());
+        let file = files.find(|path| path.extension().is_some_and(|extension| extension == "prom")).expect("metrics");
+        let text = std::fs::read_to_string(file).unwrap();
+        ["messages", "parts", "bytes"].map(|what| total(&text, &format!("towline_wire_{what}_total")) as usize)
+    };
+    let (messages, bytes) = (6 * 2 * RANKS * SIZES.len(), 6 * 2 * RANKS * SIZES.iter().sum::<usize>());
+    assert_eq!(figures("metrics"), [messages, messages, bytes]);
+    let [messages_drawn, parts, bytes_drawn] = figures("metrics,trace");
+    assert_eq!((messages_drawn, bytes_drawn), (messages, bytes));
+    assert!(parts > 3 * messages / 2, "long messages are told chunk by chunk: {parts}");
+}
+
 #[test]
 fn an_abort_frees_the_handles_before_the_close() {
     let contents = played("abort");

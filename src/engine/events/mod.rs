@@ -44,6 +44,12 @@ pub trait Listener: Send + Sync {
         false
     }
 
+    /// Whether it adds up what each rail carried and looks at no chunk by itself. Asked with the others; only patient listeners
+    /// are.
+    fn adds_up(&self) -> bool {
+        false
+    }
+
     /// A piece begins. Answers its handle, or null when the profiler declines.
     ///
     /// # Safety
@@ -144,7 +150,8 @@ impl News<'_> {
 
     /// The number of the path that takes all its bytes. None when there may be several.
     pub fn stream(&self) -> Option<u16> {
-        (!self.piece.rest || self.paths.len() <= 1).then_some(self.piece.chunk.path)
+        let Piece { chunk, rest, .. } = self.piece;
+        (!rest && !chunk.joined || self.paths.len() <= 1).then_some(chunk.path)
     }
 }
 
@@ -245,6 +252,10 @@ pub struct Events {
     timed: AtomicBool,
     /// The listener is patient.
     patient: AtomicBool,
+    /// It adds up.
+    sums: AtomicBool,
+    /// All paths are of one rail.
+    one_rail: AtomicBool,
     /// What has been noted; made with the first transfer that has a handle: before it there is nothing to note.
     notes: OnceLock<Notes>,
     places: OnceLock<Box<[Slot]>>,
@@ -276,6 +287,8 @@ impl Default for Events {
             hears: AtomicBool::new(false),
             timed: AtomicBool::new(false),
             patient: AtomicBool::new(false),
+            sums: AtomicBool::new(false),
+            one_rail: AtomicBool::new(true),
             notes: OnceLock::new(),
             places: OnceLock::new(),
             paths: Mutex::new(Vec::new()),
@@ -303,6 +316,9 @@ impl Events {
             self.reconnects.fetch_add(1, Ordering::Relaxed);
         }
         paths[index] = path;
+        let mut rails = paths.iter().filter(|path| path.carrier != Carrier::None).map(|path| path.rail);
+        let first = rails.next();
+        set(&self.one_rail, rails.all(|rail| Some(rail) == first));
     }
 
     /// Whether chunks are worth reporting: somebody listens.
@@ -363,8 +379,17 @@ impl Events {
     fn wants_details(&self, ear: &Ear) -> bool {
         let details = ear.listener.wants_details();
         set(&self.timed, details);
-        set(&self.patient, details && ear.listener.is_patient());
+        let is_patient = details && ear.listener.is_patient();
+        set(&self.patient, is_patient);
+        set(&self.sums, is_patient && ear.listener.adds_up());
         details
+    }
+
+    /// Whether all that a transfer's chunks carried may be noted as one ([`Chunk::joined`]): the listener adds up by rails, and
+    /// there is one rail.
+    #[inline]
+    pub fn joins(&self) -> bool {
+        self.sums.load(Ordering::Relaxed) && self.one_rail.load(Ordering::Relaxed)
     }
 
     /// Whether it is enough to say of a chunk that it is over ([`Events::chunk_over`]), and nothing when it begins.

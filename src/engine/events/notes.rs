@@ -79,6 +79,11 @@ impl Note {
     }
 }
 
+/// The kind of a note that a chunk is over, and what is added for one that stands for several.
+const OVER: u32 = 7;
+const JOINED: u32 = 8;
+const OVER_JOINED: u32 = OVER | JOINED;
+
 /// How a note lies in a [`List`]: what fits the head, and words that mean something else with each kind.
 impl Note {
     fn encode(&self) -> (u32, [u64; WORDS]) {
@@ -91,7 +96,10 @@ impl Note {
             What::Passed { path, wr_id } => (4, path, false, [wr_id, 0, 0, 0, 0, 0]),
             What::Waited { offset, wait, ns } => (5, wait as u16, false, [offset, ns, 0, 0, 0, 0]),
             What::Begins(chunk) => (6, chunk.path, chunk.again, chunk_words(&chunk, 0)),
-            What::Over(chunk, began) => (7, chunk.path, chunk.again, chunk_words(&chunk, began.number())),
+            What::Over(chunk, began) => {
+                let kind = if chunk.joined { OVER_JOINED } else { OVER };
+                (kind, chunk.path, chunk.again, chunk_words(&chunk, began.number()))
+            }
         };
         let head = u32::from(path) << 16 | u32::from(self.slot) << 8 | u32::from(again) << 7 | kind << 3;
         (head | u32::from(self.part), [now, a, b, c, d, e, f])
@@ -100,20 +108,21 @@ impl Note {
     /// What most notes are: that a chunk is over which was sent once. With its slot and part.
     #[inline]
     pub(super) fn over(head: u32, [now, a, b, c, d, e, f]: [u64; WORDS]) -> Option<(u16, u8, Over)> {
-        if head & 0xf8 != 7 << 3 {
+        if head & 0xf8 & !(JOINED << 3) != OVER << 3 {
             return None;
         }
-        let chunk =
-            Chunk { offset: a, length: b, path: (head >> 16) as u16, message: c, total: d, again: false, wr_id: e };
+        let (path, joined) = ((head >> 16) as u16, head & JOINED << 3 != 0);
+        let chunk = Chunk { offset: a, length: b, path, message: c, total: d, again: false, joined, wr_id: e };
         let (arrived, began) = (Ticks::from_number(now)?, Ticks::from_number(f)?);
         Some(((head >> 8 & 0xff) as u16, (head & 7) as u8, Over { chunk, began, arrived, waits: [0; 3] }))
     }
 
     /// Nothing where it says what [`Note::encode`] never does.
     pub(super) fn decode(head: u32, [now, a, b, c, d, e, f]: [u64; WORDS]) -> Option<Self> {
-        let (path, again) = ((head >> 16) as u16, head & 1 << 7 != 0);
-        let chunk = Chunk { offset: a, length: b, path, message: c, total: d, again, wr_id: e };
-        let what = match head >> 3 & 15 {
+        let (path, again, kind) = ((head >> 16) as u16, head & 1 << 7 != 0, head >> 3 & 15);
+        let joined = kind & JOINED != 0;
+        let chunk = Chunk { offset: a, length: b, path, message: c, total: d, again, joined, wr_id: e };
+        let what = match kind {
             0 => What::Ready,
             1 => What::AllArrived,
             2 => What::Ends(a),
@@ -121,7 +130,7 @@ impl Note {
             4 => What::Passed { path, wr_id: a },
             5 => What::Waited { offset: a, wait: Wait::ALL.into_iter().find(|wait| *wait as u16 == path)?, ns: b },
             6 => What::Begins(chunk),
-            7 => What::Over(chunk, Ticks::from_number(f)?),
+            OVER | OVER_JOINED => What::Over(chunk, Ticks::from_number(f)?),
             _ => return None,
         };
         Some(Self { slot: (head >> 8 & 0xff) as u16, part: (head & 7) as u8, now: Ticks::from_number(now), what })
@@ -230,10 +239,11 @@ mod tests {
         #[test]
         fn a_note_comes_out_as_it_went_in(
             (slot, part, kind) in (0u16..256, 0u8..8, 0u8..8),
-            (path, again, wait) in (any::<u16>(), any::<bool>(), 0usize..3),
+            (path, again, joined, wait) in (any::<u16>(), any::<bool>(), any::<bool>(), 0usize..3),
             [now, a, b, c, d, e, f] in any::<[u64; 7]>(),
         ) {
-            let chunk = Chunk { offset: a, length: b, path, message: c, total: d, again, wr_id: e };
+            let joined = joined && kind == 7;
+            let chunk = Chunk { offset: a, length: b, path, message: c, total: d, again, joined, wr_id: e };
             let what = match kind {
                 0 => What::Ready,
                 1 => What::AllArrived,

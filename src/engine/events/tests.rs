@@ -10,6 +10,7 @@ struct Books {
     declined: AtomicU64,
     details: AtomicBool,
     patient: AtomicBool,
+    sums: AtomicBool,
     /// How many pieces were told of together, call by call.
     together: Mutex<Vec<usize>>,
     entries: Mutex<Vec<Entry>>,
@@ -37,6 +38,10 @@ impl Listener for Books {
 
     fn is_patient(&self) -> bool {
         self.patient.load(Ordering::Relaxed)
+    }
+
+    fn adds_up(&self) -> bool {
+        self.sums.load(Ordering::Relaxed)
     }
 
     unsafe fn ended<'a>(&self, transfer: *mut c_void, all: &mut dyn Iterator<Item = News<'a>>) -> usize {
@@ -169,6 +174,40 @@ mod told {
         assert_eq!(lock(&books.entries).last().map(|entry| (entry.length, entry.stops)), Some((300, 1)));
         assert!(events.hears());
         assert_eq!(*lock(&books.together), [2, 1]);
+    }
+
+    #[test]
+    fn what_one_rail_carried_may_be_told_as_one_to_who_adds_up() {
+        let (books, events) = set_up(true);
+        for flag in [&books.details, &books.patient, &books.sums] {
+            flag.store(true, Ordering::Relaxed);
+        }
+        let path = |rail, fd| Path { carrier: Carrier::Socket { fd }, rail, peer: None };
+        events.set_path(1, path(0, 6));
+        assert!(!events.joins(), "before anybody has listened");
+        events.follow(3, 0, handle(1));
+        assert!(events.joins());
+        // Of which chunks, and in which order, nobody asks any more: all waits are the transfer's.
+        for (offset, wait) in [(0, Wait::Socket), (200, Wait::Credit)] {
+            events.chunk_waited(3, 0, 1, offset, wait, Ticks::now());
+        }
+        let waited = events.notes.get().is_some_and(Notes::are_there);
+        let all = Chunk { joined: true, path: 1, ..chunk(0, 300, 300) };
+        events.chunk_over(3, 0, &all, Ticks::now());
+        unsafe { events.conclude(3, &outcome(&[300])) };
+        assert!(waited);
+        {
+            let entries = lock(&books.entries);
+            let [Entry { length: 300, stops: 1, on: (Some(0), None), waits, .. }] = entries[..] else {
+                panic!("one piece, of no single stream: {entries:?}")
+            };
+            assert!(waits[Wait::Socket as usize] > 0 && waits[Wait::Credit as usize] > 0, "{waits:?}");
+        }
+        // Over another rail: whoever adds up by rails must be told chunk by chunk.
+        events.set_path(2, path(1, 7));
+        assert!(!events.joins());
+        events.set_path(2, path(0, 7));
+        assert!(events.joins(), "it has gone over to the other's rail");
     }
 
     #[test]

@@ -33,6 +33,9 @@ pub struct Chunk {
     pub total: u64,
     /// It was sent before.
     pub again: bool,
+    /// It stands for several chunks of one rail, which need not lie together: the offset is the lowest, the path one of theirs
+    /// ([`super::Events::joins`]).
+    pub joined: bool,
     /// Verbs: the work request.
     pub wr_id: u64,
 }
@@ -188,7 +191,7 @@ impl Transfer {
         let is_kept = self.pieces.is_empty() && self.over.len() < MOST;
         if is_kept {
             if !self.early.is_empty() {
-                over.waits = self.take_early(over.chunk.offset);
+                over.waits = if over.chunk.joined { self.take_all_early() } else { self.take_early(over.chunk.offset) };
             }
             self.over.push(over);
         }
@@ -291,6 +294,13 @@ impl Transfer {
             }
             of != offset
         });
+        waits
+    }
+
+    /// The waits that were noted of any chunk.
+    fn take_all_early(&mut self) -> [u64; 3] {
+        let mut waits = [0; 3];
+        self.early.drain(..).for_each(|(_, wait, ns)| waits[wait as usize] += ns);
         waits
     }
 
@@ -499,7 +509,7 @@ mod tests {
             let mut at = 0;
             let mut chunks: Vec<_> = lengths.iter().map(|&length| {
                 at += length;
-                Chunk { offset: at - length, length, total, path: (at % 3) as u16, message: 9, again: false, wr_id: at }
+                Chunk { offset: at - length, length, total, path: (at % 3) as u16, message: 9, wr_id: at, ..Chunk::default() }
             }).collect();
             chunks.sort_by_key(|chunk| (chunk.offset ^ shuffle).wrapping_mul(0x9e37_79b9_7f4a_7c15));
             let mut notes = vec![(What::Ready, moment(ready))];

@@ -159,7 +159,7 @@ impl RdmaSend {
     fn tell_short(&self, message: Short, lane: usize) {
         let Short { length, number, slot, .. } = message;
         let (path, wr_id) = (lane as u16, work_id(0, lane, 1, false) | EAGER);
-        let chunk = Chunk { offset: 0, length, path, message: number.into(), total: length, again: false, wr_id };
+        let chunk = Chunk { length, path, message: number.into(), total: length, wr_id, ..Chunk::default() };
         self.base.events.ready(slot, 0);
         self.base.events.chunk_begins(slot, 0, &chunk);
         self.base.events.path_ends(slot, 0, path);

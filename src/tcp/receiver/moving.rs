@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 
 use super::{Body, Fence, Followed, Io, RecvConn, SHARE, State, Target, lock, told};
 use crate::engine::counters::Counters;
+use crate::engine::events::Chunk;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
 use crate::tcp::frame::{HEADER, Header, POLLED, Type};
@@ -116,7 +117,7 @@ impl RecvConn {
             if *rest == 0 {
                 io.body = Body::None;
                 self.chunk_ended(&mut io.followed);
-                io.ack = io.ack.max(self.frame_ended(&mut self.state(), index));
+                io.ack = io.ack.max(self.frame_ended(&mut self.state(), index, &mut io.followed));
             }
         }
     }
@@ -168,7 +169,7 @@ impl RecvConn {
             // SAFETY: source is the input buffer, destination the checked range; they do not overlap.
             unsafe { wire::copy_ascending(io.input.as_ptr().add(io.from), to.data, length) };
             io.from += length;
-            io.ack = io.ack.max(self.frame_ended(&mut state, index));
+            io.ack = io.ack.max(self.frame_ended(&mut state, index, &mut io.followed));
         }
     }
 
@@ -253,9 +254,14 @@ impl RecvConn {
         }
     }
 
+    /// One of several of its message is left to [`RecvConn::frame_ended`] if one word for all will do.
     #[inline]
     fn chunk_ended(&self, followed: &mut Option<Followed>) {
-        let Some(Followed { part, chunk, began }) = followed.take() else { return };
+        let Some(Followed { part, chunk, began }) = *followed else { return };
+        if began.is_some() && chunk.length < chunk.total && self.events.joins() {
+            return;
+        }
+        *followed = None;
         match began {
             Some(began) => self.events.chunk_over(part.slot, usize::from(part.part), &chunk, began),
             None => self.events.chunk_ends(part.slot, usize::from(part.part), chunk.path, chunk.offset),
@@ -263,10 +269,19 @@ impl RecvConn {
     }
 
     /// The payload of a frame is in its place. Returns how soon that is to be acknowledged.
-    fn frame_ended(&self, state: &mut State, index: usize) -> Due {
+    fn frame_ended(&self, state: &mut State, index: usize, followed: &mut Option<Followed>) -> Due {
+        if let Some(Followed { part, chunk, began: Some(began) }) = followed.take() {
+            let joined = &mut state.joined[part.slot as usize][part.part as usize];
+            *joined = Some(joined.map_or((chunk, began), |so_far| join(so_far, &chunk, began)));
+        }
         match state.core.end(index) {
             End::More | End::Staged => {}
-            End::Complete(part, total) => self.complete(part, total),
+            End::Complete(part, total) => {
+                if let Some((all, began)) = state.joined[part.slot as usize][part.part as usize].take() {
+                    self.events.chunk_over(part.slot, usize::from(part.part), &all, began);
+                }
+                self.complete(part, total);
+            }
             End::Unstage(stage, part, total) => self.unstage(state, stage, part, total),
         }
         state.core.ack_due(index)
@@ -346,4 +361,10 @@ impl RecvConn {
             self.net.shortages.wait(&self.net.poller, self.me.clone(), index, error);
         }
     }
+}
+
+/// What has come of a message so far, with one more chunk that began at `began`.
+fn join((so_far, first): (Chunk, Ticks), chunk: &Chunk, began: Ticks) -> (Chunk, Ticks) {
+    let (offset, length) = (so_far.offset.min(chunk.offset), so_far.length + chunk.length);
+    (Chunk { offset, length, joined: true, ..so_far }, first.min(began))
 }

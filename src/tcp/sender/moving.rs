@@ -326,6 +326,7 @@ impl SendConn {
     /// be told of it now.
     fn chunk_begins(&self, state: &mut State, index: usize, io: &mut Io, chunk: &Chunk) {
         state.core.watch_landings();
+        state.core.join_landings(self.events.joins());
         let Some(ticket) = state.payloads[chunk.key].as_ref().and_then(|payload| payload.ticket) else { return };
         io.followed = Some((ticket, chunk.offset));
         if self.events.is_patient() && self.recovery && !chunk.copied && !chunk.again {
@@ -347,11 +348,11 @@ impl SendConn {
     /// Chunks were acknowledged. Those of messages that are `done` end all at once, unless nothing is known of them yet.
     pub(super) fn chunks_end(&self, core: &mut SendCore, payloads: &[Option<Payload>], done: &[Key]) {
         let mut now = None;
-        while let Some(Landed { key, index, offset, length, message, total, began }) = core.take_landed() {
+        while let Some(Landed { key, index, offset, length, joined, message, total, began }) = core.take_landed() {
             let Some(ticket) = payloads[key].as_ref().and_then(|payload| payload.ticket) else { continue };
             let path = index as u16;
             if let Some(began) = began {
-                let chunk = events::Chunk { offset, length, path, message, total, ..events::Chunk::default() };
+                let chunk = events::Chunk { offset, length, path, message, total, joined, ..events::Chunk::default() };
                 // A message's chunks land together, and a look at the clock takes as long as the rest of a note.
                 let now = *now.get_or_insert_with(Ticks::now);
                 self.events.chunk_acknowledged(ticket.slot, 0, &chunk, began, now);
