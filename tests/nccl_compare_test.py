@@ -228,6 +228,8 @@ for line in sys.stdin:
         sys.stdin.read()
     wrong = lambda size: rank if size <= order["check_up_to"] else None
     rows = [{"size": size, "time_us": 10.0 * (rank + 1), "cpu_s": 0.5, "wrong": wrong(size)} for size in order["sizes"]]
+    if os.environ.get("FAKE") == "order":
+        rows = [{**row, "time_us": order["wait_every"]} for row in rows]
     print(json.dumps({"rows": rows}), flush=True)
 """
 
@@ -235,13 +237,13 @@ for line in sys.stdin:
 class Processes(unittest.TestCase):
     BAND = runner.Band(1 << 20, 64 << 20, 8, 3, 1, 5)
 
-    def group(self, fake="", limit=20):
+    def group(self, fake="", limit=20, wait_every=0):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         script = os.path.join(folder.name, "rank.py")
         with open(script, "w") as file:
             file.write(FAKE_RANK)
-        group = processes.Group(2, 1, {**os.environ, "FAKE": fake}, limit, script)
+        group = processes.Group(2, 1, {**os.environ, "FAKE": fake}, limit, script, wait_every)
         self.addCleanup(group.end)
         return group
 
@@ -295,6 +297,26 @@ class Processes(unittest.TestCase):
         run = hung.run("all_reduce", self.BAND, 0.5, True)
         self.assertEqual((run.ok, run.problem), (False, "no answer in time"))
         self.assertTrue(all(child.poll() is not None for child in hung.children))
+
+    def test_ranks_wait_as_often_as_they_are_told(self):
+        calls = []
+
+        class Gpu:
+            def wait(self):
+                calls.append("wait")
+
+        of = rank.Rank.__new__(rank.Rank)
+        of.gpu, of._make_room = Gpu(), lambda size: None
+        of._begin = lambda collective, size: calls.append(size)
+        order = {"collective": "all_reduce", "sizes": [64], "iterations": 5, "warmups": 0, "check_up_to": 0}
+        all_begin = [8, "wait"]
+        of.measure({**order, "wait_every": 2})
+        self.assertEqual(calls, [*all_begin, 64, 64, "wait", 64, 64, "wait", 64, "wait"])
+        calls.clear()
+        of.measure({**order, "wait_every": 5})
+        self.assertEqual(calls.count("wait"), 3)
+        self.assertEqual(self.group(wait_every=7).wait_every, 7)
+        self.assertEqual(self.group(fake="order").run("all_reduce", self.BAND, 20, True).rows[0].time_us, 3.0)
 
     def test_every_element_of_every_collective_is_checked(self):
         class Gpu:

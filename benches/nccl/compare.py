@@ -64,6 +64,13 @@ def arguments():
         metavar="BLOCKS",
         help="with --processes: begin anew with all processes after so many blocks, and take each such group for one sample",
     )
+    parser.add_argument(
+        "--wait-every",
+        type=int,
+        default=0,
+        metavar="OPERATIONS",
+        help="with --processes: wait for the GPU after so many operations, as programs do that need a result, instead of after all",
+    )
     parser.add_argument("--env", action="append", default=[], metavar="VAR=VALUE", help="for every contender")
     parser.add_argument("--interface", default="lo", help="NCCL_SOCKET_IFNAME (default: lo)")
     parser.add_argument("--budget", type=float, default=540, metavar="SECONDS", help="end within this (default: 540)")
@@ -78,6 +85,8 @@ def arguments():
         parser.error("--hosts needs --processes, and as many GPUs on each host")
     if given.restart_every and not given.processes:
         parser.error("--restart-every needs --processes")
+    if given.wait_every and not given.processes:
+        parser.error("--wait-every needs --processes")
     unknown = [name for name in given.collectives.split(",") if name not in table.WIRE_BYTES]
     if unknown:
         parser.error(f"unknown collective {unknown[0]}: choose of {', '.join(table.WIRE_BYTES)}")
@@ -133,7 +142,9 @@ class Comparison:
         """The contender's processes; the first call starts them."""
         if contender.name not in self.groups:
             environment = contender.environment({**self.common, **(extra_env or {})}, self.given.nccl)
-            self.groups[contender.name] = processes.Group(self.given.gpus, self.given.hosts, environment, self.given.timeout)
+            self.groups[contender.name] = processes.Group(
+                self.given.gpus, self.given.hosts, environment, self.given.timeout, wait_every=self.given.wait_every
+            )
         return self.groups[contender.name]
 
     def end(self):
@@ -283,6 +294,7 @@ def machine(given):
         "threads": given.threads,
         "processes": given.processes,
         "hosts": given.hosts,
+        "wait_every": given.wait_every,
         "restart_every": given.restart_every,
         "seed": given.seed,
         "env": given.env,

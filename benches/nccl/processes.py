@@ -26,8 +26,12 @@ RANK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rank.py")
 class Group:
     """The ranks of one communicator, and their standard input and output."""
 
-    def __init__(self, ranks, hosts, environment, limit, script=RANK):
-        """Starts them; `problem` says what went wrong. Ranks are spread over `hosts` pretended hosts."""
+    def __init__(self, ranks, hosts, environment, limit, script=RANK, wait_every=0):
+        """Starts them; `problem` says what went wrong. Ranks are spread over `hosts` pretended hosts.
+
+        They wait for the GPU after `wait_every` operations; 0: after all of an order.
+        """
+        self.wait_every = wait_every
         self.folder = tempfile.TemporaryDirectory()
         self.script = script
         self.last_words = None
@@ -85,6 +89,7 @@ class Group:
             return runner.Run([], False, self.problem, 0.0, 0.0, "")
         began = time.monotonic()
         order = {"collective": collective, "sizes": band.sizes(), "iterations": band.iterations, "warmups": band.warmups}
+        order["wait_every"] = self.wait_every or band.iterations
         order["check_up_to"] = band.last if check_all else CHECKED_EACH_TIME
         answers = None
         try:

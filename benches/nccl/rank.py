@@ -197,8 +197,10 @@ class Rank:
             self._begin("all_reduce", 8)
             self.gpu.wait()
             began = time.perf_counter()
-            for _ in range(order["iterations"]):
+            for number in range(1, order["iterations"] + 1):
                 self._begin(order["collective"], size)
+                if number % order["wait_every"] == 0:
+                    self.gpu.wait()
             self.gpu.wait()
             took = (time.perf_counter() - began) / order["iterations"]
             cpu = time.process_time() - cpu

@@ -171,6 +171,8 @@ def _where(samples):
         drive = "one thread for each GPU" if record["threads"] else "one thread for all GPUs"
         if record.get("processes"):
             drive = f"one process for each GPU, on {record['hosts']} hosts as far as NCCL knows" if record["hosts"] > 1 else "one process for each GPU"
+        if record.get("wait_every"):
+            drive += f", which waits after every {record['wait_every']} operations"
         text += f"- {gpus}, {record['cores']} cores, kernel {record['kernel']}, interface `{record['interface']}`, {drive}, seed {record['seed']}\n"
     nccl = sorted({start["nccl"] for starts in samples.starts.values() for start in starts if start["nccl"]})
     text += f"- NCCL {', '.join(nccl) or 'of unknown version'}; peer-to-peer, shared memory and NVLS off (shared memory on for `shm`)\n"

@@ -21,7 +21,7 @@ use slab::Slab;
 use super::frame::{EAGER, Header, PROMPT, Type, WHOLE};
 use super::limits::{
     ACK_BYTES, ACK_EVERY, CHUNK_MAX, CHUNK_MIN, EAGER_MAX, EAGER_WINDOW, LOOK_BYTES, LOOK_EVERY, MAX_AHEAD, MAX_POSTED,
-    MAX_STREAMS, MESSAGE_COST, MOST_SHARES, PAGE, REPLAY_BESIDE_WORKERS, REPLAY_MAX,
+    MAX_STREAMS, MESSAGE_COST, MOST_SHARES, PAGE, REPLAY_BESIDE_WORKERS, REPLAY_MAX, WORTH_WAKING,
 };
 use super::tags::TagOrders;
 use super::window::Window;
@@ -228,6 +228,8 @@ pub struct SendCore {
     landed: Option<Vec<Landed>>,
     /// Whether those of a message are said of as one.
     joins: bool,
+    /// So many streams were last set going for a long message: chunks are cut for them.
+    engaged: u64,
     /// How many messages had been posted when the last short one was.
     last_short: Option<u64>,
     /// The receiver has said that it has everything, and has closed.
@@ -257,6 +259,7 @@ impl SendCore {
             each: false,
             landed: None,
             joins: false,
+            engaged: MAX_STREAMS as u64,
             last_short: None,
             settled: false,
         }
@@ -516,7 +519,7 @@ impl SendCore {
         let rest = message.length - message.assigned;
         // Each chunk costs two system calls, and ever smaller parts of what is left would be many.
         let share = (message.length / MOST_SHARES).next_multiple_of(PAGE);
-        let size = self.chunk_size(self.carriers()).max(share).min(most);
+        let size = self.chunk_size(self.engaged.clamp(1, self.carriers())).max(share).min(most);
         // What travels eagerly is one frame; and a small remainder is not worth one of its own.
         let length = if message.eager || rest <= (size + size / 2).min(most) { rest } else { size };
         let flight = Flight::new(key, message.assigned, length as u32);
@@ -539,30 +542,54 @@ impl SendCore {
     /// messages and keeps eight in flight per channel, so what counts is how soon each one is complete: every stream
     /// gets a part at once.
     fn chunk_size(&self, streams: u64) -> u64 {
-        let ready: u64 =
-            self.long.iter().take(4).map(|key| self.messages[*key].length - self.messages[*key].assigned).sum();
-        let even = ready.div_ceil(streams).next_multiple_of(PAGE);
+        let even = self.ready(4).div_ceil(streams).next_multiple_of(PAGE);
         even.clamp(CHUNK_MIN, CHUNK_MAX)
     }
 
-    /// The streams to wake for `bytes` more of long messages: as many as there will be chunks, those with the least
-    /// to do first. The first stream is not among them.
-    pub fn idlest(&self, bytes: u64) -> ([u8; MAX_STREAMS], usize) {
-        let mut order = [0; MAX_STREAMS];
-        let mut count = 0;
-        for (index, stream) in self.streams.iter().enumerate().skip(1) {
-            if stream.live {
-                order[count] = index as u8;
-                count += 1;
+    /// The streams to set going for `bytes` more of long messages: at most as many as there will be chunks, those with the
+    /// least to do first. The first stream is not among them.
+    ///
+    /// `is_awake`: whether the worker of a stream looks for work just now. Such ones come first and cost nothing. Others are
+    /// woken only as far as what is under way is worth it ([`WORTH_WAKING`]), unless they lead over another rail.
+    pub fn engage(&mut self, bytes: u64, is_awake: impl Fn(usize) -> bool) -> ([u8; MAX_STREAMS], usize) {
+        let is_choosy = bytes > EAGER_MAX && !self.each;
+        let (mut order, mut live, mut awake) = ([0; MAX_STREAMS], 0, 0);
+        let mut under_way = self.ready(SLOTS);
+        let mut asleep = 0_u32;
+        for (index, stream) in self.streams.iter().enumerate().skip(1).filter(|(_, stream)| stream.live) {
+            order[live] = index as u8;
+            live += 1;
+            under_way += stream.bytes;
+            if is_choosy && !is_awake(index) {
+                asleep |= 1 << index;
+            } else if stream.has_room() {
+                awake += 1;
             }
         }
-        order[..count].sort_unstable_by_key(|index| {
+        order[..live].sort_unstable_by_key(|index| {
             let stream = &self.streams[usize::from(*index)];
-            (!stream.has_room(), stream.bytes)
+            (!stream.has_room(), asleep >> index & 1, stream.bytes)
         });
         // What travels eagerly is one frame.
-        let chunks = if bytes <= EAGER_MAX { 1 } else { bytes.div_ceil(self.chunk_size(count.max(1) as u64)) };
-        (order, count.min(chunks as usize))
+        let chunks = if bytes <= EAGER_MAX { 1 } else { bytes.div_ceil(self.chunk_size(live.max(1) as u64)) };
+        let most = live.min(chunks as usize);
+        if !is_choosy {
+            return (order, most);
+        }
+        let worth = under_way.div_ceil(WORTH_WAKING).max(1);
+        let count = most.min(awake.max(worth as usize));
+        self.engaged = count as u64;
+        (order, count)
+    }
+
+    /// Bytes of the next so many long messages that are ready and that no stream has taken yet.
+    fn ready(&self, messages: usize) -> u64 {
+        self.long.iter().take(messages).map(|key| self.messages[*key].length - self.messages[*key].assigned).sum()
+    }
+
+    /// How long a message is, in bytes.
+    pub fn length(&self, key: Key) -> u64 {
+        self.messages[key].length
     }
 
     #[inline]
@@ -1037,6 +1064,49 @@ mod tests {
         core.stream_down(2);
         assert!(core.fenced(2, 0, 0, &mut done).is_err());
         assert!(done.is_empty());
+    }
+
+    /// A sender with four streams for long messages, and the messages are ready.
+    fn with_ready(lengths: &[u64]) -> SendCore {
+        let mut core = SendCore::new(true);
+        (0..5).for_each(|stream| core.stream_up(stream, 0));
+        for (order, length) in (0..).zip(lengths) {
+            core.clear_to_send(0, order, *length).unwrap();
+            core.post(*length, 0, false).unwrap();
+        }
+        core
+    }
+
+    /// The streams that are set going for the last message.
+    fn engaged(core: &mut SendCore, bytes: u64, awake: &[usize]) -> Vec<u8> {
+        let (order, count) = core.engage(bytes, |index| awake.contains(&index));
+        order[..count].to_vec()
+    }
+
+    #[test]
+    fn workers_that_sleep_are_woken_for_much_and_those_that_are_awake_for_anything() {
+        const SHORT: u64 = WORTH_WAKING / 2;
+        let mut core = with_ready(&[SHORT]);
+        assert_eq!(engaged(&mut core, SHORT, &[]), [1]);
+        assert_eq!(engaged(&mut core, SHORT, &[3]), [3], "one that is awake comes before one to be woken");
+        assert_eq!(engaged(&mut core, SHORT, &[1, 2, 3, 4]), [1, 2, 3, 4]);
+        assert_eq!(engaged(&mut core, SHORT, &[]), [1]);
+        // Cut for the one that takes it.
+        assert_eq!(core.next_chunk(1).map(|chunk| u64::from(chunk.length)), Some(SHORT));
+        // What is still on the way, and what others have left, counts too: a slow stream is not the only one for long.
+        let mut core = with_ready(&[SHORT; 3]);
+        assert_eq!(engaged(&mut core, SHORT, &[]).len(), 2);
+        (0..2).for_each(|_| assert!(core.next_chunk(1).is_some()));
+        assert_eq!(engaged(&mut core, SHORT, &[])[0], 2, "the first has enough to do");
+        assert_eq!(engaged(&mut core, SHORT, &[]).len(), 2);
+        // Each of them has its worth of a very long one, but there are no more than chunks.
+        assert_eq!(engaged(&mut with_ready(&[8 * WORTH_WAKING]), 8 * WORTH_WAKING, &[]).len(), 4);
+        assert_eq!(engaged(&mut with_ready(&[2 * WORTH_WAKING]), 2 * WORTH_WAKING, &[]).len(), 2);
+        assert_eq!(engaged(&mut with_ready(&[3 * CHUNK_MIN]), 3 * CHUNK_MIN, &[1, 2, 3, 4]).len(), 3);
+        // Another rail is another wire.
+        let mut core = with_ready(&[SHORT]);
+        core.acknowledge_each();
+        assert_eq!(engaged(&mut core, SHORT, &[]).len(), 4);
     }
 
     #[test]

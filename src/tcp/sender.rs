@@ -688,7 +688,7 @@ impl SendConn {
 
     /// Gets as many streams going as a message can use.
     fn wake_streams(&self, length: u64) {
-        let (streams, count) = self.state().core.idlest(length);
+        let (streams, count) = self.state().core.engage(length, |index| self.streams[index].is_awake());
         for &index in &streams[..count] {
             self.streams[usize::from(index)].kick();
         }

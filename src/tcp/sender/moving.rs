@@ -276,7 +276,7 @@ impl SendConn {
                 let mut state = self.state();
                 if let Some(key) = state.core.clear_to_send(header.tag, header.order, header.total)? {
                     if header.total > EAGER_MAX {
-                        *wake += header.total;
+                        *wake += state.core.length(key);
                     }
                     if self.events.hears()
                         && let Some(ticket) = state.payloads[key].as_ref().and_then(|payload| payload.ticket)
