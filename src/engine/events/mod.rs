@@ -19,6 +19,7 @@
 
 pub mod list;
 mod notes;
+mod single;
 pub mod transfer;
 
 use std::ffi::c_void;
@@ -27,6 +28,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use notes::{Note, Notes, TURNS, What};
+use single::Single;
 pub use transfer::{Chunk, MOST, Over, Piece, Wait};
 use transfer::{Told, Transfer};
 
@@ -224,6 +226,8 @@ struct Place {
     details: AtomicBool,
     /// Locked by NCCL's threads only.
     transfer: Mutex<Transfer>,
+    /// That all of it is over.
+    whole: Single,
 }
 
 /// A transfer that notes are being kept of.
@@ -399,14 +403,26 @@ impl Events {
     }
 
     /// Any thread: a chunk has come of which nothing has been noted since it began, at `began`. Only for requests that have
-    /// not ended.
+    /// not ended; one that is all of its message is the last thing that is noted of it.
     pub fn chunk_over(&self, slot: u16, part: usize, chunk: &Chunk, began: Ticks) {
-        self.note(slot, part, Some(chunk.path), What::Over(*chunk, began));
+        if chunk.length < chunk.total || !self.keep_whole(slot, part, chunk, began, Ticks::now) {
+            self.note(slot, part, Some(chunk.path), What::Over(*chunk, began));
+        }
+    }
+
+    /// Keeps with a part, whose request is about to end, that all of it is over. False when there is no room.
+    fn keep_whole(&self, slot: u16, part: usize, chunk: &Chunk, began: Ticks, now: impl FnOnce() -> Ticks) -> bool {
+        self.known_place(slot, part).is_some_and(|place| {
+            place.whole.leave(&Note { slot, part: part as u8, now: Some(now()), what: What::Over(*chunk, began) })
+        })
     }
 
     /// Any thread: the same of one that the other side has acknowledged, as was seen at `now`. Who learns of one learns of
     /// several, on all paths: they go into one list, after what the paths' lists say of their waits.
     pub fn chunk_acknowledged(&self, slot: u16, part: usize, chunk: &Chunk, began: Ticks, now: Ticks) {
+        if chunk.length == chunk.total && self.keep_whole(slot, part, chunk, began, || now) {
+            return;
+        }
         if let Some(notes) = self.notes.get() {
             notes.add(None, Note { slot, part: part as u8, now: Some(now), what: What::Over(*chunk, began) });
         }
@@ -623,7 +639,12 @@ impl Events {
         }
         let Some(notes) = self.notes.get() else { return requests.finish(ticket) };
         if self.hears() {
-            notes.fetch();
+            if let Some(place) = self.known_place(ticket.slot, 0) {
+                place.whole.fetch();
+            }
+            if !self.joins() {
+                notes.fetch();
+            }
         }
         // SAFETY: passed on.
         let outcome = unsafe { self.settle(requests, ticket) }?;
@@ -685,11 +706,18 @@ impl Events {
         }
         let mut transfer = lock(&place.transfer);
         let details = place.details.load(Ordering::Relaxed);
+        let whole = place.whole.take();
         if !place.followed.load(Ordering::Relaxed) {
             place.followed.store(true, Ordering::Relaxed);
-            // Nothing was noted. Its end is the moment to find out whether somebody listens now.
+            // Nothing is known that was noted. Its end is the moment to find out whether somebody listens now.
             transfer.begin(ear.send, None);
             place.details.store(self.wants_details(ear), Ordering::Relaxed);
+        } else if let Some((head, words)) = whole
+            && !Note::over(head, words).is_some_and(|(_, _, over)| details && transfer.keep_over(over))
+            && let Some(Note { what, now, .. }) = Note::decode(head, words)
+        {
+            // It has met with something.
+            transfer.take_note(&what, now.filter(|_| details), details);
         }
         end(&mut transfer, clock(details));
         // SAFETY: the caller's promise; the handle is there.
@@ -791,6 +819,7 @@ impl Place {
             followed: AtomicBool::new(false),
             details: AtomicBool::new(false),
             transfer: Mutex::default(),
+            whole: Single::default(),
         }
     }
 
@@ -798,6 +827,7 @@ impl Place {
     fn attach(&self, handle: *mut c_void, followed: bool, details: bool) {
         self.details.store(details, Ordering::Relaxed);
         self.followed.store(followed, Ordering::Relaxed);
+        self.whole.clear();
         self.handle.store(handle, Ordering::Release);
     }
 }

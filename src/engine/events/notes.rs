@@ -86,7 +86,7 @@ const OVER_JOINED: u32 = OVER | JOINED;
 
 /// How a note lies in a [`List`]: what fits the head, and words that mean something else with each kind.
 impl Note {
-    fn encode(&self) -> (u32, [u64; WORDS]) {
+    pub(super) fn encode(&self) -> (u32, [u64; WORDS]) {
         let now = self.now.map_or(0, Ticks::number);
         let (kind, path, again, [a, b, c, d, e, f]) = match self.what {
             What::Ready => (0, 0, false, [0; 6]),
