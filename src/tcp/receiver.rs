@@ -71,8 +71,8 @@ struct State {
     core: RecvCore,
     /// Where each part of each request slot wants its bytes.
     targets: Vec<[Target; MAX_PARTS]>,
-    /// What has come of each, of which a profiler is told when all has: from when on.
-    joined: Vec<[Option<(Chunk, Ticks)>; MAX_PARTS]>,
+    /// What has come of messages that a profiler is told of when all has, and since when: of few at a time.
+    joined: Vec<(Part, Chunk, Ticks)>,
     /// Buffers of early messages, by staging key: each an allocation of its own, whose address stays while others come and go.
     stages: Vec<Option<Vec<u8>>>,
     /// The stream and header with which a stage was opened.
@@ -257,7 +257,7 @@ impl RecvConn {
             state: Mutex::new(State {
                 core: RecvCore::default(),
                 targets: vec![[Target { data: std::ptr::null_mut() }; MAX_PARTS]; SLOTS],
-                joined: vec![[None; MAX_PARTS]; SLOTS],
+                joined: Vec::new(),
                 stages: Vec::new(),
                 stage_heads: Vec::new(),
             }),
@@ -397,7 +397,6 @@ impl RecvConn {
             parts.iter().enumerate().try_for_each(|(part, &(data, capacity, tag))| {
                 let to = Part { slot: ticket.slot, part: part as u8 };
                 state.targets[ticket.slot as usize][part] = Target { data };
-                state.joined[ticket.slot as usize][part] = None;
                 match state.core.post(tag, capacity as u64, to)? {
                     Posted::Waits => {}
                     Posted::Announce(header) => {

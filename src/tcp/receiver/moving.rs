@@ -271,13 +271,16 @@ impl RecvConn {
     /// The payload of a frame is in its place. Returns how soon that is to be acknowledged.
     fn frame_ended(&self, state: &mut State, index: usize, followed: &mut Option<Followed>) -> Due {
         if let Some(Followed { part, chunk, began: Some(began) }) = followed.take() {
-            let joined = &mut state.joined[part.slot as usize][part.part as usize];
-            *joined = Some(joined.map_or((chunk, began), |so_far| join(so_far, &chunk, began)));
+            match state.joined.iter_mut().find(|(of, ..)| *of == part) {
+                Some((_, so_far, first)) => join((so_far, first), &chunk, began),
+                None => state.joined.push((part, chunk, began)),
+            }
         }
         match state.core.end(index) {
             End::More | End::Staged => {}
             End::Complete(part, total) => {
-                if let Some((all, began)) = state.joined[part.slot as usize][part.part as usize].take() {
+                if let Some(place) = state.joined.iter().position(|(of, ..)| *of == part) {
+                    let (_, all, began) = state.joined.swap_remove(place);
                     self.events.chunk_over(part.slot, usize::from(part.part), &all, began);
                 }
                 self.complete(part, total);
@@ -363,8 +366,10 @@ impl RecvConn {
     }
 }
 
-/// What has come of a message so far, with one more chunk that began at `began`.
-fn join((so_far, first): (Chunk, Ticks), chunk: &Chunk, began: Ticks) -> (Chunk, Ticks) {
-    let (offset, length) = (so_far.offset.min(chunk.offset), so_far.length + chunk.length);
-    (Chunk { offset, length, joined: true, ..so_far }, first.min(began))
+/// Adds a chunk that began at `began` to what has come of its message so far.
+fn join((so_far, first): (&mut Chunk, &mut Ticks), chunk: &Chunk, began: Ticks) {
+    so_far.offset = so_far.offset.min(chunk.offset);
+    so_far.length += chunk.length;
+    so_far.joined = true;
+    *first = began.min(*first);
 }
