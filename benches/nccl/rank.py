@@ -199,7 +199,7 @@ class Rank:
             began = time.perf_counter()
             for number in range(1, order["iterations"] + 1):
                 self._begin(order["collective"], size)
-                if number % order["wait_every"] == 0:
+                if number % order["wait_every"] == 0 and number < order["iterations"]:
                     self.gpu.wait()
             self.gpu.wait()
             took = (time.perf_counter() - began) / order["iterations"]

@@ -56,7 +56,7 @@ pub struct Landed {
     pub offset: u64,
     /// Bytes.
     pub length: u64,
-    /// It stands for several chunks ([`SendCore::join_landings`]).
+    /// It stands for several chunks ([`SendCore::watch_landings`]): the lowest offset, the earliest beginning, the last stream.
     pub joined: bool,
     /// The message's number.
     pub message: u64,
@@ -64,6 +64,19 @@ pub struct Landed {
     pub total: u64,
     /// When it was handed out, as [`SendCore::stamp`] was told.
     pub began: Option<Ticks>,
+}
+
+impl Landed {
+    /// With those of the same message that arrived before, all of which were stamped.
+    fn and(self, before: Option<Self>) -> Self {
+        before.map_or(self, |before| Self {
+            offset: before.offset.min(self.offset),
+            length: before.length + self.length,
+            joined: true,
+            began: before.began.min(self.began),
+            ..self
+        })
+    }
 }
 
 /// A range of a message that a stream shall send now.
@@ -99,29 +112,7 @@ struct Message {
     flying: u32,
     handed_out: bool,
     /// What has arrived and is to be said of at the end.
-    joined: Option<Joined>,
-}
-
-/// Chunks of a message of which one word will do ([`SendCore::join_landings`]).
-#[derive(Clone, Copy)]
-struct Joined {
-    offset: u64,
-    bytes: u64,
-    chunks: u32,
-    began: Ticks,
-}
-
-impl Joined {
-    /// With one more, which began at `began`.
-    fn and(so_far: Option<Self>, flight: &Flight, began: Ticks) -> Self {
-        let (offset, bytes) = (flight.offset, flight.length.into());
-        so_far.map_or(Self { offset, bytes, chunks: 1, began }, |so_far| Self {
-            offset: so_far.offset.min(offset),
-            bytes: so_far.bytes + bytes,
-            chunks: so_far.chunks + 1,
-            began: so_far.began.min(began),
-        })
-    }
+    joined: Option<Landed>,
 }
 
 #[derive(Clone, Copy)]
@@ -271,14 +262,11 @@ impl SendCore {
         self.each = true;
     }
 
-    /// From now on [`SendCore::take_landed`] says which chunks have arrived.
-    pub fn watch_landings(&mut self) {
+    /// From now on [`SendCore::take_landed`] says which chunks have arrived. If it `joins` them it says that of all of a
+    /// message's chunks as one, when the last has arrived; of those only that have been stamped, what is sent again is said of
+    /// by itself.
+    pub fn watch_landings(&mut self, joins: bool) {
         self.landed.get_or_insert_default();
-    }
-
-    /// Whether it says that from now on of all of a message's chunks as one, when the last has arrived. Of those only that have
-    /// been stamped: what is sent again is said of by itself.
-    pub fn join_landings(&mut self, joins: bool) {
         self.joins = joins;
     }
 
@@ -553,29 +541,23 @@ impl SendCore {
     /// woken only as far as what is under way is worth it ([`WORTH_WAKING`]), unless they lead over another rail.
     pub fn engage(&mut self, bytes: u64, is_awake: impl Fn(usize) -> bool) -> ([u8; MAX_STREAMS], usize) {
         let is_choosy = bytes > EAGER_MAX && !self.each;
-        let (mut order, mut live, mut awake) = ([0; MAX_STREAMS], 0, 0);
-        let mut under_way = self.ready(SLOTS);
-        let mut asleep = 0_u32;
-        for (index, stream) in self.streams.iter().enumerate().skip(1).filter(|(_, stream)| stream.live) {
+        let (mut order, mut live, mut asleep) = ([0; MAX_STREAMS], 0, 0_u32);
+        for (index, _) in self.streams.iter().enumerate().skip(1).filter(|(_, stream)| stream.live) {
             order[live] = index as u8;
             live += 1;
-            under_way += stream.bytes;
-            if is_choosy && !is_awake(index) {
-                asleep |= 1 << index;
-            } else if stream.has_room() {
-                awake += 1;
-            }
+            asleep |= u32::from(is_choosy && !is_awake(index)) << index;
         }
-        order[..live].sort_unstable_by_key(|index| {
-            let stream = &self.streams[usize::from(*index)];
-            (!stream.has_room(), asleep >> index & 1, stream.bytes)
-        });
+        let stream = |index: &u8| &self.streams[usize::from(*index)];
+        let sleeps = |index: &u8| asleep >> index & 1 == 1;
+        order[..live].sort_unstable_by_key(|index| (!stream(index).has_room(), sleeps(index), stream(index).bytes));
         // What travels eagerly is one frame.
         let chunks = if bytes <= EAGER_MAX { 1 } else { bytes.div_ceil(self.chunk_size(live.max(1) as u64)) };
         let most = live.min(chunks as usize);
         if !is_choosy {
             return (order, most);
         }
+        let awake = order[..live].iter().filter(|index| stream(index).has_room() && !sleeps(index)).count();
+        let under_way = self.ready(SLOTS) + order[..live].iter().map(|index| stream(index).bytes).sum::<u64>();
         let worth = under_way.div_ceil(WORTH_WAKING).max(1);
         let count = most.min(awake.max(worth as usize));
         self.engaged = count as u64;
@@ -730,13 +712,14 @@ impl SendCore {
             let flight = stream.flights.pop_front().expect("as many flights as unacknowledged frames");
             stream.bytes -= u64::from(flight.length);
             if let Some(landed) = &mut self.landed {
-                let message = &mut self.messages[flight.key];
                 let Flight { key, offset, length, began, .. } = flight;
-                if let (true, Some(began)) = (self.joins, began) {
-                    message.joined = Some(Joined::and(message.joined, &flight, began));
+                let message = &mut self.messages[key];
+                let (length, joined, number, total) = (length.into(), false, message.number, message.length);
+                let one = Landed { key, index, offset, length, joined, message: number, total, began };
+                if self.joins && began.is_some() {
+                    message.joined = Some(one.and(message.joined));
                 } else {
-                    let (length, joined, number, total) = (length.into(), false, message.number, message.length);
-                    landed.push(Landed { key, index, offset, length, joined, message: number, total, began });
+                    landed.push(one);
                 }
             }
             self.delivered += u64::from(flight.length);
@@ -748,18 +731,9 @@ impl SendCore {
             message.acked += u64::from(flight.length);
             message.flying -= 1;
             if message.acked == message.length && message.flying == 0 && message.handed_out {
-                let Message { number, length: total, joined, .. } = self.messages.remove(flight.key);
-                if let (Some(landed), Some(all)) = (&mut self.landed, joined) {
-                    landed.push(Landed {
-                        key: flight.key,
-                        index,
-                        offset: all.offset,
-                        length: all.bytes,
-                        joined: all.chunks > 1,
-                        message: number,
-                        total,
-                        began: Some(all.began),
-                    });
+                let Message { joined, .. } = self.messages.remove(flight.key);
+                if let Some(landed) = &mut self.landed {
+                    landed.extend(joined);
                 }
                 done.push(flight.key);
             }
@@ -1112,8 +1086,7 @@ mod tests {
     #[test]
     fn of_chunks_that_were_sent_once_one_word_is_said_when_the_last_has_arrived() {
         let (mut core, mut done) = (SendCore::new(true), Vec::new());
-        core.watch_landings();
-        core.join_landings(true);
+        core.watch_landings(true);
         (0..5).for_each(|stream| core.stream_up(stream, 0));
         core.clear_to_send(0, 0, 4 * CHUNK_MIN).unwrap();
         let (key, _) = core.post(4 * CHUNK_MIN, 0, false).unwrap();

@@ -8,6 +8,13 @@ use towline::trace::perfetto::file::Packets;
 use towline::trace::perfetto::proto::{SLICE_BEGIN, SLICE_END};
 use towline::trace::perfetto::read::{Contents, Process, read};
 
+/// What the one process of a scenario has left in its file of metrics.
+pub(crate) fn metrics(dir: &Path) -> String {
+    let mut files = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    let file = files.find(|path| path.extension().is_some_and(|extension| extension == "prom")).expect("metrics");
+    std::fs::read_to_string(file).unwrap()
+}
+
 /// The trace files in a directory.
 pub(crate) fn traces(dir: &Path) -> Vec<PathBuf> {
     let mut files: Vec<_> = std::fs::read_dir(dir)

@@ -7,6 +7,7 @@ use towline::abi::ffi::*;
 use towline::os::net_event::{FLAG_RESEND, FLAG_SEND, NetEvent, PLUGIN_ID};
 use towline::trace::metrics;
 
+use super::check;
 use super::host::{CommDescr, Event, Host};
 use super::play::Comm;
 
@@ -47,9 +48,7 @@ pub(crate) fn play() {
 fn each_metric_of_the_wire_has_the_value_that_the_transport_told() {
     let dir = tempfile::tempdir().unwrap();
     super::run("figures", dir.path(), &[]);
-    let mut files = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path());
-    let file = files.find(|path| path.extension().is_some_and(|extension| extension == "prom")).expect("metrics");
-    let text = std::fs::read_to_string(file).unwrap();
+    let text = check::metrics(dir.path());
     let comm = r#"comm="0x44",comm_name="world",rank="0",peer="1",rail="#;
     let value = |name: &str, rail: u32, more: &str| -> f64 {
         let line = format!("towline_wire_{name}{{{comm}\"rail {rail}\",direction=\"send\"{more}}} ");

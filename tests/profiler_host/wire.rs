@@ -228,9 +228,7 @@ fn who_only_adds_up_is_told_of_a_message_once_and_of_every_byte() {
         let dir = tempfile::tempdir().unwrap();
         let streams = [("TOWLINE_PROFILE", profile), ("TOWLINE_STREAMS", "5"), ("TOWLINE_WORKERS", "2")];
         super::run("wire:devices", dir.path(), &streams);
-        let mut files = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path());
-        let file = files.find(|path| path.extension().is_some_and(|extension| extension == "prom")).expect("metrics");
-        let text = std::fs::read_to_string(file).unwrap();
+        let text = check::metrics(dir.path());
         ["messages", "parts", "bytes"].map(|what| total(&text, &format!("towline_wire_{what}_total")) as usize)
     };
     let (messages, bytes) = (6 * 2 * RANKS * SIZES.len(), 6 * 2 * RANKS * SIZES.iter().sum::<usize>());

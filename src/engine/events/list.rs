@@ -17,12 +17,44 @@ use crate::os::sync::pause;
 /// What an entry holds beside its head.
 pub const WORDS: usize = 7;
 
-/// One line of memory.
+/// One line of memory, which says itself what it is filled with.
 #[repr(align(64))]
-struct Entry {
-    /// The lap that it was filled in, in the upper half; what the writer says, in the lower.
+pub(super) struct Entry {
+    /// Of a list's: the lap that it was filled in, in the upper half; what the writer says, in the lower.
     head: AtomicU64,
     words: [AtomicU64; WORDS],
+}
+
+impl Default for Entry {
+    fn default() -> Self {
+        Self { head: AtomicU64::new(0), words: std::array::from_fn(|_| AtomicU64::new(0)) }
+    }
+}
+
+impl Entry {
+    /// One thread at a time, when nobody reads: who sees this head sees these words.
+    pub(super) fn fill(&self, head: u64, words: [u64; WORDS]) {
+        for (place, word) in self.words.iter().zip(words) {
+            place.store(word, Ordering::Relaxed);
+        }
+        self.head.store(head, Ordering::Release);
+    }
+
+    /// The head that it was filled with last, 0 before; [`Entry::words`] are those of that time.
+    #[inline]
+    pub(super) fn head(&self) -> u64 {
+        self.head.load(Ordering::Acquire)
+    }
+
+    #[inline]
+    pub(super) fn words(&self) -> [u64; WORDS] {
+        std::array::from_fn(|k| self.words[k].load(Ordering::Relaxed))
+    }
+
+    /// It says nothing any more.
+    pub(super) fn clear(&self) {
+        self.head.store(0, Ordering::Relaxed);
+    }
 }
 
 /// Two lines each, since processors fetch lines in pairs.
@@ -54,11 +86,10 @@ impl List {
     /// An empty list for so many entries, a power of two.
     pub fn new(room: usize) -> Self {
         assert!(room.is_power_of_two());
-        let entry = || Entry { head: AtomicU64::new(0), words: std::array::from_fn(|_| AtomicU64::new(0)) };
         Self {
             writers: Writers { busy: AtomicBool::new(false), added: AtomicU64::new(0), room: AtomicU64::new(0) },
             reader: Reader { taken: AtomicU64::new(0) },
-            entries: std::iter::repeat_with(entry).take(room).collect(),
+            entries: std::iter::repeat_with(Entry::default).take(room).collect(),
             shift: room.trailing_zeros(),
         }
     }
@@ -79,11 +110,7 @@ impl List {
             writers.room.store(room, Ordering::Relaxed);
         }
         if added < room {
-            let entry = self.entry(added);
-            for (place, word) in entry.words.iter().zip(words) {
-                place.store(word, Ordering::Relaxed);
-            }
-            entry.head.store(u64::from(self.lap(added)) << 32 | u64::from(head), Ordering::Release);
+            self.entry(added).fill(u64::from(self.lap(added)) << 32 | u64::from(head), words);
             writers.added.store(added + 1, Ordering::Relaxed);
         }
         // A store, not an exchange: that would wait until the entry's line is here.
@@ -109,8 +136,7 @@ impl List {
         while taken < first + self.room()
             && let Some(head) = self.at(taken)
         {
-            let words = &self.entry(taken).words;
-            each(head, std::array::from_fn(|k| words[k].load(Ordering::Relaxed)));
+            each(head, self.entry(taken).words());
             taken += 1;
         }
         if taken > first {
@@ -121,7 +147,7 @@ impl List {
     /// What the entry with this number says, if it is there.
     #[inline]
     fn at(&self, number: u64) -> Option<u32> {
-        let head = self.entry(number).head.load(Ordering::Acquire);
+        let head = self.entry(number).head();
         ((head >> 32) as u32 == self.lap(number)).then_some(head as u32)
     }
 

@@ -405,26 +405,24 @@ impl Events {
     /// Any thread: a chunk has come of which nothing has been noted since it began, at `began`. Only for requests that have
     /// not ended; one that is all of its message is the last thing that is noted of it.
     pub fn chunk_over(&self, slot: u16, part: usize, chunk: &Chunk, began: Ticks) {
-        if chunk.length < chunk.total || !self.keep_whole(slot, part, chunk, began, Ticks::now) {
-            self.note(slot, part, Some(chunk.path), What::Over(*chunk, began));
-        }
-    }
-
-    /// Keeps with a part, whose request is about to end, that all of it is over. False when there is no room.
-    fn keep_whole(&self, slot: u16, part: usize, chunk: &Chunk, began: Ticks, now: impl FnOnce() -> Ticks) -> bool {
-        self.known_place(slot, part).is_some_and(|place| {
-            place.whole.leave(&Note { slot, part: part as u8, now: Some(now()), what: What::Over(*chunk, began) })
-        })
+        self.over(Some(chunk.path), slot, part, chunk, began, Ticks::now());
     }
 
     /// Any thread: the same of one that the other side has acknowledged, as was seen at `now`. Who learns of one learns of
     /// several, on all paths: they go into one list, after what the paths' lists say of their waits.
     pub fn chunk_acknowledged(&self, slot: u16, part: usize, chunk: &Chunk, began: Ticks, now: Ticks) {
-        if chunk.length == chunk.total && self.keep_whole(slot, part, chunk, began, || now) {
+        self.over(None, slot, part, chunk, began, now);
+    }
+
+    /// Notes that a chunk is over: of one that is all of its part, whose request is about to end, with the part itself.
+    fn over(&self, path: Option<u16>, slot: u16, part: usize, chunk: &Chunk, began: Ticks, now: Ticks) {
+        let note = Note { slot, part: part as u8, now: Some(now), what: What::Over(*chunk, began) };
+        let is_whole = chunk.length == chunk.total;
+        if is_whole && self.known_place(slot, part).is_some_and(|place| place.whole.leave(&note)) {
             return;
         }
         if let Some(notes) = self.notes.get() {
-            notes.add(None, Note { slot, part: part as u8, now: Some(now), what: What::Over(*chunk, began) });
+            notes.add(path, note);
         }
     }
 
@@ -712,11 +710,7 @@ impl Events {
             // Nothing is known that was noted. Its end is the moment to find out whether somebody listens now.
             transfer.begin(ear.send, None);
             place.details.store(self.wants_details(ear), Ordering::Relaxed);
-        } else if let Some((head, words)) = whole
-            && !Note::over(head, words).is_some_and(|(_, _, over)| details && transfer.keep_over(over))
-            && let Some(Note { what, now, .. }) = Note::decode(head, words)
-        {
-            // It has met with something.
+        } else if let Some(Note { what, now, .. }) = whole {
             transfer.take_note(&what, now.filter(|_| details), details);
         }
         end(&mut transfer, clock(details));
@@ -827,7 +821,7 @@ impl Place {
     fn attach(&self, handle: *mut c_void, followed: bool, details: bool) {
         self.details.store(details, Ordering::Relaxed);
         self.followed.store(followed, Ordering::Relaxed);
-        self.whole.clear();
+        self.whole.take();
         self.handle.store(handle, Ordering::Release);
     }
 }

@@ -4,61 +4,43 @@
 //! the part's own place instead of a list, so that NCCL's thread, which has found the request done, needs to look nowhere
 //! else. One thread at a time leaves notes here, since only one ends a part.
 
-use super::list::WORDS;
+use super::list::Entry;
 use super::notes::Note;
 use crate::os::memory;
-use crate::os::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+/// Beside a note's head: there is one.
+const FILLED: u64 = 1 << 32;
 
 /// Room for one note, in a line of memory of its own: whoever asks after the request does not read it.
-#[repr(align(64))]
-pub(super) struct Single {
-    /// The note's head, which is never 0; 0 while there is none.
-    head: AtomicU32,
-    words: [AtomicU64; WORDS],
-}
-
-impl Default for Single {
-    fn default() -> Self {
-        Self { head: AtomicU32::new(0), words: std::array::from_fn(|_| AtomicU64::new(0)) }
-    }
-}
+#[derive(Default)]
+pub(super) struct Single(Entry);
 
 impl Single {
     /// Leaves a note. False when there is one.
     pub(super) fn leave(&self, note: &Note) -> bool {
-        let (head, words) = note.encode();
-        if head == 0 || self.head.load(Ordering::Relaxed) != 0 {
-            return false;
+        let is_free = self.0.head() == 0;
+        if is_free {
+            let (head, words) = note.encode();
+            self.0.fill(FILLED | u64::from(head), words);
         }
-        for (place, word) in self.words.iter().zip(words) {
-            place.store(word, Ordering::Relaxed);
-        }
-        self.head.store(head, Ordering::Release);
-        true
+        is_free
     }
 
-    /// Takes what was left, as the note's head and words.
-    pub(super) fn take(&self) -> Option<(u32, [u64; WORDS])> {
-        let head = self.head.load(Ordering::Acquire);
+    /// Takes what was left.
+    pub(super) fn take(&self) -> Option<Note> {
+        let head = self.0.head();
         if head == 0 {
             return None;
         }
-        let words = std::array::from_fn(|k| self.words[k].load(Ordering::Relaxed));
-        self.clear();
-        Some((head, words))
-    }
-
-    /// Whatever was left is of no use any more.
-    pub(super) fn clear(&self) {
-        if self.head.load(Ordering::Relaxed) != 0 {
-            self.head.store(0, Ordering::Relaxed);
-        }
+        let words = self.0.words();
+        self.0.clear();
+        Note::decode(head as u32, words)
     }
 
     /// Has its memory fetched.
     #[inline]
     pub(super) fn fetch(&self) {
-        memory::fetch(self);
+        memory::fetch(&self.0);
     }
 }
 
@@ -78,11 +60,10 @@ mod tests {
         let note = Note { slot: 0, part: 0, now: Some(now), what: What::Over(chunk, now) };
         assert!(single.leave(&note));
         assert!(!single.leave(&Note { slot: 9, ..note }), "the first is still there");
-        let (head, words) = single.take().expect("it was left");
-        assert_eq!(Note::decode(head, words), Some(note));
+        assert_eq!(single.take(), Some(note));
         assert!(single.take().is_none());
-        assert!(single.leave(&note));
-        single.clear();
-        assert!(single.take().is_none());
+        let nothing = Note { what: What::Ready, now: None, ..note };
+        assert!(single.leave(&nothing), "there is room again, also for one that is all zeros");
+        assert_eq!(single.take(), Some(nothing));
     }
 }

@@ -325,8 +325,7 @@ impl SendConn {
     /// A chunk goes out, and somebody listens: keeps in mind whose it is, unless the request has ended already, and what is to
     /// be told of it now.
     fn chunk_begins(&self, state: &mut State, index: usize, io: &mut Io, chunk: &Chunk) {
-        state.core.watch_landings();
-        state.core.join_landings(self.events.joins());
+        state.core.watch_landings(self.events.joins());
         let Some(ticket) = state.payloads[chunk.key].as_ref().and_then(|payload| payload.ticket) else { return };
         io.followed = Some((ticket, chunk.offset));
         if self.events.is_patient() && self.recovery && !chunk.copied && !chunk.again {
