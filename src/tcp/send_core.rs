@@ -221,6 +221,8 @@ pub struct SendCore {
     joins: bool,
     /// So many streams were last set going for a long message: chunks are cut for them.
     engaged: u64,
+    /// Streams, a bit each, that had no room for what is ready and have it now ([`SendCore::take_roomy`]).
+    roomy: u32,
     /// How many messages had been posted when the last short one was.
     last_short: Option<u64>,
     /// The receiver has said that it has everything, and has closed.
@@ -251,6 +253,7 @@ impl SendCore {
             landed: None,
             joins: false,
             engaged: MAX_STREAMS as u64,
+            roomy: 0,
             last_short: None,
             settled: false,
         }
@@ -538,7 +541,8 @@ impl SendCore {
     /// least to do first. The first stream is not among them.
     ///
     /// `is_awake`: whether the worker of a stream looks for work just now. Such ones come first and cost nothing. Others are
-    /// woken only as far as what is under way is worth it ([`WORTH_WAKING`]), unless they lead over another rail.
+    /// woken only as far as what is under way is worth it ([`WORTH_WAKING`]), unless they lead over another rail. A stream
+    /// that is slow comes after all others, awake or not: most of the message, or all of it, might wait for it.
     pub fn engage(&mut self, bytes: u64, is_awake: impl Fn(usize) -> bool) -> ([u8; MAX_STREAMS], usize) {
         let is_choosy = bytes > EAGER_MAX && !self.each;
         let (mut order, mut live, mut asleep) = ([0; MAX_STREAMS], 0, 0_u32);
@@ -549,14 +553,15 @@ impl SendCore {
         }
         let stream = |index: &u8| &self.streams[usize::from(*index)];
         let sleeps = |index: &u8| asleep >> index & 1 == 1;
-        order[..live].sort_unstable_by_key(|index| (!stream(index).has_room(), sleeps(index), stream(index).bytes));
+        let lags = |index: &u8| !stream(index).has_room() || is_choosy && stream(index).window.is_slow();
+        order[..live].sort_unstable_by_key(|index| (lags(index), sleeps(index), stream(index).bytes));
         // What travels eagerly is one frame.
         let chunks = if bytes <= EAGER_MAX { 1 } else { bytes.div_ceil(self.chunk_size(live.max(1) as u64)) };
         let most = live.min(chunks as usize);
         if !is_choosy {
             return (order, most);
         }
-        let awake = order[..live].iter().filter(|index| stream(index).has_room() && !sleeps(index)).count();
+        let awake = order[..live].iter().filter(|index| !lags(index) && !sleeps(index)).count();
         let under_way = self.ready(SLOTS) + order[..live].iter().map(|index| stream(index).bytes).sum::<u64>();
         let worth = under_way.div_ceil(WORTH_WAKING).max(1);
         let count = most.min(awake.max(worth as usize));
@@ -704,9 +709,17 @@ impl SendCore {
         Ok(())
     }
 
+    /// The streams, a bit each, that had no room for what is ready and have got it since the last time. Their own sockets may
+    /// have told them nothing: what one stream carried is acknowledged on others as well, and who found no room sleeps.
+    #[inline]
+    pub fn take_roomy(&mut self) -> u32 {
+        std::mem::take(&mut self.roomy)
+    }
+
     /// The receiver has the first `frames` frames of stream `index`, all of which have left. `timed`: and has just got them.
     fn land(&mut self, index: usize, frames: u64, timed: bool, done: &mut Vec<Key>) {
         let carriers = self.carriers();
+        let had_room = self.streams[index].has_room();
         let stream = &mut self.streams[index];
         for _ in stream.acked..frames {
             let flight = stream.flights.pop_front().expect("as many flights as unacknowledged frames");
@@ -739,6 +752,9 @@ impl SendCore {
             }
         }
         stream.acked = stream.acked.max(frames);
+        if !had_room && self.streams[index].has_room() && self.has_ready() {
+            self.roomy |= 1 << index;
+        }
     }
 
     /// The receiver posted the `order`-th receive with `tag`. Returns the message that became ready by that.
@@ -1077,10 +1093,47 @@ mod tests {
         assert_eq!(engaged(&mut with_ready(&[8 * WORTH_WAKING]), 8 * WORTH_WAKING, &[]).len(), 4);
         assert_eq!(engaged(&mut with_ready(&[2 * WORTH_WAKING]), 2 * WORTH_WAKING, &[]).len(), 2);
         assert_eq!(engaged(&mut with_ready(&[3 * CHUNK_MIN]), 3 * CHUNK_MIN, &[1, 2, 3, 4]).len(), 3);
+        // One that is slow would hold it up, awake or not; of very much it takes its part.
+        let slow = |lengths: &[u64]| {
+            let mut core = with_ready(lengths);
+            (0..10).for_each(|_| core.streams[1].window.delivered(1, 100, 4));
+            core
+        };
+        assert_eq!(engaged(&mut slow(&[SHORT]), SHORT, &[1]), [2]);
+        assert_eq!(engaged(&mut slow(&[SHORT]), SHORT, &[1, 4]), [4]);
+        assert_eq!(engaged(&mut slow(&[8 * WORTH_WAKING]), 8 * WORTH_WAKING, &[1]), [2, 3, 4, 1]);
         // Another rail is another wire.
         let mut core = with_ready(&[SHORT]);
         core.acknowledge_each();
         assert_eq!(engaged(&mut core, SHORT, &[]).len(), 4);
+    }
+
+    #[test]
+    fn a_stream_that_gets_room_by_what_is_said_on_another_one_is_named() {
+        let mut core = with_ready(&[8 * STREAM_WINDOW]);
+        let mut done = Vec::new();
+        let mut frames = 0;
+        while core.next_chunk(1).is_some() {
+            core.written(1);
+            frames += 1;
+        }
+        assert!(core.has_ready() && core.streams[1].bytes >= STREAM_WINDOW, "it has no room");
+        assert!(core.next_chunk(2).is_some());
+        core.written(2);
+        core.acknowledge(2, 1, 0, &mut done).unwrap();
+        assert_eq!(core.take_roomy(), 0, "the one that had room all along needs no word");
+        core.acknowledge_all(&[0, frames], &mut done).unwrap();
+        core.acknowledge(0, 0, 0, &mut done).unwrap();
+        assert_eq!((core.take_roomy(), core.take_roomy()), (1 << 1, 0));
+        // Where nothing is ready there is nothing to wake for.
+        let mut core = with_ready(&[STREAM_WINDOW]);
+        frames = 0;
+        while core.next_chunk(1).is_some() {
+            core.written(1);
+            frames += 1;
+        }
+        core.acknowledge_all(&[0, frames], &mut done).unwrap();
+        assert_eq!(core.take_roomy(), 0);
     }
 
     #[test]

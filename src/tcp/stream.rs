@@ -171,9 +171,14 @@ impl<Io> Stream<Io> {
         }
     }
 
-    /// Whether the stream's worker is looking for work at this moment. False without a socket.
+    /// Whether the stream's worker is looking for work at this moment, or about to: it is being woken while this is asked.
+    /// Waits for nobody. False without a socket.
     pub fn is_awake(&self) -> bool {
-        self.registration().as_ref().is_some_and(Registration::is_awake)
+        match self.registration.try_lock() {
+            Ok(registration) => registration.as_ref().is_some_and(Registration::is_awake),
+            Err(TryLockError::WouldBlock) => true,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner().as_ref().is_some_and(Registration::is_awake),
+        }
     }
 
     /// Takes the socket away, waiting for the thread that uses it (which never waits itself). After this nobody

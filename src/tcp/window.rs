@@ -40,9 +40,18 @@ impl Window {
         (self.0 / 4).next_multiple_of(PAGE).clamp(CHUNK_MIN, CHUNK_MAX)
     }
 
+    /// Whether the stream carries less than a fifth of what the others do, so that it is not one to leave a message to. (Less
+    /// than a half some show now and then whose worker got no processor for a while.)
+    pub(super) fn is_slow(self) -> bool {
+        self.0 < STREAM_WINDOW / 4
+    }
+
     /// A chunk arrived. While it was on its way the connection's `streams` streams delivered `all` bytes, of which this
-    /// one delivered `own`, the chunk included.
+    /// one delivered `own`, the chunk included. What a stream delivers while the others have nothing to do is no share.
     pub(super) fn delivered(&mut self, own: u64, all: u64, streams: u64) {
+        if own == all && streams > 1 {
+            return;
+        }
         let even = STREAM_WINDOW * streams * LAG_PERCENT / 100;
         let wanted = u128::from(even) * u128::from(own) / u128::from(all.max(1));
         let wanted = wanted.min(STREAM_WINDOW.into()) as u64;
@@ -83,6 +92,17 @@ mod tests {
             window.delivered(own, own + 7 * STREAM_WINDOW, 8);
         }
         assert!(window.bytes() > STREAM_WINDOW * 99 / 100, "{}", window.bytes());
+    }
+
+    #[test]
+    fn a_slow_stream_that_works_alone_for_a_while_is_still_slow() {
+        let mut window = Window::default();
+        after(&mut window, 20, 100_000, 7_100_000, 8);
+        let slow = window.bytes();
+        assert!(window.is_slow());
+        assert_eq!(after(&mut window, 30, 128 << 10, 128 << 10, 8), slow);
+        after(&mut window, 30, 1 << 20, 8 << 20, 8);
+        assert!(!window.is_slow());
     }
 
     #[test]

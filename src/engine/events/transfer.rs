@@ -191,7 +191,7 @@ impl Transfer {
         let is_kept = self.pieces.is_empty() && self.over.len() < MOST;
         if is_kept {
             if !self.early.is_empty() {
-                over.waits = if over.chunk.joined { self.take_all_early() } else { self.take_early(over.chunk.offset) };
+                over.waits = self.take_early(&over.chunk);
             }
             self.over.push(over);
         }
@@ -229,7 +229,7 @@ impl Transfer {
     /// a piece of its own.
     pub fn chunk_begins(&mut self, chunk: &Chunk, now: Option<Ticks>, resends: bool) {
         let (posted, ready) = (self.posted, self.ready);
-        let waits = self.take_early(chunk.offset);
+        let waits = self.take_early(chunk);
         let known = self.pieces.iter_mut().map(|(piece, _)| piece).enumerate();
         if let Some((index, piece)) = known.into_iter().find(|(_, piece)| !piece.ended && piece.covers(chunk.offset)) {
             piece.add_waits(waits);
@@ -285,22 +285,16 @@ impl Transfer {
         }
     }
 
-    /// The waits that were noted of a chunk before it was known.
-    fn take_early(&mut self, offset: u64) -> [u64; 3] {
+    /// The waits that were noted of a chunk before it was known; of what stands for several, those of any.
+    fn take_early(&mut self, chunk: &Chunk) -> [u64; 3] {
         let mut waits = [0; 3];
         self.early.retain(|&(of, wait, ns)| {
-            if of == offset {
+            let is_of_it = chunk.joined || of == chunk.offset;
+            if is_of_it {
                 waits[wait as usize] += ns;
             }
-            of != offset
+            !is_of_it
         });
-        waits
-    }
-
-    /// The waits that were noted of any chunk.
-    fn take_all_early(&mut self) -> [u64; 3] {
-        let mut waits = [0; 3];
-        self.early.drain(..).for_each(|(_, wait, ns)| waits[wait as usize] += ns);
         waits
     }
 
@@ -738,6 +732,24 @@ mod tests {
         transfer.chunk_waited(3, Wait::Socket, 1000);
         let waits: Vec<_> = transfer.pieces().map(|(piece, _)| piece.waits[Wait::Socket as usize]).collect();
         assert_eq!(waits, [0, 0, 100, 0, 0, 0, 0, 11, 1000]);
+    }
+
+    #[test]
+    fn what_is_told_as_one_has_the_waits_of_all_its_chunks_also_beside_one_that_travelled_again() {
+        let mut transfer = Transfer::default();
+        let moment = |number: u64| Ticks::from_number(1_000_000 + number * 10_000).expect("not 0");
+        transfer.begin(true, Some(moment(0)));
+        [(0, 1), (10, 10), (20, 100)].into_iter().for_each(|(at, ns)| transfer.chunk_waited(at, Wait::Socket, ns));
+        let lost = Chunk { offset: 20, length: 10, total: 30, ..Chunk::default() };
+        transfer.chunk_begins(&lost, Some(moment(1)), true);
+        transfer.chunk_begins(&Chunk { again: true, path: 3, ..lost }, Some(moment(2)), true);
+        let others = Chunk { offset: 0, length: 20, joined: true, ..lost };
+        transfer.take_note(&What::Over(others, moment(1)), Some(moment(3)), true);
+        transfer.chunk_ends(20, Some(moment(4)));
+        transfer.end(30, Some(moment(5)));
+        let told: Vec<_> =
+            transfer.pieces().map(|(p, _)| (p.chunk.again, p.chunk.length, p.waits[Wait::Socket as usize])).collect();
+        assert_eq!(told, [(false, 10, 100), (true, 10, 0), (false, 20, 11)]);
     }
 
     #[test]

@@ -309,6 +309,13 @@ impl SendConn {
         core.acknowledge(index, frames, credit, done)?;
         self.chunks_end(core, payloads, done);
         self.end_messages(payloads, copies, done);
+        // This one goes on by itself.
+        let mut roomy = core.take_roomy() & !(1 << index);
+        drop(state);
+        while roomy != 0 {
+            self.streams[roomy.trailing_zeros() as usize].kick();
+            roomy &= roomy - 1;
+        }
         Ok(())
     }
 

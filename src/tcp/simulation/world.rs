@@ -7,9 +7,10 @@ use super::ledger::{Ledger, TAGS};
 use super::line::{Arrival, Line};
 use crate::os::error::{Error, Result};
 use crate::tcp::frame::{EAGER, Header, Type};
+use crate::tcp::limits::EAGER_MAX;
 use crate::tcp::peer::fenced;
 use crate::tcp::recv_core::{End, Part, Place, Posted, RecvCore};
-use crate::tcp::send_core::{Key, SendCore};
+use crate::tcp::send_core::{Admit, Key, SendCore};
 
 /// What the peer or the network does beyond delivering late and losing streams.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -63,6 +64,9 @@ struct Wire {
     /// The sender's kernel does not learn of that: the receiver has to say so.
     hidden: bool,
     sender_has_it: bool,
+    /// The sender's worker looks for work: it has been kicked, or the kernel has told it something, and it has not found
+    /// nothing to do since. The first stream's is NCCL's thread, which comes by again and again.
+    is_awake: bool,
     receiver_has_it: bool,
     /// The last epoch that the sender has tried to connect.
     tried: u16,
@@ -189,14 +193,26 @@ impl World {
     fn post_send(&mut self) -> Result<()> {
         if let Some(send) = self.ledger.sends.get(self.sent) {
             let hand_over = self.dice.roll(2) == 0;
-            let (key, _) = self.sender.post(send.length, send.tag, hand_over)?;
+            let length = send.length;
+            let (key, admit) = self.sender.post(length, send.tag, hand_over)?;
             if let Some(question) = self.sender.ask_at_once(key) {
                 self.wires[0].control.push_back(question);
             }
             self.ledger.send_began(key, self.sent);
             self.sent += 1;
+            if admit == Admit::Striped || admit == Admit::Ready && !self.wires[0].sender_has_it {
+                self.wake_streams(length);
+            }
         }
         Ok(())
+    }
+
+    /// As `SendConn::wake_streams`.
+    fn wake_streams(&mut self, length: u64) {
+        let (streams, count) = self.sender.engage(length, |index| self.wires[index].is_awake);
+        for index in &streams[..count] {
+            self.wires[usize::from(*index)].is_awake = true;
+        }
     }
 
     fn post_receive(&mut self) -> Result<()> {
@@ -222,14 +238,17 @@ impl World {
 
     fn write(&mut self, index: usize) {
         let wire = &mut self.wires[index];
-        if !wire.sender_has_it || wire.writing.is_some() {
+        if !wire.sender_has_it || wire.writing.is_some() || index > 0 && !wire.is_awake {
             return;
         }
         let (header, key) = match wire.control.pop_front() {
             Some(header) => (header, None),
             None => match self.sender.next_chunk(index) {
                 Some(chunk) => (chunk.header, Some(chunk.key)),
-                None => return,
+                None => {
+                    wire.is_awake = self.dice.roll(2) == 0;
+                    return;
+                }
             },
         };
         let is_data = key.is_some();
@@ -256,6 +275,7 @@ impl World {
     fn finish_write(&mut self, index: usize) {
         let wire = &mut self.wires[index];
         if wire.writing.take().is_some() {
+            wire.is_awake = true;
             if let Some(last) = wire.forth.iter_mut().rev().find(|frame| !frame.repeated)
                 && !wire.cut
             {
@@ -302,6 +322,7 @@ impl World {
         if let Some(other) = self.wires.iter_mut().find(|wire| wire.sender_has_it) {
             let fence = Header { order: index as u64, offset: u64::from(epoch), ..Header::of(Type::Fence, 0) };
             other.control.push_back(fence);
+            other.is_awake = true;
         }
     }
 
@@ -337,6 +358,7 @@ impl World {
             let mut done = Vec::new();
             self.sender.fenced(index, self.sender.epoch(index), frames, &mut done)?;
             self.sender.stream_up(index, epoch);
+            self.kick_all();
             self.end_sends(done);
         }
         Ok(())
@@ -454,14 +476,22 @@ impl World {
             return Ok(());
         }
         let Some(Word { header, counts }) = self.wires[index].back.pop_front() else { return Ok(()) };
+        self.wires[index].is_awake = true;
         let mut done = Vec::new();
         match header.kind {
             Type::Ack | Type::Acks => {
                 self.sender.acknowledge_all(&counts, &mut done)?;
                 self.sender.acknowledge(index, header.offset, header.total, &mut done)?;
+                let roomy = self.sender.take_roomy();
+                for (index, wire) in self.wires.iter_mut().enumerate() {
+                    wire.is_awake |= roomy >> index & 1 == 1;
+                }
             }
             Type::Clear => {
-                self.sender.clear_to_send(header.tag, header.order, header.total)?;
+                let ready = self.sender.clear_to_send(header.tag, header.order, header.total)?;
+                if let Some(key) = ready.filter(|_| header.total > EAGER_MAX) {
+                    self.wake_streams(self.sender.length(key));
+                }
             }
             Type::Fenced => {
                 let (stream, epoch) = (header.order as usize, header.offset as u16);
@@ -470,11 +500,16 @@ impl World {
                     self.notice(stream);
                 }
                 self.sender.fenced(stream, epoch, header.total, &mut done)?;
+                self.kick_all();
             }
             _ => return Err(Error::internal(format!("{:?}", header.kind))),
         }
         self.end_sends(done);
         Ok(())
+    }
+
+    fn kick_all(&mut self) {
+        self.wires.iter_mut().for_each(|wire| wire.is_awake = true);
     }
 
     fn end_sends(&mut self, done: Vec<Key>) {
