@@ -15,6 +15,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use slab::Slab;
 
@@ -24,7 +25,7 @@ use super::limits::{
     MAX_STREAMS, MESSAGE_COST, MOST_SHARES, PAGE, REPLAY_BESIDE_WORKERS, REPLAY_MAX, WORTH_WAKING,
 };
 use super::tags::TagOrders;
-use super::window::Window;
+use super::window::{Pace, Window};
 use crate::engine::request::SLOTS;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
@@ -126,11 +127,13 @@ struct Flight {
     delivered: u64,
     /// When it was handed out, if somebody wants to know ([`SendCore::stamp`]).
     began: Option<Ticks>,
+    /// The same, for the stream's pace ([`SendCore::leaves`]).
+    left: Option<Instant>,
 }
 
 impl Flight {
     fn new(key: Key, offset: u64, length: u32) -> Self {
-        Self { key, offset, length, queued: 0, delivered: 0, began: None }
+        Self { key, offset, length, queued: 0, delivered: 0, began: None, left: None }
     }
 }
 
@@ -177,6 +180,7 @@ struct Stream {
     flights: VecDeque<Flight>,
     bytes: u64,
     window: Window,
+    pace: Pace,
 }
 
 impl Stream {
@@ -221,7 +225,7 @@ pub struct SendCore {
     joins: bool,
     /// So many streams were last set going for a long message: chunks are cut for them.
     engaged: u64,
-    /// Streams, a bit each, that had no room for what is ready and have it now ([`SendCore::take_roomy`]).
+    /// Streams, a bit each, that are to look at what is ready ([`SendCore::take_roomy`]).
     roomy: u32,
     /// How many messages had been posted when the last short one was.
     last_short: Option<u64>,
@@ -280,6 +284,27 @@ impl SendCore {
         }
     }
 
+    /// The chunk that stream `index` was given last leaves now. How long it takes counts, if it is not too short to say
+    /// anything.
+    #[inline]
+    pub fn leaves(&mut self, index: usize, now: Instant) {
+        if let Some(flight) = self.streams[index].flights.back_mut()
+            && u64::from(flight.length) >= CHUNK_MIN
+        {
+            flight.left = Some(now);
+        }
+    }
+
+    /// The receiver has said on stream `index` itself that it has got `frames` frames of it. To be called before it counts.
+    #[inline]
+    pub fn arrives(&mut self, index: usize, frames: u64, elapsed: impl FnOnce(Instant) -> Duration) {
+        let Some(stream) = self.streams.get_mut(index) else { return };
+        let last = frames.checked_sub(stream.acked + 1).and_then(|before| stream.flights.get(before as usize));
+        if let Some(Flight { queued, left: Some(left), .. }) = last {
+            stream.pace.took(elapsed(*left), *queued);
+        }
+    }
+
     /// A chunk that has arrived. To be asked, until there is none, before messages that are done
     /// are forgotten.
     pub fn take_landed(&mut self) -> Option<Landed> {
@@ -305,7 +330,7 @@ impl SendCore {
         stream.adrift = false;
         stream.epoch = epoch;
         // It may come back over another rail.
-        stream.window = Window::default();
+        (stream.window, stream.pace) = (Window::default(), Pace::default());
         self.count_others();
     }
 
@@ -494,7 +519,7 @@ impl SendCore {
             && let Some(key) = self.short.pop_front()
         {
             (Flight::new(key, 0, self.messages[key].length as u32), false)
-        } else if index == 0 && self.others > 0 {
+        } else if index == 0 && self.others > 0 || self.leaves_to_others(index) {
             return None;
         } else {
             (self.cut(index)?, false)
@@ -553,7 +578,8 @@ impl SendCore {
         }
         let stream = |index: &u8| &self.streams[usize::from(*index)];
         let sleeps = |index: &u8| asleep >> index & 1 == 1;
-        let lags = |index: &u8| !stream(index).has_room() || is_choosy && stream(index).window.is_slow();
+        let (_, best) = self.fastest();
+        let lags = |index: &u8| !stream(index).has_room() || is_choosy && stream(index).pace.is_slow(best);
         order[..live].sort_unstable_by_key(|index| (lags(index), sleeps(index), stream(index).bytes));
         // What travels eagerly is one frame.
         let chunks = if bytes <= EAGER_MAX { 1 } else { bytes.div_ceil(self.chunk_size(live.max(1) as u64)) };
@@ -566,7 +592,37 @@ impl SendCore {
         let worth = under_way.div_ceil(WORTH_WAKING).max(1);
         let count = most.min(awake.max(worth as usize));
         self.engaged = count as u64;
+        for index in &order[count..live] {
+            let pace = &mut self.streams[usize::from(*index)].pace;
+            if pace.is_slow(best) {
+                pace.forget();
+            }
+        }
         (order, count)
+    }
+
+    /// The live stream for long messages that is the fastest, and its pace.
+    fn fastest(&self) -> (usize, Pace) {
+        let live = self.streams.iter().enumerate().skip(1).filter(|(_, stream)| stream.live);
+        live.map(|(index, stream)| (index, stream.pace)).min_by_key(|(_, pace)| *pace).unwrap_or_default()
+    }
+
+    /// Whether what is ready is left to the other streams: this one is slow, and would take longer for its next chunk than they
+    /// for all of it. The fastest is named then as one to wake ([`SendCore::take_roomy`]): whoever was woken for a message has
+    /// perhaps become slow since, and nobody else knows of it.
+    fn leaves_to_others(&mut self, index: usize) -> bool {
+        let stream = &self.streams[index];
+        if index == 0 || self.each || !stream.pace.is_doubtful() || self.long.is_empty() {
+            return false;
+        }
+        let (fastest, best) = self.fastest();
+        let others = self.carriers().saturating_sub(1).max(1);
+        let is_better_left = stream.pace.is_slow(best)
+            && stream.pace.time(stream.bytes + CHUNK_MIN) > best.time(self.ready(SLOTS)) / others;
+        if is_better_left {
+            self.roomy |= 1 << fastest;
+        }
+        is_better_left
     }
 
     /// Bytes of the next so many long messages that are ready and that no stream has taken yet.
@@ -709,8 +765,9 @@ impl SendCore {
         Ok(())
     }
 
-    /// The streams, a bit each, that had no room for what is ready and have got it since the last time. Their own sockets may
-    /// have told them nothing: what one stream carried is acknowledged on others as well, and who found no room sleeps.
+    /// The streams, a bit each, that are to look at what is ready. Those that had no room for it and have got it since the last
+    /// time: their own sockets may have told them nothing, since what one stream carried is acknowledged on others as well,
+    /// and who found no room sleeps. And the one to which a slow stream has left it.
     #[inline]
     pub fn take_roomy(&mut self) -> u32 {
         std::mem::take(&mut self.roomy)
@@ -1096,7 +1153,7 @@ mod tests {
         // One that is slow would hold it up, awake or not; of very much it takes its part.
         let slow = |lengths: &[u64]| {
             let mut core = with_ready(lengths);
-            (0..10).for_each(|_| core.streams[1].window.delivered(1, 100, 4));
+            (0..10).for_each(|_| core.streams[1].pace.took(Duration::from_millis(10), 128 << 10));
             core
         };
         assert_eq!(engaged(&mut slow(&[SHORT]), SHORT, &[1]), [2]);
@@ -1106,6 +1163,63 @@ mod tests {
         let mut core = with_ready(&[SHORT]);
         core.acknowledge_each();
         assert_eq!(engaged(&mut core, SHORT, &[]).len(), 4);
+    }
+
+    #[test]
+    fn how_long_a_chunk_takes_is_the_pace_of_the_stream_that_tells_of_it() {
+        let mut core = with_ready(&[128 << 10; 8]);
+        let start = Instant::now();
+        for index in [1, 2] {
+            for _ in 0..4 {
+                assert!(core.next_chunk(index).is_some());
+                core.leaves(index, start);
+                core.written(index);
+            }
+        }
+        for frames in 1..=4 {
+            core.arrives(1, frames, |left| left - start + Duration::from_millis(40));
+            core.arrives(2, frames, |left| left - start + Duration::from_millis(1));
+        }
+        let (_, best) = core.fastest();
+        assert!(core.streams[1].pace.is_slow(best) && !core.streams[2].pace.is_slow(best));
+        // What nobody can have got says nothing, and neither does what has counted already.
+        for frames in [0, 5, u64::MAX] {
+            core.arrives(2, frames, |_| unreachable!("{frames}"));
+        }
+        core.acknowledge(2, 4, 0, &mut Vec::new()).unwrap();
+        core.arrives(2, 4, |_| unreachable!());
+    }
+
+    #[test]
+    fn a_slow_stream_takes_its_part_of_much_and_nothing_of_little() {
+        // In bytes.
+        let took = |core: &mut SendCore, index: usize| {
+            let chunks = std::iter::from_fn(|| core.next_chunk(index)).map(|chunk| u64::from(chunk.length));
+            let lengths: Vec<_> = chunks.collect();
+            lengths.iter().for_each(|_| core.written(index));
+            lengths.iter().sum::<u64>()
+        };
+        let slow = |lengths: &[u64]| {
+            let mut core = with_ready(lengths);
+            (0..10).for_each(|_| core.streams[1].pace.took(Duration::from_millis(10), 128 << 10));
+            core
+        };
+        let mut core = slow(&[128 << 10; 8]);
+        core.streams[3].pace.took(Duration::from_millis(1), 128 << 10);
+        core.streams[2].pace.took(Duration::from_millis(1), 128 << 10);
+        assert_eq!((took(&mut core, 1), core.take_roomy()), (0, 1 << 4), "the fastest is to look after it");
+        assert_eq!((took(&mut core, 2), core.take_roomy()), (8 * (128 << 10), 0));
+        assert_eq!((took(&mut core, 1), core.take_roomy()), (0, 0), "nothing is ready");
+        assert!(took(&mut slow(&[16 << 20; 8]), 1) > 0);
+        // Where nobody else is there it takes all, and what is sent again as well.
+        let mut core = slow(&[128 << 10; 2]);
+        (2..5).for_each(|index| assert!(core.stream_down(index)));
+        assert_eq!(took(&mut core, 1), 256 << 10);
+        let (mut core, mut done) = (slow(&[128 << 10; 2]), Vec::new());
+        assert_eq!(took(&mut core, 2), 256 << 10);
+        core.stream_down(2);
+        assert!(core.fenced(2, 0, 0, &mut done).unwrap() > 0);
+        assert_eq!(took(&mut core, 1), 256 << 10);
     }
 
     #[test]

@@ -2,6 +2,8 @@
 
 use std::io;
 use std::os::fd::AsRawFd;
+use std::sync::MutexGuard;
+use std::time::Instant;
 
 use super::{Io, Leaving, Outgoing, Payload, SHARE, SendConn, State};
 use crate::engine::counters::Counters;
@@ -65,6 +67,7 @@ impl SendConn {
                     self.rest.begin(SENDER_RESTS);
                 }
             }
+            self.kick_roomy(state, index);
         }
         loop {
             if io.seal.is_some() {
@@ -123,8 +126,20 @@ impl SendConn {
                         return Ok(moved);
                     }
                     io.out = self.next_outgoing(&mut state, index, io);
+                    self.kick_roomy(state, index);
                 }
             }
+        }
+    }
+
+    /// Wakes the streams that are to look at what is ready; the stream `index` goes on by itself.
+    #[inline]
+    fn kick_roomy(&self, mut state: MutexGuard<'_, State>, index: usize) {
+        let mut roomy = state.core.take_roomy() & !(1 << index);
+        drop(state);
+        while roomy != 0 {
+            self.streams[roomy.trailing_zeros() as usize].kick();
+            roomy &= roomy - 1;
         }
     }
 
@@ -153,6 +168,9 @@ impl SendConn {
         }
         let mut chunk = state.core.next_chunk(index)?;
         (io.followed, io.untold) = (None, None);
+        if index > 0 {
+            state.core.leaves(index, Instant::now());
+        }
         if self.events.hears() {
             self.chunk_begins(state, index, io, &chunk);
         }
@@ -305,17 +323,12 @@ impl SendConn {
         if epoch != core.epoch(index) {
             return Err(Error::remote("an acknowledgement came for a former life of its stream"));
         }
+        core.arrives(index, frames, |left| left.elapsed());
         core.acknowledge_all(ack.counts(), done)?;
         core.acknowledge(index, frames, credit, done)?;
         self.chunks_end(core, payloads, done);
         self.end_messages(payloads, copies, done);
-        // This one goes on by itself.
-        let mut roomy = core.take_roomy() & !(1 << index);
-        drop(state);
-        while roomy != 0 {
-            self.streams[roomy.trailing_zeros() as usize].kick();
-            roomy &= roomy - 1;
-        }
+        self.kick_roomy(state, index);
         Ok(())
     }
 

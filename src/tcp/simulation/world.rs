@@ -1,6 +1,7 @@
 //! Both cores, and what `sender` and `receiver` do around them, with queues in place of sockets.
 
 use std::collections::{HashMap, VecDeque};
+use std::time::{Duration, Instant};
 
 use super::Dice;
 use super::ledger::{Ledger, TAGS};
@@ -90,6 +91,8 @@ pub(super) struct World {
     cuts_left: u64,
     pub(super) was_cut: bool,
     now: u64,
+    /// Chunks say that they left then.
+    start: Instant,
     /// Data frames that were written, for the mischief.
     seen: Vec<Header>,
     pub(super) repeats_taken: u64,
@@ -113,6 +116,7 @@ impl World {
             cuts_left: dice.roll(6).saturating_sub(if mischief == Mischief::Repeat { 3 } else { 0 }),
             was_cut: false,
             now: 0,
+            start: Instant::now(),
             seen: Vec::new(),
             repeats_taken: 0,
             ledger,
@@ -247,12 +251,14 @@ impl World {
                 Some(chunk) => (chunk.header, Some(chunk.key)),
                 None => {
                     wire.is_awake = self.dice.roll(2) == 0;
+                    self.kick_roomy();
                     return;
                 }
             },
         };
         let is_data = key.is_some();
         if is_data {
+            self.sender.leaves(index, self.start);
             assert_eq!(header.offset % 128, 0);
             self.seen.push(header);
         }
@@ -480,12 +486,12 @@ impl World {
         let mut done = Vec::new();
         match header.kind {
             Type::Ack | Type::Acks => {
+                // Some streams take long, as it seems, and others not: what is ready is left to others, and must not lie.
+                let elapsed = Duration::from_millis(self.dice.roll(3).pow(5) * (index as u64 + 1));
+                self.sender.arrives(index, header.offset, |_| elapsed);
                 self.sender.acknowledge_all(&counts, &mut done)?;
                 self.sender.acknowledge(index, header.offset, header.total, &mut done)?;
-                let roomy = self.sender.take_roomy();
-                for (index, wire) in self.wires.iter_mut().enumerate() {
-                    wire.is_awake |= roomy >> index & 1 == 1;
-                }
+                self.kick_roomy();
             }
             Type::Clear => {
                 let ready = self.sender.clear_to_send(header.tag, header.order, header.total)?;
@@ -506,6 +512,14 @@ impl World {
         }
         self.end_sends(done);
         Ok(())
+    }
+
+    /// As `SendConn::kick_roomy`.
+    fn kick_roomy(&mut self) {
+        let roomy = self.sender.take_roomy();
+        for (index, wire) in self.wires.iter_mut().enumerate() {
+            wire.is_awake |= roomy >> index & 1 == 1;
+        }
     }
 
     fn kick_all(&mut self) {
