@@ -621,6 +621,8 @@ impl SendCore {
             && stream.pace.time(stream.bytes + CHUNK_MIN) > best.time(self.ready(SLOTS)) / others;
         if is_better_left {
             self.roomy |= 1 << fastest;
+            // It may have stood still once and be well again, and where it is woken for each message nobody else forgets.
+            self.streams[index].pace.forget();
         }
         is_better_left
     }
@@ -1211,6 +1213,10 @@ mod tests {
         assert_eq!((took(&mut core, 2), core.take_roomy()), (8 * (128 << 10), 0));
         assert_eq!((took(&mut core, 1), core.take_roomy()), (0, 0), "nothing is ready");
         assert!(took(&mut slow(&[16 << 20; 8]), 1) > 0);
+        // After several hundred times it is tried again.
+        let mut core = slow(&[128 << 10]);
+        let refusals = (0..5000).take_while(|_| core.next_chunk(1).is_none()).count();
+        assert!((200..2000).contains(&refusals), "{refusals}");
         // Where nobody else is there it takes all, and what is sent again as well.
         let mut core = slow(&[128 << 10; 2]);
         (2..5).for_each(|index| assert!(core.stream_down(index)));

@@ -33,9 +33,9 @@ const FAST: u64 = 1024;
 /// by less, and so do rails of 10 and 40 Gbit/s.
 const SLOW: u64 = 8;
 
-/// What share of its pace is taken off a slow stream each time that a message is not left to it: after some hundred it is
-/// tried again.
-const FORGET: u64 = 64;
+/// What share of its pace is taken off a slow stream each time that a message or a chunk is not left to it: after several
+/// hundred it is tried again.
+const FORGET: u64 = 256;
 
 /// How long a stream takes for what is on it, in nanoseconds for 1024 bytes.
 ///
@@ -65,7 +65,7 @@ impl Pace {
         self.0 > SLOW * best.0.max(FAST)
     }
 
-    /// A message was not left to this stream.
+    /// A message or a chunk was not left to this stream.
     pub(super) fn forget(&mut self) {
         self.0 -= self.0 / FORGET;
     }
@@ -162,7 +162,7 @@ mod tests {
             slow.forget();
             skipped += 1;
         }
-        assert!((50..500).contains(&skipped), "{skipped}");
+        assert!((200..2000).contains(&skipped), "{skipped}");
         (0..20).for_each(|_| again.took(Duration::from_micros(300), 128 << 10));
         assert!(!again.is_slow(alone));
     }
