@@ -23,8 +23,8 @@ from statistics import median
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 NAMES = [f"towline-{side}-{os.getpid()}" for side in ("receiver", "sender")]
-SETTINGS = {"NCCL_SOCKET_IFNAME": "rail", "TOWLINE_STREAMS": "5", "TOWLINE_WORKERS": "4", "TOWLINE_BACKEND": "tcp"}
 STREAMS = 5
+SETTINGS = {"NCCL_SOCKET_IFNAME": "rail", "TOWLINE_STREAMS": str(STREAMS), "TOWLINE_WORKERS": "4", "TOWLINE_BACKEND": "tcp"}
 
 
 def run(*words):

@@ -1126,6 +1126,13 @@ mod tests {
         core
     }
 
+    /// The same, and the first of the four streams is slow.
+    fn with_slow(lengths: &[u64]) -> SendCore {
+        let mut core = with_ready(lengths);
+        (0..10).for_each(|_| core.streams[1].pace.took(Duration::from_millis(10), 128 << 10));
+        core
+    }
+
     /// The streams that are set going for the last message.
     fn engaged(core: &mut SendCore, bytes: u64, awake: &[usize]) -> Vec<u8> {
         let (order, count) = core.engage(bytes, |index| awake.contains(&index));
@@ -1153,14 +1160,9 @@ mod tests {
         assert_eq!(engaged(&mut with_ready(&[2 * WORTH_WAKING]), 2 * WORTH_WAKING, &[]).len(), 2);
         assert_eq!(engaged(&mut with_ready(&[3 * CHUNK_MIN]), 3 * CHUNK_MIN, &[1, 2, 3, 4]).len(), 3);
         // One that is slow would hold it up, awake or not; of very much it takes its part.
-        let slow = |lengths: &[u64]| {
-            let mut core = with_ready(lengths);
-            (0..10).for_each(|_| core.streams[1].pace.took(Duration::from_millis(10), 128 << 10));
-            core
-        };
-        assert_eq!(engaged(&mut slow(&[SHORT]), SHORT, &[1]), [2]);
-        assert_eq!(engaged(&mut slow(&[SHORT]), SHORT, &[1, 4]), [4]);
-        assert_eq!(engaged(&mut slow(&[8 * WORTH_WAKING]), 8 * WORTH_WAKING, &[1]), [2, 3, 4, 1]);
+        assert_eq!(engaged(&mut with_slow(&[SHORT]), SHORT, &[1]), [2]);
+        assert_eq!(engaged(&mut with_slow(&[SHORT]), SHORT, &[1, 4]), [4]);
+        assert_eq!(engaged(&mut with_slow(&[8 * WORTH_WAKING]), 8 * WORTH_WAKING, &[1]), [2, 3, 4, 1]);
         // Another rail is another wire.
         let mut core = with_ready(&[SHORT]);
         core.acknowledge_each();
@@ -1201,27 +1203,22 @@ mod tests {
             lengths.iter().for_each(|_| core.written(index));
             lengths.iter().sum::<u64>()
         };
-        let slow = |lengths: &[u64]| {
-            let mut core = with_ready(lengths);
-            (0..10).for_each(|_| core.streams[1].pace.took(Duration::from_millis(10), 128 << 10));
-            core
-        };
-        let mut core = slow(&[128 << 10; 8]);
+        let mut core = with_slow(&[128 << 10; 8]);
         core.streams[3].pace.took(Duration::from_millis(1), 128 << 10);
         core.streams[2].pace.took(Duration::from_millis(1), 128 << 10);
         assert_eq!((took(&mut core, 1), core.take_roomy()), (0, 1 << 4), "the fastest is to look after it");
         assert_eq!((took(&mut core, 2), core.take_roomy()), (8 * (128 << 10), 0));
         assert_eq!((took(&mut core, 1), core.take_roomy()), (0, 0), "nothing is ready");
-        assert!(took(&mut slow(&[16 << 20; 8]), 1) > 0);
+        assert!(took(&mut with_slow(&[16 << 20; 8]), 1) > 0);
         // After several hundred times it is tried again.
-        let mut core = slow(&[128 << 10]);
+        let mut core = with_slow(&[128 << 10]);
         let refusals = (0..5000).take_while(|_| core.next_chunk(1).is_none()).count();
         assert!((200..2000).contains(&refusals), "{refusals}");
         // Where nobody else is there it takes all, and what is sent again as well.
-        let mut core = slow(&[128 << 10; 2]);
+        let mut core = with_slow(&[128 << 10; 2]);
         (2..5).for_each(|index| assert!(core.stream_down(index)));
         assert_eq!(took(&mut core, 1), 256 << 10);
-        let (mut core, mut done) = (slow(&[128 << 10; 2]), Vec::new());
+        let (mut core, mut done) = (with_slow(&[128 << 10; 2]), Vec::new());
         assert_eq!(took(&mut core, 2), 256 << 10);
         core.stream_down(2);
         assert!(core.fenced(2, 0, 0, &mut done).unwrap() > 0);
@@ -1230,13 +1227,11 @@ mod tests {
 
     #[test]
     fn a_stream_that_gets_room_by_what_is_said_on_another_one_is_named() {
+        let fill =
+            |core: &mut SendCore| std::iter::from_fn(|| core.next_chunk(1).map(|_| core.written(1))).count() as u64;
         let mut core = with_ready(&[8 * STREAM_WINDOW]);
         let mut done = Vec::new();
-        let mut frames = 0;
-        while core.next_chunk(1).is_some() {
-            core.written(1);
-            frames += 1;
-        }
+        let frames = fill(&mut core);
         assert!(core.has_ready() && core.streams[1].bytes >= STREAM_WINDOW, "it has no room");
         assert!(core.next_chunk(2).is_some());
         core.written(2);
@@ -1247,11 +1242,7 @@ mod tests {
         assert_eq!((core.take_roomy(), core.take_roomy()), (1 << 1, 0));
         // Where nothing is ready there is nothing to wake for.
         let mut core = with_ready(&[STREAM_WINDOW]);
-        frames = 0;
-        while core.next_chunk(1).is_some() {
-            core.written(1);
-            frames += 1;
-        }
+        let frames = fill(&mut core);
         core.acknowledge_all(&[0, frames], &mut done).unwrap();
         assert_eq!(core.take_roomy(), 0);
     }

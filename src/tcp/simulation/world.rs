@@ -91,8 +91,6 @@ pub(super) struct World {
     cuts_left: u64,
     pub(super) was_cut: bool,
     now: u64,
-    /// Chunks say that they left then.
-    start: Instant,
     /// Data frames that were written, for the mischief.
     seen: Vec<Header>,
     pub(super) repeats_taken: u64,
@@ -116,7 +114,6 @@ impl World {
             cuts_left: dice.roll(6).saturating_sub(if mischief == Mischief::Repeat { 3 } else { 0 }),
             was_cut: false,
             now: 0,
-            start: Instant::now(),
             seen: Vec::new(),
             repeats_taken: 0,
             ledger,
@@ -258,7 +255,7 @@ impl World {
         };
         let is_data = key.is_some();
         if is_data {
-            self.sender.leaves(index, self.start);
+            self.sender.leaves(index, Instant::now());
             assert_eq!(header.offset % 128, 0);
             self.seen.push(header);
         }
