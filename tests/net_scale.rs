@@ -5,7 +5,9 @@ mod support;
 
 use std::time::{Duration, Instant};
 
-use support::{PATIENCE, child, context, descriptors, eventually, pattern, resident_kib, threads, watchdog};
+use support::{
+    PATIENCE, child, context, descriptors, eventually, listening, pattern, resident_kib, sockets, threads, watchdog,
+};
 use towline::host::{ApiVersion, Context, Pair};
 
 const COMMUNICATORS: usize = 100;
@@ -56,6 +58,43 @@ fn allow_descriptors() {
         limit.rlim_cur = limit.rlim_max.min(16_384);
         assert_eq!(libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit), 0);
     }
+}
+
+/// The streams of each connection beside its first one, and how many of these a process opens before they are needed.
+const FURTHER: usize = 4;
+const EARLY: usize = 64;
+
+#[test]
+fn the_first_connections_have_all_their_streams_at_once_and_others_with_a_long_message() {
+    let name = "the_first_connections_have_all_their_streams_at_once_and_others_with_a_long_message";
+    let streams = (1 + FURTHER).to_string();
+    let variables = [("NCCL_SOCKET_IFNAME", "lo"), ("TOWLINE_STREAMS", &streams), ("TOWLINE_WORKERS", "2")];
+    child::alone(name, &variables, || {
+        let _watchdog = watchdog(60);
+        allow_descriptors();
+        let context = context(ApiVersion::V12);
+        // Both ends of each connection are in this process.
+        let become_of = |full: usize, slim: usize| {
+            let wanted = || listening() + 2 * (1 + FURTHER) * full + 2 * slim;
+            eventually("all streams, and no others", PATIENCE, || (sockets() == wanted()).then_some(()));
+        };
+        let mut pairs = Vec::new();
+        while pairs.len() < EARLY / FURTHER {
+            pairs.push(Pair::connect(&context, 0).expect("a connection"));
+            become_of(pairs.len(), 0);
+        }
+        let late = used(&context);
+        std::thread::sleep(Duration::from_millis(200));
+        become_of(pairs.len(), 1);
+        let data = pattern(2, 20_000);
+        assert!(late.transfer(data).expect("a transfer") == data);
+        become_of(pairs.len() + 1, 0);
+        // What is given back another may have.
+        drop((late, pairs.pop()));
+        become_of(pairs.len(), 0);
+        pairs.push(Pair::connect(&context, 0).expect("a connection"));
+        become_of(pairs.len(), 0);
+    });
 }
 
 /// A connection that has carried a short message, so that everything made on first use exists.

@@ -326,25 +326,33 @@ pub fn panic_text(payload: &(dyn std::any::Any + Send)) -> &str {
         .unwrap_or("no message")
 }
 
+/// Which of the data workers a source is for. Where there are few, both halves are all of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Half {
+    /// Those that move little as well as much.
+    First,
+    /// Those that join them when there is much to move.
+    Second,
+}
+
+/// So many workers are divided in halves. With fewer, half of them are too few for messages of which each keeps two busy on
+/// both sides.
+const DIVIDED: usize = 8;
+
 /// All worker threads of the process.
 pub struct Poller {
     limit: usize,
     spin: bool,
     keeper: OnceLock<Worker>,
-    workers: Mutex<Vec<Worker>>,
+    /// The first half and the second, which is empty where the workers are not divided.
+    workers: Mutex<[Vec<Worker>; 2]>,
     starting: Mutex<()>,
 }
 
 impl Poller {
     /// A pool of at most `limit` data workers, which `spin` for a while before they sleep or not; none is started yet.
     pub fn new(limit: usize, spin: bool) -> Self {
-        Self {
-            limit: limit.max(1),
-            spin,
-            keeper: OnceLock::new(),
-            workers: Mutex::new(Vec::new()),
-            starting: Mutex::new(()),
-        }
+        Self { limit: limit.max(1), spin, keeper: OnceLock::new(), workers: Mutex::default(), starting: Mutex::new(()) }
     }
 
     /// The thread for rare things; started on first use.
@@ -369,26 +377,29 @@ impl Poller {
     ///
     /// # Errors
     /// When the first thread cannot be created; later ones fall back to those that run.
-    pub fn worker(&self, turn: usize) -> Result<Worker> {
-        let mut workers = lock(&self.workers);
-        let idle = workers.iter().find(|worker| worker.0.load.load(Ordering::Relaxed) == 0);
-        if let Some(worker) = idle
-            && workers.len() < self.limit
-        {
-            return Ok(worker.clone());
-        }
-        if workers.len() < self.limit {
-            match Worker::start(format!("towline-{}", workers.len()), self.spin) {
+    pub fn worker(&self, half: Half, turn: usize) -> Result<Worker> {
+        let limits = if self.limit < DIVIDED { [self.limit, 0] } else { [self.limit.div_ceil(2), self.limit / 2] };
+        let half = usize::from(half == Half::Second && limits[1] > 0);
+        let mut halves = lock(&self.workers);
+        let running = halves[0].len() + halves[1].len();
+        let workers = &mut halves[half];
+        if workers.len() < limits[half] {
+            if let Some(idle) = workers.iter().find(|worker| worker.0.load.load(Ordering::Relaxed) == 0) {
+                return Ok(idle.clone());
+            }
+            match Worker::start(format!("towline-{running}"), self.spin) {
                 Ok(worker) => {
                     workers.push(worker.clone());
                     return Ok(worker);
                 }
-                Err(error) if workers.is_empty() => return Err(error),
+                Err(error) if running == 0 => return Err(error),
                 Err(error) => NO_WORKER.tell(|more| {
-                    tracing::warn!("{error}; going on with {} worker threads{more}", workers.len());
+                    tracing::warn!("{error}; going on with {running} worker threads{more}");
                 }),
             }
         }
+        // Where no thread of this half could be created, one of the other.
+        let workers = if workers.is_empty() { &halves[1 - half] } else { &halves[half] };
         let from_turn = (0..workers.len()).map(|k| &workers[(turn + k) % workers.len()]);
         let least = from_turn.min_by_key(|worker| worker.0.load.load(Ordering::Relaxed));
         Ok(least.expect("at least one worker runs").clone())
@@ -425,6 +436,49 @@ mod tests {
         }
     }
 
+    /// What the kernel calls a worker's thread does not matter here: workers are told apart by where they live.
+    fn places(poller: &Poller, half: Half, sources: usize) -> (Vec<*const Shared>, Vec<Registration>) {
+        let source = Arc::new(Fragile::default());
+        let take = |turn| {
+            let worker = poller.worker(half, turn).expect("a thread");
+            (Arc::as_ptr(&worker.0), worker.register(source.clone(), None).expect("a place"))
+        };
+        (0..sources).map(take).unzip()
+    }
+
+    /// How many times as many sources as the first has each other.
+    fn spread(workers: &[*const Shared]) -> Vec<usize> {
+        let mut counts = std::collections::BTreeMap::new();
+        workers.iter().for_each(|worker| *counts.entry(worker).or_insert(0) += 1);
+        counts.into_values().collect()
+    }
+
+    #[test]
+    fn sources_of_each_half_are_spread_evenly_over_its_workers_and_over_no_others() {
+        let poller = Poller::new(9, false);
+        let (first, _first) = places(&poller, Half::First, 10);
+        let (second, _second) = places(&poller, Half::Second, 12);
+        assert_eq!((spread(&first), spread(&second)), (vec![2; 5], vec![3; 4]));
+        assert!(first.iter().all(|worker| !second.contains(worker)));
+    }
+
+    #[test]
+    fn few_workers_are_for_everything() {
+        let poller = Poller::new(DIVIDED - 1, false);
+        let (mut all, _first) = places(&poller, Half::First, DIVIDED - 1);
+        let (second, _second) = places(&poller, Half::Second, DIVIDED - 1);
+        all.extend(second);
+        assert_eq!(spread(&all), [2; DIVIDED - 1]);
+    }
+
+    #[test]
+    fn a_worker_that_nothing_is_left_at_is_used_before_another_is_started() {
+        let poller = Poller::new(DIVIDED, false);
+        let (before, gone) = places(&poller, Half::Second, 1);
+        drop(gone);
+        assert_eq!(places(&poller, Half::Second, 1).0, before);
+    }
+
     fn wait_until(what: &str, is_so: impl Fn() -> bool) {
         let start = Instant::now();
         while !is_so() {
@@ -437,7 +491,7 @@ mod tests {
     #[test]
     fn a_panic_in_a_worker_ends_one_source_and_nothing_else() {
         let poller = Poller::new(1, false);
-        let worker = poller.worker(0).expect("a thread");
+        let worker = poller.worker(Half::First, 0).expect("a thread");
         let sources = [Arc::new(Fragile::default()), Arc::new(Fragile::default())];
         let places = sources.clone().map(|source| worker.register(source, None).expect("a place"));
         for (source, place) in sources.iter().zip(&places) {

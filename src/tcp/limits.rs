@@ -58,10 +58,11 @@ pub const BRIEF_MAX: u64 = 512 << 10;
 /// system calls around it. With twice that, all-reduces of 256 KiB, which are messages of 128 KiB, took 1.1 times as long.
 pub const CHUNK_MIN: u64 = 32 << 10;
 
-/// While fewer bytes than this are under way for each stream that is at work, no other stream's worker is woken, unless the
-/// connection has several rails. Waking one takes 5 to 50 µs, copying so much 50, and the receiver's worker has to be woken
-/// too. A worker that is awake takes its share of anything.
-pub const WORTH_WAKING: u64 = 256 << 10;
+/// One more stream is set going for each so many bytes under way, unless the connection has several rails. A worker that
+/// sleeps takes 5 to 50 µs to wake, at the receiver as well, and copying so much takes 13. With a quarter of an MiB
+/// all-reduces of 2 and 8 MiB took longer, with half as much those of 512 KiB and 2 MiB on hosts with too few processors for
+/// their guests (docs/performance.md, Workers that sleep).
+pub const WORTH_WAKING: u64 = 64 << 10;
 
 /// A message is cut into about so many chunks at most, unless they would be longer than [`CHUNK_MAX`].
 pub const MOST_SHARES: u64 = 6;

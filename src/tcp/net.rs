@@ -28,9 +28,9 @@ use super::takeover::{Kept, Side};
 use super::watch::{self, Probes};
 use super::wire::{self, Piece};
 use crate::engine::events::{Carrier, Path};
-use crate::engine::poller::{Interest, Poller, Progress, Registration, Source};
+use crate::engine::poller::{Half, Interest, Poller, Progress, Registration, Source, Worker};
 use crate::os::config::Config;
-use crate::os::error::Error;
+use crate::os::error::{self, Error};
 use crate::os::fd::Registered;
 use crate::os::interfaces::Rail;
 use crate::os::links::Links;
@@ -91,6 +91,13 @@ pub struct Net {
     pub copies: Copies,
     me: Weak<Self>,
 }
+
+/// While the process has fewer extra streams than these, and may have four times as many, a new connection gets its own at
+/// once. Their handshakes, two threads that wake in turn, are otherwise done during NCCL's first operations: two of the four
+/// connections of an all-reduce of 512 KiB had none for half of the first 60, 10 ms and more, measured on two H100, and NCCL's
+/// thread copied all that these carried. Later connections wait for a long message: an all-to-all among many ranks has them
+/// by the hundred, and most of them carry little.
+const EARLY_STREAMS: usize = 64;
 
 /// The keeper's ear for links that go down.
 struct LinkNews {
@@ -194,6 +201,18 @@ impl Net {
         ((u64::from(share) * self.poller.limit() as u64) >> 32) as usize
     }
 
+    /// The worker of further stream `index` of a connection over `rails` rails, whose streams begin at `turn`. Half of those
+    /// for long messages are the first workers': little is left to these ([`SendCore::engage`]).
+    ///
+    /// [`SendCore::engage`]: super::send_core::SendCore::engage
+    ///
+    /// # Errors
+    /// When not one thread can be created.
+    pub fn worker(&self, turn: usize, index: usize, rails: usize) -> error::Result<Worker> {
+        let half = if index <= self.streams_per_connection(rails) / 2 { Half::First } else { Half::Second };
+        self.poller.worker(half, turn + index)
+    }
+
     /// Remembers a receiving connection, so that further streams find it.
     pub fn remember(&self, conn: &Arc<RecvConn>) {
         self.connections().insert(conn.link().connection, Arc::downgrade(conn));
@@ -229,7 +248,12 @@ impl Net {
         self.config.streams.unwrap_or_else(|| self.share.streams(rails)).clamp(1, MAX_STREAMS)
     }
 
-    /// Opens further streams for a connection that has met its first long message.
+    /// Whether a new connection gets its further streams at once, before its first long message ([`EARLY_STREAMS`]).
+    pub fn may_grow_early(&self) -> bool {
+        self.extra_streams.load(Ordering::Relaxed) < EARLY_STREAMS && descriptor_budget() >= 4 * EARLY_STREAMS
+    }
+
+    /// Opens further streams for a connection.
     ///
     /// `most`: no more than these, so far.
     pub fn grow(&self, conn: Arc<SendConn>, most: usize) {

@@ -301,7 +301,7 @@ impl RecvConn {
         if index == 0 {
             return self.net.poller.keeper()?.register(source, Some((fd, Interest::Quiet)));
         }
-        self.net.poller.worker(self.turn + index)?.register(source, Some((fd, Interest::Data)))
+        self.net.worker(self.turn, index, self.link.pairs())?.register(source, Some((fd, Interest::Data)))
     }
 
     /// Puts a connected socket to work as stream `index`. What was reported at its place before is made up for by a kick.

@@ -562,36 +562,34 @@ impl SendCore {
         even.clamp(CHUNK_MIN, CHUNK_MAX)
     }
 
-    /// The streams to set going for `bytes` more of long messages: at most as many as there will be chunks, those with the
-    /// least to do first. The first stream is not among them.
+    /// The streams to set going for `bytes` more of long messages. The first stream is not among them.
     ///
-    /// `is_awake`: whether the worker of a stream looks for work just now. Such ones come first and cost nothing. Others are
-    /// woken only as far as what is under way is worth it ([`WORTH_WAKING`]), unless they lead over another rail. A stream
-    /// that is slow comes after all others, awake or not: most of the message, or all of it, might wait for it.
-    pub fn engage(&mut self, bytes: u64, is_awake: impl Fn(usize) -> bool) -> ([u8; MAX_STREAMS], usize) {
-        let is_choosy = bytes > EAGER_MAX && !self.each;
-        let (mut order, mut live, mut asleep) = ([0; MAX_STREAMS], 0, 0_u32);
+    /// Over one rail, as many as what is under way is worth ([`WORTH_WAKING`]), and those that come first among the
+    /// idle: what keeps few streams busy keeps few workers busy, and always the same, which then find the next message
+    /// awake. The workers of all connections' first streams are the same few ([`Half`](crate::engine::poller::Half)). A
+    /// stream that is slow comes after all others: most of the message, or all of it, might wait for it. Several rails are
+    /// several wires: each takes part, as far as there are chunks.
+    pub fn engage(&mut self, bytes: u64) -> ([u8; MAX_STREAMS], usize) {
+        let (mut order, mut live) = ([0; MAX_STREAMS], 0);
         for (index, _) in self.streams.iter().enumerate().skip(1).filter(|(_, stream)| stream.live) {
             order[live] = index as u8;
             live += 1;
-            asleep |= u32::from(is_choosy && !is_awake(index)) << index;
         }
         let stream = |index: &u8| &self.streams[usize::from(*index)];
-        let sleeps = |index: &u8| asleep >> index & 1 == 1;
-        let (_, best) = self.fastest();
-        let lags = |index: &u8| !stream(index).has_room() || is_choosy && stream(index).pace.is_slow(best);
-        order[..live].sort_unstable_by_key(|index| (lags(index), sleeps(index), stream(index).bytes));
-        // What travels eagerly is one frame.
-        let chunks = if bytes <= EAGER_MAX { 1 } else { bytes.div_ceil(self.chunk_size(live.max(1) as u64)) };
-        let most = live.min(chunks as usize);
-        if !is_choosy {
-            return (order, most);
+        if self.each {
+            order[..live].sort_unstable_by_key(|index| (!stream(index).has_room(), stream(index).bytes));
+            // What travels eagerly is one frame.
+            let chunks = if bytes <= EAGER_MAX { 1 } else { bytes.div_ceil(self.chunk_size(live.max(1) as u64)) };
+            return (order, live.min(chunks as usize));
         }
-        let awake = order[..live].iter().filter(|index| !lags(index) && !sleeps(index)).count();
+        let (_, best) = self.fastest();
+        let lags = |index: &u8| !stream(index).has_room() || stream(index).pace.is_slow(best);
+        order[..live].sort_unstable_by_key(|index| (lags(index), stream(index).bytes >= WORTH_WAKING, *index));
         let under_way = self.ready(SLOTS) + order[..live].iter().map(|index| stream(index).bytes).sum::<u64>();
-        let worth = under_way.div_ceil(WORTH_WAKING).max(1);
-        let count = most.min(awake.max(worth as usize));
-        self.engaged = count as u64;
+        let count = live.min(under_way.div_ceil(WORTH_WAKING).max(1) as usize);
+        if bytes > EAGER_MAX {
+            self.engaged = count as u64;
+        }
         for index in &order[count..live] {
             let pace = &mut self.streams[usize::from(*index)].pace;
             if pace.is_slow(best) {
@@ -1134,39 +1132,38 @@ mod tests {
     }
 
     /// The streams that are set going for the last message.
-    fn engaged(core: &mut SendCore, bytes: u64, awake: &[usize]) -> Vec<u8> {
-        let (order, count) = core.engage(bytes, |index| awake.contains(&index));
+    fn engaged(core: &mut SendCore, bytes: u64) -> Vec<u8> {
+        let (order, count) = core.engage(bytes);
         order[..count].to_vec()
     }
 
     #[test]
-    fn workers_that_sleep_are_woken_for_much_and_those_that_are_awake_for_anything() {
-        const SHORT: u64 = WORTH_WAKING / 2;
-        let mut core = with_ready(&[SHORT]);
-        assert_eq!(engaged(&mut core, SHORT, &[]), [1]);
-        assert_eq!(engaged(&mut core, SHORT, &[3]), [3], "one that is awake comes before one to be woken");
-        assert_eq!(engaged(&mut core, SHORT, &[1, 2, 3, 4]), [1, 2, 3, 4]);
-        assert_eq!(engaged(&mut core, SHORT, &[]), [1]);
-        // Cut for the one that takes it.
-        assert_eq!(core.next_chunk(1).map(|chunk| u64::from(chunk.length)), Some(SHORT));
-        // What is still on the way, and what others have left, counts too: a slow stream is not the only one for long.
-        let mut core = with_ready(&[SHORT; 3]);
-        assert_eq!(engaged(&mut core, SHORT, &[]).len(), 2);
-        (0..2).for_each(|_| assert!(core.next_chunk(1).is_some()));
-        assert_eq!(engaged(&mut core, SHORT, &[])[0], 2, "the first has enough to do");
-        assert_eq!(engaged(&mut core, SHORT, &[]).len(), 2);
-        // Each of them has its worth of a very long one, but there are no more than chunks.
-        assert_eq!(engaged(&mut with_ready(&[8 * WORTH_WAKING]), 8 * WORTH_WAKING, &[]).len(), 4);
-        assert_eq!(engaged(&mut with_ready(&[2 * WORTH_WAKING]), 2 * WORTH_WAKING, &[]).len(), 2);
-        assert_eq!(engaged(&mut with_ready(&[3 * CHUNK_MIN]), 3 * CHUNK_MIN, &[1, 2, 3, 4]).len(), 3);
-        // One that is slow would hold it up, awake or not; of very much it takes its part.
-        assert_eq!(engaged(&mut with_slow(&[SHORT]), SHORT, &[1]), [2]);
-        assert_eq!(engaged(&mut with_slow(&[SHORT]), SHORT, &[1, 4]), [4]);
-        assert_eq!(engaged(&mut with_slow(&[8 * WORTH_WAKING]), 8 * WORTH_WAKING, &[1]), [2, 3, 4, 1]);
-        // Another rail is another wire.
-        let mut core = with_ready(&[SHORT]);
+    fn as_many_streams_are_set_going_as_what_is_under_way_is_worth_and_first_those_that_come_first() {
+        const WORTH: u64 = WORTH_WAKING;
+        assert_eq!(engaged(&mut with_ready(&[WORTH + 1]), WORTH + 1), [1, 2]);
+        assert_eq!(engaged(&mut with_ready(&[3 * WORTH]), 3 * WORTH), [1, 2, 3]);
+        assert_eq!(engaged(&mut with_ready(&[2 * WORTH; 3]), 2 * WORTH), [1, 2, 3, 4]);
+        // It is cut for those that take it.
+        let mut core = with_ready(&[2 * WORTH]);
+        assert_eq!(engaged(&mut core, 2 * WORTH), [1, 2]);
+        assert_eq!(core.next_chunk(1).map(|chunk| u64::from(chunk.length)), Some(WORTH));
+        // Who has much on the way comes later; little is on the way of nobody.
+        core.clear_to_send(0, 1, WORTH + 1).unwrap();
+        core.post(WORTH + 1, 0, false).unwrap();
+        assert_eq!(engaged(&mut core, WORTH + 1), [2, 3, 4, 1]);
+        core.stream_down(2);
+        assert_eq!(engaged(&mut core, WORTH + 1), [3, 4, 1]);
+        // One that is slow would hold it up; of very much it takes its part. The same of what travels eagerly.
+        assert_eq!(engaged(&mut with_slow(&[2 * WORTH]), 2 * WORTH), [2, 3]);
+        assert_eq!(engaged(&mut with_slow(&[8 * WORTH]), 8 * WORTH), [2, 3, 4, 1]);
+        let mut core = with_slow(&[]);
+        assert_eq!(core.post(WORTH, 0, true).unwrap().1, Admit::Striped);
+        assert_eq!(engaged(&mut core, WORTH), [2]);
+        // Another rail is another wire: whoever has least to do, up to one for each chunk.
+        let mut core = with_ready(&[2 * WORTH]);
         core.acknowledge_each();
-        assert_eq!(engaged(&mut core, SHORT, &[]).len(), 4);
+        assert!(core.next_chunk(2).is_some());
+        assert_eq!(engaged(&mut core, 2 * WORTH), [1, 3, 4, 2]);
     }
 
     #[test]

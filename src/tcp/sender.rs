@@ -279,8 +279,10 @@ impl SendConn {
         // A stream that has broken meanwhile is being connected again, and that says the same.
         self.streams[0].peek(|io| send_all(&io.sock, &word)).unwrap_or(Ok(()))?;
         self.net.remember_sender(self);
-        // Over a second rail at once: if the first one dies, each side can hear of it from the other.
-        if self.recovery && self.pairs() > 1 {
+        if self.net.may_grow_early() {
+            self.grow();
+        } else if self.recovery && self.pairs() > 1 {
+            // Over a second rail at once: if the first one dies, each side can hear of it from the other.
             self.net.grow(Arc::clone(self), 1);
         }
         Ok(())
@@ -298,7 +300,7 @@ impl SendConn {
         if index == 0 {
             return self.net.poller.keeper()?.register(source, Some((fd, Interest::Quiet)));
         }
-        self.net.poller.worker(self.turn + index)?.register(source, Some((fd, Interest::Data)))
+        self.net.worker(self.turn, index, self.pairs())?.register(source, Some((fd, Interest::Data)))
     }
 
     /// Puts a connected socket to work as stream `index`. What was reported at its place before is made up for by a kick.
@@ -688,7 +690,7 @@ impl SendConn {
 
     /// Gets as many streams going as a message can use.
     fn wake_streams(&self, length: u64) {
-        let (streams, count) = self.state().core.engage(length, |index| self.streams[index].is_awake());
+        let (streams, count) = self.state().core.engage(length);
         for &index in &streams[..count] {
             self.streams[usize::from(index)].kick();
         }
