@@ -373,6 +373,42 @@ fn a_right_proof_with_a_wrong_stream_is_refused_and_disturbs_nobody() {
     });
 }
 
+/// A sender opens further streams as soon as it has the welcome. Its word that it has is on its way on the first one then, and
+/// may be lost on that way and come later: the first stream is one nevertheless.
+#[test]
+fn a_further_stream_that_comes_before_the_word_on_the_first_one_does_not_take_its_place() {
+    let name = "a_further_stream_that_comes_before_the_word_on_the_first_one_does_not_take_its_place";
+    child::alone(name, &[], || {
+        let _watchdog = watchdog(60);
+        let context = context(ApiVersion::V12);
+        let (listener, handle) = context.listen(0).expect("listen");
+        let mut first = Hostile::welcomed(&handle);
+        let further = first.join(1, 1).expect("a stream that may join");
+        let recv = listener.accept_within(PATIENCE).expect("that shows that the sender was welcomed");
+        first.say_word();
+        let target = Memory::new(100);
+        for round in 0..3 {
+            // SAFETY: the memory outlives the request.
+            let request = unsafe { recv.post(&[Part::all(&target, None)]) }.expect("irecv");
+            first.say(eager(round, 100), pattern(round as usize, 100));
+            recv.wait(&request, PATIENCE).expect("it arrives");
+            assert!(target.bytes() == pattern(round as usize, 100));
+        }
+        drop(further);
+        // But one whose first stream has come back over another socket has that.
+        let mut first = Hostile::welcomed(&handle);
+        let mut again = first.join(0, 1).expect("the first stream in its next life");
+        let recv = listener.accept_within(PATIENCE).expect("that shows it as well");
+        first.say_word();
+        assert!(first.hear().is_none(), "the first life is over");
+        // SAFETY: the memory outlives the request.
+        let request = unsafe { recv.post(&[Part::all(&target, None)]) }.expect("irecv");
+        again.say(Header { epoch: 1, ..eager(0, 100) }, pattern(7, 100));
+        recv.wait(&request, PATIENCE).expect("it arrives");
+        assert!(target.bytes() == pattern(7, 100));
+    });
+}
+
 /// A call says that a stream has ended at the receiver. It is believed from the holder of the connection's key, about the
 /// present life of a stream, and costs no more than a connection again.
 #[test]

@@ -371,8 +371,8 @@ impl Poller {
         Ok(self.keeper.get().expect("set above"))
     }
 
-    /// A data worker for one more source: a new thread while fewer than the limit run, else the least loaded; of
-    /// several that are equally loaded, the one that `turn` points at or the next. Owners whose first sources work
+    /// A data worker of that half for one more source: a new thread while fewer than its part of the limit run, else the
+    /// least loaded; of several that are equally loaded, the one that `turn` points at or the next. Owners whose first sources work
     /// hardest give different turns, so that these do not fall to the same worker.
     ///
     /// # Errors

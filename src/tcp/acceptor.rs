@@ -525,8 +525,9 @@ impl Inbound {
                 Stage::Ready { conn, seal } => {
                     state.registration = None;
                     let sock = state.sock.take().expect("the handshake has its socket");
-                    // Unless the peer has lost this socket meanwhile and come back over another.
-                    if !conn.is_waiting() {
+                    // Unless the peer has lost this socket meanwhile and come back over another. A further stream may have
+                    // come before this word, and whoever accepts have the connection.
+                    if !conn.awaits_first() {
                         return Ok(true);
                     }
                     let place = match conn.place(0, &sock) {
@@ -612,7 +613,7 @@ impl Inbound {
                 let place = conn.place(index, &sock)?;
                 let keys = settled.welcome(&sock, &welcome)?;
                 conn.add_stream(index, epoch, place, sock, Seal::of(conn.link().features, keys)?);
-                // The first stream broke before the peer had said that it has the welcome.
+                // The peer's word that it has the welcome is still on its way, or the first stream broke before.
                 if let Some(listener) = conn.leave_waiting() {
                     listener.add(Arc::clone(&conn));
                 }

@@ -21,8 +21,8 @@ pub const REPLAY_MAX: u64 = EAGER_MAX;
 
 /// The same where a connection has workers: what they may send is done when it is acknowledged. Two reasons, one measured:
 /// all-reduces of 64 and 128 KiB, which are messages of 32 KiB, took 0.8 of the time on two H200 with this bound instead of
-/// the other. And a stream whose acknowledgements come at once is the idlest one again for the next message, so that this
-/// finds a worker awake.
+/// the other. And a stream whose acknowledgements come at once has nothing on the way again when the next message comes, so
+/// that this finds a worker awake.
 pub const REPLAY_BESIDE_WORKERS: u64 = INLINE_MAX;
 
 /// Of these, the shortest are copied before they are sent, behind room for the header: one piece for the kernel, and
@@ -59,9 +59,9 @@ pub const BRIEF_MAX: u64 = 512 << 10;
 pub const CHUNK_MIN: u64 = 32 << 10;
 
 /// One more stream is set going for each so many bytes under way, unless the connection has several rails. A worker that
-/// sleeps takes 5 to 50 µs to wake, at the receiver as well, and copying so much takes 13. With a quarter of an MiB
-/// all-reduces of 2 and 8 MiB took longer, with half as much those of 512 KiB and 2 MiB on hosts with too few processors for
-/// their guests (docs/performance.md, Workers that sleep).
+/// sleeps takes 5 to 50 µs to wake, at the receiver as well, and copying so much takes 13. With 256 KiB instead all-reduces
+/// of 8 MiB took up to 1.4 times as long, with a chunk of 32 KiB for each those of 512 KiB and 2 MiB up to twice on hosts with
+/// too few processors for their guests (docs/performance.md, Workers that sleep).
 pub const WORTH_WAKING: u64 = 64 << 10;
 
 /// A message is cut into about so many chunks at most, unless they would be longer than [`CHUNK_MAX`].

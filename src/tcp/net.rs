@@ -92,12 +92,16 @@ pub struct Net {
     me: Weak<Self>,
 }
 
-/// While the process has fewer extra streams than these, and may have four times as many, a new connection gets its own at
-/// once. Their handshakes, two threads that wake in turn, are otherwise done during NCCL's first operations: two of the four
-/// connections of an all-reduce of 512 KiB had none for half of the first 60, 10 ms and more, measured on two H100, and NCCL's
-/// thread copied all that these carried. Later connections wait for a long message: an all-to-all among many ranks has them
-/// by the hundred, and most of them carry little.
+/// While the process has fewer extra streams than these, a new connection gets its own at once. Their handshakes, two threads
+/// that wake in turn, are otherwise done during NCCL's first operations: two of the four connections of an all-reduce of 512
+/// KiB had none for half of the first 60, 10 ms and more, measured on two H100, and NCCL's thread copied all that these
+/// carried. Later connections wait for a long message: an all-to-all among many ranks has them by the hundred, and most of
+/// them carry little.
 const EARLY_STREAMS: usize = 64;
+
+/// And while the process may have so many: where descriptors are short (many systems begin with 1024 for a process), they are
+/// for connections, this side's and its peers', and not for streams that may never be needed.
+const EARLY_BUDGET: usize = 1024;
 
 /// The keeper's ear for links that go down.
 struct LinkNews {
@@ -194,23 +198,25 @@ impl Net {
             | when(self.key.is_some(), FEATURE_ENCRYPTION)
     }
 
-    /// Where a new connection's streams begin among the workers. Multiples of the golden ratio: each falls into the
-    /// largest gap that the former have left, whatever the number of workers.
+    /// Where a new connection's streams begin among the workers of each half, counted around. Multiples of the golden ratio:
+    /// each falls about into the largest gap that the former have left.
     pub fn next_turn(&self) -> usize {
         let share = (self.turns.fetch_add(1, Ordering::Relaxed) as u32).wrapping_mul(0x9E37_79B9);
         ((u64::from(share) * self.poller.limit() as u64) >> 32) as usize
     }
 
-    /// The worker of further stream `index` of a connection over `rails` rails, whose streams begin at `turn`. Half of those
-    /// for long messages are the first workers': little is left to these ([`SendCore::engage`]).
+    /// The worker of further stream `index` of a connection over `rails` rails, whose streams begin at `turn`. The first half
+    /// of them, which moves little as well as much ([`SendCore::engage`]), is for the first half of the workers; where each
+    /// connection has only one, they take turns.
     ///
     /// [`SendCore::engage`]: super::send_core::SendCore::engage
     ///
     /// # Errors
     /// When not one thread can be created.
     pub fn worker(&self, turn: usize, index: usize, rails: usize) -> error::Result<Worker> {
-        let half = if index <= self.streams_per_connection(rails) / 2 { Half::First } else { Half::Second };
-        self.poller.worker(half, turn + index)
+        let streams = self.streams_per_connection(rails);
+        let is_first = if streams > 2 { index <= streams / 2 } else { turn.is_multiple_of(2) };
+        self.poller.worker(if is_first { Half::First } else { Half::Second }, turn + index)
     }
 
     /// Remembers a receiving connection, so that further streams find it.
@@ -248,9 +254,10 @@ impl Net {
         self.config.streams.unwrap_or_else(|| self.share.streams(rails)).clamp(1, MAX_STREAMS)
     }
 
-    /// Whether a new connection gets its further streams at once, before its first long message ([`EARLY_STREAMS`]).
+    /// Whether a new connection gets its further streams at once, before its first long message: while the process has few
+    /// of them, and descriptors for many.
     pub fn may_grow_early(&self) -> bool {
-        self.extra_streams.load(Ordering::Relaxed) < EARLY_STREAMS && descriptor_budget() >= 4 * EARLY_STREAMS
+        self.extra_streams.load(Ordering::Relaxed) < EARLY_STREAMS && descriptor_budget() >= EARLY_BUDGET
     }
 
     /// Opens further streams for a connection.

@@ -505,6 +505,11 @@ impl RecvCore {
         self.streams.get(index).map_or(0, |stream| stream.epoch)
     }
 
+    /// Whether nothing may come any more on stream `index` in `epoch`.
+    pub fn has_ended(&self, index: usize, epoch: u16) -> bool {
+        self.has_outlived(index, epoch) || self.streams.get(index).is_some_and(|stream| stream.fenced)
+    }
+
     /// Whether stream `index` has begun a life after the one in `epoch`. Epochs count up and wrap.
     pub fn has_outlived(&self, index: usize, epoch: u16) -> bool {
         (self.epoch(index).wrapping_sub(epoch) as i16) > 0

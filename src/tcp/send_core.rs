@@ -564,9 +564,10 @@ impl SendCore {
 
     /// The streams to set going for `bytes` more of long messages. The first stream is not among them.
     ///
-    /// Over one rail, as many as what is under way is worth ([`WORTH_WAKING`]), and those that come first among the
-    /// idle: what keeps few streams busy keeps few workers busy, and always the same, which then find the next message
-    /// awake. The workers of all connections' first streams are the same few ([`Half`](crate::engine::poller::Half)). A
+    /// Over one rail, as many as what is under way is worth ([`WORTH_WAKING`]), and those that come first of all that have
+    /// little on the way: what keeps few streams busy keeps few workers busy, and always the same, which then find the next
+    /// message awake. Where one is enough it has nothing on the way, if there is such a stream: what has not arrived yet may
+    /// be lost, and would hold the message up. The workers of all connections' first streams are the same few ([`Half`](crate::engine::poller::Half)). A
     /// stream that is slow comes after all others: most of the message, or all of it, might wait for it. Several rails are
     /// several wires: each takes part, as far as there are chunks.
     pub fn engage(&mut self, bytes: u64) -> ([u8; MAX_STREAMS], usize) {
@@ -584,9 +585,10 @@ impl SendCore {
         }
         let (_, best) = self.fastest();
         let lags = |index: &u8| !stream(index).has_room() || stream(index).pace.is_slow(best);
-        order[..live].sort_unstable_by_key(|index| (lags(index), stream(index).bytes >= WORTH_WAKING, *index));
         let under_way = self.ready(SLOTS) + order[..live].iter().map(|index| stream(index).bytes).sum::<u64>();
         let count = live.min(under_way.div_ceil(WORTH_WAKING).max(1) as usize);
+        let little = if count == 1 { 1 } else { WORTH_WAKING };
+        order[..live].sort_unstable_by_key(|index| (lags(index), stream(index).bytes >= little, *index));
         if bytes > EAGER_MAX {
             self.engaged = count as u64;
         }
@@ -1153,6 +1155,13 @@ mod tests {
         assert_eq!(engaged(&mut core, WORTH + 1), [2, 3, 4, 1]);
         core.stream_down(2);
         assert_eq!(engaged(&mut core, WORTH + 1), [3, 4, 1]);
+        // A message for one stream does not wait behind anything.
+        let mut core = with_ready(&[]);
+        for (length, first) in [(20_000, 1), (30_000, 2), (10_000, 3)] {
+            assert_eq!(core.post(length, 0, true).unwrap().1, Admit::Striped);
+            assert_eq!(engaged(&mut core, length), [first]);
+            assert!(core.next_chunk(usize::from(first)).is_some());
+        }
         // One that is slow would hold it up; of very much it takes its part. The same of what travels eagerly.
         assert_eq!(engaged(&mut with_slow(&[2 * WORTH]), 2 * WORTH), [2, 3]);
         assert_eq!(engaged(&mut with_slow(&[8 * WORTH]), 8 * WORTH), [2, 3, 4, 1]);

@@ -279,7 +279,8 @@ impl SendConn {
         // A stream that has broken meanwhile is being connected again, and that says the same.
         self.streams[0].peek(|io| send_all(&io.sock, &word)).unwrap_or(Ok(()))?;
         self.net.remember_sender(self);
-        if self.net.may_grow_early() {
+        // Without recovery the peer takes one that is dropped half-way, because the connection is closed again, for a failure.
+        if self.recovery && self.net.may_grow_early() {
             self.grow();
         } else if self.recovery && self.pairs() > 1 {
             // Over a second rail at once: if the first one dies, each side can hear of it from the other.

@@ -43,9 +43,21 @@ fn said(stream: &mut TcpStream, length: usize) -> Option<Vec<u8>> {
 impl Hostile {
     /// Connects to the listener behind a handle as a sending side.
     pub fn connect(handle: &Handle) -> Self {
+        let mut sender = Self::welcomed(handle);
+        sender.say_word();
+        sender
+    }
+
+    /// The same up to the welcome. The listener waits for a word.
+    pub fn welcomed(handle: &Handle) -> Self {
         let secret = secret_of(handle);
         let wish = Wish::Connect { listener: secret.listener_id() };
         Self::wish(address_of(handle), &secret, wish).expect("the listener welcomes who holds the secret")
+    }
+
+    /// That the welcome has come.
+    pub fn say_word(&mut self) {
+        self.say_bytes(&self.connection.to_le_bytes());
     }
 
     /// Asks for a further stream of this connection. None when that is refused.
@@ -54,7 +66,7 @@ impl Hostile {
         Self::wish(self.stream.peer_addr().expect("connected"), &self.key, wish)
     }
 
-    /// A whole handshake. None when the other side ends it.
+    /// A whole handshake, but for the word that ends it on a new connection. None when the other side ends it.
     pub fn wish(address: SocketAddr, secret: &Secret, wish: Wish) -> Option<Self> {
         let mut stream = TcpStream::connect(address).expect("the listener can be reached");
         stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
@@ -74,9 +86,6 @@ impl Hostile {
         let welcome = said(&mut stream, WELCOME)?;
         let welcome =
             Welcome::open(&welcome.try_into().expect("its length"), secret, &mut transcript).expect("a proof");
-        if matches!(wish, Wish::Connect { .. }) {
-            stream.write_all(&welcome.connection.to_le_bytes()).ok()?;
-        }
         Some(Self { stream, connection: welcome.connection, key, rails: welcome.rails })
     }
 

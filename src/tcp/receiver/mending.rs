@@ -300,6 +300,12 @@ impl RecvConn {
         lock(&self.waiting).is_some()
     }
 
+    /// Whether the first life of the first stream may begin: the connection is not over, and neither is that life, as it is
+    /// when the peer has come back over another socket.
+    pub fn awaits_first(&self) -> bool {
+        !self.is_over() && !self.state().core.has_ended(0, 0)
+    }
+
     /// The word has come: who is to get the connection now. None when it was got before.
     pub fn leave_waiting(&self) -> Option<Arc<Listener>> {
         lock(&self.waiting).take()
