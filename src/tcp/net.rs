@@ -93,10 +93,10 @@ pub struct Net {
 }
 
 /// While the process has fewer extra streams than these, a new connection gets its own at once. Their handshakes, two threads
-/// that wake in turn, are otherwise done during NCCL's first operations: two of the four connections of an all-reduce of 512
-/// KiB had none for half of the first 60, 10 ms and more, measured on two H100, and NCCL's thread copied all that these
-/// carried. Later connections wait for a long message: an all-to-all among many ranks has them by the hundred, and most of
-/// them carry little.
+/// that wake in turn, are otherwise done during NCCL's first operations: of the messages of the first 60 all-reduces of 512
+/// KiB NCCL's thread copied 30 to 47 %, because their connections had no further streams yet (two H100, docs/performance.md).
+/// Later connections wait for a long message: an all-to-all among many ranks has them by the hundred, and most of them carry
+/// little.
 const EARLY_STREAMS: usize = 64;
 
 /// And while the process may have so many: where descriptors are short (many systems begin with 1024 for a process), they are
