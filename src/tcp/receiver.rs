@@ -349,8 +349,10 @@ impl RecvConn {
         }
         // In this order: a stream that breaks at once takes its registration with it.
         self.streams[index].watch(place);
-        self.streams[index].install(Box::new(io));
-        self.streams[index].kick();
+        match self.streams[index].install(Box::new(io)) {
+            Ok(()) => self.streams[index].kick(),
+            Err(late) => self.let_go(*late),
+        }
     }
 
     /// A life of a stream has ended; `may_return`: not by a goodbye. Nothing when the next has begun already, which is
@@ -532,14 +534,16 @@ impl RecvConn {
 
     /// Takes all sockets away, waiting for the threads that use them. After this no thread touches a buffer.
     fn quiesce(&self) {
-        for stream in &self.streams {
-            if let Some(io) = stream.take() {
-                self.health.stream_down();
-                // Not closed here: unread bytes would make the kernel send a reset, which can overtake the word that
-                // tells the peer what is wrong.
-                self.net.linger(io.sock);
-            }
+        for io in self.streams.iter().filter_map(Stream::end) {
+            self.let_go(*io);
         }
+    }
+
+    /// A stream is done with. Its socket is not closed here: unread bytes would make the kernel send a reset, which can overtake
+    /// the word that tells the peer what is wrong.
+    fn let_go(&self, io: Io) {
+        self.health.stream_down();
+        self.net.linger(io.sock);
     }
 
     /// Runs a stream in the calling thread, or has its present holder do so.

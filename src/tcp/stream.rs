@@ -10,7 +10,7 @@
 use std::sync::{PoisonError, TryLockError};
 
 use crate::engine::poller::Registration;
-use crate::os::sync::atomic::{AtomicU8, Ordering};
+use crate::os::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use crate::os::sync::{Mutex, MutexGuard, settle};
 
 /// Wish: look at what has arrived.
@@ -30,6 +30,8 @@ pub struct Stream<Io> {
     /// Before the socket: dropping it names the descriptor, which must still be open then.
     registration: Mutex<Option<Registration>>,
     io: Mutex<Option<Box<Io>>>,
+    /// Whether no life follows any more. Changed and read with `io` locked.
+    ended: AtomicBool,
 }
 
 /// A stream in the hands of the thread that uses it; nothing inside while it is not connected.
@@ -56,7 +58,12 @@ pub enum Ran {
 
 impl<Io> Default for Stream<Io> {
     fn default() -> Self {
-        Self { wishes: AtomicU8::new(0), io: Mutex::new(None), registration: Mutex::new(None) }
+        Self {
+            wishes: AtomicU8::new(0),
+            registration: Mutex::new(None),
+            io: Mutex::new(None),
+            ended: AtomicBool::new(false),
+        }
     }
 }
 
@@ -154,9 +161,32 @@ impl<Io> Stream<Io> {
         }
     }
 
-    /// Gives the stream a socket. The registration is added by [`Stream::watch`], since it needs the socket.
-    pub fn install(&self, io: Box<Io>) {
-        *self.lock() = Some(io);
+    /// Gives the stream a socket. The registration is added by [`Stream::watch`] before, since it needs the socket.
+    ///
+    /// # Errors
+    /// Gives the socket back, and drops its registration, when the stream has [ended](Stream::end).
+    pub fn install(&self, io: Box<Io>) -> Result<(), Box<Io>> {
+        let mut held = self.lock();
+        if self.ended.load(Ordering::Relaxed) {
+            let place = self.registration().take();
+            drop(held);
+            drop(place);
+            return Err(io);
+        }
+        *held = Some(io);
+        Ok(())
+    }
+
+    /// As [`Stream::take`], and there will be no other: whatever comes after that for this stream is not used. When it returns
+    /// nobody touches what the stream moved data from or to, nor will.
+    pub fn end(&self) -> Option<Box<Io>> {
+        let mut held = self.lock();
+        self.ended.store(true, Ordering::Relaxed);
+        let io = held.take();
+        let place = self.registration().take();
+        drop(held);
+        drop(place);
+        io
     }
 
     /// Where readiness is reported from now on.

@@ -10,6 +10,24 @@ use crate::tcp::limits::{ACK_EVERY, EAGER_MAX};
 use crate::tcp::loopback;
 use crate::tcp::stream::Step;
 
+/// NCCL has its buffers back when the connection is closed. A stream that was on its way then must not fill them.
+#[test]
+fn a_stream_that_joins_when_the_connection_has_been_closed_is_not_used() {
+    let conn = RecvConn::new(loopback::net(Config::default()), loopback::link(&loopback::deaf()), loopback::peer());
+    let join = |index| {
+        let (ours, theirs) = loopback::sockets();
+        let place = conn.place(index, &ours).expect("it is watched");
+        conn.add_stream(index, index as u16, place, ours, Seal::Plain);
+        theirs
+    };
+    let _first = join(0);
+    conn.requests.take(1).expect("a slot is free");
+    conn.close();
+    // As a handshake that had ended by then.
+    let _late = join(1);
+    assert!(conn.streams[1].peek(|_| ()).is_none() && conn.health.live() == 0);
+}
+
 /// What nobody waits for is said when what has come is handed on; what somebody waits for, at once.
 #[test]
 fn an_acknowledgement_that_nobody_waits_for_leaves_with_the_next_look() {

@@ -57,6 +57,21 @@ fn a_chunk_that_ends_its_request_does_not_count_before_it_is_booked() {
     loopback::wait_until("what was heard does not count once it is booked", || conn.state().core.is_idle());
 }
 
+/// NCCL has its buffers back when the connection is closed. A stream that was on its way then must not send from them.
+#[test]
+fn a_stream_that_joins_when_the_connection_has_been_closed_is_not_used() {
+    let (conn, _theirs) = connected();
+    conn.requests.take(1).expect("a slot is free");
+    conn.close();
+    let (late, mut other_end) = loopback::sockets();
+    // As a handshake that had ended by then.
+    conn.rejoined(1, 1, 0, None, late, Seal::Plain).expect("it is told of no failure");
+    assert!(conn.streams[1].peek(|_| ()).is_none() && conn.health.live() == 0);
+    // What the peer hears is the end.
+    other_end.set_read_timeout(Some(Duration::from_secs(20))).expect("a timeout");
+    assert_eq!(other_end.read(&mut [0; HEADER]).expect("the keeper closes it"), 0);
+}
+
 /// What was asked over the last streams is lost with them, and the way of a stream may stay silent while others come back. Its
 /// chunks would stay in doubt for as long.
 #[test]

@@ -22,7 +22,7 @@ impl Shared {
             moved: AtomicU32::new(0),
             worker: Registration::default(),
         });
-        shared.stream.install(Box::new(()));
+        shared.stream.install(Box::new(())).unwrap();
         shared
     }
 
@@ -155,7 +155,7 @@ fn a_stream_that_comes_back_while_its_end_is_noticed_keeps_its_place() {
         };
         shared.stream.take();
         shared.stream.watch(shared.worker.clone());
-        shared.stream.install(Box::new(()));
+        shared.stream.install(Box::new(())).unwrap();
         other.join().unwrap();
         // Either the other thread broke the old life, or it came late and broke the new one, whose place went with it.
         let lives = shared.stream.peek(|()| ()).is_some();
@@ -182,11 +182,44 @@ fn a_stream_that_comes_back_while_its_former_life_is_ended_keeps_all_it_has() {
         shared.stream.take();
         *epoch.lock().unwrap() = 1;
         shared.stream.watch(shared.worker.clone());
-        shared.stream.install(Box::new(()));
+        shared.stream.install(Box::new(())).unwrap();
         other.join().unwrap();
         assert!(shared.stream.peek(|()| ()).is_some(), "its socket");
         let before = shared.worker.kicks();
         shared.stream.kick();
         assert_eq!(shared.worker.kicks() - before, 1, "its place");
+    });
+}
+
+/// NCCL has its buffers back when the stream has ended, while another thread brings it back: that socket is never used.
+#[test]
+fn a_stream_that_comes_back_after_its_end_is_not_used() {
+    loom::model(|| {
+        let shared = Shared::new();
+        let other = {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || {
+                shared.stream.watch(shared.worker.clone());
+                let late = shared.stream.install(Box::new(()));
+                shared.stream.run(
+                    WRITE,
+                    |(), _| {
+                        assert_ne!(shared.moved.load(Ordering::Relaxed), 77, "the stream is used after the end");
+                        Step::<()>::Settled(false)
+                    },
+                    |_, ()| (),
+                );
+                late.is_err()
+            })
+        };
+        let had_it = shared.stream.end().is_some();
+        shared.moved.store(77, Ordering::Relaxed);
+        let late = other.join().unwrap();
+        // The first life was there to begin with, and the end had that or the next one.
+        assert!(had_it);
+        assert!(shared.stream.peek(|()| ()).is_none() && shared.stream.install(Box::new(())).is_err());
+        let before = shared.worker.kicks();
+        shared.stream.kick();
+        assert_eq!(shared.worker.kicks(), before, "nothing is left at the worker, late: {late}");
     });
 }
