@@ -372,8 +372,8 @@ impl Poller {
     }
 
     /// A data worker of that half for one more source: a new thread while fewer than its part of the limit run, else the
-    /// least loaded; of several that are equally loaded, the one that `turn` points at or the next. Owners whose first sources work
-    /// hardest give different turns, so that these do not fall to the same worker.
+    /// least loaded; of several that are equally loaded, the one that `turn` points at or the next. Owners whose first
+    /// sources work hardest give different turns, so that these do not fall to the same worker.
     ///
     /// # Errors
     /// When the first thread cannot be created; later ones fall back to those that run.
@@ -436,7 +436,7 @@ mod tests {
         }
     }
 
-    /// What the kernel calls a worker's thread does not matter here: workers are told apart by where they live.
+    /// So many sources get a worker: the workers, told apart by where they live, and what keeps the sources there.
     fn places(poller: &Poller, half: Half, sources: usize) -> (Vec<*const Shared>, Vec<Registration>) {
         let source = Arc::new(Fragile::default());
         let take = |turn| {
@@ -446,7 +446,7 @@ mod tests {
         (0..sources).map(take).unzip()
     }
 
-    /// How many times as many sources as the first has each other.
+    /// How many sources each of the workers has.
     fn spread(workers: &[*const Shared]) -> Vec<usize> {
         let mut counts = std::collections::BTreeMap::new();
         workers.iter().for_each(|worker| *counts.entry(worker).or_insert(0) += 1);

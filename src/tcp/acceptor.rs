@@ -526,7 +526,7 @@ impl Inbound {
                     state.registration = None;
                     let sock = state.sock.take().expect("the handshake has its socket");
                     // Unless the peer has lost this socket meanwhile and come back over another. A further stream may have
-                    // come before this word, and whoever accepts have the connection.
+                    // come before this word, and whoever accepts may have the connection already.
                     if !conn.awaits_first() {
                         return Ok(true);
                     }

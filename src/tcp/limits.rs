@@ -60,8 +60,8 @@ pub const CHUNK_MIN: u64 = 32 << 10;
 
 /// One more stream is set going for each so many bytes under way, unless the connection has several rails. A worker that
 /// sleeps takes 5 to 50 µs to wake, at the receiver as well, and copying so much takes 13. With 256 KiB instead all-reduces
-/// of 8 MiB took up to 1.4 times as long, with a chunk of 32 KiB for each those of 512 KiB and 2 MiB up to twice on hosts with
-/// too few processors for their guests (docs/performance.md, Workers that sleep).
+/// of 8 MiB took up to 1.4 times as long; with all streams for any message, in chunks of 32 KiB, those of 512 KiB and 2 MiB took
+/// up to twice as long on hosts with too few processors for their guests (docs/performance.md, Workers that sleep).
 pub const WORTH_WAKING: u64 = 64 << 10;
 
 /// A message is cut into about so many chunks at most, unless they would be longer than [`CHUNK_MAX`].

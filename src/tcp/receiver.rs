@@ -539,8 +539,8 @@ impl RecvConn {
         }
     }
 
-    /// A stream is done with. Its socket is not closed here: unread bytes would make the kernel send a reset, which can overtake
-    /// the word that tells the peer what is wrong.
+    /// A stream is done with. The keeper closes its socket when the peer has, too: where bytes are unread the kernel would send a
+    /// reset, which can overtake data, and the word that tells the peer what is wrong.
     fn let_go(&self, io: Io) {
         self.health.stream_down();
         self.net.linger(io.sock);

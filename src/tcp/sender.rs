@@ -279,10 +279,13 @@ impl SendConn {
         // A stream that has broken meanwhile is being connected again, and that says the same.
         self.streams[0].peek(|io| send_all(&io.sock, &word)).unwrap_or(Ok(()))?;
         self.net.remember_sender(self);
-        // Without recovery the peer takes one that is dropped half-way, because the connection is closed again, for a failure.
-        if self.recovery && self.net.may_grow_early() {
+        if !self.recovery {
+            // The peer would take a stream that is dropped half-way, because the connection is closed again, for a failure.
+            return Ok(());
+        }
+        if self.net.may_grow_early() {
             self.grow();
-        } else if self.recovery && self.pairs() > 1 {
+        } else if self.pairs() > 1 {
             // Over a second rail at once: if the first one dies, each side can hear of it from the other.
             self.net.grow(Arc::clone(self), 1);
         }
@@ -668,8 +671,8 @@ impl SendConn {
         }
     }
 
-    /// A stream is done with. Its socket is not closed here: unread bytes would make the kernel send a reset, which can overtake
-    /// the word that tells the peer what is wrong.
+    /// A stream is done with. The keeper closes its socket when the peer has, too: where bytes are unread the kernel would send a
+    /// reset, which can overtake data, and the word that tells the peer what is wrong.
     fn let_go(&self, io: Io) {
         self.health.stream_down();
         self.net.linger(io.sock);

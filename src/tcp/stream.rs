@@ -180,13 +180,11 @@ impl<Io> Stream<Io> {
     /// As [`Stream::take`], and there will be no other: whatever comes after that for this stream is not used. When it returns
     /// nobody touches what the stream moved data from or to, nor will.
     pub fn end(&self) -> Option<Box<Io>> {
-        let mut held = self.lock();
-        self.ended.store(true, Ordering::Relaxed);
-        let io = held.take();
-        let place = self.registration().take();
-        drop(held);
-        drop(place);
-        io
+        self.take_if(|| {
+            self.ended.store(true, Ordering::Relaxed);
+            Some(())
+        })
+        .flatten()
     }
 
     /// Where readiness is reported from now on.

@@ -36,12 +36,6 @@ impl RecvConn {
                 }
                 std::thread::sleep(Duration::from_micros(50));
             }
-            for stream in &self.streams {
-                if let Some(io) = stream.take() {
-                    self.health.stream_down();
-                    self.net.linger(io.sock);
-                }
-            }
         } else {
             let error = Error::remote("the receiving side closed the connection with transfers in flight");
             self.health.fail_telling(error.clone(), || self.tell_failure(&error));

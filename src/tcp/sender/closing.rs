@@ -39,9 +39,8 @@ impl SendConn {
         tracing::debug!(target: crate::os::log::NET, "closed the connection to {}: {}", self.peer, self.counters);
     }
 
-    /// Lets everything that was reported done reach the peer, says goodbye, and leaves the sockets to the keeper, which
-    /// closes them when the peer has too: closing a socket with unread bytes would make the kernel send a reset that
-    /// can overtake the data. All within bounds; they are wider when a path has died at this moment.
+    /// Lets everything that was reported done reach the peer, and says goodbye. All within bounds; they are wider when a path
+    /// has died at this moment.
     fn say_goodbye(&self) {
         let start = Instant::now();
         self.write_all(start + CLOSE_PATIENCE);
@@ -62,12 +61,6 @@ impl SendConn {
             self.write_all(deadline);
             self.closing.store(true, Ordering::Release);
             self.part(Instant::now());
-        }
-        for stream in &self.streams {
-            if let Some(io) = stream.take() {
-                self.health.stream_down();
-                self.net.linger(io.sock);
-            }
         }
     }
 
