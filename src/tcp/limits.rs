@@ -56,13 +56,9 @@ pub const BRIEF_MAX: u64 = 512 << 10;
 
 /// The smallest chunk of a split message in bytes. At 7 GB/s it takes about 5 µs on each side, against about 2 µs for the
 /// system calls around it. With twice that, all-reduces of 256 KiB, which are messages of 128 KiB, took 1.1 times as long.
+/// For so much a worker is woken, too, although that takes 5 to 50 µs: all-reduces of 256 KiB to 2 MiB took 1.05 to 1.2 times as
+/// long where each was to have 64 KiB, and 8 MiB 1.4 times with 256 KiB (docs/performance.md, Workers that sleep).
 pub const CHUNK_MIN: u64 = 32 << 10;
-
-/// One more stream is set going for each so many bytes under way, unless the connection has several rails. A worker that
-/// sleeps takes 5 to 50 µs to wake, at the receiver as well, and copying so much takes 13. With 256 KiB instead all-reduces
-/// of 8 MiB took up to 1.4 times as long; with all streams for any message, in chunks of 32 KiB, those of 512 KiB and 2 MiB took
-/// up to twice as long on hosts with too few processors for their guests (docs/performance.md, Workers that sleep).
-pub const WORTH_WAKING: u64 = 64 << 10;
 
 /// A message is cut into about so many chunks at most, unless they would be longer than [`CHUNK_MAX`].
 pub const MOST_SHARES: u64 = 6;

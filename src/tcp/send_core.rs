@@ -22,7 +22,7 @@ use slab::Slab;
 use super::frame::{EAGER, Header, PROMPT, Type, WHOLE};
 use super::limits::{
     ACK_BYTES, ACK_EVERY, CHUNK_MAX, CHUNK_MIN, EAGER_MAX, EAGER_WINDOW, LOOK_BYTES, LOOK_EVERY, MAX_AHEAD, MAX_POSTED,
-    MAX_STREAMS, MESSAGE_COST, MOST_SHARES, PAGE, REPLAY_BESIDE_WORKERS, REPLAY_MAX, WORTH_WAKING,
+    MAX_STREAMS, MESSAGE_COST, MOST_SHARES, PAGE, REPLAY_BESIDE_WORKERS, REPLAY_MAX,
 };
 use super::tags::TagOrders;
 use super::window::{Pace, Window};
@@ -564,10 +564,10 @@ impl SendCore {
 
     /// The streams to set going for `bytes` more of long messages. The first stream is not among them.
     ///
-    /// Over one rail, as many as what is under way is worth ([`WORTH_WAKING`]), and those that come first of all that have
-    /// little on the way: what keeps few streams busy keeps few workers busy, and always the same, which then find the next
-    /// message awake. Where one is enough it has nothing on the way, if there is such a stream: what has not arrived yet may
-    /// be lost, and would hold the message up. The workers of all connections' first streams are the same few
+    /// Over one rail, one for each smallest chunk under way, or for each [`EAGER_MAX`] where a message travels as one frame,
+    /// and those that come first of all that have little on the way: what keeps few streams busy keeps few workers busy, and
+    /// always the same, which then find the next message awake. Where one is enough it has nothing on the way, if there is
+    /// such a stream: what has not arrived yet may be lost, and would hold the message up. The workers of all connections' first streams are the same few
     /// ([`Half`](crate::engine::poller::Half)). A stream that is slow comes after all others: most of the message, or all of
     /// it, might wait for it. Several rails are several wires: each takes part, as far as there are chunks.
     pub fn engage(&mut self, bytes: u64) -> ([u8; MAX_STREAMS], usize) {
@@ -586,8 +586,9 @@ impl SendCore {
         let (_, best) = self.fastest();
         let lags = |index: &u8| !stream(index).has_room() || stream(index).pace.is_slow(best);
         let under_way = self.ready(SLOTS) + order[..live].iter().map(|index| stream(index).bytes).sum::<u64>();
-        let count = live.min(under_way.div_ceil(WORTH_WAKING).max(1) as usize);
-        let little = if count == 1 { 1 } else { WORTH_WAKING };
+        let worth = if bytes <= EAGER_MAX { EAGER_MAX } else { CHUNK_MIN };
+        let count = live.min(under_way.div_ceil(worth).max(1) as usize);
+        let little = if count == 1 { 1 } else { worth };
         order[..live].sort_unstable_by_key(|index| (lags(index), stream(index).bytes >= little, *index));
         if bytes > EAGER_MAX {
             self.engaged = count as u64;
@@ -1141,20 +1142,25 @@ mod tests {
 
     #[test]
     fn as_many_streams_are_set_going_as_what_is_under_way_is_worth_and_first_those_that_come_first() {
-        const WORTH: u64 = WORTH_WAKING;
-        assert_eq!(engaged(&mut with_ready(&[WORTH + 1]), WORTH + 1), [1, 2]);
-        assert_eq!(engaged(&mut with_ready(&[3 * WORTH]), 3 * WORTH), [1, 2, 3]);
-        assert_eq!(engaged(&mut with_ready(&[2 * WORTH; 3]), 2 * WORTH), [1, 2, 3, 4]);
+        const CHUNK: u64 = CHUNK_MIN;
+        assert_eq!(engaged(&mut with_ready(&[2 * CHUNK + 1]), 2 * CHUNK + 1), [1, 2, 3]);
+        assert_eq!(engaged(&mut with_ready(&[3 * CHUNK; 3]), 3 * CHUNK), [1, 2, 3, 4]);
         // It is cut for those that take it.
-        let mut core = with_ready(&[2 * WORTH]);
-        assert_eq!(engaged(&mut core, 2 * WORTH), [1, 2]);
-        assert_eq!(core.next_chunk(1).map(|chunk| u64::from(chunk.length)), Some(WORTH));
+        let mut core = with_ready(&[3 * CHUNK]);
+        assert_eq!(engaged(&mut core, 3 * CHUNK), [1, 2, 3]);
+        assert_eq!(core.next_chunk(1).map(|chunk| u64::from(chunk.length)), Some(CHUNK));
         // Who has much on the way comes later; little is on the way of nobody.
-        core.clear_to_send(0, 1, WORTH + 1).unwrap();
-        core.post(WORTH + 1, 0, false).unwrap();
-        assert_eq!(engaged(&mut core, WORTH + 1), [2, 3, 4, 1]);
+        core.clear_to_send(0, 1, 3 * CHUNK).unwrap();
+        core.post(3 * CHUNK, 0, false).unwrap();
+        assert_eq!(engaged(&mut core, 3 * CHUNK), [2, 3, 4, 1]);
         core.stream_down(2);
-        assert_eq!(engaged(&mut core, WORTH + 1), [3, 4, 1]);
+        assert_eq!(engaged(&mut core, 3 * CHUNK), [3, 4, 1]);
+        // What travels as one frame is for one stream.
+        let mut core = with_ready(&[]);
+        for going in 1..=2 {
+            core.post(EAGER_MAX, 0, true).unwrap();
+            assert_eq!(engaged(&mut core, EAGER_MAX).len(), going);
+        }
         // A message for one stream does not wait behind anything.
         let mut core = with_ready(&[]);
         for (length, first) in [(20_000, 1), (30_000, 2), (10_000, 3)] {
@@ -1163,16 +1169,16 @@ mod tests {
             assert!(core.next_chunk(usize::from(first)).is_some());
         }
         // One that is slow would hold it up; of very much it takes its part. The same of what travels eagerly.
-        assert_eq!(engaged(&mut with_slow(&[2 * WORTH]), 2 * WORTH), [2, 3]);
-        assert_eq!(engaged(&mut with_slow(&[8 * WORTH]), 8 * WORTH), [2, 3, 4, 1]);
+        assert_eq!(engaged(&mut with_slow(&[3 * CHUNK]), 3 * CHUNK), [2, 3, 4]);
+        assert_eq!(engaged(&mut with_slow(&[8 * CHUNK]), 8 * CHUNK), [2, 3, 4, 1]);
         let mut core = with_slow(&[]);
-        assert_eq!(core.post(WORTH, 0, true).unwrap().1, Admit::Striped);
-        assert_eq!(engaged(&mut core, WORTH), [2]);
+        assert_eq!(core.post(EAGER_MAX, 0, true).unwrap().1, Admit::Striped);
+        assert_eq!(engaged(&mut core, EAGER_MAX), [2]);
         // Another rail is another wire: whoever has least to do, up to one for each chunk.
-        let mut core = with_ready(&[2 * WORTH]);
+        let mut core = with_ready(&[4 * CHUNK]);
         core.acknowledge_each();
         assert!(core.next_chunk(2).is_some());
-        assert_eq!(engaged(&mut core, 2 * WORTH), [1, 3, 4, 2]);
+        assert_eq!(engaged(&mut core, 4 * CHUNK), [1, 3, 4, 2]);
     }
 
     #[test]
