@@ -39,6 +39,7 @@ pub mod dialer;
 pub mod frame;
 pub mod graves;
 pub mod handshake;
+pub mod help;
 pub mod lifeline;
 pub mod limits;
 mod load;

@@ -24,6 +24,7 @@ use super::acceptor::Listener;
 use super::attend::Attention;
 use super::frame::Header;
 use super::handshake::FEATURE_RECOVERY;
+use super::help::Help;
 use super::lifeline::{Alone, Ended};
 use super::limits::MAX_STREAMS;
 use super::net::{Link, Net, Sock, path_of};
@@ -206,6 +207,7 @@ pub struct RecvConn {
     health: Health,
     attention: Attention,
     rest: Rest,
+    help: Help,
     /// The last message came over other streams than the first, in parts.
     striped: AtomicBool,
     counters: Counters,
@@ -269,6 +271,7 @@ impl RecvConn {
             health: Health::default(),
             attention: Attention::default(),
             rest: Rest::default(),
+            help: Help::default(),
             striped: AtomicBool::new(false),
             counters: Counters::default(),
             damage: Damage::default(),
@@ -447,14 +450,16 @@ impl RecvConn {
         self.requests.check(ticket)?;
         if !self.requests.is_done(ticket) {
             if !self.rest.goes_on() {
-                self.glance(0);
+                self.glance();
             }
-            if !self.requests.is_done(ticket) {
+            let is_done = || self.requests.is_done(ticket);
+            if !is_done() && !(self.help.waits(|| self.glance_further()) && is_done()) {
                 // SAFETY: NCCL's thread, which has not been told the end of any request that is outstanding.
                 unsafe { self.events.wait() };
                 return self.not_yet(ticket);
             }
         }
+        self.help.ended();
         // SAFETY: NCCL's thread, which has not been told the end of any request that is outstanding.
         Ok(unsafe { self.events.finish(&self.requests, ticket) })
     }
@@ -552,12 +557,24 @@ impl RecvConn {
         self.ran(index, self.streams[index].run(wish, step, |io, why| self.broken(index, io, why)))
     }
 
+    /// Looks whether anything has come on the first stream.
+    #[inline]
+    fn glance(&self) {
+        self.attention.called();
+        self.glance_at(0);
+    }
+
+    /// The same of the further ones, which are workers' otherwise. Returns whether it has.
+    #[cold]
+    fn glance_further(&self) -> bool {
+        (1..MAX_STREAMS).fold(false, |moved, index| self.glance_at(index) || moved)
+    }
+
     /// Looks whether anything has come on a stream, unless another thread is looking.
     #[inline]
-    fn glance(&self, index: usize) {
-        self.attention.called();
+    fn glance_at(&self, index: usize) -> bool {
         let step = |io: &mut Io, wishes| self.step(index, io, wishes);
-        self.ran(index, self.streams[index].glance(READ, step, |io, why| self.broken(index, io, why)));
+        self.ran(index, self.streams[index].glance(READ, step, |io, why| self.broken(index, io, why)))
     }
 
     #[inline]

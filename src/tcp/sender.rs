@@ -26,6 +26,7 @@ use super::attend::Attention;
 use super::copies::Own;
 use super::frame::{HEADER, Header};
 use super::handshake::FEATURE_RECOVERY;
+use super::help::Help;
 use super::lifeline::{Alone, Ended};
 use super::limits::{BRIEF_MAX, COPY_FIRST_MAX, EAGER_MAX, INLINE_MAX, MAX_STREAMS, WAKES_A_WORKER};
 use super::load;
@@ -175,6 +176,7 @@ pub struct SendConn {
     health: Health,
     attention: Attention,
     rest: Rest,
+    help: Help,
     counters: Counters,
     damage: Damage,
     events: Events,
@@ -238,6 +240,7 @@ impl SendConn {
             health: Health::default(),
             attention: Attention::default(),
             rest: Rest::default(),
+            help: Help::default(),
             counters: Counters::default(),
             damage: Damage::default(),
             events: Events::default(),
@@ -529,14 +532,16 @@ impl SendConn {
         self.requests.check(ticket)?;
         // SAFETY: NCCL's thread, which has not been told the end of any request that is outstanding.
         let finish = || unsafe { self.events.finish(&self.requests, ticket) };
-        if let Some(outcome) = finish() {
-            return Ok(Some(outcome));
-        }
-        if !self.rest.goes_on() {
-            self.glance(0);
-            if let Some(outcome) = finish() {
-                return Ok(Some(outcome));
+        let looked = || {
+            if !self.rest.goes_on() {
+                self.glance();
             }
+            finish()
+        };
+        let helped = || if self.help.waits(|| self.glance_further()) { finish() } else { None };
+        if let Some(outcome) = finish().or_else(looked).or_else(helped) {
+            self.help.ended();
+            return Ok(Some(outcome));
         }
         self.verdict().inspect_err(|_| {
             self.quiesce();
@@ -720,13 +725,24 @@ impl SendConn {
         self.ran(index, ran, wake)
     }
 
-    /// Looks whether a stream can move anything, unless another thread is looking.
-    fn glance(&self, index: usize) {
+    /// Looks whether the first stream can move anything.
+    fn glance(&self) {
         self.attention.called();
+        self.glance_at(0);
+    }
+
+    /// The same of the further ones, which are workers' otherwise. Returns whether one has.
+    #[cold]
+    fn glance_further(&self) -> bool {
+        (1..MAX_STREAMS).fold(false, |moved, index| self.glance_at(index) || moved)
+    }
+
+    /// Looks whether a stream can move anything, unless another thread is looking.
+    fn glance_at(&self, index: usize) -> bool {
         let mut wake = 0;
         let step = |io: &mut Io, wishes| self.step(index, io, wishes, &mut wake);
         let ran = self.streams[index].glance(READ | WRITE, step, |io, why| self.broken(index, io, why));
-        self.ran(index, ran, wake);
+        self.ran(index, ran, wake)
     }
 
     fn ran(&self, index: usize, ran: Ran, wake: u64) -> bool {

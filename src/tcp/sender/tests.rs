@@ -161,3 +161,31 @@ fn what_a_gpu_may_watch_is_marked() {
         assert_eq!(header.flags & POLLED != 0, watched, "{size}");
     }
 }
+
+/// A worker may be without a processor for long. What its stream is to carry is sent by the thread that waits for it.
+#[test]
+fn what_a_worker_does_not_come_to_is_sent_by_the_thread_that_asks() {
+    let net = loopback::net(Config { workers: Some(1), ..Config::default() });
+    let _kept = loopback::keep_worker(&net);
+    let (ours, mut first) = loopback::sockets();
+    let conn = SendConn::new(net, loopback::link(&loopback::deaf()), loopback::peer(), ours, Seal::Plain);
+    let conn = conn.expect("it is watched");
+    let (ours, mut second) = loopback::sockets();
+    conn.rejoined(1, conn.next_epoch(1), 0, None, ours, Seal::Plain).expect("it joins");
+
+    const SIZE: usize = 1 << 20;
+    let bytes = vec![7; SIZE];
+    let announced = Header { total: SIZE as u64, ..Header::of(Type::Clear, 0) };
+    first.write_all(&announced.encode()).expect("it lives");
+    // SAFETY: the bytes outlive the connection.
+    let ticket = unsafe { conn.isend(bytes.as_ptr(), SIZE, 0, std::ptr::null_mut()) }.expect("it is posted");
+    let ticket = ticket.expect("a slot is free");
+    second.set_nonblocking(true).expect("it can be set");
+    let mut come = 0;
+    loopback::wait_until("it does not come", || {
+        assert!(conn.test(ticket).expect("it lives").is_none(), "nobody has acknowledged it");
+        come += second.read(&mut vec![0; 2 * SIZE]).unwrap_or(0);
+        come >= SIZE + HEADER
+    });
+    conn.close();
+}
