@@ -453,7 +453,7 @@ impl RecvConn {
                 self.glance();
             }
             let is_done = || self.requests.is_done(ticket);
-            if !is_done() && !(self.help.waits(|| self.glance_further()) && is_done()) {
+            if !(is_done() || self.help.waits(|| self.glance_further()) && is_done()) {
                 // SAFETY: NCCL's thread, which has not been told the end of any request that is outstanding.
                 unsafe { self.events.wait() };
                 return self.not_yet(ticket);
@@ -567,7 +567,7 @@ impl RecvConn {
     /// The same of the further ones, which are workers' otherwise. Returns whether it has.
     #[cold]
     fn glance_further(&self) -> bool {
-        (1..MAX_STREAMS).fold(false, |moved, index| self.glance_at(index) || moved)
+        (1..MAX_STREAMS).filter(|index| self.glance_at(*index)).count() > 0
     }
 
     /// Looks whether anything has come on a stream, unless another thread is looking.

@@ -734,7 +734,7 @@ impl SendConn {
     /// The same of the further ones, which are workers' otherwise. Returns whether one has.
     #[cold]
     fn glance_further(&self) -> bool {
-        (1..MAX_STREAMS).fold(false, |moved, index| self.glance_at(index) || moved)
+        (1..MAX_STREAMS).filter(|index| self.glance_at(*index)).count() > 0
     }
 
     /// Looks whether a stream can move anything, unless another thread is looking.
