@@ -1,9 +1,12 @@
 //! Which bytes of a message have been seen: each may come once.
 
+use smallvec::SmallVec;
+
 /// A set of bytes, as ranges that are sorted and neither overlap nor touch. A stream carries its chunks in ascending
-/// order, so there are about as many ranges as streams.
+/// order, so there are about as many ranges as streams, and with as many as a connection over one rail has nothing is
+/// allocated.
 #[derive(Debug, Default)]
-pub struct Ranges(Vec<(u64, u64)>);
+pub struct Ranges(SmallVec<[(u64, u64); 4]>);
 
 impl Ranges {
     /// Adds the bytes from `start` to `end`. False, and nothing happens, when it is none, or one of them is in the set.
