@@ -1,7 +1,7 @@
 //! What a connection counts: cheap enough to stay on.
 //!
 //! Relaxed atomics, one cache line's worth per connection. They are read by logs at close and by whoever exports
-//! metrics; they never steer the transport.
+//! metrics; of the transport's own decisions only one asks after them, and a stale number does not harm it (`tcp::help`).
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};

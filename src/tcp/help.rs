@@ -1,8 +1,8 @@
 //! When NCCL's thread does what a worker has not come to.
 //!
 //! The further streams of a connection are their workers'. These come late now and then: of the wake-ups on a virtual machine
-//! with 32 processors one in fifty took longer than 256 µs, and a host that has other guests keeps a processor to itself for
-//! milliseconds. NCCL's thread asks after the requests meanwhile, again and again, and a stream is anybody's whom no other
+//! with 32 processors one in fifty took longer than 130 µs and one in a hundred longer than 260, and a host that has other
+//! guests keeps a processor to itself for milliseconds. NCCL's thread asks after the requests meanwhile, again and again, and a stream is anybody's whom no other
 //! thread has. So when no request of a connection has ended for a while, that thread looks at the further streams itself.
 //!
 //! Most of such waiting is not for a worker but for the peer, its GPU or the wire, and then a look finds nothing. So each is
@@ -10,17 +10,21 @@
 //! thread's time: it serves all connections of a GPU.
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::os::ticks::Ticks;
 
-/// The first look comes when no request has ended for so many nanoseconds. A worker that is awake has moved a chunk by then.
-/// With twice this, all-reduces of 8 MiB on two GPUs stood still for a millisecond or more 27 times in 405, with about half of
-/// it 5 times, and with no look 52 times in 360.
+/// The first look comes when nothing has happened for so many nanoseconds. A worker that is awake has moved a chunk by then.
+/// With twice this, 27 of 405 all-reduces of 8 MiB on two GPUs took a millisecond longer than the median, with 60 µs 5 of 405,
+/// and without any look 52 of 360 (docs/performance.md, Workers that sleep).
 const SOON: u64 = 100_000;
 
 /// Further ones come at most so many nanoseconds apart.
 const RARELY: u64 = 10_000_000;
+
+/// The clock is asked in one of so many calls: NCCL asks after each request every fraction of a microsecond, and most of what
+/// such a call takes would be the clock.
+const CALLS: u32 = 16;
 
 /// A look that finds nothing is followed by so many times as long without any.
 const REST: u64 = 9;
@@ -34,10 +38,13 @@ thread_local! {
 /// another the next time, is a look more or less.
 #[derive(Debug, Default)]
 pub struct Help {
+    calls: AtomicU32,
     /// [`Ticks::number`] of when waiting began or was last looked after; 0 while nothing waits.
     since: AtomicU64,
     /// The nanoseconds from then to the next look.
     patience: AtomicU64,
+    /// How many chunks had begun then.
+    begun: AtomicU64,
 }
 
 impl Help {
@@ -49,12 +56,18 @@ impl Help {
         }
     }
 
-    /// A request has not ended. Runs `look`, which says whether it found anything, when it is time for that. Returns whether it
-    /// did: then the request may have ended.
+    /// A request has not ended, and so many chunks have begun on the connection. Runs `look`, which says whether it found
+    /// anything, when it is time for that. Returns whether it did: then the request may have ended.
     #[inline]
-    pub fn waits(&self, look: impl FnOnce() -> bool) -> bool {
+    pub fn waits(&self, begun: &AtomicU64, look: impl FnOnce() -> bool) -> bool {
+        let calls = self.calls.load(Ordering::Relaxed).wrapping_add(1);
+        self.calls.store(calls, Ordering::Relaxed);
+        calls.is_multiple_of(CALLS) && self.look_when_due(begun, look)
+    }
+
+    fn look_when_due(&self, begun: &AtomicU64, look: impl FnOnce() -> bool) -> bool {
         let now = Ticks::now();
-        self.is_due(now) && !rests(now) && {
+        self.is_due(now, begun) && !rests(now) && {
             let found = look();
             if found {
                 self.found();
@@ -71,18 +84,19 @@ impl Help {
         self.patience.store(SOON, Ordering::Relaxed);
     }
 
-    #[inline]
-    fn is_due(&self, now: Ticks) -> bool {
-        let Some(since) = Ticks::from_number(self.since.load(Ordering::Relaxed)) else {
-            self.since.store(now.number(), Ordering::Relaxed);
-            self.patience.store(SOON, Ordering::Relaxed);
-            return false;
-        };
+    fn is_due(&self, now: Ticks, begun: &AtomicU64) -> bool {
+        let since = Ticks::from_number(self.since.load(Ordering::Relaxed));
         let patience = self.patience.load(Ordering::Relaxed);
-        if now.nanoseconds_since(since) < patience {
+        if since.is_some_and(|since| now.nanoseconds_since(since) < patience) {
             return false;
         }
         self.since.store(now.number(), Ordering::Relaxed);
+        // Not before: workers write it all the time.
+        let begun = begun.load(Ordering::Relaxed);
+        if self.begun.swap(begun, Ordering::Relaxed) != begun || since.is_none() {
+            self.patience.store(SOON, Ordering::Relaxed);
+            return false;
+        }
         self.patience.store((2 * patience).min(RARELY), Ordering::Relaxed);
         true
     }
@@ -104,30 +118,32 @@ mod tests {
         let ticks = |number| Ticks::from_number(number).expect("not 0");
         let billion = ticks(1_000_000_001).nanoseconds_since(ticks(1)) as f64;
         let at = |nanoseconds: u64| ticks(1 + (nanoseconds as f64 * 1e9 / billion) as u64);
-        let help = Help::default();
+        let (help, begun) = (Help::default(), AtomicU64::new(7));
         let mut now = 0;
-        assert!(!help.is_due(at(now)), "it has just begun");
+        assert!(!help.is_due(at(now), &begun), "it has just begun");
         let looks_after = |now: &mut u64, nanoseconds: u64| {
-            let early = help.is_due(at(*now + nanoseconds * 99 / 100));
+            let early = help.is_due(at(*now + nanoseconds * 99 / 100), &begun);
             *now += nanoseconds * 101 / 100;
-            !early && help.is_due(at(*now))
+            !early && help.is_due(at(*now), &begun)
         };
         for look in 0..10 {
             assert!(looks_after(&mut now, (SOON << look).min(RARELY)), "{look}");
         }
         help.found();
         assert!(looks_after(&mut now, SOON) && looks_after(&mut now, 2 * SOON), "a worker is missing");
+        begun.store(8, Ordering::Relaxed);
+        assert!(!looks_after(&mut now, 4 * SOON), "a worker is there");
+        assert!(looks_after(&mut now, SOON), "no more");
         help.ended();
-        assert!(!help.is_due(at(now)), "something has ended");
-        now += SOON * 101 / 100;
-        assert!(help.is_due(at(now)));
+        assert!(!help.is_due(at(now), &begun), "something has ended");
+        assert!(looks_after(&mut now, SOON));
     }
 
     #[test]
     fn a_thread_looks_in_vain_for_a_tenth_of_its_time() {
         const LOOK: Duration = Duration::from_micros(300);
         let helps: Vec<Help> = (0..200).map(|_| Help::default()).collect();
-        let looked = Cell::new(Duration::ZERO);
+        let (looked, begun) = (Cell::new(Duration::ZERO), AtomicU64::new(0));
         let in_vain = || {
             let began = Instant::now();
             while began.elapsed() < LOOK {}
@@ -137,7 +153,7 @@ mod tests {
         let start = Instant::now();
         while start.elapsed() < 100 * LOOK {
             for help in &helps {
-                assert!(!help.waits(in_vain));
+                assert!(!help.waits(&begun, in_vain));
             }
         }
         let share = looked.get().as_secs_f64() / start.elapsed().as_secs_f64();

@@ -21,6 +21,7 @@
 //! | [`wire`] | reading and writing one socket |
 //! | [`copies`] | short messages, kept for a resend |
 //! | [`attend`], [`rest`] | when the keeper looks after the first stream, and when NCCL's thread need not |
+//! | [`help`] | when NCCL's thread does a worker's part |
 //! | [`acceptor`], [`dialer`] | getting connected |
 //! | [`graves`] | connections that were closed lately, for senders that did not hear of it |
 //! | [`lifeline`] | telling a dead peer from one that is cut off |

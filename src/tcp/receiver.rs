@@ -453,7 +453,7 @@ impl RecvConn {
                 self.glance();
             }
             let is_done = || self.requests.is_done(ticket);
-            if !(is_done() || self.help.waits(|| self.glance_further()) && is_done()) {
+            if !(is_done() || self.help.waits(&self.counters.chunks, || self.glance_further()) && is_done()) {
                 // SAFETY: NCCL's thread, which has not been told the end of any request that is outstanding.
                 unsafe { self.events.wait() };
                 return self.not_yet(ticket);

@@ -538,7 +538,7 @@ impl SendConn {
             }
             finish()
         };
-        let helped = || if self.help.waits(|| self.glance_further()) { finish() } else { None };
+        let helped = || if self.help.waits(&self.counters.chunks, || self.glance_further()) { finish() } else { None };
         if let Some(outcome) = finish().or_else(looked).or_else(helped) {
             self.help.ended();
             return Ok(Some(outcome));
