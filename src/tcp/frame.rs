@@ -54,7 +54,8 @@ pub enum Type {
     Ack = 2,
     /// Receiver → sender: the `order`-th receive with `tag` is posted and holds `total` bytes.
     Clear = 3,
-    /// Both: nothing more will come in this direction.
+    /// Both: nothing more will come in this direction. `total`: one more than the messages that were sent or received in
+    /// all, or 0 when that is not said.
     Bye = 4,
     /// Both: the connection has failed; the payload says why, `order` is the cause's code.
     Fail = 5,

@@ -219,6 +219,8 @@ pub struct RecvConn {
     brief: AtomicBool,
     /// Messages that were received, part by part.
     completed: AtomicU64,
+    /// What the sender's goodbye said: one more than its messages in all. 0: nothing yet.
+    announced: AtomicU64,
     /// Where this connection's streams begin among the workers.
     turn: usize,
     /// What is known of the peer since the last stream went down.
@@ -280,6 +282,7 @@ impl RecvConn {
             closing: AtomicBool::new(false),
             brief: AtomicBool::new(false),
             completed: AtomicU64::new(0),
+            announced: AtomicU64::new(0),
             turn,
             alone_since: Mutex::new(None),
             ended: Ended::default(),
@@ -487,12 +490,19 @@ impl RecvConn {
         Ok(())
     }
 
+    /// Whether the sender has said how many messages there were, and all have come.
+    fn has_everything(&self) -> bool {
+        self.announced.load(Ordering::Relaxed) == self.completed.load(Ordering::Relaxed) + 1
+    }
+
     /// Whether a stream was lost a short while ago. A sender that has said goodbye on the others comes back with what was
-    /// on it.
+    /// on it, if anything was.
     #[cold]
     fn is_mending(&self) -> bool {
         let now = Instant::now();
-        self.recovery && lock(&self.vigils).iter().any(|vigil| vigil.may_return(now, SENDER_MENDING))
+        self.recovery
+            && !self.has_everything()
+            && lock(&self.vigils).iter().any(|vigil| vigil.may_return(now, SENDER_MENDING))
     }
 
     /// What the connection counted.

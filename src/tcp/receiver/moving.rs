@@ -177,6 +177,7 @@ impl RecvConn {
     pub(super) fn heard(&self, io: &mut Io, header: &Header) -> Result<()> {
         match header.kind {
             Type::Bye => {
+                self.announced.store(header.total, Ordering::Relaxed);
                 self.health.peer_is_done();
                 io.heard_goodbye = true;
                 // The sender's close waits for the kernel's acknowledgement, which may be delayed by 40 ms, and which the

@@ -80,8 +80,9 @@ impl SendConn {
     /// peer's kernel has it all, and the receiver too: what only its kernel has is lost with a path that it gives up just
     /// then. False when nobody answers.
     fn part(&self, start: Instant) -> bool {
+        let total = self.state().core.next_number() + 1;
         for index in 0..MAX_STREAMS {
-            self.queue_control(index, Header::of(Type::Bye, 0), &[]);
+            self.queue_control(index, Header { total, ..Header::of(Type::Bye, 0) }, &[]);
         }
         let gone = |io: &mut Io| {
             let written = io.out.is_none() && io.control.is_empty();
