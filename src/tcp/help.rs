@@ -2,8 +2,9 @@
 //!
 //! The further streams of a connection are their workers'. These come late now and then: of the wake-ups on a virtual machine
 //! with 32 processors one in fifty took longer than 130 µs and one in a hundred longer than 260, and a host that has other
-//! guests keeps a processor to itself for milliseconds. NCCL's thread asks after the requests meanwhile, again and again, and a stream is anybody's whom no other
-//! thread has. So when no request of a connection has ended for a while, that thread looks at the further streams itself.
+//! guests keeps a processor to itself for milliseconds. NCCL's thread asks after the requests meanwhile, again and again, and
+//! a stream is anybody's whom no other thread has. So when no request of a connection has ended and no chunk begun for a
+//! while, that thread looks at the further streams itself. While chunks follow each other it has better things to do.
 //!
 //! Most of such waiting is not for a worker but for the peer, its GPU or the wire, and then a look finds nothing. So each is
 //! followed by the next only after twice the time, and none of them comes while the last ones took more than a tenth of the

@@ -499,7 +499,10 @@ mod tests {
             });
             crate::tcp::watch::close_hard(&cut);
             drop(cut);
-            loopback::wait_until("the end of the other is heard", || conn.health.live() == 0);
+            loopback::wait_until("the end of the other is heard", || {
+                assert!(excused || conn.test(ticket).expect("the message may still come").is_none());
+                conn.health.live() == 0
+            });
             if excused {
                 let error = conn.test(ticket).expect_err("nothing more comes");
                 assert!(error.to_string().contains("peer"), "{error}");

@@ -10,21 +10,23 @@ use crate::tcp::limits::{ACK_EVERY, EAGER_MAX};
 use crate::tcp::loopback;
 use crate::tcp::stream::Step;
 
+/// Connects stream `index`. Returns where its peer reads and writes.
+fn join(conn: &Arc<RecvConn>, index: usize) -> TcpStream {
+    let (ours, theirs) = loopback::sockets();
+    let place = conn.place(index, &ours).expect("it is watched");
+    conn.add_stream(index, index as u16, place, ours, Seal::Plain);
+    theirs
+}
+
 /// NCCL has its buffers back when the connection is closed. A stream that was on its way then must not fill them.
 #[test]
 fn a_stream_that_joins_when_the_connection_has_been_closed_is_not_used() {
     let conn = RecvConn::new(loopback::net(Config::default()), loopback::link(&loopback::deaf()), loopback::peer());
-    let join = |index| {
-        let (ours, theirs) = loopback::sockets();
-        let place = conn.place(index, &ours).expect("it is watched");
-        conn.add_stream(index, index as u16, place, ours, Seal::Plain);
-        theirs
-    };
-    let _first = join(0);
+    let _first = join(&conn, 0);
     conn.requests.take(1).expect("a slot is free");
     conn.close();
     // As a handshake that had ended by then.
-    let _late = join(1);
+    let _late = join(&conn, 1);
     assert!(conn.streams[1].peek(|_| ()).is_none() && conn.health.live() == 0);
 }
 
@@ -32,10 +34,8 @@ fn a_stream_that_joins_when_the_connection_has_been_closed_is_not_used() {
 #[test]
 fn an_acknowledgement_that_nobody_waits_for_leaves_with_the_next_look() {
     let conn = RecvConn::new(loopback::net(Config::default()), loopback::link(&loopback::deaf()), loopback::peer());
-    let (ours, theirs) = loopback::sockets();
+    let theirs = join(&conn, 0);
     theirs.set_nonblocking(true).expect("it can be set");
-    let place = conn.place(0, &ours).expect("it is watched");
-    conn.add_stream(0, 0, place, ours, Seal::Plain);
     // So that the keeper does not look, which it may just now.
     let mut held = (0..).find_map(|_| conn.streams[0].hold()).expect("nobody has it for ever");
     let io = held.as_deref_mut().expect("it is connected");
@@ -74,9 +74,7 @@ fn an_acknowledgement_that_nobody_waits_for_leaves_with_the_next_look() {
 #[test]
 fn a_chunk_that_is_watched_arrives_whole_and_so_does_what_follows() {
     let conn = RecvConn::new(loopback::net(Config::default()), loopback::link(&loopback::deaf()), loopback::peer());
-    let (ours, mut theirs) = loopback::sockets();
-    let place = conn.place(0, &ours).expect("it is watched");
-    conn.add_stream(0, 0, place, ours, Seal::Plain);
+    let mut theirs = join(&conn, 0);
     for (number, size) in [200_064, 128, 9_984, 65_536, 131_072].into_iter().enumerate() {
         let bytes: Vec<u8> = (0..size).map(|at| (at * 7 + at / 251) as u8).collect();
         let mut targets = [vec![0; size], vec![0; 8]];
@@ -111,13 +109,7 @@ fn what_a_worker_does_not_come_to_is_received_by_the_thread_that_asks() {
     let net = loopback::net(Config { workers: Some(1), ..Config::default() });
     let _kept = loopback::keep_worker(&net);
     let conn = RecvConn::new(net, loopback::link(&loopback::deaf()), loopback::peer());
-    let join = |index| {
-        let (ours, theirs) = loopback::sockets();
-        let place = conn.place(index, &ours).expect("it is watched");
-        conn.add_stream(index, index as u16, place, ours, Seal::Plain);
-        theirs
-    };
-    let (_first, mut second) = (join(0), join(1));
+    let (_first, mut second) = (join(&conn, 0), join(&conn, 1));
     let (bytes, mut target) = (vec![7; 3 << 20], vec![0; 3 << 20]);
     // SAFETY: the target lives until the request is done, and nobody profiles.
     let posted = unsafe { conn.irecv(&[(target.as_mut_ptr(), target.len(), 0)], &[std::ptr::null_mut()]) };

@@ -99,8 +99,13 @@ fn a_stream_that_comes_back_asks_about_those_that_are_still_away() {
 
 /// A connection, and where its peer reads and writes.
 fn connected() -> (Arc<SendConn>, TcpStream) {
+    connected_in(loopback::net(Config::default()))
+}
+
+/// The same, of this backend.
+fn connected_in(net: Arc<Net>) -> (Arc<SendConn>, TcpStream) {
     let (ours, theirs) = loopback::sockets();
-    let (net, link) = (loopback::net(Config::default()), loopback::link(&loopback::deaf()));
+    let link = loopback::link(&loopback::deaf());
     (SendConn::new(net, link, loopback::peer(), ours, Seal::Plain).expect("it is watched"), theirs)
 }
 
@@ -167,9 +172,7 @@ fn what_a_gpu_may_watch_is_marked() {
 fn what_a_worker_does_not_come_to_is_sent_by_the_thread_that_asks() {
     let net = loopback::net(Config { workers: Some(1), ..Config::default() });
     let _kept = loopback::keep_worker(&net);
-    let (ours, mut first) = loopback::sockets();
-    let conn = SendConn::new(net, loopback::link(&loopback::deaf()), loopback::peer(), ours, Seal::Plain);
-    let conn = conn.expect("it is watched");
+    let (conn, mut first) = connected_in(net);
     let (ours, mut second) = loopback::sockets();
     conn.rejoined(1, conn.next_epoch(1), 0, None, ours, Seal::Plain).expect("it joins");
 
