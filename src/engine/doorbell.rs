@@ -49,6 +49,13 @@ impl Doorbell {
         any
     }
 
+    /// The token that has waited longest, for a thread that polls in the worker's place. It comes as the worker does: it
+    /// releases the source's button before it polls.
+    pub fn take_one(&self) -> Option<usize> {
+        let mut rung = self.rung();
+        if rung.is_empty() { None } else { Some(rung.remove(0)) }
+    }
+
     /// Whether the worker sleeps, or is about to. A guess: it may change at once.
     pub fn is_asleep(&self) -> bool {
         self.asleep.load(Ordering::Relaxed)

@@ -7,6 +7,7 @@
 //!
 //! - Workers are few, started when first needed, bounded in number, and asleep in `epoll_wait` when nothing
 //!   happens. After progress a worker stays awake for [`HOT`] or [`HOT_BETWEEN`], because the next chunk usually follows at once.
+//! - A worker that looks and finds nothing does what another has not come to ([`relief`]).
 //! - One worker, the **keeper**, does what is rare: handshakes, fallbacks for streams that NCCL's thread polls,
 //!   deadlines.
 //! - A panic in a source is caught; the source is told and fails its connection, the worker lives on.
@@ -25,11 +26,15 @@ use std::time::{Duration, Instant};
 use mio::{Events, Poll, Token};
 use slab::Slab;
 
+use self::relief::{Crew, Relief};
 use super::deadlines::Deadlines;
 use super::doorbell::{Button, Doorbell};
 use crate::os::error::{Error, Result};
 use crate::os::fd::{Fd, Registered};
 use crate::os::log::Limiter;
+use crate::os::ticks::Ticks;
+
+mod relief;
 
 /// How long a worker looks for more work before it sleeps. Waking a sleeping processor costs 5 to 50 µs, most in
 /// virtual machines, and the next chunk of a message usually follows at once. Looking for 300 µs instead moved no more
@@ -96,6 +101,8 @@ struct Shared {
     entries: Mutex<Slab<Entry>>,
     load: AtomicUsize,
     lives: AtomicU64,
+    /// [`Ticks::number`] of when the worker last came back from its sources, or was woken.
+    seen: AtomicU64,
 }
 
 /// How often the kernel is asked to watch a descriptor, a millisecond apart, while it has not got the memory.
@@ -118,7 +125,7 @@ pub struct Registration {
 }
 
 impl Worker {
-    fn start(name: String, spin: bool) -> Result<Self> {
+    fn start(name: String, spin: bool, crew: Option<&Arc<Crew>>) -> Result<Self> {
         let failed = |error: &io::Error| Error::system(format!("starting the worker thread {name}"), error);
         let poll = Registered::open(Poll::new).map_err(|e| failed(&e))?;
         let waker = Registered::open(eventfd).map_err(|e| failed(&e))?;
@@ -130,11 +137,16 @@ impl Worker {
             entries: Mutex::new(Slab::new()),
             load: AtomicUsize::new(0),
             lives: AtomicU64::new(0),
+            seen: AtomicU64::new(Ticks::now().number()),
         });
         let worker = Self(Arc::clone(&shared));
-        crate::os::thread::spawn(&name, move || run(&shared, poll, spin)).map_err(|error| {
+        let relief = crew.filter(|_| spin).map(|crew| Relief::new(Arc::clone(crew)));
+        crate::os::thread::spawn(&name, move || run(&shared, poll, spin, relief)).map_err(|error| {
             failed(&error).with_hint("raise the limit on threads (ulimit -u, or pids.max of the container)")
         })?;
+        if let Some(crew) = crew {
+            crew.join(&worker.0);
+        }
         Ok(worker)
     }
 
@@ -169,9 +181,7 @@ impl Registration {
 
     /// Asks the worker to poll the source soon. Cheap when it was asked already.
     pub fn kick(&self) {
-        if self.worker.0.doorbell.ring(&self.kicked, self.token) {
-            self.worker.0.wake();
-        }
+        self.worker.0.kick(&self.kicked, self.token);
     }
 }
 
@@ -179,6 +189,19 @@ impl Shared {
     /// Whether the place `token` still holds the source with this life.
     fn is(&self, token: usize, life: u64) -> bool {
         lock(&self.entries).get(token).is_some_and(|entry| entry.life == life)
+    }
+
+    /// The worker is to poll the source with this token.
+    fn kick(&self, button: &Button, token: usize) {
+        if self.doorbell.ring(button, token) {
+            self.is_seen();
+            self.wake();
+        }
+    }
+
+    /// The worker is at it, or will be at once.
+    fn is_seen(&self) {
+        self.seen.store(Ticks::now().number(), Ordering::Relaxed);
     }
 
     /// Ends the worker's sleep. The eventfd is edge-triggered and never read: each write is a new edge.
@@ -240,7 +263,7 @@ fn epoll_add(epoll: RawFd, fd: RawFd, interest: Interest, token: usize) -> io::R
     }
 }
 
-fn run(shared: &Shared, poll: Registered<Poll>, spin: bool) {
+fn run(shared: &Shared, poll: Registered<Poll>, spin: bool, mut relief: Option<Relief>) {
     let mut poll = poll;
     let mut events = Events::with_capacity(128);
     let mut deadlines = Deadlines::default();
@@ -268,6 +291,7 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool) {
             tracing::error!("waiting for sockets failed: {error}; the worker retries");
             std::thread::sleep(Duration::from_millis(10));
         }
+        shared.is_seen();
         ready.extend(events.iter().map(|event| event.token()).filter(|token| *token != WAKE).map(|token| token.0));
         let kicked = shared.doorbell.answer(&mut ready);
         let now = Instant::now();
@@ -281,28 +305,17 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool) {
         ready.dedup();
         let mut hot_for = Duration::ZERO;
         let mut again_at_once = Vec::new();
+        if let Some(relief) = relief.as_mut().filter(|_| hot && ready.is_empty()) {
+            hot_for = relief.look(shared);
+        }
         for token in ready.drain(..) {
-            let found =
-                lock(&shared.entries).get(token).map(|e| (Arc::clone(&e.source), Arc::clone(&e.kicked), e.life));
-            let Some((source, kicked, life)) = found else { continue };
-            kicked.release();
-            match catch_unwind(AssertUnwindSafe(|| source.poll())) {
-                Ok(progress) => {
-                    if progress.moved {
-                        hot_for = hot_for.max(source.hot());
-                    }
-                    if let Some(at) = progress.again {
-                        if at <= now {
-                            again_at_once.push(token);
-                        } else {
-                            deadlines.set(token, life, at);
-                        }
-                    }
-                }
-                Err(panic) => {
-                    let error = Error::internal(format!("a worker panicked: {}", panic_text(panic.as_ref())));
-                    // A second panic inside `fail` must not take the worker down either.
-                    let _ = catch_unwind(AssertUnwindSafe(|| source.fail(error)));
+            let Some(polled) = shared.poll(token) else { continue };
+            hot_for = hot_for.max(polled.hot_for);
+            if let Some(at) = polled.again {
+                if at <= now {
+                    again_at_once.push(token);
+                } else {
+                    deadlines.set(token, polled.life, at);
                 }
             }
         }
@@ -314,6 +327,39 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool) {
         if !hot_for.is_zero() {
             hot_until = hot_until.max(Instant::now() + hot_for);
         }
+    }
+}
+
+/// What came of polling a source.
+struct Polled {
+    life: u64,
+    kicked: Arc<Button>,
+    /// How long to look for more; no time when nothing has moved.
+    hot_for: Duration,
+    again: Option<Instant>,
+}
+
+impl Shared {
+    /// Polls the source with this token, if it is still there. By whatever thread.
+    fn poll(&self, token: usize) -> Option<Polled> {
+        let entry = |entry: &Entry| (Arc::clone(&entry.source), Arc::clone(&entry.kicked), entry.life);
+        let (source, kicked, life) = lock(&self.entries).get(token).map(entry)?;
+        kicked.release();
+        let mut polled = Polled { life, kicked, hot_for: Duration::ZERO, again: None };
+        match catch_unwind(AssertUnwindSafe(|| source.poll())) {
+            Ok(progress) => {
+                if progress.moved {
+                    polled.hot_for = source.hot();
+                }
+                polled.again = progress.again;
+            }
+            Err(panic) => {
+                let error = Error::internal(format!("a worker panicked: {}", panic_text(panic.as_ref())));
+                // A second panic inside `fail` must not take the worker down either.
+                let _ = catch_unwind(AssertUnwindSafe(|| source.fail(error)));
+            }
+        }
+        Some(polled)
     }
 }
 
@@ -347,12 +393,22 @@ pub struct Poller {
     /// The first half and the second, which is empty where the workers are not divided.
     workers: Mutex<[Vec<Worker>; 2]>,
     starting: Mutex<()>,
+    /// The data workers, as they know each other.
+    crew: Arc<Crew>,
 }
 
 impl Poller {
     /// A pool of at most `limit` data workers, which `spin` for a while before they sleep or not; none is started yet.
     pub fn new(limit: usize, spin: bool) -> Self {
-        Self { limit: limit.max(1), spin, keeper: OnceLock::new(), workers: Mutex::default(), starting: Mutex::new(()) }
+        let limit = limit.max(1);
+        Self {
+            limit,
+            spin,
+            keeper: OnceLock::new(),
+            workers: Mutex::default(),
+            starting: Mutex::new(()),
+            crew: Arc::new(Crew::new(limit)),
+        }
     }
 
     /// The thread for rare things; started on first use.
@@ -365,7 +421,7 @@ impl Poller {
         }
         let _starting = lock(&self.starting);
         if self.keeper.get().is_none() {
-            let worker = Worker::start("towline-keeper".into(), false)?;
+            let worker = Worker::start("towline-keeper".into(), false, None)?;
             let _ = self.keeper.set(worker);
         }
         Ok(self.keeper.get().expect("set above"))
@@ -387,7 +443,7 @@ impl Poller {
             if let Some(idle) = workers.iter().find(|worker| worker.0.load.load(Ordering::Relaxed) == 0) {
                 return Ok(idle.clone());
             }
-            match Worker::start(format!("towline-{running}"), self.spin) {
+            match Worker::start(format!("towline-{running}"), self.spin, Some(&self.crew)) {
                 Ok(worker) => {
                     workers.push(worker.clone());
                     return Ok(worker);
@@ -408,6 +464,16 @@ impl Poller {
     /// The most data workers that this pool starts.
     pub fn limit(&self) -> usize {
         self.limit
+    }
+}
+
+/// Waits until something holds.
+#[cfg(test)]
+fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !is_so() {
+        assert!(start.elapsed() < Duration::from_secs(20), "{what}");
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
 
@@ -477,14 +543,6 @@ mod tests {
         let (before, gone) = places(&poller, Half::Second, 1);
         drop(gone);
         assert_eq!(places(&poller, Half::Second, 1).0, before);
-    }
-
-    fn wait_until(what: &str, is_so: impl Fn() -> bool) {
-        let start = Instant::now();
-        while !is_so() {
-            assert!(start.elapsed() < Duration::from_secs(20), "{what}");
-            std::thread::sleep(Duration::from_millis(1));
-        }
     }
 
     /// What panics in a worker ends by itself: it is told, the others on the same thread go on, and so does the process.

@@ -56,6 +56,47 @@ impl Worker {
     }
 }
 
+/// Another thread takes what it finds once, and polls in the worker's place. What it has seen counts as well.
+fn rings_are_heard_by_one_of_two(asks: u32) {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(3);
+    model.check(move || {
+        let worker = Worker::new();
+        let caller = {
+            let worker = Arc::clone(&worker);
+            thread::spawn(move || (0..asks).for_each(|_| worker.ask(0)))
+        };
+        let other = {
+            let worker = Arc::clone(&worker);
+            thread::spawn(move || {
+                let source = worker.doorbell.take_one()?;
+                worker.buttons[source].release();
+                Some(worker.todo[source].load(Ordering::Relaxed))
+            })
+        };
+        caller.join().unwrap();
+        let seen = other.join().unwrap();
+        // All has been asked for: what the other has not seen is there for the worker.
+        let mut rung = Vec::new();
+        worker.doorbell.answer(&mut rung);
+        let own = rung.pop().map(|source| {
+            worker.buttons[source].release();
+            worker.todo[source].load(Ordering::Relaxed)
+        });
+        assert_eq!(seen.max(own), Some(asks));
+    });
+}
+
+#[test]
+fn a_ring_is_heard_by_the_worker_or_by_who_relieves_it() {
+    rings_are_heard_by_one_of_two(1);
+}
+
+#[test]
+fn a_ring_while_another_relieves_the_worker_is_not_lost() {
+    rings_are_heard_by_one_of_two(2);
+}
+
 #[test]
 fn a_ring_is_heard_by_a_worker_that_falls_asleep() {
     loom::model(|| {
