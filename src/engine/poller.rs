@@ -7,7 +7,7 @@
 //!
 //! - Workers are few, started when first needed, bounded in number, and asleep in `epoll_wait` when nothing
 //!   happens. After progress a worker stays awake for [`HOT`] or [`HOT_BETWEEN`], because the next chunk usually follows at once.
-//! - A worker that looks and finds nothing does what another has not come to ([`relief`]).
+//! - A worker that looks and finds nothing does what another has not come to (`relief`).
 //! - One worker, the **keeper**, does what is rare: handshakes, fallbacks for streams that NCCL's thread polls,
 //!   deadlines.
 //! - A panic in a source is caught; the source is told and fails its connection, the worker lives on.

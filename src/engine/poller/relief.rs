@@ -10,8 +10,8 @@
 //! time; a stream that another thread has is left to it. What is taken is not lost: an event is followed by a poll until
 //! nothing moves, or by the news to its own worker that there is more.
 //!
-//! Measured on two H100 with 32 cores, 14 groups: all-reduces of 8 MiB to 512 MiB take 0.91 to 0.97 of the time with the same
-//! processor time for each byte, and of the worst tenth of the blocks of 512 KiB the best takes 234 µs instead of 319
+//! Measured on two H100 with 32 cores, 14 groups: all-reduces of 8 MiB to 512 MiB take 0.93 to 0.94 of the time with the same
+//! processor time for each byte, and the slowest tenth of the blocks of 512 KiB 234 µs and more instead of 319
 //! (docs/performance.md, Workers that do each other's work).
 
 use std::sync::atomic::{AtomicUsize, Ordering};
