@@ -186,6 +186,11 @@ impl Listener for NcclProfiler {
     }
 
     unsafe fn whole(&self, transfer: *mut c_void, whole: &Whole<'_>) -> bool {
+        if let [over] = whole.chunks {
+            // As most are.
+            let mut part = describe_over(whole, over);
+            return self.start_and_stop(transfer, (&raw mut part).cast());
+        }
         let mut parts = [const { MaybeUninit::<NetEvent>::uninit() }; MOST_AT_ONCE];
         let count =
             parts.iter_mut().zip(whole.chunks).map(|(part, over)| part.write(describe_over(whole, over))).count();

@@ -28,7 +28,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use notes::{Note, Notes, TURNS, What};
-use single::Single;
+use single::{Left, Single};
 pub use transfer::{Chunk, MOST, Over, Piece, Wait};
 use transfer::{Told, Transfer};
 
@@ -224,7 +224,13 @@ struct Place {
     /// Whether the transfer is followed piece by piece, and with times.
     followed: AtomicBool,
     details: AtomicBool,
-    /// Locked by NCCL's threads only.
+    /// Something is noted of it elsewhere than in `whole`. Written after that, and before its request ends.
+    noted: AtomicBool,
+    /// Nothing has been noted of it yet that is kept in `transfer`, where a former one may still stand; and when it was
+    /// requested, by [`Ticks::number`], 0 when times are not wanted. Written under the lock of `transfer`.
+    fresh: AtomicBool,
+    posted: AtomicU64,
+    /// Locked by NCCL's threads only. Not touched for a transfer of which nothing is noted but that all of it is over.
     transfer: Mutex<Transfer>,
     /// That all of it is over.
     whole: Single,
@@ -356,6 +362,7 @@ impl Events {
         let place = self.place(slot, 0);
         let now = clock(details);
         let mut transfer = lock(&place.transfer);
+        place.fresh.store(false, Ordering::Relaxed);
         transfer.begin(ear.send, now);
         place.attach(handle, true, details);
         // It leaves in this very call: no time lies between its request and that.
@@ -375,7 +382,9 @@ impl Events {
         let follows = self.hears();
         let details = self.wants_details(ear) && follows;
         if follows {
-            lock(&place.transfer).begin(ear.send, clock(details));
+            let _transfer = lock(&place.transfer);
+            place.posted.store(clock(details).map_or(0, Ticks::number), Ordering::Relaxed);
+            place.fresh.store(true, Ordering::Relaxed);
         }
         place.attach(handle, follows, details);
     }
@@ -421,9 +430,7 @@ impl Events {
         if is_whole && self.known_place(slot, part).is_some_and(|place| place.whole.leave(&note)) {
             return;
         }
-        if let Some(notes) = self.notes.get() {
-            notes.add(path, note);
-        }
+        self.add(path, note);
     }
 
     /// Any thread: a chunk of the part is being handed to the network, or its first byte has come. Only for requests
@@ -467,8 +474,15 @@ impl Events {
 
     /// Notes what has happened on a path, or to a whole transfer.
     fn note(&self, slot: u16, part: usize, path: Option<u16>, what: What) {
-        if let Some(notes) = self.notes.get() {
-            notes.add(path, Note { slot, part: part as u8, now: clock(self.timed.load(Ordering::Relaxed)), what });
+        self.add(path, Note { slot, part: part as u8, now: clock(self.timed.load(Ordering::Relaxed)), what });
+    }
+
+    fn add(&self, path: Option<u16>, note: Note) {
+        let Some(notes) = self.notes.get() else { return };
+        let (slot, part) = (note.slot, note.part);
+        notes.add(path, note);
+        if let Some(place) = self.known_place(slot, part.into()) {
+            set(&place.noted, true);
         }
     }
 
@@ -527,7 +541,7 @@ impl Events {
             for note in taken.iter().filter(|note| note.turn() == turn) {
                 let Some(place) = self.followed_place(note.slot, note.part.into()) else { continue };
                 let details = place.details.load(Ordering::Relaxed);
-                lock(&place.transfer).take_note(&note.what, note.now.filter(|_| details), details);
+                self.open(place).take_note(&note.what, note.now.filter(|_| details), details);
                 if Some(note.slot) != ending {
                     self.mark(note.slot);
                 }
@@ -551,7 +565,7 @@ impl Events {
             *open = None;
             let Some(place) = self.followed_place(slot, part.into()) else { return true };
             let details = place.details.load(Ordering::Relaxed);
-            *open = Some(Open { slot, part, details, transfer: lock(&place.transfer) });
+            *open = Some(Open { slot, part, details, transfer: self.open(place) });
         }
         open.as_mut().is_some_and(|open| open.details && keep(&mut open.transfer))
     }
@@ -617,7 +631,7 @@ impl Events {
                     let Some(place) = self.known_place(slot, part) else { continue };
                     if !place.handle.load(Ordering::Relaxed).is_null() {
                         // SAFETY: the handle is there, so the end of its transfer has not been told.
-                        unsafe { self.tell(ear, place, &mut lock(&place.transfer)) };
+                        unsafe { self.tell(ear, place, &mut self.open(place)) };
                     }
                 }
             }
@@ -636,11 +650,9 @@ impl Events {
             return None;
         }
         let Some(notes) = self.notes.get() else { return requests.finish(ticket) };
-        if self.hears() {
-            if let Some(place) = self.known_place(ticket.slot, 0) {
-                place.whole.fetch();
-            }
-            if !self.joins() {
+        if let Some(place) = self.known_place(ticket.slot, 0).filter(|_| self.hears()) {
+            place.whole.fetch();
+            if place.noted.load(Ordering::Relaxed) {
                 notes.fetch();
             }
         }
@@ -675,10 +687,13 @@ impl Events {
     pub unsafe fn conclude(&self, slot: u16, outcome: &Outcome) {
         if let Some(ear) = self.ear.get() {
             // It has ended after all that is noted of it.
-            self.read_notes(Some(slot));
+            let is_noted = |part| self.known_place(slot, part).is_some_and(|place| place.noted.load(Ordering::Relaxed));
+            if (0..outcome.parts).any(is_noted) {
+                self.read_notes(Some(slot));
+            }
             for (part, size) in outcome.sizes[..outcome.parts].iter().enumerate() {
                 // SAFETY: passed on.
-                unsafe { self.close(ear, slot, part, |transfer, now| transfer.end(*size, now)) };
+                unsafe { self.close(ear, slot, part, Some(*size)) };
             }
         }
     }
@@ -692,31 +707,72 @@ impl Events {
             self.read_notes(Some(slot));
             for part in 0..MAX_PARTS {
                 // SAFETY: passed on.
-                unsafe { self.close(ear, slot, part, |transfer, _| transfer.fail()) };
+                unsafe { self.close(ear, slot, part, None) };
             }
         }
     }
 
-    unsafe fn close(&self, ear: &Ear, slot: u16, part: usize, end: impl FnOnce(&mut Transfer, Option<Ticks>)) {
+    /// Tells the rest of a part that has ended with so many bytes, or failed.
+    unsafe fn close(&self, ear: &Ear, slot: u16, part: usize, size: Option<u64>) {
         let Some(place) = self.known_place(slot, part) else { return };
-        if place.handle.load(Ordering::Relaxed).is_null() {
+        let handle = place.handle.load(Ordering::Relaxed);
+        if handle.is_null() {
             return;
         }
-        let mut transfer = lock(&place.transfer);
-        let details = place.details.load(Ordering::Relaxed);
         let whole = place.whole.take();
+        if let Some(over) = whole.as_ref().and_then(|whole| self.all_of(ear, place, size?, whole)) {
+            let (paths, chunks) = (self.paths(), std::slice::from_ref(&over));
+            let whole = Whole { link: ear.link, send: ear.send, paths: &paths, chunks, now: Ticks::now() };
+            // SAFETY: the caller's promise; the handle is there.
+            set(&self.hears, unsafe { ear.listener.whole(handle, &whole) });
+            place.handle.store(std::ptr::null_mut(), Ordering::Relaxed);
+            return;
+        }
+        let mut transfer = self.open(place);
+        let details = place.details.load(Ordering::Relaxed);
         if !place.followed.load(Ordering::Relaxed) {
             place.followed.store(true, Ordering::Relaxed);
             // Nothing is known that was noted. Its end is the moment to find out whether somebody listens now.
             transfer.begin(ear.send, None);
             place.details.store(self.wants_details(ear), Ordering::Relaxed);
-        } else if let Some(Note { what, now, .. }) = whole {
+        } else if let Some(Note { what, now, .. }) = whole.and_then(|(head, words)| Note::decode(head, words)) {
             transfer.take_note(&what, now.filter(|_| details), details);
         }
-        end(&mut transfer, clock(details));
+        match size {
+            Some(size) => transfer.end(size, clock(details)),
+            None => transfer.fail(),
+        }
         // SAFETY: the caller's promise; the handle is there.
         unsafe { self.tell(ear, place, &mut transfer) };
         place.handle.store(std::ptr::null_mut(), Ordering::Relaxed);
+    }
+
+    /// The only chunk of a part of `size` bytes, if that it is over is all that was noted of the part, and the listener is to
+    /// be told so in one: what [`Transfer::end`] would leave, without a look at what is kept there.
+    fn all_of(&self, ear: &Ear, place: &Place, size: u64, (head, words): &Left) -> Option<Over> {
+        let is_all = place.fresh.load(Ordering::Relaxed)
+            && place.followed.load(Ordering::Relaxed)
+            && place.details.load(Ordering::Relaxed)
+            && self.tells_in_one();
+        let (.., over) = Note::over(*head, *words).filter(|(.., over)| is_all && over.chunk.length == size)?;
+        Some(over.alone(ear.send, Ticks::from_number(place.posted.load(Ordering::Relaxed))))
+    }
+
+    /// Whether a patient listener learns of a transfer when it has ended. Who learns of a reconnection learns it from an update.
+    #[inline]
+    fn tells_in_one(&self) -> bool {
+        self.is_patient() && self.reconnects.load(Ordering::Relaxed) == 0
+    }
+
+    /// What is kept of the transfer.
+    fn open<'a>(&self, place: &'a Place) -> MutexGuard<'a, Transfer> {
+        let mut transfer = lock(&place.transfer);
+        if place.fresh.load(Ordering::Relaxed) {
+            place.fresh.store(false, Ordering::Relaxed);
+            let posted = Ticks::from_number(place.posted.load(Ordering::Relaxed));
+            transfer.begin(self.ear.get().is_some_and(|ear| ear.send), posted);
+        }
+        transfer
     }
 
     /// Starts and stops what is due. Forgets the transfer when its first start is declined.
@@ -732,8 +788,7 @@ impl Events {
         let details = place.details.load(Ordering::Relaxed);
         let now = clock(details);
         let paths = self.paths();
-        // Who learns of a reconnection learns it from an update.
-        let in_one = details && self.is_patient() && self.reconnects.load(Ordering::Relaxed) == 0;
+        let in_one = details && self.tells_in_one();
         if let Some(chunks) = transfer.whole() {
             if let (true, Some(now)) = (in_one, now) {
                 let whole = Whole { link: ear.link, send: ear.send, paths: &paths, chunks, now };
@@ -812,6 +867,9 @@ impl Place {
             handle: AtomicPtr::new(std::ptr::null_mut()),
             followed: AtomicBool::new(false),
             details: AtomicBool::new(false),
+            noted: AtomicBool::new(false),
+            fresh: AtomicBool::new(false),
+            posted: AtomicU64::new(0),
             transfer: Mutex::default(),
             whole: Single::default(),
         }
@@ -821,6 +879,7 @@ impl Place {
     fn attach(&self, handle: *mut c_void, followed: bool, details: bool) {
         self.details.store(details, Ordering::Relaxed);
         self.followed.store(followed, Ordering::Relaxed);
+        self.noted.store(false, Ordering::Relaxed);
         self.whole.take();
         self.handle.store(handle, Ordering::Release);
     }

@@ -4,12 +4,15 @@
 //! the part's own place instead of a list, so that NCCL's thread, which has found the request done, needs to look nowhere
 //! else. One thread at a time leaves notes here, since only one ends a part.
 
-use super::list::Entry;
+use super::list::{Entry, WORDS};
 use super::notes::Note;
 use crate::os::memory;
 
 /// Beside a note's head: there is one.
 const FILLED: u64 = 1 << 32;
+
+/// A note as it lies there: [`Note::decode`], or [`Note::over`].
+pub(super) type Left = (u32, [u64; WORDS]);
 
 /// Room for one note, in a line of memory of its own: whoever asks after the request does not read it.
 #[derive(Default)]
@@ -27,14 +30,15 @@ impl Single {
     }
 
     /// Takes what was left.
-    pub(super) fn take(&self) -> Option<Note> {
+    #[inline]
+    pub(super) fn take(&self) -> Option<Left> {
         let head = self.0.head();
         if head == 0 {
             return None;
         }
         let words = self.0.words();
         self.0.clear();
-        Note::decode(head as u32, words)
+        Some((head as u32, words))
     }
 
     /// Has its memory fetched.
@@ -60,10 +64,11 @@ mod tests {
         let note = Note { slot: 0, part: 0, now: Some(now), what: What::Over(chunk, now) };
         assert!(single.leave(&note));
         assert!(!single.leave(&Note { slot: 9, ..note }), "the first is still there");
-        assert_eq!(single.take(), Some(note));
+        let decoded = |single: &Single| single.take().and_then(|(head, words)| Note::decode(head, words));
+        assert_eq!(decoded(&single), Some(note));
         assert!(single.take().is_none());
         let nothing = Note { what: What::Ready, now: None, ..note };
         assert!(single.leave(&nothing), "there is room again, also for one that is all zeros");
-        assert_eq!(single.take(), Some(nothing));
+        assert_eq!(decoded(&single), Some(nothing));
     }
 }

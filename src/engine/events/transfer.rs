@@ -60,7 +60,7 @@ pub struct Piece {
 
 /// A chunk that is over, and was sent once: most chunks are of this kind. A transfer that has only such ones, and no more
 /// than [`MOST`], is told of as they are; of any other, pieces are made.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Over {
     /// The chunk.
     pub chunk: Chunk,
@@ -76,6 +76,15 @@ impl Over {
     /// As [`Piece::wire`].
     pub fn wire(&self) -> u64 {
         self.arrived.nanoseconds_since(self.began)
+    }
+
+    /// The same as all of a transfer that was `posted` then and that nothing else was noted of: what [`Transfer::begin`] and
+    /// [`Transfer::end`] make of it.
+    pub(super) fn alone(mut self, send: bool, posted: Option<Ticks>) -> Self {
+        if let Some(posted) = posted.filter(|_| send) {
+            self.waits[Wait::Credit as usize] = self.began.nanoseconds_since(posted);
+        }
+        self
     }
 
     /// The piece that it makes.
@@ -538,6 +547,24 @@ mod tests {
                 None => transfer.pieces().map(|(piece, _)| all_of(piece)).collect(),
             };
             prop_assert_eq!(told(&mut kept), told(&mut made));
+        }
+    }
+
+    #[test]
+    fn the_only_chunk_of_a_transfer_is_told_alone_as_the_transfer_would_tell_it() {
+        let at = |number| Ticks::from_number(number).expect("not 0");
+        for (send, posted, length) in
+            [(true, Some(10_000), 7), (true, None, 7), (false, Some(10_000), 7), (true, Some(90_000), 0)]
+        {
+            let posted = posted.map(at);
+            let chunk =
+                Chunk { offset: 0, length, path: 2, message: 3, total: length, joined: true, ..Chunk::default() };
+            let over = Over { chunk, began: at(50_000), arrived: at(70_000), waits: [0; 3] };
+            let mut transfer = Transfer::default();
+            transfer.begin(send, posted);
+            assert!(transfer.keep_over(over));
+            transfer.end(length, Some(at(80_000)));
+            assert_eq!(transfer.whole(), Some(&[over.alone(send, posted)][..]));
         }
     }
 
