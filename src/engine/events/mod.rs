@@ -230,7 +230,8 @@ struct Place {
     /// requested, by [`Ticks::number`], 0 when times are not wanted. Written under the lock of `transfer`.
     fresh: AtomicBool,
     posted: AtomicU64,
-    /// Locked by NCCL's threads only. Not touched for a transfer of which nothing is noted but that all of it is over.
+    /// Locked by NCCL's threads only, which takes turns between them. Otherwise not touched for a transfer of which nothing is
+    /// noted but that all of it is over.
     transfer: Mutex<Transfer>,
     /// That all of it is over.
     whole: Single,
@@ -715,8 +716,13 @@ impl Events {
     /// Tells the rest of a part that has ended with so many bytes, or failed.
     unsafe fn close(&self, ear: &Ear, slot: u16, part: usize, size: Option<u64>) {
         let Some(place) = self.known_place(slot, part) else { return };
+        if place.handle.load(Ordering::Relaxed).is_null() {
+            return;
+        }
+        let transfer = lock(&place.transfer);
         let handle = place.handle.load(Ordering::Relaxed);
         if handle.is_null() {
+            // Another thread of the caller's has told the end of it meanwhile.
             return;
         }
         let whole = place.whole.take();
@@ -728,7 +734,7 @@ impl Events {
             place.handle.store(std::ptr::null_mut(), Ordering::Relaxed);
             return;
         }
-        let mut transfer = self.open(place);
+        let mut transfer = self.begun(place, transfer);
         let details = place.details.load(Ordering::Relaxed);
         if !place.followed.load(Ordering::Relaxed) {
             place.followed.store(true, Ordering::Relaxed);
@@ -766,7 +772,11 @@ impl Events {
 
     /// What is kept of the transfer.
     fn open<'a>(&self, place: &'a Place) -> MutexGuard<'a, Transfer> {
-        let mut transfer = lock(&place.transfer);
+        self.begun(place, lock(&place.transfer))
+    }
+
+    /// The same, locked already: begins it when a former one still stands there.
+    fn begun<'a>(&self, place: &Place, mut transfer: MutexGuard<'a, Transfer>) -> MutexGuard<'a, Transfer> {
         if place.fresh.load(Ordering::Relaxed) {
             place.fresh.store(false, Ordering::Relaxed);
             let posted = Ticks::from_number(place.posted.load(Ordering::Relaxed));
