@@ -306,7 +306,7 @@ variables! {
         read: "profiler init",
         help: "Which of NCCL's events to ask for, by name or as NCCL's mask, as in `Coll,ProxyStep` or `0x12`. Unset: all \
                but ProxyCtrl for a trace, and what the figures are made from otherwise. An event brings its ancestors \
-               along.",
+               along; but for figures alone, `NetPlugin` without `ProxyStep` records no steps.",
     }
     profile_buffer: Option<u32> {
         name: "TOWLINE_PROFILE_BUFFER",

@@ -24,6 +24,9 @@ pub const VERSION: i64 = 1;
 /// Towline's own plugin id: "TL" in the type bits, the version below.
 pub const PLUGIN_ID: i64 = (0x544c << 16) | VERSION;
 
+/// The plugin id of a [`NetSum`], which only [`Reader::Sums`] is told of.
+pub const PLUGIN_ID_SUM: i64 = (0x544c << 16) | 0x8001;
+
 /// [`NetEvent::flags`]: this side sends (otherwise it receives).
 pub const FLAG_SEND: u32 = 1;
 
@@ -113,6 +116,43 @@ pub struct NetEvent {
 
 const _: () = assert!(size_of::<NetEvent>() == 128, "the layout of version 1 is frozen");
 
+/// What a rail carried of a transfer that has ended, and has been told of by nothing else: what [`Reader::Sums`] needs of a
+/// [`NetEvent`]. It stays within this library, whose transport and profiler are of one version, and may change with it.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct NetSum {
+    /// As [`NetEvent::link`].
+    pub link: u64,
+    /// As [`NetEvent::message`].
+    pub message: u64,
+    /// As [`NetEvent::length`].
+    pub length: u64,
+    /// As [`NetEvent::wait_receiver_ns`].
+    pub wait_receiver_ns: u64,
+    /// As [`NetEvent::wait_socket_ns`].
+    pub wait_socket_ns: u64,
+    /// As [`NetEvent::wait_credit_ns`].
+    pub wait_credit_ns: u64,
+    /// As [`NetEvent::wire_ns`].
+    pub wire_ns: u64,
+    /// As [`NetEvent::ago_ns`] in a start.
+    pub ago_ns: u32,
+    /// As [`NetEvent::rail`].
+    pub rail: u16,
+    /// Whether this side sends.
+    pub send: bool,
+}
+
+/// What lies behind the data of an event with [`PLUGIN_ID_SUM`].
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct NetSumNow {
+    /// The sum.
+    pub sum: NetSum,
+    /// The time of the call, by [`crate::os::ticks::Ticks::number`]: the reader need not look at the clock again.
+    pub now: u64,
+}
+
 /// Who reads [`NetEvent`]s in this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
@@ -124,7 +164,7 @@ pub enum Reader {
     /// The profiler of this library alone: it goes by the times in the events.
     Patient = 2,
     /// The same, and it draws nothing: it adds up what each rail carried. So what one rail carried of a transfer may be one
-    /// part, however many streams took it.
+    /// part, however many streams took it, and what there is to say of a transfer's only part is a [`NetSum`].
     Sums = 3,
 }
 
@@ -230,5 +270,6 @@ mod tests {
     #[test]
     fn the_plugin_ids_carry_type_and_version_as_nccl_splits_them() {
         assert_eq!((PLUGIN_ID_IB, PLUGIN_ID_SOCKET, PLUGIN_ID), (0x1_0001, 0x2_0001, 0x544c_0001));
+        assert_eq!(PLUGIN_ID_SUM, 0x544c_8001);
     }
 }

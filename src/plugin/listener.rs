@@ -17,8 +17,8 @@ use crate::abi::ffi;
 use crate::engine::events::{Carrier, Listener, MOST, News, Over, Path, Wait, Whole};
 use crate::os::config::NetEvents;
 use crate::os::net_event::{
-    self, CARRIER_QUEUE_PAIR, CARRIER_SOCKET, FLAG_ENDED, FLAG_RESEND, FLAG_SEND, MOST_AT_ONCE, NetEvent, PLUGIN_ID,
-    PLUGIN_ID_IB, PLUGIN_ID_SOCKET, Reader, SEVERAL,
+    self, CARRIER_QUEUE_PAIR, CARRIER_SOCKET, FLAG_ENDED, FLAG_RESEND, FLAG_SEND, MOST_AT_ONCE, NetEvent, NetSum,
+    NetSumNow, PLUGIN_ID, PLUGIN_ID_IB, PLUGIN_ID_SOCKET, PLUGIN_ID_SUM, Reader, SEVERAL,
 };
 
 /// NCCL's number for release 2.27.0, the first that understands updates.
@@ -102,10 +102,11 @@ impl NcclProfiler {
 }
 
 impl NcclProfiler {
-    /// Tells of the part at `parts`, and of those behind it that it speaks of, all of which have ended. Whether it was taken.
-    fn start_and_stop(&self, transfer: *mut c_void, parts: *mut c_void) -> bool {
+    /// Tells of what has ended: the part at `data`, and those behind it that it speaks of, or a sum, as the identifier says.
+    /// Whether it was taken.
+    fn start_and_stop(&self, transfer: *mut c_void, id: i64, data: *mut c_void) -> bool {
         let mut event = std::ptr::null_mut();
-        self.call(&mut event, ffi::ncclProfilerNetEventStart as c_int, transfer, PLUGIN_ID, parts);
+        self.call(&mut event, ffi::ncclProfilerNetEventStart as c_int, transfer, id, data);
         if event.is_null() {
             return false;
         }
@@ -178,7 +179,7 @@ impl Listener for NcclProfiler {
             }
             let Some(first) = first else { return taken };
             first.set_more(count - 1);
-            if !self.start_and_stop(transfer, parts.as_mut_ptr().cast()) {
+            if !self.start_and_stop(transfer, PLUGIN_ID, parts.as_mut_ptr().cast()) {
                 return taken;
             }
             taken += count;
@@ -188,8 +189,12 @@ impl Listener for NcclProfiler {
     unsafe fn whole(&self, transfer: *mut c_void, whole: &Whole<'_>) -> bool {
         if let [over] = whole.chunks {
             // As most are.
+            if self.adds_up() {
+                let mut sum = NetSumNow { sum: sum(whole, over), now: whole.now.number() };
+                return self.start_and_stop(transfer, PLUGIN_ID_SUM, (&raw mut sum).cast());
+            }
             let mut part = describe_over(whole, over);
-            return self.start_and_stop(transfer, (&raw mut part).cast());
+            return self.start_and_stop(transfer, PLUGIN_ID, (&raw mut part).cast());
         }
         let mut parts = [const { MaybeUninit::<NetEvent>::uninit() }; MOST_AT_ONCE];
         let count =
@@ -199,7 +204,7 @@ impl Listener for NcclProfiler {
         }
         // SAFETY: as many as there are chunks were written, the first among them.
         unsafe { parts[0].assume_init_mut() }.set_more(count - 1);
-        self.start_and_stop(transfer, parts.as_mut_ptr().cast())
+        self.start_and_stop(transfer, PLUGIN_ID, parts.as_mut_ptr().cast())
     }
 
     fn stop(&self, mut event: *mut c_void, news: &News<'_>) {
@@ -234,6 +239,25 @@ fn set_path(event: &mut NetEvent, path: &Path, send: bool) {
     };
     if let Some(peer) = path.peer {
         event.set_peer(peer);
+    }
+}
+
+/// What [`describe_over`] says, for who adds up.
+fn sum(whole: &Whole<'_>, over: &Over) -> NetSum {
+    let [wait_receiver_ns, wait_socket_ns, wait_credit_ns] = Wait::ALL.map(|wait| over.waits[wait as usize]);
+    let Over { chunk, began, .. } = over;
+    let ago_ns = u32::try_from(whole.now.nanoseconds_since(*began)).unwrap_or(u32::MAX);
+    NetSum {
+        link: whole.link,
+        message: chunk.message,
+        length: chunk.length,
+        wait_receiver_ns,
+        wait_socket_ns,
+        wait_credit_ns,
+        wire_ns: over.wire(),
+        ago_ns,
+        rail: whole.path(over).rail,
+        send: whole.send,
     }
 }
 

@@ -5,7 +5,7 @@
 //! ([`crate::trace::key`]), strings are [`Name`]s.
 
 use super::names::Name;
-use crate::os::net_event::{self, NetEvent};
+use crate::os::net_event::{self, NetEvent, NetSum};
 
 /// The event types of NCCL's profiler interface. The discriminant is the bit's place in NCCL's event mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -264,6 +264,12 @@ impl NetPart {
         Self { over, ..Self::of(net) }
     }
 
+    /// What is known of the part that is all of the sum.
+    fn sum(sum: &NetSum) -> Self {
+        let &NetSum { link, message, length, rail, send, ago_ns, .. } = sum;
+        Self { link, message, length, rail, stream: net_event::SEVERAL, send, ago_ns, ..Self::default() }
+    }
+
     /// Whether [`NetPart::ended`] says all there is to say of the part.
     #[inline]
     pub fn takes_in(net: &NetEvent) -> bool {
@@ -341,6 +347,13 @@ impl NetTimes {
         }
     }
 
+    /// The end of the part that is all of the sum.
+    fn sum(sum: &NetSum) -> Self {
+        let &NetSum { wait_receiver_ns, wait_socket_ns, wait_credit_ns, wire_ns, ago_ns, .. } = sum;
+        let ago_ns = u64::from(ago_ns).saturating_sub(wire_ns) as u32;
+        Self { wait_receiver_ns, wait_socket_ns, wait_credit_ns, wire_ns, ago_ns, ends: true, ..Self::default() }
+    }
+
     /// The same, where it says so in a start.
     pub fn at_start(net: &NetEvent) -> Self {
         let ago_ns = u64::from(net.ago_ns).saturating_sub(net.wire_ns) as u32;
@@ -405,6 +418,9 @@ pub enum Body {
         length: u64,
     },
     NetTowline(NetPart),
+    /// A part that has ended, by the figures only, from one NCCL thread to ours: there it becomes a [`Body::NetTowline`] and
+    /// its [`Body::NetTimes`] ([`Body::ended_part`]).
+    NetSum(NetSum),
     /// A NetPlugin event of a plugin whose descriptor we do not know.
     NetOther {
         plugin: i64,
@@ -445,14 +461,29 @@ impl Body {
             Body::ProxyStep { .. } => Kind::ProxyStep,
             Body::ProxyCtrl => Kind::ProxyCtrl,
             Body::KernelCh { .. } => Kind::KernelCh,
-            Body::NetSocket { .. } | Body::NetIb { .. } | Body::NetTowline(_) | Body::NetOther { .. } => {
-                Kind::NetPlugin
-            }
+            Body::NetSocket { .. }
+            | Body::NetIb { .. }
+            | Body::NetTowline(_)
+            | Body::NetSum(_)
+            | Body::NetOther { .. } => Kind::NetPlugin,
             Body::CeColl(_) => Kind::CeColl,
             Body::CeSync { .. } => Kind::CeSync,
             Body::CeBatch { .. } => Kind::CeBatch,
             Body::State { .. } | Body::NetTimes(_) | Body::Stop => return None,
         })
+    }
+
+    /// Of a part whose end is told with its start: leaves the start, and gives the end.
+    pub fn ended_part(&mut self) -> Option<NetTimes> {
+        match self {
+            Body::NetTowline(part) => part.take_out(),
+            Body::NetSum(sum) => {
+                let (part, times) = (NetPart::sum(sum), NetTimes::sum(sum));
+                *self = Body::NetTowline(part);
+                Some(times)
+            }
+            _ => None,
+        }
     }
 }
 

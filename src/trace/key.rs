@@ -7,8 +7,9 @@
 
 use super::ring::{POSITION_BITS, Place, SHARDS};
 
-/// Set in event keys whose event only the chained profiler wants.
-const CHAIN_ONLY: u64 = 1 << 47;
+/// Set in event keys under which nothing is recorded: of events that only the chained profiler wants, and of those that stand
+/// for their parents.
+const SILENT: u64 = 1 << 47;
 
 /// Set in event keys whose updates carry [`crate::os::net_event::NetEvent`].
 const OWN_NET: u64 = 1 << 46;
@@ -46,7 +47,7 @@ impl Stamp {
     /// The handle of an event that only the chained profiler wants.
     pub fn chained(self, number: u64, own_net: bool) -> u64 {
         let own = if own_net { OWN_NET } else { 0 };
-        u64::from(self.0) << STAMP_SHIFT | CHAIN_ONLY | own | (number & (OWN_NET - 1))
+        u64::from(self.0) << STAMP_SHIFT | SILENT | own | (number & (OWN_NET - 1))
     }
 
     /// Whether `key` was made with this stamp.
@@ -62,10 +63,22 @@ pub fn is_own_net(event: u64) -> bool {
     event & OWN_NET != 0
 }
 
-/// Whether only the chained profiler wants this event.
+/// Whether nothing is recorded of this event.
 #[inline]
-pub fn is_chained(event: u64) -> bool {
-    event & CHAIN_ONLY != 0
+pub fn is_silent(event: u64) -> bool {
+    event & SILENT != 0
+}
+
+/// The handle of an event of which nothing is recorded, and whose children are its parent's.
+#[inline]
+pub fn stand_in(parent: u64) -> u64 {
+    parent | SILENT
+}
+
+/// The event that `parent` stands for, or itself. Not for keys of [`Stamp::chained`].
+#[inline]
+pub fn stood_for(parent: u64) -> u64 {
+    parent & !SILENT
 }
 
 /// The shard of the ring that the event's start went through.
@@ -97,10 +110,11 @@ mod tests {
         let (ours, theirs) = (Stamp(7), Stamp(8));
         let key = ours.event(Place { shard: 15, position: (1 << POSITION_BITS) - 1 }, false);
         assert_eq!(shard(key), 15);
-        assert!(ours.made(key) && !theirs.made(key) && !is_chained(key) && !is_own_net(key));
+        assert!(ours.made(key) && !theirs.made(key) && !is_silent(key) && !is_own_net(key));
         assert!(is_own_net(ours.event(Place { shard: 0, position: 0 }, true)));
-        assert!(is_chained(ours.chained(5, false)) && !is_own_net(ours.chained(u64::MAX, false)));
-        assert!(is_chained(ours.chained(5, true)) && is_own_net(ours.chained(5, true)));
+        assert!(is_silent(ours.chained(5, false)) && !is_own_net(ours.chained(u64::MAX, false)));
+        assert!(is_silent(ours.chained(5, true)) && is_own_net(ours.chained(5, true)));
+        assert!(is_silent(stand_in(key)) && stood_for(stand_in(key)) == key && stood_for(key) == key);
         assert_eq!(serial(ours.context(9)), 9);
         assert_ne!(Stamp::random().event(Place { shard: 0, position: 0 }, false), 0);
     }

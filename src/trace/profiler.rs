@@ -87,6 +87,9 @@ impl Drops {
 pub struct Profiler {
     pub(super) stamp: Stamp,
     pub(super) settings: Settings,
+    /// NCCL tells of proxy steps only because it is asked for what lies below them, and what that is counted by are the
+    /// operations above: nothing is recorded of steps.
+    skips_steps: bool,
     pub(super) ring: Ring,
     pub(super) drops: Drops,
     pub(super) chain: Option<Chain>,
@@ -146,6 +149,13 @@ impl Call {
         let thread = thread();
         Self { thread, when: when(thread, cause) }
     }
+
+    /// The same of a call whose time is known as `now`, unless that may not be after the cause.
+    #[inline]
+    fn at(now: u64, cause: u64) -> Self {
+        let thread = thread();
+        Self { thread, when: if shard_of(thread) == key::shard(cause) { now } else { when(thread, cause) } }
+    }
 }
 
 /// A communicator begins. Writes the mask and returns its context, 0 when there is nothing to do for it.
@@ -195,6 +205,9 @@ pub fn start(context: u64, start: &Start) -> u64 {
     let Some(kind) = start.body.kind() else { return 0 };
     let chain = profiler.chain.as_ref().filter(|chain| chain.wants(&start.body));
     let mut event = 0;
+    if kind == Kind::ProxyStep && profiler.skips_steps && profiler.stamp.made(start.parent) {
+        return key::stand_in(start.parent);
+    }
     if kind.triggers() & profiler.settings.mask != 0 {
         event = profiler.push_start(context, kind, start);
     }
@@ -231,7 +244,7 @@ pub fn start_all(context: u64, first: &Start, parts: &[NetEvent]) -> u64 {
 #[inline]
 pub fn stop(event: u64) {
     let Some(profiler) = current().filter(|profiler| profiler.stamp.made(event)) else { return };
-    if !key::is_chained(event) && profiler.push(event, Room::Stop, Body::Stop).is_none() {
+    if !key::is_silent(event) && profiler.push(event, Room::Stop, Body::Stop).is_none() {
         profiler.drops.stops.fetch_add(1, Ordering::Relaxed);
     }
     if let Some(chain) = &profiler.chain {
@@ -246,7 +259,7 @@ pub fn stop(event: u64) {
 #[inline]
 pub unsafe fn record(event: u64, change: &Change) {
     let Some(profiler) = current().filter(|profiler| profiler.stamp.made(event)) else { return };
-    if !key::is_chained(event) {
+    if !key::is_silent(event) {
         // SAFETY: passed on from the caller.
         if let Some(body) = unsafe { body_of(event, change) }
             && profiler.push(event, Room::State, body).is_none()
@@ -292,8 +305,20 @@ unsafe fn body_of(event: u64, change: &Change) -> Option<Body> {
 }
 
 impl Profiler {
+    /// The parent that is recorded.
+    #[inline]
+    fn parent(&self, start: &Start) -> u64 {
+        if self.skips_steps { key::stood_for(start.parent) } else { start.parent }
+    }
+
     #[inline]
     fn push_start(&self, context: u64, kind: Kind, start: &Start) -> u64 {
+        if let (Body::NetSum(_), Some(now)) = (start.body, start.now) {
+            let call = Call::at(now, start.parent);
+            let event = self.push_record(context, kind, start, &call, start.body);
+            // All has been said of it.
+            return if event == 0 { 0 } else { self.stamp.chained(0, false) };
+        }
         let call = Call::now(start.parent);
         if let (Body::NetTowline(part), Some(times)) = (start.body, start.times) {
             return self.push_part(context, start, &call, part, times);
@@ -307,7 +332,7 @@ impl Profiler {
         let place = self.ring.push(call.thread, Room::Start, |place| Record {
             when: call.when,
             id: self.stamp.event(place, own_net),
-            parent: start.parent,
+            parent: self.parent(start),
             context: if self.stamp.made(context) { context } else { 0 },
             rank: start.rank,
             thread: (call.thread >> 12) as u32,
@@ -338,7 +363,7 @@ impl Profiler {
     /// Parts that have ended, and their ends, if there is room for all.
     fn push_parts(&self, context: u64, start: &Start, call: &Call, parts: &[NetEvent]) -> bool {
         let count = parts.len() + parts.iter().filter(|net| !NetPart::takes_in(net)).count();
-        let context = if self.stamp.made(context) { context } else { 0 };
+        let (context, parent) = (if self.stamp.made(context) { context } else { 0 }, self.parent(start));
         let (when, thread) = (call.when, (call.thread >> 12) as u32);
         let (mut parts, mut end) = (parts.iter(), None);
         self.ring.push_all(call.thread, Room::Start, count, |place| {
@@ -349,7 +374,7 @@ impl Profiler {
             let net = parts.next().expect("as many as were counted");
             end = (!NetPart::takes_in(net)).then(|| (id, NetTimes::at_start(net)));
             let body = Body::NetTowline(NetPart::ended(net));
-            Record { when, id, parent: start.parent, context, rank: start.rank, thread, body }
+            Record { when, id, parent, context, rank: start.rank, thread, body }
         })
     }
 
@@ -449,6 +474,8 @@ fn new_profiler(init: &Init) -> Option<&'static Profiler> {
         stamp: Stamp::random(),
         ring: Ring::new(if settings.mask == 0 { 0 } else { settings.buffer }),
         drops: Drops::default(),
+        // A second profiler has the steps' handles from us.
+        skips_steps: settings.skips_steps() && chain.is_none(),
         chain,
         mask: AtomicPtr::new(std::ptr::null_mut()),
         live: AtomicU64::new(0),

@@ -94,6 +94,14 @@ impl Settings {
     }
 }
 
+impl Settings {
+    /// Whether proxy steps are of no use: network events are asked for and they are not, and no trace shows one under the other.
+    pub fn skips_steps(&self) -> bool {
+        let asked = |kind: Kind| self.mask & kind.bit() != 0;
+        !self.trace && asked(Kind::NetPlugin) && !asked(Kind::ProxyStep)
+    }
+}
+
 fn words(text: &str) -> Vec<String> {
     text.split([',', ' ', '|']).filter(|word| !word.is_empty()).map(str::to_lowercase).collect()
 }

@@ -214,7 +214,7 @@ impl Writer {
         for (number, mut record) in std::mem::replace(&mut self.pending, later).into_iter().enumerate() {
             let ticks = record.when;
             record.when = self.timeline.nanoseconds(ticks);
-            let end = if let Body::NetTowline(part) = &mut record.body { part.take_out() } else { None };
+            let end = record.body.ended_part();
             self.apply(&record);
             if let Some(times) = end {
                 self.apply(&Record { parent: 0, context: 0, rank: -1, body: Body::NetTimes(times), ..record });

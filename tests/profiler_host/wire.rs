@@ -238,6 +238,34 @@ fn who_only_adds_up_is_told_of_a_message_once_and_of_every_byte() {
     assert!(parts > 3 * messages / 2, "long messages are told chunk by chunk: {parts}");
 }
 
+/// Who asks for network events and not for steps, and draws nothing, learns the same of the wire, by peer and rail.
+#[test]
+fn without_steps_the_wires_figures_are_the_same() {
+    let played = |events: &[(&str, &str)]| {
+        let dir = tempfile::tempdir().unwrap();
+        let settings = [&[("TOWLINE_PROFILE", "metrics,summary"), ("TOWLINE_STREAMS", "5")], events].concat();
+        super::run("wire:devices", dir.path(), &settings);
+        let text = check::metrics(dir.path());
+        let of_peer = |line: &&str| line.contains("peer=\"") && !line.contains("stall") && !line.contains("bandwidth");
+        let figures = |name: &str| -> Vec<String> {
+            let mut lines: Vec<String> =
+                text.lines().filter(|line| line.starts_with(name)).filter(of_peer).map(String::from).collect();
+            lines.sort();
+            lines
+        };
+        let all = ["messages", "parts", "bytes", "resent_bytes", "reconnects"].map(|what| {
+            let name = format!("towline_wire_{what}_total{{");
+            figures(&name)
+        });
+        (all.concat(), total(&text, "towline_wire_stall_seconds_total"), figures("towline_step_total{"))
+    };
+    let (with_steps, stalls_with, steps) = played(&[]);
+    assert!(!steps.is_empty() && with_steps.len() >= 5 * 2 * RANKS, "{with_steps:?}");
+    let (without, stalls_without, steps) = played(&[("TOWLINE_PROFILE_EVENTS", "NetPlugin")]);
+    assert_eq!((without, steps), (with_steps, vec![]));
+    assert!(stalls_with > 0.0 && stalls_without > 0.0, "what was waited for is told: {stalls_with} {stalls_without}");
+}
+
 #[test]
 fn an_abort_frees_the_handles_before_the_close() {
     let contents = played("abort");

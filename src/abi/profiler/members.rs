@@ -4,14 +4,15 @@ use std::ffi::{c_int, c_void};
 use std::ptr::without_provenance_mut;
 
 use super::super::ffi::*;
-use crate::os::net_event::{NetEvent, PLUGIN_ID, PLUGIN_ID_IB, PLUGIN_ID_SOCKET};
+use crate::os::net_event::{NetEvent, NetSumNow, PLUGIN_ID, PLUGIN_ID_IB, PLUGIN_ID_SOCKET, PLUGIN_ID_SUM};
 use crate::trace::chain::{Change, Start};
 use crate::trace::event::{Body, Carrier, Coll, NetPart, NetTimes, P2p, ProxyOp, state};
 use crate::trace::names::Name;
 
 /// A start without a network plugin's part.
 pub(super) fn start(parent: *mut c_void, rank: c_int, body: Body) -> Start {
-    Start { parent: parent.addr() as u64, rank, body, net_id: 0, net_data: std::ptr::null_mut(), times: None }
+    let (net_id, net_data) = (0, std::ptr::null_mut());
+    Start { parent: parent.addr() as u64, rank, body, net_id, net_data, times: None, now: None }
 }
 
 /// An address as a number, and back.
@@ -120,7 +121,7 @@ pub(super) fn proxy_op_of(op: &ProxyOp) -> ncclProfilerProxyOp_v1_t {
 /// # Safety
 /// The data are what the plugin of that id says they are.
 pub(super) unsafe fn net(parent: *mut c_void, rank: c_int, net: &ncclProfilerNetPlugin_v3_t) -> Start {
-    let mut times = None;
+    let (mut times, mut now) = (None, None);
     let body = match (net.id, net.data.is_null()) {
         (PLUGIN_ID_SOCKET, false) => {
             // SAFETY: NCCL's structure for sockets, by its id and version.
@@ -144,9 +145,15 @@ pub(super) unsafe fn net(parent: *mut c_void, rank: c_int, net: &ncclProfilerNet
             times = event.has_ended().then(|| NetTimes::at_start(event));
             Body::NetTowline(NetPart::of(event))
         }
+        (PLUGIN_ID_SUM, false) => {
+            // SAFETY: this library's own structure, by its id.
+            let data = unsafe { &*net.data.cast::<NetSumNow>() };
+            now = Some(data.now);
+            Body::NetSum(data.sum)
+        }
         (plugin, _) => Body::NetOther { plugin },
     };
-    Start { net_id: net.id, net_data: net.data, times, ..start(parent, rank, body) }
+    Start { net_id: net.id, net_data: net.data, times, now, ..start(parent, rank, body) }
 }
 
 /// The parts that `start` tells of in one, where it has others behind the first; else none.

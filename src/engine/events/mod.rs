@@ -227,7 +227,7 @@ struct Place {
     /// Something is noted of it elsewhere than in `whole`. Written after that, and before its request ends.
     noted: AtomicBool,
     /// Nothing has been noted of it yet that is kept in `transfer`, where a former one may still stand; and when it was
-    /// requested, by [`Ticks::number`], 0 when times are not wanted. Written under the lock of `transfer`.
+    /// requested, by [`Ticks::number`], 0 when times are not wanted.
     fresh: AtomicBool,
     posted: AtomicU64,
     /// Locked by NCCL's threads only, which takes turns between them. Otherwise not touched for a transfer of which nothing is
@@ -270,6 +270,7 @@ pub struct Events {
     /// What has been noted; made with the first transfer that has a handle: before it there is nothing to note.
     notes: OnceLock<Notes>,
     places: OnceLock<Box<[Slot]>>,
+    /// Locked while something is told, so that of each transfer one thread of NCCL's tells at a time.
     paths: Mutex<Vec<Path>>,
     reconnects: AtomicU64,
     own: Own,
@@ -383,9 +384,10 @@ impl Events {
         let follows = self.hears();
         let details = self.wants_details(ear) && follows;
         if follows {
-            let _transfer = lock(&place.transfer);
             place.posted.store(clock(details).map_or(0, Ticks::number), Ordering::Relaxed);
-            place.fresh.store(true, Ordering::Relaxed);
+            // Without the lock: until the handle is there, nobody looks at what is kept here but another of NCCL's threads that
+            // still has a note of the transfer before, and whatever that one keeps is a former transfer's.
+            place.fresh.store(true, Ordering::Release);
         }
         place.attach(handle, follows, details);
     }
@@ -719,22 +721,25 @@ impl Events {
         if place.handle.load(Ordering::Relaxed).is_null() {
             return;
         }
-        let transfer = lock(&place.transfer);
-        let handle = place.handle.load(Ordering::Relaxed);
-        if handle.is_null() {
-            // Another thread of the caller's has told the end of it meanwhile.
-            return;
-        }
         let whole = place.whole.take();
         if let Some(over) = whole.as_ref().and_then(|whole| self.all_of(ear, place, size?, whole)) {
+            // Who tells holds the lock of the paths, so this alone keeps NCCL's other threads away.
             let (paths, chunks) = (self.paths(), std::slice::from_ref(&over));
+            let handle = place.handle.load(Ordering::Relaxed);
+            if handle.is_null() {
+                // Another thread of the caller's has told the end of it meanwhile.
+                return;
+            }
             let whole = Whole { link: ear.link, send: ear.send, paths: &paths, chunks, now: Ticks::now() };
             // SAFETY: the caller's promise; the handle is there.
             set(&self.hears, unsafe { ear.listener.whole(handle, &whole) });
             place.handle.store(std::ptr::null_mut(), Ordering::Relaxed);
             return;
         }
-        let mut transfer = self.begun(place, transfer);
+        let mut transfer = self.open(place);
+        if place.handle.load(Ordering::Relaxed).is_null() {
+            return;
+        }
         let details = place.details.load(Ordering::Relaxed);
         if !place.followed.load(Ordering::Relaxed) {
             place.followed.store(true, Ordering::Relaxed);
@@ -772,12 +777,9 @@ impl Events {
 
     /// What is kept of the transfer.
     fn open<'a>(&self, place: &'a Place) -> MutexGuard<'a, Transfer> {
-        self.begun(place, lock(&place.transfer))
-    }
-
-    /// The same, locked already: begins it when a former one still stands there.
-    fn begun<'a>(&self, place: &Place, mut transfer: MutexGuard<'a, Transfer>) -> MutexGuard<'a, Transfer> {
-        if place.fresh.load(Ordering::Relaxed) {
+        let mut transfer = lock(&place.transfer);
+        // Of a former one that still stands there nothing is left.
+        if place.fresh.load(Ordering::Acquire) {
             place.fresh.store(false, Ordering::Relaxed);
             let posted = Ticks::from_number(place.posted.load(Ordering::Relaxed));
             transfer.begin(self.ear.get().is_some_and(|ear| ear.send), posted);
@@ -790,6 +792,7 @@ impl Events {
     /// # Safety
     /// As [`Listener::start`]; the place has a handle.
     unsafe fn tell(&self, ear: &Ear, place: &Place, transfer: &mut Transfer) {
+        let paths = self.paths();
         let handle = place.handle.load(Ordering::Relaxed);
         if handle.is_null() {
             // Another thread of the caller's has told the end of it meanwhile.
@@ -797,7 +800,6 @@ impl Events {
         }
         let details = place.details.load(Ordering::Relaxed);
         let now = clock(details);
-        let paths = self.paths();
         let in_one = details && self.tells_in_one();
         if let Some(chunks) = transfer.whole() {
             if let (true, Some(now)) = (in_one, now) {

@@ -282,7 +282,8 @@ impl Emitter {
                 self.calls.child_begins(record.parent, when, None);
                 self.slice(record, Group::Proxy, kind.label(), &annotations, &[]);
             }
-            Body::State { .. } | Body::NetTimes(_) | Body::Stop => {}
+            // A sum has become a part.
+            Body::NetSum(_) | Body::State { .. } | Body::NetTimes(_) | Body::Stop => {}
         }
     }
 

@@ -35,7 +35,7 @@ const LENGTH: &str = "bytes";
 /// Puts out the fields of a start, in the order to be shown.
 pub fn fields(start: &Body, put: &mut dyn FnMut(&'static str, Value)) {
     match *start {
-        Body::Group | Body::ProxyCtrl | Body::State { .. } | Body::NetTimes(_) | Body::Stop => {}
+        Body::Group | Body::ProxyCtrl | Body::NetSum(_) | Body::State { .. } | Body::NetTimes(_) | Body::Stop => {}
         Body::GroupApi { depth, graph } => {
             put("depth", Int(depth.into()));
             put("graph", Bool(graph));

@@ -100,6 +100,8 @@ struct Op {
     send: bool,
     call: u64,
     bytes: u64,
+    /// The message of which a part was seen last, where steps are not told: its connection and its number there.
+    last: Option<(u64, u64)>,
 }
 
 /// One transfer.
@@ -214,7 +216,7 @@ impl Summary {
             Body::ProxyOp(op) if self.ops.len() < OPEN => {
                 self.calls.child_begins(record.parent, when);
                 let comm = record.context;
-                let op = Op { comm, peer: op.peer, send: op.send, call: record.parent, bytes: 0 };
+                let op = Op { comm, peer: op.peer, send: op.send, call: record.parent, bytes: 0, last: None };
                 self.ops.insert(record.id, op);
             }
             Body::ProxyStep { .. } if self.steps.len() < OPEN => {
@@ -230,11 +232,23 @@ impl Summary {
                     _ => (0, false, 0),
                 };
                 let begin = when.saturating_sub(ago_ns.into());
-                // A step is a message, wherever the part lies that begins first. Where the step is not known, only
-                // the part at the front can stand for its message.
-                let (comm, peer, first) = match self.steps.get_mut(&record.parent) {
-                    Some(step) => (step.op.comm, step.op.peer, !resend && !std::mem::replace(&mut step.begun, true)),
-                    None => (record.context, -1, !resend && offset == 0),
+                // A step is a message, wherever the part lies that begins first. Where steps are not told, an operation's
+                // messages come one after the other; and where nothing is known, only the part at the front can stand for
+                // its message.
+                let (comm, peer, first) = if let Some(step) = self.steps.get_mut(&record.parent) {
+                    (step.op.comm, step.op.peer, !resend && !std::mem::replace(&mut step.begun, true))
+                } else if let Some(op) = self.ops.get_mut(&record.parent) {
+                    let message = match record.body {
+                        Body::NetTowline(part) => Some((part.link, part.message)),
+                        _ => None,
+                    };
+                    let first = !resend && (message.is_none() || message != op.last);
+                    if first {
+                        op.last = message;
+                    }
+                    (op.comm, op.peer, first)
+                } else {
+                    (record.context, -1, !resend && offset == 0)
                 };
                 let times = NetTimes::default();
                 let net = Net { comm, peer, step: record.parent, begin, ended: None, first, body: record.body, times };

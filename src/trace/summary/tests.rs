@@ -59,6 +59,27 @@ fn parts_under_nccls_descriptors_are_one_message_a_step() {
 }
 
 #[test]
+fn without_steps_an_operations_messages_follow_each_other() {
+    let mut summary = summary(&[]);
+    let part = |message, offset, resend| {
+        let part = NetPart { message, offset, resend, length: 10, send: true, ..NetPart::default() };
+        Body::NetTowline(part)
+    };
+    let parts =
+        [part(1, 0, false), part(1, SOMEWHERE, false), part(1, 0, true), part(2, SOMEWHERE, false), part(3, 0, false)];
+    for (id, body) in (100..).zip(parts) {
+        summary.apply(&record(2, id, OP, body));
+        summary.apply(&record(3, id, 0, Body::Stop));
+    }
+    assert_eq!(messages(&summary), 3);
+    let wires = &summary.comms[&COMM].wires;
+    assert_eq!(wires.keys().map(|&(peer, ..)| peer).collect::<Vec<_>>(), [1], "the operation's peer");
+    let wire = wires.values().next().unwrap();
+    assert_eq!((wire.bytes, wire.resent_bytes, wire.parts), (40, 10, 5));
+    assert!(summary.comms[&COMM].peers.is_empty(), "nobody has told how long steps waited");
+}
+
+#[test]
 fn a_part_that_is_told_when_it_is_over_counts_with_its_own_times() {
     let mut summary = summary(&[]);
     let Body::NetTowline(part) = part(0, 0) else { unreachable!("made so") };
