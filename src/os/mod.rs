@@ -13,6 +13,7 @@ pub mod log;
 pub mod memory;
 pub mod nccl_conf;
 pub mod net_event;
+pub mod steal;
 pub mod sync;
 pub mod sysfs;
 pub mod thread;

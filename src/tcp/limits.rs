@@ -60,6 +60,15 @@ pub const BRIEF_MAX: u64 = 512 << 10;
 /// long where each was to have 64 KiB, and 8 MiB 1.4 times with 256 KiB (docs/performance.md, Workers that sleep).
 pub const CHUNK_MIN: u64 = 32 << 10;
 
+/// Where the host takes much of the processors' time, half of a connection's streams for long messages are in use, if there are
+/// so many. Measured with twelve workers for each of two processes where the host took 4 to 22 %: all-reduces of 512 KiB take
+/// 0.84 of the time, of 2 MiB 0.70, of 8 MiB 0.83 (docs/performance.md).
+pub const SPARED_FROM: usize = 4;
+
+/// And if so many bytes at most are under way, the messages of such all-reduces. With longer rows it was not measured, and
+/// on a quiet host they want all workers: with eight an all-reduce of 128 MiB takes 1.24 times as long.
+pub const SPARED_UP_TO: u64 = 1 << 20;
+
 /// A message is cut into about so many chunks at most, unless they would be longer than [`CHUNK_MAX`].
 pub const MOST_SHARES: u64 = 6;
 

@@ -34,6 +34,7 @@ use crate::os::error::{self, Error};
 use crate::os::fd::Registered;
 use crate::os::interfaces::Rail;
 use crate::os::links::Links;
+use crate::os::steal::Steal;
 
 /// A socket in the fork registry.
 pub type Sock = Registered<Socket>;
@@ -68,6 +69,8 @@ pub struct Net {
     pub poller: Poller,
     /// This process's part of the host.
     share: Share,
+    /// What the host's owner takes of it.
+    pub steal: Steal,
     /// As read at the first `init`.
     pub config: Config,
     /// What the key file held, when there is one: then every connection is encrypted.
@@ -172,6 +175,7 @@ impl Net {
         Arc::new_cyclic(|me| Self {
             poller: Poller::new(workers, share.has_time_to_look()),
             share,
+            steal: Steal::new(),
             config,
             key,
             label: label(),

@@ -703,7 +703,7 @@ impl SendConn {
 
     /// Gets as many streams going as a message can use.
     fn wake_streams(&self, length: u64) {
-        let (streams, count) = self.state().core.engage(length);
+        let (streams, count) = self.state().core.engage(length, self.net.steal.is_much());
         for &index in &streams[..count] {
             self.streams[usize::from(index)].kick();
         }

@@ -389,6 +389,7 @@ impl Kept for SendConn {
             self.chores.end();
             return Progress::default();
         }
+        self.net.steal.look();
         let now = Instant::now();
         watch::drop_refuted(|| lock(&self.alone), &self.streams, |io| &io.sock);
         let judged =

@@ -210,7 +210,7 @@ impl World {
 
     /// As `SendConn::wake_streams`.
     fn wake_streams(&mut self, length: u64) {
-        let (streams, count) = self.sender.engage(length);
+        let (streams, count) = self.sender.engage(length, self.sent % 3 == 1);
         for index in &streams[..count] {
             self.wires[usize::from(*index)].is_awake = true;
         }
