@@ -14,6 +14,7 @@ use std::ffi::{c_int, c_void};
 use std::hint::black_box;
 use std::ptr::null_mut;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use criterion::measurement::WallTime;
@@ -185,6 +186,46 @@ impl Transport {
         unsafe { self.events.finish(&self.requests, ticket) }
     }
 
+    /// The same where another thread moves it and notes that, as workers do: how long NCCL's thread takes in all for `count`
+    /// requests that it finds done.
+    fn moved_by_another(&self, handle: *mut c_void, count: u64) -> Duration {
+        let length = LENGTH * u64::from(PARTS);
+        let next = AtomicU64::new(0);
+        let mut ticks = Duration::ZERO;
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for number in 1..=count {
+                    let slot = loop {
+                        let word = next.load(Ordering::Acquire);
+                        if word >> 16 == number {
+                            break word as u16;
+                        }
+                        std::hint::spin_loop();
+                    };
+                    let all = Chunk { length, path: 1, message: 5, total: length, joined: true, ..Chunk::default() };
+                    self.events.chunk_over(slot, 0, &all, Ticks::now());
+                    self.requests.complete_part(slot, 0, length);
+                }
+            });
+            for number in 1..=count {
+                let ticket = self.requests.take(1).expect("a free slot");
+                self.events.follow(ticket.slot, 0, handle);
+                next.store(number << 16 | u64::from(ticket.slot), Ordering::Release);
+                while !self.requests.is_done(ticket) {
+                    std::hint::spin_loop();
+                }
+                let began = Ticks::now();
+                // SAFETY: as above.
+                black_box(unsafe { self.events.finish(&self.requests, ticket) });
+                ticks += Duration::from_nanos(Ticks::now().nanoseconds_since(began));
+                if number % BATCH == 0 {
+                    std::thread::sleep(Duration::from_millis(25));
+                }
+            }
+        });
+        ticks
+    }
+
     #[inline(never)]
     fn moved(&self, slot: u16, began: Ticks) {
         for part in 0..PARTS {
@@ -280,6 +321,13 @@ struct Bench<'a> {
 }
 
 impl Bench<'_> {
+    /// Several threads take part, of which only one is timed: `some` says how long so many took it.
+    fn run_timed(&mut self, name: &str, mut some: impl FnMut(u64) -> Duration) {
+        if self.counted.is_none() {
+            self.group.bench_function(name, |bencher| bencher.iter_custom(&mut some));
+        }
+    }
+
     /// With pauses in which the writer catches up.
     fn run(&mut self, name: &str, mut once: impl FnMut()) {
         match &self.counted {
@@ -355,6 +403,9 @@ fn bench(criterion: &mut Criterion) {
         // A profiler that draws nothing.
         net_event::announce(Reader::Sums);
         bench.run(&format!("{name}, six parts in one"), || _ = transport.joined_transfer(black_box(handle)));
+        bench.run_timed(&format!("{name}, moved by another thread"), |count| {
+            transport.moved_by_another(black_box(handle), count)
+        });
         net_event::announce(Reader::Patient);
     }
     bench.run("the clock, twice", || _ = black_box((clock::now(), clock::now())));

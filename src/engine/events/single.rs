@@ -44,7 +44,7 @@ impl Single {
     /// Has its memory fetched.
     #[inline]
     pub(super) fn fetch(&self) {
-        memory::fetch(&self.0);
+        memory::fetch_to_write(&self.0);
     }
 }
 
