@@ -180,7 +180,7 @@ impl Transport {
         self.events.follow(ticket.slot, 0, handle);
         let length = LENGTH * u64::from(PARTS);
         let all = Chunk { length, path: 1, message: 5, total: length, joined: true, ..Chunk::default() };
-        self.events.chunk_over(ticket.slot, 0, &all, Ticks::now());
+        self.events.chunk_over(&self.requests, ticket.slot, 0, &all, Ticks::now());
         self.requests.complete_part(ticket.slot, 0, length);
         // SAFETY: as above.
         unsafe { self.events.finish(&self.requests, ticket) }
@@ -203,7 +203,7 @@ impl Transport {
                         std::hint::spin_loop();
                     };
                     let all = Chunk { length, path: 1, message: 5, total: length, joined: true, ..Chunk::default() };
-                    self.events.chunk_over(slot, 0, &all, Ticks::now());
+                    self.events.chunk_over(&self.requests, slot, 0, &all, Ticks::now());
                     self.requests.complete_part(slot, 0, length);
                 }
             });
@@ -232,7 +232,7 @@ impl Transport {
             let (offset, path) = (u64::from(part) * LENGTH, 1 + part % PATHS);
             let total = LENGTH * u64::from(PARTS);
             let chunk = Chunk { offset, length: LENGTH, path, message: 5, total, ..Chunk::default() };
-            self.events.chunk_over(slot, 0, &chunk, began);
+            self.events.chunk_over(&self.requests, slot, 0, &chunk, began);
         }
     }
 }

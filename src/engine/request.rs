@@ -12,7 +12,7 @@
 use std::sync::PoisonError;
 
 use crate::os::error::{Error, Result};
-use crate::os::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+use crate::os::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use crate::os::sync::{Mutex, MutexGuard};
 
 /// NCCL's largest grouped receive (NCCL_NET_IB_MAX_RECVS in NCCL's own IB transport, 2.12 and later).
@@ -37,12 +37,20 @@ pub struct Ticket {
     pub generation: u32,
 }
 
+/// What who ends a request of one part may leave with it, for whoever finds it done.
+pub type LastWords = [u64; 5];
+
+/// All there is of a request of one part is in the first line of memory: who asks in a loop whether it is done has that.
 #[derive(Default)]
+#[repr(C, align(64))]
 struct Slot {
     generation: AtomicU32,
     state: AtomicU8,
     parts: AtomicU8,
     remaining: AtomicU8,
+    /// Whether there are last words.
+    said: AtomicBool,
+    last: [AtomicU64; size_of::<LastWords>() / size_of::<u64>()],
     sizes: [AtomicU64; MAX_PARTS],
 }
 
@@ -191,7 +199,10 @@ impl RequestSlots {
     }
 
     fn of(keys: Keys) -> Self {
-        Self { slots: Box::new(std::array::from_fn(|_| Slot::default())), keys: Mutex::new(keys) }
+        // Not by way of the stack, which is short where the model checker runs this.
+        let slots: Vec<Slot> = std::iter::repeat_with(Slot::default).take(SLOTS).collect();
+        let Ok(slots) = slots.into_boxed_slice().try_into() else { unreachable!("as many as were asked for") };
+        Self { slots, keys: Mutex::new(keys) }
     }
 
     /// Takes a slot for a request of `parts` parts, or `None` when all are taken ("not now").
@@ -209,6 +220,7 @@ impl RequestSlots {
         slot.parts.store(parts as u8, Ordering::Relaxed);
         slot.remaining.store(parts as u8, Ordering::Relaxed);
         slot.generation.store(generation, Ordering::Relaxed);
+        slot.said.store(false, Ordering::Relaxed);
         // Before anybody else can take a slot: who does must not find this one free.
         slot.state.store(PENDING, Ordering::Release);
         Some(Ticket { slot: key.into(), generation })
@@ -231,6 +243,31 @@ impl RequestSlots {
         if slot.parts.load(Ordering::Relaxed) == 1 || slot.remaining.fetch_sub(1, Ordering::AcqRel) == 1 {
             slot.state.store(DONE, Ordering::Release);
         }
+    }
+
+    /// Before the only part of a request ends: leaves words with it, once. False for a request of several parts, whose parts
+    /// may end at the same time, and where there are words.
+    ///
+    /// May be called by the thread that ends the part.
+    #[inline]
+    pub fn leave(&self, slot: u16, words: LastWords) -> bool {
+        let slot = &self.slots[usize::from(slot)];
+        if slot.parts.load(Ordering::Relaxed) != 1 || slot.said.load(Ordering::Relaxed) {
+            return false;
+        }
+        for (place, word) in slot.last.iter().zip(words) {
+            place.store(word, Ordering::Relaxed);
+        }
+        slot.said.store(true, Ordering::Relaxed);
+        true
+    }
+
+    /// What was left with a request that the caller has found done and not yet given back.
+    #[inline]
+    pub fn last_words(&self, ticket: Ticket) -> Option<LastWords> {
+        let slot = &self.slots[usize::from(ticket.slot)];
+        let said = slot.said.load(Ordering::Relaxed);
+        said.then(|| std::array::from_fn(|word| slot.last[word].load(Ordering::Relaxed)))
     }
 
     /// Whether a request is done, without consuming it.

@@ -7,8 +7,8 @@
 //!
 //! A machine that is not virtual, or has processors of its own, counts none.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::ticks::Ticks;
 

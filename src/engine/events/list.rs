@@ -50,11 +50,6 @@ impl Entry {
     pub(super) fn words(&self) -> [u64; WORDS] {
         std::array::from_fn(|k| self.words[k].load(Ordering::Relaxed))
     }
-
-    /// It says nothing any more.
-    pub(super) fn clear(&self) {
-        self.head.store(0, Ordering::Relaxed);
-    }
 }
 
 /// Two lines each, since processors fetch lines in pairs.

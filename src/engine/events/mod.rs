@@ -17,9 +17,9 @@
 //! When nobody listens, a transfer costs one start that is declined: [`Events::hears`] remembers, and nothing is noted.
 //! Without a listener or a handle it costs a branch.
 
+mod last;
 pub mod list;
 mod notes;
-mod single;
 pub mod transfer;
 
 use std::ffi::c_void;
@@ -28,11 +28,10 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use notes::{Note, Notes, TURNS, What};
-use single::{Left, Single};
 pub use transfer::{Chunk, MOST, Over, Piece, Wait};
 use transfer::{Told, Transfer};
 
-use super::request::{MAX_PARTS, Outcome, RequestSlots, SLOTS, Ticket};
+use super::request::{LastWords, MAX_PARTS, Outcome, RequestSlots, SLOTS, Ticket};
 use crate::os::ticks::{self, Ticks};
 
 /// Who is told: NCCL's profiler, behind `plugin::listener`.
@@ -224,7 +223,7 @@ struct Place {
     /// Whether the transfer is followed piece by piece, and with times.
     followed: AtomicBool,
     details: AtomicBool,
-    /// Something is noted of it elsewhere than in `whole`. Written after that, and before its request ends.
+    /// Something is noted of it elsewhere than with its request ([`last`]). Written after that, and before its request ends.
     noted: AtomicBool,
     /// Nothing has been noted of it yet that is kept in `transfer`, where a former one may still stand; and when it was
     /// requested, by [`Ticks::number`], 0 when times are not wanted.
@@ -233,8 +232,6 @@ struct Place {
     /// Locked by NCCL's threads only, which takes turns between them. Otherwise not touched for a transfer of which nothing is
     /// noted but that all of it is over.
     transfer: Mutex<Transfer>,
-    /// That all of it is over.
-    whole: Single,
 }
 
 /// A transfer that notes are being kept of.
@@ -415,25 +412,24 @@ impl Events {
     }
 
     /// Any thread: a chunk has come of which nothing has been noted since it began, at `began`. Only for requests that have
-    /// not ended; one that is all of its message is the last thing that is noted of it.
-    pub fn chunk_over(&self, slot: u16, part: usize, chunk: &Chunk, began: Ticks) {
-        self.over(Some(chunk.path), slot, part, chunk, began, Ticks::now());
+    /// not ended; one that is all of its message is the last thing that is noted of it, by the thread that ends it.
+    pub fn chunk_over(&self, requests: &RequestSlots, slot: u16, part: usize, chunk: &Chunk, began: Ticks) {
+        let now = Ticks::now();
+        if !leave(requests, slot, chunk, began, now) {
+            self.over(Some(chunk.path), slot, part, chunk, began, now);
+        }
     }
 
     /// Any thread: the same of one that the other side has acknowledged, as was seen at `now`. Who learns of one learns of
     /// several, on all paths: they go into one list, after what the paths' lists say of their waits.
-    pub fn chunk_acknowledged(&self, slot: u16, part: usize, chunk: &Chunk, began: Ticks, now: Ticks) {
-        self.over(None, slot, part, chunk, began, now);
+    pub fn chunk_acknowledged(&self, requests: &RequestSlots, slot: u16, chunk: &Chunk, began: Ticks, now: Ticks) {
+        if !leave(requests, slot, chunk, began, now) {
+            self.over(None, slot, 0, chunk, began, now);
+        }
     }
 
-    /// Notes that a chunk is over: of one that is all of its part, whose request is about to end, with the part itself.
     fn over(&self, path: Option<u16>, slot: u16, part: usize, chunk: &Chunk, began: Ticks, now: Ticks) {
-        let note = Note { slot, part: part as u8, now: Some(now), what: What::Over(*chunk, began) };
-        let is_whole = chunk.length == chunk.total;
-        if is_whole && self.known_place(slot, part).is_some_and(|place| place.whole.leave(&note)) {
-            return;
-        }
-        self.add(path, note);
+        self.add(path, Note { slot, part: part as u8, now: Some(now), what: What::Over(*chunk, began) });
     }
 
     /// Any thread: a chunk of the part is being handed to the network, or its first byte has come. Only for requests
@@ -653,11 +649,9 @@ impl Events {
             return None;
         }
         let Some(notes) = self.notes.get() else { return requests.finish(ticket) };
-        if let Some(place) = self.known_place(ticket.slot, 0).filter(|_| self.hears()) {
-            place.whole.fetch();
-            if place.noted.load(Ordering::Relaxed) {
-                notes.fetch();
-            }
+        let is_noted = |place: &Place| place.noted.load(Ordering::Relaxed);
+        if self.hears() && self.known_place(ticket.slot, 0).is_some_and(is_noted) {
+            notes.fetch();
         }
         // SAFETY: passed on.
         let outcome = unsafe { self.settle(requests, ticket) }?;
@@ -675,19 +669,20 @@ impl Events {
         let outcome = requests.outcome(ticket);
         match &outcome {
             // SAFETY: passed on.
-            Some(outcome) => unsafe { self.conclude(ticket.slot, outcome) },
+            Some(outcome) => unsafe { self.conclude(ticket.slot, outcome, requests.last_words(ticket)) },
             // SAFETY: passed on.
             None => unsafe { self.report() },
         }
         outcome
     }
 
-    /// NCCL's thread, when a request has ended well and NCCL does not know it yet: tells the rest.
+    /// NCCL's thread, when a request has ended well and NCCL does not know it yet: tells the rest, with what was left with the
+    /// request.
     ///
     /// # Safety
     /// As [`Listener::start`].
     #[inline]
-    pub unsafe fn conclude(&self, slot: u16, outcome: &Outcome) {
+    pub unsafe fn conclude(&self, slot: u16, outcome: &Outcome, last: Option<LastWords>) {
         if let Some(ear) = self.ear.get() {
             // It has ended after all that is noted of it.
             let is_noted = |part| self.known_place(slot, part).is_some_and(|place| place.noted.load(Ordering::Relaxed));
@@ -696,7 +691,7 @@ impl Events {
             }
             for (part, size) in outcome.sizes[..outcome.parts].iter().enumerate() {
                 // SAFETY: passed on.
-                unsafe { self.close(ear, slot, part, Some(*size)) };
+                unsafe { self.close(ear, slot, part, Some(*size), last) };
             }
         }
     }
@@ -710,19 +705,20 @@ impl Events {
             self.read_notes(Some(slot));
             for part in 0..MAX_PARTS {
                 // SAFETY: passed on.
-                unsafe { self.close(ear, slot, part, None) };
+                unsafe { self.close(ear, slot, part, None, None) };
             }
         }
     }
 
     /// Tells the rest of a part that has ended with so many bytes, or failed.
-    unsafe fn close(&self, ear: &Ear, slot: u16, part: usize, size: Option<u64>) {
+    unsafe fn close(&self, ear: &Ear, slot: u16, part: usize, size: Option<u64>, last: Option<LastWords>) {
         let Some(place) = self.known_place(slot, part) else { return };
         if place.handle.load(Ordering::Relaxed).is_null() {
             return;
         }
-        let whole = place.whole.take();
-        if let Some(over) = whole.as_ref().and_then(|whole| self.all_of(ear, place, size?, whole)) {
+        let last = last.and_then(|words| last::over(words, size?));
+        if let Some(over) = last.filter(|_| self.is_all(place)) {
+            let over = over.alone(ear.send, Ticks::from_number(place.posted.load(Ordering::Relaxed)));
             // Who tells holds the lock of the paths, so this alone keeps NCCL's other threads away.
             let (paths, chunks) = (self.paths(), std::slice::from_ref(&over));
             let handle = place.handle.load(Ordering::Relaxed);
@@ -746,8 +742,8 @@ impl Events {
             // Nothing is known that was noted. Its end is the moment to find out whether somebody listens now.
             transfer.begin(ear.send, None);
             place.details.store(self.wants_details(ear), Ordering::Relaxed);
-        } else if let Some(Note { what, now, .. }) = whole.and_then(|(head, words)| Note::decode(head, words)) {
-            transfer.take_note(&what, now.filter(|_| details), details);
+        } else if let Some(Over { chunk, began, arrived, .. }) = last {
+            transfer.take_note(&What::Over(chunk, began), Some(arrived).filter(|_| details), details);
         }
         match size {
             Some(size) => transfer.end(size, clock(details)),
@@ -758,15 +754,13 @@ impl Events {
         place.handle.store(std::ptr::null_mut(), Ordering::Relaxed);
     }
 
-    /// The only chunk of a part of `size` bytes, if that it is over is all that was noted of the part, and the listener is to
-    /// be told so in one: what [`Transfer::end`] would leave, without a look at what is kept there.
-    fn all_of(&self, ear: &Ear, place: &Place, size: u64, (head, words): &Left) -> Option<Over> {
-        let is_all = place.fresh.load(Ordering::Relaxed)
+    /// Whether what was left with the request is all that was noted of it, and the listener is to be told so in one: what
+    /// [`Transfer::end`] would leave, without a look at what is kept there.
+    fn is_all(&self, place: &Place) -> bool {
+        place.fresh.load(Ordering::Relaxed)
             && place.followed.load(Ordering::Relaxed)
             && place.details.load(Ordering::Relaxed)
-            && self.tells_in_one();
-        let (.., over) = Note::over(*head, *words).filter(|(.., over)| is_all && over.chunk.length == size)?;
-        Some(over.alone(ear.send, Ticks::from_number(place.posted.load(Ordering::Relaxed))))
+            && self.tells_in_one()
     }
 
     /// Whether a patient listener learns of a transfer when it has ended. Who learns of a reconnection learns it from an update.
@@ -883,7 +877,6 @@ impl Place {
             fresh: AtomicBool::new(false),
             posted: AtomicU64::new(0),
             transfer: Mutex::default(),
-            whole: Single::default(),
         }
     }
 
@@ -892,9 +885,14 @@ impl Place {
         self.details.store(details, Ordering::Relaxed);
         self.followed.store(followed, Ordering::Relaxed);
         self.noted.store(false, Ordering::Relaxed);
-        self.whole.take();
         self.handle.store(handle, Ordering::Release);
     }
+}
+
+/// Leaves with the request that the chunk is over, if it is all of a request of one part and was sent once.
+#[inline]
+fn leave(requests: &RequestSlots, slot: u16, chunk: &Chunk, began: Ticks, now: Ticks) -> bool {
+    chunk.length == chunk.total && !chunk.again && requests.leave(slot, last::words(chunk, began, now))
 }
 
 /// Writes only what changes: many threads read it.

@@ -104,6 +104,11 @@ fn outcome(sizes: &[u64]) -> Outcome {
     Outcome { parts: sizes.len(), sizes: all }
 }
 
+/// Requests that have no place for last words: what is noted goes into the lists.
+fn nobody() -> RequestSlots {
+    RequestSlots::new()
+}
+
 fn chunk(offset: u64, length: u64, total: u64) -> Chunk {
     Chunk { offset, length, total, ..Chunk::default() }
 }
@@ -124,7 +129,7 @@ mod told {
         unsafe { events.report() };
         let stops: Vec<_> = lock(&books.entries).iter().map(|entry| entry.stops).collect();
         assert_eq!(stops, [0, 1]);
-        unsafe { events.conclude(3, &outcome(&[300])) };
+        unsafe { events.conclude(3, &outcome(&[300]), None) };
         unsafe { events.report() };
         let entries = lock(&books.entries);
         let told: Vec<_> = entries.iter().map(|entry| (entry.length, entry.stops)).collect();
@@ -136,14 +141,14 @@ mod told {
         let (books, events) = set_up(true);
         books.details.store(true, Ordering::Relaxed);
         books.patient.store(true, Ordering::Relaxed);
-        let over = |offset, length| events.chunk_over(3, 0, &chunk(offset, length, 300), Ticks::now());
+        let over = |offset, length| events.chunk_over(&nobody(), 3, 0, &chunk(offset, length, 300), Ticks::now());
         events.follow(3, 0, handle(1));
         over(0, 50);
         over(50, 100);
         unsafe { events.report() };
         assert!(lock(&books.together).is_empty(), "not before the end");
         over(150, 150);
-        unsafe { events.conclude(3, &outcome(&[300])) };
+        unsafe { events.conclude(3, &outcome(&[300]), None) };
         assert_eq!(*lock(&books.together), [3]);
         let told: Vec<_> = lock(&books.entries).iter().map(|entry| (entry.length, entry.stops)).collect();
         assert_eq!(told, [(50, 1), (100, 1), (150, 1)]);
@@ -154,7 +159,7 @@ mod told {
         over(50, 100);
         unsafe { events.report() };
         over(150, 30);
-        unsafe { events.conclude(3, &outcome(&[300])) };
+        unsafe { events.conclude(3, &outcome(&[300]), None) };
         assert_eq!(*lock(&books.together), [3, 2, 2], "the last stands for what nobody noted");
         let told: Vec<_> = lock(&books.entries).drain(..).skip(3).map(|entry| (entry.length, entry.stops)).collect();
         assert_eq!(told, [(50, 1), (100, 1), (30, 1), (120, 1)]);
@@ -166,11 +171,11 @@ mod told {
         over(0, 150);
         unsafe { events.report() };
         over(150, 150);
-        unsafe { events.conclude(3, &outcome(&[300])) };
+        unsafe { events.conclude(3, &outcome(&[300]), None) };
         assert_eq!((lock(&books.entries).len(), events.hears()), (1, false));
         books.declines.store(false, Ordering::Relaxed);
         events.follow(3, 0, handle(3));
-        unsafe { events.conclude(3, &outcome(&[300])) };
+        unsafe { events.conclude(3, &outcome(&[300]), None) };
         assert_eq!(lock(&books.entries).last().map(|entry| (entry.length, entry.stops)), Some((300, 1)));
         assert!(events.hears());
         assert_eq!(*lock(&books.together), [2, 1]);
@@ -193,8 +198,8 @@ mod told {
         }
         let waited = events.notes.get().is_some_and(Notes::are_there);
         let all = Chunk { joined: true, path: 1, ..chunk(0, 300, 300) };
-        events.chunk_over(3, 0, &all, Ticks::now());
-        unsafe { events.conclude(3, &outcome(&[300])) };
+        events.chunk_over(&nobody(), 3, 0, &all, Ticks::now());
+        unsafe { events.conclude(3, &outcome(&[300]), None) };
         assert!(waited);
         {
             let entries = lock(&books.entries);
@@ -210,6 +215,61 @@ mod told {
         assert!(events.joins(), "it has gone over to the other's rail");
     }
 
+    /// A transfer of 300 bytes that is over, all of which its request says; `before` may note something else first.
+    fn told_by_its_request(events: &Events, requests: &RequestSlots, before: impl FnOnce(u16)) {
+        let ticket = requests.take(1).expect("a free slot");
+        events.follow(ticket.slot, 0, handle(1));
+        before(ticket.slot);
+        let all = Chunk { joined: true, message: 9, ..chunk(0, 300, 300) };
+        events.chunk_over(requests, ticket.slot, 0, &all, Ticks::now());
+        assert!(unsafe { events.finish(requests, ticket) }.is_none(), "not done");
+        requests.complete_part(ticket.slot, 0, 300);
+        assert_eq!(unsafe { events.finish(requests, ticket) }.map(|outcome| outcome.sizes[0]), Some(300));
+    }
+
+    #[test]
+    fn what_a_request_says_of_its_end_is_told_as_what_is_noted() {
+        for patient in [true, false] {
+            let ((books, events), requests) = (set_up(true), RequestSlots::new());
+            books.details.store(true, Ordering::Relaxed);
+            books.patient.store(patient, Ordering::Relaxed);
+            told_by_its_request(&events, &requests, |_| ());
+            let is_filled = || events.notes.get().is_some_and(Notes::are_there);
+            assert!(!is_filled(), "it is noted nowhere else");
+            told_by_its_request(&events, &requests, |slot| {
+                events.chunk_waited(slot, 0, 0, 0, Wait::Socket, Ticks::now());
+            });
+            assert!(!is_filled());
+            let entries = lock(&books.entries);
+            let told: Vec<_> = entries.iter().map(|entry| (entry.transfer, entry.length, entry.stops)).collect();
+            assert_eq!(told, [(64, 300, 1), (64, 300, 1)]);
+            assert_eq!(
+                entries.iter().map(|entry| entry.waits[Wait::Socket as usize] > 0).collect::<Vec<_>>(),
+                [false, true]
+            );
+            assert!(entries.iter().all(|entry| entry.waits[Wait::Credit as usize] > 0), "until it left");
+            assert_eq!(*lock(&books.together), if patient { vec![1, 1] } else { vec![] });
+        }
+    }
+
+    #[test]
+    fn of_a_request_that_fails_its_last_words_are_not_told_nor_to_the_next_that_has_its_slot() {
+        let ((books, events), requests) = (set_up(false), RequestSlots::new());
+        books.details.store(true, Ordering::Relaxed);
+        books.patient.store(true, Ordering::Relaxed);
+        let ticket = requests.take(1).expect("a free slot");
+        events.follow(ticket.slot, 0, handle(1));
+        events.chunk_over(&requests, ticket.slot, 0, &chunk(0, 300, 300), Ticks::now());
+        unsafe { events.abandon(ticket.slot) };
+        requests.abandon(ticket);
+        assert!(lock(&books.entries).is_empty());
+        let ticket = requests.take(1).expect("a free slot");
+        events.follow(ticket.slot, 0, handle(2));
+        requests.complete_part(ticket.slot, 0, 5);
+        assert!(unsafe { events.finish(&requests, ticket) }.is_some());
+        assert_eq!(lock(&books.entries).iter().map(|entry| (entry.length, entry.stops)).collect::<Vec<_>>(), [(5, 1)]);
+    }
+
     #[test]
     fn for_a_patient_listener_notes_are_looked_for_now_and_then_while_a_request_is_not_done() {
         let (books, events) = set_up(true);
@@ -220,7 +280,7 @@ mod told {
         let begun = std::time::Instant::now();
         while begun.elapsed() < Duration::from_millis(20) {
             // More than are kept for the end.
-            (0..=MOST as u64).for_each(|at| events.chunk_over(3, 0, &chunk(at, 1, 1 << 40), Ticks::now()));
+            (0..=MOST as u64).for_each(|at| events.chunk_over(&nobody(), 3, 0, &chunk(at, 1, 1 << 40), Ticks::now()));
             unsafe { events.wait() };
         }
         let calls = lock(&books.together).len();
@@ -234,9 +294,7 @@ mod told {
         books.details.store(true, Ordering::Relaxed);
         books.patient.store(true, Ordering::Relaxed);
         events.set_path(0, Path { carrier: Carrier::Socket { fd: 6 }, rail: 0, peer: None });
-        events.follow(3, 0, handle(1));
-        events.chunk_over(3, 0, &chunk(0, 300, 300), Ticks::now());
-        unsafe { events.conclude(3, &outcome(&[300])) };
+        told_by_its_request(&events, &RequestSlots::new(), |_| ());
         let told: Vec<_> = lock(&books.entries).iter().map(|entry| (entry.stops, entry.reconnects)).collect();
         assert_eq!((told, lock(&books.together).len()), (vec![(1, 1)], 0));
     }
@@ -245,10 +303,10 @@ mod told {
     fn after_the_end_nothing_is_told_whatever_is_still_noted() {
         let (books, events) = set_up(false);
         events.follow(0, 0, handle(1));
-        unsafe { events.conclude(0, &outcome(&[0])) };
+        unsafe { events.conclude(0, &outcome(&[0]), None) };
         events.chunk_begins(0, 0, &chunk(0, 5, 5));
         unsafe { events.report() };
-        unsafe { events.conclude(0, &outcome(&[5])) };
+        unsafe { events.conclude(0, &outcome(&[5]), None) };
         assert_eq!(lock(&books.entries).iter().map(|entry| (entry.length, entry.stops)).collect::<Vec<_>>(), [(0, 1)]);
     }
 
@@ -262,14 +320,14 @@ mod told {
             unsafe { events.report() };
             events.chunk_begins(0, 0, &chunk(5, 5, 10));
             unsafe { events.report() };
-            unsafe { events.conclude(0, &outcome(&[10])) };
+            unsafe { events.conclude(0, &outcome(&[10]), None) };
             assert!(!events.hears());
             assert_eq!(lock(&books.entries).len(), number);
         }
         // Somebody begins to listen: the next transfer is told whole, further ones in pieces.
         books.declines.store(false, Ordering::Relaxed);
         events.follow(0, 0, handle(4));
-        unsafe { events.conclude(0, &outcome(&[10])) };
+        unsafe { events.conclude(0, &outcome(&[10]), None) };
         assert!(events.hears());
         let entries = lock(&books.entries);
         assert_eq!((entries.len(), entries[3].length, entries[3].stops), (4, 10, 1));
@@ -289,7 +347,7 @@ mod told {
             events.chunk_ends(0, 0, 0, 100);
             unsafe { events.report() };
             events.chunk_ends(0, 0, 0, 0);
-            unsafe { events.conclude(0, &outcome(&[300])) };
+            unsafe { events.conclude(0, &outcome(&[300]), None) };
             let stops: Vec<_> = lock(&books.entries).iter().map(|entry| entry.stops).collect();
             let expected: Vec<_> = (0..3).map(|number| u32::from(declined >> number & 1 == 0)).collect();
             assert_eq!(stops, expected, "each start is asked once, and only what was taken is stopped");
@@ -297,7 +355,7 @@ mod told {
             books.declined.store(0, Ordering::Relaxed);
             events.follow(0, 0, handle(2));
             events.chunk_begins(0, 0, &chunk(0, 5, 10));
-            unsafe { events.conclude(0, &outcome(&[10])) };
+            unsafe { events.conclude(0, &outcome(&[10]), None) };
             let entries = lock(&books.entries);
             let next: u64 = entries[3..].iter().map(|entry| entry.length).sum();
             assert_eq!((next, entries[3..].iter().all(|entry| entry.stops == 1)), (10, true));
@@ -336,7 +394,7 @@ mod told {
         events.chunk_ends(0, 0, 0, 20);
         // It has ended: whatever comes now is not its.
         events.chunk_waited(0, 0, 0, 20, Wait::Socket, began);
-        unsafe { events.conclude(0, &outcome(&[30])) };
+        unsafe { events.conclude(0, &outcome(&[30]), None) };
         let entries = lock(&books.entries);
         let socket: Vec<_> = entries.iter().map(|entry| entry.waits[Wait::Socket as usize]).collect();
         assert_eq!((socket[0], socket[2]), (0, 0), "{socket:?}");
@@ -359,7 +417,7 @@ mod told {
         events.ready(0, 0);
         events.chunk_begins(0, 0, &chunk(0, 10, 10));
         let left = Ticks::now();
-        unsafe { events.conclude(0, &outcome(&[10])) };
+        unsafe { events.conclude(0, &outcome(&[10]), None) };
         let [receiver, socket, credit] = lock(&books.entries)[0].waits;
         assert!((4_000_000..=after.nanoseconds_since(posted)).contains(&receiver), "{receiver}");
         assert!((2_000_000..=left.nanoseconds_since(before)).contains(&credit), "{credit}");
@@ -373,7 +431,7 @@ mod told {
         events.follow(0, 0, handle(1));
         std::thread::sleep(Duration::from_millis(1));
         events.chunk_begins(0, 0, &chunk(0, 10, 10));
-        unsafe { events.conclude(0, &outcome(&[10])) };
+        unsafe { events.conclude(0, &outcome(&[10]), None) };
         assert_eq!(lock(&books.entries)[0].waits, [0; 3]);
     }
 
@@ -383,12 +441,12 @@ mod told {
         events.follow(0, 0, std::ptr::null_mut());
         events.chunk_begins(0, 0, &chunk(0, 5, 5));
         assert!(!events.follow_whole(1, std::ptr::null_mut(), |_| unreachable!("not asked for")));
-        unsafe { events.conclude(0, &outcome(&[5])) };
+        unsafe { events.conclude(0, &outcome(&[5]), None) };
         assert!(lock(&books.entries).is_empty());
         let deaf = Events::default();
         deaf.follow(0, 0, handle(1));
         deaf.chunk_begins(0, 0, &chunk(0, 5, 5));
-        unsafe { deaf.conclude(0, &outcome(&[5])) };
+        unsafe { deaf.conclude(0, &outcome(&[5]), None) };
         assert!(!deaf.hears() && deaf.places.get().is_none() && deaf.notes.get().is_none(), "and nothing is kept");
     }
 
@@ -406,7 +464,7 @@ mod told {
                 // Between paths there is no order but that in which they are told.
                 unsafe { events.report() };
             }
-            unsafe { events.conclude(0, &outcome(&[20])) };
+            unsafe { events.conclude(0, &outcome(&[20]), None) };
             let entries = lock(&books.entries);
             let last = rails.len() as u16 - 1;
             assert_eq!(entries[usize::from(last)].on, (Some(rails[usize::from(last)]), Some(last)), "one chunk's own");
@@ -438,7 +496,7 @@ mod told {
         // It has left, but its request has not ended.
         unsafe { events.report() };
         assert_eq!(lock(&books.entries)[0].stops, 0);
-        unsafe { events.conclude(9, &outcome(&[8])) };
+        unsafe { events.conclude(9, &outcome(&[8]), None) };
         let entries = lock(&books.entries);
         assert_eq!((entries.len(), entries[0].stops, entries[0].retransmissions), (1, 1, 0));
     }
@@ -450,7 +508,7 @@ mod told {
             events.follow(2, part, handle(part + 1));
         }
         events.chunk_begins(2, 1, &chunk(0, 20, 20));
-        unsafe { events.conclude(2, &outcome(&[10, 20, 0, 40])) };
+        unsafe { events.conclude(2, &outcome(&[10, 20, 0, 40]), None) };
         let mut sums = HashMap::new();
         for entry in lock(&books.entries).iter() {
             assert_eq!(entry.stops, 1);
@@ -469,7 +527,7 @@ mod told {
             events.chunk_begins(0, 0, &chunk(0, 10, 10));
             events.set_path(1, Path { carrier: Carrier::Socket { fd: 7 }, rail: 0, peer: None });
             events.chunk_begins(0, 0, &Chunk { again: true, path: 1, ..chunk(0, 10, 10) });
-            unsafe { events.conclude(0, &outcome(&[10])) };
+            unsafe { events.conclude(0, &outcome(&[10]), None) };
             let entries = lock(&books.entries);
             let first = entries.iter().filter(|entry| !entry.again).map(|entry| entry.length).sum::<u64>();
             let again = entries.iter().filter(|entry| entry.again).map(|entry| entry.length).sum::<u64>();
@@ -518,7 +576,7 @@ fn many_threads_note_while_one_tells_and_every_transfer_adds_up() {
                 unsafe { events.report() };
             }
             // SAFETY: as above.
-            unsafe { events.conclude(0, &outcome(&[120])) };
+            unsafe { events.conclude(0, &outcome(&[120]), None) };
         }
         next.store(u64::MAX, Ordering::Release);
     });

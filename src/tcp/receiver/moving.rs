@@ -264,7 +264,7 @@ impl RecvConn {
         }
         *followed = None;
         match began {
-            Some(began) => self.events.chunk_over(part.slot, usize::from(part.part), &chunk, began),
+            Some(began) => self.events.chunk_over(&self.requests, part.slot, usize::from(part.part), &chunk, began),
             None => self.events.chunk_ends(part.slot, usize::from(part.part), chunk.path, chunk.offset),
         }
     }
@@ -282,7 +282,7 @@ impl RecvConn {
             End::Complete(part, total) => {
                 if let Some(place) = state.joined.iter().position(|(of, ..)| *of == part) {
                     let (_, all, began) = state.joined.swap_remove(place);
-                    self.events.chunk_over(part.slot, usize::from(part.part), &all, began);
+                    self.events.chunk_over(&self.requests, part.slot, usize::from(part.part), &all, began);
                 }
                 self.complete(part, total);
             }

@@ -374,7 +374,7 @@ impl SendConn {
                 let chunk = events::Chunk { offset, length, path, message, total, joined, ..events::Chunk::default() };
                 // A message's chunks land together, and a look at the clock takes as long as the rest of a note.
                 let now = *now.get_or_insert_with(Ticks::now);
-                self.events.chunk_acknowledged(ticket.slot, 0, &chunk, began, now);
+                self.events.chunk_acknowledged(&self.requests, ticket.slot, &chunk, began, now);
             } else if !done.contains(&key) {
                 self.events.chunk_ends(ticket.slot, 0, path, offset);
             }

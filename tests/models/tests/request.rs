@@ -70,8 +70,14 @@ fn a_slot_that_is_taken_again_shows_nothing_of_its_former_request() {
         let first = slots.take(1).expect("a slot is free");
         let worker = {
             let slots = Arc::clone(&slots);
-            thread::spawn(move || slots.complete_part(first.slot, 0, 5))
+            thread::spawn(move || {
+                assert!(slots.leave(first.slot, [7; 5]) && !slots.leave(first.slot, [8; 5]), "once");
+                slots.complete_part(first.slot, 0, 5);
+            })
         };
+        if slots.is_done(first) {
+            assert_eq!(slots.last_words(first), Some([7; 5]), "what is left with a request is there when it is done");
+        }
         worker.join().unwrap();
         let other = {
             let slots = Arc::clone(&slots);
@@ -80,6 +86,6 @@ fn a_slot_that_is_taken_again_shows_nothing_of_its_former_request() {
         assert_eq!(slots.finish(first).map(|outcome| outcome.sizes[0]), Some(5));
         assert_eq!(other.join().unwrap(), Some(true), "a new request is done before its time");
         let again = slots.take(1).expect("a slot is free");
-        assert!(slots.finish(again).is_none());
+        assert!(slots.finish(again).is_none() && slots.last_words(again).is_none());
     });
 }
