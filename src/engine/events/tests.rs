@@ -219,6 +219,7 @@ mod told {
     fn told_by_its_request(events: &Events, requests: &RequestSlots, before: impl FnOnce(u16)) {
         let ticket = requests.take(1).expect("a free slot");
         events.follow(ticket.slot, 0, handle(1));
+        std::thread::sleep(Duration::from_millis(1));
         before(ticket.slot);
         let all = Chunk { joined: true, message: 9, ..chunk(0, 300, 300) };
         events.chunk_over(requests, ticket.slot, 0, &all, Ticks::now());
@@ -236,9 +237,8 @@ mod told {
             told_by_its_request(&events, &requests, |_| ());
             let is_filled = || events.notes.get().is_some_and(Notes::are_there);
             assert!(!is_filled(), "it is noted nowhere else");
-            told_by_its_request(&events, &requests, |slot| {
-                events.chunk_waited(slot, 0, 0, 0, Wait::Socket, Ticks::now());
-            });
+            let since = Ticks::now();
+            told_by_its_request(&events, &requests, |slot| events.chunk_waited(slot, 0, 0, 0, Wait::Socket, since));
             assert!(!is_filled());
             let entries = lock(&books.entries);
             let told: Vec<_> = entries.iter().map(|entry| (entry.transfer, entry.length, entry.stops)).collect();
