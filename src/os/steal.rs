@@ -10,6 +10,7 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use super::log::NET;
 use super::ticks::Ticks;
 
 /// More than this part of the busy time taken is much.
@@ -81,12 +82,15 @@ pub struct Steal {
     /// When the kernel was asked: [`Ticks::number`].
     asked: AtomicU64,
     estimate: Mutex<Estimate>,
+    /// The user has been told.
+    told: AtomicBool,
 }
 
 impl Steal {
     /// As it has been since the machine was started.
     pub fn new() -> Self {
-        let steal = Self { is_much: AtomicBool::new(false), asked: AtomicU64::new(0), estimate: Mutex::default() };
+        let (is_much, told) = (AtomicBool::new(false), AtomicBool::new(false));
+        let steal = Self { is_much, asked: AtomicU64::new(0), estimate: Mutex::default(), told };
         steal.look();
         steal
     }
@@ -106,14 +110,14 @@ impl Steal {
         let Ok(mut estimate) = self.estimate.try_lock() else { return };
         self.asked.store(now.number(), Ordering::Relaxed);
         if let Some(times) = Times::now() {
-            let was = self.is_much();
-            let is = estimate.add(times);
-            self.is_much.store(is, Ordering::Relaxed);
-            if is != was {
+            let is_much = estimate.add(times);
+            self.is_much.store(is_much, Ordering::Relaxed);
+            if is_much && !self.told.swap(true, Ordering::Relaxed) {
                 let percent = estimate.part * 100.0;
-                tracing::debug!(
-                    "the host takes {percent:.1} % of the busy processors' time: {} streams of a connection in use",
-                    if is { "half of the" } else { "all" }
+                tracing::info!(
+                    target: NET,
+                    "the host takes {percent:.0} % of the busy processors' time from this machine (steal in /proc/stat): \
+                     everything is slower and less even for it; Towline does with fewer threads meanwhile"
                 );
             }
         }
