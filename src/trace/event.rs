@@ -636,6 +636,41 @@ mod tests {
     }
 
     #[test]
+    fn a_sum_becomes_the_part_and_the_end_that_its_event_would_have_become() {
+        for (ago_ns, wire_ns) in [(900, 700), (700, 900)] {
+            let sum = NetSum {
+                link: 1,
+                message: 2,
+                length: 3,
+                wait_receiver_ns: 4,
+                wait_socket_ns: 5,
+                wait_credit_ns: 6,
+                wire_ns,
+                ago_ns,
+                rail: 7,
+                send: true,
+            };
+            let net = NetEvent {
+                flags: net_event::FLAG_SEND | net_event::FLAG_ENDED,
+                link: 1,
+                message: 2,
+                length: 3,
+                wait_receiver_ns: 4,
+                wait_socket_ns: 5,
+                wait_credit_ns: 6,
+                wire_ns,
+                ago_ns,
+                rail: 7,
+                stream: net_event::SEVERAL,
+                ..NetEvent::new()
+            };
+            let mut body = Body::NetSum(sum);
+            let end = body.ended_part();
+            assert_eq!((body, end), (Body::NetTowline(NetPart::of(&net)), Some(NetTimes::at_start(&net))));
+        }
+    }
+
+    #[test]
     fn a_part_that_has_ended_is_described_at_once_as_in_two_steps() {
         let plain = NetEvent { flags: net_event::FLAG_ENDED, length: 7, ago_ns: 1000, wire_ns: 400, ..NetEvent::new() };
         for net in [

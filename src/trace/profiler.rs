@@ -126,16 +126,6 @@ fn thread() -> u64 {
     unsafe { libc::pthread_self() }
 }
 
-/// Now, for a record of this thread that follows upon the event `cause` (its parent's start, or its own).
-///
-/// A shard's records keep their order whatever their times say ([`super::writer`]), so only what follows upon a record
-/// in another shard needs a time that is certain to come after that one's.
-#[inline]
-fn when(thread: u64, cause: u64) -> u64 {
-    let now = if shard_of(thread) == key::shard(cause) { Ticks::now() } else { Ticks::now_in_order() };
-    now.number()
-}
-
 /// Who calls, and when.
 struct Call {
     thread: u64,
@@ -143,18 +133,19 @@ struct Call {
 }
 
 impl Call {
-    /// After what caused it.
+    /// This one, which follows upon the event `cause` (its parent's start, or its own); `now`, if the caller has looked.
+    ///
+    /// A shard's records keep their order whatever their times say ([`super::writer`]), so only what follows upon a record
+    /// in another shard needs a time that is certain to come after that one's.
     #[inline]
-    fn now(cause: u64) -> Self {
+    fn this(cause: u64, now: Option<u64>) -> Self {
         let thread = thread();
-        Self { thread, when: when(thread, cause) }
-    }
-
-    /// The same of a call whose time is known as `now`, unless that may not be after the cause.
-    #[inline]
-    fn at(now: u64, cause: u64) -> Self {
-        let thread = thread();
-        Self { thread, when: if shard_of(thread) == key::shard(cause) { now } else { when(thread, cause) } }
+        let when = if shard_of(thread) == key::shard(cause) {
+            now.unwrap_or_else(|| Ticks::now().number())
+        } else {
+            Ticks::now_in_order().number()
+        };
+        Self { thread, when }
     }
 }
 
@@ -230,7 +221,7 @@ pub fn start_all(context: u64, first: &Start, parts: &[NetEvent]) -> u64 {
     if Kind::NetPlugin.triggers() & profiler.settings.mask == 0 {
         return 0;
     }
-    let call = Call::now(first.parent);
+    let call = Call::this(first.parent, None);
     if profiler.push_parts(context, first, &call, parts) {
         return profiler.stamp.chained(0, true);
     }
@@ -313,17 +304,13 @@ impl Profiler {
 
     #[inline]
     fn push_start(&self, context: u64, kind: Kind, start: &Start) -> u64 {
-        if let (Body::NetSum(_), Some(now)) = (start.body, start.now) {
-            let call = Call::at(now, start.parent);
-            let event = self.push_record(context, kind, start, &call, start.body);
-            // All has been said of it.
-            return if event == 0 { 0 } else { self.stamp.chained(0, false) };
-        }
-        let call = Call::now(start.parent);
+        let call = Call::this(start.parent, start.now);
         if let (Body::NetTowline(part), Some(times)) = (start.body, start.times) {
             return self.push_part(context, start, &call, part, times);
         }
-        self.push_record(context, kind, start, &call, start.body)
+        let event = self.push_record(context, kind, start, &call, start.body);
+        // All has been said of a sum.
+        if event != 0 && matches!(start.body, Body::NetSum(_)) { self.stamp.chained(0, false) } else { event }
     }
 
     #[inline]
@@ -380,8 +367,7 @@ impl Profiler {
 
     #[inline]
     fn push(&self, event: u64, room: Room, body: Body) -> Option<()> {
-        let thread = thread();
-        let when = when(thread, event);
+        let Call { thread, when } = Call::this(event, None);
         let make = |_| Record { when, id: event, parent: 0, context: 0, rank: -1, thread: (thread >> 12) as u32, body };
         self.ring.push(thread, room, make).map(drop)
     }

@@ -92,9 +92,7 @@ impl Settings {
         };
         (Some(settings), complaints)
     }
-}
 
-impl Settings {
     /// Whether proxy steps are of no use: network events are asked for and they are not, and no trace shows one under the other.
     pub fn skips_steps(&self) -> bool {
         let asked = |kind: Kind| self.mask & kind.bit() != 0;

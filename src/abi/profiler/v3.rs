@@ -100,11 +100,7 @@ impl Version for V3 {
             Body::ProxyOp(op) => d.u.proxyOp = members::proxy_op_of(op),
             Body::ProxyStep { step } => d.u.proxyStep.step = *step,
             Body::KernelCh { channel, .. } => d.u.kernelCh.channelId = *channel,
-            Body::NetSocket { .. }
-            | Body::NetIb { .. }
-            | Body::NetTowline(_)
-            | Body::NetSum(_)
-            | Body::NetOther { .. } => {
+            Body::NetSocket { .. } | Body::NetIb { .. } | Body::NetTowline(_) | Body::NetOther { .. } => {
                 d.u.netPlugin = members::net_of(start);
             }
             _ => return None,

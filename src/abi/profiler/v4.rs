@@ -106,11 +106,7 @@ impl Version for V4 {
             Body::KernelCh { channel, timer } => {
                 d.u.kernelCh = ncclProfilerKernelCh_v4_t { channelId: *channel, pTimer: *timer };
             }
-            Body::NetSocket { .. }
-            | Body::NetIb { .. }
-            | Body::NetTowline(_)
-            | Body::NetSum(_)
-            | Body::NetOther { .. } => {
+            Body::NetSocket { .. } | Body::NetIb { .. } | Body::NetTowline(_) | Body::NetOther { .. } => {
                 d.u.netPlugin = members::net_of(start);
             }
             _ => return None,

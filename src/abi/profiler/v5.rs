@@ -225,11 +225,7 @@ macro_rules! encode_v5 {
                 $d.u.kernelCh = ncclProfilerKernelCh_v4_t { channelId: *channel, pTimer: *timer };
                 true
             }
-            Body::NetSocket { .. }
-            | Body::NetIb { .. }
-            | Body::NetTowline(_)
-            | Body::NetSum(_)
-            | Body::NetOther { .. } => {
+            Body::NetSocket { .. } | Body::NetIb { .. } | Body::NetTowline(_) | Body::NetOther { .. } => {
                 $d.u.netPlugin = members::net_of($start);
                 true
             }

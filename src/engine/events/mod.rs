@@ -414,22 +414,30 @@ impl Events {
     /// Any thread: a chunk has come of which nothing has been noted since it began, at `began`. Only for requests that have
     /// not ended; one that is all of its message is the last thing that is noted of it, by the thread that ends it.
     pub fn chunk_over(&self, requests: &RequestSlots, slot: u16, part: usize, chunk: &Chunk, began: Ticks) {
-        let now = Ticks::now();
-        if !leave(requests, slot, chunk, began, now) {
-            self.over(Some(chunk.path), slot, part, chunk, began, now);
-        }
+        self.over(requests, Some(chunk.path), (slot, part), chunk, began, Ticks::now());
     }
 
     /// Any thread: the same of one that the other side has acknowledged, as was seen at `now`. Who learns of one learns of
     /// several, on all paths: they go into one list, after what the paths' lists say of their waits.
     pub fn chunk_acknowledged(&self, requests: &RequestSlots, slot: u16, chunk: &Chunk, began: Ticks, now: Ticks) {
-        if !leave(requests, slot, chunk, began, now) {
-            self.over(None, slot, 0, chunk, began, now);
-        }
+        self.over(requests, None, (slot, 0), chunk, began, now);
     }
 
-    fn over(&self, path: Option<u16>, slot: u16, part: usize, chunk: &Chunk, began: Ticks, now: Ticks) {
-        self.add(path, Note { slot, part: part as u8, now: Some(now), what: What::Over(*chunk, began) });
+    /// Leaves with the request that the chunk is over, if it is all of a request of one part and was sent once; else notes it.
+    #[inline]
+    fn over(
+        &self,
+        requests: &RequestSlots,
+        path: Option<u16>,
+        (slot, part): (u16, usize),
+        chunk: &Chunk,
+        began: Ticks,
+        now: Ticks,
+    ) {
+        let is_all = chunk.length == chunk.total && !chunk.again;
+        if !is_all || !requests.leave(slot, last::words(chunk, began, now)) {
+            self.add(path, Note { slot, part: part as u8, now: Some(now), what: What::Over(*chunk, began) });
+        }
     }
 
     /// Any thread: a chunk of the part is being handed to the network, or its first byte has come. Only for requests
@@ -887,12 +895,6 @@ impl Place {
         self.noted.store(false, Ordering::Relaxed);
         self.handle.store(handle, Ordering::Release);
     }
-}
-
-/// Leaves with the request that the chunk is over, if it is all of a request of one part and was sent once.
-#[inline]
-fn leave(requests: &RequestSlots, slot: u16, chunk: &Chunk, began: Ticks, now: Ticks) -> bool {
-    chunk.length == chunk.total && !chunk.again && requests.leave(slot, last::words(chunk, began, now))
 }
 
 /// Writes only what changes: many threads read it.

@@ -227,9 +227,9 @@ impl Summary {
                 }
             }
             Body::NetSocket { .. } | Body::NetIb { .. } | Body::NetTowline(_) if self.nets.len() < OPEN => {
-                let (offset, resend, ago_ns) = match record.body {
-                    Body::NetTowline(part) => (part.offset, part.resend, part.ago_ns),
-                    _ => (0, false, 0),
+                let (offset, resend, ago_ns, message) = match record.body {
+                    Body::NetTowline(part) => (part.offset, part.resend, part.ago_ns, Some((part.link, part.message))),
+                    _ => (0, false, 0, None),
                 };
                 let begin = when.saturating_sub(ago_ns.into());
                 // A step is a message, wherever the part lies that begins first. Where steps are not told, an operation's
@@ -238,10 +238,6 @@ impl Summary {
                 let (comm, peer, first) = if let Some(step) = self.steps.get_mut(&record.parent) {
                     (step.op.comm, step.op.peer, !resend && !std::mem::replace(&mut step.begun, true))
                 } else if let Some(op) = self.ops.get_mut(&record.parent) {
-                    let message = match record.body {
-                        Body::NetTowline(part) => Some((part.link, part.message)),
-                        _ => None,
-                    };
                     let first = !resend && (message.is_none() || message != op.last);
                     if first {
                         op.last = message;
