@@ -135,22 +135,23 @@ pub struct NetSum {
     pub wait_credit_ns: u64,
     /// As [`NetEvent::wire_ns`].
     pub wire_ns: u64,
-    /// As [`NetEvent::ago_ns`] in a start.
-    pub ago_ns: u32,
     /// As [`NetEvent::rail`].
     pub rail: u16,
     /// Whether this side sends.
     pub send: bool,
 }
 
-/// What lies behind the data of an event with [`PLUGIN_ID_SUM`].
+/// What lies behind the data of an event with [`PLUGIN_ID_SUM`]. The reader says here whether it takes it, and declines the
+/// event itself: there is nothing to say of it later, so a stop would be a call for nothing.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub struct NetSumNow {
+pub struct NetSumNews {
     /// The sum.
     pub sum: NetSum,
-    /// The time of the call, by [`crate::os::ticks::Ticks::number`]: the reader need not look at the clock again.
-    pub now: u64,
+    /// When the transfer had ended, by [`crate::os::ticks::Ticks::number`].
+    pub ended: u64,
+    /// Written by the reader.
+    pub taken: bool,
 }
 
 /// Who reads [`NetEvent`]s in this process.

@@ -18,8 +18,9 @@ use crate::engine::events::{Carrier, Listener, MOST, News, Over, Path, Wait, Who
 use crate::os::config::NetEvents;
 use crate::os::net_event::{
     self, CARRIER_QUEUE_PAIR, CARRIER_SOCKET, FLAG_ENDED, FLAG_RESEND, FLAG_SEND, MOST_AT_ONCE, NetEvent, NetSum,
-    NetSumNow, PLUGIN_ID, PLUGIN_ID_IB, PLUGIN_ID_SOCKET, PLUGIN_ID_SUM, Reader, SEVERAL,
+    NetSumNews, PLUGIN_ID, PLUGIN_ID_IB, PLUGIN_ID_SOCKET, PLUGIN_ID_SUM, Reader, SEVERAL,
 };
+use crate::os::ticks::Ticks;
 
 /// NCCL's number for release 2.27.0, the first that understands updates.
 const UPDATES_SINCE: c_int = 22_700;
@@ -186,13 +187,15 @@ impl Listener for NcclProfiler {
         }
     }
 
+    unsafe fn sum(&self, transfer: *mut c_void, sum: NetSum, ended: Ticks) -> bool {
+        let mut news = NetSumNews { sum, ended: ended.number(), taken: false };
+        // Who else than our profiler may be asked, in a process with two NCCLs, takes it for an event.
+        self.start_and_stop(transfer, PLUGIN_ID_SUM, (&raw mut news).cast()) || news.taken
+    }
+
     unsafe fn whole(&self, transfer: *mut c_void, whole: &Whole<'_>) -> bool {
         if let [over] = whole.chunks {
             // As most are.
-            if self.adds_up() {
-                let mut sum = NetSumNow { sum: sum(whole, over), now: whole.now.number() };
-                return self.start_and_stop(transfer, PLUGIN_ID_SUM, (&raw mut sum).cast());
-            }
             let mut part = describe_over(whole, over);
             return self.start_and_stop(transfer, PLUGIN_ID, (&raw mut part).cast());
         }
@@ -239,25 +242,6 @@ fn set_path(event: &mut NetEvent, path: &Path, send: bool) {
     };
     if let Some(peer) = path.peer {
         event.set_peer(peer);
-    }
-}
-
-/// What [`describe_over`] says, for who adds up.
-fn sum(whole: &Whole<'_>, over: &Over) -> NetSum {
-    let [wait_receiver_ns, wait_socket_ns, wait_credit_ns] = Wait::ALL.map(|wait| over.waits[wait as usize]);
-    let Over { chunk, began, .. } = over;
-    let ago_ns = u32::try_from(whole.now.nanoseconds_since(*began)).unwrap_or(u32::MAX);
-    NetSum {
-        link: whole.link,
-        message: chunk.message,
-        length: chunk.length,
-        wait_receiver_ns,
-        wait_socket_ns,
-        wait_credit_ns,
-        wire_ns: over.wire(),
-        ago_ns,
-        rail: whole.path(over).rail,
-        send: whole.send,
     }
 }
 
@@ -317,4 +301,57 @@ fn describe(news: &News<'_>) -> NetEvent {
     };
     set_path(&mut event, news.path, news.send);
     event
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+    use std::ptr::null_mut;
+
+    use super::*;
+
+    thread_local! {
+        /// The calls of the profiler's that a test has seen.
+        static CALLS: RefCell<Vec<c_int>> = const { RefCell::new(Vec::new()) };
+    }
+
+    const START: c_int = ffi::ncclProfilerNetEventStart as c_int;
+    const STOP: c_int = ffi::ncclProfilerNetEventStop as c_int;
+
+    /// This library's profiler, behind NCCL.
+    unsafe extern "C" fn ours(_: *mut *mut c_void, kind: c_int, _: *mut c_void, id: i64, data: *mut c_void) -> u32 {
+        CALLS.with_borrow_mut(|calls| calls.push(kind));
+        assert_eq!(id, PLUGIN_ID_SUM);
+        // SAFETY: the sum's own structure, by its id.
+        unsafe { (*data.cast::<NetSumNews>()).taken = true };
+        0
+    }
+
+    /// One that takes everything for an event.
+    unsafe extern "C" fn takes(event: *mut *mut c_void, kind: c_int, _: *mut c_void, _: i64, _: *mut c_void) -> u32 {
+        CALLS.with_borrow_mut(|calls| calls.push(kind));
+        if kind == START {
+            // SAFETY: a start's place for the event.
+            unsafe { event.write(std::ptr::without_provenance_mut(8)) };
+        }
+        0
+    }
+
+    unsafe extern "C" fn declines(_: *mut *mut c_void, kind: c_int, _: *mut c_void, _: i64, _: *mut c_void) -> u32 {
+        CALLS.with_borrow_mut(|calls| calls.push(kind));
+        0
+    }
+
+    #[test]
+    fn a_sum_is_one_call_and_whoever_takes_it_for_an_event_is_told_its_stop() {
+        let told = |callback| {
+            let profiler = NcclProfiler { callback, wishes: NetEvents::Auto, updates: true };
+            // SAFETY: none of the profilers above reads through the handle.
+            let taken = unsafe { profiler.sum(null_mut(), NetSum::default(), Ticks::now()) };
+            (taken, CALLS.take())
+        };
+        assert_eq!(told(ours), (true, vec![START]));
+        assert_eq!(told(takes), (true, vec![START, STOP]));
+        assert_eq!(told(declines), (false, vec![START]));
+    }
 }

@@ -40,8 +40,6 @@ pub struct Start {
     pub net_data: *mut c_void,
     /// Of a network event that has ended already: its end.
     pub times: Option<NetTimes>,
-    /// The time of the call, where the descriptor says it ([`crate::os::net_event::NetSumNow`]).
-    pub now: Option<u64>,
 }
 
 /// A change of state, for all versions of its arguments.
@@ -268,7 +266,7 @@ mod tests {
 
     fn start(parent: u64) -> Start {
         let body = Body::ProxyStep { step: 0 };
-        Start { parent, rank: 0, body, net_id: 0, net_data: std::ptr::null_mut(), times: None, now: None }
+        Start { parent, rank: 0, body, net_id: 0, net_data: std::ptr::null_mut(), times: None }
     }
 
     #[test]

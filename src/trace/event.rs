@@ -266,7 +266,8 @@ impl NetPart {
 
     /// What is known of the part that is all of the sum.
     fn sum(sum: &NetSum) -> Self {
-        let &NetSum { link, message, length, rail, send, ago_ns, .. } = sum;
+        let &NetSum { link, message, length, rail, send, wire_ns, .. } = sum;
+        let ago_ns = u32::try_from(wire_ns).unwrap_or(u32::MAX);
         Self { link, message, length, rail, stream: net_event::SEVERAL, send, ago_ns, ..Self::default() }
     }
 
@@ -349,9 +350,8 @@ impl NetTimes {
 
     /// The end of the part that is all of the sum.
     fn sum(sum: &NetSum) -> Self {
-        let &NetSum { wait_receiver_ns, wait_socket_ns, wait_credit_ns, wire_ns, ago_ns, .. } = sum;
-        let ago_ns = u64::from(ago_ns).saturating_sub(wire_ns) as u32;
-        Self { wait_receiver_ns, wait_socket_ns, wait_credit_ns, wire_ns, ago_ns, ends: true, ..Self::default() }
+        let &NetSum { wait_receiver_ns, wait_socket_ns, wait_credit_ns, wire_ns, .. } = sum;
+        Self { wait_receiver_ns, wait_socket_ns, wait_credit_ns, wire_ns, ends: true, ..Self::default() }
     }
 
     /// The same, where it says so in a start.
@@ -637,7 +637,7 @@ mod tests {
 
     #[test]
     fn a_sum_becomes_the_part_and_the_end_that_its_event_would_have_become() {
-        for (ago_ns, wire_ns) in [(900, 700), (700, 900)] {
+        for (wire_ns, ago_ns) in [(700, 700), (1 << 32, u32::MAX)] {
             let sum = NetSum {
                 link: 1,
                 message: 2,
@@ -646,7 +646,6 @@ mod tests {
                 wait_socket_ns: 5,
                 wait_credit_ns: 6,
                 wire_ns,
-                ago_ns,
                 rail: 7,
                 send: true,
             };

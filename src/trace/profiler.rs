@@ -27,7 +27,7 @@ use super::writer::{Notice, Request, Writer};
 use crate::os::config::Config;
 use crate::os::error::Result;
 use crate::os::fork;
-use crate::os::net_event::{self, NetEvent, Reader};
+use crate::os::net_event::{self, NetEvent, NetSum, Reader};
 use crate::os::ticks::{self, Ticks};
 
 /// How long the last `finalize` waits for a writer that does nothing.
@@ -133,7 +133,7 @@ struct Call {
 }
 
 impl Call {
-    /// This one, which follows upon the event `cause` (its parent's start, or its own); `now`, if the caller has looked.
+    /// This one, which follows upon the event `cause` (its parent's start, or its own); `now`, if a time after that is known.
     ///
     /// A shard's records keep their order whatever their times say ([`super::writer`]), so only what follows upon a record
     /// in another shard needs a time that is certain to come after that one's.
@@ -231,6 +231,18 @@ pub fn start_all(context: u64, first: &Start, parts: &[NetEvent]) -> u64 {
     events.fold(0, |first, event| if first == 0 { event } else { first })
 }
 
+/// A transfer has ended, at the time `ended` ([`Ticks::number`]), of which all there is to say is this sum. Returns whether it
+/// is recorded. Only a profiler that has no second one behind it is told sums ([`Reader::Sums`]).
+#[inline]
+pub fn sum(context: u64, parent: u64, rank: i32, sum: &NetSum, ended: u64) -> bool {
+    let Some(profiler) = current() else { return false };
+    if Kind::NetPlugin.triggers() & profiler.settings.mask == 0 {
+        return false;
+    }
+    let call = Call::this(parent, Some(ended));
+    profiler.push_record(context, Kind::NetPlugin, (parent, rank), &call, Body::NetSum(*sum)) != 0
+}
+
 /// An event ends.
 #[inline]
 pub fn stop(event: u64) {
@@ -298,30 +310,28 @@ unsafe fn body_of(event: u64, change: &Change) -> Option<Body> {
 impl Profiler {
     /// The parent that is recorded.
     #[inline]
-    fn parent(&self, start: &Start) -> u64 {
-        if self.skips_steps { key::stood_for(start.parent) } else { start.parent }
+    fn parent(&self, parent: u64) -> u64 {
+        if self.skips_steps { key::stood_for(parent) } else { parent }
     }
 
     #[inline]
     fn push_start(&self, context: u64, kind: Kind, start: &Start) -> u64 {
-        let call = Call::this(start.parent, start.now);
+        let call = Call::this(start.parent, None);
         if let (Body::NetTowline(part), Some(times)) = (start.body, start.times) {
             return self.push_part(context, start, &call, part, times);
         }
-        let event = self.push_record(context, kind, start, &call, start.body);
-        // All has been said of a sum.
-        if event != 0 && matches!(start.body, Body::NetSum(_)) { self.stamp.chained(0, false) } else { event }
+        self.push_record(context, kind, (start.parent, start.rank), &call, start.body)
     }
 
     #[inline]
-    fn push_record(&self, context: u64, kind: Kind, start: &Start, call: &Call, body: Body) -> u64 {
+    fn push_record(&self, context: u64, kind: Kind, (parent, rank): (u64, i32), call: &Call, body: Body) -> u64 {
         let own_net = matches!(body, Body::NetTowline(_));
         let place = self.ring.push(call.thread, Room::Start, |place| Record {
             when: call.when,
             id: self.stamp.event(place, own_net),
-            parent: self.parent(start),
+            parent: self.parent(parent),
             context: if self.stamp.made(context) { context } else { 0 },
-            rank: start.rank,
+            rank,
             thread: (call.thread >> 12) as u32,
             body,
         });
@@ -336,7 +346,8 @@ impl Profiler {
     #[inline]
     fn push_part(&self, context: u64, start: &Start, call: &Call, mut part: NetPart, times: NetTimes) -> u64 {
         let is_all = part.take_in(&times);
-        let event = self.push_record(context, Kind::NetPlugin, start, call, Body::NetTowline(part));
+        let of = (start.parent, start.rank);
+        let event = self.push_record(context, Kind::NetPlugin, of, call, Body::NetTowline(part));
         if event == 0 {
             return 0;
         }
@@ -350,7 +361,7 @@ impl Profiler {
     /// Parts that have ended, and their ends, if there is room for all.
     fn push_parts(&self, context: u64, start: &Start, call: &Call, parts: &[NetEvent]) -> bool {
         let count = parts.len() + parts.iter().filter(|net| !NetPart::takes_in(net)).count();
-        let (context, parent) = (if self.stamp.made(context) { context } else { 0 }, self.parent(start));
+        let (context, parent) = (if self.stamp.made(context) { context } else { 0 }, self.parent(start.parent));
         let (when, thread) = (call.when, (call.thread >> 12) as u32);
         let (mut parts, mut end) = (parts.iter(), None);
         self.ring.push_all(call.thread, Room::Start, count, |place| {

@@ -4,7 +4,7 @@ use std::ffi::{c_int, c_void};
 use std::ptr::without_provenance_mut;
 
 use super::super::ffi::*;
-use crate::os::net_event::{NetEvent, NetSumNow, PLUGIN_ID, PLUGIN_ID_IB, PLUGIN_ID_SOCKET, PLUGIN_ID_SUM};
+use crate::os::net_event::{NetEvent, NetSumNews, PLUGIN_ID, PLUGIN_ID_IB, PLUGIN_ID_SOCKET, PLUGIN_ID_SUM};
 use crate::trace::chain::{Change, Start};
 use crate::trace::event::{Body, Carrier, Coll, NetPart, NetTimes, P2p, ProxyOp, state};
 use crate::trace::names::Name;
@@ -12,7 +12,7 @@ use crate::trace::names::Name;
 /// A start without a network plugin's part.
 pub(super) fn start(parent: *mut c_void, rank: c_int, body: Body) -> Start {
     let (net_id, net_data) = (0, std::ptr::null_mut());
-    Start { parent: parent.addr() as u64, rank, body, net_id, net_data, times: None, now: None }
+    Start { parent: parent.addr() as u64, rank, body, net_id, net_data, times: None }
 }
 
 /// An address as a number, and back.
@@ -116,12 +116,45 @@ pub(super) fn proxy_op_of(op: &ProxyOp) -> ncclProfilerProxyOp_v1_t {
     }
 }
 
+/// A network plugin's event as a descriptor of any version has it.
+pub(super) struct Net<'a> {
+    pub parent: *mut c_void,
+    pub rank: c_int,
+    pub plugin: &'a ncclProfilerNetPlugin_v3_t,
+}
+
+/// Reads it from a descriptor; None of another type.
+macro_rules! net {
+    ($d:expr) => {
+        ($d.type_ as u64 == Kind::NetPlugin.bit().into()).then(|| $crate::abi::profiler::members::Net {
+            parent: $d.parentObj,
+            rank: $d.rank,
+            // SAFETY: the member that goes with the type.
+            plugin: unsafe { &$d.u.netPlugin },
+        })
+    };
+}
+pub(super) use net;
+
+impl<'a> Net<'a> {
+    /// The sum that it tells, if it does.
+    ///
+    /// # Safety
+    /// The data are what the plugin of that id says they are, and nobody else looks at them meanwhile.
+    #[inline]
+    pub(super) unsafe fn sum(&self) -> Option<&'a mut NetSumNews> {
+        let &ncclProfilerNetPlugin_v3_t { id, data } = self.plugin;
+        // SAFETY: this library's own structure, by its id.
+        if id == PLUGIN_ID_SUM { unsafe { data.cast::<NetSumNews>().as_mut() } } else { None }
+    }
+}
+
 /// A network plugin's event: what we know of its descriptor.
 ///
 /// # Safety
 /// The data are what the plugin of that id says they are.
-pub(super) unsafe fn net(parent: *mut c_void, rank: c_int, net: &ncclProfilerNetPlugin_v3_t) -> Start {
-    let (mut times, mut now) = (None, None);
+pub(super) unsafe fn start_of(&Net { parent, rank, plugin: net }: &Net<'_>) -> Start {
+    let mut times = None;
     let body = match (net.id, net.data.is_null()) {
         (PLUGIN_ID_SOCKET, false) => {
             // SAFETY: NCCL's structure for sockets, by its id and version.
@@ -145,21 +178,15 @@ pub(super) unsafe fn net(parent: *mut c_void, rank: c_int, net: &ncclProfilerNet
             times = event.has_ended().then(|| NetTimes::at_start(event));
             Body::NetTowline(NetPart::of(event))
         }
-        (PLUGIN_ID_SUM, false) => {
-            // SAFETY: this library's own structure, by its id.
-            let data = unsafe { &*net.data.cast::<NetSumNow>() };
-            now = Some(data.now);
-            Body::NetSum(data.sum)
-        }
         (plugin, _) => Body::NetOther { plugin },
     };
-    Start { net_id: net.id, net_data: net.data, times, now, ..start(parent, rank, body) }
+    Start { net_id: net.id, net_data: net.data, times, ..start(parent, rank, body) }
 }
 
 /// The parts that `start` tells of in one, where it has others behind the first; else none.
 ///
 /// # Safety
-/// As for [`net`], which made `start`; they are there as long as its descriptor.
+/// As for [`start_of`], which made `start`; they are there as long as its descriptor.
 pub(super) unsafe fn all_parts(start: &Start) -> &[NetEvent] {
     let data = start.net_data.cast::<NetEvent>();
     if start.net_id != PLUGIN_ID || data.is_null() {
@@ -318,7 +345,7 @@ mod tests {
     fn told(event: &mut NetEvent) -> Start {
         let net = ncclProfilerNetPlugin_v3_t { id: PLUGIN_ID, data: (&raw mut *event).cast() };
         // SAFETY: the data are what the identifier says.
-        unsafe { super::net(std::ptr::null_mut(), 0, &net) }
+        unsafe { start_of(&Net { parent: std::ptr::null_mut(), rank: 0, plugin: &net }) }
     }
 
     fn translated(event: &mut NetEvent) -> Option<Body> {
@@ -327,7 +354,7 @@ mod tests {
         let mut translated = Translated::new(part)?;
         let start = translated.start(&start);
         // SAFETY: a descriptor of NCCL's, as the identifier says.
-        Some(unsafe { super::net(std::ptr::null_mut(), 0, &net_of(&start)) }.body)
+        Some(unsafe { start_of(&Net { parent: std::ptr::null_mut(), rank: 0, plugin: &net_of(&start) }) }.body)
     }
 
     #[test]
@@ -337,7 +364,7 @@ mod tests {
         parts[0].set_more(2);
         let net = ncclProfilerNetPlugin_v3_t { id: PLUGIN_ID, data: parts.as_mut_ptr().cast() };
         // SAFETY: the data are what the identifier says.
-        let first = unsafe { super::net(address(77), 3, &net) };
+        let first = unsafe { start_of(&Net { parent: address(77), rank: 3, plugin: &net }) };
         assert_eq!((first.parent, first.rank, first.times.is_some()), (77, 3, true));
         let Body::NetTowline(part) = first.body else { panic!("{:?}", first.body) };
         assert_eq!(part.length, 1);
@@ -347,7 +374,7 @@ mod tests {
         // One by itself, and one of NCCL's, have nobody behind them.
         let net = ncclProfilerNetPlugin_v3_t { id: PLUGIN_ID, data: (&raw mut parts[1]).cast() };
         // SAFETY: as above.
-        let alone = unsafe { super::net(address(77), 3, &net) };
+        let alone = unsafe { start_of(&Net { parent: address(77), rank: 3, plugin: &net }) };
         for start in [alone, start(address(77), 3, Body::ProxyStep { step: 1 })] {
             // SAFETY: as above.
             assert!(unsafe { all_parts(&start) }.is_empty());

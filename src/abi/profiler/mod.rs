@@ -21,6 +21,8 @@ pub mod v6;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::AtomicI32;
 
+use members::{Net, number};
+
 use super::ffi::{ncclDebugLogger_t, ncclProfilerEventState_t, ncclResult_t};
 use crate::os::config::Config;
 use crate::os::log;
@@ -39,7 +41,15 @@ trait Version: 'static {
     /// The table of functions.
     type Table;
 
-    /// Reads a descriptor; None for an event type that the version does not have.
+    /// Reads a network plugin's event; None for a descriptor of another type.
+    ///
+    /// # Safety
+    /// As for `decode`.
+    unsafe fn net(_: &Self::Descr) -> Option<Net<'_>> {
+        None
+    }
+
+    /// Reads any other descriptor; None for an event type that the version does not have.
     ///
     /// # Safety
     /// The descriptor is one of NCCL's, with the union's member that its type says.
@@ -110,15 +120,39 @@ unsafe fn init(
     Ok(())
 }
 
-/// An event begins, and with it those of further parts that its descriptor brings. Returns its handle, which stands for all.
+/// An event begins. Returns its handle, 0 when it is declined.
 ///
 /// # Safety
-/// `start` was decoded from a descriptor that is still there.
-unsafe fn begin(context: u64, start: &Start) -> u64 {
+/// As for [`Version::decode`].
+#[inline]
+unsafe fn begin<V: Version>(context: u64, descr: &V::Descr) -> u64 {
     // SAFETY: passed on.
-    match unsafe { members::all_parts(start) } {
-        [] => profiler::start(context, start),
-        parts => profiler::start_all(context, start, parts),
+    match unsafe { V::net(descr) } {
+        // SAFETY: passed on; a network plugin's data are what that plugin says.
+        Some(net) => unsafe { begin_net(context, &net) },
+        // SAFETY: passed on.
+        None => unsafe { V::decode(descr) }.map_or(0, |start| profiler::start(context, &start)),
+    }
+}
+
+/// A network plugin's event begins, and with it those of further parts that its descriptor brings. Returns its handle, which
+/// stands for all.
+///
+/// # Safety
+/// The data are what the plugin of that id says they are.
+#[inline]
+unsafe fn begin_net(context: u64, net: &Net<'_>) -> u64 {
+    // SAFETY: passed on; whoever tells a sum waits for us.
+    if let Some(news) = unsafe { net.sum() } {
+        news.taken = profiler::sum(context, number(net.parent), net.rank, &news.sum, news.ended);
+        return 0;
+    }
+    // SAFETY: passed on.
+    let start = unsafe { members::start_of(net) };
+    // SAFETY: just decoded, and the descriptor is still there.
+    match unsafe { members::all_parts(&start) } {
+        [] => profiler::start(context, &start),
+        parts => profiler::start_all(context, &start, parts),
     }
 }
 
@@ -155,9 +189,7 @@ macro_rules! profiler_version {
                     return Err($crate::os::error::Error::argument("startEvent was given a null pointer"));
                 }
                 // SAFETY: not null, and NCCL's descriptor by its promise.
-                let start = unsafe { <$version as $crate::abi::profiler::Version>::decode(&*descr) };
-                // SAFETY: just decoded.
-                let id = start.map_or(0, |start| unsafe { $crate::abi::profiler::begin(context.addr() as u64, &start) });
+                let id = unsafe { $crate::abi::profiler::begin::<$version>(context.addr() as u64, &*descr) };
                 // SAFETY: not null, a place for the handle by NCCL's promise.
                 unsafe { event.write(std::ptr::without_provenance_mut(id as usize)) };
                 Ok(())

@@ -8,7 +8,7 @@ use std::sync::atomic::AtomicI32;
 
 use super::super::ffi::*;
 use super::super::guard::guard;
-use super::members::{self, address, descr, number};
+use super::members::{self, Net, address, descr, net, number};
 use super::{Version, functions, profiler_version};
 use crate::trace::chain::{Change, Start};
 use crate::trace::event::{Body, Coll, CommInfo, Kind, P2p};
@@ -34,6 +34,10 @@ impl Version for V3 {
     type Descr = ncclProfilerEventDescr_v3_t;
     type Args = ncclProfilerEventStateArgs_v3_t;
     type Table = ncclProfiler_v3_t;
+
+    unsafe fn net(d: &Self::Descr) -> Option<Net<'_>> {
+        net!(d)
+    }
 
     unsafe fn decode(d: &Self::Descr) -> Option<Start> {
         // SAFETY: in each arm the member that goes with the type.
@@ -64,7 +68,6 @@ impl Version for V3 {
                 Kind::ProxyStep => Body::ProxyStep { step: d.u.proxyStep.step },
                 Kind::ProxyCtrl => Body::ProxyCtrl,
                 Kind::KernelCh => Body::KernelCh { channel: d.u.kernelCh.channelId, timer: 0 },
-                Kind::NetPlugin => return Some(members::net(d.parentObj, d.rank, &d.u.netPlugin)),
                 _ => return None,
             }
         };

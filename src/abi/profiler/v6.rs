@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicI32;
 
 use super::super::ffi::*;
 use super::super::guard::guard;
-use super::members::{self, address, descr, number};
+use super::members::{self, Net, address, descr, net, number};
 use super::v5::{self, decode_v5, encode_v5};
 use super::{Version, functions, profiler_version};
 use crate::trace::chain::{Change, Start};
@@ -79,6 +79,10 @@ impl Version for V6 {
     type Descr = ncclProfilerEventDescr_v6_t;
     type Args = ncclProfilerEventStateArgs_v6_t;
     type Table = ncclProfiler_v6_t;
+
+    unsafe fn net(d: &Self::Descr) -> Option<Net<'_>> {
+        net!(d)
+    }
 
     unsafe fn decode(d: &Self::Descr) -> Option<Start> {
         // SAFETY: in each arm the member that goes with the type.

@@ -32,6 +32,7 @@ pub use transfer::{Chunk, MOST, Over, Piece, Wait};
 use transfer::{Told, Transfer};
 
 use super::request::{LastWords, MAX_PARTS, Outcome, RequestSlots, SLOTS, Ticket};
+use crate::os::net_event::NetSum;
 use crate::os::ticks::{self, Ticks};
 
 /// Who is told: NCCL's profiler, behind `plugin::listener`.
@@ -89,6 +90,15 @@ pub trait Listener: Send + Sync {
         let mut news = pieces.iter().map(|piece| News { ended: true, ..scene.news(piece) });
         // SAFETY: passed on.
         unsafe { self.ended(transfer, &mut news) > 0 }
+    }
+
+    /// All there is to tell of a transfer that has ended at the time `ended` and was one chunk, to a listener that adds up: what
+    /// [`Listener::whole`] would say. Answers whether it was taken.
+    ///
+    /// # Safety
+    /// As [`Listener::start`].
+    unsafe fn sum(&self, _transfer: *mut c_void, _sum: NetSum, _ended: Ticks) -> bool {
+        false
     }
 
     /// The piece with this handle has ended.
@@ -214,6 +224,9 @@ const PATIENCE_NS: u64 = 1_000_000;
 /// in each millisecond, and while it looks at the clock what is done waits.
 const CALLS: u32 = 64;
 
+/// For a rail's number: there are several.
+const SEVERAL: u32 = u32::MAX;
+
 const NO_PATH: Path = Path { carrier: Carrier::None, rail: 0, peer: None };
 
 /// One part of a request.
@@ -262,8 +275,8 @@ pub struct Events {
     patient: AtomicBool,
     /// It adds up.
     sums: AtomicBool,
-    /// All paths are of one rail.
-    one_rail: AtomicBool,
+    /// The rail of all paths, or [`SEVERAL`].
+    rail: AtomicU32,
     /// What has been noted; made with the first transfer that has a handle: before it there is nothing to note.
     notes: OnceLock<Notes>,
     places: OnceLock<Box<[Slot]>>,
@@ -297,7 +310,7 @@ impl Default for Events {
             timed: AtomicBool::new(false),
             patient: AtomicBool::new(false),
             sums: AtomicBool::new(false),
-            one_rail: AtomicBool::new(true),
+            rail: AtomicU32::new(0),
             notes: OnceLock::new(),
             places: OnceLock::new(),
             paths: Mutex::new(Vec::new()),
@@ -326,8 +339,9 @@ impl Events {
         }
         paths[index] = path;
         let mut rails = paths.iter().filter(|path| path.carrier != Carrier::None).map(|path| path.rail);
-        let first = rails.next();
-        set(&self.one_rail, rails.all(|rail| Some(rail) == first));
+        let first = rails.next().unwrap_or(0);
+        let rail = if rails.all(|rail| rail == first) { first.into() } else { SEVERAL };
+        self.rail.store(rail, Ordering::Relaxed);
     }
 
     /// Whether chunks are worth reporting: somebody listens.
@@ -381,7 +395,8 @@ impl Events {
         let follows = self.hears();
         let details = self.wants_details(ear) && follows;
         if follows {
-            place.posted.store(clock(details).map_or(0, Ticks::number), Ordering::Relaxed);
+            // What a receive waits for is seen by its sender.
+            place.posted.store(clock(details && ear.send).map_or(0, Ticks::number), Ordering::Relaxed);
             // Without the lock: until the handle is there, nobody looks at what is kept here but another of NCCL's threads that
             // still has a note of the transfer before, and whatever that one keeps is a former transfer's.
             place.fresh.store(true, Ordering::Release);
@@ -402,7 +417,7 @@ impl Events {
     /// there is one rail.
     #[inline]
     pub fn joins(&self) -> bool {
-        self.sums.load(Ordering::Relaxed) && self.one_rail.load(Ordering::Relaxed)
+        self.sums.load(Ordering::Relaxed) && self.rail.load(Ordering::Relaxed) != SEVERAL
     }
 
     /// Whether it is enough to say of a chunk that it is over ([`Events::chunk_over`]), and nothing when it begins.
@@ -734,9 +749,8 @@ impl Events {
                 // Another thread of the caller's has told the end of it meanwhile.
                 return;
             }
-            let whole = Whole { link: ear.link, send: ear.send, paths: &paths, chunks, now: Ticks::now() };
             // SAFETY: the caller's promise; the handle is there.
-            set(&self.hears, unsafe { ear.listener.whole(handle, &whole) });
+            unsafe { self.tell_whole(ear, handle, &paths, chunks, None) };
             place.handle.store(std::ptr::null_mut(), Ordering::Relaxed);
             return;
         }
@@ -804,10 +818,9 @@ impl Events {
         let now = clock(details);
         let in_one = details && self.tells_in_one();
         if let Some(chunks) = transfer.whole() {
-            if let (true, Some(now)) = (in_one, now) {
-                let whole = Whole { link: ear.link, send: ear.send, paths: &paths, chunks, now };
+            if in_one {
                 // SAFETY: the caller's promise.
-                set(&self.hears, unsafe { ear.listener.whole(handle, &whole) });
+                unsafe { self.tell_whole(ear, handle, &paths, chunks, now) };
                 transfer.forget();
                 return;
             }
@@ -854,6 +867,48 @@ impl Events {
                 ear.listener.stop(answer, &news);
                 *told = Told::All;
             }
+        }
+    }
+
+    /// Tells a patient listener of a transfer that has ended, of which nothing has been told.
+    ///
+    /// # Safety
+    /// As [`Listener::start`].
+    unsafe fn tell_whole(&self, ear: &Ear, handle: *mut c_void, paths: &[Path], chunks: &[Over], now: Option<Ticks>) {
+        let taken = match chunks {
+            [over] if self.sums.load(Ordering::Relaxed) => {
+                // SAFETY: the caller's promise.
+                unsafe { ear.listener.sum(handle, self.sum(ear, paths, over), over.arrived) }
+            }
+            _ => {
+                let now = now.unwrap_or_else(Ticks::now);
+                let whole = Whole { link: ear.link, send: ear.send, paths, chunks, now };
+                // SAFETY: the caller's promise.
+                unsafe { ear.listener.whole(handle, &whole) }
+            }
+        };
+        set(&self.hears, taken);
+    }
+
+    /// What is said of a transfer that was this chunk.
+    fn sum(&self, ear: &Ear, paths: &[Path], over: &Over) -> NetSum {
+        let [wait_receiver_ns, wait_socket_ns, wait_credit_ns] = Wait::ALL.map(|wait| over.waits[wait as usize]);
+        let Chunk { message, length, path, .. } = over.chunk;
+        let rail = match self.rail.load(Ordering::Relaxed) {
+            SEVERAL => paths.get(usize::from(path)).unwrap_or(&NO_PATH).rail,
+            // Most connections': the paths' memory stays where it is.
+            rail => rail as u16,
+        };
+        NetSum {
+            link: ear.link,
+            message,
+            length,
+            wait_receiver_ns,
+            wait_socket_ns,
+            wait_credit_ns,
+            wire_ns: over.wire(),
+            rail,
+            send: ear.send,
         }
     }
 

@@ -59,6 +59,23 @@ impl Listener for Books {
         all.len()
     }
 
+    unsafe fn sum(&self, transfer: *mut c_void, sum: NetSum, ended: Ticks) -> bool {
+        assert!(self.adds_up() && ended.nanoseconds_since(Ticks::now()) == 0, "it has ended before it is told");
+        let chunk = Chunk { length: sum.length, joined: true, ..Chunk::default() };
+        let waits = [sum.wait_receiver_ns, sum.wait_socket_ns, sum.wait_credit_ns];
+        let piece = Over { chunk, began: ended, arrived: ended, waits }.piece();
+        let path = Path { rail: sum.rail, ..NO_PATH };
+        let paths = [path, NO_PATH];
+        let scene = Scene { link: sum.link, send: sum.send, details: true, paths: &paths, now: None };
+        let news = scene.news(&piece);
+        // SAFETY: passed on.
+        let handle = unsafe { self.start(transfer, &news) };
+        if !handle.is_null() {
+            self.stop(handle, &news);
+        }
+        !handle.is_null()
+    }
+
     unsafe fn start(&self, transfer: *mut c_void, news: &News<'_>) -> *mut c_void {
         assert!(!transfer.is_null(), "a start reads through the handle");
         let mut entries = lock(&self.entries);
