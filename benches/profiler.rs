@@ -21,7 +21,7 @@ use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, Criterion};
 use towline::abi::ffi::*;
 use towline::abi::profiler::v6::ncclProfiler_v6;
-use towline::engine::events::{Carrier, Chunk, Events, Listener, News, Path};
+use towline::engine::events::{Carrier, Chunk, Events, Listener, News, Path, Wish};
 use towline::engine::request::{Outcome, RequestSlots};
 use towline::os::config::NetEvents;
 use towline::os::net_event::{self, NetEvent, PLUGIN_ID, Reader};
@@ -76,8 +76,8 @@ struct Transport {
 struct Deaf;
 
 impl Listener for Deaf {
-    fn wants_details(&self) -> bool {
-        false
+    fn wish(&self) -> Wish {
+        Wish::Calls
     }
 
     unsafe fn start(&self, _: *mut c_void, _: &News<'_>) -> *mut c_void {

@@ -24,7 +24,7 @@ pub mod transfer;
 
 use std::ffi::c_void;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use notes::{Note, Notes, TURNS, What};
@@ -35,22 +35,24 @@ use super::request::{LastWords, MAX_PARTS, Outcome, RequestSlots, SLOTS, Ticket}
 use crate::os::net_event::NetSum;
 use crate::os::ticks::{self, Ticks};
 
+/// What a listener reads of a transfer; each includes what is before it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum Wish {
+    /// Lengths, and the moment of each call.
+    Calls,
+    /// Resends and times.
+    Details,
+    /// The times and not the moment of the call: a piece may be told of when it has ended. The listener is *patient*.
+    Times,
+    /// What each rail carried, to add it up, and no chunk by itself.
+    Sums,
+}
+
 /// Who is told: NCCL's profiler, behind `plugin::listener`.
 pub trait Listener: Send + Sync {
-    /// Whether it reads resends and times. Asked once per transfer.
-    fn wants_details(&self) -> bool;
-
-    /// Whether a piece may be told of when it has ended, since it is the times that are read and not the moment of the call.
-    /// Asked with the other.
-    fn is_patient(&self) -> bool {
-        false
-    }
-
-    /// Whether it adds up what each rail carried and looks at no chunk by itself. Asked with the others; only patient listeners
-    /// are.
-    fn adds_up(&self) -> bool {
-        false
-    }
+    /// What it reads. Asked once per transfer.
+    fn wish(&self) -> Wish;
 
     /// A piece begins. Answers its handle, or null when the profiler declines.
     ///
@@ -134,7 +136,7 @@ pub struct News<'a> {
     pub link: u64,
     /// Whether this side sends.
     pub send: bool,
-    /// [`Listener::wants_details`], as it was when the transfer began.
+    /// Whether resends and times were to be told when the transfer began.
     pub details: bool,
     /// The one that the piece is on, or began on.
     pub path: &'a Path,
@@ -269,12 +271,8 @@ pub struct Events {
     ear: OnceLock<Ear>,
     /// The last start was taken.
     hears: AtomicBool,
-    /// Notes are worth a look at the clock.
-    timed: AtomicBool,
-    /// The listener is patient.
-    patient: AtomicBool,
-    /// It adds up.
-    sums: AtomicBool,
+    /// What the listener reads, when it was asked last: a [`Wish`].
+    wish: AtomicU8,
     /// The rail of all paths, or [`SEVERAL`].
     rail: AtomicU32,
     /// What has been noted; made with the first transfer that has a handle: before it there is nothing to note.
@@ -307,9 +305,7 @@ impl Default for Events {
         Self {
             ear: OnceLock::new(),
             hears: AtomicBool::new(false),
-            timed: AtomicBool::new(false),
-            patient: AtomicBool::new(false),
-            sums: AtomicBool::new(false),
+            wish: AtomicU8::new(Wish::Calls as u8),
             rail: AtomicU32::new(0),
             notes: OnceLock::new(),
             places: OnceLock::new(),
@@ -405,25 +401,30 @@ impl Events {
     }
 
     fn wants_details(&self, ear: &Ear) -> bool {
-        let details = ear.listener.wants_details();
-        set(&self.timed, details);
-        let is_patient = details && ear.listener.is_patient();
-        set(&self.patient, is_patient);
-        set(&self.sums, is_patient && ear.listener.adds_up());
-        details
+        let wish = ear.listener.wish();
+        // Written only when it changes: many threads read it.
+        if self.wish.load(Ordering::Relaxed) != wish as u8 {
+            self.wish.store(wish as u8, Ordering::Relaxed);
+        }
+        wish >= Wish::Details
+    }
+
+    #[inline]
+    fn wishes(&self, wish: Wish) -> bool {
+        self.wish.load(Ordering::Relaxed) >= wish as u8
     }
 
     /// Whether all that a transfer's chunks carried may be noted as one ([`Chunk::joined`]): the listener adds up by rails, and
     /// there is one rail.
     #[inline]
     pub fn joins(&self) -> bool {
-        self.sums.load(Ordering::Relaxed) && self.rail.load(Ordering::Relaxed) != SEVERAL
+        self.wishes(Wish::Sums) && self.rail.load(Ordering::Relaxed) != SEVERAL
     }
 
     /// Whether it is enough to say of a chunk that it is over ([`Events::chunk_over`]), and nothing when it begins.
     #[inline]
     pub fn is_patient(&self) -> bool {
-        self.patient.load(Ordering::Relaxed)
+        self.wishes(Wish::Times)
     }
 
     /// Any thread: a chunk has come of which nothing has been noted since it began, at `began`. Only for requests that have
@@ -496,7 +497,7 @@ impl Events {
 
     /// Notes what has happened on a path, or to a whole transfer.
     fn note(&self, slot: u16, part: usize, path: Option<u16>, what: What) {
-        self.add(path, Note { slot, part: part as u8, now: clock(self.timed.load(Ordering::Relaxed)), what });
+        self.add(path, Note { slot, part: part as u8, now: clock(self.wishes(Wish::Details)), what });
     }
 
     fn add(&self, path: Option<u16>, note: Note) {
@@ -649,8 +650,7 @@ impl Events {
             while slots != 0 {
                 let slot = base + slots.trailing_zeros() as u16;
                 slots &= slots - 1;
-                for part in 0..MAX_PARTS {
-                    let Some(place) = self.known_place(slot, part) else { continue };
+                for place in self.known_places(slot).into_iter().flatten() {
                     if !place.handle.load(Ordering::Relaxed).is_null() {
                         // SAFETY: the handle is there, so the end of its transfer has not been told.
                         unsafe { self.tell(ear, place, &mut self.open(place)) };
@@ -672,8 +672,7 @@ impl Events {
             return None;
         }
         let Some(notes) = self.notes.get() else { return requests.finish(ticket) };
-        let is_noted = |place: &Place| place.noted.load(Ordering::Relaxed);
-        if self.hears() && self.known_place(ticket.slot, 0).is_some_and(is_noted) {
+        if self.hears() && self.known_place(ticket.slot, 0).is_some_and(Place::is_noted) {
             notes.fetch();
         }
         // SAFETY: passed on.
@@ -706,15 +705,15 @@ impl Events {
     /// As [`Listener::start`].
     #[inline]
     pub unsafe fn conclude(&self, slot: u16, outcome: &Outcome, last: Option<LastWords>) {
-        if let Some(ear) = self.ear.get() {
+        if let (Some(ear), Some(places)) = (self.ear.get(), self.known_places(slot)) {
+            let places = &places[..outcome.parts];
             // It has ended after all that is noted of it.
-            let is_noted = |part| self.known_place(slot, part).is_some_and(|place| place.noted.load(Ordering::Relaxed));
-            if (0..outcome.parts).any(is_noted) {
+            if places.iter().any(Place::is_noted) {
                 self.read_notes(Some(slot));
             }
-            for (part, size) in outcome.sizes[..outcome.parts].iter().enumerate() {
+            for (place, size) in places.iter().zip(outcome.sizes) {
                 // SAFETY: passed on.
-                unsafe { self.close(ear, slot, part, Some(*size), last) };
+                unsafe { self.close(ear, place, Some(size), last) };
             }
         }
     }
@@ -724,18 +723,17 @@ impl Events {
     /// # Safety
     /// As [`Listener::start`].
     pub unsafe fn abandon(&self, slot: u16) {
-        if let Some(ear) = self.ear.get() {
+        if let (Some(ear), Some(places)) = (self.ear.get(), self.known_places(slot)) {
             self.read_notes(Some(slot));
-            for part in 0..MAX_PARTS {
+            for place in places {
                 // SAFETY: passed on.
-                unsafe { self.close(ear, slot, part, None, None) };
+                unsafe { self.close(ear, place, None, None) };
             }
         }
     }
 
     /// Tells the rest of a part that has ended with so many bytes, or failed.
-    unsafe fn close(&self, ear: &Ear, slot: u16, part: usize, size: Option<u64>, last: Option<LastWords>) {
-        let Some(place) = self.known_place(slot, part) else { return };
+    unsafe fn close(&self, ear: &Ear, place: &Place, size: Option<u64>, last: Option<LastWords>) {
         if place.handle.load(Ordering::Relaxed).is_null() {
             return;
         }
@@ -876,7 +874,7 @@ impl Events {
     /// As [`Listener::start`].
     unsafe fn tell_whole(&self, ear: &Ear, handle: *mut c_void, paths: &[Path], chunks: &[Over], now: Option<Ticks>) {
         let taken = match chunks {
-            [over] if self.sums.load(Ordering::Relaxed) => {
+            [over] if self.wishes(Wish::Sums) => {
                 // SAFETY: the caller's promise.
                 unsafe { ear.listener.sum(handle, self.sum(ear, paths, over), over.arrived) }
             }
@@ -912,8 +910,14 @@ impl Events {
         }
     }
 
+    #[inline]
+    fn known_places(&self, slot: u16) -> Option<&[Place; MAX_PARTS]> {
+        Some(self.places.get()?[usize::from(slot)].get()?)
+    }
+
+    #[inline]
     fn known_place(&self, slot: u16, part: usize) -> Option<&Place> {
-        Some(&self.places.get()?[usize::from(slot)].get()?[part])
+        Some(&self.known_places(slot)?[part])
     }
 
     fn place(&self, slot: u16, part: usize) -> &Place {
@@ -941,6 +945,10 @@ impl Place {
             posted: AtomicU64::new(0),
             transfer: Mutex::default(),
         }
+    }
+
+    fn is_noted(&self) -> bool {
+        self.noted.load(Ordering::Relaxed)
     }
 
     /// Something may be told of a transfer from now on.

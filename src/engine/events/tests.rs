@@ -32,16 +32,13 @@ struct Entry {
 }
 
 impl Listener for Books {
-    fn wants_details(&self) -> bool {
-        self.details.load(Ordering::Relaxed)
-    }
-
-    fn is_patient(&self) -> bool {
-        self.patient.load(Ordering::Relaxed)
-    }
-
-    fn adds_up(&self) -> bool {
-        self.sums.load(Ordering::Relaxed)
+    fn wish(&self) -> Wish {
+        match [&self.details, &self.patient, &self.sums].map(|flag| flag.load(Ordering::Relaxed)) {
+            [false, ..] => Wish::Calls,
+            [_, false, _] => Wish::Details,
+            [.., false] => Wish::Times,
+            _ => Wish::Sums,
+        }
     }
 
     unsafe fn ended<'a>(&self, transfer: *mut c_void, all: &mut dyn Iterator<Item = News<'a>>) -> usize {
@@ -60,7 +57,10 @@ impl Listener for Books {
     }
 
     unsafe fn sum(&self, transfer: *mut c_void, sum: NetSum, ended: Ticks) -> bool {
-        assert!(self.adds_up() && ended.nanoseconds_since(Ticks::now()) == 0, "it has ended before it is told");
+        assert!(
+            self.wish() == Wish::Sums && ended.nanoseconds_since(Ticks::now()) == 0,
+            "it has ended before it is told"
+        );
         let chunk = Chunk { length: sum.length, joined: true, ..Chunk::default() };
         let waits = [sum.wait_receiver_ns, sum.wait_socket_ns, sum.wait_credit_ns];
         let piece = Over { chunk, began: ended, arrived: ended, waits }.piece();
