@@ -186,6 +186,19 @@ impl Transport {
         unsafe { self.events.finish(&self.requests, ticket) }
     }
 
+    /// A message that is done and has left inside `isend`, for a profiler that is told of it when it is over.
+    fn copied_transfer(&self, handle: *mut c_void) -> Option<Outcome> {
+        let ticket = self.requests.take(1)?;
+        self.events.follow(ticket.slot, 0, handle);
+        self.requests.complete_part(ticket.slot, 0, 8);
+        self.events.left_at_once(&self.requests, ticket.slot, &Chunk { length: 8, total: 8, ..Chunk::default() });
+        // SAFETY: as above.
+        unsafe {
+            self.events.settle(&self.requests, ticket);
+            self.events.finish(&self.requests, ticket)
+        }
+    }
+
     /// The same where another thread moves it and notes that, as workers do: how long NCCL's thread takes in all for `count`
     /// requests that it finds done.
     fn moved_by_another(&self, handle: *mut c_void, count: u64) -> Duration {
@@ -403,6 +416,7 @@ fn bench(criterion: &mut Criterion) {
         // A profiler that draws nothing.
         net_event::announce(Reader::Sums);
         bench.run(&format!("{name}, six parts in one"), || _ = transport.joined_transfer(black_box(handle)));
+        bench.run(&format!("{name}, left at once"), || _ = transport.copied_transfer(black_box(handle)));
         bench.run_timed(&format!("{name}, moved by another thread"), |count| {
             transport.moved_by_another(black_box(handle), count)
         });

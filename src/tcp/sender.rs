@@ -159,9 +159,21 @@ struct Io {
     filled: usize,
     /// The chunk that is being sent, when a profiler is told of it, and since when the socket has been full.
     followed: Option<(Ticket, u64)>,
-    /// What the profiler is to be told of it.
+    /// What the profiler is to be told of it when the kernel has the first of it.
     untold: Option<(Ticket, events::Chunk)>,
+    /// And when the kernel has all of it, with which its request ends; since when.
+    leaving: Option<(Ticket, events::Chunk, Ticks)>,
     blocked: Option<Ticks>,
+}
+
+/// What a profiler is to be told of a message inside `isend`, when it has left: telling takes as long as a tenth of its way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Telling {
+    Nothing,
+    /// That it has begun, and what has come of it.
+    Begun,
+    /// All of it, if it is over.
+    Over,
 }
 
 /// A connection that sends.
@@ -335,6 +347,7 @@ impl SendConn {
             filled: 0,
             followed: None,
             untold: None,
+            leaving: None,
             blocked: None,
         };
         lock(&self.vigils)[index] = Vigil::default();
@@ -396,14 +409,20 @@ impl SendConn {
         self.rest.end();
         let hand_over = self.is_for_workers(length as u64);
         let short = length as u64 <= EAGER_MAX && !hand_over;
-        let to_tell = self.follow(ticket, profiler, length as u64, short);
+        let telling = self.follow(ticket, profiler, length as u64, short);
+        // The number of a message that is done when it is entered into the books.
+        let mut done_as = None;
         // A short message is sent in this call, when the first stream is free: taken before the state, as always.
         let mut held = if short { self.streams[0].hold() } else { None };
         let mut wish = WRITE;
         let posted = {
             let mut state = self.state();
+            let number = state.core.next_number();
             // SAFETY: the caller vouches for the buffer.
             let posted = unsafe { self.post(&mut state, ticket, data, length, tag, hand_over) };
+            if telling == Telling::Over && self.requests.is_done(ticket) {
+                done_as = Some(number);
+            }
             if let (Ok((_, Admit::Ready)), Some(Some(io))) = (&posted, held.as_deref_mut())
                 && io.out.is_none()
             {
@@ -449,7 +468,12 @@ impl SendConn {
         if self.attention.wanted() {
             self.streams[0].kick();
         }
-        if to_tell {
+        if let Some(message) = done_as {
+            let (length, total) = (length as u64, length as u64);
+            let chunk = events::Chunk { length, total, message, ..events::Chunk::default() };
+            self.events.left_at_once(&self.requests, ticket.slot, &chunk);
+        }
+        if telling == Telling::Begun || telling == Telling::Over && self.requests.is_done(ticket) {
             // SAFETY: inside isend.
             unsafe { self.events.settle(&self.requests, ticket) };
         }
@@ -468,21 +492,21 @@ impl SendConn {
         &self.events
     }
 
-    /// Has the events of a transfer told. Returns whether there is something to tell when the message has left.
+    /// Has the events of a transfer told. Returns what there is to tell when the message has left.
     #[inline]
-    fn follow(&self, ticket: Ticket, profiler: *mut c_void, length: u64, short: bool) -> bool {
+    fn follow(&self, ticket: Ticket, profiler: *mut c_void, length: u64, short: bool) -> Telling {
         if profiler.is_null() {
-            return false;
+            return Telling::Nothing;
         }
-        if !short {
+        if !short || self.events.is_patient() {
             self.events.follow(ticket.slot, 0, profiler);
-            return false;
+            return if short { Telling::Over } else { Telling::Nothing };
         }
         let chunk = |details: bool| {
             let message = if details { self.state().core.next_number() } else { 0 };
             events::Chunk { length, total: length, message, ..events::Chunk::default() }
         };
-        self.events.follow_whole(ticket.slot, profiler, chunk)
+        if self.events.follow_whole(ticket.slot, profiler, chunk) { Telling::Begun } else { Telling::Nothing }
     }
 
     /// Enters a message into the books.

@@ -439,6 +439,16 @@ impl Events {
         self.over(requests, None, (slot, 0), chunk, began, now);
     }
 
+    /// NCCL's thread, in `isend`: the chunk, all of its message, has left in this very call, and with that the request, which
+    /// has a following since [`Events::follow`], has ended.
+    pub fn left_at_once(&self, requests: &RequestSlots, slot: u16, chunk: &Chunk) {
+        if let Some(place) = self.followed_place(slot, 0)
+            && let Some(posted) = Ticks::from_number(place.posted.load(Ordering::Relaxed))
+        {
+            self.chunk_over(requests, slot, 0, chunk, posted);
+        }
+    }
+
     /// Leaves with the request that the chunk is over, if it is all of a request of one part and was sent once; else notes it.
     #[inline]
     fn over(

@@ -116,6 +116,9 @@ impl SendConn {
                     }
                     let mut state = self.state();
                     if let Some(left) = to_book {
+                        if let Some((ticket, chunk, began)) = io.leaving.take() {
+                            self.events.chunk_over(&self.requests, ticket.slot, 0, &chunk, began);
+                        }
                         self.chunk_written(&mut state, &left, copy);
                         // Not before: what counts may be acknowledged, by another stream in another thread, too, and then
                         // its message is over.
@@ -167,7 +170,7 @@ impl SendConn {
             return Some(Outgoing::Control(std::mem::take(&mut io.control)));
         }
         let mut chunk = state.core.next_chunk(index)?;
-        (io.followed, io.untold) = (None, None);
+        (io.followed, io.untold, io.leaving) = (None, None, None);
         if index > 0 {
             state.core.leaves(index, Instant::now());
         }
@@ -361,7 +364,12 @@ impl SendConn {
             again: chunk.again,
             ..events::Chunk::default()
         };
-        io.untold = Some((ticket, told));
+        if self.events.is_patient() && chunk.copied && told.length == told.total {
+            // Its request ends when it has left.
+            io.leaving = Some((ticket, told, Ticks::now()));
+        } else {
+            io.untold = Some((ticket, told));
+        }
     }
 
     /// Chunks were acknowledged. Those of messages that are `done` end all at once, unless nothing is known of them yet.
