@@ -21,7 +21,7 @@ use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, Criterion};
 use towline::abi::ffi::*;
 use towline::abi::profiler::v6::ncclProfiler_v6;
-use towline::engine::events::{Carrier, Chunk, Events, Listener, News, Path, Wish};
+use towline::engine::events::{Carrier, Chunk, Events, Listener, News, Path};
 use towline::engine::request::{Outcome, RequestSlots};
 use towline::os::config::NetEvents;
 use towline::os::net_event::{self, NetEvent, PLUGIN_ID, Reader};
@@ -76,8 +76,8 @@ struct Transport {
 struct Deaf;
 
 impl Listener for Deaf {
-    fn wish(&self) -> Wish {
-        Wish::Calls
+    fn reader(&self) -> Reader {
+        Reader::None
     }
 
     unsafe fn start(&self, _: *mut c_void, _: &News<'_>) -> *mut c_void {
@@ -191,7 +191,7 @@ impl Transport {
         let ticket = self.requests.take(1)?;
         self.events.follow(ticket.slot, 0, handle);
         self.requests.complete_part(ticket.slot, 0, 8);
-        self.events.left_at_once(&self.requests, ticket.slot, &Chunk { length: 8, total: 8, ..Chunk::default() });
+        self.events.left_at_once(&self.requests, ticket.slot, &Chunk::whole(8, 0));
         // SAFETY: as above.
         unsafe {
             self.events.settle(&self.requests, ticket);

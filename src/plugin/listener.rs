@@ -14,7 +14,7 @@ use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 use crate::abi::ffi;
-use crate::engine::events::{Carrier, Listener, MOST, News, Over, Path, Wait, Whole, Wish};
+use crate::engine::events::{Carrier, Listener, MOST, News, Over, Path, Wait, Whole};
 use crate::os::config::NetEvents;
 use crate::os::net_event::{
     self, CARRIER_QUEUE_PAIR, CARRIER_SOCKET, FLAG_ENDED, FLAG_RESEND, FLAG_SEND, MOST_AT_ONCE, NetEvent, NetSum,
@@ -118,13 +118,13 @@ impl NcclProfiler {
 }
 
 impl Listener for NcclProfiler {
-    fn wish(&self) -> Wish {
-        match (self.wishes, net_event::reader()) {
-            (NetEvents::Nccl | NetEvents::Off, _) | (NetEvents::Auto, Reader::None) => Wish::Calls,
-            (_, Reader::Sums) if self.updates => Wish::Sums,
-            (_, Reader::Patient) if self.updates => Wish::Times,
-            _ => Wish::Details,
-        }
+    fn reader(&self) -> Reader {
+        let reader = match self.wishes {
+            NetEvents::Nccl | NetEvents::Off => Reader::None,
+            NetEvents::Auto => net_event::reader(),
+            NetEvents::Towline => net_event::reader().max(Reader::Hasty),
+        };
+        if self.updates { reader } else { reader.min(Reader::Hasty) }
     }
 
     unsafe fn start(&self, transfer: *mut c_void, news: &News<'_>) -> *mut c_void {

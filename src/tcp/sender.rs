@@ -469,9 +469,7 @@ impl SendConn {
             self.streams[0].kick();
         }
         if let Some(message) = done_as {
-            let (length, total) = (length as u64, length as u64);
-            let chunk = events::Chunk { length, total, message, ..events::Chunk::default() };
-            self.events.left_at_once(&self.requests, ticket.slot, &chunk);
+            self.events.left_at_once(&self.requests, ticket.slot, &events::Chunk::whole(length as u64, message));
         }
         if telling == Telling::Begun || telling == Telling::Over && self.requests.is_done(ticket) {
             // SAFETY: inside isend.
@@ -504,7 +502,7 @@ impl SendConn {
         }
         let chunk = |details: bool| {
             let message = if details { self.state().core.next_number() } else { 0 };
-            events::Chunk { length, total: length, message, ..events::Chunk::default() }
+            events::Chunk::whole(length, message)
         };
         if self.events.follow_whole(ticket.slot, profiler, chunk) { Telling::Begun } else { Telling::Nothing }
     }

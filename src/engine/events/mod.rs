@@ -32,27 +32,14 @@ pub use transfer::{Chunk, MOST, Over, Piece, Wait};
 use transfer::{Told, Transfer};
 
 use super::request::{LastWords, MAX_PARTS, Outcome, RequestSlots, SLOTS, Ticket};
-use crate::os::net_event::NetSum;
+use crate::os::net_event::{NetSum, Reader};
 use crate::os::ticks::{self, Ticks};
-
-/// What a listener reads of a transfer; each includes what is before it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-#[repr(u8)]
-pub enum Wish {
-    /// Lengths, and the moment of each call.
-    Calls,
-    /// Resends and times.
-    Details,
-    /// The times and not the moment of the call: a piece may be told of when it has ended. The listener is *patient*.
-    Times,
-    /// What each rail carried, to add it up, and no chunk by itself.
-    Sums,
-}
 
 /// Who is told: NCCL's profiler, behind `plugin::listener`.
 pub trait Listener: Send + Sync {
-    /// What it reads. Asked once per transfer.
-    fn wish(&self) -> Wish;
+    /// Who reads what it is told; asked once per transfer. All but [`Reader::None`] read resends and times; from
+    /// [`Reader::Patient`] up a piece may be told of when it has ended.
+    fn reader(&self) -> Reader;
 
     /// A piece begins. Answers its handle, or null when the profiler declines.
     ///
@@ -94,7 +81,7 @@ pub trait Listener: Send + Sync {
         unsafe { self.ended(transfer, &mut news) > 0 }
     }
 
-    /// All there is to tell of a transfer that has ended at the time `ended` and was one chunk, to a listener that adds up: what
+    /// All there is to tell of a transfer that has ended at the time `ended` and was one chunk, for [`Reader::Sums`] only: what
     /// [`Listener::whole`] would say. Answers whether it was taken.
     ///
     /// # Safety
@@ -226,8 +213,8 @@ const PATIENCE_NS: u64 = 1_000_000;
 /// in each millisecond, and while it looks at the clock what is done waits.
 const CALLS: u32 = 64;
 
-/// For a rail's number: there are several.
-const SEVERAL: u32 = u32::MAX;
+/// In place of a rail's number.
+const SEVERAL_RAILS: u32 = u32::MAX;
 
 const NO_PATH: Path = Path { carrier: Carrier::None, rail: 0, peer: None };
 
@@ -271,9 +258,9 @@ pub struct Events {
     ear: OnceLock<Ear>,
     /// The last start was taken.
     hears: AtomicBool,
-    /// What the listener reads, when it was asked last: a [`Wish`].
-    wish: AtomicU8,
-    /// The rail of all paths, or [`SEVERAL`].
+    /// Who reads, when the listener was asked last: a [`Reader`].
+    reader: AtomicU8,
+    /// The rail of all paths, or [`SEVERAL_RAILS`].
     rail: AtomicU32,
     /// What has been noted; made with the first transfer that has a handle: before it there is nothing to note.
     notes: OnceLock<Notes>,
@@ -305,7 +292,7 @@ impl Default for Events {
         Self {
             ear: OnceLock::new(),
             hears: AtomicBool::new(false),
-            wish: AtomicU8::new(Wish::Calls as u8),
+            reader: AtomicU8::new(Reader::None as u8),
             rail: AtomicU32::new(0),
             notes: OnceLock::new(),
             places: OnceLock::new(),
@@ -336,7 +323,7 @@ impl Events {
         paths[index] = path;
         let mut rails = paths.iter().filter(|path| path.carrier != Carrier::None).map(|path| path.rail);
         let first = rails.next().unwrap_or(0);
-        let rail = if rails.all(|rail| rail == first) { first.into() } else { SEVERAL };
+        let rail = if rails.all(|rail| rail == first) { first.into() } else { SEVERAL_RAILS };
         self.rail.store(rail, Ordering::Relaxed);
     }
 
@@ -401,30 +388,31 @@ impl Events {
     }
 
     fn wants_details(&self, ear: &Ear) -> bool {
-        let wish = ear.listener.wish();
+        let reader = ear.listener.reader();
         // Written only when it changes: many threads read it.
-        if self.wish.load(Ordering::Relaxed) != wish as u8 {
-            self.wish.store(wish as u8, Ordering::Relaxed);
+        if self.reader.load(Ordering::Relaxed) != reader as u8 {
+            self.reader.store(reader as u8, Ordering::Relaxed);
         }
-        wish >= Wish::Details
+        reader != Reader::None
     }
 
+    /// Whether this reader reads, or one who needs less.
     #[inline]
-    fn wishes(&self, wish: Wish) -> bool {
-        self.wish.load(Ordering::Relaxed) >= wish as u8
+    fn is_for(&self, reader: Reader) -> bool {
+        self.reader.load(Ordering::Relaxed) >= reader as u8
     }
 
     /// Whether all that a transfer's chunks carried may be noted as one ([`Chunk::joined`]): the listener adds up by rails, and
     /// there is one rail.
     #[inline]
     pub fn joins(&self) -> bool {
-        self.wishes(Wish::Sums) && self.rail.load(Ordering::Relaxed) != SEVERAL
+        self.is_for(Reader::Sums) && self.rail.load(Ordering::Relaxed) != SEVERAL_RAILS
     }
 
     /// Whether it is enough to say of a chunk that it is over ([`Events::chunk_over`]), and nothing when it begins.
     #[inline]
     pub fn is_patient(&self) -> bool {
-        self.wishes(Wish::Times)
+        self.is_for(Reader::Patient)
     }
 
     /// Any thread: a chunk has come of which nothing has been noted since it began, at `began`. Only for requests that have
@@ -507,7 +495,7 @@ impl Events {
 
     /// Notes what has happened on a path, or to a whole transfer.
     fn note(&self, slot: u16, part: usize, path: Option<u16>, what: What) {
-        self.add(path, Note { slot, part: part as u8, now: clock(self.wishes(Wish::Details)), what });
+        self.add(path, Note { slot, part: part as u8, now: clock(self.is_for(Reader::Hasty)), what });
     }
 
     fn add(&self, path: Option<u16>, note: Note) {
@@ -884,7 +872,7 @@ impl Events {
     /// As [`Listener::start`].
     unsafe fn tell_whole(&self, ear: &Ear, handle: *mut c_void, paths: &[Path], chunks: &[Over], now: Option<Ticks>) {
         let taken = match chunks {
-            [over] if self.wishes(Wish::Sums) => {
+            [over] if self.is_for(Reader::Sums) => {
                 // SAFETY: the caller's promise.
                 unsafe { ear.listener.sum(handle, self.sum(ear, paths, over), over.arrived) }
             }
@@ -903,7 +891,7 @@ impl Events {
         let [wait_receiver_ns, wait_socket_ns, wait_credit_ns] = Wait::ALL.map(|wait| over.waits[wait as usize]);
         let Chunk { message, length, path, .. } = over.chunk;
         let rail = match self.rail.load(Ordering::Relaxed) {
-            SEVERAL => paths.get(usize::from(path)).unwrap_or(&NO_PATH).rail,
+            SEVERAL_RAILS => paths.get(usize::from(path)).unwrap_or(&NO_PATH).rail,
             // Most connections': the paths' memory stays where it is.
             rail => rail as u16,
         };

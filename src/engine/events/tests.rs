@@ -32,12 +32,12 @@ struct Entry {
 }
 
 impl Listener for Books {
-    fn wish(&self) -> Wish {
+    fn reader(&self) -> Reader {
         match [&self.details, &self.patient, &self.sums].map(|flag| flag.load(Ordering::Relaxed)) {
-            [false, ..] => Wish::Calls,
-            [_, false, _] => Wish::Details,
-            [.., false] => Wish::Times,
-            _ => Wish::Sums,
+            [false, ..] => Reader::None,
+            [_, false, _] => Reader::Hasty,
+            [.., false] => Reader::Patient,
+            _ => Reader::Sums,
         }
     }
 
@@ -58,7 +58,7 @@ impl Listener for Books {
 
     unsafe fn sum(&self, transfer: *mut c_void, sum: NetSum, ended: Ticks) -> bool {
         assert!(
-            self.wish() == Wish::Sums && ended.nanoseconds_since(Ticks::now()) == 0,
+            self.reader() == Reader::Sums && ended.nanoseconds_since(Ticks::now()) == 0,
             "it has ended before it is told"
         );
         let chunk = Chunk { length: sum.length, joined: true, ..Chunk::default() };

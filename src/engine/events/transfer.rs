@@ -40,6 +40,13 @@ pub struct Chunk {
     pub wr_id: u64,
 }
 
+impl Chunk {
+    /// All of a message of `length` bytes, on the first path.
+    pub fn whole(length: u64, message: u64) -> Self {
+        Self { length, total: length, message, ..Self::default() }
+    }
+}
+
 /// One piece of a transfer, as it is told.
 #[derive(Debug, Clone)]
 pub struct Piece {

@@ -364,7 +364,7 @@ impl SendConn {
             again: chunk.again,
             ..events::Chunk::default()
         };
-        if self.events.is_patient() && chunk.copied && told.length == told.total {
+        if self.events.is_patient() && chunk.copied {
             // Its request ends when it has left.
             io.leaving = Some((ticket, told, Ticks::now()));
         } else {
