@@ -10,6 +10,8 @@ import tempfile
 import time
 from statistics import median
 
+from hosts import Hosts
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Mbit/s of each rail, and the share of their sum that one connection must reach.
 SCENES = {
@@ -46,52 +48,17 @@ while time.monotonic() < end:
 """
 
 
-def run(*words):
-    """A command that must succeed."""
-    subprocess.run(words, check=True, stdin=subprocess.DEVNULL)
-
-
-class Hosts:
-    """Two namespaces with shaped rails between them, deleted at the end."""
-
-    def __init__(self, rates):
-        self.names = [f"towline-{side}-{os.getpid()}" for side in ("receiver", "sender")]
-        self.rates = rates
-
-    def __enter__(self):
-        for name in self.names:
-            run("ip", "netns", "add", name)
-            run("ip", "-n", name, "link", "set", "lo", "up")
-        for rail, rate in enumerate(self.rates):
-            link = f"rail{rail}"
-            run("ip", "-n", self.names[0], "link", "add", "name", link, "type", "veth", "peer", "name", link, "netns", self.names[1])
-            for number, name in enumerate(self.names, 1):
-                run("ip", "-n", name, "address", "add", f"10.77.{rail}.{number}/24", "dev", link)
-                run("ip", "-n", name, "link", "set", link, "up")
-                # 10 ms of queue at most: a switch's buffer, not a second of it.
-                shape = ["rate", f"{rate}mbit", "burst", "256kb", "latency", "10ms"]
-                run("tc", "-n", name, "qdisc", "add", "dev", link, "root", "tbf", *shape)
-        return self
-
-    def __exit__(self, *_):
-        for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], check=False)
-
-    def start(self, side, command, environment=None, **rest):
-        """Starts a command on one of the hosts."""
-        return subprocess.Popen(
-            ["ip", "netns", "exec", self.names[side], *command],
-            env={**os.environ, **(environment or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-            **rest,
-        )
+def shape(hosts, rates):
+    """Gives each rail its rate, in Mbit/s, in both directions."""
+    for rail, rate in enumerate(rates):
+        for side in (0, 1):
+            # 10 ms of queue at most: a switch's buffer, not a second of it.
+            hosts.tc(side, "qdisc", rail, "root", "tbf", "rate", f"{rate}mbit", "burst", "256kb", "latency", "10ms")
 
 
 def plain_tcp(hosts, rail, seconds):
     """Bytes per second over one rail."""
-    address = f"10.77.{rail}.1"
+    address = hosts.address(rail, 0)
     receiver = hosts.start(0, [sys.executable, "-c", RECEIVE, address, str(SETTLE_S)])
     try:
         receiver.stdout.readline()
@@ -104,9 +71,9 @@ def plain_tcp(hosts, rail, seconds):
 
 def towline(hosts, program, seconds):
     """Bytes per second of one connection over all rails."""
-    environment = {"TOWLINE_RAILS": "all", "NCCL_SOCKET_IFNAME": "rail", "TOWLINE_STREAMS": str(len(hosts.rates) + 1)}
+    environment = {"TOWLINE_RAILS": "all", "NCCL_SOCKET_IFNAME": "rail", "TOWLINE_STREAMS": str(len(hosts.rails) + 1)}
     # The orders travel over the last rail, which is not the throttled one.
-    address = f"10.77.{len(hosts.rates) - 1}.1"
+    address = hosts.address(hosts.rails[-1], 0)
     follower = hosts.start(0, [program, "send-recv", "--listen", f"{address}:0"], environment, stderr=subprocess.STDOUT)
     try:
         said = follower.stdout.readline()
@@ -134,9 +101,10 @@ def play(name, given):
     print(f"{name}: rails of {', '.join(str(rate) for rate in rates)} Mbit/s", flush=True)
     print(f"{'round':>8} {'plain TCP':>10} {'towline':>10} {'ratio':>7}   (GB/s; plain TCP: sum of the rails, one at a time)")
     sums, moved, ratios = [], [], []
-    with Hosts(rates) as hosts:
+    with Hosts(len(rates)) as hosts:
+        shape(hosts, rates)
         for turn in range(given.rounds):
-            sums.append(sum(plain_tcp(hosts, rail, given.seconds / 2) for rail in range(len(rates))))
+            sums.append(sum(plain_tcp(hosts, rail, given.seconds / 2) for rail in hosts.rails))
             # Long enough that the beginning and the end of the run, when not all rails are busy, do not count for much.
             moved.append(towline(hosts, given.towline, given.seconds * 2))
             ratios.append(moved[-1] / sums[-1])
