@@ -189,6 +189,8 @@ pub enum Verdict {
 #[derive(Debug, Clone, Copy, Default)]
 struct Way {
     last: Option<Answer>,
+    /// When the newest attempt began that has come to something.
+    newest: Option<Instant>,
     refusals: u32,
     /// The first of these refusals, and the last.
     counted: Option<(Instant, Instant)>,
@@ -269,9 +271,14 @@ impl Alone {
         &self.error
     }
 
-    /// What came of an attempt on a way, and when that had begun.
+    /// What came of an attempt on a way, and when that had begun. One that nobody answered says nothing beside one that began
+    /// later: before streams ended an attempt has more time, and ends amid those that have a moment each.
     pub fn answered(&mut self, began: Instant, now: Instant, way: usize, answer: Answer) {
         let Some(way) = self.ways.get_mut(way) else { return };
+        if answer == Answer::Silent && way.newest.is_some_and(|newest| began < newest) {
+            return;
+        }
+        way.newest = way.newest.max(Some(began));
         way.last = Some(answer);
         way.unanswered = (answer == Answer::Silent).then_some(began);
         if answer != Answer::Refused {
@@ -405,6 +412,28 @@ mod tests {
         assert_ne!(alone.verdict(start + 1500 * MS), Verdict::Gone);
         alone.answered(start + MS, start + 1600 * MS, 1, Answer::Silent);
         assert_eq!(alone.verdict(start + 1600 * MS), Verdict::Gone);
+    }
+
+    /// One that began when streams still lived has two seconds, and ends amid those that have a moment each.
+    #[test]
+    fn an_old_try_that_nobody_answered_undoes_no_newer_one() {
+        let start = Instant::now();
+        let at = |ms| start + ms * MS;
+        let mut alone = alone(start, Some(CUT_PATIENCE), Some(ENDED_SOMEWHERE), 2);
+        for ms in [100, 200, 700] {
+            alone.answered(at(ms), at(ms), 0, Answer::Refused);
+        }
+        alone.answered(at(100), at(400), 1, Answer::Silent);
+        alone.answered(start - 1500 * MS, at(500), 1, Answer::Silent);
+        alone.answered(start - 1300 * MS, at(600), 0, Answer::Silent);
+        assert_eq!(alone.verdict(at(700)), Verdict::Gone);
+        // A newer one does: the rail that refused is down, perhaps.
+        alone.answered(at(750), at(900), 0, Answer::Silent);
+        assert_ne!(alone.verdict(at(900)), Verdict::Gone);
+        // Nor does it undo that the peer lives.
+        alone.answered(at(1000), at(1000), 1, Answer::Accepted);
+        alone.answered(start - MS, at(1100), 1, Answer::Silent);
+        assert_eq!(alone.verdict(at(1100)), Verdict::Wait(at(60_000)));
     }
 
     #[test]
