@@ -41,6 +41,11 @@ class Hosts:
         """Adds something to what shapes the traffic that one host sends over a link."""
         run("tc", "-n", self.names[side], what, "add", "dev", f"rail{rail}", *words)
 
+    def output(self, side, *words):
+        """What a command on one of the hosts prints; it must succeed."""
+        command = ["ip", "netns", "exec", self.names[side], *words]
+        return subprocess.run(command, check=True, stdin=subprocess.DEVNULL, capture_output=True, text=True).stdout
+
     def start(self, side, command, environment=None, **rest):
         """Starts a command on one of the hosts."""
         return subprocess.Popen(

@@ -39,10 +39,9 @@ def shape(hosts):
 
 def data_sockets(hosts):
     """The ports of the sockets that have carried much, in order."""
-    lines, _ = hosts.start(1, ["ss", "-tniHO", "state", "established"]).communicate()
     near, far = (re.escape(hosts.address(0, side)) for side in (1, 0))
     found = []
-    for line in lines.splitlines():
+    for line in hosts.output(1, "ss", "-tniHO", "state", "established").splitlines():
         ports = re.search(rf"{near}:(\d+)\s+{far}:(\d+)", line)
         sent = re.search(r"bytes_sent:(\d+)", line)
         if ports and sent and int(sent[1]) > 1_000_000:

@@ -194,8 +194,6 @@ struct Way {
     refusals: u32,
     /// The first of these refusals, and the last.
     counted: Option<(Instant, Instant)>,
-    /// When the last attempt began, if nobody answered it.
-    unanswered: Option<Instant>,
     /// Streams are left over it, and nothing comes back on them.
     is_left: bool,
 }
@@ -204,7 +202,7 @@ impl Way {
     /// Whether nobody has answered an attempt that began since then. An older one says nothing: the network may have been
     /// mended since.
     fn is_silent_since(&self, then: Instant) -> bool {
-        self.is_left || self.unanswered.is_some_and(|began| began >= then)
+        self.is_left || self.last == Some(Answer::Silent) && self.newest.is_some_and(|began| began >= then)
     }
 }
 
@@ -280,7 +278,6 @@ impl Alone {
         }
         way.newest = way.newest.max(Some(began));
         way.last = Some(answer);
-        way.unanswered = (answer == Answer::Silent).then_some(began);
         if answer != Answer::Refused {
             (way.refusals, way.counted) = (0, None);
         } else if way.counted.is_none_or(|(_, last)| now - last >= APART) {
