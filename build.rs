@@ -1,5 +1,5 @@
-//! Three things that Cargo does not do by itself: Rust types from our statement of NCCL's ABI (`ffi/`), the file
-//! names under which NCCL looks for a network plugin, and the linker flag that keeps the library mapped.
+//! Two things that Cargo does not do by itself: the file names under which NCCL looks for a network plugin, and the linker
+//! flag that keeps the library mapped.
 
 use std::env;
 use std::fs;
@@ -17,39 +17,17 @@ const ARTEFACT: &str = "deps/libtowline.so";
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
-    println!("cargo:rerun-if-changed=ffi/nccl_net.h");
-    println!("cargo:rerun-if-changed=ffi/nccl_profiler.h");
-    println!("cargo:rerun-if-changed=ffi/nccl_tuner.h");
 
     // Worker threads and a fork handler live in the library: it must stay mapped after NCCL's dlclose.
     println!("cargo:rustc-cdylib-link-arg=-Wl,-z,nodelete");
 
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("Cargo sets OUT_DIR"));
-    generate_bindings(&out.join("nccl_abi.rs"));
-
     // OUT_DIR is <profile directory>/build/<package>-<hash>/out.
     let profile_dir = out.ancestors().nth(3).expect("OUT_DIR lies three levels below the profile directory");
     for name in PLUGIN_NAMES {
         lay_link(profile_dir, name)
             .unwrap_or_else(|error| panic!("linking {name} in {} failed: {error}", profile_dir.display()));
     }
-}
-
-/// Runs bindgen on the headers.
-fn generate_bindings(to: &Path) {
-    bindgen::Builder::default()
-        .header_contents("nccl.h", "#include \"ffi/nccl_profiler.h\"\n#include \"ffi/nccl_tuner.h\"\n")
-        .allowlist_file(".*ffi/nccl_.*")
-        .rust_edition(bindgen::RustEdition::Edition2024)
-        .prepend_enum_name(false)
-        // tests/abi_layout.rs checks layouts, and against NCCL's own figures.
-        .layout_tests(false)
-        .default_macro_constant_type(bindgen::MacroTypeVariation::Signed)
-        .generate_comments(false)
-        .generate()
-        .expect("bindgen reads ffi/ (libclang is needed: on Debian, libclang-14-dev)")
-        .write_to_file(to)
-        .expect("OUT_DIR is writable");
 }
 
 /// Makes `dir/name` a relative link to the artefact. Renaming a finished link into place leaves no moment without

@@ -11,11 +11,10 @@
 #define TOWLINE_NCCL_PROFILER_H
 
 #include <stdbool.h>
-#include <sys/types.h>
 
 #include "nccl_net.h"
 
-typedef pid_t ncclPid_t;
+typedef int ncclPid_t; // pid_t, on Linux
 
 /* ---- event types: a descriptor's `type`, and the bits of the activation mask ------------------------------ */
 
