@@ -1,31 +1,18 @@
-//! Devices on a host made for it: a network namespace with links of its own. Needs root; without it the test says
-//! so and passes.
+//! Devices on a host made for it: a network namespace with links of its own. Needs what `support::netns` says.
 //!
 //! The test runs itself again inside the namespace, because `/sys` must be the namespace's too.
 
+mod support;
+
 use std::process::Command;
+
+use support::netns::{self, Namespace};
 use towline::os::config::Config;
 use towline::os::interfaces::Why;
 use towline::plugin::devices::{Discovery, Plan, discover};
 
 /// Set for the run inside.
 const INSIDE: &str = "TEST_INSIDE_NAMESPACE";
-
-struct Namespace(String);
-
-impl Namespace {
-    fn new() -> Self {
-        let namespace = Self(format!("towline-interfaces-{}", std::process::id()));
-        ip(&["netns", "add", &namespace.0]);
-        namespace
-    }
-}
-
-impl Drop for Namespace {
-    fn drop(&mut self) {
-        let _ = Command::new("ip").args(["netns", "del", &self.0]).status();
-    }
-}
 
 fn ip(arguments: &[&str]) {
     let done = Command::new("ip").args(arguments).status().expect("ip runs");
@@ -60,30 +47,25 @@ fn eventually_names(pairs: &[(&str, &str)], expected: &[&str]) -> Discovery {
     eventually(&format!("{pairs:?} gives {expected:?}"), || Some(found(pairs)).filter(|it| names(it) == expected))
 }
 
-fn may_make_namespaces() -> bool {
-    // SAFETY: asks for a number.
-    let root = unsafe { libc::geteuid() } == 0;
-    root && Command::new("ip").arg("netns").output().is_ok_and(|output| output.status.success())
-}
-
 #[test]
 fn devices_follow_the_links_of_the_host() {
     if std::env::var_os(INSIDE).is_some() {
         return inside();
     }
-    if !may_make_namespaces() {
-        eprintln!("skipped: needs root and the ip command");
+    if !netns::available() {
         return;
     }
-    let namespace = Namespace::new();
+    let namespace = Namespace::with_lo_down();
     let me = std::env::current_exe().expect("a path");
     let run = Command::new("ip")
-        .args(["netns", "exec", &namespace.0])
+        .args(["netns", "exec", namespace.name()])
         .arg(me)
         .args(["--exact", "devices_follow_the_links_of_the_host", "--nocapture"])
         .env(INSIDE, "1")
-        .status();
-    assert!(run.expect("ip runs").success());
+        .output()
+        .expect("ip runs");
+    let said = String::from_utf8_lossy(&run.stderr);
+    assert!(run.status.success(), "inside the namespace:\n{}{said}", String::from_utf8_lossy(&run.stdout));
 }
 
 fn inside() {

@@ -5,6 +5,7 @@
 
 use std::io::Write as _;
 use std::process::{Command, Stdio};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Whether to run tests that need namespaces.
@@ -21,7 +22,36 @@ pub fn available() -> bool {
     assert!(root, "this test needs root, to make network namespaces; TOWLINE_SKIP_NETNS=1 leaves it out");
     let found = Command::new("ip").arg("-V").output().is_ok_and(|output| output.status.success());
     assert!(found, "this test needs the ip command (package iproute2); TOWLINE_SKIP_NETNS=1 leaves it out");
+    static TRIED: OnceLock<Result<(), String>> = OnceLock::new();
+    if let Err(missing) = TRIED.get_or_init(try_one) {
+        panic!("{missing}; TOWLINE_SKIP_NETNS=1 leaves it out");
+    }
     true
+}
+
+/// Makes a namespace and runs a program inside. Else what is missing, in one sentence.
+fn try_one() -> Result<(), String> {
+    let name = format!("towline-try-{}", std::process::id());
+    let run = |words: &[&str]| {
+        let output = Command::new("ip").arg("netns").args(words).output().map_err(|error| error.to_string())?;
+        let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+        if output.status.success() {
+            Ok(())
+        } else {
+            Err(format!("`ip netns {}` fails here ({said})", words.join(" ")))
+        }
+    };
+    run(&["add", &name]).map_err(|fails| {
+        format!("this test makes network namespaces, and {fails}: it needs CAP_SYS_ADMIN and a writable /run")
+    })?;
+    let inside = run(&["exec", &name, "true"]).map_err(|fails| {
+        format!(
+            "this test runs programs in network namespaces, and {fails}: it needs a writable mount of /sys, and a / that is \
+             a mount point (before entering a chroot, bind its directory to itself)"
+        )
+    });
+    let _ = run(&["del", &name]);
+    inside
 }
 
 /// Runs `ip` with these words.
@@ -36,11 +66,17 @@ pub struct Namespace(String);
 impl Namespace {
     /// One with its loopback up.
     pub fn new() -> Self {
+        let namespace = Self::with_lo_down();
+        namespace.ip("link set lo up");
+        namespace
+    }
+
+    /// One as the kernel makes it.
+    pub fn with_lo_down() -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let namespace = Self(format!("towline-net-{}-{number}", std::process::id()));
         ip(&format!("netns add {}", namespace.0));
-        namespace.ip("link set lo up");
         namespace
     }
 
