@@ -11,6 +11,7 @@
 //! functions of `rdma-sys`.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::mem::offset_of;
 use std::sync::OnceLock;
 
 use rdma_sys as ib;
@@ -27,6 +28,10 @@ pub struct RawAsyncEvent {
     /// `IBV_EVENT_*`.
     pub kind: c_uint,
 }
+
+// libibverbs fills it as its own struct.
+const _: () = assert!(size_of::<RawAsyncEvent>() == size_of::<ib::ibv_async_event>());
+const _: () = assert!(offset_of!(RawAsyncEvent, kind) == offset_of!(ib::ibv_async_event, event_type));
 
 macro_rules! symbols {
     (
