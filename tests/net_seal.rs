@@ -11,9 +11,8 @@ use std::time::{Duration, Instant};
 use support::child::{self, Guarded, MAILBOX, Mailbox};
 use support::proxy::{Proxy, Way};
 use support::{PATIENCE, context, eventually, outcome, part, pattern, versions, watchdog};
-use towline::abi::ffi;
 use towline::host::log::Capture;
-use towline::host::{ApiVersion, Code, Handle, Memory, Pair, Part};
+use towline::host::{ApiVersion, Code, Context, Handle, Memory, Pair, Part};
 
 /// Bytes of the handshake on each way, without and with encryption; the last 8 forth are the connection's number.
 const FORTH: [usize; 2] = [16 + 512 + 8, 16 + 512 + 48 + 8];
@@ -470,16 +469,31 @@ fn checksums_are_on_when_the_connecting_side_asks() {
     between_processes(name, &[("TOWLINE_STREAMS", "1")], &theirs, Some(FORTH[0] + 5000), ApiVersion::V12, mended);
 }
 
+/// NCCL disables a plugin whose `init` fails or that has no device, and goes on with a network of its own, in clear. So
+/// both succeed, and nothing connects.
+fn connects_to_nobody(context: &Context, expected: &str) {
+    assert!(context.devices().expect("devices") >= 1, "{expected}");
+    assert!(!context.properties(0).expect("properties").name.is_empty(), "{expected}");
+    let refused = |result: Result<(), Code>| matches!(result, Err(Code::InvalidUsage | Code::SystemError));
+    assert!(refused(context.listen(0).map(drop)), "{expected}");
+    assert!(refused(context.connect(0, &mut Handle::from_bytes(&[1; 64])).map(drop)), "{expected}");
+}
+
+/// The job ran over NCCL's own sockets, in clear, although `TOWLINE_KEY_FILE` was set, because `init` failed.
 #[test]
-fn a_key_file_that_cannot_be_used_stops_init_with_advice() {
-    const NAME: &str = "a_key_file_that_cannot_be_used_stops_init_with_advice";
+fn with_a_key_that_cannot_be_used_nccl_stays_with_the_plugin_and_nothing_connects() {
+    const NAME: &str = "with_a_key_that_cannot_be_used_nccl_stays_with_the_plugin_and_nothing_connects";
     let refused = || {
         let log = Capture::start();
         let expected = std::env::var("EXPECTED").expect("the test says what to expect");
-        let result = support::net(ApiVersion::V12).init();
-        assert!(matches!(result.err(), Some(Code::InvalidUsage | Code::SystemError)), "{expected}");
-        assert!(log.records().iter().any(|it| it.text.contains(&expected)), "{expected}: {:?}", log.records());
-        assert!(log.records().iter().all(|it| it.level != ffi::NCCL_LOG_WARN || !it.text.contains("fox")));
+        for version in [ApiVersion::V4, ApiVersion::V8, ApiVersion::V12] {
+            let context = support::net(version).init().expect("init");
+            connects_to_nobody(&context, &expected);
+            connects_to_nobody(&support::net(version).init().expect("init again"), &expected);
+        }
+        let said = |text: &str| text.contains("no connections will be made") && text.contains(&expected);
+        assert!(log.records().iter().any(|it| it.is_warning() && said(&it.text)), "{expected}: {:?}", log.records());
+        assert!(log.records().iter().all(|it| !it.text.contains("fox")));
     };
     let (short, open, good) = (key_file("short"), key_file(KEY), key_file(KEY));
     let chmod = |key: &KeyFile, mode| {
@@ -488,12 +502,57 @@ fn a_key_file_that_cannot_be_used_stops_init_with_advice() {
     };
     chmod(&open, 0o644);
     let missing = format!("{}.missing", good.path);
-    let cases = [
-        (missing.as_str(), "reading the key file"),
-        (&short.path, "must hold 32 to 4096 bytes"),
-        (&open.path, "can be used or changed by others (mode 644)"),
+    let directory = Path::new(&good.path).parent().and_then(Path::to_str).expect("text").to_owned();
+    let cases: [(&str, (&str, &str), &str); 8] = [
+        (&missing, ("", ""), "reading the key file"),
+        (&directory, ("", ""), "key file"),
+        (&short.path, ("", ""), "must hold 32 to 4096 bytes"),
+        (&open.path, ("", ""), "can be used or changed by others (mode 644)"),
+        (&open.path, ("", ""), "`defaultMode: 0400`"),
+        ("", ("", ""), "TOWLINE_KEY_FILE is set, but names no file"),
+        (&good.path, ("TOWLINE_BACKEND", "rdma"), "RDMA backend"),
+        (&good.path, ("NCCL_SOCKET_IFNAME", "=nosuch0"), "NCCL_SOCKET_IFNAME"),
     ];
-    for (path, expected) in cases {
-        child::alone(NAME, &[("TOWLINE_KEY_FILE", path), ("EXPECTED", expected)], refused);
+    for (path, also, expected) in cases {
+        let variables = [("TOWLINE_KEY_FILE", path), ("EXPECTED", expected), also];
+        let used = if also.0.is_empty() { 2 } else { 3 };
+        child::alone(NAME, &variables[..used], refused);
+    }
+}
+
+/// Sets or removes a variable of this process.
+fn set(name: &str, value: Option<&str>) {
+    // SAFETY: a child that runs one test; its other threads, the transport's, read no variables.
+    unsafe { value.map_or_else(|| std::env::remove_var(name), |value| std::env::set_var(name, value)) }
+}
+
+#[test]
+fn a_key_that_comes_or_changes_after_the_first_init_is_not_passed_over() {
+    const NAME: &str = "a_key_that_comes_or_changes_after_the_first_init_is_not_passed_over";
+    let (key, same, other) = (key_file(KEY), key_file(KEY), key_file("the quick brown fox jumps over the lazy cat"));
+    let first = [[("FIRST", "")].as_slice(), &[("FIRST", "key"), ("TOWLINE_KEY_FILE", &key.path)]];
+    for (variables, version) in first.into_iter().flat_map(|first| [(first, "v8"), (first, "v12")]) {
+        let files = [("SAME", same.path.as_str()), ("OTHER", &other.path), ("VERSION", version)];
+        let variables: Vec<_> = variables.iter().copied().chain(files).collect();
+        child::alone(NAME, &variables, || {
+            let variable = |name: &str| std::env::var(name).expect("the test sets it");
+            let version = variable("VERSION").parse().expect("a version");
+            let init = || support::net(version).init().expect("init");
+            let before = init();
+            before.listen(0).expect("the first context connects");
+            if variable("FIRST").is_empty() {
+                set("TOWLINE_KEY_FILE", Some(&variable("SAME")));
+                connects_to_nobody(&init(), "was set after the process began to connect");
+                set("TOWLINE_KEY_FILE", Some(""));
+                connects_to_nobody(&init(), "was set after the process began to connect");
+                set("TOWLINE_KEY_FILE", None);
+            } else {
+                set("TOWLINE_KEY_FILE", Some(&variable("OTHER")));
+                connects_to_nobody(&init(), "was changed to another key");
+                set("TOWLINE_KEY_FILE", Some(&variable("SAME")));
+            }
+            init().listen(0).expect("what fits the first context connects");
+            before.listen(0).expect("the first context still connects");
+        });
     }
 }

@@ -18,7 +18,7 @@ mod value;
 
 pub use complaint::{Complaint, nearest};
 pub use render::{Setting, Source, render_markdown, settings};
-pub use value::{Backend, Family, LogLevel, NetEvents, Number, Rails, Value};
+pub use value::{Backend, Family, KeyFile, LogLevel, NetEvents, Number, Rails, Value};
 
 use std::time::Duration;
 
@@ -112,7 +112,7 @@ macro_rules! variables {
             /// Takes `text` for the variable `name`, or says what is wrong with it. The name is in the table.
             fn set(&mut self, name: &str, text: &str) -> Result<(), value::Bad> {
                 match name {
-                    $($name => self.$field = <$type as Value>::parse(text)?,)*
+                    $($name => self.$field = <$type as Value>::given(text)?,)*
                     _ => unreachable!("the caller found the name in the table"),
                 }
                 Ok(())
@@ -202,7 +202,7 @@ variables! {
                that arrives damaged travels again. For networks and memory that change bytes unnoticed. On for a \
                connection when either side asks for it.",
     }
-    key_file: Option<String> {
+    key_file: Option<KeyFile> {
         name: "TOWLINE_KEY_FILE",
         default: "",
         unit: "",
@@ -210,8 +210,8 @@ variables! {
         read: "init; connections",
         help: "A file with a key that all hosts of the job share, 32 to 4096 bytes (`openssl rand -base64 32`). When it is \
                set, all connections are encrypted and authenticated, and peers without the same key are refused. It \
-               must belong to the user or to root, and be readable by owner and group at most. See \
-               `docs/security.md`.",
+               must belong to the user or to root, and be readable by owner and group at most. When the file cannot \
+               be used, or the variable is set to nothing, there are no connections at all. See `docs/security.md`.",
     }
     tcp_congestion: Option<String> {
         name: "TOWLINE_TCP_CONGESTION",

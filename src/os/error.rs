@@ -98,6 +98,11 @@ impl Error {
         &self.0.what
     }
 
+    /// The advice, if there is some.
+    pub fn hint(&self) -> Option<&str> {
+        self.0.hint.as_deref()
+    }
+
     /// The peer, if the failure has one.
     pub fn peer(&self) -> Option<&str> {
         self.0.peer.as_deref()

@@ -96,13 +96,25 @@ pub struct Context {
     pub traffic_class: Option<u8>,
     /// NCCL's profiler, when it shall be told of transfers.
     pub listener: Option<Arc<dyn Listener>>,
+    /// Why this context makes no connection, when it makes none.
+    refusal: Option<Error>,
     left: Mutex<Left>,
 }
 
 impl Context {
     /// A context in which nothing has happened yet.
     pub fn new(comm_id: u64, traffic_class: Option<u8>, listener: Option<Arc<dyn Listener>>) -> Self {
-        Self { comm_id, traffic_class, listener, left: Mutex::new(Left::default()) }
+        Self { comm_id, traffic_class, listener, refusal: None, left: Mutex::new(Left::default()) }
+    }
+
+    /// A context that answers every `listen` and `connect` with this error.
+    pub fn refusing(comm_id: u64, error: Error) -> Self {
+        Self { refusal: Some(error), ..Self::new(comm_id, None, None) }
+    }
+
+    /// Why this context makes no connection, when it makes none.
+    pub fn refusal(&self) -> Option<&Error> {
+        self.refusal.as_ref()
     }
 
     fn left(&self) -> MutexGuard<'_, Left> {

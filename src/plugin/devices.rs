@@ -145,7 +145,13 @@ impl Plan {
         } else {
             self.ports.iter().map(|port| port.name.as_str()).collect()
         };
-        names.join("+")
+        if names.is_empty() { "none".to_owned() } else { names.join("+") }
+    }
+
+    /// A device over which nothing travels, for a host that must refuse to connect and has no other device: NCCL goes on
+    /// with another network when a plugin has none.
+    pub fn stand_in() -> Self {
+        Self { rails: Vec::new(), ports: Vec::new(), pci_path: None, guid: stable_hash(b"none"), port: 0 }
     }
 
     /// A device of these rails, with what `sysfs` knows of the first that is running and the hardware addresses of all.

@@ -14,7 +14,7 @@ use super::facade::InitArgs;
 use super::listener;
 use crate::engine::handle::{Handle, Kind};
 use crate::engine::table::Table;
-use crate::os::config::{Backend, Config};
+use crate::os::config::{Backend, Complaint, Config, KeyFile};
 use crate::os::error::{Error, Result};
 use crate::os::{fork, log};
 #[cfg(feature = "rdma")]
@@ -107,6 +107,10 @@ impl Process {
 
     /// NCCL's `init`: reads the configuration, finds the devices, starts a context.
     ///
+    /// Where the user asks for encryption it does not fail. NCCL disables a plugin whose `init` fails and goes on with
+    /// its own InfiniBand or Socket transport, which do not encrypt (`plugin/net.cc`). So a failure is kept, and
+    /// answers every `listen` and `connect` of the context: the job ends instead of running in clear.
+    ///
     /// # Errors
     /// When no interface can be used.
     pub fn init(args: &InitArgs) -> Result<usize> {
@@ -114,21 +118,35 @@ impl Process {
         let _one_at_a_time = process.initialising.lock().unwrap_or_else(PoisonError::into_inner);
         let (config, complaints) = Config::from_env();
         log::set_logger(args.logger, config.log);
+        match process.start(args, &config, &complaints) {
+            Err(error) if config.key_file.is_some() => process.refuse(args, &config, error),
+            started => started,
+        }
+    }
+
+    /// A context that connects to nobody, and at least one device, so that NCCL stays with this plugin.
+    fn refuse(&self, args: &InitArgs, config: &Config, error: Error) -> Result<usize> {
+        tracing::warn!("no connections will be made, because TOWLINE_KEY_FILE asks for encryption: {error}");
+        if self.devices.properties(0).is_err() {
+            self.devices.load(devices::discover(config).map_or_else(|_| vec![Plan::stand_in()], |found| found.plans));
+        }
+        self.keep(args, Context::refusing(args.comm_id.unwrap_or(0), error))
+    }
+
+    fn start(&self, args: &InitArgs, config: &Config, complaints: &[Complaint]) -> Result<usize> {
+        let process = self;
         let first = process.net.get().is_none();
         if first {
-            for complaint in &complaints {
+            for complaint in complaints {
                 tracing::warn!(target: log::ENV, "{complaint}");
             }
         }
-        // A job that is to be encrypted never starts without its key.
-        let key = match &config.key_file {
-            Some(path) if first => Some(SharedKey::load(Path::new(path))?),
-            _ => None,
-        };
-        // From v11 on every communicator calls this, and the numbers of virtual devices must stay while one lives.
-        if args.api < 11 || process.contexts.is_empty() {
-            let found = devices::discover(&config)?;
-            let ports = process.rdma_plans(&config, &found.plans)?;
+        let key = process.key(config)?;
+        // From v11 on every communicator calls this, and the numbers of virtual devices must stay while one lives. Before
+        // the first success there are none.
+        if args.api < 11 || process.contexts.is_empty() || first {
+            let found = devices::discover(config)?;
+            let ports = process.rdma_plans(config, &found.plans)?;
             if first {
                 tracing::info!(
                     "{} {}, interface v{}, {} backend",
@@ -144,7 +162,7 @@ impl Process {
             }
             process.devices.load(ports.unwrap_or(found.plans));
         }
-        let net = process.net.get_or_init(|| Net::new(config, key));
+        let net = process.net.get_or_init(|| Net::new(config.clone(), key));
         if first {
             tracing::info!(
                 target: log::NET,
@@ -157,11 +175,33 @@ impl Process {
             );
         }
         let listener = listener::new(args.profiler, args.api, net.config.net_events);
-        let context = Arc::new(Context::new(args.comm_id.unwrap_or(0), args.traffic_class, listener));
+        process.keep(args, Context::new(args.comm_id.unwrap_or(0), args.traffic_class, listener))
+    }
+
+    fn keep(&self, args: &InitArgs, context: Context) -> Result<usize> {
+        let context = Arc::new(context);
         if args.api < 11 {
-            return process.default_context_for(context);
+            return self.default_context_for(context);
         }
-        Ok(process.contexts.insert(context)?.encode())
+        Ok(self.contexts.insert(context)?.encode())
+    }
+
+    /// The key that the configuration asks for. It is read at the first `init` and stays: a later `init` must not ask
+    /// for what the process's connections do not do.
+    fn key(&self, config: &Config) -> Result<Option<SharedKey>> {
+        let Some(KeyFile(path)) = &config.key_file else { return Ok(None) };
+        let Some(net) = self.net.get() else { return SharedKey::load(Path::new(path)).map(Some) };
+        let hint = "set TOWLINE_KEY_FILE before the first communicator is made, and leave it as it is";
+        match &net.key {
+            None => Err(Error::usage("TOWLINE_KEY_FILE was set after the process began to connect without a key")
+                .with_hint(hint)),
+            Some(_) if net.config.key_file == config.key_file => Ok(None),
+            Some(key) if SharedKey::load(Path::new(path))? == *key => Ok(None),
+            Some(_) => {
+                Err(Error::usage("TOWLINE_KEY_FILE was changed to another key after the process began to connect")
+                    .with_hint(hint))
+            }
+        }
     }
 
     /// The devices over RDMA, when the configuration and the host have it so. The ports are found once.
@@ -231,7 +271,8 @@ impl Process {
     /// Before v11 there is one context for the process: `init` has no way to name another.
     fn default_context_for(&self, context: Arc<Context>) -> Result<usize> {
         let current = self.default_context.load(Ordering::Acquire);
-        if current != 0 && self.contexts.get(current).is_ok() {
+        let refuses = context.refusal().is_some();
+        if current != 0 && self.contexts.get(current).is_ok_and(|current| current.refusal().is_some() == refuses) {
             return Ok(current);
         }
         let fresh = self.contexts.insert(context)?.encode();
@@ -239,15 +280,21 @@ impl Process {
         Ok(fresh)
     }
 
-    /// The context that a call belongs to.
+    /// The context in which a connection is to be made.
     ///
     /// # Errors
-    /// When it has ended, or `init` was never called.
+    /// When it has ended or connects to nobody, or `init` was never called.
     pub fn context(&self, ctx: Option<usize>) -> Result<Arc<Context>> {
-        match ctx.unwrap_or_else(|| self.default_context.load(Ordering::Acquire)) {
-            0 => Err(Error::usage("the plugin was not initialised in this process")
-                .with_hint("NCCL cannot be used in a child made by fork; start a new process")),
-            ctx => self.contexts.get(ctx),
+        let context = match ctx.unwrap_or_else(|| self.default_context.load(Ordering::Acquire)) {
+            0 => {
+                return Err(Error::usage("the plugin was not initialised in this process")
+                    .with_hint("NCCL cannot be used in a child made by fork; start a new process"));
+            }
+            ctx => self.contexts.get(ctx)?,
+        };
+        match context.refusal() {
+            Some(error) => Err(error.clone()),
+            None => Ok(context),
         }
     }
 

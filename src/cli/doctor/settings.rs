@@ -1,10 +1,11 @@
 //! The variables in force, where each comes from, and what is wrong with them.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use towline::os::config::{self, Complaint, Source};
+use towline::tcp::seal::key::SharedKey;
 
 use super::Finding;
 
@@ -49,6 +50,11 @@ pub(super) fn look(
     let others = environment.iter().filter(|(name, _)| name.starts_with("NCCL_") && !is_known(name));
     let others = others.map(|(name, value)| format!("{name}={value}")).collect();
     findings.extend(complaints.iter().map(judge));
+    // With such a key no connection is made.
+    let key = environment.get("TOWLINE_KEY_FILE").map(|path| SharedKey::load(Path::new(path.trim())));
+    if let Some(Err(error)) = key {
+        findings.push(Finding::problem(error.what(), error.hint().unwrap_or_default()));
+    }
     Facts { files, set, others }
 }
 

@@ -25,6 +25,14 @@ pub trait Value: Sized {
     /// # Errors
     /// Says what was expected and, if it can, the nearest valid text.
     fn parse(text: &str) -> Result<Self, Bad>;
+
+    /// Reads the text of a variable that is set. Only a type for which "set to nothing" differs from "unset" has its own.
+    ///
+    /// # Errors
+    /// As [`Value::parse`].
+    fn given(text: &str) -> Result<Self, Bad> {
+        Self::parse(text)
+    }
 }
 
 /// `TOWLINE_RAILS`: how interfaces are put together into devices.
@@ -225,6 +233,25 @@ impl Value for Rails {
                 if kept.is_empty() { Err(Bad { expected: Self::kind(), nearest: None }) } else { Ok(Self::List(kept)) }
             }
         }
+    }
+}
+
+/// `TOWLINE_KEY_FILE`: a path. The path is empty when the variable is set to nothing: the user asked for encryption and
+/// must not get clear text because a script left the name out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeyFile(pub String);
+
+impl Value for Option<KeyFile> {
+    fn kind() -> String {
+        "text".to_owned()
+    }
+
+    fn parse(text: &str) -> Result<Self, Bad> {
+        Ok(Option::<String>::parse(text)?.map(KeyFile))
+    }
+
+    fn given(text: &str) -> Result<Self, Bad> {
+        Ok(Some(KeyFile(text.trim().to_owned())))
     }
 }
 

@@ -19,7 +19,7 @@ pub const SHORTEST: usize = 32;
 pub const LONGEST: usize = 4096;
 
 /// The shared key, ready for the handshake. It cannot be printed.
-#[derive(Clone)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct SharedKey([u8; 32]);
 
 impl std::fmt::Debug for SharedKey {
@@ -34,6 +34,10 @@ impl SharedKey {
     /// # Errors
     /// When it cannot be read, is too short or too long, or others than its owner could change or read it.
     pub fn load(path: &Path) -> Result<Self> {
+        if path.as_os_str().is_empty() {
+            return Err(Error::usage("TOWLINE_KEY_FILE is set, but names no file")
+                .with_hint("name the key file, or unset the variable on all hosts to go without encryption"));
+        }
         let shown = path.display();
         let unreadable = |error: &std::io::Error| {
             Error::system(format!("reading the key file {shown}"), error)
@@ -81,7 +85,10 @@ fn check_access(path: &Path, mode: u32, owner: u32, me: u32) -> Result<()> {
     if mode & 0o027 != 0 {
         let mode = mode & 0o777;
         return Err(Error::usage(format!("the key file {shown} can be used or changed by others (mode {mode:03o})"))
-            .with_hint("chmod 600 it, or 640"));
+            .with_hint(
+                "chmod 600 it, or 640; for a Kubernetes secret set `defaultMode: 0400` in the pod's volume, and \
+                 `fsGroup` when the job does not run as root",
+            ));
     }
     Ok(())
 }
