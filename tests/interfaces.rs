@@ -87,8 +87,21 @@ fn inside() {
     let both = eventually_names(&[], &["eth0", "eth1"]);
     assert_eq!(both.why, Why::Ordinary);
     assert_eq!(both.plans[0].rails[0].address.to_string(), "10.1.0.1:0");
-    assert_eq!(both.plans[0].rails[0].speed_mbps, 10_000, "what the kernel says of a veth");
-    assert!(both.plans[0].rails[0].speed_is_known);
+    // The kernel says 10 Gb/s of every veth.
+    assert_eq!(both.plans[0].rails[0].speed_mbps, towline::plugin::devices::UNKNOWN_SPEED_MBPS);
+    assert!(!both.plans[0].rails[0].speed_is_known);
+    ip(&["link", "add", "link", "eth0", "name", "vlan7", "type", "macvlan"]);
+    ip(&["address", "add", "10.1.7.1/24", "dev", "vlan7"]);
+    ip(&["link", "set", "vlan7", "up"]);
+    let upon = eventually_names(&[("NCCL_SOCKET_IFNAME", "=vlan7")], &["vlan7"]);
+    assert!(!upon.plans[0].rails[0].speed_is_known, "nor of what lies on one");
+    let rails = eventually_names(&[("TOWLINE_RAILS", "all")], &["eth0+eth1"]);
+    assert!(rails.to_string().contains("vlan7 is no rail: it shares the wire of eth0"), "{rails}");
+    ip(&["link", "del", "vlan7"]);
+    // The loopback is chosen too, and counts less.
+    let speeds: Vec<u32> =
+        found(&[("NCCL_SOCKET_IFNAME", "^docker0")]).plans.iter().map(|plan| plan.rails[0].speed_mbps).collect();
+    assert!(speeds[0] < speeds[1] && speeds[1] == speeds[2], "{speeds:?}");
     assert_ne!(both.plans[0].guid, both.plans[1].guid);
     assert_eq!(names(&found(&[("NCCL_COMM_ID", "10.1.1.9:1234")])), ["eth1"]);
     assert_eq!(names(&found(&[("TOWLINE_RAILS", "all")])), ["eth0+eth1"]);

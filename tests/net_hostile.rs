@@ -465,11 +465,11 @@ fn a_device_that_does_not_exist_is_an_argument_error() {
                 Some(Code::InvalidArgument),
                 "{version}, {dev}"
             );
-            if version >= ApiVersion::V9 {
+            if version >= ApiVersion::V10 {
                 assert_eq!(context.make_vdevice(&[dev]).err(), Some(Code::InvalidArgument), "{version}, {dev}");
             }
         }
-        if version >= ApiVersion::V9 {
+        if version >= ApiVersion::V10 {
             let mistakes = [Some(Code::InvalidArgument), Some(Code::InvalidUsage)];
             assert!(mistakes.contains(&context.make_vdevice(&[]).err()), "{version}: no members");
             assert!(mistakes.contains(&context.make_vdevice(&[0, 0]).err()), "{version}: one member twice");
@@ -524,7 +524,7 @@ fn null_pointers_are_argument_errors_at_every_entry() {
         if version >= ApiVersion::V6 {
             answers.push(("regMrDmaBuf", raw::reg_mr_dmabuf(table, null_mut(), &raw mut place)));
         }
-        if version >= ApiVersion::V9 {
+        if version >= ApiVersion::V10 {
             answers.push(("makeVDevice", raw::make_vdevice_of_null(table)));
         }
         if version >= ApiVersion::V11 {

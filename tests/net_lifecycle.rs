@@ -261,11 +261,16 @@ fn reload(version: ApiVersion) {
         // After a reload: physical devices only, and virtual ones are numbered right after them.
         let count = context.devices().expect("devices");
         assert_eq!(count, *physical.get_or_insert(count), "round {round}");
-        assert_eq!(context.make_vdevice(&[0]).expect("a virtual device"), count, "round {round}");
-        assert_eq!(context.devices().expect("devices"), count + 1, "round {round}");
-        assert_eq!(context.properties(count).expect("properties").members, [0]);
         moves(&Pair::connect(&context, 0).expect("a connection"), round, 100_000);
-        moves(&Pair::connect(&context, count).expect("a connection"), round, 100_000);
+        if version == ApiVersion::V9 {
+            // NCCL 2.24 and 2.25 end the job when a merge is refused, so they are offered none.
+            assert_eq!(context.make_vdevice(&[0]), Err(Code::NotOffered("makeVDevice")));
+        } else {
+            assert_eq!(context.make_vdevice(&[0]).expect("a virtual device"), count, "round {round}");
+            assert_eq!(context.devices().expect("devices"), count + 1, "round {round}");
+            assert_eq!(context.properties(count).expect("properties").members, [0]);
+            moves(&Pair::connect(&context, count).expect("a connection"), round, 100_000);
+        }
         drop(context);
         drop(plugin);
     }

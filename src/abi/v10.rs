@@ -10,11 +10,11 @@ use super::ffi::{
     ncclProfilerCallback_t, ncclResult_t,
 };
 use super::guard::guard;
-use super::pointer::{Size, value};
-use super::properties::get_properties;
+use super::pointer::{Out, Size, value};
+use super::properties::{VDevice, get_properties};
 use super::table::export_table;
 use super::transfer::{self, Group};
-use super::{v4, v5, v6, v7, v9};
+use super::{v4, v5, v6, v7};
 use crate::os::error::{Error, Result};
 use crate::plugin::facade::{self, InitArgs};
 
@@ -34,7 +34,7 @@ export_table! {
         iflush: Some(v5::iflush::<10>),
         getDeviceMr: None,
         irecvConsumed: None,
-        makeVDevice: Some(v9::make_vdevice::<_, 10>),
+        makeVDevice: Some(make_vdevice::<_, 10>),
     }
 }
 
@@ -105,4 +105,17 @@ pub(super) unsafe extern "C" fn irecv<const API: u8>(
     let group = Group { n, data, sizes, tags: Some(tags), mhandles, phandles };
     // SAFETY: NCCL's promise, passed on.
     unsafe { transfer::receive::<_, API>(comm, &group, request) }
+}
+
+/// `makeVDevice`, v10 and later: up to four members until v11, eight in v12.
+pub(super) unsafe extern "C" fn make_vdevice<V: VDevice, const API: u8>(
+    dev: *mut c_int,
+    props: *mut V,
+) -> ncclResult_t {
+    guard::<API>("makeVDevice", || {
+        // SAFETY: NCCL's promise: null, or a place for an int and this version's struct.
+        let (mut dev, props) = unsafe { (Out::new(dev, "d")?, value(props, "props")?) };
+        dev.set(facade::make_vdevice(props.members()?)?);
+        Ok(())
+    })
 }

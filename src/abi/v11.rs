@@ -16,7 +16,7 @@ use super::guard::guard;
 use super::pointer::{Out, dress, id, value};
 use super::properties::get_properties;
 use super::table::export_table;
-use super::{v4, v5, v6, v7, v9, v10};
+use super::{v4, v5, v6, v7, v10};
 use crate::plugin::facade::{self, InitArgs, NetAttr, Traffic};
 
 export_table! {
@@ -35,7 +35,7 @@ export_table! {
         iflush: Some(v5::iflush::<11>),
         getDeviceMr: None,
         irecvConsumed: None,
-        makeVDevice: Some(v9::make_vdevice::<_, 11>),
+        makeVDevice: Some(v10::make_vdevice::<_, 11>),
         finalize: Some(finalize::<11>),
         setNetAttr: Some(set_net_attr::<11>),
     }

@@ -5,7 +5,7 @@
 
 use super::properties::get_properties;
 use super::table::export_table;
-use super::{v4, v5, v6, v7, v9, v10, v11};
+use super::{v4, v5, v6, v7, v10, v11};
 
 export_table! {
     /// The table that NCCL 2.30 and later load.
@@ -23,7 +23,7 @@ export_table! {
         iflush: Some(v5::iflush::<12>),
         getDeviceMr: None,
         irecvConsumed: None,
-        makeVDevice: Some(v9::make_vdevice::<_, 12>),
+        makeVDevice: Some(v10::make_vdevice::<_, 12>),
         finalize: Some(v11::finalize::<12>),
         setNetAttr: Some(v11::set_net_attr::<12>),
     }

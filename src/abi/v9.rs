@@ -1,18 +1,12 @@
 //! v9 of the net interface, loaded by NCCL 2.24 and 2.25.
 //!
-//! New against v8: messages of `size_t`, virtual devices of up to four members, and in the properties the members,
-//! the largest messages and whether receives must be flushed. `irecv` may find a hint in `*request` (see
+//! New against v8: messages of `size_t`, virtual devices (which are not offered here), and in the properties the members, the
+//! largest messages and whether receives must be flushed. `irecv` may find a hint in `*request` (see
 //! `NCCL_NET_OPTIONAL_RECV_COMPLETION`), which we overwrite.
 
-use std::ffi::c_int;
-
-use super::ffi::ncclResult_t;
-use super::guard::guard;
-use super::pointer::{Out, value};
-use super::properties::{VDevice, get_properties};
+use super::properties::get_properties;
 use super::table::export_table;
 use super::{v4, v5, v6, v7};
-use crate::plugin::facade;
 
 export_table! {
     /// The table that NCCL 2.24 and 2.25 load.
@@ -30,19 +24,7 @@ export_table! {
         iflush: Some(v5::iflush::<9>),
         getDeviceMr: None,
         irecvConsumed: None,
-        makeVDevice: Some(make_vdevice::<_, 9>),
+        // NCCL 2.24 and 2.25 end the job when a merge is refused, so none is offered to them.
+        makeVDevice: None,
     }
-}
-
-/// `makeVDevice`, v9 and later: up to four members until v11, eight in v12.
-pub(super) unsafe extern "C" fn make_vdevice<V: VDevice, const API: u8>(
-    dev: *mut c_int,
-    props: *mut V,
-) -> ncclResult_t {
-    guard::<API>("makeVDevice", || {
-        // SAFETY: NCCL's promise: null, or a place for an int and this version's struct.
-        let (mut dev, props) = unsafe { (Out::new(dev, "d")?, value(props, "props")?) };
-        dev.set(facade::make_vdevice(props.members()?)?);
-        Ok(())
-    })
 }

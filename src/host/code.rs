@@ -33,6 +33,8 @@ pub enum Code {
     NotOffered(&'static str),
     /// The host's own: the plugin kept answering "not yet" until the deadline. The text says what was awaited.
     Deadline(&'static str),
+    /// The host's own: NCCL would find no path from a GPU to any device of the plugin, and end the job.
+    Unplaced,
     /// The host's own: the plugin wrote outside the memory that this API version gives it.
     Overrun(&'static str),
 }
@@ -59,12 +61,12 @@ impl Code {
             Self::InvalidArgument => Cause::Argument,
             Self::InvalidUsage | Self::NotOffered(_) => Cause::Usage,
             Self::RemoteError | Self::Deadline(_) => Cause::Remote,
-            Self::InternalError | Self::Unknown(_) | Self::Overrun(_) => Cause::Internal,
+            Self::InternalError | Self::Unknown(_) | Self::Overrun(_) | Self::Unplaced => Cause::Internal,
             Self::UnhandledCudaError | Self::SystemError => Cause::System,
         };
         let error = Error::new(cause, format!("{doing} failed: {self}"));
         match self {
-            Self::NotOffered(_) | Self::Deadline(_) | Self::Overrun(_) => error,
+            Self::NotOffered(_) | Self::Deadline(_) | Self::Overrun(_) | Self::Unplaced => error,
             _ => error.with_hint("NCCL_DEBUG=INFO shows what the plugin says about it"),
         }
     }
@@ -82,6 +84,7 @@ impl fmt::Display for Code {
             Self::Unknown(value) => write!(f, "the unknown result {value}"),
             Self::NotOffered(what) => write!(f, "the plugin does not offer {what}"),
             Self::Deadline(what) => write!(f, "no {what} in time"),
+            Self::Unplaced => f.write_str("NCCL would find no path from a GPU to any of the plugin's devices"),
             Self::Overrun(what) => write!(f, "the plugin wrote behind the end of {what}"),
         }
     }

@@ -20,6 +20,7 @@
 //! - [`Listener`], [`SendComm`], [`RecvComm`], [`Mr`], [`Request`] are what NCCL holds as `void*`. They close when
 //!   dropped; `close` tells the plugin's answer, `abandon` lets go without closing, as NCCL does when it aborts.
 //! - [`Memory`] is a buffer with guards on both sides, [`Pair`] a connection within this process.
+//! - [`select`] plays NCCL's merging and choice of devices.
 //! - [`log`](mod@log) and [`profile`] are NCCL's logger and profiler callback; [`profiler`] drives the plugin's own
 //!   profiler.
 //! - [`Net::table`] gives the raw functions, for calls that no well-meaning host makes.
@@ -37,6 +38,7 @@ mod pair;
 pub mod profile;
 pub mod profiler;
 mod properties;
+mod selection;
 mod table;
 
 pub use code::{Code, Result};
@@ -46,4 +48,5 @@ pub use library::{ApiVersion, DEFAULT_FILE, Plugin};
 pub use memory::Memory;
 pub use pair::Pair;
 pub use properties::Properties;
+pub use selection::select;
 pub use table::Table;

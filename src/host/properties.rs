@@ -7,7 +7,7 @@ use std::ffi::{CStr, c_char};
 use crate::abi::ffi;
 
 /// What a plugin says about one device.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Properties {
     /// The device's name, as shown in NCCL's log.
     pub name: String,

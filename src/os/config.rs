@@ -233,6 +233,15 @@ variables! {
                why. All hosts of a job must come to the same choice; `NCCL_SOCKET_IFNAME` chooses the interfaces over \
                which RDMA connections come about.",
     }
+    merge_any: bool {
+        name: "TOWLINE_MERGE_ANY",
+        default: "0",
+        unit: "",
+        since: "0.2.0",
+        read: "makeVDevice; devices",
+        help: "With 1, devices are merged whatever they are. NCCL cannot use a merged device without a place on the PCI \
+               bus, so this is for tests and for hosts other than NCCL.",
+    }
     speed: Option<u32> {
         name: "TOWLINE_SPEED",
         default: "auto",
@@ -240,8 +249,9 @@ variables! {
         since: "0.1.0",
         read: "init; devices",
         help: "The speed to report for an interface whose speed the system does not know, which is so for most virtual \
-               NICs. `auto` reports 77000, for which NCCL opens eight channels; for 10000, which its own Socket \
-               reports, it opens two. A value above that of the GPUs' own links can draw traffic inside a node onto \
+               NICs. `auto` reports 39000, for which NCCL opens four channels, or less than any speed that the system \
+               knows; for 10000, which its own Socket reports, it opens two. A speed that the driver only claims, as veth \
+               and tun do, is unknown. A value above that of the GPUs' own links can draw traffic inside a node onto \
                the network.",
     }
     tune: bool {
@@ -421,8 +431,26 @@ variables! {
         unit: "",
         since: "0.1.0",
         read: "makeVDevice; devices",
-        help: "Whether NCCL may fuse RDMA ports into one device, whose connections use all of them. With 0 a device of \
+        help: "Whether NCCL may merge RDMA ports into one device, whose connections use all of them. With 0 a device of \
                several ports is refused, and NCCL goes on with single ones.",
+    }
+    net_force_merge: Option<String> {
+        name: "NCCL_NET_FORCE_MERGE",
+        default: "",
+        unit: "",
+        since: "0.2.0",
+        read: "makeVDevice; devices",
+        help: "NCCL's list of devices to merge. When it is set, Towline merges interfaces that have a place on the PCI bus \
+               as NCCL asks; otherwise interfaces stay separate devices.",
+    }
+    net_merge_level: Option<String> {
+        name: "NCCL_NET_MERGE_LEVEL",
+        default: "",
+        unit: "",
+        since: "0.2.0",
+        read: "makeVDevice; devices",
+        help: "NCCL's distance up to which it merges devices. When it is set, Towline merges interfaces that have a place \
+               on the PCI bus as NCCL asks; otherwise interfaces stay separate devices.",
     }
     ib_device_pci_order: bool {
         name: "NCCL_IB_DEVICE_PCI_ORDER",

@@ -6,12 +6,14 @@
 //! - **PCI path.** The resolved `device` link, and from there upwards to the first directory that is a PCI function:
 //!   virtio and USB devices sit below one. (NCCL's Socket stops at the link and so loses virtio NICs' place.) An
 //!   interface without `device` (bond, VLAN, bridge, macvlan) takes the path of its first lower interface by name.
-//! - **Speed.** The kernel's own word where it has one, which covers bonds (sum of the active ports), VLANs (the
+//! - **Speed.** A speed that the driver only claims ([`link_kind`]), for itself or for what lies on it, counts as unknown.
+//!   Else the kernel's own word where it has one, which covers bonds (sum of the active ports), VLANs (the
 //!   interface below) and, in recent kernels, bridges. Otherwise the lower interfaces are asked: a bond that spreads
 //!   traffic counts as the sum of them, anything else as the fastest. The kernel says nothing for most virtual NICs.
 //!
 //! This module must not know what is assumed for what the kernel does not say.
 
+use super::link_kind;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -25,23 +27,31 @@ const MAX_MBPS: i64 = 10_000_000;
 #[derive(Debug, Clone)]
 pub struct Sysfs {
     root: PathBuf,
+    /// The driver by `ethtool`, which no directory has.
+    ethtool_driver: fn(&str) -> Option<String>,
 }
 
 impl Default for Sysfs {
     fn default() -> Self {
-        Self::at("/sys")
+        Self { root: "/sys".into(), ethtool_driver: link_kind::driver }
     }
 }
 
 impl Sysfs {
-    /// The sysfs mounted at `root`.
+    /// The sysfs mounted at `root`, of which no driver is known by `ethtool`.
     pub fn at(root: impl Into<PathBuf>) -> Self {
-        Self { root: root.into() }
+        Self { root: root.into(), ethtool_driver: |_| None }
+    }
+
+    /// The same with drivers.
+    #[cfg(test)]
+    pub(crate) fn with_drivers(self, ethtool_driver: fn(&str) -> Option<String>) -> Self {
+        Self { ethtool_driver, ..self }
     }
 
     /// The directory of an interface. `name` is the kernel's name; an alias label's tail is dropped.
     fn interface(&self, name: &str) -> PathBuf {
-        self.root.join("class/net").join(name.split(':').next().unwrap_or(name))
+        self.root.join("class/net").join(kernel_name(name))
     }
 
     fn read(&self, name: &str, file: &str) -> Option<String> {
@@ -95,7 +105,33 @@ impl Sysfs {
         self.speed_at(name, 0)
     }
 
+    /// Whether the interface's speed is a constant of its driver, or of the drivers of all interfaces that it stands on.
+    fn claims_its_speed(&self, name: &str, depth: u32) -> bool {
+        if (self.ethtool_driver)(kernel_name(name)).is_some_and(|driver| link_kind::claims_its_speed(&driver)) {
+            return true;
+        }
+        let lowers = self.lowers(name);
+        depth < MAX_STACK && !lowers.is_empty() && lowers.iter().all(|lower| self.claims_its_speed(lower, depth + 1))
+    }
+
+    /// Whether what the interface sends leaves by another interface of this host, inside other packets.
+    pub fn is_overlay(&self, name: &str) -> bool {
+        let uevent = self.read(name, "uevent");
+        let devtype = uevent.as_deref().and_then(|text| text.lines().find_map(|line| line.strip_prefix("DEVTYPE=")));
+        let driver = (self.ethtool_driver)(kernel_name(name));
+        self.read(name, "tun_flags").is_some()
+            || link_kind::is_overlay(driver.as_deref(), devtype, self.number(name, "type"))
+    }
+
+    /// Whether the interface `upper` stands on `lower`, directly or not, and so shares its wire.
+    pub fn stands_on(&self, upper: &str, lower: &str) -> bool {
+        self.stacked(upper, 0, &|name| (name != upper && name == kernel_name(lower)).then_some(())).is_some()
+    }
+
     fn speed_at(&self, name: &str, depth: u32) -> Option<u32> {
+        if self.claims_its_speed(name, depth) {
+            return None;
+        }
         let own = self.number(name, "speed").filter(|speed| (1..=MAX_MBPS).contains(speed));
         if own.is_some() || depth == MAX_STACK {
             return own.and_then(|speed| u32::try_from(speed).ok());
@@ -139,6 +175,11 @@ impl Sysfs {
     pub fn port(&self, name: &str) -> Option<u32> {
         u32::try_from(self.number(name, "dev_port")?).ok()
     }
+}
+
+/// The kernel's name of an interface: an alias label without its tail.
+fn kernel_name(name: &str) -> &str {
+    name.split(':').next().unwrap_or(name)
 }
 
 fn is_pci(directory: &Path) -> bool {
@@ -191,6 +232,43 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// veth says 10 Gb/s and tun 10 Mb/s whatever the path carries, and so does what stands on them.
+    #[test]
+    fn a_speed_that_the_driver_only_claims_is_unknown() {
+        let fake = Fake::new();
+        fake.nic("veth0", None, &[("speed", "10000")]);
+        fake.nic("macvlan0", None, &[("speed", "10000"), ("lower", "veth0")]);
+        fake.nic("eth0", None, &[("speed", "25000")]);
+        fake.nic("macvlan1", None, &[("speed", "25000"), ("lower", "eth0")]);
+        // In a pod the card below is in another namespace.
+        fake.nic("macvlan2", None, &[("speed", "25000")]);
+        fake.nic("br0", None, &[("speed", "25000"), ("lower", "eth0"), ("lower", "veth0")]);
+        let driver = |name: &str| name.starts_with("veth").then(|| "veth".to_owned());
+        let sysfs = fake.sysfs.clone().with_drivers(driver);
+        let speeds = ["veth0", "macvlan0", "eth0", "macvlan1", "macvlan2", "br0"].map(|name| sysfs.speed_mbps(name));
+        assert_eq!(speeds, [None, None, Some(25_000), Some(25_000), Some(25_000), Some(25_000)]);
+    }
+
+    #[test]
+    fn overlays_and_what_shares_a_wire_are_told_from_cards() {
+        let fake = Fake::new();
+        fake.nic("eth0", None, &[("type", "1")]);
+        fake.nic(
+            "flannel.1",
+            None,
+            &[("type", "1"), ("uevent", "DEVTYPE=vxlan\nINTERFACE=flannel.1"), ("lower", "eth0")],
+        );
+        fake.nic("wg0", None, &[("type", "65534")]);
+        fake.nic("eth0.7", None, &[("type", "1"), ("uevent", "DEVTYPE=vlan"), ("lower", "eth0")]);
+        let sysfs = &fake.sysfs;
+        assert_eq!(
+            ["eth0", "flannel.1", "wg0", "eth0.7"].map(|name| sysfs.is_overlay(name)),
+            [false, true, true, false]
+        );
+        assert!(sysfs.stands_on("eth0.7", "eth0") && sysfs.stands_on("flannel.1", "eth0"));
+        assert!(!sysfs.stands_on("eth0", "eth0") && !sysfs.stands_on("wg0", "eth0"));
     }
 
     #[test]

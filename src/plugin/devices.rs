@@ -19,22 +19,25 @@
 //! This module must not know NCCL's structs (those are `abi`'s), nor how a backend uses a rail.
 
 mod discover;
+mod merge;
+mod ranks;
 mod table;
 
 pub use discover::{Discovery, discover};
+pub use merge::MergePolicy;
 pub use table::{Binding, Table};
 
 use crate::os::sysfs::Sysfs;
 use std::ffi::CString;
 
-/// The speed reported for an interface whose speed the system does not know.
+/// The speed reported for an interface whose speed the system does not know, in Mbit/s.
 ///
-/// NCCL makes channels of the steps in its own list of speeds (`graph/search.cc`): 9.6 GB/s or a little more is four times
-/// 2.4, and rings are doubled, which gives eight channels; 1.25 GB/s, NCCL's guess for its own Socket, gives two, and with
-/// two a collective cannot use more than about 12 GB/s of sockets. It must not draw traffic inside a node onto the network:
-/// that takes a network faster than the path between two GPUs, through a card that is as near to them (`graph/paths.cc`),
-/// and 9.6 GB/s is below PCIe 3.0 with 16 lanes.
-pub const UNKNOWN_SPEED_MBPS: u32 = 77_000;
+/// NCCL makes channels of the steps in its own lists of speeds (`graph/search.cc`, for Hopper and for older GPUs): 4.875 GB/s
+/// is twice 2.4 and a little more, and rings are doubled, which gives four channels. 1.25 GB/s, NCCL's guess for its own
+/// Socket, gives two, with which an all-reduce of 128 MiB over a path that is not limited takes 1.7 times as long. 9.6 GB/s
+/// gives eight, with which a path of 10 Gb/s loses packets and waits for retransmissions: 16 MiB takes up to ten times as long
+/// (`benches/nccl_networks.sh`).
+pub const UNKNOWN_SPEED_MBPS: u32 = 39_000;
 
 /// 1 TiB: the most that NCCL accepts as the size of one transfer (`NCCL_MAX_NET_SIZE_BYTES`).
 pub const MAX_TRANSFER_BYTES: usize = 1 << 40;

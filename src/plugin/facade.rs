@@ -135,8 +135,8 @@ pub fn device_properties(dev: i32) -> Result<&'static DeviceProperties> {
 /// Joins devices to a virtual one and gives its number.
 ///
 /// # Errors
-/// When a member does not exist, is virtual itself, or comes twice, when members are of different networks, and when
-/// `NCCL_IB_MERGE_NICS` forbids it.
+/// When a member does not exist, is virtual itself, or comes twice, when members are of different networks, and when the
+/// members are to stay separate devices ([`MergePolicy`](super::devices::MergePolicy)).
 pub fn make_vdevice(members: &[i32]) -> Result<i32> {
     process().make_vdevice(members)
 }

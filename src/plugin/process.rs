@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::comm::Comm;
 use super::context::Context;
-use super::devices::{self, Binding, Plan, Table as Devices};
+use super::devices::{self, Binding, MergePolicy, Plan, Table as Devices};
 use super::facade::InitArgs;
 use super::listener;
 use crate::engine::handle::{Handle, Kind};
@@ -317,18 +317,22 @@ impl Process {
     /// Joins devices to a virtual one and gives its number.
     ///
     /// # Errors
-    /// As [`Devices::make_vdevice`], and when RDMA ports are to stay apart.
+    /// As [`Devices::make_vdevice`], and when the devices are to stay separate.
     pub fn make_vdevice(&self, members: &[i32]) -> Result<i32> {
-        let stay_apart = self.net.get().is_some_and(|net| !net.config.ib_merge_nics);
-        if stay_apart && members.len() > 1 && !self.devices.binding(members[0])?.ports.is_empty() {
-            let refused = Error::usage("RDMA ports are not fused, as NCCL_IB_MERGE_NICS=0 asks");
-            // NCCL goes on with the single ports, which is what the user wants: nothing to be warned of.
+        let config = &self.net()?.config;
+        let policy = MergePolicy {
+            interfaces: config.net_force_merge.is_some() || config.net_merge_level.is_some(),
+            ports: config.ib_merge_nics,
+            any: config.merge_any,
+        };
+        self.devices.make_vdevice(members, policy)?.map_err(|why| {
+            let refused = Error::usage(why);
+            // NCCL goes on with the single devices: nothing to be warned of.
             if refused.tell_once() {
                 tracing::info!(target: log::NET, "{refused}");
             }
-            return Err(refused);
-        }
-        self.devices.make_vdevice(members)
+            refused
+        })
     }
 
     #[cfg(feature = "rdma")]

@@ -4,6 +4,7 @@ use serde::Serialize;
 use towline::os::config::{Config, Rails};
 use towline::os::interfaces::{self, Wish};
 use towline::os::sysfs::Sysfs;
+use towline::plugin::devices::UNKNOWN_SPEED_MBPS;
 
 use super::Finding;
 
@@ -112,8 +113,9 @@ fn judge(facts: &Facts, asked: Option<&str>, speed_is_told: bool, findings: &mut
     for interface in used.iter().filter(|one| one.running && one.speed_mbps.is_none() && !speed_is_told) {
         if !interface.address.starts_with("127.") {
             let what = format!(
-                "the system does not know the speed of {}: 77 Gbit/s is reported, for eight channels",
-                interface.name
+                "the system does not know the speed of {}: {} Gb/s is assumed, for four channels",
+                interface.name,
+                UNKNOWN_SPEED_MBPS / 1000
             );
             findings.push(Finding::advice(what, "export TOWLINE_SPEED=MBITS, if you know it"));
         }

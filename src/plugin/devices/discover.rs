@@ -1,6 +1,6 @@
 //! From the host's interfaces and the configuration to the physical devices, with the reason for the log.
 
-use super::{Plan, Rail, UNKNOWN_SPEED_MBPS};
+use super::{Plan, Rail, UNKNOWN_SPEED_MBPS, ranks};
 use crate::os::config::{Config, Rails, nearest};
 use crate::os::error::{Cause, Error, Result};
 use crate::os::interfaces::{self, Interface, Why, Wish};
@@ -16,6 +16,8 @@ pub struct Discovery {
     pub why: Why,
     /// What the user should know although it is no failure: a named rail that is not there, or is down.
     pub warnings: Vec<String>,
+    /// Interfaces that `TOWLINE_RAILS=all` passes over, each with the reason.
+    pub passed_over: Vec<String>,
 }
 
 /// The one line that `NCCL_DEBUG=INFO` shows.
@@ -31,7 +33,8 @@ impl fmt::Display for Discovery {
                 write!(f, "{plus}{}:{}({} Mbit/s{assumed}{state})", rail.name, rail.address.ip(), rail.speed_mbps)?;
             }
         }
-        write!(f, "; {}", self.why)
+        write!(f, "; {}", self.why)?;
+        self.passed_over.iter().try_for_each(|reason| write!(f, "; {reason}"))
     }
 }
 
@@ -69,17 +72,21 @@ fn from_list(all: &[Interface], wish: &Wish<'_>, config: &Config, sysfs: &Sysfs)
     if chosen.is_empty() {
         return Err(nothing_left(all, &why));
     }
-    let rails = chosen.iter().map(|interface| rail(interface, config, sysfs));
+    let (chosen, passed_over) =
+        if config.rails == Rails::All { ranks::wires(chosen, sysfs) } else { (chosen, Vec::new()) };
+    let mut rails: Vec<Rail> = chosen.iter().map(|interface| rail(interface, config, sysfs)).collect();
+    if config.speed.is_none() {
+        ranks::settle_unknown_speeds(&mut rails, |rail| sysfs.is_overlay(&rail.name));
+    }
     let plans = match config.rails {
-        Rails::Single => rails.map(|rail| Plan::new(vec![rail], sysfs)).collect(),
+        Rails::Single => rails.into_iter().map(|rail| Plan::new(vec![rail], sysfs)).collect(),
         Rails::All | Rails::List(_) => {
-            let mut rails: Vec<Rail> = rails.collect();
             presume_speed_of_down(&mut rails, config);
             warnings.extend(rails.iter().filter(|rail| !rail.running).map(down_rail));
             vec![Plan::new(rails, sysfs)]
         }
     };
-    Ok(Discovery { plans, why, warnings })
+    Ok(Discovery { plans, why, warnings, passed_over })
 }
 
 fn rail(interface: &Interface, config: &Config, sysfs: &Sysfs) -> Rail {
@@ -184,7 +191,7 @@ mod tests {
         assert_ne!(found.plans[0].guid, found.plans[1].guid);
         assert_eq!(
             found.to_string(),
-            "using [0]eth0:10.0.0.1(77000 Mbit/s assumed) [1]eth1:10.0.1.1(25000 Mbit/s); running, and not docker, lo \
+            "using [0]eth0:10.0.0.1(12500 Mbit/s assumed) [1]eth1:10.0.1.1(25000 Mbit/s); running, and not docker, lo \
              or virbr"
         );
     }
@@ -193,8 +200,8 @@ mod tests {
     fn rails_make_one_device_of_all_interfaces_or_of_those_named() {
         let all = with(&[("TOWLINE_RAILS", "all"), ("NCCL_SOCKET_IFNAME", "=eth0,eth1")]).expect("devices");
         assert_eq!(all.plans.iter().map(Plan::name).collect::<Vec<_>>(), ["eth0+eth1"]);
-        assert_eq!(all.plans[0].rails.iter().map(|rail| rail.speed_mbps).sum::<u32>(), UNKNOWN_SPEED_MBPS + 25_000);
-        let both = with(&[("TOWLINE_RAILS", "eth0,lo")]).expect("devices");
+        assert_eq!(all.plans[0].rails.iter().map(|rail| rail.speed_mbps).sum::<u32>(), 12_500 + 25_000);
+        let both = with(&[("TOWLINE_RAILS", "eth0,eth9")]).expect("devices");
         assert_eq!(
             both.plans[0].properties(vec![0]).speed_mbps,
             UNKNOWN_SPEED_MBPS as i32,
@@ -211,7 +218,8 @@ mod tests {
             let found = with(pairs).expect("devices");
             found.plans.iter().map(|plan| plan.rails[0].speed_mbps).collect::<Vec<_>>()
         };
-        assert_eq!(speeds(&[]), [UNKNOWN_SPEED_MBPS, 25_000]);
+        assert_eq!(speeds(&[("NCCL_SOCKET_IFNAME", "eth0")]), [UNKNOWN_SPEED_MBPS]);
+        assert_eq!(speeds(&[]), [12_500, 25_000], "never above one that the system knows");
         assert_eq!(speeds(&[("TOWLINE_SPEED", "400000")]), [400_000, 25_000], "a known speed stays");
     }
 

@@ -1,6 +1,6 @@
 //! The numbering of devices: physical ones first, virtual ones behind them, across reloads.
 
-use super::{DeviceProperties, MAX_MEMBERS, Plan, Rail, RdmaPort, stable_hash};
+use super::{DeviceProperties, MAX_MEMBERS, MergePolicy, Plan, Rail, RdmaPort, stable_hash};
 use crate::os::error::{Error, Result};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -87,11 +87,14 @@ impl Table {
     ///
     /// # Errors
     /// When a member is no physical device, or stands there twice, or there are none or more than [`MAX_MEMBERS`], or when
-    /// they are RDMA ports of different networks.
-    pub fn make_vdevice(&self, members: &[i32]) -> Result<i32> {
+    /// they are RDMA ports of different networks. `Ok(Err(why))`: they are to stay separate, and NCCL goes on with them.
+    pub fn make_vdevice(&self, members: &[i32], policy: MergePolicy) -> Result<std::result::Result<i32, String>> {
         let mut state = self.state();
         state.take_loaded();
-        let plan = state.merged(members)?;
+        let plan = match state.merged(members, policy)? {
+            Ok(plan) => plan,
+            Err(why) => return Ok(Err(why)),
+        };
         if state.stale {
             let physical = state.physical;
             state.devices.truncate(physical);
@@ -105,7 +108,7 @@ impl Table {
                 state.devices.len() - 1
             }
         };
-        Ok(number(position))
+        Ok(Ok(number(position)))
     }
 }
 
@@ -152,8 +155,8 @@ impl State {
         self.devices.push(Device { properties, plan, binding });
     }
 
-    /// The plan of a device made of these members.
-    fn merged(&self, members: &[i32]) -> Result<Plan> {
+    /// The plan of a device made of these members, or why they stay separate.
+    fn merged(&self, members: &[i32], policy: MergePolicy) -> Result<std::result::Result<Plan, String>> {
         if members.is_empty() || members.len() > MAX_MEMBERS {
             let what =
                 format!("a virtual device of {} members was asked for, 1 to {MAX_MEMBERS} are possible", members.len());
@@ -186,16 +189,19 @@ impl State {
             ))
             .with_hint("choose ports of one network with NCCL_IB_HCA"));
         }
+        if let Some(why) = policy.refuse(&plans) {
+            return Ok(Err(why));
+        }
         let guids: Vec<u8> = plans.iter().flat_map(|plan| plan.guid.to_le_bytes()).collect();
         // Ports share the interfaces over which their connections come about.
         let all_rails = plans.iter().flat_map(|plan| plan.rails.iter().cloned());
-        Ok(Plan {
+        Ok(Ok(Plan {
             rails: if plans[0].ports.is_empty() { all_rails.collect() } else { plans[0].rails.clone() },
             ports: plans.iter().flat_map(|plan| plan.ports.iter().cloned()).collect(),
             pci_path: plans[0].pci_path.clone(),
             guid: stable_hash(&guids),
             port: plans[0].port,
-        })
+        }))
     }
 }
 
@@ -222,6 +228,24 @@ mod tests {
         table
     }
 
+    const ANY: MergePolicy = MergePolicy { interfaces: true, ports: true, any: true };
+
+    fn make(table: &Table, members: &[i32]) -> Result<i32> {
+        table.make_vdevice(members, ANY).map(|made| made.expect("anything may be merged"))
+    }
+
+    #[test]
+    fn a_merge_that_nccl_could_not_place_is_refused_and_changes_nothing() {
+        let table = loaded(4);
+        let policy = MergePolicy { any: false, ..ANY };
+        for members in [&[0, 1][..], &[0, 1, 2, 3]] {
+            let refused = table.make_vdevice(members, policy).expect("known devices").expect_err("no PCI path");
+            assert!(refused.contains("no place on the PCI bus"), "{refused}");
+        }
+        assert_eq!(table.make_vdevice(&[2], policy).expect("known"), Ok(4), "NCCL 2.24 asks for devices of one member");
+        assert_eq!(table.count(), 5);
+    }
+
     fn name(table: &Table, number: i32) -> String {
         table.properties(number).expect("a device").name.to_str().expect("text").to_owned()
     }
@@ -243,7 +267,7 @@ mod tests {
     #[test]
     fn a_virtual_device_joins_names_rails_and_speeds_and_is_counted_after_the_physical() {
         let table = loaded(3);
-        assert_eq!(table.make_vdevice(&[0, 2]).expect("a device"), 3);
+        assert_eq!(make(&table, &[0, 2]).expect("a device"), 3);
         assert_eq!(table.count(), 4);
         let merged = table.properties(3).expect("a device");
         assert_eq!((name(&table, 3).as_str(), merged.speed_mbps), ("eth0+eth2", 20_000));
@@ -251,14 +275,14 @@ mod tests {
         assert!((0..3).all(|one| table.properties(one).expect("a device").guid != merged.guid));
         let rails = table.binding(3).expect("rails").rails;
         assert_eq!(rails.iter().map(|rail| rail.name.as_str()).collect::<Vec<_>>(), ["eth0", "eth2"]);
-        assert_eq!(table.make_vdevice(&[0, 2]).expect("a device"), 3, "the same members, the same device");
-        assert_eq!(table.make_vdevice(&[2, 0]).expect("a device"), 4, "the order of rails counts");
+        assert_eq!(make(&table, &[0, 2]).expect("a device"), 3, "the same members, the same device");
+        assert_eq!(make(&table, &[2, 0]).expect("a device"), 4, "the order of rails counts");
     }
 
     #[test]
     fn wrong_members_are_refused_and_change_nothing() {
         let table = loaded(9);
-        assert_eq!(table.make_vdevice(&[0, 1]).expect("a device"), 9);
+        assert_eq!(make(&table, &[0, 1]).expect("a device"), 9);
         let nine: Vec<i32> = (0..9).collect();
         for (members, cause) in [
             (&[][..], Cause::Usage),
@@ -268,7 +292,7 @@ mod tests {
             (&[-1], Cause::Argument),
             (&nine, Cause::Usage),
         ] {
-            assert_eq!(table.make_vdevice(members).expect_err("refused").cause(), cause, "{members:?}");
+            assert_eq!(make(&table, members).expect_err("refused").cause(), cause, "{members:?}");
         }
         assert_eq!(table.count(), 10);
         assert_eq!(table.properties(10).expect_err("no such device").cause(), Cause::Argument);
@@ -292,14 +316,14 @@ mod tests {
     fn ports_of_different_networks_are_not_fused() {
         let table = ports(&[(true, -1, -1), (false, -1, -1), (true, -1, -1), (false, -1, -1)]);
         for members in [&[0, 1][..], &[3, 2], &[0, 2, 1], &[1, 3, 0]] {
-            let refused = table.make_vdevice(members).expect_err("refused");
+            let refused = make(&table, members).expect_err("refused");
             assert_eq!(refused.cause(), Cause::Usage, "{members:?}");
             assert!(refused.to_string().contains("NCCL_IB_HCA"), "{refused}");
         }
-        let refused = table.make_vdevice(&[0, 1]).expect_err("refused").to_string();
+        let refused = make(&table, &[0, 1]).expect_err("refused").to_string();
         assert!(refused.contains("mlx5_0 on InfiniBand and mlx5_1 on Ethernet"), "{refused}");
         for members in [[0, 2], [1, 3]] {
-            assert!(table.make_vdevice(&members).is_ok(), "{members:?}");
+            assert!(make(&table, &members).is_ok(), "{members:?}");
         }
     }
 
@@ -307,7 +331,7 @@ mod tests {
     fn a_fused_device_has_the_rail_of_all_its_ports_or_none_and_no_single_plane() {
         let table = ports(&[(true, 1, 0), (true, 1, 1), (true, 2, 0), (true, -1, 0)]);
         let of = |members: &[i32]| {
-            let made = table.make_vdevice(members).expect("a device");
+            let made = make(&table, members).expect("a device");
             let properties = table.properties(made).expect("a device");
             (properties.rail, properties.plane)
         };
@@ -321,18 +345,18 @@ mod tests {
     #[test]
     fn after_a_reload_only_physical_devices_are_counted_and_new_virtual_ones_follow_them() {
         let table = loaded(3);
-        table.make_vdevice(&[0, 1]).expect("a device");
-        table.make_vdevice(&[1, 2]).expect("a device");
+        make(&table, &[0, 1]).expect("a device");
+        make(&table, &[1, 2]).expect("a device");
         table.load(plans(3));
         assert_eq!(table.count(), 3);
-        assert_eq!(table.make_vdevice(&[1, 2]).expect("a device"), 3);
+        assert_eq!(make(&table, &[1, 2]).expect("a device"), 3);
         assert_eq!((table.count(), name(&table, 3).as_str()), (4, "eth1+eth2"));
     }
 
     #[test]
     fn a_plugin_that_was_kept_keeps_its_numbers() {
         let table = loaded(2);
-        let merged = table.make_vdevice(&[0, 1]).expect("a device");
+        let merged = make(&table, &[0, 1]).expect("a device");
         // Initialised again without a new load: NCCL does not count, and looks its virtual device up as before.
         table.load(plans(1));
         assert_eq!(name(&table, merged), "eth0+eth1");
@@ -342,7 +366,7 @@ mod tests {
     #[test]
     fn other_interfaces_after_a_reload_are_seen_with_the_next_count() {
         let table = loaded(2);
-        table.make_vdevice(&[0, 1]).expect("a device");
+        make(&table, &[0, 1]).expect("a device");
         table.load(vec![plan("ib0", 100_000)]);
         assert_eq!((table.count(), name(&table, 0).as_str()), (1, "ib0"));
         assert!(table.properties(1).is_err());
@@ -351,12 +375,12 @@ mod tests {
     #[test]
     fn ten_thousand_reloads_keep_one_copy_of_each_set_of_properties() {
         let table = loaded(2);
-        let (first, merged) = (table.properties(0).expect("a device"), table.make_vdevice(&[0, 1]).expect("a device"));
+        let (first, merged) = (table.properties(0).expect("a device"), make(&table, &[0, 1]).expect("a device"));
         for round in 0..10_000 {
             table.load(plans(1 + round % 2));
             table.count();
             if round % 2 == 1 {
-                assert_eq!(table.make_vdevice(&[0, 1]).expect("a device"), merged);
+                assert_eq!(make(&table, &[0, 1]).expect("a device"), merged);
             }
         }
         assert!(std::ptr::eq(first, table.properties(0).expect("a device")));
@@ -370,7 +394,7 @@ mod tests {
         ) {
             let table = loaded(6);
             for members in &asks {
-                if let Ok(number) = table.make_vdevice(members) {
+                if let Ok(number) = make(&table, members) {
                     prop_assert_eq!(&table.properties(number).expect("just made").members, members);
                 }
             }
