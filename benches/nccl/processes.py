@@ -26,11 +26,12 @@ RANK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rank.py")
 class Group:
     """The ranks of one communicator, and their standard input and output."""
 
-    def __init__(self, ranks, hosts, environment, limit, script=RANK, wait_every=0):
+    def __init__(self, ranks, hosts, environment, limit, script=RANK, wait_every=0, wraps=None):
         """Starts them; `problem` says what went wrong. Ranks are spread over `hosts` pretended hosts.
 
-        They wait for the GPU after `wait_every` operations; 0: after all of an order.
+        They wait for the GPU after `wait_every` operations; 0: after all of an order. `wraps` has a command to run each rank in.
         """
+        self.wraps = wraps or [[]] * ranks
         self.wait_every = wait_every
         self.folder = tempfile.TemporaryDirectory()
         self.script = script
@@ -50,7 +51,7 @@ class Group:
             own["NCCL_HOSTID"] = f"host{rank // local}"
         with open(os.path.join(self.folder.name, f"rank{rank}"), "wb") as errors:
             return subprocess.Popen(
-                [sys.executable, "-B", self.script, str(rank), str(ranks), os.path.join(self.folder.name, "id")],
+                [*self.wraps[rank], sys.executable, "-B", self.script, str(rank), str(ranks), os.path.join(self.folder.name, "id")],
                 env={**environment, **own},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
