@@ -48,14 +48,12 @@ class Tools:
         return path
 
     def command(self, tool, *words):
-        """A command line for `ip` or `tc`; what it runs in a namespace has the caller's libraries again."""
+        """A command line for `ip` or `tc`. Its libraries are given to the loader, so what it runs in a namespace has the caller's."""
         path = {"ip": self.ip, "tc": self.tc}[tool]
         if not self.libraries:
             return [path, *words]
-        words = list(words)
-        if words[:2] == ["netns", "exec"]:
-            words[3:3] = ["env", f"LD_LIBRARY_PATH={os.environ.get('LD_LIBRARY_PATH', '')}"]
-        return ["env", f"LD_LIBRARY_PATH={self.libraries}", path, *words]
+        loader = (glob.glob("/lib64/ld-linux-*.so.*") + glob.glob("/lib/ld-linux-*.so.*"))[0]
+        return [loader, "--library-path", self.libraries, path, *words]
 
     def run(self, tool, *words, may_fail=False):
         """Runs it; an error names the command."""
