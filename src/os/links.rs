@@ -130,7 +130,10 @@ fn read_messages(mut bytes: &[u8], events: &mut Vec<Event>) {
             return;
         }
         let kind = u16::from_ne_bytes([bytes[4], bytes[5]]);
-        if (kind == libc::RTM_NEWLINK || kind == libc::RTM_DELLINK) && length >= HEADER + LINK {
+        let is_link = (kind == libc::RTM_NEWLINK || kind == libc::RTM_DELLINK) && length >= HEADER + LINK;
+        // A message of another family is about a role of the interface. One of AF_BRIDGE says that it joined or left a
+        // bridge: it has not gone.
+        if is_link && bytes[HEADER] == libc::AF_UNSPEC as u8 {
             let flags = number(bytes, HEADER + 8);
             let running = kind == libc::RTM_NEWLINK && is_up(flags);
             events.push(Event { index: number(bytes, HEADER + 4), running });
@@ -174,6 +177,16 @@ mod tests {
         fn any_bytes_are_read_without_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             read_messages(&bytes, &mut Vec::new());
         }
+    }
+
+    #[test]
+    fn a_port_that_leaves_its_bridge_has_not_gone_down() {
+        let running = (libc::IFF_UP | libc::IFF_RUNNING) as u32;
+        let mut left = message(libc::RTM_DELLINK, 7, running);
+        left[HEADER] = libc::AF_BRIDGE as u8;
+        let mut events = Vec::new();
+        read_messages(&left, &mut events);
+        assert!(events.is_empty(), "{events:?}");
     }
 
     #[test]
