@@ -2,6 +2,10 @@
 
 mod support;
 
+use std::ffi::CString;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -9,7 +13,8 @@ use support::child::{self, Guarded, Mailbox};
 use support::{
     PATIENCE, context, eventually, is_over_rdma, net, outcome, pair, part, pattern, version_of, versions, watchdog,
 };
-use towline::host::{ApiVersion, Code, Context, Handle, Memory, Net, Pair, Part, Plugin, RecvComm, SendComm};
+use towline::abi::ffi;
+use towline::host::{ApiVersion, Code, Context, Handle, Memory, Net, Pair, Part, Plugin, RecvComm, SendComm, Table};
 
 fn connect(context: &Context, handle: &mut Handle) -> SendComm {
     context.connect_within(0, handle, PATIENCE).expect("connect")
@@ -460,4 +465,50 @@ fn one_process_per_device_reduces_and_verifies() {
         assert!(output.status.success(), "{version}: {text}\n{}", String::from_utf8_lossy(&output.stderr));
         assert!(text.contains("Avg bus bandwidth"), "{version}: {text}");
     }
+}
+
+/// Compiles `tests/unloaded_logger.c`.
+fn unloaded_logger() -> CString {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/unloaded_logger.c");
+    let library = Path::new(env!("CARGO_TARGET_TMPDIR")).join("libunloaded_logger.so");
+    let mut compiler = Command::new("cc");
+    compiler.args(["-shared", "-fPIC", "-o"]).arg(&library).arg(source);
+    assert!(compiler.status().expect("cc starts").success());
+    CString::new(library.to_str().expect("a path in UTF-8")).expect("no zero")
+}
+
+/// Before v11 NCCL does not say when it is done, so its logger was called where nothing was mapped any more.
+#[test]
+fn a_host_may_unload_its_logger() {
+    child::alone("a_host_may_unload_its_logger", &[], || {
+        let _watchdog = watchdog(60);
+        let net = net(ApiVersion::V10);
+        let context = net.init().expect("init");
+        let (_listener, handle) = context.listen(0).expect("listen");
+        let name = unloaded_logger();
+        // SAFETY: a library without constructors.
+        let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        assert!(!library.is_null());
+        // SAFETY: the library is open.
+        let function = unsafe { libc::dlsym(library, c"log_line".as_ptr()) };
+        // SAFETY: the function has this type; null would be none.
+        let logger = unsafe { std::mem::transmute::<*mut libc::c_void, ffi::ncclDebugLogger_t>(function) };
+        let Table::V10(table) = net.table() else { panic!("another version's table") };
+        // SAFETY: a logger of the right type, and no profiler.
+        assert_eq!(unsafe { table.init.expect("init")(logger, None) }, ffi::ncclSuccess);
+        // SAFETY: opened above, and nothing of it is used after this but through a new handle.
+        assert_eq!(unsafe { libc::dlclose(library) }, 0);
+        // Towline's control thread has something to say.
+        let mut stranger =
+            TcpStream::connect(support::proxy::address_of(&handle)).expect("the listener can be reached");
+        stranger.write_all(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n").expect("it is taken");
+        let _ = stranger.read(&mut [0; 64]);
+        // SAFETY: as above.
+        let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
+        assert!(!library.is_null(), "the logger is still mapped");
+        // SAFETY: the library is mapped, and has an int of that name.
+        let lines = unsafe { libc::dlsym(library, c"lines_logged".as_ptr()) }.cast::<i32>();
+        // SAFETY: as above; another thread may write it, which is why it is read as volatile.
+        eventually("a line", PATIENCE, || (unsafe { lines.read_volatile() } > 0).then_some(()));
+    });
 }

@@ -16,7 +16,8 @@
 //!
 //! Guarantees: an event that nobody would see costs one load and a compare. Warnings always reach NCCL's logger,
 //! because it keeps the last one for `ncclGetLastError` even when it prints nothing. The format string given to
-//! NCCL is always `%s`. After [`forget_logger`] returned, NCCL's function is not called any more.
+//! NCCL is always `%s`. After [`forget_logger`] returned, NCCL's function is not called any more. The library that the
+//! logger is part of stays mapped: before v11 NCCL does not say when it is done, and a host may unload it.
 //!
 //! The logger is one for the process, as in NCCL's own plugins: the last `init` wins. This module must not know
 //! NCCL's structs; levels and flags are plain numbers here, and the tests of `abi` hold them to the headers.
@@ -27,7 +28,7 @@ mod subscriber;
 pub use limit::{Limiter, once_per};
 
 use super::config::LogLevel;
-use std::ffi::{c_char, c_int, c_uint, c_ulong};
+use std::ffi::{c_char, c_int, c_uint, c_ulong, c_void};
 use std::ptr;
 use std::sync::Once;
 use std::sync::atomic::{AtomicPtr, AtomicU8, AtomicUsize, Ordering};
@@ -77,8 +78,28 @@ pub fn set_logger(logger: Option<Logger>, without: LogLevel) {
         Some(_) => nccl_level(|name| std::env::var(name).ok()),
         None => without,
     };
+    if let Some(function) = logger {
+        keep_mapped(function as *const c_void);
+    }
     LOGGER.store(logger.map_or(ptr::null_mut(), |function| function as *mut ()), Ordering::SeqCst);
     set_verbosity(seen);
+}
+
+/// Has the dynamic linker never unmap the library that holds `address` (dlopen(3), `RTLD_NODELETE`). A function of the
+/// program itself needs nothing, and one that is in no library cannot be kept.
+fn keep_mapped(address: *const c_void) {
+    // SAFETY: all zeroes is a valid value of this struct of pointers.
+    let mut place: libc::Dl_info = unsafe { std::mem::zeroed() };
+    // SAFETY: `place` outlives the call, which fills it; any address may be asked for.
+    if unsafe { libc::dladdr(address, &raw mut place) } == 0 || place.dli_fname.is_null() {
+        return;
+    }
+    // SAFETY: the name is a C string of the dynamic linker. With RTLD_NOLOAD nothing is loaded, and no constructor runs.
+    let library = unsafe { libc::dlopen(place.dli_fname, libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE) };
+    if !library.is_null() {
+        // SAFETY: the handle is from dlopen just now. The library stays, by RTLD_NODELETE.
+        unsafe { libc::dlclose(library) };
+    }
 }
 
 /// Sends events to standard error at `level`: for the command line, where there is no NCCL.
@@ -86,8 +107,8 @@ pub fn to_stderr(level: LogLevel) {
     set_logger(None, level);
 }
 
-/// Stops using NCCL's logger and returns when no thread is inside it, because NCCL may be unloaded next. Later
-/// warnings go to standard error.
+/// Stops using NCCL's logger and returns when no thread is inside it: NCCL has ended its last communicator. Later warnings
+/// go to standard error.
 ///
 /// A thread that stays inside the logger for more than a second (a blocked output) is not waited for.
 pub fn forget_logger() {

@@ -84,8 +84,8 @@ fn emit(metadata: &Metadata<'_>, text: String) {
         to_stderr(*metadata.level(), &text);
         return;
     }
-    // SAFETY: the only other value stored in LOGGER is the address of a function of this type, and the counter
-    // taken above keeps `forget_logger` from returning, so NCCL is still loaded.
+    // SAFETY: the only other value stored in LOGGER is the address of a function of this type, whose library stays
+    // mapped (`keep_mapped`).
     let logger = unsafe { std::mem::transmute::<*mut (), Logger>(address) };
     let (level, flags) = nccl_terms(*metadata.level(), metadata.target());
     let file = without_nul(metadata.file().unwrap_or("towline").to_owned());
