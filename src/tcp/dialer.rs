@@ -247,7 +247,23 @@ impl Dial {
         let deadline = Instant::now() + net.config.reconnect_timeout;
         let purpose = Purpose::Join { conn: Arc::downgrade(conn), index, repair: false };
         if let Err(error) = Self::start(net, purpose, deadline, 1) {
-            conn.gave_up(index, &error);
+            conn.goes_without(index, &error);
+        }
+    }
+
+    /// Further stream `index` did not come in time. That never ends the connection: where all of its streams are away at this
+    /// moment, their repairs decide. The stream is asked for again, soon after an outage of all, and seldom while only this
+    /// one fails.
+    fn join_later(net: Arc<Net>, conn: &Arc<SendConn>, index: usize, epoch: u16, error: &Error) {
+        conn.goes_without(index, error);
+        if !conn.mends() || conn.is_over() {
+            return;
+        }
+        let at = Instant::now() + if conn.is_connected() { RARELY } else { HOMECOMING };
+        let deadline = at + net.config.reconnect_timeout;
+        let purpose = Purpose::Join { conn: Arc::downgrade(conn), index, repair: false };
+        if let Err(error) = Self::start_at(net, purpose, deadline, Begin { at, epoch, tries: 0, claims: false }) {
+            tracing::debug!(target: NET, "a stream is not asked for again: {error}");
         }
     }
 
@@ -746,10 +762,14 @@ impl Dial {
             {
                 conn.gave_up(error.clone());
             }
-            if let Purpose::Join { conn, index, .. } = &self.purpose
+            if let Purpose::Join { conn, index, repair } = &self.purpose
                 && let Some(conn) = conn.upgrade()
             {
-                conn.gave_up(*index, &error);
+                if *repair {
+                    conn.gave_up(*index, &error);
+                } else {
+                    Self::join_later(Arc::clone(&self.net), &conn, *index, state.epoch.wrapping_add(1), &error);
+                }
             }
             self.finish(state, Err(error));
             return Progress { moved: true, again: None };

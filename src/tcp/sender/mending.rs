@@ -9,6 +9,7 @@ use super::{Io, SendConn, State, lock};
 use crate::engine::counters::Counters;
 use crate::engine::poller::{Progress, Registration};
 use crate::os::error::{Error, Result};
+use crate::os::log::Limiter;
 use crate::tcp::frame::{Header, Type};
 use crate::tcp::lifeline::{Alone, Answer, Terms, Verdict};
 use crate::tcp::limits::MAX_STREAMS;
@@ -17,6 +18,8 @@ use crate::tcp::peer::{Broken, failure, lost};
 use crate::tcp::seal::Seal;
 use crate::tcp::watch::{self, Finding, Kept, Probes, Sight};
 use crate::tcp::wire::{self, Piece};
+
+static NOT_THERE: Limiter = Limiter::new();
 
 impl SendConn {
     /// Tells the peer of a failure on the stream that met it, which may be the only one.
@@ -158,6 +161,8 @@ impl SendConn {
         self.add_stream(index, epoch, place, sock, seal);
         // What was asked about others may have been lost with all streams, and they may be away for long.
         self.ask(index, &self.questions());
+        // Others that were given up may come now, too.
+        (0..MAX_STREAMS).filter(|other| self.was_lost(*other)).for_each(|other| self.check_repair(other));
         Ok(())
     }
 
@@ -180,6 +185,12 @@ impl SendConn {
         {
             self.net.repair(&me, index);
         }
+    }
+
+    /// Whether stream `index` was connected, and is not now.
+    fn was_lost(&self, index: usize) -> bool {
+        let core = &self.state().core;
+        core.is_down(index) && (index == 0 || core.epoch(index) > 0)
     }
 
     /// How many pairs of rails there are to try.
@@ -360,6 +371,16 @@ impl SendConn {
             self.fail_silently(error.clone().with_peer(&self.peer));
         } else {
             tracing::warn!(target: crate::os::log::NET, "stream {index} to {} stays down ({error}); going on with the others", self.peer);
+        }
+    }
+
+    /// A further stream could not be connected for the first time.
+    pub fn goes_without(&self, index: usize, error: &Error) {
+        // With all others away too, the log has said so.
+        if !self.is_over() && self.is_connected() {
+            NOT_THERE.tell(|more| {
+                tracing::warn!(target: crate::os::log::NET, "stream {index} to {} could not be connected ({error}); going on with the others{more}", self.peer);
+            });
         }
     }
 
