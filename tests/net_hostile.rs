@@ -10,11 +10,13 @@ use std::ptr::null_mut;
 use std::time::{Duration, Instant};
 
 use support::child::{Guarded, MAILBOX, Mailbox};
+use support::hostile::Hostile;
 use support::proxy::{Proxy, Way, address_of, lead_to};
 use support::{PATIENCE, child, context, eventually, net, pair, part, pattern, raw, versions, watchdog};
 use towline::abi::ffi;
 use towline::host::log::{Capture, Record};
 use towline::host::{ApiVersion, Code, Context, Handle, Memory, Pair, Part};
+use towline::tcp::frame::Type;
 
 /// `ncclInvalidArgument` and `ncclInvalidUsage`: the host's mistakes.
 const MISTAKES: [u32; 2] = [ffi::ncclInvalidArgument, ffi::ncclInvalidUsage];
@@ -142,6 +144,52 @@ fn more_strangers_than_are_kept_do_not_shut_out_the_rightful_peer() {
         for _ in 0..1200 {
             std::mem::forget(stranger(handle));
         }
+    });
+}
+
+/// `connect` had returned, and `accept` never did: the listener dropped handshakes that the peer held for established.
+#[test]
+fn a_welcomed_peer_is_accepted_though_its_process_was_stopped_amid_a_flood_of_strangers() {
+    const NAME: &str = "a_welcomed_peer_is_accepted_though_its_process_was_stopped_amid_a_flood_of_strangers";
+    child::alone(NAME, &[], || {
+        let _watchdog = watchdog(60);
+        allow_many_descriptors();
+        let context = context(ApiVersion::V12);
+        let (listener, handle) = context.listen(0).expect("listen");
+        let mut stopped = Hostile::welcomed(&handle);
+        let start = Instant::now();
+        // Twice as many as are kept, each of them greeted as the rightful peer was.
+        let flood: Vec<TcpStream> = (0..512)
+            .map(|_| {
+                let mut stream = stranger(&handle);
+                stream.write_all(&preamble(1, 1)).expect("it is taken");
+                let _ = stream.read(&mut [0; 64]);
+                stream
+            })
+            .collect();
+        assert!(is_shut_out(flood.into_iter().last().expect("one of them")));
+        // A little longer than a stranger may take.
+        std::thread::sleep(Duration::from_millis(10_500).saturating_sub(start.elapsed()));
+        assert!(listener.accept().expect("accept").is_none(), "the peer has not said that it has the welcome");
+        stopped.say_word();
+        listener.accept_within(Duration::from_secs(5)).expect("accept").close().expect("close");
+    });
+}
+
+/// The same where the listener is closed meanwhile: the peer is told.
+#[test]
+fn a_welcomed_peer_is_told_that_the_listener_was_closed() {
+    const NAME: &str = "a_welcomed_peer_is_told_that_the_listener_was_closed";
+    child::alone(NAME, &[], || {
+        let _watchdog = watchdog(60);
+        let context = context(ApiVersion::V12);
+        let (listener, handle) = context.listen(0).expect("listen");
+        let mut late = Hostile::welcomed(&handle);
+        listener.close().expect("close");
+        late.say_word();
+        let (_, text) = late.await_frame(Type::Fail);
+        let text = String::from_utf8_lossy(&text);
+        assert!(text.contains("the listener was closed"), "{text}");
     });
 }
 

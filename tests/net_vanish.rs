@@ -11,8 +11,8 @@ use support::ends::{
 };
 use support::faults::{Cut, Network};
 use support::netns::available;
-use support::{outcome, part, pattern};
-use towline::host::{Code, Memory, Part};
+use support::{context, outcome, part, pattern};
+use towline::host::{ApiVersion, Code, Context, Handle, Memory, Part, RecvComm, Request, SendComm};
 
 /// 5 s, told to both ends; and what a loaded machine may add.
 const VANISHED: Duration = Duration::from_secs(5);
@@ -407,4 +407,121 @@ fn it_is_believed_on_protected_streams_too() {
         network.mend(0, Cut::HalfSilent);
         ends.pass();
     }
+}
+
+/// Connections in each direction of [`connections_to_a_vanished_host_are_closed_within_one_time_budget`].
+const IDLE: usize = 32;
+
+/// All of them, each with one message behind it.
+fn both_ways(role: &str, other: &str) -> (Vec<Context>, Vec<SendComm>, Vec<RecvComm>) {
+    let mail = child::mailbox();
+    let contexts: Vec<Context> = (0..2).map(|_| context(ApiVersion::V12)).collect();
+    let listeners: Vec<_> = (0..IDLE).map(|at| contexts[at % 2].listen(0).expect("listen")).collect();
+    for (at, (_, handle)) in listeners.iter().enumerate() {
+        child::send(&mail, &format!("{role}-{at}"), handle.bytes());
+    }
+    let dial = |at: usize| {
+        let mut handle = Handle::from_bytes(&child::receive(&mail, &format!("{other}-{at}")));
+        contexts[at % 2].connect_within(0, &mut handle, PATIENCE).expect("connect")
+    };
+    let sends: Vec<SendComm> = (0..IDLE).map(dial).collect();
+    let recvs: Vec<RecvComm> = listeners.iter().map(|(it, _)| it.accept_within(PATIENCE).expect("accept")).collect();
+    for (at, (out, back)) in sends.iter().zip(&recvs).enumerate() {
+        send(out, at, 1000);
+        receive(back, at, 1000);
+    }
+    (contexts, sends, recvs)
+}
+
+/// A request that will not end: the close is an abort.
+fn left_open(sends: &[SendComm], recvs: &[RecvComm], target: &Memory) -> Vec<Request> {
+    // SAFETY: the pattern is static, and the memory outlives the connections.
+    let sent = |it: &SendComm| unsafe { it.post(part(pattern(1, 1 << 20), None)) }.expect("isend");
+    // SAFETY: as above.
+    let received = |it: &RecvComm| unsafe { it.post(&[Part::all(target, None)]) }.expect("irecv");
+    sends.iter().map(sent).chain(recvs.iter().map(received)).collect()
+}
+
+fn closes_all(role: &str, other: &str) {
+    let target = Memory::new(4 << 20);
+    let (contexts, sends, recvs) = both_ways(role, other);
+    tell(&format!("ready-{role}"));
+    wait_for("cut");
+    let open = std::env::var("CLOSE_ABORTS").is_ok().then(|| left_open(&sends, &recvs, &target));
+    let start = Instant::now();
+    for (out, back) in sends.into_iter().zip(recvs) {
+        out.close().expect("close");
+        back.close().expect("close");
+    }
+    let took = start.elapsed();
+    assert!(took < Duration::from_secs(5), "{} connections were closed in {took:?}", 2 * IDLE);
+    eprintln!("{role}: {} connections were closed in {took:?}", 2 * IDLE);
+    drop((open, contexts));
+}
+
+/// An abort towards a vanished host took 2.5 s for each idle connection, one after the other.
+#[test]
+fn connections_to_a_vanished_host_are_closed_within_one_time_budget() {
+    if plays(|| closes_all("sender", "receiver"), || closes_all("receiver", "sender")) || !available() {
+        return;
+    }
+    let test = "connections_to_a_vanished_host_are_closed_within_one_time_budget";
+    for more in [&[][..], &[("TOWLINE_RECOVERY", "0")], &[("CLOSE_ABORTS", "1")]] {
+        let network = Network::new(1, 0);
+        let ends = Ends::start_with(test, &network.hosts, "60", more);
+        ends.wait_for("ready-sender");
+        ends.wait_for("ready-receiver");
+        network.cut(0, Cut::Silent);
+        ends.tell("cut");
+        ends.pass();
+    }
+}
+
+/// Few descriptors, so that a connection gets its further streams with its first long message.
+fn grow_late() {
+    let limit = libc::rlimit { rlim_cur: 2048, rlim_max: 2048 };
+    // SAFETY: plain system call; the struct outlives it.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) }, 0);
+}
+
+/// Longer than all of a connection's streams take together.
+const LONG: usize = 16 << 20;
+
+/// The deadline of a further stream that had not come ended the connection, though the first was being connected again.
+#[test]
+fn an_outage_while_a_connection_grows_is_waited_for() {
+    let sender = || {
+        grow_late();
+        let comm = connect();
+        send(&comm, 0, 1000);
+        let before = support::sockets();
+        tell("connected");
+        wait_for("cut");
+        // SAFETY: the pattern is static.
+        let request = unsafe { comm.post(part(pattern(1, LONG), None)) }.expect("isend");
+        comm.wait(&request, PATIENCE).expect("the send ends");
+        // Two further streams, which did not come during the outage.
+        support::eventually("the further streams", PATIENCE, || (support::sockets() >= before + 2).then_some(()));
+        send(&comm, 2, LONG);
+        comm.close().expect("close");
+    };
+    let receiver = || {
+        let comm = accept();
+        for (seed, size) in [(0, 1000), (1, LONG), (2, LONG)] {
+            receive(&comm, seed, size);
+        }
+        comm.close().expect("close");
+    };
+    if plays(sender, receiver) || !available() {
+        return;
+    }
+    let network = Network::new(1, 0);
+    let test = "an_outage_while_a_connection_grows_is_waited_for";
+    let ends = Ends::start_with(test, &network.hosts, "30", &[("TOWLINE_RECONNECT_TIMEOUT", "4")]);
+    ends.wait_for("connected");
+    network.cut(0, Cut::Silent);
+    ends.tell("cut");
+    std::thread::sleep(Duration::from_secs(8));
+    network.mend(0, Cut::Silent);
+    ends.pass();
 }

@@ -6,7 +6,8 @@
 //! 2.11 connect on all sides before any of them accepts.
 //!
 //! Strangers cost little: an unproven connection holds a few hundred bytes, there is a bounded [`Crowd`] of them, and
-//! each has [`PATIENCE`] to prove itself. Whoever has said something, or gone, by the time it is accepted is dealt with on
+//! each has [`PATIENCE`] to prove itself. A connection that has proved itself leaves the crowd before it is welcomed: the
+//! peer may hold it for established from then on, so it lasts as long as its socket. Whoever has said something, or gone, by the time it is accepted is dealt with on
 //! the spot: a scanner is never even watched.
 
 use std::collections::{HashMap, VecDeque};
@@ -36,7 +37,7 @@ use crate::os::fd::Registered;
 use crate::os::interfaces::Rail;
 use crate::os::log::{Limiter, NET};
 
-/// How long one may take to prove itself.
+/// How long a stranger may take to prove itself.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 /// Connections that are accepted before those that were get their turn again.
 const AT_ONCE: usize = 64;
@@ -61,6 +62,8 @@ struct Arrivals {
     connections: VecDeque<Arc<RecvConn>>,
     /// Why a peer that holds the secret could not be let in: it would be waited for in vain.
     misfit: Option<Error>,
+    /// The listener was closed: whatever comes is ended.
+    closed: bool,
 }
 
 impl Arrivals {
@@ -102,7 +105,13 @@ impl Listener {
 
     /// A connection has come.
     fn add(&self, conn: Arc<RecvConn>) {
-        self.arrivals().connections.push_back(conn);
+        let mut arrivals = self.arrivals();
+        if arrivals.closed {
+            drop(arrivals);
+            conn.turn_away();
+            return;
+        }
+        arrivals.connections.push_back(conn);
         self.arrived.notify_all();
     }
 
@@ -112,9 +121,13 @@ impl Listener {
         self.arrived.notify_all();
     }
 
-    /// Ends connections that nobody accepted.
+    /// Ends connections that nobody accepted, and those that are still to come.
     fn abandon(&self) {
-        let connections = std::mem::take(&mut self.arrivals().connections);
+        let connections = {
+            let mut arrivals = self.arrivals();
+            arrivals.closed = true;
+            std::mem::take(&mut arrivals.connections)
+        };
         for conn in connections {
             conn.close();
         }
@@ -270,8 +283,8 @@ impl Acceptor {
             me: me.clone(),
             net: Arc::downgrade(net),
             from,
-            deadline: Instant::now() + PATIENCE,
             state: Mutex::new(InboundState {
+                deadline: Some(Instant::now() + PATIENCE),
                 sock: Some(sock),
                 registration: None,
                 input: Vec::new(),
@@ -390,14 +403,15 @@ struct InboundState {
     stage: Stage,
     /// The kernel had no memory for a call, and is to be asked again.
     short: bool,
+    /// When it is dropped. None once the peer was welcomed, for as long as it has its socket.
+    deadline: Option<Instant>,
 }
 
-/// A connection that has not proved itself.
+/// A connection whose handshake is not over.
 struct Inbound {
     me: Weak<Self>,
     net: Weak<Net>,
     from: SocketAddr,
-    deadline: Instant,
     state: Mutex<InboundState>,
 }
 
@@ -407,6 +421,10 @@ impl Inbound {
         state.stage = Stage::Over;
         state.registration = None;
         state.sock = None;
+    }
+
+    fn deadline(&self) -> Option<Instant> {
+        lock(&self.state).deadline
     }
 
     fn has_socket(&self) -> bool {
@@ -429,6 +447,7 @@ impl Inbound {
         clock.kick();
         state.registration = Some(clock);
         state.stage = Stage::Adrift { conn };
+        state.deadline = Some(Instant::now() + net.config.peer_timeout);
         true
     }
 
@@ -491,6 +510,8 @@ impl Inbound {
                     if !Hello::verify(bytes, &secret, &mut transcript) {
                         return Err(Error::remote("a peer could not prove that it holds the handle's secret"));
                     }
+                    // No stranger any more: no flood of them pushes it out.
+                    net.acceptor.finished(self);
                     let agreed = self.agree(net, theirs, features, offer, &transcript);
                     transcript.add(offer);
                     let accepted = match agreed {
@@ -521,6 +542,9 @@ impl Inbound {
                     let ready = self.welcome(net, &sock, &hello, settled)?;
                     state = lock(&self.state);
                     (state.sock, state.registration, state.stage) = (Some(sock), registration, ready);
+                    // The peer holds the connection for established when it has the welcome, and its process may be stopped
+                    // before it says so. If its host is gone, the kernel's probes end the socket.
+                    state.deadline = None;
                 }
                 Stage::Ready { conn, seal } => {
                     state.registration = None;
@@ -700,13 +724,13 @@ impl Settled {
 impl Source for Inbound {
     fn poll(&self) -> Progress {
         let Some(net) = self.net.upgrade() else { return Progress::default() };
-        let late = Instant::now() >= self.deadline;
+        let now = Instant::now();
         match self.advance(&net) {
-            Ok(false) if late => self.end(),
+            Ok(false) if self.deadline().is_some_and(|deadline| now >= deadline) => self.end(),
             Ok(false) => {
                 let short = std::mem::take(&mut lock(&self.state).short);
                 let soon = short.then(|| Instant::now() + shortage::PAUSE);
-                return Progress { moved: false, again: Some(soon.unwrap_or(self.deadline)) };
+                return Progress { moved: false, again: soon.or_else(|| self.deadline()) };
             }
             Ok(true) => {}
             Err(error) => {
@@ -714,7 +738,7 @@ impl Source for Inbound {
                     tracing::warn!(target: NET, "refused a connection from {}: {error}{more}", self.from.ip());
                 });
                 if self.outlives_its_socket(&net) {
-                    return Progress { moved: true, again: Some(self.deadline) };
+                    return Progress { moved: true, again: self.deadline() };
                 }
                 self.end();
             }

@@ -27,6 +27,7 @@
 //! | [`lifeline`] | telling a dead peer from one that is cut off |
 //! | [`takeover`] | handing a proven connection to another backend |
 //! | [`shortage`] | asking again where the kernel had no memory |
+//! | [`silences`] | closes towards a peer that does not answer share one time budget |
 //! | [`watch`] | noticing that a path has died without a word |
 //! | [`share`] | how many threads and streams a process's part of the cores is worth |
 
@@ -58,6 +59,7 @@ pub mod send_core;
 pub mod sender;
 pub mod share;
 pub mod shortage;
+pub mod silences;
 #[cfg(test)]
 mod simulation;
 pub mod stream;

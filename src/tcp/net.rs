@@ -24,6 +24,7 @@ use super::seal::key::SharedKey;
 use super::sender::SendConn;
 use super::share::Share;
 use super::shortage::Shortages;
+use super::silences::Silences;
 use super::takeover::{Kept, Side};
 use super::watch::{self, Probes};
 use super::wire::{self, Piece};
@@ -81,6 +82,7 @@ pub struct Net {
     pub acceptor: Acceptor,
     connections: Mutex<HashMap<u64, Weak<RecvConn>>>,
     graves: Mutex<Graves>,
+    silences: Mutex<Silences>,
     senders: Mutex<HashMap<u64, Weak<SendConn>>>,
     /// Connections of another backend, whose sockets may come back.
     kept: Mutex<HashMap<(u64, Side), Weak<dyn Kept>>>,
@@ -182,6 +184,7 @@ impl Net {
             acceptor: Acceptor::new(me.clone()),
             connections: Mutex::new(HashMap::new()),
             graves: Mutex::default(),
+            silences: Mutex::default(),
             senders: Mutex::new(HashMap::new()),
             kept: Mutex::new(HashMap::new()),
             links: OnceLock::new(),
@@ -247,6 +250,11 @@ impl Net {
     /// The receiving connection with this number.
     pub fn connection(&self, number: u64) -> Option<Arc<RecvConn>> {
         self.connections().get(&number).and_then(Weak::upgrade)
+    }
+
+    /// The peer processes that do not answer closes.
+    pub fn silences(&self) -> MutexGuard<'_, Silences> {
+        lock(&self.silences)
     }
 
     fn connections(&self) -> MutexGuard<'_, HashMap<u64, Weak<RecvConn>>> {

@@ -11,8 +11,9 @@ use crate::tcp::stream::WRITE;
 /// How long an orderly close waits for its last acknowledgements to leave.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(1);
 
-/// How long it waits for a stream to come back when all are away.
-const CLOSE_MENDING: Duration = Duration::from_secs(6);
+/// How long it waits for a stream to come back when all are away. All closes towards a peer process that does not answer
+/// share it.
+const CLOSE_MENDING: Duration = Duration::from_secs(4);
 
 impl RecvConn {
     /// Ends the connection; no thread touches NCCL's buffers after it returns.
@@ -45,15 +46,31 @@ impl RecvConn {
         tracing::debug!(target: crate::os::log::NET, "closed the connection from {}: {}", self.peer, self.counters);
     }
 
+    /// Ends a connection whose listener was closed before the peer's word came: the peer holds it for established, and is
+    /// told. Nothing here waits, so the control thread may call it.
+    pub fn turn_away(&self) {
+        self.closing.store(true, Ordering::Release);
+        self.fail(Error::remote("the listener was closed before the connection was accepted"));
+        self.quiesce();
+        self.net.forget(self.link.connection);
+    }
+
     /// Before goodbye: what streams that are away have taken in. Their last acknowledgements may be lost, and the sender
-    /// would take what has arrived for lost. With no stream left it waits for one, within bounds.
+    /// would take what has arrived for lost. With no stream left it waits for one, within bounds that all closes towards one
+    /// peer process share.
     fn tell_last_words(&self) {
-        let deadline = Instant::now() + CLOSE_MENDING;
-        while self.recovery && self.health.live() == 0 && !self.health.is_failed() && !self.health.is_peer_done() {
-            if Instant::now() >= deadline {
-                return;
+        let start = Instant::now();
+        let deadline = self.net.silences().since(&self.peer.label, start).unwrap_or(start) + CLOSE_MENDING;
+        let is_away = || self.health.live() == 0 && !self.health.is_failed() && !self.health.is_peer_done();
+        if self.recovery && is_away() {
+            while is_away() {
+                if Instant::now() >= deadline {
+                    self.net.silences().unanswered(&self.peer.label, start);
+                    return;
+                }
+                std::thread::sleep(Duration::from_millis(5));
             }
-            std::thread::sleep(Duration::from_millis(5));
+            self.net.silences().answered(&self.peer.label);
         }
         for index in 0..MAX_STREAMS {
             let epoch = self.state().core.epoch(index);

@@ -22,7 +22,24 @@ const CLOSE_DOUBT: Duration = Duration::from_millis(500);
 
 /// How long it waits when a path has died at that moment: until that is noticed, and what was on it has travelled again.
 /// That takes 3 s, and as long as all ways are down. What was reported done is worth the wait; a peer that is dead ends it.
+/// All closes towards a peer process that does not answer share this time.
 const CLOSE_MENDING: Duration = Duration::from_secs(20);
+
+/// The same where the receiver has everything but the goodbye: the kernel goes on sending that after the close.
+const CLOSE_IDLE: Duration = Duration::from_secs(3);
+
+/// How a goodbye went.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Parting {
+    /// The peer's kernel has it all.
+    Answered,
+    /// It took too long, and nothing says that anything is lost.
+    Late,
+    /// Nothing comes back, or something was lost with a stream.
+    Silent,
+    /// Closes towards this peer have used up their time.
+    Spent,
+}
 
 impl SendConn {
     /// Ends the connection. With nothing outstanding, everything that was reported done reaches the peer; with
@@ -43,9 +60,16 @@ impl SendConn {
     /// has died at this moment.
     fn say_goodbye(&self) {
         let start = Instant::now();
-        self.write_all(start + CLOSE_PATIENCE);
+        let since = self.net.silences().since(&self.peer.label, start).unwrap_or(start);
+        self.write_all((start + CLOSE_PATIENCE).min(since + CLOSE_MENDING));
         self.closing.store(true, Ordering::Release);
-        if !self.part(start) && self.recovery && !self.health.is_failed() {
+        let parting = self.part(start, since);
+        if parting == Parting::Answered {
+            self.net.silences().answered(&self.peer.label);
+            return;
+        }
+        let since = self.net.silences().unanswered(&self.peer.label, start);
+        if parting == Parting::Silent && self.recovery && !self.health.is_failed() {
             // Nothing comes back on some stream. It is mended as at any other time, and what was on it travels again.
             self.closing.store(false, Ordering::Release);
             self.begin_watch();
@@ -53,15 +77,25 @@ impl SendConn {
             for index in away {
                 self.repair(index, &io::ErrorKind::TimedOut.into());
             }
-            let deadline = start + CLOSE_MENDING;
+            let deadline = since + self.most();
             let over = || self.health.is_failed() || self.health.is_peer_done();
             while Instant::now() < deadline && !over() && (self.is_in_doubt() || self.is_asking()) {
                 std::thread::sleep(watch::SOON / 10);
             }
             self.write_all(deadline);
             self.closing.store(true, Ordering::Release);
-            self.part(Instant::now());
+            let is_back = self.health.live() > 0 && !self.is_asking();
+            let since = if is_back { Instant::now() } else { since };
+            if self.part(Instant::now(), since) == Parting::Answered {
+                self.net.silences().answered(&self.peer.label);
+            }
         }
+    }
+
+    /// How long closes towards this peer may wait in all.
+    fn most(&self) -> Duration {
+        let has_all = !self.recovery || self.state().core.is_idle();
+        if has_all { CLOSE_IDLE } else { CLOSE_MENDING }
     }
 
     /// Waits until the kernel has taken everything.
@@ -78,8 +112,8 @@ impl SendConn {
 
     /// Says goodbye on each stream, behind everything else, since the receiver reads them in any order. Waits until the
     /// peer's kernel has it all, and the receiver too: what only its kernel has is lost with a path that it gives up just
-    /// then. False when nobody answers.
-    fn part(&self, start: Instant) -> bool {
+    /// then. `since`: when closes towards this peer began to wait.
+    fn part(&self, start: Instant, since: Instant) -> Parting {
         let total = self.state().core.next_number() + 1;
         for index in 0..MAX_STREAMS {
             self.queue_control(index, Header { total, ..Header::of(Type::Bye, 0) }, &[]);
@@ -92,22 +126,33 @@ impl SendConn {
             }
             written && wire::unsent(io.sock.as_raw_fd()) == 0
         };
+        let mut answered = false;
         while start.elapsed() < CLOSE_PATIENCE && !self.health.is_failed() {
             for index in 0..MAX_STREAMS {
                 self.run(index, READ | WRITE);
             }
+            // Streams that have ended meanwhile answer nothing.
+            let there = self.health.live() > 0 || self.health.is_peer_done();
             let has_it = || !self.recovery || self.health.is_peer_done() || self.state().core.is_idle();
             if self.streams.iter().all(|stream| stream.peek(gone).unwrap_or(true)) && has_it() {
+                answered = there;
                 break;
             }
+            if since.elapsed() > self.most() {
+                return Parting::Spent;
+            }
             if start.elapsed() > CLOSE_DOUBT && self.is_asking() {
-                return false;
+                return Parting::Silent;
             }
             std::thread::sleep(Duration::from_micros(50));
         }
         // A stream that died meanwhile took with it what nobody has acknowledged, and those that are left are closed for
         // what must travel again.
-        self.health.is_peer_done() || !self.is_in_doubt()
+        match self.health.is_peer_done() || !self.is_in_doubt() {
+            false => Parting::Silent,
+            true if answered => Parting::Answered,
+            true => Parting::Late,
+        }
     }
 
     /// Whether something was lost with a stream, or waits to travel again.
