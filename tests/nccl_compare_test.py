@@ -6,19 +6,23 @@ Runs without a GPU, against a stand-in that prints nccl-tests' table:  python3 -
 import argparse
 import contextlib
 import csv
+import functools
 import io
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
+import unittest.mock
 import xml.dom.minidom
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "benches", "nccl"))
 
 import compare  # noqa: E402
+import compare_networks  # noqa: E402
 import contenders  # noqa: E402
 import plot  # noqa: E402
 import processes  # noqa: E402
@@ -359,6 +363,43 @@ class Plot(unittest.TestCase):
         drawing = plot.draw("sendrecv", {8: {"towline": {1: 20.0}}}, {"towline": "towline"}, 2)
         with contextlib.redirect_stderr(io.StringIO()):
             xml.dom.minidom.parseString(drawing)
+
+
+class Networks(unittest.TestCase):
+    """`nccl_networks.sh`: a size at which Towline is slower than the best Socket is named."""
+
+    RANK = """
+import json, os, sys
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    order = json.loads(line)
+    own = os.environ["NCCL_NET"] == "Towline"
+    best = os.environ.get("NCCL_SOCKET_NTHREADS") == "2"
+    time = lambda size: 30.0 if own and size > 8 else 10.0 if own else 20.0 if best else 40.0
+    rows = [{"size": size, "time_us": time(size), "cpu_s": 0.5, "wrong": 0} for size in order["sizes"]]
+    print(json.dumps({"rows": rows}), flush=True)
+"""
+
+    def test_every_miss_is_named_against_the_best_socket(self):
+        with tempfile.TemporaryDirectory() as folder:
+            script = os.path.join(folder, "rank.py")
+            with open(script, "w") as file:
+                file.write(self.RANK)
+            words = "--towline . --networks loopback --collectives all_reduce --sizes 8,128K --rounds 3".split()
+            options, kept = compare_networks.arguments(words), []
+            with unittest.mock.patch.object(processes, "Group", functools.partial(processes.Group, script=script)):
+                samples, wrong, problems = compare_networks.measure(options, "loopback", time.monotonic() + 60, kept.append)
+        self.assertEqual((wrong, problems, len(kept)), (0, [], 2 * 3 * 4))
+        shown = io.StringIO()
+        with contextlib.redirect_stdout(shown):
+            misses = compare_networks.report("loopback", samples, options.margin)
+        self.assertEqual(len(misses), 1)
+        self.assertIn("all_reduce of 131072 bytes, towline: 1.50", misses[0])
+        self.assertIn("| all_reduce | 8 | socket-2x8 | 20.0 | towline: 10.0 | 0.50 |", shown.getvalue())
+
+    def test_what_is_no_network_is_refused(self):
+        with contextlib.redirect_stderr(io.StringIO()), self.assertRaises(SystemExit):
+            compare_networks.arguments(["--towline", ".", "--networks", "loopback,veth7"])
 
 
 if __name__ == "__main__":
