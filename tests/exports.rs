@@ -27,7 +27,8 @@ const PROFILER: [&str; 6] =
     ["ncclProfiler_v1", "ncclProfiler_v2", "ncclProfiler_v3", "ncclProfiler_v4", "ncclProfiler_v5", "ncclProfiler_v6"];
 
 /// The tuner's tables.
-const TUNER: [&str; 4] = ["ncclTunerPlugin_v3", "ncclTunerPlugin_v4", "ncclTunerPlugin_v5", "ncclTunerPlugin_v6"];
+const TUNER: [&str; 5] =
+    ["ncclTunerPlugin_v2", "ncclTunerPlugin_v3", "ncclTunerPlugin_v4", "ncclTunerPlugin_v5", "ncclTunerPlugin_v6"];
 
 /// The C runtime: all that the library may need at load time, besides the loader itself.
 const RUNTIME: [&str; 3] = ["libc.so.6", "libm.so.6", "libgcc_s.so.1"];

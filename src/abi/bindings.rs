@@ -1377,6 +1377,19 @@ pub type ncclTunerInit_v5_fn = ::std::option::Option<
         constants: *mut ::std::os::raw::c_void,
     ) -> ncclResult_t,
 >;
+pub type ncclTunerGetCollInfo_v2_fn = ::std::option::Option<
+    unsafe extern "C" fn(
+        context: *mut ::std::os::raw::c_void,
+        collType: ::std::os::raw::c_int,
+        nBytes: usize,
+        collNetSupport: ::std::os::raw::c_int,
+        nvlsSupport: ::std::os::raw::c_int,
+        numPipeOps: ::std::os::raw::c_int,
+        algorithm: *mut ::std::os::raw::c_int,
+        protocol: *mut ::std::os::raw::c_int,
+        nChannels: *mut ::std::os::raw::c_int,
+    ) -> ncclResult_t,
+>;
 pub type ncclTunerGetCollInfo_v3_fn = ::std::option::Option<
     unsafe extern "C" fn(
         context: *mut ::std::os::raw::c_void,
@@ -1415,6 +1428,14 @@ pub type ncclTunerGetChunkSize_v6_fn = ::std::option::Option<
         chunkSize: *mut usize,
     ) -> ncclResult_t,
 >;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ncclTuner_v2_t {
+    pub name: *const ::std::os::raw::c_char,
+    pub init: ncclTunerInit_v3_fn,
+    pub getCollInfo: ncclTunerGetCollInfo_v2_fn,
+    pub destroy: ncclTunerEnd_v3_fn,
+}
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct ncclTuner_v3_t {

@@ -1,10 +1,12 @@
-//! NCCL's tuner interface, v3 to v6: the adapter between its C tables and [`crate::plugin::tuning`].
+//! NCCL's tuner interface, v2 to v6: the adapter between its C tables and [`crate::plugin::tuning`].
 //!
-//! NCCL 2.21 and later look for a tuner in the network plugin's library when `NCCL_TUNER_PLUGIN` names none, so these
-//! tables load for everyone who uses Towline. They change nothing for a communicator whose traffic is not Towline's.
+//! NCCL 2.20 and later look for a tuner in the network plugin's library when `NCCL_TUNER_PLUGIN` names none, so these
+//! tables load for everyone who uses Towline. NCCL has one tuner for all communicators of the process, also for those of
+//! one node or over another network. `init` settles whether a communicator gets advice, because later the process may
+//! have other communicators than the processes of the other ranks; from then on an answer depends on the question alone.
 //!
-//! The context is the two numbers that matter, the ranks and the nodes, dressed as a pointer: nothing is allocated and
-//! nothing can be stale.
+//! The context is that, with the number of ranks and nodes, dressed as a pointer: nothing is allocated and nothing can be
+//! stale.
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
@@ -15,7 +17,7 @@ use super::guard::guard;
 use super::pointer::Out;
 use super::table::{NAME, Table};
 use crate::os::error::{Error, Result};
-use crate::plugin::tuning::{self, Advice, Collective, Question, Shape, Tree};
+use crate::plugin::tuning::{self, Algorithm, Collective, MANY, Protocol, Question, Scope, Shape, Way};
 
 /// Exports `ncclTunerPlugin_vN`.
 macro_rules! export_tuner {
@@ -29,6 +31,12 @@ macro_rules! export_tuner {
     };
 }
 
+export_tuner! {
+    /// The table that NCCL 2.20 and 2.21 load.
+    ncclTunerPlugin_v2: ncclTuner_v2_t = {
+        init: Some(init_v3), getCollInfo: Some(get_coll_info_v2), destroy: Some(end),
+    }
+}
 export_tuner! {
     /// The table that NCCL 2.22 and 2.23 load.
     ncclTunerPlugin_v3: ncclTuner_v3_t = {
@@ -54,14 +62,41 @@ export_tuner! {
     }
 }
 
-/// A communicator's shape as a context. Never null: NCCL does not mind, but a null pointer says nothing in a debugger.
-fn dress(shape: Shape) -> *mut c_void {
-    ptr::without_provenance_mut(shape.ranks.min(u32::MAX as usize) << 32 | shape.nodes.min(0x7FFF_FFFF) << 1 | 1)
+/// A communicator as a context.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Asker {
+    shape: Shape,
+    /// None where all is left to NCCL.
+    scope: Option<Scope>,
 }
 
-fn undress(context: *mut c_void) -> Shape {
+const NODES_MAX: usize = (1 << 28) - 1;
+
+/// Never null: NCCL does not mind, but a null pointer says nothing in a debugger.
+fn dress(asker: Asker) -> *mut c_void {
+    let Asker { shape, scope } = asker;
+    let ranks = shape.ranks.min(u32::MAX as usize) << 32;
+    let bit = |is_set: Option<bool>, place: u32| usize::from(is_set == Some(true)) << place;
+    let flags = bit(scope.map(|it| it.without_table), 3) | bit(scope.map(|it| it.channels), 2);
+    ptr::without_provenance_mut(ranks | shape.nodes.min(NODES_MAX) << 4 | flags | bit(Some(scope.is_some()), 1) | 1)
+}
+
+fn undress(context: *mut c_void) -> Asker {
     let value = context.addr();
-    Shape { ranks: value >> 32, nodes: (value & 0xFFFF_FFFF) >> 1 }
+    let bit = |place: u32| value >> place & 1 == 1;
+    let shape = Shape { ranks: value >> 32, nodes: value >> 4 & NODES_MAX };
+    Asker { shape, scope: bit(1).then(|| Scope { channels: bit(2), without_table: bit(3) }) }
+}
+
+/// # Safety
+/// `context` is null or a place for the context.
+unsafe fn init(comm: Option<u64>, shape: Shape, context: *mut *mut c_void) -> ncclResult_t {
+    guard::<12>("tuner init", || {
+        // SAFETY: this function's contract.
+        let mut context = unsafe { Out::new(context, "context") }?;
+        context.set(dress(Asker { shape, scope: tuning::bind(comm, shape) }));
+        Ok(())
+    })
 }
 
 unsafe extern "C" fn init_v3(
@@ -70,25 +105,60 @@ unsafe extern "C" fn init_v3(
     _logger: ncclDebugLogger_t,
     context: *mut *mut c_void,
 ) -> ncclResult_t {
-    guard::<12>("tuner init", || {
-        // SAFETY: NCCL's promise: a place for the context.
-        let mut context = unsafe { Out::new(context, "context") }?;
-        context.set(dress(Shape { ranks, nodes }));
-        Ok(())
-    })
+    // SAFETY: NCCL's promise: a place for the context.
+    unsafe { init(None, Shape { ranks, nodes }, context) }
 }
 
 unsafe extern "C" fn init_v5(
     context: *mut *mut c_void,
-    _comm: u64,
+    comm: u64,
     ranks: usize,
     nodes: usize,
-    logger: ncclDebugLogger_t,
+    _logger: ncclDebugLogger_t,
     _nvlink_domains: *mut c_void,
     _constants: *mut c_void,
 ) -> ncclResult_t {
-    // SAFETY: NCCL's promise, passed on.
-    unsafe { init_v3(ranks, nodes, logger, context) }
+    // SAFETY: NCCL's promise: a place for the context.
+    unsafe { init(Some(comm), Shape { ranks, nodes }, context) }
+}
+
+/// NCCL 2.20 and 2.21 take the number of channels as it is, also when it is more than the communicator has. It has two at
+/// least.
+const CHANNELS_MAX_V2: u32 = 2;
+
+unsafe extern "C" fn get_coll_info_v2(
+    context: *mut c_void,
+    collective: c_int,
+    bytes: usize,
+    coll_net: c_int,
+    _nvls: c_int,
+    _operations: c_int,
+    algorithm: *mut c_int,
+    protocol: *mut c_int,
+    channels: *mut c_int,
+) -> ncclResult_t {
+    guard::<12>("getCollInfo", || {
+        let Asker { shape, scope: Some(scope) } = undress(context) else { return Ok(()) };
+        let Some(collective) = collective_of(collective) else { return Ok(()) };
+        // What the user excluded is not told, and whoever has a collective network means to use it.
+        if !scope.without_table || coll_net != 0 {
+            return Ok(());
+        }
+        let question = Question { shape, collective, bytes };
+        // PAT came with 2.23.
+        let Some(way) = tuning::advise(&question, |algorithm, _| algorithm != Algorithm::Pat) else { return Ok(()) };
+        let (row, column) = place(way.algorithm, way.protocol);
+        // SAFETY: NCCL's promise: places for the numbers.
+        let (mut algorithm, mut protocol) =
+            unsafe { (Out::new(algorithm, "algorithm")?, Out::new(protocol, "protocol")?) };
+        algorithm.set(row as c_int);
+        protocol.set(column as c_int);
+        if scope.channels && way.channels <= CHANNELS_MAX_V2 {
+            // SAFETY: as above.
+            unsafe { Out::new(channels, "nChannels") }?.set(way.channels as c_int);
+        }
+        Ok(())
+    })
 }
 
 unsafe extern "C" fn get_coll_info_v3(
@@ -117,15 +187,18 @@ unsafe extern "C" fn get_coll_info_v4(
     channels: *mut c_int,
 ) -> ncclResult_t {
     guard::<12>("getCollInfo", || {
+        let Asker { shape, scope: Some(scope) } = undress(context) else { return Ok(()) };
         let Some(collective) = collective_of(collective) else { return Ok(()) };
         // SAFETY: NCCL's promise: an array of that many rows of that many times, whatever its type says.
         let mut costs = unsafe { Costs::new(table.cast(), algorithms, protocols) }?;
-        let question = Question { shape: undress(context), collective, bytes };
-        let Some(advice) = tuning::advise(&question) else { return Ok(()) };
-        costs.apply(&advice);
-        if let Some(wanted) = advice.channels {
+        let question = Question { shape, collective, bytes };
+        let Some(way) = tuning::advise(&question, |algorithm, protocol| costs.has(algorithm, protocol)) else {
+            return Ok(());
+        };
+        costs.choose(way);
+        if scope.channels && way.channels < MANY {
             // SAFETY: NCCL's promise: a place for the number.
-            unsafe { Out::new(channels, "nChannels") }?.set(wanted);
+            unsafe { Out::new(channels, "nChannels") }?.set(way.channels as c_int);
         }
         Ok(())
     })
@@ -147,8 +220,19 @@ fn collective_of(number: c_int) -> Option<Collective> {
     })
 }
 
-/// More than any estimate: an hour.
-const LAST_CHOICE_US: f32 = 3.6e9;
+/// The row and the column of NCCL's table.
+fn place(algorithm: Algorithm, protocol: Protocol) -> (usize, usize) {
+    let row = match algorithm {
+        Algorithm::Tree => NCCL_ALGO_TREE,
+        Algorithm::Ring => NCCL_ALGO_RING,
+        Algorithm::Pat => NCCL_ALGO_PAT,
+    };
+    let column = match protocol {
+        Protocol::LL => NCCL_PROTO_LL,
+        Protocol::Simple => NCCL_PROTO_SIMPLE,
+    };
+    (row as usize, column as usize)
+}
 
 /// NCCL's estimate, in microseconds, for each algorithm and protocol.
 struct Costs<'a> {
@@ -171,53 +255,22 @@ impl Costs<'_> {
         Ok(Self { times: unsafe { slice::from_raw_parts_mut(times, algorithms * protocols) }, protocols })
     }
 
-    /// Changes NCCL's estimates so that it does what is advised.
-    fn apply(&mut self, advice: &Advice) {
-        self.add(NCCL_PROTO_LL as usize, advice.ll_costs_more_us);
-        self.add(NCCL_PROTO_LL128 as usize, advice.ll128_costs_more_us);
-        match advice.tree {
-            Some(Tree::LL) => self.choose(NCCL_ALGO_TREE as usize, NCCL_PROTO_LL as usize),
-            Some(Tree::Simple) => self.choose(NCCL_ALGO_TREE as usize, NCCL_PROTO_SIMPLE as usize),
-            None => {}
-        }
-        if advice.avoids_ll_and_trees {
-            self.add(NCCL_PROTO_LL as usize, LAST_CHOICE_US);
-            self.discourage(NCCL_ALGO_TREE as usize);
-        }
-        if advice.avoids_pat {
-            self.discourage(NCCL_ALGO_PAT as usize);
-        }
+    /// The place of a combination; releases before 2.23 have fewer algorithms.
+    fn index(&self, algorithm: Algorithm, protocol: Protocol) -> Option<usize> {
+        let (row, column) = place(algorithm, protocol);
+        let index = row * self.protocols + column;
+        (column < self.protocols && index < self.times.len()).then_some(index)
     }
 
-    /// Makes a combination the cheapest, unless NCCL rules it out.
-    fn choose(&mut self, algorithm: usize, protocol: usize) {
-        let at = algorithm * self.protocols + protocol;
-        if protocol < self.protocols
-            && let Some(time) = self.times.get_mut(at)
-            && *time >= 0.0
-        {
-            *time = 0.0;
-        }
+    /// Whether NCCL has the combination and does not rule it out.
+    fn has(&self, algorithm: Algorithm, protocol: Protocol) -> bool {
+        self.index(algorithm, protocol).is_some_and(|index| self.times[index] >= 0.0)
     }
 
-    /// Makes an algorithm the last choice with every protocol; releases before 2.23 do not have all of them.
-    fn discourage(&mut self, algorithm: usize) {
-        let row = algorithm * self.protocols..(algorithm + 1) * self.protocols;
-        for time in self.times.get_mut(row).into_iter().flatten().filter(|time| **time >= 0.0) {
-            *time += LAST_CHOICE_US;
-        }
-    }
-
-    /// Adds to the time of a protocol, for rings and trees, where NCCL does not rule it out.
-    fn add(&mut self, protocol: usize, microseconds: f32) {
-        for algorithm in [NCCL_ALGO_TREE as usize, NCCL_ALGO_RING as usize] {
-            let at = algorithm * self.protocols + protocol;
-            if protocol < self.protocols
-                && let Some(time) = self.times.get_mut(at)
-                && *time >= 0.0
-            {
-                *time += microseconds;
-            }
+    /// Makes a combination the cheapest.
+    fn choose(&mut self, way: Way) {
+        if let Some(index) = self.index(way.algorithm, way.protocol) {
+            self.times[index] = 0.0;
         }
     }
 }
@@ -227,73 +280,31 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_context_carries_the_shape_and_is_never_null() {
-        for shape in [Shape { ranks: 1, nodes: 1 }, Shape { ranks: 16_384, nodes: 2_048 }] {
-            assert!(!dress(shape).is_null());
-            assert_eq!(undress(dress(shape)), shape);
+    fn a_context_carries_the_communicator_and_is_never_null() {
+        let scopes = [(false, false), (false, true), (true, false), (true, true)];
+        let scopes = scopes.map(|(channels, without_table)| Some(Scope { channels, without_table }));
+        for scope in scopes.into_iter().chain([None]) {
+            for shape in [Shape { ranks: 1, nodes: 1 }, Shape { ranks: 16_384, nodes: 2_048 }] {
+                let asker = Asker { shape, scope };
+                assert!(!dress(asker).is_null());
+                assert_eq!(undress(dress(asker)), asker);
+            }
         }
     }
 
-    /// NCCL's estimates for an all-reduce of two nodes with one GPU each (NCCL 2.28, src/graph/tuning.cc), in microseconds, by
-    /// algorithm and protocol; LL128 is ruled out, as where the card is not close to the GPU. `speed`: of the network, in
-    /// bytes per microsecond.
-    fn estimates(bytes: f32, speed: f32) -> [[f32; 3]; 2] {
-        let doubled = ((bytes / 64.0).log2() as usize).min(13);
-        let of_tree_ll = [1.0, 1.0, 1.0, 1.0, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4][doubled];
-        let of_tree_simple = [0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5][doubled];
-        let tree_speed = speed * 0.92;
-        let tree_ll = 6.8 + 2.0 * 5.0 + bytes / (tree_speed / 3.8 * of_tree_ll);
-        let tree_simple = 8.4 + 2.0 * 14.0 + bytes / (tree_speed * of_tree_simple);
-        let ring_ll = 6.6 + 2.0 * 5.0 + bytes / (speed / 2.0);
-        let ring_simple = (8.4 + 2.0 * 14.0) * 1.4 + bytes / speed;
-        [[tree_ll, -1.0, tree_simple], [ring_ll, -1.0, ring_simple]]
-    }
-
     #[test]
-    fn how_long_ll_is_best_depends_on_the_speed_of_the_network() {
-        let chosen = |kib: usize, speed: f32| {
-            let mut times = estimates((kib << 10) as f32, speed);
-            // SAFETY: the array is that large.
-            let mut costs = unsafe { Costs::new(times.as_mut_ptr().cast(), 2, 3) }.unwrap();
-            let shape = Shape { ranks: 2, nodes: 2 };
-            let question = Question { shape, collective: Collective::AllReduce, bytes: kib << 10 };
-            costs.apply(&tuning::advice(&question).unwrap());
-            let names = [["tree LL", "", "tree"], ["ring LL", "", "ring"]];
-            let all = times.iter().zip(names).flat_map(|(times, names)| times.iter().copied().zip(names));
-            all.filter(|(time, _)| *time >= 0.0).min_by(|(a, _), (b, _)| a.total_cmp(b)).unwrap().1
-        };
-        let at = |speed: f32| [4, 8, 16, 32, 64, 128, 160, 256, 1024].map(|kib| chosen(kib, speed));
-        let [small, ll, simple, tree] = ["tree LL", "ring LL", "ring", "tree"];
-        // 77 Gbit/s, as is reported where the kernel does not know better; 25; 10.
-        assert_eq!(at(9625.0), [small, ll, ll, ll, ll, ll, simple, tree, simple]);
-        assert_eq!(at(3125.0), [small, ll, ll, ll, ll, simple, simple, tree, simple]);
-        assert_eq!(at(1250.0), [small, ll, ll, ll, simple, simple, simple, tree, simple]);
-    }
-
-    #[test]
-    fn what_nccl_rules_out_stays_ruled_out() {
-        let mut times = [[10.0_f32, -1.0, 30.0], [40.0, 50.0, 60.0], [70.0, 80.0, 90.0]];
+    fn what_nccl_rules_out_and_what_is_not_in_the_table_is_not_there() {
+        let mut times = [[10.0_f32, -1.0, -1.0], [40.0, 50.0, 60.0]];
         // SAFETY: the array is that large.
-        let mut costs = unsafe { Costs::new(times.as_mut_ptr().cast(), 3, 3) }.unwrap();
-        costs.add(0, 1.0);
-        costs.add(1, 2.0);
-        assert_eq!(times, [[11.0, -1.0, 30.0], [41.0, 52.0, 60.0], [70.0, 80.0, 90.0]]);
-        // SAFETY: the array is that large.
-        let mut costs = unsafe { Costs::new(times.as_mut_ptr().cast(), 3, 3) }.unwrap();
-        costs.choose(1, 1);
-        // Ruled out, and not in the table.
-        [(0, 1), (0, 3), (7, 0)].into_iter().for_each(|(algorithm, protocol)| costs.choose(algorithm, protocol));
-        assert_eq!(times, [[11.0, -1.0, 30.0], [41.0, 0.0, 60.0], [70.0, 80.0, 90.0]]);
-        assert_eq!(times[1], [41.0, 0.0, 60.0]);
-        assert!(times[0][1] < 0.0, "ruled out");
-        // SAFETY: the array is that large.
-        let mut costs = unsafe { Costs::new(times.as_mut_ptr().cast(), 3, 3) }.unwrap();
-        costs.discourage(0);
-        costs.discourage(6);
-        assert!(times[0][0] > 1e9 && times[0][1] < 0.0 && times[1][0] < 1e3);
+        let mut costs = unsafe { Costs::new(times.as_mut_ptr().cast(), 2, 3) }.unwrap();
+        assert!(costs.has(Algorithm::Tree, Protocol::LL) && costs.has(Algorithm::Ring, Protocol::Simple));
+        assert!(!costs.has(Algorithm::Tree, Protocol::Simple) && !costs.has(Algorithm::Pat, Protocol::Simple));
+        costs.choose(Way { algorithm: Algorithm::Ring, protocol: Protocol::Simple, channels: 1 });
+        costs.choose(Way { algorithm: Algorithm::Pat, protocol: Protocol::Simple, channels: 1 });
+        assert_eq!(times, [[10.0, -1.0, -1.0], [40.0, 50.0, 0.0]]);
         // SAFETY: null is refused before anything is read.
         assert!(unsafe { Costs::new(ptr::null_mut(), 3, 3) }.is_err());
-        // SAFETY: as above.
+        // SAFETY: the number of rows is refused before anything is read.
         assert!(unsafe { Costs::new(times.as_mut_ptr().cast(), -1, 3) }.is_err());
     }
 }

@@ -185,6 +185,12 @@ impl<T: ?Sized> Table<T> {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map_or(0, Slab::len)
     }
 
+    /// Whether some object is as `is_wanted` says. Looks at each: not for the data path.
+    pub fn any(&self, is_wanted: impl Fn(&T) -> bool) -> bool {
+        let places = self.segments.iter().filter_map(OnceLock::get).flat_map(|segment| segment.iter());
+        places.into_iter().any(|place| place.read().as_deref().is_some_and(&is_wanted))
+    }
+
     /// Whether the table is empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0

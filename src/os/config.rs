@@ -260,10 +260,44 @@ variables! {
         unit: "",
         since: "0.1.0",
         read: "init; tuner",
-        help: "Whether Towline corrects NCCL's choice of protocol and of the number of channels for collectives between \
-               nodes (NCCL 2.22 and later). NCCL's estimates are made for RDMA; over sockets its LL protocols get slow \
-               sooner, and mid-sized operations do better on fewer channels. A tuner named by `NCCL_TUNER_PLUGIN` takes \
-               the place of this one; `NCCL_ALGO` and `NCCL_PROTO` are respected. Set it the same way on all ranks.",
+        help: "Whether Towline chooses algorithm, protocol and number of channels of collectives between nodes (NCCL 2.20 \
+               and later). NCCL's estimates are made for RDMA; over sockets its LL protocols get slow sooner, and \
+               mid-sized operations do better on fewer channels. A tuner named by `NCCL_TUNER_PLUGIN` takes the place of \
+               this one, and `none` leaves NCCL without any; `NCCL_ALGO`, `NCCL_PROTO`, `NCCL_MIN_NCHANNELS` and \
+               `NCCL_MIN_CTAS` are respected. Set it the same way on all ranks.",
+    }
+    nccl_algo: Option<String> {
+        name: "NCCL_ALGO",
+        default: "",
+        unit: "",
+        since: "0.1.0",
+        read: "init; tuner",
+        help: "NCCL's list of allowed algorithms. When it is set, Towline chooses among these (NCCL 2.22 and later) or \
+               does not choose (2.20 and 2.21).",
+    }
+    nccl_proto: Option<String> {
+        name: "NCCL_PROTO",
+        default: "",
+        unit: "",
+        since: "0.1.0",
+        read: "init; tuner",
+        help: "NCCL's list of allowed protocols; as `NCCL_ALGO`.",
+    }
+    nccl_min_nchannels: Option<String> {
+        name: "NCCL_MIN_NCHANNELS",
+        default: "",
+        unit: "",
+        since: "0.1.0",
+        read: "init; tuner",
+        help: "NCCL's least number of channels. When it is set, Towline leaves the number of channels to NCCL.",
+    }
+    nccl_min_ctas: Option<String> {
+        name: "NCCL_MIN_CTAS",
+        default: "",
+        unit: "",
+        since: "0.1.0",
+        read: "init; tuner",
+        help: "NCCL's least number of thread blocks; as `NCCL_MIN_NCHANNELS`.",
     }
     log: LogLevel {
         name: "TOWLINE_LOG",

@@ -12,6 +12,7 @@ use super::context::Context;
 use super::devices::{self, Binding, MergePolicy, Plan, Table as Devices};
 use super::facade::InitArgs;
 use super::listener;
+use super::tuning::Scope;
 use crate::engine::handle::{Handle, Kind};
 use crate::engine::table::Table;
 use crate::os::config::{Backend, Complaint, Config, KeyFile};
@@ -346,9 +347,18 @@ impl Process {
         false
     }
 
-    /// Whether NCCL's choices for collectives are to be corrected: Towline carries the traffic, and nobody objects.
-    pub fn tunes(&self) -> bool {
-        !self.contexts.is_empty() && !self.runs_rdma() && self.net.get().is_some_and(|net| net.config.tune)
+    /// Whether a communicator that is being made gets advice about its collectives: Towline carries its traffic over TCP,
+    /// and the user does not object. `comm` is its id; none where the interface does not tell.
+    ///
+    /// NCCL calls the network's `init` before the tuner's, with the same id (v11 and later).
+    pub fn tunes(&self, comm: Option<u64>) -> Option<Scope> {
+        let config = &self.net.get()?.config;
+        let carries =
+            self.contexts.any(|context| context.refusal().is_none() && comm.is_none_or(|id| id == context.comm_id));
+        (config.tune && carries && !self.runs_rdma()).then(|| Scope {
+            channels: config.nccl_min_nchannels.is_none() && config.nccl_min_ctas.is_none(),
+            without_table: config.nccl_algo.is_none() && config.nccl_proto.is_none(),
+        })
     }
 
     /// A value for a memory registration, which sockets do not need.
