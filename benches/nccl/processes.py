@@ -72,7 +72,8 @@ class Group:
                 text[fd] += some
                 if not some:
                     self.problem = "a rank ended"
-                elif some.endswith(b"\n"):
+                elif some.endswith(b"\n") and text[fd].splitlines()[-1].startswith(b"{"):
+                    # NCCL before 2.22 writes its version to standard output.
                     child = waiting.pop(fd)
                     found[child.pid] = json.loads(text[fd].splitlines()[-1])
                     self.problem = found[child.pid].get("failed", "")
