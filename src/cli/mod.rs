@@ -10,7 +10,9 @@ mod channel;
 mod children;
 mod cuda;
 mod doctor;
+mod generate;
 mod host_link;
+mod installation;
 mod output;
 mod plugin_options;
 mod proxy;
@@ -68,6 +70,9 @@ enum Command {
     SendRecv(send_recv::Options),
     Doctor(doctor::Options),
     Trace(trace::Options),
+    Env(installation::Options),
+    #[command(hide = true)]
+    Generate(generate::Options),
     /// A rank of all-reduce, started by it.
     #[command(hide = true)]
     Rank,
@@ -83,7 +88,7 @@ impl Command {
             Self::AllReduce(options) => &options.plugin,
             Self::SendRecv(options) => &options.plugin,
             Self::Doctor(options) => &options.plugin,
-            Self::Trace(_) | Self::Rank | Self::Peer => return,
+            Self::Trace(_) | Self::Env(_) | Self::Generate(_) | Self::Rank | Self::Peer => return,
         };
         if let Some((name, value)) = plugin.variable() {
             // SAFETY: this runs first in `main`, before there is another thread that could read the environment.
@@ -103,6 +108,8 @@ pub(crate) fn main() -> ExitCode {
         Command::Doctor(options) => doctor::run(&options),
         Command::Peer => return send_recv::run_peer(),
         Command::Trace(options) => trace::run(&options),
+        Command::Env(options) => installation::run(&options),
+        Command::Generate(options) => generate::run(&options),
         Command::Rank => return all_reduce::run_rank(),
     };
     exit_code(&outcome)

@@ -4,14 +4,16 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde::{Deserialize, Serialize};
-use towline::host::{ApiVersion, Net, Plugin, log};
+use towline::host::{ApiVersion, DEFAULT_FILE, Net, log};
 use towline::os::error::{Error, Result};
+
+use super::installation;
 
 /// Which plugin, which version of its interface, which device.
 #[derive(Args, Debug, Clone)]
 pub(crate) struct PluginOptions {
     /// The network plugin to open, any library with ncclNetPlugin_v4 to _v12 [default: libnccl-net.so beside this
-    /// program, else on LD_LIBRARY_PATH]
+    /// program or in ../lib/towline, else on LD_LIBRARY_PATH]
     #[arg(long, value_name = "FILE")]
     plugin: Option<PathBuf>,
 
@@ -59,7 +61,7 @@ impl PluginOptions {
             // A bare name would be searched for by the loader; what is named here is a file.
             Some(file) if file.exists() => file.canonicalize().unwrap_or_else(|_| file.clone()),
             Some(file) => file.clone(),
-            None => Plugin::default_file(),
+            None => installation::plugin_file(),
         };
         PluginChoice { file, api: self.api.map(ApiVersion::number), device: self.device, gpu: None }
     }
@@ -77,11 +79,18 @@ impl PluginChoice {
         &self.file
     }
 
+    /// Whether it failed to open because this installation has no plugin: no file was named, and the loader found none.
+    pub(crate) fn is_missing(&self, error: &Error) -> bool {
+        self.file == Path::new(DEFAULT_FILE) && error.what().contains("No such file")
+    }
+
     /// Opens it in this process, and shows what it says.
     pub(crate) fn open(&self) -> Result<Net> {
         log::print_to_stderr(&std::env::var("NCCL_DEBUG").unwrap_or_else(|_| "WARN".to_owned()));
         let version = self.api.map(|number| number.to_string().parse()).transpose()?;
-        Net::open(&self.file, version)
+        Net::open(&self.file, version).map_err(|error| {
+            if self.is_missing(&error) { error.with_hint(installation::WITHOUT_PLUGIN) } else { error }
+        })
     }
 }
 

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use towline::host::{Context, DEFAULT_FILE, Init};
 
+use super::super::installation::WITHOUT_PLUGIN;
 use super::super::plugin_options::PluginChoice;
 use super::Finding;
 
@@ -41,10 +42,12 @@ pub(super) fn look(
     let mut facts = Facts { file, found_by_nccl: found_by_nccl(environment), ..Facts::default() };
     if let Err(error) = open(choice, &mut facts) {
         facts.error = Some(error.to_string());
-        findings.push(Finding::problem(
-            format!("the plugin cannot be used: {}", error.what()),
-            "cargo build --release, or name the library with --plugin",
-        ));
+        let mend = if choice.is_missing(&error) {
+            WITHOUT_PLUGIN
+        } else {
+            "cargo build --release, or name the library with --plugin"
+        };
+        findings.push(Finding::problem(format!("the plugin cannot be used: {}", error.what()), mend));
     } else {
         judge_path(&facts, findings);
     }

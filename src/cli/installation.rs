@@ -1,0 +1,106 @@
+//! Where the plugin of this installation lies, and the variables that make NCCL find it: `towline env`.
+//!
+//! Three layouts: a build (the library beside the program), a package or wheel (`bin/towline` and
+//! `lib/towline/libnccl-net.so`), and a program alone, as `cargo install` leaves it.
+
+use std::env;
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use towline::host::{DEFAULT_FILE, Plugin};
+use towline::os::error::{Error, Result};
+
+use super::Verdict;
+use super::output::Output;
+
+/// Where packages and wheels keep the library, seen from the program's directory.
+const PACKAGED: &str = "../lib/towline";
+
+/// What to do where the program has no plugin.
+pub(crate) const WITHOUT_PLUGIN: &str = "`cargo install` installs this program without its plugin: install Towline's \
+    package or wheel, or build a checkout with `cargo build --release` and name target/release/libnccl-net.so with --plugin";
+
+/// Print the exports that make NCCL use this installation: eval "$(towline env)"
+#[derive(Args)]
+pub(crate) struct Options {}
+
+/// The plugin to open where none is named: this installation's, else the one that the dynamic loader finds.
+pub(crate) fn plugin_file() -> PathBuf {
+    installed().unwrap_or_else(|| PathBuf::from(DEFAULT_FILE))
+}
+
+fn installed() -> Option<PathBuf> {
+    let beside = Plugin::default_file();
+    if beside.is_absolute() {
+        return Some(beside);
+    }
+    packaged_with(&env::current_exe().ok()?)
+}
+
+/// The library that was installed together with `program`. Symbolic links to the program are followed.
+fn packaged_with(program: &Path) -> Option<PathBuf> {
+    let program = program.canonicalize().ok()?;
+    program.parent()?.join(PACKAGED).canonicalize().ok().map(|dir| dir.join(DEFAULT_FILE)).filter(|file| file.exists())
+}
+
+/// The first directory of `LD_LIBRARY_PATH` that has the library.
+fn on_library_path() -> Option<PathBuf> {
+    let path = env::var_os("LD_LIBRARY_PATH")?;
+    let dirs = env::split_paths(&path).filter(|dir| dir.is_absolute());
+    dirs.map(|dir| dir.join(DEFAULT_FILE)).find(|file| file.exists())
+}
+
+/// Prints the exports.
+pub(crate) fn run(_: &Options) -> Result<Verdict> {
+    let file = installed().or_else(on_library_path);
+    let file = file.ok_or_else(|| Error::argument("this installation has no plugin").with_hint(WITHOUT_PLUGIN))?;
+    let dir = file.parent().unwrap_or(Path::new("/"));
+    Output::new().line(exports(dir).trim_end());
+    Ok(Verdict::Good)
+}
+
+/// The two lines, for any POSIX shell. An `LD_LIBRARY_PATH` that is empty gets no empty entry, which would stand for the
+/// current directory.
+fn exports(dir: &Path) -> String {
+    let dir = dir.display().to_string().replace('\'', r"'\''");
+    format!("export LD_LIBRARY_PATH='{dir}'${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}\nexport NCCL_NET=Towline\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    #[test]
+    fn the_library_is_found_from_a_package_s_program_also_through_a_link() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().canonicalize().unwrap();
+        fs::create_dir_all(root.join("usr/bin")).unwrap();
+        let program = root.join("usr/bin/towline");
+        fs::write(&program, "").unwrap();
+        assert_eq!(packaged_with(&program), None, "a program alone, as cargo install leaves it");
+
+        fs::create_dir_all(root.join("usr/lib/towline")).unwrap();
+        assert_eq!(packaged_with(&program), None, "the directory alone is no library");
+        let library = root.join("usr/lib/towline/libnccl-net.so");
+        fs::write(&library, "").unwrap();
+        assert_eq!(packaged_with(&program), Some(library.clone()));
+
+        let link = root.join("towline");
+        std::os::unix::fs::symlink(&program, &link).unwrap();
+        assert_eq!(packaged_with(&link), Some(library));
+    }
+
+    #[test]
+    fn a_shell_reads_the_exports_back_whatever_the_directory_is_called() {
+        for name in ["/opt/towline", "/opt/with blank", "/opt/o'hara/$HOME"] {
+            for (before, after) in [("", name.to_owned()), ("/other", format!("{name}:/other"))] {
+                let script = format!("{}printf '%s %s' \"$NCCL_NET\" \"$LD_LIBRARY_PATH\"", exports(Path::new(name)));
+                let shell =
+                    std::process::Command::new("sh").args(["-c", &script]).env("LD_LIBRARY_PATH", before).output();
+                let said = String::from_utf8(shell.unwrap().stdout).unwrap();
+                assert_eq!(said, format!("Towline {after}"));
+            }
+        }
+    }
+}
