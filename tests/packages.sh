@@ -1,0 +1,122 @@
+#!/usr/bin/env bash
+# Installs what packaging/build.sh has made, and runs an all-reduce from each.
+#
+#   tests/packages.sh [OUT] [SUITE…]      OUT is target/package/out unless given; suites: bookworm trixie
+#
+# The .deb, the archive and the .rpm (in a root of its own): in bare Debian systems, as tests/bare.sh makes them, without a network.
+# The wheel: with pip in a virtual environment of this machine. As root, on Debian or Ubuntu, with debootstrap, python3-venv
+# and (for the .rpm) rpm. An artefact that is not in OUT, or whose tool is missing, is named at the end.
+#
+#   TOWLINE_BARE_DIR, TOWLINE_BARE_MIRROR   as for tests/bare.sh
+set -euo pipefail
+project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+fail() { echo "packages.sh: $*" >&2; exit 1; }
+
+# Inside a mount and process namespace of its own: runs a script in the system at $2.
+if [ "${1:-}" = --inside ]; then
+    root=$2
+    mount --make-rprivate /
+    mount -t proc proc "$root/proc"
+    mount -t sysfs sysfs "$root/sys"
+    mount --rbind /dev "$root/dev"
+    exec chroot "$root" env -i HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin bash -euc "$3"
+fi
+
+out=$(realpath "${1:-$project/target/package/out}")
+[ $# -eq 0 ] || shift
+[ $# -gt 0 ] || set -- bookworm trixie
+[ "$(id -u)" = 0 ] || fail "root is needed, to make a system and enter it"
+for tool in debootstrap unshare python3; do command -v "$tool" >/dev/null || fail "$tool is missing"; done
+(cd "$out" && sha256sum --quiet --check SHA256SUMS) || fail "$out is not what packaging/build.sh made: checksums differ"
+
+one() { # the single file in OUT that fits a pattern; nothing if there is none
+    local found
+    found=$(find "$out" -maxdepth 1 -name "$1" -not -name '*-debug.tar.gz')
+    [ "$(wc -l <<<"$found")" = 1 ] || fail "more than one $1 in $out"
+    printf '%s' "$found"
+}
+deb=$(one 'towline_*.deb') archive=$(one 'towline-*-linux-*.tar.gz') rpm=$(one 'towline-*.rpm') wheel=$(one 'towline_nccl-*.whl')
+left_out=()
+tried=0
+
+# What a user does: the variables, then a run whose log must say which library was taken.
+use='
+run_from() {
+    eval "$("$1" env)"
+    echo "$LD_LIBRARY_PATH" | grep -q "^$2\(:\|$\)" || { echo "LD_LIBRARY_PATH is $LD_LIBRARY_PATH, not $2"; exit 1; }
+    said=$("$1" all-reduce -b 8 -e 64K -f 16 -n 3 -w 1) || { echo "$said"; exit 1; }
+    echo "$said" | grep -q "$2/libnccl-net.so" || { echo "$said"; exit 1; }
+    echo "$said" | grep "Out of bounds"
+    unset LD_LIBRARY_PATH NCCL_NET
+}'
+
+bare=${TOWLINE_BARE_DIR:-$project/target/bare}
+mkdir -p "$bare"
+work=$(mktemp -d)
+root=
+trap 'rm -rf --one-file-system "$work" ${root:+"$root"}' EXIT
+trap 'exit 130' INT TERM
+
+for suite in "$@"; do
+    if ! [ -e "$bare/$suite.tar" ]; then
+        root=$(mktemp -d "$bare/$suite.XXXXXX")
+        debootstrap --variant=minbase "$suite" "$root" ${TOWLINE_BARE_MIRROR:+"$TOWLINE_BARE_MIRROR"} >"$bare/$suite.log" 2>&1 ||
+            fail "debootstrap of $suite failed: $bare/$suite.log"
+        tar -C "$root" -cf "$bare/$suite.tar.part" .
+        mv "$bare/$suite.tar.part" "$bare/$suite.tar"
+        rm -rf --one-file-system "$root"
+    fi
+    root=$(mktemp -d "$bare/$suite.XXXXXX")
+    tar -C "$root" -xf "$bare/$suite.tar"
+    chmod 755 "$root"
+    script=$use
+    if [ -n "$deb" ]; then
+        cp "$deb" "$root/root/towline.deb"
+        # dpkg alone: what the package depends on is there already, in the smallest system.
+        script+='
+        echo "== .deb"; dpkg -i /root/towline.deb >/dev/null
+        run_from towline /usr/lib/towline
+        find /usr/share/man/man1/towline-doctor.1.gz /usr/share/doc/towline/copyright >/dev/null || { grep -r share/man /etc/dpkg/dpkg.cfg.d; exit 1; }
+        dpkg -r towline >/dev/null; ! [ -e /usr/lib/towline ] || { echo "dpkg -r leaves /usr/lib/towline"; exit 1; }'
+        tried=$((tried + 1))
+    fi
+    if [ -n "$archive" ]; then
+        cp "$archive" "$root/root/towline.tar.gz"
+        script+='
+        echo "== archive"; tar -C /opt -xzf /root/towline.tar.gz
+        run_from "$(echo /opt/towline-*/bin/towline)" "$(echo /opt/towline-*/lib/towline)"
+        ln -s /opt/towline-*/bin/towline /usr/local/bin/towline
+        run_from /usr/local/bin/towline "$(echo /opt/towline-*/lib/towline)"; rm /usr/local/bin/towline'
+        tried=$((tried + 1))
+    fi
+    if [ -n "$rpm" ] && command -v rpm >/dev/null; then
+        mkdir -p "$root/opt/rpm"
+        rpm --root "$root/opt/rpm" --install --nodeps "$rpm"
+        script+='
+        echo "== .rpm"; run_from /opt/rpm/usr/bin/towline /opt/rpm/usr/lib/towline
+        [ -e /opt/rpm/usr/lib/towline/libnccl-net-towline.so ] || { echo "the second name is missing"; exit 1; }'
+        tried=$((tried + 1))
+    fi
+    echo "==== $suite"
+    unshare --mount --pid --fork --kill-child "${BASH_SOURCE[0]}" --inside "$root" "$script" </dev/null || fail "$suite: see above"
+    rm -rf --one-file-system "$root"
+    root=
+done
+
+if [ -n "$wheel" ]; then
+    echo "==== wheel"
+    python3 -m venv "$work/venv" || fail "python3 -m venv failed (package python3-venv)"
+    "$work/venv/bin/pip" install --quiet --no-index --disable-pip-version-check "$wheel"
+    lib=$("$work/venv/bin/python" -c 'import towline_nccl; print(towline_nccl.directory())')
+    bash -euc "unset LD_LIBRARY_PATH TOWLINE_BARE_DIR TOWLINE_BARE_MIRROR; $use; run_from '$work/venv/bin/towline' '$lib'"
+    tried=$((tried + 1))
+fi
+
+[ -n "$deb" ] || left_out+=(".deb: not in $out")
+[ -n "$archive" ] || left_out+=("archive: not in $out")
+[ -n "$wheel" ] || left_out+=("wheel: not in $out")
+if [ -z "$rpm" ]; then left_out+=(".rpm: not in $out"); elif ! command -v rpm >/dev/null; then left_out+=(".rpm: rpm is missing"); fi
+[ $tried -gt 0 ] || fail "nothing to install in $out"
+for what in "${left_out[@]}"; do echo "packages.sh: LEFT OUT: $what"; done
+echo "packages.sh: $tried installations passed"
