@@ -196,7 +196,8 @@ fn anchors(page: &str) -> BTreeSet<String> {
 #[test]
 fn every_link_between_the_pages_leads_somewhere() {
     let mut pages = files(&Path::new(ROOT).join("docs"), "md");
-    pages.push(Path::new(ROOT).join("README.md"));
+    pages
+        .extend(["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"].map(|name| Path::new(ROOT).join(name)));
     let mut links = 0;
     for page in pages {
         let text = read(&page);
