@@ -27,7 +27,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use towline::os::error::Result;
-use towline::os::nccl_conf;
+use towline::os::nccl_conf::Variables;
 
 /// The run failed: an error, or a process that died.
 const EXIT_FAILED: u8 = 1;
@@ -73,6 +73,9 @@ enum Command {
     Env(installation::Options),
     #[command(hide = true)]
     Generate(generate::Options),
+    /// Opens a library by name as NCCL does, for doctor.
+    #[command(hide = true)]
+    Opens(doctor::Opens),
     /// A rank of all-reduce, started by it.
     #[command(hide = true)]
     Rank,
@@ -83,16 +86,17 @@ enum Command {
 
 impl Command {
     /// Puts what options say of the plugin into the environment.
-    fn take_in_options(&self) {
+    fn take_in_options(&self, variables: &mut Variables) {
         let plugin = match self {
             Self::AllReduce(options) => &options.plugin,
             Self::SendRecv(options) => &options.plugin,
             Self::Doctor(options) => &options.plugin,
-            Self::Trace(_) | Self::Env(_) | Self::Generate(_) | Self::Rank | Self::Peer => return,
+            Self::Trace(_) | Self::Env(_) | Self::Generate(_) | Self::Opens(_) | Self::Rank | Self::Peer => return,
         };
         if let Some((name, value)) = plugin.variable() {
             // SAFETY: this runs first in `main`, before there is another thread that could read the environment.
             unsafe { std::env::set_var(name, value) };
+            variables.set(name, value);
         }
     }
 }
@@ -100,12 +104,14 @@ impl Command {
 /// Runs the program.
 pub(crate) fn main() -> ExitCode {
     let command_line = CommandLine::parse();
-    take_in_conf_files();
-    command_line.command.take_in_options();
+    let mut variables = Variables::read();
+    take_in_conf_files(&variables);
+    command_line.command.take_in_options(&mut variables);
     let outcome = match command_line.command {
         Command::AllReduce(options) => all_reduce::run(&options),
         Command::SendRecv(options) => send_recv::run(&options),
-        Command::Doctor(options) => doctor::run(&options),
+        Command::Doctor(options) => doctor::run(&options, &variables),
+        Command::Opens(options) => doctor::opens(&options),
         Command::Peer => return send_recv::run_peer(),
         Command::Trace(options) => trace::run(&options),
         Command::Env(options) => installation::run(&options),
@@ -128,8 +134,8 @@ fn exit_code(outcome: &Result<Verdict>) -> ExitCode {
 }
 
 /// Puts the lines of NCCL's configuration files into the environment, as NCCL does before it opens a plugin.
-fn take_in_conf_files() {
-    for (name, value) in nccl_conf::environment() {
+fn take_in_conf_files(variables: &Variables) {
+    for (name, value) in variables.merged() {
         if std::env::var_os(&name).is_none() && !name.contains('\0') && !value.contains('\0') {
             // SAFETY: this runs first in `main`, before there is another thread that could read the environment.
             unsafe { std::env::set_var(name, value) };

@@ -1,12 +1,17 @@
 //! The network interfaces, which of them Towline would use, and why.
 
+use std::fs;
+
 use serde::Serialize;
-use towline::os::config::{Config, Rails};
-use towline::os::interfaces::{self, Wish};
+use towline::os::config::{Config, Family, Rails};
+use towline::os::error::Error;
+use towline::os::interfaces::{self, Filter, Wish};
+use towline::os::nccl_conf::Variables;
 use towline::os::sysfs::Sysfs;
 use towline::plugin::devices::UNKNOWN_SPEED_MBPS;
 
-use super::Finding;
+use super::cure::{export, unset};
+use super::{Cause, Finding};
 
 #[derive(Serialize, Default)]
 pub(super) struct Facts {
@@ -29,11 +34,11 @@ pub(super) struct Interface {
     pub(super) pci_path: Option<String>,
 }
 
-pub(super) fn look(config: &Config, findings: &mut Vec<Finding>) -> Facts {
+pub(super) fn look(config: &Config, variables: &Variables, findings: &mut Vec<Finding>) -> Facts {
     let all = match interfaces::list() {
         Ok(all) => all,
         Err(error) => {
-            findings.push(Finding::problem(error.to_string(), "ulimit -n 65536"));
+            findings.push(list_fails(&error));
             return Facts::default();
         }
     };
@@ -48,10 +53,8 @@ pub(super) fn look(config: &Config, findings: &mut Vec<Finding>) -> Facts {
             let (found, missing) = interfaces::named(&all, names, config.socket_family);
             for name in missing {
                 let what = format!("TOWLINE_RAILS names {name}, which has no usable address or does not exist");
-                findings.push(Finding::problem(
-                    what,
-                    format!("ip address add ADDRESS dev {name}, or take it out of TOWLINE_RAILS"),
-                ));
+                let mend = format!("ip address add ADDRESS dev {name}, or take it out of TOWLINE_RAILS");
+                findings.push(Finding::problem(Cause::RailMissing, what, mend));
             }
             (found, interfaces::Why::Rails)
         }
@@ -76,39 +79,151 @@ pub(super) fn look(config: &Config, findings: &mut Vec<Finding>) -> Facts {
         }
     };
     let facts = Facts { rule: rule.to_string(), list: all.iter().map(fact).collect() };
+    let rails_are_named = matches!(config.rails, Rails::List(_));
+    if chosen.is_empty() && !rails_are_named {
+        let has_family = |one: &&interfaces::Interface| match config.socket_family {
+            Some(Family::V4) => one.address.is_ipv4(),
+            Some(Family::V6) => one.address.is_ipv6(),
+            None => true,
+        };
+        let without_family: Vec<_> = all.iter().filter(|one| !has_family(one)).cloned().collect();
+        findings.push(nothing(config.socket_ifname.as_deref(), &all, &without_family, &links(), variables));
+    }
     judge(&facts, config.socket_ifname.as_deref(), config.speed.is_some(), findings);
     facts
 }
 
+/// The call wants a descriptor.
+fn list_fails(error: &Error) -> Finding {
+    Finding::problem(Cause::InterfaceListFails, error.what(), "ulimit -n 65536")
+}
+
 /// The rails that are down, or that there is nothing else.
 fn waited_for(rails: &[interfaces::Interface]) -> Vec<Finding> {
-    let mend = |one: &interfaces::Interface| format!("ip link set {} up; check the cable", one.kernel_name());
+    let mend = |one: &interfaces::Interface| format!("ip link set {} up  # and check the cable", one.kernel_name());
     let (running, down): (Vec<_>, Vec<_>) = rails.iter().partition(|one| one.running);
     match down.first() {
         Some(first) if running.is_empty() => {
-            vec![Finding::problem("every interface of the device is down", mend(first))]
+            vec![Finding::problem(Cause::RailDown, "every interface of the device is down", mend(first))]
         }
         _ => down
             .iter()
-            .map(|one| Finding::advice(format!("rail {} is down; it is used when it comes back", one.name), mend(one)))
+            .map(|one| {
+                let what = format!("rail {} is down; it is used when it comes back", one.name);
+                Finding::advice(Cause::RailDown, what, mend(one))
+            })
             .collect(),
     }
 }
 
+/// A link of this network namespace, with or without an address.
+#[derive(Debug, Clone)]
+struct Link {
+    name: String,
+    /// Switched on.
+    up: bool,
+}
+
+/// Every link. One that has no address appears nowhere else.
+fn links() -> Vec<Link> {
+    let text = fs::read_to_string("/proc/net/dev").unwrap_or_default();
+    let names = text.lines().filter_map(|line| Some(line.split_once(':')?.0.trim().to_owned()));
+    let is_up = |name: &str| {
+        let flags = fs::read_to_string(format!("/sys/class/net/{name}/flags")).unwrap_or_default();
+        let flags = u32::from_str_radix(flags.trim().trim_start_matches("0x"), 16);
+        flags.map_or(true, |flags| flags & libc::IFF_UP as u32 != 0)
+    };
+    names.map(|name| Link { up: is_up(&name), name }).collect()
+}
+
+/// Why no interface is chosen.
+fn nothing(
+    asked: Option<&str>,
+    all: &[interfaces::Interface],
+    without_family: &[interfaces::Interface],
+    links: &[Link],
+    variables: &Variables,
+) -> Finding {
+    let Some(names) = asked.filter(|names| names.len() > 1) else {
+        let down = links.iter().find(|link| !link.up && link.name != "lo").or(links.first());
+        let mend = format!("ip link set {} up", down.map_or("INTERFACE", |link| &link.name));
+        return Finding::problem(Cause::NoInterface, "no interface is running and has an address", mend);
+    };
+    let filter = Filter::new(names);
+    let is_listed = |name: &str| filter.passes(name) && (name != "lo" || names.contains("lo"));
+    if let Some(one) = without_family.iter().find(|one| one.running && is_listed(&one.name)) {
+        let what = format!("{} has no address of the family that NCCL_SOCKET_FAMILY asks for", one.name);
+        return Finding::problem(Cause::InterfaceWrongFamily, what, unset(variables, "NCCL_SOCKET_FAMILY"));
+    }
+    if let Some(link) = links.iter().find(|link| is_listed(&link.name)) {
+        let name = &link.name;
+        let entry = all.iter().find(|one| one.kernel_name() == name);
+        if !link.up {
+            let what = format!("{name} is switched off, and NCCL_SOCKET_IFNAME={names} leaves no other interface");
+            return Finding::problem(Cause::InterfaceDown, what, format!("ip link set {name} up"));
+        }
+        if entry.is_none() {
+            let what = format!("{name} has no address, and NCCL_SOCKET_IFNAME={names} leaves no other interface");
+            return Finding::problem(
+                Cause::InterfaceNoAddress,
+                what,
+                format!("ip address add ADDRESS/PREFIX dev {name}"),
+            );
+        }
+        let what = format!("{name} has no carrier, and NCCL_SOCKET_IFNAME={names} leaves no other interface");
+        return Finding::problem(Cause::InterfaceNoCarrier, what, format!("check the cable of {name} and the switch"));
+    }
+    let known: Vec<&str> = links.iter().map(|link| link.name.as_str()).collect();
+    let what = format!(
+        "NCCL_SOCKET_IFNAME=\"{}\" names no interface of this host: {}",
+        names.escape_default(),
+        known.join(", ")
+    );
+    let better = corrections(names, all).into_iter().find(|better| {
+        let wish = Wish { names: Some(better), ..Wish::default() };
+        !interfaces::choose(all, &wish).0.is_empty()
+    });
+    let mend = better.map_or_else(|| unset(variables, "NCCL_SOCKET_IFNAME"), |it| export("NCCL_SOCKET_IFNAME", it));
+    Finding::problem(Cause::InterfaceMissing, what, mend)
+}
+
+/// What a list that names nothing may have meant, the likeliest first.
+fn corrections(names: &str, all: &[interfaces::Interface]) -> Vec<String> {
+    let is_noise = |c: char| c.is_whitespace() || c == '"' || c == '\'';
+    let entries = names.split([',', ';', ' ']).map(|entry| entry.trim_matches(is_noise)).filter(|it| !it.is_empty());
+    let bare: Vec<&str> = entries.collect();
+    let known = |entry: &str| {
+        let word = entry.trim_start_matches('=');
+        let by_name =
+            |one: &&interfaces::Interface| one.name.eq_ignore_ascii_case(word) || one.address.ip().to_string() == word;
+        all.iter().find(by_name).map(|one| one.name.clone())
+    };
+    let first = bare.first().map(|entry| entry.trim_start_matches(['=', '^'])).unwrap_or_default();
+    let letters = first.trim_end_matches(|c: char| c.is_ascii_digit());
+    let mut all = vec![bare.join(","), bare.iter().filter_map(|entry| known(entry)).collect::<Vec<_>>().join(",")];
+    if !letters.is_empty() {
+        all.push(letters.to_owned());
+    }
+    all.retain(|text| text.len() > 1);
+    all
+}
+
 fn judge(facts: &Facts, asked: Option<&str>, speed_is_told: bool, findings: &mut Vec<Finding>) {
     let used: Vec<&Interface> = facts.list.iter().filter(|interface| interface.used).collect();
-    if used.is_empty() {
-        findings.push(match asked {
-            Some(names) => Finding::problem(
-                format!("no running interface with an address matches NCCL_SOCKET_IFNAME={names}"),
-                "unset NCCL_SOCKET_IFNAME",
-            ),
-            None => Finding::problem("no interface is running and has an address", "ip link set INTERFACE up"),
-        });
-    }
-    if !used.is_empty() && used.iter().all(|interface| interface.address.starts_with("127.")) {
+    let is_loopback = |interface: &&&Interface| interface.address.starts_with("127.");
+    let loopbacks = used.iter().filter(is_loopback).count();
+    // A list of names to leave out replaces NCCL's own, which has the loopback in it.
+    if let Some(names) = asked.filter(|names| names.starts_with('^') && loopbacks > 0) {
+        let what = format!("NCCL_SOCKET_IFNAME={names} lets lo in: other hosts cannot be reached over it");
+        let mend = export("NCCL_SOCKET_IFNAME", format!("{names},lo"));
+        findings.push(Finding::problem(Cause::LoopbackChosen, what, mend));
+    } else if !used.is_empty() && loopbacks == used.len() {
         let what = "only the loopback interface is used: other hosts cannot be reached";
-        findings.push(Finding::advice(what, "ip link set INTERFACE up"));
+        let mend = match asked {
+            Some(names) if names.len() > 1 => "unset NCCL_SOCKET_IFNAME".to_owned(),
+            _ => "ip link set INTERFACE up".to_owned(),
+        };
+        findings.push(Finding::advice(Cause::LoopbackOnly, what, mend));
     }
     for interface in used.iter().filter(|one| one.running && one.speed_mbps.is_none() && !speed_is_told) {
         if !interface.address.starts_with("127.") {
@@ -117,7 +232,7 @@ fn judge(facts: &Facts, asked: Option<&str>, speed_is_told: bool, findings: &mut
                 interface.name,
                 UNKNOWN_SPEED_MBPS / 1000
             );
-            findings.push(Finding::advice(what, "export TOWLINE_SPEED=MBITS, if you know it"));
+            findings.push(Finding::advice(Cause::SpeedUnknown, what, "export TOWLINE_SPEED=MBITS, if you know it"));
         }
     }
 }
@@ -136,6 +251,12 @@ mod tests {
         let mut findings = Vec::new();
         judge(&Facts { rule: String::new(), list }, asked, false, &mut findings);
         findings.into_iter().map(|finding| finding.mend).collect()
+    }
+
+    #[test]
+    fn a_list_that_cannot_be_read_has_its_cure() {
+        let finding = list_fails(&Error::system("listing", &std::io::Error::from_raw_os_error(libc::EMFILE)));
+        assert_eq!((finding.cause, finding.mend.as_str()), (Cause::InterfaceListFails, "ulimit -n 65536"));
     }
 
     #[test]
@@ -160,9 +281,34 @@ mod tests {
     #[test]
     fn each_way_to_have_no_network_has_its_cure() {
         assert_eq!(judged(vec![interface("10.0.0.1", true, Some(1000))], None), [""; 0]);
-        assert_eq!(judged(vec![interface("10.0.0.1", false, None)], Some("ib0")), ["unset NCCL_SOCKET_IFNAME"]);
-        assert_eq!(judged(vec![], None), ["ip link set INTERFACE up"]);
         assert_eq!(judged(vec![interface("127.0.0.1", true, None)], None), ["ip link set INTERFACE up"]);
+        assert_eq!(judged(vec![interface("127.0.0.1", true, None)], Some("lo")), ["unset NCCL_SOCKET_IFNAME"]);
         assert!(judged(vec![interface("10.0.0.1", true, None)], None)[0].contains("TOWLINE_SPEED"));
+        let left = judged(vec![interface("127.0.0.1", true, None)], Some("^docker0"));
+        assert_eq!(left, ["export NCCL_SOCKET_IFNAME=^docker0,lo"]);
+    }
+
+    #[test]
+    fn a_list_that_names_nothing_is_corrected_by_what_the_host_has() {
+        let one = |name: &str, last, running| interfaces::Interface {
+            name: name.into(),
+            index: 1,
+            address: ([10, 0, 0, last], 0).into(),
+            mask: None,
+            running,
+        };
+        let all = [one("eth0", 1, true), one("eth1", 2, false)];
+        let links = ["eth0", "eth1", "eth2"].map(|name| Link { name: name.into(), up: name != "eth1" });
+        let found = |names: &str| nothing(Some(names), &all, &[], &links, &Variables::default());
+        for written in ["\"eth0\"", "eth0 ", " eth0", "==eth0", "Eth0", "10.0.0.1"] {
+            let mend = found(written).mend;
+            assert_eq!(mend, "export NCCL_SOCKET_IFNAME=eth0", "{written}");
+        }
+        assert_eq!(found("Eth1;Eth0").mend, "export NCCL_SOCKET_IFNAME=eth1,eth0");
+        assert_eq!(found("eth7").mend, "export NCCL_SOCKET_IFNAME=eth");
+        assert_eq!(found("ib0").mend, "unset NCCL_SOCKET_IFNAME");
+        assert_eq!(found("eth1").cause, Cause::InterfaceDown);
+        assert_eq!(found("eth2").cause, Cause::InterfaceNoAddress);
+        assert_eq!(nothing(None, &[], &[], &links, &Variables::default()).mend, "ip link set eth1 up");
     }
 }

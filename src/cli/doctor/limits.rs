@@ -6,7 +6,7 @@ use serde::Serialize;
 use towline::os::config::Config;
 use towline::tcp::share::Share;
 
-use super::Finding;
+use super::{Cause, Finding};
 
 /// A hundred communicators have a thousand connections, with a few descriptors each.
 const DESCRIPTORS_WANTED: u64 = 4096;
@@ -86,11 +86,12 @@ fn judge(facts: &Facts, congestion: Option<&str>, has_rdma: bool, findings: &mut
             }
             hard => format!("ulimit -n {}", hard.unwrap_or(1 << 20).min(1 << 20)),
         };
-        findings.push(Finding::advice(what, mend));
+        findings.push(Finding::advice(Cause::FewDescriptors, what, mend));
     }
     if let Some(soft) = facts.locked_memory_bytes.soft.filter(|_| has_rdma) {
         let what = format!("a process may lock only {soft} bytes of memory: RDMA cannot register buffers");
-        findings.push(Finding::problem(what, "ulimit -l unlimited (in a container: --ulimit memlock=-1)"));
+        let mend = "ulimit -l unlimited  # for a container: docker run --ulimit memlock=-1";
+        findings.push(Finding::problem(Cause::LittleLockedMemory, what, mend));
     }
     let buffers = [("tcp_rmem", facts.tcp_receive_buffer), ("tcp_wmem", facts.tcp_send_buffer)];
     for (name, buffer) in buffers.into_iter().filter_map(|(name, buffer)| Some((name, buffer?))) {
@@ -98,12 +99,13 @@ fn judge(facts: &Facts, congestion: Option<&str>, has_rdma: bool, findings: &mut
         if most < TCP_BUFFER_WANTED {
             let what = format!("TCP buffers may grow to {most} bytes only ({name}): long or fast paths stay unused");
             let wanted = 16 << 20;
-            findings.push(Finding::advice(what, format!("sysctl -w net.ipv4.{name}=\"{least} {initial} {wanted}\"")));
+            let mend = format!("sysctl -w net.ipv4.{name}=\"{least} {initial} {wanted}\"");
+            findings.push(Finding::advice(Cause::SmallTcpBuffer, what, mend));
         }
     }
     if let Some(name) = congestion.filter(|name| !facts.congestion_controls.iter().any(|known| known == name)) {
         let what = format!("the kernel does not offer TOWLINE_TCP_CONGESTION={name} now");
-        findings.push(Finding::problem(what, format!("modprobe tcp_{name}")));
+        findings.push(Finding::problem(Cause::CongestionControlMissing, what, format!("modprobe tcp_{name}")));
     }
 }
 
@@ -115,6 +117,16 @@ mod tests {
         let mut findings = Vec::new();
         judge(facts, congestion, has_rdma, &mut findings);
         findings.into_iter().map(|finding| finding.mend).collect()
+    }
+
+    /// Neither can be made in a test: an RDMA device, and a kernel that is short of a module.
+    #[test]
+    fn causes_that_need_another_kernel_have_their_names() {
+        let locked = Limit { soft: Some(65536), hard: None };
+        let mut findings = Vec::new();
+        judge(&Facts { locked_memory_bytes: locked, ..Facts::default() }, Some("bbr"), true, &mut findings);
+        let causes: Vec<Cause> = findings.iter().map(|finding| finding.cause).collect();
+        assert_eq!(causes, [Cause::LittleLockedMemory, Cause::CongestionControlMissing]);
     }
 
     #[test]

@@ -5,8 +5,14 @@
 //! that tests can show them sick hosts. Guarantees: nothing is changed, nothing needs root, a check that cannot be made
 //! says so instead of failing the rest.
 
+mod choice;
+mod conf;
+mod cure;
+mod file;
+mod finding;
 mod interfaces;
 mod limits;
+mod loader;
 mod nccl;
 mod plugin;
 mod rdma;
@@ -17,11 +23,13 @@ use clap::Args;
 use serde::Serialize;
 use towline::os::config::Config;
 use towline::os::error::{Error, Result};
-use towline::os::nccl_conf;
+use towline::os::nccl_conf::Variables;
 
 use super::Verdict;
 use super::output::Output;
 use super::plugin_options::PluginOptions;
+use finding::{Cause, Finding, Severity};
+pub(crate) use loader::{Opens, opens};
 
 /// Show what this host offers to Towline and NCCL: interfaces, RDMA devices, limits, NCCL libraries, settings. Each
 /// problem comes with the command that mends it.
@@ -37,39 +45,12 @@ pub(crate) struct Options {
     pub(super) plugin: PluginOptions,
 }
 
-/// Something to be mended.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-struct Finding {
-    severity: Severity,
-    what: String,
-    /// The command that mends it.
-    mend: String,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "lowercase")]
-enum Severity {
-    /// It will not work, or not as wanted.
-    Problem,
-    /// It works, and could do better or surprise.
-    Advice,
-}
-
-impl Finding {
-    fn problem(what: impl Into<String>, mend: impl Into<String>) -> Self {
-        Self { severity: Severity::Problem, what: what.into(), mend: mend.into() }
-    }
-
-    fn advice(what: impl Into<String>, mend: impl Into<String>) -> Self {
-        Self { severity: Severity::Advice, what: what.into(), mend: mend.into() }
-    }
-}
-
 /// Everything that was looked at.
 #[derive(Serialize)]
 struct Diagnosis {
     version: &'static str,
     plugin: plugin::Facts,
+    choice: choice::Facts,
     interfaces: interfaces::Facts,
     rdma: rdma::Facts,
     limits: limits::Facts,
@@ -79,20 +60,28 @@ struct Diagnosis {
 }
 
 /// Runs the subcommand.
-pub(super) fn run(options: &Options) -> Result<Verdict> {
-    let environment = nccl_conf::environment();
+pub(super) fn run(options: &Options, variables: &Variables) -> Result<Verdict> {
+    let environment = variables.merged();
     let (config, complaints) = Config::from_pairs(&environment);
     let mut findings = Vec::new();
+    let nccl = nccl::look(&environment);
+    // Before the plugin is opened: the loader gives a library that is open already to everyone who asks for its name.
+    let choice = choice::look(&environment, variables.own(), &nccl);
+    let plugin = plugin::look(&options.plugin.choice());
     let diagnosis = Diagnosis {
         version: env!("CARGO_PKG_VERSION"),
-        plugin: plugin::look(&options.plugin.choice(), &environment, &mut findings),
-        interfaces: interfaces::look(&config, &mut findings),
+        interfaces: interfaces::look(&config, variables, &mut findings),
         rdma: rdma::look(&config, &mut findings),
         limits: limits::look(&config, &mut findings),
-        nccl: nccl::look(&environment),
-        settings: settings::look(&environment, &complaints, &mut findings),
+        settings: settings::look(&environment, &complaints, variables, &mut findings),
+        plugin,
+        choice,
+        nccl,
         findings: Vec::new(),
     };
+    conf::judge(variables, &mut findings);
+    plugin::judge(&diagnosis.plugin, &mut findings);
+    choice::judge(&diagnosis.choice, &diagnosis.plugin, variables, &mut findings);
     findings.sort_by_key(|finding| finding.severity);
     let diagnosis = Diagnosis { findings, ..diagnosis };
     let mut output = Output::new();

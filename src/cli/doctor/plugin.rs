@@ -1,17 +1,16 @@
-//! Whether the plugin opens, what devices it offers, and whether NCCL would find it.
+//! Whether the plugin opens and starts, and what devices it offers.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
 use serde::Serialize;
-use towline::host::{Context, DEFAULT_FILE, Init};
+use towline::host::{Context, Init, Plugin, log};
+use towline::os::error::Error;
 
 use super::super::installation::WITHOUT_PLUGIN;
 use super::super::plugin_options::PluginChoice;
-use super::Finding;
-
-/// The name by which `NCCL_NET` selects us.
-const NAME: &str = "Towline";
+use super::file;
+use super::{Cause, Finding, Severity};
 
 #[derive(Serialize, Default)]
 pub(super) struct Facts {
@@ -21,8 +20,20 @@ pub(super) struct Facts {
     pub(super) devices: Vec<Device>,
     /// Why it cannot be used.
     pub(super) error: Option<String>,
-    /// The file that NCCL would open in this environment, if there is one.
-    pub(super) found_by_nccl: Option<PathBuf>,
+    #[serde(skip)]
+    failure: Option<Failure>,
+}
+
+/// How far it came.
+enum Failure {
+    Opening {
+        file: file::Facts,
+        error: Error,
+        is_missing: bool,
+    },
+    Table(Error),
+    /// What it said itself, and what to try.
+    Starting(String, String),
 }
 
 #[derive(Serialize)]
@@ -33,36 +44,57 @@ pub(super) struct Device {
     pub(super) max_receives: i32,
 }
 
-pub(super) fn look(
-    choice: &PluginChoice,
-    environment: &BTreeMap<String, String>,
-    findings: &mut Vec<Finding>,
-) -> Facts {
-    let file = choice.file().to_owned();
-    let mut facts = Facts { file, found_by_nccl: found_by_nccl(environment), ..Facts::default() };
-    if let Err(error) = open(choice, &mut facts) {
-        facts.error = Some(error.to_string());
-        let mend = if choice.is_missing(&error) {
-            WITHOUT_PLUGIN
-        } else {
-            "cargo build --release, or name the library with --plugin"
-        };
-        findings.push(Finding::problem(format!("the plugin cannot be used: {}", error.what()), mend));
-    } else {
-        judge_path(&facts, findings);
-    }
-    judge_choice(environment, findings);
+pub(super) fn look(choice: &PluginChoice) -> Facts {
+    let mut facts = Facts { file: choice.file().to_owned(), ..Facts::default() };
+    facts.failure = open(choice, &mut facts).err();
+    facts.error = facts.failure.as_ref().map(|failure| match failure {
+        Failure::Opening { error, .. } | Failure::Table(error) => error.to_string(),
+        Failure::Starting(what, _) => what.clone(),
+    });
     facts
 }
 
-fn open(choice: &PluginChoice, facts: &mut Facts) -> towline::os::error::Result<()> {
-    let net = choice.open()?;
+fn open(choice: &PluginChoice, facts: &mut Facts) -> Result<(), Failure> {
+    Plugin::open(choice.file()).map_err(|error| {
+        let (file, is_missing) = (file::look(&taken(choice.file(), &error)), choice.is_missing(&error));
+        Failure::Opening { file, error, is_missing }
+    })?;
+    let net = choice.open().map_err(Failure::Table)?;
     facts.name = net.name();
     facts.versions = net.plugin().versions().iter().map(ToString::to_string).collect();
+    // A result code says little; the plugin's last warning says why.
+    let warning = Arc::new(Mutex::new(None));
+    let last = Arc::clone(&warning);
+    let _subscription = log::subscribe(move |record| {
+        if record.is_warning() {
+            *last.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(record.text.clone());
+        }
+    });
+    let failed = |code: towline::host::Code, doing: &str| {
+        let said = warning.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+        match said {
+            Some(said) => starting(&said),
+            None => Failure::Starting(code.while_doing(doing).to_string(), "NCCL_DEBUG=INFO towline doctor".to_owned()),
+        }
+    };
     let context = net.init_with(&Init { comm_id: 1, ..Init::default() });
-    let context = context.map_err(|code| code.while_doing("initialising it"))?;
-    facts.devices = devices(&context).map_err(|code| code.while_doing("asking for its devices"))?;
+    let context = context.map_err(|code| failed(code, "initialising it"))?;
+    facts.devices = devices(&context).map_err(|code| failed(code, "asking for its devices"))?;
     Ok(())
+}
+
+/// The file that the loader took for a name, which its complaint begins with.
+fn taken(name: &Path, error: &Error) -> PathBuf {
+    let said = error.what().split_once("cannot be opened: ").map_or("", |(_, said)| said);
+    let path = said.split(": ").next().unwrap_or_default();
+    if path.starts_with('/') && !name.is_absolute() { PathBuf::from(path) } else { name.to_owned() }
+}
+
+/// Cuts a warning of ours into what happened and what to try.
+fn starting(said: &str) -> Failure {
+    let said = said.trim_start_matches("NET/Towline: ").trim_start_matches("init: ");
+    let (what, hint) = said.rsplit_once("; ").unwrap_or((said, "NCCL_DEBUG=INFO towline doctor"));
+    Failure::Starting(what.to_owned(), hint.to_owned())
 }
 
 fn devices(context: &Context) -> towline::host::Result<Vec<Device>> {
@@ -78,85 +110,45 @@ fn devices(context: &Context) -> towline::host::Result<Vec<Device>> {
     (0..context.devices()?).map(device).collect()
 }
 
-/// The plugin that NCCL's `dlopen` finds: on `LD_LIBRARY_PATH`, by the name that `NCCL_NET_PLUGIN` makes.
-fn found_by_nccl(environment: &BTreeMap<String, String>) -> Option<PathBuf> {
-    let names = match environment.get("NCCL_NET_PLUGIN").map(String::as_str) {
-        None | Some("") => vec![DEFAULT_FILE.to_owned()],
-        Some(path) if path.contains('/') => return Path::new(path).exists().then(|| PathBuf::from(path)),
-        Some(name) => vec![name.to_owned(), format!("libnccl-net-{name}.so")],
+/// Call it after the checks of interfaces, limits and settings: what one of these found is why the plugin does not start.
+pub(super) fn judge(facts: &Facts, findings: &mut Vec<Finding>) {
+    let finding = match &facts.failure {
+        None => return,
+        Some(Failure::Opening { file, is_missing: true, .. }) => {
+            let what = format!("there is no plugin {}", file.file.display());
+            Finding::problem(Cause::PluginMissing, what, WITHOUT_PLUGIN)
+        }
+        Some(Failure::Opening { file, error, .. }) => file::judge(file, error.what(), None),
+        Some(Failure::Table(error)) => {
+            let what = format!("the plugin cannot be used: {}", error.what());
+            let mend = format!("name another library with --plugin: {}", error.hint().unwrap_or("this is no plugin"));
+            Finding::problem(Cause::PluginHasNoTable, what, mend)
+        }
+        Some(Failure::Starting(..)) if findings.iter().any(|finding| finding.severity == Severity::Problem) => return,
+        Some(Failure::Starting(what, hint)) => {
+            Finding::problem(Cause::PluginDoesNotStart, format!("the plugin does not start: {what}"), hint)
+        }
     };
-    let path = environment.get("LD_LIBRARY_PATH")?;
-    let candidates = path.split(':').filter(|dir| !dir.is_empty()).flat_map(|dir| {
-        let dir = PathBuf::from(dir);
-        names.iter().map(move |name| dir.join(name)).collect::<Vec<_>>()
-    });
-    candidates.into_iter().find(|file| file.exists())
-}
-
-fn judge_path(facts: &Facts, findings: &mut Vec<Finding>) {
-    let same = |a: &Path, b: &Path| a.canonicalize().ok().is_some_and(|a| b.canonicalize().ok() == Some(a));
-    let dir = facts.file.parent().filter(|dir| !dir.as_os_str().is_empty());
-    let Some(dir) = dir else { return };
-    let mend = format!("export LD_LIBRARY_PATH={}:$LD_LIBRARY_PATH", dir.display());
-    match &facts.found_by_nccl {
-        None => {
-            let what = "NCCL would not find the plugin in this environment: it is not on LD_LIBRARY_PATH";
-            findings.push(Finding::advice(what, mend));
-        }
-        Some(other) if !same(other, &facts.file) => {
-            let what = format!("NCCL would open another plugin in this environment: {}", other.display());
-            findings.push(Finding::advice(what, mend));
-        }
-        Some(_) => {}
-    }
-}
-
-/// Variables that keep NCCL from choosing us.
-fn judge_choice(environment: &BTreeMap<String, String>, findings: &mut Vec<Finding>) {
-    let is_set = |name: &str| environment.get(name).filter(|value| !value.is_empty());
-    if let Some(name) = is_set("NCCL_NET").filter(|name| !name.eq_ignore_ascii_case(NAME)) {
-        let what = format!("NCCL_NET={name} makes NCCL use another network");
-        findings.push(Finding::problem(what, format!("export NCCL_NET={NAME}")));
-    } else if is_set("NCCL_NET").is_some_and(|name| name != NAME) {
-        let what = "NCCL 2.10 to 2.12 compare NCCL_NET case by case";
-        findings.push(Finding::advice(what, format!("export NCCL_NET={NAME}")));
-    }
-    if is_set("NCCL_NET_PLUGIN").is_some_and(|name| name.eq_ignore_ascii_case("none")) {
-        let what = "NCCL_NET_PLUGIN=none keeps NCCL from opening any plugin";
-        findings.push(Finding::problem(what, "unset NCCL_NET_PLUGIN"));
-    }
+    findings.push(finding);
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn environment(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
-        pairs.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect()
-    }
-
+    /// What `init` knows is told, and not only its result code.
     #[test]
-    fn variables_that_choose_another_network_are_problems() {
-        let judged = |pairs: &[(&str, &str)]| {
-            let mut findings = Vec::new();
-            judge_choice(&environment(pairs), &mut findings);
-            findings.iter().map(|finding| finding.mend.clone()).collect::<Vec<_>>()
-        };
-        assert_eq!(judged(&[]), [""; 0]);
-        assert_eq!(judged(&[("NCCL_NET", "Towline")]), [""; 0]);
-        assert_eq!(judged(&[("NCCL_NET", "Socket")]), ["export NCCL_NET=Towline"]);
-        assert_eq!(judged(&[("NCCL_NET_PLUGIN", "none")]), ["unset NCCL_NET_PLUGIN"]);
-    }
-
-    #[test]
-    fn the_plugin_is_found_by_ncclss_names() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().to_str().unwrap();
-        std::fs::write(dir.path().join("libnccl-net-towline.so"), "").unwrap();
-        let found = |pairs: &[(&str, &str)]| found_by_nccl(&environment(pairs)).is_some();
-        assert!(!found(&[("LD_LIBRARY_PATH", path)]));
-        assert!(found(&[("LD_LIBRARY_PATH", &format!("/nowhere::{path}")), ("NCCL_NET_PLUGIN", "towline")]));
-        std::fs::write(dir.path().join(DEFAULT_FILE), "").unwrap();
-        assert!(found(&[("LD_LIBRARY_PATH", path)]));
+    fn a_plugin_that_does_not_start_is_told_in_its_own_words() {
+        let failure = Some(starting("NET/Towline: init: this happened; try that"));
+        let facts = Facts { failure, ..Facts::default() };
+        let mut findings = Vec::new();
+        judge(&facts, &mut findings);
+        assert_eq!(findings[0].cause, Cause::PluginDoesNotStart);
+        assert_eq!(findings[0].what, "the plugin does not start: this happened");
+        assert_eq!(findings[0].mend, "try that");
+        // Where another check has found the reason, that is the one finding.
+        findings = vec![Finding::problem(Cause::NoInterface, "no interface", "one")];
+        judge(&facts, &mut findings);
+        assert_eq!(findings.len(), 1);
     }
 }

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use towline::os::config::Config;
 
-use super::Finding;
+use super::{Cause, Finding};
 
 #[derive(Serialize, Default)]
 pub(super) struct Facts {
@@ -159,26 +159,30 @@ fn judge(facts: &Facts, findings: &mut Vec<Finding>) {
     }
     if !facts.library_loads {
         findings.push(Finding::problem(
+            Cause::RdmaLibraryMissing,
             "there are RDMA devices, but libibverbs does not load",
             "apt-get install -y libibverbs1 ibverbs-providers",
         ));
     }
     if !facts.has_device_files {
         findings.push(Finding::problem(
+            Cause::RdmaDeviceFilesMissing,
             "there are RDMA devices, but no /dev/infiniband: this container may not use them",
             "docker run --device=/dev/infiniband --ulimit memlock=-1 …",
         ));
     }
     if !facts.is_built_in {
-        findings.push(Finding::advice("this build has no RDMA backend", "cargo build --release --features rdma"));
+        let mend = "cargo build --release --features rdma";
+        findings.push(Finding::advice(Cause::RdmaNotBuilt, "this build has no RDMA backend", mend));
     }
     for complaint in &facts.complaints {
-        findings
-            .push(Finding::advice(complaint.clone(), "rdma link; correct or unset NCCL_IB_HCA and NCCL_IB_ADDR_RANGE"));
+        let mend = "rdma link; correct or unset NCCL_IB_HCA and NCCL_IB_ADDR_RANGE";
+        findings.push(Finding::advice(Cause::RdmaChoice, complaint.clone(), mend));
     }
     for port in facts.ports.iter().filter(|port| port.state != "ACTIVE") {
         let what = format!("port {} of {} is {}", port.port, port.device, port.state);
-        findings.push(Finding::advice(what, "check the cable and the switch; for Ethernet: ip link set INTERFACE up"));
+        let mend = "check the cable and the switch; for Ethernet: ip link set INTERFACE up";
+        findings.push(Finding::advice(Cause::RdmaPortDown, what, mend));
     }
 }
 
@@ -207,8 +211,17 @@ mod tests {
         let port =
             Port { device: "mlx5_0".into(), port: "1".into(), state: "DOWN".into(), link_layer: text(), rate: text() };
         let mut findings = Vec::new();
-        judge(&Facts { ports: vec![port], is_built_in: true, ..Facts::default() }, &mut findings);
-        assert_eq!(findings.len(), 3, "{findings:?}");
+        let facts = Facts { ports: vec![port], complaints: vec!["no such HCA".into()], ..Facts::default() };
+        judge(&facts, &mut findings);
+        let causes: Vec<Cause> = findings.iter().map(|finding| finding.cause).collect();
+        let all = [
+            Cause::RdmaLibraryMissing,
+            Cause::RdmaDeviceFilesMissing,
+            Cause::RdmaNotBuilt,
+            Cause::RdmaChoice,
+            Cause::RdmaPortDown,
+        ];
+        assert_eq!(causes, all, "{findings:?}");
         findings.clear();
         judge(&Facts::default(), &mut findings);
         assert_eq!(findings, [], "a host without devices misses nothing");

@@ -122,13 +122,11 @@ fn limits(diagnosis: &Diagnosis, output: &mut Output) {
     };
     output.line("");
     output.line("Limits");
+    let buffers = [three(facts.tcp_receive_buffer), three(facts.tcp_send_buffer)];
     for (name, value) in [
         ("open files", limit(facts.descriptors, "")),
         ("locked memory", limit(facts.locked_memory_bytes, " B")),
-        ("net.core.rmem_max", or_unknown(facts.receive_buffer_max.map(|bytes| format!("{bytes} B")))),
-        ("net.core.wmem_max", or_unknown(facts.send_buffer_max.map(|bytes| format!("{bytes} B")))),
-        ("net.ipv4.tcp_rmem", three(facts.tcp_receive_buffer)),
-        ("net.ipv4.tcp_wmem", three(facts.tcp_send_buffer)),
+        ("TCP buffers", format!("tcp_rmem {}, tcp_wmem {}", buffers[0], buffers[1])),
         ("congestion control", control),
         ("cores", cores),
     ] {
@@ -174,14 +172,22 @@ fn settings(diagnosis: &Diagnosis, output: &mut Output) {
     }
 }
 
+/// What was found, and at the end the verdict: that is what stands above the shell's next prompt.
 fn findings(diagnosis: &Diagnosis, output: &mut Output) {
     output.line("");
-    if diagnosis.findings.is_empty() {
-        return output.line("No problem found.");
-    }
-    for finding in &diagnosis.findings {
+    for finding in diagnosis.findings.iter().rev() {
         let kind = if finding.severity == Severity::Problem { "PROBLEM" } else { "Advice" };
         output.line(format!("{kind}: {}", finding.what));
         output.line(format!("    {}", finding.mend));
     }
+    let problems = diagnosis.findings.iter().filter(|finding| finding.severity == Severity::Problem).count();
+    let network = match diagnosis.plugin.devices.as_slice() {
+        [] => "no device".to_owned(),
+        devices => devices.iter().map(|device| device.name.as_str()).collect::<Vec<_>>().join(" "),
+    };
+    output.line(match problems {
+        0 => format!("No problem found: {} would use {network}.", diagnosis.plugin.name),
+        1 => "1 problem found; its cure stands below it.".to_owned(),
+        many => format!("{many} problems found; the cure of each stands below it."),
+    });
 }

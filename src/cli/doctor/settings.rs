@@ -5,9 +5,11 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use towline::os::config::{self, Complaint, Source};
+use towline::os::nccl_conf::Variables;
 use towline::tcp::seal::key::SharedKey;
 
-use super::Finding;
+use super::cure::{export, unset};
+use super::{Cause, Finding};
 
 #[derive(Serialize)]
 pub(super) struct Facts {
@@ -30,13 +32,10 @@ pub(super) struct Setting {
 pub(super) fn look(
     environment: &BTreeMap<String, String>,
     complaints: &[Complaint],
+    variables: &Variables,
     findings: &mut Vec<Finding>,
 ) -> Facts {
-    let user = match environment.get("NCCL_CONF_FILE").filter(|file| !file.is_empty()) {
-        Some(file) => Some(PathBuf::from(file)),
-        None => environment.get("HOME").map(|home| PathBuf::from(home).join(".nccl.conf")),
-    };
-    let files = user.into_iter().chain([PathBuf::from("/etc/nccl.conf")]).filter(|file| file.is_file()).collect();
+    let files = variables.files().map(Path::to_owned).collect();
     let settings = config::settings(|name| environment.get(name).cloned());
     let set: Vec<Setting> = (settings.into_iter())
         .filter(|setting| setting.source != Source::Default)
@@ -49,24 +48,30 @@ pub(super) fn look(
     let is_known = |name: &str| config::TABLE.iter().any(|variable| variable.name == name);
     let others = environment.iter().filter(|(name, _)| name.starts_with("NCCL_") && !is_known(name));
     let others = others.map(|(name, value)| format!("{name}={value}")).collect();
-    findings.extend(complaints.iter().map(judge));
+    // A name with blanks stands in a file, and is a finding about that.
+    let complaints = complaints.iter().filter(|complaint| complaint.name.trim() == complaint.name);
+    findings.extend(complaints.map(|complaint| judge(complaint, variables)));
     // With such a key no connection is made.
     let key = environment.get("TOWLINE_KEY_FILE").map(|path| SharedKey::load(Path::new(path.trim())));
     if let Some(Err(error)) = key {
-        findings.push(Finding::problem(error.what(), error.hint().unwrap_or_default()));
+        findings.push(Finding::problem(Cause::KeyUnusable, error.what(), error.hint().unwrap_or_default()));
     }
     Facts { files, set, others }
 }
 
-fn judge(complaint: &Complaint) -> Finding {
+fn judge(complaint: &Complaint, variables: &Variables) -> Finding {
     let name = &complaint.name;
-    let is_name = config::TABLE.iter().all(|variable| variable.name != *name);
-    let mend = match &complaint.nearest {
-        Some(nearest) if is_name => format!("unset {name}; did you mean {nearest}?"),
-        Some(nearest) => format!("export {name}={nearest}"),
-        None => format!("unset {name}"),
-    };
-    Finding::problem(complaint.to_string(), mend)
+    let is_unknown = config::TABLE.iter().all(|variable| variable.name != *name);
+    let without = unset(variables, name);
+    match &complaint.nearest {
+        Some(nearest) if is_unknown => {
+            let mend = format!("{without}  # did you mean {nearest}?");
+            Finding::problem(Cause::SettingUnknown, complaint.to_string(), mend)
+        }
+        None if is_unknown => Finding::problem(Cause::SettingUnknown, complaint.to_string(), without),
+        Some(nearest) => Finding::problem(Cause::SettingInvalid, complaint.to_string(), export(name, nearest)),
+        None => Finding::problem(Cause::SettingInvalid, complaint.to_string(), without),
+    }
 }
 
 #[cfg(test)]
@@ -80,7 +85,7 @@ mod tests {
         let environment: BTreeMap<String, String> = pairs.map(|(a, b)| (a.to_owned(), b.to_owned())).into();
         let (_, complaints) = Config::from_pairs(&environment);
         let mut findings = Vec::new();
-        let facts = look(&environment, &complaints, &mut findings);
+        let facts = look(&environment, &complaints, &Variables::default(), &mut findings);
         assert_eq!(findings.len(), 2, "{findings:?}");
         assert!(findings.iter().any(|finding| finding.mend.contains("did you mean TOWLINE_STREAMS")), "{findings:?}");
         assert!(facts.set.iter().any(|setting| setting.name == "TOWLINE_RECOVERY" && !setting.is_valid));

@@ -1,0 +1,85 @@
+//! What the doctor can find. `tests/doctor.rs` has a case for each cause, which makes the host sick, tries the cure and looks
+//! again.
+
+use serde::Serialize;
+
+/// Something to be mended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(super) struct Finding {
+    pub(super) severity: Severity,
+    pub(super) cause: Cause,
+    pub(super) what: String,
+    /// The command that mends it; a sentence where there is none.
+    pub(super) mend: String,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Severity {
+    /// It will not work, or not as wanted.
+    Problem,
+    /// It works, and could do better or surprise.
+    Advice,
+}
+
+/// What is wrong, one name for each cure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Cause {
+    PluginMissing,
+    PluginLinkDangles,
+    PluginNotReadable,
+    PluginArchitecture,
+    PluginNoExec,
+    PluginWantsNewerLibc,
+    PluginWantsLibrary,
+    PluginDoesNotLoad,
+    PluginHasNoTable,
+    PluginDoesNotStart,
+    NetIsOther,
+    NetCase,
+    PluginsOff,
+    ChoiceLeadsNowhere,
+    ChoiceOpensOther,
+    ChoiceNeedsNewerNccl,
+    NotOnLoaderPath,
+    OtherPluginFirst,
+    OtherCopyFirst,
+    ConfBlanks,
+    ConfLoaderVariable,
+    ValueBlanks,
+    InterfaceListFails,
+    InterfaceMissing,
+    InterfaceDown,
+    InterfaceNoCarrier,
+    InterfaceNoAddress,
+    InterfaceWrongFamily,
+    RailMissing,
+    RailDown,
+    NoInterface,
+    LoopbackChosen,
+    LoopbackOnly,
+    SpeedUnknown,
+    FewDescriptors,
+    LittleLockedMemory,
+    SmallTcpBuffer,
+    CongestionControlMissing,
+    SettingUnknown,
+    SettingInvalid,
+    KeyUnusable,
+    RdmaLibraryMissing,
+    RdmaDeviceFilesMissing,
+    RdmaNotBuilt,
+    RdmaChoice,
+    RdmaPortDown,
+}
+
+impl Finding {
+    pub(super) fn problem(cause: Cause, what: impl Into<String>, mend: impl Into<String>) -> Self {
+        Self { severity: Severity::Problem, cause, what: what.into(), mend: mend.into() }
+    }
+
+    pub(super) fn advice(cause: Cause, what: impl Into<String>, mend: impl Into<String>) -> Self {
+        Self { severity: Severity::Advice, cause, what: what.into(), mend: mend.into() }
+    }
+}
