@@ -331,6 +331,17 @@ fn variables_come_from_nccls_configuration_file_too() {
     assert!(out(&output).contains(&format!("read from {}", file.display())), "{}", out(&output));
 }
 
+/// A long run whose results are lost at its end is the dearest way to learn of a wrong path.
+#[test]
+fn results_that_cannot_be_written_are_told_before_the_run() {
+    for subcommand in ["all-reduce", "send-recv"] {
+        let output = run(&[subcommand, "--json", "/nonexistent/out.json"]);
+        assert_exit(&output, 1);
+        assert!(err(&output).contains("writing /nonexistent/out.json failed"), "{}", err(&output));
+        assert_eq!(out(&output), "", "it ran first");
+    }
+}
+
 const QUICK: &[&str] = &["send-recv", "-b", "0", "-e", "0", "--repetitions", "2", "--time", "5"];
 
 #[test]

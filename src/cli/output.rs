@@ -5,10 +5,32 @@
 //! is left behind.
 
 use std::io::{self, IsTerminal, Write};
+use std::path::Path;
 use std::process;
+
+use serde::Serialize;
+use towline::os::error::{Error, Result};
 
 /// What a shell reports for a program that SIGPIPE ended.
 const EXIT_SIGPIPE: i32 = 128 + libc::SIGPIPE;
+
+/// Makes sure, before a run that takes its time, that its results can be written there. What is there already stays.
+pub(crate) fn check_json(file: Option<&Path>) -> Result<()> {
+    let Some(file) = file else { return Ok(()) };
+    let opened = std::fs::OpenOptions::new().append(true).create(true).open(file);
+    opened.map(drop).map_err(|error| writing(file, &error))
+}
+
+/// Writes results as JSON.
+pub(crate) fn write_json(file: Option<&Path>, results: &impl Serialize) -> Result<()> {
+    let Some(file) = file else { return Ok(()) };
+    let text = serde_json::to_string_pretty(results).map_err(|error| Error::internal(error.to_string()))?;
+    std::fs::write(file, text + "\n").map_err(|error| writing(file, &error))
+}
+
+fn writing(file: &Path, error: &io::Error) -> Error {
+    Error::system(format!("writing {}", file.display()), error)
+}
 
 /// Lines for standard output, and one line of progress.
 pub(crate) struct Output {

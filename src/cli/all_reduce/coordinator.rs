@@ -11,7 +11,7 @@ use towline::os::error::{Error, Result};
 use super::super::Verdict;
 use super::super::channel::Channel;
 use super::super::children::{Child, describe};
-use super::super::output::Output;
+use super::super::output::{Output, check_json};
 use super::super::size::{Size, steps};
 use super::super::stats::mean;
 use super::Options;
@@ -35,6 +35,7 @@ pub(crate) fn run(options: &Options) -> Result<Verdict> {
     if sizes.is_empty() {
         return Err(Error::argument("there is no size to run: -b is above -e, or below one element of 4 bytes"));
     }
+    check_json(options.json.as_deref())?;
     let mut output = Output::new();
     let mut ranks = Ranks::start(options.ranks.into(), &options.wrap)?;
     let facts = ranks.set_up(options)?;

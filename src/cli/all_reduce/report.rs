@@ -1,10 +1,10 @@
 //! The table of all-reduce, in nccl-tests' columns, and the same as JSON.
 
 use serde::Serialize;
-use towline::os::error::{Error, Result};
+use towline::os::error::Result;
 
 use super::super::Verdict;
-use super::super::output::Output;
+use super::super::output::{Output, write_json};
 use super::super::plugin_options::PluginFacts;
 use super::super::stats::mean;
 use super::super::table::{Table, number};
@@ -133,11 +133,7 @@ impl Report {
         let wrong = self.out_of_bounds_values;
         output.line(format!("# {:<20} : {wrong} {}", "Out of bounds values", if wrong == 0 { "OK" } else { "FAILED" }));
         output.line(format!("# {:<20} : {:.5}", "Avg bus bandwidth", self.average_bus_bandwidth_gbs));
-        if let Some(file) = &self.json {
-            let text = serde_json::to_string_pretty(&self).map_err(|error| Error::internal(error.to_string()))?;
-            std::fs::write(file, text + "\n")
-                .map_err(|error| Error::system(format!("writing {}", file.display()), &error))?;
-        }
+        write_json(self.json.as_deref(), &self)?;
         Ok(if wrong == 0 { Verdict::Good } else { Verdict::WrongData })
     }
 }

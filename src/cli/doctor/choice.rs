@@ -194,7 +194,8 @@ fn cure(facts: &Facts, plugin: &plugin::Facts, variables: &Variables) -> String 
     let (Some(dir), Some(name)) = (plugin.file.parent(), plugin.file.file_name()) else {
         return "put the directory of libnccl-net.so on LD_LIBRARY_PATH".to_owned();
     };
-    let path = format!("export LD_LIBRARY_PATH={}:$LD_LIBRARY_PATH", quoted(dir.to_string_lossy()));
+    let path =
+        format!("export LD_LIBRARY_PATH={}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}", quoted(dir.to_string_lossy()));
     // Under another file name no search leads to it.
     if name != DEFAULT_FILE {
         return export("NCCL_NET_PLUGIN", plugin.file.to_string_lossy());

@@ -20,7 +20,7 @@ pub(super) fn judge(variables: &Variables, findings: &mut Vec<Finding>) {
             findings.push(Finding::problem(Cause::ConfBlanks, what, mend));
         } else if name.starts_with("LD_") {
             let what = format!("{} sets {name}, but the dynamic loader has read that before NCCL does", file.display());
-            let old = if name == "LD_LIBRARY_PATH" { ":$LD_LIBRARY_PATH" } else { "" };
+            let old = if name == "LD_LIBRARY_PATH" { "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" } else { "" };
             let mend = format!("sed -i '/^{name}=/d' {file_word}; export {name}={}{old}", quoted(value));
             findings.push(Finding::problem(Cause::ConfLoaderVariable, what, mend));
         }

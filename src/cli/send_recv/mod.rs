@@ -22,6 +22,7 @@ use towline::os::error::Result;
 pub(super) use follower::run_peer;
 
 use super::Verdict;
+use super::output::check_json;
 use super::plugin_options::{GpuOption, PluginOptions};
 use super::size::Size;
 use watch::Watch;
@@ -106,7 +107,10 @@ pub(crate) struct Options {
 pub(super) fn run(options: &Options) -> Result<Verdict> {
     match &options.listen {
         Some(address) => follower::listen(address, &options.plugin.choice().with_gpu(&options.gpu)),
-        None => leader::run(options),
+        None => {
+            check_json(options.json.as_deref())?;
+            leader::run(options)
+        }
     }
 }
 

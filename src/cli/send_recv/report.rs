@@ -1,10 +1,10 @@
 //! The table of send-recv, and the same as JSON.
 
 use serde::Serialize;
-use towline::os::error::{Error, Result};
+use towline::os::error::Result;
 
 use super::super::Verdict;
-use super::super::output::Output;
+use super::super::output::{Output, write_json};
 use super::super::plugin_options::PluginFacts;
 use super::super::stats::{median, quantile};
 use super::super::table::{Table, number};
@@ -150,11 +150,7 @@ impl Report {
         let samples = self.results.iter().flat_map(|row| row.plugin.iter().chain(&row.raw_tcp));
         let wrong: usize = samples.map(|samples| samples.wrong).sum();
         output.line(format!("# Wrong bytes : {wrong} {}", if wrong == 0 { "OK" } else { "FAILED" }));
-        if let Some(file) = &self.json {
-            let text = serde_json::to_string_pretty(&self).map_err(|error| Error::internal(error.to_string()))?;
-            std::fs::write(file, text + "\n")
-                .map_err(|error| Error::system(format!("writing {}", file.display()), &error))?;
-        }
+        write_json(self.json.as_deref(), &self)?;
         Ok(if wrong == 0 { Verdict::Good } else { Verdict::WrongData })
     }
 }
