@@ -52,12 +52,30 @@ fn null_where_a_value_is_needed_is_an_argument_error_in_every_version() {
             refuses! { super::$module::$table.0;
                 devices(null());
                 getProperties(0, null());
-                deregMr(null(), null());
+                deregMr(null(), std::ptr::without_provenance_mut(8));
                 test(null(), null(), null());
                 test(null(), &mut 0, null());
-                closeSend(null());
-                closeRecv(null());
-                closeListen(null());
+            }
+        };
+    }
+    each_version!(check);
+}
+
+/// After a connection that could not be made, an abort closes null in its place and gives back null registrations. NCCL stops
+/// at an error: it would leave the connections behind that one open, and their peers waiting.
+#[test]
+fn what_never_came_about_can_be_closed_in_every_version() {
+    let closed = |code| assert_eq!(code, super::ffi::ncclSuccess);
+    macro_rules! check {
+        ($module:ident $table:ident) => {
+            let table = &super::$module::$table.0;
+            // SAFETY: null stands for nothing.
+            unsafe {
+                closed(table.closeSend.expect("closeSend")(null()));
+                closed(table.closeRecv.expect("closeRecv")(null()));
+                closed(table.closeListen.expect("closeListen")(null()));
+                closed(table.deregMr.expect("deregMr")(null(), null()));
+                closed(table.deregMr.expect("deregMr")(std::ptr::without_provenance_mut(8), null()));
             }
         };
     }

@@ -165,9 +165,14 @@ pub(super) unsafe fn register<const API: u8>(
     })
 }
 
-/// `deregMr`, every version.
+/// `deregMr`, every version. NCCL also gives back a registration that never came about, as null.
 pub(super) unsafe extern "C" fn dereg_mr<const API: u8>(comm: *mut c_void, mhandle: *mut c_void) -> ncclResult_t {
-    guard::<API>("deregMr", || facade::dereg_mr(id(comm, "comm")?, id(mhandle, "mhandle")?))
+    guard::<API>("deregMr", || {
+        if mhandle.is_null() {
+            return Ok(());
+        }
+        facade::dereg_mr(id(comm, "comm")?, mhandle.addr())
+    })
 }
 
 unsafe extern "C" fn isend<const API: u8>(
@@ -254,19 +259,25 @@ fn saturated(size: u64) -> c_int {
     c_int::try_from(size).unwrap_or(c_int::MAX)
 }
 
+/// A close. After a `connect` or an `accept` that failed NCCL takes its connection for connected (`proxyProgressAsync` in
+/// `proxy.cc`) and closes null in its place; an error here would make it leave all connections behind that one open.
+fn close<const API: u8>(call: &'static str, comm: *mut c_void, how: fn(usize) -> Result<()>) -> ncclResult_t {
+    guard::<API>(call, || if comm.is_null() { Ok(()) } else { how(comm.addr()) })
+}
+
 /// `closeSend`, every version.
 pub(super) unsafe extern "C" fn close_send<const API: u8>(comm: *mut c_void) -> ncclResult_t {
-    guard::<API>("closeSend", || facade::close_send(id(comm, "sendComm")?))
+    close::<API>("closeSend", comm, facade::close_send)
 }
 
 /// `closeRecv`, every version.
 pub(super) unsafe extern "C" fn close_recv<const API: u8>(comm: *mut c_void) -> ncclResult_t {
-    guard::<API>("closeRecv", || facade::close_recv(id(comm, "recvComm")?))
+    close::<API>("closeRecv", comm, facade::close_recv)
 }
 
 /// `closeListen`, every version.
 pub(super) unsafe extern "C" fn close_listen<const API: u8>(comm: *mut c_void) -> ncclResult_t {
-    guard::<API>("closeListen", || facade::close_listen(id(comm, "listenComm")?))
+    close::<API>("closeListen", comm, facade::close_listen)
 }
 
 #[cfg(test)]
