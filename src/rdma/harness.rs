@@ -109,6 +109,7 @@ impl Ends {
             remote: plan.ways.clone(),
             local: Arc::from([]),
             traffic_class: None,
+            round_trip: std::time::Duration::ZERO,
         };
         let parts = |adapters: &Adapters, socket: UnixStream, label: &str| Parts {
             net: Arc::clone(&net),

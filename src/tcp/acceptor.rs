@@ -30,6 +30,8 @@ use super::seal::agreement::{Accepted, Keys, OFFER};
 use super::seal::{Seal, is_encrypted, other_key};
 use super::shortage;
 use super::takeover::{Handed, Side, Takeover};
+use super::tries;
+use super::watch;
 use super::wire::{self, Piece};
 use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::os::error::{Error, Result, advice};
@@ -37,7 +39,7 @@ use crate::os::fd::Registered;
 use crate::os::interfaces::Rail;
 use crate::os::log::{Limiter, NET};
 
-/// How long a stranger may take to prove itself.
+/// How long a stranger may take to prove itself, on a path of an ordinary length.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 /// Connections that are accepted before those that were get their turn again.
 const AT_ONCE: usize = 64;
@@ -279,12 +281,13 @@ impl Acceptor {
 
     fn take_in(&self, net: &Arc<Net>, sock: Sock, from: SocketAddr) {
         let fd = sock.as_raw_fd();
+        let patience = tries::handshake(PATIENCE, watch::round_trip(&sock));
         let inbound = Arc::new_cyclic(|me| Inbound {
             me: me.clone(),
             net: Arc::downgrade(net),
             from,
             state: Mutex::new(InboundState {
-                deadline: Some(Instant::now() + PATIENCE),
+                deadline: Some(Instant::now() + patience),
                 sock: Some(sock),
                 registration: None,
                 input: Vec::new(),
@@ -602,7 +605,7 @@ impl Inbound {
     fn admit(&self, net: &Arc<Net>, sock: Sock, hello: &Hello, mut settled: Settled) -> Result<()> {
         match hello.wish {
             Wish::Connect { .. } => {
-                let (listener, link, welcome) = self.settle(net, hello, &settled)?;
+                let (listener, link, welcome) = self.settle(net, &sock, hello, &settled)?;
                 tune(&sock, &net.config, link.traffic_class, false);
                 settled.welcome(&sock, &welcome)?;
                 let Some(takeover) = &listener.takeover else { return Ok(()) };
@@ -662,7 +665,7 @@ impl Inbound {
     /// Makes a connection and welcomes the peer. `accept` gets it when the peer has the welcome, or connects a stream of it:
     /// if a path dies at this moment, the peer may try again from the beginning, and then this one is nobody's.
     fn welcome(&self, net: &Arc<Net>, sock: &Sock, hello: &Hello, mut settled: Settled) -> Result<Stage> {
-        let (listener, link, welcome) = self.settle(net, hello, &settled)?;
+        let (listener, link, welcome) = self.settle(net, sock, hello, &settled)?;
         tune(sock, &net.config, link.traffic_class, false);
         let conn = RecvConn::new(Arc::clone(net), link, Peer { label: hello.label.clone(), address: self.from });
         conn.wait_for_word(listener);
@@ -673,7 +676,13 @@ impl Inbound {
     }
 
     /// What a new connection is like.
-    fn settle(&self, net: &Net, hello: &Hello, settled: &Settled) -> Result<(Arc<Listener>, Link, Welcome)> {
+    fn settle(
+        &self,
+        net: &Net,
+        sock: &Sock,
+        hello: &Hello,
+        settled: &Settled,
+    ) -> Result<(Arc<Listener>, Link, Welcome)> {
         let Wish::Connect { listener } = hello.wish else {
             unreachable!("only a wish for a new connection comes here")
         };
@@ -693,6 +702,7 @@ impl Inbound {
             remote: hello.rails.clone(),
             local: Arc::clone(&listener.rails),
             traffic_class: listener.traffic_class,
+            round_trip: watch::round_trip(sock),
         };
         let welcome = Welcome { connection, received: 0, label: net.label.clone(), rails };
         Ok((listener, link, welcome))

@@ -26,33 +26,13 @@ use super::seal::{Seal, is_encrypted, other_key};
 use super::sender::SendConn;
 use super::shortage;
 use super::takeover::{Caller, Handed, Kept, Takeover};
+use super::tries::{self, ROUND_TRIP_MAX, TRY};
+use super::watch;
 use super::wire::{self, Piece};
 use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::os::error::{Cause, Error, Result, advice};
 use crate::os::interfaces::Rail;
 use crate::os::log::{Limiter, NET};
-
-/// How long one try may take, from the first packet to the welcome, when there will be another.
-const TRY: Duration = Duration::from_secs(2);
-
-/// How long a try may take. With nothing connected, or when that may be so, and several ways to go, the peer is missing us
-/// already: each way gets a moment, and twice as long in the next round.
-fn try_of(conn: &SendConn, tries: u32) -> Duration {
-    if conn.is_in_a_hurry() && conn.pairs() > 1 { quick(tries, conn.pairs()) } else { TRY }
-}
-
-/// The same for a stream that was never there.
-fn first_try(tries: u32, pairs: usize) -> Duration {
-    if pairs == 1 { TRY } else { quick(tries, pairs) }
-}
-
-fn quick(tries: u32, pairs: usize) -> Duration {
-    let round = (tries as usize / pairs).min(4) as u32;
-    (QUICK_TRY * (1 << round)).min(TRY)
-}
-
-/// Connecting takes well below a millisecond in a data centre, and a few of these fit into what the receiving side waits.
-const QUICK_TRY: Duration = Duration::from_millis(150);
 
 /// How often a stream's own rails are tried after [`MANY`] tries.
 const SELDOM: Duration = Duration::from_secs(1);
@@ -274,9 +254,10 @@ impl Dial {
             return;
         }
         let now = Instant::now();
+        let at = now + conn.pause(index);
         let purpose = Purpose::Join { conn: Arc::downgrade(conn), index, repair: true };
         if let Err(error) =
-            Self::start_at(net, purpose, now + NO_DEADLINE, Begin { at: now, epoch: 0, tries: 0, claims: false })
+            Self::start_at(net, purpose, now + NO_DEADLINE, Begin { at, epoch: 0, tries: 0, claims: false })
         {
             conn.end_repair(index);
             conn.gave_up(index, &error);
@@ -424,6 +405,8 @@ impl Dial {
                     (true, true) => index + conn.home(*index),
                     _ => index + conn.home(*index) + attempt as usize,
                 };
+                // A pair that connects and delivers nothing is left out.
+                let at = (at..at + conn.pairs()).find(|at| !conn.is_left_out(at % conn.pairs())).unwrap_or(at);
                 let remote = *link.remote.get(at % link.remote.len().max(1))?;
                 let local = link.local.get(at % link.local.len().max(1));
                 let bound = (link.local.len() > 1).then(|| local.cloned()).flatten();
@@ -476,11 +459,19 @@ impl Dial {
         state.tries += 1;
         state.unanswered = false;
         let patience = match &self.purpose {
-            Purpose::Join { conn, repair: true, .. } => conn.upgrade().map_or(TRY, |conn| try_of(&conn, state.tries)),
-            Purpose::Join { conn, .. } => conn.upgrade().map_or(TRY, |conn| first_try(state.tries - 1, conn.pairs())),
-            Purpose::Connect(target) => first_try(state.tries - 1, target.pairs()),
-            Purpose::Return { .. } => first_try(state.tries - 1, self.pairs()),
-            Purpose::Call { .. } => quick(state.tries - 1, 1),
+            Purpose::Connect(target) => tries::first(state.tries - 1, target.pairs()),
+            Purpose::Join { conn, repair, .. } => conn.upgrade().map_or(TRY, |conn| {
+                // With nothing connected, or when that may be so, the peer is missing us already.
+                let hurry = conn.pairs() > 1 && (!repair || conn.is_in_a_hurry());
+                let before = if *repair { state.tries } else { state.tries - 1 };
+                tries::again(before, conn.pairs(), hurry, conn.link().round_trip)
+            }),
+            Purpose::Return { conn } => conn.upgrade().map_or(TRY, |conn| {
+                tries::again(state.tries - 1, conn.link().pairs(), conn.link().pairs() > 1, conn.link().round_trip)
+            }),
+            Purpose::Call { conn, .. } => {
+                conn.upgrade().map_or(TRY, |conn| tries::again(state.tries - 1, 1, true, conn.link().round_trip))
+            }
         };
         state.try_until = (state.began + patience).min(self.deadline);
         let sock = new_socket(remote)?;
@@ -494,6 +485,14 @@ impl Dial {
             Purpose::Call { conn, .. } => conn.upgrade().and_then(|conn| conn.link().traffic_class),
         };
         tune(&sock, &self.net.config, class, true);
+        let learnt = match &self.purpose {
+            Purpose::Join { conn, .. } => conn.upgrade().and_then(|conn| conn.segment(way)),
+            Purpose::Connect(_) | Purpose::Return { .. } | Purpose::Call { .. } => None,
+        };
+        if let Some(segment) = learnt.or_else(|| self.net.segment(remote.ip())) {
+            // Before the connection is made: then the peer sends no larger ones either.
+            let _ = sock.set_tcp_mss(segment);
+        }
         match sock.connect(&remote.into()) {
             Ok(()) => {}
             // Also an interrupted connect goes on.
@@ -526,7 +525,9 @@ impl Dial {
                     self.learn(state, Answer::Accepted);
                     // The way is good: what it waits for now is the peer's process, which may be busy.
                     let hold = if let Purpose::Call { .. } = &self.purpose { lifeline::HOLD } else { TRY };
-                    state.try_until = (Instant::now() + hold).min(self.deadline);
+                    let elapsed = state.began.elapsed();
+                    let round_trip = Some(watch::round_trip(sock)).filter(|it| !it.is_zero()).unwrap_or(elapsed);
+                    state.try_until = (Instant::now() + tries::handshake(hold, round_trip)).min(self.deadline);
                     let bare = if self.takeover().is_some() { FEATURE_BARE } else { 0 };
                     let features = self.net.features() | bare;
                     let said = Preamble { low: VERSION_MIN, high: VERSION_MAX, features }.encode();
@@ -676,6 +677,7 @@ impl Dial {
                     remote: welcome.rails,
                     local: Arc::clone(&target.rails),
                     traffic_class: target.traffic_class,
+                    round_trip: watch::round_trip(&sock),
                 };
                 let address = sock.peer_addr().ok().and_then(|address| address.as_socket());
                 let peer = Peer { label: welcome.label, address: address.unwrap_or(target.addresses[0]) };
@@ -856,7 +858,7 @@ impl Dial {
             Purpose::Return { .. } | Purpose::Call { .. } => return,
         };
         conn.set_abroad(index, abroad);
-        if abroad && conn.mends() {
+        if abroad && conn.mends() && !conn.is_left_out((index + conn.home(index)) % conn.pairs()) {
             Self::come_home(Arc::clone(&self.net), conn, index, HOMECOMING, 0);
         }
     }
@@ -921,9 +923,7 @@ impl Dial {
             Ok(None) if now >= state.try_until => {
                 state.unanswered = true;
                 let cut_off = state.last_failure.take().filter(|_| now >= self.deadline);
-                let error = cut_off.unwrap_or_else(|| Error::remote("the peer did not answer").with_hint(
-                    "check that the hosts can reach each other on the chosen interfaces (NCCL_SOCKET_IFNAME), and their firewalls",
-                ));
+                let error = cut_off.unwrap_or_else(|| unanswered(now - state.began));
                 self.failed(&mut state, error)
             }
             Ok(None) => {
@@ -968,6 +968,19 @@ fn refused(error: &io::Error) -> Error {
         _ => "check that the hosts can reach each other on the chosen interfaces (NCCL_SOCKET_IFNAME)",
     };
     Error::remote(format!("connecting failed: {error}")).with_hint(hint)
+}
+
+/// Nobody answered for so long.
+fn unanswered(waited: Duration) -> Error {
+    let hint =
+        "check that the hosts can reach each other on the chosen interfaces (NCCL_SOCKET_IFNAME), and their firewalls";
+    // Only a long wait tells a round trip that is too long from other causes.
+    if waited < ROUND_TRIP_MAX {
+        return Error::remote("the peer did not answer").with_hint(hint);
+    }
+    let (waited, most) = (waited.as_secs_f64(), ROUND_TRIP_MAX.as_secs());
+    Error::remote(format!("the peer did not answer within {waited:.0} s"))
+        .with_hint(format!("{hint}; paths with a round trip above {most} s are not supported"))
 }
 
 /// What a try that has failed says about the peer's process.

@@ -52,7 +52,8 @@ mod tests {
 
     fn link(connection: u64) -> Link {
         let key = Secret::from_bytes([7; 16]);
-        Link { connection, key, features: 0, remote: Vec::new(), local: [].into(), traffic_class: None }
+        let (remote, local, round_trip) = (Vec::new(), [].into(), std::time::Duration::ZERO);
+        Link { connection, key, features: 0, remote, local, traffic_class: None, round_trip }
     }
 
     #[test]

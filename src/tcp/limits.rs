@@ -79,8 +79,15 @@ pub const CHUNK_MAX: u64 = 512 << 10;
 pub const PAGE: u64 = 4096;
 
 /// Unacknowledged bytes per stream, at most. Socket writability hides a slow rail behind megabytes of kernel buffer; this
-/// limit is what makes a slow stream take fewer chunks. Streams that lag behind have less (`window`).
+/// limit is what makes a slow stream take fewer chunks. Streams that lag behind have less, long paths have more (`window`).
 pub const STREAM_WINDOW: u64 = 2 << 20;
+
+/// The same over the longest paths. With it a stream may carry 84 MB/s over a round trip of 200 ms; the kernel's own buffers
+/// (`net.ipv4.tcp_wmem`, `net.ipv4.tcp_rmem`) are the limit there, as they are for plain TCP.
+pub const STREAM_WINDOW_FAR: u64 = 16 << 20;
+
+/// Up to this round trip in microseconds a stream has [`STREAM_WINDOW`], which then is 200 MB/s at least.
+pub const NEAR_US: u64 = 10_000;
 
 /// Frames of a stream that the receiver may take in before it acknowledges, when nobody waits.
 pub const ACK_EVERY: u64 = 32;

@@ -28,6 +28,7 @@ pub fn link(remote: &TcpListener) -> Link {
         remote: vec![remote.local_addr().expect("it listens")],
         local: Arc::from([]),
         traffic_class: None,
+        round_trip: std::time::Duration::ZERO,
     }
 }
 

@@ -5,7 +5,7 @@ use std::any::Any;
 use std::collections::{BTreeSet, HashMap};
 use std::hash::Hash;
 use std::io;
-use std::net::{Shutdown, SocketAddr};
+use std::net::{IpAddr, Shutdown, SocketAddr};
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -55,12 +55,25 @@ pub struct Link {
     pub local: Arc<[Rail]>,
     /// The whole ToS or traffic-class byte of the packets.
     pub traffic_class: Option<u8>,
+    /// The round trip of the path when the connection was made.
+    pub round_trip: Duration,
 }
 
 impl Link {
     /// How many pairs of rails there are to try.
     pub fn pairs(&self) -> usize {
         self.local.len().max(self.remote.len()).max(1)
+    }
+
+    /// Which of the pairs of rails a socket connects.
+    pub fn way_of(&self, sock: &Sock) -> Option<usize> {
+        let ip = |address: io::Result<socket2::SockAddr>| Some(address.ok()?.as_socket()?.ip().to_canonical());
+        let (here, there) = (ip(sock.local_addr()), ip(sock.peer_addr()));
+        let local =
+            |way: usize| self.local.get(way % self.local.len().max(1)).map(|rail| rail.address.ip().to_canonical());
+        let remote = |way: usize| self.remote.get(way % self.remote.len().max(1)).map(|at| at.ip().to_canonical());
+        // With one rail the system chooses the address to connect from.
+        (0..self.pairs()).find(|way| remote(*way) == there && (self.local.len() < 2 || local(*way) == here))
     }
 }
 
@@ -87,6 +100,8 @@ pub struct Net {
     /// Connections of another backend, whose sockets may come back.
     kept: Mutex<HashMap<(u64, Side), Weak<dyn Kept>>>,
     links: OnceLock<Registration>,
+    /// `TCP_MAXSEG` towards hosts on whose path larger segments were lost.
+    segments: Mutex<HashMap<IpAddr, u32>>,
     extra_streams: AtomicUsize,
     farewells: OnceLock<Farewells>,
     turns: AtomicUsize,
@@ -188,6 +203,7 @@ impl Net {
             senders: Mutex::new(HashMap::new()),
             kept: Mutex::new(HashMap::new()),
             links: OnceLock::new(),
+            segments: Mutex::new(HashMap::new()),
             extra_streams: AtomicUsize::new(0),
             farewells: OnceLock::new(),
             shortages: Shortages::default(),
@@ -298,6 +314,16 @@ impl Net {
     /// A connection gave back this many extra streams.
     pub fn streams_ended(&self, count: usize) {
         self.extra_streams.fetch_sub(count, Ordering::Relaxed);
+    }
+
+    /// Only segments up to `segment` bytes reach that address: the next connections begin with them. Whether that is news.
+    pub fn remember_segment(&self, address: IpAddr, segment: u32) -> bool {
+        lock(&self.segments).insert(address.to_canonical(), segment) != Some(segment)
+    }
+
+    /// `TCP_MAXSEG` for a socket that is to be connected there.
+    pub fn segment(&self, address: IpAddr) -> Option<u32> {
+        lock(&self.segments).get(&address.to_canonical()).copied()
     }
 
     /// Has a broken stream connected again.

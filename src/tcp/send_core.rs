@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use slab::Slab;
 
+use super::delivery::Arrived;
 use super::frame::{EAGER, Header, PROMPT, Type, WHOLE};
 use super::limits::{
     ACK_BYTES, ACK_EVERY, CHUNK_MAX, CHUNK_MIN, EAGER_MAX, EAGER_WINDOW, LOOK_BYTES, LOOK_EVERY, MAX_AHEAD, MAX_POSTED,
@@ -29,6 +30,9 @@ use super::window::{Pace, Window};
 use crate::engine::request::SLOTS;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
+
+/// A frame of so many bytes needs packets of full size: more than an MTU of 9000 holds.
+const LONG_FRAME: u32 = 16 << 10;
 
 /// Names a message from its posting to its end.
 pub type Key = usize;
@@ -168,6 +172,8 @@ struct Stream {
     /// Only what the kernel took whole can be acknowledged, whatever the peer says.
     written: Arc<Written>,
     acked: u64,
+    /// Those of them that take packets of full size, whatever the path's MTU.
+    long: u64,
     /// Frames that the receiver acknowledged on this stream.
     told: u64,
     /// Frames that the receiver acknowledged on another stream. Those that the kernel took whole count; of the others the
@@ -231,6 +237,8 @@ pub struct SendCore {
     last_short: Option<u64>,
     /// The receiver has said that it has everything, and has closed.
     settled: bool,
+    /// The path's, when the connection was made.
+    round_trip: Duration,
 }
 
 impl SendCore {
@@ -260,7 +268,13 @@ impl SendCore {
             roomy: 0,
             last_short: None,
             settled: false,
+            round_trip: Duration::ZERO,
         }
+    }
+
+    /// How far away the receiver is, which the windows of streams follow that are connected from now on.
+    pub fn set_round_trip(&mut self, round_trip: Duration) {
+        self.round_trip = round_trip;
     }
 
     /// From now on each chunk's acknowledgement is asked for at once, not only that of a whole message: what a stream carries
@@ -330,7 +344,7 @@ impl SendCore {
         stream.adrift = false;
         stream.epoch = epoch;
         // It may come back over another rail.
-        (stream.window, stream.pace) = (Window::default(), Pace::default());
+        (stream.window, stream.pace) = (Window::over(self.round_trip), Pace::default());
         self.count_others();
     }
 
@@ -353,6 +367,12 @@ impl SendCore {
     /// Whether the receiver has not acknowledged all frames of stream `index`.
     pub fn in_doubt(&self, index: usize) -> bool {
         self.streams.get(index).is_some_and(|stream| !stream.flights.is_empty())
+    }
+
+    /// How many frames of stream `index` have arrived, through all its epochs.
+    pub fn arrived(&self, index: usize) -> Arrived {
+        let arrived = |stream: &Stream| Arrived { frames: stream.acked, long: stream.long };
+        self.streams.get(index).map_or(Arrived::default(), arrived)
     }
 
     /// The streams that broke and of whose last life the receiver has not said how far it came, with its epoch.
@@ -794,6 +814,7 @@ impl SendCore {
         for _ in stream.acked..frames {
             let flight = stream.flights.pop_front().expect("as many flights as unacknowledged frames");
             stream.bytes -= u64::from(flight.length);
+            stream.long += u64::from(flight.length >= LONG_FRAME);
             if let Some(landed) = &mut self.landed {
                 let Flight { key, offset, length, began, .. } = flight;
                 let message = &mut self.messages[key];
@@ -1014,6 +1035,7 @@ mod tests {
     /// simulation: bytes acknowledged per µs in its second half.
     fn carried(paths: &[Path], length: u64, outstanding: usize, until: u64) -> f64 {
         let mut core = SendCore::new(true);
+        core.set_round_trip(Duration::from_micros(paths.iter().map(|path| path.delay).max().unwrap_or_default()));
         for stream in 0..=paths.len() {
             core.stream_up(stream, 0);
         }
@@ -1436,6 +1458,13 @@ mod tests {
         paths[3].rate = 100;
         let beside = carried(&paths, 4 << 20, 1, 2_000_000);
         assert!(beside > 0.6 * alone, "{beside:.0} MB/s with one message at a time, {alone:.0} when all are fast");
+    }
+
+    #[test]
+    fn a_stream_over_200_ms_is_filled() {
+        // As much as a gigabit's stream gets of four.
+        let used = used(&[Path { rate: 60, delay: 200_000 }], MESSAGE, 8);
+        assert!(used > 0.9, "{used:.3}");
     }
 
     #[test]

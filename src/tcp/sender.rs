@@ -19,11 +19,12 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::acceptor::send_all;
 use super::attend::Attention;
 use super::copies::Own;
+use super::delivery::Deliveries;
 use super::frame::{HEADER, Header};
 use super::handshake::FEATURE_RECOVERY;
 use super::help::Help;
@@ -212,6 +213,7 @@ pub struct SendConn {
     /// What is known of the receiver since the last stream went down.
     alone: Mutex<Option<Alone>>,
     ended: Ended,
+    deliveries: Mutex<Deliveries>,
     /// A bit for each stream that is being connected again.
     repairs: AtomicUsize,
     homes: Mutex<[u8; MAX_STREAMS]>,
@@ -232,6 +234,7 @@ impl SendConn {
     pub fn new(net: Arc<Net>, link: Link, peer: Peer, first: Sock, seal: Seal) -> Result<Arc<Self>> {
         let recovery = link.features & FEATURE_RECOVERY != 0;
         let turn = net.next_turn();
+        let pairs = link.pairs();
         if recovery {
             net.copies.warm_up();
         }
@@ -269,6 +272,7 @@ impl SendConn {
             condemned: Mutex::new(Vec::new()),
             alone: Mutex::new(None),
             ended: Ended::default(),
+            deliveries: Mutex::new(Deliveries::new(pairs)),
             repairs: AtomicUsize::new(0),
             homes: Mutex::default(),
             abroad: AtomicUsize::new(0),
@@ -276,6 +280,7 @@ impl SendConn {
             epochs: Mutex::default(),
             turn,
         });
+        conn.state().core.set_round_trip(conn.link.round_trip);
         if conn.pairs() > 1 {
             conn.state().core.acknowledge_each();
         }
@@ -331,6 +336,8 @@ impl SendConn {
             state.core.stream_up(index, epoch);
             self.ended.forget();
             self.note_first(index, &state.core);
+            let way = self.link.way_of(&sock);
+            lock(&self.deliveries).begins(index, way, state.core.arrived(index), Instant::now());
             state.core.counts(index)
         };
         let io = Io {

@@ -35,7 +35,7 @@ pub const TICK: Duration = Duration::from_millis(400);
 /// How often when one of them waits for an answer.
 pub const SOON: Duration = Duration::from_millis(100);
 
-/// A stream is lost when nothing has come back for this long, in spite of several questions. With a retransmission timer
+/// A stream over a short path is lost when nothing has come back for this long, in spite of several questions. With a retransmission timer
 /// of 200 ms, Linux's least, the questions come after 0.2, 0.6 and 1.4 s.
 pub const SILENCE: Duration = Duration::from_millis(2300);
 
@@ -44,6 +44,9 @@ const UNANSWERED: Duration = Duration::from_millis(1600);
 
 /// Within this time the kernel ends all streams of a process that dies, and this side has noticed.
 const AT_ONCE: Duration = Duration::from_millis(150);
+
+/// The most that distance adds to these: a queue on the way that has swollen to seconds is not waited for longer.
+const ANSWERING_MAX: Duration = Duration::from_secs(8);
 
 /// Questions without an answer, at least.
 const QUESTIONS: u8 = 2;
@@ -61,29 +64,45 @@ pub struct Sight {
     pub asked: u8,
     /// Whether the peer's kernel has not acknowledged everything.
     pub outstanding: bool,
+    /// The path's round trip, smoothed by the kernel.
+    pub round_trip: Duration,
+}
+
+/// `TCP_INFO` of a socket. None when the kernel does not say.
+fn info(sock: &impl AsRawFd) -> Option<libc::tcp_info> {
+    // SAFETY: all zeroes is a valid value of this struct of numbers.
+    let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
+    let mut length = size_of::<libc::tcp_info>() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `length` bytes of `info`.
+    let answer = unsafe {
+        libc::getsockopt(sock.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, (&raw mut info).cast(), &raw mut length)
+    };
+    (answer == 0).then_some(info)
+}
+
+/// The round trip that the kernel has measured on a socket. Zero where it has measured none: a first packet that was
+/// repeated measures nothing where timestamps are off.
+pub fn round_trip(sock: &impl AsRawFd) -> Duration {
+    info(sock).map_or(Duration::ZERO, |info| Duration::from_micros(u64::from(info.tcpi_rtt)))
 }
 
 impl Sight {
     /// Looks at a socket. None when the kernel does not say.
     pub fn of(sock: &impl AsRawFd) -> Option<Self> {
-        // SAFETY: all zeroes is a valid value of this struct of numbers.
-        let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
-        let mut length = size_of::<libc::tcp_info>() as libc::socklen_t;
-        // SAFETY: the kernel writes at most `length` bytes of `info`.
-        let answer = unsafe {
-            libc::getsockopt(
-                sock.as_raw_fd(),
-                libc::IPPROTO_TCP,
-                libc::TCP_INFO,
-                (&raw mut info).cast(),
-                &raw mut length,
-            )
-        };
-        (answer == 0).then(|| Self {
+        info(sock).map(|info| Self {
             silent: Duration::from_millis(u64::from(info.tcpi_last_ack_recv)),
             asked: info.tcpi_retransmits.max(info.tcpi_probes),
             outstanding: info.tcpi_unacked > 0 || super::wire::unsent(sock.as_raw_fd()) > 0,
+            round_trip: Duration::from_micros(u64::from(info.tcpi_rtt)),
         })
+    }
+}
+
+impl Sight {
+    /// What the distance adds to the time that an answer takes. Twice the round trip: keepalive probes go out once a second
+    /// however long the path is, so on a long one several are always without an answer.
+    fn answering(&self) -> Duration {
+        (2 * self.round_trip).min(ANSWERING_MAX)
     }
 }
 
@@ -132,7 +151,8 @@ impl Vigil {
             return Finding::Well;
         }
         let since = *self.asking_since.get_or_insert(now);
-        if sight.asked >= QUESTIONS && sight.silent >= SILENCE && now - since >= UNANSWERED {
+        let answering = sight.answering();
+        if sight.asked >= QUESTIONS && sight.silent >= SILENCE + answering && now - since >= UNANSWERED + answering {
             return Finding::Lost(sight.silent);
         }
         Finding::Asking
@@ -315,7 +335,7 @@ pub fn share_fate<Io>(lost: &mut Vec<(usize, Duration)>, streams: &[Stream<Io>],
         .collect::<Vec<_>>()
     {
         let silent = stream.peek(|io| dead.contains(&path(sock(io))).then(|| Sight::of(sock(io)))?).flatten();
-        if let Some(sight) = silent.filter(|sight| sight.silent >= SILENCE) {
+        if let Some(sight) = silent.filter(|sight| sight.silent >= SILENCE + sight.answering()) {
             lost.push((index, sight.silent));
         }
     }
@@ -408,6 +428,9 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    /// The round trip of a data centre.
+    const NEAR: Duration = Duration::from_micros(50);
+
     fn ms(ms: u64) -> Duration {
         Duration::from_millis(ms)
     }
@@ -420,7 +443,7 @@ mod tests {
         let mut at = phase;
         loop {
             let asked = [200, 600, 1400, 3000, 6200].iter().filter(|asked| at >= ms(**asked)).count() as u8;
-            match vigil.look(start + at, Sight { silent: idle + at, asked, outstanding: true }) {
+            match vigil.look(start + at, Sight { silent: idle + at, asked, outstanding: true, round_trip: NEAR }) {
                 Finding::Well => at += TICK,
                 Finding::Asking => at += SOON,
                 Finding::Lost(_) => return at,
@@ -432,7 +455,8 @@ mod tests {
     fn a_question_that_was_just_asked_says_nothing_of_the_silence_before() {
         let (start, mut vigil) = (Instant::now(), Vigil::default());
         let mut unheard = |at: u64, asked: u8, silent: u64| {
-            let (now, sight) = (start + ms(at), Sight { silent: ms(silent), asked, outstanding: false });
+            let (now, sight) =
+                (start + ms(at), Sight { silent: ms(silent), asked, outstanding: false, round_trip: NEAR });
             vigil.look(now, sight);
             vigil.unheard(now, sight)
         };
@@ -450,6 +474,20 @@ mod tests {
             prop_assert!(after >= ms(1800) && after <= ms(2700), "{after:?}");
         }
 
+        /// Over a long path every keepalive probe is answered a round trip later, when the next ones have gone out.
+        #[test]
+        fn a_peer_far_away_is_not_lost_while_its_answers_are_on_the_way(round_trip in 1..3000_u64, phase in 0..1000_u64) {
+            let (start, mut vigil) = (Instant::now(), Vigil::default());
+            for at in (phase..60_000).step_by(100) {
+                // Asked at 1 s, 2 s, …; the kernel forgets its questions with each answer.
+                let answered = at.saturating_sub(round_trip) / 1000 * 1000;
+                let heard = if answered == 0 { 0 } else { answered + round_trip };
+                let asked = ((at / 1000) - (heard / 1000).min(at / 1000)) as u8;
+                let sight = Sight { silent: ms(at - heard), asked, outstanding: true, round_trip: ms(round_trip) };
+                prop_assert!(!matches!(vigil.look(start + ms(at), sight), Finding::Lost(_)), "{at}: {sight:?}");
+            }
+        }
+
         /// A receiver that does not read: the window is shut, and its kernel answers each probe, late or not.
         #[test]
         fn a_peer_whose_kernel_answers_is_never_lost(answers in proptest::collection::vec(1..1500_u64, 1..200)) {
@@ -459,11 +497,12 @@ mod tests {
             for wait in answers {
                 // A probe goes out; its answer comes `wait` later; another pause follows, of any length.
                 for seen in (at..at + wait).step_by(100) {
-                    let sight = Sight { silent: ms(120_000 + seen - at), asked: 1, outstanding: true };
+                    let silent = ms(120_000 + seen - at);
+                    let sight = Sight { silent, asked: 1, outstanding: true, round_trip: NEAR };
                     prop_assert!(!matches!(vigil.look(start + ms(seen), sight), Finding::Lost(_)));
                 }
                 at += wait;
-                let sight = Sight { silent: ms(1), asked: 0, outstanding: true };
+                let sight = Sight { silent: ms(1), asked: 0, outstanding: true, round_trip: NEAR };
                 prop_assert_eq!(vigil.look(start + ms(at), sight), Finding::Well);
                 at += 30_000;
             }
@@ -485,12 +524,13 @@ mod tests {
     fn a_late_answer_makes_a_stream_well_again() {
         let start = Instant::now();
         let mut vigil = Vigil::default();
-        let sight = |silent, asked| Sight { silent: ms(silent), asked, outstanding: true };
+        let sight = |silent, asked| Sight { silent: ms(silent), asked, outstanding: true, round_trip: NEAR };
         assert_eq!(vigil.look(start, sight(500, 1)), Finding::Asking);
         assert_eq!(vigil.look(start + ms(1500), sight(2000, 3)), Finding::Asking);
         assert_eq!(vigil.look(start + ms(1600), sight(3, 0)), Finding::Well);
         assert_eq!(vigil.look(start + ms(4000), sight(2400, 2)), Finding::Asking);
-        assert_eq!(vigil.look(start + ms(5600), sight(4000, 3)), Finding::Lost(ms(4000)));
+        // 1.6 s after the question, and the distance.
+        assert_eq!(vigil.look(start + ms(5601), sight(4000, 3)), Finding::Lost(ms(4000)));
     }
 
     #[test]

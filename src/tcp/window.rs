@@ -13,7 +13,7 @@
 
 use std::time::Duration;
 
-use super::limits::{CHUNK_MAX, CHUNK_MIN, PAGE, STREAM_WINDOW};
+use super::limits::{CHUNK_MAX, CHUNK_MIN, NEAR_US, PAGE, STREAM_WINDOW, STREAM_WINDOW_FAR};
 
 /// The window in percent of what the stream delivers while the connection delivers one full window for each stream.
 /// With 200, chunks on a stream of a tenth held up an eight-rail connection by 3 to 10 % (16 MiB messages, 8 of them
@@ -78,33 +78,44 @@ impl Pace {
 
 /// The window of one stream.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Window(u64);
+pub(super) struct Window {
+    bytes: u64,
+    /// What it may be at most.
+    full: u64,
+}
 
 impl Default for Window {
     fn default() -> Self {
-        Self(STREAM_WINDOW)
+        Self::over(Duration::ZERO)
     }
 }
 
 impl Window {
+    /// A full window for a path with this round trip. What is unacknowledged on a long path is mostly on the way.
+    pub(super) fn over(round_trip: Duration) -> Self {
+        let us = u64::try_from(round_trip.as_micros()).unwrap_or(u64::MAX);
+        let full = (STREAM_WINDOW / NEAR_US).saturating_mul(us).clamp(STREAM_WINDOW, STREAM_WINDOW_FAR);
+        Self { bytes: full, full }
+    }
+
     /// Unacknowledged bytes from which the stream gets no further chunk.
     pub(super) fn bytes(self) -> u64 {
-        self.0
+        self.bytes
     }
 
     /// The largest chunk that the stream should get: a quarter of its window, so that there is something behind it.
     pub(super) fn chunk(self) -> u64 {
-        (self.0 / 4).next_multiple_of(PAGE).clamp(CHUNK_MIN, CHUNK_MAX)
+        (self.bytes / 4).next_multiple_of(PAGE).clamp(CHUNK_MIN, CHUNK_MAX)
     }
 
     /// A chunk arrived. While it was on its way the connection's `streams` streams delivered `all` bytes, of which this
     /// one delivered `own`, the chunk included.
     pub(super) fn delivered(&mut self, own: u64, all: u64, streams: u64) {
-        let even = STREAM_WINDOW * streams * LAG_PERCENT / 100;
+        let even = self.full * streams * LAG_PERCENT / 100;
         let wanted = u128::from(even) * u128::from(own) / u128::from(all.max(1));
-        let wanted = wanted.min(STREAM_WINDOW.into()) as u64;
+        let wanted = wanted.min(self.full.into()) as u64;
         // A quarter of the way at a time: one chunk says little, since workers and acknowledgements come in bursts.
-        self.0 = ((3 * self.0 + wanted) / 4).clamp(LEAST, STREAM_WINDOW);
+        self.bytes = ((3 * self.bytes + wanted) / 4).clamp(LEAST, self.full);
     }
 }
 
@@ -134,7 +145,7 @@ mod tests {
     #[test]
     fn a_stream_that_only_its_window_holds_back_grows() {
         // A long way: all that is on it arrives once in a round trip, so each stream delivers what its window allows.
-        let mut window = Window(LEAST);
+        let mut window = Window { bytes: LEAST, ..Window::default() };
         for _ in 0..80 {
             let own = window.bytes();
             window.delivered(own, own + 7 * STREAM_WINDOW, 8);
@@ -168,8 +179,16 @@ mod tests {
     }
 
     #[test]
+    fn a_long_path_has_a_larger_window() {
+        let full = |ms| Window::over(Duration::from_millis(ms)).bytes();
+        assert_eq!([0, 1, 10].map(full), [STREAM_WINDOW; 3]);
+        assert!(full(50) > 4 * STREAM_WINDOW && full(200) == STREAM_WINDOW_FAR && full(3000) == STREAM_WINDOW_FAR);
+        assert_eq!(Window::over(Duration::from_secs(3)).chunk(), CHUNK_MAX);
+    }
+
+    #[test]
     fn a_stream_alone_has_the_full_window() {
-        let mut window = Window(LEAST);
+        let mut window = Window { bytes: LEAST, ..Window::default() };
         assert!(after(&mut window, 30, 5000, 5000, 1) > STREAM_WINDOW * 99 / 100);
     }
 }

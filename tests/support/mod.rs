@@ -8,6 +8,7 @@
 #![allow(unreachable_pub, reason = "a module of test programs: they are its whole world")]
 
 pub mod child;
+pub mod distance;
 pub mod ends;
 pub mod fabric;
 pub mod faults;

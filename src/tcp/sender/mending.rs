@@ -10,6 +10,7 @@ use crate::engine::counters::Counters;
 use crate::engine::poller::{Progress, Registration};
 use crate::os::error::{Error, Result};
 use crate::os::log::Limiter;
+use crate::tcp::delivery::{Arrived, End, Lesson};
 use crate::tcp::frame::{Header, Type};
 use crate::tcp::lifeline::{Alone, Answer, Terms, Verdict};
 use crate::tcp::limits::MAX_STREAMS;
@@ -49,7 +50,11 @@ impl SendConn {
             Broken::Fatal(error) => self.fail(error.with_peer(&self.peer)),
             Broken::Goodbye => {}
             Broken::Lost(_) if self.closing.load(Ordering::Acquire) || !was_live => {}
-            Broken::Lost(error) if self.recovery => self.repair(index, &error),
+            Broken::Lost(error) if self.recovery => {
+                if self.still_delivers(index, &error) {
+                    self.repair(index, &error);
+                }
+            }
             Broken::Lost(error) => self.fail_silently(lost(&error).with_peer(&self.peer)),
         }
     }
@@ -73,6 +78,78 @@ impl SendConn {
         if let Some(me) = self.me.upgrade() {
             self.net.repair(&me, index);
         }
+    }
+
+    /// A life of a stream ended. Whether the connection goes on: not when streams connect again and again, and nothing
+    /// arrives over them for longer than the peer may stay away.
+    fn still_delivers(&self, index: usize, error: &io::Error) -> bool {
+        let (in_doubt, arrived) = {
+            let state = self.state();
+            let arrived: [Arrived; MAX_STREAMS] = std::array::from_fn(|index| state.core.arrived(index));
+            (state.core.in_doubt(index), arrived)
+        };
+        arrived.iter().enumerate().for_each(|(index, arrived)| self.note_arrived(index, *arrived));
+        // An interface that is down loses small packets as well.
+        if !in_doubt || error.kind() == io::ErrorKind::NetworkDown {
+            return true;
+        }
+        let (how, patience) = match error.kind() {
+            io::ErrorKind::TimedOut => {
+                (End::Silent(watch::silence_of(error).unwrap_or_default()), self.net.config.peer_timeout)
+            }
+            _ => (End::Cut, self.net.config.reconnect_timeout),
+        };
+        let way = self.way(index);
+        match lock(&self.deliveries).ended(index, Instant::now(), how, patience) {
+            Lesson::None => true,
+            Lesson::LeftOut => {
+                if self.pairs() > 1 {
+                    tracing::warn!(target: crate::os::log::NET, "small packets pass to {}{way}, full ones do not: look at the MTU of the path, and at firewalls on it; this rail is left out", self.peer);
+                }
+                true
+            }
+            Lesson::Over(time) => {
+                self.fail_silently(in_vain(time).with_peer(&self.peer));
+                // Behind what is stuck nothing that is said arrives. The end does, and the receiver asks then.
+                for io in self.streams.iter().filter_map(crate::tcp::stream::Stream::end) {
+                    watch::close_hard(&io.sock);
+                    self.health.stream_down();
+                }
+                false
+            }
+        }
+    }
+
+    /// So much of stream `index` has arrived.
+    fn note_arrived(&self, index: usize, arrived: Arrived) {
+        let small = lock(&self.deliveries).reached(index, arrived);
+        let Some((way, segment)) = small else { return };
+        let Some(address) = self.link.remote.get(way % self.link.remote.len().max(1)) else { return };
+        if self.net.remember_segment(address.ip(), segment) {
+            let way = self.way(index);
+            tracing::warn!(target: crate::os::log::NET, "small packets pass to {}{way}, full ones do not: look at the MTU of the path; going on with segments of {segment} bytes", self.peer);
+        }
+    }
+
+    /// Over which rail stream `index` goes, for a message, where there are several.
+    fn way(&self, index: usize) -> String {
+        let (way, rails) = ((index + self.home(index)) % self.pairs(), &self.link.local);
+        if rails.len() < 2 { String::new() } else { format!(" over {}", rails[way % rails.len()].name) }
+    }
+
+    /// `TCP_MAXSEG` for a new stream over a pair of rails.
+    pub fn segment(&self, way: usize) -> Option<u32> {
+        lock(&self.deliveries).segment(way)
+    }
+
+    /// Whether streams go over other pairs of rails than this one, since it delivers nothing.
+    pub fn is_left_out(&self, way: usize) -> bool {
+        lock(&self.deliveries).is_left_out(way)
+    }
+
+    /// How long to wait before stream `index` is connected again.
+    pub fn pause(&self, index: usize) -> Duration {
+        lock(&self.deliveries).pause(index)
     }
 
     /// What the receiver is to be asked: how far each stream came that is away.
@@ -395,6 +472,12 @@ impl SendConn {
     }
 }
 
+/// Streams connect, and deliver nothing.
+fn in_vain(time: Duration) -> Error {
+    Error::remote(format!("connections come up, and for {:.0} s nothing arrived over them", time.as_secs_f64()))
+        .with_hint("small packets pass, full ones do not: look at the MTU of the path (ping -M do -s SIZE), and at firewalls and proxies on it")
+}
+
 impl Kept for SendConn {
     /// The keeper's part.
     fn do_chores(&self) -> Progress {
@@ -433,6 +516,7 @@ impl Kept for SendConn {
             return soonest(Some(due));
         }
         let mut next = watch::TICK;
+        let allowed = lock(&self.deliveries).silence(now);
         // How long nothing has come back on any stream.
         let mut least = None;
         let mut lost = Vec::new();
@@ -440,12 +524,13 @@ impl Kept for SendConn {
         let adrift = self.is_adrift() || self.repairs.load(Ordering::SeqCst) != 0;
         let mut outstanding = self.requests.outstanding() > 0 || adrift;
         for (index, stream) in self.streams.iter().enumerate() {
-            let in_doubt = {
+            let (in_doubt, arrived) = {
                 let mut state = self.state();
                 // NCCL's thread does not look at the books after a short message, and the workers only then.
                 self.settle_claims(&mut state, index);
-                state.core.in_doubt(index)
+                (state.core.in_doubt(index), state.core.arrived(index))
             };
+            self.note_arrived(index, arrived);
             let often = Probes::OFTEN;
             let seldom = Probes::within(self.net.config.peer_timeout, true);
             let found = stream.peek(|io| {
@@ -462,9 +547,8 @@ impl Kept for SendConn {
             match found.flatten() {
                 Some(Finding::Asking) => next = watch::SOON,
                 // Without recovery this is the end, so it must be certain.
-                Some(Finding::Lost(silence)) if self.recovery || silence >= self.net.config.peer_timeout => {
-                    lost.push((index, silence));
-                }
+                Some(Finding::Lost(silence)) if self.recovery && silence >= allowed => lost.push((index, silence)),
+                Some(Finding::Lost(silence)) if silence >= self.net.config.peer_timeout => lost.push((index, silence)),
                 Some(Finding::Lost(_)) => next = watch::SOON,
                 Some(Finding::Well) | None => {}
             }

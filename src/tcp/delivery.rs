@@ -1,0 +1,375 @@
+//! Whether streams deliver what they carry.
+//!
+//! On some paths small packets pass and full ones do not: the hosts have an MTU of 9000, a switch on the way one of 1500, and
+//! nothing says so. A firewall or a proxy may let handshakes pass and stop data as well. There every stream connects, delivers
+//! nothing, and is lost; without this it would be connected again for ever.
+//!
+//! - An epoch of a stream that ended by silence, or ended otherwise and delivered nothing, is **in vain** while frames of it are
+//!   in doubt. Epochs in vain are counted by way, that is by pair of rails. The next one counts only if a handshake passed on the
+//!   way after the last one and [`PROVEN`] before its end: in an outage no handshake passes. The first long frame that arrives
+//!   on the way clears the count; short ones pass anyhow.
+//! - After two such epochs that ended by silence, the next ones over that way begin with smaller segments ([`SEGMENTS`]). That is
+//!   sooner than the kernel's own cure (`net.ipv4.tcp_mtu_probing=1`), which takes 6 s.
+//! - After [`ENOUGH`] the way is left out: its streams go over others. Where no other is left, the next epoch has
+//!   [`LAST_RESORT`], so that the kernel's cure has its time.
+//! - From the first epoch in vain on, a clock runs until a frame arrives on any stream; a handshake does not stop it. When the
+//!   peer's patience is over by then, the connection ends with the next epoch in vain.
+//!
+//! Nothing of this stands on the path of a message: the control thread looks at counters while it watches the streams.
+
+use std::time::{Duration, Instant};
+
+use super::limits::MAX_STREAMS;
+
+/// `TCP_MAXSEG` that is tried in turn, in bytes. 1220: IPv6 requires a path to carry 1280, 60 of which are headers. 536: a host
+/// accepts 576 over IPv4, 40 of which are headers.
+const SEGMENTS: [u32; 2] = [1220, 536];
+
+/// Lives in vain in a row before a way is left out: two with the path's own segments, and one for each of [`SEGMENTS`].
+const ENOUGH: u32 = 4;
+
+/// Streams that are cut sooner after each other count once: what cuts streams at once may have passed by then.
+const APART: Duration = Duration::from_secs(1);
+
+/// A stream that is silent for so long after a handshake on its way is silent for another reason than an outage: the
+/// retransmission timer of a stream that was silent for 2.3 s comes at least every 0.8 s.
+const PROVEN: Duration = Duration::from_millis(1500);
+
+/// An epoch that lived this long has another reason to end than those before it.
+const LONG: Duration = Duration::from_secs(60);
+
+/// How long a life may stay silent when no way is left. The kernel looks for a smaller MTU after 6 s.
+const LAST_RESORT: Duration = Duration::from_secs(15);
+
+/// From the end of a life in vain to the next try, for each of them; at most twenty times as long.
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// How a life of a stream ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// Nothing came back for so long.
+    Silent(Duration),
+    /// Any other way.
+    Cut,
+}
+
+/// What the end of a life teaches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lesson {
+    /// Nothing new.
+    None,
+    /// The way is left out from now on.
+    LeftOut,
+    /// Nothing has been delivered for so long, and the peer's patience is over.
+    Over(Duration),
+}
+
+/// How many frames of a stream have arrived, through all its epochs.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Arrived {
+    /// All of them.
+    pub frames: u64,
+    /// Those that need packets of full size.
+    pub long: u64,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Life {
+    way: Option<usize>,
+    /// `TCP_MAXSEG` with which it began.
+    segment: Option<u32>,
+    /// What had arrived at the last look.
+    seen: Arrived,
+    delivered: bool,
+    /// A long frame has arrived.
+    delivered_long: bool,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Way {
+    /// Epochs in vain since a long frame arrived, and how many of them ended by silence.
+    in_vain: u32,
+    silent: u32,
+    /// When the last one was counted.
+    counted: Option<Instant>,
+    /// When the last epoch began.
+    begun: Option<Instant>,
+    /// How many of [`SEGMENTS`] are in use or were.
+    smaller: usize,
+    left_out: bool,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Stall {
+    since: Instant,
+    until: Instant,
+}
+
+/// What the streams of one sending connection deliver. The clock is the caller's.
+#[derive(Debug)]
+pub struct Deliveries {
+    lives: [Life; MAX_STREAMS],
+    ways: Vec<Way>,
+    stall: Option<Stall>,
+}
+
+impl Deliveries {
+    /// A connection with so many ways to its peer.
+    pub fn new(ways: usize) -> Self {
+        Self { lives: Default::default(), ways: vec![Way::default(); ways], stall: None }
+    }
+
+    /// An epoch of stream `index` begins over a way, if that is known, when so much of it has arrived.
+    pub fn begins(&mut self, index: usize, way: Option<usize>, seen: Arrived, now: Instant) {
+        let segment = way.and_then(|way| self.segment(way));
+        if let Some(way) = way.and_then(|way| self.ways.get_mut(way)) {
+            way.begun = Some(now);
+        }
+        self.lives[index] = Life { way, segment, seen, ..Life::default() };
+    }
+
+    /// So much of stream `index` has arrived by now. Returns the way and the segment size by which it did, where full
+    /// segments did not.
+    pub fn reached(&mut self, index: usize, arrived: Arrived) -> Option<(usize, u32)> {
+        let life = &mut self.lives[index];
+        let (some, long) = (arrived.frames > life.seen.frames, arrived.long > life.seen.long);
+        if some {
+            life.delivered = true;
+            self.stall = None;
+        }
+        life.seen = arrived;
+        if !long {
+            return None;
+        }
+        let is_first = !std::mem::replace(&mut life.delivered_long, true);
+        let at = life.way?;
+        let way = self.ways.get_mut(at)?;
+        (way.in_vain, way.silent, way.counted) = (0, 0, None);
+        life.segment.filter(|_| is_first).map(|segment| (at, segment))
+    }
+
+    /// The life of stream `index` ended with frames in doubt. `patience`: how long the peer may stay away after such an end.
+    pub fn ended(&mut self, index: usize, now: Instant, how: End, patience: Duration) -> Lesson {
+        let life = &mut self.lives[index];
+        let silence = match how {
+            End::Silent(silence) => silence,
+            End::Cut if life.delivered => return Lesson::None,
+            End::Cut => Duration::ZERO,
+        };
+        let since = self.stall.map_or_else(|| now.checked_sub(silence).unwrap_or(now), |stall| stall.since);
+        let is_first = self.stall.replace(Stall { since, until: since + patience }).is_none();
+        // The first may be an outage that was noticed late: whether anything is delivered after it is not known yet.
+        if !is_first && now >= since + patience {
+            return Lesson::Over(now - since);
+        }
+        let Life { way: Some(at), segment, .. } = *life else { return Lesson::None };
+        let current = self.segment(at);
+        let Some(way) = self.ways.get_mut(at) else { return Lesson::None };
+        if let Some(counted) = way.counted {
+            let begun = way.begun.unwrap_or(counted);
+            let counts = match how {
+                End::Silent(_) => begun > counted && now.saturating_duration_since(begun) >= PROVEN,
+                End::Cut => now.saturating_duration_since(counted) >= APART,
+            };
+            if !counts {
+                return Lesson::None;
+            }
+            if now.saturating_duration_since(begun) >= LONG {
+                (way.in_vain, way.silent) = (0, 0);
+            }
+        }
+        way.counted = Some(now);
+        way.in_vain += 1;
+        way.silent += u32::from(matches!(how, End::Silent(_)));
+        // Another stream may have gone on to the next size since this epoch began.
+        if way.silent >= 2 && segment == current {
+            way.smaller = (way.smaller + 1).min(SEGMENTS.len());
+        }
+        if way.in_vain >= ENOUGH && !way.left_out {
+            way.left_out = true;
+            return Lesson::LeftOut;
+        }
+        Lesson::None
+    }
+
+    /// `TCP_MAXSEG` for new streams over a way. None: the path's own.
+    pub fn segment(&self, way: usize) -> Option<u32> {
+        SEGMENTS.get(self.ways.get(way)?.smaller.checked_sub(1)?).copied()
+    }
+
+    /// Whether streams go over other ways than this one.
+    pub fn is_left_out(&self, way: usize) -> bool {
+        let left_out = |way: &Way| way.left_out;
+        self.ways.get(way).is_some_and(left_out) && !self.ways.iter().all(left_out)
+    }
+
+    /// How long a stream may stay silent beyond the usual time.
+    pub fn silence(&self, now: Instant) -> Duration {
+        let last_resort = !self.ways.is_empty() && self.ways.iter().all(|way| way.left_out);
+        let rest = self.stall.map(|stall| stall.until.saturating_duration_since(now));
+        rest.filter(|rest| last_resort && !rest.is_zero()).map_or(Duration::ZERO, |_| LAST_RESORT)
+    }
+
+    /// How long to wait before stream `index` is connected again.
+    pub fn pause(&self, index: usize) -> Duration {
+        let way = self.lives[index].way.and_then(|way| self.ways.get(way));
+        PAUSE * way.map_or(0, |way| way.in_vain.min(20))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+    const SILENT: End = End::Silent(Duration::from_millis(2300));
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    /// So many frames, each long.
+    fn long(frames: u64) -> Arrived {
+        Arrived { frames, long: frames }
+    }
+
+    /// Lives of one stream, each lost after 2.4 s of silence; what was learnt, and the segments of the next life.
+    fn lose(deliveries: &mut Deliveries, start: Instant, lives: u32) -> Vec<(Lesson, Option<u32>)> {
+        let life = |number: u32| {
+            deliveries.begins(0, Some(0), long(7), start + 2400 * MS * (number - 1) + MS);
+            let lesson = deliveries.ended(0, start + 2400 * MS * number, SILENT, PATIENCE);
+            (lesson, deliveries.segment(0))
+        };
+        (1..=lives).map(life).collect()
+    }
+
+    #[test]
+    fn segments_become_smaller_after_the_second_life_in_vain_and_then_the_way_is_left_out() {
+        let (start, mut deliveries) = (Instant::now(), Deliveries::new(2));
+        let learnt = lose(&mut deliveries, start, 4);
+        let expected =
+            [(Lesson::None, None), (Lesson::None, Some(1220)), (Lesson::None, Some(536)), (Lesson::LeftOut, Some(536))];
+        assert_eq!(learnt, expected);
+        assert!(deliveries.is_left_out(0) && !deliveries.is_left_out(1) && deliveries.segment(1).is_none());
+    }
+
+    #[test]
+    fn smaller_segments_that_deliver_stay_and_are_told_of_once() {
+        let (start, mut deliveries) = (Instant::now(), Deliveries::new(1));
+        lose(&mut deliveries, start, 2);
+        deliveries.begins(0, Some(0), long(7), start + 4801 * MS);
+        assert_eq!(deliveries.reached(0, long(7)), None, "nothing has arrived");
+        assert_eq!(deliveries.reached(0, Arrived { frames: 8, long: 7 }), None, "short frames pass anyhow");
+        assert_eq!(deliveries.reached(0, long(8)), Some((0, 1220)));
+        assert_eq!(deliveries.reached(0, long(9)), None);
+        // An outage long after that: the path's own segments do not pass now either.
+        assert_eq!(deliveries.ended(0, start + PATIENCE * 3, SILENT, PATIENCE), Lesson::None);
+        assert_eq!(deliveries.segment(0), Some(1220));
+    }
+
+    #[test]
+    fn where_there_is_one_way_it_stays_and_the_kernels_own_cure_has_its_time() {
+        let (start, mut deliveries) = (Instant::now(), Deliveries::new(1));
+        assert_eq!(deliveries.silence(start), Duration::ZERO);
+        lose(&mut deliveries, start, 4);
+        assert!(!deliveries.is_left_out(0), "there is no other");
+        assert_eq!(deliveries.silence(start + 10_000 * MS), LAST_RESORT);
+        assert_eq!(deliveries.silence(start + PATIENCE * 2), Duration::ZERO, "but not for ever");
+    }
+
+    #[test]
+    fn an_outage_that_is_noticed_late_is_not_the_end() {
+        let (start, mut deliveries) = (Instant::now(), Deliveries::new(1));
+        deliveries.begins(0, Some(0), long(0), start);
+        assert_eq!(deliveries.ended(0, start, End::Silent(PATIENCE * 2), PATIENCE), Lesson::None);
+        deliveries.begins(0, Some(0), long(0), start);
+        assert_eq!(deliveries.reached(0, Arrived { frames: 1, long: 0 }), None);
+        assert_eq!(deliveries.ended(0, start + PATIENCE, SILENT, PATIENCE), Lesson::None);
+    }
+
+    #[test]
+    fn streams_that_are_lost_together_teach_one_lesson() {
+        let (start, mut deliveries) = (Instant::now(), Deliveries::new(1));
+        for life in 1..=2 {
+            (0..4).for_each(|index| deliveries.begins(index, Some(0), long(0), start + 2400 * MS * (life - 1) + MS));
+            (0..4).for_each(|index| {
+                deliveries.ended(index, start + 2400 * MS * life, SILENT, PATIENCE);
+            });
+        }
+        assert_eq!(deliveries.segment(0), Some(1220));
+    }
+
+    /// A message goes from stream to stream: each is silent once, while others come back.
+    #[test]
+    fn streams_that_are_silent_by_turns_teach_what_one_does() {
+        let (start, mut deliveries) = (Instant::now(), Deliveries::new(1));
+        (0..3).for_each(|index| deliveries.begins(index, Some(0), long(0), start));
+        (1..3).for_each(|index| {
+            deliveries.ended(index, start + 10_000 * MS, SILENT, PATIENCE);
+            deliveries.begins(index, Some(0), long(0), start + 10_050 * MS);
+        });
+        deliveries.ended(0, start + 12_400 * MS, SILENT, PATIENCE);
+        assert_eq!(deliveries.segment(0), Some(1220));
+    }
+
+    /// Streams notice an outage at different times, and no handshake passes in between.
+    #[test]
+    fn an_outage_that_streams_notice_one_after_the_other_makes_no_segment_smaller() {
+        let (start, mut deliveries) = (Instant::now(), Deliveries::new(1));
+        (0..8).for_each(|index| deliveries.begins(index, Some(0), long(0), start));
+        for index in 0..7 {
+            deliveries.ended(index, start + 10_000 * MS + 1200 * MS * index as u32, SILENT, PATIENCE);
+        }
+        // The path is back, and a stream whose timer has not come yet is given up.
+        deliveries.begins(0, Some(0), long(0), start + 20_000 * MS);
+        deliveries.ended(7, start + 20_800 * MS, SILENT, PATIENCE);
+        assert_eq!((deliveries.segment(0), deliveries.silence(start + 21_000 * MS)), (None, Duration::ZERO));
+    }
+
+    #[test]
+    fn a_stream_that_is_cut_after_it_delivered_teaches_nothing() {
+        let (start, mut deliveries) = (Instant::now(), Deliveries::new(1));
+        for life in 1..=100_u32 {
+            deliveries.begins(0, Some(0), long(u64::from(life)), start + 10_000 * MS * (life - 1));
+            deliveries.reached(0, long(u64::from(life) + 1));
+            assert_eq!(deliveries.ended(0, start + 10_000 * MS * life, End::Cut, PATIENCE), Lesson::None);
+        }
+        assert_eq!((deliveries.segment(0), deliveries.pause(0)), (None, Duration::ZERO));
+    }
+
+    proptest! {
+        /// However the lives end, and whatever connects meanwhile: without a frame that arrives there is an end, at the
+        /// first life that ends after the patience is over. Cuts alone make no segment smaller.
+        #[test]
+        fn a_handshake_stops_no_clock(ends in proptest::collection::vec((1..5000_u64, any::<bool>()), 200..300)) {
+            let (start, mut deliveries) = (Instant::now(), Deliveries::new(1));
+            let only_cuts = ends.iter().all(|(_, silent)| !silent);
+            let (mut now, mut first, mut over) = (start + PATIENCE, None, false);
+            for (length, silent) in ends {
+                deliveries.begins(0, Some(0), long(7), now);
+                now += MS * length as u32;
+                let how = if silent { End::Silent(MS * length as u32) } else { End::Cut };
+                let since = *first.get_or_insert(if silent { now - MS * length as u32 } else { now });
+                let lesson = deliveries.ended(0, now, how, PATIENCE);
+                over |= matches!(lesson, Lesson::Over(_));
+                prop_assert_eq!(over, now >= since + PATIENCE);
+            }
+            prop_assert!(!only_cuts || deliveries.segment(0).is_none());
+        }
+
+        /// As long as each life delivers something, nothing ends and no way is left out.
+        #[test]
+        fn lives_that_deliver_are_recoveries(ends in proptest::collection::vec((1..50_000_u64, any::<bool>()), 1..300)) {
+            let (start, mut deliveries) = (Instant::now(), Deliveries::new(2));
+            let (mut now, mut frames) = (start + PATIENCE, 0);
+            for (length, silent) in ends {
+                deliveries.begins(0, Some(0), long(frames), now);
+                frames += 1;
+                prop_assert!(deliveries.reached(0, long(frames)).is_none());
+                now += MS * length as u32;
+                let how = if silent { SILENT } else { End::Cut };
+                prop_assert_eq!(deliveries.ended(0, now, how, PATIENCE), Lesson::None);
+                prop_assert!(deliveries.segment(0).is_none() && !deliveries.is_left_out(0));
+            }
+        }
+    }
+}

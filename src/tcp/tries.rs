@@ -1,0 +1,84 @@
+//! How long a try to connect may take. Everything here follows the path's round trip where that is known, and grows from try
+//! to try where it is not.
+//!
+//! A try that is too short for the path never succeeds: its socket is closed before the answer comes. A try that is too long
+//! costs time on a way that leads nowhere, while another way would work.
+
+use std::time::Duration;
+
+/// How long one try may take on a path of an ordinary length, when there will be another. Within this time Linux repeats its
+/// first packet once.
+pub const TRY: Duration = Duration::from_secs(2);
+
+/// The longest try on a path of unknown length: a round trip of [`ROUND_TRIP_MAX`], and a first packet that is lost and
+/// repeated after 1 s, 2 s and 4 s.
+const LONGEST: Duration = Duration::from_secs(8);
+
+/// Round trips up to this work ([`LONGEST`]).
+pub const ROUND_TRIP_MAX: Duration = Duration::from_secs(3);
+
+/// The first try where there are several ways. Connecting takes well below a millisecond in a data centre, and a few of these
+/// fit into what the receiving side waits.
+const QUICK: Duration = Duration::from_millis(150);
+
+/// Tries over each way before the tries of a known path grow: the path may have become longer.
+const PATIENT: u32 = 8;
+
+/// A try to connect over a path of unknown length, after so many others over `ways` ways in turn.
+pub fn first(tries: u32, ways: usize) -> Duration {
+    let (least, round) = if ways > 1 { (QUICK, tries / ways as u32) } else { (TRY, tries) };
+    (least * (1 << round.min(6))).min(LONGEST)
+}
+
+/// A try to connect again. `hurry`: nothing is connected, or that may be so; then each of several ways gets a moment, and
+/// twice as long in the next round.
+pub fn again(tries: u32, ways: usize, hurry: bool, round_trip: Duration) -> Duration {
+    let round = tries / ways.max(1) as u32;
+    let most = TRY * (1 << (round / PATIENT).min(2));
+    let least = if hurry { (QUICK * (1 << round.min(6))).min(most) } else { most };
+    // An answer takes one round trip; one lost packet is repeated after as long again.
+    least.max(round_trip * 3)
+}
+
+/// The handshake on a connection whose round trip has been measured: two round trips, and a lost packet, which Linux repeats
+/// after three where it has measured only one.
+pub fn handshake(least: Duration, round_trip: Duration) -> Duration {
+    least.max(round_trip * 5)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn tries_over_an_unknown_path_grow_until_the_longest_round_trip_fits() {
+        let seconds = |ways| (0..5).map(|tries| first(tries * ways as u32, ways).as_millis()).collect::<Vec<_>>();
+        assert_eq!(seconds(1), [2000, 4000, 8000, 8000, 8000]);
+        assert_eq!(seconds(2), [150, 300, 600, 1200, 2400]);
+        assert_eq!(first(1000, 2), LONGEST);
+        assert!(LONGEST > ROUND_TRIP_MAX + Duration::from_secs(4));
+    }
+
+    #[test]
+    fn over_a_short_path_a_try_to_connect_again_is_as_short_as_ever() {
+        let near = Duration::from_micros(50);
+        assert_eq!(again(0, 1, false, near), TRY);
+        assert_eq!(again(0, 2, true, near), QUICK);
+        assert_eq!(again(2, 2, true, near), QUICK * 2);
+        // A path that has become longer.
+        assert_eq!(again(1000, 1, false, near), LONGEST);
+    }
+
+    proptest! {
+        #[test]
+        fn every_try_over_a_known_path_can_be_answered(
+            tries in 0..10_000_u32, ways in 1..16_usize, hurry: bool, ms in 0..3000_u64,
+        ) {
+            let round_trip = Duration::from_millis(ms);
+            prop_assert!(again(tries, ways, hurry, round_trip) >= round_trip * 2);
+            prop_assert!(handshake(TRY, round_trip) >= round_trip * 4);
+        }
+    }
+}
