@@ -10,6 +10,9 @@
 //! peer may hold it for established from then on, so it lasts as long as its socket. Whoever has said something, or gone, by the time it is accepted is dealt with on
 //! the spot: a scanner is never even watched.
 
+#[cfg(test)]
+mod tests;
+
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -742,7 +745,8 @@ impl Source for Inbound {
                 let soon = short.then(|| Instant::now() + shortage::PAUSE);
                 return Progress { moved: false, again: soon.or_else(|| self.deadline()) };
             }
-            Ok(true) => {}
+            // Also one that waited without a socket for its peer, which has come back over another.
+            Ok(true) => self.end(),
             Err(error) => {
                 STRANGERS.tell(|more| {
                     tracing::warn!(target: NET, "refused a connection from {}: {error}{more}", self.from.ip());

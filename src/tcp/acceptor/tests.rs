@@ -1,0 +1,52 @@
+//! Handshakes that end half-way, from the listening side.
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, Shutdown, TcpStream};
+
+use super::*;
+use crate::os::config::Config;
+use crate::tcp::handshake::{VERSION_MAX, VERSION_MIN, WELCOME};
+use crate::tcp::loopback;
+
+/// A handshake as the connecting side does it. The socket, the welcome, and the key of a new connection.
+fn shake(at: SocketAddr, wish: Wish, secret: &Secret) -> (TcpStream, Welcome, Secret) {
+    let mut stream = TcpStream::connect(at).expect("it listens");
+    stream.set_read_timeout(Some(Duration::from_secs(20))).expect("it can be set");
+    let said = Preamble { low: VERSION_MIN, high: VERSION_MAX, features: FEATURE_RECOVERY }.encode();
+    stream.write_all(&said).expect("it listens");
+    let mut greeting = [0; GREETING];
+    stream.read_exact(&mut greeting).expect("a greeting");
+    let mut transcript = Transcript::new();
+    transcript.add(&said);
+    transcript.add(&greeting);
+    let hello = Hello { wish, nonce: nonce().expect("random"), label: "peer".to_string(), rails: Vec::new() };
+    stream.write_all(&hello.seal(secret, &mut transcript)).expect("it listens");
+    let key = secret.connection_key(transcript.bytes());
+    let mut welcome = [0; WELCOME];
+    stream.read_exact(&mut welcome).expect("a welcome");
+    let welcome = Welcome::open(&welcome, secret, &mut transcript).expect("its proof holds");
+    (stream, welcome, key)
+}
+
+/// The path of a first stream dies between the welcome and the peer's word that it has it, and the peer comes back over
+/// another socket. What waited for its return has no reason to stay, nor to keep the connection in memory.
+#[test]
+fn a_handshake_that_broke_after_the_welcome_keeps_nothing_when_the_peer_is_back() {
+    let net = loopback::net(Config { peer_timeout: Duration::from_millis(500), ..Config::default() });
+    let (name, address) = ("lo".to_string(), (Ipv4Addr::LOCALHOST, 0).into());
+    let rail = Rail { name, index: 1, address, speed_mbps: 1000, speed_is_known: false, running: true };
+    let (listener, addresses) = net.acceptor.listen(Arc::from([rail]), None, None).expect("it can listen");
+    let wish = Wish::Connect { listener: listener.secret.listener_id() };
+    let (first, welcome, key) = shake(addresses[0], wish, &listener.secret);
+    first.shutdown(Shutdown::Both).expect("it is connected");
+    drop(first);
+
+    let connection = welcome.connection;
+    let (_second, ..) = shake(addresses[0], Wish::Join { connection, stream: 0, epoch: 1 }, &key);
+    let conn = listener.accept_until(Instant::now() + Duration::from_secs(20)).expect("the keys fit");
+    let conn = conn.expect("the peer has come back");
+    let left = Arc::downgrade(&conn);
+    conn.close();
+    drop(conn);
+    loopback::wait_until("something keeps the connection", || left.strong_count() == 0);
+}
