@@ -489,15 +489,21 @@ impl Kept for SendConn {
                 self.fail(error.with_peer(&self.peer));
             }
         }
-        if self.is_over() {
+        // A receiver that has said goodbye on one stream may have lost what it said on another. Nothing is mended any more, but
+        // a stream on which nothing comes back is still given up, and when none is left NCCL's thread knows what became of the
+        // requests.
+        let is_left = self.health.is_peer_done();
+        let is_idle = || self.requests.outstanding() == 0 || self.health.live() == 0;
+        if self.closing.load(Ordering::Acquire) || self.health.is_failed() || is_left && is_idle() {
             self.chores.end();
             return Progress::default();
         }
         self.net.steal.look();
         let now = Instant::now();
         watch::drop_refuted(|| lock(&self.alone), &self.streams, |io| &io.sock);
-        let judged =
-            lock(&self.alone).as_mut().map(|alone| (alone.verdict(now), alone.error().clone(), alone.is_suspicion()));
+        let judge = |alone: &mut Alone| (alone.verdict(now), alone.error().clone(), alone.is_suspicion());
+        // Its process may have ended since, which says nothing about what it had received.
+        let judged = lock(&self.alone).as_mut().filter(|_| !is_left).map(judge);
         let decided_at = match judged {
             Some((Verdict::Gone, error, suspicion)) if suspicion || self.health.live() == 0 => {
                 self.fail_silently(error);

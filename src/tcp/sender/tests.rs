@@ -72,6 +72,44 @@ fn a_stream_that_joins_when_the_connection_has_been_closed_is_not_used() {
     assert_eq!(other_end.read(&mut [0; HEADER]).expect("the keeper closes it"), 0);
 }
 
+/// Drops all that comes in at this socket before TCP sees it, as a path does that has died.
+fn deafen(sock: &TcpStream) {
+    let mut drop_all = [libc::sock_filter { code: (libc::BPF_RET | libc::BPF_K) as u16, jt: 0, jf: 0, k: 0 }];
+    let program = libc::sock_fprog { len: 1, filter: drop_all.as_mut_ptr() };
+    let size = size_of::<libc::sock_fprog>() as libc::socklen_t;
+    let (level, option) = (libc::SOL_SOCKET, libc::SO_ATTACH_FILTER);
+    // SAFETY: the kernel copies the program, which outlives the call.
+    let done = unsafe { libc::setsockopt(sock.as_raw_fd(), level, option, (&raw const program).cast(), size) };
+    assert_eq!(done, 0, "{}", io::Error::last_os_error());
+}
+
+/// A rail dies as the last message has come through, and its acknowledgement is lost. The receiver, which has everything,
+/// closes, and its goodbye comes over another rail. The send must not wait until the kernel gives the dead stream up, which
+/// may take a quarter of an hour.
+#[test]
+fn a_stream_that_falls_silent_is_given_up_also_after_the_goodbye_on_another() {
+    let (conn, mut theirs) = connected();
+    let (second, silent) = loopback::sockets();
+    deafen(&silent);
+    conn.rejoined(1, 1, 0, None, second, Seal::Plain).expect("it is watched");
+    let bytes = vec![7; 1 << 20];
+    // SAFETY: the bytes outlive the connection, and nobody profiles.
+    let posted = unsafe { conn.isend(bytes.as_ptr(), bytes.len(), 0, std::ptr::null_mut()) };
+    let ticket = posted.expect("it lives").expect("a slot is free");
+    let clear = Header { total: 1 << 20, ..Header::of(Type::Clear, 0) };
+    theirs.write_all(&clear.encode()).expect("it lives");
+    loopback::wait_until("the message does not leave", || {
+        assert!(conn.test(ticket).expect("it lives").is_none());
+        let core = &conn.state().core;
+        core.in_doubt(1) && !core.has_ready()
+    });
+    let goodbye = Header { total: 2, ..Header::of(Type::Bye, 0) };
+    theirs.write_all(&goodbye.encode()).expect("it lives");
+    drop(theirs);
+    loopback::wait_until("the send waits for the kernel", || conn.test(ticket).expect("all has come").is_some());
+    conn.close();
+}
+
 /// What was asked over the last streams is lost with them, and the way of a stream may stay silent while others come back. Its
 /// chunks would stay in doubt for as long.
 #[test]
