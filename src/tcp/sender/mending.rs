@@ -82,7 +82,7 @@ impl SendConn {
 
     /// A life of a stream ended. Whether the connection goes on: not when streams connect again and again, and nothing
     /// arrives over them for longer than the peer may stay away.
-    fn still_delivers(&self, index: usize, error: &io::Error) -> bool {
+    pub(super) fn still_delivers(&self, index: usize, error: &io::Error) -> bool {
         let (in_doubt, arrived) = {
             let state = self.state();
             let arrived: [Arrived; MAX_STREAMS] = std::array::from_fn(|index| state.core.arrived(index));
@@ -100,7 +100,9 @@ impl SendConn {
             _ => (End::Cut, self.net.config.reconnect_timeout),
         };
         let way = self.way(index);
-        match lock(&self.deliveries).ended(index, Instant::now(), how, patience) {
+        // Unlocked before anything else: a stream that is being connected locks it with the state.
+        let lesson = lock(&self.deliveries).ended(index, Instant::now(), how, patience);
+        match lesson {
             Lesson::None => true,
             Lesson::LeftOut => {
                 if self.pairs() > 1 {

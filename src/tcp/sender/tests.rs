@@ -57,6 +57,36 @@ fn a_chunk_that_ends_its_request_does_not_count_before_it_is_booked() {
     loopback::wait_until("what was heard does not count once it is booked", || conn.state().core.is_idle());
 }
 
+/// A connection that ends because nothing is delivered waits for the threads that have its streams. Another stream that is
+/// just being connected needs the same books: the control thread would wait for ever, and with it all connections.
+#[test]
+fn the_end_of_a_connection_that_delivers_nothing_keeps_no_books_locked() {
+    let net = loopback::net(Config { peer_timeout: Duration::ZERO, ..Config::default() });
+    let deaf = loopback::deaf();
+    let (ours, _theirs) = loopback::sockets();
+    let conn = SendConn::new(net, loopback::link(&deaf), loopback::peer(), ours, Seal::Plain).expect("it is watched");
+    let bytes = [7; 8];
+    // SAFETY: the bytes outlive the connection, and nobody profiles.
+    let posted = unsafe { conn.isend(bytes.as_ptr(), bytes.len(), 0, std::ptr::null_mut()) };
+    assert!(posted.expect("it lives").is_some());
+    loopback::wait_until("it does not leave", || conn.state().core.in_doubt(0));
+    let silent = io::Error::from(io::ErrorKind::TimedOut);
+    assert!(conn.still_delivers(0, &silent), "the first may be an outage");
+    std::thread::scope(|scope| {
+        let held = conn.streams[1].lock();
+        let ends = scope.spawn(|| conn.still_delivers(0, &silent));
+        loopback::wait_until("it goes on", || conn.health.is_failed());
+        let start = Instant::now();
+        let mut is_free = false;
+        while !is_free && start.elapsed() < 20 * WHILE {
+            is_free = conn.deliveries.try_lock().is_ok();
+            std::thread::yield_now();
+        }
+        drop(held);
+        assert!(is_free && !ends.join().expect("it ends"));
+    });
+}
+
 /// NCCL has its buffers back when the connection is closed. A stream that was on its way then must not send from them.
 #[test]
 fn a_stream_that_joins_when_the_connection_has_been_closed_is_not_used() {
