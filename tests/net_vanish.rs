@@ -445,6 +445,8 @@ fn left_open(sends: &[SendComm], recvs: &[RecvComm], target: &Memory) -> Vec<Req
 fn closes_all(role: &str, other: &str) {
     let target = Memory::new(4 << 20);
     let (contexts, sends, recvs) = both_ways(role, other);
+    // Idle means that every message is acknowledged, which the control threads see to.
+    std::thread::sleep(Duration::from_secs(1));
     tell(&format!("ready-{role}"));
     wait_for("cut");
     let open = std::env::var("CLOSE_ABORTS").is_ok().then(|| left_open(&sends, &recvs, &target));

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what packaging/build.sh has made, and runs an all-reduce from each.
+# Installs what .ci/packaging/build.sh has made, and runs an all-reduce from each.
 #
 #   tests/packages.sh [OUT] [SUITE…]      OUT is target/package/out unless given; suites: bookworm trixie
 #
@@ -28,7 +28,7 @@ out=$(realpath "${1:-$project/target/package/out}")
 [ $# -gt 0 ] || set -- bookworm trixie
 [ "$(id -u)" = 0 ] || fail "root is needed, to make a system and enter it"
 for tool in debootstrap unshare python3; do command -v "$tool" >/dev/null || fail "$tool is missing"; done
-(cd "$out" && sha256sum --quiet --check SHA256SUMS) || fail "$out is not what packaging/build.sh made: checksums differ"
+(cd "$out" && sha256sum --quiet --check SHA256SUMS) || fail "$out is not what .ci/packaging/build.sh made: checksums differ"
 
 one() { # the single file in OUT that fits a pattern; nothing if there is none
     local found

@@ -11,7 +11,7 @@ import unittest
 import zipfile
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, os.path.join(PROJECT, "packaging"))
+sys.path.insert(0, os.path.join(PROJECT, ".ci/packaging"))
 
 import inventory  # noqa: E402
 import wheel  # noqa: E402
@@ -102,7 +102,7 @@ class Wheel(unittest.TestCase):
 
 class GlibcVersion(unittest.TestCase):
     def glibc(self, *arguments):
-        command = [os.path.join(PROJECT, "packaging/glibc.sh"), *arguments]
+        command = [os.path.join(PROJECT, ".ci/packaging/glibc.sh"), *arguments]
         return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def test_a_file_that_asks_for_more_is_refused_with_the_symbols(self):

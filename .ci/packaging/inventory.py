@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """What the library and the program are built from, as Cargo resolves it.
 
-    packaging/inventory.py --check          licences against deny.toml, and Rust versions against rust-version
-    packaging/inventory.py --sbom FILE      a CycloneDX 1.5 document
-    packaging/inventory.py --licences FILE  the licence texts of all crates in the product
+    .ci/packaging/inventory.py --check          licences against deny.toml, and Rust versions against rust-version
+    .ci/packaging/inventory.py --sbom FILE      a CycloneDX 1.5 document
+    .ci/packaging/inventory.py --licences FILE  the licence texts of all crates in the product
 
 --check looks at every crate, those of tests and build scripts too. The SBOM and the licence texts hold the crates that are
 linked into the product. Nothing but Python's standard library and cargo is needed.
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import uuid
 
-PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PROJECT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 LICENCE_FILE = re.compile(r"^(licen[sc]e|copying|copyright|notice|unlicense)", re.IGNORECASE)
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that a release consists of, with checksums: archive, .deb, .rpm, wheel, SBOM, debug symbols.
 #
-#   packaging/build.sh [OUT]        OUT is target/package/out unless given; it must be empty or absent
+#   .ci/packaging/build.sh [OUT]        OUT is target/package/out unless given; it must be empty or absent
 #
 # Needs Rust, gcc, binutils, tar, gzip and python3; for the .deb cargo-deb, for the .rpm cargo-generate-rpm
 # (`cargo install cargo-deb cargo-generate-rpm`). A package whose tool is missing is an error, unless TOWLINE_SKIP names it:
@@ -10,7 +10,7 @@
 #   TOWLINE_GLIBC   the newest C library that the artefacts may ask for (2.34: RHEL 9, Ubuntu 22.04, Debian 12)
 #   TOWLINE_BUILT   a directory with `towline` and `libtowline.so` that are built already, instead of building them
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 fail() { echo "build.sh: $*" >&2; exit 1; }
 step() { printf '== %s\n' "$*"; }
@@ -56,7 +56,7 @@ for file in bin/towline lib/towline/libnccl-net.so; do
     objcopy --add-gnu-debuglink="$debug/$(basename "$file").debug" "$root/$file"
 done
 ln -s libnccl-net.so "$root/lib/towline/libnccl-net-towline.so"
-glibc=$(packaging/glibc.sh --at-most "${TOWLINE_GLIBC:-2.34}" "$root/bin/towline" "$root/lib/towline/libnccl-net.so")
+glibc=$(.ci/packaging/glibc.sh --at-most "${TOWLINE_GLIBC:-2.34}" "$root/bin/towline" "$root/lib/towline/libnccl-net.so")
 echo "asks for glibc $glibc"
 
 "$root/bin/towline" generate target/package/generated
@@ -69,7 +69,7 @@ install -m 644 target/package/generated/completions/towline.fish "$root/share/fi
 
 step "licences and SBOM"
 install -m 644 LICENSE-MIT LICENSE-APACHE README.md CHANGELOG.md "$doc/"
-python3 -B packaging/inventory.py --check --licences "$doc/THIRD-PARTY-LICENCES" --sbom "$out/towline-$version-$machine.cdx.json"
+python3 -B .ci/packaging/inventory.py --check --licences "$doc/THIRD-PARTY-LICENCES" --sbom "$out/towline-$version-$machine.cdx.json"
 
 step "archives"
 archive() {
@@ -83,7 +83,7 @@ if git rev-parse --git-dir >/dev/null 2>&1; then
 fi
 
 step "wheel"
-python3 -B packaging/wheel.py "$root" "$version" "manylinux_${glibc/./_}_$machine" "$out"
+python3 -B .ci/packaging/wheel.py "$root" "$version" "manylinux_${glibc/./_}_$machine" "$out"
 
 # Both are made of the tree above, by the tables in Cargo.toml; nothing is built again.
 if skips deb; then echo "LEFT OUT: .deb"; else step ".deb"; cargo deb --locked --no-build --no-strip --output "$out"; fi

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The newest version of the GNU C library that a file asks for, as `2.34`.
 #
-#   packaging/glibc.sh FILE…               prints the newest of all files
-#   packaging/glibc.sh --at-most 2.34 FILE…  fails when one asks for more, and says which symbols do
+#   .ci/packaging/glibc.sh FILE…               prints the newest of all files
+#   .ci/packaging/glibc.sh --at-most 2.34 FILE…  fails when one asks for more, and says which symbols do
 set -euo pipefail
 
 limit=

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Makes the wheel `towline-nccl` of the tree that packaging/build.sh lays.
+"""Makes the wheel `towline-nccl` of the tree that .ci/packaging/build.sh lays.
 
-    packaging/wheel.py ROOT VERSION PLATFORM OUT
+    .ci/packaging/wheel.py ROOT VERSION PLATFORM OUT
 
 PLATFORM is a wheel's platform tag, as manylinux_2_34_x86_64. The wheel holds the library, the program and a small Python
 package that says where the library is; pip puts a command `towline` beside its python. Nothing but Python is needed.
