@@ -282,6 +282,15 @@ pub fn link_down() -> io::Error {
     io::Error::new(io::ErrorKind::NetworkDown, "its network interface is down")
 }
 
+/// Whether the peer's kernel has answered anything on one of the streams since then.
+pub fn is_heard_since<Io>(since: Instant, streams: &[Stream<Io>], sock: impl Fn(&Io) -> &Sock) -> bool {
+    let is_heard = |stream: &Stream<Io>| {
+        let sight = stream.peek(|io| Sight::of(sock(io))).flatten();
+        sight.is_some_and(|sight| sight.silent < since.elapsed())
+    };
+    streams.iter().any(is_heard)
+}
+
 /// Ends a suspicion that the peer is gone when anything has come back on a stream since it began. The streams are looked at
 /// without its lock.
 pub fn drop_refuted<'a, Io>(
@@ -290,11 +299,7 @@ pub fn drop_refuted<'a, Io>(
     sock: impl Fn(&Io) -> &Sock,
 ) {
     let Some(since) = alone().as_ref().filter(|alone| alone.is_suspicion()).map(Alone::since) else { return };
-    let is_heard = |stream: &Stream<Io>| {
-        let sight = stream.peek(|io| Sight::of(sock(io))).flatten();
-        sight.is_some_and(|sight| sight.silent < since.elapsed())
-    };
-    if streams.iter().any(is_heard) {
+    if is_heard_since(since, streams, sock) {
         alone().take_if(|alone| alone.is_suspicion() && alone.since() == since);
     }
 }
