@@ -117,6 +117,15 @@ fn a_bad_value_is_told_with_the_nearest_valid_one_and_the_default_is_used() {
         ("TOWLINE_PEER_TIMEOUT", "inf", Some("86400")),
         ("TOWLINE_PEER_TIMEOUT", "soon", None),
         ("TOWLINE_RAILS", ",", None),
+        ("TOWLINE_RAILS", "^docker,lo", Some("all")),
+        ("TOWLINE_RAILS", "*", Some("all")),
+        ("TOWLINE_RAILS", "=eno1,eno2", Some("eno1,eno2")),
+        ("TOWLINE_RAILS", "==eno1", Some("eno1")),
+        ("TOWLINE_RAILS", "eno1 eno2", Some("eno1,eno2")),
+        ("TOWLINE_RAILS", "eno1;eno2", Some("eno1,eno2")),
+        ("TOWLINE_RAILS", "10.9.1.1", None),
+        ("NCCL_SOCKET_FAMILY", "ipv6", Some("AF_INET6")),
+        ("NCCL_SOCKET_FAMILY", "4", Some("AF_INET")),
         ("NCCL_SOCKET_FAMILY", "AF_INET4", Some("AF_INET")),
     ] {
         let (config, complaints) = one(name, value);
@@ -223,4 +232,14 @@ proptest! {
             }
         }
     }
+}
+
+/// Docker's --env-file and YAML keep quotes; people put blanks behind commas.
+#[test]
+fn quotes_and_blanks_around_the_names_of_rails_are_no_part_of_them() {
+    for text in ["\"eno1,eno2\"", " eno1, eno2 ", "'eno1', 'eno2'", "eno1,eno1,eno2,"] {
+        let (config, complaints) = one("TOWLINE_RAILS", text);
+        assert_eq!((config.rails, complaints.len()), (Rails::List(vec!["eno1".into(), "eno2".into()]), 0), "{text}");
+    }
+    assert_eq!(one("TOWLINE_RAILS", "\"all\"").0.rails, Rails::All);
 }

@@ -142,7 +142,21 @@ impl Value for Option<Family> {
     }
 
     fn parse(text: &str) -> Result<Self, Bad> {
-        if text.is_empty() { Ok(None) } else { word(text, FAMILIES).map(Some) }
+        const MEANT: &[(&str, &str)] = &[
+            ("4", "AF_INET"),
+            ("6", "AF_INET6"),
+            ("v4", "AF_INET"),
+            ("v6", "AF_INET6"),
+            ("ipv4", "AF_INET"),
+            ("ipv6", "AF_INET6"),
+            ("inet", "AF_INET"),
+            ("inet6", "AF_INET6"),
+        ];
+        if text.is_empty() {
+            return Ok(None);
+        }
+        let near = word(text, MEANT).ok().map(str::to_owned);
+        word(text, FAMILIES).map(Some).map_err(|bad| Bad { nearest: near.or(bad.nearest), ..bad })
     }
 }
 
@@ -219,7 +233,11 @@ impl Value for Rails {
     }
 
     fn parse(text: &str) -> Result<Self, Bad> {
-        let names: Vec<String> = text.split(',').map(|name| name.trim().to_owned()).collect();
+        let is_odd = |c: char| c.is_whitespace() || matches!(c, '"' | '\'');
+        let names: Vec<String> = text.split(',').map(|name| name.trim_matches(is_odd).to_owned()).collect();
+        if let Some(bad) = other_grammar(&names) {
+            return Err(bad);
+        }
         match names.as_slice() {
             [only] if only.is_empty() => Ok(Self::Single),
             [only] if only.eq_ignore_ascii_case("all") => Ok(Self::All),
@@ -234,6 +252,27 @@ impl Value for Rails {
             }
         }
     }
+}
+
+/// What is wrong with a list that is written in the language of another variable or program.
+fn other_grammar(names: &[String]) -> Option<Bad> {
+    let expected = |more: &str| format!("{}{more}", Rails::kind());
+    if names.iter().any(|name| name.starts_with('^')) {
+        let more = "; to leave interfaces out, set TOWLINE_RAILS=all and NCCL_SOCKET_IFNAME=^NAMES";
+        return Some(Bad { expected: expected(more), nearest: Some("all".to_owned()) });
+    }
+    if names.iter().any(|name| name == "*") {
+        return Some(Bad { expected: expected(""), nearest: Some("all".to_owned()) });
+    }
+    if names.iter().any(|name| name.parse::<std::net::IpAddr>().is_ok()) {
+        return Some(Bad { expected: expected(", and not addresses"), nearest: None });
+    }
+    let is_separator = |c: char| c.is_whitespace() || c == ';';
+    names.iter().any(|name| name.starts_with('=') || name.contains(is_separator)).then(|| {
+        let pieces = names.iter().flat_map(|name| name.trim_start_matches('=').split(is_separator));
+        let list: Vec<&str> = pieces.filter(|piece| !piece.is_empty()).collect();
+        Bad { expected: expected(""), nearest: (!list.is_empty()).then(|| list.join(",")) }
+    })
 }
 
 /// `TOWLINE_KEY_FILE`: a path. The path is empty when the variable is set to nothing: the user asked for encryption and
