@@ -98,6 +98,11 @@ fn inside() {
     let rails = eventually_names(&[("TOWLINE_RAILS", "all")], &["eth0+eth1"]);
     assert!(rails.to_string().contains("vlan7 is no rail: it shares the wire of eth0"), "{rails}");
     ip(&["link", "del", "vlan7"]);
+    // The names that udev gives beside the kernel's (`ip link` shows them as "altname").
+    ip(&["link", "property", "add", "dev", "eth0", "altname", "enp59s0f0"]);
+    assert_eq!(names(&found(&[("TOWLINE_RAILS", "enp59s0f0,eth1,eth0")])), ["eth0+eth1"]);
+    let error = discover(&Config::from_pairs([("NCCL_SOCKET_IFNAME", "=enp59s0f0")]).0).expect_err("NCCL knows none");
+    assert!(error.to_string().contains("did you mean NCCL_SOCKET_IFNAME==eth0?"), "{error}");
     // The loopback is chosen too, and counts less.
     let speeds: Vec<u32> =
         found(&[("NCCL_SOCKET_IFNAME", "^docker0")]).plans.iter().map(|plan| plan.rails[0].speed_mbps).collect();

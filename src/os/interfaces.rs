@@ -15,6 +15,11 @@
 //!
 //! This module must not know what a device or a rail is made of.
 
+pub mod duplicate;
+mod meant;
+
+pub use meant::meant;
+
 use super::config::Family;
 use super::error::{Error, Result};
 use std::ffi::CStr;
@@ -88,6 +93,7 @@ pub fn list() -> Result<Vec<Interface>> {
     }
     // SAFETY: `head` came from `getifaddrs`, and nothing of it is kept.
     unsafe { libc::freeifaddrs(head) };
+    duplicate::leave_out(&mut found);
     Ok(found)
 }
 
@@ -260,13 +266,18 @@ pub fn choose_also_down(
     (both, why)
 }
 
-/// The interfaces of exactly these names, in that order, running or not, and the names that none with a usable address
+/// The interfaces of exactly these names or alternative names, in that order, running or not, and the names that none with a usable address
 /// has.
 pub fn named(all: &[Interface], names: &[String], family: Option<Family>) -> (Vec<Interface>, Vec<String>) {
     let mut missing = Vec::new();
     let mut found = Vec::new();
     for name in names {
-        match first_addresses(all.iter().filter(|one| one.name == *name), family).pop() {
+        let is_known = all.iter().any(|one| one.name == *name);
+        let index = if is_known { 0 } else { index_of(name) };
+        let is_it = |one: &&Interface| if is_known { one.name == *name } else { index != 0 && one.index == index };
+        match first_addresses(all.iter().filter(is_it), family).into_iter().next() {
+            // Under two names it is still one.
+            Some(interface) if found.contains(&interface) => {}
             Some(interface) => found.push(interface),
             None => missing.push(name.clone()),
         }
@@ -280,18 +291,33 @@ fn select(all: &[Interface], family: Option<Family>, passes: impl Fn(&str) -> bo
     first_addresses(all.iter().filter(|one| one.running && passes(&one.name)), family)
 }
 
-/// The first usable address of each of these.
+/// The kernel's index of the interface with this name, alternative names included; 0 when there is none.
+fn index_of(name: &str) -> u32 {
+    let name = std::ffi::CString::new(name).unwrap_or_default();
+    // SAFETY: `name` is a C string.
+    unsafe { libc::if_nametoindex(name.as_ptr()) }
+}
+
+/// The first usable address of each of these. Of a loopback that carries the host's own address (a /32 that is announced by
+/// a routing protocol), that one.
 fn first_addresses<'a>(among: impl Iterator<Item = &'a Interface>, family: Option<Family>) -> Vec<Interface> {
+    let among: Vec<&Interface> = among.collect();
+    let of_host = |one: &Interface| {
+        !one.address.ip().is_loopback() && family.is_none_or(|family| (family == Family::V4) == one.address.is_ipv4())
+    };
     let mut found: Vec<Interface> = Vec::new();
-    for interface in among {
+    for interface in &among {
         let ip = interface.address.ip();
+        if ip.is_loopback() && among.iter().any(|other| other.name == interface.name && of_host(other)) {
+            continue;
+        }
         let usable = match family {
             Some(Family::V4) => ip.is_ipv4(),
             Some(Family::V6) => ip.is_ipv6(),
             None => true,
         } && ip != IpAddr::V6(Ipv6Addr::LOCALHOST);
         if usable && found.len() < MAX_INTERFACES && !found.iter().any(|earlier| earlier.name == interface.name) {
-            found.push(interface.clone());
+            found.push((*interface).clone());
         }
     }
     found

@@ -39,7 +39,7 @@ use super::wire::{self, Piece};
 use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::os::error::{Error, Result, advice};
 use crate::os::fd::Registered;
-use crate::os::interfaces::Rail;
+use crate::os::interfaces::{Rail, duplicate};
 use crate::os::log::{Limiter, NET};
 
 /// How long a stranger may take to prove itself, on a path of an ordinary length.
@@ -231,7 +231,7 @@ impl Acceptor {
             return Ok(port.address);
         }
         let net = self.net.upgrade().ok_or_else(|| Error::internal("the transport is gone"))?;
-        let opened = || -> io::Result<Sock> {
+        let opened = |absent: Absent| -> io::Result<Sock> {
             let sock = new_socket(rail.address)?;
             if absent == Absent::Awaited {
                 allow_absent(&sock, rail.address);
@@ -240,10 +240,19 @@ impl Acceptor {
             sock.listen(16384)?;
             Ok(sock)
         };
-        let sock = opened().map_err(|error| {
-            Error::system(format!("listening on {} ({})", rail.name, rail.address.ip()), &error).with_hint(
-                advice(&error).unwrap_or("is the interface still up? choose another with NCCL_SOCKET_IFNAME"),
-            )
+        // An IPv6 address is not there either while the kernel still looks for duplicates, a second or two after it was added.
+        // Peers try until it is.
+        let is_new = |error: &io::Error| {
+            error.kind() == io::ErrorKind::AddrNotAvailable && duplicate::is_tentative(rail.address.ip())
+        };
+        let sock = opened(absent).or_else(|error| if is_new(&error) { opened(Absent::Awaited) } else { Err(error) });
+        let sock = sock.map_err(|error| {
+            let hint = match error.kind() {
+                io::ErrorKind::AddrInUse => "no local port is free: widen net.ipv4.ip_local_port_range",
+                _ => "is the interface still up? choose another with NCCL_SOCKET_IFNAME",
+            };
+            Error::system(format!("listening on {} ({})", rail.name, rail.address.ip()), &error)
+                .with_hint(advice(&error).unwrap_or(hint))
         })?;
         let address = sock.local_addr().map_err(|error| Error::system("asking for the port of a listener", &error))?;
         let address = address.as_socket();

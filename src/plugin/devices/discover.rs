@@ -1,7 +1,7 @@
 //! From the host's interfaces and the configuration to the physical devices, with the reason for the log.
 
 use super::{Plan, Rail, UNKNOWN_SPEED_MBPS, ranks};
-use crate::os::config::{Config, Rails, nearest};
+use crate::os::config::{Config, Family, Rails, nearest};
 use crate::os::error::{Cause, Error, Result};
 use crate::os::interfaces::{self, Interface, Why, Wish};
 use crate::os::sysfs::Sysfs;
@@ -70,7 +70,7 @@ fn from_list(all: &[Interface], wish: &Wish<'_>, config: &Config, sysfs: &Sysfs)
         }
     };
     if chosen.is_empty() {
-        return Err(nothing_left(all, &why));
+        return Err(nothing_left(all, &why, config.socket_family));
     }
     let (chosen, passed_over) =
         if config.rails == Rails::All { ranks::wires(chosen, sysfs) } else { (chosen, Vec::new()) };
@@ -124,7 +124,7 @@ fn missing_rail(name: &str, all: &[Interface]) -> String {
     format!("TOWLINE_RAILS names {name}, and there is no such interface with an address; it is left out{hint}")
 }
 
-fn nothing_left(all: &[Interface], why: &Why) -> Error {
+fn nothing_left(all: &[Interface], why: &Why, family: Option<Family>) -> Error {
     let mut seen: Vec<String> = Vec::new();
     for one in all {
         let state = if one.running { "" } else { " (not running)" };
@@ -134,7 +134,22 @@ fn nothing_left(all: &[Interface], why: &Why) -> Error {
         }
     }
     let there = if seen.is_empty() { "none".to_owned() } else { seen.join(", ") };
+    if let Why::Asked(text) = why
+        && let Some(meant) = interfaces::meant(all, text)
+    {
+        let what = format!("no network interface can be used: {why}; interfaces with an address: {there}");
+        let hint = format!("did you mean NCCL_SOCKET_IFNAME={meant}? NCCL takes blanks and quotes for parts of names");
+        return Error::new(Cause::System, what).with_hint(hint);
+    }
+    let has = |family: Family| {
+        let is_of = |ip: std::net::IpAddr| ip.is_ipv6() == (family == Family::V6) && !ip.is_loopback();
+        all.iter().any(|one| one.running && is_of(one.address.ip()))
+    };
     let hint = match why {
+        _ if family.is_some_and(|family| !has(family)) => {
+            "NCCL_SOCKET_FAMILY asks for a family of which no running interface has an address: give one to an interface, or \
+             set another family on all hosts"
+        }
         Why::Asked(_) => "correct or unset NCCL_SOCKET_IFNAME (and NCCL_SOCKET_FAMILY, if set)",
         Why::Rails => "bring one of them up, or correct or unset TOWLINE_RAILS (and NCCL_SOCKET_FAMILY, if set)",
         _ => "bring an interface up and give it an address",
@@ -309,6 +324,11 @@ mod tests {
         );
         let error = with(&[("TOWLINE_RAILS", "wlan0")]).expect_err("nothing matches").to_string();
         assert!(error.ends_with("correct or unset TOWLINE_RAILS (and NCCL_SOCKET_FAMILY, if set)"), "{error}");
+        for name in ["eth0", ""] {
+            let pairs = [("NCCL_SOCKET_FAMILY", "AF_INET6"), ("NCCL_SOCKET_IFNAME", name)];
+            let error = with(&pairs).expect_err("IPv4 only").to_string();
+            assert!(error.contains("NCCL_SOCKET_FAMILY asks for a family of which no running"), "{error}");
+        }
     }
 
     #[test]
