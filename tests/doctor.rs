@@ -393,6 +393,12 @@ fn an_interface_that_cannot_be_used() {
     left.ip("-6 address flush dev rail0");
     asks("rail0").variable("NCCL_SOCKET_FAMILY", "AF_INET6").is_cured("interface-wrong-family");
 
+    for rail in 0..2 {
+        left.ip(&format!("-4 address flush dev rail{rail}"));
+        left.ip(&format!("address add 10.78.{rail}.1/16 dev rail{rail}"));
+    }
+    asks("rail").is_cured("interface-strays");
+
     left.ip("link set lo down");
     left.ip("link set rail0 down");
     left.ip("link set rail1 down");

@@ -14,6 +14,7 @@ pub mod log;
 pub mod memory;
 pub mod nccl_conf;
 pub mod net_event;
+pub mod route;
 pub mod steal;
 pub mod sync;
 pub mod sysfs;

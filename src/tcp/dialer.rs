@@ -4,6 +4,7 @@
 //! over the next rail, until its deadline. The connecting side alone connects again after a break; a receiver that has
 //! lost all streams calls it ([`super::lifeline`]).
 
+mod explain;
 #[cfg(test)]
 mod tests;
 
@@ -20,6 +21,7 @@ use super::handshake::{
 };
 use super::lifeline::{self, Answer};
 use super::net::{Link, Net, Sock, new_socket, tune};
+use super::outlet::BOUND_TRY;
 use super::peer::Peer;
 use super::seal::agreement::{ANSWER, Offered};
 use super::seal::{Seal, is_encrypted, other_key};
@@ -33,6 +35,7 @@ use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::os::error::{Cause, Error, Result, advice};
 use crate::os::interfaces::Rail;
 use crate::os::log::{Limiter, NET};
+use crate::os::route;
 
 /// How often a stream's own rails are tried after [`MANY`] tries.
 const SELDOM: Duration = Duration::from_secs(1);
@@ -124,8 +127,10 @@ struct Begin {
 
 /// Where a try goes.
 struct Route {
-    /// What its socket is bound to, where there is a choice.
-    local: Option<Rail>,
+    /// This side's rail of that way.
+    rail: Option<Rail>,
+    /// Whether the socket is bound to the rail's address: where there is a choice.
+    binds: bool,
     remote: SocketAddr,
     /// Which of the pairs of rails that is.
     way: usize,
@@ -177,6 +182,12 @@ struct State {
     way: usize,
     /// Whether the try under way goes over other rails than the stream's own.
     abroad: bool,
+    /// This side's rail of the try under way.
+    rail: Option<Rail>,
+    /// The socket of the try under way is bound to its rail's interface.
+    bound: bool,
+    /// The last try was bound and reached nobody, so the next one over the same rails is not.
+    goes_unbound: bool,
     /// The kernel had no memory for a call, and is to be asked again.
     short: bool,
     /// The try under way has taken too long.
@@ -325,6 +336,9 @@ impl Dial {
                 epoch,
                 way: 0,
                 abroad: false,
+                rail: None,
+                bound: false,
+                goes_unbound: false,
                 short: false,
                 unanswered: false,
                 last_failure: None,
@@ -409,8 +423,8 @@ impl Dial {
                 let at = (at..at + conn.pairs()).find(|at| !conn.is_left_out(at % conn.pairs())).unwrap_or(at);
                 let remote = *link.remote.get(at % link.remote.len().max(1))?;
                 let local = link.local.get(at % link.local.len().max(1));
-                let bound = (link.local.len() > 1).then(|| local.cloned()).flatten();
-                Some(Route { local: bound, remote: localise(remote, local), way: at % conn.pairs() })
+                let (rail, binds) = (local.cloned(), link.local.len() > 1);
+                Some(Route { rail, binds, remote: localise(remote, local), way: at % conn.pairs() })
             }
             Purpose::Return { conn } => {
                 let conn = conn.upgrade()?;
@@ -421,8 +435,8 @@ impl Dial {
                 let conn = conn.upgrade()?;
                 let link = conn.link();
                 let local = link.local.get(way % link.local.len().max(1));
-                let bound = (link.local.len() > 1).then(|| local.cloned()).flatten();
-                Some(Route { local: bound, remote: localise(*link.remote.get(*way)?, local), way: *way })
+                let (rail, binds) = (local.cloned(), link.local.len() > 1);
+                Some(Route { rail, binds, remote: localise(*link.remote.get(*way)?, local), way: *way })
             }
         }
     }
@@ -439,7 +453,7 @@ impl Dial {
 
     fn begin(self: &Arc<Self>, state: &mut State) -> io::Result<()> {
         state.began = Instant::now();
-        let Route { local, remote, way } = self.route(state.tries).ok_or(io::ErrorKind::NotConnected)?;
+        let Route { rail, binds, remote, way } = self.route(state.tries).ok_or(io::ErrorKind::NotConnected)?;
         state.way = way;
         state.abroad = match &self.purpose {
             Purpose::Join { conn, index, .. } => conn.upgrade().is_some_and(|conn| way != index % conn.pairs()),
@@ -458,6 +472,7 @@ impl Dial {
         }
         state.tries += 1;
         state.unanswered = false;
+        state.bound = false;
         let patience = match &self.purpose {
             Purpose::Connect(target) => tries::first(state.tries - 1, target.pairs()),
             Purpose::Join { conn, repair, .. } => conn.upgrade().map_or(TRY, |conn| {
@@ -475,9 +490,19 @@ impl Dial {
         };
         state.try_until = (state.began + patience).min(self.deadline);
         let sock = new_socket(remote)?;
-        if let Some(rail) = local.filter(|rail| rail.address.is_ipv4() == remote.is_ipv4()) {
-            sock.bind(&rail.address.into())?;
+        if let Some(rail) = &rail
+            && rail.address.is_ipv4() == remote.is_ipv4()
+        {
+            state.bound = !state.goes_unbound && self.net.outlets.bind(&sock, rail, remote);
+            if binds || state.bound {
+                route::take_port_at_connect(&sock);
+                sock.bind(&rail.address.into())?;
+            }
         }
+        if state.bound {
+            state.try_until = state.try_until.min(state.began + BOUND_TRY);
+        }
+        state.rail = rail;
         let class = match &self.purpose {
             Purpose::Connect(target) => target.traffic_class,
             Purpose::Join { conn, .. } => conn.upgrade().and_then(|conn| conn.link().traffic_class),
@@ -535,7 +560,11 @@ impl Dial {
                     state.stage = Stage::Greeting { said };
                 }
                 Stage::Greeting { said } => {
-                    if !fill(sock, &mut state.input, GREETING, &mut state.short)? {
+                    let filled = fill(sock, &mut state.input, GREETING, &mut state.short);
+                    if filled.is_err() && state.input.is_empty() {
+                        return Err(explain::not_towline(TURNED_AWAY_TEXT));
+                    }
+                    if !filled? {
                         return Ok(None);
                     }
                     let theirs = Preamble::decode(&state.input)?;
@@ -598,6 +627,11 @@ impl Dial {
                     };
                     state.watch = None;
                     let sock = state.sock.take().expect("the handshake has its socket");
+                    let peer = sock.peer_addr().ok().and_then(|address| address.as_socket());
+                    // Over other rails than the stream's own it is a makeshift.
+                    if let (Some(rail), Some(peer), false) = (&state.rail, peer, state.abroad) {
+                        self.net.outlets.connected(&sock, rail, peer, state.goes_unbound);
+                    }
                     return self.connected(sock, &state.input, *said, state.epoch).map(Some);
                 }
             }
@@ -718,6 +752,15 @@ impl Dial {
     fn failed(&self, state: &mut State, error: Error) -> Progress {
         let now = Instant::now();
         let answer = answer_of(state, &error);
+        let is_refused = error.what().starts_with(REFUSED_TEXT);
+        let is_connecting = matches!(state.stage, Stage::Connecting | Stage::Waiting(_));
+        if std::mem::take(&mut state.bound) && is_connecting && !is_refused && now < self.deadline {
+            // The same way again, with the kernel's own choice of interface.
+            state.goes_unbound = true;
+            state.tries -= 1;
+            return self.pause(state, now);
+        }
+        state.goes_unbound = false;
         self.learn(state, answer);
         if let Purpose::Call { .. } = &self.purpose {
             return self.pause(state, now + lifeline::CALL_AGAIN);
@@ -756,7 +799,7 @@ impl Dial {
         hopeless |= may_end && state.forbidden_since.is_some_and(|since| now - since > FORBIDDEN);
         if now >= self.deadline || dead || hopeless {
             let error = match &self.purpose {
-                Purpose::Connect(target) => error.with_peer(target.addresses[0]),
+                Purpose::Connect(target) => explain::explain(error, target, &self.net.config),
                 Purpose::Join { .. } | Purpose::Return { .. } | Purpose::Call { .. } => error,
             };
             if let Purpose::Return { conn } = &self.purpose
@@ -838,7 +881,7 @@ impl Dial {
         }
         state.tell_at = None;
         let (so_far, all) = (TELL_AFTER.as_secs(), self.net.config.connect_timeout.as_secs());
-        let error = error.clone().with_peer(target.addresses[0]);
+        let error = explain::explain(error.clone(), target, &self.net.config);
         WAITING.tell(|more| {
             tracing::warn!(target: NET, "not connected after {so_far} s: {error}; it is tried until {all} s are over (TOWLINE_CONNECT_TIMEOUT){more}");
         });
@@ -923,7 +966,9 @@ impl Dial {
             Ok(None) if now >= state.try_until => {
                 state.unanswered = true;
                 let cut_off = state.last_failure.take().filter(|_| now >= self.deadline);
-                let error = cut_off.unwrap_or_else(|| unanswered(now - state.began));
+                let is_mute = matches!(state.stage, Stage::Greeting { .. });
+                let mute = is_mute.then(|| explain::not_towline(UNANSWERED_TEXT));
+                let error = cut_off.or(mute).unwrap_or_else(|| unanswered(now - state.began));
                 self.failed(&mut state, error)
             }
             Ok(None) => {
@@ -952,6 +997,8 @@ impl Source for Dial {
 /// What a process says that has forgotten the connection, too.
 const TURNED_AWAY_TEXT: &str = "the peer closed the connection during the handshake";
 
+const UNANSWERED_TEXT: &str = "the peer did not answer";
+
 const REFUSED_TEXT: &str = "the peer refused the connection";
 
 fn refused(error: &io::Error) -> Error {
@@ -965,6 +1012,9 @@ fn refused(error: &io::Error) -> Error {
         Some(libc::EHOSTUNREACH | libc::ENETUNREACH) => {
             "is the peer's host up, and is there a route to it over the chosen interface (ip route get, NCCL_SOCKET_IFNAME)? firewalls answer so, too"
         }
+        Some(libc::EADDRNOTAVAIL | libc::EADDRINUSE) => {
+            "no local port is free (widen net.ipv4.ip_local_port_range), or the interface has lost its address (ip address)"
+        }
         _ => "check that the hosts can reach each other on the chosen interfaces (NCCL_SOCKET_IFNAME)",
     };
     Error::remote(format!("connecting failed: {error}")).with_hint(hint)
@@ -976,7 +1026,7 @@ fn unanswered(waited: Duration) -> Error {
         "check that the hosts can reach each other on the chosen interfaces (NCCL_SOCKET_IFNAME), and their firewalls";
     // Only a long wait tells a round trip that is too long from other causes.
     if waited < ROUND_TRIP_MAX {
-        return Error::remote("the peer did not answer").with_hint(hint);
+        return Error::remote(UNANSWERED_TEXT).with_hint(hint);
     }
     let (waited, most) = (waited.as_secs_f64(), ROUND_TRIP_MAX.as_secs());
     Error::remote(format!("the peer did not answer within {waited:.0} s"))
@@ -1014,8 +1064,7 @@ fn between(rails: &[Rail], addresses: &[SocketAddr], first: usize, attempt: u32)
     let (way, round) = ((attempt as usize + first) % pairs, attempt as usize / pairs);
     let local = rails.get((way + round) % rails.len().max(1));
     let remote = *addresses.get(way % addresses.len().max(1))?;
-    let bound = (rails.len() > 1).then(|| local.cloned()).flatten();
-    Some(Route { local: bound, remote: localise(remote, local), way })
+    Some(Route { rail: local.cloned(), binds: rails.len() > 1, remote: localise(remote, local), way })
 }
 
 /// A link-local address is reached through this side's interface, whatever the number of the other side's is.

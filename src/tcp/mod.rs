@@ -27,6 +27,7 @@
 //! | [`lifeline`] | telling a dead peer from one that is cut off |
 //! | [`takeover`] | handing a proven connection to another backend |
 //! | [`shortage`] | asking again where the kernel had no memory |
+//! | [`outlet`] | which interface a stream leaves by |
 //! | [`silences`] | closes towards a peer that does not answer share one time budget |
 //! | [`watch`] | noticing that a path has died without a word |
 //! | [`share`] | how many threads and streams a process's part of the cores is worth |
@@ -49,6 +50,7 @@ mod load;
 #[cfg(test)]
 pub mod loopback;
 pub mod net;
+pub mod outlet;
 pub mod peer;
 pub mod polled;
 pub mod ranges;

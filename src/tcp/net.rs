@@ -19,6 +19,7 @@ use super::dialer::Dial;
 use super::graves::{Grave, Graves};
 use super::handshake::{FEATURE_CHECKSUM, FEATURE_ENCRYPTION, FEATURE_RECOVERY, Secret};
 use super::limits::MAX_STREAMS;
+use super::outlet::Outlets;
 use super::receiver::RecvConn;
 use super::seal::key::SharedKey;
 use super::sender::SendConn;
@@ -107,6 +108,8 @@ pub struct Net {
     turns: AtomicUsize,
     /// Streams for which the kernel had no memory.
     pub shortages: Shortages,
+    /// Which interfaces streams leave by.
+    pub outlets: Outlets,
     /// Buffers for the copies of short messages.
     pub copies: Copies,
     me: Weak<Self>,
@@ -207,6 +210,7 @@ impl Net {
             extra_streams: AtomicUsize::new(0),
             farewells: OnceLock::new(),
             shortages: Shortages::default(),
+            outlets: Outlets::default(),
             copies: Copies::default(),
             turns: AtomicUsize::new(0),
             me: me.clone(),

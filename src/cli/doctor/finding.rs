@@ -56,6 +56,7 @@ pub(super) enum Cause {
     InterfaceWrongFamily,
     RailMissing,
     RailDown,
+    InterfaceStrays,
     NoInterface,
     LoopbackChosen,
     LoopbackOnly,

@@ -1,12 +1,14 @@
 //! The network interfaces, which of them Towline would use, and why.
 
 use std::fs;
+use std::net::{IpAddr, Ipv4Addr};
 
 use serde::Serialize;
 use towline::os::config::{Config, Family, Rails};
 use towline::os::error::Error;
 use towline::os::interfaces::{self, Filter, Wish};
 use towline::os::nccl_conf::Variables;
+use towline::os::route::{self, Way};
 use towline::os::sysfs::Sysfs;
 use towline::plugin::devices::UNKNOWN_SPEED_MBPS;
 
@@ -64,6 +66,7 @@ pub(super) fn look(config: &Config, variables: &Variables, findings: &mut Vec<Fi
     if config.rails != Rails::Single {
         findings.extend(waited_for(&chosen));
     }
+    findings.extend(chosen.iter().filter_map(|one| strays(one, &all)));
     let fact = |interface: &interfaces::Interface| {
         let name = interface.kernel_name();
         Interface {
@@ -208,6 +211,32 @@ fn corrections(names: &str, all: &[interfaces::Interface]) -> Vec<String> {
     all
 }
 
+/// What to say of an interface whose packets leave by another one in the same subnet.
+fn strays(one: &interfaces::Interface, all: &[interfaces::Interface]) -> Option<Finding> {
+    let to = neighbour(one, all)?;
+    let Way::Strays(by) = route::way(one.address.ip(), one.index, to.into()) else { return None };
+    let by = route::name_of(by)?;
+    let what = format!(
+        "packets from {} ({}) to its own subnet leave by {by}: {} does not carry its share",
+        one.address.ip(),
+        one.name,
+        one.name
+    );
+    Some(Finding::advice(Cause::InterfaceStrays, what, route::KEEP_APART))
+}
+
+/// An address in the IPv4 subnet of an interface that this host does not have.
+fn neighbour(one: &interfaces::Interface, all: &[interfaces::Interface]) -> Option<Ipv4Addr> {
+    let (IpAddr::V4(own), IpAddr::V4(mask)) = (one.address.ip(), one.mask?) else { return None };
+    let (first, last) = (own.to_bits() & mask.to_bits(), own.to_bits() | !mask.to_bits());
+    if own.is_loopback() {
+        return None;
+    }
+    (first.saturating_add(1)..last)
+        .map(Ipv4Addr::from_bits)
+        .find(|it| all.iter().all(|other| other.address.ip() != *it))
+}
+
 fn judge(facts: &Facts, asked: Option<&str>, speed_is_told: bool, findings: &mut Vec<Finding>) {
     let used: Vec<&Interface> = facts.list.iter().filter(|interface| interface.used).collect();
     let is_loopback = |interface: &&&Interface| interface.address.starts_with("127.");
@@ -276,6 +305,26 @@ mod tests {
             ["rail eth1 is down; it is used when it comes back"]
         );
         assert_eq!(told(&[rail("eth0", false), rail("eth1", false)]), ["every interface of the device is down"]);
+    }
+
+    #[test]
+    fn a_neighbour_is_an_address_of_the_subnet_that_this_host_does_not_have() {
+        let one = |address: [u8; 4], mask: [u8; 4]| interfaces::Interface {
+            name: "eth0".into(),
+            index: 1,
+            address: (address, 0).into(),
+            mask: Some(mask.into()),
+            running: true,
+        };
+        let near = |all: &[interfaces::Interface]| neighbour(&all[0], all).map(|it| it.octets());
+        assert_eq!(near(&[one([10, 9, 1, 7], [255, 255, 0, 0])]), Some([10, 9, 0, 1]));
+        let both = [one([10, 9, 1, 1], [255, 255, 255, 0]), one([10, 9, 1, 2], [255, 255, 255, 0])];
+        assert_eq!(near(&both), Some([10, 9, 1, 3]));
+        for mask in [[255; 4], [255, 255, 255, 254], [255, 255, 255, 252]] {
+            let both = [one([10, 9, 1, 1], mask), one([10, 9, 1, 2], mask)];
+            assert_eq!(near(&both), None, "{mask:?}");
+        }
+        assert_eq!(near(&[one([127, 0, 0, 1], [255, 0, 0, 0])]), None);
     }
 
     #[test]

@@ -1,0 +1,92 @@
+//! Which interface a stream leaves by.
+//!
+//! Where two interfaces are in one subnet, the kernel sends everything over the first. A stream that belongs to the other
+//! one binds its socket to that interface, where this host's settings keep the interfaces apart ([`route::way`]). A bound
+//! socket also takes nothing that arrives on another interface, so a peer whose answers come back by another way (asymmetric
+//! routes, a strict `rp_filter` over there) cannot be reached with it. Therefore a bound socket has little time to connect,
+//! the next try goes without, and where only that one succeeds the process does not bind for this peer again.
+//!
+//! The accepting side binds nothing: it sends only acknowledgements, and could not take the bond back when they do not arrive.
+
+use std::collections::BTreeSet;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use super::net::Sock;
+use crate::os::interfaces::{self, Rail};
+use crate::os::log::NET;
+use crate::os::route::{self, Way};
+
+/// How long a bound socket may take to connect: many round trips in a data centre, and short beside what NCCL waits.
+pub const BOUND_TRY: Duration = Duration::from_millis(500);
+
+/// What the process has learned.
+#[derive(Debug, Default)]
+pub struct Outlets {
+    /// Interfaces, and peers that cannot be reached from a socket bound to them.
+    unbindable: Mutex<BTreeSet<(u32, IpAddr)>>,
+    /// Interfaces whose packets leave by another one, of which the log has told.
+    told: Mutex<BTreeSet<(u32, u32)>>,
+}
+
+fn add<T: Ord>(set: &Mutex<BTreeSet<T>>, one: T) -> bool {
+    set.lock().unwrap_or_else(PoisonError::into_inner).insert(one)
+}
+
+impl Outlets {
+    /// Binds a socket of `rail` to its interface, if that is what makes its packets leave there. Whether it did.
+    pub fn bind(&self, sock: &Sock, rail: &Rail, to: SocketAddr) -> bool {
+        let key = (rail.index, to.ip());
+        let is_known = self.unbindable.lock().unwrap_or_else(PoisonError::into_inner).contains(&key);
+        !is_known
+            && matches!(route::way(rail.address.ip(), rail.index, to.ip()), Way::Bind(_))
+            && route::bind_to_interface(sock, rail.index).is_ok()
+    }
+
+    /// A stream of `rail` is connected. `fell_back`: a try with a bound socket had failed, and this one was not bound.
+    pub fn connected(&self, sock: &Sock, rail: &Rail, to: SocketAddr, fell_back: bool) {
+        if fell_back {
+            add(&self.unbindable, (rail.index, to.ip()));
+        }
+        let bound = sock.device().is_ok_and(|device| device.is_some());
+        if bound || rail.index == 0 || rail.address.is_ipv4() != to.is_ipv4() {
+            return;
+        }
+        let from = rail.address.ip();
+        let by = match route::way(from, rail.index, to.ip()) {
+            Way::AsRouted => return,
+            // `Bind`: the kernel would not bind, or it did not help.
+            Way::Strays(by) | Way::Bind(by) => by,
+        };
+        let Some(cure) = cure(rail, to.ip()).filter(|_| add(&self.told, (rail.index, by))) else { return };
+        let by = route::name_of(by).unwrap_or_else(|| "another interface".to_owned());
+        tracing::warn!(
+            target: NET,
+            "packets from {from} ({}) to {} leave by {by}: {} does not carry its share; {cure}",
+            rail.name, to.ip(), rail.name
+        );
+    }
+}
+
+/// What to do about it. None where it is meant: the address is the host's and not one of a subnet (a /32 or /128, often on
+/// `lo`), so its packets leave by whatever interface leads there.
+fn cure(rail: &Rail, to: IpAddr) -> Option<String> {
+    let own = rail.address.ip();
+    let mask = interfaces::list().unwrap_or_default().into_iter().find(|one| one.address.ip() == own)?.mask?;
+    let bits = |ip: IpAddr| match ip {
+        IpAddr::V4(v4) => u128::from(v4.to_bits()),
+        IpAddr::V6(v6) => v6.to_bits(),
+    };
+    let is_one = |mask: IpAddr| mask == IpAddr::from([0xff; 4]) || mask == IpAddr::from([0xff; 16]);
+    if is_one(mask) {
+        return None;
+    }
+    let is_near = bits(own) & bits(mask) == bits(to) & bits(mask);
+    Some(if is_near {
+        format!("give each interface a subnet of its own, or run on all hosts: {}", route::KEEP_APART)
+    } else {
+        "list the interfaces in the same order on all hosts (TOWLINE_RAILS), or give each address routes of its own (ip rule)"
+            .to_owned()
+    })
+}
