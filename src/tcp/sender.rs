@@ -685,7 +685,6 @@ impl SendConn {
         if is_first && !self.closing.load(Ordering::Acquire) && error.tell_once() {
             tracing::warn!(target: crate::os::log::NET, "sending to {} failed: {error}", self.peer);
         }
-        self.state().core.stream_down(0);
     }
 
     fn tell_failure(&self, error: &Error) {

@@ -140,6 +140,26 @@ fn a_stream_that_falls_silent_is_given_up_also_after_the_goodbye_on_another() {
     conn.close();
 }
 
+/// The receiver has given up the first stream of a connection that fails at that moment, and a thread is still sending on it.
+/// If another stream sent the same bytes before that thread has let go, they could be acknowledged and their buffer given back.
+#[test]
+fn what_a_thread_is_sending_when_the_connection_fails_does_not_travel_again() {
+    let (conn, _theirs) = connected();
+    let (second, _other_end) = loopback::sockets();
+    conn.rejoined(1, 1, 0, None, second, Seal::Plain).expect("it is watched");
+    // SAFETY: the bytes outlive the call, which copies them; nobody profiles.
+    let posted = unsafe { conn.isend([7_u8; 8].as_ptr(), 8, 0, std::ptr::null_mut()) };
+    posted.expect("it lives").expect("a slot is free");
+    loopback::wait_until("the message does not leave", || conn.state().core.in_doubt(0));
+    let held = conn.streams[0].lock();
+    assert!(held.is_some(), "it is connected");
+    conn.fail_silently(Error::remote("a failure"));
+    conn.told_fenced(&crate::tcp::peer::fenced((0, 0, 0))).expect("it may be so");
+    assert!(conn.state().core.in_doubt(0), "it travels again");
+    drop(held);
+    conn.close();
+}
+
 /// What was asked over the last streams is lost with them, and the way of a stream may stay silent while others come back. Its
 /// chunks would stay in doubt for as long.
 #[test]
