@@ -17,7 +17,7 @@ use crate::os::ticks::Ticks;
 
 /// The first look comes when nothing has happened for so many nanoseconds. A worker that is awake has moved a chunk by then.
 /// With twice this, 27 of 405 all-reduces of 8 MiB on two GPUs took a millisecond longer than the median, with 60 µs 5 of 405,
-/// and without any look 52 of 360 (docs/performance.md, Workers that sleep).
+/// and without any look 52 of 360 (`docs/dev/decisions.md`).
 const SOON: u64 = 100_000;
 
 /// Further ones come at most so many nanoseconds apart.

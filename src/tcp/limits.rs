@@ -57,12 +57,12 @@ pub const BRIEF_MAX: u64 = 512 << 10;
 /// The smallest chunk of a split message in bytes. At 7 GB/s it takes about 5 µs on each side, against about 2 µs for the
 /// system calls around it. With twice that, all-reduces of 256 KiB, which are messages of 128 KiB, took 1.1 times as long.
 /// For so much a worker is woken, too, although that takes 5 to 50 µs: all-reduces of 256 KiB to 2 MiB took 1.05 to 1.2 times as
-/// long where each was to have 64 KiB, and 8 MiB 1.4 times with 256 KiB (docs/performance.md, Workers that sleep).
+/// long where each was to have 64 KiB, and 8 MiB 1.4 times with 256 KiB (`docs/dev/decisions.md`).
 pub const CHUNK_MIN: u64 = 32 << 10;
 
 /// Where the host takes much of the processors' time, half of a connection's streams for long messages are in use, if there are
 /// so many. Measured with twelve workers for each of two processes where the host took 4 to 22 %: all-reduces of 512 KiB take
-/// 0.84 of the time, of 2 MiB 0.70, of 8 MiB 0.83 (docs/performance.md).
+/// 0.84 of the time, of 2 MiB 0.70, of 8 MiB 0.83 (docs/dev/decisions.md).
 pub const SPARED_FROM: usize = 4;
 
 /// And if so many bytes at most are under way, the messages of such all-reduces. With longer rows it was not measured, and

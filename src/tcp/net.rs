@@ -117,7 +117,7 @@ pub struct Net {
 
 /// While the process has fewer extra streams than these, a new connection gets its own at once. Their handshakes, two threads
 /// that wake in turn, are otherwise done during NCCL's first operations: of the messages of the first 60 all-reduces of 512
-/// KiB NCCL's thread copied 30 to 47 %, because their connections had no further streams yet (two H100, docs/performance.md).
+/// KiB NCCL's thread copied 30 to 47 %, because their connections had no further streams yet (two H100, docs/dev/decisions.md).
 /// Later connections wait for a long message: an all-to-all among many ranks has them by the hundred, and most of them carry
 /// little.
 const EARLY_STREAMS: usize = 64;

@@ -2,7 +2,7 @@
 //!
 //! Whoever moves data on a path writes to that path's list only. One place for all pieces of a transfer, under one lock,
 //! was written by up to eight threads in turn, and took 2 to 4 % of an all-reduce; so did a lock for each list, which
-//! NCCL's thread took from its writer and gave back (docs/performance.md, "What profiling costs").
+//! NCCL's thread took from its writer and gave back (`docs/performance.md`).
 //!
 //! Of one list, notes come out in the order in which they were made. Between lists there is no order; so what does not
 //! concern a path has a list of its own, and says itself when it is to be looked at ([`Note::turn`]).

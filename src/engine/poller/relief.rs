@@ -12,7 +12,7 @@
 //!
 //! Measured on two H100 with 32 cores, 14 groups: all-reduces of 8 MiB to 512 MiB take 0.93 to 0.94 of the time with the same
 //! processor time for each byte, and the slowest tenth of the blocks of 512 KiB 234 µs and more instead of 319
-//! (docs/performance.md, Workers that do each other's work).
+//! (`docs/dev/decisions.md`).
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};

@@ -62,7 +62,8 @@ impl SendConn {
         let start = Instant::now();
         // A peer that has answered on this connection since is not silent any more.
         let silent = self.net.silences().since(&self.peer.label, start);
-        let since = silent.filter(|since| !watch::is_heard_since(*since, &self.streams, |io| &io.sock)).unwrap_or(start);
+        let since =
+            silent.filter(|since| !watch::is_heard_since(*since, &self.streams, |io| &io.sock)).unwrap_or(start);
         self.write_all((start + CLOSE_PATIENCE).min(since + CLOSE_MENDING));
         self.closing.store(true, Ordering::Release);
         let parting = self.part(start, since);
