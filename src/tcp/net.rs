@@ -436,6 +436,9 @@ impl Net {
 /// How long a closed connection's sockets wait for the peer to close its side.
 pub const FAREWELL: Duration = Duration::from_secs(5);
 
+/// How often such a socket is read each time, at most, 4 KiB at a time.
+const FAREWELL_READS: usize = 64;
+
 struct Farewell {
     sock: Sock,
     deadline: Instant,
@@ -458,7 +461,8 @@ impl Source for Goodbyes {
         let now = Instant::now();
         socks.retain(|Farewell { sock, deadline, .. }| {
             let mut sink = [0_u8; 4096];
-            loop {
+            // Not until the socket is empty: a peer that sends on would keep the control thread.
+            for _ in 0..FAREWELL_READS {
                 // SAFETY: the sink is ours.
                 let got = unsafe { wire::receive(sock.as_raw_fd(), Piece::of_mut(&mut sink)) };
                 match got.or_else(wire::look_again) {
@@ -467,6 +471,7 @@ impl Source for Goodbyes {
                     Ok(Some(_)) => {}
                 }
             }
+            now < *deadline
         });
         let again = (!socks.is_empty()).then(|| now + Duration::from_millis(5));
         Progress { moved: false, again }
@@ -540,4 +545,44 @@ fn label() -> String {
     unsafe { libc::gethostname(name.as_mut_ptr().cast(), name.len() - 1) };
     let end = name.iter().position(|byte| *byte == 0).unwrap_or(0);
     format!("{}:{}", String::from_utf8_lossy(&name[..end]), std::process::id())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::sync::atomic::AtomicBool;
+
+    use super::*;
+    use crate::tcp::loopback;
+
+    /// A peer that goes on sending must not keep the control thread, which serves all connections, nor its socket for ever.
+    #[test]
+    fn a_peer_that_sends_on_after_the_goodbye_keeps_nobody() {
+        let (ours, mut theirs) = loopback::sockets();
+        let deadline = Instant::now() + Duration::from_millis(200);
+        let goodbyes = Goodbyes { socks: Mutex::new(vec![Farewell { sock: ours, deadline, _cargo: None }]) };
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            // Until the socket is closed here.
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    if theirs.write_all(&[0; 64 << 10]).is_err() {
+                        break;
+                    }
+                }
+            });
+            let (told, hears) = std::sync::mpsc::channel();
+            let goodbyes = &goodbyes;
+            let polls = scope.spawn(move || {
+                while goodbyes.poll().again.is_some() {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                let _ = told.send(());
+            });
+            let ended = hears.recv_timeout(Duration::from_secs(20));
+            is_over.store(true, Ordering::Relaxed);
+            let _ = polls.join();
+            ended.expect("its deadline has passed");
+        });
+    }
 }

@@ -869,7 +869,9 @@ impl SendCore {
         let next = self.tags.peek(tag);
         // A clear-to-send for a message that was short enough to go without it has nothing left to say.
         if order >= next {
-            if order - next >= MAX_AHEAD || self.cleared.len() >= MAX_POSTED as usize {
+            // Said again after a stream was lost, it takes no further place.
+            let is_full = || self.cleared.len() >= MAX_POSTED as usize && !self.cleared.contains_key(&(tag, order));
+            if order - next >= MAX_AHEAD || is_full() {
                 return Err(Error::remote("the peer posted more receives than a connection can hold"));
             }
             self.cleared.insert((tag, order), capacity);
@@ -1022,6 +1024,19 @@ mod tests {
         }
         core.stream_up(0, 1);
         assert!(!send(&mut core, ACK_EVERY) && send(&mut core, LOOK_EVERY));
+    }
+
+    /// Streams that come back have all clear-to-sends said again, also when no more can be kept.
+    #[test]
+    fn a_clear_to_send_that_comes_twice_needs_no_further_place() {
+        let mut core = SendCore::new(true);
+        for order in 0..MAX_POSTED {
+            core.clear_to_send(0, order, 8).expect("there is room");
+        }
+        for order in [0, MAX_POSTED - 1] {
+            core.clear_to_send(0, order, 8).expect("it was said before");
+        }
+        core.clear_to_send(0, MAX_POSTED, 8).expect_err("one more than a connection can hold");
     }
 
     /// A path without a queue limit: bytes per µs, and µs from the last byte to its acknowledgement.
