@@ -9,6 +9,7 @@
 //! | [`handle`] | the opaque values that NCCL keeps as pointers |
 //! | [`table`] | what those values name, in memory that is never freed |
 //! | [`request`] | the request slab of one connection |
+//! | [`span`] | memory by its addresses |
 //! | [`doorbell`] | how a worker that sleeps hears of it |
 //! | [`poller`] | worker threads, readiness, kicks and ticks |
 //! | [`events`] | what a profiler is told of transfers |
@@ -23,4 +24,5 @@ pub mod events;
 pub mod handle;
 pub mod poller;
 pub mod request;
+pub mod span;
 pub mod table;

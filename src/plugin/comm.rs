@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::devices::PTR_HOST;
 use crate::engine::events;
+use crate::engine::span::Span;
 use crate::os::error::{Error, Result};
 #[cfg(feature = "rdma")]
 use crate::rdma::{adapter::Adapters, greeting::Listening, receiver::RdmaRecv, sender::RdmaSend};
@@ -79,6 +80,21 @@ impl Comm {
             _ if kind == PTR_HOST => Ok(()),
             _ => Err(Error::usage(format!("sockets reach host memory only, not memory of kind {kind}"))
                 .with_hint("the device's ptrSupport says NCCL_PTR_HOST")),
+        }
+    }
+
+    /// The host takes back memory: nobody touches it after this has returned.
+    pub fn withdraw(&self, memory: Span) {
+        match self {
+            Self::Send(conn) => conn.withdraw(memory),
+            Self::Recv(conn) => conn.withdraw(memory),
+            #[cfg(feature = "rdma")]
+            Self::RdmaSend(conn) => conn.withdraw(memory),
+            #[cfg(feature = "rdma")]
+            Self::RdmaRecv(conn) => conn.withdraw(memory),
+            Self::Listen(_) => {}
+            #[cfg(feature = "rdma")]
+            Self::RdmaListen(_) => {}
         }
     }
 

@@ -21,6 +21,7 @@ use super::process::{Process, process};
 use crate::abi::ffi;
 use crate::engine::handle::{Handle, Kind};
 use crate::engine::request::Ticket;
+use crate::engine::span::Span;
 #[cfg(feature = "rdma")]
 use crate::engine::table::Table;
 use crate::os::error::{Error, Result};
@@ -309,9 +310,8 @@ pub fn reg_mr(comm: usize, data: *mut c_void, size: usize, kind: i32) -> Result<
     if let Some(adapters) = process.comms.with(comm, |comm| comm.adapters().map(Option::<&_>::cloned))? {
         return process.register(&adapters, data.addr(), size, kind, None);
     }
-    let _ = (data, size);
     process.comms.with(comm, |comm| comm.check_memory_kind(kind))?;
-    Ok(process.next_registration())
+    Ok(process.spans.insert(Arc::new(Span::new(data.addr(), size)))?.encode())
 }
 
 /// Registers memory that is shared through a DMA-BUF descriptor.
@@ -329,7 +329,8 @@ pub fn reg_mr_dmabuf(comm: usize, data: *mut c_void, size: usize, kind: i32, off
     Err(Error::usage("sockets cannot use memory through DMA-BUF"))
 }
 
-/// Ends a registration.
+/// Ends a registration. After that nobody touches its memory: a connection with an outstanding request there ends first. On
+/// an abort NCCL frees its buffers between this and the close (`proxy.cc` and `transport/net.cc`, NCCL 2.30).
 ///
 /// # Errors
 /// When there is no such connection, or the registration is not one of ours.
@@ -338,23 +339,26 @@ pub fn dereg_mr(comm: usize, mr: usize) -> Result<()> {
     let owner = process.comms.get(comm)?;
     #[cfg(feature = "rdma")]
     if owner.adapters()?.is_some() {
-        return process.registered.remove(mr).map(drop);
+        let (start, end) = process.registered.remove(mr)?.range();
+        owner.withdraw(Span::new(start as usize, (end - start) as usize));
+        return Ok(());
     }
-    drop(owner);
-    Handle::decode(mr, Kind::Memory).map(drop)
+    owner.withdraw(*process.spans.remove(mr)?);
+    Ok(())
 }
 
-/// Starts a send; None for "not now".
+/// Starts a send; None for "not now". A connection that has failed accepts it, and [`test()`] says why, as NCCL's own transports
+/// do.
 ///
 /// # Errors
-/// When there is no such connection, or it has failed.
+/// When there is no such connection, or the message is longer than its receive.
 #[inline]
 pub fn isend(comm: usize, part: Part) -> Result<Option<usize>> {
     let process = process();
     process.comms.with(comm, |owner| {
         let ticket = match owner {
-            // SAFETY: NCCL leaves the buffer to the transport until `test` says done or the communicator is closed, and
-            // keeps the profiler's handle until then, or until it will not call again.
+            // SAFETY: NCCL leaves the buffer to the transport until `test` says done, its registration has ended or the
+            // communicator is closed, and keeps the profiler's handle until then, or until it will not call again.
             Comm::Send(conn) => unsafe { conn.isend(part.data, part.size, part.tag, part.profiler) }?,
             #[cfg(feature = "rdma")]
             Comm::RdmaSend(conn) => send_registered(conn, &part, &process.registered)?,
@@ -389,10 +393,11 @@ fn send_the_long_way(conn: &RdmaSend, part: &Part, registered: &Table<Registrati
     registered.with_shared(part.mr, |memory| send(Some((part.mr, memory))))
 }
 
-/// Starts a group of receives (1 to [`MAX_PARTS`]); None for "not now".
+/// Starts a group of receives (1 to [`MAX_PARTS`]); None for "not now". A connection that has failed accepts it, as [`isend`]
+/// does.
 ///
 /// # Errors
-/// When there is no such connection, or it has failed.
+/// When there is no such connection, or a message that is here already is longer than its receive.
 #[inline]
 pub fn irecv(comm: usize, parts: &[Part]) -> Result<Option<usize>> {
     process().comms.with(comm, |owner| {
@@ -409,8 +414,8 @@ pub fn irecv(comm: usize, parts: &[Part]) -> Result<Option<usize>> {
 /// Receives over sockets.
 #[inline]
 fn post(conn: &RecvConn, parts: &[Part]) -> Result<Option<Ticket>> {
-    // SAFETY: NCCL leaves the buffers to the transport until `test` says done or the communicator is closed, and keeps the
-    // profiler's handles until then, or until it will not call again.
+    // SAFETY: NCCL leaves the buffers to the transport until `test` says done, their registration has ended or the communicator
+    // is closed, and keeps the profiler's handles until then, or until it will not call again.
     let irecv = |posted: &[_], profilers: &[_]| unsafe { conn.irecv(posted, profilers) };
     if let [part] = parts {
         // Nearly every group: no arrays of eight to fill.

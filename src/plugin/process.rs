@@ -4,7 +4,7 @@
 //! the fork handler, and its parent's handles name nothing.
 
 use std::path::Path;
-use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::comm::Comm;
@@ -13,7 +13,8 @@ use super::devices::{self, Binding, MergePolicy, Plan, Table as Devices};
 use super::facade::InitArgs;
 use super::listener;
 use super::tuning::Scope;
-use crate::engine::handle::{Handle, Kind};
+use crate::engine::handle::Kind;
+use crate::engine::span::Span;
 use crate::engine::table::Table;
 use crate::os::config::{Backend, Complaint, Config, KeyFile};
 use crate::os::error::{Error, Result};
@@ -42,8 +43,10 @@ pub struct Process {
     /// Memory registered with RDMA devices.
     #[cfg(feature = "rdma")]
     pub registered: Table<Registration>,
+    /// Memory registered with connections over sockets. These need no registration; but when it ends, nobody may touch the
+    /// memory any more.
+    pub spans: Table<Span>,
     default_context: AtomicUsize,
-    registrations: AtomicU32,
     initialising: Mutex<()>,
 }
 
@@ -100,8 +103,8 @@ impl Process {
             rdma: OnceLock::new(),
             #[cfg(feature = "rdma")]
             registered: Table::new(Kind::Memory),
+            spans: Table::new(Kind::Memory),
             default_context: AtomicUsize::new(0),
-            registrations: AtomicU32::new(1),
             initialising: Mutex::new(()),
         }
     }
@@ -359,12 +362,6 @@ impl Process {
             channels: config.nccl_min_nchannels.is_none() && config.nccl_min_ctas.is_none(),
             without_table: config.nccl_algo.is_none() && config.nccl_proto.is_none(),
         })
-    }
-
-    /// A value for a memory registration, which sockets do not need.
-    pub fn next_registration(&self) -> usize {
-        let generation = self.registrations.fetch_add(1, Ordering::Relaxed);
-        Handle { kind: Kind::Memory, index: 0, slot: 0, generation }.encode()
     }
 }
 

@@ -375,18 +375,18 @@ impl Base {
     /// # Errors
     /// When the connection has failed, or the peer has left for good.
     #[inline]
-    pub fn verdict(&self) -> Result<()> {
+    pub fn verdict(&self, ticket: Ticket) -> Result<()> {
         // Asked in every `test` that finds nothing, so first whether anything is out of the ordinary at all.
         let is_ordinary = !self.health.is_failed()
             && !self.health.is_peer_done()
             && !self.has_flushed.load(Ordering::Acquire)
             && !self.mishap.is_any()
             && !self.adapters.iter().any(|adapter| adapter.is_dead());
-        if is_ordinary { Ok(()) } else { self.judge() }
+        if is_ordinary { Ok(()) } else { self.judge(ticket) }
     }
 
     #[cold]
-    fn judge(&self) -> Result<()> {
+    fn judge(&self, ticket: Ticket) -> Result<()> {
         self.health.check()?;
         if let Some(dead) = self.dead_adapter() {
             let what = format!("the RDMA device of {} failed", dead.name());
@@ -394,7 +394,11 @@ impl Base {
             return self.health.check();
         }
         if self.health.is_over() && self.control().ended.is_none_or(|ended| ended.elapsed() > AFTERMATH) {
-            self.health.fail(left_early(&self.peer));
+            // Another thread may have ended it after the caller polled it.
+            if self.requests.is_done(ticket) {
+                return Ok(());
+            }
+            self.leaves_early();
             return self.health.check();
         }
         // As with flushes: a completion that says more may be on its way.
@@ -430,8 +434,25 @@ impl Base {
         let tells = !self.is_closing() && error.tell_once();
         let is_first = self.health.fail_telling(error.clone(), || self.say(&words));
         if is_first && tells {
-            tracing::warn!(target: NET, "{} {} failed: {error}", self.doing, self.peer);
+            self.peer.warn_of(self.doing, &error);
         }
+    }
+
+    /// The peer has said goodbye, and something was still to come or to go.
+    pub(super) fn leaves_early(&self) {
+        self.fail(left_early(&self.peer));
+    }
+
+    /// The host took memory of an outstanding request back, as it does on an abort: nothing to warn of.
+    pub(super) fn was_withdrawn(&self) {
+        let error = if self.side == Side::Connecting {
+            Error::remote("the sending side took back memory with transfers in flight")
+        } else {
+            Error::remote("the receiving side took back memory with transfers in flight")
+        };
+        let error = error.with_peer(&self.peer);
+        let words = failure(&error);
+        self.health.fail_telling(error, || self.say(&words));
     }
 
     /// Says a frame, over this socket or the next one.

@@ -31,6 +31,7 @@ use crate::engine::counters::Counters;
 use crate::engine::events::{Chunk, MOST};
 use crate::engine::poller::{Progress, Source};
 use crate::engine::request::{Keys, MAX_PARTS, Outcome, SLOTS, Ticket};
+use crate::engine::span::Span;
 use crate::os::error::{Error, Result};
 use crate::os::net_event::SOMEWHERE;
 use crate::tcp::send_core::too_long;
@@ -205,27 +206,31 @@ impl RdmaRecv {
     /// Starts a group of receives, at most [`MAX_PARTS`]. `None`: not now.
     ///
     /// # Errors
-    /// When the connection has failed, or memory is not registered for it.
+    /// When memory is not registered for it.
     ///
     /// # Safety
-    /// The memory of every part must be writable, and used by nobody else until the request ends or the connection is
-    /// closed. `profilers` are NCCL's profiler handles of the parts, null or alive until `test` has told the end of the
-    /// request.
+    /// The memory of every part must be writable, and used by nobody else until the request ends, the memory is
+    /// withdrawn or the connection is closed. `profilers` are NCCL's profiler handles of the parts, null or alive until
+    /// `test` has told the end of the request.
     pub unsafe fn irecv(&self, parts: &mut [Option<Posted>], profilers: &[*mut c_void]) -> Result<Option<Ticket>> {
-        self.base.health.check()?;
         let count = parts.len();
         let mut state = self.state();
+        if self.base.health.is_failed() {
+            // As NCCL's own transports do: the call is accepted, and `test` says what is wrong.
+            return Ok(self.base.requests.take_with(&mut state.keys, count));
+        }
         let peer_is_done = self.base.health.is_peer_done();
         if peer_is_done || !state.has_room(count) {
             let pumped = self.pump(&mut state);
             if let Err(error) = pumped {
                 self.end(state, error);
-                return self.base.health.check().map(|()| None);
+                return Ok(self.base.requests.take_with(&mut self.state().keys, count));
             }
             // What it sent before its goodbye is here.
             if peer_is_done && !state.holds_all(parts) {
-                self.base.health.fail(crate::tcp::peer::left_early(&self.base.peer));
-                return self.base.health.check().map(|()| None);
+                drop(state);
+                self.base.leaves_early();
+                return Ok(self.base.requests.take_with(&mut self.state().keys, count));
             }
             if !state.has_room(count) {
                 return Ok(None);
@@ -315,11 +320,29 @@ impl RdmaRecv {
         {
             return Ok(Some(outcome));
         }
-        self.base.verdict().inspect_err(|_| {
-            self.quiesce();
-            self.base.abandon(ticket);
-        })?;
-        Ok(None)
+        let Err(error) = self.base.verdict(ticket) else { return Ok(None) };
+        // After this nobody ends a request: it is done, perhaps since it was polled, or never will be.
+        self.quiesce();
+        if let Some(outcome) = self.base.finish(ticket) {
+            return Ok(Some(outcome));
+        }
+        self.base.abandon(ticket);
+        Err(error)
+    }
+
+    /// The host takes back memory, as NCCL does on an abort before it closes the connection. When an outstanding request is to
+    /// fill some of it, or reads it back, the connection ends. Nobody touches the memory after this has returned.
+    pub fn withdraw(&self, memory: Span) {
+        let mut state = self.state();
+        let is_flushed = state.flush.as_ref().is_some_and(|flush| flush.reads(memory));
+        if !is_flushed && !state.receives.want(memory) {
+            return;
+        }
+        Self::drop_lanes(&mut state);
+        // Its pages must not stay pinned: other memory may get the same address, and would be taken for it.
+        state.receives.let_go();
+        drop(state);
+        self.base.was_withdrawn();
     }
 
     /// Ends the connection; with requests in flight it is an abort. No device and no thread touches NCCL's buffers after
@@ -738,16 +761,17 @@ impl RdmaRecv {
 
     /// The connection ends with a failure. First the lanes go, so that no device touches a buffer when it is told.
     #[cold]
-    fn end(&self, state: MutexGuard<'_, State>, error: Error) {
-        Self::drop_lanes(state);
+    fn end(&self, mut state: MutexGuard<'_, State>, error: Error) {
+        Self::drop_lanes(&mut state);
+        drop(state);
         self.base.fail(error);
     }
 
     fn quiesce(&self) {
-        Self::drop_lanes(self.state());
+        Self::drop_lanes(&mut self.state());
     }
 
-    fn drop_lanes(mut state: MutexGuard<'_, State>) {
+    fn drop_lanes(state: &mut State) {
         drop(state.flush.take());
         // In this order: queue pairs before the memory that is written through them.
         drop(state.fabric.take());

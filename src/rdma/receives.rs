@@ -9,6 +9,7 @@ use std::sync::Arc;
 use super::adapter::Registration;
 use super::line::{LINES, Line};
 use crate::engine::request::Ticket;
+use crate::engine::span::Span;
 use crate::os::error::{Error, Result};
 
 /// A part of a receive that has not ended.
@@ -180,6 +181,17 @@ impl Receives {
             order: slot.number as u16,
             number: self.written as u32,
         }
+    }
+
+    /// Whether a part that has not ended is to fill some of this memory.
+    pub fn want(&self, memory: Span) -> bool {
+        let span = |slot: &Slot| Span::new(slot.address as usize, slot.capacity as usize);
+        self.open.iter().any(|number| span(&self.slots[usize::from(*number)]).meets(memory))
+    }
+
+    /// No device reaches the memory of any part any more: it need not stay pinned.
+    pub fn let_go(&mut self) {
+        self.slots.iter_mut().for_each(|slot| slot.memory = None);
     }
 
     /// Slots in use that no line has announced, oldest first.

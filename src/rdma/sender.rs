@@ -45,6 +45,7 @@ use crate::engine::counters::Counters;
 use crate::engine::events::Chunk;
 use crate::engine::poller::{Progress, Source};
 use crate::engine::request::{Keys, Outcome, SLOTS, Ticket};
+use crate::engine::span::Span;
 use crate::os::error::{Error, Result};
 use crate::tcp::send_core::too_long;
 use crate::tcp::takeover::Side;
@@ -253,11 +254,12 @@ impl RdmaSend {
     /// Starts a send; `memory` comes with NCCL's handle of it. `None`: not now, all request slots are taken.
     ///
     /// # Errors
-    /// When the connection has failed, the memory is not registered for it, or the message is longer than its receive.
+    /// When the memory is not registered for it, or the message is longer than its receive.
     ///
     /// # Safety
-    /// `address` must be readable for `length` bytes, and stay so until the request ends or the connection is closed.
-    /// `profiler` is null or NCCL's profiler handle of this transfer, alive until `test` has told the end of it.
+    /// `address` must be readable for `length` bytes, and stay so until the request ends, the memory is withdrawn or the
+    /// connection is closed. `profiler` is null or NCCL's profiler handle of this transfer, alive until `test` has told the
+    /// end of it.
     pub unsafe fn isend(
         &self,
         address: u64,
@@ -266,10 +268,13 @@ impl RdmaSend {
         memory: Option<(usize, &Arc<Registration>)>,
         profiler: *mut c_void,
     ) -> Result<Option<Ticket>> {
-        self.base.health.check()?;
-        if self.base.health.is_peer_done() {
-            self.base.health.fail(crate::tcp::peer::left_early(&self.base.peer));
-            self.base.health.check()?;
+        // The completion of an earlier send may still be unread: then the connection fails when there can be none any more.
+        if self.base.health.is_peer_done() && self.base.requests.outstanding_of(&self.state().keys) == 0 {
+            self.base.leaves_early();
+        }
+        // As NCCL's own transports do: the call is accepted, and `test` says what is wrong.
+        if self.base.health.is_failed() || self.base.health.is_peer_done() {
+            return Ok(self.base.requests.take_with(&mut self.state().keys, 1));
         }
         let pinned;
         let mut known = None;
@@ -364,11 +369,30 @@ impl RdmaSend {
         {
             return Ok(Some(outcome));
         }
-        self.base.verdict().inspect_err(|_| {
-            self.quiesce();
-            self.base.abandon(ticket);
-        })?;
-        Ok(None)
+        let Err(error) = self.base.verdict(ticket) else { return Ok(None) };
+        // After this nobody ends a request: it is done, perhaps since it was polled, or never will be.
+        self.quiesce();
+        if let Some(outcome) = self.base.finish(ticket) {
+            return Ok(Some(outcome));
+        }
+        self.base.abandon(ticket);
+        Err(error)
+    }
+
+    /// The host takes back memory, as NCCL does on an abort before it closes the connection. When an outstanding request sends
+    /// from some of it, the connection ends. Nobody touches the memory after this has returned.
+    pub fn withdraw(&self, memory: Span) {
+        let mut state = self.state();
+        let reads = |message: &Message| Span::new(message.address as usize, message.length as usize).meets(memory);
+        if !state.messages.iter().any(|(_, message)| reads(message)) {
+            return;
+        }
+        let (fabric, ring) = (state.fabric.take(), state.ring.take());
+        drop((fabric, ring));
+        // Its pages must not stay pinned: other memory may get the same address, and would be taken for it.
+        state.messages.iter_mut().for_each(|(_, message)| message.memory = None);
+        drop(state);
+        self.base.was_withdrawn();
     }
 
     /// Ends the connection. With nothing outstanding all that was sent has been acknowledged by the receiver's device;

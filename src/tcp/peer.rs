@@ -9,6 +9,7 @@ use super::frame::{Header, MAX_CONTROL, Type};
 use super::limits::MAX_STREAMS;
 use super::wire::is_shortage;
 use crate::os::error::{Cause, Error};
+use crate::os::log;
 
 /// The other end, for messages.
 #[derive(Debug, Clone)]
@@ -17,6 +18,30 @@ pub struct Peer {
     pub label: String,
     /// Where the first stream comes from or goes to.
     pub address: SocketAddr,
+}
+
+impl Peer {
+    /// Tells the user that a connection with it failed, or NCCL's INFO alone when that is no news: a process that aborts or
+    /// dies ends all its connections, for which one warning will do. What was found or done wrong on this side is told each
+    /// time.
+    pub fn warn_of(&self, doing: &str, error: &Error) {
+        if !is_its_end(error) || log::once_per(&self.label).is_some() {
+            tracing::warn!(target: log::NET, "{doing} {self} failed: {error}");
+        } else {
+            tracing::info!(target: log::NET, "{doing} {self} failed: {error}");
+        }
+    }
+}
+
+/// How the errors begin that say that the peer has ended the connection, or its process has ended.
+const ITS_END: [&str; 3] = [
+    "the peer gave up the connection: ",
+    "the peer closed the connection before ",
+    "the peer's process ended without ",
+];
+
+fn is_its_end(error: &Error) -> bool {
+    error.cause() == Cause::Remote && ITS_END.iter().any(|begins| error.what().starts_with(begins))
 }
 
 impl std::fmt::Display for Peer {
@@ -46,11 +71,18 @@ impl Health {
     /// is kept before that: the peer answers at once, and its answer must not stand for the cause. Returns whether it is
     /// the first failure.
     pub fn fail_telling(&self, error: Error, tell: impl FnOnce()) -> bool {
+        /// Also when telling panics: the cause is kept, and every request must hear of it.
+        struct Failed<'a>(&'a AtomicBool);
+        impl Drop for Failed<'_> {
+            fn drop(&mut self) {
+                self.0.store(true, Ordering::Release);
+            }
+        }
         let first = self.error.set(error).is_ok();
+        let _failed = Failed(&self.failed);
         if !self.is_failed() {
             tell();
         }
-        self.failed.store(true, Ordering::Release);
         first
     }
 
@@ -243,5 +275,28 @@ mod tests {
         let cause = health.check().expect_err("it has failed").to_string();
         assert_eq!(cause, Error::remote("the cable is out").to_string());
         health.fail_telling(Error::remote("later"), || panic!("the peer was told before"));
+    }
+
+    /// Its own failure, with what to try, must not be lost behind a connection that the peer had given up just before.
+    #[test]
+    fn only_an_end_by_the_peer_is_no_news_the_second_time() {
+        let peer = Peer { label: "host:1".to_owned(), address: ([127, 0, 0, 1], 1).into() };
+        let told = |cause| told_by_peer(cause_code(cause), b"transfers in flight");
+        let ends = [told(Cause::Remote), left_early(&peer), lost(&io::ErrorKind::UnexpectedEof.into())];
+        assert!(ends.iter().all(is_its_end));
+        let own =
+            [told(Cause::Usage), Error::remote("data arrived damaged"), lost(&io::ErrorKind::ConnectionReset.into())];
+        assert!(!own.iter().any(is_its_end));
+    }
+
+    /// Requests would be "not yet" for ever.
+    #[test]
+    fn a_panic_while_the_peer_is_told_leaves_the_connection_failed() {
+        let health = Health::default();
+        let telling = std::panic::AssertUnwindSafe(|| {
+            health.fail_telling(Error::remote("the cable is out"), || panic!("a defect"));
+        });
+        assert!(std::panic::catch_unwind(telling).is_err());
+        assert!(health.check().expect_err("it has failed").to_string().contains("the cable is out"));
     }
 }

@@ -42,6 +42,7 @@ use crate::engine::counters::Counters;
 use crate::engine::events::{Chunk, Events};
 use crate::engine::poller::{HOT, HOT_BETWEEN, Interest, Progress, Registration, Source};
 use crate::engine::request::{MAX_PARTS, Outcome, RequestSlots, SLOTS, Ticket};
+use crate::engine::span::Span;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
 
@@ -65,13 +66,17 @@ struct Target {
     data: *mut u8,
 }
 
+/// The buffer of a part whose request is outstanding; none for the others.
+type Wanted = Option<(Target, usize)>;
+
 // SAFETY: the address of a posted buffer, which is the transport's until its request ends (rule 3 of the design).
 unsafe impl Send for Target {}
 
 struct State {
     core: RecvCore,
-    /// Where each part of each request slot wants its bytes.
-    targets: Vec<[Target; MAX_PARTS]>,
+    /// Where each part of each request slot wants its bytes, and how many fit there. None from the part's end on: nobody
+    /// touches it then.
+    targets: Vec<[Wanted; MAX_PARTS]>,
     /// What has come of messages that a profiler is told of when all has, and since when: of few at a time.
     joined: Vec<(Part, Chunk, Ticks)>,
     /// Buffers of early messages, by staging key: each an allocation of its own, whose address stays while others come and go.
@@ -260,7 +265,7 @@ impl RecvConn {
             peer,
             state: Mutex::new(State {
                 core: RecvCore::default(),
-                targets: vec![[Target { data: std::ptr::null_mut() }; MAX_PARTS]; SLOTS],
+                targets: vec![[None; MAX_PARTS]; SLOTS],
                 joined: Vec::new(),
                 stages: Vec::new(),
                 stage_heads: Vec::new(),
@@ -382,13 +387,17 @@ impl RecvConn {
     /// Starts a grouped receive; each part is buffer, capacity in bytes and tag. `None`: not now.
     ///
     /// # Errors
-    /// When the connection has failed, or a message that is here already is longer than its receive.
+    /// When a message that is here already is longer than its receive.
     ///
     /// # Safety
-    /// Every buffer must be writable for its capacity until the request ends or the connection is closed. `profilers`
-    /// are NCCL's profiler handles of the parts, null or alive until `test` has told the end of the request.
+    /// Every buffer must be writable for its capacity until the request ends, the memory is withdrawn or the connection is
+    /// closed. `profilers` are NCCL's profiler handles of the parts, null or alive until `test` has told the end of the
+    /// request.
     pub unsafe fn irecv(&self, parts: &[(*mut u8, usize, i32)], profilers: &[*mut c_void]) -> Result<Option<Ticket>> {
-        self.health.check()?;
+        if self.health.is_failed() {
+            // As NCCL's own transports do: the call is accepted, and `test` says what is wrong.
+            return Ok(self.requests.take(parts.len()));
+        }
         let Some(ticket) = self.requests.take(parts.len()) else { return Ok(None) };
         for (part, profiler) in profilers.iter().enumerate() {
             self.events.follow(ticket.slot, part, *profiler);
@@ -404,7 +413,7 @@ impl RecvConn {
             }
             parts.iter().enumerate().try_for_each(|(part, &(data, capacity, tag))| {
                 let to = Part { slot: ticket.slot, part: part as u8 };
-                state.targets[ticket.slot as usize][part] = Target { data };
+                state.targets[ticket.slot as usize][part] = Some((Target { data }, capacity));
                 match state.core.post(tag, capacity as u64, to)? {
                     Posted::Waits => {}
                     Posted::Announce(header) => {
@@ -467,27 +476,52 @@ impl RecvConn {
         Ok(unsafe { self.events.finish(&self.requests, ticket) })
     }
 
-    /// A request is not done. Fails if it can no longer become so.
+    /// A request was not done when it was polled. Fails if it can no longer become so.
     #[inline]
     fn not_yet(&self, ticket: Ticket) -> Result<Option<Outcome>> {
-        self.verdict().inspect_err(|_| {
-            self.quiesce();
-            // SAFETY: as above.
-            unsafe { self.events.abandon(ticket.slot) };
-            self.requests.abandon(ticket);
-        })?;
-        Ok(None)
+        if self.health.is_failed() || self.health.is_over() { self.at_the_end(ticket) } else { Ok(None) }
     }
 
-    /// Whether a request that is not done can still become so.
-    #[inline]
-    fn verdict(&self) -> Result<()> {
-        self.health.check()?;
-        if self.health.is_over() && !self.is_mending() {
-            self.health.fail(left_early(&self.peer));
-            return self.health.check();
+    /// The connection has failed or is over. The request is polled again, since another thread may have ended it after it was
+    /// polled and before the end of the connection was seen.
+    #[cold]
+    fn at_the_end(&self, ticket: Ticket) -> Result<Option<Outcome>> {
+        // SAFETY: NCCL's thread, which has not been told the end of any request that is outstanding.
+        let finish = || unsafe { self.events.finish(&self.requests, ticket) };
+        if !self.health.is_failed() {
+            // With the state locked, under which parts end: no thread is between two of them.
+            let is_done = {
+                let _state = self.state();
+                self.requests.is_done(ticket)
+            };
+            // A connection that is merely over goes on for what came early and is posted late.
+            if is_done || self.is_mending() {
+                return Ok(finish());
+            }
+            self.fail_silently(left_early(&self.peer));
         }
-        Ok(())
+        // After this no thread touches a buffer: the request is done, or never will be.
+        self.quiesce();
+        if let Some(outcome) = finish() {
+            return Ok(Some(outcome));
+        }
+        // SAFETY: as above.
+        unsafe { self.events.abandon(ticket.slot) };
+        self.requests.abandon(ticket);
+        self.health.check().map(|()| None)
+    }
+
+    /// The host takes back memory, as NCCL does on an abort before it closes the connection. When an outstanding request is to
+    /// fill some of it, the connection ends. Nobody touches the memory after this has returned. Without such a request it
+    /// waits for no thread that moves data.
+    pub fn withdraw(&self, memory: Span) {
+        let wants = |(to, capacity): &(Target, usize)| Span::new(to.data.addr(), *capacity).meets(memory);
+        let is_wanted = self.state().targets.iter().flatten().flatten().any(wants);
+        if is_wanted {
+            let error = Error::remote("the receiving side took back memory with transfers in flight");
+            self.health.fail_telling(error.clone(), || self.tell_failure(&error));
+            self.quiesce();
+        }
     }
 
     /// Whether the sender has said how many messages there were, and all have come.
@@ -533,7 +567,7 @@ impl RecvConn {
 
     fn failed(&self, is_first: bool, error: &Error) {
         if is_first && !self.closing.load(Ordering::Acquire) && error.tell_once() {
-            tracing::warn!(target: crate::os::log::NET, "receiving from {} failed: {error}", self.peer);
+            self.peer.warn_of("receiving from", error);
         }
     }
 

@@ -47,6 +47,7 @@ use crate::engine::counters::Counters;
 use crate::engine::events::{self, Events};
 use crate::engine::poller::{HOT, HOT_BETWEEN, Interest, Progress, Registration, Source};
 use crate::engine::request::{Outcome, RequestSlots, Ticket};
+use crate::engine::span::Span;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
 
@@ -390,11 +391,11 @@ impl SendConn {
     /// Starts a send. `None`: not now, all request slots are taken.
     ///
     /// # Errors
-    /// When the connection has failed, or the message is longer than its receive.
+    /// When the message is longer than its receive.
     ///
     /// # Safety
-    /// `data` must be readable for `length` bytes until the request ends or the connection is closed. `profiler` is
-    /// null or NCCL's profiler handle of this transfer, alive until `test` has told the end of it.
+    /// `data` must be readable for `length` bytes until the request ends, the memory is withdrawn or the connection is closed.
+    /// `profiler` is null or NCCL's profiler handle of this transfer, alive until `test` has told the end of it.
     pub unsafe fn isend(
         &self,
         data: *const u8,
@@ -402,11 +403,14 @@ impl SendConn {
         tag: i32,
         profiler: *mut c_void,
     ) -> Result<Option<Ticket>> {
-        self.health.check()?;
-        // A receiver that has said goodbye takes nothing any more; a short send would be done all the same.
-        if self.health.is_peer_done() {
-            self.health.fail(left_early(&self.peer));
-            self.health.check()?;
+        // A receiver that has said goodbye takes nothing any more; a short send would be done all the same. The acknowledgement
+        // of an earlier send may still be unread: then the connection fails when its streams have ended, not before.
+        if self.health.is_peer_done() && self.requests.outstanding() == 0 {
+            self.fail_silently(left_early(&self.peer));
+        }
+        // As NCCL's own transports do: the call is accepted, and `test` says what is wrong.
+        if self.health.is_failed() || self.health.is_peer_done() {
+            return Ok(self.requests.take(1));
         }
         let Some(ticket) = self.requests.take(1) else { return Ok(None) };
         if length as u64 > INLINE_MAX {
@@ -572,16 +576,59 @@ impl SendConn {
             self.help.ended();
             return Ok(Some(outcome));
         }
-        self.verdict().inspect_err(|_| {
-            self.quiesce();
-            // SAFETY: as above.
-            unsafe { self.events.abandon(ticket.slot) };
-            self.requests.abandon(ticket);
-        })?;
+        self.not_yet(ticket)
+    }
+
+    /// A request was not done when it was polled. Fails if it can no longer become so.
+    fn not_yet(&self, ticket: Ticket) -> Result<Option<Outcome>> {
+        if self.health.is_failed() || self.health.is_over() {
+            return self.at_the_end(ticket);
+        }
         if self.stalled.load(Ordering::Relaxed) {
             self.ask_receiver();
         }
         Ok(None)
+    }
+
+    /// The connection has failed or is over. The request is polled again, since another thread may have ended it after it was
+    /// polled and before the end of the connection was seen.
+    #[cold]
+    fn at_the_end(&self, ticket: Ticket) -> Result<Option<Outcome>> {
+        // SAFETY: NCCL's thread, which has not been told the end of any request that is outstanding.
+        let finish = || unsafe { self.events.finish(&self.requests, ticket) };
+        if !self.health.is_failed() {
+            self.settle();
+            if let Some(outcome) = finish() {
+                return Ok(Some(outcome));
+            }
+            self.fail_silently(left_early(&self.peer));
+        }
+        // After this no thread touches a buffer: the request is done, or never will be.
+        self.quiesce();
+        if let Some(outcome) = finish() {
+            return Ok(Some(outcome));
+        }
+        // SAFETY: as above.
+        unsafe { self.events.abandon(ticket.slot) };
+        self.requests.abandon(ticket);
+        self.health.check().map(|()| None)
+    }
+
+    /// The host takes back memory, as NCCL does on an abort before it closes the connection. When an outstanding request sends
+    /// from some of it, the connection ends. Nobody touches the memory after this has returned. Without such a request it
+    /// waits for no thread that moves data.
+    pub fn withdraw(&self, memory: Span) {
+        // What was copied is sent from the copy, and from an ended request nobody reads.
+        let reads = |payload: &Payload| {
+            let span = Span::new(payload.data.addr(), payload.length as usize);
+            payload.ticket.is_some() && payload.replay.is_none() && span.meets(memory)
+        };
+        let is_wanted = self.state().payloads.iter().flatten().any(reads);
+        if is_wanted {
+            let error = Error::remote("the sending side took back memory with transfers in flight");
+            self.health.fail_telling(error.clone(), || self.tell_failure(&error));
+            self.quiesce();
+        }
     }
 
     /// Asks the receiver about messages that have waited a while. Receives of short messages are not announced, so
@@ -616,28 +663,16 @@ impl SendConn {
         (0..MAX_STREAMS).find(|index| state.core.is_live(*index)).unwrap_or(0)
     }
 
-    /// Whether a request that is not done can still become so.
-    fn verdict(&self) -> Result<()> {
-        self.health.check()?;
-        if self.health.is_over() && !self.settle() {
-            self.health.fail(left_early(&self.peer));
-            return self.health.check();
-        }
-        Ok(())
-    }
-
     /// The peer has left, and no stream does. If it said that it had received everything, what was lost are its
     /// acknowledgements only: then every request is done.
     #[cold]
-    fn settle(&self) -> bool {
+    fn settle(&self) {
         let mut state = self.state();
         let State { core, payloads, done, copies, .. } = &mut *state;
-        if !self.health.has_peer_received(core.next_number()) {
-            return false;
+        if self.health.has_peer_received(core.next_number()) {
+            core.all_received(done);
+            self.end_messages(payloads, copies, done);
         }
-        core.all_received(done);
-        self.end_messages(payloads, copies, done);
-        true
     }
 
     /// The receiver has closed the connection, and says so to a stream that wanted to come back.
@@ -683,7 +718,7 @@ impl SendConn {
 
     fn failed(&self, is_first: bool, error: &Error) {
         if is_first && !self.closing.load(Ordering::Acquire) && error.tell_once() {
-            tracing::warn!(target: crate::os::log::NET, "sending to {} failed: {error}", self.peer);
+            self.peer.warn_of("sending to", error);
         }
     }
 

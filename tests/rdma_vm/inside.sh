@@ -44,6 +44,7 @@ row1() {
     newest net_ordering
     # Without what is about several streams.
     newest net_placement --skip several_streams
+    newest net_deregister
     newest net_fork
     # Without strangers at the door, whom TCP's handshake turns away before RDMA has its turn.
     newest net_hostile handle device_that null_pointers empty_message second_test longer_than finalized wrong_secret

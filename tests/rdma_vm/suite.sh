@@ -28,7 +28,7 @@ done
 [ $# = 0 ] || shift
 
 # What the library's tests and the wanted test programs are called; Cargo tells as it builds them.
-wanted=(rdma_net rdma_mend rdma_vanish rdma_faults rdma_events rdma_attributes net_events net_lifecycle net_versions net_ordering net_placement net_fork net_hostile net_clock)
+wanted=(rdma_net rdma_mend rdma_vanish rdma_faults rdma_events rdma_attributes net_events net_lifecycle net_versions net_ordering net_placement net_deregister net_fork net_hostile net_clock)
 built=$(cd "$project" && cargo test --locked --lib "${wanted[@]/#/--test=}" --no-run --message-format=json |
     sed -n '/"profile":{[^}]*"test":true/s/.*"name":"\([^"]*\)".*"executable":"\([^"]*\)".*/\1=\2/p')
 declare -A program

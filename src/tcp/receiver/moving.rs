@@ -228,9 +228,9 @@ impl RecvConn {
                 if self.events.hears() {
                     *followed = Some(Followed { part, chunk: told(header, index), began: None });
                 }
-                let base = state.targets[part.slot as usize][part.part as usize].data;
+                let (to, _) = state.targets[part.slot as usize][part.part as usize].expect("its part is outstanding");
                 // SAFETY: the core has checked that the chunk fits the posted buffer.
-                Ok(Target { data: unsafe { base.add(offset as usize) } })
+                Ok(Target { data: unsafe { to.data.add(offset as usize) } })
             }
             Place::Staged(stage) => {
                 Counters::count(&self.counters.early, 1);
@@ -284,7 +284,7 @@ impl RecvConn {
                     let (_, all, began) = state.joined.swap_remove(place);
                     self.events.chunk_over(&self.requests, part.slot, usize::from(part.part), &all, began);
                 }
-                self.complete(part, total);
+                self.complete(state, part, total);
             }
             End::Unstage(stage, part, total) => self.unstage(state, stage, part, total),
         }
@@ -293,9 +293,9 @@ impl RecvConn {
 
     pub(super) fn unstage(&self, state: &mut State, stage: StageKey, part: Part, total: u64) {
         let buffer = state.stages[stage].take().expect("a staged message has its buffer");
-        let to = state.targets[part.slot as usize][part.part as usize].data;
+        let (to, _) = state.targets[part.slot as usize][part.part as usize].expect("its part is outstanding");
         // SAFETY: the core has checked that the message fits the posted buffer, and the two are different memory.
-        unsafe { wire::copy_ascending(buffer.as_ptr(), to, total as usize) };
+        unsafe { wire::copy_ascending(buffer.as_ptr(), to.data, total as usize) };
         self.net.copies.give_back(buffer);
         let (index, head) = state.stage_heads[stage];
         state.core.unstaged(head.tag, stage);
@@ -303,12 +303,12 @@ impl RecvConn {
             // It arrived before its request was made: all that can be told is that it is here.
             self.events.chunk_begins(part.slot, usize::from(part.part), &told(&head, index));
         }
-        self.complete(part, total);
+        self.complete(state, part, total);
     }
 
-    /// Called with the state locked.
     #[inline]
-    fn complete(&self, part: Part, total: u64) {
+    fn complete(&self, state: &mut State, part: Part, total: u64) {
+        state.targets[part.slot as usize][part.part as usize] = None;
         Counters::count(&self.counters.messages, 1);
         Counters::count(&self.completed, 1);
         self.requests.complete_part(part.slot, usize::from(part.part), total);

@@ -122,3 +122,44 @@ fn what_a_worker_does_not_come_to_is_received_by_the_thread_that_asks() {
     assert!(target == bytes);
     conn.close();
 }
+
+/// The last message before a communicator is destroyed. The thread that polls finds its receive not done and loses the
+/// processor; meanwhile a worker places the last byte and the sender closes in order. Then the poll goes on.
+#[test]
+fn a_receive_that_became_whole_while_its_poll_was_held_up_is_done() {
+    for parts in [1, MAX_PARTS] {
+        let conn = RecvConn::new(loopback::net(Config::default()), loopback::link(&loopback::deaf()), loopback::peer());
+        let mut theirs = join(&conn, 0);
+        let mut targets = vec![[0_u8; 8]; parts];
+        let posts: Vec<_> = targets.iter_mut().map(|to| (to.as_mut_ptr(), 8, 0)).collect();
+        // SAFETY: the targets live until the request is done, and nobody profiles.
+        let posted = unsafe { conn.irecv(&posts, &vec![std::ptr::null_mut(); parts]) };
+        let ticket = posted.expect("it lives").expect("a slot is free");
+        assert!(!conn.requests.is_done(ticket), "what the poll has seen");
+        for number in 0..=parts as u64 {
+            let data = Header {
+                flags: EAGER,
+                length: 8,
+                total: 8,
+                message: number,
+                order: number,
+                ..Header::of(Type::Data, 0)
+            };
+            theirs.write_all(&[&data.encode()[..], &[7; 8]].concat()).expect("it lives");
+        }
+        let goodbye = Header { total: parts as u64 + 2, ..Header::of(Type::Bye, 0) };
+        theirs.write_all(&goodbye.encode()).expect("it lives");
+        drop(theirs);
+        loopback::wait_until("the end is not heard", || conn.health.is_over());
+        let outcome = conn.not_yet(ticket).expect("all of it is here").expect("it is done");
+        assert_eq!((outcome.parts, outcome.sizes[parts - 1]), (parts, 8));
+        assert!(targets.iter().all(|target| *target == [7; 8]));
+        // Nor is what came early lost to a receive that is posted after the end.
+        let mut late = [0_u8; 8];
+        // SAFETY: as above.
+        let posted = unsafe { conn.irecv(&[(late.as_mut_ptr(), 8, 0)], &[std::ptr::null_mut()]) };
+        let ticket = posted.expect("its message is here").expect("a slot is free");
+        assert!(conn.test(ticket).expect("its message is here").is_some());
+        conn.close();
+    }
+}

@@ -280,3 +280,77 @@ fn what_a_worker_does_not_come_to_is_sent_by_the_thread_that_asks() {
     });
     conn.close();
 }
+
+/// The thread that polls finds its send not done and loses the processor; meanwhile a worker takes in the acknowledgement,
+/// and the receiver, which wants no more, closes in order. Then the poll goes on.
+#[test]
+fn a_send_that_was_acknowledged_while_its_poll_was_held_up_is_done() {
+    let (conn, mut theirs) = connected();
+    let bytes = vec![7_u8; 1 << 20];
+    let post = || {
+        // SAFETY: the bytes outlive the connection, and nobody profiles.
+        let posted = unsafe { conn.isend(bytes.as_ptr(), bytes.len(), 0, std::ptr::null_mut()) };
+        posted.expect("it lives").expect("a slot is free")
+    };
+    let (first, second) = (post(), post());
+    let clear = Header { total: 1 << 20, ..Header::of(Type::Clear, 0) };
+    theirs.write_all(&clear.encode()).expect("it lives");
+    // The whole of the first message, however it is cut.
+    let (mut got, mut frames) = (0, 0);
+    std::thread::scope(|scope| {
+        let asks = scope.spawn(|| loopback::wait_until("it does not leave", || !conn.state().core.has_ready()));
+        let mut header = [0; HEADER];
+        while got < 1 << 20 {
+            theirs.read_exact(&mut header).expect("a frame");
+            let header = Header::decode(&header).expect("a frame");
+            theirs.read_exact(&mut vec![0; header.length as usize]).expect("its payload");
+            if header.kind == Type::Data {
+                (got, frames) = (got + header.length, frames + 1);
+            }
+            conn.run(0, READ | WRITE);
+        }
+        asks.join().expect("it leaves");
+    });
+    assert!(!conn.requests.is_done(first), "what the poll has seen");
+    let acknowledged = Header { offset: frames, ..Header::of(Type::Ack, 0) };
+    // It received one of the two.
+    let goodbye = Header { total: 2, ..Header::of(Type::Bye, 0) };
+    theirs.write_all(&[acknowledged.encode(), goodbye.encode()].concat()).expect("it lives");
+    drop(theirs);
+    loopback::wait_until("the end is not heard", || conn.health.is_over());
+    let outcome = conn.not_yet(first).expect("the receiver has it").expect("it is done");
+    assert_eq!(outcome.sizes[0], 1 << 20);
+    conn.test(second).expect_err("the receiver does not have that");
+    conn.close();
+}
+
+/// The receiver has everything and closes in order; its last acknowledgement is unread, or lost with its stream. A send that
+/// is posted just then is one too many: it fails, and the one before it does not.
+#[test]
+fn a_send_after_the_goodbye_leaves_an_earlier_one_its_end() {
+    let (conn, mut theirs) = connected();
+    let bytes = vec![7_u8; 1 << 20];
+    let post = |length| {
+        // SAFETY: the bytes outlive the connection, and nobody profiles.
+        let posted = unsafe { conn.isend(bytes.as_ptr(), length, 0, std::ptr::null_mut()) };
+        posted.expect("the call is accepted").expect("a slot is free")
+    };
+    let first = post(bytes.len());
+    // It received the one message there is.
+    let goodbye = Header { total: 2, ..Header::of(Type::Bye, 0) };
+    theirs.write_all(&goodbye.encode()).expect("it lives");
+    loopback::wait_until("the goodbye is not heard", || {
+        conn.run(0, READ);
+        conn.health.is_peer_done()
+    });
+    let late = post(8);
+    assert!(conn.test(late).expect("its streams may say more").is_none());
+    drop(theirs);
+    loopback::wait_until("the end is not heard", || {
+        conn.run(0, READ);
+        conn.health.is_over()
+    });
+    assert_eq!(conn.test(first).expect("the receiver has it").expect("it is done").sizes[0], 1 << 20);
+    conn.test(late).expect_err("the receiver takes nothing any more");
+    conn.close();
+}

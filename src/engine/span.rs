@@ -1,0 +1,41 @@
+//! A range of memory by its addresses: what a registration covers, and what a request reads or fills.
+
+/// Bytes of memory. Never followed, only compared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Span {
+    start: usize,
+    bytes: usize,
+}
+
+impl Span {
+    /// `bytes` bytes from `start` on.
+    #[inline]
+    pub fn new(start: usize, bytes: usize) -> Self {
+        Self { start, bytes }
+    }
+
+    /// Whether the two have a byte in common.
+    pub fn meets(self, other: Self) -> bool {
+        let reaches = |a: Self, b: Self| a.start <= b.start && b.start - a.start < a.bytes;
+        self.bytes > 0 && other.bytes > 0 && (reaches(self, other) || reaches(other, self))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_ranges_with_a_common_byte_meet() {
+        let meets = |a: (usize, usize), b: (usize, usize)| {
+            let (a, b) = (Span::new(a.0, a.1), Span::new(b.0, b.1));
+            assert_eq!(a.meets(b), b.meets(a), "{a:?} {b:?}");
+            a.meets(b)
+        };
+        assert!(meets((100, 10), (109, 1)) && meets((100, 10), (90, 11)) && meets((100, 10), (0, 1000)));
+        assert!(!meets((100, 10), (110, 5)) && !meets((100, 10), (90, 10)));
+        // Nothing is touched for no bytes, wherever they are; and a range may end with the address space.
+        assert!(!meets((100, 0), (0, 1000)) && !meets((0, 0), (0, 0)));
+        assert!(meets((usize::MAX - 9, 10), (usize::MAX, 1)) && !meets((usize::MAX - 9, 10), (0, 10)));
+    }
+}
