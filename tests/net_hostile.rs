@@ -550,8 +550,6 @@ fn null_pointers_are_argument_errors_at_every_entry() {
             ("accept into none", raw::accept(table, listener.raw(), null_mut())),
             ("regMr on none", raw::reg_mr(table, good, 1, &raw mut place)),
             ("regMr into none", raw::reg_mr(table, raw::Arguments { comm: send, ..good }, 1, null_mut())),
-            ("deregMr on none", raw::dereg_mr(table, null_mut(), null_mut())),
-            ("deregMr of none", raw::dereg_mr(table, send, null_mut())),
             ("isend on none", raw::isend(table, good)),
             ("isend of nothing", raw::isend(table, raw::Arguments { comm: send, data: null_mut(), ..good })),
             ("isend into none", raw::isend(table, raw::Arguments { comm: send, request: null_mut(), ..good })),

@@ -67,6 +67,27 @@ fn ports_are_devices_whose_registrations_hold_for_all_connections() {
     assert!(target.bytes() == pattern(1, 5000));
 }
 
+/// NCCL rounds registrations to pages, so two of one connection may overlap. The end of one ended the connection with the other
+/// in use.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_registration_that_ends_leaves_requests_with_an_overlapping_one_alone() {
+    let _watchdog = watchdog(60);
+    let context = context(ApiVersion::V12);
+    let pair = Pair::connect(&context, 0).expect("a connection");
+    let (source, target) = (Memory::of(pattern(1, 100_000)), Memory::new(100_000));
+    let (from, gone) = (pair.send.register(&source).expect("regMr"), pair.send.register(&source).expect("regMr"));
+    let (to, lost) = (pair.recv.register(&target).expect("regMr"), pair.recv.register(&target).expect("regMr"));
+    // SAFETY: the memory lives until the requests ended.
+    let sent = unsafe { pair.send.post(Part::all(&source, Some(&from))) }.expect("isend");
+    drop(gone);
+    // SAFETY: as above.
+    let posted = unsafe { pair.recv.post(&[Part::all(&target, Some(&to))]) }.expect("irecv");
+    drop(lost);
+    pair.finish(posted, &[sent]).expect("a transfer");
+    assert!(target.bytes() == pattern(1, 100_000));
+}
+
 /// Every way in which ports and queue pairs share a message: fused ports on both sides, on one, on none.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]

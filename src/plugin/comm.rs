@@ -7,6 +7,8 @@ use crate::engine::events;
 use crate::engine::span::Span;
 use crate::os::error::{Error, Result};
 #[cfg(feature = "rdma")]
+use crate::rdma::adapter::Registration;
+#[cfg(feature = "rdma")]
 use crate::rdma::{adapter::Adapters, greeting::Listening, receiver::RdmaRecv, sender::RdmaSend};
 use crate::tcp::acceptor::Listener;
 use crate::tcp::net::Net;
@@ -83,18 +85,24 @@ impl Comm {
         }
     }
 
-    /// The host takes back memory: nobody touches it after this has returned.
+    /// The host takes back memory: no thread touches it after this has returned. NCCL's registrations of host memory for one
+    /// connection do not overlap, so over TCP the address tells which requests that concerns.
     pub fn withdraw(&self, memory: Span) {
         match self {
             Self::Send(conn) => conn.withdraw(memory),
             Self::Recv(conn) => conn.withdraw(memory),
-            #[cfg(feature = "rdma")]
+            _ => {}
+        }
+    }
+
+    /// The same of a registration with RDMA devices. Registrations may overlap there, since NCCL rounds them to pages: only
+    /// requests that were posted with this one are concerned.
+    #[cfg(feature = "rdma")]
+    pub fn withdraw_registration(&self, memory: &Arc<Registration>) {
+        match self {
             Self::RdmaSend(conn) => conn.withdraw(memory),
-            #[cfg(feature = "rdma")]
             Self::RdmaRecv(conn) => conn.withdraw(memory),
-            Self::Listen(_) => {}
-            #[cfg(feature = "rdma")]
-            Self::RdmaListen(_) => {}
+            _ => {}
         }
     }
 

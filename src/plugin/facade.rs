@@ -339,8 +339,7 @@ pub fn dereg_mr(comm: usize, mr: usize) -> Result<()> {
     let owner = process.comms.get(comm)?;
     #[cfg(feature = "rdma")]
     if owner.adapters()?.is_some() {
-        let (start, end) = process.registered.remove(mr)?.range();
-        owner.withdraw(Span::new(start as usize, (end - start) as usize));
+        owner.withdraw_registration(&process.registered.remove(mr)?);
         return Ok(());
     }
     owner.withdraw(*process.spans.remove(mr)?);

@@ -24,7 +24,6 @@ use super::line::MAX_DEVICES;
 use super::trouble::{Doing, explain, is_of_the_way};
 use super::verbs::{Local, MemoryRegion, Remote, Timeouts, Work};
 use crate::engine::request::SLOTS;
-use crate::engine::span::Span;
 use crate::os::config::Config;
 use crate::os::error::{Error, Result};
 use crate::os::log::NET;
@@ -233,9 +232,9 @@ impl Flush {
         self.ports.iter().enumerate().filter(is_needed).fold(0, |ports, (place, _)| ports | 1 << place)
     }
 
-    /// Whether a flush that has not ended reads some of this memory.
-    pub fn reads(&self, memory: Span) -> bool {
-        self.left.iter().any(|left| left.memory.is_some() && Span::new(left.address as usize, 1).meets(memory))
+    /// Whether a flush that has not ended was posted with this registration.
+    pub fn reads(&self, memory: &Arc<Registration>) -> bool {
+        self.left.iter().any(|left| left.memory.as_ref().is_some_and(|held| Arc::ptr_eq(held, memory)))
     }
 
     /// Reads the byte at `address` on these ports, at least one, for the request in `slot`; as [`Flush::poll`].

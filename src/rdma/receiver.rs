@@ -31,7 +31,6 @@ use crate::engine::counters::Counters;
 use crate::engine::events::{Chunk, MOST};
 use crate::engine::poller::{Progress, Source};
 use crate::engine::request::{Keys, MAX_PARTS, Outcome, SLOTS, Ticket};
-use crate::engine::span::Span;
 use crate::os::error::{Error, Result};
 use crate::os::net_event::SOMEWHERE;
 use crate::tcp::send_core::too_long;
@@ -332,7 +331,7 @@ impl RdmaRecv {
 
     /// The host takes back memory, as NCCL does on an abort before it closes the connection. When an outstanding request is to
     /// fill some of it, or reads it back, the connection ends. Nobody touches the memory after this has returned.
-    pub fn withdraw(&self, memory: Span) {
+    pub fn withdraw(&self, memory: &Arc<Registration>) {
         let mut state = self.state();
         let is_flushed = state.flush.as_ref().is_some_and(|flush| flush.reads(memory));
         if !is_flushed && !state.receives.want(memory) {

@@ -9,7 +9,6 @@ use std::sync::Arc;
 use super::adapter::Registration;
 use super::line::{LINES, Line};
 use crate::engine::request::Ticket;
-use crate::engine::span::Span;
 use crate::os::error::{Error, Result};
 
 /// A part of a receive that has not ended.
@@ -183,10 +182,10 @@ impl Receives {
         }
     }
 
-    /// Whether a part that has not ended is to fill some of this memory.
-    pub fn want(&self, memory: Span) -> bool {
-        let span = |slot: &Slot| Span::new(slot.address as usize, slot.capacity as usize);
-        self.open.iter().any(|number| span(&self.slots[usize::from(*number)]).meets(memory))
+    /// Whether a part that has not ended was posted with this registration.
+    pub fn want(&self, memory: &Arc<Registration>) -> bool {
+        let held = |number: &u8| self.slots[usize::from(*number)].memory.as_ref();
+        self.open.iter().any(|number| held(number).is_some_and(|held| Arc::ptr_eq(held, memory)))
     }
 
     /// No device reaches the memory of any part any more: it need not stay pinned.

@@ -45,7 +45,6 @@ use crate::engine::counters::Counters;
 use crate::engine::events::Chunk;
 use crate::engine::poller::{Progress, Source};
 use crate::engine::request::{Keys, Outcome, SLOTS, Ticket};
-use crate::engine::span::Span;
 use crate::os::error::{Error, Result};
 use crate::tcp::send_core::too_long;
 use crate::tcp::takeover::Side;
@@ -381,9 +380,9 @@ impl RdmaSend {
 
     /// The host takes back memory, as NCCL does on an abort before it closes the connection. When an outstanding request sends
     /// from some of it, the connection ends. Nobody touches the memory after this has returned.
-    pub fn withdraw(&self, memory: Span) {
+    pub fn withdraw(&self, memory: &Arc<Registration>) {
         let mut state = self.state();
-        let reads = |message: &Message| Span::new(message.address as usize, message.length as usize).meets(memory);
+        let reads = |message: &Message| message.memory.as_ref().is_some_and(|held| Arc::ptr_eq(held, memory));
         if !state.messages.iter().any(|(_, message)| reads(message)) {
             return;
         }
