@@ -1,6 +1,6 @@
 //! How to run a collective between nodes over TCP: algorithm, protocol and number of channels.
 //!
-//! NCCL chooses from estimates made for RDMA. [`cost`] predicts what each way takes over sockets; the cheapest one that
+//! NCCL chooses from estimates made for RDMA. `cost` predicts what each way takes over sockets; the cheapest one that
 //! NCCL allows is advised.
 //!
 //! All ranks of a communicator must give the same answer, or the job hangs. So an answer is a function of the question

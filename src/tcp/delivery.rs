@@ -6,12 +6,12 @@
 //!
 //! - An epoch of a stream that ended by silence, or ended otherwise and delivered nothing, is **in vain** while frames of it are
 //!   in doubt. Epochs in vain are counted by way, that is by pair of rails. The next one counts only if a handshake passed on the
-//!   way after the last one and [`PROVEN`] before its end: in an outage no handshake passes. The first long frame that arrives
+//!   way after the last one and `PROVEN` before its end: in an outage no handshake passes. The first long frame that arrives
 //!   on the way clears the count; short ones pass anyhow.
-//! - After two such epochs that ended by silence, the next ones over that way begin with smaller segments ([`SEGMENTS`]). That is
+//! - After two such epochs that ended by silence, the next ones over that way begin with smaller segments (`SEGMENTS`). That is
 //!   sooner than the kernel's own cure (`net.ipv4.tcp_mtu_probing=1`), which takes 6 s.
-//! - After [`ENOUGH`] the way is left out: its streams go over others. Where no other is left, the next epoch has
-//!   [`LAST_RESORT`], so that the kernel's cure has its time.
+//! - After `ENOUGH` the way is left out: its streams go over others. Where no other is left, the next epoch has
+//!   `LAST_RESORT`, so that the kernel's cure has its time.
 //! - From the first epoch in vain on, a clock runs until a frame arrives on any stream; a handshake does not stop it. When the
 //!   peer's patience is over by then, the connection ends with the next epoch in vain.
 //!

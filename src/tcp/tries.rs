@@ -14,7 +14,7 @@ pub const TRY: Duration = Duration::from_secs(2);
 /// repeated after 1 s, 2 s and 4 s.
 const LONGEST: Duration = Duration::from_secs(8);
 
-/// Round trips up to this work ([`LONGEST`]).
+/// Round trips up to this work (`LONGEST`).
 pub const ROUND_TRIP_MAX: Duration = Duration::from_secs(3);
 
 /// The first try where there are several ways. Connecting takes well below a millisecond in a data centre, and a few of these
