@@ -1,5 +1,5 @@
 //! What becomes of a job of two ranks in each situation that Towline promises to survive or to end well, and what becomes of
-//! it over another library in the same situation: the table in docs/reliability.md.
+//! it over another library in the same situation: the table in docs/dev/testing.md.
 //!
 //! `SITUATIONS_WITH=/path/to/lib.so cargo test --test net_situations side_by_side -- --ignored --nocapture` prints both beside
 //! each other; without the variable it looks at Towline alone. `SITUATIONS_TRIALS`: how often each (3), `SITUATIONS_NAME`: only
