@@ -376,7 +376,8 @@ impl Play {
             1 => call!(closeRecv(comm)),
             _ => call!(closeListen(comm)),
         };
-        assert_eq!(code == ncclSuccess, right, "closing {comm:?}");
+        // NCCL closes what never came about, too.
+        assert_eq!(code == ncclSuccess, right || comm.is_null(), "closing {comm:?}");
         if !right {
             return;
         }
@@ -480,7 +481,8 @@ impl Play {
         }
         let (comm, mut mr) = (self.pick(input, Self::receivers), self.pick(input, |play| play.ids.clone()));
         let known = self.is_open(0, comm) || self.is_open(1, comm) || self.is_open(2, comm);
-        assert!(call!(deregMr(comm, mr)) != ncclSuccess || known, "{comm:?} was taken for a connection");
+        let nothing = mr.is_null();
+        assert!(call!(deregMr(comm, mr)) != ncclSuccess || known || nothing, "{comm:?} was taken for a connection");
         let code = call!(regMrDmaBuf(comm, data, memory.len(), kind, 0, -1, &raw mut mr));
         assert_ne!(code, ncclSuccess, "sockets have no DMA-BUF");
         let (mut data, mut size) = (data, 8);
