@@ -88,6 +88,11 @@ impl Error {
         Self::from_parts(cause, what, peer, Some(hint.into()))
     }
 
+    /// Whether it says what to try.
+    pub fn has_hint(&self) -> bool {
+        self.0.hint.is_some()
+    }
+
     /// Which kind of failure this is.
     pub fn cause(&self) -> Cause {
         self.0.cause

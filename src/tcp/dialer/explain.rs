@@ -12,6 +12,10 @@ use crate::os::route::{self, Way};
 pub(super) fn explain(error: Error, target: &Target, config: &Config) -> Error {
     let peer = target.addresses[0];
     let error = error.with_peer(peer);
+    // Out of descriptors, of memory: nothing to do with addresses.
+    if error.cause() == Cause::System && error.has_hint() {
+        return error;
+    }
     let says_nothing = [REFUSED_TEXT, TURNED_AWAY_TEXT, UNANSWERED_TEXT, "connecting failed"];
     if !says_nothing.iter().any(|text| error.what().starts_with(text)) {
         return error;
