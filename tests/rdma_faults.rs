@@ -19,7 +19,7 @@ use support::injector::{Injector, as_gpu, faulty_verbs, has_gpu};
 use support::{PATIENCE, child, eventually, net, number, pattern, watchdog};
 use towline::host::log::{self, Subscription};
 use towline::host::{
-    ApiVersion, Code, Context, Memory, Mr, PTR_DMABUF, PTR_HOST, Pair, Part, RecvComm, Request, SendComm,
+    ApiVersion, Code, Context, Memory, Mr, PTR_DMABUF, PTR_HOST, Pair, Part, RecvComm, Request, SendComm, Sizes,
 };
 
 /// How long a run lasts when `RDMA_FAULTS` does not say.
@@ -304,19 +304,41 @@ fn outcome<T>(failure: &mut Option<Code>, answer: Result<Option<T>, Code>) -> Op
 
 /// Asks until the sending end says that the connection has ended.
 fn send_end_fails(send: &SendComm) -> Code {
-    let byte = [0; 1];
+    let (byte, mut begun) = ([0; 1], Vec::new());
     eventually("the sending end hears of it", HEARSAY, || {
         // SAFETY: a byte that is never written; the connection is closed before it goes, or the request is over.
-        let request = unsafe { send.isend(Part::new(byte.as_ptr().cast_mut().cast(), 0, None)) };
-        request.err()
+        match unsafe { send.isend(Part::new(byte.as_ptr().cast_mut().cast(), 0, None)) } {
+            Ok(request) => begun.extend(request),
+            Err(code) => return Some(code),
+        }
+        // A connection that has failed accepts the call, and the request says so.
+        failed_of(&mut begun, |request| send.test(request))
     })
+}
+
+/// Tests what was begun: forgets what is over, and gives the first failure.
+fn failed_of(begun: &mut Vec<Request>, test: impl Fn(&Request) -> Result<Option<Sizes>, Code>) -> Option<Code> {
+    let mut failed = None;
+    begun.retain(|request| match test(request) {
+        Ok(done) => done.is_none(),
+        Err(code) => {
+            failed.get_or_insert(code);
+            false
+        }
+    });
+    failed
 }
 
 /// The same for the receiving end. There is room for whatever came before.
 fn receive_end_fails(recv: &RecvComm, (target, region): (&Memory, &Mr)) -> Code {
+    let mut begun = Vec::new();
     eventually("the receiving end hears of it", HEARSAY, || {
         // SAFETY: the memory outlives the connection.
-        unsafe { recv.irecv(&[Part::all(target, Some(region))]) }.err()
+        match unsafe { recv.irecv(&[Part::all(target, Some(region))]) } {
+            Ok(request) => begun.extend(request),
+            Err(code) => return Some(code),
+        }
+        failed_of(&mut begun, |request| recv.test(request))
     })
 }
 
