@@ -459,13 +459,14 @@ fn amid_faults(name: &str, lanes: u32) {
     assert!(is_right, "{losses} losses of a queue pair, {refused} refused");
     assert!(if ends { waits == 0 } else { lanes > 1 || refused < 3 || waits > 0 }, "{waits} waits, {refused} refused");
 
-    // One warning on each side of a connection that ended, and one of them says what failed.
+    // A warning on the side of a connection that failed, which says what; that the peer gave up is one for each peer process in
+    // a while.
     let is_end = |line: &&String| {
         let goes_on = line.contains(" goes on over ") || line.contains(" waits for a queue pair");
         (line.contains("sending to ") || line.contains("receiving from ")) && line.contains(" failed: ") && !goes_on
     };
     let failed: Vec<_> = said.iter().filter(is_end).collect();
-    assert!(failed.len() >= 2 * ended as usize, "{ended} ended: {failed:#?}");
+    assert!(failed.len() >= ended as usize, "{ended} ended: {failed:#?}");
     assert!(failed.len() <= (2 * ended + 2 * setups) as usize, "{ended} ended, {setups} not set up: {failed:#?}");
     assert!(failed.iter().filter(|line| tells_of_a_data_call(line)).count() >= ended as usize, "{failed:#?}");
 
@@ -625,15 +626,17 @@ fn flush_meets(run: &Run, context: &Context, (call, error, times): Fault, fate: 
             let heard = send_end_fails(&pair.send);
             assert!(heard == code || heard == Code::RemoteError, "{what}: the peer hears {heard:?}");
             // A failure is known a moment before it is logged.
-            let said = eventually("both sides say so", HEARSAY, || {
+            let said = eventually("the side that failed says so", HEARSAY, || {
                 let said = run.said_since(before);
-                (said.len() >= 2).then_some(said)
+                said.iter().any(|line| line.contains("receiving from ")).then_some(said)
             });
             let told = |who: &str| {
                 let is_it = |line: &&String| [who, " failed: ", words].iter().all(|part| line.contains(part));
                 said.iter().filter(is_it).count()
             };
-            assert_eq!((told("receiving from "), told("sending to "), said.len()), (1, 1, 2), "{what}: {said:#?}");
+            // That the peer gave up is a warning once for each peer process in a while.
+            assert_eq!((told("receiving from "), said.len() - told("sending to ")), (1, 1), "{what}: {said:#?}");
+            assert!(told("sending to ") <= 1, "{what}: {said:#?}");
         }
     }
     // One that is under way when the connection is closed.
