@@ -3,7 +3,7 @@
 //! Nobody who builds Towline needs bindgen: `src/abi/bindings.rs` (NCCL's interface, from `ffi/`) and
 //! `ffi/rdma-sys/src/bindings.rs` (libibverbs, from rdma-core's headers) are committed. These tests need libclang, the second
 //! and the third also rdma-core's headers (packages libibverbs-dev and librdmacm-dev). Where these are missing a test says so
-//! and passes; with `TOWLINE_CHECK_BINDINGS=1` it fails.
+//! and passes; with `CHECK_BINDINGS=1` it fails.
 //!
 //! `TOWLINE_WRITE_BINDINGS=1 cargo test --test bindings` writes the files after a header has changed.
 
@@ -24,9 +24,9 @@ fn asked(variable: &str) -> bool {
     std::env::var(variable).is_ok_and(|value| value == "1")
 }
 
-/// Leaves a test out, unless `TOWLINE_CHECK_BINDINGS=1` forbids it.
+/// Leaves a test out, unless `CHECK_BINDINGS=1` forbids it.
 fn leave_out(missing: &str) {
-    assert!(!asked("TOWLINE_CHECK_BINDINGS"), "TOWLINE_CHECK_BINDINGS=1, and {missing}");
+    assert!(!asked("CHECK_BINDINGS"), "CHECK_BINDINGS=1, and {missing}");
     eprintln!("skipped: {missing}");
 }
 

@@ -285,8 +285,10 @@ fn after_the_peers_abort_calls_are_accepted_and_the_peer_is_warned_of_once() {
             };
             assert_eq!(code, Code::RemoteError);
         }
-        let warnings: Vec<String> =
+        // The environment of a test run may earn warnings of its own, about variables.
+        let mut warnings: Vec<String> =
             lines.records().into_iter().filter(|line| line.is_warning()).map(|line| line.text).collect();
+        warnings.retain(|text| !text.contains("is not a variable of Towline"));
         assert!(warnings.len() == 1 && warnings[0].contains("transfers in flight"), "{warnings:#?}");
     });
 }
