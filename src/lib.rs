@@ -34,7 +34,7 @@
 //!
 //! # Where to go on
 //!
-//! `docs/architecture.md` follows a message from `isend` to the wire and back, and has the wire protocol;
+//! `docs/dev/architecture.md` follows a message from `isend` to the wire and back, `docs/dev/protocol.md` has the wire protocol;
 //! `docs/troubleshooting.md` explains every message; `docs/configuration.md` every variable.
 
 pub mod abi;

@@ -161,14 +161,15 @@ fn messages() -> BTreeSet<(String, String)> {
 
 #[test]
 fn every_warning_and_error_is_explained() {
-    let page = squeezed(&read(&Path::new(ROOT).join("docs/troubleshooting.md")));
+    let docs = Path::new(ROOT).join("docs");
+    let page = squeezed(&(read(&docs.join("troubleshooting.md")) + &read(&docs.join("dev/messages.md"))));
     let all = messages();
     assert!(all.len() > 100, "the sources hold more messages than the {} that were found", all.len());
     let missing: Vec<_> = all.iter().filter(|(text, _)| !page.contains(text)).collect();
     let list: Vec<String> = missing.iter().map(|(text, source)| format!("{source}: {text}")).collect();
     assert!(
         missing.is_empty(),
-        "docs/troubleshooting.md lacks {} of {} messages (… stands for what is filled in):\n{}",
+        "docs/troubleshooting.md and docs/dev/messages.md lack {} of {} messages (… stands for what is filled in):\n{}",
         missing.len(),
         all.len(),
         list.join("\n")
