@@ -12,12 +12,12 @@ use criterion::{BatchSize, Criterion, Throughput};
 use towline::engine::poller::{Half, Poller, Progress, Source};
 use towline::engine::request::RequestSlots;
 use towline::os::error::Error;
-use towline::tcp::frame::{Header, Type};
+use towline::session::frame::{Header, Type};
+use towline::session::seal::Seal;
+use towline::session::seal::agreement::{Keys, StreamKey};
+use towline::session::wire::Piece;
 use towline::tcp::recv_core::{End, Part, Posted, RecvCore};
-use towline::tcp::seal::Seal;
-use towline::tcp::seal::agreement::{Keys, StreamKey};
 use towline::tcp::send_core::SendCore;
-use towline::tcp::wire::Piece;
 
 fn framing(c: &mut Criterion) {
     let header = Header {

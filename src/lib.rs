@@ -16,8 +16,10 @@
 //!
 //! [`tcp`] is that backend. A connection carries messages in one direction, over one or more sockets. Its protocol
 //! is two state machines that do no I/O, [`tcp::send_core`] and [`tcp::recv_core`]; [`tcp::sender`] and
-//! [`tcp::receiver`] are the rings of sockets and requests around them. [`tcp::dialer`] and [`tcp::acceptor`] get
-//! connected, by the proof in [`tcp::handshake`].
+//! [`tcp::receiver`] are the rings of sockets and requests around them.
+//!
+//! [`session`] is below it, and below the RDMA backend: [`session::dialer`] and [`session::acceptor`] get connected, by the
+//! proof in [`session::handshake`].
 //!
 //! [`engine`] is what every backend shares: [request slots](engine::request) that end exactly once, opaque
 //! [handles](engine::handle), and the [poller](engine::poller), whose worker threads and NCCL's own threads run the
@@ -29,7 +31,7 @@
 //! [`trace`] stands apart: the profiler that the same library offers to NCCL. It imports `abi` and `os` only and learns
 //! of transfers through NCCL, as anyone's profiler would.
 //!
-//! Imports point down only: `abi`, `plugin`, `tcp`, `engine`, `os`. [`host`] stands beside them and plays NCCL: it
+//! Imports point down only: `abi`, `plugin`, `tcp`, `session`, `engine`, `os`. [`host`] stands beside them and plays NCCL: it
 //! opens a plugin through `dlopen` and drives its table, ours or any other, for the command line and the tests.
 //!
 //! # Where to go on
@@ -44,5 +46,6 @@ pub mod os;
 pub mod plugin;
 #[cfg(feature = "rdma")]
 pub mod rdma;
+pub mod session;
 pub mod tcp;
 pub mod trace;

@@ -25,7 +25,7 @@ export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER=$emulator
 
 cargo test --locked --target $target --test abi_layout --test exports
-cargo test --locked --target $target --lib -- abi:: engine::handle engine::table tcp::wire --test-threads 2
+cargo test --locked --target $target --lib -- abi:: engine::handle engine::table session::wire --test-threads 2
 cargo build --locked --target $target
 built=target/$target/debug
 readelf -h $built/libtowline.so | grep -q AArch64 || fail "$built/libtowline.so is not for aarch64"

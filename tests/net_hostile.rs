@@ -16,7 +16,7 @@ use support::{PATIENCE, child, context, eventually, net, pair, part, pattern, ra
 use towline::abi::ffi;
 use towline::host::log::{Capture, Record};
 use towline::host::{ApiVersion, Code, Context, Handle, Memory, Pair, Part};
-use towline::tcp::frame::Type;
+use towline::session::frame::Type;
 
 /// `ncclInvalidArgument` and `ncclInvalidUsage`: the host's mistakes.
 const MISTAKES: [u32; 2] = [ffi::ncclInvalidArgument, ffi::ncclInvalidUsage];
@@ -430,7 +430,7 @@ fn a_hello_without_the_secret_is_refused() {
         stream.write_all(&preamble(1, 1)).expect("it is taken");
         let mut greeting = [0; 32];
         stream.read_exact(&mut greeting).expect("the greeting");
-        stream.write_all(&[1; towline::tcp::handshake::HELLO]).expect("it is taken");
+        stream.write_all(&[1; towline::session::handshake::HELLO]).expect("it is taken");
         assert!(is_shut_out(stream));
     });
 }

@@ -11,9 +11,9 @@ use support::proxy::address_of;
 use support::{PATIENCE, child, context, eventually, part, pattern, watchdog};
 use towline::host::log::Capture;
 use towline::host::{ApiVersion, Code, Context, Handle, Memory, Pair, Part, SendComm};
+use towline::session::frame::{EAGER, HEADER, Header, Type};
+use towline::session::handshake::{Secret, Wish};
 use towline::tcp::ack::Ack;
-use towline::tcp::frame::{EAGER, HEADER, Header, Type};
-use towline::tcp::handshake::{Secret, Wish};
 
 /// What an untouched byte of a buffer looks like.
 const UNTOUCHED: u8 = 0xA5;

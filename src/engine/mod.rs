@@ -9,10 +9,12 @@
 //! | [`handle`] | the opaque values that NCCL keeps as pointers |
 //! | [`table`] | what those values name, in memory that is never freed |
 //! | [`request`] | the request slab of one connection |
+//! | [`tags`] | the number of a message or receive among those with its tag |
 //! | [`span`] | memory by its addresses |
 //! | [`doorbell`] | how a worker that sleeps hears of it |
 //! | [`poller`] | worker threads, readiness, kicks and ticks |
 //! | [`events`] | what a profiler is told of transfers |
+//! | [`share`] | how many threads and streams a process's part of the cores is worth |
 //! | [`asking`] | when to ask about what waits |
 //! | [`counters`] | what a connection counted |
 
@@ -24,5 +26,7 @@ pub mod events;
 pub mod handle;
 pub mod poller;
 pub mod request;
+pub mod share;
 pub mod span;
 pub mod table;
+pub mod tags;

@@ -361,6 +361,12 @@ fn foreign() -> Error {
     Error::argument("the request is not one of ours")
 }
 
+/// The error for a message that is longer than its receive, the same on both sides.
+pub fn too_long(length: u64, capacity: u64, tag: i32) -> Error {
+    Error::usage(format!("a message of {length} bytes with tag {tag} met a receive of {capacity} bytes"))
+        .with_hint("the two sides disagree about the size of a transfer; check that all ranks call the same collective with the same count")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

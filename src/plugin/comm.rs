@@ -10,8 +10,8 @@ use crate::os::error::{Error, Result};
 use crate::rdma::adapter::Registration;
 #[cfg(feature = "rdma")]
 use crate::rdma::{adapter::Adapters, greeting::Listening, receiver::RdmaRecv, sender::RdmaSend};
-use crate::tcp::acceptor::Listener;
-use crate::tcp::net::Net;
+use crate::session::acceptor::Listener;
+use crate::session::net::Net;
 use crate::tcp::receiver::RecvConn;
 use crate::tcp::sender::SendConn;
 

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::comm::Comm;
 use crate::engine::events::Listener;
 use crate::os::error::{Error, Result};
-use crate::tcp::dialer::{Dial, Dialled};
+use crate::session::dialer::{Dial, Dialled};
 
 /// An attempt that nobody asked after for this long is dropped. NCCL asks many times a second.
 const FORGOTTEN: Duration = Duration::from_secs(120);
@@ -171,9 +171,9 @@ impl Context {
 mod tests {
     use super::*;
     use crate::os::config::Config;
-    use crate::tcp::dialer::Target;
-    use crate::tcp::handshake::Secret;
-    use crate::tcp::loopback;
+    use crate::session::dialer::Target;
+    use crate::session::handshake::Secret;
+    use crate::session::loopback;
 
     /// What was abandoned before v11, where no `finalize` ends it.
     #[test]

@@ -31,7 +31,7 @@ use crate::rdma::adapter::Registration;
 use crate::rdma::receiver::{Posted, RdmaRecv};
 #[cfg(feature = "rdma")]
 use crate::rdma::sender::RdmaSend;
-use crate::tcp::dialer::{Dial, Target};
+use crate::session::dialer::{Dial, Target};
 use crate::tcp::receiver::RecvConn;
 
 /// What NCCL tells when it starts to use the library, per communicator from v11 on and once per process before.

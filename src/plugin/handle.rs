@@ -21,7 +21,7 @@
 use std::net::{IpAddr, SocketAddr};
 
 use crate::os::error::{Error, Result};
-use crate::tcp::handshake::Secret;
+use crate::session::handshake::Secret;
 
 const MAGIC: [u8; 8] = *b"TOWLINE\x02";
 

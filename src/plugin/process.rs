@@ -24,8 +24,8 @@ use crate::rdma::{
     adapter::{Adapters, Registration},
     backend::{Rdma, ruled_out},
 };
-use crate::tcp::net::Net;
-use crate::tcp::seal::key::SharedKey;
+use crate::session::net::Net;
+use crate::session::seal::key::SharedKey;
 
 /// Everything that lives as long as the process.
 pub struct Process {

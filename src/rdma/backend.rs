@@ -15,8 +15,8 @@ use crate::os::config::{Backend, Config};
 use crate::os::error::{Error, Result};
 use crate::os::interfaces::Rail;
 use crate::os::log::NET;
-use crate::tcp::dialer::Target;
-use crate::tcp::net::Net;
+use crate::session::dialer::Target;
+use crate::session::net::Net;
 
 /// What the process has of RDMA.
 pub struct Rdma {

@@ -22,11 +22,11 @@ use crate::engine::request::{Keys, Outcome, RequestSlots, Ticket};
 use crate::os::config::Config;
 use crate::os::error::{Cause, Error, Result};
 use crate::os::log::NET;
-use crate::tcp::attend::Attention;
-use crate::tcp::frame::{HEADER, Header, MAX_CONTROL, Type};
-use crate::tcp::net::{Link, Net, Sock};
-use crate::tcp::peer::{Health, Peer, failure, left_early, lost, told_by_peer};
-use crate::tcp::takeover::Side;
+use crate::session::attend::Attention;
+use crate::session::frame::{HEADER, Header, MAX_CONTROL, Type};
+use crate::session::net::{Link, Net, Sock};
+use crate::session::peer::{Health, Peer, failure, left_early, lost, told_by_peer};
+use crate::session::takeover::Side;
 
 /// How long after the peer's goodbye completions of what it did before may still appear, and how long after a flush the
 /// peer may still tell why.

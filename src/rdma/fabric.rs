@@ -29,7 +29,7 @@ use crate::engine::request::MAX_PARTS;
 use crate::os::config::Config;
 use crate::os::error::{Error, Result};
 use crate::os::log::NET;
-use crate::tcp::handshake::nonce;
+use crate::session::handshake::nonce;
 
 /// A queue pair and what is in its sending queue.
 pub struct Lane {

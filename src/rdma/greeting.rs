@@ -20,12 +20,12 @@ use super::stripe::MAX_LANES;
 use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::os::error::{Error, Result};
 use crate::os::log::NET;
-use crate::tcp::acceptor;
-use crate::tcp::dialer::{Dial, Dialled, Target};
-use crate::tcp::net::{Link, Net, Sock};
-use crate::tcp::peer::{Peer, failure};
-use crate::tcp::takeover::{Handed, Takeover};
-use crate::tcp::wire::{self, Piece};
+use crate::session::acceptor;
+use crate::session::dialer::{Dial, Dialled, Target};
+use crate::session::net::{Link, Net, Sock};
+use crate::session::peer::{Peer, failure};
+use crate::session::takeover::{Handed, Takeover};
+use crate::session::wire::{self, Piece};
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)

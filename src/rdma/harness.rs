@@ -18,9 +18,9 @@ use super::sender::{self, RdmaSend, RingMemory, Stores};
 use crate::engine::request::{Outcome, Ticket};
 use crate::os::config::Config;
 use crate::os::error::Result;
-use crate::tcp::handshake::Secret;
-use crate::tcp::net::{Link, Net, Sock};
-use crate::tcp::peer::Peer;
+use crate::session::handshake::Secret;
+use crate::session::net::{Link, Net, Sock};
+use crate::session::peer::Peer;
 
 /// How long any step may take.
 pub(super) const PATIENCE: Duration = Duration::from_secs(30);

@@ -35,7 +35,7 @@ use crate::engine::counters::Counters;
 use crate::os::error::{Cause, Error, Result};
 use crate::os::log::NET;
 use crate::os::thread;
-use crate::tcp::frame::{Header, Type};
+use crate::session::frame::{Header, Type};
 
 /// How long a receiver waits for its receives to come back from a queue pair that was stopped. A device that does not
 /// give them back in that time never will.

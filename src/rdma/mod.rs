@@ -34,9 +34,8 @@
 //! | [`events`] | asynchronous events of devices |
 //! | [`backend`] | all of it for the process |
 //!
-//! Connections come about by TCP's handshake ([`tcp::takeover`](crate::tcp::takeover)), and its socket stays as their
-//! control channel: that, and what goes with it (frames for "goodbye" and "failed", the keeper's attention, the dial for
-//! another socket), is all that this room takes from TCP's.
+//! Connections come about by the handshake of [`session`](crate::session), whose socket stays as their control channel
+//! ([`takeover`](crate::session::takeover)).
 //!
 //! Guarantee: nothing here is a load-time need of the library. On a machine without libibverbs or without devices,
 //! discovery says so in one sentence and finds none.

@@ -30,12 +30,11 @@ use super::verbs::{Completion, Local, MemoryRegion, Opcode, Remote, Work};
 use crate::engine::counters::Counters;
 use crate::engine::events::{Chunk, MOST};
 use crate::engine::poller::{Progress, Source};
-use crate::engine::request::{Keys, MAX_PARTS, Outcome, SLOTS, Ticket};
+use crate::engine::request::{Keys, MAX_PARTS, Outcome, SLOTS, Ticket, too_long};
+use crate::engine::tags::TagOrders;
 use crate::os::error::{Error, Result};
 use crate::os::net_event::SOMEWHERE;
-use crate::tcp::send_core::too_long;
-use crate::tcp::tags::TagOrders;
-use crate::tcp::takeover::Side;
+use crate::session::takeover::Side;
 
 /// Receives that were used up on a lane before they are put back: one call for several.
 const PUT_BACK: usize = 16;

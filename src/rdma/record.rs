@@ -19,10 +19,9 @@ use super::line::MAX_DEVICES;
 use super::stripe::MAX_LANES;
 use super::verbs::{Ece, Gid, LinkLayer};
 use crate::os::error::{Error, Result};
-use crate::tcp::acceptor::send_all;
-use crate::tcp::handshake::{PROOF, Secret};
-use crate::tcp::net::Sock;
-use crate::tcp::wire::{self, Piece};
+use crate::session::handshake::{PROOF, Secret};
+use crate::session::net::Sock;
+use crate::session::wire::{self, Piece, send_all};
 
 /// The version of this exchange and of everything that follows it.
 pub const VERSION: u32 = 4;

@@ -6,7 +6,7 @@
 //! - **An end of file** comes from the peer's kernel, and from a process that ends. It is believed.
 //! - **A reset** may come from a firewall that has forgotten the flow, or from an administrator. The connecting side dials for
 //!   another socket; the listening side calls the other, which may not know, and waits for it to dial. Whether the peer lives
-//!   is found out as for TCP's streams ([`lifeline`](crate::tcp::lifeline)): who refuses on all its rails for most of a second
+//!   is found out as for TCP's streams ([`lifeline`](crate::session::lifeline)): who refuses on all its rails for most of a second
 //!   is dead.
 //! - **This host's kernel gives the socket up** when nothing has answered its keepalive probes: a firewall may have forgotten
 //!   the flow and drop what belongs to it. The same follows, for the time that is left of `TOWLINE_PEER_TIMEOUT`.
@@ -33,12 +33,12 @@ use crate::engine::poller::Registration as Watched;
 use crate::os::error::{Error, Result};
 use crate::os::interfaces::Rail;
 use crate::os::log::{Limiter, NET};
-use crate::tcp::dialer::Dial;
-use crate::tcp::frame::{Header, Type};
-use crate::tcp::lifeline::{Alone, Answer, CUT_PATIENCE, Ended, Terms};
-use crate::tcp::net::{Link, Sock};
-use crate::tcp::peer::lost;
-use crate::tcp::takeover::{Caller, Kept, Side};
+use crate::session::dialer::Dial;
+use crate::session::frame::{Header, Type};
+use crate::session::lifeline::{Alone, Answer, CUT_PATIENCE, Ended, Terms};
+use crate::session::net::{Link, Sock};
+use crate::session::peer::lost;
+use crate::session::takeover::{Caller, Kept, Side};
 
 /// It may be so every few seconds, and for every connection.
 static STAYS: Limiter = Limiter::new();

@@ -1,8 +1,8 @@
 //! What was said over the control channel, for the case that its socket has to be replaced.
 //!
 //! A socket that falls silent takes with it what was on its way. Both sides count the frames that they have taken in, tell
-//! each other over the next socket ([`Type::Ack`](crate::tcp::frame::Type::Ack)), and say the rest again. Frames that are
-//! said again and again anyhow ([`Type::Ask`](crate::tcp::frame::Type::Ask)) do not count.
+//! each other over the next socket ([`Type::Ack`](crate::session::frame::Type::Ack)), and say the rest again. Frames that are
+//! said again and again anyhow ([`Type::Ask`](crate::session::frame::Type::Ask)) do not count.
 //!
 //! They are few, a handful for each queue pair that is lost, so the last ones are kept whether they have arrived or not.
 //!

@@ -44,10 +44,9 @@ use crate::engine::asking::Asking;
 use crate::engine::counters::Counters;
 use crate::engine::events::Chunk;
 use crate::engine::poller::{Progress, Source};
-use crate::engine::request::{Keys, Outcome, SLOTS, Ticket};
+use crate::engine::request::{Keys, Outcome, SLOTS, Ticket, too_long};
 use crate::os::error::{Error, Result};
-use crate::tcp::send_core::too_long;
-use crate::tcp::takeover::Side;
+use crate::session::takeover::Side;
 
 /// Queue depth of a sending lane: a message takes one request on each of its lanes, two when its size must be told, and
 /// as many messages as there are request slots may be outstanding. When there is less room the rest waits.

@@ -3,8 +3,8 @@
 //! Where a message travels over several streams its sender waits for all of them. One frame that speaks for all of them,
 //! when the message is whole, costs both sides a system call where one for each chunk costs as many as there are chunks.
 
-use super::frame::{HEADER, Header, Type};
-use super::limits::MAX_STREAMS;
+use crate::session::frame::MAX_STREAMS;
+use crate::session::frame::{HEADER, Header, Type};
 
 /// What the receiver acknowledges.
 #[derive(Debug, Clone, Copy)]

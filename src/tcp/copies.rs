@@ -8,8 +8,8 @@
 
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use super::frame::HEADER;
 use super::limits::{COPY_FIRST_MAX, REPLAY_MAX};
+use crate::session::frame::HEADER;
 
 /// The sizes of a connection's own buffers in bytes. The small one keeps the copies of flags and counters, which come in
 /// bursts, close together: buffers of 1 KiB each would meet in the same few lines of the processor's cache.

@@ -19,7 +19,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::limits::MAX_STREAMS;
+use crate::session::frame::MAX_STREAMS;
 
 /// `TCP_MAXSEG` that is tried in turn, in bytes. 1220: IPv6 requires a path to carry 1280, 60 of which are headers. 536: a host
 /// accepts 576 over IPv4, 40 of which are headers.

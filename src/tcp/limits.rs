@@ -108,9 +108,6 @@ pub const SENDER_RESTS: u32 = 15;
 /// The same at a receiver whose last message came over other streams. Fewer: the next may be a short one.
 pub const RECEIVER_RESTS: u32 = 7;
 
-/// Streams of one connection, at most.
-pub const MAX_STREAMS: usize = 16;
-
 /// Receives of a tag that may be posted beyond its oldest unfinished one: every slot of a connection with all its
 /// parts.
 pub const MAX_POSTED: u64 = (SLOTS * MAX_PARTS) as u64;

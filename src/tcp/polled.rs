@@ -16,8 +16,8 @@
 
 use std::cell::RefCell;
 
-use super::frame::{ALIGN, POLLED};
-use super::wire::Piece;
+use crate::session::frame::{ALIGN, POLLED};
+use crate::session::wire::Piece;
 
 /// Where the flag of an LL128 line begins.
 const FLAG: usize = ALIGN as usize - size_of::<u64>();

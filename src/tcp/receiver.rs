@@ -20,24 +20,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::acceptor::Listener;
-use super::attend::Attention;
-use super::frame::Header;
-use super::handshake::FEATURE_RECOVERY;
 use super::help::Help;
-use super::lifeline::{Alone, Ended};
-use super::limits::MAX_STREAMS;
-use super::net::{Link, Net, Sock, path_of};
-use super::peer::{Health, Peer, failure, fenced, left_early};
 use super::polled;
 use super::recv_core::{Due, Part, Posted, RecvCore};
 use super::rest::Rest;
-use super::seal::damage::Damage;
-use super::seal::{Seal, Sides};
-use super::shortage::{Again, Short};
 use super::stream::{READ, Ran, Stream, WRITE};
-use super::watch::{Chores, Vigil};
-use super::wire::{self, Piece};
 use crate::engine::counters::Counters;
 use crate::engine::events::{Chunk, Events};
 use crate::engine::poller::{HOT, HOT_BETWEEN, Interest, Progress, Registration, Source};
@@ -45,6 +32,19 @@ use crate::engine::request::{MAX_PARTS, Outcome, RequestSlots, SLOTS, Ticket};
 use crate::engine::span::Span;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
+use crate::session::acceptor::Listener;
+use crate::session::attend::Attention;
+use crate::session::frame::Header;
+use crate::session::frame::MAX_STREAMS;
+use crate::session::handshake::FEATURE_RECOVERY;
+use crate::session::lifeline::{Alone, Ended};
+use crate::session::net::{Link, Net, Sock, path_of};
+use crate::session::peer::{Health, Peer, failure, fenced, left_early};
+use crate::session::seal::damage::Damage;
+use crate::session::seal::{Seal, Sides};
+use crate::session::shortage::{Again, Short};
+use crate::session::watch::{Chores, Vigil};
+use crate::session::wire::{self, Piece};
 
 /// Bytes of a stream's input buffer. Short messages arrive in it together with their header, in one system call,
 /// and are copied on. Of longer ones only the beginning passes through it, and the rest goes straight to its place:

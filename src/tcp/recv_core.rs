@@ -12,12 +12,11 @@ use std::collections::VecDeque;
 use slab::Slab;
 
 use super::ack::Ack;
-use super::frame::{EAGER, Header, PROMPT, Type, WHOLE};
-use super::limits::{ACK_EVERY, EAGER_MAX, EAGER_WINDOW, MAX_AHEAD, MAX_EARLY, MAX_POSTED, MAX_STREAMS, MESSAGE_COST};
+use super::limits::{ACK_EVERY, EAGER_MAX, EAGER_WINDOW, MAX_AHEAD, MAX_EARLY, MAX_POSTED, MESSAGE_COST};
 use super::ranges::Ranges;
-use super::send_core::too_long;
-use crate::engine::request::MAX_PARTS;
+use crate::engine::request::{MAX_PARTS, too_long};
 use crate::os::error::{Error, Result};
+use crate::session::frame::{EAGER, Header, MAX_STREAMS, PROMPT, Type, WHOLE};
 
 /// Names a staging buffer for an early message.
 pub type StageKey = usize;

@@ -20,16 +20,16 @@ use std::time::{Duration, Instant};
 use slab::Slab;
 
 use super::delivery::Arrived;
-use super::frame::{EAGER, Header, PROMPT, Type, WHOLE};
 use super::limits::{
     ACK_BYTES, ACK_EVERY, CHUNK_MAX, CHUNK_MIN, EAGER_MAX, EAGER_WINDOW, LOOK_BYTES, LOOK_EVERY, MAX_AHEAD, MAX_POSTED,
-    MAX_STREAMS, MESSAGE_COST, MOST_SHARES, PAGE, REPLAY_BESIDE_WORKERS, REPLAY_MAX, SPARED_FROM, SPARED_UP_TO,
+    MESSAGE_COST, MOST_SHARES, PAGE, REPLAY_BESIDE_WORKERS, REPLAY_MAX, SPARED_FROM, SPARED_UP_TO,
 };
-use super::tags::TagOrders;
 use super::window::{Pace, Window};
-use crate::engine::request::SLOTS;
+use crate::engine::request::{SLOTS, too_long};
+use crate::engine::tags::TagOrders;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
+use crate::session::frame::{EAGER, Header, MAX_STREAMS, PROMPT, Type, WHOLE};
 
 /// A frame of so many bytes needs packets of full size: more than an MTU of 9000 holds.
 const LONG_FRAME: u32 = 16 << 10;
@@ -986,12 +986,6 @@ fn check_capacity(length: u64, capacity: u64, tag: i32) -> Result<()> {
         return Err(too_long(length, capacity, tag));
     }
     Ok(())
-}
-
-/// The error for a message that is longer than its receive, the same on both sides.
-pub fn too_long(length: u64, capacity: u64, tag: i32) -> Error {
-    Error::usage(format!("a message of {length} bytes with tag {tag} met a receive of {capacity} bytes"))
-        .with_hint("the two sides disagree about the size of a transfer; check that all ranks call the same collective with the same count")
 }
 
 #[cfg(test)]

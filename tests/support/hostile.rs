@@ -6,8 +6,8 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::time::Duration;
 
 use towline::host::Handle;
-use towline::tcp::frame::{HEADER, Header, Type};
-use towline::tcp::handshake::{
+use towline::session::frame::{HEADER, Header, Type};
+use towline::session::handshake::{
     GREETING, HELLO, Hello, PREAMBLE, Preamble, READY, Secret, Transcript, WELCOME, Welcome, Wish, nonce,
 };
 

@@ -3,8 +3,8 @@
 use std::fs;
 
 use serde::Serialize;
+use towline::engine::share::Share;
 use towline::os::config::Config;
-use towline::tcp::share::Share;
 
 use super::{Cause, Finding};
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use towline::os::config::{self, Complaint, Source};
 use towline::os::nccl_conf::Variables;
-use towline::tcp::seal::key::SharedKey;
+use towline::session::seal::key::SharedKey;
 
 use super::cure::{export, unset};
 use super::{Cause, Finding};

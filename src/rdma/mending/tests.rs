@@ -11,7 +11,7 @@ use crate::os::error::Cause;
 use crate::rdma::base::Base;
 use crate::rdma::fabric::{Fabric, Lane};
 use crate::rdma::harness::{Ends, Plan, end_of, posted, sock, until};
-use crate::tcp::takeover::Kept;
+use crate::session::takeover::Kept;
 
 /// Numbers by chance, the same for the same seed.
 struct Dice(u64);

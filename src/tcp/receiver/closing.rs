@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::{Io, RecvConn};
 use crate::os::error::Error;
-use crate::tcp::limits::MAX_STREAMS;
+use crate::session::frame::MAX_STREAMS;
 use crate::tcp::stream::WRITE;
 
 /// How long an orderly close waits for its last acknowledgements to leave.

@@ -9,17 +9,17 @@ use std::time::{Duration, Instant};
 use super::{Fence, Io, RecvConn, lock};
 use crate::engine::poller::Progress;
 use crate::os::error::Error;
-use crate::tcp::acceptor::Listener;
-use crate::tcp::dialer::Dial;
-use crate::tcp::lifeline::{Alone, Answer, CUT_PATIENCE, Terms, Verdict, is_cut};
-use crate::tcp::limits::MAX_STREAMS;
-use crate::tcp::net::Link;
-use crate::tcp::peer::{Broken, failure, fenced, lost};
+use crate::session::acceptor::Listener;
+use crate::session::dialer::Dial;
+use crate::session::frame::MAX_STREAMS;
+use crate::session::lifeline::{Alone, Answer, CUT_PATIENCE, Terms, Verdict, is_cut};
+use crate::session::net::Link;
+use crate::session::peer::{Broken, failure, fenced, lost};
+use crate::session::takeover::Caller;
+use crate::session::watch::{self, Finding, Kept, Sight};
+use crate::session::wire::{self, Piece};
 use crate::tcp::recv_core::Due;
 use crate::tcp::stream::{READ, Ran, WRITE};
-use crate::tcp::takeover::Caller;
-use crate::tcp::watch::{self, Finding, Kept, Sight};
-use crate::tcp::wire::{self, Piece};
 
 /// For how long a sign of trouble in the network explains why the peer is away.
 const TROUBLE: Duration = Duration::from_secs(10);
@@ -91,7 +91,7 @@ impl RecvConn {
     }
 
     /// All streams are gone. The sender connects again if it lives and knows; it is called, which tells whether it does
-    /// ([`crate::tcp::lifeline`]). How much its silence, or a refusal, says depends on what was seen: an end of file or a
+    /// ([`crate::session::lifeline`]). How much its silence, or a refusal, says depends on what was seen: an end of file or a
     /// reset came over a working path, unless the network is in trouble.
     fn wait_for_peer(&self, error: &io::Error) {
         let now = Instant::now();
@@ -409,10 +409,10 @@ mod tests {
     use std::net::Shutdown;
 
     use crate::os::config::Config;
-    use crate::tcp::frame::{HEADER, Header, Type};
-    use crate::tcp::loopback;
-    use crate::tcp::net::Link;
-    use crate::tcp::seal::Seal;
+    use crate::session::frame::{HEADER, Header, Type};
+    use crate::session::loopback;
+    use crate::session::net::Link;
+    use crate::session::seal::Seal;
 
     /// A thread that saw a stream break and one that lets it in again end the former life, whoever is first; the next one
     /// may then not come about, when the kernel refuses to watch its socket for example.
@@ -497,7 +497,7 @@ mod tests {
                 assert!(conn.test(ticket).unwrap().is_none());
                 conn.health.is_peer_done() && conn.health.live() == 1
             });
-            crate::tcp::watch::close_hard(&cut);
+            crate::session::watch::close_hard(&cut);
             drop(cut);
             loopback::wait_until("the end of the other is heard", || {
                 assert!(excused || conn.test(ticket).expect("the message may still come").is_none());

@@ -9,13 +9,13 @@ use crate::engine::counters::Counters;
 use crate::engine::events::Chunk;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
-use crate::tcp::frame::{HEADER, Header, POLLED, Type};
+use crate::session::frame::{HEADER, Header, POLLED, Type};
+use crate::session::peer::{Broken, told_by_peer};
+use crate::session::wire::{self, Piece};
 use crate::tcp::limits::{BRIEF_MAX, EAGER_MAX, RECEIVER_RESTS};
 use crate::tcp::load;
-use crate::tcp::peer::{Broken, told_by_peer};
 use crate::tcp::recv_core::{Due, End, Part, Place, StageKey};
 use crate::tcp::stream::{READ, Step, WRITE};
-use crate::tcp::wire::{self, Piece};
 
 impl RecvConn {
     #[inline(always)]
@@ -197,7 +197,7 @@ impl RecvConn {
             }
             Type::Fence => {
                 // Fencing takes the other stream's lock; the keeper does it, who holds none.
-                let (index, epoch) = crate::tcp::peer::fenced_life(header)?;
+                let (index, epoch) = crate::session::peer::fenced_life(header)?;
                 lock(&self.fences).push(Fence { index, epoch, asked: true });
                 self.call_keeper();
             }

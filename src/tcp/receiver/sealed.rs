@@ -1,14 +1,14 @@
-//! Reading a stream with checksums or encryption ([`crate::tcp::seal`]): no byte goes to its place before its whole
+//! Reading a stream with checksums or encryption ([`crate::session::seal`]): no byte goes to its place before its whole
 //! chunk was checked.
 
 use std::os::fd::AsRawFd;
 
 use super::{Body, Io, RecvConn, SHARE};
-use crate::tcp::frame::Type;
-use crate::tcp::peer::{Broken, told_by_peer};
-use crate::tcp::seal::codec::Refused;
-use crate::tcp::seal::intake::Item;
-use crate::tcp::wire::{self, Piece};
+use crate::session::frame::Type;
+use crate::session::peer::{Broken, told_by_peer};
+use crate::session::seal::codec::Refused;
+use crate::session::seal::intake::Item;
+use crate::session::wire::{self, Piece};
 
 impl RecvConn {
     /// As [`RecvConn::read`], on a protected stream.

@@ -5,9 +5,9 @@ use std::net::TcpStream;
 
 use super::*;
 use crate::os::config::Config;
-use crate::tcp::frame::{EAGER, HEADER, POLLED, PROMPT, Type};
+use crate::session::frame::{EAGER, HEADER, POLLED, PROMPT, Type};
+use crate::session::loopback;
 use crate::tcp::limits::{ACK_EVERY, EAGER_MAX};
-use crate::tcp::loopback;
 use crate::tcp::stream::Step;
 
 /// Connects stream `index`. Returns where its peer reads and writes.

@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use super::{Io, SendConn};
 use crate::os::error::Error;
-use crate::tcp::frame::{Header, Type};
-use crate::tcp::limits::MAX_STREAMS;
+use crate::session::frame::MAX_STREAMS;
+use crate::session::frame::{Header, Type};
+use crate::session::watch::{self, Sight};
+use crate::session::wire;
 use crate::tcp::stream::{READ, Stream, WRITE};
-use crate::tcp::watch::{self, Sight};
-use crate::tcp::wire;
 
 /// How long an orderly close waits for the peer's kernel to take what was sent.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(2);

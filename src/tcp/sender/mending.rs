@@ -10,15 +10,15 @@ use crate::engine::counters::Counters;
 use crate::engine::poller::{Progress, Registration};
 use crate::os::error::{Error, Result};
 use crate::os::log::Limiter;
+use crate::session::frame::MAX_STREAMS;
+use crate::session::frame::{Header, Type};
+use crate::session::lifeline::{Alone, Answer, Terms, Verdict};
+use crate::session::net::Sock;
+use crate::session::peer::{Broken, failure, lost};
+use crate::session::seal::Seal;
+use crate::session::watch::{self, Finding, Kept, Probes, Sight};
+use crate::session::wire::{self, Piece};
 use crate::tcp::delivery::{Arrived, End, Lesson};
-use crate::tcp::frame::{Header, Type};
-use crate::tcp::lifeline::{Alone, Answer, Terms, Verdict};
-use crate::tcp::limits::MAX_STREAMS;
-use crate::tcp::net::Sock;
-use crate::tcp::peer::{Broken, failure, lost};
-use crate::tcp::seal::Seal;
-use crate::tcp::watch::{self, Finding, Kept, Probes, Sight};
-use crate::tcp::wire::{self, Piece};
 
 static NOT_THERE: Limiter = Limiter::new();
 
@@ -169,7 +169,7 @@ impl SendConn {
 
     /// The receiver has fenced a stream: one that died here too, or one that died there only.
     pub(super) fn told_fenced(&self, header: &Header) -> Result<()> {
-        let (index, epoch) = crate::tcp::peer::fenced_life(header)?;
+        let (index, epoch) = crate::session::peer::fenced_life(header)?;
         {
             let state = self.state();
             // News of a life that is over already is no news.
@@ -562,7 +562,7 @@ impl Kept for SendConn {
             }
         }
         if let Some(silence) = least.filter(|least| *least >= self.net.config.peer_timeout) {
-            self.fail_silently(crate::tcp::peer::lost(&watch::silent(silence)).with_peer(&self.peer));
+            self.fail_silently(crate::session::peer::lost(&watch::silent(silence)).with_peer(&self.peer));
             self.chores.end();
             return Progress::default();
         }

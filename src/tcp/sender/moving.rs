@@ -11,15 +11,15 @@ use crate::engine::events::{self, Wait};
 use crate::engine::request::Ticket;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
+use crate::session::frame::{HEADER, Header, Type};
+use crate::session::peer::{Broken, told_by_peer};
+use crate::session::wire::{self, Piece};
 use crate::tcp::ack::Ack;
 use crate::tcp::copies::Own;
-use crate::tcp::frame::{HEADER, Header, Type};
 use crate::tcp::limits::{EAGER_MAX, SENDER_RESTS};
-use crate::tcp::peer::{Broken, told_by_peer};
 use crate::tcp::polled;
 use crate::tcp::send_core::{Chunk, Key, Landed, SendCore};
 use crate::tcp::stream::{READ, SEND, Step, WRITE};
-use crate::tcp::wire::{self, Piece};
 
 impl SendConn {
     #[inline(always)]

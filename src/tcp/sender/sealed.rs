@@ -1,13 +1,13 @@
-//! Sending and reading on a stream with checksums or encryption ([`crate::tcp::seal`]).
+//! Sending and reading on a stream with checksums or encryption ([`crate::session::seal`]).
 
 use std::os::fd::AsRawFd;
 
 use super::{Io, Leaving, Outgoing, SendConn};
-use crate::tcp::frame::HEADER;
-use crate::tcp::peer::Broken;
-use crate::tcp::seal::codec::{Refused, Sealed};
-use crate::tcp::seal::intake::Item;
-use crate::tcp::wire::{self, Piece};
+use crate::session::frame::HEADER;
+use crate::session::peer::Broken;
+use crate::session::seal::codec::{Refused, Sealed};
+use crate::session::seal::intake::Item;
+use crate::session::wire::{self, Piece};
 
 impl Io {
     /// Protects what is to be sent next, if that has not been done.

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use super::*;
 use crate::os::config::Config;
-use crate::tcp::frame::{POLLED, PROMPT, Type};
+use crate::session::frame::{POLLED, PROMPT, Type};
+use crate::session::loopback;
 use crate::tcp::limits::{ACK_BYTES, ACK_EVERY, EAGER_WINDOW, MESSAGE_COST};
-use crate::tcp::loopback;
 
 /// As long as it takes to be sure that a thread does nothing.
 const WHILE: Duration = Duration::from_millis(50);
@@ -154,7 +154,7 @@ fn what_a_thread_is_sending_when_the_connection_fails_does_not_travel_again() {
     let held = conn.streams[0].lock();
     assert!(held.is_some(), "it is connected");
     conn.fail_silently(Error::remote("a failure"));
-    conn.told_fenced(&crate::tcp::peer::fenced((0, 0, 0))).expect("it may be so");
+    conn.told_fenced(&crate::session::peer::fenced((0, 0, 0))).expect("it may be so");
     assert!(conn.state().core.in_doubt(0), "it travels again");
     drop(held);
     conn.close();

@@ -1,12 +1,12 @@
 //! A protected stream's way there: real bytes through the real codec and the real bounce buffer, some of them damaged.
 
 use super::Dice;
-use crate::tcp::frame::{Header, Type};
-use crate::tcp::seal::agreement::{Keys, StreamKey};
-use crate::tcp::seal::codec::Refused;
-use crate::tcp::seal::intake::Item;
-use crate::tcp::seal::{Seal, Sides};
-use crate::tcp::wire::Piece;
+use crate::session::frame::{Header, Type};
+use crate::session::seal::agreement::{Keys, StreamKey};
+use crate::session::seal::codec::Refused;
+use crate::session::seal::intake::Item;
+use crate::session::seal::{Seal, Sides};
+use crate::session::wire::Piece;
 
 /// Both ends of one life of a stream; the sending half of one, the receiving half of the other.
 pub(super) struct Line(Box<Sides>);

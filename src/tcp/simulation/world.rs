@@ -7,9 +7,9 @@ use super::Dice;
 use super::ledger::{Ledger, TAGS};
 use super::line::{Arrival, Line};
 use crate::os::error::{Error, Result};
-use crate::tcp::frame::{EAGER, Header, Type};
+use crate::session::frame::{EAGER, Header, Type};
+use crate::session::peer::fenced;
 use crate::tcp::limits::EAGER_MAX;
-use crate::tcp::peer::fenced;
 use crate::tcp::recv_core::{End, Part, Place, Posted, RecvCore};
 use crate::tcp::send_core::{Admit, Key, SendCore};
 

@@ -8,7 +8,7 @@ use std::collections::{HashMap, HashSet};
 
 use super::Input;
 use towline::os::error::Result;
-use towline::tcp::frame::{HEADER, Header, Type};
+use towline::session::frame::{HEADER, Header, Type};
 use towline::tcp::recv_core::{End, Part, Place, Posted, RecvCore};
 use towline::tcp::send_core::{Chunk, Key, SendCore};
 

@@ -1,7 +1,7 @@
 //! Every message of the handshake, from a stranger (raw bytes) and from a peer that holds the secret (sealed bytes).
 
 use super::Input;
-use towline::tcp::handshake::{HELLO, Hello, PREAMBLE, Preamble, Secret, Transcript, WELCOME, Welcome, Wish};
+use towline::session::handshake::{HELLO, Hello, PREAMBLE, Preamble, Secret, Transcript, WELCOME, Welcome, Wish};
 
 /// Runs one input.
 pub fn run(data: &[u8]) {

@@ -5,7 +5,7 @@
 
 use super::codec::{Opener, Refused};
 use crate::os::error::Error;
-use crate::tcp::frame::Header;
+use crate::session::frame::Header;
 
 /// The longest chunk that is taken in, in bytes: eight times what this release sends, so that another may send more.
 pub const LARGEST: u32 = 4 << 20;

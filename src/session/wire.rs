@@ -5,8 +5,12 @@
 //! kernel has no memory at this moment ([`is_shortage`]).
 
 use std::io;
-use std::os::fd::RawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{Ordering, fence};
+use std::time::{Duration, Instant};
+
+use super::shortage;
+use crate::os::error::{Error, Result};
 
 /// A piece of memory to send or to fill. Plain addresses: the memory belongs to a request or to the stream, and
 /// both outlive the call.
@@ -249,6 +253,36 @@ const fn needs_order() -> bool {
 /// first. An LL flag is stored together with its data, but by the loops for single bytes.
 fn begins_a_flag(to: *const u8) -> bool {
     needs_order() && (to as usize) % 128 == 120
+}
+
+/// How long a handshake message waits for the kernel to take it.
+const SEND_PATIENCE: Duration = Duration::from_millis(20);
+
+/// Sends a handshake message, which always fits the empty buffer of a new socket. Where the kernel has not got the memory
+/// for it at once, it has a moment to find it.
+///
+/// # Errors
+/// When it does not fit after all, or the connection is gone.
+pub fn send_all(sock: &impl AsRawFd, bytes: &[u8]) -> Result<()> {
+    let mut rest = bytes;
+    let mut until = None;
+    loop {
+        // SAFETY: plain slices.
+        let sent = unsafe { send(sock.as_raw_fd(), Piece::of(rest)) };
+        match sent.or_else(look_again) {
+            Ok(Some(count)) => rest = &rest[count.min(rest.len())..],
+            Ok(None) => {}
+            Err(error) => return Err(Error::remote(format!("a handshake broke off: {error}"))),
+        }
+        if rest.is_empty() {
+            return Ok(());
+        }
+        let now = Instant::now();
+        if now >= *until.get_or_insert(now + SEND_PATIENCE) {
+            return Err(Error::remote("a handshake message did not fit the socket"));
+        }
+        std::thread::sleep(shortage::PAUSE);
+    }
 }
 
 #[cfg(test)]

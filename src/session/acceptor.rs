@@ -21,26 +21,26 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use super::crowd::Crowd;
+use super::frame::MAX_STREAMS;
 use super::handshake::{
     CLOSED, FEATURE_BARE, FEATURE_RECOVERY, GREETING, HELLO, Hello, PREAMBLE, Preamble, READY, Refusal, Secret,
     Transcript, Welcome, Wish, nonce,
 };
-use super::limits::MAX_STREAMS;
 use super::net::{Link, Net, Sock, new_socket, tune};
 use super::peer::Peer;
-use super::receiver::RecvConn;
 use super::seal::agreement::{Accepted, Keys, OFFER};
 use super::seal::{Seal, is_encrypted, other_key};
 use super::shortage;
 use super::takeover::{Handed, Side, Takeover};
 use super::tries;
 use super::watch;
-use super::wire::{self, Piece};
+use super::wire::{self, Piece, send_all};
 use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::os::error::{Error, Result, advice};
 use crate::os::fd::Registered;
 use crate::os::interfaces::{Rail, duplicate};
 use crate::os::log::{Limiter, NET};
+use crate::tcp::receiver::RecvConn;
 
 /// How long a stranger may take to prove itself, on a path of an ordinary length.
 pub const PATIENCE: Duration = Duration::from_secs(10);
@@ -802,34 +802,4 @@ fn fill(state: &mut InboundState, wanted: usize, from: SocketAddr) -> Result<boo
 
 fn say(state: &InboundState, bytes: &[u8]) -> Result<()> {
     state.sock.as_ref().map_or(Ok(()), |sock| send_all(sock, bytes))
-}
-
-/// How long a handshake message waits for the kernel to take it.
-const SEND_PATIENCE: Duration = Duration::from_millis(20);
-
-/// Sends a handshake message, which always fits the empty buffer of a new socket. Where the kernel has not got the memory
-/// for it at once, it has a moment to find it.
-///
-/// # Errors
-/// When it does not fit after all, or the connection is gone.
-pub fn send_all(sock: &Sock, bytes: &[u8]) -> Result<()> {
-    let mut rest = bytes;
-    let mut until = None;
-    loop {
-        // SAFETY: plain slices.
-        let sent = unsafe { wire::send(sock.as_raw_fd(), Piece::of(rest)) };
-        match sent.or_else(wire::look_again) {
-            Ok(Some(count)) => rest = &rest[count.min(rest.len())..],
-            Ok(None) => {}
-            Err(error) => return Err(Error::remote(format!("a handshake broke off: {error}"))),
-        }
-        if rest.is_empty() {
-            return Ok(());
-        }
-        let now = Instant::now();
-        if now >= *until.get_or_insert(now + SEND_PATIENCE) {
-            return Err(Error::remote("a handshake message did not fit the socket"));
-        }
-        std::thread::sleep(shortage::PAUSE);
-    }
 }

@@ -7,9 +7,9 @@ use super::codec::testing::encrypted_pair;
 use super::codec::{Opener, Refused, Sealed, Sealer};
 use super::intake::{Intake, Item};
 use super::*;
-use crate::tcp::frame::{HEADER, Header, Type};
-use crate::tcp::handshake::FEATURE_RECOVERY;
-use crate::tcp::wire::Piece;
+use crate::session::frame::{HEADER, Header, Type};
+use crate::session::handshake::FEATURE_RECOVERY;
+use crate::session::wire::Piece;
 
 #[derive(Debug, Clone)]
 enum Said {

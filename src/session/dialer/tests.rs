@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::*;
 use crate::os::config::Config;
-use crate::tcp::loopback;
+use crate::session::loopback;
 
 /// A source that says when the keeper has come to it.
 #[derive(Default)]

@@ -20,8 +20,8 @@ use sha2::Sha256;
 
 use super::agreement::StreamKey;
 use crate::os::error::Error;
-use crate::tcp::frame::{HEADER, Header, Type};
-use crate::tcp::wire::Piece;
+use crate::session::frame::{HEADER, Header, Type};
+use crate::session::wire::Piece;
 
 /// Bytes of a checksum.
 pub const CHECKSUM: usize = 4;
@@ -265,7 +265,7 @@ pub(super) mod testing {
     use super::*;
 
     /// As the real ones, with a new key after this many records.
-    pub(in crate::tcp) fn encrypted_pair(key: &StreamKey, records_per_key: u64) -> (Sealer, Opener) {
+    pub(crate) fn encrypted_pair(key: &StreamKey, records_per_key: u64) -> (Sealer, Opener) {
         let (mut sealer, mut opener) = (Sealer::encrypted(key), Opener::encrypted(key));
         for records in [&mut sealer.records, &mut opener.records].into_iter().flatten() {
             records.per_key = records_per_key;

@@ -14,7 +14,6 @@ use std::os::fd::AsRawFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::acceptor::send_all;
 use super::handshake::{
     CLOSED, FEATURE_BARE, FEATURE_RECOVERY, GREETING, Hello, PREAMBLE, Preamble, Refusal, Secret, Transcript,
     VERSION_MAX, VERSION_MIN, WELCOME, Welcome, Wish, nonce,
@@ -25,17 +24,17 @@ use super::outlet::BOUND_TRY;
 use super::peer::Peer;
 use super::seal::agreement::{ANSWER, Offered};
 use super::seal::{Seal, is_encrypted, other_key};
-use super::sender::SendConn;
 use super::shortage;
 use super::takeover::{Caller, Handed, Kept, Takeover};
 use super::tries::{self, ROUND_TRIP_MAX, TRY};
 use super::watch;
-use super::wire::{self, Piece};
+use super::wire::{self, Piece, send_all};
 use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::os::error::{Cause, Error, Result, advice};
 use crate::os::interfaces::Rail;
 use crate::os::log::{Limiter, NET};
 use crate::os::route;
+use crate::tcp::sender::SendConn;
 
 /// How often a stream's own rails are tried after [`MANY`] tries.
 const SELDOM: Duration = Duration::from_secs(1);

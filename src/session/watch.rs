@@ -25,9 +25,9 @@ use std::time::{Duration, Instant};
 
 use super::lifeline::Alone;
 use super::net::{Link, Sock};
-use super::stream::Stream;
 use crate::engine::poller::{Poller, Progress, Registration, Source};
 use crate::os::error::{Error, Result};
+use crate::tcp::stream::Stream;
 
 /// How often streams are looked at while something is outstanding.
 pub const TICK: Duration = Duration::from_millis(400);

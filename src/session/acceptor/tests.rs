@@ -5,8 +5,8 @@ use std::net::{Ipv4Addr, Shutdown, TcpStream};
 
 use super::*;
 use crate::os::config::Config;
-use crate::tcp::handshake::{VERSION_MAX, VERSION_MIN, WELCOME};
-use crate::tcp::loopback;
+use crate::session::handshake::{VERSION_MAX, VERSION_MIN, WELCOME};
+use crate::session::loopback;
 
 /// A handshake as the connecting side does it. The socket, the welcome, and the key of a new connection.
 fn shake(at: SocketAddr, wish: Wish, secret: &Secret) -> (TcpStream, Welcome, Secret) {

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use crate::engine::counters::Counters;
 use crate::os::error::Error;
 use crate::os::log::{Limiter, NET};
-use crate::tcp::peer::{Broken, Peer};
+use crate::session::peer::{Broken, Peer};
 
 /// How often the same chunk may arrive damaged within [`MEMORY`].
 pub const SAME: u32 = 8;

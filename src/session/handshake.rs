@@ -23,7 +23,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
-use super::limits::MAX_STREAMS;
+use super::frame::MAX_STREAMS;
 use crate::os::error::{Error, Result};
 
 /// The first eight bytes that each side sends. Frozen, like the rest of the preamble.

@@ -14,16 +14,12 @@ use std::time::{Duration, Instant};
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 
 use super::acceptor::Acceptor;
-use super::copies::Copies;
 use super::dialer::Dial;
+use super::frame::MAX_STREAMS;
 use super::graves::{Grave, Graves};
 use super::handshake::{FEATURE_CHECKSUM, FEATURE_ENCRYPTION, FEATURE_RECOVERY, Secret};
-use super::limits::MAX_STREAMS;
 use super::outlet::Outlets;
-use super::receiver::RecvConn;
 use super::seal::key::SharedKey;
-use super::sender::SendConn;
-use super::share::Share;
 use super::shortage::Shortages;
 use super::silences::Silences;
 use super::takeover::{Kept, Side};
@@ -31,12 +27,16 @@ use super::watch::{self, Probes};
 use super::wire::{self, Piece};
 use crate::engine::events::{Carrier, Path};
 use crate::engine::poller::{Half, Interest, Poller, Progress, Registration, Source, Worker};
+use crate::engine::share::Share;
 use crate::os::config::Config;
 use crate::os::error::{self, Error};
 use crate::os::fd::Registered;
 use crate::os::interfaces::Rail;
 use crate::os::links::Links;
 use crate::os::steal::Steal;
+use crate::tcp::copies::Copies;
+use crate::tcp::receiver::RecvConn;
+use crate::tcp::sender::SendConn;
 
 /// A socket in the fork registry.
 pub type Sock = Registered<Socket>;
@@ -236,7 +236,7 @@ impl Net {
     /// of them, which moves little as well as much ([`SendCore::engage`]), is for the first half of the workers; where each
     /// connection has only one, they take turns.
     ///
-    /// [`SendCore::engage`]: super::send_core::SendCore::engage
+    /// [`SendCore::engage`]: crate::tcp::send_core::SendCore::engage
     ///
     /// # Errors
     /// When not one thread can be created.
@@ -553,7 +553,7 @@ mod tests {
     use std::sync::atomic::AtomicBool;
 
     use super::*;
-    use crate::tcp::loopback;
+    use crate::session::loopback;
 
     /// A peer that goes on sending must not keep the control thread, which serves all connections, nor its socket for ever.
     #[test]

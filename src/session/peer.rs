@@ -5,8 +5,8 @@ use std::net::SocketAddr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
+use super::frame::MAX_STREAMS;
 use super::frame::{Header, MAX_CONTROL, Type};
-use super::limits::MAX_STREAMS;
 use super::wire::is_shortage;
 use crate::os::error::{Cause, Error};
 use crate::os::log;

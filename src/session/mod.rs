@@ -1,0 +1,42 @@
+//! How two processes get connected, stay connected and part: below both backends.
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`net`] | what the connections of the process share, and which there are |
+//! | [`handshake`] | preamble, proof of the secret, parameters |
+//! | [`acceptor`], [`dialer`] | getting connected |
+//! | [`crowd`] | the half-open handshakes |
+//! | [`tries`], [`outlet`] | how long a try takes, which interface a socket leaves by |
+//! | [`frame`], [`check`] | the header on the wire, and its check |
+//! | [`wire`] | reading and writing one socket |
+//! | [`seal`] | checksums and encryption, where they are on |
+//! | [`peer`] | who is at the other end, and the error that ended a connection |
+//! | [`watch`] | noticing that a path has died without a word |
+//! | [`lifeline`] | telling a dead peer from one that is cut off |
+//! | [`takeover`] | handing a proven connection to another backend |
+//! | [`attend`] | when the keeper looks after a connection's first socket |
+//! | [`graves`] | connections that were closed lately, for senders that did not hear of it |
+//! | [`silences`] | closes towards a peer that does not answer share one time budget |
+//! | [`shortage`] | asking again where the kernel had no memory |
+
+pub mod acceptor;
+pub mod attend;
+pub mod check;
+pub mod crowd;
+pub mod dialer;
+pub mod frame;
+pub mod graves;
+pub mod handshake;
+pub mod lifeline;
+#[cfg(test)]
+pub mod loopback;
+pub mod net;
+pub mod outlet;
+pub mod peer;
+pub mod seal;
+pub mod shortage;
+pub mod silences;
+pub mod takeover;
+pub mod tries;
+pub mod watch;
+pub mod wire;
