@@ -19,12 +19,12 @@ use std::time::{Duration, Instant};
 
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, Criterion};
-use towline::abi::ffi::*;
 use towline::abi::profiler::v6::ncclProfiler_v6;
 use towline::engine::events::{Carrier, Chunk, Events, Listener, News, Path};
 use towline::engine::request::{Outcome, RequestSlots};
+use towline::nccl::ffi::*;
+use towline::nccl::net_event::{self, NetEvent, PLUGIN_ID, Reader};
 use towline::os::config::NetEvents;
-use towline::os::net_event::{self, NetEvent, PLUGIN_ID, Reader};
 use towline::os::ticks::Ticks;
 use towline::plugin;
 use towline::trace::clock;

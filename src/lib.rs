@@ -26,9 +26,9 @@
 //! same code.
 //!
 //! [`os`] is the ground floor: interfaces and sysfs, descriptors that a forked child does not keep, the
-//! [configuration](os::config), which is one table, the [log](os::log), and the one [error type](os::error).
+//! [configuration](os::config), which is one table, the [log](os::log), and the one [error type](os::error). Beside it lie [NCCL's types](nccl).
 //!
-//! [`trace`] stands apart: the profiler that the same library offers to NCCL. It imports `abi` and `os` only and learns
+//! [`trace`] stands apart: the profiler that the same library offers to NCCL. It imports `nccl` and `os` only and learns
 //! of transfers through NCCL, as anyone's profiler would.
 //!
 //! Imports point down only: `abi`, `plugin`, `tcp`, `session`, `engine`, `os`. [`host`] stands beside them and plays NCCL: it
@@ -42,6 +42,7 @@
 pub mod abi;
 pub mod engine;
 pub mod host;
+pub mod nccl;
 pub mod os;
 pub mod plugin;
 #[cfg(feature = "rdma")]

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::mem::{align_of, offset_of, size_of};
 
 use serde::Deserialize;
-use towline::abi::ffi::*;
+use towline::nccl::ffi::*;
 
 /// What a compiler says about one struct.
 #[derive(Debug, Deserialize, PartialEq, Eq)]

@@ -1,6 +1,6 @@
 //! The committed bindings are what bindgen makes of the headers today.
 //!
-//! Nobody who builds Towline needs bindgen: `src/abi/bindings.rs` (NCCL's interface, from `ffi/`) and
+//! Nobody who builds Towline needs bindgen: `src/nccl/bindings.rs` (NCCL's interface, from `ffi/`) and
 //! `ffi/rdma-sys/src/bindings.rs` (libibverbs, from rdma-core's headers) are committed. These tests need libclang, the second
 //! and the third also rdma-core's headers (packages libibverbs-dev and librdmacm-dev). Where these are missing a test says so
 //! and passes; with `CHECK_BINDINGS=1` it fails.
@@ -78,7 +78,7 @@ fn the_interface_of_nccl_is_as_its_headers_say() {
             .generate_comments(false)
             .generate()
             .expect("bindgen reads ffi/");
-        compare(&fresh.to_string(), "src/abi/bindings.rs");
+        compare(&fresh.to_string(), "src/nccl/bindings.rs");
     }
 }
 

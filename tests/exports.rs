@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use towline::abi::ffi;
+use towline::nccl::ffi;
 
 /// The network tables: with [`PROFILER`], everything that the library may and must define for others.
 const EXPORTS: [&str; 9] = [

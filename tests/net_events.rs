@@ -14,9 +14,9 @@ use support::proxy::Trickle;
 use support::strict::{Told, Transfer, callback, inside};
 use support::told::{NEWEST, finish, listened, moved, pair, receive, send};
 use support::{PATIENCE, is_over_rdma, net, part, pattern, watchdog};
-use towline::abi::ffi::ncclProfilerCallback_t;
 use towline::host::{ApiVersion, Init, Memory, Pair};
-use towline::os::net_event::{PLUGIN_ID, PLUGIN_ID_SOCKET};
+use towline::nccl::ffi::ncclProfilerCallback_t;
+use towline::nccl::net_event::{PLUGIN_ID, PLUGIN_ID_SOCKET};
 
 #[test]
 fn a_transfer_has_an_event_for_each_part_and_they_add_up_to_the_byte() {

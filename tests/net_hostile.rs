@@ -13,9 +13,9 @@ use support::child::{Guarded, MAILBOX, Mailbox};
 use support::hostile::Hostile;
 use support::proxy::{Proxy, Way, address_of, lead_to};
 use support::{PATIENCE, child, context, eventually, net, pair, part, pattern, raw, versions, watchdog};
-use towline::abi::ffi;
 use towline::host::log::{Capture, Record};
 use towline::host::{ApiVersion, Code, Context, Handle, Memory, Pair, Part};
+use towline::nccl::ffi;
 use towline::session::frame::Type;
 
 /// `ncclInvalidArgument` and `ncclInvalidUsage`: the host's mistakes.

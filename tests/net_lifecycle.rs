@@ -13,8 +13,8 @@ use support::child::{self, Guarded, Mailbox};
 use support::{
     PATIENCE, context, eventually, is_over_rdma, net, outcome, pair, part, pattern, version_of, versions, watchdog,
 };
-use towline::abi::ffi;
 use towline::host::{ApiVersion, Code, Context, Handle, Memory, Net, Pair, Part, Plugin, RecvComm, SendComm, Table};
+use towline::nccl::ffi;
 
 fn connect(context: &Context, handle: &mut Handle) -> SendComm {
     context.connect_within(0, handle, PATIENCE).expect("connect")

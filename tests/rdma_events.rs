@@ -15,7 +15,7 @@ use support::strict::{Told, Transfer, callback};
 use support::told::{NEWEST, finish, moved, pair, receive, send};
 use support::{net, pattern, watchdog};
 use towline::host::{Init, Memory, Pair};
-use towline::os::net_event::{PLUGIN_ID, PLUGIN_ID_IB, SOMEWHERE};
+use towline::nccl::net_event::{PLUGIN_ID, PLUGIN_ID_IB, SOMEWHERE};
 use towline::trace::event::{Body, Carrier, state};
 use towline::trace::perfetto::read::read;
 

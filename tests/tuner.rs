@@ -9,8 +9,8 @@ use std::ptr::null_mut;
 
 use proptest::prelude::*;
 use support::{child, net, one_at_a_time};
-use towline::abi::ffi;
 use towline::host::{ApiVersion, Context, Init};
+use towline::nccl::ffi;
 
 /// NCCL's numbers, as in NCCL 2.28.
 const ALGORITHMS: usize = 7;

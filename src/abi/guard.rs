@@ -3,8 +3,8 @@
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use super::ffi::{ncclResult_t, ncclSuccess};
 use super::result;
+use crate::nccl::ffi::{ncclResult_t, ncclSuccess};
 use crate::os::error::{Cause, Error, Result};
 
 /// Runs `body` for NCCL's call `call` in version `API` of the interface.

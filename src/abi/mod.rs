@@ -16,7 +16,6 @@
 //!
 //! No panic crosses into C, and every failure is logged once, here.
 
-pub mod ffi;
 mod guard;
 mod pointer;
 pub mod profiler;

@@ -3,9 +3,9 @@
 use std::ffi::c_int;
 use std::ptr;
 
-use super::ffi::{self, ncclNetDeviceType, ncclResult_t};
 use super::guard::guard;
 use super::pointer::Out;
+use crate::nccl::ffi::{self, ncclNetDeviceType, ncclResult_t};
 use crate::os::error::{Error, Result};
 use crate::plugin::devices::DeviceProperties;
 use crate::plugin::facade;

@@ -1,6 +1,6 @@
 //! The one place where a failure becomes an NCCL result code.
 
-use super::ffi::{
+use crate::nccl::ffi::{
     ncclInternalError, ncclInvalidArgument, ncclInvalidUsage, ncclRemoteError, ncclResult_t, ncclSystemError,
 };
 use crate::os::error::Cause;

@@ -23,8 +23,8 @@ macro_rules! export_table {
         // library's scope.
         #[unsafe(no_mangle)]
         #[allow(non_upper_case_globals, reason = "NCCL's name")]
-        pub static $symbol: $crate::abi::table::Table<$crate::abi::ffi::$type> =
-            $crate::abi::table::Table($crate::abi::ffi::$type {
+        pub static $symbol: $crate::abi::table::Table<$crate::nccl::ffi::$type> =
+            $crate::abi::table::Table($crate::nccl::ffi::$type {
                 name: $crate::abi::table::NAME.as_ptr(),
                 devices: Some($crate::abi::v4::devices::<$api>),
                 deregMr: Some($crate::abi::v4::dereg_mr::<$api>),

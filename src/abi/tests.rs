@@ -4,7 +4,7 @@
 use std::ffi::{CStr, c_int, c_void};
 use std::ptr::null_mut;
 
-use super::ffi::ncclInvalidArgument;
+use crate::nccl::ffi::ncclInvalidArgument;
 
 /// Runs `$check!` for each version's table.
 macro_rules! each_version {
@@ -65,7 +65,7 @@ fn null_where_a_value_is_needed_is_an_argument_error_in_every_version() {
 /// at an error: it would leave the connections behind that one open, and their peers waiting.
 #[test]
 fn what_never_came_about_can_be_closed_in_every_version() {
-    let closed = |code| assert_eq!(code, super::ffi::ncclSuccess);
+    let closed = |code| assert_eq!(code, crate::nccl::ffi::ncclSuccess);
     macro_rules! check {
         ($module:ident $table:ident) => {
             let table = &super::$module::$table.0;
@@ -158,11 +158,11 @@ fn the_hint_in_request_is_overwritten_even_when_the_call_fails() {
 fn a_traffic_class_is_a_byte_or_undefined() {
     let mut ctx = null::<c_void>();
     for class in [-2, 256, c_int::MIN] {
-        let mut config = super::ffi::ncclNetCommConfig_v12_t { trafficClass: class };
+        let mut config = crate::nccl::ffi::ncclNetCommConfig_v12_t { trafficClass: class };
         refuses! { super::v12::ncclNetPlugin_v12.0; init(&mut ctx, 1, &mut config, None, None); }
     }
     for (class, expected) in [(-1, None), (0, Some(0)), (184, Some(184)), (255, Some(255))] {
-        let config = super::ffi::ncclNetCommConfig_v10_t { trafficClass: class };
+        let config = crate::nccl::ffi::ncclNetCommConfig_v10_t { trafficClass: class };
         // SAFETY: a valid configuration.
         assert_eq!(unsafe { super::v10::traffic_class(&raw const config) }.unwrap(), expected);
     }
@@ -179,7 +179,7 @@ fn functions_that_a_host_device_must_not_have_are_null() {
 
 #[test]
 fn the_log_speaks_nccl_s_numbers() {
-    use super::ffi::*;
+    use crate::nccl::ffi::*;
     // `os::log` knows no NCCL types; it holds the signature and these values as plain numbers.
     fn as_the_log_has_it(logger: ncclDebugLogger_t) -> Option<crate::os::log::Logger> {
         logger
@@ -192,7 +192,7 @@ fn the_log_speaks_nccl_s_numbers() {
 #[test]
 fn the_devices_speak_nccl_s_numbers() {
     use crate::plugin::{devices, facade};
-    assert_eq!(i64::try_from(devices::MAX_TRANSFER_BYTES).unwrap(), super::ffi::NCCL_MAX_NET_SIZE_BYTES);
-    assert_eq!(i32::try_from(devices::MAX_MEMBERS).unwrap(), super::ffi::NCCL_NET_MAX_DEVS_PER_NIC_V12);
+    assert_eq!(i64::try_from(devices::MAX_TRANSFER_BYTES).unwrap(), crate::nccl::ffi::NCCL_MAX_NET_SIZE_BYTES);
+    assert_eq!(i32::try_from(devices::MAX_MEMBERS).unwrap(), crate::nccl::ffi::NCCL_NET_MAX_DEVS_PER_NIC_V12);
     assert_eq!(usize::try_from(devices::MAX_RECVS).unwrap(), facade::MAX_PARTS);
 }

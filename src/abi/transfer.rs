@@ -3,9 +3,9 @@
 use std::ffi::{c_int, c_void};
 use std::ptr;
 
-use super::ffi::ncclResult_t;
 use super::guard::guard;
 use super::pointer::{Out, Size, array, dress, id, value};
+use crate::nccl::ffi::ncclResult_t;
 use crate::os::error::{Error, Result};
 use crate::plugin::facade::{self, MAX_PARTS, Part};
 

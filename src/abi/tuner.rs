@@ -12,10 +12,10 @@ use std::ffi::{c_int, c_void};
 use std::ptr;
 use std::slice;
 
-use super::ffi::*;
 use super::guard::guard;
 use super::pointer::Out;
 use super::table::{NAME, Table};
+use crate::nccl::ffi::*;
 use crate::os::error::{Error, Result};
 use crate::plugin::tuning::{self, Algorithm, Collective, MANY, Protocol, Question, Scope, Shape, Way};
 

@@ -8,15 +8,15 @@
 use std::ffi::{c_int, c_void};
 use std::ptr;
 
-use super::ffi::{
-    ncclDebugLogger_t, ncclNetAttr_v11_t, ncclNetCommAttr_v11_t, ncclNetCommConfig_v11_t, ncclNetDeviceHandle_v11_t,
-    ncclProfilerCallback_t, ncclResult_t,
-};
 use super::guard::guard;
 use super::pointer::{Out, dress, id, value};
 use super::properties::get_properties;
 use super::table::export_table;
 use super::{v4, v5, v6, v7, v10};
+use crate::nccl::ffi::{
+    ncclDebugLogger_t, ncclNetAttr_v11_t, ncclNetCommAttr_v11_t, ncclNetCommConfig_v11_t, ncclNetDeviceHandle_v11_t,
+    ncclProfilerCallback_t, ncclResult_t,
+};
 use crate::plugin::facade::{self, InitArgs, NetAttr, Traffic};
 
 export_table! {

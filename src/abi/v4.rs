@@ -6,12 +6,12 @@
 use std::ffi::{c_int, c_void};
 use std::ptr;
 
-use super::ffi::{ncclDebugLogger_t, ncclResult_t};
 use super::guard::guard;
 use super::pointer::{Out, Size, dress, handle_bytes, id};
 use super::properties::get_properties;
 use super::table::export_table;
 use super::transfer::{self, Group};
+use crate::nccl::ffi::{ncclDebugLogger_t, ncclResult_t};
 use crate::os::error::Result;
 use crate::plugin::facade::{self, InitArgs};
 

@@ -6,12 +6,12 @@
 use std::ffi::{c_int, c_void};
 use std::ptr;
 
-use super::ffi::ncclResult_t;
 use super::pointer::Size;
 use super::properties::get_properties;
 use super::table::export_table;
 use super::transfer::{self, Group};
 use super::v4;
+use crate::nccl::ffi::ncclResult_t;
 use crate::plugin::facade;
 
 export_table! {

@@ -7,10 +7,10 @@
 
 use std::ffi::{c_int, c_void};
 
-use super::ffi::{ncclNetDeviceHandle_v7_t, ncclResult_t};
 use super::properties::get_properties;
 use super::table::export_table;
 use super::{v4, v5, v6};
+use crate::nccl::ffi::{ncclNetDeviceHandle_v7_t, ncclResult_t};
 
 export_table! {
     /// The table that NCCL 2.19 loads.

@@ -5,7 +5,7 @@
 
 use std::fmt;
 
-use crate::abi::ffi;
+use crate::nccl::ffi;
 use crate::os::error::{Cause, Error};
 
 /// The result of one call into a plugin.

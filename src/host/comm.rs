@@ -16,7 +16,7 @@ use super::code::{Code, Result};
 use super::context::Context;
 use super::memory::Memory;
 use super::table::{RawPart, Table};
-use crate::abi::ffi;
+use crate::nccl::ffi;
 
 /// How long the convenience calls wait before they give up.
 pub const PATIENCE: Duration = Duration::from_secs(30);

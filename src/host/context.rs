@@ -16,7 +16,7 @@ use super::library::{ApiVersion, Plugin};
 use super::log;
 use super::properties::Properties;
 use super::table::{InitArguments, Table};
-use crate::abi::ffi;
+use crate::nccl::ffi;
 use crate::os::error::{self, Error};
 
 /// One API version of one opened plugin: what NCCL holds after it has chosen.

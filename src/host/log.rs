@@ -17,7 +17,7 @@ use std::fmt;
 use std::io::Write;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use crate::abi::ffi;
+use crate::nccl::ffi;
 
 /// Integer and pointer arguments that are understood after the format.
 pub const INTEGERS: usize = 12;

@@ -8,7 +8,7 @@ use std::ffi::{c_int, c_void};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use crate::abi::ffi;
+use crate::nccl::ffi;
 
 /// What the plugin said about an event, for the identifiers that NCCL itself knows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -10,7 +10,7 @@ use std::ptr::null_mut;
 use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering};
 
 use super::library::Plugin;
-use crate::abi::ffi::*;
+use crate::nccl::ffi::*;
 
 /// The table of the profiler at work: the callback's stops carry nothing that would lead to it.
 static TABLE: AtomicPtr<ncclProfiler_v6_t> = AtomicPtr::new(null_mut());

@@ -4,7 +4,7 @@
 
 use std::ffi::{CStr, c_char};
 
-use crate::abi::ffi;
+use crate::nccl::ffi;
 
 /// What a plugin says about one device.
 #[derive(Debug, Clone, Default, PartialEq)]

@@ -10,7 +10,7 @@ use std::ptr::null_mut;
 use super::code::{Code, Result};
 use super::library::{ApiVersion, Plugin};
 use super::properties::Properties;
-use crate::abi::ffi;
+use crate::nccl::ffi;
 
 /// The plugin's table of functions as its library exports it. The variants are public so that a test can call an
 /// entry with whatever it likes.

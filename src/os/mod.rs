@@ -13,7 +13,6 @@ pub mod links;
 pub mod log;
 pub mod memory;
 pub mod nccl_conf;
-pub mod net_event;
 pub mod route;
 pub mod steal;
 pub mod sync;

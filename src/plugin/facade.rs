@@ -18,12 +18,12 @@ use super::context::Way;
 use super::devices::DeviceProperties;
 use super::handle::{self, ConnectionHandle};
 use super::process::{Process, process};
-use crate::abi::ffi;
 use crate::engine::handle::{Handle, Kind};
 use crate::engine::request::Ticket;
 use crate::engine::span::Span;
 #[cfg(feature = "rdma")]
 use crate::engine::table::Table;
+use crate::nccl::ffi;
 use crate::os::error::{Error, Result};
 #[cfg(feature = "rdma")]
 use crate::rdma::adapter::Registration;

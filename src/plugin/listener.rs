@@ -13,13 +13,13 @@ use std::ffi::{CStr, c_int, c_void};
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
-use crate::abi::ffi;
 use crate::engine::events::{Carrier, Listener, MOST, News, Over, Path, Wait, Whole};
-use crate::os::config::NetEvents;
-use crate::os::net_event::{
+use crate::nccl::ffi;
+use crate::nccl::net_event::{
     self, CARRIER_QUEUE_PAIR, CARRIER_SOCKET, FLAG_ENDED, FLAG_RESEND, FLAG_SEND, MOST_AT_ONCE, NetEvent, NetSum,
     NetSumNews, PLUGIN_ID, PLUGIN_ID_IB, PLUGIN_ID_SOCKET, PLUGIN_ID_SUM, Reader, SEVERAL,
 };
+use crate::os::config::NetEvents;
 use crate::os::ticks::Ticks;
 
 /// NCCL's number for release 2.27.0, the first that understands updates.

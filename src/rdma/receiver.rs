@@ -32,8 +32,8 @@ use crate::engine::events::{Chunk, MOST};
 use crate::engine::poller::{Progress, Source};
 use crate::engine::request::{Keys, MAX_PARTS, Outcome, SLOTS, Ticket, too_long};
 use crate::engine::tags::TagOrders;
+use crate::nccl::net_event::SOMEWHERE;
 use crate::os::error::{Error, Result};
-use crate::os::net_event::SOMEWHERE;
 use crate::session::takeover::Side;
 
 /// Receives that were used up on a lane before they are put back: one call for several.

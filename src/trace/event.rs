@@ -5,7 +5,7 @@
 //! ([`crate::trace::key`]), strings are [`Name`]s.
 
 use super::names::Name;
-use crate::os::net_event::{self, NetEvent, NetSum};
+use crate::nccl::net_event::{self, NetEvent, NetSum};
 
 /// The event types of NCCL's profiler interface. The discriminant is the bit's place in NCCL's event mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

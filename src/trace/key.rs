@@ -11,7 +11,7 @@ use super::ring::{POSITION_BITS, Place, SHARDS};
 /// for their parents.
 const SILENT: u64 = 1 << 47;
 
-/// Set in event keys whose updates carry [`crate::os::net_event::NetEvent`].
+/// Set in event keys whose updates carry [`crate::nccl::net_event::NetEvent`].
 const OWN_NET: u64 = 1 << 46;
 
 const STAMP_SHIFT: u32 = 48;
@@ -57,7 +57,7 @@ impl Stamp {
     }
 }
 
-/// Whether updates of this event carry a [`crate::os::net_event::NetEvent`].
+/// Whether updates of this event carry a [`crate::nccl::net_event::NetEvent`].
 #[inline]
 pub fn is_own_net(event: u64) -> bool {
     event & OWN_NET != 0

@@ -14,7 +14,7 @@
 //! rather than freed memory.
 //!
 //! This room knows NCCL's profiler interface in its own terms ([`event`]); the C structs are `abi`'s. It must not know
-//! the transport, which tells it things through NCCL like any plugin would ([`crate::os::net_event`]).
+//! the transport, which tells it things through NCCL like any plugin would ([`crate::nccl::net_event`]).
 
 pub mod align;
 pub mod chain;

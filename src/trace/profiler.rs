@@ -24,10 +24,10 @@ use super::key::{self, Stamp};
 use super::ring::{Ring, Room, shard_of};
 use super::settings::Settings;
 use super::writer::{Notice, Request, Writer};
+use crate::nccl::net_event::{self, NetEvent, NetSum, Reader};
 use crate::os::config::Config;
 use crate::os::error::Result;
 use crate::os::fork;
-use crate::os::net_event::{self, NetEvent, NetSum, Reader};
 use crate::os::ticks::{self, Ticks};
 
 /// How long the last `finalize` waits for a writer that does nothing.

@@ -1,7 +1,7 @@
 //! Which rail a network event was on: interface, NIC or, where the transport does not tell, all sockets together.
 
 use super::event::Body;
-use crate::os::net_event::SEVERAL;
+use crate::nccl::net_event::SEVERAL;
 
 /// `NCCL_SOCKET_SEND`; 1 is a receive.
 const SOCKET_SEND: i32 = 0;

@@ -4,8 +4,8 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use towline::abi::ffi::*;
-use towline::os::net_event::PLUGIN_ID_SOCKET;
+use towline::nccl::ffi::*;
+use towline::nccl::net_event::PLUGIN_ID_SOCKET;
 
 use super::check;
 use super::wire::{RANKS, SIZES};

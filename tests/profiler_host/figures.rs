@@ -3,8 +3,8 @@
 use std::io::{Read, Seek};
 use std::os::unix::fs::MetadataExt;
 
-use towline::abi::ffi::*;
-use towline::os::net_event::{FLAG_RESEND, FLAG_SEND, NetEvent, PLUGIN_ID};
+use towline::nccl::ffi::*;
+use towline::nccl::net_event::{FLAG_RESEND, FLAG_SEND, NetEvent, PLUGIN_ID};
 use towline::trace::metrics;
 
 use super::check;

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::ptr::null_mut;
 
 use libloading::os::unix::Library;
-use towline::abi::ffi::*;
+use towline::nccl::ffi::*;
 
 /// The library that this build made.
 pub(crate) fn library_path() -> PathBuf {

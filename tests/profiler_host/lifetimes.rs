@@ -6,7 +6,7 @@ use std::process::Stdio;
 use std::ptr::null_mut;
 use std::time::{Duration, Instant};
 
-use towline::abi::ffi::{ncclProfilerProxyStepSendGPUWait, ncclProfilerProxyStepSendWait};
+use towline::nccl::ffi::{ncclProfilerProxyStepSendGPUWait, ncclProfilerProxyStepSendWait};
 use towline::trace::event::{Body, Kind, Record};
 use towline::trace::perfetto::proto::{SLICE_BEGIN, SLICE_END};
 use towline::trace::perfetto::{file::Packets, read::read};

@@ -6,8 +6,8 @@ use std::os::unix::net::UnixStream;
 use std::ptr::null_mut;
 use std::time::{Duration, Instant};
 
-use towline::abi::ffi::*;
-use towline::os::net_event::{FLAG_SEND, NetEvent, PLUGIN_ID, PLUGIN_ID_SOCKET};
+use towline::nccl::ffi::*;
+use towline::nccl::net_event::{FLAG_SEND, NetEvent, PLUGIN_ID, PLUGIN_ID_SOCKET};
 
 use super::host::{CommDescr, Event, Host};
 

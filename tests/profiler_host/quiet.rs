@@ -15,10 +15,10 @@ use std::ptr::null_mut;
 use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use towline::abi::ffi::*;
 use towline::host::profiler::Profiler;
 use towline::host::{ApiVersion, Init, Memory, Net, Pair, Part, Plugin};
-use towline::os::net_event::{FLAG_SEND, NetEvent, PLUGIN_ID, PLUGIN_ID_SOCKET};
+use towline::nccl::ffi::*;
+use towline::nccl::net_event::{FLAG_SEND, NetEvent, PLUGIN_ID, PLUGIN_ID_SOCKET};
 
 use super::host::{CommDescr, Event, Host, library_path};
 use super::play::Comm;

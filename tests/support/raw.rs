@@ -4,8 +4,8 @@
 use std::ffi::{c_int, c_void};
 use std::ptr::{null_mut, without_provenance_mut};
 
-use towline::abi::ffi;
 use towline::host::Table;
+use towline::nccl::ffi;
 
 /// Something that the plugin never gave out: as aligned as a heap pointer, with nothing behind it.
 pub fn nobody() -> *mut c_void {

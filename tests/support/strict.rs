@@ -8,8 +8,8 @@ use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use towline::abi::ffi::*;
-use towline::os::net_event::{NetEvent, PLUGIN_ID, PLUGIN_ID_IB, PLUGIN_ID_SOCKET};
+use towline::nccl::ffi::*;
+use towline::nccl::net_event::{NetEvent, PLUGIN_ID, PLUGIN_ID_IB, PLUGIN_ID_SOCKET};
 
 thread_local! {
     static INSIDE: Cell<bool> = const { Cell::new(false) };

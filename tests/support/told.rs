@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-use towline::abi::ffi::ncclProfilerCallback_t;
 use towline::host::{ApiVersion, Init, Memory, Pair, Part, Request};
+use towline::nccl::ffi::ncclProfilerCallback_t;
 
 use super::strict::{Told, Transfer, callback, inside};
 use super::{PATIENCE, net, part};

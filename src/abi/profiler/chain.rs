@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering};
 
 use libloading::os::unix::Library;
 
-use super::super::ffi::*;
 use super::super::table::Table;
 use super::members::Translated;
 use super::{Functions, Version, v1, v2, v3, v4, v5, v6};
+use crate::nccl::ffi::*;
 use crate::os::error::{Error, Result};
 use crate::trace::chain::{Change, Second, Start};
 use crate::trace::event::{Body, CommInfo};

@@ -3,8 +3,8 @@
 use std::ffi::{c_int, c_void};
 use std::ptr::without_provenance_mut;
 
-use super::super::ffi::*;
-use crate::os::net_event::{NetEvent, NetSumNews, PLUGIN_ID, PLUGIN_ID_IB, PLUGIN_ID_SOCKET, PLUGIN_ID_SUM};
+use crate::nccl::ffi::*;
+use crate::nccl::net_event::{NetEvent, NetSumNews, PLUGIN_ID, PLUGIN_ID_IB, PLUGIN_ID_SOCKET, PLUGIN_ID_SUM};
 use crate::trace::chain::{Change, Start};
 use crate::trace::event::{Body, Carrier, Coll, NetPart, NetTimes, P2p, ProxyOp, state};
 use crate::trace::names::Name;
@@ -340,7 +340,7 @@ pub(super) use descr;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::os::net_event::{CARRIER_QUEUE_PAIR, CARRIER_SOCKET, FLAG_ENDED};
+    use crate::nccl::net_event::{CARRIER_QUEUE_PAIR, CARRIER_SOCKET, FLAG_ENDED};
 
     fn told(event: &mut NetEvent) -> Start {
         let net = ncclProfilerNetPlugin_v3_t { id: PLUGIN_ID, data: (&raw mut *event).cast() };

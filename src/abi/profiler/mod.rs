@@ -23,7 +23,7 @@ use std::sync::atomic::AtomicI32;
 
 use members::{Net, number};
 
-use super::ffi::{ncclDebugLogger_t, ncclProfilerEventState_t, ncclResult_t};
+use crate::nccl::ffi::{ncclDebugLogger_t, ncclProfilerEventState_t, ncclResult_t};
 use crate::os::config::Config;
 use crate::os::log;
 use crate::trace::chain::{Change, Start};
@@ -169,8 +169,8 @@ macro_rules! profiler_version {
         // library's scope.
         #[unsafe(no_mangle)]
         #[allow(non_upper_case_globals, reason = "NCCL's name")]
-        pub static $symbol: $crate::abi::table::Table<$crate::abi::ffi::$table> =
-            $crate::abi::table::Table($crate::abi::ffi::$table {
+        pub static $symbol: $crate::abi::table::Table<$crate::nccl::ffi::$table> =
+            $crate::abi::table::Table($crate::nccl::ffi::$table {
                 name: $crate::abi::table::NAME.as_ptr(),
                 init: Some(init),
                 startEvent: Some(start_event),
@@ -182,8 +182,8 @@ macro_rules! profiler_version {
         unsafe extern "C" fn start_event(
             context: *mut std::ffi::c_void,
             event: *mut *mut std::ffi::c_void,
-            descr: *mut $crate::abi::ffi::$descr,
-        ) -> $crate::abi::ffi::ncclResult_t {
+            descr: *mut $crate::nccl::ffi::$descr,
+        ) -> $crate::nccl::ffi::ncclResult_t {
             $crate::abi::guard::guard::<$number>("startEvent", || {
                 if event.is_null() || descr.is_null() {
                     return Err($crate::os::error::Error::argument("startEvent was given a null pointer"));
@@ -196,7 +196,7 @@ macro_rules! profiler_version {
             })
         }
 
-        unsafe extern "C" fn stop_event(event: *mut std::ffi::c_void) -> $crate::abi::ffi::ncclResult_t {
+        unsafe extern "C" fn stop_event(event: *mut std::ffi::c_void) -> $crate::nccl::ffi::ncclResult_t {
             $crate::abi::guard::guard::<$number>("stopEvent", || {
                 $crate::trace::profiler::stop(event.addr() as u64);
                 Ok(())
@@ -205,9 +205,9 @@ macro_rules! profiler_version {
 
         unsafe extern "C" fn record_event_state(
             event: *mut std::ffi::c_void,
-            state: $crate::abi::ffi::ncclProfilerEventState_t,
-            args: *mut $crate::abi::ffi::$args,
-        ) -> $crate::abi::ffi::ncclResult_t {
+            state: $crate::nccl::ffi::ncclProfilerEventState_t,
+            args: *mut $crate::nccl::ffi::$args,
+        ) -> $crate::nccl::ffi::ncclResult_t {
             $crate::abi::guard::guard::<$number>("recordEventState", || {
                 // SAFETY: null or NCCL's arguments for this state, by its promise; a network plugin's data are what
                 // that plugin says.
@@ -219,7 +219,7 @@ macro_rules! profiler_version {
             })
         }
 
-        unsafe extern "C" fn finalize(context: *mut std::ffi::c_void) -> $crate::abi::ffi::ncclResult_t {
+        unsafe extern "C" fn finalize(context: *mut std::ffi::c_void) -> $crate::nccl::ffi::ncclResult_t {
             $crate::abi::guard::guard::<$number>("finalize", || {
                 $crate::trace::profiler::finalize(context.addr() as u64);
                 Ok(())

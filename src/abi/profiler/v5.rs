@@ -6,10 +6,10 @@
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::AtomicI32;
 
-use super::super::ffi::*;
 use super::super::guard::guard;
 use super::members::{self, Net, address, descr, net, number};
 use super::{Version, functions, profiler_version};
+use crate::nccl::ffi::*;
 use crate::trace::chain::{Change, Start};
 use crate::trace::event::{Body, Coll, CollApi, CommInfo, Kind, P2p};
 use crate::trace::names::Name;

@@ -5,11 +5,11 @@
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::AtomicI32;
 
-use super::super::ffi::*;
 use super::super::guard::guard;
 use super::members::{self, Net, address, descr, net, number};
 use super::v5::{self, decode_v5, encode_v5};
 use super::{Version, functions, profiler_version};
+use crate::nccl::ffi::*;
 use crate::trace::chain::{Change, Start};
 use crate::trace::event::{Body, CeColl, CommInfo, Kind};
 use crate::trace::names::Name;

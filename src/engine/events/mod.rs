@@ -32,7 +32,7 @@ pub use transfer::{Chunk, MOST, Over, Piece, Wait};
 use transfer::{Told, Transfer};
 
 use super::request::{LastWords, MAX_PARTS, Outcome, RequestSlots, SLOTS, Ticket};
-use crate::os::net_event::{NetSum, Reader};
+use crate::nccl::net_event::{NetSum, Reader};
 use crate::os::ticks::{self, Ticks};
 
 /// Who is told: NCCL's profiler, behind `plugin::listener`.

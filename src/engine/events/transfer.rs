@@ -9,7 +9,7 @@
 use std::ffi::c_void;
 
 use super::notes::What;
-use crate::os::net_event::SOMEWHERE;
+use crate::nccl::net_event::SOMEWHERE;
 use crate::os::ticks::Ticks;
 
 /// The most pieces that are told of one transfer: NCCL's example profiler has room for so many, and does not check.

@@ -12,7 +12,7 @@ use super::proto::UNIT_COUNT;
 use super::tracks::{Group, Place, Tracks};
 use super::wire::Rails;
 use super::{digest, mix};
-use crate::os::net_event::SOMEWHERE;
+use crate::nccl::net_event::SOMEWHERE;
 
 /// What the file says of its process.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

@@ -1,6 +1,6 @@
 use super::super::event::{NetPart, ProxyOp};
 use super::*;
-use crate::os::net_event::SOMEWHERE;
+use crate::nccl::net_event::SOMEWHERE;
 
 const COMM: u64 = 1;
 const OP: u64 = 2;

@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 use super::{Input, ask, irecv};
 use memory::{Buffer, MOST};
 use pair::{Message, Pair, TAGS};
-use towline::abi::ffi::{self, ncclSuccess};
+use towline::nccl::ffi::{self, ncclSuccess};
 use world::World;
 
 /// One input in so many may end connections.

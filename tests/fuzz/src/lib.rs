@@ -22,7 +22,7 @@ pub mod setup;
 use std::ffi::{c_int, c_void};
 use std::ptr::{null_mut, without_provenance_mut};
 
-use towline::abi::ffi::{self, ncclSuccess};
+use towline::nccl::ffi::{self, ncclSuccess};
 
 /// Asks for devices and their properties, and for a device made of others.
 pub(crate) fn ask(input: &mut Input<'_>) {

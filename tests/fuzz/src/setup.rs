@@ -11,7 +11,7 @@ use std::ptr::null_mut;
 use std::time::{Duration, Instant};
 
 use super::{Input, ask, irecv};
-use towline::abi::ffi::{self, ncclSuccess};
+use towline::nccl::ffi::{self, ncclSuccess};
 
 /// Runs one input.
 pub fn run(data: &[u8]) {

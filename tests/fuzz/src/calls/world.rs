@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::pair::Pair;
 use super::{Id, LAPS, PATIENCE};
-use towline::abi::ffi::{self, ncclSuccess};
+use towline::nccl::ffi::{self, ncclSuccess};
 
 /// How many connections there are when an input begins.
 pub const POOL: usize = 3;

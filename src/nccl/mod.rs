@@ -1,0 +1,6 @@
+//! The ground floor: NCCL's plugin interface as Rust types, and what our transport and our profiler tell each other through it.
+//!
+//! It imports nothing of the other rooms.
+
+pub mod ffi;
+pub mod net_event;
