@@ -17,6 +17,7 @@ use super::pointer::Out;
 use super::table::{NAME, Table};
 use crate::nccl::ffi::*;
 use crate::os::error::{Error, Result};
+use crate::plugin::facade;
 use crate::plugin::tuning::{self, Algorithm, Collective, MANY, Protocol, Question, Scope, Shape, Way};
 
 /// Exports `ncclTunerPlugin_vN`.
@@ -94,7 +95,7 @@ unsafe fn init(comm: Option<u64>, shape: Shape, context: *mut *mut c_void) -> nc
     guard::<12>("tuner init", || {
         // SAFETY: this function's contract.
         let mut context = unsafe { Out::new(context, "context") }?;
-        context.set(dress(Asker { shape, scope: tuning::bind(comm, shape) }));
+        context.set(dress(Asker { shape, scope: facade::bind_tuner(comm, shape) }));
         Ok(())
     })
 }

@@ -16,7 +16,8 @@ use crate::nccl::ffi::{
     ncclProfilerCallback_t, ncclResult_t,
 };
 use crate::os::error::{Error, Result};
-use crate::plugin::facade::{self, InitArgs};
+use crate::plugin::context::InitArgs;
+use crate::plugin::facade;
 
 export_table! {
     /// The table that NCCL 2.26 and 2.27 load.

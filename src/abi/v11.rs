@@ -17,7 +17,8 @@ use crate::nccl::ffi::{
     ncclDebugLogger_t, ncclNetAttr_v11_t, ncclNetCommAttr_v11_t, ncclNetCommConfig_v11_t, ncclNetDeviceHandle_v11_t,
     ncclProfilerCallback_t, ncclResult_t,
 };
-use crate::plugin::facade::{self, InitArgs, NetAttr, Traffic};
+use crate::plugin::context::InitArgs;
+use crate::plugin::facade::{self, NetAttr, Traffic};
 
 export_table! {
     /// The table that NCCL 2.28 and 2.29 load.

@@ -13,7 +13,8 @@ use super::table::export_table;
 use super::transfer::{self, Group};
 use crate::nccl::ffi::{ncclDebugLogger_t, ncclResult_t};
 use crate::os::error::Result;
-use crate::plugin::facade::{self, InitArgs};
+use crate::plugin::context::InitArgs;
+use crate::plugin::facade;
 
 export_table! {
     /// The table that NCCL 2.8 to 2.11 loads.

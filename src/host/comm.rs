@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::code::{Code, Result};
-use super::context::Context;
+use super::context::{Context, Handle};
 use super::memory::Memory;
 use super::table::{RawPart, Table};
 use crate::nccl::ffi;
@@ -387,5 +387,31 @@ impl Deref for Sizes {
 
     fn deref(&self) -> &[c_int] {
         &self.values[..self.len]
+    }
+}
+
+/// How a context gets connected.
+impl Context {
+    /// Opens a listener on `dev`. The handle goes to the peer, which connects with it.
+    pub fn listen(&self, dev: i32) -> Result<(Listener, Handle)> {
+        let mut handle = Handle::blank(self.net().version().handle_size());
+        // SAFETY: the handle has the room that this version promises, and more.
+        let raw = unsafe { self.table().listen(self.raw(), dev, handle.raw()) }?;
+        handle.check()?;
+        Ok((Listener(Comm::new(self, raw, Table::close_listen)), handle))
+    }
+
+    /// Tries to connect. `None` means "not yet": call again with the same handle, in which the plugin may keep notes
+    /// between the calls. In v4 this waits for the peer's listener instead.
+    pub fn connect(&self, dev: i32, handle: &mut Handle) -> Result<Option<SendComm>> {
+        // SAFETY: the handle has the room that this version promises.
+        let raw = unsafe { self.table().connect(self.raw(), self.traffic_class(), dev, handle.raw()) }?;
+        handle.check()?;
+        Ok((!raw.is_null()).then(|| SendComm(Comm::new(self, raw, Table::close_send))))
+    }
+
+    /// Connects, calling again until it is done or `patience` is over.
+    pub fn connect_within(&self, dev: i32, handle: &mut Handle, patience: Duration) -> Result<SendComm> {
+        until(patience, "connection", || self.connect(dev, handle))
     }
 }

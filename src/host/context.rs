@@ -8,10 +8,8 @@ use std::path::Path;
 use std::ptr::null_mut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 use super::code::{Code, Result};
-use super::comm::{Comm, Listener, SendComm, until};
 use super::library::{ApiVersion, Plugin};
 use super::log;
 use super::properties::Properties;
@@ -188,29 +186,6 @@ impl Context {
         unsafe { self.0.net.table.set_net_attr(self.0.raw, &mut attr) }
     }
 
-    /// Opens a listener on `dev`. The handle goes to the peer, which connects with it.
-    pub fn listen(&self, dev: i32) -> Result<(Listener, Handle)> {
-        let mut handle = Handle::blank(self.net().version().handle_size());
-        // SAFETY: the handle has the room that this version promises, and more.
-        let raw = unsafe { self.0.net.table.listen(self.0.raw, dev, handle.raw()) }?;
-        handle.check()?;
-        Ok((Listener(Comm::new(self, raw, Table::close_listen)), handle))
-    }
-
-    /// Tries to connect. `None` means "not yet": call again with the same handle, in which the plugin may keep notes
-    /// between the calls. In v4 this waits for the peer's listener instead.
-    pub fn connect(&self, dev: i32, handle: &mut Handle) -> Result<Option<SendComm>> {
-        // SAFETY: the handle has the room that this version promises.
-        let raw = unsafe { self.0.net.table.connect(self.0.raw, self.0.traffic_class, dev, handle.raw()) }?;
-        handle.check()?;
-        Ok((!raw.is_null()).then(|| SendComm(Comm::new(self, raw, Table::close_send))))
-    }
-
-    /// Connects, calling again until it is done or `patience` is over.
-    pub fn connect_within(&self, dev: i32, handle: &mut Handle, patience: Duration) -> Result<SendComm> {
-        until(patience, "connection", || self.connect(dev, handle))
-    }
-
     /// Ends the context now, with connections still open: what NCCL does after an abort. Later calls and the last
     /// drop do nothing more. What is still open must be [abandoned](SendComm::abandon), not closed.
     pub fn finalize(&self) -> Result<()> {
@@ -219,6 +194,10 @@ impl Context {
 
     pub(super) fn table(&self) -> Table {
         self.0.net.table
+    }
+
+    pub(super) fn traffic_class(&self) -> i32 {
+        self.0.traffic_class
     }
 }
 
@@ -236,7 +215,7 @@ impl Handle {
     const GUARD: u8 = 0xA5;
 
     /// `size` zero bytes, as NCCL prepares them.
-    fn blank(size: usize) -> Self {
+    pub(super) fn blank(size: usize) -> Self {
         let mut handle = Self { bytes: [0; Self::MOST], guard: [Self::GUARD; Self::MOST], size };
         handle.bytes[size..].fill(Self::GUARD);
         handle
@@ -262,12 +241,12 @@ impl Handle {
         &mut self.bytes[..self.size]
     }
 
-    fn raw(&mut self) -> *mut c_void {
+    pub(super) fn raw(&mut self) -> *mut c_void {
         (&raw mut *self).cast()
     }
 
     /// Whether the plugin kept to its bytes.
-    fn check(&self) -> Result<()> {
+    pub(super) fn check(&self) -> Result<()> {
         let intact = self.bytes[self.size..].iter().chain(&self.guard).all(|&byte| byte == Self::GUARD);
         if intact { Ok(()) } else { Err(Code::Overrun("the connection handle")) }
     }

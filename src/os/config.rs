@@ -13,10 +13,12 @@
 //! This module must not know what the values are used for.
 
 mod complaint;
+mod nearest;
 mod render;
 mod value;
 
-pub use complaint::{Complaint, nearest};
+pub use complaint::Complaint;
+pub use nearest::nearest;
 pub use render::{Setting, Source, render_markdown, settings};
 pub use value::{Backend, Family, KeyFile, LogLevel, NetEvents, Number, Rails, Value};
 

@@ -10,8 +10,24 @@ use std::time::{Duration, Instant};
 
 use super::comm::Comm;
 use crate::engine::events::Listener;
+use crate::nccl::ffi;
 use crate::os::error::{Error, Result};
 use crate::session::dialer::{Dial, Dialled};
+
+/// What NCCL tells when it starts to use the library, per communicator from v11 on and once per process before.
+#[derive(Debug)]
+pub struct InitArgs {
+    /// The version of the interface, 4 to 12.
+    pub api: u8,
+    /// The communicator's id (v11 and later).
+    pub comm_id: Option<u64>,
+    /// The communicator's traffic class, the whole byte (v11 and later; v10 gives it to `connect`).
+    pub traffic_class: Option<u8>,
+    /// NCCL's log.
+    pub logger: ffi::ncclDebugLogger_t,
+    /// The way into NCCL's profiler (v10 and later).
+    pub profiler: ffi::ncclProfilerCallback_t,
+}
 
 /// An attempt that nobody asked after for this long is dropped. NCCL asks many times a second.
 const FORGOTTEN: Duration = Duration::from_secs(120);

@@ -14,16 +14,16 @@ use std::time::Instant;
 #[cfg(feature = "rdma")]
 use super::comm::RdmaListenComm;
 use super::comm::{Comm, ListenComm};
-use super::context::Way;
+use super::context::{InitArgs, Way};
 use super::devices::DeviceProperties;
 use super::handle::{self, ConnectionHandle};
 use super::process::{Process, process};
+use super::tuning;
 use crate::engine::handle::{Handle, Kind};
 use crate::engine::request::Ticket;
 use crate::engine::span::Span;
 #[cfg(feature = "rdma")]
 use crate::engine::table::Table;
-use crate::nccl::ffi;
 use crate::os::error::{Error, Result};
 #[cfg(feature = "rdma")]
 use crate::rdma::adapter::Registration;
@@ -33,21 +33,6 @@ use crate::rdma::receiver::{Posted, RdmaRecv};
 use crate::rdma::sender::RdmaSend;
 use crate::session::dialer::{Dial, Target};
 use crate::tcp::receiver::RecvConn;
-
-/// What NCCL tells when it starts to use the library, per communicator from v11 on and once per process before.
-#[derive(Debug)]
-pub struct InitArgs {
-    /// The version of the interface, 4 to 12.
-    pub api: u8,
-    /// The communicator's id (v11 and later).
-    pub comm_id: Option<u64>,
-    /// The communicator's traffic class, the whole byte (v11 and later; v10 gives it to [`connect`]).
-    pub traffic_class: Option<u8>,
-    /// NCCL's log.
-    pub logger: ffi::ncclDebugLogger_t,
-    /// The way into NCCL's profiler (v10 and later).
-    pub profiler: ffi::ncclProfilerCallback_t,
-}
 
 /// One part of a transfer: a send, or one of a group of receives.
 #[derive(Debug, Clone, Copy)]
@@ -100,6 +85,14 @@ pub struct NetAttr {
 /// When no interface can be used.
 pub fn init(args: InitArgs) -> Result<usize> {
     Process::init(&args)
+}
+
+/// Whether a communicator that is being made gets advice: its traffic between nodes is Towline's over TCP. `comm` is
+/// NCCL's id of the communicator where the interface gives it (v5 and later): the one that the network's `init` got.
+/// Older interfaces cannot say which communicator asks; there any use of Towline in the process counts.
+pub fn bind_tuner(comm: Option<u64>, shape: tuning::Shape) -> Option<tuning::Scope> {
+    // Inside a node nothing is Towline's.
+    (shape.nodes > 1).then(|| process().tunes(comm)).flatten()
 }
 
 /// Ends a context: frees listeners and half-made connections that NCCL has left behind.

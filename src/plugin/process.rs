@@ -8,9 +8,8 @@ use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::comm::Comm;
-use super::context::Context;
+use super::context::{Context, InitArgs};
 use super::devices::{self, Binding, MergePolicy, Plan, Table as Devices};
-use super::facade::InitArgs;
 use super::listener;
 use super::tuning::Scope;
 use crate::engine::handle::Kind;

@@ -4,11 +4,9 @@
 //! NCCL allows is advised.
 //!
 //! All ranks of a communicator must give the same answer, or the job hangs. So an answer is a function of the question
-//! alone, and whether there are answers is settled once, when NCCL makes the communicator's tuner ([`bind`]).
+//! alone, and whether there are answers is settled once, when NCCL makes the communicator's tuner ([`bind_tuner`](super::facade::bind_tuner)).
 
 mod cost;
-
-use super::process::process;
 
 /// A communicator's size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,14 +80,6 @@ pub struct Scope {
     pub channels: bool,
     /// Whether the algorithm and the protocol may be set without NCCL's table, which says what the user excluded.
     pub without_table: bool,
-}
-
-/// Whether a communicator that is being made gets advice: its traffic between nodes is Towline's over TCP. `comm` is
-/// NCCL's id of the communicator where the interface gives it (v5 and later): the one that the network's `init` got.
-/// Older interfaces cannot say which communicator asks; there any use of Towline in the process counts.
-pub fn bind(comm: Option<u64>, shape: Shape) -> Option<Scope> {
-    // Inside a node nothing is Towline's.
-    (shape.nodes > 1).then(|| process().tunes(comm)).flatten()
 }
 
 /// Up to this many bytes the network decides also where a node has several GPUs. Above, NVLink's part counts, and

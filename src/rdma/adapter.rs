@@ -8,7 +8,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::alarm::Alarm;
 use super::devices::OpenPort;
-use super::line::MAX_DEVICES;
 use super::mr_cache::{Cache, Lease, PageRange};
 use super::verbs::{Access, DmaBuf, MemoryRegion, ProtectionDomain};
 use crate::os::error::{Error, Result};
@@ -87,6 +86,9 @@ impl Mishap {
         if self.is_any.swap(false, Ordering::AcqRel) { std::mem::take(&mut *self.said()) } else { Vec::new() }
     }
 }
+
+/// The most devices of one side of a connection.
+pub const MAX_DEVICES: usize = 8;
 
 /// The ports that a device of NCCL's is made of: 1 to [`MAX_DEVICES`].
 pub type Adapters = Arc<[Arc<Adapter>]>;

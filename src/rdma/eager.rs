@@ -30,8 +30,7 @@
 
 use std::cell::UnsafeCell;
 
-use super::adapter::{Adapters, own_regions};
-use super::line::MAX_DEVICES;
+use super::adapter::{Adapters, MAX_DEVICES, own_regions};
 use super::verbs::MemoryRegion;
 use crate::os::error::{Error, Result};
 

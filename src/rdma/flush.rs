@@ -17,10 +17,10 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::adapter::MAX_DEVICES;
 use super::adapter::{Adapter, Adapters, Memory, Registration};
 use super::dl::Verbs;
 use super::fabric::{Class, Depth, Fabric, Lane, ports};
-use super::line::MAX_DEVICES;
 use super::trouble::{Doing, explain, is_of_the_way};
 use super::verbs::{Local, MemoryRegion, Remote, Timeouts, Work};
 use crate::engine::request::SLOTS;

@@ -23,6 +23,7 @@
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
+use super::adapter::MAX_DEVICES;
 use super::eager::Brief;
 use crate::engine::request::SLOTS;
 
@@ -34,9 +35,6 @@ pub const LINES: usize = SLOTS;
 
 /// Beside the size: the line is not the last part of its group.
 const HAS_MORE: u64 = 1 << 47;
-
-/// The most devices of one side of a connection.
-pub const MAX_DEVICES: usize = 8;
 
 /// A part of a posted receive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

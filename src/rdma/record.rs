@@ -15,7 +15,7 @@ use std::os::fd::AsRawFd;
 
 use prost::Message;
 
-use super::line::MAX_DEVICES;
+use super::adapter::MAX_DEVICES;
 use super::stripe::MAX_LANES;
 use super::verbs::{Ece, Gid, LinkLayer};
 use crate::os::error::{Error, Result};

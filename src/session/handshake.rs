@@ -136,6 +136,14 @@ pub fn nonce() -> Result<[u8; 16]> {
     Ok(bytes)
 }
 
+/// What the listening side answers to the feature bits of the connecting side: encryption when it has a key itself (so
+/// that the other learns of a mismatch), the checksum when either side asks for it and encryption does not cover it.
+pub fn agreed(theirs: u32, ours: u32) -> u32 {
+    let encryption = ours & FEATURE_ENCRYPTION;
+    let checksum = if encryption == 0 { (theirs | ours) & FEATURE_CHECKSUM } else { 0 };
+    encryption | checksum
+}
+
 /// The first message of each side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Preamble {
@@ -179,7 +187,7 @@ impl Preamble {
         let version = self.high.min(VERSION_MAX);
         let chosen = if version >= self.low.max(VERSION_MIN) { version } else { 0 };
         let common = self.features & features & (FEATURE_RECOVERY | FEATURE_BARE);
-        Self { low: chosen, high: VERSION_MAX, features: common | super::seal::agreed(self.features, features) }
+        Self { low: chosen, high: VERSION_MAX, features: common | agreed(self.features, features) }
     }
 }
 

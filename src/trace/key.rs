@@ -5,7 +5,7 @@
 //! number cannot dangle. Each carries a *stamp* drawn at random per process, so that another process's key is
 //! recognised even where process ids mean nothing (two containers, each with its pid 1).
 
-use super::ring::{POSITION_BITS, Place, SHARDS};
+use super::place::{POSITION_BITS, Place, SHARDS};
 
 /// Set in event keys under which nothing is recorded: of events that only the chained profiler wants, and of those that stand
 /// for their parents.

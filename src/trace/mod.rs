@@ -25,6 +25,7 @@ pub mod key;
 pub mod metrics;
 pub mod names;
 pub mod perfetto;
+pub mod place;
 pub mod profiler;
 pub mod rail;
 pub mod ring;

@@ -11,14 +11,9 @@
 //! Implementation notes: each slot counts laps. In lap `n` it is free at `2n`, filled at `2n + 1`.
 
 use super::event::Record;
+use super::place::{Place, SHARDS};
 use super::slots::Slots;
 use crate::os::sync::atomic::{AtomicU64, Ordering};
-
-/// Shards in a ring: more than the proxy threads of a node's worth of devices in one process.
-pub const SHARDS: usize = 16;
-
-/// How many bits of a position [`crate::trace::key`] keeps; at a million events a second it lasts for 52 days.
-pub const POSITION_BITS: u32 = 42;
 
 /// Slots with memory ahead of the producers: 2 MiB, more than a thread fills between two rounds of the writer.
 const AHEAD: u64 = 1 << 14;
@@ -39,15 +34,6 @@ pub enum Room {
     State,
     /// A stop: takes the last slot.
     Stop,
-}
-
-/// Where a record went.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
-    /// Which shard.
-    pub shard: usize,
-    /// Its running number there.
-    pub position: u64,
 }
 
 #[repr(align(128))]

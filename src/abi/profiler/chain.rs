@@ -2,7 +2,7 @@
 
 use std::ffi::{CString, c_char, c_void};
 use std::path::Path;
-use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering};
+use std::sync::atomic::AtomicI32;
 
 use libloading::os::unix::Library;
 
@@ -13,21 +13,6 @@ use crate::nccl::ffi::*;
 use crate::os::error::{Error, Result};
 use crate::trace::chain::{Change, Second, Start};
 use crate::trace::event::{Body, CommInfo};
-
-/// NCCL's logger as our own `init` got it, for the second profiler's.
-static LOGGER: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
-
-/// Keeps NCCL's logger for [`logger`].
-pub(super) fn set_logger(logger: ncclDebugLogger_t) {
-    LOGGER.store(logger.map_or(std::ptr::null_mut(), |function| function as *mut c_void), Ordering::Release);
-}
-
-/// NCCL's logger.
-pub(super) fn logger() -> ncclDebugLogger_t {
-    // SAFETY: null or a function of this type, stored by `set_logger`; the type is an optional function pointer, for
-    // which null means none.
-    unsafe { std::mem::transmute::<*mut c_void, ncclDebugLogger_t>(LOGGER.load(Ordering::Acquire)) }
-}
 
 struct Loaded<V: Version> {
     table: &'static V::Table,

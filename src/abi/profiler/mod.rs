@@ -10,6 +10,7 @@
 //! structures we know.
 
 mod chain;
+mod logger;
 mod members;
 pub mod v1;
 pub mod v2;
@@ -99,7 +100,7 @@ unsafe fn init(
     logger: ncclDebugLogger_t,
 ) -> crate::os::error::Result<()> {
     if logger.is_some() {
-        chain::set_logger(logger);
+        logger::set_logger(logger);
         // Both vtables of this library speak through the one logger of the process.
         log::set_logger(logger, Config::from_env().0.log);
     }

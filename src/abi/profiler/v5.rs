@@ -268,7 +268,7 @@ impl Version for V5 {
 
     unsafe fn init(table: &Self::Table, comm: &CommInfo, name: *const c_char, mask: &AtomicI32) -> Option<*mut c_void> {
         let mut context = std::ptr::null_mut();
-        let log = super::chain::logger();
+        let log = super::logger::logger();
         // SAFETY: a loaded profiler's function, with valid places for its answers; the mask's lives for ever.
         let code =
             unsafe { table.init?(&mut context, comm.id, mask.as_ptr(), name, comm.nodes, comm.ranks, comm.rank, log) };

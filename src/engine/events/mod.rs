@@ -27,9 +27,9 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use notes::{Note, Notes, TURNS, What};
+use notes::{Note, Notes, TURNS};
 pub use transfer::{Chunk, MOST, Over, Piece, Wait};
-use transfer::{Told, Transfer};
+use transfer::{Told, Transfer, What};
 
 use super::request::{LastWords, MAX_PARTS, Outcome, RequestSlots, SLOTS, Ticket};
 use crate::nccl::net_event::{NetSum, Reader};

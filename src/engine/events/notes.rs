@@ -8,12 +8,8 @@
 //! concern a path has a list of its own, and says itself when it is to be looked at ([`Note::turn`]).
 
 use super::list::{List, WORDS};
-use super::transfer::{Chunk, Over, Wait};
+use super::transfer::{Chunk, Over, ROOM, Wait, What};
 use crate::os::ticks::Ticks;
-
-/// Notes that a list holds. When NCCL's thread does not come by for longer than that, further ones are left out: their
-/// bytes are told with what is left at the transfer's end.
-pub(super) const ROOM: usize = 64;
 
 /// The most lists for paths: further paths share them.
 const MOST_LISTS: usize = 16;
@@ -29,39 +25,6 @@ pub(super) struct Note {
     pub(super) now: Option<Ticks>,
     /// What.
     pub(super) what: What,
-}
-
-/// What has happened: each is a function of a `Transfer`.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum What {
-    /// The receiver's buffer is there.
-    Ready,
-    /// A chunk is being handed to the network, or its first byte has come.
-    Begins(Chunk),
-    /// The chunk at this offset has arrived.
-    Ends(u64),
-    /// A chunk of which nothing was said yet has arrived, which began then.
-    Over(Chunk, Ticks),
-    /// The chunk on this path has arrived.
-    PathEnds(u16),
-    /// A chunk that makes no piece has arrived.
-    Passed {
-        /// Its path.
-        path: u16,
-        /// Its work request.
-        wr_id: u64,
-    },
-    /// The chunk at `offset` has waited.
-    Waited {
-        /// Where it begins in its message.
-        offset: u64,
-        /// For what.
-        wait: Wait,
-        /// How long.
-        ns: u64,
-    },
-    /// All chunks have arrived.
-    AllArrived,
 }
 
 /// In how many turns notes are to be looked at.

@@ -8,7 +8,6 @@
 
 use std::ffi::c_void;
 
-use super::notes::What;
 use crate::nccl::net_event::SOMEWHERE;
 use crate::os::ticks::Ticks;
 
@@ -17,6 +16,10 @@ pub const MOST: usize = 8;
 
 /// The most resends that are told of one transfer; further ones are only counted.
 pub const MOST_RESENDS: usize = 8;
+
+/// Notes that a list holds. When NCCL's thread does not come by for longer than that, further ones are left out: their
+/// bytes are told with what is left at the transfer's end.
+pub(super) const ROOM: usize = 64;
 
 /// A chunk as a backend hands it to the network, or a work request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -126,6 +129,39 @@ pub enum Wait {
 impl Wait {
     /// All of them.
     pub const ALL: [Wait; 3] = [Wait::Receiver, Wait::Socket, Wait::Credit];
+}
+
+/// What has happened: each is a function of a [`Transfer`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum What {
+    /// The receiver's buffer is there.
+    Ready,
+    /// A chunk is being handed to the network, or its first byte has come.
+    Begins(Chunk),
+    /// The chunk at this offset has arrived.
+    Ends(u64),
+    /// A chunk of which nothing was said yet has arrived, which began then.
+    Over(Chunk, Ticks),
+    /// The chunk on this path has arrived.
+    PathEnds(u16),
+    /// A chunk that makes no piece has arrived.
+    Passed {
+        /// Its path.
+        path: u16,
+        /// Its work request.
+        wr_id: u64,
+    },
+    /// The chunk at `offset` has waited.
+    Waited {
+        /// Where it begins in its message.
+        offset: u64,
+        /// For what.
+        wait: Wait,
+        /// How long.
+        ns: u64,
+    },
+    /// All chunks have arrived.
+    AllArrived,
 }
 
 /// One transfer.
@@ -296,7 +332,7 @@ impl Transfer {
         // Its own piece, the latest when it travels again; only what has none is in the rest.
         match open.max_by_key(|piece| !piece.rest) {
             Some(piece) => piece.waits[wait as usize] += ns,
-            None if self.early.len() < super::notes::ROOM => self.early.push((offset, wait, ns)),
+            None if self.early.len() < ROOM => self.early.push((offset, wait, ns)),
             None => {}
         }
     }

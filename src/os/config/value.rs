@@ -3,7 +3,7 @@
 //! A type says its shape in words ([`Value::kind`]) and parses text; on failure it offers the nearest valid text
 //! when there is a sensible one. Surrounding white space and letter case of fixed words do not matter.
 
-use super::complaint::nearest;
+use super::nearest::nearest;
 use std::time::Duration;
 
 /// Why a text is no value of its type.

@@ -73,14 +73,6 @@ pub struct Sides {
     pub intake: Intake,
 }
 
-/// What the listening side answers to the feature bits of the connecting side: encryption when it has a key itself (so
-/// that the other learns of a mismatch), the checksum when either side asks for it and encryption does not cover it.
-pub fn agreed(theirs: u32, ours: u32) -> u32 {
-    let encryption = ours & FEATURE_ENCRYPTION;
-    let checksum = if encryption == 0 { (theirs | ours) & FEATURE_CHECKSUM } else { 0 };
-    encryption | checksum
-}
-
 /// Whether the connection is to be encrypted, by the feature bits that each side said.
 ///
 /// # Errors

@@ -8,7 +8,7 @@ use super::codec::{Opener, Refused, Sealed, Sealer};
 use super::intake::{Intake, Item};
 use super::*;
 use crate::session::frame::{HEADER, Header, Type};
-use crate::session::handshake::FEATURE_RECOVERY;
+use crate::session::handshake::{FEATURE_RECOVERY, agreed};
 use crate::session::wire::Piece;
 
 #[derive(Debug, Clone)]

@@ -70,6 +70,7 @@ pub mod tcp {
 
 #[path = "../../../src/trace"]
 pub mod trace {
+    pub mod place;
     pub mod ring;
 
     /// In place of `src/trace/event.rs`: a record is a number.
