@@ -195,7 +195,11 @@ fn a_message_longer_than_its_receive_fails_both_sides_with_both_sizes() {
         assert!(first.is_err() || size <= 1024, "a send of {size} bytes was done");
         let received = outcome(|r| pair.recv.test(r), posted, PATIENCE).expect("no hang");
         assert_eq!(received.err(), Some(Code::InvalidUsage));
-        let told = eventually("the sender hears of it", PATIENCE, || first.err().or_else(|| send().err()));
+        let told = eventually("the sender gets the error", PATIENCE, || {
+            // A failed connection accepts sends; `test` reports the failure.
+            let next = || outcome(|r| pair.send.test(r), send().ok()??, PATIENCE).expect("no hang").err();
+            first.err().or_else(next)
+        });
         assert_eq!(told, Code::InvalidUsage);
         let what = format!("a message of {size} bytes with tag 3 met a receive of {capacity} bytes");
         assert!(log.contains(&what), "{:?}", log.records());
@@ -288,24 +292,6 @@ fn short_and_long_messages_keep_their_order() {
             done += 1;
         }
     }
-}
-
-/// The registration ends while it is in use: the memory stays pinned until the transfer is over.
-#[test]
-#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
-fn memory_that_is_deregistered_too_early_stays_until_its_transfer_ends() {
-    let _watchdog = watchdog(60);
-    let pair = across(&context(ApiVersion::V12));
-    let (source, target) = (Memory::of(pattern(7, 3 << 20)), Memory::new(3 << 20));
-    let (from, to) = (pair.send.register(&source).expect("regMr"), pair.recv.register(&target).expect("regMr"));
-    // SAFETY: the memory lives until the requests ended.
-    let posted = unsafe { pair.recv.post(&[Part::all(&target, Some(&to))]) }.expect("irecv");
-    to.dereg().expect("deregMr");
-    // SAFETY: as above.
-    let sent = unsafe { pair.send.post(Part::all(&source, Some(&from))) }.expect("isend");
-    from.dereg().expect("deregMr");
-    pair.finish(posted, &[sent]).expect("a transfer");
-    assert!(target.bytes() == pattern(7, 3 << 20));
 }
 
 /// A buffer outside its registration is refused before anything is sent, and the connection goes on.

@@ -58,7 +58,8 @@ row2() {
     run net_events --skip broken_stream --skip nccl_2_2 --skip turned_off --skip event_for_each_part \
         --skip before_isend_returns --skip leaves_long_messages
     # Fewer cycles than over TCP, which take an emulated machine minutes: what is counted is counted from the 21st on.
-    TOWLINE_CYCLES=${TOWLINE_CYCLES:-22} newest net_lifecycle
+    # And without what needs a C compiler.
+    TOWLINE_CYCLES=${TOWLINE_CYCLES:-22} newest net_lifecycle --skip unload_its_logger
     # Every size, address and count with the newest version.
     newest net_versions every_size unaligned larger_than_its_send every_count run_out
 }
