@@ -24,7 +24,8 @@ use crate::os::error::{Cause, Error, Result};
 use crate::os::log::NET;
 use crate::session::attend::Attention;
 use crate::session::frame::{HEADER, Header, MAX_CONTROL, Type};
-use crate::session::net::{Link, Net, Sock};
+use crate::session::link::{Link, Sock};
+use crate::session::net::Net;
 use crate::session::peer::{Health, Peer, failure, left_early, lost, told_by_peer};
 use crate::session::takeover::Side;
 

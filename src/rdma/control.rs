@@ -13,7 +13,7 @@ use super::said::Said;
 use crate::engine::poller::{Registration as Watched, Source};
 use crate::os::error::Result;
 use crate::session::lifeline::{Alone, Verdict};
-use crate::session::net::Sock;
+use crate::session::link::Sock;
 use crate::session::peer::{Peer, lost};
 use crate::session::watch::{self, Finding, Probes, Sight, Vigil};
 use crate::session::wire::{self, Piece};
@@ -255,7 +255,7 @@ mod tests {
         let near = std::net::TcpStream::connect(listener.local_addr().expect("an address")).expect("a connection");
         let (far, _) = listener.accept().expect("a connection");
         near.set_nonblocking(true).expect("set");
-        let mut control = Control::new(crate::session::net::Sock::open(|| Ok(near.into())).expect("a descriptor"));
+        let mut control = Control::new(crate::session::link::Sock::open(|| Ok(near.into())).expect("a descriptor"));
         watch::close_hard(&far);
         drop(far);
         let start = Instant::now();

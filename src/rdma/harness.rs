@@ -19,7 +19,8 @@ use crate::engine::request::{Outcome, Ticket};
 use crate::os::config::Config;
 use crate::os::error::Result;
 use crate::session::handshake::Secret;
-use crate::session::net::{Link, Net, Sock};
+use crate::session::link::{Link, Sock};
+use crate::session::net::Net;
 use crate::session::peer::Peer;
 
 /// How long any step may take.

@@ -20,7 +20,7 @@ use super::stripe::MAX_LANES;
 use super::verbs::{Ece, Gid, LinkLayer};
 use crate::os::error::{Error, Result};
 use crate::session::handshake::{PROOF, Secret};
-use crate::session::net::Sock;
+use crate::session::link::Sock;
 use crate::session::wire::{self, Piece, send_all};
 
 /// The version of this exchange and of everything that follows it.

@@ -36,7 +36,7 @@ use crate::os::log::{Limiter, NET};
 use crate::session::dialer::Dial;
 use crate::session::frame::{Header, Type};
 use crate::session::lifeline::{Alone, Answer, CUT_PATIENCE, Ended, Terms};
-use crate::session::net::{Link, Sock};
+use crate::session::link::{Link, Sock};
 use crate::session::peer::lost;
 use crate::session::takeover::{Caller, Kept, Side};
 

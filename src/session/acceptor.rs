@@ -26,13 +26,14 @@ use super::handshake::{
     CLOSED, FEATURE_BARE, FEATURE_RECOVERY, GREETING, HELLO, Hello, PREAMBLE, Preamble, READY, Refusal, Secret,
     Transcript, Welcome, Wish, nonce,
 };
-use super::net::{Link, Net, Sock, new_socket, tune};
+use super::link::{Link, Sock, new_socket, tune};
+use super::net::Net;
 use super::peer::Peer;
 use super::seal::agreement::{Accepted, Keys, OFFER};
 use super::seal::{Seal, is_encrypted, other_key};
 use super::shortage;
 use super::takeover::{Handed, Side, Takeover};
-use super::tries;
+use super::tries::{self, PATIENCE};
 use super::watch;
 use super::wire::{self, Piece, send_all};
 use crate::engine::poller::{Interest, Progress, Registration, Source};
@@ -42,8 +43,6 @@ use crate::os::interfaces::{Rail, duplicate};
 use crate::os::log::{Limiter, NET};
 use crate::tcp::receiver::RecvConn;
 
-/// How long a stranger may take to prove itself, on a path of an ordinary length.
-pub const PATIENCE: Duration = Duration::from_secs(10);
 /// Connections that are accepted before those that were get their turn again.
 const AT_ONCE: usize = 64;
 

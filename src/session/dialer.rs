@@ -19,7 +19,8 @@ use super::handshake::{
     VERSION_MAX, VERSION_MIN, WELCOME, Welcome, Wish, nonce,
 };
 use super::lifeline::{self, Answer};
-use super::net::{Link, Net, Sock, new_socket, tune};
+use super::link::{Link, Sock, new_socket, tune};
+use super::net::Net;
 use super::outlet::BOUND_TRY;
 use super::peer::Peer;
 use super::seal::agreement::{ANSWER, Offered};

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::handshake::Secret;
-use super::net::Link;
+use super::link::Link;
 
 /// The most that are remembered: about 100 bytes each.
 const MOST: usize = 4096;

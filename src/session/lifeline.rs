@@ -55,7 +55,7 @@ pub const CALL_AGAIN: Duration = Duration::from_millis(100);
 pub const HEARD_PAUSE: Duration = Duration::from_millis(500);
 
 /// How long an accepted call is kept open. The other side lets go after as long.
-pub const HOLD: Duration = super::acceptor::PATIENCE;
+pub const HOLD: Duration = super::tries::PATIENCE;
 
 /// Refusals in a row on a way, at least.
 pub const REFUSALS: u32 = 3;

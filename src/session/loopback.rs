@@ -7,7 +7,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::handshake::{FEATURE_RECOVERY, Secret};
-use super::net::{Link, Net, Sock};
+use super::link::{Link, Sock};
+use super::net::Net;
 use super::peer::Peer;
 use crate::engine::poller::{Half, Progress, Registration, Source};
 use crate::os::config::Config;

@@ -12,6 +12,7 @@
 //! | [`seal`] | checksums and encryption, where they are on |
 //! | [`peer`] | who is at the other end, and the error that ended a connection |
 //! | [`watch`] | noticing that a path has died without a word |
+//! | [`link`] | a connection as its sockets know it, and the options of these |
 //! | [`lifeline`] | telling a dead peer from one that is cut off |
 //! | [`takeover`] | handing a proven connection to another backend |
 //! | [`attend`] | when the keeper looks after a connection's first socket |
@@ -28,6 +29,7 @@ pub mod frame;
 pub mod graves;
 pub mod handshake;
 pub mod lifeline;
+pub mod link;
 #[cfg(test)]
 pub mod loopback;
 pub mod net;

@@ -5,78 +5,33 @@ use std::any::Any;
 use std::collections::{BTreeSet, HashMap};
 use std::hash::Hash;
 use std::io;
-use std::net::{IpAddr, Shutdown, SocketAddr};
+use std::net::{IpAddr, Shutdown};
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use socket2::{Domain, Protocol, SockRef, Socket, Type};
-
 use super::acceptor::Acceptor;
 use super::dialer::Dial;
 use super::frame::MAX_STREAMS;
 use super::graves::{Grave, Graves};
-use super::handshake::{FEATURE_CHECKSUM, FEATURE_ENCRYPTION, FEATURE_RECOVERY, Secret};
+use super::handshake::{FEATURE_CHECKSUM, FEATURE_ENCRYPTION, FEATURE_RECOVERY};
+use super::link::{Link, Sock};
 use super::outlet::Outlets;
 use super::seal::key::SharedKey;
 use super::shortage::Shortages;
 use super::silences::Silences;
 use super::takeover::{Kept, Side};
-use super::watch::{self, Probes};
+use super::watch;
 use super::wire::{self, Piece};
-use crate::engine::events::{Carrier, Path};
 use crate::engine::poller::{Half, Interest, Poller, Progress, Registration, Source, Worker};
 use crate::engine::share::Share;
 use crate::os::config::Config;
 use crate::os::error::{self, Error};
-use crate::os::fd::Registered;
-use crate::os::interfaces::Rail;
 use crate::os::links::Links;
 use crate::os::steal::Steal;
-use crate::tcp::copies::Copies;
 use crate::tcp::receiver::RecvConn;
 use crate::tcp::sender::SendConn;
-
-/// A socket in the fork registry.
-pub type Sock = Registered<Socket>;
-
-/// What a connection's further streams need to know.
-#[derive(Debug, Clone)]
-pub struct Link {
-    /// The connection's number, given by the listening side.
-    pub connection: u64,
-    /// What further streams prove.
-    pub key: Secret,
-    /// Feature bits in use.
-    pub features: u32,
-    /// Where the other side's process listens, one address per rail: for further streams, and for calls.
-    pub remote: Vec<SocketAddr>,
-    /// This side's rails.
-    pub local: Arc<[Rail]>,
-    /// The whole ToS or traffic-class byte of the packets.
-    pub traffic_class: Option<u8>,
-    /// The round trip of the path when the connection was made.
-    pub round_trip: Duration,
-}
-
-impl Link {
-    /// How many pairs of rails there are to try.
-    pub fn pairs(&self) -> usize {
-        self.local.len().max(self.remote.len()).max(1)
-    }
-
-    /// Which of the pairs of rails a socket connects.
-    pub fn way_of(&self, sock: &Sock) -> Option<usize> {
-        let ip = |address: io::Result<socket2::SockAddr>| Some(address.ok()?.as_socket()?.ip().to_canonical());
-        let (here, there) = (ip(sock.local_addr()), ip(sock.peer_addr()));
-        let local =
-            |way: usize| self.local.get(way % self.local.len().max(1)).map(|rail| rail.address.ip().to_canonical());
-        let remote = |way: usize| self.remote.get(way % self.remote.len().max(1)).map(|at| at.ip().to_canonical());
-        // With one rail the system chooses the address to connect from.
-        (0..self.pairs()).find(|way| remote(*way) == there && (self.local.len() < 2 || local(*way) == here))
-    }
-}
 
 /// The TCP backend's process-wide part.
 pub struct Net {
@@ -110,8 +65,6 @@ pub struct Net {
     pub shortages: Shortages,
     /// Which interfaces streams leave by.
     pub outlets: Outlets,
-    /// Buffers for the copies of short messages.
-    pub copies: Copies,
     me: Weak<Self>,
 }
 
@@ -211,7 +164,6 @@ impl Net {
             farewells: OnceLock::new(),
             shortages: Shortages::default(),
             outlets: Outlets::default(),
-            copies: Copies::default(),
             turns: AtomicUsize::new(0),
             me: me.clone(),
         })
@@ -479,55 +431,6 @@ impl Source for Goodbyes {
 
     fn fail(&self, error: Error) {
         tracing::error!("{error}");
-    }
-}
-
-/// A socket of the right family that never blocks.
-///
-/// # Errors
-/// When the system has none.
-pub fn new_socket(address: SocketAddr) -> io::Result<Sock> {
-    Registered::open(|| {
-        let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
-        socket.set_nonblocking(true)?;
-        Ok(socket)
-    })
-}
-
-/// Where a stream's socket leads, for a profiler.
-pub fn path_of(sock: &Sock, link: &Link) -> Path {
-    let local =
-        sock.local_addr().ok().and_then(|address| address.as_socket()).map(|address| address.ip().to_canonical());
-    let rail = link.local.iter().position(|rail| Some(rail.address.ip().to_canonical()) == local).unwrap_or(0);
-    let peer = sock.peer_addr().ok().and_then(|address| address.as_socket());
-    Path { carrier: Carrier::Socket { fd: sock.as_raw_fd() }, rail: rail as u16, peer }
-}
-
-/// The options of every data socket, on the sending or the receiving side. All are wishes: a kernel that refuses one
-/// still carries the data.
-pub fn tune(sock: &Sock, config: &Config, traffic_class: Option<u8>, sending: bool) {
-    let socket = SockRef::from(&**sock);
-    let _ = socket.set_tcp_nodelay(true);
-    // The kernel's own probes find a vanished host on an idle connection, keep a firewall's memory of the flow
-    // alive, and are answered by the peer's kernel even while the peer's process is stopped.
-    Probes::within(config.peer_timeout, sending).set(sock);
-    watch::ask_often(sock, config.peer_timeout);
-    if let Some(class) = traffic_class {
-        let v6 = socket.local_addr().ok().and_then(|address| address.as_socket()).is_some_and(|a| a.is_ipv6());
-        let set = if v6 { socket.set_tclass_v6(u32::from(class)) } else { socket.set_tos_v4(u32::from(class)) };
-        if let Err(error) = set
-            && crate::os::log::once_per("traffic class").is_some()
-        {
-            tracing::warn!("the traffic class {class} could not be set on a socket: {error}");
-        }
-    }
-    if let Some(name) = &config.tcp_congestion
-        && let Err(error) = socket.set_tcp_congestion(name.as_bytes())
-        && crate::os::log::once_per("congestion control").is_some()
-    {
-        tracing::warn!(
-            "TOWLINE_TCP_CONGESTION={name} could not be set: {error}; look at net.ipv4.tcp_available_congestion_control"
-        );
     }
 }
 

@@ -13,7 +13,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use super::net::Sock;
+use super::link::Sock;
 use crate::os::interfaces::{self, Rail};
 use crate::os::log::NET;
 use crate::os::route::{self, Way};

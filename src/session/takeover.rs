@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::lifeline::Answer;
-use super::net::{Link, Sock};
+use super::link::{Link, Sock};
 use super::peer::Peer;
 use crate::os::error::{Error, Result};
 

@@ -6,6 +6,9 @@
 
 use std::time::Duration;
 
+/// How long a stranger may take to prove itself, on a path of an ordinary length.
+pub const PATIENCE: Duration = Duration::from_secs(10);
+
 /// How long one try may take on a path of an ordinary length, when there will be another. Within this time Linux repeats its
 /// first packet once.
 pub const TRY: Duration = Duration::from_secs(2);

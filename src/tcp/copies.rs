@@ -69,6 +69,9 @@ impl Own {
     }
 }
 
+/// The process's.
+pub static COPIES: Copies = Copies { spare: Mutex::new([const { Vec::new() }; CLASSES.len()]), warm: OnceLock::new() };
+
 impl Copies {
     /// Makes the first buffers, once.
     pub fn warm_up(&self) {

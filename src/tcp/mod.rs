@@ -16,6 +16,7 @@
 //! |---|---|
 //! | [`sender`], [`receiver`] | one connection each: the core, its streams, its requests |
 //! | [`stream`] | who holds a stream |
+//! | [`streams`] | what is seen of all streams of a connection together |
 //! | [`copies`] | short messages, kept for a resend |
 //! | [`rest`] | when NCCL's thread need not look after the first stream |
 //! | [`help`] | when NCCL's thread does a worker's part |
@@ -36,4 +37,5 @@ pub mod sender;
 #[cfg(test)]
 mod simulation;
 pub mod stream;
+pub mod streams;
 mod window;

@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::copies::Own;
+use super::copies::{COPIES, Own};
 use super::delivery::Deliveries;
 use super::help::Help;
 use super::limits::{BRIEF_MAX, COPY_FIRST_MAX, EAGER_MAX, INLINE_MAX, WAKES_A_WORKER};
@@ -41,7 +41,8 @@ use crate::session::attend::Attention;
 use crate::session::frame::{HEADER, Header, MAX_STREAMS};
 use crate::session::handshake::FEATURE_RECOVERY;
 use crate::session::lifeline::{Alone, Ended};
-use crate::session::net::{Link, Net, Sock, path_of};
+use crate::session::link::{Link, Sock, path_of};
+use crate::session::net::Net;
 use crate::session::peer::{Health, Peer, failure, left_early};
 use crate::session::seal::codec::Sealed;
 use crate::session::seal::damage::Damage;
@@ -236,7 +237,7 @@ impl SendConn {
         let turn = net.next_turn();
         let pairs = link.pairs();
         if recovery {
-            net.copies.warm_up();
+            COPIES.warm_up();
         }
         let conn = Arc::new_cyclic(|me| Self {
             me: me.clone(),

@@ -13,13 +13,14 @@ use crate::session::acceptor::Listener;
 use crate::session::dialer::Dial;
 use crate::session::frame::MAX_STREAMS;
 use crate::session::lifeline::{Alone, Answer, CUT_PATIENCE, Terms, Verdict, is_cut};
-use crate::session::net::Link;
+use crate::session::link::Link;
 use crate::session::peer::{Broken, failure, fenced, lost};
 use crate::session::takeover::Caller;
 use crate::session::watch::{self, Finding, Kept, Sight};
 use crate::session::wire::{self, Piece};
 use crate::tcp::recv_core::Due;
 use crate::tcp::stream::{READ, Ran, WRITE};
+use crate::tcp::streams;
 
 /// For how long a sign of trouble in the network explains why the peer is away.
 const TROUBLE: Duration = Duration::from_secs(10);
@@ -184,7 +185,7 @@ impl RecvConn {
             self.chores.end();
             return None;
         }
-        watch::share_fate(&mut silent, &self.streams, |io| &io.sock);
+        streams::share_fate(&mut silent, &self.streams, |io| &io.sock);
         if !silent.is_empty() {
             next = watch::SOON;
             self.lose_silent(&silent);
@@ -250,7 +251,7 @@ impl RecvConn {
 
     /// An interface went down: what runs over its address is lost, if anything else is left.
     pub fn link_down(&self, interface: u32) {
-        let down = watch::over_interface(&self.link, interface, &self.streams, |io| &io.sock);
+        let down = streams::over_interface(&self.link, interface, &self.streams, |io| &io.sock);
         if self.recovery && !down.is_empty() && down.len() < self.health.live() {
             *lock(&self.trouble) = Some(Instant::now());
             for index in down {
@@ -379,7 +380,7 @@ impl Kept for RecvConn {
             return Progress::default();
         }
         let now = Instant::now();
-        watch::drop_refuted(|| self.alone(), &self.streams, |io| &io.sock);
+        streams::drop_refuted(|| self.alone(), &self.streams, |io| &io.sock);
         if !self.is_missed() {
             self.alone().take_if(|alone| alone.is_suspicion());
         }
@@ -410,8 +411,8 @@ mod tests {
 
     use crate::os::config::Config;
     use crate::session::frame::{HEADER, Header, Type};
+    use crate::session::link::Link;
     use crate::session::loopback;
-    use crate::session::net::Link;
     use crate::session::seal::Seal;
 
     /// A thread that saw a stream break and one that lets it in again end the former life, whoever is first; the next one

@@ -12,6 +12,7 @@ use crate::os::ticks::Ticks;
 use crate::session::frame::{HEADER, Header, POLLED, Type};
 use crate::session::peer::{Broken, told_by_peer};
 use crate::session::wire::{self, Piece};
+use crate::tcp::copies::COPIES;
 use crate::tcp::limits::{BRIEF_MAX, EAGER_MAX, RECEIVER_RESTS};
 use crate::tcp::load;
 use crate::tcp::recv_core::{Due, End, Part, Place, StageKey};
@@ -239,7 +240,7 @@ impl RecvConn {
                     state.stage_heads.resize(stage + 1, (index, *header));
                 }
                 state.stage_heads[stage] = (index, *header);
-                let buffer = state.stages[stage].insert(self.net.copies.stage(header.length as usize));
+                let buffer = state.stages[stage].insert(COPIES.stage(header.length as usize));
                 Ok(Target { data: buffer.as_mut_ptr() })
             }
         }
@@ -296,7 +297,7 @@ impl RecvConn {
         let (to, _) = state.targets[part.slot as usize][part.part as usize].expect("its part is outstanding");
         // SAFETY: the core has checked that the message fits the posted buffer, and the two are different memory.
         unsafe { wire::copy_ascending(buffer.as_ptr(), to.data, total as usize) };
-        self.net.copies.give_back(buffer);
+        COPIES.give_back(buffer);
         let (index, head) = state.stage_heads[stage];
         state.core.unstaged(head.tag, stage);
         if self.events.hears() {

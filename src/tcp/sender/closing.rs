@@ -13,6 +13,7 @@ use crate::session::frame::{Header, Type};
 use crate::session::watch::{self, Sight};
 use crate::session::wire;
 use crate::tcp::stream::{READ, Stream, WRITE};
+use crate::tcp::streams;
 
 /// How long an orderly close waits for the peer's kernel to take what was sent.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
@@ -63,7 +64,7 @@ impl SendConn {
         // A peer that has answered on this connection since is not silent any more.
         let silent = self.net.silences().since(&self.peer.label, start);
         let since =
-            silent.filter(|since| !watch::is_heard_since(*since, &self.streams, |io| &io.sock)).unwrap_or(start);
+            silent.filter(|since| !streams::is_heard_since(*since, &self.streams, |io| &io.sock)).unwrap_or(start);
         self.write_all((start + CLOSE_PATIENCE).min(since + CLOSE_MENDING));
         self.closing.store(true, Ordering::Release);
         let parting = self.part(start, since);

@@ -13,12 +13,13 @@ use crate::os::log::Limiter;
 use crate::session::frame::MAX_STREAMS;
 use crate::session::frame::{Header, Type};
 use crate::session::lifeline::{Alone, Answer, Terms, Verdict};
-use crate::session::net::Sock;
+use crate::session::link::Sock;
 use crate::session::peer::{Broken, failure, lost};
 use crate::session::seal::Seal;
 use crate::session::watch::{self, Finding, Kept, Probes, Sight};
 use crate::session::wire::{self, Piece};
 use crate::tcp::delivery::{Arrived, End, Lesson};
+use crate::tcp::streams;
 
 static NOT_THERE: Limiter = Limiter::new();
 
@@ -433,7 +434,7 @@ impl SendConn {
 
     /// An interface went down: what runs over its address is lost, if anything else is left.
     pub fn link_down(&self, interface: u32) {
-        let down = watch::over_interface(&self.link, interface, &self.streams, |io| &io.sock);
+        let down = streams::over_interface(&self.link, interface, &self.streams, |io| &io.sock);
         if self.recovery && !down.is_empty() && down.len() < self.health.live() {
             for index in down {
                 self.lose(index, watch::link_down());
@@ -502,7 +503,7 @@ impl Kept for SendConn {
         }
         self.net.steal.look();
         let now = Instant::now();
-        watch::drop_refuted(|| lock(&self.alone), &self.streams, |io| &io.sock);
+        streams::drop_refuted(|| lock(&self.alone), &self.streams, |io| &io.sock);
         let judge = |alone: &mut Alone| (alone.verdict(now), alone.error().clone(), alone.is_suspicion());
         // Its process may have ended since, which says nothing about what it had received.
         let judged = lock(&self.alone).as_mut().filter(|_| !is_left).map(judge);
@@ -566,7 +567,7 @@ impl Kept for SendConn {
             self.chores.end();
             return Progress::default();
         }
-        watch::share_fate(&mut lost, &self.streams, |io| &io.sock);
+        streams::share_fate(&mut lost, &self.streams, |io| &io.sock);
         for (index, silence) in lost {
             self.lose(index, watch::silent(silence));
         }

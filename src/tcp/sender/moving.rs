@@ -15,7 +15,7 @@ use crate::session::frame::{HEADER, Header, Type};
 use crate::session::peer::{Broken, told_by_peer};
 use crate::session::wire::{self, Piece};
 use crate::tcp::ack::Ack;
-use crate::tcp::copies::Own;
+use crate::tcp::copies::{COPIES, Own};
 use crate::tcp::limits::{EAGER_MAX, SENDER_RESTS};
 use crate::tcp::polled;
 use crate::tcp::send_core::{Chunk, Key, Landed, SendCore};
@@ -223,7 +223,7 @@ impl SendConn {
     fn copy_of(&self, out: &Outgoing) -> Option<Vec<u8>> {
         let Outgoing::Framed(body, Leaving { copied: true, .. }) = out else { return None };
         // SAFETY: the message is not acknowledged and its request has not ended, so the buffer is the transport's.
-        Some(unsafe { self.net.copies.copy(body.data, body.length) })
+        Some(unsafe { COPIES.copy(body.data, body.length) })
     }
 
     /// The kernel took a whole chunk for the first time. That ends the request of a message that is short enough to be
@@ -241,7 +241,7 @@ impl SendConn {
         if self.recovery && payload.replay.is_none() {
             // What was sealed was not copied before.
             // SAFETY: the request has not ended, so the buffer is the transport's.
-            payload.replay = Some(unsafe { self.net.copies.copy(payload.data, payload.length as usize) });
+            payload.replay = Some(unsafe { COPIES.copy(payload.data, payload.length as usize) });
         }
         Counters::count(&self.counters.messages, 1);
         self.requests.complete_part(ticket.slot, 0, payload.length);
@@ -400,7 +400,7 @@ impl SendConn {
                 self.requests.complete_part(ticket.slot, 0, payload.length);
             }
             if let Some(copy) = payload.replay.and_then(|copy| copies.give_back(copy)) {
-                self.net.copies.give_back(copy);
+                COPIES.give_back(copy);
             }
         }
     }

@@ -1,0 +1,105 @@
+//! A connection as its sockets know it, and the options of these.
+
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use socket2::{Domain, Protocol, SockRef, Socket, Type};
+
+use super::handshake::Secret;
+use super::watch::{self, Probes};
+use crate::engine::events::{Carrier, Path};
+use crate::os::config::Config;
+use crate::os::fd::Registered;
+use crate::os::interfaces::Rail;
+
+/// A socket in the fork registry.
+pub type Sock = Registered<Socket>;
+
+/// What a connection's further streams need to know.
+#[derive(Debug, Clone)]
+pub struct Link {
+    /// The connection's number, given by the listening side.
+    pub connection: u64,
+    /// What further streams prove.
+    pub key: Secret,
+    /// Feature bits in use.
+    pub features: u32,
+    /// Where the other side's process listens, one address per rail: for further streams, and for calls.
+    pub remote: Vec<SocketAddr>,
+    /// This side's rails.
+    pub local: Arc<[Rail]>,
+    /// The whole ToS or traffic-class byte of the packets.
+    pub traffic_class: Option<u8>,
+    /// The round trip of the path when the connection was made.
+    pub round_trip: Duration,
+}
+
+impl Link {
+    /// How many pairs of rails there are to try.
+    pub fn pairs(&self) -> usize {
+        self.local.len().max(self.remote.len()).max(1)
+    }
+
+    /// Which of the pairs of rails a socket connects.
+    pub fn way_of(&self, sock: &Sock) -> Option<usize> {
+        let ip = |address: io::Result<socket2::SockAddr>| Some(address.ok()?.as_socket()?.ip().to_canonical());
+        let (here, there) = (ip(sock.local_addr()), ip(sock.peer_addr()));
+        let local =
+            |way: usize| self.local.get(way % self.local.len().max(1)).map(|rail| rail.address.ip().to_canonical());
+        let remote = |way: usize| self.remote.get(way % self.remote.len().max(1)).map(|at| at.ip().to_canonical());
+        // With one rail the system chooses the address to connect from.
+        (0..self.pairs()).find(|way| remote(*way) == there && (self.local.len() < 2 || local(*way) == here))
+    }
+}
+
+/// A socket of the right family that never blocks.
+///
+/// # Errors
+/// When the system has none.
+pub fn new_socket(address: SocketAddr) -> io::Result<Sock> {
+    Registered::open(|| {
+        let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+        socket.set_nonblocking(true)?;
+        Ok(socket)
+    })
+}
+
+/// Where a stream's socket leads, for a profiler.
+pub fn path_of(sock: &Sock, link: &Link) -> Path {
+    let local =
+        sock.local_addr().ok().and_then(|address| address.as_socket()).map(|address| address.ip().to_canonical());
+    let rail = link.local.iter().position(|rail| Some(rail.address.ip().to_canonical()) == local).unwrap_or(0);
+    let peer = sock.peer_addr().ok().and_then(|address| address.as_socket());
+    Path { carrier: Carrier::Socket { fd: sock.as_raw_fd() }, rail: rail as u16, peer }
+}
+
+/// The options of every data socket, on the sending or the receiving side. All are wishes: a kernel that refuses one
+/// still carries the data.
+pub fn tune(sock: &Sock, config: &Config, traffic_class: Option<u8>, sending: bool) {
+    let socket = SockRef::from(&**sock);
+    let _ = socket.set_tcp_nodelay(true);
+    // The kernel's own probes find a vanished host on an idle connection, keep a firewall's memory of the flow
+    // alive, and are answered by the peer's kernel even while the peer's process is stopped.
+    Probes::within(config.peer_timeout, sending).set(sock);
+    watch::ask_often(sock, config.peer_timeout);
+    if let Some(class) = traffic_class {
+        let v6 = socket.local_addr().ok().and_then(|address| address.as_socket()).is_some_and(|a| a.is_ipv6());
+        let set = if v6 { socket.set_tclass_v6(u32::from(class)) } else { socket.set_tos_v4(u32::from(class)) };
+        if let Err(error) = set
+            && crate::os::log::once_per("traffic class").is_some()
+        {
+            tracing::warn!("the traffic class {class} could not be set on a socket: {error}");
+        }
+    }
+    if let Some(name) = &config.tcp_congestion
+        && let Err(error) = socket.set_tcp_congestion(name.as_bytes())
+        && crate::os::log::once_per("congestion control").is_some()
+    {
+        tracing::warn!(
+            "TOWLINE_TCP_CONGESTION={name} could not be set: {error}; look at net.ipv4.tcp_available_congestion_control"
+        );
+    }
+}
