@@ -1,8 +1,11 @@
 //! The command line as a user meets it: whole processes, their output and their exit status.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
@@ -257,8 +260,21 @@ fn what_cannot_run_says_why() {
         (&["all-reduce", "--device", "99"], 1, "no device 99"),
         (&["all-reduce", "--api", "v3"], 2, "no API version"),
         (&["all-reduce", "--ranks", "1"], 2, "--ranks"),
-        (&["all-reduce", "-b", "1K", "-e", "8"], 1, "-b is above -e"),
+        (&["all-reduce", "--ranks", "2", "--late", "2:1"], 2, "there are ranks 0 to 1"),
+        (&["all-reduce", "-b", "1K", "-e", "8"], 2, "-b (1 KiB) is above -e (8 B)"),
+        (&["all-reduce", "-b", "0", "-e", "0"], 2, "none has room for one element"),
+        (&["all-reduce", "-b", "0", "-e", "8"], 2, "cannot grow from 0"),
+        (&["all-reduce", "-b", "8", "-e", "64", "-f", "0"], 2, "-f 0 does not lead"),
         (&["all-reduce", "-b", "1.5"], 2, "no whole number"),
+        (&["all-reduce", "-b", "1000T", "-e", "1000T"], 1, "of memory, and this host has"),
+        (&["all-reduce", "--wrap", "/nonexistent/taskset -c 0"], 1, "rank 0 behind `/nonexistent/taskset -c 0`"),
+        (&["send-recv", "-b", "1K", "-e", "8"], 2, "-b (1 KiB) is above -e (8 B)"),
+        (&["send-recv", "-b", "8", "-e", "64", "-f", "1"], 2, "-f 1 does not lead"),
+        (&["send-recv", "-b", "1000T", "-e", "1000T"], 1, "of memory, and this host has"),
+        (&["send-recv", "--connect", "nowhere"], 2, "write HOST:PORT"),
+        (&["send-recv", "--listen", "127.0.0.1:99999"], 2, "write HOST:PORT"),
+        (&["trace", "report", "/nonexistent"], 1, "/nonexistent"),
+        (&["trace", "merge", "a.pftrace", "-o", "a.pftrace"], 2, "would be overwritten"),
         (&["send-recv", "--plugin", "/nonexistent.so"], 1, "/nonexistent.so"),
         (&["send-recv", "--connect", "127.0.0.1:1"], 1, "127.0.0.1:1"),
         (&["rank"], 1, "started by towline itself"),
@@ -342,6 +358,109 @@ fn results_that_cannot_be_written_are_told_before_the_run() {
     }
 }
 
+/// Standard output holds the JSON then and nothing else, for a program that reads it.
+#[test]
+fn json_on_standard_output_is_all_that_is_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let quick = ["send-recv", "-b", "8", "-e", "8", "--repetitions", "1", "--time", "5", "--json", "-"];
+    let mut traced = towline(&["all-reduce", "-b", "8", "-e", "8", "-n", "2", "-w", "0", "--json", "-"]);
+    traced.env("TOWLINE_PROFILE", "trace").env("TOWLINE_PROFILE_DIR", dir.path());
+    for (output, table) in [(traced.output().unwrap(), "Out of bounds"), (run(&quick), "Wrong bytes")] {
+        assert_exit(&output, 0);
+        let json: serde_json::Value = serde_json::from_str(&out(&output)).expect("JSON and nothing else");
+        assert_eq!(json["results"][0]["size"], 8);
+        assert!(err(&output).contains(table), "{}", err(&output));
+    }
+
+    let trace = fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path());
+    let trace = trace.filter(|path| path.extension().is_some_and(|end| end == "pftrace")).min().expect("a trace");
+    let trace = trace.to_str().unwrap();
+    let output = run(&["trace", "report", trace, "--json", "-"]);
+    assert_exit(&output, 0);
+    let json: serde_json::Value = serde_json::from_str(&out(&output)).expect("JSON and nothing else");
+    let calls = json["processes"][0]["communicators"][0]["calls"].as_array().expect("calls");
+    assert!(calls.iter().any(|call| call["call"] == "AllReduce" && call["count"].as_u64() > Some(0)), "{json}");
+    let output = run(&["trace", "check", trace, "--json", "-"]);
+    assert_exit(&output, 0);
+    let json: serde_json::Value = serde_json::from_str(&out(&output)).expect("JSON and nothing else");
+    let process = &json["processes"][0];
+    assert!(process["moved_bytes"].as_u64() > Some(0) && process["moved_bytes"] == process["carried_bytes"], "{json}");
+
+    // To a file, the text comes too.
+    let file = dir.path().join("report.json");
+    let output = run(&["trace", "report", trace, "--json", file.to_str().unwrap()]);
+    assert_exit(&output, 0);
+    assert!(out(&output).contains("Towline profile"), "{}", out(&output));
+    assert!(fs::read_to_string(&file).unwrap().contains("\"holds_back\""));
+    let output = run(&["doctor", "--json", file.to_str().unwrap()]);
+    assert!(out(&output).contains("Plugin (towline"), "{}", out(&output));
+    assert!(fs::read_to_string(&file).unwrap().contains("\"findings\""));
+
+    // A reader that has gone ends a command as SIGPIPE would; a full disk is told.
+    for arguments in [&["trace", "report", trace][..], &["env"], &["doctor"], &["doctor", "--json"]] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let output =
+            towline(arguments).stdout(writer).stderr(Stdio::piped()).spawn().unwrap().wait_with_output().unwrap();
+        assert_eq!((output.status.code(), err(&output).as_str()), (Some(141), ""), "{arguments:?}");
+        let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let output =
+            towline(arguments).stdout(full).stderr(Stdio::piped()).spawn().unwrap().wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}");
+        assert!(err(&output).contains("writing to standard output failed"), "{arguments:?}: {}", err(&output));
+    }
+}
+
+/// Directories may be called anything.
+#[test]
+fn names_that_are_no_utf8_are_taken_as_they_are() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let odd = dir.path().join(OsStr::from_bytes(b"od\xffd"));
+    fs::create_dir(&odd).unwrap();
+    let plugin = odd.join("libnccl-net.so");
+    fs::copy(Path::new(env!("CARGO_BIN_EXE_towline")).with_file_name("libnccl-net.so"), &plugin).unwrap();
+    let json = odd.join("out.json");
+    let output = towline(SMALL).arg("--plugin").arg(&plugin).arg("--json").arg(&json).output().unwrap();
+    assert_exit(&output, 0);
+    assert!(fs::read_to_string(json).unwrap().contains("\"results\""));
+    let output = towline(QUICK).arg("--plugin").arg(&plugin).output().unwrap();
+    assert_exit(&output, 0);
+    let output = towline(&["doctor", "--json", "--plugin"]).arg(&plugin).output().unwrap();
+    assert!(
+        serde_json::from_slice::<serde_json::Value>(&output.stdout)
+            .is_ok_and(|json| json["plugin"]["name"] == "Towline")
+    );
+
+    let program = odd.join("towline");
+    fs::copy(env!("CARGO_BIN_EXE_towline"), &program).unwrap();
+    let output = Command::new(program).arg("env").output().unwrap();
+    let line = [b"export LD_LIBRARY_PATH='", odd.as_os_str().as_bytes(), b"'"].concat();
+    assert!(output.stdout.starts_with(&line), "{}", out(&output));
+
+    for arguments in [&[&b"\xff"[..]][..], &[b"all-reduce", b"-b", b"\xff"], &[b"send-recv", b"--\xff"]] {
+        let output = towline(&[]).args(arguments.iter().map(|word| OsStr::from_bytes(word))).output().unwrap();
+        assert_exit(&output, 2);
+        assert!(!err(&output).contains("panicked"), "{}", err(&output));
+    }
+}
+
+/// Ctrl-C at a terminal reaches the program and its ranks alike.
+#[test]
+fn an_interrupt_ends_the_program_and_its_ranks() {
+    let mut command = towline(&["all-reduce", "-b", "8", "-e", "1M", "-f", "131072", "-n", "1000000"]);
+    let mut run = Running::start({
+        command.process_group(0);
+        command
+    });
+    run.await_line("(elements)");
+    let ranks = run.children();
+    assert_eq!(ranks.len(), 2);
+    // SAFETY: a signal to the group that this test made.
+    assert_eq!(unsafe { libc::kill(-(run.0.id() as libc::pid_t), libc::SIGINT) }, 0);
+    assert_eq!(run.0.wait().unwrap().signal(), Some(libc::SIGINT));
+    await_gone(&ranks);
+}
+
 const QUICK: &[&str] = &["send-recv", "-b", "0", "-e", "0", "--repetitions", "2", "--time", "5"];
 
 #[test]
@@ -419,6 +538,12 @@ fn doctor_shows_the_host_as_text_and_as_json() {
     for heading in ["Plugin", "Interfaces", "RDMA", "Limits", "NCCL libraries", "Settings"] {
         assert!(text.lines().any(|line| line.starts_with(heading)), "{heading}:\n{text}");
     }
+    let last = text.lines().last().unwrap_or_default();
+    assert!(last.starts_with("No problem found: ") || last.contains(" found; "), "the verdict stands last:\n{text}");
+    // What every host has, in lines: the rest are its devices, NCCL libraries and findings.
+    let fixed = text.lines().filter(|line| !line.starts_with("    ")).count();
+    assert!(!text.contains("\u{1b}"), "colours are for terminals");
+    assert!(fixed <= 24 || text.contains("NCCL libraries\n"), "{fixed} lines do not fit on a screen:\n{text}");
     assert!(text.contains("device 0: "), "{text}");
     let output = run(&["doctor", "--json"]);
     let json: serde_json::Value = serde_json::from_str(&out(&output)).expect("JSON and nothing else");

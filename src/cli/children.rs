@@ -22,7 +22,9 @@ impl Child {
     /// input, see [`channel_to_parent`].
     /// A `wrapper` is a command that runs the one behind it in its own place, as `taskset` or `ip netns exec` do.
     pub(crate) fn start(subcommand: &str, name: &str, wrapper: Option<&str>) -> Result<(Self, Channel)> {
-        let starting = |error: io::Error| Error::system(format!("starting {name}"), &error);
+        let behind = wrapper.filter(|wrapper| !wrapper.trim().is_empty());
+        let what = behind.map_or(name.to_owned(), |wrapper| format!("{name} behind `{wrapper}`"));
+        let starting = |error: io::Error| Error::system(format!("starting {what}"), &error);
         let (ours, theirs) = UnixStream::pair().map_err(starting)?;
         let stderr = io::stderr().as_fd().try_clone_to_owned().map_err(starting)?;
         let program = std::env::current_exe().map_err(starting)?;
@@ -31,7 +33,7 @@ impl Child {
             Some(wrapper) => Command::new(wrapper),
             None => Command::new(&program),
         };
-        if wrapper.is_some_and(|wrapper| !wrapper.trim().is_empty()) {
+        if behind.is_some() {
             command.args(words).arg(&program);
         }
         let child = command

@@ -4,6 +4,7 @@
 //! `lib/towline/libnccl-net.so`), and a program alone, as `cargo install` leaves it.
 
 use std::env;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -11,7 +12,7 @@ use towline::host::{DEFAULT_FILE, Plugin};
 use towline::os::error::{Error, Result};
 
 use super::Verdict;
-use super::output::Output;
+use super::output::print;
 
 /// Where packages and wheels keep the library, seen from the program's directory.
 const PACKAGED: &str = "../lib/towline";
@@ -55,20 +56,22 @@ pub(crate) fn run(_: &Options) -> Result<Verdict> {
     let file = installed().or_else(on_library_path);
     let file = file.ok_or_else(|| Error::argument("this installation has no plugin").with_hint(WITHOUT_PLUGIN))?;
     let dir = file.parent().unwrap_or(Path::new("/"));
-    Output::new().line(exports(dir).trim_end());
+    print(exports(dir));
     Ok(Verdict::Good)
 }
 
 /// The two lines, for any POSIX shell. An `LD_LIBRARY_PATH` that is empty gets no empty entry, which would stand for the
 /// current directory.
-fn exports(dir: &Path) -> String {
-    let dir = dir.display().to_string().replace('\'', r"'\''");
-    format!("export LD_LIBRARY_PATH='{dir}'${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}\nexport NCCL_NET=Towline\n")
+fn exports(dir: &Path) -> Vec<u8> {
+    let quoted = dir.as_os_str().as_bytes().split(|&byte| byte == b'\'').collect::<Vec<_>>().join(&br"'\''"[..]);
+    let after = b"'${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}\nexport NCCL_NET=Towline\n";
+    [b"export LD_LIBRARY_PATH='", &quoted[..], after].concat()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::ffi::OsStr;
     use std::fs;
 
     #[test]
@@ -93,13 +96,13 @@ mod tests {
 
     #[test]
     fn a_shell_reads_the_exports_back_whatever_the_directory_is_called() {
-        for name in ["/opt/towline", "/opt/with blank", "/opt/o'hara/$HOME"] {
-            for (before, after) in [("", name.to_owned()), ("/other", format!("{name}:/other"))] {
-                let script = format!("{}printf '%s %s' \"$NCCL_NET\" \"$LD_LIBRARY_PATH\"", exports(Path::new(name)));
-                let shell =
-                    std::process::Command::new("sh").args(["-c", &script]).env("LD_LIBRARY_PATH", before).output();
-                let said = String::from_utf8(shell.unwrap().stdout).unwrap();
-                assert_eq!(said, format!("Towline {after}"));
+        for name in [&b"/opt/towline"[..], b"/opt/with blank", b"/opt/o'hara/$HOME", b"/opt/\xff"] {
+            for (before, after) in [("", &b""[..]), ("/other", b":/other")] {
+                let mut script = exports(Path::new(OsStr::from_bytes(name)));
+                script.extend_from_slice(b"printf '%s %s' \"$NCCL_NET\" \"$LD_LIBRARY_PATH\"");
+                let mut shell = std::process::Command::new("sh");
+                shell.arg("-c").arg(OsStr::from_bytes(&script)).env("LD_LIBRARY_PATH", before);
+                assert_eq!(shell.output().unwrap().stdout, [b"Towline ", name, after].concat());
             }
         }
     }

@@ -25,7 +25,8 @@ mod trace;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser, Subcommand};
 use towline::os::error::Result;
 use towline::os::nccl_conf::Variables;
 
@@ -85,6 +86,16 @@ enum Command {
 }
 
 impl Command {
+    /// What is wrong with options that are right one by one.
+    fn check(&self) -> std::result::Result<(), String> {
+        match self {
+            Self::AllReduce(options) => options.counts().map(drop),
+            Self::SendRecv(options) => options.sizes().map(drop),
+            Self::Trace(options) => options.check(),
+            Self::Doctor(_) | Self::Env(_) | Self::Generate(_) | Self::Opens(_) | Self::Rank | Self::Peer => Ok(()),
+        }
+    }
+
     /// Puts what options say of the plugin into the environment.
     fn take_in_options(&self, variables: &mut Variables) {
         let plugin = match self {
@@ -104,6 +115,9 @@ impl Command {
 /// Runs the program.
 pub(crate) fn main() -> ExitCode {
     let command_line = CommandLine::parse();
+    if let Err(wrong) = command_line.command.check() {
+        CommandLine::command().error(ErrorKind::ValueValidation, wrong).exit();
+    }
     let mut variables = Variables::read();
     take_in_conf_files(&variables);
     command_line.command.take_in_options(&mut variables);
@@ -146,7 +160,6 @@ fn take_in_conf_files(variables: &Variables) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
     fn every_flag_of_every_subcommand_is_explained() {

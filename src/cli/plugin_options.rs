@@ -42,11 +42,29 @@ pub(crate) struct GpuOption {
 /// A choice of plugin as one process tells it to another.
 #[derive(Serialize, Deserialize, Debug, Clone)]
 pub(crate) struct PluginChoice {
+    /// Any bytes, for which JSON has no string.
+    #[serde(with = "path_bytes")]
     file: PathBuf,
     api: Option<u32>,
     pub(crate) device: i32,
     /// The GPU whose memory the buffers are in.
     pub(crate) gpu: Option<i32>,
+}
+
+mod path_bytes {
+    use std::ffi::OsString;
+    use std::os::unix::ffi::{OsStrExt, OsStringExt};
+    use std::path::{Path, PathBuf};
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(path: &Path, to: S) -> Result<S::Ok, S::Error> {
+        path.as_os_str().as_bytes().serialize(to)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<PathBuf, D::Error> {
+        Vec::<u8>::deserialize(from).map(|bytes| OsString::from_vec(bytes).into())
+    }
 }
 
 impl PluginOptions {

@@ -52,13 +52,39 @@ impl fmt::Display for Size {
     }
 }
 
-/// The sizes from `begin` to `end`, each `factor` times the one before.
-pub(crate) fn steps(begin: Size, end: Size, factor: usize) -> Vec<Size> {
-    let next = |size: &Size| {
-        let next = size.0.checked_mul(factor)?;
-        (factor > 1 && next > size.0 && next <= end.0).then_some(Size(next))
+/// The sizes from `begin` to `end`, each `factor` times the one before; else what is wrong with these options.
+pub(crate) fn steps(begin: Size, end: Size, factor: usize) -> Result<Vec<Size>, String> {
+    if begin > end {
+        return Err(format!("there is no size to run: -b ({begin}) is above -e ({end})"));
+    }
+    if begin < end && factor < 2 {
+        return Err(format!("-f {factor} does not lead from -b ({begin}) to -e ({end}): give 2 or more"));
+    }
+    if begin < end && begin.0 == 0 {
+        return Err(format!("sizes cannot grow from 0 to -e ({end}): give -b 1 or more, or -e 0 as well"));
+    }
+    let next = |size: &Size| size.0.checked_mul(factor).map(Size).filter(|next| next > size && *next <= end);
+    Ok(std::iter::successors(Some(begin), next).collect())
+}
+
+/// Whether buffers of so many bytes (`None`: more than can be counted) fit into this host's free memory.
+pub(crate) fn check_memory(needed: Option<usize>) -> towline::os::error::Result<()> {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let Some(free) = free_bytes(&meminfo).filter(|&free| needed.is_none_or(|needed| needed > free)) else {
+        return Ok(());
     };
-    std::iter::successors((begin <= end).then_some(begin), next).collect()
+    let needed = needed.map_or("more than this host can address".to_owned(), gibibytes);
+    let what = format!("the buffers need {needed} of memory, and this host has {} free", gibibytes(free));
+    Err(towline::os::error::Error::usage(what).with_hint("choose a smaller -e, or fewer ranks"))
+}
+
+fn free_bytes(meminfo: &str) -> Option<usize> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    line.trim().strip_suffix(" kB")?.parse::<usize>().ok()?.checked_mul(1024)
+}
+
+fn gibibytes(bytes: usize) -> String {
+    format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64)
 }
 
 #[cfg(test)]
@@ -96,12 +122,30 @@ mod tests {
 
     #[test]
     fn steps_end_at_the_last_size_that_fits() {
-        let bytes = |begin, end, factor| steps(Size(begin), Size(end), factor).iter().map(|s| s.0).collect::<Vec<_>>();
-        assert_eq!(bytes(8, 128, 4), [8, 32, 128]);
-        assert_eq!(bytes(8, 127, 4), [8, 32]);
-        assert_eq!(bytes(8, 8, 2), [8]);
-        assert_eq!(bytes(8, 64, 1), [8]);
-        assert_eq!(bytes(9, 8, 2), [0; 0]);
-        assert_eq!(bytes(0, 8, 2), [0]);
+        let bytes = |begin, end, factor| {
+            let sizes = steps(Size(begin), Size(end), factor)?;
+            Ok(sizes.iter().map(|size| size.0).collect::<Vec<_>>())
+        };
+        assert_eq!(bytes(8, 128, 4), Ok(vec![8, 32, 128]));
+        assert_eq!(bytes(8, 127, 4), Ok(vec![8, 32]));
+        assert_eq!(bytes(8, 8, 2), Ok(vec![8]));
+        assert_eq!(bytes(8, 8, 1), Ok(vec![8]));
+        assert_eq!(bytes(0, 0, 0), Ok(vec![0]));
+        let wrong = |begin, end, factor| -> Result<Vec<usize>, String> { bytes(begin, end, factor) };
+        assert!(wrong(9, 8, 2).unwrap_err().contains("-b (9 B) is above -e (8 B)"));
+        assert!(wrong(8, 64, 1).unwrap_err().contains("-f 1"));
+        assert!(wrong(8, 64, 0).unwrap_err().contains("-f 0"));
+        assert!(wrong(0, 8, 2).unwrap_err().contains("from 0"));
+    }
+
+    #[test]
+    fn buffers_that_do_not_fit_the_free_memory_are_refused() {
+        assert_eq!(free_bytes("MemTotal: 9 kB\nMemAvailable:   20480 kB\n"), Some(20 << 20));
+        assert_eq!(free_bytes("MemAvailable: much\n"), None);
+        assert!(check_memory(Some(1 << 20)).is_ok());
+        for needed in [Some(1 << 50), None] {
+            let error = check_memory(needed).unwrap_err().to_string();
+            assert!(error.contains("of memory, and this host has") && error.contains("smaller -e"), "{error}");
+        }
     }
 }

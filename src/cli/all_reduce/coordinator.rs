@@ -12,7 +12,7 @@ use super::super::Verdict;
 use super::super::channel::Channel;
 use super::super::children::{Child, describe};
 use super::super::output::{Output, check_json};
-use super::super::size::{Size, steps};
+use super::super::size::{Size, check_memory};
 use super::super::stats::mean;
 use super::Options;
 use super::protocol::{Batch, FromRank, Measured, ToRank};
@@ -30,19 +30,20 @@ const DYING: Duration = Duration::from_secs(5);
 
 /// Runs the subcommand.
 pub(crate) fn run(options: &Options) -> Result<Verdict> {
-    let sizes = steps(options.begin, options.end, options.factor);
-    let sizes: Vec<usize> = sizes.iter().map(|size| size.0 / size_of::<f32>()).filter(|&count| count > 0).collect();
-    if sizes.is_empty() {
-        return Err(Error::argument("there is no size to run: -b is above -e, or below one element of 4 bytes"));
-    }
+    let counts = options.counts().map_err(Error::argument)?;
+    // Inputs and outputs of the largest, on every rank.
+    let buffers = 2 * usize::from(options.ranks) * size_of::<f32>();
+    check_memory(counts.iter().max().and_then(|largest| largest.checked_mul(buffers)))?;
     check_json(options.json.as_deref())?;
-    let mut output = Output::new();
+    let mut output = Output::with_json(options.json.as_deref());
+    output.progress(|| format!("starting {} ranks", options.ranks));
     let mut ranks = Ranks::start(options.ranks.into(), &options.wrap)?;
+    output.progress(|| format!("connecting {} ranks", options.ranks));
     let facts = ranks.set_up(options)?;
     let mut report = Report::new(options, facts);
     report.begin(&mut output, &ranks.process_ids());
     let mut iteration = 0;
-    for count in sizes {
+    for count in counts {
         let mut outcomes = [Outcome::default(); 2];
         for (outcome, in_place) in outcomes.iter_mut().zip([false, true]) {
             *outcome = ranks.measure(options, count, in_place, &mut iteration, &mut output)?;

@@ -17,7 +17,7 @@ pub(super) use rank::run as run_rank;
 
 use super::plugin_options::{GpuOption, PluginOptions};
 use super::ring::pattern::MOST_RANKS;
-use super::size::Size;
+use super::size::{Size, steps};
 
 /// Run a ring all-reduce of float32 between processes of this host, through the plugin as NCCL would use it, and verify
 /// every element of every result.
@@ -67,9 +67,25 @@ pub(crate) struct Options {
     #[arg(long, value_name = "RANK:MS", value_parser = parse_late)]
     late: Option<(u16, u32)>,
 
-    /// Write the results to FILE as JSON too; times in microseconds, bandwidths in GB/s (10⁹ bytes per second)
+    /// Write the results to FILE as JSON too (with `-` to standard output, and the table to standard error); times in microseconds, bandwidths in GB/s (10⁹ bytes per second)
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+}
+
+impl Options {
+    /// The elements of each size; else what is wrong with the command line.
+    pub(super) fn counts(&self) -> Result<Vec<usize>, String> {
+        if let Some((rank, _)) = self.late.filter(|&(rank, _)| rank >= self.ranks) {
+            return Err(format!("--late names rank {rank}, and there are ranks 0 to {}", self.ranks - 1));
+        }
+        let sizes = steps(self.begin, self.end, self.factor)?;
+        let counts: Vec<usize> =
+            sizes.iter().map(|size| size.0 / size_of::<f32>()).filter(|&count| count > 0).collect();
+        if counts.is_empty() {
+            return Err("there is no size to run: none has room for one element of 4 bytes".to_owned());
+        }
+        Ok(counts)
+    }
 }
 
 fn parse_late(text: &str) -> Result<(u16, u32), String> {

@@ -19,14 +19,16 @@ mod rdma;
 mod report;
 mod settings;
 
+use std::path::{Path, PathBuf};
+
 use clap::Args;
 use serde::Serialize;
 use towline::os::config::Config;
-use towline::os::error::{Error, Result};
+use towline::os::error::Result;
 use towline::os::nccl_conf::Variables;
 
 use super::Verdict;
-use super::output::Output;
+use super::output::{Output, STDOUT, check_json, write_json};
 use super::plugin_options::PluginOptions;
 use finding::{Cause, Finding, Severity};
 pub(crate) use loader::{Opens, opens};
@@ -37,9 +39,9 @@ pub(crate) use loader::{Opens, opens};
 /// The exit status is 1 when there is a problem, 0 when there is only advice or nothing.
 #[derive(Args, Debug, Clone)]
 pub(crate) struct Options {
-    /// Print JSON instead of text
-    #[arg(long)]
-    json: bool,
+    /// Print JSON instead of text; with a FILE, write it there and print the text too
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = STDOUT)]
+    json: Option<PathBuf>,
 
     #[command(flatten)]
     pub(super) plugin: PluginOptions,
@@ -59,8 +61,19 @@ struct Diagnosis {
     findings: Vec<Finding>,
 }
 
+/// A path as JSON, which has no string for bytes that are no UTF-8.
+fn lossy<S: serde::Serializer>(path: &Path, to: S) -> std::result::Result<S::Ok, S::Error> {
+    path.to_string_lossy().serialize(to)
+}
+
+/// Paths as JSON.
+fn lossy_list<S: serde::Serializer>(paths: &[PathBuf], to: S) -> std::result::Result<S::Ok, S::Error> {
+    to.collect_seq(paths.iter().map(|path| path.to_string_lossy()))
+}
+
 /// Runs the subcommand.
 pub(super) fn run(options: &Options, variables: &Variables) -> Result<Verdict> {
+    check_json(options.json.as_deref())?;
     let environment = variables.merged();
     let (config, complaints) = Config::from_pairs(&environment);
     let mut findings = Vec::new();
@@ -84,13 +97,10 @@ pub(super) fn run(options: &Options, variables: &Variables) -> Result<Verdict> {
     choice::judge(&diagnosis.choice, &diagnosis.plugin, variables, &mut findings);
     findings.sort_by_key(|finding| finding.severity);
     let diagnosis = Diagnosis { findings, ..diagnosis };
-    let mut output = Output::new();
-    if options.json {
-        let text = serde_json::to_string_pretty(&diagnosis).map_err(|error| Error::internal(error.to_string()))?;
-        output.line(text);
-    } else {
-        report::print(&diagnosis, &mut output);
+    if options.json.as_deref() != Some(Path::new(STDOUT)) {
+        report::print(&diagnosis, &mut Output::new());
     }
+    write_json(options.json.as_deref(), &diagnosis)?;
     let has_problem = diagnosis.findings.iter().any(|finding| finding.severity == Severity::Problem);
     Ok(if has_problem { Verdict::Problems } else { Verdict::Good })
 }

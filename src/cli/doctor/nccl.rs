@@ -12,6 +12,7 @@ use serde::Serialize;
 
 #[derive(Serialize, Debug, PartialEq)]
 pub(super) struct Library {
+    #[serde(serialize_with = "super::lossy")]
     pub(super) file: PathBuf,
     /// Like "2.28.9+cuda13.0"; `None` when the file does not tell.
     pub(super) release: Option<String>,

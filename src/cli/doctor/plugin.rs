@@ -14,6 +14,7 @@ use super::{Cause, Finding, Severity};
 
 #[derive(Serialize, Default)]
 pub(super) struct Facts {
+    #[serde(serialize_with = "super::lossy")]
     pub(super) file: PathBuf,
     pub(super) name: String,
     pub(super) versions: Vec<String>,

@@ -46,35 +46,42 @@ fn plugin(diagnosis: &Diagnosis, output: &mut Output) {
     }
 }
 
+/// Those in use as a table; the others, of which a host may have many, as one line of addresses.
 fn interfaces(diagnosis: &Diagnosis, output: &mut Output) {
-    output.line("");
     output.line(format!("Interfaces (chosen: {})", diagnosis.interfaces.rule));
     let row = |interface: &super::interfaces::Interface| {
         vec![
-            if interface.used { "yes" } else { "no" }.to_owned(),
             interface.name.clone(),
             interface.address.clone(),
-            if interface.running { "running" } else { "down" }.to_owned(),
             or_unknown(interface.speed_mbps),
             or_unknown(interface.mtu),
             or_unknown(interface.driver.as_ref()),
             or_unknown(interface.numa_node),
         ]
     };
-    let rows: Vec<_> = diagnosis.interfaces.list.iter().map(row).collect();
-    table(output, &["used", "name", "address", "state", "Mbit/s", "MTU (B)", "driver", "NUMA"], &rows);
+    let (used, others): (Vec<_>, Vec<_>) = diagnosis.interfaces.list.iter().partition(|interface| interface.used);
+    let rows: Vec<_> = used.into_iter().map(row).collect();
+    if !rows.is_empty() {
+        table(output, &["name", "address", "Mbit/s", "MTU (B)", "driver", "NUMA"], &rows);
+    }
+    let other = |interface: &&super::interfaces::Interface| {
+        let down = if interface.running { "" } else { " (down)" };
+        format!("{} {}{down}", interface.name, interface.address)
+    };
+    if !others.is_empty() {
+        output.line(format!("  not used: {}", others.iter().map(other).collect::<Vec<_>>().join(", ")));
+    }
 }
 
 fn rdma(diagnosis: &Diagnosis, output: &mut Output) {
     let facts = &diagnosis.rdma;
-    output.line("");
-    output.line("RDMA");
+    let devices = if facts.ports.is_empty() { ", no devices" } else { "" };
     output.line(match &facts.library_error {
-        None => "  libibverbs loads".to_owned(),
-        Some(error) => format!("  libibverbs does not load: {error}"),
+        None => format!("RDMA: libibverbs loads{devices}"),
+        Some(error) => format!("RDMA: libibverbs does not load: {error}{devices}"),
     });
     if facts.ports.is_empty() {
-        return output.line("  no devices");
+        return;
     }
     let row = |port: &super::rdma::Port| {
         [&port.device, &port.port, &port.state, &port.link_layer, &port.rate].map(String::clone).to_vec()
@@ -120,7 +127,6 @@ fn limits(diagnosis: &Diagnosis, output: &mut Output) {
         own if own < facts.cores => format!("{}, {own} for each process of the job", facts.cores),
         _ => facts.cores.to_string(),
     };
-    output.line("");
     output.line("Limits");
     let buffers = [three(facts.tcp_receive_buffer), three(facts.tcp_send_buffer)];
     for (name, value) in [
@@ -135,11 +141,10 @@ fn limits(diagnosis: &Diagnosis, output: &mut Output) {
 }
 
 fn nccl(diagnosis: &Diagnosis, output: &mut Output) {
-    output.line("");
-    output.line("NCCL libraries");
     if diagnosis.nccl.is_empty() {
-        output.line("  none on LD_LIBRARY_PATH, in the loader's cache, or where pip puts them");
+        return output.line("NCCL libraries: none on LD_LIBRARY_PATH, in the loader's cache, or where pip puts them");
     }
+    output.line("NCCL libraries");
     for library in &diagnosis.nccl {
         // The newest that both sides have, as NCCL chooses.
         let ours = diagnosis.plugin.versions.iter().filter_map(|version| version.trim_start_matches('v').parse().ok());
@@ -155,7 +160,9 @@ fn nccl(diagnosis: &Diagnosis, output: &mut Output) {
 
 fn settings(diagnosis: &Diagnosis, output: &mut Output) {
     let facts = &diagnosis.settings;
-    output.line("");
+    if facts.files.is_empty() && facts.set.is_empty() && facts.others.is_empty() {
+        return output.line("Settings: all defaults");
+    }
     output.line("Settings");
     for file in &facts.files {
         output.line(format!("  read from {}", file.display()));
@@ -166,9 +173,6 @@ fn settings(diagnosis: &Diagnosis, output: &mut Output) {
     }
     for other in &facts.others {
         output.line(format!("  {other}  (read by NCCL only)"));
-    }
-    if facts.set.is_empty() && facts.others.is_empty() {
-        output.line("  all defaults");
     }
 }
 

@@ -14,6 +14,7 @@ use super::{Cause, Finding};
 #[derive(Serialize)]
 pub(super) struct Facts {
     /// NCCL's configuration files that exist.
+    #[serde(serialize_with = "super::lossy_list")]
     pub(super) files: Vec<PathBuf>,
     /// Variables of Towline's table that are set.
     pub(super) set: Vec<Setting>,
@@ -47,7 +48,11 @@ pub(super) fn look(
         .collect();
     let is_known = |name: &str| config::TABLE.iter().any(|variable| variable.name == name);
     let others = environment.iter().filter(|(name, _)| name.starts_with("NCCL_") && !is_known(name));
-    let others = others.map(|(name, value)| format!("{name}={value}")).collect();
+    let others = others.map(|(name, value)| match meant(name) {
+        Some(meant) => format!("{name}={value}, for {meant}?"),
+        None => format!("{name}={value}"),
+    });
+    let others = others.collect();
     // A name with blanks stands in a file, and is a finding about that.
     let complaints = complaints.iter().filter(|complaint| complaint.name.trim() == complaint.name);
     findings.extend(complaints.map(|complaint| judge(complaint, variables)));
@@ -57,6 +62,24 @@ pub(super) fn look(
         findings.push(Finding::problem(Cause::KeyUnusable, error.what(), error.hint().unwrap_or_default()));
     }
     Facts { files, set, others }
+}
+
+/// The variable that was probably meant, where a name is one slip of the finger away from it. NCCL says nothing then.
+fn meant(name: &str) -> Option<&'static str> {
+    let names = config::TABLE.iter().map(|variable| variable.name).chain(["NCCL_DEBUG", "NCCL_NET", "NCCL_NET_PLUGIN"]);
+    names.filter(|other| other.starts_with("NCCL_") && *other != name).find(|other| is_slip(name, other))
+}
+
+/// Whether two names differ in one letter, or in two letters that have changed places.
+fn is_slip(one: &str, other: &str) -> bool {
+    let (one, other) = (one.as_bytes(), other.as_bytes());
+    let begin = one.iter().zip(other).take_while(|(a, b)| a == b).count();
+    let (one, other) = (&one[begin..], &other[begin..]);
+    let end = one.iter().rev().zip(other.iter().rev()).take_while(|(a, b)| a == b).count();
+    match (&one[..one.len() - end], &other[..other.len() - end]) {
+        ([a, b], [c, d]) => a == d && b == c,
+        (one, other) => one.len() <= 1 && other.len() <= 1,
+    }
 }
 
 fn judge(complaint: &Complaint, variables: &Variables) -> Finding {
@@ -78,6 +101,23 @@ fn judge(complaint: &Complaint, variables: &Variables) -> Finding {
 mod tests {
     use super::*;
     use towline::os::config::Config;
+
+    #[test]
+    fn a_name_of_nccl_s_that_is_a_letter_off_is_told_with_the_right_one() {
+        for (name, meant_name) in [
+            ("NCCL_SOCKET_IFNAM", Some("NCCL_SOCKET_IFNAME")),
+            ("NCCL_SOKCET_IFNAME", Some("NCCL_SOCKET_IFNAME")),
+            ("NCCL_IB_DISABLED", Some("NCCL_IB_DISABLE")),
+            ("NCCL_NETT", Some("NCCL_NET")),
+            ("NCCL_NET_PLUGIN", None),
+            ("NCCL_MAX_CTAS", None),
+            ("NCCL_MAX_NCHANNELS", None),
+            ("NCCL_IB_CUDA_SUPPORT", None),
+            ("NCCL_BUFFSIZE", None),
+        ] {
+            assert_eq!(meant(name), meant_name, "{name}");
+        }
+    }
 
     #[test]
     fn a_misspelt_name_and_a_bad_value_have_their_cures() {

@@ -9,7 +9,7 @@ use super::super::Verdict;
 use super::super::channel::Channel;
 use super::super::children::{Child, describe};
 use super::super::output::Output;
-use super::super::size::{Size, steps};
+use super::super::size::{Size, check_memory};
 use super::net::{NetMover, Opened};
 use super::protocol::{Answer, Order, Way};
 use super::raw_tcp::TcpMover;
@@ -29,10 +29,8 @@ const MOST_MESSAGES: usize = 1 << 20;
 
 /// Runs the subcommand as leader.
 pub(super) fn run(options: &Options) -> Result<Verdict> {
-    let sizes = steps(options.begin, options.end, options.factor);
-    let Some(largest) = sizes.last().map(|size| size.0) else {
-        return Err(Error::argument("there is no size to run: -b is above -e"));
-    };
+    let sizes = options.sizes().map_err(Error::argument)?;
+    let largest = sizes.last().map_or(0, |size| size.0);
     let mut leader = Leader::meet(options, largest)?;
     let outcome = leader.open(options).and_then(|report| leader.measure_all(options, &sizes, report));
     match outcome {
@@ -55,6 +53,13 @@ struct Leader {
 
 impl Leader {
     fn meet(options: &Options, largest: usize) -> Result<Self> {
+        let outstanding = usize::from(options.outstanding);
+        let least = if options.ahead { AHEAD } else { 2 };
+        let memory_bytes = outstanding.saturating_mul(largest).min(MEMORY_BYTES).max(least.saturating_mul(largest));
+        // On this side, and on the other one if it is on this host.
+        let sides = if options.connect.is_some() { 1 } else { 2 };
+        let ways = if options.compare { 2 } else { 1 };
+        check_memory(memory_bytes.checked_mul(sides * ways))?;
         let patience = Duration::from_secs(options.timeout.into());
         let (child, channel, address) = match &options.connect {
             Some(address) => {
@@ -69,9 +74,6 @@ impl Leader {
                 (Some(child), channel, Ipv4Addr::LOCALHOST.into())
             }
         };
-        let outstanding = usize::from(options.outstanding);
-        let least = if options.ahead { AHEAD } else { 2 };
-        let memory_bytes = (outstanding * largest).min(MEMORY_BYTES).max(least * largest);
         Ok(Self { child, channel, address, memory_bytes, outstanding, patience, plugin: None, raw_tcp: None })
     }
 
@@ -105,7 +107,7 @@ impl Leader {
     }
 
     fn measure_all(&mut self, options: &Options, sizes: &[Size], mut report: Report) -> Result<Verdict> {
-        let mut output = Output::new();
+        let mut output = Output::with_json(options.json.as_deref());
         report.begin(&mut output);
         for &size in sizes {
             let row = self.measure(options, size, &mut output)?;

@@ -24,7 +24,7 @@ pub(super) use follower::run_peer;
 use super::Verdict;
 use super::output::check_json;
 use super::plugin_options::{GpuOption, PluginOptions};
-use super::size::Size;
+use super::size::{Size, steps};
 use watch::Watch;
 
 /// Measure one-way bandwidth and ping-pong latency by size through the plugin, between two processes of this host or
@@ -81,11 +81,11 @@ pub(crate) struct Options {
     sockets: u16,
 
     /// Wait on HOST:PORT for the other side, and follow it; the port 0 takes a free one
-    #[arg(long, value_name = "ADDR", conflicts_with = "connect")]
+    #[arg(long, value_name = "ADDR", conflicts_with = "connect", value_parser = parse_address)]
     listen: Option<String>,
 
     /// Lead the side that listens on HOST:PORT
-    #[arg(long, value_name = "ADDR")]
+    #[arg(long, value_name = "ADDR", value_parser = parse_address)]
     connect: Option<String>,
 
     #[command(flatten)]
@@ -98,9 +98,23 @@ pub(crate) struct Options {
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..))]
     timeout: u32,
 
-    /// Write the results to FILE as JSON too, with every single measurement
+    /// Write the results to FILE as JSON too, with every single measurement (with `-` to standard output, and the table to
+    /// standard error)
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+}
+
+impl Options {
+    /// The sizes; else what is wrong with the command line.
+    pub(super) fn sizes(&self) -> std::result::Result<Vec<Size>, String> {
+        steps(self.begin, self.end, self.factor)
+    }
+}
+
+/// Whether a port follows the host's name; names are looked up when they are used.
+fn parse_address(text: &str) -> std::result::Result<String, String> {
+    let port = text.rsplit_once(':').and_then(|(_, port)| port.parse::<u16>().ok());
+    port.map(|_| text.to_owned()).ok_or_else(|| "write HOST:PORT, as in node1:7000 or [fd00::1]:7000".to_owned())
 }
 
 /// Runs the subcommand.

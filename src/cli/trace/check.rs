@@ -8,6 +8,8 @@ use std::collections::HashMap;
 use super::Check;
 use super::load::load;
 use crate::cli::Verdict;
+use crate::cli::output::write_json;
+use serde_json::{Value, json};
 use towline::os::error::Result;
 use towline::trace::event::{Body, state};
 use towline::trace::perfetto::read::Process;
@@ -16,13 +18,17 @@ use towline::trace::rail::Rail;
 pub(super) fn run(args: &Check) -> Result<(String, Verdict)> {
     let mut text = String::new();
     let mut faults = Vec::new();
+    let mut counts = Vec::new();
     for (process, _) in load(&args.files)?.processes {
         let info = process.info.clone().unwrap_or_default();
         let ledger = Ledger::of(&process);
         let name = format!("{} process {}", info.host, info.pid);
         text += &ledger.line(&name);
+        counts.push(ledger.json(&info.host, info.pid));
         faults.extend(ledger.faults().into_iter().map(|fault| format!("{name}: {fault}")));
     }
+    let all = json!({"version": env!("CARGO_PKG_VERSION"), "processes": counts, "faults": faults});
+    write_json(args.json.as_deref(), &all)?;
     if faults.is_empty() {
         return Ok((text + "every byte is accounted for\n", Verdict::Good));
     }
@@ -54,6 +60,15 @@ struct Ledger {
     orphans: u64,
     resent: u64,
     dropped: u64,
+}
+
+/// Of all steps of a process.
+struct Totals {
+    steps: usize,
+    open: usize,
+    moved: u64,
+    events: u64,
+    carried: u64,
 }
 
 impl Ledger {
@@ -90,17 +105,39 @@ impl Ledger {
         ledger
     }
 
-    fn line(&self, name: &str) -> String {
+    fn totals(&self) -> Totals {
         let whole = || self.steps.values().filter(|step| step.stopped);
-        let moved: u64 = whole().filter_map(|step| step.size).sum();
-        let events: u64 = self.steps.values().map(|step| step.events).sum();
-        let open = self.steps.len() - whole().count();
+        Totals {
+            steps: self.steps.len(),
+            open: self.steps.len() - whole().count(),
+            moved: whole().filter_map(|step| step.size).sum(),
+            events: self.steps.values().map(|step| step.events).sum(),
+            carried: whole().map(|step| step.bytes).sum(),
+        }
+    }
+
+    fn line(&self, name: &str) -> String {
+        let Totals { steps, open, moved, events, carried } = self.totals();
         format!(
-            "{name}: {} steps ({open} not ended) moved {moved} bytes; {events} network events carried {}, and {} again\n",
-            self.steps.len(),
-            whole().map(|step| step.bytes).sum::<u64>(),
+            "{name}: {steps} steps ({open} not ended) moved {moved} bytes; {events} network events carried {carried}, and \
+             {} again\n",
             self.resent,
         )
+    }
+
+    fn json(&self, host: &str, process: i32) -> Value {
+        let Totals { steps, open, moved, events, carried } = self.totals();
+        json!({
+            "host": host,
+            "process": process,
+            "steps": steps,
+            "open_steps": open,
+            "moved_bytes": moved,
+            "network_events": events,
+            "carried_bytes": carried,
+            "resent_bytes": self.resent,
+            "dropped_events": self.dropped,
+        })
     }
 
     fn faults(&self) -> Vec<String> {

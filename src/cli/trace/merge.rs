@@ -20,9 +20,6 @@ use towline::trace::perfetto::proto::TracePacket;
 const PACKET_TAG: u32 = 1;
 
 pub(super) fn run(args: &Merge) -> Result<String> {
-    if args.files.contains(&args.output) {
-        return Err(Error::argument(format!("{} would be overwritten while it is read", args.output.display())));
-    }
     let Loaded { processes, remarks } = load(&args.files)?;
     let corrections: Vec<Correction> = processes.into_iter().map(|(_, correction)| correction).collect();
     let failed = |error: std::io::Error| Error::system(format!("writing {}", args.output.display()), &error);

@@ -5,17 +5,19 @@
 
 mod check;
 mod draw;
+mod json;
 mod load;
 mod merge;
 mod report;
 mod stragglers;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
 use towline::os::error::Result;
 
 use super::Verdict;
+use super::output::{STDOUT, check_json, print};
 
 /// Work with the profiler's trace files (TOWLINE_PROFILE=trace).
 #[derive(Debug, Args)]
@@ -54,6 +56,9 @@ struct Report {
     /// Only what holds the job back, without the tables.
     #[arg(short, long)]
     brief: bool,
+    /// Write the figures and findings to FILE as JSON too; with `-` to standard output, and no text
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -61,6 +66,9 @@ struct Check {
     /// Trace files, merged or not.
     #[arg(required = true)]
     files: Vec<PathBuf>,
+    /// Write the counts and faults to FILE as JSON too; with `-` to standard output, and no text
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -76,14 +84,41 @@ struct Draw {
     collective: Option<usize>,
 }
 
+impl Options {
+    /// What is wrong with the command line.
+    pub(super) fn check(&self) -> std::result::Result<(), String> {
+        let (files, output) = match &self.command {
+            Command::Merge(args) => (&args.files, &args.output),
+            Command::Draw(args) => (&args.files, &args.output),
+            Command::Check(_) | Command::Report(_) => return Ok(()),
+        };
+        let written = output.canonicalize();
+        let is_read = |file: &PathBuf| {
+            file == output || written.as_ref().is_ok_and(|path| file.canonicalize().is_ok_and(|file| file == *path))
+        };
+        if files.iter().any(is_read) {
+            return Err(format!("{} would be overwritten while it is read", output.display()));
+        }
+        Ok(())
+    }
+}
+
 /// Runs `towline trace …`.
 pub(crate) fn run(options: &Options) -> Result<Verdict> {
+    let json = match &options.command {
+        Command::Check(args) => args.json.as_deref(),
+        Command::Report(args) => args.json.as_deref(),
+        Command::Merge(_) | Command::Draw(_) => None,
+    };
+    check_json(json)?;
     let (text, verdict) = match &options.command {
         Command::Merge(args) => (merge::run(args)?, Verdict::Good),
         Command::Check(args) => check::run(args)?,
         Command::Draw(args) => (draw::run(args)?, Verdict::Good),
         Command::Report(args) => (report::run(args)?, Verdict::Good),
     };
-    print!("{text}");
+    if json != Some(Path::new(STDOUT)) {
+        print(text);
+    }
     Ok(verdict)
 }

@@ -1,8 +1,9 @@
 //! `towline trace report`: the figures of all processes, and what holds the job back.
 
-use super::Report;
 use super::load::{Loaded, load};
 use super::stragglers::{self, Evidence};
+use super::{Report, json};
+use crate::cli::output::write_json;
 use towline::os::error::Result;
 use towline::trace::perfetto::read::Process;
 use towline::trace::summary::{self, Summary};
@@ -11,16 +12,20 @@ pub(super) fn run(args: &Report) -> Result<String> {
     let Loaded { processes, remarks } = load(&args.files)?;
     let mut text = String::new();
     let mut evidence = Evidence::default();
+    let mut figures = Vec::new();
     for (process, correction) in processes {
         let info = process.info.clone().unwrap_or_default();
         let summary = summarise(&process);
+        figures.push(json::process(&info, &summary));
         if !args.brief {
             text += &summary::render(&summary, &format!("{} process {}", info.host, info.pid));
             text.push('\n');
         }
         evidence.add(&info.host, &summary, &correction);
     }
-    text += &stragglers::render(&evidence);
+    let findings = evidence.findings();
+    write_json(args.json.as_deref(), &json::report(&figures, &findings, &remarks))?;
+    text += &stragglers::render(&findings);
     if !remarks.is_empty() {
         text.push('\n');
     }

@@ -52,6 +52,22 @@ struct Comm {
 }
 
 impl Evidence {
+    /// The communicators in which something stands out.
+    pub(super) fn findings(&self) -> Vec<Findings> {
+        let of = |(id, comm): (&u64, &Comm)| {
+            let mut sentences = Vec::new();
+            sentences.extend(comm.late_rank());
+            sentences.extend(comm.slow_gpu());
+            sentences.extend(comm.slow_rails());
+            sentences.extend(comm.slow_pairs());
+            sentences.extend(comm.unready_receivers());
+            let name = &comm.name;
+            let communicator = if name.is_empty() { format!("{id:#x}") } else { format!("{name} ({id:#x})") };
+            (!sentences.is_empty()).then_some(Findings { communicator, sentences })
+        };
+        self.comms.iter().filter_map(of).collect()
+    }
+
     /// What one process tells.
     pub(super) fn add(&mut self, host: &str, summary: &Summary, correction: &Correction) {
         for (&context, stat) in &summary.comms {
@@ -77,27 +93,22 @@ impl Evidence {
     }
 }
 
+/// What stands out in one communicator.
+pub(super) struct Findings {
+    pub(super) communicator: String,
+    pub(super) sentences: Vec<String>,
+}
+
 /// All findings as text.
-pub(super) fn render(evidence: &Evidence) -> String {
+pub(super) fn render(findings: &[Findings]) -> String {
     let mut out = String::from("What holds the job back\n");
-    let before = out.len();
-    for (id, comm) in &evidence.comms {
-        let mut findings = Vec::new();
-        findings.extend(comm.late_rank());
-        findings.extend(comm.slow_gpu());
-        findings.extend(comm.slow_rails());
-        findings.extend(comm.slow_pairs());
-        findings.extend(comm.unready_receivers());
-        if findings.is_empty() {
-            continue;
-        }
-        let name = if comm.name.is_empty() { format!("{id:#x}") } else { format!("{} ({id:#x})", comm.name) };
-        let _ = writeln!(out, "  communicator {name}");
-        for finding in findings {
-            let _ = writeln!(out, "  * {finding}");
+    for Findings { communicator, sentences } in findings {
+        let _ = writeln!(out, "  communicator {communicator}");
+        for sentence in sentences {
+            let _ = writeln!(out, "  * {sentence}");
         }
     }
-    if out.len() == before {
+    if findings.is_empty() {
         out += "  nothing stands out: no rank, rail or peer is clearly slower than its like\n";
     }
     out
