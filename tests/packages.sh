@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# Installs what .ci/packaging/build.sh has made, and runs an all-reduce from each.
+# Installs what .ci/packaging/build.sh has made, and uses each: `towline doctor`, `towline all-reduce`, and a C program that
+# opens the library by name, as NCCL does.
 #
 #   tests/packages.sh [OUT] [SUITE…]      OUT is target/package/out unless given; suites: bookworm trixie
 #
 # The .deb, the archive and the .rpm (in a root of its own): in bare Debian systems, as tests/bare.sh makes them, without a network.
 # The wheel: with pip in a virtual environment of this machine. As root, on Debian or Ubuntu, with debootstrap, python3-venv
-# and (for the .rpm) rpm. An artefact that is not in OUT, or whose tool is missing, is named at the end.
+# gcc and (for the .rpm) rpm. An artefact that is not in OUT, or whose tool is missing, is named at the end.
 #
 #   TOWLINE_BARE_DIR, TOWLINE_BARE_MIRROR   as for tests/bare.sh
+#   TOWLINE_NCCL   what pip is to install beside the wheel, as nvidia-nccl-cu12 or torch: `towline doctor` must then find that
+#                  NCCL and name the interface that it would use
 set -euo pipefail
 project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -27,7 +30,7 @@ out=$(realpath "${1:-$project/target/package/out}")
 [ $# -eq 0 ] || shift
 [ $# -gt 0 ] || set -- bookworm trixie
 [ "$(id -u)" = 0 ] || fail "root is needed, to make a system and enter it"
-for tool in debootstrap unshare python3; do command -v "$tool" >/dev/null || fail "$tool is missing"; done
+for tool in debootstrap unshare python3 gcc; do command -v "$tool" >/dev/null || fail "$tool is missing"; done
 (cd "$out" && sha256sum --quiet --check SHA256SUMS) || fail "$out is not what .ci/packaging/build.sh made: checksums differ"
 
 one() { # the single file in OUT that fits a pattern; nothing if there is none
@@ -48,15 +51,37 @@ run_from() {
     said=$("$1" all-reduce -b 8 -e 64K -f 16 -n 3 -w 1) || { echo "$said"; exit 1; }
     echo "$said" | grep -q "$2/libnccl-net.so" || { echo "$said"; exit 1; }
     echo "$said" | grep "Out of bounds"
+    # With these variables there is no problem, and no advice about the loader.
+    said=$("$1" doctor) || { echo "$said"; exit 1; }
+    ! echo "$said" | grep "NCCL would" || exit 1
+    echo "$said" | tail -n 1
+    if [ -n "${opens:-}" ]; then "$opens"; fi
     unset LD_LIBRARY_PATH NCCL_NET
 }'
 
 bare=${TOWLINE_BARE_DIR:-$project/target/bare}
 mkdir -p "$bare"
 work=$(mktemp -d)
+opens=$work/opens
 root=
 trap 'rm -rf --one-file-system "$work" ${root:+"$root"}' EXIT
 trap 'exit 130' INT TERM
+
+# What NCCL does: the library by its name alone, then the newest table, whose first member is the network's name.
+gcc -x c - -o "$opens" -ldl <<'C'
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+
+int main(void) {
+    void* library = dlopen("libnccl-net.so", RTLD_NOW | RTLD_LOCAL);
+    if (!library) return fprintf(stderr, "%s\n", dlerror()), 1;
+    const char** table = dlsym(library, "ncclNetPlugin_v12");
+    if (!table || strcmp(*table, "Towline")) return fprintf(stderr, "no table of Towline's\n"), 1;
+    puts("a C program opens libnccl-net.so: Towline");
+    return 0;
+}
+C
 
 for suite in "$@"; do
     if ! [ -e "$bare/$suite.tar" ]; then
@@ -70,7 +95,8 @@ for suite in "$@"; do
     root=$(mktemp -d "$bare/$suite.XXXXXX")
     tar -C "$root" -xf "$bare/$suite.tar"
     chmod 755 "$root"
-    script=$use
+    script="opens=/root/opens; $use"
+    cp "$opens" "$root/root/opens"
     if [ -n "$deb" ]; then
         cp "$deb" "$root/root/towline.deb"
         # dpkg alone: what the package depends on is there already, in the smallest system.
@@ -108,8 +134,13 @@ if [ -n "$wheel" ]; then
     echo "==== wheel"
     python3 -m venv "$work/venv" || fail "python3 -m venv failed (package python3-venv)"
     "$work/venv/bin/pip" install --quiet --no-index --disable-pip-version-check "$wheel"
+    if [ -n "${TOWLINE_NCCL:-}" ]; then
+        "$work/venv/bin/pip" install --quiet --no-deps --disable-pip-version-check "$TOWLINE_NCCL"
+        VIRTUAL_ENV=$work/venv "$work/venv/bin/towline" doctor >"$work/doctor" || true
+        grep "libnccl.so.2: .*would use the plugin's v" "$work/doctor" || fail "towline doctor does not find the NCCL of $TOWLINE_NCCL"
+    fi
     lib=$("$work/venv/bin/python" -c 'import towline_nccl; print(towline_nccl.directory())')
-    bash -euc "unset LD_LIBRARY_PATH TOWLINE_BARE_DIR TOWLINE_BARE_MIRROR; $use; run_from '$work/venv/bin/towline' '$lib'"
+    bash -euc "unset LD_LIBRARY_PATH TOWLINE_BARE_DIR TOWLINE_BARE_MIRROR; opens=$opens; $use; run_from '$work/venv/bin/towline' '$lib'"
     tried=$((tried + 1))
 fi
 

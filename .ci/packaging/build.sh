@@ -29,7 +29,7 @@ for tool in cargo readelf strip objcopy tar gzip python3; do
     command -v "$tool" >/dev/null || fail "$tool is missing"
 done
 skips deb || cargo deb --version >/dev/null 2>&1 || fail "cargo-deb is missing: cargo install cargo-deb, or TOWLINE_SKIP=deb"
-skips rpm || cargo generate-rpm --version >/dev/null 2>&1 ||
+skips rpm || command -v cargo-generate-rpm >/dev/null ||
     fail "cargo-generate-rpm is missing: cargo install cargo-generate-rpm, or TOWLINE_SKIP=rpm"
 
 step "towline $version for $machine"
