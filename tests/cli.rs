@@ -482,7 +482,7 @@ fn send_recv_measures_plugin_and_plain_tcp_side_by_side() {
 
 #[test]
 fn send_recv_measures_latency_with_receives_posted_ahead() {
-    let sizes = ["-b", "0", "-e", "1M", "-f", "1024"];
+    let sizes = ["-b", "1", "-e", "1M", "-f", "1024"];
     let output = run(&[&["send-recv", "--ahead", "--repetitions", "2", "--time", "5"], &sizes[..]].concat());
     assert_exit(&output, 0);
     // Size, outstanding, bandwidth, latency.
