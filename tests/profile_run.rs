@@ -3,8 +3,10 @@
 
 mod support;
 
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
 
 use towline::trace::event::{Body, Kind};
 use towline::trace::perfetto::read::{Process, read};
@@ -105,4 +107,58 @@ fn a_rank_that_is_late_on_purpose_is_named() {
     let said = String::from_utf8(output.stdout).expect("text");
     let late = said.lines().find(|line| line.contains("late")).unwrap_or_else(|| panic!("{said}"));
     assert!(late.contains("rank 1 "), "{said}");
+}
+
+/// A run that is killed in the middle: what its traces say of the moment at which it stood still.
+fn report_of_a_job_that_hangs(words: &str, disturb: impl FnOnce(&[i32])) -> String {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_towline"));
+    command.args(words.split_whitespace()).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
+    command.env("TOWLINE_PROFILE", "trace").env("TOWLINE_PROFILE_DIR", dir.path()).env("NCCL_SOCKET_IFNAME", "lo");
+    let mut job = command.spawn().expect("towline runs");
+    support::eventually("all ranks trace", Duration::from_secs(60), || {
+        (files(dir.path(), ".pftrace").len() == 3
+            && traced(dir.path()).iter().all(|process| process.records.len() > 10))
+        .then_some(())
+    });
+    let mut pids: Vec<(i32, i32)> = traced(dir.path())
+        .iter()
+        .map(|process| (process.comms[0].rank, process.info.as_ref().expect("a process").pid))
+        .collect();
+    pids.sort_unstable();
+    disturb(&pids.into_iter().map(|(_, pid)| pid).collect::<Vec<_>>());
+    std::thread::sleep(Duration::from_secs(8));
+    // SAFETY: only a signal, to the process group that was made for this job.
+    unsafe { libc::kill(-(job.id() as i32), libc::SIGKILL) };
+    job.wait().expect("its end");
+    let traces: Vec<String> = files(dir.path(), ".pftrace").iter().map(|path| path.display().to_string()).collect();
+    let output = towline(dir.path(), &format!("trace report --brief {}", traces.join(" ")), &[]);
+    String::from_utf8(output.stdout).expect("text")
+}
+
+#[test]
+fn a_rank_that_does_not_enter_is_named_while_the_others_wait() {
+    let _watchdog = support::watchdog(120);
+    let said = report_of_a_job_that_hangs("all-reduce --ranks 3 -b 1M -e 1M -n 12 -w 3 --late 1:60000", |_| {});
+    let line = said.lines().find(|line| line.contains("have been in AllReduce #")).unwrap_or_else(|| panic!("{said}"));
+    assert!(line.contains("ranks 0 and 2 have been in") && line.contains("rank 1 ("), "{said}");
+    assert!(line.contains("has not entered it: "), "{said}");
+}
+
+#[test]
+fn a_stopped_rank_is_named_while_the_others_wait() {
+    let _watchdog = support::watchdog(120);
+    let said = report_of_a_job_that_hangs("all-reduce --ranks 3 -b 1M -e 1M -n 1000000 -w 0", |pids| {
+        // SAFETY: only a signal, to a rank of this job.
+        unsafe { libc::kill(pids[2], libc::SIGSTOP) };
+    });
+    let line = said.lines().find(|line| line.contains("sign of life")).unwrap_or_else(|| panic!("{said}"));
+    assert!(line.contains("; rank 2 (") && line.contains("has given no sign of life for "), "{said}");
+}
+
+#[test]
+fn a_job_at_work_that_is_killed_waits_for_nobody() {
+    let _watchdog = support::watchdog(120);
+    let said = report_of_a_job_that_hangs("all-reduce --ranks 3 -b 1M -e 1M -n 1000000 -w 0", |_| {});
+    assert!(!said.contains("What the job waits for"), "{said}");
 }

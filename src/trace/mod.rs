@@ -33,4 +33,5 @@ mod service;
 pub mod settings;
 mod slots;
 pub mod summary;
+pub mod verdict;
 mod writer;

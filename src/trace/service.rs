@@ -23,6 +23,9 @@ const CLIENT: Duration = Duration::from_millis(500);
 /// How long the writer may take to answer.
 const ANSWER: Duration = Duration::from_secs(5);
 
+/// Longest name of a socket that the kernel takes (`sun_path`, with its terminating zero).
+const LONGEST_NAME: usize = 107;
+
 /// Longest request that is read.
 const LONGEST: usize = 4096;
 
@@ -142,10 +145,17 @@ fn bind(path: &PathBuf) -> std::io::Result<UnixListener> {
     if let Some(dir) = path.parent().filter(|dir| !dir.as_os_str().is_empty()) {
         std::fs::create_dir_all(dir)?;
     }
-    if std::os::unix::net::UnixStream::connect(path).is_err() {
+    // The kernel takes 107 bytes of a name; a longer one is reached through its directory's descriptor.
+    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let opened = (path.as_os_str().len() > LONGEST_NAME).then(|| std::fs::File::open(dir)).transpose()?;
+    let name = match (&opened, path.file_name()) {
+        (Some(dir), Some(file)) => PathBuf::from(format!("/proc/self/fd/{}", dir.as_raw_fd())).join(file),
+        _ => path.clone(),
+    };
+    if std::os::unix::net::UnixStream::connect(&name).is_err() {
         let _ = std::fs::remove_file(path);
     }
-    let listener = UnixListener::bind(path)?;
+    let listener = UnixListener::bind(&name)?;
     *MADE.lock().unwrap_or_else(PoisonError::into_inner) = identity(path).map(|file| (path.clone(), file));
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
     Ok(listener)
@@ -161,4 +171,29 @@ fn read_until(stream: &mut impl Read, done: impl Fn(&str) -> bool) -> String {
         }
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn a_control_socket_may_lie_in_a_long_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        let long = dir.path().join("d".repeat(120));
+        let path = long.join("towline-host-7.sock");
+        // A dead process's socket is replaced, at the short name and at the long one.
+        for _ in 0..2 {
+            let listener = bind(&path).unwrap();
+            let long = long.clone();
+            let client = std::thread::spawn(move || {
+                let dir = std::fs::File::open(long).unwrap();
+                UnixStream::connect(format!("/proc/self/fd/{}/towline-host-7.sock", dir.as_raw_fd())).unwrap()
+            });
+            drop(listener.accept().unwrap());
+            drop(client.join().unwrap());
+        }
+    }
 }

@@ -29,16 +29,16 @@ struct Slice {
 type Rows = BTreeMap<(u8, String), Vec<Slice>>;
 
 pub(super) fn run(args: &Draw) -> Result<String> {
-    let mut ranks: Vec<(String, Vec<Record>)> = Vec::new();
+    let mut ranks: Vec<(i32, Vec<Record>)> = Vec::new();
     for (process, correction) in load(&args.files)?.processes {
         let shift = |mut record: Record| {
             record.when = correction.apply(record.when);
             record
         };
-        let title = process.comms.first().map_or_else(String::new, |comm| format!("rank {}", comm.rank));
-        ranks.push((title, process.records.into_iter().map(shift).collect()));
+        let rank = process.comms.first().map_or(-1, |comm| comm.rank);
+        ranks.push((rank, process.records.into_iter().map(shift).collect()));
     }
-    ranks.sort_by(|a, b| a.0.cmp(&b.0));
+    ranks.sort_by_key(|(rank, _)| *rank);
     // Unless one is named: the middle one of the largest.
     let counts = |records: &[Record]| -> Vec<(u64, u64)> {
         let calls = records.iter().filter_map(|record| match record.body {
@@ -54,13 +54,13 @@ pub(super) fn run(args: &Draw) -> Result<String> {
     let nth = |records: &[Record]| counts(records).get(wanted).map(|(id, _)| *id);
     let mut window = (u64::MAX, 0);
     let mut drawn = Vec::new();
-    for (title, records) in &ranks {
+    for (rank, records) in &ranks {
         let Some(call) = nth(records) else { continue };
         let rows = rows_of(records, call);
         for slice in rows.values().flatten() {
             window = (window.0.min(slice.from), window.1.max(slice.to));
         }
-        drawn.push((title, rows));
+        drawn.push((format!("rank {rank}"), rows));
     }
     if drawn.is_empty() {
         return Err(Error::argument(format!("there is no collective number {wanted} in these traces")));
@@ -116,7 +116,7 @@ fn colour(number: usize) -> &'static str {
     COLOURS[number % COLOURS.len()]
 }
 
-fn svg(ranks: &[(&String, Rows)], (from, to): (u64, u64)) -> String {
+fn svg(ranks: &[(String, Rows)], (from, to): (u64, u64)) -> String {
     let scale = (WIDTH - LEFT - 10.0) / (to - from).max(1) as f64;
     let mut body = String::new();
     let mut y = 24.0;
@@ -209,7 +209,7 @@ mod tests {
         let names: Vec<_> = rows.keys().map(|(_, name)| name.as_str()).collect();
         assert_eq!(names, ["call", "send to 5", "rail 1 out"]);
         assert_eq!(rows[&(0, "call".to_owned())][0].to, 9, "its slice reaches to its last child");
-        let picture = svg(&[(&"rank <0>".to_owned(), rows)], (1, 9));
+        let picture = svg(&[("rank <0>".to_owned(), rows)], (1, 9));
         assert!(picture.contains("rank &lt;0>") && picture.contains("77 B") && !picture.contains("88 B"), "{picture}");
     }
 }

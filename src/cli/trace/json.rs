@@ -7,11 +7,18 @@ use towline::trace::summary::{CommStat, Histogram, Summary};
 use super::stragglers::Findings;
 
 /// All of it.
-pub(super) fn report(processes: &[Value], findings: &[Findings], remarks: &[String]) -> Value {
+pub(super) fn report(
+    processes: &[Value],
+    waits: &[(String, String)],
+    findings: &[Findings],
+    remarks: &[String],
+) -> Value {
+    let wait = |(communicator, verdict): &(String, String)| json!({"communicator": communicator, "verdict": verdict});
     let finding = |found: &Findings| json!({"communicator": found.communicator, "findings": found.sentences});
     json!({
         "version": env!("CARGO_PKG_VERSION"),
         "processes": processes,
+        "waits_for": waits.iter().map(wait).collect::<Vec<_>>(),
         "holds_back": findings.iter().map(finding).collect::<Vec<_>>(),
         "notes": remarks,
     })

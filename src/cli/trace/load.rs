@@ -47,8 +47,14 @@ pub(super) fn load(files: &[PathBuf]) -> Result<Loaded> {
     let corrections = align(&clocks);
     remarks.extend(clock_remarks(&clocks, &corrections));
     for process in &processes {
+        let info = process.info.clone().unwrap_or_default();
+        if process.cut.is_some() {
+            remarks.push(format!(
+                "the trace of {}:{} ends before the process does: it reached TOWLINE_PROFILE_LIMIT, or the disk was full",
+                info.host, info.pid
+            ));
+        }
         if process.dropped > 0 {
-            let info = process.info.clone().unwrap_or_default();
             remarks.push(format!("{}:{} dropped {} events", info.host, info.pid, process.dropped));
         }
     }

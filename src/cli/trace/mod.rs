@@ -9,6 +9,7 @@ mod json;
 mod load;
 mod merge;
 mod report;
+mod standing;
 mod stragglers;
 
 use std::path::{Path, PathBuf};

@@ -1,6 +1,7 @@
 //! `towline trace report`: the figures of all processes, and what holds the job back.
 
 use super::load::{Loaded, load};
+use super::standing::{self, Standing};
 use super::stragglers::{self, Evidence};
 use super::{Report, json};
 use crate::cli::output::write_json;
@@ -13,6 +14,7 @@ pub(super) fn run(args: &Report) -> Result<String> {
     let mut text = String::new();
     let mut evidence = Evidence::default();
     let mut figures = Vec::new();
+    let mut standing = Standing::default();
     for (process, correction) in processes {
         let info = process.info.clone().unwrap_or_default();
         let summary = summarise(&process);
@@ -22,9 +24,12 @@ pub(super) fn run(args: &Report) -> Result<String> {
             text.push('\n');
         }
         evidence.add(&info.host, &summary, &correction);
+        standing.add(&process, &correction);
     }
+    let waits = standing.verdicts();
     let findings = evidence.findings();
-    write_json(args.json.as_deref(), &json::report(&figures, &findings, &remarks))?;
+    write_json(args.json.as_deref(), &json::report(&figures, &waits, &findings, &remarks))?;
+    text += &standing::render(&waits);
     text += &stragglers::render(&findings);
     if !remarks.is_empty() {
         text.push('\n');

@@ -37,6 +37,8 @@ pub(super) struct Call {
     begin: u64,
     stopped: Option<u64>,
     children: u32,
+    /// A child was open when the communicator was aborted.
+    aborted: bool,
     last: u64,
     flows: Vec<u64>,
     /// How many operations it has had per channel, peer and direction.
@@ -65,6 +67,7 @@ impl Calls {
             begin: when,
             stopped: None,
             children: 0,
+            aborted: false,
             last: when,
             flows: vec![flow],
             ops: QuickMap::default(),
@@ -92,6 +95,13 @@ impl Calls {
             if let Some(flow) = flow.filter(|_| call.flows.len() < ARROWS) {
                 call.flows.push(flow);
             }
+        }
+    }
+
+    /// A child ends by an abort.
+    pub(super) fn abort(&mut self, id: u64) {
+        if let Some(call) = self.calls.get_mut(&id) {
+            call.aborted = true;
         }
     }
 
@@ -200,6 +210,9 @@ impl Call {
             annotations.push(("enqueued ns", super::fields::Value::Uint(stopped - self.begin)));
         } else {
             annotations.push(("never stopped", super::fields::Value::Bool(true)));
+        }
+        if self.aborted {
+            annotations.push(("aborted", super::fields::Value::Bool(true)));
         }
         if self.children > 0 {
             annotations.push(("children left open", super::fields::Value::Uint(self.children.into())));

@@ -72,8 +72,16 @@ pub struct Emitter {
     calls: Calls,
     rails: Rails,
     drops_track: Option<u64>,
+    /// The next heartbeat is due then.
+    beat_due: u64,
     unmatched: u64,
 }
+
+/// The name under which a file says its process's [`ProcessInfo::wall_offset`].
+pub const WALL_OFFSET: &str = "wall offset";
+
+/// Between two heartbeats.
+pub const HEARTBEAT_NS: u64 = 1_000_000_000;
 
 /// Open events beyond this number are not taken: something loses its stops.
 const OPEN: usize = 1 << 18;
@@ -88,7 +96,7 @@ impl Emitter {
             ("host", Value::Text(process.host.as_str().into())),
             ("boot", Value::Uint(process.boot)),
             ("pid", Value::Int(process.pid.into())),
-            ("wall offset", Value::Int(process.wall_offset)),
+            (WALL_OFFSET, Value::Int(process.wall_offset)),
             ("version", Value::Text(env!("CARGO_PKG_VERSION").into())),
         ];
         out.instant(tracks.process(), now, category::PROCESS, "Towline", &annotations);
@@ -102,6 +110,7 @@ impl Emitter {
             calls: Calls::default(),
             rails: Rails::default(),
             drops_track: None,
+            beat_due: now,
             unmatched: 0,
         }
     }
@@ -148,10 +157,13 @@ impl Emitter {
         for (_, id) in left {
             if let Some(open) = self.open.get_mut(&id) {
                 open.last_words.push(("aborted", Value::Bool(true)));
+                self.calls.abort(open.parent);
             }
             self.stop(id, now);
         }
         self.calls.end(comm.track, now, &mut self.out, &mut self.tracks);
+        let annotations = vec![("comm", Value::Uint(key::serial(context))), ("ended", Value::Bool(true))];
+        self.out.instant(comm.track, now, category::COMM, "communicator ended", &annotations);
         self.tracks.forget(comm.track);
     }
 
@@ -187,6 +199,18 @@ impl Emitter {
     pub fn advance(&mut self, now: u64) {
         self.calls.advance(now, &mut self.out, &mut self.tracks);
         self.rails.advance(now, &mut self.out);
+        if now >= self.beat_due && !self.comms.is_empty() {
+            self.beat_due = now + HEARTBEAT_NS;
+            self.out.instant(self.tracks.process(), now, category::HEARTBEAT, "heartbeat", &Annotations::new());
+        }
+        self.note_cut(now);
+    }
+
+    /// The file's last packet, when it takes no more: what happened from `now` on is not in it.
+    fn note_cut(&mut self, now: u64) {
+        if self.out.file().reserve_last_words() {
+            self.out.instant(self.tracks.process(), now, category::CUT, "the trace ends here", &Annotations::new());
+        }
     }
 
     /// Nothing that happened before `now` follows.

@@ -35,6 +35,16 @@ pub struct TraceFile {
     /// Packets that were left out because the file is full or the disk is.
     lost: u64,
     full: bool,
+    /// What the file still takes: one packet that says that it ends.
+    last_words: LastWords,
+}
+
+/// How far the file is with saying that it ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum LastWords {
+    NotYet,
+    Next,
+    Said,
 }
 
 impl TraceFile {
@@ -57,6 +67,7 @@ impl TraceFile {
                         limit,
                         lost: 0,
                         full: false,
+                        last_words: LastWords::NotYet,
                     });
                 }
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists && number < 10_000 => number += 1,
@@ -88,7 +99,10 @@ impl TraceFile {
         let length = self.packet.len();
         let whole = 1 + prost::length_delimiter_len(length) + length;
         let end = self.written + self.buffer.len() as u64;
-        if self.full || whole > PAGE || end + 2 * PAGE as u64 > self.limit {
+        let last = self.last_words == LastWords::Next;
+        if last {
+            self.last_words = LastWords::Said;
+        } else if self.full || whole > PAGE || end + 2 * PAGE as u64 > self.limit {
             self.full |= whole <= PAGE;
             self.lost += 1;
             return;
@@ -101,6 +115,16 @@ impl TraceFile {
         self.buffer.push(PACKET_TAG);
         prost::encode_length_delimiter(length, &mut self.buffer).expect("a vector grows as needed");
         self.buffer.extend_from_slice(&self.packet);
+    }
+
+    /// Whether the next packet is to say that the file ends: the file is full, and nothing has said so. That packet is
+    /// taken although the file is full, since a page is kept free for it below the limit.
+    pub fn reserve_last_words(&mut self) -> bool {
+        let now = self.full && self.last_words == LastWords::NotYet;
+        if now {
+            self.last_words = LastWords::Next;
+        }
+        now
     }
 
     /// Writes what was added. When the disk takes only a part, the file is cut back to its last whole packet and

@@ -15,7 +15,7 @@ pub mod read;
 mod tracks;
 mod wire;
 
-pub use emit::{Emitter, ProcessInfo};
+pub use emit::{Emitter, HEARTBEAT_NS, ProcessInfo, WALL_OFFSET};
 
 /// Mixes two numbers into one that looks random (splitmix64's finish).
 pub fn mix(a: u64, b: u64) -> u64 {
@@ -40,6 +40,10 @@ pub mod category {
     pub const PHASE: &str = "towline.phase";
     /// Something that happens within an event; the instant's name is the state's.
     pub const STATE: &str = "towline.state";
+    /// Each second while a communicator lives: the process runs, and its profiler writes.
+    pub const HEARTBEAT: &str = "towline.heartbeat";
+    /// At most once, the last packet: what happened later is not in the file.
+    pub const CUT: &str = "towline.cut";
     /// What was dropped.
     pub const DROPS: &str = "towline.drops";
 }

@@ -3,7 +3,7 @@
 //! Reads Towline's own files, merged ones too: the processes in one are told apart by their packet sequence. A file
 //! that was cut off is read up to the cut.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
 
 use super::super::event::{Body, CommInfo, Kind, NetTimes, Record, state};
@@ -27,6 +27,14 @@ pub struct Process {
     pub arrows: Vec<Arrow>,
     /// How many events it said it dropped.
     pub dropped: u64,
+    /// Its last heartbeat; None in a file of a release that had none.
+    pub heartbeat: Option<u64>,
+    /// Communicators that it has left, by their running numbers, and when.
+    pub ended: Vec<(u64, u64)>,
+    /// Events that were open when their communicator was aborted.
+    pub aborted: HashSet<u64>,
+    /// The file is at its limit, or the disk was full: nothing after this time is in it.
+    pub cut: Option<u64>,
 }
 
 /// One end of an arrow between processes.
@@ -161,7 +169,7 @@ impl Reader {
         match event.kind.unwrap_or(0) {
             SLICE_BEGIN => self.begin(track, when, category.as_deref(), &name, &fields, &event.flow_ids),
             SLICE_END => self.end(track, when, &fields, &event.flow_ids),
-            INSTANT => self.instant(category.as_deref(), &fields),
+            INSTANT => self.instant(when, category.as_deref(), &fields),
             COUNTER => {
                 self.counters.insert(track, event.counter_value.unwrap_or(0));
             }
@@ -235,6 +243,9 @@ impl Reader {
             return;
         };
         let mut stop = Some(when);
+        if fields.bool("aborted") || fields.bool("never stopped") || fields.uint("children left open") > 0 {
+            self.process.aborted.insert(id);
+        }
         match kind {
             Kind::ProxyStep => {
                 let bytes = fields.uint("bytes");
@@ -275,14 +286,19 @@ impl Reader {
         }
     }
 
-    fn instant(&mut self, category: Option<&str>, fields: &Fields) {
+    fn instant(&mut self, when: u64, category: Option<&str>, fields: &Fields) {
         match category {
+            Some(category::HEARTBEAT) => self.process.heartbeat = Some(when),
+            Some(category::CUT) => self.process.cut = Some(when),
+            Some(category::COMM) if fields.bool("ended") => {
+                self.process.ended.push((fields.uint("comm"), when));
+            }
             Some(category::PROCESS) => {
                 self.process.info = Some(ProcessInfo {
                     host: fields.text("host").text().to_owned(),
                     boot: fields.uint("boot"),
                     pid: fields.int("pid"),
-                    wall_offset: fields.uint("wall offset") as i64,
+                    wall_offset: fields.uint(super::WALL_OFFSET) as i64,
                 });
             }
             Some(category::COMM) => {

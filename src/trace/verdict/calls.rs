@@ -1,0 +1,81 @@
+//! Which calls the ranks are in, and where they differ.
+
+use std::collections::BTreeMap;
+
+use super::{Arguments, Call, Cause, Communicator, IDLE_NS, Key, Member, STUCK_NS, Waiting};
+
+/// Of each rank's calls, so many of the newest are compared for their arguments.
+const COMPARED: usize = 1000;
+
+/// The call in which most ranks are stuck; of several the oldest one.
+pub(super) fn waiting(comm: &Communicator) -> Option<Waiting> {
+    let mut stuck: BTreeMap<Key, Vec<(i32, u64)>> = BTreeMap::new();
+    for (&rank, member) in &comm.members {
+        if let Some(call) = first_stuck(member, comm.now) {
+            stuck.entry(call.key).or_default().push((rank, call.entered));
+        }
+    }
+    let entered = |ranks: &[(i32, u64)]| ranks.iter().map(|&(_, when)| when).min().unwrap_or(u64::MAX);
+    let (key, ranks) = stuck.into_iter().max_by_key(|(_, ranks)| (ranks.len(), std::cmp::Reverse(entered(ranks))))?;
+    let for_ns = comm.now.saturating_sub(entered(&ranks));
+    Some(Waiting { ranks: ranks.into_iter().map(|(rank, _)| rank).collect(), key, for_ns })
+}
+
+/// The oldest call of a rank that has been open for too long.
+pub(super) fn first_stuck(member: &Member, now: u64) -> Option<&Call> {
+    member.calls.iter().find(|call| call.open && now.saturating_sub(call.entered) >= STUCK_NS)
+}
+
+fn entered(member: &Member, key: Key) -> bool {
+    member.calls.iter().any(|call| call.key == key)
+}
+
+/// Ranks that wait in a call which the waiting ranks have not entered, and have not entered theirs.
+pub(super) fn elsewhere(comm: &Communicator, waiting: &Waiting) -> Option<Cause> {
+    let ranks: Vec<(i32, Call)> = comm
+        .members
+        .iter()
+        .filter(|(_, member)| !entered(member, waiting.key))
+        .filter_map(|(&rank, member)| Some((rank, *first_stuck(member, comm.now)?)))
+        .filter(|(_, call)| waiting.ranks.iter().any(|rank| !entered(&comm.members[rank], call.key)))
+        .collect();
+    (!ranks.is_empty()).then_some(Cause::Elsewhere(ranks))
+}
+
+/// Ranks that have not entered the call.
+pub(super) fn behind(comm: &Communicator, key: Key) -> Option<Cause> {
+    let ranks: Vec<(i32, Option<Call>)> = comm
+        .members
+        .iter()
+        .filter(|(_, member)| !entered(member, key))
+        .map(|(&rank, member)| (rank, member.calls.last().copied()))
+        .collect();
+    (!ranks.is_empty()).then_some(Cause::Behind(ranks))
+}
+
+/// Ranks that have entered fewer calls than others, when nothing was entered for long.
+pub(super) fn idle(comm: &Communicator) -> Option<Cause> {
+    let newest = comm.members.values().filter_map(|member| member.calls.last()).max_by_key(|call| call.entered)?;
+    let quiet = comm.now.saturating_sub(newest.entered) >= IDLE_NS;
+    let left = comm.members.values().any(|member| member.left);
+    if quiet && !left { behind(comm, newest.key) } else { None }
+}
+
+/// Ranks whose arguments of the call, or of any recent one, are not those of most ranks.
+pub(super) fn arguments(comm: &Communicator, key: Option<Key>) -> Option<Cause> {
+    let mut calls: BTreeMap<Key, Vec<(i32, Arguments)>> = BTreeMap::new();
+    for (&rank, member) in &comm.members {
+        for call in member.calls.iter().rev().take(COMPARED).filter(|call| key.is_none_or(|key| key == call.key)) {
+            calls.entry(call.key).or_default().push((rank, call.arguments));
+        }
+    }
+    calls.values().find_map(|ranks| {
+        let mut votes: BTreeMap<Arguments, usize> = BTreeMap::new();
+        for &(_, arguments) in ranks {
+            *votes.entry(arguments).or_default() += 1;
+        }
+        let (&most, _) = votes.iter().max_by_key(|(_, votes)| **votes)?;
+        let others: Vec<(i32, Arguments)> = ranks.iter().copied().filter(|&(_, own)| own != most).collect();
+        (!others.is_empty()).then_some(Cause::Arguments(others, most))
+    })
+}

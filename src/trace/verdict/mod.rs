@@ -1,0 +1,190 @@
+//! Which rank holds a job up, from what every rank last did.
+//!
+//! The input is plain: for each rank of a communicator its calls in the order in which they were enqueued, what its
+//! open calls wait for, and when it was last heard of. The answer is the first of these that applies, since each
+//! explains those behind it:
+//!
+//! 1. a process without a heartbeat: it was stopped, killed, or gets no processor;
+//! 2. a rank that has not entered the call in which the others wait, or has entered another one;
+//! 3. a rank that entered it with other arguments;
+//! 4. the end of the chain of waits: a transfer that does not finish, or a rank that waits for its own GPU.
+//!
+//! It must not know where the input comes from.
+
+mod calls;
+mod text;
+pub use text::call as name_of_call;
+mod waits;
+
+use std::collections::BTreeMap;
+
+use super::names::Name;
+
+/// A call that is open for longer is stuck. Healthy collectives take milliseconds; a checkpoint or a garbage collection
+/// takes a second or two.
+pub const STUCK_NS: u64 = 5_000_000_000;
+
+/// A process that beats each second and was not heard of for so long is silent.
+pub const SILENT_NS: u64 = 4_000_000_000;
+
+/// When no rank has entered anything for so long, ranks that have not entered the same calls are behind, even where no
+/// open operation shows that others wait.
+pub const IDLE_NS: u64 = 30_000_000_000;
+
+/// What one call asks of NCCL.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+pub struct Arguments {
+    /// Elements.
+    pub count: u64,
+    /// NCCL's name of the type.
+    pub datatype: Name,
+    /// The root, where the function has one.
+    pub root: i32,
+}
+
+/// Which call of a communicator: NCCL numbers the calls of each function, alike on all ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Key {
+    /// The function.
+    pub func: Name,
+    /// Its number.
+    pub seq: u64,
+}
+
+/// A collective call of one rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Call {
+    /// Which one.
+    pub key: Key,
+    /// With what.
+    pub arguments: Arguments,
+    /// When it was enqueued.
+    pub entered: u64,
+    /// Whether it has not ended.
+    pub open: bool,
+}
+
+/// What a step of an open call waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum On {
+    /// A send under way to the peer.
+    Network,
+    /// Data of the peer.
+    Data,
+    /// A buffer of the peer.
+    Buffer,
+    /// This rank's own GPU.
+    Gpu,
+}
+
+/// A wait of one rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Wait {
+    /// The rank at the other end of the step.
+    pub peer: i32,
+    /// For what.
+    pub on: On,
+    /// Since when.
+    pub since: u64,
+}
+
+/// One rank of a communicator.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Member {
+    /// Where it runs.
+    pub host: String,
+    /// Its process.
+    pub pid: i32,
+    /// Whether it has left the communicator in order.
+    pub left: bool,
+    /// When it was last heard of; None when it sends no heartbeats, so that silence says nothing.
+    pub heard: Option<u64>,
+    /// Its calls, in the order of entering; the oldest may be missing.
+    pub calls: Vec<Call>,
+    /// What its open calls wait for.
+    pub waits: Vec<Wait>,
+    /// What else its process is stuck in: a call of another communicator, as text.
+    pub elsewhere: Option<String>,
+}
+
+/// A communicator.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Communicator {
+    /// How the user knows it.
+    pub title: String,
+    /// How many ranks it has; 0 when unknown.
+    pub ranks: i32,
+    /// Those that are known.
+    pub members: BTreeMap<i32, Member>,
+    /// The time now, or at the end of the trace.
+    pub now: u64,
+}
+
+/// Ranks that wait in a call.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Waiting {
+    /// The ranks.
+    pub ranks: Vec<i32>,
+    /// The call.
+    pub key: Key,
+    /// For how long the first of them has.
+    pub for_ns: u64,
+}
+
+/// Why a communicator stands still.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Cause {
+    /// These ranks' processes give no sign of life, for so long.
+    Silent(Vec<(i32, u64)>),
+    /// These ranks have not entered the call; each with its last one.
+    Behind(Vec<(i32, Option<Call>)>),
+    /// These ranks wait in another call.
+    Elsewhere(Vec<(i32, Call)>),
+    /// These ranks entered with other arguments than the rest.
+    Arguments(Vec<(i32, Arguments)>, Arguments),
+    /// The chain of waits, from a rank to the one at its end, and what that one waits for; None when the chain is a circle.
+    Chain(Vec<i32>, Option<Wait>),
+    /// Nothing in the input explains it.
+    Unknown,
+}
+
+/// The answer for one communicator.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Verdict {
+    /// The ranks that wait; None when a mismatch was found before anything waits.
+    pub waiting: Option<Waiting>,
+    /// Why.
+    pub cause: Cause,
+    /// Ranks of which nothing is known.
+    pub unseen: Vec<i32>,
+}
+
+/// Why this communicator stands still; None when it does not.
+pub fn judge(comm: &Communicator) -> Option<Verdict> {
+    let unseen = (0..comm.ranks).filter(|rank| !comm.members.contains_key(rank)).collect();
+    let Some(waiting) = calls::waiting(comm) else {
+        let cause = calls::arguments(comm, None).or_else(|| calls::idle(comm))?;
+        return Some(Verdict { waiting: None, cause, unseen });
+    };
+    let cause = silent(comm)
+        .or_else(|| calls::elsewhere(comm, &waiting))
+        .or_else(|| calls::behind(comm, waiting.key))
+        .or_else(|| calls::arguments(comm, Some(waiting.key)))
+        .or_else(|| waits::chain(comm, &waiting.ranks))
+        .unwrap_or(Cause::Unknown);
+    Some(Verdict { waiting: Some(waiting), cause, unseen })
+}
+
+fn silent(comm: &Communicator) -> Option<Cause> {
+    let silent: Vec<(i32, u64)> = comm
+        .members
+        .iter()
+        .filter(|(_, member)| !member.left)
+        .filter_map(|(&rank, member)| Some((rank, comm.now.saturating_sub(member.heard?))))
+        .filter(|&(_, silence)| silence > SILENT_NS)
+        .collect();
+    (!silent.is_empty()).then_some(Cause::Silent(silent))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,165 @@
+//! Every cause in small communicators, and none in healthy ones.
+
+use proptest::prelude::*;
+
+use super::*;
+
+const S: u64 = 1_000_000_000;
+
+fn key(func: &str, seq: u64) -> Key {
+    Key { func: Name::from(func), seq }
+}
+
+fn entered(func: &str, seq: u64, when: u64, open: bool) -> Call {
+    let arguments = Arguments { count: 16384, datatype: Name::from("ncclFloat32"), root: 0 };
+    Call { key: key(func, seq), arguments, entered: when, open }
+}
+
+/// Ranks that have all completed AllReduce #0 to #2 and are in #3 since 10 s, at 51 s.
+fn waiting_for_41_s(ranks: i32) -> Communicator {
+    let mut comm = Communicator { title: "dp".into(), ranks, now: 51 * S, ..Communicator::default() };
+    for rank in 0..ranks {
+        let mut calls: Vec<Call> = (0..3).map(|seq| entered("AllReduce", seq, (seq + 1) * S, false)).collect();
+        calls.push(entered("AllReduce", 3, 10 * S, true));
+        let host = format!("node{rank}");
+        let member = Member { host, pid: 100 + rank, heard: Some(51 * S), calls, ..Member::default() };
+        comm.members.insert(rank, member);
+    }
+    comm
+}
+
+fn member(comm: &mut Communicator, rank: i32) -> &mut Member {
+    comm.members.get_mut(&rank).expect("a member")
+}
+
+fn told(comm: &Communicator) -> String {
+    comm.explain(&judge(comm).expect("a verdict"))
+}
+
+#[test]
+fn a_rank_that_did_not_enter_is_named_with_its_last_call() {
+    let mut comm = waiting_for_41_s(4);
+    member(&mut comm, 2).calls.pop();
+    assert_eq!(
+        told(&comm),
+        "ranks 0, 1 and 3 have been in AllReduce #3 for 41 s; rank 2 (node2, process 102) has not entered it: its last \
+         call was AllReduce #2, 48 s ago, completed"
+    );
+    member(&mut comm, 2).elsewhere = Some("AllGather #7 of tp".into());
+    assert!(told(&comm).ends_with("completed; it waits in AllGather #7 of tp"));
+    member(&mut comm, 2).left = true;
+    assert!(told(&comm).ends_with("rank 2 (node2, process 102) has left the communicator"));
+    comm.members.remove(&2);
+    assert!(told(&comm).ends_with("(nothing is known of rank 2)"), "{}", told(&comm));
+}
+
+#[test]
+fn a_rank_in_another_function_is_a_mismatch() {
+    let mut comm = waiting_for_41_s(3);
+    *member(&mut comm, 1).calls.last_mut().expect("a call") = entered("AllGather", 0, 11 * S, true);
+    let text = told(&comm);
+    assert!(
+        text.contains(
+            "ranks 0 and 2 have been in AllReduce #3 for 41 s; rank 1 (node1, process 101) is in AllGather #0"
+        ),
+        "{text}"
+    );
+}
+
+#[test]
+fn other_arguments_are_shown_beside_those_of_the_rest() {
+    let mut comm = waiting_for_41_s(4);
+    member(&mut comm, 2).calls[3].arguments = Arguments { count: 8192, datatype: Name::from("ncclBfloat16"), root: 0 };
+    let text = told(&comm);
+    assert!(
+        text.contains("rank 2 (node2, process 102) called it with 8192 ncclBfloat16, root 0, the others with 16384 ncclFloat32, root 0"),
+        "{text}"
+    );
+    // Also of a call that went through.
+    for rank in 0..4 {
+        member(&mut comm, rank).calls[3].open = false;
+    }
+    assert!(matches!(judge(&comm).expect("a verdict").cause, Cause::Arguments(ref others, _) if others[0].0 == 2));
+}
+
+#[test]
+fn a_silent_process_explains_what_it_did_not_enter() {
+    let mut comm = waiting_for_41_s(3);
+    member(&mut comm, 1).calls.pop();
+    member(&mut comm, 1).heard = Some(12 * S);
+    assert!(told(&comm).contains("rank 1 (node1, process 101) has given no sign of life for 39 s"));
+    // A file without heartbeats says nothing by its silence.
+    member(&mut comm, 1).heard = None;
+    assert!(told(&comm).contains("has not entered it"));
+}
+
+#[test]
+fn the_chain_of_waits_ends_at_the_transfer_or_the_gpu_that_stands_still() {
+    let wait = |peer, on| Wait { peer, on, since: 13 * S };
+    let mut comm = waiting_for_41_s(4);
+    // A ring: each receives from the one before it, so its GPU has nothing to send.
+    for rank in 0..4 {
+        let peer = (rank + 3) % 4;
+        member(&mut comm, rank).waits = vec![wait(peer, On::Data), wait((rank + 1) % 4, On::Gpu)];
+    }
+    assert!(told(&comm).contains("a circle"), "{}", told(&comm));
+    member(&mut comm, 2).waits.push(wait(3, On::Network));
+    let text = told(&comm);
+    assert!(
+        text.contains(
+            "a send of rank 2 (node2, process 102) to rank 3 (node3, process 103) has been under way for 38 s"
+        ),
+        "{text}"
+    );
+    assert!(text.contains("rank 3 waits for rank 2; "), "{text}");
+    member(&mut comm, 2).waits = vec![wait(3, On::Gpu)];
+    assert!(told(&comm).contains("rank 2 (node2, process 102) has waited for its own GPU for 38 s"));
+}
+
+#[test]
+fn ranks_that_differ_after_a_long_silence_are_behind_without_an_open_call() {
+    let mut comm = waiting_for_41_s(3);
+    for rank in 0..3 {
+        member(&mut comm, rank).calls[3].open = false;
+    }
+    assert_eq!(judge(&comm), None);
+    member(&mut comm, 0).calls.pop();
+    assert!(matches!(judge(&comm).expect("a verdict").cause, Cause::Behind(ref ranks) if ranks[0].0 == 0));
+    // The same two seconds after the last call is a job at work.
+    comm.now = 12 * S;
+    assert_eq!(judge(&comm), None);
+}
+
+proptest! {
+    /// A healthy job at any moment: ranks some calls apart, open calls younger than a few seconds, waits of all kinds.
+    #[test]
+    fn a_healthy_job_names_nobody(
+        ranks in 2i32..16,
+        behind in prop::collection::vec(0usize..4, 16),
+        ages in prop::collection::vec(0u64..4 * S, 16),
+        waits in prop::collection::vec((0i32..16, 0u8..4), 0..20),
+    ) {
+        let mut comm = Communicator { ranks, now: 100 * S, ..Communicator::default() };
+        for rank in 0..ranks {
+            let at = rank as usize;
+            let count = 20 - behind[at];
+            let calls = (0..count).map(|number| {
+                let newest = number + 1 == count;
+                let when = 100 * S - ages[at] - (count - number) as u64 * 1_000_000;
+                entered(if number % 3 == 0 { "AllGather" } else { "AllReduce" }, number as u64, when, newest)
+            });
+            let member = Member {
+                heard: Some(100 * S - ages[at] / 2),
+                calls: calls.collect(),
+                waits: waits.iter().map(|&(peer, on)| Wait {
+                    peer,
+                    on: [On::Network, On::Data, On::Buffer, On::Gpu][usize::from(on)],
+                    since: 100 * S - ages[at],
+                }).collect(),
+                ..Member::default()
+            };
+            comm.members.insert(rank, member);
+        }
+        prop_assert_eq!(judge(&comm), None);
+    }
+}

@@ -1,0 +1,51 @@
+//! The wait graph, followed to its end.
+
+use std::collections::BTreeMap;
+
+use super::{Cause, Communicator, On, STUCK_NS, Wait};
+
+/// The chain of waits that most stuck ranks lead into. A rank with a send under way that does not end is the end of its
+/// chain; a rank that waits for a peer's data or buffer leads on to that peer; a rank that waits for nothing but its GPU
+/// is the end. A GPU that waits only because data is missing is never taken for the cause, since its rank waits for the
+/// peer too.
+pub(super) fn chain(comm: &Communicator, ranks: &[i32]) -> Option<Cause> {
+    let chains: Vec<(Vec<i32>, Option<Wait>)> = ranks.iter().filter_map(|&rank| follow(comm, rank)).collect();
+    let mut ends: BTreeMap<i32, usize> = BTreeMap::new();
+    for (chain, _) in &chains {
+        *ends.entry(*chain.last()?).or_default() += 1;
+    }
+    let (&end, _) = ends.iter().max_by_key(|(_, votes)| **votes)?;
+    // The longest chain to that end shows the most.
+    let (chain, wait) =
+        chains.into_iter().filter(|(chain, _)| chain.last() == Some(&end)).max_by_key(|it| it.0.len())?;
+    Some(Cause::Chain(chain, wait))
+}
+
+fn follow(comm: &Communicator, from: i32) -> Option<(Vec<i32>, Option<Wait>)> {
+    let mut chain = vec![from];
+    loop {
+        let rank = *chain.last()?;
+        let waits: Vec<&Wait> = comm
+            .members
+            .get(&rank)
+            .into_iter()
+            .flat_map(|member| &member.waits)
+            .filter(|wait| comm.now.saturating_sub(wait.since) >= STUCK_NS)
+            .collect();
+        let oldest = |on: &[On]| waits.iter().filter(|wait| on.contains(&wait.on)).min_by_key(|wait| wait.since);
+        let Some(&&wait) =
+            oldest(&[On::Network]).or_else(|| oldest(&[On::Data, On::Buffer])).or_else(|| oldest(&[On::Gpu]))
+        else {
+            // A peer of which no wait is known ends the chain, if anything led to it.
+            return (chain.len() > 1).then_some((chain, None));
+        };
+        if matches!(wait.on, On::Network | On::Gpu) {
+            return Some((chain, Some(wait)));
+        }
+        let circle = chain.contains(&wait.peer);
+        chain.push(wait.peer);
+        if circle {
+            return Some((chain, None));
+        }
+    }
+}
