@@ -481,6 +481,15 @@ fn send_recv_measures_plugin_and_plain_tcp_side_by_side() {
 }
 
 #[test]
+fn send_recv_measures_bandwidth_alone() {
+    let output = run(&["send-recv", "-e", "64K", "--bandwidth", "--compare", "--repetitions", "1", "--time", "5"]);
+    assert_exit(&output, 0);
+    // Size, bandwidth, messages, wrong bytes, plain TCP's bandwidth, ratio.
+    assert!(rows(&output).iter().all(|row| row.len() == 6 && row[3] == "0"), "{:?}", rows(&output));
+    assert!(!out(&output).contains("latency"), "{}", out(&output));
+}
+
+#[test]
 fn send_recv_measures_latency_with_receives_posted_ahead() {
     let sizes = ["-b", "1", "-e", "1M", "-f", "1024"];
     let output = run(&[&["send-recv", "--ahead", "--repetitions", "2", "--time", "5"], &sizes[..]].concat());

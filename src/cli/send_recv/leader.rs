@@ -135,10 +135,15 @@ impl Leader {
             let wrong = self.verify(way, &job)?;
             // How long one message takes; the first run of each kind also warms up.
             let message = self.stream(way, &job)? / job.count as f64;
-            let turns = Job { count: 4, ..job };
-            let turn = self.ping_pong(way, &turns)?.iter().sum::<f64>() / turns.count as f64;
             let messages = Self::how_many(options, message, outstanding);
-            let samples = Samples::new(wrong, messages, Self::how_many(options, 2.0 * turn, 8));
+            let turns = if options.bandwidth {
+                0
+            } else {
+                let turns = Job { count: 4, ..job };
+                let turn = self.ping_pong(way, &turns)?.iter().sum::<f64>() / turns.count as f64;
+                Self::how_many(options, 2.0 * turn, 8)
+            };
+            let samples = Samples::new(wrong, messages, turns);
             *row.of(way) = Some(samples);
         }
         for repetition in 0..options.repetitions {
@@ -147,8 +152,10 @@ impl Leader {
                 output.progress(|| format!("{size}: measurement {} of {}", repetition + 1, options.repetitions));
                 let job = Job { count: samples.messages, ..job };
                 samples.add_stream(size.0, job.count, self.stream(way, &job)?);
-                let turns = Job { count: samples.turns, ..job };
-                samples.add_ping_pong(&self.ping_pong(way, &turns)?);
+                if samples.turns > 0 {
+                    let turns = Job { count: samples.turns, ..job };
+                    samples.add_ping_pong(&self.ping_pong(way, &turns)?);
+                }
             }
         }
         Ok(row)

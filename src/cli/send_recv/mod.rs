@@ -68,6 +68,10 @@ pub(crate) struct Options {
     #[arg(long, conflicts_with_all = ["raw_tcp", "compare"])]
     ahead: bool,
 
+    /// Measure bandwidth alone
+    #[arg(long, conflicts_with = "ahead")]
+    bandwidth: bool,
+
     /// Measure plain TCP beside the plugin, in turn with it, and show the ratios
     #[arg(long, conflicts_with = "raw_tcp")]
     compare: bool,

@@ -75,6 +75,8 @@ pub(super) struct Report {
     plugins: Vec<PluginFacts>,
     results: Vec<Row>,
     #[serde(skip)]
+    bandwidth: bool,
+    #[serde(skip)]
     table: Table,
     #[serde(skip)]
     json: Option<std::path::PathBuf>,
@@ -82,17 +84,16 @@ pub(super) struct Report {
 
 impl Report {
     pub(super) fn new(options: &Options, outstanding: usize, plugins: Vec<PluginFacts>) -> Self {
-        let mut columns = vec![("size", "(B)", 12)];
-        let results = [
-            ("bandwidth", "(GB/s)", 9),
-            ("messages", "(1000/s)", 9),
-            ("latency", "(us)", 9),
-            ("p99", "(us)", 9),
-            ("#wrong", "(B)", 6),
-        ];
-        columns.extend(results);
+        let mut columns = vec![("size", "(B)", 12), ("bandwidth", "(GB/s)", 9), ("messages", "(1000/s)", 9)];
+        if !options.bandwidth {
+            columns.extend([("latency", "(us)", 9), ("p99", "(us)", 9)]);
+        }
+        columns.push(("#wrong", "(B)", 6));
         if options.compare {
-            columns.extend([("raw bw", "(GB/s)", 9), ("ratio", "", 6), ("raw lat", "(us)", 9), ("ratio", "", 6)]);
+            columns.extend([("raw bw", "(GB/s)", 9), ("ratio", "", 6)]);
+        }
+        if options.compare && !options.bandwidth {
+            columns.extend([("raw lat", "(us)", 9), ("ratio", "", 6)]);
         }
         Self {
             version: env!("CARGO_PKG_VERSION"),
@@ -100,6 +101,7 @@ impl Report {
             sockets: (options.raw_tcp || options.compare).then_some(options.sockets),
             plugins,
             results: Vec::new(),
+            bandwidth: options.bandwidth,
             table: Table::new(columns),
             json: options.json.clone(),
         }
@@ -108,8 +110,10 @@ impl Report {
     /// What runs where, and the headings.
     pub(super) fn begin(&self, output: &mut Output) {
         output.line(format!(
-            "# towline {}: one-way bandwidth with {} messages outstanding; latency is half a round trip",
-            self.version, self.outstanding
+            "# towline {}: one-way bandwidth with {} messages outstanding{}",
+            self.version,
+            self.outstanding,
+            if self.bandwidth { "" } else { "; latency is half a round trip" }
         ));
         for (side, facts) in ["sender", "receiver"].iter().zip(&self.plugins) {
             let PluginFacts { plugin, file, api, device, speed_mbps } = facts;
@@ -129,14 +133,19 @@ impl Report {
         if let Some(shown) = row.plugin.as_ref().or(row.raw_tcp.as_ref()) {
             cells.push(number(median(&shown.bandwidth_gbs), 9));
             cells.push(number(median(&shown.messages_per_s) / 1e3, 9));
-            cells.push(number(median(&shown.latency_us), 9));
-            cells.push(number(median(&shown.latency_p99_us), 9));
+            if !shown.latency_us.is_empty() {
+                cells.push(number(median(&shown.latency_us), 9));
+                cells.push(number(median(&shown.latency_p99_us), 9));
+            }
             cells.push((row.plugin.iter().chain(&row.raw_tcp).map(|samples| samples.wrong).sum::<usize>()).to_string());
         }
         if let (Some(plugin), Some(raw)) = (&row.plugin, &row.raw_tcp) {
             for (ours, yardstick) in
                 [(&plugin.bandwidth_gbs, &raw.bandwidth_gbs), (&plugin.latency_us, &raw.latency_us)]
             {
+                if yardstick.is_empty() {
+                    continue;
+                }
                 let yardstick = median(yardstick);
                 cells.extend([number(yardstick, 9), number(median(ours) / yardstick, 6)]);
             }
