@@ -14,6 +14,7 @@
  *   FAULTY_VERBS_ARMED  1: from the first call on
  *   FAULTY_VERBS_RECORD 1: keeps what queue pairs and registrations were made like
  *   FAULTY_VERBS_ECE    the device whose driver offers options beyond the standard, or "all"; the others' do not know them
+ *   FAULTY_VERBS_LIKE   what other devices the devices are like: see personalities.h
  *
  * A program arms it with faulty_verbs_arm(1), silences it with faulty_verbs_arm(0), and asks for the counts. With
  * faulty_verbs_fail it has the next calls of a name fail, armed or not. With faulty_verbs_made it asks for what was kept.
@@ -38,6 +39,7 @@
 #include <string.h>
 
 #include "injection.h"
+#include "personalities.h"
 
 /* Devices that are open at one time. */
 #define CONTEXTS 64
@@ -119,6 +121,7 @@ __attribute__((constructor)) static void begin(void) {
   has_gpu = (int)number_from("FAULTY_VERBS_GPU", 0);
   offers_ece = getenv("FAULTY_VERBS_ECE");
   keeps = offers_ece || number_from("FAULTY_VERBS_RECORD", 0);
+  choose_personality();
   atomic_store(&armed, (int)number_from("FAULTY_VERBS_ARMED", 0));
 }
 
@@ -164,8 +167,14 @@ static struct pair {
   struct ibv_qp *qp;
   char device[IBV_SYSFS_NAME_MAX];
   unsigned options;
-  int ece_calls;
+  int ece_calls, is_connected;
   struct ibv_qp_attr attr;
+  /* Work requests posted: plain writes, those with an immediate, reads; and calls that posted them. */
+  unsigned writes, immediates, reads, calls;
+  /* Into how many pieces writes were cut. */
+  unsigned pieces;
+  /* What both sides' drivers know, once it is connected. */
+  unsigned agreed;
 } pairs[PAIRS];
 static int made;
 static unsigned regions[2];
@@ -195,11 +204,27 @@ static void keep_pair(struct ibv_qp *qp) {
 static void keep_attributes(const struct ibv_qp *qp, const struct ibv_qp_attr *attr, int mask) {
   if (!keeps) return;
   pthread_mutex_lock(&keeping);
-  struct ibv_qp_attr *kept = &pair_of(qp)->attr;
+  struct pair *pair = pair_of(qp);
+  struct ibv_qp_attr *kept = &pair->attr;
   if (mask & IBV_QP_PKEY_INDEX) kept->pkey_index = attr->pkey_index;
-  if (mask & IBV_QP_AV) kept->ah_attr = attr->ah_attr;
+  if (mask & IBV_QP_AV) {
+    kept->ah_attr = attr->ah_attr;
+    pair->is_connected = 1;
+    /* As mlx5 does: what was agreed can be asked for when the queue pair is ready to receive. */
+    if (pair->ece_calls) pair->options = pair->agreed;
+  }
   if (mask & IBV_QP_TIMEOUT) kept->timeout = attr->timeout;
   if (mask & IBV_QP_RETRY_CNT) kept->retry_cnt = attr->retry_cnt;
+  pthread_mutex_unlock(&keeping);
+}
+
+static void keep_posted(const struct ibv_qp *qp, const struct ibv_send_wr *first) {
+  if (!keeps) return;
+  pthread_mutex_lock(&keeping);
+  struct pair *pair = pair_of(qp);
+  pair->calls++;
+  for (const struct ibv_send_wr *at = first; at; at = at->next)
+    ++*(at->opcode == IBV_WR_RDMA_READ ? &pair->reads : at->opcode == IBV_WR_RDMA_WRITE ? &pair->writes : &pair->immediates);
   pthread_mutex_unlock(&keeping);
 }
 
@@ -210,16 +235,17 @@ static void keep_region(unsigned access) {
   pthread_mutex_unlock(&keeping);
 }
 
-/* A line for each queue pair that was made, and one for registrations. Returns the length of the text. */
+/* A line for each queue pair that was connected, and one for registrations. Returns the length of the text. */
 int faulty_verbs_made(char *text, int room) {
   int at = 0;
   pthread_mutex_lock(&keeping);
   for (struct pair *pair = pairs; pair < pairs + made; pair++)
-    at += snprintf(text + at, (size_t)(room - at),
-                   "%s pkey=%d sl=%d tc=%d gid=%d timeout=%d retries=%d set_ece=%d ece=%#x\n", pair->device,
+    if (pair->is_connected) at += snprintf(text + at, (size_t)(room - at),
+                   "%s pkey=%d sl=%d tc=%d gid=%d timeout=%d retries=%d set_ece=%d ece=%#x writes=%u immediates=%u "
+                   "reads=%u calls=%u pieces=%u\n", pair->device,
                    pair->attr.pkey_index, pair->attr.ah_attr.sl, pair->attr.ah_attr.grh.traffic_class,
                    pair->attr.ah_attr.grh.sgid_index, pair->attr.timeout, pair->attr.retry_cnt, pair->ece_calls,
-                   pair->options);
+                   pair->options, pair->writes, pair->immediates, pair->reads, pair->calls, pair->pieces);
   at += snprintf(text + at, (size_t)(room - at), "regions strict=%u relaxed=%u\n", regions[0], regions[1]);
   pthread_mutex_unlock(&keeping);
   return at;
@@ -264,20 +290,54 @@ int faulty_verbs_made(char *text, int room) {
     return error ? error : status; \
   } while (0)
 
-static struct ibv_device **get_device_list(int *count) {
+static struct ibv_device **real_device_list(int *count) {
   NULL_AND_ERRNO(DEVICE_LIST, struct ibv_device **(*)(int *), (count));
 }
 
-static int query_device(struct ibv_context *context, struct ibv_device_attr *attr) {
+static struct ibv_device **get_device_list(int *count) {
+  struct ibv_device **list = real_device_list(count);
+  disguise_devices(list);
+  return list;
+}
+
+static int real_device(struct ibv_context *context, struct ibv_device_attr *attr) {
   ERROR_NUMBER(QUERY_DEVICE, int (*)(struct ibv_context *, struct ibv_device_attr *), (context, attr));
 }
 
-static int query_port(struct ibv_context *context, uint8_t port, void *attr) {
+static int query_device(struct ibv_context *context, struct ibv_device_attr *attr) {
+  int status = real_device(context, attr);
+  if (!status) disguise_device(context->device, attr);
+  return status;
+}
+
+static int real_port(struct ibv_context *context, uint8_t port, void *attr) {
   ERROR_NUMBER(QUERY_PORT, int (*)(struct ibv_context *, uint8_t, void *), (context, port, attr));
 }
 
-static int query_gid(struct ibv_context *context, uint8_t port, int index, union ibv_gid *gid) {
+static int query_port(struct ibv_context *context, uint8_t port, void *attr) {
+  int status = real_port(context, port, attr);
+  if (!status) disguise_port(context->device, attr);
+  return status;
+}
+
+static int real_gid(struct ibv_context *context, uint8_t port, int index, union ibv_gid *gid) {
   MINUS_ONE_AND_ERRNO(QUERY_GID, int (*)(struct ibv_context *, uint8_t, int, union ibv_gid *), (context, port, index, gid));
+}
+
+static int query_gid(struct ibv_context *context, uint8_t port, int index, union ibv_gid *gid) {
+  int status = real_gid(context, port, index, gid);
+  if (!status && is_infiniband(context->device)) {
+    /* That of its IPv4 address leads to it. */
+    for (int at = 0; at < 16; at++) {
+      union ibv_gid candidate;
+      if (real_gid(context, port, at, &candidate) || candidate.raw[10] != 0xff || candidate.raw[11] != 0xff) continue;
+      truth[number_of(context->device)].gid = candidate;
+      truth[number_of(context->device)].place = at;
+      break;
+    }
+    *gid = gid_of(number_of(context->device));
+  }
+  return status;
 }
 
 static struct ibv_pd *alloc_pd(struct ibv_context *context) {
@@ -308,7 +368,7 @@ static struct ibv_mr *reg_gpu(struct ibv_pd *pd, uint64_t, size_t length, uint64
 }
 
 static struct ibv_mr *reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access) {
-  if (has_gpu) table[REG_DMABUF_MR].real = reg_gpu;
+  if (has_gpu || is_like("mlx5", pd->context->device)) table[REG_DMABUF_MR].real = reg_gpu;
   NULL_AND_ERRNO(REG_DMABUF_MR, struct ibv_mr *(*)(struct ibv_pd *, uint64_t, size_t, uint64_t, int, int),
                  (pd, offset, length, iova, fd, access));
 }
@@ -325,6 +385,7 @@ static int destroy_comp_channel(struct ibv_comp_channel *channel) {
 
 static struct ibv_cq *create_cq(struct ibv_context *context, int entries, void *cookie, struct ibv_comp_channel *channel,
                                 int vector) {
+  entries *= room_factor(context->device);
   NULL_AND_ERRNO(CREATE_CQ, struct ibv_cq *(*)(struct ibv_context *, int, void *, struct ibv_comp_channel *, int),
                  (context, entries, cookie, channel, vector));
 }
@@ -362,17 +423,31 @@ static int get_cq_event(struct ibv_comp_channel *channel, struct ibv_cq **cq, vo
 static struct ibv_qp *create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr) {
   uint64_t random;
   int error = fault(CREATE_QP, &random);
+  if (!error) error = refuses_pair(pd->context->device, attr);
   if (error) {
     errno = error;
     return NULL;
   }
+  uint32_t asked = attr->cap.max_send_wr;
+  int factor = room_factor(pd->context->device);
+  attr->cap.max_send_wr *= (uint32_t)factor;
   struct ibv_qp *qp = ((struct ibv_qp * (*)(struct ibv_pd *, struct ibv_qp_init_attr *)) table[CREATE_QP].real)(pd, attr);
+  if (factor > 1) attr->cap.max_send_wr = asked;
+  const struct limits *its = limits_of(pd->context->device);
+  if (qp && its && attr->cap.max_inline_data > its->inline_bytes) attr->cap.max_inline_data = its->inline_bytes;
   keep_pair(qp);
   return qp;
 }
 
 static int modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask) {
   keep_attributes(qp, attr, mask);
+  int refusal = refuses_change(qp, attr, mask);
+  if (refusal) return refusal;
+  struct ibv_qp_attr translated = *attr;
+  if (mask & IBV_QP_AV && is_infiniband(qp->context->device)) {
+    if (!translate_address(qp->context->device, &translated.ah_attr)) return EINVAL;
+    attr = &translated;
+  }
   ERROR_NUMBER(MODIFY_QP, int (*)(struct ibv_qp *, struct ibv_qp_attr *, int), (qp, attr, mask));
 }
 
@@ -396,9 +471,12 @@ static int query_stand_in(struct ibv_qp *qp, struct ibv_ece *ece) {
 static int set_stand_in(struct ibv_qp *qp, struct ibv_ece *ece) {
   pthread_mutex_lock(&keeping);
   struct pair *pair = pair_of(qp);
-  int status = !offers(pair->device) ? EOPNOTSUPP : ece->vendor_id != VENDOR ? EINVAL : 0;
+  int status = ece->vendor_id != VENDOR || ece->comp_mask ? EINVAL : !offers(pair->device) ? EOPNOTSUPP : 0;
   pair->ece_calls++;
-  if (!status) pair->options &= ece->options;
+  if (!status) {
+    pair->agreed = pair->options & ece->options;
+    pair->options = 0;
+  }
   pthread_mutex_unlock(&keeping);
   return status;
 }
@@ -474,7 +552,33 @@ static int post_flush(struct ibv_qp *qp, struct ibv_send_wr *read, struct ibv_se
   return error;
 }
 
+/* Posts a list, its writes cut. */
+static int post_in_pieces(struct ibv_qp *qp, struct ibv_send_wr *first, struct ibv_send_wr **bad) {
+  static atomic_uint number;
+  const struct ibv_context_ops *ops = real_ops(qp->context);
+  for (struct ibv_send_wr *at = first; at; at = at->next) {
+    struct ibv_send_wr pieces[PIECES], *refused;
+    struct ibv_sge memory[PIECES];
+    int count = cut(at, chance(POST_SEND, atomic_fetch_add(&number, 1)), pieces, memory);
+    if (!count) pieces[count++] = *at, pieces[0].next = NULL;
+    if (keeps && count > 1) {
+      pthread_mutex_lock(&keeping);
+      pair_of(qp)->pieces += (unsigned)count;
+      pthread_mutex_unlock(&keeping);
+    }
+    for (int piece = 0; piece < count; piece++) {
+      int status = ops->post_send(qp, &pieces[piece], &refused);
+      if (!status) continue;
+      *bad = at;
+      return status;
+    }
+  }
+  return 0;
+}
+
 static int post_send(struct ibv_qp *qp, struct ibv_send_wr *first, struct ibv_send_wr **bad) {
+  keep_posted(qp, first);
+  if (is_like("reordering", qp->context->device) && first->opcode != IBV_WR_RDMA_READ) return post_in_pieces(qp, first, bad);
   if (first->opcode == IBV_WR_RDMA_READ) return post_flush(qp, first, bad);
   POSTS(POST_SEND, ibv_send_wr, post_send);
 }

@@ -50,7 +50,7 @@ impl Rdma {
     /// Why there is none.
     pub fn find(config: &Config) -> Result<(Self, Vec<String>)> {
         let found = discover(config)?;
-        let Discovery { ports, peer_memory, warnings } = found.clone();
+        let Discovery { ports, peer_memory, warnings, foreign } = found.clone();
         let relaxed = config.ib_pci_relaxed_ordering.0 != 0;
         let adapters = ports
             .into_iter()
@@ -59,8 +59,10 @@ impl Rdma {
             .collect::<Result<Vec<_>>>()?;
         if adapters.is_empty() {
             let named = config.ib_hca.as_deref().map(|hca| format!(" (NCCL_IB_HCA is {hca})")).unwrap_or_default();
-            return Err(Error::usage(format!("there is no usable RDMA port{named}")));
+            let why: String = foreign.iter().chain(&warnings).map(|why| format!("; {why}")).collect();
+            return Err(Error::usage(format!("there is no usable RDMA port{named}{why}")));
         }
+        foreign.iter().for_each(|port| tracing::info!(target: NET, "{port}"));
         let rdma = Self {
             adapters,
             summary: found.to_string(),

@@ -2,7 +2,8 @@
 //!
 //! The rules are those of NCCL's own IB transport, so that the same variables choose the same ports: active ports
 //! of InfiniBand and Ethernet, `NCCL_IB_HCA`'s choice among them, sorted by PCI address, ports of one card counted
-//! through. [`discover`] asks libibverbs and the kernel; [`arrange`] holds the rules and touches neither.
+//! through. [`discover`] asks libibverbs and the kernel; [`arrange`] holds the rules and touches neither. A port that
+//! cannot be used is left out here, with a sentence, and not when a connection needs it ([`trial`](super::trial)).
 //!
 //! Guarantee: two processes of one host get the same list, as long as the host does not change in between.
 //!
@@ -15,7 +16,8 @@ use super::dl::Verbs;
 use super::gid::{self, GidEntry, GidWish};
 use super::hca::{Choice, HcaFilter};
 use super::sysfs::RdmaSysfs;
-use super::verbs::{Context, DeviceFacts, Gid, LinkLayer, PortFacts, ProtectionDomain, open_devices};
+use super::trial;
+use super::verbs::{Context, DeviceFacts, Gid, LinkLayer, PortFacts, ProtectionDomain, Transport, open_devices};
 use crate::os::config::{Config, Family};
 use crate::os::error::Result;
 
@@ -61,6 +63,11 @@ impl Wish {
         };
         (wish, complaints)
     }
+
+    /// Whether this port would be used if it can be.
+    fn wants(&self, found: &Found) -> bool {
+        found.port.is_active && self.filter.choose(&found.device, found.number).is_some()
+    }
 }
 
 /// One port before the rules: what libibverbs and the kernel say.
@@ -78,6 +85,19 @@ pub struct Found {
     pub rate_mbps: Option<u32>,
     /// Where the card is on the PCI bus.
     pub pci_path: Option<PathBuf>,
+}
+
+impl Found {
+    /// Why Towline cannot use such a port, whatever its state; none when it can.
+    pub fn obstacle(&self) -> Option<String> {
+        let why = match (self.card.transport, self.port.link_layer) {
+            (Transport::Iwarp, _) => "is an iWARP port, whose connections need RDMA CM",
+            (Transport::Other, _) => "has a transport of its own, without reliable connections, as EFA's",
+            (Transport::InfiniBand, None) => "is on neither InfiniBand nor Ethernet",
+            (Transport::InfiniBand, Some(_)) => return None,
+        };
+        Some(format!("{}:{} {why}; it is left out", self.device, self.number))
+    }
 }
 
 /// A port that may be used.
@@ -143,6 +163,8 @@ pub struct Discovery {
     pub peer_memory: Option<&'static str>,
     /// What the user should know although it is no failure.
     pub warnings: Vec<String>,
+    /// Ports of networks that are none of ours, and why.
+    pub foreign: Vec<String>,
 }
 
 /// The one line that `NCCL_DEBUG=INFO` shows.
@@ -182,6 +204,7 @@ pub fn discover(config: &Config) -> Result<Discovery> {
     let missing = wish.filter.unmatched(found.iter().map(|found| (found.device.as_str(), found.number)));
     warnings
         .extend(missing.iter().map(|entry| format!("NCCL_IB_HCA names {entry}, but there is no such device or port")));
+    let foreign = found.iter().filter(|found| wish.wants(found)).filter_map(Found::obstacle).collect();
     let mut ports = Vec::new();
     for (port, facts) in arrange(found, &wish) {
         let Some(context) = contexts.iter().find(|context| context.name() == port.device) else { continue };
@@ -190,7 +213,13 @@ pub fn discover(config: &Config) -> Result<Discovery> {
             Err(error) => warnings.push(error.to_string()),
         }
     }
-    Ok(Discovery { ports, peer_memory: sysfs.peer_memory(), warnings })
+    if let Some(first) = ports.first()
+        && let Err(error) = trial::lock_memory(&first.context)
+    {
+        warnings.push(error.to_string());
+        ports.clear();
+    }
+    Ok(Discovery { ports, peer_memory: sysfs.peer_memory(), warnings, foreign })
 }
 
 fn ports_of(context: &Context, sysfs: &RdmaSysfs) -> Result<Vec<Found>> {
@@ -214,6 +243,7 @@ fn open_port(port: Port, facts: PortFacts, context: &Context, wish: &Wish, sysfs
         LinkLayer::Ethernet => gid::choose(&table, &wish.gid),
         LinkLayer::InfiniBand => gid::choose_infiniband(&table, wish.routable_index),
     };
+    trial::connectable(context, port.number)?;
     let gid = context.gid(port.number, gid_index)?;
     let gid_version = sysfs.gid_version(context.name(), port.number, gid_index);
     let takes_dmabuf = ProtectionDomain::new(context)?.takes_dmabuf();
@@ -233,8 +263,8 @@ pub fn gid_table(context: &Context, port: u8, entries: u32, sysfs: &RdmaSysfs) -
 /// The rules: which of these ports may be used, in which order, and how they are shown to NCCL.
 pub fn arrange(found: Vec<Found>, wish: &Wish) -> Vec<(Port, PortFacts)> {
     let usable = found.into_iter().filter_map(|found| {
-        let link_layer = found.port.link_layer.filter(|_| found.port.is_active)?;
         let choice = wish.filter.choose(&found.device, found.number)?;
+        let link_layer = found.port.link_layer.filter(|_| found.port.is_active && found.obstacle().is_none())?;
         Some((found, link_layer, choice))
     });
     let mut usable: Vec<(Found, LinkLayer, Choice)> = usable.take(MAX_PORTS).collect();

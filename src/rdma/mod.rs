@@ -9,6 +9,7 @@
 //! | [`verbs`] | contexts, protection domains, memory regions, completion queues, queue pairs, work requests |
 //! | [`hca`] | which devices and ports `NCCL_IB_HCA` means |
 //! | [`devices`] | the usable ports of this host, and what NCCL is told of them |
+//! | [`trial`] | whether a port, and the limit on locked memory, let connections be made |
 //! | [`sysfs`] | what the kernel says of a device: PCI path, rate, GID types, peer memory |
 //! | [`gid`] | which GID of a port stands for it on the network |
 //! | [`mr_cache`] | registrations shared by page range |
@@ -75,5 +76,6 @@ pub mod stripe;
 pub mod sysfs;
 #[cfg(test)]
 mod tests;
+pub mod trial;
 pub mod trouble;
 pub mod verbs;

@@ -55,6 +55,7 @@ row2() {
     # way; events of sockets, and events of NCCL's releases, which need a C compiler and are no backend's.
     verbs towline rdma:: "${others[@]}"
     verbs rdma_attributes
+    verbs rdma_personalities
     run net_events --skip broken_stream --skip nccl_2_2 --skip turned_off --skip event_for_each_part \
         --skip before_isend_returns --skip leaves_long_messages
     # Fewer cycles than over TCP, which take an emulated machine minutes: what is counted is counted from the 21st on.

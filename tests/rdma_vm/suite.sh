@@ -4,7 +4,7 @@
 #   tests/rdma_vm/suite.sh [--env NAME=VALUE]… [OPTIONS OF run.sh] [-- FILTER…]
 #
 # `--env` sets a variable for the tests: `RDMA_FAULTS=60` for example makes those of `rdma_faults` last that long.
-# Without a FILTER: the library's own tests on real verbs, `tests/rdma_net.rs`, `rdma_attributes.rs`, `rdma_mend.rs`,
+# Without a FILTER: the library's own tests on real verbs, `tests/rdma_net.rs`, `rdma_attributes.rs`, `rdma_personalities.rs`, `rdma_mend.rs`,
 # `rdma_vanish.rs`, `rdma_faults.rs` and `rdma_events.rs`, the functional tests that make sense over RDMA (its devices make
 # TOWLINE_BACKEND=auto choose it), a verified all-reduce and a transfer: see inside.sh; and transfers between two
 # machines, see two_hosts.sh. With FILTERs: those of the library's and the `rdma_*` tests that match one, in one machine.
@@ -28,7 +28,8 @@ done
 [ $# = 0 ] || shift
 
 # What the library's tests and the wanted test programs are called; Cargo tells as it builds them.
-wanted=(rdma_net rdma_mend rdma_vanish rdma_faults rdma_events rdma_attributes net_events net_lifecycle net_versions net_ordering net_placement net_deregister net_fork net_hostile net_clock)
+wanted=(rdma_net rdma_mend rdma_vanish rdma_faults rdma_events rdma_attributes rdma_personalities net_clock)
+[ $# -gt 0 ] || wanted+=(net_events net_lifecycle net_versions net_ordering net_placement net_deregister net_fork net_hostile)
 built=$(cd "$project" && cargo test --locked --lib "${wanted[@]/#/--test=}" --no-run --message-format=json |
     sed -n '/"profile":{[^}]*"test":true/s/.*"name":"\([^"]*\)".*"executable":"\([^"]*\)".*/\1=\2/p')
 declare -A program
@@ -46,7 +47,7 @@ cc -shared -fPIC -O1 -Wall -Wextra -Werror -pthread -o "$(dirname "$(dirname "${
 if [ $# -gt 0 ]; then
     # One at a time: some count what the kernel holds, some take links down.
     commands=
-    for name in towline rdma_net rdma_mend rdma_vanish rdma_faults rdma_events rdma_attributes net_clock; do
+    for name in towline "${wanted[@]}"; do
         commands+="'${program[$name]}' --ignored --test-threads 1 $*; "
     done
     exec "$here/run.sh" "${options[@]}" -- env "${variables[@]}" TEST_MAY_SET_CLOCK=1 sh -ec "$commands"

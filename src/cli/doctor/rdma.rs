@@ -93,7 +93,7 @@ fn choose(config: &Config, facts: &mut Facts) {
     };
     let sysfs = RdmaSysfs::default();
     facts.peer_memory = found.peer_memory.map(str::to_owned);
-    facts.complaints.extend(found.warnings);
+    facts.complaints.extend(found.foreign.into_iter().chain(found.warnings));
     let gids = |context: &Context, number: u8, entries: u32| {
         let table = devices::gid_table(context, number, entries, &sysfs);
         let used = table.into_iter().filter(|entry| entry.gid != [0; 16]);

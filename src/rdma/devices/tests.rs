@@ -4,7 +4,15 @@ fn found(device: &str, number: u8, pci: &str) -> Found {
     Found {
         device: device.to_owned(),
         number,
-        card: DeviceFacts { guid: 7, ports: 1, max_qp: 4096, max_qp_wr: 1024, max_cqe: 4096, max_rd_atomic: 16 },
+        card: DeviceFacts {
+            transport: Transport::InfiniBand,
+            guid: 7,
+            ports: 1,
+            max_qp: 4096,
+            max_qp_wr: 1024,
+            max_cqe: 4096,
+            max_rd_atomic: 16,
+        },
         port: PortFacts {
             is_active: true,
             link_layer: Some(LinkLayer::Ethernet),
@@ -39,6 +47,27 @@ fn only_active_ports_of_known_networks_that_the_list_chose_are_used() {
     assert_eq!(names(&arrange(all.clone(), &wish())), ["mlx5_0:1", "mlx5_2:1"]);
     let chosen = Wish { filter: HcaFilter::parse("^mlx5_0"), ..wish() };
     assert_eq!(names(&arrange(all, &chosen)), ["mlx5_2:1"]);
+}
+
+/// EFA names no link layer; a driver that names one may still have another transport.
+#[test]
+fn ports_of_other_transports_are_left_out_with_a_sentence() {
+    let like = |device: &str, transport, link_layer| {
+        let mut port = found(device, 1, "0000:17:00.0");
+        (port.card.transport, port.port.link_layer) = (transport, link_layer);
+        port
+    };
+    let all = vec![
+        like("rdmap0s6", Transport::Other, None),
+        like("irdma0", Transport::Iwarp, Some(LinkLayer::Ethernet)),
+        like("odd_0", Transport::InfiniBand, None),
+        like("mlx5_0", Transport::InfiniBand, Some(LinkLayer::InfiniBand)),
+    ];
+    let said: Vec<String> = all.iter().filter_map(Found::obstacle).collect();
+    assert_eq!(names(&arrange(all, &wish())), ["mlx5_0:1"]);
+    assert_eq!(said.len(), 3, "{said:?}");
+    assert!(said[0].starts_with("rdmap0s6:1 has a transport of its own") && said[1].contains("iWARP"), "{said:?}");
+    assert!(said.iter().all(|said| said.ends_with("it is left out")), "{said:?}");
 }
 
 #[test]

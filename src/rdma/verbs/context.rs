@@ -33,9 +33,23 @@ impl fmt::Display for LinkLayer {
     }
 }
 
+/// How a device's packets reach its peer. Only InfiniBand's transport, which RoCE shares, can be connected by exchanging
+/// numbers of queue pairs, and has writes with immediates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Transport {
+    /// InfiniBand and RoCE.
+    InfiniBand,
+    /// iWARP: over TCP. Its queue pairs need a connection manager.
+    Iwarp,
+    /// A vendor's own, as EFA's and usNIC's: without reliable connections.
+    Other,
+}
+
 /// What a device says of itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceFacts {
+    /// How its packets travel.
+    pub transport: Transport,
     /// The system image GUID as libibverbs gives it: the same for all functions of one card.
     pub guid: u64,
     /// How many ports it has; they are numbered from 1.
@@ -55,7 +69,7 @@ pub struct DeviceFacts {
 pub struct PortFacts {
     /// Whether it can carry traffic.
     pub is_active: bool,
-    /// None for a link layer that is neither InfiniBand nor Ethernet.
+    /// None for a link layer that is neither InfiniBand nor Ethernet, and for one that the driver does not name, as EFA's.
     pub link_layer: Option<LinkLayer>,
     /// The largest payload of a packet now, as `IBV_MTU_*` (1 to 5 for 256 to 4096 bytes).
     pub active_mtu: u32,
@@ -215,6 +229,7 @@ impl Context {
         let attr = unsafe { attr.assume_init() };
         let number = |value: i32| u32::try_from(value).unwrap_or(0);
         Ok(DeviceFacts {
+            transport: self.transport(),
             guid: attr.sys_image_guid,
             ports: attr.phys_port_cnt,
             max_qp: attr.max_qp,
@@ -222,6 +237,17 @@ impl Context {
             max_cqe: number(attr.max_cqe),
             max_rd_atomic: u8::try_from(attr.max_qp_rd_atom).unwrap_or(u8::MAX),
         })
+    }
+
+    fn transport(&self) -> Transport {
+        // SAFETY: the context is open, and its device stays as long as that. The number is read as such, because `rdma-sys`
+        // has a closed enumeration in its place.
+        let number = unsafe { (&raw const (*(*self.raw()).device).transport_type).cast::<i32>().read() };
+        match number {
+            0 => Transport::InfiniBand,
+            1 => Transport::Iwarp,
+            _ => Transport::Other,
+        }
     }
 
     /// What a port says of itself; ports are numbered from 1.
@@ -239,8 +265,7 @@ impl Context {
         Ok(PortFacts {
             is_active: attr.state == ib::ibv_port_state::IBV_PORT_ACTIVE,
             link_layer: match u32::from(attr.link_layer) {
-                // An old driver that says nothing is an InfiniBand one.
-                0 | 1 => Some(LinkLayer::InfiniBand),
+                1 => Some(LinkLayer::InfiniBand),
                 2 => Some(LinkLayer::Ethernet),
                 _ => None,
             },

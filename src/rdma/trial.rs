@@ -1,0 +1,75 @@
+//! Whether this host lets connections be made, found out by trying: a device may offer a port on which it makes no reliable
+//! connections, and a limit on locked memory may not let NCCL's buffers be registered. Who learns that when the first
+//! connection is made can no longer run over TCP.
+
+use std::io;
+use std::time::Duration;
+
+use super::verbs::{Access, Capacity, CompletionQueue, Context, MemoryRegion, ProtectionDomain};
+use super::verbs::{QueuePair, QueuePairOptions};
+use crate::os::error::{Error, Result};
+
+/// Attempts, and the pause after the first failure, which doubles: a device may be out of something for a moment. 31 ms in
+/// all.
+const ATTEMPTS: u32 = 6;
+const FIRST_PAUSE: Duration = Duration::from_millis(1);
+
+/// Less locked memory than this is too little: the buffers of one NCCL channel to one peer are about 10 MiB, and a
+/// communicator has two channels or more.
+const LEAST_LOCKED: u64 = 64 << 20;
+
+fn patiently<T>(attempt: impl Fn() -> Result<T>) -> Result<T> {
+    let mut pause = FIRST_PAUSE;
+    for _ in 1..ATTEMPTS {
+        match attempt() {
+            Err(_) => std::thread::sleep(pause),
+            made => return made,
+        }
+        pause *= 2;
+    }
+    attempt()
+}
+
+/// Makes a reliable-connected queue pair and binds it to a port.
+///
+/// # Errors
+/// When the device or its driver refuses.
+pub fn connectable(context: &Context, port: u8) -> Result<()> {
+    let attempt = || {
+        let domain = ProtectionDomain::new(context)?;
+        let queue = CompletionQueue::new(context, 2, None)?;
+        let pair = QueuePair::new(&domain, &queue, &queue, Capacity { send: 1, receive: 1, inline_bytes: 0 })?;
+        pair.prepare(QueuePairOptions { port, pkey_index: 0 })
+    };
+    patiently(attempt).map_err(|error| {
+        let name = context.name();
+        Error::new(error.cause(), format!("port {port} of {name} makes no reliable connections: {}", error.what()))
+    })
+}
+
+/// Checks that the limit on locked memory is high enough, or does not hold for this process, as with `CAP_IPC_LOCK`.
+///
+/// # Errors
+/// When it is too low.
+pub fn lock_memory(context: &Context) -> Result<()> {
+    let Some(limit) = limit().filter(|limit| *limit < LEAST_LOCKED) else { return Ok(()) };
+    let domain = ProtectionDomain::new(context)?;
+    let more = vec![0_u8; limit as usize + (1 << 16)];
+    let access = Access { relaxed_ordering: false };
+    let locked = patiently(|| MemoryRegion::new(&domain, more.as_ptr() as usize, more.len(), access, None));
+    locked.map(drop).map_err(|_| {
+        Error::usage(format!("this process may lock {} KiB of memory, which is too little for RDMA", limit >> 10))
+            .with_hint("ulimit -l unlimited; in a container --ulimit memlock=-1")
+    })
+}
+
+/// How many bytes this process may lock; none without limit.
+fn limit() -> Option<u64> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: room for the answer.
+    if unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limit) } != 0 {
+        tracing::debug!("getrlimit: {}", io::Error::last_os_error());
+        return None;
+    }
+    (limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur)
+}
