@@ -586,6 +586,32 @@ variables! {
         read: "connections",
         help: "How often a queue pair sends again before it gives up.",
     }
+    ib_mqp_retry_all: bool {
+        name: "NCCL_IB_MQP_RETRY_ALL",
+        default: "0",
+        unit: "",
+        since: "0.1.0",
+        read: "connections",
+        help: "With 1 every failure to connect a queue pair is tried again. With 0 only that the peer's address was not \
+               found in time.",
+    }
+    ib_mqp_retry_cnt: Number<0, { i64::MAX }> {
+        name: "NCCL_IB_MQP_RETRY_CNT",
+        default: "34",
+        unit: "attempts",
+        since: "0.1.0",
+        read: "connections",
+        help: "How often connecting a queue pair is tried again, within `TOWLINE_CONNECT_TIMEOUT`.",
+    }
+    ib_mqp_retry_sleep: Number<0, { i64::MAX }> {
+        name: "NCCL_IB_MQP_RETRY_SLEEP_MSEC",
+        default: "100",
+        unit: "milliseconds",
+        since: "0.1.0",
+        read: "connections",
+        help: "How long to wait before connecting a queue pair is tried again: so long after the first failure, twice as \
+               long after the second, and so on.",
+    }
     ib_qps_per_connection: Number<1, 128> {
         name: "NCCL_IB_QPS_PER_CONNECTION",
         default: "1",

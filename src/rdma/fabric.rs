@@ -22,7 +22,7 @@ use super::relapse::Relapses;
 use super::stripe::MAX_LANES;
 use super::trouble::Ends;
 use super::verbs::{
-    Capacity, Completion, CompletionQueue, Ece, LinkLayer, QueuePair, QueuePairOptions, Route, Timeouts, Work,
+    Capacity, Completion, CompletionQueue, Ece, LinkLayer, QueuePair, QueuePairOptions, Refused, Route, Timeouts, Work,
 };
 use crate::engine::events::{Carrier, Path};
 use crate::engine::request::MAX_PARTS;
@@ -30,6 +30,17 @@ use crate::os::config::Config;
 use crate::os::error::{Error, Result};
 use crate::os::log::NET;
 use crate::session::handshake::nonce;
+
+/// How far a queue pair is connected.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    /// It is bound to its port.
+    Bound,
+    /// It receives.
+    Receiving,
+    /// It sends, too.
+    Sending,
+}
 
 /// A queue pair and what is in its sending queue.
 pub struct Lane {
@@ -72,6 +83,7 @@ pub struct Lane {
     /// The place of the peer's port in the peer's device.
     pub peer_port: usize,
     first_packet: u32,
+    step: Step,
     /// Work requests that may still be posted.
     room: u32,
     /// Completions of work requests, in all.
@@ -202,6 +214,7 @@ impl Fabric {
                 adapter: at,
                 peer_port,
                 first_packet,
+                step: Step::Bound,
                 room: depth.send,
                 done: 0,
                 held: Vec::new(),
@@ -234,13 +247,21 @@ impl Fabric {
         self.lanes.iter().filter_map(|lane| lane.record(config)).collect()
     }
 
-    /// Connects every lane to the peer's lane of the same number.
+    /// Connects every lane to the peer's lane of the same number. After a failure it may be called again, and goes on with
+    /// the lane that failed.
     ///
     /// # Errors
     /// When the peer has another number of lanes, or a device cannot reach its peer.
-    pub fn connect(&mut self, adapters: &Adapters, lanes: &[LaneRecord], class: Class, config: &Config) -> Result<()> {
+    pub fn connect(
+        &mut self,
+        adapters: &Adapters,
+        lanes: &[LaneRecord],
+        class: Class,
+        config: &Config,
+    ) -> std::result::Result<(), Refused> {
         if lanes.len() != self.lanes.len() {
-            return Err(Error::remote(format!("the peer has {} queue pairs, not {}", lanes.len(), self.lanes.len())));
+            let what = format!("the peer has {} queue pairs, not {}", lanes.len(), self.lanes.len());
+            return Err(Error::remote(what).into());
         }
         self.class = class;
         let mut pairs = self.lanes.iter_mut().zip(lanes);
@@ -258,6 +279,7 @@ impl Fabric {
         lane.inline_bytes = pair.capacity().inline_bytes;
         // No room before it is proven: what completes until then is the probe.
         (lane.pair, lane.first_packet, lane.room) = (Some(pair), first_packet, 0);
+        lane.step = Step::Bound;
         (lane.life, lane.trouble, lane.peer) = (Life::Returning, None, None);
         (lane.proven, lane.without_ece) = (false, false);
         (lane.receives, lane.arrived, lane.epoch) = (0, 0, lane.epoch.wrapping_add(1));
@@ -290,7 +312,8 @@ impl Fabric {
         record: &LaneRecord,
         config: &Config,
     ) -> Result<()> {
-        self.lanes[index].connect(adapters, &self.ports, record, self.class, config)
+        let connected = self.lanes[index].connect(adapters, &self.ports, record, self.class, config);
+        connected.map_err(Refused::into_error)
     }
 
     /// The lanes.
@@ -408,6 +431,39 @@ fn queue_pair(adapter: &Adapter, queue: &CompletionQueue, depth: Depth, config: 
     pair.prepare(QueuePairOptions { port: adapter.open.port.number, pkey_index })?;
     let random = nonce()?;
     Ok((pair, u32::from_le_bytes([random[0], random[1], random[2], 0])))
+}
+
+/// How a queue pair of this adapter reaches the peer's queue pair on that port.
+fn route(adapter: &Adapter, port: &PortRecord, record: &LaneRecord, class: Class) -> Route {
+    let open = &adapter.open;
+    let peer_gid = port.gid();
+    let way = gid::way(&open.gid, &peer_gid, u16::try_from(port.lid).unwrap_or(0), open.facts.needs_grh);
+    if way.is_doubtful && open.port.link_layer == LinkLayer::InfiniBand {
+        static ONCE: Once = Once::new();
+        ONCE.call_once(|| {
+            tracing::warn!(
+                target: NET,
+                "{} is in another InfiniBand subnet than {}, and its GID {} has no forwarding identifier (FLID); trying its LID {}",
+                port.name,
+                open.port.name(),
+                gid::display(&peer_gid),
+                port.lid
+            );
+        });
+    }
+    Route {
+        port: open.port.number,
+        link_layer: open.port.link_layer,
+        peer_number: record.number,
+        peer_first_packet: record.first_packet & 0xff_ffff,
+        mtu: open.facts.active_mtu.min(port.mtu),
+        gid_index: u8::try_from(adapter.gid_place()).unwrap_or(0),
+        peer_gid,
+        lid: way.lid,
+        is_global: way.is_global,
+        service_level: class.service_level,
+        traffic_class: class.traffic,
+    }
 }
 
 /// Completions taken in one go.
@@ -588,8 +644,9 @@ impl Lane {
         record: &LaneRecord,
         class: Class,
         config: &Config,
-    ) -> Result<()> {
-        let Some(pair) = &self.pair else { return Err(Error::internal("connecting a lane without a queue pair")) };
+    ) -> std::result::Result<(), Refused> {
+        let without = || Error::internal("connecting a lane without a queue pair");
+        let pair = self.pair.as_ref().ok_or_else(without)?;
         let timeouts = Timeouts::new(config.ib_timeout.0, config.ib_retry_cnt.0);
         let open = &adapters[self.adapter].open;
         let port = &ports[self.peer_port];
@@ -601,41 +658,19 @@ impl Lane {
                 port.name,
                 port.link_layer()
             ))
-            .with_hint("choose ports of one network with NCCL_IB_HCA"));
+            .with_hint("choose ports of one network with NCCL_IB_HCA")
+            .into());
         }
-        let offered = record.ece.as_ref().filter(|_| config.ib_ece_enable);
-        self.without_ece = !offered.map_or(Ok(false), |ece| pair.set_ece(Ece::from(ece)))?;
-        let peer_gid = port.gid();
-        let way = gid::way(&open.gid, &peer_gid, u16::try_from(port.lid).unwrap_or(0), open.facts.needs_grh);
-        if way.is_doubtful && open.port.link_layer == LinkLayer::InfiniBand {
-            static ONCE: Once = Once::new();
-            ONCE.call_once(|| {
-                tracing::warn!(
-                    target: NET,
-                    "{} is in another InfiniBand subnet than {}, and its GID {} has no forwarding identifier (FLID); trying its LID {}",
-                    port.name,
-                    open.port.name(),
-                    gid::display(&peer_gid),
-                    port.lid
-                );
-            });
+        if self.step == Step::Bound {
+            let offered = record.ece.as_ref().filter(|_| config.ib_ece_enable);
+            self.without_ece = !offered.map_or(Ok(false), |ece| pair.set_ece(Ece::from(ece)))?;
+            pair.connect(&route(&adapters[self.adapter], port, record, class))?;
+            self.step = Step::Receiving;
         }
-        let route = Route {
-            port: open.port.number,
-            link_layer: open.port.link_layer,
-            peer_number: record.number,
-            peer_first_packet: record.first_packet & 0xff_ffff,
-            mtu: open.facts.active_mtu.min(port.mtu),
-            gid_index: u8::try_from(adapters[self.adapter].gid_place()).unwrap_or(0),
-            peer_gid,
-            lid: way.lid,
-            is_global: way.is_global,
-            service_level: class.service_level,
-            traffic_class: class.traffic,
-        };
-        pair.connect(&route)?;
-        pair.start(timeouts, self.first_packet)?;
-        self.ends.peer_pair = record.number;
+        if self.step == Step::Receiving {
+            pair.start(timeouts, self.first_packet)?;
+            (self.step, self.ends.peer_pair) = (Step::Sending, record.number);
+        }
         Ok(())
     }
 

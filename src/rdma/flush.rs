@@ -22,7 +22,7 @@ use super::adapter::{Adapter, Adapters, Memory, Registration};
 use super::dl::Verbs;
 use super::fabric::{Class, Depth, Fabric, Lane, ports};
 use super::trouble::{Doing, explain, is_of_the_way};
-use super::verbs::{Local, MemoryRegion, Remote, Timeouts, Work};
+use super::verbs::{Local, MemoryRegion, Refused, Remote, Timeouts, Work};
 use crate::engine::request::SLOTS;
 use crate::os::config::Config;
 use crate::os::error::{Error, Result};
@@ -74,7 +74,7 @@ impl Reader {
         let ports = ports(adapter);
         let mut fabric = Fabric::new(adapter, 1, DEPTH, config, &ports)?;
         let own = fabric.records(config);
-        fabric.connect(adapter, &own, Class::new(config, None), config)?;
+        fabric.connect(adapter, &own, Class::new(config, None), config).map_err(Refused::into_error)?;
         let sink = Box::new(0);
         let region = adapter[0].own_region(&raw const *sink as u64, size_of_val(&*sink))?;
         Ok(Self { fabric, region, sink })

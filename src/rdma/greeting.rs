@@ -13,8 +13,9 @@ use super::base::Parts;
 use super::eager::{self, Inbox};
 use super::fabric::{Class, Fabric, ports};
 use super::line::Ring;
+use super::linking::{Linking, Polled};
 use super::receiver::{self, Mirror, RdmaRecv, SizeTable, post_first_receives};
-use super::record::{Record, Talk, VERSION};
+use super::record::{LaneRecord, Record, Talk, VERSION};
 use super::sender::{self, RdmaSend, RingMemory, Stores};
 use super::stripe::MAX_LANES;
 use crate::engine::poller::{Interest, Progress, Registration, Source};
@@ -201,7 +202,7 @@ impl Takeover for Claim {
     fn take_over(&self, handed: Handed) {
         let Some(attempt) = self.0.upgrade() else { return };
         let common = Common { net: Arc::clone(&attempt.net), adapters: Arc::clone(&attempt.adapters) };
-        Greeting::start(common, handed, Role::Sending { attempt, has_offered: false });
+        Greeting::start(common, handed, Role::Sending { attempt, stage: Sending::Begins });
     }
 }
 
@@ -211,17 +212,40 @@ struct Common {
 }
 
 enum Role {
-    Sending { attempt: Arc<Attempt>, has_offered: bool },
+    Sending { attempt: Arc<Attempt>, stage: Sending },
     Receiving { listener: Arc<Listener>, stage: Receiving },
 }
 
+enum Sending {
+    Begins,
+    AwaitsAnswer,
+    /// Its queue pairs are being connected with those of the answer.
+    Links { linking: Box<Linking>, answer: Box<Record>, class: Class },
+}
+
+/// The receiving side's own memory.
+type Own = (SizeTable, Option<Inbox>);
+
 enum Receiving {
     AwaitsOffer,
-    AwaitsAccept { fabric: Box<Fabric>, table: SizeTable, inbox: Option<Inbox> },
+    AwaitsAccept { fabric: Box<Fabric>, own: Box<Own> },
+    /// Its queue pairs are being connected with those that the sender accepted with.
+    Links { linking: Box<Linking>, own: Box<Own>, accept: Box<Record> },
+}
+
+/// What comes after a stage.
+enum Next<Stage, Conn> {
+    /// Another one.
+    Stage(Stage),
+    /// It waits for the peer or for its own queue pairs, until that moment at most.
+    Waits(Stage, Option<Instant>),
+    /// The connection.
+    Done(Conn),
 }
 
 /// A connection that has not got its queue pairs.
 struct Greeting {
+    me: Weak<Self>,
     common: Common,
     peer: Peer,
     link: Link,
@@ -242,7 +266,8 @@ impl Greeting {
     fn start(common: Common, handed: Handed, role: Role) {
         let Handed { link, peer, sock } = handed;
         let fd = sock.as_raw_fd();
-        let greeting = Arc::new(Self {
+        let greeting = Arc::new_cyclic(|me| Self {
+            me: me.clone(),
             deadline: Instant::now() + common.net.config.connect_timeout,
             common,
             peer,
@@ -264,47 +289,119 @@ impl Greeting {
         }
     }
 
-    /// Moves the exchange on.
-    fn advance(&self, state: &mut State) -> Result<()> {
+    /// Moves the exchange on. When to look again, if not only when something comes.
+    fn advance(&self, state: &mut State) -> Result<Option<Instant>> {
         loop {
-            let State { sock: Some(sock), talk, role: Some(role), .. } = state else { return Ok(()) };
-            if let Role::Sending { has_offered, .. } = role
-                && !*has_offered
-            {
-                let pairs_per_port = u32::try_from(self.common.net.config.ib_qps_per_connection.0).unwrap_or(1);
-                let ports = ports(&self.common.adapters);
-                talk.say(sock, &Record { version: VERSION, ports, pairs_per_port, ..Record::default() })?;
-                *has_offered = true;
-            }
-            let Some(record) = talk.hear(sock)? else { return Ok(()) };
             match state.role.take() {
-                Some(Role::Sending { attempt, .. }) => {
+                Some(Role::Sending { attempt, stage }) => {
                     // Put back until it has succeeded, so that a failure finds whom to tell.
-                    state.role = Some(Role::Sending { attempt: Arc::clone(&attempt), has_offered: true });
-                    let conn = self.answered(state, &record)?;
-                    state.role = None;
-                    attempt.settle(Ok(conn));
+                    state.role = Some(Role::Sending { attempt: Arc::clone(&attempt), stage: Sending::AwaitsAnswer });
+                    match self.send_side(state, stage)? {
+                        Next::Stage(stage) => state.role = Some(Role::Sending { attempt, stage }),
+                        Next::Waits(stage, again) => {
+                            state.role = Some(Role::Sending { attempt, stage });
+                            return Ok(again);
+                        }
+                        Next::Done(conn) => {
+                            state.role = None;
+                            attempt.settle(Ok(conn));
+                        }
+                    }
                 }
-                Some(Role::Receiving { listener, stage: Receiving::AwaitsOffer }) => {
-                    let stage = self.offered(state, &record)?;
-                    state.role = Some(Role::Receiving { listener, stage });
+                Some(Role::Receiving { listener, stage }) => {
+                    let is_last = matches!(stage, Receiving::Links { .. });
+                    let next = match self.receive_side(state, stage) {
+                        Err(error) if is_last => {
+                            listener.arrive(Err(self.tell_late(state, error)));
+                            return Ok(None);
+                        }
+                        next => next?,
+                    };
+                    match next {
+                        Next::Stage(stage) => state.role = Some(Role::Receiving { listener, stage }),
+                        Next::Waits(stage, again) => {
+                            state.role = Some(Role::Receiving { listener, stage });
+                            return Ok(again);
+                        }
+                        Next::Done(conn) => listener.arrive(Ok(conn)),
+                    }
                 }
-                Some(Role::Receiving { listener, stage: Receiving::AwaitsAccept { fabric, table, inbox } }) => {
-                    let conn = self.accepted(state, *fabric, (table, inbox), &record);
-                    listener.arrive(conn.map_err(|error| self.tell_late(state, error)));
-                }
-                None => return Ok(()),
+                None => return Ok(None),
             }
         }
     }
 
-    /// Sending side: the receiver's queue pairs are known. Makes and connects ours and tells of them.
-    fn answered(&self, state: &mut State, answer: &Record) -> Result<Arc<RdmaSend>> {
+    fn send_side(&self, state: &mut State, stage: Sending) -> Result<Next<Sending, Arc<RdmaSend>>> {
+        let Some(sock) = &state.sock else { return Err(Error::internal("a greeting without its socket")) };
+        match stage {
+            Sending::Begins => {
+                let pairs_per_port = u32::try_from(self.common.net.config.ib_qps_per_connection.0).unwrap_or(1);
+                let ports = ports(&self.common.adapters);
+                let offer = Record { version: VERSION, ports, pairs_per_port, ..Record::default() };
+                state.talk.say(sock, &offer)?;
+                Ok(Next::Stage(Sending::AwaitsAnswer))
+            }
+            Sending::AwaitsAnswer => {
+                let Some(answer) = state.talk.hear(sock)? else { return Ok(Next::Waits(stage, None)) };
+                let Common { net, adapters } = &self.common;
+                let class = Class::new(&net.config, self.link.traffic_class);
+                let lanes = answer.lanes.len();
+                let fabric = Fabric::new(adapters, lanes, sender::DEPTH, &net.config, &answer.ports)?;
+                let linking = Box::new(self.link_up(fabric, answer.lanes.clone(), class));
+                Ok(Next::Stage(Sending::Links { linking, answer: Box::new(answer), class }))
+            }
+            Sending::Links { mut linking, answer, class } => match linking.poll()? {
+                Polled::Connected(fabric) => self.answered(state, fabric, &answer, class).map(Next::Done),
+                Polled::Waits(again) => Ok(Next::Waits(Sending::Links { linking, answer, class }, again)),
+            },
+        }
+    }
+
+    fn receive_side(&self, state: &mut State, stage: Receiving) -> Result<Next<Receiving, Arc<RdmaRecv>>> {
+        let Some(sock) = &state.sock else { return Err(Error::internal("a greeting without its socket")) };
+        match stage {
+            Receiving::AwaitsOffer => match state.talk.hear(sock)? {
+                Some(offer) => self.offered(state, &offer).map(Next::Stage),
+                None => Ok(Next::Waits(stage, None)),
+            },
+            Receiving::AwaitsAccept { fabric, own } => {
+                let Some(accept) = state.talk.hear(sock)? else {
+                    return Ok(Next::Waits(Receiving::AwaitsAccept { fabric, own }, None));
+                };
+                // Checked when it was heard: both fit a byte.
+                let byte = |number| u8::try_from(number).unwrap_or(0);
+                let class = Class { traffic: byte(accept.traffic_class), service_level: byte(accept.service_level) };
+                let class = Class::of_receiver(&self.common.net.config, class);
+                let linking = Box::new(self.link_up(*fabric, accept.lanes.clone(), class));
+                Ok(Next::Stage(Receiving::Links { linking, own, accept: Box::new(accept) }))
+            }
+            Receiving::Links { mut linking, own, accept } => match linking.poll()? {
+                Polled::Connected(fabric) => self.accepted(state, fabric, *own, &accept).map(Next::Done),
+                Polled::Waits(again) => Ok(Next::Waits(Receiving::Links { linking, own, accept }, again)),
+            },
+        }
+    }
+
+    /// Starts to connect queue pairs with the peer's.
+    fn link_up(&self, fabric: Fabric, lanes: Vec<LaneRecord>, class: Class) -> Linking {
+        let Common { net, adapters } = &self.common;
+        let (net, adapters, me) = (Arc::clone(net), Arc::clone(adapters), self.me.clone());
+        let connect = {
+            let net = Arc::clone(&net);
+            move |fabric: &mut Fabric| fabric.connect(&adapters, &lanes, class, &net.config)
+        };
+        let wake = move || {
+            let Some(greeting) = me.upgrade() else { return };
+            let state = lock(&greeting.state);
+            state.registration.iter().for_each(Registration::kick);
+        };
+        Linking::start(&net.config, fabric, Arc::new(connect), Arc::new(wake))
+    }
+
+    /// Sending side: our queue pairs are connected with the receiver's. Tells of them.
+    fn answered(&self, state: &mut State, fabric: Fabric, answer: &Record, class: Class) -> Result<Arc<RdmaSend>> {
         let Common { net, adapters } = &self.common;
         let config = &net.config;
-        let mut fabric = Fabric::new(adapters, answer.lanes.len(), sender::DEPTH, config, &answer.ports)?;
-        let class = Class::new(config, self.link.traffic_class);
-        fabric.connect(adapters, &answer.lanes, class, config)?;
         let ring = Box::new(Ring::new());
         let ring_memory = RingMemory::new(adapters, ring)?;
         let target = sender::Target {
@@ -359,23 +456,18 @@ impl Greeting {
         };
         let sock = state.sock.as_ref().ok_or_else(|| Error::internal("a greeting without its socket"))?;
         state.talk.say(sock, &answer)?;
-        Ok(Receiving::AwaitsAccept { fabric: Box::new(fabric), table, inbox })
+        Ok(Receiving::AwaitsAccept { fabric: Box::new(fabric), own: Box::new((table, inbox)) })
     }
 
-    /// Receiving side: the sender's queue pairs are known, and ready.
+    /// Receiving side: our queue pairs are connected with the sender's.
     fn accepted(
         &self,
         state: &mut State,
-        mut fabric: Fabric,
-        (table, inbox): (SizeTable, Option<Inbox>),
+        fabric: Fabric,
+        (table, inbox): Own,
         accept: &Record,
     ) -> Result<Arc<RdmaRecv>> {
-        let Common { net, adapters } = &self.common;
-        // Checked when it was heard: both fit a byte.
-        let byte = |number| u8::try_from(number).unwrap_or(0);
-        let class = Class { traffic: byte(accept.traffic_class), service_level: byte(accept.service_level) };
-        let class = Class::of_receiver(&net.config, class);
-        fabric.connect(adapters, &accept.lanes, class, &net.config)?;
+        let adapters = &self.common.adapters;
         tracing::debug!(target: NET, "connected from {} over {} queue pairs", self.peer, accept.lanes.len());
         let mirror = Mirror::new(adapters)?;
         let target = receiver::Target { ring: accept.address, keys: accept.keys.clone() };
@@ -395,7 +487,7 @@ impl Greeting {
     }
 
     /// Receiving side: the last step has failed, and the sender takes the connection for made. So it is told as one that
-    /// has failed.
+    /// has failed, and whoever accepts is told, too.
     fn tell_late(&self, state: &mut State, error: Error) -> Error {
         state.registration = None;
         if let Some(sock) = state.sock.take() {
@@ -406,8 +498,27 @@ impl Greeting {
         error.with_peer(&self.peer)
     }
 
+    /// Why it has not come about in time.
+    fn late(&self, state: &State) -> Error {
+        let linking = match &state.role {
+            Some(Role::Sending { stage: Sending::Links { linking, .. }, .. })
+            | Some(Role::Receiving { stage: Receiving::Links { linking, .. }, .. }) => Some(linking),
+            _ => None,
+        };
+        let unlinked = linking.and_then(|linking| linking.last_failure()).cloned();
+        unlinked.unwrap_or_else(|| {
+            Error::remote("the peer did not finish the exchange of RDMA parameters")
+                .with_hint("look at the peer's log; TOWLINE_CONNECT_TIMEOUT sets how long to wait")
+        })
+    }
+
     /// It came to nothing: tells the peer and whoever waits.
     fn end(&self, state: &mut State, error: Error) {
+        if let Some(Role::Receiving { listener, stage: Receiving::Links { .. } }) = &state.role {
+            let listener = Arc::clone(listener);
+            state.role = None;
+            return listener.arrive(Err(self.tell_late(state, error)));
+        }
         state.registration = None;
         let error = error.with_peer(&self.peer);
         if let Some(sock) = state.sock.take() {
@@ -427,16 +538,21 @@ impl Source for Greeting {
         if state.role.is_none() {
             return Progress::default();
         }
-        if let Err(error) = self.advance(&mut state) {
-            self.end(&mut state, error);
-        } else if state.role.is_none() {
+        let again = match self.advance(&mut state) {
+            Ok(again) => again,
+            Err(error) => {
+                self.end(&mut state, error);
+                None
+            }
+        };
+        if state.role.is_none() {
             state.registration = None;
         } else if Instant::now() >= self.deadline {
-            let late = Error::remote("the peer did not finish the exchange of RDMA parameters")
-                .with_hint("look at the peer's log; TOWLINE_CONNECT_TIMEOUT sets how long to wait");
+            let late = self.late(&state);
             self.end(&mut state, late);
         } else {
-            return Progress { moved: false, again: Some(self.deadline) };
+            let again = again.map_or(self.deadline, |again| again.min(self.deadline));
+            return Progress { moved: false, again: Some(again) };
         }
         Progress { moved: true, again: None }
     }

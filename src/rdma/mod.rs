@@ -31,7 +31,7 @@
 //! | [`mending`], [`ledger`], [`silence`], [`relapse`] | going on when a queue pair is lost, or brings nothing any more |
 //! | [`trouble`] | what a failed work request means |
 //! | [`control`], [`said`], [`redial`] | the control channel, and another socket for it |
-//! | [`record`], [`greeting`] | getting connected |
+//! | [`record`], [`greeting`], [`linking`] | getting connected |
 //! | [`events`] | asynchronous events of devices |
 //! | [`backend`] | all of it for the process |
 //!
@@ -61,6 +61,7 @@ mod harness;
 pub mod hca;
 pub mod ledger;
 pub mod line;
+pub mod linking;
 pub mod matching;
 pub mod mending;
 pub mod mr_cache;

@@ -28,7 +28,7 @@ pub use channel::CompletionChannel;
 pub use completion::{Completion, CompletionQueue, Opcode};
 pub use context::{AsyncEvent, Context, DeviceFacts, LinkLayer, PortFacts, Transport, open_devices};
 pub use memory::{Access, DmaBuf, MemoryRegion, ProtectionDomain};
-pub use queue_pair::{Capacity, Ece, QueuePair, QueuePairOptions, Route, Timeouts};
+pub use queue_pair::{Capacity, Ece, QueuePair, QueuePairOptions, Refused, Route, Timeouts};
 pub use work::{Local, Remote, Work};
 
 use crate::os::error::Error;

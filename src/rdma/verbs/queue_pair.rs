@@ -9,7 +9,7 @@ use rdma_sys as ib;
 
 use super::work::{BATCH, Chain};
 use super::{CompletionQueue, Gid, LinkLayer, ProtectionDomain, Work, last_error, status_error};
-use crate::os::error::Result;
+use crate::os::error::{Error, Result};
 
 /// How much a queue pair holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,6 +90,28 @@ pub struct Ece {
     pub options: u32,
     /// Reserved.
     pub mask: u32,
+}
+
+/// Why a queue pair could not be brought into its next state.
+#[derive(Debug, Clone)]
+pub struct Refused {
+    /// The error number of the call; 0 when no call failed.
+    pub code: i32,
+    /// The same as a sentence.
+    pub error: Error,
+}
+
+impl From<Error> for Refused {
+    fn from(error: Error) -> Self {
+        Self { code: 0, error }
+    }
+}
+
+impl Refused {
+    /// The sentence alone.
+    pub fn into_error(self) -> Error {
+        self.error
+    }
 }
 
 /// A reliable connection to one queue pair of the peer.
@@ -174,11 +196,19 @@ impl QueuePair {
         self.domain.context().name()
     }
 
-    fn modify(&self, doing: &str, attr: &mut ib::ibv_qp_attr, mask: &[ib::ibv_qp_attr_mask]) -> Result<()> {
+    fn modify(
+        &self,
+        doing: &str,
+        attr: &mut ib::ibv_qp_attr,
+        mask: &[ib::ibv_qp_attr_mask],
+    ) -> std::result::Result<(), Refused> {
         let mask = mask.iter().fold(0, |all, bit| all | bit.0);
         // SAFETY: the queue pair lives as long as this, the attributes live through the call.
         let status = unsafe { (self.domain.context().verbs().modify_qp)(self.raw.as_ptr(), attr, mask.cast_signed()) };
-        if status == 0 { Ok(()) } else { Err(status_error(self.device(), doing, status)) }
+        if status == 0 {
+            return Ok(());
+        }
+        Err(Refused { code: status.saturating_abs(), error: status_error(self.device(), doing, status) })
     }
 
     /// First step: binds it to a port. Receives may be posted from now on.
@@ -196,14 +226,15 @@ impl QueuePair {
         attr.qp_access_flags = flags.0;
         let doing = format!("binding a queue pair to port {} with P_Key index {}", options.port, options.pkey_index);
         let parts = [mask::IBV_QP_STATE, mask::IBV_QP_PKEY_INDEX, mask::IBV_QP_PORT, mask::IBV_QP_ACCESS_FLAGS];
-        self.modify(&doing, &mut attr, &parts)
+        self.modify(&doing, &mut attr, &parts).map_err(Refused::into_error)
     }
 
-    /// Second step: tells it where its peer is. From now on it receives.
+    /// Second step: tells it where its peer is. From now on it receives. On RoCE the kernel looks for the neighbour in this
+    /// call, which may take a second and then fail with `ETIMEDOUT`.
     ///
     /// # Errors
     /// When the peer's address cannot be resolved, or the device refuses it.
-    pub fn connect(&self, route: &Route) -> Result<()> {
+    pub fn connect(&self, route: &Route) -> std::result::Result<(), Refused> {
         use ib::ibv_qp_attr_mask as mask;
         let mut attr = blank();
         attr.qp_state = ib::ibv_qp_state::IBV_QPS_RTR;
@@ -236,8 +267,13 @@ impl QueuePair {
             mask::IBV_QP_MAX_DEST_RD_ATOMIC,
             mask::IBV_QP_MIN_RNR_TIMER,
         ];
-        self.modify("connecting a queue pair", &mut attr, &parts)
-            .map_err(|error| error.with_hint("the two ports must be in one network; look at the chosen GIDs"))
+        self.modify("connecting a queue pair", &mut attr, &parts).map_err(|refused| Refused {
+            error: refused.error.with_hint(
+                "the two ports must reach each other; look at the chosen GIDs; where the rails of a host do not reach each \
+                 other, NCCL_CROSS_NIC=0",
+            ),
+            ..refused
+        })
     }
 
     /// Third step: lets it send, with packets numbered from `first_packet` (24 bits). A number that was never used before
@@ -245,7 +281,7 @@ impl QueuePair {
     ///
     /// # Errors
     /// When the device refuses the values.
-    pub fn start(&self, timeouts: Timeouts, first_packet: u32) -> Result<()> {
+    pub fn start(&self, timeouts: Timeouts, first_packet: u32) -> std::result::Result<(), Refused> {
         use ib::ibv_qp_attr_mask as mask;
         let mut attr = blank();
         attr.qp_state = ib::ibv_qp_state::IBV_QPS_RTS;
@@ -272,7 +308,8 @@ impl QueuePair {
     pub fn stop(&self) -> Result<()> {
         let mut attr = blank();
         attr.qp_state = ib::ibv_qp_state::IBV_QPS_ERR;
-        self.modify("stopping a queue pair", &mut attr, &[ib::ibv_qp_attr_mask::IBV_QP_STATE])
+        let parts = [ib::ibv_qp_attr_mask::IBV_QP_STATE];
+        self.modify("stopping a queue pair", &mut attr, &parts).map_err(Refused::into_error)
     }
 
     /// Ends it: the device forgets what is outstanding, takes nothing from it and gives nothing to it any more, and touches
@@ -283,7 +320,8 @@ impl QueuePair {
     pub fn reset(&self) -> Result<()> {
         let mut attr = blank();
         attr.qp_state = ib::ibv_qp_state::IBV_QPS_RESET;
-        self.modify("ending a queue pair", &mut attr, &[ib::ibv_qp_attr_mask::IBV_QP_STATE])
+        let parts = [ib::ibv_qp_attr_mask::IBV_QP_STATE];
+        self.modify("ending a queue pair", &mut attr, &parts).map_err(Refused::into_error)
     }
 
     /// What this side's driver offers beyond the standard; none when it offers nothing.
@@ -322,7 +360,7 @@ impl QueuePair {
     /// The local memory of each request must stay registered and must not be used otherwise until the request's
     /// completion, or that of a later one of this queue pair, was polled, or the queue pair was dropped.
     #[inline]
-    pub unsafe fn post(&self, list: &[Work]) -> std::result::Result<(), (usize, crate::os::error::Error)> {
+    pub unsafe fn post(&self, list: &[Work]) -> std::result::Result<(), (usize, Error)> {
         let mut chain = Chain::new();
         for (round, part) in list.chunks(BATCH).enumerate() {
             let first = chain.link(part);
@@ -356,12 +394,12 @@ impl QueuePair {
     }
 
     #[cold]
-    fn refused(&self, status: i32) -> crate::os::error::Error {
+    fn refused(&self, status: i32) -> Error {
         self.is_full("posting a work request", status)
     }
 
     /// Here, being out of memory is the device's own matter, not that of a limit.
-    fn is_full(&self, doing: &str, status: i32) -> crate::os::error::Error {
+    fn is_full(&self, doing: &str, status: i32) -> Error {
         status_error(self.device(), doing, status).with_hint("look at the kernel's log and at the driver")
     }
 
@@ -371,7 +409,7 @@ impl QueuePair {
     /// # Errors
     /// When the queue is full or broken.
     #[inline]
-    pub fn post_receives(&self, id: u64, count: usize) -> std::result::Result<(), (usize, crate::os::error::Error)> {
+    pub fn post_receives(&self, id: u64, count: usize) -> std::result::Result<(), (usize, Error)> {
         let mut left = count;
         let mut list = [const { MaybeUninit::<ib::ibv_recv_wr>::uninit() }; BATCH];
         while left > 0 {
