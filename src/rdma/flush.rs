@@ -73,7 +73,9 @@ impl Reader {
     fn new(adapter: &Adapters, config: &Config) -> Result<Self> {
         let ports = ports(adapter);
         let mut fabric = Fabric::new(adapter, 1, DEPTH, config, &ports)?;
-        let own = fabric.records(config);
+        let mut own = fabric.records(config);
+        // It leads to itself, so there is nobody to agree with; as in NCCL.
+        own.iter_mut().for_each(|pair| pair.ece = None);
         fabric.connect(adapter, &own, Class::new(config, None), config).map_err(Refused::into_error)?;
         let sink = Box::new(0);
         let region = adapter[0].own_region(&raw const *sink as u64, size_of_val(&*sink))?;
