@@ -205,7 +205,8 @@ pub struct Immediate {
     /// How many immediates the message has: one from each queue pair that carries a share of it, 1 to 128. Of an eager
     /// message [`Brief::lines`].
     pub shares: u8,
-    /// The message's size stands in the receiver's table of sizes; else it is the sum of the writes' lengths.
+    /// The message's size stands in the receiver's table of sizes, where one of its immediates has brought it; else it is the
+    /// sum of the writes' lengths.
     pub is_told: bool,
     /// It lies in a place of the receiver's [`Inbox`](super::eager::Inbox).
     pub is_eager: bool,

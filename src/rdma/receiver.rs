@@ -35,6 +35,7 @@ use crate::engine::tags::TagOrders;
 use crate::nccl::net_event::SOMEWHERE;
 use crate::os::error::{Error, Result};
 use crate::session::takeover::Side;
+use crate::session::wire::copy_ascending;
 
 /// Receives that were used up on a lane before they are put back: one call for several.
 const PUT_BACK: usize = 16;
@@ -195,6 +196,8 @@ impl RdmaRecv {
             unsure: None,
         };
         let conn = Arc::new(Self { base, target, state: Mutex::new(state) });
+        // The first word: from now on short messages may come unasked.
+        conn.write_word_now(&mut conn.state())?;
         conn.base.name_paths(conn.state().fabric.as_ref());
         conn.base.watch(Arc::new(Watch(Arc::downgrade(&conn))))?;
         conn.base.keep(conn.clone());
@@ -595,7 +598,8 @@ impl RdmaRecv {
         if length > 0 {
             // SAFETY: the message's bytes, of which there are so many, and the memory of a posted receive, which is the
             // transport's and holds them.
-            unsafe { (slot.address as *mut u8).copy_from_nonoverlapping(data, head.length as usize) };
+            // In ascending order, since a GPU may look at flags in it meanwhile.
+            unsafe { copy_ascending(data, slot.address as *mut u8, head.length as usize) };
         }
         if self.base.events.hears() {
             self.tell_short(slot, head, wr_id);

@@ -48,14 +48,17 @@ use crate::engine::request::{Keys, Outcome, SLOTS, Ticket, too_long};
 use crate::os::error::{Error, Result};
 use crate::session::takeover::Side;
 
-/// Queue depth of a sending lane: a message takes one request on each of its lanes, two when its size must be told, and
-/// as many messages as there are request slots may be outstanding. When there is less room the rest waits.
+/// Queue depth of a sending lane: a message takes one request on each of its lanes, two when its immediate travels apart,
+/// and as many messages as there are request slots may be outstanding. When there is less room the rest waits.
 pub const DEPTH: Depth = Depth { send: 256, receive: 0, inline_bytes: INLINE };
 
 /// What may travel inside a request, for the shortest messages, if the device takes so much: spares it a look into memory.
 /// With 220 bytes a message of 256 took 0.8 % more instructions on its way, the kernel's included
 /// (`benches/rdma_compare.sh --work`'s clock, 2026-11-22).
 const INLINE: u32 = 512;
+
+/// Bytes of a message's size in the receiver's table.
+const SIZE: u32 = 8;
 
 /// The longest share in bytes that is kept back until the other parts of its group are posted, so that the device is told
 /// of all with one doorbell: a longer one had better begin. Whoever asks after a send lets go of what is kept back, and
@@ -158,6 +161,8 @@ struct State {
     /// When to ask the receiver about sends that wait.
     ask: Asking,
     next_line: u32,
+    /// Something has come from the receiver over a queue pair: its own are ready to receive.
+    has_heard: bool,
     matching: Matching<usize, Line>,
     /// Sends that wait, and are short: they may wait for credit.
     short_waiting: usize,
@@ -228,6 +233,7 @@ impl RdmaSend {
             known: Known::default(),
             ask: Asking::default(),
             next_line: 1,
+            has_heard: false,
             matching: Matching::new(),
             short_waiting: 0,
             stripes: Stripes::new(lanes, target.ports, target.split),
@@ -518,6 +524,9 @@ impl RdmaSend {
     /// Sends short messages that waited for credit, when there is some.
     #[cold]
     fn release(&self, state: &mut State) -> Result<bool> {
+        if !state.has_heard() {
+            return Ok(false);
+        }
         let State {
             fabric: Some(fabric),
             ring: Some(ring),
@@ -669,13 +678,13 @@ impl RdmaSend {
             let bytes = rest.min(longest);
             let at = job.share.offset + job.posted;
             let is_end = bytes == rest;
-            // The end of a share whose immediate is apart, or that tells the size, takes further places.
-            let places = 1 + if is_end { u32::from(job.tells) + u32::from(is_apart) } else { 0 };
+            // The end of a share whose immediate is apart, perhaps with the size, takes two places.
+            let places = 1 + u32::from(is_end && (job.tells || is_apart));
             if lane.room() < places {
                 return Ok(false);
             }
             if job.posted == 0 && self.base.events.hears() {
-                let places = 1 + u32::from(job.tells) + u32::from(is_apart);
+                let places = 1 + u32::from(job.tells || is_apart);
                 self.tell_share(&messages[job.key], job, places, false);
             }
             let local = Local { address: address + at, length: bytes as u32, key: local_key };
@@ -699,7 +708,7 @@ impl RdmaSend {
                 };
                 hand_over(lane, messages, (holds, run, ledger), &end, write)?;
             } else {
-                self.post_end(lane, scratch, job, write, is_apart)?;
+                self.post_end(lane, scratch, job, write)?;
             }
             Counters::count(&self.base.counters.chunks, 1);
             if is_end {
@@ -712,26 +721,21 @@ impl RdmaSend {
         }
     }
 
-    /// The end of a share that is more than one write: the size, the bytes, the immediate.
-    #[cold]
-    fn post_end(&self, lane: &mut Lane, scratch: &Scratch, job: &Job, write: Work, is_apart: bool) -> Result<()> {
-        let silent = Work { is_signaled: false, immediate: None, ..write };
-        let mut list = Vec::with_capacity(3);
-        if job.tells {
+    /// The end of a share whose immediate travels apart: the bytes, then the immediate, with the message's size if this share
+    /// tells it.
+    fn post_end(&self, lane: &mut Lane, scratch: &Scratch, job: &Job, write: Work) -> Result<()> {
+        let bytes = Work { is_signaled: false, immediate: None, ..write };
+        let end = if job.tells {
             let address = &raw const scratch.sizes[job.key] as u64;
-            let local = Local { address, length: 8, key: scratch.regions[lane.adapter].local_key() };
-            let place = self.target.sizes + 8 * u64::from(job.slot);
+            let local = Local { address, length: SIZE, key: scratch.regions[lane.adapter].local_key() };
+            let place = self.target.sizes + u64::from(SIZE) * u64::from(job.slot);
             let key = self.target.size_keys.get(lane.peer_port).copied().unwrap_or(0);
-            list.push(Work { local, remote: Remote { address: place, key }, ..silent });
-        }
-        if is_apart {
-            list.push(silent);
-            list.push(Work { local: Local { length: 0, ..write.local }, ..write });
+            Work { local, remote: Remote { address: place, key }, is_inline: SIZE <= lane.inline_bytes(), ..write }
         } else {
-            list.push(write);
-        }
+            Work { local: Local { length: 0, ..write.local }, ..write }
+        };
         // SAFETY: as in `post`; the place in `scratch` is this message's until its last completion.
-        unsafe { lane.post(&list) }
+        unsafe { lane.post(&[bytes, end]) }
     }
 
     /// Notes for the profiler that a lane takes its share, perhaps `again`. The work request is the share's last, whose
@@ -870,9 +874,26 @@ impl State {
         ring.ring.has(self.next_line)
     }
 
+    /// Whether the receiver's queue pairs are known to receive. A write that comes before is dropped, and the device sends
+    /// it again only after `NCCL_IB_TIMEOUT`, four seconds. The receiver's first word says so, or its first line.
+    #[inline(always)]
+    fn has_heard(&mut self) -> bool {
+        self.has_heard || self.hears_first()
+    }
+
+    #[cold]
+    fn hears_first(&mut self) -> bool {
+        let says = |ring: &RingMemory| ring.ring.word().is_some();
+        self.has_heard = self.next_line != 1 || self.ring.as_ref().is_some_and(says);
+        self.has_heard
+    }
+
     /// Whether a short message without a line may go all the same.
     #[inline(always)]
     fn may_go_eagerly(&mut self) -> bool {
+        if !self.has_heard() {
+            return false;
+        }
         let State { fabric: Some(fabric), outbox: Some(outbox), ring, short_lane, again, .. } = self else {
             return false;
         };
