@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use super::alarm::Alarm;
 use super::devices::OpenPort;
 use super::mr_cache::{Cache, Lease, PageRange};
+use super::pages::{Pages, Zeroed};
 use super::verbs::{Access, DmaBuf, MemoryRegion, ProtectionDomain};
 use crate::os::error::{Error, Result};
 
@@ -124,8 +125,9 @@ impl Adapter {
     ///
     /// # Errors
     /// When it cannot be pinned.
-    pub fn own_region(&self, address: u64, bytes: usize) -> Result<MemoryRegion> {
-        MemoryRegion::new(&self.domain, address as usize, bytes, Access { relaxed_ordering: false }, None)
+    pub fn own_region<T: Zeroed>(&self, pages: &Pages<T>) -> Result<MemoryRegion> {
+        let access = Access { relaxed_ordering: false };
+        MemoryRegion::new(&self.domain, pages.address() as usize, pages.bytes(), access, None)
     }
 
     /// The process does not care any more what happens to this queue.
@@ -226,8 +228,8 @@ impl Adapter {
 ///
 /// # Errors
 /// When it cannot be pinned.
-pub fn own_regions(adapters: &Adapters, address: u64, bytes: usize) -> Result<Vec<MemoryRegion>> {
-    adapters.iter().map(|adapter| adapter.own_region(address, bytes)).collect()
+pub fn own_regions<T: Zeroed>(adapters: &Adapters, pages: &Pages<T>) -> Result<Vec<MemoryRegion>> {
+    adapters.iter().map(|adapter| adapter.own_region(pages)).collect()
 }
 
 impl fmt::Debug for Adapter {

@@ -31,6 +31,7 @@
 use std::cell::UnsafeCell;
 
 use super::adapter::{Adapters, MAX_DEVICES, own_regions};
+use super::pages::{Pages, Zeroed};
 use super::verbs::MemoryRegion;
 use crate::os::error::{Error, Result};
 
@@ -55,12 +56,8 @@ struct Place(UnsafeCell<[u8; PLACE]>);
 // SAFETY: a place is written by one side at a time: its owner, or a device that has been told to; see the credit above.
 unsafe impl Sync for Place {}
 
-fn places() -> Box<[Place]> {
-    (0..PLACES).map(|_| Place(UnsafeCell::new([0; PLACE]))).collect()
-}
-
-/// Bytes of an outbox or an inbox.
-pub const BYTES: usize = PLACES * PLACE;
+// SAFETY: bytes.
+unsafe impl Zeroed for Place {}
 
 /// What stands before a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -161,7 +158,7 @@ impl Credit {
 pub struct Outbox {
     /// Go first: afterwards no device reads. By adapter.
     regions: Vec<MemoryRegion>,
-    places: Box<[Place]>,
+    places: Pages<Place>,
     credit: Credit,
     /// Messages whose writes have not completed.
     flying: u32,
@@ -187,8 +184,8 @@ impl Outbox {
     /// # Errors
     /// When it cannot be pinned.
     pub fn new(adapters: &Adapters) -> Result<Self> {
-        let places = places();
-        let regions = own_regions(adapters, places.as_ptr() as u64, BYTES)?;
+        let places = Pages::zeroed(PLACES)?;
+        let regions = own_regions(adapters, &places)?;
         Ok(Self { regions, places, credit: Credit::default(), flying: 0, last: Last::default() })
     }
 
@@ -303,7 +300,7 @@ impl Address {
 pub struct Inbox {
     /// Go first: afterwards nobody writes. By adapter.
     regions: Vec<MemoryRegion>,
-    places: Box<[Place]>,
+    places: Pages<Place>,
     arrived: u32,
     handed_on: u32,
     told: u32,
@@ -343,8 +340,8 @@ impl Inbox {
     /// # Errors
     /// When it cannot be pinned.
     pub fn new(adapters: &Adapters) -> Result<Self> {
-        let places = places();
-        let regions = own_regions(adapters, places.as_ptr() as u64, BYTES)?;
+        let places = Pages::zeroed(PLACES)?;
+        let regions = own_regions(adapters, &places)?;
         Ok(Self { regions, places, arrived: 0, handed_on: 0, told: 0, last: Last::default(), kept: Vec::new() })
     }
 
@@ -510,7 +507,7 @@ mod tests {
     fn an_empty_message_has_a_head_only() {
         let head = Head { tag: 1, number: 2, lines: 3, length: 0 };
         assert_eq!(Head::decode(&head.encode()), head);
-        const { assert!(BYTES.is_multiple_of(64) && PLACE >= HEAD + EAGER_MAX as usize) };
+        const { assert!(PLACE.is_multiple_of(64) && PLACE >= HEAD + EAGER_MAX as usize) };
         const { assert!(PLACES <= 256, "a place's number fits into an immediate") };
     }
 }

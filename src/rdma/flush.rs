@@ -21,6 +21,7 @@ use super::adapter::MAX_DEVICES;
 use super::adapter::{Adapter, Adapters, Memory, Registration};
 use super::dl::Verbs;
 use super::fabric::{Class, Depth, Fabric, Lane, ports};
+use super::pages::Pages;
 use super::trouble::{Doing, explain, is_of_the_way};
 use super::verbs::{Local, MemoryRegion, Refused, Remote, Timeouts, Work};
 use crate::engine::request::SLOTS;
@@ -66,7 +67,7 @@ struct Reader {
     /// Goes first: afterwards no device writes into `sink`.
     fabric: Fabric,
     region: MemoryRegion,
-    sink: Box<u64>,
+    sink: Pages<u64>,
 }
 
 impl Reader {
@@ -77,8 +78,8 @@ impl Reader {
         // It leads to itself, so there is nobody to agree with; as in NCCL.
         own.iter_mut().for_each(|pair| pair.ece = None);
         fabric.connect(adapter, &own, Class::new(config, None), config).map_err(Refused::into_error)?;
-        let sink = Box::new(0);
-        let region = adapter[0].own_region(&raw const *sink as u64, size_of_val(&*sink))?;
+        let sink = Pages::zeroed(1)?;
+        let region = adapter[0].own_region(&sink)?;
         Ok(Self { fabric, region, sink })
     }
 }
@@ -138,7 +139,7 @@ impl Port {
             };
             let read = Work {
                 id: u64::from(slot),
-                local: Local { address: &raw const **sink as u64, length: 1, key: region.local_key() },
+                local: Local { address: sink.address(), length: 1, key: region.local_key() },
                 remote: Remote { address: *address, key: memory.remote_keys()[place] },
                 immediate: None,
                 is_read: true,

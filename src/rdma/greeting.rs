@@ -220,7 +220,11 @@ enum Sending {
     Begins,
     AwaitsAnswer,
     /// Its queue pairs are being connected with those of the answer.
-    Links { linking: Box<Linking>, answer: Box<Record>, class: Class },
+    Links {
+        linking: Box<Linking>,
+        answer: Box<Record>,
+        class: Class,
+    },
 }
 
 /// The receiving side's own memory.
@@ -228,9 +232,16 @@ type Own = (SizeTable, Option<Inbox>);
 
 enum Receiving {
     AwaitsOffer,
-    AwaitsAccept { fabric: Box<Fabric>, own: Box<Own> },
+    AwaitsAccept {
+        fabric: Box<Fabric>,
+        own: Box<Own>,
+    },
     /// Its queue pairs are being connected with those that the sender accepted with.
-    Links { linking: Box<Linking>, own: Box<Own>, accept: Box<Record> },
+    Links {
+        linking: Box<Linking>,
+        own: Box<Own>,
+        accept: Box<Record>,
+    },
 }
 
 /// What comes after a stage.
@@ -402,7 +413,7 @@ impl Greeting {
     fn answered(&self, state: &mut State, fabric: Fabric, answer: &Record, class: Class) -> Result<Arc<RdmaSend>> {
         let Common { net, adapters } = &self.common;
         let config = &net.config;
-        let ring = Box::new(Ring::new());
+        let ring = Ring::new()?;
         let ring_memory = RingMemory::new(adapters, ring)?;
         let target = sender::Target {
             split: config.ib_split_data_on_qps,

@@ -119,7 +119,7 @@ impl Ends {
             sock: sock(socket),
             link: link.clone(),
         };
-        let ring = Box::new(Ring::new());
+        let ring = Ring::new().expect("memory");
         let address = ring.address();
         let ring_memory = RingMemory::new(&left, ring).expect("pinned");
         let keys = ring_memory.keys().into_iter().map(plan.ring_key).collect();

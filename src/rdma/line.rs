@@ -25,7 +25,9 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use super::adapter::MAX_DEVICES;
 use super::eager::Brief;
+use super::pages::{Pages, Zeroed};
 use crate::engine::request::SLOTS;
+use crate::os::error::Result;
 
 /// Bytes of a line.
 pub const LINE: usize = 64;
@@ -123,27 +125,35 @@ fn check(bytes: &[u8; LINE]) -> u32 {
 }
 
 /// The memory that the peer writes lines into.
-pub struct Ring(Box<[Place]>);
+pub struct Ring(Pages<Place>);
 
+/// One place of a ring.
 #[repr(align(64))]
-struct Place(UnsafeCell<[u8; LINE]>);
+pub(super) struct Place(UnsafeCell<[u8; LINE]>);
 
 // SAFETY: the places are read by volatile and atomic loads only; whoever writes them is a device.
-unsafe impl Sync for Ring {}
+unsafe impl Sync for Place {}
+// SAFETY: bytes.
+unsafe impl Zeroed for Place {}
 
 impl Ring {
     /// A ring without lines: no line has number 0.
-    pub fn new() -> Self {
-        Self((0..=LINES).map(|_| Place(UnsafeCell::new([0; LINE]))).collect())
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn new() -> Result<Self> {
+        Ok(Self(Pages::zeroed(LINES + 1)?))
+    }
+
+    /// Its memory.
+    pub(super) fn pages(&self) -> &Pages<Place> {
+        &self.0
     }
 
     /// Where it starts.
     pub fn address(&self) -> u64 {
-        self.0.as_ptr() as u64
+        self.0.address()
     }
-
-    /// Its bytes.
-    pub const BYTES: usize = (LINES + 1) * LINE;
 
     /// The receiver's word on eager messages, if one has come whole.
     #[inline]
@@ -187,12 +197,6 @@ pub fn encode_word(number: u32) -> u64 {
 fn decode_word(bits: u64) -> Option<u32> {
     let number = bits as u32;
     ((bits >> 32) as u32 == !number).then_some(number)
-}
-
-impl Default for Ring {
-    fn default() -> Self {
-        Self::new()
-    }
 }
 
 /// What the immediate of a write says.
@@ -325,7 +329,7 @@ mod tests {
 
     #[test]
     fn a_ring_gives_a_line_when_it_has_come() {
-        let ring = Ring::new();
+        let ring = Ring::new().expect("memory");
         let (tag, handed_on, order) = (2, 0, 0);
         let (slot, generation, number) = (0, 0, 1);
         let line = Line {
@@ -352,7 +356,7 @@ mod tests {
 
     #[test]
     fn a_word_is_believed_when_it_is_whole() {
-        let ring = Ring::new();
+        let ring = Ring::new().expect("memory");
         assert_eq!(ring.word(), None);
         for number in [0, 1, 77, u32::MAX] {
             // SAFETY: the last place, and nobody else uses the ring.

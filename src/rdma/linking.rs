@@ -77,7 +77,8 @@ impl Linking {
     /// Begins with the first attempt.
     pub fn start(config: &Config, fabric: Fabric, connect: Arc<Connect>, wake: Arc<Wake>) -> Self {
         let retry = Retry::new(config);
-        let mut linking = Self { retry, connect, wake, outcome: Arc::default(), waiting: None, failures: 0, last: None };
+        let mut linking =
+            Self { retry, connect, wake, outcome: Arc::default(), waiting: None, failures: 0, last: None };
         linking.attempt(fabric);
         linking
     }

@@ -13,6 +13,7 @@
 //! | [`sysfs`] | what the kernel says of a device: PCI path, rate, GID types, peer memory |
 //! | [`gid`] | which GID of a port stands for it on the network |
 //! | [`mr_cache`] | registrations shared by page range |
+//! | [`pages`] | memory of Towline's own that is registered |
 //!
 //! Then what moves data. The first three do no I/O:
 //!
@@ -65,6 +66,7 @@ pub mod linking;
 pub mod matching;
 pub mod mending;
 pub mod mr_cache;
+pub mod pages;
 pub mod receiver;
 pub mod receives;
 pub mod record;

@@ -21,7 +21,8 @@ use super::base::{Base, Parts};
 use super::eager::{EAGER_MAX, Head, Inbox, PLACES};
 use super::fabric::{Depth, Fabric, Lane};
 use super::flush::{self, Around, Flush};
-use super::line::{Immediate, LINE, LINES, Ring, encode_word};
+use super::line::{Immediate, LINE, LINES, encode_word};
+use super::pages::Pages;
 use super::receives::{Part, Receives, Slot};
 use super::redial::Controlled;
 use super::silence::Silence;
@@ -67,7 +68,7 @@ pub struct SizeTable {
     /// Goes first: afterwards nobody writes. By adapter.
     pub regions: Vec<MemoryRegion>,
     /// By slot.
-    pub sizes: Box<[AtomicU64]>,
+    pub sizes: Pages<AtomicU64>,
 }
 
 impl SizeTable {
@@ -76,8 +77,8 @@ impl SizeTable {
     /// # Errors
     /// When it cannot be pinned.
     pub fn new(adapters: &Adapters) -> Result<Self> {
-        let sizes: Box<[AtomicU64]> = (0..SLOTS).map(|_| AtomicU64::new(0)).collect();
-        Ok(Self { regions: own_regions(adapters, sizes.as_ptr() as u64, SLOTS * 8)?, sizes })
+        let sizes = Pages::zeroed(SLOTS)?;
+        Ok(Self { regions: own_regions(adapters, &sizes)?, sizes })
     }
 }
 
@@ -85,7 +86,7 @@ impl SizeTable {
 pub struct Mirror {
     /// By adapter.
     regions: Vec<MemoryRegion>,
-    lines: Box<[[u8; LINE]]>,
+    lines: Pages<[u8; LINE]>,
 }
 
 impl Mirror {
@@ -94,8 +95,8 @@ impl Mirror {
     /// # Errors
     /// When it cannot be pinned.
     pub fn new(adapters: &Adapters) -> Result<Self> {
-        let mut lines: Box<[[u8; LINE]]> = vec![[0; LINE]; LINES + 1].into();
-        let regions = own_regions(adapters, lines.as_mut_ptr() as u64, Ring::BYTES)?;
+        let lines = Pages::zeroed(LINES + 1)?;
+        let regions = own_regions(adapters, &lines)?;
         Ok(Self { regions, lines })
     }
 }

@@ -35,6 +35,7 @@ use super::fabric::{Depth, Fabric, Lane};
 use super::ledger::{Answer, Ledger, Sent};
 use super::line::{Immediate, Line, Ring};
 use super::matching::Matching;
+use super::pages::Pages;
 use super::redial::Controlled;
 use super::silence::Silence;
 use super::stripe::{Share, Stripes};
@@ -87,7 +88,7 @@ pub struct RingMemory {
     /// Go first: afterwards nobody writes. By adapter.
     regions: Vec<MemoryRegion>,
     /// The lines.
-    pub ring: Box<Ring>,
+    pub ring: Ring,
 }
 
 impl RingMemory {
@@ -95,8 +96,8 @@ impl RingMemory {
     ///
     /// # Errors
     /// When it cannot be pinned.
-    pub fn new(adapters: &Adapters, ring: Box<Ring>) -> Result<Self> {
-        Ok(Self { regions: own_regions(adapters, ring.address(), Ring::BYTES)?, ring })
+    pub fn new(adapters: &Adapters, ring: Ring) -> Result<Self> {
+        Ok(Self { regions: own_regions(adapters, ring.pages())?, ring })
     }
 
     /// The keys for the receiver, by adapter.
@@ -108,7 +109,7 @@ impl RingMemory {
 /// Sizes on their way to the receiver's table, one place for each message that can be outstanding.
 struct Scratch {
     regions: Vec<MemoryRegion>,
-    sizes: Box<[u64]>,
+    sizes: Pages<u64>,
 }
 
 /// What a connection sends from beside NCCL's memory, registered. Made before the receiver is told that the connection is
@@ -125,8 +126,8 @@ impl Stores {
     /// # Errors
     /// When memory cannot be pinned.
     pub fn new(adapters: &Adapters, target: &Target) -> Result<Self> {
-        let sizes: Box<[u64]> = vec![0; SLOTS].into();
-        let regions = own_regions(adapters, sizes.as_ptr() as u64, SLOTS * 8)?;
+        let sizes = Pages::zeroed(SLOTS)?;
+        let regions = own_regions(adapters, &sizes)?;
         let outbox = target.inbox.map(|_| Outbox::new(adapters)).transpose()?;
         Ok(Self { scratch: Scratch { regions, sizes }, outbox })
     }

@@ -5,10 +5,11 @@ use std::mem::MaybeUninit;
 use std::ptr::null_mut;
 use std::sync::Arc;
 
-use super::adapter::{Adapter, Memory, Registration};
+use super::adapter::{Adapter, Memory, Registration, own_regions};
 use super::backend::Rdma;
 use super::events::Watch;
 use super::harness::{Ends, Plan, UNTOUCHED, end_of, fabrics, posted, until};
+use super::pages::Pages;
 use super::receiver;
 use super::verbs::{
     Access, AsyncEvent, Capacity, Local, MemoryRegion, ProtectionDomain, QueuePairOptions, Remote, Work,
@@ -306,12 +307,9 @@ fn completion_queues_hold_all_that_their_lanes_can_have_outstanding() {
     ] {
         let plan = Plan { ports, lanes, depth, ..Plan::default() };
         let ([left, right], mut fabrics) = fabrics(&rdma, &plan, &config);
-        let memory = vec![0_u32; 2 * lanes];
-        let (mine, bytes) = (memory.as_ptr() as u64, memory.len() * 4);
-        let regions = [&left, &right].map(|side| {
-            let region = |adapter: &std::sync::Arc<super::adapter::Adapter>| adapter.own_region(mine, bytes);
-            side.iter().map(region).collect::<Result<Vec<_>, _>>().expect("pinned")
-        });
+        let memory = Pages::<[u8; 4]>::zeroed(2 * lanes).expect("memory");
+        let mine = memory.address();
+        let regions = [&left, &right].map(|side| own_regions(side, &memory).expect("pinned"));
         let number = 77_u32;
         let own = [&left, &right]
             .map(|side| Registration::new(side, &raw const number as u64, 4, Memory::Host, None).expect("pinned"));
@@ -349,7 +347,10 @@ fn completion_queues_hold_all_that_their_lanes_can_have_outstanding() {
         // All have arrived; the acknowledgements follow.
         until("the last write of each lane", || {
             // SAFETY: a device writes it, hence volatile.
-            memory.iter().all(|word| unsafe { std::ptr::from_ref(word).read_volatile() } == number).then_some(())
+            memory
+                .iter()
+                .all(|word| unsafe { std::ptr::from_ref(word).read_volatile() } == number.to_ne_bytes())
+                .then_some(())
         });
         std::thread::sleep(std::time::Duration::from_millis(300));
         let mut counts = [0; 2];
@@ -405,12 +406,12 @@ fn a_queue_with_too_few_places_loses_completions() {
     };
     pair.connect(&route).expect("connected");
     pair.start(Timeouts { exponent: 14, retries: 3 }, 0).expect("started");
-    let memory = [1_u32, 2];
-    let region = adapter.own_region(memory.as_ptr() as u64, 8).expect("pinned");
+    let memory = Pages::<u64>::zeroed(1).expect("memory");
+    let region = adapter.own_region(&memory).expect("pinned");
     let work = Work {
         id: 0,
-        local: Local { address: memory.as_ptr() as u64, length: 4, key: region.local_key() },
-        remote: Remote { address: memory.as_ptr() as u64 + 4, key: region.remote_key() },
+        local: Local { address: memory.address(), length: 4, key: region.local_key() },
+        remote: Remote { address: memory.address() + 4, key: region.remote_key() },
         immediate: None,
         is_read: false,
         is_inline: false,

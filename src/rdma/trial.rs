@@ -5,6 +5,7 @@
 use std::io;
 use std::time::Duration;
 
+use super::pages::Pages;
 use super::verbs::{Access, Capacity, CompletionQueue, Context, MemoryRegion, ProtectionDomain};
 use super::verbs::{QueuePair, QueuePairOptions};
 use crate::os::error::{Error, Result};
@@ -54,9 +55,9 @@ pub fn connectable(context: &Context, port: u8) -> Result<()> {
 pub fn lock_memory(context: &Context) -> Result<()> {
     let Some(limit) = limit().filter(|limit| *limit < LEAST_LOCKED) else { return Ok(()) };
     let domain = ProtectionDomain::new(context)?;
-    let more = vec![0_u8; limit as usize + (1 << 16)];
+    let more = Pages::<u8>::zeroed(limit as usize + (1 << 16))?;
     let access = Access { relaxed_ordering: false };
-    let locked = patiently(|| MemoryRegion::new(&domain, more.as_ptr() as usize, more.len(), access, None));
+    let locked = patiently(|| MemoryRegion::new(&domain, more.address() as usize, more.bytes(), access, None));
     locked.map(drop).map_err(|_| {
         Error::usage(format!("this process may lock {} KiB of memory, which is too little for RDMA", limit >> 10))
             .with_hint("ulimit -l unlimited; in a container --ulimit memlock=-1")

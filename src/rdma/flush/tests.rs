@@ -42,7 +42,7 @@ fn a_flush_is_done_when_every_port_has_read() {
         assert!(Instant::now() < deadline, "not all flushes are done");
     }
     assert!(finished.iter().all(|times| *times == 1));
-    let read = |port: &Port| port.reader.as_ref().expect("a queue pair").sink.to_le_bytes()[0];
+    let read = |port: &Port| port.reader.as_ref().expect("a queue pair").sink[0].to_le_bytes()[0];
     assert!(flush.ports.iter().all(|port| read(port) == 7 && port.failing.is_none()), "every port has read");
     assert_eq!((flush.pending, Arc::strong_count(&memory)), (0, 1), "and the memory is let go");
 }
@@ -80,7 +80,7 @@ fn a_read_that_fails_is_made_again() {
     for broken in 0..adapters.len() {
         flush.break_port(broken);
         flush_byte(&mut flush, &around, (3, &memory), address + 1);
-        let read = |port: &Port| port.reader.as_ref().expect("a queue pair").sink.to_le_bytes()[0];
+        let read = |port: &Port| port.reader.as_ref().expect("a queue pair").sink[0].to_le_bytes()[0];
         assert!(flush.ports.iter().all(|port| read(port) == 9 && port.failing.is_none()), "every port has read");
     }
     assert_eq!((flush.pending, Arc::strong_count(&memory)), (0, 1), "and the memory is let go");
@@ -117,7 +117,7 @@ fn a_port_that_is_lost_is_not_waited_for() {
     drop(fabric.lane(0).end());
     let around = Around { config: &config, lanes: fabric.lanes() };
     flush_byte(&mut flush, &around, (1, &memory), address + 1);
-    let read = |flush: &Flush| flush.ports[0].reader.as_ref().map(|reader| reader.sink.to_le_bytes()[0]);
+    let read = |flush: &Flush| flush.ports[0].reader.as_ref().map(|reader| reader.sink[0].to_le_bytes()[0]);
     assert_eq!(read(&flush), Some(9), "it can");
     flush.break_port(0);
     flush_byte(&mut flush, &around, (2, &memory), address);
