@@ -496,6 +496,14 @@ variables! {
         read: "init; devices",
         help: "Whether RDMA ports are sorted by PCI address. With 0 they stay in libibverbs's order.",
     }
+    ib_query_port_speed: bool {
+        name: "NCCL_IB_QUERY_PORT_SPEED",
+        default: "1",
+        unit: "",
+        since: "0.2.0",
+        read: "init; devices",
+        help: "Whether a port's speed is asked of its driver (`ibv_query_port_speed`), which knows bonded ports.",
+    }
     ib_gid_index: Number<-1, 255> {
         name: "NCCL_IB_GID_INDEX",
         default: "-1",
@@ -590,7 +598,7 @@ variables! {
         name: "NCCL_IB_MQP_RETRY_ALL",
         default: "0",
         unit: "",
-        since: "0.1.0",
+        since: "0.2.0",
         read: "connections",
         help: "With 1 every failure to connect a queue pair is tried again. With 0 only that the peer's address was not \
                found in time.",
@@ -599,7 +607,7 @@ variables! {
         name: "NCCL_IB_MQP_RETRY_CNT",
         default: "34",
         unit: "attempts",
-        since: "0.1.0",
+        since: "0.2.0",
         read: "connections",
         help: "How often connecting a queue pair is tried again, within `TOWLINE_CONNECT_TIMEOUT`.",
     }
@@ -607,7 +615,7 @@ variables! {
         name: "NCCL_IB_MQP_RETRY_SLEEP_MSEC",
         default: "100",
         unit: "milliseconds",
-        since: "0.1.0",
+        since: "0.2.0",
         read: "connections",
         help: "How long to wait before connecting a queue pair is tried again: so long after the first failure, twice as \
                long after the second, and so on.",

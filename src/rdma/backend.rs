@@ -11,7 +11,7 @@ use super::adapter::{Adapter, Adapters};
 use super::devices::{Discovery, discover};
 use super::events::Events;
 use super::greeting::{Attempt, Listener, Listening};
-use crate::os::config::{Backend, Config};
+use crate::os::config::{Backend, Config, TABLE};
 use crate::os::error::{Error, Result};
 use crate::os::interfaces::Rail;
 use crate::os::log::NET;
@@ -43,6 +43,14 @@ pub fn ruled_out(config: &Config) -> Option<&'static str> {
     }
 }
 
+/// The variables of NCCL's IB transport among these that are none of Towline's; none when there is none.
+fn without_effect(names: impl Iterator<Item = String>) -> Option<String> {
+    let is_known = |name: &String| TABLE.iter().any(|variable| variable.name == name);
+    let mut names: Vec<String> = names.filter(|name| name.starts_with("NCCL_IB_") && !is_known(name)).collect();
+    names.sort();
+    (!names.is_empty()).then(|| names.join(", "))
+}
+
 impl Rdma {
     /// Finds the ports. What the user should know comes beside them.
     ///
@@ -61,6 +69,10 @@ impl Rdma {
             let named = config.ib_hca.as_deref().map(|hca| format!(" (NCCL_IB_HCA is {hca})")).unwrap_or_default();
             let why: String = foreign.iter().chain(&warnings).map(|why| format!("; {why}")).collect();
             return Err(Error::usage(format!("there is no usable RDMA port{named}{why}")));
+        }
+        let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+        if let Some(names) = without_effect(names) {
+            tracing::info!(target: NET, "set, and without effect in Towline: {names}");
         }
         foreign.iter().for_each(|port| tracing::info!(target: NET, "{port}"));
         let rdma = Self {
@@ -130,6 +142,22 @@ impl fmt::Debug for Rdma {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// All of NCCL 2.32's IB transport: honoured, or named.
+    #[test]
+    fn every_variable_of_the_ib_transport_is_honoured_or_named() {
+        let honoured = "ADAPTIVE_ROUTING ADDR_FAMILY ADDR_RANGE AR_THRESHOLD DEVICE_PCI_ORDER DISABLE ECE_ENABLE FIFO_TC \
+            GID_INDEX HCA MERGE_NICS MERGE_VFS MQP_RETRY_ALL MQP_RETRY_CNT MQP_RETRY_SLEEP_MSEC PCI_RELAXED_ORDERING PKEY \
+            QPS_PER_CONNECTION QUERY_PORT_SPEED RETRY_CNT RETURN_ASYNC_EVENTS ROCE_VERSION_NUM ROUTABLE_FLID_GID_INDEX SL \
+            SPLIT_DATA_ON_QPS TC TIMEOUT";
+        let named = "DATA_DIRECT OOO_RQ PREPOST_RECEIVE_WORK_REQUESTS RECEIVER_SIDE_MATCHING_SCHEME \
+            RESILIENCY_PORT_FAILOVER RESILIENCY_PORT_RECOVERY SUBNET_AWARE_ROUTING SUBNET_PREFIX_LEN USE_INLINE \
+            WARN_RAIL_LOCAL";
+        let names = |list: &str| list.split_whitespace().map(|name| format!("NCCL_IB_{name}")).collect::<Vec<_>>();
+        assert_eq!(without_effect(names(honoured).into_iter()), None);
+        assert_eq!(without_effect(names(named).into_iter()), Some(names(named).join(", ")));
+        assert_eq!(without_effect(["TOWLINE_RAILS", "NCCL_DEBUG"].map(str::to_owned).into_iter()), None);
+    }
 
     #[test]
     fn who_asks_for_tcp_or_encryption_gets_no_rdma_unless_it_is_named() {

@@ -10,16 +10,18 @@
 //! This module must not know NCCL's structs, nor how a connection uses a port.
 
 use std::fmt;
+use std::net::{IpAddr, Ipv6Addr};
 use std::path::{Path, PathBuf};
 
-use super::dl::Verbs;
-use super::gid::{self, GidEntry, GidWish};
+use super::dl::{RawGidEntry, Verbs};
+use super::gid::{self, GidEntry, GidWish, RoceVersion};
 use super::hca::{Choice, HcaFilter};
 use super::sysfs::RdmaSysfs;
 use super::trial;
 use super::verbs::{Context, DeviceFacts, Gid, LinkLayer, PortFacts, ProtectionDomain, Transport, open_devices};
 use crate::os::config::{Config, Family};
 use crate::os::error::Result;
+use crate::os::interfaces;
 
 /// The most ports that are used, as in NCCL.
 const MAX_PORTS: usize = 64;
@@ -83,6 +85,8 @@ pub struct Found {
     pub port: PortFacts,
     /// The rate that the kernel names, in Mbit/s.
     pub rate_mbps: Option<u32>,
+    /// The one that the driver names, which knows of bonded ports.
+    pub driver_mbps: Option<u32>,
     /// Where the card is on the PCI bus.
     pub pci_path: Option<PathBuf>,
 }
@@ -150,8 +154,24 @@ pub struct OpenPort {
     pub gid: Gid,
     /// Its version of RoCE, where the kernel says so.
     pub gid_version: Option<gid::RoceVersion>,
+    /// Its network interface, as that one's namespace numbers it.
+    pub gid_interface: Option<u32>,
     /// Whether memory can be registered through DMA-BUF.
     pub takes_dmabuf: bool,
+}
+
+impl OpenPort {
+    /// The entry of the GID table that its connections use.
+    pub fn chosen(&self) -> gid::Chosen {
+        let entry = GidEntry {
+            index: self.gid_index,
+            gid: self.gid,
+            version: self.gid_version,
+            interface: self.gid_interface,
+            is_own: true,
+        };
+        gid::Chosen { entry, is_named: self.gid_why == gid::Why::Named }
+    }
 }
 
 /// The ports of this host.
@@ -196,7 +216,7 @@ pub fn discover(config: &Config) -> Result<Discovery> {
     let contexts = open_devices(Verbs::load()?)?;
     let mut found = Vec::new();
     for context in &contexts {
-        match ports_of(context, &sysfs) {
+        match ports_of(context, &sysfs, config.ib_query_port_speed) {
             Ok(ports) => found.extend(ports),
             Err(error) => warnings.push(error.to_string()),
         }
@@ -222,7 +242,7 @@ pub fn discover(config: &Config) -> Result<Discovery> {
     Ok(Discovery { ports, peer_memory: sysfs.peer_memory(), warnings, foreign })
 }
 
-fn ports_of(context: &Context, sysfs: &RdmaSysfs) -> Result<Vec<Found>> {
+fn ports_of(context: &Context, sysfs: &RdmaSysfs, asks_speed: bool) -> Result<Vec<Found>> {
     let card = context.facts()?;
     let port = |number: u8| {
         Ok(Found {
@@ -231,6 +251,7 @@ fn ports_of(context: &Context, sysfs: &RdmaSysfs) -> Result<Vec<Found>> {
             card,
             port: context.port(number)?,
             rate_mbps: sysfs.rate_mbps(context.name(), number),
+            driver_mbps: if asks_speed { context.port_mbps(number) } else { None },
             pci_path: sysfs.pci_path(context.name()),
         })
     };
@@ -245,19 +266,54 @@ fn open_port(port: Port, facts: PortFacts, context: &Context, wish: &Wish, sysfs
     };
     trial::connectable(context, port.number)?;
     let gid = context.gid(port.number, gid_index)?;
-    let gid_version = sysfs.gid_version(context.name(), port.number, gid_index);
+    let entry = table.iter().find(|entry| entry.index == gid_index);
+    let gid_version = entry.and_then(|entry| entry.version);
+    let gid_interface = entry.and_then(|entry| entry.interface);
     let takes_dmabuf = ProtectionDomain::new(context)?.takes_dmabuf();
-    Ok(OpenPort { port, context: context.clone(), facts, gid_index, gid_why, gid, gid_version, takes_dmabuf })
+    let context = context.clone();
+    Ok(OpenPort { port, context, facts, gid_index, gid_why, gid, gid_version, gid_interface, takes_dmabuf })
 }
 
-/// The entries of a port's GID table that can be read.
+/// The entries of a port's GID table that can be read: by libibverbs's own table, which says the version also where sysfs
+/// is not there, else one by one.
 pub fn gid_table(context: &Context, port: u8, entries: u32, sysfs: &RdmaSysfs) -> Vec<GidEntry> {
+    let own: Vec<Ipv6Addr> =
+        interfaces::list().unwrap_or_default().iter().map(|one| mapped(one.address.ip())).collect();
+    let is_own = |gid: &Gid| own.contains(&Ipv6Addr::from(*gid));
+    let is_of_port = |entry: &&RawGidEntry| entry.port == u32::from(port) && entry.index < entries;
+    // Of all ports together.
+    let told = context.gid_entries(MAX_GIDS).unwrap_or_default();
+    if told.iter().any(|entry| is_of_port(&entry)) {
+        let entry = |raw: &RawGidEntry| GidEntry {
+            index: raw.index,
+            gid: raw.gid,
+            version: match raw.kind {
+                1 => Some(RoceVersion::V1),
+                2 => Some(RoceVersion::V2),
+                _ => None,
+            },
+            interface: (raw.interface != 0).then_some(raw.interface),
+            is_own: is_own(&raw.gid),
+        };
+        return told.iter().filter(is_of_port).map(entry).collect();
+    }
     let entry = |index| {
         let gid = context.gid(port, index).ok()?;
         let version = sysfs.gid_version(context.name(), port, index);
-        Some(GidEntry { index, gid, version })
+        Some(GidEntry { index, gid, version, interface: None, is_own: is_own(&gid) })
     };
     (0..entries).filter_map(entry).collect()
+}
+
+/// The most entries of all GID tables of a device that are looked at.
+const MAX_GIDS: usize = 4096;
+
+/// An address as a GID holds it.
+fn mapped(address: IpAddr) -> Ipv6Addr {
+    match address {
+        IpAddr::V4(address) => address.to_ipv6_mapped(),
+        IpAddr::V6(address) => address,
+    }
 }
 
 /// The rules: which of these ports may be used, in which order, and how they are shown to NCCL.
@@ -298,9 +354,12 @@ const LANE_MBPS: [u32; 8] = [2500, 5000, 10_000, 10_000, 14_000, 25_000, 50_000,
 /// Lanes by the encoded width, lowest bit first.
 const LANES: [u32; 5] = [1, 4, 8, 12, 2];
 
-/// The speed by rate and width, or the kernel's own word where that is more: the encoding of older libraries ends at
-/// NDR.
+/// The driver's word; else the speed by rate and width, or the kernel's own word where that is more: the encoding of older
+/// libraries ends at NDR.
 fn speed(found: &Found) -> u32 {
+    if let Some(speed) = found.driver_mbps {
+        return speed;
+    }
     let lowest = |encoded: u8, most: usize| (encoded.trailing_zeros() as usize).min(most - 1);
     let lane = LANE_MBPS[lowest(found.port.active_speed, LANE_MBPS.len())];
     let lanes = LANES[lowest(found.port.active_width, LANES.len())];

@@ -33,6 +33,23 @@ pub struct RawAsyncEvent {
 const _: () = assert!(size_of::<RawAsyncEvent>() == size_of::<ib::ibv_async_event>());
 const _: () = assert!(offset_of!(RawAsyncEvent, kind) == offset_of!(ib::ibv_async_event, event_type));
 
+/// An entry of the GID tables of a device, `struct ibv_gid_entry`. Its size goes with the call, so that a newer libibverbs
+/// fills no more than this.
+#[repr(C, align(8))]
+#[derive(Debug, Clone, Copy)]
+pub struct RawGidEntry {
+    /// The GID.
+    pub gid: [u8; 16],
+    /// Its place in the table of its port.
+    pub index: u32,
+    /// The port, from 1.
+    pub port: u32,
+    /// `IBV_GID_TYPE_*`: 0 InfiniBand, 1 RoCE v1, 2 RoCE v2.
+    pub kind: u32,
+    /// The network interface, as its namespace numbers it; 0: none.
+    pub interface: u32,
+}
+
 macro_rules! symbols {
     (
         required { $($field:ident: $name:literal @ $version:literal, fn($($argument:ty),*) $(-> $result:ty)?;)* }
@@ -112,6 +129,9 @@ symbols! {
             fn(*mut ib::ibv_pd, *mut c_void, usize, u64, c_uint) -> *mut ib::ibv_mr;
         query_ece: c"ibv_query_ece" @ c"IBVERBS_1.10", fn(*mut ib::ibv_qp, *mut ib::ibv_ece) -> c_int;
         set_ece: c"ibv_set_ece" @ c"IBVERBS_1.10", fn(*mut ib::ibv_qp, *mut ib::ibv_ece) -> c_int;
+        query_gid_table: c"_ibv_query_gid_table" @ c"IBVERBS_1.11",
+            fn(*mut ib::ibv_context, *mut RawGidEntry, usize, u32, usize) -> isize;
+        query_port_speed: c"ibv_query_port_speed" @ c"IBVERBS_1.16", fn(*mut ib::ibv_context, u32, *mut u64) -> c_int;
         is_fork_initialized: c"ibv_is_fork_initialized" @ c"IBVERBS_1.13", fn() -> c_int;
         reg_dmabuf_mr: c"ibv_reg_dmabuf_mr" @ c"IBVERBS_1.12",
             fn(*mut ib::ibv_pd, u64, usize, u64, c_int, c_int) -> *mut ib::ibv_mr;

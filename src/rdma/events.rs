@@ -10,7 +10,6 @@ use std::sync::Arc;
 
 use super::adapter::Adapter;
 use super::devices::gid_table;
-use super::gid::GidEntry;
 use super::sysfs::RdmaSysfs;
 use super::verbs::{AsyncEvent, Context};
 use crate::engine::poller::{Interest, Poller, Progress, Registration, Source};
@@ -143,8 +142,7 @@ impl Watch {
     fn look_for_gid(&self, adapter: &Adapter) {
         let open = &adapter.open;
         let table = gid_table(&self.context, open.port.number, open.facts.gid_count, &RdmaSysfs::default());
-        let is_it = |entry: &&GidEntry| entry.gid == open.gid && entry.version == open.gid_version;
-        let place = table.iter().filter(is_it).map(|entry| entry.index).min();
+        let place = open.chosen().place_in(&table);
         let before = adapter.set_gid_place(place);
         if before.is_some() == place.is_some() {
             return;

@@ -4,6 +4,8 @@
 //! link-local ones. The rule is NCCL's: of the wanted address family (`NCCL_IB_ADDR_FAMILY`) and within the wanted
 //! range (`NCCL_IB_ADDR_RANGE`), the first routable entry of the wanted RoCE version (`NCCL_IB_ROCE_VERSION_NUM`),
 //! else the first entry of the family; `NCCL_IB_GID_INDEX` overrides everything. When nothing fits it is entry 0.
+//! An entry whose address is in another network namespace than the process, as the host's in a pod, comes after all that fit
+//! and are the process's own: packets would go out with an address at which nobody of this process is reached.
 //! On InfiniBand it is entry 0, or the one with a routable forwarding identifier where the fabric has such.
 //!
 //! This module must not know libibverbs: tables come in as lists.
@@ -41,6 +43,10 @@ pub struct GidEntry {
     pub gid: Gid,
     /// None when the kernel does not say, and on InfiniBand.
     pub version: Option<RoceVersion>,
+    /// The network interface, as its namespace numbers it; none when that is not known.
+    pub interface: Option<u32>,
+    /// Its address is one of this network namespace.
+    pub is_own: bool,
 }
 
 /// What the user wants of a RoCE port's GID.
@@ -176,10 +182,35 @@ pub fn choose(table: &[GidEntry], wish: &GidWish) -> (u32, Why) {
         }
     };
     // The first of the best: a later one must be better to win.
-    table.iter().fold((0, Why::Nothing), |best, entry| {
+    let (_, why, index) = table.iter().fold((false, Why::Nothing, 0), |best, entry| {
         let why = judge(entry);
-        if why > best.1 { (entry.index, why) } else { best }
-    })
+        let is_own = entry.is_own && why > Why::Nothing;
+        if (is_own, why) > (best.0, best.1) { (is_own, why, entry.index) } else { best }
+    });
+    (index, why)
+}
+
+/// The entry with which connections were set up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Chosen {
+    /// What it was then.
+    pub entry: GidEntry,
+    /// The user named its place.
+    pub is_named: bool,
+}
+
+impl Chosen {
+    /// Where it is in the table now; none: nowhere. The place that it had, when it is still there; never another one than
+    /// the user named, and never that of another interface: the link-local GIDs of an interface and of its VLANs are equal.
+    pub fn place_in(&self, table: &[GidEntry]) -> Option<u32> {
+        let GidEntry { index, gid, version, interface, .. } = self.entry;
+        let is_it = |entry: &&GidEntry| {
+            let is_elsewhere = entry.interface.zip(interface).is_some_and(|(one, other)| one != other);
+            entry.gid == gid && entry.version == version && !is_elsewhere && (!self.is_named || entry.index == index)
+        };
+        let places = || table.iter().filter(is_it).map(|entry| entry.index);
+        places().find(|place| *place == index).or_else(|| places().min())
+    }
 }
 
 /// The entry of an InfiniBand port's table: the one at `routable_index` (`NCCL_IB_ROUTABLE_FLID_GID_INDEX`) when it
@@ -245,7 +276,7 @@ mod tests {
                 2 => Some(RoceVersion::V2),
                 _ => None,
             };
-            GidEntry { index: u32::try_from(index).expect("a short list"), gid, version }
+            GidEntry { index: u32::try_from(index).expect("a short list"), gid, version, interface: None, is_own: true }
         };
         entries.iter().enumerate().map(entry).collect()
     }
@@ -297,6 +328,44 @@ mod tests {
         assert_eq!(choose(&table(&[("10.7.0.1", 2)]), &GidWish::default()), (0, Why::Version));
         assert_eq!(choose(&table(&[("fe80::1", 2)]), &GidWish::default()), (0, Why::Nothing));
         assert_eq!(choose(&[], &GidWish::default()), (0, Why::Nothing));
+    }
+
+    /// A pod with a macvlan interface sees the GIDs of the host, too, before its own.
+    #[test]
+    fn addresses_of_other_network_namespaces_come_last() {
+        let mut of_pod = usual();
+        for entry in &mut of_pod {
+            entry.is_own = matches!(entry.index, 4 | 5);
+        }
+        assert_eq!(choose(&of_pod, &GidWish::default()), (5, Why::Version));
+        of_pod[5].version = None;
+        assert_eq!(choose(&of_pod, &GidWish::default()), (4, Why::Family), "another's is of no use");
+        assert_eq!(choose(&of_pod, &wish(Family::V4, "10.7.0.0/16", 2)), (3, Why::Version), "the user's range counts");
+        for entry in &mut of_pod {
+            entry.is_own = false;
+        }
+        assert_eq!(choose(&of_pod, &GidWish::default()), (3, Why::Version), "the host's, where there are no others");
+    }
+
+    #[test]
+    fn a_gid_that_moved_is_found_on_its_own_interface_and_never_in_place_of_a_named_one() {
+        let mut table = table(&[("fe80::1", 1), ("fe80::1", 2), ("fe80::1", 1), ("fe80::1", 2)]);
+        for entry in &mut table {
+            // The port's own interface, and a VLAN of it.
+            entry.interface = Some(if entry.index < 2 { 7 } else { 8 });
+        }
+        let chosen = |at: usize, is_named| Chosen { entry: table[at], is_named };
+        assert_eq!(chosen(1, false).place_in(&table), Some(1));
+        assert_eq!(chosen(3, true).place_in(&table), Some(3));
+        // Both went and came back the other way round.
+        let moved: Vec<GidEntry> =
+            table.iter().map(|entry| GidEntry { index: (entry.index + 2) % 4, ..*entry }).collect();
+        assert_eq!(chosen(1, false).place_in(&moved), Some(3));
+        assert_eq!(chosen(1, true).place_in(&moved), None, "the user's place has another one now");
+        assert_eq!(chosen(1, false).place_in(&table[2..]), None, "the VLAN's is another one");
+        // Where the interfaces are not known, the same place is as good as it gets.
+        let unknown: Vec<GidEntry> = table.iter().map(|entry| GidEntry { interface: None, ..*entry }).collect();
+        assert_eq!(chosen(3, false).place_in(&unknown), Some(3));
     }
 
     #[test]

@@ -25,6 +25,7 @@ fn found(device: &str, number: u8, pci: &str) -> Found {
             needs_grh: false,
         },
         rate_mbps: None,
+        driver_mbps: None,
         pci_path: (!pci.is_empty()).then(|| PathBuf::from(format!("/sys/devices/pci0000:00/0000:00:01.0/{pci}"))),
     }
 }
@@ -127,6 +128,127 @@ fn speed_is_rate_times_width_or_what_the_kernel_knows_better() {
     assert_eq!(speed_of(64, 2, None), 200_000);
     assert_eq!(speed_of(128, 2, Some(800_000)), 800_000, "XDR, which the encoding of older libraries lacks");
     assert_eq!(speed_of(128, 16, None), 200_000);
+    let bonded = Found { driver_mbps: Some(1_600_000), ..found("mlx5_bond_0", 1, "") };
+    assert_eq!(speed(&bonded), 1_600_000);
+}
+
+/// A host as it is laid out in sysfs: `(device, port, path below /sys/devices, rate)`, in libibverbs's order, which is that
+/// of the names.
+type Tree<'a> = &'a [(&'a str, u8, &'a str, &'a str)];
+
+/// What discovery finds on such a host, and how NCCL is shown it: each port's name, its card, and its port of the card.
+fn shown(tree: Tree<'_>, wish: &Wish) -> Vec<(String, String, i32)> {
+    let root = tempfile::tempdir().expect("a directory");
+    for (device, number, path, rate) in tree {
+        let class = root.path().join("class/infiniband").join(device);
+        let port = class.join("ports").join(number.to_string());
+        std::fs::create_dir_all(&port).expect("a port");
+        std::fs::write(port.join("rate"), rate).expect("a file");
+        let function = root.path().join("devices").join(path);
+        if !path.is_empty() && !class.join("device").exists() {
+            std::fs::create_dir_all(&function).expect("a function");
+            std::os::unix::fs::symlink(&function, class.join("device")).expect("a link");
+        }
+    }
+    let sysfs = RdmaSysfs::at(root.path());
+    let found = |(device, number, ..): &(&str, u8, &str, &str)| Found {
+        rate_mbps: sysfs.rate_mbps(device, *number),
+        pci_path: sysfs.pci_path(device),
+        ..super::tests::found(device, *number, "")
+    };
+    let card = |port: &Port| {
+        let path = port.pci_path.as_ref().and_then(|path| path.file_name());
+        path.map_or_else(String::new, |name| name.to_string_lossy().into_owned())
+    };
+    let ports = arrange(tree.iter().map(found).collect(), wish);
+    ports.iter().map(|(port, _)| (port.name(), card(port), port.card_port)).collect()
+}
+
+fn rows(list: &[(&str, &str, i32)]) -> Vec<(String, String, i32)> {
+    list.iter().map(|(name, card, port)| ((*name).to_owned(), (*card).to_owned(), *port)).collect()
+}
+
+const NDR: &str = "400 Gb/sec (4X NDR)\n";
+
+/// A DGX H100 with its eight compute cards and a dual-port storage card; NCCL is pointed at the compute ones.
+#[test]
+fn the_cards_of_a_dgx_h100_are_numbered_by_their_place_on_the_bus() {
+    let tree: Tree<'_> = &[
+        ("mlx5_0", 1, "pci0000:15/0000:15:01.0/0000:18:00.0", NDR),
+        ("mlx5_1", 1, "pci0000:26/0000:26:01.0/0000:29:00.0", NDR),
+        ("mlx5_10", 1, "pci0000:c7/0000:c7:01.0/0000:ce:00.0", NDR),
+        ("mlx5_11", 1, "pci0000:d7/0000:d7:01.0/0000:dc:00.0", NDR),
+        ("mlx5_2", 1, "pci0000:26/0000:26:01.0/0000:29:00.1", NDR),
+        ("mlx5_3", 1, "pci0000:37/0000:37:01.0/0000:40:00.0", NDR),
+        ("mlx5_4", 1, "pci0000:48/0000:48:01.0/0000:4f:00.0", NDR),
+        ("mlx5_5", 1, "pci0000:59/0000:59:01.0/0000:5e:00.0", NDR),
+        ("mlx5_6", 1, "pci0000:97/0000:97:01.0/0000:9a:00.0", NDR),
+        ("mlx5_9", 1, "pci0000:b7/0000:b7:01.0/0000:c0:00.0", NDR),
+    ];
+    let filter = HcaFilter::parse("=mlx5_0,mlx5_3,mlx5_4,mlx5_5,mlx5_6,mlx5_9,mlx5_10,mlx5_11");
+    let expected = [
+        ("mlx5_0", "0000:18:00.0", 1),
+        ("mlx5_3", "0000:40:00.0", 1),
+        ("mlx5_4", "0000:4f:00.0", 1),
+        ("mlx5_5", "0000:5e:00.0", 1),
+        ("mlx5_6", "0000:9a:00.0", 1),
+        ("mlx5_9", "0000:c0:00.0", 1),
+        ("mlx5_10", "0000:ce:00.0", 1),
+        ("mlx5_11", "0000:dc:00.0", 1),
+    ];
+    assert_eq!(shown(tree, &Wish { filter, ..wish() }), rows(&expected));
+    // Without the choice the storage card's two functions are one card with two ports.
+    let all = shown(tree, &wish());
+    assert_eq!(all.len(), 10);
+    assert_eq!(all[1..3], rows(&[("mlx5_1", "0000:29:00.0", 1), ("mlx5_2", "0000:29:00.0", 2)]));
+}
+
+/// ConnectX cards have a function for each port; older ones have one with two ports.
+#[test]
+fn both_kinds_of_dual_port_cards_have_two_ports() {
+    let functions: Tree<'_> = &[
+        ("mlx5_0", 1, "pci0000:00/0000:00:02.0/0000:03:00.0", NDR),
+        ("mlx5_1", 1, "pci0000:00/0000:00:02.0/0000:03:00.1", NDR),
+    ];
+    assert_eq!(shown(functions, &wish()), rows(&[("mlx5_0", "0000:03:00.0", 1), ("mlx5_1", "0000:03:00.0", 2)]));
+    let ports: Tree<'_> = &[
+        ("mlx4_0", 1, "pci0000:00/0000:00:02.0/0000:03:00.0", "56 Gb/sec (4X FDR)\n"),
+        ("mlx4_0", 2, "pci0000:00/0000:00:02.0/0000:03:00.0", "56 Gb/sec (4X FDR)\n"),
+    ];
+    let shown = shown(ports, &wish());
+    assert_eq!(shown.iter().map(|(name, ..)| name.as_str()).collect::<Vec<_>>(), ["mlx4_0", "mlx4_0:2"]);
+}
+
+/// A bond is one device with one port, on its first function.
+#[test]
+fn a_bond_is_one_device() {
+    let tree: Tree<'_> = &[
+        ("mlx5_2", 1, "pci0000:80/0000:80:01.0/0000:81:00.0", NDR),
+        ("mlx5_bond_0", 1, "pci0000:00/0000:00:02.0/0000:03:00.0", "200 Gb/sec (4X HDR)\n"),
+    ];
+    let expected = [("mlx5_bond_0", "0000:03:00.0", 1), ("mlx5_2", "0000:81:00.0", 1)];
+    assert_eq!(shown(tree, &wish()), rows(&expected));
+}
+
+/// A pod sees the virtual functions that it was given, and not their card: NCCL is shown the card's place on the bus, or
+/// each function's own.
+#[test]
+fn virtual_functions_in_a_pod_stand_for_their_cards_unless_the_user_keeps_them_apart() {
+    let tree: Tree<'_> = &[
+        ("mlx5_14", 1, "pci0000:15/0000:15:01.0/0000:18:00.4", NDR),
+        ("mlx5_22", 1, "pci0000:37/0000:37:01.0/0000:40:01.2", NDR),
+    ];
+    assert_eq!(shown(tree, &wish()), rows(&[("mlx5_14", "0000:18:00.0", 1), ("mlx5_22", "0000:40:00.0", 1)]));
+    let apart = Wish { merge_vfs: false, ..wish() };
+    assert_eq!(shown(tree, &apart), rows(&[("mlx5_14", "0000:18:00.0", 1), ("mlx5_22", "0000:40:01.0", 1)]));
+}
+
+/// With data direct a card has a second function on the GPU's own bus, which is no device of its own: the card is one device,
+/// at the place of its first function. (Towline does not use the second one.)
+#[test]
+fn a_data_direct_card_is_one_device_at_its_first_function() {
+    let tree: Tree<'_> = &[("mlx5_0", 1, "pci0000:00/0000:00:00.0/0000:03:00.0", "800 Gb/sec (4X XDR)\n")];
+    assert_eq!(shown(tree, &wish()), rows(&[("mlx5_0", "0000:03:00.0", 1)]));
 }
 
 #[test]

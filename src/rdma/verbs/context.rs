@@ -13,7 +13,7 @@ use rdma_sys as ib;
 use super::{Gid, checked, patiently};
 use crate::os::error::{Error, Result};
 use crate::os::fd::Registered;
-use crate::rdma::dl::{RawAsyncEvent, Verbs};
+use crate::rdma::dl::{RawAsyncEvent, RawGidEntry, Verbs};
 
 /// What kind of network a port is on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -296,6 +296,31 @@ impl Context {
             .map_err(|error| super::failure(self.name(), &format!("asking for GID {index} of port {port}"), &error))?;
         // SAFETY: every bit pattern is a valid GID.
         Ok(unsafe { gid.raw })
+    }
+
+    /// The used entries of the GID tables of all ports, at most so many; none when this libibverbs or kernel cannot say.
+    pub fn gid_entries(&self, most: usize) -> Option<Vec<RawGidEntry>> {
+        let ask = self.0.verbs.query_gid_table?;
+        let blank = RawGidEntry { gid: [0; 16], index: 0, port: 0, kind: 0, interface: 0 };
+        let mut entries = vec![blank; most];
+        let asked = patiently(|| {
+            // SAFETY: an open context, and room for so many entries of that size.
+            let count = unsafe { ask(self.raw(), entries.as_mut_ptr(), most, 0, size_of::<RawGidEntry>()) };
+            let code = i32::try_from(count.unsigned_abs()).unwrap_or(libc::EIO);
+            usize::try_from(count).map_err(|_| io::Error::from_raw_os_error(code))
+        });
+        entries.truncate(asked.ok()?);
+        Some(entries)
+    }
+
+    /// The speed that a port has in truth, in Mbit/s, also where it is that of several bonded ones; none when this libibverbs
+    /// or device cannot say.
+    pub fn port_mbps(&self, number: u8) -> Option<u32> {
+        let ask = self.0.verbs.query_port_speed?;
+        let mut hundreds = 0_u64;
+        // SAFETY: an open context, and room for the answer, which is in units of 100 Mbit/s.
+        patiently(|| checked(unsafe { ask(self.raw(), number.into(), &raw mut hundreds) })).ok()?;
+        u32::try_from(hundreds.checked_mul(100)?).ok().filter(|speed| *speed > 0)
     }
 
     /// The descriptor that becomes readable when an asynchronous event waits.
