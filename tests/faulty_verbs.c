@@ -54,7 +54,7 @@ enum call {
   DEVICE_LIST, OPEN_DEVICE, CLOSE_DEVICE, QUERY_DEVICE, QUERY_PORT, QUERY_GID, ALLOC_PD, DEALLOC_PD, REG_MR, REG_MR_IOVA2,
   REG_DMABUF_MR, DEREG_MR, CREATE_CHANNEL, DESTROY_CHANNEL, CREATE_CQ, DESTROY_CQ, GET_CQ_EVENT, CREATE_QP, MODIFY_QP,
   QUERY_QP, DESTROY_QP, QUERY_ECE, SET_ECE, GET_ASYNC_EVENT, POST_SEND, POST_RECV, POLL_CQ, REQ_NOTIFY,
-  POST_FLUSH, FLUSH, POLL_FLUSH, CALLS
+  POST_FLUSH, FLUSH, POLL_FLUSH, GID_TABLE, PORT_SPEED, CALLS
 };
 
 /* Which of the rates a call follows. */
@@ -100,6 +100,9 @@ static struct {
    * (EACCES), or that of where it goes (EFAULT). */
   [FLUSH] = {{"flush", {ESHUTDOWN}}, READ},
   [POLL_FLUSH] = {{"poll_flush", {EIO}}, POLL},
+  /* These never fail by chance. */
+  [GID_TABLE] = {{"query_gid_table", {}}, SETUP},
+  [PORT_SPEED] = {{"query_port_speed", {}}, SETUP},
 };
 
 static atomic_int armed;
@@ -340,21 +343,48 @@ static int query_gid(struct ibv_context *context, uint8_t port, int index, union
   return status;
 }
 
+static ssize_t query_gid_table(struct ibv_context *context, struct ibv_gid_entry *entries, size_t most, uint32_t flags,
+                               size_t size) {
+  /* SoftRoCE's is of RoCE. */
+  if (is_infiniband(context->device)) return -EOPNOTSUPP;
+  return ((ssize_t (*)(struct ibv_context *, struct ibv_gid_entry *, size_t, uint32_t, size_t))table[GID_TABLE].real)(
+      context, entries, most, flags, size);
+}
+
+/* In units of 100 Mbit/s. */
+static int query_port_speed(struct ibv_context *context, uint32_t, uint64_t *speed) {
+  if (!is_like("bonded", context->device)) return EOPNOTSUPP;
+  *speed = 16000;
+  return 0;
+}
+
 static struct ibv_pd *alloc_pd(struct ibv_context *context) {
   NULL_AND_ERRNO(ALLOC_PD, struct ibv_pd *(*)(struct ibv_context *), (context));
 }
 
 static int dealloc_pd(struct ibv_pd *pd) { ENDS(DEALLOC_PD, int (*)(struct ibv_pd *), pd); }
 
-static struct ibv_mr *reg_mr(struct ibv_pd *pd, void *address, size_t length, int access) {
+static struct ibv_mr *real_mr(struct ibv_pd *pd, void *address, size_t length, int access) {
   keep_region((unsigned)access);
   NULL_AND_ERRNO(REG_MR, struct ibv_mr *(*)(struct ibv_pd *, void *, size_t, int), (pd, address, length, access));
 }
 
-static struct ibv_mr *reg_mr_iova2(struct ibv_pd *pd, void *address, size_t length, uint64_t iova, unsigned access) {
+static struct ibv_mr *reg_mr(struct ibv_pd *pd, void *address, size_t length, int access) {
+  struct ibv_mr *mr = real_mr(pd, address, length, access);
+  withhold(mr, MADV_DONTFORK);
+  return mr;
+}
+
+static struct ibv_mr *real_mr_iova2(struct ibv_pd *pd, void *address, size_t length, uint64_t iova, unsigned access) {
   keep_region(access);
   NULL_AND_ERRNO(REG_MR_IOVA2, struct ibv_mr *(*)(struct ibv_pd *, void *, size_t, uint64_t, unsigned),
                  (pd, address, length, iova, access));
+}
+
+static struct ibv_mr *reg_mr_iova2(struct ibv_pd *pd, void *address, size_t length, uint64_t iova, unsigned access) {
+  struct ibv_mr *mr = real_mr_iova2(pd, address, length, iova, access);
+  withhold(mr, MADV_DONTFORK);
+  return mr;
 }
 
 /* Host memory in place of a GPU's: its address is that on the network. */
@@ -373,7 +403,10 @@ static struct ibv_mr *reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t l
                  (pd, offset, length, iova, fd, access));
 }
 
-static int dereg_mr(struct ibv_mr *mr) { ENDS(DEREG_MR, int (*)(struct ibv_mr *), mr); }
+static int dereg_mr(struct ibv_mr *mr) {
+  withhold(mr, MADV_DOFORK);
+  ENDS(DEREG_MR, int (*)(struct ibv_mr *), mr);
+}
 
 static struct ibv_comp_channel *create_comp_channel(struct ibv_context *context) {
   NULL_AND_ERRNO(CREATE_CHANNEL, struct ibv_comp_channel *(*)(struct ibv_context *), (context));
@@ -664,6 +697,8 @@ static const struct {
   {"ibv_query_ece", QUERY_ECE, query_ece},
   {"ibv_set_ece", SET_ECE, set_ece},
   {"ibv_get_async_event", GET_ASYNC_EVENT, get_async_event},
+  {"_ibv_query_gid_table", GID_TABLE, query_gid_table},
+  {"ibv_query_port_speed", PORT_SPEED, query_port_speed},
 };
 
 /* What the plugin looks functions up with; nothing else in the process asks for those names. */
@@ -671,6 +706,8 @@ void *dlvsym(void *library, const char *name, const char *version) {
   static void *(*real)(void *, const char *, const char *);
   if (!real) real = (void *(*)(void *, const char *, const char *))dlsym(RTLD_NEXT, "dlvsym");
   void *found = real(library, name, version);
+  /* The libibverbs of the test machine is older than this one. */
+  if (!found && !strcmp(name, "ibv_query_port_speed")) return query_port_speed;
   if (!found) return NULL;
   for (size_t at = 0; at < sizeof wrappers / sizeof *wrappers; at++)
     if (!strcmp(name, wrappers[at].name)) {

@@ -15,6 +15,9 @@
  *             complains of a descriptor that is none
  *   reordering
  *             a fabric with adaptive routing: each plain write arrives in pieces in any order, its last byte first
+ *   bonded    the driver says that a port is as fast as several, if it is asked (a newer libibverbs)
+ *   old-kernel
+ *             pages of registered memory are kept out of forked children, as libibverbs does before Linux 5.12
  *   infiniband, infiniband-global
  *             ports with local identifiers; of the second kind such that need the global header. How queue pairs are
  *             addressed is checked, and then put into SoftRoCE's terms
@@ -28,6 +31,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 static const char *like, *like_device;
@@ -68,6 +72,8 @@ static void disguise_port(const struct ibv_device *device, struct ibv_port_attr 
   attr->link_layer = IBV_LINK_LAYER_INFINIBAND;
   attr->lid = lid_of(device);
   attr->gid_tbl_len = 1;
+  /* RoCE needs it always. */
+  attr->flags &= (uint8_t)~IBV_QPF_GRH_REQUIRED;
   if (is_like("infiniband-global", device)) attr->flags |= IBV_QPF_GRH_REQUIRED;
 }
 
@@ -127,6 +133,13 @@ static int refuses_change(const struct ibv_qp *qp, const struct ibv_qp_attr *att
     return atomic_fetch_add(&at->refusals, 1) < SLOW_TIMES ? ETIMEDOUT : 0;
   }
   abort();
+}
+
+/* Keeps the pages of a region out of forked children, or lets them in again. */
+static void withhold(const struct ibv_mr *mr, int advice) {
+  if (!mr || !is_like("old-kernel", mr->context->device)) return;
+  uintptr_t first = (uintptr_t)mr->addr & ~(uintptr_t)4095, end = ((uintptr_t)mr->addr + mr->length + 4095) & ~(uintptr_t)4095;
+  madvise((void *)first, end - first, advice);
 }
 
 /* Pieces of a write. */
