@@ -165,6 +165,16 @@ impl Filter {
             || self.names.iter().any(|listed| if self.exact { name == listed } else { name.starts_with(listed) });
         listed != self.exclude
     }
+
+    /// The entries by which none of these was chosen, of those that mean one interface: exact names, and names with a number.
+    /// (`ib,eth` says what there may be.)
+    pub fn missed(&self, chosen: &[Interface]) -> Vec<&str> {
+        let fits =
+            |entry: &str| chosen.iter().any(|one| one.name == entry || !self.exact && one.name.starts_with(entry));
+        let means_one = |entry: &str| self.exact || entry.contains(|c: char| c.is_ascii_digit());
+        let entries = self.names.iter().map(String::as_str);
+        entries.filter(|entry| !self.exclude && means_one(entry) && !fits(entry)).collect()
+    }
 }
 
 /// What the user asked for.

@@ -70,7 +70,15 @@ fn from_list(all: &[Interface], wish: &Wish<'_>, config: &Config, sysfs: &Sysfs)
         }
     };
     if chosen.is_empty() {
-        return Err(nothing_left(all, &why, config.socket_family));
+        let error = nothing_left(all, &why, config.socket_family);
+        return Err(match &config.rails {
+            Rails::List(names) => meant_rails(names, all).map_or(error.clone(), |hint| error.with_hint(hint)),
+            _ => error,
+        });
+    }
+    if let Why::Asked(list) = &why {
+        let filter = interfaces::Filter::new(list);
+        warnings.extend(filter.missed(&chosen).into_iter().map(|name| missing_name(name, all)));
     }
     let (chosen, passed_over) =
         if config.rails == Rails::All { ranks::wires(chosen, sysfs) } else { (chosen, Vec::new()) };
@@ -122,6 +130,26 @@ fn missing_rail(name: &str, all: &[Interface]) -> String {
     let hint = nearest(name, all.iter().map(|one| one.name.as_str()));
     let hint = hint.map(|near| format!(" (did you mean {near}?)")).unwrap_or_default();
     format!("TOWLINE_RAILS names {name}, and there is no such interface with an address; it is left out{hint}")
+}
+
+fn missing_name(name: &str, all: &[Interface]) -> String {
+    let hint = nearest(name, all.iter().filter(|one| one.running).map(|one| one.name.as_str()));
+    let hint = hint.filter(|near| !near.starts_with(name)).map(|near| format!(" (did you mean {near}?)"));
+    format!(
+        "NCCL_SOCKET_IFNAME names {name}, which fits no running interface with a usable address; the others are used{}",
+        hint.unwrap_or_default()
+    )
+}
+
+/// What was probably meant by a list of rails that are all missing.
+fn meant_rails(names: &[String], all: &[Interface]) -> Option<String> {
+    let near = |name: &String| nearest(name, all.iter().map(|one| one.name.as_str()).filter(|near| near != name));
+    let is_there = |name: &String| all.iter().any(|one| one.name == *name);
+    if names.iter().any(is_there) {
+        return None;
+    }
+    let meant = names.iter().map(near).collect::<Option<Vec<_>>>()?;
+    Some(format!("did you mean TOWLINE_RAILS={}? TOWLINE_RAILS takes whole names", meant.join(",")))
 }
 
 fn nothing_left(all: &[Interface], why: &Why, family: Option<Family>) -> Error {
@@ -249,6 +277,27 @@ mod tests {
         let found = with_on(&host, &pairs).expect("devices");
         assert_eq!((found.plans[0].name().as_str(), found.warnings.len()), ("eth0", 1));
         assert!(found.warnings[0].contains("six0, which has no usable address"), "{:?}", found.warnings);
+    }
+
+    #[test]
+    fn when_no_rail_is_there_the_nearest_names_are_told() {
+        let hint =
+            |rails: &str| with(&[("TOWLINE_RAILS", rails)]).map(|_| ()).expect_err("nothing is left").to_string();
+        assert!(hint("eth").contains("did you mean TOWLINE_RAILS=eth0?"), "{}", hint("eth"));
+        assert!(hint("ehto0,ETH1").contains("did you mean TOWLINE_RAILS=eth0,eth1?"), "{}", hint("ehto0,ETH1"));
+        assert!(hint("eth9").contains("bring one of them up"), "it is down: {}", hint("eth9"));
+    }
+
+    #[test]
+    fn a_name_in_a_list_that_fits_nothing_is_told() {
+        let warnings = |list: &str| with(&[("NCCL_SOCKET_IFNAME", list)]).expect("devices").warnings;
+        let told = warnings("eth0,eht1");
+        assert!(told.len() == 1 && told[0].contains("eht1") && told[0].contains("did you mean eth1?"), "{told:?}");
+        assert_eq!(warnings("=eth0,eth").len(), 1, "exact names");
+        assert!(warnings("eth0,eth9")[0].contains("no running interface"));
+        for list in ["eth0,eth1", "ib,eth", "^eth7,lo", "=eth0,eth1", "eth"] {
+            assert_eq!(warnings(list), Vec::<String>::new(), "{list}");
+        }
     }
 
     #[test]
