@@ -9,7 +9,7 @@
 # gcc and (for the .rpm) rpm. An artefact that is not in OUT, or whose tool is missing, is named at the end.
 #
 #   TOWLINE_BARE_DIR, TOWLINE_BARE_MIRROR   as for tests/bare.sh
-#   TOWLINE_NCCL   what pip is to install beside the wheel, as nvidia-nccl-cu12 or torch: `towline doctor` must then find that
+#   BESIDE_WHEEL   what pip is to install beside the wheel, as nvidia-nccl-cu12 or torch: `towline doctor` must then find that
 #                  NCCL and name the interface that it would use
 set -euo pipefail
 project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -134,10 +134,10 @@ if [ -n "$wheel" ]; then
     echo "==== wheel"
     python3 -m venv "$work/venv" || fail "python3 -m venv failed (package python3-venv)"
     "$work/venv/bin/pip" install --quiet --no-index --disable-pip-version-check "$wheel"
-    if [ -n "${TOWLINE_NCCL:-}" ]; then
-        "$work/venv/bin/pip" install --quiet --no-deps --disable-pip-version-check "$TOWLINE_NCCL"
+    if [ -n "${BESIDE_WHEEL:-}" ]; then
+        "$work/venv/bin/pip" install --quiet --no-deps --disable-pip-version-check "$BESIDE_WHEEL"
         VIRTUAL_ENV=$work/venv "$work/venv/bin/towline" doctor >"$work/doctor" || true
-        grep "libnccl.so.2: .*would use the plugin's v" "$work/doctor" || fail "towline doctor does not find the NCCL of $TOWLINE_NCCL"
+        grep "libnccl.so.2: .*would use the plugin's v" "$work/doctor" || fail "towline doctor does not find the NCCL of $BESIDE_WHEEL"
     fi
     lib=$("$work/venv/bin/python" -c 'import towline_nccl; print(towline_nccl.directory())')
     bash -euc "unset LD_LIBRARY_PATH TOWLINE_BARE_DIR TOWLINE_BARE_MIRROR; opens=$opens; $use; run_from '$work/venv/bin/towline' '$lib'"
