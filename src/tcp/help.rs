@@ -160,6 +160,6 @@ mod tests {
                 assert!(!help.waits(&begun, in_vain));
             }
         }
-        assert!((0.03..0.14).contains(&share()), "{}", share());
+        assert!((0.005..0.14).contains(&share()), "{}", share());
     }
 }
