@@ -275,6 +275,10 @@ impl SendConn {
         while io.filled - at >= HEADER {
             let bytes: &[u8; HEADER] = io.input[at..at + HEADER].try_into().expect("a header's worth");
             let header = Header::decode(bytes)?;
+            // Before its payload is waited for, for which there is no room here.
+            if header.kind == Type::Data {
+                return Err(misdirected(Type::Data));
+            }
             let end = at + HEADER + header.length as usize;
             if end > io.filled {
                 break;
@@ -312,9 +316,7 @@ impl SendConn {
                 received => self.health.peer_received(received - 1),
             },
             Type::Fail => return Err(told_by_peer(header.order, text)),
-            Type::Data | Type::Fence | Type::Ask | Type::Lane => {
-                return Err(Error::remote(format!("the receiving side sent a {:?} frame", header.kind)));
-            }
+            Type::Data | Type::Fence | Type::Ask | Type::Lane => return Err(misdirected(header.kind)),
         }
         Ok(())
     }
@@ -404,4 +406,10 @@ impl SendConn {
             }
         }
     }
+}
+
+/// The error for a frame that only senders send.
+#[cold]
+pub(super) fn misdirected(kind: Type) -> Error {
+    Error::remote(format!("the receiving side sent a {kind:?} frame"))
 }

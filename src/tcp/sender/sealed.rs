@@ -2,8 +2,9 @@
 
 use std::os::fd::AsRawFd;
 
+use super::moving::misdirected;
 use super::{Io, Leaving, Outgoing, SendConn};
-use crate::session::frame::HEADER;
+use crate::session::frame::{HEADER, Type};
 use crate::session::peer::Broken;
 use crate::session::seal::codec::{Refused, Sealed};
 use crate::session::seal::intake::Item;
@@ -78,6 +79,9 @@ impl SendConn {
             loop {
                 match sides.intake.take() {
                     Ok(None) => break,
+                    Ok(Some(Item::Began(header))) if header.kind == Type::Data => {
+                        return Err(Broken::Fatal(misdirected(Type::Data)));
+                    }
                     Ok(Some(Item::Began(_))) => {}
                     Ok(Some(Item::Whole(header, text))) => {
                         self.heard(index, &header, text, wake).map_err(Broken::Fatal)?;

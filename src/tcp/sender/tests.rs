@@ -383,3 +383,23 @@ fn a_send_after_the_goodbye_leaves_an_earlier_one_its_end() {
     conn.test(late).expect_err("the receiver takes nothing any more");
     conn.close();
 }
+
+/// The beginning of a chunk, of which more is to come than the input buffer of a sender holds. That is no end of the stream.
+#[test]
+fn a_chunk_that_comes_to_a_sender_ends_the_connection_with_the_cause() {
+    for features in [0, FEATURE_RECOVERY] {
+        let (ours, mut theirs) = loopback::sockets();
+        let link = Link { features, ..loopback::link(&loopback::deaf()) };
+        let net = loopback::net(Config::default());
+        let conn = SendConn::new(net, link, loopback::peer(), ours, Seal::Plain).expect("it is watched");
+        let header = Header { length: 1 << 20, total: 1 << 20, ..Header::of(Type::Data, 0) };
+        theirs.write_all(&[&header.encode()[..], &[7; 64 * HEADER]].concat()).expect("it lives");
+        loopback::wait_until("it is not noticed", || {
+            conn.run(0, READ);
+            conn.health.is_failed()
+        });
+        let error = conn.health.check().expect_err("it has failed").to_string();
+        assert!(error.contains("the receiving side sent a Data frame"), "{error}");
+        conn.close();
+    }
+}
