@@ -320,7 +320,7 @@ impl RecvConn {
     /// Puts a connected socket to work as stream `index`. What was reported at its place before is made up for by a kick.
     pub fn add_stream(&self, index: usize, epoch: u16, place: Registration, sock: Sock, seal: Seal) {
         self.events.set_path(index, path_of(&sock, &self.link));
-        let mut io = Io {
+        let io = Io {
             sock,
             epoch,
             input: vec![0; INPUT].into_boxed_slice(),
@@ -339,6 +339,16 @@ impl RecvConn {
             heard_goodbye: false,
         };
         self.health.stream_up();
+        // In this order: a stream that breaks at once takes its registration with it.
+        self.streams[index].watch(place);
+        match self.streams[index].install_as(Box::new(io), |io| self.life_begins(index, epoch, io)) {
+            Ok(()) => self.streams[index].kick(),
+            Err(late) => self.let_go(*late),
+        }
+    }
+
+    /// The next life of a stream begins, with what is to be said on it first.
+    fn life_begins(&self, index: usize, epoch: u16, io: &mut Io) {
         {
             let mut state = self.state();
             state.core.stream_up(index, epoch);
@@ -359,12 +369,6 @@ impl RecvConn {
         if epoch > u16::from(index > 0) {
             Counters::bump(&self.counters.reconnects);
             self.state().core.announcements().for_each(|header| self.mail(&header.encode()));
-        }
-        // In this order: a stream that breaks at once takes its registration with it.
-        self.streams[index].watch(place);
-        match self.streams[index].install(Box::new(io)) {
-            Ok(()) => self.streams[index].kick(),
-            Err(late) => self.let_go(*late),
         }
     }
 
@@ -574,8 +578,13 @@ impl RecvConn {
     }
 
     fn tell_failure(&self, error: &Error) {
-        self.mail(&failure(error));
-        self.run(0, WRITE);
+        // On every stream: the first may be away, or lead nowhere.
+        let frame = failure(error);
+        for (index, stream) in self.streams.iter().enumerate() {
+            if stream.peek(|io| io.say(frame.clone())).is_some() {
+                self.run(index, WRITE);
+            }
+        }
     }
 
     /// Has the other streams carry what the first cannot.

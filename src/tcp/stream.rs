@@ -166,6 +166,15 @@ impl<Io> Stream<Io> {
     /// # Errors
     /// Gives the socket back, and drops its registration, when the stream has [ended](Stream::end).
     pub fn install(&self, io: Box<Io>) -> Result<(), Box<Io>> {
+        self.install_as(io, |_| ())
+    }
+
+    /// As [`Stream::install`]. `begin` notes, with the stream locked, that its next life begins: who looks at the stream and at
+    /// the notes with that lock finds neither without the other.
+    ///
+    /// # Errors
+    /// As [`Stream::install`]; then nothing has begun.
+    pub fn install_as(&self, mut io: Box<Io>, begin: impl FnOnce(&mut Io)) -> Result<(), Box<Io>> {
         let mut held = self.lock();
         if self.ended.load(Ordering::Relaxed) {
             let place = self.registration().take();
@@ -173,6 +182,7 @@ impl<Io> Stream<Io> {
             drop(place);
             return Err(io);
         }
+        begin(&mut io);
         *held = Some(io);
         Ok(())
     }
@@ -236,6 +246,18 @@ impl<Io> Stream<Io> {
             self.kick();
         }
         seen
+    }
+
+    /// Does something if the stream is not connected, and keeps it from being connected meanwhile. For rare things.
+    pub fn while_away<T>(&self, act: impl FnOnce() -> T) -> Option<T> {
+        let held = self.lock();
+        let done = held.is_none().then(act);
+        drop(held);
+        settle();
+        if self.wishes.load(Ordering::SeqCst) != 0 {
+            self.kick();
+        }
+        done
     }
 
     /// The socket and buffers, waiting for the thread that uses them. For rare things.

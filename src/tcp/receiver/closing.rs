@@ -58,7 +58,7 @@ impl RecvConn {
     /// Before goodbye: what streams that are away have taken in. Their last acknowledgements may be lost, and the sender
     /// would take what has arrived for lost. With no stream left it waits for one, within bounds that all closes towards one
     /// peer process share.
-    fn tell_last_words(&self) {
+    pub(super) fn tell_last_words(&self) {
         let start = Instant::now();
         let deadline = self.net.silences().since(&self.peer.label, start).unwrap_or(start) + CLOSE_MENDING;
         let is_away = || self.health.live() == 0 && !self.health.is_failed() && !self.health.is_peer_done();
@@ -73,12 +73,15 @@ impl RecvConn {
             self.net.silences().answered(&self.peer.label);
         }
         for index in 0..MAX_STREAMS {
-            let epoch = self.state().core.epoch(index);
-            if (epoch > 0 || index == 0) && self.streams[index].peek(|_| ()).is_none() {
-                let frames = self.state().core.fence(index, epoch);
-                if let Some(frames) = frames {
-                    self.tell_fenced(index, epoch, frames);
-                }
+            // A life that begins at this moment has its socket before it can be fenced here.
+            let fenced = self.streams[index].while_away(|| {
+                let core = &mut self.state().core;
+                let epoch = core.epoch(index);
+                let frames = if epoch > 0 || index == 0 { core.fence(index, epoch) } else { None };
+                frames.map(|frames| (epoch, frames))
+            });
+            if let Some((epoch, frames)) = fenced.flatten() {
+                self.tell_fenced(index, epoch, frames);
             }
         }
     }

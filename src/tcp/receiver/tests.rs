@@ -163,3 +163,49 @@ fn a_receive_that_became_whole_while_its_poll_was_held_up_is_done() {
         conn.close();
     }
 }
+
+/// The first stream is away when the connection fails. The sender must hear why over another, and not wait for a stream that
+/// does not come back.
+#[test]
+fn a_failure_is_told_on_every_stream() {
+    let conn = RecvConn::new(loopback::net(Config::default()), loopback::link(&loopback::deaf()), loopback::peer());
+    let first = join(&conn, 0);
+    let mut second = join(&conn, 1);
+    drop(first);
+    loopback::wait_until("the end of the first is not seen", || conn.health.live() == 1);
+    conn.fail(Error::usage("two sizes differ"));
+    second.set_read_timeout(Some(std::time::Duration::from_secs(20))).expect("it can be set");
+    let mut header = [0; HEADER];
+    let header = loop {
+        second.read_exact(&mut header).expect("the failure is told");
+        let header = Header::decode(&header).expect("a frame");
+        if header.kind == Type::Fail {
+            break header;
+        }
+    };
+    let mut text = vec![0; header.length as usize];
+    second.read_exact(&mut text).expect("all of it");
+    assert_eq!(text, b"two sizes differ");
+    conn.close();
+}
+
+/// The receiver closes while a stream is just coming back. If it fenced that life, all that comes on it would break the protocol.
+#[test]
+fn a_close_does_not_fence_a_stream_that_is_just_coming_back() {
+    let conn = RecvConn::new(loopback::net(Config::default()), loopback::link(&loopback::deaf()), loopback::peer());
+    let _first = join(&conn, 0);
+    let (ours, _theirs) = loopback::sockets();
+    let place = conn.place(1, &ours).expect("it is watched");
+    std::thread::scope(|scope| {
+        // Between the beginning of its life and its socket.
+        let halfway = conn.alone();
+        scope.spawn(|| conn.add_stream(1, 1, place, ours, Seal::Plain));
+        loopback::wait_until("its life does not begin", || conn.state().core.epoch(1) == 1);
+        let closes = scope.spawn(|| conn.tell_last_words());
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        drop(halfway);
+        closes.join().expect("it ends");
+    });
+    assert!(!conn.state().core.has_ended(1, 1), "the life was fenced that had just begun");
+    conn.close();
+}
