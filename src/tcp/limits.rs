@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crate::engine::request::{MAX_PARTS, SLOTS};
+use crate::session::frame::MAX_STREAMS;
 
 /// Messages up to this many bytes travel eagerly, without waiting for the receiver. 64 KiB is the slot size of
 /// NCCL's LL protocol with default buffers, so no LL transfer ever waits for a clear-to-send.
@@ -135,3 +136,7 @@ pub const fn max_early(window: u64) -> u64 {
 
 /// How far the newest message of a tag may be ahead of its oldest unfinished one.
 pub const MAX_AHEAD: u64 = MAX_POSTED + MAX_EARLY;
+
+/// Ranges of a message's bytes with gaps between them, at most: a gap is a chunk that is under way on a stream, and as many as
+/// fit the windows of all streams are the most of an honest sender. Twice as many, so that another release may send shorter ones.
+pub const MAX_RANGES: usize = 2 * MAX_STREAMS * (STREAM_WINDOW_FAR / CHUNK_MIN) as usize;

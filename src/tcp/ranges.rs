@@ -48,6 +48,11 @@ impl Ranges {
         }
     }
 
+    /// How many ranges there are.
+    pub fn count(&self) -> usize {
+        self.0.len()
+    }
+
     /// Whether no byte is in the set.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()

@@ -13,7 +13,7 @@ use slab::Slab;
 
 use super::ack::Ack;
 use super::limits::{
-    ACK_EVERY, EAGER_MAX, EAGER_MAX_FAR, EAGER_WINDOW, EAGER_WINDOW_FAR, MAX_POSTED, MESSAGE_COST, max_early,
+    ACK_EVERY, EAGER_MAX, EAGER_MAX_FAR, EAGER_WINDOW, EAGER_WINDOW_FAR, MAX_POSTED, MAX_RANGES, MESSAGE_COST, max_early,
 };
 use super::ranges::Ranges;
 use crate::engine::request::{MAX_PARTS, too_long};
@@ -340,6 +340,9 @@ impl RecvCore {
         if eager && (header.length as u64 != header.total || header.total > most) {
             return Err(Error::remote("an eager message was split or is too long"));
         }
+        if entry.begun.count() > MAX_RANGES {
+            return Err(scattered(tag, order));
+        }
         if !entry.claim(header) {
             return Err(repeated_bytes(tag, order));
         }
@@ -615,6 +618,13 @@ fn repeated_bytes(tag: i32, order: u64) -> Error {
 }
 
 #[cold]
+fn scattered(tag: i32, order: u64) -> Error {
+    Error::remote(format!(
+        "message {order} with tag {tag} came in more pieces, with gaps between them, than can be under way"
+    ))
+}
+
+#[cold]
 fn uncalled(tag: i32, order: u64) -> Error {
     Error::remote(format!("message {order} with tag {tag} came without clear-to-send"))
 }
@@ -764,6 +774,18 @@ mod tests {
             core.begin(0, &Header { flags: EAGER, message: order, order, ..chunk(0, 8, 8) }).unwrap();
             core.end(0);
         }
+    }
+
+    /// The gaps between the chunks of an honest sender are chunks that are under way on other streams.
+    #[test]
+    fn a_peer_cannot_scatter_a_message_without_end() {
+        let total = 1 << 30;
+        let mut core = posted(total);
+        let taken = (0..total / 256).take_while(|piece| {
+            let begun = core.begin(0, &chunk(256 * piece, 1, total));
+            begun.is_ok_and(|_| core.end(0) == End::More)
+        });
+        assert_eq!(taken.count(), MAX_RANGES + 1);
     }
 
     #[test]
