@@ -16,6 +16,7 @@
 //! | [`lifeline`] | telling a dead peer from one that is cut off |
 //! | [`takeover`] | handing a proven connection to another backend |
 //! | [`attend`] | when the keeper looks after a connection's first socket |
+//! | [`segments`] | segment sizes that pass where full ones are lost |
 //! | [`graves`] | connections that were closed lately, for senders that did not hear of it |
 //! | [`silences`] | closes towards a peer that does not answer share one time budget |
 //! | [`shortage`] | asking again where the kernel had no memory |
@@ -36,6 +37,7 @@ pub mod net;
 pub mod outlet;
 pub mod peer;
 pub mod seal;
+pub mod segments;
 pub mod shortage;
 pub mod silences;
 pub mod takeover;

@@ -19,6 +19,7 @@ use super::handshake::{FEATURE_CHECKSUM, FEATURE_ENCRYPTION, FEATURE_FAR, FEATUR
 use super::link::{Link, Sock};
 use super::outlet::Outlets;
 use super::seal::key::SharedKey;
+use super::segments::Segments;
 use super::shortage::Shortages;
 use super::silences::Silences;
 use super::takeover::{Kept, Side};
@@ -56,8 +57,7 @@ pub struct Net {
     /// Connections of another backend, whose sockets may come back.
     kept: Mutex<HashMap<(u64, Side), Weak<dyn Kept>>>,
     links: OnceLock<Registration>,
-    /// `TCP_MAXSEG` towards hosts on whose path larger segments were lost.
-    segments: Mutex<HashMap<IpAddr, u32>>,
+    segments: Mutex<Segments>,
     extra_streams: AtomicUsize,
     farewells: OnceLock<Farewells>,
     turns: AtomicUsize,
@@ -159,7 +159,7 @@ impl Net {
             senders: Mutex::new(HashMap::new()),
             kept: Mutex::new(HashMap::new()),
             links: OnceLock::new(),
-            segments: Mutex::new(HashMap::new()),
+            segments: Mutex::default(),
             extra_streams: AtomicUsize::new(0),
             farewells: OnceLock::new(),
             shortages: Shortages::default(),
@@ -275,12 +275,12 @@ impl Net {
 
     /// Only segments up to `segment` bytes reach that address: the next connections begin with them. Whether that is news.
     pub fn remember_segment(&self, address: IpAddr, segment: u32) -> bool {
-        lock(&self.segments).insert(address.to_canonical(), segment) != Some(segment)
+        lock(&self.segments).learn(address, segment, Instant::now())
     }
 
     /// `TCP_MAXSEG` for a socket that is to be connected there.
     pub fn segment(&self, address: IpAddr) -> Option<u32> {
-        lock(&self.segments).get(&address.to_canonical()).copied()
+        lock(&self.segments).of(address, Instant::now())
     }
 
     /// Has a broken stream connected again.
