@@ -399,6 +399,40 @@ fn an_abandoned_set_up_is_ended_by_finalize() {
     });
 }
 
+/// NCCL does not close a connection whose buffers it could not allocate. Its peer must not wait for it until the process ends.
+#[test]
+fn a_connection_that_nobody_closes_is_ended_by_finalize() {
+    const NAME: &str = "a_connection_that_nobody_closes_is_ended_by_finalize";
+    child::alone(NAME, &[], || {
+        let _watchdog = watchdog(60);
+        for version in [ApiVersion::V11, ApiVersion::V12] {
+            for abandons_sender in [true, false] {
+                let (here, there) = (context(version), context(version));
+                let (listener, mut handle) = there.listen(0).expect("listen");
+                let send = here.connect_within(0, &mut handle, PATIENCE).expect("connect");
+                let recv = listener.accept_within(PATIENCE).expect("accept");
+                let memory = Memory::new(200_000);
+                // SAFETY: the memory outlives the connection; the pattern is static.
+                let end = unsafe {
+                    if abandons_sender {
+                        send.abandon();
+                        here.finalize().expect("finalize");
+                        let begun = recv.post(&[Part::all(&memory, None)]).expect("irecv");
+                        outcome(|it| recv.test(it), begun, PATIENCE)
+                    } else {
+                        recv.abandon();
+                        there.finalize().expect("finalize");
+                        let begun = send.post(part(pattern(1, 200_000), None)).expect("isend");
+                        outcome(|it| send.test(it), begun, PATIENCE)
+                    }
+                };
+                assert_eq!(end.expect("an answer").err(), Some(Code::RemoteError), "{version}");
+            }
+        }
+        settles();
+    });
+}
+
 #[test]
 fn everything_that_was_done_reaches_the_peer_although_the_sender_exits_at_once() {
     const NAME: &str = "everything_that_was_done_reaches_the_peer_although_the_sender_exits_at_once";

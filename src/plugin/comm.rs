@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::devices::PTR_HOST;
+use super::open::Open;
 use crate::engine::events;
 use crate::engine::span::Span;
 use crate::os::error::{Error, Result};
@@ -23,6 +24,8 @@ pub struct ListenComm {
     pub listener: Arc<Listener>,
     /// NCCL's profiler, for the connections that it makes.
     pub profiler: Option<Arc<dyn events::Listener>>,
+    /// Where these connections are remembered.
+    pub open: Arc<Open>,
 }
 
 /// A listening communicator over RDMA.
@@ -34,6 +37,8 @@ pub struct RdmaListenComm {
     pub listening: Listening,
     /// NCCL's profiler, for the connections that it makes.
     pub profiler: Option<Arc<dyn events::Listener>>,
+    /// Where these connections are remembered.
+    pub open: Arc<Open>,
 }
 
 /// What a communicator's handle names.

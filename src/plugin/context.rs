@@ -1,18 +1,20 @@
 //! A communicator's context: what one `init` started, and what NCCL may leave behind in it.
 //!
-//! When NCCL gives up during set-up it closes only what was fully connected. Listeners and half-made connections
-//! stay with the context, which ends them at `finalize`; before v11 there is no finalize, and attempts that nobody
-//! asked after for a while are dropped.
+//! When NCCL gives up during set-up it closes only what was fully connected, and of that nothing whose buffers it could not
+//! allocate. Listeners and connections stay with the context, which ends them at `finalize`; before v11 there is no
+//! finalize, and attempts that nobody asked after for a while are dropped.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::comm::Comm;
+use super::open::Open;
 use crate::engine::events::Listener;
 use crate::nccl::ffi;
 use crate::os::error::{Error, Result};
 use crate::session::dialer::{Dial, Dialled};
+use crate::session::handshake::Secret;
 
 /// What NCCL tells when it starts to use the library, per communicator from v11 on and once per process before.
 #[derive(Debug)]
@@ -33,6 +35,8 @@ pub struct InitArgs {
 const FORGOTTEN: Duration = Duration::from_secs(120);
 
 struct Attempt {
+    /// Of the listener that it leads to.
+    secret: Secret,
     dial: Way,
     asked: Instant,
 }
@@ -89,7 +93,6 @@ fn over_streams(dialled: Dialled) -> Result<Comm> {
 struct Left {
     attempts: HashMap<u32, Attempt>,
     last_key: u32,
-    listeners: Vec<usize>,
 }
 
 impl Left {
@@ -112,6 +115,8 @@ pub struct Context {
     pub traffic_class: Option<u8>,
     /// NCCL's profiler, when it shall be told of transfers.
     pub listener: Option<Arc<dyn Listener>>,
+    /// Communicators that were made in this context and are not closed.
+    pub open: Arc<Open>,
     /// Why this context makes no connection, when it makes none.
     refusal: Option<Error>,
     left: Mutex<Left>,
@@ -120,7 +125,14 @@ pub struct Context {
 impl Context {
     /// A context in which nothing has happened yet.
     pub fn new(comm_id: u64, traffic_class: Option<u8>, listener: Option<Arc<dyn Listener>>) -> Self {
-        Self { comm_id, traffic_class, listener, refusal: None, left: Mutex::new(Left::default()) }
+        Self {
+            comm_id,
+            traffic_class,
+            listener,
+            open: Arc::default(),
+            refusal: None,
+            left: Mutex::new(Left::default()),
+        }
     }
 
     /// A context that answers every `listen` and `connect` with this error.
@@ -137,18 +149,20 @@ impl Context {
         self.left.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Remembers a listener, in case NCCL never closes it.
-    pub fn add_listener(&self, comm: usize) {
-        self.left().listeners.push(comm);
-    }
-
-    /// The attempt with this key, or a new one. The clock is the caller's.
+    /// The attempt with this key, to the listener with this secret, or a new one: a host may have written another handle over
+    /// the bytes that hold the key. The clock is the caller's.
     ///
     /// # Errors
     /// When a new one cannot be started.
-    pub fn dial(&self, now: Instant, key: u32, start: impl FnOnce() -> Result<Way>) -> Result<(u32, Way)> {
+    pub fn dial(
+        &self,
+        now: Instant,
+        key: u32,
+        secret: &Secret,
+        start: impl FnOnce() -> Result<Way>,
+    ) -> Result<(u32, Way)> {
         let mut left = self.left();
-        if let Some(attempt) = left.attempts.get_mut(&key) {
+        if let Some(attempt) = left.attempts.get_mut(&key).filter(|attempt| attempt.secret == *secret) {
             attempt.asked = now;
             return Ok((key, attempt.dial.clone()));
         }
@@ -159,7 +173,7 @@ impl Context {
             .collect();
         let key = left.next_key();
         let dial = start()?;
-        left.attempts.insert(key, Attempt { dial: dial.clone(), asked: now });
+        left.attempts.insert(key, Attempt { secret: secret.clone(), dial: dial.clone(), asked: now });
         drop(left);
         forgotten.iter().for_each(Way::cancel);
         Ok((key, dial))
@@ -170,16 +184,14 @@ impl Context {
         self.left().attempts.remove(&key);
     }
 
-    /// Ends everything; gives the listeners that may still be open.
-    pub fn end(&self) -> Vec<usize> {
+    /// Ends everything that is half-made.
+    pub fn end(&self) {
         let mut left = self.left();
         let attempts: Vec<Attempt> = left.attempts.drain().map(|(_, attempt)| attempt).collect();
-        let listeners = std::mem::take(&mut left.listeners);
         drop(left);
         for attempt in attempts {
             attempt.dial.cancel();
         }
-        listeners
     }
 }
 
@@ -188,26 +200,29 @@ mod tests {
     use super::*;
     use crate::os::config::Config;
     use crate::session::dialer::Target;
-    use crate::session::handshake::Secret;
     use crate::session::loopback;
+
+    /// Where nobody answers, and with which secret.
+    fn target(deaf: &std::net::TcpListener, secret: &Secret) -> Target {
+        Target {
+            addresses: vec![deaf.local_addr().expect("it listens")],
+            secret: secret.clone(),
+            rails: Arc::from([]),
+            traffic_class: None,
+            takeover: None,
+        }
+    }
 
     /// What was abandoned before v11, where no `finalize` ends it.
     #[test]
     fn an_attempt_that_nobody_asks_after_ends_with_the_next_one() {
         let (net, deaf) = (loopback::net(Config::default()), loopback::deaf());
-        let attempt = || {
-            let target = Target {
-                addresses: vec![deaf.local_addr().expect("it listens")],
-                secret: Secret::from_bytes([7; 16]),
-                rails: Arc::from([]),
-                traffic_class: None,
-                takeover: None,
-            };
-            Dial::connect(Arc::clone(&net), target).map(Way::Tcp)
-        };
+        let secret = Secret::from_bytes([7; 16]);
+        let attempt = || Dial::connect(Arc::clone(&net), target(&deaf, &secret)).map(Way::Tcp);
         let context = Context::new(0, None, None);
         let start = Instant::now();
-        let dial = |after: Duration, key: u32| context.dial(start + after, key, attempt).expect("it is started");
+        let dial =
+            |after: Duration, key: u32| context.dial(start + after, key, &secret, attempt).expect("it is started");
         let second = Duration::from_secs(1);
 
         let (kept_key, kept) = dial(Duration::ZERO, 0);
@@ -217,6 +232,24 @@ mod tests {
         assert!(forgotten.result().expect("it has ended").is_err());
         assert!(kept.result().is_none() && last.result().is_none(), "the others go on");
         assert_ne!(dial(FORGOTTEN + second, key).0, key, "it is not known any more");
+        context.end();
+    }
+
+    /// A host reuses the memory of a handle before its connection is made, and leaves the bytes of the key as they were.
+    #[test]
+    fn an_attempt_is_not_taken_for_one_to_another_listener() {
+        let (net, deaf) = (loopback::net(Config::default()), loopback::deaf());
+        let (one, other) = (Secret::from_bytes([7; 16]), Secret::from_bytes([8; 16]));
+        let context = Context::new(0, None, None);
+        let now = Instant::now();
+        let dial = |key: u32, secret: &Secret| {
+            let attempt = || Dial::connect(Arc::clone(&net), target(&deaf, secret)).map(Way::Tcp);
+            context.dial(now, key, secret, attempt).expect("it is started").0
+        };
+        let key = dial(0, &one);
+        let another = dial(key, &other);
+        assert_ne!(another, key, "the connection would lead to another listener");
+        assert_eq!((dial(key, &one), dial(another, &other)), (key, another));
         context.end();
     }
 }

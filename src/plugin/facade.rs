@@ -17,8 +17,10 @@ use super::comm::{Comm, ListenComm};
 use super::context::{InitArgs, Way};
 use super::devices::DeviceProperties;
 use super::handle::{self, ConnectionHandle};
+use super::open::Open;
 use super::process::{Process, process};
 use super::tuning;
+use crate::engine::events::Listener;
 use crate::engine::handle::{Handle, Kind};
 use crate::engine::request::Ticket;
 use crate::engine::span::Span;
@@ -95,16 +97,18 @@ pub fn bind_tuner(comm: Option<u64>, shape: tuning::Shape) -> Option<tuning::Sco
     (shape.nodes > 1).then(|| process().tunes(comm)).flatten()
 }
 
-/// Ends a context: frees listeners and half-made connections that NCCL has left behind.
+/// Ends a context: closes the communicators and half-made connections that NCCL has left behind.
 ///
 /// # Errors
 /// When there is no such context.
 pub fn finalize(ctx: usize) -> Result<()> {
     let process = process();
     let context = process.contexts.remove(ctx)?;
-    for listener in context.end() {
-        // It may have been closed in the ordinary way.
-        let _ = close_listen(listener);
+    context.end();
+    for comm in context.open.take() {
+        if let Ok(comm) = process.comms.remove(comm) {
+            close(&comm);
+        }
     }
     process.context_ended(ctx);
     Ok(())
@@ -150,13 +154,15 @@ pub fn listen(ctx: Option<usize>, dev: i32) -> Result<([u8; 64], usize)> {
         Some((rdma, adapters)) => {
             let (listening, addresses) = rdma.listen(net, adapters, binding.rails, context.traffic_class)?;
             let secret = listening.door.secret.clone();
-            let listen = RdmaListenComm { net: Arc::clone(net), listening, profiler: context.listener.clone() };
+            let (profiler, open) = (context.listener.clone(), Arc::clone(&context.open));
+            let listen = RdmaListenComm { net: Arc::clone(net), listening, profiler, open };
             (Comm::RdmaListen(listen), secret, addresses, true)
         }
         _ => {
             let (listener, addresses) = net.acceptor.listen(binding.rails, context.traffic_class, None)?;
             let secret = listener.secret.clone();
-            let listen = ListenComm { net: Arc::clone(net), listener, profiler: context.listener.clone() };
+            let (profiler, open) = (context.listener.clone(), Arc::clone(&context.open));
+            let listen = ListenComm { net: Arc::clone(net), listener, profiler, open };
             (Comm::Listen(listen), secret, addresses, false)
         }
     };
@@ -164,7 +170,7 @@ pub fn listen(ctx: Option<usize>, dev: i32) -> Result<([u8; 64], usize)> {
     let addresses = handle::what_works_first(addresses, is_down);
     let handle = ConnectionHandle { secret, addresses, is_rdma, key: 0 };
     let comm = process.comms.insert(Arc::new(comm))?.encode();
-    context.add_listener(comm);
+    context.open.add(comm);
     Ok((handle.encode(), comm))
 }
 
@@ -220,18 +226,14 @@ fn connect_with(
             _ => Dial::connect(Arc::clone(net), target).map(Way::Tcp),
         }
     };
-    let (key, dial) = context.dial(Instant::now(), handle.key, start)?;
+    let (key, dial) = context.dial(Instant::now(), handle.key, &handle.secret, start)?;
     ConnectionHandle::set_key(bytes, key);
     let result = if wait { Some(dial.wait()) } else { dial.result() };
     let Some(result) = result else { return Ok(None) };
     // Whatever came of it, the handle may be used for another connection from here on.
     ConnectionHandle::set_key(bytes, 0);
     context.forget_dial(key);
-    let comm = result?;
-    if let Some(profiler) = &context.listener {
-        comm.tell(profiler);
-    }
-    Ok(Some(process.comms.insert(Arc::new(comm))?.encode()))
+    connected((&context.listener, &context.open), result?).map(Some)
 }
 
 fn other_backend(peer_is_rdma: bool) -> Error {
@@ -281,16 +283,23 @@ pub fn accept_blocking(listen: usize) -> Result<usize> {
 }
 
 fn accepted(from: &Comm, conn: Comm) -> Result<usize> {
-    let profiler = match from {
-        Comm::Listen(listen) => &listen.profiler,
+    let owner = match from {
+        Comm::Listen(listen) => (&listen.profiler, &*listen.open),
         #[cfg(feature = "rdma")]
-        Comm::RdmaListen(listen) => &listen.profiler,
-        _ => &None,
+        Comm::RdmaListen(listen) => (&listen.profiler, &*listen.open),
+        other => return Err(other.is_not("listening")),
     };
+    connected(owner, conn)
+}
+
+/// A connection is NCCL's from here on. `profiler` and `open`: its context's.
+fn connected((profiler, open): (&Option<Arc<dyn Listener>>, &Open), conn: Comm) -> Result<usize> {
     if let Some(profiler) = profiler {
         conn.tell(profiler);
     }
-    Ok(process().comms.insert(Arc::new(conn))?.encode())
+    let comm = process().comms.insert(Arc::new(conn))?.encode();
+    open.add(comm);
+    Ok(comm)
 }
 
 /// Registers memory of kind `NCCL_PTR_*` with a connection.
@@ -501,21 +510,12 @@ fn request(comm: usize, ticket: Ticket) -> usize {
 /// # Errors
 /// When there is no such communicator.
 pub fn close_send(comm: usize) -> Result<()> {
-    let process = process();
-    let owner = process.comms.get(comm)?;
-    match &*owner {
-        Comm::Send(conn) => {
-            process.comms.remove(comm)?;
-            conn.close();
-        }
+    take(comm, "sending", |comm| match comm {
+        Comm::Send(_) => true,
         #[cfg(feature = "rdma")]
-        Comm::RdmaSend(conn) => {
-            process.comms.remove(comm)?;
-            conn.close();
-        }
-        other => return Err(other.is_not("sending")),
-    }
-    Ok(())
+        Comm::RdmaSend(_) => true,
+        _ => false,
+    })
 }
 
 /// Closes a receiving communicator.
@@ -523,21 +523,12 @@ pub fn close_send(comm: usize) -> Result<()> {
 /// # Errors
 /// When there is no such communicator.
 pub fn close_recv(comm: usize) -> Result<()> {
-    let process = process();
-    let owner = process.comms.get(comm)?;
-    match &*owner {
-        Comm::Recv(conn) => {
-            process.comms.remove(comm)?;
-            conn.close();
-        }
+    take(comm, "receiving", |comm| match comm {
+        Comm::Recv(_) => true,
         #[cfg(feature = "rdma")]
-        Comm::RdmaRecv(conn) => {
-            process.comms.remove(comm)?;
-            conn.close();
-        }
-        other => return Err(other.is_not("receiving")),
-    }
-    Ok(())
+        Comm::RdmaRecv(_) => true,
+        _ => false,
+    })
 }
 
 /// Closes a listener. Connections that it made live on.
@@ -545,22 +536,42 @@ pub fn close_recv(comm: usize) -> Result<()> {
 /// # Errors
 /// When there is no such listener.
 pub fn close_listen(listen: usize) -> Result<()> {
+    take(listen, "listening", |comm| match comm {
+        Comm::Listen(_) => true,
+        #[cfg(feature = "rdma")]
+        Comm::RdmaListen(_) => true,
+        _ => false,
+    })
+}
+
+/// Takes a communicator back from NCCL, if it is of the wanted kind, and closes it.
+fn take(comm: usize, kind: &str, is_wanted: impl Fn(&Comm) -> bool) -> Result<()> {
     let process = process();
-    let owner = process.comms.get(listen)?;
-    match &*owner {
-        Comm::Listen(listening) => {
-            process.comms.remove(listen)?;
-            listening.net.acceptor.close(&listening.listener);
-        }
+    let owner = process.comms.get(comm)?;
+    if !is_wanted(&owner) {
+        return Err(owner.is_not(kind));
+    }
+    process.comms.remove(comm)?;
+    process.contexts.any(|context| context.open.forget(comm));
+    close(&owner);
+    Ok(())
+}
+
+fn close(comm: &Comm) {
+    match comm {
+        Comm::Listen(listening) => listening.net.acceptor.close(&listening.listener),
+        Comm::Send(conn) => conn.close(),
+        Comm::Recv(conn) => conn.close(),
         #[cfg(feature = "rdma")]
         Comm::RdmaListen(RdmaListenComm { net, listening, .. }) => {
-            process.comms.remove(listen)?;
             net.acceptor.close(&listening.door);
             listening.listener.close();
         }
-        other => return Err(other.is_not("listening")),
+        #[cfg(feature = "rdma")]
+        Comm::RdmaSend(conn) => conn.close(),
+        #[cfg(feature = "rdma")]
+        Comm::RdmaRecv(conn) => conn.close(),
     }
-    Ok(())
 }
 
 /// Takes NCCL's hint about the operations to come. TCP has nothing to choose by it.

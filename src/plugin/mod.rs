@@ -8,6 +8,7 @@ pub mod devices;
 pub mod facade;
 pub mod handle;
 pub mod listener;
+pub mod open;
 pub mod process;
 #[cfg(feature = "rdma")]
 pub mod rdma;

@@ -1,0 +1,29 @@
+//! Which communicators of a context are open: NCCL may leave some behind, and the context ends them.
+
+use std::collections::HashSet;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Their ids.
+#[derive(Debug, Default)]
+pub struct Open(Mutex<HashSet<usize>>);
+
+impl Open {
+    fn lock(&self) -> MutexGuard<'_, HashSet<usize>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// One is NCCL's from here on.
+    pub fn add(&self, comm: usize) {
+        self.lock().insert(comm);
+    }
+
+    /// One was closed. Whether it was one of these.
+    pub fn forget(&self, comm: usize) -> bool {
+        self.lock().remove(&comm)
+    }
+
+    /// Those that were not closed.
+    pub fn take(&self) -> HashSet<usize> {
+        std::mem::take(&mut *self.lock())
+    }
+}
