@@ -3,6 +3,7 @@
 //! A forked child gets a fresh one. Its parent's threads do not exist there, its parent's descriptors are closed by
 //! the fork handler, and its parent's handles name nothing.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -13,6 +14,7 @@ use super::devices::{self, Binding, MergePolicy, Plan, Table as Devices};
 use super::listener;
 use super::tuning::Scope;
 use crate::engine::handle::Kind;
+use crate::engine::poller::panic_text;
 use crate::engine::span::Span;
 use crate::engine::table::Table;
 use crate::os::config::{Backend, Complaint, Config, KeyFile};
@@ -121,17 +123,32 @@ impl Process {
         let _one_at_a_time = process.initialising.lock().unwrap_or_else(PoisonError::into_inner);
         let (config, complaints) = Config::from_env();
         log::set_logger(args.logger, config.log);
-        match process.start(args, &config, &complaints) {
-            Err(error) if config.key_file.is_some() => process.refuse(args, &config, error),
-            started => started,
+        process.start_or_refuse(args, &config, || process.start(args, &config, &complaints))
+    }
+
+    /// As [`Process::init`] promises, whatever goes wrong: a defect of Towline must not lead to a job in clear either.
+    fn start_or_refuse(
+        &self,
+        args: &InitArgs,
+        config: &Config,
+        start: impl FnOnce() -> Result<usize>,
+    ) -> Result<usize> {
+        if config.key_file.is_none() {
+            return start();
         }
+        // After a panic nothing of it is used again but what guards itself: locks that were poisoned are taken all the same.
+        let started = catch_unwind(AssertUnwindSafe(start))
+            .unwrap_or_else(|payload| Err(Error::internal(format!("a defect of Towline: {}", panic_text(&*payload)))));
+        started.or_else(|error| self.refuse(args, config, error))
     }
 
     /// A context that connects to nobody, and at least one device, so that NCCL stays with this plugin.
     fn refuse(&self, args: &InitArgs, config: &Config, error: Error) -> Result<usize> {
         tracing::warn!("no connections will be made, because TOWLINE_KEY_FILE asks for encryption: {error}");
         if self.devices.properties(0).is_err() {
-            self.devices.load(devices::discover(config).map_or_else(|_| vec![Plan::stand_in()], |found| found.plans));
+            let found = catch_unwind(AssertUnwindSafe(|| devices::discover(config)));
+            let plans = found.ok().and_then(Result::ok).map(|found| found.plans);
+            self.devices.load(plans.unwrap_or_else(|| vec![Plan::stand_in()]));
         }
         self.keep(args, Context::refusing(args.comm_id.unwrap_or(0), error))
     }
@@ -392,5 +409,24 @@ fn find_rdma(config: &Config) -> Result<Option<Rdma>> {
         Err(error) => Err(error.with_hint(
             "TOWLINE_BACKEND=rdma asks for RDMA; `towline doctor` lists its devices; unset TOWLINE_BACKEND to run over TCP without it",
         )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::os::error::Cause;
+
+    /// NCCL would go on in clear if `init` failed.
+    #[test]
+    fn a_panic_in_init_refuses_connections_where_encryption_is_asked_for() {
+        let process = Process::new(0);
+        let args = InitArgs { api: 12, comm_id: Some(7), traffic_class: None, logger: None, profiler: None };
+        let config = Config::from_pairs([("TOWLINE_KEY_FILE", "/nowhere")]).0;
+        let context = process.start_or_refuse(&args, &config, || panic!("slot {} is taken", 7)).expect("init succeeds");
+        let error = process.context(Some(context)).err().expect("no connection is made");
+        assert_eq!(error.cause(), Cause::Internal);
+        assert!(error.to_string().contains("a defect of Towline: slot 7 is taken"), "{error}");
+        assert!(process.devices.count() > 0, "NCCL stays with a plugin that has devices");
     }
 }
