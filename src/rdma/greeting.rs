@@ -175,23 +175,27 @@ impl Attempt {
 
     /// Gives up: whoever wanted the connection has gone.
     pub fn cancel(&self) {
-        if let Some(dial) = lock(&self.dial).take() {
+        // Nothing is closed under a lock: a close may wait, and the control thread settles attempts.
+        let dial = lock(&self.dial).take();
+        if let Some(dial) = dial {
             dial.cancel();
         }
-        let abandoned = || Err(Error::usage("the connection attempt was abandoned"));
-        if let Some(Ok(conn)) = lock(&self.outcome).replace(abandoned()) {
+        let abandoned = Err(Error::usage("the connection attempt was abandoned"));
+        let unused = lock(&self.outcome).replace(abandoned);
+        if let Some(Ok(conn)) = unused {
             conn.close();
         }
     }
 
     fn settle(&self, result: Result<Arc<RdmaSend>>) {
-        let mut outcome = lock(&self.outcome);
-        if outcome.is_none() {
-            *outcome = Some(result);
-        } else if let Ok(conn) = result {
+        let unused = {
+            let mut outcome = lock(&self.outcome);
+            if outcome.is_some() { Some(result) } else { outcome.replace(result) }
+        };
+        self.settled.notify_all();
+        if let Some(Ok(conn)) = unused {
             conn.close();
         }
-        self.settled.notify_all();
     }
 }
 
