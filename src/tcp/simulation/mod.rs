@@ -60,6 +60,16 @@ fn an_honest_game(seed: u64) {
     settled.unwrap_or_else(|error| panic!("refused: {error}"));
 }
 
+/// Nothing comes through for a while in which further streams are tried again and again, and the first one ends or is still
+/// believed to be well. Afterwards everything arrives.
+fn a_game_with_an_outage(seed: u64) {
+    let settled = play(seed, Mischief::Outage).and_then(|(mut world, over)| {
+        assert!(over, "it hangs; {}", world.describe());
+        world.check_settled()
+    });
+    settled.unwrap_or_else(|error| panic!("refused: {error}"));
+}
+
 /// Streams have checksums or are encrypted, and the network changes a bit now and then. That ends the stream before
 /// anything of the frame counts, and everything arrives all the same.
 fn a_game_with_damaged_frames(seed: u64) {
@@ -123,6 +133,11 @@ fn play_all(one_in: u64, game: fn(u64)) {
 #[test]
 fn every_message_arrives_once_whatever_the_network_does() {
     play_all(1, an_honest_game);
+}
+
+#[test]
+fn every_message_arrives_once_after_an_outage_while_streams_join() {
+    play_all(4, a_game_with_an_outage);
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Both cores, and what `sender` and `receiver` do around them, with queues in place of sockets.
 
 use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use super::Dice;
@@ -25,6 +26,8 @@ pub(super) enum Mischief {
     Damage {
         encrypted: bool,
     },
+    /// Nothing comes through for a while, soon after the first stream is connected.
+    Outage,
 }
 
 struct Frame {
@@ -89,6 +92,8 @@ pub(super) struct World {
     sent: usize,
     posted: usize,
     cuts_left: u64,
+    /// When nothing comes through, in steps.
+    outage: Range<u64>,
     pub(super) was_cut: bool,
     now: u64,
     /// Data frames that were written, for the mischief.
@@ -105,6 +110,7 @@ impl World {
         let ledger = Ledger::plan(&mut dice);
         let streams = 1 + dice.roll(4) as usize;
         let far = seed % 4 >= 2;
+        let outage = if mischief == Mischief::Outage { 1 + dice.roll(300)..2000 + dice.roll(4000) } else { 0..0 };
         let mut world = Self {
             mischief,
             sender: SendCore::new(true),
@@ -115,6 +121,7 @@ impl World {
             sent: 0,
             posted: 0,
             cuts_left: dice.roll(6).saturating_sub(if mischief == Mischief::Repeat { 3 } else { 0 }),
+            outage,
             was_cut: false,
             now: 0,
             seen: Vec::new(),
@@ -145,6 +152,9 @@ impl World {
     pub(super) fn step(&mut self) -> Result<()> {
         self.check_bounded();
         self.now += 1;
+        if self.now == self.outage.start {
+            (0..self.wires.len()).for_each(|index| self.cut(index));
+        }
         let index = self.dice.roll(self.wires.len() as u64) as usize;
         match self.dice.roll(32) {
             0 | 1 => return self.post_send(),
@@ -189,7 +199,10 @@ impl World {
             10 if self.mischief == Mischief::Repeat => self.repeat(index),
             10..=12 if self.mischief == Mischief::Anything => self.invent(index),
             13 | 14 if self.wires[index].cut && self.wires[index].receiver_has_it => self.receiver_notices(index),
-            15 if self.wires.iter().all(|wire| !wire.receiver_has_it) && self.wires[index].sender_has_it => {
+            15 if self.wires.iter().all(|wire| !wire.receiver_has_it)
+                && self.wires[index].sender_has_it
+                && !self.outage.contains(&self.now) =>
+            {
                 // A receiver without any stream calls the sender.
                 self.notice(index);
             }
@@ -352,6 +365,10 @@ impl World {
     fn join(&mut self, index: usize) -> Result<()> {
         self.wires[index].tried += 1;
         let epoch = self.wires[index].tried;
+        if self.outage.contains(&self.now) {
+            // Its hello does not arrive, and the try ends.
+            return Ok(());
+        }
         if (epoch.wrapping_sub(self.receiver.epoch(index)) as i16) <= 0 {
             return Ok(());
         }
