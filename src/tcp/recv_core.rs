@@ -13,7 +13,8 @@ use slab::Slab;
 
 use super::ack::Ack;
 use super::limits::{
-    ACK_EVERY, EAGER_MAX, EAGER_MAX_FAR, EAGER_WINDOW, EAGER_WINDOW_FAR, MAX_POSTED, MAX_RANGES, MESSAGE_COST, max_early,
+    ACK_EVERY, EAGER_MAX, EAGER_MAX_FAR, EAGER_WINDOW, EAGER_WINDOW_FAR, MAX_POSTED, MAX_RANGES, MESSAGE_COST,
+    max_early,
 };
 use super::ranges::Ranges;
 use crate::engine::request::{MAX_PARTS, too_long};
