@@ -88,7 +88,7 @@ def play(rank, given):
         time.sleep(delay)
         over += all(work.is_completed() for work in works)
         # The other rank finds its peer gone a moment later, and aborts as well.
-        if who == ("second", "first")[1 - rank]:
+        if who == ("second", "first")[rank]:
             time.sleep(0.05)
         began = time.monotonic()
         doomed.abort()
