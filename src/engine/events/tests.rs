@@ -295,13 +295,17 @@ mod told {
         events.follow(3, 0, handle(1));
         unsafe { events.wait() };
         let begun = std::time::Instant::now();
-        while begun.elapsed() < Duration::from_millis(20) {
+        // On a busy machine few rounds may take all of the time.
+        let mut rounds = 0;
+        while begun.elapsed() < Duration::from_millis(20) || rounds < 2000 {
             // More than are kept for the end.
             (0..=MOST as u64).for_each(|at| events.chunk_over(&nobody(), 3, 0, &chunk(at, 1, 1 << 40), Ticks::now()));
             unsafe { events.wait() };
+            rounds += 1;
         }
         let calls = lock(&books.together).len();
-        assert!((1..=1 + 20_000_000 / PATIENCE_NS as usize).contains(&calls), "{calls}");
+        let most = 1 + begun.elapsed().as_nanos() as usize / PATIENCE_NS as usize;
+        assert!((1..=most).contains(&calls), "{calls} of at most {most}");
         unsafe { events.abandon(3) };
     }
 
