@@ -174,7 +174,12 @@ fn a_queue_pair_that_is_lost_again_and_again_stays_out_unless_it_is_the_only_one
     let first: Vec<Duration> = (0..3).map(|_| break_first(&two, &mut dice)).collect();
     let fourth = break_first(&two, &mut dice);
     println!("out for {first:?}, then {fourth:?}");
-    assert!(fourth > Duration::from_millis(1800) && fourth > *first.iter().min().expect("three") * 2);
+    // Two seconds instead of half a one, and what a busy machine adds to either.
+    let usual = *first.iter().min().expect("three");
+    assert!(
+        fourth > Duration::from_millis(1800) && fourth > usual + Duration::from_millis(1200),
+        "{first:?}, {fourth:?}"
+    );
     let one = Ends::connect(&Plan { ports: [&[0], &[0]], lanes: 1, variables: &IMPATIENT, ..Plan::default() });
     let alone: Vec<Duration> = (0..5).map(|_| break_first(&one, &mut dice)).collect();
     println!("alone, out for {alone:?}");
