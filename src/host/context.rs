@@ -187,7 +187,7 @@ impl Context {
     }
 
     /// Ends the context now, with connections still open: what NCCL does after an abort. Later calls and the last
-    /// drop do nothing more. What is still open must be [abandoned](SendComm::abandon), not closed.
+    /// drop do nothing more. What is still open must be [abandoned](super::SendComm::abandon), not closed.
     pub fn finalize(&self) -> Result<()> {
         self.0.finalize()
     }

@@ -3,7 +3,7 @@
 //! The rules are those of NCCL's own IB transport, so that the same variables choose the same ports: active ports
 //! of InfiniBand and Ethernet, `NCCL_IB_HCA`'s choice among them, sorted by PCI address, ports of one card counted
 //! through. [`discover`] asks libibverbs and the kernel; [`arrange`] holds the rules and touches neither. A port that
-//! cannot be used is left out here, with a sentence, and not when a connection needs it ([`trial`](super::trial)).
+//! cannot be used is left out here, with a sentence, and not when a connection needs it ([`trial`]).
 //!
 //! Guarantee: two processes of one host get the same list, as long as the host does not change in between.
 //!
