@@ -711,7 +711,7 @@ impl Dial {
                     remote: welcome.rails,
                     local: Arc::clone(&target.rails),
                     traffic_class: target.traffic_class,
-                    round_trip: watch::distance(&sock),
+                    round_trip: watch::round_trip(&sock),
                 };
                 let address = sock.peer_addr().ok().and_then(|address| address.as_socket());
                 let peer = Peer { label: welcome.label, address: address.unwrap_or(target.addresses[0]) };
