@@ -147,11 +147,12 @@ fn a_path_that_loses_full_packets_goes_on_with_smaller_ones() {
             let log = Capture::start();
             let slowest = send(LENGTHS, PATIENCE);
             let records = log.records();
-            // Two epochs of 2.4 s each. Plain TCP with tcp_mtu_probing=1 is back after 6.6 s.
+            // Two epochs of 2.4 s each that delivered nothing; one before them may have delivered a chunk that is smaller
+            // than a segment. Plain TCP with tcp_mtu_probing=1 is back after 6.6 s.
             for stream in 0..3 {
                 let broke = |text: &str| text.contains(&format!("stream {stream} to ")) && text.contains(" broke (");
                 let epochs = records.iter().filter(|line| broke(&line.text)).count();
-                assert!(epochs <= 2, "stream {stream} was lost {epochs} times: {records:?}");
+                assert!(epochs <= 3, "stream {stream} was lost {epochs} times: {records:?}");
             }
             assert!(slowest < Duration::from_secs(15), "{slowest:?}");
             let told = records.iter().filter(|line| line.is_warning() && line.text.contains("small packets pass to "));
