@@ -147,8 +147,8 @@ fn a_path_that_loses_full_packets_goes_on_with_smaller_ones() {
             let log = Capture::start();
             let slowest = send(LENGTHS, PATIENCE);
             let records = log.records();
-            // Two epochs of 2.4 s each that delivered nothing; one before them may have delivered a chunk that is smaller
-            // than a segment. Plain TCP with tcp_mtu_probing=1 is back after 6.6 s.
+            // Two epochs of 2.4 s each; a stream that was idle meanwhile may share the end of another on its path after that.
+            // Plain TCP with tcp_mtu_probing=1 is back after 6.6 s.
             for stream in 0..3 {
                 let broke = |text: &str| text.contains(&format!("stream {stream} to ")) && text.contains(" broke (");
                 let epochs = records.iter().filter(|line| broke(&line.text)).count();

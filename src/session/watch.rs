@@ -62,6 +62,8 @@ pub struct Sight {
     pub outstanding: bool,
     /// The path's round trip, smoothed by the kernel.
     pub round_trip: Duration,
+    /// How many bytes of data a full packet carries now.
+    pub segment: u32,
 }
 
 /// `TCP_INFO` of a socket. None when the kernel does not say.
@@ -90,6 +92,7 @@ impl Sight {
             asked: info.tcpi_retransmits.max(info.tcpi_probes),
             outstanding: info.tcpi_unacked > 0 || super::wire::unsent(sock.as_raw_fd()) > 0,
             round_trip: Duration::from_micros(u64::from(info.tcpi_rtt)),
+            segment: info.tcpi_snd_mss,
         })
     }
 }
@@ -380,7 +383,10 @@ mod tests {
         let mut at = phase;
         loop {
             let asked = [200, 600, 1400, 3000, 6200].iter().filter(|asked| at >= ms(**asked)).count() as u8;
-            match vigil.look(start + at, Sight { silent: idle + at, asked, outstanding: true, round_trip: NEAR }) {
+            match vigil.look(
+                start + at,
+                Sight { silent: idle + at, asked, outstanding: true, round_trip: NEAR, segment: 1448 },
+            ) {
                 Finding::Well => at += TICK,
                 Finding::Asking => at += SOON,
                 Finding::Lost(_) => return at,
@@ -392,8 +398,10 @@ mod tests {
     fn a_question_that_was_just_asked_says_nothing_of_the_silence_before() {
         let (start, mut vigil) = (Instant::now(), Vigil::default());
         let mut unheard = |at: u64, asked: u8, silent: u64| {
-            let (now, sight) =
-                (start + ms(at), Sight { silent: ms(silent), asked, outstanding: false, round_trip: NEAR });
+            let (now, sight) = (
+                start + ms(at),
+                Sight { silent: ms(silent), asked, outstanding: false, round_trip: NEAR, segment: 1448 },
+            );
             vigil.look(now, sight);
             vigil.unheard(now, sight)
         };
@@ -420,7 +428,7 @@ mod tests {
                 let answered = at.saturating_sub(round_trip) / 1000 * 1000;
                 let heard = if answered == 0 { 0 } else { answered + round_trip };
                 let asked = ((at / 1000) - (heard / 1000).min(at / 1000)) as u8;
-                let sight = Sight { silent: ms(at - heard), asked, outstanding: true, round_trip: ms(round_trip) };
+                let sight = Sight { silent: ms(at - heard), asked, outstanding: true, round_trip: ms(round_trip), segment: 1448 };
                 prop_assert!(!matches!(vigil.look(start + ms(at), sight), Finding::Lost(_)), "{at}: {sight:?}");
             }
         }
@@ -435,11 +443,11 @@ mod tests {
                 // A probe goes out; its answer comes `wait` later; another pause follows, of any length.
                 for seen in (at..at + wait).step_by(100) {
                     let silent = ms(120_000 + seen - at);
-                    let sight = Sight { silent, asked: 1, outstanding: true, round_trip: NEAR };
+                    let sight = Sight { silent, asked: 1, outstanding: true, round_trip: NEAR, segment: 1448 };
                     prop_assert!(!matches!(vigil.look(start + ms(seen), sight), Finding::Lost(_)));
                 }
                 at += wait;
-                let sight = Sight { silent: ms(1), asked: 0, outstanding: true, round_trip: NEAR };
+                let sight = Sight { silent: ms(1), asked: 0, outstanding: true, round_trip: NEAR, segment: 1448 };
                 prop_assert_eq!(vigil.look(start + ms(at), sight), Finding::Well);
                 at += 30_000;
             }
@@ -461,7 +469,8 @@ mod tests {
     fn a_late_answer_makes_a_stream_well_again() {
         let start = Instant::now();
         let mut vigil = Vigil::default();
-        let sight = |silent, asked| Sight { silent: ms(silent), asked, outstanding: true, round_trip: NEAR };
+        let sight =
+            |silent, asked| Sight { silent: ms(silent), asked, outstanding: true, round_trip: NEAR, segment: 1448 };
         assert_eq!(vigil.look(start, sight(500, 1)), Finding::Asking);
         assert_eq!(vigil.look(start + ms(1500), sight(2000, 3)), Finding::Asking);
         assert_eq!(vigil.look(start + ms(1600), sight(3, 0)), Finding::Well);

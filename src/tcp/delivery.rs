@@ -9,7 +9,9 @@
 //!   way after the last one and `PROVEN` before its end: in an outage no handshake passes. The first long frame that arrives
 //!   on the way clears the count; short ones pass anyhow.
 //! - After two such epochs that ended by silence, the next ones over that way begin with smaller segments (`SEGMENTS`). That is
-//!   sooner than the kernel's own cure (`net.ipv4.tcp_mtu_probing=1`), which takes 6 s.
+//!   sooner than the kernel's own cure (`net.ipv4.tcp_mtu_probing=1`), which takes 3 to 6 s. A stream whose silence was
+//!   interrupted lives long enough for that cure: its segments become smaller while it lives, and then long frames arrive. That
+//!   teaches the same as an epoch with smaller segments that delivers.
 //! - After `ENOUGH` the way is left out: its streams go over others. Where no other is left, the next epoch has
 //!   `LAST_RESORT`, so that the kernel's cure has its time.
 //! - From the first epoch in vain on, a clock runs until a frame arrives on any stream; a handshake does not stop it. When the
@@ -24,6 +26,10 @@ use crate::session::frame::MAX_STREAMS;
 /// `TCP_MAXSEG` that is tried in turn, in bytes. 1220: IPv6 requires a path to carry 1280, 60 of which are headers. 536: a host
 /// accepts 576 over IPv4, 40 of which are headers.
 const SEGMENTS: [u32; 2] = [1220, 536];
+
+/// The segments with which the kernel's own cure begins (`net.ipv4.tcp_base_mss`). They grow later, so that 1024 does not say that
+/// 1220 are too many.
+const KERNELS: u32 = 1024;
 
 /// Lives in vain in a row before a way is left out: two with the path's own segments, and one for each of [`SEGMENTS`].
 const ENOUGH: u32 = 4;
@@ -78,6 +84,8 @@ struct Life {
     way: Option<usize>,
     /// `TCP_MAXSEG` with which it began.
     segment: Option<u32>,
+    /// The largest segments that the kernel used.
+    largest: u32,
     /// What had arrived at the last look.
     seen: Arrived,
     delivered: bool,
@@ -128,10 +136,11 @@ impl Deliveries {
         self.lives[index] = Life { way, segment, seen, ..Life::default() };
     }
 
-    /// So much of stream `index` has arrived by now. Returns the way and the segment size by which it did, where full
-    /// segments did not.
-    pub fn reached(&mut self, index: usize, arrived: Arrived) -> Option<(usize, u32)> {
+    /// So much of stream `index` has arrived by now; `using`: the size of its segments, if that is known. Returns the way and the
+    /// segment size by which it did, where full segments did not.
+    pub fn reached(&mut self, index: usize, arrived: Arrived, using: Option<u32>) -> Option<(usize, u32)> {
         let life = &mut self.lives[index];
+        life.largest = life.largest.max(using.unwrap_or(0));
         let (some, long) = (arrived.frames > life.seen.frames, arrived.long > life.seen.long);
         if some {
             life.delivered = true;
@@ -144,8 +153,10 @@ impl Deliveries {
         let is_first = !std::mem::replace(&mut life.delivered_long, true);
         let at = life.way?;
         let way = self.ways.get_mut(at)?;
+        let shrunk = using.filter(|using| way.in_vain > 0 && *using < life.largest);
         (way.in_vain, way.silent, way.counted) = (0, 0, None);
-        life.segment.filter(|_| is_first).map(|segment| (at, segment))
+        let cured = shrunk.map(|using| SEGMENTS[usize::from(using < KERNELS)]);
+        life.segment.or(cured).filter(|_| is_first).map(|segment| (at, segment))
     }
 
     /// The life of stream `index` ended with frames in doubt. `patience`: how long the peer may stay away after such an end.
@@ -257,13 +268,32 @@ mod tests {
         let (start, mut deliveries) = (Instant::now(), Deliveries::new(1));
         lose(&mut deliveries, start, 2);
         deliveries.begins(0, Some(0), long(7), start + 4801 * MS);
-        assert_eq!(deliveries.reached(0, long(7)), None, "nothing has arrived");
-        assert_eq!(deliveries.reached(0, Arrived { frames: 8, long: 7 }), None, "short frames pass anyhow");
-        assert_eq!(deliveries.reached(0, long(8)), Some((0, 1220)));
-        assert_eq!(deliveries.reached(0, long(9)), None);
+        assert_eq!(deliveries.reached(0, long(7), None), None, "nothing has arrived");
+        assert_eq!(deliveries.reached(0, Arrived { frames: 8, long: 7 }, None), None, "short frames pass anyhow");
+        assert_eq!(deliveries.reached(0, long(8), None), Some((0, 1220)));
+        assert_eq!(deliveries.reached(0, long(9), None), None);
         // An outage long after that: the path's own segments do not pass now either.
         assert_eq!(deliveries.ended(0, start + PATIENCE * 3, SILENT, PATIENCE), Lesson::None);
         assert_eq!(deliveries.segment(0), Some(1220));
+    }
+
+    /// With `net.ipv4.tcp_mtu_probing=1`, while another stream's silence was the second in vain.
+    #[test]
+    fn the_kernels_own_cure_teaches_the_same() {
+        for (using, expected) in [(1024, Some((0, 1220))), (1423, Some((0, 1220))), (512, Some((0, 536))), (8948, None)]
+        {
+            let (start, mut deliveries) = (Instant::now(), Deliveries::new(1));
+            deliveries.begins(1, Some(0), long(0), start);
+            assert_eq!(deliveries.reached(1, long(0), Some(8948)), None);
+            lose(&mut deliveries, start, 1);
+            assert_eq!(deliveries.reached(1, long(1), Some(using)), expected, "{using}");
+            assert_eq!(deliveries.reached(1, long(2), Some(using)), None, "once");
+        }
+        // Smaller segments without an epoch in vain: a router has said what its MTU is.
+        let (start, mut deliveries) = (Instant::now(), Deliveries::new(1));
+        deliveries.begins(0, Some(0), long(0), start);
+        assert_eq!(deliveries.reached(0, long(0), Some(8948)), None);
+        assert_eq!(deliveries.reached(0, long(1), Some(1448)), None);
     }
 
     #[test]
@@ -282,7 +312,7 @@ mod tests {
         deliveries.begins(0, Some(0), long(0), start);
         assert_eq!(deliveries.ended(0, start, End::Silent(PATIENCE * 2), PATIENCE), Lesson::None);
         deliveries.begins(0, Some(0), long(0), start);
-        assert_eq!(deliveries.reached(0, Arrived { frames: 1, long: 0 }), None);
+        assert_eq!(deliveries.reached(0, Arrived { frames: 1, long: 0 }, None), None);
         assert_eq!(deliveries.ended(0, start + PATIENCE, SILENT, PATIENCE), Lesson::None);
     }
 
@@ -330,7 +360,7 @@ mod tests {
         let (start, mut deliveries) = (Instant::now(), Deliveries::new(1));
         for life in 1..=100_u32 {
             deliveries.begins(0, Some(0), long(u64::from(life)), start + 10_000 * MS * (life - 1));
-            deliveries.reached(0, long(u64::from(life) + 1));
+            deliveries.reached(0, long(u64::from(life) + 1), None);
             assert_eq!(deliveries.ended(0, start + 10_000 * MS * life, End::Cut, PATIENCE), Lesson::None);
         }
         assert_eq!((deliveries.segment(0), deliveries.pause(0)), (None, Duration::ZERO));
@@ -364,7 +394,7 @@ mod tests {
             for (length, silent) in ends {
                 deliveries.begins(0, Some(0), long(frames), now);
                 frames += 1;
-                prop_assert!(deliveries.reached(0, long(frames)).is_none());
+                prop_assert!(deliveries.reached(0, long(frames), None).is_none());
                 now += MS * length as u32;
                 let how = if silent { SILENT } else { End::Cut };
                 prop_assert_eq!(deliveries.ended(0, now, how, PATIENCE), Lesson::None);

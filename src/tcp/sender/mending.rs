@@ -89,7 +89,7 @@ impl SendConn {
             let arrived: [Arrived; MAX_STREAMS] = std::array::from_fn(|index| state.core.arrived(index));
             (state.core.in_doubt(index), arrived)
         };
-        arrived.iter().enumerate().for_each(|(index, arrived)| self.note_arrived(index, *arrived));
+        arrived.iter().enumerate().for_each(|(index, arrived)| self.note_arrived(index, *arrived, None));
         // An interface that is down loses small packets as well.
         if !in_doubt || error.kind() == io::ErrorKind::NetworkDown {
             return true;
@@ -123,9 +123,9 @@ impl SendConn {
         }
     }
 
-    /// So much of stream `index` has arrived.
-    fn note_arrived(&self, index: usize, arrived: Arrived) {
-        let small = lock(&self.deliveries).reached(index, arrived);
+    /// So much of stream `index` has arrived, by segments of that size if it is known.
+    fn note_arrived(&self, index: usize, arrived: Arrived, using: Option<u32>) {
+        let small = lock(&self.deliveries).reached(index, arrived, using);
         let Some((way, segment)) = small else { return };
         let Some(address) = self.link.remote.get(way % self.link.remote.len().max(1)) else { return };
         if self.net.remember_segment(address.ip(), segment) {
@@ -539,11 +539,12 @@ impl Kept for SendConn {
                 self.settle_claims(&mut state, index);
                 (state.core.in_doubt(index), state.core.arrived(index))
             };
-            self.note_arrived(index, arrived);
             let often = Probes::OFTEN;
             let seldom = Probes::within(self.net.config.peer_timeout, true);
+            let mut using = None;
             let found = stream.peek(|io| {
                 let sight = Sight::of(&io.sock)?;
+                using = Some(sight.segment);
                 let vigil = &mut lock(&self.vigils)[index];
                 let in_doubt = adrift || in_doubt && self.requests.outstanding() > 0;
                 vigil.probe(&io.sock, sight, in_doubt, &often, &seldom);
@@ -553,6 +554,7 @@ impl Kept for SendConn {
                 least = Some(least.map_or(unheard, |least: Duration| least.min(unheard)));
                 Some(found)
             });
+            self.note_arrived(index, arrived, using);
             match found.flatten() {
                 Some(Finding::Asking) => next = watch::SOON,
                 // Without recovery this is the end, so it must be certain.
