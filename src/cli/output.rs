@@ -35,7 +35,7 @@ pub(crate) fn write_json(file: Option<&Path>, results: &impl Serialize) -> Resul
     std::fs::write(file, text + "\n").map_err(|error| writing(file, &error))
 }
 
-/// Writes to standard output at once. Ends the program when nobody reads it, or it cannot be written.
+/// Writes to standard output at once. Ends the program when the reader of a pipe has gone, or the output cannot be written.
 pub(crate) fn print(text: impl AsRef<[u8]>) {
     let mut stdout = io::stdout().lock();
     match stdout.write_all(text.as_ref()).and_then(|()| stdout.flush()) {

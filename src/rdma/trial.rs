@@ -1,34 +1,21 @@
 //! Whether this host lets connections be made, found out by trying: a device may offer a port on which it makes no reliable
-//! connections, and a limit on locked memory may not let NCCL's buffers be registered. Who learns that when the first
-//! connection is made can no longer run over TCP.
+//! connections, and a limit on locked memory may not let NCCL's buffers be registered. When the first
+//! connection is made it is too late to run over TCP.
 
 use std::io;
-use std::time::Duration;
 
 use super::pages::Pages;
 use super::verbs::{Access, Capacity, CompletionQueue, Context, MemoryRegion, ProtectionDomain};
-use super::verbs::{QueuePair, QueuePairOptions};
+use super::verbs::{QueuePair, QueuePairOptions, patiently_while};
 use crate::os::error::{Error, Result};
-
-/// Attempts, and the pause after the first failure, which doubles: a device may be out of something for a moment. 31 ms in
-/// all.
-const ATTEMPTS: u32 = 6;
-const FIRST_PAUSE: Duration = Duration::from_millis(1);
 
 /// Less locked memory than this is too little: the buffers of one NCCL channel to one peer are about 10 MiB, and a
 /// communicator has two channels or more.
 const LEAST_LOCKED: u64 = 64 << 20;
 
+/// A device may be out of something for a moment, whatever it says.
 fn patiently<T>(attempt: impl Fn() -> Result<T>) -> Result<T> {
-    let mut pause = FIRST_PAUSE;
-    for _ in 1..ATTEMPTS {
-        match attempt() {
-            Err(_) => std::thread::sleep(pause),
-            made => return made,
-        }
-        pause *= 2;
-    }
-    attempt()
+    patiently_while(|_| true, attempt)
 }
 
 /// Makes a reliable-connected queue pair and binds it to a port.

@@ -42,11 +42,19 @@ const FIRST_PAUSE: Duration = Duration::from_millis(1);
 
 /// Makes a call again that fails for want of memory, descriptors or luck. Devices are found once in the life of a process:
 /// what fails for a moment just then must not count for ever.
-fn patiently<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+fn patiently<T>(call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    patiently_while(is_momentary, call)
+}
+
+/// The same for calls of which the caller says which failures may pass.
+pub(super) fn patiently_while<T, E>(
+    may_pass: impl Fn(&E) -> bool,
+    mut call: impl FnMut() -> Result<T, E>,
+) -> Result<T, E> {
     let mut pause = FIRST_PAUSE;
     for _ in 1..TRIES {
         match call() {
-            Err(error) if is_momentary(&error) => std::thread::sleep(pause),
+            Err(error) if may_pass(&error) => std::thread::sleep(pause),
             other => return other,
         }
         pause *= 2;
