@@ -18,7 +18,7 @@ mod render;
 mod value;
 
 pub use complaint::Complaint;
-pub use nearest::nearest;
+pub use nearest::{is_slip, nearest};
 pub use render::{Setting, Source, render_markdown, settings};
 pub use value::{Backend, Family, KeyFile, LogLevel, NetEvents, Number, Rails, Value};
 

@@ -67,19 +67,7 @@ pub(super) fn look(
 /// The variable that was probably meant, where a name is one slip of the finger away from it. NCCL says nothing then.
 fn meant(name: &str) -> Option<&'static str> {
     let names = config::TABLE.iter().map(|variable| variable.name).chain(["NCCL_DEBUG", "NCCL_NET", "NCCL_NET_PLUGIN"]);
-    names.filter(|other| other.starts_with("NCCL_") && *other != name).find(|other| is_slip(name, other))
-}
-
-/// Whether two names differ in one letter, or in two letters that have changed places.
-fn is_slip(one: &str, other: &str) -> bool {
-    let (one, other) = (one.as_bytes(), other.as_bytes());
-    let begin = one.iter().zip(other).take_while(|(a, b)| a == b).count();
-    let (one, other) = (&one[begin..], &other[begin..]);
-    let end = one.iter().rev().zip(other.iter().rev()).take_while(|(a, b)| a == b).count();
-    match (&one[..one.len() - end], &other[..other.len() - end]) {
-        ([a, b], [c, d]) => a == d && b == c,
-        (one, other) => one.len() <= 1 && other.len() <= 1,
-    }
+    names.filter(|other| other.starts_with("NCCL_") && *other != name).find(|other| config::is_slip(name, other))
 }
 
 fn judge(complaint: &Complaint, variables: &Variables) -> Finding {
