@@ -291,6 +291,7 @@ mod tests {
     use std::io::Write;
     use std::net::{TcpListener, TcpStream};
     use std::os::fd::AsRawFd;
+    use std::sync::atomic::AtomicU64;
 
     use proptest::prelude::*;
 
@@ -320,6 +321,55 @@ mod tests {
         // The end of the connection shows as ever.
         while peeked().is_none() {}
         assert_eq!(peeked().unwrap(), b"");
+    }
+
+    /// As a GPU reads a message in LL128: once the last eight bytes of a line are the number of the step, the 120 before
+    /// them are taken for good. With `ptr::copy_nonoverlapping` this fails: the C library stores the first vector of a block
+    /// last.
+    #[test]
+    fn a_flag_is_never_seen_before_its_line() {
+        const WORDS: usize = 16;
+        // Of more than 2 KiB the C library makes `rep movsb`.
+        const LINES: usize = 8;
+        const OVER: u64 = u64::MAX;
+        let to: Vec<AtomicU64> = (0..WORDS * LINES).map(|_| AtomicU64::new(0)).collect();
+        let (begun, seen) = (AtomicU64::new(0), AtomicU64::new(0));
+        std::thread::scope(|scope| {
+            let reader = scope.spawn(|| {
+                let mut early = 0_u64;
+                for step in 1.. {
+                    while begun.load(Ordering::Acquire) < step {
+                        std::hint::spin_loop();
+                    }
+                    if begun.load(Ordering::Acquire) == OVER {
+                        break;
+                    }
+                    for line in to.chunks(WORDS) {
+                        while line[WORDS - 1].load(Ordering::Acquire) != step {
+                            std::hint::spin_loop();
+                        }
+                        early += u64::from(line.iter().any(|word| word.load(Ordering::Relaxed) != step));
+                    }
+                    seen.store(step, Ordering::Release);
+                }
+                early
+            });
+            // A hundred thousand messages, on two processors that are free.
+            let start = Instant::now();
+            for step in (1..100_000).take_while(|_| start.elapsed() < Duration::from_secs(2)) {
+                let message = [step; WORDS * LINES];
+                begun.store(step, Ordering::Release);
+                // SAFETY: the reader reads it as atomics, and both places are as long.
+                unsafe {
+                    copy_ascending(message.as_ptr().cast(), to.as_ptr().cast_mut().cast(), size_of_val(&message))
+                };
+                while seen.load(Ordering::Acquire) < step {
+                    std::hint::spin_loop();
+                }
+            }
+            begun.store(OVER, Ordering::Release);
+            assert_eq!(reader.join().expect("the reader"), 0, "flags that were there before their lines");
+        });
     }
 
     proptest! {
