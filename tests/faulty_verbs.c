@@ -138,6 +138,12 @@ int faulty_verbs_fail(const char *name, int error, int times) {
   return -1;
 }
 
+/* Devices that are like "vanishing" are gone, or back. */
+int faulty_verbs_vanish(int on) {
+  atomic_store(&has_vanished, on);
+  return 1;
+}
+
 /* Whether the plugin has found its functions here. */
 int faulty_verbs_arm(int on) {
   atomic_store(&armed, on);
@@ -293,6 +299,28 @@ int faulty_verbs_made(char *text, int room) {
     return error ? error : status; \
   } while (0)
 
+/* The beginning of the wrappers of calls that a device which is gone does not answer. */
+#define EIO_IF_GONE(device) \
+  do { \
+    if (is_gone(device)) return errno = EIO; \
+  } while (0)
+
+#define MINUS_ONE_IF_GONE(device) \
+  do { \
+    if (is_gone(device)) { \
+      errno = EIO; \
+      return -1; \
+    } \
+  } while (0)
+
+#define NULL_IF_GONE(device) \
+  do { \
+    if (is_gone(device)) { \
+      errno = EIO; \
+      return NULL; \
+    } \
+  } while (0)
+
 static struct ibv_device **real_device_list(int *count) {
   NULL_AND_ERRNO(DEVICE_LIST, struct ibv_device **(*)(int *), (count));
 }
@@ -304,6 +332,7 @@ static struct ibv_device **get_device_list(int *count) {
 }
 
 static int real_device(struct ibv_context *context, struct ibv_device_attr *attr) {
+  EIO_IF_GONE(context->device);
   ERROR_NUMBER(QUERY_DEVICE, int (*)(struct ibv_context *, struct ibv_device_attr *), (context, attr));
 }
 
@@ -314,6 +343,7 @@ static int query_device(struct ibv_context *context, struct ibv_device_attr *att
 }
 
 static int real_port(struct ibv_context *context, uint8_t port, void *attr) {
+  EIO_IF_GONE(context->device);
   ERROR_NUMBER(QUERY_PORT, int (*)(struct ibv_context *, uint8_t, void *), (context, port, attr));
 }
 
@@ -324,6 +354,7 @@ static int query_port(struct ibv_context *context, uint8_t port, void *attr) {
 }
 
 static int real_gid(struct ibv_context *context, uint8_t port, int index, union ibv_gid *gid) {
+  MINUS_ONE_IF_GONE(context->device);
   MINUS_ONE_AND_ERRNO(QUERY_GID, int (*)(struct ibv_context *, uint8_t, int, union ibv_gid *), (context, port, index, gid));
 }
 
@@ -359,12 +390,14 @@ static int query_port_speed(struct ibv_context *context, uint32_t, uint64_t *spe
 }
 
 static struct ibv_pd *alloc_pd(struct ibv_context *context) {
+  NULL_IF_GONE(context->device);
   NULL_AND_ERRNO(ALLOC_PD, struct ibv_pd *(*)(struct ibv_context *), (context));
 }
 
 static int dealloc_pd(struct ibv_pd *pd) { ENDS(DEALLOC_PD, int (*)(struct ibv_pd *), pd); }
 
 static struct ibv_mr *real_mr(struct ibv_pd *pd, void *address, size_t length, int access) {
+  NULL_IF_GONE(pd->context->device);
   keep_region((unsigned)access);
   NULL_AND_ERRNO(REG_MR, struct ibv_mr *(*)(struct ibv_pd *, void *, size_t, int), (pd, address, length, access));
 }
@@ -376,6 +409,7 @@ static struct ibv_mr *reg_mr(struct ibv_pd *pd, void *address, size_t length, in
 }
 
 static struct ibv_mr *real_mr_iova2(struct ibv_pd *pd, void *address, size_t length, uint64_t iova, unsigned access) {
+  NULL_IF_GONE(pd->context->device);
   keep_region(access);
   NULL_AND_ERRNO(REG_MR_IOVA2, struct ibv_mr *(*)(struct ibv_pd *, void *, size_t, uint64_t, unsigned),
                  (pd, address, length, iova, access));
@@ -409,6 +443,7 @@ static int dereg_mr(struct ibv_mr *mr) {
 }
 
 static struct ibv_comp_channel *create_comp_channel(struct ibv_context *context) {
+  NULL_IF_GONE(context->device);
   NULL_AND_ERRNO(CREATE_CHANNEL, struct ibv_comp_channel *(*)(struct ibv_context *), (context));
 }
 
@@ -418,6 +453,7 @@ static int destroy_comp_channel(struct ibv_comp_channel *channel) {
 
 static struct ibv_cq *create_cq(struct ibv_context *context, int entries, void *cookie, struct ibv_comp_channel *channel,
                                 int vector) {
+  NULL_IF_GONE(context->device);
   entries *= room_factor(context->device);
   NULL_AND_ERRNO(CREATE_CQ, struct ibv_cq *(*)(struct ibv_context *, int, void *, struct ibv_comp_channel *, int),
                  (context, entries, cookie, channel, vector));
@@ -454,6 +490,7 @@ static int get_cq_event(struct ibv_comp_channel *channel, struct ibv_cq **cq, vo
 }
 
 static struct ibv_qp *create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr) {
+  NULL_IF_GONE(pd->context->device);
   uint64_t random;
   int error = fault(CREATE_QP, &random);
   if (!error) error = refuses_pair(pd->context->device, attr);
@@ -473,6 +510,7 @@ static struct ibv_qp *create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr
 }
 
 static int modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask) {
+  EIO_IF_GONE(qp->context->device);
   keep_attributes(qp, attr, mask);
   int refusal = refuses_change(qp, attr, mask);
   if (refusal) return refusal;
@@ -485,6 +523,7 @@ static int modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask) {
 }
 
 static int query_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask, struct ibv_qp_init_attr *init) {
+  EIO_IF_GONE(qp->context->device);
   ERROR_NUMBER(QUERY_QP, int (*)(struct ibv_qp *, struct ibv_qp_attr *, int, struct ibv_qp_init_attr *),
                (qp, attr, mask, init));
 }
@@ -524,8 +563,16 @@ static int set_ece(struct ibv_qp *qp, struct ibv_ece *ece) {
   ERROR_NUMBER(SET_ECE, int (*)(struct ibv_qp *, struct ibv_ece *), (qp, ece));
 }
 
-static int get_async_event(struct ibv_context *context, struct ibv_async_event *event) {
+static int real_event(struct ibv_context *context, struct ibv_async_event *event) {
   MINUS_ONE_AND_ERRNO(GET_ASYNC_EVENT, int (*)(struct ibv_context *, struct ibv_async_event *), (context, event));
+}
+
+static int get_async_event(struct ibv_context *context, struct ibv_async_event *event) {
+  int status = real_event(context, event);
+  /* Once, in place of whatever it was: an event of a port, which is acknowledged alike. */
+  static atomic_int is_told;
+  if (!status && is_gone(context->device) && !atomic_exchange(&is_told, 1)) event->event_type = IBV_EVENT_DEVICE_FATAL;
+  return status;
 }
 
 /* The operations that the contexts had. A context stays in its place until another one gets its address. */
@@ -610,6 +657,7 @@ static int post_in_pieces(struct ibv_qp *qp, struct ibv_send_wr *first, struct i
 }
 
 static int post_send(struct ibv_qp *qp, struct ibv_send_wr *first, struct ibv_send_wr **bad) {
+  if (is_gone(qp->context->device)) return 0;
   keep_posted(qp, first);
   if (is_like("reordering", qp->context->device) && first->opcode != IBV_WR_RDMA_READ) return post_in_pieces(qp, first, bad);
   if (first->opcode == IBV_WR_RDMA_READ) return post_flush(qp, first, bad);
@@ -617,10 +665,12 @@ static int post_send(struct ibv_qp *qp, struct ibv_send_wr *first, struct ibv_se
 }
 
 static int post_recv(struct ibv_qp *qp, struct ibv_recv_wr *first, struct ibv_recv_wr **bad) {
+  if (is_gone(qp->context->device)) return 0;
   POSTS(POST_RECV, ibv_recv_wr, post_recv);
 }
 
 static int poll_cq(struct ibv_cq *cq, int most, struct ibv_wc *completions) {
+  if (is_gone(cq->context->device)) return 0;
   const struct ibv_context_ops *ops = real_ops(cq->context);
   uint64_t random;
   int error = fault(is_flushing(cq) ? POLL_FLUSH : POLL_CQ, &random);

@@ -18,6 +18,8 @@
  *   bonded    the driver says that a port is as fast as several, if it is asked (a newer libibverbs)
  *   old-kernel
  *             pages of registered memory are kept out of forked children, as libibverbs does before Linux 5.12
+ *   vanishing after faulty_verbs_vanish the device is gone from the bus: nothing that is posted goes out, nothing completes,
+ *             every call to the kernel fails with EIO, and the next asynchronous event says that the device failed
  *   infiniband, infiniband-global
  *             ports with local identifiers; of the second kind such that need the global header. How queue pairs are
  *             addressed is checked, and then put into SoftRoCE's terms
@@ -44,6 +46,11 @@ static void choose_personality(void) {
 static int is_like(const char *what, const struct ibv_device *device) {
   return like && !strcmp(like, what) && (!like_device || !strcmp(like_device, device->name));
 }
+
+static atomic_int has_vanished;
+
+/* Whether the device is gone from the bus. */
+static int is_gone(const struct ibv_device *device) { return atomic_load(&has_vanished) && is_like("vanishing", device); }
 
 static void disguise_devices(struct ibv_device **list) {
   for (; list && *list; list++) {

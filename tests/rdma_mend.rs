@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use support::injector::{as_gpu, faulty_verbs, has_gpu};
+use support::injector::{Injector, as_gpu, faulty_verbs, has_gpu};
 use support::machine::{TcpEnd, machine, reset};
 use support::strict::{Told, callback};
 use support::told::moved;
@@ -301,6 +301,80 @@ fn a_port_that_goes_down_is_done_without_and_used_again() {
             return;
         }
     }
+}
+
+/// From now on devices that are like "vanishing" are gone.
+const VANISH: Injector = Injector { arm: c"faulty_verbs_vanish", report: c"faulty_verbs_report", complaint: "" };
+
+/// A card falls off the bus: nothing completes any more, and calls of its driver fail. The other card carries on, and the
+/// first one is not tried again when its link is up.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_device_that_vanishes_is_done_without() {
+    const NAME: &str = "a_device_that_vanishes_is_done_without";
+    let _links = Links::new();
+    let library = faulty_verbs();
+    let injected = [
+        ("LD_PRELOAD", library.to_str().expect("text")),
+        ("FAULTY_VERBS_LIKE", "vanishing"),
+        ("FAULTY_VERBS_DEVICE", "rxe2"),
+    ];
+    child::alone(NAME, &[&IMPATIENT[..], &injected].concat(), || {
+        let _watchdog = watchdog(100);
+        under_traffic(|traffic, log| {
+            traffic.goes_on("traffic");
+            VANISH.arm(true);
+            SECOND.down();
+            let without = traffic.goes_on("traffic without the device");
+            assert!(without < Duration::from_millis(2500), "{without:?}");
+            until_lost(log);
+            SECOND.up();
+            std::thread::sleep(Duration::from_secs(4));
+            traffic.goes_on("traffic");
+            assert_eq!(whole(log), [false; 2], "{:?}", log.records());
+            assert!(said(log, "the device failed (rxe2)") > 0, "{:?}", log.records());
+        });
+    });
+}
+
+/// The only card of a connection: its transfers end with an error that says so, and so does the next connection.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn without_its_only_device_a_connection_fails_soon() {
+    const NAME: &str = "without_its_only_device_a_connection_fails_soon";
+    let library = faulty_verbs();
+    let injected = [
+        ("LD_PRELOAD", library.to_str().expect("text")),
+        ("FAULTY_VERBS_LIKE", "vanishing"),
+        ("FAULTY_VERBS_DEVICE", "rxe0"),
+    ];
+    child::alone(NAME, &[&IMPATIENT[..], &injected].concat(), || {
+        let _watchdog = watchdog(60);
+        let log = Capture::start();
+        let context = context(ApiVersion::V12);
+        let pair = Pair::between((&context, 0), (&context, 1)).expect("a connection");
+        assert!(pair.transfer(pattern(1, 100_000)).expect("a transfer") == pattern(1, 100_000));
+        let (source, target) = (Memory::of(pattern(2, 100_000)), Memory::new(100_000));
+        let from = pair.send.register(&source).expect("regMr");
+        let to = pair.recv.register(&target).expect("regMr");
+        VANISH.arm(true);
+        FIRST.down();
+        FIRST.up();
+        let start = Instant::now();
+        // SAFETY: the memory outlives the requests.
+        let request = unsafe { pair.recv.post(&[Part::all(&target, Some(&to))]) }.expect("irecv");
+        // SAFETY: as above.
+        let sent = unsafe { pair.send.post(Part::all(&source, Some(&from))) }
+            .and_then(|request| pair.send.wait(&request, PATIENCE).map(drop));
+        sent.expect_err("the device is gone");
+        pair.recv.wait(&request, PATIENCE).map(drop).expect_err("the peer's device is gone");
+        let told = start.elapsed();
+        pair.close().expect("close");
+        eprintln!("an error after {told:?}, closed after {:?}", start.elapsed());
+        assert!(start.elapsed() < Duration::from_secs(8), "{:?}", start.elapsed());
+        assert!(log.contains("the RDMA device of rxe0"), "{:?}", log.records());
+        Pair::between((&context, 0), (&context, 1)).map(drop).expect_err("a connection over a device that is gone");
+    });
 }
 
 /// Nobody tells that the way leads nowhere: the queue pairs find out, and others take over.
