@@ -11,7 +11,7 @@ use super::devices::OpenPort;
 use super::mr_cache::{Cache, Lease, PageRange};
 use super::pages::{Pages, Zeroed};
 use super::verbs::{Access, DmaBuf, MemoryRegion, ProtectionDomain};
-use crate::os::error::{Error, Result};
+use crate::os::error::{Cause, Error, Result};
 
 /// What memory is, as far as registering goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -241,7 +241,8 @@ impl fmt::Debug for Adapter {
 /// Memory that the adapters of a device may reach.
 pub struct Registration {
     adapters: Adapters,
-    leases: Vec<Lease<Memory, MemoryRegion>>,
+    /// By adapter; none for one that had failed: no queue pair of it is used any more.
+    leases: Vec<Option<Lease<Memory, MemoryRegion>>>,
     /// What it is.
     pub kind: Memory,
     start: u64,
@@ -249,10 +250,10 @@ pub struct Registration {
 }
 
 impl Registration {
-    /// Registers `bytes` at `address` with every adapter of a device.
+    /// Registers `bytes` at `address` with every adapter of a device that has not failed.
     ///
     /// # Errors
-    /// When the pages cannot be pinned.
+    /// When the pages cannot be pinned, or every adapter has failed.
     pub fn new(adapters: &Adapters, address: u64, bytes: usize, kind: Memory, dmabuf: Option<DmaBuf>) -> Result<Self> {
         let outside = || Error::argument(format!("{bytes} bytes at {address:#x} leave the address space"));
         let range = PageRange::covering(address as usize, bytes).ok_or_else(outside)?;
@@ -266,7 +267,16 @@ impl Registration {
                 }
             })
             .transpose()?;
-        let leases = adapters.iter().map(|adapter| adapter.lease(range, kind, dmabuf)).collect::<Result<_>>()?;
+        if adapters.iter().all(|adapter| adapter.is_dead()) {
+            let names: Vec<String> = adapters.iter().map(|adapter| adapter.name()).collect();
+            return Err(Error::new(Cause::System, format!("the RDMA device of {} failed", names.join(", ")))
+                .with_hint("look at the kernel's log"));
+        }
+        let lease = |adapter: &Arc<Adapter>| match adapter.is_dead() {
+            true => Ok(None),
+            false => adapter.lease(range, kind, dmabuf).map(Some),
+        };
+        let leases = adapters.iter().map(lease).collect::<Result<_>>()?;
         Ok(Self { adapters: Arc::clone(adapters), leases, kind, start: address, end: address + bytes as u64 })
     }
 
@@ -302,7 +312,7 @@ impl Registration {
     /// The key for work requests on the adapter with this place in the device.
     #[inline]
     pub fn local_key(&self, adapter: usize) -> u32 {
-        self.leases[adapter].local_key()
+        self.leases[adapter].as_ref().map_or(0, |lease| lease.local_key())
     }
 
     /// The peer's keys, by adapter.
@@ -310,7 +320,7 @@ impl Registration {
     pub fn remote_keys(&self) -> [u32; MAX_DEVICES] {
         let mut keys = [0; MAX_DEVICES];
         for (key, lease) in keys.iter_mut().zip(&self.leases) {
-            *key = lease.remote_key();
+            *key = lease.as_ref().map_or(0, |lease| lease.remote_key());
         }
         keys
     }
