@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The README's two commands, word for word, on bare systems made with debootstrap.
 #
-#   tests/bare.sh [--first] [bookworm] [trixie] [-- ARGUMENTS]
+#   tests/bare.sh [--first] [--keep] [bookworm] [trixie] [-- ARGUMENTS]
 #
-# Without a name: both. `--first` leaves the second command (the tests) out. ARGUMENTS are added to the second command, as
-# in `tests/bare.sh trixie -- --no-run`. Takes about 5 minutes for each system on two cores, and 25 more for the tests.
+# Without a name: both. `--first` leaves the second command (the tests) out. `--keep` keeps a system in which a command
+# failed, and says how to enter it. ARGUMENTS are added to the second command, as in `tests/bare.sh trixie -- --no-run`. Takes about 5 minutes for each system on two cores, and 25 more for the tests.
 #
 # As root, on Debian or Ubuntu, with debootstrap, git and Rust under rustup. What is tested is the last commit. Rust comes
 # from this machine's rustup, without which a bare system has no Rust; crates and Debian's packages are downloaded. The
@@ -37,11 +37,13 @@ if [ "${1:-}" = --inside ]; then
 fi
 
 first_only=
+keep=
 suites=()
 arguments=
 while [ $# -gt 0 ]; do
     case $1 in
     --first) first_only=1 ;;
+    --keep) keep=1 ;;
     --) shift; arguments=" $*"; break ;;
     -*) fail "no such option: $1" ;;
     *) suites+=("$1") ;;
@@ -101,8 +103,13 @@ for suite in "${suites[@]}"; do
     [ -n "$first_only" ] || commands+=("$second")
     for command in "${commands[@]}"; do
         printf '\n== %s: %s (after %d s)\n' "$suite" "$command" "$SECONDS"
-        unshare --mount --pid --fork --kill-child "${BASH_SOURCE[0]}" --inside "$root" "$command" </dev/null ||
+        if ! unshare --mount --pid --fork --kill-child "${BASH_SOURCE[0]}" --inside "$root" "$command" </dev/null; then
+            if [ -n "$keep" ]; then
+                echo "kept: RUSTUP_HOME=$RUSTUP_HOME unshare --mount --pid --fork --kill-child ${BASH_SOURCE[0]} --inside $root bash"
+                root=
+            fi
             fail "$suite: FAILED: $command"
+        fi
     done
     rm -rf --one-file-system "$root"
     root=
