@@ -356,6 +356,14 @@ fn results_that_cannot_be_written_are_told_before_the_run() {
         assert!(err(&output).contains("writing /nonexistent/out.json failed"), "{}", err(&output));
         assert_eq!(out(&output), "", "it ran first");
     }
+    // A run that fails for another reason leaves no empty file.
+    let dir = tempfile::tempdir().unwrap();
+    let json = dir.path().join("out.json");
+    for subcommand in ["all-reduce", "send-recv"] {
+        let output = run(&[subcommand, "--plugin", "/nonexistent.so", "--json", json.to_str().unwrap()]);
+        assert_exit(&output, 1);
+        assert!(!json.exists(), "{subcommand}");
+    }
 }
 
 /// Standard output holds the JSON then and nothing else, for a program that reads it.
@@ -444,21 +452,57 @@ fn names_that_are_no_utf8_are_taken_as_they_are() {
     }
 }
 
-/// Ctrl-C at a terminal reaches the program and its ranks alike.
+/// Ctrl-C at a terminal reaches the program and its ranks alike. Results that did not come leave no file, and none changed.
 #[test]
 fn an_interrupt_ends_the_program_and_its_ranks() {
-    let mut command = towline(&["all-reduce", "-b", "8", "-e", "1M", "-f", "131072", "-n", "1000000"]);
-    let mut run = Running::start({
-        command.process_group(0);
-        command
-    });
-    run.await_line("(elements)");
-    let ranks = run.children();
-    assert_eq!(ranks.len(), 2);
-    // SAFETY: a signal to the group that this test made.
-    assert_eq!(unsafe { libc::kill(-(run.0.id() as libc::pid_t), libc::SIGINT) }, 0);
-    assert_eq!(run.0.wait().unwrap().signal(), Some(libc::SIGINT));
-    await_gone(&ranks);
+    let dir = tempfile::tempdir().unwrap();
+    let json = dir.path().join("out.json");
+    for before in [None, Some("of the last run")] {
+        if let Some(text) = before {
+            fs::write(&json, text).unwrap();
+        }
+        let mut command = towline(&["all-reduce", "-b", "8", "-e", "1M", "-f", "131072", "-n", "1000000"]);
+        command.arg("--json").arg(&json).process_group(0);
+        let mut run = Running::start(command);
+        run.await_line("(elements)");
+        let ranks = run.children();
+        assert_eq!(ranks.len(), 2);
+        // SAFETY: a signal to the group that this test made.
+        assert_eq!(unsafe { libc::kill(-(run.0.id() as libc::pid_t), libc::SIGINT) }, 0);
+        assert_eq!(run.0.wait().unwrap().signal(), Some(libc::SIGINT));
+        await_gone(&ranks);
+        assert_eq!(fs::read_to_string(&json).ok().as_deref(), before);
+    }
+}
+
+/// Runs the program with descriptors closed or sent elsewhere by the shell.
+fn redirected(arguments: &[&str], redirection: &str) -> Output {
+    let program = towline(arguments);
+    let mut shell = Command::new("sh");
+    shell.arg("-c").arg(format!("exec \"$0\" \"$@\" {redirection}")).arg(program.get_program()).args(arguments);
+    for (name, value) in program.get_envs() {
+        match value {
+            Some(value) => shell.env(name, value),
+            None => shell.env_remove(name),
+        };
+    }
+    shell.stdin(Stdio::null()).output().expect("a shell starts")
+}
+
+/// Results that nobody can see are no success. Rust's runtime opens /dev/null in place of a closed descriptor.
+#[test]
+fn a_closed_standard_output_is_told() {
+    for arguments in [SMALL, QUICK, &["doctor"], &["env"], &["--version"], &["all-reduce", "--help"]] {
+        let output = redirected(arguments, ">&-");
+        assert_exit(&output, 1);
+        assert!(err(&output).contains("standard output is closed"), "{arguments:?}: {}", err(&output));
+        assert!(!err(&output).contains("rank"), "{arguments:?} ran: {}", err(&output));
+        assert_eq!(redirected(arguments, "2>&-").status.code(), Some(0), "{arguments:?} without standard error");
+        assert_eq!(redirected(arguments, "1<>/dev/null").status.code(), Some(0), "{arguments:?} for nobody to read");
+        let output = redirected(arguments, ">/dev/full");
+        assert_exit(&output, 1);
+        assert!(err(&output).contains("writing to standard output failed"), "{arguments:?}: {}", err(&output));
+    }
 }
 
 const QUICK: &[&str] = &["send-recv", "-b", "0", "-e", "0", "--repetitions", "2", "--time", "5"];

@@ -114,7 +114,20 @@ impl Command {
 
 /// Runs the program.
 pub(crate) fn main() -> ExitCode {
-    let command_line = CommandLine::parse();
+    if let Err(closed) = output::check_stdout() {
+        return exit_code(&Err(closed));
+    }
+    let command_line = match CommandLine::try_parse() {
+        Ok(command_line) => command_line,
+        Err(error) => {
+            // Help and the version come as errors too, for standard output.
+            let written = error.print();
+            if !error.use_stderr() {
+                output::check_written(written);
+            }
+            return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(EXIT_FAILED));
+        }
+    };
     if let Err(wrong) = command_line.command.check() {
         CommandLine::command().error(ErrorKind::ValueValidation, wrong).exit();
     }

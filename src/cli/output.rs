@@ -4,9 +4,11 @@
 //! SIGPIPE; progress appears on a terminal only and never mixes with rows. Children end with the program, so nothing
 //! is left behind.
 
+use std::fs::{self, OpenOptions};
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 use std::process;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde::Serialize;
 use towline::os::error::{Error, Result};
@@ -17,11 +19,48 @@ const EXIT_SIGPIPE: i32 = 128 + libc::SIGPIPE;
 /// The name of standard output where a file is wanted.
 pub(crate) const STDOUT: &str = "-";
 
-/// Makes sure, before a run that takes its time, that its results can be written there. What is there already stays.
+/// Whether standard output was closed when the program started.
+static CLOSED: AtomicBool = AtomicBool::new(false);
+
+/// Rust's runtime opens /dev/null in place of a closed standard output before `main`; the initialisers of a program run
+/// before that.
+#[used]
+// SAFETY: the section holds addresses of functions in C's convention, which the C runtime calls once; that it gives them
+// arguments does not matter to one that takes none.
+#[unsafe(link_section = ".init_array")]
+static LOOK: extern "C" fn() = {
+    extern "C" fn look() {
+        // SAFETY: the call touches no memory, and a descriptor that is not open is an error only.
+        let flags = unsafe { libc::fcntl(libc::STDOUT_FILENO, libc::F_GETFD) };
+        CLOSED.store(flags == -1, Ordering::Relaxed);
+    }
+    look
+};
+
+/// Says so when nobody can see what the program prints.
+pub(crate) fn check_stdout() -> Result<()> {
+    if CLOSED.load(Ordering::Relaxed) {
+        return Err(Error::usage("standard output is closed").with_hint("send it to /dev/null if nobody wants it"));
+    }
+    Ok(())
+}
+
+/// Makes sure, before a run that takes its time, that its results can be written there. What is there already stays, and
+/// where nothing was, nothing is left for a run that does not come to its end.
 pub(crate) fn check_json(file: Option<&Path>) -> Result<()> {
     let Some(file) = file.filter(|file| *file != Path::new(STDOUT)) else { return Ok(()) };
-    let opened = std::fs::OpenOptions::new().append(true).create(true).open(file);
-    opened.map(drop).map_err(|error| writing(file, &error))
+    let there = OpenOptions::new().append(true).open(file);
+    let outcome = match there.map(drop) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            match OpenOptions::new().append(true).create_new(true).open(file) {
+                // A symbolic link to nothing yet.
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+                made => made.and_then(|_| fs::remove_file(file)),
+            }
+        }
+        outcome => outcome,
+    };
+    outcome.map_err(|error| writing(file, &error))
 }
 
 /// Writes results as JSON, to a file or to standard output.
@@ -32,13 +71,18 @@ pub(crate) fn write_json(file: Option<&Path>, results: &impl Serialize) -> Resul
         print(&(text + "\n"));
         return Ok(());
     }
-    std::fs::write(file, text + "\n").map_err(|error| writing(file, &error))
+    fs::write(file, text + "\n").map_err(|error| writing(file, &error))
 }
 
 /// Writes to standard output at once. Ends the program when the reader of a pipe has gone, or the output cannot be written.
 pub(crate) fn print(text: impl AsRef<[u8]>) {
     let mut stdout = io::stdout().lock();
-    match stdout.write_all(text.as_ref()).and_then(|()| stdout.flush()) {
+    check_written(stdout.write_all(text.as_ref()).and_then(|()| stdout.flush()));
+}
+
+/// Ends the program when standard output was not written.
+pub(crate) fn check_written(outcome: io::Result<()>) {
+    match outcome {
         Ok(()) => {}
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => process::exit(EXIT_SIGPIPE),
         Err(error) => {

@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use towline::host::{Net, Plugin};
 use towline::os::error::Result;
 
+use super::super::output::print;
 use super::Verdict;
 
 /// The hidden subcommand that asks the loader for one name.
@@ -46,7 +47,7 @@ pub(crate) fn opens(options: &Opens) -> Result<Verdict> {
             Opened { file: table.and_then(file_of), network, error: None }
         }
     };
-    println!("{}", serde_json::to_string(&answer).unwrap_or_default());
+    print(serde_json::to_string(&answer).unwrap_or_default() + "\n");
     Ok(Verdict::Good)
 }
 
