@@ -3,6 +3,7 @@
  *
  *   FAULTY_VERBS_LIKE    what devices are like; none: as they are
  *   FAULTY_VERBS_DEVICE  the one device that is like that; none: all of them
+ *   FAULTY_VERBS_SLOW    SLOW below, in ms; none: 300
  *
  *   efa       a transport of the vendor's own, no link layer, no reliable connections
  *   iwarp     the iWARP transport on Ethernet; queue pairs are not connected by their numbers
@@ -37,10 +38,13 @@
 #include <unistd.h>
 
 static const char *like, *like_device;
+static unsigned slow_ms;
 
 static void choose_personality(void) {
   like = getenv("FAULTY_VERBS_LIKE");
   like_device = getenv("FAULTY_VERBS_DEVICE");
+  const char *slow = getenv("FAULTY_VERBS_SLOW");
+  slow_ms = slow ? (unsigned)strtoul(slow, NULL, 0) : 300;
 }
 
 static int is_like(const char *what, const struct ibv_device *device) {
@@ -115,8 +119,7 @@ static int refuses_pair(const struct ibv_device *device, const struct ibv_qp_ini
              : 0;
 }
 
-/* How long a slow device takes to say that it has not found the peer's address, and how often it says so. */
-#define SLOW 300
+/* How often a slow device says that it has not found the peer's address. */
 #define SLOW_TIMES 2
 #define SLOW_PAIRS 512
 
@@ -130,7 +133,7 @@ static int refuses_change(const struct ibv_qp *qp, const struct ibv_qp_attr *att
   const struct ibv_device *device = qp->context->device;
   if (!(mask & IBV_QP_STATE) || attr->qp_state != IBV_QPS_RTR) return 0;
   if (is_like("iwarp", device)) return EINVAL;
-  if (is_like("slow", device) || is_like("late", device)) usleep(SLOW * 1000);
+  if (is_like("slow", device) || is_like("late", device)) usleep(slow_ms * 1000);
   if (!is_like("slow", device)) return 0;
   /* Its number is told from those of other devices by the device's last digit. */
   uint32_t number = qp->qp_num << 4 | number_of(device);

@@ -377,6 +377,47 @@ fn without_its_only_device_a_connection_fails_soon() {
     });
 }
 
+/// Connecting a new queue pair takes two seconds on one side, as where the kernel looks for the peer's address: messages go
+/// on over the other one meanwhile.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn messages_do_not_wait_for_a_queue_pair_that_is_being_connected() {
+    const NAME: &str = "messages_do_not_wait_for_a_queue_pair_that_is_being_connected";
+    let _links = Links::new();
+    let library = faulty_verbs();
+    for device in ["rxe2", "rxe3"] {
+        let injected = [
+            ("LD_PRELOAD", library.to_str().expect("text")),
+            ("FAULTY_VERBS_LIKE", "late"),
+            ("FAULTY_VERBS_DEVICE", device),
+            ("FAULTY_VERBS_SLOW", "2000"),
+        ];
+        child::alone(NAME, &[&IMPATIENT[..], &injected].concat(), || {
+            let _watchdog = watchdog(100);
+            under_traffic(|traffic, log| {
+                SECOND.down();
+                until_lost(log);
+                SECOND.up();
+                let (mut seen, mut since, mut longest) = (0, Instant::now(), Duration::ZERO);
+                eventually("all queue pairs are used again", PATIENCE, || {
+                    let messages = traffic.messages.load(Ordering::Relaxed);
+                    if messages != seen {
+                        longest = longest.max(since.elapsed());
+                        (seen, since) = (messages, Instant::now());
+                    }
+                    (whole(log) == [true; 2]).then_some(())
+                });
+                longest = longest.max(since.elapsed());
+                eprintln!("no message for {longest:?}");
+                assert!(longest < Duration::from_millis(1200), "no message for {longest:?}");
+            });
+        });
+        if child::role().is_some() {
+            return;
+        }
+    }
+}
+
 /// Nobody tells that the way leads nowhere: the queue pairs find out, and others take over.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]

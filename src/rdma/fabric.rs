@@ -19,6 +19,7 @@ use super::gid;
 use super::mending::{Life, Trouble, patience, pause};
 use super::record::{LaneRecord, PortRecord, Record, VERSION};
 use super::relapse::Relapses;
+use super::relink::{Apart, Linked, Plan};
 use super::stripe::MAX_LANES;
 use super::trouble::Ends;
 use super::verbs::{
@@ -31,17 +32,6 @@ use crate::os::error::{Error, Result};
 use crate::os::log::NET;
 use crate::session::handshake::nonce;
 
-/// How far a queue pair is connected.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Step {
-    /// It is bound to its port.
-    Bound,
-    /// It receives.
-    Receiving,
-    /// It sends, too.
-    Sending,
-}
-
 /// A queue pair and what is in its sending queue.
 pub struct Lane {
     /// None once the lane is lost: the device does nothing for it any more. Nor is it here when it has refused something.
@@ -49,6 +39,8 @@ pub struct Lane {
     /// A queue pair that has refused a work request and is to be given up. It gets nothing more: what it would take behind
     /// the refused one would be counted for that by the other side.
     refusing: Option<QueuePair>,
+    /// A new queue pair that is being connected.
+    apart: Option<Apart>,
     /// It could not be stopped yet.
     is_running: bool,
     /// How it fares; see [`mending`](super::mending).
@@ -69,8 +61,6 @@ pub struct Lane {
     pub(super) epoch: u16,
     /// A new queue pair has carried something.
     pub(super) proven: bool,
-    /// Its queue pair goes without options beyond the standard: one of the two sides has none.
-    without_ece: bool,
     /// When it is lost: when to try for another queue pair.
     pub(super) next_try: Option<Instant>,
     /// How many tries for one there were since.
@@ -83,7 +73,7 @@ pub struct Lane {
     /// The place of the peer's port in the peer's device.
     pub peer_port: usize,
     first_packet: u32,
-    step: Step,
+    linked: Linked,
     /// Work requests that may still be posted.
     room: u32,
     /// Completions of work requests, in all.
@@ -197,6 +187,7 @@ impl Fabric {
                 inline_bytes: pair.capacity().inline_bytes,
                 pair: Some(pair),
                 refusing: None,
+                apart: None,
                 is_running: false,
                 life: Life::Up,
                 trouble: None,
@@ -207,14 +198,13 @@ impl Fabric {
                 peer: None,
                 epoch: 0,
                 proven: false,
-                without_ece: false,
                 next_try: None,
                 tries: 0,
                 relapses: Relapses::default(),
                 adapter: at,
                 peer_port,
                 first_packet,
-                step: Step::Bound,
+                linked: Linked::BOUND,
                 room: depth.send,
                 done: 0,
                 held: Vec::new(),
@@ -279,9 +269,9 @@ impl Fabric {
         lane.inline_bytes = pair.capacity().inline_bytes;
         // No room before it is proven: what completes until then is the probe.
         (lane.pair, lane.first_packet, lane.room) = (Some(pair), first_packet, 0);
-        lane.step = Step::Bound;
+        lane.linked = Linked::BOUND;
         (lane.life, lane.trouble, lane.peer) = (Life::Returning, None, None);
-        (lane.proven, lane.without_ece) = (false, false);
+        lane.proven = false;
         (lane.receives, lane.arrived, lane.epoch) = (0, 0, lane.epoch.wrapping_add(1));
         lane.next_try = None;
         Ok(())
@@ -301,10 +291,10 @@ impl Fabric {
         lane.epoch = epoch;
     }
 
-    /// Connects a new queue pair of a lane.
+    /// Has a new queue pair of a lane connected by a thread of its own; see [`Lane::take_connected`].
     ///
     /// # Errors
-    /// As [`Fabric::connect`].
+    /// When the peer's port is of another network.
     pub(super) fn reconnect(
         &mut self,
         index: usize,
@@ -312,8 +302,11 @@ impl Fabric {
         record: &LaneRecord,
         config: &Config,
     ) -> Result<()> {
-        let connected = self.lanes[index].connect(adapters, &self.ports, record, self.class, config);
-        connected.map_err(Refused::into_error)
+        let lane = &mut self.lanes[index];
+        let plan = lane.plan(adapters, &self.ports, record, self.class, config)?;
+        lane.ends.peer_pair = record.number;
+        lane.apart = lane.pair.take().map(|pair| Apart::start(pair, plan));
+        Ok(())
     }
 
     /// The lanes.
@@ -604,13 +597,13 @@ impl Lane {
 
     /// Ends the queue pair: it takes nothing any more and sends nothing.
     pub(super) fn end(&mut self) -> Option<QueuePair> {
-        self.is_running = false;
+        (self.is_running, self.apart) = (false, None);
         self.pair.take().or_else(|| self.refusing.take())
     }
 
     /// A new queue pair has come to nothing.
     pub(super) fn give_up(&mut self, next_try: Instant) {
-        (self.pair, self.refusing, self.is_running) = (None, None, false);
+        (self.pair, self.refusing, self.apart, self.is_running) = (None, None, None, false);
         (self.life, self.next_try, self.room) = (Life::Lost, Some(next_try), 0);
     }
 
@@ -626,13 +619,14 @@ impl Lane {
 
     /// By which asynchronous events name its queue pair.
     pub(super) fn element(&self) -> Option<u64> {
-        self.pair.as_ref().or(self.refusing.as_ref()).map(QueuePair::element)
+        let pair = self.pair.as_ref().or(self.refusing.as_ref()).map(QueuePair::element);
+        pair.or_else(|| self.apart.as_ref().map(Apart::element))
     }
 
     /// What the peer needs to know of it.
     pub(super) fn record(&self, config: &Config) -> Option<LaneRecord> {
         let pair = self.pair.as_ref()?;
-        let ece = pair.ece().filter(|_| config.ib_ece_enable && !self.without_ece).map(Into::into);
+        let ece = pair.ece().filter(|_| config.ib_ece_enable && !self.linked.without_ece).map(Into::into);
         Some(LaneRecord { number: pair.number(), first_packet: self.first_packet, ece })
     }
 
@@ -645,9 +639,22 @@ impl Lane {
         class: Class,
         config: &Config,
     ) -> std::result::Result<(), Refused> {
+        let plan = self.plan(adapters, ports, record, class, config)?;
         let without = || Error::internal("connecting a lane without a queue pair");
-        let pair = self.pair.as_ref().ok_or_else(without)?;
-        let timeouts = Timeouts::new(config.ib_timeout.0, config.ib_retry_cnt.0);
+        plan.carry_out(self.pair.as_ref().ok_or_else(without)?, &mut self.linked)?;
+        self.ends.peer_pair = record.number;
+        Ok(())
+    }
+
+    /// How it is connected to the peer's lane of the same number.
+    fn plan(
+        &self,
+        adapters: &Adapters,
+        ports: &[PortRecord],
+        record: &LaneRecord,
+        class: Class,
+        config: &Config,
+    ) -> Result<Plan> {
         let open = &adapters[self.adapter].open;
         let port = &ports[self.peer_port];
         if port.link_layer() != open.port.link_layer {
@@ -658,20 +665,26 @@ impl Lane {
                 port.name,
                 port.link_layer()
             ))
-            .with_hint("choose ports of one network with NCCL_IB_HCA")
-            .into());
+            .with_hint("choose ports of one network with NCCL_IB_HCA"));
         }
-        if self.step == Step::Bound {
-            let offered = record.ece.as_ref().filter(|_| config.ib_ece_enable);
-            self.without_ece = !offered.map_or(Ok(false), |ece| pair.set_ece(Ece::from(ece)))?;
-            pair.connect(&route(&adapters[self.adapter], port, record, class))?;
-            self.step = Step::Receiving;
-        }
-        if self.step == Step::Receiving {
-            pair.start(timeouts, self.first_packet)?;
-            (self.step, self.ends.peer_pair) = (Step::Sending, record.number);
-        }
-        Ok(())
+        Ok(Plan {
+            ece: record.ece.as_ref().filter(|_| config.ib_ece_enable).map(Ece::from),
+            route: route(&adapters[self.adapter], port, record, class),
+            timeouts: Timeouts::new(config.ib_timeout.0, config.ib_retry_cnt.0),
+            first_packet: self.first_packet,
+        })
+    }
+
+    /// Whether a thread is connecting its new queue pair.
+    pub(super) fn is_connecting(&self) -> bool {
+        self.apart.is_some()
+    }
+
+    /// Takes its new queue pair back from the thread that connects it, once that is done. What came of it.
+    pub(super) fn take_connected(&mut self) -> Option<Result<()>> {
+        let (pair, linked, connected) = self.apart.as_ref()?.take()?;
+        (self.pair, self.linked, self.apart) = (Some(pair), linked, None);
+        Some(connected)
     }
 
     /// As [`Lane::post`], the one work request that `work` makes, where it is wanted: here it stays in registers.

@@ -75,12 +75,14 @@ pub struct Trouble {
 pub type Taken = Option<u64>;
 
 /// What has become of lanes.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Tended {
     /// These are lost, here and there: what is in doubt of them may travel again.
     pub gone: Vec<(usize, Taken)>,
     /// These carry messages again.
     pub back: Vec<usize>,
+    /// The new queue pairs of these are connected, or could not be.
+    pub connected: Vec<(usize, Result<()>)>,
 }
 
 /// What the other side says of a lane.
@@ -212,7 +214,9 @@ impl Base {
             }
         }
         self.destroy_ended();
-        Ok(Tended { gone, back })
+        let lanes = fabric.lanes.iter_mut().enumerate();
+        let connected = lanes.filter_map(|(index, lane)| Some((index, lane.take_connected()?))).collect();
+        Ok(Tended { gone, back, connected })
     }
 
     fn step(&self, fabric: &mut Fabric, gone: &mut Vec<(usize, Taken)>) -> Result<()> {
@@ -249,7 +253,7 @@ impl Base {
                 lane.try_again(now);
             }
             let is_in_trouble = matches!(lane.life, Life::Stopping { .. } | Life::Ended { .. });
-            is_calm &= !is_in_trouble && lane.trouble.is_none();
+            is_calm &= !is_in_trouble && lane.trouble.is_none() && !lane.is_connecting();
         }
         if !is_calm {
             fabric.raise_alarm();

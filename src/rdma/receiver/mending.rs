@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use super::{DEPTH, LOW, RECEIVE, RdmaRecv, State};
-use crate::os::error::Result;
+use crate::os::error::{Error, Result};
 use crate::os::log::NET;
 use crate::rdma::fabric::Fabric;
 use crate::rdma::flush::Around;
@@ -51,24 +51,28 @@ impl RdmaRecv {
             self.make_sure(state)?;
         }
         let State { fabric: Some(fabric), used, .. } = state else { return Ok(()) };
-        let Tended { gone, .. } = self.base.tend(fabric, |fabric, lane, (epoch, record)| {
+        let Tended { gone, connected, .. } = self.base.tend(fabric, |fabric, lane, (epoch, record)| {
             if epoch.wrapping_sub(fabric.lane(lane).epoch()).cast_signed() <= 0 {
                 return Ok(());
             }
             match self.take_lane(fabric, lane, epoch, record) {
-                Ok(true) => {
-                    used[lane] = 0;
-                    self.base.offer_lane(fabric, lane);
-                }
+                Ok(true) => {}
                 Ok(false) => self.base.refuse_lane(lane, epoch),
-                Err(error) => {
-                    tracing::debug!(target: NET, "no new queue pair from {} yet: {error}", self.base.peer);
-                    self.base.refuse_lane(lane, epoch);
-                    fabric.abandon(lane, epoch);
-                }
+                Err(error) => self.is_refused(fabric, lane, epoch, &error),
             }
             Ok(())
         })?;
+        for (lane, outcome) in connected {
+            let epoch = fabric.lane(lane).epoch();
+            match outcome {
+                _ if !fabric.lane(lane).is_returning() => {}
+                Ok(()) => {
+                    used[lane] = 0;
+                    self.base.offer_lane(fabric, lane);
+                }
+                Err(error) => self.is_refused(fabric, lane, epoch, &error),
+            }
+        }
         for (lane, _) in gone {
             state.used[lane] = 0;
             state.lines_are_lost |= state.line_lane == lane;
@@ -77,7 +81,17 @@ impl RdmaRecv {
         if state.lines_are_lost { self.write_again(state) } else { Ok(()) }
     }
 
-    /// The sender has a new queue pair for a lane that was lost: makes one too. Says whether that can be done now.
+    /// A new queue pair has come to nothing.
+    #[cold]
+    fn is_refused(&self, fabric: &mut Fabric, lane: usize, epoch: u16, error: &Error) {
+        tracing::debug!(target: NET, "no new queue pair from {} yet: {error}", self.base.peer);
+        self.base.refuse_lane(lane, epoch);
+        self.base.end_pair(fabric.lane(lane));
+        fabric.abandon(lane, epoch);
+    }
+
+    /// The sender has a new queue pair for a lane that was lost: makes one too, and has it connected. Says whether that can
+    /// be done now.
     #[cold]
     fn take_lane(&self, fabric: &mut Fabric, index: usize, epoch: u16, record: &LaneRecord) -> Result<bool> {
         let lane = fabric.lane(index);

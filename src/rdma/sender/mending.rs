@@ -58,10 +58,11 @@ impl RdmaSend {
             self.look_around(fabric, ledger, silence);
             self.base.offer_lanes(fabric);
         }
-        let Tended { gone, back } = self.base.tend(fabric, |fabric, lane, (epoch, record)| {
+        let Tended { gone, back, connected } = self.base.tend(fabric, |fabric, lane, (epoch, record)| {
             self.answered(fabric, lane, epoch, record);
             Ok(())
         })?;
+        connected.into_iter().for_each(|(lane, outcome)| self.probe(fabric, lane, outcome));
         back.into_iter().for_each(|lane| self.base.prove_lane(fabric, lane));
         for (lane, taken) in gone {
             self.settle(state, lane, taken)?;
@@ -69,15 +70,25 @@ impl RdmaSend {
         self.go_again(state)
     }
 
-    /// The receiver has a new queue pair for a lane that was lost. Ours is tried before anything is entrusted to it.
+    /// The receiver has a new queue pair for a lane that was lost. Ours is connected to it.
     #[cold]
     fn answered(&self, fabric: &mut Fabric, index: usize, epoch: u16, record: &LaneRecord) {
         let lane = fabric.lane(index);
-        if !lane.is_returning() || lane.epoch() != epoch {
+        if !lane.is_returning() || lane.epoch() != epoch || lane.is_connecting() {
             return;
         }
-        let connected = fabric.reconnect(index, &self.base.adapters, record, self.base.config());
+        if let Err(error) = fabric.reconnect(index, &self.base.adapters, record, self.base.config()) {
+            fabric.lane(index).suffers(Trouble { error, is_flush: false });
+        }
+    }
+
+    /// A new queue pair is tried before anything is entrusted to it.
+    #[cold]
+    fn probe(&self, fabric: &mut Fabric, index: usize, connected: Result<()>) {
         let lane = fabric.lane(index);
+        if !lane.is_returning() {
+            return;
+        }
         let nothing = Local { address: 0, length: 0, key: 0 };
         let key = self.target.size_keys.get(lane.peer_port).copied().unwrap_or(0);
         let probe = Work {

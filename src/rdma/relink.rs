@@ -1,0 +1,107 @@
+//! Connecting one queue pair with the peer's, also beside the threads of its connection.
+//!
+//! On RoCE the kernel looks for the peer's link address in that call, for a second or more where a link has just come up. A
+//! connection that goes on over other queue pairs must not wait for that with NCCL's thread. So the new queue pair of a
+//! lost lane is connected in a thread of its own, and comes back to its lane with the outcome.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::verbs::{Ece, QueuePair, Refused, Route, Timeouts};
+use crate::os::error::Result;
+use crate::os::log::NET;
+use crate::os::thread;
+
+/// How far a queue pair is connected.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    /// It is bound to its port.
+    Bound,
+    /// It receives.
+    Receiving,
+    /// It sends, too.
+    Sending,
+}
+
+/// What has been done with a queue pair.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Linked {
+    step: Step,
+    /// It goes without options beyond the standard: one of the two sides has none.
+    pub(super) without_ece: bool,
+}
+
+impl Linked {
+    /// A queue pair that is bound to its port.
+    pub(super) const BOUND: Self = Self { step: Step::Bound, without_ece: false };
+}
+
+/// How a queue pair is to be connected.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Plan {
+    /// What the peer offers beyond the standard.
+    pub(super) ece: Option<Ece>,
+    pub(super) route: Route,
+    pub(super) timeouts: Timeouts,
+    pub(super) first_packet: u32,
+}
+
+impl Plan {
+    /// Does what has not been done yet.
+    ///
+    /// # Errors
+    /// When the device refuses; it may be tried again.
+    pub(super) fn carry_out(&self, pair: &QueuePair, linked: &mut Linked) -> std::result::Result<(), Refused> {
+        if linked.step == Step::Bound {
+            linked.without_ece = !self.ece.map_or(Ok(false), |ece| pair.set_ece(ece))?;
+            pair.connect(&self.route)?;
+            linked.step = Step::Receiving;
+        }
+        if linked.step == Step::Receiving {
+            pair.start(self.timeouts, self.first_packet)?;
+            linked.step = Step::Sending;
+        }
+        Ok(())
+    }
+}
+
+/// A queue pair, and what became of connecting it.
+type Outcome = (QueuePair, Linked, Result<()>);
+
+/// A queue pair that a thread is connecting. When this is dropped first, the thread ends the queue pair.
+pub(super) struct Apart {
+    element: u64,
+    outcome: Arc<Mutex<Option<Outcome>>>,
+}
+
+impl Apart {
+    pub(super) fn start(pair: QueuePair, plan: Plan) -> Self {
+        let element = pair.element();
+        let outcome = Arc::new(Mutex::new(None));
+        // Shared, so that it is still here when there is no thread.
+        let pair = Arc::new(Mutex::new(Some(pair)));
+        let connect = {
+            let (pair, outcome) = (Arc::clone(&pair), Arc::clone(&outcome));
+            move || {
+                let Some(pair) = pair.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
+                let mut linked = Linked::BOUND;
+                let connected = plan.carry_out(&pair, &mut linked).map_err(Refused::into_error);
+                *outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some((pair, linked, connected));
+            }
+        };
+        if let Err(error) = thread::spawn("towline-link", connect.clone()) {
+            tracing::debug!(target: NET, "no thread for connecting a queue pair: {error}");
+            connect();
+        }
+        Self { element, outcome }
+    }
+
+    /// By which asynchronous events name the queue pair.
+    pub(super) fn element(&self) -> u64 {
+        self.element
+    }
+
+    /// The queue pair, when the thread is done with it.
+    pub(super) fn take(&self) -> Option<Outcome> {
+        self.outcome.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
