@@ -11,17 +11,14 @@ use crate::os::error::{Error, Result};
 use crate::rdma::adapter::Registration;
 #[cfg(feature = "rdma")]
 use crate::rdma::{adapter::Adapters, greeting::Listening, receiver::RdmaRecv, sender::RdmaSend};
-use crate::session::acceptor::Listener;
-use crate::session::net::Net;
+use crate::tcp::listener::Listener;
 use crate::tcp::receiver::RecvConn;
 use crate::tcp::sender::SendConn;
 
 /// A listening communicator.
 pub struct ListenComm {
-    /// The backend it belongs to.
-    pub net: Arc<Net>,
     /// The listener itself.
-    pub listener: Arc<Listener>,
+    pub listener: Listener,
     /// NCCL's profiler, for the connections that it makes.
     pub profiler: Option<Arc<dyn events::Listener>>,
     /// Where these connections are remembered.
@@ -31,8 +28,6 @@ pub struct ListenComm {
 /// A listening communicator over RDMA.
 #[cfg(feature = "rdma")]
 pub struct RdmaListenComm {
-    /// Where the handshakes come in.
-    pub net: Arc<Net>,
     /// The listener itself.
     pub listening: Listening,
     /// NCCL's profiler, for the connections that it makes.

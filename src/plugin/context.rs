@@ -13,7 +13,6 @@ use super::open::Open;
 use crate::engine::events::Listener;
 use crate::nccl::ffi;
 use crate::os::error::{Error, Result};
-use crate::session::dialer::{Dial, Dialled};
 use crate::session::handshake::Secret;
 
 /// What NCCL tells when it starts to use the library, per communicator from v11 on and once per process before.
@@ -45,7 +44,7 @@ struct Attempt {
 #[derive(Clone)]
 pub enum Way {
     /// Over sockets.
-    Tcp(Arc<Dial>),
+    Tcp(Arc<crate::tcp::attempt::Attempt>),
     /// Over RDMA.
     #[cfg(feature = "rdma")]
     Rdma(Arc<crate::rdma::greeting::Attempt>),
@@ -55,7 +54,7 @@ impl Way {
     /// What came of it, if it is settled.
     pub fn result(&self) -> Option<Result<Comm>> {
         match self {
-            Self::Tcp(dial) => dial.result().map(|result| result.and_then(over_streams)),
+            Self::Tcp(attempt) => attempt.result().map(|result| result.map(Comm::Send)),
             #[cfg(feature = "rdma")]
             Self::Rdma(attempt) => attempt.result().map(|result| result.map(Comm::RdmaSend)),
         }
@@ -67,7 +66,7 @@ impl Way {
     /// As the attempt failed.
     pub fn wait(&self) -> Result<Comm> {
         match self {
-            Self::Tcp(dial) => dial.wait().and_then(over_streams),
+            Self::Tcp(attempt) => attempt.wait().map(Comm::Send),
             #[cfg(feature = "rdma")]
             Self::Rdma(attempt) => attempt.wait().map(Comm::RdmaSend),
         }
@@ -75,17 +74,10 @@ impl Way {
 
     fn cancel(&self) {
         match self {
-            Self::Tcp(dial) => dial.cancel(),
+            Self::Tcp(attempt) => attempt.cancel(),
             #[cfg(feature = "rdma")]
             Self::Rdma(attempt) => attempt.cancel(),
         }
-    }
-}
-
-fn over_streams(dialled: Dialled) -> Result<Comm> {
-    match dialled {
-        Dialled::Streams(conn) => Ok(Comm::Send(conn)),
-        Dialled::TakenOver => Err(Error::internal("a TCP connection was taken over by nobody")),
     }
 }
 
@@ -201,6 +193,7 @@ mod tests {
     use crate::os::config::Config;
     use crate::session::dialer::Target;
     use crate::session::loopback;
+    use crate::tcp::attempt::Attempt as TcpAttempt;
 
     /// Where nobody answers, and with which secret.
     fn target(deaf: &std::net::TcpListener, secret: &Secret) -> Target {
@@ -209,7 +202,6 @@ mod tests {
             secret: secret.clone(),
             rails: Arc::from([]),
             traffic_class: None,
-            takeover: None,
         }
     }
 
@@ -218,7 +210,7 @@ mod tests {
     fn an_attempt_that_nobody_asks_after_ends_with_the_next_one() {
         let (net, deaf) = (loopback::net(Config::default()), loopback::deaf());
         let secret = Secret::from_bytes([7; 16]);
-        let attempt = || Dial::connect(Arc::clone(&net), target(&deaf, &secret)).map(Way::Tcp);
+        let attempt = || TcpAttempt::start(&net, target(&deaf, &secret)).map(Way::Tcp);
         let context = Context::new(0, None, None);
         let start = Instant::now();
         let dial =
@@ -243,7 +235,7 @@ mod tests {
         let context = Context::new(0, None, None);
         let now = Instant::now();
         let dial = |key: u32, secret: &Secret| {
-            let attempt = || Dial::connect(Arc::clone(&net), target(&deaf, secret)).map(Way::Tcp);
+            let attempt = || TcpAttempt::start(&net, target(&deaf, secret)).map(Way::Tcp);
             context.dial(now, key, secret, attempt).expect("it is started").0
         };
         let key = dial(0, &one);

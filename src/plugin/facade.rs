@@ -20,7 +20,7 @@ use super::handle::{self, ConnectionHandle};
 use super::open::Open;
 use super::process::{Process, process};
 use super::tuning;
-use crate::engine::events::Listener;
+use crate::engine::events;
 use crate::engine::handle::{Handle, Kind};
 use crate::engine::request::Ticket;
 use crate::engine::span::Span;
@@ -33,7 +33,9 @@ use crate::rdma::adapter::Registration;
 use crate::rdma::receiver::{Posted, RdmaRecv};
 #[cfg(feature = "rdma")]
 use crate::rdma::sender::RdmaSend;
-use crate::session::dialer::{Dial, Target};
+use crate::session::dialer::Target;
+use crate::tcp::attempt::Attempt;
+use crate::tcp::listener::Listener;
 use crate::tcp::receiver::RecvConn;
 
 /// One part of a transfer: a send, or one of a group of receives.
@@ -153,16 +155,16 @@ pub fn listen(ctx: Option<usize>, dev: i32) -> Result<([u8; 64], usize)> {
         #[cfg(feature = "rdma")]
         Some((rdma, adapters)) => {
             let (listening, addresses) = rdma.listen(net, adapters, binding.rails, context.traffic_class)?;
-            let secret = listening.door.secret.clone();
+            let secret = listening.secret().clone();
             let (profiler, open) = (context.listener.clone(), Arc::clone(&context.open));
-            let listen = RdmaListenComm { net: Arc::clone(net), listening, profiler, open };
+            let listen = RdmaListenComm { listening, profiler, open };
             (Comm::RdmaListen(listen), secret, addresses, true)
         }
         _ => {
-            let (listener, addresses) = net.acceptor.listen(binding.rails, context.traffic_class, None)?;
-            let secret = listener.secret.clone();
+            let (listener, addresses) = Listener::open(net, binding.rails, context.traffic_class)?;
+            let secret = listener.secret().clone();
             let (profiler, open) = (context.listener.clone(), Arc::clone(&context.open));
-            let listen = ListenComm { net: Arc::clone(net), listener, profiler, open };
+            let listen = ListenComm { listener, profiler, open };
             (Comm::Listen(listen), secret, addresses, false)
         }
     };
@@ -218,12 +220,11 @@ fn connect_with(
             secret: handle.secret.clone(),
             rails: binding.rails,
             traffic_class: traffic_class.or(context.traffic_class),
-            takeover: None,
         };
         match group {
             #[cfg(feature = "rdma")]
             Some((rdma, adapters)) => rdma.connect(net, adapters, target).map(Way::Rdma),
-            _ => Dial::connect(Arc::clone(net), target).map(Way::Tcp),
+            _ => Attempt::start(net, target).map(Way::Tcp),
         }
     };
     let (key, dial) = context.dial(Instant::now(), handle.key, &handle.secret, start)?;
@@ -293,7 +294,7 @@ fn accepted(from: &Comm, conn: Comm) -> Result<usize> {
 }
 
 /// A connection is NCCL's from here on. `profiler` and `open`: its context's.
-fn connected((profiler, open): (&Option<Arc<dyn Listener>>, &Open), conn: Comm) -> Result<usize> {
+fn connected((profiler, open): (&Option<Arc<dyn events::Listener>>, &Open), conn: Comm) -> Result<usize> {
     if let Some(profiler) = profiler {
         conn.tell(profiler);
     }
@@ -559,14 +560,11 @@ fn take(comm: usize, kind: &str, is_wanted: impl Fn(&Comm) -> bool) -> Result<()
 
 fn close(comm: &Comm) {
     match comm {
-        Comm::Listen(listening) => listening.net.acceptor.close(&listening.listener),
+        Comm::Listen(listening) => listening.listener.close(),
         Comm::Send(conn) => conn.close(),
         Comm::Recv(conn) => conn.close(),
         #[cfg(feature = "rdma")]
-        Comm::RdmaListen(RdmaListenComm { net, listening, .. }) => {
-            net.acceptor.close(&listening.door);
-            listening.listener.close();
-        }
+        Comm::RdmaListen(listening) => listening.listening.close(),
         #[cfg(feature = "rdma")]
         Comm::RdmaSend(conn) => conn.close(),
         #[cfg(feature = "rdma")]

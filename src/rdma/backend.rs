@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::adapter::{Adapter, Adapters};
 use super::devices::{Discovery, discover};
 use super::events::Events;
-use super::greeting::{Attempt, Listener, Listening};
+use super::greeting::{Attempt, Listening};
 use crate::os::config::{Backend, Config, TABLE};
 use crate::os::error::{Error, Result};
 use crate::os::interfaces::Rail;
@@ -118,9 +118,7 @@ impl Rdma {
         traffic_class: Option<u8>,
     ) -> Result<(Listening, Vec<SocketAddr>)> {
         self.watch_events(net);
-        let listener = Listener::new(Arc::clone(net), adapters);
-        let (door, addresses) = net.acceptor.listen(rails, traffic_class, Some(Arc::clone(&listener) as _))?;
-        Ok((Listening { door, listener }, addresses))
+        Listening::open(net, adapters, rails, traffic_class)
     }
 
     /// Starts to connect.

@@ -27,7 +27,6 @@ use crate::session::frame::{HEADER, Header, MAX_CONTROL, Type};
 use crate::session::link::{Link, Sock};
 use crate::session::net::Net;
 use crate::session::peer::{Health, Peer, failure, left_early, lost, told_by_peer};
-use crate::session::takeover::Side;
 
 /// How long after the peer's goodbye completions of what it did before may still appear, and how long after a flush the
 /// peer may still tell why.
@@ -35,6 +34,15 @@ const AFTERMATH: Duration = Duration::from_millis(200);
 
 /// The bit that tells a question from none.
 const ASKED: u64 = 1 << 63;
+
+/// Which end of a connection: in one process there may be both.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// The connecting one.
+    Connecting,
+    /// The listening one.
+    Listening,
+}
 
 /// What a connection was handed over with.
 pub struct Parts {

@@ -4,6 +4,7 @@
 //! sides connect before any of them accepts. See [`record`](super::record) for what is said.
 
 use std::collections::VecDeque;
+use std::net::SocketAddr;
 use std::os::fd::AsRawFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -20,13 +21,17 @@ use super::sender::{self, RdmaSend, RingMemory, Stores};
 use super::stripe::MAX_LANES;
 use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::os::error::{Error, Result};
+use crate::os::interfaces::Rail;
 use crate::os::log::NET;
 use crate::session::acceptor;
-use crate::session::dialer::{Dial, Dialled, Target};
+use crate::session::dialer::{Dial, Target};
+use crate::session::handshake::Secret;
 use crate::session::link::{Link, Sock};
 use crate::session::net::Net;
+use crate::session::opening::{Door, Handed, Opener, Opening};
+use crate::session::owner::Streams;
 use crate::session::peer::{Peer, failure};
-use crate::session::takeover::{Handed, Takeover};
+use crate::session::seal::Seal;
 use crate::session::wire::{self, Piece};
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -44,8 +49,10 @@ pub struct Listener {
 
 #[derive(Default)]
 struct Accepted {
-    /// A failure is that of a connection which its sending side takes for made, so that nobody comes again.
+    /// A failure is that of a connection which its sending side takes for made, so that no peer comes again.
     waiting: VecDeque<Result<Arc<RdmaRecv>>>,
+    /// Why a peer that holds the secret could not be let in: it would be waited for in vain.
+    misfit: Option<Error>,
     is_closed: bool,
 }
 
@@ -64,9 +71,10 @@ impl Listener {
     /// The next connection, if one has come.
     ///
     /// # Errors
-    /// When it failed in its last step, with the sending side already there.
+    /// When it failed in its last step, with the sending side already there; or when the peer that holds the secret came, and
+    /// its TOWLINE_KEY_FILE does not fit this side's.
     pub fn accept(&self) -> Result<Option<Arc<RdmaRecv>>> {
-        lock(&self.accepted).waiting.pop_front().transpose()
+        lock(&self.accepted).next()
     }
 
     /// Waits for the next connection until `deadline`.
@@ -76,23 +84,11 @@ impl Listener {
     pub fn accept_until(&self, deadline: Instant) -> Result<Option<Arc<RdmaRecv>>> {
         let mut accepted = lock(&self.accepted);
         loop {
-            if let Some(conn) = accepted.waiting.pop_front() {
-                return conn.map(Some);
+            if let Some(conn) = accepted.next()? {
+                return Ok(Some(conn));
             }
             let Some(rest) = deadline.checked_duration_since(Instant::now()) else { return Ok(None) };
             accepted = self.arrived.wait_timeout(accepted, rest).unwrap_or_else(PoisonError::into_inner).0;
-        }
-    }
-
-    /// Ends connections that nobody accepted, and those that are still to come.
-    pub fn close(&self) {
-        let waiting = {
-            let mut accepted = lock(&self.accepted);
-            accepted.is_closed = true;
-            std::mem::take(&mut accepted.waiting)
-        };
-        for conn in waiting.into_iter().flatten() {
-            conn.close();
         }
     }
 
@@ -110,11 +106,63 @@ impl Listener {
     }
 }
 
-impl Takeover for Listener {
-    fn take_over(&self, handed: Handed) {
-        let Some(me) = self.me.upgrade() else { return };
-        let common = Common { net: Arc::clone(&self.net), adapters: Arc::clone(&self.adapters) };
-        Greeting::start(common, handed, Role::Receiving { listener: me, stage: Receiving::AwaitsOffer });
+impl Accepted {
+    fn next(&mut self) -> Result<Option<Arc<RdmaRecv>>> {
+        self.misfit.take().map_or(Ok(()), Err)?;
+        self.waiting.pop_front().transpose()
+    }
+}
+
+impl Door for Listener {
+    fn is_bare(&self) -> bool {
+        true
+    }
+
+    fn open(&self, link: Link, peer: Peer) -> Arc<dyn Opening> {
+        Arc::new(Guest { link, peer, listener: self.me.clone() })
+    }
+
+    fn turn_away(&self, why: Error) {
+        lock(&self.accepted).misfit = Some(why);
+        self.arrived.notify_all();
+    }
+
+    fn close(&self) {
+        let waiting = {
+            let mut accepted = lock(&self.accepted);
+            accepted.is_closed = true;
+            std::mem::take(&mut accepted.waiting)
+        };
+        for conn in waiting.into_iter().flatten() {
+            conn.close();
+        }
+    }
+}
+
+/// A peer that is being welcomed.
+struct Guest {
+    link: Link,
+    peer: Peer,
+    listener: Weak<Listener>,
+}
+
+impl Opening for Guest {
+    fn is_waiting(&self) -> bool {
+        false
+    }
+
+    fn begin(self: Arc<Self>, sock: Sock, seal: Seal) -> Result<()> {
+        let Some(listener) = self.listener.upgrade() else { return Ok(()) };
+        let handed = Handed { link: self.link.clone(), peer: self.peer.clone(), sock, seal };
+        let common = Common { net: Arc::clone(&listener.net), adapters: Arc::clone(&listener.adapters) };
+        Greeting::start(common, handed, Role::Receiving { listener, stage: Receiving::AwaitsOffer });
+        Ok(())
+    }
+
+    fn refuse(&self, why: Error) {
+        if let Some(listener) = self.listener.upgrade() {
+            listener.turn_away(why.with_peer(&self.peer));
+        }
     }
 }
 
@@ -129,7 +177,7 @@ pub struct Attempt {
 }
 
 impl Attempt {
-    /// Starts connecting to a listener. The target's `takeover` is set here.
+    /// Starts connecting to a listener.
     ///
     /// # Errors
     /// When the keeper cannot be started.
@@ -142,9 +190,8 @@ impl Attempt {
             settled: Condvar::new(),
             me: me.clone(),
         });
-        let takeover = Arc::new(Claim(attempt.me.clone()));
-        let target = Target { takeover: Some(takeover), ..target };
-        let dial = Dial::connect(Arc::clone(&attempt.net), target)?;
+        let claim = Arc::new(Claim(attempt.me.clone()));
+        let dial = Dial::connect(Arc::clone(&attempt.net), target, claim)?;
         *lock(&attempt.dial) = Some(dial);
         Ok(attempt)
     }
@@ -153,8 +200,7 @@ impl Attempt {
     pub fn result(&self) -> Option<Result<Arc<RdmaSend>>> {
         let outcome = lock(&self.outcome).clone();
         outcome.or_else(|| match lock(&self.dial).as_ref()?.result()? {
-            Ok(Dialled::TakenOver) => None,
-            Ok(Dialled::Streams(_)) => Some(Err(Error::internal("an RDMA connection came up over TCP"))),
+            Ok(()) => None,
             Err(error) => Some(Err(error)),
         })
     }
@@ -202,11 +248,16 @@ impl Attempt {
 /// What a dial knows of its attempt: the attempt holds the dial, so not the other way round.
 struct Claim(Weak<Attempt>);
 
-impl Takeover for Claim {
-    fn take_over(&self, handed: Handed) {
-        let Some(attempt) = self.0.upgrade() else { return };
+impl Opener for Claim {
+    fn is_bare(&self) -> bool {
+        true
+    }
+
+    fn open(&self, handed: Handed) -> Result<Option<Arc<dyn Streams>>> {
+        let Some(attempt) = self.0.upgrade() else { return Ok(None) };
         let common = Common { net: Arc::clone(&attempt.net), adapters: Arc::clone(&attempt.adapters) };
         Greeting::start(common, handed, Role::Sending { attempt, stage: Sending::Begins });
+        Ok(None)
     }
 }
 
@@ -279,7 +330,7 @@ struct State {
 
 impl Greeting {
     fn start(common: Common, handed: Handed, role: Role) {
-        let Handed { link, peer, sock } = handed;
+        let Handed { link, peer, sock, .. } = handed;
         let fd = sock.as_raw_fd();
         let greeting = Arc::new_cyclic(|me| Self {
             me: me.clone(),
@@ -577,41 +628,52 @@ impl Source for Greeting {
     }
 }
 
-/// Starts to listen over RDMA: the listener of the handshakes, with what takes their connections over.
+/// A listener with its place among the process's handshakes.
 pub struct Listening {
-    /// Of the handshakes.
-    pub door: Arc<acceptor::Listener>,
-    /// Of the connections.
-    pub listener: Arc<Listener>,
+    net: Arc<Net>,
+    session: Arc<acceptor::Listener>,
+    listener: Arc<Listener>,
 }
 
 impl Listening {
+    /// Starts to listen: handshakes come over the interfaces `rails`. Gives the addresses of their sockets, too.
+    ///
+    /// # Errors
+    /// When nothing can be bound to the first of them.
+    pub fn open(
+        net: &Arc<Net>,
+        adapters: Adapters,
+        rails: Arc<[Rail]>,
+        traffic_class: Option<u8>,
+    ) -> Result<(Self, Vec<SocketAddr>)> {
+        let listener = Listener::new(Arc::clone(net), adapters);
+        let (session, addresses) = net.acceptor.listen(rails, traffic_class, Arc::clone(&listener) as _)?;
+        Ok((Self { net: Arc::clone(net), session, listener }, addresses))
+    }
+
+    /// The secret that a peer must know.
+    pub fn secret(&self) -> &Secret {
+        &self.session.secret
+    }
+
     /// The next connection, if one has come.
     ///
     /// # Errors
-    /// When the peer came, and its TOWLINE_KEY_FILE does not fit this side's; or as [`Listener::accept`].
+    /// As [`Listener::accept`].
     pub fn accept(&self) -> Result<Option<Arc<RdmaRecv>>> {
-        // The door's own connections are none; it knows who was turned away.
-        self.door.accept()?;
         self.listener.accept()
     }
 
     /// Waits for the next connection until `deadline`.
     ///
     /// # Errors
-    /// As [`Listening::accept`].
+    /// As [`Listener::accept`].
     pub fn accept_until(&self, deadline: Instant) -> Result<Option<Arc<RdmaRecv>>> {
-        loop {
-            if let Some(conn) = self.accept()? {
-                return Ok(Some(conn));
-            }
-            let now = Instant::now();
-            if now >= deadline {
-                return Ok(None);
-            }
-            if let Some(conn) = self.listener.accept_until(deadline.min(now + Duration::from_millis(100)))? {
-                return Ok(Some(conn));
-            }
-        }
+        self.listener.accept_until(deadline)
+    }
+
+    /// Takes no more connections, and ends those that were not accepted.
+    pub fn close(&self) {
+        self.net.acceptor.close(&self.session);
     }
 }

@@ -37,7 +37,7 @@
 //! | [`backend`] | all of it for the process |
 //!
 //! Connections come about by the handshake of [`session`](crate::session), whose socket stays as their control channel
-//! ([`takeover`](crate::session::takeover)).
+//! ([`opening`](crate::session::opening)).
 //!
 //! Guarantee: nothing here is a load-time need of the library. On a machine without libibverbs or without devices,
 //! discovery says so in one sentence and finds none.

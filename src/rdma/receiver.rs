@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::time::Instant;
 
 use super::adapter::{Adapters, Memory, Registration, own_regions};
-use super::base::{Base, Parts};
+use super::base::{Base, Parts, Side};
 use super::eager::{EAGER_MAX, Head, Inbox, PLACES};
 use super::fabric::{Depth, Fabric, Lane};
 use super::flush::{self, Around, Flush};
@@ -35,7 +35,6 @@ use crate::engine::request::{Keys, MAX_PARTS, Outcome, SLOTS, Ticket, too_long};
 use crate::engine::tags::TagOrders;
 use crate::nccl::net_event::SOMEWHERE;
 use crate::os::error::{Error, Result};
-use crate::session::takeover::Side;
 use crate::session::wire::copy_ascending;
 
 /// Receives that were used up on a lane before they are put back: one call for several.
@@ -201,7 +200,7 @@ impl RdmaRecv {
         conn.write_word_now(&mut conn.state())?;
         conn.base.name_paths(conn.state().fabric.as_ref());
         conn.base.watch(Arc::new(Watch(Arc::downgrade(&conn))))?;
-        conn.base.keep(conn.clone());
+        conn.base.keep(&conn);
         Ok(conn)
     }
 

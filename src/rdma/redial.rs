@@ -27,18 +27,18 @@ use std::io;
 use std::sync::{Arc, MutexGuard};
 use std::time::Instant;
 
-use super::base::Base;
+use super::base::{Base, Side};
 use super::control::{Control, is_cut};
 use crate::engine::poller::Registration as Watched;
 use crate::os::error::{Error, Result};
 use crate::os::interfaces::Rail;
 use crate::os::log::{Limiter, NET};
-use crate::session::dialer::Dial;
+use crate::session::dialer;
 use crate::session::frame::{Header, Type};
 use crate::session::lifeline::{Alone, Answer, CUT_PATIENCE, Ended, Terms};
 use crate::session::link::{Link, Sock};
+use crate::session::owner::{Connecting, Joined, Joining, Listening, Owner};
 use crate::session::peer::lost;
-use crate::session::takeover::{Caller, Kept, Side};
 
 /// It may be so every few seconds, and for every connection.
 static STAYS: Limiter = Limiter::new();
@@ -95,7 +95,7 @@ impl Base {
 
     /// Goes to find the other side, once, when the control channel was cut or has just fallen silent: the connecting side
     /// dials, the listening side calls.
-    pub fn seek<T: Kept + 'static>(&self, conn: &Arc<T>) {
+    pub(super) fn seek<T: Controlled + 'static>(&self, conn: &Arc<T>) {
         match self.side {
             Side::Connecting => {
                 if let Some(why) = self.begins_to_dial() {
@@ -123,10 +123,10 @@ impl Base {
         Some("is silent")
     }
 
-    fn dial(&self, conn: Arc<dyn Kept>, why: &str) {
+    fn dial(&self, conn: Arc<dyn Connecting>, why: &str) {
         tracing::info!(target: NET, "{} {} dials for another control channel: its own {why}", self.doing, self.peer);
-        if let Err(error) = Dial::bring_back(Arc::clone(&self.net), &conn) {
-            conn.gave_up(error);
+        if let Err(error) = dialer::resume(Arc::clone(&self.net), &conn) {
+            conn.gave_up(0, &error);
         }
     }
 
@@ -151,10 +151,10 @@ impl Base {
         control.alone.as_ref().filter(|_| is_to_seek).map(Alone::since)
     }
 
-    fn call<T: Kept + 'static>(&self, conn: &Arc<T>, since: Instant) {
+    fn call<T: Controlled + 'static>(&self, conn: &Arc<T>, since: Instant) {
         tracing::info!(target: NET, "{} {} waits for another control channel: its own was cut", self.doing, self.peer);
-        let caller = Arc::clone(conn) as Arc<dyn Caller>;
-        (0..self.link.remote.len()).for_each(|way| Dial::call(Arc::clone(&self.net), &caller, way, since));
+        let caller = Arc::clone(conn) as Arc<dyn Listening>;
+        (0..self.link.remote.len()).for_each(|way| dialer::call(Arc::clone(&self.net), &caller, way, since));
     }
 
     /// As if the connecting side had begun to dial.
@@ -169,7 +169,7 @@ impl Base {
         self.control().away.is_some()
     }
 
-    /// See [`Kept::link_down`].
+    /// See [`Owner::link_down`].
     fn link_down(&self, interface: u32) {
         let mut control = self.control();
         let local = control.sock.as_ref().and_then(|sock| sock.local_addr().ok()?.as_socket());
@@ -180,7 +180,7 @@ impl Base {
         }
     }
 
-    /// See [`Kept::called`].
+    /// See [`Connecting::called`].
     fn called(&self, epoch: u16) {
         let mut control = self.control();
         if control.epoch == epoch && control.sock.is_some() && control.away.is_none() {
@@ -193,7 +193,7 @@ impl Base {
     ///
     /// # Errors
     /// When the keeper cannot watch it.
-    fn returned(&self, epoch: u16, sock: Sock) -> Result<()> {
+    pub(super) fn resume(&self, epoch: u16, sock: Sock) -> Result<()> {
         let mut control = self.control();
         if !self.is_open() {
             return Ok(());
@@ -211,9 +211,13 @@ impl Base {
     }
 
     /// Has the connection known to those that may have another socket for its control channel, or news of its own.
-    pub fn keep(&self, conn: Arc<dyn Kept>) {
-        if self.mends() {
-            self.net.keep(&conn, self.side);
+    pub(super) fn keep<T: Controlled + 'static>(&self, conn: &Arc<T>) {
+        if !self.mends() {
+            return;
+        }
+        match self.side {
+            Side::Connecting => self.net.remember_connecting(&(Arc::clone(conn) as Arc<dyn Connecting>)),
+            Side::Listening => self.net.remember_listening(&(Arc::clone(conn) as Arc<dyn Listening>)),
         }
     }
 }
@@ -232,18 +236,13 @@ pub(super) trait Controlled: Send + Sync {
     fn end(&self, error: Error);
 }
 
-impl<T: Controlled> Caller for T {
+impl<T: Controlled> Owner for T {
     fn link(&self) -> &Link {
         &self.base().link
     }
 
-    fn is_calling(&self, since: Instant) -> bool {
-        let base = self.base();
-        base.is_open() && base.control().alone.as_ref().is_some_and(|alone| alone.since() == since)
-    }
-
-    fn lost_life(&self, _turn: usize) -> (u16, u16) {
-        (0, self.base().control().epoch)
+    fn link_down(&self, interface: u32) {
+        self.base().link_down(interface);
     }
 
     fn answered(&self, began: Instant, way: usize, answer: Answer) {
@@ -255,9 +254,35 @@ impl<T: Controlled> Caller for T {
     }
 }
 
-impl<T: Controlled> Kept for T {
+impl<T: Controlled> Listening for T {
+    fn join(self: Arc<Self>, joining: Joining<'_>) -> Result<()> {
+        let base = self.base();
+        let is_newer = |epoch: u16| epoch.wrapping_sub(base.control().epoch).cast_signed() > 0;
+        if joining.stream != 0 || !base.is_open() || !is_newer(joining.epoch) {
+            return Err(joining.not_now());
+        }
+        let Joining { epoch, sock, welcome, .. } = joining;
+        welcome(&sock, 0)?;
+        base.resume(epoch, sock)
+    }
+
+    fn is_calling(&self, since: Instant) -> bool {
+        let base = self.base();
+        base.is_open() && base.control().alone.as_ref().is_some_and(|alone| alone.since() == since)
+    }
+
+    fn lost_epoch(&self, _turn: usize) -> (u16, u16) {
+        (0, self.base().control().epoch)
+    }
+}
+
+impl<T: Controlled> Connecting for T {
     fn goes_on(&self) -> bool {
         self.base().is_open()
+    }
+
+    fn called(&self, _stream: usize, epoch: u16) {
+        self.base().called(epoch);
     }
 
     fn is_over(&self) -> bool {
@@ -265,32 +290,19 @@ impl<T: Controlled> Kept for T {
         !base.is_open() || base.control().away.is_none()
     }
 
-    fn next_epoch(&self) -> u16 {
+    fn next_epoch(&self, _stream: usize) -> u16 {
         let mut control = self.base().control();
         control.epoch = control.epoch.wrapping_add(1);
         control.epoch
     }
 
-    fn may_return(&self, epoch: u16) -> bool {
-        let base = self.base();
-        base.is_open() && epoch.wrapping_sub(base.control().epoch).cast_signed() > 0
+    fn rejoined(self: Arc<Self>, joined: Joined) -> Result<()> {
+        self.base().resume(joined.epoch, joined.sock)
     }
 
-    fn returned(self: Arc<Self>, epoch: u16, sock: Sock) -> Result<()> {
-        self.base().returned(epoch, sock)
-    }
-
-    fn link_down(&self, interface: u32) {
-        self.base().link_down(interface);
-    }
-
-    fn called(&self, epoch: u16) {
-        self.base().called(epoch);
-    }
-
-    fn gave_up(&self, error: Error) {
-        if !self.base().stays(&error) {
-            self.end(error);
+    fn gave_up(&self, _stream: usize, error: &Error) {
+        if !self.base().stays(error) {
+            self.end(error.clone());
         }
     }
 }

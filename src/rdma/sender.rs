@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 use self::job::{End, Job, Run, hand_over};
 use self::short::{Known, Short};
 use super::adapter::{Adapters, Memory, Registration, own_regions};
-use super::base::{Base, Parts};
+use super::base::{Base, Parts, Side};
 use super::eager::{self, EAGER_MAX, Outbox, Parcel};
 use super::fabric::{Depth, Fabric, Lane};
 use super::ledger::{Answer, Ledger, Sent};
@@ -47,7 +47,6 @@ use crate::engine::events::Chunk;
 use crate::engine::poller::{Progress, Source};
 use crate::engine::request::{Keys, Outcome, SLOTS, Ticket, too_long};
 use crate::os::error::{Error, Result};
-use crate::session::takeover::Side;
 
 /// Queue depth of a sending lane: a message takes one request on each of its lanes, two when its immediate travels apart,
 /// and as many messages as there are request slots may be outstanding. When there is less room the rest waits.
@@ -252,7 +251,7 @@ impl RdmaSend {
         let conn = Arc::new(Self { base, target, state: Mutex::new(state) });
         conn.base.name_paths(conn.state().fabric.as_ref());
         conn.base.watch(Arc::new(Watch(Arc::downgrade(&conn))))?;
-        conn.base.keep(conn.clone());
+        conn.base.keep(&conn);
         Ok(conn)
     }
 

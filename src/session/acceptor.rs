@@ -1,4 +1,4 @@
-//! The listening side: sockets, handshakes, and who waits for whom.
+//! The listening side: sockets and handshakes.
 //!
 //! One listening socket per local address serves the whole process and outlives every `closeListen`: a handle says
 //! which listener it means by an id made from its secret, and streams that break later come back to the same
@@ -7,17 +7,17 @@
 //!
 //! Strangers cost little: an unproven connection holds a few hundred bytes, there is a bounded [`Crowd`] of them, and
 //! each has [`PATIENCE`] to prove itself. A connection that has proved itself leaves the crowd before it is welcomed: the
-//! peer may hold it for established from then on, so it lasts as long as its socket. Whoever has said something, or gone, by the time it is accepted is dealt with on
-//! the spot: a scanner is never even watched.
+//! peer may hold it for established from then on, so it lasts as long as its socket. A socket that holds bytes, or has ended, by the time it is accepted is
+//! dealt with on the spot: a scanner is never even watched.
 
 #[cfg(test)]
 mod tests;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsRawFd;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use super::crowd::Crowd;
@@ -28,11 +28,12 @@ use super::handshake::{
 };
 use super::link::{Link, Sock, new_socket, tune};
 use super::net::Net;
+use super::opening::{Door, Opening};
+use super::owner::Joining;
 use super::peer::Peer;
 use super::seal::agreement::{Accepted, Keys, OFFER};
 use super::seal::{Seal, is_encrypted, other_key};
 use super::shortage;
-use super::takeover::{Handed, Side, Takeover};
 use super::tries::{self, PATIENCE};
 use super::watch;
 use super::wire::{self, Piece, send_all};
@@ -41,7 +42,6 @@ use crate::os::error::{Error, Result, advice};
 use crate::os::fd::Registered;
 use crate::os::interfaces::{Rail, duplicate};
 use crate::os::log::{Limiter, NET};
-use crate::tcp::receiver::RecvConn;
 
 /// Connections that are accepted before those that were get their turn again.
 const AT_ONCE: usize = 64;
@@ -54,88 +54,8 @@ pub struct Listener {
     pub rails: Arc<[Rail]>,
     /// The packets' class of traffic.
     pub traffic_class: Option<u8>,
-    /// Who takes its connections over, if they are not to be TCP's.
-    takeover: Option<Arc<dyn Takeover>>,
-    accepted: Mutex<Arrivals>,
-    arrived: Condvar,
-}
-
-/// What waits for `accept`.
-#[derive(Default)]
-struct Arrivals {
-    connections: VecDeque<Arc<RecvConn>>,
-    /// Why a peer that holds the secret could not be let in: it would be waited for in vain.
-    misfit: Option<Error>,
-    /// The listener was closed: whatever comes is ended.
-    closed: bool,
-}
-
-impl Arrivals {
-    fn next(&mut self) -> Result<Option<Arc<RecvConn>>> {
-        match self.connections.pop_front() {
-            None => self.misfit.take().map_or(Ok(None), Err),
-            conn => Ok(conn),
-        }
-    }
-}
-
-impl Listener {
-    fn arrivals(&self) -> MutexGuard<'_, Arrivals> {
-        self.accepted.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The next connection, if one has come.
-    ///
-    /// # Errors
-    /// When the peer that holds the secret came, and its TOWLINE_KEY_FILE does not fit this side's.
-    pub fn accept(&self) -> Result<Option<Arc<RecvConn>>> {
-        self.arrivals().next()
-    }
-
-    /// Waits for the next connection until `deadline`.
-    ///
-    /// # Errors
-    /// As [`Listener::accept`].
-    pub fn accept_until(&self, deadline: Instant) -> Result<Option<Arc<RecvConn>>> {
-        let mut arrivals = self.arrivals();
-        loop {
-            if let Some(conn) = arrivals.next()? {
-                return Ok(Some(conn));
-            }
-            let Some(rest) = deadline.checked_duration_since(Instant::now()) else { return Ok(None) };
-            arrivals = self.arrived.wait_timeout(arrivals, rest).unwrap_or_else(PoisonError::into_inner).0;
-        }
-    }
-
-    /// A connection has come.
-    fn add(&self, conn: Arc<RecvConn>) {
-        let mut arrivals = self.arrivals();
-        if arrivals.closed {
-            drop(arrivals);
-            conn.turn_away();
-            return;
-        }
-        arrivals.connections.push_back(conn);
-        self.arrived.notify_all();
-    }
-
-    /// A peer that holds the secret cannot be let in.
-    fn turn_away(&self, why: Error) {
-        self.arrivals().misfit = Some(why);
-        self.arrived.notify_all();
-    }
-
-    /// Ends connections that nobody accepted, and those that are still to come.
-    fn abandon(&self) {
-        let connections = {
-            let mut arrivals = self.arrivals();
-            arrivals.closed = true;
-            std::mem::take(&mut arrivals.connections)
-        };
-        for conn in connections {
-            conn.close();
-        }
-    }
+    /// Makes its connections.
+    door: Arc<dyn Door>,
 }
 
 struct Port {
@@ -195,20 +115,13 @@ impl Acceptor {
         &self,
         rails: Arc<[Rail]>,
         traffic_class: Option<u8>,
-        takeover: Option<Arc<dyn Takeover>>,
+        door: Arc<dyn Door>,
     ) -> Result<(Arc<Listener>, Vec<SocketAddr>)> {
         let first = rails.first().ok_or_else(|| Error::internal("a device without rails"))?;
         // With several, one whose socket cannot be opened is done without.
         let addresses = if rails.len() > 1 { self.addresses(&rails) } else { Vec::new() };
         let addresses = if addresses.is_empty() { vec![self.port(first, Absent::Refused)?] } else { addresses };
-        let listener = Arc::new(Listener {
-            secret: Secret::random()?,
-            rails,
-            traffic_class,
-            takeover,
-            accepted: Mutex::new(Arrivals::default()),
-            arrived: Condvar::new(),
-        });
+        let listener = Arc::new(Listener { secret: Secret::random()?, rails, traffic_class, door });
         lock(&self.listeners).insert(listener.secret.listener_id(), Arc::clone(&listener));
         Ok((listener, addresses))
     }
@@ -216,7 +129,7 @@ impl Acceptor {
     /// Takes no more connections for this listener, and ends those that nobody accepted.
     pub fn close(&self, listener: &Listener) {
         lock(&self.listeners).remove(&listener.secret.listener_id());
-        listener.abandon();
+        listener.door.close();
     }
 
     /// The address of the process's socket on a rail, opening it at the first use.
@@ -279,14 +192,10 @@ impl Acceptor {
         match wish {
             Wish::Connect { listener } => lock(&self.listeners).get(&listener).map(|found| found.secret.clone()),
             Wish::Join { connection, .. } => {
-                let live = net.connection(connection).map(|conn| conn.link().key.clone());
-                let live = live.or_else(|| net.kept(connection, Side::Listening).map(|conn| conn.link().key.clone()));
+                let live = net.listening(connection).map(|conn| conn.link().key.clone());
                 live.or_else(|| net.closed(connection).map(|grave| grave.key))
             }
-            Wish::Call { connection, .. } => {
-                let live = net.sender(connection).map(|conn| conn.link().key.clone());
-                live.or_else(|| net.kept(connection, Side::Connecting).map(|conn| conn.link().key.clone()))
-            }
+            Wish::Call { connection, .. } => net.connecting(connection).map(|conn| conn.link().key.clone()),
         }
     }
 
@@ -399,13 +308,14 @@ enum Stage {
     },
     /// The welcome is on its way; the peer says when it has it.
     Ready {
-        conn: Arc<RecvConn>,
+        conn: Arc<dyn Opening>,
         seal: Seal,
+        mends: bool,
     },
     /// The socket broke after the welcome. If the peer has that, it connects its stream again, and must find the
     /// connection.
     Adrift {
-        conn: Arc<RecvConn>,
+        conn: Arc<dyn Opening>,
     },
     Over,
 }
@@ -449,10 +359,7 @@ impl Inbound {
     fn outlives_its_socket(&self, net: &Net) -> bool {
         let mut state = lock(&self.state);
         let stage = std::mem::replace(&mut state.stage, Stage::Over);
-        let (Stage::Ready { conn, .. } | Stage::Adrift { conn }) = stage else { return false };
-        if conn.link().features & FEATURE_RECOVERY == 0 {
-            return false;
-        }
+        let (Stage::Ready { conn, mends: true, .. } | Stage::Adrift { conn }) = stage else { return false };
         state.registration = None;
         state.sock = None;
         let Some(me) = self.me.upgrade() else { return false };
@@ -538,7 +445,7 @@ impl Inbound {
                             if let Wish::Connect { listener } = hello.wish
                                 && let Some(listener) = lock(&net.acceptor.listeners).get(&listener)
                             {
-                                listener.turn_away(error.clone());
+                                listener.door.turn_away(error.clone());
                             }
                             return Err(error);
                         }
@@ -546,45 +453,37 @@ impl Inbound {
                     let registration = state.registration.take();
                     let sock = state.sock.take().expect("the handshake has its socket");
                     drop(state);
-                    let is_new = features & FEATURE_BARE == 0 && matches!(hello.wish, Wish::Connect { .. });
                     let settled = Settled { secret, features, transcript, accepted };
-                    if !is_new {
+                    if !matches!(hello.wish, Wish::Connect { .. }) {
                         drop(registration);
                         self.admit(net, sock, &hello, settled)?;
                         return Ok(true);
                     }
-                    let ready = self.welcome(net, &sock, &hello, settled)?;
+                    let (conn, seal) = self.welcome(net, &sock, &hello, settled)?;
+                    if features & FEATURE_BARE != 0 {
+                        drop(registration);
+                        conn.begin(sock, seal)?;
+                        return Ok(true);
+                    }
+                    let ready = Stage::Ready { conn, seal, mends: features & FEATURE_RECOVERY != 0 };
                     state = lock(&self.state);
                     (state.sock, state.registration, state.stage) = (Some(sock), registration, ready);
                     // The peer holds the connection for established when it has the welcome, and its process may be stopped
                     // before it says so. If its host is gone, the kernel's probes end the socket.
                     state.deadline = None;
                 }
-                Stage::Ready { conn, seal } => {
+                Stage::Ready { conn, seal, mends } => {
                     state.registration = None;
                     let sock = state.sock.take().expect("the handshake has its socket");
-                    // Unless the peer has lost this socket meanwhile and come back over another. A further stream may have
-                    // come before this word, and whoever accepts may have the connection already.
-                    if !conn.awaits_first() {
-                        return Ok(true);
-                    }
-                    let place = match conn.place(0, &sock) {
-                        Ok(place) => place,
-                        Err(error) => {
-                            // The peer has this connection, so whoever accepts must have it, or hear of it.
-                            if conn.link().features & FEATURE_RECOVERY != 0 {
-                                state.stage = Stage::Adrift { conn };
-                            } else if let Some(listener) = conn.leave_waiting() {
-                                listener.turn_away(error.clone().with_peer(conn.peer()));
-                            }
-                            return Err(error);
-                        }
-                    };
-                    conn.add_stream(0, 0, place, sock, seal);
                     drop(state);
-                    if let Some(listener) = conn.leave_waiting() {
-                        tracing::debug!(target: NET, "connected from {}", conn.peer());
-                        listener.add(conn);
+                    if let Err(error) = Arc::clone(&conn).begin(sock, seal) {
+                        // The peer has this connection, so its listener must get it, or the error.
+                        if mends {
+                            lock(&self.state).stage = Stage::Adrift { conn };
+                        } else {
+                            conn.refuse(error.clone());
+                        }
+                        return Err(error);
                     }
                     return Ok(true);
                 }
@@ -612,78 +511,47 @@ impl Inbound {
         Accepted::new(key, transcript.bytes(), offer)?.ok_or_else(other_key).map(Some)
     }
 
-    /// The peer has proved itself: gives it what it asked for.
+    /// The peer of a connection has proved itself: gives it what it asked for.
     fn admit(&self, net: &Arc<Net>, sock: Sock, hello: &Hello, mut settled: Settled) -> Result<()> {
+        let welcome =
+            |connection, received| Welcome { connection, received, label: net.label.clone(), rails: Vec::new() };
         match hello.wish {
-            Wish::Connect { .. } => {
-                let (listener, link, welcome) = self.settle(net, &sock, hello, &settled)?;
-                tune(&sock, &net.config, link.traffic_class, false);
-                settled.welcome(&sock, &welcome)?;
-                let Some(takeover) = &listener.takeover else { return Ok(()) };
-                let peer = Peer { label: hello.label.clone(), address: self.from };
-                takeover.take_over(Handed { link, peer, sock });
-            }
+            Wish::Connect { .. } => unreachable!("this makes a new connection"),
             Wish::Join { connection, stream, epoch } => {
                 if let Some(grave) = net.closed(connection) {
-                    let (received, label) = (grave.received | CLOSED, net.label.clone());
-                    settled.welcome(&sock, &Welcome { connection, received, label, rails: Vec::new() })?;
+                    settled.welcome(&sock, &welcome(connection, grave.received | CLOSED))?;
                     net.linger(sock);
                     return Ok(());
                 }
-                let not_now =
-                    || Error::remote(format!("stream {stream} in epoch {epoch} is not one that may join now"));
-                if let Some(kept) = net.kept(connection, Side::Listening) {
-                    if stream != 0 || !kept.may_return(epoch) {
-                        return Err(not_now());
-                    }
-                    tune(&sock, &net.config, kept.link().traffic_class, false);
-                    let welcome = Welcome { connection, received: 0, label: net.label.clone(), rails: Vec::new() };
-                    settled.welcome(&sock, &welcome)?;
-                    return kept.returned(epoch, sock);
-                }
-                let conn = net.connection(connection).ok_or_else(|| Error::remote("the connection is closed"))?;
-                let index = usize::from(stream);
-                // One life ends before the other begins, and it may have been the last.
-                let _open = conn.hold_open();
-                let received = conn.prepare_join(index, epoch).ok_or_else(not_now)?;
-                tune(&sock, &net.config, conn.link().traffic_class, false);
-                let welcome = Welcome { connection, received, label: net.label.clone(), rails: Vec::new() };
-                let place = conn.place(index, &sock)?;
-                let keys = settled.welcome(&sock, &welcome)?;
-                conn.add_stream(index, epoch, place, sock, Seal::of(conn.link().features, keys)?);
-                // The peer's word that it has the welcome is still on its way, or the first stream broke before.
-                if let Some(listener) = conn.leave_waiting() {
-                    listener.add(Arc::clone(&conn));
-                }
+                let conn = net.listening(connection).ok_or_else(|| Error::remote("the connection is closed"))?;
+                let traffic_class = conn.link().traffic_class;
+                let mut admit = |sock: &Sock, received: u64| {
+                    tune(sock, &net.config, traffic_class, false);
+                    settled.welcome(sock, &welcome(connection, received))
+                };
+                conn.join(Joining { stream: usize::from(stream), epoch, sock, welcome: &mut admit })
             }
             Wish::Call { connection, stream, epoch } => {
-                // One that has failed does not come back, even if NCCL has not closed it yet, so whoever calls is not to wait.
-                let conn = net.sender(connection).filter(|conn| !conn.has_failed());
-                let kept = net.kept(connection, Side::Connecting).filter(|kept| kept.goes_on());
-                if conn.is_none() && kept.is_none() {
-                    return Err(Error::remote("the connection is closed"));
-                }
-                let welcome = Welcome { connection, received: 0, label: net.label.clone(), rails: Vec::new() };
-                settled.welcome(&sock, &welcome)?;
+                // One that has failed does not come back, even if NCCL has not closed it yet, so the caller is not to wait.
+                let conn = net.connecting(connection).filter(|conn| conn.goes_on());
+                let conn = conn.ok_or_else(|| Error::remote("the connection is closed"))?;
+                settled.welcome(&sock, &welcome(connection, 0))?;
                 net.linger(sock);
-                conn.inspect(|conn| conn.called(usize::from(stream), epoch));
-                kept.inspect(|kept| kept.called(epoch));
+                conn.called(usize::from(stream), epoch);
+                Ok(())
             }
         }
-        Ok(())
     }
 
-    /// Makes a connection and welcomes the peer. `accept` gets it when the peer has the welcome, or connects a stream of it:
-    /// if a path dies at this moment, the peer may try again from the beginning, and then this one is nobody's.
-    fn welcome(&self, net: &Arc<Net>, sock: &Sock, hello: &Hello, mut settled: Settled) -> Result<Stage> {
+    /// Makes a connection and welcomes the peer.
+    fn welcome(&self, net: &Net, sock: &Sock, hello: &Hello, mut settled: Settled) -> Result<(Arc<dyn Opening>, Seal)> {
         let (listener, link, welcome) = self.settle(net, sock, hello, &settled)?;
         tune(sock, &net.config, link.traffic_class, false);
-        let conn = RecvConn::new(Arc::clone(net), link, Peer { label: hello.label.clone(), address: self.from });
-        conn.wait_for_word(listener);
-        net.remember(&conn);
+        let features = link.features;
+        let conn = listener.door.open(link, Peer { label: hello.label.clone(), address: self.from });
         let keys = settled.welcome(sock, &welcome)?;
-        let seal = Seal::of(conn.link().features, keys)?;
-        Ok(Stage::Ready { conn, seal })
+        let seal = Seal::of(features, keys)?;
+        Ok((conn, seal))
     }
 
     /// What a new connection is like.
@@ -700,7 +568,7 @@ impl Inbound {
         let listener = lock(&net.acceptor.listeners).get(&listener).cloned();
         let listener = listener.ok_or_else(|| Error::remote("the listener was closed during the handshake"))?;
         // The handle has told the peer which it is, so this is a peer that ignores its handle.
-        if (settled.features & FEATURE_BARE != 0) != listener.takeover.is_some() {
+        if (settled.features & FEATURE_BARE != 0) != listener.door.is_bare() {
             return Err(Error::remote("a peer asked for the other backend than its handle says"));
         }
         let key = settled.secret.connection_key(settled.transcript.bytes());

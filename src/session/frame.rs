@@ -41,7 +41,7 @@ pub const EAGER: u8 = 1;
 pub const PROMPT: u8 = 2;
 /// Flag: somebody waits for the message that this is a part of: when it is whole, acknowledge what came on all streams.
 pub const WHOLE: u8 = 4;
-/// Flag: a GPU may read the chunk while it arrives, so its bytes must appear in ascending order ([`polled`](crate::tcp::polled)).
+/// Flag: a GPU may read the chunk while it arrives, so its bytes must appear in ascending order.
 pub const POLLED: u8 = 8;
 
 /// What a frame says.
@@ -75,7 +75,7 @@ pub enum Type {
     /// sender → receiver: a first write over the new queue pair was acknowledged.
     Lane = 9,
     /// Receiver → sender: as [`Type::Ack`], and what was taken in on every stream: a count of frames for each, from the first
-    /// on, of 8 bytes ([`Ack`](crate::tcp::ack::Ack)).
+    /// on, of 8 bytes.
     Acks = 10,
 }
 

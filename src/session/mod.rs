@@ -14,7 +14,8 @@
 //! | [`watch`] | noticing that a path has died without a word |
 //! | [`link`] | a connection as its sockets know it, and the options of these |
 //! | [`lifeline`] | telling a dead peer from one that is cut off |
-//! | [`takeover`] | handing a proven connection to another backend |
+//! | [`owner`] | what a session asks of the connection that owns it |
+//! | [`opening`] | how a new connection gets to its backend |
 //! | [`attend`] | when the keeper looks after a connection's first socket |
 //! | [`segments`] | segment sizes that pass where full ones are lost |
 //! | [`graves`] | connections that were closed lately, for senders that did not hear of it |
@@ -34,13 +35,14 @@ pub mod link;
 #[cfg(test)]
 pub mod loopback;
 pub mod net;
+pub mod opening;
 pub mod outlet;
+pub mod owner;
 pub mod peer;
 pub mod seal;
 pub mod segments;
 pub mod shortage;
 pub mod silences;
-pub mod takeover;
 pub mod tries;
 pub mod watch;
 pub mod wire;

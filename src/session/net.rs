@@ -3,7 +3,6 @@
 
 use std::any::Any;
 use std::collections::{BTreeSet, HashMap};
-use std::hash::Hash;
 use std::io;
 use std::net::{IpAddr, Shutdown};
 use std::os::fd::AsRawFd;
@@ -12,17 +11,16 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use super::acceptor::Acceptor;
-use super::dialer::Dial;
 use super::frame::MAX_STREAMS;
 use super::graves::{Grave, Graves};
 use super::handshake::{FEATURE_CHECKSUM, FEATURE_ENCRYPTION, FEATURE_RECOVERY};
 use super::link::{Link, Sock};
 use super::outlet::Outlets;
+use super::owner::{Connecting, Listening};
 use super::seal::key::SharedKey;
 use super::segments::Segments;
 use super::shortage::Shortages;
 use super::silences::Silences;
-use super::takeover::{Kept, Side};
 use super::watch;
 use super::wire::{self, Piece};
 use crate::engine::poller::{Half, Interest, Poller, Progress, Registration, Source, Worker};
@@ -31,8 +29,6 @@ use crate::os::config::Config;
 use crate::os::error::{self, Error};
 use crate::os::links::Links;
 use crate::os::steal::Steal;
-use crate::tcp::receiver::RecvConn;
-use crate::tcp::sender::SendConn;
 
 /// The TCP backend's process-wide part.
 pub struct Net {
@@ -50,12 +46,11 @@ pub struct Net {
     pub label: String,
     /// Listening sockets and half-open handshakes.
     pub acceptor: Acceptor,
-    connections: Mutex<HashMap<u64, Weak<RecvConn>>>,
+    /// Connections by number, for streams that join and calls.
+    listening: Mutex<HashMap<u64, Weak<dyn Listening>>>,
+    connecting: Mutex<HashMap<u64, Weak<dyn Connecting>>>,
     graves: Mutex<Graves>,
     silences: Mutex<Silences>,
-    senders: Mutex<HashMap<u64, Weak<SendConn>>>,
-    /// Connections of another backend, whose sockets may come back.
-    kept: Mutex<HashMap<(u64, Side), Weak<dyn Kept>>>,
     links: OnceLock<Registration>,
     segments: Mutex<Segments>,
     extra_streams: AtomicUsize,
@@ -123,15 +118,15 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Adds a connection to those that are known as long as they live, of which the dead are swept out now and then.
-fn add<K: Eq + Hash, T: ?Sized>(known: &mut HashMap<K, Weak<T>>, key: K, conn: Weak<T>) {
+fn add<T: ?Sized>(known: &mut HashMap<u64, Weak<T>>, key: u64, conn: Weak<T>) {
     if known.len() == known.capacity() {
         known.retain(|_, conn| conn.strong_count() > 0);
     }
     known.insert(key, conn);
 }
 
-/// Those of them that live: whoever does something with them must not hold the lock.
-fn living<K, T: ?Sized>(known: &HashMap<K, Weak<T>>) -> Vec<Arc<T>> {
+/// Those of them that live. A caller that does something with them must not hold the lock.
+fn living<T: ?Sized>(known: &HashMap<u64, Weak<T>>) -> Vec<Arc<T>> {
     known.values().filter_map(Weak::upgrade).collect()
 }
 
@@ -153,11 +148,10 @@ impl Net {
             key,
             label: label(),
             acceptor: Acceptor::new(me.clone()),
-            connections: Mutex::new(HashMap::new()),
+            listening: Mutex::new(HashMap::new()),
+            connecting: Mutex::new(HashMap::new()),
             graves: Mutex::default(),
             silences: Mutex::default(),
-            senders: Mutex::new(HashMap::new()),
-            kept: Mutex::new(HashMap::new()),
             links: OnceLock::new(),
             segments: Mutex::default(),
             extra_streams: AtomicUsize::new(0),
@@ -185,10 +179,8 @@ impl Net {
     }
 
     /// The worker of further stream `index` of a connection over `rails` rails, whose streams begin at `turn`. The first half
-    /// of them, which moves little as well as much ([`SendCore::engage`]), is for the first half of the workers; where each
+    /// of them, which moves little as well as much, is for the first half of the workers; where each
     /// connection has only one, they take turns.
-    ///
-    /// [`SendCore::engage`]: crate::tcp::send_core::SendCore::engage
     ///
     /// # Errors
     /// When not one thread can be created.
@@ -198,15 +190,31 @@ impl Net {
         self.poller.worker(if is_first { Half::First } else { Half::Second }, turn + index)
     }
 
-    /// Remembers a receiving connection, so that further streams find it.
-    pub fn remember(&self, conn: &Arc<RecvConn>) {
-        self.connections().insert(conn.link().connection, Arc::downgrade(conn));
+    /// Remembers the listening side of a connection, so that further streams find it, and it learns of links that go down.
+    pub fn remember_listening(&self, conn: &Arc<dyn Listening>) {
+        add(&mut lock(&self.listening), conn.link().connection, Arc::downgrade(conn));
         self.watch_links();
     }
 
-    /// Forgets a closed one.
+    /// The same for the connecting side, so that calls find it.
+    pub fn remember_connecting(&self, conn: &Arc<dyn Connecting>) {
+        add(&mut lock(&self.connecting), conn.link().connection, Arc::downgrade(conn));
+        self.watch_links();
+    }
+
+    /// The listening side of the connection with this number.
+    pub fn listening(&self, number: u64) -> Option<Arc<dyn Listening>> {
+        lock(&self.listening).get(&number).and_then(Weak::upgrade)
+    }
+
+    /// The connecting side of the connection with this number.
+    pub fn connecting(&self, number: u64) -> Option<Arc<dyn Connecting>> {
+        lock(&self.connecting).get(&number).and_then(Weak::upgrade)
+    }
+
+    /// Forgets the listening side of a closed connection.
     pub fn forget(&self, connection: u64) {
-        self.connections().remove(&connection);
+        lock(&self.listening).remove(&connection);
     }
 
     /// A receiving connection was closed with nothing outstanding, after so many messages.
@@ -219,18 +227,9 @@ impl Net {
         lock(&self.graves).find(connection)
     }
 
-    /// The receiving connection with this number.
-    pub fn connection(&self, number: u64) -> Option<Arc<RecvConn>> {
-        self.connections().get(&number).and_then(Weak::upgrade)
-    }
-
     /// The peer processes that do not answer closes.
     pub fn silences(&self) -> MutexGuard<'_, Silences> {
         lock(&self.silences)
-    }
-
-    fn connections(&self) -> MutexGuard<'_, HashMap<u64, Weak<RecvConn>>> {
-        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// How many streams a connection over `rails` rails may have.
@@ -244,27 +243,17 @@ impl Net {
         self.extra_streams.load(Ordering::Relaxed) < EARLY_STREAMS && descriptor_budget() >= EARLY_BUDGET
     }
 
-    /// Opens further streams for a connection.
+    /// Counts one more extra stream.
     ///
-    /// `most`: no more than these, so far.
-    pub fn grow(&self, conn: Arc<SendConn>, most: usize) {
-        let link = conn.link();
-        let wanted = self.streams_per_connection(link.pairs()).saturating_sub(1);
+    /// # Errors
+    /// The budget of the process, when it is used up.
+    pub fn stream_begins(&self) -> Result<(), usize> {
         let budget = descriptor_budget();
-        for index in conn.extra_streams() + 1..=wanted.min(most) {
-            if self.extra_streams.load(Ordering::Relaxed) >= budget {
-                tracing::debug!(
-                    "the process has its {budget} extra streams; connection {:x} stays with fewer",
-                    link.connection
-                );
-                return;
-            }
-            self.extra_streams.fetch_add(1, Ordering::Relaxed);
-            conn.took_extra_stream();
-            if let Some(me) = self.me.upgrade() {
-                Dial::join(me, &conn, index);
-            }
+        if self.extra_streams.load(Ordering::Relaxed) >= budget {
+            return Err(budget);
         }
+        self.extra_streams.fetch_add(1, Ordering::Relaxed);
+        Ok(())
     }
 
     /// A connection gave back this many extra streams.
@@ -282,13 +271,6 @@ impl Net {
         lock(&self.segments).of(address, Instant::now())
     }
 
-    /// Has a broken stream connected again.
-    pub fn repair(&self, conn: &Arc<SendConn>, index: usize) {
-        if let Some(me) = self.me.upgrade() {
-            Dial::repair(me, conn, index);
-        }
-    }
-
     /// How long a peer may stay away whose last stream ended so. Silence may be an outage, after which all goes on as
     /// before; a reset or an end of file came over a working path.
     pub fn patience(&self, error: &io::Error) -> Duration {
@@ -301,29 +283,6 @@ impl Net {
             }
             _ => self.config.reconnect_timeout,
         }
-    }
-
-    /// Remembers a sending connection, so that it can be called and learns of links that go down.
-    pub fn remember_sender(&self, conn: &Arc<SendConn>) {
-        add(&mut lock(&self.senders), conn.link().connection, Arc::downgrade(conn));
-        self.watch_links();
-    }
-
-    /// The sending connection with this number.
-    pub fn sender(&self, number: u64) -> Option<Arc<SendConn>> {
-        lock(&self.senders).get(&number).and_then(Weak::upgrade)
-    }
-
-    /// Has the acceptor, and who hears of interfaces, know a connection of another backend, whose socket may come back,
-    /// until it is dropped.
-    pub fn keep(&self, conn: &Arc<dyn Kept>, side: Side) {
-        add(&mut lock(&self.kept), (conn.link().connection, side), Arc::downgrade(conn));
-        self.watch_links();
-    }
-
-    /// One side of a connection of another backend whose socket may come back.
-    pub fn kept(&self, number: u64, side: Side) -> Option<Arc<dyn Kept>> {
-        lock(&self.kept).get(&(number, side)).and_then(Weak::upgrade)
     }
 
     /// Begins to listen for links that go down. Where that cannot be, silence tells, later; the next connection tries
@@ -346,21 +305,17 @@ impl Net {
 
     /// Those over which connections may run.
     fn interfaces(&self) -> BTreeSet<u32> {
-        let senders = living(&lock(&self.senders));
-        let receivers = living(&self.connections());
-        let kept = living(&lock(&self.kept));
-        let links = senders.iter().map(|conn| conn.link()).chain(receivers.iter().map(|conn| conn.link()));
-        let links = links.chain(kept.iter().map(|conn| conn.link()));
+        let listening = living(&lock(&self.listening));
+        let connecting = living(&lock(&self.connecting));
+        let links = listening.iter().map(|conn| conn.link()).chain(connecting.iter().map(|conn| conn.link()));
         links.flat_map(|link| link.local.iter().map(|rail| rail.index)).collect()
     }
 
     fn link_down(&self, interface: u32) {
-        let senders = living(&lock(&self.senders));
-        senders.iter().for_each(|conn| conn.link_down(interface));
-        let receivers = living(&self.connections());
-        receivers.iter().for_each(|conn| conn.link_down(interface));
-        let kept = living(&lock(&self.kept));
-        kept.iter().for_each(|conn| conn.link_down(interface));
+        let connecting = living(&lock(&self.connecting));
+        connecting.iter().for_each(|conn| conn.link_down(interface));
+        let listening = living(&lock(&self.listening));
+        listening.iter().for_each(|conn| conn.link_down(interface));
     }
 
     /// Leaves a socket to the keeper, which closes it when the peer has, or after [`FAREWELL`].

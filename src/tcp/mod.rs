@@ -14,6 +14,7 @@
 //!
 //! | module | holds |
 //! |---|---|
+//! | [`attempt`], [`listener`] | how a connection comes about |
 //! | [`sender`], [`receiver`] | one connection each: the core, its streams, its requests |
 //! | [`stream`] | who holds a stream |
 //! | [`streams`] | what is seen of all streams of a connection together |
@@ -22,10 +23,12 @@
 //! | [`help`] | when NCCL's thread does a worker's part |
 
 pub mod ack;
+pub mod attempt;
 pub mod copies;
 pub mod delivery;
 pub mod help;
 pub mod limits;
+pub mod listener;
 mod load;
 pub mod polled;
 pub mod ranges;

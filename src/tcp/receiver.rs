@@ -6,7 +6,9 @@
 //! Locks, in order: a stream (try-lock), then the state, then the outbox. None is held across a system call but
 //! the stream's own.
 
+mod arrivals;
 mod closing;
+mod joining;
 mod mending;
 mod moving;
 mod sealed;
@@ -20,6 +22,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+pub use arrivals::Arrivals;
+
 use super::help::Help;
 use super::polled;
 use super::recv_core::{Due, Part, Posted, RecvCore};
@@ -32,7 +36,6 @@ use crate::engine::request::{MAX_PARTS, Outcome, RequestSlots, SLOTS, Ticket};
 use crate::engine::span::Span;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
-use crate::session::acceptor::Listener;
 use crate::session::attend::Attention;
 use crate::session::frame::Header;
 use crate::session::frame::MAX_STREAMS;
@@ -242,8 +245,8 @@ pub struct RecvConn {
     trouble: Mutex<Option<Instant>>,
     /// Whether the first stream is connected.
     first_live: AtomicBool,
-    /// Who gets this connection when the peer has said that it has the welcome.
-    waiting: Mutex<Option<Arc<Listener>>>,
+    /// The listener that gets this connection when the peer has said that it has the welcome.
+    waiting: Mutex<Option<Arc<Arrivals>>>,
 }
 
 /// A life of a stream that the keeper is to fence.

@@ -8,6 +8,7 @@
 //! across a system call.
 
 mod closing;
+mod joining;
 mod mending;
 mod moving;
 mod sealed;
@@ -16,7 +17,7 @@ mod tests;
 
 use std::ffi::c_void;
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -32,17 +33,19 @@ use super::stream::{Held, READ, Ran, SEND, Stream, WRITE};
 use crate::engine::asking::Asking;
 use crate::engine::counters::Counters;
 use crate::engine::events::{self, Events};
-use crate::engine::poller::{HOT, HOT_BETWEEN, Interest, Progress, Registration, Source};
+use crate::engine::poller::{HOT, HOT_BETWEEN, Progress, Registration, Source};
 use crate::engine::request::{Outcome, RequestSlots, Ticket};
 use crate::engine::span::Span;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
 use crate::session::attend::Attention;
+use crate::session::dialer;
 use crate::session::frame::{HEADER, Header, MAX_STREAMS};
 use crate::session::handshake::FEATURE_RECOVERY;
 use crate::session::lifeline::{Alone, Ended};
 use crate::session::link::{Link, Sock, path_of};
 use crate::session::net::Net;
+use crate::session::owner::{Connecting, Streams};
 use crate::session::peer::{Health, Peer, failure, left_early};
 use crate::session::seal::codec::Sealed;
 use crate::session::seal::damage::Damage;
@@ -299,7 +302,8 @@ impl SendConn {
         let word = self.link.connection.to_le_bytes();
         // A stream that has broken meanwhile is being connected again, and that says the same.
         self.streams[0].peek(|io| send_all(&io.sock, &word)).unwrap_or(Ok(()))?;
-        self.net.remember_sender(self);
+        let me: Arc<dyn Connecting> = self.clone();
+        self.net.remember_connecting(&me);
         if !self.recovery {
             // The peer would take a stream that is dropped half-way, because the connection is closed again, for a failure.
             return Ok(());
@@ -308,24 +312,9 @@ impl SendConn {
             self.grow();
         } else if self.pairs() > 1 {
             // Over a second rail at once: if the first one dies, each side can hear of it from the other.
-            self.net.grow(Arc::clone(self), 1);
+            self.grow_to(1);
         }
         Ok(())
-    }
-
-    /// A place at the worker of stream `index` for a socket: all that may fail when a stream is added, so it comes before
-    /// anything is told to the peer or changed here.
-    ///
-    /// # Errors
-    /// When the kernel refuses to watch the socket.
-    pub fn place(&self, index: usize, sock: &Sock) -> Result<Registration> {
-        let source = Arc::new(StreamSource { conn: self.me.clone(), index });
-        let fd = sock.as_raw_fd();
-        // The first stream is NCCL's thread's; the keeper only watches for its end and finishes what blocked.
-        if index == 0 {
-            return self.net.poller.keeper()?.register(source, Some((fd, Interest::Quiet)));
-        }
-        self.net.worker(self.turn, index, self.pairs())?.register(source, Some((fd, Interest::Data)))
     }
 
     /// Puts a connected socket to work as stream `index`. What was reported at its place before is made up for by a kick.
@@ -675,21 +664,6 @@ impl SendConn {
         }
     }
 
-    /// The receiver has closed the connection, and says so to a stream that wanted to come back.
-    pub fn peer_has_closed(&self, received: u64) {
-        self.health.peer_received(received);
-    }
-
-    /// How many of them do so.
-    pub fn extra_streams(&self) -> usize {
-        self.extra.load(Ordering::Relaxed)
-    }
-
-    /// One more stream of the process's budget belongs to this connection.
-    pub fn took_extra_stream(&self) {
-        self.extra.fetch_add(1, Ordering::Relaxed);
-    }
-
     /// What the connection counted.
     pub fn counters(&self) -> &Counters {
         &self.counters
@@ -756,11 +730,26 @@ impl SendConn {
 
     /// Asks for more streams, once.
     fn grow(&self) {
-        if !self.grown.load(Ordering::Relaxed)
-            && !self.grown.swap(true, Ordering::Relaxed)
-            && let Some(me) = self.me.upgrade()
-        {
-            self.net.grow(me, MAX_STREAMS);
+        if !self.grown.load(Ordering::Relaxed) && !self.grown.swap(true, Ordering::Relaxed) {
+            self.grow_to(MAX_STREAMS);
+        }
+    }
+
+    /// Opens further streams, no more than `most`.
+    fn grow_to(&self, most: usize) {
+        let Some(me) = self.me.upgrade() else { return };
+        let me: Arc<dyn Streams> = me;
+        let wanted = self.net.streams_per_connection(self.pairs()).saturating_sub(1);
+        for index in self.extra.load(Ordering::Relaxed) + 1..=wanted.min(most) {
+            if let Err(budget) = self.net.stream_begins() {
+                let connection = self.link.connection;
+                tracing::debug!(
+                    "the process has its {budget} extra streams; connection {connection:x} stays with fewer"
+                );
+                return;
+            }
+            self.extra.fetch_add(1, Ordering::Relaxed);
+            dialer::join(Arc::clone(&self.net), &me, index);
         }
     }
 

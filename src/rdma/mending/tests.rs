@@ -11,7 +11,6 @@ use crate::os::error::Cause;
 use crate::rdma::base::Base;
 use crate::rdma::fabric::{Fabric, Lane};
 use crate::rdma::harness::{Ends, Plan, end_of, posted, sock, until};
-use crate::session::takeover::Kept;
 
 /// Numbers by chance, the same for the same seed.
 struct Dice(u64);
@@ -201,12 +200,12 @@ fn the_control_channel_may_be_replaced_at_any_moment() {
     // The connecting side's end of the next socket, which the listening side has put to use.
     let mut next: Option<UnixStream> = None;
     let mut replace = |dice: &mut Dice| match next.take() {
-        Some(socket) => ends.send.clone().returned(epoch, sock(socket)).expect("watched"),
+        Some(socket) => ends.send.base().resume(epoch, sock(socket)).expect("watched"),
         None => {
             ends.send.base().is_to_dial();
             epoch += 1;
             let (near, far) = UnixStream::pair().expect("sockets");
-            ends.recv.clone().returned(epoch, sock(far)).expect("watched");
+            ends.recv.base().resume(epoch, sock(far)).expect("watched");
             // Or the welcome is lost, and the next try has another number.
             next = (dice.below(3) > 0).then_some(near);
         }

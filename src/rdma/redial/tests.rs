@@ -25,22 +25,22 @@ fn for_want_of_another_socket_no_connection_ends_that_has_one() {
     let way = listener();
     let ends = connect(&way);
     ends.send.base().is_to_dial();
-    let epoch = ends.send.next_epoch();
-    ends.send.gave_up(Error::remote("the peer refused the connection"));
+    let epoch = ends.send.next_epoch(0);
+    ends.send.gave_up(0, &Error::remote("the peer refused the connection"));
     assert!(!ends.send.base().is_away());
     ends.carries();
 
     // A try of which the listening side alone has heard.
     let (near, far) = UnixStream::pair().expect("sockets");
-    ends.recv.clone().returned(epoch, sock(far)).expect("watched");
+    ends.recv.base().resume(epoch, sock(far)).expect("watched");
     until("the end of the old socket", || ends.send.base().is_away().then_some(()));
     drop(near);
     until("the end of the new one", || ends.recv.base().is_away().then_some(()));
     ends.carries();
-    let epoch = ends.send.next_epoch();
+    let epoch = ends.send.next_epoch(0);
     let (near, far) = UnixStream::pair().expect("sockets");
-    ends.send.clone().returned(epoch, sock(near)).expect("watched");
-    ends.recv.clone().returned(epoch, sock(far)).expect("watched");
+    ends.send.base().resume(epoch, sock(near)).expect("watched");
+    ends.recv.base().resume(epoch, sock(far)).expect("watched");
     assert!(!ends.send.base().is_away() && !ends.recv.base().is_away());
     ends.carries();
     ends.send.close();
@@ -60,7 +60,7 @@ fn a_sender_that_dies_before_its_first_word_over_the_next_socket_is_missed_at_on
     // Else it would believe the end of the old socket, and its queue pairs tell of it.
     ends.send.base().is_to_dial();
     let (near, far) = UnixStream::pair().expect("sockets");
-    ends.recv.clone().returned(1, sock(far)).expect("watched");
+    ends.recv.base().resume(1, sock(far)).expect("watched");
     let start = Instant::now();
     drop(near);
     let error = end_of(|ticket| ends.recv.test(ticket), received).expect_err("the sender is dead");

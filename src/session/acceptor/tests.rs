@@ -3,10 +3,14 @@
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpStream};
 
-use super::*;
+use super::{
+    Arc, Duration, FEATURE_RECOVERY, GREETING, Hello, Instant, Preamble, Rail, Secret, SocketAddr, Transcript, Welcome,
+    Wish, nonce,
+};
 use crate::os::config::Config;
 use crate::session::handshake::{VERSION_MAX, VERSION_MIN, WELCOME};
 use crate::session::loopback;
+use crate::tcp::listener::Listener;
 
 /// A handshake as the connecting side does it. The socket, the welcome, and the key of a new connection.
 fn shake(at: SocketAddr, wish: Wish, secret: &Secret) -> (TcpStream, Welcome, Secret) {
@@ -35,9 +39,9 @@ fn a_handshake_that_broke_after_the_welcome_keeps_nothing_when_the_peer_is_back(
     let net = loopback::net(Config { peer_timeout: Duration::from_millis(500), ..Config::default() });
     let (name, address) = ("lo".to_string(), (Ipv4Addr::LOCALHOST, 0).into());
     let rail = Rail { name, index: 1, address, speed_mbps: 1000, speed_is_known: false, running: true };
-    let (listener, addresses) = net.acceptor.listen(Arc::from([rail]), None, None).expect("it can listen");
-    let wish = Wish::Connect { listener: listener.secret.listener_id() };
-    let (first, welcome, key) = shake(addresses[0], wish, &listener.secret);
+    let (listener, addresses) = Listener::open(&net, Arc::from([rail]), None).expect("it can listen");
+    let wish = Wish::Connect { listener: listener.secret().listener_id() };
+    let (first, welcome, key) = shake(addresses[0], wish, listener.secret());
     first.shutdown(Shutdown::Both).expect("it is connected");
     drop(first);
 

@@ -5,7 +5,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::*;
 use crate::os::config::Config;
+use crate::session::link::Link;
 use crate::session::loopback;
+use crate::session::owner::{Connecting, Joining, Listening, Owner, Streams};
+use crate::session::seal::Seal;
+use crate::tcp::sender::SendConn;
 
 /// A source that says when the keeper has come to it.
 #[derive(Default)]
@@ -32,9 +36,10 @@ fn a_stream_that_breaks_while_its_repair_ends_is_repaired_again() {
         .expect("it is watched");
     assert!(conn.begin_repair(0), "nobody else does");
     let later = Instant::now() + NO_DEADLINE;
-    let purpose = Purpose::Join { conn: Arc::downgrade(&conn), index: 0, repair: true };
+    let streams: Arc<dyn Streams> = conn.clone();
+    let purpose = join::Join { conn: Arc::downgrade(&streams), index: 0, repair: true };
     let begin = Begin { at: later, epoch: 0, tries: 0, claims: false };
-    let repair = Dial::start_at(Arc::clone(&net), purpose, later, begin).expect("the keeper runs");
+    let repair = Dial::start(Arc::clone(&net), purpose, later, begin).expect("the keeper runs");
 
     drop(theirs);
     loopback::wait_until("the end of the stream is not seen", || !conn.is_connected());
@@ -44,7 +49,7 @@ fn a_stream_that_breaks_while_its_repair_ends_is_repaired_again() {
     place.kick();
     loopback::wait_until("the keeper does not come back", || bell.0.load(Ordering::SeqCst));
 
-    repair.finish(&mut repair.lock(), Ok(Dialled::Streams(Arc::clone(&conn))));
+    repair.finish(&mut repair.lock(), Ok(()));
     assert!(!conn.begin_repair(0), "nobody repairs the stream");
 }
 
@@ -57,18 +62,26 @@ impl Missing {
     }
 }
 
-impl Caller for Missing {
-    fn link(&self) -> &Link {
-        &self.0
+impl Listening for Missing {
+    fn join(self: Arc<Self>, joining: Joining<'_>) -> Result<()> {
+        Err(joining.not_now())
     }
 
     fn is_calling(&self, _since: Instant) -> bool {
         true
     }
 
-    fn lost_life(&self, _turn: usize) -> (u16, u16) {
+    fn lost_epoch(&self, _turn: usize) -> (u16, u16) {
         (0, 0)
     }
+}
+
+impl Owner for Missing {
+    fn link(&self) -> &Link {
+        &self.0
+    }
+
+    fn link_down(&self, _interface: u32) {}
 
     fn answered(&self, _began: Instant, _way: usize, answer: Answer) {
         self.1.lock().unwrap_or_else(PoisonError::into_inner).push(answer);
@@ -86,11 +99,12 @@ fn a_call_for_a_connection_that_has_failed_is_turned_away() {
     let (ours, _theirs) = loopback::sockets();
     let link = loopback::link(&loopback::deaf());
     let conn = SendConn::new(Arc::clone(&net), link.clone(), loopback::peer(), ours, Seal::Plain).expect("watched");
-    net.remember_sender(&conn);
+    let known: Arc<dyn Connecting> = conn.clone();
+    net.remember_connecting(&known);
     let call = || {
         let missing = Arc::new(Missing(Link { remote: ways.clone(), ..link.clone() }, Mutex::default()));
-        let caller: Arc<dyn Caller> = missing.clone();
-        Dial::call(Arc::clone(&net), &caller, 0, Instant::now());
+        let caller: Arc<dyn Listening> = missing.clone();
+        call::call(Arc::clone(&net), &caller, 0, Instant::now());
         missing
     };
     let missing = call();

@@ -9,13 +9,11 @@ use std::time::{Duration, Instant};
 use super::{Fence, Io, RecvConn, lock};
 use crate::engine::poller::Progress;
 use crate::os::error::Error;
-use crate::session::acceptor::Listener;
-use crate::session::dialer::Dial;
+use crate::session::dialer;
 use crate::session::frame::MAX_STREAMS;
-use crate::session::lifeline::{Alone, Answer, CUT_PATIENCE, Terms, Verdict, is_cut};
-use crate::session::link::Link;
+use crate::session::lifeline::{Alone, CUT_PATIENCE, Terms, Verdict, is_cut};
+use crate::session::owner::Listening;
 use crate::session::peer::{Broken, failure, fenced, lost};
-use crate::session::takeover::Caller;
 use crate::session::watch::{self, Finding, Kept, Sight};
 use crate::session::wire::{self, Piece};
 use crate::tcp::recv_core::Due;
@@ -94,7 +92,7 @@ impl RecvConn {
     /// All streams are gone. The sender connects again if it lives and knows; it is called, which tells whether it does
     /// ([`crate::session::lifeline`]). How much its silence, or a refusal, says depends on what was seen: an end of file or a
     /// reset came over a working path, unless the network is in trouble.
-    fn wait_for_peer(&self, error: &io::Error) {
+    pub(super) fn wait_for_peer(&self, error: &io::Error) {
         let now = Instant::now();
         // A process that dies takes all its streams with it at once.
         let one_by_one = lock(&self.vigils).iter().any(|vigil| vigil.is_long_away(now));
@@ -136,8 +134,8 @@ impl RecvConn {
     /// Calls the sender over all ways.
     fn call_peer(&self, since: Instant) {
         if let Some(me) = self.me.upgrade() {
-            let me: Arc<dyn Caller> = me;
-            (0..self.link.remote.len()).for_each(|way| Dial::call(Arc::clone(&self.net), &me, way, since));
+            let me: Arc<dyn Listening> = me;
+            (0..self.link.remote.len()).for_each(|way| dialer::call(Arc::clone(&self.net), &me, way, since));
         }
     }
 
@@ -217,7 +215,7 @@ impl RecvConn {
     }
 
     /// Gives up a stream while others live, and tells the sender, who may not know.
-    fn lose(&self, index: usize, error: &io::Error) {
+    pub(super) fn lose(&self, index: usize, error: &io::Error) {
         // First what has arrived already: its sender may have closed, since this host's kernel has acknowledged it. The
         // stream is waited for: who has it now may not look again before it is taken away.
         for _ in 0..MOST_LOOKS {
@@ -249,17 +247,6 @@ impl RecvConn {
         }
     }
 
-    /// An interface went down: what runs over its address is lost, if anything else is left.
-    pub fn link_down(&self, interface: u32) {
-        let down = streams::over_interface(&self.link, interface, &self.streams, |io| &io.sock);
-        if self.recovery && !down.is_empty() && down.len() < self.health.live() {
-            *lock(&self.trouble) = Some(Instant::now());
-            for index in down {
-                self.lose(index, &watch::link_down());
-            }
-        }
-    }
-
     /// Ends the given life of a stream for good: nothing more is taken from it. Says how many frames were, or
     /// nothing when that life is over already.
     pub fn fence_stream(&self, index: usize, epoch: u16) -> Option<u64> {
@@ -282,82 +269,9 @@ impl RecvConn {
         frames
     }
 
-    /// A peer with the connection's key wants to connect stream `index` in `epoch`. Ends the stream's former life and
-    /// says how many frames of all its lives were taken in, or nothing when it may not join.
-    pub fn prepare_join(&self, index: usize, epoch: u16) -> Option<u64> {
-        let newer = index < MAX_STREAMS && (epoch.wrapping_sub(self.state().core.epoch(index)) as i16) > 0;
-        if !newer || self.is_over() {
-            return None;
-        }
-        self.fence_stream(index, epoch.wrapping_sub(1))
-    }
-
-    /// The listener gets this connection when the peer has said a word.
-    pub fn wait_for_word(&self, listener: Arc<Listener>) {
-        *lock(&self.waiting) = Some(listener);
-    }
-
-    /// Whether that word is still to come.
-    pub fn is_waiting(&self) -> bool {
-        lock(&self.waiting).is_some()
-    }
-
-    /// Whether the first life of the first stream may begin: the connection is not over, and neither is that life, as it is
-    /// when the peer has come back over another socket.
-    pub fn awaits_first(&self) -> bool {
-        !self.is_over() && !self.state().core.has_ended(0, 0)
-    }
-
-    /// The word has come: who is to get the connection now. None when it was got before.
-    pub fn leave_waiting(&self) -> Option<Arc<Listener>> {
-        lock(&self.waiting).take()
-    }
-
-    /// Counts as a stream until it is dropped. If no other has come by then, the peer is waited for.
-    pub fn hold_open(&self) -> impl Drop + '_ {
-        struct Open<'a>(&'a RecvConn);
-        impl Drop for Open<'_> {
-            fn drop(&mut self) {
-                let conn = self.0;
-                let waited_for = || conn.alone().as_ref().is_some_and(|alone| !alone.is_suspicion());
-                if conn.health.stream_down() == 0 && !conn.is_over() && !waited_for() {
-                    conn.wait_for_peer(&io::ErrorKind::NotConnected.into());
-                }
-            }
-        }
-        self.health.stream_up();
-        Open(self)
-    }
-
     /// Whether nobody waits for this connection to be mended.
     pub fn is_over(&self) -> bool {
         self.closing.load(Ordering::Acquire) || self.health.is_failed()
-    }
-}
-
-impl Caller for RecvConn {
-    fn link(&self) -> &Link {
-        &self.link
-    }
-
-    fn is_calling(&self, since: Instant) -> bool {
-        !self.is_over() && self.alone().as_ref().is_some_and(|alone| alone.since() == since)
-    }
-
-    /// Each time the next, since the sender may know of some.
-    fn lost_life(&self, turn: usize) -> (u16, u16) {
-        let lost: Vec<usize> = (0..MAX_STREAMS).filter(|index| self.streams[*index].peek(|_| ()).is_none()).collect();
-        let state = self.state();
-        let known = || lost.iter().copied().filter(|index| *index == 0 || state.core.epoch(*index) > 0);
-        let index = known().nth(turn % known().count().max(1)).unwrap_or(0);
-        (index as u16, state.core.epoch(index))
-    }
-
-    fn answered(&self, began: Instant, way: usize, answer: Answer) {
-        if let Some(alone) = &mut *self.alone() {
-            alone.answered(began, Instant::now(), way, answer);
-        }
-        self.call_keeper();
     }
 }
 

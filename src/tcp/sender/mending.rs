@@ -2,26 +2,22 @@
 
 use std::io;
 use std::os::fd::AsRawFd;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::{Io, SendConn, State, lock};
-use crate::engine::counters::Counters;
-use crate::engine::poller::{Progress, Registration};
+use crate::engine::poller::Progress;
 use crate::os::error::{Error, Result};
-use crate::os::log::Limiter;
-use crate::session::frame::MAX_STREAMS;
-use crate::session::frame::{Header, Type};
-use crate::session::lifeline::{Alone, Answer, Terms, Verdict};
-use crate::session::link::Sock;
+use crate::session::dialer;
+use crate::session::frame::{Header, MAX_STREAMS, Type};
+use crate::session::lifeline::{Alone, Terms, Verdict};
+use crate::session::owner::Streams;
 use crate::session::peer::{Broken, failure, lost};
-use crate::session::seal::Seal;
 use crate::session::watch::{self, Finding, Kept, Probes, Sight};
 use crate::session::wire::{self, Piece};
 use crate::tcp::delivery::{Arrived, End, Lesson};
 use crate::tcp::streams;
-
-static NOT_THERE: Limiter = Limiter::new();
 
 impl SendConn {
     /// Tells the peer of a failure on the stream that met it, which may be the only one.
@@ -77,7 +73,8 @@ impl SendConn {
         // The looks go on until all streams are back.
         self.begin_watch();
         if let Some(me) = self.me.upgrade() {
-            self.net.repair(&me, index);
+            let me: Arc<dyn Streams> = me;
+            dialer::repair(Arc::clone(&self.net), &me, index);
         }
     }
 
@@ -140,30 +137,15 @@ impl SendConn {
         if rails.len() < 2 { String::new() } else { format!(" over {}", rails[way % rails.len()].name) }
     }
 
-    /// `TCP_MAXSEG` for a new stream over a pair of rails.
-    pub fn segment(&self, way: usize) -> Option<u32> {
-        lock(&self.deliveries).segment(way)
-    }
-
-    /// Whether streams go over other pairs of rails than this one, since it delivers nothing.
-    pub fn is_left_out(&self, way: usize) -> bool {
-        lock(&self.deliveries).is_left_out(way)
-    }
-
-    /// How long to wait before stream `index` is connected again.
-    pub fn pause(&self, index: usize) -> Duration {
-        lock(&self.deliveries).pause(index)
-    }
-
     /// What the receiver is to be asked: how far each stream came that is away.
-    fn questions(&self) -> Vec<Header> {
+    pub(super) fn questions(&self) -> Vec<Header> {
         let fence =
             |(dead, epoch)| Header { order: dead as u64, offset: u64::from(epoch), ..Header::of(Type::Fence, 0) };
         self.state().core.unfenced().into_iter().map(fence).collect()
     }
 
     /// Asks the receiver over stream `on`.
-    fn ask(&self, on: usize, questions: &[Header]) {
+    pub(super) fn ask(&self, on: usize, questions: &[Header]) {
         questions.iter().for_each(|question| self.queue_control(on, *question, &[]));
         self.streams[on].kick();
     }
@@ -193,7 +175,7 @@ impl SendConn {
     ///
     /// # Errors
     /// When it names frames that were never sent.
-    fn fenced(&self, index: usize, epoch: u16, frames: u64) -> Result<()> {
+    pub(super) fn fenced(&self, index: usize, epoch: u16, frames: u64) -> Result<()> {
         {
             let mut state = self.state();
             let State { core, payloads, done, copies, .. } = &mut *state;
@@ -205,145 +187,6 @@ impl SendConn {
             stream.kick();
         }
         Ok(())
-    }
-
-    /// A stream that died is connected again: what its last life lost travels again. `place`: if it has one already.
-    ///
-    /// # Errors
-    /// When the peer's count is impossible, or the socket cannot be watched.
-    pub fn rejoined(
-        &self,
-        index: usize,
-        epoch: u16,
-        frames: u64,
-        place: Option<Registration>,
-        sock: Sock,
-        seal: Seal,
-    ) -> Result<()> {
-        let place = place.map_or_else(|| self.place(index, &sock), Ok)?;
-        let former = self.state().core.epoch(index);
-        if (epoch.wrapping_sub(former) as i16) <= 0 {
-            return Err(Error::remote("another life of the stream was faster"));
-        }
-        // A stream that comes home still lives elsewhere; the receiver has fenced that life by taking this one. If its
-        // socket is not there, another thread has just seen it break: that life is over for the books all the same,
-        // before the next begins.
-        if let Some(io) = self.streams[index].take() {
-            watch::close_hard(&io.sock);
-            self.health.stream_down();
-        }
-        self.end_life(index, former, None);
-        self.fenced(index, former, frames)?;
-        if epoch > 1 || index == 0 {
-            Counters::bump(&self.counters.reconnects);
-            tracing::info!(target: crate::os::log::NET, "stream {index} to {} is back", self.peer);
-        }
-        self.add_stream(index, epoch, place, sock, seal);
-        // What was asked about others may have been lost with all streams, and they may be away for long.
-        self.ask(index, &self.questions());
-        // Others that were given up may come now, too.
-        (0..MAX_STREAMS).filter(|other| self.was_lost(*other)).for_each(|other| self.check_repair(other));
-        Ok(())
-    }
-
-    /// Whether nobody else is connecting stream `index` again: then the caller does.
-    pub fn begin_repair(&self, index: usize) -> bool {
-        self.repairs.fetch_or(1 << index, Ordering::SeqCst) & 1 << index == 0
-    }
-
-    /// The caller has done so, or given up.
-    pub fn end_repair(&self, index: usize) {
-        self.repairs.fetch_and(!(1 << index), Ordering::SeqCst);
-    }
-
-    /// The stream was connected again, and the repair has ended: has it begin anew if it broke in between, when who saw
-    /// it break found a repair under way.
-    pub fn check_repair(&self, index: usize) {
-        if !self.is_over()
-            && self.state().core.is_down(index)
-            && let Some(me) = self.me.upgrade()
-        {
-            self.net.repair(&me, index);
-        }
-    }
-
-    /// Whether stream `index` was connected, and is not now.
-    fn was_lost(&self, index: usize) -> bool {
-        let core = &self.state().core;
-        core.is_down(index) && (index == 0 || core.epoch(index) > 0)
-    }
-
-    /// How many pairs of rails there are to try.
-    pub fn pairs(&self) -> usize {
-        self.link.pairs()
-    }
-
-    /// Whether stream `index` is connected.
-    pub fn lives(&self, index: usize) -> bool {
-        self.state().core.is_live(index)
-    }
-
-    /// Whether streams that end are connected again.
-    pub fn mends(&self) -> bool {
-        self.recovery
-    }
-
-    /// Whether stream `index` is connected over another pair of rails than the one that its number gives.
-    pub fn set_abroad(&self, index: usize, abroad: bool) {
-        if abroad {
-            self.abroad.fetch_or(1 << index, Ordering::SeqCst);
-            return;
-        }
-        self.abroad.fetch_and(!(1 << index), Ordering::SeqCst);
-        self.been_home.fetch_or(1 << index, Ordering::SeqCst);
-        self.set_home(index, 0);
-    }
-
-    /// Whether it was connected so last.
-    pub fn is_abroad(&self, index: usize) -> bool {
-        self.abroad.load(Ordering::SeqCst) & 1 << index != 0
-    }
-
-    /// Whether it was ever connected over its own pair.
-    pub fn was_home(&self, index: usize) -> bool {
-        self.been_home.load(Ordering::SeqCst) & 1 << index != 0
-    }
-
-    /// The pair of rails over which stream `index` comes back, counted from the one that its number gives: another one
-    /// than that if it first connected over that.
-    pub fn home(&self, index: usize) -> usize {
-        usize::from(lock(&self.homes)[index])
-    }
-
-    /// Stream `index` has its home there.
-    pub fn set_home(&self, index: usize, pair: usize) {
-        lock(&self.homes)[index] = (pair % self.pairs()) as u8;
-    }
-
-    /// Whether stream `index` shall come back over its own rails only: while it lives elsewhere, or others carry the
-    /// load. The first one is missed more: short messages are faster with it.
-    ///
-    /// One stream alone is too few where there are several ways: its end may be seen by one side only, which could not
-    /// tell the other.
-    pub fn awaits_home(&self, index: usize) -> bool {
-        let enough = if self.pairs() > 1 { 2 } else { 1 };
-        self.health.live() >= enough && (index > 0 || self.first_live.load(Ordering::SeqCst))
-    }
-
-    /// The epoch in which stream `index` tries to connect next; each is given out once.
-    pub fn next_epoch(&self, index: usize) -> u16 {
-        let given = &mut lock(&self.epochs)[index];
-        let last = self.state().core.epoch(index);
-        if (last.wrapping_sub(*given) as i16) > 0 {
-            *given = last;
-        }
-        *given = given.wrapping_add(1);
-        *given
-    }
-
-    /// Whether a stream is connected.
-    pub fn is_connected(&self) -> bool {
-        self.health.live() > 0
     }
 
     /// All streams are gone. How long the peer may stay away depends on what was seen: silence may be an outage, after
@@ -375,33 +218,7 @@ impl SendConn {
         lock(&self.alone).get_or_insert_with(suspicion);
     }
 
-    /// Whether refusals over some of the ways may be enough to give the peer up.
-    pub fn awaits_refusals(&self) -> bool {
-        lock(&self.alone).as_ref().is_some_and(Alone::awaits_refusals)
-    }
-
-    /// Whether the peer is missed, and each way to it gets a moment only.
-    pub fn is_in_a_hurry(&self) -> bool {
-        !self.is_connected() || lock(&self.alone).is_some()
-    }
-
-    /// What a try to connect again over a pair of rails has come to.
-    pub fn answered(&self, began: Instant, way: usize, answer: Answer) {
-        if let Some(alone) = &mut *lock(&self.alone) {
-            alone.answered(began, Instant::now(), way, answer);
-            self.call_keeper();
-        }
-    }
-
-    /// The receiver, which has lost all streams, says that this life of one has ended there.
-    pub fn called(&self, index: usize, epoch: u16) {
-        if self.recovery && index < MAX_STREAMS {
-            let error = io::Error::new(io::ErrorKind::ConnectionReset, "the receiver says that it has ended there");
-            self.lose_life(index, epoch, error);
-        }
-    }
-
-    fn call_keeper(&self) {
+    pub(super) fn call_keeper(&self) {
         if let Err(error) = self.chores.call(&self.net.poller, &self.me) {
             self.fail_silently(error);
         }
@@ -415,7 +232,7 @@ impl SendConn {
     }
 
     /// Gives up that life of a stream, if it has not ended by itself, and the next one has not begun.
-    fn lose_life(&self, index: usize, epoch: u16, error: io::Error) {
+    pub(super) fn lose_life(&self, index: usize, epoch: u16, error: io::Error) {
         let wanted =
             || Some(self.state()).filter(|state| state.core.epoch(index) == epoch && state.core.is_live(index));
         if let Some(Some(io)) = self.streams[index].take_if(wanted) {
@@ -425,53 +242,11 @@ impl SendConn {
     }
 
     /// Gives up a stream that has not ended by itself.
-    fn lose(&self, index: usize, error: io::Error) {
+    pub(super) fn lose(&self, index: usize, error: io::Error) {
         if let Some(io) = self.streams[index].take() {
             watch::close_hard(&io.sock);
             self.broken(index, io, Broken::Lost(error));
         }
-    }
-
-    /// An interface went down: what runs over its address is lost, if anything else is left.
-    pub fn link_down(&self, interface: u32) {
-        let down = streams::over_interface(&self.link, interface, &self.streams, |io| &io.sock);
-        if self.recovery && !down.is_empty() && down.len() < self.health.live() {
-            for index in down {
-                self.lose(index, watch::link_down());
-            }
-        }
-    }
-
-    /// A stream could not be connected again. That ends the connection when it was the last.
-    pub fn gave_up(&self, index: usize, error: &Error) {
-        if self.closing.load(Ordering::Acquire) || self.health.is_failed() {
-            return;
-        }
-        if self.health.live() == 0 {
-            self.fail_silently(error.clone().with_peer(&self.peer));
-        } else {
-            tracing::warn!(target: crate::os::log::NET, "stream {index} to {} stays down ({error}); going on with the others", self.peer);
-        }
-    }
-
-    /// A further stream could not be connected for the first time.
-    pub fn goes_without(&self, index: usize, error: &Error) {
-        // With all others away too, the log has said so.
-        if !self.is_over() && self.is_connected() {
-            NOT_THERE.tell(|more| {
-                tracing::warn!(target: crate::os::log::NET, "stream {index} to {} could not be connected ({error}); going on with the others{more}", self.peer);
-            });
-        }
-    }
-
-    /// Whether it has failed, so that nothing brings it back. One that is being closed may still have to.
-    pub fn has_failed(&self) -> bool {
-        self.health.is_failed()
-    }
-
-    /// Whether nobody waits for this connection to be mended.
-    pub fn is_over(&self) -> bool {
-        self.closing.load(Ordering::Acquire) || self.health.is_failed() || self.health.is_peer_done()
     }
 }
 

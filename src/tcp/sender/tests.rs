@@ -2,12 +2,14 @@
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
 use super::*;
 use crate::os::config::Config;
 use crate::session::frame::{POLLED, PROMPT, Type};
 use crate::session::loopback;
+use crate::session::owner::Joined;
 use crate::tcp::limits::{ACK_BYTES, ACK_EVERY, EAGER_WINDOW, MESSAGE_COST};
 
 /// As long as it takes to be sure that a thread does nothing.
@@ -95,7 +97,7 @@ fn a_stream_that_joins_when_the_connection_has_been_closed_is_not_used() {
     conn.close();
     let (late, mut other_end) = loopback::sockets();
     // As a handshake that had ended by then.
-    conn.rejoined(1, 1, 0, None, late, Seal::Plain).expect("it is told of no failure");
+    Arc::clone(&conn).rejoined(joined(1, 1, late)).expect("it is told of no failure");
     assert!(conn.streams[1].peek(|_| ()).is_none() && conn.health.live() == 0);
     // What the peer hears is the end.
     other_end.set_read_timeout(Some(Duration::from_secs(20))).expect("a timeout");
@@ -121,7 +123,7 @@ fn a_stream_that_falls_silent_is_given_up_also_after_the_goodbye_on_another() {
     let (conn, mut theirs) = connected();
     let (second, silent) = loopback::sockets();
     deafen(&silent);
-    conn.rejoined(1, 1, 0, None, second, Seal::Plain).expect("it is watched");
+    Arc::clone(&conn).rejoined(joined(1, 1, second)).expect("it is watched");
     let bytes = vec![7; 1 << 20];
     // SAFETY: the bytes outlive the connection, and nobody profiles.
     let posted = unsafe { conn.isend(bytes.as_ptr(), bytes.len(), 0, std::ptr::null_mut()) };
@@ -146,7 +148,7 @@ fn a_stream_that_falls_silent_is_given_up_also_after_the_goodbye_on_another() {
 fn what_a_thread_is_sending_when_the_connection_fails_does_not_travel_again() {
     let (conn, _theirs) = connected();
     let (second, _other_end) = loopback::sockets();
-    conn.rejoined(1, 1, 0, None, second, Seal::Plain).expect("it is watched");
+    Arc::clone(&conn).rejoined(joined(1, 1, second)).expect("it is watched");
     // SAFETY: the bytes outlive the call, which copies them; nobody profiles.
     let posted = unsafe { conn.isend([7_u8; 8].as_ptr(), 8, 0, std::ptr::null_mut()) };
     posted.expect("it lives").expect("a slot is free");
@@ -170,7 +172,7 @@ fn a_stream_that_comes_back_asks_about_those_that_are_still_away() {
     let conn = SendConn::new(net, loopback::link(&deaf), loopback::peer(), ours, Seal::Plain).expect("it is watched");
     let join = |index: usize| {
         let (ours, theirs) = loopback::sockets();
-        conn.rejoined(index, conn.next_epoch(index), 0, None, ours, Seal::Plain).expect("it joins");
+        Arc::clone(&conn).rejoined(joined(index, conn.next_epoch(index), ours)).expect("it joins");
         theirs
     };
     let second = join(1);
@@ -183,6 +185,11 @@ fn a_stream_that_comes_back_asks_about_those_that_are_still_away() {
     back.read_exact(&mut bytes).expect("a word about the other");
     let header = Header::decode(&bytes).expect("a frame");
     assert_eq!((header.kind, header.order, header.offset), (Type::Fence, 1, 1), "the first life of the second stream");
+}
+
+/// A stream that has come back, of which nothing had arrived.
+fn joined(stream: usize, epoch: u16, sock: Sock) -> Joined {
+    Joined { stream, epoch, received: 0, place: None, sock, seal: Seal::Plain }
 }
 
 /// A connection, and where its peer reads and writes.
@@ -262,7 +269,7 @@ fn what_a_worker_does_not_come_to_is_sent_by_the_thread_that_asks() {
     let _kept = loopback::keep_worker(&net);
     let (conn, mut first) = connected_in(net);
     let (ours, mut second) = loopback::sockets();
-    conn.rejoined(1, conn.next_epoch(1), 0, None, ours, Seal::Plain).expect("it joins");
+    Arc::clone(&conn).rejoined(joined(1, conn.next_epoch(1), ours)).expect("it joins");
 
     const SIZE: usize = 1 << 20;
     let bytes = vec![7; SIZE];

@@ -1,0 +1,85 @@
+//! Calls from the listening side of a connection that has lost all streams: they tell the other side, and show whether its
+//! process lives ([`lifeline`]).
+
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use super::purpose::{Proved, Purpose, Reached, Route};
+use super::{Begin, Dial, NO_DEADLINE};
+use crate::os::error::{Error, Result};
+use crate::os::log::NET;
+use crate::session::handshake::{Secret, Wish};
+use crate::session::lifeline::{self, Answer};
+use crate::session::net::Net;
+use crate::session::owner::Listening;
+use crate::session::tries::{self, TRY};
+
+/// Over one of the peer's rails, again and again, until a stream is back or the peer is given up. `since`: the time when the
+/// last stream ended.
+struct Call {
+    conn: Weak<dyn Listening>,
+    way: usize,
+    since: Instant,
+}
+
+/// Calls the connecting side over one of its rails.
+pub fn call(net: Arc<Net>, conn: &Arc<dyn Listening>, way: usize, since: Instant) {
+    let start = since + lifeline::CALL_AFTER;
+    let purpose = Call { conn: Arc::downgrade(conn), way, since };
+    let begin = Begin { at: start, epoch: 0, tries: 0, claims: false };
+    if let Err(error) = Dial::start(net, purpose, start + NO_DEADLINE, begin) {
+        // Nothing is known then, as if no answer had come.
+        tracing::debug!(target: NET, "the peer cannot be called: {error}");
+    }
+}
+
+impl Purpose for Call {
+    fn is_over(&self) -> bool {
+        self.conn.upgrade().is_none_or(|conn| !conn.is_calling(self.since))
+    }
+
+    fn pairs(&self) -> usize {
+        1
+    }
+
+    fn route(&self, _attempt: u32) -> Option<Route> {
+        let conn = self.conn.upgrade()?;
+        let route = Route::of(conn.link(), self.way)?;
+        Some(Route { way: self.way, ..route })
+    }
+
+    fn is_abroad(&self, _attempt: u32, _way: usize) -> bool {
+        false
+    }
+
+    fn patience(&self, attempt: u32) -> Duration {
+        self.conn.upgrade().map_or(TRY, |conn| tries::again(attempt, 1, true, conn.link().round_trip))
+    }
+
+    fn hold(&self) -> Duration {
+        lifeline::HOLD
+    }
+
+    fn traffic_class(&self) -> Option<u8> {
+        self.conn.upgrade()?.link().traffic_class
+    }
+
+    fn wish(&self, _epoch: u16, tries: u32) -> Result<(Wish, Secret)> {
+        let conn = self.conn.upgrade().ok_or_else(|| Error::usage("the connection is closed"))?;
+        let link = conn.link();
+        let (stream, epoch) = conn.lost_epoch(tries as usize);
+        Ok((Wish::Call { connection: link.connection, stream, epoch }, link.key.clone()))
+    }
+
+    fn reached(&self, _net: &Arc<Net>, _proved: Proved) -> Result<Reached> {
+        Ok(Reached::Called)
+    }
+
+    fn answered(&self, began: Instant, way: usize, answer: Answer) {
+        self.conn.upgrade().inspect(|conn| conn.answered(began, way, answer));
+    }
+
+    fn goes_on_after(&self) -> Option<Duration> {
+        Some(lifeline::CALL_AGAIN)
+    }
+}

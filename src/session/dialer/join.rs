@@ -1,0 +1,224 @@
+//! A further stream of a connection, or one that is connected again.
+
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use super::purpose::{Proved, Purpose, Reached, Route};
+use super::{Begin, Dial, MANY, NO_DEADLINE};
+use crate::engine::poller::Registration;
+use crate::os::error::{Error, Result};
+use crate::os::log::NET;
+use crate::session::handshake::{CLOSED, Secret, Wish};
+use crate::session::lifeline::Answer;
+use crate::session::link::Sock;
+use crate::session::net::Net;
+use crate::session::owner::{Joined, Streams};
+use crate::session::seal::Seal;
+use crate::session::tries::{self, TRY};
+
+/// When a stream that had to go over other rails begins to try its own.
+const HOMECOMING: Duration = Duration::from_secs(1);
+
+/// The same for one that was never there.
+const RARELY: Duration = Duration::from_secs(30);
+
+/// `repair`: until the stream is back, or the connection ends.
+pub(super) struct Join {
+    pub conn: Weak<dyn Streams>,
+    pub index: usize,
+    pub repair: bool,
+}
+
+/// Starts connecting a further stream of a connection, in its first epoch.
+pub fn join(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize) {
+    let now = Instant::now();
+    let deadline = now + net.config.reconnect_timeout;
+    let purpose = Join { conn: Arc::downgrade(conn), index, repair: false };
+    if let Err(error) = Dial::start(net, purpose, deadline, Begin { at: now, epoch: 1, tries: 0, claims: false }) {
+        conn.goes_without(index, &error);
+    }
+}
+
+/// Further stream `index` did not come in time. That never ends the connection: where all of its streams are away at this
+/// moment, their repairs decide. The stream is asked for again, soon after an outage of all, and seldom while only this
+/// one fails.
+fn join_later(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize, epoch: u16, error: &Error) {
+    conn.goes_without(index, error);
+    if !conn.mends() || conn.is_over() {
+        return;
+    }
+    let at = Instant::now() + if conn.is_connected() { RARELY } else { HOMECOMING };
+    let deadline = at + net.config.reconnect_timeout;
+    let purpose = Join { conn: Arc::downgrade(conn), index, repair: false };
+    if let Err(error) = Dial::start(net, purpose, deadline, Begin { at, epoch, tries: 0, claims: false }) {
+        tracing::debug!(target: NET, "a stream is not asked for again: {error}");
+    }
+}
+
+/// Has stream `index` connected again, over its own rails while other streams carry the load. It goes on until the
+/// stream is back or the connection is over. Nothing when that is under way already.
+pub fn repair(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize) {
+    if !conn.begin_repair(index) {
+        return;
+    }
+    let now = Instant::now();
+    let at = now + conn.pause(index);
+    let purpose = Join { conn: Arc::downgrade(conn), index, repair: true };
+    let begin = Begin { at, epoch: 0, tries: 0, claims: false };
+    if let Err(error) = Dial::start(net, purpose, now + NO_DEADLINE, begin) {
+        conn.end_repair(index);
+        conn.gave_up(index, &error);
+    }
+}
+
+/// Has stream `index`, which lives over other rails, come back to its own, in a while. Should it break before, it is
+/// repaired as any other, and this is nothing.
+fn come_home(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize, after: Duration, tries: u32) {
+    let at = Instant::now() + after;
+    let purpose = Join { conn: Arc::downgrade(conn), index, repair: true };
+    if let Err(error) = Dial::start(net, purpose, at + NO_DEADLINE, Begin { at, epoch: 0, tries, claims: true }) {
+        tracing::debug!(target: NET, "a stream stays where it is: {error}");
+    }
+}
+
+/// Stream `index` is connected; `home`: over these rails, which are its own from now on. It comes home when it can: at set-up a
+/// rail may have been down that is there later.
+pub(super) fn settle(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize, abroad: bool, home: Option<usize>) {
+    if conn.settled(index, abroad, home) {
+        come_home(net, conn, index, HOMECOMING, 0);
+    }
+}
+
+impl Join {
+    fn conn(&self) -> Option<Arc<dyn Streams>> {
+        self.conn.upgrade()
+    }
+}
+
+impl Purpose for Join {
+    fn is_repair(&self) -> bool {
+        self.repair
+    }
+
+    fn is_over(&self) -> bool {
+        self.conn().is_none_or(|conn| conn.is_over())
+    }
+
+    fn pairs(&self) -> usize {
+        self.conn().map_or(1, |conn| conn.link().pairs())
+    }
+
+    /// Each try takes the next pair of rails; a stream starts with its own, so that the streams of a connection spread over
+    /// all of them, and comes back to its own while others live.
+    fn route(&self, attempt: u32) -> Option<Route> {
+        let conn = self.conn()?;
+        Route::of(conn.link(), conn.way(self.index, attempt as usize, self.repair))
+    }
+
+    fn is_abroad(&self, _attempt: u32, way: usize) -> bool {
+        self.conn().is_some_and(|conn| way != self.index % conn.link().pairs())
+    }
+
+    fn epoch(&self, last: u16) -> u16 {
+        if self.repair { self.conn().map_or(last, |conn| conn.next_epoch(self.index)) } else { last }
+    }
+
+    /// The peer may have taken the last one for good before its welcome was lost.
+    fn epoch_after_failure(&self, last: u16) -> u16 {
+        if self.repair { last } else { last.wrapping_add(1) }
+    }
+
+    fn patience(&self, attempt: u32) -> Duration {
+        self.conn().map_or(TRY, |conn| {
+            let (pairs, round_trip) = (conn.link().pairs(), conn.link().round_trip);
+            // With nothing connected, or when that may be so, the peer is missing us already.
+            let hurry = pairs > 1 && (!self.repair || conn.is_in_a_hurry());
+            tries::again(if self.repair { attempt + 1 } else { attempt }, pairs, hurry, round_trip)
+        })
+    }
+
+    fn traffic_class(&self) -> Option<u8> {
+        self.conn()?.link().traffic_class
+    }
+
+    fn segment(&self, way: usize) -> Option<u32> {
+        self.conn()?.segment(way)
+    }
+
+    fn wish(&self, epoch: u16, _tries: u32) -> Result<(Wish, Secret)> {
+        let conn = self.conn().ok_or_else(closed)?;
+        let link = conn.link();
+        Ok((Wish::Join { connection: link.connection, stream: self.index as u16, epoch }, link.key.clone()))
+    }
+
+    fn place(&self, sock: &Sock) -> Result<Option<Registration>> {
+        // The first one's is here at the control thread, which watches the handshake still.
+        let conn = if self.index > 0 { self.conn() } else { None };
+        conn.map(|conn| conn.place(self.index, sock)).transpose()
+    }
+
+    fn reached(&self, _net: &Arc<Net>, proved: Proved) -> Result<Reached> {
+        let conn = self.conn().ok_or_else(closed)?;
+        let Proved { welcome, keys, epoch, place, sock, .. } = proved;
+        if welcome.received & CLOSED != 0 {
+            conn.peer_has_closed(welcome.received & !CLOSED);
+        } else {
+            let seal = Seal::of(conn.link().features, keys)?;
+            let (stream, received) = (self.index, welcome.received);
+            Arc::clone(&conn).rejoined(Joined { stream, epoch, received, place, sock, seal })?;
+        }
+        Ok(Reached::Stream { conn, index: self.index, settles: !self.repair })
+    }
+
+    fn answered(&self, began: Instant, way: usize, answer: Answer) {
+        if self.repair {
+            self.conn().inspect(|conn| conn.answered(began, way, answer));
+        }
+    }
+
+    fn is_connected(&self) -> bool {
+        self.repair && self.conn().is_some_and(|conn| conn.is_connected())
+    }
+
+    fn awaits_refusals(&self) -> bool {
+        self.repair && self.conn().is_some_and(|conn| conn.awaits_refusals())
+    }
+
+    fn may_stay(&self) -> bool {
+        self.repair && self.conn().is_some_and(|conn| conn.lives(self.index) && !conn.was_home(self.index))
+    }
+
+    fn claim(&self) -> bool {
+        let Some(conn) = self.conn() else { return false };
+        conn.lives(self.index) && conn.is_abroad(self.index) && conn.begin_repair(self.index)
+    }
+
+    fn put_off(&self, net: &Arc<Net>) {
+        self.conn().inspect(|conn| come_home(Arc::clone(net), conn, self.index, RARELY, MANY));
+    }
+
+    fn gave_up(&self, net: &Arc<Net>, epoch: u16, error: &Error) {
+        let Some(conn) = self.conn() else { return };
+        if self.repair {
+            conn.gave_up(self.index, error);
+        } else {
+            join_later(Arc::clone(net), &conn, self.index, epoch.wrapping_add(1), error);
+        }
+    }
+
+    fn ended(&self, began: bool, is_connected: bool) {
+        if self.repair
+            && began
+            && let Some(conn) = self.conn()
+        {
+            conn.end_repair(self.index);
+            if is_connected {
+                conn.check_repair(self.index);
+            }
+        }
+    }
+}
+
+fn closed() -> Error {
+    Error::usage("the connection is closed")
+}

@@ -1,0 +1,165 @@
+//! What a session asks of the connection that owns it.
+//!
+//! The session gets two processes connected, has their streams connected again, and asks whether a peer still lives.
+//! What flows over the sockets is the owner's: a connection of a backend implements [`Listening`] or [`Connecting`], for
+//! the side of the handshake that it is on, and [`Streams`] if it has more than one socket. How a first connection comes
+//! about is in [`opening`](super::opening).
+//!
+//! The control thread calls all of these functions, so none of them may wait.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::lifeline::Answer;
+use super::link::{Link, Sock};
+use super::seal::Seal;
+use super::seal::agreement::Keys;
+use crate::engine::poller::Registration;
+use crate::os::error::{Error, Result};
+
+/// What a session asks on both sides.
+pub trait Owner: Send + Sync {
+    /// Number, key, rails.
+    fn link(&self) -> &Link;
+
+    /// This interface has gone down.
+    fn link_down(&self, interface: u32);
+
+    /// The result of an attempt to reach the peer's process, which began then ([`lifeline`](super::lifeline)).
+    fn answered(&self, began: Instant, way: usize, answer: Answer);
+}
+
+/// The listening side of a connection.
+pub trait Listening: Owner {
+    /// A peer with the connection's key connects a stream again, or one more.
+    ///
+    /// # Errors
+    /// When this stream may not join in this epoch, or its socket cannot be used. The peer then tries again.
+    fn join(self: Arc<Self>, joining: Joining<'_>) -> Result<()>;
+
+    /// Whether the peer is to be called because of what had ended at that time.
+    fn is_calling(&self, since: Instant) -> bool;
+
+    /// A stream that has ended, and its epoch, for a call; `turn` counts the calls.
+    fn lost_epoch(&self, turn: usize) -> (u16, u16);
+}
+
+/// A socket whose peer has proved itself and waits for its welcome.
+pub struct Joining<'a> {
+    /// Which stream it is to be.
+    pub stream: usize,
+    /// The epoch of that stream.
+    pub epoch: u16,
+    /// The socket.
+    pub sock: Sock,
+    /// Sends the welcome, with the number of frames that were received on this stream so far.
+    pub welcome: &'a mut dyn FnMut(&Sock, u64) -> Result<Option<Keys>>,
+}
+
+impl Joining<'_> {
+    /// The error for a stream that may not join in its epoch.
+    pub fn not_now(&self) -> Error {
+        let Self { stream, epoch, .. } = self;
+        Error::remote(format!("stream {stream} in epoch {epoch} is not one that may join now"))
+    }
+}
+
+/// The connecting side of a connection. It alone connects again.
+pub trait Connecting: Owner {
+    /// Whether the connection can still be used, so that a call from the peer makes sense.
+    fn goes_on(&self) -> bool;
+
+    /// The peer has lost this stream in this epoch.
+    fn called(&self, stream: usize, epoch: u16);
+
+    /// Whether no further socket is wanted. Asked before each poll of a dial.
+    fn is_over(&self) -> bool;
+
+    /// The epoch in which this stream tries to connect next. No two tries get the same: the peer may have taken the last one
+    /// into use before its welcome was lost.
+    fn next_epoch(&self, stream: usize) -> u16;
+
+    /// A stream is connected again, and both sides have proved themselves.
+    ///
+    /// # Errors
+    /// When the peer's count of frames is impossible, or the socket cannot be watched.
+    fn rejoined(self: Arc<Self>, joined: Joined) -> Result<()>;
+
+    /// A stream cannot be connected again. If it was the last, the connection has failed.
+    fn gave_up(&self, stream: usize, error: &Error);
+}
+
+/// A socket over which the peer has sent its welcome.
+pub struct Joined {
+    /// Which stream it is.
+    pub stream: usize,
+    /// The epoch of that stream.
+    pub epoch: u16,
+    /// Frames that the peer has received on this stream so far.
+    pub received: u64,
+    /// What [`Streams::place`] returned for it.
+    pub place: Option<Registration>,
+    /// The socket.
+    pub sock: Sock,
+    /// How it is protected.
+    pub seal: Seal,
+}
+
+/// The connecting side of a connection over several streams.
+pub trait Streams: Connecting {
+    /// Which pair of rails a try to connect a stream goes over. `attempt` counts the tries; `repair`: the stream was
+    /// connected before.
+    fn way(&self, stream: usize, attempt: usize, repair: bool) -> usize;
+
+    /// `TCP_MAXSEG` for a new stream over a pair of rails.
+    fn segment(&self, way: usize) -> Option<u32>;
+
+    /// A place at the worker of a stream for its socket. All that may fail when a stream is added fails here.
+    ///
+    /// # Errors
+    /// When the kernel refuses to watch the socket.
+    fn place(&self, stream: usize, sock: &Sock) -> Result<Registration>;
+
+    /// Whether any stream is connected.
+    fn is_connected(&self) -> bool;
+
+    /// Whether this stream is connected.
+    fn lives(&self, stream: usize) -> bool;
+
+    /// Whether streams that end are connected again.
+    fn mends(&self) -> bool;
+
+    /// Whether the peer is missed, so that each way to it gets a moment only.
+    fn is_in_a_hurry(&self) -> bool;
+
+    /// Whether refusals over some of the ways may be enough to give the peer up.
+    fn awaits_refusals(&self) -> bool;
+
+    /// How long to wait before this stream is connected again.
+    fn pause(&self, stream: usize) -> Duration;
+
+    /// Whether nothing else connects this stream again: then the caller does.
+    fn begin_repair(&self, stream: usize) -> bool;
+
+    /// The caller has done so, or given up.
+    fn end_repair(&self, stream: usize);
+
+    /// A repair of this stream has ended well. If the stream broke meanwhile, the next repair begins.
+    fn check_repair(&self, stream: usize);
+
+    /// A stream is connected. `abroad`: over another pair of rails than its own; `home`: this pair, counted from its own, is
+    /// its own from now on. Returns whether it is to move to its own pair later.
+    fn settled(&self, stream: usize, abroad: bool, home: Option<usize>) -> bool;
+
+    /// Whether this stream was last connected over another pair of rails than its own.
+    fn is_abroad(&self, stream: usize) -> bool;
+
+    /// Whether this stream was ever connected over its own pair of rails.
+    fn was_home(&self, stream: usize) -> bool;
+
+    /// This stream could not be connected for the first time.
+    fn goes_without(&self, stream: usize, error: &Error);
+
+    /// The peer closed the connection after so many messages.
+    fn peer_has_closed(&self, received: u64);
+}

@@ -1,0 +1,58 @@
+//! A listener whose connections are over TCP streams.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::receiver::{Arrivals, RecvConn};
+use crate::os::error::Result;
+use crate::os::interfaces::Rail;
+use crate::session::acceptor;
+use crate::session::handshake::Secret;
+use crate::session::net::Net;
+
+/// A listener that NCCL asked for.
+pub struct Listener {
+    net: Arc<Net>,
+    arrivals: Arc<Arrivals>,
+    /// Its place among the process's handshakes.
+    session: Arc<acceptor::Listener>,
+}
+
+impl Listener {
+    /// Starts to listen on the given rails; gives the addresses of their sockets, too.
+    ///
+    /// # Errors
+    /// When no socket can be opened for any of them.
+    pub fn open(net: &Arc<Net>, rails: Arc<[Rail]>, traffic_class: Option<u8>) -> Result<(Self, Vec<SocketAddr>)> {
+        let arrivals = Arrivals::new(Arc::clone(net));
+        let (session, addresses) = net.acceptor.listen(rails, traffic_class, Arc::clone(&arrivals) as _)?;
+        Ok((Self { net: Arc::clone(net), arrivals, session }, addresses))
+    }
+
+    /// The secret that a peer must know.
+    pub fn secret(&self) -> &Secret {
+        &self.session.secret
+    }
+
+    /// The next connection, if one has come.
+    ///
+    /// # Errors
+    /// When the peer that holds the secret came, and its TOWLINE_KEY_FILE does not fit this side's.
+    pub fn accept(&self) -> Result<Option<Arc<RecvConn>>> {
+        self.arrivals.accept()
+    }
+
+    /// Waits for the next connection until `deadline`.
+    ///
+    /// # Errors
+    /// As [`Listener::accept`].
+    pub fn accept_until(&self, deadline: Instant) -> Result<Option<Arc<RecvConn>>> {
+        self.arrivals.accept_until(deadline)
+    }
+
+    /// Takes no more connections, and ends those that were not accepted.
+    pub fn close(&self) {
+        self.net.acceptor.close(&self.session);
+    }
+}

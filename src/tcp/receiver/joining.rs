@@ -1,0 +1,146 @@
+//! What the session asks of a receiving connection: streams that come, and come back.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::arrivals::Arrivals;
+use super::{RecvConn, lock};
+use crate::os::error::{Error, Result};
+use crate::os::log::NET;
+use crate::session::frame::MAX_STREAMS;
+use crate::session::lifeline::Answer;
+use crate::session::link::{Link, Sock};
+use crate::session::opening::{Door, Opening};
+use crate::session::owner::{Joining, Listening, Owner};
+use crate::session::seal::Seal;
+use crate::session::watch;
+use crate::tcp::streams;
+
+impl RecvConn {
+    /// A peer with the connection's key wants to connect stream `index` in `epoch`. Ends the stream's former life and
+    /// says how many frames of all its lives were taken in, or nothing when it may not join.
+    pub fn prepare_join(&self, index: usize, epoch: u16) -> Option<u64> {
+        let newer = index < MAX_STREAMS && (epoch.wrapping_sub(self.state().core.epoch(index)) as i16) > 0;
+        if !newer || self.is_over() {
+            return None;
+        }
+        self.fence_stream(index, epoch.wrapping_sub(1))
+    }
+
+    /// The listener gets this connection when the peer has said a word.
+    pub(super) fn wait_for_word(&self, listener: Arc<Arrivals>) {
+        *lock(&self.waiting) = Some(listener);
+    }
+
+    /// Whether the first life of the first stream may begin: the connection is not over, and neither is that life, as it is
+    /// when the peer has come back over another socket.
+    fn awaits_first(&self) -> bool {
+        !self.is_over() && !self.state().core.has_ended(0, 0)
+    }
+
+    /// The peer has the welcome: the listener gets the connection, if it has not got it yet.
+    fn arrive(self: &Arc<Self>) {
+        if let Some(listener) = self.leave_waiting() {
+            tracing::debug!(target: NET, "connected from {}", self.peer);
+            listener.add(Arc::clone(self));
+        }
+    }
+
+    fn leave_waiting(&self) -> Option<Arc<Arrivals>> {
+        lock(&self.waiting).take()
+    }
+
+    /// Counts as a stream until it is dropped. If no other has come by then, the peer is waited for.
+    pub(super) fn hold_open(&self) -> impl Drop + '_ {
+        struct Open<'a>(&'a RecvConn);
+        impl Drop for Open<'_> {
+            fn drop(&mut self) {
+                let conn = self.0;
+                let waited_for = || conn.alone().as_ref().is_some_and(|alone| !alone.is_suspicion());
+                if conn.health.stream_down() == 0 && !conn.is_over() && !waited_for() {
+                    conn.wait_for_peer(&io::ErrorKind::NotConnected.into());
+                }
+            }
+        }
+        self.health.stream_up();
+        Open(self)
+    }
+}
+
+impl Owner for RecvConn {
+    fn link(&self) -> &Link {
+        &self.link
+    }
+
+    /// An interface went down: what runs over its address is lost, if anything else is left.
+    fn link_down(&self, interface: u32) {
+        let down = streams::over_interface(&self.link, interface, &self.streams, |io| &io.sock);
+        if self.recovery && !down.is_empty() && down.len() < self.health.live() {
+            *lock(&self.trouble) = Some(Instant::now());
+            for index in down {
+                self.lose(index, &watch::link_down());
+            }
+        }
+    }
+
+    fn answered(&self, began: Instant, way: usize, answer: Answer) {
+        if let Some(alone) = &mut *self.alone() {
+            alone.answered(began, Instant::now(), way, answer);
+        }
+        self.call_keeper();
+    }
+}
+
+impl Listening for RecvConn {
+    fn join(self: Arc<Self>, joining: Joining<'_>) -> Result<()> {
+        // One life ends before the other begins, and it may have been the last.
+        let _open = self.hold_open();
+        let not_now = joining.not_now();
+        let Joining { stream: index, epoch, sock, welcome } = joining;
+        let received = self.prepare_join(index, epoch).ok_or(not_now)?;
+        let place = self.place(index, &sock)?;
+        let keys = welcome(&sock, received)?;
+        self.add_stream(index, epoch, place, sock, Seal::of(self.link.features, keys)?);
+        // The peer's word that it has the welcome is still on its way, or the first stream broke before.
+        self.arrive();
+        Ok(())
+    }
+
+    fn is_calling(&self, since: Instant) -> bool {
+        !self.is_over() && self.alone().as_ref().is_some_and(|alone| alone.since() == since)
+    }
+
+    /// Each time the next, since the sender may know of some.
+    fn lost_epoch(&self, turn: usize) -> (u16, u16) {
+        let lost: Vec<usize> = (0..MAX_STREAMS).filter(|index| self.streams[*index].peek(|_| ()).is_none()).collect();
+        let state = self.state();
+        let known = || lost.iter().copied().filter(|index| *index == 0 || state.core.epoch(*index) > 0);
+        let index = known().nth(turn % known().count().max(1)).unwrap_or(0);
+        (index as u16, state.core.epoch(index))
+    }
+}
+
+impl Opening for RecvConn {
+    fn is_waiting(&self) -> bool {
+        lock(&self.waiting).is_some()
+    }
+
+    fn begin(self: Arc<Self>, sock: Sock, seal: Seal) -> Result<()> {
+        // Unless the peer has lost this socket meanwhile and come back over another. A further stream may have come before
+        // this word, and the listener may have the connection already.
+        if !self.awaits_first() {
+            return Ok(());
+        }
+        let place = self.place(0, &sock)?;
+        self.add_stream(0, 0, place, sock, seal);
+        self.arrive();
+        Ok(())
+    }
+
+    fn refuse(&self, why: Error) {
+        if let Some(listener) = self.leave_waiting() {
+            listener.turn_away(why.with_peer(&self.peer));
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! What the session asks of a sending connection: which streams are to be connected again, and over which rails.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::{SendConn, StreamSource, lock};
+use crate::engine::counters::Counters;
+use crate::engine::poller::{Interest, Registration};
+use crate::os::error::{Error, Result};
+use crate::os::log::Limiter;
+use crate::session::dialer;
+use crate::session::frame::MAX_STREAMS;
+use crate::session::lifeline::{Alone, Answer};
+use crate::session::link::{Link, Sock};
+use crate::session::owner::{Connecting, Joined, Owner, Streams};
+use crate::session::watch;
+use crate::tcp::streams;
+
+static NOT_THERE: Limiter = Limiter::new();
+
+impl SendConn {
+    /// How many pairs of rails there are to try.
+    pub(super) fn pairs(&self) -> usize {
+        self.link.pairs()
+    }
+
+    /// The pair of rails over which stream `index` comes back, counted from the one that its number gives: another one
+    /// than that if it first connected over that.
+    pub(super) fn home(&self, index: usize) -> usize {
+        usize::from(lock(&self.homes)[index])
+    }
+
+    /// Stream `index` has its home there.
+    fn set_home(&self, index: usize, pair: usize) {
+        lock(&self.homes)[index] = (pair % self.pairs()) as u8;
+    }
+
+    /// Whether stream `index` shall come back over its own rails only: while it lives elsewhere, or others carry the
+    /// load. The first one is missed more: short messages are faster with it.
+    ///
+    /// One stream alone is too few where there are several ways: its end may be seen by one side only, which could not
+    /// tell the other.
+    fn awaits_home(&self, index: usize) -> bool {
+        let enough = if self.pairs() > 1 { 2 } else { 1 };
+        self.health.live() >= enough && (index > 0 || self.first_live.load(Ordering::SeqCst))
+    }
+
+    /// Whether stream `index` was connected, and is not now.
+    fn was_lost(&self, index: usize) -> bool {
+        let core = &self.state().core;
+        core.is_down(index) && (index == 0 || core.epoch(index) > 0)
+    }
+}
+
+impl Owner for SendConn {
+    fn link(&self) -> &Link {
+        &self.link
+    }
+
+    /// What runs over the interface's address is lost, if anything else is left.
+    fn link_down(&self, interface: u32) {
+        let down = streams::over_interface(&self.link, interface, &self.streams, |io| &io.sock);
+        if self.recovery && !down.is_empty() && down.len() < self.health.live() {
+            for index in down {
+                self.lose(index, watch::link_down());
+            }
+        }
+    }
+
+    fn answered(&self, began: Instant, way: usize, answer: Answer) {
+        if let Some(alone) = &mut *lock(&self.alone) {
+            alone.answered(began, Instant::now(), way, answer);
+            self.call_keeper();
+        }
+    }
+}
+
+impl Connecting for SendConn {
+    /// One that is being closed may still have to be brought back.
+    fn goes_on(&self) -> bool {
+        !self.health.is_failed()
+    }
+
+    fn called(&self, index: usize, epoch: u16) {
+        if self.recovery && index < MAX_STREAMS {
+            let error = io::Error::new(io::ErrorKind::ConnectionReset, "the receiver says that it has ended there");
+            self.lose_life(index, epoch, error);
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.closing.load(Ordering::Acquire) || self.health.is_failed() || self.health.is_peer_done()
+    }
+
+    fn next_epoch(&self, index: usize) -> u16 {
+        let given = &mut lock(&self.epochs)[index];
+        let last = self.state().core.epoch(index);
+        if (last.wrapping_sub(*given) as i16) > 0 {
+            *given = last;
+        }
+        *given = given.wrapping_add(1);
+        *given
+    }
+
+    /// What the stream's last life lost travels again.
+    fn rejoined(self: Arc<Self>, joined: Joined) -> Result<()> {
+        let Joined { stream: index, epoch, received: frames, place, sock, seal } = joined;
+        let place = place.map_or_else(|| self.place(index, &sock), Ok)?;
+        let former = self.state().core.epoch(index);
+        if (epoch.wrapping_sub(former) as i16) <= 0 {
+            return Err(Error::remote("another life of the stream was faster"));
+        }
+        // A stream that comes home still lives elsewhere; the receiver has fenced that life by taking this one. If its
+        // socket is not there, another thread has just seen it break: that life is over for the books all the same,
+        // before the next begins.
+        if let Some(io) = self.streams[index].take() {
+            watch::close_hard(&io.sock);
+            self.health.stream_down();
+        }
+        self.end_life(index, former, None);
+        self.fenced(index, former, frames)?;
+        if epoch > 1 || index == 0 {
+            Counters::bump(&self.counters.reconnects);
+            tracing::info!(target: crate::os::log::NET, "stream {index} to {} is back", self.peer);
+        }
+        self.add_stream(index, epoch, place, sock, seal);
+        // What was asked about others may have been lost with all streams, and they may be away for long.
+        self.ask(index, &self.questions());
+        // Others that were given up may come now, too.
+        (0..MAX_STREAMS).filter(|other| self.was_lost(*other)).for_each(|other| self.check_repair(other));
+        Ok(())
+    }
+
+    fn gave_up(&self, index: usize, error: &Error) {
+        if self.closing.load(Ordering::Acquire) || self.health.is_failed() {
+            return;
+        }
+        if self.health.live() == 0 {
+            self.fail_silently(error.clone().with_peer(&self.peer));
+        } else {
+            tracing::warn!(target: crate::os::log::NET, "stream {index} to {} stays down ({error}); going on with the others", self.peer);
+        }
+    }
+}
+
+impl Streams for SendConn {
+    fn way(&self, index: usize, attempt: usize, repair: bool) -> usize {
+        let at = match (repair, self.awaits_home(index)) {
+            // It lives elsewhere, and shall come back to its own rails.
+            (true, _) if self.lives(index) => index,
+            (true, true) => index + self.home(index),
+            _ => index + self.home(index) + attempt,
+        };
+        // A pair that connects and delivers nothing is left out.
+        let left_out = |at: &usize| lock(&self.deliveries).is_left_out(at % self.pairs());
+        (at..at + self.pairs()).find(|at| !left_out(at)).unwrap_or(at)
+    }
+
+    fn segment(&self, way: usize) -> Option<u32> {
+        lock(&self.deliveries).segment(way)
+    }
+
+    fn place(&self, index: usize, sock: &Sock) -> Result<Registration> {
+        let source = Arc::new(StreamSource { conn: self.me.clone(), index });
+        let fd = sock.as_raw_fd();
+        // The first stream is NCCL's thread's; the keeper only watches for its end and finishes what blocked.
+        if index == 0 {
+            return self.net.poller.keeper()?.register(source, Some((fd, Interest::Quiet)));
+        }
+        self.net.worker(self.turn, index, self.pairs())?.register(source, Some((fd, Interest::Data)))
+    }
+
+    fn is_connected(&self) -> bool {
+        self.health.live() > 0
+    }
+
+    fn lives(&self, index: usize) -> bool {
+        self.state().core.is_live(index)
+    }
+
+    fn mends(&self) -> bool {
+        self.recovery
+    }
+
+    fn is_in_a_hurry(&self) -> bool {
+        !self.is_connected() || lock(&self.alone).is_some()
+    }
+
+    fn awaits_refusals(&self) -> bool {
+        lock(&self.alone).as_ref().is_some_and(Alone::awaits_refusals)
+    }
+
+    fn pause(&self, index: usize) -> Duration {
+        lock(&self.deliveries).pause(index)
+    }
+
+    fn begin_repair(&self, index: usize) -> bool {
+        self.repairs.fetch_or(1 << index, Ordering::SeqCst) & 1 << index == 0
+    }
+
+    fn end_repair(&self, index: usize) {
+        self.repairs.fetch_and(!(1 << index), Ordering::SeqCst);
+    }
+
+    /// The thread that saw the stream break found a repair under way, and left it to that one.
+    fn check_repair(&self, index: usize) {
+        if !self.is_over()
+            && self.state().core.is_down(index)
+            && let Some(me) = self.me.upgrade()
+        {
+            let me: Arc<dyn Streams> = me;
+            dialer::repair(Arc::clone(&self.net), &me, index);
+        }
+    }
+
+    fn settled(&self, index: usize, abroad: bool, home: Option<usize>) -> bool {
+        if let Some(home) = home {
+            self.set_home(index, home);
+        }
+        if abroad {
+            self.abroad.fetch_or(1 << index, Ordering::SeqCst);
+            let way = (index + self.home(index)) % self.pairs();
+            return self.recovery && !lock(&self.deliveries).is_left_out(way);
+        }
+        self.abroad.fetch_and(!(1 << index), Ordering::SeqCst);
+        self.been_home.fetch_or(1 << index, Ordering::SeqCst);
+        self.set_home(index, 0);
+        false
+    }
+
+    fn is_abroad(&self, index: usize) -> bool {
+        self.abroad.load(Ordering::SeqCst) & 1 << index != 0
+    }
+
+    fn was_home(&self, index: usize) -> bool {
+        self.been_home.load(Ordering::SeqCst) & 1 << index != 0
+    }
+
+    fn goes_without(&self, index: usize, error: &Error) {
+        // With all others away too, the log has said so.
+        if !self.is_over() && self.is_connected() {
+            NOT_THERE.tell(|more| {
+                tracing::warn!(target: crate::os::log::NET, "stream {index} to {} could not be connected ({error}); going on with the others{more}", self.peer);
+            });
+        }
+    }
+
+    fn peer_has_closed(&self, received: u64) {
+        self.health.peer_received(received);
+    }
+}
