@@ -8,8 +8,8 @@ use std::ffi::{c_int, c_void};
 use super::guard::guard;
 use super::pointer::{Out, Size, value};
 use super::properties::{VDevice, get_properties};
-use super::table::export_table;
 use super::transfer::{self, Group};
+use super::v4::export_table;
 use super::{v4, v5, v6, v7};
 use crate::nccl::ffi::{
     NCCL_NET_TRAFFIC_CLASS_UNDEF, ncclDebugLogger_t, ncclNetCommConfig_v10_t, ncclNetDeviceHandle_v10_t,

@@ -11,7 +11,7 @@ use std::ptr;
 use super::guard::guard;
 use super::pointer::{Out, dress, id, value};
 use super::properties::get_properties;
-use super::table::export_table;
+use super::v4::export_table;
 use super::{v4, v5, v6, v7, v10};
 use crate::nccl::ffi::{
     ncclDebugLogger_t, ncclNetAttr_v11_t, ncclNetCommAttr_v11_t, ncclNetCommConfig_v11_t, ncclNetDeviceHandle_v11_t,

@@ -4,7 +4,7 @@
 //! cluster's network that the device is on.
 
 use super::properties::get_properties;
-use super::table::export_table;
+use super::v4::export_table;
 use super::{v4, v5, v6, v7, v10, v11};
 
 export_table! {

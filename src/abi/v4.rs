@@ -9,12 +9,35 @@ use std::ptr;
 use super::guard::guard;
 use super::pointer::{Out, Size, dress, handle_bytes, id};
 use super::properties::get_properties;
-use super::table::export_table;
 use super::transfer::{self, Group};
 use crate::nccl::ffi::{ncclDebugLogger_t, ncclResult_t};
 use crate::os::error::Result;
 use crate::plugin::context::InitArgs;
 use crate::plugin::facade;
+
+/// Exports `ncclNetPlugin_vN`. The fields that no version has changed since v4 are filled in here; the others are
+/// given as `field: the file of the version that introduced the function`.
+macro_rules! export_table {
+    ($(#[$doc:meta])* $symbol:ident: $type:ident = { $api:literal; $($field:ident: $function:expr),* $(,)? }) => {
+        $(#[$doc])*
+        // SAFETY: the symbol is NCCL's name for exactly this type, and nothing else in the process defines it in this
+        // library's scope.
+        #[unsafe(no_mangle)]
+        #[allow(non_upper_case_globals, reason = "NCCL's name")]
+        pub static $symbol: $crate::abi::table::Table<$crate::nccl::ffi::$type> =
+            $crate::abi::table::Table($crate::nccl::ffi::$type {
+                name: $crate::abi::table::NAME.as_ptr(),
+                devices: Some($crate::abi::v4::devices::<$api>),
+                deregMr: Some($crate::abi::v4::dereg_mr::<$api>),
+                test: Some($crate::abi::v4::test::<$api>),
+                closeSend: Some($crate::abi::v4::close_send::<$api>),
+                closeRecv: Some($crate::abi::v4::close_recv::<$api>),
+                closeListen: Some($crate::abi::v4::close_listen::<$api>),
+                $($field: $function),*
+            });
+    };
+}
+pub(super) use export_table;
 
 export_table! {
     /// The table that NCCL 2.8 to 2.11 loads.

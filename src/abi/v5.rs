@@ -8,9 +8,9 @@ use std::ptr;
 
 use super::pointer::Size;
 use super::properties::get_properties;
-use super::table::export_table;
 use super::transfer::{self, Group};
 use super::v4;
+use super::v4::export_table;
 use crate::nccl::ffi::ncclResult_t;
 use crate::plugin::facade;
 

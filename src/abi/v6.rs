@@ -6,7 +6,7 @@ use std::ffi::{c_int, c_void};
 
 use super::pointer::id;
 use super::properties::get_properties;
-use super::table::export_table;
+use super::v4::export_table;
 use super::{v4, v5};
 use crate::nccl::ffi::ncclResult_t;
 use crate::plugin::facade;

@@ -8,7 +8,7 @@
 use std::ffi::{c_int, c_void};
 
 use super::properties::get_properties;
-use super::table::export_table;
+use super::v4::export_table;
 use super::{v4, v5, v6};
 use crate::nccl::ffi::{ncclNetDeviceHandle_v7_t, ncclResult_t};
 

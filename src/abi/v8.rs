@@ -5,7 +5,7 @@
 use std::ffi::c_int;
 
 use super::properties::get_properties;
-use super::table::export_table;
+use super::v4::export_table;
 use super::{v4, v5, v6, v7};
 
 export_table! {

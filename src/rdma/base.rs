@@ -12,7 +12,7 @@ use super::alarm::Alarm;
 use super::control::Control;
 use super::dl::Verbs;
 use super::fabric::{Fabric, Lane};
-use super::mending::{self, Trouble, Word, said};
+use super::outage::{Said, Trouble, Word, said};
 use super::trouble::{Doing, explain, is_of_the_way};
 use super::verbs::{Completion, QueuePair};
 use crate::engine::counters::Counters;
@@ -308,7 +308,7 @@ impl Base {
                     self.alarm.raise();
                 }
                 Type::Fail => return Err(told_by_peer(header.order, &input[HEADER..end]).with_peer(&self.peer)),
-                Type::Fenced => self.is_told(Word { said: mending::Said::Ended(header.total), ..Word::of(&header) }),
+                Type::Fenced => self.is_told(Word { said: Said::Ended(header.total), ..Word::of(&header) }),
                 Type::Lane => self.is_told(Word { said: said(&header), ..Word::of(&header) }),
                 Type::Ack => heard = Some(header.offset),
                 other => {

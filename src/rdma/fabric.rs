@@ -16,7 +16,7 @@ use std::time::Instant;
 use super::adapter::{Adapter, Adapters};
 use super::alarm::Alarm;
 use super::gid;
-use super::mending::{Life, Trouble, patience, pause};
+use super::outage::{Life, Trouble, patience, pause};
 use super::record::{LaneRecord, PortRecord, Record, VERSION};
 use super::relapse::Relapses;
 use super::relink::{Apart, Linked, Plan};

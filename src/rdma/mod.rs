@@ -29,7 +29,7 @@
 //! | [`base`] | what both directions have in common, and the control channel |
 //! | [`sender`], [`receiver`] | one connection each |
 //! | [`flush`] | making received bytes visible to the GPU |
-//! | [`mending`], [`ledger`], [`silence`], [`relapse`] | going on when a queue pair is lost, or brings nothing any more |
+//! | [`mending`], [`outage`], [`ledger`], [`silence`], [`relapse`] | going on when a queue pair is lost, or brings nothing any more |
 //! | [`trouble`] | what a failed work request means |
 //! | [`control`], [`said`], [`redial`] | the control channel, and another socket for it |
 //! | [`record`], [`greeting`], [`linking`], [`relink`] | getting connected |
@@ -66,6 +66,7 @@ pub mod linking;
 pub mod matching;
 pub mod mending;
 pub mod mr_cache;
+pub mod outage;
 pub mod pages;
 pub mod receiver;
 pub mod receives;

@@ -8,7 +8,7 @@ use crate::os::error::{Error, Result};
 use crate::os::log::NET;
 use crate::rdma::fabric::Fabric;
 use crate::rdma::flush::Around;
-use crate::rdma::mending::Tended;
+use crate::rdma::outage::Tended;
 use crate::rdma::record::LaneRecord;
 
 /// How long lines may go unread before the device is asked whether they have arrived.

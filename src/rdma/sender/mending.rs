@@ -10,7 +10,7 @@ use crate::os::error::Result;
 use crate::rdma::fabric::{Fabric, Lane};
 use crate::rdma::ledger::{Answer, Ledger, Sent, Settled};
 use crate::rdma::line::Line;
-use crate::rdma::mending::{Taken, Tended, Trouble};
+use crate::rdma::outage::{Taken, Tended, Trouble};
 use crate::rdma::record::LaneRecord;
 use crate::rdma::silence::Silence;
 use crate::rdma::stripe::Share;
