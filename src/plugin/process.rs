@@ -25,6 +25,7 @@ use crate::rdma::{
     adapter::{Adapters, Registration},
     backend::{Rdma, ruled_out},
 };
+use crate::session::acceptor;
 use crate::session::net::Net;
 use crate::session::seal::key::SharedKey;
 
@@ -182,7 +183,7 @@ impl Process {
             }
             process.devices.load(ports.unwrap_or(found.plans));
         }
-        let net = process.net.get_or_init(|| Net::new(config.clone(), key));
+        let net = process.net.get_or_init(|| acceptor::net(config.clone(), key));
         if first {
             tracing::info!(
                 target: log::NET,

@@ -23,7 +23,6 @@ use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::os::error::{Error, Result};
 use crate::os::interfaces::Rail;
 use crate::os::log::NET;
-use crate::session::acceptor;
 use crate::session::dialer::{Dial, Target};
 use crate::session::handshake::Secret;
 use crate::session::link::{Link, Sock};
@@ -31,6 +30,7 @@ use crate::session::net::Net;
 use crate::session::opening::{Door, Handed, Opener, Opening};
 use crate::session::owner::Streams;
 use crate::session::peer::{Peer, failure};
+use crate::session::ports;
 use crate::session::seal::Seal;
 use crate::session::wire::{self, Piece};
 
@@ -631,7 +631,7 @@ impl Source for Greeting {
 /// A listener with its place among the process's handshakes.
 pub struct Listening {
     net: Arc<Net>,
-    session: Arc<acceptor::Listener>,
+    session: Arc<ports::Listener>,
     listener: Arc<Listener>,
 }
 
@@ -647,7 +647,7 @@ impl Listening {
         traffic_class: Option<u8>,
     ) -> Result<(Self, Vec<SocketAddr>)> {
         let listener = Listener::new(Arc::clone(net), adapters);
-        let (session, addresses) = net.acceptor.listen(rails, traffic_class, Arc::clone(&listener) as _)?;
+        let (session, addresses) = net.listen(rails, traffic_class, Arc::clone(&listener) as _)?;
         Ok((Self { net: Arc::clone(net), session, listener }, addresses))
     }
 
@@ -674,6 +674,6 @@ impl Listening {
 
     /// Takes no more connections, and ends those that were not accepted.
     pub fn close(&self) {
-        self.net.acceptor.close(&self.session);
+        self.net.close(&self.session);
     }
 }

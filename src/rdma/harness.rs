@@ -18,9 +18,9 @@ use super::sender::{self, RdmaSend, RingMemory, Stores};
 use crate::engine::request::{Outcome, Ticket};
 use crate::os::config::Config;
 use crate::os::error::Result;
+use crate::session::acceptor;
 use crate::session::handshake::Secret;
 use crate::session::link::{Link, Sock};
-use crate::session::net::Net;
 use crate::session::peer::Peer;
 
 /// How long any step may take.
@@ -101,7 +101,7 @@ impl Ends {
         let config = Config::from_pairs(plan.variables.iter().copied()).0;
         let (rdma, _) = Rdma::find(&config).expect("an RDMA device");
         let ([left, right], [sending, receiving]) = fabrics(&rdma, plan, &config);
-        let net = Net::new(config, None);
+        let net = acceptor::net(config, None);
         let (one, other) = UnixStream::pair().expect("sockets");
         let link = Link {
             connection: 7,

@@ -1,210 +1,79 @@
-//! The listening side: sockets and handshakes.
+//! The listening side of handshakes.
 //!
-//! One listening socket per local address serves the whole process and outlives every `closeListen`: a handle says
-//! which listener it means by an id made from its secret, and streams that break later come back to the same
-//! socket. The keeper answers handshakes from `listen` on, whether or not `accept` has been called: NCCL 2.8 to
-//! 2.11 connect on all sides before any of them accepts.
+//! The control thread answers them from `listen` on, whether or not `accept` has been called: NCCL 2.8 to 2.11 connect on all
+//! sides before any of them accepts.
 //!
 //! Strangers cost little: an unproven connection holds a few hundred bytes, there is a bounded [`Crowd`] of them, and
 //! each has [`PATIENCE`] to prove itself. A connection that has proved itself leaves the crowd before it is welcomed: the
-//! peer may hold it for established from then on, so it lasts as long as its socket. A socket that holds bytes, or has ended, by the time it is accepted is
-//! dealt with on the spot: a scanner is never even watched.
+//! peer may hold it for established from then on, so it lasts as long as its socket. A socket that holds bytes, or has
+//! ended, by the time it is accepted is dealt with on the spot: a scanner is never even watched.
 
 #[cfg(test)]
 mod tests;
 
-use std::collections::HashMap;
-use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::os::fd::AsRawFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::crowd::Crowd;
-use super::frame::MAX_STREAMS;
 use super::handshake::{
     CLOSED, FEATURE_BARE, FEATURE_RECOVERY, GREETING, HELLO, Hello, PREAMBLE, Preamble, READY, Refusal, Secret,
     Transcript, Welcome, Wish, nonce,
 };
-use super::link::{Link, Sock, new_socket, tune};
-use super::net::Net;
-use super::opening::{Door, Opening};
+use super::link::{Link, Sock, tune};
+use super::net::{Accepts, Net};
+use super::opening::Opening;
 use super::owner::Joining;
 use super::peer::Peer;
+use super::ports::Listener;
 use super::seal::agreement::{Accepted, Keys, OFFER};
+use super::seal::key::SharedKey;
 use super::seal::{Seal, is_encrypted, other_key};
 use super::shortage;
 use super::tries::{self, PATIENCE};
 use super::watch;
 use super::wire::{self, Piece, send_all};
 use crate::engine::poller::{Interest, Progress, Registration, Source};
-use crate::os::error::{Error, Result, advice};
-use crate::os::fd::Registered;
-use crate::os::interfaces::{Rail, duplicate};
+use crate::os::config::Config;
+use crate::os::error::{Error, Result};
 use crate::os::log::{Limiter, NET};
 
-/// Connections that are accepted before those that were get their turn again.
-const AT_ONCE: usize = 64;
-
-/// A listener that NCCL asked for.
-pub struct Listener {
-    /// What its handle carries.
-    pub secret: Secret,
-    /// The rails that its connections may use.
-    pub rails: Arc<[Rail]>,
-    /// The packets' class of traffic.
-    pub traffic_class: Option<u8>,
-    /// Makes its connections.
-    door: Arc<dyn Door>,
-}
-
-struct Port {
-    address: SocketAddr,
-    _registration: Registration,
-}
-
-/// What becomes of a listening socket whose address is not there at the moment.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Absent {
-    /// It listens all the same, for the time when the address is back.
-    Awaited,
-    /// Opening it fails.
-    Refused,
-}
-
-/// Lets a socket be bound to an address that is not there.
-///
-/// An interface that is taken down loses its IPv6 addresses. A connection learns the addresses of its peer once, when it
-/// is made: a rail of several that is down at that moment is used later only if its port is known by then and something
-/// listens there when the address is back. A device's only rail is not waited for so, since nothing else would carry the
-/// connection, and `listen` can say at once what is wrong.
-///
-/// It is a wish: where the system refuses it (a sandbox, an old kernel), a rail without an address is left out.
-fn allow_absent(sock: &Sock, address: SocketAddr) {
-    let _ = if address.is_ipv6() { sock.set_freebind_v6(true) } else { sock.set_freebind_v4(true) };
-}
-
-/// Listening sockets and half-open handshakes of the process.
-pub struct Acceptor {
-    net: Weak<Net>,
-    ports: Mutex<HashMap<(IpAddr, u32), Port>>,
-    listeners: Mutex<HashMap<u64, Arc<Listener>>>,
+/// The half-open handshakes of the process.
+struct Acceptor {
+    me: Weak<Self>,
     inbound: Mutex<Crowd<Inbound>>,
+}
+
+/// What the connections of the process share, with handshakes answered.
+pub fn net(config: Config, key: Option<SharedKey>) -> Arc<Net> {
+    Net::new(config, key, Arc::new_cyclic(|me| Acceptor { me: me.clone(), inbound: Mutex::default() }))
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Acceptor {
-    /// Nothing listens yet.
-    pub fn new(net: Weak<Net>) -> Self {
-        Self {
-            net,
-            ports: Mutex::new(HashMap::new()),
-            listeners: Mutex::new(HashMap::new()),
-            inbound: Mutex::new(Crowd::default()),
+/// What proves the right to this wish; none when nothing here is meant.
+fn find_secret(net: &Net, wish: Wish) -> Option<Secret> {
+    match wish {
+        Wish::Connect { listener } => net.listener(listener).map(|found| found.secret.clone()),
+        Wish::Join { connection, .. } => {
+            let live = net.listening(connection).map(|conn| conn.link().key.clone());
+            live.or_else(|| net.closed(connection).map(|grave| grave.key))
         }
+        Wish::Call { connection, .. } => net.connecting(connection).map(|conn| conn.link().key.clone()),
     }
+}
 
-    /// A listener on the given rails: itself, and the addresses of their sockets.
-    ///
-    /// # Errors
-    /// When no socket can be opened for any of them (the only rail's interface has vanished, say).
-    pub fn listen(
-        &self,
-        rails: Arc<[Rail]>,
-        traffic_class: Option<u8>,
-        door: Arc<dyn Door>,
-    ) -> Result<(Arc<Listener>, Vec<SocketAddr>)> {
-        let first = rails.first().ok_or_else(|| Error::internal("a device without rails"))?;
-        // With several, one whose socket cannot be opened is done without.
-        let addresses = if rails.len() > 1 { self.addresses(&rails) } else { Vec::new() };
-        let addresses = if addresses.is_empty() { vec![self.port(first, Absent::Refused)?] } else { addresses };
-        let listener = Arc::new(Listener { secret: Secret::random()?, rails, traffic_class, door });
-        lock(&self.listeners).insert(listener.secret.listener_id(), Arc::clone(&listener));
-        Ok((listener, addresses))
-    }
-
-    /// Takes no more connections for this listener, and ends those that nobody accepted.
-    pub fn close(&self, listener: &Listener) {
-        lock(&self.listeners).remove(&listener.secret.listener_id());
-        listener.door.close();
-    }
-
-    /// The address of the process's socket on a rail, opening it at the first use.
-    fn port(&self, rail: &Rail, absent: Absent) -> Result<SocketAddr> {
-        let scope = match rail.address {
-            SocketAddr::V6(v6) => v6.scope_id(),
-            SocketAddr::V4(_) => 0,
-        };
-        let mut ports = lock(&self.ports);
-        if let Some(port) = ports.get(&(rail.address.ip(), scope)) {
-            return Ok(port.address);
-        }
-        let net = self.net.upgrade().ok_or_else(|| Error::internal("the transport is gone"))?;
-        let opened = |absent: Absent| -> io::Result<Sock> {
-            let sock = new_socket(rail.address)?;
-            if absent == Absent::Awaited {
-                allow_absent(&sock, rail.address);
-            }
-            sock.bind(&rail.address.into())?;
-            sock.listen(16384)?;
-            Ok(sock)
-        };
-        // An IPv6 address is not there either while the kernel still looks for duplicates, a second or two after it was added.
-        // Peers try until it is.
-        let is_new = |error: &io::Error| {
-            error.kind() == io::ErrorKind::AddrNotAvailable && duplicate::is_tentative(rail.address.ip())
-        };
-        let sock = opened(absent).or_else(|error| if is_new(&error) { opened(Absent::Awaited) } else { Err(error) });
-        let sock = sock.map_err(|error| {
-            let hint = match error.kind() {
-                io::ErrorKind::AddrInUse => "no local port is free: widen net.ipv4.ip_local_port_range",
-                _ => "is the interface still up? choose another with NCCL_SOCKET_IFNAME",
-            };
-            Error::system(format!("listening on {} ({})", rail.name, rail.address.ip()), &error)
-                .with_hint(advice(&error).unwrap_or(hint))
-        })?;
-        let address = sock.local_addr().map_err(|error| Error::system("asking for the port of a listener", &error))?;
-        let address = address.as_socket();
-        let address = address.ok_or_else(|| Error::internal("a listening socket without an address"))?;
-        let fd = sock.as_raw_fd();
-        let source = Arc::new(PortSource { net: self.net.clone(), sock });
-        let registration = net.poller.keeper()?.register(source, Some((fd, Interest::Read)))?;
-        ports.insert((rail.address.ip(), scope), Port { address, _registration: registration });
-        Ok(address)
-    }
-
-    /// Where the process can be reached over these rails, now or when they are back. One whose socket cannot be opened is left out.
-    pub fn addresses(&self, rails: &[Rail]) -> Vec<SocketAddr> {
-        let absent = if rails.len() > 1 { Absent::Awaited } else { Absent::Refused };
-        let address = |rail: &Rail| {
-            let left_out = |error: &Error| {
-                DROPPED.tell(|more| tracing::warn!(target: NET, "rail {} is left out: {error}{more}", rail.name));
-            };
-            self.port(rail, absent).inspect_err(left_out).ok()
-        };
-        rails.iter().take(MAX_STREAMS).filter_map(address).collect()
-    }
-
-    fn find_secret(&self, net: &Net, wish: Wish) -> Option<Secret> {
-        match wish {
-            Wish::Connect { listener } => lock(&self.listeners).get(&listener).map(|found| found.secret.clone()),
-            Wish::Join { connection, .. } => {
-                let live = net.listening(connection).map(|conn| conn.link().key.clone());
-                live.or_else(|| net.closed(connection).map(|grave| grave.key))
-            }
-            Wish::Call { connection, .. } => net.connecting(connection).map(|conn| conn.link().key.clone()),
-        }
-    }
-
+impl Accepts for Acceptor {
     fn take_in(&self, net: &Arc<Net>, sock: Sock, from: SocketAddr) {
         let fd = sock.as_raw_fd();
         let patience = tries::handshake(PATIENCE, watch::round_trip(&sock));
         let inbound = Arc::new_cyclic(|me| Inbound {
             me: me.clone(),
             net: Arc::downgrade(net),
+            acceptor: self.me.clone(),
             from,
             state: Mutex::new(InboundState {
                 deadline: Some(Instant::now() + patience),
@@ -237,7 +106,9 @@ impl Acceptor {
             }
         }
     }
+}
 
+impl Acceptor {
     fn greeted(&self, inbound: &Inbound) {
         let evicted = lock(&self.inbound).greet(inbound);
         if let Some(oldest) = evicted {
@@ -250,54 +121,8 @@ impl Acceptor {
     }
 }
 
-struct PortSource {
-    net: Weak<Net>,
-    sock: Sock,
-}
-
-static ACCEPT_TROUBLE: Limiter = Limiter::new();
 static STRANGERS: Limiter = Limiter::new();
 static DROPPED: Limiter = Limiter::new();
-
-impl Source for PortSource {
-    fn poll(&self) -> Progress {
-        let Some(net) = self.net.upgrade() else { return Progress::default() };
-        for _ in 0..AT_ONCE {
-            let mut from = None;
-            let accepted = Registered::open(|| {
-                let (socket, address) = self.sock.accept()?;
-                socket.set_nonblocking(true)?;
-                from = address.as_socket();
-                Ok(socket)
-            });
-            match accepted {
-                Ok(sock) => {
-                    let unknown = SocketAddr::new(IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED), 0);
-                    net.acceptor.take_in(&net, sock, from.unwrap_or(unknown));
-                }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    return Progress { moved: true, again: None };
-                }
-                Err(error)
-                    if error.kind() == io::ErrorKind::Interrupted
-                        || error.kind() == io::ErrorKind::ConnectionAborted => {}
-                Err(error) => {
-                    // Out of descriptors, mostly. The connection waits in the kernel's queue.
-                    let why = advice(&error).map_or_else(|| error.to_string(), |hint| format!("{error}; {hint}"));
-                    ACCEPT_TROUBLE.tell(|more| {
-                        tracing::warn!(target: NET, "a connection cannot be accepted now: {why}{more}");
-                    });
-                    return Progress { moved: false, again: Some(Instant::now() + Duration::from_millis(100)) };
-                }
-            }
-        }
-        Progress { moved: true, again: Some(Instant::now()) }
-    }
-
-    fn fail(&self, error: Error) {
-        tracing::error!(target: NET, "the listener failed: {error}");
-    }
-}
 
 enum Stage {
     Preamble,
@@ -335,6 +160,7 @@ struct InboundState {
 struct Inbound {
     me: Weak<Self>,
     net: Weak<Net>,
+    acceptor: Weak<Acceptor>,
     from: SocketAddr,
     state: Mutex<InboundState>,
 }
@@ -345,6 +171,11 @@ impl Inbound {
         state.stage = Stage::Over;
         state.registration = None;
         state.sock = None;
+    }
+
+    /// It is a stranger no more, or gone.
+    fn leave(&self) {
+        self.acceptor.upgrade().inspect(|acceptor| acceptor.finished(self));
     }
 
     fn deadline(&self) -> Option<Instant> {
@@ -397,7 +228,7 @@ impl Inbound {
                     greeting[..PREAMBLE].copy_from_slice(&ours.encode());
                     greeting[PREAMBLE..].copy_from_slice(&nonce()?);
                     say(&state, &greeting)?;
-                    net.acceptor.greeted(self);
+                    self.acceptor.upgrade().inspect(|acceptor| acceptor.greeted(self));
                     if ours.low == 0 {
                         return Err(Error::remote(format!(
                             "a peer speaks protocol versions {} to {}, this library {} to {}",
@@ -417,7 +248,7 @@ impl Inbound {
                     let (bytes, offer) = input.split_at(HELLO);
                     let bytes: &[u8; HELLO] = bytes.try_into().expect("a hello was read");
                     let hello = Hello::decode(bytes)?;
-                    let Some(secret) = net.acceptor.find_secret(net, hello.wish) else {
+                    let Some(secret) = find_secret(net, hello.wish) else {
                         if !matches!(hello.wish, Wish::Connect { .. }) {
                             // Usual where one side closed while the other's stream was away.
                             tracing::debug!(target: NET, "a stream from {} belongs to no connection any more", self.from);
@@ -432,7 +263,7 @@ impl Inbound {
                         return Err(Error::remote("a peer could not prove that it holds the handle's secret"));
                     }
                     // No stranger any more: no flood of them pushes it out.
-                    net.acceptor.finished(self);
+                    self.leave();
                     let agreed = self.agree(net, theirs, features, offer, &transcript);
                     transcript.add(offer);
                     let accepted = match agreed {
@@ -443,7 +274,7 @@ impl Inbound {
                             }
                             let error = error.with_peer(Peer { label: hello.label, address: self.from });
                             if let Wish::Connect { listener } = hello.wish
-                                && let Some(listener) = lock(&net.acceptor.listeners).get(&listener)
+                                && let Some(listener) = net.listener(listener)
                             {
                                 listener.door.turn_away(error.clone());
                             }
@@ -565,15 +396,15 @@ impl Inbound {
         let Wish::Connect { listener } = hello.wish else {
             unreachable!("only a wish for a new connection comes here")
         };
-        let listener = lock(&net.acceptor.listeners).get(&listener).cloned();
-        let listener = listener.ok_or_else(|| Error::remote("the listener was closed during the handshake"))?;
+        let listener =
+            net.listener(listener).ok_or_else(|| Error::remote("the listener was closed during the handshake"))?;
         // The handle has told the peer which it is, so this is a peer that ignores its handle.
         if (settled.features & FEATURE_BARE != 0) != listener.door.is_bare() {
             return Err(Error::remote("a peer asked for the other backend than its handle says"));
         }
         let key = settled.secret.connection_key(settled.transcript.bytes());
         let connection = u64::from_le_bytes(nonce()?[..8].try_into().expect("eight bytes"));
-        let rails = net.acceptor.addresses(&listener.rails);
+        let rails = net.addresses(&listener.rails);
         let link = Link {
             connection,
             key,
@@ -633,7 +464,7 @@ impl Source for Inbound {
                 self.end();
             }
         }
-        net.acceptor.finished(self);
+        self.leave();
         Progress { moved: true, again: None }
     }
 

@@ -2,7 +2,7 @@
 //!
 //! A [`Dial`] is one wish to be connected. The control thread drives it: connect, handshake, and on failure another try,
 //! over the next rail, until its deadline. The connecting side alone connects again after a break; a receiver that has
-//! lost all streams calls it ([`super::lifeline`]). In what its purposes differ is in [`purpose`].
+//! lost all streams calls it ([`super::lifeline`]). What differs between its purposes is in `purpose`.
 
 mod call;
 mod connect;

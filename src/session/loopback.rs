@@ -6,6 +6,7 @@ use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use super::acceptor;
 use super::handshake::{FEATURE_RECOVERY, Secret};
 use super::link::{Link, Sock};
 use super::net::Net;
@@ -17,7 +18,7 @@ use crate::os::fd::Registered;
 
 /// A backend of its own.
 pub fn net(config: Config) -> Arc<Net> {
-    Net::new(config, None)
+    acceptor::net(config, None)
 }
 
 /// A connection with recovery, whose peer listens there.

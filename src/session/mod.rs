@@ -4,7 +4,7 @@
 //! |---|---|
 //! | [`net`] | what the connections of the process share, and which there are |
 //! | [`handshake`] | preamble, proof of the secret, parameters |
-//! | [`acceptor`], [`dialer`] | getting connected |
+//! | [`ports`], [`acceptor`], [`dialer`] | getting connected |
 //! | [`crowd`] | the half-open handshakes |
 //! | [`tries`], [`outlet`] | how long a try takes, which interface a socket leaves by |
 //! | [`frame`], [`check`] | the header on the wire, and its check |
@@ -39,6 +39,7 @@ pub mod opening;
 pub mod outlet;
 pub mod owner;
 pub mod peer;
+pub mod ports;
 pub mod seal;
 pub mod segments;
 pub mod shortage;

@@ -4,19 +4,20 @@
 use std::any::Any;
 use std::collections::{BTreeSet, HashMap};
 use std::io;
-use std::net::{IpAddr, Shutdown};
+use std::net::{IpAddr, Shutdown, SocketAddr};
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::acceptor::Acceptor;
 use super::frame::MAX_STREAMS;
 use super::graves::{Grave, Graves};
 use super::handshake::{FEATURE_CHECKSUM, FEATURE_ENCRYPTION, FEATURE_RECOVERY};
 use super::link::{Link, Sock};
+use super::opening::Door;
 use super::outlet::Outlets;
 use super::owner::{Connecting, Listening};
+use super::ports::{Listener, Ports};
 use super::seal::key::SharedKey;
 use super::segments::Segments;
 use super::shortage::Shortages;
@@ -27,6 +28,7 @@ use crate::engine::poller::{Half, Interest, Poller, Progress, Registration, Sour
 use crate::engine::share::Share;
 use crate::os::config::Config;
 use crate::os::error::{self, Error};
+use crate::os::interfaces::Rail;
 use crate::os::links::Links;
 use crate::os::steal::Steal;
 
@@ -44,8 +46,7 @@ pub struct Net {
     pub key: Option<SharedKey>,
     /// Host name and process, for the peer's messages.
     pub label: String,
-    /// Listening sockets and half-open handshakes.
-    pub acceptor: Acceptor,
+    ports: Ports,
     /// Connections by number, for streams that join and calls.
     listening: Mutex<HashMap<u64, Weak<dyn Listening>>>,
     connecting: Mutex<HashMap<u64, Weak<dyn Connecting>>>,
@@ -74,7 +75,19 @@ const EARLY_STREAMS: usize = 64;
 /// for connections, this side's and its peers', and not for streams that may never be needed.
 const EARLY_BUDGET: usize = 1024;
 
-/// The keeper's ear for links that go down.
+/// Answers the handshakes of connections that the listening sockets accept.
+pub trait Accepts: Send + Sync {
+    /// A connection has come. Called by the control thread: it must not wait.
+    fn take_in(&self, net: &Arc<Net>, sock: Sock, from: SocketAddr);
+}
+
+fn take_in(net: Weak<Net>, acceptor: Arc<dyn Accepts>) -> Arc<dyn Fn(Sock, SocketAddr) + Send + Sync> {
+    Arc::new(move |sock, from| {
+        net.upgrade().inspect(|net| acceptor.take_in(net, sock, from));
+    })
+}
+
+/// Reads what the kernel reports of links that go down.
 struct LinkNews {
     net: Weak<Net>,
     links: Links,
@@ -137,7 +150,7 @@ struct Farewells {
 
 impl Net {
     /// The backend, with nothing started yet.
-    pub fn new(config: Config, key: Option<SharedKey>) -> Arc<Self> {
+    pub fn new(config: Config, key: Option<SharedKey>, acceptor: Arc<dyn Accepts>) -> Arc<Self> {
         let share = Share::of_this_process();
         let workers = config.workers.unwrap_or_else(|| share.workers());
         Arc::new_cyclic(|me| Self {
@@ -147,7 +160,7 @@ impl Net {
             config,
             key,
             label: label(),
-            acceptor: Acceptor::new(me.clone()),
+            ports: Ports::new(take_in(me.clone(), acceptor)),
             listening: Mutex::new(HashMap::new()),
             connecting: Mutex::new(HashMap::new()),
             graves: Mutex::default(),
@@ -188,6 +201,35 @@ impl Net {
         let streams = self.streams_per_connection(rails);
         let is_first = if streams > 2 { index <= streams / 2 } else { turn.is_multiple_of(2) };
         self.poller.worker(if is_first { Half::First } else { Half::Second }, turn + index)
+    }
+
+    /// A listener on the given rails: itself, and the addresses of their sockets.
+    ///
+    /// # Errors
+    /// When no socket can be opened for any of them (the only rail's interface has vanished, say).
+    pub fn listen(
+        &self,
+        rails: Arc<[Rail]>,
+        traffic_class: Option<u8>,
+        door: Arc<dyn Door>,
+    ) -> error::Result<(Arc<Listener>, Vec<SocketAddr>)> {
+        self.ports.listen(&self.poller, rails, traffic_class, door)
+    }
+
+    /// The listener with this id.
+    pub fn listener(&self, id: u64) -> Option<Arc<Listener>> {
+        self.ports.listener(id)
+    }
+
+    /// Takes no more connections for this listener, and ends those that were not accepted.
+    pub fn close(&self, listener: &Listener) {
+        self.ports.close(listener);
+    }
+
+    /// Where the process can be reached over these rails, now or when they are back. One whose socket cannot be opened is left
+    /// out.
+    pub fn addresses(&self, rails: &[Rail]) -> Vec<SocketAddr> {
+        self.ports.addresses(&self.poller, rails)
     }
 
     /// Remembers the listening side of a connection, so that further streams find it, and it learns of links that go down.

@@ -7,16 +7,16 @@ use std::time::Instant;
 use super::receiver::{Arrivals, RecvConn};
 use crate::os::error::Result;
 use crate::os::interfaces::Rail;
-use crate::session::acceptor;
 use crate::session::handshake::Secret;
 use crate::session::net::Net;
+use crate::session::ports;
 
 /// A listener that NCCL asked for.
 pub struct Listener {
     net: Arc<Net>,
     arrivals: Arc<Arrivals>,
     /// Its place among the process's handshakes.
-    session: Arc<acceptor::Listener>,
+    session: Arc<ports::Listener>,
 }
 
 impl Listener {
@@ -26,7 +26,7 @@ impl Listener {
     /// When no socket can be opened for any of them.
     pub fn open(net: &Arc<Net>, rails: Arc<[Rail]>, traffic_class: Option<u8>) -> Result<(Self, Vec<SocketAddr>)> {
         let arrivals = Arrivals::new(Arc::clone(net));
-        let (session, addresses) = net.acceptor.listen(rails, traffic_class, Arc::clone(&arrivals) as _)?;
+        let (session, addresses) = net.listen(rails, traffic_class, Arc::clone(&arrivals) as _)?;
         Ok((Self { net: Arc::clone(net), arrivals, session }, addresses))
     }
 
@@ -53,6 +53,6 @@ impl Listener {
 
     /// Takes no more connections, and ends those that were not accepted.
     pub fn close(&self) {
-        self.net.acceptor.close(&self.session);
+        self.net.close(&self.session);
     }
 }

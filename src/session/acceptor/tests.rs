@@ -2,12 +2,13 @@
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpStream};
+use std::time::Duration;
 
 use super::{
-    Arc, Duration, FEATURE_RECOVERY, GREETING, Hello, Instant, Preamble, Rail, Secret, SocketAddr, Transcript, Welcome,
-    Wish, nonce,
+    Arc, FEATURE_RECOVERY, GREETING, Hello, Instant, Preamble, Secret, SocketAddr, Transcript, Welcome, Wish, nonce,
 };
 use crate::os::config::Config;
+use crate::os::interfaces::Rail;
 use crate::session::handshake::{VERSION_MAX, VERSION_MIN, WELCOME};
 use crate::session::loopback;
 use crate::tcp::listener::Listener;

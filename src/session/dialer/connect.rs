@@ -74,7 +74,7 @@ impl Purpose for Connect {
     }
 
     fn addresses(&self, net: &Net) -> Vec<SocketAddr> {
-        net.acceptor.addresses(&self.target.rails)
+        net.addresses(&self.target.rails)
     }
 
     fn reached(&self, _net: &Arc<Net>, proved: Proved) -> Result<Reached> {

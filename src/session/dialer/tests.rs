@@ -95,7 +95,7 @@ fn a_call_for_a_connection_that_has_failed_is_turned_away() {
     let address = (Ipv4Addr::LOCALHOST, 0).into();
     let name = "lo".to_string();
     let rail = Rail { name, index: 1, address, speed_mbps: 1000, speed_is_known: false, running: true };
-    let ways = net.acceptor.addresses(&[rail]);
+    let ways = net.addresses(&[rail]);
     let (ours, _theirs) = loopback::sockets();
     let link = loopback::link(&loopback::deaf());
     let conn = SendConn::new(Arc::clone(&net), link.clone(), loopback::peer(), ours, Seal::Plain).expect("watched");
