@@ -10,6 +10,7 @@ mod channel;
 mod children;
 mod cuda;
 mod doctor;
+mod gather;
 mod generate;
 mod host_link;
 mod installation;
@@ -21,7 +22,9 @@ mod send_recv;
 mod size;
 mod stats;
 mod table;
+mod top;
 mod trace;
+mod why;
 
 use std::process::ExitCode;
 
@@ -32,6 +35,8 @@ use towline::os::nccl_conf::Variables;
 
 /// The run failed: an error, or a process that died.
 const EXIT_FAILED: u8 = 1;
+/// Nothing that was found explains why the job stands still.
+const EXIT_UNCLEAR: u8 = 2;
 /// Everything ran, but data was wrong.
 const EXIT_WRONG: u8 = 3;
 
@@ -42,15 +47,17 @@ pub(crate) enum Verdict {
     Good,
     /// Data arrived wrong.
     WrongData,
-    /// The doctor found problems, and told them.
+    /// The doctor found problems, or `why` somebody who holds the job up, and told of them.
     Problems,
+    /// `why` cannot tell.
+    Unclear,
 }
 
 const AFTER_HELP: &str = "\
 Exit status:
   0    everything ran and all data was right
-  1    something failed: an error, a process that died; or the doctor found a problem
-  2    the command line is wrong
+  1    something failed: an error, a process that died; or the doctor found a problem, or why named a rank
+  2    the command line is wrong; or why cannot tell
   3    everything ran, but data was wrong
   141  the reader of the output went away
 
@@ -71,6 +78,8 @@ enum Command {
     SendRecv(send_recv::Options),
     Doctor(doctor::Options),
     Trace(trace::Options),
+    Why(why::Options),
+    Top(top::Options),
     Env(installation::Options),
     #[command(hide = true)]
     Generate(generate::Options),
@@ -92,7 +101,14 @@ impl Command {
             Self::AllReduce(options) => options.counts().map(drop),
             Self::SendRecv(options) => options.sizes().map(drop),
             Self::Trace(options) => options.check(),
-            Self::Doctor(_) | Self::Env(_) | Self::Generate(_) | Self::Opens(_) | Self::Rank | Self::Peer => Ok(()),
+            Self::Doctor(_)
+            | Self::Why(_)
+            | Self::Top(_)
+            | Self::Env(_)
+            | Self::Generate(_)
+            | Self::Opens(_)
+            | Self::Rank
+            | Self::Peer => Ok(()),
         }
     }
 
@@ -102,7 +118,14 @@ impl Command {
             Self::AllReduce(options) => &options.plugin,
             Self::SendRecv(options) => &options.plugin,
             Self::Doctor(options) => &options.plugin,
-            Self::Trace(_) | Self::Env(_) | Self::Generate(_) | Self::Opens(_) | Self::Rank | Self::Peer => return,
+            Self::Trace(_)
+            | Self::Why(_)
+            | Self::Top(_)
+            | Self::Env(_)
+            | Self::Generate(_)
+            | Self::Opens(_)
+            | Self::Rank
+            | Self::Peer => return,
         };
         if let Some((name, value)) = plugin.variable() {
             // SAFETY: this runs first in `main`, before there is another thread that could read the environment.
@@ -141,6 +164,8 @@ pub(crate) fn main() -> ExitCode {
         Command::Opens(options) => doctor::opens(&options),
         Command::Peer => return send_recv::run_peer(),
         Command::Trace(options) => trace::run(&options),
+        Command::Why(options) => why::run(&options),
+        Command::Top(options) => top::run(&options),
         Command::Env(options) => installation::run(&options),
         Command::Generate(options) => generate::run(&options),
         Command::Rank => return all_reduce::run_rank(),
@@ -152,6 +177,7 @@ fn exit_code(outcome: &Result<Verdict>) -> ExitCode {
     match outcome {
         Ok(Verdict::Good) => ExitCode::SUCCESS,
         Ok(Verdict::Problems) => ExitCode::from(EXIT_FAILED),
+        Ok(Verdict::Unclear) => ExitCode::from(EXIT_UNCLEAR),
         Ok(Verdict::WrongData) => ExitCode::from(EXIT_WRONG),
         Err(error) => {
             eprintln!("towline: {error}");

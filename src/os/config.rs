@@ -331,7 +331,7 @@ variables! {
         since: "0.1.0",
         read: "profiler init",
         help: "What the built-in profiler does: a comma-separated list of `trace` (a file for ui.perfetto.dev), \
-               `summary` (tables at the end) and `metrics` (Prometheus), or `all`. Unset or `off`: nothing, at no cost. \
+               `summary` (tables at the end) and `metrics` (Prometheus), or `all`. Unset or `off`: no files. \
                NCCL 2.23 to 2.27 also need `NCCL_PROFILER_PLUGIN=libnccl-net.so`; later ones find the profiler \
                themselves. See `docs/profiling.md`.",
     }
@@ -378,8 +378,9 @@ variables! {
         unit: "",
         since: "0.1.0",
         read: "profiler init",
-        help: "The path of the control socket, on which a running job answers `summary`, `metrics` and `flush`; `%h` and \
-               `%p` stand for host and process. Unset: `towline-%h-%p.sock` in the profiler's directory. `off`: none.",
+        help: "The path of the control socket, on which a running job answers `status`, `summary`, `metrics` and `flush`; \
+               `%h` and `%p` stand for host and process. Unset: `towline-%h-%p.sock` in the profiler's directory, or, without \
+               `TOWLINE_PROFILE`, beside the state files of this host. `off`: none.",
     }
     metrics_file: Option<String> {
         name: "TOWLINE_METRICS_FILE",
@@ -414,7 +415,35 @@ variables! {
         since: "0.1.0",
         read: "profiler init",
         help: "A second NCCL profiler to load behind Towline's: a path or a name that the dynamic linker finds. It gets \
-               the events that it asks for, with its own handles, whether or not `TOWLINE_PROFILE` is set.",
+               the events that it asks for, with its own handles, whatever else is set.",
+    }
+    status: bool {
+        name: "TOWLINE_STATUS",
+        default: "1",
+        unit: "",
+        since: "0.2.0",
+        read: "profiler init",
+        help: "Whether each process remembers its last 1000 calls and its open operations, for `towline why` and `towline \
+               top`, wherever NCCL loads the profiler. With 0 and without `TOWLINE_PROFILE` the profiler does nothing, at no \
+               cost.",
+    }
+    state_dir: Option<String> {
+        name: "TOWLINE_STATE_DIR",
+        default: "",
+        unit: "",
+        since: "0.2.0",
+        read: "profiler init; why; top",
+        help: "Where each process keeps its state file, `HOST-PID.state`, renewed each second: a directory that all hosts of \
+               the job share lets `towline why` see them all. It is made when it does not exist. Unset: `towline-UID` in \
+               `/dev/shm`, or in `/tmp`, for the processes of this host.",
+    }
+    stuck_after: Duration {
+        name: "TOWLINE_STUCK_AFTER",
+        default: "30",
+        unit: "seconds",
+        since: "0.2.0",
+        read: "profiler init",
+        help: "A call that is open for so long is told of in NCCL's log, once, as a warning. At least 5.",
     }
     socket_ifname: Option<String> {
         name: "NCCL_SOCKET_IFNAME",

@@ -3,6 +3,7 @@
 //! `abi` above translates C calls into calls of [`facade`]; the backends below know nothing of NCCL's life cycle.
 
 pub mod comm;
+pub mod connections;
 pub mod context;
 pub mod devices;
 pub mod facade;

@@ -8,7 +8,11 @@
 //! towline trace:  perfetto::read ──► align ──► summary
 //! ```
 //!
-//! Guarantees: without `TOWLINE_PROFILE` and `TOWLINE_PROFILER_CHAIN` nothing is made and NCCL's event mask is 0. On
+//! The writer also keeps the last calls and the open operations ([`tracker`]), which the service tells ([`live`]) to
+//! `towline why`; [`verdict`] finds out who holds the job up, there and in `towline trace report`.
+//!
+//! Guarantees: with `TOWLINE_STATUS=0`, and without `TOWLINE_PROFILE` and `TOWLINE_PROFILER_CHAIN`, nothing is made and
+//! NCCL's event mask is 0. On
 //! NCCL's threads there is no lock, no allocation and no system call; memory is bounded; what does not fit is
 //! dropped, counted and said. Handles are numbers, so a call that comes late or from a forked child finds nothing
 //! rather than freed memory.
@@ -22,6 +26,7 @@ pub mod clock;
 pub mod event;
 mod hash;
 pub mod key;
+pub mod live;
 pub mod metrics;
 pub mod names;
 pub mod perfetto;
@@ -33,5 +38,6 @@ mod service;
 pub mod settings;
 mod slots;
 pub mod summary;
+pub mod tracker;
 pub mod verdict;
 mod writer;

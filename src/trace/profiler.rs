@@ -21,6 +21,8 @@ use std::time::{Duration, Instant};
 use super::chain::{Chain, Change, Second, Start};
 use super::event::{Body, CommInfo, Kind, NetPart, NetTimes, Record, state};
 use super::key::{self, Stamp};
+use super::live::network::Connections;
+use super::live::place;
 use super::ring::{Ring, Room, shard_of};
 use super::settings::Settings;
 use super::writer::{Notice, Request, Writer};
@@ -39,6 +41,9 @@ const EXIT: Duration = Duration::from_secs(2);
 /// How long either waits for a writer that is at work: a full ring needs a second or two, unless the machine has
 /// no time for it.
 const LONGEST: Duration = Duration::from_secs(30);
+
+/// More than a proxy thread has sends that wait for their peers.
+const PEER_WAITS: usize = 256;
 
 /// How serious a message is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,6 +67,8 @@ pub struct Init {
     pub mask: *mut c_int,
     /// How to open a second profiler.
     pub load_second: LoadSecond,
+    /// What the transport's connections are.
+    pub connections: Connections,
 }
 
 /// What was dropped for want of room, by kind of start, then states and stops.
@@ -100,6 +107,9 @@ pub struct Profiler {
     serial: AtomicU64,
     /// Counts what the writer has done.
     pub(super) progress: AtomicU64,
+    pub(super) connections: Connections,
+    /// By the event's hash, the last event that began to wait for its peer: NCCL says so at each attempt to send.
+    peer_waits: [AtomicU64; PEER_WAITS],
     notices: Mutex<Vec<Notice>>,
     requests: Sender<Request>,
     /// Which process of a line of forks it belongs to.
@@ -265,6 +275,7 @@ pub unsafe fn record(event: u64, change: &Change) {
     if !key::is_silent(event) {
         // SAFETY: passed on from the caller.
         if let Some(body) = unsafe { body_of(event, change) }
+            && !profiler.knows(event, change.state)
             && profiler.push(event, Room::State, body).is_none()
         {
             profiler.drops.states.fetch_add(1, Ordering::Relaxed);
@@ -308,6 +319,21 @@ unsafe fn body_of(event: u64, change: &Change) -> Option<Body> {
 }
 
 impl Profiler {
+    /// Whether this change of state was the event's last one too: NCCL tells at each attempt to send that the receiver is not
+    /// ready, many times in a microsecond.
+    #[inline]
+    fn knows(&self, event: u64, now: c_int) -> bool {
+        if now != c_int::from(state::STEP_SEND_PEER_WAIT) {
+            return false;
+        }
+        let last = &self.peer_waits[(event.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as usize];
+        let knows = last.load(Ordering::Relaxed) == event;
+        if !knows {
+            last.store(event, Ordering::Relaxed);
+        }
+        knows
+    }
+
     /// The parent that is recorded.
     #[inline]
     fn parent(&self, parent: u64) -> u64 {
@@ -451,7 +477,7 @@ fn make(init: &Init) -> Option<&'static Profiler> {
 
 fn new_profiler(init: &Init) -> Option<&'static Profiler> {
     let (config, _) = Config::from_env();
-    let (settings, complaints) = Settings::new(&config, &host(), std::process::id());
+    let (settings, complaints) = Settings::new(&config, &host(), std::process::id(), || place::default_dir(true));
     complaints.iter().for_each(|complaint| say(Level::Warn, complaint));
     let settings = settings?;
     let chain = settings.chain.as_ref().and_then(|path| match (init.load_second)(path, init.version) {
@@ -478,6 +504,8 @@ fn new_profiler(init: &Init) -> Option<&'static Profiler> {
         live: AtomicU64::new(0),
         serial: AtomicU64::new(0),
         progress: AtomicU64::new(0),
+        connections: init.connections,
+        peer_waits: [const { AtomicU64::new(0) }; PEER_WAITS],
         notices: Mutex::new(Vec::new()),
         requests: requests.clone(),
         generation: fork::generation(),
@@ -507,7 +535,9 @@ pub fn host() -> String {
 extern "C" fn at_exit() {
     if let Some(profiler) = current() {
         profiler.finish(EXIT);
-        super::service::leave();
+        let (reply, wait) = mpsc::channel();
+        let asked = profiler.requests.send(Request::Exit(reply)).is_ok();
+        super::service::leave(asked.then(|| wait.recv_timeout(EXIT).ok()).flatten().flatten());
     }
 }
 

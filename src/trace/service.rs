@@ -1,7 +1,8 @@
 //! Who may ask while the job runs: the control socket and the metrics' HTTP endpoint, on a thread of their own.
 //!
-//! The control socket takes one word per connection, `summary`, `metrics` or `flush`, and answers with text:
-//! `echo summary | nc -U towline-host-pid.sock`. HTTP answers `GET /metrics`. Both are served one at a time with short
+//! The control socket takes one word per connection, `status`, `summary`, `metrics` or `flush`, and answers with text:
+//! `echo summary | nc -U towline-host-pid.sock`. The same thread renews the process's state file each second, so that a
+//! file system that does not answer keeps nobody but who reads the file. HTTP answers `GET /metrics`. Both are served one at a time with short
 //! time limits, so that a client that stalls delays other clients at worst, never the profiler.
 
 use std::io::{Read, Write};
@@ -10,10 +11,14 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Sender};
-use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::{Mutex, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
 
+use super::live::{KEPT, KEPT_IN_FILE, place};
+use super::metrics;
+use super::profiler::host;
 use super::writer::Request;
 use crate::os::fd::Registered;
 
@@ -22,6 +27,9 @@ const CLIENT: Duration = Duration::from_millis(500);
 
 /// How long the writer may take to answer.
 const ANSWER: Duration = Duration::from_secs(5);
+
+/// How often the state file is renewed.
+const BEAT: Duration = Duration::from_secs(1);
 
 /// Longest name of a socket that the kernel takes (`sun_path`, with its terminating zero).
 const LONGEST_NAME: usize = 107;
@@ -32,8 +40,35 @@ const LONGEST: usize = 4096;
 /// The control socket that this process made: its path, and device and inode, since another process may put its own there.
 static MADE: Mutex<Option<(PathBuf, (u64, u64))>> = Mutex::new(None);
 
-/// Removes the control socket at the end of the process: nobody answers there any more.
-pub(super) fn leave() {
+/// The state file that this process keeps, once it is there, with the process's number, since a forked child has its
+/// parent's here; locked while it is written.
+static STATE: Mutex<Option<(u32, PathBuf)>> = Mutex::new(None);
+
+/// The process ends: its state stays as it is.
+static LEFT: AtomicBool = AtomicBool::new(false);
+
+/// Removes the control socket at the end of the process: nobody answers there any more. The state file gets its last words,
+/// or goes too when there are none.
+pub(super) fn leave(last_words: Option<String>) {
+    LEFT.store(true, Ordering::Release);
+    // A file system that does not answer must not keep the process.
+    let mut tries = 0..50;
+    let mut state = loop {
+        match STATE.try_lock() {
+            Ok(state) => break Some(state),
+            Err(TryLockError::Poisoned(state)) => break Some(state.into_inner()),
+            Err(TryLockError::WouldBlock) if tries.next().is_some() => std::thread::sleep(Duration::from_millis(20)),
+            Err(TryLockError::WouldBlock) => break None,
+        }
+    };
+    if let Some((owner, path)) = state.as_mut().and_then(|state| state.take())
+        && owner == std::process::id()
+    {
+        let _ = match last_words {
+            Some(text) => metrics::replace(&path, &text),
+            None => std::fs::remove_file(path),
+        };
+    }
     let made = MADE.lock().unwrap_or_else(PoisonError::into_inner).take();
     if let Some((path, file)) = made
         && identity(&path).is_some_and(|found| found == file)
@@ -50,6 +85,7 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
 pub(super) struct Service {
     control: Option<Registered<UnixListener>>,
     http: Option<Registered<TcpListener>>,
+    state: Option<PathBuf>,
     requests: Sender<Request>,
 }
 
@@ -58,6 +94,7 @@ impl Service {
     pub(super) fn open(
         control: Option<PathBuf>,
         listen: Option<SocketAddr>,
+        state: Option<PathBuf>,
         requests: Sender<Request>,
     ) -> (Option<Self>, Vec<String>) {
         let mut complaints = Vec::new();
@@ -75,19 +112,35 @@ impl Service {
                 None
             }
         });
-        let any = control.is_some() || http.is_some();
-        (any.then_some(Self { control, http, requests }), complaints)
+        let any = control.is_some() || http.is_some() || state.is_some();
+        (any.then_some(Self { control, http, state, requests }), complaints)
     }
 
     /// Serves for as long as the process lives.
     pub(super) fn run(self) {
         let unix = self.control.as_ref().map_or(-1, AsRawFd::as_raw_fd);
         let tcp = self.http.as_ref().map_or(-1, AsRawFd::as_raw_fd);
+        if let Some(dir) = self.state.as_deref().and_then(Path::parent) {
+            place::sweep(dir, &host());
+        }
+        let mut due = Instant::now();
         loop {
+            let patience = if self.state.is_some() {
+                let left = due.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    due = Instant::now() + BEAT;
+                    self.renew();
+                    continue;
+                }
+                // A started millisecond is waited for.
+                left.as_millis() as i32 + 1
+            } else {
+                -1
+            };
             let wait = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
             let mut polled = [wait(unix), wait(tcp)];
             // SAFETY: the array is valid for its length; negative descriptors are skipped by poll.
-            let ready = unsafe { libc::poll(polled.as_mut_ptr(), 2, -1) };
+            let ready = unsafe { libc::poll(polled.as_mut_ptr(), 2, patience) };
             if ready < 0 {
                 std::thread::sleep(CLIENT);
                 continue;
@@ -112,13 +165,45 @@ impl Service {
         }
     }
 
+    /// Renews the state file, or removes it while there is nothing to say.
+    fn renew(&self) {
+        let Some(path) = &self.state else { return };
+        // Held by another when the process ends, and for ever in a child that was forked while its parent wrote.
+        let Ok(mut kept) = STATE.try_lock() else { return };
+        if LEFT.load(Ordering::Acquire) {
+            return;
+        }
+        match self.ask(|reply| Request::Status(KEPT_IN_FILE, reply)) {
+            // The profiler is busy: without a new state the old one shows no heartbeat.
+            None => {}
+            Some(None) => drop(kept.take().map(|(_, path)| std::fs::remove_file(path))),
+            Some(Some(text)) => {
+                let is_written = metrics::replace(path, &text).is_ok();
+                if is_written {
+                    *kept = Some((std::process::id(), path.clone()));
+                }
+            }
+        }
+    }
+
+    /// The writer's answer, if it comes in time.
+    fn ask<T>(&self, request: impl FnOnce(Sender<T>) -> Request) -> Option<T> {
+        let (reply, wait) = mpsc::channel();
+        self.requests.send(request(reply)).ok()?;
+        wait.recv_timeout(ANSWER).ok()
+    }
+
     fn answer(&self, word: &str) -> String {
+        if word == "status" {
+            let answer = self.ask(|reply| Request::Status(KEPT, reply));
+            return answer.flatten().unwrap_or_else(|| "{}\n".into());
+        }
         let (reply, wait) = mpsc::channel();
         let request = match word {
             "summary" => Request::Summary(reply),
             "metrics" => Request::Metrics(reply),
             "flush" => Request::Flush(reply),
-            _ => return "say summary, metrics or flush\n".into(),
+            _ => return "say status, summary, metrics or flush\n".into(),
         };
         let sent = self.requests.send(request).is_ok();
         sent.then(|| wait.recv_timeout(ANSWER).ok()).flatten().unwrap_or_else(|| "the profiler is busy\n".into())

@@ -1,17 +1,23 @@
 //! What the built-in profiler was asked to do, read from the environment when a communicator is created.
 //!
-//! Nothing here has an effect while neither `TOWLINE_PROFILE` nor `TOWLINE_PROFILER_CHAIN` is set: NCCL 2.28 and
-//! later loads the profiler of any network plugin, so it must cost nothing to who did not ask.
+//! NCCL 2.28 and later loads the profiler of any network plugin. What it does without being asked is to remember the last
+//! calls and the open operations (`TOWLINE_STATUS`): it must cost little, and leave nothing behind.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use super::event::Kind;
+use super::live::place;
+use super::verdict::STUCK_NS;
 use crate::os::config::Config;
 
 /// Room for 16,384 records in each of the ring's sixteen shards: 50 ms of a thread that tells 300,000 a second.
 const BUFFER_MIB: u32 = 32;
+
+/// The same where nothing but the status is kept: 8,192 records in each shard, of which only those of threads that tell
+/// something get memory.
+const STATUS_BUFFER_MIB: u32 = 16;
 
 /// Some twenty million events, about what Perfetto's page can load.
 const LIMIT_MIB: u32 = 4096;
@@ -23,6 +29,12 @@ pub struct Settings {
     pub trace: bool,
     /// Write a summary at the end.
     pub summary: bool,
+    /// Remember the last calls and the open operations.
+    pub status: bool,
+    /// The file in which they are kept.
+    pub state: Option<PathBuf>,
+    /// A call that is open for so long is told of in the log.
+    pub stuck_after: Duration,
     /// Where files go.
     pub dir: PathBuf,
     /// The event mask that we ask NCCL for.
@@ -44,9 +56,14 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// What `config` asks for on this host and in this process, and what in it made no sense.
-    /// None when it asks for nothing.
-    pub fn new(config: &Config, host: &str, pid: u32) -> (Option<Self>, Vec<String>) {
+    /// What `config` asks for on this host and in this process, and what in it made no sense. None when it asks for
+    /// nothing. `local` gives, or makes, the user's directory for the states of this host.
+    pub fn new(
+        config: &Config,
+        host: &str,
+        pid: u32,
+        local: impl Fn() -> Option<PathBuf>,
+    ) -> (Option<Self>, Vec<String>) {
         let mut complaints = Vec::new();
         let chain = config.profiler_chain.as_ref().map(PathBuf::from);
         let (mut trace, mut summary, mut metrics) = (false, false, false);
@@ -63,9 +80,12 @@ impl Settings {
             }
         }
         let ours = trace || summary || metrics;
-        if !ours && chain.is_none() {
+        let status = config.status;
+        if !ours && !status && chain.is_none() {
             return (None, complaints);
         }
+        let needs_local = status && (config.state_dir.is_none() || !ours && config.profile_control.is_none());
+        let local = if needs_local { local() } else { None };
         let dir = PathBuf::from(config.profile_dir.as_deref().unwrap_or("."));
         let stem = format!("towline-{host}-{pid}");
         let place = |text: &Option<String>, extension: &str| match text.as_deref() {
@@ -77,13 +97,28 @@ impl Settings {
             Some(text) => mask_of(text, &mut complaints),
             None => default_mask(trace),
         };
+        let mask = match (ours, status) {
+            (true, _) => mask,
+            (false, true) => status_mask(),
+            (false, false) => 0,
+        };
+        let control = match (config.profile_control.as_deref(), &local) {
+            (None, Some(local)) if !ours => Some(local.join(format!("{stem}.sock"))),
+            (None, None) if !ours => None,
+            _ => place(&config.profile_control, "sock"),
+        };
+        let buffer = config.profile_buffer.unwrap_or(if ours { BUFFER_MIB } else { STATUS_BUFFER_MIB });
+        let state_dir = config.state_dir.as_ref().map(PathBuf::from).or(local).filter(|_| status);
         let settings = Self {
             trace,
             summary,
-            mask: if ours { mask } else { 0 },
-            buffer: config.profile_buffer.unwrap_or(BUFFER_MIB).max(1) as usize * (1 << 20),
+            status,
+            state: state_dir.map(|dir| place::file(&dir, host, pid)),
+            stuck_after: config.stuck_after.max(Duration::from_nanos(STUCK_NS)),
+            mask,
+            buffer: buffer.max(1) as usize * (1 << 20),
             limit: u64::from(config.profile_limit.unwrap_or(LIMIT_MIB).max(1)) * (1 << 20),
-            control: place(&config.profile_control, "sock").filter(|_| ours),
+            control: control.filter(|_| ours || status),
             metrics: place(&config.metrics_file, "prom").filter(|_| metrics),
             interval: config.metrics_interval.max(Duration::from_millis(100)),
             listen: config.metrics_listen.as_deref().filter(|_| ours).and_then(|text| listen(text, &mut complaints)),
@@ -91,6 +126,11 @@ impl Settings {
             dir,
         };
         (Some(settings), complaints)
+    }
+
+    /// Whether the user wants more of the profiler than the status that it keeps unasked.
+    pub fn is_asked_for(&self) -> bool {
+        self.trace || self.summary || self.metrics.is_some() || self.listen.is_some()
     }
 
     /// Whether proxy steps are of no use: network events are asked for and they are not, and no trace shows one under the other.
@@ -110,6 +150,11 @@ fn default_mask(trace: bool) -> u32 {
     let all = Kind::ALL.into_iter().fold(0, |mask, kind| mask | kind.bit());
     let trace_only = Kind::GroupApi.bit() | Kind::Group.bit() | Kind::KernelLaunch.bit();
     all & !Kind::ProxyCtrl.bit() & if trace { !0 } else { !trace_only }
+}
+
+/// What tells of calls, of their operations and of what these wait for.
+fn status_mask() -> u32 {
+    [Kind::Coll, Kind::P2p, Kind::ProxyOp, Kind::ProxyStep, Kind::CeColl].iter().fold(0, |mask, kind| mask | kind.bit())
 }
 
 fn mask_of(text: &str, complaints: &mut Vec<String>) -> u32 {
@@ -145,20 +190,37 @@ mod tests {
 
     fn of(pairs: &[(&str, &str)]) -> (Option<Settings>, Vec<String>) {
         let (config, _) = Config::from_pairs(pairs.iter().copied());
-        Settings::new(&config, "host", 7)
+        Settings::new(&config, "host", 7, || Some("/local".into()))
+    }
+
+    const SILENT: (&str, &str) = ("TOWLINE_STATUS", "0");
+
+    #[test]
+    fn without_status_nothing_is_done_unless_asked() {
+        assert_eq!(of(&[SILENT]).0, None);
+        assert_eq!(of(&[SILENT, ("TOWLINE_PROFILE", "")]).0, None);
+        assert_eq!(of(&[SILENT, ("TOWLINE_PROFILE", "0")]).0, None);
+        assert_eq!(of(&[SILENT, ("TOWLINE_PROFILE_DIR", "/tmp"), ("TOWLINE_PROFILE_EVENTS", "all")]).0, None);
     }
 
     #[test]
-    fn nothing_is_done_unless_asked() {
-        assert_eq!(of(&[]).0, None);
-        assert_eq!(of(&[("TOWLINE_PROFILE", "")]).0, None);
-        assert_eq!(of(&[("TOWLINE_PROFILE", "0")]).0, None);
-        assert_eq!(of(&[("TOWLINE_PROFILE_DIR", "/tmp"), ("TOWLINE_PROFILE_EVENTS", "all")]).0, None);
+    fn unasked_the_status_is_kept_and_no_file_but_the_state_is_written() {
+        let settings = of(&[]).0.unwrap();
+        assert_eq!((settings.trace, settings.summary, settings.metrics), (false, false, None));
+        assert_eq!(settings.mask & (Kind::NetPlugin.bit() | Kind::KernelCh.bit()), 0, "what costs NCCL's threads most");
+        assert_eq!(settings.control, Some(PathBuf::from("/local/towline-host-7.sock")));
+        assert_eq!(settings.state, Some(PathBuf::from("/local/host-7.state")));
+        let off = of(&[("TOWLINE_PROFILE_CONTROL", "off")]).0.unwrap();
+        assert_eq!(off.control, None);
+        let shared = of(&[("TOWLINE_STATE_DIR", "/shared"), ("TOWLINE_PROFILE", "trace")]).0.unwrap();
+        assert_eq!(shared.state, Some(PathBuf::from("/shared/host-7.state")));
+        let silent = of(&[SILENT, ("TOWLINE_PROFILE", "trace"), ("TOWLINE_STATE_DIR", "/shared")]).0.unwrap();
+        assert_eq!((silent.status, silent.state), (false, None));
     }
 
     #[test]
     fn a_chained_profiler_alone_asks_nccl_for_nothing_of_ours() {
-        let settings = of(&[("TOWLINE_PROFILER_CHAIN", "libother.so")]).0.unwrap();
+        let settings = of(&[SILENT, ("TOWLINE_PROFILER_CHAIN", "libother.so")]).0.unwrap();
         assert_eq!((settings.mask, settings.control, settings.listen), (0, None, None));
     }
 

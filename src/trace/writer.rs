@@ -19,14 +19,18 @@ use std::time::{Duration, Instant};
 use super::chain::Chain;
 use super::clock::{self, Timeline};
 use super::event::{Body, CommInfo, Record};
+use super::live::network::Network;
+use super::live::{self, State, place};
 use super::metrics;
 use super::perfetto::file::TraceFile;
-use super::perfetto::{Emitter, ProcessInfo, digest, mix};
+use super::perfetto::{Emitter, ProcessInfo, mix};
 use super::place::SHARDS;
 use super::profiler::{Level, Profiler, host, say};
 use super::ring::Drain;
 use super::service::Service;
 use super::summary::{self, Summary};
+use super::tracker::Tracker;
+use super::verdict::{Job, Key, Told, Whereabouts};
 use crate::os::ticks::Ticks;
 
 /// Between two looks into the ring.
@@ -71,9 +75,40 @@ pub(super) enum Request {
     Metrics(Sender<String>),
     /// Everything to disk; answers with the trace's path.
     Flush(Sender<String>),
+    /// The process's state as JSON, with so many calls of each communicator; none while no communicator lives.
+    Status(usize, Sender<Option<String>>),
+    /// The same as the last words of a process that ends.
+    Exit(Sender<Option<String>>),
     /// Everything to disk with summary and metrics: the last communicator has ended, or the process does.
     Finish(Sender<()>),
 }
+
+/// What is kept for the process's state.
+struct Status {
+    tracker: Tracker,
+    network: Network,
+    beat: u64,
+    boot: u64,
+    /// When to look next for calls that are stuck, and those that the user was told of.
+    look_due: Instant,
+    told: HashSet<(u64, Key)>,
+}
+
+impl Status {
+    fn new() -> Self {
+        Self {
+            tracker: Tracker::new(live::KEPT),
+            network: Network::default(),
+            beat: 0,
+            boot: place::boot(),
+            look_due: Instant::now(),
+            told: HashSet::new(),
+        }
+    }
+}
+
+/// Between two looks for calls that are stuck.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// The writer's state.
 pub(super) struct Writer {
@@ -88,6 +123,7 @@ pub(super) struct Writer {
     timeline: Timeline,
     trace: Option<Emitter>,
     summary: Summary,
+    status: Option<Status>,
     /// Communicators whose id came with their first collective.
     learned: HashSet<u64>,
     metrics_due: Instant,
@@ -120,8 +156,11 @@ impl Writer {
             }
             None => None,
         };
-        let (service, complaints) = Service::open(settings.control.clone(), settings.listen, requests);
-        complaints.iter().for_each(|complaint| say(Level::Warn, complaint));
+        let (service, complaints) =
+            Service::open(settings.control.clone(), settings.listen, settings.state.clone(), requests);
+        // Nobody asked for what serves the status alone.
+        let level = if settings.is_asked_for() { Level::Warn } else { Level::Info };
+        complaints.iter().for_each(|complaint| say(level, complaint));
         if let Some(service) = service
             && let Err(error) = crate::os::thread::spawn("towline-serve", move || service.run())
         {
@@ -141,6 +180,7 @@ impl Writer {
             timeline: Timeline::default(),
             trace,
             summary: Summary::default(),
+            status: settings.status.then(Status::new),
             learned: HashSet::new(),
             metrics_due: now + settings.interval,
             flush_due: now,
@@ -178,6 +218,12 @@ impl Writer {
                     self.flush();
                     let path = self.trace.as_mut().map(|trace| trace.file().path().display().to_string());
                     let _ = reply.send(path.unwrap_or_else(|| "no trace is written".into()) + "\n");
+                }
+                Some(Request::Status(kept, reply)) => {
+                    let _ = reply.send(self.state(kept, false));
+                }
+                Some(Request::Exit(reply)) => {
+                    let _ = reply.send(self.state(live::KEPT_IN_FILE, true));
                 }
                 Some(Request::Finish(reply)) => {
                     self.finish();
@@ -238,10 +284,44 @@ impl Writer {
             self.write_metrics();
             self.metrics_due = due + self.profiler.settings.interval;
         }
+        if let Some(status) = self.status.as_mut().filter(|status| due >= status.look_due) {
+            status.look_due = due + LOOK;
+            status.warn_of_what_is_stuck(self.profiler.settings.stuck_after.as_nanos() as u64);
+        }
+    }
+
+    /// The process's state as JSON.
+    fn state(&mut self, kept: usize, exited: bool) -> Option<String> {
+        let status = self.status.as_mut()?;
+        if status.tracker.comms().values().all(|comm| comm.ended.is_some()) {
+            return None;
+        }
+        status.beat += 1;
+        let now = clock::now();
+        let (interfaces, connections) = status.network.look((self.profiler.connections)(), now);
+        let state = State {
+            version: env!("CARGO_PKG_VERSION").into(),
+            host: host(),
+            boot: status.boot,
+            pid: std::process::id() as i32,
+            beat: status.beat,
+            now,
+            wall: now.saturating_add_signed(clock::wall_offset()),
+            exited,
+            socket: self.profiler.settings.control.as_ref().map(|path| path.display().to_string()),
+            dropped: self.profiler.drops.total(),
+            communicators: live::communicators(&status.tracker, kept),
+            interfaces,
+            connections,
+        };
+        Some(state.text())
     }
 
     fn comm_begins(&mut self, comm: &CommInfo, when: u64) {
         self.summary.comm(comm);
+        if let Some(status) = &mut self.status {
+            status.tracker.comm(comm);
+        }
         if let Some(trace) = &mut self.trace {
             trace.comm(comm, when);
         }
@@ -252,6 +332,9 @@ impl Writer {
             self.comm_begins(&comm, record.when);
         }
         self.summary.apply(record);
+        if let Some(status) = &mut self.status {
+            status.tracker.apply(record);
+        }
         if let Some(trace) = &mut self.trace {
             trace.apply(record);
             if trace.file().pending() > FLUSH_BYTES {
@@ -294,6 +377,9 @@ impl Writer {
         for (context, when) in over {
             let when = self.timeline.nanoseconds(when);
             self.summary.comm_ends(context, when);
+            if let Some(status) = &mut self.status {
+                status.tracker.comm_ends(context, when);
+            }
             self.learned.remove(&context);
             if let Some(trace) = &mut self.trace {
                 trace.comm_ends(context, when);
@@ -352,7 +438,8 @@ impl Writer {
             }
         }
         let drops = &self.profiler.drops;
-        if drops.total() > 0 {
+        // Where nobody asked for figures, `towline why` says it.
+        if drops.total() > 0 && self.profiler.settings.is_asked_for() {
             say(
                 Level::Warn,
                 &format!(
@@ -383,13 +470,40 @@ impl Writer {
     }
 }
 
+impl Status {
+    /// Tells the user, once of each, of calls that are open for longer than `after`, as far as this process knows what they
+    /// wait for.
+    fn warn_of_what_is_stuck(&mut self, after: u64) {
+        let now = clock::now();
+        self.tracker.forget(now);
+        let (place, mut waits) = (Whereabouts { host: host(), pid: std::process::id() as i32 }, self.tracker.waits());
+        let mut job = Job::default();
+        for (context, comm) in self.tracker.comms().iter().filter(|(_, comm)| comm.ended.is_none()) {
+            // The other ranks' processes are not asked here.
+            let info = CommInfo { ranks: 0, ..comm.info.clone() };
+            let calls = comm.calls().copied().collect();
+            let waits = waits.remove(context).unwrap_or_default();
+            job.add(&place, &info, Told { calls, waits, until: now, ..Told::default() });
+        }
+        for finding in job.findings() {
+            if let Some(waiting) = &finding.verdict.waiting
+                && waiting.for_ns >= after
+                && self.told.insert((finding.comm.id, waiting.key))
+            {
+                let (title, sentence) = (&finding.comm.title, finding.sentence());
+                say(Level::Warn, &format!("{title}: {sentence} (towline why looks at all ranks)"));
+            }
+        }
+        if self.told.len() > TOLD {
+            self.told.clear();
+        }
+    }
+}
+
+/// Calls that the user was told of are remembered up to this number.
+const TOLD: usize = 10_000;
+
 /// This process, for the trace.
 fn process_info() -> ProcessInfo {
-    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    ProcessInfo {
-        host: host(),
-        boot: digest(boot.trim()),
-        pid: std::process::id() as i32,
-        wall_offset: clock::wall_offset(),
-    }
+    ProcessInfo { host: host(), boot: place::boot(), pid: std::process::id() as i32, wall_offset: clock::wall_offset() }
 }

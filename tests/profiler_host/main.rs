@@ -16,6 +16,7 @@ mod play;
 mod quiet;
 mod setups;
 mod versions;
+mod why;
 mod wire;
 
 use std::path::Path;
@@ -40,6 +41,7 @@ fn scenario() {
         ("abort", _) => lifetimes::play_abort(),
         ("fork", _) => lifetimes::play_fork(),
         ("job", args) => merge::play(args),
+        ("stuck", args) => why::play(args),
         ("metrics", _) => dashboard::play(),
         ("figures", _) => figures::play(),
         ("exit", _) => lifetimes::play_exit(),
@@ -62,6 +64,8 @@ pub(crate) fn command(scenario: &str, dir: &Path) -> Command {
     for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("TOWLINE_") || name.starts_with("NCCL_")) {
         command.env_remove(name);
     }
+    // Beside what the scenario is about, so that it is not taken for a job of this host's user.
+    command.env("TOWLINE_STATE_DIR", dir.join("states"));
     command.env(SCENARIO, scenario).env("TOWLINE_PROFILE_DIR", dir).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
 }

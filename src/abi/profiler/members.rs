@@ -126,7 +126,7 @@ pub(super) struct Net<'a> {
 /// Reads it from a descriptor; None of another type.
 macro_rules! net {
     ($d:expr) => {
-        ($d.type_ as u64 == Kind::NetPlugin.bit().into()).then(|| $crate::abi::profiler::members::Net {
+        ($d.type_ as u64 == u64::from(Kind::NetPlugin.bit())).then(|| $crate::abi::profiler::members::Net {
             parent: $d.parentObj,
             rank: $d.rank,
             // SAFETY: the member that goes with the type.

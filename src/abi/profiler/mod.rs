@@ -29,6 +29,7 @@ use crate::os::config::Config;
 use crate::os::log;
 use crate::trace::chain::{Change, Start};
 use crate::trace::event::CommInfo;
+use crate::trace::live::network::Connection;
 use crate::trace::profiler;
 
 /// What differs between the versions.
@@ -110,7 +111,7 @@ unsafe fn init(
         // SAFETY: not null, so by NCCL's promise a C string.
         unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
     };
-    let init = profiler::Init { version, comm: CommInfo { name, ..comm }, mask, load_second: chain::load };
+    let init = profiler::Init { version, comm: CommInfo { name, ..comm }, mask, load_second: chain::load, connections };
     // SAFETY: the mask is NCCL's own variable, which outlives its communicators.
     let ours = unsafe { profiler::init(init) };
     if !context.is_null() {
@@ -119,6 +120,15 @@ unsafe fn init(
         unsafe { context.write(std::ptr::without_provenance_mut(ours as usize)) };
     }
     Ok(())
+}
+
+/// The transport's connections, in the profiler's words.
+fn connections() -> Vec<Connection> {
+    let told = crate::plugin::connections::connections().into_iter().map(|it| {
+        let crate::plugin::connections::Connection { number, send, peer, address, interfaces, bytes } = it;
+        Connection { number, send, peer, address, interfaces, bytes, moved: 0 }
+    });
+    told.collect()
 }
 
 /// An event begins. Returns its handle, 0 when it is declined.

@@ -26,8 +26,10 @@ pub(super) fn first_stuck(member: &Member, now: u64) -> Option<&Call> {
     member.calls.iter().find(|call| call.open && now.saturating_sub(call.entered) >= STUCK_NS)
 }
 
+/// NCCL numbers the calls of each function, so a rank that is in a later one has entered this one, though it may not be
+/// among those that are remembered.
 fn entered(member: &Member, key: Key) -> bool {
-    member.calls.iter().any(|call| call.key == key)
+    member.calls.iter().any(|call| call.key.func == key.func && call.key.seq >= key.seq)
 }
 
 /// Ranks that wait in a call which the waiting ranks have not entered, and have not entered theirs.

@@ -4,7 +4,7 @@
 //! open calls wait for, and when it was last heard of. The answer is the first of these that applies, since each
 //! explains those behind it:
 //!
-//! 1. a process without a heartbeat: it was stopped, killed, or gets no processor;
+//! 1. a process that has ended, or has no heartbeat: it was stopped, killed, or gets no processor;
 //! 2. a rank that has not entered the call in which the others wait, or has entered another one;
 //! 3. a rank that entered it with other arguments;
 //! 4. the end of the chain of waits: a transfer that does not finish, or a rank that waits for its own GPU.
@@ -12,8 +12,10 @@
 //! It must not know where the input comes from.
 
 mod calls;
+mod job;
 mod text;
-pub use text::call as name_of_call;
+pub use job::{Finding, Job, Told, Whereabouts};
+pub use text::{call as name_of_call, seconds};
 mod waits;
 
 use std::collections::BTreeMap;
@@ -77,6 +79,21 @@ pub enum On {
     Gpu,
 }
 
+impl On {
+    const ALL: [(On, &str); 4] =
+        [(On::Network, "network"), (On::Data, "data"), (On::Buffer, "buffer"), (On::Gpu, "gpu")];
+
+    /// Its name in a state.
+    pub fn label(self) -> &'static str {
+        Self::ALL.iter().find(|(on, _)| *on == self).map_or("", |(_, label)| label)
+    }
+
+    /// The one with this name.
+    pub fn from_label(text: &str) -> Option<Self> {
+        Self::ALL.iter().find(|(_, label)| *label == text).map(|(on, _)| *on)
+    }
+}
+
 /// A wait of one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Wait {
@@ -86,6 +103,28 @@ pub struct Wait {
     pub on: On,
     /// Since when.
     pub since: u64,
+}
+
+/// A connection of a process.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Route {
+    /// The process at the other end, `host:process`.
+    pub peer: String,
+    /// Whether this side sends.
+    pub send: bool,
+    /// This side's interfaces.
+    pub interfaces: Vec<String>,
+    /// When it last carried something.
+    pub moved: u64,
+}
+
+impl Route {
+    /// Whether it sends to the process of this member.
+    fn leads_to(&self, member: &Member) -> bool {
+        // The two names of a host may differ in characters that no file name has.
+        let plain = |text: &str| text.replace(|c: char| !c.is_ascii_alphanumeric(), "_");
+        self.send && plain(&self.peer) == plain(&format!("{}:{}", member.host, member.pid))
+    }
 }
 
 /// One rank of a communicator.
@@ -99,10 +138,14 @@ pub struct Member {
     pub left: bool,
     /// When it was last heard of; None when it sends no heartbeats, so that silence says nothing.
     pub heard: Option<u64>,
+    /// When its process ended, if it did without leaving the communicator.
+    pub exited: Option<u64>,
     /// Its calls, in the order of entering; the oldest may be missing.
     pub calls: Vec<Call>,
     /// What its open calls wait for.
     pub waits: Vec<Wait>,
+    /// Its process's connections, where they are known.
+    pub routes: Vec<Route>,
     /// What else its process is stuck in: a call of another communicator, as text.
     pub elsewhere: Option<String>,
 }
@@ -110,6 +153,8 @@ pub struct Member {
 /// A communicator.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Communicator {
+    /// NCCL's id of it.
+    pub id: u64,
     /// How the user knows it.
     pub title: String,
     /// How many ranks it has; 0 when unknown.
@@ -134,6 +179,8 @@ pub struct Waiting {
 /// Why a communicator stands still.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Cause {
+    /// These ranks' processes have ended, so long ago.
+    Exited(Vec<(i32, u64)>),
     /// These ranks' processes give no sign of life, for so long.
     Silent(Vec<(i32, u64)>),
     /// These ranks have not entered the call; each with its last one.
@@ -163,10 +210,15 @@ pub struct Verdict {
 pub fn judge(comm: &Communicator) -> Option<Verdict> {
     let unseen = (0..comm.ranks).filter(|rank| !comm.members.contains_key(rank)).collect();
     let Some(waiting) = calls::waiting(comm) else {
-        let cause = calls::arguments(comm, None).or_else(|| calls::idle(comm))?;
+        // Sends and receives are no calls that all ranks make, but their transfers wait. A pipeline's stage waits for its
+        // turn, so the wait must be a long one.
+        let waits = |member: &Member| member.waits.iter().any(|wait| comm.now.saturating_sub(wait.since) >= IDLE_NS);
+        let all: Vec<i32> = comm.members.iter().filter(|(_, member)| waits(member)).map(|(&rank, _)| rank).collect();
+        let cause = calls::arguments(comm, None).or_else(|| calls::idle(comm)).or_else(|| waits::chain(comm, &all))?;
         return Some(Verdict { waiting: None, cause, unseen });
     };
-    let cause = silent(comm)
+    let cause = exited(comm)
+        .or_else(|| silent(comm))
         .or_else(|| calls::elsewhere(comm, &waiting))
         .or_else(|| calls::behind(comm, waiting.key))
         .or_else(|| calls::arguments(comm, Some(waiting.key)))
@@ -175,15 +227,55 @@ pub fn judge(comm: &Communicator) -> Option<Verdict> {
     Some(Verdict { waiting: Some(waiting), cause, unseen })
 }
 
+fn exited(comm: &Communicator) -> Option<Cause> {
+    let exited: Vec<(i32, u64)> = comm
+        .members
+        .iter()
+        .filter_map(|(&rank, member)| Some((rank, comm.now.saturating_sub(member.exited?))))
+        .collect();
+    (!exited.is_empty()).then_some(Cause::Exited(exited))
+}
+
 fn silent(comm: &Communicator) -> Option<Cause> {
     let silent: Vec<(i32, u64)> = comm
         .members
         .iter()
-        .filter(|(_, member)| !member.left)
+        .filter(|(_, member)| !member.left && member.exited.is_none())
         .filter_map(|(&rank, member)| Some((rank, comm.now.saturating_sub(member.heard?))))
         .filter(|&(_, silence)| silence > SILENT_NS)
         .collect();
     (!silent.is_empty()).then_some(Cause::Silent(silent))
+}
+
+impl Verdict {
+    /// The ranks that hold the others up; none when the input does not tell.
+    pub fn named(&self) -> Vec<i32> {
+        match &self.cause {
+            Cause::Exited(ranks) | Cause::Silent(ranks) => ranks.iter().map(|it| it.0).collect(),
+            Cause::Behind(ranks) => ranks.iter().map(|it| it.0).collect(),
+            Cause::Elsewhere(ranks) => ranks.iter().map(|it| it.0).collect(),
+            Cause::Arguments(ranks, _) => ranks.iter().map(|it| it.0).collect(),
+            // A rank of which nothing is known may only pass the wait on.
+            Cause::Chain(chain, end) => {
+                let last = chain.last().copied().filter(|last| end.is_some() || !self.unseen.contains(last));
+                let circle = end.is_none() && last.is_some_and(|last| chain[..chain.len() - 1].contains(&last));
+                last.filter(|_| !circle).into_iter().collect()
+            }
+            Cause::Unknown => Vec::new(),
+        }
+    }
+
+    /// What kind of cause it is, in one word.
+    pub fn kind(&self) -> &'static str {
+        match &self.cause {
+            Cause::Exited(_) => "exited",
+            Cause::Silent(_) => "silent",
+            Cause::Behind(_) => "behind",
+            Cause::Elsewhere(_) | Cause::Arguments(..) => "mismatch",
+            Cause::Chain(..) => "waits",
+            Cause::Unknown => "unknown",
+        }
+    }
 }
 
 #[cfg(test)]

@@ -88,6 +88,10 @@ fn a_silent_process_explains_what_it_did_not_enter() {
     member(&mut comm, 1).calls.pop();
     member(&mut comm, 1).heard = Some(12 * S);
     assert!(told(&comm).contains("rank 1 (node1, process 101) has given no sign of life for 39 s"));
+    assert_eq!(judge(&comm).expect("a verdict").named(), [1]);
+    member(&mut comm, 1).exited = Some(20 * S);
+    assert!(told(&comm).contains("the process of rank 1 (node1, process 101) has ended, 31 s ago"), "{}", told(&comm));
+    member(&mut comm, 1).exited = None;
     // A file without heartbeats says nothing by its silence.
     member(&mut comm, 1).heard = None;
     assert!(told(&comm).contains("has not entered it"));
@@ -112,6 +116,10 @@ fn the_chain_of_waits_ends_at_the_transfer_or_the_gpu_that_stands_still() {
         "{text}"
     );
     assert!(text.contains("rank 3 waits for rank 2; "), "{text}");
+    member(&mut comm, 2).routes = [("node3:103", "eth1"), ("node3:10", "eth2")]
+        .map(|(peer, interface)| Route { peer: peer.into(), send: true, interfaces: vec![interface.into()], moved: 0 })
+        .into();
+    assert!(told(&comm).contains("to rank 3 (node3, process 103) over eth1 has been"), "{}", told(&comm));
     member(&mut comm, 2).waits = vec![wait(3, On::Gpu)];
     assert!(told(&comm).contains("rank 2 (node2, process 102) has waited for its own GPU for 38 s"));
 }
@@ -128,6 +136,29 @@ fn ranks_that_differ_after_a_long_silence_are_behind_without_an_open_call() {
     // The same two seconds after the last call is a job at work.
     comm.now = 12 * S;
     assert_eq!(judge(&comm), None);
+}
+
+#[test]
+fn a_rank_that_has_forgotten_the_call_since_has_entered_it() {
+    let mut comm = waiting_for_41_s(3);
+    member(&mut comm, 1).calls = vec![entered("AllReduce", 2000, 11 * S, false)];
+    assert!(matches!(judge(&comm).expect("a verdict").cause, Cause::Unknown));
+}
+
+#[test]
+fn a_send_that_hangs_is_found_without_a_call() {
+    let mut comm = waiting_for_41_s(2);
+    for rank in 0..2 {
+        member(&mut comm, rank).calls.clear();
+    }
+    member(&mut comm, 0).waits = vec![Wait { peer: 1, on: On::Data, since: 25 * S }];
+    assert_eq!(judge(&comm), None, "a stage of a pipeline waits for its turn");
+    member(&mut comm, 0).waits[0].since = 20 * S;
+    let verdict = judge(&comm).expect("a verdict");
+    assert_eq!((verdict.named(), verdict.kind()), (vec![1], "waits"));
+    // Of a rank that is not seen it cannot be told whether it only passes the wait on.
+    comm.members.remove(&1);
+    assert!(judge(&comm).expect("a verdict").named().is_empty());
 }
 
 proptest! {

@@ -33,6 +33,12 @@ impl Communicator {
     fn cause(&self, cause: &Cause) -> String {
         let list = |parts: Vec<String>| parts.join("; ");
         match cause {
+            Cause::Exited(exited) => list(
+                exited
+                    .iter()
+                    .map(|&(rank, ago)| format!("the process of {} has ended, {} ago", self.place(rank), seconds(ago)))
+                    .collect(),
+            ),
             Cause::Silent(silent) => list(
                 silent
                     .iter()
@@ -75,6 +81,7 @@ impl Communicator {
                     .collect(),
             ),
             Cause::Chain(chain, end) => self.chain(chain, *end),
+            Cause::Unknown if self.ranks == 0 => "what it waits for is not known here".into(),
             Cause::Unknown => "all ranks have entered it with the same arguments, and no wait of a transfer is \
                                known: a kernel that does not run, or a path inside a host"
                 .into(),
@@ -111,10 +118,13 @@ impl Communicator {
             Some(wait) if wait.on == On::Network => {
                 let _ = write!(
                     text,
-                    "a send of {} to {} has been under way for {}: look at the network between them",
+                    "a send of {} to {}{} has been under way for {}{}",
                     self.place(last),
                     self.place(wait.peer),
-                    seconds(self.now.saturating_sub(wait.since))
+                    self.over(last, wait.peer),
+                    seconds(self.now.saturating_sub(wait.since)),
+                    // Where the other ranks are not known, one that has not entered the call may be the cause.
+                    if self.ranks == 0 { "" } else { ": look at the network between them" }
                 );
             }
             Some(wait) => {
@@ -133,6 +143,13 @@ impl Communicator {
             }
         }
         text
+    }
+
+    /// The interface by which a rank sends to another, as far as that is known.
+    fn over(&self, from: i32, to: i32) -> String {
+        let (Some(from), Some(to)) = (self.members.get(&from), self.members.get(&to)) else { return String::new() };
+        let route = from.routes.iter().filter(|route| route.leads_to(to)).min_by_key(|route| route.moved);
+        route.map_or_else(String::new, |route| format!(" over {}", route.interfaces.join(" and ")))
     }
 
     /// A rank with its host and process.
@@ -165,7 +182,8 @@ fn ranks(ranks: &[i32]) -> String {
     }
 }
 
-fn seconds(ns: u64) -> String {
+/// A duration for people.
+pub fn seconds(ns: u64) -> String {
     match ns / 1_000_000_000 {
         0..10 => format!("{:.1} s", ns as f64 / 1e9),
         whole @ 10..600 => format!("{whole} s"),

@@ -1,0 +1,172 @@
+//! The states of a job's processes, for `towline why` and `towline top`: from their state files, and fresher from the control
+//! sockets of those on this host.
+//!
+//! Whether a process of another host has a heartbeat is seen by watching its file: the hosts' clocks are not compared.
+
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::Args;
+use towline::os::config::Config;
+use towline::os::error::{Error, Result};
+use towline::trace::clock;
+use towline::trace::live::{LONGEST, State, place};
+use towline::trace::verdict::{SILENT_NS, seconds};
+
+/// How long a process may take to answer on its control socket.
+const ANSWER: Duration = Duration::from_secs(2);
+
+/// Between two looks at the files of other hosts.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// A file that was renewed so long ago belongs to a process that would not answer.
+const FRESH_NS: u64 = 3_000_000_000;
+
+/// Where to look.
+#[derive(Debug, Args)]
+pub(crate) struct Place {
+    /// The directory of the state files [default: TOWLINE_STATE_DIR, else this user's processes on this host]
+    #[arg(long, value_name = "DIR")]
+    dir: Option<PathBuf>,
+}
+
+/// A process of the job.
+pub(crate) struct Process {
+    /// What it said.
+    pub(crate) state: State,
+    /// What to add to its times.
+    shift: i64,
+    /// When it was last heard of.
+    pub(crate) heard: u64,
+}
+
+impl Process {
+    /// A time of its clock on ours.
+    pub(crate) fn time(&self, when: u64) -> u64 {
+        when.saturating_add_signed(self.shift)
+    }
+
+    /// Whether it is there at `now`.
+    pub(crate) fn is_alive(&self, now: u64) -> bool {
+        !self.state.exited && now.saturating_sub(self.heard) <= SILENT_NS
+    }
+}
+
+impl Place {
+    /// The directory; None when this user's processes on this host have none.
+    pub(crate) fn dir(&self) -> Option<PathBuf> {
+        let asked = self.dir.clone().or_else(|| Config::from_env().0.state_dir.map(PathBuf::from));
+        asked.or_else(|| place::default_dir(false))
+    }
+
+    /// All processes that have left a state there. It takes up to five seconds when one of another host has no heartbeat.
+    ///
+    /// # Errors
+    /// When the directory cannot be read.
+    pub(crate) fn processes(&self) -> Result<Vec<Process>> {
+        let Some(dir) = self.dir() else { return Ok(Vec::new()) };
+        let states = match place::read_all(&dir) {
+            Ok(states) => states,
+            // No process has made it yet.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
+            Err(error) => return Err(Error::system(format!("reading {}", dir.display()), &error)),
+        };
+        Ok(gather(states))
+    }
+}
+
+fn gather(states: Vec<(PathBuf, State)>) -> Vec<Process> {
+    let boot = place::boot();
+    let (here, mut there): (Vec<_>, Vec<_>) = states.into_iter().partition(|(_, state)| state.boot == boot);
+    let mut found: Vec<Process> = here
+        .into_iter()
+        .map(|(_, state)| {
+            let is_fresh = !state.exited && clock::now().saturating_sub(state.now) < FRESH_NS;
+            let state = if is_fresh { ask(&state).unwrap_or(state) } else { state };
+            Process { shift: 0, heard: state.now, state }
+        })
+        .collect();
+    // Those that have ended are not waited for.
+    let until = clock::now() + SILENT_NS + FRESH_NS / 3;
+    while there.iter().any(|(_, state)| !state.exited) && clock::now() < until {
+        std::thread::sleep(LOOK);
+        there.retain(|(path, before)| {
+            let Ok(state) = place::read(path) else { return true };
+            if before.exited || state.beat == before.beat {
+                return true;
+            }
+            let heard = clock::now();
+            found.push(Process { shift: heard as i64 - state.now as i64, heard, state });
+            false
+        });
+    }
+    found.extend(there.into_iter().map(|(_, state)| {
+        let now = clock::now();
+        let wall = now.saturating_add_signed(clock::wall_offset());
+        let least = if state.exited { 0 } else { SILENT_NS + FRESH_NS / 3 };
+        let heard = now.saturating_sub(wall.saturating_sub(state.wall).max(least));
+        Process { shift: heard as i64 - state.now as i64, heard, state }
+    }));
+    found
+}
+
+/// Asks a process of this host for its state.
+fn ask(state: &State) -> Option<State> {
+    let mut stream = UnixStream::connect(Path::new(state.socket.as_ref()?)).ok()?;
+    stream.set_read_timeout(Some(ANSWER)).ok()?;
+    stream.set_write_timeout(Some(ANSWER)).ok()?;
+    stream.write_all(b"status\n").ok()?;
+    stream.shutdown(Shutdown::Write).ok()?;
+    let mut bytes = Vec::new();
+    stream.take(LONGEST).read_to_end(&mut bytes).ok()?;
+    State::read(&bytes).ok().filter(|fresh| fresh.pid == state.pid && fresh.boot == state.boot)
+}
+
+/// What the user should know of the processes themselves.
+pub(crate) fn remarks(processes: &[Process]) -> Vec<String> {
+    let dropped = processes.iter().filter(|process| process.state.dropped > 0).map(|process| {
+        let State { host, pid, dropped, .. } = &process.state;
+        format!("{host}, process {pid}, had no room for {dropped} events: what is said of it may be out of date")
+    });
+    dropped.collect()
+}
+
+/// How long ago, for people.
+pub(crate) fn ago(now: u64, when: u64) -> String {
+    seconds(now.saturating_sub(when))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn state(pid: i32, boot: u64, beat: u64) -> State {
+        let wall = clock::now().saturating_add_signed(clock::wall_offset());
+        State { pid, boot, beat, now: 1_000, wall, ..State::default() }
+    }
+
+    #[test]
+    fn a_process_of_another_host_is_alive_while_its_file_changes() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, state: &State| std::fs::write(dir.path().join(name), state.text()).unwrap();
+        // Its clock and its wall clock say nothing that ours would understand.
+        write("a.state", &State { wall: 0, ..state(1, 7, 1) });
+        write("b.state", &state(2, 7, 1));
+        write("c.state", &State { exited: true, ..state(3, 7, 1) });
+        let states = place::read_all(dir.path()).unwrap();
+        let found = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(600));
+                write("a.state", &State { wall: 0, now: 2_000, ..state(1, 7, 2) });
+            });
+            gather(states)
+        });
+        let now = clock::now();
+        let alive: Vec<(i32, bool)> = found.iter().map(|it| (it.state.pid, it.is_alive(now))).collect();
+        assert_eq!(alive, [(1, true), (2, false), (3, false)]);
+        assert_eq!(found[0].time(2_000), found[0].heard);
+    }
+}

@@ -1,0 +1,127 @@
+//! `towline top`: what every rank does at this moment, and what its host's interfaces carry.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::io::IsTerminal;
+use std::time::Duration;
+
+use clap::Args;
+use towline::os::error::Result;
+use towline::trace::clock;
+use towline::trace::live::{CommState, State};
+
+use super::Verdict;
+use super::gather::{self, Process, ago};
+use super::output::print;
+use super::table::Table;
+
+/// Between two looks.
+const AGAIN: Duration = Duration::from_secs(1);
+
+/// Show what every rank of a running job does, and the bandwidth of its interfaces, again each second.
+#[derive(Debug, Args)]
+pub(crate) struct Options {
+    /// Print one table, after a second of measuring, and end.
+    #[arg(long)]
+    once: bool,
+    #[command(flatten)]
+    place: gather::Place,
+}
+
+/// Runs the subcommand.
+pub(crate) fn run(options: &Options) -> Result<Verdict> {
+    let clear = std::io::stdout().is_terminal() && !options.once;
+    let mut before = BTreeMap::new();
+    let mut first = true;
+    loop {
+        let processes = options.place.processes()?;
+        let now = clock::now();
+        if !(first && options.once) {
+            let text = render(&processes, &before, now);
+            print(if clear { format!("\x1b[H\x1b[2J{text}") } else { text });
+            if options.once {
+                return Ok(Verdict::Good);
+            }
+        }
+        first = false;
+        before = processes.into_iter().map(|process| (key(&process.state), process.state)).collect();
+        std::thread::sleep(AGAIN);
+    }
+}
+
+/// The table's columns, and their widths.
+const COLUMNS: [(&str, usize); 7] =
+    [("communicator", 24), ("rank", 5), ("host", 16), ("process", 8), ("call", 24), ("for", 8), ("waits for", 9)];
+
+type Key = (String, u64, i32);
+
+fn key(state: &State) -> Key {
+    (state.host.clone(), state.boot, state.pid)
+}
+
+fn render(processes: &[Process], before: &BTreeMap<Key, State>, now: u64) -> String {
+    let alive: Vec<&Process> = processes.iter().filter(|process| process.is_alive(now)).collect();
+    let gone: Vec<&Process> = processes.iter().filter(|process| !process.is_alive(now)).collect();
+    let mut text = String::new();
+    let table = Table::new(COLUMNS.map(|(heading, width)| (heading, "", width)));
+    let _ = writeln!(text, "{}", table.left_row(&COLUMNS.map(|(heading, _)| heading.to_owned())));
+    let mut rows: Vec<(String, i32, String)> = Vec::new();
+    for process in &alive {
+        for comm in process.state.communicators.iter().filter(|comm| comm.ended.is_none()) {
+            let title = if comm.name.is_empty() { format!("0x{}", comm.id) } else { comm.name.clone() };
+            let mut cells = vec![title.clone(), comm.rank.to_string(), process.state.host.clone()];
+            cells.push(process.state.pid.to_string());
+            cells.extend(doing(process, comm, now));
+            rows.push((title, comm.rank, table.left_row(&cells)));
+        }
+    }
+    rows.sort();
+    rows.into_iter().for_each(|(_, _, row)| _ = writeln!(text, "{row}"));
+    for process in gone {
+        let State { host, pid, .. } = &process.state;
+        let end = if process.state.exited { "has ended" } else { "was last heard of" };
+        let _ = writeln!(text, "{host}, process {pid}, {end} {} ago", ago(now, process.heard));
+    }
+    let mut rates: BTreeMap<(&str, &str), [f64; 2]> = BTreeMap::new();
+    for process in alive {
+        let Some(past) = before.get(&key(&process.state)).filter(|past| past.now < process.state.now) else { continue };
+        let seconds = (process.state.now - past.now) as f64 / 1e9;
+        for interface in &process.state.interfaces {
+            let Some(was) = past.interfaces.iter().find(|it| it.name == interface.name) else { continue };
+            let rate = |is: u64, was: u64| is.saturating_sub(was) as f64 / seconds / 1e9;
+            let new = [rate(interface.sent, was.sent), rate(interface.received, was.received)];
+            let sum = rates.entry((&process.state.host, &interface.name)).or_default();
+            for (sum, new) in sum.iter_mut().zip(new) {
+                // All processes of a host read the same counters of it.
+                *sum = if interface.of_host { sum.max(new) } else { *sum + new };
+            }
+        }
+    }
+    for ((host, name), [sent, received]) in rates {
+        let _ = writeln!(text, "{host} {name}: {sent:.3} GB/s out, {received:.3} GB/s in");
+    }
+    if text.lines().count() == 1 {
+        text += "no process of a running job was found\n";
+    }
+    text
+}
+
+/// What a rank is in, for how long, and what it waits for.
+fn doing(process: &Process, comm: &CommState, now: u64) -> [String; 3] {
+    let open = comm.calls.iter().find(|call| call.open);
+    let Some(call) = open.or_else(|| comm.calls.last()) else {
+        return ["none yet".into(), String::new(), String::new()];
+    };
+    let name = format!("{} #{}", call.func, call.seq);
+    let waits = comm.waits.first().map_or_else(String::new, |wait| {
+        let awaited = match wait.on.as_str() {
+            "network" => format!("send to rank {}", wait.peer),
+            "data" => format!("data of rank {}", wait.peer),
+            "buffer" => format!("buffer of rank {}", wait.peer),
+            _ => "its GPU".into(),
+        };
+        format!("{awaited}, {}", ago(now, process.time(wait.since)))
+    });
+    let name = if open.is_some() { name } else { format!("after {name}") };
+    [name, ago(now, process.time(call.entered)), waits]
+}

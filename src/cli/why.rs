@@ -1,0 +1,181 @@
+//! `towline why`: which rank holds the job up, while it runs.
+
+use std::collections::BTreeSet;
+use std::fmt::Write;
+use std::time::Duration;
+
+use clap::Args;
+use serde_json::{Value, json};
+use towline::os::error::Result;
+use towline::trace::clock;
+use towline::trace::verdict::{Finding, Job, Route, Told, Whereabouts, name_of_call};
+
+use super::Verdict;
+use super::gather::{self, Process};
+use super::output::print;
+
+/// Between two looks.
+const AGAIN: Duration = Duration::from_secs(2);
+
+/// Say which rank holds a running job up, and why.
+///
+/// The processes remember their last calls and their open operations (TOWLINE_STATUS). Those of this host are found by
+/// themselves; those of all hosts when they share a directory (TOWLINE_STATE_DIR).
+///
+/// Exit status: 0 nothing is stuck, 1 somebody was named, 2 it cannot be told.
+#[derive(Debug, Args)]
+pub(crate) struct Options {
+    /// Look again every two seconds, and say what has changed.
+    #[arg(short, long)]
+    watch: bool,
+    /// Print JSON, one line for each look.
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    place: gather::Place,
+}
+
+/// Runs the subcommand.
+pub(crate) fn run(options: &Options) -> Result<Verdict> {
+    let mut before = String::new();
+    loop {
+        let answer = Answer::of(&options.place.processes()?);
+        let text = if options.json { format!("{}\n", answer.json()) } else { answer.text(&options.place) };
+        if options.json || text != before {
+            print(&text);
+        }
+        if !options.watch {
+            return Ok(answer.verdict());
+        }
+        before = text;
+        std::thread::sleep(AGAIN);
+    }
+}
+
+/// What was found.
+struct Answer {
+    findings: Vec<Finding>,
+    /// Processes that are alive.
+    alive: usize,
+    communicators: usize,
+    remarks: Vec<String>,
+}
+
+impl Answer {
+    fn of(processes: &[Process]) -> Self {
+        let now = clock::now();
+        // A communicator in which nobody is alive belongs to a job that is over.
+        let living = processes.iter().filter(|process| process.is_alive(now));
+        let comms: BTreeSet<u64> = living
+            .clone()
+            .flat_map(|process| &process.state.communicators)
+            .filter(|comm| comm.ended.is_none())
+            .map(|comm| comm.info().id)
+            .collect();
+        let mut job = Job::default();
+        for process in processes {
+            let state = &process.state;
+            let place = Whereabouts { host: state.host.clone(), pid: state.pid };
+            for comm in &state.communicators {
+                let info = comm.info();
+                if comms.contains(&info.id) {
+                    job.add(&place, &info, told(process, comm.told(|when| process.time(when)), now));
+                }
+            }
+        }
+        let mut findings = job.findings();
+        // The one that most ranks wait in first.
+        findings.sort_by_key(|finding| std::cmp::Reverse(finding.comm.members.len()));
+        Self { findings, alive: living.count(), communicators: comms.len(), remarks: gather::remarks(processes) }
+    }
+
+    fn verdict(&self) -> Verdict {
+        if self.findings.iter().any(|finding| !finding.verdict.named().is_empty()) {
+            Verdict::Problems
+        } else if self.findings.is_empty() && self.alive > 0 {
+            Verdict::Good
+        } else {
+            Verdict::Unclear
+        }
+    }
+
+    fn text(&self, place: &gather::Place) -> String {
+        let mut text = String::new();
+        for finding in &self.findings {
+            let _ = writeln!(text, "{}: {}", finding.comm.title, finding.sentence());
+        }
+        if self.alive == 0 {
+            let dir = place.dir().map_or_else(|| "/dev/shm or /tmp".into(), |dir| dir.display().to_string());
+            let _ = writeln!(
+                text,
+                "no process of a running job was found in {dir}; is NCCL 2.23 or later at work here as this user, with \
+                 Towline's profiler loaded, and TOWLINE_STATE_DIR as here?"
+            );
+        } else if self.findings.is_empty() {
+            let _ = writeln!(
+                text,
+                "nothing is stuck: {} and {} were looked at",
+                count(self.alive, "process", "processes"),
+                count(self.communicators, "communicator", "communicators")
+            );
+        }
+        for remark in &self.remarks {
+            let _ = writeln!(text, "note: {remark}");
+        }
+        text
+    }
+
+    fn json(&self) -> Value {
+        let verdict = match self.verdict() {
+            Verdict::Problems => "named",
+            Verdict::Good => "nothing",
+            _ => "unclear",
+        };
+        json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "verdict": verdict,
+            "processes": self.alive,
+            "communicators": self.communicators,
+            "findings": self.findings.iter().map(finding).collect::<Vec<_>>(),
+            "notes": self.remarks,
+        })
+    }
+}
+
+fn finding(found: &Finding) -> Value {
+    let named = found.verdict.named().into_iter().map(|rank| {
+        let member = found.comm.members.get(&rank);
+        json!({"rank": rank, "host": member.map(|it| &it.host), "process": member.map(|it| it.pid)})
+    });
+    let waiting = found.verdict.waiting.as_ref();
+    json!({
+        "communicator": found.comm.title,
+        "kind": found.verdict.kind(),
+        "sentence": found.sentence(),
+        "named": named.collect::<Vec<_>>(),
+        "call": waiting.map(|it| name_of_call(it.key)),
+        "waiting": waiting.map(|it| &it.ranks),
+        "for_ns": waiting.map(|it| it.for_ns),
+        "unseen": found.verdict.unseen,
+    })
+}
+
+fn told(process: &Process, told: Told, now: u64) -> Told {
+    let routes = process.state.connections.iter().map(|it| Route {
+        peer: it.peer.clone(),
+        send: it.send,
+        interfaces: it.interfaces.clone(),
+        moved: process.time(it.moved),
+    });
+    Told {
+        until: now,
+        heard: Some(process.heard),
+        exited: process.state.exited.then_some(process.heard),
+        routes: routes.collect(),
+        ..told
+    }
+}
+
+fn count(number: usize, one: &str, several: &str) -> String {
+    format!("{number} {}", if number == 1 { one } else { several })
+}

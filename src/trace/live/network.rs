@@ -1,0 +1,123 @@
+//! What a process tells of the network below it. The transport's part comes through a function that `abi` provides.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use serde::{Deserialize, Serialize};
+
+/// Connections that are told of.
+const TOLD: usize = 512;
+
+/// What an interface has carried.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Interface {
+    /// Its name.
+    pub name: String,
+    /// Bytes that left by it.
+    pub sent: u64,
+    /// Bytes that came in by it.
+    pub received: u64,
+    /// Whether that is all of the host's traffic, or what this process's connections carried.
+    pub of_host: bool,
+}
+
+/// A connection of the transport.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Connection {
+    /// Its number and this side's direction: they tell it from others of this process.
+    pub number: u64,
+    /// Whether this side sends.
+    pub send: bool,
+    /// The process at the other end, `host:process`.
+    pub peer: String,
+    /// The address at the other end.
+    pub address: String,
+    /// This side's interfaces.
+    pub interfaces: Vec<String>,
+    /// Bytes of messages that it has carried.
+    pub bytes: u64,
+    /// When that number last grew.
+    pub moved: u64,
+}
+
+/// The transport's connections; `moved` is not set.
+pub type Connections = fn() -> Vec<Connection>;
+
+/// The connections at one look after another.
+#[derive(Debug, Default)]
+pub(in crate::trace) struct Network {
+    moved: HashMap<(u64, bool), (u64, u64)>,
+}
+
+impl Network {
+    /// The connections now, those that have stood still for longest first, and what their interfaces have carried.
+    pub(in crate::trace) fn look(&mut self, list: Vec<Connection>, now: u64) -> (Vec<Interface>, Vec<Connection>) {
+        let mut list = list;
+        let mut moved = HashMap::new();
+        for connection in &mut list {
+            let key = (connection.number, connection.send);
+            connection.moved = match self.moved.get(&key) {
+                Some(&(bytes, when)) if bytes == connection.bytes => when,
+                _ => now,
+            };
+            moved.insert(key, (connection.bytes, connection.moved));
+        }
+        self.moved = moved;
+        let interfaces = interfaces(&list, &std::fs::read_to_string("/proc/thread-self/net/dev").unwrap_or_default());
+        list.sort_by_key(|connection| (connection.moved, connection.number));
+        list.truncate(TOLD);
+        (interfaces, list)
+    }
+}
+
+/// What the connections' interfaces have carried: as the kernel counts, or, where it does not (RDMA), these connections.
+fn interfaces(list: &[Connection], counts: &str) -> Vec<Interface> {
+    let names: BTreeSet<&str> = list.iter().flat_map(|it| &it.interfaces).map(String::as_str).collect();
+    let kernel: BTreeMap<&str, (u64, u64)> = counts.lines().filter_map(counted).collect();
+    let of_list = |name: &str, send: bool| {
+        let used = |it: &&Connection| it.send == send && it.interfaces.iter().any(|it| it == name);
+        list.iter().filter(used).map(|it| it.bytes / it.interfaces.len().max(1) as u64).sum()
+    };
+    let told = names.into_iter().map(|name| {
+        let of_host = kernel.contains_key(name);
+        let counted = kernel.get(name).copied();
+        let (sent, received) = counted.unwrap_or_else(|| (of_list(name, true), of_list(name, false)));
+        Interface { name: name.into(), sent, received, of_host }
+    });
+    told.collect()
+}
+
+/// A line of `/proc/net/dev`: the name, bytes sent and received.
+fn counted(line: &str) -> Option<(&str, (u64, u64))> {
+    let (name, counts) = line.split_once(':')?;
+    let counts: Vec<u64> = counts.split_whitespace().map_while(|word| word.parse().ok()).collect();
+    Some((name.trim(), (*counts.get(8)?, *counts.first()?)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn connection(number: u64, send: bool, interface: &str, bytes: u64) -> Connection {
+        Connection { number, send, interfaces: vec![interface.into()], bytes, ..Connection::default() }
+    }
+
+    #[test]
+    fn interfaces_are_counted_by_the_kernel_or_by_their_connections() {
+        let counts = "Inter-|   Receive                                                |  Transmit\n \
+                      face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier compressed\n    \
+                      lo:       1       9    0    0    0     0          0         0        2       9    0    0    0     0       0          0\n  \
+                      eth1: 7000    10    0    0    0     0          0         0 8000    10    0    0    0     0       0          0\n";
+        let list =
+            [connection(1, true, "eth1", 5), connection(2, true, "mlx5_0", 6), connection(3, false, "mlx5_0", 7)];
+        let told = interfaces(&list, counts);
+        let of = |name: &str, sent, received, of_host| Interface { name: name.into(), sent, received, of_host };
+        assert_eq!(told, [of("eth1", 8000, 7000, true), of("mlx5_0", 6, 7, false)]);
+    }
+
+    #[test]
+    fn a_connection_moved_when_its_bytes_last_grew() {
+        let mut network = Network::default();
+        let mut look = |bytes, now| network.look(vec![connection(1, true, "lo", bytes)], now).1[0].moved;
+        assert_eq!([look(5, 10), look(5, 20), look(6, 30), look(6, 40)], [10, 10, 30, 30]);
+    }
+}

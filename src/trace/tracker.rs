@@ -1,0 +1,275 @@
+//! What a process is doing: its last calls and its open operations, from the records of the profiler.
+//!
+//! The live profiler and `towline trace report` feed it the same records. A call is open from its start until it was
+//! stopped and its last operation has ended: NCCL's own stop says only that it is enqueued.
+//!
+//! Its size is bounded: by [`Tracker::new`]'s number of calls per communicator, and by [`OPEN`] operations and steps.
+
+use std::collections::BTreeMap;
+
+use super::event::{Body, CommInfo, Record, state};
+use super::hash::QuickMap;
+use super::verdict::{Arguments, Call, Key, On, Wait};
+
+/// Operations, and steps, that are followed at once; beyond, something loses its stops.
+const OPEN: usize = 1 << 16;
+
+/// Communicators that have ended are remembered for so long: others may still wait in them.
+const REMEMBERED_NS: u64 = 60_000_000_000;
+
+/// A call and what keeps it open.
+#[derive(Debug)]
+struct Followed {
+    id: u64,
+    call: Call,
+    stopped: bool,
+    children: u32,
+}
+
+/// A communicator of this process.
+#[derive(Debug, Default)]
+pub struct Comm {
+    /// Which one, and this process's rank in it.
+    pub info: CommInfo,
+    /// When it ended.
+    pub ended: Option<u64>,
+    /// By their running number; the oldest that are complete are forgotten.
+    calls: BTreeMap<u64, Followed>,
+    /// How many calls there have been.
+    pub made: u64,
+}
+
+impl Comm {
+    /// The last calls, in the order in which they were entered.
+    pub fn calls(&self) -> impl DoubleEndedIterator<Item = &Call> {
+        self.calls.values().map(|followed| &followed.call)
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Operation {
+    context: u64,
+    /// The event that it belongs to.
+    parent: u64,
+    peer: i32,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Step {
+    context: u64,
+    peer: i32,
+    /// What it waits for, since when.
+    wait: Option<(On, u64)>,
+}
+
+/// The state of one process.
+#[derive(Debug)]
+pub struct Tracker {
+    comms: BTreeMap<u64, Comm>,
+    /// By event: a call's communicator and its running number there.
+    calls: QuickMap<u64, (u64, u64)>,
+    operations: QuickMap<u64, Operation>,
+    steps: QuickMap<u64, Step>,
+    /// Of each communicator so many calls are remembered.
+    kept: usize,
+}
+
+impl Tracker {
+    /// Remembers `kept` calls of each communicator.
+    pub fn new(kept: usize) -> Self {
+        Self {
+            comms: BTreeMap::new(),
+            calls: QuickMap::default(),
+            operations: QuickMap::default(),
+            steps: QuickMap::default(),
+            kept: kept.max(1),
+        }
+    }
+
+    /// A communicator begins, or more is known of it.
+    pub fn comm(&mut self, info: &CommInfo) {
+        self.comms.entry(info.context).or_default().info = info.clone();
+    }
+
+    /// A communicator ends; what is open in it stays so.
+    pub fn comm_ends(&mut self, context: u64, now: u64) {
+        if let Some(comm) = self.comms.get_mut(&context) {
+            comm.ended = Some(now);
+        }
+        self.operations.retain(|_, operation| operation.context != context);
+        self.steps.retain(|_, step| step.context != context);
+        self.calls.retain(|_, call| call.0 != context);
+    }
+
+    /// Forgets communicators that ended long before `now`.
+    pub fn forget(&mut self, now: u64) {
+        self.comms.retain(|_, comm| comm.ended.is_none_or(|ended| ended + REMEMBERED_NS > now));
+    }
+
+    /// The communicators, by their contexts.
+    pub fn comms(&self) -> &BTreeMap<u64, Comm> {
+        &self.comms
+    }
+
+    /// What the open steps of each communicator wait for.
+    pub fn waits(&self) -> BTreeMap<u64, Vec<Wait>> {
+        let mut waits: BTreeMap<u64, Vec<Wait>> = BTreeMap::new();
+        for step in self.steps.values() {
+            if let Some((on, since)) = step.wait {
+                waits.entry(step.context).or_default().push(Wait { peer: step.peer, on, since });
+            }
+        }
+        for list in waits.values_mut() {
+            list.sort_unstable_by_key(|wait| (wait.since, wait.peer, wait.on));
+        }
+        waits
+    }
+
+    /// One record.
+    pub fn apply(&mut self, record: &Record) {
+        let (id, when) = (record.id, record.when);
+        match record.body {
+            Body::Coll(coll) => {
+                let arguments = Arguments { count: coll.count, datatype: coll.datatype, root: coll.root };
+                self.enter(record, Key { func: coll.func, seq: coll.seq }, arguments);
+            }
+            Body::CeColl(coll) => {
+                let arguments = Arguments { count: coll.count, datatype: coll.datatype, root: coll.root };
+                self.enter(record, Key { func: coll.func, seq: coll.seq }, arguments);
+            }
+            Body::ProxyOp(op) if self.operations.len() < OPEN => {
+                let operation = Operation { context: record.context, parent: record.parent, peer: op.peer };
+                self.operations.insert(id, operation);
+                self.with_call(record.parent, |call| call.children += 1);
+            }
+            Body::ProxyStep { .. } if self.steps.len() < OPEN => {
+                if let Some(&Operation { context, peer, .. }) = self.operations.get(&record.parent) {
+                    self.steps.insert(id, Step { context, peer, wait: None });
+                }
+            }
+            Body::State { state, .. } => {
+                if let Some(step) = self.steps.get_mut(&id)
+                    && let Some(on) = what(state)
+                    && step.wait.is_none_or(|(before, _)| before != on)
+                {
+                    step.wait = Some((on, when));
+                }
+            }
+            Body::Stop => {
+                if self.steps.remove(&id).is_some() {
+                } else if let Some(operation) = self.operations.remove(&id) {
+                    self.with_call(operation.parent, |call| call.children = call.children.saturating_sub(1));
+                } else {
+                    self.with_call(id, |call| call.stopped = true);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn enter(&mut self, record: &Record, key: Key, arguments: Arguments) {
+        let comm = self.comms.entry(record.context).or_default();
+        let call = Call { key, arguments, entered: record.when, open: true };
+        comm.calls.insert(comm.made, Followed { id: record.id, call, stopped: false, children: 0 });
+        self.calls.insert(record.id, (record.context, comm.made));
+        comm.made += 1;
+        if comm.calls.len() > self.kept {
+            let complete = comm.calls.iter().find(|(_, followed)| !followed.call.open).map(|(&number, _)| number);
+            let oldest = complete.or_else(|| comm.calls.keys().next().copied());
+            if let Some(followed) = oldest.and_then(|number| comm.calls.remove(&number)) {
+                self.calls.remove(&followed.id);
+            }
+        }
+    }
+
+    fn with_call(&mut self, id: u64, change: impl FnOnce(&mut Followed)) {
+        if let Some((context, number)) = self.calls.get(&id)
+            && let Some(followed) = self.comms.get_mut(context).and_then(|comm| comm.calls.get_mut(number))
+        {
+            change(followed);
+            followed.call.open = !followed.stopped || followed.children > 0;
+        }
+    }
+}
+
+/// What a step in this state waits for.
+fn what(state: u8) -> Option<On> {
+    Some(match state {
+        state::STEP_SEND_WAIT => On::Network,
+        state::STEP_SEND_PEER_WAIT => On::Buffer,
+        state::STEP_RECV_WAIT => On::Data,
+        state::STEP_SEND_GPU_WAIT | state::STEP_RECV_GPU_WAIT | state::STEP_RECV_FLUSH_WAIT => On::Gpu,
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::event::{Coll, ProxyOp};
+    use super::super::names::Name;
+    use super::*;
+
+    const CONTEXT: u64 = 1;
+
+    fn of(when: u64, id: u64, parent: u64, body: Body) -> Record {
+        Record { when, id, parent, context: CONTEXT, rank: 0, thread: 0, body }
+    }
+
+    fn coll(seq: u64) -> Body {
+        Body::Coll(Coll { seq, func: Name::from("AllReduce"), ..Coll::default() })
+    }
+
+    fn seen(tracker: &Tracker) -> Vec<(u64, bool)> {
+        tracker.comms()[&CONTEXT].calls().map(|call| (call.key.seq, call.open)).collect()
+    }
+
+    #[test]
+    fn a_call_is_open_until_its_last_operation_has_ended() {
+        let mut tracker = Tracker::new(10);
+        for record in [
+            of(1, 10, 0, coll(0)),
+            of(2, 10, 0, Body::Stop),
+            of(3, 11, 10, Body::ProxyOp(ProxyOp { peer: 3, ..ProxyOp::default() })),
+            of(4, 12, 11, Body::ProxyStep { step: 0 }),
+            of(5, 12, 0, Body::State { state: state::STEP_SEND_PEER_WAIT, steps: 0, arg: 0 }),
+            of(6, 12, 0, Body::State { state: state::STEP_SEND_PEER_WAIT, steps: 0, arg: 0 }),
+        ] {
+            tracker.apply(&record);
+        }
+        assert_eq!(seen(&tracker), [(0, true)]);
+        // Said again and again, it is still the same wait.
+        assert_eq!(tracker.waits()[&CONTEXT], [Wait { peer: 3, on: On::Buffer, since: 5 }]);
+        tracker.apply(&of(7, 12, 0, Body::Stop));
+        assert_eq!(tracker.waits().len(), 0);
+        tracker.apply(&of(8, 11, 0, Body::Stop));
+        assert_eq!(seen(&tracker), [(0, false)]);
+    }
+
+    #[test]
+    fn the_oldest_complete_calls_are_forgotten_and_open_ones_are_not() {
+        let mut tracker = Tracker::new(3);
+        tracker.apply(&of(0, 100, 0, coll(0)));
+        for seq in 1..8 {
+            tracker.apply(&of(seq, 100 + seq, 0, coll(seq)));
+            tracker.apply(&of(seq, 100 + seq, 0, Body::Stop));
+        }
+        assert_eq!(seen(&tracker), [(0, true), (6, false), (7, false)]);
+        assert_eq!(tracker.calls.len(), 3);
+        // With nothing complete the oldest goes.
+        for seq in 8..12 {
+            tracker.apply(&of(seq, 100 + seq, 0, coll(seq)));
+        }
+        assert_eq!(seen(&tracker), [(9, true), (10, true), (11, true)]);
+    }
+
+    #[test]
+    fn an_aborted_communicator_keeps_its_open_calls_for_a_while() {
+        let mut tracker = Tracker::new(3);
+        tracker.apply(&of(1, 10, 0, coll(0)));
+        tracker.comm_ends(CONTEXT, 5);
+        tracker.forget(6);
+        assert_eq!(seen(&tracker), [(0, true)]);
+        tracker.forget(6 + REMEMBERED_NS);
+        assert!(tracker.comms().is_empty() && tracker.calls.is_empty());
+    }
+}

@@ -1,0 +1,211 @@
+//! `towline why` beside jobs that stand still: which rank it names, and that it names nobody in a healthy one.
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use towline::nccl::ffi::*;
+
+use super::host::{CommDescr, Event, Host};
+use super::play::{Comm, Pace, Shape};
+
+const RANKS: i32 = 3;
+
+/// The rank that is not as the others.
+const ODD: i32 = 1;
+
+/// The call in which the others wait.
+const STUCK: u64 = 3;
+
+const SHAPE: Shape = Shape { channels: 1, steps: 2, bytes: 1024 };
+
+/// What the odd rank does in the stuck call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Odd {
+    DoesNotEnter,
+    OtherCount,
+    OtherFunction,
+    SendHangs,
+    GpuHangs,
+    Exits,
+    IsStopped,
+    IsKilled,
+}
+
+const ALL: [(Odd, &str, &str); 8] = [
+    (Odd::DoesNotEnter, "stay", "has not entered it: its last call was AllReduce #2"),
+    (Odd::OtherCount, "count", "called it with 99 "),
+    (Odd::OtherFunction, "function", "is in AllGather #0 instead"),
+    (Odd::SendHangs, "send", "a send of rank 1 ("),
+    (Odd::GpuHangs, "gpu", "has waited for its own GPU"),
+    (Odd::Exits, "exit", "has ended"),
+    (Odd::IsStopped, "wait", "has given no sign of life"),
+    (Odd::IsKilled, "wait", "has given no sign of life"),
+];
+
+/// A rank: its number and what it does in the stuck call.
+pub(crate) fn play(args: &str) {
+    let (rank, how) = args.split_once('/').unwrap();
+    let rank: i32 = rank.parse().unwrap();
+    let descr = CommDescr { id: 0x77, ranks: RANKS, rank };
+    let mut mask = 0;
+    let comm = Comm::new(Host::load(6), descr, &mut mask);
+    let (next, last) = ((rank + 1) % RANKS, (rank + RANKS - 1) % RANKS);
+    let mut seq = 0;
+    while seq < STUCK || how == "healthy" {
+        let task = comm.enqueue(seq, 1024);
+        comm.progress(task, SHAPE, next, last, Pace::NONE);
+        seq += 1;
+        if seq == STUCK {
+            println!("ready");
+        }
+        if how == "healthy" {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+    let event = match how {
+        "stay" => None,
+        "exit" => {
+            // Once it has said that it is there.
+            std::thread::sleep(Duration::from_secs(3));
+            std::process::exit(0)
+        }
+        "function" => {
+            let call = Event::Coll {
+                api: std::ptr::null_mut(),
+                group: std::ptr::null_mut(),
+                func: c"AllGather",
+                seq: 0,
+                count: 1024,
+            };
+            let event = comm.start(std::ptr::null_mut(), call);
+            comm.host.stop(event);
+            Some(event)
+        }
+        "count" => Some(comm.enqueue(STUCK, 99).event),
+        _ => Some(comm.enqueue(STUCK, 1024).event),
+    };
+    let step = |peer, send, state| {
+        let pid = std::process::id() as i32;
+        let op = Event::ProxyOp { pid, channel: 0, peer, steps: 1, chunk: 1024, send };
+        let step = comm.start(comm.start(event.unwrap(), op), Event::ProxyStep { step: 0 });
+        comm.host.state(step, state, 0);
+    };
+    match how {
+        "stay" => {}
+        "send" => step(next, true, ncclProfilerProxyStepSendWait),
+        "gpu" => step(next, true, ncclProfilerProxyStepSendGPUWait),
+        _ => step(last, false, ncclProfilerProxyStepRecvWait),
+    }
+    // Until the test ends it.
+    std::thread::sleep(Duration::from_secs(600));
+}
+
+/// The ranks of a job, ended with it.
+struct Job(Vec<Child>);
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+impl Job {
+    /// All ranks have made their first calls, and have said so.
+    fn start(dir: &Path, odd: &str, others: &str) -> Self {
+        let mut job = Self((0..RANKS).map(|rank| rank_of(dir, rank, if rank == ODD { odd } else { others })).collect());
+        for child in &mut job.0 {
+            let output = BufReader::new(child.stdout.take().unwrap());
+            assert!(
+                output.lines().map_while(Result::ok).any(|line| line.ends_with("ready")),
+                "a rank comes to the call"
+            );
+        }
+        let states = || std::fs::read_dir(dir).unwrap().flatten();
+        let is_state = |name: std::ffi::OsString| name.to_string_lossy().ends_with(".state");
+        while states().filter(|entry| is_state(entry.file_name())).count() < RANKS as usize {
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        job
+    }
+
+    fn signal_odd(&self, signal: i32) {
+        // SAFETY: only a signal, to a process that this job started and has not waited for.
+        unsafe { libc::kill(self.0[ODD as usize].id() as i32, signal) };
+    }
+}
+
+fn rank_of(dir: &Path, rank: i32, how: &str) -> Child {
+    let mut command = super::command(&format!("stuck:{rank}/{how}"), dir);
+    command.env("TOWLINE_STUCK_AFTER", "6").env("TOWLINE_STATE_DIR", dir);
+    command.stderr(std::fs::File::create(dir.join(format!("{rank}.log"))).unwrap()).spawn().unwrap()
+}
+
+/// What `towline why` prints as JSON, and its exit code.
+fn why(dir: &Path) -> (serde_json::Value, i32) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_towline"));
+    command.args(["why", "--json", "--dir"]).arg(dir).stderr(Stdio::inherit());
+    let output = command.output().unwrap();
+    let code = output.status.code().expect("an exit");
+    (serde_json::from_slice(&output.stdout).expect("JSON"), code)
+}
+
+#[test]
+fn the_rank_that_holds_the_others_up_is_named() {
+    let began = Instant::now();
+    let jobs = ALL.map(|(odd, how, expected)| {
+        let dir = tempfile::tempdir().unwrap();
+        let job = Job::start(dir.path(), how, "wait");
+        (odd, expected, dir, job)
+    });
+    for (odd, _, dir, job) in &jobs {
+        let (said, code) = why(dir.path());
+        // The first jobs may be stuck for long enough by now.
+        assert!(code == 0 || began.elapsed() > Duration::from_secs(5), "{odd:?}: {said}");
+        match odd {
+            Odd::IsStopped => job.signal_odd(libc::SIGSTOP),
+            Odd::IsKilled => job.signal_odd(libc::SIGKILL),
+            _ => {}
+        }
+    }
+    std::thread::sleep(Duration::from_secs(9));
+    for (odd, expected, dir, _job) in &jobs {
+        let (said, code) = why(dir.path());
+        let finding = &said["findings"][0];
+        let sentence = finding["sentence"].as_str().unwrap_or_default();
+        assert!(sentence.contains(expected), "{odd:?}: {said}");
+        assert_eq!((&finding["named"][0]["rank"], &finding["named"][1]), (&ODD.into(), &().into()), "{odd:?}: {said}");
+        assert!(
+            sentence.contains(&format!("rank {ODD} ({}, process ", towline::trace::profiler::host())),
+            "{sentence}"
+        );
+        assert_eq!((code, said["processes"].as_u64()), (1, Some(if odd.is_gone() { 2 } else { 3 })), "{odd:?}: {said}");
+        let log = std::fs::read_to_string(dir.path().join("0.log")).unwrap();
+        let told = log.lines().filter(|line| line.contains("rank 0 has been in AllReduce #3 for ")).count();
+        assert_eq!(told, 1, "{odd:?}: once and no more, in {log}");
+    }
+}
+
+impl Odd {
+    fn is_gone(self) -> bool {
+        matches!(self, Odd::Exits | Odd::IsStopped | Odd::IsKilled)
+    }
+}
+
+#[test]
+fn in_a_healthy_job_nobody_is_named_and_none_is_found_where_there_is_none() {
+    let dir = tempfile::tempdir().unwrap();
+    let (said, code) = why(dir.path());
+    assert_eq!((code, &said["verdict"]), (2, &"unclear".into()));
+    let job = Job::start(dir.path(), "healthy", "healthy");
+    for _ in 0..20 {
+        let (said, code) = why(dir.path());
+        assert_eq!((code, said["processes"].as_u64()), (0, Some(3)), "{said}");
+        std::thread::sleep(Duration::from_millis(500));
+    }
+    drop(job);
+}
