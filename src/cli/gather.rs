@@ -89,25 +89,26 @@ fn gather(states: Vec<(PathBuf, State)>) -> Vec<Process> {
             Process { shift: 0, heard: state.now, state }
         })
         .collect();
-    // Those that have ended are not waited for.
+    // By file: when its state was seen to change. Those that have ended are not waited for.
+    let mut seen: Vec<Option<u64>> = vec![None; there.len()];
     let until = clock::now() + SILENT_NS + FRESH_NS / 3;
-    while there.iter().any(|(_, state)| !state.exited) && clock::now() < until {
+    let awaited = |(file, seen): (&(PathBuf, State), &Option<u64>)| !file.1.exited && seen.is_none();
+    while there.iter().zip(&seen).any(awaited) && clock::now() < until {
         std::thread::sleep(LOOK);
-        there.retain(|(path, before)| {
-            let Ok(state) = place::read(path) else { return true };
-            if before.exited || state.beat == before.beat {
-                return true;
+        // Also those that were seen: while others are waited for they may fall silent, or go on.
+        for ((path, state), seen) in there.iter_mut().zip(&mut seen) {
+            if let Ok(fresh) = place::read(path)
+                && fresh.beat != state.beat
+            {
+                (*state, *seen) = (fresh, Some(clock::now()));
             }
-            let heard = clock::now();
-            found.push(Process { shift: heard as i64 - state.now as i64, heard, state });
-            false
-        });
+        }
     }
-    found.extend(there.into_iter().map(|(_, state)| {
+    found.extend(there.into_iter().zip(seen).map(|((_, state), seen)| {
         let now = clock::now();
         let wall = now.saturating_add_signed(clock::wall_offset());
         let least = if state.exited { 0 } else { SILENT_NS + FRESH_NS / 3 };
-        let heard = now.saturating_sub(wall.saturating_sub(state.wall).max(least));
+        let heard = seen.unwrap_or_else(|| now.saturating_sub(wall.saturating_sub(state.wall).max(least)));
         Process { shift: heard as i64 - state.now as i64, heard, state }
     }));
     found
@@ -159,8 +160,11 @@ mod tests {
         let states = place::read_all(dir.path()).unwrap();
         let found = std::thread::scope(|scope| {
             scope.spawn(|| {
-                std::thread::sleep(Duration::from_millis(600));
-                write("a.state", &State { wall: 0, now: 2_000, ..state(1, 7, 2) });
+                // As long as the silent one is waited for.
+                for beat in 2..=7 {
+                    std::thread::sleep(Duration::from_millis(800));
+                    write("a.state", &State { wall: 0, now: 2_000, ..state(1, 7, beat) });
+                }
             });
             gather(states)
         });
