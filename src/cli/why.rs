@@ -108,8 +108,8 @@ impl Answer {
             let dir = place.dir().map_or_else(|| "/dev/shm or /tmp".into(), |dir| dir.display().to_string());
             let _ = writeln!(
                 text,
-                "no process of a running job was found in {dir}; is NCCL 2.23 or later at work here as this user, with \
-                 Towline's profiler loaded, and TOWLINE_STATE_DIR as here?"
+                "no process of a running job was found in {dir}; was the job started with TOWLINE_STATUS=1, as this user, \
+                 with NCCL 2.23 or later and Towline's profiler loaded, and with TOWLINE_STATE_DIR as here?"
             );
         } else if self.findings.is_empty() {
             let _ = writeln!(

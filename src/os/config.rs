@@ -417,15 +417,15 @@ variables! {
         help: "A second NCCL profiler to load behind Towline's: a path or a name that the dynamic linker finds. It gets \
                the events that it asks for, with its own handles, whatever else is set.",
     }
-    status: bool {
+    status: Option<bool> {
         name: "TOWLINE_STATUS",
-        default: "1",
+        default: "",
         unit: "",
         since: "0.2.0",
         read: "profiler init",
         help: "Whether each process remembers its last 1000 calls and its open operations, for `towline why` and `towline \
-               top`, wherever NCCL loads the profiler. With 0 and without `TOWLINE_PROFILE` the profiler does nothing, at no \
-               cost.",
+               top`, wherever NCCL loads the profiler. Unset: where `TOWLINE_STATE_DIR` is set. Without it and without \
+               `TOWLINE_PROFILE` the profiler does nothing, at no cost.",
     }
     state_dir: Option<String> {
         name: "TOWLINE_STATE_DIR",

@@ -1,7 +1,7 @@
 //! What the built-in profiler was asked to do, read from the environment when a communicator is created.
 //!
-//! NCCL 2.28 and later loads the profiler of any network plugin. What it does without being asked is to remember the last
-//! calls and the open operations (`TOWLINE_STATUS`): it must cost little, and leave nothing behind.
+//! NCCL 2.28 and later loads the profiler of any network plugin, so it does nothing unless it is asked. The least is to remember the last
+//! calls and the open operations (`TOWLINE_STATUS`), which must cost little and leave nothing behind.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -80,7 +80,7 @@ impl Settings {
             }
         }
         let ours = trace || summary || metrics;
-        let status = config.status;
+        let status = config.status.unwrap_or(config.state_dir.is_some());
         if !ours && !status && chain.is_none() {
             return (None, complaints);
         }
@@ -128,7 +128,7 @@ impl Settings {
         (Some(settings), complaints)
     }
 
-    /// Whether the user wants more of the profiler than the status that it keeps unasked.
+    /// Whether the user wants more of the profiler than the status.
     pub fn is_asked_for(&self) -> bool {
         self.trace || self.summary || self.metrics.is_some() || self.listen.is_some()
     }
@@ -194,23 +194,26 @@ mod tests {
     }
 
     const SILENT: (&str, &str) = ("TOWLINE_STATUS", "0");
+    const STATUS: (&str, &str) = ("TOWLINE_STATUS", "1");
 
     #[test]
     fn without_status_nothing_is_done_unless_asked() {
+        assert_eq!(of(&[]).0, None);
         assert_eq!(of(&[SILENT]).0, None);
+        assert_eq!(of(&[SILENT, ("TOWLINE_STATE_DIR", "/shared")]).0, None);
         assert_eq!(of(&[SILENT, ("TOWLINE_PROFILE", "")]).0, None);
         assert_eq!(of(&[SILENT, ("TOWLINE_PROFILE", "0")]).0, None);
         assert_eq!(of(&[SILENT, ("TOWLINE_PROFILE_DIR", "/tmp"), ("TOWLINE_PROFILE_EVENTS", "all")]).0, None);
     }
 
     #[test]
-    fn unasked_the_status_is_kept_and_no_file_but_the_state_is_written() {
-        let settings = of(&[]).0.unwrap();
+    fn for_the_status_alone_no_file_but_the_state_is_written() {
+        let settings = of(&[STATUS]).0.unwrap();
         assert_eq!((settings.trace, settings.summary, settings.metrics), (false, false, None));
         assert_eq!(settings.mask & (Kind::NetPlugin.bit() | Kind::KernelCh.bit()), 0, "what costs NCCL's threads most");
         assert_eq!(settings.control, Some(PathBuf::from("/local/towline-host-7.sock")));
         assert_eq!(settings.state, Some(PathBuf::from("/local/host-7.state")));
-        let off = of(&[("TOWLINE_PROFILE_CONTROL", "off")]).0.unwrap();
+        let off = of(&[STATUS, ("TOWLINE_PROFILE_CONTROL", "off")]).0.unwrap();
         assert_eq!(off.control, None);
         let shared = of(&[("TOWLINE_STATE_DIR", "/shared"), ("TOWLINE_PROFILE", "trace")]).0.unwrap();
         assert_eq!(shared.state, Some(PathBuf::from("/shared/host-7.state")));

@@ -64,8 +64,6 @@ pub(crate) fn command(scenario: &str, dir: &Path) -> Command {
     for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("TOWLINE_") || name.starts_with("NCCL_")) {
         command.env_remove(name);
     }
-    // Beside what the scenario is about, so that it is not taken for a job of this host's user.
-    command.env("TOWLINE_STATE_DIR", dir.join("states"));
     command.env(SCENARIO, scenario).env("TOWLINE_PROFILE_DIR", dir).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
 }

@@ -164,8 +164,8 @@ fn the_rank_that_holds_the_others_up_is_named() {
     });
     for (odd, _, dir, job) in &jobs {
         let (said, code) = why(dir.path());
-        // The first jobs may be stuck for long enough by now.
-        assert!(code == 0 || began.elapsed() > Duration::from_secs(5), "{odd:?}: {said}");
+        // Other arguments are named at once. And the first jobs may be stuck for long enough by now.
+        assert!(code == 0 || *odd == Odd::OtherCount || began.elapsed() > Duration::from_secs(5), "{odd:?}: {said}");
         match odd {
             Odd::IsStopped => job.signal_odd(libc::SIGSTOP),
             Odd::IsKilled => job.signal_odd(libc::SIGKILL),

@@ -79,7 +79,7 @@ fn each_variable_reaches_its_field() {
         metrics_interval: Duration::from_millis(500),
         metrics_listen: Some("9400".into()),
         profiler_chain: Some("libother.so".into()),
-        status: false,
+        status: Some(false),
         state_dir: Some("/states".into()),
         stuck_after: Duration::from_secs(60),
         backend: Backend::Rdma,

@@ -134,6 +134,16 @@ impl Value for bool {
     }
 }
 
+impl Value for Option<bool> {
+    fn kind() -> String {
+        bool::kind()
+    }
+
+    fn parse(text: &str) -> Result<Self, Bad> {
+        if text.is_empty() { Ok(None) } else { bool::parse(text).map(Some) }
+    }
+}
+
 const FAMILIES: &[(&str, Family)] = &[("AF_INET", Family::V4), ("AF_INET6", Family::V6)];
 
 impl Value for Option<Family> {
