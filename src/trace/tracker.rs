@@ -3,7 +3,7 @@
 //! The live profiler and `towline trace report` feed it the same records. A call is open from its start until it was
 //! stopped and its last operation has ended: NCCL's own stop says only that it is enqueued.
 //!
-//! Its size is bounded: by [`Tracker::new`]'s number of calls per communicator, and by [`OPEN`] operations and steps.
+//! Its size is bounded: by [`Tracker::new`]'s number of calls per communicator, and by 65,536 operations and steps.
 
 use std::collections::BTreeMap;
 
