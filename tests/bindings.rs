@@ -1,6 +1,6 @@
 //! The committed bindings are what bindgen makes of the headers today.
 //!
-//! Nobody who builds Towline needs bindgen: `src/nccl/bindings.rs` (NCCL's interface, from `ffi/`) and
+//! Nobody who builds Towline needs bindgen: `src/nccl/bindings.rs` (NCCL's and FlagCX's interfaces, from `ffi/`) and
 //! `ffi/rdma-sys/src/bindings.rs` (libibverbs, from rdma-core's headers) are committed. These tests need libclang, the second
 //! and the third also rdma-core's headers (packages libibverbs-dev and librdmacm-dev). Where these are missing a test says so
 //! and passes; with `CHECK_BINDINGS=1` it fails.
@@ -12,6 +12,9 @@ use std::path::Path;
 use std::process::Command;
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
+
+/// NCCL's interface, and FlagCX's, which is like it.
+const INTERFACES: [&str; 3] = ["nccl_profiler.h", "nccl_tuner.h", "flagcx_net.h"];
 
 /// The release of rdma-core that `ffi/rdma-sys/src/bindings.rs` was generated from.
 const RDMA_CORE: &str = "44";
@@ -63,12 +66,12 @@ fn the_interface_of_nccl_is_as_its_headers_say() {
     }
     for target in TARGETS {
         let fresh = bindgen::Builder::default()
-            .header_contents("nccl.h", "#include \"ffi/nccl_profiler.h\"\n#include \"ffi/nccl_tuner.h\"\n")
+            .header_contents("all.h", &INTERFACES.map(|header| format!("#include \"ffi/{header}\"\n")).concat())
             .clang_arg(format!("-I{ROOT}"))
             .clang_arg(format!("--target={target}"))
             // Takes the compiler's own stdint.h: the C library's is not there for the other processor.
             .clang_arg("-ffreestanding")
-            .allowlist_file(".*ffi/nccl_.*")
+            .allowlist_file(".*ffi/(nccl|flagcx)_.*")
             .rust_target(rust())
             .rust_edition(bindgen::RustEdition::Edition2024)
             .prepend_enum_name(false)

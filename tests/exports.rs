@@ -30,6 +30,9 @@ const PROFILER: [&str; 6] =
 const TUNER: [&str; 5] =
     ["ncclTunerPlugin_v2", "ncclTunerPlugin_v3", "ncclTunerPlugin_v4", "ncclTunerPlugin_v5", "ncclTunerPlugin_v6"];
 
+/// FlagCX's network table.
+const FLAGCX: [&str; 1] = ["flagcxNetAdaptorPlugin_v1"];
+
 /// The C runtime: all that the library may need at load time, besides the loader itself.
 const RUNTIME: [&str; 3] = ["libc.so.6", "libm.so.6", "libgcc_s.so.1"];
 
@@ -51,10 +54,10 @@ fn inspect(program: &str, arguments: &[&str]) -> String {
 }
 
 #[test]
-fn exports_nccl_s_tables_and_nothing_else() {
+fn exports_the_tables_of_the_interfaces_and_nothing_else() {
     let text = inspect("nm", &["-D", "--defined-only", "--format=posix"]);
     let found: BTreeSet<&str> = text.lines().filter_map(|line| line.split_whitespace().next()).collect();
-    assert_eq!(found, EXPORTS.into_iter().chain(PROFILER).chain(TUNER).collect());
+    assert_eq!(found, EXPORTS.into_iter().chain(PROFILER).chain(TUNER).chain(FLAGCX).collect());
 }
 
 #[test]

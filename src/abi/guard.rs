@@ -2,10 +2,12 @@
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::result;
 use crate::nccl::ffi::{ncclResult_t, ncclSuccess};
 use crate::os::error::{Cause, Error, Result};
+use crate::os::log;
 
 /// Runs `body` for NCCL's call `call` in version `API` of the interface.
 pub(super) fn guard<const API: u8>(call: &'static str, body: impl FnOnce() -> Result<()>) -> ncclResult_t {
@@ -17,6 +19,7 @@ pub(super) fn guard<const API: u8>(call: &'static str, body: impl FnOnce() -> Re
         Err(payload) => Error::internal(format!("a defect of Towline: {}", panic_message(&*payload))),
     };
     // The logger is NCCL's or the host's; if writing to it panics, the result code still stands.
+    let tell = if API == result::FLAGCX { tell_where_nobody_reads } else { tell };
     let _ = catch_unwind(AssertUnwindSafe(|| tell(call, &error)));
     result::code(error.cause(), API)
 }
@@ -29,6 +32,29 @@ fn tell(call: &'static str, error: &Error) {
         Cause::Internal => tracing::error!("{call}: {error}"),
         _ => tracing::warn!("{call}: {error}"),
     }
+}
+
+/// The calls whose result codes FlagCX does not read: what they were to start or to end, it waits for.
+const UNREAD: [&str; 4] = ["listen", "isend", "irecv", "test"];
+
+/// For FlagCX, which calls again for ever where it does not read the answer. It must not flood the log, and the log is the
+/// only one to say that the job stands still, also where NCCL's logger is in use and prints no warnings.
+fn tell_where_nobody_reads(call: &'static str, error: &Error) {
+    /// A request failed, and the log says why. When it is asked after again, that error says nothing new.
+    static FAILED: AtomicBool = AtomicBool::new(false);
+    if call == "test" && FAILED.swap(true, Ordering::Relaxed) && error.cause() == Cause::Usage {
+        return;
+    }
+    let (is_first, is_first_here) = (error.tell_once(), error.tell_host_once());
+    let stands_still = UNREAD.contains(&call);
+    let is_new = if stands_still { is_first_here } else { is_first };
+    if !is_new || log::once_per((call, error.what(), error.peer())).is_none() {
+        return;
+    }
+    let end = if stands_still { "; FlagCX does not notice and waits for ever: end the job" } else { "" };
+    let line = format!("{call}: {error}{end}");
+    log::also_to_stderr(&line);
+    tracing::warn!("{line}");
 }
 
 fn panic_message(payload: &(dyn Any + Send)) -> &str {
@@ -95,6 +121,20 @@ mod tests {
             assert_eq!(guard::<5>("isend", || Err(kept.clone())), 2);
         });
         assert_eq!(lines, ["WARN test: the connection was reset (peer 10.0.0.2:9)"]);
+    }
+
+    #[test]
+    fn where_nobody_reads_the_result_the_log_says_once_that_the_job_stands_still() {
+        let kept = Error::remote("the connection ended").with_peer("10.0.0.3:9");
+        assert!(kept.tell_once(), "the connection has logged it");
+        let lines = logged(|| {
+            for _ in 0..3 {
+                assert_eq!(guard::<{ result::FLAGCX }>("test", || Err(kept.clone())), 6);
+                assert_eq!(guard::<{ result::FLAGCX }>("test", || Err(Error::usage("it was reported"))), 5);
+            }
+        });
+        assert_eq!(lines.len(), 1, "{lines:?}");
+        assert!(lines[0].starts_with("WARN test: the connection ended (peer 10.0.0.3:9); FlagCX"), "{lines:?}");
     }
 
     #[test]

@@ -16,6 +16,7 @@
 //!
 //! No panic crosses into C, and every failure is logged once, here.
 
+pub mod flagcx;
 mod guard;
 mod pointer;
 pub mod profiler;

@@ -99,7 +99,8 @@ impl Size for usize {
     }
 }
 
+/// The error for a null pointer where a value is needed.
 #[cold]
-fn null(name: &str) -> Error {
+pub(super) fn null(name: &str) -> Error {
     Error::argument(format!("the argument `{name}` is a null pointer"))
 }

@@ -5,6 +5,9 @@ use crate::nccl::ffi::{
 };
 use crate::os::error::Cause;
 
+/// What stands in place of a version of NCCL's where FlagCX calls. Its result codes are those of NCCL's v8.
+pub(super) const FLAGCX: u8 = u8::MAX;
+
 /// The code for `cause` in version `api` of the interface. NCCL knows the remote error from 2.13 on, that is with v6;
 /// older hosts get the system error, which they also treat as a network failure.
 pub(super) fn code(cause: Cause, api: u8) -> ncclResult_t {
@@ -28,6 +31,11 @@ mod tests {
             let expected = if api <= 5 { 2 } else { 6 };
             assert_eq!(code(Cause::Remote, api), expected, "v{api}");
         }
+    }
+
+    #[test]
+    fn flagcx_knows_the_remote_error() {
+        assert_eq!(code(Cause::Remote, FLAGCX), 6);
     }
 
     #[test]

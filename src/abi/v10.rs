@@ -16,7 +16,7 @@ use crate::nccl::ffi::{
     ncclProfilerCallback_t, ncclResult_t,
 };
 use crate::os::error::{Error, Result};
-use crate::plugin::context::InitArgs;
+use crate::plugin::context::{Host, InitArgs};
 use crate::plugin::facade;
 
 export_table! {
@@ -41,7 +41,8 @@ export_table! {
 
 unsafe extern "C" fn init<const API: u8>(logger: ncclDebugLogger_t, profiler: ncclProfilerCallback_t) -> ncclResult_t {
     guard::<API>("init", || {
-        facade::init(InitArgs { api: API, comm_id: None, traffic_class: None, logger, profiler }).map(|_| ())
+        facade::init(InitArgs { host: Host::Nccl, api: API, comm_id: None, traffic_class: None, logger, profiler })
+            .map(|_| ())
     })
 }
 

@@ -17,7 +17,7 @@ use crate::nccl::ffi::{
     ncclDebugLogger_t, ncclNetAttr_v11_t, ncclNetCommAttr_v11_t, ncclNetCommConfig_v11_t, ncclNetDeviceHandle_v11_t,
     ncclProfilerCallback_t, ncclResult_t,
 };
-use crate::plugin::context::InitArgs;
+use crate::plugin::context::{Host, InitArgs};
 use crate::plugin::facade::{self, NetAttr, Traffic};
 
 export_table! {
@@ -54,7 +54,7 @@ pub(super) unsafe extern "C" fn init<const API: u8>(
         // SAFETY: NCCL's promise: null, or a place for the context and a configuration.
         let (mut ctx, traffic_class) = unsafe { (Out::new(ctx, "ctx")?, v10::traffic_class(config)?) };
         ctx.set(ptr::null_mut());
-        let args = InitArgs { api: API, comm_id: Some(comm_id), traffic_class, logger, profiler };
+        let args = InitArgs { host: Host::Nccl, api: API, comm_id: Some(comm_id), traffic_class, logger, profiler };
         ctx.set(dress(facade::init(args)?));
         Ok(())
     })

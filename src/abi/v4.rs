@@ -12,7 +12,7 @@ use super::properties::get_properties;
 use super::transfer::{self, Group};
 use crate::nccl::ffi::{ncclDebugLogger_t, ncclResult_t};
 use crate::os::error::Result;
-use crate::plugin::context::InitArgs;
+use crate::plugin::context::{Host, InitArgs};
 use crate::plugin::facade;
 
 /// Exports `ncclNetPlugin_vN`. The fields that no version has changed since v4 are filled in here; the others are
@@ -58,7 +58,15 @@ export_table! {
 /// `init`, v4 to v9: the process's default context.
 pub(super) unsafe extern "C" fn init<const API: u8>(logger: ncclDebugLogger_t) -> ncclResult_t {
     guard::<API>("init", || {
-        facade::init(InitArgs { api: API, comm_id: None, traffic_class: None, logger, profiler: None }).map(|_| ())
+        facade::init(InitArgs {
+            host: Host::Nccl,
+            api: API,
+            comm_id: None,
+            traffic_class: None,
+            logger,
+            profiler: None,
+        })
+        .map(|_| ())
     })
 }
 

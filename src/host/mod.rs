@@ -23,6 +23,7 @@
 //! - [`select`] plays NCCL's merging and choice of devices.
 //! - [`log`](mod@log) and [`profile`] are NCCL's logger and profiler callback; [`profiler`] drives the plugin's own
 //!   profiler.
+//! - [`FlagCx`] plays FlagCX, whose interface the library offers beside NCCL's.
 //! - [`Net::table`] gives the raw functions, for calls that no well-meaning host makes.
 //!
 //! Like NCCL, v4's `connect` and `accept` are called once and wait; from v5 on both are called until they yield
@@ -31,6 +32,7 @@
 mod code;
 mod comm;
 mod context;
+mod flagcx;
 mod library;
 pub mod log;
 mod memory;
@@ -44,6 +46,7 @@ mod table;
 pub use code::{Code, Result};
 pub use comm::{Listener, Mr, PATIENCE, Part, RecvComm, Request, SendComm, Sizes};
 pub use context::{Context, Handle, Init, NO_MR, Net, PTR_CUDA, PTR_DMABUF, PTR_HOST};
+pub use flagcx::{End, FlagCx, FlagCxHandle, Object};
 pub use library::{ApiVersion, DEFAULT_FILE, Plugin};
 pub use memory::Memory;
 pub use pair::Pair;

@@ -1469,3 +1469,55 @@ pub struct ncclTuner_v6_t {
     pub finalize: ncclTunerEnd_v3_fn,
     pub getChunkSize: ncclTunerGetChunkSize_v6_fn,
 }
+pub type flagcxNetInit_v1_fn = ::std::option::Option<unsafe extern "C" fn() -> ncclResult_t>;
+pub type flagcxNetRegMr_v1_fn = ::std::option::Option<
+    unsafe extern "C" fn(
+        comm: *mut ::std::os::raw::c_void,
+        data: *mut ::std::os::raw::c_void,
+        size: usize,
+        type_: ::std::os::raw::c_int,
+        mrFlags: ::std::os::raw::c_int,
+        mhandle: *mut *mut ::std::os::raw::c_void,
+    ) -> ncclResult_t,
+>;
+pub type flagcxNetRegMrDmaBuf_v1_fn = ::std::option::Option<
+    unsafe extern "C" fn(
+        comm: *mut ::std::os::raw::c_void,
+        data: *mut ::std::os::raw::c_void,
+        size: usize,
+        type_: ::std::os::raw::c_int,
+        offset: u64,
+        fd: ::std::os::raw::c_int,
+        mrFlags: ::std::os::raw::c_int,
+        mhandle: *mut *mut ::std::os::raw::c_void,
+    ) -> ncclResult_t,
+>;
+pub type flagcxNetGetDevFromName_v1_fn = ::std::option::Option<
+    unsafe extern "C" fn(name: *mut ::std::os::raw::c_char, dev: *mut ::std::os::raw::c_int) -> ncclResult_t,
+>;
+pub type flagcxNetOneSided_v1_fn = ::std::option::Option<unsafe extern "C" fn() -> ncclResult_t>;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct flagcxNetAdaptor_v1_t {
+    pub name: *const ::std::os::raw::c_char,
+    pub init: flagcxNetInit_v1_fn,
+    pub devices: ncclNetDevices_v4_fn,
+    pub getProperties: ncclNetGetProperties_v8_fn,
+    pub listen: ncclNetListen_v4_fn,
+    pub connect: ncclNetConnect_v4_fn,
+    pub accept: ncclNetAccept_v4_fn,
+    pub closeSend: ncclNetClose_v4_fn,
+    pub closeRecv: ncclNetClose_v4_fn,
+    pub closeListen: ncclNetClose_v4_fn,
+    pub regMr: flagcxNetRegMr_v1_fn,
+    pub regMrDmaBuf: flagcxNetRegMrDmaBuf_v1_fn,
+    pub deregMr: ncclNetDeregMr_v4_fn,
+    pub isend: ncclNetIsend_v10_fn,
+    pub irecv: ncclNetIrecv_v10_fn,
+    pub iflush: ncclNetIflush_v5_fn,
+    pub test: ncclNetTest_v4_fn,
+    pub iput: flagcxNetOneSided_v1_fn,
+    pub iget: flagcxNetOneSided_v1_fn,
+    pub iputSignal: flagcxNetOneSided_v1_fn,
+    pub getDevFromName: flagcxNetGetDevFromName_v1_fn,
+}

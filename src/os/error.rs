@@ -37,6 +37,7 @@ struct Inner {
     peer: Option<String>,
     hint: Option<String>,
     told: AtomicBool,
+    told_to_host: AtomicBool,
 }
 
 impl Error {
@@ -119,8 +120,15 @@ impl Error {
         !self.0.told.swap(true, Ordering::Relaxed)
     }
 
+    /// The same for what the failure means to a host that does not read result codes: the connection itself has logged its
+    /// failure by then.
+    pub fn tell_host_once(&self) -> bool {
+        !self.0.told_to_host.swap(true, Ordering::Relaxed)
+    }
+
     fn from_parts(cause: Cause, what: String, peer: Option<String>, hint: Option<String>) -> Self {
-        Self(Arc::new(Inner { cause, what, peer, hint, told: AtomicBool::new(false) }))
+        let (told, told_to_host) = (AtomicBool::new(false), AtomicBool::new(false));
+        Self(Arc::new(Inner { cause, what, peer, hint, told, told_to_host }))
     }
 
     fn parts(&self) -> (Cause, String, Option<String>, Option<String>) {

@@ -120,6 +120,16 @@ pub fn forget_logger() {
     }
 }
 
+/// Writes a line to standard error when NCCL's logger would not print it as a warning: for a host that is not NCCL, in a
+/// process where NCCL's logger is in use. `NCCL_DEBUG` says whether NCCL prints warnings.
+pub fn also_to_stderr(text: &str) {
+    let prints = std::env::var("NCCL_DEBUG")
+        .is_ok_and(|asked| ["WARN", "INFO", "ABORT", "TRACE"].iter().any(|level| asked.eq_ignore_ascii_case(level)));
+    if !prints && !LOGGER.load(Ordering::SeqCst).is_null() {
+        subscriber::to_stderr(Level::WARN, text);
+    }
+}
+
 /// The level of events that NCCL's logger wants, from NCCL's own variables.
 fn nccl_level(lookup: impl Fn(&str) -> Option<String>) -> LogLevel {
     let asked = lookup("NCCL_DEBUG").unwrap_or_default();

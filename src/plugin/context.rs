@@ -15,10 +15,22 @@ use crate::nccl::ffi;
 use crate::os::error::{Error, Result};
 use crate::session::handshake::Secret;
 
+/// Which program's interface it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Host {
+    /// NCCL's.
+    Nccl,
+    /// FlagCX's, which gives no log, never says that it is done, and may live beside NCCL in one process: it joins what is
+    /// there.
+    FlagCx,
+}
+
 /// What NCCL tells when it starts to use the library, per communicator from v11 on and once per process before.
 #[derive(Debug)]
 pub struct InitArgs {
-    /// The version of the interface, 4 to 12.
+    /// Whose interface it is.
+    pub host: Host,
+    /// The version of NCCL's interface, 4 to 12. FlagCX's is like v8.
     pub api: u8,
     /// The communicator's id (v11 and later).
     pub comm_id: Option<u64>,
@@ -28,6 +40,16 @@ pub struct InitArgs {
     pub logger: ffi::ncclDebugLogger_t,
     /// The way into NCCL's profiler (v10 and later).
     pub profiler: ffi::ncclProfilerCallback_t,
+}
+
+impl InitArgs {
+    /// The interface's name for people.
+    pub fn interface(&self) -> String {
+        match self.host {
+            Host::Nccl => format!("interface v{}", self.api),
+            Host::FlagCx => "FlagCX's interface v1".to_owned(),
+        }
+    }
 }
 
 /// An attempt that nobody asked after for this long is dropped. NCCL asks many times a second.

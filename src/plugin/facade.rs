@@ -16,7 +16,7 @@ use super::comm::RdmaListenComm;
 use super::comm::{Comm, ListenComm};
 use super::context::{InitArgs, Way};
 use super::devices::DeviceProperties;
-use super::handle::{self, ConnectionHandle};
+use super::handle::{self, ConnectionHandle, ShortHandle};
 use super::open::Open;
 use super::process::{Process, process};
 use super::tuning;
@@ -146,6 +146,21 @@ pub fn make_vdevice(members: &[i32]) -> Result<i32> {
 /// # Errors
 /// When there is no such device, or nothing can be bound to its interface.
 pub fn listen(ctx: Option<usize>, dev: i32) -> Result<([u8; 64], usize)> {
+    let (handle, comm) = listen_with(ctx, dev, handle::ROOM)?;
+    Ok((handle.encode(), comm))
+}
+
+/// As [`listen`], in the default context and with a handle for FlagCX.
+///
+/// # Errors
+/// As [`listen`].
+pub fn listen_short(dev: i32) -> Result<(ShortHandle, usize)> {
+    let (handle, comm) = listen_with(None, dev, handle::SHORT_ROOM)?;
+    Ok((handle.shorten(), comm))
+}
+
+/// `room`: how many bytes the handle has for addresses.
+fn listen_with(ctx: Option<usize>, dev: i32, room: usize) -> Result<(ConnectionHandle, usize)> {
     let process = process();
     let context = process.context(ctx)?;
     let binding = process.devices.binding(dev)?;
@@ -169,11 +184,11 @@ pub fn listen(ctx: Option<usize>, dev: i32) -> Result<([u8; 64], usize)> {
         }
     };
     let is_down = |address: &SocketAddr| rails.iter().any(|it| !it.running && it.address.ip() == address.ip());
-    let addresses = handle::what_works_first(addresses, is_down);
+    let addresses = handle::what_works_first(addresses, room, is_down);
     let handle = ConnectionHandle { secret, addresses, is_rdma, key: 0 };
     let comm = process.comms.insert(Arc::new(comm))?.encode();
     context.open.add(comm);
-    Ok((handle.encode(), comm))
+    Ok((handle, comm))
 }
 
 /// Connects to the listener that made `handle`; None while the connection is not ready. The caller calls again with
@@ -188,6 +203,17 @@ pub fn connect(
     handle: &mut [u8; 64],
 ) -> Result<Option<usize>> {
     connect_with(ctx, dev, traffic_class, handle, false)
+}
+
+/// As [`connect`], in the default context and with a handle for FlagCX.
+///
+/// # Errors
+/// As [`connect`].
+pub fn connect_short(dev: i32, short: &mut ShortHandle) -> Result<Option<usize>> {
+    let mut bytes = handle::lengthen(short);
+    let connected = connect(None, dev, None, &mut bytes);
+    handle::keep_key(short, &bytes);
+    connected
 }
 
 /// Connects and waits, with a deadline. Does not depend on the peer having called accept.

@@ -17,6 +17,9 @@
 //!
 //! NCCL hands the same bytes to `connect` until it succeeds, but may copy them between calls, so the attempt is found
 //! by a key, never by a pointer.
+//!
+//! FlagCX leaves 56 bytes to a plugin. There the key is in bytes 52–55, and the addresses end before it: three of IPv4
+//! always fit, and one of IPv6 ([`ConnectionHandle::shorten`], [`lengthen`]).
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -27,6 +30,16 @@ const MAGIC: [u8; 8] = *b"TOWLINE\x02";
 
 /// Where the addresses are.
 const ADDRESSES: std::ops::Range<usize> = 25..60;
+/// Where the addresses of a short handle are.
+const FEW_ADDRESSES: std::ops::Range<usize> = 25..52;
+
+/// How many bytes a handle's addresses may take.
+pub const ROOM: usize = ADDRESSES.end - ADDRESSES.start;
+/// The same in a short handle.
+pub const SHORT_ROOM: usize = FEW_ADDRESSES.end - FEW_ADDRESSES.start;
+
+/// A handle for FlagCX.
+pub type ShortHandle = [u8; 56];
 
 /// Bits of the byte before an address. This one is always set.
 const ADDRESS: u8 = 0x40;
@@ -55,6 +68,15 @@ impl ConnectionHandle {
         out[24] = u8::from(self.is_rdma);
         put_addresses(&mut out[ADDRESSES], &self.addresses);
         out[60..].copy_from_slice(&self.key.to_le_bytes());
+        out
+    }
+
+    /// The 56 bytes for FlagCX: as [`ConnectionHandle::encode`], with fewer addresses.
+    pub fn shorten(&self) -> ShortHandle {
+        let mut out = [0; 56];
+        out[..FEW_ADDRESSES.start].copy_from_slice(&self.encode()[..FEW_ADDRESSES.start]);
+        put_addresses(&mut out[FEW_ADDRESSES], &self.addresses);
+        out[FEW_ADDRESSES.end..].copy_from_slice(&self.key.to_le_bytes());
         out
     }
 
@@ -87,6 +109,19 @@ impl ConnectionHandle {
     }
 }
 
+/// A short handle in the 64 bytes of the others.
+pub fn lengthen(short: &ShortHandle) -> [u8; 64] {
+    let mut out = [0; 64];
+    out[..FEW_ADDRESSES.end].copy_from_slice(&short[..FEW_ADDRESSES.end]);
+    out[60..].copy_from_slice(&short[FEW_ADDRESSES.end..]);
+    out
+}
+
+/// Writes the key of a handle from [`lengthen`] back into the short one.
+pub fn keep_key(short: &mut ShortHandle, bytes: &[u8; 64]) {
+    short[FEW_ADDRESSES.end..].copy_from_slice(&bytes[60..]);
+}
+
 fn octets(ip: IpAddr) -> Vec<u8> {
     match ip {
         IpAddr::V4(v4) => v4.octets().to_vec(),
@@ -94,10 +129,14 @@ fn octets(ip: IpAddr) -> Vec<u8> {
     }
 }
 
-/// Puts addresses whose rail is down behind the others when not all of them fit, so that one that works does. When they
-/// do, each keeps its rail's place, since the other side tries its rail of the same place first.
-pub fn what_works_first(mut addresses: Vec<SocketAddr>, is_down: impl Fn(&SocketAddr) -> bool) -> Vec<SocketAddr> {
-    if put_addresses(&mut [0; ADDRESSES.end - ADDRESSES.start], &addresses) < addresses.len() {
+/// Puts addresses whose rail is down behind the others when not all of them fit into `room` bytes, so that one that works
+/// does. When they do, each keeps its rail's place, since the other side tries its rail of the same place first.
+pub fn what_works_first(
+    mut addresses: Vec<SocketAddr>,
+    room: usize,
+    is_down: impl Fn(&SocketAddr) -> bool,
+) -> Vec<SocketAddr> {
+    if put_addresses(&mut [0; ROOM][..room], &addresses) < addresses.len() {
         addresses.sort_by_key(is_down);
     }
     addresses
@@ -199,10 +238,29 @@ mod tests {
     fn what_is_down_gives_way_only_where_there_is_no_room() {
         let addresses = |texts: &[&str]| texts.iter().map(|text| text.parse().unwrap()).collect::<Vec<SocketAddr>>();
         let few = addresses(&["10.0.0.1:1", "11.0.0.2:2"]);
-        assert_eq!(what_works_first(few.clone(), |it| it.port() == 1), few);
+        assert_eq!(what_works_first(few.clone(), ROOM, |it| it.port() == 1), few);
         let many = addresses(&["[fd01::1]:1", "[2001:db8::2]:2", "[2a00::3]:3", "[fd02::4]:4"]);
-        let ordered = what_works_first(many, |it| it.port() < 3);
+        let ordered = what_works_first(many, ROOM, |it| it.port() < 3);
         assert_eq!(ordered.iter().map(SocketAddr::port).collect::<Vec<_>>(), [3, 4, 1, 2]);
+    }
+
+    #[test]
+    fn a_short_handle_loses_no_more_than_addresses_that_do_not_fit() {
+        let of = |texts: &[&str], key: u32| {
+            let mut bytes = lengthen(&handle(texts).shorten());
+            ConnectionHandle::set_key(&mut bytes, key);
+            let mut short = handle(texts).shorten();
+            keep_key(&mut short, &bytes);
+            let read = ConnectionHandle::decode(&lengthen(&short)).unwrap();
+            assert_eq!(read.key, key);
+            read.addresses.iter().map(SocketAddr::to_string).collect::<Vec<_>>()
+        };
+        let rails = ["10.0.0.1:1", "11.0.0.2:2", "12.0.0.3:65535", "13.0.0.4:4", "14.0.0.5:5"];
+        assert_eq!(of(&rails, 0), rails[..3]);
+        assert_eq!(of(&["[2001:db8:1::a:1]:1", "[2001:db8:2::b:2]:2"], u32::MAX), ["[2001:db8:1::a:1]:1"]);
+        let handle = handle(&["[fe80::1]:45"]);
+        let read = ConnectionHandle::decode(&lengthen(&handle.shorten())).unwrap();
+        assert_eq!((read.secret, read.is_rdma, read.key), (handle.secret, false, 0));
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::comm::Comm;
-use super::context::{Context, InitArgs};
+use super::context::{Context, Host, InitArgs};
 use super::devices::{self, Binding, MergePolicy, Plan, Table as Devices};
 use super::listener;
 use super::tuning::Scope;
@@ -123,7 +123,10 @@ impl Process {
         let process = process();
         let _one_at_a_time = process.initialising.lock().unwrap_or_else(PoisonError::into_inner);
         let (config, complaints) = Config::from_env();
-        log::set_logger(args.logger, config.log);
+        // FlagCX has no log. Beside NCCL's contexts NCCL's logger stays.
+        if args.host == Host::Nccl || process.contexts.is_empty() {
+            log::set_logger(args.logger, config.log);
+        }
         process.start_or_refuse(args, &config, || process.start(args, &config, &complaints))
     }
 
@@ -163,17 +166,18 @@ impl Process {
             }
         }
         let key = process.key(config)?;
-        // From v11 on every communicator calls this, and the numbers of virtual devices must stay while one lives. Before
-        // the first success there are none.
-        if args.api < 11 || process.contexts.is_empty() || first {
+        // From v11 on every communicator calls this, and the numbers of virtual devices must stay while one lives; FlagCX
+        // calls it beside them. Before the first success there are none.
+        let is_alone = process.contexts.is_empty() || first;
+        if is_alone || args.api < 11 && args.host == Host::Nccl {
             let found = devices::discover(config)?;
             let ports = process.rdma_plans(config, &found.plans)?;
             if first {
                 tracing::info!(
-                    "{} {}, interface v{}, {} backend",
+                    "{} {}, {}, {} backend",
                     env!("CARGO_PKG_NAME"),
                     env!("CARGO_PKG_VERSION"),
-                    args.api,
+                    args.interface(),
                     if ports.is_some() { "RDMA" } else { "TCP" }
                 );
                 tracing::info!(target: log::NET, "{}{found}", if ports.is_some() { "connecting by sockets: " } else { "" });
@@ -422,7 +426,8 @@ mod tests {
     #[test]
     fn a_panic_in_init_refuses_connections_where_encryption_is_asked_for() {
         let process = Process::new(0);
-        let args = InitArgs { api: 12, comm_id: Some(7), traffic_class: None, logger: None, profiler: None };
+        let host = Host::Nccl;
+        let args = InitArgs { host, api: 12, comm_id: Some(7), traffic_class: None, logger: None, profiler: None };
         let config = Config::from_pairs([("TOWLINE_KEY_FILE", "/nowhere")]).0;
         let context = process.start_or_refuse(&args, &config, || panic!("slot {} is taken", 7)).expect("init succeeds");
         let error = process.context(Some(context)).err().expect("no connection is made");

@@ -96,7 +96,7 @@ fn emit(metadata: &Metadata<'_>, text: String) {
     INSIDE.fetch_sub(1, Ordering::SeqCst);
 }
 
-fn to_stderr(level: Level, text: &str) {
+pub(super) fn to_stderr(level: Level, text: &str) {
     let text = text.strip_prefix(PREFIX).unwrap_or(text);
     // Nothing can be done about a standard error that takes no more, and it must not stop the job.
     let _ = writeln!(std::io::stderr().lock(), "{PREFIX}{level} {text}");
