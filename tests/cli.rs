@@ -160,6 +160,14 @@ struct Running(Child);
 
 impl Running {
     fn start(mut command: Command) -> Self {
+        // A shell starts what runs in the background with SIGINT ignored, and that is inherited.
+        // SAFETY: between fork and exec only a system call is made.
+        unsafe {
+            command.pre_exec(|| {
+                libc::signal(libc::SIGINT, libc::SIG_DFL);
+                Ok(())
+            });
+        }
         Self(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("towline starts"))
     }
 

@@ -17,6 +17,7 @@ use towline::host::log::{Capture, Record};
 use towline::host::{ApiVersion, Code, Context, Handle, Memory, Pair, Part};
 use towline::nccl::ffi;
 use towline::session::frame::Type;
+use towline::session::handshake::{VERSION_MAX, VERSION_MIN};
 
 /// `ncclInvalidArgument` and `ncclInvalidUsage`: the host's mistakes.
 const MISTAKES: [u32; 2] = [ffi::ncclInvalidArgument, ffi::ncclInvalidUsage];
@@ -98,6 +99,26 @@ fn a_web_request_is_shut_out() {
         let mut stream = stranger(handle);
         stream.write_all(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n").expect("it is taken");
         assert!(is_shut_out(stream));
+    });
+}
+
+/// As a peer does that asks whether this side lives, and hears it otherwise: that was told as a refusal.
+#[test]
+fn a_peer_that_gives_up_a_connection_is_not_refused() {
+    withstands("a_peer_that_gives_up_a_connection_is_not_refused", "", |handle| {
+        let log = Capture::start();
+        for ends_early in [true, false] {
+            let mut stream = stranger(handle);
+            stream.write_all(&preamble(VERSION_MIN, VERSION_MAX)).expect("it is taken");
+            // With its answer unread this is a reset.
+            eventually("an answer", PATIENCE, || (stream.peek(&mut [0]).expect("it lives") > 0).then_some(()));
+            if ends_early {
+                stream.shutdown(std::net::Shutdown::Write).expect("it lives");
+                assert!(is_shut_out(stream));
+            }
+        }
+        std::thread::sleep(Duration::from_millis(200));
+        assert_eq!(warnings(&log, "refused a connection").len(), 0, "{:?}", log.records());
     });
 }
 

@@ -113,6 +113,21 @@ fn of_two_interfaces_in_one_subnet_the_log_and_doctor_say_that_one_carries_every
     assert!(told.contains("packets from 10.77.1.2 (rail1) to its own subnet leave by rail0"), "{told}");
 }
 
+/// Hosts that announce a /32 on `lo` by BGP: no route leads to the addresses of their cables.
+#[test]
+fn hosts_whose_routed_address_is_on_the_loopback_interface_reach_each_other() {
+    if plays_a_host() || !available() {
+        return;
+    }
+    let (left, right) = two_hosts(1);
+    for (host, number, other) in [(&left, 1, 2), (&right, 2, 1)] {
+        host.ip(&format!("address add 10.99.0.{number}/32 dev lo"));
+        host.ip(&format!("route add 10.99.0.{other}/32 via 10.77.0.{other} src 10.99.0.{number}"));
+    }
+    let name = "hosts_whose_routed_address_is_on_the_loopback_interface_reach_each_other";
+    assert_eq!(exchange(name, [&left, &right], &[("NCCL_SOCKET_IFNAME", "lo")]), "");
+}
+
 #[test]
 fn two_interfaces_in_one_subnet_that_are_kept_apart_carry_a_share_each() {
     if plays_a_host() || !available() {

@@ -82,6 +82,7 @@ impl Accepts for Acceptor {
                 input: Vec::new(),
                 stage: Stage::Preamble,
                 short: false,
+                left: false,
             }),
         });
         let evicted = lock(&self.inbound).come(Arc::clone(&inbound));
@@ -152,6 +153,8 @@ struct InboundState {
     stage: Stage,
     /// The kernel had no memory for a call, and is to be asked again.
     short: bool,
+    /// The other side has ended the socket.
+    left: bool,
     /// When it is dropped. None once the peer was welcomed, for as long as it has its socket.
     deadline: Option<Instant>,
 }
@@ -180,6 +183,13 @@ impl Inbound {
 
     fn deadline(&self) -> Option<Instant> {
         lock(&self.state).deadline
+    }
+
+    /// Whether a process that speaks Towline has ended the socket itself: a peer that asks whether this side lives, or connects a
+    /// stream, and needs no answer any more.
+    fn was_given_up(&self) -> bool {
+        let state = lock(&self.state);
+        state.left && !matches!(state.stage, Stage::Preamble)
     }
 
     fn has_socket(&self) -> bool {
@@ -455,9 +465,13 @@ impl Source for Inbound {
             // Also one that waited without a socket for its peer, which has come back over another.
             Ok(true) => self.end(),
             Err(error) => {
-                STRANGERS.tell(|more| {
-                    tracing::warn!(target: NET, "refused a connection from {}: {error}{more}", self.from.ip());
-                });
+                if self.was_given_up() {
+                    tracing::info!(target: NET, "{} gave up a connection: {error}", self.from);
+                } else {
+                    STRANGERS.tell(|more| {
+                        tracing::warn!(target: NET, "refused a connection from {}: {error}{more}", self.from.ip());
+                    });
+                }
                 if self.outlives_its_socket(&net) {
                     return Progress { moved: true, again: self.deadline() };
                 }
@@ -489,10 +503,14 @@ fn fill(state: &mut InboundState, wanted: usize, from: SocketAddr) -> Result<boo
                 return Ok(false);
             }
             Ok(Some(0)) => {
+                state.left = true;
                 return Err(Error::remote("it was closed before its handshake was complete").with_peer(from.ip()));
             }
             Ok(Some(got)) => state.input.extend_from_slice(&bytes[..got]),
-            Err(error) => return Err(Error::system("reading a handshake", &error)),
+            Err(error) => {
+                state.left = super::lifeline::is_cut(&error);
+                return Err(Error::system("reading a handshake", &error));
+            }
         }
     }
     Ok(true)
