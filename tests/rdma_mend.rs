@@ -303,6 +303,13 @@ fn a_port_that_goes_down_is_done_without_and_used_again() {
     }
 }
 
+/// The variables of a process one device of which is like that.
+fn like<'a>(library: &'a std::path::Path, personality: &'a str, device: &'a str) -> Vec<(&'a str, &'a str)> {
+    let library = library.to_str().expect("text");
+    let injected = [("LD_PRELOAD", library), ("FAULTY_VERBS_LIKE", personality), ("FAULTY_VERBS_DEVICE", device)];
+    [&IMPATIENT[..], &injected].concat()
+}
+
 /// From now on devices that are like "vanishing" are gone.
 const VANISH: Injector = Injector { arm: c"faulty_verbs_vanish", report: c"faulty_verbs_report", complaint: "" };
 
@@ -313,13 +320,7 @@ const VANISH: Injector = Injector { arm: c"faulty_verbs_vanish", report: c"fault
 fn a_device_that_vanishes_is_done_without() {
     const NAME: &str = "a_device_that_vanishes_is_done_without";
     let _links = Links::new();
-    let library = faulty_verbs();
-    let injected = [
-        ("LD_PRELOAD", library.to_str().expect("text")),
-        ("FAULTY_VERBS_LIKE", "vanishing"),
-        ("FAULTY_VERBS_DEVICE", "rxe2"),
-    ];
-    child::alone(NAME, &[&IMPATIENT[..], &injected].concat(), || {
+    child::alone(NAME, &like(&faulty_verbs(), "vanishing", "rxe2"), || {
         let _watchdog = watchdog(100);
         under_traffic(|traffic, log| {
             traffic.goes_on("traffic");
@@ -342,13 +343,7 @@ fn a_device_that_vanishes_is_done_without() {
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn without_its_only_device_a_connection_fails_soon() {
     const NAME: &str = "without_its_only_device_a_connection_fails_soon";
-    let library = faulty_verbs();
-    let injected = [
-        ("LD_PRELOAD", library.to_str().expect("text")),
-        ("FAULTY_VERBS_LIKE", "vanishing"),
-        ("FAULTY_VERBS_DEVICE", "rxe0"),
-    ];
-    child::alone(NAME, &[&IMPATIENT[..], &injected].concat(), || {
+    child::alone(NAME, &like(&faulty_verbs(), "vanishing", "rxe0"), || {
         let _watchdog = watchdog(60);
         let log = Capture::start();
         let context = context(ApiVersion::V12);
@@ -386,13 +381,8 @@ fn messages_do_not_wait_for_a_queue_pair_that_is_being_connected() {
     let _links = Links::new();
     let library = faulty_verbs();
     for device in ["rxe2", "rxe3"] {
-        let injected = [
-            ("LD_PRELOAD", library.to_str().expect("text")),
-            ("FAULTY_VERBS_LIKE", "late"),
-            ("FAULTY_VERBS_DEVICE", device),
-            ("FAULTY_VERBS_SLOW", "2000"),
-        ];
-        child::alone(NAME, &[&IMPATIENT[..], &injected].concat(), || {
+        let variables = [&like(&library, "late", device)[..], &[("FAULTY_VERBS_SLOW", "2000")]].concat();
+        child::alone(NAME, &variables, || {
             let _watchdog = watchdog(100);
             under_traffic(|traffic, log| {
                 SECOND.down();

@@ -127,7 +127,7 @@ unsafe extern "C" fn connect(dev: c_int, handle: *mut c_void, send_comm: *mut *m
 /// The bytes of a connection handle that are ours.
 ///
 /// # Safety
-/// `at` is null or valid for reading and writing 56 bytes, which nobody else uses until the call from FlagCX returns.
+/// `at` is null or valid for reading and writing 56 bytes, which no other thread uses until the call from FlagCX returns.
 unsafe fn short_handle<'a>(at: *mut c_void) -> Result<&'a mut ShortHandle> {
     // SAFETY: exclusive and long enough by this function's own contract; bytes have no alignment.
     let bytes = unsafe { at.cast::<ShortHandle>().as_mut() };

@@ -47,7 +47,7 @@ pub(crate) enum Verdict {
     Good,
     /// Data arrived wrong.
     WrongData,
-    /// The doctor found problems, or `why` somebody who holds the job up, and told of them.
+    /// The doctor found problems, or `why` a rank that holds the job up.
     Problems,
     /// `why` cannot tell.
     Unclear,

@@ -22,7 +22,7 @@ const AGAIN: Duration = Duration::from_secs(2);
 /// The processes remember their last calls and their open operations (TOWLINE_STATUS). Those of this host are found by
 /// themselves; those of all hosts when they share a directory (TOWLINE_STATE_DIR).
 ///
-/// Exit status: 0 nothing is stuck, 1 somebody was named, 2 it cannot be told.
+/// Exit status: 0 nothing is stuck, 1 a rank was named, 2 it cannot be told.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
     /// Look again every two seconds, and say what has changed.
@@ -64,7 +64,7 @@ struct Answer {
 impl Answer {
     fn of(processes: &[Process]) -> Self {
         let now = clock::now();
-        // A communicator in which nobody is alive belongs to a job that is over.
+        // A communicator in which no process is alive belongs to a job that is over.
         let living = processes.iter().filter(|process| process.is_alive(now));
         let comms: BTreeSet<u64> = living
             .clone()

@@ -1,4 +1,4 @@
-//! The connections of this process, for who shows what they do.
+//! The connections of this process, for `towline why` and `towline top`.
 
 use super::comm::Comm;
 use super::process::process;
@@ -24,7 +24,7 @@ pub struct Connection {
     pub bytes: u64,
 }
 
-/// All connections of this process. It looks at each place of the table, and waits for who closes one: not for the data path.
+/// All connections of this process. It looks at each place of the table, and waits for a thread that closes one: not for the data path.
 pub fn connections() -> Vec<Connection> {
     let list = std::cell::RefCell::new(Vec::new());
     process().comms.any(|comm| {

@@ -7,15 +7,15 @@
 //!
 //! Guarantee: nothing waits here.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::aside::Aside;
 use super::fabric::Fabric;
 use super::verbs::Refused;
 use crate::os::config::Config;
 use crate::os::error::{Error, Result};
 use crate::os::log::NET;
-use crate::os::thread;
 
 /// Connects what is not connected yet.
 pub type Connect = dyn Fn(&mut Fabric) -> std::result::Result<(), Refused> + Send + Sync;
@@ -58,7 +58,7 @@ pub struct Linking {
     connect: Arc<Connect>,
     wake: Arc<Wake>,
     /// What the thread has brought.
-    outcome: Arc<Mutex<Option<Outcome>>>,
+    outcome: Option<Aside<Outcome>>,
     /// To be tried again at that moment.
     waiting: Option<(Instant, Fabric)>,
     failures: u64,
@@ -77,33 +77,18 @@ impl Linking {
     /// Begins with the first attempt.
     pub fn start(config: &Config, fabric: Fabric, connect: Arc<Connect>, wake: Arc<Wake>) -> Self {
         let retry = Retry::new(config);
-        let mut linking =
-            Self { retry, connect, wake, outcome: Arc::default(), waiting: None, failures: 0, last: None };
+        let mut linking = Self { retry, connect, wake, outcome: None, waiting: None, failures: 0, last: None };
         linking.attempt(fabric);
         linking
     }
 
-    fn attempt(&mut self, fabric: Fabric) {
-        let (connect, outcome, wake) = (Arc::clone(&self.connect), Arc::clone(&self.outcome), Arc::clone(&self.wake));
-        // Shared, so that it is still here when there is no thread.
-        let fabric = Arc::new(Mutex::new(Some(fabric)));
-        let taken = Arc::clone(&fabric);
-        let put = move |outcome: &Mutex<Option<Outcome>>, connect: &Connect| {
-            let Some(mut fabric) = taken.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
+    fn attempt(&mut self, mut fabric: Fabric) {
+        let (connect, wake) = (Arc::clone(&self.connect), Arc::clone(&self.wake));
+        let work = move || {
             let connected = connect(&mut fabric);
-            *outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some((fabric, connected));
+            (fabric, connected)
         };
-        let body = {
-            let put = put.clone();
-            move || {
-                put(&outcome, &*connect);
-                wake();
-            }
-        };
-        if let Err(error) = thread::spawn("towline-link", body) {
-            tracing::debug!(target: NET, "no thread for connecting queue pairs: {error}");
-            put(&self.outcome, &*self.connect);
-        }
+        self.outcome = Some(Aside::start(work, move || wake()));
     }
 
     /// Takes what the attempt has brought, and makes the next one when it is due.
@@ -118,7 +103,7 @@ impl Linking {
             }
             self.attempt(fabric);
         }
-        let outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let outcome = self.outcome.as_ref().and_then(Aside::take);
         let Some((fabric, connected)) = outcome else { return Ok(Polled::Waits(None)) };
         let Err(Refused { code, error }) = connected else { return Ok(Polled::Connected(fabric)) };
         self.failures += 1;

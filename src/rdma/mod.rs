@@ -32,7 +32,7 @@
 //! | [`mending`], [`outage`], [`ledger`], [`silence`], [`relapse`] | going on when a queue pair is lost, or brings nothing any more |
 //! | [`trouble`] | what a failed work request means |
 //! | [`control`], [`said`], [`redial`] | the control channel, and another socket for it |
-//! | [`record`], [`greeting`], [`linking`], `relink` | getting connected |
+//! | [`record`], [`greeting`], [`linking`], `relink`, `aside` | getting connected |
 //! | [`events`] | asynchronous events of devices |
 //! | [`backend`] | all of it for the process |
 //!
@@ -46,6 +46,7 @@
 
 pub mod adapter;
 pub mod alarm;
+mod aside;
 pub mod backend;
 pub mod base;
 pub mod control;

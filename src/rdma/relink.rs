@@ -4,12 +4,9 @@
 //! connection that goes on over other queue pairs must not wait for that with NCCL's thread. So the new queue pair of a
 //! lost lane is connected in a thread of its own, and comes back to its lane with the outcome.
 
-use std::sync::{Arc, Mutex, PoisonError};
-
+use super::aside::Aside;
 use super::verbs::{Ece, QueuePair, Refused, Route, Timeouts};
 use crate::os::error::Result;
-use crate::os::log::NET;
-use crate::os::thread;
 
 /// How far a queue pair is connected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,29 +67,19 @@ type Outcome = (QueuePair, Linked, Result<()>);
 /// A queue pair that a thread is connecting. When this is dropped first, the thread ends the queue pair.
 pub(super) struct Apart {
     element: u64,
-    outcome: Arc<Mutex<Option<Outcome>>>,
+    outcome: Aside<Outcome>,
 }
 
 impl Apart {
     pub(super) fn start(pair: QueuePair, plan: Plan) -> Self {
         let element = pair.element();
-        let outcome = Arc::new(Mutex::new(None));
-        // Shared, so that it is still here when there is no thread.
-        let pair = Arc::new(Mutex::new(Some(pair)));
-        let connect = {
-            let (pair, outcome) = (Arc::clone(&pair), Arc::clone(&outcome));
-            move || {
-                let Some(pair) = pair.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
-                let mut linked = Linked::BOUND;
-                let connected = plan.carry_out(&pair, &mut linked).map_err(Refused::into_error);
-                *outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some((pair, linked, connected));
-            }
+        let connect = move || {
+            let mut linked = Linked::BOUND;
+            let connected = plan.carry_out(&pair, &mut linked).map_err(Refused::into_error);
+            (pair, linked, connected)
         };
-        if let Err(error) = thread::spawn("towline-link", connect.clone()) {
-            tracing::debug!(target: NET, "no thread for connecting a queue pair: {error}");
-            connect();
-        }
-        Self { element, outcome }
+        // While a lane is connecting, its connection is looked at anyhow.
+        Self { element, outcome: Aside::start(connect, || ()) }
     }
 
     /// By which asynchronous events name the queue pair.
@@ -102,6 +89,6 @@ impl Apart {
 
     /// The queue pair, when the thread is done with it.
     pub(super) fn take(&self) -> Option<Outcome> {
-        self.outcome.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.outcome.take()
     }
 }

@@ -16,7 +16,7 @@ use super::names::Name;
 use super::tracker::Tracker;
 use super::verdict::{Arguments, Call, Key, On, Told, Wait};
 
-/// Calls of each communicator that a process remembers, and tells who asks it.
+/// Calls of each communicator that a process remembers, and tells on its control socket.
 pub const KEPT: usize = 1000;
 
 /// Calls of each communicator in a state file, which is written each second.
