@@ -1,5 +1,8 @@
 """Makes networks between two pretended hosts, runs all contenders on each in turn, and names what is slower than Socket.
 
+With --peer, other rows than Socket's tunings are run, as two builds or two settings of Towline: --against says which of them the
+others are compared with.
+
 Each round runs every contender once, in a rotating order, so that what drifts on the machine meets all of them alike. Ratios
 are taken within a round; a miss is a median ratio above 1, or an interval that reaches beyond --margin.
 """
@@ -44,11 +47,26 @@ def arguments(words=None):
     parser.add_argument("--other-sizes", default=OTHER_SIZES, help="for the rest; default %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="samples of each contender; default %(default)s")
     parser.add_argument("--margin", type=float, default=1.05, help="how far an interval may reach; default %(default)s")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=DIR;VAR=VALUE;...",
+        help="run this instead of the tunings of Socket; may be given several times, towline is always run",
+    )
+    parser.add_argument("--against", metavar="NAME,...", help="the rows to compare with; the tunings of Socket unless given")
     parser.add_argument("--rails", action="store_true", help="also Towline with TOWLINE_RAILS=all, where there are two links")
     parser.add_argument("--budget", type=float, default=3600, help="seconds after which no round begins; default %(default)s")
     parser.add_argument("--iproute-debs", metavar="DIR", help="Debian's iproute2 package and its libraries, where ip and tc are missing")
     parser.add_argument("--out", metavar="FILE", help="every sample, a line of JSON each")
     options = parser.parse_args(words)
+    try:
+        options.peer = [contenders.from_argument(text) for text in options.peer]
+    except ValueError as error:
+        parser.error(str(error))
+    options.against = options.against.split(",") if options.against else [*(SOCKETS if not options.peer else [])]
+    if not options.against:
+        parser.error("--peer needs --against")
     options.networks = options.networks.split(",")
     unknown = [name for name in options.networks if name not in NETWORKS]
     if unknown:
@@ -83,6 +101,8 @@ def network(options, name):
 def rows(options, shape):
     """The contenders."""
     known = {row.name: row for row in contenders.builtin(options.towline)}
+    if options.peer:
+        return [*options.peer, known["towline"]]
     chosen = [known[name] for name in (*SOCKETS, "towline")]
     if options.rails and shape and shape.count > 1:
         rails = contenders.Contender("towline-rails", {"NCCL_NET": "Towline", "TOWLINE_RAILS": "all"}, options.towline, "towline")
@@ -124,13 +144,14 @@ def measure(options, name, deadline, keep):
     return samples, wrong, problems
 
 
-def report(name, samples, margin):
+def report(name, samples, margin, against=SOCKETS):
     """Prints a network's table; gives the misses."""
     misses = []
-    print(f"\n## {name}\n\n| collective | bytes | best Socket | µs | Towline µs | ratio | interval |\n|---|---|---|---|---|---|---|")
+    best_title = "best Socket" if tuple(against) == SOCKETS else "beside"
+    print(f"\n## {name}\n\n| collective | bytes | {best_title} | µs | Towline µs | ratio | interval |\n|---|---|---|---|---|---|---|")
     for (collective, count), by in samples.items():
-        sockets = [(stats.median_interval(list(by[who].values())).median, who) for who in SOCKETS if who in by]
-        for who in sorted(by.keys() - set(SOCKETS)):
+        sockets = [(stats.median_interval(list(by[who].values())).median, who) for who in against if who in by]
+        for who in sorted(by.keys() - set(against)):
             if not sockets:
                 continue
             best, best_name = min(sockets)
@@ -164,7 +185,7 @@ def main():
             except Missing as missing:
                 problems.append(f"{name}: not made here: {missing}")
                 continue
-            misses += report(name, samples, options.margin)
+            misses += report(name, samples, options.margin, options.against)
             wrong += bad
             problems += trouble
     print(f"\n{len(misses)} misses, {wrong} wrong elements, {len(problems)} problems")

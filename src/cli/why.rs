@@ -8,7 +8,7 @@ use clap::Args;
 use serde_json::{Value, json};
 use towline::os::error::Result;
 use towline::trace::clock;
-use towline::trace::verdict::{Finding, Job, Route, Told, Whereabouts, name_of_call};
+use towline::trace::verdict::{Finding, Job, Told, Whereabouts, name_of_call};
 
 use super::Verdict;
 use super::gather::{self, Process};
@@ -19,8 +19,8 @@ const AGAIN: Duration = Duration::from_secs(2);
 
 /// Say which rank holds a running job up, and why.
 ///
-/// The processes remember their last calls and their open operations (TOWLINE_STATUS). Those of this host are found by
-/// themselves; those of all hosts when they share a directory (TOWLINE_STATE_DIR).
+/// The processes remember their last calls and their open operations (unless TOWLINE_STATUS=0). Those of this host are
+/// found by themselves; those of all hosts when they share a directory (TOWLINE_STATE_DIR).
 ///
 /// Exit status: 0 nothing is stuck, 1 a rank was named, 2 it cannot be told.
 #[derive(Debug, Args)]
@@ -108,8 +108,8 @@ impl Answer {
             let dir = place.dir().map_or_else(|| "/dev/shm or /tmp".into(), |dir| dir.display().to_string());
             let _ = writeln!(
                 text,
-                "no process of a running job was found in {dir}; was the job started with TOWLINE_STATUS=1, as this user, \
-                 with NCCL 2.23 or later and Towline's profiler loaded, and with TOWLINE_STATE_DIR as here?"
+                "no process of a running job was found in {dir}; does the job run as this user, with NCCL 2.23 or \
+                 later, Towline's profiler loaded and without TOWLINE_STATUS=0, and with TOWLINE_STATE_DIR as here?"
             );
         } else if self.findings.is_empty() {
             let _ = writeln!(
@@ -161,12 +161,7 @@ fn finding(found: &Finding) -> Value {
 }
 
 fn told(process: &Process, told: Told, now: u64) -> Told {
-    let routes = process.state.connections.iter().map(|it| Route {
-        peer: it.peer.clone(),
-        send: it.send,
-        interfaces: it.interfaces.clone(),
-        moved: process.time(it.moved),
-    });
+    let routes = process.state.connections.iter().map(|it| it.route(process.time(it.moved)));
     Told {
         until: now,
         heard: Some(process.heard),

@@ -424,8 +424,8 @@ variables! {
         since: "0.2.0",
         read: "profiler init",
         help: "Whether each process remembers its last 1000 calls and its open operations, for `towline why` and `towline \
-               top`, wherever NCCL loads the profiler. Unset: where `TOWLINE_STATE_DIR` is set. Without it and without \
-               `TOWLINE_PROFILE` the profiler does nothing, at no cost.",
+               top`, wherever NCCL loads the profiler. Unset: it does, except beside a `TOWLINE_PROFILER_CHAIN` without \
+               `TOWLINE_STATE_DIR`. With 0 and without `TOWLINE_PROFILE` the profiler does nothing, at no cost.",
     }
     state_dir: Option<String> {
         name: "TOWLINE_STATE_DIR",

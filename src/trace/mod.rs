@@ -11,9 +11,8 @@
 //! The writer also keeps the last calls and the open operations ([`tracker`]), which the service tells ([`live`]) to
 //! `towline why`; [`verdict`] finds out who holds the job up, there and in `towline trace report`.
 //!
-//! Guarantees: without `TOWLINE_STATUS`, `TOWLINE_STATE_DIR`, `TOWLINE_PROFILE` and `TOWLINE_PROFILER_CHAIN`, nothing is made and
-//! NCCL's event mask is 0. On
-//! NCCL's threads there is no lock, no allocation and no system call; memory is bounded; what does not fit is
+//! Guarantees: with `TOWLINE_STATUS=0` and without `TOWLINE_PROFILE` and `TOWLINE_PROFILER_CHAIN`, nothing is made and
+//! NCCL's event mask is 0. On NCCL's threads there is no lock, no allocation and no system call; memory is bounded; what does not fit is
 //! dropped, counted and said. Handles are numbers, so a call that comes late or from a forked child finds nothing
 //! rather than freed memory.
 //!

@@ -1,7 +1,7 @@
 //! What the built-in profiler was asked to do, read from the environment when a communicator is created.
 //!
-//! NCCL 2.28 and later loads the profiler of any network plugin, so it does nothing unless it is asked. The least is to remember the last
-//! calls and the open operations (`TOWLINE_STATUS`), which must cost little and leave nothing behind.
+//! NCCL 2.28 and later loads the profiler of any network plugin. Unless it is asked for more, it remembers the last calls and the
+//! open operations (`TOWLINE_STATUS`), which must cost little and leave nothing behind.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -56,8 +56,8 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// What `config` asks for on this host and in this process, and what in it made no sense. None when it asks for
-    /// nothing. `local` gives, or makes, the user's directory for the states of this host.
+    /// What `config` asks for on this host and in this process, and what in it made no sense. None when there is nothing to
+    /// do. `local` gives, or makes, the user's directory for the states of this host.
     pub fn new(
         config: &Config,
         host: &str,
@@ -80,7 +80,8 @@ impl Settings {
             }
         }
         let ours = trace || summary || metrics;
-        let status = config.status.unwrap_or(config.state_dir.is_some());
+        // A second profiler is told of what it asks for itself, and of nothing that NCCL tells for the sake of the status.
+        let status = config.status.unwrap_or(chain.is_none() || config.state_dir.is_some());
         if !ours && !status && chain.is_none() {
             return (None, complaints);
         }
@@ -198,7 +199,6 @@ mod tests {
 
     #[test]
     fn without_status_nothing_is_done_unless_asked() {
-        assert_eq!(of(&[]).0, None);
         assert_eq!(of(&[SILENT]).0, None);
         assert_eq!(of(&[SILENT, ("TOWLINE_STATE_DIR", "/shared")]).0, None);
         assert_eq!(of(&[SILENT, ("TOWLINE_PROFILE", "")]).0, None);
@@ -210,6 +210,7 @@ mod tests {
     fn for_the_status_alone_no_file_but_the_state_is_written() {
         let settings = of(&[STATUS]).0.unwrap();
         assert_eq!((settings.trace, settings.summary, settings.metrics), (false, false, None));
+        assert_eq!(of(&[]), of(&[STATUS]), "nobody has to ask for it");
         assert_eq!(settings.mask & (Kind::NetPlugin.bit() | Kind::KernelCh.bit()), 0, "what costs NCCL's threads most");
         assert_eq!(settings.control, Some(PathBuf::from("/local/towline-host-7.sock")));
         assert_eq!(settings.state, Some(PathBuf::from("/local/host-7.state")));
@@ -223,7 +224,7 @@ mod tests {
 
     #[test]
     fn a_chained_profiler_alone_asks_nccl_for_nothing_of_ours() {
-        let settings = of(&[SILENT, ("TOWLINE_PROFILER_CHAIN", "libother.so")]).0.unwrap();
+        let settings = of(&[("TOWLINE_PROFILER_CHAIN", "libother.so")]).0.unwrap();
         assert_eq!((settings.mask, settings.control, settings.listen), (0, None, None));
     }
 

@@ -5,7 +5,7 @@
 //!
 //! Its size is bounded: by [`Tracker::new`]'s number of calls per communicator, and by 65,536 operations and steps.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::event::{Body, CommInfo, Record, state};
 use super::hash::QuickMap;
@@ -57,7 +57,11 @@ struct Operation {
 #[derive(Debug, Clone, Copy)]
 struct Step {
     context: u64,
+    /// The event that it belongs to.
+    operation: u64,
     peer: i32,
+    /// Its data have come, and this rank's GPU has not taken them.
+    arrived: bool,
     /// What it waits for, since when.
     wait: Option<(On, u64)>,
 }
@@ -111,11 +115,16 @@ impl Tracker {
         &self.comms
     }
 
-    /// What the open steps of each communicator wait for.
+    /// What the open steps of each communicator wait for. NCCL asks for the data of several steps ahead; while the GPU has not
+    /// taken those that have come, the further ones hold nobody up.
     pub fn waits(&self) -> BTreeMap<u64, Vec<Wait>> {
+        let supplied: BTreeSet<u64> =
+            self.steps.values().filter(|step| step.arrived).map(|step| step.operation).collect();
         let mut waits: BTreeMap<u64, Vec<Wait>> = BTreeMap::new();
         for step in self.steps.values() {
-            if let Some((on, since)) = step.wait {
+            if let Some((on, since)) = step.wait
+                && (on != On::Data || !supplied.contains(&step.operation))
+            {
                 waits.entry(step.context).or_default().push(Wait { peer: step.peer, on, since });
             }
         }
@@ -144,7 +153,7 @@ impl Tracker {
             }
             Body::ProxyStep { .. } if self.steps.len() < OPEN => {
                 if let Some(&Operation { context, peer, .. }) = self.operations.get(&record.parent) {
-                    self.steps.insert(id, Step { context, peer, wait: None });
+                    self.steps.insert(id, Step { context, operation: record.parent, peer, arrived: false, wait: None });
                 }
             }
             Body::State { state, .. } => {
@@ -152,6 +161,7 @@ impl Tracker {
                     && let Some(on) = what(state)
                     && step.wait.is_none_or(|(before, _)| before != on)
                 {
+                    step.arrived = matches!(state, state::STEP_RECV_FLUSH_WAIT | state::STEP_RECV_GPU_WAIT);
                     step.wait = Some((on, when));
                 }
             }
@@ -243,6 +253,29 @@ mod tests {
         assert_eq!(tracker.waits().len(), 0);
         tracker.apply(&of(8, 11, 0, Body::Stop));
         assert_eq!(seen(&tracker), [(0, false)]);
+    }
+
+    #[test]
+    fn while_the_gpu_has_data_to_take_the_next_steps_wait_for_nobody() {
+        let mut tracker = Tracker::new(10);
+        let state = |when, id, state| of(when, id, 0, Body::State { state, steps: 0, arg: 0 });
+        for record in [
+            of(1, 10, 0, coll(0)),
+            of(2, 11, 10, Body::ProxyOp(ProxyOp { peer: 3, ..ProxyOp::default() })),
+            of(3, 12, 11, Body::ProxyStep { step: 0 }),
+            of(3, 13, 11, Body::ProxyStep { step: 1 }),
+            state(4, 12, state::STEP_RECV_WAIT),
+            state(5, 13, state::STEP_RECV_WAIT),
+        ] {
+            tracker.apply(&record);
+        }
+        let wait = |on, since| Wait { peer: 3, on, since };
+        assert_eq!(tracker.waits()[&CONTEXT], [wait(On::Data, 4), wait(On::Data, 5)]);
+        // The first step's data are there: what is waited for is the GPU.
+        tracker.apply(&state(6, 12, state::STEP_RECV_GPU_WAIT));
+        assert_eq!(tracker.waits()[&CONTEXT], [wait(On::Gpu, 6)]);
+        tracker.apply(&of(7, 12, 0, Body::Stop));
+        assert_eq!(tracker.waits()[&CONTEXT], [wait(On::Data, 5)]);
     }
 
     #[test]

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use super::chain::Chain;
 use super::clock::{self, Timeline};
 use super::event::{Body, CommInfo, Record};
-use super::live::network::Network;
+use super::live::network::{Connections, Network};
 use super::live::{self, State, place};
 use super::metrics;
 use super::perfetto::file::TraceFile;
@@ -29,8 +29,8 @@ use super::profiler::{Level, Profiler, host, say};
 use super::ring::Drain;
 use super::service::Service;
 use super::summary::{self, Summary};
-use super::tracker::Tracker;
-use super::verdict::{Job, Key, Told, Whereabouts};
+use super::tracker::{Comm, Tracker};
+use super::verdict::{Job, Key, Route, Told, Whereabouts};
 use crate::os::ticks::Ticks;
 
 /// Between two looks into the ring.
@@ -286,7 +286,8 @@ impl Writer {
         }
         if let Some(status) = self.status.as_mut().filter(|status| due >= status.look_due) {
             status.look_due = due + LOOK;
-            status.warn_of_what_is_stuck(self.profiler.settings.stuck_after.as_nanos() as u64);
+            let after = self.profiler.settings.stuck_after.as_nanos() as u64;
+            status.warn_of_what_is_stuck(after, self.profiler.connections);
         }
     }
 
@@ -473,9 +474,14 @@ impl Writer {
 impl Status {
     /// Tells the user, once of each, of calls that are open for longer than `after`, as far as this process knows what they
     /// wait for.
-    fn warn_of_what_is_stuck(&mut self, after: u64) {
+    fn warn_of_what_is_stuck(&mut self, after: u64, connections: Connections) {
         let now = clock::now();
         self.tracker.forget(now);
+        let stuck = |comm: &Comm| comm.calls().any(|call| call.open && now.saturating_sub(call.entered) >= after);
+        if !self.tracker.comms().values().any(|comm| comm.ended.is_none() && stuck(comm)) {
+            return;
+        }
+        let routes: Vec<Route> = connections().into_iter().map(|it| it.route(now)).collect();
         let (place, mut waits) = (Whereabouts { host: host(), pid: std::process::id() as i32 }, self.tracker.waits());
         let mut job = Job::default();
         for (context, comm) in self.tracker.comms().iter().filter(|(_, comm)| comm.ended.is_none()) {
@@ -483,7 +489,7 @@ impl Status {
             let info = CommInfo { ranks: 0, ..comm.info.clone() };
             let calls = comm.calls().copied().collect();
             let waits = waits.remove(context).unwrap_or_default();
-            job.add(&place, &info, Told { calls, waits, until: now, ..Told::default() });
+            job.add(&place, &info, Told { calls, waits, until: now, routes: routes.clone(), ..Told::default() });
         }
         for finding in job.findings() {
             if let Some(waiting) = &finding.verdict.waiting

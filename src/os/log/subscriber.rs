@@ -16,7 +16,7 @@ pub(super) struct ToNccl;
 
 impl Subscriber for ToNccl {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        metadata.is_event() && rank(*metadata.level()) <= VERBOSITY.load(Ordering::Acquire)
+        !metadata.is_span() && rank(*metadata.level()) <= VERBOSITY.load(Ordering::Acquire)
     }
 
     fn max_level_hint(&self) -> Option<LevelFilter> {

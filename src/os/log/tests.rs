@@ -111,6 +111,7 @@ fn what_nobody_would_see_is_not_even_formatted() {
     set_verbosity(LogLevel::Warn);
     tracing::info!("(log test) {Bomb}");
     tracing::warn!("(log test) kept");
+    assert!(tracing::enabled!(tracing::Level::WARN) && !tracing::enabled!(tracing::Level::INFO), "so it can be asked");
     set_verbosity(LogLevel::Info);
     tracing::info!("(log test) now seen");
     forget_logger();

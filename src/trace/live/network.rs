@@ -4,6 +4,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use serde::{Deserialize, Serialize};
 
+use crate::trace::verdict::Route;
+
 /// Connections that are told of.
 const TOLD: usize = 512;
 
@@ -37,6 +39,13 @@ pub struct Connection {
     pub bytes: u64,
     /// When that number last grew.
     pub moved: u64,
+}
+
+impl Connection {
+    /// As the verdict knows it, when it last carried something at `moved`.
+    pub fn route(&self, moved: u64) -> Route {
+        Route { peer: self.peer.clone(), send: self.send, interfaces: self.interfaces.clone(), moved }
+    }
 }
 
 /// The transport's connections; `moved` is not set.

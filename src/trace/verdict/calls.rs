@@ -55,6 +55,27 @@ pub(super) fn behind(comm: &Communicator, key: Key) -> Option<Cause> {
     (!ranks.is_empty()).then_some(Cause::Behind(ranks))
 }
 
+/// Ranks that made another call before this one which most ranks that are in it did not make, or did not make one that most
+/// made. NCCL numbers the calls of each function on its own, so all are in the same `AllReduce`, and yet not in the same call.
+pub(super) fn order(comm: &Communicator, key: Key) -> Option<Cause> {
+    let inside = || comm.members.iter().filter(|(_, member)| member.calls.iter().any(|call| call.key == key));
+    // Where a rank remembers no call that stands before it on another rank, it may have forgotten this one too.
+    let lacks = |member: &Member, before: Key, other: Key| {
+        member.calls.iter().any(|call| call.key == before) && !entered(member, other)
+    };
+    let (before, other) = inside().find_map(|(_, member)| {
+        let calls = || member.calls.iter().map(|call| call.key).take_while(|&own| own != key);
+        calls().zip(calls().skip(1)).find(|&(before, other)| inside().any(|(_, member)| lacks(member, before, other)))
+    })?;
+    let (lack, made): (Vec<_>, Vec<_>) = inside().partition(|(_, member)| lacks(member, before, other));
+    let of = |members: Vec<(&i32, &Member)>| members.into_iter().map(|(&rank, _)| rank).collect();
+    Some(if made.len() <= lack.len() {
+        Cause::Order { ranks: of(made), key: other, made: true }
+    } else {
+        Cause::Order { ranks: of(lack), key: other, made: false }
+    })
+}
+
 /// Ranks that have entered fewer calls than others, when nothing was entered for long.
 pub(super) fn idle(comm: &Communicator) -> Option<Cause> {
     let newest = comm.members.values().filter_map(|member| member.calls.last()).max_by_key(|call| call.entered)?;

@@ -5,7 +5,7 @@
 //! explains those behind it:
 //!
 //! 1. a process that has ended, or has no heartbeat: it was stopped, killed, or gets no processor;
-//! 2. a rank that has not entered the call in which the others wait, or has entered another one;
+//! 2. a rank that has not entered the call in which the others wait, or has entered another one instead or before;
 //! 3. a rank that entered it with other arguments;
 //! 4. the end of the chain of waits: a transfer that does not finish, or a rank that waits for its own GPU.
 //!
@@ -187,6 +187,16 @@ pub enum Cause {
     Behind(Vec<(i32, Option<Call>)>),
     /// These ranks wait in another call.
     Elsewhere(Vec<(i32, Call)>),
+    /// These ranks made another call before this one which the rest did not make, or, when `made` is false, did not make one
+    /// which the rest made.
+    Order {
+        /// The ranks that differ from most.
+        ranks: Vec<i32>,
+        /// The other call.
+        key: Key,
+        /// Whether they made it.
+        made: bool,
+    },
     /// These ranks entered with other arguments than the rest.
     Arguments(Vec<(i32, Arguments)>, Arguments),
     /// The chain of waits, from a rank to the one at its end, and what that one waits for; None when the chain is a circle.
@@ -221,6 +231,7 @@ pub fn judge(comm: &Communicator) -> Option<Verdict> {
         .or_else(|| silent(comm))
         .or_else(|| calls::elsewhere(comm, &waiting))
         .or_else(|| calls::behind(comm, waiting.key))
+        .or_else(|| calls::order(comm, waiting.key))
         .or_else(|| calls::arguments(comm, Some(waiting.key)))
         .or_else(|| waits::chain(comm, &waiting.ranks))
         .unwrap_or(Cause::Unknown);
@@ -254,6 +265,7 @@ impl Verdict {
             Cause::Exited(ranks) | Cause::Silent(ranks) => ranks.iter().map(|it| it.0).collect(),
             Cause::Behind(ranks) => ranks.iter().map(|it| it.0).collect(),
             Cause::Elsewhere(ranks) => ranks.iter().map(|it| it.0).collect(),
+            Cause::Order { ranks, .. } => ranks.clone(),
             Cause::Arguments(ranks, _) => ranks.iter().map(|it| it.0).collect(),
             // A rank of which nothing is known may only pass the wait on.
             Cause::Chain(chain, end) => {
@@ -271,7 +283,7 @@ impl Verdict {
             Cause::Exited(_) => "exited",
             Cause::Silent(_) => "silent",
             Cause::Behind(_) => "behind",
-            Cause::Elsewhere(_) | Cause::Arguments(..) => "mismatch",
+            Cause::Elsewhere(_) | Cause::Order { .. } | Cause::Arguments(..) => "mismatch",
             Cause::Chain(..) => "waits",
             Cause::Unknown => "unknown",
         }

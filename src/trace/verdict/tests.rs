@@ -67,6 +67,30 @@ fn a_rank_in_another_function_is_a_mismatch() {
 }
 
 #[test]
+fn a_call_that_only_one_rank_made_and_completed_is_a_mismatch() {
+    let mut comm = waiting_for_41_s(3);
+    // Small enough to leave without the others.
+    member(&mut comm, 1).calls.insert(3, entered("Broadcast", 0, 9 * S, false));
+    let text = told(&comm);
+    let expected = "rank 1 (node1, process 101) called Broadcast #0 before it, and the others did not";
+    assert!(text.contains(expected), "{text}");
+    assert_eq!(judge(&comm).expect("a verdict").named(), [1]);
+    // Two of three made it: the third is the one that differs.
+    member(&mut comm, 0).calls.insert(3, entered("Broadcast", 0, 9 * S, false));
+    assert!(
+        told(&comm).contains("rank 2 (node2, process 102) did not call Broadcast #0 before it, and the others did"),
+        "{}",
+        told(&comm)
+    );
+    // What a rank has forgotten, it may have made.
+    member(&mut comm, 2).calls.drain(..3);
+    assert!(matches!(judge(&comm).expect("a verdict").cause, Cause::Unknown));
+    // All made it, each at its own place among what is remembered.
+    member(&mut comm, 2).calls.insert(0, entered("Broadcast", 0, 9 * S, false));
+    assert!(matches!(judge(&comm).expect("a verdict").cause, Cause::Unknown));
+}
+
+#[test]
 fn other_arguments_are_shown_beside_those_of_the_rest() {
     let mut comm = waiting_for_41_s(4);
     member(&mut comm, 2).calls[3].arguments = Arguments { count: 8192, datatype: Name::from("ncclBfloat16"), root: 0 };
@@ -120,6 +144,11 @@ fn the_chain_of_waits_ends_at_the_transfer_or_the_gpu_that_stands_still() {
         .map(|(peer, interface)| Route { peer: peer.into(), send: true, interfaces: vec![interface.into()], moved: 0 })
         .into();
     assert!(told(&comm).contains("to rank 3 (node3, process 103) over eth1 has been"), "{}", told(&comm));
+    // A process alone knows nothing of its peers: by which interface it sends is known if there is but one.
+    let mut alone = Communicator { ranks: 0, members: [(2, comm.members[&2].clone())].into(), ..comm.clone() };
+    assert!(told(&alone).contains("to rank 3 has been under way"), "{}", told(&alone));
+    member(&mut alone, 2).routes.pop();
+    assert!(told(&alone).contains("to rank 3 over eth1 has been under way"), "{}", told(&alone));
     member(&mut comm, 2).waits = vec![wait(3, On::Gpu)];
     assert!(told(&comm).contains("rank 2 (node2, process 102) has waited for its own GPU for 38 s"));
 }

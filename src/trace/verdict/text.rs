@@ -66,6 +66,7 @@ impl Communicator {
                     })
                     .collect(),
             ),
+            Cause::Order { ranks, key, made } => self.order(ranks, *key, *made),
             Cause::Arguments(others, most) => list(
                 others
                     .iter()
@@ -85,6 +86,16 @@ impl Communicator {
             Cause::Unknown => "all ranks have entered it with the same arguments, and no wait of a transfer is \
                                known: a kernel that does not run, or a path inside a host"
                 .into(),
+        }
+    }
+
+    fn order(&self, ranks: &[i32], key: Key, made: bool) -> String {
+        let places: Vec<String> = ranks.iter().map(|&rank| self.place(rank)).collect();
+        let (places, key) = (places.join(" and "), call(key));
+        if made {
+            format!("{places} called {key} before it, and the others did not: the ranks do not make the same calls")
+        } else {
+            format!("{places} did not call {key} before it, and the others did: the ranks do not make the same calls")
         }
     }
 
@@ -145,10 +156,17 @@ impl Communicator {
         text
     }
 
-    /// The interface by which a rank sends to another, as far as that is known.
+    /// The interface by which a rank sends to another, as far as that is known: where nothing is known of the other, the one
+    /// by which all of its sends go.
     fn over(&self, from: i32, to: i32) -> String {
-        let (Some(from), Some(to)) = (self.members.get(&from), self.members.get(&to)) else { return String::new() };
-        let route = from.routes.iter().filter(|route| route.leads_to(to)).min_by_key(|route| route.moved);
+        let Some(from) = self.members.get(&from) else { return String::new() };
+        let route = match self.members.get(&to) {
+            Some(to) => from.routes.iter().filter(|route| route.leads_to(to)).min_by_key(|route| route.moved),
+            None => {
+                let mut sends = from.routes.iter().filter(|route| route.send);
+                sends.next().filter(|first| sends.all(|route| route.interfaces == first.interfaces))
+            }
+        };
         route.map_or_else(String::new, |route| format!(" over {}", route.interfaces.join(" and ")))
     }
 
