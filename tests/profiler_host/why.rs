@@ -10,7 +10,8 @@ use towline::nccl::ffi::*;
 use super::host::{CommDescr, Event, Host};
 use super::play::{Comm, Pace, Shape};
 
-const RANKS: i32 = 3;
+/// Of each job in which something is wrong: the smallest one, an odd one, and one as large as a host.
+const RANKS: [i32; 8] = [3, 16, 2, 3, 2, 3, 16, 3];
 
 /// The rank that is not as the others.
 const ODD: i32 = 1;
@@ -33,7 +34,7 @@ enum Odd {
     IsKilled,
 }
 
-const ALL: [(Odd, &str, &str); 8] = [
+const ALL: [(Odd, &str, &str); RANKS.len()] = [
     (Odd::DoesNotEnter, "stay", "has not entered it: its last call was AllReduce #2"),
     (Odd::OtherCount, "count", "called it with 99 "),
     (Odd::OtherFunction, "function", "is in AllGather #0 instead"),
@@ -44,14 +45,14 @@ const ALL: [(Odd, &str, &str); 8] = [
     (Odd::IsKilled, "wait", "has given no sign of life"),
 ];
 
-/// A rank: its number and what it does in the stuck call.
+/// A rank: its number, how many there are, and what it does in the stuck call.
 pub(crate) fn play(args: &str) {
-    let (rank, how) = args.split_once('/').unwrap();
-    let rank: i32 = rank.parse().unwrap();
-    let descr = CommDescr { id: 0x77, ranks: RANKS, rank };
+    let [rank, ranks, how] = args.split('/').collect::<Vec<_>>().try_into().unwrap();
+    let (rank, ranks): (i32, i32) = (rank.parse().unwrap(), ranks.parse().unwrap());
+    let descr = CommDescr { id: 0x77, ranks, rank };
     let mut mask = 0;
     let comm = Comm::new(Host::load(6), descr, &mut mask);
-    let (next, last) = ((rank + 1) % RANKS, (rank + RANKS - 1) % RANKS);
+    let (next, last) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
     let mut seq = 0;
     while seq < STUCK || how == "healthy" {
         let task = comm.enqueue(seq, 1024);
@@ -61,7 +62,9 @@ pub(crate) fn play(args: &str) {
             println!("ready");
         }
         if how == "healthy" {
-            std::thread::sleep(Duration::from_millis(5));
+            // Each in turn comes late, now and then by seconds, as after a checkpoint.
+            let late = if seq % 500 == 0 { 2000 } else { 5 + 50 * u64::from(seq % ranks as u64 == rank as u64) };
+            std::thread::sleep(Duration::from_millis(late));
         }
     }
     let event = match how {
@@ -116,8 +119,9 @@ impl Drop for Job {
 
 impl Job {
     /// All ranks have made their first calls, and have said so.
-    fn start(dir: &Path, odd: &str, others: &str) -> Self {
-        let mut job = Self((0..RANKS).map(|rank| rank_of(dir, rank, if rank == ODD { odd } else { others })).collect());
+    fn start(dir: &Path, ranks: i32, odd: &str, others: &str) -> Self {
+        let how = |rank| if rank == ODD { odd } else { others };
+        let mut job = Self((0..ranks).map(|rank| rank_of(dir, rank, ranks, how(rank))).collect());
         for child in &mut job.0 {
             let output = BufReader::new(child.stdout.take().unwrap());
             assert!(
@@ -127,7 +131,7 @@ impl Job {
         }
         let states = || std::fs::read_dir(dir).unwrap().flatten();
         let is_state = |name: std::ffi::OsString| name.to_string_lossy().ends_with(".state");
-        while states().filter(|entry| is_state(entry.file_name())).count() < RANKS as usize {
+        while states().filter(|entry| is_state(entry.file_name())).count() < ranks as usize {
             std::thread::sleep(Duration::from_millis(50));
         }
         job
@@ -139,8 +143,8 @@ impl Job {
     }
 }
 
-fn rank_of(dir: &Path, rank: i32, how: &str) -> Child {
-    let mut command = super::command(&format!("stuck:{rank}/{how}"), dir);
+fn rank_of(dir: &Path, rank: i32, ranks: i32, how: &str) -> Child {
+    let mut command = super::command(&format!("stuck:{rank}/{ranks}/{how}"), dir);
     command.env("TOWLINE_STUCK_AFTER", "6").env("TOWLINE_STATE_DIR", dir);
     command.stderr(std::fs::File::create(dir.join(format!("{rank}.log"))).unwrap()).spawn().unwrap()
 }
@@ -157,9 +161,10 @@ fn why(dir: &Path) -> (serde_json::Value, i32) {
 #[test]
 fn the_rank_that_holds_the_others_up_is_named() {
     let began = Instant::now();
+    let mut ranks = RANKS.into_iter();
     let jobs = ALL.map(|(odd, how, expected)| {
-        let dir = tempfile::tempdir().unwrap();
-        let job = Job::start(dir.path(), how, "wait");
+        let (dir, ranks) = (tempfile::tempdir().unwrap(), ranks.next().unwrap());
+        let job = Job::start(dir.path(), ranks, how, "wait");
         (odd, expected, dir, job)
     });
     for (odd, _, dir, job) in &jobs {
@@ -173,7 +178,7 @@ fn the_rank_that_holds_the_others_up_is_named() {
         }
     }
     std::thread::sleep(Duration::from_secs(9));
-    for (odd, expected, dir, _job) in &jobs {
+    for (odd, expected, dir, job) in &jobs {
         let (said, code) = why(dir.path());
         let finding = &said["findings"][0];
         let sentence = finding["sentence"].as_str().unwrap_or_default();
@@ -183,7 +188,8 @@ fn the_rank_that_holds_the_others_up_is_named() {
             sentence.contains(&format!("rank {ODD} ({}, process ", towline::trace::profiler::host())),
             "{sentence}"
         );
-        assert_eq!((code, said["processes"].as_u64()), (1, Some(if odd.is_gone() { 2 } else { 3 })), "{odd:?}: {said}");
+        let alive = job.0.len() as u64 - u64::from(odd.is_gone());
+        assert_eq!((code, said["processes"].as_u64()), (1, Some(alive)), "{odd:?}: {said}");
         let log = std::fs::read_to_string(dir.path().join("0.log")).unwrap();
         let told = log.lines().filter(|line| line.contains("rank 0 has been in AllReduce #3 for ")).count();
         assert_eq!(told, 1, "{odd:?}: once and no more, in {log}");
@@ -201,11 +207,19 @@ fn in_a_healthy_job_nobody_is_named_and_none_is_found_where_there_is_none() {
     let dir = tempfile::tempdir().unwrap();
     let (said, code) = why(dir.path());
     assert_eq!((code, &said["verdict"]), (2, &"unclear".into()));
-    let job = Job::start(dir.path(), "healthy", "healthy");
-    for _ in 0..20 {
-        let (said, code) = why(dir.path());
-        assert_eq!((code, said["processes"].as_u64()), (0, Some(3)), "{said}");
-        std::thread::sleep(Duration::from_millis(500));
-    }
-    drop(job);
+    // Two hundred looks.
+    std::thread::scope(|scope| {
+        for ranks in [2, 3, 8, 16] {
+            scope.spawn(move || {
+                let dir = tempfile::tempdir().unwrap();
+                let _job = Job::start(dir.path(), ranks, "healthy", "healthy");
+                for look in 0..50 {
+                    let (said, code) = why(dir.path());
+                    let found = (code, said["processes"].as_u64());
+                    assert_eq!(found, (0, Some(ranks as u64)), "look {look} at {ranks} ranks: {said}");
+                    std::thread::sleep(Duration::from_millis(300));
+                }
+            });
+        }
+    });
 }
