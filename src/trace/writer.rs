@@ -22,6 +22,7 @@ use super::event::{Body, CommInfo, Record};
 use super::live::network::{Connections, Network};
 use super::live::{self, State, place};
 use super::metrics;
+use super::names::Name;
 use super::perfetto::file::TraceFile;
 use super::perfetto::{Emitter, ProcessInfo, mix};
 use super::place::SHARDS;
@@ -332,6 +333,11 @@ impl Writer {
         if let Some(comm) = self.learn(record) {
             self.comm_begins(&comm, record.when);
         }
+        if let Body::NetTowline(part) = record.body
+            && !self.summary.interfaces.knows(part.link, part.send)
+        {
+            self.learn_interfaces(part.link, part.send, record.when);
+        }
         self.summary.apply(record);
         if let Some(status) = &mut self.status {
             status.tracker.apply(record);
@@ -356,6 +362,16 @@ impl Writer {
         }
         let known = &self.summary.comms.get(&record.context)?.info;
         Some(CommInfo { id, name: name.text().to_owned(), rank: record.rank, ..known.clone() })
+    }
+
+    /// The first that is told of a connection: which interfaces it has. Of one that is gone by now it is not known.
+    fn learn_interfaces(&mut self, link: u64, send: bool, when: u64) {
+        let known = (self.profiler.connections)().into_iter().find(|it| it.number == link && it.send == send);
+        let names: Vec<Name> = known.iter().flat_map(|it| &it.interfaces).map(|name| name.as_str().into()).collect();
+        if let Some(trace) = self.trace.as_mut().filter(|_| !names.is_empty()) {
+            trace.interfaces(link, send, &names, when);
+        }
+        self.summary.interfaces.learn(link, send, names);
     }
 
     /// Nothing comes any more that is older than `cut`, in ticks.

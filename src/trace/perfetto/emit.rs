@@ -3,6 +3,7 @@
 use super::super::event::{Body, CommInfo, Kind, ProxyOp, Record, state};
 use super::super::hash::QuickMap;
 use super::super::key;
+use super::super::names::Name;
 use super::calls::Calls;
 use super::category;
 use super::fields::{self, Value};
@@ -145,6 +146,20 @@ impl Emitter {
             ("nodes", Value::Int(info.nodes.into())),
         ];
         self.out.instant(track, now, category::COMM, "communicator", &annotations);
+    }
+
+    /// The interfaces of a connection, in the order of its rails.
+    pub fn interfaces(&mut self, link: u64, send: bool, names: &[Name], now: u64) {
+        self.rails.interfaces.learn(link, send, names.to_vec());
+        for (rail, &name) in names.iter().enumerate() {
+            let annotations = vec![
+                ("link", Value::Uint(link)),
+                ("send", Value::Bool(send)),
+                ("rail", Value::Uint(rail as u64)),
+                ("interface", Value::Text(name)),
+            ];
+            self.out.instant(self.tracks.process(), now, category::INTERFACE, "interface", &annotations);
+        }
     }
 
     /// A communicator ends: what is still open in it was aborted.

@@ -36,6 +36,8 @@ pub mod category {
     pub const PROCESS: &str = "towline.process";
     /// Once per communicator: its id, name and ranks.
     pub const COMM: &str = "towline.communicator";
+    /// A rail of a connection: the interface that it is. Once per connection, direction and rail.
+    pub const INTERFACE: &str = "towline.interface";
     /// A phase of a ProxyStep; the slice's name is the state's.
     pub const PHASE: &str = "towline.phase";
     /// Something that happens within an event; the instant's name is the state's.

@@ -8,6 +8,7 @@ use std::net::IpAddr;
 
 use super::super::event::{Body, CommInfo, Kind, NetTimes, Record, state};
 use super::super::names::Name;
+use super::super::rail::Interfaces;
 use super::category;
 use super::emit::ProcessInfo;
 use super::fields::{self, Fields, Value};
@@ -19,6 +20,8 @@ use super::proto::{COUNTER, DebugAnnotation, INSTANT, Interned, InternedData, SL
 pub struct Process {
     /// Which process it was; None in a file that is not Towline's or has lost its beginning.
     pub info: Option<ProcessInfo>,
+    /// What the rails of its connections are.
+    pub interfaces: Interfaces,
     /// Its communicators; `context` is the running number that the records carry.
     pub comms: Vec<CommInfo>,
     /// Its records, in order of time.
@@ -290,6 +293,10 @@ impl Reader {
         match category {
             Some(category::HEARTBEAT) => self.process.heartbeat = Some(when),
             Some(category::CUT) => self.process.cut = Some(when),
+            Some(category::INTERFACE) => {
+                let (link, send) = (fields.uint("link"), fields.bool("send"));
+                self.process.interfaces.add(link, send, fields.text("interface"));
+            }
             Some(category::COMM) if fields.bool("ended") => {
                 self.process.ended.push((fields.uint("comm"), when));
             }

@@ -22,7 +22,7 @@ use std::collections::BTreeMap;
 
 use super::event::{Body, CommInfo, NetTimes, Record, state};
 use super::hash::QuickMap;
-use super::rail::Rail;
+use super::rail::{Interfaces, Rail};
 use calls::Calls;
 
 /// Communicators whose figures are kept apart; those of older ones that have ended are put together.
@@ -139,6 +139,8 @@ pub struct Summary {
     pub comms: BTreeMap<u64, CommStat>,
     /// Events that were dropped.
     pub dropped: u64,
+    /// What the connections' rails are.
+    pub interfaces: Interfaces,
     calls: Calls,
     ops: QuickMap<u64, Op>,
     steps: QuickMap<u64, Step>,
@@ -306,7 +308,7 @@ impl Summary {
     }
 
     fn net_ends(&mut self, net: &Net, when: u64) {
-        let Some((rail, send, length)) = Rail::of(&net.body) else { return };
+        let Some((rail, send, length)) = self.interfaces.rail(&net.body) else { return };
         if let Some(step) = self.steps.get_mut(&net.step) {
             step.told_receiver_ns = step.told_receiver_ns.max(net.times.wait_receiver_ns);
         }
