@@ -406,7 +406,17 @@ variables! {
         unit: "",
         since: "0.1.0",
         read: "profiler init",
-        help: "Where metrics are served over HTTP, `address:port`. A port alone means 127.0.0.1. Unset: nowhere.",
+        help: "Where metrics are served over HTTP, `address:port`. A port alone means 127.0.0.1. The processes of a host \
+               listen on this port plus their number on the host (`LOCAL_RANK`, or what Open MPI, MPICH and Slurm set), \
+               else on the first of 64 that is free. Unset: nowhere.",
+    }
+    metrics_peers: bool {
+        name: "TOWLINE_METRICS_PEERS",
+        default: "0",
+        unit: "",
+        since: "0.2.0",
+        read: "profiler init",
+        help: "With 1, there are also metrics by peer rank, `towline_peer_step_…`: ten series for each peer and communicator.",
     }
     profiler_chain: Option<String> {
         name: "TOWLINE_PROFILER_CHAIN",

@@ -21,6 +21,7 @@
 
 pub mod align;
 pub mod chain;
+mod claim;
 pub mod clock;
 pub mod event;
 mod hash;

@@ -51,24 +51,53 @@ impl Rail {
     }
 }
 
-/// The interfaces of connections, by the connection's number and direction: a rail of a connection is one of them.
-#[derive(Debug, Clone, Default)]
-pub struct Interfaces(HashMap<(u64, bool), Vec<Name>>);
+/// Hosts at the other ends that are told apart; those that appear later are one.
+const HOSTS: usize = 1024;
 
-impl Interfaces {
-    /// Whether these connections were told of.
+#[derive(Debug, Clone, Default)]
+struct Link {
+    interfaces: Vec<Name>,
+    host: usize,
+}
+
+/// What is known of the transport's connections, by number and direction.
+#[derive(Debug, Clone, Default)]
+pub struct Links {
+    links: HashMap<(u64, bool), Link>,
+    hosts: Vec<String>,
+}
+
+impl Links {
+    /// Whether this connection was told of.
     pub fn knows(&self, link: u64, send: bool) -> bool {
-        self.0.contains_key(&(link, send))
+        self.links.contains_key(&(link, send))
     }
 
-    /// A connection's interfaces, in the order of its rails.
-    pub fn learn(&mut self, link: u64, send: bool, names: Vec<Name>) {
-        self.0.insert((link, send), names);
+    /// A connection's interfaces, in the order of its rails, and the host at its other end.
+    pub fn learn(&mut self, link: u64, send: bool, interfaces: Vec<Name>, host: &str) {
+        let host = self.hosts.iter().position(|known| known == host).unwrap_or_else(|| {
+            if self.hosts.len() <= HOSTS {
+                self.hosts.push(if self.hosts.len() == HOSTS { "others" } else { host }.into());
+            }
+            self.hosts.len() - 1
+        });
+        self.links.insert((link, send), Link { interfaces, host });
     }
 
     /// The interface of a connection's next rail.
     pub fn add(&mut self, link: u64, send: bool, name: Name) {
-        self.0.entry((link, send)).or_default().push(name);
+        self.links.entry((link, send)).or_default().interfaces.push(name);
+    }
+
+    /// The hosts at the other ends.
+    pub fn hosts(&self) -> &[String] {
+        &self.hosts
+    }
+
+    /// Which of [`Links::hosts`] is at the other end of a part.
+    pub fn host(&self, body: &Body) -> Option<usize> {
+        let Body::NetTowline(part) = *body else { return None };
+        self.links.get(&(part.link, part.send)).map(|link| link.host)
     }
 
     /// As [`Rail::of`], by the interface's name where it is known.
@@ -76,10 +105,40 @@ impl Interfaces {
         let (rail, send, length) = Rail::of(body)?;
         let name = match *body {
             Body::NetTowline(part) => {
-                self.0.get(&(part.link, send)).and_then(|names| names.get(usize::from(part.rail)))
+                self.links.get(&(part.link, send)).and_then(|link| link.interfaces.get(usize::from(part.rail)))
             }
             _ => None,
         };
         Some((name.map_or(rail, |&name| Rail::Interface(name)), send, length))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::event::NetPart;
+    use super::*;
+
+    #[test]
+    fn a_rail_is_named_by_the_interface_of_its_connection() {
+        let mut links = Links::default();
+        links.learn(7, true, vec!["eth0".into(), "eth1".into()], "node2");
+        links.learn(8, true, Vec::new(), "node2");
+        let of = |link, send, rail| {
+            let body = Body::NetTowline(NetPart { link, send, rail, ..NetPart::default() });
+            (links.rail(&body).map(|found| found.0.name()), links.host(&body))
+        };
+        assert_eq!(of(7, true, 1), (Some("eth1".into()), Some(0)));
+        assert_eq!(of(7, true, SEVERAL), (Some("several rails".into()), Some(0)));
+        assert_eq!(of(7, false, 1), (Some("rail 1".into()), None));
+        assert_eq!(of(8, true, 0), (Some("rail 0".into()), Some(0)));
+    }
+
+    #[test]
+    fn hosts_beyond_a_number_are_one() {
+        let mut links = Links::default();
+        (0..2000).for_each(|number| links.learn(number, true, Vec::new(), &format!("node{number}")));
+        assert_eq!((links.hosts().len(), links.hosts()[HOSTS].as_str()), (HOSTS + 1, "others"));
+        let last = Body::NetTowline(NetPart { link: 1999, send: true, ..NetPart::default() });
+        assert_eq!(links.host(&last), Some(HOSTS));
     }
 }

@@ -1,9 +1,9 @@
-//! Who may ask while the job runs: the control socket and the metrics' HTTP endpoint, on a thread of their own.
+//! Asked while the job runs: the control socket and the metrics' HTTP endpoint, on a thread of their own.
 //!
 //! The control socket takes one word per connection, `status`, `summary`, `metrics` or `flush`, and answers with text:
 //! `echo summary | nc -U towline-host-pid.sock`. The same thread renews the process's state file each second, so that a
-//! file system that does not answer keeps nobody but who reads the file. HTTP answers `GET /metrics`. Both are served one at a time with short
-//! time limits, so that a client that stalls delays other clients at worst, never the profiler.
+//! file system that does not answer delays only what is read from the file. The control socket serves one client after the other,
+//! with short time limits; HTTP clients have threads of their own ([`super::metrics::server`]).
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener};
@@ -13,12 +13,13 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Sender};
-use std::sync::{Mutex, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
+use super::claim::{Old, claim, numbered};
 use super::live::{KEPT, KEPT_IN_FILE, place};
-use super::metrics;
-use super::profiler::host;
+use super::metrics::{self, server};
+use super::profiler::{Level, host, say};
 use super::writer::Request;
 use crate::os::fd::Registered;
 
@@ -36,6 +37,9 @@ const LONGEST_NAME: usize = 107;
 
 /// Longest request that is read.
 const LONGEST: usize = 4096;
+
+/// Processes that have the same host name and number.
+const SOCKETS: u32 = 64;
 
 /// The control socket that this process made: its path, and device and inode, since another process may put its own there.
 static MADE: Mutex<Option<(PathBuf, (u64, u64))>> = Mutex::new(None);
@@ -93,7 +97,7 @@ impl Service {
     /// Opens what is asked for. What cannot be opened is said in the second part, the rest works.
     pub(super) fn open(
         control: Option<PathBuf>,
-        listen: Option<SocketAddr>,
+        (listen, local_rank): (Option<SocketAddr>, Option<u16>),
         state: Option<PathBuf>,
         requests: Sender<Request>,
     ) -> (Option<Self>, Vec<String>) {
@@ -105,8 +109,13 @@ impl Service {
                 None
             }
         });
-        let http = listen.and_then(|address| match Registered::open(|| TcpListener::bind(address)) {
-            Ok(listener) => Some(listener),
+        let http = listen.and_then(|address| match server::bind(address, local_rank) {
+            Ok(listener) => {
+                if let Ok(address) = listener.local_addr() {
+                    say(Level::Info, &format!("Towline's metrics are at http://{address}/metrics"));
+                }
+                Some(listener)
+            }
             Err(error) => {
                 complaints.push(format!("no metrics at http://{address}/metrics: {error}"));
                 None
@@ -121,8 +130,14 @@ impl Service {
         let unix = self.control.as_ref().map_or(-1, AsRawFd::as_raw_fd);
         let tcp = self.http.as_ref().map_or(-1, AsRawFd::as_raw_fd);
         if let Some(dir) = self.state.as_deref().and_then(Path::parent) {
-            place::sweep(dir, &host());
+            place::sweep(dir, &format!("{}-", host()), place::ENDING);
         }
+        let requests = self.requests.clone();
+        let answer: server::Answer = Arc::new(move |path| match path {
+            "/metrics" | "/" => Some(answer(&requests, "metrics")),
+            "/summary" => Some(answer(&requests, "summary")),
+            _ => None,
+        });
         let mut due = Instant::now();
         loop {
             let patience = if self.state.is_some() {
@@ -151,16 +166,11 @@ impl Service {
                 let _ = stream.set_read_timeout(Some(CLIENT));
                 let _ = stream.set_write_timeout(Some(CLIENT));
                 let word = read_until(&mut stream, |text| text.contains('\n'));
-                let answer = self.answer(word.trim());
-                let _ = stream.write_all(answer.as_bytes());
+                let text = self::answer(&self.requests, word.trim());
+                let _ = stream.write_all(text.as_bytes());
             }
-            if let Some(listener) = self.http.as_ref().filter(|_| polled[1].revents != 0)
-                && let Ok((mut stream, _)) = listener.accept()
-            {
-                let _ = stream.set_read_timeout(Some(CLIENT));
-                let _ = stream.set_write_timeout(Some(CLIENT));
-                let request = read_until(&mut stream, |text| text.contains("\r\n\r\n"));
-                let _ = stream.write_all(self.http_answer(&request).as_bytes());
+            if let Some(listener) = self.http.as_ref().filter(|_| polled[1].revents != 0) {
+                server::serve(listener, &answer);
             }
         }
     }
@@ -173,60 +183,62 @@ impl Service {
         if LEFT.load(Ordering::Acquire) {
             return;
         }
-        match self.ask(|reply| Request::Status(KEPT_IN_FILE, reply)) {
+        match ask(&self.requests, |reply| Request::Status(KEPT_IN_FILE, reply)) {
             // The profiler is busy: without a new state the old one shows no heartbeat.
             None => {}
             Some(None) => drop(kept.take().map(|(_, path)| std::fs::remove_file(path))),
             Some(Some(text)) => {
-                let is_written = metrics::replace(path, &text).is_ok();
+                let ours =
+                    kept.as_ref().filter(|(owner, _)| *owner == std::process::id()).map(|(_, path)| path.clone());
+                let path = ours.unwrap_or_else(|| claim(path, Old::IsReplacedAfter(10 * BEAT)));
+                let is_written = metrics::replace(&path, &text).is_ok();
                 if is_written {
-                    *kept = Some((std::process::id(), path.clone()));
+                    *kept = Some((std::process::id(), path));
                 }
             }
         }
     }
+}
 
-    /// The writer's answer, if it comes in time.
-    fn ask<T>(&self, request: impl FnOnce(Sender<T>) -> Request) -> Option<T> {
-        let (reply, wait) = mpsc::channel();
-        self.requests.send(request(reply)).ok()?;
-        wait.recv_timeout(ANSWER).ok()
-    }
+/// The writer's answer, if it comes in time.
+fn ask<T>(requests: &Sender<Request>, request: impl FnOnce(Sender<T>) -> Request) -> Option<T> {
+    let (reply, wait) = mpsc::channel();
+    requests.send(request(reply)).ok()?;
+    wait.recv_timeout(ANSWER).ok()
+}
 
-    fn answer(&self, word: &str) -> String {
-        if word == "status" {
-            let answer = self.ask(|reply| Request::Status(KEPT, reply));
+fn answer(requests: &Sender<Request>, word: &str) -> String {
+    let answer = match word {
+        "status" => {
+            let answer = ask(requests, |reply| Request::Status(KEPT, reply));
             return answer.flatten().unwrap_or_else(|| "{}\n".into());
         }
-        let (reply, wait) = mpsc::channel();
-        let request = match word {
-            "summary" => Request::Summary(reply),
-            "metrics" => Request::Metrics(reply),
-            "flush" => Request::Flush(reply),
-            _ => return "say status, summary, metrics or flush\n".into(),
-        };
-        let sent = self.requests.send(request).is_ok();
-        sent.then(|| wait.recv_timeout(ANSWER).ok()).flatten().unwrap_or_else(|| "the profiler is busy\n".into())
-    }
+        "summary" => ask(requests, Request::Summary),
+        "metrics" => ask(requests, Request::Metrics),
+        "flush" => ask(requests, Request::Flush),
+        _ => return "say status, summary, metrics or flush\n".into(),
+    };
+    answer.unwrap_or_else(|| "the profiler is busy\n".into())
+}
 
-    fn http_answer(&self, request: &str) -> String {
-        let mut words = request.split_whitespace();
-        let (status, body) = match (words.next(), words.next()) {
-            (Some("GET"), Some("/metrics" | "/")) => ("200 OK", self.answer("metrics")),
-            (Some("GET"), Some("/summary")) => ("200 OK", self.answer("summary")),
-            (Some("GET"), _) => ("404 Not Found", "there is /metrics and /summary\n".into()),
-            _ => ("405 Method Not Allowed", "only GET\n".into()),
-        };
-        format!(
-            "HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\nContent-Length: {}\r\n\
-             Connection: close\r\n\r\n{body}",
-            body.len()
-        )
+/// Where this process's control socket is, if it has one.
+pub(super) fn control() -> Option<PathBuf> {
+    MADE.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|(path, _)| path.clone())
+}
+
+/// Binds the control socket for this user alone, in place of one that a dead process left, and beside one that a living process of
+/// the same name has.
+fn bind(path: &Path) -> std::io::Result<UnixListener> {
+    let mut number = 1;
+    loop {
+        match bind_at(&numbered(path, number)) {
+            Err(error) if error.kind() == std::io::ErrorKind::AddrInUse && number < SOCKETS => number += 1,
+            other => return other,
+        }
     }
 }
 
-/// Binds the control socket for this user alone, in place of one that a dead process left.
-fn bind(path: &PathBuf) -> std::io::Result<UnixListener> {
+fn bind_at(path: &Path) -> std::io::Result<UnixListener> {
     if let Some(dir) = path.parent().filter(|dir| !dir.as_os_str().is_empty()) {
         std::fs::create_dir_all(dir)?;
     }
@@ -235,13 +247,13 @@ fn bind(path: &PathBuf) -> std::io::Result<UnixListener> {
     let opened = (path.as_os_str().len() > LONGEST_NAME).then(|| std::fs::File::open(dir)).transpose()?;
     let name = match (&opened, path.file_name()) {
         (Some(dir), Some(file)) => PathBuf::from(format!("/proc/self/fd/{}", dir.as_raw_fd())).join(file),
-        _ => path.clone(),
+        _ => path.to_owned(),
     };
     if std::os::unix::net::UnixStream::connect(&name).is_err() {
         let _ = std::fs::remove_file(path);
     }
     let listener = UnixListener::bind(&name)?;
-    *MADE.lock().unwrap_or_else(PoisonError::into_inner) = identity(path).map(|file| (path.clone(), file));
+    *MADE.lock().unwrap_or_else(PoisonError::into_inner) = identity(path).map(|file| (path.to_owned(), file));
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
     Ok(listener)
 }

@@ -51,6 +51,8 @@ pub struct Settings {
     pub interval: Duration,
     /// Where metrics are served by HTTP.
     pub listen: Option<SocketAddr>,
+    /// Whether there are metrics for each peer.
+    pub peers: bool,
     /// The second profiler.
     pub chain: Option<PathBuf>,
 }
@@ -123,6 +125,7 @@ impl Settings {
             metrics: place(&config.metrics_file, "prom").filter(|_| metrics),
             interval: config.metrics_interval.max(Duration::from_millis(100)),
             listen: config.metrics_listen.as_deref().filter(|_| ours).and_then(|text| listen(text, &mut complaints)),
+            peers: config.metrics_peers,
             chain,
             dir,
         };

@@ -10,25 +10,26 @@
 //!
 //! Times travel as ticks, and become nanoseconds here ([`Timeline`]).
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use super::chain::Chain;
+use super::claim::{Old, claim};
 use super::clock::{self, Timeline};
 use super::event::{Body, CommInfo, Record};
 use super::live::network::{Connections, Network};
 use super::live::{self, State, place};
-use super::metrics;
+use super::metrics::{self, Labels};
 use super::names::Name;
 use super::perfetto::file::TraceFile;
 use super::perfetto::{Emitter, ProcessInfo, mix};
 use super::place::SHARDS;
 use super::profiler::{Level, Profiler, host, say};
 use super::ring::Drain;
-use super::service::Service;
+use super::service::{self, Service};
 use super::summary::{self, Summary};
 use super::tracker::{Comm, Tracker};
 use super::verdict::{Job, Key, Route, Told, Whereabouts};
@@ -131,7 +132,11 @@ pub(super) struct Writer {
     flush_due: Instant,
     drops_told: u64,
     mask_told: u32,
+    labels: Labels,
+    metrics_path: Option<PathBuf>,
     summary_path: Option<PathBuf>,
+    /// The summary's file is this process's own.
+    claimed: bool,
     complained: bool,
 }
 
@@ -157,8 +162,9 @@ impl Writer {
             }
             None => None,
         };
-        let (service, complaints) =
-            Service::open(settings.control.clone(), settings.listen, settings.state.clone(), requests);
+        let labels = Labels::new(&host(), std::process::id(), |name| std::env::var(name).ok());
+        let listen = (settings.listen, labels.local_rank);
+        let (service, complaints) = Service::open(settings.control.clone(), listen, settings.state.clone(), requests);
         // Nobody asked for what serves the status alone.
         let level = if settings.is_asked_for() { Level::Warn } else { Level::Info };
         complaints.iter().for_each(|complaint| say(level, complaint));
@@ -167,6 +173,12 @@ impl Writer {
         {
             say(Level::Warn, &format!("nobody serves the control socket: {error}"));
         }
+        let metrics_path = settings.metrics.as_ref().map(|path| {
+            if let Some(dir) = path.parent() {
+                place::sweep(dir, &format!("towline-{}-", host()), "prom");
+            }
+            claim(path, Old::IsReplacedAfter((3 * settings.interval).max(Duration::from_secs(10))))
+        });
         let summary_path = settings.summary.then(|| settings.dir.join(format!("{stem}.summary.txt")));
         let now = Instant::now();
         let mut drain = Drain::default();
@@ -187,7 +199,10 @@ impl Writer {
             flush_due: now,
             drops_told: 0,
             mask_told: settings.mask,
+            labels,
+            metrics_path,
             summary_path,
+            claimed: false,
             complained: false,
         }
     }
@@ -213,7 +228,7 @@ impl Writer {
                     let _ = reply.send(self.tables());
                 }
                 Some(Request::Metrics(reply)) => {
-                    let _ = reply.send(metrics::render(&self.summary));
+                    let _ = reply.send(self.metrics(true));
                 }
                 Some(Request::Flush(reply)) => {
                     self.flush();
@@ -224,6 +239,7 @@ impl Writer {
                     let _ = reply.send(self.state(kept, false));
                 }
                 Some(Request::Exit(reply)) => {
+                    self.write_metrics(false);
                     let _ = reply.send(self.state(live::KEPT_IN_FILE, true));
                 }
                 Some(Request::Finish(reply)) => {
@@ -282,7 +298,7 @@ impl Writer {
             self.flush_due = due + FLUSH;
         }
         if due >= self.metrics_due {
-            self.write_metrics();
+            self.write_metrics(true);
             self.metrics_due = due + self.profiler.settings.interval;
         }
         if let Some(status) = self.status.as_mut().filter(|status| due >= status.look_due) {
@@ -310,7 +326,7 @@ impl Writer {
             now,
             wall: now.saturating_add_signed(clock::wall_offset()),
             exited,
-            socket: self.profiler.settings.control.as_ref().map(|path| path.display().to_string()),
+            socket: service::control().map(|path| path.display().to_string()),
             dropped: self.profiler.drops.total(),
             communicators: live::communicators(&status.tracker, kept),
             interfaces,
@@ -334,9 +350,9 @@ impl Writer {
             self.comm_begins(&comm, record.when);
         }
         if let Body::NetTowline(part) = record.body
-            && !self.summary.interfaces.knows(part.link, part.send)
+            && !self.summary.links.knows(part.link, part.send)
         {
-            self.learn_interfaces(part.link, part.send, record.when);
+            self.learn_link(part.link, part.send, record.when);
         }
         self.summary.apply(record);
         if let Some(status) = &mut self.status {
@@ -364,14 +380,16 @@ impl Writer {
         Some(CommInfo { id, name: name.text().to_owned(), rank: record.rank, ..known.clone() })
     }
 
-    /// The first that is told of a connection: which interfaces it has. Of one that is gone by now it is not known.
-    fn learn_interfaces(&mut self, link: u64, send: bool, when: u64) {
+    /// The first that is told of a connection: which interfaces it has, and which host is at its other end. Of one that is gone
+    /// by now it is not known.
+    fn learn_link(&mut self, link: u64, send: bool, when: u64) {
         let known = (self.profiler.connections)().into_iter().find(|it| it.number == link && it.send == send);
         let names: Vec<Name> = known.iter().flat_map(|it| &it.interfaces).map(|name| name.as_str().into()).collect();
         if let Some(trace) = self.trace.as_mut().filter(|_| !names.is_empty()) {
             trace.interfaces(link, send, &names, when);
         }
-        self.summary.interfaces.learn(link, send, names);
+        let host = known.as_ref().and_then(|it| it.peer.rsplit_once(':')).map_or("unknown", |(host, _)| host);
+        self.summary.links.learn(link, send, names, host);
     }
 
     /// Nothing comes any more that is older than `cut`, in ticks.
@@ -425,9 +443,33 @@ impl Writer {
         }
     }
 
-    fn write_metrics(&mut self) {
-        let Some(path) = &self.profiler.settings.metrics else { return };
-        if let Err(error) = metrics::replace(path, &metrics::render(&self.summary))
+    /// The figures for Prometheus.
+    fn metrics(&self, up: bool) -> String {
+        let now = clock::now();
+        let groups = self.status.as_ref().map(|status| {
+            let mut groups: BTreeMap<String, metrics::Now> = BTreeMap::new();
+            for (context, comm) in status.tracker.comms() {
+                let Some(known) = self.summary.comms.get(context) else { continue };
+                let group = groups.entry(known.group.clone()).or_default();
+                group.made += comm.made;
+                let open = comm.calls().filter(|call| call.open && comm.ended.is_none());
+                let oldest = open.map(|call| now.saturating_sub(call.entered)).max().unwrap_or(0);
+                group.oldest_open = group.oldest_open.max(oldest as f64 / 1e9);
+            }
+            groups
+        });
+        metrics::render(&metrics::Figures {
+            labels: &self.labels,
+            summary: &self.summary,
+            now: groups.as_ref(),
+            peers: self.profiler.settings.peers,
+            up,
+        })
+    }
+
+    fn write_metrics(&mut self, up: bool) {
+        let Some(path) = &self.metrics_path else { return };
+        if let Err(error) = metrics::replace(path, &self.metrics(up))
             && !std::mem::replace(&mut self.complained, true)
         {
             let path = path.display();
@@ -445,7 +487,12 @@ impl Writer {
             trace.settle(clock::now());
         }
         self.flush();
-        self.write_metrics();
+        self.write_metrics(true);
+        if let Some(path) = &mut self.summary_path
+            && !std::mem::replace(&mut self.claimed, true)
+        {
+            *path = claim(path, Old::Stays);
+        }
         if let Some(path) = &self.summary_path {
             if let Err(error) = std::fs::write(path, self.tables()) {
                 let path = path.display();

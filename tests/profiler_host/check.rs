@@ -125,3 +125,9 @@ pub(crate) fn bytes_add_up(process: &Process) -> u64 {
     }
     all
 }
+
+/// The labels of the one process in a text of metrics.
+pub(crate) fn process(text: &str) -> String {
+    let (_, labels) = text.split_once("towline_process_up{").expect("metrics");
+    labels.split_once(",version=").expect("its version").0.to_owned()
+}

@@ -16,27 +16,33 @@ pub(crate) fn play() {
 #[test]
 fn every_metric_of_the_dashboard_and_the_documentation_is_there() {
     let dir = tempfile::tempdir().unwrap();
-    super::run("metrics", dir.path(), &[]);
+    super::run("metrics", dir.path(), &[("TOWLINE_METRICS_PEERS", "1")]);
     let files: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path()).collect();
     let file = files.iter().find(|path| path.extension().is_some_and(|e| e == "prom")).expect("a metrics file");
     let text = std::fs::read_to_string(file).unwrap();
     let families: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next()).collect();
     for family in &families {
-        let samples = text.lines().filter(|line| line.starts_with(&format!("{family}{{"))).count();
+        let of = |line: &&str| ["", "_bucket"].iter().any(|end| line.starts_with(&format!("{family}{end}{{")));
+        let samples = text.lines().filter(of).count();
         assert!(samples > 0, "{family} has samples: {text}");
     }
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
     let dashboard = std::fs::read_to_string(root.join("docs/grafana/towline.json")).unwrap();
     serde_json::from_str::<serde_json::Value>(&dashboard).unwrap();
+    let rules = std::fs::read_to_string(root.join("docs/grafana/rules.yml")).unwrap();
     let docs = std::fs::read_to_string(root.join("docs/profiling.md")).unwrap();
+    // What the rules record is no family of ours.
+    let recorded: Vec<&str> = rules.lines().filter_map(|line| line.trim().strip_prefix("- record: ")).collect();
     let words = |text: &str| -> Vec<String> {
         text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_')
             .filter(|word| word.starts_with("towline_"))
             .map(str::to_owned)
             .collect()
     };
-    for word in words(&dashboard).into_iter().chain(words(&docs)) {
-        assert!(families.contains(&word.as_str()), "{word} is no metric");
+    for word in [&dashboard, &rules, &docs].into_iter().flat_map(|text| words(text)) {
+        let word =
+            ["_bucket", "_sum", "_count"].iter().find_map(|end| word.strip_suffix(end)).unwrap_or(&word).to_owned();
+        assert!(families.contains(&word.as_str()) || recorded.contains(&word.as_str()), "{word} is no metric");
     }
     for family in families {
         let short = family.trim_start_matches("towline_").trim_start_matches("wire_");

@@ -49,9 +49,9 @@ fn each_metric_of_the_wire_has_the_value_that_the_transport_told() {
     let dir = tempfile::tempdir().unwrap();
     super::run("figures", dir.path(), &[]);
     let text = check::metrics(dir.path());
-    let comm = r#"comm="0x44",comm_name="world",rank="0",peer="1",rail="#;
+    let process = check::process(&text);
     let value = |name: &str, rail: u32, more: &str| -> f64 {
-        let line = format!("towline_wire_{name}{{{comm}\"rail {rail}\",direction=\"send\"{more}}} ");
+        let line = format!("towline_wire_{name}{{{process},interface=\"rail {rail}\",direction=\"send\"{more}}} ");
         let found: Vec<&str> = text.lines().filter_map(|sample| sample.strip_prefix(&line)).collect();
         assert_eq!(found.len(), 1, "{line}: {text}");
         found[0].parse().unwrap()
@@ -74,7 +74,7 @@ fn each_metric_of_the_wire_has_the_value_that_the_transport_told() {
         assert!(told.iter().zip(expected).all(|(told, right)| (told - right).abs() < 1e-9), "{cause}: {told:?}");
     }
     // The step's own bytes: what was sent twice counts once.
-    let step = r#"towline_step_bytes_total{comm="0x44",comm_name="world",rank="0",peer="1",direction="send"} 2000"#;
+    let step = format!("towline_step_bytes_total{{{process},comm=\"world\",direction=\"send\"}} 2000");
     assert!(text.lines().any(|line| line == step), "{text}");
 }
 

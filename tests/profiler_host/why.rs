@@ -10,8 +10,8 @@ use towline::nccl::ffi::*;
 use super::host::{CommDescr, Event, Host};
 use super::play::{Comm, Pace, Shape};
 
-/// Of each job in which something is wrong: the smallest one, an odd one, and one as large as a host.
-const RANKS: [i32; 8] = [3, 16, 2, 3, 2, 3, 16, 3];
+/// Of each job in which something is wrong: the smallest one where two ranks are enough to tell, and one as large as a host.
+const RANKS: [i32; 8] = [3, 16, 3, 2, 2, 3, 16, 3];
 
 /// The rank that is not as the others.
 const ODD: i32 = 1;

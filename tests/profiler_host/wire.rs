@@ -246,7 +246,7 @@ fn who_only_adds_up_is_told_of_a_message_once_and_of_every_byte() {
     assert!(parts > 3 * messages / 2, "long messages are told chunk by chunk: {parts}");
 }
 
-/// Who asks for network events and not for steps, and draws nothing, learns the same of the wire, by peer and rail.
+/// A profiler that asks for network events and not for steps, and draws nothing, learns the same of the wire, by interface.
 #[test]
 fn without_steps_the_wires_figures_are_the_same() {
     let played = |events: &[(&str, &str)]| {
@@ -254,21 +254,20 @@ fn without_steps_the_wires_figures_are_the_same() {
         let settings = [&[("TOWLINE_PROFILE", "metrics,summary"), ("TOWLINE_STREAMS", "5")], events].concat();
         super::run("wire:devices", dir.path(), &settings);
         let text = check::metrics(dir.path());
-        let of_peer = |line: &&str| line.contains("peer=\"") && !line.contains("stall") && !line.contains("bandwidth");
+        // Another process has another number.
+        let process = check::process(&text);
         let figures = |name: &str| -> Vec<String> {
-            let mut lines: Vec<String> =
-                text.lines().filter(|line| line.starts_with(name)).filter(of_peer).map(String::from).collect();
+            let lines = text.lines().filter(|line| line.starts_with(name));
+            let mut lines: Vec<String> = lines.map(|line| line.replace(&process, "")).collect();
             lines.sort();
             lines
         };
-        let all = ["messages", "parts", "bytes", "resent_bytes", "reconnects"].map(|what| {
-            let name = format!("towline_wire_{what}_total{{");
-            figures(&name)
-        });
+        let all = ["messages", "parts", "bytes", "resent_bytes", "reconnects"]
+            .map(|what| figures(&format!("towline_wire_{what}_total{{")));
         (all.concat(), total(&text, "towline_wire_stall_seconds_total"), figures("towline_step_total{"))
     };
     let (with_steps, stalls_with, steps) = played(&[]);
-    assert!(!steps.is_empty() && with_steps.len() >= 5 * 2 * RANKS, "{with_steps:?}");
+    assert!(!steps.is_empty() && with_steps.len() >= 5 * 2, "{with_steps:?}");
     let (without, stalls_without, steps) = played(&[("TOWLINE_PROFILE_EVENTS", "NetPlugin")]);
     assert_eq!((without, steps), (with_steps, vec![]));
     assert!(stalls_with > 0.0 && stalls_without > 0.0, "what was waited for is told: {stalls_with} {stalls_without}");

@@ -43,7 +43,7 @@ pub(super) fn run(args: &Report) -> Result<String> {
 fn summarise(process: &Process) -> Summary {
     let mut summary = Summary::with_arrivals();
     summary.dropped = process.dropped;
-    summary.interfaces = process.interfaces.clone();
+    summary.links = process.links.clone();
     for comm in &process.comms {
         summary.comm(comm);
     }

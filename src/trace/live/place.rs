@@ -69,22 +69,21 @@ pub fn read(path: &Path) -> io::Result<State> {
     State::read(&bytes)
 }
 
-/// Removes old files of this host's processes that are gone.
-pub(in crate::trace) fn sweep(dir: &Path, host: &str) {
+/// Removes old files of this host's processes that are gone, which are named `PREFIX` and the process's number, and their sockets.
+pub(in crate::trace) fn sweep(dir: &Path, prefix: &str, ending: &str) {
     let Ok(entries) = std::fs::read_dir(dir) else { return };
     for entry in entries.flatten() {
         let name = entry.file_name();
-        let pid = name.to_str().and_then(|name| {
-            let stem = name.strip_prefix(&format!("{host}-"))?.strip_suffix(&format!(".{ENDING}"))?;
-            stem.parse::<i32>().ok()
-        });
+        let stem = name.to_str().and_then(|name| name.strip_prefix(prefix)?.strip_suffix(&format!(".{ending}")));
+        // A number may stand behind the process's: another container's process has the same one.
+        let pid = stem.and_then(|stem| stem.split('.').next()?.parse::<i32>().ok());
         let is_old = entry.metadata().and_then(|found| found.modified());
         let is_old = is_old.is_ok_and(|when| when.elapsed().is_ok_and(|age| age > KEPT));
-        if let Some(pid) = pid.filter(|_| is_old)
+        if let (Some(pid), Some(stem)) = (pid.filter(|_| is_old), stem)
             && !is_there(pid)
         {
             let _ = std::fs::remove_file(entry.path());
-            let _ = std::fs::remove_file(dir.join(format!("towline-{host}-{pid}.sock")));
+            let _ = std::fs::remove_file(dir.join(format!("towline-{prefix}{stem}.sock")));
         }
     }
 }
@@ -116,7 +115,7 @@ mod tests {
         for (name, when, _) in &names {
             std::fs::File::create(dir.path().join(name)).unwrap().set_modified(*when).unwrap();
         }
-        sweep(dir.path(), "host");
+        sweep(dir.path(), "host-", ENDING);
         for (name, _, stays) in names {
             assert_eq!(dir.path().join(&name).exists(), stays, "{name}");
         }

@@ -150,7 +150,7 @@ impl Emitter {
 
     /// The interfaces of a connection, in the order of its rails.
     pub fn interfaces(&mut self, link: u64, send: bool, names: &[Name], now: u64) {
-        self.rails.interfaces.learn(link, send, names.to_vec());
+        self.rails.links.learn(link, send, names.to_vec(), "");
         for (rail, &name) in names.iter().enumerate() {
             let annotations = vec![
                 ("link", Value::Uint(link)),

@@ -8,7 +8,7 @@ use std::net::IpAddr;
 
 use super::super::event::{Body, CommInfo, Kind, NetTimes, Record, state};
 use super::super::names::Name;
-use super::super::rail::Interfaces;
+use super::super::rail::Links;
 use super::category;
 use super::emit::ProcessInfo;
 use super::fields::{self, Fields, Value};
@@ -20,8 +20,8 @@ use super::proto::{COUNTER, DebugAnnotation, INSTANT, Interned, InternedData, SL
 pub struct Process {
     /// Which process it was; None in a file that is not Towline's or has lost its beginning.
     pub info: Option<ProcessInfo>,
-    /// What the rails of its connections are.
-    pub interfaces: Interfaces,
+    /// What is known of its connections.
+    pub links: Links,
     /// Its communicators; `context` is the running number that the records carry.
     pub comms: Vec<CommInfo>,
     /// Its records, in order of time.
@@ -295,7 +295,7 @@ impl Reader {
             Some(category::CUT) => self.process.cut = Some(when),
             Some(category::INTERFACE) => {
                 let (link, send) = (fields.uint("link"), fields.bool("send"));
-                self.process.interfaces.add(link, send, fields.text("interface"));
+                self.process.links.add(link, send, fields.text("interface"));
             }
             Some(category::COMM) if fields.bool("ended") => {
                 self.process.ended.push((fields.uint("comm"), when));

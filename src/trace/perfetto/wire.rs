@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 
 use super::super::event::Body;
-use super::super::rail::{Interfaces, Rail};
+use super::super::rail::{Links, Rail};
 use super::packets::Packets;
 use super::proto::UNIT_SIZE_BYTES;
 use super::tracks::Tracks;
@@ -44,8 +44,8 @@ struct Edge {
 /// The counters of all rails.
 #[derive(Default)]
 pub(super) struct Rails {
-    /// What they are.
-    pub(super) interfaces: Interfaces,
+    /// The connections that they belong to.
+    pub(super) links: Links,
     counters: BTreeMap<(Rail, bool), Counter>,
     waiting: BinaryHeap<Reverse<Edge>>,
     counted_to: u64,
@@ -53,13 +53,13 @@ pub(super) struct Rails {
 
 impl Rails {
     pub(super) fn begin(&mut self, body: &Body, when: u64, out: &mut Packets, tracks: &mut Tracks) {
-        let Some((rail, send, length)) = self.interfaces.rail(body) else { return };
+        let Some((rail, send, length)) = self.links.rail(body) else { return };
         self.counters.entry((rail, send)).or_insert_with(|| Counter::new(rail, send, when, out, tracks));
         self.wait(Edge { when, begins: true, rail: (rail, send), length }, out);
     }
 
     pub(super) fn end(&mut self, body: &Body, when: u64, out: &mut Packets) {
-        let Some((rail, send, length)) = self.interfaces.rail(body) else { return };
+        let Some((rail, send, length)) = self.links.rail(body) else { return };
         self.wait(Edge { when, begins: false, rail: (rail, send), length }, out);
     }
 

@@ -49,6 +49,11 @@ impl Histogram {
         self.sum
     }
 
+    /// How many are not longer, to within about four per cent of the duration.
+    pub fn below(&self, ns: u64) -> u64 {
+        self.counts.iter().take(class(ns) + 1).map(|&count| u64::from(count)).sum()
+    }
+
     /// The duration below which the given share (0 to 1) of all lies; 0 when there are none.
     pub fn percentile(&self, share: f64) -> u64 {
         let rank = (share * self.total as f64).ceil().max(1.0) as u64;
@@ -103,6 +108,8 @@ mod tests {
             let told = histogram.percentile(share) as f64;
             assert!((told - truth).abs() / truth < 0.05, "{share}: {told}");
         }
+        let below = [0, 500_000, 10_000_000].map(|ns| histogram.below(ns));
+        assert!(below[0] == 0 && below[1].abs_diff(500) < 25 && below[2] == 1000, "{below:?}");
         let mut doubled = histogram.clone();
         doubled.merge(&histogram);
         assert_eq!((doubled.count(), doubled.percentile(0.5)), (2000, histogram.percentile(0.5)));

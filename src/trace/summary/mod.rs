@@ -22,11 +22,20 @@ use std::collections::BTreeMap;
 
 use super::event::{Body, CommInfo, NetTimes, Record, state};
 use super::hash::QuickMap;
-use super::rail::{Interfaces, Rail};
+use super::rail::{Links, Rail};
 use calls::Calls;
 
-/// Communicators whose figures are kept apart; those of older ones that have ended are put together.
+/// Communicators whose figures are kept apart; those of older ones that have ended are put together, by their group.
 const COMMS: usize = 512;
+
+/// Communicators are grouped by their names; there are so many groups, and one for all others.
+const GROUPS: usize = 16;
+
+/// The group of the communicators for which there was no group left.
+const OTHERS: &str = "others";
+
+/// The group of the communicators without a name.
+const UNNAMED: &str = "unnamed";
 
 /// Open events that are followed at once; beyond, something loses its stops.
 const OPEN: usize = 1 << 18;
@@ -80,6 +89,8 @@ pub struct WireStat {
 pub struct CommStat {
     /// Which communicator.
     pub info: CommInfo,
+    /// The communicators with which it is counted together where there must not be too many.
+    pub group: String,
     /// By function, algorithm and protocol.
     pub calls: BTreeMap<CallKey, CallStat>,
     /// By peer, and whether we send to it.
@@ -139,8 +150,12 @@ pub struct Summary {
     pub comms: BTreeMap<u64, CommStat>,
     /// Events that were dropped.
     pub dropped: u64,
-    /// What the connections' rails are.
-    pub interfaces: Interfaces,
+    /// What is known of the connections.
+    pub links: Links,
+    /// Bytes received from and sent to each of [`Links::hosts`], resent ones not counted.
+    pub hosts: Vec<[u64; 2]>,
+    /// The groups, in the order in which they appeared.
+    groups: Vec<String>,
     calls: Calls,
     ops: QuickMap<u64, Op>,
     steps: QuickMap<u64, Step>,
@@ -161,17 +176,33 @@ impl Summary {
 
     /// A communicator begins, or more is known of it.
     pub fn comm(&mut self, info: &CommInfo) {
-        self.comms.entry(info.context).or_default().info = info.clone();
+        let group = self.group(&info.name);
+        let comm = self.comms.entry(info.context).or_default();
+        (comm.info, comm.group) = (info.clone(), group);
         if self.comms.len() > COMMS {
             let oldest = self.comms.iter().find(|(_, comm)| comm.ended).map(|(&context, _)| context);
             if let Some(old) = oldest.and_then(|context| self.comms.remove(&context)) {
-                let rest = self.comms.entry(u64::MAX).or_default();
-                rest.info.name = "ended earlier".into();
-                rest.info.rank = -1;
-                rest.info.context = u64::MAX;
+                let number = self.groups.iter().position(|group| *group == old.group).unwrap_or(GROUPS);
+                let context = u64::MAX - number as u64;
+                let rest = self.comms.entry(context).or_default();
+                let name = format!("{}, ended earlier", old.group);
+                rest.info = CommInfo { name, rank: -1, context, ..CommInfo::default() };
+                rest.group.clone_from(&old.group);
                 rest.add(&old);
             }
         }
+    }
+
+    /// The group of a communicator of this name.
+    fn group(&mut self, name: &str) -> String {
+        let name = if name.is_empty() { UNNAMED } else { name };
+        if !self.groups.iter().any(|group| group == name) {
+            if self.groups.len() >= GROUPS {
+                return OTHERS.into();
+            }
+            self.groups.push(name.into());
+        }
+        name.into()
     }
 
     /// A communicator ends.
@@ -308,7 +339,7 @@ impl Summary {
     }
 
     fn net_ends(&mut self, net: &Net, when: u64) {
-        let Some((rail, send, length)) = self.interfaces.rail(&net.body) else { return };
+        let Some((rail, send, length)) = self.links.rail(&net.body) else { return };
         if let Some(step) = self.steps.get_mut(&net.step) {
             step.told_receiver_ns = step.told_receiver_ns.max(net.times.wait_receiver_ns);
         }
@@ -320,6 +351,12 @@ impl Summary {
             wire.resent_bytes += length;
         } else {
             wire.bytes += length;
+            if let Some(host) = self.links.host(&net.body) {
+                if self.hosts.len() <= host {
+                    self.hosts.resize(host + 1, [0; 2]);
+                }
+                self.hosts[host][usize::from(send)] += length;
+            }
             wire.messages += u64::from(net.first);
         }
         wire.retransmissions += u64::from(net.times.retransmissions);

@@ -1,6 +1,7 @@
 use super::super::event::{NetPart, ProxyOp};
 use super::*;
 use crate::nccl::net_event::SOMEWHERE;
+use crate::trace::metrics::{Figures, Labels, render};
 
 const COMM: u64 = 1;
 const OP: u64 = 2;
@@ -44,7 +45,8 @@ fn a_message_counts_once_wherever_its_parts_lie() {
     let out_of_order = [part(30, 0), part(10, 1), part(20, 1)];
     let summary = summary(&[&shares, &out_of_order, &[part(0, 0), part(10, 1)], &[part(0, 0)]]);
     assert_eq!(messages(&summary), 4);
-    let metrics = crate::trace::metrics::render(&summary);
+    let labels = Labels::new("host", 7, |_| None);
+    let metrics = render(&Figures { labels: &labels, summary: &summary, now: None, peers: false, up: true });
     let lines = metrics.lines().filter(|line| line.starts_with("towline_wire_messages_total{"));
     let values: Vec<&str> = lines.filter_map(|line| line.rsplit(' ').next()).collect();
     assert_eq!(values, ["4", "0"], "each on the rail of its first part: {metrics}");

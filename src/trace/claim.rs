@@ -1,0 +1,95 @@
+//! Names of files that are this process's alone. Containers that share a directory may share host names and process numbers too,
+//! and so does a second run in one container with the first.
+
+use std::fs::OpenOptions;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// More files than this of one name are not looked through.
+const MOST: u32 = 10_000;
+
+/// What a file that is already there means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Old {
+    /// It is a result that is kept.
+    Stays,
+    /// Its process renews it, so that one which is older than this belongs to none.
+    IsReplacedAfter(Duration),
+}
+
+/// Makes an empty file at `path`, or at the first numbered name beside it that is free: `a.prom`, `a.2.prom`, and so on. Where none
+/// can be made it is `path`, and writing to it will say why.
+pub(super) fn claim(path: &Path, old: Old) -> PathBuf {
+    if let Some(dir) = path.parent().filter(|dir| !dir.as_os_str().is_empty()) {
+        let _ = std::fs::create_dir_all(dir);
+    }
+    for number in 1..MOST {
+        let candidate = numbered(path, number);
+        match OpenOptions::new().write(true).create_new(true).open(&candidate) {
+            Ok(_) => return candidate,
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+                if let Old::IsReplacedAfter(age) = old
+                    && is_older(&candidate, age)
+                    && std::fs::write(&candidate, "").is_ok()
+                {
+                    return candidate;
+                }
+            }
+            Err(_) => break,
+        }
+    }
+    path.to_owned()
+}
+
+/// The name with a number before its ending.
+pub(super) fn numbered(path: &Path, number: u32) -> PathBuf {
+    if number == 1 {
+        return path.to_owned();
+    }
+    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    // Of `a.summary.txt` all of the ending.
+    let at = ["summary.txt", "prom", "state", "sock"].iter().find_map(|ending| name.strip_suffix(ending)).map(str::len);
+    let at = at.unwrap_or_else(|| name.rfind('.').map_or(name.len(), |at| at + 1));
+    path.with_file_name(format!("{}{number}.{}", &name[..at], &name[at..]))
+}
+
+fn is_older(path: &Path, age: Duration) -> bool {
+    let modified = std::fs::metadata(path).and_then(|found| found.modified());
+    modified.is_ok_and(|when| when.elapsed().is_ok_and(|passed| passed > age))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_process_gets_a_file_of_its_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let summary = dir.path().join("deeper/towline-h-7.summary.txt");
+        let names: Vec<_> = (0..3).map(|_| claim(&summary, Old::Stays)).collect();
+        let name = |path: &PathBuf| path.file_name().unwrap().to_string_lossy().into_owned();
+        let expected = ["towline-h-7.summary.txt", "towline-h-7.2.summary.txt", "towline-h-7.3.summary.txt"];
+        assert_eq!(names.iter().map(name).collect::<Vec<_>>(), expected);
+        assert!(names.iter().all(|path| path.exists()));
+    }
+
+    #[test]
+    fn what_a_process_that_is_gone_renewed_is_taken_over() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("h-7.state");
+        let old = Old::IsReplacedAfter(Duration::from_secs(10));
+        assert_eq!(claim(&path, old), path);
+        // Its process is at work.
+        assert_eq!(claim(&path, old), dir.path().join("h-7.2.state"));
+        let long_ago = std::time::SystemTime::now() - Duration::from_secs(60);
+        std::fs::File::options().write(true).open(&path).unwrap().set_modified(long_ago).unwrap();
+        assert_eq!(claim(&path, old), path);
+    }
+
+    #[test]
+    fn a_directory_that_cannot_be_made_is_left_to_the_one_that_writes() {
+        let path = Path::new("/proc/none/h-7.state");
+        assert_eq!(claim(path, Old::Stays), path);
+    }
+}

@@ -1,0 +1,371 @@
+//! The figures for Prometheus: its text format, in a file for node_exporter's textfile collector or over HTTP.
+//!
+//! Counters since the process began, rates and shares are Prometheus's business. How many series there are does not grow with
+//! the ranks of the job but for one of each host and direction: communicators are counted together by their names, peers by
+//! their hosts, and what the wire carried by interface. The file is replaced by an atomic rename, so that nobody reads half
+//! of it.
+
+mod family;
+mod labels;
+pub(super) mod server;
+
+pub use labels::Labels;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::Path;
+
+use family::Page;
+use labels::escape;
+
+use super::rail::Rail;
+use super::summary::{CommStat, PeerStat, Summary, WireStat};
+
+/// What a group of communicators is doing.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Now {
+    /// For how many seconds its oldest call has been open; 0 when none is.
+    pub oldest_open: f64,
+    /// How many calls it has made.
+    pub made: u64,
+}
+
+/// What the figures are made from.
+pub struct Figures<'a> {
+    /// Which process this is.
+    pub labels: &'a Labels,
+    /// What has been.
+    pub summary: &'a Summary,
+    /// What the groups of communicators are doing; none when that is not known.
+    pub now: Option<&'a BTreeMap<String, Now>>,
+    /// Whether each peer gets series of its own.
+    pub peers: bool,
+    /// Whether the process goes on.
+    pub up: bool,
+}
+
+/// All figures in Prometheus's text format.
+pub fn render(figures: &Figures<'_>) -> String {
+    let mut page = Page::new(figures.labels);
+    let mut groups: BTreeMap<&str, CommStat> = BTreeMap::new();
+    for comm in figures.summary.comms.values() {
+        groups.entry(&comm.group).or_default().add(comm);
+    }
+    let groups: Groups = groups.into_iter().map(|(name, stat)| (format!("comm=\"{}\"", escape(name)), stat)).collect();
+    let mut info =
+        page.family("towline_process_up", "gauge", "1 while the process runs, 0 when it has ended in order.");
+    info.sample(&format!("version=\"{}\"", env!("CARGO_PKG_VERSION")), u8::from(figures.up));
+    calls(&mut page, &groups);
+    if let Some(now) = figures.now {
+        state(&mut page, now);
+    }
+    steps(&mut page, &groups);
+    if figures.peers {
+        peers(&mut page, &groups);
+    }
+    wires(&mut page, &groups);
+    hosts(&mut page, figures.summary);
+    let mut dropped = page.family("towline_profiler_dropped_total", "counter", "Events that found no room.");
+    dropped.sample("", figures.summary.dropped);
+    page.text
+}
+
+/// By their labels.
+type Groups = Vec<(String, CommStat)>;
+
+fn calls(page: &mut Page<'_>, groups: &Groups) {
+    type Read = fn(&super::summary::CallStat) -> u64;
+    let calls: [(&'static str, &str, Read); 3] = [
+        ("towline_collectives_total", "Completed collectives and point-to-point operations.", |stat| stat.count),
+        ("towline_collective_bytes_total", "Their data, as nccl-tests counts a size.", |stat| stat.bytes),
+        ("towline_collective_bus_bytes_total", "What the bus had to carry, as nccl-tests counts.", |stat| {
+            stat.bus_bytes
+        }),
+    ];
+    for (name, help, read) in calls {
+        let mut family = page.family(name, "counter", help);
+        for (labels, group) in groups {
+            for (key, stat) in &group.calls {
+                let more = format!(
+                    "{labels},func=\"{}\",algorithm=\"{}\",protocol=\"{}\"",
+                    escape(key.func.text()),
+                    escape(key.algorithm.text()),
+                    escape(key.protocol.text())
+                );
+                family.sample(&more, read(stat));
+            }
+        }
+    }
+    let help = "From enqueueing to the last operation's end.";
+    let mut family = page.family("towline_collective_duration_seconds", "histogram", help);
+    for (labels, group) in groups {
+        let mut functions = BTreeMap::new();
+        for (key, stat) in &group.calls {
+            functions.entry(key.func.text()).or_insert_with(super::summary::Histogram::default).merge(&stat.latency);
+        }
+        for (function, durations) in functions {
+            family.histogram(&format!("{labels},func=\"{}\"", escape(function)), &durations);
+        }
+    }
+}
+
+fn state(page: &mut Page<'_>, now: &BTreeMap<String, Now>) {
+    let help = "For how long the oldest call that has not ended has been open; 0 when there is none.";
+    let mut family = page.family("towline_oldest_open_collective_seconds", "gauge", help);
+    for (group, now) in now {
+        family.sample(&format!("comm=\"{}\"", escape(group)), now.oldest_open);
+    }
+    let help = "Collectives that this rank has entered: a rank whose number is smaller than the others' is behind.";
+    let mut family = page.family("towline_last_sequence", "gauge", help);
+    for (group, now) in now {
+        family.sample(&format!("comm=\"{}\"", escape(group)), now.made);
+    }
+}
+
+const CAUSES: [(&str, fn(&PeerStat) -> u64); 4] = [
+    ("gpu", |stat| stat.gpu_ns),
+    ("receiver", |stat| stat.receiver_ns),
+    ("network", |stat| stat.network_ns),
+    ("flush", |stat| stat.flush_ns),
+];
+
+fn steps(page: &mut Page<'_>, groups: &Groups) {
+    let both = |group: &CommStat| {
+        let of = |send| {
+            let mut all = PeerStat::default();
+            group.peers.iter().filter(|((_, own), _)| *own == send).for_each(|(_, stat)| all.add(stat));
+            (send, all)
+        };
+        [true, false].map(of).into_iter().filter(|(_, stat)| stat.steps > 0)
+    };
+    let families: [(&'static str, &str, fn(&PeerStat) -> u64); 2] = [
+        ("towline_step_total", "Transfers of the proxy.", |stat| stat.steps),
+        ("towline_step_bytes_total", "Bytes of the proxy's transfers.", |stat| stat.bytes),
+    ];
+    for (name, help, read) in families {
+        let mut family = page.family(name, "counter", help);
+        for (labels, group) in groups {
+            for (send, stat) in both(group) {
+                family.sample(&format!("{labels},direction=\"{}\"", direction(send)), read(&stat));
+            }
+        }
+    }
+    let help = "Where the time of the proxy's transfers went.";
+    let mut family = page.family("towline_step_seconds_total", "counter", help);
+    for (labels, group) in groups {
+        for (send, stat) in both(group) {
+            for (cause, read) in CAUSES {
+                let more = format!("{labels},direction=\"{}\",cause=\"{cause}\"", direction(send));
+                family.sample(&more, read(&stat) as f64 / 1e9);
+            }
+        }
+    }
+}
+
+/// The same by peer.
+fn peers(page: &mut Page<'_>, groups: &Groups) {
+    let mut family =
+        page.family("towline_peer_step_bytes_total", "counter", "Bytes of the proxy's transfers, by peer.");
+    for (labels, group) in groups {
+        for ((peer, send), stat) in &group.peers {
+            family.sample(&format!("{labels},peer=\"{peer}\",direction=\"{}\"", direction(*send)), stat.bytes);
+        }
+    }
+    let help = "Where the time of the proxy's transfers went, by peer.";
+    let mut family = page.family("towline_peer_step_seconds_total", "counter", help);
+    for (labels, group) in groups {
+        for ((peer, send), stat) in &group.peers {
+            for (cause, read) in CAUSES {
+                let more = format!("{labels},peer=\"{peer}\",direction=\"{}\",cause=\"{cause}\"", direction(*send));
+                family.sample(&more, read(stat) as f64 / 1e9);
+            }
+        }
+    }
+}
+
+fn wires(page: &mut Page<'_>, groups: &Groups) {
+    let mut all: BTreeMap<(Rail, bool), WireStat> = BTreeMap::new();
+    for ((_, rail, send), stat) in groups.iter().flat_map(|(_, group)| &group.wires) {
+        all.entry((*rail, *send)).or_default().add(stat);
+    }
+    type Read = fn(&WireStat) -> u64;
+    let families: [(&'static str, &str, Read); 6] = [
+        ("towline_wire_bytes_total", "Bytes on the wire, without resent ones.", |s| s.bytes),
+        ("towline_wire_messages_total", "Messages on the wire.", |s| s.messages),
+        ("towline_wire_parts_total", "Parts of messages on the wire.", |s| s.parts),
+        ("towline_wire_resent_bytes_total", "Bytes that were on the wire before.", |s| s.resent_bytes),
+        ("towline_wire_retransmissions_total", "Parts sent again.", |s| s.retransmissions),
+        ("towline_wire_reconnects_total", "Streams or queue pairs re-established.", |s| s.reconnects),
+    ];
+    let labels = |rail: Rail, send| format!("interface=\"{}\",direction=\"{}\"", escape(&rail.name()), direction(send));
+    for (name, help, read) in families {
+        let mut family = page.family(name, "counter", help);
+        for (&(rail, send), stat) in &all {
+            family.sample(&labels(rail, send), read(stat));
+        }
+    }
+    let help = "Waits of parts by cause, and their time on the wire.";
+    let mut family = page.family("towline_wire_stall_seconds_total", "counter", help);
+    for (&(rail, send), stat) in &all {
+        let labels = labels(rail, send);
+        let mut put = |cause, ns| family.sample(&format!("{labels},cause=\"{cause}\""), ns as f64 / 1e9);
+        put("receiver", stat.wait_receiver_ns);
+        put("socket", stat.wait_socket_ns);
+        put("credit", stat.wait_credit_ns);
+        put("wire", stat.wire_ns);
+    }
+}
+
+fn hosts(page: &mut Page<'_>, summary: &Summary) {
+    let help = "Bytes on the wire, without resent ones, by the host at the other end.";
+    let mut family = page.family("towline_peer_host_bytes_total", "counter", help);
+    for (host, bytes) in summary.links.hosts().iter().zip(&summary.hosts) {
+        for send in [true, false].into_iter().filter(|&send| bytes[usize::from(send)] > 0) {
+            let labels = format!("peer_host=\"{}\",direction=\"{}\"", escape(host), direction(send));
+            family.sample(&labels, bytes[usize::from(send)]);
+        }
+    }
+}
+
+fn direction(send: bool) -> &'static str {
+    if send { "send" } else { "receive" }
+}
+
+/// Replaces the file with `text` in one step.
+pub fn replace(path: &Path, text: &str) -> io::Result<()> {
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    // Who looks for the file's ending (node_exporter, `towline why`) never sees this one.
+    name.push(format!(".{}.tmp", std::process::id()));
+    let temporary = path.with_file_name(name);
+    if let Some(dir) = path.parent().filter(|dir| !dir.as_os_str().is_empty()) {
+        std::fs::create_dir_all(dir)?;
+    }
+    std::fs::write(&temporary, text)?;
+    std::fs::rename(&temporary, path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::trace::event::CommInfo;
+    use crate::trace::names::Name;
+    use crate::trace::summary::CallKey;
+
+    fn comm(context: u64, name: &str) -> CommInfo {
+        CommInfo { context, id: context, name: name.into(), nodes: 1, ranks: 2, rank: 0 }
+    }
+
+    fn text(summary: &Summary) -> String {
+        let labels = Labels::new("node4", 7, |name| (name == "RANK").then(|| "19".into()));
+        render(&Figures { labels: &labels, summary, now: None, peers: false, up: true })
+    }
+
+    #[test]
+    fn names_with_quotes_do_not_break_the_format() {
+        let mut summary = Summary::default();
+        summary.comm(&comm(1, "a \"quoted\"\nname\\"));
+        *summary.comms.get_mut(&1).unwrap().peers.entry((1, true)).or_default() =
+            PeerStat { steps: 1, bytes: 7, ..PeerStat::default() };
+        let text = text(&summary);
+        let line = text.lines().find(|line| line.starts_with("towline_step_bytes_total{")).unwrap();
+        assert_eq!(
+            line,
+            r#"towline_step_bytes_total{host="node4",pid="7",rank="19",comm="a \"quoted\"\nname\\",direction="send"} 7"#
+        );
+    }
+
+    #[test]
+    fn a_thousand_peers_on_eight_rails_make_no_more_than_three_thousand_series() {
+        let mut summary = Summary::default();
+        for number in 0..40 {
+            summary.comm(&comm(number, &format!("group {number}")));
+        }
+        summary.comm(&comm(99, "world"));
+        let world = summary.comms.get_mut(&99).unwrap();
+        for peer in 0..1000 {
+            for send in [true, false] {
+                world.peers.entry((peer, send)).or_default().steps = 1;
+                for rail in 0..8 {
+                    let rail = Rail::Interface(Name::from(format!("eth{rail}").as_str()));
+                    world.wires.entry((peer, rail, send)).or_default().bytes = 1;
+                }
+            }
+            summary.links.learn(peer as u64, true, Vec::new(), &format!("node{peer}"));
+            summary.hosts.push([1, 1]);
+        }
+        for func in ["AllReduce", "AllGather", "ReduceScatter", "Send", "Recv"] {
+            for algorithm in ["RING", "TREE"] {
+                for protocol in ["LL", "LL128", "SIMPLE"] {
+                    let key = CallKey { func: func.into(), algorithm: algorithm.into(), protocol: protocol.into() };
+                    let world = summary.comms.get_mut(&99).unwrap();
+                    world.calls.entry(key).or_default().latency.add(5000);
+                }
+            }
+        }
+        let text = text(&summary);
+        let series: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
+        assert!(series.len() <= 3000, "{}", series.len());
+        assert!(text.contains(
+            r#"towline_wire_bytes_total{host="node4",pid="7",rank="19",interface="eth3",direction="send"} 1000"#
+        ));
+        // No two lines say the same of the same.
+        let names: std::collections::HashSet<&str> =
+            series.iter().filter_map(|line| Some(line.rsplit_once(' ')?.0)).collect();
+        assert_eq!(names.len(), series.len());
+    }
+
+    #[test]
+    fn no_counter_goes_back_or_jumps_when_communicators_end_and_are_put_together() {
+        let mut summary = Summary::default();
+        let sum = |text: &str, name: &str| -> f64 {
+            let lines =
+                text.lines().filter(|line| line.starts_with("towline_step_bytes_total{") && line.contains(name));
+            lines.map(|line| line.rsplit_once(' ').unwrap().1.parse::<f64>().unwrap()).sum()
+        };
+        for number in 0..2000 {
+            let name = ["dp", "tp", ""][number as usize % 3];
+            summary.comm(&comm(number, name));
+            *summary.comms.get_mut(&number).unwrap().peers.entry((1, true)).or_default() =
+                PeerStat { steps: 1, bytes: 1, ..PeerStat::default() };
+            summary.comm_ends(number, 0);
+            if number % 500 == 499 {
+                let text = text(&summary);
+                let told = ["comm=\"dp\"", "comm=\"tp\"", "comm=\"unnamed\""].map(|name| sum(&text, name));
+                let made = |rest| (0..=number).filter(|number| number % 3 == rest).count() as f64;
+                assert_eq!(told, [made(0), made(1), made(2)]);
+            }
+        }
+        assert!(summary.comms.len() < 600);
+    }
+
+    #[test]
+    fn durations_are_a_histogram() {
+        let mut summary = Summary::default();
+        summary.comm(&comm(1, "dp"));
+        let key = CallKey { func: "AllReduce".into(), algorithm: Name::NONE, protocol: Name::NONE };
+        let stat = summary.comms.get_mut(&1).unwrap().calls.entry(key).or_default();
+        [20_000, 200_000, 20_000_000_000].into_iter().for_each(|ns| stat.latency.add(ns));
+        let text = text(&summary);
+        let told = |ending: &str| {
+            let line = text
+                .lines()
+                .find(|line| line.starts_with("towline_collective_duration_seconds_") && line.contains(ending));
+            line.and_then(|line| line.rsplit_once(' ')).unwrap_or_else(|| panic!("{ending} in {text}")).1.to_owned()
+        };
+        assert_eq!(
+            [told("le=\"0.00001\""), told("le=\"0.0003\""), told("le=\"10\""), told("le=\"+Inf\"")],
+            ["0", "2", "2", "3"]
+        );
+        assert_eq!((told("seconds_count"), told("seconds_sum")), ("3".into(), "20.00022".into()));
+    }
+
+    #[test]
+    fn the_file_is_replaced_and_nothing_else_is_left() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("deeper/t.prom");
+        replace(&path, "one").unwrap();
+        replace(&path, "two").unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "two");
+        assert_eq!(std::fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+    }
+}

@@ -1,0 +1,165 @@
+//! The HTTP endpoint: `GET /metrics` for Prometheus, `GET /summary` for people.
+//!
+//! Each client has a thread of its own, so that one that is slow keeps no other one waiting. It is our own code, as a server crate
+//! would open descriptors that a forked child keeps ([`crate::os::fd`]).
+
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::os::fd::Registered;
+
+/// How long a client may take, asking and reading the answer.
+const CLIENT: Duration = Duration::from_secs(10);
+
+/// Clients that are served at once; more are turned away.
+const CLIENTS: usize = 16;
+
+/// Longest request that is read.
+const LONGEST: usize = 8192;
+
+/// Ports that are tried after the first one, where nothing says which process of the host this is.
+const PORTS: u16 = 64;
+
+/// What a path of the URL gives; None when there is nothing.
+pub(in crate::trace) type Answer = Arc<dyn Fn(&str) -> Option<String> + Send + Sync>;
+
+/// Opens the socket. Processes of one host get one port each: the address's plus their number on the host, where the launcher says
+/// it, else the first that is free.
+pub(in crate::trace) fn bind(address: SocketAddr, local_rank: Option<u16>) -> io::Result<Registered<TcpListener>> {
+    let at = |more: u16| {
+        let port = address.port().checked_add(more).ok_or(io::ErrorKind::AddrNotAvailable)?;
+        Registered::open(|| TcpListener::bind(SocketAddr::new(address.ip(), port)))
+    };
+    match local_rank {
+        _ if address.port() == 0 => at(0),
+        Some(number) => at(number),
+        None => {
+            let mut tries = (0..PORTS).map(at);
+            let first = tries.next().expect("there is one");
+            match first {
+                Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+                    tries.find(Result::is_ok).unwrap_or(Err(error))
+                }
+                other => other,
+            }
+        }
+    }
+}
+
+/// Takes in one client.
+pub(in crate::trace) fn serve(listener: &TcpListener, answer: &Answer) {
+    static SERVED: AtomicUsize = AtomicUsize::new(0);
+    let Ok(client) = Registered::open(|| listener.accept().map(|(stream, _)| stream)) else { return };
+    if SERVED.fetch_add(1, Ordering::AcqRel) >= CLIENTS {
+        SERVED.fetch_sub(1, Ordering::AcqRel);
+        let _ = client.set_nonblocking(true);
+        let _ = (&*client).write_all(&response("503 Service Unavailable", "too many clients\n"));
+        return;
+    }
+    let answer = answer.clone();
+    let thread = crate::os::thread::spawn("towline-client", move || {
+        let _ = talk(&client, &answer);
+        drop(client);
+        SERVED.fetch_sub(1, Ordering::AcqRel);
+    });
+    if thread.is_err() {
+        SERVED.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+fn talk(mut client: &TcpStream, answer: &Answer) -> io::Result<()> {
+    let end = Instant::now() + CLIENT;
+    let left = || Some(end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1)));
+    let mut text = Vec::new();
+    let mut bytes = [0; 512];
+    while text.len() < LONGEST && !text.windows(4).any(|end| end == b"\r\n\r\n") {
+        if Instant::now() >= end {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        client.set_read_timeout(left())?;
+        match client.read(&mut bytes)? {
+            0 => break,
+            count => text.extend_from_slice(&bytes[..count]),
+        }
+    }
+    let text = String::from_utf8_lossy(&text);
+    let mut words = text.split_whitespace();
+    let said = match (words.next(), words.next()) {
+        (Some("GET"), Some(path)) => match answer(path.split('?').next().unwrap_or(path)) {
+            Some(body) => response("200 OK", &body),
+            None => response("404 Not Found", "there is /metrics and /summary\n"),
+        },
+        _ => response("405 Method Not Allowed", "only GET\n"),
+    };
+    let mut rest = &said[..];
+    while !rest.is_empty() {
+        if Instant::now() >= end {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        client.set_write_timeout(left())?;
+        match client.write(rest)? {
+            0 => return Err(io::ErrorKind::WriteZero.into()),
+            count => rest = &rest[count..],
+        }
+    }
+    Ok(())
+}
+
+fn response(status: &str, body: &str) -> Vec<u8> {
+    format!(
+        "HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\nContent-Length: {}\r\nConnection: \
+         close\r\n\r\n{body}",
+        body.len()
+    )
+    .into_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ask(port: u16, request: &str) -> String {
+        let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        text
+    }
+
+    #[test]
+    fn a_slow_client_keeps_no_other_one_waiting() {
+        let listener = bind(([127, 0, 0, 1], 0).into(), None).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let answer: Answer = Arc::new(|path| (path == "/metrics").then(|| "figures\n".into()));
+        std::thread::spawn(move || {
+            loop {
+                serve(&listener, &answer);
+            }
+        });
+        // One asks for nothing, one never reads.
+        let _silent = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        let mut slow = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        slow.write_all(b"GET /met").unwrap();
+        let began = Instant::now();
+        let text = ask(port, "GET /metrics?x=1 HTTP/1.1\r\nHost: x\r\n\r\n");
+        assert!(text.starts_with("HTTP/1.1 200 OK\r\n") && text.ends_with("\r\n\r\nfigures\n"), "{text}");
+        assert!(ask(port, "GET /other HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404 "));
+        assert!(ask(port, "POST /metrics HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 405 "));
+        assert!(began.elapsed() < CLIENT / 2, "{:?}", began.elapsed());
+    }
+
+    #[test]
+    fn each_process_of_a_host_has_a_port() {
+        let first = bind(([127, 0, 0, 1], 0).into(), Some(3)).unwrap();
+        let address = first.local_addr().unwrap();
+        // Nothing says which of them it is.
+        let next = bind(address, None).unwrap().local_addr().unwrap().port();
+        assert!(next > address.port() && next < address.port() + PORTS, "{next}");
+        // The launcher does; if another program is there, the user is told so.
+        assert!(bind(address, Some(0)).is_err_and(|error| error.kind() == io::ErrorKind::AddrInUse));
+        assert!(bind(([127, 0, 0, 1], u16::MAX).into(), Some(1)).is_err());
+    }
+}
