@@ -71,6 +71,35 @@ fn a_profiled_all_reduce_accounts_for_every_byte_in_all_three_outputs() {
     }
 }
 
+/// Containers may have one host name and the same process numbers, and so has a second run in a container.
+#[test]
+fn processes_of_one_name_and_number_have_files_of_their_own() {
+    let _watchdog = support::watchdog(120);
+    let dir = tempfile::tempdir().expect("a directory");
+    let run = |more: &[(&str, &str)]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_towline"));
+        command.args("all-reduce --ranks 2 -b 8 -e 64K -f 128 -n 2 -w 0".split(' '));
+        // The number of each rank's process is 1.
+        command.args(["--wrap", "unshare --pid --fork --kill-child"]).envs(more.iter().copied());
+        command.env("TOWLINE_PROFILE", "all").env("TOWLINE_PROFILE_DIR", dir.path()).env("NCCL_SOCKET_IFNAME", "lo");
+        let output = command.output().expect("towline runs");
+        assert!(output.status.success(), "{output:?}");
+    };
+    let number = |ending| files(dir.path(), ending).len();
+    run(&[]);
+    assert_eq!([number("-1.pftrace"), number("-1.2.pftrace"), number(".prom"), number(".summary.txt")], [1, 1, 2, 2]);
+    run(&[]);
+    // Results stay; the metrics of processes that have ended are replaced.
+    assert_eq!([number(".pftrace"), number(".prom"), number(".summary.txt")], [4, 2, 4]);
+    let mut series = std::collections::HashSet::new();
+    for file in files(dir.path(), ".prom") {
+        let text = std::fs::read_to_string(&file).expect("text");
+        assert!(text.contains("interface=\"lo\""), "{text}");
+        let mut own = text.lines().filter(|line| !line.starts_with('#')).filter_map(|line| line.rsplit_once(' '));
+        assert!(own.all(|(name, _)| series.insert(name.to_owned())), "{text}");
+    }
+}
+
 #[test]
 fn under_nccls_identifiers_the_bytes_add_up_as_well() {
     let _watchdog = support::watchdog(120);

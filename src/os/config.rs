@@ -342,7 +342,8 @@ variables! {
         since: "0.1.0",
         read: "profiler init",
         help: "The directory for the profiler's files; it is made when it does not exist. Unset: the working directory. \
-               Files are named after host and process, so that all ranks may share one.",
+               Files are named after host and process, with a number where such a file is there already, so that all ranks \
+               may share one.",
     }
     profile_events: Option<String> {
         name: "TOWLINE_PROFILE_EVENTS",

@@ -9,37 +9,26 @@ use std::time::Duration;
 /// More files than this of one name are not looked through.
 const MOST: u32 = 10_000;
 
-/// What a file that is already there means.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Old {
-    /// It is a result that is kept.
-    Stays,
-    /// Its process renews it, so that one which is older than this belongs to none.
-    IsReplacedAfter(Duration),
-}
-
-/// Makes an empty file at `path`, or at the first numbered name beside it that is free: `a.prom`, `a.2.prom`, and so on. Where none
-/// can be made it is `path`, and writing to it will say why.
-pub(super) fn claim(path: &Path, old: Old) -> PathBuf {
+/// Makes an empty file at `path`, or at the first numbered name beside it that is free: `a.prom`, `a.2.prom`, and so on. A file for
+/// which `is_over` holds is free too. Gives the number beside the path. Where none can be made it is `path`, and writing to it will
+/// say why.
+pub(super) fn claim(path: &Path, is_over: impl Fn(&Path) -> bool) -> (PathBuf, u32) {
     if let Some(dir) = path.parent().filter(|dir| !dir.as_os_str().is_empty()) {
         let _ = std::fs::create_dir_all(dir);
     }
     for number in 1..MOST {
         let candidate = numbered(path, number);
         match OpenOptions::new().write(true).create_new(true).open(&candidate) {
-            Ok(_) => return candidate,
+            Ok(_) => return (candidate, number),
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {
-                if let Old::IsReplacedAfter(age) = old
-                    && is_older(&candidate, age)
-                    && std::fs::write(&candidate, "").is_ok()
-                {
-                    return candidate;
+                if is_over(&candidate) && std::fs::write(&candidate, "").is_ok() {
+                    return (candidate, number);
                 }
             }
             Err(_) => break,
         }
     }
-    path.to_owned()
+    (path.to_owned(), 1)
 }
 
 /// The name with a number before its ending.
@@ -54,7 +43,8 @@ pub(super) fn numbered(path: &Path, number: u32) -> PathBuf {
     path.with_file_name(format!("{}{number}.{}", &name[..at], &name[at..]))
 }
 
-fn is_older(path: &Path, age: Duration) -> bool {
+/// Whether a file that its process renews was not renewed for so long.
+pub(super) fn is_older(path: &Path, age: Duration) -> bool {
     let modified = std::fs::metadata(path).and_then(|found| found.modified());
     modified.is_ok_and(|when| when.elapsed().is_ok_and(|passed| passed > age))
 }
@@ -67,7 +57,7 @@ mod tests {
     fn each_process_gets_a_file_of_its_own() {
         let dir = tempfile::tempdir().unwrap();
         let summary = dir.path().join("deeper/towline-h-7.summary.txt");
-        let names: Vec<_> = (0..3).map(|_| claim(&summary, Old::Stays)).collect();
+        let names: Vec<_> = (0..3).map(|_| claim(&summary, |_| false).0).collect();
         let name = |path: &PathBuf| path.file_name().unwrap().to_string_lossy().into_owned();
         let expected = ["towline-h-7.summary.txt", "towline-h-7.2.summary.txt", "towline-h-7.3.summary.txt"];
         assert_eq!(names.iter().map(name).collect::<Vec<_>>(), expected);
@@ -78,18 +68,18 @@ mod tests {
     fn what_a_process_that_is_gone_renewed_is_taken_over() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("h-7.state");
-        let old = Old::IsReplacedAfter(Duration::from_secs(10));
-        assert_eq!(claim(&path, old), path);
+        let old = |path: &Path| is_older(path, Duration::from_secs(10));
+        assert_eq!(claim(&path, old), (path.clone(), 1));
         // Its process is at work.
-        assert_eq!(claim(&path, old), dir.path().join("h-7.2.state"));
+        assert_eq!(claim(&path, old), (dir.path().join("h-7.2.state"), 2));
         let long_ago = std::time::SystemTime::now() - Duration::from_secs(60);
         std::fs::File::options().write(true).open(&path).unwrap().set_modified(long_ago).unwrap();
-        assert_eq!(claim(&path, old), path);
+        assert_eq!(claim(&path, old), (path.clone(), 1));
     }
 
     #[test]
     fn a_directory_that_cannot_be_made_is_left_to_the_one_that_writes() {
         let path = Path::new("/proc/none/h-7.state");
-        assert_eq!(claim(path, Old::Stays), path);
+        assert_eq!(claim(path, |_| false), (path.to_owned(), 1));
     }
 }

@@ -16,7 +16,7 @@ use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-use super::claim::{Old, claim, numbered};
+use super::claim::{claim, is_older, numbered};
 use super::live::{KEPT, KEPT_IN_FILE, place};
 use super::metrics::{self, server};
 use super::profiler::{Level, host, say};
@@ -190,7 +190,7 @@ impl Service {
             Some(Some(text)) => {
                 let ours =
                     kept.as_ref().filter(|(owner, _)| *owner == std::process::id()).map(|(_, path)| path.clone());
-                let path = ours.unwrap_or_else(|| claim(path, Old::IsReplacedAfter(10 * BEAT)));
+                let path = ours.unwrap_or_else(|| claim(path, |path| is_older(path, 10 * BEAT)).0);
                 let is_written = metrics::replace(&path, &text).is_ok();
                 if is_written {
                     *kept = Some((std::process::id(), path));

@@ -17,7 +17,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use super::chain::Chain;
-use super::claim::{Old, claim};
+use super::claim::{claim, is_older};
 use super::clock::{self, Timeline};
 use super::event::{Body, CommInfo, Record};
 use super::live::network::{Connections, Network};
@@ -162,7 +162,20 @@ impl Writer {
             }
             None => None,
         };
-        let labels = Labels::new(&host(), std::process::id(), |name| std::env::var(name).ok());
+        let metrics_file = settings.metrics.as_ref().map(|path| {
+            if let Some(dir) = path.parent() {
+                place::sweep(dir, &format!("towline-{}-", host()), "prom");
+            }
+            let age = (3 * settings.interval).max(Duration::from_secs(10));
+            claim(path, |path| is_older(path, age) || metrics::has_ended(path))
+        });
+        // Where another process has the same name and number, this one's has the file's number behind it.
+        let (mut pid, number) =
+            (std::process::id().to_string(), metrics_file.as_ref().map_or(1, |&(_, number)| number));
+        if number > 1 {
+            pid += &format!(".{number}");
+        }
+        let labels = Labels::new(&host(), &pid, |name| std::env::var(name).ok());
         let listen = (settings.listen, labels.local_rank);
         let (service, complaints) = Service::open(settings.control.clone(), listen, settings.state.clone(), requests);
         // Nobody asked for what serves the status alone.
@@ -173,12 +186,6 @@ impl Writer {
         {
             say(Level::Warn, &format!("nobody serves the control socket: {error}"));
         }
-        let metrics_path = settings.metrics.as_ref().map(|path| {
-            if let Some(dir) = path.parent() {
-                place::sweep(dir, &format!("towline-{}-", host()), "prom");
-            }
-            claim(path, Old::IsReplacedAfter((3 * settings.interval).max(Duration::from_secs(10))))
-        });
         let summary_path = settings.summary.then(|| settings.dir.join(format!("{stem}.summary.txt")));
         let now = Instant::now();
         let mut drain = Drain::default();
@@ -200,7 +207,7 @@ impl Writer {
             drops_told: 0,
             mask_told: settings.mask,
             labels,
-            metrics_path,
+            metrics_path: metrics_file.map(|(path, _)| path),
             summary_path,
             claimed: false,
             complained: false,
@@ -491,7 +498,7 @@ impl Writer {
         if let Some(path) = &mut self.summary_path
             && !std::mem::replace(&mut self.claimed, true)
         {
-            *path = claim(path, Old::Stays);
+            *path = claim(path, |_| false).0;
         }
         if let Some(path) = &self.summary_path {
             if let Err(error) = std::fs::write(path, self.tables()) {

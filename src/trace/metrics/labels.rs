@@ -18,7 +18,7 @@ pub struct Labels {
 
 impl Labels {
     /// Of this process, from what its launcher left in the environment.
-    pub fn new(host: &str, pid: u32, environment: impl Fn(&str) -> Option<String>) -> Self {
+    pub fn new(host: &str, pid: &str, environment: impl Fn(&str) -> Option<String>) -> Self {
         let first = |names: &[&str]| {
             names.iter().filter_map(|name| environment(name)).map(|it| it.trim().to_owned()).find(|it| !it.is_empty())
         };
@@ -50,7 +50,7 @@ mod tests {
 
     fn of(pairs: &[(&str, &str)]) -> Labels {
         let found = |name: &str| pairs.iter().find(|pair| pair.0 == name).map(|pair| pair.1.to_owned());
-        Labels::new("node\"4\"", 7, found)
+        Labels::new("node\"4\"", "7", found)
     }
 
     #[test]

@@ -21,6 +21,9 @@ use labels::escape;
 use super::rail::Rail;
 use super::summary::{CommStat, PeerStat, Summary, WireStat};
 
+/// The family that says whether the process runs.
+const UP: &str = "towline_process_up";
+
 /// What a group of communicators is doing.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Now {
@@ -52,8 +55,7 @@ pub fn render(figures: &Figures<'_>) -> String {
         groups.entry(&comm.group).or_default().add(comm);
     }
     let groups: Groups = groups.into_iter().map(|(name, stat)| (format!("comm=\"{}\"", escape(name)), stat)).collect();
-    let mut info =
-        page.family("towline_process_up", "gauge", "1 while the process runs, 0 when it has ended in order.");
+    let mut info = page.family(UP, "gauge", "1 while the process runs, 0 when it has ended in order.");
     info.sample(&format!("version=\"{}\"", env!("CARGO_PKG_VERSION")), u8::from(figures.up));
     calls(&mut page, &groups);
     if let Some(now) = figures.now {
@@ -122,7 +124,9 @@ fn state(page: &mut Page<'_>, now: &BTreeMap<String, Now>) {
     }
 }
 
-const CAUSES: [(&str, fn(&PeerStat) -> u64); 4] = [
+type OfPeer = fn(&PeerStat) -> u64;
+
+const CAUSES: [(&str, OfPeer); 4] = [
     ("gpu", |stat| stat.gpu_ns),
     ("receiver", |stat| stat.receiver_ns),
     ("network", |stat| stat.network_ns),
@@ -138,7 +142,7 @@ fn steps(page: &mut Page<'_>, groups: &Groups) {
         };
         [true, false].map(of).into_iter().filter(|(_, stat)| stat.steps > 0)
     };
-    let families: [(&'static str, &str, fn(&PeerStat) -> u64); 2] = [
+    let families: [(&'static str, &str, OfPeer); 2] = [
         ("towline_step_total", "Transfers of the proxy.", |stat| stat.steps),
         ("towline_step_bytes_total", "Bytes of the proxy's transfers.", |stat| stat.bytes),
     ];
@@ -231,6 +235,12 @@ fn direction(send: bool) -> &'static str {
     if send { "send" } else { "receive" }
 }
 
+/// Whether the process of a file of figures has ended in order.
+pub fn has_ended(path: &Path) -> bool {
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    text.lines().any(|line| line.starts_with(UP) && line.ends_with(" 0"))
+}
+
 /// Replaces the file with `text` in one step.
 pub fn replace(path: &Path, text: &str) -> io::Result<()> {
     let mut name = path.file_name().unwrap_or_default().to_owned();
@@ -256,7 +266,7 @@ mod tests {
     }
 
     fn text(summary: &Summary) -> String {
-        let labels = Labels::new("node4", 7, |name| (name == "RANK").then(|| "19".into()));
+        let labels = Labels::new("node4", "7", |name| (name == "RANK").then(|| "19".into()));
         render(&Figures { labels: &labels, summary, now: None, peers: false, up: true })
     }
 
@@ -357,6 +367,19 @@ mod tests {
             ["0", "2", "2", "3"]
         );
         assert_eq!((told("seconds_count"), told("seconds_sum")), ("3".into(), "20.00022".into()));
+    }
+
+    #[test]
+    fn a_process_that_has_ended_is_known_by_its_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("t.prom");
+        let (labels, summary) = (Labels::new("node4", "7", |_| None), Summary::default());
+        for up in [true, false] {
+            let figures = Figures { labels: &labels, summary: &summary, now: None, peers: false, up };
+            replace(&path, &render(&figures)).unwrap();
+            assert_eq!(has_ended(&path), !up);
+        }
+        assert!(!has_ended(&dir.path().join("none")));
     }
 
     #[test]

@@ -45,7 +45,7 @@ fn a_message_counts_once_wherever_its_parts_lie() {
     let out_of_order = [part(30, 0), part(10, 1), part(20, 1)];
     let summary = summary(&[&shares, &out_of_order, &[part(0, 0), part(10, 1)], &[part(0, 0)]]);
     assert_eq!(messages(&summary), 4);
-    let labels = Labels::new("host", 7, |_| None);
+    let labels = Labels::new("host", "7", |_| None);
     let metrics = render(&Figures { labels: &labels, summary: &summary, now: None, peers: false, up: true });
     let lines = metrics.lines().filter(|line| line.starts_with("towline_wire_messages_total{"));
     let values: Vec<&str> = lines.filter_map(|line| line.rsplit(' ').next()).collect();
