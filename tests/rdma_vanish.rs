@@ -191,15 +191,88 @@ fn a_vanished_host_is_noticed_within_the_peer_timeout() {
         ["connected", "accepted", "posted"].into_iter().for_each(|word| drop(child::receive(mail.path(), word)));
     }
     std::thread::sleep(Duration::from_millis(500));
-    let everywhere = |what: &str| {
-        machine(&format!("for link in veth0 veth1 lo; do tc qdisc {what}; done"));
-    };
-    let _mended = at_end(|| everywhere("del dev $link root"));
-    everywhere("add dev $link root netem loss 100%");
+    let _mended = vanish();
     running.iter().for_each(|(mail, _)| child::send(mail.path(), "cut", b""));
     for (variables, (_, ends)) in variants.iter().zip(running) {
         for mut end in ends {
             assert!(end.passed_within(PATIENCE), "an end with {variables:?}");
+        }
+    }
+}
+
+/// Drops every packet between the two ends, until the result is dropped.
+fn vanish() -> impl Drop {
+    let everywhere = |what: &str| {
+        machine(&format!("for link in veth0 veth1 lo; do tc qdisc {what}; done"));
+    };
+    let mended = at_end(move || everywhere("del dev $link root"));
+    everywhere("add dev $link root netem loss 100%");
+    mended
+}
+
+/// Connections of [`closes_towards_a_vanished_host_share_one_time_budget`].
+const CLOSED: usize = 4;
+
+/// A short message is reported done when it is copied, so a close waits until it is delivered.
+fn closes_undelivered() {
+    let context = context(ApiVersion::V12);
+    let connect = |at: usize| {
+        let mut handle = Handle::from_bytes(&child::receive(&child::mailbox(), &format!("handle {at}")));
+        let comm = context.connect_within(0, &mut handle, PATIENCE).expect("connect");
+        send(&comm, 1, 1000);
+        comm
+    };
+    let comms: Vec<SendComm> = (0..CLOSED).map(connect).collect();
+    tell("connected");
+    wait_for("cut");
+    for comm in &comms {
+        // SAFETY: the pattern is static.
+        let sent = unsafe { comm.post(part(pattern(2, 1000), None)) }.expect("isend");
+        wait(|it| comm.test(it), &sent).expect("a short message is copied");
+    }
+    let start = Instant::now();
+    for comm in comms {
+        comm.close().expect("close");
+    }
+    let took = start.elapsed();
+    tell("closed");
+    eprintln!("{CLOSED} connections were closed in {took:?}");
+    // Else nothing was undelivered.
+    assert!(took > Duration::from_secs(1), "{CLOSED} connections were closed in {took:?}");
+    // A queue pair may be replaced within TOWLINE_RECONNECT_TIMEOUT.
+    let recovers = std::env::var("TOWLINE_RECOVERY").is_ok_and(|it| it == "1");
+    let most = if recovers { Duration::from_secs(10) } else { Duration::from_secs(2) };
+    assert!(took < most + VANISHED / 2, "{CLOSED} connections were closed in {took:?}");
+}
+
+/// Each of these closes waited 10 s for a host that did not answer (2 s without recovery), one after the other.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn closes_towards_a_vanished_host_share_one_time_budget() {
+    const NAME: &str = "closes_towards_a_vanished_host_share_one_time_budget";
+    let accepts = || {
+        let context = context(ApiVersion::V12);
+        let accept = |at: usize| {
+            let (listener, handle) = context.listen(0).expect("listen");
+            child::send(&child::mailbox(), &format!("handle {at}"), handle.bytes());
+            let comm = listener.accept_within(PATIENCE).expect("accept");
+            receive(&comm, 1, 1000);
+            comm
+        };
+        let _comms: Vec<RecvComm> = (0..CLOSED).map(accept).collect();
+        wait_for("closed");
+    };
+    if plays(closes_undelivered, accepts) {
+        return;
+    }
+    for recovery in ["1", "0"] {
+        let mail = Mailbox::new();
+        let ends = start(NAME, &mail, &[("TOWLINE_PEER_TIMEOUT", "60"), ("TOWLINE_RECOVERY", recovery)]);
+        child::receive(mail.path(), "connected");
+        let _mended = vanish();
+        child::send(mail.path(), "cut", b"");
+        for mut end in ends {
+            assert!(end.passed_within(PATIENCE), "an end with TOWLINE_RECOVERY={recovery}");
         }
     }
 }

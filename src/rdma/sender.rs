@@ -68,6 +68,12 @@ const HELD_MAX: u64 = 16 << 10;
 /// How long a close waits for the receiver's device to acknowledge the last short messages.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
 
+/// How long at most when a queue pair may be replaced meanwhile: shorter than `Silences` remembers.
+const CLOSE_MENDING: Duration = Duration::from_secs(20);
+
+/// How long it waits when earlier closes towards the peer process have used that up: another path may still deliver.
+const CLOSE_LEAST: Duration = Duration::from_millis(20);
+
 /// What the peer's answer said that sending needs.
 pub struct Target {
     /// Whether every message is split over all lanes.
@@ -429,17 +435,31 @@ impl RdmaSend {
     }
 
     /// Waits until the receiver's device has acknowledged the short messages, which were reported done before. When a
-    /// queue pair is lost just then, for longer.
+    /// queue pair is lost just then, for longer. All closes towards a peer process that does not answer share this time.
     fn deliver(&self) {
-        let start = Instant::now();
+        let (start, label) = (Instant::now(), &self.base.peer.label);
+        let is_delivered = || self.state().outbox.as_ref().is_none_or(Outbox::is_delivered);
+        let since = self.base.net.silences().since(label, start).unwrap_or(start);
+        let mut has_waited = false;
         loop {
             let owes = self.base.mends() && self.care().0;
             self.glance();
-            let is_delivered = self.state().outbox.as_ref().is_none_or(Outbox::is_delivered);
-            let patience = if owes { CLOSE_PATIENCE.max(self.base.config().reconnect_timeout) } else { CLOSE_PATIENCE };
-            if is_delivered || self.base.health.is_failed() || start.elapsed() >= patience {
+            if self.base.health.is_failed() {
                 return;
             }
+            if is_delivered() {
+                if has_waited {
+                    self.base.net.silences().answered(label);
+                }
+                return;
+            }
+            let mending = self.base.config().reconnect_timeout.clamp(CLOSE_PATIENCE, CLOSE_MENDING);
+            let patience = if owes { mending } else { CLOSE_PATIENCE };
+            if Instant::now() >= (since + patience).max(start + CLOSE_LEAST) {
+                self.base.net.silences().unanswered(label, start);
+                return;
+            }
+            has_waited = true;
             std::thread::sleep(Duration::from_micros(50));
         }
     }
