@@ -293,6 +293,20 @@ fn what_cannot_run_says_why() {
     }
 }
 
+/// What is wrong with several options together is told with the usage of the subcommand.
+#[test]
+fn the_usage_line_names_the_subcommand() {
+    for (arguments, usage) in [
+        (&["all-reduce", "-b", "1K", "-e", "8"][..], "Usage: towline all-reduce [OPTIONS]"),
+        (&["send-recv", "-b", "1K", "-e", "8"], "Usage: towline send-recv [OPTIONS]"),
+        (&["trace", "merge", "a.pftrace", "-o", "a.pftrace"], "Usage: towline trace merge"),
+    ] {
+        let output = run(arguments);
+        assert_exit(&output, 2);
+        assert!(err(&output).contains(usage), "{arguments:?}: {}", err(&output));
+    }
+}
+
 const ON_GPU: [&[&str]; 2] = [
     &["all-reduce", "-b", "8", "-e", "1M", "-f", "64", "-n", "3", "-w", "1", "--timeout", "20", "--gpu"],
     &["send-recv", "-b", "8", "-e", "1M", "-f", "64", "--repetitions", "2", "--time", "5", "--timeout", "20", "--gpu"],

@@ -3,6 +3,7 @@
 //!
 //! Whether a process of another host has a heartbeat is seen by watching its file: the hosts' clocks are not compared.
 
+use std::collections::BTreeSet;
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -44,6 +45,11 @@ pub(crate) struct Process {
 }
 
 impl Process {
+    /// One of this host.
+    pub(crate) fn here(state: State) -> Self {
+        Self { shift: 0, heard: state.now, state }
+    }
+
     /// A time of its clock on ours.
     pub(crate) fn time(&self, when: u64) -> u64 {
         when.saturating_add_signed(self.shift)
@@ -86,7 +92,7 @@ fn gather(states: Vec<(PathBuf, State)>) -> Vec<Process> {
         .map(|(_, state)| {
             let is_fresh = !state.exited && clock::now().saturating_sub(state.now) < FRESH_NS;
             let state = if is_fresh { ask(&state).unwrap_or(state) } else { state };
-            Process { shift: 0, heard: state.now, state }
+            Process::here(state)
         })
         .collect();
     // By file: when its state was seen to change. Those that have ended are not waited for.
@@ -124,6 +130,13 @@ fn ask(state: &State) -> Option<State> {
     let mut bytes = Vec::new();
     stream.take(LONGEST).read_to_end(&mut bytes).ok()?;
     State::read(&bytes).ok().filter(|fresh| fresh.pid == state.pid && fresh.boot == state.boot)
+}
+
+/// The communicators that have not ended for some process that is alive: one without belongs to a job that is over.
+pub(crate) fn running(processes: &[Process], now: u64) -> BTreeSet<u64> {
+    let living = processes.iter().filter(|process| process.is_alive(now));
+    let comms = living.flat_map(|process| &process.state.communicators);
+    comms.filter(|comm| comm.ended.is_none()).map(|comm| comm.info().id).collect()
 }
 
 /// What the user should know of the processes themselves.

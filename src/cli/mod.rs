@@ -152,7 +152,7 @@ pub(crate) fn main() -> ExitCode {
         }
     };
     if let Err(wrong) = command_line.command.check() {
-        CommandLine::command().error(ErrorKind::ValueValidation, wrong).exit();
+        called().error(ErrorKind::ValueValidation, wrong).exit();
     }
     let mut variables = Variables::read();
     take_in_conf_files(&variables);
@@ -171,6 +171,19 @@ pub(crate) fn main() -> ExitCode {
         Command::Rank => return all_reduce::run_rank(),
     };
     exit_code(&outcome)
+}
+
+/// The subcommand that was asked for, for the usage line of what is wrong with it.
+fn called() -> clap::Command {
+    let mut command = CommandLine::command();
+    // Gives each subcommand its whole name.
+    command.build();
+    let mut matches = command.clone().get_matches();
+    while let Some((name, inner)) = matches.remove_subcommand() {
+        let Some(found) = command.find_subcommand(&name).cloned() else { break };
+        (command, matches) = (found, inner);
+    }
+    command
 }
 
 fn exit_code(outcome: &Result<Verdict>) -> ExitCode {

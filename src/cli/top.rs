@@ -61,7 +61,11 @@ fn key(state: &State) -> Key {
 
 fn render(processes: &[Process], before: &BTreeMap<Key, State>, now: u64) -> String {
     let alive: Vec<&Process> = processes.iter().filter(|process| process.is_alive(now)).collect();
-    let gone: Vec<&Process> = processes.iter().filter(|process| !process.is_alive(now)).collect();
+    // What earlier jobs have left is not of interest.
+    let running = gather::running(processes, now);
+    let is_of_running =
+        |process: &&Process| process.state.communicators.iter().any(|it| running.contains(&it.info().id));
+    let gone = processes.iter().filter(|process| !process.is_alive(now)).filter(is_of_running);
     let mut text = String::new();
     let table = Table::new(COLUMNS.map(|(heading, width)| (heading, "", width)));
     let _ = writeln!(text, "{}", table.left_row(&COLUMNS.map(|(heading, _)| heading.to_owned())));
@@ -124,4 +128,24 @@ fn doing(process: &Process, comm: &CommState, now: u64) -> [String; 3] {
     });
     let name = if open.is_some() { name } else { format!("after {name}") };
     [name, ago(now, process.time(call.entered)), waits]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processes_that_are_gone_are_listed_while_their_job_runs() {
+        let now = clock::now();
+        let process = |pid: i32, id: &str, exited: bool| {
+            let communicators = vec![CommState { id: id.into(), ..CommState::default() }];
+            Process::here(State { host: "node".into(), pid, exited, now, communicators, ..State::default() })
+        };
+        let processes = [process(1, "a", false), process(2, "a", true), process(3, "b", true)];
+        let text = render(&processes, &BTreeMap::new(), now);
+        assert!(text.contains("node, process 2, has ended"), "{text}");
+        assert!(!text.contains("process 3"), "of an earlier job: {text}");
+        let text = render(&processes[2..], &BTreeMap::new(), now);
+        assert!(text.contains("no process of a running job was found") && !text.contains("process 3"), "{text}");
+    }
 }

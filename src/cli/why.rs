@@ -1,6 +1,5 @@
 //! `towline why`: which rank holds the job up, while it runs.
 
-use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::time::Duration;
 
@@ -64,14 +63,7 @@ struct Answer {
 impl Answer {
     fn of(processes: &[Process]) -> Self {
         let now = clock::now();
-        // A communicator in which no process is alive belongs to a job that is over.
-        let living = processes.iter().filter(|process| process.is_alive(now));
-        let comms: BTreeSet<u64> = living
-            .clone()
-            .flat_map(|process| &process.state.communicators)
-            .filter(|comm| comm.ended.is_none())
-            .map(|comm| comm.info().id)
-            .collect();
+        let comms = gather::running(processes, now);
         let mut job = Job::default();
         for process in processes {
             let state = &process.state;
@@ -86,7 +78,8 @@ impl Answer {
         let mut findings = job.findings();
         // The one that most ranks wait in first.
         findings.sort_by_key(|finding| std::cmp::Reverse(finding.comm.members.len()));
-        Self { findings, alive: living.count(), communicators: comms.len(), remarks: gather::remarks(processes) }
+        let alive = processes.iter().filter(|process| process.is_alive(now)).count();
+        Self { findings, alive, communicators: comms.len(), remarks: gather::remarks(processes) }
     }
 
     fn verdict(&self) -> Verdict {

@@ -55,7 +55,7 @@ pub struct WaitState {
 }
 
 /// A rank of a communicator.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CommState {
     /// NCCL's id of the communicator, in hexadecimal digits.
     pub id: String,
