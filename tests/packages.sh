@@ -132,6 +132,7 @@ done
 
 if [ -n "$wheel" ]; then
     echo "==== wheel"
+    unset TOWLINE_BARE_DIR TOWLINE_BARE_MIRROR LD_LIBRARY_PATH
     python3 -m venv "$work/venv" || fail "python3 -m venv failed (package python3-venv)"
     "$work/venv/bin/pip" install --quiet --no-index --disable-pip-version-check "$wheel"
     if [ -n "${BESIDE_WHEEL:-}" ]; then
@@ -140,7 +141,7 @@ if [ -n "$wheel" ]; then
         grep "libnccl.so.2: .*would use the plugin's v" "$work/doctor" || fail "towline doctor does not find the NCCL of $BESIDE_WHEEL"
     fi
     lib=$("$work/venv/bin/python" -c 'import towline_nccl; print(towline_nccl.directory())')
-    bash -euc "unset LD_LIBRARY_PATH TOWLINE_BARE_DIR TOWLINE_BARE_MIRROR; opens=$opens; $use; run_from '$work/venv/bin/towline' '$lib'"
+    bash -euc "opens=$opens; $use; run_from '$work/venv/bin/towline' '$lib'"
     tried=$((tried + 1))
 fi
 
