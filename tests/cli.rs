@@ -293,6 +293,45 @@ fn what_cannot_run_says_why() {
     }
 }
 
+#[test]
+fn without_arguments_it_says_what_it_can_do() {
+    let output = run(&[]);
+    assert_exit(&output, 2);
+    for told in ["Usage: towline <COMMAND>", "all-reduce", "doctor", "Exit status:"] {
+        assert!(err(&output).contains(told), "{told}: {}", err(&output));
+    }
+}
+
+#[test]
+fn sixty_four_ranks_run_on_any_host() {
+    let output = run(&["all-reduce", "--ranks", "64", "-b", "8", "-e", "8", "-n", "1", "-w", "0"]);
+    assert_exit(&output, 0);
+    assert!(out(&output).contains("Out of bounds values : 0 OK"), "{}", out(&output));
+}
+
+#[test]
+fn a_misspelt_variable_is_named_beside_the_right_one() {
+    let mut command = towline(&["all-reduce", "-b", "8", "-e", "8", "-n", "1", "-w", "0"]);
+    let output = command.env("TOWLINE_STREAM", "4").output().expect("towline starts");
+    assert_exit(&output, 0);
+    assert!(err(&output).contains("did you mean TOWLINE_STREAMS?"), "{}", err(&output));
+}
+
+/// On a terminal (that of util-linux's `script`) a line says how far it has come; elsewhere there is none.
+#[test]
+fn progress_is_shown_on_a_terminal_only() {
+    const ARGUMENTS: [&str; 9] = ["send-recv", "-b", "8", "-e", "8", "--repetitions", "2", "--time", "5"];
+    let output = run(&ARGUMENTS);
+    assert_exit(&output, 0);
+    assert!(!err(&output).contains("measurement") && !out(&output).contains('\r'), "{}", err(&output));
+    let line = format!("{} {}", env!("CARGO_BIN_EXE_towline"), ARGUMENTS.join(" "));
+    let mut script = Command::new("script");
+    let script = script.args(["-qec", &line, "/dev/null"]).stdin(Stdio::null());
+    let output = script.env("NCCL_CONF_FILE", "/nonexistent").output().expect("script, of util-linux");
+    assert_exit(&output, 0);
+    assert!(out(&output).contains("\r8 B: measurement 1 of 2"), "{}", out(&output));
+}
+
 /// What is wrong with several options together is told with the usage of the subcommand.
 #[test]
 fn the_usage_line_names_the_subcommand() {
