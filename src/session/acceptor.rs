@@ -422,7 +422,7 @@ impl Inbound {
             remote: hello.rails.clone(),
             local: Arc::clone(&listener.rails),
             traffic_class: listener.traffic_class,
-            round_trip: watch::round_trip(sock),
+            round_trip: watch::distance(sock),
         };
         let welcome = Welcome { connection, received: 0, label: net.label.clone(), rails };
         Ok((listener, link, welcome))

@@ -42,6 +42,9 @@ pub const FEATURE_ENCRYPTION: u32 = 4;
 /// Feature bit: another backend takes the socket over after the handshake.
 pub const FEATURE_BARE: u32 = 8;
 
+/// Feature bit: over a long path, messages of up to 512 KiB and 16 MiB of them may come early.
+pub const FEATURE_FAR: u32 = 16;
+
 /// Bytes of a preamble.
 pub const PREAMBLE: usize = 16;
 /// Bytes of the listening side's first message: preamble and nonce.
@@ -186,7 +189,7 @@ impl Preamble {
     pub fn choose(self, features: u32) -> Self {
         let version = self.high.min(VERSION_MAX);
         let chosen = if version >= self.low.max(VERSION_MIN) { version } else { 0 };
-        let common = self.features & features & (FEATURE_RECOVERY | FEATURE_BARE);
+        let common = self.features & features & (FEATURE_RECOVERY | FEATURE_BARE | FEATURE_FAR);
         Self { low: chosen, high: VERSION_MAX, features: common | agreed(self.features, features) }
     }
 }

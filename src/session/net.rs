@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use super::frame::MAX_STREAMS;
 use super::graves::{Grave, Graves};
-use super::handshake::{FEATURE_CHECKSUM, FEATURE_ENCRYPTION, FEATURE_RECOVERY};
+use super::handshake::{FEATURE_CHECKSUM, FEATURE_ENCRYPTION, FEATURE_FAR, FEATURE_RECOVERY};
 use super::link::{Link, Sock};
 use super::opening::Door;
 use super::outlet::Outlets;
@@ -182,6 +182,7 @@ impl Net {
         when(self.config.recovery, FEATURE_RECOVERY)
             | when(self.config.checksum, FEATURE_CHECKSUM)
             | when(self.key.is_some(), FEATURE_ENCRYPTION)
+            | FEATURE_FAR
     }
 
     /// Where a new connection's streams begin among the workers of each half, counted around. Multiples of the golden ratio:

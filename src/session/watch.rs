@@ -84,6 +84,28 @@ pub fn round_trip(sock: &impl AsRawFd) -> Duration {
     info(sock).map_or(Duration::ZERO, |info| Duration::from_micros(u64::from(info.tcpi_rtt)))
 }
 
+/// The shortest round trip that the kernel has measured on a socket: the path's, without what its ends took to answer.
+/// Where the kernel does not say, as [`round_trip`].
+pub fn distance(sock: &impl AsRawFd) -> Duration {
+    /// Where `tcpi_min_rtt` stands in the kernel's `tcp_info` (`linux/tcp.h`), of which libraries know the beginning.
+    const MIN_RTT: usize = 148;
+    let mut bytes = [0_u8; MIN_RTT + 4];
+    let mut length = bytes.len() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `length` bytes of `bytes`.
+    let answer = unsafe {
+        libc::getsockopt(
+            sock.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_INFO,
+            bytes.as_mut_ptr().cast(),
+            &raw mut length,
+        )
+    };
+    let us = u32::from_ne_bytes(bytes[MIN_RTT..].try_into().expect("four bytes"));
+    let is_told = answer == 0 && length as usize == bytes.len() && !matches!(us, 0 | u32::MAX);
+    if is_told { Duration::from_micros(us.into()) } else { round_trip(sock) }
+}
+
 impl Sight {
     /// Looks at a socket. None when the kernel does not say.
     pub fn of(sock: &impl AsRawFd) -> Option<Self> {

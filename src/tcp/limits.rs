@@ -1,5 +1,7 @@
 //! The sizes that steer the TCP backend, each with its unit and its reason.
 
+use std::time::Duration;
+
 use crate::engine::request::{MAX_PARTS, SLOTS};
 use crate::session::frame::MAX_STREAMS;
 
@@ -10,6 +12,16 @@ pub const EAGER_MAX: u64 = 64 << 10;
 /// Bytes of eager messages that may be on the way or waiting for their receive, per connection. Eight full LL
 /// slots: what NCCL itself keeps in flight (NCCL_STEPS).
 pub const EAGER_WINDOW: u64 = 8 * (EAGER_MAX + MESSAGE_COST);
+
+/// The same over long paths, where neither a clear-to-send nor an acknowledgement is waited for if it can be avoided: NCCL's
+/// Simple-protocol step travels eagerly, too.
+pub const EAGER_MAX_FAR: u64 = CHUNK_MAX;
+
+/// And so much of it may be on the way: over 200 ms, 80 MB/s. It is the receiver's memory only if receives are late.
+pub const EAGER_WINDOW_FAR: u64 = 16 << 20;
+
+/// From this round trip on a path is long: with [`EAGER_WINDOW`] less than 1 Gbit/s would be carried.
+pub const FAR: Duration = Duration::from_millis(4);
 
 /// What an eager message costs of the window beyond its bytes, so that empty messages are bounded too.
 pub const MESSAGE_COST: u64 = 256;
@@ -115,7 +127,12 @@ pub const MAX_POSTED: u64 = (SLOTS * MAX_PARTS) as u64;
 
 /// Messages whose receives are not posted yet, on the whole connection: a staging window full of empty ones, and one
 /// that waits for its receive in each slot of the sender.
-pub const MAX_EARLY: u64 = EAGER_WINDOW / MESSAGE_COST + SLOTS as u64;
+pub const MAX_EARLY: u64 = max_early(EAGER_WINDOW);
+
+/// The same with another window.
+pub const fn max_early(window: u64) -> u64 {
+    window / MESSAGE_COST + SLOTS as u64
+}
 
 /// How far the newest message of a tag may be ahead of its oldest unfinished one.
 pub const MAX_AHEAD: u64 = MAX_POSTED + MAX_EARLY;

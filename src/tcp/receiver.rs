@@ -39,7 +39,7 @@ use crate::os::ticks::Ticks;
 use crate::session::attend::Attention;
 use crate::session::frame::Header;
 use crate::session::frame::MAX_STREAMS;
-use crate::session::handshake::FEATURE_RECOVERY;
+use crate::session::handshake::{FEATURE_FAR, FEATURE_RECOVERY};
 use crate::session::lifeline::{Alone, Ended};
 use crate::session::link::{Link, Sock, path_of};
 use crate::session::net::Net;
@@ -261,6 +261,7 @@ impl RecvConn {
     /// A connection without streams; the handshake adds the first when its welcome is on the way.
     pub fn new(net: Arc<Net>, link: Link, peer: Peer) -> Arc<Self> {
         let recovery = link.features & FEATURE_RECOVERY != 0;
+        let far = link.features & FEATURE_FAR != 0;
         let turn = net.next_turn();
         Arc::new_cyclic(|me| Self {
             me: me.clone(),
@@ -268,7 +269,7 @@ impl RecvConn {
             link,
             peer,
             state: Mutex::new(State {
-                core: RecvCore::default(),
+                core: RecvCore::new(far),
                 targets: vec![[None; MAX_PARTS]; SLOTS],
                 joined: Vec::new(),
                 stages: Vec::new(),

@@ -12,7 +12,10 @@ use std::collections::VecDeque;
 use slab::Slab;
 
 use super::ack::Ack;
-use super::limits::{ACK_EVERY, EAGER_MAX, EAGER_WINDOW, MAX_AHEAD, MAX_EARLY, MAX_POSTED, MAX_RANGES, MESSAGE_COST};
+use super::limits::{
+    ACK_EVERY, EAGER_MAX, EAGER_MAX_FAR, EAGER_WINDOW, EAGER_WINDOW_FAR, MAX_POSTED, MAX_RANGES, MESSAGE_COST,
+    max_early,
+};
 use super::ranges::Ranges;
 use crate::engine::request::{MAX_PARTS, too_long};
 use crate::os::error::{Error, Result};
@@ -189,12 +192,29 @@ pub struct RecvCore {
     early: u64,
     /// How many short messages have ended since the last long one, up to [`SILENT_AFTER`].
     shorts: u32,
+    /// The sender may take the path for a long one ([`FEATURE_FAR`](crate::session::handshake::FEATURE_FAR)).
+    far: bool,
 }
 
 /// After this many short messages in a row, receives for long ones are announced only when the sender asks.
 const SILENT_AFTER: u32 = 4;
 
 impl RecvCore {
+    /// A connection without streams yet, whose sender may send as over a long path, or not.
+    pub fn new(far: bool) -> Self {
+        Self { far, ..Self::default() }
+    }
+
+    /// What may come early: bytes of a message, and of all.
+    fn eager(&self) -> (u64, u64) {
+        if self.far { (EAGER_MAX_FAR, EAGER_WINDOW_FAR) } else { (EAGER_MAX, EAGER_WINDOW) }
+    }
+
+    /// How many messages may be early.
+    fn max_early(&self) -> u64 {
+        max_early(self.eager().1)
+    }
+
     /// Stream `index` is connected, in the given epoch.
     pub fn stream_up(&mut self, index: usize, epoch: u16) {
         while self.streams.len() <= index {
@@ -312,13 +332,13 @@ impl RecvCore {
             return Err(untimely(index, header, stream.epoch));
         }
         let (tag, order, eager) = (header.tag, header.order, header.flags & EAGER != 0);
-        let staged_bytes = self.staged_bytes;
+        let (staged_bytes, (most, window)) = (self.staged_bytes, self.eager());
         let entry = self.expect(tag, order)?;
         let differs = entry.total.is_some_and(|total| (total, entry.number) != (header.total, header.message));
         if entry.done || differs || entry.stage.is_some() {
             return Err(repeated(tag, order));
         }
-        if eager && (header.length as u64 != header.total || header.total > EAGER_MAX) {
+        if eager && (header.length as u64 != header.total || header.total > most) {
             return Err(Error::remote("an eager message was split or is too long"));
         }
         if entry.begun.count() > MAX_RANGES {
@@ -338,7 +358,7 @@ impl RecvCore {
             }
             None => {
                 let cost = header.total + MESSAGE_COST;
-                if staged_bytes + cost > EAGER_WINDOW {
+                if staged_bytes + cost > window {
                     return Err(Error::remote("the peer sent more early messages than it had credit for"));
                 }
                 let stage = self.stages.insert(cost);
@@ -367,11 +387,12 @@ impl RecvCore {
 
     /// Makes room for the `order`-th message with `tag`, and for those before it.
     fn admit(&mut self, tag: i32, order: u64) -> Result<()> {
+        let most = self.max_early();
         let queue = self.tag(tag);
         let next = queue.base;
-        let possible = order >= next && order - next < MAX_AHEAD;
+        let possible = order >= next && order - next < MAX_POSTED + most;
         let early = if possible { queue.early(order) } else { 0 };
-        if !possible || self.early + early > MAX_EARLY {
+        if !possible || self.early + early > most {
             return Err(Error::remote(format!("message {order} with tag {tag} is not expected (next is {next})"))
                 .with_hint("the peer sent a message twice, or more early ones than a connection can hold"));
         }
@@ -769,10 +790,29 @@ mod tests {
     }
 
     #[test]
+    fn what_may_come_early_is_what_was_agreed_on() {
+        let early = |far, length: u64| {
+            let mut core = RecvCore::new(far);
+            core.stream_up(0, 1);
+            let mut taken = 0;
+            let header = |order| Header { flags: EAGER, message: order, order, ..chunk(0, length as u32, length) };
+            while core.begin(0, &header(taken)).is_ok() {
+                core.end(0);
+                taken += 1;
+            }
+            taken
+        };
+        assert_eq!([EAGER_MAX, EAGER_MAX + 1].map(|length| early(false, length)), [8, 0]);
+        let all = EAGER_WINDOW_FAR / (EAGER_MAX_FAR + MESSAGE_COST);
+        assert_eq!([EAGER_MAX_FAR, EAGER_MAX_FAR + 1].map(|length| early(true, length)), [all, 0]);
+        assert_eq!(early(true, 0), EAGER_WINDOW_FAR / MESSAGE_COST);
+    }
+
+    #[test]
     fn a_peer_cannot_make_a_receiver_remember_without_end() {
         let mut core = posted(8);
         let asked = (0..).take_while(|tag| core.ask(*tag, 100, 1 << 20).is_ok()).count() as u64;
-        assert!((1..=MAX_EARLY).contains(&asked), "{asked} questions were kept");
+        assert!((1..=max_early(EAGER_WINDOW)).contains(&asked), "{asked} questions were kept");
         assert!(posted(8).ask(0, u64::MAX, 8).is_err());
     }
 }

@@ -21,8 +21,9 @@ use slab::Slab;
 
 use super::delivery::Arrived;
 use super::limits::{
-    ACK_BYTES, ACK_EVERY, CHUNK_MAX, CHUNK_MIN, EAGER_MAX, EAGER_WINDOW, LOOK_BYTES, LOOK_EVERY, MAX_AHEAD, MAX_POSTED,
-    MESSAGE_COST, MOST_SHARES, PAGE, REPLAY_BESIDE_WORKERS, REPLAY_MAX, SPARED_FROM, SPARED_UP_TO,
+    ACK_BYTES, ACK_EVERY, CHUNK_MAX, CHUNK_MIN, EAGER_MAX, EAGER_MAX_FAR, EAGER_WINDOW, EAGER_WINDOW_FAR, LOOK_BYTES,
+    LOOK_EVERY, MAX_AHEAD, MAX_POSTED, MESSAGE_COST, MOST_SHARES, PAGE, REPLAY_BESIDE_WORKERS, REPLAY_MAX, SPARED_FROM,
+    SPARED_UP_TO,
 };
 use super::window::{Pace, Window};
 use crate::engine::request::{SLOTS, too_long};
@@ -239,6 +240,11 @@ pub struct SendCore {
     settled: bool,
     /// The path's, when the connection was made.
     round_trip: Duration,
+    /// The path is long: no message that fits a chunk is split, and its send ends when it has left.
+    far: bool,
+    /// The longest message that travels eagerly, and what may be on the way of them.
+    eager_max: u64,
+    eager_window: u64,
 }
 
 impl SendCore {
@@ -269,6 +275,22 @@ impl SendCore {
             last_short: None,
             settled: false,
             round_trip: Duration::ZERO,
+            far: false,
+            eager_max: EAGER_MAX,
+            eager_window: EAGER_WINDOW,
+        }
+    }
+
+    /// The path is long ([`FAR`](super::limits::FAR)). If the peer takes more eager messages then ([`FEATURE_FAR`]), there is no
+    /// round trip to wait for at all: neither for the receive, nor for credit, nor for acknowledgements. To be called before
+    /// anything is posted.
+    ///
+    /// [`FEATURE_FAR`]: crate::session::handshake::FEATURE_FAR
+    pub fn go_far(&mut self, peer_has_room: bool) {
+        self.far = true;
+        if peer_has_room {
+            (self.eager_max, self.eager_window) = (EAGER_MAX_FAR, EAGER_WINDOW_FAR);
+            self.credit_limit = EAGER_WINDOW_FAR;
         }
     }
 
@@ -400,7 +422,7 @@ impl SendCore {
             check_capacity(length, capacity, tag)?;
         }
         let short = length <= EAGER_MAX;
-        let eager = short && cleared.is_none();
+        let eager = length <= self.eager_max && cleared.is_none();
         let key = self.messages.insert(Message {
             length,
             tag,
@@ -429,7 +451,7 @@ impl SendCore {
             if !(self.no_credit.is_empty() && self.take_credit(length)) {
                 self.no_credit.push_back(key);
                 Admit::AwaitsCredit
-            } else if hand_over && self.others > 0 {
+            } else if !short || hand_over && self.others > 0 {
                 self.long.push_back(key);
                 Admit::Striped
             } else {
@@ -498,6 +520,7 @@ impl SendCore {
         self.others == 0
             || self.is_stalled()
             || !(self.short.is_empty() && self.again.is_empty())
+            || self.far && !self.long.is_empty()
             || self.streams.first().is_none_or(|first| !first.live || open(first))
     }
 
@@ -509,7 +532,7 @@ impl SendCore {
     pub fn is_word_due(&mut self) -> bool {
         let Some(first) = self.streams.first() else { return false };
         let (frames, used) = (first.sent, self.credit_used);
-        let out = frames - first.acked > ACK_EVERY || self.credit_out() > EAGER_WINDOW / 4;
+        let out = frames - first.acked > ACK_EVERY || self.credit_out() > self.eager_window / 4;
         let due = out && (frames - self.looked.0 >= LOOK_EVERY || used - self.looked.1 >= LOOK_BYTES);
         if due {
             self.looked = (frames, used);
@@ -525,7 +548,7 @@ impl SendCore {
     /// The next chunk for stream `index`, or `None` when it has no room or there is nothing for it.
     ///
     /// The first stream carries messages that NCCL's thread sends itself; the others carry longer ones. When
-    /// the first stream is alone, or dead, the rest share all the work.
+    /// the first stream is alone, or dead, or the path is long, all share the work.
     #[inline]
     pub fn next_chunk(&mut self, index: usize) -> Option<Chunk> {
         let stream = self.streams.get(index).filter(|stream| stream.live)?;
@@ -539,7 +562,7 @@ impl SendCore {
             && let Some(key) = self.short.pop_front()
         {
             (Flight::new(key, 0, self.messages[key].length as u32), false)
-        } else if index == 0 && self.others > 0 || self.leaves_to_others(index) {
+        } else if index == 0 && self.others > 0 && !self.far || self.leaves_to_others(index) {
             return None;
         } else {
             (self.cut(index)?, false)
@@ -557,7 +580,8 @@ impl SendCore {
         let share = (message.length / MOST_SHARES).next_multiple_of(PAGE);
         let size = self.chunk_size(self.engaged.clamp(1, self.carriers())).max(share).min(most);
         // What travels eagerly is one frame; and a small remainder is not worth one of its own.
-        let length = if message.eager || rest <= (size + size / 2).min(most) { rest } else { size };
+        let whole = message.eager || self.far && message.length <= EAGER_MAX_FAR;
+        let length = if whole || rest <= (size + size / 2).min(most) { rest } else { size };
         let flight = Flight::new(key, message.assigned, length as u32);
         if length == rest {
             self.long.pop_front();
@@ -582,7 +606,7 @@ impl SendCore {
         even.clamp(CHUNK_MIN, CHUNK_MAX)
     }
 
-    /// The streams to set going for `bytes` more of long messages. The first stream is not among them.
+    /// The streams to set going for `bytes` more of long messages. The first stream is not among them, unless the path is long.
     ///
     /// Over one rail, one for each smallest chunk under way, or for each [`EAGER_MAX`] where a message travels as one frame,
     /// and those that come first of all that have little on the way: what keeps few streams busy keeps few workers busy, and
@@ -590,19 +614,20 @@ impl SendCore {
     /// such a stream: what has not arrived yet may be lost, and would hold the message up. The workers of all connections'
     /// first streams are the same few ([`Half`](crate::engine::poller::Half)). A stream that is slow comes after all others:
     /// most of the message, or all of it, might wait for it. Several rails are several wires: each takes part, as far as there
-    /// are chunks.
+    /// are chunks. Over a long path what a stream carries is limited by what it has on the way: that with the least comes first.
     ///
     /// Where processors are `scarce` ([`Steal`](crate::os::steal::Steal)) and not very much is under way, half of a rail's
     /// streams are all there are, the first ones: their workers, here and at the receiver, are half of the workers, and each
     /// further thread that runs is one more that may stand still while everything waits for it.
     pub fn engage(&mut self, bytes: u64, scarce: bool) -> ([u8; MAX_STREAMS], usize) {
         let (mut order, mut live) = ([0; MAX_STREAMS], 0);
-        for (index, _) in self.streams.iter().enumerate().skip(1).filter(|(_, stream)| stream.live) {
+        let first = usize::from(!self.far || self.others == 0);
+        for (index, _) in self.streams.iter().enumerate().skip(first).filter(|(_, stream)| stream.live) {
             order[live] = index as u8;
             live += 1;
         }
         let stream = |index: &u8| &self.streams[usize::from(*index)];
-        if self.each {
+        if self.each || self.far {
             order[..live].sort_unstable_by_key(|index| (!stream(index).has_room(), stream(index).bytes));
             // What travels eagerly is one frame.
             let chunks = if bytes <= EAGER_MAX { 1 } else { bytes.div_ceil(self.chunk_size(live.max(1) as u64)) };
@@ -681,7 +706,10 @@ impl SendCore {
         message.flying += 1;
         let mut flags = if message.eager { EAGER } else { 0 };
         let most = if self.others > 0 { REPLAY_BESIDE_WORKERS } else { REPLAY_MAX };
-        let copied = self.recovery && !again && index == 0 && message.length <= most;
+        // Over a long path an acknowledgement is long in coming, and a copy is cheap beside it.
+        let is_whole = u64::from(flight.length) == message.length;
+        let kept = index == 0 && message.length <= most || self.far && is_whole && message.length <= EAGER_MAX_FAR;
+        let copied = self.recovery && !again && kept;
         // Somebody waits for the acknowledgement of what is not copied when it has left, or of all of a message that is
         // split; of a resend (whose request may wait for nothing else), of a stream that has taken much since, of one whose
         // window or a connection whose credit runs low.
@@ -693,7 +721,7 @@ impl SendCore {
         stream.unasked += u64::from(flight.length);
         let much = self.recovery && stream.unasked >= ACK_BYTES;
         let window_low = stream.bytes >= stream.window.bytes() / 2;
-        let credit_low = self.credit_limit.saturating_sub(self.credit_used) < EAGER_WINDOW / 2;
+        let credit_low = self.credit_limit.saturating_sub(self.credit_used) < self.eager_window / 2;
         if again || much || window_low || credit_low || awaited {
             flags |= PROMPT;
             stream.unasked = 0;
@@ -772,15 +800,26 @@ impl SendCore {
         if credit > self.credit_used {
             return Err(Error::remote("the peer returned more credit than it was owed"));
         }
-        self.credit_limit = self.credit_limit.max(credit + EAGER_WINDOW);
+        self.credit_limit = self.credit_limit.max(credit + self.eager_window);
         while let Some(&key) = self.no_credit.front() {
             if !self.take_credit(self.messages[key].length) {
                 break;
             }
             self.no_credit.pop_front();
-            self.short.push_back(key);
+            self.is_ready(key);
         }
         Ok(())
+    }
+
+    /// A message that waited for credit waits no more.
+    fn is_ready(&mut self, key: Key) {
+        if self.messages[key].length <= EAGER_MAX {
+            return self.short.push_back(key);
+        }
+        self.long.push_back(key);
+        for (index, _) in self.streams.iter().enumerate().filter(|(_, stream)| stream.live && stream.has_room()) {
+            self.roomy |= 1 << index;
+        }
     }
 
     fn take_in(&mut self, index: usize, frames: u64, done: &mut Vec<Key>) -> Result<()> {
@@ -863,7 +902,7 @@ impl SendCore {
             // Its receive is posted: it needs no credit.
             check_capacity(self.messages[key].length, capacity, tag)?;
             self.messages[key].eager = false;
-            self.short.push_back(key);
+            self.is_ready(key);
             return Ok(Some(key));
         }
         let next = self.tags.peek(tag);
@@ -950,7 +989,7 @@ impl SendCore {
     /// Bytes of credit that were used and have not come back.
     #[inline]
     pub(super) fn credit_out(&self) -> u64 {
-        self.credit_used + EAGER_WINDOW - self.credit_limit
+        self.credit_used + self.eager_window - self.credit_limit
     }
 
     /// The epoch of stream `index`.
@@ -1031,6 +1070,56 @@ mod tests {
             core.clear_to_send(0, order, 8).expect("it was said before");
         }
         core.clear_to_send(0, MAX_POSTED, 8).expect_err("one more than a connection can hold");
+    }
+
+    /// A connection over a long path with three streams.
+    fn far(peer_has_room: bool) -> SendCore {
+        let mut core = SendCore::new(true);
+        core.set_round_trip(Duration::from_millis(50));
+        core.go_far(peer_has_room);
+        (0..3).for_each(|stream| core.stream_up(stream, 0));
+        core
+    }
+
+    #[test]
+    fn over_a_long_path_what_fits_a_chunk_waits_for_no_receive_and_no_acknowledgement() {
+        let mut core = far(true);
+        for index in [1, 0, 2] {
+            assert_eq!(core.post(EAGER_MAX_FAR, 0, true).unwrap().1, Admit::Striped);
+            let chunk = core.next_chunk(index).expect("every stream takes part");
+            assert!(chunk.copied && u64::from(chunk.length) == EAGER_MAX_FAR && chunk.header.flags & EAGER != 0);
+        }
+        assert_eq!(core.post(EAGER_MAX_FAR + 1, 0, true).unwrap().1, Admit::AwaitsReceiver);
+    }
+
+    #[test]
+    fn over_a_long_path_there_is_credit_for_more_and_when_it_comes_back_all_streams_look() {
+        let mut core = far(true);
+        let mut posted = 0;
+        while core.post(EAGER_MAX_FAR, 0, true).unwrap().1 == Admit::Striped {
+            posted += 1;
+        }
+        assert_eq!(posted, EAGER_WINDOW_FAR / (EAGER_MAX_FAR + MESSAGE_COST));
+        while core.next_chunk(1).is_some() {
+            core.written(1);
+        }
+        while core.next_chunk(2).is_some() {
+            core.written(2);
+        }
+        core.take_roomy();
+        core.acknowledge(1, 1, EAGER_MAX_FAR + MESSAGE_COST, &mut Vec::new()).unwrap();
+        assert_eq!(core.no_credit.len(), 0);
+        assert!(core.take_roomy() & 0b11 == 0b11, "the stream that was told, and the first, which has room");
+    }
+
+    #[test]
+    fn an_older_peer_over_a_long_path_gets_whole_messages_when_it_is_clear_to_send() {
+        let mut core = far(false);
+        core.clear_to_send(0, 0, EAGER_MAX_FAR).unwrap();
+        assert_eq!(core.post(EAGER_MAX_FAR, 0, true).unwrap().1, Admit::Striped);
+        let chunk = core.next_chunk(1).unwrap();
+        assert!(chunk.copied && u64::from(chunk.length) == EAGER_MAX_FAR && chunk.header.flags & EAGER == 0);
+        assert_eq!(core.post(EAGER_MAX + 1, 0, true).unwrap().1, Admit::AwaitsReceiver);
     }
 
     /// A path without a queue limit: bytes per µs, and µs from the last byte to its acknowledgement.

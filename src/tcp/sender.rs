@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 use super::copies::{COPIES, Own};
 use super::delivery::Deliveries;
 use super::help::Help;
-use super::limits::{BRIEF_MAX, COPY_FIRST_MAX, EAGER_MAX, INLINE_MAX, WAKES_A_WORKER};
+use super::limits::{BRIEF_MAX, COPY_FIRST_MAX, EAGER_MAX, FAR, INLINE_MAX, WAKES_A_WORKER};
 use super::load;
 use super::rest::Rest;
 use super::send_core::{Admit, Key, SendCore, Written};
@@ -41,7 +41,7 @@ use crate::os::ticks::Ticks;
 use crate::session::attend::Attention;
 use crate::session::dialer;
 use crate::session::frame::{HEADER, Header, MAX_STREAMS};
-use crate::session::handshake::FEATURE_RECOVERY;
+use crate::session::handshake::{FEATURE_FAR, FEATURE_RECOVERY};
 use crate::session::lifeline::{Alone, Ended};
 use crate::session::link::{Link, Sock, path_of};
 use crate::session::net::Net;
@@ -198,6 +198,8 @@ pub struct SendConn {
     damage: Damage,
     events: Events,
     recovery: bool,
+    /// The path is long.
+    far: bool,
     grown: AtomicBool,
     /// Streams beyond the first that count against the process's budget until this connection is gone.
     extra: AtomicUsize,
@@ -239,6 +241,7 @@ impl SendConn {
         let recovery = link.features & FEATURE_RECOVERY != 0;
         let turn = net.next_turn();
         let pairs = link.pairs();
+        let far = link.round_trip >= FAR;
         if recovery {
             COPIES.warm_up();
         }
@@ -264,6 +267,7 @@ impl SendConn {
             damage: Damage::default(),
             events: Events::default(),
             recovery,
+            far,
             grown: AtomicBool::new(false),
             extra: AtomicUsize::new(0),
             stalled: AtomicBool::new(false),
@@ -285,6 +289,9 @@ impl SendConn {
             turn,
         });
         conn.state().core.set_round_trip(conn.link.round_trip);
+        if conn.far {
+            conn.state().core.go_far(conn.link.features & FEATURE_FAR != 0);
+        }
         if conn.pairs() > 1 {
             conn.state().core.acknowledge_each();
         }
@@ -479,10 +486,11 @@ impl SendConn {
     }
 
     /// Whether workers send a message. Of what travels eagerly, the longer part is left to a worker that is awake: waking one
-    /// takes longer than sending it here, and is worth it only if this thread has too much to do.
+    /// takes longer than sending it here, and is worth it only if this thread has too much to do, or the path is long: there one
+    /// stream carries little.
     #[inline]
     fn is_for_workers(&self, length: u64) -> bool {
-        length > INLINE_MAX && (self.streams[1].is_awake() || length > WAKES_A_WORKER && load::is_high())
+        length > INLINE_MAX && (self.far || self.streams[1].is_awake() || length > WAKES_A_WORKER && load::is_high())
     }
 
     /// Whom to tell of this connection's transfers.
@@ -757,7 +765,13 @@ impl SendConn {
     fn wake_streams(&self, length: u64) {
         let (streams, count) = self.state().core.engage(length, self.net.steal.is_much());
         for &index in &streams[..count] {
-            self.streams[usize::from(index)].kick();
+            match index {
+                // NCCL's thread is here, or comes by.
+                0 => {
+                    self.run(0, WRITE);
+                }
+                _ => self.streams[usize::from(index)].kick(),
+            }
         }
         if count == 0 {
             self.run(0, WRITE);

@@ -87,7 +87,7 @@ impl Purpose for Connect {
             remote: welcome.rails,
             local: Arc::clone(&self.target.rails),
             traffic_class: self.target.traffic_class,
-            round_trip: watch::round_trip(&sock),
+            round_trip: watch::distance(&sock),
         };
         let address = sock.peer_addr().ok().and_then(|address| address.as_socket());
         let peer = Peer { label: welcome.label, address: address.unwrap_or(self.target.addresses[0]) };

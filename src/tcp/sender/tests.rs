@@ -59,6 +59,35 @@ fn a_chunk_that_ends_its_request_does_not_count_before_it_is_booked() {
     loopback::wait_until("what was heard does not count once it is booked", || conn.state().core.is_idle());
 }
 
+/// Over a long path a send of NCCL's usual size is done when its bytes have left; what may be sent again is a copy.
+#[test]
+fn over_a_long_path_a_send_is_done_before_its_acknowledgement() {
+    let net = loopback::net(Config::default());
+    let deaf = loopback::deaf();
+    let (ours, mut theirs) = loopback::sockets();
+    let mut link = loopback::link(&deaf);
+    (link.round_trip, link.features) = (Duration::from_millis(50), FEATURE_RECOVERY | FEATURE_FAR);
+    let conn = SendConn::new(net, link, loopback::peer(), ours, Seal::Plain).expect("it is watched");
+    let mut bytes = vec![7; 512 << 10];
+    // SAFETY: the bytes outlive the request, and nobody profiles.
+    let ticket = unsafe { conn.isend(bytes.as_ptr(), bytes.len(), 0, std::ptr::null_mut()) };
+    let ticket = ticket.expect("it lives").expect("a slot is free");
+    let mut came = vec![0; HEADER + bytes.len()];
+    std::thread::scope(|scope| {
+        scope.spawn(|| theirs.read_exact(&mut came).expect("all of it comes"));
+        loopback::wait_until("it waits for an acknowledgement", || conn.test(ticket).expect("it lives").is_some());
+    });
+    assert!(came[HEADER..].iter().all(|byte| *byte == 7));
+    // The stream breaks: what is sent again is what was to be sent.
+    bytes.fill(8);
+    let mut state = conn.state();
+    state.core.stream_down(0);
+    let State { core, done, payloads, .. } = &mut *state;
+    assert_eq!(core.fenced(0, 0, 0, done).expect("nothing of it was taken in"), 1);
+    let copy = payloads.iter().flatten().next().and_then(|payload| payload.replay.as_ref()).expect("there is a copy");
+    assert!(copy[HEADER..].iter().all(|byte| *byte == 7));
+}
+
 /// A connection that ends because nothing is delivered waits for the threads that have its streams. Another stream that is
 /// just being connected needs the same books: the control thread would wait for ever, and with it all connections.
 #[test]

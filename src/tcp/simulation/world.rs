@@ -100,6 +100,8 @@ pub(super) struct World {
     seen: Vec<Header>,
     pub(super) repeats_taken: u64,
     pub(super) ledger: Ledger,
+    /// The path is a long one.
+    far: bool,
 }
 
 impl World {
@@ -107,11 +109,12 @@ impl World {
         let mut dice = Dice::of(seed);
         let ledger = Ledger::plan(&mut dice);
         let streams = 1 + dice.roll(4) as usize;
+        let far = seed % 4 >= 2;
         let outage = if mischief == Mischief::Outage { 1 + dice.roll(300)..2000 + dice.roll(4000) } else { 0..0 };
         let mut world = Self {
             mischief,
             sender: SendCore::new(true),
-            receiver: RecvCore::default(),
+            receiver: RecvCore::new(far),
             wires: (0..streams).map(|_| Wire::default()).collect(),
             outbox: Vec::new(),
             stages: HashMap::new(),
@@ -125,7 +128,11 @@ impl World {
             repeats_taken: 0,
             ledger,
             dice,
+            far,
         };
+        if far {
+            world.sender.go_far(true);
+        }
         // The handshake of the connection makes the first stream in epoch 0; all others join.
         world.sender.stream_up(0, 0);
         world.receiver.stream_up(0, 0);
@@ -652,9 +659,10 @@ impl World {
     }
 
     pub(super) fn check_bounded(&self) {
-        use crate::tcp::limits::{EAGER_WINDOW, MAX_EARLY};
-        assert!(self.receiver.staged_bytes() <= EAGER_WINDOW);
-        assert!(self.receiver.early() <= MAX_EARLY);
+        use crate::tcp::limits::{EAGER_WINDOW, EAGER_WINDOW_FAR, max_early};
+        let window = if self.far { EAGER_WINDOW_FAR } else { EAGER_WINDOW };
+        assert!(self.receiver.staged_bytes() <= window);
+        assert!(self.receiver.early() <= max_early(window));
     }
 
     pub(super) fn describe(&self) -> String {
