@@ -13,7 +13,7 @@ use support::netns::{Namespace, available, two_hosts};
 use support::proxy::{address_of, lead_to};
 use support::{PATIENCE, context, part, pattern, watchdog};
 use towline::host::log::Capture;
-use towline::host::{ApiVersion, Code, Handle, Memory, Part};
+use towline::host::{ApiVersion, Code, Handle, Memory, Pair, Part};
 
 const SIZE: usize = 4 << 20;
 const MESSAGES: usize = 3;
@@ -251,6 +251,25 @@ fn a_host_without_a_free_port_names_the_range() {
     let _port = TcpListener::bind(("10.77.0.1", 40000)).expect("the only port");
     assert_eq!(context(ApiVersion::V12).listen(0).err(), Some(Code::SystemError));
     assert!(log.contains("no local port is free: widen net.ipv4.ip_local_port_range"), "{:?}", log.records());
+}
+
+/// The hint spoke of the interface as well.
+#[test]
+fn a_connection_without_a_free_port_names_the_range() {
+    const NAME: &str = "a_connection_without_a_free_port_names_the_range";
+    let variables = [("TOWLINE_STREAMS", "1"), ("TOWLINE_CONNECT_TIMEOUT", "2")];
+    if !alone(NAME, &variables, |host| ports(host, "40000 40001")) {
+        return;
+    }
+    let log = Capture::start();
+    let context = context(ApiVersion::V12);
+    // One port listens, and the first connection to it takes the other.
+    let (listener, mut handle) = context.listen(0).expect("listen");
+    let mut second = Handle::from_bytes(handle.bytes());
+    let _first = Pair::through(&listener, (&context, 0), &mut handle).expect("the port is free");
+    assert!(context.connect_within(0, &mut second, Duration::from_secs(10)).is_err(), "no port is left");
+    assert!(log.contains("no local port is free: widen net.ipv4.ip_local_port_range"), "{:?}", log.records());
+    assert!(!log.contains("has lost its address"), "{:?}", log.records());
 }
 
 /// A socket that is bound to an address took a port of its own at once: few ports were few connections, where those of plain

@@ -456,7 +456,7 @@ impl RdmaSend {
             let mending = self.base.config().reconnect_timeout.clamp(CLOSE_PATIENCE, CLOSE_MENDING);
             let patience = if owes { mending } else { CLOSE_PATIENCE };
             if Instant::now() >= (since + patience).max(start + CLOSE_LEAST) {
-                self.base.net.silences().unanswered(label, start);
+                self.base.net.silences().unanswered(label, start, Instant::now());
                 return;
             }
             has_waited = true;

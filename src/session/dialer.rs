@@ -247,7 +247,13 @@ impl Dial {
             state.bound = !state.goes_unbound && self.net.outlets.bind(&sock, rail, remote);
             if binds || state.bound {
                 route::take_port_at_connect(&sock);
-                sock.bind(&rail.address.into())?;
+                // The port comes with the connection, so only the address can be missing.
+                sock.bind(&rail.address.into()).map_err(|error| match error.kind() {
+                    io::ErrorKind::AddrNotAvailable => {
+                        io::Error::new(error.kind(), format!("{} has lost its address", rail.name))
+                    }
+                    _ => error,
+                })?;
             }
         }
         if state.bound {

@@ -141,6 +141,9 @@ impl Ports {
         let sock = sock.map_err(|error| {
             let hint = match error.kind() {
                 io::ErrorKind::AddrInUse => "no local port is free: widen net.ipv4.ip_local_port_range",
+                io::ErrorKind::AddrNotAvailable => {
+                    "the interface has lost its address: look at the host's addresses (ip address)"
+                }
                 _ => "is the interface still up? choose another with NCCL_SOCKET_IFNAME",
             };
             Error::system(format!("listening on {} ({})", rail.name, rail.address.ip()), &error)

@@ -6,23 +6,26 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-/// Longer than the longest wait of a close. After that the peer may be back.
+/// After this time without a close the peer may be back.
 const REMEMBERED: Duration = Duration::from_secs(30);
 
-/// Since when which peers, by their label (host and process), do not answer.
+/// Since when which peers, by their label (host and process), do not answer, and when the last close was unanswered.
 #[derive(Debug, Default)]
-pub struct Silences(HashMap<String, Instant>);
+pub struct Silences(HashMap<String, (Instant, Instant)>);
 
 impl Silences {
     /// When the first close began that this peer did not answer.
     pub fn since(&self, peer: &str, now: Instant) -> Option<Instant> {
-        self.0.get(peer).copied().filter(|since| now.saturating_duration_since(*since) < REMEMBERED)
+        let (since, last) = self.0.get(peer)?;
+        (now.saturating_duration_since(*last) < REMEMBERED).then_some(*since)
     }
 
-    /// A close that began at `start` goes unanswered. Returns when the first one began.
-    pub fn unanswered(&mut self, peer: &str, start: Instant) -> Instant {
-        self.0.retain(|_, since| start.saturating_duration_since(*since) < REMEMBERED);
-        *self.0.entry(peer.to_owned()).or_insert(start)
+    /// At `now` a close that began at `start` goes unanswered. Returns when the first one began.
+    pub fn unanswered(&mut self, peer: &str, start: Instant, now: Instant) -> Instant {
+        self.0.retain(|_, (_, last)| now.saturating_duration_since(*last) < REMEMBERED);
+        let (since, last) = self.0.entry(peer.to_owned()).or_insert((start, now));
+        *last = now;
+        *since
     }
 
     /// The peer has answered a close.
@@ -40,21 +43,30 @@ mod tests {
         let (mut silences, start) = (Silences::default(), Instant::now());
         let later = start + Duration::from_secs(3);
         assert_eq!(silences.since("a:1", start), None);
-        assert_eq!(silences.unanswered("a:1", start), start);
-        assert_eq!(silences.unanswered("a:1", later), start);
+        assert_eq!(silences.unanswered("a:1", start, start), start);
+        assert_eq!(silences.unanswered("a:1", later, later), start);
         assert_eq!(silences.since("a:2", later), None, "another process of that host has its own time");
         silences.answered("a:1");
         assert_eq!(silences.since("a:1", later), None);
     }
 
+    /// The first close may wait longer than that, and the next one follows at once.
+    #[test]
+    fn a_silence_is_as_old_as_its_last_close() {
+        let (mut silences, start) = (Silences::default(), Instant::now());
+        let later = start + 2 * REMEMBERED;
+        silences.unanswered("a:1", start, later);
+        assert_eq!(silences.since("a:1", later + REMEMBERED / 2), Some(start));
+    }
+
     #[test]
     fn an_old_silence_is_forgotten() {
         let (mut silences, start) = (Silences::default(), Instant::now());
-        silences.unanswered("a:1", start);
+        silences.unanswered("a:1", start, start);
         let later = start + REMEMBERED;
         assert_eq!(silences.since("a:1", later), None);
-        assert_eq!(silences.unanswered("a:1", later), later);
-        silences.unanswered("b:1", later + REMEMBERED);
+        assert_eq!(silences.unanswered("a:1", later, later), later);
+        silences.unanswered("b:1", later + REMEMBERED, later + REMEMBERED);
         assert_eq!(silences.0.len(), 1, "what is old is swept out");
     }
 }

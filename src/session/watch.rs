@@ -87,10 +87,21 @@ pub fn round_trip(sock: &impl AsRawFd) -> Duration {
 /// The shortest round trip that the kernel has measured on a socket: the path's, without what its ends took to answer.
 /// Where the kernel does not say, as [`round_trip`].
 pub fn distance(sock: &impl AsRawFd) -> Duration {
-    /// Where `tcpi_min_rtt` stands in the kernel's `tcp_info` (`linux/tcp.h`), of which libraries know the beginning.
-    const MIN_RTT: usize = 148;
-    let mut bytes = [0_u8; MIN_RTT + 4];
-    let mut length = bytes.len() as libc::socklen_t;
+    let us = number(sock, 148).map(u32::from_ne_bytes).filter(|us| !matches!(*us, 0 | u32::MAX));
+    us.map_or_else(|| round_trip(sock), |us| Duration::from_micros(us.into()))
+}
+
+/// How many bytes the peer's kernel has acknowledged on a socket (`tcpi_bytes_acked`). None when the kernel does not say.
+pub fn acknowledged(sock: &impl AsRawFd) -> Option<u64> {
+    number(sock, 120).map(u64::from_ne_bytes)
+}
+
+/// The bytes that stand at `offset` in the kernel's `tcp_info` (`linux/tcp.h`), of which libraries know the beginning. None when
+/// the kernel knows less of it.
+fn number<const BYTES: usize>(sock: &impl AsRawFd, offset: usize) -> Option<[u8; BYTES]> {
+    /// Up to `tcpi_min_rtt` and with it.
+    const KNOWN: usize = 152;
+    let (mut bytes, mut length) = ([0_u8; KNOWN], KNOWN as libc::socklen_t);
     // SAFETY: the kernel writes at most `length` bytes of `bytes`.
     let answer = unsafe {
         libc::getsockopt(
@@ -101,9 +112,8 @@ pub fn distance(sock: &impl AsRawFd) -> Duration {
             &raw mut length,
         )
     };
-    let us = u32::from_ne_bytes(bytes[MIN_RTT..].try_into().expect("four bytes"));
-    let is_told = answer == 0 && length as usize == bytes.len() && !matches!(us, 0 | u32::MAX);
-    if is_told { Duration::from_micros(us.into()) } else { round_trip(sock) }
+    let told = bytes.get(..length as usize).filter(|_| answer == 0)?;
+    told.get(offset..offset + BYTES)?.try_into().ok()
 }
 
 impl Sight {

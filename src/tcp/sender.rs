@@ -158,6 +158,8 @@ struct Io {
     /// Counts the frames that the kernel took whole.
     written: Arc<Written>,
     control: Vec<u8>,
+    /// The goodbye has been said, or is in `control`.
+    parted: bool,
     /// What a stream with checksums or encryption has beyond a plain one.
     seal: Option<Box<Sides>>,
     input: Vec<u8>,
@@ -346,6 +348,7 @@ impl SendConn {
             more: false,
             written,
             control: Vec::new(),
+            parted: false,
             seal: seal.sides(),
             input: vec![0; 32 * HEADER],
             filled: 0,

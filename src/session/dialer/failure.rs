@@ -25,9 +25,8 @@ pub(super) fn refused(error: &io::Error) -> Error {
         Some(libc::EHOSTUNREACH | libc::ENETUNREACH) => {
             "is the peer's host up, and is there a route to it over the chosen interface (ip route get, NCCL_SOCKET_IFNAME)? firewalls answer so, too"
         }
-        Some(libc::EADDRNOTAVAIL | libc::EADDRINUSE) => {
-            "no local port is free (widen net.ipv4.ip_local_port_range), or the interface has lost its address (ip address)"
-        }
+        Some(libc::EADDRNOTAVAIL | libc::EADDRINUSE) => "no local port is free: widen net.ipv4.ip_local_port_range",
+        None if error.kind() == io::ErrorKind::AddrNotAvailable => "look at the host's addresses (ip address)",
         _ => "check that the hosts can reach each other on the chosen interfaces (NCCL_SOCKET_IFNAME)",
     };
     Error::remote(format!("connecting failed: {error}")).with_hint(hint)

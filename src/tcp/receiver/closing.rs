@@ -65,7 +65,7 @@ impl RecvConn {
         if self.recovery && is_away() {
             while is_away() {
                 if Instant::now() >= deadline {
-                    self.net.silences().unanswered(&self.peer.label, start);
+                    self.net.silences().unanswered(&self.peer.label, start, Instant::now());
                     return;
                 }
                 std::thread::sleep(Duration::from_millis(5));

@@ -15,31 +15,80 @@ use crate::session::wire;
 use crate::tcp::stream::{READ, Stream, WRITE};
 use crate::tcp::streams;
 
-/// How long an orderly close waits for the peer's kernel to take what was sent.
+/// How long a close waits for the receiver's process when the peer's kernel has everything; and twice the round trip.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
 
 /// After this long without an answer it looks whether a path has died.
 const CLOSE_DOUBT: Duration = Duration::from_millis(500);
 
-/// How long it waits when a path has died at that moment: until that is noticed, and what was on it has travelled again.
-/// That takes 3 s, and as long as all ways are down. What was reported done is worth the wait; a peer that is dead ends it.
-/// All closes towards a peer process that does not answer share this time.
+/// While nothing more is acknowledged the close waits for `TOWLINE_PEER_TIMEOUT`, and at least so long when a path may have died at
+/// that moment: until that is noticed, and what was on it has travelled again. That takes 3 s, and as long as all ways are down. All
+/// closes towards a peer process that does not answer share this time.
 const CLOSE_MENDING: Duration = Duration::from_secs(20);
 
 /// The same where the receiver has everything but the goodbye: the kernel goes on sending that after the close.
 const CLOSE_IDLE: Duration = Duration::from_secs(3);
+
+/// How often it looks whether more was acknowledged.
+const CLOSE_LOOK: Duration = Duration::from_millis(10);
 
 /// How a goodbye went.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Parting {
     /// The peer's kernel has it all.
     Answered,
-    /// It took too long, and nothing says that anything is lost.
+    /// The receiver's process takes too long, and nothing says that anything is lost.
     Late,
     /// Nothing comes back, or something was lost with a stream.
     Silent,
     /// Closes towards this peer have used up their time.
     Spent,
+}
+
+/// How much the peer has acknowledged, and when that last grew. A handshake is no progress: it only begins an epoch.
+struct Advance {
+    at: Instant,
+    looked: Instant,
+    /// By the receiver: frames of all streams.
+    frames: u64,
+    /// By its kernel: bytes of each stream, with the epoch.
+    bytes: [Option<(u16, u64)>; MAX_STREAMS],
+}
+
+impl Advance {
+    /// As if the last progress had been at `since`.
+    fn since(since: Instant, conn: &SendConn) -> Self {
+        let mut advance = Self { at: since, looked: Instant::now(), frames: 0, bytes: [None; MAX_STREAMS] };
+        advance.compare(conn);
+        advance
+    }
+
+    /// How long ago more was acknowledged.
+    fn pause(&mut self, conn: &SendConn) -> Duration {
+        if self.looked.elapsed() >= CLOSE_LOOK {
+            self.looked = Instant::now();
+            if self.compare(conn) {
+                self.at = self.looked;
+            }
+        }
+        self.at.elapsed()
+    }
+
+    /// Whether more has been acknowledged than the last time.
+    fn compare(&mut self, conn: &SendConn) -> bool {
+        let frames = {
+            let core = &conn.state().core;
+            (0..MAX_STREAMS).map(|index| core.arrived(index).frames).sum()
+        };
+        let mut grown = frames > std::mem::replace(&mut self.frames, frames);
+        for (stream, last) in conn.streams.iter().zip(&mut self.bytes) {
+            let acknowledged = |io: &mut Io| Some((io.epoch, watch::acknowledged(&io.sock)?));
+            let Some((epoch, bytes)) = stream.peek(acknowledged).flatten() else { continue };
+            grown |= last.is_some_and(|last| last.0 == epoch && last.1 < bytes);
+            *last = Some((epoch, bytes));
+        }
+        grown
+    }
 }
 
 impl SendConn {
@@ -57,70 +106,96 @@ impl SendConn {
         tracing::debug!(target: crate::os::log::NET, "closed the connection to {}: {}", self.peer, self.counters);
     }
 
-    /// Lets everything that was reported done reach the peer, and says goodbye. All within bounds; they are wider when a path
-    /// has died at this moment.
+    /// Lets everything that was reported done reach the peer, and says goodbye. It waits as long as the peer acknowledges more,
+    /// and within bounds when it does not; they are wider when a path has died at this moment.
     fn say_goodbye(&self) {
         let start = Instant::now();
         // A peer that has answered on this connection since is not silent any more.
         let silent = self.net.silences().since(&self.peer.label, start);
         let since =
             silent.filter(|since| !streams::is_heard_since(*since, &self.streams, |io| &io.sock)).unwrap_or(start);
-        self.write_all((start + CLOSE_PATIENCE).min(since + CLOSE_MENDING));
-        self.closing.store(true, Ordering::Release);
-        let parting = self.part(start, since);
-        if parting == Parting::Answered {
-            self.net.silences().answered(&self.peer.label);
-            return;
-        }
-        let since = self.net.silences().unanswered(&self.peer.label, start);
-        if parting == Parting::Silent && self.recovery && !self.health.is_failed() {
-            // Nothing comes back on some stream. It is mended as at any other time, and what was on it travels again.
-            self.closing.store(false, Ordering::Release);
-            self.begin_watch();
-            let away = self.away();
-            for index in away {
-                self.repair(index, &io::ErrorKind::TimedOut.into());
-            }
-            let deadline = since + self.most();
-            let over = || self.health.is_failed() || self.health.is_peer_done();
-            while Instant::now() < deadline && !over() && (self.is_in_doubt() || self.is_asking()) {
-                std::thread::sleep(watch::SOON / 10);
-            }
-            self.write_all(deadline);
+        let mut advance = Advance::since(since, self);
+        loop {
+            self.write_all(&mut advance);
             self.closing.store(true, Ordering::Release);
-            let is_back = self.health.live() > 0 && !self.is_asking();
-            let since = if is_back { Instant::now() } else { since };
-            if self.part(Instant::now(), since) == Parting::Answered {
+            let parting = self.part(&mut advance);
+            if parting == Parting::Answered {
                 self.net.silences().answered(&self.peer.label);
+                return;
             }
+            self.net.silences().unanswered(&self.peer.label, start, Instant::now());
+            if parting != Parting::Silent || !self.recovery || self.health.is_failed() {
+                return;
+            }
+            self.mend(&mut advance);
         }
     }
 
-    /// How long closes towards this peer may wait in all.
-    fn most(&self) -> Duration {
+    /// Nothing comes back on some stream. It is mended as at any other time, and what was on it travels again.
+    fn mend(&self, advance: &mut Advance) {
+        self.closing.store(false, Ordering::Release);
+        self.begin_watch();
+        for index in self.away() {
+            self.repair(index, &io::ErrorKind::TimedOut.into());
+        }
+        let over = || self.health.is_failed() || self.health.is_peer_done();
+        while !over() && (self.is_in_doubt() || self.is_asking()) && !self.is_spent(advance) {
+            self.begin_watch();
+            std::thread::sleep(CLOSE_LOOK);
+        }
+    }
+
+    /// Whether closes towards this peer have used up their time: nothing has been acknowledged for too long.
+    fn is_spent(&self, advance: &mut Advance) -> bool {
+        let pause = advance.pause(self);
+        if pause < CLOSE_PATIENCE {
+            return false;
+        }
         let has_all = !self.recovery || self.state().core.is_idle();
-        if has_all { CLOSE_IDLE } else { CLOSE_MENDING }
+        let least = if self.is_answered_within(pause * 3 / 4) { CLOSE_PATIENCE } else { CLOSE_MENDING };
+        pause >= if has_all { CLOSE_IDLE } else { self.net.config.peer_timeout.max(least) }
+    }
+
+    /// Whether the peer's kernel has lately answered on every stream that waits for it: its process does not read. The kernel asks
+    /// then at intervals that double.
+    fn is_answered_within(&self, time: Duration) -> bool {
+        let waits = |stream: &Stream<Io>| {
+            let sight = stream.peek(|io| Sight::of(&io.sock)).flatten();
+            sight.is_some_and(|sight| sight.outstanding && sight.silent >= time)
+        };
+        !self.is_in_doubt() && !self.streams.iter().any(waits)
     }
 
     /// Waits until the kernel has taken everything.
-    fn write_all(&self, deadline: Instant) {
-        while Instant::now() < deadline && !self.health.is_failed() {
+    fn write_all(&self, advance: &mut Advance) {
+        let start = Instant::now();
+        while !self.is_spent(advance) && !self.health.is_failed() && !self.health.is_peer_done() {
             self.run(self.voice(), READ | WRITE);
             let written = |stream: &Stream<Io>| stream.peek(|io| io.out.is_none()).unwrap_or(true);
             if !self.state().core.has_ready() && self.streams.iter().all(written) {
                 return;
             }
-            std::thread::sleep(Duration::from_micros(50));
+            if start.elapsed() > CLOSE_DOUBT {
+                self.begin_watch();
+            }
+            rest(start);
         }
     }
 
     /// Says goodbye on each stream, behind everything else, since the receiver reads them in any order. Waits until the
     /// peer's kernel has it all, and the receiver too: what only its kernel has is lost with a path that it gives up just
-    /// then. `since`: when closes towards this peer began to wait.
-    fn part(&self, start: Instant, since: Instant) -> Parting {
+    /// then.
+    fn part(&self, advance: &mut Advance) -> Parting {
+        let start = Instant::now();
         let total = self.state().core.next_number() + 1;
-        for index in 0..MAX_STREAMS {
-            self.queue_control(index, Header { total, ..Header::of(Type::Bye, 0) }, &[]);
+        let goodbye = Header { total, ..Header::of(Type::Bye, 0) }.encode();
+        for stream in &self.streams {
+            // Once: nothing may follow it.
+            stream.peek(|io| {
+                if !std::mem::replace(&mut io.parted, true) {
+                    io.control.extend_from_slice(&goodbye);
+                }
+            });
         }
         let gone = |io: &mut Io| {
             let written = io.out.is_none() && io.control.is_empty();
@@ -131,24 +206,30 @@ impl SendConn {
             written && wire::unsent(io.sock.as_raw_fd()) == 0
         };
         let mut answered = false;
-        while start.elapsed() < CLOSE_PATIENCE && !self.health.is_failed() {
+        while !self.health.is_failed() {
             for index in 0..MAX_STREAMS {
                 self.run(index, READ | WRITE);
             }
             // Streams that have ended meanwhile answer nothing.
             let there = self.health.live() > 0 || self.health.is_peer_done();
             let has_it = || !self.recovery || self.health.is_peer_done() || self.state().core.is_idle();
-            if self.streams.iter().all(|stream| stream.peek(gone).unwrap_or(true)) && has_it() {
+            let is_sent = self.streams.iter().all(|stream| stream.peek(gone).unwrap_or(true));
+            if is_sent && has_it() {
                 answered = there;
                 break;
             }
-            if since.elapsed() > self.most() {
+            if self.is_spent(advance) {
                 return Parting::Spent;
             }
-            if start.elapsed() > CLOSE_DOUBT && self.is_asking() {
-                return Parting::Silent;
+            if start.elapsed() > CLOSE_DOUBT {
+                if self.is_asking() || self.is_in_doubt() {
+                    return Parting::Silent;
+                }
+                if is_sent && advance.pause(self).min(start.elapsed()) > CLOSE_PATIENCE + self.answering() {
+                    break;
+                }
             }
-            std::thread::sleep(Duration::from_micros(50));
+            rest(start);
         }
         // A stream that died meanwhile took with it what nobody has acknowledged, and those that are left are closed for
         // what must travel again.
@@ -157,6 +238,12 @@ impl SendConn {
             true if answered => Parting::Answered,
             true => Parting::Late,
         }
+    }
+
+    /// What the distance adds to the time that an answer takes.
+    fn answering(&self) -> Duration {
+        let sights = self.streams.iter().filter_map(|stream| stream.peek(|io| Sight::of(&io.sock)).flatten());
+        sights.map(|sight| sight.answering()).max().unwrap_or_default()
     }
 
     /// Whether something was lost with a stream, or waits to travel again.
@@ -184,4 +271,10 @@ impl SendConn {
             .iter()
             .any(|stream| stream.peek(|io| Sight::of(&io.sock)).flatten().is_some_and(|sight| sight.asked > 0))
     }
+}
+
+/// Until the next look of a close that began then: what is over soon is not kept waiting, and what takes long costs little.
+fn rest(start: Instant) {
+    let short = start.elapsed() < CLOSE_LOOK;
+    std::thread::sleep(if short { Duration::from_micros(50) } else { Duration::from_millis(1) });
 }

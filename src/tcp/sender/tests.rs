@@ -88,6 +88,39 @@ fn over_a_long_path_a_send_is_done_before_its_acknowledgement() {
     assert!(copy[HEADER..].iter().all(|byte| *byte == 7));
 }
 
+/// A close gave up after two seconds what the kernel had not taken yet, however fast the peer's kernel took it.
+#[test]
+fn a_close_lasts_as_long_as_the_peer_takes_what_was_reported_done() {
+    // Fewer than are on the way without an acknowledgement, and more than the sockets hold.
+    const SENDS: usize = 1500;
+    let net = loopback::net(Config::default());
+    let deaf = loopback::deaf();
+    let (ours, mut theirs) = loopback::sockets();
+    ours.set_send_buffer_size(64 << 10).expect("it can be set");
+    socket2::SockRef::from(&theirs).set_recv_buffer_size(64 << 10).expect("it can be set");
+    let mut link = loopback::link(&deaf);
+    (link.round_trip, link.features) = (Duration::from_millis(50), FEATURE_RECOVERY | FEATURE_FAR);
+    let conn = SendConn::new(net, link, loopback::peer(), ours, Seal::Plain).expect("it is watched");
+    let bytes = [7; COPY_FIRST_MAX as usize];
+    for _ in 0..SENDS {
+        // SAFETY: the bytes outlive the request, and nobody profiles.
+        let ticket = unsafe { conn.isend(bytes.as_ptr(), bytes.len(), 0, std::ptr::null_mut()) };
+        let ticket = ticket.expect("it lives").expect("a slot is free");
+        loopback::wait_until("it is done when it is copied", || conn.test(ticket).expect("it lives").is_some());
+    }
+    std::thread::scope(|scope| {
+        let closes = scope.spawn(|| conn.close());
+        // Longer than a close waits for a peer that takes nothing.
+        let mut came = vec![0; SENDS * (HEADER + bytes.len()) / 50];
+        for _ in 0..50 {
+            std::thread::sleep(WHILE * 2);
+            theirs.read_exact(&mut came).expect("all of it comes");
+        }
+        assert!(!closes.is_finished(), "nobody has acknowledged it");
+        theirs.read_to_end(&mut Vec::new()).expect("it ends with a goodbye");
+    });
+}
+
 /// A connection that ends because nothing is delivered waits for the threads that have its streams. Another stream that is
 /// just being connected needs the same books: the control thread would wait for ever, and with it all connections.
 #[test]
