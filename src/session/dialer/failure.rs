@@ -21,12 +21,21 @@ pub(super) fn refused(error: &io::Error) -> Error {
     if advice(error).is_some() {
         return Error::system("connecting", error);
     }
+    // What this host lacks, wherever the peer is.
+    let lacks = match error.raw_os_error() {
+        Some(libc::EADDRNOTAVAIL | libc::EADDRINUSE) => {
+            Some("no local port is free: widen net.ipv4.ip_local_port_range")
+        }
+        None if error.kind() == io::ErrorKind::AddrNotAvailable => Some("look at the host's addresses (ip address)"),
+        _ => None,
+    };
+    if let Some(hint) = lacks {
+        return Error::system("connecting", error).with_hint(hint);
+    }
     let hint = match error.raw_os_error() {
         Some(libc::EHOSTUNREACH | libc::ENETUNREACH) => {
             "is the peer's host up, and is there a route to it over the chosen interface (ip route get, NCCL_SOCKET_IFNAME)? firewalls answer so, too"
         }
-        Some(libc::EADDRNOTAVAIL | libc::EADDRINUSE) => "no local port is free: widen net.ipv4.ip_local_port_range",
-        None if error.kind() == io::ErrorKind::AddrNotAvailable => "look at the host's addresses (ip address)",
         _ => "check that the hosts can reach each other on the chosen interfaces (NCCL_SOCKET_IFNAME)",
     };
     Error::remote(format!("connecting failed: {error}")).with_hint(hint)
