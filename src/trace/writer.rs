@@ -359,7 +359,7 @@ impl Writer {
         if let Body::NetTowline(part) = record.body
             && !self.summary.links.knows(part.link, part.send)
         {
-            self.learn_link(part.link, part.send, record.when);
+            self.learn_links(part.link, part.send, record.when);
         }
         self.summary.apply(record);
         if let Some(status) = &mut self.status {
@@ -388,15 +388,23 @@ impl Writer {
     }
 
     /// The first that is told of a connection: which interfaces it has, and which host is at its other end. Of one that is gone
-    /// by now it is not known.
-    fn learn_link(&mut self, link: u64, send: bool, when: u64) {
-        let known = (self.profiler.connections)().into_iter().find(|it| it.number == link && it.send == send);
-        let names: Vec<Name> = known.iter().flat_map(|it| &it.interfaces).map(|name| name.as_str().into()).collect();
-        if let Some(trace) = self.trace.as_mut().filter(|_| !names.is_empty()) {
-            trace.interfaces(link, send, &names, when);
+    /// by now it is not known. All connections are learned at once, as the next ones follow at once when a job begins.
+    fn learn_links(&mut self, link: u64, send: bool, when: u64) {
+        for connection in (self.profiler.connections)() {
+            let (link, send) = (connection.number, connection.send);
+            if self.summary.links.knows(link, send) {
+                continue;
+            }
+            let names: Vec<Name> = connection.interfaces.iter().map(|name| name.as_str().into()).collect();
+            if let Some(trace) = &mut self.trace {
+                trace.interfaces(link, send, &names, when);
+            }
+            let host = connection.peer.rsplit_once(':').map_or("unknown", |(host, _)| host);
+            self.summary.links.learn(link, send, names, host);
         }
-        let host = known.as_ref().and_then(|it| it.peer.rsplit_once(':')).map_or("unknown", |(host, _)| host);
-        self.summary.links.learn(link, send, names, host);
+        if !self.summary.links.knows(link, send) {
+            self.summary.links.learn(link, send, Vec::new(), "unknown");
+        }
     }
 
     /// Nothing comes any more that is older than `cut`, in ticks.

@@ -1,9 +1,8 @@
 //! The figures for Prometheus: its text format, in a file for node_exporter's textfile collector or over HTTP.
 //!
-//! Counters since the process began, rates and shares are Prometheus's business. How many series there are does not grow with
-//! the ranks of the job but for one of each host and direction: communicators are counted together by their names, peers by
-//! their hosts, and what the wire carried by interface. The file is replaced by an atomic rename, so that nobody reads half
-//! of it.
+//! Counters run since the process began; rates and shares are Prometheus's business. The number of series is bounded: communicators
+//! are counted together by their names, peers by their hosts, and what the wire carried by interface. The file is replaced by an
+//! atomic rename, so that a reader never sees half of it.
 
 mod family;
 mod labels;
