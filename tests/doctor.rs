@@ -164,7 +164,9 @@ impl Host {
     /// The same for what takes a link up: its carrier comes a moment later.
     fn is_cured_soon(&self, cause: &str) {
         let cure = self.cure(cause);
-        self.is_cured_by(cause, &format!("{cure}\nsleep 1"));
+        // The kernel looks at links that change often only once a second.
+        let wait = "for _ in $(seq 50); do ip -o link | grep -q NO-CARRIER || break; sleep 0.1; done";
+        self.is_cured_by(cause, &format!("{cure}\n{wait}"));
     }
 
     /// The doctor's own words, given to a shell, help.

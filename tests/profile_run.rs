@@ -144,15 +144,14 @@ fn report_of_a_job_that_hangs(words: &str, disturb: impl FnOnce(&[i32])) -> Stri
     command.args(words.split_whitespace()).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
     command.env("TOWLINE_PROFILE", "trace").env("TOWLINE_PROFILE_DIR", dir.path()).env("NCCL_SOCKET_IFNAME", "lo");
     let mut job = command.spawn().expect("towline runs");
-    support::eventually("all ranks trace", Duration::from_secs(60), || {
-        (files(dir.path(), ".pftrace").len() == 3
-            && traced(dir.path()).iter().all(|process| process.records.len() > 10))
-        .then_some(())
+    // A file that is being written may be unreadable for a moment: the numbers are of the look that saw all three.
+    let mut pids = support::eventually("all ranks trace", Duration::from_secs(60), || {
+        let processes = traced(dir.path());
+        let numbers = processes.iter().filter(|process| process.records.len() > 10);
+        let numbers: Vec<(i32, i32)> =
+            numbers.filter_map(|process| Some((process.comms.first()?.rank, process.info.as_ref()?.pid))).collect();
+        (numbers.len() == 3).then_some(numbers)
     });
-    let mut pids: Vec<(i32, i32)> = traced(dir.path())
-        .iter()
-        .map(|process| (process.comms[0].rank, process.info.as_ref().expect("a process").pid))
-        .collect();
     pids.sort_unstable();
     disturb(&pids.into_iter().map(|(_, pid)| pid).collect::<Vec<_>>());
     std::thread::sleep(Duration::from_secs(8));

@@ -442,7 +442,8 @@ fn a_way_that_falls_silent_is_left_before_the_device_gives_up() {
     child::alone(NAME, &[("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "NET")], || {
         let _watchdog = watchdog(120);
         let silence = "was acknowledged for two seconds";
-        let soon = |after: Duration| assert!(after < Duration::from_secs(5), "{after:?}");
+        // Two seconds on a quiet machine, seven seen on a busy one.
+        let soon = |after: Duration| assert!(after < Duration::from_secs(15), "{after:?}");
         under_traffic(|traffic, log| {
             for link in [FIRST, SECOND] {
                 traffic.goes_on("traffic");
