@@ -8,6 +8,7 @@
 
 mod support;
 
+use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
 use support::child::{self, Guarded, Mailbox};
@@ -52,29 +53,29 @@ enum Scene {
 
 const SCENES: [Scene; 4] = [Scene::Messages, Scene::Receive, Scene::Afterwards, Scene::Nothing];
 
-/// The sending ends.
-fn connect() -> Vec<SendComm> {
+/// The sending ends of connections with these names, each with a message of so many bytes behind it.
+fn connect(names: impl IntoIterator<Item: Debug>, size: usize) -> Vec<SendComm> {
     let context = context(ApiVersion::V12);
-    let connect = |scene: Scene| {
-        let mut handle = Handle::from_bytes(&child::receive(&child::mailbox(), &format!("{scene:?}")));
+    let connect = |name| {
+        let mut handle = Handle::from_bytes(&child::receive(&child::mailbox(), &format!("{name:?}")));
         let comm = context.connect_within(0, &mut handle, PATIENCE).expect("connect");
-        send(&comm, 1, 100_000);
+        send(&comm, 1, size);
         comm
     };
-    SCENES.map(connect).into()
+    names.into_iter().map(connect).collect()
 }
 
 /// The receiving ends.
-fn accept() -> Vec<RecvComm> {
+fn accept(names: impl IntoIterator<Item: Debug>, size: usize) -> Vec<RecvComm> {
     let context = context(ApiVersion::V12);
-    let accept = |scene: Scene| {
+    let accept = |name| {
         let (listener, handle) = context.listen(0).expect("listen");
-        child::send(&child::mailbox(), &format!("{scene:?}"), handle.bytes());
+        child::send(&child::mailbox(), &format!("{name:?}"), handle.bytes());
         let comm = listener.accept_within(PATIENCE).expect("accept");
-        receive(&comm, 1, 100_000);
+        receive(&comm, 1, size);
         comm
     };
-    SCENES.map(accept).into()
+    names.into_iter().map(accept).collect()
 }
 
 /// Waits for a request and looks seldom: nobody but the keeper need look for the end to be noticed.
@@ -123,7 +124,7 @@ fn play(scene: Scene, transfer: impl Fn() -> Result<(), Code>) {
 }
 
 fn sends() {
-    let comms = connect();
+    let comms = connect(SCENES, 100_000);
     tell("connected");
     std::thread::scope(|scope| {
         for (scene, comm) in SCENES.into_iter().zip(&comms) {
@@ -141,7 +142,7 @@ fn sends() {
 }
 
 fn receives() {
-    let comms = accept();
+    let comms = accept(SCENES, 100_000);
     tell("accepted");
     let targets = SCENES.map(|_| Memory::new(300_000));
     std::thread::scope(|scope| {
@@ -215,14 +216,7 @@ const CLOSED: usize = 4;
 
 /// A short message is reported done when it is copied, so a close waits until it is delivered.
 fn closes_undelivered() {
-    let context = context(ApiVersion::V12);
-    let connect = |at: usize| {
-        let mut handle = Handle::from_bytes(&child::receive(&child::mailbox(), &format!("handle {at}")));
-        let comm = context.connect_within(0, &mut handle, PATIENCE).expect("connect");
-        send(&comm, 1, 1000);
-        comm
-    };
-    let comms: Vec<SendComm> = (0..CLOSED).map(connect).collect();
+    let comms = connect(0..CLOSED, 1000);
     tell("connected");
     wait_for("cut");
     for comm in &comms {
@@ -251,15 +245,7 @@ fn closes_undelivered() {
 fn closes_towards_a_vanished_host_share_one_time_budget() {
     const NAME: &str = "closes_towards_a_vanished_host_share_one_time_budget";
     let accepts = || {
-        let context = context(ApiVersion::V12);
-        let accept = |at: usize| {
-            let (listener, handle) = context.listen(0).expect("listen");
-            child::send(&child::mailbox(), &format!("handle {at}"), handle.bytes());
-            let comm = listener.accept_within(PATIENCE).expect("accept");
-            receive(&comm, 1, 1000);
-            comm
-        };
-        let _comms: Vec<RecvComm> = (0..CLOSED).map(accept).collect();
+        let _comms = accept(0..CLOSED, 1000);
         wait_for("closed");
     };
     if plays(closes_undelivered, accepts) {

@@ -64,9 +64,9 @@ def arguments(words=None):
         options.peer = [contenders.from_argument(text) for text in options.peer]
     except ValueError as error:
         parser.error(str(error))
-    options.against = options.against.split(",") if options.against else [*(SOCKETS if not options.peer else [])]
-    if not options.against:
+    if options.peer and not options.against:
         parser.error("--peer needs --against")
+    options.against = options.against.split(",") if options.against else SOCKETS
     options.networks = options.networks.split(",")
     unknown = [name for name in options.networks if name not in NETWORKS]
     if unknown:

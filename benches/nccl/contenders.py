@@ -30,8 +30,8 @@ class Contender:
     without: tuple = ()
 
     def environment(self, common, nccl_dir):
-        """The whole environment of a run: the caller's, with every NCCL and Towline variable replaced by ours."""
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "TOWLINE_"))}
+        """The whole environment of a run: the caller's, with every variable of NCCL, Towline and PyTorch's NCCL replaced by ours."""
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "TOWLINE_", "TORCH_NCCL_"))}
         env.update({k: v for k, v in THROUGH_THE_NETWORK.items() if k not in self.without})
         env.update(common)
         env.update(self.variables)

@@ -70,12 +70,22 @@ pub struct Sight {
 fn info(sock: &impl AsRawFd) -> Option<libc::tcp_info> {
     // SAFETY: all zeroes is a valid value of this struct of numbers.
     let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
-    let mut length = size_of::<libc::tcp_info>() as libc::socklen_t;
-    // SAFETY: the kernel writes at most `length` bytes of `info`.
+    // SAFETY: any bytes are a valid value of it.
+    unsafe { ask(sock, &mut info) }.map(|_| info)
+}
+
+/// Has the kernel write what it knows of a socket, or as much as there is room for. How many bytes; None when it does not say.
+///
+/// # Safety
+/// Any bytes are a valid `T`.
+unsafe fn ask<T>(sock: &impl AsRawFd, room: &mut T) -> Option<usize> {
+    let mut length = size_of::<T>() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `length` bytes of `room`, and the caller promises that it may write any.
     let answer = unsafe {
-        libc::getsockopt(sock.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, (&raw mut info).cast(), &raw mut length)
+        let room = std::ptr::from_mut(room).cast();
+        libc::getsockopt(sock.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, room, &raw mut length)
     };
-    (answer == 0).then_some(info)
+    (answer == 0).then_some(length as usize)
 }
 
 /// The round trip that the kernel has measured on a socket. Zero where it has measured none: a first packet that was
@@ -101,19 +111,10 @@ pub fn acknowledged(sock: &impl AsRawFd) -> Option<u64> {
 fn number<const BYTES: usize>(sock: &impl AsRawFd, offset: usize) -> Option<[u8; BYTES]> {
     /// Up to `tcpi_min_rtt` and with it.
     const KNOWN: usize = 152;
-    let (mut bytes, mut length) = ([0_u8; KNOWN], KNOWN as libc::socklen_t);
-    // SAFETY: the kernel writes at most `length` bytes of `bytes`.
-    let answer = unsafe {
-        libc::getsockopt(
-            sock.as_raw_fd(),
-            libc::IPPROTO_TCP,
-            libc::TCP_INFO,
-            bytes.as_mut_ptr().cast(),
-            &raw mut length,
-        )
-    };
-    let told = bytes.get(..length as usize).filter(|_| answer == 0)?;
-    told.get(offset..offset + BYTES)?.try_into().ok()
+    let mut bytes = [0_u8; KNOWN];
+    // SAFETY: any bytes are bytes.
+    let length = unsafe { ask(sock, &mut bytes) }?;
+    bytes.get(..length)?.get(offset..offset + BYTES)?.try_into().ok()
 }
 
 impl Sight {

@@ -2,45 +2,60 @@
 //! and so does a second run in one container with the first.
 
 use std::fs::OpenOptions;
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// More files than this of one name are not looked through.
-const MOST: u32 = 10_000;
+pub(super) const MOST: u32 = 10_000;
 
-/// Makes an empty file at `path`, or at the first numbered name beside it that is free: `a.prom`, `a.2.prom`, and so on. A file for
-/// which `is_over` holds is free too. Gives the number beside the path. Where none can be made it is `path`, and writing to it will
-/// say why.
+/// Opens `path`, or the first numbered name beside it at which `open` does not find another's: `a.prom`, `a.2.prom`, and so on.
+/// Another's is what makes `open` fail with `taken`. Gives what was opened, where, and the number.
+///
+/// # Errors
+/// Any other failure of `open`, and `taken` when the first `most` names are.
+pub(super) fn first_free<T>(
+    path: &Path,
+    most: u32,
+    taken: ErrorKind,
+    open: impl Fn(&Path) -> io::Result<T>,
+) -> io::Result<(T, PathBuf, u32)> {
+    let mut number = 1;
+    loop {
+        let candidate = numbered(path, number);
+        match open(&candidate) {
+            Ok(opened) => return Ok((opened, candidate, number)),
+            Err(error) if error.kind() == taken && number < most => number += 1,
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Makes an empty file at the first free name. A file for which `is_over` holds is free too. Gives the number beside the path.
+/// Where none can be made it is `path`, and writing to it will say why.
 pub(super) fn claim(path: &Path, is_over: impl Fn(&Path) -> bool) -> (PathBuf, u32) {
     if let Some(dir) = path.parent().filter(|dir| !dir.as_os_str().is_empty()) {
         let _ = std::fs::create_dir_all(dir);
     }
-    for number in 1..MOST {
-        let candidate = numbered(path, number);
-        match OpenOptions::new().write(true).create_new(true).open(&candidate) {
-            Ok(_) => return (candidate, number),
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => {
-                if is_over(&candidate) && std::fs::write(&candidate, "").is_ok() {
-                    return (candidate, number);
-                }
-            }
-            Err(_) => break,
+    let open = |path: &Path| match OpenOptions::new().write(true).create_new(true).open(path) {
+        Err(error) if error.kind() == ErrorKind::AlreadyExists && is_over(path) => {
+            std::fs::write(path, "").map_err(|_| error)
         }
-    }
-    (path.to_owned(), 1)
+        other => other.map(drop),
+    };
+    first_free(path, MOST, ErrorKind::AlreadyExists, open)
+        .map_or_else(|_| (path.to_owned(), 1), |((), path, number)| (path, number))
 }
 
 /// The name with a number before its ending.
-pub(super) fn numbered(path: &Path, number: u32) -> PathBuf {
+fn numbered(path: &Path, number: u32) -> PathBuf {
     if number == 1 {
         return path.to_owned();
     }
-    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
     // Of `a.summary.txt` all of the ending.
-    let at = ["summary.txt", "prom", "state", "sock"].iter().find_map(|ending| name.strip_suffix(ending)).map(str::len);
-    let at = at.unwrap_or_else(|| name.rfind('.').map_or(name.len(), |at| at + 1));
-    path.with_file_name(format!("{}{number}.{}", &name[..at], &name[at..]))
+    let at = name.strip_suffix(".summary.txt").map(str::len).or_else(|| name.rfind('.')).unwrap_or(name.len());
+    path.with_file_name(format!("{}.{number}{}", &name[..at], &name[at..]))
 }
 
 /// Whether a file that its process renews was not renewed for so long.
@@ -75,6 +90,11 @@ mod tests {
         let long_ago = std::time::SystemTime::now() - Duration::from_secs(60);
         std::fs::File::options().write(true).open(&path).unwrap().set_modified(long_ago).unwrap();
         assert_eq!(claim(&path, old), (path.clone(), 1));
+    }
+
+    #[test]
+    fn a_name_without_an_ending_is_numbered_behind_it() {
+        assert_eq!(numbered(Path::new("/d.x/ask"), 2), Path::new("/d.x/ask.2"));
     }
 
     #[test]

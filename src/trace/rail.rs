@@ -1,8 +1,7 @@
 //! Which rail a network event was on: interface, NIC or, where the transport does not tell, all sockets together.
 
-use std::collections::HashMap;
-
 use super::event::Body;
+use super::hash::QuickMap;
 use super::names::Name;
 use crate::nccl::net_event::SEVERAL;
 
@@ -63,7 +62,7 @@ struct Link {
 /// What is known of the transport's connections, by number and direction.
 #[derive(Debug, Clone, Default)]
 pub struct Links {
-    links: HashMap<(u64, bool), Link>,
+    links: QuickMap<(u64, bool), Link>,
     hosts: Vec<String>,
 }
 

@@ -16,7 +16,7 @@ use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-use super::claim::{claim, is_older, numbered};
+use super::claim::{claim, first_free, is_older};
 use super::live::{KEPT, KEPT_IN_FILE, place};
 use super::metrics::{self, server};
 use super::profiler::{Level, host, say};
@@ -229,13 +229,8 @@ pub(super) fn control() -> Option<PathBuf> {
 /// Binds the control socket for this user alone, in place of one that a dead process left, and beside one that a living process of
 /// the same name has.
 fn bind(path: &Path) -> std::io::Result<UnixListener> {
-    let mut number = 1;
-    loop {
-        match bind_at(&numbered(path, number)) {
-            Err(error) if error.kind() == std::io::ErrorKind::AddrInUse && number < SOCKETS => number += 1,
-            other => return other,
-        }
-    }
+    let (listener, ..) = first_free(path, SOCKETS, std::io::ErrorKind::AddrInUse, bind_at)?;
+    Ok(listener)
 }
 
 fn bind_at(path: &Path) -> std::io::Result<UnixListener> {

@@ -116,7 +116,7 @@ impl Tracker {
     }
 
     /// What the open steps of each communicator wait for. NCCL asks for the data of several steps ahead; while the GPU has not
-    /// taken those that have come, the further ones hold nobody up.
+    /// taken those that have come, the further ones hold no rank up.
     pub fn waits(&self) -> BTreeMap<u64, Vec<Wait>> {
         let supplied: BTreeSet<u64> =
             self.steps.values().filter(|step| step.arrived).map(|step| step.operation).collect();

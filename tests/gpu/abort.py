@@ -21,6 +21,11 @@ import tempfile
 import time
 from datetime import timedelta
 
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.join(ROOT, "benches", "nccl"))
+
+from contenders import Contender  # noqa: E402
+
 RANKS = 2
 MIB = 1 << 20
 RUNS = (
@@ -126,23 +131,17 @@ def run(name, network, more, given, place):
     os.makedirs(folder, exist_ok=True)
     for old in os.listdir(folder):
         os.unlink(os.path.join(folder, old))
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "TOWLINE_", "TORCH_NCCL_"))}
-    env.update(
-        NCCL_NET=network,
-        NCCL_P2P_DISABLE="1",
-        NCCL_SHM_DISABLE="1",
-        NCCL_NVLS_ENABLE="0",
-        NCCL_SOCKET_IFNAME=given.interface,
-        NCCL_DEBUG="INFO",
-        NCCL_DEBUG_SUBSYS="INIT,NET",
-        NCCL_DEBUG_FILE=os.path.join(folder, "nccl-%p.log"),
+    common = {
+        "NCCL_SOCKET_IFNAME": given.interface,
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT,NET",
+        "NCCL_DEBUG_FILE": os.path.join(folder, "nccl-%p.log"),
         # A failure of the aborted group is expected: the process must outlive it.
-        TORCH_NCCL_ASYNC_ERROR_HANDLING="0",
-        TORCH_NCCL_ENABLE_MONITORING="0",
-    )
-    env.update(more)
-    if network == "Towline":
-        env["LD_LIBRARY_PATH"] = ":".join(p for p in (os.path.abspath(given.towline), env.get("LD_LIBRARY_PATH")) if p)
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+    }
+    library = os.path.abspath(given.towline) if network == "Towline" else None
+    env = Contender(name, {"NCCL_NET": network, **more}, library).environment(common, None)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -19,6 +19,11 @@ import tempfile
 import time
 from datetime import timedelta
 
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.join(ROOT, "benches", "nccl"))
+
+from contenders import Contender  # noqa: E402
+
 RANKS = 2
 # What rank 1 does instead of its 51st all-reduce, and whom `towline why` must name. `healthy`: nothing, for --looks looks.
 CASES = ("healthy", "absent", "count", "function", "stopped", "killed", "gpu")
@@ -128,21 +133,16 @@ def holds(case, answer):
 
 def run(case, given, place):
     """A job with this fault: seconds until the rank was named, what was said, and what is wrong with that."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "TOWLINE_", "TORCH_NCCL_"))}
-    env.update(
-        NCCL_NET="Towline",
-        NCCL_P2P_DISABLE="1",
-        NCCL_SHM_DISABLE="1",
-        NCCL_NVLS_ENABLE="0",
-        NCCL_SOCKET_IFNAME=given.interface,
-        NCCL_DEBUG="INFO",
-        NCCL_DEBUG_SUBSYS="INIT,NET,PROFILE",
-        NCCL_DEBUG_FILE=os.path.join(place, "nccl-%p.log"),
-        TORCH_NCCL_ASYNC_ERROR_HANDLING="0",
-        TORCH_NCCL_ENABLE_MONITORING="0",
-        LD_LIBRARY_PATH=":".join(p for p in (given.towline, os.environ.get("LD_LIBRARY_PATH")) if p),
-    )
-    env.update(pair.split("=", 1) for pair in given.set)
+    common = {
+        "NCCL_SOCKET_IFNAME": given.interface,
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT,NET,PROFILE",
+        "NCCL_DEBUG_FILE": os.path.join(place, "nccl-%p.log"),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+    }
+    variables = {"NCCL_NET": "Towline", **dict(pair.split("=", 1) for pair in given.set)}
+    env = Contender(case, variables, given.towline).environment(common, None)
 
     def start(rank):
         command = [sys.executable, os.path.abspath(__file__), "--towline", given.towline]

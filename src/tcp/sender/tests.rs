@@ -69,7 +69,7 @@ fn over_a_long_path_a_send_is_done_before_its_acknowledgement() {
     (link.round_trip, link.features) = (Duration::from_millis(50), FEATURE_RECOVERY | FEATURE_FAR);
     let conn = SendConn::new(net, link, loopback::peer(), ours, Seal::Plain).expect("it is watched");
     let mut bytes = vec![7; 512 << 10];
-    // SAFETY: the bytes outlive the request, and nobody profiles.
+    // SAFETY: the bytes outlive the request, and no profiler is loaded.
     let ticket = unsafe { conn.isend(bytes.as_ptr(), bytes.len(), 0, std::ptr::null_mut()) };
     let ticket = ticket.expect("it lives").expect("a slot is free");
     let mut came = vec![0; HEADER + bytes.len()];
@@ -103,7 +103,7 @@ fn a_close_lasts_as_long_as_the_peer_takes_what_was_reported_done() {
     let conn = SendConn::new(net, link, loopback::peer(), ours, Seal::Plain).expect("it is watched");
     let bytes = [7; COPY_FIRST_MAX as usize];
     for _ in 0..SENDS {
-        // SAFETY: the bytes outlive the request, and nobody profiles.
+        // SAFETY: the bytes outlive the request, and no profiler is loaded.
         let ticket = unsafe { conn.isend(bytes.as_ptr(), bytes.len(), 0, std::ptr::null_mut()) };
         let ticket = ticket.expect("it lives").expect("a slot is free");
         loopback::wait_until("it is done when it is copied", || conn.test(ticket).expect("it lives").is_some());

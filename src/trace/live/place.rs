@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::{LONGEST, State};
+use crate::trace::claim::is_older;
 use crate::trace::perfetto::digest;
 
 /// How the names of state files end.
@@ -77,9 +78,8 @@ pub(in crate::trace) fn sweep(dir: &Path, prefix: &str, ending: &str) {
         let stem = name.to_str().and_then(|name| name.strip_prefix(prefix)?.strip_suffix(&format!(".{ending}")));
         // A number may stand behind the process's: another container's process has the same one.
         let pid = stem.and_then(|stem| stem.split('.').next()?.parse::<i32>().ok());
-        let is_old = entry.metadata().and_then(|found| found.modified());
-        let is_old = is_old.is_ok_and(|when| when.elapsed().is_ok_and(|age| age > KEPT));
-        if let (Some(pid), Some(stem)) = (pid.filter(|_| is_old), stem)
+        if let (Some(pid), Some(stem)) = (pid, stem)
+            && is_older(&entry.path(), KEPT)
             && !is_there(pid)
         {
             let _ = std::fs::remove_file(entry.path());

@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 
-use family::Page;
+use family::{Family, Page};
 use labels::escape;
 
 use super::rail::Rail;
@@ -123,66 +123,48 @@ fn state(page: &mut Page<'_>, now: &BTreeMap<String, Now>) {
     }
 }
 
-type OfPeer = fn(&PeerStat) -> u64;
-
-const CAUSES: [(&str, OfPeer); 4] = [
-    ("gpu", |stat| stat.gpu_ns),
-    ("receiver", |stat| stat.receiver_ns),
-    ("network", |stat| stat.network_ns),
-    ("flush", |stat| stat.flush_ns),
-];
-
+/// The transfers of each group in each direction, over all peers.
 fn steps(page: &mut Page<'_>, groups: &Groups) {
-    let both = |group: &CommStat| {
-        let of = |send| {
-            let mut all = PeerStat::default();
-            group.peers.iter().filter(|((_, own), _)| *own == send).for_each(|(_, stat)| all.add(stat));
-            (send, all)
-        };
-        [true, false].map(of).into_iter().filter(|(_, stat)| stat.steps > 0)
+    let of = |(labels, group): &(String, CommStat), send: bool| {
+        let mut all = PeerStat::default();
+        group.peers.iter().filter(|((_, own), _)| *own == send).for_each(|(_, stat)| all.add(stat));
+        (format!("{labels},direction=\"{}\"", direction(send)), all)
     };
-    let families: [(&'static str, &str, OfPeer); 2] = [
-        ("towline_step_total", "Transfers of the proxy.", |stat| stat.steps),
-        ("towline_step_bytes_total", "Bytes of the proxy's transfers.", |stat| stat.bytes),
-    ];
-    for (name, help, read) in families {
-        let mut family = page.family(name, "counter", help);
-        for (labels, group) in groups {
-            for (send, stat) in both(group) {
-                family.sample(&format!("{labels},direction=\"{}\"", direction(send)), read(&stat));
-            }
-        }
-    }
+    let all = groups.iter().flat_map(|group| [of(group, true), of(group, false)]);
+    let all: Vec<(String, PeerStat)> = all.filter(|(_, stat)| stat.steps > 0).collect();
+    let mut family = page.family("towline_step_total", "counter", "Transfers of the proxy.");
+    all.iter().for_each(|(labels, stat)| family.sample(labels, stat.steps));
+    let mut family = page.family("towline_step_bytes_total", "counter", "Bytes of the proxy's transfers.");
+    all.iter().for_each(|(labels, stat)| family.sample(labels, stat.bytes));
     let help = "Where the time of the proxy's transfers went.";
     let mut family = page.family("towline_step_seconds_total", "counter", help);
-    for (labels, group) in groups {
-        for (send, stat) in both(group) {
-            for (cause, read) in CAUSES {
-                let more = format!("{labels},direction=\"{}\",cause=\"{cause}\"", direction(send));
-                family.sample(&more, read(&stat) as f64 / 1e9);
-            }
-        }
-    }
+    all.iter().for_each(|(labels, stat)| causes(&mut family, labels, stat));
 }
 
 /// The same by peer.
 fn peers(page: &mut Page<'_>, groups: &Groups) {
-    let mut family =
-        page.family("towline_peer_step_bytes_total", "counter", "Bytes of the proxy's transfers, by peer.");
-    for (labels, group) in groups {
-        for ((peer, send), stat) in &group.peers {
-            family.sample(&format!("{labels},peer=\"{peer}\",direction=\"{}\"", direction(*send)), stat.bytes);
-        }
-    }
+    let of = |(labels, group): &(String, CommStat)| {
+        let peers = group.peers.iter();
+        let labels = peers.map(|((peer, send), stat)| {
+            (format!("{labels},peer=\"{peer}\",direction=\"{}\"", direction(*send)), *stat)
+        });
+        labels.collect::<Vec<_>>()
+    };
+    let all: Vec<(String, PeerStat)> = groups.iter().flat_map(of).collect();
+    let help = "Bytes of the proxy's transfers, by peer.";
+    let mut family = page.family("towline_peer_step_bytes_total", "counter", help);
+    all.iter().for_each(|(labels, stat)| family.sample(labels, stat.bytes));
     let help = "Where the time of the proxy's transfers went, by peer.";
     let mut family = page.family("towline_peer_step_seconds_total", "counter", help);
-    for (labels, group) in groups {
-        for ((peer, send), stat) in &group.peers {
-            for (cause, read) in CAUSES {
-                let more = format!("{labels},peer=\"{peer}\",direction=\"{}\",cause=\"{cause}\"", direction(*send));
-                family.sample(&more, read(stat) as f64 / 1e9);
-            }
-        }
+    all.iter().for_each(|(labels, stat)| causes(&mut family, labels, stat));
+}
+
+/// A series for each thing that transfers waited for.
+fn causes(family: &mut Family<'_>, labels: &str, stat: &PeerStat) {
+    let parts =
+        [("gpu", stat.gpu_ns), ("receiver", stat.receiver_ns), ("network", stat.network_ns), ("flush", stat.flush_ns)];
+    for (cause, ns) in parts {
+        family.sample(&format!("{labels},cause=\"{cause}\""), ns as f64 / 1e9);
     }
 }
 
@@ -243,7 +225,7 @@ pub fn has_ended(path: &Path) -> bool {
 /// Replaces the file with `text` in one step.
 pub fn replace(path: &Path, text: &str) -> io::Result<()> {
     let mut name = path.file_name().unwrap_or_default().to_owned();
-    // Who looks for the file's ending (node_exporter, `towline why`) never sees this one.
+    // A program that looks for the file's ending (node_exporter, `towline why`) never sees this one.
     name.push(format!(".{}.tmp", std::process::id()));
     let temporary = path.with_file_name(name);
     if let Some(dir) = path.parent().filter(|dir| !dir.as_os_str().is_empty()) {

@@ -13,6 +13,7 @@ use prost::Message;
 
 use super::proto::TracePacket;
 use crate::os::fd::Registered;
+use crate::trace::claim::{MOST, first_free};
 
 /// The unit in which the kernel copies, and a divisor of all larger ones.
 const PAGE: usize = 4096;
@@ -51,29 +52,21 @@ impl TraceFile {
     /// A new file beside which nothing of that name was; `stem` gets a number when there was.
     pub fn create(dir: &Path, stem: &str, limit: u64) -> io::Result<Self> {
         std::fs::create_dir_all(dir)?;
-        let mut number = 1;
-        loop {
-            let name = if number == 1 { format!("{stem}.pftrace") } else { format!("{stem}.{number}.pftrace") };
-            let path = dir.join(name);
-            let open = || OpenOptions::new().append(true).create_new(true).mode(0o644).open(&path);
-            match Registered::open(open) {
-                Ok(file) => {
-                    return Ok(Self {
-                        file,
-                        path,
-                        written: 0,
-                        buffer: Vec::new(),
-                        packet: Vec::new(),
-                        limit,
-                        lost: 0,
-                        full: false,
-                        last_words: LastWords::NotYet,
-                    });
-                }
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists && number < 10_000 => number += 1,
-                Err(error) => return Err(error),
-            }
-        }
+        let open =
+            |path: &Path| Registered::open(|| OpenOptions::new().append(true).create_new(true).mode(0o644).open(path));
+        let path = dir.join(format!("{stem}.pftrace"));
+        let (file, path, _) = first_free(&path, MOST, io::ErrorKind::AlreadyExists, open)?;
+        Ok(Self {
+            file,
+            path,
+            written: 0,
+            buffer: Vec::new(),
+            packet: Vec::new(),
+            limit,
+            lost: 0,
+            full: false,
+            last_words: LastWords::NotYet,
+        })
     }
 
     /// Where it is.

@@ -1,6 +1,6 @@
 //! Which calls the ranks are in, and where they differ.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use super::{Arguments, Call, Cause, Communicator, IDLE_NS, Key, Member, STUCK_NS, Waiting};
 
@@ -59,14 +59,18 @@ pub(super) fn behind(comm: &Communicator, key: Key) -> Option<Cause> {
 /// made. NCCL numbers the calls of each function on its own, so all are in the same `AllReduce`, and yet not in the same call.
 pub(super) fn order(comm: &Communicator, key: Key) -> Option<Cause> {
     let inside = || comm.members.iter().filter(|(_, member)| member.calls.iter().any(|call| call.key == key));
+    // Each call with the one before it. All ranks have the same ones where nothing is wrong, and there may be many ranks.
+    let (mut seen, mut pairs) = (HashSet::new(), Vec::new());
+    for (_, member) in inside() {
+        let calls = || member.calls.iter().map(|call| call.key).take_while(|&own| own != key);
+        pairs.extend(calls().zip(calls().skip(1)).filter(|pair| seen.insert(*pair)));
+    }
     // Where a rank remembers no call that stands before it on another rank, it may have forgotten this one too.
     let lacks = |member: &Member, before: Key, other: Key| {
         member.calls.iter().any(|call| call.key == before) && !entered(member, other)
     };
-    let (before, other) = inside().find_map(|(_, member)| {
-        let calls = || member.calls.iter().map(|call| call.key).take_while(|&own| own != key);
-        calls().zip(calls().skip(1)).find(|&(before, other)| inside().any(|(_, member)| lacks(member, before, other)))
-    })?;
+    let (before, other) =
+        pairs.into_iter().find(|&(before, other)| inside().any(|(_, member)| lacks(member, before, other)))?;
     let (lack, made): (Vec<_>, Vec<_>) = inside().partition(|(_, member)| lacks(member, before, other));
     let of = |members: Vec<(&i32, &Member)>| members.into_iter().map(|(&rank, _)| rank).collect();
     Some(if made.len() <= lack.len() {
