@@ -101,6 +101,9 @@ fn inside() {
     // The names that udev gives beside the kernel's (`ip link` shows them as "altname").
     ip(&["link", "property", "add", "dev", "eth0", "altname", "enp59s0f0"]);
     assert_eq!(names(&found(&[("TOWLINE_RAILS", "enp59s0f0,eth1,eth0")])), ["eth0+eth1"]);
+    // The kernel's own lookup takes what stands before a colon, and eth1 was left out without a word.
+    let error = discover(&Config::from_pairs([("TOWLINE_RAILS", "eth0:eth1")]).0).expect_err("no such name");
+    assert!(error.to_string().contains("did you mean TOWLINE_RAILS=eth0,eth1?"), "{error}");
     let error = discover(&Config::from_pairs([("NCCL_SOCKET_IFNAME", "=enp59s0f0")]).0).expect_err("NCCL knows none");
     assert!(error.to_string().contains("did you mean NCCL_SOCKET_IFNAME==eth0?"), "{error}");
     // The loopback is chosen too, and counts less.

@@ -307,3 +307,24 @@ fn a_peer_of_another_address_family_is_told_with_the_variable() {
     let records = log.records();
     assert!(parts.iter().all(|part| records.iter().any(|it| it.text.contains(part))), "{records:?}");
 }
+
+/// The other way round, the kernel has no local address for the connection and answers as it does when ports run out.
+#[test]
+fn a_peer_with_an_ipv6_address_only_is_told_where_there_is_none() {
+    let name = "a_peer_with_an_ipv6_address_only_is_told_where_there_is_none";
+    let set_up = |host: &Namespace| host.set("net/ipv6/conf/rail0/disable_ipv6", "1");
+    if !alone(name, &[("TOWLINE_CONNECT_TIMEOUT", "2")], set_up) {
+        return;
+    }
+    let log = Capture::start();
+    let context = context(ApiVersion::V12);
+    let (_listener, mut handle) = context.listen(0).expect("listen");
+    let mut there = address_of(&handle);
+    there.set_ip("fd00:9::2".parse().expect("an address"));
+    lead_to(&mut handle, there);
+    assert!(context.connect_within(0, &mut handle, Duration::from_secs(10)).is_err());
+    let records = log.records();
+    let parts = ["has an IPv6 address", "rail0 of this host an IPv4 one", "NCCL_SOCKET_FAMILY is unset here"];
+    assert!(parts.iter().all(|part| records.iter().any(|it| it.text.contains(part))), "{records:?}");
+    assert!(!log.contains("no local port is free"), "{records:?}");
+}

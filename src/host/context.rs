@@ -62,9 +62,10 @@ impl Net {
         self.version
     }
 
-    /// The plugin's own name.
+    /// The plugin's own name, or that it has none.
     pub fn name(&self) -> String {
-        self.table.name()
+        let name = self.table.name();
+        if name.is_empty() { "(unnamed)".to_owned() } else { name }
     }
 
     /// The table of functions itself, for calls that no well-meaning host would make. It is valid as long as a clone

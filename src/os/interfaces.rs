@@ -303,6 +303,10 @@ fn select(all: &[Interface], family: Option<Family>, passes: impl Fn(&str) -> bo
 
 /// The kernel's index of the interface with this name, alternative names included; 0 when there is none.
 fn index_of(name: &str) -> u32 {
+    // The kernel looks only at what stands before a colon.
+    if name.contains(':') {
+        return 0;
+    }
     let name = std::ffi::CString::new(name).unwrap_or_default();
     // SAFETY: `name` is a C string.
     unsafe { libc::if_nametoindex(name.as_ptr()) }

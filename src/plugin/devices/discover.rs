@@ -144,11 +144,13 @@ fn missing_name(name: &str, all: &[Interface]) -> String {
 /// What was probably meant by a list of rails that are all missing.
 fn meant_rails(names: &[String], all: &[Interface]) -> Option<String> {
     let near = |name: &String| nearest(name, all.iter().map(|one| one.name.as_str()).filter(|near| near != name));
-    let is_there = |name: &String| all.iter().any(|one| one.name == *name);
-    if names.iter().any(is_there) {
+    let is_there = |name: &str| all.iter().any(|one| one.name == *name);
+    if names.iter().any(|name| is_there(name)) {
         return None;
     }
-    let meant = names.iter().map(near).collect::<Option<Vec<_>>>()?;
+    let pieces = || names.iter().flat_map(|name| name.split(':'));
+    let meant =
+        if pieces().all(is_there) { pieces().collect() } else { names.iter().map(near).collect::<Option<Vec<_>>>()? };
     Some(format!("did you mean TOWLINE_RAILS={}? TOWLINE_RAILS takes whole names", meant.join(",")))
 }
 
@@ -166,7 +168,9 @@ fn nothing_left(all: &[Interface], why: &Why, family: Option<Family>) -> Error {
         && let Some(meant) = interfaces::meant(all, text)
     {
         let what = format!("no network interface can be used: {why}; interfaces with an address: {there}");
-        let hint = format!("did you mean NCCL_SOCKET_IFNAME={meant}? NCCL takes blanks and quotes for parts of names");
+        let is_odd = |c: char| c.is_whitespace() || matches!(c, '"' | '\'');
+        let rule = if text.contains(is_odd) { " NCCL takes blanks and quotes for parts of names" } else { "" };
+        let hint = format!("did you mean NCCL_SOCKET_IFNAME={meant}?{rule}");
         return Error::new(Cause::System, what).with_hint(hint);
     }
     let has = |family: Family| {
@@ -285,6 +289,8 @@ mod tests {
             |rails: &str| with(&[("TOWLINE_RAILS", rails)]).map(|_| ()).expect_err("nothing is left").to_string();
         assert!(hint("eth").contains("did you mean TOWLINE_RAILS=eth0?"), "{}", hint("eth"));
         assert!(hint("ehto0,ETH1").contains("did you mean TOWLINE_RAILS=eth0,eth1?"), "{}", hint("ehto0,ETH1"));
+        // The kernel takes this for eth0.
+        assert!(hint("eth0:eth1").contains("did you mean TOWLINE_RAILS=eth0,eth1?"), "{}", hint("eth0:eth1"));
         assert!(hint("eth9").contains("bring one of them up"), "it is down: {}", hint("eth9"));
     }
 

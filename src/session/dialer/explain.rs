@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use super::{REFUSED_TEXT, TURNED_AWAY_TEXT, Target, UNANSWERED_TEXT};
+use super::{NO_PORT_HINT, REFUSED_TEXT, TURNED_AWAY_TEXT, Target, UNANSWERED_TEXT};
 use crate::os::config::{Config, Family};
 use crate::os::error::{Cause, Error};
 use crate::os::interfaces::Rail;
@@ -12,6 +12,16 @@ use crate::os::route::{self, Way};
 pub(super) fn explain(error: Error, target: &Target, config: &Config) -> Error {
     let peer = target.addresses[0];
     let error = error.with_peer(peer);
+    let mine: Vec<IpAddr> = target.rails.iter().map(|rail| rail.address.ip()).collect();
+    let names = target.rails.iter().map(|rail| rail.name.as_str()).collect::<Vec<_>>().join("+");
+    let family = other_family(peer.ip(), &mine, &names, config.socket_family);
+    // A host without any address of the peer's family has no local address for the connection: the kernel's code is that of
+    // a host without a free port.
+    if error.hint() == Some(NO_PORT_HINT)
+        && let Some(hint) = family
+    {
+        return error.with_hint(hint);
+    }
     // Out of descriptors, of memory: nothing to do with addresses.
     if error.cause() == Cause::System && error.has_hint() {
         return error;
@@ -20,10 +30,7 @@ pub(super) fn explain(error: Error, target: &Target, config: &Config) -> Error {
     if !says_nothing.iter().any(|text| error.what().starts_with(text)) {
         return error;
     }
-    let mine: Vec<IpAddr> = target.rails.iter().map(|rail| rail.address.ip()).collect();
-    let names = target.rails.iter().map(|rail| rail.name.as_str()).collect::<Vec<_>>().join("+");
-    let hint = other_family(peer.ip(), &mine, &names, config.socket_family);
-    let hint = hint.or_else(|| of_this_host(peer.ip(), route::is_local(peer.ip())));
+    let hint = family.or_else(|| of_this_host(peer.ip(), route::is_local(peer.ip())));
     match hint.or_else(|| target.rails.first().and_then(|rail| filtered(peer.ip(), rail))) {
         Some(hint) => error.with_hint(hint),
         None => error,

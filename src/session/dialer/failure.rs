@@ -13,6 +13,8 @@ pub(super) const UNANSWERED_TEXT: &str = "the peer did not answer";
 
 pub(super) const REFUSED_TEXT: &str = "the peer refused the connection";
 
+pub(super) const NO_PORT_HINT: &str = "no local port is free: widen net.ipv4.ip_local_port_range";
+
 /// The failure of connect(2).
 pub(super) fn refused(error: &io::Error) -> Error {
     if error.kind() == io::ErrorKind::ConnectionRefused {
@@ -23,9 +25,7 @@ pub(super) fn refused(error: &io::Error) -> Error {
     }
     // What this host lacks, wherever the peer is.
     let lacks = match error.raw_os_error() {
-        Some(libc::EADDRNOTAVAIL | libc::EADDRINUSE) => {
-            Some("no local port is free: widen net.ipv4.ip_local_port_range")
-        }
+        Some(libc::EADDRNOTAVAIL | libc::EADDRINUSE) => Some(NO_PORT_HINT),
         None if error.kind() == io::ErrorKind::AddrNotAvailable => Some("look at the host's addresses (ip address)"),
         _ => None,
     };
