@@ -133,9 +133,8 @@ impl Leader {
         for (way, _) in ways.into_iter().zip(open).filter(|(_, is_open)| *is_open) {
             output.progress(|| format!("{size}: verifying"));
             let wrong = self.verify(way, &job)?;
-            // How long one message takes; the first run of each kind also warms up.
-            let message = self.stream(way, &job)? / job.count as f64;
-            let messages = Self::how_many(options, message, outstanding);
+            output.progress(|| format!("{size}: finding how many messages one measurement takes"));
+            let messages = self.messages(way, &job, options)?;
             let turns = if options.bandwidth {
                 0
             } else {
@@ -145,6 +144,11 @@ impl Leader {
             };
             let samples = Samples::new(wrong, messages, turns);
             *row.of(way) = Some(samples);
+        }
+        // As many of both: what the first messages and the last acknowledgement take is shared by as many.
+        let most = [&row.plugin, &row.raw_tcp].into_iter().flatten().map(|samples| samples.messages).max();
+        for samples in [&mut row.plugin, &mut row.raw_tcp].into_iter().flatten() {
+            samples.messages = most.unwrap_or(samples.messages);
         }
         for repetition in 0..options.repetitions {
             for way in ways {
@@ -159,6 +163,20 @@ impl Leader {
             }
         }
         Ok(row)
+    }
+
+    /// How many messages make one measurement of bandwidth. The first of a connection are slow, over a long path by far, so
+    /// runs get longer until one takes half of the wanted time. They also warm up.
+    fn messages(&mut self, way: Way, job: &Job, options: &Options) -> Result<usize> {
+        let mut job = *job;
+        loop {
+            let seconds = self.stream(way, &job)?;
+            let wanted = Self::how_many(options, seconds / job.count as f64, job.outstanding);
+            if options.iterations.is_some() || wanted <= 2 * job.count {
+                return Ok(wanted);
+            }
+            job.count = wanted.min(8 * job.count);
+        }
     }
 
     /// How many messages of `seconds` each make one measurement.
