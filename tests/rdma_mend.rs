@@ -183,12 +183,15 @@ impl Traffic {
     }
 }
 
+/// The number of the device with this name.
+fn device(context: &Context, name: &str) -> i32 {
+    let devices = 0..context.devices().expect("devices");
+    devices.into_iter().find(|dev| context.properties(*dev).expect("properties").name == name).expect("a device")
+}
+
 /// A connection over both links.
 fn over_both(context: &Context) -> Pair {
-    let number = |name: &str| {
-        let devices = 0..context.devices().expect("devices");
-        devices.into_iter().find(|dev| context.properties(*dev).expect("properties").name == name).expect("a device")
-    };
+    let number = |name: &str| device(context, name);
     let fused = |names: [&str; 2]| context.make_vdevice(&names.map(number)).expect("a device of both ports");
     let (from, to) = (fused(["rxe0", "rxe2"]), fused(["rxe1", "rxe3"]));
     Pair::between((context, from), (context, to)).expect("a connection")
@@ -472,6 +475,52 @@ fn a_way_that_falls_silent_is_left_before_the_device_gives_up() {
         soon(start.elapsed());
         assert_eq!(said(&log, silence), 1, "{:?}", log.records());
         FIRST.introduce();
+        pair.close().expect("close");
+    });
+}
+
+/// A switch that pauses the near port (PFC) for longer than a silence lasts: its packets wait, and arrive late all together,
+/// when others have long carried what was on them. A connection with one queue pair waits for the end of the pause.
+#[test]
+#[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
+fn a_way_that_is_paused_delivers_late_and_costs_nothing() {
+    const NAME: &str = "a_way_that_is_paused_delivers_late_and_costs_nothing";
+    let _links = Links::new();
+    child::alone(NAME, &[("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "NET")], || {
+        let _watchdog = watchdog(120);
+        let near = FIRST.0[0].0;
+        // A queue that holds everything and lets a packet out each second.
+        let pause = || drop(machine(&format!("tc qdisc add dev {near} root tbf rate 8kbit burst 5kb limit 100mb")));
+        let resume =
+            || drop(machine(&format!("tc qdisc change dev {near} root tbf rate 10gbit burst 10mb limit 100mb")));
+        let _resumed = at_end(|| drop(machine(&format!("tc qdisc del dev {near} root 2>/dev/null || true"))));
+        let end = || drop(machine(&format!("tc qdisc del dev {near} root")));
+        under_traffic(|traffic, log| {
+            traffic.goes_on("traffic");
+            pause();
+            eventually("the way is left", PATIENCE, || (whole(log) != [true; 2]).then_some(()));
+            traffic.goes_on("traffic without the way");
+            resume();
+            until_whole(log);
+            traffic.goes_on("traffic over both");
+            end();
+        });
+        let (log, context) = (Capture::start(), context(ApiVersion::V12));
+        let [from, to] = ["rxe0", "rxe1"].map(|name| (&context, device(&context, name)));
+        let pair = Pair::between(from, to).expect("a connection");
+        assert!(pair.transfer(pattern(1, 300_000)).expect("a transfer") == pattern(1, 300_000));
+        pause();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(3500));
+                resume();
+            });
+            let start = Instant::now();
+            assert!(pair.transfer(pattern(2, 300_000)).expect("a transfer") == pattern(2, 300_000));
+            assert!(start.elapsed() > Duration::from_secs(3), "it was not paused");
+        });
+        assert!(!log.contains("goes on over") && !log.contains("waits for a queue pair"), "{:?}", log.records());
+        end();
         pair.close().expect("close");
     });
 }
