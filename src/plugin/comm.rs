@@ -2,34 +2,15 @@
 
 use std::sync::Arc;
 
-use super::devices::PTR_HOST;
+use super::backend::{Connected, Listening, Receiving, Sending};
 use super::open::Open;
 use crate::engine::events;
-use crate::engine::span::Span;
 use crate::os::error::{Error, Result};
-#[cfg(feature = "rdma")]
-use crate::rdma::adapter::Registration;
-#[cfg(feature = "rdma")]
-use crate::rdma::{adapter::Adapters, greeting::Listening, receiver::RdmaRecv, sender::RdmaSend};
-use crate::tcp::listener::Listener;
-use crate::tcp::receiver::RecvConn;
-use crate::tcp::sender::SendConn;
 
 /// A listening communicator.
 pub struct ListenComm {
     /// The listener itself.
-    pub listener: Listener,
-    /// NCCL's profiler, for the connections that it makes.
-    pub profiler: Option<Arc<dyn events::Listener>>,
-    /// Where these connections are remembered.
-    pub open: Arc<Open>,
-}
-
-/// A listening communicator over RDMA.
-#[cfg(feature = "rdma")]
-pub struct RdmaListenComm {
-    /// The listener itself.
-    pub listening: Listening,
+    pub listening: Box<dyn Listening>,
     /// NCCL's profiler, for the connections that it makes.
     pub profiler: Option<Arc<dyn events::Listener>>,
     /// Where these connections are remembered.
@@ -41,100 +22,55 @@ pub enum Comm {
     /// From `listen`.
     Listen(ListenComm),
     /// From `connect`.
-    Send(Arc<SendConn>),
+    Send(Arc<dyn Sending>),
     /// From `accept`.
-    Recv(Arc<RecvConn>),
-    /// From `listen`, over RDMA.
-    #[cfg(feature = "rdma")]
-    RdmaListen(RdmaListenComm),
-    /// From `connect`, over RDMA.
-    #[cfg(feature = "rdma")]
-    RdmaSend(Arc<RdmaSend>),
-    /// From `accept`, over RDMA.
-    #[cfg(feature = "rdma")]
-    RdmaRecv(Arc<RdmaRecv>),
+    Recv(Arc<dyn Receiving>),
 }
 
 impl Comm {
-    /// The adapters that registered memory must be known to; none for a connection over sockets.
+    /// The connection.
     ///
     /// # Errors
     /// When it is a listener.
-    #[cfg(feature = "rdma")]
-    pub fn adapters(&self) -> Result<Option<&Adapters>> {
+    pub fn connected(&self) -> Result<&dyn Connected> {
         match self {
-            Self::RdmaSend(conn) => Ok(Some(&conn.base().adapters)),
-            Self::RdmaRecv(conn) => Ok(Some(&conn.base().adapters)),
-            Self::Listen(_) | Self::RdmaListen(..) => Err(self.is_not("connected")),
-            Self::Send(_) | Self::Recv(_) => Ok(None),
+            Self::Send(conn) => Ok(&**conn),
+            Self::Recv(conn) => Ok(&**conn),
+            Self::Listen(_) => Err(self.is_not("connected")),
         }
     }
 
-    /// Whether memory of a kind can be registered with this communicator.
+    /// The listener.
     ///
     /// # Errors
-    /// When it cannot.
-    pub fn check_memory_kind(&self, kind: i32) -> Result<()> {
+    /// When it is a connection.
+    pub fn listening(&self) -> Result<&ListenComm> {
         match self {
-            Self::Listen(_) => Err(self.is_not("connected")),
-            #[cfg(feature = "rdma")]
-            Self::RdmaListen(..) => Err(self.is_not("connected")),
-            _ if kind == PTR_HOST => Ok(()),
-            _ => Err(Error::usage(format!("sockets reach host memory only, not memory of kind {kind}"))
-                .with_hint("the device's ptrSupport says NCCL_PTR_HOST")),
+            Self::Listen(listen) => Ok(listen),
+            Self::Send(_) | Self::Recv(_) => Err(self.is_not("listening")),
         }
     }
 
-    /// The host takes back memory: no thread touches it after this has returned. NCCL's registrations of host memory for one
-    /// connection do not overlap, so over TCP the address tells which requests that concerns.
-    pub fn withdraw(&self, memory: Span) {
+    /// Ends it.
+    pub fn close(&self) {
         match self {
-            Self::Send(conn) => conn.withdraw(memory),
-            Self::Recv(conn) => conn.withdraw(memory),
-            _ => {}
+            Self::Listen(listen) => listen.listening.close(),
+            Self::Send(conn) => conn.close(),
+            Self::Recv(conn) => conn.close(),
         }
     }
 
-    /// The same of a registration with RDMA devices. Registrations may overlap there, since NCCL rounds them to pages: only
-    /// requests that were posted with this one are concerned.
-    #[cfg(feature = "rdma")]
-    pub fn withdraw_registration(&self, memory: &Arc<Registration>) {
+    /// Which of NCCL's three kinds it is.
+    pub fn kind(&self) -> &'static str {
         match self {
-            Self::RdmaSend(conn) => conn.withdraw(memory),
-            Self::RdmaRecv(conn) => conn.withdraw(memory),
-            _ => {}
+            Self::Listen(_) => "listening",
+            Self::Send(_) => "sending",
+            Self::Recv(_) => "receiving",
         }
-    }
-
-    /// Whom to tell of a connection's transfers.
-    pub fn tell(&self, profiler: &Arc<dyn events::Listener>) {
-        let (events, link, send) = match self {
-            Self::Send(conn) => (conn.events(), conn.link().connection, true),
-            Self::Recv(conn) => (conn.events(), conn.link().connection, false),
-            #[cfg(feature = "rdma")]
-            Self::RdmaSend(conn) => (&conn.base().events, conn.base().link.connection, true),
-            #[cfg(feature = "rdma")]
-            Self::RdmaRecv(conn) => (&conn.base().events, conn.base().link.connection, false),
-            Self::Listen(_) => return,
-            #[cfg(feature = "rdma")]
-            Self::RdmaListen(_) => return,
-        };
-        events.listen(Arc::clone(profiler), link, send);
     }
 
     /// The error for a communicator of another kind than `wanted`.
     pub fn is_not(&self, wanted: &str) -> Error {
-        let kind = match self {
-            Self::Listen(_) => "listening",
-            Self::Send(_) => "sending",
-            Self::Recv(_) => "receiving",
-            #[cfg(feature = "rdma")]
-            Self::RdmaListen(..) => "listening",
-            #[cfg(feature = "rdma")]
-            Self::RdmaSend(_) => "sending",
-            #[cfg(feature = "rdma")]
-            Self::RdmaRecv(_) => "receiving",
-        };
-        Error::argument(format!("a {kind} communicator was given where a {wanted} one belongs"))
+        Error::argument(format!("a {} communicator was given where a {wanted} one belongs", self.kind()))
     }
 }

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::comm::Comm;
+use super::backend;
 use super::open::Open;
 use crate::engine::events::Listener;
 use crate::nccl::ffi;
@@ -58,49 +58,8 @@ const FORGOTTEN: Duration = Duration::from_secs(120);
 struct Attempt {
     /// Of the listener that it leads to.
     secret: Secret,
-    dial: Way,
+    dial: Arc<dyn backend::Attempt>,
     asked: Instant,
-}
-
-/// A connection under way.
-#[derive(Clone)]
-pub enum Way {
-    /// Over sockets.
-    Tcp(Arc<crate::tcp::attempt::Attempt>),
-    /// Over RDMA.
-    #[cfg(feature = "rdma")]
-    Rdma(Arc<crate::rdma::greeting::Attempt>),
-}
-
-impl Way {
-    /// What came of it, if it is settled.
-    pub fn result(&self) -> Option<Result<Comm>> {
-        match self {
-            Self::Tcp(attempt) => attempt.result().map(|result| result.map(Comm::Send)),
-            #[cfg(feature = "rdma")]
-            Self::Rdma(attempt) => attempt.result().map(|result| result.map(Comm::RdmaSend)),
-        }
-    }
-
-    /// Waits until it is settled.
-    ///
-    /// # Errors
-    /// As the attempt failed.
-    pub fn wait(&self) -> Result<Comm> {
-        match self {
-            Self::Tcp(attempt) => attempt.wait().map(Comm::Send),
-            #[cfg(feature = "rdma")]
-            Self::Rdma(attempt) => attempt.wait().map(Comm::RdmaSend),
-        }
-    }
-
-    fn cancel(&self) {
-        match self {
-            Self::Tcp(attempt) => attempt.cancel(),
-            #[cfg(feature = "rdma")]
-            Self::Rdma(attempt) => attempt.cancel(),
-        }
-    }
 }
 
 #[derive(Default)]
@@ -173,23 +132,23 @@ impl Context {
         now: Instant,
         key: u32,
         secret: &Secret,
-        start: impl FnOnce() -> Result<Way>,
-    ) -> Result<(u32, Way)> {
+        start: impl FnOnce() -> Result<Arc<dyn backend::Attempt>>,
+    ) -> Result<(u32, Arc<dyn backend::Attempt>)> {
         let mut left = self.left();
         if let Some(attempt) = left.attempts.get_mut(&key).filter(|attempt| attempt.secret == *secret) {
             attempt.asked = now;
-            return Ok((key, attempt.dial.clone()));
+            return Ok((key, Arc::clone(&attempt.dial)));
         }
-        let forgotten: Vec<Way> = left
+        let forgotten: Vec<Arc<dyn backend::Attempt>> = left
             .attempts
             .extract_if(|_, attempt| now - attempt.asked > FORGOTTEN)
             .map(|(_, attempt)| attempt.dial)
             .collect();
         let key = left.next_key();
         let dial = start()?;
-        left.attempts.insert(key, Attempt { secret: secret.clone(), dial: dial.clone(), asked: now });
+        left.attempts.insert(key, Attempt { secret: secret.clone(), dial: Arc::clone(&dial), asked: now });
         drop(left);
-        forgotten.iter().for_each(Way::cancel);
+        forgotten.iter().for_each(|dial| dial.cancel());
         Ok((key, dial))
     }
 
@@ -232,7 +191,8 @@ mod tests {
     fn an_attempt_that_nobody_asks_after_ends_with_the_next_one() {
         let (net, deaf) = (loopback::net(Config::default()), loopback::deaf());
         let secret = Secret::from_bytes([7; 16]);
-        let attempt = || TcpAttempt::start(&net, target(&deaf, &secret)).map(Way::Tcp);
+        let attempt =
+            || TcpAttempt::start(&net, target(&deaf, &secret)).map(|attempt| attempt as Arc<dyn backend::Attempt>);
         let context = Context::new(0, None, None);
         let start = Instant::now();
         let dial =
@@ -257,7 +217,8 @@ mod tests {
         let context = Context::new(0, None, None);
         let now = Instant::now();
         let dial = |key: u32, secret: &Secret| {
-            let attempt = || TcpAttempt::start(&net, target(&deaf, secret)).map(Way::Tcp);
+            let attempt =
+                || TcpAttempt::start(&net, target(&deaf, secret)).map(|attempt| attempt as Arc<dyn backend::Attempt>);
             context.dial(now, key, secret, attempt).expect("it is started").0
         };
         let key = dial(0, &one);

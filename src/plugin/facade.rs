@@ -11,10 +11,10 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
-#[cfg(feature = "rdma")]
-use super::comm::RdmaListenComm;
+pub use super::backend::Part;
+use super::backend::Region;
 use super::comm::{Comm, ListenComm};
-use super::context::{InitArgs, Way};
+use super::context::InitArgs;
 use super::devices::DeviceProperties;
 use super::handle::{self, ConnectionHandle, ShortHandle};
 use super::open::Open;
@@ -23,35 +23,8 @@ use super::tuning;
 use crate::engine::events;
 use crate::engine::handle::{Handle, Kind};
 use crate::engine::request::Ticket;
-use crate::engine::span::Span;
-#[cfg(feature = "rdma")]
-use crate::engine::table::Table;
 use crate::os::error::{Error, Result};
-#[cfg(feature = "rdma")]
-use crate::rdma::adapter::Registration;
-#[cfg(feature = "rdma")]
-use crate::rdma::receiver::{Posted, RdmaRecv};
-#[cfg(feature = "rdma")]
-use crate::rdma::sender::RdmaSend;
 use crate::session::dialer::Target;
-use crate::tcp::attempt::Attempt;
-use crate::tcp::listener::Listener;
-use crate::tcp::receiver::RecvConn;
-
-/// One part of a transfer: a send, or one of a group of receives.
-#[derive(Debug, Clone, Copy)]
-pub struct Part {
-    /// The memory. It belongs to the transport until [`test()`] has said done or failed. May be null when `size` is 0.
-    pub data: *mut u8,
-    /// Bytes to send, or the most that may be received.
-    pub size: usize,
-    /// Which send fills which slot of a group.
-    pub tag: i32,
-    /// The registration that covers the memory; 0 when the host gave none.
-    pub mr: usize,
-    /// The profiler's handle of this transfer; null when there is none.
-    pub profiler: *mut c_void,
-}
 
 pub use crate::engine::request::{MAX_PARTS, Outcome};
 
@@ -109,7 +82,7 @@ pub fn finalize(ctx: usize) -> Result<()> {
     context.end();
     for comm in context.open.take() {
         if let Ok(comm) = process.comms.remove(comm) {
-            close(&comm);
+            comm.close();
         }
     }
     process.context_ended(ctx);
@@ -165,28 +138,12 @@ fn listen_with(ctx: Option<usize>, dev: i32, room: usize) -> Result<(ConnectionH
     let context = process.context(ctx)?;
     let binding = process.devices.binding(dev)?;
     let net = process.net()?;
-    let rails = Arc::clone(&binding.rails);
-    let (comm, secret, addresses, is_rdma) = match process.rdma_group(&binding) {
-        #[cfg(feature = "rdma")]
-        Some((rdma, adapters)) => {
-            let (listening, addresses) = rdma.listen(net, adapters, binding.rails, context.traffic_class)?;
-            let secret = listening.secret().clone();
-            let (profiler, open) = (context.listener.clone(), Arc::clone(&context.open));
-            let listen = RdmaListenComm { listening, profiler, open };
-            (Comm::RdmaListen(listen), secret, addresses, true)
-        }
-        _ => {
-            let (listener, addresses) = Listener::open(net, binding.rails, context.traffic_class)?;
-            let secret = listener.secret().clone();
-            let (profiler, open) = (context.listener.clone(), Arc::clone(&context.open));
-            let listen = ListenComm { listener, profiler, open };
-            (Comm::Listen(listen), secret, addresses, false)
-        }
-    };
-    let is_down = |address: &SocketAddr| rails.iter().any(|it| !it.running && it.address.ip() == address.ip());
+    let (listening, addresses) = process.backends.of(&binding).listen(net, &binding, context.traffic_class)?;
+    let is_down = |address: &SocketAddr| binding.rails.iter().any(|it| !it.running && it.address.ip() == address.ip());
     let addresses = handle::what_works_first(addresses, room, is_down);
-    let handle = ConnectionHandle { secret, addresses, is_rdma, key: 0 };
-    let comm = process.comms.insert(Arc::new(comm))?.encode();
+    let handle = ConnectionHandle { secret: listening.secret().clone(), addresses, is_rdma: binding.is_rdma(), key: 0 };
+    let (profiler, open) = (context.listener.clone(), Arc::clone(&context.open));
+    let comm = process.comms.insert(Arc::new(Comm::Listen(ListenComm { listening, profiler, open })))?.encode();
     context.open.add(comm);
     Ok((handle, comm))
 }
@@ -236,22 +193,17 @@ fn connect_with(
     let handle = ConnectionHandle::decode(bytes)?;
     let binding = process.devices.binding(dev)?;
     let net = process.net()?;
-    let group = process.rdma_group(&binding);
-    if handle.is_rdma != group.is_some() {
+    if handle.is_rdma != binding.is_rdma() {
         return Err(other_backend(handle.is_rdma).with_peer(handle.addresses[0]));
     }
     let start = || {
         let target = Target {
             addresses: handle.addresses.clone(),
             secret: handle.secret.clone(),
-            rails: binding.rails,
+            rails: Arc::clone(&binding.rails),
             traffic_class: traffic_class.or(context.traffic_class),
         };
-        match group {
-            #[cfg(feature = "rdma")]
-            Some((rdma, adapters)) => rdma.connect(net, adapters, target).map(Way::Rdma),
-            _ => Attempt::start(net, target).map(Way::Tcp),
-        }
+        process.backends.of(&binding).connect(net, &binding, target)
     };
     let (key, dial) = context.dial(Instant::now(), handle.key, &handle.secret, start)?;
     ConnectionHandle::set_key(bytes, key);
@@ -260,7 +212,7 @@ fn connect_with(
     // Whatever came of it, the handle may be used for another connection from here on.
     ConnectionHandle::set_key(bytes, 0);
     context.forget_dial(key);
-    connected((&context.listener, &context.open), result?).map(Some)
+    connected((&context.listener, &context.open), Comm::Send(result?)).map(Some)
 }
 
 fn other_backend(peer_is_rdma: bool) -> Error {
@@ -278,13 +230,8 @@ fn other_backend(peer_is_rdma: bool) -> Error {
 pub fn accept(listen: usize) -> Result<Option<usize>> {
     let process = process();
     let comm = process.comms.get(listen)?;
-    let conn = match &*comm {
-        Comm::Listen(listen) => listen.listener.accept()?.map(Comm::Recv),
-        #[cfg(feature = "rdma")]
-        Comm::RdmaListen(listen) => listen.listening.accept()?.map(Comm::RdmaRecv),
-        other => return Err(other.is_not("listening")),
-    };
-    conn.map(|conn| accepted(&comm, conn)).transpose()
+    let listen = comm.listening()?;
+    listen.listening.accept()?.map(|conn| connected((&listen.profiler, &listen.open), Comm::Recv(conn))).transpose()
 }
 
 /// Takes a connection from a listener and waits for it, with a deadline.
@@ -296,33 +243,19 @@ pub fn accept_blocking(listen: usize) -> Result<usize> {
     let comm = process.comms.get(listen)?;
     let patience = process.net()?.config.connect_timeout;
     let deadline = Instant::now() + patience;
-    let conn = match &*comm {
-        Comm::Listen(listen) => listen.listener.accept_until(deadline)?.map(Comm::Recv),
-        #[cfg(feature = "rdma")]
-        Comm::RdmaListen(listen) => listen.listening.accept_until(deadline)?.map(Comm::RdmaRecv),
-        other => return Err(other.is_not("listening")),
-    };
+    let listen = comm.listening()?;
+    let conn = listen.listening.accept_until(deadline)?;
     let conn = conn.ok_or_else(|| {
         Error::remote(format!("no peer connected within {} s", patience.as_secs_f32()))
             .with_hint("a rank may have failed to start; TOWLINE_CONNECT_TIMEOUT sets how long to wait")
     })?;
-    accepted(&comm, conn)
-}
-
-fn accepted(from: &Comm, conn: Comm) -> Result<usize> {
-    let owner = match from {
-        Comm::Listen(listen) => (&listen.profiler, &*listen.open),
-        #[cfg(feature = "rdma")]
-        Comm::RdmaListen(listen) => (&listen.profiler, &*listen.open),
-        other => return Err(other.is_not("listening")),
-    };
-    connected(owner, conn)
+    connected((&listen.profiler, &listen.open), Comm::Recv(conn))
 }
 
 /// A connection is NCCL's from here on. `profiler` and `open`: its context's.
 fn connected((profiler, open): (&Option<Arc<dyn events::Listener>>, &Open), conn: Comm) -> Result<usize> {
     if let Some(profiler) = profiler {
-        conn.tell(profiler);
+        conn.connected()?.tell(profiler);
     }
     let comm = process().comms.insert(Arc::new(conn))?.encode();
     open.add(comm);
@@ -334,13 +267,7 @@ fn connected((profiler, open): (&Option<Arc<dyn events::Listener>>, &Open), conn
 /// # Errors
 /// When there is no such connection, or it cannot reach memory of that kind.
 pub fn reg_mr(comm: usize, data: *mut c_void, size: usize, kind: i32) -> Result<usize> {
-    let process = process();
-    #[cfg(feature = "rdma")]
-    if let Some(adapters) = process.comms.with(comm, |comm| comm.adapters().map(Option::<&_>::cloned))? {
-        return process.register(&adapters, data.addr(), size, kind, None);
-    }
-    process.comms.with(comm, |comm| comm.check_memory_kind(kind))?;
-    Ok(process.spans.insert(Arc::new(Span::new(data.addr(), size)))?.encode())
+    register(comm, Region { address: data.addr(), bytes: size, kind, dmabuf: None })
 }
 
 /// Registers memory that is shared through a DMA-BUF descriptor.
@@ -348,14 +275,13 @@ pub fn reg_mr(comm: usize, data: *mut c_void, size: usize, kind: i32) -> Result<
 /// # Errors
 /// Always over TCP, whose properties do not offer it; over RDMA when the device or the kernel refuses.
 pub fn reg_mr_dmabuf(comm: usize, data: *mut c_void, size: usize, kind: i32, offset: u64, fd: i32) -> Result<usize> {
+    register(comm, Region { address: data.addr(), bytes: size, kind, dmabuf: Some((fd, offset)) })
+}
+
+fn register(comm: usize, region: Region) -> Result<usize> {
     let process = process();
-    let owner = process.comms.get(comm)?;
-    #[cfg(feature = "rdma")]
-    if let Some(adapters) = owner.adapters()? {
-        return process.register(adapters, data.addr(), size, kind, Some((fd, offset)));
-    }
-    let _ = (owner, data, size, kind, offset, fd);
-    Err(Error::usage("sockets cannot use memory through DMA-BUF"))
+    // Not inside the table: a registration may take long.
+    process.comms.get(comm)?.connected()?.register(&process.backends, region)
 }
 
 /// Ends a registration. After that nobody touches its memory: a connection with an outstanding request there ends first. On
@@ -365,14 +291,7 @@ pub fn reg_mr_dmabuf(comm: usize, data: *mut c_void, size: usize, kind: i32, off
 /// When there is no such connection, or the registration is not one of ours.
 pub fn dereg_mr(comm: usize, mr: usize) -> Result<()> {
     let process = process();
-    let owner = process.comms.get(comm)?;
-    #[cfg(feature = "rdma")]
-    if owner.adapters()?.is_some() {
-        owner.withdraw_registration(&process.registered.remove(mr)?);
-        return Ok(());
-    }
-    owner.withdraw(*process.spans.remove(mr)?);
-    Ok(())
+    process.comms.get(comm)?.connected()?.deregister(&process.backends, mr)
 }
 
 /// Starts a send; None for "not now". A connection that has failed accepts it, and [`test()`] says why, as NCCL's own transports
@@ -384,41 +303,12 @@ pub fn dereg_mr(comm: usize, mr: usize) -> Result<()> {
 pub fn isend(comm: usize, part: Part) -> Result<Option<usize>> {
     let process = process();
     process.comms.with(comm, |owner| {
-        let ticket = match owner {
-            // SAFETY: NCCL leaves the buffer to the transport until `test` says done, its registration has ended or the
-            // communicator is closed, and keeps the profiler's handle until then, or until it will not call again.
-            Comm::Send(conn) => unsafe { conn.isend(part.data, part.size, part.tag, part.profiler) }?,
-            #[cfg(feature = "rdma")]
-            Comm::RdmaSend(conn) => send_registered(conn, &part, &process.registered)?,
-            other => return Err(other.is_not("sending")),
-        };
+        let Comm::Send(conn) = owner else { return Err(owner.is_not("sending")) };
+        // SAFETY: NCCL leaves the buffer to the transport until `test` says done, its registration has ended or the
+        // communicator is closed, and keeps the profiler's handle until then, or until it will not call again.
+        let ticket = unsafe { conn.isend(&process.backends, &part) }?;
         Ok(ticket.map(|ticket| request(comm, ticket)))
     })
-}
-
-/// Sends over RDMA, from registered memory.
-#[cfg(feature = "rdma")]
-#[inline]
-fn send_registered(conn: &RdmaSend, part: &Part, registered: &Table<Registration>) -> Result<Option<Ticket>> {
-    let (address, size) = (part.data.addr() as u64, part.size as u64);
-    // SAFETY: as for sockets.
-    let begun = unsafe { conn.send_at_once((address, size), part.tag, (part.mr, registered), part.profiler) }?;
-    if begun.is_some() {
-        return Ok(begun);
-    }
-    send_the_long_way(conn, part, registered)
-}
-
-#[cfg(feature = "rdma")]
-#[inline(never)]
-fn send_the_long_way(conn: &RdmaSend, part: &Part, registered: &Table<Registration>) -> Result<Option<Ticket>> {
-    let (address, size) = (part.data.addr() as u64, part.size as u64);
-    // SAFETY: as for sockets.
-    let send = |memory: Option<(usize, &_)>| unsafe { conn.isend(address, size, part.tag, memory, part.profiler) };
-    if part.mr == 0 {
-        return send(None);
-    }
-    registered.with_shared(part.mr, |memory| send(Some((part.mr, memory))))
 }
 
 /// Starts a group of receives (1 to [`MAX_PARTS`]); None for "not now". A connection that has failed accepts it, as [`isend`]
@@ -428,58 +318,13 @@ fn send_the_long_way(conn: &RdmaSend, part: &Part, registered: &Table<Registrati
 /// When there is no such connection, or a message that is here already is longer than its receive.
 #[inline]
 pub fn irecv(comm: usize, parts: &[Part]) -> Result<Option<usize>> {
-    process().comms.with(comm, |owner| {
-        let ticket = match owner {
-            Comm::Recv(conn) => post(conn, parts)?,
-            #[cfg(feature = "rdma")]
-            Comm::RdmaRecv(conn) => post_registered(conn, parts)?,
-            other => return Err(other.is_not("receiving")),
-        };
+    let process = process();
+    process.comms.with(comm, |owner| {
+        let Comm::Recv(conn) = owner else { return Err(owner.is_not("receiving")) };
+        // SAFETY: as for sends.
+        let ticket = unsafe { conn.irecv(&process.backends, parts) }?;
         Ok(ticket.map(|ticket| request(comm, ticket)))
     })
-}
-
-/// Receives over sockets.
-#[inline]
-fn post(conn: &RecvConn, parts: &[Part]) -> Result<Option<Ticket>> {
-    // SAFETY: NCCL leaves the buffers to the transport until `test` says done, their registration has ended or the communicator
-    // is closed, and keeps the profiler's handles until then, or until it will not call again.
-    let irecv = |posted: &[_], profilers: &[_]| unsafe { conn.irecv(posted, profilers) };
-    if let [part] = parts {
-        // Nearly every group: no arrays of eight to fill.
-        return irecv(&[(part.data, part.size, part.tag)], &[part.profiler]);
-    }
-    let mut posted = [(std::ptr::null_mut(), 0, 0); MAX_PARTS];
-    let mut profilers = [std::ptr::null_mut(); MAX_PARTS];
-    for ((to, profiler), part) in posted.iter_mut().zip(&mut profilers).zip(parts) {
-        *to = (part.data, part.size, part.tag);
-        *profiler = part.profiler;
-    }
-    let count = parts.len().min(MAX_PARTS);
-    irecv(&posted[..count], &profilers[..count])
-}
-
-/// Receives over RDMA, into registered memory.
-#[cfg(feature = "rdma")]
-#[inline]
-fn post_registered(conn: &RdmaRecv, parts: &[Part]) -> Result<Option<Ticket>> {
-    let registered = |part: &Part| -> Result<Option<Posted>> {
-        let memory = process().registration(part.mr)?;
-        Ok(Some(Posted { address: part.data.addr() as u64, size: part.size as u64, tag: part.tag, memory }))
-    };
-    // SAFETY: as for sockets.
-    let irecv = |posted: &mut [_], profilers: &[_]| unsafe { conn.irecv(posted, profilers) };
-    if let [part] = parts {
-        return irecv(&mut [registered(part)?], &[part.profiler]);
-    }
-    let mut posted = [const { None }; MAX_PARTS];
-    let mut profilers = [std::ptr::null_mut(); MAX_PARTS];
-    for ((to, profiler), part) in posted.iter_mut().zip(&mut profilers).zip(parts) {
-        *to = registered(part)?;
-        *profiler = part.profiler;
-    }
-    let count = parts.len().min(MAX_PARTS);
-    irecv(&mut posted[..count], &profilers[..count])
 }
 
 /// Makes received data visible to the GPU; None when there is nothing to wait for. The parts' tags are 0, and a
@@ -488,20 +333,11 @@ fn post_registered(conn: &RdmaRecv, parts: &[Part]) -> Result<Option<Ticket>> {
 /// # Errors
 /// When there is no such connection.
 pub fn iflush(comm: usize, parts: &[Part]) -> Result<Option<usize>> {
-    #[cfg(not(feature = "rdma"))]
-    let _ = parts;
-    process().comms.with(comm, |owner| match owner {
-        // Sockets fill host memory by the processor, which the GPU sees as it is.
-        Comm::Recv(_) => Ok(None),
-        #[cfg(feature = "rdma")]
-        Comm::RdmaRecv(conn) => {
-            // The last part that has data: what came before it came the same way.
-            let Some(last) = parts.iter().rfind(|part| part.size > 0) else { return Ok(None) };
-            let memory = process().registration(last.mr)?;
-            let ticket = conn.iflush(last.data.addr() as u64, memory)?;
-            Ok(ticket.map(|ticket| request(comm, ticket)))
-        }
-        other => Err(other.is_not("receiving")),
+    let process = process();
+    process.comms.with(comm, |owner| {
+        let Comm::Recv(conn) = owner else { return Err(owner.is_not("receiving")) };
+        let ticket = conn.iflush(&process.backends, parts)?;
+        Ok(ticket.map(|ticket| request(comm, ticket)))
     })
 }
 
@@ -516,11 +352,7 @@ pub fn test(request: usize) -> Result<Option<Outcome>> {
     process().comms.with_occupant(handle.index, |comm| match comm {
         Some(Comm::Send(conn)) => conn.test(ticket),
         Some(Comm::Recv(conn)) => conn.test(ticket),
-        #[cfg(feature = "rdma")]
-        Some(Comm::RdmaSend(conn)) => conn.test(ticket),
-        #[cfg(feature = "rdma")]
-        Some(Comm::RdmaRecv(conn)) => conn.test(ticket),
-        Some(_) => Err(Error::argument("the request is not one of ours")),
+        Some(Comm::Listen(_)) => Err(Error::argument("the request is not one of ours")),
         None => {
             Err(Error::usage("the request's communicator is closed").with_hint("a request ends with its communicator"))
         }
@@ -537,12 +369,7 @@ fn request(comm: usize, ticket: Ticket) -> usize {
 /// # Errors
 /// When there is no such communicator.
 pub fn close_send(comm: usize) -> Result<()> {
-    take(comm, "sending", |comm| match comm {
-        Comm::Send(_) => true,
-        #[cfg(feature = "rdma")]
-        Comm::RdmaSend(_) => true,
-        _ => false,
-    })
+    take(comm, "sending")
 }
 
 /// Closes a receiving communicator.
@@ -550,12 +377,7 @@ pub fn close_send(comm: usize) -> Result<()> {
 /// # Errors
 /// When there is no such communicator.
 pub fn close_recv(comm: usize) -> Result<()> {
-    take(comm, "receiving", |comm| match comm {
-        Comm::Recv(_) => true,
-        #[cfg(feature = "rdma")]
-        Comm::RdmaRecv(_) => true,
-        _ => false,
-    })
+    take(comm, "receiving")
 }
 
 /// Closes a listener. Connections that it made live on.
@@ -563,39 +385,20 @@ pub fn close_recv(comm: usize) -> Result<()> {
 /// # Errors
 /// When there is no such listener.
 pub fn close_listen(listen: usize) -> Result<()> {
-    take(listen, "listening", |comm| match comm {
-        Comm::Listen(_) => true,
-        #[cfg(feature = "rdma")]
-        Comm::RdmaListen(_) => true,
-        _ => false,
-    })
+    take(listen, "listening")
 }
 
 /// Takes a communicator back from NCCL, if it is of the wanted kind, and closes it.
-fn take(comm: usize, kind: &str, is_wanted: impl Fn(&Comm) -> bool) -> Result<()> {
+fn take(comm: usize, kind: &str) -> Result<()> {
     let process = process();
     let owner = process.comms.get(comm)?;
-    if !is_wanted(&owner) {
+    if owner.kind() != kind {
         return Err(owner.is_not(kind));
     }
     process.comms.remove(comm)?;
     process.contexts.any(|context| context.open.forget(comm));
-    close(&owner);
+    owner.close();
     Ok(())
-}
-
-fn close(comm: &Comm) {
-    match comm {
-        Comm::Listen(listening) => listening.listener.close(),
-        Comm::Send(conn) => conn.close(),
-        Comm::Recv(conn) => conn.close(),
-        #[cfg(feature = "rdma")]
-        Comm::RdmaListen(listening) => listening.listening.close(),
-        #[cfg(feature = "rdma")]
-        Comm::RdmaSend(conn) => conn.close(),
-        #[cfg(feature = "rdma")]
-        Comm::RdmaRecv(conn) => conn.close(),
-    }
 }
 
 /// Takes NCCL's hint about the operations to come. TCP has nothing to choose by it.

@@ -2,6 +2,7 @@
 //!
 //! `abi` above translates C calls into calls of [`facade`]; the backends below know nothing of NCCL's life cycle.
 
+pub mod backend;
 pub mod comm;
 pub mod connections;
 pub mod context;
@@ -11,6 +12,4 @@ pub mod handle;
 pub mod listener;
 pub mod open;
 pub mod process;
-#[cfg(feature = "rdma")]
-pub mod rdma;
 pub mod tuning;

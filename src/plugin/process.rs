@@ -8,23 +8,18 @@ use std::path::Path;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+use super::backend::Backends;
 use super::comm::Comm;
 use super::context::{Context, Host, InitArgs};
-use super::devices::{self, Binding, MergePolicy, Plan, Table as Devices};
+use super::devices::{self, MergePolicy, Plan, Table as Devices};
 use super::listener;
 use super::tuning::Scope;
 use crate::engine::handle::Kind;
 use crate::engine::poller::panic_text;
-use crate::engine::span::Span;
 use crate::engine::table::Table;
-use crate::os::config::{Backend, Complaint, Config, KeyFile};
+use crate::os::config::{Complaint, Config, KeyFile};
 use crate::os::error::{Error, Result};
 use crate::os::{fork, log};
-#[cfg(feature = "rdma")]
-use crate::rdma::{
-    adapter::{Adapters, Registration},
-    backend::{Rdma, ruled_out},
-};
 use crate::session::acceptor;
 use crate::session::net::Net;
 use crate::session::seal::key::SharedKey;
@@ -38,16 +33,9 @@ pub struct Process {
     pub comms: Table<Comm>,
     /// Contexts.
     pub contexts: Table<Context>,
+    /// What carries the data.
+    pub backends: Backends,
     net: OnceLock<Arc<Net>>,
-    /// The RDMA backend; none inside when the process runs over TCP.
-    #[cfg(feature = "rdma")]
-    rdma: OnceLock<Option<Rdma>>,
-    /// Memory registered with RDMA devices.
-    #[cfg(feature = "rdma")]
-    pub registered: Table<Registration>,
-    /// Memory registered with connections over sockets. These need no registration; but when it ends, nobody may touch the
-    /// memory any more.
-    pub spans: Table<Span>,
     default_context: AtomicUsize,
     initialising: Mutex<()>,
 }
@@ -100,12 +88,8 @@ impl Process {
             devices: Devices::new(),
             comms: Table::new(Kind::Comm),
             contexts: Table::new(Kind::Context),
+            backends: Backends::default(),
             net: OnceLock::new(),
-            #[cfg(feature = "rdma")]
-            rdma: OnceLock::new(),
-            #[cfg(feature = "rdma")]
-            registered: Table::new(Kind::Memory),
-            spans: Table::new(Kind::Memory),
             default_context: AtomicUsize::new(0),
             initialising: Mutex::new(()),
         }
@@ -171,7 +155,7 @@ impl Process {
         let is_alone = process.contexts.is_empty() || first;
         if is_alone || args.api < 11 && args.host == Host::Nccl {
             let found = devices::discover(config)?;
-            let ports = process.rdma_plans(config, &found.plans)?;
+            let ports = process.backends.rdma_plans(config, &found.plans)?;
             if first {
                 tracing::info!(
                     "{} {}, {}, {} backend",
@@ -227,70 +211,6 @@ impl Process {
                     .with_hint(hint))
             }
         }
-    }
-
-    /// The devices over RDMA, when the configuration and the host have it so. The ports are found once.
-    #[cfg(feature = "rdma")]
-    fn rdma_plans(&self, config: &Config, interfaces: &[Plan]) -> Result<Option<Vec<Plan>>> {
-        if self.rdma.get().is_none() {
-            let found = find_rdma(config)?;
-            let _ = self.rdma.set(found);
-        }
-        Ok(self.rdma.get().and_then(Option::as_ref).map(|rdma| super::rdma::plans(rdma, interfaces)))
-    }
-
-    /// Without the RDMA backend there are no such devices.
-    #[cfg(not(feature = "rdma"))]
-    #[allow(clippy::unused_self, reason = "the other build's needs it")]
-    fn rdma_plans(&self, config: &Config, _interfaces: &[Plan]) -> Result<Option<Vec<Plan>>> {
-        if config.backend == Backend::Rdma {
-            return Err(Error::usage("TOWLINE_BACKEND=rdma asks for the RDMA backend, which this build does not have")
-                .with_hint("build with the feature `rdma`, or unset TOWLINE_BACKEND to run over TCP"));
-        }
-        Ok(None)
-    }
-
-    /// The RDMA backend and the adapters of a device; none for a device of the TCP backend.
-    #[cfg(feature = "rdma")]
-    pub fn rdma_group(&self, binding: &Binding) -> Option<(&Rdma, Adapters)> {
-        if binding.ports.is_empty() {
-            return None;
-        }
-        let rdma = self.rdma.get()?.as_ref()?;
-        Some((rdma, rdma.group(&binding.ports)))
-    }
-
-    /// Without the RDMA backend every device is the TCP backend's.
-    #[cfg(not(feature = "rdma"))]
-    #[allow(clippy::unused_self, reason = "the other build's needs it")]
-    pub fn rdma_group(&self, _binding: &Binding) -> Option<()> {
-        None
-    }
-
-    /// Registers memory with RDMA devices; `dmabuf` is its descriptor and offset.
-    ///
-    /// # Errors
-    /// When the devices cannot reach it.
-    #[cfg(feature = "rdma")]
-    pub fn register(
-        &self,
-        adapters: &Adapters,
-        address: usize,
-        bytes: usize,
-        kind: i32,
-        dmabuf: Option<(i32, u64)>,
-    ) -> Result<usize> {
-        let made = super::rdma::register(adapters, address, bytes, kind, dmabuf)?;
-        Ok(self.registered.insert(Arc::new(made))?.encode())
-    }
-
-    /// The registration that a value from NCCL names; none when the host gave none.
-    ///
-    /// # Errors
-    /// When it ended before, or is not one of ours.
-    #[cfg(feature = "rdma")]
-    pub fn registration(&self, mr: usize) -> Result<Option<Arc<Registration>>> {
-        if mr == 0 { Ok(None) } else { self.registered.get(mr).map(Some) }
     }
 
     /// Before v11 there is one context for the process: `init` has no way to name another.
@@ -360,17 +280,6 @@ impl Process {
         })
     }
 
-    #[cfg(feature = "rdma")]
-    fn runs_rdma(&self) -> bool {
-        self.rdma.get().is_some_and(Option::is_some)
-    }
-
-    #[cfg(not(feature = "rdma"))]
-    #[allow(clippy::unused_self, reason = "the other build needs it")]
-    fn runs_rdma(&self) -> bool {
-        false
-    }
-
     /// Whether a communicator that is being made gets advice about its collectives: Towline carries its traffic over TCP,
     /// and the user does not object. `comm` is its id; none where the interface does not tell.
     ///
@@ -379,41 +288,10 @@ impl Process {
         let config = &self.net.get()?.config;
         let carries =
             self.contexts.any(|context| context.refusal().is_none() && comm.is_none_or(|id| id == context.comm_id));
-        (config.tune && carries && !self.runs_rdma()).then(|| Scope {
+        (config.tune && carries && self.backends.rdma().is_none()).then(|| Scope {
             channels: config.nccl_min_nchannels.is_none() && config.nccl_min_ctas.is_none(),
             without_table: config.nccl_algo.is_none() && config.nccl_proto.is_none(),
         })
-    }
-}
-
-/// The RDMA backend, if the configuration wants it: with `auto`, a host without it runs over TCP and says so once.
-#[cfg(feature = "rdma")]
-fn find_rdma(config: &Config) -> Result<Option<Rdma>> {
-    if let Some(why) = ruled_out(config) {
-        if config.backend != Backend::Tcp {
-            tracing::info!(target: log::NET, "running over TCP: {why}");
-        }
-        return Ok(None);
-    }
-    if config.key_file.is_some() {
-        return Err(Error::usage("TOWLINE_KEY_FILE asks for encryption, which the RDMA backend does not have")
-            .with_hint("unset TOWLINE_BACKEND to encrypt over TCP, or TOWLINE_KEY_FILE to go without"));
-    }
-    match Rdma::find(config) {
-        Ok((rdma, warnings)) => {
-            tracing::info!(target: log::NET, "{}", rdma.summary);
-            for warning in warnings {
-                tracing::warn!(target: log::NET, "{warning}");
-            }
-            Ok(Some(rdma))
-        }
-        Err(error) if config.backend == Backend::Auto => {
-            tracing::info!(target: log::NET, "running over TCP: {error}");
-            Ok(None)
-        }
-        Err(error) => Err(error.with_hint(
-            "TOWLINE_BACKEND=rdma asks for RDMA; `towline doctor` lists its devices; unset TOWLINE_BACKEND to run over TCP without it",
-        )),
     }
 }
 

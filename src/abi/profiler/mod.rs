@@ -125,7 +125,7 @@ unsafe fn init(
 /// The transport's connections, in the profiler's words.
 fn connections() -> Vec<Connection> {
     let told = crate::plugin::connections::connections().into_iter().map(|it| {
-        let crate::plugin::connections::Connection { number, send, peer, address, interfaces, bytes } = it;
+        let crate::plugin::backend::Description { number, send, peer, address, interfaces, bytes } = it;
         Connection { number, send, peer, address, interfaces, bytes, moved: 0 }
     });
     told.collect()

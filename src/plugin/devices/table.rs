@@ -38,6 +38,13 @@ pub struct Binding {
     pub ports: Arc<[usize]>,
 }
 
+impl Binding {
+    /// Whether RDMA ports carry the data.
+    pub fn is_rdma(&self) -> bool {
+        !self.ports.is_empty()
+    }
+}
+
 impl Table {
     /// A table without devices.
     pub const fn new() -> Self {

@@ -1,0 +1,230 @@
+//! The seam between the plugin and its backends: what a backend does for NCCL, and which backends this process has. The
+//! build's choice of backends is known here and nowhere else in the plugin.
+//!
+//! A new backend implements these traits in a file beside [`tcp`], finds its devices in [`Backends`], and is not named
+//! elsewhere in this room.
+
+pub mod tcp;
+
+#[cfg(feature = "rdma")]
+pub mod rdma;
+/// Stands for the RDMA backend where the library is built without it.
+#[cfg(not(feature = "rdma"))]
+#[path = "backend/without_rdma.rs"]
+pub mod rdma;
+
+use std::ffi::c_void;
+use std::net::SocketAddr;
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+use super::devices::{Binding, Plan};
+use crate::engine::events;
+use crate::engine::request::{Outcome, Ticket};
+use crate::os::config::Config;
+use crate::os::error::Result;
+use crate::session::dialer::Target;
+use crate::session::handshake::Secret;
+use crate::session::net::Net;
+
+/// The backends of this process.
+#[derive(Default)]
+pub struct Backends {
+    /// Sockets, which every host has.
+    pub tcp: tcp::Tcp,
+    /// None inside when the process runs over TCP.
+    rdma: OnceLock<Option<rdma::Rdma>>,
+}
+
+impl Backends {
+    /// The devices over RDMA, when the configuration and the host have it so. The ports are found once.
+    ///
+    /// # Errors
+    /// When the configuration insists on RDMA, and there is none.
+    pub fn rdma_plans(&self, config: &Config, interfaces: &[Plan]) -> Result<Option<Vec<Plan>>> {
+        if self.rdma.get().is_none() {
+            let found = rdma::find(config)?;
+            let _ = self.rdma.set(found);
+        }
+        Ok(self.rdma().map(|rdma| rdma.plans(interfaces)))
+    }
+
+    /// The RDMA backend, if the process runs over it.
+    pub fn rdma(&self) -> Option<&rdma::Rdma> {
+        self.rdma.get().and_then(Option::as_ref)
+    }
+
+    /// The backend of a device.
+    pub fn of(&self, device: &Binding) -> &dyn Backend {
+        match self.rdma() {
+            Some(rdma) if device.is_rdma() => rdma,
+            _ => &self.tcp,
+        }
+    }
+}
+
+/// One part of a transfer: a send, or one of a group of receives.
+#[derive(Debug, Clone, Copy)]
+pub struct Part {
+    /// The memory. It belongs to the transport until [`test()`](super::facade::test()) has said done or failed. May be null
+    /// when `size` is 0.
+    pub data: *mut u8,
+    /// Bytes to send, or the most that may be received.
+    pub size: usize,
+    /// Which send fills which slot of a group.
+    pub tag: i32,
+    /// The registration that covers the memory; 0 when the host gave none.
+    pub mr: usize,
+    /// The profiler's handle of this transfer; null when there is none.
+    pub profiler: *mut c_void,
+}
+
+/// Memory that NCCL registers with a connection.
+#[derive(Debug, Clone, Copy)]
+pub struct Region {
+    /// Its first byte.
+    pub address: usize,
+    /// Its length in bytes.
+    pub bytes: usize,
+    /// `NCCL_PTR_*`.
+    pub kind: i32,
+    /// The DMA-BUF descriptor that stands for it and the offset there; none when the address does.
+    pub dmabuf: Option<(i32, u64)>,
+}
+
+/// A way to carry messages.
+pub trait Backend {
+    /// The name for the log.
+    fn name(&self) -> &'static str;
+
+    /// Starts to listen on a device; gives the addresses to which peers connect, too.
+    ///
+    /// # Errors
+    /// When nothing can be bound to the first of the device's interfaces.
+    fn listen(
+        &self,
+        net: &Arc<Net>,
+        device: &Binding,
+        traffic_class: Option<u8>,
+    ) -> Result<(Box<dyn Listening>, Vec<SocketAddr>)>;
+
+    /// Starts to connect from a device.
+    ///
+    /// # Errors
+    /// When the control thread cannot be started.
+    fn connect(&self, net: &Arc<Net>, device: &Binding, target: Target) -> Result<Arc<dyn Attempt>>;
+}
+
+/// A listener.
+pub trait Listening: Send + Sync {
+    /// What a peer must know.
+    fn secret(&self) -> &Secret;
+
+    /// The next connection, if one has come.
+    ///
+    /// # Errors
+    /// When a peer that knows the secret came, and the connection failed.
+    fn accept(&self) -> Result<Option<Arc<dyn Receiving>>>;
+
+    /// Waits for the next connection until `deadline`.
+    ///
+    /// # Errors
+    /// As [`Listening::accept`].
+    fn accept_until(&self, deadline: Instant) -> Result<Option<Arc<dyn Receiving>>>;
+
+    /// Takes no more connections, and ends those that were not accepted.
+    fn close(&self);
+}
+
+/// A connection under way, from the connecting side.
+pub trait Attempt: Send + Sync {
+    /// What came of it, if it is settled.
+    fn result(&self) -> Option<Result<Arc<dyn Sending>>>;
+
+    /// Waits until it is settled. It has a deadline of its own.
+    ///
+    /// # Errors
+    /// As the attempt failed.
+    fn wait(&self) -> Result<Arc<dyn Sending>>;
+
+    /// The connection is not wanted any more.
+    fn cancel(&self);
+}
+
+/// What both ends of a connection have.
+pub trait Connected: Send + Sync {
+    /// Registers memory; gives the registration's number.
+    ///
+    /// # Errors
+    /// When the connection cannot reach memory of that kind.
+    fn register(&self, backends: &Backends, region: Region) -> Result<usize>;
+
+    /// Ends a registration. After that no thread and no device touches its memory.
+    ///
+    /// # Errors
+    /// When there is no such registration.
+    fn deregister(&self, backends: &Backends, mr: usize) -> Result<()>;
+
+    /// Asks whether a request has ended; none while it has not.
+    ///
+    /// # Errors
+    /// When the request failed, was reported done before, or is not one of this connection's.
+    fn test(&self, ticket: Ticket) -> Result<Option<Outcome>>;
+
+    /// Has the profiler told of transfers.
+    fn tell(&self, profiler: &Arc<dyn events::Listener>);
+
+    /// The connection, for people.
+    fn describe(&self) -> Description;
+
+    /// Ends the connection.
+    fn close(&self);
+}
+
+/// A connection's sending end.
+pub trait Sending: Connected {
+    /// Starts a send; none for "not now".
+    ///
+    /// # Errors
+    /// When the message is longer than its receive.
+    ///
+    /// # Safety
+    /// The part's memory must be readable until the request has ended, its registration has ended or the connection is closed,
+    /// and its profiler's handle valid until then, or until the profiler is told of no more.
+    unsafe fn isend(&self, backends: &Backends, part: &Part) -> Result<Option<Ticket>>;
+}
+
+/// A connection's receiving end.
+pub trait Receiving: Connected {
+    /// Starts a group of receives; none for "not now".
+    ///
+    /// # Errors
+    /// When a message that is here already is longer than its receive.
+    ///
+    /// # Safety
+    /// As for [`Sending::isend`], with memory that must be writable.
+    unsafe fn irecv(&self, backends: &Backends, parts: &[Part]) -> Result<Option<Ticket>>;
+
+    /// Makes received data visible to the GPU; none when there is nothing to wait for.
+    ///
+    /// # Errors
+    /// When the connection has failed.
+    fn iflush(&self, backends: &Backends, parts: &[Part]) -> Result<Option<Ticket>>;
+}
+
+/// A connection and what it has carried.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Description {
+    /// Its number, which with the direction tells it from others.
+    pub number: u64,
+    /// Whether this side sends.
+    pub send: bool,
+    /// The process at the other end, `host:process`.
+    pub peer: String,
+    /// The address at the other end.
+    pub address: String,
+    /// This side's interfaces or RDMA devices.
+    pub interfaces: Vec<String>,
+    /// Bytes of messages that it has carried.
+    pub bytes: u64,
+}

@@ -1,0 +1,182 @@
+//! The TCP backend as the plugin sees it.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use super::{Attempt, Backend, Backends, Connected, Description, Listening, Part, Receiving, Region, Sending};
+use crate::engine::counters::Counters;
+use crate::engine::events;
+use crate::engine::handle::Kind;
+use crate::engine::request::{MAX_PARTS, Outcome, Ticket};
+use crate::engine::span::Span;
+use crate::engine::table::Table;
+use crate::os::error::{Error, Result};
+use crate::plugin::devices::{Binding, PTR_HOST};
+use crate::session::dialer::Target;
+use crate::session::handshake::Secret;
+use crate::session::link::Link;
+use crate::session::net::Net;
+use crate::session::peer::Peer;
+use crate::tcp;
+use crate::tcp::listener::Listener;
+use crate::tcp::receiver::RecvConn;
+use crate::tcp::sender::SendConn;
+
+/// Connections over sockets.
+pub struct Tcp {
+    /// Sockets need no registration; but when one ends, no thread may touch the memory any more.
+    spans: Table<Span>,
+}
+
+impl Default for Tcp {
+    fn default() -> Self {
+        Self { spans: Table::new(Kind::Memory) }
+    }
+}
+
+impl Tcp {
+    fn register(&self, region: Region) -> Result<usize> {
+        if region.dmabuf.is_some() {
+            return Err(Error::usage("sockets cannot use memory through DMA-BUF"));
+        }
+        if region.kind != PTR_HOST {
+            return Err(Error::usage(format!("sockets reach host memory only, not memory of kind {}", region.kind))
+                .with_hint("the device's ptrSupport says NCCL_PTR_HOST"));
+        }
+        Ok(self.spans.insert(Arc::new(Span::new(region.address, region.bytes)))?.encode())
+    }
+}
+
+impl Backend for Tcp {
+    fn name(&self) -> &'static str {
+        "TCP"
+    }
+
+    fn listen(
+        &self,
+        net: &Arc<Net>,
+        device: &Binding,
+        traffic_class: Option<u8>,
+    ) -> Result<(Box<dyn Listening>, Vec<SocketAddr>)> {
+        let (listener, addresses) = Listener::open(net, Arc::clone(&device.rails), traffic_class)?;
+        Ok((Box::new(listener), addresses))
+    }
+
+    fn connect(&self, net: &Arc<Net>, _device: &Binding, target: Target) -> Result<Arc<dyn Attempt>> {
+        tcp::attempt::Attempt::start(net, target).map(|attempt| attempt as _)
+    }
+}
+
+impl Listening for Listener {
+    fn secret(&self) -> &Secret {
+        self.secret()
+    }
+
+    fn accept(&self) -> Result<Option<Arc<dyn Receiving>>> {
+        Ok(self.accept()?.map(|conn| conn as _))
+    }
+
+    fn accept_until(&self, deadline: Instant) -> Result<Option<Arc<dyn Receiving>>> {
+        Ok(self.accept_until(deadline)?.map(|conn| conn as _))
+    }
+
+    fn close(&self) {
+        self.close();
+    }
+}
+
+impl Attempt for tcp::attempt::Attempt {
+    fn result(&self) -> Option<Result<Arc<dyn Sending>>> {
+        self.result().map(|result| result.map(|conn| conn as _))
+    }
+
+    fn wait(&self) -> Result<Arc<dyn Sending>> {
+        self.wait().map(|conn| conn as _)
+    }
+
+    fn cancel(&self) {
+        self.cancel();
+    }
+}
+
+/// The host takes back memory: NCCL's registrations of host memory for one connection do not overlap, so the address tells
+/// which requests that concerns.
+macro_rules! connected {
+    ($conn:ty, $send:literal) => {
+        impl Connected for $conn {
+            fn register(&self, backends: &Backends, region: Region) -> Result<usize> {
+                backends.tcp.register(region)
+            }
+
+            fn deregister(&self, backends: &Backends, mr: usize) -> Result<()> {
+                self.withdraw(*backends.tcp.spans.remove(mr)?);
+                Ok(())
+            }
+
+            #[inline]
+            fn test(&self, ticket: Ticket) -> Result<Option<Outcome>> {
+                self.test(ticket)
+            }
+
+            fn tell(&self, profiler: &Arc<dyn events::Listener>) {
+                self.events().listen(Arc::clone(profiler), self.link().connection, $send);
+            }
+
+            fn describe(&self) -> Description {
+                describe($send, self.link(), self.peer(), self.counters())
+            }
+
+            fn close(&self) {
+                self.close();
+            }
+        }
+    };
+}
+connected!(SendConn, true);
+connected!(RecvConn, false);
+
+fn describe(send: bool, link: &Link, peer: &Peer, counters: &Counters) -> Description {
+    Description {
+        number: link.connection,
+        send,
+        peer: peer.label.clone(),
+        address: peer.address.to_string(),
+        interfaces: link.local.iter().map(|rail| rail.name.clone()).collect(),
+        bytes: counters.bytes.load(Ordering::Relaxed),
+    }
+}
+
+impl Sending for SendConn {
+    #[inline]
+    unsafe fn isend(&self, _backends: &Backends, part: &Part) -> Result<Option<Ticket>> {
+        // SAFETY: the caller's promise.
+        unsafe { self.isend(part.data, part.size, part.tag, part.profiler) }
+    }
+}
+
+impl Receiving for RecvConn {
+    #[inline]
+    unsafe fn irecv(&self, _backends: &Backends, parts: &[Part]) -> Result<Option<Ticket>> {
+        if let [part] = parts {
+            // Nearly every group: no arrays of eight to fill.
+            // SAFETY: the caller's promise.
+            return unsafe { self.irecv(&[(part.data, part.size, part.tag)], &[part.profiler]) };
+        }
+        let mut posted = [(std::ptr::null_mut(), 0, 0); MAX_PARTS];
+        let mut profilers = [std::ptr::null_mut(); MAX_PARTS];
+        for ((to, profiler), part) in posted.iter_mut().zip(&mut profilers).zip(parts) {
+            *to = (part.data, part.size, part.tag);
+            *profiler = part.profiler;
+        }
+        let count = parts.len().min(MAX_PARTS);
+        // SAFETY: the caller's promise.
+        unsafe { self.irecv(&posted[..count], &profilers[..count]) }
+    }
+
+    /// Sockets fill host memory by the processor, which the GPU sees as it is.
+    fn iflush(&self, _backends: &Backends, _parts: &[Part]) -> Result<Option<Ticket>> {
+        Ok(None)
+    }
+}
