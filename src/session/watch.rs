@@ -266,6 +266,11 @@ pub fn ask_often(sock: &impl AsRawFd, limit: Duration) {
     set_option(sock.as_raw_fd(), libc::IPPROTO_TCP, TCP_RTO_MAX_MS, most);
 }
 
+/// Has the kernel take no more than so many bytes that it cannot send yet.
+pub fn hold_back_from(sock: &impl AsRawFd, bytes: u32) {
+    set_option(sock.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT, bytes as i32);
+}
+
 /// Has the next close drop what is unsent and reset the connection: what is on the way is in doubt anyhow.
 pub fn close_hard(sock: &impl AsRawFd) {
     let linger = libc::linger { l_onoff: 1, l_linger: 0 };

@@ -23,6 +23,10 @@ pub const EAGER_WINDOW_FAR: u64 = 16 << 20;
 /// From this round trip on a path is long: with [`EAGER_WINDOW`] less than 1 Gbit/s would be carried.
 pub const FAR: Duration = Duration::from_millis(4);
 
+/// Bytes that the kernel takes of a stream over a long path and cannot send yet. Without a limit the first stream takes all
+/// that comes, and the others, whose congestion windows grow only with what they carry, stay slow for seconds.
+pub const UNSENT_MAX_FAR: u32 = 128 << 10;
+
 /// What an eager message costs of the window beyond its bytes, so that empty messages are bounded too.
 pub const MESSAGE_COST: u64 = 256;
 

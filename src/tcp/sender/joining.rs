@@ -17,6 +17,7 @@ use crate::session::lifeline::{Alone, Answer};
 use crate::session::link::{Link, Sock};
 use crate::session::owner::{Connecting, Joined, Owner, Streams};
 use crate::session::watch;
+use crate::tcp::limits::UNSENT_MAX_FAR;
 use crate::tcp::streams;
 
 static NOT_THERE: Limiter = Limiter::new();
@@ -164,6 +165,9 @@ impl Streams for SendConn {
     }
 
     fn place(&self, index: usize, sock: &Sock) -> Result<Registration> {
+        if self.far {
+            watch::hold_back_from(sock, UNSENT_MAX_FAR);
+        }
         let source = Arc::new(StreamSource { conn: self.me.clone(), index });
         let fd = sock.as_raw_fd();
         // The first stream is NCCL's thread's; the keeper only watches for its end and finishes what blocked.

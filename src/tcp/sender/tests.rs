@@ -10,7 +10,7 @@ use crate::os::config::Config;
 use crate::session::frame::{POLLED, PROMPT, Type};
 use crate::session::loopback;
 use crate::session::owner::Joined;
-use crate::tcp::limits::{ACK_BYTES, ACK_EVERY, EAGER_WINDOW, MESSAGE_COST};
+use crate::tcp::limits::{ACK_BYTES, ACK_EVERY, EAGER_WINDOW, MESSAGE_COST, UNSENT_MAX_FAR};
 
 /// As long as it takes to be sure that a thread does nothing.
 const WHILE: Duration = Duration::from_millis(50);
@@ -86,6 +86,39 @@ fn over_a_long_path_a_send_is_done_before_its_acknowledgement() {
     assert_eq!(core.fenced(0, 0, 0, done).expect("nothing of it was taken in"), 1);
     let copy = payloads.iter().flatten().next().and_then(|payload| payload.replay.as_ref()).expect("there is a copy");
     assert!(copy[HEADER..].iter().all(|byte| *byte == 7));
+}
+
+/// The first stream's kernel took megabytes that it could not send, while the other streams had nothing to do.
+#[test]
+fn over_a_long_path_the_kernel_takes_little_that_it_cannot_send() {
+    /// `SIOCOUTQNSD` of `linux/sockios.h`.
+    const UNSENT: libc::Ioctl = 0x894B;
+    const LENGTH: usize = 64 << 10;
+    let net = loopback::net(Config::default());
+    let deaf = loopback::deaf();
+    let (ours, _silent) = loopback::sockets();
+    let fd = ours.as_raw_fd();
+    let unsent = || {
+        let mut bytes: libc::c_int = 0;
+        // SAFETY: the kernel writes one int.
+        assert_eq!(unsafe { libc::ioctl(fd, UNSENT, &raw mut bytes) }, 0);
+        bytes as usize
+    };
+    let mut link = loopback::link(&deaf);
+    (link.round_trip, link.features) = (Duration::from_millis(50), FEATURE_RECOVERY | FEATURE_FAR);
+    let conn = SendConn::new(net, link, loopback::peer(), ours, Seal::Plain).expect("it is watched");
+    let bytes = vec![7; LENGTH];
+    // As much as the peer's kernel takes, and more than this side's would.
+    for _ in 0..255 {
+        // SAFETY: the bytes outlive the connection, and no profiler is loaded.
+        let posted = unsafe { conn.isend(bytes.as_ptr(), LENGTH, 0, std::ptr::null_mut()) };
+        assert!(posted.expect("it lives").is_some(), "a slot is free");
+    }
+    loopback::wait_until("the peer's kernel takes no more", || unsent() > 0);
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(unsent() <= UNSENT_MAX_FAR as usize + LENGTH, "{}", unsent());
+    conn.fail(Error::remote("the test is over"));
+    conn.close();
 }
 
 /// A close gave up after two seconds what the kernel had not taken yet, however fast the peer's kernel took it.
