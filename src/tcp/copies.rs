@@ -93,7 +93,7 @@ impl Copies {
         unsafe { fill(self.buffer(HEADER + length), data, length) }
     }
 
-    /// Room for a message that nobody has asked for yet: at least `length` bytes, of whatever they were before. The shortest have
+    /// Room for a message without a receive yet: at least `length` bytes, of whatever they were before. The shortest have
     /// blocks of their own, for which an allocator is fast: there may be thousands of them.
     pub fn stage(&self, length: usize) -> Vec<u8> {
         if length as u64 <= COPY_FIRST_MAX {

@@ -106,7 +106,7 @@ pub const STREAM_WINDOW_FAR: u64 = 16 << 20;
 /// Up to this round trip in microseconds a stream has [`STREAM_WINDOW`], which then is 200 MB/s at least.
 pub const NEAR_US: u64 = 10_000;
 
-/// Frames of a stream that the receiver may take in before it acknowledges, when nobody waits.
+/// Frames of a stream that the receiver may take in before it acknowledges, when no send waits.
 pub const ACK_EVERY: u64 = 32;
 
 /// Bytes that a stream may take before one of its chunks asks for an acknowledgement, where the sender waits for whole

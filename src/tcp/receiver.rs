@@ -116,7 +116,7 @@ struct Io {
     body: Body,
     /// Bytes that were looked at and are still in the socket ([`wire::peek`]).
     peeked: usize,
-    /// The last look found nothing, so somebody waits for what comes next.
+    /// The last poll found nothing, so a request waits for what comes next.
     awaited: bool,
     /// What a stream with checksums or encryption has beyond a plain one.
     seal: Option<Box<Sides>>,
@@ -155,7 +155,7 @@ impl Io {
     }
 
     /// Reads what the socket has: the rest of the open frame's payload into its place, what is behind it into the input
-    /// buffer. With `may_peek`, what somebody waits for is only looked at ([`wire::peek`]). Returns what [`wire::receive`]
+    /// buffer. With `may_peek`, what a request waits for is only peeked at ([`wire::peek`]). Returns what [`wire::receive`]
     /// did, how many bytes there was room for, and how many of them for the payload.
     ///
     /// # Safety
@@ -208,8 +208,8 @@ pub struct RecvConn {
     outbox: Mutex<Vec<u8>>,
     /// Whether the outbox holds something: a look that spares its lock.
     mail: AtomicBool,
-    /// The keeper found nobody calling: then what nobody waits for is acknowledged too, so that the sender need not
-    /// keep its copies.
+    /// The control thread found NCCL not calling: then what no send waits for is acknowledged too, so that the sender need
+    /// not keep its copies.
     quiet: AtomicBool,
     streams: Vec<Stream<Io>>,
     requests: RequestSlots,
@@ -603,7 +603,7 @@ impl RecvConn {
     }
 
     /// A stream is done with. The keeper closes its socket when the peer has, too: where bytes are unread the kernel would send a
-    /// reset, which can overtake data, and the word that tells the peer what is wrong.
+    /// reset, which can overtake data, and the control message that gives the peer the cause.
     fn let_go(&self, io: Io) {
         self.health.stream_down();
         self.net.linger(io.sock);

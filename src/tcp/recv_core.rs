@@ -48,7 +48,7 @@ pub enum Due {
     /// Nobody misses it yet.
     #[default]
     Later,
-    /// It has become much, and nobody waits: what has just come may be handed on first.
+    /// Much is unacknowledged, but no request waits for it: what has just arrived may be handed on first.
     Soon,
     /// Somebody waits.
     Now,
@@ -466,8 +466,8 @@ impl RecvCore {
         }
     }
 
-    /// The acknowledgement that stream `index` owes, if any. With `force`, also what nobody waits for. After a whole message
-    /// it speaks for all streams.
+    /// The acknowledgement that stream `index` owes, if any. With `force`, also what no send waits for. After a whole
+    /// message it speaks for all streams.
     pub fn take_ack(&mut self, index: usize, force: bool) -> Option<Ack> {
         let owed = self.returned - self.told;
         let returned = self.returned;

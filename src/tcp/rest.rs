@@ -1,11 +1,11 @@
 //! When NCCL's thread need not look at the first stream of a connection.
 //!
-//! NCCL asks after each request in a loop, for all channels in turn, thousands of times for one long message. Each look at
-//! a socket that has nothing is a system call, of which the other channels' requests are asked after that much later. So
-//! where what is waited for comes over other streams, which workers look after, only some of the calls look: what nobody
-//! waits for (the peer's goodbye, an error, its word about a stream that has ended) may come a few calls later.
+//! NCCL tests each request in a loop, for all channels in turn, thousands of times for one long message. Each poll of an
+//! empty socket is a system call, which delays the tests of the other channels' requests. So where the awaited data comes
+//! over other streams, which workers serve, only some of the calls poll: what no request waits for (the peer's goodbye, an
+//! error, its message about a stream that has ended) may arrive a few calls later.
 //!
-//! Only a hint: each thread may set it at any time, and a lost count costs a look more or less.
+//! Only a hint: each thread may set it at any time, and a lost count costs one poll more or less.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 

@@ -226,7 +226,7 @@ pub struct SendCore {
     recovery: bool,
     /// Each chunk is acknowledged by itself.
     each: bool,
-    /// Chunks that have arrived, for whoever asked to be told ([`SendCore::watch_landings`]).
+    /// Chunks that have arrived, for a caller that asked for them ([`SendCore::watch_landings`]).
     landed: Option<Vec<Landed>>,
     /// Whether those of a message are said of as one.
     joins: bool,
@@ -524,10 +524,10 @@ impl SendCore {
             || self.streams.first().is_none_or(|first| !first.live || open(first))
     }
 
-    /// Whether whoever sends short messages should see what has come back on the first stream. Their requests are done at
-    /// once, so nobody asks after them; but the receiver acknowledges as it goes along, and a sender that does not hear it
-    /// takes its credit for used up, and soon wants an acknowledgement of each message. Not at every message while a
-    /// receiver is behind.
+    /// Whether a thread that sends short messages should read what has come back on the first stream. Their requests are
+    /// done at once, so NCCL does not test them again; but the receiver acknowledges as it goes along, and a sender that
+    /// does not read that takes its credit for used up, and soon wants an acknowledgement of each message. Not at
+    /// every message while a receiver is behind.
     #[inline]
     pub fn is_word_due(&mut self) -> bool {
         let Some(first) = self.streams.first() else { return false };
@@ -664,8 +664,8 @@ impl SendCore {
     }
 
     /// Whether what is ready is left to the other streams: this one is slow, and would take longer for its next chunk than they
-    /// for all of it. The fastest is named then as one to wake ([`SendCore::take_roomy`]): whoever was woken for a message has
-    /// perhaps become slow since, and nobody else knows of it.
+    /// for all of it. The fastest is named then as one to wake ([`SendCore::take_roomy`]): the stream that was woken for
+    /// a message may have become slow since, and no other stream knows of it.
     fn leaves_to_others(&mut self, index: usize) -> bool {
         let stream = &self.streams[index];
         if index == 0 || self.each || !stream.pace.is_doubtful() || self.long.is_empty() {
@@ -677,7 +677,7 @@ impl SendCore {
             && stream.pace.time(stream.bytes + CHUNK_MIN) > best.time(self.ready(SLOTS)) / others;
         if is_better_left {
             self.roomy |= 1 << fastest;
-            // It may have stood still once and be well again, and where it is woken for each message nobody else forgets.
+            // It may have stalled once and be well again, and where it is woken for each message nothing else resets its pace.
             self.streams[index].pace.forget();
         }
         is_better_left
@@ -838,8 +838,8 @@ impl SendCore {
     }
 
     /// The streams, a bit each, that are to look at what is ready. Those that had no room for it and have got it since the last
-    /// time: their own sockets may have told them nothing, since what one stream carried is acknowledged on others as well,
-    /// and who found no room sleeps. And the one to which a slow stream has left it.
+    /// time: their own sockets may have reported nothing, since what one stream carried is acknowledged on others as well,
+    /// and a worker that found no room sleeps. And the one to which a slow stream has left it.
     #[inline]
     pub fn take_roomy(&mut self) -> u32 {
         std::mem::take(&mut self.roomy)
@@ -957,7 +957,7 @@ impl SendCore {
         if index == 0 {
             self.looked.0 = self.looked.0.min(frames);
         }
-        // A count of its own for the next life: who still had this one counts what nobody waits for.
+        // A separate count for the next epoch: a thread that still holds the old one counts bytes that nothing waits for.
         stream.written = Arc::new(Written(AtomicU64::new(frames)));
         for flight in &lost {
             self.messages[flight.key].flying -= 1;

@@ -152,8 +152,8 @@ struct Io {
     out: Option<Outgoing>,
     header: [u8; HEADER],
     sent: usize,
-    /// There was more for this stream when `out` was taken, or somebody has wished for a look since. Whoever makes more
-    /// ready does that, so without it nothing has to be looked for when `out` has left.
+    /// There was more for this stream when `out` was taken, or a thread has asked for a poll since. A thread that makes more
+    /// ready sets it, so without it no poll is needed when `out` has left.
     more: bool,
     /// Counts the frames that the kernel took whole.
     written: Arc<Written>,
@@ -367,8 +367,8 @@ impl SendConn {
         }
     }
 
-    /// Whether the first stream is connected, for who does not have the state. Called with the state locked, so that the
-    /// note and the core say the same whatever two threads do.
+    /// Whether the first stream is connected, for threads that do not hold the state. Called with the state locked, so
+    /// that the note and the core agree whatever two threads do.
     fn note_first(&self, index: usize, core: &SendCore) {
         if index == 0 {
             self.first_live.store(core.is_live(0), Ordering::SeqCst);
@@ -725,7 +725,7 @@ impl SendConn {
     }
 
     /// A stream is done with. The keeper closes its socket when the peer has, too: where bytes are unread the kernel would send a
-    /// reset, which can overtake data, and the word that tells the peer what is wrong.
+    /// reset, which can overtake data, and the control message that gives the peer the cause.
     fn let_go(&self, io: Io) {
         self.health.stream_down();
         self.net.linger(io.sock);

@@ -1,8 +1,8 @@
-//! One stream: a socket that one thread at a time may use, whoever that is.
+//! One stream: a socket that any thread may use, one at a time.
 //!
-//! NCCL's thread and a worker may want the same stream at the same moment. Neither waits: who finds it taken leaves
-//! a note of what it wanted, and the holder looks at the note before it lets go. So no wish is lost and no thread
-//! ever sleeps on a stream.
+//! NCCL's thread and a worker may want the same stream at the same moment. Neither waits: a thread that finds it
+//! taken leaves a note of what it wanted, and the holder reads the note before it lets go. So no wish is lost and no
+//! thread ever sleeps on a stream.
 //!
 //! A thread that merely looks whether something has come ([`Stream::glance`]) leaves no note: it will look again, and
 //! notes from a thread that polls in a loop would keep the holder for ever.
@@ -124,7 +124,7 @@ impl<Io> Stream<Io> {
         loop {
             let Some(mut io) = held.take().or_else(|| self.hold()) else { return Ran::Settled(moved) };
             loop {
-                // A look first: where nobody left a note, which is nearly always, it spares a locked instruction.
+                // A plain load first: where no thread left a note, which is nearly always, it saves a locked instruction.
                 let mut wishes = std::mem::take(&mut wish);
                 if self.wishes.load(Ordering::SeqCst) != 0 {
                     wishes |= self.wishes.swap(0, Ordering::SeqCst);
@@ -169,8 +169,8 @@ impl<Io> Stream<Io> {
         self.install_as(io, |_| ())
     }
 
-    /// As [`Stream::install`]. `begin` notes, with the stream locked, that its next life begins: who looks at the stream and at
-    /// the notes with that lock finds neither without the other.
+    /// As [`Stream::install`]. `begin` records, with the stream locked, that its next epoch begins: a thread that reads the
+    /// stream and the record with that lock finds both or neither.
     ///
     /// # Errors
     /// As [`Stream::install`]; then nothing has begun.

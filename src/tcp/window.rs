@@ -26,7 +26,7 @@ const LEAST: u64 = 4 * CHUNK_MIN;
 /// What threads that sleep at both ends may add to the time of a chunk.
 const WAKING: Duration = Duration::from_micros(250);
 
-/// A byte in a nanosecond, as a [`Pace`]: who is as fast is not slow, however fast others are.
+/// A byte in a nanosecond, as a [`Pace`]: a stream that is as fast is not slow, however fast others are.
 const FAST: u64 = 1024;
 
 /// How many times as long as on the best stream a byte takes on one that is slow. Streams that share a path evenly differ

@@ -60,7 +60,7 @@ impl RecvConn {
             Broken::Lost(_) if self.closing.load(Ordering::Acquire) => {}
             Broken::Lost(error) if self.recovery => {
                 tracing::info!(target: crate::os::log::NET, "a stream from {} broke ({error}); waiting for it to come back", self.peer);
-                // The sender may not know. If nothing is left to say it on, who comes back hears it.
+                // The sender may not know. If no stream is left to send this on, the next one that returns carries it.
                 lock(&self.fences).push(Fence { index, epoch, asked: false });
                 if left == 0 && self.is_missed() {
                     self.wait_for_peer(&error);
@@ -75,8 +75,8 @@ impl RecvConn {
         }
     }
 
-    /// Whether the sender's absence matters: once it has said goodbye on a stream, only to who still waits for something that
-    /// may come.
+    /// Whether the sender's absence matters: once it has said goodbye on a stream, only to requests that still wait for
+    /// something that may arrive.
     fn is_missed(&self) -> bool {
         !self.health.is_peer_done() || self.requests.outstanding() > 0 && !self.has_everything()
     }
@@ -117,7 +117,7 @@ impl RecvConn {
     }
 
     /// A stream ended as those of a process that dies do, and others live, as far as is known. To be called before
-    /// anything is said on these: what answers that has been heard since.
+    /// anything is sent on these: an answer to that has arrived since.
     fn suspect_peer(&self, error: &io::Error) {
         let now = Instant::now();
         {
@@ -195,9 +195,9 @@ impl RecvConn {
         self.chores.again(now, next).again
     }
 
-    /// Gives up streams on which nothing comes back. The last ones stay until the peer counts as gone: it is the sender
-    /// who connects again, and should the path come back first, all goes on as before. Unless others have just ended as
-    /// those of a process that dies: then the sender is called over all ways, these too.
+    /// Gives up streams on which nothing comes back. The last ones stay until the peer counts as gone: the sender
+    /// connects again, and if the path comes back first, all goes on as before. The exception: other streams have just ended
+    /// as those of a dying process do. Then the sender is called over all rails, these too.
     fn lose_silent(&self, silent: &[(usize, Duration)]) {
         let now = Instant::now();
         *lock(&self.trouble) = Some(now);
@@ -214,10 +214,10 @@ impl RecvConn {
         }
     }
 
-    /// Gives up a stream while others live, and tells the sender, who may not know.
+    /// Gives up a stream while others live, and informs the sender, which may not know.
     pub(super) fn lose(&self, index: usize, error: &io::Error) {
         // First what has arrived already: its sender may have closed, since this host's kernel has acknowledged it. The
-        // stream is waited for: who has it now may not look again before it is taken away.
+        // stream is waited for: the thread that holds it now may not poll again before it is taken away.
         for _ in 0..MOST_LOOKS {
             let step = |io: &mut Io, wishes| self.step(index, io, wishes);
             let held = Some(self.streams[index].lock());
@@ -269,7 +269,7 @@ impl RecvConn {
         frames
     }
 
-    /// Whether nobody waits for this connection to be mended.
+    /// Whether no request waits for this connection's recovery.
     pub fn is_over(&self) -> bool {
         self.closing.load(Ordering::Acquire) || self.health.is_failed()
     }

@@ -197,7 +197,7 @@ impl RecvConn {
                 }
             }
             Type::Fence => {
-                // Fencing takes the other stream's lock; the keeper does it, who holds none.
+                // Fencing takes the other stream's lock; the control thread, which holds none, does it.
                 let (index, epoch) = crate::session::peer::fenced_life(header)?;
                 lock(&self.fences).push(Fence { index, epoch, asked: true });
                 self.call_keeper();
@@ -207,7 +207,7 @@ impl RecvConn {
         Ok(())
     }
 
-    /// A frame's payload is to come. Who listens is told by [`RecvConn::chunk_began`].
+    /// A frame's payload is to come. [`RecvConn::chunk_began`] reports it to a profiler.
     pub(super) fn frame_began(
         &self,
         state: &mut State,

@@ -1,4 +1,4 @@
-//! Streams that end, and come back: who decides, what is asked of the receiver, and what the keeper looks at meanwhile.
+//! Streams that end and come back: which thread decides, what the receiver is asked, what the control thread polls.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -161,7 +161,7 @@ impl SendConn {
             }
             if state.core.is_live(index) {
                 drop(state);
-                // The stream is another thread's, or this one's: the keeper takes it away, who holds none.
+                // Another thread, or this one, holds the stream: the control thread, which holds none, takes it away.
                 lock(&self.condemned).push((index, epoch, header.total));
                 self.call_keeper();
                 return Ok(());
@@ -208,7 +208,7 @@ impl SendConn {
     }
 
     /// A stream ended as those of a process that dies do, and others live, as far as is known. To be called before
-    /// anything is said on these: what answers that has been heard since.
+    /// anything is sent on these: an answer to that has arrived since.
     fn suspect_peer(&self, error: &io::Error) {
         let lost = lost(error).with_peer(&self.peer);
         // Of one that lives over other rails it is not kept over which.

@@ -347,14 +347,14 @@ impl SendConn {
         }
     }
 
-    /// A chunk goes out, and somebody listens: keeps in mind whose it is, unless the request has ended already, and what is to
-    /// be told of it now.
+    /// A chunk goes out while a profiler is attached: remembers its request, unless that has ended already, and what to report
+    /// of it now.
     fn chunk_begins(&self, state: &mut State, index: usize, io: &mut Io, chunk: &Chunk) {
         state.core.watch_landings(self.events.joins());
         let Some(ticket) = state.payloads[chunk.key].as_ref().and_then(|payload| payload.ticket) else { return };
         io.followed = Some((ticket, chunk.offset));
         if self.events.is_patient() && self.recovery && !chunk.copied && !chunk.again {
-            // Its request does not end before it is acknowledged: everything is told then.
+            // Its request does not end before it is acknowledged: everything is reported then.
             return state.core.stamp(index, Ticks::now());
         }
         let told = events::Chunk {
