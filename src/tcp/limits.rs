@@ -20,8 +20,9 @@ pub const EAGER_MAX_FAR: u64 = CHUNK_MAX;
 /// And so much of it may be on the way: over 200 ms, 80 MB/s. It is the receiver's memory only if receives are late.
 pub const EAGER_WINDOW_FAR: u64 = 16 << 20;
 
-/// From this round trip on a path is long: with [`EAGER_WINDOW`] less than 1 Gbit/s would be carried.
-pub const FAR: Duration = Duration::from_millis(4);
+/// From this round trip on a path is long: with [`EAGER_WINDOW`] less than 5 Gbit/s would be carried, and a lost packet would
+/// hold up all that is on the one stream that short messages take.
+pub const FAR: Duration = Duration::from_micros(900);
 
 /// Bytes that the kernel takes of a stream over a long path and cannot send yet. Without a limit the first stream takes all
 /// that comes, and the others, whose congestion windows grow only with what they carry, stay slow for seconds.
