@@ -9,6 +9,7 @@ mod json;
 mod load;
 mod merge;
 mod report;
+mod slices;
 mod standing;
 mod stragglers;
 

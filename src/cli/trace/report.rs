@@ -1,11 +1,15 @@
 //! `towline trace report`: the figures of all processes, and what holds the job back.
 
 use super::load::{Loaded, load};
+use super::slices::{Cutter, Sliced};
 use super::standing::{self, Standing};
 use super::stragglers::{self, Evidence};
 use super::{Report, json};
 use crate::cli::output::write_json;
+use std::collections::BTreeMap;
+
 use towline::os::error::Result;
+use towline::trace::align::Correction;
 use towline::trace::perfetto::read::Process;
 use towline::trace::summary::{self, Summary};
 
@@ -15,15 +19,16 @@ pub(super) fn run(args: &Report) -> Result<String> {
     let mut evidence = Evidence::default();
     let mut figures = Vec::new();
     let mut standing = Standing::default();
+    let time = run_time(&processes);
     for (process, correction) in processes {
         let info = process.info.clone().unwrap_or_default();
-        let summary = summarise(&process);
+        let (summary, sliced) = summarise(&process, &correction, time);
         figures.push(json::process(&info, &summary));
         if !args.brief {
             text += &summary::render(&summary, &format!("{} process {}", info.host, info.pid));
             text.push('\n');
         }
-        evidence.add(&info.host, &summary, &correction);
+        evidence.add(&info.host, &summary, &sliced, &correction);
         standing.add(&process, &correction);
     }
     let waits = standing.verdicts();
@@ -40,15 +45,26 @@ pub(super) fn run(args: &Report) -> Result<String> {
     Ok(text)
 }
 
-fn summarise(process: &Process) -> Summary {
+/// From the first event of all processes to the last, on the common clock.
+fn run_time(processes: &[(Process, Correction)]) -> (u64, u64) {
+    let ends = processes.iter().filter_map(|(process, correction)| {
+        let (first, last) = (process.records.first()?, process.records.last()?);
+        Some((correction.apply(first.when), correction.apply(last.when)))
+    });
+    ends.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1))).unwrap_or_default()
+}
+
+fn summarise(process: &Process, correction: &Correction, time: (u64, u64)) -> (Summary, BTreeMap<u64, Sliced>) {
     let mut summary = Summary::with_arrivals();
     summary.dropped = process.dropped;
     summary.links = process.links.clone();
     for comm in &process.comms {
         summary.comm(comm);
     }
+    let mut cutter = Cutter::default();
     let mut last = 0;
     for record in &process.records {
+        cutter.look(&summary, correction.apply(record.when), time);
         summary.apply(record);
         summary.advance(record.when);
         last = record.when;
@@ -58,5 +74,6 @@ fn summarise(process: &Process) -> Summary {
         // A trace has an end; nobody in it is alive.
         comm.ended = true;
     }
-    summary
+    let sliced = cutter.finish(&summary);
+    (summary, sliced)
 }

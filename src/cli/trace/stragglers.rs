@@ -1,8 +1,9 @@
 //! Who holds the others back: a rank that comes late, a GPU that is slow, a rail or a pair of hosts that is slower than
 //! its like, a receiver that is not ready. Each finding comes with the figures that it rests on.
 //!
-//! Nothing is called slow by an absolute measure: each is compared with its like in the same job, and a finding must
-//! be clear (half as slow again as the middle one, and worth something of the whole) to be told.
+//! Nothing is called slow by an absolute measure: each is compared with its like in the same job. A finding must be clear
+//! (half as slow again as the middle one, or far more where there is only one to compare with), be worth something of the
+//! whole, and last: it is there in all slices of the run, so that chance is not told.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -10,10 +11,18 @@ use std::fmt::Write;
 use towline::trace::align::Correction;
 use towline::trace::names::Name;
 use towline::trace::rail::Rail;
-use towline::trace::summary::{PeerStat, Summary, WireStat, bytes, time};
+use towline::trace::summary::{PeerStat, Summary, bytes, time};
 
-/// So much slower than the middle one is a finding.
+use super::slices::{Figures, SLICES, Sliced};
+
+/// So much slower than the middle one is a finding, where there are several others.
 const CLEARLY: f64 = 1.5;
+
+/// The same where there is one other. Two ranks of a busy machine were seen to differ by 1.97.
+const CLEARLY_OF_TWO: f64 = 3.0;
+
+/// A late rank is so many times later than the others are when one of them is the last.
+const LATER: u64 = 2;
 
 /// Fewer collectives than this say nothing of a rank.
 const ENOUGH: usize = 5;
@@ -45,10 +54,7 @@ struct Comm {
     arrivals: BTreeMap<(Name, u64), Vec<(i32, u64)>>,
     /// Of the alignment of clocks; None when it is unknown for some rank.
     bound: Option<u64>,
-    /// By rank, peer and direction.
-    peers: BTreeMap<(i32, i32, bool), PeerStat>,
-    /// By rank, peer, rail and direction.
-    wires: BTreeMap<(i32, i32, Rail, bool), WireStat>,
+    figures: Sliced,
 }
 
 impl Evidence {
@@ -69,7 +75,13 @@ impl Evidence {
     }
 
     /// What one process tells.
-    pub(super) fn add(&mut self, host: &str, summary: &Summary, correction: &Correction) {
+    pub(super) fn add(
+        &mut self,
+        host: &str,
+        summary: &Summary,
+        sliced: &BTreeMap<u64, Sliced>,
+        correction: &Correction,
+    ) {
         for (&context, stat) in &summary.comms {
             let rank = stat.info.rank;
             if rank < 0 {
@@ -79,11 +91,8 @@ impl Evidence {
             comm.name = stat.info.name.clone();
             comm.hosts.insert(rank, host.to_owned());
             comm.bound = comm.bound.zip(correction.bound).map(|(a, b)| a.max(b));
-            for (&(peer, send), figures) in &stat.peers {
-                comm.peers.entry((rank, peer, send)).or_default().add(figures);
-            }
-            for (&(peer, rail, send), figures) in &stat.wires {
-                comm.wires.entry((rank, peer, rail, send)).or_default().add(figures);
+            if let Some(sliced) = sliced.get(&context) {
+                comm.figures.add(sliced);
             }
             for arrival in summary.arrivals().iter().filter(|arrival| arrival.context == context) {
                 let when = correction.apply(arrival.enqueued);
@@ -126,35 +135,41 @@ impl Comm {
     fn late_rank(&self) -> Option<String> {
         let bound = self.bound?;
         let ranks = self.hosts.len();
-        let mut lateness: BTreeMap<i32, Vec<u64>> = BTreeMap::new();
-        let mut last: BTreeMap<i32, usize> = BTreeMap::new();
-        let mut middles = Vec::new();
-        let mut count = 0;
+        // Of each collective, in order of time: the middle arrival, the last rank, and how late it was.
+        let mut lasts: Vec<(u64, i32, u64)> = Vec::new();
         for arrivals in self.arrivals.values().filter(|arrivals| arrivals.len() == ranks && ranks > 1) {
             let mut times: Vec<u64> = arrivals.iter().map(|&(_, when)| when).collect();
             times.sort_unstable();
             // The middle of the others: with two ranks, the earlier one.
             let middle = times[(times.len() - 1) / 2];
-            middles.push(middle);
-            for &(rank, when) in arrivals {
-                lateness.entry(rank).or_default().push(when.saturating_sub(middle));
-            }
-            let latest = arrivals.iter().max_by_key(|&&(_, when)| when)?.0;
-            *last.entry(latest).or_default() += 1;
-            count += 1;
+            let &(latest, when) = arrivals.iter().max_by_key(|&&(_, when)| when)?;
+            lasts.push((middle, latest, when - middle));
         }
+        lasts.sort_unstable();
+        let count = lasts.len();
         if count < ENOUGH {
             return None;
         }
-        let (&rank, &times) = last.iter().max_by_key(|&(_, times)| *times)?;
-        let typical = median(lateness.get_mut(&rank)?);
-        middles.sort_unstable();
-        let mut periods: Vec<u64> = middles.windows(2).map(|pair| pair[1] - pair[0]).collect();
-        let period = median(&mut periods);
+        let mut by_rank: BTreeMap<i32, Vec<u64>> = BTreeMap::new();
+        lasts.iter().for_each(|&(_, rank, late)| by_rank.entry(rank).or_default().push(late));
+        let (&rank, own) = by_rank.iter().max_by_key(|(_, late)| late.len())?;
         // By chance one rank in three is the last as often as not; two times in three is no chance.
-        let often = times * 3 >= count * 2;
-        let clear =
-            often && typical > NOISE_NS && typical > 2 * bound && typical.saturating_mul(FRACTION_OF_PERIOD) > period;
+        let is_often = |times: usize, of: usize| times * 3 >= of * 2;
+        let slices = lasts.chunks(count.div_ceil(SLICES));
+        let own_times = |slice: &[(u64, i32, u64)]| slice.iter().filter(|(_, last, _)| *last == rank).count();
+        let lasting =
+            slices.clone().filter(|slice| is_often(own_times(slice), slice.len())).count() + 1 >= slices.len();
+        let (times, typical) = (own.len(), median(&mut own.clone()));
+        // What comes of chance alone: how late the others are when they are the last.
+        let mut noise: Vec<u64> = lasts.iter().filter(|(_, last, _)| *last != rank).map(|&(.., late)| late).collect();
+        let noise = median(&mut noise).max(NOISE_NS);
+        let mut periods: Vec<u64> = lasts.windows(2).map(|pair| pair[1].0 - pair[0].0).collect();
+        let period = median(&mut periods);
+        let clear = is_often(times, count)
+            && lasting
+            && typical > LATER * noise
+            && typical > 2 * bound
+            && typical.saturating_mul(FRACTION_OF_PERIOD) > period;
         clear.then(|| {
             format!(
                 "{} comes late: it was the last of {ranks} at {times} of {count} collectives, typically {} after the \
@@ -168,23 +183,9 @@ impl Comm {
 
     /// The rank whose GPU lets its sends wait longer than the other ranks' do.
     fn slow_gpu(&self) -> Option<String> {
-        let mut per_rank: BTreeMap<i32, (u64, u64, u64)> = BTreeMap::new();
-        for (&(rank, _, send), stat) in self.peers.iter().filter(|((_, _, send), _)| *send) {
-            debug_assert!(send);
-            let entry = per_rank.entry(rank).or_default();
-            entry.0 += stat.gpu_ns;
-            entry.1 += stat.steps;
-            entry.2 += total(stat);
-        }
-        let mut waits: Vec<(f64, i32, f64)> = per_rank
-            .iter()
-            .filter(|(_, (_, steps, _))| *steps > 0)
-            .map(|(&rank, &(gpu, steps, all))| (gpu as f64 / steps as f64, rank, gpu as f64 / all.max(1) as f64))
-            .collect();
-        let (worst, middle) = worst_and_middle(&mut waits)?;
-        let (wait, rank, share) = worst;
-        let clear = wait > CLEARLY * middle && share > SHARE && wait > NOISE_NS as f64;
-        clear.then(|| {
+        let SlowGpu { rank, wait, share, middle } = slow_gpu(&self.figures.whole)?;
+        let lasts = self.figures.lasts(|slice| slow_gpu(slice).is_some_and(|found| found.rank == rank));
+        lasts.then(|| {
             format!(
                 "{} is held up by its GPU: its sends wait {} each for the GPU's data ({:.0}% of their time), those of \
                  the middle rank {}",
@@ -198,44 +199,26 @@ impl Comm {
 
     /// Rails of a sender that take longer for their bytes than its other rails.
     fn slow_rails(&self) -> Vec<String> {
-        // (rank, rail) of sends, over all peers.
-        let mut rails: BTreeMap<(i32, Rail), WireStat> = BTreeMap::new();
-        for (&(rank, _, rail, send), stat) in &self.wires {
-            if send && rail.is_one() {
-                rails.entry((rank, rail)).or_default().add(stat);
-            }
-        }
-        let ranks: std::collections::BTreeSet<i32> = rails.keys().map(|&(rank, _)| rank).collect();
-        let mut slow: BTreeMap<Rail, Vec<(i32, f64, f64, u64)>> = BTreeMap::new();
-        for rank in ranks {
-            let own = || rails.iter().filter(|((owner, _), _)| *owner == rank);
-            let all: u64 = own().map(|(_, stat)| stat.bytes).sum();
-            // A rail that carries little beside the others carries the short messages, which pay for latency.
-            let mut costs: Vec<(f64, Rail, u64)> = own()
-                .filter(|(_, stat)| stat.bytes > 0 && stat.bytes as f64 >= SHARE * all as f64 / 2.0)
-                .map(|((_, rail), stat)| (cost(stat), *rail, stat.bytes))
-                .collect();
-            let Some(((worst, rail, moved), middle)) = worst_and_middle(&mut costs) else { continue };
-            if worst > CLEARLY * middle {
-                slow.entry(rail).or_default().push((rank, worst, middle, moved));
+        let mut slow: BTreeMap<Rail, Vec<SlowRail>> = BTreeMap::new();
+        for found in slow_rails(&self.figures.whole) {
+            let is_it = |other: &SlowRail| (other.rank, other.rail) == (found.rank, found.rail);
+            if self.figures.lasts(|slice| slow_rails(slice).iter().any(is_it)) {
+                slow.entry(found.rail).or_default().push(found);
             }
         }
         slow.into_iter()
             .map(|(rail, mut on)| {
-                on.sort_by(|a, b| (b.1 / b.2).total_cmp(&(a.1 / a.2)));
-                let mut places: Vec<String> = on
-                    .iter()
-                    .take(NAMED)
-                    .map(|&(rank, worst, middle, moved)| {
-                        format!(
-                            "at {}: {} per part in flight over {}, its other rails {}",
-                            self.name_of(rank),
-                            speed(worst),
-                            bytes(moved),
-                            speed(middle)
-                        )
-                    })
-                    .collect();
+                on.sort_by(|a, b| (b.worst / b.middle).total_cmp(&(a.worst / a.middle)));
+                let place = |found: &SlowRail| {
+                    format!(
+                        "at {}: {} per part in flight over {}, its other rails {}",
+                        self.name_of(found.rank),
+                        speed(found.worst),
+                        bytes(found.moved),
+                        speed(found.middle)
+                    )
+                };
+                let mut places: Vec<String> = on.iter().take(NAMED).map(place).collect();
                 if on.len() > NAMED {
                     places.push(format!("and at {} more ranks", on.len() - NAMED));
                 }
@@ -246,20 +229,13 @@ impl Comm {
 
     /// The pair whose network takes longest for its bytes.
     fn slow_pairs(&self) -> Option<String> {
-        let mut costs: Vec<(f64, (i32, i32), u64)> = self
-            .peers
-            .iter()
-            .filter(|((_, _, send), stat)| *send && stat.bytes > 0)
-            .map(|(&(rank, peer, _), stat)| (stat.network_ns as f64 / stat.bytes as f64, (rank, peer), stat.network_ns))
-            .collect();
-        let all: u64 = costs.iter().map(|&(_, _, ns)| ns).sum();
-        let ((worst, (rank, peer), ns), middle) = worst_and_middle(&mut costs)?;
-        let clear = worst > CLEARLY * middle && ns as f64 > SHARE * all as f64;
-        clear.then(|| {
+        let SlowPair { pair, worst, middle } = slow_pair(&self.figures.whole)?;
+        let lasts = self.figures.lasts(|slice| slow_pair(slice).is_some_and(|found| found.pair == pair));
+        lasts.then(|| {
             format!(
                 "the way from {} to {} is slow: a step moves {} there, {} between the middle pair",
-                self.name_of(rank),
-                self.name_of(peer),
+                self.name_of(pair.0),
+                self.name_of(pair.1),
                 speed(worst),
                 speed(middle)
             )
@@ -268,20 +244,9 @@ impl Comm {
 
     /// The receiver that most often has no buffer ready.
     fn unready_receivers(&self) -> Option<String> {
-        let mut per_peer: BTreeMap<i32, (u64, u64)> = BTreeMap::new();
-        for (&(_, peer, send), stat) in &self.peers {
-            if send {
-                let entry = per_peer.entry(peer).or_default();
-                entry.0 += stat.receiver_ns;
-                entry.1 += total(stat);
-            }
-        }
-        let mut shares: Vec<(f64, i32, u64)> =
-            per_peer.iter().map(|(&peer, &(wait, all))| (wait as f64 / all.max(1) as f64, peer, wait)).collect();
-        let (worst, middle) = worst_and_middle(&mut shares)?;
-        let (share, peer, wait) = worst;
-        let clear = share > CLEARLY * middle && share > SHARE;
-        clear.then(|| {
+        let Unready { peer, wait, share, middle } = unready(&self.figures.whole)?;
+        let lasts = self.figures.lasts(|slice| unready(slice).is_some_and(|found| found.peer == peer));
+        lasts.then(|| {
             format!(
                 "{} is not ready to receive: senders to it waited {} for its buffers ({:.0}% of their time, {:.0}% at \
                  the middle receiver); its GPU or its proxy thread is behind",
@@ -294,19 +259,113 @@ impl Comm {
     }
 }
 
-fn total(stat: &PeerStat) -> u64 {
-    stat.gpu_ns + stat.receiver_ns + stat.network_ns + stat.flush_ns
+struct SlowGpu {
+    rank: i32,
+    /// Nanoseconds for each send, and of its time.
+    wait: f64,
+    share: f64,
+    middle: f64,
 }
 
-/// Nanoseconds per byte of a rail's parts: on the wire where the transport tells, else from start to stop.
-fn cost(stat: &WireStat) -> f64 {
-    let ns = if stat.wire_ns > 0 { stat.wire_ns } else { stat.durations.sum() };
-    ns as f64 / stat.bytes.max(1) as f64
+fn slow_gpu(figures: &Figures) -> Option<SlowGpu> {
+    let mut per_rank: BTreeMap<i32, PeerStat> = BTreeMap::new();
+    for (&(rank, ..), stat) in figures.peers.iter().filter(|((_, _, send), _)| *send) {
+        per_rank.entry(rank).or_default().add(stat);
+    }
+    let of = |(&rank, stat): (&i32, &PeerStat)| {
+        (stat.gpu_ns as f64 / stat.steps as f64, rank, stat.gpu_ns as f64 / total(stat).max(1) as f64)
+    };
+    let mut waits: Vec<(f64, i32, f64)> = per_rank.iter().filter(|(_, stat)| stat.steps > 0).map(of).collect();
+    let ((wait, rank, share), middle) = clearly_worst(&mut waits)?;
+    (share > SHARE && wait > NOISE_NS as f64).then_some(SlowGpu { rank, wait, share, middle })
+}
+
+struct SlowRail {
+    rank: i32,
+    rail: Rail,
+    /// Nanoseconds for a byte, there and over the other rails.
+    worst: f64,
+    middle: f64,
+    moved: u64,
+}
+
+fn slow_rails(figures: &Figures) -> Vec<SlowRail> {
+    // (rank, rail) of sends, over all peers: nanoseconds and bytes.
+    let mut rails: BTreeMap<(i32, Rail), (u64, u64)> = BTreeMap::new();
+    for (&(rank, _, rail, send), (ns, bytes)) in &figures.wires {
+        if send && rail.is_one() {
+            let sum = rails.entry((rank, rail)).or_default();
+            *sum = (sum.0 + ns, sum.1 + bytes);
+        }
+    }
+    let ranks: std::collections::BTreeSet<i32> = rails.keys().map(|&(rank, _)| rank).collect();
+    let of = |rank: i32| {
+        let own = || rails.iter().filter(|((owner, _), _)| *owner == rank);
+        let all: u64 = own().map(|(_, (_, bytes))| bytes).sum();
+        // A rail that carries little beside the others carries the short messages, which pay for latency.
+        let mut costs: Vec<(f64, Rail, u64)> = own()
+            .filter(|(_, (_, bytes))| *bytes > 0 && *bytes as f64 >= SHARE * all as f64 / 2.0)
+            .map(|((_, rail), (ns, bytes))| (*ns as f64 / *bytes as f64, *rail, *bytes))
+            .collect();
+        let ((worst, rail, moved), middle) = worst_and_middle(&mut costs)?;
+        (worst > CLEARLY * middle).then_some(SlowRail { rank, rail, worst, middle, moved })
+    };
+    ranks.into_iter().filter_map(of).collect()
+}
+
+struct SlowPair {
+    /// The sender and the receiver.
+    pair: (i32, i32),
+    /// Nanoseconds for a byte, there and between the middle pair.
+    worst: f64,
+    middle: f64,
+}
+
+fn slow_pair(figures: &Figures) -> Option<SlowPair> {
+    let sends = figures.peers.iter().filter(|((_, _, send), stat)| *send && stat.bytes > 0);
+    let of = |(&(rank, peer, _), stat): (&(i32, i32, bool), &PeerStat)| {
+        (stat.network_ns as f64 / stat.bytes as f64, (rank, peer), stat.network_ns)
+    };
+    let mut costs: Vec<(f64, (i32, i32), u64)> = sends.map(of).collect();
+    let all: u64 = costs.iter().map(|&(_, _, ns)| ns).sum();
+    let ((worst, pair, ns), middle) = clearly_worst(&mut costs)?;
+    (ns as f64 > SHARE * all as f64).then_some(SlowPair { pair, worst, middle })
+}
+
+struct Unready {
+    peer: i32,
+    /// Nanoseconds for which senders waited, and of their time.
+    wait: u64,
+    share: f64,
+    middle: f64,
+}
+
+fn unready(figures: &Figures) -> Option<Unready> {
+    let mut per_peer: BTreeMap<i32, PeerStat> = BTreeMap::new();
+    for (&(_, peer, _), stat) in figures.peers.iter().filter(|((_, _, send), _)| *send) {
+        per_peer.entry(peer).or_default().add(stat);
+    }
+    let of = |(&peer, stat): (&i32, &PeerStat)| {
+        (stat.receiver_ns as f64 / total(stat).max(1) as f64, peer, stat.receiver_ns)
+    };
+    let mut shares: Vec<(f64, i32, u64)> = per_peer.iter().map(of).collect();
+    let ((share, peer, wait), middle) = clearly_worst(&mut shares)?;
+    (share > SHARE).then_some(Unready { peer, wait, share, middle })
+}
+
+fn total(stat: &PeerStat) -> u64 {
+    stat.gpu_ns + stat.receiver_ns + stat.network_ns + stat.flush_ns
 }
 
 /// A speed from nanoseconds per byte.
 fn speed(cost: f64) -> String {
     if cost < 10.0 { format!("{:.2} GB/s", 1.0 / cost) } else { format!("{:.1} MB/s", 1e3 / cost) }
+}
+
+/// The largest, if it is clearly larger than the middle one of the others, which comes with it.
+fn clearly_worst<A: Copy, B: Copy>(list: &mut [(f64, A, B)]) -> Option<((f64, A, B), f64)> {
+    let clearly = if list.len() == 2 { CLEARLY_OF_TWO } else { CLEARLY };
+    worst_and_middle(list).filter(|(worst, middle)| worst.0 > clearly * middle)
 }
 
 /// The largest, and the middle one of the others; None when there is nothing to compare with.
@@ -323,3 +382,6 @@ fn median(values: &mut [u64]) -> u64 {
     values.sort_unstable();
     values.get(values.len() / 2).copied().unwrap_or(0)
 }
+
+#[cfg(test)]
+mod tests;
