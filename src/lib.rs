@@ -47,6 +47,7 @@ pub mod os;
 pub mod plugin;
 #[cfg(feature = "rdma")]
 pub mod rdma;
+pub mod rma;
 pub mod session;
 pub mod tcp;
 pub mod trace;

@@ -18,9 +18,6 @@ struct Layout {
     offsets: BTreeMap<String, usize>,
 }
 
-/// Structs of NCCL's one-sided interface, which Towline does not declare.
-const NOT_OURS: &str = "ncclRma";
-
 type Layouts = BTreeMap<String, Layout>;
 
 /// Measures structs: `measure!(into; [types] { fields })`, where a field may list its own in brackets, and where
@@ -217,15 +214,29 @@ fn profiler() -> Layouts {
     all
 }
 
-fn expected() -> Layouts {
-    let mut all: Layouts = serde_json::from_str(include_str!("layouts.json")).expect("layouts.json is well-formed");
-    all.retain(|name, _| !name.starts_with(NOT_OURS));
+/// The one-sided interface.
+fn one_sided() -> Layouts {
+    let mut all = Layouts::new();
+    measure! { all;
+        [ncclRma_v14_t ncclRma_v15_t] {
+            name init devices getProperties listen connect createContext regMrSym regMrSymDmaBuf deregMrSym
+            destroyContext closeColl closeListen iput iputSignal iget iflush test rmaProgress queryLastError finalize
+        }
+        [ncclRmaConfig_v14_t] {
+            nContexts trafficClass rankStride
+        }
+    }
     all
+}
+
+fn expected() -> Layouts {
+    serde_json::from_str(include_str!("layouts.json")).expect("layouts.json is well-formed")
 }
 
 fn ours() -> Layouts {
     let mut all = net();
     all.extend(profiler());
+    all.extend(one_sided());
     all
 }
 

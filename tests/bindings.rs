@@ -14,7 +14,7 @@ use std::process::Command;
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
 /// NCCL's interface, and FlagCX's, which is like it.
-const INTERFACES: [&str; 3] = ["nccl_profiler.h", "nccl_tuner.h", "flagcx_net.h"];
+const INTERFACES: [&str; 4] = ["nccl_profiler.h", "nccl_tuner.h", "nccl_rma.h", "flagcx_net.h"];
 
 /// The release of rdma-core that `ffi/rdma-sys/src/bindings.rs` was generated from.
 const RDMA_CORE: &str = "44";

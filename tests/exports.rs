@@ -30,6 +30,9 @@ const PROFILER: [&str; 6] =
 const TUNER: [&str; 5] =
     ["ncclTunerPlugin_v2", "ncclTunerPlugin_v3", "ncclTunerPlugin_v4", "ncclTunerPlugin_v5", "ncclTunerPlugin_v6"];
 
+/// The one-sided tables.
+const RMA: [&str; 3] = ["ncclRmaPlugin_v14", "ncclRmaPlugin_v15", "ncclRmaPlugin_v16"];
+
 /// FlagCX's network table.
 const FLAGCX: [&str; 1] = ["flagcxNetAdaptorPlugin_v1"];
 
@@ -57,7 +60,7 @@ fn inspect(program: &str, arguments: &[&str]) -> String {
 fn exports_the_tables_of_the_interfaces_and_nothing_else() {
     let text = inspect("nm", &["-D", "--defined-only", "--format=posix"]);
     let found: BTreeSet<&str> = text.lines().filter_map(|line| line.split_whitespace().next()).collect();
-    assert_eq!(found, EXPORTS.into_iter().chain(PROFILER).chain(TUNER).chain(FLAGCX).collect());
+    assert_eq!(found, EXPORTS.into_iter().chain(PROFILER).chain(TUNER).chain(RMA).chain(FLAGCX).collect());
 }
 
 #[test]

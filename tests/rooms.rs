@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 const SRC: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src");
 
 /// What a room may import besides itself.
-const ROOMS: [(&str, &[&str]); 11] = [
+const ROOMS: [(&str, &[&str]); 12] = [
     ("nccl", &[]),
     ("os", &[]),
     ("engine", &["os", "nccl"]),
@@ -18,8 +18,9 @@ const ROOMS: [(&str, &[&str]); 11] = [
     ("tcp", &["session", "engine", "os", "nccl"]),
     ("rdma", &["session", "engine", "os", "nccl"]),
     ("plugin", &["tcp", "rdma", "session", "engine", "os", "nccl"]),
+    ("rma", &["plugin", "engine", "os", "nccl"]),
     ("trace", &["os", "nccl"]),
-    ("abi", &["plugin", "trace", "os", "nccl"]),
+    ("abi", &["rma", "plugin", "trace", "os", "nccl"]),
     ("host", &["os", "nccl"]),
     ("cli", &["host", "trace", "os", "nccl"]),
 ];

@@ -22,6 +22,7 @@ mod pointer;
 pub mod profiler;
 mod properties;
 mod result;
+pub mod rma;
 mod table;
 #[cfg(test)]
 mod tests;

@@ -47,8 +47,12 @@ unsafe impl Send for FlagCx {}
 unsafe impl Sync for FlagCx {}
 
 impl Object {
-    fn of(raw: *mut c_void) -> Option<Self> {
+    pub(super) fn of(raw: *mut c_void) -> Option<Self> {
         (!raw.is_null()).then_some(Self(raw))
+    }
+
+    pub(super) fn raw(self) -> *mut c_void {
+        self.0
     }
 }
 

@@ -23,6 +23,7 @@
 //! - [`select`] plays NCCL's merging and choice of devices.
 //! - [`log`](mod@log) and [`profile`] are NCCL's logger and profiler callback; [`profiler`] drives the plugin's own
 //!   profiler.
+//! - [`Rma`] drives the plugin's tables for one-sided operations.
 //! - [`FlagCx`] plays FlagCX, whose interface the library offers beside NCCL's.
 //! - [`Net::table`] gives the raw functions, for calls that no well-meaning host makes.
 //!
@@ -40,6 +41,7 @@ mod pair;
 pub mod profile;
 pub mod profiler;
 mod properties;
+mod rma;
 mod selection;
 mod table;
 
@@ -51,5 +53,6 @@ pub use library::{ApiVersion, DEFAULT_FILE, Plugin};
 pub use memory::Memory;
 pub use pair::Pair;
 pub use properties::Properties;
+pub use rma::{PutSignal, Rma, RmaHandle, Spot};
 pub use selection::select;
 pub use table::Table;

@@ -1469,6 +1469,232 @@ pub struct ncclTuner_v6_t {
     pub finalize: ncclTunerEnd_v3_fn,
     pub getChunkSize: ncclTunerGetChunkSize_v6_fn,
 }
+pub const NCCL_RMA_MR_FORCE_SO: _bindgen_ty_6 = 1;
+pub const NCCL_RMA_MR_SIGNAL_NEVER_RESET: _bindgen_ty_6 = 2;
+pub type _bindgen_ty_6 = ::std::os::raw::c_uint;
+pub const NCCL_RMA_SIGNAL_INC: _bindgen_ty_7 = 1;
+pub const NCCL_RMA_SIGNAL_ADD: _bindgen_ty_7 = 2;
+pub type _bindgen_ty_7 = ::std::os::raw::c_uint;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ncclRmaConfig_v14_t {
+    pub nContexts: ::std::os::raw::c_int,
+    pub trafficClass: ::std::os::raw::c_int,
+    pub rankStride: ::std::os::raw::c_int,
+}
+pub type ncclRmaInit_v14_fn = ::std::option::Option<
+    unsafe extern "C" fn(
+        ctx: *mut *mut ::std::os::raw::c_void,
+        commId: u64,
+        logFunction: ncclDebugLogger_t,
+    ) -> ncclResult_t,
+>;
+pub type ncclRmaGetRmaProperties_v16_fn = ::std::option::Option<
+    unsafe extern "C" fn(collComm: *mut ::std::os::raw::c_void, props: *mut ::std::os::raw::c_void) -> ncclResult_t,
+>;
+pub type ncclRmaConnect_v14_fn = ::std::option::Option<
+    unsafe extern "C" fn(
+        ctx: *mut ::std::os::raw::c_void,
+        handles: *mut *mut ::std::os::raw::c_void,
+        nranks: ::std::os::raw::c_int,
+        rank: ::std::os::raw::c_int,
+        listenComm: *mut ::std::os::raw::c_void,
+        collComm: *mut *mut ::std::os::raw::c_void,
+    ) -> ncclResult_t,
+>;
+pub type ncclRmaCreateContext_v14_fn = ::std::option::Option<
+    unsafe extern "C" fn(
+        collComm: *mut ::std::os::raw::c_void,
+        config: *mut ncclRmaConfig_v14_t,
+        rmaCtx: *mut *mut ::std::os::raw::c_void,
+    ) -> ncclResult_t,
+>;
+pub type ncclRmaRegMrSym_v14_fn = ::std::option::Option<
+    unsafe extern "C" fn(
+        collComm: *mut ::std::os::raw::c_void,
+        data: *mut ::std::os::raw::c_void,
+        size: usize,
+        type_: ::std::os::raw::c_int,
+        mrFlags: u64,
+        mhandle: *mut *mut ::std::os::raw::c_void,
+    ) -> ncclResult_t,
+>;
+pub type ncclRmaRegMrSymDmaBuf_v14_fn = ::std::option::Option<
+    unsafe extern "C" fn(
+        collComm: *mut ::std::os::raw::c_void,
+        data: *mut ::std::os::raw::c_void,
+        size: usize,
+        type_: ::std::os::raw::c_int,
+        offset: u64,
+        fd: ::std::os::raw::c_int,
+        mrFlags: u64,
+        mhandle: *mut *mut ::std::os::raw::c_void,
+    ) -> ncclResult_t,
+>;
+pub type ncclRmaDeregMrSym_v14_fn = ::std::option::Option<
+    unsafe extern "C" fn(collComm: *mut ::std::os::raw::c_void, mhandle: *mut ::std::os::raw::c_void) -> ncclResult_t,
+>;
+pub type ncclRmaEnd_v14_fn =
+    ::std::option::Option<unsafe extern "C" fn(object: *mut ::std::os::raw::c_void) -> ncclResult_t>;
+pub type ncclRmaPut_v14_fn = ::std::option::Option<
+    unsafe extern "C" fn(
+        rmaCtx: *mut ::std::os::raw::c_void,
+        context: ::std::os::raw::c_int,
+        srcOff: u64,
+        srcMhandle: *mut ::std::os::raw::c_void,
+        size: usize,
+        dstOff: u64,
+        dstMhandle: *mut ::std::os::raw::c_void,
+        rank: u32,
+        request: *mut *mut ::std::os::raw::c_void,
+    ) -> ncclResult_t,
+>;
+pub type ncclRmaPut_v15_fn = ::std::option::Option<
+    unsafe extern "C" fn(
+        rmaCtx: *mut ::std::os::raw::c_void,
+        context: ::std::os::raw::c_int,
+        srcOff: u64,
+        srcMhandle: *mut ::std::os::raw::c_void,
+        size: usize,
+        dstOff: u64,
+        dstMhandle: *mut ::std::os::raw::c_void,
+        rank: u32,
+        optFlags: u32,
+        request: *mut *mut ::std::os::raw::c_void,
+    ) -> ncclResult_t,
+>;
+pub type ncclRmaPutSignal_v14_fn = ::std::option::Option<
+    unsafe extern "C" fn(
+        rmaCtx: *mut ::std::os::raw::c_void,
+        context: ::std::os::raw::c_int,
+        srcOff: u64,
+        srcMhandle: *mut ::std::os::raw::c_void,
+        size: usize,
+        dstOff: u64,
+        dstMhandle: *mut ::std::os::raw::c_void,
+        rank: u32,
+        signalOff: u64,
+        signalMhandle: *mut ::std::os::raw::c_void,
+        signalValue: u64,
+        signalOp: u32,
+        isStrongSignal: bool,
+        request: *mut *mut ::std::os::raw::c_void,
+    ) -> ncclResult_t,
+>;
+pub type ncclRmaPutSignal_v15_fn = ::std::option::Option<
+    unsafe extern "C" fn(
+        rmaCtx: *mut ::std::os::raw::c_void,
+        context: ::std::os::raw::c_int,
+        srcOff: u64,
+        srcMhandle: *mut ::std::os::raw::c_void,
+        size: usize,
+        dstOff: u64,
+        dstMhandle: *mut ::std::os::raw::c_void,
+        rank: u32,
+        signalOff: u64,
+        signalMhandle: *mut ::std::os::raw::c_void,
+        signalValue: u64,
+        signalOp: u32,
+        isStrongSignal: bool,
+        optFlags: u32,
+        request: *mut *mut ::std::os::raw::c_void,
+    ) -> ncclResult_t,
+>;
+pub type ncclRmaFlush_v14_fn = ::std::option::Option<
+    unsafe extern "C" fn(
+        rmaCtx: *mut ::std::os::raw::c_void,
+        context: ::std::os::raw::c_int,
+        mhandle: *mut ::std::os::raw::c_void,
+        rank: u32,
+        request: *mut *mut ::std::os::raw::c_void,
+    ) -> ncclResult_t,
+>;
+pub type ncclRmaTest_v14_fn = ::std::option::Option<
+    unsafe extern "C" fn(
+        collComm: *mut ::std::os::raw::c_void,
+        request: *mut ::std::os::raw::c_void,
+        done: *mut ::std::os::raw::c_int,
+    ) -> ncclResult_t,
+>;
+pub type ncclRmaQueryLastError_v14_fn = ::std::option::Option<
+    unsafe extern "C" fn(rmaCtx: *mut ::std::os::raw::c_void, hasError: *mut bool) -> ncclResult_t,
+>;
+#[repr(C)]
+#[derive(Copy, Clone)]
+pub struct ncclRma_v14_t {
+    pub name: *const ::std::os::raw::c_char,
+    pub init: ncclRmaInit_v14_fn,
+    pub devices: ncclNetDevices_v4_fn,
+    pub getProperties: ncclNetGetProperties_v12_fn,
+    pub listen: ncclNetListen_v11_fn,
+    pub connect: ncclRmaConnect_v14_fn,
+    pub createContext: ncclRmaCreateContext_v14_fn,
+    pub regMrSym: ncclRmaRegMrSym_v14_fn,
+    pub regMrSymDmaBuf: ncclRmaRegMrSymDmaBuf_v14_fn,
+    pub deregMrSym: ncclRmaDeregMrSym_v14_fn,
+    pub destroyContext: ncclRmaEnd_v14_fn,
+    pub closeColl: ncclRmaEnd_v14_fn,
+    pub closeListen: ncclRmaEnd_v14_fn,
+    pub iput: ncclRmaPut_v14_fn,
+    pub iputSignal: ncclRmaPutSignal_v14_fn,
+    pub iget: ncclRmaPut_v14_fn,
+    pub iflush: ncclRmaFlush_v14_fn,
+    pub test: ncclRmaTest_v14_fn,
+    pub rmaProgress: ncclRmaEnd_v14_fn,
+    pub queryLastError: ncclRmaQueryLastError_v14_fn,
+    pub finalize: ncclRmaEnd_v14_fn,
+}
+#[repr(C)]
+#[derive(Copy, Clone)]
+pub struct ncclRma_v15_t {
+    pub name: *const ::std::os::raw::c_char,
+    pub init: ncclRmaInit_v14_fn,
+    pub devices: ncclNetDevices_v4_fn,
+    pub getProperties: ncclNetGetProperties_v12_fn,
+    pub listen: ncclNetListen_v11_fn,
+    pub connect: ncclRmaConnect_v14_fn,
+    pub createContext: ncclRmaCreateContext_v14_fn,
+    pub regMrSym: ncclRmaRegMrSym_v14_fn,
+    pub regMrSymDmaBuf: ncclRmaRegMrSymDmaBuf_v14_fn,
+    pub deregMrSym: ncclRmaDeregMrSym_v14_fn,
+    pub destroyContext: ncclRmaEnd_v14_fn,
+    pub closeColl: ncclRmaEnd_v14_fn,
+    pub closeListen: ncclRmaEnd_v14_fn,
+    pub iput: ncclRmaPut_v15_fn,
+    pub iputSignal: ncclRmaPutSignal_v15_fn,
+    pub iget: ncclRmaPut_v15_fn,
+    pub iflush: ncclRmaFlush_v14_fn,
+    pub test: ncclRmaTest_v14_fn,
+    pub rmaProgress: ncclRmaEnd_v14_fn,
+    pub queryLastError: ncclRmaQueryLastError_v14_fn,
+    pub finalize: ncclRmaEnd_v14_fn,
+}
+#[repr(C)]
+#[derive(Copy, Clone)]
+pub struct ncclRma_v16_t {
+    pub name: *const ::std::os::raw::c_char,
+    pub init: ncclRmaInit_v14_fn,
+    pub devices: ncclNetDevices_v4_fn,
+    pub getRmaProperties: ncclRmaGetRmaProperties_v16_fn,
+    pub getProperties: ncclNetGetProperties_v12_fn,
+    pub listen: ncclNetListen_v11_fn,
+    pub connect: ncclRmaConnect_v14_fn,
+    pub createContext: ncclRmaCreateContext_v14_fn,
+    pub regMrSym: ncclRmaRegMrSym_v14_fn,
+    pub regMrSymDmaBuf: ncclRmaRegMrSymDmaBuf_v14_fn,
+    pub deregMrSym: ncclRmaDeregMrSym_v14_fn,
+    pub destroyContext: ncclRmaEnd_v14_fn,
+    pub closeColl: ncclRmaEnd_v14_fn,
+    pub closeListen: ncclRmaEnd_v14_fn,
+    pub iput: ncclRmaPut_v15_fn,
+    pub iputSignal: ncclRmaPutSignal_v15_fn,
+    pub iget: ncclRmaPut_v15_fn,
+    pub iflush: ncclRmaFlush_v14_fn,
+    pub test: ncclRmaTest_v14_fn,
+    pub rmaProgress: ncclRmaEnd_v14_fn,
+    pub queryLastError: ncclRmaQueryLastError_v14_fn,
+    pub finalize: ncclRmaEnd_v14_fn,
+}
 pub type flagcxNetInit_v1_fn = ::std::option::Option<unsafe extern "C" fn() -> ncclResult_t>;
 pub type flagcxNetRegMr_v1_fn = ::std::option::Option<
     unsafe extern "C" fn(

@@ -268,6 +268,15 @@ variables! {
                this one, and `none` leaves NCCL without any; `NCCL_ALGO`, `NCCL_PROTO`, `NCCL_MIN_NCHANNELS` and \
                `NCCL_MIN_CTAS` are respected. Set it the same way on all ranks.",
     }
+    rma: bool {
+        name: "TOWLINE_RMA",
+        default: "0",
+        unit: "",
+        since: "0.2.0",
+        read: "init; one-sided operations",
+        help: "Whether Towline offers NCCL one-sided operations (puts, gets and signals; NCCL 2.30.7 and later) over TCP, in \
+               host memory. Set it the same way on all ranks.",
+    }
     nccl_algo: Option<String> {
         name: "NCCL_ALGO",
         default: "",

@@ -72,6 +72,22 @@ pub fn bind_tuner(comm: Option<u64>, shape: tuning::Shape) -> Option<tuning::Sco
     (shape.nodes > 1).then(|| process().tunes(comm)).flatten()
 }
 
+/// Whether one-sided operations of a communicator can go over Towline; else why not.
+///
+/// # Errors
+/// A sentence for the log.
+pub fn offers_one_sided(comm: u64) -> std::result::Result<(), &'static str> {
+    process().offers_one_sided(comm)
+}
+
+/// How long connecting may take.
+///
+/// # Errors
+/// When `init` has not been called.
+pub fn connect_timeout() -> Result<std::time::Duration> {
+    Ok(process().net()?.config.connect_timeout)
+}
+
 /// Ends a context: closes the communicators and half-made connections that NCCL has left behind.
 ///
 /// # Errors

@@ -280,6 +280,22 @@ impl Process {
         })
     }
 
+    /// Whether one-sided operations of the communicator with this id can go over Towline; else why not. NCCL calls the
+    /// network's `init` before, with the same id.
+    ///
+    /// # Errors
+    /// A sentence for the log.
+    pub fn offers_one_sided(&self, comm: u64) -> std::result::Result<(), &'static str> {
+        let Some(net) = self.net.get() else { return Err("no communicator of this process uses Towline") };
+        if !net.config.rma {
+            return Err("TOWLINE_RMA is not 1");
+        }
+        if !self.contexts.any(|context| context.refusal().is_none() && comm == context.comm_id) {
+            return Err("this communicator does not use Towline");
+        }
+        if self.backends.rdma().is_some() { Err("they go over TCP only, and the devices are RDMA's") } else { Ok(()) }
+    }
+
     /// Whether a communicator that is being made gets advice about its collectives: Towline carries its traffic over TCP,
     /// and the user does not object. `comm` is its id; none where the interface does not tell.
     ///

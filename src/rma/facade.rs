@@ -1,0 +1,203 @@
+//! The door between NCCL's one-sided interface (`abi::rma`) and the room: one typed function for each thing NCCL can ask for.
+//!
+//! As in [`crate::plugin::facade`], ids are numbers that are never followed. A registration's and a request's belong to their
+//! group, and are below 2^63, which NCCL asks of registrations.
+
+use std::sync::{Arc, LazyLock};
+use std::time::Instant;
+
+use super::group::Group;
+use super::peer::Place;
+use super::registry::Region;
+use super::setup;
+use super::wire::Signal;
+use crate::engine::handle::Kind;
+use crate::engine::table::Table;
+use crate::nccl::ffi::{NCCL_PTR_HOST, ncclDebugLogger_t};
+use crate::os::error::{Error, Result};
+use crate::plugin::context::{Host, InitArgs};
+use crate::plugin::facade;
+
+/// What NCCL holds.
+enum Object {
+    Listener { ctx: usize, dev: i32, listener: usize },
+    Group(Arc<Group>),
+}
+
+/// Listeners and groups.
+static OBJECTS: LazyLock<Table<Object>> = LazyLock::new(|| Table::new(Kind::Comm));
+/// What `createContext` makes: another name for a group, since all contexts of a pair of ranks share its connections.
+static CONTEXTS: LazyLock<Table<Group>> = LazyLock::new(|| Table::new(Kind::Context));
+
+/// One side of an operation, as NCCL names it: a registration (0 for none) and a place in it.
+#[derive(Debug, Clone, Copy)]
+pub struct At {
+    /// What `register` gave on this rank.
+    pub mr: usize,
+    /// The place in it.
+    pub offset: u64,
+}
+
+/// Begins, or says why not.
+///
+/// # Errors
+/// A sentence for the log where one-sided operations are not offered; the outer error where that fails.
+pub fn init(comm: u64, logger: ncclDebugLogger_t) -> Result<std::result::Result<usize, &'static str>> {
+    if let Err(why) = facade::offers_one_sided(comm) {
+        return Ok(Err(why));
+    }
+    // A context of its own: NCCL may end the network's before it closes its groups.
+    let args = InitArgs { host: Host::Nccl, api: 12, comm_id: Some(comm), traffic_class: None, logger, profiler: None };
+    facade::init(args).map(Ok)
+}
+
+/// Ends what `init` gave.
+///
+/// # Errors
+/// When it did not.
+pub fn finalize(ctx: usize) -> Result<()> {
+    facade::finalize(ctx)
+}
+
+/// Begins to listen; gives the handle that NCCL carries to all ranks, and the listener's id.
+///
+/// # Errors
+/// As the network's.
+pub fn listen(ctx: usize, dev: i32) -> Result<([u8; 64], usize)> {
+    let (handle, listener) = facade::listen(Some(ctx), dev)?;
+    let id = OBJECTS.insert(Arc::new(Object::Listener { ctx, dev, listener }))?.encode();
+    Ok((handle, id))
+}
+
+/// Connects all ranks, whose handles these are, and gives the group's id. It waits for them.
+///
+/// # Errors
+/// When that does not come about in time.
+pub fn connect(listener: usize, handles: Vec<[u8; 64]>, rank: i32) -> Result<usize> {
+    let object = OBJECTS.get(listener)?;
+    let Object::Listener { ctx, dev, listener } = *object else {
+        return Err(Error::argument("the listener is not one of ours"));
+    };
+    let rank = u32::try_from(rank).ok().filter(|rank| (*rank as usize) < handles.len());
+    let rank = rank.ok_or_else(|| Error::argument("the rank is not one of the group's"))?;
+    let deadline = Instant::now() + facade::connect_timeout()?;
+    let group = setup::connect((ctx, dev, listener), handles, rank, deadline)?;
+    Ok(OBJECTS.insert(Arc::new(Object::Group(Arc::new(group))))?.encode())
+}
+
+fn group(id: usize) -> Result<Arc<Group>> {
+    match &*OBJECTS.get(id)? {
+        Object::Group(group) => Ok(Arc::clone(group)),
+        Object::Listener { .. } => Err(Error::argument("a listener, where a group of ranks is needed")),
+    }
+}
+
+/// Makes a context of a group.
+///
+/// # Errors
+/// When there is no such group.
+pub fn create_context(id: usize) -> Result<usize> {
+    Ok(CONTEXTS.insert(group(id)?)?.encode())
+}
+
+/// Ends a context. Its requests end with the group.
+///
+/// # Errors
+/// When there is no such context.
+pub fn destroy_context(context: usize) -> Result<()> {
+    CONTEXTS.remove(context).map(drop)
+}
+
+/// Registers memory of kind `NCCL_PTR_*`.
+///
+/// # Errors
+/// When there is no such group, or it cannot reach such memory.
+pub fn register(id: usize, address: usize, size: usize, kind: i32) -> Result<usize> {
+    let group = group(id)?;
+    if kind != NCCL_PTR_HOST {
+        return Err(Error::usage("one-sided operations reach host memory only, and the window is in GPU memory")
+            .with_hint("unset TOWLINE_RMA"));
+    }
+    Ok(group.register(Region { address, size })? as usize)
+}
+
+/// Ends a registration.
+///
+/// # Errors
+/// When there is no such group or registration.
+pub fn withdraw(id: usize, mr: usize) -> Result<()> {
+    group(id)?.withdraw(number(mr)?)
+}
+
+fn number(mr: usize) -> Result<u32> {
+    u32::try_from(mr).map_err(|_| Error::argument("the registration is not one of ours"))
+}
+
+/// A place, with nothing in it where there is no registration.
+fn place(at: At, size: usize) -> Result<Place> {
+    Ok(Place { region: number(at.mr)?, offset: at.offset, size: size as u64 })
+}
+
+/// Begins a put, with a signal behind it where there is one (its place and what to add), and gives its request.
+///
+/// # Errors
+/// When there is no such context, rank or own memory.
+pub fn put(context: usize, from: At, to: At, size: usize, rank: u32, signal: Option<(At, u64)>) -> Result<usize> {
+    let signal = match signal {
+        None => Signal::default(),
+        Some((at, _)) if at.mr == 0 => return Err(Error::argument("a signal without a registration")),
+        Some((at, value)) => Signal { region: number(at.mr)?, offset: at.offset, value },
+    };
+    let (from, to) = (place(from, size)?, place(to, size)?);
+    CONTEXTS.with(context, |group| group.put(rank, from, to, signal)).map(|request| request as usize)
+}
+
+/// Begins a get and gives its request.
+///
+/// # Errors
+/// As [`put`].
+pub fn get(context: usize, from: At, to: At, size: usize, rank: u32) -> Result<usize> {
+    let (from, to) = (place(from, size)?, place(to, size)?);
+    CONTEXTS.with(context, |group| group.get(rank, from, to)).map(|request| request as usize)
+}
+
+/// Whether a request has ended.
+///
+/// # Errors
+/// When it failed, or there is none such.
+pub fn test(id: usize, request: usize) -> Result<bool> {
+    group(id)?.shared.requests.test(request as u64)
+}
+
+/// Whether another rank of a context's group has failed.
+///
+/// # Errors
+/// When there is no such context.
+pub fn has_failed(context: usize) -> Result<bool> {
+    CONTEXTS.with(context, |group| Ok(group.failure().is_some()))
+}
+
+/// Closes a group. Requests under way end, and nothing of this library touches their memory afterwards.
+///
+/// # Errors
+/// When there is no such group.
+pub fn close_group(id: usize) -> Result<()> {
+    let group = group(id)?;
+    OBJECTS.remove(id)?;
+    group.close();
+    Ok(())
+}
+
+/// Closes a listener.
+///
+/// # Errors
+/// When there is none such.
+pub fn close_listener(id: usize) -> Result<()> {
+    match *OBJECTS.get(id)? {
+        Object::Listener { listener, .. } => {
+            OBJECTS.remove(id)?;
+            facade::close_listen(listener)
+        }
+        Object::Group(_) => Err(Error::argument("a group of ranks, where a listener is needed")),
+    }
+}

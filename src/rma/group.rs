@@ -1,0 +1,180 @@
+//! A group of ranks: what NCCL's threads and the placer share.
+
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::{JoinHandle, Thread};
+
+use super::peer::Place;
+use super::registry::{Region, Registry};
+use super::requests::Requests;
+use super::wire::{LONGEST, Signal};
+use crate::os::error::{Error, Result};
+
+/// What NCCL's threads ask of the placer.
+#[allow(missing_docs, reason = "the sentences above them name all fields")]
+pub enum Command {
+    /// Put the own bytes at `from` into another rank's memory at `to`.
+    Put { request: u64, rank: u32, from: Place, to: Place, signal: Signal },
+    /// Get another rank's bytes at `from` into the own memory at `to`.
+    Get { request: u64, rank: u32, from: Place, to: Place },
+    /// End a registration, and say by `done` when nothing uses it.
+    Withdraw { region: u32, done: SyncSender<()> },
+    /// Say goodbye and end.
+    Close,
+}
+
+/// What both sides hold.
+#[derive(Default)]
+pub struct Shared {
+    /// The own registrations.
+    pub registry: Registry,
+    /// The own requests.
+    pub requests: Requests,
+    inbox: Mutex<Inbox>,
+}
+
+#[derive(Default)]
+struct Inbox {
+    commands: Vec<Command>,
+    /// Why the placer takes no more.
+    ended: Option<Error>,
+    /// The first failure of another rank.
+    failure: Option<Error>,
+    placer: Option<Thread>,
+}
+
+impl Shared {
+    fn inbox(&self) -> MutexGuard<'_, Inbox> {
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The placer's thread, which is woken from now on.
+    pub fn serve(&self, placer: Thread) {
+        self.inbox().placer = Some(placer);
+    }
+
+    /// For the placer: what has been asked since the last time.
+    pub fn take(&self) -> Vec<Command> {
+        std::mem::take(&mut self.inbox().commands)
+    }
+
+    /// For the placer: another rank has failed.
+    pub fn tell_failure(&self, error: &Error) {
+        self.inbox().failure.get_or_insert(error.clone());
+    }
+
+    /// For the placer: it has ended, and so has everything that was asked of it.
+    pub fn end(&self, why: &Error) {
+        let mut inbox = self.inbox();
+        inbox.ended.get_or_insert(why.clone());
+        // Whoever waits for a withdrawal notices that its sender is gone.
+        inbox.commands.clear();
+        drop(inbox);
+        self.requests.end_all(why);
+    }
+
+    fn ask(&self, command: Command) -> Result<()> {
+        let mut inbox = self.inbox();
+        if let Some(why) = &inbox.ended {
+            return Err(why.clone());
+        }
+        let wake = inbox.commands.is_empty();
+        inbox.commands.push(command);
+        if wake && let Some(placer) = &inbox.placer {
+            placer.unpark();
+        }
+        Ok(())
+    }
+}
+
+/// A group, as NCCL holds it.
+pub struct Group {
+    /// What its placer shares.
+    pub shared: std::sync::Arc<Shared>,
+    /// How many ranks it has.
+    pub ranks: u32,
+    /// The placer, until it is closed.
+    pub placer: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Group {
+    fn check(&self, rank: u32, size: usize) -> Result<()> {
+        if rank >= self.ranks {
+            return Err(Error::argument(format!("there is no rank {rank} among {}", self.ranks)));
+        }
+        if size as u64 > LONGEST {
+            return Err(Error::argument(format!("{size} bytes at a time; at most {LONGEST} are possible")));
+        }
+        Ok(())
+    }
+
+    /// Begins a put and gives its request. Signal region 0: none.
+    ///
+    /// # Errors
+    /// When the rank or the own memory does not exist.
+    pub fn put(&self, rank: u32, from: Place, to: Place, signal: Signal) -> Result<u64> {
+        self.check(rank, from.size as usize)?;
+        self.shared.registry.locate(from.region, from.offset, from.size)?;
+        let request = self.shared.requests.begin();
+        self.begin(request, Command::Put { request, rank, from, to, signal })
+    }
+
+    /// Begins a get and gives its request.
+    ///
+    /// # Errors
+    /// When the rank or the own memory does not exist.
+    pub fn get(&self, rank: u32, from: Place, to: Place) -> Result<u64> {
+        self.check(rank, to.size as usize)?;
+        self.shared.registry.locate(to.region, to.offset, to.size)?;
+        let request = self.shared.requests.begin();
+        self.begin(request, Command::Get { request, rank, from, to })
+    }
+
+    fn begin(&self, request: u64, command: Command) -> Result<u64> {
+        if let Err(error) = self.shared.ask(command) {
+            // `test` says why, as with the network's connections.
+            self.shared.requests.end(request, Err(error));
+        }
+        Ok(request)
+    }
+
+    /// Registers memory.
+    ///
+    /// # Errors
+    /// When it does not fit into the address space.
+    pub fn register(&self, region: Region) -> Result<u32> {
+        self.shared.registry.add(region)
+    }
+
+    /// Ends a registration. After that nothing of this library touches its memory.
+    ///
+    /// # Errors
+    /// When there is no such registration.
+    pub fn withdraw(&self, region: u32) -> Result<()> {
+        if !self.shared.registry.has(region) {
+            return Err(Error::argument(format!("there is no registration number {region}")));
+        }
+        let (done, is_done) = sync_channel(1);
+        match self.shared.ask(Command::Withdraw { region, done }) {
+            // An error here means that the placer has ended, which closes all connections.
+            Ok(()) => drop(is_done.recv()),
+            Err(_) => self.shared.registry.remove(region),
+        }
+        Ok(())
+    }
+
+    /// Whether another rank has failed.
+    pub fn failure(&self) -> Option<Error> {
+        let inbox = self.shared.inbox();
+        inbox.failure.clone().or_else(|| inbox.ended.clone())
+    }
+
+    /// Ends the group: tells the other ranks, and closes all connections.
+    pub fn close(&self) {
+        let placer = self.placer.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(placer) = placer {
+            let _ = self.shared.ask(Command::Close);
+            let _ = placer.join();
+        }
+    }
+}

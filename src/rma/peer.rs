@@ -1,0 +1,368 @@
+//! Another rank of a group: what is under way to it, and what arrives from it.
+//!
+//! It knows no thread: the placer calls [`Peer::advance`] again and again. Whatever a header says, bytes are placed inside
+//! registrations only: others go nowhere, and the rank that sent them is told.
+
+use std::collections::{HashMap, VecDeque};
+use std::ptr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use super::outgoing::{Message, Outgoing};
+use super::registry::Registry;
+use super::requests::Requests;
+use super::wire::{HEADER, Header, Kind, PIECE, Signal, not_ours};
+use crate::os::error::{Error, Result};
+use crate::plugin::facade::{self, Part};
+
+/// How many receives are posted at a time.
+const POSTED: usize = 16;
+
+/// How long a goodbye may be under way after its rank has closed the other connection.
+const GOODBYE: Duration = Duration::from_secs(1);
+
+/// A get: where its bytes belong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// Own registration.
+    pub region: u32,
+    /// The place in it.
+    pub offset: u64,
+    /// How many bytes.
+    pub size: u64,
+}
+
+/// A request of this rank that the other has not answered, or whose memory has not been read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Pending {
+    read: bool,
+    answered: bool,
+    refused: bool,
+    /// Of a get.
+    place: Option<Place>,
+}
+
+/// What to do when all that follows a header is in place.
+#[derive(Debug, Clone, Copy)]
+struct Finish {
+    header: Header,
+    refused: bool,
+}
+
+/// What follows a header and has no receive yet.
+struct Pieces {
+    /// None where the bytes go nowhere.
+    address: Option<usize>,
+    left: usize,
+    region: u32,
+    finish: Finish,
+}
+
+enum Arriving {
+    /// Boxed, because the connection writes it until its request is done.
+    Header(Box<[u8; HEADER]>),
+    Piece {
+        size: usize,
+        region: u32,
+        finish: Option<Finish>,
+    },
+}
+
+/// Another rank.
+pub struct Peer {
+    rank: u32,
+    outgoing: Outgoing,
+    recv: usize,
+    /// Receives, the oldest first.
+    posted: VecDeque<(usize, Arriving)>,
+    pieces: Option<Pieces>,
+    /// Where refused bytes go.
+    nowhere: Vec<u8>,
+    pending: HashMap<u64, Pending>,
+    /// This rank has said goodbye.
+    has_said_goodbye: bool,
+    /// The other has.
+    has_left: bool,
+    /// When sending began to fail.
+    unsent_since: Option<Instant>,
+}
+
+impl Peer {
+    /// Over these two connections, which it closes when it goes.
+    pub fn new(rank: u32, outgoing: Outgoing, recv: usize) -> Self {
+        Self {
+            rank,
+            outgoing,
+            recv,
+            posted: VecDeque::new(),
+            pieces: None,
+            nowhere: Vec::new(),
+            pending: HashMap::new(),
+            has_said_goodbye: false,
+            has_left: false,
+            unsent_since: None,
+        }
+    }
+
+    /// Its rank.
+    pub fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    /// The requests that wait for it.
+    pub fn pending(&self) -> impl Iterator<Item = u64> {
+        self.pending.keys().copied()
+    }
+
+    /// Whether it has said goodbye.
+    pub fn has_left(&self) -> bool {
+        self.has_left
+    }
+
+    /// Whether a transfer uses this registration.
+    pub fn uses(&self, region: u32) -> bool {
+        let arrives =
+            |(_, it): &(usize, Arriving)| matches!(it, Arriving::Piece { region: used, .. } if *used == region);
+        self.outgoing.uses(region)
+            || self.posted.iter().any(arrives)
+            || self.pieces.as_ref().is_some_and(|pieces| pieces.region == region)
+    }
+
+    /// Whether both have said goodbye: then its connections can be closed with nothing under way.
+    pub fn is_over(&self) -> bool {
+        self.has_left && self.outgoing.is_empty()
+    }
+
+    /// Puts the bytes at `address`, inside the own registration `source`.
+    pub fn put(&mut self, request: u64, (source, address): (u32, usize), to: &Place, signal: Signal) {
+        let Place { region, offset, size } = *to;
+        let source = if size == 0 { 0 } else { source };
+        self.pending.insert(request, Pending { read: false, answered: false, refused: false, place: None });
+        let header = Header { kind: Kind::Put, refused: false, request, region, offset, size, signal };
+        self.outgoing.push(Message::with_bytes(&header, source, address, Some(request)));
+    }
+
+    /// Gets the bytes of its registration `region` at `offset`.
+    pub fn get(&mut self, request: u64, (region, offset): (u32, u64), place: Place) {
+        self.pending.insert(request, Pending { read: true, answered: false, refused: false, place: Some(place) });
+        let header = Header { request, region, offset, size: place.size, ..Header::new(Kind::Get) };
+        self.outgoing.push(Message::bare(&header));
+    }
+
+    /// Says goodbye; nothing may be asked for after that.
+    pub fn leave(&mut self) {
+        if !std::mem::replace(&mut self.has_said_goodbye, true) {
+            self.outgoing.push(Message::bare(&Header::new(Kind::Bye)));
+        }
+    }
+
+    /// Moves what can move. Gives whether anything did.
+    ///
+    /// # Errors
+    /// When a connection has failed, or the peer breaks the protocol or has left while it owes an answer.
+    pub fn advance(&mut self, registry: &Registry, requests: &Requests) -> Result<bool> {
+        if self.has_left {
+            let mut unread = Vec::new();
+            return if self.pending.is_empty() { self.outgoing.advance(&mut unread) } else { Err(has_closed()) };
+        }
+        let mut read = Vec::new();
+        let sent = self.outgoing.advance(&mut read);
+        for request in read {
+            self.note(request, requests, |pending| pending.read = true);
+        }
+        let arrived = self.take_what_arrives(registry, requests)?;
+        if self.has_left {
+            return Ok(true);
+        }
+        match sent {
+            Ok(sent) => Ok(sent | arrived),
+            // A rank that closes says goodbye on one connection and ends the other: the goodbye may still be under way.
+            Err(error) => {
+                let since = *self.unsent_since.get_or_insert_with(Instant::now);
+                if since.elapsed() < GOODBYE { Ok(arrived) } else { Err(error) }
+            }
+        }
+    }
+
+    fn take_what_arrives(&mut self, registry: &Registry, requests: &Requests) -> Result<bool> {
+        let mut moved = self.post()?;
+        while let Some((request, _)) = self.posted.front() {
+            let Some(outcome) = facade::test(*request)? else { break };
+            moved = true;
+            let Some((_, arrived)) = self.posted.pop_front() else { break };
+            let expected = match &arrived {
+                Arriving::Header(_) => HEADER,
+                Arriving::Piece { size, .. } => *size,
+            };
+            if outcome.sizes[0] != expected as u64 {
+                return Err(not_ours());
+            }
+            match arrived {
+                Arriving::Header(bytes) => self.begin(&Header::decode(&bytes)?, registry, requests)?,
+                Arriving::Piece { finish: Some(finish), .. } => self.finish(&finish, registry, requests)?,
+                Arriving::Piece { finish: None, .. } => {}
+            }
+            if self.has_left {
+                break;
+            }
+            self.post()?;
+        }
+        Ok(moved)
+    }
+
+    /// Posts receives for what follows the last header, and one for the next header behind them.
+    fn post(&mut self) -> Result<bool> {
+        let mut moved = false;
+        while let Some(pieces) = &mut self.pieces {
+            let most = if pieces.address.is_some() { POSTED } else { 1 };
+            if self.posted.len() >= most {
+                return Ok(moved);
+            }
+            let size = pieces.left.min(PIECE);
+            let data = match pieces.address {
+                Some(address) => ptr::with_exposed_provenance_mut(address),
+                None => {
+                    self.nowhere.resize(PIECE, 0);
+                    self.nowhere.as_mut_ptr()
+                }
+            };
+            let Some(request) = receive(self.recv, data, size)? else { return Ok(moved) };
+            moved = true;
+            pieces.left -= size;
+            pieces.address = pieces.address.map(|address| address + size);
+            let finish = (pieces.left == 0).then_some(pieces.finish);
+            self.posted.push_back((request, Arriving::Piece { size, region: pieces.region, finish }));
+            if finish.is_some() {
+                self.pieces = None;
+            }
+        }
+        let waits = self.posted.iter().any(|(_, arriving)| matches!(arriving, Arriving::Header(_)));
+        if !waits && !self.has_left {
+            let mut header = Box::new([0; HEADER]);
+            if let Some(request) = receive(self.recv, header.as_mut_ptr(), HEADER)? {
+                moved = true;
+                self.posted.push_back((request, Arriving::Header(header)));
+            }
+        }
+        Ok(moved)
+    }
+
+    /// A header has come, and all before it is in place.
+    fn begin(&mut self, header: &Header, registry: &Registry, requests: &Requests) -> Result<()> {
+        match header.kind {
+            Kind::Put => {
+                let place = Place { region: header.region, offset: header.offset, size: header.size };
+                self.expect(header, place, registry, requests)
+            }
+            Kind::Get => {
+                let found = registry.locate(header.region, header.offset, header.size);
+                let (refused, address) = found.map_or((true, 0), |address| (false, address));
+                let size = if refused { 0 } else { header.size };
+                let region = if size == 0 { 0 } else { header.region };
+                let reply = Header { refused, request: header.request, size, ..Header::new(Kind::Reply) };
+                self.outgoing.push(Message::with_bytes(&reply, region, address, None));
+                Ok(())
+            }
+            Kind::Reply => {
+                let place = self.pending.get(&header.request).and_then(|pending| pending.place);
+                let place = place.filter(|place| header.size == if header.refused { 0 } else { place.size });
+                let place = place.ok_or_else(not_ours)?;
+                self.expect(header, Place { size: header.size, ..place }, registry, requests)
+            }
+            Kind::Ack => {
+                let is_put = self.pending.get(&header.request).is_some_and(|it| it.place.is_none() && !it.answered);
+                if !is_put {
+                    return Err(not_ours());
+                }
+                self.note(header.request, requests, |pending| {
+                    pending.answered = true;
+                    pending.refused = header.refused;
+                });
+                Ok(())
+            }
+            Kind::Bye => {
+                self.has_left = true;
+                self.leave();
+                Ok(())
+            }
+            Kind::Hello => Err(not_ours()),
+        }
+    }
+
+    /// The bytes that follow belong there.
+    fn expect(&mut self, header: &Header, place: Place, registry: &Registry, requests: &Requests) -> Result<()> {
+        let address = registry.locate(place.region, place.offset, place.size).ok();
+        let finish = Finish { header: *header, refused: header.refused || address.is_none() };
+        if place.size == 0 {
+            return self.finish(&finish, registry, requests);
+        }
+        let region = if address.is_some() { place.region } else { 0 };
+        self.pieces = Some(Pieces { address, left: place.size as usize, region, finish });
+        Ok(())
+    }
+
+    /// What followed a header is in place, or was thrown away.
+    fn finish(&mut self, finish: &Finish, registry: &Registry, requests: &Requests) -> Result<()> {
+        let Finish { header, mut refused } = *finish;
+        if header.kind == Kind::Reply {
+            self.note(header.request, requests, |pending| {
+                pending.answered = true;
+                pending.refused = refused;
+            });
+            return Ok(());
+        }
+        if !refused && header.signal.region != 0 {
+            refused = add_signal(registry, &header.signal).is_err();
+        }
+        let answer = Header { refused, request: header.request, ..Header::new(Kind::Ack) };
+        self.outgoing.push(Message::bare(&answer));
+        Ok(())
+    }
+
+    /// Changes what is known of a request, and ends it when nothing is missing.
+    fn note(&mut self, request: u64, requests: &Requests, change: impl FnOnce(&mut Pending)) {
+        let Some(pending) = self.pending.get_mut(&request) else { return };
+        change(pending);
+        if pending.read && pending.answered {
+            let outcome = if pending.refused { Err(refusal(self.rank)) } else { Ok(()) };
+            self.pending.remove(&request);
+            requests.end(request, outcome);
+        }
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        // Before the headers go, into which the connection may still write. It may have ended with its context.
+        let _ = facade::close_recv(self.recv);
+    }
+}
+
+/// What becomes of operations on a rank that has said goodbye.
+pub fn has_closed() -> Error {
+    Error::remote("it has closed its side")
+}
+
+fn refusal(rank: u32) -> Error {
+    Error::remote(format!("rank {rank} refused a one-sided operation: its place is not inside a registration there"))
+        .with_hint("all ranks must register the same windows in the same order, and keep them until all is done")
+}
+
+fn receive(comm: usize, data: *mut u8, size: usize) -> Result<Option<usize>> {
+    facade::irecv(comm, &[Part { data, size, tag: 0, mr: 0, profiler: ptr::null_mut() }])
+}
+
+/// Adds a signal's value to its number.
+///
+/// # Errors
+/// When it is not inside its registration.
+pub fn add_signal(registry: &Registry, signal: &Signal) -> Result<()> {
+    let address = registry.locate_signal(signal)?;
+    // SAFETY: the address is a multiple of 8 and lies, with the 7 bytes behind it, inside registered host memory, which stays
+    // valid while it is registered; the placer, which calls this, also ends registrations. Whoever else uses a signal does
+    // so atomically.
+    let number = unsafe { AtomicU64::from_ptr(ptr::with_exposed_provenance_mut(address)) };
+    // What was placed before becomes visible before the signal.
+    number.fetch_add(signal.value, Ordering::AcqRel);
+    Ok(())
+}

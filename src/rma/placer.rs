@@ -1,0 +1,241 @@
+//! The placer: the thread of a group that alone uses the group's connections and writes into registered memory.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr;
+use std::sync::Arc;
+use std::sync::mpsc::SyncSender;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::group::{Command, Shared};
+use super::peer::{Peer, Place, add_signal, has_closed};
+use super::wire::Signal;
+use crate::os::error::{Error, Result};
+use crate::os::log;
+
+/// How long the placer asks without a pause after something moved.
+const EAGER: Duration = Duration::from_micros(200);
+/// Its pauses after that.
+const PAUSE: Duration = Duration::from_micros(50);
+/// Its pauses when nothing has moved for a second.
+const LONG_PAUSE: Duration = Duration::from_micros(500);
+/// How long a group that closes waits for its goodbyes to be sent.
+const FAREWELL: Duration = Duration::from_millis(500);
+
+/// How long a transfer may still use memory whose registration ends: the other rank may have all bytes of a get before this one
+/// has the acknowledgement. A transfer that takes longer belongs to a job that aborts.
+const LATE: Duration = Duration::from_secs(2);
+
+/// A rank, or why nothing more goes to it.
+enum Other {
+    Alive(Box<Peer>),
+    Failed(Error),
+    /// The own rank.
+    Own,
+}
+
+struct Withdrawal {
+    region: u32,
+    until: Instant,
+    done: SyncSender<()>,
+}
+
+/// A placer and its peers.
+pub struct Placer {
+    shared: Arc<Shared>,
+    others: Vec<Other>,
+    withdrawals: Vec<Withdrawal>,
+    closes: Option<Instant>,
+}
+
+impl Placer {
+    /// For the group of these other ranks and this one; none at the own place.
+    pub fn new(shared: Arc<Shared>, peers: Vec<Option<Peer>>) -> Self {
+        let others =
+            peers.into_iter().map(|peer| peer.map_or(Other::Own, |peer| Other::Alive(Box::new(peer)))).collect();
+        Self { shared, others, withdrawals: Vec::new(), closes: None }
+    }
+
+    /// Works until the group is closed.
+    pub fn run(self) {
+        let shared = Arc::clone(&self.shared);
+        // A panic ends the group: the peers close their connections as they are dropped.
+        let ended = catch_unwind(AssertUnwindSafe(|| self.work()));
+        let why = match ended {
+            Ok(()) => Error::usage("the group of one-sided operations is closed"),
+            Err(_) => {
+                let error = Error::internal("a defect of Towline ended the placer of one-sided operations");
+                tracing::error!("{error}");
+                error
+            }
+        };
+        shared.end(&why);
+    }
+
+    fn work(mut self) {
+        let mut moved_at = Instant::now();
+        loop {
+            let commands = self.shared.take();
+            let mut moved = !commands.is_empty();
+            for command in commands {
+                self.obey(command);
+            }
+            moved |= self.advance();
+            self.end_withdrawals();
+            let now = Instant::now();
+            if self.closes.is_some_and(|until| now >= until || !self.any_alive()) {
+                return;
+            }
+            if moved {
+                moved_at = now;
+                continue;
+            }
+            match now - moved_at {
+                idle if idle < EAGER => thread::yield_now(),
+                idle if idle < Duration::from_secs(1) => thread::park_timeout(PAUSE),
+                _ => thread::park_timeout(LONG_PAUSE),
+            }
+        }
+    }
+
+    fn any_alive(&self) -> bool {
+        self.others.iter().any(|other| matches!(other, Other::Alive(_)))
+    }
+
+    fn advance(&mut self) -> bool {
+        let mut moved = false;
+        for other in &mut self.others {
+            let Other::Alive(peer) = other else { continue };
+            match peer.advance(&self.shared.registry, &self.shared.requests) {
+                Ok(_) if peer.is_over() => *other = Other::Failed(ended(peer, &has_closed())),
+                Ok(peer_moved) => moved |= peer_moved,
+                // Its goodbye has come, and it need not wait for the answer.
+                Err(_) if peer.has_left() && peer.pending().next().is_none() => {
+                    *other = Other::Failed(ended(peer, &has_closed()))
+                }
+                Err(error) => fail(other, &self.shared, &error, self.closes.is_some()),
+            }
+        }
+        moved
+    }
+
+    fn obey(&mut self, command: Command) {
+        match command {
+            Command::Put { request, rank, from, to, signal } => {
+                let address = match self.shared.registry.locate(from.region, from.offset, from.size) {
+                    Ok(address) => address,
+                    Err(error) => return self.shared.requests.end(request, Err(error)),
+                };
+                match &mut self.others[rank as usize] {
+                    Other::Alive(peer) => peer.put(request, (from.region, address), &to, signal),
+                    Other::Failed(error) => refuse(&self.shared, request, error),
+                    Other::Own => self.shared.requests.end(request, self.move_within(&from, &to, &signal)),
+                }
+            }
+            Command::Get { request, rank, from, to } => match &mut self.others[rank as usize] {
+                Other::Alive(peer) => peer.get(request, (from.region, from.offset), to),
+                Other::Failed(error) => refuse(&self.shared, request, error),
+                Other::Own => self.shared.requests.end(request, self.move_within(&from, &to, &Signal::default())),
+            },
+            Command::Withdraw { region, done } => {
+                self.shared.registry.remove(region);
+                self.withdrawals.push(Withdrawal { region, until: Instant::now() + LATE, done });
+            }
+            Command::Close => {
+                self.closes = Some(Instant::now() + FAREWELL);
+                for other in &mut self.others {
+                    if let Other::Alive(peer) = other {
+                        peer.leave();
+                    }
+                }
+            }
+        }
+    }
+
+    /// An operation whose target is the own rank.
+    fn move_within(&self, from: &Place, to: &Place, signal: &Signal) -> Result<()> {
+        let registry = &self.shared.registry;
+        let source = registry.locate(from.region, from.offset, from.size)?;
+        let target = registry.locate(to.region, to.offset, to.size)?;
+        if from.size > 0 {
+            // SAFETY: both are inside registered host memory of at least that many bytes, which stays valid while it is
+            // registered, and this thread alone ends registrations. They may overlap.
+            unsafe {
+                ptr::copy::<u8>(
+                    ptr::with_exposed_provenance(source),
+                    ptr::with_exposed_provenance_mut(target),
+                    from.size as usize,
+                );
+            }
+        }
+        if signal.region == 0 { Ok(()) } else { add_signal(registry, signal) }
+    }
+
+    /// Answers withdrawals whose memory nothing uses. Where something still does after the patience, that rank fails.
+    fn end_withdrawals(&mut self) {
+        let now = Instant::now();
+        let Self { withdrawals, others, shared, .. } = self;
+        withdrawals.retain(|withdrawal| {
+            let mut is_used = false;
+            for other in &mut *others {
+                let Other::Alive(peer) = other else { continue };
+                if peer.uses(withdrawal.region) {
+                    if now < withdrawal.until {
+                        is_used = true;
+                    } else {
+                        let why = "a registration ended under a transfer that used it";
+                        fail(other, shared, &Error::usage(why), true);
+                    }
+                }
+            }
+            if !is_used {
+                let _ = withdrawal.done.send(());
+            }
+            is_used
+        });
+    }
+}
+
+/// How an operation with a rank fails.
+fn ended(peer: &Peer, error: &Error) -> Error {
+    let mut told =
+        Error::new(error.cause(), format!("one-sided operations with rank {} end: {}", peer.rank(), error.what()));
+    if let Some(address) = error.peer() {
+        told = told.with_peer(address);
+    }
+    if let Some(hint) = error.hint() {
+        told = told.with_hint(hint);
+    }
+    told
+}
+
+/// NCCL 2.30.7 stores the failure of a put and never reads it: the log is where the user learns of it.
+fn say_once(error: &Error) {
+    if error.tell_once() {
+        let line = format!("{error}; NCCL may wait for ever: end the job");
+        log::also_to_stderr(&line);
+        tracing::warn!("{line}");
+    }
+}
+
+/// Ends a request whose rank has ended before.
+fn refuse(shared: &Shared, request: u64, error: &Error) {
+    say_once(error);
+    shared.requests.end(request, Err(error.clone()));
+}
+
+/// Gives a rank up: closes its connections and fails its requests. `quietly`: nobody needs to know.
+fn fail(other: &mut Other, shared: &Shared, error: &Error, quietly: bool) {
+    let Other::Alive(peer) = other else { return };
+    let told = ended(peer, error);
+    let pending: Vec<u64> = peer.pending().collect();
+    // This closes the connections: after it nothing touches a request's memory.
+    *other = Other::Failed(told.clone());
+    if !quietly {
+        say_once(&told);
+    }
+    shared.tell_failure(&told);
+    for request in pending {
+        shared.requests.end(request, Err(told.clone()));
+    }
+}

@@ -1,0 +1,137 @@
+//! The memory that the other ranks of a group may write and read, numbered from 1 in the order of registrations.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::wire::Signal;
+use crate::os::error::{Error, Result};
+
+/// Registered memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Region {
+    /// Where it begins.
+    pub address: usize,
+    /// Its bytes.
+    pub size: usize,
+}
+
+/// All registrations of a group.
+#[derive(Debug, Default)]
+pub struct Registry {
+    regions: Mutex<Vec<Option<Region>>>,
+}
+
+impl Registry {
+    fn regions(&self) -> MutexGuard<'_, Vec<Option<Region>>> {
+        self.regions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds memory and gives its number.
+    ///
+    /// # Errors
+    /// When there are too many.
+    pub fn add(&self, region: Region) -> Result<u32> {
+        if region.address.checked_add(region.size).is_none() {
+            return Err(Error::argument("the memory to register reaches beyond the address space"));
+        }
+        let mut regions = self.regions();
+        let number = u32::try_from(regions.len() + 1).map_err(|_| Error::usage("too many registrations"))?;
+        regions.push(Some(region));
+        Ok(number)
+    }
+
+    /// Ends a registration. Its number is never given again.
+    pub fn remove(&self, number: u32) {
+        if let Some(index) = index(number)
+            && let Some(place) = self.regions().get_mut(index)
+        {
+            *place = None;
+        }
+    }
+
+    /// Whether there is such a registration.
+    pub fn has(&self, number: u32) -> bool {
+        index(number).is_some_and(|index| self.regions().get(index).is_some_and(Option::is_some))
+    }
+
+    /// The address of these bytes. Where there are none it may be anything.
+    ///
+    /// # Errors
+    /// When they are not all inside that registration.
+    pub fn locate(&self, number: u32, offset: u64, size: u64) -> Result<usize> {
+        if size == 0 {
+            return Ok(0);
+        }
+        let region = index(number).and_then(|index| self.regions().get(index).copied().flatten());
+        let region = region.ok_or_else(|| Error::argument(format!("there is no registration number {number}")))?;
+        let is_inside = offset.checked_add(size).is_some_and(|end| end <= region.size as u64);
+        if !is_inside {
+            return Err(Error::argument(format!(
+                "{size} bytes at {offset} are not inside registration {number}, which has {} bytes",
+                region.size
+            )));
+        }
+        Ok(region.address + offset as usize)
+    }
+
+    /// The address of a signal, which is a multiple of 8.
+    ///
+    /// # Errors
+    /// When it is not inside that registration, or not aligned.
+    pub fn locate_signal(&self, signal: &Signal) -> Result<usize> {
+        let address = self.locate(signal.region, signal.offset, 8)?;
+        if !address.is_multiple_of(8) {
+            return Err(Error::argument(format!("a signal at {}, which is no multiple of 8", signal.offset)));
+        }
+        Ok(address)
+    }
+}
+
+fn index(number: u32) -> Option<usize> {
+    (number as usize).checked_sub(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_outside_a_registration_is_ever_located() {
+        let registry = Registry::default();
+        let number = registry.add(Region { address: 4096, size: 100 }).unwrap();
+        let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+        let mut random = || {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            let narrow = state >> 56;
+            [narrow % 110, state, u64::MAX - narrow % 110, 100][(state >> 32) as usize % 4]
+        };
+        let mut found = 0;
+        for _ in 0..100_000 {
+            let (offset, size) = (random(), random());
+            if let Ok(address) = registry.locate(number, offset, size)
+                && size > 0
+            {
+                assert!(address >= 4096 && address as u64 + size <= 4196, "{offset} {size}");
+                found += 1;
+            }
+            if let Ok(address) = registry.locate_signal(&Signal { region: number, offset, value: 1 }) {
+                assert!(address.is_multiple_of(8) && (4096..=4188).contains(&address), "{offset}");
+            }
+        }
+        assert!(found > 100, "{found}");
+    }
+
+    #[test]
+    fn a_number_is_not_given_again() {
+        let registry = Registry::default();
+        let region = Region { address: 8, size: 8 };
+        let first = registry.add(region).unwrap();
+        registry.remove(first);
+        let second = registry.add(region).unwrap();
+        assert_ne!(first, second);
+        assert!(registry.locate(first, 0, 1).is_err() && registry.locate(second, 0, 8).is_ok());
+        assert!(registry.locate(0, 0, 1).is_err() && registry.locate(0, 0, 0).is_ok());
+        assert!(registry.add(Region { address: usize::MAX, size: 2 }).is_err());
+    }
+}
