@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what .ci/packaging/build.sh has made, and uses each: `towline doctor`, `towline all-reduce`, and a C program that
-# opens the library by name, as NCCL does.
+# opens the library by both of its names, as NCCL does.
 #
 #   tests/packages.sh [OUT] [SUITE…]      OUT is target/package/out unless given; suites: bookworm trixie
 #
@@ -57,6 +57,9 @@ run_from() {
     echo "$said" | tail -n 1
     if [ -n "${opens:-}" ]; then "$opens"; fi
     unset LD_LIBRARY_PATH NCCL_NET
+}
+completions_in() {
+    find "$1/bash-completion/completions/towline" "$1"/zsh/*/_towline "$1"/fish/vendor_completions.d/towline.fish >/dev/null
 }'
 
 bare=${TOWLINE_BARE_DIR:-$project/target/bare}
@@ -74,11 +77,14 @@ gcc -x c - -o "$opens" -ldl <<'C'
 #include <string.h>
 
 int main(void) {
-    void* library = dlopen("libnccl-net.so", RTLD_NOW | RTLD_LOCAL);
-    if (!library) return fprintf(stderr, "%s\n", dlerror()), 1;
-    const char** table = dlsym(library, "ncclNetPlugin_v12");
-    if (!table || strcmp(*table, "Towline")) return fprintf(stderr, "no table of Towline's\n"), 1;
-    puts("a C program opens libnccl-net.so: Towline");
+    const char* names[] = {"libnccl-net.so", "libnccl-net-towline.so"};
+    for (int i = 0; i < 2; i++) {
+        void* library = dlopen(names[i], RTLD_NOW | RTLD_LOCAL);
+        if (!library) return fprintf(stderr, "%s\n", dlerror()), 1;
+        const char** table = dlsym(library, "ncclNetPlugin_v12");
+        if (!table || strcmp(*table, "Towline")) return fprintf(stderr, "%s has no table of Towline's\n", names[i]), 1;
+        printf("a C program opens %s: Towline\n", names[i]);
+    }
     return 0;
 }
 C
@@ -104,6 +110,7 @@ for suite in "$@"; do
         echo "== .deb"; dpkg -i /root/towline.deb >/dev/null
         run_from towline /usr/lib/towline
         find /usr/share/man/man1/towline-doctor.1.gz /usr/share/doc/towline/copyright >/dev/null || { grep -r share/man /etc/dpkg/dpkg.cfg.d; exit 1; }
+        completions_in /usr/share
         dpkg -r towline >/dev/null; ! [ -e /usr/lib/towline ] || { echo "dpkg -r leaves /usr/lib/towline"; exit 1; }'
         tried=$((tried + 1))
     fi
@@ -112,6 +119,7 @@ for suite in "$@"; do
         script+='
         echo "== archive"; tar -C /opt -xzf /root/towline.tar.gz
         run_from "$(echo /opt/towline-*/bin/towline)" "$(echo /opt/towline-*/lib/towline)"
+        completions_in "$(echo /opt/towline-*/share)"
         ln -s /opt/towline-*/bin/towline /usr/local/bin/towline
         run_from /usr/local/bin/towline "$(echo /opt/towline-*/lib/towline)"; rm /usr/local/bin/towline'
         tried=$((tried + 1))
@@ -121,7 +129,7 @@ for suite in "$@"; do
         rpm --root "$root/opt/rpm" --install --nodeps "$rpm"
         script+='
         echo "== .rpm"; run_from /opt/rpm/usr/bin/towline /opt/rpm/usr/lib/towline
-        [ -e /opt/rpm/usr/lib/towline/libnccl-net-towline.so ] || { echo "the second name is missing"; exit 1; }'
+        find /opt/rpm/usr/share/man/man1/towline-doctor.1.gz >/dev/null; completions_in /opt/rpm/usr/share'
         tried=$((tried + 1))
     fi
     echo "==== $suite"
