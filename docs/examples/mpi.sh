@@ -3,7 +3,8 @@
 #
 #   mpi.sh HOSTFILE PROCESSES [PROGRAM ARGUMENTS…]
 set -euo pipefail
-hostfile=$1 processes=$2
+usage='usage: mpi.sh HOSTFILE PROCESSES [PROGRAM ARGUMENTS…]'
+hostfile=${1:?$usage} processes=${2:?$usage}
 shift 2
 [ $# -gt 0 ] || set -- ./all_reduce_perf -b 8 -e 1G -f 2 -g 1
 
