@@ -6,6 +6,7 @@ use std::io::IsTerminal;
 use std::time::Duration;
 
 use clap::Args;
+use serde_json::{Value, json};
 use towline::os::error::Result;
 use towline::trace::clock;
 use towline::trace::live::{CommState, State};
@@ -24,20 +25,24 @@ pub(crate) struct Options {
     /// Print one table, after a second of measuring, and end.
     #[arg(long)]
     once: bool,
+    /// Print a JSON object in a line of its own for each look.
+    #[arg(long)]
+    json: bool,
     #[command(flatten)]
     place: gather::Place,
 }
 
 /// Runs the subcommand.
 pub(crate) fn run(options: &Options) -> Result<Verdict> {
-    let clear = std::io::stdout().is_terminal() && !options.once;
+    let clear = std::io::stdout().is_terminal() && !options.once && !options.json;
     let mut before = BTreeMap::new();
     let mut first = true;
     loop {
         let processes = options.place.processes()?;
         let now = clock::now();
         if !(first && options.once) {
-            let text = render(&processes, &before, now);
+            let view = View::of(&processes, &before, now);
+            let text = if options.json { format!("{}\n", view.json()) } else { view.text() };
             print(if clear { format!("\x1b[H\x1b[2J{text}") } else { text });
             if options.once {
                 return Ok(Verdict::Good);
@@ -59,34 +64,97 @@ fn key(state: &State) -> Key {
     (state.host.clone(), state.boot, state.pid)
 }
 
-fn render(processes: &[Process], before: &BTreeMap<Key, State>, now: u64) -> String {
-    let alive: Vec<&Process> = processes.iter().filter(|process| process.is_alive(now)).collect();
-    // What earlier jobs have left is not of interest.
-    let running = gather::running(processes, now);
-    let is_of_running =
-        |process: &&Process| process.state.communicators.iter().any(|it| running.contains(&it.info().id));
-    let gone = processes.iter().filter(|process| !process.is_alive(now)).filter(is_of_running);
-    let mut text = String::new();
-    let table = Table::new(COLUMNS.map(|(heading, width)| (heading, "", width)));
-    let _ = writeln!(text, "{}", table.left_row(&COLUMNS.map(|(heading, _)| heading.to_owned())));
-    let mut rows: Vec<(String, i32, String)> = Vec::new();
-    for process in &alive {
-        for comm in process.state.communicators.iter().filter(|comm| comm.ended.is_none()) {
-            let title = if comm.name.is_empty() { format!("0x{}", comm.id) } else { comm.name.clone() };
-            let mut cells = vec![title.clone(), comm.rank.to_string(), process.state.host.clone()];
-            cells.push(process.state.pid.to_string());
-            cells.extend(doing(process, comm, now));
-            rows.push((title, comm.rank, table.left_row(&cells)));
+/// What one look shows.
+struct View {
+    /// By communicator and rank.
+    ranks: Vec<Rank>,
+    /// Processes of running jobs that are gone: host, process, whether it ended in order, since when.
+    gone: Vec<(String, i32, bool, String)>,
+    /// By host and interface: 10⁹ bytes per second sent and received.
+    rates: BTreeMap<(String, String), [f64; 2]>,
+}
+
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+struct Rank {
+    communicator: String,
+    rank: i32,
+    host: String,
+    process: i32,
+    /// The call, for how long, and what it waits for.
+    doing: [String; 3],
+}
+
+impl View {
+    fn of(processes: &[Process], before: &BTreeMap<Key, State>, now: u64) -> Self {
+        let alive: Vec<&Process> = processes.iter().filter(|process| process.is_alive(now)).collect();
+        // What earlier jobs have left is not of interest.
+        let running = gather::running(processes, now);
+        let is_of_running =
+            |process: &&Process| process.state.communicators.iter().any(|it| running.contains(&it.info().id));
+        let gone = processes.iter().filter(|process| !process.is_alive(now)).filter(is_of_running);
+        let gone = gone.map(|process| {
+            let State { host, pid, exited, .. } = &process.state;
+            (host.clone(), *pid, *exited, ago(now, process.heard))
+        });
+        let mut ranks: Vec<Rank> = Vec::new();
+        for process in &alive {
+            for comm in process.state.communicators.iter().filter(|comm| comm.ended.is_none()) {
+                ranks.push(Rank {
+                    communicator: if comm.name.is_empty() { format!("0x{}", comm.id) } else { comm.name.clone() },
+                    rank: comm.rank,
+                    host: process.state.host.clone(),
+                    process: process.state.pid,
+                    doing: doing(process, comm, now),
+                });
+            }
         }
+        ranks.sort();
+        Self { ranks, gone: gone.collect(), rates: rates(&alive, before) }
     }
-    rows.sort();
-    rows.into_iter().for_each(|(_, _, row)| _ = writeln!(text, "{row}"));
-    for process in gone {
-        let State { host, pid, .. } = &process.state;
-        let end = if process.state.exited { "has ended" } else { "was last heard of" };
-        let _ = writeln!(text, "{host}, process {pid}, {end} {} ago", ago(now, process.heard));
+
+    fn text(&self) -> String {
+        let mut text = String::new();
+        let table = Table::new(COLUMNS.map(|(heading, width)| (heading, "", width)));
+        let _ = writeln!(text, "{}", table.left_row(&COLUMNS.map(|(heading, _)| heading.to_owned())));
+        for Rank { communicator, rank, host, process, doing } in &self.ranks {
+            let mut cells = vec![communicator.clone(), rank.to_string(), host.clone(), process.to_string()];
+            cells.extend_from_slice(doing);
+            let _ = writeln!(text, "{}", table.left_row(&cells));
+        }
+        for (host, process, exited, since) in &self.gone {
+            let end = if *exited { "has ended" } else { "was last heard of" };
+            let _ = writeln!(text, "{host}, process {process}, {end} {since} ago");
+        }
+        for ((host, name), [sent, received]) in &self.rates {
+            let _ = writeln!(text, "{host} {name}: {sent:.3} GB/s out, {received:.3} GB/s in");
+        }
+        if text.lines().count() == 1 {
+            text += "no process of a running job was found\n";
+        }
+        text
     }
-    let mut rates: BTreeMap<(&str, &str), [f64; 2]> = BTreeMap::new();
+
+    fn json(&self) -> Value {
+        let rank = |it: &Rank| {
+            let [call, since, waits_for] = &it.doing;
+            json!({
+                "communicator": it.communicator, "rank": it.rank, "host": it.host, "process": it.process,
+                "call": call, "for": since, "waits_for": waits_for,
+            })
+        };
+        let gone = |(host, process, exited, since): &(String, i32, bool, String)| json!({"host": host, "process": process, "has_ended": exited, "since": since});
+        let rate = |((host, name), [sent, received]): (&(String, String), &[f64; 2])| json!({"host": host, "interface": name, "sent_gbs": sent, "received_gbs": received});
+        json!({
+            "ranks": self.ranks.iter().map(rank).collect::<Vec<_>>(),
+            "gone": self.gone.iter().map(gone).collect::<Vec<_>>(),
+            "interfaces": self.rates.iter().map(rate).collect::<Vec<_>>(),
+        })
+    }
+}
+
+/// What the interfaces carried since the look before.
+fn rates(alive: &[&Process], before: &BTreeMap<Key, State>) -> BTreeMap<(String, String), [f64; 2]> {
+    let mut rates: BTreeMap<(String, String), [f64; 2]> = BTreeMap::new();
     for process in alive {
         let Some(past) = before.get(&key(&process.state)).filter(|past| past.now < process.state.now) else { continue };
         let seconds = (process.state.now - past.now) as f64 / 1e9;
@@ -94,20 +162,14 @@ fn render(processes: &[Process], before: &BTreeMap<Key, State>, now: u64) -> Str
             let Some(was) = past.interfaces.iter().find(|it| it.name == interface.name) else { continue };
             let rate = |is: u64, was: u64| is.saturating_sub(was) as f64 / seconds / 1e9;
             let new = [rate(interface.sent, was.sent), rate(interface.received, was.received)];
-            let sum = rates.entry((&process.state.host, &interface.name)).or_default();
+            let sum = rates.entry((process.state.host.clone(), interface.name.clone())).or_default();
             for (sum, new) in sum.iter_mut().zip(new) {
                 // All processes of a host read the same counters of it.
                 *sum = if interface.of_host { sum.max(new) } else { *sum + new };
             }
         }
     }
-    for ((host, name), [sent, received]) in rates {
-        let _ = writeln!(text, "{host} {name}: {sent:.3} GB/s out, {received:.3} GB/s in");
-    }
-    if text.lines().count() == 1 {
-        text += "no process of a running job was found\n";
-    }
-    text
+    rates
 }
 
 /// What a rank is in, for how long, and what it waits for.
@@ -142,10 +204,13 @@ mod tests {
             Process::here(State { host: "node".into(), pid, exited, now, communicators, ..State::default() })
         };
         let processes = [process(1, "a", false), process(2, "a", true), process(3, "b", true)];
-        let text = render(&processes, &BTreeMap::new(), now);
+        let view = View::of(&processes, &BTreeMap::new(), now);
+        let text = view.text();
         assert!(text.contains("node, process 2, has ended"), "{text}");
         assert!(!text.contains("process 3"), "of an earlier job: {text}");
-        let text = render(&processes[2..], &BTreeMap::new(), now);
+        let json = view.json();
+        assert_eq!((&json["ranks"][0]["process"], &json["gone"][0]["has_ended"]), (&json!(1), &json!(true)));
+        let text = View::of(&processes[2..], &BTreeMap::new(), now).text();
         assert!(text.contains("no process of a running job was found") && !text.contains("process 3"), "{text}");
     }
 }
