@@ -415,6 +415,25 @@ mod tests {
         assert_eq!(wire, Some(400));
     }
 
+    /// Read in order of time, such a part belonged to no step.
+    #[test]
+    fn a_part_that_began_before_its_step_by_the_transports_clock_begins_with_it() {
+        let Body::NetTowline(part) = part() else { unreachable!("made so") };
+        let records = [
+            (300, STEP, OP, Body::ProxyStep { step: 0 }),
+            (900, NET, STEP, Body::NetTowline(NetPart { ago_ns: 601, ..part })),
+            (1000, NET, 0, Body::Stop),
+            (1010, STEP, 0, Body::Stop),
+        ];
+        let process = read_back(&records);
+        let when =
+            |is: fn(&Body) -> bool| process.records.iter().position(|record| is(&record.body)).expect("it is there");
+        let (step, part) =
+            (when(|it| matches!(it, Body::ProxyStep { .. })), when(|it| matches!(it, Body::NetTowline(_))));
+        assert!(step < part);
+        assert_eq!([step, part].map(|at| process.records[at].when), [300, 300]);
+    }
+
     #[test]
     fn a_part_of_a_step_without_phases_left_after_the_steps_begin() {
         let records = [
