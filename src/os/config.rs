@@ -20,7 +20,7 @@ mod value;
 pub use complaint::Complaint;
 pub use nearest::{is_slip, nearest};
 pub use render::{Setting, Source, render_markdown, settings};
-pub use value::{Backend, Family, KeyFile, LogLevel, NetEvents, Number, Rails, Value};
+pub use value::{Backend, Family, KeyFile, LogLevel, NetEvents, Number, Rails, Value, is_blank_or_quote};
 
 use std::time::Duration;
 

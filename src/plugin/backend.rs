@@ -4,6 +4,44 @@
 //! A new backend implements these traits in a file beside [`tcp`], finds its devices in [`Backends`], and is not named
 //! elsewhere in this room.
 
+/// Implements [`Listening`] and [`Attempt`] by a backend's own functions of the same names.
+macro_rules! forward {
+    ($listener:ty, $attempt:ty) => {
+        impl Listening for $listener {
+            fn secret(&self) -> &Secret {
+                self.secret()
+            }
+
+            fn accept(&self) -> Result<Option<Arc<dyn Receiving>>> {
+                Ok(self.accept()?.map(|conn| conn as _))
+            }
+
+            fn accept_until(&self, deadline: Instant) -> Result<Option<Arc<dyn Receiving>>> {
+                Ok(self.accept_until(deadline)?.map(|conn| conn as _))
+            }
+
+            fn close(&self) {
+                self.close();
+            }
+        }
+
+        impl Attempt for $attempt {
+            fn result(&self) -> Option<Result<Arc<dyn Sending>>> {
+                self.result().map(|result| result.map(|conn| conn as _))
+            }
+
+            fn wait(&self) -> Result<Arc<dyn Sending>> {
+                self.wait().map(|conn| conn as _)
+            }
+
+            fn cancel(&self) {
+                self.cancel();
+            }
+        }
+    };
+}
+use forward;
+
 pub mod tcp;
 
 #[cfg(feature = "rdma")]
@@ -15,17 +53,21 @@ pub mod rdma;
 
 use std::ffi::c_void;
 use std::net::SocketAddr;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use super::devices::{Binding, Plan};
+use crate::engine::counters::Counters;
 use crate::engine::events;
 use crate::engine::request::{Outcome, Ticket};
 use crate::os::config::Config;
 use crate::os::error::Result;
 use crate::session::dialer::Target;
 use crate::session::handshake::Secret;
+use crate::session::link::Link;
 use crate::session::net::Net;
+use crate::session::peer::Peer;
 
 /// The backends of this process.
 #[derive(Default)]
@@ -227,4 +269,18 @@ pub struct Description {
     pub interfaces: Vec<String>,
     /// Bytes of messages that it has carried.
     pub bytes: u64,
+}
+
+impl Description {
+    /// Of a connection with this link.
+    fn of(send: bool, link: &Link, peer: &Peer, counters: &Counters, interfaces: Vec<String>) -> Self {
+        Self {
+            number: link.connection,
+            send,
+            peer: peer.label.clone(),
+            address: peer.address.to_string(),
+            interfaces,
+            bytes: counters.bytes.load(Ordering::Relaxed),
+        }
+    }
 }

@@ -257,7 +257,7 @@ pub fn accept(listen: usize) -> Result<Option<usize>> {
 pub fn accept_blocking(listen: usize) -> Result<usize> {
     let process = process();
     let comm = process.comms.get(listen)?;
-    let patience = process.net()?.config.connect_timeout;
+    let patience = connect_timeout()?;
     let deadline = Instant::now() + patience;
     let listen = comm.listening()?;
     let conn = listen.listening.accept_until(deadline)?;

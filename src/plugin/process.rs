@@ -280,6 +280,11 @@ impl Process {
         })
     }
 
+    /// Whether a context lives that carries the communicator with this id, or any where it is not told.
+    fn carries(&self, comm: Option<u64>) -> bool {
+        self.contexts.any(|context| context.refusal().is_none() && comm.is_none_or(|id| id == context.comm_id))
+    }
+
     /// Whether one-sided operations of the communicator with this id can go over Towline; else why not. NCCL calls the
     /// network's `init` before, with the same id.
     ///
@@ -290,7 +295,7 @@ impl Process {
         if !net.config.rma {
             return Err("TOWLINE_RMA is not 1");
         }
-        if !self.contexts.any(|context| context.refusal().is_none() && comm == context.comm_id) {
+        if !self.carries(Some(comm)) {
             return Err("this communicator does not use Towline");
         }
         if self.backends.rdma().is_some() { Err("they go over TCP only, and the devices are RDMA's") } else { Ok(()) }
@@ -302,9 +307,7 @@ impl Process {
     /// NCCL calls the network's `init` before the tuner's, with the same id (v11 and later).
     pub fn tunes(&self, comm: Option<u64>) -> Option<Scope> {
         let config = &self.net.get()?.config;
-        let carries =
-            self.contexts.any(|context| context.refusal().is_none() && comm.is_none_or(|id| id == context.comm_id));
-        (config.tune && carries && self.backends.rdma().is_none()).then(|| Scope {
+        (config.tune && self.carries(comm) && self.backends.rdma().is_none()).then(|| Scope {
             channels: config.nccl_min_nchannels.is_none() && config.nccl_min_ctas.is_none(),
             without_table: config.nccl_algo.is_none() && config.nccl_proto.is_none(),
         })

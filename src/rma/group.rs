@@ -67,7 +67,7 @@ impl Shared {
     pub fn end(&self, why: &Error) {
         let mut inbox = self.inbox();
         inbox.ended.get_or_insert(why.clone());
-        // Whoever waits for a withdrawal notices that its sender is gone.
+        // The thread that waits for a withdrawal notices that its sender is gone.
         inbox.commands.clear();
         drop(inbox);
         self.requests.end_all(why);

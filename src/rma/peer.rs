@@ -348,7 +348,8 @@ fn refusal(rank: u32) -> Error {
         .with_hint("all ranks must register the same windows in the same order, and keep them until all is done")
 }
 
-fn receive(comm: usize, data: *mut u8, size: usize) -> Result<Option<usize>> {
+/// Posts a receive; none for "not now". The memory is the connection's until the request is done or the connection closed.
+pub(super) fn receive(comm: usize, data: *mut u8, size: usize) -> Result<Option<usize>> {
     facade::irecv(comm, &[Part { data, size, tag: 0, mr: 0, profiler: ptr::null_mut() }])
 }
 
@@ -359,8 +360,8 @@ fn receive(comm: usize, data: *mut u8, size: usize) -> Result<Option<usize>> {
 pub fn add_signal(registry: &Registry, signal: &Signal) -> Result<()> {
     let address = registry.locate_signal(signal)?;
     // SAFETY: the address is a multiple of 8 and lies, with the 7 bytes behind it, inside registered host memory, which stays
-    // valid while it is registered; the placer, which calls this, also ends registrations. Whoever else uses a signal does
-    // so atomically.
+    // valid while it is registered; the placer, which calls this, also ends registrations. NCCL and GPUs use signals
+    // atomically, too.
     let number = unsafe { AtomicU64::from_ptr(ptr::with_exposed_provenance_mut(address)) };
     // What was placed before becomes visible before the signal.
     number.fetch_add(signal.value, Ordering::AcqRel);

@@ -224,7 +224,7 @@ fn refuse(shared: &Shared, request: u64, error: &Error) {
     shared.requests.end(request, Err(error.clone()));
 }
 
-/// Gives a rank up: closes its connections and fails its requests. `quietly`: nobody needs to know.
+/// Gives a rank up: closes its connections and fails its requests. `quietly`: without a warning.
 fn fail(other: &mut Other, shared: &Shared, error: &Error, quietly: bool) {
     let Other::Alive(peer) = other else { return };
     let told = ended(peer, error);

@@ -1,21 +1,20 @@
-//! How the ranks of a group find each other: each one connects to all others, and the first message says who it is.
+//! How the ranks of a group find each other: each rank connects to all others, and its first message names it.
 
-use std::ptr;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use super::group::{Group, Shared};
 use super::outgoing::{Message, Outgoing};
-use super::peer::Peer;
+use super::peer::{Peer, receive};
 use super::placer::Placer;
 use super::wire::{HEADER, Header, Kind, not_ours};
 use crate::os::error::{Error, Result};
-use crate::plugin::facade::{self, Part};
+use crate::plugin::facade;
 
 const PAUSE: Duration = Duration::from_micros(200);
 
-/// A connection that is closed unless somebody keeps it.
+/// A connection from another rank. It is closed unless a [`Peer`] has taken it over.
 struct Incoming {
     comm: usize,
     hello: Box<[u8; HEADER]>,
@@ -44,9 +43,7 @@ impl Incoming {
             return Ok(());
         }
         let Some(request) = self.request else {
-            let data = self.hello.as_mut_ptr();
-            self.request =
-                facade::irecv(self.comm, &[Part { data, size: HEADER, tag: 0, mr: 0, profiler: ptr::null_mut() }])?;
+            self.request = receive(self.comm, self.hello.as_mut_ptr(), HEADER)?;
             return Ok(());
         };
         if let Some(outcome) = facade::test(request)? {

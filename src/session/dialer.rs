@@ -22,9 +22,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 pub use call::call;
-use failure::{
-    FORBIDDEN_TEXT, NO_PORT_HINT, REFUSED_TEXT, TURNED_AWAY_TEXT, UNANSWERED_TEXT, forbidden, refused, unanswered,
-};
+use failure::{FORBIDDEN_TEXT, REFUSED_TEXT, TURNED_AWAY_TEXT, UNANSWERED_TEXT, forbidden, refused, unanswered};
 use greeting::Said;
 pub use join::{join, repair};
 use purpose::{Purpose, Reached, Route};

@@ -55,6 +55,9 @@ impl Link {
     }
 }
 
+/// What to try on a host whose ports are all taken.
+pub const NO_PORT_HINT: &str = "no local port is free: widen net.ipv4.ip_local_port_range";
+
 /// A socket of the right family that never blocks.
 ///
 /// # Errors

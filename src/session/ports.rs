@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use super::frame::MAX_STREAMS;
 use super::handshake::Secret;
-use super::link::{Sock, new_socket};
+use super::link::{NO_PORT_HINT, Sock, new_socket};
 use super::opening::Door;
 use crate::engine::poller::{Interest, Poller, Progress, Registration, Source};
 use crate::os::error::{Error, Result, advice};
@@ -140,7 +140,7 @@ impl Ports {
         let sock = opened(absent).or_else(|error| if is_new(&error) { opened(Absent::Awaited) } else { Err(error) });
         let sock = sock.map_err(|error| {
             let hint = match error.kind() {
-                io::ErrorKind::AddrInUse => "no local port is free: widen net.ipv4.ip_local_port_range",
+                io::ErrorKind::AddrInUse => NO_PORT_HINT,
                 io::ErrorKind::AddrNotAvailable => {
                     "the interface has lost its address: look at the host's addresses (ip address)"
                 }

@@ -19,7 +19,7 @@ export_rma! {
 }
 
 #[allow(clippy::too_many_arguments, reason = "NCCL's signature")]
-unsafe extern "C" fn iput<const API: u8>(
+pub(super) unsafe extern "C" fn iput<const API: u8>(
     rma_ctx: *mut c_void,
     _context: c_int,
     src_offset: u64,
@@ -36,7 +36,7 @@ unsafe extern "C" fn iput<const API: u8>(
 }
 
 #[allow(clippy::too_many_arguments, reason = "NCCL's signature")]
-unsafe extern "C" fn iput_signal<const API: u8>(
+pub(super) unsafe extern "C" fn iput_signal<const API: u8>(
     rma_ctx: *mut c_void,
     _context: c_int,
     src_offset: u64,
@@ -62,7 +62,7 @@ unsafe extern "C" fn iput_signal<const API: u8>(
 }
 
 #[allow(clippy::too_many_arguments, reason = "NCCL's signature")]
-unsafe extern "C" fn iget<const API: u8>(
+pub(super) unsafe extern "C" fn iget<const API: u8>(
     rma_ctx: *mut c_void,
     _context: c_int,
     remote_offset: u64,

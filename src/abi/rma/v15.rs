@@ -1,14 +1,12 @@
 //! v15 of the one-sided interface, loaded by NCCL 2.31.
 //!
-//! New against v14: flags of an operation, which say that more follow.
+//! New against v14: flags of an operation, which say that more follow. They are not read.
 
 use std::ffi::{c_int, c_void};
 
-use super::{addend, at, begin, export_rma};
-use crate::abi::pointer::id;
+use super::{export_rma, v14};
 use crate::abi::table::{NAME, Table};
 use crate::nccl::ffi::{ncclResult_t, ncclRma_v15_t};
-use crate::rma::facade;
 
 export_rma! {
     /// The table that NCCL 2.31 loads.
@@ -23,7 +21,7 @@ export_rma! {
 #[allow(clippy::too_many_arguments, reason = "NCCL's signature")]
 pub(super) unsafe extern "C" fn iput<const API: u8>(
     rma_ctx: *mut c_void,
-    _context: c_int,
+    context: c_int,
     src_offset: u64,
     src: *mut c_void,
     size: usize,
@@ -33,15 +31,14 @@ pub(super) unsafe extern "C" fn iput<const API: u8>(
     _opt_flags: u32,
     request: *mut *mut c_void,
 ) -> ncclResult_t {
-    let put = || facade::put(id(rma_ctx, "rmaCtx")?, at(src, src_offset), at(dst, dst_offset), size, rank, None);
-    // SAFETY: NCCL's promise: null, or a place for a pointer.
-    unsafe { begin::<API>("iput", request, put) }
+    // SAFETY: NCCL's promise, passed on.
+    unsafe { v14::iput::<API>(rma_ctx, context, src_offset, src, size, dst_offset, dst, rank, request) }
 }
 
 #[allow(clippy::too_many_arguments, reason = "NCCL's signature")]
 pub(super) unsafe extern "C" fn iput_signal<const API: u8>(
     rma_ctx: *mut c_void,
-    _context: c_int,
+    context: c_int,
     src_offset: u64,
     src: *mut c_void,
     size: usize,
@@ -52,23 +49,35 @@ pub(super) unsafe extern "C" fn iput_signal<const API: u8>(
     signal: *mut c_void,
     signal_value: u64,
     signal_operation: u32,
-    // All signals are strong.
-    _is_strong: bool,
+    is_strong: bool,
     _opt_flags: u32,
     request: *mut *mut c_void,
 ) -> ncclResult_t {
-    let put = || {
-        let signal = (at(signal, signal_offset), addend(signal_operation, signal_value)?);
-        facade::put(id(rma_ctx, "rmaCtx")?, at(src, src_offset), at(dst, dst_offset), size, rank, Some(signal))
-    };
-    // SAFETY: NCCL's promise: null, or a place for a pointer.
-    unsafe { begin::<API>("iputSignal", request, put) }
+    // SAFETY: NCCL's promise, passed on.
+    unsafe {
+        v14::iput_signal::<API>(
+            rma_ctx,
+            context,
+            src_offset,
+            src,
+            size,
+            dst_offset,
+            dst,
+            rank,
+            signal_offset,
+            signal,
+            signal_value,
+            signal_operation,
+            is_strong,
+            request,
+        )
+    }
 }
 
 #[allow(clippy::too_many_arguments, reason = "NCCL's signature")]
 pub(super) unsafe extern "C" fn iget<const API: u8>(
     rma_ctx: *mut c_void,
-    _context: c_int,
+    context: c_int,
     remote_offset: u64,
     remote: *mut c_void,
     size: usize,
@@ -78,7 +87,6 @@ pub(super) unsafe extern "C" fn iget<const API: u8>(
     _opt_flags: u32,
     request: *mut *mut c_void,
 ) -> ncclResult_t {
-    let get = || facade::get(id(rma_ctx, "rmaCtx")?, at(remote, remote_offset), at(local, local_offset), size, rank);
-    // SAFETY: NCCL's promise: null, or a place for a pointer.
-    unsafe { begin::<API>("iget", request, get) }
+    // SAFETY: NCCL's promise, passed on.
+    unsafe { v14::iget::<API>(rma_ctx, context, remote_offset, remote, size, local_offset, local, rank, request) }
 }

@@ -55,15 +55,7 @@ impl Figures {
     fn since(&self, before: &Self) -> Self {
         let peers = self.peers.iter().map(|(key, now)| {
             let then = before.peers.get(key).copied().unwrap_or_default();
-            let since = PeerStat {
-                steps: now.steps.saturating_sub(then.steps),
-                bytes: now.bytes.saturating_sub(then.bytes),
-                gpu_ns: now.gpu_ns.saturating_sub(then.gpu_ns),
-                receiver_ns: now.receiver_ns.saturating_sub(then.receiver_ns),
-                network_ns: now.network_ns.saturating_sub(then.network_ns),
-                flush_ns: now.flush_ns.saturating_sub(then.flush_ns),
-            };
-            (*key, since)
+            (*key, now.since(&then))
         });
         let wires = self.wires.iter().map(|(key, now)| {
             let then = before.wires.get(key).copied().unwrap_or_default();

@@ -237,14 +237,18 @@ impl<const LEAST: i64, const MOST: i64> Value for Number<LEAST, MOST> {
     }
 }
 
+/// What users put around names and lists by mistake.
+pub fn is_blank_or_quote(c: char) -> bool {
+    c.is_whitespace() || matches!(c, '"' | '\'')
+}
+
 impl Value for Rails {
     fn kind() -> String {
         "unset, `all`, or a comma-separated list of interface names".to_owned()
     }
 
     fn parse(text: &str) -> Result<Self, Bad> {
-        let is_odd = |c: char| c.is_whitespace() || matches!(c, '"' | '\'');
-        let names: Vec<String> = text.split(',').map(|name| name.trim_matches(is_odd).to_owned()).collect();
+        let names: Vec<String> = text.split(',').map(|name| name.trim_matches(is_blank_or_quote).to_owned()).collect();
         if let Some(bad) = other_grammar(&names) {
             return Err(bad);
         }

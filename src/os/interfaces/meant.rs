@@ -1,7 +1,7 @@
 //! What was probably meant by a list of interfaces that fits none.
 
 use super::Interface;
-use crate::os::config::nearest;
+use crate::os::config::{is_blank_or_quote, nearest};
 
 /// The nearest list in the language of `NCCL_SOCKET_IFNAME`, in which NCCL takes every character literally: blanks, quotes, a
 /// second `=` and other separators. None when the list is as near as can be.
@@ -10,15 +10,14 @@ pub fn meant(all: &[Interface], text: &str) -> Option<String> {
 }
 
 fn meant_with(all: &[Interface], text: &str, index_of: impl Fn(&str) -> u32) -> Option<String> {
-    let is_odd = |c: char| c.is_whitespace() || matches!(c, '"' | '\'');
-    let bare = text.trim_matches(is_odd);
+    let bare = text.trim_matches(is_blank_or_quote);
     let names = bare.trim_start_matches(['^', '=']);
     let signs = &bare[..bare.len() - names.len()];
     let mut sign = String::new();
     // Each counts once, the caret first.
     sign.extend(['^', '='].into_iter().filter(|one| signs.contains(*one)));
     let mut found: Vec<String> = Vec::new();
-    for name in names.split(|c: char| is_odd(c) || matches!(c, ',' | ';')).filter(|name| !name.is_empty()) {
+    for name in names.split(|c: char| is_blank_or_quote(c) || matches!(c, ',' | ';')).filter(|name| !name.is_empty()) {
         let name = real_name(all, name, &index_of);
         if !found.contains(&name) {
             found.push(name);

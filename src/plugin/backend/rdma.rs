@@ -3,7 +3,6 @@
 use std::ffi::CString;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::{Attempt, Backend, Backends, Connected, Description, Listening, Part, Receiving, Region, Sending};
@@ -17,7 +16,6 @@ use crate::os::log;
 use crate::plugin::devices::{Binding, PTR_CUDA, PTR_DMABUF, PTR_HOST, Plan, Rail, RdmaPort};
 use crate::rdma::adapter::{Adapter, Adapters, Memory, Registration};
 use crate::rdma::backend::{self, ruled_out};
-use crate::rdma::base::Base;
 use crate::rdma::greeting;
 use crate::rdma::receiver::{Posted, RdmaRecv};
 use crate::rdma::sender::RdmaSend;
@@ -157,37 +155,7 @@ impl Backend for Rdma {
     }
 }
 
-impl Listening for greeting::Listening {
-    fn secret(&self) -> &Secret {
-        self.secret()
-    }
-
-    fn accept(&self) -> Result<Option<Arc<dyn Receiving>>> {
-        Ok(self.accept()?.map(|conn| conn as _))
-    }
-
-    fn accept_until(&self, deadline: Instant) -> Result<Option<Arc<dyn Receiving>>> {
-        Ok(self.accept_until(deadline)?.map(|conn| conn as _))
-    }
-
-    fn close(&self) {
-        self.close();
-    }
-}
-
-impl Attempt for greeting::Attempt {
-    fn result(&self) -> Option<Result<Arc<dyn Sending>>> {
-        self.result().map(|result| result.map(|conn| conn as _))
-    }
-
-    fn wait(&self) -> Result<Arc<dyn Sending>> {
-        self.wait().map(|conn| conn as _)
-    }
-
-    fn cancel(&self) {
-        self.cancel();
-    }
-}
+super::forward!(greeting::Listening, greeting::Attempt);
 
 /// The backend of a connection over RDMA. It is found once and stays.
 #[inline]
@@ -220,7 +188,9 @@ macro_rules! connected {
             }
 
             fn describe(&self) -> Description {
-                describe($send, self.base())
+                let base = self.base();
+                let devices = base.adapters.iter().map(|adapter| adapter.name()).collect();
+                Description::of($send, &base.link, &base.peer, &base.counters, devices)
             }
 
             fn close(&self) {
@@ -231,17 +201,6 @@ macro_rules! connected {
 }
 connected!(RdmaSend, true);
 connected!(RdmaRecv, false);
-
-fn describe(send: bool, base: &Base) -> Description {
-    Description {
-        number: base.link.connection,
-        send,
-        peer: base.peer.label.clone(),
-        address: base.peer.address.to_string(),
-        interfaces: base.adapters.iter().map(|adapter| adapter.name()).collect(),
-        bytes: base.counters.bytes.load(Ordering::Relaxed),
-    }
-}
 
 impl Sending for RdmaSend {
     #[inline]

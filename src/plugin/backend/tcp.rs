@@ -2,11 +2,9 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::{Attempt, Backend, Backends, Connected, Description, Listening, Part, Receiving, Region, Sending};
-use crate::engine::counters::Counters;
 use crate::engine::events;
 use crate::engine::handle::Kind;
 use crate::engine::request::{MAX_PARTS, Outcome, Ticket};
@@ -16,9 +14,7 @@ use crate::os::error::{Error, Result};
 use crate::plugin::devices::{Binding, PTR_HOST};
 use crate::session::dialer::Target;
 use crate::session::handshake::Secret;
-use crate::session::link::Link;
 use crate::session::net::Net;
-use crate::session::peer::Peer;
 use crate::tcp;
 use crate::tcp::listener::Listener;
 use crate::tcp::receiver::RecvConn;
@@ -69,37 +65,7 @@ impl Backend for Tcp {
     }
 }
 
-impl Listening for Listener {
-    fn secret(&self) -> &Secret {
-        self.secret()
-    }
-
-    fn accept(&self) -> Result<Option<Arc<dyn Receiving>>> {
-        Ok(self.accept()?.map(|conn| conn as _))
-    }
-
-    fn accept_until(&self, deadline: Instant) -> Result<Option<Arc<dyn Receiving>>> {
-        Ok(self.accept_until(deadline)?.map(|conn| conn as _))
-    }
-
-    fn close(&self) {
-        self.close();
-    }
-}
-
-impl Attempt for tcp::attempt::Attempt {
-    fn result(&self) -> Option<Result<Arc<dyn Sending>>> {
-        self.result().map(|result| result.map(|conn| conn as _))
-    }
-
-    fn wait(&self) -> Result<Arc<dyn Sending>> {
-        self.wait().map(|conn| conn as _)
-    }
-
-    fn cancel(&self) {
-        self.cancel();
-    }
-}
+super::forward!(Listener, tcp::attempt::Attempt);
 
 /// The host takes back memory: NCCL's registrations of host memory for one connection do not overlap, so the address tells
 /// which requests that concerns.
@@ -125,7 +91,8 @@ macro_rules! connected {
             }
 
             fn describe(&self) -> Description {
-                describe($send, self.link(), self.peer(), self.counters())
+                let interfaces = self.link().local.iter().map(|rail| rail.name.clone()).collect();
+                Description::of($send, self.link(), self.peer(), self.counters(), interfaces)
             }
 
             fn close(&self) {
@@ -136,17 +103,6 @@ macro_rules! connected {
 }
 connected!(SendConn, true);
 connected!(RecvConn, false);
-
-fn describe(send: bool, link: &Link, peer: &Peer, counters: &Counters) -> Description {
-    Description {
-        number: link.connection,
-        send,
-        peer: peer.label.clone(),
-        address: peer.address.to_string(),
-        interfaces: link.local.iter().map(|rail| rail.name.clone()).collect(),
-        bytes: counters.bytes.load(Ordering::Relaxed),
-    }
-}
 
 impl Sending for SendConn {
     #[inline]

@@ -1,7 +1,7 @@
 //! From the host's interfaces and the configuration to the physical devices, with the reason for the log.
 
 use super::{Plan, Rail, UNKNOWN_SPEED_MBPS, ranks};
-use crate::os::config::{Config, Family, Rails, nearest};
+use crate::os::config::{Config, Family, Rails, is_blank_or_quote, nearest};
 use crate::os::error::{Cause, Error, Result};
 use crate::os::interfaces::{self, Interface, Why, Wish};
 use crate::os::sysfs::Sysfs;
@@ -168,8 +168,8 @@ fn nothing_left(all: &[Interface], why: &Why, family: Option<Family>) -> Error {
         && let Some(meant) = interfaces::meant(all, text)
     {
         let what = format!("no network interface can be used: {why}; interfaces with an address: {there}");
-        let is_odd = |c: char| c.is_whitespace() || matches!(c, '"' | '\'');
-        let rule = if text.contains(is_odd) { " NCCL takes blanks and quotes for parts of names" } else { "" };
+        let rule =
+            if text.contains(is_blank_or_quote) { " NCCL takes blanks and quotes for parts of names" } else { "" };
         let hint = format!("did you mean NCCL_SOCKET_IFNAME={meant}?{rule}");
         return Error::new(Cause::System, what).with_hint(hint);
     }

@@ -2,11 +2,12 @@
 
 use std::net::IpAddr;
 
-use super::{NO_PORT_HINT, REFUSED_TEXT, TURNED_AWAY_TEXT, Target, UNANSWERED_TEXT};
+use super::{REFUSED_TEXT, TURNED_AWAY_TEXT, Target, UNANSWERED_TEXT};
 use crate::os::config::{Config, Family};
 use crate::os::error::{Cause, Error};
 use crate::os::interfaces::Rail;
 use crate::os::route::{self, Way};
+use crate::session::link::NO_PORT_HINT;
 
 /// The failure with the peer, and with a better hint where the addresses give one.
 pub(super) fn explain(error: Error, target: &Target, config: &Config) -> Error {

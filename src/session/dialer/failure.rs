@@ -4,6 +4,7 @@ use std::io;
 use std::time::Duration;
 
 use crate::os::error::{Cause, Error, advice};
+use crate::session::link::NO_PORT_HINT;
 use crate::session::tries::ROUND_TRIP_MAX;
 
 /// What a process says that has forgotten the connection, too.
@@ -12,8 +13,6 @@ pub(super) const TURNED_AWAY_TEXT: &str = "the peer closed the connection during
 pub(super) const UNANSWERED_TEXT: &str = "the peer did not answer";
 
 pub(super) const REFUSED_TEXT: &str = "the peer refused the connection";
-
-pub(super) const NO_PORT_HINT: &str = "no local port is free: widen net.ipv4.ip_local_port_range";
 
 /// The failure of connect(2).
 pub(super) fn refused(error: &io::Error) -> Error {

@@ -395,6 +395,18 @@ impl PeerStat {
         self.network_ns += other.network_ns;
         self.flush_ns += other.flush_ns;
     }
+
+    /// What was added since it was `before`.
+    pub fn since(&self, before: &PeerStat) -> PeerStat {
+        PeerStat {
+            steps: self.steps.saturating_sub(before.steps),
+            bytes: self.bytes.saturating_sub(before.bytes),
+            gpu_ns: self.gpu_ns.saturating_sub(before.gpu_ns),
+            receiver_ns: self.receiver_ns.saturating_sub(before.receiver_ns),
+            network_ns: self.network_ns.saturating_sub(before.network_ns),
+            flush_ns: self.flush_ns.saturating_sub(before.flush_ns),
+        }
+    }
 }
 
 impl WireStat {
