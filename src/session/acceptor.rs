@@ -1,12 +1,13 @@
 //! The listening side of handshakes.
 //!
-//! The control thread answers them from `listen` on, whether or not `accept` has been called: NCCL 2.8 to 2.11 connect on all
-//! sides before any of them accepts.
+//! The control thread answers handshakes as soon as `listen` has been called, whether or not `accept` has been: NCCL
+//! 2.8 to 2.11 connects on all sides before any side accepts.
 //!
-//! Strangers cost little: an unproven connection holds a few hundred bytes, there is a bounded [`Crowd`] of them, and
-//! each has [`PATIENCE`] to prove itself. A connection that has proved itself leaves the crowd before it is welcomed: the
-//! peer may hold it for established from then on, so it lasts as long as its socket. A socket that holds bytes, or has
-//! ended, by the time it is accepted is dealt with on the spot: a scanner is never even watched.
+//! An unproven connection costs little: it holds a few hundred bytes, the number of them is bounded ([`Crowd`]), and
+//! each has [`PATIENCE`] to prove itself. A connection that has proved itself leaves the half-open table before the
+//! welcome is sent: from then on the peer may consider it established, so it lasts as long as its socket. A socket that
+//! already holds bytes, or has ended, when it is accepted is handled at once, without being registered with epoll; most
+//! port scans end there.
 
 #[cfg(test)]
 mod tests;
@@ -54,7 +55,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What proves the right to this wish; none when nothing here is meant.
+/// The secret that authorises this request. None if the request names nothing known here.
 fn find_secret(net: &Net, wish: Wish) -> Option<Secret> {
     match wish {
         Wish::Connect { listener } => net.listener(listener).map(|found| found.secret.clone()),
@@ -132,14 +133,14 @@ enum Stage {
         features: u32,
         transcript: Transcript,
     },
-    /// The welcome is on its way; the peer says when it has it.
+    /// The welcome is on its way; the peer confirms when it has received it.
     Ready {
         conn: Arc<dyn Opening>,
         seal: Seal,
         mends: bool,
     },
-    /// The socket broke after the welcome. If the peer has that, it connects its stream again, and must find the
-    /// connection.
+    /// The socket broke after the welcome was sent. If the peer has received it, it connects its stream again and must
+    /// find the connection.
     Adrift {
         conn: Arc<dyn Opening>,
     },
@@ -151,11 +152,12 @@ struct InboundState {
     registration: Option<Registration>,
     input: Vec<u8>,
     stage: Stage,
-    /// The kernel had no memory for a call, and is to be asked again.
+    /// The kernel had no memory for a call; the call is repeated.
     short: bool,
     /// The other side has ended the socket.
     left: bool,
-    /// When it is dropped. None once the peer was welcomed, for as long as it has its socket.
+    /// When the socket is dropped. None once the welcome has been sent: the connection then lasts as long as its
+    /// socket.
     deadline: Option<Instant>,
 }
 
@@ -176,7 +178,7 @@ impl Inbound {
         state.sock = None;
     }
 
-    /// It is a stranger no more, or gone.
+    /// It has proved itself, or it has ended.
     fn leave(&self) {
         self.acceptor.upgrade().inspect(|acceptor| acceptor.finished(self));
     }
@@ -185,8 +187,8 @@ impl Inbound {
         lock(&self.state).deadline
     }
 
-    /// Whether a process that speaks Towline has ended the socket itself: a peer that asks whether this side lives, or connects a
-    /// stream, and needs no answer any more.
+    /// Whether a Towline process has ended the socket itself: a peer that only tested whether this process is alive, or
+    /// that connected a stream and no longer needs the answer.
     fn was_given_up(&self) -> bool {
         let state = lock(&self.state);
         state.left && !matches!(state.stage, Stage::Preamble)
@@ -196,7 +198,8 @@ impl Inbound {
         lock(&self.state).sock.is_some()
     }
 
-    /// The socket broke. Whether its connection stays, until the deadline, for the peer to come back to.
+    /// The socket broke. Returns whether its connection is kept until the deadline, so that the peer can come back to
+    /// it.
     fn outlives_its_socket(&self, net: &Net) -> bool {
         let mut state = lock(&self.state);
         let stage = std::mem::replace(&mut state.stage, Stage::Over);
@@ -205,7 +208,7 @@ impl Inbound {
         state.sock = None;
         let Some(me) = self.me.upgrade() else { return false };
         let Ok(clock) = net.poller.keeper().and_then(|keeper| keeper.register(me, None)) else { return false };
-        // A new registration polls once, and so begins to wait for the deadline.
+        // A new registration is polled once, which arms the deadline.
         clock.kick();
         state.registration = Some(clock);
         state.stage = Stage::Adrift { conn };
@@ -213,7 +216,7 @@ impl Inbound {
         true
     }
 
-    /// Moves the handshake on. `Ok(true)`: it is over.
+    /// Advances the handshake. `Ok(true)`: it is finished.
     fn advance(&self, net: &Arc<Net>) -> Result<bool> {
         let mut state = lock(&self.state);
         loop {
@@ -272,7 +275,7 @@ impl Inbound {
                     if !Hello::verify(bytes, &secret, &mut transcript) {
                         return Err(Error::remote("a peer could not prove that it holds the handle's secret"));
                     }
-                    // No stranger any more: no flood of them pushes it out.
+                    // It has proved itself, so a flood of strangers cannot evict it.
                     self.leave();
                     let agreed = self.agree(net, theirs, features, offer, &transcript);
                     transcript.add(offer);
@@ -309,8 +312,8 @@ impl Inbound {
                     let ready = Stage::Ready { conn, seal, mends: features & FEATURE_RECOVERY != 0 };
                     state = lock(&self.state);
                     (state.sock, state.registration, state.stage) = (Some(sock), registration, ready);
-                    // The peer holds the connection for established when it has the welcome, and its process may be stopped
-                    // before it says so. If its host is gone, the kernel's probes end the socket.
+                    // The peer considers the connection established once it has the welcome, but its process may be
+                    // stopped before it confirms. If its host is gone, the kernel's probes end the socket.
                     state.deadline = None;
                 }
                 Stage::Ready { conn, seal, mends } => {
@@ -318,7 +321,7 @@ impl Inbound {
                     let sock = state.sock.take().expect("the handshake has its socket");
                     drop(state);
                     if let Err(error) = Arc::clone(&conn).begin(sock, seal) {
-                        // The peer has this connection, so its listener must get it, or the error.
+                        // The peer considers this connection established, so the listener must get it, or the error.
                         if mends {
                             lock(&self.state).stage = Stage::Adrift { conn };
                         } else {
@@ -333,10 +336,10 @@ impl Inbound {
         }
     }
 
-    /// What the two sides' key files say about this connection.
+    /// What the key files of the two sides mean for this connection.
     ///
     /// # Errors
-    /// When only one side has one, or they differ.
+    /// When only one side has a key file, or the files differ.
     fn agree(
         &self,
         net: &Net,
@@ -352,7 +355,7 @@ impl Inbound {
         Accepted::new(key, transcript.bytes(), offer)?.ok_or_else(other_key).map(Some)
     }
 
-    /// The peer of a connection has proved itself: gives it what it asked for.
+    /// The peer of a connection has proved itself: handles its request.
     fn admit(&self, net: &Arc<Net>, sock: Sock, hello: &Hello, mut settled: Settled) -> Result<()> {
         let welcome =
             |connection, received| Welcome { connection, received, label: net.label.clone(), rails: Vec::new() };
@@ -373,7 +376,8 @@ impl Inbound {
                 conn.join(Joining { stream: usize::from(stream), epoch, sock, welcome: &mut admit })
             }
             Wish::Call { connection, stream, epoch } => {
-                // One that has failed does not come back, even if NCCL has not closed it yet, so the caller is not to wait.
+                // A failed connection does not come back, even if NCCL has not closed it yet, so the caller must not
+                // wait.
                 let conn = net.connecting(connection).filter(|conn| conn.goes_on());
                 let conn = conn.ok_or_else(|| Error::remote("the connection is closed"))?;
                 settled.welcome(&sock, &welcome(connection, 0))?;
@@ -395,7 +399,7 @@ impl Inbound {
         Ok((conn, seal))
     }
 
-    /// What a new connection is like.
+    /// The properties of a new connection.
     fn settle(
         &self,
         net: &Net,
@@ -408,7 +412,7 @@ impl Inbound {
         };
         let listener =
             net.listener(listener).ok_or_else(|| Error::remote("the listener was closed during the handshake"))?;
-        // The handle has told the peer which it is, so this is a peer that ignores its handle.
+        // The handle names the backend, so this peer ignored its handle.
         if (settled.features & FEATURE_BARE != 0) != listener.door.is_bare() {
             return Err(Error::remote("a peer asked for the other backend than its handle says"));
         }
@@ -429,7 +433,7 @@ impl Inbound {
     }
 }
 
-/// What a handshake has come to when only the welcome is missing.
+/// The result of a handshake that lacks only the welcome.
 struct Settled {
     secret: Secret,
     features: u32,
@@ -438,7 +442,7 @@ struct Settled {
 }
 
 impl Settled {
-    /// Says welcome; the keys, when the stream is encrypted.
+    /// Sends the welcome. Returns the keys if the stream is encrypted.
     fn welcome(&mut self, sock: &Sock, welcome: &Welcome) -> Result<Option<Keys>> {
         let bytes = welcome.seal(&self.secret, &mut self.transcript);
         let Some(accepted) = self.accepted.take() else {
@@ -462,7 +466,8 @@ impl Source for Inbound {
                 let soon = short.then(|| Instant::now() + shortage::PAUSE);
                 return Progress { moved: false, again: soon.or_else(|| self.deadline()) };
             }
-            // Also one that waited without a socket for its peer, which has come back over another.
+            // This includes a connection that waited without a socket for its peer, and whose peer has come back over
+            // another one.
             Ok(true) => self.end(),
             Err(error) => {
                 if self.was_given_up() {
@@ -488,7 +493,7 @@ impl Source for Inbound {
     }
 }
 
-/// Reads until `wanted` bytes are there. `false`: not yet.
+/// Reads until `wanted` bytes are there. `false`: some are missing.
 fn fill(state: &mut InboundState, wanted: usize, from: SocketAddr) -> Result<bool> {
     let Some(sock) = &state.sock else { return Ok(false) };
     let fd = sock.as_raw_fd();

@@ -1,12 +1,13 @@
-//! The keeper's eye on the first stream of a connection.
+//! How the control thread polls the first stream of a connection.
 //!
-//! NCCL's thread moves the first stream itself, inside the calls that it makes. But it may wait for one thing while
-//! another, which it does not ask after, is what the peer waits for. So while requests are outstanding, or calls
-//! come, the keeper looks too: every millisecond or two whether NCCL's thread has looked since, and if it has not, at
-//! the stream; ever more rarely while nothing happens, and not at all when nothing is outstanding and no call came.
+//! NCCL's proxy thread moves the first stream itself, inside the calls it makes. But it may wait for one request while
+//! the peer waits for another, which the proxy thread does not test. So while requests are outstanding, or calls
+//! arrive, the control thread checks every millisecond or two whether NCCL's thread has polled since, and polls the
+//! stream itself if not. The interval grows while nothing happens, and polling stops when nothing is outstanding and no
+//! call arrived.
 //!
-//! Telling the keeper to begin means waking it (a system call, and a processor to interrupt), which costs more than a
-//! short message does. That is why it stays attentive for a while after the last call.
+//! To start it, NCCL's thread must wake the control thread (a system call and an interrupt on another processor), which
+//! costs more than a short message. That is why polling continues for a while after the last call.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -14,35 +15,36 @@ use std::time::{Duration, Instant};
 
 use crate::engine::poller::Progress;
 
-/// How soon the keeper looks after something happened.
+/// How soon the control thread polls after something has happened.
 const SOON: Duration = Duration::from_millis(1);
-/// Each further look comes twice as long after the last, up to `SOON` times two to this power: 128 ms.
+/// The interval doubles with each further poll, up to `SOON` times two to this power: 128 ms.
 const RARELY: u32 = 7;
 
-/// Whether the keeper attends to a stream, and how often.
+/// Whether the control thread polls a stream, and how often.
 #[derive(Debug, Default)]
 pub struct Attention {
     attending: AtomicBool,
-    /// Counts the looks of NCCL's thread.
+    /// Counts the polls of NCCL's thread.
     calls: AtomicU32,
     seen: AtomicU32,
     idle_looks: AtomicU32,
 }
 
 impl Attention {
-    /// A request is outstanding. Returns whether the keeper must be told.
+    /// A request is outstanding. Returns whether the control thread must be notified.
     #[inline]
     pub fn wanted(&self) -> bool {
         !self.attending.load(Ordering::Relaxed) && !self.attending.swap(true, Ordering::SeqCst)
     }
 
-    /// NCCL's thread looks at the stream. A lost count among several callers does not matter: the value changes.
+    /// NCCL's thread polls the stream. A count lost among concurrent callers does no harm: the value changes.
     #[inline]
     pub fn called(&self) {
         self.calls.store(self.calls.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
 
-    /// Whether NCCL's thread has looked since this was last asked. Then the keeper need not: it looks again soon.
+    /// Whether NCCL's thread has polled since the last call. Then the control thread need not: NCCL's thread will poll
+    /// again soon.
     pub fn is_attended(&self) -> Option<Progress> {
         let calls = self.calls.load(Ordering::Relaxed);
         if self.seen.swap(calls, Ordering::Relaxed) == calls || !self.attending.load(Ordering::Relaxed) {
@@ -57,8 +59,8 @@ impl Attention {
         self.idle_looks.load(Ordering::Relaxed) == RARELY
     }
 
-    /// The keeper has looked, and something moved or not. Says when it looks again; `outstanding` is asked twice,
-    /// since a request may come while the attention ends.
+    /// The control thread has polled, and something moved or not. Returns when it polls again. `outstanding` is called
+    /// twice, since a request may be posted while polling ends.
     pub fn looked(&self, moved: bool, outstanding: impl Fn() -> bool) -> Progress {
         let looks = if moved { 0 } else { self.idle_looks.load(Ordering::Relaxed) };
         if !outstanding() && looks == RARELY {
@@ -73,8 +75,8 @@ impl Attention {
     }
 }
 
-/// A time at least `after` from now, on a grid of [`SOON`]: the looks at many connections fall together, and the
-/// keeper wakes once for all of them.
+/// A time at least `after` from now, on a grid of [`SOON`]: the polls of many connections coincide, and the control
+/// thread wakes once for all of them.
 fn tick(after: Duration) -> Instant {
     static START: OnceLock<Instant> = OnceLock::new();
     let start = *START.get_or_init(Instant::now);

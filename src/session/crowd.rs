@@ -1,14 +1,14 @@
-//! Connections that have not proved themselves: how many there may be, and who must go for a newcomer.
+//! Half-open connections: how many there may be, and which one is evicted for a new one.
 //!
-//! Those that have said nothing sensible yet and those that have been greeted are counted apart, [`EACH`] of either, and
-//! the oldest makes room for the newest of its kind. So a flood of scanners, which say nothing, never pushes out a
-//! rightful peer in the middle of its handshake: that is silent for no longer than its first word takes. Who wants to
-//! push it out must greet as fast as it answers.
+//! Connections that have sent nothing valid yet and those whose greeting has arrived are counted separately, [`EACH`]
+//! of either, and the newest replaces the oldest of its kind. So a flood of port scans, which send nothing, never
+//! evicts a legitimate peer in the middle of its handshake: the peer is silent only until its first message arrives. To
+//! evict it, an attacker must send greetings as fast as this side answers them.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Silent connections at one time, and greeted ones.
+/// How many silent connections there may be at one time, and how many greeted ones.
 pub const EACH: usize = 256;
 
 /// The half-open connections of the process, oldest first.
@@ -23,7 +23,7 @@ impl<T> Default for Crowd<T> {
     }
 }
 
-/// Adds one, and says who must go for it.
+/// Adds a connection, and returns the one to evict for it.
 fn push<T>(queue: &mut VecDeque<Arc<T>>, one: Arc<T>) -> Option<Arc<T>> {
     queue.push_back(one);
     if queue.len() > EACH { queue.pop_front() } else { None }
@@ -35,20 +35,20 @@ fn take<T>(queue: &mut VecDeque<Arc<T>>, one: &T) -> Option<Arc<T>> {
 }
 
 impl<T> Crowd<T> {
-    /// One has come. Returns who must go for it.
+    /// A connection has arrived. Returns the one to evict for it.
     #[must_use = "who must go is still connected"]
     pub fn come(&mut self, one: Arc<T>) -> Option<Arc<T>> {
         push(&mut self.silent, one)
     }
 
-    /// One that had come was greeted. Returns who must go for it.
+    /// A connection has sent its greeting. Returns the one to evict for it.
     #[must_use = "who must go is still connected"]
     pub fn greet(&mut self, one: &T) -> Option<Arc<T>> {
         let one = take(&mut self.silent, one)?;
         push(&mut self.greeted, one)
     }
 
-    /// One has gone, or has proved itself.
+    /// A connection has ended, or has proved itself.
     pub fn leave(&mut self, one: &T) {
         let _ = take(&mut self.greeted, one).or_else(|| take(&mut self.silent, one));
     }

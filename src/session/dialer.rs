@@ -1,8 +1,9 @@
 //! The connecting side: new connections, further streams, and streams that come back after a break.
 //!
-//! A [`Dial`] is one wish to be connected. The control thread drives it: connect, handshake, and on failure another try,
-//! over the next rail, until its deadline. The connecting side alone connects again after a break; a receiver that has
-//! lost all streams calls it ([`super::lifeline`]). What differs between its purposes is in `purpose`.
+//! A [`Dial`] is one request to be connected. The control thread drives it: connect, handshake, and after a failure
+//! another attempt over the next rail, until its deadline. Only the connecting side connects again after a break; a
+//! receiver that has lost all streams calls the connecting side ([`super::lifeline`]). The differences between the
+//! purposes of a dial are in `purpose`.
 
 mod call;
 mod connect;
@@ -48,21 +49,21 @@ const MANY: u32 = 100;
 /// A repair ends with its connection.
 const NO_DEADLINE: Duration = Duration::from_secs(1 << 31);
 
-/// A peer that refuses on every rail for this long has died: its listeners outlive every connection. Before there is a
-/// connection nothing waits for that news, and what refuses may be a path that is being mended: there it is
-/// `TOWLINE_RECONNECT_TIMEOUT`.
+/// A peer that refuses on every rail for this long has died: its listening sockets outlive every connection. Before the
+/// first connection nothing waits for this result, and the refusals may come from a path that is being repaired, so
+/// `TOWLINE_RECONNECT_TIMEOUT` applies there.
 const REFUSED: Duration = Duration::from_secs(1);
 
-/// This host's own word that it lets no packet out to there does not change by itself; a rule that is just being replaced
-/// has this long.
+/// A local rule of this host that lets no packet out to the peer does not change by itself; a rule that is being
+/// replaced has this long.
 const FORBIDDEN: Duration = Duration::from_secs(2);
 
-/// After this long without a connection the log says what is in the way, once for each attempt.
+/// After this long without a connection the log names the obstacle, once for each attempt.
 const TELL_AFTER: Duration = Duration::from_secs(5);
 
 static WAITING: Limiter = Limiter::new();
 
-/// Where to go and what to say there.
+/// The destination, and the request to send there.
 pub struct Target {
     /// The addresses in the handle, at least one: where the listener's process can be reached over one rail or another.
     pub addresses: Vec<SocketAddr>,
@@ -93,9 +94,10 @@ enum Stage {
 struct Begin {
     at: Instant,
     epoch: u16,
-    /// As if there had been so many.
+    /// The attempts are counted as if there had been so many before.
     tries: u32,
-    /// The repair is to be begun then, and not before: a stream that comes home later does not keep others from a repair.
+    /// When the repair begins, and not earlier: while a stream waits to move back to its own rails, a repair by another
+    /// thread is possible.
     claims: bool,
 }
 
@@ -133,12 +135,12 @@ struct State {
     short: bool,
     /// The try under way has taken too long.
     unanswered: bool,
-    /// Why the last try failed: more telling than that the deadline cut off the next one.
+    /// Why the last attempt failed: more informative than the deadline that ends the next one.
     last_failure: Option<Error>,
     result: Option<Result<()>>,
 }
 
-/// A wish to be connected.
+/// A request to be connected.
 pub struct Dial {
     me: Weak<Self>,
     net: Arc<Net>,
@@ -190,7 +192,7 @@ impl Dial {
         Ok(dial)
     }
 
-    /// Nothing while the dial goes on. Then its owner has the connection, or this is why not.
+    /// None while the dial goes on. Afterwards its owner has the connection, or this is the error.
     pub fn result(&self) -> Option<Result<()>> {
         self.lock().result.clone()
     }
@@ -198,7 +200,7 @@ impl Dial {
     /// Waits until the dial has succeeded or failed; it has a deadline of its own.
     ///
     /// # Errors
-    /// As the dial failed.
+    /// The error with which the dial failed.
     pub fn wait(&self) -> Result<()> {
         let mut state = self.lock();
         loop {
@@ -210,7 +212,7 @@ impl Dial {
         }
     }
 
-    /// Gives up: the connection is not wanted any more. After this its owner gets none.
+    /// Gives up: the connection is no longer wanted. After this call its owner gets none.
     pub fn cancel(&self) {
         self.finish(&mut self.lock(), Err(Error::usage("the connection attempt was abandoned")));
     }
@@ -268,7 +270,7 @@ impl Dial {
         }
         match sock.connect(&remote.into()) {
             Ok(()) => {}
-            // Also an interrupted connect goes on.
+            // An interrupted connect also goes on.
             Err(error) if matches!(error.raw_os_error(), Some(libc::EINPROGRESS | libc::EINTR)) => {}
             Err(error) => return Err(error),
         }
@@ -281,7 +283,7 @@ impl Dial {
         Ok(())
     }
 
-    /// A try failed: another one later, or the end.
+    /// An attempt failed: schedules another one, or ends the dial.
     fn failed(&self, state: &mut State, error: Error) -> Progress {
         let now = Instant::now();
         let answer = answer_of(state, &error);
@@ -314,7 +316,7 @@ impl Dial {
         }
         let mut hopeless = error.cause() == Cause::Usage;
         if self.purpose.is_connected() {
-            // The peer lives: what refuses is on the way.
+            // The peer is alive: the refusals come from the path.
             state.refused_since = None;
             hopeless = false;
         }
@@ -322,7 +324,7 @@ impl Dial {
         let patience = if is_first { self.net.config.reconnect_timeout.max(REFUSED) } else { REFUSED };
         let everywhere = |tries: u32| state.tries.saturating_sub(tries) as usize + 1 >= self.purpose.pairs();
         let dead = state.refused_since.is_some_and(|(since, tries)| now - since > patience && everywhere(tries));
-        // Later on it may be an outage that somebody made, and the connection knows how long to wait.
+        // Later the refusals may come from a deliberate outage, and the connection knows how long to wait.
         hopeless |= is_first && state.forbidden_since.is_some_and(|since| now - since > FORBIDDEN);
         if now >= self.deadline || dead || hopeless {
             let error = self.purpose.explain(error, &self.net.config);
@@ -345,22 +347,22 @@ impl Dial {
         state.last_failure = Some(error);
         state.epoch = self.purpose.epoch_after_failure(state.epoch);
         let pause = if state.tries < MANY { Duration::from_millis(10 << state.tries.min(5)) } else { SELDOM };
-        // A refusal comes at once, and whether the peer goes on refusing is to be known soon.
+        // A refusal arrives at once, and it must be known soon whether the peer keeps refusing.
         let missed = self.purpose.is_repair() && state.refused_since.is_some();
         let pause = if missed { pause.min(lifeline::CALL_AGAIN) } else { pause };
         let pause = if self.stays(state, answer) { lifeline::CALL_AGAIN } else { pause };
         self.pause(state, now + pause)
     }
 
-    /// Whether the next try goes over the same rails: where refusals may be enough to give the peer up, they are not to wait
-    /// for rails on which nothing answers.
+    /// Whether the next attempt uses the same rails: where refusals may be enough to give the peer up, they must not
+    /// wait for rails on which nothing answers.
     fn stays(&self, state: &mut State, answer: Answer) -> bool {
         if !self.purpose.is_repair() {
             return false;
         }
         let more = answer == Answer::Refused && state.stays + 1 < lifeline::REFUSALS;
         let stays = more && self.purpose.awaits_refusals();
-        // As if it had not been.
+        // The failed attempt is not counted.
         (state.stays, state.tries) = if stays { (state.stays + 1, state.tries - 1) } else { (0, state.tries) };
         stays
     }
@@ -371,14 +373,15 @@ impl Dial {
         state.sock = None;
         state.input.clear();
         state.stage = Stage::Waiting(until);
-        // The socket's registration has gone, and with it what this poll asks for if it came by it: the clock's counts.
+        // The socket's registration is gone, and with it any wake-up that this poll requests through it; the deadline's
+        // still works.
         if let Some(clock) = &state.clock {
             clock.kick();
         }
         Progress { moved: false, again: Some(until) }
     }
 
-    /// Says what is in the way while NCCL waits for a first connection: otherwise the log would hold nothing until the end.
+    /// Logs the obstacle while NCCL waits for a first connection: otherwise the log would hold nothing until the end.
     fn tell_of_waiting(&self, state: &mut State, now: Instant, error: &Error) {
         if state.tell_at.is_none_or(|at| now < at) {
             return;
@@ -448,7 +451,7 @@ impl Dial {
 /// The dial as the control thread polls it.
 impl Source for Dial {
     fn poll(&self) -> Progress {
-        // The source needs itself to register the next socket; the thread that polls it holds it.
+        // The source needs a reference to itself to register the next socket; the thread that polls it holds one.
         self.me.upgrade().map_or_else(Progress::default, |me| me.drive())
     }
 
@@ -458,12 +461,12 @@ impl Source for Dial {
     }
 }
 
-/// What a try that has failed says about the peer's process.
+/// What a failed attempt shows about the peer's process.
 fn answer_of(state: &State, error: &Error) -> Answer {
     match state.stage {
         Stage::Greeting { .. } | Stage::Welcome(_) if state.unanswered => Answer::Accepted,
         Stage::Greeting { .. } | Stage::Welcome(_) | Stage::Over => Answer::Refused,
-        // Of an address of this host, connect(2) itself says so.
+        // For an address of this host, connect(2) itself returns the error.
         Stage::Connecting | Stage::Waiting(_) if error.what().starts_with(REFUSED_TEXT) => Answer::Refused,
         Stage::Connecting | Stage::Waiting(_) => Answer::Silent,
     }

@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | 0 | type | [`Type`] |
 //! | 1 | flags | [`EAGER`], [`PROMPT`], [`WHOLE`], [`POLLED`] |
-//! | 2–3 | epoch | life of the stream, counted from 0; a frame of another epoch ends the stream |
+//! | 2–3 | epoch | epoch of the stream, counted from 0; a frame of another epoch ends the stream |
 //! | 4–7 | length | payload bytes that follow |
 //! | 8–15 | message | number of the message in posting order |
 //! | 16–23 | order | number of the message among those with its tag: the k-th send fills the k-th receive |
@@ -13,8 +13,8 @@
 //! | 40–43 | tag | NCCL's tag |
 //! | 44–47 | check | CRC-32C of bytes 0–43 |
 //!
-//! Little-endian. What the fields mean for frames other than [`Type::Data`] is said there. The check is always on:
-//! a header that lies would place bytes wrongly.
+//! Little-endian. The meaning of the fields in frames other than [`Type::Data`] is given at their types. The check is
+//! always on: a corrupted header would place bytes wrongly.
 
 use super::check::check;
 use crate::os::error::{Error, Result};
@@ -37,45 +37,46 @@ pub const MAX_COUNTS: u32 = 8 * MAX_STREAMS as u32;
 
 /// Flag: the payload was sent without the receiver's clear-to-send and used credit.
 pub const EAGER: u8 = 1;
-/// Flag: somebody waits for the acknowledgement, so send it at once.
+/// Flag: a request waits for the acknowledgement, so send it at once.
 pub const PROMPT: u8 = 2;
-/// Flag: somebody waits for the message that this is a part of: when it is whole, acknowledge what came on all streams.
+/// Flag: a request waits for the message that this chunk is part of: when it is complete, acknowledge what arrived on
+/// all streams.
 pub const WHOLE: u8 = 4;
 /// Flag: a GPU may read the chunk while it arrives, so its bytes must appear in ascending order.
 pub const POLLED: u8 = 8;
 
-/// What a frame says.
+/// The type of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Type {
     /// Sender → receiver: a chunk of a message.
     Data = 1,
-    /// Receiver → sender: `offset` frames of this stream have been taken in, through all its epochs (cumulative), and `total`
-    /// bytes of eager credit have been returned on the connection (cumulative). Over RDMA, both, first over a socket that
-    /// takes the place of another: `offset` frames have been taken in over all sockets.
+    /// Receiver → sender: `offset` frames of this stream have been received, counted over all its epochs (cumulative),
+    /// and `total` bytes of eager credit have been returned on the connection (cumulative). Over RDMA the first frame
+    /// over a replacement socket carries both: `offset` frames have been received over all sockets.
     Ack = 2,
     /// Receiver → sender: the `order`-th receive with `tag` is posted and holds `total` bytes.
     Clear = 3,
-    /// Both: nothing more will come in this direction. `total`: one more than the messages that were sent or received in
-    /// all, or 0 when that is not said.
+    /// Both: nothing more will come in this direction. `total`: one more than the number of messages sent or received,
+    /// or 0 when that is not given.
     Bye = 4,
-    /// Both: the connection has failed; the payload says why, `order` is the cause's code.
+    /// Both: the connection has failed; the payload is the reason, `order` the code of the cause.
     Fail = 5,
-    /// Sender → receiver: the stream with number `order` died in epoch `offset`; take nothing more from it.
+    /// Sender → receiver: epoch `offset` of the stream with number `order` has ended; accept nothing more from it.
     Fence = 6,
-    /// Receiver → sender: of stream `order` in epoch `offset`, `total` frames were taken in, and no more will be. Over RDMA,
-    /// both: of lane `order` in its life `epoch`, `total` immediates.
+    /// Receiver → sender: in epoch `offset` of stream `order`, `total` frames were received, and no more will be. Over
+    /// RDMA, both: in epoch `epoch` of queue pair `order`, `total` immediates.
     Fenced = 7,
-    /// Sender → receiver: the `order`-th message with `tag` has `total` bytes and has waited a while, for its receive or
-    /// for credit. The receiver answers with [`Type::Clear`] as soon as the receive is posted, however small that is.
+    /// Sender → receiver: the `order`-th message with `tag` has `total` bytes and has waited a while, for its receive
+    /// or for credit. The receiver answers with [`Type::Clear`] as soon as the receive is posted, however small it is.
     Ask = 8,
-    /// Over RDMA, both: lane `order` gets a new queue pair for its life `epoch`. The low half of `message` is its number,
-    /// the high half its first packet's; `total` is 1. With `total` 0: not now. `offset` and `tag` are the options of
-    /// enhanced connection establishment, vendor and options in the halves of the one, the mask in the other. With `total` 2,
-    /// sender → receiver: a first write over the new queue pair was acknowledged.
+    /// Over RDMA, both: queue pair `order` is replaced for epoch `epoch`. The low half of `message` is the new queue
+    /// pair's number, the high half its first packet sequence number; `total` is 1. With `total` 0: not now. `offset`
+    /// and `tag` are the options of enhanced connection establishment: vendor and options in the halves of `offset`,
+    /// the mask in `tag`. With `total` 2, sender → receiver: a first write over the new queue pair was acknowledged.
     Lane = 9,
-    /// Receiver → sender: as [`Type::Ack`], and what was taken in on every stream: a count of frames for each, from the first
-    /// on, of 8 bytes.
+    /// Receiver → sender: as [`Type::Ack`], plus what was received on every stream: a count of frames for each, in
+    /// order of their numbers, 8 bytes each.
     Acks = 10,
 }
 
@@ -101,7 +102,7 @@ impl Type {
 /// A decoded header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
-    /// What the frame says.
+    /// Its type.
     pub kind: Type,
     /// [`EAGER`], [`PROMPT`], [`WHOLE`], [`POLLED`].
     pub flags: u8,
@@ -135,8 +136,8 @@ impl Header {
         out
     }
 
-    /// As [`Header::encode`], into their place. Whole words are stored: the check and the kernel read them soon, and a
-    /// word that was stored in parts makes its reader wait.
+    /// As [`Header::encode`], in place. Whole 8-byte units are stored: the check and the kernel read them soon, and a
+    /// load of a unit that was stored in parts stalls.
     #[inline]
     pub fn encode_into(&self, out: &mut [u8; HEADER]) {
         let first = u64::from(self.kind as u8)
@@ -154,8 +155,8 @@ impl Header {
     /// Reads 48 bytes from the wire.
     ///
     /// # Errors
-    /// A remote error when the check, the type, or a bound that holds for every frame is wrong. The stream must
-    /// end then: nothing tells where the next header would be.
+    /// A remote error when the check, the type, or a bound that holds for every frame is wrong. The stream must end
+    /// then: the position of the next header is unknown.
     #[inline]
     pub fn decode(bytes: &[u8; HEADER]) -> Result<Self> {
         let word = |at: usize| u64::from_le_bytes(bytes[8 * at..8 * at + 8].try_into().expect("eight bytes"));
@@ -258,7 +259,7 @@ mod tests {
             all[..32].copy_from_slice(&bytes);
             all[32..].copy_from_slice(&more);
             let _ = Header::decode(&all);
-            // The same bytes with a right check, so that the bounds are reached.
+            // The same bytes with a valid check, so that the bounds are reached.
             let check = crc32c::crc32c(&all[..44]);
             all[44..].copy_from_slice(&check.to_le_bytes());
             if let Ok(header) = Header::decode(&all) {

@@ -1,8 +1,9 @@
-//! Receiving connections that were closed lately.
+//! Tombstones: receiving connections that were closed recently.
 //!
-//! A receiver closes when it has everything that it wanted. If the paths die at that moment, its last acknowledgements
-//! and its goodbye are lost, and the sender cannot tell what arrived. It connects again, and must find somebody who knows:
-//! so the process remembers of each closed connection its key, and how many messages it had received.
+//! A receiver closes when it has received everything it wanted. If the paths fail at that moment, its last
+//! acknowledgements and its goodbye are lost, and the sender cannot know what arrived. It connects again and needs an
+//! answer, so the process remembers the key of each closed connection, and how many messages that connection had
+//! received.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -10,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::handshake::Secret;
 use super::link::Link;
 
-/// The most that are remembered: about 100 bytes each.
+/// The largest number of tombstones: about 100 bytes each.
 const MOST: usize = 4096;
 
 /// What is remembered of a connection.
@@ -18,13 +19,13 @@ const MOST: usize = 4096;
 pub struct Grave {
     connection: u64,
     until: Instant,
-    /// What further streams prove.
+    /// The secret that further streams prove.
     pub key: Secret,
-    /// Messages that it had received.
+    /// How many messages it had received.
     pub received: u64,
 }
 
-/// All of them, oldest first.
+/// All tombstones, oldest first.
 #[derive(Debug, Default)]
 pub struct Graves(VecDeque<Grave>);
 

@@ -1,4 +1,4 @@
-//! Getting to know each other: preamble, proof of the secret, parameters. Pure bytes, no sockets.
+//! The handshake: preamble, proof of the secret, parameters. Bytes only, no sockets.
 //!
 //! ```text
 //! connecting side                                listening side
@@ -11,10 +11,10 @@
 //! With encryption an offer of 48 bytes follows the hello, and the welcome travels encrypted, in an answer of 544
 //! bytes ([`super::seal::agreement`]), or a refusal of 40 bytes comes instead when the two have different keys.
 //!
-//! The secret stands in the handle that NCCL carries between the ranks by its own bootstrap network; it never
-//! crosses the data network. Each side proves that it holds it by an HMAC-SHA-256 (RFC 2104) over everything said
-//! so far, which includes a fresh nonce of each: a recorded handshake is worth nothing. A connection has a key of
-//! its own, made from the secret and both nonces; further streams prove that one.
+//! The secret is in the handle that NCCL carries between the ranks over its own bootstrap network; it never crosses the
+//! data network. Each side proves that it holds the secret by an HMAC-SHA-256 (RFC 2104) over everything exchanged so
+//! far, which includes a fresh nonce of each side: a recorded handshake cannot be replayed. A connection has its own
+//! key, derived from the secret and both nonces; further streams prove that key.
 //!
 //! All integers are little-endian.
 
@@ -28,9 +28,9 @@ use crate::os::error::{Error, Result};
 
 /// The first eight bytes that each side sends. Frozen, like the rest of the preamble.
 pub const MAGIC: [u8; 8] = *b"TOWLINE\n";
-/// The oldest protocol that this build speaks.
+/// The oldest protocol version that this build supports.
 pub const VERSION_MIN: u16 = 1;
-/// The newest protocol that this build speaks.
+/// The newest protocol version that this build supports.
 pub const VERSION_MAX: u16 = 1;
 
 /// Feature bit: messages are kept until they are acknowledged and resent after a break.
@@ -54,10 +54,10 @@ pub const HELLO: usize = 32 + LABEL + MAX_STREAMS * ADDRESS + PROOF;
 /// Bytes of a welcome.
 pub const WELCOME: usize = 16 + LABEL + MAX_STREAMS * ADDRESS + PROOF;
 
-/// Bytes with which the connecting side says that it has the welcome to a new connection: the connection's number.
+/// Bytes with which the connecting side confirms the welcome to a new connection: the connection's number.
 pub const READY: usize = 8;
 
-/// The bit of a welcome that says that the connection was closed.
+/// The bit of a welcome that marks the connection as closed.
 pub const CLOSED: u64 = 1 << 63;
 
 /// Bytes of a refusal.
@@ -103,7 +103,7 @@ impl Secret {
         u64::from_le_bytes(tag[..8].try_into().expect("eight bytes"))
     }
 
-    /// Proves `parts` to whoever holds this secret.
+    /// Proves `parts` to a holder of this secret.
     pub fn prove(&self, parts: &[&[u8]]) -> [u8; PROOF] {
         self.mac(parts).finalize().into_bytes().into()
     }
@@ -139,8 +139,9 @@ pub fn nonce() -> Result<[u8; 16]> {
     Ok(bytes)
 }
 
-/// What the listening side answers to the feature bits of the connecting side: encryption when it has a key itself (so
-/// that the other learns of a mismatch), the checksum when either side asks for it and encryption does not cover it.
+/// The listening side's answer to the feature bits of the connecting side: encryption when the listening side has a key
+/// (so that the other side notices a mismatch), the checksum when either side wants it and encryption does not cover
+/// it.
 pub fn agreed(theirs: u32, ours: u32) -> u32 {
     let encryption = ours & FEATURE_ENCRYPTION;
     let checksum = if encryption == 0 { (theirs | ours) & FEATURE_CHECKSUM } else { 0 };
@@ -154,7 +155,7 @@ pub struct Preamble {
     pub low: u16,
     /// The newest version that the side speaks.
     pub high: u16,
-    /// Feature bits. Connecting: what it can or wants. Listening: what will be used, and whether it has a key.
+    /// Feature bits. Connecting: what it supports or wants. Listening: what will be used, and whether it has a key.
     pub features: u32,
 }
 
@@ -194,7 +195,7 @@ impl Preamble {
     }
 }
 
-/// What the connecting side wants.
+/// The request of the connecting side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wish {
     /// A new connection from the listener with this id.
@@ -208,17 +209,17 @@ pub enum Wish {
         connection: u64,
         /// Which stream.
         stream: u16,
-        /// Which life of that stream.
+        /// Which epoch of that stream.
         epoch: u16,
     },
-    /// The sending side of a connection, from its receiving side, which has lost all streams: it shall know that this
-    /// one has ended, and come back.
+    /// From the receiving side of a connection, which has lost all streams, to the sending side: this stream has ended;
+    /// connect it again.
     Call {
         /// The connection's number.
         connection: u64,
         /// Which stream.
         stream: u16,
-        /// Which life of that stream.
+        /// Which epoch of that stream.
         epoch: u16,
     },
 }
@@ -226,11 +227,11 @@ pub enum Wish {
 /// The connecting side's second message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hello {
-    /// What it wants.
+    /// The request.
     pub wish: Wish,
     /// Its nonce.
     pub nonce: [u8; 16],
-    /// Who it is, for messages: host name and process.
+    /// A name for messages: host name and process.
     pub label: String,
     /// For a new connection: where this side's process listens, so that it can be [called](Wish::Call).
     pub rails: Vec<SocketAddr>,
@@ -260,16 +261,16 @@ fn read_label(bytes: &[u8]) -> String {
     bytes[..end].iter().map(|byte| if byte.is_ascii_graphic() { *byte as char } else { '?' }).collect()
 }
 
-/// The ends of all that was said before, which each proof covers.
+/// The messages exchanged so far; each proof covers all that come before it.
 pub struct Transcript(Vec<u8>);
 
 impl Transcript {
-    /// Nothing said yet.
+    /// Nothing exchanged yet.
     pub fn new() -> Self {
         Self(Vec::with_capacity(PREAMBLE + GREETING + HELLO + WELCOME))
     }
 
-    /// Adds what one side said.
+    /// Adds a message of one side.
     pub fn add(&mut self, bytes: &[u8]) {
         self.0.extend_from_slice(bytes);
     }
@@ -311,10 +312,10 @@ impl Hello {
         out
     }
 
-    /// Reads a hello without believing it yet.
+    /// Reads a hello; the proof is not checked yet.
     ///
     /// # Errors
-    /// When it asks for something unknown.
+    /// When the request is of an unknown kind.
     pub fn decode(bytes: &[u8; HELLO]) -> Result<Self> {
         let u16_at = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         let id = u64::from_le_bytes(bytes[8..16].try_into().expect("eight bytes"));
@@ -346,10 +347,10 @@ impl Hello {
 pub struct Welcome {
     /// The connection's number, for further streams.
     pub connection: u64,
-    /// For a stream that comes back: how many frames of its former life were taken in. With [`CLOSED`]: the connection is
-    /// closed, and had received so many messages.
+    /// For a stream that comes back: how many frames of its previous epoch were received. With [`CLOSED`]: the
+    /// connection is closed, and had received so many messages.
     pub received: u64,
-    /// Who it is, for messages.
+    /// A name for messages.
     pub label: String,
     /// Where further streams can be connected.
     pub rails: Vec<SocketAddr>,
@@ -389,8 +390,8 @@ impl Welcome {
     }
 }
 
-/// What the listening side says instead of a welcome when the two sides have different keys: the peer that holds the
-/// handle's secret shall know why. 8 bytes say so, 32 prove it.
+/// Sent by the listening side instead of a welcome when the two sides have different keys: a peer that holds the
+/// handle's secret should learn the reason. 8 bytes are the message, 32 its proof.
 pub struct Refusal;
 
 const OTHER_KEY: [u8; 8] = *b"OTHERKEY";
@@ -405,7 +406,7 @@ impl Refusal {
         out
     }
 
-    /// Whether these bytes are a refusal, said by a side that holds the secret.
+    /// Whether these bytes are a refusal from a side that holds the secret.
     pub fn verify(bytes: &[u8], secret: &Secret, transcript: &Transcript) -> bool {
         let mac = secret.mac(&[b"towline refusal 1", transcript.bytes(), &OTHER_KEY]);
         bytes.len() == REFUSAL && bytes[..8] == OTHER_KEY && mac.verify_slice(&bytes[8..]).is_ok()

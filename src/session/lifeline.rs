@@ -1,43 +1,44 @@
-//! Whether a peer is dead or only cut off, when all streams of a connection have ended.
+//! Whether a peer is dead or only cut off, once all streams of a connection have ended.
 //!
-//! The end of a stream says little: the kernel sends the same when a process dies, when somebody resets the stream, and
-//! when a firewall answers for the peer. And a process that is stopped, or gets no processor, cannot say that it lives.
-//! But its kernel does: it accepts connections for every process that lives, in whatever state, and refuses them from
-//! the moment of its death on. So each side knows the **lifelines** of the other, its process's listening sockets, one
-//! per rail: the connecting side's handle and welcome name the listener's, and its hello names its own.
+//! The end of a stream proves little: the kernel sends the same packets when a process dies, when a stream is reset
+//! deliberately, and when a firewall answers for the peer. And a process that is stopped, or gets no processor time,
+//! cannot answer. But its kernel can: it accepts connections for every process that exists, in whatever state, and
+//! refuses them from the moment the process dies. So each side knows the **lifelines** of the other, the listening
+//! sockets of its process, one per rail: the connecting side learns them from the handle and the welcome, the listening
+//! side from the hello.
 //!
-//! The sender asks them anyhow when it connects its streams again. The receiver cannot connect streams, so it **calls**:
-//! it connects to every lifeline and says in a handshake (wish *call*) which stream has ended here. That finds out
-//! whether the peer lives, and tells it, who may not know: a reset may reach one side only.
+//! The sender connects to them anyway when it reconnects its streams. The receiver cannot connect streams, so it
+//! **calls**: it connects to every lifeline and reports in a handshake (wish *call*) which stream has ended here. This
+//! shows whether the peer is alive, and also notifies it: a reset may reach one side only.
 //!
 //! What the answers mean, and why:
 //!
 //! | answer | means | then |
 //! |---|---|---|
-//! | accepted by the kernel | the process lives, or another has its port now | waits on, up to `TOWLINE_PEER_TIMEOUT`: nobody is given up for being late |
-//! | refused; reset or closed in the handshake; something else than Towline talks there | no such process, one that knows nothing of the connection, or a firewall that answers for it | dead, when all of them say so long enough |
-//! | none, or unreachable | nothing | waits as for a silent network, `TOWLINE_RECONNECT_TIMEOUT`; after streams were cut such a way has no say |
+//! | accepted by the kernel | the process is alive, or another process has its port now | wait on, up to `TOWLINE_PEER_TIMEOUT`: no peer is given up for being late |
+//! | refused; reset or closed in the handshake; not Towline | no such process, a process that does not know the connection, or a firewall that answers for it | dead, when all answers agree for long enough |
+//! | none, or unreachable | nothing | wait as for a silent network, `TOWLINE_RECONNECT_TIMEOUT`; after streams were cut such a path does not count |
 //!
-//! - **A refusal alone proves nothing**: a firewall that rejects with resets refuses just so, and is then what ended the
-//!   streams as well. It is believed when it comes over every rail, [`REFUSALS`] times in a row, and for as long as the
-//!   ends of the streams make likely ([`Terms::refused_for`]). A firewall that rejects everything on every rail for longer
-//!   than that cannot be told from a death that must be noticed within a second.
-//! - **A way that says nothing has no say** when a stream was cut lately and none has come since: its rail may have been down
-//!   before. Refusals on the others are believed then, soon after an end of file, which comes from the peer's kernel and not
-//!   from a firewall, later after a reset ([`Ended::some_refused_for`]). That holds also when the last stream ended by
-//!   silence, on such a rail, as the others had just been cut.
-//! - **Streams that are left then may be over a rail that is silent**, and nobody knows it yet: the peer is asked at once
-//!   ([`Alone::suspected`]). Both sides have just spoken on these streams, so the kernel of a peer that can be reached over
-//!   them has answered. Refusals count while nothing at all has come back on any.
-//! - **Who accepts need not prove itself** for being waited for: a stopped process could not. If a stranger has the port,
-//!   the price is a longer wait, with an end. A call is believed, and a goodbye to the connection is, only with a proof of
-//!   the connection's key, like every handshake.
-//! - **An accepted call is kept open** until it is answered: should the process die after all, its kernel resets it.
-//! - **This process may have been stopped itself**: a deadline that is long over when it is looked at is put off once
-//!   more, so that what came meanwhile is seen first. That is why refusals are counted, too.
+//! - **A refusal alone proves nothing**: a firewall that rejects with resets looks the same, and may also have ended the streams. It is
+//!   believed when it comes over every rail, [`REFUSALS`] times in a row, and for as long as the ends of the streams make likely
+//!   ([`Terms::refused_for`]). A firewall that rejects everything on every rail for longer than that cannot be distinguished from a death
+//!   that must be noticed within a second.
+//! - **A path without answers does not count** when a stream was cut recently and none has been connected since: its rail may have been down
+//!   before. Refusals on the other paths are then believed, soon after an end of file, which comes from the peer's kernel and not from a
+//!   firewall, later after a reset ([`Ended::some_refused_for`]). This also holds when the last stream, on such a rail, ended by silence
+//!   just after the others had been cut.
+//! - **The remaining streams may use a rail that is silent**, which is not noticed yet: the peer is called at once ([`Alone::suspected`]).
+//!   Both sides have just sent on these streams, so the kernel of a reachable peer has answered. Refusals count only while nothing comes
+//!   back on any of them.
+//! - **An accepting process need not prove itself** to be waited for: a stopped process could not. If another process has taken the port,
+//!   the cost is a longer, bounded wait. A call, and the goodbye to a connection, are believed only with a proof of the connection's key,
+//!   like every handshake.
+//! - **An accepted call is kept open** until it is answered: if the process dies after all, its kernel resets it.
+//! - **This process may have been stopped itself**: a deadline that is found to be long past is extended once, so that answers which arrived
+//!   in the meantime are read first. For the same reason refusals are counted as well as timed.
 //!
-//! A forked child holds no listening socket ([`crate::os::fork`]), so it hides no death. Strangers who connect to the
-//! same port are the acceptor's affair; when they fill the kernel's queue, that reads as silence.
+//! A forked child holds no listening socket ([`crate::os::fork`]), so it hides no death. Connections of strangers to
+//! the same port are the acceptor's concern; if they fill the kernel's queue, that looks like silence.
 
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -45,50 +46,52 @@ use std::time::{Duration, Instant};
 
 use crate::os::error::Error;
 
-/// The first call comes this long after the end of the last stream: a sender that lives and knows is back before.
+/// The first call comes this long after the end of the last stream: a sender that is alive and has noticed reconnects
+/// sooner.
 pub const CALL_AFTER: Duration = Duration::from_millis(100);
 
 /// From one refusal to the next call.
 pub const CALL_AGAIN: Duration = Duration::from_millis(100);
 
-/// After a call that was heard the sender connects at once. If it does not, it is called again.
+/// After a call that was received the sender connects at once. If it does not, it is called again.
 pub const HEARD_PAUSE: Duration = Duration::from_millis(500);
 
-/// How long an accepted call is kept open. The other side lets go after as long.
+/// How long an accepted call is kept open. The other side closes it after the same time.
 pub const HOLD: Duration = super::tries::PATIENCE;
 
-/// Refusals in a row on a way, at least.
+/// The number of refusals in a row on one path, at least.
 pub const REFUSALS: u32 = 3;
 
-/// Those that come closer together count once: several streams may be connected at a time.
+/// Refusals closer together than this count once: several streams may connect at the same time.
 const APART: Duration = Duration::from_millis(50);
 
 /// How long a peer may refuse whose streams were cut.
 pub const CUT_PATIENCE: Duration = Duration::from_millis(800);
 
-/// The same after an end of file. That comes from the peer's kernel, not from a firewall, and a peer that lives ends no
-/// stream so without a goodbye, unless it has just abandoned a try to connect, or a damaged stream.
+/// The same after an end of file. That comes from the peer's kernel, not from a firewall, and a live peer never ends a
+/// stream this way without a goodbye, unless it has just abandoned an attempt to connect, or a damaged stream.
 pub const ENDED_PATIENCE: Duration = Duration::from_millis(400);
 
-/// The same when some way says nothing.
+/// The same when some path gives no answer.
 const ENDED_SOMEWHERE: Duration = Duration::from_millis(600);
 
-/// And when streams were cut otherwise: a firewall may have done it on the only rail that was left.
+/// And when streams were cut in another way: a firewall may have done it on the only remaining rail.
 const CUT_SOMEWHERE: Duration = Duration::from_millis(1500);
 
 /// All streams of a process that dies have ended within this time, however busy this side is.
 const END_OF_ALL: Duration = Duration::from_secs(1);
 
-/// And after this time also those on rails on which nothing came any more, so that their silence had to be noticed.
+/// After this time those on rails without any answer have ended too, whose silence had to be noticed first.
 const SILENCE_AFTER_END: Duration = Duration::from_secs(5);
 
-/// A deadline that is looked at so long after it was over was missed by a process that did not run.
+/// A deadline that is found this long after it has passed was missed because this process did not run.
 const LATE: Duration = Duration::from_millis(500);
 
-/// What it is put off by then.
+/// By how much it is extended then.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// Whether the other end said that the stream is over: as the kernel of a process that dies does, or who stands in for it.
+/// Whether the other end reported the end of the stream, as the kernel of a dying process does, or a firewall in its
+/// place.
 pub fn is_cut(error: &io::Error) -> bool {
     // A broken pipe: the end of file came before the reset, and a write met both.
     use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
@@ -118,7 +121,7 @@ impl Ended {
         }
     }
 
-    /// A stream has come, or come back: the peer's process lives, whatever ended before.
+    /// A stream is connected, or is back: the peer's process is alive, whatever ended before.
     pub fn forget(&self) {
         *self.ends() = Ends::default();
     }
@@ -127,7 +130,7 @@ impl Ended {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a stream was cut lately, and none has come since.
+    /// Whether a stream was cut recently, and none has been connected since.
     pub fn is_recent(&self, now: Instant) -> bool {
         self.ends().cut.is_some_and(|at| now - at < SILENCE_AFTER_END)
     }
@@ -137,7 +140,7 @@ impl Ended {
         self.ends().end_of_file.is_some_and(|at| now - at < SILENCE_AFTER_END)
     }
 
-    /// How long a peer may refuse on all ways now that the last stream has ended, and so. None: refusals say nothing.
+    /// How long a peer may refuse on all paths, given how the last stream has ended. None: refusals prove nothing.
     pub fn refused_for(&self, now: Instant, last: &io::Error) -> Option<Duration> {
         if is_cut(last) && self.ends().end_of_file.is_some_and(|at| now - at < END_OF_ALL) {
             return Some(ENDED_PATIENCE);
@@ -145,62 +148,62 @@ impl Ended {
         (is_cut(last) || self.is_recent(now)).then_some(CUT_PATIENCE)
     }
 
-    /// How long it may refuse on some ways when the others say nothing. None: that means nothing.
+    /// How long it may refuse on some paths when the others give no answer. None: that proves nothing.
     pub fn some_refused_for(&self, now: Instant) -> Option<Duration> {
         if self.is_end_of_file(now) { Some(ENDED_SOMEWHERE) } else { self.is_recent(now).then_some(CUT_SOMEWHERE) }
     }
 }
 
-/// What an attempt to reach the peer's process has come to.
+/// The result of an attempt to reach the peer's process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Answer {
     /// The kernel has accepted it.
     Accepted,
     /// Refused, or ended by the other side before its handshake was complete.
     Refused,
-    /// No answer, or none that says anything about the process.
+    /// No answer, or none that shows anything about the process.
     Silent,
 }
 
-/// How long a peer is waited for.
+/// How long to wait for a peer.
 #[derive(Debug, Clone, Copy)]
 pub struct Terms {
-    /// When nothing says that it lives.
+    /// When nothing shows that it is alive.
     pub patience: Duration,
     /// When its kernel accepts connections.
     pub most: Duration,
-    /// When it refuses them on all ways, for so long. None: refusals say nothing here.
+    /// When it has refused them on all paths, for this long. None: refusals prove nothing here.
     pub refused_for: Option<Duration>,
-    /// When it refuses on some, and nothing is heard on the others. None: that says nothing.
+    /// When it refuses them on some paths, and the others give no answer. None: that proves nothing.
     pub some_refused_for: Option<Duration>,
-    /// Ways to its process.
+    /// Paths to its process.
     pub ways: usize,
 }
 
-/// The last word about a peer, for now.
+/// The current verdict about a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// To be asked again then, or after the next answer.
+    /// Check again at this time, or after the next answer.
     Wait(Instant),
-    /// It is given up.
+    /// The peer is given up.
     Gone,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Way {
     last: Option<Answer>,
-    /// When the newest attempt began that has come to something.
+    /// When the newest attempt that has a result began.
     newest: Option<Instant>,
     refusals: u32,
     /// The first of these refusals, and the last.
     counted: Option<(Instant, Instant)>,
-    /// Streams are left over it, and nothing comes back on them.
+    /// Streams remain on this path, and nothing comes back on them.
     is_left: bool,
 }
 
 impl Way {
-    /// Whether nobody has answered an attempt that began since then. An older one says nothing: the network may have been
-    /// mended since.
+    /// Whether every attempt that began since then is without an answer. An older one proves nothing: the network may
+    /// have been repaired since.
     fn is_silent_since(&self, then: Instant) -> bool {
         self.is_left || self.last == Some(Answer::Silent) && self.newest.is_some_and(|began| began >= then)
     }
@@ -214,18 +217,18 @@ pub struct Alone {
     most: Instant,
     refused_for: Option<Duration>,
     some_refused_for: Option<Duration>,
-    /// Streams are left. Only refusals decide then, and only while nothing comes back on them.
+    /// Streams remain. Only refusals decide then, and only while nothing comes back on these streams.
     suspected: bool,
     ways: Vec<Way>,
     error: Error,
 }
 
 impl Alone {
-    /// Some streams were cut lately, and others have not ended: the ways of these, `left`, need not be asked. `ways`: as in
-    /// [`Terms`].
+    /// Some streams were cut recently, and others have not ended: the paths of the latter, `left`, need not be tried.
+    /// `ways`: as in [`Terms`].
     pub fn suspected(now: Instant, cut: &Ended, ways: usize, left: &[usize], error: Error) -> Self {
         let some_refused_for = cut.some_refused_for(now);
-        // Time alone decides nothing. All ways may refuse, although streams are left: on these nothing is heard.
+        // Time alone decides nothing. All paths may refuse although streams remain, while nothing comes back on those.
         let (patience, most) = (Duration::ZERO, Duration::ZERO);
         let terms = Terms { patience, most, refused_for: some_refused_for, some_refused_for, ways };
         let mut alone = Self { suspected: true, ..Self::new(now, terms, error) };
@@ -235,12 +238,12 @@ impl Alone {
         alone
     }
 
-    /// Whether streams are left, so that what comes back on them counts more than any answer.
+    /// Whether streams remain, so that data coming back on them outweighs any answer.
     pub fn is_suspicion(&self) -> bool {
         self.suspected
     }
 
-    /// The last stream has ended; `error` is what is said when the peer is given up.
+    /// The last stream has ended; `error` is returned when the peer is given up.
     pub fn new(now: Instant, terms: Terms, error: Error) -> Self {
         Self {
             since: now,
@@ -254,23 +257,24 @@ impl Alone {
         }
     }
 
-    /// Whether refusals over some of the ways may be enough.
+    /// Whether refusals over some of the paths may be enough.
     pub fn awaits_refusals(&self) -> bool {
         self.some_refused_for.is_some()
     }
 
-    /// When the last stream ended: which of several such times this is.
+    /// When the last stream ended; it identifies the outage if there are several.
     pub fn since(&self) -> Instant {
         self.since
     }
 
-    /// What is said when the peer is given up.
+    /// The error when the peer is given up.
     pub fn error(&self) -> &Error {
         &self.error
     }
 
-    /// What came of an attempt on a way, and when that had begun. One that nobody answered says nothing beside one that began
-    /// later: before streams ended an attempt has more time, and ends amid those that have a moment each.
+    /// The result of an attempt on a path, and when the attempt began. One without an answer counts for nothing beside
+    /// one that began later: before streams ended an attempt has more time, so it finishes among later ones with a
+    /// short time limit.
     pub fn answered(&mut self, began: Instant, now: Instant, way: usize, answer: Answer) {
         let Some(way) = self.ways.get_mut(way) else { return };
         if answer == Answer::Silent && way.newest.is_some_and(|newest| began < newest) {
@@ -286,8 +290,7 @@ impl Alone {
         }
     }
 
-    /// When refusals will have decided, if nothing else comes: all ways refuse, or all that say anything where that is
-    /// enough.
+    /// When refusals will be enough, if nothing else arrives: all paths refuse, or all that answer where that suffices.
     fn decided(&self) -> Option<Instant> {
         let refusing = || self.ways.iter().filter(|way| way.last == Some(Answer::Refused));
         let (some, all) = (refusing().count(), self.ways.len());
@@ -298,26 +301,27 @@ impl Alone {
         let times = |way: &Way| way.counted.filter(|_| way.refusals >= REFUSALS);
         let times: Vec<_> = refusing().map(times).collect::<Option<_>>()?;
         let first = times.iter().map(|(first, _)| *first).max()?;
-        // The first answer comes a moment after the end that it is about.
+        // The first answer arrives a moment after the end of the stream that it concerns.
         let at = first + least.saturating_sub(CALL_AFTER);
         if some == all {
             return Some(at);
         }
-        // Those that refuse may have fallen silent, too: they have refused for so long, not only once at its beginning. And
-        // the others were asked meanwhile, however slow the machine is: who was not may accept.
+        // The refusing paths may have fallen silent too: they must have refused over the whole period, not only at its
+        // beginning. And the others must have been tried in that period, however slow the machine is: a path that was
+        // not tried might accept.
         let mut others = self.ways.iter().filter(|way| way.last != Some(Answer::Refused));
         let long = times.iter().all(|(_, last)| *last >= at);
         (long && others.all(|way| way.is_silent_since(first))).then_some(at)
     }
 
-    /// Whether to wait on.
+    /// Whether to keep waiting.
     pub fn verdict(&mut self, now: Instant) -> Verdict {
         let decided = self.decided();
         if decided.is_some_and(|at| now >= at) {
             return Verdict::Gone;
         }
         if self.suspected {
-            // Who knows nothing by then has been told by the streams themselves what became of them.
+            // If there is no answer by then, the streams' own errors decide.
             return Verdict::Wait(decided.unwrap_or(now + SILENCE_AFTER_END));
         }
         let lives = self.ways.iter().any(|way| way.last == Some(Answer::Accepted));
@@ -345,7 +349,7 @@ mod tests {
         Alone::new(start, terms, Error::remote("the peer is gone"))
     }
 
-    /// When the peer is given up, if each way is asked every 100 ms and answers so.
+    /// When the peer is given up, if each path is tried every 100 ms and answers like this.
     fn given_up(refused_for: Option<Duration>, ways: usize, answer: impl Fn(usize, u32) -> Answer) -> Option<u32> {
         given_up_after(None, refused_for, ways, answer)
     }
@@ -368,7 +372,7 @@ mod tests {
     fn a_process_that_is_gone_refuses_everywhere() {
         assert_eq!(given_up(Some(800 * MS), 2, |_, _| Answer::Refused), Some(800));
         assert_eq!(given_up(Some(400 * MS), 1, |_, _| Answer::Refused), Some(400));
-        // Refusals that say nothing; one way that says nothing.
+        // Refusals that prove nothing; one path without an answer.
         assert_eq!(given_up(None, 1, |_, _| Answer::Refused), Some(10_000));
         assert_eq!(given_up(Some(800 * MS), 2, |way, _| [Answer::Refused, Answer::Silent][way]), Some(10_000));
     }
@@ -382,7 +386,7 @@ mod tests {
         assert_eq!(two([Refused, Refused]), Some(400));
         assert_eq!(two([Refused, Accepted]), Some(60_000));
         assert_eq!(two([Silent, Silent]), Some(10_000));
-        // It says nothing at first, and accepts in time.
+        // No answer at first; accepted in time.
         let late = |way, at| {
             if way == 0 {
                 Refused
@@ -399,19 +403,20 @@ mod tests {
     fn a_way_that_has_not_been_asked_yet_may_accept() {
         let start = Instant::now();
         let mut alone = alone(start, Some(CUT_PATIENCE), Some(ENDED_SOMEWHERE), 2);
-        // A machine on which every try takes its time.
+        // A machine on which every attempt takes long.
         for ms in [0, 500, 1000] {
             alone.answered(start + ms * MS, start + ms * MS, 0, Answer::Refused);
             assert_ne!(alone.verdict(start + ms * MS), Verdict::Gone, "after {ms} ms");
         }
-        // Begun when the whole network was silent, perhaps.
+        // Perhaps begun when the whole network was silent.
         alone.answered(start - MS, start + 1500 * MS, 1, Answer::Silent);
         assert_ne!(alone.verdict(start + 1500 * MS), Verdict::Gone);
         alone.answered(start + MS, start + 1600 * MS, 1, Answer::Silent);
         assert_eq!(alone.verdict(start + 1600 * MS), Verdict::Gone);
     }
 
-    /// One that began when streams still lived has two seconds, and ends amid those that have a moment each.
+    /// One that began when streams were still connected has two seconds, and finishes among those with a short time
+    /// limit.
     #[test]
     fn an_old_try_that_nobody_answered_undoes_no_newer_one() {
         let start = Instant::now();
@@ -424,10 +429,10 @@ mod tests {
         alone.answered(start - 1500 * MS, at(500), 1, Answer::Silent);
         alone.answered(start - 1300 * MS, at(600), 0, Answer::Silent);
         assert_eq!(alone.verdict(at(700)), Verdict::Gone);
-        // A newer one does: the rail that refused is down, perhaps.
+        // A newer one does: perhaps the rail that refused is down.
         alone.answered(at(750), at(900), 0, Answer::Silent);
         assert_ne!(alone.verdict(at(900)), Verdict::Gone);
-        // Nor does it undo that the peer lives.
+        // Nor does it cancel the proof that the peer is alive.
         alone.answered(at(1000), at(1000), 1, Answer::Accepted);
         alone.answered(start - MS, at(1100), 1, Answer::Silent);
         assert_eq!(alone.verdict(at(1100)), Verdict::Wait(at(60_000)));
@@ -451,7 +456,7 @@ mod tests {
             assert_eq!(given_up(cause, [Refused, Silent]), Some(after));
             assert_eq!(given_up(cause, [Refused, Refused]), Some(after));
             assert_eq!(given_up(cause, [Refused, Accepted]), None);
-            // However long: the streams that are left decide.
+            // However long it takes: the remaining streams decide.
             assert_eq!(given_up(cause, [Silent, Silent]), None);
         }
     }
@@ -482,7 +487,7 @@ mod tests {
     fn a_process_whose_kernel_accepts_is_waited_for_and_given_up_soon_when_it_dies() {
         assert_eq!(given_up(Some(800 * MS), 2, |way, _| [Answer::Refused, Answer::Accepted][way]), Some(60_000));
         let dies = |_, at| if at < 20_000 { Answer::Accepted } else { Answer::Refused };
-        // Beyond the first limit: with the first refusal nothing says any more that it lives.
+        // Past the first limit: from the first refusal on, nothing shows that it is alive.
         assert_eq!(given_up(Some(800 * MS), 1, dies), Some(20_700));
     }
 

@@ -18,16 +18,16 @@ use crate::os::interfaces::Rail;
 /// A socket in the fork registry.
 pub type Sock = Registered<Socket>;
 
-/// What a connection's further streams need to know.
+/// What the further streams of a connection need to know.
 #[derive(Debug, Clone)]
 pub struct Link {
     /// The connection's number, given by the listening side.
     pub connection: u64,
-    /// What further streams prove.
+    /// The secret that further streams prove.
     pub key: Secret,
     /// Feature bits in use.
     pub features: u32,
-    /// Where the other side's process listens, one address per rail: for further streams, and for calls.
+    /// The addresses where the other side's process listens, one per rail: for further streams, and for calls.
     pub remote: Vec<SocketAddr>,
     /// This side's rails.
     pub local: Arc<[Rail]>,
@@ -55,7 +55,7 @@ impl Link {
     }
 }
 
-/// What to try on a host whose ports are all taken.
+/// The hint for a host whose ports are all in use.
 pub const NO_PORT_HINT: &str = "no local port is free: widen net.ipv4.ip_local_port_range";
 
 /// A socket of the right family that never blocks.
@@ -79,13 +79,13 @@ pub fn path_of(sock: &Sock, link: &Link) -> Path {
     Path { carrier: Carrier::Socket { fd: sock.as_raw_fd() }, rail: rail as u16, peer }
 }
 
-/// The options of every data socket, on the sending or the receiving side. All are wishes: a kernel that refuses one
-/// still carries the data.
+/// Sets the options of every data socket, on the sending or the receiving side. None is required: if the kernel refuses
+/// one, the socket still carries the data.
 pub fn tune(sock: &Sock, config: &Config, traffic_class: Option<u8>, sending: bool) {
     let socket = SockRef::from(&**sock);
     let _ = socket.set_tcp_nodelay(true);
-    // The kernel's own probes find a vanished host on an idle connection, keep a firewall's memory of the flow
-    // alive, and are answered by the peer's kernel even while the peer's process is stopped.
+    // The kernel's own probes detect a vanished host on an idle connection, keep the flow in a firewall's table, and
+    // are answered by the peer's kernel even while the peer's process is stopped.
     Probes::within(config.peer_timeout, sending).set(sock);
     watch::ask_often(sock, config.peer_timeout);
     if let Some(class) = traffic_class {

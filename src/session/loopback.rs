@@ -34,12 +34,12 @@ pub fn link(remote: &TcpListener) -> Link {
     }
 }
 
-/// A listener that answers nobody.
+/// A listener that never answers.
 pub fn deaf() -> TcpListener {
     TcpListener::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).expect("a port on the loopback interface")
 }
 
-/// Two sockets that are connected: a stream's, and what stands for its peer.
+/// Two connected sockets: a stream's, and one that stands for its peer.
 pub fn sockets() -> (Sock, TcpStream) {
     let listener = deaf();
     let address = listener.local_addr().expect("it listens");
@@ -49,7 +49,7 @@ pub fn sockets() -> (Sock, TcpStream) {
     (ours, listener.accept().expect("it is there").0)
 }
 
-/// Who is behind it.
+/// The process behind it.
 pub fn peer() -> Peer {
     Peer { label: "peer".to_string(), address: SocketAddr::from((Ipv4Addr::LOCALHOST, 1)) }
 }
@@ -69,7 +69,7 @@ impl Source for Busy {
     }
 }
 
-/// The only worker of a backend comes to nothing until what is returned has been dropped.
+/// The only worker of a backend is blocked until the returned value is dropped.
 pub fn keep_worker(net: &Net) -> impl Drop + use<> {
     struct Kept(Option<mpsc::Sender<()>>, Registration);
     impl Drop for Kept {

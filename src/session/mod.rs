@@ -1,4 +1,4 @@
-//! How two processes get connected, stay connected and part: below both backends.
+//! How two processes get connected, stay connected and disconnect: the room below both backends.
 //!
 //! | module | holds |
 //! |---|---|
@@ -10,17 +10,17 @@
 //! | [`frame`], [`check`] | the header on the wire, and its check |
 //! | [`wire`] | reading and writing one socket |
 //! | [`seal`] | checksums and encryption, where they are on |
-//! | [`peer`] | who is at the other end, and the error that ended a connection |
-//! | [`watch`] | noticing that a path has died without a word |
+//! | [`peer`] | the peer, and the error that ended a connection |
+//! | [`watch`] | detecting a path that has failed silently |
 //! | [`link`] | a connection as its sockets know it, and the options of these |
-//! | [`lifeline`] | telling a dead peer from one that is cut off |
-//! | [`owner`] | what a session asks of the connection that owns it |
+//! | [`lifeline`] | distinguishing a dead peer from one that is cut off |
+//! | [`owner`] | what a session requests from the connection that owns it |
 //! | [`opening`] | how a new connection gets to its backend |
-//! | [`attend`] | when the keeper looks after a connection's first socket |
+//! | [`attend`] | when the control thread polls a connection's first socket |
 //! | [`segments`] | segment sizes that pass where full ones are lost |
-//! | [`graves`] | connections that were closed lately, for senders that did not hear of it |
+//! | [`graves`] | tombstones: connections that were closed recently, for senders that did not receive the goodbye |
 //! | [`silences`] | closes towards a peer that does not answer share one time budget |
-//! | [`shortage`] | asking again where the kernel had no memory |
+//! | [`shortage`] | trying again where the kernel had no memory |
 
 pub mod acceptor;
 pub mod attend;

@@ -1,5 +1,5 @@
-//! What all TCP connections of the process share: threads, configuration, listeners, and the sockets that are
-//! still saying goodbye.
+//! What all TCP connections of the process share: threads, configuration, listeners, and the sockets of closed
+//! connections that the peer has not closed yet.
 
 use std::any::Any;
 use std::collections::{BTreeSet, HashMap};
@@ -36,15 +36,15 @@ use crate::os::steal::Steal;
 pub struct Net {
     /// Worker threads.
     pub poller: Poller,
-    /// This process's part of the host.
+    /// This process's share of the host.
     share: Share,
-    /// What the host's owner takes of it.
+    /// The processor time that the hypervisor takes from it.
     pub steal: Steal,
     /// As read at the first `init`.
     pub config: Config,
     /// What the key file held, when there is one: then every connection is encrypted.
     pub key: Option<SharedKey>,
-    /// Host name and process, for the peer's messages.
+    /// Host name and process, for the peer's error messages.
     pub label: String,
     ports: Ports,
     /// Connections by number, for streams that join and calls.
@@ -64,20 +64,20 @@ pub struct Net {
     me: Weak<Self>,
 }
 
-/// While the process has fewer extra streams than these, a new connection gets its own at once. Their handshakes, two threads
-/// that wake in turn, are otherwise done during NCCL's first operations: of the messages of the first 60 all-reduces of 512
-/// KiB NCCL's thread copied 30 to 47 %, because their connections had no further streams yet (two H100, docs/dev/decisions.md).
-/// Later connections wait for a long message: an all-to-all among many ranks has them by the hundred, and most of them carry
-/// little.
+/// While the process has fewer extra streams than this, a new connection gets its own at once. Otherwise their
+/// handshakes, in which two threads wake in turn, happen during NCCL's first operations: NCCL's proxy thread then
+/// copied 30 to 47 % of the messages of the first 60 all-reduces of 512 KiB, because their connections had no further
+/// streams yet (two H100, docs/dev/decisions.md). Later connections wait for a long message: an all-to-all among many
+/// ranks has hundreds of them, and most carry little.
 const EARLY_STREAMS: usize = 64;
 
-/// And while the process may have so many: where descriptors are short (many systems begin with 1024 for a process), they are
-/// for connections, this side's and its peers', and not for streams that may never be needed.
+/// The process must also be allowed this many: where descriptors are scarce (many systems start with 1024 per process),
+/// they are kept for connections, this side's and its peers', and not used for streams that may never be needed.
 const EARLY_BUDGET: usize = 1024;
 
 /// Answers the handshakes of connections that the listening sockets accept.
 pub trait Accepts: Send + Sync {
-    /// A connection has come. Called by the control thread: it must not wait.
+    /// A connection has arrived. Called by the control thread, so it must not wait.
     fn take_in(&self, net: &Arc<Net>, sock: Sock, from: SocketAddr);
 }
 
@@ -91,11 +91,11 @@ fn take_in(net: Weak<Net>, acceptor: Arc<dyn Accepts>) -> Arc<dyn Fn(Sock, Socke
 struct LinkNews {
     net: Weak<Net>,
     links: Links,
-    /// News are missing, and the interfaces have not all said yet how they are.
+    /// Notifications were lost, and the state of some interfaces is still unknown.
     unsure: AtomicBool,
 }
 
-/// When interfaces are asked again that could not say how they are.
+/// When to query again the interfaces whose state could not be read.
 const ASK_AGAIN: Duration = Duration::from_millis(20);
 
 impl Source for LinkNews {
@@ -108,7 +108,7 @@ impl Source for LinkNews {
         if !news.are_incomplete && !self.unsure.load(Ordering::Relaxed) {
             return Progress::default();
         }
-        // Only now that the socket is empty: what happens from here on is told again.
+        // Only once the socket is empty: what happens from here on is notified again.
         let mut unsure = false;
         for interface in net.interfaces() {
             match self.links.is_running(interface) {
@@ -130,7 +130,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Adds a connection to those that are known as long as they live, of which the dead are swept out now and then.
+/// Adds a connection to the list of those that still exist; the list is cleared of the others now and then.
 fn add<T: ?Sized>(known: &mut HashMap<u64, Weak<T>>, key: u64, conn: Weak<T>) {
     if known.len() == known.capacity() {
         known.retain(|_, conn| conn.strong_count() > 0);
@@ -138,7 +138,7 @@ fn add<T: ?Sized>(known: &mut HashMap<u64, Weak<T>>, key: u64, conn: Weak<T>) {
     known.insert(key, conn);
 }
 
-/// Those of them that live. A caller that does something with them must not hold the lock.
+/// Those that still exist. A caller that does something with them must not hold the lock.
 fn living<T: ?Sized>(known: &HashMap<u64, Weak<T>>) -> Vec<Arc<T>> {
     known.values().filter_map(Weak::upgrade).collect()
 }
@@ -185,19 +185,19 @@ impl Net {
             | FEATURE_FAR
     }
 
-    /// Where a new connection's streams begin among the workers of each half, counted around. Multiples of the golden ratio:
-    /// each falls about into the largest gap that the former have left.
+    /// Where a new connection's streams begin among the workers of each half, in circular order. Multiples of the
+    /// golden ratio: each falls near the middle of the largest remaining gap.
     pub fn next_turn(&self) -> usize {
         let share = (self.turns.fetch_add(1, Ordering::Relaxed) as u32).wrapping_mul(0x9E37_79B9);
         ((u64::from(share) * self.poller.limit() as u64) >> 32) as usize
     }
 
-    /// The worker of further stream `index` of a connection over `rails` rails, whose streams begin at `turn`. The first half
-    /// of them, which moves little as well as much, is for the first half of the workers; where each
-    /// connection has only one, they take turns.
+    /// The worker of further stream `index` of a connection over `rails` rails, whose streams begin at `turn`. The
+    /// first half of the streams, which carries short and long messages, is for the first half of the workers. If each
+    /// connection has only one stream, the halves take turns.
     ///
     /// # Errors
-    /// When not one thread can be created.
+    /// When no thread can be created.
     pub fn worker(&self, turn: usize, index: usize, rails: usize) -> error::Result<Worker> {
         let streams = self.streams_per_connection(rails);
         let is_first = if streams > 2 { index <= streams / 2 } else { turn.is_multiple_of(2) };
@@ -206,7 +206,7 @@ impl Net {
 
     /// A listener on the given rails: itself, and the addresses of their sockets.
     ///
-    /// # Errors
+    /// When no socket can be opened for any of them (for example, the only rail's interface has vanished).
     /// When no socket can be opened for any of them (the only rail's interface has vanished, say).
     pub fn listen(
         &self,
@@ -222,24 +222,25 @@ impl Net {
         self.ports.listener(id)
     }
 
-    /// Takes no more connections for this listener, and ends those that were not accepted.
+    /// Stops accepting connections for this listener, and ends those that were not accepted.
     pub fn close(&self, listener: &Listener) {
         self.ports.close(listener);
     }
 
-    /// Where the process can be reached over these rails, now or when they are back. One whose socket cannot be opened is left
-    /// out.
+    /// The addresses where the process can be reached over these rails, now or when they are up again. A rail whose
+    /// socket cannot be opened is left out.
     pub fn addresses(&self, rails: &[Rail]) -> Vec<SocketAddr> {
         self.ports.addresses(&self.poller, rails)
     }
 
-    /// Remembers the listening side of a connection, so that further streams find it, and it learns of links that go down.
+    /// Registers the listening side of a connection, so that further streams find it and it is notified of links that
+    /// go down.
     pub fn remember_listening(&self, conn: &Arc<dyn Listening>) {
         add(&mut lock(&self.listening), conn.link().connection, Arc::downgrade(conn));
         self.watch_links();
     }
 
-    /// The same for the connecting side, so that calls find it.
+    /// Registers the connecting side likewise, so that calls find it.
     pub fn remember_connecting(&self, conn: &Arc<dyn Connecting>) {
         add(&mut lock(&self.connecting), conn.link().connection, Arc::downgrade(conn));
         self.watch_links();
@@ -265,12 +266,12 @@ impl Net {
         lock(&self.graves).add(link, received, self.config.peer_timeout);
     }
 
-    /// A connection that was closed lately.
+    /// The tombstone of a connection that was closed recently.
     pub fn closed(&self, connection: u64) -> Option<Grave> {
         lock(&self.graves).find(connection)
     }
 
-    /// The peer processes that do not answer closes.
+    /// The peer processes that leave closes unanswered.
     pub fn silences(&self) -> MutexGuard<'_, Silences> {
         lock(&self.silences)
     }
@@ -299,12 +300,13 @@ impl Net {
         Ok(())
     }
 
-    /// A connection gave back this many extra streams.
+    /// A connection has returned this many extra streams.
     pub fn streams_ended(&self, count: usize) {
         self.extra_streams.fetch_sub(count, Ordering::Relaxed);
     }
 
-    /// Only segments up to `segment` bytes reach that address: the next connections begin with them. Whether that is news.
+    /// Only segments up to `segment` bytes reach that address; the next connections start with them. Returns whether
+    /// this is new.
     pub fn remember_segment(&self, address: IpAddr, segment: u32) -> bool {
         lock(&self.segments).learn(address, segment, Instant::now())
     }
@@ -314,11 +316,11 @@ impl Net {
         lock(&self.segments).of(address, Instant::now())
     }
 
-    /// How long a peer may stay away whose last stream ended so. Silence may be an outage, after which all goes on as
-    /// before; a reset or an end of file came over a working path.
+    /// How long a peer whose last stream ended this way may stay away. Silence may be an outage, after which everything
+    /// continues; a reset or an end of file came over a working path.
     pub fn patience(&self, error: &io::Error) -> Duration {
         match error.kind() {
-            // The kernel's own verdict comes after most of the time.
+            // The kernel's own timeout ends the stream after most of the time has passed.
             io::ErrorKind::TimedOut if error.raw_os_error().is_some() => self.config.peer_timeout / 10,
             io::ErrorKind::TimedOut | io::ErrorKind::NetworkDown => {
                 let silence = watch::silence_of(error).unwrap_or_default();
@@ -328,8 +330,8 @@ impl Net {
         }
     }
 
-    /// Begins to listen for links that go down. Where that cannot be, silence tells, later; the next connection tries
-    /// again, since it may have been for want of a descriptor.
+    /// Starts listening for links that go down. If that is impossible, the silence of a path shows it later. The next
+    /// connection tries again, since the cause may have been a lack of descriptors.
     fn watch_links(&self) {
         if self.links.get().is_some() {
             return;
@@ -341,12 +343,12 @@ impl Net {
             self.poller.keeper().ok()?.register(source, Some((fd, Interest::Read))).ok()
         };
         if let Some(registration) = registered() {
-            // Another thread may have been faster: then this one goes again.
+            // Another thread may have been faster: then this registration is dropped.
             let _ = self.links.set(registration);
         }
     }
 
-    /// Those over which connections may run.
+    /// The interfaces that connections may use.
     fn interfaces(&self) -> BTreeSet<u32> {
         let listening = living(&lock(&self.listening));
         let connecting = living(&lock(&self.connecting));
@@ -361,18 +363,18 @@ impl Net {
         listening.iter().for_each(|conn| conn.link_down(interface));
     }
 
-    /// Leaves a socket to the keeper, which closes it when the peer has, or after [`FAREWELL`].
+    /// Hands a socket to the control thread, which closes it when the peer has closed it, or after [`FAREWELL`].
     pub fn linger(&self, sock: Sock) {
         self.linger_with(sock, None);
     }
 
-    /// The same, with something that is to live as long as the socket.
+    /// The same, with a value that must live as long as the socket.
     pub fn linger_with(&self, sock: Sock, cargo: Option<Box<dyn Any + Send>>) {
         let _ = sock.shutdown(Shutdown::Write);
         if self.farewells.get().is_none() {
             let source = Arc::new(Goodbyes { socks: Mutex::new(Vec::new()) });
             let registration = self.poller.keeper().and_then(|keeper| keeper.register(source.clone(), None));
-            // Without a keeper the socket is closed here, which at worst cuts off what the peer has not read.
+            // Without a control thread the socket is closed here, which at worst cuts off what the peer has not read.
             let Ok(registration) = registration else { return };
             let _ = self.farewells.set(Farewells { source, registration });
         }
@@ -386,7 +388,7 @@ impl Net {
 /// How long a closed connection's sockets wait for the peer to close its side.
 pub const FAREWELL: Duration = Duration::from_secs(5);
 
-/// How often such a socket is read each time, at most, 4 KiB at a time.
+/// How often such a socket is read in one poll, at most, 4 KiB at a time.
 const FAREWELL_READS: usize = 64;
 
 struct Farewell {
@@ -411,7 +413,7 @@ impl Source for Goodbyes {
         let now = Instant::now();
         socks.retain(|Farewell { sock, deadline, .. }| {
             let mut sink = [0_u8; 4096];
-            // Not until the socket is empty: a peer that sends on would keep the control thread.
+            // Not until the socket is empty: a peer that keeps sending would occupy the control thread.
             for _ in 0..FAREWELL_READS {
                 // SAFETY: the sink is ours.
                 let got = unsafe { wire::receive(sock.as_raw_fd(), Piece::of_mut(&mut sink)) };
@@ -432,7 +434,7 @@ impl Source for Goodbyes {
     }
 }
 
-/// Extra streams that the process may have: a quarter of its descriptors, at most 1024.
+/// The largest number of extra streams of the process: a quarter of its descriptors, at most 1024.
 fn descriptor_budget() -> usize {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `limit` outlives the call, which fills it.
@@ -456,7 +458,8 @@ mod tests {
     use super::*;
     use crate::session::loopback;
 
-    /// A peer that goes on sending must not keep the control thread, which serves all connections, nor its socket for ever.
+    /// A peer that keeps sending must not occupy the control thread, which serves all connections, nor hold its socket
+    /// for ever.
     #[test]
     fn a_peer_that_sends_on_after_the_goodbye_keeps_nobody() {
         let (ours, mut theirs) = loopback::sockets();

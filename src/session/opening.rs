@@ -1,8 +1,8 @@
 //! How a new connection gets from its handshake to its backend.
 //!
-//! A backend that listens gives its listener a [`Door`]; one that connects gives its dial an [`Opener`]. When both sides
-//! have proved themselves, these make the connection. Whether both sides mean the same backend is settled before, by
-//! [`FEATURE_BARE`].
+//! A backend that listens gives its listener a [`Door`]; one that connects gives its dial an [`Opener`]. When both
+//! sides have proved themselves, these create the connection. That both sides use the same backend is checked before,
+//! by [`FEATURE_BARE`].
 //!
 //! [`FEATURE_BARE`]: super::handshake::FEATURE_BARE
 
@@ -14,7 +14,7 @@ use super::peer::Peer;
 use super::seal::Seal;
 use crate::os::error::{Error, Result};
 
-/// A connected socket with nothing on it but its finished handshake.
+/// A connected socket on which only the handshake has been exchanged.
 pub struct Handed {
     /// Number, key, rails.
     pub link: Link,
@@ -26,20 +26,20 @@ pub struct Handed {
     pub seal: Seal,
 }
 
-/// Makes the connection of a dial.
+/// Creates the connection of a dial.
 pub trait Opener: Send + Sync {
     /// Whether the backend uses the socket for other things than streams.
     fn is_bare(&self) -> bool;
 
-    /// The connection is there. Called by the control thread: it must not wait. Returns the connection if its streams are the
-    /// session's to connect.
+    /// The handshake is finished. Called by the control thread, so it must not wait. Returns the connection if the
+    /// session is to connect its further streams.
     ///
     /// # Errors
     /// When the socket cannot be used. The dial then tries again.
     fn open(&self, handed: Handed) -> Result<Option<Arc<dyn Streams>>>;
 }
 
-/// Makes the connections of a listener. The control thread calls it: it must not wait.
+/// Creates the connections of a listener. Called by the control thread, so it must not wait.
 pub trait Door: Send + Sync {
     /// As [`Opener::is_bare`].
     fn is_bare(&self) -> bool;
@@ -47,25 +47,26 @@ pub trait Door: Send + Sync {
     /// A peer has proved itself, and is to be welcomed to this connection.
     fn open(&self, link: Link, peer: Peer) -> Arc<dyn Opening>;
 
-    /// A peer that has proved itself cannot be let in. The listener's owner would wait for it in vain.
+    /// A peer that has proved itself cannot be admitted. Without this call the listener's owner would wait for it in
+    /// vain.
     fn turn_away(&self, why: Error);
 
-    /// The listener is closed: ends what was not accepted, and what still comes.
+    /// The listener is closed: ends the connections that were not accepted, and those that still arrive.
     fn close(&self);
 }
 
-/// A new connection on the listening side. Its listener gets it when the peer is known to have its welcome: if a path dies
-/// before, the peer may try again from the beginning, and this one is dropped.
+/// A new connection on the listening side. Its listener gets it once the peer is known to have the welcome: if a path
+/// fails before, the peer may start again from the beginning, and this connection is dropped.
 pub trait Opening: Send + Sync {
-    /// Whether the listener is still to get it.
+    /// Whether the listener has yet to get it.
     fn is_waiting(&self) -> bool;
 
-    /// The peer has its welcome. The listener gets the connection, if it has not got it yet.
+    /// The peer has the welcome. The listener gets the connection, unless it already has it.
     ///
     /// # Errors
     /// When the socket cannot be used.
     fn begin(self: Arc<Self>, sock: Sock, seal: Seal) -> Result<()>;
 
-    /// The peer has its welcome, and nothing will bring it back here. The listener is told why.
+    /// The peer has the welcome, but nothing will bring it back here. The listener gets the error.
     fn refuse(&self, why: Error);
 }

@@ -1,12 +1,13 @@
 //! Which interface a stream leaves by.
 //!
-//! Where two interfaces are in one subnet, the kernel sends everything over the first. A stream that belongs to the other
-//! one binds its socket to that interface, where this host's settings keep the interfaces apart ([`route::way`]). A bound
-//! socket also takes nothing that arrives on another interface, so a peer whose answers come back by another way (asymmetric
-//! routes, a strict `rp_filter` over there) cannot be reached with it. Therefore a bound socket has little time to connect,
-//! the next try goes without, and where only that one succeeds the process does not bind for this peer again.
+//! If two interfaces are in one subnet, the kernel sends everything over the first. A stream that belongs to the second
+//! binds its socket to that interface, if this host's settings keep the interfaces apart ([`route::way`]). A bound
+//! socket also drops everything that arrives on another interface, so it cannot reach a peer whose answers come back by
+//! another path (asymmetric routes, a strict `rp_filter` on the peer's host). Therefore a bound socket gets little time
+//! to connect, the next attempt is not bound, and if only that one succeeds the process no longer binds for this peer.
 //!
-//! The accepting side binds nothing: it sends only acknowledgements, and could not take the bond back when they do not arrive.
+//! The accepting side binds nothing: it sends only acknowledgements, and it could not undo the binding when they do not
+//! arrive.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -18,15 +19,16 @@ use crate::os::interfaces::{self, Rail};
 use crate::os::log::NET;
 use crate::os::route::{self, Way};
 
-/// How long a bound socket may take to connect: many round trips in a data centre, and short beside what NCCL waits.
+/// How long a bound socket may take to connect: many round trips in a data centre, and short compared with NCCL's
+/// timeouts.
 pub const BOUND_TRY: Duration = Duration::from_millis(500);
 
 /// What the process has learned.
 #[derive(Debug, Default)]
 pub struct Outlets {
-    /// Interfaces, and peers that cannot be reached from a socket bound to them.
+    /// Interfaces, and the peers that cannot be reached from a socket bound to them.
     unbindable: Mutex<BTreeSet<(u32, IpAddr)>>,
-    /// Interfaces whose packets leave by another one, of which the log has told.
+    /// Interfaces whose packets leave by another one, and for which this has been logged.
     told: Mutex<BTreeSet<(u32, u32)>>,
 }
 
@@ -35,7 +37,7 @@ fn add<T: Ord>(set: &Mutex<BTreeSet<T>>, one: T) -> bool {
 }
 
 impl Outlets {
-    /// Binds a socket of `rail` to its interface, if that is what makes its packets leave there. Whether it did.
+    /// Binds a socket of `rail` to its interface, if only that makes its packets leave there. Returns whether it did.
     pub fn bind(&self, sock: &Sock, rail: &Rail, to: SocketAddr) -> bool {
         let key = (rail.index, to.ip());
         let is_known = self.unbindable.lock().unwrap_or_else(PoisonError::into_inner).contains(&key);
@@ -44,7 +46,8 @@ impl Outlets {
             && route::bind_to_interface(sock, rail.index).is_ok()
     }
 
-    /// A stream of `rail` is connected. `fell_back`: a try with a bound socket had failed, and this one was not bound.
+    /// A stream of `rail` is connected. `fell_back`: an attempt with a bound socket had failed, and this one was not
+    /// bound.
     pub fn connected(&self, sock: &Sock, rail: &Rail, to: SocketAddr, fell_back: bool) {
         if fell_back {
             add(&self.unbindable, (rail.index, to.ip()));
@@ -56,7 +59,7 @@ impl Outlets {
         let from = rail.address.ip();
         let by = match route::way(from, rail.index, to.ip()) {
             Way::AsRouted => return,
-            // `Bind`: the kernel would not bind, or it did not help.
+            // `Bind`: the kernel refused to bind, or it did not help.
             Way::Strays(by) | Way::Bind(by) => by,
         };
         let Some(cure) = cure(rail, to.ip()).filter(|_| add(&self.told, (rail.index, by))) else { return };
@@ -69,8 +72,8 @@ impl Outlets {
     }
 }
 
-/// What to do about it. None where it is meant: the address is the host's and not one of a subnet (a /32 or /128, often on
-/// `lo`), so its packets leave by whatever interface leads there.
+/// The hint to log. None where this is intended: the address is the host's and not one of a subnet (a /32 or /128,
+/// often on `lo`), so its packets leave by any interface that leads to the peer.
 fn cure(rail: &Rail, to: IpAddr) -> Option<String> {
     let own = rail.address.ip();
     let mask = interfaces::list().unwrap_or_default().into_iter().find(|one| one.address.ip() == own)?.mask?;

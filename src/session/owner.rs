@@ -1,9 +1,9 @@
-//! What a session asks of the connection that owns it.
+//! What a session requests from the connection that owns it.
 //!
-//! The session gets two processes connected, has their streams connected again, and asks whether a peer still lives.
-//! What flows over the sockets is the owner's: a connection of a backend implements [`Listening`] or [`Connecting`], for
-//! the side of the handshake that it is on, and [`Streams`] if it has more than one socket. How a first connection comes
-//! about is in [`opening`](super::opening).
+//! The session connects two processes, reconnects their streams, and finds out whether a peer is still alive. The data
+//! on the sockets is the owner's: a connection of a backend implements [`Listening`] or [`Connecting`], depending on
+//! its side of the handshake, and [`Streams`] if it has more than one socket. How a first connection is made is
+//! described in [`opening`](super::opening).
 //!
 //! The control thread calls all of these functions, so none of them may wait.
 
@@ -17,7 +17,7 @@ use super::seal::agreement::Keys;
 use crate::engine::poller::Registration;
 use crate::os::error::{Error, Result};
 
-/// What a session asks on both sides.
+/// What a session requests on both sides.
 pub trait Owner: Send + Sync {
     /// Number, key, rails.
     fn link(&self) -> &Link;
@@ -25,28 +25,28 @@ pub trait Owner: Send + Sync {
     /// This interface has gone down.
     fn link_down(&self, interface: u32);
 
-    /// The result of an attempt to reach the peer's process, which began then ([`lifeline`](super::lifeline)).
+    /// The result of an attempt, begun at that time, to reach the peer's process ([`lifeline`](super::lifeline)).
     fn answered(&self, began: Instant, way: usize, answer: Answer);
 }
 
 /// The listening side of a connection.
 pub trait Listening: Owner {
-    /// A peer with the connection's key connects a stream again, or one more.
+    /// A peer that holds the connection's key reconnects a stream, or adds one.
     ///
     /// # Errors
     /// When this stream may not join in this epoch, or its socket cannot be used. The peer then tries again.
     fn join(self: Arc<Self>, joining: Joining<'_>) -> Result<()>;
 
-    /// Whether the peer is to be called because of what had ended at that time.
+    /// Whether the peer is still to be called about the outage that began at that time.
     fn is_calling(&self, since: Instant) -> bool;
 
-    /// A stream that has ended, and its epoch, for a call; `turn` counts the calls.
+    /// A stream that has ended, and its epoch, to name in a call; `turn` counts the calls.
     fn lost_epoch(&self, turn: usize) -> (u16, u16);
 }
 
 /// A socket whose peer has proved itself and waits for its welcome.
 pub struct Joining<'a> {
-    /// Which stream it is to be.
+    /// Which stream it becomes.
     pub stream: usize,
     /// The epoch of that stream.
     pub epoch: u16,
@@ -64,19 +64,19 @@ impl Joining<'_> {
     }
 }
 
-/// The connecting side of a connection. It alone connects again.
+/// The connecting side of a connection. Only this side connects again.
 pub trait Connecting: Owner {
-    /// Whether the connection can still be used, so that a call from the peer makes sense.
+    /// Whether the connection can still be used, so that a call from the peer is worth answering.
     fn goes_on(&self) -> bool;
 
     /// The peer has lost this stream in this epoch.
     fn called(&self, stream: usize, epoch: u16);
 
-    /// Whether no further socket is wanted. Asked before each poll of a dial.
+    /// Whether no further socket is wanted. Checked before each poll of a dial.
     fn is_over(&self) -> bool;
 
-    /// The epoch in which this stream tries to connect next. No two tries get the same: the peer may have taken the last one
-    /// into use before its welcome was lost.
+    /// The epoch of this stream's next attempt. No two attempts get the same one: the peer may have started to use the
+    /// last one before its welcome was lost.
     fn next_epoch(&self, stream: usize) -> u16;
 
     /// A stream is connected again, and both sides have proved themselves.
@@ -85,7 +85,7 @@ pub trait Connecting: Owner {
     /// When the peer's count of frames is impossible, or the socket cannot be watched.
     fn rejoined(self: Arc<Self>, joined: Joined) -> Result<()>;
 
-    /// A stream cannot be connected again. If it was the last, the connection has failed.
+    /// A stream cannot be reconnected. If it was the last, the connection has failed.
     fn gave_up(&self, stream: usize, error: &Error);
 }
 
@@ -107,14 +107,14 @@ pub struct Joined {
 
 /// The connecting side of a connection over several streams.
 pub trait Streams: Connecting {
-    /// Which pair of rails a try to connect a stream goes over. `attempt` counts the tries; `repair`: the stream was
+    /// Which pair of rails an attempt to connect a stream uses. `attempt` counts the attempts; `repair`: the stream was
     /// connected before.
     fn way(&self, stream: usize, attempt: usize, repair: bool) -> usize;
 
     /// `TCP_MAXSEG` for a new stream over a pair of rails.
     fn segment(&self, way: usize) -> Option<u32>;
 
-    /// A place at the worker of a stream for its socket. All that may fail when a stream is added fails here.
+    /// Registers the socket of a stream with a worker. Every step of adding a stream that may fail is done here.
     ///
     /// # Errors
     /// When the kernel refuses to watch the socket.
@@ -129,26 +129,26 @@ pub trait Streams: Connecting {
     /// Whether streams that end are connected again.
     fn mends(&self) -> bool;
 
-    /// Whether the peer is missed, so that each way to it gets a moment only.
+    /// Whether the peer may be dead, so that each path to it gets only a moment.
     fn is_in_a_hurry(&self) -> bool;
 
-    /// Whether refusals over some of the ways may be enough to give the peer up.
+    /// Whether refusals over some of the paths may be enough to give the peer up.
     fn awaits_refusals(&self) -> bool;
 
     /// How long to wait before this stream is connected again.
     fn pause(&self, stream: usize) -> Duration;
 
-    /// Whether nothing else connects this stream again: then the caller does.
+    /// Whether no other repair of this stream is under way: then the caller begins one.
     fn begin_repair(&self, stream: usize) -> bool;
 
-    /// The caller has done so, or given up.
+    /// The caller has finished the repair, or given up.
     fn end_repair(&self, stream: usize);
 
-    /// A repair of this stream has ended well. If the stream broke meanwhile, the next repair begins.
+    /// A repair of this stream has succeeded. If the stream broke in the meantime, the next repair begins.
     fn check_repair(&self, stream: usize);
 
-    /// A stream is connected. `abroad`: over another pair of rails than its own; `home`: this pair, counted from its own, is
-    /// its own from now on. Returns whether it is to move to its own pair later.
+    /// A stream is connected. `abroad`: over a pair of rails that is not its own; `home`: this pair, counted from its
+    /// own, becomes its own. Returns whether it should move to its own pair later.
     fn settled(&self, stream: usize, abroad: bool, home: Option<usize>) -> bool;
 
     /// Whether this stream was last connected over another pair of rails than its own.
@@ -160,6 +160,6 @@ pub trait Streams: Connecting {
     /// This stream could not be connected for the first time.
     fn goes_without(&self, stream: usize, error: &Error);
 
-    /// The peer closed the connection after so many messages.
+    /// The peer closed the connection, having received this many messages.
     fn peer_has_closed(&self, received: u64);
 }

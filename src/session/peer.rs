@@ -1,4 +1,4 @@
-//! What both directions of a connection have in common: who is at the other end, and the first failure.
+//! What both directions of a connection have in common: the peer, and the first failure.
 
 use std::io;
 use std::net::SocketAddr;
@@ -14,16 +14,16 @@ use crate::os::log;
 /// The other end, for messages.
 #[derive(Debug, Clone)]
 pub struct Peer {
-    /// What it calls itself: host name and process.
+    /// Its label: host name and process.
     pub label: String,
     /// Where the first stream comes from or goes to.
     pub address: SocketAddr,
 }
 
 impl Peer {
-    /// Tells the user that a connection with it failed, or NCCL's INFO alone when that is no news: a process that aborts or
-    /// dies ends all its connections, for which one warning will do. What was found or done wrong on this side is told each
-    /// time.
+    /// Warns the user that a connection with the peer failed. When a warning about this peer has been given, only
+    /// NCCL's INFO log gets it: a process that aborts or dies ends all its connections, and one warning is enough.
+    /// Faults found or made on this side are logged each time.
     pub fn warn_of(&self, doing: &str, error: &Error) {
         if !is_its_end(error) || log::once_per(&self.label).is_some() {
             tracing::warn!(target: log::NET, "{doing} {self} failed: {error}");
@@ -33,7 +33,7 @@ impl Peer {
     }
 }
 
-/// How the errors begin that say that the peer has ended the connection, or its process has ended.
+/// The first words of the errors which mean that the peer has ended the connection, or that its process has ended.
 const ITS_END: [&str; 3] = [
     "the peer gave up the connection: ",
     "the peer closed the connection before ",
@@ -50,7 +50,7 @@ impl std::fmt::Display for Peer {
     }
 }
 
-/// Whether a connection still works; the first error is kept and told to everyone who asks later.
+/// Whether a connection still works; the first error is kept and returned to all later requests.
 #[derive(Debug, Default)]
 pub struct Health {
     failed: AtomicBool,
@@ -67,11 +67,11 @@ impl Health {
         self.fail_telling(error, || ())
     }
 
-    /// Records a failure, and has the peer told before anybody here hears of it, who may take the sockets away. The cause
-    /// is kept before that: the peer answers at once, and its answer must not stand for the cause. Returns whether it is
-    /// the first failure.
+    /// Records a failure, and notifies the peer before any thread of this process sees the failure, because such a
+    /// thread may close the sockets. The cause is stored before that: the peer answers at once, and its answer must not
+    /// replace the cause. Returns whether it is the first failure.
     pub fn fail_telling(&self, error: Error, tell: impl FnOnce()) -> bool {
-        /// Also when telling panics: the cause is kept, and every request must hear of it.
+        /// This must also hold if the notification panics: the cause is stored, and every request must get it.
         struct Failed<'a>(&'a AtomicBool);
         impl Drop for Failed<'_> {
             fn drop(&mut self) {
@@ -92,10 +92,10 @@ impl Health {
         self.failed.load(Ordering::Acquire)
     }
 
-    /// The failure, if there is one. One load where there is none: it stands on the hot path.
+    /// The failure, if there is one. One load if there is none: this is on the hot path.
     ///
     /// # Errors
-    /// That is the point.
+    /// The failure.
     #[inline]
     pub fn check(&self) -> Result<(), Error> {
         if !self.is_failed() {
@@ -114,7 +114,7 @@ impl Health {
         self.live.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// A stream ended. Returns how many are left.
+    /// A stream ended. Returns how many remain.
     pub fn stream_down(&self) -> usize {
         self.live.fetch_sub(1, Ordering::AcqRel) - 1
     }
@@ -125,18 +125,18 @@ impl Health {
         self.live.load(Ordering::Acquire)
     }
 
-    /// The peer said goodbye: the end of its streams is no fault.
+    /// The peer said goodbye: the end of its streams is not a fault.
     pub fn peer_is_done(&self) {
         self.peer_done.store(true, Ordering::Release);
     }
 
-    /// The receiver has closed with nothing outstanding, and had received so many messages.
+    /// The receiver has closed with nothing outstanding, having received this many messages.
     pub fn peer_received(&self, messages: u64) {
         self.peer_received.store(messages.saturating_add(1), Ordering::Release);
         self.peer_is_done();
     }
 
-    /// Whether the receiver has said that it closed with so many messages received.
+    /// How many messages the receiver had received when it closed, if it reported that.
     pub fn has_peer_received(&self, messages: u64) -> bool {
         self.peer_received.load(Ordering::Acquire) == messages.saturating_add(1)
     }
@@ -147,8 +147,8 @@ impl Health {
         self.peer_done.load(Ordering::Acquire)
     }
 
-    /// What a read of a stream's socket says: bytes, or that there are none now. `starved` is told when the kernel has no
-    /// memory, after which there are none now either.
+    /// The result of reading a stream's socket: bytes, or that there are none now. `starved` is called when the kernel
+    /// has no memory; then there are none now either.
     ///
     /// # Errors
     /// The end of the stream: a goodbye if one is all that it can be, else a loss.
@@ -171,7 +171,7 @@ impl Health {
         Err(if is_goodbye { Broken::Goodbye } else { Broken::Lost(error) })
     }
 
-    /// Whether the peer said goodbye and all streams have ended: nothing can come or go any more.
+    /// Whether the peer said goodbye and all streams have ended: nothing more can be sent or received.
     #[inline]
     pub fn is_over(&self) -> bool {
         self.is_peer_done() && self.live() == 0
@@ -189,7 +189,7 @@ fn cause_code(cause: Cause) -> u64 {
     }
 }
 
-/// The frame that tells the peer of a failure.
+/// The frame that notifies the peer of a failure.
 pub fn failure(error: &Error) -> Vec<u8> {
     let text = error.what().as_bytes();
     let text = &text[..text.len().min(MAX_CONTROL as usize)];
@@ -199,23 +199,24 @@ pub fn failure(error: &Error) -> Vec<u8> {
     frame
 }
 
-/// What a failure that the peer told of is on this side: a mistake in sizes concerns both, everything else is the
-/// peer's failure.
+/// The error on this side for a failure that the peer reported: a wrong size concerns both sides, everything else is
+/// the peer's failure.
 pub fn told_by_peer(code: u64, text: &[u8]) -> Error {
     let text: String = String::from_utf8_lossy(text).chars().map(|c| if c.is_control() { '?' } else { c }).collect();
     let cause = if code == cause_code(Cause::Usage) { Cause::Usage } else { Cause::Remote };
     Error::new(cause, format!("the peer gave up the connection: {text}"))
 }
 
-/// What tells the sender that a life of a stream, in this epoch, has ended, and how many frames were taken in.
+/// The frame that reports to the sender that a stream has ended in this epoch, and how many of its frames were
+/// received.
 pub fn fenced((index, epoch, frames): (usize, u16, u64)) -> Header {
     Header { order: index as u64, offset: u64::from(epoch), total: frames, ..Header::of(Type::Fenced, 0) }
 }
 
-/// Which stream, and which of its lives, a fence or the answer to one is about.
+/// The stream and the epoch that a fence or its answer names.
 ///
 /// # Errors
-/// When there can be no such stream or life.
+/// When there can be no such stream or epoch.
 pub fn fenced_life(header: &Header) -> Result<(usize, u16), Error> {
     let stream = usize::try_from(header.order).ok().filter(|stream| *stream < MAX_STREAMS);
     stream.zip(u16::try_from(header.offset).ok()).ok_or_else(|| {
@@ -223,7 +224,7 @@ pub fn fenced_life(header: &Header) -> Result<(usize, u16), Error> {
     })
 }
 
-/// The error for a stream that was lost and cannot be mended.
+/// The error for a stream that was lost and cannot be recovered.
 pub fn lost(error: &io::Error) -> Error {
     let what = match error.kind() {
         io::ErrorKind::UnexpectedEof => "the peer's process ended without saying goodbye".to_owned(),
@@ -233,7 +234,7 @@ pub fn lost(error: &io::Error) -> Error {
     Error::remote(what).with_hint("look at the peer's log: it may have crashed, been killed, or lost its network")
 }
 
-/// The error for what was still to come when the peer said goodbye.
+/// The error for what was still outstanding when the peer said goodbye.
 pub fn left_early(peer: &Peer) -> Error {
     Error::remote("the peer closed the connection before this transfer was complete")
         .with_peer(peer)
@@ -252,7 +253,7 @@ pub enum Broken {
 }
 
 impl Broken {
-    /// What the socket said, where that is why.
+    /// The socket's error, if that is the reason.
     pub fn cause(&self) -> Option<&io::Error> {
         if let Self::Lost(error) = self { Some(error) } else { None }
     }
@@ -268,7 +269,7 @@ mod tests {
         let told = |text: &str| told_by_peer(cause_code(Cause::Remote), text.as_bytes());
         let first = health.fail_telling(Error::remote("the cable is out"), || {
             assert!(!health.is_failed(), "nobody here takes the socket away before the peer is told");
-            // What the keeper reads while this thread is still telling.
+            // The control thread reads this while this thread is still notifying the peer.
             assert!(!health.fail(told("the peer gave up the connection: the cable is out")));
         });
         assert!(first);
@@ -277,7 +278,7 @@ mod tests {
         health.fail_telling(Error::remote("later"), || panic!("the peer was told before"));
     }
 
-    /// Its own failure, with what to try, must not be lost behind a connection that the peer had given up just before.
+    /// This side's failure, with its hint, must not be hidden by a connection that the peer had given up just before.
     #[test]
     fn only_an_end_by_the_peer_is_no_news_the_second_time() {
         let peer = Peer { label: "host:1".to_owned(), address: ([127, 0, 0, 1], 1).into() };
@@ -289,7 +290,7 @@ mod tests {
         assert!(!own.iter().any(is_its_end));
     }
 
-    /// Requests would be "not yet" for ever.
+    /// Otherwise requests would stay unfinished for ever.
     #[test]
     fn a_panic_while_the_peer_is_told_leaves_the_connection_failed() {
         let health = Health::default();

@@ -1,8 +1,7 @@
 //! The listening sockets of the process.
 //!
-//! One listening socket per local address serves the whole process and outlives every `closeListen`: a handle says
-//! which listener it means by an id made from its secret, and streams that break later come back to the same
-//! socket.
+//! One listening socket per local address serves the whole process and outlives every `closeListen`: a handle names its
+//! listener by an id derived from its secret, and streams that break later come back to the same socket.
 
 use std::collections::HashMap;
 use std::io;
@@ -21,18 +20,18 @@ use crate::os::fd::Registered;
 use crate::os::interfaces::{Rail, duplicate};
 use crate::os::log::{Limiter, NET};
 
-/// Connections that are accepted before those that were get their turn again.
+/// How many connections are accepted before those already accepted are served again.
 const AT_ONCE: usize = 64;
 
-/// A listener that NCCL asked for.
+/// A listener that NCCL requested.
 pub struct Listener {
     /// What its handle carries.
     pub secret: Secret,
     /// The rails that its connections may use.
     pub rails: Arc<[Rail]>,
-    /// The packets' class of traffic.
+    /// The traffic class of the packets.
     pub traffic_class: Option<u8>,
-    /// Makes its connections.
+    /// Creates its connections.
     pub(super) door: Arc<dyn Door>,
 }
 
@@ -41,10 +40,10 @@ struct Port {
     _registration: Registration,
 }
 
-/// What becomes of a listening socket whose address is not there at the moment.
+/// What happens to a listening socket whose address is not there at the moment.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Absent {
-    /// It listens all the same, for the time when the address is back.
+    /// It listens anyway, for the time when the address is back.
     Awaited,
     /// Opening it fails.
     Refused,
@@ -52,17 +51,17 @@ enum Absent {
 
 /// Lets a socket be bound to an address that is not there.
 ///
-/// An interface that is taken down loses its IPv6 addresses. A connection learns the addresses of its peer once, when it
-/// is made: a rail of several that is down at that moment is used later only if its port is known by then and something
-/// listens there when the address is back. A device's only rail is not waited for so, since nothing else would carry the
-/// connection, and `listen` can say at once what is wrong.
+/// An interface that is taken down loses its IPv6 addresses. A connection learns its peer's addresses once, when it is
+/// made: if one of several rails is down at that moment, it can be used later only if its port is already known and a
+/// socket listens there once the address is back. For a device's only rail this is not done: nothing else would carry
+/// the connection, and `listen` can report at once what is wrong.
 ///
-/// It is a wish: where the system refuses it (a sandbox, an old kernel), a rail without an address is left out.
+/// This is optional: if the system refuses it (a sandbox, an old kernel), a rail without an address is left out.
 fn allow_absent(sock: &Sock, address: SocketAddr) {
     let _ = if address.is_ipv6() { sock.set_freebind_v6(true) } else { sock.set_freebind_v4(true) };
 }
 
-/// Takes the connections that come.
+/// Handles the connections that arrive.
 type TakeIn = Arc<dyn Fn(Sock, SocketAddr) + Send + Sync>;
 
 /// Listening sockets, and the listeners that share them.
@@ -77,7 +76,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Ports {
-    /// Nothing listens yet.
+    /// No socket listens yet.
     pub(super) fn new(take_in: TakeIn) -> Self {
         Self { take_in, ports: Mutex::default(), listeners: Mutex::default() }
     }
@@ -90,7 +89,7 @@ impl Ports {
     /// A listener on the given rails: itself, and the addresses of their sockets.
     ///
     /// # Errors
-    /// When no socket can be opened for any of them (the only rail's interface has vanished, say).
+    /// When no socket can be opened for any of them (for example, the only rail's interface has vanished).
     pub(super) fn listen(
         &self,
         poller: &Poller,
@@ -99,7 +98,7 @@ impl Ports {
         door: Arc<dyn Door>,
     ) -> Result<(Arc<Listener>, Vec<SocketAddr>)> {
         let first = rails.first().ok_or_else(|| Error::internal("a device without rails"))?;
-        // With several, one whose socket cannot be opened is done without.
+        // If there are several, one whose socket cannot be opened is left out.
         let addresses = if rails.len() > 1 { self.addresses(poller, &rails) } else { Vec::new() };
         let addresses = if addresses.is_empty() { vec![self.port(poller, first, Absent::Refused)?] } else { addresses };
         let listener = Arc::new(Listener { secret: Secret::random()?, rails, traffic_class, door });
@@ -107,7 +106,7 @@ impl Ports {
         Ok((listener, addresses))
     }
 
-    /// Takes no more connections for this listener, and ends those that were not accepted.
+    /// Stops accepting connections for this listener, and ends those that were not accepted.
     pub(super) fn close(&self, listener: &Listener) {
         lock(&self.listeners).remove(&listener.secret.listener_id());
         listener.door.close();
@@ -132,8 +131,8 @@ impl Ports {
             sock.listen(16384)?;
             Ok(sock)
         };
-        // An IPv6 address is not there either while the kernel still looks for duplicates, a second or two after it was added.
-        // Peers try until it is.
+        // An IPv6 address is also missing while the kernel still checks for duplicates, a second or two after it was
+        // added. Peers keep trying until it is there.
         let is_new = |error: &io::Error| {
             error.kind() == io::ErrorKind::AddrNotAvailable && duplicate::is_tentative(rail.address.ip())
         };
@@ -159,7 +158,8 @@ impl Ports {
         Ok(address)
     }
 
-    /// Where the process can be reached over these rails, now or when they are back. One whose socket cannot be opened is left out.
+    /// The addresses where the process can be reached over these rails, now or when they are up again. A rail whose
+    /// socket cannot be opened is left out.
     pub(super) fn addresses(&self, poller: &Poller, rails: &[Rail]) -> Vec<SocketAddr> {
         let absent = if rails.len() > 1 { Absent::Awaited } else { Absent::Refused };
         let address = |rail: &Rail| {

@@ -4,15 +4,16 @@ use std::collections::HashMap;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-/// How long a segment size counts. After that the path may have been mended, and a connection tries full ones again.
+/// How long a segment size is remembered. After that the path may have been repaired, and a connection tries full ones
+/// again.
 const REMEMBERED: Duration = Duration::from_secs(3600);
 
-/// What was learnt, and when.
+/// What was found, and when.
 #[derive(Debug, Default)]
 pub struct Segments(HashMap<IpAddr, (u32, Instant)>);
 
 impl Segments {
-    /// Only segments up to `segment` bytes reach that address. Whether that is news.
+    /// Only segments up to `segment` bytes reach that address. Returns whether this is new.
     pub fn learn(&mut self, address: IpAddr, segment: u32, now: Instant) -> bool {
         self.0.retain(|_, (_, since)| now.saturating_duration_since(*since) < REMEMBERED);
         let address = address.to_canonical();
@@ -23,7 +24,7 @@ impl Segments {
         is_news
     }
 
-    /// `TCP_MAXSEG` for a socket that is to be connected there.
+    /// `TCP_MAXSEG` for a socket that connects there.
     pub fn of(&self, address: IpAddr, now: Instant) -> Option<u32> {
         let known = self.0.get(&address.to_canonical());
         known.filter(|(_, since)| now.saturating_duration_since(*since) < REMEMBERED).map(|(segment, _)| *segment)

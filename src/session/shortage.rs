@@ -1,9 +1,10 @@
 //! Streams for which the kernel had no memory.
 //!
-//! A socket that is full, or empty, says so with `EAGAIN`, and epoll tells when that has changed. `ENOBUFS` and `ENOMEM`
-//! are another matter: the kernel could not get the memory for this one call, no edge follows, and a stream that waited
-//! for one would wait for ever. So whoever meets them leaves the stream here, and the keeper runs it again a little
-//! later, as often as it takes: such a shortage is the host's, and no reason to give up a connection.
+//! A socket that is full or empty returns `EAGAIN`, and epoll reports when that has changed. `ENOBUFS` and `ENOMEM` are
+//! different: the kernel could not get the memory for this one call, no edge follows, and a stream that waited for one
+//! would wait for ever. So a thread that gets one of them hands the stream to this module, and the control thread runs
+//! the stream again a little later, as often as needed: the shortage is the host's, and no reason to give up a
+//! connection.
 
 use std::io;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -14,23 +15,23 @@ use crate::engine::poller::{Poller, Progress, Registration, Source};
 use crate::os::error::Error;
 use crate::os::log::{Limiter, NET};
 
-/// How long the kernel has to find memory before it is asked again.
+/// How long the kernel has to find memory before the call is repeated.
 pub const PAUSE: Duration = Duration::from_millis(1);
 
 static TOLD: Limiter = Limiter::new();
 
 /// A connection whose streams can be run again.
 pub trait Again: Send + Sync {
-    /// Runs stream `index` in the calling thread, or has its holder do so.
+    /// Runs stream `index` in the calling thread, or makes the thread that holds it do so.
     fn again(&self, index: usize);
 }
 
-/// Which streams of a connection are waiting here: each at most once.
+/// Which streams of a connection wait here, each at most once.
 #[derive(Debug, Default)]
 pub struct Short(AtomicU32);
 
 impl Short {
-    /// Stream `index` waits from now on. Whether it did not before.
+    /// Stream `index` waits from now on. Returns whether it did not before.
     pub fn begins(&self, index: usize) -> bool {
         self.0.fetch_or(1 << index, Ordering::SeqCst) & 1 << index == 0
     }
@@ -58,7 +59,7 @@ pub struct Shortages {
 }
 
 impl Shortages {
-    /// Has stream `index` run again in a moment. The caller may hold the stream.
+    /// Runs stream `index` again in a moment. The caller may hold the stream.
     pub fn wait(&self, poller: &Poller, conn: Weak<dyn Again>, index: usize, error: &io::Error) {
         TOLD.tell(|more| {
             tracing::warn!(
@@ -69,7 +70,7 @@ impl Shortages {
         self.queue.lock().push(Waiting { due: Instant::now() + PAUSE, conn, index });
         let mut registration = self.registration.lock().unwrap_or_else(PoisonError::into_inner);
         if registration.is_none() {
-            // There is a keeper where there is a stream, and nothing of this needs a descriptor.
+            // If there is a stream, there is a control thread, and nothing here needs a descriptor.
             *registration = poller.keeper().and_then(|keeper| keeper.register(self.queue.clone(), None)).ok();
         }
         if let Some(registration) = &*registration {
@@ -94,7 +95,7 @@ impl Source for Queue {
                 conn.again(*index);
             }
         }
-        // Some of them may be back already.
+        // Some of them may already wait again.
         let next = self.lock().iter().map(|waiting| waiting.due).min();
         Progress { moved: false, again: next }
     }

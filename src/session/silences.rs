@@ -1,7 +1,7 @@
 //! Peer processes that do not answer closes: all closes towards one of them share one time budget.
 //!
-//! NCCL closes its connections one after the other, in one thread. When a host has vanished, each of them would wait for
-//! the same silence again.
+//! NCCL closes its connections one after the other, in one thread. When a host has vanished, each close would otherwise
+//! wait for the same silence again.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 /// After this time without a close the peer may be back.
 const REMEMBERED: Duration = Duration::from_secs(30);
 
-/// Since when which peers, by their label (host and process), do not answer, and when the last close was unanswered.
+/// For each unresponsive peer, by its label (host and process): when its silence began, and when the last close was
+/// unanswered.
 #[derive(Debug, Default)]
 pub struct Silences(HashMap<String, (Instant, Instant)>);
 
@@ -20,7 +21,7 @@ impl Silences {
         (now.saturating_duration_since(*last) < REMEMBERED).then_some(*since)
     }
 
-    /// At `now` a close that began at `start` goes unanswered.
+    /// At `now`, a close that began at `start` is given up as unanswered.
     pub fn unanswered(&mut self, peer: &str, start: Instant, now: Instant) {
         self.0.retain(|_, (_, last)| now.saturating_duration_since(*last) < REMEMBERED);
         self.0.entry(peer.to_owned()).or_insert((start, now)).1 = now;

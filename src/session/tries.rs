@@ -1,15 +1,15 @@
-//! How long a try to connect may take. Everything here follows the path's round trip where that is known, and grows from try
-//! to try where it is not.
+//! The time limits of attempts to connect. All of them follow the path's round trip where it is known, and grow from
+//! attempt to attempt where it is not.
 //!
-//! A try that is too short for the path never succeeds: its socket is closed before the answer comes. A try that is too long
-//! costs time on a way that leads nowhere, while another way would work.
+//! An attempt that is too short for the path never succeeds: its socket is closed before the answer arrives. An attempt
+//! that is too long wastes time on a path that leads nowhere, while another path would work.
 
 use std::time::Duration;
 
 /// How long a stranger may take to prove itself, on a path of an ordinary length.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 
-/// How long one try may take on a path of an ordinary length, when there will be another. Within this time Linux repeats its
+/// The limit of one attempt on a path of ordinary length, when another will follow. Within this time Linux repeats its
 /// first packet once.
 pub const TRY: Duration = Duration::from_secs(2);
 
@@ -17,24 +17,24 @@ pub const TRY: Duration = Duration::from_secs(2);
 /// repeated after 1 s, 2 s and 4 s.
 const LONGEST: Duration = Duration::from_secs(8);
 
-/// Round trips up to this work (`LONGEST`).
+/// The longest round trip that is supported (`LONGEST`).
 pub const ROUND_TRIP_MAX: Duration = Duration::from_secs(3);
 
-/// The first try where there are several ways. Connecting takes well below a millisecond in a data centre, and a few of these
-/// fit into what the receiving side waits.
+/// The first attempt if there are several paths. Connecting takes well below a millisecond in a data centre, and a few
+/// of these attempts fit into the time that the receiving side waits.
 const QUICK: Duration = Duration::from_millis(150);
 
-/// Tries over each way before the tries of a known path grow: the path may have become longer.
+/// Attempts over each path before those of a known path grow: the path may have become longer.
 const PATIENT: u32 = 8;
 
-/// A try to connect over a path of unknown length, after so many others over `ways` ways in turn.
+/// An attempt to connect over a path of unknown length, after this many others over `ways` paths in turn.
 pub fn first(tries: u32, ways: usize) -> Duration {
     let (least, round) = if ways > 1 { (QUICK, tries / ways as u32) } else { (TRY, tries) };
     (least * (1 << round.min(6))).min(LONGEST)
 }
 
-/// A try to connect again. `hurry`: nothing is connected, or that may be so; then each of several ways gets a moment, and
-/// twice as long in the next round.
+/// An attempt to reconnect. `hurry`: no stream is connected, or possibly none; then each of several paths gets a
+/// moment, and twice as long in the next round.
 pub fn again(tries: u32, ways: usize, hurry: bool, round_trip: Duration) -> Duration {
     let round = tries / ways.max(1) as u32;
     let most = TRY * (1 << (round / PATIENT).min(2));
@@ -43,8 +43,8 @@ pub fn again(tries: u32, ways: usize, hurry: bool, round_trip: Duration) -> Dura
     least.max(round_trip * 3)
 }
 
-/// The handshake on a connection whose round trip has been measured: two round trips, and a lost packet, which Linux repeats
-/// after three where it has measured only one.
+/// The limit of the handshake on a connection whose round trip has been measured: two round trips, and a lost packet.
+/// Linux repeats a lost packet after three round trips where it has measured only one.
 pub fn handshake(least: Duration, round_trip: Duration) -> Duration {
     least.max(round_trip * 5)
 }

@@ -1,20 +1,21 @@
-//! Noticing that a path has died without a word.
+//! Detecting a path that has failed silently.
 //!
-//! TCP repeats what is not acknowledged for about a quarter of an hour before it says that anything is wrong. So while
-//! something is outstanding on a connection, the keeper asks the kernel every [`TICK`] what it has heard on each
-//! stream. The kernel's own questions (retransmissions, window probes, keepalive probes) are the probes: a peer's
-//! kernel answers them even when its process is stopped, or does not read. So what counts is not how long the peer
-//! takes, but how long nothing at all has come back although the kernel has asked.
+//! TCP repeats what is not acknowledged for about a quarter of an hour before it reports an error. So while something
+//! is outstanding on a connection, the control thread reads every [`TICK`] what the kernel has received on each stream.
+//! The kernel's own retransmissions, window probes and keepalive probes are the questions: a peer's kernel answers them
+//! even when its process is stopped or does not read. So the criterion is not how long the peer takes, but how long
+//! nothing at all has come back although the kernel has sent probes.
 //!
-//! Nothing of this stands on the path of a message, and a connection with nothing outstanding is not looked at: there
-//! the kernel's keepalive probes do it alone.
+//! None of this is on the path of a message, and a connection with nothing outstanding is not watched: there the
+//! kernel's keepalive probes suffice.
 //!
 //! # Implementation notes
+//!
 //! From `TCP_INFO` (tcp(7), `linux/tcp.h`): `tcpi_retransmits` counts timeouts of the retransmission timer and
-//! `tcpi_probes` the window and keepalive probes, both since the last acknowledgement; `tcpi_last_ack_recv` is the
-//! time since the last segment that acknowledged anything, new or old. TCP_USER_TIMEOUT is of no use: it also ends a
-//! connection whose peer answers every window probe but does not read. Window probes come ever more rarely, up to
-//! two minutes apart; where the kernel can, since 6.15, `TCP_RTO_MAX_MS` keeps the questions closer together.
+//! `tcpi_probes` the window and keepalive probes, both since the last acknowledgement; `tcpi_last_ack_recv` is the time
+//! since the last segment that acknowledged anything, new or old. TCP_USER_TIMEOUT is not suitable: it also ends a
+//! connection whose peer answers every window probe but does not read. The interval of window probes grows up to two
+//! minutes; where the kernel supports it, since 6.15, `TCP_RTO_MAX_MS` limits it.
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -25,38 +26,40 @@ use std::time::{Duration, Instant};
 use crate::engine::poller::{Poller, Progress, Registration, Source};
 use crate::os::error::{Error, Result};
 
-/// How often streams are looked at while something is outstanding.
+/// How often streams are checked while something is outstanding.
 pub const TICK: Duration = Duration::from_millis(400);
 
-/// How often when one of them waits for an answer.
+/// How often they are checked when one of them waits for an answer.
 pub const SOON: Duration = Duration::from_millis(100);
 
-/// A stream over a short path is lost when nothing has come back for this long, in spite of several questions. With a retransmission timer
-/// of 200 ms, Linux's least, the questions come after 0.2, 0.6 and 1.4 s.
+/// A stream over a short path is lost when nothing has come back for this long, in spite of several probes. With a
+/// retransmission timer of 200 ms, Linux's minimum, the probes are sent after 0.2, 0.6 and 1.4 s.
 pub const SILENCE: Duration = Duration::from_millis(2300);
 
-/// And when the keeper has seen it unanswered for this long: a stream that was idle has been silent before it asked.
+/// The control thread must also have seen it unanswered for this long: a stream that was idle was already silent before
+/// the first probe.
 const UNANSWERED: Duration = Duration::from_millis(1600);
 
-/// Within this time the kernel ends all streams of a process that dies, and this side has noticed.
+/// Within this time the kernel has ended all streams of a dying process, and this side has noticed.
 const AT_ONCE: Duration = Duration::from_millis(150);
 
-/// The most that distance adds to these: a queue on the way that has swollen to seconds is not waited for longer.
+/// The most that distance adds to these times: this side does not wait longer for a queue on the path that holds
+/// seconds of traffic.
 const ANSWERING_MAX: Duration = Duration::from_secs(8);
 
-/// Questions without an answer, at least.
+/// The number of unanswered probes, at least.
 const QUESTIONS: u8 = 2;
 
-/// After this long without a word, a stream whose frames the peer has not acknowledged, though its kernel has them, is
-/// probed: their acknowledgement may be lost.
+/// A stream without any answer for this long is probed if the peer's kernel has its frames but the peer has not
+/// acknowledged them: their acknowledgement may be lost.
 pub const PROBE_AFTER: Duration = Duration::from_millis(500);
 
-/// What the kernel knows of a stream.
+/// The kernel's data about a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sight {
     /// How long ago the peer's kernel last answered anything.
     pub silent: Duration,
-    /// Questions since then.
+    /// Probes since then.
     pub asked: u8,
     /// Whether the peer's kernel has not acknowledged everything.
     pub outstanding: bool,
@@ -66,7 +69,7 @@ pub struct Sight {
     pub segment: u32,
 }
 
-/// `TCP_INFO` of a socket. None when the kernel does not say.
+/// `TCP_INFO` of a socket. None when the kernel does not provide it.
 fn info(sock: &impl AsRawFd) -> Option<libc::tcp_info> {
     // SAFETY: all zeroes is a valid value of this struct of numbers.
     let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
@@ -74,7 +77,8 @@ fn info(sock: &impl AsRawFd) -> Option<libc::tcp_info> {
     unsafe { ask(sock, &mut info) }.map(|_| info)
 }
 
-/// Has the kernel write what it knows of a socket, or as much as there is room for. How many bytes; None when it does not say.
+/// Reads the kernel's data about a socket, as much as fits. Returns how many bytes; None when the kernel does not
+/// provide it.
 ///
 /// # Safety
 /// Any bytes are a valid `T`.
@@ -88,28 +92,29 @@ unsafe fn ask<T>(sock: &impl AsRawFd, room: &mut T) -> Option<usize> {
     (answer == 0).then_some(length as usize)
 }
 
-/// The round trip that the kernel has measured on a socket. Zero where it has measured none: a first packet that was
-/// repeated measures nothing where timestamps are off.
+/// The round trip that the kernel has measured on a socket. Zero if it has measured none: without timestamps, a first
+/// packet that was repeated gives no measurement.
 pub fn round_trip(sock: &impl AsRawFd) -> Duration {
     info(sock).map_or(Duration::ZERO, |info| Duration::from_micros(u64::from(info.tcpi_rtt)))
 }
 
-/// The shortest round trip that the kernel has measured on a socket: the path's, without what its ends took to answer.
-/// Where the kernel does not say, as [`round_trip`].
+/// The shortest round trip that the kernel has measured on a socket: that of the path, without the time its ends took
+/// to answer. If the kernel does not provide it, as [`round_trip`].
 pub fn distance(sock: &impl AsRawFd) -> Duration {
     let us = number(sock, 148).map(u32::from_ne_bytes).filter(|us| !matches!(*us, 0 | u32::MAX));
     us.map_or_else(|| round_trip(sock), |us| Duration::from_micros(us.into()))
 }
 
-/// How many bytes the peer's kernel has acknowledged on a socket (`tcpi_bytes_acked`). None when the kernel does not say.
+/// How many bytes the peer's kernel has acknowledged on a socket (`tcpi_bytes_acked`). None when the kernel does not
+/// provide it.
 pub fn acknowledged(sock: &impl AsRawFd) -> Option<u64> {
     number(sock, 120).map(u64::from_ne_bytes)
 }
 
-/// The bytes that stand at `offset` in the kernel's `tcp_info` (`linux/tcp.h`), of which libraries know the beginning. None when
-/// the kernel knows less of it.
+/// The bytes at `offset` in the kernel's `tcp_info` (`linux/tcp.h`), of which libraries declare only the beginning.
+/// None when the kernel provides less.
 fn number<const BYTES: usize>(sock: &impl AsRawFd, offset: usize) -> Option<[u8; BYTES]> {
-    /// Up to `tcpi_min_rtt` and with it.
+    /// Up to and including `tcpi_min_rtt`.
     const KNOWN: usize = 152;
     let mut bytes = [0_u8; KNOWN];
     // SAFETY: any bytes are bytes.
@@ -118,7 +123,7 @@ fn number<const BYTES: usize>(sock: &impl AsRawFd, offset: usize) -> Option<[u8;
 }
 
 impl Sight {
-    /// Looks at a socket. None when the kernel does not say.
+    /// Reads the kernel's data about a socket. None when the kernel does not provide it.
     pub fn of(sock: &impl AsRawFd) -> Option<Self> {
         info(sock).map(|info| Self {
             silent: Duration::from_millis(u64::from(info.tcpi_last_ack_recv)),
@@ -131,25 +136,25 @@ impl Sight {
 }
 
 impl Sight {
-    /// What the distance adds to the time that an answer takes. Twice the round trip: keepalive probes go out once a second
-    /// however long the path is, so on a long one several are always without an answer.
+    /// What the distance adds to the time that an answer takes. Twice the round trip: keepalive probes are sent once a
+    /// second however long the path is, so on a long path several are always unanswered.
     pub fn answering(&self) -> Duration {
         (2 * self.round_trip).min(ANSWERING_MAX)
     }
 }
 
-/// What a look at a stream finds.
+/// The result of checking a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Finding {
     /// Nothing is wrong.
     Well,
-    /// The kernel has asked and waits for an answer.
+    /// The kernel has sent a probe and waits for the answer.
     Asking,
-    /// Nothing comes back, for this long already.
+    /// Nothing has come back for this long.
     Lost(Duration),
 }
 
-/// The eye on one stream. The clock is the caller's.
+/// The liveness monitor of one stream. The clock is the caller's.
 #[derive(Debug, Default)]
 pub struct Vigil {
     asking_since: Option<Instant>,
@@ -165,18 +170,18 @@ impl Vigil {
         self.away_since.get_or_insert(now);
     }
 
-    /// Whether the stream ended less than `patience` ago and is not back: then it may still come.
+    /// Whether the stream ended less than `patience` ago and is not back: it may still come.
     pub fn may_return(&self, now: Instant, patience: Duration) -> bool {
         self.away_since.is_some_and(|since| now - since < patience)
     }
 
-    /// Whether the stream has been away for longer than the end of a process takes to reach all its streams. Then what
-    /// ends later ends for another reason.
+    /// Whether the stream has been away for longer than it takes until the end of a process has reached all its
+    /// streams. Streams that end later have another reason.
     pub fn is_long_away(&self, now: Instant) -> bool {
         self.away_since.is_some_and(|since| now - since > AT_ONCE)
     }
 
-    /// One look.
+    /// Checks the stream once.
     pub fn look(&mut self, now: Instant, sight: Sight) -> Finding {
         if sight.asked == 0 {
             self.asking_since = None;
@@ -190,18 +195,18 @@ impl Vigil {
         Finding::Asking
     }
 
-    /// Whether the kernel had asked at the last look, and got no answer yet.
+    /// Whether at the last check the kernel had sent a probe without an answer.
     pub fn is_asking(&self) -> bool {
         self.asking_since.is_some()
     }
 
-    /// For how long nothing has been heard although the kernel asks; to be called after [`Vigil::look`]. Nothing while the
-    /// question is new: a peer that had nothing to say has been silent for long when it is asked.
+    /// How long nothing has come back although the kernel sends probes; to be called after [`Vigil::look`]. None while
+    /// the probe is new: a peer that had nothing to send has been silent for a long time when the probe is sent.
     pub fn unheard(&self, now: Instant, sight: Sight) -> Duration {
         self.asking_since.filter(|since| now - *since >= SOON).map_or(Duration::ZERO, |_| sight.silent)
     }
 
-    /// Has the kernel probe a stream that is silent although frames are in doubt, and stop when they are not.
+    /// Makes the kernel probe a stream that is silent although frames are in doubt, and stop when none are.
     pub fn probe(&mut self, sock: &impl AsRawFd, sight: Sight, in_doubt: bool, often: &Probes, seldom: &Probes) {
         let wanted = in_doubt && (self.probing || sight.silent >= PROBE_AFTER);
         if wanted != self.probing {
@@ -210,7 +215,7 @@ impl Vigil {
         }
     }
 
-    /// Nobody looks at the stream any more.
+    /// The stream is no longer watched.
     pub fn stop_probing(&mut self, sock: &impl AsRawFd, seldom: &Probes) {
         if std::mem::take(&mut self.probing) {
             seldom.set(sock);
@@ -230,11 +235,11 @@ pub struct Probes {
 }
 
 impl Probes {
-    /// Once a second, while frames are in doubt. The verdict is the keeper's, not the kernel's.
+    /// Once a second, while frames are in doubt. The control thread decides, not the kernel.
     pub const OFTEN: Self = Self { idle: Duration::from_secs(1), interval: Duration::from_secs(1), count: 127 };
 
-    /// For an idle connection, so that the kernel ends it within `limit`, a little before. The sending side asks first:
-    /// it is the one who connects again when a firewall has forgotten the flow and answers with a reset.
+    /// For an idle connection, so that the kernel ends it within `limit`, a little before. The sending side probes
+    /// first: it is the side that reconnects when a firewall has forgotten the flow and answers with a reset.
     pub fn within(limit: Duration, sending: bool) -> Self {
         const SECOND: Duration = Duration::from_secs(1);
         let first = if sending { limit / 4 } else { limit / 3 };
@@ -245,13 +250,13 @@ impl Probes {
         Self { idle, interval, count }
     }
 
-    /// Sets them. A wish: a kernel that refuses still carries the data.
+    /// Sets them. Optional: if the kernel refuses, the socket still carries the data.
     pub fn set(&self, sock: &impl AsRawFd) {
         let fd = sock.as_raw_fd();
         set_option(fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1);
         set_option(fd, libc::IPPROTO_TCP, libc::TCP_KEEPCNT, self.count);
         set_option(fd, libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, self.interval.as_secs().max(1) as i32);
-        // Last: it sets the timer going.
+        // Last: it starts the timer.
         set_option(fd, libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, self.idle.as_secs().max(1) as i32);
     }
 }
@@ -259,19 +264,19 @@ impl Probes {
 /// `TCP_RTO_MAX_MS` of `linux/tcp.h`, since Linux 6.15.
 const TCP_RTO_MAX_MS: libc::c_int = 44;
 
-/// Has the kernel repeat its questions often, where it can: a tenth of `limit` apart at most. It gives up after fifteen
+/// Makes the kernel repeat its probes often, where it can: a tenth of `limit` apart at most. It gives up after fifteen
 /// of them (`net.ipv4.tcp_retries2`), which is then still not before `limit`.
 pub fn ask_often(sock: &impl AsRawFd, limit: Duration) {
     let most = (limit / 10).as_millis().clamp(1000, 120_000) as libc::c_int;
     set_option(sock.as_raw_fd(), libc::IPPROTO_TCP, TCP_RTO_MAX_MS, most);
 }
 
-/// Has the kernel take no more than so many bytes that it cannot send yet.
+/// Limits how many bytes the kernel accepts before it can send them.
 pub fn hold_back_from(sock: &impl AsRawFd, bytes: u32) {
     set_option(sock.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT, bytes as i32);
 }
 
-/// Has the next close drop what is unsent and reset the connection: what is on the way is in doubt anyhow.
+/// Makes the next close drop what is unsent and reset the connection: whatever is under way is in doubt anyhow.
 pub fn close_hard(sock: &impl AsRawFd) {
     let linger = libc::linger { l_onoff: 1, l_linger: 0 };
     // SAFETY: the kernel reads the struct, which outlives the call.
@@ -293,12 +298,12 @@ fn set_option(fd: RawFd, level: libc::c_int, name: libc::c_int, value: libc::c_i
     }
 }
 
-/// Why a stream was given up that did not end by itself.
+/// The error for a stream that was given up because of silence.
 pub fn silent(silence: Duration) -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, Silent(silence))
 }
 
-/// The silence in [`silent`]'s error.
+/// The silence in the error of [`silent`].
 pub fn silence_of(error: &io::Error) -> Option<Duration> {
     error.get_ref()?.downcast_ref::<Silent>().map(|silent| silent.0)
 }
@@ -314,21 +319,21 @@ impl std::fmt::Display for Silent {
 
 impl std::error::Error for Silent {}
 
-/// Why a stream was given up whose interface went down.
+/// The error for a stream that was given up because its interface went down.
 pub fn link_down() -> io::Error {
     io::Error::new(io::ErrorKind::NetworkDown, "its network interface is down")
 }
 
-/// A connection that the keeper looks after.
+/// A connection that the control thread watches.
 pub trait Kept: Send + Sync + 'static {
-    /// What the keeper does when it was called, or a look is due.
+    /// What the control thread does when it was called, or a check is due.
     fn do_chores(&self) -> Progress;
 
     /// As [`Source::fail`].
     fn fail(&self, error: Error);
 }
 
-/// What the keeper holds of such a connection.
+/// What the control thread holds of such a connection.
 struct Chore<C>(Weak<C>);
 
 impl<C: Kept> Source for Chore<C> {
@@ -343,20 +348,20 @@ impl<C: Kept> Source for Chore<C> {
     }
 }
 
-/// A connection's place at the keeper, taken when it is first needed.
+/// A connection's registration at the control thread, made when it is first needed.
 #[derive(Default)]
 pub struct Chores {
     registration: Mutex<Option<Registration>>,
     ticking: AtomicBool,
-    /// When the next look is due.
+    /// When the next check is due.
     due: Mutex<Option<Instant>>,
 }
 
 impl Chores {
-    /// Has the keeper look soon.
+    /// Makes the control thread check soon.
     ///
     /// # Errors
-    /// When there is no keeper.
+    /// When there is no control thread.
     pub fn call<C: Kept>(&self, poller: &Poller, conn: &Weak<C>) -> Result<()> {
         let mut registration = self.registration.lock().unwrap_or_else(PoisonError::into_inner);
         if registration.is_none() {
@@ -368,13 +373,13 @@ impl Chores {
         Ok(())
     }
 
-    /// Whether the looks are to begin: the caller then has the keeper called.
+    /// Starts the checks. Returns whether the caller must wake the control thread.
     pub fn begin(&self) -> bool {
         !self.ticking.load(Ordering::Relaxed) && !self.ticking.swap(true, Ordering::SeqCst)
     }
 
-    /// Whether a look is due; else when. The first comes a [`TICK`] after the beginning, so that nothing is looked at
-    /// that goes well and is over by then.
+    /// Whether a check is due; otherwise when. The first comes a [`TICK`] after the start, so that a transfer which
+    /// succeeds before that is never checked.
     pub fn is_due(&self, now: Instant) -> std::result::Result<(), Instant> {
         let mut due = self.due.lock().unwrap_or_else(PoisonError::into_inner);
         match *due.get_or_insert(now + TICK) {
@@ -383,19 +388,19 @@ impl Chores {
         }
     }
 
-    /// The next look comes `after` this one.
+    /// The next check comes `after` this one.
     pub fn again(&self, now: Instant, after: Duration) -> Progress {
         *self.due.lock().unwrap_or_else(PoisonError::into_inner) = Some(now + after);
         Progress { moved: false, again: Some(now + after) }
     }
 
-    /// The looks end, until they begin again.
+    /// The checks end, until they are started again.
     pub fn end(&self) {
         *self.due.lock().unwrap_or_else(PoisonError::into_inner) = None;
         self.ticking.store(false, Ordering::SeqCst);
     }
 
-    /// Whether looks are under way.
+    /// Whether checks are under way.
     pub fn is_ticking(&self) -> bool {
         self.ticking.load(Ordering::SeqCst)
     }
@@ -413,8 +418,8 @@ mod tests {
         Duration::from_millis(ms)
     }
 
-    /// A path that dies at time 0, seen every `tick`: when the vigil says so. `idle` is how long before that the peer
-    /// last answered; the kernel asks at 0.2, 0.6, 1.4, 3.0 s.
+    /// A path that fails at time 0, checked every `tick`: when the monitor reports it. `idle` is how long before that
+    /// the peer last answered; the kernel sends probes at 0.2, 0.6, 1.4, 3.0 s.
     fn noticed(idle: Duration, phase: Duration) -> Duration {
         let start = Instant::now() + ms(100_000);
         let mut vigil = Vigil::default();
@@ -462,7 +467,7 @@ mod tests {
         fn a_peer_far_away_is_not_lost_while_its_answers_are_on_the_way(round_trip in 1..3000_u64, phase in 0..1000_u64) {
             let (start, mut vigil) = (Instant::now(), Vigil::default());
             for at in (phase..60_000).step_by(100) {
-                // Asked at 1 s, 2 s, …; the kernel forgets its questions with each answer.
+                // Probes at 1 s, 2 s, …; the kernel resets its count with each answer.
                 let answered = at.saturating_sub(round_trip) / 1000 * 1000;
                 let heard = if answered == 0 { 0 } else { answered + round_trip };
                 let asked = ((at / 1000) - (heard / 1000).min(at / 1000)) as u8;
@@ -524,7 +529,7 @@ mod tests {
         let (there, _) = listener.accept().expect("a connection");
         let sight = Sight::of(&here).expect("the kernel tells");
         assert!(!sight.outstanding && sight.asked == 0, "{sight:?}");
-        // More than the peer's buffers take, and nobody reads.
+        // More than the peer's buffers hold, and the peer does not read.
         here.set_nonblocking(true).expect("set");
         let block = vec![0; 1 << 20];
         while io::Write::write(&mut &here, &block).is_ok() {}

@@ -1,8 +1,8 @@
 //! Reading and writing one socket: vectored, without waiting, without SIGPIPE.
 //!
-//! Linux's `send(2)` raises SIGPIPE on a closed connection unless told otherwise, and a C host program dies of it;
-//! every send here passes `MSG_NOSIGNAL`. `EINTR` is retried, so callers see data, "would block", the end, or that the
-//! kernel has no memory at this moment ([`is_shortage`]).
+//! Linux's `send(2)` raises SIGPIPE on a closed connection by default, which would kill a C host program; every send
+//! here passes `MSG_NOSIGNAL`. `EINTR` is retried, so callers see data, "would block", the end, or that the kernel has
+//! no memory at the moment ([`is_shortage`]).
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use super::shortage;
 use crate::os::error::{Error, Result};
 
-/// A piece of memory to send or to fill. Plain addresses: the memory belongs to a request or to the stream, and
-/// both outlive the call.
+/// A piece of memory to send or to fill. Plain addresses: the memory belongs to a request or to the stream, and both
+/// outlive the call.
 #[derive(Debug, Clone, Copy)]
 pub struct Piece {
     /// First byte.
@@ -63,7 +63,7 @@ impl Piece {
 /// Sends as much of a piece as the socket takes now. `None`: it takes nothing.
 ///
 /// # Errors
-/// Whatever `send(2)` reports.
+/// Those of `send(2)`.
 ///
 /// # Safety
 /// The piece must be readable for its whole length during the call.
@@ -77,7 +77,7 @@ pub unsafe fn send(fd: RawFd, Piece { data, length }: Piece) -> io::Result<Optio
 /// As [`send`], for several pieces, in order.
 ///
 /// # Errors
-/// Whatever `sendmsg(2)` reports.
+/// Those of `sendmsg(2)`.
 ///
 /// # Safety
 /// All pieces must be readable for their whole length during the call.
@@ -101,13 +101,13 @@ fn message_of(iov: &mut [libc::iovec]) -> libc::msghdr {
     message
 }
 
-/// Receives into one piece what has arrived. `None`: nothing has; `Some(0)`: the peer sent its last.
+/// Receives into one piece what has arrived. `None`: nothing has; `Some(0)`: the peer has shut down its side.
 ///
 /// # Errors
-/// Whatever `recv(2)` reports.
+/// Those of `recv(2)`.
 ///
 /// # Safety
-/// The piece must be writable for its whole length during the call, and nobody else may rely on its content.
+/// The piece must be writable for its whole length during the call, and no other thread may rely on its content.
 #[inline]
 pub unsafe fn receive(fd: RawFd, Piece { data, length }: Piece) -> io::Result<Option<usize>> {
     // recv(2) spares the kernel a copy of the message header.
@@ -118,7 +118,7 @@ pub unsafe fn receive(fd: RawFd, Piece { data, length }: Piece) -> io::Result<Op
 /// As [`receive`], into two pieces, in order.
 ///
 /// # Errors
-/// Whatever `recvmsg(2)` reports.
+/// Those of `recvmsg(2)`.
 ///
 /// # Safety
 /// As [`receive`], for both pieces.
@@ -131,10 +131,10 @@ pub unsafe fn receive_two(fd: RawFd, pieces: [Piece; 2]) -> io::Result<Option<us
     })
 }
 
-/// Makes a call until no signal interrupts it.
+/// Repeats a call until no signal interrupts it.
 ///
-/// The calls are the C library's, not bare system calls: what is loaded before it (sockets in user space, the tests'
-/// faults) stands in for these.
+/// The calls are the C library's, not raw system calls: libraries loaded before it (sockets in user space, the tests'
+/// fault injectors) replace them.
 #[inline]
 fn retry(mut call: impl FnMut() -> isize) -> io::Result<Option<usize>> {
     loop {
@@ -142,7 +142,7 @@ fn retry(mut call: impl FnMut() -> isize) -> io::Result<Option<usize>> {
         if moved >= 0 {
             return Ok(Some(moved as usize));
         }
-        // The number alone: "nothing has come" is the answer of nearly every look, and no error.
+        // Only the number: "nothing has arrived" is the result of nearly every poll, and not an error.
         // SAFETY: the C library's, for this thread.
         match unsafe { *libc::__errno_location() } {
             libc::EAGAIN => return Ok(None),
@@ -152,15 +152,15 @@ fn retry(mut call: impl FnMut() -> isize) -> io::Result<Option<usize>> {
     }
 }
 
-/// As [`receive`] into one piece, but what has come stays in the socket until [`discard`] takes it away.
+/// As [`receive`] into one piece, but what has arrived stays in the socket until [`discard`] removes it.
 ///
-/// While anything is left there the kernel does not acknowledge: it does so when a read empties the socket, inside that
-/// call, which takes longer than all the rest of it (tcp(7) does not say so; Linux's `tcp_cleanup_rbuf`). So whoever
-/// peeks has a short message at hand sooner, and pays for the acknowledgement later. Should nobody come to discard, the
-/// kernel's delayed acknowledgement goes out within 40 ms.
+/// While data is left there the kernel does not acknowledge: it does so when a read empties the socket, inside that
+/// call, which takes longer than the rest of it (not in tcp(7); see Linux's `tcp_cleanup_rbuf`). So a thread that peeks
+/// has a short message sooner, and pays for the acknowledgement later. If no thread discards the data, the kernel's
+/// delayed acknowledgement is sent within 40 ms.
 ///
 /// # Errors
-/// Whatever `recv(2)` reports.
+/// Those of `recv(2)`.
 ///
 /// # Safety
 /// As for [`receive`].
@@ -171,23 +171,23 @@ pub unsafe fn peek(fd: RawFd, piece: Piece) -> io::Result<Option<usize>> {
     retry(|| unsafe { libc::recv(fd, piece.data.cast(), piece.length, flags) })
 }
 
-/// Takes bytes away that [`peek`] has shown, without copying them. Returns how many of them.
+/// Removes bytes that [`peek`] has shown, without copying them. Returns how many.
 ///
 /// # Errors
-/// Whatever `recv(2)` reports.
+/// Those of `recv(2)`.
 pub fn discard(fd: RawFd, bytes: usize) -> io::Result<Option<usize>> {
     let flags = libc::MSG_DONTWAIT | libc::MSG_TRUNC;
     // SAFETY: with MSG_TRUNC, TCP drops the bytes and writes nowhere (tcp(7)).
     retry(|| unsafe { libc::recv(fd, std::ptr::null_mut(), bytes, flags) })
 }
 
-/// Whether the kernel could not get the memory for a call. Nothing has happened to the socket, and nothing tells when to
-/// try again.
+/// Whether the kernel could not get the memory for a call. The socket is unchanged, and no event reports when to try
+/// again.
 pub fn is_shortage(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOBUFS | libc::ENOMEM))
 }
 
-/// For callers that look again of their own accord: a shortage is as if nothing could move.
+/// For callers that poll again anyway: a shortage is treated as if nothing could move.
 ///
 /// # Errors
 /// Every other failure.
@@ -205,10 +205,10 @@ pub fn unsent(fd: RawFd) -> usize {
 
 /// Copies bytes in ascending order, in units of eight where both sides allow it.
 ///
-/// The GPU may poll flags at the end of each 8 or 128 bytes of `to` while this runs (NCCL's LL and LL128
-/// protocols), and the C library's `memcpy` does not promise an order: it stores the first bytes of a block last.
-/// Volatile stores keep their program order, and on x86-64 other observers see it too. Other processors are told where
-/// it matters: where a flag begins.
+/// The GPU may poll flags at the end of each 8 or 128 bytes of `to` while this runs (NCCL's LL and LL128 protocols),
+/// and the C library's `memcpy` does not promise an order: it stores the first bytes of a block last. Volatile stores
+/// keep their program order, and on x86-64 other observers see the same order. Other architectures get a fence where it
+/// matters: where a flag begins.
 ///
 /// # Safety
 /// `from` must be readable and `to` writable for `length` bytes, and they must not overlap.
@@ -244,25 +244,25 @@ pub unsafe fn copy_ascending(from: *const u8, to: *mut u8, length: usize) {
     }
 }
 
-/// Whether stores that others see in program order need more than that.
+/// Whether stores need a fence so that other observers see them in program order.
 const fn needs_order() -> bool {
     cfg!(not(target_arch = "x86_64"))
 }
 
-/// Whether a flag of LL128, which stands in the last eight bytes of each 128, begins here, and what it stands for must be seen
-/// first. An LL flag is stored together with its data, but by the loops for single bytes.
+/// Whether a flag of LL128, which occupies the last eight bytes of each 128, begins here; the bytes that it covers must
+/// be visible first. An LL flag is stored together with its data, except by the loops for single bytes.
 fn begins_a_flag(to: *const u8) -> bool {
     needs_order() && (to as usize) % 128 == 120
 }
 
-/// How long a handshake message waits for the kernel to take it.
+/// How long a handshake message may wait for the kernel to accept it.
 const SEND_PATIENCE: Duration = Duration::from_millis(20);
 
-/// Sends a handshake message, which always fits the empty buffer of a new socket. Where the kernel has not got the memory
-/// for it at once, it has a moment to find it.
+/// Sends a handshake message, which always fits the empty buffer of a new socket. If the kernel has no memory for it at
+/// once, waits a moment.
 ///
 /// # Errors
-/// When it does not fit after all, or the connection is gone.
+/// When it still does not fit, or the connection is gone.
 pub fn send_all(sock: &impl AsRawFd, bytes: &[u8]) -> Result<()> {
     let mut rest = bytes;
     let mut until = None;
@@ -318,18 +318,18 @@ mod tests {
         assert_eq!(discard(fd, 6).unwrap(), Some(6));
         assert_eq!(discard(fd, 6).unwrap(), None);
         drop(far);
-        // The end of the connection shows as ever.
+        // The end of the connection is reported as usual.
         while peeked().is_none() {}
         assert_eq!(peeked().unwrap(), b"");
     }
 
-    /// As a GPU reads a message in LL128: once the last eight bytes of a line are the number of the step, the 120 before
-    /// them are taken for good. With `ptr::copy_nonoverlapping` this fails: the C library stores the first vector of a block
-    /// last.
+    /// As a GPU reads a message in LL128: once the last eight bytes of a line hold the number of the step, the 120
+    /// before them are used. With `ptr::copy_nonoverlapping` this fails: the C library stores the first vector of a
+    /// block last.
     #[test]
     fn a_flag_is_never_seen_before_its_line() {
         const WORDS: usize = 16;
-        // Of more than 2 KiB the C library makes `rep movsb`.
+        // For more than 2 KiB the C library uses `rep movsb`.
         const LINES: usize = 8;
         const OVER: u64 = u64::MAX;
         let to: Vec<AtomicU64> = (0..WORDS * LINES).map(|_| AtomicU64::new(0)).collect();

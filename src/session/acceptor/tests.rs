@@ -33,8 +33,8 @@ fn shake(at: SocketAddr, wish: Wish, secret: &Secret) -> (TcpStream, Welcome, Se
     (stream, welcome, key)
 }
 
-/// The path of a first stream dies between the welcome and the peer's word that it has it, and the peer comes back over
-/// another socket. What waited for its return has no reason to stay, nor to keep the connection in memory.
+/// The path of a first stream fails between the welcome and the peer's confirmation, and the peer comes back over
+/// another socket. The entry that waited for its return must go, and must not keep the connection in memory.
 #[test]
 fn a_handshake_that_broke_after_the_welcome_keeps_nothing_when_the_peer_is_back() {
     let net = loopback::net(Config { peer_timeout: Duration::from_millis(500), ..Config::default() });

@@ -1,5 +1,5 @@
-//! Calls from the listening side of a connection that has lost all streams: they tell the other side, and show whether its
-//! process lives ([`lifeline`]).
+//! Calls from the listening side of a connection that has lost all streams: they notify the other side, and show
+//! whether its process is alive ([`lifeline`]).
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -14,8 +14,8 @@ use crate::session::net::Net;
 use crate::session::owner::Listening;
 use crate::session::tries::{self, TRY};
 
-/// Over one of the peer's rails, again and again, until a stream is back or the peer is given up. `since`: the time when the
-/// last stream ended.
+/// Calls over one of the peer's rails, repeatedly, until a stream is back or the peer is given up. `since`: the time
+/// when the last stream ended.
 struct Call {
     conn: Weak<dyn Listening>,
     way: usize,
@@ -28,7 +28,7 @@ pub fn call(net: Arc<Net>, conn: &Arc<dyn Listening>, way: usize, since: Instant
     let purpose = Call { conn: Arc::downgrade(conn), way, since };
     let begin = Begin { at: start, epoch: 0, tries: 0, claims: false };
     if let Err(error) = Dial::start(net, purpose, start + NO_DEADLINE, begin) {
-        // Nothing is known then, as if no answer had come.
+        // The result is unknown then, as if no answer had come.
         tracing::debug!(target: NET, "the peer cannot be called: {error}");
     }
 }

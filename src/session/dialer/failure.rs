@@ -1,4 +1,4 @@
-//! What a try to connect that failed says, in words.
+//! The message for a failed attempt to connect.
 
 use std::io;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use crate::os::error::{Cause, Error, advice};
 use crate::session::link::NO_PORT_HINT;
 use crate::session::tries::ROUND_TRIP_MAX;
 
-/// What a process says that has forgotten the connection, too.
+/// The error text when the peer's process no longer knows the connection.
 pub(super) const TURNED_AWAY_TEXT: &str = "the peer closed the connection during the handshake";
 
 pub(super) const UNANSWERED_TEXT: &str = "the peer did not answer";
@@ -44,7 +44,7 @@ pub(super) fn refused(error: &io::Error) -> Error {
 pub(super) fn unanswered(waited: Duration) -> Error {
     let hint =
         "check that the hosts can reach each other on the chosen interfaces (NCCL_SOCKET_IFNAME), and their firewalls";
-    // Only a long wait tells a round trip that is too long from other causes.
+    // Only a long wait distinguishes a round trip that is too long from other causes.
     if waited < ROUND_TRIP_MAX {
         return Error::remote(UNANSWERED_TEXT).with_hint(hint);
     }
@@ -55,9 +55,9 @@ pub(super) fn unanswered(waited: Duration) -> Error {
 
 pub(super) const FORBIDDEN_TEXT: &str = "this host does not let the connection out";
 
-/// The failure when connect(2) itself, before any packet, says that it may not be: `EACCES` (a route of type prohibit),
-/// `EPERM` (a firewall or security module), `EINVAL` (a route of type blackhole). The same codes in an answer from
-/// the network are another matter: there they are somebody else's, and may pass.
+/// The failure when connect(2) itself fails before any packet is sent: `EACCES` (a route of type prohibit), `EPERM` (a
+/// firewall or security module), `EINVAL` (a route of type blackhole). The same codes in an answer from the network are
+/// different: another host sent them, and they may go away.
 pub(super) fn forbidden(error: &io::Error) -> Option<Error> {
     matches!(error.raw_os_error(), Some(libc::EACCES | libc::EPERM | libc::EINVAL)).then(|| {
         Error::new(Cause::System, format!("{FORBIDDEN_TEXT} ({error})")).with_hint(

@@ -19,30 +19,30 @@ use crate::session::seal::{is_encrypted, other_key};
 use crate::session::wire::{self, Piece, send_all};
 use crate::session::{tries, watch};
 
-/// What was said so far.
+/// The bytes exchanged so far.
 pub(super) struct Said {
     transcript: Transcript,
     secret: Secret,
     features: u32,
     offered: Option<Offered>,
-    /// Where a further stream will be watched. Taken before the peer is asked to let it in.
+    /// The registration of a further stream. Made before the peer is asked to admit the stream.
     place: Option<Registration>,
 }
 
 impl Said {
-    /// Bytes that the listening side says next.
+    /// Length of the next message from the listening side, in bytes.
     fn awaited(&self) -> usize {
         WELCOME + if self.offered.is_some() { ANSWER } else { 0 }
     }
 
-    /// Whether the other side said that its key is another one.
+    /// Whether the other side reported that its key differs.
     fn is_refused(&self, input: &[u8]) -> bool {
         self.offered.is_some() && Refusal::verify(input, &self.secret, &self.transcript)
     }
 }
 
 impl Dial {
-    /// Moves the handshake on. `Ok(None)`: it waits for the network.
+    /// Advances the handshake. `Ok(None)`: it waits for the network.
     pub(super) fn advance(&self, state: &mut State) -> Result<Option<Reached>> {
         loop {
             let Some(sock) = &state.sock else { return Ok(None) };
@@ -57,7 +57,7 @@ impl Dial {
                         return Ok(None);
                     }
                     self.purpose.answered(state.began, state.way, Answer::Accepted);
-                    // The way is good: what it waits for now is the peer's process, which may be busy.
+                    // The path works: the handshake now waits for the peer's process, which may be busy.
                     let elapsed = state.began.elapsed();
                     let round_trip = Some(watch::round_trip(sock)).filter(|it| !it.is_zero()).unwrap_or(elapsed);
                     state.try_until =
@@ -101,7 +101,7 @@ impl Dial {
                         offered = Some(started);
                     }
                     let place = self.purpose.place(sock)?;
-                    // Also when only one side has a key: the other side's message is to name this one.
+                    // Also when only one side has a key: the other side's error message must name this host.
                     send_all(sock, &bytes)?;
                     encrypted?;
                     state.stage = Stage::Welcome(Box::new(Said {
@@ -126,7 +126,7 @@ impl Dial {
                     state.watch = None;
                     let sock = state.sock.take().expect("the handshake has its socket");
                     let peer = sock.peer_addr().ok().and_then(|address| address.as_socket());
-                    // Over other rails than the stream's own it is a makeshift.
+                    // Over rails other than its own, the stream's place is temporary.
                     if let (Some(rail), Some(peer), false) = (&state.rail, peer, state.abroad) {
                         self.net.outlets.connected(&sock, rail, peer, state.goes_unbound);
                     }
@@ -156,7 +156,7 @@ impl Dial {
     }
 }
 
-/// Reads until `wanted` bytes are there. `false`: not yet; `short`: for want of memory, and to be tried again soon.
+/// Reads until `wanted` bytes are there. `false`: some are missing; `short`: the kernel had no memory, try again soon.
 fn fill(sock: &Sock, input: &mut Vec<u8>, wanted: usize, short: &mut bool) -> Result<bool> {
     while input.len() < wanted {
         let mut bytes = [0_u8; WELCOME + ANSWER];

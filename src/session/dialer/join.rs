@@ -19,7 +19,7 @@ use crate::session::tries::{self, TRY};
 /// When a stream that had to go over other rails begins to try its own.
 const HOMECOMING: Duration = Duration::from_secs(1);
 
-/// The same for one that was never there.
+/// The same for a stream that was never connected over its own rails.
 const RARELY: Duration = Duration::from_secs(30);
 
 /// `repair`: until the stream is back, or the connection ends.
@@ -39,9 +39,9 @@ pub fn join(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize) {
     }
 }
 
-/// Further stream `index` did not come in time. That never ends the connection: where all of its streams are away at this
-/// moment, their repairs decide. The stream is asked for again, soon after an outage of all, and seldom while only this
-/// one fails.
+/// Further stream `index` was not connected in time. That never ends the connection: if all its streams are away at
+/// this moment, their repairs decide. The stream is requested again: soon after an outage of all streams, rarely while
+/// only this one fails.
 fn join_later(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize, epoch: u16, error: &Error) {
     conn.goes_without(index, error);
     if !conn.mends() || conn.is_over() {
@@ -55,8 +55,8 @@ fn join_later(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize, epoch: u16, 
     }
 }
 
-/// Has stream `index` connected again, over its own rails while other streams carry the load. It goes on until the
-/// stream is back or the connection is over. Nothing when that is under way already.
+/// Reconnects stream `index`, over its own rails while other streams carry the load. It goes on until the stream is
+/// back or the connection is over. Does nothing when a repair is already under way.
 pub fn repair(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize) {
     if !conn.begin_repair(index) {
         return;
@@ -71,8 +71,8 @@ pub fn repair(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize) {
     }
 }
 
-/// Has stream `index`, which lives over other rails, come back to its own, in a while. Should it break before, it is
-/// repaired as any other, and this is nothing.
+/// Moves stream `index`, which is connected over other rails, back to its own after a while. If the stream breaks
+/// first, it is repaired like any other, and this does nothing.
 fn come_home(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize, after: Duration, tries: u32) {
     let at = Instant::now() + after;
     let purpose = Join { conn: Arc::downgrade(conn), index, repair: true };
@@ -81,8 +81,8 @@ fn come_home(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize, after: Durati
     }
 }
 
-/// Stream `index` is connected; `home`: over these rails, which are its own from now on. It comes home when it can: at set-up a
-/// rail may have been down that is there later.
+/// Stream `index` is connected; `home`: over these rails, which are its own from now on. It moves back when it can: a
+/// rail that was down at set-up may be up later.
 pub(super) fn settle(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize, abroad: bool, home: Option<usize>) {
     if conn.settled(index, abroad, home) {
         come_home(net, conn, index, HOMECOMING, 0);
@@ -108,8 +108,8 @@ impl Purpose for Join {
         self.conn().map_or(1, |conn| conn.link().pairs())
     }
 
-    /// Each try takes the next pair of rails; a stream starts with its own, so that the streams of a connection spread over
-    /// all of them, and comes back to its own while others live.
+    /// Each attempt takes the next pair of rails. A stream starts with its own pair, so that the streams of a
+    /// connection spread over all pairs, and it moves back to its own while others are connected.
     fn route(&self, attempt: u32) -> Option<Route> {
         let conn = self.conn()?;
         Route::of(conn.link(), conn.way(self.index, attempt as usize, self.repair))
@@ -123,7 +123,7 @@ impl Purpose for Join {
         if self.repair { self.conn().map_or(last, |conn| conn.next_epoch(self.index)) } else { last }
     }
 
-    /// The peer may have taken the last one for good before its welcome was lost.
+    /// The peer may have started to use the last epoch before its welcome was lost.
     fn epoch_after_failure(&self, last: u16) -> u16 {
         if self.repair { last } else { last.wrapping_add(1) }
     }
@@ -131,7 +131,7 @@ impl Purpose for Join {
     fn patience(&self, attempt: u32) -> Duration {
         self.conn().map_or(TRY, |conn| {
             let (pairs, round_trip) = (conn.link().pairs(), conn.link().round_trip);
-            // With nothing connected, or when that may be so, the peer is missing us already.
+            // With no stream connected, or when that is possible, the peer is already waiting for this side.
             let hurry = pairs > 1 && (!self.repair || conn.is_in_a_hurry());
             tries::again(if self.repair { attempt + 1 } else { attempt }, pairs, hurry, round_trip)
         })
@@ -152,7 +152,7 @@ impl Purpose for Join {
     }
 
     fn place(&self, sock: &Sock) -> Result<Option<Registration>> {
-        // The first one's is here at the control thread, which watches the handshake still.
+        // The first stream is registered here at the control thread, which still watches its handshake.
         let conn = if self.index > 0 { self.conn() } else { None };
         conn.map(|conn| conn.place(self.index, sock)).transpose()
     }

@@ -16,20 +16,20 @@ use crate::session::owner::Streams;
 use crate::session::seal::agreement::Keys;
 use crate::session::tries::TRY;
 
-/// Where a try goes.
+/// The destination of one attempt.
 pub(super) struct Route {
-    /// This side's rail of that way.
+    /// This side's rail.
     pub rail: Option<Rail>,
     /// Whether the socket is bound to the rail's address: where there is a choice.
     pub binds: bool,
     /// The other side's address.
     pub remote: SocketAddr,
-    /// Which of the pairs of rails that is.
+    /// Which of the pairs of rails this is.
     pub way: usize,
 }
 
 impl Route {
-    /// The way between this side's rail number `at` and the other side's.
+    /// The pair of this side's rail number `at` and the other side's.
     pub(super) fn of(link: &Link, at: usize) -> Option<Self> {
         let remote = *link.remote.get(at % link.remote.len().max(1))?;
         let local = link.local.get(at % link.local.len().max(1));
@@ -38,9 +38,9 @@ impl Route {
     }
 }
 
-/// A handshake that is complete: both sides have proved themselves.
+/// A completed handshake: both sides have proved themselves.
 pub(super) struct Proved {
-    /// What the other side said last.
+    /// The other side's last message.
     pub welcome: Welcome,
     /// The key of a new connection.
     pub key: Secret,
@@ -56,7 +56,7 @@ pub(super) struct Proved {
     pub sock: Sock,
 }
 
-/// What a complete handshake led to.
+/// The result of a completed handshake.
 pub(super) enum Reached {
     /// A stream is connected.
     Stream {
@@ -67,13 +67,13 @@ pub(super) enum Reached {
         /// If it is connected over another pair of rails than its own, that pair is its own from now on.
         settles: bool,
     },
-    /// The socket is its owner's.
+    /// The socket belongs to its owner now.
     TakenOver,
-    /// The sending side of a connection knows of the call.
+    /// The sending side of a connection has received the call.
     Called,
 }
 
-/// What a dial is for.
+/// The purpose of a dial.
 pub(super) trait Purpose: Send + Sync {
     /// Whether it is the first connection to a listener, for which NCCL waits.
     fn is_first(&self) -> bool {
@@ -85,7 +85,7 @@ pub(super) trait Purpose: Send + Sync {
         false
     }
 
-    /// Whether nothing waits for the dial any more.
+    /// Whether the result of the dial is no longer wanted.
     fn is_over(&self) -> bool;
 
     /// How many pairs of rails its tries go over in turn.
@@ -115,7 +115,7 @@ pub(super) trait Purpose: Send + Sync {
         TRY
     }
 
-    /// The packets' class of traffic.
+    /// The traffic class of the packets.
     fn traffic_class(&self) -> Option<u8>;
 
     /// `TCP_MAXSEG` that the connection has found for a pair of rails.
@@ -128,7 +128,7 @@ pub(super) trait Purpose: Send + Sync {
         0
     }
 
-    /// What the hello asks for, and the secret that proves the right to it.
+    /// The request in the hello, and the secret that authorises it.
     ///
     /// # Errors
     /// When the connection is gone.
@@ -153,7 +153,7 @@ pub(super) trait Purpose: Send + Sync {
     /// When the connection is gone, or cannot use the socket.
     fn reached(&self, net: &Arc<Net>, proved: Proved) -> Result<Reached>;
 
-    /// What a try says about a peer that is missed.
+    /// What an attempt shows about a peer that may be dead.
     fn answered(&self, _began: Instant, _way: usize, _answer: Answer) {}
 
     /// The pause after each try that failed, where no failure ends the dial.
@@ -161,7 +161,7 @@ pub(super) trait Purpose: Send + Sync {
         None
     }
 
-    /// Whether the connection has other streams, so that the peer lives whatever refuses a try.
+    /// Whether the connection has other streams, so that the peer is known to be alive whatever refuses an attempt.
     fn is_connected(&self) -> bool {
         false
     }
@@ -176,7 +176,7 @@ pub(super) trait Purpose: Send + Sync {
         false
     }
 
-    /// Begins to move a stream back to its own rails. False when there is no reason to any more.
+    /// Begins to move a stream back to its own rails. False when there is no longer a reason to.
     fn claim(&self) -> bool {
         false
     }
@@ -184,7 +184,7 @@ pub(super) trait Purpose: Send + Sync {
     /// The stream stays where it is for a while.
     fn put_off(&self, _net: &Arc<Net>) {}
 
-    /// The error with what else is known about its cause.
+    /// The error, extended by what else is known about its cause.
     fn explain(&self, error: Error, _config: &Config) -> Error {
         error
     }

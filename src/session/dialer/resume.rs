@@ -1,4 +1,4 @@
-//! Another socket for a connection with one socket, whose own has fallen silent or was cut.
+//! Another socket for a connection with one socket, after its own has fallen silent or was cut.
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -43,7 +43,7 @@ impl Purpose for Resume {
 
     fn route(&self, attempt: u32) -> Option<Route> {
         let conn = self.conn().ok()?;
-        // Not over the pair that is silent, as far as it is the first.
+        // Not over the silent pair, for the first attempt.
         between(&conn.link().local, &conn.link().remote, 1, attempt)
     }
 

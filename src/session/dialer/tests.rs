@@ -1,4 +1,4 @@
-//! What goes wrong between two threads while a stream comes back.
+//! Races between two threads while a stream comes back.
 
 use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,7 +11,7 @@ use crate::session::owner::{Connecting, Joining, Listening, Owner, Streams};
 use crate::session::seal::Seal;
 use crate::tcp::sender::SendConn;
 
-/// A source that says when the keeper has come to it.
+/// A source that reports when the control thread has polled it.
 #[derive(Default)]
 struct Bell(AtomicBool);
 
@@ -26,7 +26,8 @@ impl Source for Bell {
     }
 }
 
-/// Who sees it break finds the repair under way that has just brought it back, and leaves it to that one.
+/// The thread that notices the break finds a repair still under way, the one that has just reconnected the stream, and
+/// relies on it.
 #[test]
 fn a_stream_that_breaks_while_its_repair_ends_is_repaired_again() {
     let net = loopback::net(Config::default());
@@ -43,7 +44,7 @@ fn a_stream_that_breaks_while_its_repair_ends_is_repaired_again() {
 
     drop(theirs);
     loopback::wait_until("the end of the stream is not seen", || !conn.is_connected());
-    // The keeper has seen it, and says so before it looks at anything else.
+    // The control thread has noticed the break, and reports it before it polls anything else.
     let bell = Arc::new(Bell::default());
     let place = net.poller.keeper().expect("it runs").register(bell.clone(), None).expect("it has room");
     place.kick();
@@ -53,7 +54,7 @@ fn a_stream_that_breaks_while_its_repair_ends_is_repaired_again() {
     assert!(!conn.begin_repair(0), "nobody repairs the stream");
 }
 
-/// Who calls the sending side, and what it hears.
+/// Which process calls the sending side, and the answer it receives.
 struct Missing(Link, Mutex<Vec<Answer>>);
 
 impl Missing {
@@ -88,7 +89,8 @@ impl Owner for Missing {
     }
 }
 
-/// Its process lives, but the connection does not come back: who calls is not to wait as for one that is only late.
+/// The process is alive, but the connection does not come back: the caller must not wait as long as for a peer that is
+/// only late.
 #[test]
 fn a_call_for_a_connection_that_has_failed_is_turned_away() {
     let net = loopback::net(Config::default());

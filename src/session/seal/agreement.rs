@@ -1,4 +1,4 @@
-//! Fresh keys for each life of a stream: the Noise protocol framework's pattern `NNpsk0`, inside the handshake.
+//! Fresh keys for each epoch of a stream: the Noise protocol framework's pattern `NNpsk0`, inside the handshake.
 //!
 //! ```text
 //! connecting side                                         listening side
@@ -6,10 +6,10 @@
 //!                                                   ◀──   answer (544: ephemeral key, welcome, encrypted)
 //! ```
 //!
-//! Both ephemeral keys are thrown away afterwards: who obtains the key file later cannot read what was recorded before.
-//! Everything said before the offer is the prologue, so a recorded offer or answer fits no other handshake, and nobody
-//! on the way can talk the two out of a feature. Each run gives two keys, one per direction, that were never used and
-//! will never be used again: so the records of a stream can simply be counted.
+//! Both ephemeral keys are discarded afterwards: an attacker who obtains the key file later cannot decrypt recorded
+//! traffic. Everything exchanged before the offer is the prologue, so a recorded offer or answer fits no other
+//! handshake, and no attacker on the path can remove a feature from the negotiation. Each run gives two keys, one per
+//! direction, that are never used again, so the nonces of a stream's records can be simple counters.
 
 use std::sync::LazyLock;
 
@@ -26,7 +26,7 @@ pub const ANSWER: usize = 32 + TAG;
 const TAG: usize = 16;
 const PATTERN: &str = "Noise_NNpsk0_25519_AESGCM_SHA256";
 
-/// The key of one direction of one life of a stream. It cannot be printed.
+/// The key of one direction of a stream, for one epoch. It cannot be printed.
 #[derive(Clone, PartialEq, Eq)]
 pub struct StreamKey([u8; 32]);
 
@@ -48,7 +48,7 @@ impl std::fmt::Debug for StreamKey {
     }
 }
 
-/// The keys of one life of a stream, as one side sees them.
+/// The keys of one epoch of a stream, as one side uses them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Keys {
     /// For what this side sends.
@@ -71,7 +71,7 @@ fn unexpected(error: snow::Error) -> Error {
 pub struct Offered(Box<HandshakeState>);
 
 impl Offered {
-    /// Makes the offer. `prologue` is everything said before.
+    /// Makes the offer. `prologue` is everything exchanged before.
     ///
     /// # Errors
     /// When the system's random source fails.
@@ -83,8 +83,8 @@ impl Offered {
         Ok((Self(Box::new(state)), offer))
     }
 
-    /// Reads the answer: the keys, and the welcome into `welcome`. None when its sender does not have the shared key, or
-    /// it was changed on the way.
+    /// Reads the answer: returns the keys, and puts the welcome into `welcome`. None when its sender does not have the
+    /// shared key, or the answer was modified on the way.
     pub fn take_answer(mut self, answer: &[u8], welcome: &mut [u8]) -> Option<Keys> {
         let length = self.0.read_message(answer, welcome).ok()?;
         if length != welcome.len() {
@@ -99,10 +99,10 @@ impl Offered {
 pub struct Accepted(Box<HandshakeState>);
 
 impl Accepted {
-    /// Reads an offer. None when its sender does not have the shared key, or it was changed on the way.
+    /// Reads an offer. None when its sender does not have the shared key, or the offer was modified on the way.
     ///
     /// # Errors
-    /// When the library refuses to start, which it has no reason to.
+    /// When the library refuses to start, which is not expected.
     pub fn new(key: &SharedKey, prologue: &[u8], offer: &[u8]) -> Result<Option<Self>> {
         let mut state = builder(key, prologue).and_then(Builder::build_responder).map_err(unexpected)?;
         let taken = state.read_message(offer, &mut []).is_ok();

@@ -5,14 +5,14 @@
 //! | checksum | as in a plain stream | header (48) · payload · checksum (4) |
 //! | encrypted | header (48 + 16) · text, if any (n + 16) | header (48 + 16) · payload (n + 16) |
 //!
-//! The checksum is a CRC-32C (RFC 3720, hardware has an instruction for it) over the first 44 bytes of the header and the
-//! payload, so that a payload counts only behind its own header. A chunk without payload has none: its header's own
-//! check says everything.
+//! The checksum is a CRC-32C (RFC 3720; processors have an instruction for it) over the first 44 bytes of the header
+//! and the payload, so that a payload is accepted only behind its own header. A chunk without payload has no checksum:
+//! its header's own check covers it.
 //!
-//! Encryption is AES-256-GCM (NIST SP 800-38D). Header and payload are a record each, since the header tells how long
-//! the payload is. Nonces are not sent: records are counted from 0 in each direction of each life of a stream, whose key
-//! is its own. So a record that was changed, repeated, left out or moved is noticed, and no nonce is used twice. After
-//! [`RECORDS_PER_KEY`] records the next key is made from the last one, on both sides alike.
+//! Encryption is AES-256-GCM (NIST SP 800-38D). Header and payload are separate records, since the header holds the
+//! length of the payload. Nonces are not sent: records are counted from 0 in each direction of each epoch of a stream,
+//! which has its own key. So a record that was modified, repeated, left out or moved is detected, and no nonce is used
+//! twice. After [`RECORDS_PER_KEY`] records both sides derive the next key from the last one.
 
 use hmac::{Hmac, KeyInit, Mac};
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
@@ -28,16 +28,16 @@ pub const CHECKSUM: usize = 4;
 /// Bytes that authenticate a record.
 pub const TAG: usize = 16;
 
-/// Records under one key. 2^24 records of at most 512 KiB keep the chance to tell the cipher from a random function
-/// below 2^-50 (SP 800-38D; as RFC 8446, section 5.5, reckons for its records).
+/// Records under one key. 2^24 records of at most 512 KiB keep the probability of distinguishing the cipher from a
+/// random function below 2^-50 (SP 800-38D; the calculation is that of RFC 8446, section 5.5).
 pub const RECORDS_PER_KEY: u64 = 1 << 24;
 
-/// What arrived is not what was sent.
+/// Why arrived bytes are not accepted.
 #[derive(Debug)]
 pub enum Refused {
-    /// Bytes were changed on the way. The stream must end: nothing tells where the next frame would be.
+    /// Bytes were modified on the way. The stream must end: the position of the next frame is unknown.
     Damaged,
-    /// The bytes are as they were sent, but what they say breaks the protocol.
+    /// The bytes are as they were sent, but they violate the protocol.
     Wrong(Error),
 }
 
@@ -79,7 +79,7 @@ impl Records {
         tag.expect("a record is far below the cipher's limit of 64 GiB").as_ref().try_into().expect("16 bytes")
     }
 
-    /// Decrypts a record with its tag behind it; the plain bytes are the first ones then.
+    /// Decrypts a record followed by its tag; the first bytes are then the plain ones.
     fn open(&mut self, record: &mut [u8]) -> bool {
         let nonce = self.nonce();
         self.key.open_in_place(nonce, Aad::empty(), record).is_ok()
@@ -102,7 +102,7 @@ pub enum Sealed {
     Bytes(Vec<u8>),
 }
 
-// SAFETY: the piece belongs to a message that is not acknowledged, whose memory is the transport's.
+// SAFETY: the piece belongs to a message that is not acknowledged, whose memory the transport may use until then.
 unsafe impl Send for Sealed {}
 
 impl Sealed {
@@ -114,7 +114,7 @@ impl Sealed {
         }
     }
 
-    /// What is left to send when `sent` bytes are gone.
+    /// What remains to be sent after the first `sent` bytes.
     pub fn rest(&self, sent: usize) -> [Piece; 3] {
         match self {
             Self::Summed(header, body, sum) => {
@@ -154,7 +154,7 @@ impl Sealer {
         Self { records: Some(Records::new(key)), spare: Vec::new() }
     }
 
-    /// Makes control frames, headers with what follows them, what goes onto the wire.
+    /// Turns control frames, headers with their payload, into their form on the wire.
     pub fn control(&mut self, frames: &mut Vec<u8>) {
         let Some(records) = &mut self.records else { return };
         let mut out = Vec::with_capacity(frames.len() * 2);
@@ -174,7 +174,7 @@ impl Sealer {
     /// A chunk as it goes onto the wire.
     ///
     /// # Safety
-    /// `body` must be readable for its whole length now and, where a checksum is added, until it was sent.
+    /// `body` must be readable for its whole length now and, where a checksum is added, until it has been sent.
     pub unsafe fn chunk(&mut self, header: [u8; HEADER], body: Piece) -> Sealed {
         // SAFETY: the caller vouches for the piece; an empty one may have any address.
         let bytes = unsafe { body.bytes() };
@@ -231,10 +231,10 @@ impl Opener {
         }
     }
 
-    /// Reads a header; `bytes` are as many as [`Opener::header_length`] says, and are plain afterwards.
+    /// Reads a header; `bytes` are as many as [`Opener::header_length`] returns, and are plain afterwards.
     ///
     /// # Errors
-    /// When it was changed on the way, or breaks the protocol.
+    /// When it was modified on the way, or violates the protocol.
     pub fn header(&mut self, bytes: &mut [u8]) -> std::result::Result<Header, Refused> {
         if self.records.as_mut().is_some_and(|records| !records.open(bytes)) {
             return Err(Refused::Damaged);
@@ -246,8 +246,8 @@ impl Opener {
         Header::decode(plain).map_err(Refused::Wrong)
     }
 
-    /// Checks what follows a header; `bytes` are as many as [`Opener::body_length`] says. The payload, plain, is the
-    /// first `header.length` of them afterwards. Whether it is as it was sent.
+    /// Checks the payload behind a header; `bytes` are as many as [`Opener::body_length`] returns. Afterwards the first
+    /// `header.length` of them are the plain payload. Returns whether the payload is as it was sent.
     pub fn body(&mut self, header: &Header, bytes: &mut [u8]) -> bool {
         if bytes.is_empty() {
             return true;
@@ -264,7 +264,7 @@ impl Opener {
 pub(super) mod testing {
     use super::*;
 
-    /// As the real ones, with a new key after this many records.
+    /// As the normal ones, but with a new key after this many records.
     pub(crate) fn encrypted_pair(key: &StreamKey, records_per_key: u64) -> (Sealer, Opener) {
         let (mut sealer, mut opener) = (Sealer::encrypted(key), Opener::encrypted(key));
         for records in [&mut sealer.records, &mut opener.records].into_iter().flatten() {

@@ -1,7 +1,7 @@
-//! When damage is too much: a chunk that arrives damaged travels again, but not for ever.
+//! The limit for damaged chunks: a chunk that arrives damaged is resent, but not for ever.
 //!
-//! Bits that flip at random do not hit the same chunk twice. A chunk that arrives damaged time after time meets broken
-//! hardware on its way, or somebody who changes what passes by: more tries would only hide it.
+//! Bits that flip at random do not hit the same chunk twice. If a chunk arrives damaged again and again, there is
+//! broken hardware on its path, or an attacker who modifies the traffic: further attempts would only hide it.
 
 use std::collections::HashMap;
 use std::io;
@@ -17,21 +17,21 @@ use crate::session::peer::{Broken, Peer};
 pub const SAME: u32 = 8;
 /// How long damage is remembered.
 pub const MEMORY: Duration = Duration::from_secs(60);
-/// How many chunks are remembered, at most; more of them within [`MEMORY`] are too much as well.
+/// How many chunks are remembered, at most; more than that within [`MEMORY`] also exceed the limit.
 const CHUNKS: usize = 256;
 
-/// Where damage was found: tag, order and offset of the chunk, or none for a header.
+/// Where damage was found: tag, order and offset of the chunk, or None for a header.
 pub type Place = Option<(i32, u64, u64)>;
 
-/// What has arrived damaged lately on one connection.
+/// What has arrived damaged recently on one connection.
 #[derive(Debug, Default)]
 pub struct Damage(Mutex<Lately>);
 
 static TOLD: Limiter = Limiter::new();
 
 impl Damage {
-    /// Something arrived damaged: counts it, says it, and decides what becomes of the stream. With recovery it starts
-    /// anew and what was lost travels again; without, or when it happens again and again, the connection ends.
+    /// Something arrived damaged: counts and logs it, and decides how to go on. With recovery the stream is reconnected
+    /// and what was lost is resent; without recovery, or when it happens again and again, the connection ends.
     pub fn met(&self, place: Place, recovery: bool, peer: &Peer, counters: &Counters) -> Broken {
         Counters::bump(&counters.damaged);
         let borne = self.0.lock().unwrap_or_else(PoisonError::into_inner).bear(place, Instant::now());
@@ -55,7 +55,7 @@ impl Damage {
 struct Lately(HashMap<Place, (u32, Instant)>);
 
 impl Lately {
-    /// Something arrived damaged. Whether that can be borne.
+    /// Something arrived damaged. Returns whether that is still within the limit.
     fn bear(&mut self, place: Place, now: Instant) -> bool {
         self.0.retain(|_, (_, last)| now.duration_since(*last) < MEMORY);
         let (count, last) = self.0.entry(place).or_insert((0, now));

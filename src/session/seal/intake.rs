@@ -1,19 +1,20 @@
-//! The bounce buffer: where arriving frames of a protected stream wait until they are whole and checked.
+//! The bounce buffer: where the arriving frames of a protected stream wait until they are complete and checked.
 //!
 //! Nothing leaves it unchecked. It holds a few KiB while a stream carries short frames and grows to the size of the
-//! chunks that really come, to [`LARGEST`] at most; a frame that claims more is refused when its header is read.
+//! chunks that arrive, to [`LARGEST`] at most; a frame that claims to be longer is refused when its header is read.
 
 use super::codec::{Opener, Refused};
 use crate::os::error::Error;
 use crate::session::frame::Header;
 
-/// The longest chunk that is taken in, in bytes: eight times what this release sends, so that another may send more.
+/// The longest chunk that is accepted, in bytes: eight times what this release sends, so that another release may send
+/// more.
 pub const LARGEST: u32 = 4 << 20;
 
-/// How much is asked of the socket when nothing more is known, in bytes: many short frames in one call.
+/// How much to read from the socket when nothing more is known, in bytes: many short frames in one call.
 const INPUT: usize = 8 << 10;
 
-/// How much is asked for behind the rest of a frame: room for the next headers.
+/// How much to read beyond the end of the current frame: room for the next headers.
 const BEHIND: usize = 2 << 10;
 
 /// What the buffer holds next.
@@ -21,7 +22,7 @@ const BEHIND: usize = 2 << 10;
 pub enum Item<'a> {
     /// A frame begins; the rest of it has not arrived or is not checked.
     Began(Header),
-    /// It is whole, with its payload.
+    /// It is complete, with its payload.
     Whole(Header, &'a [u8]),
 }
 
@@ -45,8 +46,8 @@ impl Intake {
         &self.opener
     }
 
-    /// Where the next bytes go. How many are asked for depends on what is missing of the present frame, so that little
-    /// must be moved about afterwards.
+    /// Where the next bytes go. The length depends on how much of the current frame is missing, so that little must be
+    /// moved afterwards.
     pub fn room(&mut self) -> &mut [u8] {
         if self.from > 0 {
             self.buffer.copy_within(self.from..self.to, 0);
@@ -62,20 +63,21 @@ impl Intake {
         &mut self.buffer[self.to..wanted]
     }
 
-    /// So many bytes were put into the room.
+    /// This many bytes were put into the room.
     pub fn filled(&mut self, bytes: usize) {
         self.to += bytes;
     }
 
-    /// The header of the frame that has begun and is not whole.
+    /// The header of a frame that is not complete yet.
     pub fn open(&self) -> Option<&Header> {
         self.open.as_ref()
     }
 
-    /// The next piece of news; none until more bytes have come.
+    /// The next event; None until more bytes have arrived.
     ///
     /// # Errors
-    /// When something was changed on the way, or a header breaks the protocol. Nothing may be asked after that.
+    /// When something was modified on the way, or a header violates the protocol. This must not be called again after
+    /// that.
     pub fn take(&mut self) -> Result<Option<Item<'_>>, Refused> {
         let here = self.to - self.from;
         if let Some(header) = self.open {

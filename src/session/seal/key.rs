@@ -1,8 +1,8 @@
-//! The key file: what all ranks of a job share and nobody else has.
+//! The key file: shared by all ranks of a job and secret to everyone else.
 //!
-//! Any file of 32 to 4096 bytes will do, line ends at its end not counted, so that an editor or a `base64` in between
-//! does no harm. What counts is that nobody can guess it: the handshake lets whoever records it try out guesses at
-//! leisure, as every handshake from a shared key alone does. `openssl rand -base64 32` makes a good one.
+//! Any file of 32 to 4096 bytes is accepted. Line ends at its end are ignored, so an editor or a `base64` does no harm.
+//! The content must be impossible to guess: an attacker who records the handshake can test guesses offline, as with
+//! every handshake based on a shared key alone. `openssl rand -base64 32` makes a good key.
 
 use std::fs::File;
 use std::io::Read;
@@ -15,7 +15,7 @@ use crate::os::error::{Error, Result};
 
 /// The fewest bytes that can hold 128 unguessable bits as hexadecimal digits.
 pub const SHORTEST: usize = 32;
-/// The most that is read of a key file, in bytes.
+/// The largest number of bytes that are read from a key file.
 pub const LONGEST: usize = 4096;
 
 /// The shared key, ready for the handshake. It cannot be printed.
@@ -32,7 +32,7 @@ impl SharedKey {
     /// Reads a key file.
     ///
     /// # Errors
-    /// When it cannot be read, is too short or too long, or others than its owner could change or read it.
+    /// When it cannot be read, is too short or too long, or can be read or changed by others than its owner.
     pub fn load(path: &Path) -> Result<Self> {
         if path.as_os_str().is_empty() {
             return Err(Error::usage("TOWLINE_KEY_FILE is set, but names no file")
@@ -44,7 +44,7 @@ impl SharedKey {
                 .with_hint("TOWLINE_KEY_FILE must name the same key on all hosts, readable by the job")
         };
         let file = File::open(path).map_err(|error| unreadable(&error))?;
-        // Of the open file, so that nobody can exchange it in between.
+        // Of the open file, so that it cannot be replaced in between.
         let about = file.metadata().map_err(|error| unreadable(&error))?;
         // SAFETY: takes nothing, cannot fail.
         let me = unsafe { libc::geteuid() };
@@ -57,7 +57,7 @@ impl SharedKey {
         })
     }
 
-    /// The key that a file's content stands for; none when it is too short or too long.
+    /// The key from the content of a file; None when it is too short or too long.
     pub fn from_content(content: &[u8]) -> Option<Self> {
         let end = content.iter().rposition(|byte| !matches!(byte, b'\n' | b'\r'))? + 1;
         if !(SHORTEST..=LONGEST).contains(&end) || content.len() > LONGEST {
@@ -72,8 +72,7 @@ impl SharedKey {
     }
 }
 
-/// Whether the file is as private as a key must be. Its group may read it: that is how container platforms hand out
-/// secrets.
+/// Whether the file is private enough for a key. Its group may read it: container platforms provide secrets that way.
 fn check_access(path: &Path, mode: u32, owner: u32, me: u32) -> Result<()> {
     let shown = path.display();
     if owner != me && owner != 0 {

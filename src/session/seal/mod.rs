@@ -1,19 +1,19 @@
-//! What protects the bytes of a stream beyond the check that every header has: nothing more, a checksum of each
-//! chunk, or authenticated encryption of everything.
+//! How the bytes of a stream are protected beyond the check in every header: not at all, by a checksum of each chunk,
+//! or by authenticated encryption of everything.
 //!
 //! | module | holds |
 //! |---|---|
 //! | [`codec`] | one direction of a stream: [`codec::Sealer`] makes protected frames, [`codec::Opener`] checks and opens them |
 //! | [`intake`] | the bounce buffer in which arriving frames are checked before a byte of them goes anywhere |
-//! | [`agreement`] | fresh keys for each life of each stream, from the shared key file |
+//! | [`agreement`] | fresh keys for each epoch of each stream, from the shared key file |
 //! | [`key`] | the key file |
 //! | [`damage`] | when frames that keep arriving damaged end the connection |
 //!
-//! Guarantee: with a checksum or encryption, no byte reaches NCCL's buffer or the protocol core before it was found
-//! whole. A frame that is not ends its stream, never the connection by itself: the stream comes back in a new epoch, and
-//! what was lost travels again. Without either, streams do not pass through here at all.
+//! Guarantee: with a checksum or encryption, no byte reaches NCCL's buffer or the protocol core before it has been
+//! verified. A frame that fails ends its stream, never the connection by itself: the stream is reconnected in a new
+//! epoch, and what was lost is resent. Without either, streams do not pass through this module at all.
 //!
-//! Encryption covers what the checksum does, so a stream that has both switched on is encrypted only.
+//! Encryption includes what the checksum does, so a stream with both switched on is only encrypted.
 
 pub mod agreement;
 pub mod codec;
@@ -28,7 +28,7 @@ use intake::Intake;
 
 use crate::os::error::{Error, Result};
 
-/// How the frames of one life of a stream are protected.
+/// How the frames of a stream are protected in one epoch.
 #[derive(Debug)]
 pub enum Seal {
     /// By the check in each header only.
@@ -40,11 +40,11 @@ pub enum Seal {
 }
 
 impl Seal {
-    /// What was agreed: the feature bits in use, and the keys when encryption is one of them.
+    /// The agreed protection: the feature bits in use, and the keys when encryption is one of them.
     ///
     /// # Errors
-    /// When one says encryption and the other does not, which the handshake has made sure of: a connection that was
-    /// encrypted never becomes a plain one.
+    /// When encryption was agreed but there are no keys, or the reverse; the handshake excludes this. An encrypted
+    /// connection never becomes an unencrypted one.
     pub fn of(features: u32, keys: Option<Keys>) -> Result<Self> {
         match (features & FEATURE_ENCRYPTION != 0, keys) {
             (true, Some(keys)) => Ok(Self::Encrypted(keys)),
@@ -73,7 +73,7 @@ pub struct Sides {
     pub intake: Intake,
 }
 
-/// Whether the connection is to be encrypted, by the feature bits that each side said.
+/// Whether the connection must be encrypted, by the feature bits of both sides.
 ///
 /// # Errors
 /// A usage error when one side has a key and the other has none.

@@ -1,4 +1,5 @@
-//! Both directions against each other: what was sealed is opened, whatever pieces it arrives in, and nothing else is.
+//! Both directions against each other: what was sealed can be opened, in whatever pieces it arrives, and nothing else
+//! can.
 
 use proptest::prelude::*;
 
@@ -53,7 +54,7 @@ fn put(wire: &mut Vec<u8>, sealed: &Sealed) {
         wire.extend_from_slice(unsafe { piece.bytes() });
     }
     assert_eq!(wire.len() - start, sealed.length());
-    // However much is gone already, the rest is what follows.
+    // However much was sent already, the rest follows.
     for sent in [1, HEADER - 1, HEADER, HEADER + 1, sealed.length() - 1] {
         let mut rest = Vec::new();
         for piece in sealed.rest(sent) {
@@ -87,7 +88,7 @@ fn seal(sealer: &mut Sealer, all: &[Said]) -> Vec<u8> {
     wire
 }
 
-/// Feeds the bytes in pieces of the given sizes, in turn; what came out, and how it ended.
+/// Feeds the bytes in pieces of the given sizes, in turn. Returns what came out, and how it ended.
 fn open(opener: Opener, wire: &[u8], pieces: &[usize]) -> (Vec<(Header, Vec<u8>)>, Option<Refused>) {
     let mut intake = Intake::new(opener);
     let mut out = Vec::new();
@@ -252,7 +253,7 @@ fn the_checksum_is_on_when_either_side_asks_and_encryption_takes_its_place() {
     assert_eq!(agreed(sum, 0), sum);
     assert_eq!(agreed(0, sum), sum);
     assert_eq!(agreed(sum | enc, sum | enc), enc);
-    // A mismatch is told by saying what this side has.
+    // The error for a mismatch names what this side has.
     assert_eq!(agreed(enc, 0), 0);
     assert_eq!(agreed(0, enc), enc);
     assert_eq!(agreed(FEATURE_RECOVERY, FEATURE_RECOVERY), 0, "not this module's");
