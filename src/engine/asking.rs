@@ -1,18 +1,19 @@
-//! When to ask the other side about what has waited for it.
+//! When to ask the other side about a message that has waited.
 
 use std::time::{Duration, Instant};
 
-/// How long a message may wait before the receiver is asked about it, and the longest pause between two questions. In
-/// ordinary work a receive follows within microseconds; a rank that is late by seconds is asked a handful of times.
+/// How long a message may wait before this side asks the receiver about it, and the longest interval between two
+/// queries. Normally a receive follows within microseconds; for a rank that is seconds late only a few queries are
+/// sent.
 const ASK_AFTER: Duration = Duration::from_millis(20);
 const ASK_SELDOM: Duration = Duration::from_secs(10);
 
-/// When to ask next, and how long after the last time that is; nothing while nothing waits.
+/// When to ask next, and the interval after that; None while nothing waits.
 #[derive(Debug, Default)]
 pub struct Asking(Option<(Instant, Duration)>);
 
 impl Asking {
-    /// Something waits. Whether it is time to ask: again and again, ever more seldom, since question or answer may be
+    /// Something waits. Returns whether to ask now: repeatedly, at growing intervals, since query or answer may be
     /// lost.
     pub fn is_due(&mut self) -> bool {
         let now = Instant::now();
@@ -25,7 +26,7 @@ impl Asking {
         true
     }
 
-    /// Nothing waits any more.
+    /// Nothing waits any longer.
     pub fn rest(&mut self) {
         self.0 = None;
     }

@@ -1,7 +1,7 @@
-//! What a connection counts: cheap enough to stay on.
+//! The counters of a connection: cheap enough to stay on.
 //!
-//! Relaxed atomics, one cache line's worth per connection. They are read by logs at close and by whoever exports
-//! metrics; of the transport's own decisions only one asks after them, and a stale number does not harm it (`tcp::help`).
+//! Relaxed atomics, one cache line per connection. They are read by the log at close and by metrics exporters; only one
+//! decision of the transport depends on them, and a stale number does not harm it (`tcp::help`).
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,7 +15,7 @@ pub struct Counters {
     pub messages: AtomicU64,
     /// Chunks put on the wire or taken from it.
     pub chunks: AtomicU64,
-    /// Chunks sent a second time after a stream died.
+    /// Chunks resent after a stream died.
     pub resends: AtomicU64,
     /// Times a message had to wait for the receiver's clear-to-send.
     pub stalls_receiver: AtomicU64,

@@ -1,10 +1,10 @@
-//! When the sources of one worker want to be looked at again.
+//! When the sources of one worker must be polled again.
 //!
-//! Guarantees: a token has one deadline, the last that was set. Setting and taking cost the logarithm of the number of
-//! deadlines, also when thousands of short-lived sources (handshakes above all) left theirs behind.
+//! Guarantees: a token has one deadline, the last that was set. Setting and removing take time logarithmic in the
+//! number of deadlines, even when thousands of short-lived sources (mostly handshakes) have left theirs behind.
 //!
-//! A token may pass to another source while a deadline of its former owner is still to come; the caller tells the two
-//! apart by the owner's life.
+//! A token may pass to another source while a deadline of its former owner is still pending; the caller distinguishes
+//! the two by the owner's life number.
 
 use std::collections::BTreeSet;
 use std::time::Instant;
@@ -12,12 +12,13 @@ use std::time::Instant;
 #[derive(Default)]
 pub(super) struct Deadlines {
     order: BTreeSet<(Instant, usize)>,
-    /// By token: its deadline in `order`, and who set it.
+    /// By token: its deadline in `order`, and the life number of its owner.
     due: Vec<Option<(Instant, u64)>>,
 }
 
 impl Deadlines {
-    /// The next one of a source that is still there. Those of others before it are forgotten: they shall wake nobody.
+    /// The next deadline of a source that still exists. Earlier ones of other sources are dropped: they must not wake
+    /// the worker.
     pub(super) fn next(&mut self, alive: impl Fn(usize, u64) -> bool) -> Option<Instant> {
         while let Some(&(at, token)) = self.order.first() {
             if self.due[token].is_some_and(|(_, life)| alive(token, life)) {
@@ -40,7 +41,7 @@ impl Deadlines {
         self.order.insert((at, token));
     }
 
-    /// Takes out one that has come: the token, and who set it.
+    /// Removes a deadline that has passed: the token, and the life number of its owner.
     pub(super) fn take(&mut self, now: Instant) -> Option<(usize, u64)> {
         let &(at, token) = self.order.first().filter(|(at, _)| *at <= now)?;
         self.order.remove(&(at, token));
@@ -60,7 +61,7 @@ mod tests {
         let at = |ms| start + Duration::from_millis(ms);
         deadlines.set(7, 1, at(10));
         deadlines.set(3, 2, at(20));
-        // Later for the one, earlier for the other, and by another owner.
+        // Later for the first, earlier for the second, and by another owner.
         deadlines.set(7, 1, at(30));
         deadlines.set(3, 5, at(5));
         assert_eq!(deadlines.next(|_, _| true), Some(at(5)));

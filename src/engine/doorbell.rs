@@ -1,7 +1,7 @@
-//! How a worker that may be asleep hears that a source wants to be polled.
+//! How a worker that may be asleep is notified that a source must be polled.
 //!
-//! Guarantee: what a thread did before it rang is seen by a poll that comes after, whether the worker was awake, asleep
-//! or just falling asleep. Ringing twice before the worker answers is one ring. (`tests/models` checks both.)
+//! Guarantee: what a thread did before it rang is visible to a poll that comes after, whether the worker was awake,
+//! asleep or just falling asleep. Ringing twice before the worker responds is one ring. (`tests/models` checks both.)
 
 use std::sync::PoisonError;
 
@@ -10,20 +10,21 @@ use crate::os::sync::{Mutex, MutexGuard};
 
 /// A worker's doorbell.
 ///
-/// All writes to its marks are exchanges: each sees the one before it, and what that thread did first. A plain store is
-/// no cheaper where it must not pass the next load.
+/// All writes to its marks are exchanges: each sees the one before it, and what that thread did earlier. A plain store
+/// is no cheaper where it must not be reordered with the next load.
 #[derive(Default)]
 pub struct Doorbell {
     asleep: AtomicBool,
     rung: Mutex<Vec<usize>>,
 }
 
-/// A source's button: whether it was pressed and the worker has not come yet.
+/// A source's button: whether it was pressed and the worker has not responded yet.
 #[derive(Default)]
 pub struct Button(AtomicBool);
 
 impl Doorbell {
-    /// Asks for a poll of the source with this token. Returns whether the worker sleeps, so that the caller must wake it.
+    /// Requests a poll of the source with this token. Returns whether the worker sleeps, so that the caller must wake
+    /// it.
     #[must_use = "a worker that sleeps hears nothing"]
     pub fn ring(&self, button: &Button, token: usize) -> bool {
         if button.0.swap(true, Ordering::AcqRel) {
@@ -34,13 +35,13 @@ impl Doorbell {
         self.asleep.swap(false, Ordering::AcqRel)
     }
 
-    /// The worker is about to sleep. Returns whether it may; if not, somebody has rung.
+    /// The worker is about to sleep. Returns whether it may; if not, a thread has rung.
     pub fn may_sleep(&self) -> bool {
         self.asleep.swap(true, Ordering::AcqRel);
         self.rung().is_empty()
     }
 
-    /// The worker is awake, and takes the tokens for which somebody has rung. Returns whether anybody has.
+    /// The worker is awake, and takes the tokens that were rung for. Returns whether there are any.
     pub fn answer(&self, tokens: &mut Vec<usize>) -> bool {
         self.asleep.swap(false, Ordering::AcqRel);
         let mut rung = self.rung();
@@ -49,14 +50,14 @@ impl Doorbell {
         any
     }
 
-    /// The token that has waited longest, for a thread that polls in the worker's place. It comes as the worker does: it
+    /// The token that has waited longest, for a thread that polls in the worker's place. Like the worker, that thread
     /// releases the source's button before it polls.
     pub fn take_one(&self) -> Option<usize> {
         let mut rung = self.rung();
         if rung.is_empty() { None } else { Some(rung.remove(0)) }
     }
 
-    /// Whether the worker sleeps, or is about to. A guess: it may change at once.
+    /// Whether the worker sleeps, or is about to. Only a hint: it may change at once.
     pub fn is_asleep(&self) -> bool {
         self.asleep.load(Ordering::Relaxed)
     }
@@ -67,8 +68,8 @@ impl Doorbell {
 }
 
 impl Button {
-    /// The worker comes: who presses from now on rings again. An exchange, not a store: it must see what those did who
-    /// found the button pressed already.
+    /// The worker responds: a thread that presses from now on rings again. An exchange, not a store: it must see the
+    /// writes of threads that found the button already pressed.
     pub fn release(&self) {
         self.0.swap(false, Ordering::AcqRel);
     }

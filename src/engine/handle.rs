@@ -1,10 +1,10 @@
 //! Opaque handles: what NCCL holds in its `void*` for contexts, communicators, registrations and requests.
 //!
-//! A handle is never an address. It is a number that says what kind of thing it names, where that stands in a
-//! never-freed [`Table`](super::table::Table), and which generation of that place it means. So a handle from
-//! another plugin, one that was closed, or a request tested twice is recognised and refused, and nothing is
-//! dereferenced to find out. The kind sits in the low three bits and is at least 4: no handle is 0, 1 or 2, which
-//! NCCL gives meanings of its own (NCCL 2.24 and later preset a receive's request to 1 as a hint).
+//! A handle is never an address. It is a number that encodes the kind of object, its place in a never-freed
+//! [`Table`](super::table::Table), and the generation of that place. So a handle from another plugin, a handle that was
+//! closed, or a request tested twice is recognised and refused without dereferencing anything. The kind is in the low
+//! three bits and is at least 4: no handle is 0, 1 or 2, which have a meaning of their own in NCCL (NCCL 2.24 and later
+//! preset a receive's request to 1 as a hint).
 
 use crate::os::error::{Error, Result};
 
@@ -37,9 +37,9 @@ const KIND_BITS: u32 = 3;
 const SLOT_BITS: u32 = 9;
 const INDEX_BITS: u32 = 20;
 
-/// How many request slots of one communicator a handle can tell apart.
+/// How many request slots of one communicator a handle can distinguish.
 pub const MAX_SLOTS: usize = 1 << SLOT_BITS;
-/// How many places of a table a handle can tell apart: communicators alive at one time in a process.
+/// How many places of a table a handle can distinguish: communicators open at one time in a process.
 pub const MAX_INDEX: usize = 1 << INDEX_BITS;
 
 /// A decoded handle.
@@ -56,7 +56,7 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// The value to give to NCCL. Never 0, 1 or 2.
+    /// The value to return to NCCL. Never 0, 1 or 2.
     #[inline]
     pub fn encode(self) -> usize {
         debug_assert!((self.slot as usize) < MAX_SLOTS && (self.index as usize) < MAX_INDEX);
@@ -67,7 +67,7 @@ impl Handle {
         value as usize
     }
 
-    /// Reads a value that NCCL gave back, which must name a thing of kind `expected`.
+    /// Reads a value from NCCL, which must name an object of kind `expected`.
     ///
     /// # Errors
     /// [`Cause::Argument`](crate::os::error::Cause::Argument) when it is null or anything else.

@@ -11,12 +11,12 @@
 //! | [`request`] | the request slab of one connection |
 //! | [`tags`] | the number of a message or receive among those with its tag |
 //! | [`span`] | memory by its addresses |
-//! | [`doorbell`] | how a worker that sleeps hears of it |
+//! | [`doorbell`] | how a sleeping worker is notified |
 //! | [`poller`] | worker threads, readiness, kicks and ticks |
-//! | [`events`] | what a profiler is told of transfers |
+//! | [`events`] | the profiler events of transfers |
 //! | [`share`] | how many threads and streams a process's part of the cores is worth |
-//! | [`asking`] | when to ask about what waits |
-//! | [`counters`] | what a connection counted |
+//! | [`asking`] | when to ask the other side about a message that waits |
+//! | [`counters`] | the counters of a connection |
 
 pub mod asking;
 pub mod counters;

@@ -2,19 +2,19 @@
 //!
 //! Polling is a role. A [`Source`] is something that can make progress without waiting (a TCP stream, a completion
 //! queue, a listener). NCCL's thread calls a source's `poll` from inside `isend`, `irecv` and `test`; a [`Worker`]
-//! calls the same function when the kernel reports readiness, when somebody kicks the source, or when the time
-//! that the source asked for has come.
+//! calls the same function when the kernel reports readiness, when a thread kicks the source, or when the time that the
+//! source requested has come.
 //!
 //! - Workers are few, started when first needed, bounded in number, and asleep in `epoll_wait` when nothing
 //!   happens. After progress a worker stays awake for [`HOT`] or [`HOT_BETWEEN`], because the next chunk usually follows at once.
-//! - A worker that looks and finds nothing does what another has not come to (`relief`).
-//! - One worker, the **keeper**, does what is rare: handshakes, fallbacks for streams that NCCL's thread polls,
+//! - A worker that polls without finding anything does overdue work of another (`relief`).
+//! - One worker, the **control thread** (`keeper` in the code), does what is rare: handshakes, fallbacks for streams that NCCL's thread polls,
 //!   deadlines.
-//! - A panic in a source is caught; the source is told and fails its connection, the worker lives on.
+//! - A panic in a source is caught; the source is notified and fails its connection, the worker continues.
 //!
 //! # Implementation notes
-//! Readiness is edge-triggered: a source must poll until nothing moves, or ask to be polled again at once. Tokens
-//! may be reused while an old event is still on its way, so a poll may be spurious and must be harmless.
+//! Readiness is edge-triggered: a source must poll until nothing moves, or request to be polled again at once. Tokens
+//! may be reused while an old event is still under way, so a poll may be spurious and must be harmless.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -36,51 +36,51 @@ use crate::os::ticks::Ticks;
 
 mod relief;
 
-/// How long a worker looks for more work before it sleeps. Waking a sleeping processor costs 5 to 50 µs, most in
-/// virtual machines, and the next chunk of a message usually follows at once. Looking for 300 µs instead moved no more
-/// data and burned twice the processor time, when the messages were long.
+/// How long a worker polls for more work before it sleeps. Waking a sleeping processor costs 5 to 50 µs, most in
+/// virtual machines, and the next chunk of a message usually follows at once. With long messages, polling for 300 µs
+/// instead moved no more data and used twice the processor time.
 pub const HOT: Duration = Duration::from_micros(50);
 
-/// The same where messages of less than a few hundred KiB go back and forth. Each is a few pieces, the next follows when a
-/// GPU has done its part, and most of its time would be waking workers. Measured on two H200: all-reduces of 256 KiB take
-/// 0.9 of the time, of 1 MiB 0.96; looking for three times as long gains nothing more.
+/// The same where messages of less than a few hundred KiB go back and forth. Each is a few chunks, the next follows
+/// when a GPU has done its part, and waking workers would take most of the time. Measured on two H200: all-reduces of
+/// 256 KiB take 0.9 of the time, of 1 MiB 0.96; polling three times as long gains nothing more.
 ///
-/// Whoever looks gives way to others in between. Without that, four processes with a GPU each took the longer the longer
-/// their workers looked: all-reduces of 512 KiB 0.84 ms, 1.9 ms and 3.7 ms with 0.25, 1 and 4 ms, although every second of 64
-/// processors was idle.
+/// A polling worker yields its processor now and then. Without that, longer polling made four processes with a GPU each
+/// slower: all-reduces of 512 KiB took 0.84 ms, 1.9 ms and 3.7 ms with 0.25, 1 and 4 ms, although half of the 64
+/// processors were idle.
 pub const HOT_BETWEEN: Duration = Duration::from_micros(250);
 
-/// What a poll achieved.
+/// The result of a poll.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Progress {
     /// Whether anything moved.
     pub moved: bool,
-    /// When the source wants to be polled again even if nothing happens; a time in the past means "at once, after
-    /// the others had their turn".
+    /// When the source must be polled again even if nothing happens; a time in the past means "at once, after the other
+    /// sources".
     pub again: Option<Instant>,
 }
 
 /// Something that makes progress without waiting.
 pub trait Source: Send + Sync {
-    /// Moves what can be moved now. May be called from any thread, at any time, also for no reason.
+    /// Moves what can be moved now. May be called from any thread, at any time, even without a reason.
     fn poll(&self) -> Progress;
 
-    /// How long the worker looks for more work after something has moved.
+    /// How long the worker polls for more work after something has moved.
     fn hot(&self) -> Duration {
         HOT
     }
 
-    /// The poll panicked: whatever the source belongs to is beyond repair.
+    /// The poll panicked: the owner of the source cannot be repaired.
     fn fail(&self, error: Error);
 }
 
 /// Which readiness a descriptor reports to its worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Interest {
-    /// Readable and writable edges: the worker is the one who moves the data.
+    /// Readable and writable edges: the worker moves the data.
     Data,
-    /// Only writable edges and the end of the connection: NCCL's thread polls for data itself, and a wake-up
-    /// for each arrival would only get in its way.
+    /// Only writable edges and the end of the connection: NCCL's thread polls for data itself, and a wake-up for each
+    /// arrival would only disturb it.
     Quiet,
     /// Readable edges: listeners.
     Read,
@@ -88,24 +88,24 @@ pub enum Interest {
 
 struct Entry {
     source: Arc<dyn Source>,
-    /// Differs from every other source that this place has held or will hold.
+    /// Differs from that of every other source that this place has held or will hold.
     life: u64,
     kicked: Arc<Button>,
 }
 
 struct Shared {
     epoll: RawFd,
-    /// An eventfd of our own rather than mio's waker: the fork handler must know every descriptor.
+    /// An eventfd instead of mio's waker: the fork handler must know every descriptor.
     waker: Fd,
     doorbell: Doorbell,
     entries: Mutex<Slab<Entry>>,
     load: AtomicUsize,
     lives: AtomicU64,
-    /// [`Ticks::number`] of when the worker last came back from its sources, or was woken.
+    /// [`Ticks::number`] of the time when the worker last finished its sources, or was woken.
     seen: AtomicU64,
 }
 
-/// How often the kernel is asked to watch a descriptor, a millisecond apart, while it has not got the memory.
+/// How often the registration of a descriptor is tried, a millisecond apart, while the kernel has no memory for it.
 const WATCH_TRIES: u32 = 5;
 
 const WAKE: Token = Token(usize::MAX);
@@ -116,7 +116,7 @@ static NO_WORKER: Limiter = Limiter::new();
 #[derive(Clone)]
 pub struct Worker(Arc<Shared>);
 
-/// A source's place at its worker. Dropping it ends the polling (a poll already under way may finish later).
+/// A source's registration at its worker. Dropping it ends the polling (a poll already under way may finish later).
 pub struct Registration {
     worker: Worker,
     token: usize,
@@ -150,7 +150,7 @@ impl Worker {
         Ok(worker)
     }
 
-    /// Gives a source to this worker, with the descriptor whose readiness drives it (or none: kicks and deadlines
+    /// Registers a source with this worker, with the descriptor whose readiness drives it (or none: kicks and deadlines
     /// only). The descriptor must stay open until the registration is dropped.
     ///
     /// # Errors
@@ -174,12 +174,12 @@ impl Worker {
 }
 
 impl Registration {
-    /// Whether the worker is looking for work at this moment, so that a kick costs next to nothing.
+    /// Whether the worker is polling for work at this moment, so that a kick costs next to nothing.
     pub fn is_awake(&self) -> bool {
         !self.worker.0.doorbell.is_asleep()
     }
 
-    /// Asks the worker to poll the source soon. Cheap when it was asked already.
+    /// Makes the worker poll the source soon. Cheap when a poll is already pending.
     pub fn kick(&self) {
         self.worker.0.kick(&self.kicked, self.token);
     }
@@ -191,7 +191,7 @@ impl Shared {
         lock(&self.entries).get(token).is_some_and(|entry| entry.life == life)
     }
 
-    /// The worker is to poll the source with this token.
+    /// Makes the worker poll the source with this token.
     fn kick(&self, button: &Button, token: usize) {
         if self.doorbell.ring(button, token) {
             self.is_seen();
@@ -296,7 +296,7 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool, mut relief: Option<R
         let kicked = shared.doorbell.answer(&mut ready);
         let now = Instant::now();
         while let Some((token, life)) = deadlines.take(now) {
-            // Whoever set it may be gone, and the place another's.
+            // The source that set it may be gone, and the place another's.
             if shared.is(token, life) {
                 ready.push(token);
             }
@@ -320,7 +320,7 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool, mut relief: Option<R
             }
         }
         ready.append(&mut again_at_once);
-        // Whoever kicks has more to do, or expects it.
+        // The thread that kicks has more to do, or expects it.
         if kicked {
             hot_for = hot_for.max(HOT);
         }
@@ -330,17 +330,17 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool, mut relief: Option<R
     }
 }
 
-/// What came of polling a source.
+/// The result of polling a source.
 struct Polled {
     life: u64,
     kicked: Arc<Button>,
-    /// How long to look for more; no time when nothing has moved.
+    /// How long to poll for more; zero when nothing has moved.
     hot_for: Duration,
     again: Option<Instant>,
 }
 
 impl Shared {
-    /// Polls the source with this token, if it is still there. By whatever thread.
+    /// Polls the source with this token, if it is still there. Called by any thread.
     fn poll(&self, token: usize) -> Option<Polled> {
         let entry = |entry: &Entry| (Arc::clone(&entry.source), Arc::clone(&entry.kicked), entry.life);
         let (source, kicked, life) = lock(&self.entries).get(token).map(entry)?;
@@ -355,7 +355,7 @@ impl Shared {
             }
             Err(panic) => {
                 let error = Error::internal(format!("a worker panicked: {}", panic_text(panic.as_ref())));
-                // A second panic inside `fail` must not take the worker down either.
+                // A second panic inside `fail` must not end the worker either.
                 let _ = catch_unwind(AssertUnwindSafe(|| source.fail(error)));
             }
         }
@@ -372,17 +372,17 @@ pub fn panic_text(payload: &(dyn std::any::Any + Send)) -> &str {
         .unwrap_or("no message")
 }
 
-/// Which of the data workers a source is for. Where there are few, both halves are all of them.
+/// Which half of the data workers a source is for. Where there are few workers, both halves are all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Half {
-    /// Those that move little as well as much.
+    /// Those that carry short and long messages.
     First,
-    /// Those that join them when there is much to move.
+    /// Those that join them for long messages.
     Second,
 }
 
-/// So many workers are divided in halves. With fewer, half of them are too few for messages of which each keeps two busy on
-/// both sides.
+/// From this many on, workers are divided into halves. With fewer, half of them are too few for messages that keep two
+/// workers busy on each side.
 const DIVIDED: usize = 8;
 
 /// All worker threads of the process.
@@ -393,12 +393,13 @@ pub struct Poller {
     /// The first half and the second, which is empty where the workers are not divided.
     workers: Mutex<[Vec<Worker>; 2]>,
     starting: Mutex<()>,
-    /// The data workers, as they know each other.
+    /// The data workers, as known to each other.
     crew: Arc<Crew>,
 }
 
 impl Poller {
-    /// A pool of at most `limit` data workers, which `spin` for a while before they sleep or not; none is started yet.
+    /// A pool of at most `limit` data workers; `spin`: whether they poll for a while before they sleep. None is started
+    /// yet.
     pub fn new(limit: usize, spin: bool) -> Self {
         let limit = limit.max(1);
         Self {
@@ -411,7 +412,7 @@ impl Poller {
         }
     }
 
-    /// The thread for rare things; started on first use.
+    /// The control thread; started on first use.
     ///
     /// # Errors
     /// When the thread or its epoll descriptor cannot be created.
@@ -427,9 +428,9 @@ impl Poller {
         Ok(self.keeper.get().expect("set above"))
     }
 
-    /// A data worker of that half for one more source: a new thread while fewer than its part of the limit run, else the
-    /// least loaded; of several that are equally loaded, the one that `turn` points at or the next. Owners whose first
-    /// sources work hardest give different turns, so that these do not fall to the same worker.
+    /// A data worker of that half for one more source: a new thread while fewer than its part of the limit run, else
+    /// the least loaded; of several equally loaded ones, the one that `turn` points at or the next. Owners pass
+    /// different turns, so that their first sources, which have the most work, do not share a worker.
     ///
     /// # Errors
     /// When the first thread cannot be created; later ones fall back to those that run.
@@ -454,7 +455,7 @@ impl Poller {
                 }),
             }
         }
-        // Where no thread of this half could be created, one of the other.
+        // If no thread of this half could be created, one of the other.
         let workers = if workers.is_empty() { &halves[1 - half] } else { &halves[half] };
         let from_turn = (0..workers.len()).map(|k| &workers[(turn + k) % workers.len()]);
         let least = from_turn.min_by_key(|worker| worker.0.load.load(Ordering::Relaxed));
@@ -481,7 +482,7 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
 mod tests {
     use super::*;
 
-    /// Panics when it is told to, and otherwise counts how often it was polled.
+    /// Panics on request, and otherwise counts how often it was polled.
     #[derive(Default)]
     struct Fragile {
         panics: std::sync::atomic::AtomicBool,
@@ -502,7 +503,7 @@ mod tests {
         }
     }
 
-    /// So many sources get a worker: the workers, told apart by where they live, and what keeps the sources there.
+    /// This many sources get a worker: the workers, identified by their addresses, and the registrations.
     fn places(poller: &Poller, half: Half, sources: usize) -> (Vec<*const Shared>, Vec<Registration>) {
         let source = Arc::new(Fragile::default());
         let take = |turn| {
@@ -545,7 +546,8 @@ mod tests {
         assert_eq!(places(&poller, Half::Second, 1).0, before);
     }
 
-    /// What panics in a worker ends by itself: it is told, the others on the same thread go on, and so does the process.
+    /// A panic in a worker has no further effect: it is reported, the other sources of the thread continue, and so does
+    /// the process.
     #[test]
     fn a_panic_in_a_worker_ends_one_source_and_nothing_else() {
         let poller = Poller::new(1, false);

@@ -1,13 +1,13 @@
 //! The request slab of one connection: preallocated slots that end exactly once.
 //!
-//! NCCL asks for a request in `isend`/`irecv` and asks after it in `test`. The slot holds what `test` must answer:
-//! whether all parts are done, the size of each part, or the failure. The caller's side takes slots from a list of free ones; the
-//! threads that move data touch only the slot's atomics. The list's lock is taken once for a request, when it is made:
-//! what ends leaves its slot marked free, and who takes slots finds the mark. Where requests are made under another lock
-//! already, the list lies there ([`RequestSlots::with_keys`]).
+//! NCCL gets a request from `isend`/`irecv` and checks it with `test`. The slot holds the result for `test`: whether
+//! all parts are done, the size of each part, or the failure. The caller's side takes slots from a list of free ones;
+//! the threads that move data touch only the slot's atomics. The list's lock is taken once per request, when it is
+//! made: a request that ends leaves its slot marked free, and the next caller that takes slots finds the mark. Where
+//! requests are already made under another lock, the list is kept there ([`RequestSlots::with_keys`]).
 //!
 //! Guarantee: sizes are written before the state, the state with Release, and [`RequestSlots::finish`] reads it with
-//! Acquire. So whoever sees "done" sees every byte and size that came before it.
+//! Acquire. So a thread that sees "done" sees every byte and size written before.
 
 use std::sync::PoisonError;
 
@@ -37,10 +37,11 @@ pub struct Ticket {
     pub generation: u32,
 }
 
-/// What who ends a request of one part may leave with it, for whoever finds it done.
+/// The thread that completes a single-part request can attach one record to it; the thread that calls `test` reads it.
 pub type LastWords = [u64; 5];
 
-/// All there is of a request of one part is in the first line of memory: who asks in a loop whether it is done has that.
+/// Everything about a request of one part is in the first cache line, which a thread that tests it in a loop already
+/// has.
 #[derive(Default)]
 #[repr(C, align(64))]
 struct Slot {
@@ -48,13 +49,13 @@ struct Slot {
     state: AtomicU8,
     parts: AtomicU8,
     remaining: AtomicU8,
-    /// Whether there are last words.
+    /// Whether a record was left.
     said: AtomicBool,
     last: [AtomicU64; size_of::<LastWords>() / size_of::<u64>()],
     sizes: [AtomicU64; MAX_PARTS],
 }
 
-/// The answer of `test` for a finished request.
+/// The result of `test` for a finished request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Outcome {
     /// How many parts the request had: 1 for a send, n for a grouped receive.
@@ -71,12 +72,12 @@ pub struct RequestSlots {
 
 /// Which slots are taken, and the generation of the next request.
 pub struct Keys {
-    /// Slots that may be taken: the first `left` of these, the one given back last at the end, since its memory is
-    /// nearest.
+    /// Slots that may be taken: the first `left` of these, the one given back last at the end, since its memory is most
+    /// likely cached.
     free: [u8; SLOTS],
     left: usize,
     /// Slots that were taken and not found free since, in the order in which they were taken, which is nearly the order
-    /// in which they end: a ring, of which the oldest stands at `oldest` and `taken` follow.
+    /// in which they end: a ring, whose oldest entry is at `oldest` and is followed by `taken` more.
     order: [u8; SLOTS],
     oldest: u8,
     taken: usize,
@@ -84,7 +85,7 @@ pub struct Keys {
 }
 
 impl Keys {
-    /// For slots of which nobody has any.
+    /// For slots of which none is taken.
     fn all() -> Self {
         Self {
             free: std::array::from_fn(|k| (SLOTS - 1 - k) as u8),
@@ -113,13 +114,13 @@ impl Keys {
         Some(slot)
     }
 
-    /// A slot that nobody has: the oldest one when its request has ended, as nearly always.
+    /// A free slot: the oldest one when its request has ended, which is nearly always so.
     #[inline(always)]
     fn take(&mut self, slots: &[Slot; SLOTS]) -> Option<u8> {
         let slot = match self.ended(slots) {
             Some(slot) => {
-                // Those behind it that have ended too are given back: few requests at a time take few slots, whose memory
-                // is near.
+                // Those behind it that have ended too are given back: with few concurrent requests few slots are used,
+                // and their memory stays cached.
                 while let Some(other) = self.ended(slots) {
                     self.free[self.left] = other;
                     self.left += 1;
@@ -134,7 +135,7 @@ impl Keys {
         Some(slot)
     }
 
-    /// One of the slots that are not taken, or, when there is none, of those that have ended behind one that has not.
+    /// A slot from the free list, or, if it is empty, one whose request has ended behind one that has not.
     fn unused(&mut self, slots: &[Slot; SLOTS]) -> Option<u8> {
         if self.left == 0 {
             self.take_back_all(slots);
@@ -166,7 +167,7 @@ impl Keys {
 }
 
 impl Slot {
-    /// Acquire: what its last request's caller read of it was read before.
+    /// Acquire: the caller of the previous request has finished reading it.
     #[inline]
     fn is_free(&self) -> bool {
         self.state.load(Ordering::Acquire) == FREE
@@ -174,8 +175,8 @@ impl Slot {
 }
 
 /// Where the generations of the next connection begin: far from those of others, so that a slot of a new connection
-/// does not repeat a value that a stale handle of a closed connection at the same table index may carry. Each
-/// connection counts on by itself, since a counter for all would travel between their threads' processors.
+/// does not repeat a value that a stale handle of a closed connection at the same table index may hold. Each connection
+/// counts separately: a shared counter would move between the processors of their threads.
 static GENERATIONS: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(1);
 
 /// 2³² divided by the golden ratio, made odd: its multiples spread evenly and repeat after 2³² connections.
@@ -193,13 +194,14 @@ impl RequestSlots {
         Self::of(Keys::all())
     }
 
-    /// The same, with the list of free ones apart, for who has a lock of its own: slots are taken with these keys only.
+    /// The same, with the list of free ones kept separately, for a caller with a lock of its own: slots are taken with
+    /// these keys only.
     pub fn with_keys() -> (Self, Keys) {
         (Self::of(Keys::none()), Keys::all())
     }
 
     fn of(keys: Keys) -> Self {
-        // Not by way of the stack, which is short where the model checker runs this.
+        // Not built on the stack, which is small under the model checker.
         let slots: Vec<Slot> = std::iter::repeat_with(Slot::default).take(SLOTS).collect();
         let Ok(slots) = slots.into_boxed_slice().try_into() else { unreachable!("as many as were asked for") };
         Self { slots, keys: Mutex::new(keys) }
@@ -211,7 +213,7 @@ impl RequestSlots {
         self.take_with(&mut self.keys(), parts)
     }
 
-    /// The same with keys that the caller has.
+    /// The same with keys that the caller holds.
     #[inline(always)]
     pub fn take_with(&self, keys: &mut Keys, parts: usize) -> Option<Ticket> {
         debug_assert!((1..=MAX_PARTS).contains(&parts));
@@ -221,7 +223,7 @@ impl RequestSlots {
         slot.remaining.store(parts as u8, Ordering::Relaxed);
         slot.generation.store(generation, Ordering::Relaxed);
         slot.said.store(false, Ordering::Relaxed);
-        // Before anybody else can take a slot: who does must not find this one free.
+        // Before another thread can take a slot: it must not find this one free.
         slot.state.store(PENDING, Ordering::Release);
         Some(Ticket { slot: key.into(), generation })
     }
@@ -238,15 +240,15 @@ impl RequestSlots {
     pub fn complete_part(&self, slot: u16, part: usize, size: u64) {
         let slot = &self.slots[slot as usize];
         slot.sizes[part].store(size, Ordering::Relaxed);
-        // A request of one part has nobody to count with.
+        // A request of one part needs no count.
         // AcqRel: the thread that ends the last part must have seen the sizes that others stored before theirs.
         if slot.parts.load(Ordering::Relaxed) == 1 || slot.remaining.fetch_sub(1, Ordering::AcqRel) == 1 {
             slot.state.store(DONE, Ordering::Release);
         }
     }
 
-    /// Before the only part of a request ends: leaves words with it, once. False for a request of several parts, whose parts
-    /// may end at the same time, and where there are words.
+    /// Leaves a record with a request before its only part ends, once. False for a request of several parts, whose
+    /// parts may end at the same time, and if there is a record.
     ///
     /// May be called by the thread that ends the part.
     #[inline]
@@ -262,7 +264,7 @@ impl RequestSlots {
         true
     }
 
-    /// What was left with a request that the caller has found done and not yet given back.
+    /// The record left with a request that the caller has found done and not yet given back.
     #[inline]
     pub fn last_words(&self, ticket: Ticket) -> Option<LastWords> {
         let slot = &self.slots[usize::from(ticket.slot)];

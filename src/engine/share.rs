@@ -1,8 +1,9 @@
-//! What part of the host's processors is this process's, and how many threads and streams that is worth.
+//! This process's share of the host's processors, and how many threads and streams it allows.
 
 use crate::os::cores::Cores;
 
-/// The processors that this process may run on, and those of them that it need not share with other processes of its job.
+/// The processors that this process may run on, and those of them that it does not share with other processes of its
+/// job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Share {
     cores: usize,
@@ -10,7 +11,7 @@ pub struct Share {
 }
 
 impl Share {
-    /// As the kernel and the launcher say.
+    /// From the kernel and the launcher.
     pub fn of_this_process() -> Self {
         let (cores, processes) = (Cores::of_this_process(), local_processes(|name| std::env::var(name).ok()));
         Self { cores: cores.usable, own: cores.of_one_in(processes) }
@@ -21,30 +22,32 @@ impl Share {
         self.cores
     }
 
-    /// Those of them that this process need not share with others of its job.
+    /// Those of them that this process does not share with others of its job.
     pub fn own(self) -> usize {
         self.own
     }
 
-    /// Whether there are so few that workers take from NCCL's own threads, and from other processes, what they are to spare
-    /// them.
+    /// Whether there are so few that workers take more processor time from NCCL's threads and from other processes than
+    /// they save them.
     ///
-    /// Measured with eight ranks on 16 cores, where one worker for each was one too many: without it an all-reduce of 2 MiB
-    /// takes 0.63 of the time and of 32 KiB 0.61, an all-gather of 2 MiB 0.62 and of 128 KiB less than half. With four ranks
-    /// it is the other way round: without workers 1.4 to 1.6 times as long from 2 MiB on.
+    /// Measured with eight ranks on 16 cores, where one worker for each was too many: without it an all-reduce of 2 MiB
+    /// takes 0.63 of the time and of 32 KiB 0.61, an all-gather of 2 MiB 0.62 and of 128 KiB less than half. With four
+    /// ranks it is the other way round: without workers 1.4 to 1.6 times as long from 2 MiB on.
     fn is_small(self) -> bool {
         self.own <= 3
     }
 
-    /// Worker threads at most: three quarters of the cores, since NCCL's own threads and the training program need the rest.
-    /// Loopback TCP moves about 4 to 5 GB/s per core and direction, so a fast network needs many; those that have nothing
-    /// to do sleep, and none is started before it is needed. On a 32-core host 24 did best: with 16 all-reduces of 4 to
-    /// 64 MiB took 1.04 to 1.24 of the time, and with 32, which left none for NCCL's threads, two and a half times at 1 MiB.
+    /// The largest number of worker threads: three quarters of the cores, since NCCL's own threads and the training
+    /// program need the rest. Loopback TCP moves about 4 to 5 GB/s per core and direction, so a fast network needs
+    /// many; idle workers sleep, and none is started before it is needed. On a 32-core host 24 was best: with 16,
+    /// all-reduces of 4 to 64 MiB took 1.04 to 1.24 of the time, and with 32, which left no core for NCCL's threads,
+    /// two and a half times at 1 MiB.
     pub fn workers(self) -> usize {
         (self.own * 3 / 4).clamp(1, 24)
     }
 
-    /// Whether workers look for more work before they sleep. On very small machines that takes the core which the peer needs.
+    /// Whether workers poll for more work before they sleep. On very small machines that uses the core which the peer
+    /// needs.
     pub fn has_time_to_look(self) -> bool {
         self.cores > 4 && !self.is_small()
     }
@@ -52,7 +55,7 @@ impl Share {
     /// Streams of one connection over `rails` rails: one for short messages, and one for long ones on each rail.
     pub fn streams(self, rails: usize) -> usize {
         let automatic = if self.is_small() {
-            // The caller's own thread does as well as a hand-over to a worker that shares its core.
+            // The caller's own thread is as fast as a hand-over to a worker that shares its core.
             1
         } else if self.cores < 8 {
             3
@@ -65,7 +68,7 @@ impl Share {
     }
 }
 
-/// How many processes of this job the launcher has started on this host, as far as it says in one of its `variables`.
+/// How many processes of this job the launcher has started on this host, if one of its `variables` gives it.
 fn local_processes(variables: impl Fn(&str) -> Option<String>) -> usize {
     const SAID_BY: [&str; 8] = [
         "LOCAL_WORLD_SIZE",           // torchrun
@@ -80,8 +83,8 @@ fn local_processes(variables: impl Fn(&str) -> Option<String>) -> usize {
     SAID_BY.iter().find_map(|name| most_tasks(&variables(name)?)).unwrap_or(1)
 }
 
-/// The largest number of a list as Slurm writes it, `8(x2),4` for two hosts with eight tasks and one with four, or the one
-/// number that others write. Which entry is this host's is not said.
+/// The largest number of a list as Slurm writes it, `8(x2),4` for two hosts with eight tasks and one with four, or the
+/// single number that others write. The list does not show which entry is this host's.
 fn most_tasks(list: &str) -> Option<usize> {
     let numbers = list.split(',').map(|entry| entry.split('(').next().unwrap_or(entry).trim().parse().ok());
     numbers.collect::<Option<Vec<usize>>>()?.into_iter().max()

@@ -34,7 +34,7 @@ mod tests {
         };
         assert!(meets((100, 10), (109, 1)) && meets((100, 10), (90, 11)) && meets((100, 10), (0, 1000)));
         assert!(!meets((100, 10), (110, 5)) && !meets((100, 10), (90, 10)));
-        // Nothing is touched for no bytes, wherever they are; and a range may end with the address space.
+        // A range of zero bytes touches nothing, wherever it is; and a range may end with the address space.
         assert!(!meets((100, 0), (0, 1000)) && !meets((0, 0), (0, 0)));
         assert!(meets((usize::MAX - 9, 10), (usize::MAX, 1)) && !meets((usize::MAX - 9, 10), (0, 10)));
     }

@@ -1,8 +1,8 @@
 //! A table of shared objects whose memory is never freed, so that a stale handle is always safe to look up.
 //!
-//! A place holds at most one `Arc`. Removing it bumps the place's generation; the `Arc` may live on in threads that
-//! are using it. Looking up happens once per call from NCCL: [`Table::with`] costs one uncontended read lock, two
-//! atomic operations, and none of it touches what another place's users touch.
+//! A place holds at most one `Arc`. Removing it increments the place's generation; the `Arc` may outlive this in
+//! threads that are using it. Each call from NCCL does one look-up: [`Table::with`] costs one uncontended read lock and
+//! two atomic operations, and touches no memory that users of another place touch.
 
 use std::sync::{Arc, OnceLock, PoisonError};
 
@@ -15,8 +15,8 @@ use crate::os::sync::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 const SEGMENT: usize = 1024;
 
-/// Two cache lines of its own (processors fetch lines in pairs): neighbours belong to other connections, which other
-/// threads use.
+/// Two cache lines of its own (processors fetch lines in pairs): the neighbours belong to other connections, which
+/// other threads use.
 #[repr(align(128))]
 struct Place<T: ?Sized> {
     object: RwLock<Option<Arc<T>>>,
@@ -64,7 +64,7 @@ impl<T: ?Sized> Table<T> {
         self.segments[index / SEGMENT].get().map(|segment| &segment[index % SEGMENT])
     }
 
-    /// Puts an object into the table. `make` learns the index, because request handles carry it.
+    /// Inserts an object. `make` gets the index, because request handles contain it.
     ///
     /// # Errors
     /// When all [`MAX_INDEX`] places are taken, or `make` fails.
@@ -98,7 +98,7 @@ impl<T: ?Sized> Table<T> {
         }
     }
 
-    /// Puts an object into the table.
+    /// Inserts an object.
     ///
     /// # Errors
     /// When the table is full.
@@ -106,7 +106,7 @@ impl<T: ?Sized> Table<T> {
         self.insert_with(|_| Ok(object))
     }
 
-    /// The object that a value from NCCL names, to keep.
+    /// The object that a value from NCCL names, for the caller to keep.
     ///
     /// # Errors
     /// [`Cause::Argument`](crate::os::error::Cause::Argument) when it names nothing of this table, or something
@@ -120,8 +120,8 @@ impl<T: ?Sized> Table<T> {
         }
     }
 
-    /// Uses the object that a value from NCCL names, for the length of a call that never waits: removing the object
-    /// waits for the call.
+    /// Uses the object that a value from NCCL names, during a call that never waits: removing the object waits for the
+    /// call.
     ///
     /// # Errors
     /// As [`Table::get`], and whatever `call` returns.
@@ -130,7 +130,7 @@ impl<T: ?Sized> Table<T> {
         self.with_shared(value, |object| call(object))
     }
 
-    /// As [`Table::with`], for a call that may want to keep the object.
+    /// As [`Table::with`], for a call that may have to keep the object.
     ///
     /// # Errors
     /// As [`Table::with`].
@@ -144,8 +144,8 @@ impl<T: ?Sized> Table<T> {
         }
     }
 
-    /// Whether a value that named an object still does, and has not been removed. Without a lock: it may be removed at any
-    /// moment, so this is for who needs nothing of the object but that its owner has not ended it.
+    /// Whether a value still names an object that has not been removed. Without a lock: the object may be removed at
+    /// any moment, so this is for callers that only need to know that its owner has not ended it.
     #[inline]
     pub fn is_current(&self, value: usize) -> bool {
         let Ok(handle) = self.decode(value) else { return false };
@@ -162,7 +162,7 @@ impl<T: ?Sized> Table<T> {
         }
     }
 
-    /// Takes an object out of the table; the handle is stale from here on.
+    /// Removes an object from the table; its handle is stale from now on.
     ///
     /// # Errors
     /// As [`Table::get`].
@@ -185,7 +185,7 @@ impl<T: ?Sized> Table<T> {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map_or(0, Slab::len)
     }
 
-    /// Whether some object is as `is_wanted` says. Looks at each: not for the data path.
+    /// Whether some object satisfies `is_wanted`. Visits each: not for the data path.
     pub fn any(&self, is_wanted: impl Fn(&T) -> bool) -> bool {
         let places = self.segments.iter().filter_map(OnceLock::get).flat_map(|segment| segment.iter());
         places.into_iter().any(|place| place.read().as_deref().is_some_and(&is_wanted))
@@ -196,8 +196,8 @@ impl<T: ?Sized> Table<T> {
         self.len() == 0
     }
 
-    /// Reads a value that names a place of this table. Only requests have slots: with one, it is a value that was never
-    /// given out.
+    /// Reads a value that names a place of this table. Only requests have slots: a value with one was never returned by
+    /// this table.
     #[inline]
     fn decode(&self, value: usize) -> Result<Handle> {
         let handle = Handle::decode(value, self.kind)?;
@@ -235,7 +235,7 @@ mod tests {
         assert_eq!(table.len(), 1);
     }
 
-    /// Found by fuzzing the calls: an id with a changed bit closed somebody else's context.
+    /// Found by fuzzing the calls: an id with a changed bit closed another context.
     #[test]
     fn a_handle_that_was_never_given_out_is_refused_whichever_bit_differs() {
         let table: Table<String> = Table::new(Kind::Comm);

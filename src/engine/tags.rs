@@ -2,8 +2,8 @@
 
 /// Counts per tag: the k-th send with a tag fills the k-th receive with it.
 ///
-/// NCCL uses one tag per connection, or as many as there are ranks behind one NIC (PXN), and mostly the same one
-/// many times in a row. So: a short sorted list, and a look at the last hit first.
+/// NCCL uses one tag per connection, or as many as there are ranks behind one NIC (PXN), and mostly the same one many
+/// times in a row. So: a short sorted list, and the last hit is tried first.
 #[derive(Debug, Default)]
 pub struct TagOrders {
     entries: Vec<(i32, u64)>,
@@ -27,7 +27,7 @@ impl TagOrders {
 
     #[inline]
     fn position(&mut self, tag: i32) -> usize {
-        // Groups go through the tags in turn.
+        // Groups use the tags in turn.
         for at in [self.last, self.last + 1] {
             if self.entries.get(at).is_some_and(|entry| entry.0 == tag) {
                 self.last = at;

@@ -1,8 +1,8 @@
-//! What is said of most transfers: that the only chunk, or all chunks as one, are over.
+//! The record of most transfers: their only chunk, or all chunks counted as one, have completed.
 //!
-//! Who ends such a transfer leaves that with its request ([`RequestSlots::leave`]), in the line of memory that says that it
-//! is done. NCCL's thread has that line when it finds the request done; any other place is one that another processor has
-//! written last, some 100 ns away, for each message.
+//! The thread that completes such a transfer leaves the record with the request ([`RequestSlots::leave`]), in the cache
+//! line that also marks the request as done. NCCL's thread has that line when it finds the request done. Any other
+//! place would be another line that a different processor has written last, which costs about 100 ns per message.
 //!
 //! [`RequestSlots::leave`]: super::super::request::RequestSlots::leave
 
@@ -13,13 +13,13 @@ use crate::os::ticks::Ticks;
 /// In the last word, above the path's number.
 const JOINED: u64 = 1 << 16;
 
-/// What is left of a chunk that is all of its transfer, was sent once, and ended `now`. The request says how long it was.
+/// The record of a chunk that is all of its transfer, was sent once, and completed `now`. Its length is in the request.
 pub(super) fn words(chunk: &Chunk, began: Ticks, now: Ticks) -> LastWords {
     let joined = if chunk.joined { JOINED } else { 0 };
     [now.number(), began.number(), chunk.message, chunk.wr_id, joined | u64::from(chunk.path)]
 }
 
-/// The same read again, of a request of `size` bytes.
+/// Reads the record of a request of `size` bytes.
 pub(super) fn over([now, began, message, wr_id, path]: LastWords, size: u64) -> Option<Over> {
     let (arrived, began) = (Ticks::from_number(now)?, Ticks::from_number(began)?);
     let (path, joined) = (path as u16, path & JOINED != 0);

@@ -1,26 +1,26 @@
-//! A list of notes, from threads that move data to NCCL's: bounded, preallocated, and cheap for both.
+//! A list of notes from threads that move data to NCCL's thread: bounded, preallocated, and cheap for both.
 //!
-//! What it costs is memory that one processor has written and another one needs, some 100 ns each time. So there is no
-//! lock that the two sides share, and no common count: an entry is one line of memory, which says itself when it is
-//! filled, and goes from the one to the other once. Who adds waits for nothing, since its writes travel behind it; who
-//! takes out waits for that line.
+//! Its main cost is memory that one processor has written and another one needs, about 100 ns each time. So the two
+//! sides share no lock and no counter: an entry is one cache line, which itself holds a mark that it is filled, and
+//! moves from the writer to the reader once. The writer waits for nothing, since its stores complete in the background;
+//! the reader waits for that line.
 //!
 //! Guarantees (`tests/models` tries every order): entries come out in the order in which they were added, each once and
-//! whole; one that was added before something that the reader has seen is there; a full list refuses. Readers take turns,
-//! by a lock of their own. Those who add take turns by `busy`, in memory that no reader touches; as a rule there is only
-//! one.
+//! complete; an entry that was added before an event that the reader has seen is found; a full list refuses. Readers
+//! take turns, by a lock of their own. Writers take turns by `busy`, in memory that no reader touches; normally there
+//! is only one.
 
 use crate::os::memory;
 use crate::os::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::os::sync::pause;
 
-/// What an entry holds beside its head.
+/// The words of an entry besides its head.
 pub const WORDS: usize = 7;
 
-/// One line of memory, which says itself what it is filled with.
+/// One cache line; its head shows whether it is filled.
 #[repr(align(64))]
 pub(super) struct Entry {
-    /// Of a list's: the lap that it was filled in, in the upper half; what the writer says, in the lower.
+    /// In a list: the lap in which it was filled, in the upper half; the writer's value, in the lower.
     head: AtomicU64,
     words: [AtomicU64; WORDS],
 }
@@ -32,7 +32,7 @@ impl Default for Entry {
 }
 
 impl Entry {
-    /// One thread at a time, when nobody reads: who sees this head sees these words.
+    /// Written by one thread at a time, while no thread reads: a thread that sees this head sees these words.
     pub(super) fn fill(&self, head: u64, words: [u64; WORDS]) {
         for (place, word) in self.words.iter().zip(words) {
             place.store(word, Ordering::Relaxed);
@@ -40,7 +40,7 @@ impl Entry {
         self.head.store(head, Ordering::Release);
     }
 
-    /// The head that it was filled with last, 0 before; [`Entry::words`] are those of that time.
+    /// The head with which it was filled last, 0 before; [`Entry::words`] belong to it.
     #[inline]
     pub(super) fn head(&self) -> u64 {
         self.head.load(Ordering::Acquire)
@@ -58,7 +58,7 @@ struct Writers {
     busy: AtomicBool,
     /// How many entries were added.
     added: AtomicU64,
-    /// Up to how many there is room, as far as is known without a look at what the reader has taken.
+    /// The number of entries up to which there is room, as far as is known without reading the reader's count.
     room: AtomicU64,
 }
 
@@ -73,12 +73,12 @@ pub struct List {
     writers: Writers,
     reader: Reader,
     entries: Box<[Entry]>,
-    /// There are two to the power of this: a division takes as long as the rest of an entry's way.
+    /// The capacity is two to the power of this: a division would take as long as all the other work on an entry.
     shift: u32,
 }
 
 impl List {
-    /// An empty list for so many entries, a power of two.
+    /// An empty list for this many entries, a power of two.
     pub fn new(room: usize) -> Self {
         assert!(room.is_power_of_two());
         Self {
@@ -108,23 +108,23 @@ impl List {
             self.entry(added).fill(u64::from(self.lap(added)) << 32 | u64::from(head), words);
             writers.added.store(added + 1, Ordering::Relaxed);
         }
-        // A store, not an exchange: that would wait until the entry's line is here.
+        // A store, not an exchange: an exchange would wait until the entry's line has arrived.
         writers.busy.store(false, Ordering::Release);
     }
 
-    /// Whether there is an entry, of those that the caller can know of.
+    /// Whether there is an entry, among those added before what the caller has seen.
     #[inline]
     pub fn is_filled(&self) -> bool {
         self.at(self.reader.taken.load(Ordering::Relaxed)).is_some()
     }
 
-    /// Has the memory of the next entry fetched.
+    /// Prefetches the memory of the next entry.
     #[inline]
     pub fn fetch(&self) {
         memory::fetch(self.entry(self.reader.taken.load(Ordering::Relaxed)));
     }
 
-    /// Takes out all entries, but no more than the list holds. One thread at a time.
+    /// Removes all entries, but no more than the list holds. One thread at a time.
     pub fn take(&self, mut each: impl FnMut(u32, [u64; WORDS])) {
         let first = self.reader.taken.load(Ordering::Relaxed);
         let mut taken = first;
@@ -139,7 +139,7 @@ impl List {
         }
     }
 
-    /// What the entry with this number says, if it is there.
+    /// The content of the entry with this number, if it is there.
     #[inline]
     fn at(&self, number: u64) -> Option<u32> {
         let head = self.entry(number).head();
@@ -150,7 +150,7 @@ impl List {
         &self.entries[(number & (self.room() - 1)) as usize]
     }
 
-    /// Never that of the entry's former content.
+    /// Never that of the entry's previous content.
     fn lap(&self, number: u64) -> u32 {
         ((number >> self.shift) as u32).wrapping_add(1)
     }

@@ -1,21 +1,21 @@
-//! What a connection tells a profiler of its transfers: a start and a stop for each piece that travels.
+//! The events of a connection's transfers for a profiler: a start and a stop for each piece.
 //!
-//! NCCL gives a handle with each transfer, which points into its own memory: starting an event reads through it. So
-//! everything is told on NCCL's thread, inside `isend`, `irecv` or `test`, before `test` says done or failed: there the
-//! handle is known to be alive, no close can have returned, and after an abort nobody is left who could call. The
-//! threads that move data only note what begins and ends (`notes`); NCCL's thread makes pieces of it ([`transfer`]) and
-//! passes them on when it next comes by.
+//! NCCL passes a handle with each transfer, which points into NCCL's memory: starting an event reads through it. So
+//! every event is reported on NCCL's thread, inside `isend`, `irecv` or `test`, before `test` returns done or failed:
+//! there the handle is known to be valid, no close can have returned, and after an abort no further calls come. The
+//! threads that move data only note what begins and ends (`notes`); NCCL's thread turns the notes into pieces
+//! ([`transfer`]) and reports them in its next call.
 //!
-//! The rules, which every backend gets by calling these functions where their descriptions say:
+//! The rules, which every backend follows by calling these functions where their descriptions require it:
 //!
-//! - at most [`MOST`] pieces are told of a transfer, and their lengths add up to its size ([`transfer`]);
-//! - when the first start of a transfer is declined, nothing more is told of it;
-//! - each start is followed by exactly one stop, unless the connection is closed with the transfer in flight: then NCCL
-//!   has aborted, and nothing follows;
-//! - a transfer that moves no bytes has one piece of none.
+//! - at most [`MOST`] pieces are reported of a transfer, and their lengths add up to its size ([`transfer`]);
+//! - when the first start of a transfer is declined, nothing more is reported of it;
+//! - each start is followed by exactly one stop, unless the connection is closed with the transfer in flight: then NCCL has aborted, and
+//!   nothing follows;
+//! - a transfer of no bytes has one piece of length zero.
 //!
-//! When nobody listens, a transfer costs one start that is declined: [`Events::hears`] remembers, and nothing is noted.
-//! Without a listener or a handle it costs a branch.
+//! Without a profiler that reads events, a transfer costs one declined start: [`Events::hears`] remembers this, and
+//! nothing is noted. Without a listener or a handle it costs a branch.
 
 mod last;
 pub mod list;
@@ -35,28 +35,28 @@ use super::request::{LastWords, MAX_PARTS, Outcome, RequestSlots, SLOTS, Ticket}
 use crate::nccl::net_event::{NetSum, Reader};
 use crate::os::ticks::{self, Ticks};
 
-/// Who is told: NCCL's profiler, behind `plugin::listener`.
+/// The receiver of the events: NCCL's profiler, behind `plugin::listener`.
 pub trait Listener: Send + Sync {
-    /// Who reads what it is told; asked once per transfer. All but [`Reader::None`] read resends and times; from
-    /// [`Reader::Patient`] up a piece may be told of when it has ended.
+    /// What the profiler needs; called once per transfer. All but [`Reader::None`] need resends and times; from
+    /// [`Reader::Patient`] up a piece may be reported when it has ended.
     fn reader(&self) -> Reader;
 
-    /// A piece begins. Answers its handle, or null when the profiler declines.
+    /// A piece begins. Returns its handle, or null when the profiler declines.
     ///
     /// # Safety
-    /// `transfer` is the handle that NCCL gave with a transfer that it has not been told the end of, and the caller is
+    /// `transfer` is the handle that NCCL passed with a transfer whose end has not been reported, and the caller is
     /// inside a call of NCCL's that concerns its connection.
     unsafe fn start(&self, transfer: *mut c_void, news: &News<'_>) -> *mut c_void;
 
-    /// Pieces that have ended, to a patient listener: in fewer calls what a start and a stop of each would say. Answers how
-    /// many it takes, of the first ones; the others are declined.
+    /// Pieces that have ended, for a patient listener: the content of a start and a stop of each, in fewer calls.
+    /// Returns how many it takes, the first ones; the others are declined.
     ///
     /// # Safety
     /// As [`Listener::start`].
     unsafe fn ended<'a>(&self, transfer: *mut c_void, all: &mut dyn Iterator<Item = News<'a>>) -> usize {
         let mut taken = 0;
         for news in all {
-            // SAFETY: passed on.
+            // SAFETY: the caller keeps this function's promise, which is the same.
             let handle = unsafe { self.start(transfer, &news) };
             if handle.is_null() {
                 break;
@@ -67,8 +67,8 @@ pub trait Listener: Send + Sync {
         taken
     }
 
-    /// All there is to tell of a transfer that has ended, to a patient listener: the same as [`Listener::ended`] of a piece
-    /// for each of its chunks. Answers whether the first one was taken.
+    /// The whole record of a transfer that has ended, for a patient listener: the same as [`Listener::ended`] of a
+    /// piece for each of its chunks. Returns whether the first one was taken.
     ///
     /// # Safety
     /// As [`Listener::start`].
@@ -77,12 +77,12 @@ pub trait Listener: Send + Sync {
         let Whole { link, send, paths, now, .. } = *whole;
         let scene = Scene { link, send, details: true, paths, now: Some(now) };
         let mut news = pieces.iter().map(|piece| News { ended: true, ..scene.news(piece) });
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps this function's promise, which is the same.
         unsafe { self.ended(transfer, &mut news) > 0 }
     }
 
-    /// All there is to tell of a transfer that has ended at the time `ended` and was one chunk, for [`Reader::Sums`] only: what
-    /// [`Listener::whole`] would say. Answers whether it was taken.
+    /// The whole record of a transfer that ended at the time `ended` and was one chunk, for [`Reader::Sums`] only: the
+    /// same content as [`Listener::whole`]. Returns whether it was taken.
     ///
     /// # Safety
     /// As [`Listener::start`].
@@ -94,7 +94,7 @@ pub trait Listener: Send + Sync {
     fn stop(&self, handle: *mut c_void, news: &News<'_>);
 }
 
-/// A transfer that has ended, of which each chunk is told as it is.
+/// A transfer that has ended and whose chunks are reported one by one.
 #[derive(Debug, Clone, Copy)]
 pub struct Whole<'a> {
     /// The connection's number, the same on both ends.
@@ -116,32 +116,32 @@ impl<'a> Whole<'a> {
     }
 }
 
-/// What is told.
+/// One event.
 #[derive(Debug)]
 pub struct News<'a> {
     /// The connection's number, the same on both ends.
     pub link: u64,
     /// Whether this side sends.
     pub send: bool,
-    /// Whether resends and times were to be told when the transfer began.
+    /// Whether resends and times were to be reported when the transfer began.
     pub details: bool,
-    /// The one that the piece is on, or began on.
+    /// The path that the piece is on, or began on.
     pub path: &'a Path,
     /// All paths of the connection.
     pub paths: &'a [Path],
-    /// How many paths were connected anew since the last event with details.
+    /// How many paths were reconnected since the last event with details.
     pub reconnects: u16,
     /// The piece.
     pub piece: &'a Piece,
-    /// It has ended already when its start is told, and its stop follows at once.
+    /// It has already ended when its start is reported, and its stop follows at once.
     pub ended: bool,
     /// How long ago it began (in a start) or ended, in nanoseconds; 0 without details.
     pub ago_ns: u64,
 }
 
 impl News<'_> {
-    /// The rail of all its bytes. None when there may be several: a piece that stands for the rest is told before it is
-    /// known which paths take its chunks.
+    /// The rail of all its bytes. None when there may be several: a piece that stands for the rest is reported before
+    /// the paths of its chunks are known.
     pub fn rail(&self) -> Option<u16> {
         let known = |path: &&Path| path.carrier != Carrier::None;
         let one = !self.piece.rest || self.paths.iter().filter(known).all(|path| path.rail == self.path.rail);
@@ -155,7 +155,7 @@ impl News<'_> {
     }
 }
 
-/// A stream or queue pair, and where it leads.
+/// A stream or queue pair, and its remote end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Path {
     /// What it is.
@@ -185,7 +185,7 @@ pub enum Carrier {
     },
 }
 
-/// What pieces that are told together have in common.
+/// What pieces that are reported together have in common.
 struct Scene<'a> {
     link: u64,
     send: bool,
@@ -204,13 +204,12 @@ impl<'a> Scene<'a> {
     }
 }
 
-/// For a patient listener, notes of requests that are not done are looked for once in so many nanoseconds: a thread that
-/// does so in a loop takes the memory that they are written to away from who writes them. Within that time no path notes
-/// as much as its list holds.
+/// For a patient listener, the notes of unfinished requests are read only once in this many nanoseconds: a thread that
+/// reads them in a loop takes their memory away from the writers. Within that time no path fills its list.
 const PATIENCE_NS: u64 = 1_000_000;
 
-/// And the clock is looked at in one of so many calls. NCCL's thread asks after all its requests in turn, thousands of times
-/// in each millisecond, and while it looks at the clock what is done waits.
+/// And the clock is read in one of this many calls. NCCL's thread tests all its requests in turn, thousands of times
+/// per millisecond, and the time it spends on the clock delays completed requests.
 const CALLS: u32 = 64;
 
 /// In place of a rail's number.
@@ -220,23 +219,24 @@ const NO_PATH: Path = Path { carrier: Carrier::None, rail: 0, peer: None };
 
 /// One part of a request.
 struct Place {
-    /// NCCL's handle while something may be told of it, else null. Written by NCCL's thread only.
+    /// NCCL's handle while something may be reported of it, else null. Written by NCCL's thread only.
     handle: AtomicPtr<c_void>,
     /// Whether the transfer is followed piece by piece, and with times.
     followed: AtomicBool,
     details: AtomicBool,
-    /// Something is noted of it elsewhere than with its request ([`last`]). Written after that, and before its request ends.
+    /// Something is noted of it elsewhere than with its request ([`last`]). Written after that, and before its request
+    /// ends.
     noted: AtomicBool,
-    /// Nothing has been noted of it yet that is kept in `transfer`, where a former one may still stand; and when it was
-    /// requested, by [`Ticks::number`], 0 when times are not wanted.
+    /// Set while no note of this transfer is in `transfer`, which may still hold a previous one; and the time of the
+    /// request, by [`Ticks::number`], 0 when times are not wanted.
     fresh: AtomicBool,
     posted: AtomicU64,
-    /// Locked by NCCL's threads only, which takes turns between them. Otherwise not touched for a transfer of which nothing is
-    /// noted but that all of it is over.
+    /// Locked by NCCL's threads only, which alternate. Not touched for a transfer whose only note is that it has
+    /// completed.
     transfer: Mutex<Transfer>,
 }
 
-/// A transfer that notes are being kept of.
+/// A transfer whose notes are kept.
 struct Open<'a> {
     slot: u16,
     part: u8,
@@ -244,7 +244,7 @@ struct Open<'a> {
     transfer: MutexGuard<'a, Transfer>,
 }
 
-/// A request slot; its parts' places are made when it is first used by a transfer that may be followed.
+/// A request slot; the places of its parts are allocated when it is first used by a transfer that may be followed.
 type Slot = OnceLock<Box<[Place; MAX_PARTS]>>;
 
 struct Ear {
@@ -253,37 +253,37 @@ struct Ear {
     send: bool,
 }
 
-/// What one connection tells.
+/// The events of one connection.
 pub struct Events {
     ear: OnceLock<Ear>,
     /// The last start was taken.
     hears: AtomicBool,
-    /// Who reads, when the listener was asked last: a [`Reader`].
+    /// What the listener needed when last called: a [`Reader`].
     reader: AtomicU8,
     /// The rail of all paths, or [`SEVERAL_RAILS`].
     rail: AtomicU32,
-    /// What has been noted; made with the first transfer that has a handle: before it there is nothing to note.
+    /// The notes; allocated with the first transfer that has a handle: before that there is nothing to note.
     notes: OnceLock<Notes>,
     places: OnceLock<Box<[Slot]>>,
-    /// Locked while something is told, so that of each transfer one thread of NCCL's tells at a time.
+    /// Locked while events are reported, so that only one of NCCL's threads at a time reports a transfer.
     paths: Mutex<Vec<Path>>,
     reconnects: AtomicU64,
     own: Own,
 }
 
-/// What only NCCL's threads write, by itself in its lines of memory: the others read what is beside it.
+/// Fields that only NCCL's threads write, in cache lines of their own: other threads read the fields beside them.
 #[repr(align(128))]
 #[derive(Default)]
 struct Own {
-    /// Slots about which there are news.
+    /// Slots with something to report.
     news: [AtomicU64; SLOTS / 64],
     /// Whether there may be any: written after them.
     any_news: AtomicBool,
-    /// When notes were looked for last while a request was not done: [`Ticks::number`].
+    /// When notes were last read while a request was unfinished: [`Ticks::number`].
     looked: AtomicU64,
-    /// How often that was left to a later call, modulo [`CALLS`].
+    /// How often that was deferred to a later call, modulo [`CALLS`].
     calls: AtomicU32,
-    /// Where notes are taken out to.
+    /// Where notes are moved to.
     taken: Mutex<Vec<Note>>,
 }
 
@@ -304,14 +304,14 @@ impl Default for Events {
 }
 
 impl Events {
-    /// Whom to tell from now on, once; `link` is the connection's number, the same on both ends and no secret.
+    /// Sets the listener, once; `link` is the connection's number, the same on both ends and not secret.
     pub fn listen(&self, listener: Arc<dyn Listener>, link: u64, send: bool) {
         if self.ear.set(Ear { listener, link, send }).is_ok() {
             ticks::set_up();
         }
     }
 
-    /// Path `index` leads there from now on. May be called again when it is connected anew.
+    /// Path `index` has this remote end from now on. May be called again after a reconnection.
     pub fn set_path(&self, index: usize, path: Path) {
         let mut paths = self.paths();
         if paths.len() <= index {
@@ -327,14 +327,14 @@ impl Events {
         self.rail.store(rail, Ordering::Relaxed);
     }
 
-    /// Whether chunks are worth reporting: somebody listens.
+    /// Whether chunks are worth noting: a profiler reads events.
     #[inline]
     pub fn hears(&self) -> bool {
         self.hears.load(Ordering::Relaxed)
     }
 
     /// NCCL's thread, in `isend` or `irecv`, before anything can move: part `part` of the request in `slot` has this
-    /// handle (null when NCCL gave none).
+    /// handle (null when NCCL passed none).
     #[inline]
     pub fn follow(&self, slot: u16, part: usize, handle: *mut c_void) {
         if handle.is_null() {
@@ -345,10 +345,10 @@ impl Events {
         }
     }
 
-    /// As [`Events::follow`], for a message that travels as one chunk, in this very call as a rule. Its start is noted now
-    /// and told when it has left, by [`Events::settle`]: telling takes as long as a tenth of the message's way. `chunk` is
-    /// asked when there is a profiler, and told whether anybody reads the message's number. Returns whether there is
-    /// something to settle.
+    /// As [`Events::follow`], for a message that travels as one chunk, normally in this very call. Its start is noted
+    /// now and reported after it has left, by [`Events::settle`]: reporting takes a tenth of the message's latency.
+    /// `chunk` is called when there is a profiler, with whether the message's number is needed. Returns whether there
+    /// is something to settle.
     #[inline]
     pub fn follow_whole(&self, slot: u16, handle: *mut c_void, chunk: impl FnOnce(bool) -> Chunk) -> bool {
         let Some(ear) = self.ear.get().filter(|_| !handle.is_null()) else { return false };
@@ -361,7 +361,7 @@ impl Events {
         place.fresh.store(false, Ordering::Relaxed);
         transfer.begin(ear.send, now);
         place.attach(handle, true, details);
-        // It leaves in this very call: no time lies between its request and that.
+        // It leaves in this very call: no time passes between its request and that.
         transfer.chunk_begins(&chunk, now, details);
         self.mark(slot);
         true
@@ -378,10 +378,10 @@ impl Events {
         let follows = self.hears();
         let details = self.wants_details(ear) && follows;
         if follows {
-            // What a receive waits for is seen by its sender.
+            // The sender sees what a receive waits for.
             place.posted.store(clock(details && ear.send).map_or(0, Ticks::number), Ordering::Relaxed);
-            // Without the lock: until the handle is there, nobody looks at what is kept here but another of NCCL's threads that
-            // still has a note of the transfer before, and whatever that one keeps is a former transfer's.
+            // Without the lock: until the handle is there, only another of NCCL's threads that still has a note of the
+            // previous transfer reads this place, and what that thread keeps belongs to a previous transfer.
             place.fresh.store(true, Ordering::Release);
         }
         place.attach(handle, follows, details);
@@ -396,39 +396,41 @@ impl Events {
         reader != Reader::None
     }
 
-    /// Whether this reader reads, or one who needs less.
+    /// Whether the listener needs this, or more.
     #[inline]
     fn is_for(&self, reader: Reader) -> bool {
         self.reader.load(Ordering::Relaxed) >= reader as u8
     }
 
-    /// Whether all that a transfer's chunks carried may be noted as one ([`Chunk::joined`]): the listener adds up by rails, and
-    /// there is one rail.
+    /// Whether all chunks of a transfer may be noted as one ([`Chunk::joined`]): the listener sums by rails, and there
+    /// is only one rail.
     #[inline]
     pub fn joins(&self) -> bool {
         self.is_for(Reader::Sums) && self.rail.load(Ordering::Relaxed) != SEVERAL_RAILS
     }
 
-    /// Whether it is enough to say of a chunk that it is over ([`Events::chunk_over`]), and nothing when it begins.
+    /// Whether it is enough to note the end of a chunk ([`Events::chunk_over`]), and not its beginning.
     #[inline]
     pub fn is_patient(&self) -> bool {
         self.is_for(Reader::Patient)
     }
 
-    /// Any thread: a chunk has come of which nothing has been noted since it began, at `began`. Only for requests that have
-    /// not ended; one that is all of its message is the last thing that is noted of it, by the thread that ends it.
+    /// Any thread: a chunk is complete that began at `began` and of which nothing has been noted. Only for requests
+    /// that have not ended. A chunk that is all of its message is the last thing noted of it, by the thread that ends
+    /// it.
     pub fn chunk_over(&self, requests: &RequestSlots, slot: u16, part: usize, chunk: &Chunk, began: Ticks) {
         self.over(requests, Some(chunk.path), (slot, part), chunk, began, Ticks::now());
     }
 
-    /// Any thread: the same of one that the other side has acknowledged, as was seen at `now`. Who learns of one learns of
-    /// several, on all paths: they go into one list, after what the paths' lists say of their waits.
+    /// Any thread: the same for a chunk that the other side has acknowledged, as seen at `now`. One acknowledgement
+    /// covers several chunks, on all paths: these notes go into one list, which is read after the paths' lists with
+    /// their waits.
     pub fn chunk_acknowledged(&self, requests: &RequestSlots, slot: u16, chunk: &Chunk, began: Ticks, now: Ticks) {
         self.over(requests, None, (slot, 0), chunk, began, now);
     }
 
-    /// NCCL's thread, in `isend`: the chunk, all of its message, has left in this very call, and with that the request, which
-    /// has a following since [`Events::follow`], has ended.
+    /// NCCL's thread, in `isend`: the chunk, all of its message, has left in this very call. With it the request,
+    /// followed since [`Events::follow`], has ended.
     pub fn left_at_once(&self, requests: &RequestSlots, slot: u16, chunk: &Chunk) {
         if let Some(place) = self.followed_place(slot, 0)
             && let Some(posted) = Ticks::from_number(place.posted.load(Ordering::Relaxed))
@@ -437,7 +439,8 @@ impl Events {
         }
     }
 
-    /// Leaves with the request that the chunk is over, if it is all of a request of one part and was sent once; else notes it.
+    /// Records the end of the chunk with the request, if it is all of a request of one part and was sent once; else
+    /// notes it.
     #[inline]
     fn over(
         &self,
@@ -454,18 +457,19 @@ impl Events {
         }
     }
 
-    /// Any thread: a chunk of the part is being handed to the network, or its first byte has come. Only for requests
+    /// Any thread: a chunk of the part is being handed to the network, or its first byte has arrived. Only for requests
     /// that have not ended.
     pub fn chunk_begins(&self, slot: u16, part: usize, chunk: &Chunk) {
         self.note(slot, part, Some(chunk.path), What::Begins(*chunk));
     }
 
-    /// Any thread: the chunk at `offset` has arrived, which began on path `path`. Only for requests that have not ended.
+    /// Any thread: the chunk at `offset`, which began on path `path`, has arrived. Only for requests that have not
+    /// ended.
     pub fn chunk_ends(&self, slot: u16, part: usize, path: u16, offset: u64) {
         self.note(slot, part, Some(path), What::Ends(offset));
     }
 
-    /// Any thread: all chunks of the part have arrived, just before its request ends: what there is to tell of it is told then.
+    /// Any thread: all chunks of the part have arrived, just before its request ends and its events are reported.
     pub fn all_arrived(&self, slot: u16, part: usize) {
         self.note(slot, part, None, What::AllArrived);
     }
@@ -488,12 +492,12 @@ impl Events {
         self.note(slot, part, Some(path), What::Waited { offset, wait, ns });
     }
 
-    /// Any thread: the receiver's buffer is there, so that from here on the message waits for the network only.
+    /// Any thread: the receiver's buffer is posted, so that from here on the message waits for the network only.
     pub fn ready(&self, slot: u16, part: usize) {
         self.note(slot, part, None, What::Ready);
     }
 
-    /// Notes what has happened on a path, or to a whole transfer.
+    /// Notes an event on a path, or of a whole transfer.
     fn note(&self, slot: u16, part: usize, path: Option<u16>, what: What) {
         self.add(path, Note { slot, part: part as u8, now: clock(self.is_for(Reader::Hasty)), what });
     }
@@ -507,7 +511,7 @@ impl Events {
         }
     }
 
-    /// Makes room for notes, once. Whether that was now.
+    /// Allocates the notes, once. Returns whether that was now.
     fn get_ready(&self) -> bool {
         let mut now = false;
         self.notes.get_or_init(|| {
@@ -519,14 +523,14 @@ impl Events {
         now
     }
 
-    /// There is something to tell of this slot.
+    /// There is something to report of this slot.
     fn mark(&self, slot: u16) {
         self.own.news[usize::from(slot) / 64].fetch_or(1 << (slot % 64), Ordering::Release);
         self.own.any_news.store(true, Ordering::Release);
     }
 
-    /// NCCL's thread: makes pieces of what has been noted, to be told by [`Events::report`], but for those of the request
-    /// that is `ending`, which the caller tells.
+    /// NCCL's thread: turns notes into pieces, to be reported by [`Events::report`], except those of the request that
+    /// is `ending`, which the caller reports.
     #[inline]
     fn read_notes(&self, ending: Option<u16>) {
         if let Some(notes) = self.notes.get()
@@ -541,7 +545,7 @@ impl Events {
         let mut taken = lock(&self.own.taken);
         let mut open = None;
         notes.take(|head, words| {
-            // As a rule this is all, and the order between the paths does not matter.
+            // Normally this is all, and the order between the paths does not matter.
             if taken.is_empty()
                 && let Some((slot, part, over)) = Note::over(head, words)
                 && self.keep(&mut open, slot, part, |transfer| transfer.keep_over(over))
@@ -571,8 +575,8 @@ impl Events {
         taken.clear();
     }
 
-    /// Keeps a note of which nothing is to be told before the transfer's end, if `keep` can. What is noted of no transfer is
-    /// kept nowhere. The transfer stays `open` for the next note, which as a rule is of the same one.
+    /// Keeps a note that need not be reported before the transfer's end, if `keep` can. Notes of no transfer are
+    /// dropped. The transfer stays `open` for the next note, which is normally of the same one.
     #[inline]
     fn keep<'a>(
         &'a self,
@@ -591,14 +595,14 @@ impl Events {
         open.as_mut().is_some_and(|open| open.details && keep(&mut open.transfer))
     }
 
-    /// A transfer that notes are kept of.
+    /// A transfer whose notes are kept.
     fn followed_place(&self, slot: u16, part: usize) -> Option<&Place> {
         let followed =
             |place: &&Place| place.followed.load(Ordering::Relaxed) && !place.handle.load(Ordering::Relaxed).is_null();
         self.known_place(slot, part).filter(followed)
     }
 
-    /// NCCL's thread, in `isend`, `irecv` or `test`: tells what has been noted since the last time.
+    /// NCCL's thread, in `isend`, `irecv` or `test`: reports what has been noted since the last time.
     ///
     /// # Safety
     /// As [`Listener::start`], for every request of the connection.
@@ -606,13 +610,13 @@ impl Events {
     pub unsafe fn report(&self) {
         self.read_notes(None);
         if self.own.any_news.load(Ordering::Relaxed) {
-            // SAFETY: passed on.
+            // SAFETY: the caller keeps this function's promise, which is the same.
             unsafe { self.report_news() };
         }
     }
 
-    /// NCCL's thread, in `test` of a request that is not done: as [`Events::report`], but a patient listener is told now and
-    /// then only.
+    /// NCCL's thread, in `test` of an unfinished request: as [`Events::report`], but reports to a patient listener only
+    /// now and then.
     ///
     /// # Safety
     /// As [`Events::report`].
@@ -630,15 +634,15 @@ impl Events {
             }
             self.own.looked.store(now.number(), Ordering::Relaxed);
         }
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps this function's promise, which is the same.
         unsafe { self.report() };
     }
 
     #[cold]
     unsafe fn report_news(&self) {
         let Some(ear) = self.ear.get() else { return };
-        // First the mark, then the words: what another of NCCL's threads marks in between leaves the mark behind. An
-        // exchange: the words that were marked by then are seen.
+        // First the mark, then the words: if another of NCCL's threads sets a bit in between, the mark stays set. An
+        // exchange: the words that were marked by then are visible.
         self.own.any_news.swap(false, Ordering::AcqRel);
         for (word, base) in self.own.news.iter().zip((0u16..).step_by(64)) {
             if word.load(Ordering::Relaxed) == 0 {
@@ -650,7 +654,7 @@ impl Events {
                 slots &= slots - 1;
                 for place in self.known_places(slot).into_iter().flatten() {
                     if !place.handle.load(Ordering::Relaxed).is_null() {
-                        // SAFETY: the handle is there, so the end of its transfer has not been told.
+                        // SAFETY: the handle is there, so the end of its transfer has not been reported.
                         unsafe { self.tell(ear, place, &mut self.open(place)) };
                     }
                 }
@@ -658,14 +662,15 @@ impl Events {
         }
     }
 
-    /// NCCL's thread, in `test`: as [`RequestSlots::finish`], but before NCCL learns of the end, the profiler does.
+    /// NCCL's thread, in `test`: as [`RequestSlots::finish`], but the profiler gets the events before NCCL gets the
+    /// outcome.
     ///
     /// # Safety
     /// As [`Events::report`].
     #[inline]
     pub unsafe fn finish(&self, requests: &RequestSlots, ticket: Ticket) -> Option<Outcome> {
         if !requests.is_done(ticket) {
-            // SAFETY: passed on.
+            // SAFETY: the caller keeps this function's promise, which is the same.
             unsafe { self.wait() };
             return None;
         }
@@ -673,31 +678,31 @@ impl Events {
         if self.hears() && self.known_place(ticket.slot, 0).is_some_and(Place::is_noted) {
             notes.fetch();
         }
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps this function's promise, which is the same.
         let outcome = unsafe { self.settle(requests, ticket) }?;
         requests.release(ticket);
         Some(outcome)
     }
 
-    /// NCCL's thread, in `isend` or `test`: tells what there is to tell, the end of the request included if it is done.
+    /// NCCL's thread, in `isend` or `test`: reports the noted events, including the end of the request if it is done.
     /// Returns the outcome then.
     ///
     /// # Safety
     /// As [`Events::report`].
     pub unsafe fn settle(&self, requests: &RequestSlots, ticket: Ticket) -> Option<Outcome> {
-        // Asked first: a request that ends meanwhile has its turn next time.
+        // Read first: a request that ends after this is handled by the next call.
         let outcome = requests.outcome(ticket);
         match &outcome {
-            // SAFETY: passed on.
+            // SAFETY: the caller keeps this function's promise, which is the same.
             Some(outcome) => unsafe { self.conclude(ticket.slot, outcome, requests.last_words(ticket)) },
-            // SAFETY: passed on.
+            // SAFETY: the caller keeps this function's promise, which is the same.
             None => unsafe { self.report() },
         }
         outcome
     }
 
-    /// NCCL's thread, when a request has ended well and NCCL does not know it yet: tells the rest, with what was left with the
-    /// request.
+    /// NCCL's thread, when a request has succeeded and NCCL has not received the outcome: reports the rest, including the
+    /// record left with the request.
     ///
     /// # Safety
     /// As [`Listener::start`].
@@ -705,18 +710,19 @@ impl Events {
     pub unsafe fn conclude(&self, slot: u16, outcome: &Outcome, last: Option<LastWords>) {
         if let (Some(ear), Some(places)) = (self.ear.get(), self.known_places(slot)) {
             let places = &places[..outcome.parts];
-            // It has ended after all that is noted of it.
+            // It ended after everything that was noted of it.
             if places.iter().any(Place::is_noted) {
                 self.read_notes(Some(slot));
             }
             for (place, size) in places.iter().zip(outcome.sizes) {
-                // SAFETY: passed on.
+                // SAFETY: the caller keeps this function's promise, which is the same.
                 unsafe { self.close(ear, place, Some(size), last) };
             }
         }
     }
 
-    /// NCCL's thread, when a request has failed and NCCL does not know it yet: nothing new is told, what began ends.
+    /// NCCL's thread, when a request has failed and NCCL has not received the outcome: nothing new is reported, and started
+    /// pieces end.
     ///
     /// # Safety
     /// As [`Listener::start`].
@@ -724,13 +730,13 @@ impl Events {
         if let (Some(ear), Some(places)) = (self.ear.get(), self.known_places(slot)) {
             self.read_notes(Some(slot));
             for place in places {
-                // SAFETY: passed on.
+                // SAFETY: the caller keeps this function's promise, which is the same.
                 unsafe { self.close(ear, place, None, None) };
             }
         }
     }
 
-    /// Tells the rest of a part that has ended with so many bytes, or failed.
+    /// Reports the rest of a part that has ended with this many bytes, or failed.
     unsafe fn close(&self, ear: &Ear, place: &Place, size: Option<u64>, last: Option<LastWords>) {
         if place.handle.load(Ordering::Relaxed).is_null() {
             return;
@@ -738,14 +744,14 @@ impl Events {
         let last = last.and_then(|words| last::over(words, size?));
         if let Some(over) = last.filter(|_| self.is_all(place)) {
             let over = over.alone(ear.send, Ticks::from_number(place.posted.load(Ordering::Relaxed)));
-            // Who tells holds the lock of the paths, so this alone keeps NCCL's other threads away.
+            // The reporting thread holds the lock of the paths, so this alone excludes NCCL's other threads.
             let (paths, chunks) = (self.paths(), std::slice::from_ref(&over));
             let handle = place.handle.load(Ordering::Relaxed);
             if handle.is_null() {
-                // Another thread of the caller's has told the end of it meanwhile.
+                // In the meantime another thread of the caller's has reported its end.
                 return;
             }
-            // SAFETY: the caller's promise; the handle is there.
+            // SAFETY: the caller keeps this function's promise, and the handle is there.
             unsafe { self.tell_whole(ear, handle, &paths, chunks, None) };
             place.handle.store(std::ptr::null_mut(), Ordering::Relaxed);
             return;
@@ -757,7 +763,7 @@ impl Events {
         let details = place.details.load(Ordering::Relaxed);
         if !place.followed.load(Ordering::Relaxed) {
             place.followed.store(true, Ordering::Relaxed);
-            // Nothing is known that was noted. Its end is the moment to find out whether somebody listens now.
+            // No notes are kept of it. Its end is the moment to find out whether a profiler reads events now.
             transfer.begin(ear.send, None);
             place.details.store(self.wants_details(ear), Ordering::Relaxed);
         } else if let Some(Over { chunk, began, arrived, .. }) = last {
@@ -767,13 +773,13 @@ impl Events {
             Some(size) => transfer.end(size, clock(details)),
             None => transfer.fail(),
         }
-        // SAFETY: the caller's promise; the handle is there.
+        // SAFETY: the caller keeps this function's promise, and the handle is there.
         unsafe { self.tell(ear, place, &mut transfer) };
         place.handle.store(std::ptr::null_mut(), Ordering::Relaxed);
     }
 
-    /// Whether what was left with the request is all that was noted of it, and the listener is to be told so in one: what
-    /// [`Transfer::end`] would leave, without a look at what is kept there.
+    /// Whether the record left with the request is the only note of it, and the listener takes it as one: the result of
+    /// [`Transfer::end`], without reading what is kept there.
     fn is_all(&self, place: &Place) -> bool {
         place.fresh.load(Ordering::Relaxed)
             && place.followed.load(Ordering::Relaxed)
@@ -781,16 +787,17 @@ impl Events {
             && self.tells_in_one()
     }
 
-    /// Whether a patient listener learns of a transfer when it has ended. Who learns of a reconnection learns it from an update.
+    /// Whether a patient listener gets a transfer when it has ended. A listener that needs reconnections gets those
+    /// from an update.
     #[inline]
     fn tells_in_one(&self) -> bool {
         self.is_patient() && self.reconnects.load(Ordering::Relaxed) == 0
     }
 
-    /// What is kept of the transfer.
+    /// The notes that are kept of the transfer.
     fn open<'a>(&self, place: &'a Place) -> MutexGuard<'a, Transfer> {
         let mut transfer = lock(&place.transfer);
-        // Of a former one that still stands there nothing is left.
+        // Nothing remains of a previous one that is still stored there.
         if place.fresh.load(Ordering::Acquire) {
             place.fresh.store(false, Ordering::Relaxed);
             let posted = Ticks::from_number(place.posted.load(Ordering::Relaxed));
@@ -799,7 +806,7 @@ impl Events {
         transfer
     }
 
-    /// Starts and stops what is due. Forgets the transfer when its first start is declined.
+    /// Reports the starts and stops that are due. Drops the transfer when its first start is declined.
     ///
     /// # Safety
     /// As [`Listener::start`]; the place has a handle.
@@ -807,7 +814,7 @@ impl Events {
         let paths = self.paths();
         let handle = place.handle.load(Ordering::Relaxed);
         if handle.is_null() {
-            // Another thread of the caller's has told the end of it meanwhile.
+            // In the meantime another thread of the caller's has reported its end.
             return;
         }
         let details = place.details.load(Ordering::Relaxed);
@@ -866,7 +873,7 @@ impl Events {
         }
     }
 
-    /// Tells a patient listener of a transfer that has ended, of which nothing has been told.
+    /// Reports to a patient listener a transfer that has ended and of which nothing has been reported.
     ///
     /// # Safety
     /// As [`Listener::start`].
@@ -886,13 +893,13 @@ impl Events {
         set(&self.hears, taken);
     }
 
-    /// What is said of a transfer that was this chunk.
+    /// The record of a transfer that was this chunk.
     fn sum(&self, ear: &Ear, paths: &[Path], over: &Over) -> NetSum {
         let [wait_receiver_ns, wait_socket_ns, wait_credit_ns] = Wait::ALL.map(|wait| over.waits[wait as usize]);
         let Chunk { message, length, path, .. } = over.chunk;
         let rail = match self.rail.load(Ordering::Relaxed) {
             SEVERAL_RAILS => paths.get(usize::from(path)).unwrap_or(&NO_PATH).rail,
-            // Most connections': the paths' memory stays where it is.
+            // The case of most connections: the paths' memory stays where it is.
             rail => rail as u16,
         };
         NetSum {
@@ -929,7 +936,7 @@ impl Events {
 }
 
 // SAFETY: the raw pointers are NCCL's and the profiler's handles. They are only passed back, by `tell`, under the rules
-// that its callers promise; here they are numbers.
+// that its callers promise; here they are only numbers.
 unsafe impl Send for Transfer {}
 
 impl Place {
@@ -949,7 +956,7 @@ impl Place {
         self.noted.load(Ordering::Relaxed)
     }
 
-    /// Something may be told of a transfer from now on.
+    /// Something may be reported of a transfer from now on.
     fn attach(&self, handle: *mut c_void, followed: bool, details: bool) {
         self.details.store(details, Ordering::Relaxed);
         self.followed.store(followed, Ordering::Relaxed);
@@ -965,7 +972,7 @@ fn set(flag: &AtomicBool, value: bool) {
     }
 }
 
-/// Nothing has been told of it, and all there is to tell can be.
+/// Nothing has been reported of it, and everything can be.
 fn is_over(piece: &Piece, told: Told) -> bool {
     told == Told::Nothing && piece.is_ended()
 }

@@ -1,10 +1,11 @@
-//! What the threads that move data note for NCCL's thread: a list for each path.
+//! The notes of the threads that move data for NCCL's thread: a list for each path.
 //!
-//! Whoever moves data on a path writes to that path's list only. One place for all pieces of a transfer, under one lock,
-//! was written by up to eight threads in turn, and took 2 to 4 % of an all-reduce; so did a lock for each list, which
-//! NCCL's thread took from its writer and gave back (`docs/performance.md`).
+//! A thread that moves data on a path writes only to that path's list. An earlier design had one place for all pieces
+//! of a transfer, under one lock that up to eight threads took in turn, which cost 2 to 4 % of an all-reduce; so did a
+//! lock for each list between NCCL's thread and the writer (`docs/performance.md`).
 //!
-//! Of one list, notes come out in the order in which they were made. Between lists there is no order; so what does not
+//! Notes come out of one list in the order in which they were made. Between lists there is no order, so notes that do
+//! not concern a path have a list of their own, and [`Note::turn`] defines when each is read.
 //! concern a path has a list of its own, and says itself when it is to be looked at ([`Note::turn`]).
 
 use super::list::{List, WORDS};
@@ -14,25 +15,25 @@ use crate::os::ticks::Ticks;
 /// The most lists for paths: further paths share them.
 const MOST_LISTS: usize = 16;
 
-/// One thing that has happened.
+/// One event.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Note {
     /// The request.
     pub(super) slot: u16,
     /// Which of its parts.
     pub(super) part: u8,
-    /// When, if somebody wants to know.
+    /// When, if times are wanted.
     pub(super) now: Option<Ticks>,
     /// What.
     pub(super) what: What,
 }
 
-/// In how many turns notes are to be looked at.
+/// The number of turns in which notes are read.
 pub(super) const TURNS: u8 = 3;
 
 impl Note {
-    /// When it is its turn among notes that were taken out together: a transfer is ready before its chunks begin, and
-    /// they begin before all have arrived.
+    /// Its turn among notes that were taken out together: a transfer is ready before its chunks begin, and they begin
+    /// before all have arrived.
     pub(super) fn turn(&self) -> u8 {
         match self.what {
             What::Ready => 0,
@@ -42,12 +43,12 @@ impl Note {
     }
 }
 
-/// The kind of a note that a chunk is over, and what is added for one that stands for several.
+/// The kind of a note that a chunk has completed, and the increment for a note that stands for several.
 const OVER: u32 = 7;
 const JOINED: u32 = 8;
 const OVER_JOINED: u32 = OVER | JOINED;
 
-/// How a note lies in a [`List`]: what fits the head, and words that mean something else with each kind.
+/// The layout of a note in a [`List`]: what fits into the head, and words whose meaning depends on the kind.
 impl Note {
     pub(super) fn encode(&self) -> (u32, [u64; WORDS]) {
         let now = self.now.map_or(0, Ticks::number);
@@ -68,7 +69,7 @@ impl Note {
         (head | u32::from(self.part), [now, a, b, c, d, e, f])
     }
 
-    /// What most notes are: that a chunk is over which was sent once. With its slot and part.
+    /// The most frequent note: a chunk that was sent once has completed. With its slot and part.
     #[inline]
     pub(super) fn over(head: u32, [now, a, b, c, d, e, f]: [u64; WORDS]) -> Option<(u16, u8, Over)> {
         if head & 0xf8 & !(JOINED << 3) != OVER << 3 {
@@ -80,7 +81,7 @@ impl Note {
         Some(((head >> 8 & 0xff) as u16, (head & 7) as u8, Over { chunk, began, arrived, waits: [0; 3] }))
     }
 
-    /// Nothing where it says what [`Note::encode`] never does.
+    /// None for an entry that [`Note::encode`] never makes.
     pub(super) fn decode(head: u32, [now, a, b, c, d, e, f]: [u64; WORDS]) -> Option<Self> {
         let (path, again, kind) = ((head >> 16) as u16, head & 1 << 7 != 0, head >> 3 & 15);
         let joined = kind & JOINED != 0;
@@ -113,13 +114,13 @@ pub(super) struct Notes {
 }
 
 impl Notes {
-    /// Lists for so many paths.
+    /// Lists for this many paths.
     pub(super) fn new(paths: usize) -> Self {
         // All memory now: threads that move data do not allocate here.
         Self { lists: std::iter::repeat_with(|| List::new(ROOM)).take(paths.clamp(1, MOST_LISTS) + 1).collect() }
     }
 
-    /// Any thread: this has happened on that path, or to a whole transfer.
+    /// Any thread: adds a note on that path, or of a whole transfer.
     #[inline]
     pub(super) fn add(&self, path: Option<u16>, note: Note) {
         let paths = self.lists.len() - 1;
@@ -127,19 +128,20 @@ impl Notes {
         self.lists[path.map_or(paths, |path| usize::from(path) % paths)].add(head, words);
     }
 
-    /// Whether there are any, of those that the caller can know of: a note made before something that it has seen.
+    /// Whether there are any, among those made before what the caller has seen.
     #[inline]
     pub(super) fn are_there(&self) -> bool {
         self.lists.iter().any(List::is_filled)
     }
 
-    /// Has the memory of the next note of each path fetched, all at the same time.
+    /// Prefetches the memory of the next note of each path, all at the same time.
     #[inline]
     pub(super) fn fetch(&self) {
         self.lists.iter().for_each(List::fetch);
     }
 
-    /// Takes out all that [`Notes::are_there`] speaks of, as [`Note::over`] and [`Note::decode`] read it. One thread at a time.
+    /// Takes out all that [`Notes::are_there`] refers to, as [`Note::over`] and [`Note::decode`] read it. One thread at
+    /// a time.
     #[inline]
     pub(super) fn take(&self, mut each: impl FnMut(u32, [u64; WORDS])) {
         self.lists.iter().for_each(|list| list.take(&mut each));

@@ -2,16 +2,16 @@ use super::*;
 use std::collections::HashMap;
 use std::time::Duration;
 
-/// A profiler that keeps books: who was started under which handle, and what followed.
+/// A profiler that records which pieces were started under which handle, and what followed.
 #[derive(Default)]
 struct Books {
     declines: AtomicBool,
-    /// Starts that are declined besides, by their number: bit 0 for the first.
+    /// Starts that are declined in addition, by their number: bit 0 for the first.
     declined: AtomicU64,
     details: AtomicBool,
     patient: AtomicBool,
     sums: AtomicBool,
-    /// How many pieces were told of together, call by call.
+    /// How many pieces were reported together, call by call.
     together: Mutex<Vec<usize>>,
     entries: Mutex<Vec<Entry>>,
 }
@@ -23,7 +23,7 @@ struct Entry {
     again: bool,
     stops: u32,
     retransmissions: u32,
-    /// As told at the stop.
+    /// As reported at the stop.
     waits: [u64; 3],
     rail: u16,
     /// Rail and path of all its bytes, if there is one.
@@ -46,7 +46,7 @@ impl Listener for Books {
         lock(&self.together).push(all.len());
         for (taken, news) in all.iter().enumerate() {
             assert!(news.ended && news.piece.is_ended());
-            // SAFETY: passed on.
+            // SAFETY: the caller keeps this function's promise, which is the same.
             let handle = unsafe { self.start(transfer, news) };
             if handle.is_null() {
                 return taken;
@@ -68,7 +68,7 @@ impl Listener for Books {
         let paths = [path, NO_PATH];
         let scene = Scene { link: sum.link, send: sum.send, details: true, paths: &paths, now: None };
         let news = scene.news(&piece);
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps this function's promise, which is the same.
         let handle = unsafe { self.start(transfer, &news) };
         if !handle.is_null() {
             self.stop(handle, &news);
@@ -121,7 +121,7 @@ fn outcome(sizes: &[u64]) -> Outcome {
     Outcome { parts: sizes.len(), sizes: all }
 }
 
-/// Requests that have no place for last words: what is noted goes into the lists.
+/// Requests without a place for a last record: notes go into the lists.
 fn nobody() -> RequestSlots {
     RequestSlots::new()
 }
@@ -130,7 +130,7 @@ fn chunk(offset: u64, length: u64, total: u64) -> Chunk {
     Chunk { offset, length, total, ..Chunk::default() }
 }
 
-// SAFETY of all calls below: the books only look at the handles as numbers.
+// SAFETY of all calls below: the recorder uses the handles only as numbers.
 #[allow(clippy::undocumented_unsafe_blocks)]
 mod told {
     use super::*;
@@ -169,7 +169,7 @@ mod told {
         assert_eq!(*lock(&books.together), [3]);
         let told: Vec<_> = lock(&books.entries).iter().map(|entry| (entry.length, entry.stops)).collect();
         assert_eq!(told, [(50, 1), (100, 1), (150, 1)]);
-        // What met with something is told of when it does.
+        // A piece that waited or was resent is reported when that happens.
         events.follow(3, 0, handle(1));
         over(0, 50);
         events.chunk_begins(3, 0, &Chunk { again: true, ..chunk(50, 100, 300) });
@@ -182,7 +182,7 @@ mod told {
         assert_eq!(told, [(50, 1), (100, 1), (30, 1), (120, 1)]);
         lock(&books.together).clear();
 
-        // Declined: nothing more of that transfer, and the next is told as one.
+        // Declined: nothing more of that transfer, and the next is reported as one.
         books.declines.store(true, Ordering::Relaxed);
         events.follow(3, 0, handle(2));
         over(0, 150);
@@ -209,7 +209,7 @@ mod told {
         assert!(!events.joins(), "before anybody has listened");
         events.follow(3, 0, handle(1));
         assert!(events.joins());
-        // Of which chunks, and in which order, nobody asks any more: all waits are the transfer's.
+        // The chunks and their order no longer matter: all waits belong to the transfer.
         for (offset, wait) in [(0, Wait::Socket), (200, Wait::Credit)] {
             events.chunk_waited(3, 0, 1, offset, wait, Ticks::now());
         }
@@ -225,14 +225,14 @@ mod told {
             };
             assert!(waits[Wait::Socket as usize] > 0 && waits[Wait::Credit as usize] > 0, "{waits:?}");
         }
-        // Over another rail: whoever adds up by rails must be told chunk by chunk.
+        // Over another rail: a listener that sums by rails must get it chunk by chunk.
         events.set_path(2, path(1, 7));
         assert!(!events.joins());
         events.set_path(2, path(0, 7));
         assert!(events.joins(), "it has gone over to the other's rail");
     }
 
-    /// A transfer of 300 bytes that is over, all of which its request says; `before` may note something else first.
+    /// A transfer of 300 bytes that has ended and is recorded in its request; `before` may note something else first.
     fn told_by_its_request(events: &Events, requests: &RequestSlots, before: impl FnOnce(u16)) {
         let ticket = requests.take(1).expect("a free slot");
         events.follow(ticket.slot, 0, handle(1));
@@ -345,7 +345,7 @@ mod told {
             assert!(!events.hears());
             assert_eq!(lock(&books.entries).len(), number);
         }
-        // Somebody begins to listen: the next transfer is told whole, further ones in pieces.
+        // A listener starts: the next transfer is reported whole, later ones in pieces.
         books.declines.store(false, Ordering::Relaxed);
         events.follow(0, 0, handle(4));
         unsafe { events.conclude(0, &outcome(&[10]), None) };
@@ -372,7 +372,8 @@ mod told {
             let stops: Vec<_> = lock(&books.entries).iter().map(|entry| entry.stops).collect();
             let expected: Vec<_> = (0..3).map(|number| u32::from(declined >> number & 1 == 0)).collect();
             assert_eq!(stops, expected, "each start is asked once, and only what was taken is stopped");
-            // Who took the last piece is asked for the next transfer's pieces, who did not, once at its end.
+            // A listener that took the last piece is called for the next transfer's pieces; one that did not, once at
+            // its end.
             books.declined.store(0, Ordering::Relaxed);
             events.follow(0, 0, handle(2));
             events.chunk_begins(0, 0, &chunk(0, 5, 10));
@@ -413,7 +414,7 @@ mod told {
         events.chunk_waited(0, 0, 0, 10, Wait::Socket, again);
         let most = Ticks::now().nanoseconds_since(began);
         events.chunk_ends(0, 0, 0, 20);
-        // It has ended: whatever comes now is not its.
+        // It has ended: notes made now do not belong to it.
         events.chunk_waited(0, 0, 0, 20, Wait::Socket, began);
         unsafe { events.conclude(0, &outcome(&[30]), None) };
         let entries = lock(&books.entries);
@@ -482,7 +483,7 @@ mod told {
             for at in 0..20 {
                 let path = (at % rails.len() as u64) as u16;
                 events.chunk_begins(0, 0, &Chunk { path, ..chunk(at, 1, 20) });
-                // Between paths there is no order but that in which they are told.
+                // Between paths the only order is that in which they are reported.
                 unsafe { events.report() };
             }
             unsafe { events.conclude(0, &outcome(&[20]), None) };
@@ -593,7 +594,7 @@ fn many_threads_note_while_one_tells_and_every_transfer_adds_up() {
             next.store(0, Ordering::Release);
             ready.store(12, Ordering::Release);
             while next.load(Ordering::Acquire) < 12 {
-                // SAFETY: the books look at handles as numbers only.
+                // SAFETY: the recorder uses the handles only as numbers.
                 unsafe { events.report() };
             }
             // SAFETY: as above.

@@ -1,8 +1,8 @@
-//! What is known of one transfer: the pieces that it travels in, in a few preallocated places.
+//! The bookkeeping of one transfer: its pieces, in a few preallocated places.
 //!
-//! The rule about lengths: whatever happens on the wire, the pieces that are told add up to the transfer's size to the
-//! byte, and there are at most [`MOST`] of them. So the last place stands for all that is left when it begins, and when
-//! the transfer ends, what nobody reported makes one more piece. Bytes that travel again count apart.
+//! The rule about lengths: whatever happens on the wire, the reported pieces add up to the transfer's size to the byte,
+//! and there are at most [`MOST`] of them. So the last place stands for all that is left when it begins, and when the
+//! transfer ends, the bytes that no path reported make one more piece. Resent bytes are counted separately.
 //!
 //! Pure bookkeeping: no clock, no callback.
 
@@ -11,14 +11,15 @@ use std::ffi::c_void;
 use crate::nccl::net_event::SOMEWHERE;
 use crate::os::ticks::Ticks;
 
-/// The most pieces that are told of one transfer: NCCL's example profiler has room for so many, and does not check.
+/// The most pieces that are reported of one transfer: NCCL's example profiler has room for that many, and does not
+/// check.
 pub const MOST: usize = 8;
 
-/// The most resends that are told of one transfer; further ones are only counted.
+/// The most resends that are reported of one transfer; further ones are only counted.
 pub const MOST_RESENDS: usize = 8;
 
-/// Notes that a list holds. When NCCL's thread does not come by for longer than that, further ones are left out: their
-/// bytes are told with what is left at the transfer's end.
+/// The notes that a list holds. When NCCL's thread does not read them for so long that the list is full, further ones
+/// are dropped: their bytes are part of the piece for the rest at the transfer's end.
 pub(super) const ROOM: usize = 64;
 
 /// A chunk as a backend hands it to the network, or a work request.
@@ -36,8 +37,8 @@ pub struct Chunk {
     pub total: u64,
     /// It was sent before.
     pub again: bool,
-    /// It stands for several chunks of one rail, which need not lie together: the offset is the lowest, the path one of theirs
-    /// ([`super::Events::joins`]).
+    /// It stands for several chunks on one rail, which need not be adjacent: the offset is the lowest, the path is one
+    /// of theirs ([`super::Events::joins`]).
     pub joined: bool,
     /// Verbs: the work request.
     pub wr_id: u64,
@@ -50,14 +51,14 @@ impl Chunk {
     }
 }
 
-/// One piece of a transfer, as it is told.
+/// One piece of a transfer, as it is reported.
 #[derive(Debug, Clone)]
 pub struct Piece {
-    /// What travels; the length is that of the piece, which may stand for several chunks.
+    /// The data it carries; the length is that of the piece, which may stand for several chunks.
     pub chunk: Chunk,
     /// It stands for everything that was left when it began.
     pub rest: bool,
-    /// How often chunks of it had to be sent again.
+    /// How often chunks of it were resent.
     pub retransmissions: u32,
     /// How long it waited for the receiver's buffer, for room in a socket, and for credit, in nanoseconds.
     pub waits: [u64; 3],
@@ -68,15 +69,15 @@ pub struct Piece {
     ended: bool,
 }
 
-/// A chunk that is over, and was sent once: most chunks are of this kind. A transfer that has only such ones, and no more
-/// than [`MOST`], is told of as they are; of any other, pieces are made.
+/// A completed chunk that was sent once: the usual case. A transfer that has only such chunks, at most [`MOST`], is
+/// reported chunk by chunk; of any other, pieces are made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Over {
     /// The chunk.
     pub chunk: Chunk,
     /// When it began.
     pub began: Ticks,
-    /// When it had arrived.
+    /// When it arrived or was acknowledged.
     pub arrived: Ticks,
     /// What it waited for, as in [`Piece::waits`].
     pub waits: [u64; 3],
@@ -88,8 +89,8 @@ impl Over {
         self.arrived.nanoseconds_since(self.began)
     }
 
-    /// The same as all of a transfer that was `posted` then and that nothing else was noted of: what [`Transfer::begin`] and
-    /// [`Transfer::end`] make of it.
+    /// The same for a chunk that is all of a transfer that was `posted` then and has no other note: the result of
+    /// [`Transfer::begin`] and [`Transfer::end`].
     pub(super) fn alone(mut self, send: bool, posted: Option<Ticks>) -> Self {
         if let Some(posted) = posted.filter(|_| send) {
             self.waits[Wait::Credit as usize] = self.began.nanoseconds_since(posted);
@@ -106,11 +107,11 @@ impl Over {
     }
 }
 
-/// How far the profiler knows of a piece.
+/// What the profiler knows of a piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Told {
     Nothing,
-    /// With the handle that it answered.
+    /// With the handle that it returned.
     Started(*mut c_void),
     All,
 }
@@ -131,7 +132,7 @@ impl Wait {
     pub const ALL: [Wait; 3] = [Wait::Receiver, Wait::Socket, Wait::Credit];
 }
 
-/// What has happened: each is a function of a [`Transfer`].
+/// The events of a transfer: each is a function of [`Transfer`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum What {
     /// The receiver's buffer is there.
@@ -140,7 +141,7 @@ pub(super) enum What {
     Begins(Chunk),
     /// The chunk at this offset has arrived.
     Ends(u64),
-    /// A chunk of which nothing was said yet has arrived, which began then.
+    /// A chunk without an earlier note, which began then, has arrived.
     Over(Chunk, Ticks),
     /// The chunk on this path has arrived.
     PathEnds(u16),
@@ -170,27 +171,27 @@ pub struct Transfer {
     pieces: Vec<(Piece, Told)>,
     /// Chunks of which no piece has been made: there are no pieces then.
     over: Vec<Over>,
-    /// They are all there is to tell, for the transfer has ended.
+    /// They are everything to report, for the transfer has ended.
     is_whole: bool,
     send: bool,
     /// Bytes of first transmissions that the pieces stand for.
     covered: u64,
-    /// Its size as far as chunks have told: who receives over several queue pairs learns of it share by share, and notes of
-    /// several paths come in any order.
+    /// Its size as far as it is known from its chunks: the receiver over several queue pairs gets it share by share,
+    /// and notes of several paths come in any order.
     known: u64,
     /// The path and the work request of the latest chunk that made no piece.
     passed: Option<(u16, u64)>,
     /// Waits of chunks of which nothing else is known yet: offset, cause, nanoseconds.
     early: Vec<(u64, Wait, u64)>,
-    /// When the request was made, and when nothing but the network was in its way; kept when times are wanted.
+    /// When the request was made, and when it began to wait for the network only; kept when times are wanted.
     posted: Option<Ticks>,
     ready: Option<Ticks>,
-    /// When the first of the chunks left that are over.
+    /// When the first of the completed chunks left.
     left: Option<Ticks>,
 }
 
 impl Transfer {
-    /// A new transfer takes the places of a former one.
+    /// A new transfer reuses the places of a previous one.
     pub fn begin(&mut self, send: bool, now: Option<Ticks>) {
         self.send = send;
         self.pieces.clear();
@@ -199,7 +200,7 @@ impl Transfer {
         self.forget();
         self.over.reserve_exact(MOST);
         self.early.clear();
-        // A receive that waits for its message waits for the sender, of whom nothing is known here.
+        // A receive that waits for its message waits for the sender, whose reasons are not known here.
         (self.covered, self.known) = (0, 0);
         (self.passed, self.posted, self.ready, self.left) = (None, now.filter(|_| send), None, None);
     }
@@ -222,8 +223,8 @@ impl Transfer {
         }
     }
 
-    /// Takes what was noted if that makes no piece. Among notes of several paths such ones may be taken first, as long as
-    /// there is none of another kind.
+    /// Keeps a note that makes no piece. Such notes of several paths may be taken first, as long as there is none of
+    /// another kind.
     #[inline]
     pub(super) fn keep(&mut self, what: &What, now: Option<Ticks>) -> bool {
         match (what, now) {
@@ -237,7 +238,7 @@ impl Transfer {
         true
     }
 
-    /// As [`Transfer::keep`] of that a chunk is over which was sent once.
+    /// As [`Transfer::keep`], for the end of a chunk that was sent once.
     #[inline]
     pub(super) fn keep_over(&mut self, mut over: Over) -> bool {
         let is_kept = self.pieces.is_empty() && self.over.len() < MOST;
@@ -250,7 +251,7 @@ impl Transfer {
         is_kept
     }
 
-    /// Pieces of the chunks that were only kept.
+    /// Makes pieces of the chunks that were only kept.
     pub(super) fn make_pieces(&mut self) {
         for place in 0..self.over.len() {
             let Over { chunk, began, arrived, waits } = self.over[place];
@@ -261,32 +262,33 @@ impl Transfer {
         self.forget();
     }
 
-    /// The chunks of a transfer that has ended, if they are all there is to tell, with the transfer's own waits in the first.
+    /// The chunks of a transfer that has ended, if they are everything to report, with the transfer's own waits in the
+    /// first.
     pub(super) fn whole(&self) -> Option<&[Over]> {
         self.is_whole.then_some(&self.over)
     }
 
-    /// The chunks are told of, or nobody is to learn of them.
+    /// The chunks have been reported, or must not be.
     pub(super) fn forget(&mut self) {
         self.over.clear();
         self.is_whole = false;
     }
 
-    /// Its receive is posted, or its credit has come: from here on it waits for the network only.
+    /// Its receive is posted, or its credit has arrived: from here on it waits for the network only.
     pub fn ready(&mut self, now: Option<Ticks>) {
         self.ready = self.ready.or(now);
     }
 
-    /// A chunk is being handed to the network, or its first byte has come. With `resends`, one that travels again makes
-    /// a piece of its own.
+    /// A chunk is being handed to the network, or its first byte has arrived. With `resends`, a resent chunk makes a
+    /// piece of its own.
     pub fn chunk_begins(&mut self, chunk: &Chunk, now: Option<Ticks>, resends: bool) {
         let (posted, ready) = (self.posted, self.ready);
         let waits = self.take_early(chunk);
         let known = self.pieces.iter_mut().map(|(piece, _)| piece).enumerate();
         if let Some((index, piece)) = known.into_iter().find(|(_, piece)| !piece.ended && piece.covers(chunk.offset)) {
             piece.add_waits(waits);
-            // Into the piece that stands for the rest, chunks come one after another. A receiver does not know that a
-            // chunk comes again, but sees that it begins a second time.
+            // In the piece that stands for the rest, chunks follow one after another. A receiver does not know that a
+            // chunk is resent, but sees that it begins a second time.
             if chunk.again || !self.send && !piece.rest {
                 piece.retransmissions += 1;
             }
@@ -321,7 +323,8 @@ impl Transfer {
         self.push(piece);
     }
 
-    /// A chunk has come of which the length is not known, or which is one too many: it stands for what is left at the end.
+    /// A chunk has arrived whose length is not known, or which exceeds the number of pieces: it becomes part of the
+    /// rest at the end.
     pub fn chunk_passed(&mut self, path: u16, wr_id: u64) {
         self.passed = Some((path, wr_id));
     }
@@ -329,7 +332,7 @@ impl Transfer {
     /// The chunk at `offset` waited `ns` nanoseconds.
     pub fn chunk_waited(&mut self, offset: u64, wait: Wait, ns: u64) {
         let open = self.pieces.iter_mut().map(|(piece, _)| piece).filter(|piece| !piece.ended && piece.covers(offset));
-        // Its own piece, the latest when it travels again; only what has none is in the rest.
+        // Its own piece, the latest if it was resent; only a chunk without a piece is in the rest.
         match open.max_by_key(|piece| !piece.rest) {
             Some(piece) => piece.waits[wait as usize] += ns,
             None if self.early.len() < ROOM => self.early.push((offset, wait, ns)),
@@ -337,7 +340,8 @@ impl Transfer {
         }
     }
 
-    /// The waits that were noted of a chunk before it was known; of what stands for several, those of any.
+    /// The waits that were noted of a chunk before it was known; for a note that stands for several chunks, those of
+    /// any.
     fn take_early(&mut self, chunk: &Chunk) -> [u64; 3] {
         let mut waits = [0; 3];
         self.early.retain(|&(of, wait, ns)| {
@@ -350,7 +354,7 @@ impl Transfer {
         waits
     }
 
-    /// A chunk that began at `began` has arrived, and nothing was said of it before unless it was sent again.
+    /// A chunk that began at `began` has arrived, and nothing was noted of it before unless it was resent.
     pub fn chunk_over(&mut self, chunk: &Chunk, began: Ticks, now: Option<Ticks>) {
         let known = |(piece, _): &(Piece, Told)| !piece.ended && !piece.rest && piece.chunk.offset == chunk.offset;
         if !self.pieces.iter().any(known) {
@@ -392,7 +396,7 @@ impl Transfer {
         }
     }
 
-    /// The transfer has ended, with `size` bytes: the pieces end, and what nobody reported becomes one.
+    /// The transfer has ended, with `size` bytes: the pieces end, and the bytes that no path reported become one.
     pub fn end(&mut self, size: u64, now: Option<Ticks>) {
         if !self.over.is_empty() {
             if self.over.iter().map(|over| over.chunk.length).sum::<u64>() == size {
@@ -422,7 +426,7 @@ impl Transfer {
         self.all_arrived(now);
     }
 
-    /// The transfer has failed: what was told of ends.
+    /// The transfer has failed: the reported pieces end.
     pub fn fail(&mut self) {
         self.forget();
         self.pieces.retain(|(_, told)| matches!(told, Told::Started(_)));
@@ -435,7 +439,7 @@ impl Transfer {
         self.pieces.push((piece, Told::Nothing));
     }
 
-    /// The pieces, and how far each has been told.
+    /// The pieces, and how far each has been reported.
     pub(super) fn pieces(&mut self) -> impl Iterator<Item = (&Piece, &mut Told)> {
         self.pieces.iter_mut().map(|(piece, told)| (&*piece, told))
     }
@@ -451,7 +455,7 @@ impl Piece {
         self.ended
     }
 
-    /// How long before `now` it began, in nanoseconds; 0 when nobody noted when.
+    /// How long before `now` it began, in nanoseconds; 0 when the time was not noted.
     pub(super) fn begun_before(&self, now: Ticks) -> u64 {
         self.began.map_or(0, |began| now.nanoseconds_since(began))
     }
@@ -461,7 +465,7 @@ impl Piece {
         self.begun_before(now).saturating_sub(self.wire)
     }
 
-    /// It is the transfer's first to leave: what was between it and its request was waiting.
+    /// It is the first of the transfer to leave: the time between the request and this was waiting.
     fn waited(&mut self, posted: Option<Ticks>, ready: Option<Ticks>, now: Option<Ticks>) {
         if let (Some(posted), Some(now)) = (posted, now) {
             let ready = ready.unwrap_or(posted);
@@ -476,7 +480,7 @@ impl Piece {
         }
     }
 
-    /// Whether a chunk that begins there is this piece, or part of it. Of two whose place is not known nobody can say so.
+    /// Whether a chunk that begins there is this piece, or part of it. False for chunks whose place is not known.
     fn covers(&self, offset: u64) -> bool {
         self.rest || self.chunk.offset == offset && offset != SOMEWHERE
     }
@@ -535,7 +539,7 @@ mod tests {
         }
     }
 
-    /// Everything that is told of a piece.
+    /// Everything that is reported of a piece.
     fn all_of(piece: &Piece) -> (Chunk, bool, u32, [u64; 3], u64, Option<Ticks>, bool) {
         let Piece { chunk, rest, retransmissions, waits, wire, began, ended } = *piece;
         (chunk, rest, retransmissions, waits, wire, began, ended)
@@ -732,7 +736,7 @@ mod tests {
 
     #[test]
     fn shares_of_a_size_that_becomes_known_with_them_are_told_in_any_order() {
-        // As a receiver over queue pairs learns of them: with each the size until then, not where it belongs.
+        // As a receiver over queue pairs gets them: each note with the size so far, not the offset.
         let share = |number: u64| Chunk {
             offset: SOMEWHERE,
             length: 10,

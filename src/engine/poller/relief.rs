@@ -1,17 +1,18 @@
-//! When a worker does what another has not come to.
+//! Work stealing: when a worker does overdue work of another.
 //!
-//! A worker that is to do something may sleep, and waking it takes 5 to 50 µs, now and then more than 260; it may be in the
-//! midst of something longer; or its processor does something else, a virtual machine's for milliseconds. Meanwhile others
-//! look for work in vain, since what has come is not theirs. So a worker that looks and finds nothing looks at one of the
-//! others, at each the next time: whether somebody has rung for it, and whether the kernel has something to say to it. Of a
-//! worker that sleeps it takes that at once, of another when that has not been seen for [`LATE`].
+//! A worker that has work may be asleep, and waking it takes 5 to 50 µs, now and then more than 260; it may be in the
+//! middle of something longer; or its processor runs something else, a virtual machine's for milliseconds. Meanwhile
+//! other workers poll without result, since the new work is not theirs. So a worker that polls and finds nothing checks
+//! one of the others, a different one each time: whether its doorbell was rung, and whether the kernel has an event for
+//! it. From a sleeping worker it takes the work at once, from another when that worker has not been active for
+//! [`LATE`].
 //!
-//! It takes one source at a time, and polls it as the worker would. That is safe because a poll may come from any thread at any
-//! time; a stream that another thread has is left to it. What is taken is not lost: an event is followed by a poll until
-//! nothing moves, or by the news to its own worker that there is more.
+//! It takes one source at a time, and polls it as the worker would. That is safe because a poll may come from any
+//! thread at any time; a stream that another thread holds is left to that thread. Nothing taken is lost: an event is
+//! followed by a poll until nothing moves, or the stream's own worker is notified that there is more.
 //!
-//! Measured on two H100 with 32 cores, 14 groups: all-reduces of 8 MiB to 512 MiB take 0.93 to 0.94 of the time with the same
-//! processor time for each byte, and the slowest tenth of the blocks of 512 KiB 234 µs and more instead of 319
+//! Measured on two H100 with 32 cores, 14 groups: all-reduces of 8 MiB to 512 MiB take 0.93 to 0.94 of the time with
+//! the same processor time for each byte, and the slowest tenth of the blocks of 512 KiB 234 µs and more instead of 319
 //! (`docs/dev/decisions.md`).
 
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -21,10 +22,10 @@ use std::time::Duration;
 use super::{Shared, WAKE};
 use crate::os::ticks::Ticks;
 
-/// A worker that has not been seen for so many nanoseconds, and does not sleep, is late. Moving a chunk takes less.
+/// A worker that has been inactive for this many nanoseconds, and does not sleep, is late. Moving a chunk takes less.
 const LATE: u64 = 20_000;
 
-/// The data workers of a pool. They never end, and none leaves.
+/// The data workers of a pool. They never end, and none is removed.
 pub(super) struct Crew {
     seats: Box<[OnceLock<Arc<Shared>>]>,
     taken: AtomicUsize,
@@ -44,20 +45,20 @@ impl Crew {
     }
 }
 
-/// What one worker keeps in mind to do others' work.
+/// The state of one worker for stealing.
 pub(super) struct Relief {
     crew: Arc<Crew>,
     next: usize,
 }
 
 impl Relief {
-    /// For a worker that is of this crew, or will be.
+    /// For a worker that belongs to this crew, or will.
     pub(super) fn new(crew: Arc<Crew>) -> Self {
         Self { crew, next: 0 }
     }
 
-    /// Looks at the next of the others, and does one thing of what it finds. Returns for how long to look for more; no time
-    /// when nothing has moved.
+    /// Checks the next of the others, and does one thing of what it finds. Returns how long to poll for more; zero when
+    /// nothing has moved.
     pub(super) fn look(&mut self, me: &Shared) -> Duration {
         self.next = (self.next + 1) % self.crew.seats.len();
         let other = match self.crew.seats[self.next].get() {
@@ -78,7 +79,7 @@ impl Relief {
 }
 
 impl Shared {
-    /// Whether the worker sleeps, or should have been seen.
+    /// Whether the worker sleeps, or is late.
     fn is_absent(&self) -> bool {
         let is_late = || {
             let seen = Ticks::from_number(self.seen.load(Ordering::Relaxed));
@@ -87,7 +88,7 @@ impl Shared {
         self.doorbell.is_asleep() || is_late()
     }
 
-    /// One of the sources of which the kernel has something to say to the worker.
+    /// One of the worker's sources for which the kernel has an event.
     fn take_event(&self) -> Option<usize> {
         let mut event = libc::epoll_event { events: 0, u64: 0 };
         // SAFETY: room for one event. The descriptor is the worker's, whose thread never ends.
@@ -96,7 +97,7 @@ impl Shared {
         }
         let token = event.u64 as usize;
         if token == WAKE.0 {
-            // The worker may be asleep still, and this is what it is to be woken by.
+            // The worker may still be asleep, and this event must wake it.
             self.is_seen();
             self.wake();
             return None;
@@ -107,7 +108,7 @@ impl Shared {
     /// Polls a source in the worker's place.
     fn relieve(&self, token: usize) -> Duration {
         let Some(polled) = self.poll(token) else { return Duration::ZERO };
-        // When to come again is for the worker to keep in mind.
+        // The worker itself remembers when to poll again.
         if polled.again.is_some() {
             self.kick(&polled.kicked, token);
         }
@@ -126,7 +127,7 @@ mod tests {
     use super::*;
     use crate::os::error::Error;
 
-    /// Its poll does not end before the test lets it, the first time.
+    /// Its first poll does not end before the test allows it.
     struct Long(Mutex<mpsc::Receiver<()>>, AtomicUsize);
 
     impl Source for Long {
@@ -141,7 +142,7 @@ mod tests {
         }
     }
 
-    /// Has its worker look for more for a while after it was polled.
+    /// Makes its worker poll for more for a while after it was polled.
     struct Restless;
 
     impl Source for Restless {
@@ -158,7 +159,7 @@ mod tests {
         }
     }
 
-    /// Writes down which threads poll it, and wants to be polled once more if `again` says so.
+    /// Records which threads poll it, and requests another poll if `again` is set.
     struct Noted {
         by: Mutex<Vec<String>>,
         again: bool,
@@ -186,7 +187,7 @@ mod tests {
         }
     }
 
-    /// Two workers: the first comes to nothing as long as `end` is not dropped, the second looks for work while the test waits.
+    /// Two workers: the first is blocked until `end` is dropped, the second polls for work while the test waits.
     struct Two {
         _poller: Poller,
         late: Worker,
@@ -250,7 +251,7 @@ mod tests {
         let source = Noted::new(true);
         let place = two.late.register(source.clone(), None).expect("a place");
         place.kick();
-        // By whichever of the two comes first now: the ring is there until one has.
+        // By either of the two workers: the ring stays until one has polled.
         two.wait_until("nobody comes again", || source.by().len() == 2);
         two.end.take();
         place.kick();
@@ -261,7 +262,7 @@ mod tests {
     fn a_worker_is_woken_although_another_took_the_event_that_was_to_wake_it() {
         let two = two();
         two.late.0.wake();
-        // The one that looks may have been quicker; it puts back what it takes, too.
+        // The polling worker may have been quicker; it also puts back what it takes.
         assert_eq!(two.late.0.take_event(), None);
         let mut event = libc::epoll_event { events: 0, u64: 0 };
         // SAFETY: room for one event.
@@ -272,12 +273,12 @@ mod tests {
         assert_eq!(event.u64 as usize, WAKE.0);
     }
 
-    /// A socket of which a poll reads a little, counts it, and says whether there may be more.
+    /// A socket whose poll reads a little, counts it, and returns whether there may be more.
     struct Reader(UnixStream, AtomicUsize, Mutex<()>);
 
     impl Source for Reader {
         fn poll(&self) -> Progress {
-            // As with streams: another thread that has it is told by being here that there is something.
+            // As with streams: another thread that holds it is notified by this call that there is data.
             let _one_at_a_time = lock(&self.2);
             let got = std::io::Read::read(&mut &self.0, &mut [0; 3]).unwrap_or(0);
             self.1.fetch_add(got, Ordering::SeqCst);
