@@ -1,5 +1,5 @@
-//! The seam between the plugin and its backends: what a backend does for NCCL, and which backends this process has. The
-//! build's choice of backends is known here and nowhere else in the plugin.
+//! The seam between the plugin and its backends: what a backend does for NCCL, and which backends this process has.
+//! This file is the only place in the plugin that depends on the backends of the build.
 //!
 //! A new backend implements these traits in a file beside [`tcp`], finds its devices in [`Backends`], and is not named
 //! elsewhere in this room.
@@ -74,15 +74,15 @@ use crate::session::peer::Peer;
 pub struct Backends {
     /// Sockets, which every host has.
     pub tcp: tcp::Tcp,
-    /// None inside when the process runs over TCP.
+    /// None inside when the process uses TCP.
     rdma: OnceLock<Option<rdma::Rdma>>,
 }
 
 impl Backends {
-    /// The devices over RDMA, when the configuration and the host have it so. The ports are found once.
+    /// The RDMA devices, if the configuration and the host allow it. The ports are looked up once.
     ///
     /// # Errors
-    /// When the configuration insists on RDMA, and there is none.
+    /// When the configuration requires RDMA, and there is none.
     pub fn rdma_plans(&self, config: &Config, interfaces: &[Plan]) -> Result<Option<Vec<Plan>>> {
         if self.rdma.get().is_none() {
             let found = rdma::find(config)?;
@@ -91,7 +91,7 @@ impl Backends {
         Ok(self.rdma().map(|rdma| rdma.plans(interfaces)))
     }
 
-    /// The RDMA backend, if the process runs over it.
+    /// The RDMA backend, if the process uses it.
     pub fn rdma(&self) -> Option<&rdma::Rdma> {
         self.rdma.get().and_then(Option::as_ref)
     }
@@ -108,14 +108,14 @@ impl Backends {
 /// One part of a transfer: a send, or one of a group of receives.
 #[derive(Debug, Clone, Copy)]
 pub struct Part {
-    /// The memory. It belongs to the transport until [`test()`](super::facade::test()) has said done or failed. May be null
-    /// when `size` is 0.
+    /// The memory. The transport may use it until [`test()`](super::facade::test()) has returned done or failed. May be
+    /// null when `size` is 0.
     pub data: *mut u8,
     /// Bytes to send, or the most that may be received.
     pub size: usize,
-    /// Which send fills which slot of a group.
+    /// Determines which send fills which slot of a group.
     pub tag: i32,
-    /// The registration that covers the memory; 0 when the host gave none.
+    /// The registration that covers the memory; 0 when the host passed none.
     pub mr: usize,
     /// The profiler's handle of this transfer; null when there is none.
     pub profiler: *mut c_void,
@@ -136,10 +136,10 @@ pub struct Region {
 
 /// A way to carry messages.
 pub trait Backend {
-    /// The name for the log.
+    /// The name in the log.
     fn name(&self) -> &'static str;
 
-    /// Starts to listen on a device; gives the addresses to which peers connect, too.
+    /// Starts to listen on a device; also returns the addresses to which peers connect.
     ///
     /// # Errors
     /// When nothing can be bound to the first of the device's interfaces.
@@ -159,13 +159,13 @@ pub trait Backend {
 
 /// A listener.
 pub trait Listening: Send + Sync {
-    /// What a peer must know.
+    /// What a peer needs to connect.
     fn secret(&self) -> &Secret;
 
-    /// The next connection, if one has come.
+    /// The next connection, if one has arrived.
     ///
     /// # Errors
-    /// When a peer that knows the secret came, and the connection failed.
+    /// When a peer that knows the secret connected, and the connection failed.
     fn accept(&self) -> Result<Option<Arc<dyn Receiving>>>;
 
     /// Waits for the next connection until `deadline`.
@@ -174,28 +174,28 @@ pub trait Listening: Send + Sync {
     /// As [`Listening::accept`].
     fn accept_until(&self, deadline: Instant) -> Result<Option<Arc<dyn Receiving>>>;
 
-    /// Takes no more connections, and ends those that were not accepted.
+    /// Stops accepting connections, and ends those that were not accepted.
     fn close(&self);
 }
 
 /// A connection under way, from the connecting side.
 pub trait Attempt: Send + Sync {
-    /// What came of it, if it is settled.
+    /// Its result, once there is one.
     fn result(&self) -> Option<Result<Arc<dyn Sending>>>;
 
-    /// Waits until it is settled. It has a deadline of its own.
+    /// Waits for the result. The attempt has a deadline of its own.
     ///
     /// # Errors
-    /// As the attempt failed.
+    /// The error with which the attempt failed.
     fn wait(&self) -> Result<Arc<dyn Sending>>;
 
-    /// The connection is not wanted any more.
+    /// The connection is no longer wanted.
     fn cancel(&self);
 }
 
 /// What both ends of a connection have.
 pub trait Connected: Send + Sync {
-    /// Registers memory; gives the registration's number.
+    /// Registers memory; returns the registration's number.
     ///
     /// # Errors
     /// When the connection cannot reach memory of that kind.
@@ -207,16 +207,16 @@ pub trait Connected: Send + Sync {
     /// When there is no such registration.
     fn deregister(&self, backends: &Backends, mr: usize) -> Result<()>;
 
-    /// Asks whether a request has ended; none while it has not.
+    /// The outcome of a request; None while it has not ended.
     ///
     /// # Errors
     /// When the request failed, was reported done before, or is not one of this connection's.
     fn test(&self, ticket: Ticket) -> Result<Option<Outcome>>;
 
-    /// Has the profiler told of transfers.
+    /// Sets the profiler that transfers are reported to.
     fn tell(&self, profiler: &Arc<dyn events::Listener>);
 
-    /// The connection, for people.
+    /// A description of the connection for messages.
     fn describe(&self) -> Description;
 
     /// Ends the connection.
@@ -225,29 +225,29 @@ pub trait Connected: Send + Sync {
 
 /// A connection's sending end.
 pub trait Sending: Connected {
-    /// Starts a send; none for "not now".
+    /// Starts a send; None for "not now".
     ///
     /// # Errors
     /// When the message is longer than its receive.
     ///
     /// # Safety
-    /// The part's memory must be readable until the request has ended, its registration has ended or the connection is closed,
-    /// and its profiler's handle valid until then, or until the profiler is told of no more.
+    /// The part's memory must be readable until the request has ended, its registration has ended or the connection is
+    /// closed, and its profiler handle valid until then, or until nothing more is reported to the profiler.
     unsafe fn isend(&self, backends: &Backends, part: &Part) -> Result<Option<Ticket>>;
 }
 
 /// A connection's receiving end.
 pub trait Receiving: Connected {
-    /// Starts a group of receives; none for "not now".
+    /// Starts a group of receives; None for "not now".
     ///
     /// # Errors
-    /// When a message that is here already is longer than its receive.
+    /// When a message that has already arrived is longer than its receive.
     ///
     /// # Safety
     /// As for [`Sending::isend`], with memory that must be writable.
     unsafe fn irecv(&self, backends: &Backends, parts: &[Part]) -> Result<Option<Ticket>>;
 
-    /// Makes received data visible to the GPU; none when there is nothing to wait for.
+    /// Makes received data visible to the GPU; None when there is nothing to wait for.
     ///
     /// # Errors
     /// When the connection has failed.
@@ -257,7 +257,7 @@ pub trait Receiving: Connected {
 /// A connection and what it has carried.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Description {
-    /// Its number, which with the direction tells it from others.
+    /// Its number, which together with the direction identifies it.
     pub number: u64,
     /// Whether this side sends.
     pub send: bool,

@@ -1,4 +1,4 @@
-//! Communicators: what NCCL calls listenComm, sendComm and recvComm, over whichever backend.
+//! Communicators: what NCCL calls listenComm, sendComm and recvComm, over either backend.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ pub struct ListenComm {
     pub listening: Box<dyn Listening>,
     /// NCCL's profiler, for the connections that it makes.
     pub profiler: Option<Arc<dyn events::Listener>>,
-    /// Where these connections are remembered.
+    /// The list of these connections.
     pub open: Arc<Open>,
 }
 

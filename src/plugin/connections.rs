@@ -3,7 +3,8 @@
 use super::backend::{Connected, Description};
 use super::process::process;
 
-/// All connections of this process. It looks at each place of the table, and waits for a thread that closes one: not for the data path.
+/// All connections of this process. Visits each place of the table, and waits for a thread that closes one: not for the
+/// data path.
 pub fn connections() -> Vec<Description> {
     let list = std::cell::RefCell::new(Vec::new());
     process().comms.any(|comm| {

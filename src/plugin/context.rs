@@ -1,8 +1,8 @@
 //! A communicator's context: what one `init` started, and what NCCL may leave behind in it.
 //!
-//! When NCCL gives up during set-up it closes only what was fully connected, and of that nothing whose buffers it could not
-//! allocate. Listeners and connections stay with the context, which ends them at `finalize`; before v11 there is no
-//! finalize, and attempts that nobody asked after for a while are dropped.
+//! When NCCL gives up during set-up it closes only connections that were fully made, and not even all of those.
+//! Listeners and connections stay with the context, which ends them at `finalize`; before v11 there is no finalize, and
+//! attempts that NCCL stopped polling are dropped after a while.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,20 +15,20 @@ use crate::nccl::ffi;
 use crate::os::error::{Error, Result};
 use crate::session::handshake::Secret;
 
-/// Which program's interface it is.
+/// The program whose interface this is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Host {
     /// NCCL's.
     Nccl,
-    /// FlagCX's, which gives no log, never says that it is done, and may live beside NCCL in one process: it joins what is
-    /// there.
+    /// FlagCX's, which passes no log, never signals that it is done, and may be loaded beside NCCL in one process: it
+    /// joins the existing state.
     FlagCx,
 }
 
-/// What NCCL tells when it starts to use the library, per communicator from v11 on and once per process before.
+/// What NCCL passes when it starts to use the library, per communicator from v11 on and once per process before.
 #[derive(Debug)]
 pub struct InitArgs {
-    /// Whose interface it is.
+    /// The program behind the interface.
     pub host: Host,
     /// The version of NCCL's interface, 4 to 12. FlagCX's is like v8.
     pub api: u8,
@@ -43,7 +43,7 @@ pub struct InitArgs {
 }
 
 impl InitArgs {
-    /// The interface's name for people.
+    /// The interface's name for messages.
     pub fn interface(&self) -> String {
         match self.host {
             Host::Nccl => format!("interface v{}", self.api),
@@ -52,11 +52,11 @@ impl InitArgs {
     }
 }
 
-/// An attempt that nobody asked after for this long is dropped. NCCL asks many times a second.
+/// An attempt that was not polled for this long is dropped. NCCL polls many times a second.
 const FORGOTTEN: Duration = Duration::from_secs(120);
 
 struct Attempt {
-    /// Of the listener that it leads to.
+    /// The secret of the listener that it leads to.
     secret: Secret,
     dial: Arc<dyn backend::Attempt>,
     asked: Instant,
@@ -86,11 +86,11 @@ pub struct Context {
     pub comm_id: u64,
     /// The communicator's traffic class, if it has one.
     pub traffic_class: Option<u8>,
-    /// NCCL's profiler, when it shall be told of transfers.
+    /// NCCL's profiler, if transfers are to be reported to it.
     pub listener: Option<Arc<dyn Listener>>,
     /// Communicators that were made in this context and are not closed.
     pub open: Arc<Open>,
-    /// Why this context makes no connection, when it makes none.
+    /// Why this context makes no connection, if it makes none.
     refusal: Option<Error>,
     left: Mutex<Left>,
 }
@@ -108,12 +108,12 @@ impl Context {
         }
     }
 
-    /// A context that answers every `listen` and `connect` with this error.
+    /// A context that fails every `listen` and `connect` with this error.
     pub fn refusing(comm_id: u64, error: Error) -> Self {
         Self { refusal: Some(error), ..Self::new(comm_id, None, None) }
     }
 
-    /// Why this context makes no connection, when it makes none.
+    /// Why this context makes no connection, if it makes none.
     pub fn refusal(&self) -> Option<&Error> {
         self.refusal.as_ref()
     }
@@ -122,8 +122,8 @@ impl Context {
         self.left.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The attempt with this key, to the listener with this secret, or a new one: a host may have written another handle over
-    /// the bytes that hold the key. The clock is the caller's.
+    /// The attempt with this key, to the listener with this secret, or a new one: a host may have overwritten the bytes
+    /// that hold the key with another handle. The clock is the caller's.
     ///
     /// # Errors
     /// When a new one cannot be started.
@@ -152,7 +152,7 @@ impl Context {
         Ok((key, dial))
     }
 
-    /// The attempt has been answered.
+    /// The result of the attempt has been returned.
     pub fn forget_dial(&self, key: u32) {
         self.left().attempts.remove(&key);
     }
@@ -176,7 +176,7 @@ mod tests {
     use crate::session::loopback;
     use crate::tcp::attempt::Attempt as TcpAttempt;
 
-    /// Where nobody answers, and with which secret.
+    /// An address where no process answers, and the secret to use.
     fn target(deaf: &std::net::TcpListener, secret: &Secret) -> Target {
         Target {
             addresses: vec![deaf.local_addr().expect("it listens")],
@@ -209,7 +209,7 @@ mod tests {
         context.end();
     }
 
-    /// A host reuses the memory of a handle before its connection is made, and leaves the bytes of the key as they were.
+    /// A host reuses the memory of a handle before its connection is made, and leaves the key bytes unchanged.
     #[test]
     fn an_attempt_is_not_taken_for_one_to_another_listener() {
         let (net, deaf) = (loopback::net(Config::default()), loopback::deaf());

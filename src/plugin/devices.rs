@@ -1,20 +1,19 @@
 //! The devices that NCCL sees, and the rails that each of them stands for.
 //!
-//! [`discover`] turns the chosen interfaces into [`Plan`]s: one device for each interface, or with `TOWLINE_RAILS`
-//! one device for all of them. The [`Table`] numbers them and adds the virtual devices that NCCL asks for.
+//! [`discover`] turns the chosen interfaces into [`Plan`]s: one device for each interface, or with `TOWLINE_RAILS` one
+//! device for all of them. The [`Table`] numbers them and adds the virtual devices that NCCL requests.
 //!
 //! What NCCL relies on, and the table guarantees:
-//! - Physical devices have the numbers from 0. Virtual ones follow in the order of their making, and [`Table::count`]
-//!   includes them: NCCL finds out how many it made by asking for the count again.
-//! - After the plugin was reloaded, NCCL asks for the count and must hear the physical devices only; then it makes
-//!   its virtual devices anew. When the plugin was kept instead, NCCL goes on with the old numbers and does not ask.
-//!   Nothing else tells the two apart, so after [`Table::load`] the old devices stay in force until the next count,
-//!   and old virtual devices can be looked up until a new one is made.
+//! - Physical devices have the numbers from 0. Virtual ones follow in the order in which they were made, and [`Table::count`] includes them: NCCL
+//!   finds out how many it made by reading the count again.
+//! - After the plugin was reloaded, NCCL reads the count and must get the physical devices only; then it makes its virtual devices anew. If the
+//!   plugin was kept instead, NCCL uses the old numbers and does not read the count. Nothing else distinguishes the two cases, so after
+//!   [`Table::load`] the old devices stay valid until the next count, and old virtual devices can be looked up until a new one is made.
 //! - The same members give the same virtual device.
-//! - Properties are valid for ever, since NCCL keeps the pointers to the name and the path. Equal ones are kept only
-//!   once, so reloading does not grow.
+//! - Properties are valid for ever, since NCCL keeps the pointers to the name and the path. Equal ones are stored only once, so reloading does
+//!   not grow.
 //!
-//! An interface may vanish at any time. The table does not notice: whoever binds to the rail's address reports it.
+//! An interface may vanish at any time. The table does not notice: code that binds to the rail's address reports it.
 //!
 //! This module must not know NCCL's structs (those are `abi`'s), nor how a backend uses a rail.
 
@@ -32,23 +31,23 @@ use std::ffi::CString;
 
 /// The speed reported for an interface whose speed the system does not know, in Mbit/s.
 ///
-/// NCCL makes channels of the steps in its own lists of speeds (`graph/search.cc`, for Hopper and for older GPUs): 4.875 GB/s
-/// is twice 2.4 and a little more, and rings are doubled, which gives four channels. 1.25 GB/s, NCCL's guess for its own
-/// Socket, gives two, with which an all-reduce of 128 MiB over a path that is not limited takes 1.7 times as long. 9.6 GB/s
-/// gives eight, with which a path of 10 Gb/s loses packets and waits for retransmissions: 16 MiB takes up to ten times as long
-/// (`benches/nccl_networks.sh`).
+/// NCCL derives the number of channels from steps in its own lists of speeds (`graph/search.cc`, for Hopper and for
+/// older GPUs): 4.875 GB/s is slightly more than twice 2.4, and rings are doubled, which gives four channels. 1.25
+/// GB/s, NCCL's guess for its own Socket, gives two, with which an all-reduce of 128 MiB over an unlimited path takes
+/// 1.7 times as long. 9.6 GB/s gives eight, with which a path of 10 Gb/s loses packets and waits for retransmissions:
+/// 16 MiB takes up to ten times as long (`benches/nccl_networks.sh`).
 pub const UNKNOWN_SPEED_MBPS: u32 = 39_000;
 
 /// 1 TiB: the most that NCCL accepts as the size of one transfer (`NCCL_MAX_NET_SIZE_BYTES`).
 pub const MAX_TRANSFER_BYTES: usize = 1 << 40;
 
-/// The most members of a virtual device, as NCCL's newest interface has it; the older ones hold 4.
+/// The most members of a virtual device in NCCL's newest interface; the older ones hold 4.
 pub const MAX_MEMBERS: usize = 8;
 
 /// The most grouped receives in one call.
 pub const MAX_RECVS: i32 = 8;
 
-/// The most connections on one device: no limit of ours, the number that NCCL's Socket gives.
+/// The most connections on one device: not a limit of Towline, but the number that NCCL's Socket returns.
 const MAX_COMMS: i32 = 65_536;
 
 /// NCCL's flag for "host memory".
@@ -58,19 +57,19 @@ pub const PTR_CUDA: i32 = 2;
 /// NCCL's flag for "GPU memory through DMA-BUF".
 pub const PTR_DMABUF: i32 = 4;
 
-/// NCCL's word for an unknown rail or plane.
+/// NCCL's value for an unknown rail or plane.
 const UNKNOWN_ID: i16 = -1;
 
 pub use crate::os::interfaces::Rail;
 
-/// What NCCL is told of a device; `abi` copies it into the struct of each version.
+/// The properties of a device for NCCL; `abi` copies them into the struct of each version.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DeviceProperties {
     /// The interface's name, or the members' names joined by `+`.
     pub name: CString,
-    /// The PCI function in sysfs, none for a NIC that has no place on the bus.
+    /// The PCI function in sysfs, None for a NIC without a place on the bus.
     pub pci_path: Option<CString>,
-    /// Tells NICs apart: the same in every process of the host and after a restart.
+    /// Identifies the NIC: the same in every process of the host and after a restart.
     pub guid: u64,
     /// Kinds of memory, as NCCL's flags.
     pub ptr_support: i32,
@@ -78,7 +77,7 @@ pub struct DeviceProperties {
     pub reg_is_global: bool,
     /// Whether NCCL must flush after each receive into GPU memory.
     pub force_flush: bool,
-    /// The speed in Mbit/s: the sum over the rails, of which those of unknown speed count once.
+    /// The speed in Mbit/s: the sum over the rails, where all rails of unknown speed count as one.
     pub speed_mbps: i32,
     /// The port of the card, from 0.
     pub port: i32,
@@ -102,7 +101,7 @@ pub struct DeviceProperties {
     pub plane: i16,
 }
 
-/// A port of the RDMA backend, as far as a device goes.
+/// A port of the RDMA backend, as a device uses it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RdmaPort {
     /// Its place among the backend's adapters.
@@ -126,21 +125,21 @@ pub struct RdmaPort {
 /// A physical device before it has a number.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Plan {
-    /// At least one, of which some may be down for now; a rail's place is the same on all hosts, so it stays where it is.
-    /// With RDMA ports: the interfaces over which connections come about.
+    /// At least one, of which some may be down for now; a rail has the same place on all hosts, so it keeps its place.
+    /// With RDMA ports: the interfaces for control channels.
     pub rails: Vec<Rail>,
     /// The ports that carry the data; none when the rails do.
     pub ports: Vec<RdmaPort>,
     /// Where the first running rail's card sits on the PCI bus.
     pub pci_path: Option<CString>,
-    /// Tells NICs apart.
+    /// Identifies the NIC.
     pub guid: u64,
     /// The port of the card.
     pub port: i32,
 }
 
 impl Plan {
-    /// The name that NCCL sees and prints: what is running comes first.
+    /// The name that NCCL sees and prints: running interfaces come first.
     pub fn name(&self) -> String {
         let names: Vec<&str> = if self.ports.is_empty() {
             let in_state = |running| self.rails.iter().filter(move |rail| rail.running == running);
@@ -151,20 +150,20 @@ impl Plan {
         if names.is_empty() { "none".to_owned() } else { names.join("+") }
     }
 
-    /// A device over which nothing travels, for a host that must refuse to connect and has no other device: NCCL goes on
-    /// with another network when a plugin has none.
+    /// A device that carries no data, for a host that must refuse to connect and has no other device: NCCL uses another
+    /// network when a plugin has no device.
     pub fn stand_in() -> Self {
         Self { rails: Vec::new(), ports: Vec::new(), pci_path: None, guid: stable_hash(b"none"), port: 0 }
     }
 
-    /// A device of these rails, with what `sysfs` knows of the first that is running and the hardware addresses of all.
+    /// A device of these rails, with what `sysfs` has about the first running one and the hardware addresses of all.
     pub fn new(rails: Vec<Rail>, sysfs: &Sysfs) -> Self {
         let first = rails.iter().find(|rail| rail.running).or(rails.first());
         let first = first.map_or("", |rail| rail.name.as_str());
         let pci_path =
             sysfs.pci_path(first).and_then(|path| CString::new(path.into_os_string().into_encoded_bytes()).ok());
         let port = sysfs.port(first).and_then(|port| i32::try_from(port).ok()).unwrap_or(0);
-        // It does not depend on what is running just now: processes that start at different times shall agree.
+        // Independent of what is running now: processes that start at different times must agree.
         // VLANs and the like share the hardware address with the card, so the name is part of the identity.
         let identity = rails.iter().map(|rail| rail.name.clone() + "/" + &sysfs.mac(&rail.name).unwrap_or_default());
         let guid = stable_hash(identity.collect::<Vec<_>>().join("+").as_bytes());
@@ -173,7 +172,7 @@ impl Plan {
 
     fn properties(&self, members: Vec<i32>) -> DeviceProperties {
         let is_rdma = !self.ports.is_empty();
-        // What is assumed counts once: it stands for "enough channels", not for a speed that adds up.
+        // An assumed speed counts once: it stands for "enough channels", not for a speed that adds up.
         let is_assumed = |rail: &&Rail| !rail.speed_is_known && rail.speed_mbps == UNKNOWN_SPEED_MBPS;
         let told = self.rails.iter().filter(|rail| !is_assumed(rail)).map(|rail| rail.speed_mbps);
         let assumed = self.rails.iter().find(is_assumed).map(|rail| rail.speed_mbps);
@@ -185,7 +184,7 @@ impl Plan {
             name: CString::new(self.name()).unwrap_or_default(),
             pci_path: self.pci_path.clone(),
             guid: self.guid,
-            // What every member reaches.
+            // The kinds of memory that every member reaches.
             ptr_support: self.ports.iter().map(|port| port.ptr_support).reduce(|a, b| a & b).unwrap_or(PTR_HOST),
             reg_is_global: is_rdma,
             force_flush: false,
@@ -198,7 +197,7 @@ impl Plan {
             max_p2p_bytes: MAX_TRANSFER_BYTES,
             max_coll_bytes: MAX_TRANSFER_BYTES,
             max_multi_request: 1,
-            // Ports of different rails are on none together, and several ports are on no single plane.
+            // Ports of different rails have no common rail, and several ports have no single plane.
             rail: rail.unwrap_or(UNKNOWN_ID),
             plane: if let [port] = &self.ports[..] { port.plane } else { UNKNOWN_ID },
         }

@@ -1,8 +1,8 @@
-//! The door between NCCL's C interface (`abi`) and the transport: one typed function per thing NCCL can ask for.
+//! The functions between NCCL's C interface (`abi`) and the transport: one typed function per call of NCCL's.
 //!
-//! All ids (contexts, listeners, connections, registrations, requests) are opaque numbers that `abi` hands to NCCL
-//! in place of pointers and gets back unchanged. They are never 0; a request's is never 1 or 2 either. Ids that were
-//! never given out, or that have ended, are answered with an argument error, never with undefined behaviour.
+//! All ids (contexts, listeners, connections, registrations, requests) are opaque numbers that `abi` passes to NCCL in
+//! place of pointers and gets back unchanged. They are never 0; a request's is never 1 or 2 either. Ids that were never
+//! returned, or that have ended, give an argument error, never undefined behaviour.
 //!
 //! A `ctx` of None means the process's default context, which hosts before v11 of the interface use.
 
@@ -41,7 +41,7 @@ pub struct Traffic {
     pub min_flows_per_peer: i32,
 }
 
-/// NCCL's hint about the operations to come (v11 and later).
+/// NCCL's hint about future operations (v11 and later).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NetAttr {
     /// Sends.
@@ -56,7 +56,7 @@ pub struct NetAttr {
     pub proto: u32,
 }
 
-/// Starts a context and gives its id. The default context may be started many times.
+/// Starts a context and returns its id. The default context may be started many times.
 ///
 /// # Errors
 /// When no interface can be used.
@@ -64,18 +64,18 @@ pub fn init(args: InitArgs) -> Result<usize> {
     Process::init(&args)
 }
 
-/// Whether a communicator that is being made gets advice: its traffic between nodes is Towline's over TCP. `comm` is
-/// NCCL's id of the communicator where the interface gives it (v5 and later): the one that the network's `init` got.
-/// Older interfaces cannot say which communicator asks; there any use of Towline in the process counts.
+/// Whether a communicator that is being made gets advice: its traffic between nodes uses Towline over TCP. `comm` is
+/// NCCL's id of the communicator where the interface passes it (v5 and later): the same one that the network's `init`
+/// got. Older interfaces do not identify the communicator; there any use of Towline in the process counts.
 pub fn bind_tuner(comm: Option<u64>, shape: tuning::Shape) -> Option<tuning::Scope> {
-    // Inside a node nothing is Towline's.
+    // Inside a node nothing uses Towline.
     (shape.nodes > 1).then(|| process().tunes(comm)).flatten()
 }
 
-/// Whether one-sided operations of a communicator can go over Towline; else why not.
+/// Checks whether one-sided operations of a communicator can use Towline.
 ///
 /// # Errors
-/// A sentence for the log.
+/// The reason why not, a sentence for the log.
 pub fn offers_one_sided(comm: u64) -> std::result::Result<(), &'static str> {
     process().offers_one_sided(comm)
 }
@@ -105,7 +105,7 @@ pub fn finalize(ctx: usize) -> Result<()> {
     Ok(())
 }
 
-/// How many devices there are, virtual ones excepted.
+/// How many devices there are, without virtual ones.
 ///
 /// # Errors
 /// When `init` has not been called.
@@ -113,7 +113,7 @@ pub fn device_count() -> Result<i32> {
     Ok(i32::try_from(process().devices.count()).unwrap_or(i32::MAX))
 }
 
-/// A device's properties. They stay where they are as long as the library is mapped.
+/// A device's properties. Their address stays valid as long as the library is mapped.
 ///
 /// # Errors
 /// When there is no such device.
@@ -121,16 +121,16 @@ pub fn device_properties(dev: i32) -> Result<&'static DeviceProperties> {
     process().devices.properties(dev)
 }
 
-/// Joins devices to a virtual one and gives its number.
+/// Merges devices into a virtual one and returns its number.
 ///
 /// # Errors
-/// When a member does not exist, is virtual itself, or comes twice, when members are of different networks, and when the
-/// members are to stay separate devices ([`MergePolicy`](super::devices::MergePolicy)).
+/// When a member does not exist, is virtual itself, or is listed twice, when members are of different networks, and
+/// when the members must stay separate devices ([`MergePolicy`](super::devices::MergePolicy)).
 pub fn make_vdevice(members: &[i32]) -> Result<i32> {
     process().make_vdevice(members)
 }
 
-/// Starts to listen; gives the connection handle, which NCCL carries to the peer, and the listener's id.
+/// Starts to listen; returns the connection handle, which NCCL carries to the peer, and the listener's id.
 ///
 /// # Errors
 /// When there is no such device, or nothing can be bound to its interface.
@@ -164,11 +164,11 @@ fn listen_with(ctx: Option<usize>, dev: i32, room: usize) -> Result<(ConnectionH
     Ok((handle, comm))
 }
 
-/// Connects to the listener that made `handle`; None while the connection is not ready. The caller calls again with
-/// the same handle bytes, in which the connecting side keeps the key of its state.
+/// Connects to the listener that made `handle`; None while the connection is not ready. The caller calls again with the
+/// same handle bytes, in which the connecting side keeps the key of its attempt.
 ///
 /// # Errors
-/// When the handle is not one of ours, or the peer cannot be reached in time.
+/// When the handle is not one of Towline's, or the peer cannot be reached in time.
 pub fn connect(
     ctx: Option<usize>,
     dev: i32,
@@ -189,7 +189,7 @@ pub fn connect_short(dev: i32, short: &mut ShortHandle) -> Result<Option<usize>>
     connected
 }
 
-/// Connects and waits, with a deadline. Does not depend on the peer having called accept.
+/// Connects and waits, with a deadline. Does not depend on whether the peer has called accept.
 ///
 /// # Errors
 /// As [`connect`].
@@ -225,7 +225,7 @@ fn connect_with(
     ConnectionHandle::set_key(bytes, key);
     let result = if wait { Some(dial.wait()) } else { dial.result() };
     let Some(result) = result else { return Ok(None) };
-    // Whatever came of it, the handle may be used for another connection from here on.
+    // In either case the handle may now be used for another connection.
     ConnectionHandle::set_key(bytes, 0);
     context.forget_dial(key);
     connected((&context.listener, &context.open), Comm::Send(result?)).map(Some)
@@ -239,7 +239,7 @@ fn other_backend(peer_is_rdma: bool) -> Error {
     )
 }
 
-/// Takes a connection from a listener; None while there is none.
+/// Accepts a connection from a listener; None while there is none.
 ///
 /// # Errors
 /// When there is no such listener.
@@ -250,7 +250,7 @@ pub fn accept(listen: usize) -> Result<Option<usize>> {
     listen.listening.accept()?.map(|conn| connected((&listen.profiler, &listen.open), Comm::Recv(conn))).transpose()
 }
 
-/// Takes a connection from a listener and waits for it, with a deadline.
+/// Accepts a connection from a listener and waits for it, with a deadline.
 ///
 /// # Errors
 /// When there is no such listener, or no peer connects in time.
@@ -268,7 +268,7 @@ pub fn accept_blocking(listen: usize) -> Result<usize> {
     connected((&listen.profiler, &listen.open), Comm::Recv(conn))
 }
 
-/// A connection is NCCL's from here on. `profiler` and `open`: its context's.
+/// Hands a connection to NCCL. `profiler` and `open`: its context's.
 fn connected((profiler, open): (&Option<Arc<dyn events::Listener>>, &Open), conn: Comm) -> Result<usize> {
     if let Some(profiler) = profiler {
         conn.connected()?.tell(profiler);
@@ -300,18 +300,18 @@ fn register(comm: usize, region: Region) -> Result<usize> {
     process.comms.get(comm)?.connected()?.register(&process.backends, region)
 }
 
-/// Ends a registration. After that nobody touches its memory: a connection with an outstanding request there ends first. On
-/// an abort NCCL frees its buffers between this and the close (`proxy.cc` and `transport/net.cc`, NCCL 2.30).
+/// Ends a registration. After that no thread touches its memory: a connection with an outstanding request there ends
+/// first. On an abort NCCL frees its buffers between this and the close (`proxy.cc` and `transport/net.cc`, NCCL 2.30).
 ///
 /// # Errors
-/// When there is no such connection, or the registration is not one of ours.
+/// When there is no such connection, or the registration is not one of Towline's.
 pub fn dereg_mr(comm: usize, mr: usize) -> Result<()> {
     let process = process();
     process.comms.get(comm)?.connected()?.deregister(&process.backends, mr)
 }
 
-/// Starts a send; None for "not now". A connection that has failed accepts it, and [`test()`] says why, as NCCL's own transports
-/// do.
+/// Starts a send; None for "not now". A connection that has failed accepts it, and [`test()`] returns the error, as
+/// NCCL's own transports do.
 ///
 /// # Errors
 /// When there is no such connection, or the message is longer than its receive.
@@ -320,8 +320,8 @@ pub fn isend(comm: usize, part: Part) -> Result<Option<usize>> {
     let process = process();
     process.comms.with(comm, |owner| {
         let Comm::Send(conn) = owner else { return Err(owner.is_not("sending")) };
-        // SAFETY: NCCL leaves the buffer to the transport until `test` says done, its registration has ended or the
-        // communicator is closed, and keeps the profiler's handle until then, or until it will not call again.
+        // SAFETY: NCCL does not touch the buffer until `test` returns done, its registration has ended or the
+        // communicator is closed, and keeps the profiler's handle valid until then, or until it makes no further call.
         let ticket = unsafe { conn.isend(&process.backends, &part) }?;
         Ok(ticket.map(|ticket| request(comm, ticket)))
     })
@@ -331,7 +331,7 @@ pub fn isend(comm: usize, part: Part) -> Result<Option<usize>> {
 /// does.
 ///
 /// # Errors
-/// When there is no such connection, or a message that is here already is longer than its receive.
+/// When there is no such connection, or a message that has already arrived is longer than its receive.
 #[inline]
 pub fn irecv(comm: usize, parts: &[Part]) -> Result<Option<usize>> {
     let process = process();
@@ -343,8 +343,8 @@ pub fn irecv(comm: usize, parts: &[Part]) -> Result<Option<usize>> {
     })
 }
 
-/// Makes received data visible to the GPU; None when there is nothing to wait for. The parts' tags are 0, and a
-/// size says only whether the part has data (see `abi::v5`).
+/// Makes received data visible to the GPU; None when there is nothing to wait for. The parts' tags are 0, and a size
+/// only shows whether the part has data (see `abi::v5`).
 ///
 /// # Errors
 /// When there is no such connection.
@@ -357,10 +357,10 @@ pub fn iflush(comm: usize, parts: &[Part]) -> Result<Option<usize>> {
     })
 }
 
-/// Asks whether a request has ended; None while it has not.
+/// The outcome of a request; None while it has not ended.
 ///
 /// # Errors
-/// When the request failed, was reported done before, or is not one of ours.
+/// When the request failed, was reported done before, or is not one of Towline's.
 #[inline]
 pub fn test(request: usize) -> Result<Option<Outcome>> {
     let handle = Handle::decode(request, Kind::Request)?;
@@ -396,7 +396,7 @@ pub fn close_recv(comm: usize) -> Result<()> {
     take(comm, "receiving")
 }
 
-/// Closes a listener. Connections that it made live on.
+/// Closes a listener. Connections that it made stay open.
 ///
 /// # Errors
 /// When there is no such listener.
@@ -417,7 +417,7 @@ fn take(comm: usize, kind: &str) -> Result<()> {
     Ok(())
 }
 
-/// Takes NCCL's hint about the operations to come. TCP has nothing to choose by it.
+/// Accepts NCCL's hint about future operations. TCP has no choice that depends on it.
 ///
 /// # Errors
 /// When there is no such context.

@@ -1,4 +1,4 @@
-//! The connection handle: what a listener gives to NCCL, and NCCL carries to the connecting side.
+//! The connection handle: made by a listener, and carried by NCCL to the connecting side.
 //!
 //! One layout for all API versions, small enough for the 64 bytes of v4 (NCCL 2.8 to 2.11):
 //!
@@ -8,14 +8,14 @@
 //! | 8–23 | secret, 128 bits |
 //! | 24 | the backend: 0 TCP, 1 RDMA |
 //! | 25–59 | where the listener's process can be reached, an address for each rail, as many as fit; then zero |
-//! | 60–63 | the connecting side's: key of a connection attempt under way, else zero |
+//! | 60–63 | written by the connecting side: key of a connection attempt under way, else zero |
 //!
-//! The first of them that can be reached is enough: the others are told in the handshake. An address is a byte that says
-//! its family and how many of its first bytes are those of the address before, the rest of its bytes, and its port. So
-//! five of IPv4 always fit, and two of IPv6 that have their first three bytes in common. The scope of a link-local
-//! address is left out: it means nothing on another host.
+//! One reachable address is enough: the handshake carries the others. An address is a byte that encodes its family and
+//! how many of its first bytes equal those of the previous address, the remaining bytes, and its port. So five IPv4
+//! addresses always fit, and two IPv6 addresses with their first three bytes in common. The scope of a link-local
+//! address is left out: it has no meaning on another host.
 //!
-//! NCCL hands the same bytes to `connect` until it succeeds, but may copy them between calls, so the attempt is found
+//! NCCL passes the same bytes to `connect` until it succeeds, but may copy them between calls, so the attempt is found
 //! by a key, never by a pointer.
 //!
 //! FlagCX leaves 56 bytes to a plugin. There the key is in bytes 52–55, and the addresses end before it: three of IPv4
@@ -49,9 +49,9 @@ const SHARED: u8 = 0x1F;
 /// A decoded handle.
 #[derive(Debug, Clone)]
 pub struct ConnectionHandle {
-    /// What the connecting side proves.
+    /// The secret that the connecting side proves.
     pub secret: Secret,
-    /// Where the listener's sockets are: at least one, in the order of its rails.
+    /// The addresses of the listener's sockets: at least one, in the order of its rails.
     pub addresses: Vec<SocketAddr>,
     /// Whether the listener's connections are over RDMA.
     pub is_rdma: bool,
@@ -83,7 +83,7 @@ impl ConnectionHandle {
     /// Reads a handle.
     ///
     /// # Errors
-    /// An argument error when it was made by something else.
+    /// When other software made it.
     pub fn decode(bytes: &[u8; 64]) -> Result<Self> {
         if bytes[..7] != MAGIC[..7] {
             return Err(Error::argument("the connection handle was not made by Towline")
@@ -129,8 +129,8 @@ fn octets(ip: IpAddr) -> Vec<u8> {
     }
 }
 
-/// Puts addresses whose rail is down behind the others when not all of them fit into `room` bytes, so that one that works
-/// does. When they do, each keeps its rail's place, since the other side tries its rail of the same place first.
+/// Moves addresses whose rail is down behind the others when not all of them fit into `room` bytes, so that a working
+/// one fits. If all fit, each keeps its rail's place, since the other side first tries its rail of the same place.
 pub fn what_works_first(
     mut addresses: Vec<SocketAddr>,
     room: usize,
@@ -142,7 +142,7 @@ pub fn what_works_first(
     addresses
 }
 
-/// Writes as many addresses as fit, in order; one that does not may leave room for one after it. Gives their number.
+/// Writes as many addresses as fit, in order; after one that does not fit, a shorter one may. Returns their number.
 fn put_addresses(mut out: &mut [u8], addresses: &[SocketAddr]) -> usize {
     let mut written = 0;
     let mut last = Vec::new();
@@ -163,7 +163,7 @@ fn put_addresses(mut out: &mut [u8], addresses: &[SocketAddr]) -> usize {
     written
 }
 
-/// Reads what [`put_addresses`] wrote. None when it did not, or there is none.
+/// Reads what [`put_addresses`] wrote. None when something else did, or there is none.
 fn read_addresses(mut bytes: &[u8]) -> Option<Vec<SocketAddr>> {
     let mut addresses = Vec::new();
     let mut last: Vec<u8> = Vec::new();
@@ -276,7 +276,7 @@ mod tests {
         fn damaged_addresses_are_refused_or_are_addresses(bytes in proptest::collection::vec(any::<u8>(), 35)) {
             if let Some(addresses) = read_addresses(&bytes) {
                 prop_assert!(!addresses.is_empty() && addresses.len() <= 11);
-                // Written anew they take no more room.
+                // Encoded again they take no more room.
                 let mut out = [0; 35];
                 put_addresses(&mut out, &addresses);
                 prop_assert_eq!(read_addresses(&out).unwrap(), addresses);

@@ -1,12 +1,12 @@
 //! NCCL's profiler callback, as a listener for the transport's events.
 //!
-//! What stands here is what bites: which releases bear which calls, and how a piece is described so that somebody
-//! understands it. When and how often is decided in [`crate::engine::events`].
+//! This file knows what differs between releases: which of them tolerate which calls, and how a piece is described.
+//! When and how often an event is reported is decided in [`crate::engine::events`].
 //!
 //! | NCCL | interface | events |
 //! |---|---|---|
-//! | 2.26 | v10 | off unless asked for; every call that is not a start is taken for a stop, so no update is sent |
-//! | 2.27 | v10 | off unless asked for: a start under a profiler without ProxyStep and NetPlugin events crashes |
+//! | 2.26 | v10 | off by default; every call that is not a start is treated as a stop, so no update is sent |
+//! | 2.27 | v10 | off by default: a start under a profiler without ProxyStep and NetPlugin events crashes |
 //! | 2.28 and later | v11, v12 | on |
 
 use std::ffi::{CStr, c_int, c_void};
@@ -22,14 +22,14 @@ use crate::nccl::net_event::{
 use crate::os::config::NetEvents;
 use crate::os::ticks::Ticks;
 
-/// NCCL's number for release 2.27.0, the first that understands updates.
+/// NCCL's number for release 2.27.0, the first that supports updates.
 const UPDATES_SINCE: c_int = 22_700;
-/// NCCL's number for release 2.28.0, the first that bears events under any profiler.
+/// NCCL's number for release 2.28.0, the first that tolerates events under any profiler.
 const ALWAYS_SINCE: c_int = 22_800;
 
 /// `IBV_WR_RDMA_WRITE_WITH_IMM`: how a queue pair's share of a message ends.
 const WRITE_WITH_IMMEDIATE: i32 = 1;
-/// `IBV_WC_RECV_RDMA_WITH_IMM`: how its receiver learns of it.
+/// `IBV_WC_RECV_RDMA_WITH_IMM`: the completion of it at the receiver.
 const RECEIVED_IMMEDIATE: i32 = 129;
 
 type Callback = unsafe extern "C" fn(*mut *mut c_void, c_int, *mut c_void, i64, *mut c_void) -> ffi::ncclResult_t;
@@ -42,11 +42,11 @@ pub struct NcclProfiler {
     updates: bool,
 }
 
-/// NCCL's profiler behind `callback`, or nothing when it must not be told of transfers. `api` is the version of the
+/// NCCL's profiler behind `callback`, or None when transfers must not be reported to it. `api` is the version of the
 /// network interface.
 pub fn new(callback: ffi::ncclProfilerCallback_t, api: u8, wishes: NetEvents) -> Option<Arc<dyn Listener>> {
     let callback = callback?;
-    // Where the library does not say, the interface does: v10 is spoken by 2.26 and 2.27 only.
+    // If the library has no version function, the interface decides: only 2.26 and 2.27 use v10.
     let release = release_of(callback).unwrap_or(if api > 10 { ALWAYS_SINCE } else { UPDATES_SINCE - 1 });
     if wishes == NetEvents::Off || wishes == NetEvents::Auto && release < ALWAYS_SINCE {
         return None;
@@ -54,7 +54,7 @@ pub fn new(callback: ffi::ncclProfilerCallback_t, api: u8, wishes: NetEvents) ->
     Some(Arc::new(NcclProfiler { callback, wishes, updates: release >= UPDATES_SINCE }))
 }
 
-/// The release of the library that a function lies in, by its `ncclGetVersion`.
+/// The release of the library that contains a function, by its `ncclGetVersion`.
 fn release_of(callback: Callback) -> Option<c_int> {
     let home = library_of(callback as *const c_void)?;
     let name = c"ncclGetVersion".as_ptr();
@@ -67,14 +67,14 @@ fn release_of(callback: Callback) -> Option<c_int> {
         // SAFETY: opened above. The callback's owner keeps it mapped.
         unsafe { libc::dlclose(library) };
     }
-    // Another NCCL in the same process would say something else.
+    // Another NCCL in the same process would have another version.
     if symbol.is_null() || library_of(symbol)?.dli_fbase != home.dli_fbase {
         return None;
     }
-    // SAFETY: NCCL's function of that name, in the library whose callback we were given.
+    // SAFETY: NCCL's function of that name, in the library that contains the callback.
     let version = unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_int) -> c_int>(symbol) };
     let mut number = 0;
-    // SAFETY: a valid place for the answer.
+    // SAFETY: a valid place for the result.
     let code = unsafe { version(&mut number) };
     (code == 0 && number > 0).then_some(number)
 }
@@ -93,8 +93,8 @@ fn library_of(address: *const c_void) -> Option<libc::Dl_info> {
 
 impl NcclProfiler {
     fn call(&self, event: &mut *mut c_void, kind: c_int, transfer: *mut c_void, id: i64, data: *mut c_void) {
-        // SAFETY: NCCL's function. A start's transfer is alive by the promise of `Listener::start`; the data are what
-        // the identifier says they are.
+        // SAFETY: NCCL's function. A start's transfer is alive by the promise of `Listener::start`; the data have the
+        // type that the identifier names.
         let code = unsafe { (self.callback)(event, kind, transfer, id, data) };
         if code != ffi::ncclSuccess {
             tracing::trace!("NCCL's profiler callback answered {code}");
@@ -103,8 +103,8 @@ impl NcclProfiler {
 }
 
 impl NcclProfiler {
-    /// Tells of what has ended: the part at `data`, and those behind it that it speaks of, or a sum, as the identifier says.
-    /// Whether it was taken.
+    /// Reports what has ended: the part at `data`, and those behind it that it counts, or a sum, as the identifier
+    /// shows. Returns whether it was taken.
     fn start_and_stop(&self, transfer: *mut c_void, id: i64, data: *mut c_void) -> bool {
         let mut event = std::ptr::null_mut();
         self.call(&mut event, ffi::ncclProfilerNetEventStart as c_int, transfer, id, data);
@@ -182,13 +182,13 @@ impl Listener for NcclProfiler {
 
     unsafe fn sum(&self, transfer: *mut c_void, sum: NetSum, ended: Ticks) -> bool {
         let mut news = NetSumNews { sum, ended: ended.number(), taken: false };
-        // Who else than our profiler may be asked, in a process with two NCCLs, takes it for an event.
+        // A profiler other than Towline's, in a process with two NCCLs, would treat it as an event.
         self.start_and_stop(transfer, PLUGIN_ID_SUM, (&raw mut news).cast()) || news.taken
     }
 
     unsafe fn whole(&self, transfer: *mut c_void, whole: &Whole<'_>) -> bool {
         if let [over] = whole.chunks {
-            // As most are.
+            // The usual case.
             let mut part = describe_over(whole, over);
             return self.start_and_stop(transfer, PLUGIN_ID, (&raw mut part).cast());
         }
@@ -226,7 +226,7 @@ fn verbs_operation(send: bool) -> i32 {
     if send { WRITE_WITH_IMMEDIATE } else { RECEIVED_IMMEDIATE }
 }
 
-/// What of a path is told with each part: carrier, device, operation, queue pair, and the peer.
+/// The properties of a path that are reported with each part: carrier, device, operation, queue pair, and the peer.
 fn set_path(event: &mut NetEvent, path: &Path, send: bool) {
     (event.carrier, event.device, event.opcode, event.queue_pair) = match path.carrier {
         Carrier::None => (0, 0, 0, 0),
@@ -238,7 +238,7 @@ fn set_path(event: &mut NetEvent, path: &Path, send: bool) {
     }
 }
 
-/// What [`describe`] says of the piece that the chunk makes.
+/// As [`describe`], for the piece that the chunk makes.
 fn describe_over(whole: &Whole<'_>, over: &Over) -> NetEvent {
     let (chunk, path) = (&over.chunk, whole.path(over));
     let [receiver, socket, credit] = Wait::ALL.map(|wait| over.waits[wait as usize]);
@@ -304,7 +304,7 @@ mod tests {
     use super::*;
 
     thread_local! {
-        /// The calls of the profiler's that a test has seen.
+        /// The calls to the profiler that a test has seen.
         static CALLS: RefCell<Vec<c_int>> = const { RefCell::new(Vec::new()) };
     }
 
@@ -320,7 +320,7 @@ mod tests {
         0
     }
 
-    /// One that takes everything for an event.
+    /// A profiler that treats every call as an event.
     unsafe extern "C" fn takes(event: *mut *mut c_void, kind: c_int, _: *mut c_void, _: i64, _: *mut c_void) -> u32 {
         CALLS.with_borrow_mut(|calls| calls.push(kind));
         if kind == START {

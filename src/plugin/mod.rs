@@ -1,4 +1,4 @@
-//! Contexts, devices, connection handles: what NCCL calls a network plugin, in typed Rust.
+//! Contexts, devices, connection handles: what NCCL expects of a network plugin, in typed Rust.
 //!
 //! `abi` above translates C calls into calls of [`facade`]; the backends below know nothing of NCCL's life cycle.
 

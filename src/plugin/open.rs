@@ -12,12 +12,12 @@ impl Open {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One is NCCL's from here on.
+    /// A communicator has been handed to NCCL.
     pub fn add(&self, comm: usize) {
         self.lock().insert(comm);
     }
 
-    /// One was closed. Whether it was one of these.
+    /// One was closed. Returns whether it was one of these.
     pub fn forget(&self, comm: usize) -> bool {
         self.lock().remove(&comm)
     }

@@ -1,7 +1,7 @@
-//! What the process has once: devices, tables of everything that NCCL holds handles of, the backends.
+//! The state that exists once per process: devices, tables of everything that NCCL holds handles of, the backends.
 //!
-//! A forked child gets a fresh one. Its parent's threads do not exist there, its parent's descriptors are closed by
-//! the fork handler, and its parent's handles name nothing.
+//! A forked child gets a fresh one. Its parent's threads do not exist there, the fork handler has closed its parent's
+//! descriptors, and its parent's handles are invalid.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -24,7 +24,7 @@ use crate::session::acceptor;
 use crate::session::net::Net;
 use crate::session::seal::key::SharedKey;
 
-/// Everything that lives as long as the process.
+/// Everything that exists as long as the process.
 pub struct Process {
     generation: u32,
     /// Physical and virtual devices.
@@ -40,7 +40,8 @@ pub struct Process {
     initialising: Mutex<()>,
 }
 
-/// A cache line of its own: it is read in every call, and its neighbours would be counters that every call writes.
+/// A cache line of its own: it is read in every call, and would otherwise share the line with counters that every call
+/// writes.
 #[repr(align(128))]
 struct Lonely(AtomicPtr<Process>);
 
@@ -69,9 +70,9 @@ fn make(current: *mut Process, now: u32) -> &'static Process {
         // SAFETY: it was just made and now belongs to the static, which never frees it.
         Ok(_) => unsafe { &*fresh },
         Err(other) => {
-            // SAFETY: nobody else has seen `fresh`.
+            // SAFETY: no other thread has seen `fresh`.
             drop(unsafe { Box::from_raw(fresh) });
-            // SAFETY: another thread put it there a moment ago, by the same means.
+            // SAFETY: another thread put it there a moment ago, in the same way.
             unsafe { &*other }
         }
     }
@@ -97,9 +98,9 @@ impl Process {
 
     /// NCCL's `init`: reads the configuration, finds the devices, starts a context.
     ///
-    /// Where the user asks for encryption it does not fail. NCCL disables a plugin whose `init` fails and goes on with
-    /// its own InfiniBand or Socket transport, which do not encrypt (`plugin/net.cc`). So a failure is kept, and
-    /// answers every `listen` and `connect` of the context: the job ends instead of running in clear.
+    /// Where the user requires encryption this does not fail. NCCL disables a plugin whose `init` fails and uses its
+    /// own InfiniBand or Socket transport, which do not encrypt (`plugin/net.cc`). So a failure is kept, and every
+    /// `listen` and `connect` of the context fails with it: the job ends instead of running unencrypted.
     ///
     /// # Errors
     /// When no interface can be used.
@@ -114,7 +115,8 @@ impl Process {
         process.start_or_refuse(args, &config, || process.start(args, &config, &complaints))
     }
 
-    /// As [`Process::init`] promises, whatever goes wrong: a defect of Towline must not lead to a job in clear either.
+    /// Keeps the promise of [`Process::init`] whatever goes wrong: a defect of Towline must not lead to an unencrypted
+    /// job either.
     fn start_or_refuse(
         &self,
         args: &InitArgs,
@@ -124,13 +126,13 @@ impl Process {
         if config.key_file.is_none() {
             return start();
         }
-        // After a panic nothing of it is used again but what guards itself: locks that were poisoned are taken all the same.
+        // After a panic only state that protects itself is used again: poisoned locks are taken anyway.
         let started = catch_unwind(AssertUnwindSafe(start))
             .unwrap_or_else(|payload| Err(Error::internal(format!("a defect of Towline: {}", panic_text(&*payload)))));
         started.or_else(|error| self.refuse(args, config, error))
     }
 
-    /// A context that connects to nobody, and at least one device, so that NCCL stays with this plugin.
+    /// A context that makes no connection, and at least one device, so that NCCL stays with this plugin.
     fn refuse(&self, args: &InitArgs, config: &Config, error: Error) -> Result<usize> {
         tracing::warn!("no connections will be made, because TOWLINE_KEY_FILE asks for encryption: {error}");
         if self.devices.properties(0).is_err() {
@@ -150,8 +152,8 @@ impl Process {
             }
         }
         let key = process.key(config)?;
-        // From v11 on every communicator calls this, and the numbers of virtual devices must stay while one lives; FlagCX
-        // calls it beside them. Before the first success there are none.
+        // From v11 on every communicator calls this, and the numbers of virtual devices must stay while one exists;
+        // FlagCX calls it in addition. Before the first success there are no contexts.
         let is_alone = process.contexts.is_empty() || first;
         if is_alone || args.api < 11 && args.host == Host::Nccl {
             let found = devices::discover(config)?;
@@ -195,8 +197,8 @@ impl Process {
         Ok(self.contexts.insert(context)?.encode())
     }
 
-    /// The key that the configuration asks for. It is read at the first `init` and stays: a later `init` must not ask
-    /// for what the process's connections do not do.
+    /// The key that the configuration names. It is read at the first `init` and stays: a later `init` must not require
+    /// something that the process's connections do not do.
     fn key(&self, config: &Config) -> Result<Option<SharedKey>> {
         let Some(KeyFile(path)) = &config.key_file else { return Ok(None) };
         let Some(net) = self.net.get() else { return SharedKey::load(Path::new(path)).map(Some) };
@@ -228,7 +230,7 @@ impl Process {
     /// The context in which a connection is to be made.
     ///
     /// # Errors
-    /// When it has ended or connects to nobody, or `init` was never called.
+    /// When it has ended or makes no connections, or `init` was never called.
     pub fn context(&self, ctx: Option<usize>) -> Result<Arc<Context>> {
         let context = match ctx.unwrap_or_else(|| self.default_context.load(Ordering::Acquire)) {
             0 => {
@@ -243,10 +245,10 @@ impl Process {
         }
     }
 
-    /// A context was ended by NCCL.
+    /// NCCL has ended a context.
     pub fn context_ended(&self, _ctx: usize) {
         if self.contexts.is_empty() {
-            // NCCL may unload itself now, and its logger with it.
+            // NCCL may now unload itself, together with its logger.
             log::forget_logger();
         }
     }
@@ -259,10 +261,10 @@ impl Process {
         self.net.get().ok_or_else(|| Error::usage("the plugin was not initialised in this process"))
     }
 
-    /// Joins devices to a virtual one and gives its number.
+    /// Merges devices into a virtual one and returns its number.
     ///
     /// # Errors
-    /// As [`Devices::make_vdevice`], and when the devices are to stay separate.
+    /// As [`Devices::make_vdevice`], and when the devices must stay separate.
     pub fn make_vdevice(&self, members: &[i32]) -> Result<i32> {
         let config = &self.net()?.config;
         let policy = MergePolicy {
@@ -272,7 +274,7 @@ impl Process {
         };
         self.devices.make_vdevice(members, policy)?.map_err(|why| {
             let refused = Error::usage(why);
-            // NCCL goes on with the single devices: nothing to be warned of.
+            // NCCL uses the single devices: no reason for a warning.
             if refused.tell_once() {
                 tracing::info!(target: log::NET, "{refused}");
             }
@@ -280,16 +282,16 @@ impl Process {
         })
     }
 
-    /// Whether a context lives that carries the communicator with this id, or any where it is not told.
+    /// Whether there is a context for the communicator with this id, or any context if no id is passed.
     fn carries(&self, comm: Option<u64>) -> bool {
         self.contexts.any(|context| context.refusal().is_none() && comm.is_none_or(|id| id == context.comm_id))
     }
 
-    /// Whether one-sided operations of the communicator with this id can go over Towline; else why not. NCCL calls the
-    /// network's `init` before, with the same id.
+    /// Checks whether one-sided operations of the communicator with this id can use Towline. NCCL calls the network's
+    /// `init` before, with the same id.
     ///
     /// # Errors
-    /// A sentence for the log.
+    /// The reason why not, a sentence for the log.
     pub fn offers_one_sided(&self, comm: u64) -> std::result::Result<(), &'static str> {
         let Some(net) = self.net.get() else { return Err("no communicator of this process uses Towline") };
         if !net.config.rma {
@@ -301,8 +303,8 @@ impl Process {
         if self.backends.rdma().is_some() { Err("they go over TCP only, and the devices are RDMA's") } else { Ok(()) }
     }
 
-    /// Whether a communicator that is being made gets advice about its collectives: Towline carries its traffic over TCP,
-    /// and the user does not object. `comm` is its id; none where the interface does not tell.
+    /// Whether a communicator that is being made gets advice about its collectives: Towline carries its traffic over
+    /// TCP, and the user has not switched advice off. `comm` is its id; None where the interface does not pass it.
     ///
     /// NCCL calls the network's `init` before the tuner's, with the same id (v11 and later).
     pub fn tunes(&self, comm: Option<u64>) -> Option<Scope> {
@@ -319,7 +321,7 @@ mod tests {
     use super::*;
     use crate::os::error::Cause;
 
-    /// NCCL would go on in clear if `init` failed.
+    /// NCCL would run unencrypted if `init` failed.
     #[test]
     fn a_panic_in_init_refuses_connections_where_encryption_is_asked_for() {
         let process = Process::new(0);

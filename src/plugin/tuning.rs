@@ -1,10 +1,11 @@
 //! How to run a collective between nodes over TCP: algorithm, protocol and number of channels.
 //!
-//! NCCL chooses from estimates made for RDMA. `cost` predicts what each way takes over sockets; the cheapest one that
-//! NCCL allows is advised.
+//! NCCL chooses from estimates made for RDMA. `cost` predicts the time of each way over sockets; the advice is the
+//! cheapest one that NCCL allows.
 //!
-//! All ranks of a communicator must give the same answer, or the job hangs. So an answer is a function of the question
-//! alone, and whether there are answers is settled once, when NCCL makes the communicator's tuner ([`bind_tuner`](super::facade::bind_tuner)).
+//! All ranks of a communicator must get the same advice, or the job hangs. So it is a function of the query alone, and
+//! whether advice is given is decided once, when NCCL makes the communicator's tuner
+//! ([`bind_tuner`](super::facade::bind_tuner)).
 
 mod cost;
 
@@ -17,7 +18,7 @@ pub struct Shape {
     pub nodes: usize,
 }
 
-/// The collectives that NCCL asks about.
+/// The collectives that NCCL requests advice about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs, reason = "NCCL's names")]
 pub enum Collective {
@@ -28,14 +29,14 @@ pub enum Collective {
     AllReduce,
 }
 
-/// What NCCL wants to know.
+/// NCCL's query.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Question {
-    /// Of which communicator.
+    /// The communicator.
     pub shape: Shape,
-    /// Which operation.
+    /// The operation.
     pub collective: Collective,
-    /// The larger of what a rank gives and what it gets.
+    /// The larger of a rank's input and output, in bytes.
     pub bytes: usize,
 }
 
@@ -59,34 +60,34 @@ pub enum Protocol {
 /// A way to run a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Way {
-    /// Along which paths.
+    /// The algorithm.
     pub algorithm: Algorithm,
-    /// In which form.
+    /// The protocol.
     pub protocol: Protocol,
-    /// On how many channels; [`MANY`] stands for all that NCCL has.
+    /// The number of channels; [`MANY`] stands for all that NCCL has.
     pub channels: u32,
 }
 
-/// So many channels or more: all that NCCL made for the speed of the network.
+/// This many channels or more: all that NCCL made for the speed of the network.
 pub const MANY: u32 = 8;
 
 /// The numbers of channels that are compared.
 const CHANNELS: [u32; 4] = [1, 2, 4, MANY];
 
-/// What a communicator is advised about.
+/// What may be advised for a communicator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Scope {
-    /// Whether the number of channels may be set: not where the user set a least number.
+    /// Whether the number of channels may be set: not where the user set a minimum.
     pub channels: bool,
-    /// Whether the algorithm and the protocol may be set without NCCL's table, which says what the user excluded.
+    /// Whether the algorithm and the protocol may be set without NCCL's table, which shows what the user excluded.
     pub without_table: bool,
 }
 
-/// Up to this many bytes the network decides also where a node has several GPUs. Above, NVLink's part counts, and
-/// NCCL's own estimates are left in force.
+/// Up to this many bytes the network decides even where a node has several GPUs. Above, NVLink's part matters, and
+/// NCCL's own estimates are kept.
 const SEVERAL_GPUS_MAX: usize = 4 << 20;
 
-/// The cheapest way that `is_allowed`; none where NCCL's own choice stays.
+/// The cheapest way for which `is_allowed` holds; None where NCCL's own choice stays.
 pub fn advise(question: &Question, is_allowed: impl Fn(Algorithm, Protocol) -> bool) -> Option<Way> {
     let Shape { ranks, nodes } = question.shape;
     if nodes < 2 || (ranks > nodes && question.bytes > SEVERAL_GPUS_MAX) {
@@ -143,7 +144,7 @@ mod tests {
         assert_eq!(advise(&question, |_, _| false), None);
     }
 
-    /// LL doubles the bytes on the wire and is copied by NCCL's proxy thread: with many it never pays.
+    /// LL doubles the bytes on the wire and is copied by NCCL's proxy thread: with many bytes it never pays.
     #[test]
     fn large_operations_never_use_ll_and_small_ones_always_do() {
         for nodes in [2, 3, 4, 8] {

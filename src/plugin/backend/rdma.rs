@@ -1,4 +1,4 @@
-//! The RDMA backend as the plugin sees it.
+//! The RDMA backend, as the plugin uses it.
 
 use std::ffi::CString;
 use std::net::SocketAddr;
@@ -31,10 +31,10 @@ pub struct Rdma {
     registered: Table<Registration>,
 }
 
-/// The RDMA backend, if the configuration wants it: with `auto`, a host without it runs over TCP and says so once.
+/// The RDMA backend, if the configuration wants it: with `auto`, a host without it uses TCP, which is logged once.
 ///
 /// # Errors
-/// When the configuration insists on it, and there is none.
+/// When the configuration requires it, and there is none.
 pub fn find(config: &Config) -> Result<Option<Rdma>> {
     if let Some(why) = ruled_out(config) {
         if config.backend != config::Backend::Tcp {
@@ -65,8 +65,8 @@ pub fn find(config: &Config) -> Result<Option<Rdma>> {
 }
 
 impl Rdma {
-    /// One device for each port. Its connections come about over all interfaces that are chosen for sockets, the first one
-    /// first: one whose control channel falls silent goes on over another.
+    /// One device for each port. Its control channels use all interfaces that are chosen for sockets, the first one
+    /// first: a channel that falls silent continues over another.
     pub fn plans(&self, interfaces: &[Plan]) -> Vec<Plan> {
         let mut rails: Vec<Rail> = Vec::new();
         for rail in interfaces.iter().flat_map(|plan| &plan.rails) {
@@ -77,7 +77,7 @@ impl Rdma {
         self.backend.adapters.iter().enumerate().map(|(place, adapter)| plan(place, adapter, &rails)).collect()
     }
 
-    /// The registration that a value from NCCL names; none when the host gave none.
+    /// The registration that a value from NCCL names; None when the host passed none.
     fn registration(&self, mr: usize) -> Result<Option<Arc<Registration>>> {
         if mr == 0 { Ok(None) } else { self.registered.get(mr).map(Some) }
     }
@@ -104,9 +104,9 @@ fn plan(place: usize, adapter: &Arc<Adapter>, rails: &[Rail]) -> Plan {
     }
 }
 
-/// The kinds of memory that a device takes, as NCCL's flags. The two ways to GPU memory stay apart: NCCL may be unable to
-/// use DMA-BUF (an old release or driver, `NCCL_DMABUF_ENABLE=0`), and `PTR_CUDA` alone tells it to register GPU memory by
-/// its address, which takes a peer-memory module. Without either it copies through host memory.
+/// The kinds of memory that a device accepts, as NCCL's flags. The two ways to GPU memory have separate flags: NCCL may
+/// be unable to use DMA-BUF (an old release or driver, `NCCL_DMABUF_ENABLE=0`), and `PTR_CUDA` alone makes it register
+/// GPU memory by its address, which takes a peer-memory module. Without either it copies through host memory.
 fn kinds(has_peer_memory: bool, takes_dmabuf: bool) -> i32 {
     let by_address = if has_peer_memory { PTR_CUDA } else { 0 };
     let by_descriptor = if takes_dmabuf { PTR_DMABUF } else { 0 };
@@ -157,14 +157,14 @@ impl Backend for Rdma {
 
 super::forward!(greeting::Listening, greeting::Attempt);
 
-/// The backend of a connection over RDMA. It is found once and stays.
+/// The backend of a connection over RDMA. It is looked up once and stays.
 #[inline]
 fn of(backends: &Backends) -> Result<&Rdma> {
     backends.rdma().ok_or_else(|| Error::internal("a connection over RDMA in a process without that backend"))
 }
 
-/// Registrations may overlap, since NCCL rounds them to pages: when one ends, only requests that were posted with it are
-/// concerned.
+/// Registrations may overlap, since NCCL rounds them to pages: when one ends, only the requests that were posted with
+/// it are affected.
 macro_rules! connected {
     ($conn:ty, $send:literal) => {
         impl Connected for $conn {
@@ -207,12 +207,12 @@ impl Sending for RdmaSend {
     unsafe fn isend(&self, backends: &Backends, part: &Part) -> Result<Option<Ticket>> {
         let registered = &of(backends)?.registered;
         let (address, size) = (part.data.addr() as u64, part.size as u64);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the same promise.
         let begun = unsafe { self.send_at_once((address, size), part.tag, (part.mr, registered), part.profiler) }?;
         if begun.is_some() {
             return Ok(begun);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the same promise.
         unsafe { send_the_long_way(self, part, registered) }
     }
 }
@@ -222,7 +222,7 @@ impl Sending for RdmaSend {
 #[inline(never)]
 unsafe fn send_the_long_way(conn: &RdmaSend, part: &Part, registered: &Table<Registration>) -> Result<Option<Ticket>> {
     let (address, size) = (part.data.addr() as u64, part.size as u64);
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps the same promise.
     let send = |memory: Option<(usize, &_)>| unsafe { conn.isend(address, size, part.tag, memory, part.profiler) };
     if part.mr == 0 {
         return send(None);
@@ -239,7 +239,7 @@ impl Receiving for RdmaRecv {
             Ok(Some(Posted { address: part.data.addr() as u64, size: part.size as u64, tag: part.tag, memory }))
         };
         if let [part] = parts {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller keeps the same promise.
             return unsafe { self.irecv(&mut [registered(part)?], &[part.profiler]) };
         }
         let mut posted = [const { None }; MAX_PARTS];
@@ -249,12 +249,12 @@ impl Receiving for RdmaRecv {
             *profiler = part.profiler;
         }
         let count = parts.len().min(MAX_PARTS);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the same promise.
         unsafe { self.irecv(&mut posted[..count], &profilers[..count]) }
     }
 
     fn iflush(&self, backends: &Backends, parts: &[Part]) -> Result<Option<Ticket>> {
-        // The last part that has data: what came before it came the same way.
+        // The last part with data: everything before it arrived over the same queue pairs.
         let Some(last) = parts.iter().rfind(|part| part.size > 0) else { return Ok(None) };
         self.iflush(last.data.addr() as u64, of(backends)?.registration(last.mr)?)
     }

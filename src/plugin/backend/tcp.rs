@@ -1,4 +1,4 @@
-//! The TCP backend as the plugin sees it.
+//! The TCP backend, as the plugin uses it.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -67,8 +67,8 @@ impl Backend for Tcp {
 
 super::forward!(Listener, tcp::attempt::Attempt);
 
-/// The host takes back memory: NCCL's registrations of host memory for one connection do not overlap, so the address tells
-/// which requests that concerns.
+/// The host takes memory back: NCCL's registrations of host memory for one connection do not overlap, so the address
+/// identifies the requests concerned.
 macro_rules! connected {
     ($conn:ty, $send:literal) => {
         impl Connected for $conn {
@@ -107,7 +107,7 @@ connected!(RecvConn, false);
 impl Sending for SendConn {
     #[inline]
     unsafe fn isend(&self, _backends: &Backends, part: &Part) -> Result<Option<Ticket>> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the same promise.
         unsafe { self.isend(part.data, part.size, part.tag, part.profiler) }
     }
 }
@@ -117,7 +117,7 @@ impl Receiving for RecvConn {
     unsafe fn irecv(&self, _backends: &Backends, parts: &[Part]) -> Result<Option<Ticket>> {
         if let [part] = parts {
             // Nearly every group: no arrays of eight to fill.
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller keeps the same promise.
             return unsafe { self.irecv(&[(part.data, part.size, part.tag)], &[part.profiler]) };
         }
         let mut posted = [(std::ptr::null_mut(), 0, 0); MAX_PARTS];
@@ -127,11 +127,11 @@ impl Receiving for RecvConn {
             *profiler = part.profiler;
         }
         let count = parts.len().min(MAX_PARTS);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the same promise.
         unsafe { self.irecv(&posted[..count], &profilers[..count]) }
     }
 
-    /// Sockets fill host memory by the processor, which the GPU sees as it is.
+    /// With sockets the processor fills host memory, which the GPU sees without a flush.
     fn iflush(&self, _backends: &Backends, _parts: &[Part]) -> Result<Option<Ticket>> {
         Ok(None)
     }

@@ -1,4 +1,4 @@
-//! The RDMA backend of a library that was built without it: there is never one.
+//! The RDMA backend of a library that was built without it: it never exists.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -15,7 +15,7 @@ use crate::session::net::Net;
 pub struct Rdma(Infallible);
 
 /// # Errors
-/// When the configuration insists on RDMA.
+/// When the configuration requires RDMA.
 pub fn find(config: &Config) -> Result<Option<Rdma>> {
     if config.backend == config::Backend::Rdma {
         return Err(Error::usage("TOWLINE_BACKEND=rdma asks for the RDMA backend, which this build does not have")

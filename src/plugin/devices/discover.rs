@@ -7,16 +7,16 @@ use crate::os::interfaces::{self, Interface, Why, Wish};
 use crate::os::sysfs::Sysfs;
 use std::fmt;
 
-/// The devices of this host, and why these.
+/// The devices of this host, and the reasons for the choice.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Discovery {
     /// The physical devices in NCCL's order; at least one.
     pub plans: Vec<Plan>,
     /// Which rule chose the interfaces.
     pub why: Why,
-    /// What the user should know although it is no failure: a named rail that is not there, or is down.
+    /// Warnings that are not failures: a named rail that is missing, or is down.
     pub warnings: Vec<String>,
-    /// Interfaces that `TOWLINE_RAILS=all` passes over, each with the reason.
+    /// Interfaces that `TOWLINE_RAILS=all` skips, each with the reason.
     pub passed_over: Vec<String>,
 }
 
@@ -38,13 +38,13 @@ impl fmt::Display for Discovery {
     }
 }
 
-/// The devices that the configuration asks for on this host.
+/// The devices that the configuration selects on this host.
 ///
 /// # Errors
-/// When no interface is left, with the interfaces that there are; or when the system does not list them.
+/// When no interface is left, with a list of the existing interfaces; or when the system does not list them.
 pub fn discover(config: &Config) -> Result<Discovery> {
     let all = interfaces::list()?;
-    // A look-up of NCCL_COMM_ID's host may take a while, and only one rule wants it.
+    // A look-up of NCCL_COMM_ID's host may take a while, and only one rule needs it.
     let hint = if config.socket_ifname.is_none() { config.comm_id.as_deref() } else { None };
     let wish = Wish {
         names: config.socket_ifname.as_deref(),
@@ -109,8 +109,8 @@ fn rail(interface: &Interface, config: &Config, sysfs: &Sysfs) -> Rail {
     }
 }
 
-/// Most drivers tell no speed without a carrier. Rails of one device are mostly alike, so such a one counts as the slowest
-/// that runs: NCCL asks for the speed once, and the rail will be back.
+/// Most drivers report no speed without a carrier. Rails of one device are mostly alike, so such a rail counts as the
+/// slowest running one: NCCL reads the speed once, and the rail will come back.
 fn presume_speed_of_down(rails: &mut [Rail], config: &Config) {
     let slowest = rails.iter().filter(|rail| rail.running && rail.speed_is_known).map(|rail| rail.speed_mbps).min();
     let Some(presumed) = slowest.filter(|_| config.speed.is_none()) else { return };
@@ -141,7 +141,7 @@ fn missing_name(name: &str, all: &[Interface]) -> String {
     )
 }
 
-/// What was probably meant by a list of rails that are all missing.
+/// The list that was probably meant, when all rails of a list are missing.
 fn meant_rails(names: &[String], all: &[Interface]) -> Option<String> {
     let near = |name: &String| nearest(name, all.iter().map(|one| one.name.as_str()).filter(|near| near != name));
     let is_there = |name: &str| all.iter().any(|one| one.name == *name);
@@ -204,7 +204,7 @@ mod tests {
         vec![up("lo", "127.0.0.1"), up("eth0", "10.0.0.1"), up("eth1", "10.0.1.1"), down]
     }
 
-    /// A sysfs in which eth1 has a speed and is a second port, br-1f2e is a bridge, and nobody else is known.
+    /// A sysfs in which eth1 has a speed and is a second port, br-1f2e is a bridge, and nothing else is known.
     fn sysfs() -> (tempfile::TempDir, Sysfs) {
         let dir = tempfile::tempdir().expect("a directory");
         for (name, mac) in [("eth0", "02:00:00:00:00:01"), ("eth1", "02:00:00:00:00:02")] {
@@ -317,7 +317,7 @@ mod tests {
         assert!(
             found.to_string().contains("[0]eth9:10.0.9.1(25000 Mbit/s assumed, down)+eth1:10.0.1.1(25000 Mbit/s);")
         );
-        // Processes that start when it is up and when it is not agree on what the device is.
+        // Processes that start while it is up and while it is not agree on the device.
         let all_up: Vec<_> = host().into_iter().map(|one| Interface { running: true, ..one }).collect();
         let later = with_on(&all_up, &[("TOWLINE_RAILS", "eth9,eth1")]).expect("devices");
         assert_eq!((later.plans[0].guid, later.warnings.len()), (plan.guid, 0));
@@ -350,7 +350,7 @@ mod tests {
         assert_eq!(with_on(&host, &[]).expect("devices").plans.len(), 2, "a device of its own must be running");
         host.extend([up("ib0", "10.9.0.1"), idle("ib1", "10.9.1.1")]);
         assert_eq!(names(&host, &[]), ["ib0", "ib1"]);
-        // What is down decides no rule.
+        // An interface that is down decides no rule.
         host.retain(|one| one.name != "ib0");
         assert_eq!(names(&host, &[]), ["eth0", "eth1", "eth9", "ib1"]);
     }

@@ -1,17 +1,18 @@
-//! Which devices NCCL may merge into a virtual one.
+//! Which devices NCCL may merge into a virtual device.
 //!
-//! NCCL 2.24 and later ask for a merge through `makeVDevice` when the members are close enough: by default, when they are
-//! ports of one card (`NCCL_NET_MERGE_LEVEL=PORT`). NCCL measures that distance in its tree of PCI devices, and hangs every
-//! interface that has no PCI path below the first processor, so all of them count as ports of one card. Then it places the
-//! merged device beside the members' common PCI parent, which these do not have: the members are dropped, the merged device
-//! is nowhere, and the first collective ends with "Could not find any local path from gpu 0 to net" (`graph/topo.cc`,
-//! ncclTopoGetVNicParent; NCCL 2.28.9). VLANs, bonds over virtual NICs, veth, macvlan and ipvlan have no PCI path.
+//! NCCL 2.24 and later request a merge through `makeVDevice` when the members are close enough: by default, when they
+//! are ports of one card (`NCCL_NET_MERGE_LEVEL=PORT`). NCCL measures that distance in its tree of PCI devices, and
+//! attaches every interface without a PCI path to the first processor, so all of them count as ports of one card. Then
+//! it places the merged device beside the members' common PCI parent, which these do not have: the members are removed,
+//! the merged device is not in the tree, and the first collective ends with "Could not find any local path from gpu 0
+//! to net" (`graph/topo.cc`, ncclTopoGetVNicParent; NCCL 2.28.9). VLANs, bonds over virtual NICs, veth, macvlan and
+//! ipvlan have no PCI path.
 //!
-//! NCCL 2.26 and later go on with the physical devices when a merge is refused, and say so at INFO. NCCL 2.24 and 2.25 end
+//! NCCL 2.26 and later use the physical devices when a merge is refused, and log that at INFO. NCCL 2.24 and 2.25 end
 //! the job, so the interface that they load does not offer merging at all (`abi::v9`).
 //!
-//! Interfaces are left apart unless the user asks: NCCL spreads its channels over two devices, which moves large messages
-//! faster than one device of two rails.
+//! Interfaces stay separate unless the user requests merging: NCCL spreads its channels over two devices, which moves
+//! large messages faster than one device of two rails.
 
 use super::Plan;
 
@@ -27,7 +28,7 @@ pub struct MergePolicy {
 }
 
 impl MergePolicy {
-    /// Why these devices are not merged, in a sentence; `None` when they may be. A device by itself always may.
+    /// Why these devices are not merged, in a sentence; `None` when they may be. A single device always may.
     pub fn refuse(self, plans: &[&Plan]) -> Option<String> {
         if plans.len() < 2 {
             return None;

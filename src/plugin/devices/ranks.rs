@@ -1,8 +1,8 @@
-//! Which interfaces come before which, and which have a wire of their own.
+//! The order of interfaces, and which of them have a wire of their own.
 //!
-//! NCCL uses the net devices with the highest bandwidth to a GPU and ignores the others (`graph/topo.cc`, ncclTopoGetLocal).
-//! So the speed that is reported for an interface of unknown speed decides whether it displaces a real one: an overlay, the
-//! USB link to a server's management controller, or the loopback.
+//! NCCL uses the net devices with the highest bandwidth to a GPU and ignores the others (`graph/topo.cc`,
+//! ncclTopoGetLocal). So the speed that is reported for an interface of unknown speed decides whether it displaces a
+//! real one: an overlay, the USB link to a server's management controller, or the loopback may have an unknown speed.
 
 use std::net::IpAddr;
 
@@ -10,8 +10,8 @@ use super::{Rail, UNKNOWN_SPEED_MBPS};
 use crate::os::interfaces::Interface;
 use crate::os::sysfs::Sysfs;
 
-/// Speeds for rails whose speed the system does not know, so that none comes before one that it knows, nor an interface
-/// that reaches no other host before one that may.
+/// Speeds for rails of unknown speed, chosen so that none is preferred to a rail of known speed, and no interface that
+/// reaches no other host is preferred to one that may.
 pub(super) fn settle_unknown_speeds(rails: &mut [Rail], is_overlay: impl Fn(&Rail) -> bool) {
     let is_poor = |rail: &Rail| reaches_few(rail.address.ip()) || is_overlay(rail);
     let known = rails.iter().filter(|rail| rail.running && rail.speed_is_known && !is_poor(rail));
@@ -28,7 +28,7 @@ pub(super) fn settle_unknown_speeds(rails: &mut [Rail], is_overlay: impl Fn(&Rai
     }
 }
 
-/// Whether an address is of use within a host or on one link only: loopback, or IPv4 link-local, which the USB links to
+/// Whether an address works only within a host or on one link: loopback, or IPv4 link-local, which the USB links to
 /// management controllers have, the same on every host.
 fn reaches_few(address: IpAddr) -> bool {
     match address {
@@ -37,8 +37,8 @@ fn reaches_few(address: IpAddr) -> bool {
     }
 }
 
-/// Of interfaces chosen for one device, those with a wire of their own, and why the others are passed over. All of them
-/// when none that is running has one.
+/// Of the interfaces chosen for one device, those with a wire of their own, and the reasons for skipping the others.
+/// All of them when no running one has a wire.
 pub(super) fn wires(chosen: Vec<Interface>, sysfs: &Sysfs) -> (Vec<Interface>, Vec<String>) {
     let reason = |one: &Interface| {
         let name = &one.name;
@@ -91,7 +91,7 @@ mod tests {
         assert_eq!(settled(&[flannel]), [UNKNOWN_SPEED_MBPS], "alone it is what there is");
     }
 
-    /// `NCCL_SOCKET_IFNAME=^docker0` chooses the loopback as well.
+    /// `NCCL_SOCKET_IFNAME=^docker0` also chooses the loopback.
     #[test]
     fn the_loopback_never_wins_over_an_interface_that_reaches_other_hosts() {
         let lo = rail("lo", "127.0.0.1", None);

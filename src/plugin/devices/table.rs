@@ -4,7 +4,7 @@ use super::{DeviceProperties, MAX_MEMBERS, MergePolicy, Plan, Rail, RdmaPort, st
 use crate::os::error::{Error, Result};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The devices of the process. See the module above for what NCCL relies on.
+/// The devices of the process. The module above lists what NCCL relies on.
 #[derive(Debug)]
 pub struct Table(Mutex<State>);
 
@@ -14,9 +14,9 @@ struct State {
     devices: Vec<Device>,
     /// How many of them are physical.
     physical: usize,
-    /// What the next count puts into force, if NCCL asks for one.
+    /// The devices that the next count makes valid, if NCCL reads it.
     loaded: Option<Vec<Plan>>,
-    /// The virtual devices are of an earlier load: not counted, and forgotten when a new one is made.
+    /// The virtual devices are of an earlier load: not counted, and dropped when a new one is made.
     stale: bool,
     /// Every set of properties that was ever handed out. Never freed, each kept once.
     given: Vec<&'static DeviceProperties>,
@@ -32,7 +32,7 @@ struct Device {
 /// What a backend binds to for a device.
 #[derive(Debug, Clone)]
 pub struct Binding {
-    /// The rails; with ports, those over which connections come about.
+    /// The rails; with ports, those of the control channels.
     pub rails: Arc<[Rail]>,
     /// The places of the RDMA ports that carry the data; none when the rails do.
     pub ports: Arc<[usize]>,
@@ -52,13 +52,13 @@ impl Table {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // No code under the lock leaves the state half changed, so a panic elsewhere does not spoil it.
+        // No code under the lock leaves a half-changed state, so a panic elsewhere does no harm.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tells the table that the plugin may have been loaded anew, with these physical devices: for the first `init`
-    /// of a load. That is every `init` of the interfaces up to v10, and from v11 on every `init` while no other
-    /// context is alive.
+    /// Notifies the table that the plugin may have been loaded again, with these physical devices: for the first `init`
+    /// of a load. That is every `init` of the interfaces up to v10, and from v11 on every `init` while no other context
+    /// exists.
     pub fn load(&self, plans: Vec<Plan>) {
         let mut state = self.state();
         state.loaded = Some(plans);
@@ -74,7 +74,7 @@ impl Table {
         if state.stale { state.physical } else { state.devices.len() }
     }
 
-    /// What NCCL is told of a device.
+    /// The properties of a device for NCCL.
     ///
     /// # Errors
     /// When there is no device of this number.
@@ -93,8 +93,9 @@ impl Table {
     /// The number of the virtual device that is made of these physical devices.
     ///
     /// # Errors
-    /// When a member is no physical device, or stands there twice, or there are none or more than [`MAX_MEMBERS`], or when
-    /// they are RDMA ports of different networks. `Ok(Err(why))`: they are to stay separate, and NCCL goes on with them.
+    /// When a member is not a physical device, or is listed twice, or there are none or more than [`MAX_MEMBERS`], or
+    /// when they are RDMA ports of different networks. `Ok(Err(why))`: they must stay separate, and NCCL uses them as
+    /// they are.
     pub fn make_vdevice(&self, members: &[i32], policy: MergePolicy) -> Result<std::result::Result<i32, String>> {
         let mut state = self.state();
         state.take_loaded();
@@ -130,7 +131,7 @@ fn number(position: usize) -> i32 {
 }
 
 impl State {
-    /// Puts what was loaded last into force.
+    /// Makes the devices that were loaded last valid.
     fn take_loaded(&mut self) {
         let Some(plans) = self.loaded.take() else { return };
         self.stale = true;
@@ -200,7 +201,7 @@ impl State {
             return Ok(Err(why));
         }
         let guids: Vec<u8> = plans.iter().flat_map(|plan| plan.guid.to_le_bytes()).collect();
-        // Ports share the interfaces over which their connections come about.
+        // Ports share the interfaces of their control channels.
         let all_rails = plans.iter().flat_map(|plan| plan.rails.iter().cloned());
         Ok(Ok(Plan {
             rails: if plans[0].ports.is_empty() { all_rails.collect() } else { plans[0].rails.clone() },
@@ -364,7 +365,8 @@ mod tests {
     fn a_plugin_that_was_kept_keeps_its_numbers() {
         let table = loaded(2);
         let merged = make(&table, &[0, 1]).expect("a device");
-        // Initialised again without a new load: NCCL does not count, and looks its virtual device up as before.
+        // Initialised again without a new load: NCCL does not read the count, and looks its virtual device up as
+        // before.
         table.load(plans(1));
         assert_eq!(name(&table, merged), "eth0+eth1");
         assert_eq!(name(&table, 1), "eth1");

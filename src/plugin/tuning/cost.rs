@@ -1,4 +1,4 @@
-//! What a collective takes over TCP: a model of steps, messages and bytes.
+//! The time that a collective takes over TCP: a model of steps, messages and bytes.
 //!
 //! A collective is a number of steps one after the other. In each step every node sends one part of the data to the
 //! next, cut into messages: at least one for each channel. A step costs
@@ -7,15 +7,15 @@
 //! - time of NCCL's proxy thread for each further message, since one thread handles the messages of all channels;
 //! - the move of a channel's bytes through its connection, and of all bytes through the host. LL moves twice as many.
 //!
-//! The constants are fitted to the measurements in `tests/collectives.csv`, which hold for six networks from 10 Gb/s to
-//! the loopback; `tests/tuner.rs` checks what is chosen against each of them. No constant describes one network: the
-//! ranks of a communicator must choose alike, and NCCL tells a tuner nothing about the network.
+//! The constants are fitted to the measurements in `tests/collectives.csv`, which cover six networks from 10 Gb/s to
+//! the loopback; `tests/tuner.rs` checks the choices against each of them. No constant describes one network: the ranks
+//! of a communicator must choose alike, and NCCL passes a tuner nothing about the network.
 
 use super::{Algorithm, Collective, Protocol, Question, Way};
 
-/// What is paid once: starting the kernel, and the first look of each thread.
+/// Costs that occur once: starting the kernel, and the first poll of each thread.
 const START_US: f32 = 10.2;
-/// What a ring's kernel does beyond a tree's in an all-reduce.
+/// What a ring's kernel costs more than a tree's in an all-reduce.
 const RING_US: f32 = 2.0;
 /// A step's latency over the network, by protocol.
 const STEP_LL_US: f32 = 5.0;
@@ -25,19 +25,19 @@ const NVLINK_LL_US: f32 = 0.6;
 const NVLINK_SIMPLE_US: f32 = 3.4;
 /// NCCL's proxy thread, for each message of a step after the first.
 const MESSAGE_US: f32 = 17.9;
-/// A message of so many bytes or more costs all of [`MESSAGE_US`]; shorter ones cost in proportion.
+/// A message of at least this many bytes costs all of [`MESSAGE_US`]; shorter ones cost in proportion.
 const FULL_MESSAGE: f32 = 2048.0;
-/// A message that has to wait for the one before it: with LL and PAT few buffers are under way.
+/// A message that must wait for the one before it: with LL and PAT few buffers are under way.
 const NEXT_US: f32 = 33.3;
 /// Bytes per microsecond of one channel's connection.
 const CONNECTION: f32 = 6557.0;
 /// Bytes per microsecond of a host, by protocol.
 const HOST_LL: f32 = 10085.0;
 const HOST_SIMPLE: f32 = 12760.0;
-/// A tree's node receives, adds and sends on in turn, where a ring's does all at once.
+/// A tree's node receives, adds and forwards in turn, where a ring's node does all at once.
 const TREE_MOVE: f32 = 1.5;
 
-/// Bytes of data in a message at most, by NCCL's buffers and the way it cuts parts.
+/// Bytes of data in a message at most, given by NCCL's buffers and the way it cuts parts.
 const LL_MESSAGE: f32 = 16384.0;
 const PAT_MESSAGE: f32 = 32768.0;
 const TREE_MESSAGE: f32 = 524_288.0;
@@ -60,7 +60,7 @@ pub(super) fn microseconds(question: &Question, way: Way) -> f32 {
         (Algorithm::Pat, _) => (doubled, bytes * (nodes - 1.0) / nodes / doubled),
         (Algorithm::Ring, Collective::AllReduce) => (2.0 * (nodes - 1.0), bytes / nodes),
         (Algorithm::Ring, Collective::AllGather | Collective::ReduceScatter) => (nodes - 1.0, bytes / nodes),
-        // A pipeline: all bytes take every step, but only the first ones are waited for in each.
+        // A pipeline: all bytes pass through every step, but each step waits only for the first ones.
         (Algorithm::Ring, Collective::Broadcast | Collective::Reduce) => (nodes - 1.0, bytes / (nodes - 1.0)),
     };
     let of_channel = part / channels;
