@@ -1,14 +1,12 @@
 //! Configuration: every variable that Towline reads, declared once.
 //!
-//! The `variables!` block below is the only place that knows a variable. From it come the fields of [`Config`],
-//! the declared [`TABLE`], `docs/configuration.md` ([`render_markdown`]) and what `towline doctor` prints
-//! ([`settings`]). To add a variable, add an entry there and bless the page:
-//! `TOWLINE_BLESS=1 cargo test config_docs`.
+//! The `variables!` block below is the only place where a variable is defined. The fields of [`Config`], the declared
+//! [`TABLE`], `docs/configuration.md` ([`render_markdown`]) and the output of `towline doctor` ([`settings`]) are made
+//! from it. To add a variable, add an entry there and update the page: `TOWLINE_BLESS=1 cargo test config_docs`.
 //!
-//! Guarantees: reading never fails. A bad value or an unknown `TOWLINE_*` name becomes a [`Complaint`] that names
-//! the nearest valid one, and the default is used. The environment is read when asked, that is in the plugin's
-//! `init`, never when the library is mapped: NCCL puts `/etc/nccl.conf` and `~/.nccl.conf` into the environment in
-//! between.
+//! Guarantees: reading never fails. A bad value or an unknown `TOWLINE_*` name becomes a [`Complaint`] with the nearest
+//! valid one, and the default is used. The environment is read in the plugin's `init`, never when the library is
+//! mapped: NCCL puts `/etc/nccl.conf` and `~/.nccl.conf` into the environment in between.
 //!
 //! This module must not know what the values are used for.
 
@@ -24,18 +22,18 @@ pub use value::{Backend, Family, KeyFile, LogLevel, NetEvents, Number, Rails, Va
 
 use std::time::Duration;
 
-/// What the table says of one variable.
+/// An entry of the table.
 #[derive(Debug)]
 pub struct Variable {
     /// The name in the environment.
     pub name: &'static str,
-    /// What a value looks like, for people.
+    /// The form of a value, for users.
     pub kind: fn() -> String,
     /// The default, written as a user would write it. Empty means unset.
     pub default: &'static str,
     /// The unit of a number, or empty.
     pub unit: &'static str,
-    /// The release that brought it.
+    /// The release that introduced it.
     pub since: &'static str,
     /// When it is read and who uses it.
     pub read: &'static str,
@@ -52,10 +50,10 @@ impl Variable {
     }
 }
 
-/// Every variable with this prefix belongs to Towline.
+/// Every variable with this prefix is Towline's.
 pub const PREFIX: &str = "TOWLINE_";
 
-/// Names with the prefix that are meant for Towline's own tests and tools, and so draw no complaint.
+/// Names with the prefix that Towline's own tests and tools use, and so cause no complaint.
 const NOT_FOR_THE_LIBRARY: &[&str] = &[
     "TOWLINE_BLESS",
     "TOWLINE_SIM_SEEDS",
@@ -111,7 +109,7 @@ macro_rules! variables {
         }
 
         impl Config {
-            /// Takes `text` for the variable `name`, or says what is wrong with it. The name is in the table.
+            /// Parses `text` for the variable `name`, or returns what is wrong with it. The name is in the table.
             fn set(&mut self, name: &str, text: &str) -> Result<(), value::Bad> {
                 match name {
                     $($name => self.$field = <$type as Value>::given(text)?,)*
@@ -740,7 +738,7 @@ variables! {
 }
 
 impl Config {
-    /// The configuration that the process's environment asks for, and what is wrong with it.
+    /// The configuration from the process's environment, and the complaints about it.
     pub fn from_env() -> (Self, Vec<Complaint>) {
         Self::from_pairs(std::env::vars_os().filter_map(|(name, value)| {
             let name = name.into_string().ok()?;
@@ -748,8 +746,8 @@ impl Config {
         }))
     }
 
-    /// The configuration that these names and values ask for, and what is wrong with them. Names that are
-    /// neither in the table nor prefixed `TOWLINE_` are passed over. The last value of a name counts.
+    /// The configuration from these names and values, and the complaints about them. Names that are neither in the
+    /// table nor prefixed `TOWLINE_` are ignored. The last value of a name counts.
     pub fn from_pairs<N, V>(pairs: impl IntoIterator<Item = (N, V)>) -> (Self, Vec<Complaint>)
     where
         N: AsRef<str>,

@@ -9,25 +9,25 @@ use std::path::Path;
 pub struct Cores {
     /// What this process may use: its affinity, and no more than the quota of its container.
     pub usable: usize,
-    /// Those that it is bound to, by a launcher that gives each process its own, or all of them.
+    /// Those of its affinity mask: the ones a launcher assigned to it, or all.
     pub bound: usize,
     /// What all processes of the host or the container have together.
     pub shared: usize,
 }
 
 impl Cores {
-    /// As the kernel says.
+    /// As reported by the kernel.
     pub fn of_this_process() -> Self {
         let usable = std::thread::available_parallelism().map_or(1, usize::from);
         let bound = affinity().unwrap_or(usable).max(usable);
         let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         let shared = cpuset(&groups, Path::new("/sys/fs/cgroup")).or_else(online).unwrap_or(bound).max(bound);
-        // Less than the affinity is a quota, which all share too.
+        // If there are fewer than in the affinity mask, this is a quota, which all processes share.
         Self { usable, bound, shared: if usable < bound { shared.min(usable) } else { shared } }
     }
 
-    /// Those that one of `processes` on this host may take for its own. Each has as many as all others, but if it is bound to
-    /// some, no more than these: they are its own, or it shares them with its neighbours only.
+    /// The processors that one of `processes` on this host may use alone. Each process gets an equal part of all, or,
+    /// if it is bound to fewer, those: they are its own, or it shares them only with its neighbours.
     pub fn of_one_in(self, processes: usize) -> usize {
         (self.shared / processes.max(1)).min(self.bound).max(1)
     }
@@ -36,9 +36,9 @@ impl Cores {
 /// The processors that this thread may run on (sched_getaffinity(2)).
 fn affinity() -> Option<usize> {
     let mut set = MaybeUninit::<libc::cpu_set_t>::zeroed();
-    // SAFETY: the kernel writes at most as many bytes as it is told; a mask of zeroes is a valid one.
+    // SAFETY: the kernel writes at most the length that is passed; a mask of zeroes is a valid one.
     let known = unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), set.as_mut_ptr()) } == 0;
-    // SAFETY: as just said, and it was only asked for where it was filled.
+    // SAFETY: as above, and only the bits that were filled are read.
     known.then(|| unsafe { libc::CPU_COUNT(set.assume_init_ref()) } as usize)
 }
 
@@ -48,8 +48,8 @@ fn online() -> Option<usize> {
     usize::try_from(unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) }).ok().filter(|count| *count > 0)
 }
 
-/// The processors of the control group with these `groups` (`/proc/self/cgroup`), or of the nearest above it that tells
-/// (cgroups(7)): the path may be that of the host, while only the container's own part is mounted.
+/// The processors of the control group with these `groups` (`/proc/self/cgroup`), or of the nearest one above it that
+/// has the file (cgroups(7)): the path may be that of the host, while only the container's own part is mounted.
 fn cpuset(groups: &str, mounted: &Path) -> Option<usize> {
     groups.lines().find_map(|line| {
         let (_, line) = line.split_once(':')?;

@@ -1,7 +1,7 @@
-//! One error type for the whole library: what happened, with whom, what to try.
+//! One error type for the whole library: what happened, with which peer, what to try.
 //!
-//! Every failure that NCCL or a person sees is an [`Error`]. It carries a [`Cause`] (which decides the NCCL
-//! result code, in `abi::result`), one clear sentence, the peer it happened with when there is one, and a hint.
+//! Every failure that NCCL or a user sees is an [`Error`]. It has a [`Cause`] (which decides the NCCL result code, in
+//! `abi::result`), one clear sentence, the peer if there is one, and a hint.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,16 +10,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// The result of every fallible function above the system-call wrappers.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What kind of failure it is. The NCCL result code follows from this alone.
+/// The kind of failure. It alone decides the NCCL result code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Cause {
     /// The operating system refused a call (out of descriptors, no such interface, …).
     System,
-    /// The caller gave something that cannot be right: null pointer, unknown device, foreign or stale handle.
+    /// The caller passed an impossible argument: null pointer, unknown device, foreign or stale handle.
     Argument,
     /// The call is legal by type but not by order or size: a message longer than its receive, a second `test`.
     Usage,
-    /// The other side failed, vanished or broke the protocol.
+    /// The other side failed, vanished or violated the protocol.
     Remote,
     /// A defect of Towline itself (a caught panic, a broken invariant).
     Internal,
@@ -41,12 +41,12 @@ struct Inner {
 }
 
 impl Error {
-    /// A failure of kind `cause`, told in one sentence without a final stop.
+    /// A failure of kind `cause`, described in one sentence without a final full stop.
     pub fn new(cause: Cause, what: impl Into<String>) -> Self {
         Self::from_parts(cause, what.into(), None, None)
     }
 
-    /// A failed system call: `doing` says what was attempted, as in "binding a listener to eth0".
+    /// A failed system call: `doing` is what was attempted, as in "binding a listener to eth0".
     pub fn system(doing: impl fmt::Display, error: &std::io::Error) -> Self {
         let failure = Self::new(Cause::System, format!("{doing} failed: {error}"));
         match advice(error) {
@@ -82,14 +82,14 @@ impl Error {
         Self::from_parts(cause, what, Some(peer.to_string()), hint)
     }
 
-    /// The same failure with advice: what the person at the console can try.
+    /// The same failure with a hint: what the user can try.
     #[must_use]
     pub fn with_hint(self, hint: impl Into<String>) -> Self {
         let (cause, what, peer, _) = self.parts();
         Self::from_parts(cause, what, peer, Some(hint.into()))
     }
 
-    /// Whether it says what to try.
+    /// Whether it has a hint.
     pub fn has_hint(&self) -> bool {
         self.0.hint.is_some()
     }
@@ -104,7 +104,7 @@ impl Error {
         &self.0.what
     }
 
-    /// The advice, if there is some.
+    /// The hint, if there is one.
     pub fn hint(&self) -> Option<&str> {
         self.0.hint.as_deref()
     }
@@ -114,14 +114,14 @@ impl Error {
         self.0.peer.as_deref()
     }
 
-    /// True for the first caller only, over all clones: who gets it writes the failure to the log, so that the
-    /// error that a connection keeps appears there once and not once per request.
+    /// True for the first caller only, over all clones: that caller writes the failure to the log, so that the error of
+    /// a connection appears there once and not once per request.
     pub fn tell_once(&self) -> bool {
         !self.0.told.swap(true, Ordering::Relaxed)
     }
 
-    /// The same for what the failure means to a host that does not read result codes: the connection itself has logged its
-    /// failure by then.
+    /// The same for the consequence of the failure, logged for a host that does not read result codes: the connection
+    /// itself has logged its failure by then.
     pub fn tell_host_once(&self) -> bool {
         !self.0.told_to_host.swap(true, Ordering::Relaxed)
     }
@@ -157,7 +157,7 @@ impl fmt::Debug for Error {
 
 impl std::error::Error for Error {}
 
-/// What to do when the host is out of something that a call needs. None when it is something else.
+/// The hint when the host has run out of something that a call needs. None for other errors.
 pub fn advice(error: &std::io::Error) -> Option<&'static str> {
     match error.raw_os_error()? {
         libc::EMFILE => Some("this process is out of descriptors: raise its limit (ulimit -n)"),

@@ -14,8 +14,8 @@ use std::sync::atomic::AtomicI32;
 /// A plain descriptor in the registry.
 pub type Fd = Registered<OwnedFd>;
 
-/// Owns `T` and its one descriptor. In a forked child the descriptor is closed already, so there dropping does
-/// nothing at all: its number may belong to someone else by then.
+/// Owns `T` and its one descriptor. In a forked child the descriptor is already closed, so there dropping does nothing
+/// at all: its number may belong to another file by then.
 ///
 /// `T` must keep the same descriptor for life.
 pub struct Registered<T: AsRawFd> {
@@ -31,7 +31,7 @@ impl<T: AsRawFd> Registered<T> {
     /// `open` must not block for long: a fork in another thread waits for it.
     ///
     /// # Errors
-    /// Passes on what `open` or `fcntl` says.
+    /// The error of `open` or `fcntl`.
     pub fn open(open: impl FnOnce() -> io::Result<T>) -> io::Result<Self> {
         fork::watch();
         let _section = Section::enter();
@@ -117,7 +117,7 @@ mod tests {
         unsafe { libc::fcntl(fd, libc::F_GETFD) >= 0 }
     }
 
-    /// Runs `check` in a forked child and says whether it returned true. `check` must not allocate or lock: other
+    /// Runs `check` in a forked child and returns whether it returned true. `check` must not allocate or lock: other
     /// threads of the test program do not exist there.
     fn in_child(check: impl FnOnce() -> bool) -> bool {
         // SAFETY: the child only runs `check`, whose callers keep to what is safe after a fork, and `_exit`.
@@ -149,7 +149,7 @@ mod tests {
         let (ours, theirs) = (listener.as_raw_fd(), stranger.as_raw_fd());
         assert!(in_child(|| {
             let gone = !is_open(ours) && is_open(theirs) && fork::generation() == before + 1 && !listener.is_ours();
-            // The number is given out again in the child: dropping the parent's object must leave it alone.
+            // The child reuses the number: dropping the parent's object must leave it alone.
             // SAFETY: `theirs` is open; the copy lands on the free number `ours`.
             let reused = unsafe { libc::dup2(theirs, ours) } == ours;
             // SAFETY: a bitwise copy whose original is never dropped here, since the child leaves by `_exit`.
@@ -188,8 +188,8 @@ mod tests {
 
     #[test]
     fn more_descriptors_than_a_chunk_holds_are_all_closed_in_the_child() {
-        // The usual limit is 1024 descriptors, less than a chunk, so the numbers are copies of one open file in the
-        // registry's eyes: real descriptors while the limit allows.
+        // The usual limit is 1024 descriptors, less than a chunk, so most numbers are entries for one open file: real
+        // descriptors as long as the limit allows.
         let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
         // SAFETY: `limit` outlives both calls.
         unsafe {
@@ -205,7 +205,8 @@ mod tests {
 
     #[test]
     fn forks_amid_opening_and_closing_leave_nothing_behind() {
-        // A device number tells this test's descriptors from those of other tests: only here is /dev/zero opened.
+        // A device number distinguishes this test's descriptors from those of other tests: only this test opens
+        // /dev/zero.
         let zero = || Registered::open(|| File::open("/dev/zero"));
         let is_zero = |fd: RawFd| {
             // SAFETY: all zeroes is a valid value of this plain struct.

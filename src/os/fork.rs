@@ -1,19 +1,19 @@
-//! What a forked child inherits from us: nothing.
+//! What a forked child inherits from Towline: nothing.
 //!
-//! Data loaders fork, and a child inherits every descriptor. While it lives, the death of its parent is hidden from
-//! the peers, since no end-of-file is sent. So every descriptor that Towline owns stands in a registry
-//! ([`super::fd`] puts it there), and a `pthread_atfork` handler closes them all in the child. Other rooms recognise
-//! that they live in a child by [`generation`].
+//! Data loaders fork, and a child inherits every descriptor. While the child exists, the death of its parent is hidden
+//! from the peers, since no end of file is sent. So every descriptor that Towline owns is in a registry ([`super::fd`]
+//! puts it there), and a `pthread_atfork` handler closes them all in the child. Other rooms detect that they run in a
+//! child by [`generation`].
 //!
 //! Guarantees:
 //! - The child's handler takes no lock and allocates nothing. It only calls `close`.
 //! - A descriptor is opened and registered, or unregistered and closed, inside a [`Section`]. A fork waits until no
 //!   thread is in a section, so the child's copy of the registry names exactly the descriptors that it inherited.
-//!   The wait is bounded (`PATIENCE`): if it runs out, the child may keep a descriptor, but never closes a
-//!   stranger's, because unregistering comes before closing.
+//!   The wait is bounded (`PATIENCE`): if it times out, the child may keep a descriptor, but never closes one of another owner,
+//!   because a descriptor is unregistered before it is closed.
 //! - Close-on-exec covers what the handler cannot: `vfork` and `posix_spawn` run no handlers and soon call `exec`.
 //!
-//! A raw `clone` system call or `_Fork` runs no handlers either; such a child keeps our descriptors.
+//! A raw `clone` system call or `_Fork` runs no handlers either; such a child keeps Towline's descriptors.
 //!
 //! Implementation notes: glibc runs the handlers on the forking thread. Several threads may fork at once, hence a
 //! count and not a flag. In the child only the forking thread exists, so the handler resets the counts.
@@ -24,12 +24,12 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long a fork waits for threads that are opening or closing a descriptor. They need microseconds, unless they get no
-/// processor: on a host with ten busy threads for each, one of 200 forks met a thread that had to wait for more than a tenth
-/// of a second. Only a fork from a signal handler that interrupted such a thread waits for nothing.
+/// How long a fork waits for threads that are opening or closing a descriptor. They need microseconds, unless they get
+/// no processor: on a host with ten busy threads per processor, one of 200 forks met a thread that had to wait for more
+/// than a tenth of a second. Only a fork from a signal handler that interrupted such a thread waits in vain.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// A cache line of its own: it is read in every call from NCCL, whatever its neighbours are written by.
+/// A cache line of its own: it is read in every call from NCCL, and must not share a line that is written often.
 #[repr(align(128))]
 struct Lonely(AtomicU32);
 
@@ -40,8 +40,8 @@ static FORKING: AtomicU32 = AtomicU32::new(0);
 /// How many threads are inside a [`Section`].
 static BUSY: AtomicU32 = AtomicU32::new(0);
 
-/// A number that differs between a process and its forked children. What remembers the number of its making can
-/// tell that its descriptors and threads are gone.
+/// A number that differs between a process and its forked children. An object that stores the number of its creation
+/// can detect that its descriptors and threads are gone.
 ///
 /// It counts only forks since [`watch`] was first called, which registering a descriptor does.
 pub fn generation() -> u32 {
@@ -80,7 +80,7 @@ unsafe extern "C" fn after_in_child() {
     for slot in slots() {
         let fd = slot.swap(EMPTY, Ordering::SeqCst);
         if fd != EMPTY {
-            // SAFETY: the number stood in the registry, so it is the inherited copy of a descriptor of ours. The
+            // SAFETY: the number is in the registry, so it is the inherited copy of one of Towline's descriptors. The
             // parent's objects that own it check the generation and will not close it again.
             unsafe { libc::close(fd) };
         }
@@ -107,7 +107,7 @@ impl Section {
 
 impl Drop for Section {
     fn drop(&mut self) {
-        // In a child of a fork that ran out of patience the count was reset below us: it must not wrap around.
+        // In a child of a fork whose wait timed out the count was reset meanwhile: it must not wrap around.
         let _ = BUSY.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |count| count.checked_sub(1));
     }
 }
@@ -140,7 +140,7 @@ impl Chunk {
         let fresh = Box::into_raw(Box::new(Self::new()));
         match self.next.compare_exchange(ptr::null_mut(), fresh, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => {}
-            // SAFETY: another thread was faster; `fresh` came from a box just above and nobody else has seen it.
+            // SAFETY: another thread was faster; `fresh` came from a box just above and no other thread has seen it.
             Err(_) => drop(unsafe { Box::from_raw(fresh) }),
         }
         self.next().expect("a chunk was just put there")
@@ -154,12 +154,12 @@ fn slots() -> impl Iterator<Item = &'static AtomicI32> {
     std::iter::successors(Some(&FIRST), |chunk| chunk.next()).flat_map(|chunk| &chunk.slots)
 }
 
-/// Puts `fd` into the registry. Empty the slot before the descriptor is closed.
+/// Puts `fd` into the registry. The slot must be emptied before the descriptor is closed.
 pub(super) fn register(fd: RawFd) -> &'static AtomicI32 {
     let mut chunk = &FIRST;
     loop {
         let free = chunk.slots.iter().find(|slot| {
-            // A look first, because most slots before the free one are taken.
+            // A load first, because most slots before the free one are taken.
             slot.load(Ordering::Relaxed) == EMPTY
                 && slot.compare_exchange(EMPTY, fd, Ordering::SeqCst, Ordering::Relaxed).is_ok()
         });
@@ -175,7 +175,7 @@ pub(super) fn unregister(slot: &'static AtomicI32) {
     slot.store(EMPTY, Ordering::SeqCst);
 }
 
-/// How many descriptors of ours are open: for the counters and for tests against leaks.
+/// How many descriptors Towline has open: for the counters and for tests against leaks.
 pub fn open_descriptors() -> usize {
     slots().filter(|slot| slot.load(Ordering::Relaxed) != EMPTY).count()
 }

@@ -1,7 +1,7 @@
 //! The network interfaces of this host, and which of them NCCL's Socket transport would use.
 //!
-//! [`list`] asks the system; [`choose`] is a pure function from that list and the user's wishes to the interfaces in
-//! NCCL's order, so that everything about the rules is tested without a network.
+//! [`list`] asks the system; [`choose`] is a pure function from that list and the user's settings to the interfaces in
+//! NCCL's order, so that the rules are tested without a network.
 //!
 //! The rules, as NCCL 2.30 has them:
 //! - An entry is one address of one interface. It counts if the interface is running, the family is IPv4 or IPv6 (or
@@ -27,10 +27,10 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6, ToSocketAddrs};
 use std::ptr;
 
-/// As many interfaces, and as many names in a list, as NCCL's Socket looks at.
+/// The number of interfaces, and of names in a list, that NCCL's Socket considers.
 pub const MAX_INTERFACES: usize = 16;
 
-/// What is taken when nothing says otherwise, in [`Filter`]'s language.
+/// What is chosen when no variable is set, in [`Filter`]'s syntax.
 const ORDINARY: &str = "^docker,lo,virbr";
 
 /// One network interface as a part of a device: what a backend binds to.
@@ -42,11 +42,11 @@ pub struct Rail {
     pub index: u32,
     /// The local address, with port 0 and, for link-local IPv6, the scope.
     pub address: SocketAddr,
-    /// The speed in Mbit/s, or what is assumed for it.
+    /// The speed in Mbit/s, or the value assumed for it.
     pub speed_mbps: u32,
-    /// Whether the system knew the speed.
+    /// Whether the system reported the speed.
     pub speed_is_known: bool,
-    /// Up and with a carrier, when the devices were looked for.
+    /// Up and with a carrier, at the time of the search.
     pub running: bool,
 }
 
@@ -55,7 +55,7 @@ pub struct Rail {
 pub struct Interface {
     /// The interface's name, or the label of an aliased address ("eth0:1").
     pub name: String,
-    /// The kernel's index of the interface, 0 when it has gone meanwhile.
+    /// The kernel's index of the interface, 0 when it has gone in the meantime.
     pub index: u32,
     /// The address with port 0 and, for link-local IPv6, its scope.
     pub address: SocketAddr,
@@ -100,7 +100,7 @@ pub fn list() -> Result<Vec<Interface>> {
 /// # Safety
 /// `node` comes from `getifaddrs` and has not been freed.
 unsafe fn read(node: &libc::ifaddrs) -> Option<Interface> {
-    // SAFETY: the caller vouches for the node's pointers.
+    // SAFETY: the caller keeps the promise about the node's pointers.
     let address = unsafe { socket_address(node.ifa_addr) }?;
     // SAFETY: as above.
     let mask = unsafe { socket_address(node.ifa_netmask) }.map(|mask| mask.ip());
@@ -127,12 +127,12 @@ unsafe fn socket_address(address: *const libc::sockaddr) -> Option<SocketAddr> {
     // SAFETY: not null, so it holds at least a family.
     match i32::from(unsafe { (*address).sa_family }) {
         libc::AF_INET => {
-            // SAFETY: the family says that it is a sockaddr_in; no alignment is presumed.
+            // SAFETY: the family shows that it is a sockaddr_in; no alignment is assumed.
             let v4 = unsafe { ptr::read_unaligned(address.cast::<libc::sockaddr_in>()) };
             Some(SocketAddrV4::new(Ipv4Addr::from(u32::from_be(v4.sin_addr.s_addr)), 0).into())
         }
         libc::AF_INET6 => {
-            // SAFETY: the family says that it is a sockaddr_in6; no alignment is presumed.
+            // SAFETY: the family shows that it is a sockaddr_in6; no alignment is assumed.
             let v6 = unsafe { ptr::read_unaligned(address.cast::<libc::sockaddr_in6>()) };
             Some(SocketAddrV6::new(Ipv6Addr::from(v6.sin6_addr.s6_addr), 0, 0, v6.sin6_scope_id).into())
         }
@@ -140,9 +140,9 @@ unsafe fn socket_address(address: *const libc::sockaddr) -> Option<SocketAddr> {
     }
 }
 
-/// A list in `NCCL_SOCKET_IFNAME`'s language: names separated by commas, `^` in front excludes them, `=` in front
-/// (after `^`) asks for exact names and not prefixes. A colon and what follows it belong to InfiniBand ports and are
-/// passed over. An empty list takes everything.
+/// A list in `NCCL_SOCKET_IFNAME`'s syntax: names separated by commas, `^` in front excludes them, `=` in front (after
+/// `^`) means exact names instead of prefixes. A colon and what follows it belong to InfiniBand ports and are ignored.
+/// An empty list matches everything.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Filter {
     exclude: bool,
@@ -151,7 +151,7 @@ pub struct Filter {
 }
 
 impl Filter {
-    /// Reads a list. Every text is a list.
+    /// Reads a list. Every text is a valid list.
     pub fn new(text: &str) -> Self {
         let (exclude, text) = text.strip_prefix('^').map_or((false, text), |rest| (true, rest));
         let (exact, text) = text.strip_prefix('=').map_or((false, text), |rest| (true, rest));
@@ -159,15 +159,15 @@ impl Filter {
         Self { exclude, exact, names: names.take(MAX_INTERFACES).map(str::to_owned).collect() }
     }
 
-    /// Whether an interface of this name passes.
+    /// Whether the list selects an interface of this name.
     pub fn passes(&self, name: &str) -> bool {
         let listed = self.names.is_empty()
             || self.names.iter().any(|listed| if self.exact { name == listed } else { name.starts_with(listed) });
         listed != self.exclude
     }
 
-    /// The entries by which none of these was chosen, of those that mean one interface: exact names, and names with a number.
-    /// (`ib,eth` says what there may be.)
+    /// The entries that selected none of these, among those that mean one interface: exact names, and names with a
+    /// number. (`ib,eth` lists what may exist.)
     pub fn missed(&self, chosen: &[Interface]) -> Vec<&str> {
         let fits =
             |entry: &str| chosen.iter().any(|one| one.name == entry || !self.exact && one.name.starts_with(entry));
@@ -177,7 +177,7 @@ impl Filter {
     }
 }
 
-/// What the user asked for.
+/// The user's settings.
 #[derive(Debug, Clone, Default)]
 pub struct Wish<'a> {
     /// `NCCL_SOCKET_IFNAME`.
@@ -188,7 +188,7 @@ pub struct Wish<'a> {
     pub rendezvous: Option<SocketAddr>,
 }
 
-/// Which rule decided.
+/// The rule that decided.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Why {
     /// `NCCL_SOCKET_IFNAME` has this value.
@@ -199,7 +199,7 @@ pub enum Why {
     Rendezvous(SocketAddr),
     /// All running interfaces but docker, loopback and virbr.
     Ordinary,
-    /// There is nothing but interfaces with this prefix.
+    /// There are only interfaces with this prefix.
     LastResort(&'static str),
     /// `TOWLINE_RAILS` names them.
     Rails,
@@ -246,11 +246,12 @@ pub fn choose(all: &[Interface], wish: &Wish<'_>) -> (Vec<Interface>, Why) {
     found.unwrap_or((Vec::new(), Why::Nothing))
 }
 
-/// What [`choose`] finds, and those beside it that the same rule would choose if they were running, all in the system's
-/// order: for a device that can wait for them. What is not running decides no rule, so nothing is waited for alone.
+/// The result of [`choose`], and beside it the interfaces that the same rule would choose if they were running, all in
+/// the system's order: for a device that can wait for them. An interface that is not running decides no rule, so no
+/// device consists only of such interfaces.
 ///
-/// `is_bridge`: one that is down is waited for only where `NCCL_SOCKET_IFNAME` names it. The networks of containers are
-/// bridges, down as long as they have no containers, and lead to no other host.
+/// `is_bridge`: a bridge that is down is included only if `NCCL_SOCKET_IFNAME` names it. The networks of containers are
+/// bridges, which are down while they have no containers, and lead to no other host.
 pub fn choose_also_down(
     all: &[Interface],
     wish: &Wish<'_>,
@@ -276,8 +277,8 @@ pub fn choose_also_down(
     (both, why)
 }
 
-/// The interfaces of exactly these names or alternative names, in that order, running or not, and the names that none with a usable address
-/// has.
+/// The interfaces with exactly these names or alternative names, in that order, running or not, and the names for which
+/// no interface has a usable address.
 pub fn named(all: &[Interface], names: &[String], family: Option<Family>) -> (Vec<Interface>, Vec<String>) {
     let mut missing = Vec::new();
     let mut found = Vec::new();
@@ -286,7 +287,7 @@ pub fn named(all: &[Interface], names: &[String], family: Option<Family>) -> (Ve
         let index = if is_known { 0 } else { index_of(name) };
         let is_it = |one: &&Interface| if is_known { one.name == *name } else { index != 0 && one.index == index };
         match first_addresses(all.iter().filter(is_it), family).into_iter().next() {
-            // Under two names it is still one.
+            // With two names it is still one interface.
             Some(interface) if found.contains(&interface) => {}
             Some(interface) => found.push(interface),
             None => missing.push(name.clone()),
@@ -296,14 +297,14 @@ pub fn named(all: &[Interface], names: &[String], family: Option<Family>) -> (Ve
     (found, missing)
 }
 
-/// The first usable address of each running interface that passes.
+/// The first usable address of each running interface that the list selects.
 fn select(all: &[Interface], family: Option<Family>, passes: impl Fn(&str) -> bool) -> Vec<Interface> {
     first_addresses(all.iter().filter(|one| one.running && passes(&one.name)), family)
 }
 
 /// The kernel's index of the interface with this name, alternative names included; 0 when there is none.
 fn index_of(name: &str) -> u32 {
-    // The kernel looks only at what stands before a colon.
+    // The kernel uses only the part before a colon.
     if name.contains(':') {
         return 0;
     }
@@ -312,8 +313,8 @@ fn index_of(name: &str) -> u32 {
     unsafe { libc::if_nametoindex(name.as_ptr()) }
 }
 
-/// The first usable address of each of these. Of a loopback that carries the host's own address (a /32 that is announced by
-/// a routing protocol), that one.
+/// The first usable address of each of these. For a loopback that carries the host's own address (a /32 that is
+/// announced by a routing protocol), that address.
 fn first_addresses<'a>(among: impl Iterator<Item = &'a Interface>, family: Option<Family>) -> Vec<Interface> {
     let among: Vec<&Interface> = among.collect();
     let of_host = |one: &Interface| {
@@ -337,7 +338,8 @@ fn first_addresses<'a>(among: impl Iterator<Item = &'a Interface>, family: Optio
     found
 }
 
-/// The first entry whose subnet holds `there`. NCCL asks neither for the family nor for a running interface here.
+/// The first entry whose subnet contains `there`. NCCL checks neither the family nor whether the interface is running
+/// here.
 fn in_subnet(all: &[Interface], there: SocketAddr) -> Vec<Interface> {
     let same = |interface: &&Interface| match (interface.address, interface.mask, there) {
         (SocketAddr::V4(here), Some(IpAddr::V4(mask)), SocketAddr::V4(there)) => {
@@ -353,7 +355,7 @@ fn in_subnet(all: &[Interface], there: SocketAddr) -> Vec<Interface> {
 }
 
 /// The address in `NCCL_COMM_ID`: `host:port`, or `[ipv6]:port` with an optional `%interface`. A host name is looked
-/// up. None when it cannot be understood: it is only a hint here, and NCCL itself complains.
+/// up. None when it is not valid: it is only a hint here, and NCCL itself reports it.
 pub fn rendezvous(text: &str) -> Option<SocketAddr> {
     if let Some(rest) = text.strip_prefix('[') {
         let (host, port) = rest.split_once(']')?;

@@ -1,9 +1,9 @@
-//! What a network interface is made of, as far as that decides whether its speed means anything and whether it has a wire
-//! of its own.
+//! The kind of a network interface, as far as it decides whether its speed is meaningful and whether it has a wire of
+//! its own.
 //!
-//! Some drivers report a speed that says nothing of the path: veth always claims 10 Gb/s, tun and tap 10 Mb/s or 10 Gb/s. NCCL
-//! chooses the number of channels by the speed, so a claimed one costs as much as a wrong one. The driver's name comes from
-//! `ethtool -i` (`ETHTOOL_GDRVINFO`), which sysfs does not have for virtual interfaces.
+//! Some drivers report a speed that is unrelated to the path: veth always reports 10 Gb/s, tun and tap 10 Mb/s or 10
+//! Gb/s. NCCL chooses the number of channels by the speed, so such a value does as much harm as a wrong one. The
+//! driver's name comes from `ethtool -i` (`ETHTOOL_GDRVINFO`), because sysfs does not have it for virtual interfaces.
 
 use std::ffi::c_char;
 use std::mem::size_of;
@@ -45,7 +45,7 @@ struct DriverInfo {
 
 const _: () = assert!(size_of::<DriverInfo>() == 196);
 
-/// The driver of an interface of this network namespace, by `ethtool`. None when the kernel does not say.
+/// The driver of an interface of this network namespace, by `ethtool`. None when the kernel does not report it.
 pub fn driver(name: &str) -> Option<String> {
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::DGRAM, None).ok()?;
     let mut info = DriverInfo { command: ETHTOOL_GDRVINFO, driver: [0; 32], rest: [0; 160] };

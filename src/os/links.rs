@@ -1,7 +1,7 @@
-//! News of network interfaces that go down, from the kernel's rtnetlink.
+//! Notifications about network interfaces that go down, from the kernel's rtnetlink.
 //!
-//! TCP is not told when its interface loses its carrier; it repeats into the void until its timers end. The kernel does
-//! tell whoever listens to rtnetlink(7), at once and without any right that a container could lack.
+//! TCP is not notified when its interface loses its carrier; it retransmits until its timers end. But the kernel
+//! notifies every socket that listens to rtnetlink(7), at once and without any privilege that a container could lack.
 //!
 //! This module must not know what an interface is used for.
 
@@ -19,13 +19,13 @@ pub struct Event {
     pub running: bool,
 }
 
-/// What the kernel has said since the last look.
+/// What the kernel has reported since the last read.
 #[derive(Debug, Default)]
 pub struct News {
     /// In the order in which it happened.
     pub events: Vec<Event>,
-    /// The kernel had more to say than it had room for (netlink(7), `ENOBUFS`): what happened is to be asked for, by
-    /// [`Links::is_running`].
+    /// The kernel had more to report than it had room for (netlink(7), `ENOBUFS`): the state of interfaces must be
+    /// queried with [`Links::is_running`].
     pub are_incomplete: bool,
 }
 
@@ -33,7 +33,7 @@ pub struct News {
 pub struct Links(Fd);
 
 impl Links {
-    /// Begins to listen.
+    /// Starts to listen.
     ///
     /// # Errors
     /// When the system has no such socket (a sandbox may forbid it), or no descriptor.
@@ -61,19 +61,19 @@ impl Links {
         Ok(Self(fd))
     }
 
-    /// What has happened since the last look.
+    /// What has happened since the last read.
     pub fn read(&self) -> News {
         let mut news = News::default();
         let mut buffer = [0_u8; 16 << 10];
         loop {
-            // SAFETY: the buffer is ours and as long as said.
+            // SAFETY: the buffer is ours and has the passed length.
             let got = unsafe { libc::recv(self.0.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), 0) };
             match usize::try_from(got) {
                 Ok(length) if length > 0 => read_messages(&buffer[..length], &mut news.events),
                 Ok(_) => return news,
                 Err(_) => match io::Error::last_os_error().raw_os_error() {
                     Some(libc::EINTR) => {}
-                    // Said once for all that is dropped until the socket has been read empty, as this loop does.
+                    // Reported once for all that is dropped until the socket has been read empty, as this loop does.
                     Some(libc::ENOBUFS) => news.are_incomplete = true,
                     _ => return news,
                 },
@@ -84,14 +84,14 @@ impl Links {
     /// Whether an interface can carry packets now. One that is gone cannot.
     ///
     /// # Errors
-    /// When the system does not say: it may at another time.
+    /// When the system does not answer now; it may later.
     pub fn is_running(&self, index: u32) -> io::Result<bool> {
         let Ok(index) = i32::try_from(index) else { return Ok(false) };
         // SAFETY: all zeroes is a valid value of this struct of numbers.
         let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
         request.ifr_ifru.ifru_ifindex = index;
-        // The first names the interface in the struct, the second asks for it by that name. A netlink socket takes both,
-        // so that no further descriptor is needed.
+        // The first call gets the interface's name into the struct, the second queries its flags by that name. A
+        // netlink socket accepts both, so that no further descriptor is needed.
         for question in [libc::SIOCGIFNAME, libc::SIOCGIFFLAGS] {
             // SAFETY: the kernel reads and writes the struct, which outlives the call.
             if unsafe { libc::ioctl(self.0.as_raw_fd(), question as _, &raw mut request) } != 0 {
@@ -100,7 +100,7 @@ impl Links {
                 return if is_gone { Ok(false) } else { Err(error) };
             }
         }
-        // SAFETY: the second question filled the flags.
+        // SAFETY: the second call filled the flags.
         Ok(is_up(u32::from(unsafe { request.ifr_ifru.ifru_flags } as u16)))
     }
 }
@@ -131,8 +131,8 @@ fn read_messages(mut bytes: &[u8], events: &mut Vec<Event>) {
         }
         let kind = u16::from_ne_bytes([bytes[4], bytes[5]]);
         let is_link = (kind == libc::RTM_NEWLINK || kind == libc::RTM_DELLINK) && length >= HEADER + LINK;
-        // A message of another family is about a role of the interface. One of AF_BRIDGE says that it joined or left a
-        // bridge: it has not gone.
+        // A message of another family is about a role of the interface. One of AF_BRIDGE means that it joined or left a
+        // bridge, not that it has gone.
         if is_link && bytes[HEADER] == libc::AF_UNSPEC as u8 {
             let flags = number(bytes, HEADER + 8);
             let running = kind == libc::RTM_NEWLINK && is_up(flags);

@@ -10,17 +10,16 @@
 //! | `info!(target: log::ENV, …)` | INFO | ENV | `NCCL_DEBUG=INFO` |
 //! | `debug!`, `trace!` | TRACE | NET | `NCCL_DEBUG=TRACE` with `NCCL_DEBUG_SUBSYS=NET` (or `ALL`) |
 //!
-//! So plain INFO shows a few lines for each process (what was chosen and why), the NET subsystem adds lines for
-//! each connection, and TRACE what a developer of Towline wants. Without a logger, `TOWLINE_LOG` is the level on
-//! standard error.
+//! So plain INFO shows a few lines for each process (what was chosen and why), the NET subsystem adds lines for each
+//! connection, and TRACE is for developers of Towline. Without a logger, `TOWLINE_LOG` is the level on standard error.
 //!
-//! Guarantees: an event that nobody would see costs one load and a compare. Warnings always reach NCCL's logger,
-//! because it keeps the last one for `ncclGetLastError` even when it prints nothing. The format string given to
-//! NCCL is always `%s`. After [`forget_logger`] returned, NCCL's function is not called any more. The library that the
-//! logger is part of stays mapped: before v11 NCCL does not say when it is done, and a host may unload it.
+//! Guarantees: an event that is not logged costs one load and a compare. Warnings always reach NCCL's logger, because
+//! it keeps the last one for `ncclGetLastError` even when it prints nothing. The format string passed to NCCL is always
+//! `%s`. After [`forget_logger`] has returned, NCCL's function is not called any more. The library that contains the
+//! logger stays mapped: before v11 NCCL does not signal when it is done, and a host may unload it.
 //!
-//! The logger is one for the process, as in NCCL's own plugins: the last `init` wins. This module must not know
-//! NCCL's structs; levels and flags are plain numbers here, and the tests of `abi` hold them to the headers.
+//! There is one logger per process, as in NCCL's own plugins: the last `init` wins. This module must not know NCCL's
+//! structs; levels and flags are plain numbers here, and the tests of `abi` compare them with the headers.
 
 mod limit;
 mod subscriber;
@@ -60,19 +59,19 @@ mod subsystem {
     pub(super) const ALL: c_ulong = !0;
 }
 
-/// What every line starts with.
+/// The prefix of every line.
 const PREFIX: &str = "NET/Towline: ";
 
 /// The address of NCCL's logger, a [`Logger`], or null for none.
 static LOGGER: AtomicPtr<()> = AtomicPtr::new(ptr::null_mut());
 /// How many threads are inside NCCL's logger now.
 static INSIDE: AtomicUsize = AtomicUsize::new(0);
-/// The most verbose level that anybody would see, as [`rank`] gives it.
+/// The most verbose level that is logged anywhere, as [`rank`] gives it.
 static VERBOSITY: AtomicU8 = AtomicU8::new(0);
 static INSTALL: Once = Once::new();
 
-/// Makes `logger` the process's logger, with the level that `NCCL_DEBUG` in the environment asks for now. With
-/// none, events go to standard error at level `without`.
+/// Makes `logger` the process's logger, with the level that `NCCL_DEBUG` in the environment sets now. Without a logger,
+/// events go to standard error at level `without`.
 pub fn set_logger(logger: Option<Logger>, without: LogLevel) {
     let seen = match logger {
         Some(_) => nccl_level(|name| std::env::var(name).ok()),
@@ -85,8 +84,8 @@ pub fn set_logger(logger: Option<Logger>, without: LogLevel) {
     set_verbosity(seen);
 }
 
-/// Has the dynamic linker never unmap the library that holds `address` (dlopen(3), `RTLD_NODELETE`). A function of the
-/// program itself needs nothing, and one that is in no library cannot be kept.
+/// Makes the dynamic linker keep the library that contains `address` mapped for ever (dlopen(3), `RTLD_NODELETE`). A
+/// function of the program itself needs nothing, and one that is in no library cannot be kept.
 fn keep_mapped(address: *const c_void) {
     // SAFETY: all zeroes is a valid value of this struct of pointers.
     let mut place: libc::Dl_info = unsafe { std::mem::zeroed() };
@@ -107,8 +106,8 @@ pub fn to_stderr(level: LogLevel) {
     set_logger(None, level);
 }
 
-/// Stops using NCCL's logger and returns when no thread is inside it: NCCL has ended its last communicator. Later warnings
-/// go to standard error.
+/// Stops using NCCL's logger and returns when no thread is inside it: NCCL has ended its last communicator. Later
+/// warnings go to standard error.
 ///
 /// A thread that stays inside the logger for more than a second (a blocked output) is not waited for.
 pub fn forget_logger() {
@@ -120,8 +119,8 @@ pub fn forget_logger() {
     }
 }
 
-/// Writes a line to standard error when NCCL's logger would not print it as a warning: for a host that is not NCCL, in a
-/// process where NCCL's logger is in use. `NCCL_DEBUG` says whether NCCL prints warnings.
+/// Writes a line to standard error when NCCL's logger would not print it as a warning: for a host that is not NCCL, in
+/// a process where NCCL's logger is in use. `NCCL_DEBUG` shows whether NCCL prints warnings.
 pub fn also_to_stderr(text: &str) {
     let prints = std::env::var("NCCL_DEBUG")
         .is_ok_and(|asked| ["WARN", "INFO", "ABORT", "TRACE"].iter().any(|level| asked.eq_ignore_ascii_case(level)));
@@ -133,13 +132,13 @@ pub fn also_to_stderr(text: &str) {
 /// The level of events that NCCL's logger wants, from NCCL's own variables.
 fn nccl_level(lookup: impl Fn(&str) -> Option<String>) -> LogLevel {
     let asked = lookup("NCCL_DEBUG").unwrap_or_default();
-    // ABORT stands between INFO and TRACE in NCCL's numbering, so it includes INFO.
+    // ABORT is between INFO and TRACE in NCCL's numbering, so it includes INFO.
     if asked.eq_ignore_ascii_case("TRACE") {
         LogLevel::Trace
     } else if asked.eq_ignore_ascii_case("INFO") || asked.eq_ignore_ascii_case("ABORT") {
         LogLevel::Info
     } else if lookup("NCCL_WARN_ENABLE_DEBUG_INFO").is_some_and(|value| value.trim() == "1") {
-        // The first warning will switch NCCL to INFO without telling us.
+        // The first warning switches NCCL to INFO without a notification.
         LogLevel::Info
     } else {
         LogLevel::Warn
@@ -148,13 +147,13 @@ fn nccl_level(lookup: impl Fn(&str) -> Option<String>) -> LogLevel {
 
 fn set_verbosity(level: LogLevel) {
     VERBOSITY.store(level as u8, Ordering::Release);
-    // A library of its own has `tracing` statics of its own, so this fails only inside a program that links the
-    // crate and has a subscriber already: then that one gets the events.
+    // A shared library has its own `tracing` statics, so this fails only inside a program that links the crate and
+    // already has a subscriber: then that subscriber gets the events.
     INSTALL.call_once(|| drop(tracing::subscriber::set_global_default(subscriber::ToNccl)));
     tracing::callsite::rebuild_interest_cache();
 }
 
-/// Where `level` stands in [`LogLevel`]'s order.
+/// The position of `level` in [`LogLevel`]'s order.
 fn rank(level: Level) -> u8 {
     let level = match level {
         Level::ERROR => LogLevel::Error,

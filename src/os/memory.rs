@@ -1,7 +1,6 @@
-//! What the processor may do ahead with memory. Only hints; where there is no instruction for one here, nothing.
+//! Hints to the processor about memory. Where there is no instruction for one, it does nothing.
 
-/// Has the processor fetch the memory of `place`, to be read soon: each line may be one that another processor has written
-/// last.
+/// Prefetches the memory of `place`, to be read soon: each line may be one that another processor has written last.
 #[inline]
 pub fn fetch<T>(place: &T) {
     #[cfg(target_arch = "x86_64")]
@@ -14,15 +13,15 @@ pub fn fetch<T>(place: &T) {
     let _ = place;
 }
 
-/// The same to be written soon, for which no other processor may have it: fetched to be read, it would be asked for a second
+/// The same for memory that is written soon, exclusively: a line prefetched for reading would be requested a second
 /// time at the first write.
 #[inline]
 pub fn fetch_to_write<T>(place: &T) {
     #[cfg(target_arch = "x86_64")]
     for line in lines(place) {
-        // The intrinsic for it becomes the other instruction where the compiler may not assume this one. Every processor of
-        // this architecture takes it: those that do not know it do nothing (AMD's manual, volume 3; Intel's, volume 2,
-        // PREFETCHW).
+        // The intrinsic for it becomes the other instruction where the compiler may not assume this one. Every
+        // processor of this architecture accepts it: those that do not support it do nothing (AMD's manual, volume 3;
+        // Intel's, volume 2, PREFETCHW).
         // SAFETY: a prefetch reads and changes nothing, whatever the address.
         unsafe { std::arch::asm!("prefetchw [{}]", in(reg) line, options(nostack, preserves_flags, readonly)) };
     }
@@ -30,7 +29,7 @@ pub fn fetch_to_write<T>(place: &T) {
     let _ = place;
 }
 
-/// Where the lines of memory of `place` begin.
+/// The addresses of the cache lines of `place`.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 fn lines<T>(place: &T) -> impl Iterator<Item = *const u8> {

@@ -1,4 +1,4 @@
-//! The ground floor: what the operating system gives, and what every room above shares.
+//! The ground floor: the interface to the operating system, and what every room above shares.
 //!
 //! Nothing here knows NCCL's structs, a wire format or a backend.
 

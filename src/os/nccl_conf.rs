@@ -1,12 +1,11 @@
 //! NCCL's configuration files, for programs that run without NCCL.
 //!
-//! NCCL copies the lines of its files into the environment before it initialises a plugin, so the plugin only needs
-//! the environment. The command line has no NCCL to do that, and asks here for the same answer.
+//! NCCL copies the lines of its files into the environment before it initialises a plugin, so the plugin only needs the
+//! environment. The command line runs without NCCL, and gets the same result here.
 //!
 //! The rules are NCCL's: the file that `NCCL_CONF_FILE` names, or else `.nccl.conf` in the home directory of the user
 //! database (not `$HOME`); then `/etc/nccl.conf`. A line is `NAME=value` up to its end, `#` in the first column makes a
-//! comment, and nothing is trimmed. What is set earlier stays: the environment before the user's file before the
-//! system's.
+//! comment, and nothing is trimmed. An earlier source wins: the environment, then the user's file, then the system's.
 
 use std::collections::BTreeMap;
 use std::ffi::CStr;
@@ -30,13 +29,13 @@ impl Variables {
         Self::of(own, &paths)
     }
 
-    /// Of this environment and these files, of which some may be missing.
+    /// From this environment and these files, some of which may be missing.
     pub fn of(own: BTreeMap<String, String>, paths: &[PathBuf]) -> Self {
         let files = paths.iter().filter_map(|path| Some((path.clone(), lines(&fs::read(path).ok()?)))).collect();
         Self { own, files }
     }
 
-    /// The environment that the process was started with: what the dynamic loader goes by.
+    /// The environment that the process was started with: the one that the dynamic loader uses.
     pub fn own(&self) -> &BTreeMap<String, String> {
         &self.own
     }
@@ -76,7 +75,7 @@ impl Variables {
 
 /// The home directory of this process's user, as NCCL looks it up.
 fn home() -> Option<PathBuf> {
-    // SAFETY: the answer is read before anything else of this process could ask for another.
+    // SAFETY: the result is read before this process could make another such call.
     let user = unsafe { libc::getpwuid(libc::getuid()).as_ref() }?;
     // SAFETY: a C string, or null.
     let dir = unsafe { (!user.pw_dir.is_null()).then(|| CStr::from_ptr(user.pw_dir)) }?;
@@ -94,7 +93,7 @@ fn paths(environment: &BTreeMap<String, String>, home: Option<PathBuf>, system: 
 
 fn lines(text: &[u8]) -> Vec<(String, String)> {
     let text = String::from_utf8_lossy(text);
-    // Nothing but the line feed ends a line: NCCL keeps a carriage return as a part of the value.
+    // Only the line feed ends a line: NCCL keeps a carriage return as a part of the value.
     let lines = text.split('\n').filter(|line| !line.starts_with('#')).filter_map(|line| line.split_once('='));
     lines.filter(|(name, _)| !name.is_empty()).map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
 }

@@ -1,8 +1,8 @@
-//! Which interface packets leave by, as the kernel's routing tables say (rtnetlink(7), `RTM_GETROUTE`).
+//! Which interface packets leave by, according to the kernel's routing tables (rtnetlink(7), `RTM_GETROUTE`).
 //!
-//! Linux chooses the interface by the destination alone, unless a routing rule says otherwise. With two interfaces in one
-//! subnet all packets leave by the first, whatever address they carry. [`way`] finds out, and says whether a socket that is
-//! bound to the interface would send over it to the same destination.
+//! Linux chooses the interface by the destination alone, unless a routing rule differs. With two interfaces in one
+//! subnet all packets leave by the first, whatever their source address. [`way`] detects this, and returns whether a
+//! socket that is bound to the interface would send over it to the same destination.
 //!
 //! This module must not know what a rail or a stream is.
 
@@ -18,12 +18,13 @@ use super::fd::Registered;
 /// How packets with the address of an interface reach a destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {
-    /// The kernel's own choice is right, or nothing is known about it.
+    /// The kernel's own choice is right, or unknown.
     AsRouted,
-    /// By the interface with this index (0: by none), and a socket that is bound to its own has a route that is as specific.
+    /// By the interface with this index (0: by none), and a socket that is bound to its own has an equally specific
+    /// route.
     Bind(u32),
-    /// By the interface with this index, and a bound socket would not help: it has no such route, or the answers would not come
-    /// back over its interface ([`are_kept_apart`]).
+    /// By the interface with this index, and a bound socket would not help: it has no such route, or the answers would
+    /// not come back over its interface ([`are_kept_apart`]).
     Strays(u32),
 }
 
@@ -32,7 +33,7 @@ pub enum Way {
 struct Route {
     /// The interface; 0 when there are several (a multipath route).
     interface: u32,
-    /// How many bits of the destination it names.
+    /// How many bits of the destination it matches.
     prefix: u8,
     /// The destination is an address of this host.
     is_local: bool,
@@ -47,7 +48,7 @@ pub fn way(from: IpAddr, index: u32, to: IpAddr) -> Way {
     let usual = match look_up(from, to, None) {
         Ok(route) => Some(route),
         Err(error) if matches!(error.raw_os_error(), Some(libc::ENETUNREACH | libc::EHOSTUNREACH)) => None,
-        // The question cannot be asked here.
+        // The query is impossible here.
         Err(_) => return Way::AsRouted,
     };
     decide(
@@ -81,11 +82,12 @@ fn decide(
     }
 }
 
-/// Whether each of these interfaces, in one IPv4 subnet, gets what is sent to its own addresses, and takes it.
+/// Whether each of these interfaces, in one IPv4 subnet, gets what is sent to its own addresses, and accepts it.
 ///
-/// As Linux comes, every interface answers ARP for all addresses of the host, and asks with any of them, so a peer may send to
-/// any interface (`arp_ignore`, `arp_announce`); a strict `rp_filter` drops what comes from hosts that are answered by another
-/// one. IPv6 has no such settings: its neighbour discovery keeps interfaces apart.
+/// By default every interface of a Linux host answers ARP for all addresses of the host, and sends ARP requests from
+/// any of them, so a peer may send to any interface (`arp_ignore`, `arp_announce`); a strict `rp_filter` drops packets
+/// from hosts whose answers leave by another interface. IPv6 has no such settings: its neighbour discovery keeps
+/// interfaces apart.
 pub fn are_kept_apart(indices: &[u32]) -> bool {
     indices.iter().all(|&index| {
         let Some(name) = name_of(index) else { return false };
@@ -95,7 +97,7 @@ pub fn are_kept_apart(indices: &[u32]) -> bool {
     })
 }
 
-/// Whether an interface drops what comes from hosts that this one answers by another interface.
+/// Whether an interface drops packets from hosts whose answers leave by another interface.
 pub fn is_strict(index: u32) -> bool {
     let name = name_of(index).unwrap_or_default();
     setting("all", "rp_filter").max(setting(&name, "rp_filter")) == 1
@@ -112,7 +114,7 @@ pub fn name_of(index: u32) -> Option<String> {
     let mut name = [0; libc::IF_NAMESIZE];
     // SAFETY: the buffer is as long as the call may fill.
     let found = unsafe { libc::if_indextoname(index, name.as_mut_ptr()) };
-    // SAFETY: the call ended the name with a zero.
+    // SAFETY: the call terminated the name with a zero.
     (!found.is_null()).then(|| unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned())
 }
 
@@ -127,8 +129,9 @@ pub fn bind_to_interface(socket: &Socket, index: u32) -> io::Result<()> {
     set_number(socket, libc::SOL_SOCKET, SO_BINDTOIFINDEX, index as libc::c_int)
 }
 
-/// Lets a socket take its local port when it connects, not when it is bound to an address. Then connections to different
-/// peers may share a port, as those of sockets that are not bound do. A wish: kernels before 4.2 do not know it.
+/// Lets a socket choose its local port when it connects, not when it is bound to an address. Then connections to
+/// different peers may share a port, as with sockets that are not bound. Optional: kernels before 4.2 do not support
+/// it.
 pub fn take_port_at_connect(socket: &Socket) {
     let _ = set_number(socket, libc::IPPROTO_IP, libc::IP_BIND_ADDRESS_NO_PORT, 1);
 }
@@ -152,9 +155,9 @@ pub fn is_local(to: IpAddr) -> bool {
 const HEADER: usize = 16;
 /// `struct rtmsg`: family, two prefix lengths, class, table, protocol, scope, type, flags.
 const ROUTE: usize = 12;
-/// Linux 4.13: answers with the entry of the table, not with one made for the destination.
+/// Linux 4.13: returns the entry of the table, not a route made for the destination.
 const RTM_F_FIB_MATCH: u32 = 0x2000;
-/// The answer was made for the destination: an older kernel.
+/// The route was made for the destination: an older kernel.
 const RTM_F_CLONED: u32 = 0x200;
 
 fn look_up(from: IpAddr, to: IpAddr, over: Option<u32>) -> io::Result<Route> {
@@ -176,7 +179,7 @@ fn look_up(from: IpAddr, to: IpAddr, over: Option<u32>) -> io::Result<Route> {
     }
     // The kernel has answered before `send` returns, so this never waits.
     let mut answer = [0_u8; 4096];
-    // SAFETY: the buffer is ours and as long as said.
+    // SAFETY: the buffer is ours and has the passed length.
     let got = unsafe { libc::recv(fd.as_raw_fd(), answer.as_mut_ptr().cast(), answer.len(), libc::MSG_DONTWAIT) };
     let got = usize::try_from(got).map_err(|_| io::Error::last_os_error())?;
     read_answer(&answer[..got])
@@ -196,7 +199,7 @@ fn question(from: IpAddr, to: IpAddr, over: Option<u32>) -> Vec<u8> {
     let to = bytes_of(to);
     let bits = to.len() as u8 * 8;
     add(libc::RTA_DST, &to);
-    // With a source IPv6 does not hold to the interface that is asked for.
+    // With a source address IPv6 ignores the interface of the query.
     let with_source = !(from.is_unspecified() || from.is_ipv6() && over.is_some());
     if with_source {
         add(libc::RTA_SRC, &bytes_of(from));
@@ -246,7 +249,7 @@ fn read_answer(bytes: &[u8]) -> io::Result<Route> {
     Ok(route)
 }
 
-/// Lets interfaces in one IPv4 subnet carry a share each ([`are_kept_apart`]).
+/// Configures interfaces in one IPv4 subnet so that each can be used ([`are_kept_apart`]).
 pub const KEEP_APART: &str =
     "sysctl -w net.ipv4.conf.all.arp_ignore=1 net.ipv4.conf.all.arp_announce=2 net.ipv4.conf.all.rp_filter=2";
 

@@ -1,9 +1,9 @@
-//! What the host takes of a virtual machine's processors.
+//! Hypervisor steal time: the processor time that the host takes from a virtual machine.
 //!
-//! Where the host has less processor time than its machines want, a thread that runs stands still for milliseconds without
-//! knowing of it, and everything that waits for that thread does too. The kernel counts such time as *steal* (proc(5),
-//! `/proc/stat`), over all processors. Of the machine's own idle time it says nothing: what counts here is what was taken of
-//! the time in which something wanted to run.
+//! When the host has less processor time than its machines want, a running thread stops for milliseconds without
+//! noticing, and everything that waits for that thread does too. The kernel counts such time as *steal* (proc(5),
+//! `/proc/stat`), over all processors. The idle time of the machine does not matter: this module uses the stolen part
+//! of the time in which some thread wanted to run.
 //!
 //! A machine that is not virtual, or has processors of its own, counts none.
 
@@ -13,20 +13,21 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use super::log::NET;
 use super::ticks::Ticks;
 
-/// More than this part of the busy time taken is much.
+/// If more than this part of the busy time is stolen, steal is high.
 const MUCH: f64 = 0.06;
 
-/// Less than this is little again. Far below the other: who does less because much is taken has less taken.
+/// Below this it is low again. Far below the other limit: a process that uses less processor time also loses less of
+/// it, so the measured steal drops once this process throttles.
 const LITTLE: f64 = 0.02;
 
-/// A span with fewer hundredths of a second of busy time than this tells nothing.
+/// An interval with fewer hundredths of a second of busy time than this is ignored.
 const LEAST: u64 = 20;
 
-/// So many hundredths of a second of busy time count as much as all before: half a second of ten processors.
+/// This many hundredths of a second of busy time weigh as much as all before: half a second of ten processors.
 const WEIGHT: f64 = 500.0;
 
-/// The kernel sums up over all processors for an answer, which takes a tenth of a millisecond or more: it is asked once in so
-/// many nanoseconds at most.
+/// The kernel sums over all processors for a read, which takes a tenth of a millisecond or more: it is read at most
+/// once in this many nanoseconds.
 const PAUSE_NS: u64 = 200_000_000;
 
 /// Since boot, in hundredths of a second and over all processors.
@@ -51,7 +52,7 @@ impl Times {
     }
 }
 
-/// The part that is taken, the latest weighing most.
+/// The stolen part, the latest interval weighing most.
 #[derive(Debug, Default)]
 struct Estimate {
     last: Times,
@@ -60,7 +61,7 @@ struct Estimate {
 }
 
 impl Estimate {
-    /// What has been counted until `now`; at first, since the machine was started.
+    /// The counters at `now`; at first, since the machine was started.
     fn add(&mut self, now: Times) -> bool {
         let busy = now.busy.saturating_sub(self.last.busy);
         let stolen = now.stolen.saturating_sub(self.last.stolen);
@@ -75,19 +76,19 @@ impl Estimate {
     }
 }
 
-/// Whether the host takes much.
+/// Whether steal is high.
 #[derive(Debug)]
 pub struct Steal {
     is_much: AtomicBool,
-    /// When the kernel was asked: [`Ticks::number`].
+    /// When the kernel's counters were read: [`Ticks::number`].
     asked: AtomicU64,
     estimate: Mutex<Estimate>,
-    /// The user has been told.
+    /// The user has been warned.
     told: AtomicBool,
 }
 
 impl Steal {
-    /// As it has been since the machine was started.
+    /// With the counters since the machine was started.
     pub fn new() -> Self {
         let (is_much, told) = (AtomicBool::new(false), AtomicBool::new(false));
         let steal = Self { is_much, asked: AtomicU64::new(0), estimate: Mutex::default(), told };
@@ -95,13 +96,13 @@ impl Steal {
         steal
     }
 
-    /// As was seen last.
+    /// The result of the last read.
     #[inline]
     pub fn is_much(&self) -> bool {
         self.is_much.load(Ordering::Relaxed)
     }
 
-    /// Looks, unless that was done lately. Takes a system call: not for NCCL's threads.
+    /// Reads the counters, unless that was done recently. Takes a system call: not for NCCL's threads.
     pub fn look(&self) {
         let (now, asked) = (Ticks::now(), Ticks::from_number(self.asked.load(Ordering::Relaxed)));
         if asked.is_some_and(|asked| now.nanoseconds_since(asked) < PAUSE_NS) {
@@ -146,7 +147,7 @@ mod tests {
         assert!(now.busy > 0);
     }
 
-    /// Adds spans of so much busy time each, of which `part` is taken.
+    /// Adds intervals of this much busy time each, of which `part` is stolen.
     fn spans(estimate: &mut Estimate, count: usize, busy: u64, part: f64) -> bool {
         let mut is_much = estimate.is_much;
         for _ in 0..count {
@@ -177,7 +178,7 @@ mod tests {
         assert!(!estimate.add(Times { busy: 1000, stolen: 0 }));
         assert!(!estimate.add(Times { busy: 1019, stolen: 19 }));
         assert_eq!(estimate.last, Times { busy: 1000, stolen: 0 }, "it is counted with what follows");
-        // Counters that go back, as after a migration of the machine, are no news.
+        // Counters that go back, as after a migration of the machine, are ignored.
         assert!(!estimate.add(Times::default()));
     }
 

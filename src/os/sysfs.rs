@@ -1,33 +1,33 @@
-//! What the kernel says of a network interface: place on the PCI bus, speed, driver, NUMA node, MTU, state, MAC.
+//! What the kernel reports about a network interface: place on the PCI bus, speed, driver, NUMA node, MTU, state, MAC.
 //!
-//! Everything comes from `/sys/class/net`. Nothing here fails: what the kernel does not say is `None`.
+//! Everything comes from `/sys/class/net`. Nothing here fails: what the kernel does not report is `None`.
 //!
-//! Two answers take more than one file:
+//! Two values take more than one file:
 //! - **PCI path.** The resolved `device` link, and from there upwards to the first directory that is a PCI function:
 //!   virtio and USB devices sit below one. (NCCL's Socket stops at the link and so loses virtio NICs' place.) An
 //!   interface without `device` (bond, VLAN, bridge, macvlan) takes the path of its first lower interface by name.
-//! - **Speed.** A speed that the driver only claims ([`link_kind`]), for itself or for what lies on it, counts as unknown.
-//!   Else the kernel's own word where it has one, which covers bonds (sum of the active ports), VLANs (the
-//!   interface below) and, in recent kernels, bridges. Otherwise the lower interfaces are asked: a bond that spreads
-//!   traffic counts as the sum of them, anything else as the fastest. The kernel says nothing for most virtual NICs.
+//! - **Speed.** A speed that the driver reports as a constant ([`link_kind`]), for itself or for an interface above it, counts as unknown. Otherwise
+//!   the kernel's own value is used if it has one, which covers bonds (sum of the active ports), VLANs (the interface below) and, in recent kernels,
+//!   bridges. Otherwise the lower interfaces are read: a bond that spreads traffic counts as their sum, anything else as the fastest. The
+//!   kernel reports nothing for most virtual NICs.
 //!
-//! This module must not know what is assumed for what the kernel does not say.
+//! This module must not know what is assumed where the kernel reports nothing.
 
 use super::link_kind;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Deeper stacks than VLAN on bond on VLAN on NIC are loops or jokes.
+/// A stack deeper than VLAN on bond on VLAN on NIC is a loop or an error.
 const MAX_STACK: u32 = 8;
 
-/// Speeds above this are the kernel's way of saying unknown (−1 as an unsigned number): 10 Tbit/s in Mbit/s.
+/// Speeds above this are the kernel's encoding of unknown (−1 as an unsigned number): 10 Tbit/s in Mbit/s.
 const MAX_MBPS: i64 = 10_000_000;
 
-/// A sysfs, the real one or a test's.
+/// A sysfs: the real one or a test's.
 #[derive(Debug, Clone)]
 pub struct Sysfs {
     root: PathBuf,
-    /// The driver by `ethtool`, which no directory has.
+    /// The driver by `ethtool`, which has no directory.
     ethtool_driver: fn(&str) -> Option<String>,
 }
 
@@ -38,7 +38,7 @@ impl Default for Sysfs {
 }
 
 impl Sysfs {
-    /// The sysfs mounted at `root`, of which no driver is known by `ethtool`.
+    /// The sysfs mounted at `root`, without drivers by `ethtool`.
     pub fn at(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into(), ethtool_driver: |_| None }
     }
@@ -83,7 +83,7 @@ impl Sysfs {
         })
     }
 
-    /// The answer of the interface itself, or of the first interface below it that has one.
+    /// The value of the interface itself, or of the first interface below it that has one.
     fn stacked<T>(&self, name: &str, depth: u32, ask: &dyn Fn(&str) -> Option<T>) -> Option<T> {
         if depth == MAX_STACK {
             return None;
@@ -91,7 +91,7 @@ impl Sysfs {
         ask(name).or_else(|| self.lowers(name).iter().find_map(|lower| self.stacked(lower, depth + 1, ask)))
     }
 
-    /// The interfaces that this one stands on, sorted by name.
+    /// The interfaces below this one, sorted by name.
     fn lowers(&self, name: &str) -> Vec<String> {
         let entries = fs::read_dir(self.interface(name)).into_iter().flatten().flatten();
         let mut lowers: Vec<String> =
@@ -105,7 +105,7 @@ impl Sysfs {
         self.speed_at(name, 0)
     }
 
-    /// Whether the interface's speed is a constant of its driver, or of the drivers of all interfaces that it stands on.
+    /// Whether the interface's speed is a constant of its driver, or of the drivers of all interfaces below it.
     fn claims_its_speed(&self, name: &str, depth: u32) -> bool {
         if (self.ethtool_driver)(kernel_name(name)).is_some_and(|driver| link_kind::claims_its_speed(&driver)) {
             return true;
@@ -114,7 +114,7 @@ impl Sysfs {
         depth < MAX_STACK && !lowers.is_empty() && lowers.iter().all(|lower| self.claims_its_speed(lower, depth + 1))
     }
 
-    /// Whether what the interface sends leaves by another interface of this host, inside other packets.
+    /// Whether packets of the interface leave by another interface of this host, inside other packets.
     pub fn is_overlay(&self, name: &str) -> bool {
         let uevent = self.read(name, "uevent");
         let devtype = uevent.as_deref().and_then(|text| text.lines().find_map(|line| line.strip_prefix("DEVTYPE=")));
@@ -123,7 +123,7 @@ impl Sysfs {
             || link_kind::is_overlay(driver.as_deref(), devtype, self.number(name, "type"))
     }
 
-    /// Whether the interface `upper` stands on `lower`, directly or not, and so shares its wire.
+    /// Whether the interface `upper` is above `lower`, directly or not, and so shares its wire.
     pub fn stands_on(&self, upper: &str, lower: &str) -> bool {
         self.stacked(upper, 0, &|name| (name != upper && name == kernel_name(lower)).then_some(())).is_some()
     }
@@ -150,7 +150,7 @@ impl Sysfs {
         })
     }
 
-    /// The NUMA node that the NIC is attached to; none when the machine has but one.
+    /// The NUMA node that the NIC is attached to; None when the machine has only one.
     pub fn numa_node(&self, name: &str) -> Option<u32> {
         let node = fs::read_to_string(self.pci_path(name)?.join("numa_node")).ok()?;
         node.trim().parse().ok()
@@ -161,12 +161,12 @@ impl Sysfs {
         u32::try_from(self.number(name, "mtu")?).ok()
     }
 
-    /// The operational state as the kernel words it: up, down, unknown, …
+    /// The operational state in the kernel's words: up, down, unknown, …
     pub fn operstate(&self, name: &str) -> Option<String> {
         self.read(name, "operstate")
     }
 
-    /// The hardware address as text; none when it is all zeroes, as a loopback's is.
+    /// The hardware address as text; None when it is all zeroes, as a loopback's is.
     pub fn mac(&self, name: &str) -> Option<String> {
         self.read(name, "address").filter(|mac| mac.chars().any(|digit| digit != '0' && digit != ':'))
     }
@@ -234,7 +234,7 @@ mod tests {
         }
     }
 
-    /// veth says 10 Gb/s and tun 10 Mb/s whatever the path carries, and so does what stands on them.
+    /// veth reports 10 Gb/s and tun 10 Mb/s whatever the path carries, and so do the interfaces above them.
     #[test]
     fn a_speed_that_the_driver_only_claims_is_unknown() {
         let fake = Fake::new();

@@ -1,18 +1,18 @@
-//! Threads of our own inside somebody else's process.
+//! Threads of the library inside the host program's process.
 
 use std::io;
 use std::thread::JoinHandle;
 
-/// What a thread does to itself. Where such a signal is blocked the kernel ends the process at once, and the host program's
-/// crash handler, which might have said where it happened, is never called (signal(7), sigprocmask(2)).
+/// Signals that a thread raises itself. If such a signal is blocked the kernel ends the process at once, and the host
+/// program's crash handler, which might report where it happened, is never called (signal(7), sigprocmask(2)).
 const FAULTS: [libc::c_int; 7] =
     [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE, libc::SIGTRAP, libc::SIGSYS, libc::SIGABRT];
 
-/// Starts a named thread that takes no signals but those of its own faults: the host program's handlers must run on the
-/// host's threads, as they would without us.
+/// Starts a named thread that accepts no signals but those of its own faults: the host program's handlers must run on
+/// the host's threads, as they would without Towline.
 ///
 /// # Errors
-/// When the system has no thread to give.
+/// When the system cannot create a thread.
 pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
     // SAFETY: both sets are plain values filled by the calls; the old mask is restored on this thread below, so
     // only the new thread, which inherits the mask, keeps the signals blocked.

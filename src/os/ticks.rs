@@ -1,22 +1,22 @@
-//! Time in steps of the processor's counter: for stamps that are taken in the middle of NCCL's work.
+//! Time in steps of the processor's counter: for timestamps that are taken in the middle of NCCL's work.
 //!
-//! The system's clock reads the same counter, but first waits for all that was begun before, and then converts. Here
-//! the counter is read as it is, and whoever has time converts. It is used where the kernel itself trusts it as the
-//! source of its clock (it runs evenly, also while a core sleeps, and is the same on all cores); elsewhere a step is a
+//! The system's clock reads the same counter, but first waits for all earlier instructions, and then converts. Here the
+//! raw counter is read, and a thread that has time converts it later. It is used where the kernel itself trusts it as
+//! its clock source (it runs evenly, even while a core sleeps, and is the same on all cores); elsewhere a step is a
 //! nanosecond of `CLOCK_MONOTONIC`.
 
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// How long the counter is compared with the clock, once for the process: a pair of readings is right to some 50 ns, so
-/// durations are right to a thousandth or better.
+/// How long the counter is compared with the clock, once per process: a pair of readings is accurate to some 50 ns, so
+/// durations are accurate to a thousandth or better.
 const COMPARED_NS: u64 = 200_000;
 
 /// In [`RATE`]: the counter is not used.
 const SYSTEM_CLOCK: u64 = 1 << 63;
 
-/// Nanoseconds per step, as a fixed-point number with 32 bits behind the point; 0 until it is known. Whoever finds 0
-/// finds out by itself, and the first answer stays: there is nobody to wait for, also in a forked child.
+/// Nanoseconds per step, as a fixed-point number with 32 bits behind the point; 0 until it is known. A thread that
+/// finds 0 measures it, and the first result stays: no thread waits for another, even in a forked child.
 static RATE: AtomicU64 = AtomicU64::new(0);
 
 /// A moment.
@@ -24,15 +24,14 @@ static RATE: AtomicU64 = AtomicU64::new(0);
 pub struct Ticks(NonZeroU64);
 
 impl Ticks {
-    /// Now, give or take what the processor does out of order: the moment may lie before the end of what the program
-    /// did just before, by less than it takes to fetch something from memory. Two moments of one thread may be equal.
+    /// Now, except for out-of-order execution: the moment may lie before the end of what the program did just before,
+    /// by less than a memory access takes. Two moments of one thread may be equal.
     #[inline]
     pub fn now() -> Self {
         Self::of(if uses_counter() { counter() } else { system_clock() })
     }
 
-    /// Now, and not before anything that this thread has read until here was written, nor after anything that it reads
-    /// later.
+    /// Now: not before any write that this thread has read so far, nor after any that it reads later.
     #[inline]
     pub fn now_in_order() -> Self {
         Self::of(if uses_counter() { counter_in_order() } else { system_clock() })
@@ -62,8 +61,7 @@ impl Ticks {
     }
 }
 
-/// Takes the time that finding out about the counter needs, a fraction of a millisecond, so that the first [`Ticks::now`]
-/// does not.
+/// Measures the counter, which takes a fraction of a millisecond, so that the first [`Ticks::now`] need not.
 pub fn set_up() {
     let _ = rate();
 }
@@ -122,7 +120,7 @@ fn measured_rate() -> u64 {
     }
 }
 
-/// The counter and the clock at one moment: of a few tries the one that was least disturbed in between.
+/// The counter and the clock at one moment: of a few attempts the one with the least disturbance in between.
 fn compared() -> (u64, u64) {
     (0..4)
         .map(|_| {
@@ -145,7 +143,7 @@ fn counter() -> u64 {
 #[cfg(target_arch = "x86_64")]
 #[inline]
 fn counter_in_order() -> u64 {
-    // SAFETY: as above. The fences hold loads on their side of the reading.
+    // SAFETY: as above. The fences keep loads on their side of the reading.
     unsafe {
         std::arch::x86_64::_mm_lfence();
         let ticks = std::arch::x86_64::_rdtsc();
@@ -172,7 +170,8 @@ mod tests {
     #[test]
     fn a_duration_is_what_the_system_clock_says() {
         set_up();
-        // The outer pair of readings is longer than the inner by what the machine does in between, so it bounds it.
+        // The outer pair of readings is longer than the inner one by what the machine does in between, so it is a
+        // bound.
         let outer = Instant::now();
         let from = Ticks::now_in_order();
         let inner = Instant::now();
@@ -193,7 +192,7 @@ mod tests {
 
     #[test]
     fn what_another_thread_has_seen_happens_after_it() {
-        // Each thread stamps, hands the stamp over, and the next one must not be earlier.
+        // Each thread takes a timestamp and passes it on, and the next one must not be earlier.
         let last = AtomicU64::new(1);
         std::thread::scope(|scope| {
             for _ in 0..2 {

@@ -1,16 +1,16 @@
-//! What is wrong with the configuration, in one line for the log.
+//! A problem of the configuration, in one line for the log.
 
 use super::nearest::nearest;
 use super::value::Bad;
 use super::{TABLE, Variable};
 use std::fmt;
 
-/// One thing wrong with the configuration. Never fatal: the default is used.
+/// One problem of the configuration. Never fatal: the default is used.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Complaint {
-    /// The variable's name as it stood in the environment.
+    /// The variable's name as in the environment.
     pub name: String,
-    /// What is wrong and what is done about it.
+    /// The problem, and how it is handled.
     pub problem: String,
     /// The nearest valid name, or the nearest valid value.
     pub nearest: Option<String>,

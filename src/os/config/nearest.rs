@@ -2,8 +2,8 @@
 
 use strsim::osa_distance;
 
-/// The candidate nearest to `text` by edit distance, without regard to letter case; none when even the nearest
-/// has little in common with it (more than half of the longer one's characters, the common prefix aside, differ).
+/// The candidate nearest to `text` by edit distance, ignoring letter case; None when even the nearest has little in
+/// common with it (more than half of the longer one's characters, without the common prefix, differ).
 pub fn nearest<'a>(text: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let text = text.to_ascii_uppercase();
     let (distance, length, candidate) = candidates
@@ -18,7 +18,7 @@ pub fn nearest<'a>(text: &str, candidates: impl IntoIterator<Item = &'a str>) ->
     (distance * 2 <= length).then_some(candidate)
 }
 
-/// Whether two names differ by one slip of the finger: a character too many, too few or wrong, or two that have changed places.
+/// Whether two names differ by one typing error: a character too many, missing or wrong, or two that are swapped.
 pub fn is_slip(one: &str, other: &str) -> bool {
     osa_distance(one, other) == 1
 }

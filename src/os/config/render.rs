@@ -1,9 +1,9 @@
-//! The table for people: the documentation page and the list that `towline doctor` prints.
+//! The table for users: the documentation page and the list that `towline doctor` prints.
 
 use super::{TABLE, Variable};
 use std::fmt::Write as _;
 
-/// The documentation page, `docs/configuration.md`. A test holds the committed file to it.
+/// The documentation page, `docs/configuration.md`. A test compares it with the committed file.
 pub fn render_markdown() -> String {
     let mut page = String::from(
         "# Configuration\n\n\

@@ -142,7 +142,7 @@ fn a_bad_value_is_told_with_the_nearest_valid_one_and_the_default_is_used() {
     }
 }
 
-/// NCCL's page names 0 and 32 for no timeout at all, and a threshold above the size of NCCL's buffers for none.
+/// NCCL's documentation gives 0 and 32 as "no timeout", and a threshold above the size of NCCL's buffers as "never".
 #[test]
 fn numbers_that_mean_without_limit_are_taken() {
     for text in ["0", "32", "40", "4294967296"] {
@@ -163,7 +163,7 @@ fn the_table_is_sound() {
     }
 }
 
-/// A variable that is documented and read nowhere would be a promise without anything behind it.
+/// A variable that is documented and read nowhere would have no effect.
 #[test]
 fn every_field_is_used_outside_of_the_configuration() {
     fn sources(below: &std::path::Path, text: &mut String) {
@@ -226,7 +226,7 @@ proptest! {
     #[test]
     fn no_value_whatever_stops_the_reading(index in 0..TABLE.len(), text in any::<String>()) {
         let (config, complaints) = one(TABLE[index].name, &text);
-        // Either the value was taken, or it was complained about and the default stands.
+        // Either the value was accepted, or there is a complaint and the default stays.
         prop_assert!(complaints.is_empty() || config == Config::default());
     }
 
@@ -240,7 +240,7 @@ proptest! {
     }
 }
 
-/// Docker's --env-file and YAML keep quotes; people put blanks behind commas.
+/// Docker's --env-file and YAML keep quotes; users put blanks behind commas.
 #[test]
 fn quotes_and_blanks_around_the_names_of_rails_are_no_part_of_them() {
     for text in ["\"eno1,eno2\"", " eno1, eno2 ", "'eno1', 'eno2'", "eno1,eno1,eno2,"] {

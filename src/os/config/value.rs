@@ -1,12 +1,12 @@
-//! What a value of each type looks like and how it is read.
+//! The form of each type of value, and how it is read.
 //!
-//! A type says its shape in words ([`Value::kind`]) and parses text; on failure it offers the nearest valid text
-//! when there is a sensible one. Surrounding white space and letter case of fixed words do not matter.
+//! A type describes its form in words ([`Value::kind`]) and parses text; on failure it offers the nearest valid text if
+//! there is a sensible one. Surrounding white space and the letter case of fixed words are ignored.
 
 use super::nearest::nearest;
 use std::time::Duration;
 
-/// Why a text is no value of its type.
+/// Why a text is not a value of its type.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Bad {
     /// What was expected.
@@ -17,13 +17,13 @@ pub struct Bad {
 
 /// A type that a variable may have.
 pub trait Value: Sized {
-    /// The shape of a value in words, as in "0 or 1".
+    /// The form of a value in words, as in "0 or 1".
     fn kind() -> String;
 
     /// Reads `text`. An empty text is what an unset variable would give, where the type has such a state.
     ///
     /// # Errors
-    /// Says what was expected and, if it can, the nearest valid text.
+    /// What was expected and, if possible, the nearest valid text.
     fn parse(text: &str) -> Result<Self, Bad>;
 
     /// Reads the text of a variable that is set. Only a type for which "set to nothing" differs from "unset" has its own.
@@ -66,10 +66,10 @@ pub enum Backend {
     Rdma,
 }
 
-/// What the transport tells NCCL's profiler of its transfers.
+/// What the transport reports to NCCL's profiler about transfers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NetEvents {
-    /// Events, where the NCCL that is running bears them; with details when this library's own profiler reads them.
+    /// Events, if the running NCCL tolerates them; with details when this library's own profiler reads them.
     Auto,
     /// Nothing.
     Off,
@@ -90,13 +90,13 @@ pub enum LogLevel {
     Off,
     /// Failures.
     Error,
-    /// What the user should look into.
+    /// Problems that the user should check.
     Warn,
     /// What was chosen and why.
     Info,
-    /// What happens on each connection.
+    /// Events of each connection.
     Debug,
-    /// What happens on each message.
+    /// Events of each message.
     Trace,
 }
 
@@ -127,7 +127,7 @@ impl Value for bool {
             &[("1", true), ("0", false), ("true", true), ("false", false), ("yes", true), ("no", false)];
         const MORE: &[(&str, bool)] = &[("on", true), ("off", false)];
         word(text, MORE).or_else(|_| word(text, WORDS)).map_err(|bad| {
-            // A word that is nearly a yes or a no is told as the digit that the documentation uses.
+            // For a word that is nearly a yes or a no, the suggestion is the digit that the documentation uses.
             let digit = bad.nearest.and_then(|near| word(&near, WORDS).ok()).map(|on| u8::from(on).to_string());
             Bad { expected: Self::kind(), nearest: digit }
         })
@@ -268,7 +268,7 @@ impl Value for Rails {
     }
 }
 
-/// What is wrong with a list that is written in the language of another variable or program.
+/// The complaint about a list in the syntax of another variable or program.
 fn other_grammar(names: &[String]) -> Option<Bad> {
     let expected = |more: &str| format!("{}{more}", Rails::kind());
     if names.iter().any(|name| name.starts_with('^')) {
@@ -289,8 +289,8 @@ fn other_grammar(names: &[String]) -> Option<Bad> {
     })
 }
 
-/// `TOWLINE_KEY_FILE`: a path. The path is empty when the variable is set to nothing: the user asked for encryption and
-/// must not get clear text because a script left the name out.
+/// `TOWLINE_KEY_FILE`: a path. The path is empty when the variable is set to nothing: the user wanted encryption and
+/// must not get an unencrypted connection because a script left the name out.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyFile(pub String);
 
@@ -308,7 +308,7 @@ impl Value for Option<KeyFile> {
     }
 }
 
-/// A name or a list that is passed on as it is. Empty is unset.
+/// A name or a list that is used unchanged. Empty is unset.
 impl Value for Option<String> {
     fn kind() -> String {
         "text".to_owned()
@@ -345,7 +345,7 @@ fn auto_kind(most: u64) -> String {
     format!("`auto` or a whole number from 1 to {most}")
 }
 
-/// Far above what any machine can use: it only keeps a slip of the finger from exhausting the process.
+/// Far above what any machine can use: it only keeps a typing error from exhausting the process.
 const MOST_STREAMS_OR_WORKERS: u64 = 1024;
 
 impl Value for Option<usize> {
@@ -385,7 +385,7 @@ impl Value for Duration {
 
     fn parse(text: &str) -> Result<Self, Bad> {
         let text = text.trim();
-        // "5s" is what many programs take, so it is understood.
+        // Many programs accept "5s", so it is accepted here.
         let digits = text.strip_suffix('s').unwrap_or(text);
         match digits.parse::<f64>() {
             Ok(seconds) if (LEAST_SECONDS..=MOST_SECONDS).contains(&seconds) => Ok(Self::from_secs_f64(seconds)),

@@ -1,5 +1,5 @@
-//! Duplicate address detection of IPv6 (RFC 4862): an address is of no use while the kernel asks the link whether another host
-//! has it, and never when one has.
+//! Duplicate address detection of IPv6 (RFC 4862): an address cannot be used while the kernel asks on the link whether
+//! another host has it, and never if one has.
 
 use std::net::{IpAddr, Ipv6Addr};
 
@@ -23,13 +23,13 @@ fn flags_of(table: &str, address: Ipv6Addr) -> u32 {
     line.and_then(|words| u32::from_str_radix(words.get(4)?, 16).ok()).unwrap_or(0)
 }
 
-/// Whether the kernel still looks for another host with this address.
+/// Whether the kernel is still checking this address for duplicates.
 pub fn is_tentative(address: IpAddr) -> bool {
     let IpAddr::V6(address) = address else { return false };
     flags_of(&table(), address) & (TENTATIVE | FAILED) == TENTATIVE
 }
 
-/// Leaves out the addresses that another host has, too, and says so once for each.
+/// Leaves out the addresses that another host also has, and logs each once.
 pub(super) fn leave_out(all: &mut Vec<Interface>) {
     let table = table();
     all.retain(|one| {

@@ -1,10 +1,10 @@
-//! What was probably meant by a list of interfaces that fits none.
+//! The list that was probably meant when a list selects no interface.
 
 use super::Interface;
 use crate::os::config::{is_blank_or_quote, nearest};
 
-/// The nearest list in the language of `NCCL_SOCKET_IFNAME`, in which NCCL takes every character literally: blanks, quotes, a
-/// second `=` and other separators. None when the list is as near as can be.
+/// The nearest list in the syntax of `NCCL_SOCKET_IFNAME`, in which NCCL takes every character literally: blanks,
+/// quotes, a second `=` and other separators. None when the list cannot be improved.
 pub fn meant(all: &[Interface], text: &str) -> Option<String> {
     meant_with(all, text, super::index_of)
 }

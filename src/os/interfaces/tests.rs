@@ -1,4 +1,4 @@
-//! NCCL's rules for choosing interfaces, each on a host made up for it.
+//! NCCL's rules for choosing interfaces, each on a simulated host.
 
 use super::*;
 use proptest::prelude::*;

@@ -1,5 +1,5 @@
-//! Keeps a flood of one problem from flooding the log: the first occurrence is told at once, later ones as a count
-//! at most every few seconds.
+//! Keeps a flood of one problem from flooding the log: the first occurrence is logged at once, later ones as a count at
+//! most every few seconds.
 //!
 //! No lock and no allocation, so it may be used on any thread and in a forked child.
 
@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long one problem stays quiet after it was told.
+/// How long one problem stays quiet after it was logged.
 const QUIET: Duration = Duration::from_secs(5);
 
 /// The rate limit of one problem, for a `static` at the place that reports it.
@@ -22,9 +22,10 @@ const QUIET: Duration = Duration::from_secs(5);
 /// ```
 #[derive(Debug)]
 pub struct Limiter {
-    /// When the problem may be told again, in milliseconds since the process first asked; 0 before the first time.
+    /// When the problem may be logged again, in milliseconds since the first use in the process; 0 before the first
+    /// time.
     next: AtomicU64,
-    /// How often it was kept quiet since.
+    /// How many occurrences were suppressed since.
     kept: AtomicU64,
 }
 
@@ -34,12 +35,12 @@ impl Limiter {
         Self { next: AtomicU64::new(0), kept: AtomicU64::new(0) }
     }
 
-    /// Whether to tell this occurrence: if so, how many were kept quiet since the last one that was told.
+    /// Whether to log this occurrence: if so, how many were suppressed since the last one that was logged.
     pub fn admit(&self) -> Option<u64> {
         self.admit_at(now())
     }
 
-    /// Tells this occurrence if it may be told; `tell` gets the words for those that were kept quiet, or nothing.
+    /// Logs this occurrence if allowed; `tell` gets the text about the suppressed ones, or nothing.
     pub fn tell(&self, tell: impl FnOnce(&str)) {
         match self.admit() {
             Some(0) => tell(""),
@@ -51,7 +52,7 @@ impl Limiter {
     fn admit_at(&self, now: u64) -> Option<u64> {
         let next = self.next.load(Ordering::Relaxed);
         let later = now + u64::try_from(QUIET.as_millis()).expect("seconds fit");
-        // One of several threads that come at the same moment wins, the others count.
+        // One of several concurrent threads wins, the others count.
         if now >= next && self.next.compare_exchange(next, later, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
             return Some(self.kept.swap(0, Ordering::Relaxed));
         }
@@ -71,13 +72,14 @@ fn now() -> u64 {
     u64::try_from(START.get_or_init(Instant::now).elapsed().as_millis()).unwrap_or(u64::MAX / 2)
 }
 
-/// As many problems as are told apart. Two that share a place share its limit, which errs on the quiet side.
+/// The number of problems that are distinguished. Two that share a place share its limit, so rather too little is
+/// logged than too much.
 const PLACES: usize = 256;
 static LIMITS: [Limiter; PLACES] = [const { Limiter::new() }; PLACES];
 
 /// [`Limiter::admit`] for a problem that is known by `key` only at run time (a device, an error code).
 ///
-/// The key names the problem, not the peer: with an attacker's address in it, every stranger would be a new one.
+/// The key names the problem, not the peer: with an attacker's address in it, every connection would be a new problem.
 /// Keys share 256 limits by their hash.
 pub fn once_per(key: impl Hash) -> Option<u64> {
     let mut hasher = DefaultHasher::new();

@@ -98,7 +98,7 @@ fn emit(metadata: &Metadata<'_>, text: String) {
 
 pub(super) fn to_stderr(level: Level, text: &str) {
     let text = text.strip_prefix(PREFIX).unwrap_or(text);
-    // Nothing can be done about a standard error that takes no more, and it must not stop the job.
+    // A standard error that accepts nothing must not stop the job, and there is no other output.
     let _ = writeln!(std::io::stderr().lock(), "{PREFIX}{level} {text}");
 }
 

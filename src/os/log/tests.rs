@@ -1,6 +1,6 @@
-//! The promises of the log, with a logger of our own in NCCL's place.
+//! The promises of the log, with a logger of the test in place of NCCL's.
 //!
-//! The logger is one for the process, so the tests that set it run inside one test function each and take turns.
+//! There is one logger per process, so the tests that set it run inside one test function each and take turns.
 
 use super::*;
 use std::ffi::CStr;
@@ -17,8 +17,8 @@ struct Seen {
 static SEEN: Mutex<Vec<Seen>> = Mutex::new(Vec::new());
 static TURN: Mutex<()> = Mutex::new(());
 
-/// In place of NCCL's logger. A variadic function cannot be defined in stable Rust; on this ABI (x86-64 and
-/// AArch64 Linux) pointer arguments of a variadic call travel as those of a plain one.
+/// Replaces NCCL's logger. A variadic function cannot be defined in stable Rust; on this ABI (x86-64 and AArch64 Linux)
+/// pointer arguments of a variadic call are passed like those of a plain one.
 unsafe extern "C" fn record(
     level: c_uint,
     flags: c_ulong,
