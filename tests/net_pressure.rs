@@ -29,7 +29,7 @@ const BATCHES: usize = 12;
 
 /// On both sides of every limit of the transport.
 const SIZES: [usize; 12] =
-    [0, 1, 100, 960, 961, 5_000, 16 << 10, (16 << 10) + 1, 64 << 10, (64 << 10) + 1, 300_000, 1_200_000];
+    [0, 1, 100, 960, 961, 5_000, 32 << 10, (32 << 10) + 1, 64 << 10, (64 << 10) + 1, 300_000, 1_200_000];
 
 /// What the log says of a context that makes no connections.
 const REFUSES: &str = "no connections will be made, because TOWLINE_KEY_FILE asks for encryption";

@@ -11,7 +11,7 @@ use towline::host::{ApiVersion, Code, Memory, Pair, Part, SendComm};
 
 /// Around every boundary that the transport has or that NCCL uses: a word, a line of LL128, a page, the LL slot, the
 /// Simple step, a large message.
-const SIZES: [usize; 17] = [
+const SIZES: [usize; 19] = [
     0,
     1,
     7,
@@ -22,6 +22,8 @@ const SIZES: [usize; 17] = [
     4095,
     16 << 10,
     (16 << 10) + 1,
+    32 << 10,
+    (32 << 10) + 1,
     (64 << 10) - 1,
     64 << 10,
     (64 << 10) + 1,

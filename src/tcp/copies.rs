@@ -3,12 +3,12 @@
 //!
 //! A copy has room for the frame header before the bytes, so that both leave in one piece. The shortest come and go with
 //! every message: their buffers belong to the connection, in the state whose lock is held whenever one is made or given
-//! back ([`Own`]). The others, and those for early messages that are as long, come in three sizes from a store of the process
+//! back ([`Own`]). The others, and those for early messages that are as long, come in four sizes from a store of the process
 //! ([`Copies`]), since allocators give blocks this large back to the system and fault them in again.
 
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use super::limits::{COPY_FIRST_MAX, REPLAY_MAX};
+use super::limits::{COPY_FIRST_MAX, INLINE_MAX, REPLAY_MAX};
 use crate::session::frame::HEADER;
 
 /// The sizes of a connection's own buffers in bytes. The small one keeps the copies of flags and counters, which come in
@@ -20,7 +20,8 @@ const OWN: [usize; 2] = [64 + HEADER, COPY_FIRST_MAX as usize + HEADER];
 const OWN_SPARE: [usize; 2] = [256, 32];
 
 /// The sizes of stored buffers in bytes.
-const CLASSES: [usize; 3] = [(4 << 10) + HEADER, (16 << 10) + HEADER, REPLAY_MAX as usize + HEADER];
+const CLASSES: [usize; 4] =
+    [(4 << 10) + HEADER, (16 << 10) + HEADER, INLINE_MAX as usize + HEADER, REPLAY_MAX as usize + HEADER];
 
 /// Bytes of unused buffers of each size that the process keeps: those of sixteen connections which have 32 messages of 8 KiB
 /// unacknowledged each (a credit window holds twice as many). With 32 in all, buffers of a burst went back to the system and
@@ -30,7 +31,7 @@ const SPARE_BYTES: usize = 10 << 20;
 /// How many buffers of each size the process has from its first connection on, less than 1 MiB in all: one connection's between
 /// two acknowledgements, and some on the way. Their memory is the process's by then: with what it took to get that from the
 /// system, the first fifty all-reduces of 8 KiB took a tenth longer.
-const FIRST: [usize; CLASSES.len()] = [48, 48, 0];
+const FIRST: [usize; CLASSES.len()] = [48, 48, 0, 0];
 
 /// A connection's buffers that are not in use, for messages of up to [`COPY_FIRST_MAX`] bytes.
 #[derive(Debug, Default)]

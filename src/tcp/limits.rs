@@ -37,10 +37,9 @@ pub const MESSAGE_COST: u64 = 256;
 /// whether it has come.
 pub const REPLAY_MAX: u64 = EAGER_MAX;
 
-/// The same where a connection has workers: what they may send is done when it is acknowledged. Two reasons, one measured:
-/// all-reduces of 64 and 128 KiB, which are messages of 32 KiB, took 0.8 of the time on two H200 with this bound instead of
-/// the other. And a stream whose acknowledgements come at once has nothing on the way again when the next message comes, so
-/// that this finds a worker awake.
+/// The same where a connection has workers: all that NCCL's thread sends itself. What workers send is done when it is
+/// acknowledged, since an acknowledgement then delays nobody, and a stream whose acknowledgements come at once has nothing
+/// on the way when the next message comes, so that this finds a worker awake.
 pub const REPLAY_BESIDE_WORKERS: u64 = INLINE_MAX;
 
 /// Of these, the shortest are copied before they are sent, behind room for the header: one piece for the kernel, and
@@ -48,14 +47,9 @@ pub const REPLAY_BESIDE_WORKERS: u64 = INLINE_MAX;
 pub const COPY_FIRST_MAX: u64 = 960;
 
 /// Messages up to this many bytes are always sent by the caller's own thread. Longer ones are left to a worker that is
-/// awake: the thread serves all channels of a GPU and copies about 5 GB/s, so it would spend longer on the copy than on
-/// the hand-over. Waking a worker takes longer than both.
-pub const INLINE_MAX: u64 = 16 << 10;
-
-/// Messages longer than this many bytes are left to workers, awake or not, when NCCL's thread has copied much lately
-/// (`load`). Shorter ones take longer that way, measured with 32 KiB and four ranks: all-to-all 98 to 120 µs, all-reduce 290
-/// to 380.
-pub const WAKES_A_WORKER: u64 = 32 << 10;
+/// awake, or, when NCCL's thread has copied much lately (`load`), to any worker: the thread serves all channels of a GPU and
+/// copies about 5 GB/s. With 16 KiB, operations of 64 and 128 KiB took up to 1.2 times as long: their messages are of 32 KiB.
+pub const INLINE_MAX: u64 = 32 << 10;
 
 /// What NCCL's thread has copied counts for so many nanoseconds, ever less.
 pub const LATELY_NS: u64 = 100_000;

@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 use super::copies::{COPIES, Own};
 use super::delivery::Deliveries;
 use super::help::Help;
-use super::limits::{BRIEF_MAX, COPY_FIRST_MAX, EAGER_MAX, FAR, INLINE_MAX, WAKES_A_WORKER};
+use super::limits::{BRIEF_MAX, COPY_FIRST_MAX, EAGER_MAX, FAR, INLINE_MAX};
 use super::load;
 use super::rest::Rest;
 use super::send_core::{Admit, Key, SendCore, Written};
@@ -493,7 +493,7 @@ impl SendConn {
     /// stream carries little.
     #[inline]
     fn is_for_workers(&self, length: u64) -> bool {
-        length > INLINE_MAX && (self.far || self.streams[1].is_awake() || length > WAKES_A_WORKER && load::is_high())
+        length > INLINE_MAX && (self.far || self.streams[1].is_awake() || load::is_high())
     }
 
     /// Whom to tell of this connection's transfers.
