@@ -8,7 +8,7 @@ use std::process::Command;
 
 use support::netns::{self, Namespace};
 use towline::os::config::Config;
-use towline::os::interfaces::Why;
+use towline::os::interfaces::{UNKNOWN_SPEED_MBPS, Why};
 use towline::plugin::devices::{Discovery, Plan, discover};
 
 /// Set for the run inside.
@@ -88,7 +88,7 @@ fn inside() {
     assert_eq!(both.why, Why::Ordinary);
     assert_eq!(both.plans[0].rails[0].address.to_string(), "10.1.0.1:0");
     // The kernel says 10 Gb/s of every veth.
-    assert_eq!(both.plans[0].rails[0].speed_mbps, towline::plugin::devices::UNKNOWN_SPEED_MBPS);
+    assert_eq!(both.plans[0].rails[0].speed_mbps, UNKNOWN_SPEED_MBPS);
     assert!(!both.plans[0].rails[0].speed_is_known);
     ip(&["link", "add", "link", "eth0", "name", "vlan7", "type", "macvlan"]);
     ip(&["address", "add", "10.1.7.1/24", "dev", "vlan7"]);

@@ -13,18 +13,8 @@ pub struct Share {
 impl Share {
     /// From the kernel and the launcher.
     pub fn of_this_process() -> Self {
-        let (cores, processes) = (Cores::of_this_process(), local_processes(|name| std::env::var(name).ok()));
-        Self { cores: cores.usable, own: cores.of_one_in(processes) }
-    }
-
-    /// The processors that this process may run on.
-    pub fn cores(self) -> usize {
-        self.cores
-    }
-
-    /// Those of them that this process does not share with others of its job.
-    pub fn own(self) -> usize {
-        self.own
+        let cores = Cores::of_this_process();
+        Self { cores: cores.usable, own: cores.own() }
     }
 
     /// Whether there are so few that workers take more processor time from NCCL's threads and from other processes than
@@ -68,28 +58,6 @@ impl Share {
     }
 }
 
-/// How many processes of this job the launcher has started on this host, if one of its `variables` gives it.
-fn local_processes(variables: impl Fn(&str) -> Option<String>) -> usize {
-    const SAID_BY: [&str; 8] = [
-        "LOCAL_WORLD_SIZE",           // torchrun
-        "OMPI_COMM_WORLD_LOCAL_SIZE", // Open MPI
-        "MPI_LOCALNRANKS",            // MPICH and its relatives
-        "MV2_COMM_WORLD_LOCAL_SIZE",  // MVAPICH
-        "PMI_LOCAL_SIZE",             // PMI
-        "LOCAL_SIZE",                 // DeepSpeed
-        "HOROVOD_LOCAL_SIZE",         // Horovod
-        "SLURM_STEP_TASKS_PER_NODE",  // Slurm
-    ];
-    SAID_BY.iter().find_map(|name| most_tasks(&variables(name)?)).unwrap_or(1)
-}
-
-/// The largest number of a list as Slurm writes it, `8(x2),4` for two hosts with eight tasks and one with four, or the
-/// single number that others write. The list does not show which entry is this host's.
-fn most_tasks(list: &str) -> Option<usize> {
-    let numbers = list.split(',').map(|entry| entry.split('(').next().unwrap_or(entry).trim().parse().ok());
-    numbers.collect::<Option<Vec<usize>>>()?.into_iter().max()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -112,21 +80,5 @@ mod tests {
         assert_eq!([of(2, 1, 2), of(16, 8, 4), of(16, 1, 2), of(16, 1, 8)], [3, 5, 5, 9]);
         let looks = [(4, 1), (5, 1), (16, 4), (16, 5)].map(|(c, n)| share(c, n).has_time_to_look());
         assert_eq!(looks, [false, true, true, false]);
-    }
-
-    #[test]
-    fn launchers_say_how_many_processes_there_are() {
-        let said = |set: &[(&str, &str)]| {
-            local_processes(|name| set.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned()))
-        };
-        assert_eq!(said(&[]), 1);
-        assert_eq!(said(&[("LOCAL_SIZE", "4")]), 4);
-        assert_eq!(said(&[("SLURM_STEP_TASKS_PER_NODE", "8(x2),4")]), 8);
-        assert_eq!(said(&[("LOCAL_WORLD_SIZE", "2"), ("SLURM_STEP_TASKS_PER_NODE", "1(x16)")]), 2);
-        assert_eq!(
-            said(&[("LOCAL_WORLD_SIZE", "many"), ("PMI_LOCAL_SIZE", "3")]),
-            3,
-            "what cannot be read is passed over"
-        );
     }
 }

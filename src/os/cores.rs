@@ -31,6 +31,33 @@ impl Cores {
     pub fn of_one_in(self, processes: usize) -> usize {
         (self.shared / processes.max(1)).min(self.bound).max(1)
     }
+
+    /// Those that this process does not share with others of its job.
+    pub fn own(self) -> usize {
+        self.of_one_in(local_processes(|name| std::env::var(name).ok()))
+    }
+}
+
+/// How many processes of this job the launcher has started on this host, if one of its `variables` gives it.
+fn local_processes(variables: impl Fn(&str) -> Option<String>) -> usize {
+    const SAID_BY: [&str; 8] = [
+        "LOCAL_WORLD_SIZE",           // torchrun
+        "OMPI_COMM_WORLD_LOCAL_SIZE", // Open MPI
+        "MPI_LOCALNRANKS",            // MPICH and its relatives
+        "MV2_COMM_WORLD_LOCAL_SIZE",  // MVAPICH
+        "PMI_LOCAL_SIZE",             // PMI
+        "LOCAL_SIZE",                 // DeepSpeed
+        "HOROVOD_LOCAL_SIZE",         // Horovod
+        "SLURM_STEP_TASKS_PER_NODE",  // Slurm
+    ];
+    SAID_BY.iter().find_map(|name| most_tasks(&variables(name)?)).unwrap_or(1)
+}
+
+/// The largest number of a list as Slurm writes it, `8(x2),4` for two hosts with eight tasks and one with four, or the
+/// single number that others write. The list does not show which entry is this host's.
+fn most_tasks(list: &str) -> Option<usize> {
+    let numbers = list.split(',').map(|entry| entry.split('(').next().unwrap_or(entry).trim().parse().ok());
+    numbers.collect::<Option<Vec<usize>>>()?.into_iter().max()
 }
 
 /// The processors that this thread may run on (sched_getaffinity(2)).
@@ -80,6 +107,22 @@ fn count(list: &str) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn launchers_say_how_many_processes_there_are() {
+        let said = |set: &[(&str, &str)]| {
+            local_processes(|name| set.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned()))
+        };
+        assert_eq!(said(&[]), 1);
+        assert_eq!(said(&[("LOCAL_SIZE", "4")]), 4);
+        assert_eq!(said(&[("SLURM_STEP_TASKS_PER_NODE", "8(x2),4")]), 8);
+        assert_eq!(said(&[("LOCAL_WORLD_SIZE", "2"), ("SLURM_STEP_TASKS_PER_NODE", "1(x16)")]), 2);
+        assert_eq!(
+            said(&[("LOCAL_WORLD_SIZE", "many"), ("PMI_LOCAL_SIZE", "3")]),
+            3,
+            "what cannot be read is passed over"
+        );
+    }
 
     #[test]
     fn this_process_has_some_and_no_more_than_there_are() {

@@ -33,6 +33,15 @@ pub const MAX_INTERFACES: usize = 16;
 /// What is chosen when no variable is set, in [`Filter`]'s syntax.
 const ORDINARY: &str = "^docker,lo,virbr";
 
+/// The speed reported for an interface whose speed the system does not know, in Mbit/s.
+///
+/// NCCL derives the number of channels from steps in its own lists of speeds (`graph/search.cc`, for Hopper and for
+/// older GPUs): 4.875 GB/s is slightly more than twice 2.4, and rings are doubled, which gives four channels. 1.25
+/// GB/s, NCCL's guess for its own Socket, gives two, with which an all-reduce of 128 MiB over an unlimited path takes
+/// 1.7 times as long. 9.6 GB/s gives eight, with which a path of 10 Gb/s loses packets and waits for retransmissions:
+/// 16 MiB takes up to ten times as long (`benches/nccl_networks.sh`).
+pub const UNKNOWN_SPEED_MBPS: u32 = 39_000;
+
 /// One network interface as a part of a device: what a backend binds to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rail {

@@ -8,6 +8,7 @@ pub mod error;
 pub mod fd;
 pub mod fork;
 pub mod interfaces;
+pub mod key_file;
 pub mod link_kind;
 pub mod links;
 pub mod log;

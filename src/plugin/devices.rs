@@ -26,17 +26,9 @@ pub use discover::{Discovery, discover};
 pub use merge::MergePolicy;
 pub use table::{Binding, Table};
 
+use crate::os::interfaces::UNKNOWN_SPEED_MBPS;
 use crate::os::sysfs::Sysfs;
 use std::ffi::CString;
-
-/// The speed reported for an interface whose speed the system does not know, in Mbit/s.
-///
-/// NCCL derives the number of channels from steps in its own lists of speeds (`graph/search.cc`, for Hopper and for
-/// older GPUs): 4.875 GB/s is slightly more than twice 2.4, and rings are doubled, which gives four channels. 1.25
-/// GB/s, NCCL's guess for its own Socket, gives two, with which an all-reduce of 128 MiB over an unlimited path takes
-/// 1.7 times as long. 9.6 GB/s gives eight, with which a path of 10 Gb/s loses packets and waits for retransmissions:
-/// 16 MiB takes up to ten times as long (`benches/nccl_networks.sh`).
-pub const UNKNOWN_SPEED_MBPS: u32 = 39_000;
 
 /// 1 TiB: the most that NCCL accepts as the size of one transfer (`NCCL_MAX_NET_SIZE_BYTES`).
 pub const MAX_TRANSFER_BYTES: usize = 1 << 40;

@@ -6,11 +6,10 @@ use std::net::{IpAddr, Ipv4Addr};
 use serde::Serialize;
 use towline::os::config::{Config, Family, Rails};
 use towline::os::error::Error;
-use towline::os::interfaces::{self, Filter, Wish};
+use towline::os::interfaces::{self, Filter, UNKNOWN_SPEED_MBPS, Wish};
 use towline::os::nccl_conf::Variables;
 use towline::os::route::{self, Way};
 use towline::os::sysfs::Sysfs;
-use towline::plugin::devices::UNKNOWN_SPEED_MBPS;
 
 use super::cure::{export, unset};
 use super::{Cause, Finding};

@@ -3,8 +3,8 @@
 use std::fs;
 
 use serde::Serialize;
-use towline::engine::share::Share;
 use towline::os::config::Config;
+use towline::os::cores::Cores;
 
 use super::{Cause, Finding};
 
@@ -38,7 +38,7 @@ pub(super) struct Limit {
 }
 
 pub(super) fn look(config: &Config, findings: &mut Vec<Finding>) -> Facts {
-    let share = Share::of_this_process();
+    let cores = Cores::of_this_process();
     let facts = Facts {
         descriptors: limit(libc::RLIMIT_NOFILE),
         locked_memory_bytes: limit(libc::RLIMIT_MEMLOCK),
@@ -50,8 +50,8 @@ pub(super) fn look(config: &Config, findings: &mut Vec<Finding>) -> Facts {
         congestion_controls: sysctl("net/ipv4/tcp_available_congestion_control")
             .map(|text| text.split_whitespace().map(str::to_owned).collect())
             .unwrap_or_default(),
-        cores: share.cores(),
-        own_cores: share.own(),
+        cores: cores.usable,
+        own_cores: cores.own(),
     };
     let has_rdma = fs::read_dir("/sys/class/infiniband").is_ok_and(|mut devices| devices.next().is_some());
     judge(&facts, config.tcp_congestion.as_deref(), has_rdma, findings);

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use towline::os::config::{self, Complaint, Source};
+use towline::os::key_file;
 use towline::os::nccl_conf::Variables;
-use towline::session::seal::key::SharedKey;
 
 use super::cure::{export, unset};
 use super::{Cause, Finding};
@@ -57,7 +57,7 @@ pub(super) fn look(
     let complaints = complaints.iter().filter(|complaint| complaint.name.trim() == complaint.name);
     findings.extend(complaints.map(|complaint| judge(complaint, variables)));
     // With such a key no connection is made.
-    let key = environment.get("TOWLINE_KEY_FILE").map(|path| SharedKey::load(Path::new(path.trim())));
+    let key = environment.get("TOWLINE_KEY_FILE").map(|path| key_file::read(Path::new(path.trim())));
     if let Some(Err(error)) = key {
         findings.push(Finding::problem(Cause::KeyUnusable, error.what(), error.hint().unwrap_or_default()));
     }

@@ -1,9 +1,9 @@
 //! From the host's interfaces and the configuration to the physical devices, with the reason for the log.
 
-use super::{Plan, Rail, UNKNOWN_SPEED_MBPS, ranks};
+use super::{Plan, Rail, ranks};
 use crate::os::config::{Config, Family, Rails, is_blank_or_quote, nearest};
 use crate::os::error::{Cause, Error, Result};
-use crate::os::interfaces::{self, Interface, Why, Wish};
+use crate::os::interfaces::{self, Interface, UNKNOWN_SPEED_MBPS, Why, Wish};
 use crate::os::sysfs::Sysfs;
 use std::fmt;
 

@@ -6,8 +6,8 @@
 
 use std::net::IpAddr;
 
-use super::{Rail, UNKNOWN_SPEED_MBPS};
-use crate::os::interfaces::Interface;
+use super::Rail;
+use crate::os::interfaces::{Interface, UNKNOWN_SPEED_MBPS};
 use crate::os::sysfs::Sysfs;
 
 /// Speeds for rails of unknown speed, chosen so that none is preferred to a rail of known speed, and no interface that

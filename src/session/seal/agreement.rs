@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     fn key(seed: u8) -> SharedKey {
-        SharedKey::from_content(&[seed; 32]).unwrap()
+        SharedKey::from_content(&[seed; 32])
     }
 
     fn run(ours: &SharedKey, theirs: &SharedKey, prologues: [&[u8]; 2], garble: Option<usize>) -> Option<(Keys, Keys)> {

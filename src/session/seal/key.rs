@@ -1,22 +1,11 @@
-//! The key file: shared by all ranks of a job and secret to everyone else.
-//!
-//! Any file of 32 to 4096 bytes is accepted. Line ends at its end are ignored, so an editor or a `base64` does no harm.
-//! The content must be impossible to guess: an attacker who records the handshake can test guesses offline, as with
-//! every handshake based on a shared key alone. `openssl rand -base64 32` makes a good key.
+//! The key from the key file, as the handshake uses it.
 
-use std::fs::File;
-use std::io::Read;
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use sha2::{Digest, Sha256};
 
-use crate::os::error::{Error, Result};
-
-/// The fewest bytes that can hold 128 unguessable bits as hexadecimal digits.
-pub const SHORTEST: usize = 32;
-/// The largest number of bytes that are read from a key file.
-pub const LONGEST: usize = 4096;
+use crate::os::error::Result;
+use crate::os::key_file;
 
 /// The shared key, ready for the handshake. It cannot be printed.
 #[derive(Clone, PartialEq, Eq)]
@@ -32,38 +21,14 @@ impl SharedKey {
     /// Reads a key file.
     ///
     /// # Errors
-    /// When it cannot be read, is too short or too long, or can be read or changed by others than its owner.
+    /// As [`key_file::read`].
     pub fn load(path: &Path) -> Result<Self> {
-        if path.as_os_str().is_empty() {
-            return Err(Error::usage("TOWLINE_KEY_FILE is set, but names no file")
-                .with_hint("name the key file, or unset the variable on all hosts to go without encryption"));
-        }
-        let shown = path.display();
-        let unreadable = |error: &std::io::Error| {
-            Error::system(format!("reading the key file {shown}"), error)
-                .with_hint("TOWLINE_KEY_FILE must name the same key on all hosts, readable by the job")
-        };
-        let file = File::open(path).map_err(|error| unreadable(&error))?;
-        // Of the open file, so that it cannot be replaced in between.
-        let about = file.metadata().map_err(|error| unreadable(&error))?;
-        // SAFETY: takes nothing, cannot fail.
-        let me = unsafe { libc::geteuid() };
-        check_access(path, about.mode(), about.uid(), me)?;
-        let mut content = Vec::new();
-        file.take(LONGEST as u64 + 1).read_to_end(&mut content).map_err(|error| unreadable(&error))?;
-        Self::from_content(&content).ok_or_else(|| {
-            Error::usage(format!("the key file {shown} must hold {SHORTEST} to {LONGEST} bytes"))
-                .with_hint("make one with: openssl rand -base64 32")
-        })
+        key_file::read(path).map(|content| Self::from_content(&content))
     }
 
-    /// The key from the content of a file; None when it is too short or too long.
-    pub fn from_content(content: &[u8]) -> Option<Self> {
-        let end = content.iter().rposition(|byte| !matches!(byte, b'\n' | b'\r'))? + 1;
-        if !(SHORTEST..=LONGEST).contains(&end) || content.len() > LONGEST {
-            return None;
-        }
-        Some(Self(Sha256::new().chain_update(b"towline key file 1").chain_update(&content[..end]).finalize().into()))
+    /// The key from the content of a key file.
+    pub fn from_content(content: &[u8]) -> Self {
+        Self(Sha256::new().chain_update(b"towline key file 1").chain_update(content).finalize().into())
     }
 
     /// The bytes for the handshake.
@@ -72,61 +37,13 @@ impl SharedKey {
     }
 }
 
-/// Whether the file is private enough for a key. Its group may read it: container platforms provide secrets that way.
-fn check_access(path: &Path, mode: u32, owner: u32, me: u32) -> Result<()> {
-    let shown = path.display();
-    if owner != me && owner != 0 {
-        return Err(Error::usage(format!(
-            "the key file {shown} belongs to user {owner}, not to this process's or root"
-        ))
-        .with_hint("chown it, or let the job use a copy of its own"));
-    }
-    if mode & 0o027 != 0 {
-        let mode = mode & 0o777;
-        return Err(Error::usage(format!("the key file {shown} can be used or changed by others (mode {mode:03o})"))
-            .with_hint(
-                "chmod 600 it, or 640; for a Kubernetes secret set `defaultMode: 0400` in the pod's volume, and \
-                 `fsGroup` when the job does not run as root",
-            ));
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn a_key_that_others_could_read_or_change_is_refused() {
-        let path = Path::new("key");
-        for mode in [0o100_600, 0o100_400, 0o100_640, 0o100_440] {
-            assert!(check_access(path, mode, 7, 7).is_ok(), "{mode:o}");
-            assert!(check_access(path, mode, 0, 7).is_ok(), "{mode:o}, root's");
-            assert!(check_access(path, mode, 8, 7).is_err(), "{mode:o}, a stranger's");
-        }
-        for mode in [0o100_644, 0o100_604, 0o100_620, 0o100_660, 0o100_602, 0o100_777, 0o100_601] {
-            assert!(check_access(path, mode, 7, 7).is_err(), "{mode:o}");
-        }
-    }
-
-    #[test]
-    fn line_ends_do_not_matter_and_everything_else_does() {
-        let key = |content: &[u8]| SharedKey::from_content(content).map(|key| key.0);
-        let plain = [b'k'; 40];
-        let with_end = [&plain[..], b"\r\n"].concat();
-        assert_eq!(key(&plain), key(&with_end));
-        let mut other = plain;
-        other[39] ^= 1;
-        assert_ne!(key(&plain), key(&other));
-        assert_eq!(key(&[b'k'; SHORTEST - 1]), None);
-        assert_eq!(key(b"\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n"), None);
-        assert_eq!(key(&[b'k'; LONGEST + 1]), None);
-        assert!(key(&[b'k'; SHORTEST]).is_some() && key(&[b'k'; LONGEST]).is_some());
-    }
-
-    #[test]
     fn a_key_cannot_be_printed() {
-        let key = SharedKey::from_content(&[0x41; 32]).unwrap();
+        let key = SharedKey::from_content(&[0x41; 32]);
         assert_eq!(format!("{key:?}"), "SharedKey(not shown)");
     }
 }
