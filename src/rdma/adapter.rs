@@ -1,6 +1,6 @@
-//! A port as the process uses it: its protection domain, its registrations, and how it fares.
+//! A port as the process uses it: its protection domain, its registrations, and its state.
 //!
-//! Adapters are made once for the process and shared by all connections, so a registration holds for all of them.
+//! Adapters are made once for the process and shared by all connections, so a registration is valid for all of them.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -13,10 +13,10 @@ use super::pages::{Pages, Zeroed};
 use super::verbs::{Access, DmaBuf, MemoryRegion, ProtectionDomain};
 use crate::os::error::{Cause, Error, Result};
 
-/// What memory is, as far as registering goes.
+/// The kind of memory, for its registration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Memory {
-    /// Memory that the processor reaches.
+    /// Memory that the processor can access.
     Host,
     /// GPU memory by its address, through a peer-memory module.
     Gpu,
@@ -24,14 +24,14 @@ pub enum Memory {
     DmaBuf,
 }
 
-/// The GID is nowhere in the table.
+/// The GID is not in the table.
 const NOWHERE: u32 = u32::MAX;
 
 /// An active port, opened.
 pub struct Adapter {
-    /// Its number, as NCCL numbers the devices that are not fused.
+    /// Its number, in NCCL's numbering of single devices.
     pub number: i32,
-    /// What was found out about it.
+    /// What discovery found out about it.
     pub open: OpenPort,
     /// Where its queue pairs and regions live.
     pub domain: ProtectionDomain,
@@ -42,11 +42,11 @@ pub struct Adapter {
     port_is_down: AtomicBool,
     is_dead: AtomicBool,
     gid_place: AtomicU32,
-    /// Whom an event of a queue concerns, by the queue's address in libibverbs.
+    /// The connection that an event of a queue belongs to, by the queue's address in libibverbs.
     concerned: Mutex<Vec<(u64, Weak<Mishap>)>>,
 }
 
-/// What has befallen queues of a connection, if anything has: their addresses in libibverbs, and its words.
+/// The events of a connection's queues: their addresses in libibverbs, and the texts of the events.
 #[derive(Debug, Default)]
 pub struct Mishap {
     is_any: AtomicBool,
@@ -55,7 +55,7 @@ pub struct Mishap {
 }
 
 impl Mishap {
-    /// Nothing has befallen it yet. When something does, or a port that it uses goes down or comes back, `alarm` is raised.
+    /// No event yet. When one arrives, or a port in use goes down or comes back, `alarm` is raised.
     pub fn new(alarm: Alarm) -> Self {
         Self { alarm, ..Self::default() }
     }
@@ -70,19 +70,19 @@ impl Mishap {
         self.alarm.raise();
     }
 
-    /// Whether anything has, and nobody has taken it.
+    /// Whether there are events that were not taken yet.
     #[inline]
     pub fn is_any(&self) -> bool {
         self.is_any.load(Ordering::Acquire)
     }
 
-    /// What befell the first one, if anything has.
+    /// The first event, if there is one.
     #[inline]
     pub fn first(&self) -> Option<String> {
         if self.is_any() { self.said().first().map(|(_, text)| text.clone()) } else { None }
     }
 
-    /// Everything since the last time that this was asked.
+    /// All events since the last call.
     pub fn take(&self) -> Vec<(u64, String)> {
         if self.is_any.swap(false, Ordering::AcqRel) { std::mem::take(&mut *self.said()) } else { Vec::new() }
     }
@@ -130,7 +130,7 @@ impl Adapter {
         MemoryRegion::new(&self.domain, pages.address() as usize, pages.bytes(), access, None)
     }
 
-    /// The process does not care any more what happens to this queue.
+    /// The process is no longer interested in this queue.
     pub fn forget(&self, queue: u64) {
         self.concerned().retain(|(of, _)| *of != queue);
     }
@@ -142,7 +142,7 @@ impl Adapter {
         })
     }
 
-    /// Whether it may be given GPU memory.
+    /// Whether it accepts GPU memory.
     pub fn reaches_gpus(&self) -> bool {
         self.peer_memory.is_some() || self.open.takes_dmabuf
     }
@@ -158,8 +158,8 @@ impl Adapter {
         self.port_is_down.load(Ordering::Relaxed)
     }
 
-    /// Its GID's place in the port's table. An address that was taken away while queue pairs used it has another one when
-    /// it comes back: theirs is kept for them.
+    /// Its GID's index in the port's table. An address that was removed while queue pairs used it gets another index
+    /// when it comes back; the index for those queue pairs is updated.
     pub fn gid_place(&self) -> u32 {
         match self.gid_place.load(Ordering::Relaxed) {
             NOWHERE => self.open.gid_index,
@@ -167,24 +167,24 @@ impl Adapter {
         }
     }
 
-    /// Where its GID is now; what was known before.
+    /// Where its GID is now; the old index while that is unknown.
     pub fn set_gid_place(&self, place: Option<u32>) -> Option<u32> {
         let before = self.gid_place.swap(place.unwrap_or(NOWHERE), Ordering::Relaxed);
         (before != NOWHERE).then_some(before)
     }
 
-    /// The device is beyond repair.
+    /// The device has failed for good.
     pub fn set_dead(&self) {
         self.is_dead.store(true, Ordering::Release);
         self.alarm_all();
     }
 
-    /// Whether the device is beyond repair.
+    /// Whether the device has failed for good.
     pub fn is_dead(&self) -> bool {
         self.is_dead.load(Ordering::Acquire)
     }
 
-    /// Whether nothing can go over it now.
+    /// Whether nothing can be sent over it now.
     pub fn is_out(&self) -> bool {
         self.is_port_down() || self.is_dead()
     }
@@ -193,21 +193,23 @@ impl Adapter {
         self.concerned.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whoever has a queue here is to look at once: the keeper does so by itself, but no more than eight times in a second.
+    /// Every connection with a queue here must poll at once: the control thread does so by itself, but at most eight
+    /// times a second.
     fn alarm_all(&self) {
         let concerned = self.concerned();
         concerned.iter().filter_map(|(_, mishap)| mishap.upgrade()).for_each(|mishap| mishap.alarm.raise());
     }
 
-    /// From now on a failure of this queue is told there, as long as that lives, and what befalls the port raises its alarm.
+    /// From now on a failure of this queue is reported there, as long as that object exists, and an event of the port
+    /// raises its alarm.
     pub fn concern(&self, queue: u64, mishap: &Arc<Mishap>) {
         let mut concerned = self.concerned();
-        // Queues that have ended; another may have got the address of one.
+        // Removes queues that have ended; a new one may have the address of an old one.
         concerned.retain(|(_, mishap)| mishap.strong_count() > 0);
         concerned.push((queue, Arc::downgrade(mishap)));
     }
 
-    /// A queue has failed. Says whether anybody is told.
+    /// A queue has failed. Returns whether a connection was notified.
     pub fn befell(&self, queue: u64, text: &str) -> bool {
         let concerned = self.concerned();
         let mut is_told = false;
@@ -241,7 +243,7 @@ impl fmt::Debug for Adapter {
 /// Memory that the adapters of a device may reach.
 pub struct Registration {
     adapters: Adapters,
-    /// By adapter; none for one that had failed: no queue pair of it is used any more.
+    /// By adapter; None for one that had failed: its queue pairs are no longer used.
     leases: Vec<Option<Lease<Memory, MemoryRegion>>>,
     /// What it is.
     pub kind: Memory,
@@ -289,7 +291,7 @@ impl Registration {
         if !Arc::ptr_eq(&self.adapters, adapters) && !self.serves(adapters) {
             return Err(Error::argument("the memory was registered with a connection over another device"));
         }
-        // Nothing is read or written for no bytes, wherever they are.
+        // A range of zero bytes reads and writes nothing, wherever it is.
         if bytes > 0 && (address < self.start || address.checked_add(bytes).is_none_or(|end| end > self.end)) {
             return Err(Error::argument(format!(
                 "the {bytes} bytes at {address:#x} are not within the registered {} at {:#x}",

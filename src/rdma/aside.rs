@@ -1,18 +1,19 @@
-//! Work that may block, done beside the threads of a connection.
+//! Work that may block, done outside the threads of a connection.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::os::log::NET;
 use crate::os::thread;
 
-/// Work that a thread of its own does, and its outcome. When this is dropped first, that thread drops the outcome.
+/// Work that a separate thread does, and its result. When this is dropped first, that thread drops the result.
 pub(super) struct Aside<T>(Arc<Mutex<Option<T>>>);
 
 impl<T: Send + 'static> Aside<T> {
-    /// Starts the work; `wake` is called by the thread behind it. Without a thread it is done here, and `wake` is not called.
+    /// Starts the work; `wake` is called by the thread afterwards. If no thread can be created the work is done here,
+    /// and `wake` is not called.
     pub(super) fn start(work: impl FnOnce() -> T + Send + 'static, wake: impl FnOnce() + Send + 'static) -> Self {
         let outcome = Arc::new(Mutex::new(None));
-        // Shared, so that it is still here when there is no thread.
+        // Shared, so that it is still here if no thread could be created.
         let work = Arc::new(Mutex::new(Some(work)));
         let run = {
             let (work, outcome) = (Arc::clone(&work), Arc::clone(&outcome));
@@ -34,7 +35,7 @@ impl<T: Send + 'static> Aside<T> {
         Self(outcome)
     }
 
-    /// The outcome, once, when the work is done.
+    /// The result, once, when the work is done.
     pub(super) fn take(&self) -> Option<T> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
     }

@@ -1,6 +1,6 @@
 //! The RDMA backend of the process: its adapters, found once.
 //!
-//! Ports that appear later are not seen until the process starts anew; a port that goes down and comes back is.
+//! Ports that appear later are not seen until the process is restarted; a port that goes down and comes back is.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -18,7 +18,7 @@ use crate::os::log::NET;
 use crate::session::dialer::Target;
 use crate::session::net::Net;
 
-/// What the process has of RDMA.
+/// The process's state for RDMA.
 pub struct Rdma {
     /// The usable ports, in NCCL's order; at least one.
     pub adapters: Vec<Arc<Adapter>>,
@@ -26,16 +26,16 @@ pub struct Rdma {
     pub summary: String,
     groups: Mutex<HashMap<Vec<usize>, Adapters>>,
     returns_events: bool,
-    /// None while nobody watches.
+    /// None while the devices are not watched.
     events: Mutex<Option<Events>>,
 }
 
-/// Why a process with this configuration runs over TCP whatever ports there are; none when it would use them.
+/// Why a process with this configuration uses TCP whatever ports there are; None when it would use RDMA.
 pub fn ruled_out(config: &Config) -> Option<&'static str> {
     match config.backend {
         Backend::Tcp => Some("TOWLINE_BACKEND=tcp"),
         Backend::Auto if config.ib_disable => Some("NCCL_IB_DISABLE=1"),
-        // RDMA does not encrypt: who asks for encryption gets it.
+        // RDMA does not encrypt, so encryption takes precedence.
         Backend::Auto if config.key_file.is_some() => {
             Some("TOWLINE_KEY_FILE asks for encryption, which RDMA does not have")
         }
@@ -43,7 +43,7 @@ pub fn ruled_out(config: &Config) -> Option<&'static str> {
     }
 }
 
-/// The variables of NCCL's IB transport among these that are none of Towline's; none when there is none.
+/// The variables of NCCL's IB transport among these that Towline does not support; None when there is none.
 fn without_effect(names: impl Iterator<Item = String>) -> Option<String> {
     let is_known = |name: &String| TABLE.iter().any(|variable| variable.name == name);
     let mut names: Vec<String> = names.filter(|name| name.starts_with("NCCL_IB_") && !is_known(name)).collect();
@@ -52,10 +52,10 @@ fn without_effect(names: impl Iterator<Item = String>) -> Option<String> {
 }
 
 impl Rdma {
-    /// Finds the ports. What the user should know comes beside them.
+    /// Finds the ports. Warnings for the user come with them.
     ///
     /// # Errors
-    /// Why there is none.
+    /// The reason why there is none.
     pub fn find(config: &Config) -> Result<(Self, Vec<String>)> {
         let found = discover(config)?;
         let Discovery { ports, peer_memory, warnings, foreign } = found.clone();
@@ -85,17 +85,17 @@ impl Rdma {
         Ok((rdma, warnings))
     }
 
-    /// The adapters with these places: the same list each time, so that a registration is soon recognised.
+    /// The adapters with these indices: the same list each time, so that a registration is recognised quickly.
     pub fn group(&self, places: &[usize]) -> Adapters {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         let made = || places.iter().filter_map(|place| self.adapters.get(*place).cloned()).collect();
         Arc::clone(groups.entry(places.to_vec()).or_insert_with(made))
     }
 
-    /// Has the keeper watch the devices from now on. For the first connection, so that a process that only asks for
-    /// properties starts no thread.
+    /// Makes the control thread watch the devices from now on. For the first connection, so that a process that only
+    /// reads properties starts no thread.
     fn watch_events(&self, net: &Net) {
-        // Locked throughout: the first connections may be made by several threads at one time.
+        // Locked throughout: several threads may make the first connections at the same time.
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         if events.is_some() {
             return;
@@ -124,7 +124,7 @@ impl Rdma {
     /// Starts to connect.
     ///
     /// # Errors
-    /// When the keeper cannot be started.
+    /// When the control thread cannot be started.
     pub fn connect(&self, net: &Arc<Net>, adapters: Adapters, target: Target) -> Result<Arc<Attempt>> {
         self.watch_events(net);
         Attempt::start(Arc::clone(net), adapters, target)

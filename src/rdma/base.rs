@@ -1,5 +1,5 @@
-//! What both directions of a connection have in common: requests, health, and the socket of the handshake, which stays
-//! as the [control channel](super::control).
+//! What both directions of a connection have in common: requests, health, and the socket of the handshake, which
+//! becomes the [control channel](super::control).
 
 use std::any::Any;
 use std::os::fd::AsRawFd;
@@ -28,14 +28,14 @@ use crate::session::link::{Link, Sock};
 use crate::session::net::Net;
 use crate::session::peer::{Health, Peer, failure, left_early, lost, told_by_peer};
 
-/// How long after the peer's goodbye completions of what it did before may still appear, and how long after a flush the
-/// peer may still tell why.
+/// How long after the peer's goodbye completions of its earlier writes may still appear, and how long after a flush the
+/// peer may still report the cause.
 const AFTERMATH: Duration = Duration::from_millis(200);
 
-/// The bit that tells a question from none.
+/// The bit that marks a query as present.
 const ASKED: u64 = 1 << 63;
 
-/// Which end of a connection: in one process there may be both.
+/// Which end of a connection: one process may have both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
     /// The connecting one.
@@ -44,9 +44,9 @@ pub enum Side {
     Listening,
 }
 
-/// What a connection was handed over with.
+/// What the handshake hands to a connection.
 pub struct Parts {
-    /// The keeper and the farewells.
+    /// The control thread and the farewells.
     pub net: Arc<Net>,
     /// The ports of this side.
     pub adapters: Adapters,
@@ -67,40 +67,40 @@ pub struct Base {
     pub peer: Peer,
     /// The first failure.
     pub health: Health,
-    /// How often the keeper looks.
+    /// How often the control thread polls.
     pub attention: Attention,
-    /// What was counted.
+    /// Its counters.
     pub counters: Counters,
-    /// What a profiler is told.
+    /// Its profiler events.
     pub events: Events,
     /// Number, the same on both ends, key and rails of the control channel.
     pub link: Link,
-    /// Requests; the list of free ones lies in the connection's state.
+    /// Requests; the list of free ones is in the connection's state.
     pub requests: RequestSlots,
     /// Which end this is: the sender connects, the receiver listens.
     pub(super) side: Side,
     pub(super) doing: &'static str,
     closing: AtomicBool,
-    /// What the sender has asked, with [`ASKED`].
+    /// The sender's query, with [`ASKED`].
     question: AtomicU64,
     control: Mutex<Control>,
-    /// Work requests were flushed: the failure that brought it about is still to come, or this is it.
+    /// Work requests were flushed: the failure that caused it is still to come, or this is it.
     flushed: Mutex<Option<(Instant, Error)>>,
-    /// There is one: asked in every `test` that finds nothing.
+    /// There is one: checked in every `test` that finds nothing.
     has_flushed: AtomicBool,
-    /// What asynchronous events have told of its queues.
+    /// Asynchronous events of its queues.
     pub(super) mishap: Arc<Mishap>,
-    /// What the other side has said of lanes.
+    /// The other side's messages about queue pairs.
     words: Mutex<Vec<Word>>,
     /// Queue pairs that have ended and are still to be destroyed.
     ended: Mutex<Vec<QueuePair>>,
-    /// Has whoever holds the connection's state look after the lanes.
+    /// Makes the thread that holds the connection's state take care of the queue pairs.
     pub(super) alarm: Alarm,
 }
 
 impl Base {
-    /// The common part of a connection, and the keys to its requests. From here on the lanes are mended, if the user wants
-    /// that.
+    /// The common part of a connection, and the keys to its requests. From here on lost queue pairs are replaced, if
+    /// the user wants that.
     pub fn new(parts: Parts, fabric: &mut Fabric, side: Side) -> (Self, Keys) {
         let Parts { net, adapters, peer, sock, link } = parts;
         let health = Health::default();
@@ -143,12 +143,12 @@ impl Base {
         self.control.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether it goes on when a queue pair is lost.
+    /// Whether it continues when a queue pair is lost.
     pub fn mends(&self) -> bool {
         self.config().recovery
     }
 
-    /// What the other side has said of lanes, and nobody has heard yet.
+    /// The other side's messages about queue pairs that were not processed yet.
     pub(super) fn words(&self) -> MutexGuard<'_, Vec<Word>> {
         self.words.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -157,7 +157,8 @@ impl Base {
         self.ended.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tells the profiler's events which queue pair is which path, and the adapters whom the failure of a queue concerns.
+    /// Registers each queue pair's path with the profiler's events, and its queues with the adapters, for failure
+    /// events.
     pub fn name_paths(&self, fabric: Option<&Fabric>) {
         let Some(fabric) = fabric else { return };
         for (adapter, queue) in fabric.elements() {
@@ -170,7 +171,7 @@ impl Base {
         self.events.set_path(index, fabric.lanes()[index].path(&self.adapters));
     }
 
-    /// The same for a lane that has got a new queue pair.
+    /// The same for a queue pair that was replaced.
     pub(super) fn name_lane(&self, fabric: &Fabric, index: usize) {
         let lane = &fabric.lanes()[index];
         if let Some(queue) = lane.element() {
@@ -184,7 +185,7 @@ impl Base {
         self.requests.outstanding_of(keys) > 0
     }
 
-    /// Whether requests are outstanding, or NCCL's thread is at work: `state` is the connection's, and has its `keys`.
+    /// Whether requests are outstanding, or NCCL's thread is active: `state` is the connection's, and has its `keys`.
     pub(super) fn is_busy<S>(&self, state: &Mutex<S>, keys: impl Fn(&S) -> &Keys) -> bool {
         match state.try_lock() {
             Ok(state) => self.has_outstanding(keys(&state)),
@@ -193,10 +194,10 @@ impl Base {
         }
     }
 
-    /// NCCL's thread, in `test`: the outcome of a request if it is done. The profiler hears of it before NCCL.
+    /// NCCL's thread, in `test`: the outcome of a request if it is done. The profiler gets it before NCCL.
     #[inline]
     pub fn finish(&self, ticket: Ticket) -> Option<Outcome> {
-        // SAFETY: NCCL's thread, which has not been told the end of any request that is outstanding.
+        // SAFETY: NCCL's thread, and NCCL has not received the end of any outstanding request.
         unsafe { self.events.finish(&self.requests, ticket) }
     }
 
@@ -207,29 +208,29 @@ impl Base {
         self.requests.abandon(ticket);
     }
 
-    /// Has the keeper watch the control channel, and look after the connection when it is kicked.
+    /// Makes the control thread watch the control channel, and take care of the connection when it is kicked.
     ///
     /// # Errors
-    /// When there is no keeper, or the kernel refuses the socket.
+    /// When there is no control thread, or the kernel refuses the socket.
     pub fn watch(&self, source: Arc<dyn Source>) -> Result<()> {
         let mut control = self.control();
         control.source = Some(source);
         self.watch_socket(&mut control)
     }
 
-    /// Has the keeper watch the socket that there is now.
+    /// Makes the control thread watch the current socket.
     pub(super) fn watch_socket(&self, control: &mut Control) -> Result<()> {
         control.registration = None;
         let Some(source) = control.source.clone() else { return Ok(()) };
         let fd = control.sock.as_ref().map(|sock| (sock.as_raw_fd(), Interest::Data));
         let registration = self.net.poller.keeper()?.register(source, fd)?;
-        // Something may have come before the descriptor was watched.
+        // Something may have arrived before the descriptor was watched.
         registration.kick();
         control.registration = Some(registration);
         Ok(())
     }
 
-    /// Tells the keeper that something is outstanding, unless it knows.
+    /// Notifies the control thread that something is outstanding, unless it knows.
     #[inline]
     pub fn attend(&self) {
         if self.attention.wanted() {
@@ -249,15 +250,15 @@ impl Base {
         self.closing.load(Ordering::Acquire)
     }
 
-    /// From now on failures are of no interest.
+    /// From now on failures are ignored.
     pub fn set_closing(&self) {
         self.closing.store(true, Ordering::Release);
     }
 
-    /// Reads what the peer has said. The failure that it tells of, or that its end or its silence is.
+    /// Reads the peer's frames. Returns the failure that the peer reports, or that its end or its silence means.
     ///
     /// # Errors
-    /// As just said.
+    /// That failure.
     pub fn hear(&self) -> Result<()> {
         let (mut control, patience) = (self.control(), self.config().peer_timeout);
         control.judge(patience, &self.peer)?;
@@ -291,7 +292,8 @@ impl Base {
         Err(lost(&end).with_peer(&self.peer))
     }
 
-    /// Takes what has come whole, and counts it. How much the other side has taken in, if it says so.
+    /// Processes the complete frames, and counts them. Returns how many frames the other side has received, if it
+    /// reports that.
     fn take_frames(&self, input: &mut Vec<u8>, taken: &mut u64) -> Result<Option<u64>> {
         let mut heard = None;
         while let Some(bytes) = input.first_chunk::<HEADER>() {
@@ -302,7 +304,7 @@ impl Base {
             }
             match header.kind {
                 Type::Bye => self.health.peer_is_done(),
-                // The receiving side alone takes notice.
+                // Only the receiving side uses it.
                 Type::Ask => {
                     self.question.store(header.total | ASKED, Ordering::Release);
                     self.alarm.raise();
@@ -322,13 +324,13 @@ impl Base {
         Ok(heard)
     }
 
-    /// The other side has said something of a lane.
+    /// The other side has sent a message about a queue pair.
     fn is_told(&self, word: Word) {
         self.words().push(word);
         self.alarm.raise();
     }
 
-    /// Registers the memory of a request for as long as that lives, when the host has not; none for no bytes.
+    /// Registers the memory of a request until it ends, if the host has not; None for zero bytes.
     ///
     /// # Errors
     /// When it cannot be pinned.
@@ -342,7 +344,7 @@ impl Base {
     }
 
     /// A work request has failed. A flush is only the consequence of another failure, which the peer may be about to
-    /// tell: it counts when nothing better has come for a while.
+    /// report: it is used if no better cause arrives for a while.
     ///
     /// # Errors
     /// The failure, unless it was a flush.
@@ -361,7 +363,7 @@ impl Base {
         Ok(())
     }
 
-    /// What a completion that failed means.
+    /// The meaning of a failed completion.
     pub fn explain(&self, lane: &Lane, completion: &Completion, doing: Doing) -> Error {
         let adapter = &self.adapters[lane.adapter];
         let text = Verbs::load().map_or("", |verbs| verbs.status_text(completion.status()));
@@ -369,7 +371,7 @@ impl Base {
         error.with_peer(&self.peer)
     }
 
-    /// Keeps the failure, for when nothing better has come for a while.
+    /// Keeps the failure, for use if no better cause arrives for a while.
     pub(super) fn was_flushed(&self, error: Error) {
         self.flushed().get_or_insert_with(|| (Instant::now(), error));
         self.has_flushed.store(true, Ordering::Release);
@@ -379,13 +381,13 @@ impl Base {
         self.flushed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a request that is not done can still become so.
+    /// Whether an unfinished request can still be completed.
     ///
     /// # Errors
     /// When the connection has failed, or the peer has left for good.
     #[inline]
     pub fn verdict(&self, ticket: Ticket) -> Result<()> {
-        // Asked in every `test` that finds nothing, so first whether anything is out of the ordinary at all.
+        // Checked in every `test` that finds nothing, so first whether anything unusual has happened at all.
         let is_ordinary = !self.health.is_failed()
             && !self.health.is_peer_done()
             && !self.has_flushed.load(Ordering::Acquire)
@@ -410,7 +412,7 @@ impl Base {
             self.leaves_early();
             return self.health.check();
         }
-        // As with flushes: a completion that says more may be on its way.
+        // As with flushes: a completion with more information may follow.
         if !self.mends()
             && let Some(text) = self.mishap.first()
         {
@@ -428,18 +430,19 @@ impl Base {
         Ok(())
     }
 
-    /// An adapter without which the connection cannot go on, and which is beyond repair.
+    /// An adapter that the connection needs and that has failed for good.
     fn dead_adapter(&self) -> Option<&Arc<Adapter>> {
         let dead = self.adapters.iter().find(|adapter| adapter.is_dead())?;
-        // Where it mends, the lanes of a dead one are given up, until none is left.
+        // With recovery, the queue pairs of a failed device are given up, until none is left.
         (!self.mends() || self.adapters.iter().all(|adapter| adapter.is_dead())).then_some(dead)
     }
 
-    /// Keeps the failure if it is the first, and tells log and peer.
+    /// Keeps the failure if it is the first, and reports it to the log and the peer.
     pub fn fail(&self, error: Error) {
         let words = failure(&error);
         let error = if error.peer().is_some() { error } else { error.with_peer(&self.peer) };
-        // Claimed before anybody can see the failure: else the call that meets it might tell of it, without saying whose it is.
+        // Claimed before any other thread can see the failure: otherwise the call that gets it might log it without the
+        // peer's name.
         let tells = !self.is_closing() && error.tell_once();
         let is_first = self.health.fail_telling(error.clone(), || self.say(&words));
         if is_first && tells {
@@ -447,7 +450,7 @@ impl Base {
         }
     }
 
-    /// The peer has said goodbye, and something was still to come or to go.
+    /// The peer has said goodbye, and something was still outstanding.
     pub(super) fn leaves_early(&self) {
         self.fail(left_early(&self.peer));
     }
@@ -464,7 +467,7 @@ impl Base {
         self.health.fail_telling(error, || self.say(&words));
     }
 
-    /// Says a frame, over this socket or the next one.
+    /// Sends a frame, over this socket or the next one.
     pub(super) fn say(&self, frame: &[u8]) {
         let mut control = self.control();
         if control.sock.is_some() || control.away.is_some() {
@@ -473,20 +476,20 @@ impl Base {
         control.utter(frame);
     }
 
-    /// Whether the socket has not taken all that was said, or the peer's kernel has not answered: the keeper looks again
-    /// with [`Base::hear`].
+    /// Whether the socket has not accepted all frames, or the peer's kernel has not acknowledged them: the control
+    /// thread polls again with [`Base::hear`].
     pub fn has_more_to_say(&self) -> bool {
         let control = self.control();
         !control.output.is_empty() || control.vigil.is_asking() || control.away.is_some()
     }
 
-    /// Sending side: asks the receiver to announce what it has posted; `lines` were read so far.
+    /// Sending side: requests the receiver to announce what it has posted; `lines` were read so far.
     pub fn ask(&self, lines: u32) {
-        // It is asked again anyhow.
+        // The query is repeated anyway.
         self.control().utter(&Header { total: lines.into(), ..Header::of(Type::Ask, 0) }.encode());
     }
 
-    /// Receiving side: what the sender has asked since the last look, and how many lines it has read.
+    /// Receiving side: the sender's query since the last call, and how many CTS entries it has read.
     pub(super) fn take_question(&self) -> Option<u32> {
         if self.question.load(Ordering::Relaxed) == 0 {
             return None;
@@ -495,7 +498,8 @@ impl Base {
         (asked & ASKED != 0).then_some(asked as u32)
     }
 
-    /// Says goodbye and leaves the socket to the keeper, with what must live until the peer has closed too.
+    /// Says goodbye and hands the socket to the control thread, with the objects that must exist until the peer has
+    /// closed too.
     pub fn leave(&self, cargo: Option<Box<dyn Any + Send>>) {
         if !self.health.is_failed() {
             self.say(&Header::of(Type::Bye, 0).encode());
@@ -504,7 +508,7 @@ impl Base {
         tracing::debug!(target: NET, "closed the connection to {}: {}", self.peer, self.counters);
     }
 
-    /// Gives the socket to the keeper, which closes it when the peer has read what was said.
+    /// Hands the socket to the control thread, which closes it when the peer has read everything.
     pub fn part(&self, cargo: Option<Box<dyn Any + Send>>) {
         let (registration, sock) = {
             let mut control = self.control();

@@ -1,8 +1,8 @@
-//! The control channel of a connection: the socket of its handshake, and what is known of it.
+//! The control channel of a connection: the socket of its handshake, and its state.
 //!
-//! Each side says goodbye over it, or why the connection has failed, as over a TCP stream; what becomes of lanes
-//! ([`mending`](super::mending)) is said over it too; and its end is how a peer's death is noticed while nothing is being
-//! sent. What follows when it falls silent or is cut is in [`redial`](super::redial).
+//! Each side says goodbye over it, or reports why the connection has failed, as over a TCP stream. Messages about lost
+//! queue pairs ([`mending`](super::mending)) use it too, and its end shows a peer's death while nothing is being sent.
+//! What follows when it falls silent or is cut is in [`redial`](super::redial).
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -18,10 +18,10 @@ use crate::session::peer::{Peer, lost};
 use crate::session::watch::{self, Finding, Probes, Sight, Vigil};
 use crate::session::wire::{self, Piece};
 
-/// Writes as much as the socket takes now. What a broken one does not take is forgotten.
+/// Writes as much as the socket accepts now. Data for a broken socket is dropped.
 ///
 /// # Errors
-/// How it is broken. The kernel says so once: the next read finds an end of file.
+/// The socket's error. The kernel reports it once: the next read finds an end of file.
 fn write_out(sock: &impl AsRawFd, output: &mut Vec<u8>) -> io::Result<()> {
     while !output.is_empty() {
         // SAFETY: a plain slice.
@@ -38,7 +38,7 @@ fn write_out(sock: &impl AsRawFd, output: &mut Vec<u8>) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether the end of a socket may be somebody else's work than the peer's: a reset, or this host's administrator.
+/// Whether the end of a socket may have another cause than the peer: a reset, or this host's administrator.
 pub(super) fn is_cut(end: &io::Error) -> bool {
     matches!(end.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::ConnectionAborted)
 }
@@ -48,36 +48,36 @@ pub(super) struct Control {
     /// Before the socket: dropping it names the descriptor, which must still be open then.
     pub(super) registration: Option<Watched>,
     pub(super) sock: Option<Sock>,
-    /// Whom the keeper polls.
+    /// The source that the control thread polls.
     pub(super) source: Option<Arc<dyn Source>>,
     pub(super) input: Vec<u8>,
-    /// What the socket has not taken yet.
+    /// What the socket has not accepted yet.
     pub(super) output: Vec<u8>,
     pub(super) ended: Option<Instant>,
-    /// When the kernel was last asked what it has heard.
+    /// When the kernel's data about the socket was last read.
     pub(super) looked: Option<Instant>,
     pub(super) vigil: Vigil,
-    /// Which socket was last tried for, counted from 0.
+    /// The number of the last attempted replacement socket, counted from 0.
     pub(super) epoch: u16,
-    /// Which one this is, or was.
+    /// The number of this socket.
     pub(super) current: u16,
-    /// Frames said.
+    /// Frames sent.
     pub(super) said: Said,
-    /// Frames taken in.
+    /// Frames received.
     pub(super) taken: u64,
-    /// The other side has not told how many frames it has taken in, so nothing is said over this socket yet.
+    /// The other side has not reported how many frames it has received, so nothing is sent over this socket yet.
     pub(super) is_resuming: bool,
-    /// Since when nothing comes back from the other side's kernel, or the interface is down.
+    /// Since when the other side's kernel has not answered, or the interface is down.
     pub(super) silent: Option<Instant>,
-    /// A write, or the other side, has told how the socket ended.
+    /// A write, or the other side, has shown how the socket ended.
     pub(super) cut: Option<io::Error>,
-    /// Another socket is tried for, or awaited: since when nothing was heard.
+    /// A replacement socket is being connected, or awaited: since when nothing was received.
     pub(super) away: Option<Instant>,
-    /// Since when the kernel probes the socket often, because nothing was heard on it.
+    /// Since when the kernel probes the socket often, because nothing was received on it.
     probed: Option<Instant>,
     /// The socket was cut: whether the peer lives.
     pub(super) alone: Option<Alone>,
-    /// And nobody has gone to find out yet.
+    /// The attempt to find out has not started yet.
     pub(super) is_to_seek: bool,
 }
 
@@ -107,8 +107,9 @@ impl Control {
         }
     }
 
-    /// For how long the peer's kernel has not answered; `limit` is how long it may. Its own end of an idle connection
-    /// (keepalive) does not come while something that was said is on the way: that it repeats for a quarter of an hour.
+    /// How long the peer's kernel has not answered; `limit` is how long it may. The kernel's own timeout for an idle
+    /// connection (keepalive) does not apply while sent data is unacknowledged: that is retransmitted for a quarter of
+    /// an hour.
     pub(super) fn unheard(&mut self, limit: Duration) -> Duration {
         let now = Instant::now();
         let Some(sock) = self.sock.as_ref().filter(|_| self.looked.is_none_or(|at| now - at >= watch::TICK)) else {
@@ -123,8 +124,8 @@ impl Control {
         self.vigil.unheard(now, sight)
     }
 
-    /// The peer's kernel last answered so long ago over the socket that there is. When that was after it had fallen silent, no
-    /// other one is wanted any more.
+    /// The peer's kernel last answered this long ago over the current socket. If that was after the socket had fallen
+    /// silent, no replacement is needed any more.
     fn is_seen(&mut self, now: Instant, silent: Duration, limit: Duration) {
         if self.probed.is_some_and(|since| silent + watch::SOON < now.saturating_duration_since(since)) {
             (self.away, self.silent, self.probed) = (None, None, None);
@@ -132,14 +133,15 @@ impl Control {
         }
     }
 
-    /// Another socket is tried for, since this one has been silent for as long: the kernel finds out whether the other side is
-    /// still there.
+    /// A replacement is being connected, since this socket has been silent for as long: the kernel finds out whether
+    /// the other side is still there.
     pub(super) fn is_silent(&mut self, since: Instant) {
         (self.away, self.probed) = (Some(since), Some(since));
         self.sock.iter().for_each(|sock| Probes::OFTEN.set(sock));
     }
 
-    /// Whether to wait on for another socket, when one is awaited; `patience`: for one in place of one that is silent.
+    /// Whether to keep waiting for a replacement socket, when one is awaited; `patience`: the limit if the current one
+    /// is silent.
     ///
     /// # Errors
     /// When the peer is given up.
@@ -154,10 +156,10 @@ impl Control {
         }
     }
 
-    /// Writes as much of what was said as the socket takes now.
+    /// Writes as much of the pending output as the socket accepts now.
     pub(super) fn write(&mut self) {
         let Self { sock: Some(sock), output, cut, .. } = self else { return };
-        // A broken pipe says nothing that the end of file will not.
+        // A broken pipe adds nothing to the end of file that follows.
         if let Err(error) = write_out(sock, output)
             && error.kind() != io::ErrorKind::BrokenPipe
         {
@@ -165,7 +167,7 @@ impl Control {
         }
     }
 
-    /// Reads what there is. None: nothing at the moment.
+    /// Reads what has arrived. None: nothing at the moment.
     ///
     /// # Errors
     /// How the socket ended.
@@ -186,7 +188,7 @@ impl Control {
         }
     }
 
-    /// Puts a frame on the socket, if there is one and it is known what the other side has.
+    /// Queues a frame for the socket, if there is one and it is known what the other side has received.
     pub(super) fn utter(&mut self, frame: &[u8]) {
         if self.sock.is_some() && !self.is_resuming {
             self.output.extend_from_slice(frame);
@@ -194,10 +196,10 @@ impl Control {
         self.write();
     }
 
-    /// The other side has taken in so many frames.
+    /// The other side has received this many frames.
     ///
     /// # Errors
-    /// When that cannot be.
+    /// When that is impossible.
     pub(super) fn resume(&mut self, taken: u64) -> Result<()> {
         let rest = self.said.after(taken)?;
         if std::mem::take(&mut self.is_resuming) {
@@ -206,8 +208,8 @@ impl Control {
         Ok(())
     }
 
-    /// Whether the other side may have put another socket to use, of which this side has not heard, and have closed this one
-    /// for it.
+    /// Whether the other side may already use another socket, without this side having been notified, and have closed
+    /// this one for it.
     pub(super) fn may_be_replaced(&self) -> bool {
         self.epoch != self.current
     }
@@ -243,7 +245,7 @@ mod tests {
             write_out(&here, &mut output).expect("a socket");
         }
         assert!(heard == said && output.is_empty());
-        // Not closed: a child that another test forks just now would keep it open.
+        // Not closed: a child that another test forks at this moment would keep it open.
         there.shutdown(Shutdown::Both).expect("a socket");
         output.push(1);
         assert!(write_out(&here, &mut output).is_err() && output.is_empty(), "nobody is there");
@@ -287,7 +289,7 @@ mod tests {
         }
         control.is_seen(now, Duration::from_secs(1), limit);
         assert_eq!((control.away, control.probed), (None, None));
-        // Nobody goes for another one just because nothing is said.
+        // Silence alone, with nothing outstanding, does not start a replacement.
         control.is_seen(now + limit, Duration::from_secs(1), limit);
         assert_eq!(control.away, None);
     }

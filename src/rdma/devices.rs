@@ -1,9 +1,9 @@
-//! The ports that can carry NCCL's traffic, in NCCL's order, with what NCCL is told of them.
+//! The ports that can carry NCCL's traffic, in NCCL's order, with the properties that NCCL gets.
 //!
-//! The rules are those of NCCL's own IB transport, so that the same variables choose the same ports: active ports
-//! of InfiniBand and Ethernet, `NCCL_IB_HCA`'s choice among them, sorted by PCI address, ports of one card counted
-//! through. [`discover`] asks libibverbs and the kernel; [`arrange`] holds the rules and touches neither. A port that
-//! cannot be used is left out here, with a sentence, and not when a connection needs it ([`trial`]).
+//! The rules are those of NCCL's own IB transport, so that the same variables choose the same ports: active ports of
+//! InfiniBand and Ethernet, filtered by `NCCL_IB_HCA`, sorted by PCI address, ports of one card numbered consecutively.
+//! [`discover`] queries libibverbs and the kernel; [`arrange`] holds the rules and uses neither. A port that cannot be
+//! used is left out here, with a sentence, and not when a connection needs it ([`trial`]).
 //!
 //! Guarantee: two processes of one host get the same list, as long as the host does not change in between.
 //!
@@ -26,7 +26,7 @@ use crate::os::interfaces;
 /// The most ports that are used, as in NCCL.
 const MAX_PORTS: usize = 64;
 
-/// What the user wants.
+/// The user's settings.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wish {
     /// `NCCL_IB_HCA`.
@@ -42,7 +42,7 @@ pub struct Wish {
 }
 
 impl Wish {
-    /// What the configuration asks for, and what is wrong with it.
+    /// The settings from the configuration, and what is wrong with them.
     pub fn from_config(config: &Config) -> (Self, Vec<String>) {
         let family = config.ib_addr_family.unwrap_or(Family::V4);
         let range = config.ib_addr_range.as_deref().map(|text| gid::Range::parse(text, family)).transpose();
@@ -66,33 +66,33 @@ impl Wish {
         (wish, complaints)
     }
 
-    /// Whether this port would be used if it can be.
+    /// Whether this port is selected, if it can be used.
     fn wants(&self, found: &Found) -> bool {
         found.port.is_active && self.filter.choose(&found.device, found.number).is_some()
     }
 }
 
-/// One port before the rules: what libibverbs and the kernel say.
+/// One port before the rules: the data from libibverbs and the kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Found {
     /// The device's name.
     pub device: String,
     /// The port's number, from 1.
     pub number: u8,
-    /// What the device says.
+    /// The device's attributes.
     pub card: DeviceFacts,
-    /// What the port says.
+    /// The port's attributes.
     pub port: PortFacts,
-    /// The rate that the kernel names, in Mbit/s.
+    /// The rate from the kernel, in Mbit/s.
     pub rate_mbps: Option<u32>,
-    /// The one that the driver names, which knows of bonded ports.
+    /// The rate from the driver, which includes bonded ports.
     pub driver_mbps: Option<u32>,
     /// Where the card is on the PCI bus.
     pub pci_path: Option<PathBuf>,
 }
 
 impl Found {
-    /// Why Towline cannot use such a port, whatever its state; none when it can.
+    /// Why Towline cannot use such a port, whatever its state; None when it can.
     pub fn obstacle(&self) -> Option<String> {
         let why = match (self.card.transport, self.port.link_layer) {
             (Transport::Iwarp, _) => "is an iWARP port, whose connections need RDMA CM",
@@ -119,10 +119,10 @@ pub struct Port {
     pub guid: u64,
     /// The most queue pairs of the device.
     pub max_qp: i32,
-    /// Where the card is on the PCI bus, ports and, unless told otherwise, virtual functions made equal, so that NCCL
-    /// sees one card.
+    /// Where the card is on the PCI bus, with ports and, unless configured otherwise, virtual functions made equal, so
+    /// that NCCL sees one card.
     pub pci_path: Option<PathBuf>,
-    /// The port of the card as NCCL counts: cards with a function for each port say 1 for each of them.
+    /// The port of the card in NCCL's numbering: cards with a function for each port report 1 for each of them.
     pub card_port: i32,
     /// The rail's number, −1 for none.
     pub rail: i16,
@@ -144,15 +144,15 @@ pub struct OpenPort {
     pub port: Port,
     /// Its device, opened.
     pub context: Context,
-    /// What the port said when it was found.
+    /// The port's attributes when it was found.
     pub facts: PortFacts,
-    /// Its place in the GID table, and why this one.
+    /// Its index in the GID table, and the reason.
     pub gid_index: u32,
-    /// Why this one.
+    /// The reason for the choice.
     pub gid_why: gid::Why,
     /// The GID at that place.
     pub gid: Gid,
-    /// Its version of RoCE, where the kernel says so.
+    /// Its version of RoCE, if the kernel reports it.
     pub gid_version: Option<gid::RoceVersion>,
     /// Its network interface, as that one's namespace numbers it.
     pub gid_interface: Option<u32>,
@@ -181,9 +181,9 @@ pub struct Discovery {
     pub ports: Vec<OpenPort>,
     /// The kernel module through which devices reach GPU memory by its address.
     pub peer_memory: Option<&'static str>,
-    /// What the user should know although it is no failure.
+    /// Warnings that are not failures.
     pub warnings: Vec<String>,
-    /// Ports of networks that are none of ours, and why.
+    /// Ports of networks that Towline does not support, and why.
     pub foreign: Vec<String>,
 }
 
@@ -274,8 +274,8 @@ fn open_port(port: Port, facts: PortFacts, context: &Context, wish: &Wish, sysfs
     Ok(OpenPort { port, context, facts, gid_index, gid_why, gid, gid_version, gid_interface, takes_dmabuf })
 }
 
-/// The entries of a port's GID table that can be read: by libibverbs's own table, which says the version also where sysfs
-/// is not there, else one by one.
+/// The readable entries of a port's GID table: from libibverbs's own table, which includes the version even without
+/// sysfs, or else one by one.
 pub fn gid_table(context: &Context, port: u8, entries: u32, sysfs: &RdmaSysfs) -> Vec<GidEntry> {
     let own: Vec<Ipv6Addr> =
         interfaces::list().unwrap_or_default().iter().map(|one| mapped(one.address.ip())).collect();
@@ -305,10 +305,10 @@ pub fn gid_table(context: &Context, port: u8, entries: u32, sysfs: &RdmaSysfs) -
     (0..entries).filter_map(entry).collect()
 }
 
-/// The most entries of all GID tables of a device that are looked at.
+/// The most entries of all GID tables of a device that are read.
 const MAX_GIDS: usize = 4096;
 
-/// An address as a GID holds it.
+/// An address in the form that a GID holds.
 fn mapped(address: IpAddr) -> Ipv6Addr {
     match address {
         IpAddr::V4(address) => address.to_ipv6_mapped(),
@@ -316,7 +316,7 @@ fn mapped(address: IpAddr) -> Ipv6Addr {
     }
 }
 
-/// The rules: which of these ports may be used, in which order, and how they are shown to NCCL.
+/// The rules: which of these ports may be used, in which order, and what NCCL sees of them.
 pub fn arrange(found: Vec<Found>, wish: &Wish) -> Vec<(Port, PortFacts)> {
     let usable = found.into_iter().filter_map(|found| {
         let choice = wish.filter.choose(&found.device, found.number)?;
@@ -325,7 +325,7 @@ pub fn arrange(found: Vec<Found>, wish: &Wish) -> Vec<(Port, PortFacts)> {
     });
     let mut usable: Vec<(Found, LinkLayer, Choice)> = usable.take(MAX_PORTS).collect();
     if wish.pci_order {
-        // Stable: what shares an address stays in libibverbs's order. What has none goes last.
+        // Stable: ports with the same address stay in libibverbs's order. Those without an address come last.
         usable.sort_by_key(|(found, ..)| found.pci_path.as_deref().map_or(u64::MAX, pci_number));
     }
     let mut ports: Vec<(Port, PortFacts)> = Vec::new();
@@ -354,7 +354,7 @@ const LANE_MBPS: [u32; 8] = [2500, 5000, 10_000, 10_000, 14_000, 25_000, 50_000,
 /// Lanes by the encoded width, lowest bit first.
 const LANES: [u32; 5] = [1, 4, 8, 12, 2];
 
-/// The driver's word; else the speed by rate and width, or the kernel's own word where that is more: the encoding of older
+/// The driver's rate; otherwise the speed from rate and width, or the kernel's if that is higher: the encoding of older
 /// libraries ends at NDR.
 fn speed(found: &Found) -> u32 {
     if let Some(speed) = found.driver_mbps {

@@ -1,11 +1,11 @@
 //! libibverbs, opened at run time.
 //!
-//! Each function is looked up by name *and* symbol version: libibverbs keeps ancient versions of its functions under
-//! the same names, with other structs, and a plain `dlsym` leaves the choice to the linker. Functions that came after
-//! the first stable version are optional and `None` in an older library.
+//! Each function is looked up by name *and* symbol version: libibverbs keeps very old versions of its functions under
+//! the same names, with other structs, and a plain `dlsym` leaves the choice to the linker. Functions added after the
+//! first stable version are optional and `None` in an older library.
 //!
 //! Guarantees: the library is opened once and never closed, since its providers keep threads and state. Failing is
-//! ordinary: most machines have no RDMA.
+//! normal: most machines have no RDMA.
 //!
 //! The calls of the data path (post, poll) are not here: they go through the context's own table, by the inline
 //! functions of `rdma-sys`.
@@ -18,8 +18,8 @@ use rdma_sys as ib;
 
 use crate::os::error::{Error, Result};
 
-/// An asynchronous event as the kernel reports it. `rdma-sys` has the type as a closed enumeration, which a newer
-/// libibverbs may step out of.
+/// An asynchronous event as the kernel reports it. `rdma-sys` declares the type as a closed enumeration, and a newer
+/// libibverbs may use values outside it.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct RawAsyncEvent {
@@ -33,8 +33,8 @@ pub struct RawAsyncEvent {
 const _: () = assert!(size_of::<RawAsyncEvent>() == size_of::<ib::ibv_async_event>());
 const _: () = assert!(offset_of!(RawAsyncEvent, kind) == offset_of!(ib::ibv_async_event, event_type));
 
-/// An entry of the GID tables of a device, `struct ibv_gid_entry`. Its size goes with the call, so that a newer libibverbs
-/// fills no more than this.
+/// An entry of the GID tables of a device, `struct ibv_gid_entry`. Its size is passed with the call, so that a newer
+/// libibverbs fills no more than this.
 #[repr(C, align(8))]
 #[derive(Debug, Clone, Copy)]
 pub struct RawGidEntry {
@@ -59,7 +59,7 @@ macro_rules! symbols {
         }
     ) => {
         /// The functions of libibverbs that Towline calls outside the data path. They are C functions: each call is
-        /// `unsafe` and wants what `infiniband/verbs.h` says.
+        /// `unsafe` and must follow `infiniband/verbs.h`.
         #[allow(missing_docs, reason = "each field is libibverbs's function of the same name")]
         pub struct Verbs {
             $(pub $field: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
@@ -164,18 +164,18 @@ impl Verbs {
             .map_err(Clone::clone)
     }
 
-    /// Keeps pinned pages in place when the process forks. Must come before the first object is made.
+    /// Keeps pinned pages in place when the process forks. Must be called before the first object is made.
     ///
-    /// Kernels from 5.12 on copy pinned pages at the fork, and nothing is to be done. Before, the parent could lose
-    /// them to its child, so `ibv_fork_init` makes libibverbs keep them out of the child altogether, together with
-    /// whatever else is on those pages: a child that touches its neighbours dies. Hence only where it is needed.
+    /// Kernels from 5.12 on copy pinned pages at the fork, and nothing need be done. Before, the parent could lose them
+    /// to its child, so `ibv_fork_init` makes libibverbs keep them out of the child altogether, together with
+    /// everything else on those pages: a child that touches it crashes. Hence it is called only where it is needed.
     fn prepare_for_forks(&self) {
         /// `IBV_FORK_UNNEEDED`.
         const UNNEEDED: c_int = 2;
         // SAFETY: takes no arguments and asks the kernel.
         let is_needed = self.is_fork_initialized.is_none_or(|ask| unsafe { ask() } != UNNEEDED);
         if is_needed {
-            // SAFETY: takes no arguments. Its failure costs only what a fork costs.
+            // SAFETY: takes no arguments. If it fails, forks have the effect described above.
             let status = unsafe { (self.fork_init)() };
             if status != 0 {
                 tracing::debug!("ibv_fork_init: {}", std::io::Error::from_raw_os_error(status));
@@ -183,13 +183,13 @@ impl Verbs {
         }
     }
 
-    /// libibverbs's words for a work completion's status.
+    /// libibverbs's text for a work completion's status.
     pub fn status_text(&self, status: c_uint) -> &'static str {
-        // SAFETY: any number is answered with a static string.
+        // SAFETY: the function returns a static string for any number.
         unsafe { text((self.wc_status_str)(status)) }
     }
 
-    /// libibverbs's words for an asynchronous event.
+    /// libibverbs's text for an asynchronous event.
     pub fn event_text(&self, kind: c_uint) -> &'static str {
         // SAFETY: as above.
         unsafe { text((self.event_type_str)(kind)) }

@@ -1,30 +1,31 @@
 //! Short messages that do not wait for their receive.
 //!
-//! A clear-to-send costs a write of its own, and the message waits for it. A short message is copied instead into a place
-//! of the sender's [`Outbox`], and written from there, with an immediate, into the same place of the receiver's [`Inbox`].
-//! Its send is done at once. The receiver copies it into the receive that has its tag and number, or keeps it until that
-//! is posted. So a receive that only short messages fit is not announced at all, unless the sender asks.
+//! A CTS entry costs a write of its own, and the message waits for it. A short message is copied instead into a place
+//! of the sender's [`Outbox`], and written from there, with an immediate, into the same place of the receiver's
+//! [`Inbox`]. Its send is then done. The receiver copies it into the receive with its tag and number, or keeps it until
+//! that is posted. So a receive that only short messages fit is not announced at all, unless the sender requests it.
 //!
-//! What a message is stands in a head before it:
+//! A head before the message describes it:
 //!
 //! | bytes of the head | |
 //! |---|---|
 //! | 0–3 | NCCL's tag |
 //! | 4–7 | which send with this tag it is, counted from 0 |
-//! | 8–11 | how many lines the sender has read |
+//! | 8–11 | how many CTS entries the sender has read |
 //! | 12–15 | bytes that follow |
 //!
-//! Most messages follow one with the same tag. For those the immediate says it in a word, a [`Brief`]: how far the number
-//! and the count of lines are ahead of the last short message's, which both sides have seen in the same order, since all of
-//! them go over one queue pair; when that is lost, those in doubt go first over the next one. They travel without a head, so that 1 KiB is one packet at the smallest MTU of RoCE.
+//! Most messages follow one with the same tag. For those the immediate replaces the head by a [`Brief`]: how far the
+//! number and the count of CTS entries are ahead of the last short message's. Both sides have seen these in the same
+//! order, since all of them use one queue pair; when it is lost, the messages in doubt are resent first over the next
+//! one. Such messages have no head, so that 1 KiB is one packet at the smallest MTU of RoCE.
 //!
 //! # Credit
-//! There are [`PLACES`] places, used in turn. The receiver counts the messages that it has handed on and tells that count
-//! with its lines, or by a word of its own ([`Ring::word`](super::line::Ring::word)). The sender has never more than
-//! `PLACES` messages out that were not handed on. That also keeps it from writing into a place that was not read: message
-//! n needs `n - PLACES + 1` messages handed on before it; the receiver takes messages in their order, and what it cannot
-//! hand on leaves its place for a buffer. So had it not read place n modulo `PLACES`, whose message is `n - PLACES`, it
-//! could have handed on `n - PLACES` at most.
+//! There are [`PLACES`] places, used in turn. The receiver counts the messages that it has delivered and sends that
+//! count with its CTS entries, or separately ([`Ring::word`](super::line::Ring::word)). The sender never has more than
+//! `PLACES` undelivered messages. That also keeps it from writing into a place that was not read: message n needs `n -
+//! PLACES + 1` messages delivered before it; the receiver takes messages in order, and moves those that it cannot
+//! deliver into a buffer. So if it had not read place n modulo `PLACES`, whose message is `n - PLACES`, it could have
+//! delivered at most `n - PLACES`.
 //!
 //! This module posts nothing.
 
@@ -41,32 +42,32 @@ pub const EAGER_MAX: u64 = 1024;
 /// Bytes of the head.
 pub const HEAD: usize = 16;
 
-/// Messages on their way at one time.
+/// Messages under way at one time.
 pub const PLACES: usize = 64;
 
 /// Bytes of a place: the head and the longest message, in whole cache lines.
 const PLACE: usize = (HEAD + EAGER_MAX as usize).next_multiple_of(64);
 
-/// The receiver says how much it has handed on when so much is new.
+/// The receiver reports its count when it has grown by this much.
 const TELL_AFTER: u32 = PLACES as u32 / 2;
 
 #[repr(align(64))]
 struct Place(UnsafeCell<[u8; PLACE]>);
 
-// SAFETY: a place is written by one side at a time: its owner, or a device that has been told to; see the credit above.
+// SAFETY: a place is written by one side at a time: its owner, or a device on its behalf; see the credit above.
 unsafe impl Sync for Place {}
 
 // SAFETY: bytes.
 unsafe impl Zeroed for Place {}
 
-/// What stands before a message.
+/// The head of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Head {
     /// NCCL's tag.
     pub tag: i32,
     /// Which send with this tag it is.
     pub number: u32,
-    /// Lines that the sender has read.
+    /// CTS entries that the sender has read.
     pub lines: u32,
     /// Bytes of the message.
     pub length: u32,
@@ -88,26 +89,26 @@ impl Head {
     }
 }
 
-/// What an immediate says instead of a head: the same tag as the last short message, and how much has changed since.
+/// The content of an immediate in place of a head: the same tag as the last short message, and what has changed since.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Brief {
     /// How far the number is ahead of the last one's; 0: there is a head.
     pub steps: u8,
-    /// How many more lines the sender has read.
+    /// How many more CTS entries the sender has read.
     pub lines: u8,
 }
 
 impl Brief {
-    /// There is a head.
+    /// The message has a head.
     pub const NONE: Self = Self { steps: 0, lines: 0 };
 }
 
-/// The head of the last short message, or what would have stood in it.
+/// The head of the last short message, or the one it would have had.
 #[derive(Debug, Default, Clone, Copy)]
 struct Last(Option<Head>);
 
 impl Last {
-    /// Notes the next message, and says it in brief where that can be done.
+    /// Notes the next message, and returns its short form if that is possible.
     #[inline(always)]
     fn shorten(&mut self, head: &Head) -> Brief {
         let last = self.0.replace(*head);
@@ -120,7 +121,7 @@ impl Last {
         }
     }
 
-    /// The head of the next message of `length` bytes, of which nothing but this was said. None when it is the first.
+    /// The head of the next message of `length` bytes from its short form. None when it is the first.
     #[inline]
     fn lengthen(&self, brief: Brief, length: u32) -> Option<Head> {
         let last = self.0?;
@@ -132,7 +133,7 @@ impl Last {
 /// Counts credit; the same arithmetic for any memory.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 struct Credit {
-    /// Messages sent, and those of them that were handed on as far as this side knows.
+    /// Messages sent, and how many of them were delivered as far as this side knows.
     sent: u32,
     handed_on: u32,
 }
@@ -143,7 +144,7 @@ impl Credit {
         self.sent.wrapping_sub(self.handed_on) < PLACES as u32
     }
 
-    /// The receiver has handed on so many, modulo 65,536. Old news, and impossible ones, change nothing.
+    /// The receiver has delivered this many, modulo 65,536. Outdated and impossible counts change nothing.
     fn told(&mut self, handed_on: u16) -> bool {
         let more = u32::from(handed_on.wrapping_sub(self.handed_on as u16));
         let is_news = more > 0 && more <= self.sent.wrapping_sub(self.handed_on);
@@ -156,7 +157,7 @@ impl Credit {
 
 /// The sender's half.
 pub struct Outbox {
-    /// Go first: afterwards no device reads. By adapter.
+    /// Dropped first: afterwards no device reads. By adapter.
     regions: Vec<MemoryRegion>,
     places: Pages<Place>,
     credit: Credit,
@@ -165,7 +166,7 @@ pub struct Outbox {
     last: Last,
 }
 
-/// A message as it is to be written.
+/// A message to be written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Parcel {
     /// Where it lies, by this side's addresses.
@@ -174,12 +175,12 @@ pub struct Parcel {
     pub bytes: u32,
     /// Its place.
     pub place: u8,
-    /// What the immediate says of it.
+    /// Its short form for the immediate.
     pub brief: Brief,
 }
 
 impl Outbox {
-    /// An outbox that nothing was sent from.
+    /// An empty outbox.
     ///
     /// # Errors
     /// When it cannot be pinned.
@@ -189,18 +190,18 @@ impl Outbox {
         Ok(Self { regions, places, credit: Credit::default(), flying: 0, last: Last::default() })
     }
 
-    /// Whether a message may go.
+    /// Whether a message may be sent.
     #[inline(always)]
     pub fn has_room(&self) -> bool {
         self.credit.is_left() && self.flying < PLACES as u32
     }
 
-    /// How many messages may go.
+    /// How many messages may be sent.
     pub fn room(&self) -> usize {
         PLACES - (self.credit.sent.wrapping_sub(self.credit.handed_on)).max(self.flying) as usize
     }
 
-    /// The receiver has handed on so many messages, modulo 65,536. Says whether that is news.
+    /// The receiver has delivered this many messages, modulo 65,536. Returns whether that is new.
     #[inline]
     pub fn told(&mut self, handed_on: u16) -> bool {
         self.credit.told(handed_on)
@@ -218,7 +219,7 @@ impl Outbox {
         let brief = self.last.shorten(head);
         let before = before(brief);
         // SAFETY: inside the place, which no device reads any more: the completion of its last write was polled, since
-        // they complete in order and fewer than PLACES are outstanding. The caller vouches for the data.
+        // they complete in order and fewer than PLACES are outstanding. The caller keeps the promise about the data.
         unsafe {
             if before > 0 {
                 to.copy_from_nonoverlapping(head.encode().as_ptr(), HEAD);
@@ -282,7 +283,7 @@ pub struct Address {
 }
 
 impl Address {
-    /// As the receiver has told.
+    /// As the receiver announced it.
     pub fn new(start: u64, told: &[u32]) -> Self {
         let mut keys = [0; MAX_DEVICES];
         keys.iter_mut().zip(told).for_each(|(key, told)| *key = *told);
@@ -298,7 +299,7 @@ impl Address {
 
 /// The receiver's half.
 pub struct Inbox {
-    /// Go first: afterwards nobody writes. By adapter.
+    /// Dropped first: afterwards no device writes. By adapter.
     regions: Vec<MemoryRegion>,
     places: Pages<Place>,
     arrived: u32,
@@ -309,7 +310,7 @@ pub struct Inbox {
     kept: Vec<Kept>,
 }
 
-/// A message that is here before its receive.
+/// A message that arrived before its receive.
 #[derive(Debug)]
 pub struct Kept {
     head: Head,
@@ -351,7 +352,7 @@ impl Inbox {
         Address::new(self.places.as_ptr() as u64, &keys)
     }
 
-    /// A message has come: its head, and where its bytes are until the next message is asked for.
+    /// A message has arrived: returns its head, and where its bytes are until the next message is requested.
     ///
     /// # Errors
     /// When it is not the next, or not as long as was written.
@@ -367,8 +368,8 @@ impl Inbox {
         let head = if before == 0 {
             self.last.lengthen(brief, written).ok_or_else(unknown)?
         } else {
-            // SAFETY: inside the place. Its write has completed, and the sender may not write there again before it is
-            // told that later messages were handed on; if it does all the same, the bytes are no secret and no reference
+            // SAFETY: inside the place. Its write has completed, and the sender may not write there again before the
+            // delivery of later messages is reported to it; if it does anyway, the bytes are no secret and no reference
             // to them is made.
             Head::decode(&unsafe { from.cast::<[u8; HEAD]>().read_volatile() })
         };
@@ -376,7 +377,7 @@ impl Inbox {
             return Err(other_length(&head, written));
         }
         self.last = Last(Some(head));
-        // SAFETY: what stands before the message ends inside the place.
+        // SAFETY: the head of the message ends inside the place.
         Ok((head, unsafe { from.add(before) }))
     }
 
@@ -398,7 +399,7 @@ impl Inbox {
         self.kept.push(Kept { head, wr_id, bytes });
     }
 
-    /// The message for a receive, if it is here; it counts as handed on.
+    /// The message for a receive, if it has arrived; it counts as delivered.
     #[inline]
     pub fn take(&mut self, tag: i32, number: u32) -> Option<Kept> {
         let at = self.kept.iter().position(|kept| kept.head.tag == tag && kept.head.number == number)?;
@@ -406,19 +407,19 @@ impl Inbox {
         Some(self.kept.swap_remove(at))
     }
 
-    /// Whether a message for a receive is here.
+    /// Whether a message for a receive has arrived.
     pub fn holds(&self, tag: i32, number: u32) -> bool {
         self.kept.iter().any(|kept| kept.head.tag == tag && kept.head.number == number)
     }
 
-    /// How many messages were handed on, for a line that is written now.
+    /// How many messages were delivered, for a CTS entry that is written now.
     #[inline]
     pub fn tell(&mut self) -> u16 {
         self.told = self.handed_on;
         self.handed_on as u16
     }
 
-    /// Whether it should be told by a word of its own.
+    /// Whether the count should be sent separately.
     #[inline]
     pub fn is_telling_due(&self) -> bool {
         self.handed_on.wrapping_sub(self.told) >= TELL_AFTER
@@ -437,7 +438,7 @@ mod tests {
             prop_assert_eq!(Head::decode(&head.encode()), head);
         }
 
-        /// What is said in brief is what the head would have said, whichever messages have a head.
+        /// The short form carries what the head would have carried, whichever messages have a head.
         #[test]
         fn a_message_in_brief_is_understood(
             start: (i32, u32, u32),
@@ -468,15 +469,15 @@ mod tests {
             }
         }
 
-        /// Whatever news arrive, late, twice or torn off: never more than PLACES messages are out, and none is written
-        /// into a place whose message the receiver has not read.
+        /// Whatever counts arrive, late, twice or torn: never more than PLACES messages are under way, and none is
+        /// written into a place whose message the receiver has not read.
         #[test]
         fn credit_never_overtakes_the_receiver(
             start: u32,
             events in prop::collection::vec((0..4_u8, any::<prop::sample::Index>()), 1..600),
         ) {
             let mut credit = Credit { sent: start, handed_on: start };
-            // Messages that are read but not handed on may be handed on in any order.
+            // Messages that are read but not delivered may be delivered in any order.
             let (mut read, mut handed_on) = (start, start);
             let mut news = vec![start as u16];
             for (event, index) in events {

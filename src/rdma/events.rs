@@ -1,10 +1,10 @@
 //! Asynchronous events of devices: what happens to a port, a device or a queue outside any work request.
 //!
-//! The keeper reads them. A port that goes down is remembered, so that a request that fails later can say so; a device
-//! that fails takes its connections with it, and a queue its own one, unless `NCCL_IB_RETURN_ASYNC_EVENTS=0` asks only to
-//! log it. What may concern connections is a warning: that the port has lost the GID in use, or that its LID, its
-//! partitions or a path are others. What belongs to a healthy fabric, such as another subnet manager or the GID of an address
-//! that nobody uses, is a line at INFO.
+//! The control thread reads them. A port that goes down is remembered, so that a request that fails later can mention
+//! it. A failed device ends its connections, and a failed queue its own one, unless `NCCL_IB_RETURN_ASYNC_EVENTS=0`
+//! requests only a log line. Events that may concern connections are logged as warnings: the port has lost the GID in
+//! use, or its LID, its partitions or a path have changed. Events of a healthy fabric, such as another subnet manager
+//! or the GID of an unused address, are logged at INFO.
 
 use std::sync::Arc;
 
@@ -16,22 +16,22 @@ use crate::engine::poller::{Interest, Poller, Progress, Registration, Source};
 use crate::os::error::{Error, Result};
 use crate::os::log::NET;
 
-/// What an event means.
+/// The meaning of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Meaning {
     /// The port with this number went down.
     PortDown(u64),
     /// The port with this number came back.
     PortUp(u64),
-    /// The whole device is beyond repair.
+    /// The whole device has failed for good.
     DeviceDead,
-    /// The queue pair or completion queue with this address failed. Its work requests report it, if they can.
+    /// The queue pair or completion queue with this address has failed. Its work requests report it, if they can.
     QueueFailed(u64),
-    /// The GIDs of the port with this number are others: maybe the one in use, maybe that of an address nobody needs.
+    /// The GIDs of the port with this number have changed: perhaps the one in use, perhaps that of an unused address.
     GidsChanged(u64),
-    /// What connections were set up with may hold no more.
+    /// Parameters with which connections were set up may have changed.
     GroundShifted,
-    /// Worth a line in the log.
+    /// Only logged.
     Noted,
 }
 
@@ -50,14 +50,14 @@ fn meaning(event: &AsyncEvent) -> Meaning {
     }
 }
 
-/// The keeper's eye on the devices. Dropping it ends the watch.
+/// The control thread's monitor of the devices. Dropping it ends the watch.
 pub struct Events(Vec<Registration>);
 
 impl Events {
     /// Watches the devices of these adapters.
     ///
     /// # Errors
-    /// When there is no keeper, or a device's descriptor cannot be watched.
+    /// When there is no control thread, or a device's descriptor cannot be watched.
     pub fn watch(poller: &Poller, adapters: &[Arc<Adapter>], fails: bool) -> Result<Self> {
         let mut contexts: Vec<&Context> = Vec::new();
         for adapter in adapters {
@@ -85,12 +85,12 @@ impl Events {
     }
 }
 
-/// The eye on one device.
+/// The monitor of one device.
 pub(super) struct Watch {
     pub(super) context: Context,
     /// Its ports.
     pub(super) adapters: Vec<Arc<Adapter>>,
-    /// Whether what is fatal fails connections, and is not only logged.
+    /// Whether fatal events fail connections, instead of being only logged.
     pub(super) fails: bool,
 }
 

@@ -1,12 +1,13 @@
-//! The verbs objects of one connection: its lanes (queue pairs) and the completion queues that they report to.
+//! The verbs objects of one connection: its lanes (one queue pair each) and the completion queues that they report to.
 //!
 //! Lane l of a connection joins local adapter l modulo the number of local adapters with the peer's port l modulo the
 //! number of the peer's. There is one completion queue for each local adapter.
 //!
 //! # Credit
+//!
 //! A completion queue that overruns ends all its queue pairs. So each queue has a place for everything that can be in
-//! the queues of its lanes at one time: [`Lane::room`] never lets more requests into a sending queue than it was made
-//! for, and receives are put back only as they are used up.
+//! the queues of its lanes at one time: [`Lane::room`] never allows more requests in a sending queue than it was made
+//! for, and receives are posted again only as they are used up.
 
 use std::mem::MaybeUninit;
 use std::net::{Ipv6Addr, SocketAddr};
@@ -34,36 +35,36 @@ use crate::session::handshake::nonce;
 
 /// A queue pair and what is in its sending queue.
 pub struct Lane {
-    /// None once the lane is lost: the device does nothing for it any more. Nor is it here when it has refused something.
+    /// None once the lane is lost: its device then does nothing for it. Also None when it has refused a work request.
     pair: Option<QueuePair>,
-    /// A queue pair that has refused a work request and is to be given up. It gets nothing more: what it would take behind
-    /// the refused one would be counted for that by the other side.
+    /// A queue pair that has refused a work request and must be given up. Nothing more is posted on it: the other side
+    /// would mistake a later request for the refused one.
     refusing: Option<QueuePair>,
     /// A new queue pair that is being connected.
     apart: Option<Apart>,
     /// It could not be stopped yet.
     is_running: bool,
-    /// How it fares; see [`mending`](super::mending).
+    /// Its state; see [`mending`](super::mending).
     pub(super) life: Life,
-    /// What has gone wrong with it, and is still to be dealt with.
+    /// What has failed on it, and must still be handled.
     pub(super) trouble: Option<Trouble>,
     /// Shared by all lanes.
     alarm: Alarm,
-    /// What goes wrong is kept in `trouble`, for the connection can do without it.
+    /// A failure is kept in `trouble`, for the connection can continue without it.
     pub(super) mends: bool,
     /// Receives that are in its queue.
     pub(super) receives: u32,
-    /// Immediates that were taken from it.
+    /// Immediates that were received on it.
     pub(super) arrived: u64,
-    /// The other side has ended its end, having taken so many.
+    /// The other side has ended its end, having received this many.
     pub(super) peer: Option<u64>,
     /// Which queue pair of this lane it is, counted from 0.
     pub(super) epoch: u16,
-    /// A new queue pair has carried something.
+    /// A new queue pair has carried data.
     pub(super) proven: bool,
-    /// When it is lost: when to try for another queue pair.
+    /// When it is lost: when to try again to replace it.
     pub(super) next_try: Option<Instant>,
-    /// How many tries for one there were since.
+    /// How many attempts were made since.
     pub(super) tries: u32,
     /// Whether it is lost again and again.
     pub(super) relapses: Relapses,
@@ -76,29 +77,29 @@ pub struct Lane {
     linked: Linked,
     /// Work requests that may still be posted.
     room: u32,
-    /// Completions of work requests, in all.
+    /// Completions of work requests, in total.
     done: u64,
-    /// Work requests that are to be posted with the next one.
+    /// Work requests that are posted with the next one.
     held: Vec<Work>,
     ends: Ends,
 }
 
-/// Work requests that are held back at most: as many as the parts of a group.
+/// The most work requests that are held back: as many as a group has parts.
 const MOST_HELD: usize = MAX_PARTS;
 
-/// All lanes of a connection. Dropping it ends the queue pairs: afterwards no device touches memory for them.
+/// All lanes of a connection. Dropping it ends the queue pairs: afterwards no device accesses memory for them.
 pub struct Fabric {
     pub(super) lanes: Vec<Lane>,
-    /// All lanes are lost: since when, and how it came about.
+    /// All lanes are lost: since when, and why.
     pub(super) without: Option<(Instant, Error)>,
-    /// What further queue pairs are made like.
+    /// The parameters for further queue pairs.
     depth: Depth,
     /// Where they lead.
     ports: Vec<PortRecord>,
     class: Class,
     alarm: Alarm,
     queues: Vec<CompletionQueue>,
-    /// The longest write in bytes that both sides take: a multiple of 128.
+    /// The longest write in bytes that both sides support: a multiple of 128.
     pub longest_write: u64,
     /// Whether the end of a message longer than this many bytes needs a write of its own, because the fabric may reorder
     /// packets of a queue pair.
@@ -126,7 +127,7 @@ pub struct Class {
 }
 
 impl Class {
-    /// What the sending side's configuration and communicator ask for; the configuration wins.
+    /// The traffic class from the sending side's configuration and communicator; the configuration wins.
     pub fn new(config: &Config, communicator: Option<u8>) -> Self {
         let set = |number: i64| u8::try_from(number).ok();
         let traffic = set(config.ib_tc.0).or(communicator).unwrap_or(0);
@@ -134,14 +135,14 @@ impl Class {
         Self { traffic, service_level }
     }
 
-    /// What the receiving side's queue pairs have, which send clear-to-send lines and acknowledge data: the sender's class, as
-    /// in NCCL, unless the configuration sets lines apart.
+    /// The traffic class of the receiving side's queue pairs, which send CTS entries and acknowledge data: the sender's
+    /// class, as in NCCL, unless the configuration sets another one.
     pub fn of_receiver(config: &Config, sender: Self) -> Self {
         Self { traffic: u8::try_from(config.ib_fifo_tc.0).unwrap_or(sender.traffic), ..sender }
     }
 }
 
-/// What this side says of its ports.
+/// This side's description of its ports.
 pub fn ports(adapters: &Adapters) -> Vec<PortRecord> {
     let record = |open: &super::devices::OpenPort| PortRecord {
         gid: open.gid.to_vec(),
@@ -165,7 +166,7 @@ impl Fabric {
             return Err(Error::remote(format!("the peer asks for {lanes} queue pairs over {} ports", peer.len())));
         }
         let per_adapter = u32::try_from(lanes.div_ceil(adapters.len())).unwrap_or(u32::MAX);
-        // Receives must all fit, since the peer counts on them; sends wait when there is less room.
+        // Receives must all fit, since the peer relies on them; sends wait when there is less room.
         let mut send = depth.send;
         for adapter in &**adapters {
             let facts = adapter.open.context.facts()?;
@@ -232,13 +233,13 @@ impl Fabric {
         })
     }
 
-    /// What the peer needs to know of the lanes.
+    /// What the peer needs to know about the lanes.
     pub fn records(&self, config: &Config) -> Vec<LaneRecord> {
         self.lanes.iter().filter_map(|lane| lane.record(config)).collect()
     }
 
-    /// Connects every lane to the peer's lane of the same number. After a failure it may be called again, and goes on with
-    /// the lane that failed.
+    /// Connects every lane to the peer's lane of the same number. After a failure it may be called again, and continues
+    /// with the lane that failed.
     ///
     /// # Errors
     /// When the peer has another number of lanes, or a device cannot reach its peer.
@@ -261,13 +262,13 @@ impl Fabric {
     /// Makes a new queue pair for a lane that is lost.
     ///
     /// # Errors
-    /// When the device has none, or its port is away.
+    /// When the device has none, or its port is down.
     pub(super) fn renew(&mut self, index: usize, adapters: &Adapters, config: &Config) -> Result<()> {
         let lane = &mut self.lanes[index];
         let (pair, first_packet) = queue_pair(&adapters[lane.adapter], &self.queues[lane.adapter], self.depth, config)?;
         lane.ends.pair = pair.number();
         lane.inline_bytes = pair.capacity().inline_bytes;
-        // No room before it is proven: what completes until then is the probe.
+        // No room before it is verified: what completes until then is the probe.
         (lane.pair, lane.first_packet, lane.room) = (Some(pair), first_packet, 0);
         lane.linked = Linked::BOUND;
         (lane.life, lane.trouble, lane.peer) = (Life::Returning, None, None);
@@ -277,21 +278,21 @@ impl Fabric {
         Ok(())
     }
 
-    /// The new queue pair of a lane is proven: it carries messages.
+    /// The new queue pair of a lane is verified: it carries messages.
     pub(super) fn is_back(&mut self, index: usize) {
         let lane = &mut self.lanes[index];
         (lane.life, lane.room, lane.tries) = (Life::Up, self.depth.send, 0);
         lane.relapses.is_back(Instant::now());
     }
 
-    /// A new queue pair of a lane has come to nothing, and the peer knows. Its number is used up.
+    /// The attempt with a new queue pair of a lane has failed, and the peer knows. Its number is not used again.
     pub(super) fn abandon(&mut self, index: usize, epoch: u16) {
         let lane = &mut self.lanes[index];
         lane.give_up(Instant::now());
         lane.epoch = epoch;
     }
 
-    /// Has a new queue pair of a lane connected by a thread of its own; see [`Lane::take_connected`].
+    /// Connects a new queue pair of a lane in a separate thread; see [`Lane::take_connected`].
     ///
     /// # Errors
     /// When the peer's port is of another network.
@@ -331,7 +332,7 @@ impl Fabric {
         &mut self.lanes[index]
     }
 
-    /// Posts what was kept back on all lanes.
+    /// Posts what was held back on all lanes.
     ///
     /// # Errors
     /// As [`Lane::post`].
@@ -345,7 +346,7 @@ impl Fabric {
         self.lanes.iter_mut().for_each(|lane| lane.mends = true);
     }
 
-    /// By which whoever has not locked the connection's state raises the alarm.
+    /// The alarm, for a thread that has not locked the connection's state.
     pub fn alarm(&self) -> Alarm {
         self.alarm.clone()
     }
@@ -361,12 +362,13 @@ impl Fabric {
         self.alarm.raise();
     }
 
-    /// Whoever was alarmed looks now. Before that, so that an alarm in the meantime counts.
+    /// The notified thread checks now. Called before it checks, so that an alarm in the meantime counts.
     pub(super) fn answer_alarm(&self) {
         self.alarm.answer();
     }
 
-    /// The lanes that a failure of this queue concerns: a queue pair's own one, or all that report to a completion queue.
+    /// The lanes that a failure of this queue affects: a queue pair's own one, or all that report to a completion
+    /// queue.
     pub(super) fn lanes_of(&mut self, element: u64) -> impl Iterator<Item = &mut Lane> {
         let queue = self.queues.iter().position(|queue| queue.element() == element);
         self.lanes.iter_mut().filter(move |lane| lane.element() == Some(element) || Some(lane.adapter) == queue)
@@ -383,10 +385,10 @@ impl Fabric {
         &mut self.lanes
     }
 
-    /// Hands every completion there is to `take`. Says whether there were any.
+    /// Passes every available completion to `take`. Returns whether there were any.
     ///
     /// # Errors
-    /// When a queue is broken, or as `take` says.
+    /// When a queue is broken, or the error of `take`.
     #[inline]
     pub fn poll(&mut self, mut take: impl FnMut(&mut [Lane], &Completion) -> Result<()>) -> Result<bool> {
         let mut any = false;
@@ -417,7 +419,7 @@ fn queue_pair(adapter: &Adapter, queue: &CompletionQueue, depth: Depth, config: 
     let Depth { send, receive, inline_bytes } = depth;
     let wanted = Capacity { send, receive: receive.max(1), inline_bytes };
     let make = |inline_bytes| QueuePair::new(&adapter.domain, queue, queue, Capacity { inline_bytes, ..wanted });
-    // Devices differ in how much they carry inside a request. What they carry is not told before one asks for it.
+    // Devices differ in how many bytes they accept inline. The limit is not known before one tries.
     let fewer = [220, 96, 64, 0].into_iter().filter(|fewer| *fewer < inline_bytes);
     let pair = fewer.fold(make(inline_bytes), |made, fewer| made.or_else(|_| make(fewer)))?;
     let pkey_index = u16::try_from(config.ib_pkey.0).unwrap_or(0);
@@ -459,7 +461,7 @@ fn route(adapter: &Adapter, port: &PortRecord, record: &LaneRecord, class: Class
     }
 }
 
-/// Completions taken in one go.
+/// Completions taken in one call.
 const BATCH: usize = 16;
 
 impl Lane {
@@ -469,7 +471,7 @@ impl Lane {
         self.room
     }
 
-    /// So many work requests are finished.
+    /// This many work requests are finished.
     #[inline]
     pub fn finished(&mut self, count: u32) {
         self.room += count;
@@ -497,17 +499,17 @@ impl Lane {
             return self.release();
         }
         let Some(pair) = &self.pair else { return Ok(()) };
-        // SAFETY: the caller vouches for the memory.
+        // SAFETY: the caller keeps the promise about the memory.
         match unsafe { pair.post(list) } {
             Ok(()) => Ok(()),
             Err((_, error)) => self.refused(error),
         }
     }
 
-    /// The device has refused work requests. What it has taken of them is in doubt, as all that a lost lane carried.
+    /// The device has refused work requests. Which of them it accepted is in doubt, like everything on a lost lane.
     ///
     /// # Errors
-    /// The refusal, when the connection cannot do without this lane.
+    /// The refusal, when the connection needs this lane.
     #[cold]
     fn refused(&mut self, error: Error) -> Result<()> {
         if !self.mends {
@@ -518,7 +520,7 @@ impl Lane {
         Ok(())
     }
 
-    /// Posts the first work request of a new queue pair, which shows whether it leads anywhere.
+    /// Posts the first work request of a new queue pair, which shows whether it works.
     ///
     /// # Errors
     /// As [`Lane::post`].
@@ -527,14 +529,14 @@ impl Lane {
     /// As [`Lane::post`].
     pub unsafe fn probe(&mut self, work: &Work) -> Result<()> {
         self.room = 1;
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the same promise.
         unsafe { self.post_one(|| *work) }
     }
 
-    /// Something has gone wrong with it, which whoever looks after the connection deals with.
+    /// A failure of this lane, which the thread that takes care of the connection handles.
     #[cold]
     pub(super) fn suffers(&mut self, trouble: Trouble) {
-        // A flush is the consequence of something else, of which to hear is better.
+        // A flush is the consequence of another failure, whose cause is more useful.
         if self.trouble.as_ref().is_none_or(|known| known.is_flush && !trouble.is_flush) {
             self.trouble = Some(trouble);
         }
@@ -547,67 +549,67 @@ impl Lane {
         self.life == Life::Up
     }
 
-    /// Whether it has a queue pair, and be it one that was stopped: what that has brought may still be on its way.
+    /// Whether it has a queue pair, even a stopped one: its completions may still arrive.
     pub fn has_pair(&self) -> bool {
         self.element().is_some()
     }
 
-    /// Whether a completion is of its present queue pair: those of an earlier one may still come.
+    /// Whether a completion belongs to its present queue pair: those of an earlier one may still arrive.
     #[inline]
     pub fn is_of_this_life(&self, completion: &Completion) -> bool {
         self.epoch == 0 || completion.queue_pair() == self.ends.pair
     }
 
-    /// Whether it has no queue pair, here and there.
+    /// Whether neither side has a queue pair for it.
     pub fn is_lost(&self) -> bool {
         self.life == Life::Lost
     }
 
-    /// Whether what arrives over it counts although it does not carry messages: what was on its way when it was stopped, or
-    /// the first that comes over a new queue pair.
+    /// Whether arrivals count although it does not carry messages: those under way when it was stopped, or the first
+    /// over a new queue pair.
     pub fn still_takes(&self) -> bool {
         matches!(self.life, Life::Stopping { .. } | Life::Returning)
     }
 
-    /// Whether it has a new queue pair that is not proven yet.
+    /// Whether it has a new queue pair that is not verified yet.
     pub fn is_returning(&self) -> bool {
         self.life == Life::Returning
     }
 
-    /// Its new queue pair leads to the peer. Whoever looks after the connection puts it to use.
+    /// Its new queue pair reaches the peer. The thread that takes care of the connection starts to use it.
     pub fn is_proven(&mut self) {
         self.proven = true;
         self.alarm.raise();
     }
 
-    /// It is the peer's queue pair of this number that it belongs to.
+    /// The number of the peer's queue pair to which this one belongs.
     pub fn set_epoch(&mut self, epoch: u16) {
         self.epoch = epoch;
     }
 
-    /// Which of its queue pairs it has, counted from 0.
+    /// The number of its present queue pair, counted from 0.
     pub fn epoch(&self) -> u16 {
         self.epoch
     }
 
-    /// Whether it is lost, and what it has completed is being taken.
+    /// Whether it is lost, and its completions are being taken.
     pub fn is_stopping(&self) -> bool {
         matches!(self.life, Life::Stopping { .. })
     }
 
-    /// Ends the queue pair: it takes nothing any more and sends nothing.
+    /// Ends the queue pair: it neither receives nor sends any more.
     pub(super) fn end(&mut self) -> Option<QueuePair> {
         (self.is_running, self.apart) = (false, None);
         self.pair.take().or_else(|| self.refusing.take())
     }
 
-    /// A new queue pair has come to nothing.
+    /// The attempt with a new queue pair has failed.
     pub(super) fn give_up(&mut self, next_try: Instant) {
         (self.pair, self.refusing, self.apart, self.is_running) = (None, None, None, false);
         (self.life, self.next_try, self.room) = (Life::Lost, Some(next_try), 0);
     }
 
-    /// The same, and the next try is made after a while.
+    /// The same, and the next attempt is made after a while.
     pub(super) fn try_again(&mut self, now: Instant) {
         self.give_up(now + pause(self.tries));
     }
@@ -617,13 +619,13 @@ impl Lane {
         self.next_try = Some(Instant::now() + patience(self.tries));
     }
 
-    /// By which asynchronous events name its queue pair.
+    /// The address by which asynchronous events identify its queue pair.
     pub(super) fn element(&self) -> Option<u64> {
         let pair = self.pair.as_ref().or(self.refusing.as_ref()).map(QueuePair::element);
         pair.or_else(|| self.apart.as_ref().map(Apart::element))
     }
 
-    /// What the peer needs to know of it.
+    /// What the peer needs to know about it.
     pub(super) fn record(&self, config: &Config) -> Option<LaneRecord> {
         let pair = self.pair.as_ref()?;
         let ece = pair.ece().filter(|_| config.ib_ece_enable && !self.linked.without_ece).map(Into::into);
@@ -680,14 +682,15 @@ impl Lane {
         self.apart.is_some()
     }
 
-    /// Takes its new queue pair back from the thread that connects it, once that is done. What came of it.
+    /// Takes its new queue pair back from the thread that connects it, once that is done. Returns the result.
     pub(super) fn take_connected(&mut self) -> Option<Result<()>> {
         let (pair, linked, connected) = self.apart.as_ref()?.take()?;
         (self.pair, self.linked, self.apart) = (Some(pair), linked, None);
         Some(connected)
     }
 
-    /// As [`Lane::post`], the one work request that `work` makes, where it is wanted: here it stays in registers.
+    /// As [`Lane::post`], for the one work request that `work` makes, in the place where it is needed: here it stays in
+    /// registers.
     ///
     /// # Errors
     /// As [`Lane::post`].
@@ -697,28 +700,28 @@ impl Lane {
     #[inline(always)]
     pub unsafe fn post_one(&mut self, work: impl Fn() -> Work) -> Result<()> {
         if !self.held.is_empty() {
-            // SAFETY: passed on.
+            // SAFETY: the caller keeps the same promise.
             return unsafe { self.post_behind(work()) };
         }
         debug_assert!(self.room > 0);
         self.room -= 1;
         let Some(pair) = &self.pair else { return Ok(()) };
-        // SAFETY: the caller vouches for the memory.
+        // SAFETY: the caller keeps the promise about the memory.
         match unsafe { pair.post_one(&work()) } {
             Ok(()) => Ok(()),
             Err(error) => self.refused(error),
         }
     }
 
-    /// Behind others that were kept back.
+    /// Behind others that were held back.
     #[cold]
     unsafe fn post_behind(&mut self, work: Work) -> Result<()> {
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the same promise.
         unsafe { self.post(&[work]) }
     }
 
-    /// Keeps a work request back until the next one is posted, or [`Lane::release`] is called: the device is told of
-    /// several with one doorbell. There must be room for it.
+    /// Holds a work request back until the next one is posted, or [`Lane::release`] is called: one doorbell notifies
+    /// the device of several. There must be room for it.
     ///
     /// # Errors
     /// As [`Lane::post`].
@@ -733,7 +736,7 @@ impl Lane {
         if self.held.len() == MOST_HELD { self.release() } else { Ok(()) }
     }
 
-    /// Posts a work request behind what was kept back, of which the last `silent` ones are to end with it: they have no
+    /// Posts a work request behind those that were held back. The last `silent` ones of them end with it: they have no
     /// immediate and no completion of their own.
     ///
     /// # Errors
@@ -746,17 +749,17 @@ impl Lane {
         for held in &mut self.held[from..] {
             (held.immediate, held.is_signaled) = (None, false);
         }
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the same promise.
         unsafe { self.post(&[work]) }
     }
 
-    /// How many work requests are kept back.
+    /// How many work requests are held back.
     #[inline]
     pub fn held(&self) -> usize {
         self.held.len()
     }
 
-    /// Posts what was kept back.
+    /// Posts what was held back.
     ///
     /// # Errors
     /// As [`Lane::post`].
@@ -765,7 +768,7 @@ impl Lane {
             return Ok(());
         }
         let Some(pair) = &self.pair else { return Ok(()) };
-        // SAFETY: whoever handed them over has vouched for the memory.
+        // SAFETY: the callers that passed them have kept the promise about the memory.
         let posted = unsafe { pair.post(&self.held) };
         self.held.clear();
         match posted {
@@ -811,7 +814,7 @@ impl Lane {
         Path { carrier, rail: self.adapter as u16, peer }
     }
 
-    /// Stops the queue pair as a failure would, without a word to anybody; it may be lost already.
+    /// Stops the queue pair as a failure would, without notifying anything; it may already be lost.
     #[cfg(test)]
     pub(super) fn break_pair(&self) {
         if let Some(pair) = &self.pair {
@@ -819,7 +822,7 @@ impl Lane {
         }
     }
 
-    /// Stops the queue pair for ever, without ending it. Nothing is posted any more. Where the device cannot for the
+    /// Stops the queue pair for ever, without ending it. Nothing is posted any more. If the device cannot do it at the
     /// moment, `stop_again` can a little later.
     pub fn stop(&mut self) {
         self.room = 0;

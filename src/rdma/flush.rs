@@ -5,10 +5,10 @@
 //! flush reads a byte through a queue pair that is connected to itself, one on each port of the connection, and is done
 //! when all the reads are. Host memory needs none of this.
 //!
-//! The peer has no part in a read, so one that fails is made again, on a fresh queue pair of the same port, whatever
-//! becomes of the connection's own queue pairs; for `TOWLINE_RECONNECT_TIMEOUT`, after which the connection ends. One port
-//! alone need not read: one that cannot, and on which the connection has no queue pair any more. Those were ended, which a
-//! device does only when all that they wrote is written.
+//! The peer is not involved in a read, so a failed read is repeated, on a fresh queue pair of the same port, whatever
+//! happens to the connection's own queue pairs; for `TOWLINE_RECONNECT_TIMEOUT`, after which the connection ends. One
+//! kind of port need not read: one that cannot, and on which the connection has no queue pair any more. Those were
+//! ended, which a device does only when everything they wrote has been written.
 
 #[cfg(test)]
 mod tests;
@@ -32,7 +32,7 @@ use crate::os::log::NET;
 /// As many flushes as there are request slots may be outstanding.
 const DEPTH: Depth = Depth { send: SLOTS as u32, receive: 1, inline_bytes: 0 };
 
-/// How long after a read that failed the next one is made; later a quarter of the time that this has been going on.
+/// How long after a failed read the next one is made; later a quarter of the time since the first failure.
 const NEXT_TRY: Duration = Duration::from_millis(5);
 
 /// Whether what a device wrote into such memory must be flushed before the GPU reads it.
@@ -40,14 +40,14 @@ pub fn is_needed(memory: Memory) -> bool {
     memory != Memory::Host
 }
 
-/// How long reads of a port are made again. Where the port is away, its device would have sent them again for a while
-/// longer, as it does with messages.
+/// How long reads of a port are repeated. If the port is down, its device would have retried for a while longer, as it
+/// does with messages.
 fn patience(config: &Config, is_out: bool) -> Duration {
     let resent = Timeouts::new(config.ib_timeout.0, config.ib_retry_cnt.0).patience().unwrap_or(Duration::MAX);
     config.reconnect_timeout.saturating_add(if is_out { resent } else { Duration::ZERO })
 }
 
-/// What flushes have to know of their connection.
+/// What flushes need to know about their connection.
 pub struct Around<'a> {
     /// Its configuration.
     pub config: &'a Config,
@@ -56,7 +56,8 @@ pub struct Around<'a> {
 }
 
 impl Around<'_> {
-    /// Whether nothing that came over a port can be on its way: none of the connection's queue pairs is left there.
+    /// Whether nothing that arrived over a port can still be under way: none of the connection's queue pairs is left
+    /// there.
     fn is_over(&self, port: usize) -> bool {
         !self.lanes.iter().any(|lane| lane.adapter == port && lane.has_pair())
     }
@@ -64,7 +65,7 @@ impl Around<'_> {
 
 /// A queue pair that reads, and where to.
 struct Reader {
-    /// Goes first: afterwards no device writes into `sink`.
+    /// Dropped first: afterwards no device writes into `sink`.
     fabric: Fabric,
     region: MemoryRegion,
     sink: Pages<u64>,
@@ -75,7 +76,7 @@ impl Reader {
         let ports = ports(adapter);
         let mut fabric = Fabric::new(adapter, 1, DEPTH, config, &ports)?;
         let mut own = fabric.records(config);
-        // It leads to itself, so there is nobody to agree with; as in NCCL.
+        // It is connected to itself, so there is no peer to agree with; as in NCCL.
         own.iter_mut().for_each(|pair| pair.ece = None);
         fabric.connect(adapter, &own, Class::new(config, None), config).map_err(Refused::into_error)?;
         let sink = Pages::zeroed(1)?;
@@ -84,7 +85,7 @@ impl Reader {
     }
 }
 
-/// A read that could not be made, or has failed.
+/// A read that could not be posted, or has failed.
 struct Failure {
     error: Error,
     /// It would fail again.
@@ -103,11 +104,11 @@ struct Port {
     reader: Option<Reader>,
     /// The port alone.
     adapter: Adapters,
-    /// Slots of flushes for which it is still to read.
+    /// Slots of flushes for which it still has to read.
     waiting: VecDeque<u16>,
     /// Reads that its device has.
     posted: usize,
-    /// Since when no read has worked, and when to make the next one.
+    /// Since when no read has succeeded, and when to make the next one.
     failing: Option<(Instant, Instant)>,
 }
 
@@ -121,7 +122,7 @@ impl Port {
         self.adapter[0].is_out()
     }
 
-    /// Hands the device the reads that wait, as many as it has room for.
+    /// Posts the waiting reads, as many as the device has room for.
     fn post(&mut self, place: usize, left: &[Left], config: &Config) -> Result<()> {
         if self.waiting.is_empty() || self.failing.is_some_and(|(_, next)| Instant::now() < next) {
             return Ok(());
@@ -201,7 +202,7 @@ struct Left {
 }
 
 impl Left {
-    /// A port has read, or need not any more. Whether it was the last one that was waited for.
+    /// A port has read, or need not any more. Returns whether it was the last one.
     fn end(&mut self, port: usize) -> bool {
         let before = self.ports;
         self.ports &= !(1 << port);
@@ -215,7 +216,7 @@ impl Left {
 
 /// The flushes of a connection.
 pub struct Flush {
-    /// By their place in the device. They go first: afterwards nothing is read.
+    /// By their index in the device. Dropped first: afterwards nothing is read.
     ports: Vec<Port>,
     /// By request slot.
     left: Vec<Left>,
@@ -262,10 +263,10 @@ impl Flush {
         Ok(())
     }
 
-    /// Takes the reads that are done, and hands the slots of finished flushes to `done`; makes those again that failed.
+    /// Takes the completed reads, and passes the slots of finished flushes to `done`; repeats failed reads.
     ///
     /// # Errors
-    /// When that is of no use, or has not been for long.
+    /// When repeating is useless, or has failed for too long.
     pub fn poll(&mut self, around: &Around<'_>, mut done: impl FnMut(u16)) -> Result<bool> {
         let mut any = false;
         for place in 0..self.ports.len() {
@@ -321,7 +322,7 @@ impl Flush {
         Ok(())
     }
 
-    /// Waits no more for ports that are away or cannot read, as far as nothing comes over them any more.
+    /// No longer waits for ports that are down or cannot read, if nothing arrives over them any more.
     pub fn settle(&mut self, around: &Around<'_>, mut done: impl FnMut(u16)) {
         for place in 0..self.ports.len() {
             let port = &self.ports[place];

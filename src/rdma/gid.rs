@@ -1,12 +1,12 @@
-//! Which entry of a port's GID table stands for the port.
+//! Which entry of a port's GID table is used for the port.
 //!
-//! On RoCE a port has several GIDs: for each address of its interface one for each RoCE version, besides the
-//! link-local ones. The rule is NCCL's: of the wanted address family (`NCCL_IB_ADDR_FAMILY`) and within the wanted
-//! range (`NCCL_IB_ADDR_RANGE`), the first routable entry of the wanted RoCE version (`NCCL_IB_ROCE_VERSION_NUM`),
-//! else the first entry of the family; `NCCL_IB_GID_INDEX` overrides everything. When nothing fits it is entry 0.
-//! An entry whose address is in another network namespace than the process, as the host's in a pod, comes after all that fit
-//! and are the process's own: packets would go out with an address at which nobody of this process is reached.
-//! On InfiniBand it is entry 0, or the one with a routable forwarding identifier where the fabric has such.
+//! On RoCE a port has several GIDs: for each address of its interface one for each RoCE version, besides the link-local
+//! ones. The rule is NCCL's: of the wanted address family (`NCCL_IB_ADDR_FAMILY`) and within the wanted range
+//! (`NCCL_IB_ADDR_RANGE`), the first routable entry of the wanted RoCE version (`NCCL_IB_ROCE_VERSION_NUM`), else the
+//! first entry of the family; `NCCL_IB_GID_INDEX` overrides everything. When nothing matches it is entry 0. An entry
+//! whose address is in another network namespace than the process, as the host's in a pod, comes after all matching
+//! entries of the process's own: its packets would carry an address at which this process cannot be reached. On
+//! InfiniBand it is entry 0, or the one with a routable forwarding identifier if the fabric has one.
 //!
 //! This module must not know libibverbs: tables come in as lists.
 
@@ -41,15 +41,15 @@ pub struct GidEntry {
     pub index: u32,
     /// The GID.
     pub gid: Gid,
-    /// None when the kernel does not say, and on InfiniBand.
+    /// None when the kernel does not report it, and on InfiniBand.
     pub version: Option<RoceVersion>,
-    /// The network interface, as its namespace numbers it; none when that is not known.
+    /// The network interface, in its namespace's numbering; None when that is not known.
     pub interface: Option<u32>,
     /// Its address is one of this network namespace.
     pub is_own: bool,
 }
 
-/// What the user wants of a RoCE port's GID.
+/// The user's settings for a RoCE port's GID.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GidWish {
     /// `NCCL_IB_GID_INDEX`.
@@ -76,10 +76,10 @@ pub struct Range {
 }
 
 impl Range {
-    /// Reads `address/bits`; the address must be of the family that is asked for.
+    /// Reads `address/bits`; the address must be of the requested family.
     ///
     /// # Errors
-    /// Says what is wrong with the text.
+    /// What is wrong with the text.
     pub fn parse(text: &str, family: Family) -> Result<Self, String> {
         let (address, bits) =
             text.split_once('/').ok_or_else(|| format!("{text:?} has no prefix length, as in 10.7.0.0/16"))?;
@@ -105,7 +105,7 @@ impl Range {
     }
 }
 
-/// What a GID is, as far as the choice goes.
+/// The kind of a GID, as far as the choice needs it.
 fn family(gid: &Gid) -> Family {
     let is_mapped = Ipv6Addr::from(*gid).to_ipv4_mapped().is_some();
     // The same for IPv4 multicast, ff0e::ffff:a.b.c.d.
@@ -125,7 +125,7 @@ fn is_link_local(gid: &Gid) -> bool {
 /// Why an entry was chosen; the better reasons come last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Why {
-    /// Nothing fits, so it is the first one.
+    /// Nothing matches, so it is the first one.
     Nothing,
     /// Of the wanted family and range, but link-local.
     LinkLocal,
@@ -135,7 +135,7 @@ pub enum Why {
     Family,
     /// Of the wanted family, range and version.
     Version,
-    /// The user named it.
+    /// The user chose it.
     Named,
     /// InfiniBand: the port's own.
     InfiniBand,
@@ -157,7 +157,7 @@ impl fmt::Display for Why {
     }
 }
 
-/// The entry of a RoCE port's table that stands for the port.
+/// The entry of a RoCE port's table that is used for the port.
 pub fn choose(table: &[GidEntry], wish: &GidWish) -> (u32, Why) {
     if let Some(index) = wish.index {
         return (index, Why::Named);
@@ -195,13 +195,14 @@ pub fn choose(table: &[GidEntry], wish: &GidWish) -> (u32, Why) {
 pub struct Chosen {
     /// What it was then.
     pub entry: GidEntry,
-    /// The user named its place.
+    /// The user chose its index.
     pub is_named: bool,
 }
 
 impl Chosen {
-    /// Where it is in the table now; none: nowhere. The place that it had, when it is still there; never another one than
-    /// the user named, and never that of another interface: the link-local GIDs of an interface and of its VLANs are equal.
+    /// Its index in the table now; None: it is not there. The old index, when it is still valid; never another one if
+    /// the user chose it, and never that of another interface: the link-local GIDs of an interface and of its VLANs are
+    /// equal.
     pub fn place_in(&self, table: &[GidEntry]) -> Option<u32> {
         let GidEntry { index, gid, version, interface, .. } = self.entry;
         let is_it = |entry: &&GidEntry| {
@@ -225,7 +226,7 @@ pub fn forwarding_id(gid: &Gid) -> u16 {
     u16::from_be_bytes([gid[4], gid[5]])
 }
 
-/// The subnet that an InfiniBand GID says it is in.
+/// The subnet of an InfiniBand GID.
 pub fn subnet(gid: &Gid) -> u16 {
     u16::from_be_bytes([gid[6], gid[7]])
 }
@@ -237,13 +238,13 @@ pub struct Way {
     pub lid: u16,
     /// Whether they carry GIDs as well.
     pub is_global: bool,
-    /// The peer is in another subnet, and its GID has no forwarding identifier by which a router would know it. NCCL tries
-    /// its local identifier then, and so do we.
+    /// The peer is in another subnet, and its GID has no forwarding identifier by which a router would know it. NCCL
+    /// then tries its local identifier, and so does Towline.
     pub is_doubtful: bool,
 }
 
-/// The way to a peer with this GID and local identifier; `needs_grh`: the own port sends nothing without GIDs. Two GIDs with
-/// one subnet are in one, as NCCL has it.
+/// The path to a peer with this GID and local identifier; `needs_grh`: the local port sends nothing without GIDs. Two
+/// GIDs with the same subnet are in one subnet, as in NCCL.
 pub fn way(own: &Gid, peer: &Gid, peer_lid: u16, needs_grh: bool) -> Way {
     if subnet(own) == subnet(peer) {
         return Way { lid: peer_lid, is_global: needs_grh, is_doubtful: false };
@@ -254,7 +255,7 @@ pub fn way(own: &Gid, peer: &Gid, peer_lid: u16, needs_grh: bool) -> Way {
     }
 }
 
-/// A GID as people know it: an IPv4 address where it holds one.
+/// A GID in readable form: an IPv4 address if it holds one.
 pub fn display(gid: &Gid) -> String {
     let address = Ipv6Addr::from(*gid);
     address.to_ipv4_mapped().map_or_else(|| address.to_string(), |v4| v4.to_string())

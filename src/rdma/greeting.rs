@@ -1,7 +1,7 @@
-//! From a socket that TCP's handshake has handed over to a connection over RDMA.
+//! From a socket that TCP's handshake has handed over to an RDMA connection.
 //!
-//! The keeper drives both sides, from `listen` and `connect` on, whether or not anybody asks: with NCCL 2.8 to 2.11 all
-//! sides connect before any of them accepts. See [`record`](super::record) for what is said.
+//! The control thread drives both sides, from `listen` and `connect` on, whether or not NCCL polls: with NCCL 2.8 to
+//! 2.11 all sides connect before any of them accepts. The messages are in [`record`](super::record).
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -49,9 +49,9 @@ pub struct Listener {
 
 #[derive(Default)]
 struct Accepted {
-    /// A failure is that of a connection which its sending side takes for made, so that no peer comes again.
+    /// A failure is that of a connection which its sending side considers established, so that no peer comes again.
     waiting: VecDeque<Result<Arc<RdmaRecv>>>,
-    /// Why a peer that holds the secret could not be let in: it would be waited for in vain.
+    /// Why a peer that holds the secret could not be admitted: the listener would wait for it in vain.
     misfit: Option<Error>,
     is_closed: bool,
 }
@@ -68,11 +68,11 @@ impl Listener {
         })
     }
 
-    /// The next connection, if one has come.
+    /// The next connection, if one has arrived.
     ///
     /// # Errors
-    /// When it failed in its last step, with the sending side already there; or when the peer that holds the secret came, and
-    /// its TOWLINE_KEY_FILE does not fit this side's.
+    /// When it failed in its last step, with the sending side already established; or when the peer that holds the
+    /// secret connected, and its TOWLINE_KEY_FILE does not match this side's.
     pub fn accept(&self) -> Result<Option<Arc<RdmaRecv>>> {
         lock(&self.accepted).next()
     }
@@ -166,7 +166,7 @@ impl Opening for Guest {
     }
 }
 
-/// A wish to be connected over RDMA.
+/// A request to be connected over RDMA.
 pub struct Attempt {
     net: Arc<Net>,
     adapters: Adapters,
@@ -180,7 +180,7 @@ impl Attempt {
     /// Starts connecting to a listener.
     ///
     /// # Errors
-    /// When the keeper cannot be started.
+    /// When the control thread cannot be started.
     pub fn start(net: Arc<Net>, adapters: Adapters, target: Target) -> Result<Arc<Self>> {
         let attempt = Arc::new_cyclic(|me| Self {
             net,
@@ -196,7 +196,7 @@ impl Attempt {
         Ok(attempt)
     }
 
-    /// The connection, when it is there; the failure, when it will not be.
+    /// The connection, when it is ready; the failure, when it has failed.
     pub fn result(&self) -> Option<Result<Arc<RdmaSend>>> {
         let outcome = lock(&self.outcome).clone();
         outcome.or_else(|| match lock(&self.dial).as_ref()?.result()? {
@@ -208,7 +208,7 @@ impl Attempt {
     /// Waits until the attempt has succeeded or failed; it has a deadline of its own.
     ///
     /// # Errors
-    /// As the attempt failed.
+    /// The error with which the attempt failed.
     pub fn wait(&self) -> Result<Arc<RdmaSend>> {
         loop {
             if let Some(result) = self.result() {
@@ -219,7 +219,7 @@ impl Attempt {
         }
     }
 
-    /// Gives up: whoever wanted the connection has gone.
+    /// Gives up: the connection is no longer wanted.
     pub fn cancel(&self) {
         // Nothing is closed under a lock: a close may wait, and the control thread settles attempts.
         let dial = lock(&self.dial).take();
@@ -245,7 +245,7 @@ impl Attempt {
     }
 }
 
-/// What a dial knows of its attempt: the attempt holds the dial, so not the other way round.
+/// A dial's reference to its attempt: the attempt owns the dial, so not the other way round.
 struct Claim(Weak<Attempt>);
 
 impl Opener for Claim {
@@ -299,9 +299,9 @@ enum Receiving {
     },
 }
 
-/// What comes after a stage.
+/// The result of a stage.
 enum Next<Stage, Conn> {
-    /// Another one.
+    /// Another stage follows.
     Stage(Stage),
     /// It waits for the peer or for its own queue pairs, until that moment at most.
     Waits(Stage, Option<Instant>),
@@ -309,7 +309,7 @@ enum Next<Stage, Conn> {
     Done(Conn),
 }
 
-/// A connection that has not got its queue pairs.
+/// A connection that does not have its queue pairs yet.
 struct Greeting {
     me: Weak<Self>,
     common: Common,
@@ -345,7 +345,7 @@ impl Greeting {
             }),
             link,
         });
-        // Held while it is registered: the keeper may poll at once.
+        // Held while it is registered: the control thread may poll at once.
         let mut state = lock(&greeting.state);
         let keeper = greeting.common.net.poller.keeper();
         let registered = keeper.and_then(|keeper| keeper.register(greeting.clone(), Some((fd, Interest::Data))));
@@ -355,12 +355,12 @@ impl Greeting {
         }
     }
 
-    /// Moves the exchange on. When to look again, if not only when something comes.
+    /// Advances the exchange. Returns when to poll again, if not only when something arrives.
     fn advance(&self, state: &mut State) -> Result<Option<Instant>> {
         loop {
             match state.role.take() {
                 Some(Role::Sending { attempt, stage }) => {
-                    // Put back until it has succeeded, so that a failure finds whom to tell.
+                    // Put back until it has succeeded, so that after a failure the peer can still be notified.
                     state.role = Some(Role::Sending { attempt: Arc::clone(&attempt), stage: Sending::AwaitsAnswer });
                     match self.send_side(state, stage)? {
                         Next::Stage(stage) => state.role = Some(Role::Sending { attempt, stage }),
@@ -434,7 +434,7 @@ impl Greeting {
                 let Some(accept) = state.talk.hear(sock)? else {
                     return Ok(Next::Waits(Receiving::AwaitsAccept { fabric, own }, None));
                 };
-                // Checked when it was heard: both fit a byte.
+                // Checked when it was received: both fit a byte.
                 let byte = |number| u8::try_from(number).unwrap_or(0);
                 let class = Class { traffic: byte(accept.traffic_class), service_level: byte(accept.service_level) };
                 let class = Class::of_receiver(&self.common.net.config, class);
@@ -464,7 +464,7 @@ impl Greeting {
         Linking::start(&net.config, fabric, Arc::new(connect), Arc::new(wake))
     }
 
-    /// Sending side: our queue pairs are connected with the receiver's. Tells of them.
+    /// Sending side: its queue pairs are connected with the receiver's. Sends their data.
     fn answered(&self, state: &mut State, fabric: Fabric, answer: &Record, class: Class) -> Result<Arc<RdmaSend>> {
         let Common { net, adapters } = &self.common;
         let config = &net.config;
@@ -498,7 +498,7 @@ impl Greeting {
         RdmaSend::new(self.hand_on(state)?, fabric, ring_memory, stores, target)
     }
 
-    /// Receiving side: the sender's ports are known. Makes queue pairs and tells of them.
+    /// Receiving side: the sender's ports are known. Makes queue pairs and sends their data.
     fn offered(&self, state: &mut State, offer: &Record) -> Result<Receiving> {
         let Common { net, adapters } = &self.common;
         if offer.ports.is_empty() {
@@ -509,7 +509,7 @@ impl Greeting {
         let mut fabric = Fabric::new(adapters, ports * pairs, receiver::DEPTH, &net.config, &offer.ports)?;
         post_first_receives(&mut fabric)?;
         let table = SizeTable::new(adapters)?;
-        // The processor hands short messages on, which it can in its own memory only.
+        // The processor delivers short messages, which it can do only in its own memory.
         let inbox =
             if adapters.iter().any(|adapter| adapter.reaches_gpus()) { None } else { Some(Inbox::new(adapters)?) };
         let address = inbox.as_ref().map(Inbox::address);
@@ -525,7 +525,7 @@ impl Greeting {
         Ok(Receiving::AwaitsAccept { fabric: Box::new(fabric), own: Box::new((table, inbox)) })
     }
 
-    /// Receiving side: our queue pairs are connected with the sender's.
+    /// Receiving side: its queue pairs are connected with the sender's.
     fn accepted(
         &self,
         state: &mut State,
@@ -552,19 +552,19 @@ impl Greeting {
         })
     }
 
-    /// Receiving side: the last step has failed, and the sender takes the connection for made. So it is told as one that
-    /// has failed, and whoever accepts is told, too.
+    /// Receiving side: the last step has failed, and the sender considers the connection established. So it is notified
+    /// as for a connection that has failed, and `accept` fails too.
     fn tell_late(&self, state: &mut State, error: Error) -> Error {
         state.registration = None;
         if let Some(sock) = state.sock.take() {
-            // SAFETY: a plain slice. What the socket does not take is lost, and the peer learns of the end alone.
+            // SAFETY: a plain slice. What the socket does not accept is lost, and the peer sees only the end.
             let _ = unsafe { wire::send(sock.as_raw_fd(), Piece::of(&failure(&error))) };
             self.common.net.linger(sock);
         }
         error.with_peer(&self.peer)
     }
 
-    /// Why it has not come about in time.
+    /// Why it was not established in time.
     fn late(&self, state: &State) -> Error {
         let linking = match &state.role {
             Some(Role::Sending { stage: Sending::Links { linking, .. }, .. })
@@ -578,7 +578,7 @@ impl Greeting {
         })
     }
 
-    /// It came to nothing: tells the peer and whoever waits.
+    /// It has failed: notifies the peer and the waiting caller.
     fn end(&self, state: &mut State, error: Error) {
         if let Some(Role::Receiving { listener, stage: Receiving::Links { .. } }) = &state.role {
             let listener = Arc::clone(listener);
@@ -628,7 +628,7 @@ impl Source for Greeting {
     }
 }
 
-/// A listener with its place among the process's handshakes.
+/// A listener with its registration among the process's handshakes.
 pub struct Listening {
     net: Arc<Net>,
     session: Arc<ports::Listener>,
@@ -636,7 +636,7 @@ pub struct Listening {
 }
 
 impl Listening {
-    /// Starts to listen: handshakes come over the interfaces `rails`. Gives the addresses of their sockets, too.
+    /// Starts to listen: handshakes arrive over the interfaces `rails`. Also returns the addresses of their sockets.
     ///
     /// # Errors
     /// When nothing can be bound to the first of them.
@@ -656,7 +656,7 @@ impl Listening {
         &self.session.secret
     }
 
-    /// The next connection, if one has come.
+    /// The next connection, if one has arrived.
     ///
     /// # Errors
     /// As [`Listener::accept`].
@@ -672,7 +672,7 @@ impl Listening {
         self.listener.accept_until(deadline)
     }
 
-    /// Takes no more connections, and ends those that were not accepted.
+    /// Stops accepting connections, and ends those that were not accepted.
     pub fn close(&self) {
         self.net.close(&self.session);
     }

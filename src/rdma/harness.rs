@@ -26,7 +26,7 @@ use crate::session::peer::Peer;
 /// How long any step may take.
 pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What stands in memory that nobody has written.
+/// The content of memory that was not written.
 pub(super) const UNTOUCHED: u8 = 0xEE;
 
 /// A receive into this memory, which is pinned by the connection.
@@ -34,7 +34,7 @@ pub(super) fn posted(memory: &[u8], tag: i32) -> Option<Posted> {
     Some(Posted { address: memory.as_ptr() as u64, size: memory.len() as u64, tag, memory: None })
 }
 
-/// What a connection is to be like.
+/// The parameters of a connection.
 #[derive(Debug, Clone)]
 pub(super) struct Plan {
     /// The places of both sides' ports.
@@ -45,11 +45,11 @@ pub(super) struct Plan {
     pub(super) depth: [u32; 2],
     /// Variables of the configuration.
     pub(super) variables: &'static [(&'static str, &'static str)],
-    /// Short messages need not wait for their lines.
+    /// Short messages need not wait for their CTS entries.
     pub(super) short: bool,
-    /// What is done to the key of the sender's ring before the receiver learns it.
+    /// A change to the key of the sender's ring before the receiver gets it.
     pub(super) ring_key: fn(u32) -> u32,
-    /// Where either side believes that the other's process listens.
+    /// The addresses at which each side expects the other's process to listen.
     pub(super) ways: Vec<SocketAddr>,
 }
 
@@ -147,7 +147,7 @@ impl Ends {
     /// # Safety
     /// The memory must outlive the request, and the connection when that does not end well.
     pub(super) unsafe fn post_receive(&self, memory: &[u8]) -> Ticket {
-        // SAFETY: the caller vouches for the memory.
+        // SAFETY: the caller keeps the promise about the memory.
         let received = unsafe { self.recv.irecv(&mut [posted(memory, 0)], &[null_mut()]) };
         received.expect("irecv").expect("a request")
     }
@@ -157,7 +157,7 @@ impl Ends {
     /// # Safety
     /// As for [`Ends::post_receive`].
     pub(super) unsafe fn post_send(&self, memory: &[u8]) -> Ticket {
-        // SAFETY: the caller vouches for the memory.
+        // SAFETY: the caller keeps the promise about the memory.
         let sent = unsafe { self.send.isend(memory.as_ptr() as u64, memory.len() as u64, 0, None, null_mut()) };
         sent.expect("isend").expect("a request")
     }
@@ -172,16 +172,16 @@ impl Ends {
         assert!(source == target);
     }
 
-    /// Waits for line `number` in the sender's ring, and changes it.
+    /// Waits for CTS entry `number` in the sender's ring, and changes it.
     pub(super) fn forge(&self, number: u32, change: impl FnOnce(&mut Line)) {
         let place = (self.ring + (number as usize % LINES * LINE) as u64) as *mut [u8; LINE];
         let mut line = until("the line", || {
-            // SAFETY: a place of the ring, which lives as long as the sender; `decode` knows a line that is half there.
+            // SAFETY: a place of the ring, which exists as long as the sender; `decode` detects an incomplete entry.
             let bytes = unsafe { place.read_volatile() };
             Line::decode(&bytes, number)
         });
         change(&mut line);
-        // SAFETY: as above; the device writes the place only once, and nobody has read it yet.
+        // SAFETY: as above; the device writes the place only once, and no thread has read it yet.
         unsafe { place.write_volatile(line.encode()) };
     }
 }
@@ -194,7 +194,7 @@ pub(super) fn sock(socket: UnixStream) -> Sock {
     .expect("a descriptor")
 }
 
-/// Asks until there is an answer.
+/// Polls until there is a result.
 pub(super) fn until<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> T {
     let start = Instant::now();
     loop {

@@ -1,14 +1,14 @@
 //! `NCCL_IB_HCA`: which devices and ports may be used.
 //!
 //! The value is a comma-separated list of `name[:port[:rail[:plane]]]`. A name is a prefix of the device's name; with
-//! `=` before the whole list it is the exact name, and with `^` (before `=`) the list excludes instead. Without a
-//! port all ports are meant. An empty list means every device, so `^` alone excludes all, as in NCCL.
+//! `=` before the whole list it is the exact name, and with `^` (before `=`) the list excludes instead. Without a port
+//! all ports are meant. An empty list means every device, so `^` alone excludes all, as in NCCL.
 //!
 //! This module must not know what devices there are.
 
 use std::fmt;
 
-/// NCCL's word for a rail or plane that nobody named.
+/// NCCL's value for a rail or plane that is not set.
 pub const UNKNOWN_ID: i16 = -1;
 
 /// A parsed `NCCL_IB_HCA`.
@@ -27,7 +27,7 @@ struct Entry {
     plane: i16,
 }
 
-/// What the list says of a port that it chose.
+/// The list's settings for a port that it chose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Choice {
     /// The rail's number, −1 for none.
@@ -45,7 +45,7 @@ impl HcaFilter {
         Self { excludes, is_exact, entries }
     }
 
-    /// Whether a port may be used, and what the list says of it.
+    /// Whether a port may be used, and the list's settings for it.
     pub fn choose(&self, device: &str, port: u8) -> Option<Choice> {
         let named = self.entries.iter().find(|entry| entry.names(self.is_exact, device, port));
         let is_listed = self.entries.is_empty() || named.is_some();
@@ -57,7 +57,7 @@ impl HcaFilter {
         })
     }
 
-    /// The entries that name none of these ports: slips of the pen, mostly.
+    /// The entries that match none of these ports: mostly typing errors.
     pub fn unmatched<'a>(&self, ports: impl Iterator<Item = (&'a str, u8)> + Clone) -> Vec<String> {
         let is_missing = |entry: &&Entry| !ports.clone().any(|(device, port)| entry.names(self.is_exact, device, port));
         self.entries.iter().filter(is_missing).map(ToString::to_string).collect()
@@ -93,7 +93,7 @@ impl fmt::Display for Entry {
     }
 }
 
-/// The number at the front of a text, 0 when there is none: what C's `atoi` makes of it.
+/// The number at the front of a text, 0 when there is none, as C's `atoi` returns it.
 fn number_at_front(text: &str) -> i64 {
     let text = text.trim_start();
     let digits = text.strip_prefix(['-', '+']).unwrap_or(text);

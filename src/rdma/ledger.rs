@@ -1,9 +1,9 @@
-//! What a sender has put on each queue pair and does not know to have arrived.
+//! What a sender has posted on each queue pair and does not know to have arrived.
 //!
-//! When a queue pair is lost, its last work requests are in doubt: an acknowledgement that did not come says nothing. But
-//! a reliable queue pair delivers in order, so one number from the receiver settles it: how many immediates it has taken
-//! from that queue pair before it ended it for ever ([`mending`](super::mending)). Of the entries here, so many from the
-//! front have arrived; the rest travels again over other queue pairs.
+//! When a queue pair is lost, its last work requests are in doubt: a missing acknowledgement proves nothing. But a
+//! reliable queue pair delivers in order, so one number from the receiver settles it: how many immediates it received
+//! from that queue pair before it ended it for ever ([`mending`](super::mending)). That many of the entries here, from
+//! the front, have arrived; the rest is resent over other queue pairs.
 //!
 //! Kept unless recovery is off. This module posts nothing.
 
@@ -15,7 +15,7 @@ use super::stripe::Share;
 use crate::engine::request::SLOTS;
 use crate::os::error::{Error, Result};
 
-/// Something that one immediate answers for.
+/// What one immediate covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sent {
     /// A share of the message with this key, or, as the last one of a run, a whole message and those before it that end
@@ -30,14 +30,14 @@ pub enum Sent {
     Short(Parcel),
 }
 
-/// How a message was answered: what sending a share of it again needs.
+/// How a message was sent: what is needed to resend a share of it.
 #[derive(Debug, Clone, Copy)]
 pub struct Answer {
-    /// The line that it meets.
+    /// The CTS entry that it answers.
     pub line: Line,
-    /// What the immediate of each share says.
+    /// The content of each share's immediate.
     pub immediate: u32,
-    /// The size is told in the receiver's table.
+    /// The size is written to the receiver's table.
     pub is_told: bool,
 }
 
@@ -48,14 +48,14 @@ struct Lane {
     done: u64,
 }
 
-/// The books of a connection, by lane.
+/// The ledger of a connection, by lane.
 #[derive(Debug)]
 pub struct Ledger {
     lanes: Vec<Lane>,
     answers: Vec<Option<Answer>>,
 }
 
-/// What has become of a lane's entries.
+/// The result for a lane's entries.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Settled {
     /// These have arrived.
@@ -65,28 +65,28 @@ pub struct Settled {
 }
 
 impl Ledger {
-    /// Empty books for so many lanes.
+    /// An empty ledger for this many lanes.
     pub fn new(lanes: usize) -> Self {
         Self { lanes: (0..lanes).map(|_| Lane::default()).collect(), answers: vec![None; SLOTS] }
     }
 
-    /// The message with this key has met its line.
+    /// The message with this key has met its CTS entry.
     pub fn answer(&mut self, key: usize, answer: Answer) {
         self.answers[key] = Some(answer);
     }
 
-    /// How the message with this key was answered.
+    /// How the message with this key was sent.
     pub fn answer_of(&self, key: u16) -> Option<Answer> {
         self.answers[usize::from(key)]
     }
 
-    /// An immediate was handed to that lane.
+    /// An immediate was posted on that lane.
     #[inline(always)]
     pub fn sent(&mut self, lane: usize, sent: Sent) {
         self.lanes[lane].sent.push_back(sent);
     }
 
-    /// The immediate that is handed to that lane next answers for the last `count` ones too, which were held back.
+    /// The immediate that is posted next on that lane also covers the last `count` ones, which were held back.
     pub fn merge(&mut self, lane: usize, count: usize) {
         let sent = &mut self.lanes[lane].sent;
         sent.truncate(sent.len().saturating_sub(count));
@@ -100,7 +100,7 @@ impl Ledger {
         lane.done += 1;
     }
 
-    /// The bytes of the oldest thing on that lane whose immediate has not completed; none when all have.
+    /// The bytes of the oldest entry on that lane whose immediate has not completed; None when all have.
     pub fn oldest(&self, lane: usize) -> Option<u64> {
         self.lanes[lane].sent.front().map(|sent| match sent {
             Sent::Share { share, .. } => share.length,
@@ -108,11 +108,11 @@ impl Ledger {
         })
     }
 
-    /// That lane is lost, and the receiver has taken `arrived` immediates from it in all; none when it says that it has
-    /// everything.
+    /// That lane is lost, and the receiver has received `arrived` immediates from it in total; None when the receiver
+    /// reports that it has everything.
     ///
     /// # Errors
-    /// When it has taken more than were sent, or misses some that its device has acknowledged.
+    /// When it has received more than were sent, or lacks some that its device has acknowledged.
     pub fn settle(&mut self, lane: usize, arrived: Option<u64>) -> Result<Settled> {
         let lane = &mut self.lanes[lane];
         let Some(arrived) = arrived else {
@@ -128,7 +128,7 @@ impl Ledger {
                 lane.sent.len()
             )));
         };
-        // A queue pair that takes its place counts anew.
+        // A queue pair that replaces it counts from the beginning.
         lane.done = 0;
         Ok(Settled { arrived: lane.sent.drain(..news).collect(), lost: lane.sent.drain(..).collect() })
     }
@@ -144,15 +144,15 @@ mod tests {
     }
 
     proptest! {
-        /// Queue pairs that deliver in order, acknowledge late or never, and are lost at any moment, any number of times:
-        /// each message is taken exactly once, and the sender knows it of each exactly once.
+        /// Queue pairs that deliver in order, acknowledge late or never, and are lost at any moment, any number of
+        /// times: each message is received exactly once, and is reported done to the sender exactly once.
         #[test]
         fn what_is_in_doubt_arrives_once(
             lanes in 2..4_usize,
             events in prop::collection::vec((0..10_u8, any::<prop::sample::Index>()), 1..400),
         ) {
             let mut ledger = Ledger::new(lanes);
-            // Per lane: what is on the way, what was taken in this life, and how much of that is acknowledged.
+            // Per lane: what is under way, what was received in this epoch, and how much of that is acknowledged.
             let mut way: Vec<VecDeque<u16>> = vec![VecDeque::new(); lanes];
             let (mut taken, mut acknowledged) = (vec![0_u64; lanes], vec![0_u64; lanes]);
             let mut order: Vec<VecDeque<u16>> = vec![VecDeque::new(); lanes];

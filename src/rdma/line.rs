@@ -1,4 +1,5 @@
-//! Clear-to-send lines: what a receiver writes into its sender's memory for each part of a posted receive.
+//! Clear-to-send (CTS) entries, called lines in the code: what a receiver writes into its sender's memory for each part
+//! of a posted receive.
 //!
 //! | bytes | field |
 //! |---|---|
@@ -15,10 +16,10 @@
 //!
 //! Little-endian; 64 bytes, so that a line fits one cache line and one inline write.
 //!
-//! Lines lie in a [`Ring`] of [`LINES`] places; line n stands at place n modulo [`LINES`]. The device places a line's
-//! bytes in no order that anybody promises, so a line is believed only when number and check fit: half a line, or the
-//! line that stood there before, does not. Behind the lines there is one more place, for the receiver's word on eager
-//! messages when no line says it.
+//! Lines are in a [`Ring`] of [`LINES`] places; line n is at place n modulo [`LINES`]. The device writes a line's bytes
+//! in no guaranteed order, so a line is accepted only when number and check match: an incomplete line, or the previous
+//! line of that place, does not. Behind the lines there is one more place, for the receiver's count of eager messages
+//! when no line carries it.
 
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -41,7 +42,7 @@ const HAS_MORE: u64 = 1 << 47;
 /// A part of a posted receive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Line {
-    /// Where the buffer is, by the receiver's addresses.
+    /// The address of the buffer on the receiver.
     pub address: u64,
     /// How many bytes fit, less than 2^47.
     pub size: u64,
@@ -110,7 +111,7 @@ impl Line {
     }
 }
 
-/// A number that depends on every bit of bytes 0–59: a torn line fits it once in four billion.
+/// A number that depends on every bit of bytes 0–59: a torn line matches with a probability of one in four billion.
 fn check(bytes: &[u8; LINE]) -> u32 {
     let mut sum = 0x9e37_79b9_7f4a_7c15_u64;
     for (index, word) in bytes.as_chunks::<8>().0.iter().enumerate() {
@@ -131,7 +132,7 @@ pub struct Ring(Pages<Place>);
 #[repr(align(64))]
 pub(super) struct Place(UnsafeCell<[u8; LINE]>);
 
-// SAFETY: the places are read by volatile and atomic loads only; whoever writes them is a device.
+// SAFETY: the places are read by volatile and atomic loads only; only devices write them.
 unsafe impl Sync for Place {}
 // SAFETY: bytes.
 unsafe impl Zeroed for Place {}
@@ -155,7 +156,7 @@ impl Ring {
         self.0.address()
     }
 
-    /// The receiver's word on eager messages, if one has come whole.
+    /// The receiver's count of eager messages, if it has arrived complete.
     #[inline]
     pub fn word(&self) -> Option<u32> {
         let place = self.0[LINES].0.get();
@@ -164,7 +165,7 @@ impl Ring {
         decode_word(u64::from_le(bits))
     }
 
-    /// Whether line `number` seems to have come: it may still be half written.
+    /// Whether line `number` seems to have arrived: it may still be incomplete.
     #[inline(always)]
     pub fn has(&self, number: u32) -> bool {
         let place = self.0[number as usize % LINES].0.get();
@@ -173,33 +174,34 @@ impl Ring {
         stamp.load(Ordering::Acquire) == number.to_le()
     }
 
-    /// Line `number`, if it has come.
+    /// Line `number`, if it has arrived.
     #[inline]
     pub fn read(&self, number: u32) -> Option<Line> {
         if !self.has(number) {
             return None;
         }
         let place = self.0[number as usize % LINES].0.get();
-        // SAFETY: the place is readable, aligned to 64, and lives as long as this; a device may write at the same time, hence
-        // volatile, and `decode` recognises what is half written. By words: bytes would be read one by one.
+        // SAFETY: the place is readable, aligned to 64, and exists as long as this; a device may write at the same
+        // time, hence volatile, and `decode` detects an incomplete line. Read in 8-byte units: single bytes would be
+        // slow.
         let words: [u64; LINE / 8] = std::array::from_fn(|at| unsafe { place.cast::<u64>().add(at).read_volatile() });
         let bytes = words.map(u64::to_ne_bytes);
         Line::decode(bytes.as_flattened().try_into().ok()?, number)
     }
 }
 
-/// A number and its complement: half of one with half of another is recognised.
+/// A number and its complement: half of one with half of another is detected.
 pub fn encode_word(number: u32) -> u64 {
     u64::from(number) | u64::from(!number) << 32
 }
 
-/// The number, if it is whole.
+/// The number, if it is complete.
 fn decode_word(bits: u64) -> Option<u32> {
     let number = bits as u32;
     ((bits >> 32) as u32 == !number).then_some(number)
 }
 
-/// What the immediate of a write says.
+/// The content of the immediate of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Immediate {
     /// The receiver's slot; of an eager message its place.
@@ -209,12 +211,12 @@ pub struct Immediate {
     /// How many immediates the message has: one from each queue pair that carries a share of it, 1 to 128. Of an eager
     /// message [`Brief::lines`].
     pub shares: u8,
-    /// The message's size stands in the receiver's table of sizes, where one of its immediates has brought it; else it is the
-    /// sum of the writes' lengths.
+    /// The message's size is in the receiver's table of sizes, where one of its immediates has brought it; else it is
+    /// the sum of the writes' lengths.
     pub is_told: bool,
-    /// It lies in a place of the receiver's [`Inbox`](super::eager::Inbox).
+    /// It is in a place of the receiver's [`Inbox`](super::eager::Inbox).
     pub is_eager: bool,
-    /// It answers several lines: so many as `shares` says, up to the slot's own one, each filled to its size.
+    /// It answers several lines: as many as `shares`, up to the slot's own one, each filled to its size.
     pub is_run: bool,
 }
 
@@ -232,7 +234,7 @@ impl Immediate {
         }
     }
 
-    /// What it says of an eager message.
+    /// The content for an eager message.
     #[inline]
     pub fn brief(self) -> Brief {
         Brief { steps: self.generation, lines: self.shares }

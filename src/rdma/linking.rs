@@ -1,11 +1,11 @@
 //! Connecting the queue pairs of a connection with the peer's.
 //!
-//! On RoCE the kernel looks for the peer's link address in that call (`ibv_modify_qp` to ready-to-receive). Where the switch
-//! or the peer is not ready yet it waits for a second and says `ETIMEDOUT`. So the call is made in a thread of its own, that
-//! connections do not queue up behind each other in the control thread; and it is made again after a while, as NCCL does
-//! (`NCCL_IB_MQP_RETRY_*`), the wait being one of the control thread's deadlines.
+//! On RoCE the kernel resolves the peer's link address in that call (`ibv_modify_qp` to ready-to-receive). If the
+//! switch or the peer is not ready yet it waits for a second and returns `ETIMEDOUT`. So the call is made in a separate
+//! thread, so that connections do not wait for each other in the control thread; and it is repeated after a while, as
+//! NCCL does (`NCCL_IB_MQP_RETRY_*`), with the wait as one of the control thread's deadlines.
 //!
-//! Guarantee: nothing waits here.
+//! Guarantee: nothing here waits.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,10 +20,10 @@ use crate::os::log::NET;
 /// Connects what is not connected yet.
 pub type Connect = dyn Fn(&mut Fabric) -> std::result::Result<(), Refused> + Send + Sync;
 
-/// Has [`Linking::poll`] called soon.
+/// Makes the caller call [`Linking::poll`] soon.
 pub type Wake = dyn Fn() + Send + Sync;
 
-/// How failures are met.
+/// How failures are handled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Retry {
     /// Whatever they are.
@@ -42,7 +42,7 @@ impl Retry {
         }
     }
 
-    /// How long to wait after so many failures, of which the last one has this error number; none: it is final.
+    /// How long to wait after this many failures, the last one with this error number; None: it is final.
     fn after(self, failures: u64, code: i32) -> Option<Duration> {
         let is_worth = if self.all { code != 0 } else { code == libc::ETIMEDOUT };
         let times = u32::try_from(failures).unwrap_or(u32::MAX);
@@ -57,15 +57,15 @@ pub struct Linking {
     retry: Retry,
     connect: Arc<Connect>,
     wake: Arc<Wake>,
-    /// What the thread has brought.
+    /// The result from the thread.
     outcome: Option<Aside<Outcome>>,
-    /// To be tried again at that moment.
+    /// The next attempt is due at that moment.
     waiting: Option<(Instant, Fabric)>,
     failures: u64,
     last: Option<Error>,
 }
 
-/// How it stands.
+/// The state of the connecting.
 pub enum Polled {
     /// All are connected.
     Connected(Fabric),
@@ -74,7 +74,7 @@ pub enum Polled {
 }
 
 impl Linking {
-    /// Begins with the first attempt.
+    /// Starts the first attempt.
     pub fn start(config: &Config, fabric: Fabric, connect: Arc<Connect>, wake: Arc<Wake>) -> Self {
         let retry = Retry::new(config);
         let mut linking = Self { retry, connect, wake, outcome: None, waiting: None, failures: 0, last: None };
@@ -91,7 +91,7 @@ impl Linking {
         self.outcome = Some(Aside::start(work, move || wake()));
     }
 
-    /// Takes what the attempt has brought, and makes the next one when it is due.
+    /// Takes the result of the attempt, and makes the next one when it is due.
     ///
     /// # Errors
     /// When the last attempt has failed.
@@ -116,7 +116,7 @@ impl Linking {
         Ok(Polled::Waits(Some(at)))
     }
 
-    /// Why the last attempt failed; none while there was no failure.
+    /// Why the last attempt failed; None if no attempt has failed.
     pub fn last_failure(&self) -> Option<&Error> {
         self.last.as_ref()
     }

@@ -1,10 +1,10 @@
-//! Which send answers which clear-to-send: the k-th send with a tag fills the k-th posted receive with that tag.
+//! Which send answers which CTS entry: the k-th send with a tag fills the k-th posted receive with that tag.
 //!
-//! Sends that went without waiting for a line leave their number unused here: the line that would have answered them,
-//! if one comes at all, is dropped. So sends and lines carry their numbers, and gaps are nothing special.
+//! A send that did not wait for a CTS entry leaves its number unused here: the entry that would have matched it, if it
+//! arrives at all, is dropped. So sends and entries carry their numbers, and gaps need no special handling.
 //!
 //! NCCL uses one tag per connection, or as many as there are ranks behind one NIC (PXN), and mostly the same one many
-//! times in a row: a short sorted list and a look at the last hit first. A tag that was used once is remembered.
+//! times in a row: a short sorted list, where the last hit is tried first. A tag that was used once is remembered.
 //!
 //! This module must not know what is sent.
 
@@ -33,14 +33,14 @@ impl<S, L> Matching<S, L> {
         Self { tags: Vec::new(), last: 0, sends: 0 }
     }
 
-    /// A send is posted: its number, and its line when that has come.
+    /// A send is posted: its number, and its CTS entry when that has arrived.
     #[inline]
     pub fn send(&mut self, tag: i32) -> (u32, Option<L>) {
         let entry = self.tag(tag);
         let number = entry.next;
         entry.next = number.wrapping_add(1);
-        // Nearly always the first. But a receive that was announced late stands behind later ones, and is passed over when
-        // its send went without it.
+        // Nearly always the first. But a receive that was announced late is behind later ones, and is skipped when its
+        // send did not wait for it.
         while let Some((of, _)) = entry.lines.front()
             && number.wrapping_sub(*of).cast_signed() > 0
         {
@@ -53,8 +53,8 @@ impl<S, L> Matching<S, L> {
         }
     }
 
-    /// The number of the next send with that tag, for the caller to count on when it is posted: for one that goes without a
-    /// line, when none of its tag is here. None when there is.
+    /// The number of the next send with that tag, which the caller counts when it is posted: for a send without a CTS
+    /// entry, when none of its tag has arrived. None when one has.
     #[inline(always)]
     pub fn next_alone(&mut self, tag: i32) -> Option<&mut u32> {
         let entry = self.tag(tag);
@@ -67,8 +67,8 @@ impl<S, L> Matching<S, L> {
         self.sends += 1;
     }
 
-    /// The line of receive `order`, modulo 65,536, has come. Gives it back with its send when that waits; else it is kept
-    /// until the send is posted, or dropped when the send went without it.
+    /// The CTS entry of receive `order`, modulo 65,536, has arrived. Returns it with its send when that waits; else it
+    /// is kept until the send is posted, or dropped when the send went without it.
     #[inline]
     pub fn line(&mut self, tag: i32, order: u16, line: L) -> Option<(S, L)> {
         let entry = self.tag(tag);
@@ -91,7 +91,8 @@ impl<S, L> Matching<S, L> {
         self.sends
     }
 
-    /// Takes out the waiting sends that `go` says may go without a line, oldest of each tag first, with tag and number.
+    /// Takes out the waiting sends that `go` allows to go without a CTS entry, oldest of each tag first, with tag and
+    /// number.
     pub fn release(&mut self, mut go: impl FnMut(&S) -> bool) -> Vec<(i32, u32, S)> {
         let mut released = Vec::new();
         for entry in &mut self.tags {
@@ -110,7 +111,7 @@ impl<S, L> Matching<S, L> {
 
     #[inline(always)]
     fn tag(&mut self, tag: i32) -> &mut Tag<S, L> {
-        // Groups go through the tags in turn.
+        // Groups use the tags in turn.
         let is_at = |at: usize| self.tags.get(at).is_some_and(|entry| entry.tag == tag);
         if !is_at(self.last) {
             let next = self.last + 1;
@@ -149,8 +150,8 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::{HashMap, HashSet};
 
-    /// What happens with one tag: a send that waits if it must, one that goes without a line if none is there, a line, or
-    /// a receive that is not announced.
+    /// The cases of one tag: a send that waits if it must, one that goes without a CTS entry if none is there, an
+    /// entry, or a receive that is not announced.
     #[derive(Debug, Clone, Copy)]
     enum Event {
         Patient,

@@ -1,26 +1,27 @@
-//! What becomes of a connection that loses a queue pair.
+//! Recovery of a connection that loses a queue pair.
 //!
 //! A queue pair is lost when it reports that its peer does not answer or that it has failed, when its port goes down
-//! while another port of the connection is up, or when the other side says that it has lost it. Nobody knows then what of
-//! the last writes has arrived, and a packet that is still on its way could place old bytes later, over new ones. So both
-//! sides first **end** their queue pair, after which their devices take nothing from it any more:
+//! while another port of the connection is up, or when the other side reports its loss. Then it is unknown which of the
+//! last writes have arrived, and a packet that is still under way could place old bytes later, over new ones. So both
+//! sides first **end** their queue pair, after which their devices accept nothing from it any more:
 //!
-//! 1. Whoever notices stops the queue pair (it goes to its error state), takes what it has completed, and ends it (it goes
-//!    to its reset state; it is destroyed in a thread that may take its time). A receiver waits until all its receives have
-//!    come back, so that it has seen every immediate that its device has acknowledged.
-//! 2. It says so over the control channel ([`Type::Fenced`]), with the number of immediates that it has taken. The other
-//!    side does the same when it hears that, unless it has already.
-//! 3. When both have, what is in doubt travels again over the queue pairs that are left: the sender's messages
-//!    ([`ledger`](super::ledger)), the receiver's lines.
+//! 1. The side that notices stops the queue pair (error state), takes its completions, and ends it (reset state; a separate thread destroys it,
+//!    which may take long). A receiver waits until all its receives have come back, so that it has seen every immediate that its device has
+//!    acknowledged.
+//! 2. It reports that over the control channel ([`Type::Fenced`]), with the number of immediates that it has received. The other side does the
+//!    same when it receives this, unless it already has.
+//! 3. When both have, what is in doubt is resent over the remaining queue pairs: the sender's messages ([`ledger`](super::ledger)), the receiver's
+//!    CTS entries.
 //!
 //! A lost lane gets a new queue pair when its port is up again: the sender offers one over the control channel
-//! ([`Type::Lane`]), the receiver answers with its own, or that it cannot now; then the sender tries again after a while.
-//! The new queue pair carries messages when a first write over it, of no bytes, has been acknowledged, and the receiver is
-//! told so. When all lanes are lost at one time the connection waits for one of them, for
-//! `TOWLINE_RECONNECT_TIMEOUT`; so does one that has a single lane. Until a lane is proven it has no room for work requests.
+//! ([`Type::Lane`]), the receiver answers with its own, or that it cannot now; then the sender tries again after a
+//! while. The new queue pair carries messages when a first write over it, of no bytes, has been acknowledged, and the
+//! receiver is notified. When all lanes are lost at one time the connection waits for one of them, for
+//! `TOWLINE_RECONNECT_TIMEOUT`; so does one that has a single lane. Until a lane is verified it has no room for work
+//! requests.
 //!
-//! A lane is in one [`Life`] after the other. With `TOWLINE_RECOVERY=0` none of this happens and the first failure ends the
-//! connection.
+//! A lane passes through the states of [`Life`]. With `TOWLINE_RECOVERY=0` none of this happens and the first failure
+//! ends the connection.
 
 #[cfg(test)]
 mod tests;
@@ -39,20 +40,21 @@ use crate::os::thread;
 use crate::session::frame::{Header, Type};
 
 /// How long a receiver waits for its receives to come back from a queue pair that was stopped. A device that does not
-/// give them back in that time never will.
+/// return them in that time never will.
 const DRAIN: Duration = Duration::from_secs(1);
 
-/// How long after its loss a lane is tried for again.
+/// How long after its loss a lane is tried again.
 const FIRST_TRY: Duration = Duration::from_millis(500);
 
-/// How often the keeper looks whether a port is up, and how the tries go.
+/// How often the control thread checks whether a port is up, and how the attempts went.
 const LOOK: Duration = Duration::from_millis(100);
 
 impl Base {
-    /// Looks after lanes in trouble, and hears what the other side says of lanes; `answer` takes its offers.
+    /// Handles lanes in trouble, and the other side's messages about lanes; `answer` handles its offers.
     ///
     /// # Errors
-    /// When all lanes are lost and none comes back in time, or the other side does not answer, or as `answer` says.
+    /// When all lanes are lost and none comes back in time, or the other side does not answer, or the error of
+    /// `answer`.
     #[cold]
     pub fn tend(
         &self,
@@ -80,14 +82,14 @@ impl Base {
                         self.end_pair(lane);
                         lane.try_again(Instant::now());
                     } else if is_refused {
-                        // It has nothing of this queue pair, which is in trouble here.
+                        // It has received nothing from this queue pair, which is in trouble here.
                         lane.peer = Some(0);
                     } else if let Some(record) = &record {
                         answer(fabric, index, (epoch, record))?;
                     }
                 }
             }
-            // In turn: what is said next may be of what came of this.
+            // In order: the next message may refer to the result of this one.
             self.step(fabric, &mut gone)?;
         }
         self.step(fabric, &mut gone)?;
@@ -120,20 +122,20 @@ impl Base {
                 self.say(&word.encode());
             }
             if let Life::Ended { since } = lane.life {
-                // A receiver that has closed had received all that it wanted.
+                // A receiver that has closed had received everything it wanted.
                 let taken = if self.health.is_peer_done() { Some(None) } else { lane.peer.take().map(Some) };
                 if let Some(taken) = taken {
                     let wait = FIRST_TRY.max(pause(lane.tries));
                     (lane.life, lane.next_try) = (Life::Lost, Some(now + wait));
                     gone.push((index, taken));
                 } else if now - since >= self.config().peer_timeout {
-                    // It may be stopped for a while; if it is gone, its socket says so.
+                    // It may be stopped for a while; if it is gone, its socket shows that.
                     let what = "a queue pair was lost, and the peer does not say what it got from it";
                     return Err(Error::remote(what).with_hint("look at the peer's log, and at the way to its TCP port"));
                 }
             }
             if lane.life == Life::Returning && lane.next_try.is_some_and(|at| at <= now) {
-                // No answer, or no way yet. The receiver takes a later offer for the end of this one.
+                // No answer, or no path yet. The receiver treats a later offer as the end of this one.
                 self.end_pair(lane);
                 lane.try_again(now);
             }
@@ -151,21 +153,21 @@ impl Base {
             self.adapters[lane.adapter].forget(element);
         }
         let Some(pair) = lane.end() else { return };
-        // Without that, only its destruction ends it.
+        // Otherwise only its destruction ends it.
         if pair.reset().is_ok() {
             self.ended().push(pair);
         }
     }
 
-    /// Destroys the queue pairs that have ended, in a thread of its own: the kernel may wait in that for a packet which it
-    /// cannot send, as SoftRoCE's does for three seconds when nobody answers for the peer's address, and NCCL's thread would
-    /// wait with it. That is rare, so there is no thread that waits for it.
+    /// Destroys the queue pairs that have ended, in a separate thread: the kernel may wait in that call for a packet
+    /// which it cannot send, as SoftRoCE's does for three seconds when nothing answers at the peer's address, and
+    /// NCCL's thread would wait with it. That is rare, so there is no permanent thread for it.
     fn destroy_ended(&self) {
         let ended = std::mem::take(&mut *self.ended());
         if ended.is_empty() {
             return;
         }
-        // Without a thread it is done here: the closure is dropped with what it holds.
+        // If no thread can be created it is done here: the closure is dropped with what it holds.
         if let Err(error) = thread::spawn("towline-undo", move || drop(ended)) {
             tracing::debug!(target: NET, "no thread for ending queue pairs: {error}");
         }
@@ -220,8 +222,8 @@ impl Base {
         }
     }
 
-    /// The keeper, or whom it alarms: gives up lanes whose port or device is out, as long as another one's is not, and
-    /// those that an event names.
+    /// The control thread, or the thread that it alarms: gives up lanes whose port or device is down, as long as
+    /// another one's is not, and those that an event names.
     pub fn look_around(&self, fabric: &mut Fabric) {
         for (element, text) in self.mishap.take() {
             let what = format!("a device reports {text} of it");
@@ -242,7 +244,7 @@ impl Base {
         }
     }
 
-    /// Gives up lanes that have fallen silent while others fare well. `owes`: the bytes of the oldest thing on a lane that
+    /// Gives up lanes that have fallen silent while others work. `owes`: the bytes of the oldest entry on a lane that
     /// will complete.
     pub fn listen(&self, fabric: &mut Fabric, silence: &mut Silence, owes: impl Fn(usize) -> Option<u64>) {
         let seen = |(index, lane): (usize, &Lane)| Seen { is_up: lane.is_up(), done: lane.done(), owes: owes(index) };
@@ -256,7 +258,8 @@ impl Base {
         }
     }
 
-    /// The sender's: offers new queue pairs for lanes that are lost and whose ports are up. When to look again.
+    /// The sender's: offers new queue pairs for lanes that are lost and whose ports are up. Returns when to check
+    /// again.
     pub fn offer_lanes(&self, fabric: &mut Fabric) -> Option<Instant> {
         let now = Instant::now();
         let is_alone = fabric.living().next().is_none();
@@ -275,7 +278,7 @@ impl Base {
                         pause.as_secs()
                     );
                 }
-                // Looked at often meanwhile: it may become the only one.
+                // Checked often in the meantime: it may become the only one.
                 lane.next_try = Some(until.min(now + LOOK));
                 continue;
             }
@@ -306,19 +309,19 @@ impl Base {
         next.map(|at| at.max(now))
     }
 
-    /// Tells the other side of the new queue pair of a lane.
+    /// Reports the new queue pair of a lane to the other side.
     pub fn offer_lane(&self, fabric: &Fabric, index: usize) {
         self.name_lane(fabric, index);
         let lane = &fabric.lanes[index];
         self.say(&offer(index, lane.epoch, lane.record(self.config()).as_ref()).encode());
     }
 
-    /// The receiver: tells the sender that a lane cannot have a new queue pair now.
+    /// The receiver: reports to the sender that a lane cannot have a new queue pair now.
     pub fn refuse_lane(&self, index: usize, epoch: u16) {
         self.say(&offer(index, epoch, None).encode());
     }
 
-    /// The sender: tells the receiver that a new queue pair leads to it.
+    /// The sender: reports to the receiver that a new queue pair reaches it.
     pub fn prove_lane(&self, fabric: &Fabric, index: usize) {
         let epoch = fabric.lanes[index].epoch;
         self.say(&Header { order: index as u64, total: PROVEN, ..Header::of(Type::Lane, epoch) }.encode());
@@ -335,7 +338,7 @@ impl Base {
 
 /// The other side has ended its end of a lane.
 fn heard_the_end(lane: &mut Lane, epoch: u16, taken: u64) {
-    // Of a queue pair that both have forgotten already.
+    // Of a queue pair that both sides have already discarded.
     if lane.epoch != epoch || lane.life == Life::Lost {
         return;
     }

@@ -1,46 +1,47 @@
 //! The RDMA backend: RoCE and InfiniBand through libibverbs.
 //!
-//! libibverbs is opened at run time ([`dl`]), so the same library serves machines without it. Above it stand verbs
+//! libibverbs is opened at run time ([`dl`]), so the same library works on machines without it. Above it are verbs
 //! objects that own what they stand for ([`verbs`]); above those, what does not depend on a connection:
 //!
 //! | module | holds |
 //! |---|---|
 //! | [`dl`] | libibverbs: its functions by name and symbol version |
 //! | [`verbs`] | contexts, protection domains, memory regions, completion queues, queue pairs, work requests |
-//! | [`hca`] | which devices and ports `NCCL_IB_HCA` means |
-//! | [`devices`] | the usable ports of this host, and what NCCL is told of them |
-//! | [`trial`] | whether a port, and the limit on locked memory, let connections be made |
-//! | [`sysfs`] | what the kernel says of a device: PCI path, rate, GID types, peer memory |
-//! | [`gid`] | which GID of a port stands for it on the network |
+//! | [`hca`] | which devices and ports `NCCL_IB_HCA` selects |
+//! | [`devices`] | the usable ports of this host, and their properties for NCCL |
+//! | [`trial`] | whether a port, and the limit on locked memory, allow connections |
+//! | [`sysfs`] | what the kernel reports about a device: PCI path, rate, GID types, peer memory |
+//! | [`gid`] | which GID of a port is used on the network |
 //! | [`mr_cache`] | registrations shared by page range |
-//! | [`pages`] | memory of Towline's own that is registered |
+//! | [`pages`] | registered memory of Towline's own |
 //!
 //! Then what moves data. The first three do no I/O:
 //!
 //! | module | holds |
 //! |---|---|
-//! | [`mod@line`] | clear-to-send lines, and what an immediate says |
-//! | [`matching`] | which send answers which line |
-//! | [`stripe`] | how a message is shared out over queue pairs and devices |
-//! | [`eager`] | short messages that do not wait for a line |
+//! | [`mod@line`] | clear-to-send entries, and the content of an immediate |
+//! | [`matching`] | which send answers which CTS entry |
+//! | [`stripe`] | how a message is divided over queue pairs and devices |
+//! | [`eager`] | short messages that do not wait for a CTS entry |
 //! | [`receives`] | the parts of receives that have not ended |
 //! | [`adapter`] | a port as the process uses it, and registrations of NCCL's memory |
 //! | [`fabric`] | the queue pairs and completion queues of a connection |
 //! | [`base`] | what both directions have in common, and the control channel |
 //! | [`sender`], [`receiver`] | one connection each |
 //! | [`flush`] | making received bytes visible to the GPU |
-//! | [`mending`], [`outage`], [`ledger`], [`silence`], [`relapse`] | going on when a queue pair is lost, or brings nothing any more |
-//! | [`trouble`] | what a failed work request means |
+//! | [`mending`], [`outage`], [`ledger`], [`silence`], [`relapse`] | recovery when a queue pair is lost or falls silent
+//! |
+//! | [`trouble`] | the meaning of a failed work request |
 //! | [`control`], [`said`], [`redial`] | the control channel, and another socket for it |
 //! | [`record`], [`greeting`], [`linking`], `relink`, `aside` | getting connected |
 //! | [`events`] | asynchronous events of devices |
 //! | [`backend`] | all of it for the process |
 //!
-//! Connections come about by the handshake of [`session`](crate::session), whose socket stays as their control channel
+//! Connections are made by the handshake of [`session`](crate::session), whose socket becomes their control channel
 //! ([`opening`](crate::session::opening)).
 //!
-//! Guarantee: nothing here is a load-time need of the library. On a machine without libibverbs or without devices,
-//! discovery says so in one sentence and finds none.
+//! Guarantee: the library needs nothing here at load time. On a machine without libibverbs or without devices,
+//! discovery reports that in one sentence and finds none.
 //!
 //! This room must not know TCP's streams, nor NCCL's structs.
 

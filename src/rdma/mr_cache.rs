@@ -1,17 +1,17 @@
 //! Memory registrations shared by page range.
 //!
-//! Pinning memory is slow, and NCCL registers the same buffers for many connections. So a registration that lies
-//! within a living one of the same kind borrows its region. Each [`Lease`] counts; the last one ends the region.
+//! Pinning memory is slow, and NCCL registers the same buffers for many connections. So a registration that is inside
+//! an existing one of the same kind borrows its region. Each [`Lease`] counts; the last one ends the region.
 //!
-//! A region keeps the pages that it was made of. When one of several overlapping leases ends, its owner may unmap
-//! that memory and map other pages at the same addresses, while a smaller lease keeps the region alive. So a region
-//! is *trusted* only where living leases have covered it without a break since it was made, and only there a new
-//! lease may borrow it.
+//! A region keeps the pages that it was made of. When one of several overlapping leases ends, its owner may unmap that
+//! memory and map other pages at the same addresses, while a smaller lease keeps the region in use. So a region is
+//! *trusted* only where leases have covered it without a break since it was made, and only there a new lease may borrow
+//! it.
 //!
 //! Guarantees:
 //! - A lease's region covers its range, with the pages that were mapped when the lease was taken.
-//! - Regions are made and ended outside the lock. Two equal registrations at the same time make one region: the
-//!   second waits for the first. If the first fails, the second tries by itself.
+//! - Regions are made and ended outside the lock. Two equal registrations at the same time make one region: the second waits for the first. If
+//!   the first fails, the second makes its own attempt.
 //!
 //! This module must not know what a region is.
 
@@ -77,12 +77,12 @@ fn intersection(a: &[PageRange], b: &[PageRange]) -> Vec<PageRange> {
     union(a.iter().flat_map(|a| b.iter().filter_map(|b| a.intersection(b))))
 }
 
-/// Regions of type `T` in use, told apart by page range and kind `K`.
+/// Regions of type `T` in use, identified by page range and kind `K`.
 pub struct Cache<K, T>(Arc<Shared<K, T>>);
 
 struct Shared<K, T> {
     state: Mutex<State<K, T>>,
-    /// Tells those who wait for a region that it is made, or will not be.
+    /// Notifies those who wait for a region that it is made, or will not be.
     settled: Condvar,
 }
 
@@ -100,7 +100,7 @@ struct Slot<K, T> {
     region: Option<Arc<T>>,
 }
 
-/// The right to use a region for a range of pages. Gives the region.
+/// The right to use a region for a range of pages. Dereferences to the region.
 pub struct Lease<K, T> {
     cache: Arc<Shared<K, T>>,
     slot: u64,
@@ -116,11 +116,11 @@ impl<K: Copy + Eq, T> Cache<K, T> {
         Self(Arc::new(Shared { state, settled: Condvar::new() }))
     }
 
-    /// A region of this kind for these pages: a living one, or the one that `make` makes of exactly this range. Waits
-    /// while another thread makes one that would serve.
+    /// A region of this kind for these pages: an existing one, or the one that `make` makes of exactly this range.
+    /// Waits while another thread makes a suitable one.
     ///
     /// # Errors
-    /// What `make` says.
+    /// The error of `make`.
     pub fn lease<E>(
         &self,
         range: PageRange,
@@ -181,7 +181,7 @@ impl<K: Copy + Eq, T> Default for Cache<K, T> {
 
 impl<K, T> Shared<K, T> {
     fn lock(&self) -> MutexGuard<'_, State<K, T>> {
-        // Nothing that can panic runs under the lock half-way through a change.
+        // Nothing that can panic runs under the lock in the middle of a change.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,4 +1,4 @@
-//! A lane that has lost its queue pair: the states that it goes through, and what the two sides say of it
+//! The states of a lane that has lost its queue pair, and the messages that the two sides exchange about it
 //! ([`mending`](super::mending)).
 
 use std::time::{Duration, Instant};
@@ -7,12 +7,12 @@ use super::record::{EceRecord, LaneRecord};
 use crate::os::error::{Error, Result};
 use crate::session::frame::{Header, Type};
 
-/// How a lane fares.
+/// The state of a lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Life {
     /// It carries messages.
     Up,
-    /// Its queue pair is stopped, and what it has completed is being taken.
+    /// Its queue pair is stopped, and its completions are being taken.
     Stopping {
         /// Since when.
         since: Instant,
@@ -22,28 +22,28 @@ pub enum Life {
         /// Since when it is lost.
         since: Instant,
     },
-    /// Both have.
+    /// Both queue pairs have ended.
     Lost,
-    /// It has a new queue pair, which is not known to lead anywhere yet.
+    /// It has a new queue pair, which is not known to work yet.
     Returning,
 }
 
-/// What has gone wrong with a lane.
+/// A failure of a lane.
 #[derive(Debug)]
 pub struct Trouble {
-    /// The failure, as the connection's would be.
+    /// The failure, in the form of the connection's error.
     pub error: Error,
-    /// It is only the consequence of another one.
+    /// It is only the consequence of another failure.
     pub is_flush: bool,
 }
 
-/// How many immediates the other side has taken from a lane; none when it has everything that was sent.
+/// How many immediates the other side has received from a lane; None when it has everything that was sent.
 pub type Taken = Option<u64>;
 
-/// What has become of lanes.
+/// The results for lanes.
 #[derive(Debug)]
 pub struct Tended {
-    /// These are lost, here and there: what is in doubt of them may travel again.
+    /// These are lost on both sides: what is in doubt may be resent.
     pub gone: Vec<(usize, Taken)>,
     /// These carry messages again.
     pub back: Vec<usize>,
@@ -51,41 +51,41 @@ pub struct Tended {
     pub connected: Vec<(usize, Result<()>)>,
 }
 
-/// What the other side says of a lane.
+/// The other side's message about a lane.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Word {
     /// Which lane.
     pub lane: u64,
     /// Which of its queue pairs.
     pub epoch: u16,
-    /// What.
+    /// The content.
     pub said: Said,
 }
 
-/// What the other side says.
+/// The content of the message.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Said {
-    /// It has ended its queue pair, having taken so many immediates.
+    /// It has ended its queue pair, having received this many immediates.
     Ended(u64),
     /// Its new queue pair; none: not now.
     Offer(Option<LaneRecord>),
-    /// The new queue pair leads from the sender to the receiver.
+    /// The new queue pair connects the sender to the receiver.
     Proven,
 }
 
 impl Word {
-    /// What a frame is about.
+    /// The lane and queue pair that a frame names.
     pub fn of(header: &Header) -> Self {
         Self { lane: header.order, epoch: header.epoch, said: Said::Offer(None) }
     }
 }
 
-/// What a frame about a new queue pair says.
+/// The content of a frame about a new queue pair.
 pub fn said(header: &Header) -> Said {
     if header.total == PROVEN { Said::Proven } else { Said::Offer(offered(header)) }
 }
 
-/// What `total` says of such a frame.
+/// The values of `total` in such a frame.
 const OFFER: u64 = 1;
 pub(super) const PROVEN: u64 = 2;
 
@@ -111,14 +111,14 @@ pub(super) fn offer(lane: usize, epoch: u16, record: Option<&LaneRecord>) -> Hea
     }
 }
 
-/// How long after the so-manyth try, which came to nothing, the next one is made: 0.25 to 2 s.
+/// How long after this many failed attempts the next one is made: 0.25 to 2 s.
 pub(super) fn pause(tries: u32) -> Duration {
     Duration::from_millis(125) * (1 << tries.min(4))
 }
 
-/// How long the first write over the queue pair of the so-manyth try may take: 0.5 to 4 s. The device's own patience is no
-/// measure: it sends again only after `NCCL_IB_TIMEOUT`, four seconds if nothing is set, and where a link has just come up
-/// the first packet is easily lost. A peer that is slow is waited for longer the next time.
+/// How long the first write over the queue pair of this attempt may take: 0.5 to 4 s. The device's own timeout is not
+/// suitable: it retransmits only after `NCCL_IB_TIMEOUT`, four seconds by default, and the first packet is easily lost
+/// on a link that has just come up. A slow peer gets more time in the next attempt.
 pub(super) fn patience(tries: u32) -> Duration {
     Duration::from_millis(250) * (1 << tries.min(4))
 }

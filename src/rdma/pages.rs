@@ -1,8 +1,9 @@
-//! Whole pages of memory for what devices reach.
+//! Whole pages of memory for devices to access.
 //!
-//! Where the kernel does not copy pinned pages at a fork (before 5.12), libibverbs keeps the pages of every registered
-//! region out of the child. What else lies on those pages is gone there, too, and a child that touches it dies: a data
-//! loader of the host program, say. So nothing of Towline's own that is registered shares a page with anything else.
+//! If the kernel does not copy pinned pages at a fork (before 5.12), libibverbs keeps the pages of every registered
+//! region out of the child. Other data on those pages is missing there too, and a child that touches it crashes, for
+//! example a data loader of the host program. So registered memory of Towline's own never shares a page with anything
+//! else.
 //!
 //! Guarantee: the memory begins with a page and is alone on its pages, at first all zeroes.
 
@@ -15,7 +16,7 @@ use std::ptr::{NonNull, null_mut};
 use crate::os::error::{Error, Result};
 use crate::os::fork;
 
-/// What may be made of zeroes, and needs no drop.
+/// A type for which all zeroes are valid, and which needs no drop.
 ///
 /// # Safety
 /// All zeroes must be a valid value.
@@ -34,7 +35,7 @@ unsafe impl<T: Zeroed, const N: usize> Zeroed for [T; N] {}
 pub struct Pages<T: Zeroed> {
     start: NonNull<T>,
     count: usize,
-    /// The process that made it: in a forked child the pages may not be there, and other memory in their place.
+    /// The process that made it: in a forked child the pages may be missing, and other memory in their place.
     generation: u32,
     owns: PhantomData<T>,
 }
@@ -45,7 +46,7 @@ unsafe impl<T: Zeroed + Send> Send for Pages<T> {}
 unsafe impl<T: Zeroed + Sync> Sync for Pages<T> {}
 
 impl<T: Zeroed> Pages<T> {
-    /// So many elements, at least one, all zeroes.
+    /// This many elements, at least one, all zeroes.
     ///
     /// # Errors
     /// When the system has no memory.
@@ -75,7 +76,8 @@ impl<T: Zeroed> Deref for Pages<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: so many elements are mapped as long as this lives; zeroes, and whatever was written since, are valid.
+        // SAFETY: this many elements are mapped as long as this exists; zeroes, and whatever was written since, are
+        // valid.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.count) }
     }
 }
@@ -90,7 +92,7 @@ impl<T: Zeroed> DerefMut for Pages<T> {
 impl<T: Zeroed> Drop for Pages<T> {
     fn drop(&mut self) {
         if self.generation == fork::generation() {
-            // SAFETY: mapped by `zeroed`, and nothing refers to it any more.
+            // SAFETY: mapped by `zeroed`, and no reference to it remains.
             unsafe { libc::munmap(self.start.as_ptr().cast(), self.bytes()) };
         }
     }

@@ -1,13 +1,13 @@
 //! The receiving side of a connection.
 //!
-//! `irecv` writes a line for each part into the sender's ring, so that the sender writes straight into NCCL's buffers.
-//! The last write of each lane comes with an immediate, which takes up one of the receives that wait on that lane; a
-//! part is done when all its immediates have come. Its size is the sum of what came with them.
+//! `irecv` writes a CTS entry (line) for each part into the sender's ring, so that the sender writes straight into
+//! NCCL's buffers. The last write of each lane carries an immediate, which uses up one of the receives posted on that
+//! lane; a part is done when all its immediates have arrived. Its size is the sum of their lengths.
 //!
-//! Short messages may come without that, into the [`Inbox`], and are copied from there. So a part that only short
-//! messages fit is not announced, unless the sender has asked lately.
+//! Short messages may arrive without that, in the [`Inbox`], and are copied from there. So a part that only short
+//! messages fit is not announced, unless the sender has requested it recently.
 //!
-//! NCCL's thread does all of that, in `irecv` and `test`; the keeper looks too, as on the sending side.
+//! NCCL's thread does all of that, in `irecv` and `test`; the control thread polls too, as on the sending side.
 
 mod mending;
 
@@ -37,24 +37,25 @@ use crate::nccl::net_event::SOMEWHERE;
 use crate::os::error::{Error, Result};
 use crate::session::wire::copy_ascending;
 
-/// Receives that were used up on a lane before they are put back: one call for several.
+/// Receives used up on a lane before new ones are posted: one call for several.
 const PUT_BACK: usize = 16;
 
-/// Queue depth of a receiving lane: a receive for each part that can be outstanding and each short message that can be on
-/// its way, and those that are not put back yet. The sending queue holds lines, of which one request carries a whole group.
+/// Queue depth of a receiving lane: a receive for each part that can be outstanding and each short message that can be
+/// under way, and for those not yet posted again. The sending queue holds CTS entries; one request carries those of a
+/// whole group.
 pub const DEPTH: Depth =
     Depth { send: 128, receive: (SLOTS + PLACES + PUT_BACK) as u32, inline_bytes: (LINE * MAX_PARTS) as u32 };
 
-/// The completion of one line in so many is asked for: often enough that the queue never fills with silent ones.
+/// The completion of one CTS entry in this many is requested: often enough that the queue never fills with silent ones.
 const SIGNAL_EVERY: u32 = 16;
 
-/// When no more places than this are left in the queue, completions are asked for at once: a group takes up to two.
+/// When no more places than this are left in the queue, every completion is requested: a group takes up to two.
 const LOW: u32 = 3;
 
-/// What marks the completion of a receive; its low bits name the lane.
+/// Marks the completion of a receive; the low bits are the lane.
 const RECEIVE: u64 = 1 << 62;
 
-/// Where lines go.
+/// Where CTS entries go.
 pub struct Target {
     /// The sender's ring.
     pub ring: u64,
@@ -62,9 +63,9 @@ pub struct Target {
     pub keys: Vec<u32>,
 }
 
-/// Where the sender tells sizes that do not follow from the immediates.
+/// Where the sender writes sizes that do not follow from the immediates.
 pub struct SizeTable {
-    /// Goes first: afterwards nobody writes. By adapter.
+    /// Dropped first: afterwards no device writes. By adapter.
     pub regions: Vec<MemoryRegion>,
     /// By slot.
     pub sizes: Pages<AtomicU64>,
@@ -81,7 +82,7 @@ impl SizeTable {
     }
 }
 
-/// Lines as they were written, for a device that does not take them inside its requests.
+/// CTS entries as they were written, for a device that does not accept them inline.
 pub struct Mirror {
     /// By adapter.
     regions: Vec<MemoryRegion>,
@@ -89,7 +90,7 @@ pub struct Mirror {
 }
 
 impl Mirror {
-    /// Without lines.
+    /// Without entries.
     ///
     /// # Errors
     /// When it cannot be pinned.
@@ -101,7 +102,7 @@ impl Mirror {
 }
 
 struct State {
-    /// None once the connection has failed or is closed: no device touches a buffer then.
+    /// None once the connection has failed or is closed: then no device accesses a buffer.
     fabric: Option<Fabric>,
     table: Option<SizeTable>,
     mirror: Option<Mirror>,
@@ -111,23 +112,23 @@ struct State {
     keys: Keys,
     receives: Receives,
     orders: TagOrders,
-    /// None when short messages must not come unasked.
+    /// None when short messages must not arrive unannounced.
     inbox: Option<Inbox>,
-    /// Receives that are still to be announced although only short messages fit: the sender has asked.
+    /// Receives that must still be announced although only short messages fit: the sender has requested it.
     asked: usize,
-    /// The lane that lines take, and whether it is lost with those that were on their way.
+    /// The lane for CTS entries, and whether it is lost with those that were under way.
     line_lane: usize,
     lines_are_lost: bool,
-    /// Line writes on it since the last one whose completion was asked for.
+    /// CTS entries written on it since the last one whose completion was requested.
     silent: u32,
-    /// Receives to put back, by lane.
+    /// Receives to post again, by lane.
     used: Vec<usize>,
     silence: Silence,
-    /// Since when so many lines have been written and nobody knows whether they have arrived.
+    /// Since when this many CTS entries have been written without knowing whether they have arrived.
     unsure: Option<(Instant, u64)>,
 }
 
-/// What a completion may change of the state, beside the lanes.
+/// The part of the state that a completion may change, beside the lanes.
 struct Hands<'a> {
     table: &'a SizeTable,
     receives: &'a mut Receives,
@@ -151,11 +152,11 @@ pub struct Posted {
     pub size: u64,
     /// NCCL's tag.
     pub tag: i32,
-    /// The registration, if the host gave one.
+    /// The registration, if the host passed one.
     pub memory: Option<Arc<Registration>>,
 }
 
-/// Puts the first receives into every lane. Before the sender knows the lanes, so that it never finds one empty.
+/// Posts the first receives on every lane. Before the sender knows the lanes, so that it never finds one without.
 ///
 /// # Errors
 /// When a device refuses.
@@ -170,7 +171,7 @@ impl RdmaRecv {
     /// A connection whose lanes are connected.
     ///
     /// # Errors
-    /// When the keeper cannot watch the socket.
+    /// When the control thread cannot watch the socket.
     pub fn new(
         parts: Parts,
         mut fabric: Fabric,
@@ -196,7 +197,7 @@ impl RdmaRecv {
             unsure: None,
         };
         let conn = Arc::new(Self { base, target, state: Mutex::new(state) });
-        // The first word: from now on short messages may come unasked.
+        // The first count: from now on short messages may arrive unannounced.
         conn.write_word_now(&mut conn.state())?;
         conn.base.name_paths(conn.state().fabric.as_ref());
         conn.base.watch(Arc::new(Watch(Arc::downgrade(&conn))))?;
@@ -210,14 +211,14 @@ impl RdmaRecv {
     /// When memory is not registered for it.
     ///
     /// # Safety
-    /// The memory of every part must be writable, and used by nobody else until the request ends, the memory is
-    /// withdrawn or the connection is closed. `profilers` are NCCL's profiler handles of the parts, null or alive until
-    /// `test` has told the end of the request.
+    /// The memory of every part must be writable, and used by nothing else until the request ends, the memory is
+    /// withdrawn or the connection is closed. `profilers` are NCCL's profiler handles of the parts, null or valid until
+    /// `test` has reported the end of the request.
     pub unsafe fn irecv(&self, parts: &mut [Option<Posted>], profilers: &[*mut c_void]) -> Result<Option<Ticket>> {
         let count = parts.len();
         let mut state = self.state();
         if self.base.health.is_failed() {
-            // As NCCL's own transports do: the call is accepted, and `test` says what is wrong.
+            // As NCCL's own transports do: the call is accepted, and `test` returns the error.
             return Ok(self.base.requests.take_with(&mut state.keys, count));
         }
         let peer_is_done = self.base.health.is_peer_done();
@@ -227,7 +228,7 @@ impl RdmaRecv {
                 self.end(state, error);
                 return Ok(self.base.requests.take_with(&mut self.state().keys, count));
             }
-            // What it sent before its goodbye is here.
+            // Everything it sent before its goodbye has arrived.
             if peer_is_done && !state.holds_all(parts) {
                 drop(state);
                 self.base.leaves_early();
@@ -307,10 +308,10 @@ impl RdmaRecv {
         Ok(Some(ticket))
     }
 
-    /// Asks after a receive: the sizes of its parts when it is done.
+    /// The outcome of a receive: the sizes of its parts when it is done.
     ///
     /// # Errors
-    /// When the connection has failed; no device touches the buffers any more then.
+    /// When the connection has failed; no device accesses the buffers any more then.
     pub fn test(&self, ticket: Ticket) -> Result<Option<Outcome>> {
         self.base.requests.check(ticket)?;
         if let Some(outcome) = self.base.finish(ticket) {
@@ -322,7 +323,7 @@ impl RdmaRecv {
             return Ok(Some(outcome));
         }
         let Err(error) = self.base.verdict(ticket) else { return Ok(None) };
-        // After this nobody ends a request: it is done, perhaps since it was polled, or never will be.
+        // After this no thread ends a request: it is done, perhaps since it was polled, or never will be.
         self.quiesce();
         if let Some(outcome) = self.base.finish(ticket) {
             return Ok(Some(outcome));
@@ -331,8 +332,9 @@ impl RdmaRecv {
         Err(error)
     }
 
-    /// The host takes back memory, as NCCL does on an abort before it closes the connection. When an outstanding request is to
-    /// fill some of it, or reads it back, the connection ends. Nobody touches the memory after this has returned.
+    /// The host takes back memory, as NCCL does on an abort before it closes the connection. If an outstanding request
+    /// would fill some of it, or reads it back, the connection ends. Nothing accesses the memory after this has
+    /// returned.
     pub fn withdraw(&self, memory: &Arc<Registration>) {
         let mut state = self.state();
         let is_flushed = state.flush.as_ref().is_some_and(|flush| flush.reads(memory));
@@ -340,7 +342,7 @@ impl RdmaRecv {
             return;
         }
         Self::drop_lanes(&mut state);
-        // Its pages must not stay pinned: other memory may get the same address, and would be taken for it.
+        // Its pages must not stay pinned: other memory may get the same address, and would be mistaken for it.
         state.receives.let_go();
         drop(state);
         self.base.was_withdrawn();
@@ -356,8 +358,9 @@ impl RdmaRecv {
         let things = (state.fabric.take(), state.table.take(), state.mirror.take(), state.inbox.take());
         drop(state);
         if orderly {
-            // The lanes live on until the sender has closed too: the acknowledgement of its last write may be lost, and
-            // then only a living queue pair repeats it. Nothing was asked of it any more, so it writes nothing.
+            // The lanes stay until the sender has closed too: the acknowledgement of its last write may be lost, and
+            // then only an existing queue pair repeats it. Nothing was requested of the sender any more, so it writes
+            // nothing.
             self.base.leave(Some(Box::new(things)));
         } else {
             drop(things);
@@ -366,7 +369,7 @@ impl RdmaRecv {
         }
     }
 
-    /// What a test does to the lanes.
+    /// The effect of a test on the lanes.
     #[cfg(test)]
     pub(super) fn with_fabric(&self, act: impl FnOnce(&mut Fabric)) {
         act(self.state().fabric.as_mut().expect("the connection is there"));
@@ -381,8 +384,8 @@ impl RdmaRecv {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Looks whether anything has come, unless another thread is looking.
-    // Inlined into `test`, which runs again and again until something has come.
+    /// Polls, unless another thread is polling.
+    // Inlined into `test`, which runs again and again until something has arrived.
     #[inline(always)]
     fn glance(&self) -> bool {
         let mut state = match self.state.try_lock() {
@@ -427,7 +430,7 @@ impl RdmaRecv {
         Ok(())
     }
 
-    /// A work request has completed, or failed. Out of line, so that a look which finds nothing is short.
+    /// A work request has completed, or failed. Out of line, so that a poll which finds nothing is short.
     #[inline(never)]
     fn took(&self, lanes: &mut [Lane], hands: &mut Hands<'_>, completion: &Completion) -> Result<()> {
         let id = completion.id();
@@ -468,7 +471,7 @@ impl RdmaRecv {
         }
     }
 
-    /// An immediate has come, with everything that its lane wrote before.
+    /// An immediate has arrived, and everything that its lane wrote before.
     #[inline(never)]
     fn arrived(
         &self,
@@ -506,7 +509,7 @@ impl RdmaRecv {
         Ok(())
     }
 
-    /// An immediate has come that answers several lines, each filled to its size.
+    /// An immediate has arrived that answers several CTS entries, each filled to its size.
     #[inline(never)]
     fn arrived_together(&self, receives: &mut Receives, immediate: Immediate, completion: &Completion) -> Result<()> {
         let last = receives.answered(immediate.slot, immediate.generation)?.line;
@@ -535,7 +538,7 @@ impl RdmaRecv {
         self.base.requests.complete_part(request, usize::from(part), size);
     }
 
-    /// A short message has come into the inbox.
+    /// A short message has arrived in the inbox.
     #[inline(always)]
     fn arrived_eagerly(
         &self,
@@ -548,7 +551,7 @@ impl RdmaRecv {
         let (head, data) = inbox.arrived(immediate.slot, immediate.brief(), completion.length())?;
         receives.has_read(head.lines)?;
         let Some(number) = receives.find(head.tag, head.number) else {
-            // SAFETY: just arrived, with that head.
+            // SAFETY: it has just arrived, with that head.
             return unsafe { self.arrived_early(orders, inbox, head, (data, completion.id())) };
         };
         let slot = receives.slot(number);
@@ -563,7 +566,7 @@ impl RdmaRecv {
         Ok(())
     }
 
-    /// A short message has come before its receive.
+    /// A short message has arrived before its receive.
     ///
     /// # Safety
     /// As [`Inbox::keep`].
@@ -580,12 +583,12 @@ impl RdmaRecv {
             return Err(Error::remote("the sending side filled a receive that was not posted"));
         }
         Counters::count(&self.base.counters.early, 1);
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the same promise.
         unsafe { inbox.keep(head, wr_id, data) };
         Ok(())
     }
 
-    /// Copies a short message to where its receive wants it. It came with work request `wr_id`, which names the lane.
+    /// Copies a short message into its receive. It arrived with work request `wr_id`, which names the lane.
     #[inline(always)]
     fn deliver(&self, slot: &Slot, head: &Head, data: *const u8, wr_id: u64) -> Result<()> {
         let length = u64::from(head.length);
@@ -596,9 +599,8 @@ impl RdmaRecv {
             return Err(out_of_reach());
         }
         if length > 0 {
-            // SAFETY: the message's bytes, of which there are so many, and the memory of a posted receive, which is the
-            // transport's and holds them.
-            // In ascending order, since a GPU may look at flags in it meanwhile.
+            // SAFETY: the message's bytes, of that length, and the memory of a posted receive, which the transport may
+            // write and which holds them. In ascending order, since a GPU may poll flags in it meanwhile.
             unsafe { copy_ascending(data, slot.address as *mut u8, head.length as usize) };
         }
         if self.base.events.hears() {
@@ -607,7 +609,7 @@ impl RdmaRecv {
         Ok(())
     }
 
-    /// Notes for the profiler a short message that came with that work request.
+    /// Notes for the profiler a short message that arrived with that work request.
     #[cold]
     fn tell_short(&self, slot: &Slot, head: &Head, wr_id: u64) {
         let (path, length) = (wr_id as u16, u64::from(head.length));
@@ -616,7 +618,7 @@ impl RdmaRecv {
         self.base.events.path_ends(slot.request, usize::from(slot.part), path);
     }
 
-    /// Posts a part: fills it with the message that is here, announces it, or leaves it to the sender.
+    /// Posts a part: fills it with a message that has arrived, announces it, or leaves it to the sender.
     #[inline]
     fn open(&self, state: &mut State, part: Part) -> Result<()> {
         let State { receives, inbox, mirror: Some(mirror), asked, .. } = state else { return Ok(()) };
@@ -640,7 +642,7 @@ impl RdmaRecv {
         Ok(())
     }
 
-    /// The sender waits for a line, and has read so many: announces what it was to fill unasked.
+    /// The sender waits for a CTS entry, and has read this many: announces what it could have filled without.
     #[cold]
     fn answer(&self, state: &mut State, lines: u32) -> Result<()> {
         state.receives.has_read(lines)?;
@@ -658,7 +660,7 @@ impl RdmaRecv {
         Ok(())
     }
 
-    /// Tells the sender how many short messages were handed on, when no line has for long.
+    /// Reports to the sender how many short messages were delivered, when no CTS entry has for long.
     #[inline]
     fn write_word(&self, state: &mut State) -> Result<()> {
         if state.inbox.as_ref().is_some_and(Inbox::is_telling_due) { self.write_word_now(state) } else { Ok(()) }
@@ -678,8 +680,8 @@ impl RdmaRecv {
         self.write_to_ring((fabric, *line_lane), mirror, silent, LINES, 8)
     }
 
-    /// Writes bytes of the mirror, from a place on, into the sender's ring. The completion of a write of no bytes is asked
-    /// for: it tells that those before it have arrived.
+    /// Writes bytes of the mirror, from a place on, into the sender's ring. The completion of a write of no bytes is
+    /// requested: it shows that those before it have arrived.
     #[inline]
     fn write_to_ring(
         &self,
@@ -711,13 +713,15 @@ impl RdmaRecv {
         if is_signaled {
             *silent = 0;
         }
-        // SAFETY: the mirror lives as long as the lanes. A line in it changes only when the sender has answered it, that
-        // is when the write of it has long been done; a word may be overtaken by a newer one, and half of it is no word.
+        // SAFETY: the mirror exists as long as the lanes. An entry in it changes only when the sender has answered it,
+        // so the write of it has long completed; a count may be overwritten by a newer one, and half of one is not
+        // accepted.
         unsafe { lane.post_one(|| work) }
     }
 
-    /// Notes for the profiler what a lane has brought. Of more shares than can be told, the last ones make one piece when
-    /// the request ends; so do all shares of a message whose size is told, since their lengths are not known.
+    /// Notes for the profiler what a lane has brought. Of more shares than can be reported, the last ones make one
+    /// piece when the request ends; so do all shares of a message whose size is in the table, since their lengths are
+    /// not known.
     #[cold]
     fn tell_arrival(&self, slot: &Slot, immediate: Immediate, completion: &Completion) {
         let left = slot.left.unwrap_or(0);
@@ -745,14 +749,14 @@ impl RdmaRecv {
         }
     }
 
-    /// Writes the lines after line `first` to the sender.
+    /// Writes the CTS entries after number `first` to the sender.
     #[inline]
     fn write_lines(&self, state: &mut State, first: u64, count: usize) -> Result<()> {
         let State { fabric: Some(fabric), mirror: Some(mirror), silent, line_lane, .. } = state else { return Ok(()) };
         let mut left = count;
         let mut at = (first + 1) as usize % LINES;
         while left > 0 {
-            // A group that reaches the ring's end goes on at its beginning.
+            // A group that reaches the ring's end continues at its beginning.
             let now = left.min(LINES - at);
             self.write_to_ring((fabric, *line_lane), mirror, silent, at, (now * LINE) as u32)?;
             at = (at + now) % LINES;
@@ -761,7 +765,8 @@ impl RdmaRecv {
         Ok(())
     }
 
-    /// The connection ends with a failure. First the lanes go, so that no device touches a buffer when it is told.
+    /// The connection ends with a failure. First the lanes are dropped, so that no device accesses a buffer when it is
+    /// reported.
     #[cold]
     fn end(&self, mut state: MutexGuard<'_, State>, error: Error) {
         Self::drop_lanes(&mut state);
@@ -792,15 +797,15 @@ fn out_of_reach() -> Error {
 }
 
 impl State {
-    /// Whether `count` more parts can be announced: slots, places in the ring that the sender has read, and room for the
-    /// writes, of which a group at the ring's end takes two, and a word on short messages one.
+    /// Whether `count` more parts can be announced: slots, places in the ring that the sender has read, and room for
+    /// the writes: two for a group at the ring's end, and one for a count of short messages.
     #[inline]
     fn has_room(&mut self, count: usize) -> bool {
         let Some(fabric) = &mut self.fabric else { return true };
         self.receives.has_room(count) && fabric.lane(self.line_lane).room() >= 3
     }
 
-    /// Whether the messages for all these parts are here.
+    /// Whether the messages for all these parts have arrived.
     fn holds_all(&self, parts: &[Option<Posted>]) -> bool {
         let Some(inbox) = &self.inbox else { return false };
         let mut earlier = Vec::new();

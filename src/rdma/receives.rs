@@ -1,7 +1,7 @@
 //! The parts of receives that have not ended: which are announced, and which the sender may fill without that.
 //!
-//! A part takes a slot, whose number stands in its line and in every immediate that answers it; the generation tells one
-//! use of a slot from the next. This module posts nothing.
+//! A part takes a slot, whose number is in its CTS entry and in every immediate that answers it; the generation
+//! distinguishes one use of a slot from the next. This module posts nothing.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,15 +15,15 @@ use crate::os::error::{Error, Result};
 pub struct Slot {
     /// Whether it is in use.
     pub is_taken: bool,
-    /// Which use.
+    /// Which use of the slot.
     pub generation: u8,
-    /// The request, and which of its parts.
+    /// The request, and the index of the part.
     pub request: u16,
-    /// Which part of it.
+    /// The index of the part.
     pub part: u8,
-    /// Immediates still to come; none before the first one has.
+    /// Immediates still to arrive; None before the first one has.
     pub left: Option<u8>,
-    /// Bytes that have come.
+    /// Bytes that have arrived.
     pub size: u64,
     /// Where they go.
     pub address: u64,
@@ -33,7 +33,7 @@ pub struct Slot {
     pub tag: i32,
     /// Which receive with this tag it is.
     pub number: u32,
-    /// Which line announced it, counted from 1; 0 when none has.
+    /// Which CTS entry announced it, counted from 1; 0 when none has.
     pub line: u64,
     /// It is not the last part of its group.
     pub has_more: bool,
@@ -88,9 +88,9 @@ pub struct Receives {
     free: Vec<u8>,
     /// Slots in use, in the order of posting.
     open: VecDeque<u8>,
-    /// Which slot a line has announced, by the line's place in the ring.
+    /// The slot announced by a CTS entry, by the entry's place in the ring.
     announced: Box<[u8; LINES]>,
-    /// Lines that were written, and the last one that the sender has certainly read.
+    /// CTS entries that were written, and the last one that the sender has certainly read.
     written: u64,
     read: u64,
 }
@@ -120,19 +120,19 @@ impl Receives {
         self.free.len() >= count && self.can_announce(count)
     }
 
-    /// Whether the ring has places for so many lines.
+    /// Whether the ring has places for this many entries.
     #[inline]
     pub fn can_announce(&self, count: usize) -> bool {
         (self.written - self.read) as usize + count <= LINES
     }
 
-    /// The number of the last line.
+    /// The number of the last CTS entry.
     #[inline]
     pub fn written(&self) -> u64 {
         self.written
     }
 
-    /// The lines that the sender is not known to have read: how many, after which.
+    /// The CTS entries that the sender is not known to have read: how many, after which.
     pub fn unread(&self) -> (u64, usize) {
         (self.read, (self.written - self.read) as usize)
     }
@@ -161,7 +161,7 @@ impl Receives {
         number
     }
 
-    /// The next line, which announces that slot.
+    /// The next CTS entry, which announces that slot.
     #[inline]
     pub fn announce(&mut self, number: u8, handed_on: u16) -> Line {
         self.written += 1;
@@ -188,12 +188,12 @@ impl Receives {
         self.open.iter().any(|number| held(number).is_some_and(|held| Arc::ptr_eq(held, memory)))
     }
 
-    /// No device reaches the memory of any part any more: it need not stay pinned.
+    /// No device accesses the memory of any part any more: it need not stay pinned.
     pub fn let_go(&mut self) {
         self.slots.iter_mut().for_each(|slot| slot.memory = None);
     }
 
-    /// Slots in use that no line has announced, oldest first.
+    /// Slots in use without a CTS entry, oldest first.
     pub fn silent(&self) -> Vec<u8> {
         self.open.iter().copied().filter(|number| self.slots[usize::from(*number)].line == 0).collect()
     }
@@ -212,7 +212,7 @@ impl Receives {
         Ok(slot)
     }
 
-    /// The slot that a line has announced and nothing has answered, for one immediate that answers several lines.
+    /// The slot announced by a CTS entry without an answer, for one immediate that answers several.
     ///
     /// # Errors
     /// When there is none.
@@ -226,14 +226,14 @@ impl Receives {
         Ok(number)
     }
 
-    /// The sender has read so many lines, modulo 2^32.
+    /// The sender has read this many CTS entries, modulo 2^32.
     ///
     /// # Errors
-    /// When there are not so many.
+    /// When there are not that many.
     #[inline(always)]
     pub fn has_read(&mut self, lines: u32) -> Result<()> {
         let more = lines.wrapping_sub(self.read as u32).cast_signed();
-        // Less than it is known to have read: the news was overtaken.
+        // Less than it is known to have read: the count is outdated.
         if more <= 0 {
             return Ok(());
         }

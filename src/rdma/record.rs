@@ -1,4 +1,4 @@
-//! What the two sides of a connection tell each other before the first write, over the socket of their handshake.
+//! The messages of the two sides before the first write, over the socket of their handshake.
 //!
 //! ```text
 //! sending side                                        receiving side
@@ -8,8 +8,8 @@
 //! ```
 //!
 //! A record is a Protocol Buffers message behind its length (4 bytes, little-endian), followed by a proof of 32 bytes
-//! with the connection's key, over everything said so far. A side that cannot go on sends a record with the reason
-//! instead.
+//! with the connection's key, over everything exchanged so far. A side that cannot continue sends a record with the
+//! reason instead.
 
 use std::os::fd::AsRawFd;
 
@@ -29,7 +29,7 @@ pub const VERSION: u32 = 4;
 /// The longest record in bytes: 128 queue pairs take about 3 KiB.
 const MAX_RECORD: usize = 16 << 10;
 
-/// One record; which fields are filled depends on whose turn it is.
+/// One record; which fields are filled depends on the step.
 #[derive(Clone, PartialEq, Message)]
 pub struct Record {
     /// [`VERSION`].
@@ -99,7 +99,7 @@ pub struct LaneRecord {
     /// The number of its first packet.
     #[prost(uint32, tag = "2")]
     pub first_packet: u32,
-    /// What its driver offers or has agreed to.
+    /// The options that its driver offers or has agreed to.
     #[prost(message, optional, tag = "3")]
     pub ece: Option<EceRecord>,
 }
@@ -107,7 +107,7 @@ pub struct LaneRecord {
 /// Options of enhanced connection establishment.
 #[derive(Clone, PartialEq, Message)]
 pub struct EceRecord {
-    /// Whose options these are.
+    /// The vendor of these options.
     #[prost(uint32, tag = "1")]
     pub vendor: u32,
     /// The options.
@@ -143,7 +143,7 @@ impl PortRecord {
 }
 
 impl Record {
-    /// Refuses what no side of this version says.
+    /// Refuses values that no side of this version sends.
     fn check(&self) -> Result<()> {
         let wrong = |what: String| Err(Error::remote(format!("the peer's RDMA parameters are wrong: {what}")));
         if !self.failure.is_empty() {
@@ -173,7 +173,7 @@ impl Record {
     }
 }
 
-/// The talk over one socket: everything said so far, and what has come of the next record.
+/// The exchange over one socket: everything exchanged so far, and the part of the next record that has arrived.
 pub struct Talk {
     key: Secret,
     said: Vec<u8>,
@@ -181,15 +181,15 @@ pub struct Talk {
 }
 
 impl Talk {
-    /// Nothing was said yet.
+    /// Nothing exchanged yet.
     pub fn new(key: Secret) -> Self {
         Self { key, said: b"towline rdma 1".to_vec(), input: Vec::new() }
     }
 
-    /// Says a record.
+    /// Sends a record.
     ///
     /// # Errors
-    /// When the socket does not take it, which an empty one always does.
+    /// When the socket does not accept it, which an empty one always does.
     pub fn say(&mut self, sock: &Sock, record: &Record) -> Result<()> {
         let bytes = self.seal(record);
         send_all(sock, &bytes)
@@ -204,10 +204,10 @@ impl Talk {
         out
     }
 
-    /// The peer's next record; none while it has not come.
+    /// The peer's next record; None while it has not arrived.
     ///
     /// # Errors
-    /// When the peer has left, does not hold the key, or says that it gives up.
+    /// When the peer has left, does not hold the key, or reports that it gives up.
     pub fn hear(&mut self, sock: &Sock) -> Result<Option<Record>> {
         if !self.fill(sock, 4)? {
             return Ok(None);
@@ -235,7 +235,8 @@ impl Talk {
         Ok(record)
     }
 
-    /// Reads until `wanted` bytes are there and no further: what follows the last record is not ours.
+    /// Reads until `wanted` bytes are there and no further: what follows the last record belongs to the control
+    /// channel.
     fn fill(&mut self, sock: &Sock, wanted: usize) -> Result<bool> {
         let mut room = [0; 4096];
         while self.input.len() < wanted {
@@ -275,7 +276,7 @@ mod tests {
         let first = us.seal(&record());
         assert_eq!(them.open(&first).expect("proven"), record());
         assert_eq!(us.open(&them.seal(&record())).expect("proven"), record());
-        // The first record again is a replay, or our own word sent back to us.
+        // The first record again is a replay, or this side's own record sent back.
         assert!(them.open(&first).is_err());
         assert!(us.open(&first).is_err());
         assert!(Talk::new(Secret::random().expect("random bytes")).open(&first).is_err());

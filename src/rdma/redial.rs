@@ -1,24 +1,23 @@
 //! Another socket for a control channel.
 //!
-//! A connection's queue pairs carry its messages whatever becomes of the TCP socket beside them. So where it may be mended,
-//! the end of that socket is the end of the connection only when the peer's process is gone:
+//! A connection's queue pairs carry its messages whatever happens to the TCP socket beside them. So with recovery, the
+//! end of that socket ends the connection only when the peer's process is gone:
 //!
 //! - **An end of file** comes from the peer's kernel, and from a process that ends. It is believed.
-//! - **A reset** may come from a firewall that has forgotten the flow, or from an administrator. The connecting side dials for
-//!   another socket; the listening side calls the other, which may not know, and waits for it to dial. Whether the peer lives
-//!   is found out as for TCP's streams ([`lifeline`](crate::session::lifeline)): who refuses on all its rails for most of a second
-//!   is dead.
-//! - **This host's kernel gives the socket up** when nothing has answered its keepalive probes: a firewall may have forgotten
-//!   the flow and drop what belongs to it. The same follows, for the time that is left of `TOWLINE_PEER_TIMEOUT`.
-//! - **Silence** while something that was said is on the way, or a link that goes down: the connecting side dials, and has the
-//!   kernel probe the old socket often. When an answer comes over that after all, or when the dial is refused, the connection
-//!   stays with it: whoever is silent need not be dead, and what refuses may be a firewall. The end of a socket beside which
-//!   another one was tried for says as little as a reset, since the other side may have put that to use.
-//! - **An end before the first word** over the next socket, at the listening side: the other has not heard of the welcome, and
-//!   comes again, or it has died. It is called.
+//! - **A reset** may come from a firewall that has forgotten the flow, or from an administrator. The connecting side connects another socket; the
+//!   listening side calls the other, which may not know, and waits for it to connect. Whether the peer is alive is found out as for TCP's streams
+//!   ([`lifeline`](crate::session::lifeline)): a peer that refuses on all its rails for most of a second is dead.
+//! - **This host's kernel gives the socket up** when nothing has answered its keepalive probes: a firewall may have forgotten the flow and drop its
+//!   packets. The same follows, for the rest of `TOWLINE_PEER_TIMEOUT`.
+//! - **Silence** while sent data is under way, or a link that goes down: the connecting side connects another socket, and makes the kernel probe the old
+//!   one often. When an answer arrives over the old one after all, or when the new connection is refused, the old one is kept: a silent peer need not
+//!   be dead, and the refusal may come from a firewall. The end of a socket while another one was being connected proves as little as a reset, since
+//!   the other side may have started to use the new one.
+//! - **An end before the first frame** over the next socket, at the listening side: the other has not received the welcome, and connects again, or it
+//!   has died. It is called.
 //!
-//! The handshake is the one by which streams come back, in a new epoch with each try; over the new socket both sides say
-//! first how many frames they have taken in ([`said`](super::said)).
+//! The handshake is the one by which streams come back, in a new epoch with each attempt; over the new socket both
+//! sides first report how many frames they have received ([`said`](super::said)).
 
 #[cfg(test)]
 mod tests;
@@ -49,7 +48,7 @@ impl Base {
         self.mends() && !self.is_closing() && !self.health.is_failed() && !self.health.is_peer_done()
     }
 
-    /// The control channel's socket has ended. Whether the connection goes on without one.
+    /// The control channel's socket has ended. Returns whether the connection continues without one.
     pub(super) fn goes_on_without(&self, control: &mut Control, end: &io::Error) -> bool {
         control.close();
         if !self.is_open() {
@@ -58,7 +57,7 @@ impl Base {
         if control.away.is_some() {
             return true;
         }
-        // At the connecting side the listening one has put this socket to use, so it knows of it.
+        // The listening side's end shows the connecting side that this socket is in use, so it is known.
         let is_unheard_of = control.is_resuming && self.side == Side::Listening;
         let says_little = is_cut(end) || is_unheard_of || control.may_be_replaced();
         let kernel_gave_up = end.raw_os_error().is_some() && end.kind() != io::ErrorKind::BrokenPipe;
@@ -66,19 +65,19 @@ impl Base {
             return false;
         }
         let now = Instant::now();
-        // By whomever: what follows is the same.
+        // Whatever ended it: what follows is the same.
         let reset = io::ErrorKind::ConnectionReset.into();
         let end = if says_little { &reset } else { end };
         let ended = Ended::default();
         ended.note(end);
         let ways = if self.side == Side::Connecting { self.link.pairs() } else { self.link.remote.len() };
         let patience = match says_little {
-            // Nothing says that the peer is in trouble.
+            // Nothing indicates that the peer is in trouble.
             true if is_unheard_of => self.config().peer_timeout,
-            // A peer that tells of no way to its process would be back by then.
+            // A peer without any address for its process would be back by then.
             true if ways == 0 => CUT_PATIENCE,
             true => self.config().reconnect_timeout,
-            // Most of the time has gone by.
+            // Most of the time has passed.
             false => self.config().peer_timeout / 10,
         };
         let terms = Terms {
@@ -93,8 +92,8 @@ impl Base {
         true
     }
 
-    /// Goes to find the other side, once, when the control channel was cut or has just fallen silent: the connecting side
-    /// dials, the listening side calls.
+    /// Looks for the other side, once, when the control channel was cut or has just fallen silent: the connecting side
+    /// connects, the listening side calls.
     pub(super) fn seek<T: Controlled + 'static>(&self, conn: &Arc<T>) {
         match self.side {
             Side::Connecting => {
@@ -110,8 +109,8 @@ impl Base {
         }
     }
 
-    /// Whether the connecting side is to dial for another socket: the control channel was cut, or it has fallen silent. Why;
-    /// once for each time.
+    /// Whether the connecting side must connect another socket: the control channel was cut, or it has fallen silent.
+    /// Returns the reason, once for each time.
     fn begins_to_dial(&self) -> Option<&'static str> {
         let mut control = self.control();
         let silent = control.silent.take();
@@ -130,7 +129,7 @@ impl Base {
         }
     }
 
-    /// There is no other socket to be had. Whether the connection goes on with the one that it has.
+    /// No other socket can be had. Returns whether the connection continues with the one it has.
     fn stays(&self, error: &Error) -> bool {
         let mut control = self.control();
         if control.sock.is_none() {
@@ -144,7 +143,7 @@ impl Base {
         true
     }
 
-    /// Whether the listening side is to call the other, because of what had ended at that time.
+    /// Whether the listening side must call the other, about the outage that began at that time.
     fn begins_to_call(&self) -> Option<Instant> {
         let mut control = self.control();
         let is_to_seek = std::mem::take(&mut control.is_to_seek);
@@ -157,13 +156,13 @@ impl Base {
         (0..self.link.remote.len()).for_each(|way| dialer::call(Arc::clone(&self.net), &caller, way, since));
     }
 
-    /// As if the connecting side had begun to dial.
+    /// As if the connecting side had started to connect.
     #[cfg(test)]
     pub(super) fn is_to_dial(&self) {
         self.control().away = Some(Instant::now());
     }
 
-    /// Whether another socket is tried for, or awaited.
+    /// Whether another socket is being connected, or awaited.
     #[cfg(test)]
     pub(super) fn is_away(&self) -> bool {
         self.control().away.is_some()
@@ -189,10 +188,11 @@ impl Base {
         }
     }
 
-    /// The control channel has another socket: both sides say over it how many frames they have taken in, and then the rest.
+    /// The control channel has another socket: both sides first report over it how many frames they have received, and
+    /// then send the rest.
     ///
     /// # Errors
-    /// When the keeper cannot watch it.
+    /// When the control thread cannot watch it.
     pub(super) fn resume(&self, epoch: u16, sock: Sock) -> Result<()> {
         let mut control = self.control();
         if !self.is_open() {
@@ -210,7 +210,7 @@ impl Base {
         self.watch_socket(&mut control)
     }
 
-    /// Has the connection known to those that may have another socket for its control channel, or news of its own.
+    /// Registers the connection with those that may need another socket for their control channel, or get events.
     pub(super) fn keep<T: Controlled + 'static>(&self, conn: &Arc<T>) {
         if !self.mends() {
             return;
@@ -222,12 +222,12 @@ impl Base {
     }
 }
 
-/// Has the keeper look at the connection.
+/// Makes the control thread poll the connection.
 fn kick(control: &MutexGuard<'_, Control>) {
     control.registration.iter().for_each(Watched::kick);
 }
 
-/// A connection with a control channel, whichever way it goes.
+/// A connection with a control channel, in either direction.
 pub(super) trait Controlled: Send + Sync {
     /// What is common to both directions.
     fn base(&self) -> &Base;

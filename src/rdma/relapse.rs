@@ -1,25 +1,25 @@
-//! How long a lane stays out that is lost again and again soon after it has come back.
+//! How long a lane is left out that is lost again and again soon after it has come back.
 //!
-//! A cable that loses one packet in a thousand lets a new queue pair's first write pass, and what is entrusted to it a moment
-//! later falls silent: with NCCL's defaults a device sends again only after four seconds. Each time the messages on it wait
-//! for two seconds until it is given up, so a connection that always took it back at once would carry next to nothing,
-//! although another lane carries everything. So the pauses grow: the first losses cost it half a second, like any, since a
-//! port that goes down twice in a minute may well stay up then; from the third relapse in a row on 2, 4, 8, 16 and then 30
-//! seconds.
+//! A cable that loses one packet in a thousand lets a new queue pair's first write pass, and what is posted on it a
+//! moment later falls silent: with NCCL's defaults a device retransmits only after four seconds. Each time the messages
+//! on it wait for two seconds until it is given up, so a connection that always took it back at once would carry next
+//! to nothing, although another lane works. So the pauses grow: the first losses cost half a second, like any, since a
+//! port that goes down twice in a minute may well stay up then; from the third relapse in a row on 2, 4, 8, 16 and then
+//! 30 seconds.
 //!
-//! A lane that stayed for half a minute has recovered. And when there is no other lane none of this counts.
+//! A lane that stayed for half a minute has recovered. When there is no other lane none of this applies.
 //!
 //! Pure: no clock, no device.
 
 use std::time::{Duration, Instant};
 
-/// A loss so soon after the return is a relapse.
+/// A loss this soon after the return is a relapse.
 const SOON: Duration = Duration::from_secs(30);
 
-/// So many relapses in a row cost nothing.
+/// This many relapses in a row have no effect.
 const FREE: u32 = 2;
 
-/// The longest that a lane stays out before the next try.
+/// The longest time that a lane is left out before the next attempt.
 const LONGEST: Duration = Duration::from_secs(30);
 
 /// The history of a lane.
@@ -47,12 +47,12 @@ impl Relapses {
         self.until = self.news.map(|pause| now + pause);
     }
 
-    /// Until when it stays out; none if it does not.
+    /// Until when it is left out; None if it is not.
     pub fn until(&self) -> Option<Instant> {
         self.until
     }
 
-    /// How often it was lost in a row soon after its return, and for how long it stays out. Once for each time.
+    /// How often it was lost in a row soon after its return, and how long it is left out. Once for each time.
     pub fn news(&mut self) -> Option<(u32, Duration)> {
         self.news.take().map(|pause| (self.in_a_row, pause))
     }
@@ -62,7 +62,7 @@ impl Relapses {
 mod tests {
     use super::*;
 
-    /// For how many seconds it stays out after each loss, having been up for as long as said each time.
+    /// How many seconds it is left out after each loss, having been up for the given times.
     fn pauses(up: &[u64]) -> Vec<u64> {
         let (mut lane, mut now) = (Relapses::default(), Instant::now());
         up.iter()

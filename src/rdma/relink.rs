@@ -1,14 +1,14 @@
-//! Connecting one queue pair with the peer's, also beside the threads of its connection.
+//! Connecting one queue pair with the peer's, outside the threads of its connection.
 //!
-//! On RoCE the kernel looks for the peer's link address in that call, for a second or more where a link has just come up. A
-//! connection that goes on over other queue pairs must not wait for that with NCCL's thread. So the new queue pair of a
-//! lost lane is connected in a thread of its own, and comes back to its lane with the outcome.
+//! On RoCE the kernel resolves the peer's link address in that call, for a second or more if a link has just come up. A
+//! connection that continues over other queue pairs must not block NCCL's thread for that. So the new queue pair of a
+//! lost lane is connected in a separate thread, and comes back to its lane with the result.
 
 use super::aside::Aside;
 use super::verbs::{Ece, QueuePair, Refused, Route, Timeouts};
 use crate::os::error::Result;
 
-/// How far a queue pair is connected.
+/// The state of a queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
     /// It is bound to its port.
@@ -19,11 +19,11 @@ enum Step {
     Sending,
 }
 
-/// What has been done with a queue pair.
+/// The progress of connecting a queue pair.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Linked {
     step: Step,
-    /// It goes without options beyond the standard: one of the two sides has none.
+    /// It uses no options beyond the standard: one of the two sides has none.
     pub(super) without_ece: bool,
 }
 
@@ -32,10 +32,10 @@ impl Linked {
     pub(super) const BOUND: Self = Self { step: Step::Bound, without_ece: false };
 }
 
-/// How a queue pair is to be connected.
+/// The parameters for connecting a queue pair.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Plan {
-    /// What the peer offers beyond the standard.
+    /// The options that the peer offers beyond the standard.
     pub(super) ece: Option<Ece>,
     pub(super) route: Route,
     pub(super) timeouts: Timeouts,
@@ -43,7 +43,7 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// Does what has not been done yet.
+    /// Does the remaining steps.
     ///
     /// # Errors
     /// When the device refuses; it may be tried again.
@@ -61,7 +61,7 @@ impl Plan {
     }
 }
 
-/// A queue pair, and what became of connecting it.
+/// A queue pair, and the result of connecting it.
 type Outcome = (QueuePair, Linked, Result<()>);
 
 /// A queue pair that a thread is connecting. When this is dropped first, the thread ends the queue pair.
@@ -78,11 +78,11 @@ impl Apart {
             let connected = plan.carry_out(&pair, &mut linked).map_err(Refused::into_error);
             (pair, linked, connected)
         };
-        // While a lane is connecting, its connection is looked at anyhow.
+        // While a lane is connecting, its connection is polled anyway.
         Self { element, outcome: Aside::start(connect, || ()) }
     }
 
-    /// By which asynchronous events name the queue pair.
+    /// The address by which asynchronous events identify the queue pair.
     pub(super) fn element(&self) -> u64 {
         self.element
     }

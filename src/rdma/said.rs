@@ -1,10 +1,11 @@
-//! What was said over the control channel, for the case that its socket has to be replaced.
+//! The frames sent over the control channel, for the case that its socket must be replaced.
 //!
-//! A socket that falls silent takes with it what was on its way. Both sides count the frames that they have taken in, tell
-//! each other over the next socket ([`Type::Ack`](crate::session::frame::Type::Ack)), and say the rest again. Frames that are
-//! said again and again anyhow ([`Type::Ask`](crate::session::frame::Type::Ask)) do not count.
+//! A socket that falls silent loses what was under way. Both sides count the frames that they have received, report the
+//! count over the next socket ([`Type::Ack`](crate::session::frame::Type::Ack)), and resend the rest. Frames that are
+//! repeated anyway ([`Type::Ask`](crate::session::frame::Type::Ask)) do not count.
 //!
-//! They are few, a handful for each queue pair that is lost, so the last ones are kept whether they have arrived or not.
+//! They are few, a handful for each queue pair that is lost, so the last ones are kept whether they have arrived or
+//! not.
 //!
 //! Pure: no socket.
 
@@ -12,20 +13,20 @@ use std::collections::VecDeque;
 
 use crate::os::error::{Error, Result};
 
-/// Frames that are kept. More are not on their way unless a connection loses queue pairs a hundred times while its control
+/// Frames that are kept. No more are under way unless a connection loses queue pairs a hundred times while its control
 /// channel is silent.
 const MOST: usize = 512;
 
-/// The frames that this side has said.
+/// The frames that this side has sent.
 #[derive(Debug, Default)]
 pub struct Said {
-    /// How many came before the first that is kept.
+    /// How many were sent before the first that is kept.
     before: u64,
     frames: VecDeque<Box<[u8]>>,
 }
 
 impl Said {
-    /// A frame is said.
+    /// A frame is sent.
     pub fn add(&mut self, frame: &[u8]) {
         if self.frames.len() == MOST {
             self.frames.pop_front();
@@ -34,10 +35,10 @@ impl Said {
         self.frames.push_back(frame.into());
     }
 
-    /// The other side has taken in so many: what is to be said again.
+    /// The other side has received this many: returns the frames to resend.
     ///
     /// # Errors
-    /// When there were not so many, or the next one is not kept any more.
+    /// When there were not that many, or the next one is not kept any more.
     pub fn after(&mut self, taken: u64) -> Result<Vec<u8>> {
         let skipped = taken.checked_sub(self.before).and_then(|count| usize::try_from(count).ok());
         let Some(skipped) = skipped.filter(|count| *count <= self.frames.len()) else {
@@ -72,8 +73,8 @@ mod tests {
     }
 
     proptest! {
-        /// Sockets that take any number of frames, of which any number arrive before they fall silent: each frame is taken
-        /// in once, in order.
+        /// Sockets that accept any number of frames, of which any number arrive before they fall silent: each frame is
+        /// received once, in order.
         #[test]
         fn what_a_socket_swallows_is_said_again(sockets in prop::collection::vec((0..5_usize, 0..5_usize), 1..40)) {
             let mut said = Said::default();

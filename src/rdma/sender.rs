@@ -1,21 +1,21 @@
 //! The sending side of a connection.
 //!
-//! The receiver writes a line for each part of a posted receive into the [`Ring`] of this side. A send that finds its
-//! line is answered in the same call: RDMA writes straight from NCCL's buffer into the receiver's, shared out over the
-//! lanes, the last one of each lane with an immediate. A send without a line waits in [`Matching`]. It is done when
-//! every write of it has completed, that is when the receiver's device has acknowledged all its bytes.
+//! The receiver writes a CTS entry (line) for each part of a posted receive into the [`Ring`] of this side. A send that
+//! finds its entry starts in the same call: RDMA writes straight from NCCL's buffer into the receiver's, divided over
+//! the lanes, the last one of each lane with an immediate. A send without an entry waits in [`Matching`]. It is done
+//! when every write of it has completed, that is when the receiver's device has acknowledged all its bytes.
 //!
-//! A short message without a line does not wait for one, as long as there is credit: it is copied into the [`Outbox`],
-//! written from there, and done (`short`). When sends have waited a while the receiver is asked to announce what it has posted:
-//! receives that only short messages fit it keeps to itself otherwise.
+//! A short message does not wait for an entry, as long as there is credit: it is copied into the [`Outbox`], written
+//! from there, and done (`short`). When sends have waited a while, this side requests the receiver to announce what it
+//! has posted: otherwise it does not announce receives that only short messages fit.
 //!
-//! Short parts of a group are held back until the last one is posted, or `test` is called: one doorbell for all, and where
-//! each fills its receive, one immediate and one completion (a run).
+//! Short parts of a group are held back until the last one is posted, or `test` is called: one doorbell for all, and
+//! where each fills its receive, one immediate and one completion (a run).
 //!
-//! When a queue pair is lost while others live, what is in doubt travels again over those ([`mending`](super::mending)).
+//! When a queue pair is lost while others work, what is in doubt is resent over those ([`mending`](super::mending)).
 //!
-//! NCCL's thread does all of that, in `isend` and `test`. The keeper looks too while something is outstanding, ever more
-//! rarely while nothing moves, since NCCL's thread may be waiting for something else.
+//! NCCL's thread does all of that, in `isend` and `test`. The control thread polls too while something is outstanding,
+//! at growing intervals while nothing moves, since NCCL's thread may be waiting for something else.
 
 mod job;
 mod mending;
@@ -48,35 +48,35 @@ use crate::engine::poller::{Progress, Source};
 use crate::engine::request::{Keys, Outcome, SLOTS, Ticket, too_long};
 use crate::os::error::{Error, Result};
 
-/// Queue depth of a sending lane: a message takes one request on each of its lanes, two when its immediate travels apart,
+/// Queue depth of a sending lane: a message takes one request on each of its lanes, two when its immediate is separate,
 /// and as many messages as there are request slots may be outstanding. When there is less room the rest waits.
 pub const DEPTH: Depth = Depth { send: 256, receive: 0, inline_bytes: INLINE };
 
-/// What may travel inside a request, for the shortest messages, if the device takes so much: spares it a look into memory.
-/// With 220 bytes a message of 256 took 0.8 % more instructions on its way, the kernel's included
-/// (`benches/rdma_compare.sh --work`'s clock, 2026-11-22).
+/// Bytes that may be inline in a request, for the shortest messages, if the device accepts that many: it saves the
+/// device a read of memory. With 220 bytes a message of 256 took 0.8 % more instructions, the kernel's included
+/// (`benches/rdma_compare.sh --work`).
 const INLINE: u32 = 512;
 
 /// Bytes of a message's size in the receiver's table.
 const SIZE: u32 = 8;
 
-/// The longest share in bytes that is kept back until the other parts of its group are posted, so that the device is told
-/// of all with one doorbell: a longer one had better begin. Whoever asks after a send lets go of what is kept back, and
-/// nobody waits for a part alone, since a group is received as a whole.
+/// The longest share in bytes that is held back until the other parts of its group are posted, so that one doorbell
+/// notifies the device of all: a longer one should begin at once. Testing a send releases what is held back, and
+/// nothing waits for a part alone, since a group is received as a whole.
 const HELD_MAX: u64 = 16 << 10;
 
 /// How long a close waits for the receiver's device to acknowledge the last short messages.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
 
-/// How long at most when a queue pair may be replaced meanwhile: shorter than `Silences` remembers.
+/// The limit when a queue pair may be replaced meanwhile: shorter than `Silences` remembers.
 const CLOSE_MENDING: Duration = Duration::from_secs(20);
 
 /// How long it waits when earlier closes towards the peer process have used that up: another path may still deliver.
 const CLOSE_LEAST: Duration = Duration::from_millis(20);
 
-/// What the peer's answer said that sending needs.
+/// The data from the peer's answer that sending needs.
 pub struct Target {
-    /// Whether every message is split over all lanes.
+    /// Whether every message is divided over all lanes.
     pub split: bool,
     /// Lanes that one message uses at least, if it is long: the larger number of ports of the two sides.
     pub ports: usize,
@@ -90,14 +90,14 @@ pub struct Target {
 
 /// The memory of this side that the peer writes lines into, registered.
 pub struct RingMemory {
-    /// Go first: afterwards nobody writes. By adapter.
+    /// Dropped first: afterwards no device writes. By adapter.
     regions: Vec<MemoryRegion>,
     /// The lines.
     pub ring: Ring,
 }
 
 impl RingMemory {
-    /// Registers a ring with every adapter: when a queue pair is lost, lines come over another.
+    /// Registers a ring with every adapter: when a queue pair is lost, CTS entries arrive over another.
     ///
     /// # Errors
     /// When it cannot be pinned.
@@ -111,14 +111,14 @@ impl RingMemory {
     }
 }
 
-/// Sizes on their way to the receiver's table, one place for each message that can be outstanding.
+/// Sizes under way to the receiver's table, one place for each message that can be outstanding.
 struct Scratch {
     regions: Vec<MemoryRegion>,
     sizes: Pages<u64>,
 }
 
-/// What a connection sends from beside NCCL's memory, registered. Made before the receiver is told that the connection is
-/// there.
+/// The registered memory that a connection sends from, beside NCCL's. Made before the receiver is notified that the
+/// connection is ready.
 pub struct Stores {
     scratch: Scratch,
     /// None when the receiver has no inbox.
@@ -155,7 +155,7 @@ struct Message {
 }
 
 struct State {
-    /// None once the connection has failed or is closed: no device touches a buffer then.
+    /// None once the connection has failed or is closed: then no device accesses a buffer.
     fabric: Option<Fabric>,
     ring: Option<RingMemory>,
     scratch: Scratch,
@@ -164,10 +164,10 @@ struct State {
     /// Free request slots.
     keys: Keys,
     known: Known,
-    /// When to ask the receiver about sends that wait.
+    /// When to send the receiver a query about sends that wait.
     ask: Asking,
     next_line: u32,
-    /// Something has come from the receiver over a queue pair: its own are ready to receive.
+    /// A write from the receiver has arrived over a queue pair: its own are ready to receive.
     has_heard: bool,
     matching: Matching<usize, Line>,
     /// Sends that wait, and are short: they may wait for credit.
@@ -182,11 +182,11 @@ struct State {
     run: Run,
     /// The lane that short messages take.
     short_lane: usize,
-    /// What is in doubt; none where the loss of a lane ends the connection.
+    /// The writes in doubt; None when the loss of a lane ends the connection.
     ledger: Option<Ledger>,
-    /// Short messages that were lost with their lane, to be sent again before any other.
+    /// Short messages that were lost with their lane, to be resent before any other.
     again: VecDeque<Parcel>,
-    /// Shares that were lost with their lane, to be sent again over another.
+    /// Shares that were lost with their lane, to be resent over another.
     orphans: Vec<mending::Orphan>,
     silence: Silence,
 }
@@ -204,10 +204,10 @@ const LAST: u64 = 1 << 63;
 /// The write is of a short message from the outbox.
 const EAGER: u64 = 1 << 62;
 
-/// The write tries a new queue pair.
+/// The write tests a new queue pair.
 const PROBE: u64 = 1 << 61;
 
-/// What a work request carries with it: which message, on which lane, how many places of the queue its completion frees,
+/// The content of a work request's id: which message, on which lane, how many places of the queue its completion frees,
 /// and whether it is the last one of a share.
 #[inline]
 fn work_id(key: usize, lane: usize, places: u32, is_last: bool) -> u64 {
@@ -218,7 +218,7 @@ impl RdmaSend {
     /// A connection whose lanes are connected.
     ///
     /// # Errors
-    /// When the keeper cannot watch the socket.
+    /// When the control thread cannot watch the socket.
     pub fn new(
         parts: Parts,
         mut fabric: Fabric,
@@ -267,9 +267,9 @@ impl RdmaSend {
     /// When the memory is not registered for it, or the message is longer than its receive.
     ///
     /// # Safety
-    /// `address` must be readable for `length` bytes, and stay so until the request ends, the memory is withdrawn or the
-    /// connection is closed. `profiler` is null or NCCL's profiler handle of this transfer, alive until `test` has told the
-    /// end of it.
+    /// `address` must be readable for `length` bytes, and stay so until the request ends, the memory is withdrawn or
+    /// the connection is closed. `profiler` is null or NCCL's profiler handle of this transfer, valid until `test` has
+    /// reported the end of it.
     pub unsafe fn isend(
         &self,
         address: u64,
@@ -278,11 +278,11 @@ impl RdmaSend {
         memory: Option<(usize, &Arc<Registration>)>,
         profiler: *mut c_void,
     ) -> Result<Option<Ticket>> {
-        // The completion of an earlier send may still be unread: then the connection fails when there can be none any more.
+        // The completion of an earlier send may still be unread: then the connection fails once none can follow.
         if self.base.health.is_peer_done() && self.base.requests.outstanding_of(&self.state().keys) == 0 {
             self.base.leaves_early();
         }
-        // As NCCL's own transports do: the call is accepted, and `test` says what is wrong.
+        // As NCCL's own transports do: the call is accepted, and `test` returns the error.
         if self.base.health.is_failed() || self.base.health.is_peer_done() {
             return Ok(self.base.requests.take_with(&mut self.state().keys, 1));
         }
@@ -310,7 +310,7 @@ impl RdmaSend {
         unsafe { self.started(state, ticket, begun) }
     }
 
-    /// What is left to do when a send has begun, or could not.
+    /// The remaining work when a send has started, or could not.
     ///
     /// # Safety
     /// Inside `isend`.
@@ -337,7 +337,7 @@ impl RdmaSend {
         Ok(Some(ticket))
     }
 
-    /// Sends what can be sent of a new message.
+    /// Posts what can be sent of a new message.
     #[inline]
     fn begin(
         &self,
@@ -365,10 +365,10 @@ impl RdmaSend {
         }
     }
 
-    /// Asks after a send: its size when it is done.
+    /// The outcome of a send: its size when it is done.
     ///
     /// # Errors
-    /// When the connection has failed; no device touches the buffer any more then.
+    /// When the connection has failed; no device accesses the buffer any more then.
     pub fn test(&self, ticket: Ticket) -> Result<Option<Outcome>> {
         self.base.requests.check(ticket)?;
         if let Some(outcome) = self.base.finish(ticket) {
@@ -380,7 +380,7 @@ impl RdmaSend {
             return Ok(Some(outcome));
         }
         let Err(error) = self.base.verdict(ticket) else { return Ok(None) };
-        // After this nobody ends a request: it is done, perhaps since it was polled, or never will be.
+        // After this no thread ends a request: it is done, perhaps since it was polled, or never will be.
         self.quiesce();
         if let Some(outcome) = self.base.finish(ticket) {
             return Ok(Some(outcome));
@@ -389,8 +389,8 @@ impl RdmaSend {
         Err(error)
     }
 
-    /// The host takes back memory, as NCCL does on an abort before it closes the connection. When an outstanding request sends
-    /// from some of it, the connection ends. Nobody touches the memory after this has returned.
+    /// The host takes back memory, as NCCL does on an abort before it closes the connection. If an outstanding request
+    /// sends from some of it, the connection ends. Nothing accesses the memory after this has returned.
     pub fn withdraw(&self, memory: &Arc<Registration>) {
         let mut state = self.state();
         let reads = |message: &Message| message.memory.as_ref().is_some_and(|held| Arc::ptr_eq(held, memory));
@@ -399,7 +399,7 @@ impl RdmaSend {
         }
         let (fabric, ring) = (state.fabric.take(), state.ring.take());
         drop((fabric, ring));
-        // Its pages must not stay pinned: other memory may get the same address, and would be taken for it.
+        // Its pages must not stay pinned: other memory may get the same address, and would be mistaken for it.
         state.messages.iter_mut().for_each(|(_, message)| message.memory = None);
         drop(state);
         self.base.was_withdrawn();
@@ -418,7 +418,7 @@ impl RdmaSend {
         if orderly {
             let outbox = state.outbox.take();
             drop(state);
-            // The lanes live on until the receiver has closed too: it may still be writing lines.
+            // The lanes stay until the receiver has closed too: it may still be writing CTS entries.
             self.base.leave(Some(Box::new((fabric, ring, outbox))));
         } else {
             drop(state);
@@ -428,14 +428,15 @@ impl RdmaSend {
         }
     }
 
-    /// What a test does to the lanes.
+    /// The effect of a test on the lanes.
     #[cfg(test)]
     pub(super) fn with_fabric(&self, act: impl FnOnce(&mut Fabric)) {
         act(self.state().fabric.as_mut().expect("the connection is there"));
     }
 
-    /// Waits until the receiver's device has acknowledged the short messages, which were reported done before. When a
-    /// queue pair is lost just then, for longer. All closes towards a peer process that does not answer share this time.
+    /// Waits until the receiver's device has acknowledged the short messages, which were already reported done. Waits
+    /// longer if a queue pair is lost at this moment. All closes towards a peer process that does not answer share this
+    /// time.
     fn deliver(&self) {
         let (start, label) = (Instant::now(), &self.base.peer.label);
         let is_delivered = || self.state().outbox.as_ref().is_none_or(Outbox::is_delivered);
@@ -473,8 +474,8 @@ impl RdmaSend {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Looks whether anything can move, unless another thread is looking.
-    // Inlined into `test`, which runs again and again until something has come.
+    /// Polls, unless another thread is polling.
+    // Inlined into `test`, which runs again and again until something has arrived.
     #[inline(always)]
     fn glance(&self) -> bool {
         let mut state = match self.state.try_lock() {
@@ -491,7 +492,7 @@ impl RdmaSend {
         }
     }
 
-    /// Takes lines and completions, and posts what waited for them.
+    /// Takes CTS entries and completions, and posts what waited for them.
     #[inline(always)]
     fn pump(&self, state: &mut State) -> Result<bool> {
         let mut moved = false;
@@ -520,7 +521,7 @@ impl RdmaSend {
         Ok(moved)
     }
 
-    /// Takes the lines that have come, and launches the sends that waited for them.
+    /// Takes the CTS entries that have arrived, and starts the sends that waited for them.
     #[inline]
     fn take_lines(&self, state: &mut State) -> Result<()> {
         if state.has_line() { self.take_lines_that_came(state) } else { Ok(()) }
@@ -579,7 +580,8 @@ impl RdmaSend {
         Ok(moved)
     }
 
-    /// The keeper: asks the receiver when sends have waited a while, or has NCCL's thread do it that is at work.
+    /// The control thread: sends the receiver a query when sends have waited a while, or leaves that to NCCL's thread
+    /// if it is active.
     fn ask_if_due(&self) {
         match self.state.try_lock() {
             Ok(mut state) => self.ask(&mut state),
@@ -587,7 +589,7 @@ impl RdmaSend {
         }
     }
 
-    /// What the receiver keeps to itself may be what sends wait for.
+    /// Sends may wait for receives that the receiver has not announced.
     fn ask(&self, state: &mut State) {
         if state.outbox.is_none() || state.matching.waiting_sends() == 0 {
             state.ask.rest();
@@ -596,7 +598,7 @@ impl RdmaSend {
         }
     }
 
-    /// A send has met its line.
+    /// A send has met its CTS entry.
     #[inline]
     fn launch(&self, state: &mut State, key: usize, line: &Line) -> Result<()> {
         let State { fabric: Some(fabric), messages, stripes, jobs, waiting_jobs, scratch, holds, run, ledger, .. } =
@@ -611,7 +613,7 @@ impl RdmaSend {
         let shares = stripes.share(message.length);
         let count = shares.pieces();
         message.left = count;
-        // The receiver adds up the lengths of the writes with immediates; where there are others, it must be told.
+        // The receiver adds up the lengths of the writes with immediates; if there are others, it needs the size.
         let is_told =
             shares.longest() > fabric.longest_write || fabric.apart_above.is_some_and(|above| message.length > above);
         let immediate = Immediate {
@@ -633,7 +635,7 @@ impl RdmaSend {
             self.base.events.ready(message.slot, 0);
         }
         if count == 1 && !is_told && !self.base.events.hears() {
-            // One write on one lane, as nearly always: nothing to keep in mind of it.
+            // One write on one lane, as nearly always: nothing need be stored for it.
             let at = stripes.lane(shares.first_lane());
             let lane = fabric.lane(at);
             if jobs[at].is_empty() && lane.room() > 0 {
@@ -676,7 +678,7 @@ impl RdmaSend {
         Ok(())
     }
 
-    /// Posts as much of a share as its lane has room for; says whether that was all.
+    /// Posts as much of a share as its lane has room for; returns whether that was all.
     #[inline]
     fn post(
         &self,
@@ -698,7 +700,7 @@ impl RdmaSend {
             let bytes = rest.min(longest);
             let at = job.share.offset + job.posted;
             let is_end = bytes == rest;
-            // The end of a share whose immediate is apart, perhaps with the size, takes two places.
+            // The end of a share whose immediate is separate, perhaps with the size, takes two places.
             let places = 1 + u32::from(is_end && (job.tells || is_apart));
             if lane.room() < places {
                 return Ok(false);
@@ -723,7 +725,7 @@ impl RdmaSend {
                     lane: job.share.lane,
                     line: job.line,
                     is_held: job.has_more && job.share.length <= HELD_MAX,
-                    // The end of a longer share answers for itself alone.
+                    // The end of a longer share ends only itself.
                     fills: is_end && job.posted == 0 && job.fills(length),
                 };
                 hand_over(lane, messages, (holds, run, ledger), &end, write)?;
@@ -741,8 +743,8 @@ impl RdmaSend {
         }
     }
 
-    /// The end of a share whose immediate travels apart: the bytes, then the immediate, with the message's size if this share
-    /// tells it.
+    /// The end of a share whose immediate is separate: the bytes, then the immediate, with the message's size if this
+    /// share carries it.
     fn post_end(&self, lane: &mut Lane, scratch: &Scratch, job: &Job, write: Work) -> Result<()> {
         let bytes = Work { is_signaled: false, immediate: None, ..write };
         let end = if job.tells {
@@ -759,7 +761,7 @@ impl RdmaSend {
     }
 
     /// Notes for the profiler that a lane takes its share, perhaps `again`. The work request is the share's last, whose
-    /// completion ends it and frees so many places.
+    /// completion ends it and frees this many places.
     #[cold]
     fn tell_share(&self, message: &Message, job: &Job, places: u32, again: bool) {
         let Share { lane, offset, length } = job.share;
@@ -793,7 +795,7 @@ impl RdmaSend {
         Ok(())
     }
 
-    /// A write has completed, or failed. Out of line, so that a look which finds nothing is short.
+    /// A write has completed, or failed. Out of line, so that a poll which finds nothing is short.
     #[inline(never)]
     fn completed(
         &self,
@@ -806,7 +808,7 @@ impl RdmaSend {
         let index = (id >> 16) as u16 as usize;
         let lane = &mut lanes[index];
         if !lane.is_up() || !lane.is_of_this_life(completion) {
-            // What became of it the receiver has told, or will.
+            // The receiver has reported its result, or will.
             return if lane.is_returning() { self.probed(lane, completion) } else { Ok(()) };
         }
         if !completion.is_ok() {
@@ -835,7 +837,7 @@ impl RdmaSend {
         Ok(())
     }
 
-    /// A share of a message has completed. The message before it that has ended with it, if there is one.
+    /// A share of a message has completed. Returns the message before it that has ended with it, if there is one.
     #[inline]
     fn ended(&self, messages: &mut slab::Slab<Message>, key: u16, path: u16) -> Option<u16> {
         let message = &mut messages[usize::from(key)];
@@ -854,7 +856,8 @@ impl RdmaSend {
         earlier
     }
 
-    /// The connection ends with a failure. First the lanes go, so that no device touches a buffer when it is told.
+    /// The connection ends with a failure. First the lanes are dropped, so that no device accesses a buffer when it is
+    /// reported.
     #[cold]
     fn end(&self, mut state: MutexGuard<'_, State>, error: Error) {
         let fabric = state.fabric.take();
@@ -873,29 +876,30 @@ impl RdmaSend {
 }
 
 impl Message {
-    /// Whether it may be copied and sent without a line.
+    /// Whether it may be copied and sent without a CTS entry.
     #[inline]
     fn is_short(&self) -> bool {
         is_short(self.length, self.memory.as_ref())
     }
 }
 
-/// Whether so many bytes of such memory may be copied and sent without a line.
+/// Whether this many bytes of such memory may be copied and sent without a CTS entry.
 #[inline]
 fn is_short(length: u64, memory: Option<&Arc<Registration>>) -> bool {
     length <= EAGER_MAX && memory.is_none_or(|memory| memory.kind == Memory::Host)
 }
 
 impl State {
-    /// Whether the next line seems to have come.
+    /// Whether the next CTS entry seems to have arrived.
     #[inline(always)]
     fn has_line(&self) -> bool {
         let Some(ring) = &self.ring else { return false };
         ring.ring.has(self.next_line)
     }
 
-    /// Whether the receiver's queue pairs are known to receive. A write that comes before is dropped, and the device sends
-    /// it again only after `NCCL_IB_TIMEOUT`, four seconds. The receiver's first word says so, or its first line.
+    /// Whether the receiver's queue pairs are known to receive. A write that arrives before is dropped, and the device
+    /// retransmits it only after `NCCL_IB_TIMEOUT`, four seconds. The receiver's first count, or its first CTS entry,
+    /// shows that they do.
     #[inline(always)]
     fn has_heard(&mut self) -> bool {
         self.has_heard || self.hears_first()
@@ -908,7 +912,7 @@ impl State {
         self.has_heard
     }
 
-    /// Whether a short message without a line may go all the same.
+    /// Whether a short message may go without a CTS entry.
     #[inline(always)]
     fn may_go_eagerly(&mut self) -> bool {
         if !self.has_heard() {

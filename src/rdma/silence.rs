@@ -1,41 +1,42 @@
-//! Which lanes have fallen silent: nothing that was put on them is acknowledged any more, while others fare well.
+//! Which lanes have fallen silent: nothing that was posted on them is acknowledged any more, while others work.
 //!
-//! A way that swallows packets while the ports at both ends stay up is noticed by the device alone, when it has sent again
-//! often enough: with NCCL's defaults (`NCCL_IB_TIMEOUT` 20, `NCCL_IB_RETRY_CNT` 7) after half a minute, and even one packet
-//! lost at the end of a message costs 4.3 s. A connection that has another lane does not wait for that.
+//! A path that drops packets while the ports at both ends stay up is noticed only by the device, when it has
+//! retransmitted often enough: with NCCL's defaults (`NCCL_IB_TIMEOUT` 20, `NCCL_IB_RETRY_CNT` 7) after half a minute,
+//! and even one packet lost at the end of a message costs 4.3 s. A connection that has another lane does not wait for
+//! that.
 //!
-//! A lane is silent when the oldest thing on it has waited for two seconds, and for as long as 20 MB/s take for its bytes,
-//! without one completion. That says nothing when all lanes fare alike (a host that stands still, a network that is down):
-//! then there is no better one. So one is named only when another has completed something within the last second, or has
-//! nothing to do.
+//! A lane is silent when the oldest entry on it has waited for two seconds plus the time for its bytes at 20 MB/s,
+//! without one completion. That proves nothing when all lanes behave alike (a host that stands still, a network that is
+//! down): then there is no better one. So a lane is reported only when another has completed something within the last
+//! second, or has nothing to do.
 //!
-//! What counts is watched time: between two looks at most a quarter of a second, so that a process that was stopped, or a
-//! machine that stood still, finds its completions before it judges.
+//! Only watched time counts: between two checks at most a quarter of a second, so that a process that was stopped, or a
+//! machine that stood still, finds its completions before it decides.
 //!
 //! Pure: no clock, no device.
 
 use std::time::{Duration, Instant};
 
-/// How long a lane may complete nothing, beside the time for its bytes.
+/// How long a lane may complete nothing, in addition to the time for its bytes.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Bytes per second that any way carries which is worth waiting for: a sixth of 1 Gbit/s.
+/// Bytes per second of the slowest path that is worth waiting for: a sixth of 1 Gbit/s.
 const SLOWEST: u64 = 20_000_000;
 
-/// A lane that has completed something so long ago fares well.
+/// A lane that has completed something within this time works.
 const WELL: Duration = Duration::from_secs(1);
 
-/// What a pause between two looks counts at most. The keeper looks every 128 ms or more often.
+/// The most that the time between two checks counts. The control thread checks every 128 ms or more often.
 const STEP: Duration = Duration::from_millis(250);
 
-/// What is seen of a lane.
+/// The state of a lane.
 #[derive(Debug, Clone, Copy)]
 pub struct Seen {
     /// Whether it carries messages.
     pub is_up: bool,
     /// Completions taken from it, in all.
     pub done: u64,
-    /// The bytes of the oldest thing on it whose completion will come; none when there is no such thing.
+    /// The bytes of the oldest entry on it whose completion will come; None when there is none.
     pub owes: Option<u64>,
 }
 
@@ -54,7 +55,7 @@ pub struct Silence {
 }
 
 impl Silence {
-    /// Looks at all lanes, in their order. Returns those that have fallen silent, nearly always none.
+    /// Checks all lanes, in order. Returns those that have fallen silent, nearly always none.
     pub fn look(&mut self, now: Instant, lanes: impl ExactSizeIterator<Item = Seen> + Clone) -> Vec<usize> {
         // With one lane there is no other.
         if lanes.len() < 2 {
@@ -76,7 +77,7 @@ impl Silence {
     }
 }
 
-/// How long so many bytes may take.
+/// How long this many bytes may take.
 fn patience(bytes: u64) -> Duration {
     PATIENCE + Duration::from_micros(bytes.saturating_mul(1_000_000) / SLOWEST)
 }
@@ -87,7 +88,8 @@ mod tests {
 
     const TICK: Duration = Duration::from_millis(128);
 
-    /// Two lanes as they are seen again and again, until one is named or a minute is over. How long that takes.
+    /// Two lanes that are checked again and again, until one is reported or a minute has passed. Returns how long that
+    /// takes.
     fn until_named(tick: Duration, mut seen: impl FnMut(u64) -> [Seen; 2]) -> Option<(Duration, Vec<usize>)> {
         let (mut silence, start) = (Silence::default(), Instant::now());
         let mut at = Duration::ZERO;

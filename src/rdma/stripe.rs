@@ -1,10 +1,10 @@
-//! How a message is shared out over the queue pairs of a connection.
+//! How a message is divided over the queue pairs of a connection.
 //!
-//! The lanes of a connection are numbered so that neighbours are on different devices: lane l is on device l modulo
-//! the number of devices. A message takes either all lanes (`NCCL_IB_SPLIT_DATA_ON_QPS=1`) or one of each device, in
-//! turn; and of those no more than it has [`SHARE_MIN`] for, so that a short message is one write.
+//! The lanes of a connection are numbered so that neighbours are on different devices: lane l is on device l modulo the
+//! number of devices. A message uses either all lanes (`NCCL_IB_SPLIT_DATA_ON_QPS=1`) or one of each device, in turn;
+//! and of those no more than it has [`SHARE_MIN`] for, so that a short message is one write.
 //!
-//! Lanes that were lost are left out, as if they had never been there ([`Stripes::over`]).
+//! Lost lanes are left out, as if they had never existed ([`Stripes::over`]).
 //!
 //! Shares start at multiples of 128 bytes from the message's start: with NCCL's LL128 protocol the GPU polls flags in
 //! every 128 bytes while the buffer is being filled.
@@ -12,14 +12,14 @@
 /// Shares start at multiples of this many bytes.
 pub const ALIGN: u64 = 128;
 
-/// A message is shared out only so far that every share has this many bytes: below, the second work request costs more
-/// than a second link brings (at 400 Gbit/s 8 KiB take 0.16 µs, about what posting and completing a request takes).
+/// A message is divided only so far that every share has this many bytes: below, the second work request costs more
+/// than a second link saves (at 400 Gbit/s 8 KiB take 0.16 µs, about what posting and completing a request takes).
 pub const SHARE_MIN: u64 = 8 << 10;
 
-/// The most lanes of a connection: what the count of shares in an immediate holds.
+/// The most lanes of a connection: the largest count of shares in an immediate.
 pub const MAX_LANES: usize = 128;
 
-/// The lanes of a connection, and whose turn it is.
+/// The lanes of a connection, and which is next.
 #[derive(Debug, Clone)]
 pub struct Stripes {
     /// Those that are used, in their order.
@@ -31,7 +31,7 @@ pub struct Stripes {
     turn: usize,
 }
 
-/// What one lane carries of a message.
+/// The share of a message that one lane carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Share {
     /// The lane: its place among those that are used.
@@ -62,7 +62,7 @@ impl Stripes {
         Self { order: (0..lanes).collect(), all_devices: devices, devices, split, turn: 0 }
     }
 
-    /// From now on messages go over these lanes, at least one, in ascending order.
+    /// From now on messages use these lanes, at least one, in ascending order.
     pub fn over(&mut self, lanes: impl Iterator<Item = usize>) {
         self.order.clear();
         self.order.extend(lanes);
@@ -74,13 +74,13 @@ impl Stripes {
         self.turn = 0;
     }
 
-    /// Which lane a [`Share::lane`] is: the shares count only lanes that are used.
+    /// The lane that a [`Share::lane`] means: shares count only lanes that are used.
     #[inline]
     pub fn lane(&self, place: usize) -> usize {
         self.order[place]
     }
 
-    /// Shares out a message of `length` bytes, and passes the turn on.
+    /// Divides a message of `length` bytes, and advances to the next lane.
     #[inline]
     pub fn share(&mut self, length: u64) -> Shares {
         if self.order.len() == 1 {
@@ -89,8 +89,8 @@ impl Stripes {
         let (group, base, first) = if self.split {
             (self.order.len(), 0, self.turn)
         } else {
-            // The turn runs through all lanes: short messages use every device, and one group after the other. The last
-            // group may be smaller when lanes were lost.
+            // The turn passes through all lanes: short messages use every device, and one group after the other. The
+            // last group may be smaller when lanes were lost.
             let base = self.turn / self.devices * self.devices;
             (self.devices.min(self.order.len() - base), base, self.turn - base)
         };

@@ -1,13 +1,13 @@
-//! What the kernel says of RDMA devices in `/sys/class/infiniband`, and of modules that reach GPU memory.
+//! What the kernel reports about RDMA devices in `/sys/class/infiniband`, and about modules that reach GPU memory.
 //!
-//! Nothing here fails: what the kernel does not say is `None` or false.
+//! Nothing here fails: what the kernel does not report is `None` or false.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::gid::RoceVersion;
 
-/// A sysfs, the real one or a test's.
+/// A sysfs: the real one or a test's.
 #[derive(Debug, Clone)]
 pub struct RdmaSysfs {
     root: PathBuf,
@@ -50,8 +50,8 @@ impl RdmaSysfs {
         parse_rate(&fs::read_to_string(self.port(device, port).join("rate")).ok()?)
     }
 
-    /// Which RoCE version an entry of the GID table is for. None when the kernel does not say, as in a container
-    /// that has no such entry.
+    /// The RoCE version of an entry of the GID table. None when the kernel does not report it, as in a container
+    /// without that file.
     pub fn gid_version(&self, device: &str, port: u8, index: u32) -> Option<RoceVersion> {
         let file = self.port(device, port).join("gid_attrs/types").join(index.to_string());
         parse_version(&fs::read_to_string(file).ok()?)
@@ -81,7 +81,7 @@ fn parse_rate(text: &str) -> Option<u32> {
 fn parse_version(text: &str) -> Option<RoceVersion> {
     let text = text.trim();
     match text {
-        // The kernel has one word for InfiniBand and for RoCE v1, whose packets look alike above the link.
+        // The kernel has one name for InfiniBand and for RoCE v1, whose packets look alike above the link.
         "IB/RoCE v1" | "RoCE v1" => Some(RoceVersion::V1),
         "RoCE v2" => Some(RoceVersion::V2),
         _ => None,

@@ -1,5 +1,5 @@
-//! Connections on real verbs: peers that use keys they should not, and queues that are driven to their bounds. These need
-//! hardware or SoftRoCE, so they run in the machine of `tests/rdma_vm`.
+//! Connections on real verbs: peers that use wrong keys, and queues that are filled to their limits. These need
+//! hardware or SoftRoCE, so they run in the virtual machine of `tests/rdma_vm`.
 
 use std::mem::MaybeUninit;
 use std::ptr::null_mut;
@@ -19,8 +19,8 @@ use crate::engine::request::MAX_PARTS;
 use crate::os::config::Config;
 use crate::os::error::Cause;
 
-/// A receive whose line is changed before the sender sees it: both sides fail, name the key as the cause, and no byte is
-/// written.
+/// A receive whose CTS entry is changed before the sender reads it: both sides fail, name the key as the cause, and no
+/// byte is written.
 fn a_line_is_changed(key: impl FnOnce(&Ends, &[u8], u32) -> u32) {
     let ends = Ends::connect(&Plan::default());
     let (source, target) = (vec![7; 20_000], vec![UNTOUCHED; 20_000]);
@@ -84,14 +84,14 @@ fn a_receiver_without_the_key_of_the_ring_fails_both_sides() {
     assert!(target.iter().all(|byte| *byte == UNTOUCHED));
 }
 
-/// What the keeper does with an event of a port's device.
+/// How the control thread handles an event of a port's device.
 fn event(adapter: &Arc<Adapter>, fails: bool, kind: u32, element: u64) {
     let watch = Watch { context: adapter.open.context.clone(), adapters: vec![Arc::clone(adapter)], fails };
     watch.take(&AsyncEvent { kind, text: "made up", element });
 }
 
-/// `IBV_EVENT_DEVICE_FATAL`, with and without recovery: logged only, if the user wants it so; else the end of a connection
-/// that has no other device.
+/// `IBV_EVENT_DEVICE_FATAL`, with and without recovery: only logged, if the user wants that; else the end of a
+/// connection that has no other device.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_device_that_fails_ends_its_connections_unless_that_is_only_logged() {
@@ -110,7 +110,7 @@ fn a_device_that_fails_ends_its_connections_unless_that_is_only_logged() {
     }
 }
 
-/// With another device the connection goes on without the one that failed.
+/// With another device the connection continues without the one that failed.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_connection_goes_on_without_one_of_its_two_devices() {
@@ -124,7 +124,8 @@ fn a_connection_goes_on_without_one_of_its_two_devices() {
     ends.send.close();
 }
 
-/// `IBV_EVENT_CQ_ERR` and `IBV_EVENT_QP_FATAL` of a queue fail its connection, without recovery; logged only, they do not.
+/// `IBV_EVENT_CQ_ERR` and `IBV_EVENT_QP_FATAL` of a queue fail its connection, without recovery; if only logged, they
+/// do not.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn an_event_of_a_queue_reaches_its_connection_unless_it_is_only_logged() {
@@ -144,8 +145,8 @@ fn an_event_of_a_queue_reaches_its_connection_unless_it_is_only_logged() {
     }
 }
 
-/// A device says that a queue has failed, and no completion follows: without recovery the connection that it belongs to
-/// fails, and no other.
+/// A device reports that a queue has failed, and no completion follows: without recovery its connection fails, and no
+/// other.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_queue_that_is_said_to_have_failed_fails_its_connection_and_no_other() {
@@ -170,12 +171,12 @@ fn a_queue_that_is_said_to_have_failed_fails_its_connection_and_no_other() {
     }
 }
 
-/// As many messages as there are request slots, on all lanes of two fused ports, posted before anything is asked after:
-/// with queues of a few places everything waits its turn, and everything arrives.
+/// As many messages as there are request slots, on all lanes of two fused ports, posted before any is tested: with
+/// queues of a few places everything waits, and everything arrives.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn all_messages_that_can_be_outstanding_pass_through_queues_of_a_few_places() {
-    // Plain writes; shares that end with a write of their own; messages whose size is told.
+    // Plain writes; shares that end with a separate write; messages whose size is in the table.
     let reordering: &[_] = &[("NCCL_IB_ADAPTIVE_ROUTING", "1"), ("NCCL_IB_AR_THRESHOLD", "20000")];
     for (depth, variables) in [([4, 4], &[][..]), ([5, 5], reordering), ([16, 17], reordering)] {
         let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], lanes: 16, depth, variables, ..Plan::default() });
@@ -193,7 +194,7 @@ fn all_messages_that_can_be_outstanding_pass_through_queues_of_a_few_places() {
             match unsafe { ends.recv.irecv(&mut parts, &[null_mut(); MAX_PARTS]) }.expect("irecv") {
                 Some(ticket) => receives.push((group, ticket)),
                 None => {
-                    // Not now: the lines' queue is full.
+                    // Not now: the queue of CTS entries is full.
                     waiting += 1;
                     let ticket = until("room for lines", || {
                         let mut parts: Vec<_> =
@@ -212,7 +213,7 @@ fn all_messages_that_can_be_outstanding_pass_through_queues_of_a_few_places() {
             let sent = unsafe { ends.send.isend(address, size(number) as u64, (number % 8) as i32, None, null_mut()) };
             sends.push(sent.expect("isend").expect("a slot for each"));
         }
-        // No slot is left, and that is said, not stumbled over.
+        // No slot is left, and the call reports that.
         // SAFETY: nothing is read of an empty message.
         assert!(unsafe { ends.send.isend(0, 0, 0, None, null_mut()) }.expect("isend").is_none());
         // The progress of both sides in turn, as NCCL's one thread makes it.
@@ -238,8 +239,8 @@ fn all_messages_that_can_be_outstanding_pass_through_queues_of_a_few_places() {
     }
 }
 
-/// Parts that fill their receives and others, sent in any order, with a look at the sends in between or none: what is
-/// kept back, and what one immediate answers for, comes out right.
+/// Parts that fill their receives and others, sent in any order, with or without tests of the sends in between: what is
+/// held back, and what one immediate covers, is correct.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn groups_arrive_in_whichever_order_their_parts_are_sent_and_whatever_they_fill() {
@@ -263,7 +264,7 @@ fn groups_arrive_in_whichever_order_their_parts_are_sent_and_whatever_they_fill(
             let looks_between = below(3) == 0;
             let targets: Vec<Vec<u8>> = capacities.iter().map(|most| vec![UNTOUCHED; *most]).collect();
             let mut parts: Vec<_> = targets.iter().zip(0..).map(|(target, tag)| posted(target, tag)).collect();
-            // SAFETY: the targets live until the group has come, or the test has failed.
+            // SAFETY: the targets exist until the group has arrived, or the test has failed.
             let received = unsafe { ends.recv.irecv(&mut parts, &vec![null_mut(); count]) };
             let received = received.expect("irecv").expect("a request");
             let mut sends = Vec::new();
@@ -292,8 +293,8 @@ fn groups_arrive_in_whichever_order_their_parts_are_sent_and_whatever_they_fill(
     }
 }
 
-/// Everything that can be in the queues of all lanes is posted, and nobody polls until all of it has completed: the
-/// completion queues have a place for each.
+/// Everything that can be in the queues of all lanes is posted, and nothing is polled until all of it has completed:
+/// the completion queues have a place for each.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn completion_queues_hold_all_that_their_lanes_can_have_outstanding() {
@@ -424,7 +425,7 @@ fn a_queue_with_too_few_places_loses_completions() {
     std::thread::sleep(std::time::Duration::from_millis(500));
     let mut room = [const { MaybeUninit::uninit() }; 64];
     let mut polled = 0;
-    // A driver may say so by an error as well.
+    // A driver may also report it by an error.
     while let Ok(done) = queue.poll(&mut room) {
         if done.is_empty() {
             break;

@@ -1,6 +1,6 @@
-//! Whether this host lets connections be made, found out by trying: a device may offer a port on which it makes no reliable
-//! connections, and a limit on locked memory may not let NCCL's buffers be registered. When the first
-//! connection is made it is too late to run over TCP.
+//! Tests whether this host allows connections: a device may offer a port on which it makes no reliable connections, and
+//! a limit on locked memory may prevent the registration of NCCL's buffers. When the first connection is made it is too
+//! late to use TCP.
 
 use std::io;
 
@@ -13,7 +13,7 @@ use crate::os::error::{Error, Result};
 /// communicator has two channels or more.
 const LEAST_LOCKED: u64 = 64 << 20;
 
-/// A device may be out of something for a moment, whatever it says.
+/// A device may lack some resource for a moment, whatever the error is.
 fn patiently<T>(attempt: impl Fn() -> Result<T>) -> Result<T> {
     patiently_while(|_| true, attempt)
 }
@@ -35,7 +35,7 @@ pub fn connectable(context: &Context, port: u8) -> Result<()> {
     })
 }
 
-/// Checks that the limit on locked memory is high enough, or does not hold for this process, as with `CAP_IPC_LOCK`.
+/// Checks that the limit on locked memory is high enough, or does not apply to this process, as with `CAP_IPC_LOCK`.
 ///
 /// # Errors
 /// When it is too low.
@@ -51,10 +51,10 @@ pub fn lock_memory(context: &Context) -> Result<()> {
     })
 }
 
-/// How many bytes this process may lock; none without limit.
+/// How many bytes this process may lock; None without limit.
 fn limit() -> Option<u64> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: room for the answer.
+    // SAFETY: room for the result.
     if unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limit) } != 0 {
         tracing::debug!("getrlimit: {}", io::Error::last_os_error());
         return None;

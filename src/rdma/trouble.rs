@@ -1,4 +1,4 @@
-//! What a failed work request means: one sentence that names queue pair, addresses and codes, and the usual cause.
+//! The meaning of a failed work request: one sentence with queue pair, addresses and codes, and the usual cause.
 
 use rdma_sys::ibv_wc_status as status;
 
@@ -19,12 +19,12 @@ pub struct Ends {
     pub peer_gid: Gid,
 }
 
-/// What was being done.
+/// The operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Doing {
     /// Writing a message into a receive.
     Sending,
-    /// Inviting a send, or waiting for it.
+    /// Announcing a receive, or waiting for the send.
     Receiving,
     /// Making received bytes visible to the GPU.
     Flushing,
@@ -57,8 +57,8 @@ pub fn explain(
     Error::new(cause, what).with_hint(usual)
 }
 
-/// Whether a failure may be that of the way a work request took, so that another way may do better; the others are
-/// mistakes that would be repeated.
+/// Whether the failure may be that of the work request's path, so that another path may work; the others are mistakes
+/// that would be repeated.
 pub fn is_of_the_way(code: u32) -> bool {
     !matches!(
         code,
@@ -70,10 +70,10 @@ pub fn is_of_the_way(code: u32) -> bool {
     )
 }
 
-/// Which kind of failure a status is, and what mostly causes it.
+/// The kind of failure that a status means, and its most frequent cause.
 fn usual_cause(code: u32, doing: Doing, port_is_down: bool) -> (Cause, &'static str) {
     match code {
-        // Through a queue pair that leads to itself: the peer has no part in it.
+        // Through a queue pair that is connected to itself: the peer is not involved.
         status::IBV_WC_LOC_PROT_ERR | status::IBV_WC_LOC_ACCESS_ERR | status::IBV_WC_REM_ACCESS_ERR
             if doing == Doing::Flushing =>
         {

@@ -50,7 +50,7 @@ fn only_active_ports_of_known_networks_that_the_list_chose_are_used() {
     assert_eq!(names(&arrange(all, &chosen)), ["mlx5_2:1"]);
 }
 
-/// EFA names no link layer; a driver that names one may still have another transport.
+/// EFA reports no link layer; a driver that reports one may still have another transport.
 #[test]
 fn ports_of_other_transports_are_left_out_with_a_sentence() {
     let like = |device: &str, transport, link_layer| {
@@ -136,7 +136,7 @@ fn speed_is_rate_times_width_or_what_the_kernel_knows_better() {
 /// of the names.
 type Tree<'a> = &'a [(&'a str, u8, &'a str, &'a str)];
 
-/// What discovery finds on such a host, and how NCCL is shown it: each port's name, its card, and its port of the card.
+/// What discovery finds on such a host, and what NCCL sees: each port's name, its card, and its port of the card.
 fn shown(tree: Tree<'_>, wish: &Wish) -> Vec<(String, String, i32)> {
     let root = tempfile::tempdir().expect("a directory");
     for (device, number, path, rate) in tree {
@@ -170,7 +170,7 @@ fn rows(list: &[(&str, &str, i32)]) -> Vec<(String, String, i32)> {
 
 const NDR: &str = "400 Gb/sec (4X NDR)\n";
 
-/// A DGX H100 with its eight compute cards and a dual-port storage card; NCCL is pointed at the compute ones.
+/// A DGX H100 with its eight compute cards and a dual-port storage card; NCCL_IB_HCA selects the compute ones.
 #[test]
 fn the_cards_of_a_dgx_h100_are_numbered_by_their_place_on_the_bus() {
     let tree: Tree<'_> = &[

@@ -1,4 +1,4 @@
-//! Flushes on real verbs, host memory in the place of GPU memory: the reads are the same.
+//! Flushes on real verbs, with host memory in place of GPU memory: the reads are the same.
 
 use super::*;
 use crate::rdma::backend::Rdma;
@@ -58,7 +58,7 @@ fn flush_byte(flush: &mut Flush, around: &Around<'_>, (slot, memory): (u16, &Arc
     }
 }
 
-/// The queue pairs of a connection, which goes nowhere.
+/// The queue pairs of a connection that is not connected.
 fn lanes(adapters: &Adapters, config: &Config) -> Fabric {
     Fabric::new(adapters, adapters.len(), DEPTH, config, &ports(adapters)).expect("queue pairs")
 }
@@ -100,7 +100,8 @@ fn a_read_that_fails_is_made_again() {
     assert!(error.what().starts_with("what was received into GPU memory cannot be flushed: the flush"), "{error}");
 }
 
-/// The connection's queue pairs of a port have ended: it reads if it can, and is not waited for when it cannot.
+/// The connection's queue pairs of a port have ended: it reads if it can, and flushes do not wait for it when it
+/// cannot.
 #[test]
 #[ignore = "needs an RDMA device: tests/rdma_vm/suite.sh"]
 fn a_port_that_is_lost_is_not_waited_for() {

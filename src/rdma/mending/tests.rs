@@ -1,4 +1,4 @@
-//! Queue pairs that fail under traffic, on real verbs: everything arrives, once, in its order, with its bytes.
+//! Queue pairs that fail under traffic, on real verbs: everything arrives, once, in order, with its bytes.
 
 use std::collections::VecDeque;
 use std::os::unix::net::UnixStream;
@@ -12,7 +12,7 @@ use crate::rdma::base::Base;
 use crate::rdma::fabric::{Fabric, Lane};
 use crate::rdma::harness::{Ends, Plan, end_of, posted, sock, until};
 
-/// Numbers by chance, the same for the same seed.
+/// Pseudo-random numbers, the same for the same seed.
 struct Dice(u64);
 
 impl Dice {
@@ -24,7 +24,7 @@ impl Dice {
     }
 }
 
-/// What is sent: a message differs from another by where it starts.
+/// The data to send: messages differ by where they start.
 fn source() -> Vec<u8> {
     (0..400_000_u32).map(|place| (place.wrapping_mul(0x9e37_79b9) >> 23) as u8).collect()
 }
@@ -36,7 +36,8 @@ struct Wanted {
     parts: Vec<(usize, Vec<u8>)>,
 }
 
-/// Keeps up to twelve groups of messages of all sizes under way, until `groups` have arrived; `trouble` is made between.
+/// Keeps up to twelve groups of messages of all sizes under way, until `groups` have arrived; `trouble` is called in
+/// between.
 fn traffic(ends: &Ends, dice: &mut Dice, groups: usize, mut trouble: impl FnMut(&mut Dice, usize)) {
     let source = source();
     let (mut wanted, mut sends, mut unsent) = (VecDeque::<Wanted>::new(), Vec::new(), VecDeque::new());
@@ -83,7 +84,7 @@ fn traffic(ends: &Ends, dice: &mut Dice, groups: usize, mut trouble: impl FnMut(
     });
 }
 
-/// Breaks one of the lanes that live, unless it is the last of several.
+/// Breaks one of the working lanes, unless it is the last of several.
 fn break_one(fabric: &Fabric, dice: &mut Dice) {
     let living: Vec<usize> = fabric.living().collect();
     if living.len() > 1 || fabric.lanes().len() == 1 && !living.is_empty() {
@@ -91,11 +92,11 @@ fn break_one(fabric: &Fabric, dice: &mut Dice) {
     }
 }
 
-/// The other side of a broken queue pair notices when nobody answers: 67 ms, three times. SoftRoCE takes seven for "for
-/// ever".
+/// The other side of a broken queue pair notices when nothing answers: 67 ms, three times. SoftRoCE treats seven as
+/// "for ever".
 const IMPATIENT: [(&str, &str); 2] = [("NCCL_IB_TIMEOUT", "14"), ("NCCL_IB_RETRY_CNT", "3")];
 
-/// Besides, the end of a message is a write of its own.
+/// In addition, the end of a message is a separate write.
 const REORDERING: [(&str, &str); 4] =
     [IMPATIENT[0], IMPATIENT[1], ("NCCL_IB_ADAPTIVE_ROUTING", "1"), ("NCCL_IB_AR_THRESHOLD", "20000")];
 
@@ -138,7 +139,7 @@ fn queue_pairs_that_fail_lose_nothing_and_come_back() {
             // All at one time.
             ends.send.with_fabric(|fabric| fabric.living().for_each(|lane| fabric.lanes()[lane].break_pair()));
         }
-        // What nobody has used since it broke nobody has noticed.
+        // A broken queue pair that was not used since is not noticed.
         traffic(&ends, &mut dice, 30, |_, _| ());
         all_are_back(&ends);
         traffic(&ends, &mut dice, 30, |_, _| ());
@@ -151,7 +152,7 @@ fn queue_pairs_that_fail_lose_nothing_and_come_back() {
     }
 }
 
-/// Breaks the first queue pair, under traffic, and says after how long it carries messages again.
+/// Breaks the first queue pair, under traffic, and returns after how long it carries messages again.
 fn break_first(ends: &Ends, dice: &mut Dice) -> Duration {
     let lost = || ends.send.base().counters.lost_pairs.load(Ordering::Relaxed);
     let (before, began) = (lost(), Instant::now());
@@ -189,15 +190,15 @@ fn a_queue_pair_that_is_lost_again_and_again_stays_out_unless_it_is_the_only_one
     }
 }
 
-/// Sockets of the control channel that fall silent with all that is on its way, and others that only the listening side has
-/// ever heard of, while queue pairs fail about which the two ends must talk.
+/// Sockets of the control channel that fall silent with everything under way, and others that only the listening side
+/// ever saw connected, while queue pairs fail and the two ends must communicate.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn the_control_channel_may_be_replaced_at_any_moment() {
     let mut dice = Dice(0xc0de);
     let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], lanes: 4, variables: &IMPATIENT, ..Plan::default() });
     let mut epoch = 0;
-    // The connecting side's end of the next socket, which the listening side has put to use.
+    // The connecting side's end of the next socket, which the listening side already uses.
     let mut next: Option<UnixStream> = None;
     let mut replace = |dice: &mut Dice| match next.take() {
         Some(socket) => ends.send.base().resume(epoch, sock(socket)).expect("watched"),
@@ -206,7 +207,7 @@ fn the_control_channel_may_be_replaced_at_any_moment() {
             epoch += 1;
             let (near, far) = UnixStream::pair().expect("sockets");
             ends.recv.base().resume(epoch, sock(far)).expect("watched");
-            // Or the welcome is lost, and the next try has another number.
+            // Or the welcome is lost, and the next attempt has another number.
             next = (dice.below(3) > 0).then_some(near);
         }
     };
@@ -233,7 +234,7 @@ fn the_control_channel_may_be_replaced_at_any_moment() {
     ends.recv.close();
 }
 
-/// A device says that a queue pair has failed, and no completion follows: the others take over.
+/// A device reports that a queue pair has failed, and no completion follows: the others take over.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_queue_pair_that_is_said_to_have_failed_is_done_without() {
@@ -250,7 +251,8 @@ fn a_queue_pair_that_is_said_to_have_failed_is_done_without() {
     ends.send.close();
 }
 
-/// Who sends and receives does not wait until the keeper looks: NCCL's thread has the connection's lock nearly always.
+/// Sends and receives do not wait until the control thread polls: NCCL's thread holds the connection's lock nearly
+/// always.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_port_that_goes_down_or_comes_back_raises_the_alarm() {
@@ -272,7 +274,8 @@ fn a_port_that_goes_down_or_comes_back_raises_the_alarm() {
     ends.send.close();
 }
 
-/// With all at one time the connection waits for one, but not for ever: then it ends on both sides, and says why.
+/// With all lost at one time the connection waits for one, but not for ever: then it ends on both sides, with the
+/// reason.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn when_no_queue_pair_comes_back_the_connection_ends() {

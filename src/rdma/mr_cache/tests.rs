@@ -65,7 +65,7 @@ fn equal_registrations_at_the_same_time_make_one_region() {
         drop(leases);
     });
     assert_eq!(cache.regions(), 0);
-    // The widest one may come last: then each narrower one had to be made. But never is one made twice.
+    // The widest one may come last: then each narrower one had to be made. But none is made twice.
     let again = AtomicUsize::new(0);
     let start = Barrier::new(THREADS);
     thread::scope(|scope| {
@@ -116,7 +116,7 @@ fn a_failure_or_a_panic_is_the_makers_own_and_the_waiting_one_tries_by_itself() 
     }
 }
 
-/// What a user may do with 24 pages.
+/// The actions of a user with 24 pages.
 #[derive(Debug, Clone)]
 enum Step {
     Register {
@@ -126,7 +126,7 @@ enum Step {
     Deregister {
         which: usize,
     },
-    /// Maps fresh pages wherever no registration of the user's stands in the way.
+    /// Maps fresh pages wherever no registration of the user's is in the way.
     Remap {
         first: usize,
         count: usize,
@@ -135,7 +135,7 @@ enum Step {
 
 const PAGES: usize = 24;
 
-/// What a region of the model is: the pages that were mapped when it was made.
+/// A region of the model: the pages that were mapped when it was made.
 type Pinned = Vec<(usize, u32)>;
 
 fn step() -> impl Strategy<Value = Step> {
@@ -148,8 +148,8 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 proptest! {
-    /// However registrations overlap, end and begin, a region never stands for pages that are no longer mapped
-    /// where its lease is.
+    /// However registrations overlap, end and begin, a region never refers to pages that are no longer mapped at its
+    /// lease.
     #[test]
     fn a_lease_always_reaches_the_pages_that_are_mapped_now(steps in prop::collection::vec(step(), 1..60)) {
         let cache = Cache::<(), Pinned>::new();

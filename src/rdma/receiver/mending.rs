@@ -1,4 +1,4 @@
-//! The receiver's part in going on without a queue pair that is lost: its lines go over another, and a new queue pair is
+//! The receiver's part in recovering from a lost queue pair: its CTS entries go over another, and a new queue pair is
 //! made when the sender offers one.
 
 use std::time::{Duration, Instant};
@@ -11,11 +11,12 @@ use crate::rdma::flush::Around;
 use crate::rdma::outage::Tended;
 use crate::rdma::record::LaneRecord;
 
-/// How long lines may go unread before the device is asked whether they have arrived.
+/// How long CTS entries may stay unread before this side checks whether they have arrived.
 const UNSURE: Duration = Duration::from_millis(300);
 
 impl RdmaRecv {
-    /// The keeper: has an eye on the ports. Says whether a lane is in trouble, or another thread at work, which looks then.
+    /// The control thread: checks the ports. Returns whether a lane is in trouble, or another thread active, which then
+    /// handles it.
     pub(super) fn care(&self) -> bool {
         let Ok(mut state) = self.state.try_lock() else {
             self.base.alarm.raise();
@@ -29,16 +30,16 @@ impl RdmaRecv {
         state.fabric.as_ref().is_some_and(Fabric::is_alarmed)
     }
 
-    /// Has an eye on the ports, and on the lane of the lines, if they bring nothing any more.
+    /// Checks the ports, and the lane of the CTS entries, for silence.
     fn look_around(&self, state: &mut State) {
         let State { fabric: Some(fabric), silence, silent, line_lane, .. } = state else { return };
         self.base.look_around(fabric);
-        // Only of the last ones is the completion not asked for.
+        // Only the completion of the last ones is not requested.
         let owes = fabric.outstanding(*line_lane) > *silent;
         self.base.listen(fabric, silence, |lane| (owes && lane == *line_lane).then_some(0));
     }
 
-    /// Looks after lanes that are in trouble, and answers the sender's question.
+    /// Handles lanes that are in trouble, and answers the sender's query.
     #[cold]
     pub(super) fn tend(&self, state: &mut State) -> Result<()> {
         let State { fabric: Some(fabric), .. } = state else { return Ok(()) };
@@ -81,7 +82,7 @@ impl RdmaRecv {
         if state.lines_are_lost { self.write_again(state) } else { Ok(()) }
     }
 
-    /// A new queue pair has come to nothing.
+    /// The attempt with a new queue pair has failed.
     #[cold]
     fn is_refused(&self, fabric: &mut Fabric, lane: usize, epoch: u16, error: &Error) {
         tracing::debug!(target: NET, "no new queue pair from {} yet: {error}", self.base.peer);
@@ -90,8 +91,8 @@ impl RdmaRecv {
         fabric.abandon(lane, epoch);
     }
 
-    /// The sender has a new queue pair for a lane that was lost: makes one too, and has it connected. Says whether that can
-    /// be done now.
+    /// The sender has a new queue pair for a lane that was lost: makes one too, and has it connected. Returns whether
+    /// that can be done now.
     #[cold]
     fn take_lane(&self, fabric: &mut Fabric, index: usize, epoch: u16, record: &LaneRecord) -> Result<bool> {
         let lane = fabric.lane(index);
@@ -106,14 +107,15 @@ impl RdmaRecv {
             return Ok(false);
         }
         fabric.renew(index, &self.base.adapters, self.base.config())?;
-        // Offers that were refused have used up numbers.
+        // Refused offers have used up numbers.
         fabric.lane(index).set_epoch(epoch);
         fabric.lane(index).post_receives(RECEIVE | index as u64, DEPTH.receive as usize)?;
         fabric.reconnect(index, &self.base.adapters, record, self.base.config())?;
         Ok(true)
     }
 
-    /// Asks the device whether the last lines have arrived: the sender that they were lost for asks after nothing.
+    /// Checks with the device whether the last CTS entries have arrived: a sender that has lost them does not ask for
+    /// them.
     fn make_sure(&self, state: &mut State) -> Result<()> {
         if !state.is_unsure() {
             return Ok(());
@@ -125,7 +127,7 @@ impl RdmaRecv {
         self.write_to_ring((fabric, *line_lane), mirror, silent, 0, 0)
     }
 
-    /// Flushes do not wait for ports over which nothing comes any more.
+    /// Flushes do not wait for ports over which nothing arrives any more.
     fn settle_flushes(&self, state: &mut State) {
         if let State { flush: Some(flush), fabric: Some(fabric), .. } = state {
             let around = Around { config: self.base.config(), lanes: fabric.lanes() };
@@ -133,7 +135,7 @@ impl RdmaRecv {
         }
     }
 
-    /// The lines that may be lost are written over another lane, if there is one.
+    /// The CTS entries that may be lost are written over another lane, if there is one.
     #[cold]
     fn write_again(&self, state: &mut State) -> Result<()> {
         let State { fabric: Some(fabric), line_lane, lines_are_lost, silent, receives, .. } = &mut *state else {
@@ -148,8 +150,8 @@ impl RdmaRecv {
 }
 
 impl State {
-    /// Whether lines that the sender has not read were written a while ago, and nobody has asked whether they have arrived.
-    /// With a single lane it would not help to know.
+    /// Whether CTS entries that the sender has not read were written a while ago, without a check whether they have
+    /// arrived. With a single lane the result would be of no use.
     fn is_unsure(&mut self) -> bool {
         let State { fabric: Some(fabric), receives, silent, line_lane, unsure, .. } = self else { return false };
         let is_asked = fabric.outstanding(*line_lane) != *silent;

@@ -1,4 +1,4 @@
-//! Sockets of the control channel that end while others are tried for, on real verbs.
+//! Sockets of the control channel that end while others are being connected, on real verbs.
 
 use std::net::{Ipv4Addr, TcpListener};
 use std::os::unix::net::UnixStream;
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::rdma::harness::{Ends, Plan, end_of, sock, until};
 
-/// A connection whose ends believe that the other's process listens there.
+/// A connection whose ends expect the other's process to listen there.
 fn connect(listener: &TcpListener) -> Ends {
     Ends::connect(&Plan { ways: vec![listener.local_addr().expect("it listens")], ..Plan::default() })
 }
@@ -16,12 +16,12 @@ fn listener() -> TcpListener {
     TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port")
 }
 
-/// A firewall may refuse the dial while the old socket recovers; and the listening side may have put a socket to use, and
-/// ended the old one, of which the connecting side has heard nothing.
+/// A firewall may refuse the new connection while the old socket recovers; and the listening side may have started to
+/// use a new socket and ended the old one, without the connecting side having been notified.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn for_want_of_another_socket_no_connection_ends_that_has_one() {
-    // Its kernel accepts whoever comes.
+    // Its kernel accepts every connection.
     let way = listener();
     let ends = connect(&way);
     ends.send.base().is_to_dial();
@@ -30,7 +30,7 @@ fn for_want_of_another_socket_no_connection_ends_that_has_one() {
     assert!(!ends.send.base().is_away());
     ends.carries();
 
-    // A try of which the listening side alone has heard.
+    // An attempt that only the listening side has seen.
     let (near, far) = UnixStream::pair().expect("sockets");
     ends.recv.base().resume(epoch, sock(far)).expect("watched");
     until("the end of the old socket", || ends.send.base().is_away().then_some(()));
@@ -47,7 +47,7 @@ fn for_want_of_another_socket_no_connection_ends_that_has_one() {
     ends.recv.close();
 }
 
-/// Not only when `TOWLINE_PEER_TIMEOUT` is over: nobody listens where its process did.
+/// Not only after `TOWLINE_PEER_TIMEOUT`: nothing listens where its process did.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_sender_that_dies_before_its_first_word_over_the_next_socket_is_missed_at_once() {
@@ -57,7 +57,7 @@ fn a_sender_that_dies_before_its_first_word_over_the_next_socket_is_missed_at_on
     let target = [0; 100];
     // SAFETY: the target outlives the connection.
     let received = unsafe { ends.post_receive(&target) };
-    // Else it would believe the end of the old socket, and its queue pairs tell of it.
+    // Otherwise it would believe the end of the old socket, and its queue pairs report it.
     ends.send.base().is_to_dial();
     let (near, far) = UnixStream::pair().expect("sockets");
     ends.recv.base().resume(1, sock(far)).expect("watched");

@@ -1,5 +1,5 @@
 //! Shares of messages that wait for room, and the last step before the device: what is held back, and which writes one
-//! immediate answers for.
+//! immediate covers.
 
 use super::Message;
 use crate::engine::request::MAX_PARTS;
@@ -27,12 +27,13 @@ pub(super) struct Job {
     /// It is not the last part of its group.
     pub(super) has_more: bool,
     pub(super) immediate: u32,
-    /// Whether this share's lane tells the size.
+    /// Whether this share's lane carries the size.
     pub(super) tells: bool,
 }
 
 impl Job {
-    /// A share of the message with this key, of which nothing is posted; `key_there` is the receiver's for its lane.
+    /// A share of the message with this key, of which nothing is posted; `key_there` is the receiver's key for its
+    /// lane.
     pub(super) fn new(key: usize, share: Share, line: &Line, key_there: u32, immediate: u32, tells: bool) -> Self {
         let Line { address, size, number, slot, has_more, .. } = *line;
         let to = Remote { address, key: key_there };
@@ -45,7 +46,7 @@ impl Job {
     }
 }
 
-/// What is known of a single write beside what the device is told.
+/// The data of a single write beside those that the device needs.
 pub(super) struct End {
     /// Its message.
     pub(super) key: usize,
@@ -57,7 +58,7 @@ pub(super) struct End {
     pub(super) fills: bool,
 }
 
-/// Posts a write, or keeps it back.
+/// Posts a write, or holds it back.
 #[inline]
 pub(super) fn hand_over(
     lane: &mut Lane,
@@ -66,8 +67,8 @@ pub(super) fn hand_over(
     end: &End,
     write: Work,
 ) -> Result<()> {
-    // SAFETY: the message's memory is the transport's until its request ends, which needs this write's completion, and
-    // `Registration` keeps it pinned until then.
+    // SAFETY: the transport may use the message's memory until its request ends, which needs this write's completion,
+    // and `Registration` keeps it pinned until then.
     unsafe {
         if end.is_held {
             lane.hold(write)?;
@@ -98,12 +99,12 @@ pub(super) fn hand_over(
     Ok(())
 }
 
-/// The last writes that a lane holds back, if one immediate can answer for all of them: each is a whole message that fills
-/// its receive, and their lines follow each other.
+/// The last writes that a lane holds back, if one immediate can cover all of them: each is a whole message that fills
+/// its receive, and their CTS entries follow each other.
 #[derive(Debug, Default)]
 pub(super) struct Run {
     pub(super) lane: usize,
-    /// The line of the last one.
+    /// The CTS entry of the last one.
     pub(super) line: u32,
     /// Their messages.
     pub(super) keys: [u16; MAX_PARTS],
@@ -121,7 +122,7 @@ impl Run {
         self.count += 1;
     }
 
-    /// Whether that line is the next one, and there is room.
+    /// Whether that CTS entry is the next one, and there is room.
     pub(super) fn is_followed_by(&self, lane: usize, line: u32) -> bool {
         (1..MAX_PARTS).contains(&self.count) && self.lane == lane && self.line.wrapping_add(1) == line
     }

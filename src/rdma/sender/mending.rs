@@ -1,4 +1,4 @@
-//! The sender's part in going on without a queue pair that is lost: what is in doubt travels again over others.
+//! The sender's part in recovering from a lost queue pair: what is in doubt is resent over others.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -24,10 +24,10 @@ pub(super) struct Orphan {
 }
 
 impl RdmaSend {
-    /// Whoever is not NCCL's thread: has an eye on the ports. Says whether the connection owes the receiver something
-    /// although no request is outstanding: short messages that their queue pair may lose, or a lane in trouble; and when
-    /// it is to look again for lost lanes. Who finds another thread at work does not wait for it, since that one would have
-    /// to wake him, but leaves it to that one: NCCL's thread may be found at work for seconds.
+    /// Any thread but NCCL's: checks the ports. Returns whether the connection owes the receiver something although no
+    /// request is outstanding (short messages that their queue pair may lose, or a lane in trouble), and when to check
+    /// lost lanes again. If another thread is active, this one does not wait for it, because that one would have to
+    /// wake it, but leaves the work to it: NCCL's thread may be active for seconds.
     pub(super) fn care(&self) -> (bool, Option<Instant>) {
         let Ok(mut state) = self.state.try_lock() else {
             self.base.alarm.raise();
@@ -39,7 +39,7 @@ impl RdmaSend {
         (fabric.is_alarmed() || outbox.as_ref().is_some_and(|outbox| !outbox.is_delivered()), next)
     }
 
-    /// Has an eye on the ports, and on lanes that bring nothing any more.
+    /// Checks the ports, and the lanes for silence.
     fn look_around(&self, fabric: &mut Fabric, ledger: &Option<Ledger>, silence: &mut Silence) {
         self.base.look_around(fabric);
         if let Some(ledger) = ledger {
@@ -47,7 +47,7 @@ impl RdmaSend {
         }
     }
 
-    /// Looks after lanes that are in trouble, and whatever else the keeper left to this thread.
+    /// Handles lanes that are in trouble, and whatever else the control thread left to this thread.
     #[cold]
     pub(super) fn tend(&self, state: &mut State) -> Result<()> {
         self.ask(state);
@@ -70,7 +70,7 @@ impl RdmaSend {
         self.go_again(state)
     }
 
-    /// The receiver has a new queue pair for a lane that was lost. Ours is connected to it.
+    /// The receiver has a new queue pair for a lane that was lost. This side's is connected to it.
     #[cold]
     fn answered(&self, fabric: &mut Fabric, index: usize, epoch: u16, record: &LaneRecord) {
         let lane = fabric.lane(index);
@@ -82,7 +82,7 @@ impl RdmaSend {
         }
     }
 
-    /// A new queue pair is tried before anything is entrusted to it.
+    /// A new queue pair is tested before anything is sent over it.
     #[cold]
     fn probe(&self, fabric: &mut Fabric, index: usize, connected: Result<()>) {
         let lane = fabric.lane(index);
@@ -107,7 +107,7 @@ impl RdmaSend {
         lane.is_tried();
     }
 
-    /// Both ends of a lane have ended: what the receiver has taken is done, and the rest goes over other lanes.
+    /// Both ends of a lane have ended: what the receiver has received is done, and the rest goes over other lanes.
     #[cold]
     fn settle(&self, state: &mut State, lane: usize, taken: Taken) -> Result<()> {
         let State { ledger: Some(ledger), messages, outbox, orphans, .. } = state else { return Ok(()) };
@@ -143,13 +143,13 @@ impl RdmaSend {
             }
         }
         Counters::count(&self.base.counters.resends, (orphans.len() - before + short.len()) as u64);
-        // What was lost before has been sent later.
+        // What was lost before has been resent later.
         short.append(&mut state.again);
         state.again = short;
         Ok(())
     }
 
-    /// What was lost goes over the lanes that are left, if there are any.
+    /// What was lost goes over the remaining lanes, if there are any.
     #[cold]
     fn go_again(&self, state: &mut State) -> Result<()> {
         let State { fabric: Some(fabric), stripes, messages, jobs, orphans, short_lane, ledger: Some(ledger), .. } =
@@ -157,7 +157,7 @@ impl RdmaSend {
         else {
             return Ok(());
         };
-        // With those that waited for room on a lost one, and begin anew elsewhere.
+        // With those that waited for room on a lost one, and start again elsewhere.
         for (waiting, _) in jobs.iter_mut().zip(fabric.lanes()).filter(|(_, lane)| lane.is_lost()) {
             orphans.extend(waiting.drain(..).map(|job| Orphan { key: job.key, share: job.share }));
         }
@@ -171,7 +171,7 @@ impl RdmaSend {
             let (Some(message), Some(answer)) = (messages.get(key), ledger.answer_of(key as u16)) else { continue };
             let Answer { line, immediate, is_told } = answer;
             let share = Share { lane: *to, ..share };
-            // Alone: nothing is held back for it. And the size is told with each: whichever is the last, it is there.
+            // Alone: nothing is held back for it. And each carries the size, so that it arrives whichever is the last.
             let line = Line { has_more: false, ..line };
             let key_there = line.keys[fabric.lane(*to).peer_port];
             let job = Job::new(key, share, &line, key_there, immediate, is_told);
@@ -185,7 +185,7 @@ impl RdmaSend {
         self.post_again(state)
     }
 
-    /// Short messages go again, in their order, before any other.
+    /// Short messages are resent, in order, before any other.
     #[cold]
     fn post_again(&self, state: &mut State) -> Result<()> {
         loop {

@@ -1,7 +1,7 @@
-//! Short messages that go without a line: copied into the [`Outbox`], written from there, and done.
+//! Short messages that go without a CTS entry: copied into the [`Outbox`], written from there, and done.
 //!
-//! Nearly every one is like the one before it: from memory that another came from, with no line here and with credit.
-//! [`RdmaSend::send_at_once`] sends those and makes sure of just that; [`RdmaSend::isend`] does all others.
+//! Nearly every one is like the one before it: from memory that was used before, with no CTS entry here and with
+//! credit. [`RdmaSend::send_at_once`] sends those and checks exactly that; [`RdmaSend::isend`] does all others.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::rdma::ledger::{Ledger, Sent};
 use crate::rdma::line::Immediate;
 use crate::rdma::verbs::{Local, Remote, Work};
 
-/// A send that goes without a line.
+/// A send that goes without a CTS entry.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Short {
     pub(super) address: u64,
@@ -30,8 +30,8 @@ pub(super) struct Short {
     pub(super) slot: u16,
 }
 
-/// Host memory that short messages were sent from, registered for these adapters: what a further send must know of it,
-/// beside whether it is registered still. The last few: NCCL has one for each protocol, as a rule.
+/// Host memory that short messages were sent from, registered for these adapters: what a further send needs to know
+/// about it, beside whether it is still registered. Only the last few: NCCL normally has one for each protocol.
 #[derive(Debug, Default)]
 pub(super) struct Known([Range; 4]);
 
@@ -44,8 +44,7 @@ struct Range {
 }
 
 impl Known {
-    /// Keeps it in mind, in place of the one that was added before all others. The caller has checked that short messages
-    /// may be sent from it.
+    /// Remembers it, in place of the oldest one. The caller has checked that short messages may be sent from it.
     pub(super) fn add(&mut self, handle: usize, memory: &Arc<Registration>) {
         if self.0.iter().all(|range| range.handle != handle) {
             let (start, end) = memory.range();
@@ -54,7 +53,7 @@ impl Known {
         }
     }
 
-    /// Whether that is known, and holds these bytes.
+    /// Whether that memory is known, and contains these bytes.
     #[inline]
     fn covers(&self, handle: usize, address: u64, length: u64) -> bool {
         let Some(range) = self.0.iter().find(|range| range.handle == handle) else { return false };
@@ -63,8 +62,8 @@ impl Known {
 }
 
 impl RdmaSend {
-    /// Starts a send that is like those before it. `handle` names its memory in `registered`. `None`: it must take the
-    /// longer way, by [`RdmaSend::isend`].
+    /// Starts a send that is like those before it. `handle` names its memory in `registered`. `None`: it must use the
+    /// longer path, [`RdmaSend::isend`].
     ///
     /// # Errors
     /// When the connection has failed in it.
@@ -85,7 +84,7 @@ impl RdmaSend {
         if !is_well || length > EAGER_MAX || !state.known.covers(handle, address, length) {
             return Ok(None);
         }
-        // Only the bytes are wanted, now, and they are the caller's: who ends the registration meanwhile takes nothing away.
+        // Only the bytes are needed, now, and they are the caller's: ending the registration meanwhile does no harm.
         if !registered.is_current(handle) || state.has_line() || !state.may_go_eagerly() {
             return Ok(None);
         }
@@ -99,15 +98,15 @@ impl RdmaSend {
         unsafe { self.started(guard, ticket, begun) }
     }
 
-    /// Sends a short message without a line; [`State::may_go_eagerly`] has said yes. Not part of its callers: all registers
-    /// are its own.
+    /// Sends a short message without a CTS entry; [`State::may_go_eagerly`] has allowed it. Not inlined into its
+    /// callers: all registers are its own.
     #[inline(never)]
     pub(super) fn send_eagerly(&self, state: &mut State, message: Short, tag: i32) -> Result<()> {
         let Short { address, length, number, slot } = message;
         let lines = state.next_line.wrapping_sub(1);
         let State { outbox: Some(outbox), fabric: Some(fabric), ledger, short_lane, .. } = state else { return Ok(()) };
         let head = Head { tag, number, lines, length: length as u32 };
-        // SAFETY: the message's memory is the transport's until its request ends, and holds so many bytes.
+        // SAFETY: the transport may use the message's memory until its request ends, and it holds this many bytes.
         let parcel = unsafe { outbox.pack(&head, address as *const u8) };
         if self.base.events.hears() {
             self.tell_short(message, *short_lane);
@@ -148,7 +147,7 @@ impl RdmaSend {
         if let Some(ledger) = ledger {
             ledger.sent(index, Sent::Short(parcel));
         }
-        // SAFETY: the outbox lives as long as the lanes, and its place is left alone until this write has completed.
+        // SAFETY: the outbox exists as long as the lanes, and its place is not reused until this write has completed.
         unsafe { lane.post_one(write) }?;
         Counters::count(&self.base.counters.chunks, 1);
         Ok(())

@@ -1,4 +1,4 @@
-//! A descriptor that tells when a completion queue has something.
+//! A descriptor that becomes readable when a completion queue has an entry.
 
 use std::fmt;
 use std::io;
@@ -36,7 +36,7 @@ impl AsRawFd for RawChannel {
 
 impl Drop for RawChannel {
     fn drop(&mut self) {
-        // Runs in the process that made it only: `Registered` sees to that.
+        // Runs only in the process that made it: `Registered` ensures that.
         // SAFETY: every completion queue of the channel holds it, so none is left.
         unsafe { (self.context.verbs().destroy_comp_channel)(self.raw.as_ptr()) };
     }

@@ -10,14 +10,14 @@ use rdma_sys as ib;
 use super::{CompletionChannel, Context, last_error, status_error};
 use crate::os::error::{Error, Result};
 
-/// Where finished work requests report. It must be large enough for everything that can finish between two polls:
+/// Where finished work requests are reported. It must be large enough for everything that can finish between two polls:
 /// an overrun ends every queue pair of the queue.
 #[derive(Clone)]
 pub struct CompletionQueue(Arc<RawQueue>);
 
 struct RawQueue {
     context: Context,
-    /// Held so that it goes after the queue.
+    /// Held so that it is dropped after the queue.
     channel: Option<CompletionChannel>,
     raw: NonNull<ib::ibv_cq>,
 }
@@ -30,11 +30,11 @@ unsafe impl Sync for RawQueue {}
 /// What kind of work request finished. Only meaningful for those that succeeded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Opcode {
-    /// An RDMA write of ours, with or without an immediate.
+    /// An RDMA write of this side, with or without an immediate.
     Write,
-    /// An RDMA read of ours.
+    /// An RDMA read of this side.
     Read,
-    /// A send of ours.
+    /// A send of this side.
     Send,
     /// A receive that a send of the peer used up.
     Receive,
@@ -49,7 +49,7 @@ pub enum Opcode {
 pub struct Completion(ib::ibv_wc);
 
 impl Completion {
-    /// What the work request was posted with.
+    /// The id with which the work request was posted.
     pub fn id(&self) -> u64 {
         self.0.wr_id
     }
@@ -64,7 +64,7 @@ impl Completion {
         self.0.status
     }
 
-    /// Whether it failed only because its queue pair was in error already.
+    /// Whether it failed only because its queue pair was already in error.
     pub fn is_flushed(&self) -> bool {
         self.0.status == ib::ibv_wc_status::IBV_WC_WR_FLUSH_ERR
     }

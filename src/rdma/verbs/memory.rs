@@ -50,17 +50,17 @@ impl ProtectionDomain {
         self.0.raw.as_ptr()
     }
 
-    /// Whether the kernel and the driver take memory through DMA-BUF descriptors. Found out by an attempt with a
-    /// descriptor that cannot be one: who supports it complains of the descriptor, who does not of the call.
+    /// Whether the kernel and the driver accept memory through DMA-BUF descriptors. Tested by an attempt with an
+    /// invalid descriptor: with support, the error is about the descriptor, without support about the call.
     pub fn takes_dmabuf(&self) -> bool {
         let Some(register) = self.context().verbs().reg_dmabuf_mr else { return false };
         let asked = patiently(|| {
-            // SAFETY: the arguments describe no memory at all, and the descriptor is none.
+            // SAFETY: the arguments describe no memory at all, and the descriptor is invalid.
             let raw = unsafe { register(self.raw(), 0, 0, 0, -1, 0) };
             debug_assert!(raw.is_null());
             if raw.is_null() { Err(io::Error::last_os_error()) } else { Ok(()) }
         });
-        // A kernel that is out of memory has not said whether it would.
+        // A kernel that is out of memory has not shown whether it supports the call.
         let is_no = |error: &io::Error| matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EPROTONOSUPPORT));
         asked.is_err_and(|error| !is_no(&error) && !is_momentary(&error))
     }
@@ -81,7 +81,7 @@ impl fmt::Debug for ProtectionDomain {
     }
 }
 
-/// What the two sides may do with a memory region.
+/// The access of the two sides to a memory region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Access {
     /// Whether the device may reorder its writes over PCIe where nothing orders them. Faster on some hosts; a flag that
@@ -124,7 +124,7 @@ unsafe impl Sync for MemoryRegion {}
 impl MemoryRegion {
     /// Lets the device of `domain` reach `length` bytes at `address`, which is also their address on the network.
     ///
-    /// A wrong address is an error and no danger: the kernel looks the pages up. But a peer that is told the region's
+    /// A wrong address is an error but not dangerous: the kernel looks the pages up. But a peer that gets the region's
     /// key may write there.
     ///
     /// # Errors

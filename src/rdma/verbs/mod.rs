@@ -1,16 +1,15 @@
 //! Verbs objects as owned types.
 //!
 //! Each object holds what must outlive it: a memory region its protection domain, a queue pair its protection domain
-//! and completion queues, all of them the context. So whatever order the owner drops them in, libibverbs sees
-//! queue pairs go before completion queues, and those before the context. An object whose making failed was never
-//! there.
+//! and completion queues, all of them the context. So whatever order the owner drops them in, libibverbs sees queue
+//! pairs end before completion queues, and those before the context. An object whose creation failed never existed.
 //!
 //! Guarantees:
-//! - A forked child makes no call on its parent's objects: their descriptors are closed there, and dropping is silent.
-//! - An error of a call names the device and says what to try where there is a usual cause.
+//! - A forked child makes no call on its parent's objects: their descriptors are closed there, and dropping does nothing.
+//! - An error of a call names the device and, if there is a usual cause, what to try.
 //!
-//! Posting work is `unsafe`: the memory that a work request names must stay registered and in place until its
-//! completion was polled or its queue pair is gone.
+//! Posting work is `unsafe`: the memory of a work request must stay registered and in place until its completion was
+//! polled or its queue pair is gone.
 //!
 //! This module must not know what is sent, nor what a connection is.
 
@@ -35,18 +34,18 @@ use crate::os::error::Error;
 use std::io;
 use std::time::Duration;
 
-/// How often a call of discovery is made that fails for the moment, and how long after the first time; then twice that. In
-/// all it is not long enough to hold anybody up.
+/// How often a call of discovery that fails temporarily is repeated, and how long after the first time; then twice
+/// that. In total it is too short to delay a job noticeably.
 const TRIES: u32 = 6;
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 
-/// Makes a call again that fails for want of memory, descriptors or luck. Devices are found once in the life of a process:
-/// what fails for a moment just then must not count for ever.
+/// Repeats a call that fails for lack of memory or descriptors, or by chance. Devices are found once per process: a
+/// temporary failure at that moment must not last for ever.
 fn patiently<T>(call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     patiently_while(is_momentary, call)
 }
 
-/// The same for calls of which the caller says which failures may pass.
+/// The same for calls where the caller decides which failures are temporary.
 pub(super) fn patiently_while<T, E>(
     may_pass: impl Fn(&E) -> bool,
     mut call: impl FnMut() -> Result<T, E>,
@@ -67,7 +66,7 @@ fn is_momentary(error: &io::Error) -> bool {
     error.raw_os_error().is_some_and(|code| momentary.contains(&code))
 }
 
-/// What a call says that returns 0 or an error number of either sign.
+/// The error of a call that returns 0 or an error number of either sign.
 fn checked(status: i32) -> io::Result<()> {
     if status == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(status.saturating_abs())) }
 }

@@ -11,7 +11,7 @@ use super::work::{BATCH, Chain};
 use super::{CompletionQueue, Gid, LinkLayer, ProtectionDomain, Work, last_error, status_error};
 use crate::os::error::{Error, Result};
 
-/// How much a queue pair holds.
+/// The capacity of a queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Capacity {
     /// Outstanding work requests of the sending queue.
@@ -22,16 +22,16 @@ pub struct Capacity {
     pub inline_bytes: u32,
 }
 
-/// With what a queue pair is prepared for its connection.
+/// The parameters that prepare a queue pair for its connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueuePairOptions {
     /// The port, from 1.
     pub port: u8,
-    /// The place in the port's table of partition keys.
+    /// The index in the port's table of partition keys.
     pub pkey_index: u16,
 }
 
-/// How a queue pair reaches its peer.
+/// The path of a queue pair to its peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Route {
     /// The local port, from 1.
@@ -42,9 +42,9 @@ pub struct Route {
     pub peer_number: u32,
     /// The number of the first packet that the peer sends, of 24 bits.
     pub peer_first_packet: u32,
-    /// The largest payload of a packet that both sides can, as `IBV_MTU_*`.
+    /// The largest payload of a packet that both sides support, as `IBV_MTU_*`.
     pub mtu: u32,
-    /// The place of this side's GID in its table.
+    /// The index of this side's GID in its table.
     pub gid_index: u8,
     /// The peer's GID.
     pub peer_gid: Gid,
@@ -58,7 +58,7 @@ pub struct Route {
     pub traffic_class: u8,
 }
 
-/// How patient a queue pair is with its peer.
+/// The retransmission parameters of a queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timeouts {
     /// The wait for an acknowledgement: 4.096 µs times two to this power, up to 31; 0: for ever.
@@ -68,14 +68,14 @@ pub struct Timeouts {
 }
 
 impl Timeouts {
-    /// What `NCCL_IB_TIMEOUT` and `NCCL_IB_RETRY_CNT` ask for. An exponent of 0, or of 32 and more, which the five bits of
-    /// the verbs cannot say, stands for no timeout.
+    /// The values of `NCCL_IB_TIMEOUT` and `NCCL_IB_RETRY_CNT`. An exponent of 0, or of 32 and more, which does not fit
+    /// the five bits of the verbs, means no timeout.
     pub fn new(exponent: i64, retries: i64) -> Self {
         let exponent = u8::try_from(exponent).ok().filter(|exponent| *exponent < 32).unwrap_or(0);
         Self { exponent, retries: u8::try_from(retries).unwrap_or(7).min(7) }
     }
 
-    /// How long a device sends something again before it gives up; none when it never does.
+    /// How long a device retransmits before it gives up; None when it never does.
     pub fn patience(self) -> Option<Duration> {
         (self.exponent != 0).then(|| Duration::from_nanos(4096 << self.exponent) * (u32::from(self.retries) + 1))
     }
@@ -84,15 +84,15 @@ impl Timeouts {
 /// What the two drivers agree on beyond the standard (enhanced connection establishment).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Ece {
-    /// Whose options these are.
+    /// The vendor of these options.
     pub vendor: u32,
-    /// The options; nobody but the vendor's driver knows what they mean.
+    /// The options; only the vendor's driver knows their meaning.
     pub options: u32,
     /// Reserved.
     pub mask: u32,
 }
 
-/// Why a queue pair could not be brought into its next state.
+/// Why a queue pair could not be moved to its next state.
 #[derive(Debug, Clone)]
 pub struct Refused {
     /// The error number of the call; 0 when no call failed.
@@ -119,7 +119,7 @@ pub struct QueuePair {
     raw: NonNull<ib::ibv_qp>,
     capacity: Capacity,
     domain: ProtectionDomain,
-    /// Held so that they go after the queue pair.
+    /// Held so that they are dropped after the queue pair.
     _queues: [CompletionQueue; 2],
 }
 
@@ -128,8 +128,8 @@ unsafe impl Send for QueuePair {}
 // SAFETY: as above.
 unsafe impl Sync for QueuePair {}
 
-/// Not-ready receivers are asked again without end: the data path posts receives before it invites writes, so the
-/// answer is always on its way.
+/// Not-ready receivers are tried again without end: the data path posts receives before it requests writes, so the
+/// receive is always about to be posted.
 const RETRY_FOR_EVER: u8 = 7;
 /// 0.64 ms between two such attempts.
 const RECEIVER_NOT_READY_TIMER: u8 = 12;
@@ -137,8 +137,8 @@ const RECEIVER_NOT_READY_TIMER: u8 = 12;
 const READS_IN_FLIGHT: u8 = 1;
 
 impl QueuePair {
-    /// A queue pair that reports to `send` and `receive`, which may be one and the same queue. What the device grants
-    /// beyond `wanted` is in [`QueuePair::capacity`].
+    /// A queue pair that reports to `send` and `receive`, which may be the same queue. What the device grants beyond
+    /// `wanted` is in [`QueuePair::capacity`].
     ///
     /// # Errors
     /// When the device has no more, or none so large.
@@ -187,7 +187,7 @@ impl QueuePair {
         self.capacity
     }
 
-    /// Its address, by which asynchronous events name it.
+    /// Its address, by which asynchronous events identify it.
     pub fn element(&self) -> u64 {
         self.raw.as_ptr() as u64
     }
@@ -229,8 +229,8 @@ impl QueuePair {
         self.modify(&doing, &mut attr, &parts).map_err(Refused::into_error)
     }
 
-    /// Second step: tells it where its peer is. From now on it receives. On RoCE the kernel looks for the neighbour in this
-    /// call, which may take a second and then fail with `ETIMEDOUT`.
+    /// Second step: gives it the address of its peer. From now on it receives. On RoCE the kernel resolves the
+    /// neighbour in this call, which may take a second and then fail with `ETIMEDOUT`.
     ///
     /// # Errors
     /// When the peer's address cannot be resolved, or the device refuses it.
@@ -276,8 +276,8 @@ impl QueuePair {
         })
     }
 
-    /// Third step: lets it send, with packets numbered from `first_packet` (24 bits). A number that was never used before
-    /// keeps packets of an earlier connection apart, which may still be under way.
+    /// Third step: lets it send, with packets numbered from `first_packet` (24 bits). A number that was never used
+    /// before separates them from packets of an earlier connection that may still be under way.
     ///
     /// # Errors
     /// When the device refuses the values.
@@ -312,8 +312,8 @@ impl QueuePair {
         self.modify("stopping a queue pair", &mut attr, &parts).map_err(Refused::into_error)
     }
 
-    /// Ends it: the device forgets what is outstanding, takes nothing from it and gives nothing to it any more, and touches
-    /// no memory for it. What it holds in the device is given back when this is dropped.
+    /// Ends it: the device discards what is outstanding, neither receives nor sends for it any more, and does not
+    /// access memory for it. Its resources in the device are released when this is dropped.
     ///
     /// # Errors
     /// When the device is gone.
@@ -324,7 +324,7 @@ impl QueuePair {
         self.modify("ending a queue pair", &mut attr, &parts).map_err(Refused::into_error)
     }
 
-    /// What this side's driver offers beyond the standard; none when it offers nothing.
+    /// The options that this side's driver offers beyond the standard; None when it offers none.
     pub fn ece(&self) -> Option<Ece> {
         let query = self.domain.context().verbs().query_ece?;
         let mut ece = ib::ibv_ece { vendor_id: 0, options: 0, comp_mask: 0 };
@@ -333,25 +333,25 @@ impl QueuePair {
         (status == 0).then_some(Ece { vendor: ece.vendor_id, options: ece.options, mask: ece.comp_mask })
     }
 
-    /// Takes over what the peer offered, and says whether this side's driver knows such options at all. Between
-    /// [`QueuePair::prepare`] and [`QueuePair::connect`]; what is in force then is in [`QueuePair::ece`].
+    /// Applies the peer's options, and returns whether this side's driver supports such options at all. Between
+    /// [`QueuePair::prepare`] and [`QueuePair::connect`]; the options then in force are in [`QueuePair::ece`].
     ///
     /// # Errors
-    /// When the driver knows such options, and not these.
+    /// When the driver supports such options, but not these.
     pub fn set_ece(&self, ece: Ece) -> Result<bool> {
         let Some(set) = self.domain.context().verbs().set_ece else { return Ok(false) };
         let mut raw = ib::ibv_ece { vendor_id: ece.vendor, options: ece.options, comp_mask: ece.mask };
         // SAFETY: the queue pair lives as long as this, the options live through the call.
         match unsafe { set(self.raw.as_ptr(), &raw mut raw) } {
             0 => Ok(true),
-            // What libibverbs says of a driver without them: the peer's is another one.
+            // The error of a driver without them: the peer's is another one.
             status if status.saturating_abs() == libc::EOPNOTSUPP => Ok(false),
             status => Err(status_error(self.device(), "taking over the peer's ECE options", status)),
         }
     }
 
-    /// Posts work requests, in order. If the device refuses one, those before it are under way, and the error comes
-    /// with their number.
+    /// Posts work requests, in order. If the device refuses one, those before it are posted, and the error contains
+    /// their number.
     ///
     /// # Errors
     /// When the queue is full or broken.
@@ -365,7 +365,7 @@ impl QueuePair {
         for (round, part) in list.chunks(BATCH).enumerate() {
             let first = chain.link(part);
             let mut bad = ptr::null_mut();
-            // SAFETY: a chain that lives through the call; the caller sees to the memory.
+            // SAFETY: a chain that exists through the call; the caller keeps the promise about the memory.
             let status = unsafe { ib::ibv_post_send(self.raw.as_ptr(), first, &raw mut bad) };
             if status != 0 {
                 // SAFETY: `bad` is null or points into the chain.
@@ -388,7 +388,8 @@ impl QueuePair {
         let mut piece = work.piece();
         let mut request = work.request(&raw mut piece, ptr::null_mut());
         let mut bad = ptr::null_mut();
-        // SAFETY: a request and its memory's description, which live through the call; the caller sees to the memory.
+        // SAFETY: a request and its memory's description, which exist through the call; the caller keeps the promise
+        // about the memory.
         let status = unsafe { ib::ibv_post_send(self.raw.as_ptr(), &raw mut request, &raw mut bad) };
         if status == 0 { Ok(()) } else { Err(self.refused(status)) }
     }
@@ -398,13 +399,13 @@ impl QueuePair {
         self.is_full("posting a work request", status)
     }
 
-    /// Here, being out of memory is the device's own matter, not that of a limit.
+    /// Here, lack of memory is the device's own, not that of a limit.
     fn is_full(&self, doing: &str, status: i32) -> Error {
         status_error(self.device(), doing, status).with_hint("look at the kernel's log and at the driver")
     }
 
-    /// Posts `count` receives without memory: they take up immediates only. Each comes back with `id`. If the device refuses
-    /// one, those before it are in the queue, and the error comes with their number.
+    /// Posts `count` receives without memory: they receive only immediates. Each comes back with `id`. If the device
+    /// refuses one, those before it are posted, and the error contains their number.
     ///
     /// # Errors
     /// When the queue is full or broken.

@@ -1,4 +1,5 @@
-//! Real verbs between two devices. These need hardware or SoftRoCE, so they run in the machine of `tests/rdma_vm`.
+//! Real verbs between two devices. These need hardware or SoftRoCE, so they run in the virtual machine of
+//! `tests/rdma_vm`.
 //!
 //! Each test takes the first two usable ports, or the first one twice.
 
@@ -14,7 +15,7 @@ const NEEDS_VERBS: &str = "an RDMA device; run it with tests/rdma_vm/suite.sh";
 /// One end of a connection, with a buffer that the peer may write.
 struct End {
     port: OpenPort,
-    // The order of these two is the wrong one on purpose: dropping must be right in any order.
+    // The order of these two is deliberately the wrong one: dropping must be correct in any order.
     domain: ProtectionDomain,
     queue: CompletionQueue,
     pair: QueuePair,
@@ -69,7 +70,7 @@ impl End {
             let mut room = [const { MaybeUninit::uninit() }; 1];
             if !self.queue.poll(&mut room).expect("a queue that works").is_empty() {
                 let [completion] = room;
-                // SAFETY: `poll` said that it filled the one place.
+                // SAFETY: `poll` has returned that it filled the one place.
                 return unsafe { completion.assume_init() };
             }
             assert!(Instant::now() < deadline, "nothing completed");
@@ -235,7 +236,7 @@ fn memory_that_is_not_mapped_is_an_error_with_the_devices_name() {
     assert!(error.to_string().contains(first.context.name()), "{error}");
 }
 
-/// What the kernel counts as in use by this process: queue pairs, completion queues, regions, domains, contexts.
+/// The kernel's count of objects in use by this process: queue pairs, completion queues, regions, domains, contexts.
 fn kernel_objects() -> String {
     let output = std::process::Command::new("rdma").args(["resource", "show"]).output().expect("iproute2's rdma");
     String::from_utf8(output.stdout).expect("text")

@@ -1,4 +1,4 @@
-//! Work requests: what to move from where to where.
+//! Work requests: what to transfer, from where and to where.
 
 use std::mem::MaybeUninit;
 use std::ptr;
@@ -34,8 +34,8 @@ pub struct Work {
     pub local: Local,
     /// The peer's memory.
     pub remote: Remote,
-    /// A number that the peer gets with the completion of one of its receives, after all bytes of this and of
-    /// earlier writes of the queue pair are in place.
+    /// A number that the peer gets with the completion of one of its receives, after all bytes of this and of earlier
+    /// writes of the queue pair are in place.
     pub immediate: Option<u32>,
     /// Whether it is a read, from the peer's memory to this side's.
     pub is_read: bool,
