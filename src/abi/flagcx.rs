@@ -134,7 +134,7 @@ unsafe fn short_handle<'a>(at: *mut c_void) -> Result<&'a mut ShortHandle> {
     bytes.ok_or_else(|| null("handle"))
 }
 
-/// The flags ask for an order of one-sided writes, of which there are none.
+/// The flags request an order of one-sided writes, of which there are none.
 unsafe extern "C" fn reg_mr(
     comm: *mut c_void,
     data: *mut c_void,

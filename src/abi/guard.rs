@@ -18,7 +18,7 @@ pub(super) fn guard<const API: u8>(call: &'static str, body: impl FnOnce() -> Re
         Ok(Err(error)) => error,
         Err(payload) => Error::internal(format!("a defect of Towline: {}", panic_message(&*payload))),
     };
-    // The logger is NCCL's or the host's; if writing to it panics, the result code still stands.
+    // The logger is NCCL's or the host's; if writing to it panics, the result code is still returned.
     let tell = if API == result::FLAGCX { tell_where_nobody_reads } else { tell };
     let _ = catch_unwind(AssertUnwindSafe(|| tell(call, &error)));
     result::code(error.cause(), API)

@@ -5,7 +5,7 @@ use crate::nccl::ffi::{
 };
 use crate::os::error::Cause;
 
-/// What stands in place of a version of NCCL's where FlagCX calls. Its result codes are those of NCCL's v8.
+/// Takes the place of NCCL's version when FlagCX calls. Its result codes are those of NCCL's v8.
 pub(super) const FLAGCX: u8 = u8::MAX;
 
 /// The code for `cause` in version `api` of the interface. NCCL knows the remote error from 2.13 on, that is with v6;

@@ -69,7 +69,7 @@ fn what_never_came_about_can_be_closed_in_every_version() {
     macro_rules! check {
         ($module:ident $table:ident) => {
             let table = &super::$module::$table.0;
-            // SAFETY: null stands for nothing.
+            // SAFETY: null means nothing.
             unsafe {
                 closed(table.closeSend.expect("closeSend")(null()));
                 closed(table.closeRecv.expect("closeRecv")(null()));

@@ -73,7 +73,7 @@ struct Asker {
 
 const NODES_MAX: usize = (1 << 28) - 1;
 
-/// Never null: NCCL does not mind, but a null pointer says nothing in a debugger.
+/// Never null: NCCL accepts null, but a null pointer shows nothing in a debugger.
 fn dress(asker: Asker) -> *mut c_void {
     let Asker { shape, scope } = asker;
     let ranks = shape.ranks.min(u32::MAX as usize) << 32;

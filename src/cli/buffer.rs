@@ -139,7 +139,7 @@ impl Buffer {
         comm.by_address(self.at(0), self.len(), PTR_CUDA).map_err(registering)
     }
 
-    /// Whether nobody wrote around the part in host memory.
+    /// Whether nothing was written around the part in host memory.
     pub(crate) fn guards_intact(&self) -> bool {
         self.host.guards_intact()
     }

@@ -80,7 +80,7 @@ impl Drop for Child {
     }
 }
 
-/// An ending in words.
+/// A description of how a process ended.
 pub(crate) fn describe(ending: ExitStatus) -> String {
     match (ending.code(), ending.signal()) {
         (Some(code), _) => format!("exited with status {code}"),

@@ -102,7 +102,7 @@ impl Driver {
     }
 }
 
-/// A GPU with its primary context, which it shares with whoever else uses CUDA in this process.
+/// A GPU with its primary context, which it shares with all other users of CUDA in this process.
 pub(crate) struct Gpu {
     driver: Driver,
     context: *mut c_void,
@@ -210,7 +210,7 @@ impl GpuMemory {
 impl Drop for GpuMemory {
     fn drop(&mut self) {
         if self.gpu.enter().is_ok() {
-            // SAFETY: allocated by `new`, and nobody uses it any more.
+            // SAFETY: allocated by `new`, and no longer used.
             let _ = unsafe { (self.gpu.driver.free)(self.allocation) };
         }
     }

@@ -20,10 +20,10 @@ use towline::trace::verdict::{SILENT_NS, seconds};
 /// How long a process may take to answer on its control socket.
 const ANSWER: Duration = Duration::from_secs(2);
 
-/// Between two looks at the files of other hosts.
+/// The interval between two reads of other hosts' files.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// A file that was renewed so long ago belongs to a process that would not answer.
+/// A file that was renewed this long ago belongs to a process that would not answer.
 const FRESH_NS: u64 = 3_000_000_000;
 
 /// Where to look.
@@ -36,11 +36,11 @@ pub(crate) struct Place {
 
 /// A process of the job.
 pub(crate) struct Process {
-    /// What it said.
+    /// Its report.
     pub(crate) state: State,
     /// What to add to its times.
     shift: i64,
-    /// When it was last heard of.
+    /// When it last reported.
     pub(crate) heard: u64,
 }
 
@@ -120,7 +120,7 @@ fn gather(states: Vec<(PathBuf, State)>) -> Vec<Process> {
     found
 }
 
-/// Asks a process of this host for its state.
+/// Requests the state of a process of this host.
 fn ask(state: &State) -> Option<State> {
     let mut stream = UnixStream::connect(Path::new(state.socket.as_ref()?)).ok()?;
     stream.set_read_timeout(Some(ANSWER)).ok()?;
@@ -148,7 +148,7 @@ pub(crate) fn remarks(processes: &[Process]) -> Vec<String> {
     dropped.collect()
 }
 
-/// How long ago, for people.
+/// How long ago, for users.
 pub(crate) fn ago(now: u64, when: u64) -> String {
     seconds(now.saturating_sub(when))
 }

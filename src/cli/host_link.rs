@@ -64,7 +64,7 @@ pub(crate) struct HostLink {
     receive_memory: Buffer,
     sends: [Option<Request>; SLOTS],
     receives: [Option<Receiving>; SLOTS],
-    /// What a profiler is told of the messages.
+    /// The profiler that the messages are reported to.
     pub(crate) proxy: Proxy,
     patience: Duration,
     idle_rounds: u32,
@@ -114,7 +114,8 @@ impl HostLink {
         self.proxy.collective(count, steps(Action::sends), steps(Action::receives));
     }
 
-    /// Checks that nobody wrote outside the staging memory, and ends registrations and connections in NCCL's order.
+    /// Checks that nothing was written outside the staging memory, and ends registrations and connections in NCCL's
+    /// order.
     pub(crate) fn close(self) -> Result<()> {
         if !(self.send_memory.guards_intact() && self.receive_memory.guards_intact()) {
             return Err(Error::internal("the plugin wrote outside the memory that was given to it"));
@@ -187,7 +188,7 @@ impl Link for HostLink {
             return Ok(None);
         };
         self.idle_rounds = 0;
-        // Some plugins never tell sizes (NCCL hardly looks); then the verification of the data must do.
+        // Some plugins never report sizes (NCCL hardly reads them); then the verification of the data must suffice.
         let bytes = arrived.unwrap_or_else(|| usize::try_from(sizes[0]).unwrap_or(due));
         // What came into GPU memory is flushed before it is read, as NCCL does.
         if self.receive_memory.is_flushed() && arrived.is_none() && bytes > 0 {
@@ -211,7 +212,7 @@ impl Link for HostLink {
             self.idle_since = Instant::now();
         }
         self.idle_rounds = self.idle_rounds.wrapping_add(1).max(1);
-        // Looking at the clock costs more than the rest, so only now and then.
+        // Reading the clock costs more than the rest, so only now and then.
         if self.idle_rounds.is_multiple_of(1024) && self.idle_since.elapsed() > self.patience {
             return Err(Error::remote(format!("nothing moved for {} s", self.patience.as_secs()))
                 .with_hint("a peer hangs or the network swallows packets; --timeout sets the limit"));

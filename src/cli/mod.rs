@@ -35,7 +35,7 @@ use towline::os::nccl_conf::Variables;
 
 /// The run failed: an error, or a process that died.
 const EXIT_FAILED: u8 = 1;
-/// Nothing that was found explains why the job stands still.
+/// The findings do not explain why the job stands still.
 const EXIT_UNCLEAR: u8 = 2;
 /// Everything ran, but data was wrong.
 const EXIT_WRONG: u8 = 3;
@@ -112,7 +112,7 @@ impl Command {
         }
     }
 
-    /// Puts what options say of the plugin into the environment.
+    /// Puts the plugin options into the environment.
     fn take_in_options(&self, variables: &mut Variables) {
         let plugin = match self {
             Self::AllReduce(options) => &options.plugin,
@@ -173,7 +173,7 @@ pub(crate) fn main() -> ExitCode {
     exit_code(&outcome)
 }
 
-/// The subcommand that was asked for, for the usage line of what is wrong with it.
+/// The requested subcommand, for the usage line of its errors.
 fn called() -> clap::Command {
     let mut command = CommandLine::command();
     // Gives each subcommand its whole name.

@@ -37,7 +37,7 @@ static LOOK: extern "C" fn() = {
     look
 };
 
-/// Says so when nobody can see what the program prints.
+/// Reports when the output cannot be seen.
 pub(crate) fn check_stdout() -> Result<()> {
     if CLOSED.load(Ordering::Relaxed) {
         return Err(Error::usage("standard output is closed").with_hint("send it to /dev/null if nobody wants it"));

@@ -39,7 +39,7 @@ pub(crate) struct GpuOption {
     pub(crate) gpu: Option<i32>,
 }
 
-/// A choice of plugin as one process tells it to another.
+/// A choice of plugin, as one process sends it to another.
 #[derive(Serialize, Deserialize, Debug, Clone)]
 pub(crate) struct PluginChoice {
     /// Any bytes, for which JSON has no string.
@@ -86,7 +86,7 @@ impl PluginOptions {
 }
 
 impl PluginChoice {
-    /// The same with buffers where the option says.
+    /// The same, with buffers where the option puts them.
     #[must_use]
     pub(crate) fn with_gpu(self, option: &GpuOption) -> Self {
         Self { gpu: option.gpu, ..self }
@@ -102,7 +102,7 @@ impl PluginChoice {
         self.file == Path::new(DEFAULT_FILE) && error.what().contains("No such file")
     }
 
-    /// Opens it in this process, and shows what it says.
+    /// Opens it in this process, and shows its log.
     pub(crate) fn open(&self) -> Result<Net> {
         log::print_to_stderr(&std::env::var("NCCL_DEBUG").unwrap_or_else(|_| "WARN".to_owned()));
         let version = self.api.map(|number| number.to_string().parse()).transpose()?;
@@ -112,7 +112,7 @@ impl PluginChoice {
     }
 }
 
-/// What a process tells about the plugin it opened.
+/// A process's report about the plugin it opened.
 #[derive(Serialize, Deserialize, Debug, Clone, PartialEq)]
 pub(crate) struct PluginFacts {
     pub(crate) plugin: String,
@@ -123,7 +123,7 @@ pub(crate) struct PluginFacts {
 }
 
 impl PluginFacts {
-    /// Asks the plugin, and checks that the device is there.
+    /// Queries the plugin, and checks that the device exists.
     pub(crate) fn of(context: &towline::host::Context, choice: &PluginChoice) -> Result<Self> {
         let count = context.devices().map_err(|code| code.while_doing("counting the plugin's devices"))?;
         if choice.device < 0 || choice.device >= count {

@@ -11,7 +11,7 @@ use towline::nccl::ffi::*;
 
 use super::ring::{CHUNK_BYTES, SLOTS};
 
-/// What is told of one rank's messages.
+/// The events of one rank's messages.
 pub(crate) struct Proxy {
     /// Before the profiler: their handles lead to it.
     directions: [Direction; 2],

@@ -31,7 +31,7 @@ pub enum Code {
     /// The host's own: this API version has no such call, or the plugin left its entry NULL, or a size does not fit
     /// the type that this version gives it. The plugin was not called.
     NotOffered(&'static str),
-    /// The host's own: the plugin kept answering "not yet" until the deadline. The text says what was awaited.
+    /// The host's own: the plugin kept returning "not yet" until the deadline. The text names what was awaited.
     Deadline(&'static str),
     /// The host's own: NCCL would find no path from a GPU to any device of the plugin, and end the job.
     Unplaced,
@@ -54,7 +54,7 @@ impl Code {
         }
     }
 
-    /// The same failure as an error for people: `doing` says what the host was about, as in "connecting to rank 1".
+    /// The same failure as an error for users: `doing` is what the host was doing, as in "connecting to rank 1".
     #[must_use]
     pub fn while_doing(self, doing: impl fmt::Display) -> Error {
         let cause = match self {

@@ -110,7 +110,7 @@ impl Drop for Inner {
 macro_rules! closable {
     ($($kind:ident)+) => {$(
         impl $kind {
-            /// Closes it now and tells what the plugin answered. Requests in flight end with it.
+            /// Closes it now and returns the plugin's result. Requests in flight end with it.
             pub fn close(self) -> Result<()> {
                 self.0.0.close()
             }
@@ -157,7 +157,7 @@ macro_rules! transferring {
                 self.0.test(request)
             }
 
-            /// Asks with a NULL size pointer, as NCCL does when it does not care.
+            /// Tests with a NULL size pointer, as NCCL does when it does not need the size.
             pub fn test_unsized(&self, request: &Request) -> Result<bool> {
                 // SAFETY: the request came from this plugin; NULL sizes are allowed.
                 unsafe { self.0.table().test(request.raw.as_ptr(), null_mut()) }
@@ -206,7 +206,7 @@ impl SendComm {
         Ok(Request::of(raw, 1))
     }
 
-    /// Posts a send, calling again while the plugin says "not now".
+    /// Posts a send, calling again while the plugin returns "not now".
     ///
     /// # Safety
     /// As for [`SendComm::isend`].
@@ -242,7 +242,7 @@ impl RecvComm {
         Ok(Request::of(raw, parts.len()))
     }
 
-    /// Posts a receive, calling again while the plugin says "not now".
+    /// Posts a receive, calling again while the plugin returns "not now".
     ///
     /// # Safety
     /// As for [`RecvComm::irecv`].
@@ -275,7 +275,7 @@ unsafe impl Send for Mr {}
 unsafe impl Sync for Mr {}
 
 impl Mr {
-    /// Ends the registration and tells what the plugin answered.
+    /// Ends the registration and returns the plugin's result.
     pub fn dereg(mut self) -> Result<()> {
         self.end()
     }

@@ -169,7 +169,7 @@ impl Context {
         unsafe { self.0.net.table.devices() }
     }
 
-    /// What the plugin says about device `dev`.
+    /// The plugin's properties of device `dev`.
     pub fn properties(&self, dev: i32) -> Result<Properties> {
         // SAFETY: the plugin is initialised; a wrong number is the plugin's to refuse.
         unsafe { self.0.net.table.properties(dev) }
@@ -181,7 +181,7 @@ impl Context {
         unsafe { self.0.net.table.make_vdevice(members) }
     }
 
-    /// Tells the plugin what traffic to expect (v11 and later).
+    /// Passes the expected traffic to the plugin (v11 and later).
     pub fn set_net_attr(&self, mut attr: ffi::ncclNetAttr_v11_t) -> Result<()> {
         // SAFETY: the context is alive, the attributes are only read during the call.
         unsafe { self.0.net.table.set_net_attr(self.0.raw, &mut attr) }
@@ -202,7 +202,7 @@ impl Context {
     }
 }
 
-/// A connection handle: the bytes that a listener gives to whoever shall connect to it.
+/// A connection handle: the bytes that a listener gives to its peer.
 #[derive(Clone, Copy)]
 #[repr(C, align(16))]
 pub struct Handle {

@@ -88,7 +88,7 @@ impl FlagCx {
         Ok(count)
     }
 
-    /// What the plugin says about a device.
+    /// The plugin's properties of a device.
     pub fn properties(&self, dev: c_int) -> Result<Properties> {
         // SAFETY: integers, floats and pointers, for which zero is a value.
         let mut raw: ffi::ncclNetProperties_v8_t = unsafe { std::mem::zeroed() };
@@ -178,7 +178,7 @@ impl FlagCx {
         Ok((done != 0).then_some(size))
     }
 
-    /// Closes what `end` says.
+    /// Closes the communicator that `end` names.
     pub fn close(&self, end: End, comm: Object) -> Result<()> {
         match end {
             End::Send => call!(self.closeSend(comm.0)),

@@ -88,7 +88,7 @@ impl Memory {
         unsafe { slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
     }
 
-    /// Whether the guards on both sides are as they were made: nobody wrote outside.
+    /// Whether the guards on both sides are unchanged: nothing wrote outside.
     pub fn guards_intact(&self) -> bool {
         // SAFETY: the guards lie within the allocation, before and behind the `len` bytes.
         let (before, after) = unsafe {

@@ -77,7 +77,7 @@ impl Pair {
                     return Err(Code::Overrun("a receive"));
                 }
                 let cut = |(memory, &size): (&Memory, &i32)| {
-                    // A plugin that tells no sizes fills what it was given.
+                    // A plugin that reports no sizes fills the whole buffer.
                     let size = usize::try_from(size).unwrap_or(memory.len());
                     memory.bytes().get(..size).map(<[u8]>::to_vec).ok_or(Code::Overrun("a receive"))
                 };

@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use crate::nccl::ffi;
 
-/// What the plugin said about an event, for the identifiers that NCCL itself knows.
+/// The plugin's data about an event, for the identifiers that NCCL itself knows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Description {
     /// NCCL's socket part, version 1.
@@ -101,7 +101,7 @@ pub fn callback() -> ffi::ncclProfilerCallback_t {
     Some(record)
 }
 
-/// A callback like that of an NCCL without profiler: it says yes and gives no event handle.
+/// A callback like that of an NCCL without profiler: it returns success and no event handle.
 pub fn ignoring_callback() -> ffi::ncclProfilerCallback_t {
     Some(ignore)
 }
@@ -134,7 +134,7 @@ unsafe extern "C" fn record(
         // SAFETY: a transfer handle is the address of the `Events` of a living `Transfer`.
         let events = unsafe { &*transfer.cast::<Events>() };
         let mut list = events.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the plugin's identifier says what it describes.
+        // SAFETY: the data have the type of the plugin's identifier.
         let description = unsafe { describe(plugin_id, description) };
         list.push(Event { plugin_id, description, started: Instant::now(), followed_by: Vec::new() });
         let started = Box::leak(Box::new(Started { events: Arc::clone(events), index: list.len() - 1 }));

@@ -18,7 +18,7 @@ static TABLE: AtomicPtr<ncclProfiler_v6_t> = AtomicPtr::new(null_mut());
 /// Which events the profiler wants. As NCCL's, there is one for the process, which the profiler may write at any time.
 static MASK: AtomicI32 = AtomicI32::new(0);
 
-/// A communicator whose events are told to the plugin's profiler.
+/// A communicator whose events are reported to the plugin's profiler.
 pub struct Profiler {
     table: &'static ncclProfiler_v6_t,
     context: *mut c_void,
@@ -39,7 +39,7 @@ pub struct StepHandle {
 }
 
 impl Profiler {
-    /// Starts the plugin's profiler for a communicator; none when there is none, or it wants nothing to be told.
+    /// Starts the plugin's profiler for a communicator; None when there is none, or it wants no events.
     pub fn start(plugin: &Plugin, comm_id: u64, name: &CStr, ranks: usize, rank: usize) -> Option<Self> {
         let table = plugin.symbol("ncclProfiler_v6")?.cast::<ncclProfiler_v6_t>();
         // SAFETY: by its name it is a table of that version, in a library that stays mapped.

@@ -6,7 +6,7 @@ use std::ffi::{CStr, c_char};
 
 use crate::nccl::ffi;
 
-/// What a plugin says about one device.
+/// A plugin's properties of one device.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Properties {
     /// The device's name, as shown in NCCL's log.
@@ -37,9 +37,9 @@ pub struct Properties {
     pub device_version: i32,
     /// v9 and later: the physical devices behind this one. Empty before.
     pub members: Vec<i32>,
-    /// v9 and later: the largest message, 0 when the version does not tell.
+    /// v9 and later: the largest message, 0 when the version does not contain it.
     pub max_p2p_bytes: usize,
-    /// v9 and later: the largest collective message, 0 when the version does not tell.
+    /// v9 and later: the largest collective message, 0 when the version does not contain it.
     pub max_coll_bytes: usize,
     /// v11 and later: requests in one multi-request. One before.
     pub max_multi_request: i32,
@@ -52,7 +52,7 @@ pub struct Properties {
 /// # Safety
 /// `text` is NULL or points to a NUL-terminated string.
 unsafe fn text(text: *const c_char) -> Option<String> {
-    // SAFETY: the caller says that a pointer that is not NULL points to a NUL-terminated string.
+    // SAFETY: the caller promises that a pointer that is not NULL points to a NUL-terminated string.
     (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
 }
 

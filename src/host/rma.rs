@@ -119,7 +119,7 @@ impl Rma {
         Ok(count)
     }
 
-    /// What the plugin says about a device, and its `netDeviceType`.
+    /// The plugin's properties of a device, and its `netDeviceType`.
     pub fn properties(&self, dev: c_int) -> Result<(Properties, u32)> {
         // SAFETY: integers, floats and pointers, for which zero is a value.
         let mut raw: ffi::ncclNetProperties_v12_t = unsafe { std::mem::zeroed() };
@@ -225,7 +225,7 @@ impl Rma {
         Ok(has_error)
     }
 
-    /// Whether any signal makes all puts visible; v16 alone says so.
+    /// Whether any signal makes all puts visible; only v16 has it.
     pub fn signals_flush_all(&self, group: Object) -> Option<Result<bool>> {
         let Table::V16(table) = self.table else { return None };
         let mut answer = 0xff_u8;

@@ -23,7 +23,7 @@ pub fn select(context: &Context) -> Result<Vec<i32>> {
         Err(code) if context.net().version() == ApiVersion::V9 => Err(code),
         Err(_) => Ok(Merged::Refused),
     })?;
-    // NCCL asks for the number of devices again: the virtual ones follow the physical.
+    // NCCL reads the number of devices again: the virtual ones follow the physical.
     let all = (0..context.devices()?).map(|dev| Ok((dev, context.properties(dev)?))).collect::<Result<Vec<_>>>()?;
     let reachable = |(dev, properties): &(i32, Properties)| {
         let position = usize::try_from(*dev).unwrap_or(usize::MAX);
@@ -40,14 +40,14 @@ pub fn select(context: &Context) -> Result<Vec<i32>> {
     Ok(usable.iter().filter(|(_, properties)| properties.speed_mbps == fastest).map(|(dev, _)| *dev).collect())
 }
 
-/// What came of a merge.
+/// The result of a merge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Merged {
     Made,
     Refused,
 }
 
-/// Merges what NCCL would merge. Says of each physical device whether it stays by itself.
+/// Merges what NCCL would merge. Returns for each physical device whether it stays separate.
 fn merge(physical: &[Properties], mut make: impl FnMut(&[i32]) -> Result<Merged>) -> Result<Vec<bool>> {
     let count = physical.len();
     let mut near: Vec<Vec<bool>> =

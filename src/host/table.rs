@@ -30,7 +30,7 @@ pub enum Table {
 
 use Table::{V4, V5, V6, V7, V8, V9, V10, V11, V12};
 
-/// Calls an entry, or says that it is missing.
+/// Calls an entry, or returns that it is missing.
 macro_rules! call {
     ($table:ident . $entry:ident ( $($argument:expr),* $(,)? )) => {
         match $table.$entry {
@@ -102,7 +102,7 @@ impl Table {
         if name.is_null() {
             return String::new();
         }
-        // SAFETY: the interface says that `name` is a NUL-terminated string of the library.
+        // SAFETY: by the interface, `name` is a NUL-terminated string of the library.
         unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
     }
 

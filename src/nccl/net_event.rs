@@ -24,7 +24,7 @@ pub const VERSION: i64 = 1;
 /// Towline's own plugin id: "TL" in the type bits, the version below.
 pub const PLUGIN_ID: i64 = (0x544c << 16) | VERSION;
 
-/// The plugin id of a [`NetSum`], which only [`Reader::Sums`] is told of.
+/// The plugin id of a [`NetSum`], which only [`Reader::Sums`] receives.
 pub const PLUGIN_ID_SUM: i64 = (0x544c << 16) | 0x8001;
 
 /// [`NetEvent::flags`]: this side sends (otherwise it receives).
@@ -154,11 +154,11 @@ pub struct NetSumNews {
     pub taken: bool,
 }
 
-/// Who reads [`NetEvent`]s in this process.
+/// The reader of [`NetEvent`]s in this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Reader {
-    /// Nobody that is known of.
+    /// None that is known.
     None = 0,
     /// The profiler of this library, with another behind it that goes by when it is called.
     Hasty = 1,
@@ -169,15 +169,16 @@ pub enum Reader {
     Sums = 3,
 }
 
-/// NCCL has one profiler, so when it is this library's own, nobody else misses the events that only others could read.
+/// NCCL has one profiler, so if it is this library's own, no other reader misses the events that only others could
+/// read.
 static READER: AtomicU8 = AtomicU8::new(Reader::None as u8);
 
-/// The profiler of this library asks for network events. There is no way back: NCCL does not change its profiler.
+/// The profiler of this library enables network events. This is final: NCCL does not change its profiler.
 pub fn announce(reader: Reader) {
     READER.store(reader as u8, Ordering::Relaxed);
 }
 
-/// Who is known to read network events.
+/// The known reader of network events.
 pub fn reader() -> Reader {
     match READER.load(Ordering::Relaxed) {
         0 => Reader::None,
@@ -213,7 +214,7 @@ impl NetEvent {
         self.flags & FLAG_SEND != 0
     }
 
-    /// Whether the part had ended when it was told of.
+    /// Whether the part had ended when it was reported.
     pub fn has_ended(&self) -> bool {
         self.flags & FLAG_ENDED != 0
     }

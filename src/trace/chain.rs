@@ -19,13 +19,13 @@ const SLOTS: usize = 1 << 15;
 /// Places tried for one event.
 const PROBES: usize = 32;
 
-/// Communicators whose context is known at once.
+/// Communicators whose context is found without a search.
 const CONTEXTS: usize = 4096;
 
 /// In a slot's state: the event was stopped; its handle serves as a parent until the slot is needed.
 const STOPPED: u64 = 1;
 
-/// What a start says besides its body: what only a second profiler needs.
+/// The data of a start besides its body: only a second profiler needs them.
 #[derive(Debug, Clone, Copy)]
 pub struct Start {
     /// The parent's handle as NCCL knows it, ours.
@@ -110,7 +110,7 @@ impl Chain {
         }
     }
 
-    /// The mask it asks for at present.
+    /// Its current event mask.
     pub fn mask(&self) -> u32 {
         self.mask.load(Ordering::Relaxed) as u32
     }
@@ -239,7 +239,7 @@ mod tests {
     use super::*;
     use std::sync::Mutex;
 
-    /// Counts what it is told and hands out numbered handles.
+    /// A profiler that counts its calls and returns numbered handles.
     #[derive(Default)]
     struct Fake(Mutex<Vec<String>>, AtomicU64);
 

@@ -6,7 +6,7 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// More files than this of one name are not looked through.
+/// The most files of one name that are tried.
 pub(super) const MOST: u32 = 10_000;
 
 /// Opens `path`, or the first numbered name beside it at which `open` does not find another's: `a.prom`, `a.2.prom`, and so on.
@@ -58,7 +58,7 @@ fn numbered(path: &Path, number: u32) -> PathBuf {
     path.with_file_name(format!("{}.{number}{}", &name[..at], &name[at..]))
 }
 
-/// Whether a file that its process renews was not renewed for so long.
+/// Whether a file that its process renews was not renewed for this long.
 pub(super) fn is_older(path: &Path, age: Duration) -> bool {
     let modified = std::fs::metadata(path).and_then(|found| found.modified());
     modified.is_ok_and(|when| when.elapsed().is_ok_and(|passed| passed > age))

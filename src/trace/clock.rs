@@ -47,7 +47,7 @@ impl Timeline {
         }
     }
 
-    /// Nobody asks for anything before `ticks` any more.
+    /// No caller needs anything before `ticks` any more.
     pub(super) fn forget(&mut self, ticks: u64) {
         while self.readings.len() > 2 && self.readings[1].0 <= ticks {
             self.readings.pop_front();
@@ -120,7 +120,7 @@ mod tests {
     #[test]
     fn the_system_clock_is_met_within_a_microsecond() {
         let mut timeline = Timeline::default();
-        // Of a few tries the best: whoever is interrupted between the readings proves nothing.
+        // The best of a few attempts: a thread that is interrupted between the readings proves nothing.
         let off = (0..50).map(|_| {
             let before = now();
             let ticks = Ticks::now_in_order().number();

@@ -1,4 +1,4 @@
-//! What one call of NCCL tells us, as a value: no pointer of NCCL's survives in it.
+//! One call of NCCL's as a value: no pointer of NCCL's remains in it.
 //!
 //! A [`Record`] is made on NCCL's thread and read on ours. It is `Copy` and of fixed size, so that it can travel
 //! through a preallocated ring without allocation and without anybody's lifetime: handles are numbers
@@ -108,12 +108,12 @@ impl Kind {
     }
 }
 
-/// Everything that a communicator's first callback or any later one may have told about it.
+/// What is known about a communicator from its first callback or any later one.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct CommInfo {
     /// The value that NCCL keeps as this communicator's profiler context.
     pub context: u64,
-    /// NCCL's communicator id, the same on all its ranks; 0 while unknown (v1 to v3 tell it with the first collective).
+    /// NCCL's communicator id, the same on all its ranks; 0 while unknown (v1 to v3 pass it with the first collective).
     pub id: u64,
     /// The name the user gave, if any.
     pub name: String,
@@ -164,14 +164,14 @@ pub struct Coll {
     pub recv_buffer: u64,
     /// The Group event's handle; from v5 on it is not the parent.
     pub group: u64,
-    /// The communicator's id, where the descriptor tells it (v1 to v3), else 0.
+    /// The communicator's id, if the descriptor contains it (v1 to v3), else 0.
     pub comm_id: u64,
     pub root: i32,
     pub func: Name,
     pub datatype: Name,
     pub algorithm: Name,
     pub protocol: Name,
-    /// The communicator's name, where the descriptor tells it (v1 to v3).
+    /// The communicator's name, if the descriptor contains it (v1 to v3).
     pub comm_name: Name,
     pub channels: u8,
     pub warps: u8,
@@ -196,7 +196,7 @@ pub struct P2p {
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 #[allow(missing_docs)]
 pub struct ProxyOp {
-    /// The process whose collective it is; not ours when NCCL proxies for another process.
+    /// The process whose collective it is; another process when NCCL proxies for it.
     pub pid: i32,
     pub peer: i32,
     pub steps: i32,
@@ -228,7 +228,7 @@ pub struct NetPart {
 }
 
 impl NetPart {
-    /// What a transport's descriptor says of the part's start.
+    /// The transport's data about the part's start.
     #[inline]
     pub fn of(net: &NetEvent) -> Self {
         Self {
@@ -257,7 +257,7 @@ impl NetPart {
         }
     }
 
-    /// The same of a part that has ended, its end included if there is room for all that is said of it.
+    /// The same for a part that has ended, including its end if there is room for all of it.
     #[inline]
     pub fn ended(net: &NetEvent) -> Self {
         let over = if Self::takes_in(net) { net.wire_ns as u32 + 1 } else { 0 };
@@ -271,20 +271,20 @@ impl NetPart {
         Self { link, message, length, rail, stream: net_event::SEVERAL, send, ago_ns, ..Self::default() }
     }
 
-    /// Whether [`NetPart::ended`] says all there is to say of the part.
+    /// Whether [`NetPart::ended`] holds everything about the part.
     #[inline]
     pub fn takes_in(net: &NetEvent) -> bool {
         let waits = net.wait_receiver_ns | net.wait_socket_ns | net.wait_credit_ns;
         waits == 0 && net.retransmissions == 0 && net.reconnects == 0 && net.wire_ns < u32::MAX.into()
     }
 
-    /// What is said of a part that was this long on the wire, had ended when it was told of, and met with nothing else.
+    /// The value for a part that was this long on the wire, had ended when it was reported, and had no other events.
     fn plain_end(&self, wire_ns: u32) -> NetTimes {
         let ago_ns = self.ago_ns.saturating_sub(wire_ns);
         NetTimes { wire_ns: wire_ns.into(), ago_ns, ends: true, ..NetTimes::default() }
     }
 
-    /// Takes the end in, if there is room for all that it says.
+    /// Includes the end, if there is room for all of it.
     #[inline]
     pub fn take_in(&mut self, times: &NetTimes) -> bool {
         let wire_ns = u32::try_from(times.wire_ns).ok().filter(|ns| *ns < u32::MAX && *times == self.plain_end(*ns));
@@ -299,7 +299,7 @@ impl NetPart {
     }
 }
 
-/// What carried a part: what NCCL's own descriptors tell.
+/// The carrier of a part, from NCCL's own descriptors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[allow(missing_docs)]
 pub enum Carrier {
@@ -334,7 +334,7 @@ pub struct NetTimes {
 }
 
 impl NetTimes {
-    /// What a transport's descriptor says, in an update.
+    /// The transport's data in an update.
     pub fn of(net: &NetEvent) -> Self {
         Self {
             retransmissions: net.retransmissions,
@@ -354,7 +354,7 @@ impl NetTimes {
         Self { wait_receiver_ns, wait_socket_ns, wait_credit_ns, wire_ns, ends: true, ..Self::default() }
     }
 
-    /// The same, where it says so in a start.
+    /// The same, from a start.
     pub fn at_start(net: &NetEvent) -> Self {
         let ago_ns = u64::from(net.ago_ns).saturating_sub(net.wire_ns) as u32;
         Self { ago_ns, ends: true, ..Self::of(net) }
@@ -421,7 +421,7 @@ pub enum Body {
     /// A part that has ended, by the figures only, from one NCCL thread to ours: there it becomes a [`Body::NetTowline`] and
     /// its [`Body::NetTimes`] ([`Body::ended_part`]).
     NetSum(NetSum),
-    /// A NetPlugin event of a plugin whose descriptor we do not know.
+    /// A NetPlugin event of a plugin with an unknown descriptor.
     NetOther {
         plugin: i64,
     },
@@ -441,7 +441,7 @@ pub enum Body {
         steps: i32,
         arg: u64,
     },
-    /// The last word on a [`Body::NetTowline`] event.
+    /// The final update of a [`Body::NetTowline`] event.
     NetTimes(NetTimes),
     Stop,
 }
@@ -473,7 +473,7 @@ impl Body {
         })
     }
 
-    /// Of a part whose end is told with its start: leaves the start, and gives the end.
+    /// For a part whose end is reported with its start: leaves the start, and returns the end.
     pub fn ended_part(&mut self) -> Option<NetTimes> {
         match self {
             Body::NetTowline(part) => part.take_out(),
@@ -500,7 +500,7 @@ pub struct Record {
     pub context: u64,
     /// The rank in the descriptor; only with starts.
     pub rank: i32,
-    /// Tells threads apart.
+    /// Identifies threads.
     pub thread: u32,
     /// What happened.
     pub body: Body,
@@ -616,7 +616,7 @@ mod tests {
         for (times, fits) in [
             (plain, true),
             (NetTimes { wire_ns: 0, ago_ns: 1000, ..plain }, true),
-            // The beginning was not kept, or is longer ago than a descriptor says.
+            // The beginning was not kept, or is longer ago than a descriptor can hold.
             (NetTimes { wire_ns: 1001, ago_ns: 0, ..plain }, true),
             (NetTimes { wire_ns: u64::from(u32::MAX), ago_ns: 0, ..plain }, false),
             (NetTimes { wire_ns: 1 << 40, ago_ns: 0, ..plain }, false),

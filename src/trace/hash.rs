@@ -1,4 +1,4 @@
-//! Maps by keys that nobody hostile chooses: our own numbers, NCCL's few words.
+//! Maps with keys that no attacker chooses: Towline's own numbers, and a few strings of NCCL's.
 //!
 //! The writer looks something up several times for each record, so the standard library's hash, which defends against
 //! chosen keys, was a good part of its work.
@@ -12,7 +12,7 @@ pub(super) type QuickMap<K, V> = HashMap<K, V, BuildHasherDefault<Quick>>;
 /// 2⁶⁴ divided by the golden ratio: its multiples spread evenly.
 const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Mixes a word at a time.
+/// Mixes one 8-byte unit at a time.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Quick(u64);
 

@@ -11,7 +11,7 @@ use super::place::{POSITION_BITS, Place, SHARDS};
 /// for their parents.
 const SILENT: u64 = 1 << 47;
 
-/// Set in event keys whose updates carry [`crate::nccl::net_event::NetEvent`].
+/// Set in the keys of events whose updates carry [`crate::nccl::net_event::NetEvent`].
 const OWN_NET: u64 = 1 << 46;
 
 const STAMP_SHIFT: u32 = 48;
@@ -69,13 +69,13 @@ pub fn is_silent(event: u64) -> bool {
     event & SILENT != 0
 }
 
-/// The handle of an event of which nothing is recorded, and whose children are its parent's.
+/// The handle of an event of which nothing is recorded, and whose children become its parent's.
 #[inline]
 pub fn stand_in(parent: u64) -> u64 {
     parent | SILENT
 }
 
-/// The event that `parent` stands for, or itself. Not for keys of [`Stamp::chained`].
+/// The event that `parent` replaces, or itself. Not for keys of [`Stamp::chained`].
 #[inline]
 pub fn stood_for(parent: u64) -> u64 {
     parent & !SILENT

@@ -59,7 +59,7 @@ impl Name {
     /// A string that found no room.
     pub const OTHER: Name = Name(u16::MAX);
 
-    /// The string's number. Wait-free: a bounded number of places is looked at, none is waited for.
+    /// The string's number. Wait-free: a bounded number of places is tried, and none is waited for.
     pub fn new(text: &[u8]) -> Name {
         if text.is_empty() {
             return Self::NONE;
@@ -67,7 +67,7 @@ impl Name {
         let text = &text[..text.len().min(LONGEST)];
         let hash = hash(text);
         for probe in 0..PROBES {
-            // Place 0 stands for "none", so it is never used.
+            // Place 0 means "none", so it is never used.
             let index = (hash as usize + probe) % (ENTRIES - 1) + 1;
             let entry = &TABLE.0[index];
             let state = entry.state.load(Ordering::Acquire);
@@ -77,7 +77,7 @@ impl Name {
                 }
                 continue;
             }
-            // A place that somebody is writing is passed over: at worst a string stands in the table twice.
+            // A place that another thread is writing is skipped: at worst a string is in the table twice.
             let free = state == EMPTY
                 && entry.state.compare_exchange(EMPTY, WRITING, Ordering::Acquire, Ordering::Relaxed).is_ok();
             if free {
@@ -140,7 +140,7 @@ impl std::fmt::Display for Name {
 impl Entry {
     /// Writes the text and publishes the entry; only for the thread that won it.
     fn fill(&self, text: &[u8], hash: u32) {
-        // SAFETY: this thread alone moved the entry to WRITING, so nobody reads or writes it until READY is stored.
+        // SAFETY: only this thread moved the entry to WRITING, so no other reads or writes it until READY is stored.
         unsafe {
             *self.length.get() = text.len() as u8;
             (&mut *self.text.get())[..text.len()].copy_from_slice(text);

@@ -48,7 +48,7 @@ const PEER_WAITS: usize = 256;
 /// How serious a message is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Level {
-    /// The user should look into it.
+    /// A warning: the user should check it.
     Warn,
     /// Where files are and what was counted.
     Info,
@@ -61,7 +61,7 @@ pub type LoadSecond = fn(&Path, u32) -> Result<Box<dyn Second>>;
 pub struct Init {
     /// The version of the interface that NCCL uses.
     pub version: u32,
-    /// What it says of the communicator; `context` is not yet set.
+    /// The data about the communicator; `context` is not yet set.
     pub comm: CommInfo,
     /// NCCL's event mask, one for the process.
     pub mask: *mut c_int,
@@ -108,7 +108,7 @@ pub struct Profiler {
     /// Counts what the writer has done.
     pub(super) progress: AtomicU64,
     pub(super) connections: Connections,
-    /// By the event's hash, the last event that began to wait for its peer: NCCL says so at each attempt to send.
+    /// By the event's hash, the last event that began to wait for its peer: NCCL reports it at each attempt to send.
     peer_waits: [AtomicU64; PEER_WAITS],
     notices: Mutex<Vec<Notice>>,
     requests: Sender<Request>,
@@ -136,7 +136,7 @@ fn thread() -> u64 {
     unsafe { libc::pthread_self() }
 }
 
-/// Who calls, and when.
+/// The calling thread and the time.
 struct Call {
     thread: u64,
     when: u64,
@@ -268,7 +268,7 @@ pub fn stop(event: u64) {
 /// An event changes its state.
 ///
 /// # Safety
-/// For a network plugin's update, `change.data` is null or what that plugin says it is.
+/// For a network plugin's update, `change.data` is null or the type that this plugin documents.
 #[inline]
 pub unsafe fn record(event: u64, change: &Change) {
     let Some(profiler) = current().filter(|profiler| profiler.stamp.made(event)) else { return };
@@ -281,7 +281,7 @@ pub unsafe fn record(event: u64, change: &Change) {
             profiler.drops.states.fetch_add(1, Ordering::Relaxed);
         }
     }
-    // A second profiler knows the event under NCCL's identifier, whose descriptors have no updates.
+    // A second profiler gets the event under NCCL's identifier, whose descriptors have no updates.
     if let Some(chain) = profiler.chain.as_ref().filter(|_| !key::is_own_net(event)) {
         chain.record(event, change);
     }
@@ -380,7 +380,7 @@ impl Profiler {
         if !is_all && self.push(event, Room::Stop, Body::NetTimes(times)).is_none() {
             self.drops.stops.fetch_add(1, Ordering::Relaxed);
         }
-        // Whatever is said of it from here on is nothing new, as of an event that only a second profiler wants.
+        // Later reports about it add nothing, as for an event that only a second profiler wants.
         self.stamp.chained(0, true)
     }
 
@@ -418,7 +418,7 @@ impl Profiler {
     pub(super) fn renew_mask(&self) {
         let mask = self.mask.load(Ordering::Acquire);
         if !mask.is_null() && self.live.load(Ordering::Acquire) > 0 {
-            // SAFETY: valid while a communicator lives; NCCL reads it as one int.
+            // SAFETY: valid while a communicator exists; NCCL reads it as one int.
             unsafe { AtomicI32::from_ptr(mask) }.store(self.wanted() as i32, Ordering::Relaxed);
         }
     }
@@ -447,7 +447,7 @@ impl Profiler {
     }
 }
 
-/// Says something to the user; warnings go to standard error when nothing else would show them.
+/// Logs a message for the user; warnings go to standard error when nothing else would show them.
 pub(super) fn say(level: Level, text: &str) {
     match level {
         Level::Info => tracing::info!("{text}"),
@@ -456,7 +456,7 @@ pub(super) fn say(level: Level, text: &str) {
     }
 }
 
-/// Makes the process's profiler if the environment asks for one.
+/// Makes the process's profiler if the environment enables one.
 fn make(init: &Init) -> Option<&'static Profiler> {
     let mine = u64::from(fork::generation()) + 1;
     loop {
@@ -525,7 +525,7 @@ fn new_profiler(init: &Init) -> Option<&'static Profiler> {
 /// The host's name, fit for a file name.
 pub fn host() -> String {
     let mut name = [0u8; 256];
-    // SAFETY: the buffer is as long as said, less one for a terminating zero.
+    // SAFETY: the buffer has the passed length, less one for a terminating zero.
     unsafe { libc::gethostname(name.as_mut_ptr().cast(), name.len() - 1) };
     let length = name.iter().position(|&byte| byte == 0).unwrap_or(0);
     let text = String::from_utf8_lossy(&name[..length]).replace(|c: char| !c.is_ascii_alphanumeric() && c != '-', "_");

@@ -1,4 +1,4 @@
-//! Which rail a network event was on: interface, NIC or, where the transport does not tell, all sockets together.
+//! The rail of a network event: interface, NIC or, if the transport does not report it, all sockets together.
 
 use super::event::Body;
 use super::hash::QuickMap;
@@ -17,12 +17,12 @@ pub enum Rail {
     Number(u16),
     /// A device of NCCL's own IB transport.
     Device(i32),
-    /// NCCL's own sockets, which do not tell.
+    /// NCCL's own sockets, which do not report it.
     Sockets,
 }
 
 impl Rail {
-    /// Rail, direction and length of a network event; None when its descriptor does not tell.
+    /// Rail, direction and length of a network event; None when its descriptor does not contain them.
     pub fn of(body: &Body) -> Option<(Rail, bool, u64)> {
         match *body {
             Body::NetTowline(part) => Some((Rail::Number(part.rail), part.send, part.length)),
@@ -38,7 +38,7 @@ impl Rail {
         self != Rail::Number(SEVERAL)
     }
 
-    /// Its name for people.
+    /// Its name for users.
     pub fn name(self) -> String {
         match self {
             Rail::Interface(name) => name.text().into(),
@@ -50,7 +50,7 @@ impl Rail {
     }
 }
 
-/// Hosts at the other ends that are told apart; those that appear later are one.
+/// Remote hosts that are distinguished; those that appear later count as one.
 const HOSTS: usize = 1024;
 
 #[derive(Debug, Clone, Default)]
@@ -67,7 +67,7 @@ pub struct Links {
 }
 
 impl Links {
-    /// Whether this connection was told of.
+    /// Whether this connection has been reported.
     pub fn knows(&self, link: u64, send: bool) -> bool {
         self.links.contains_key(&(link, send))
     }

@@ -234,7 +234,7 @@ mod tests {
                 let ring = ring.clone();
                 std::thread::spawn(move || {
                     let mut sent = 0;
-                    // Two of the four share a shard, and one of these tells of several at once.
+                    // Two of the four share a shard, and one of these reports several at once.
                     let pointer = (thread / 2) << 23;
                     let at_once = if thread % 2 == 0 { 1 } else { 7 };
                     while sent < each {

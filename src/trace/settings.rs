@@ -1,4 +1,4 @@
-//! What the built-in profiler was asked to do, read from the environment when a communicator is created.
+//! The settings of the built-in profiler, read from the environment when a communicator is created.
 //!
 //! NCCL 2.28 and later loads the profiler of any network plugin. Unless it is asked for more, it remembers the last calls and the
 //! open operations (`TOWLINE_STATUS`), which must cost little and leave nothing behind.
@@ -33,11 +33,11 @@ pub struct Settings {
     pub status: bool,
     /// The file in which they are kept.
     pub state: Option<PathBuf>,
-    /// A call that is open for so long is told of in the log.
+    /// A call that is open for this long is logged.
     pub stuck_after: Duration,
     /// Where files go.
     pub dir: PathBuf,
-    /// The event mask that we ask NCCL for.
+    /// The event mask for NCCL.
     pub mask: u32,
     /// Bytes for the ring between NCCL's threads and the writer.
     pub buffer: usize,
@@ -156,7 +156,7 @@ fn default_mask(trace: bool) -> u32 {
     all & !Kind::ProxyCtrl.bit() & if trace { !0 } else { !trace_only }
 }
 
-/// What tells of calls, of their operations and of what these wait for.
+/// The events that report calls, their operations and what these wait for.
 fn status_mask() -> u32 {
     [Kind::Coll, Kind::P2p, Kind::ProxyOp, Kind::ProxyStep, Kind::CeColl].iter().fold(0, |mask, kind| mask | kind.bit())
 }

@@ -13,7 +13,7 @@ use crate::os::memory;
 /// Room for one record.
 #[repr(C, align(128))]
 pub(super) struct Slot {
-    /// Which lap the slot is in, and whether it is filled: whose it is follows from that (see [`super::ring`]).
+    /// The lap of the slot, and whether it is filled: its owner follows from that (see [`super::ring`]).
     pub(super) lap: AtomicU64,
     record: UnsafeCell<MaybeUninit<Record>>,
 }
@@ -24,7 +24,7 @@ impl Slot {
     /// Fills the slot.
     ///
     /// # Safety
-    /// No other thread writes or reads the record meanwhile.
+    /// No other thread writes or reads the record at the same time.
     #[inline]
     pub(super) unsafe fn write(&self, record: Record) {
         // SAFETY: the caller is alone with it.
@@ -34,7 +34,7 @@ impl Slot {
     /// What the slot was filled with.
     ///
     /// # Safety
-    /// It was filled, the caller has seen that, and no other thread writes it meanwhile.
+    /// It was filled, the caller has seen that, and no other thread writes it at the same time.
     #[inline]
     pub(super) unsafe fn read(&self) -> Record {
         // SAFETY: the caller vouches for it.
@@ -49,7 +49,7 @@ pub(super) struct Slots {
     capacity: usize,
 }
 
-// SAFETY: the slots are shared by design; whoever reads or writes a record vouches for being allowed to.
+// SAFETY: the slots are shared by design; a caller that reads or writes a record promises that it is allowed to.
 unsafe impl Send for Slots {}
 // SAFETY: as above.
 unsafe impl Sync for Slots {}
@@ -84,10 +84,10 @@ impl Slots {
 
     /// Has the kernel give the memory of these slots now, so that no producer waits for it. Their contents stay.
     pub(super) fn back(&self, slots: Range<u64>) {
-        // SAFETY: asked for its size only.
+        // SAFETY: only its size is used.
         let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
         let first = self.first.as_ptr().addr();
-        // Whole pages of this allocation: the first and the last may be somebody else's in part.
+        // Whole pages of this allocation: the first and the last may partly belong to other allocations.
         let from = (first + slots.start as usize * Self::BYTES) / page * page;
         let from = from.max(first.next_multiple_of(page));
         let to = (first + slots.end as usize * Self::BYTES) / page * page;
@@ -106,7 +106,7 @@ impl Slots {
 
 impl Drop for Slots {
     fn drop(&mut self) {
-        // SAFETY: allocated in `new` with the same layout; nobody else holds the slots.
+        // SAFETY: allocated in `new` with the same layout; nothing else refers to the slots.
         unsafe { dealloc(self.first.as_ptr().cast(), Self::layout(self.capacity)) };
     }
 }

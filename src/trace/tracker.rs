@@ -14,7 +14,7 @@ use super::verdict::{Arguments, Call, Key, On, Wait};
 /// Operations, and steps, that are followed at once; beyond, something loses its stops.
 const OPEN: usize = 1 << 16;
 
-/// Communicators that have ended are remembered for so long: others may still wait in them.
+/// How long communicators that have ended are remembered: others may still wait in them.
 const REMEMBERED_NS: u64 = 60_000_000_000;
 
 /// A call and what keeps it open.
@@ -74,7 +74,7 @@ pub struct Tracker {
     calls: QuickMap<u64, (u64, u64)>,
     operations: QuickMap<u64, Operation>,
     steps: QuickMap<u64, Step>,
-    /// Of each communicator so many calls are remembered.
+    /// The number of calls that are remembered per communicator.
     kept: usize,
 }
 
@@ -247,7 +247,7 @@ mod tests {
             tracker.apply(&record);
         }
         assert_eq!(seen(&tracker), [(0, true)]);
-        // Said again and again, it is still the same wait.
+        // Reported again and again, it is still the same wait.
         assert_eq!(tracker.waits()[&CONTEXT], [Wait { peer: 3, on: On::Buffer, since: 5 }]);
         tracker.apply(&of(7, 12, 0, Body::Stop));
         assert_eq!(tracker.waits().len(), 0);

@@ -116,7 +116,7 @@ pub(super) fn proxy_op_of(op: &ProxyOp) -> ncclProfilerProxyOp_v1_t {
     }
 }
 
-/// A network plugin's event as a descriptor of any version has it.
+/// A network plugin's event, in the descriptor of any version.
 pub(super) struct Net<'a> {
     pub parent: *mut c_void,
     pub rank: c_int,
@@ -137,7 +137,7 @@ macro_rules! net {
 pub(super) use net;
 
 impl<'a> Net<'a> {
-    /// The sum that it tells, if it does.
+    /// Its sum, if it has one.
     ///
     /// # Safety
     /// The data are what the plugin of that id says they are, and nobody else looks at them meanwhile.
@@ -195,7 +195,7 @@ pub(super) unsafe fn all_parts(start: &Start) -> &[NetEvent] {
     // SAFETY: Towline's own structure, by its id.
     match unsafe { (*data).more() } {
         0 => &[],
-        // SAFETY: as many are behind it as it says.
+        // SAFETY: its count of parts behind it is correct.
         more => unsafe { std::slice::from_raw_parts(data, 1 + more) },
     }
 }
@@ -344,7 +344,7 @@ mod tests {
 
     fn told(event: &mut NetEvent) -> Start {
         let net = ncclProfilerNetPlugin_v3_t { id: PLUGIN_ID, data: (&raw mut *event).cast() };
-        // SAFETY: the data are what the identifier says.
+        // SAFETY: the data have the type that the identifier names.
         unsafe { start_of(&Net { parent: std::ptr::null_mut(), rank: 0, plugin: &net }) }
     }
 
@@ -353,7 +353,7 @@ mod tests {
         let Body::NetTowline(part) = &start.body else { panic!("{:?}", start.body) };
         let mut translated = Translated::new(part)?;
         let start = translated.start(&start);
-        // SAFETY: a descriptor of NCCL's, as the identifier says.
+        // SAFETY: a descriptor of NCCL's, of the type that the identifier names.
         Some(unsafe { start_of(&Net { parent: std::ptr::null_mut(), rank: 0, plugin: &net_of(&start) }) }.body)
     }
 
@@ -363,7 +363,7 @@ mod tests {
         let mut parts = [1, 20, 300].map(|length| NetEvent { length, ..ended });
         parts[0].set_more(2);
         let net = ncclProfilerNetPlugin_v3_t { id: PLUGIN_ID, data: parts.as_mut_ptr().cast() };
-        // SAFETY: the data are what the identifier says.
+        // SAFETY: the data have the type that the identifier names.
         let first = unsafe { start_of(&Net { parent: address(77), rank: 3, plugin: &net }) };
         assert_eq!((first.parent, first.rank, first.times.is_some()), (77, 3, true));
         let Body::NetTowline(part) = first.body else { panic!("{:?}", first.body) };
@@ -371,7 +371,7 @@ mod tests {
         // SAFETY: as above.
         let all = unsafe { all_parts(&first) };
         assert_eq!(all.iter().map(|event| event.length).collect::<Vec<_>>(), [1, 20, 300]);
-        // One by itself, and one of NCCL's, have nobody behind them.
+        // A single one, and one of NCCL's, have none behind them.
         let net = ncclProfilerNetPlugin_v3_t { id: PLUGIN_ID, data: (&raw mut parts[1]).cast() };
         // SAFETY: as above.
         let alone = unsafe { start_of(&Net { parent: address(77), rank: 3, plugin: &net }) };

@@ -36,9 +36,9 @@ use crate::trace::profiler;
 trait Version: 'static {
     /// The number.
     const NUMBER: u32;
-    /// What startEvent is told.
+    /// The arguments of startEvent.
     type Descr;
-    /// What recordEventState is told.
+    /// The arguments of recordEventState.
     type Args;
     /// The table of functions.
     type Table;
@@ -54,7 +54,7 @@ trait Version: 'static {
     /// Reads any other descriptor; None for an event type that the version does not have.
     ///
     /// # Safety
-    /// The descriptor is one of NCCL's, with the union's member that its type says.
+    /// The descriptor is one of NCCL's, with the union's member for its type.
     unsafe fn decode(descr: &Self::Descr) -> Option<Start>;
 
     /// Writes a descriptor with a second profiler's own handles for parent and group; None for an event type that the
@@ -64,7 +64,7 @@ trait Version: 'static {
     /// Reads a change of state.
     ///
     /// # Safety
-    /// The arguments are NCCL's, with the union's member that the state says.
+    /// The arguments are NCCL's, with the union's member for the state.
     unsafe fn change(state: ncclProfilerEventState_t, args: Option<&Self::Args>) -> Change;
 
     /// Writes a change of state; None for a state that the version does not have.
@@ -139,7 +139,7 @@ fn connections() -> Vec<Connection> {
 unsafe fn begin<V: Version>(context: u64, descr: &V::Descr) -> u64 {
     // SAFETY: passed on.
     match unsafe { V::net(descr) } {
-        // SAFETY: passed on; a network plugin's data are what that plugin says.
+        // SAFETY: the caller keeps the same promise; a network plugin's data have that plugin's type.
         Some(net) => unsafe { begin_net(context, &net) },
         // SAFETY: passed on.
         None => unsafe { V::decode(descr) }.map_or(0, |start| profiler::start(context, &start)),
@@ -167,7 +167,7 @@ unsafe fn begin_net(context: u64, net: &Net<'_>) -> u64 {
     }
 }
 
-/// What `init` says up to v3: nothing. The communicator's name is told by its first collective.
+/// The arguments of `init` up to v3: nothing. The communicator's name comes with its first collective.
 fn unknown() -> CommInfo {
     CommInfo { rank: -1, ..CommInfo::default() }
 }

@@ -230,7 +230,7 @@ impl Ranks {
 
 /// A sign of trouble.
 enum Failure {
-    /// The rank said what is wrong.
+    /// The rank reported an error.
     Told { rank: usize, error: String },
     /// Its channel ended.
     WentAway { rank: usize, error: Error },

@@ -1,4 +1,4 @@
-//! What the coordinator and the ranks say to each other.
+//! The messages between the coordinator and the ranks.
 
 use serde::{Deserialize, Serialize};
 

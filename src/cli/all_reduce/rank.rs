@@ -1,4 +1,4 @@
-//! One rank: a process that opens the plugin, joins the ring and runs batches when told.
+//! One rank: a process that opens the plugin, joins the ring and runs batches on request.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -33,7 +33,7 @@ pub(crate) fn run() -> ExitCode {
     match serve(&mut channel) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // When the parent is gone too, nobody is left to tell.
+            // When the parent is gone too, there is no process left to notify.
             let _ = channel.send(&FromRank::Failed { error: error.to_string() });
             ExitCode::from(EXIT_FAILED)
         }

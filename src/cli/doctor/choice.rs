@@ -30,7 +30,7 @@ pub(super) struct Facts {
     net: Option<String>,
     /// What the loader makes of each name that NCCL might give to it.
     opened: BTreeMap<String, Opened>,
-    /// Files of such a name on `LD_LIBRARY_PATH` that do not open, and what the loader says of them.
+    /// Files of such a name on `LD_LIBRARY_PATH` that do not open, and the loader's errors.
     #[serde(skip)]
     broken: Vec<(file::Facts, String)>,
     /// The releases of NCCL on this host.
@@ -180,7 +180,7 @@ pub(super) fn judge(facts: &Facts, plugin: &plugin::Facts, variables: &Variables
     }
 }
 
-/// The shortest command after which NCCL opens the plugin that was looked at.
+/// The shortest command after which NCCL opens the plugin that was examined.
 fn cure(facts: &Facts, plugin: &plugin::Facts, variables: &Variables) -> String {
     let value = facts.plugin.as_deref();
     let gives = |value| matches!(pick(facts, &entries(value), &plugin.name), Pick::Ours(_));

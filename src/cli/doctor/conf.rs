@@ -37,7 +37,7 @@ pub(super) fn judge(variables: &Variables, findings: &mut Vec<Finding>) {
             findings.push(Finding::problem(Cause::ValueBlanks, what, export(name, clean)));
         }
     }
-    // One command mends all lines of a file.
+    // One command corrects all lines of a file.
     findings.dedup_by(|next, earlier| next.mend == earlier.mend);
 }
 

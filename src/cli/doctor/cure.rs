@@ -2,7 +2,7 @@
 
 use towline::os::nccl_conf::Variables;
 
-/// The text as one word of a shell.
+/// The text, quoted as one argument for a shell.
 pub(super) fn quoted(text: impl AsRef<str>) -> String {
     let text = text.as_ref();
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "_./:,^=@%+-".contains(c);

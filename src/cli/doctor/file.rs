@@ -25,7 +25,7 @@ pub(super) struct Facts {
     no_exec: Option<PathBuf>,
 }
 
-/// Looks at a file.
+/// Examines a file.
 pub(super) fn look(file: &Path) -> Facts {
     Facts {
         exists: file.exists(),
@@ -86,7 +86,7 @@ fn architecture(machine: u16) -> String {
     }
 }
 
-/// Why the loader, which said `said`, does not take it. `source`: a file that it takes, to put in its place.
+/// Why the loader, whose error is `said`, rejects it. `source`: a file that it accepts, to replace it with.
 pub(super) fn judge(facts: &Facts, said: &str, source: Option<&Path>) -> Finding {
     let own = machine(Path::new("/proc/self/exe"));
     judge_on(facts, said, source, own)

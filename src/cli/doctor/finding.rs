@@ -3,13 +3,13 @@
 
 use serde::Serialize;
 
-/// Something to be mended.
+/// A problem that can be corrected.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(super) struct Finding {
     pub(super) severity: Severity,
     pub(super) cause: Cause,
     pub(super) what: String,
-    /// The command that mends it; a sentence where there is none.
+    /// The command that corrects it; a sentence where there is none.
     pub(super) mend: String,
 }
 

@@ -210,7 +210,7 @@ fn corrections(names: &str, all: &[interfaces::Interface]) -> Vec<String> {
     all
 }
 
-/// What to say of an interface whose packets leave by another one in the same subnet.
+/// The finding about an interface whose packets leave by another one in the same subnet.
 fn strays(one: &interfaces::Interface, all: &[interfaces::Interface]) -> Option<Finding> {
     let to = neighbour(one, all)?;
     let Way::Strays(by) = route::way(one.address.ip(), one.index, to.into()) else { return None };

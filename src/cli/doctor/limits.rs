@@ -17,7 +17,7 @@ const TCP_BUFFER_WANTED: u64 = 4 << 20;
 pub(super) struct Facts {
     pub(super) descriptors: Limit,
     pub(super) locked_memory_bytes: Limit,
-    /// Bytes; `None` where the kernel does not tell (containers).
+    /// Bytes; `None` where the kernel does not report it (containers).
     pub(super) receive_buffer_max: Option<u64>,
     pub(super) send_buffer_max: Option<u64>,
     /// Bytes: least, initial, most.

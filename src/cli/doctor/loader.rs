@@ -17,7 +17,7 @@ use towline::os::error::Result;
 use super::super::output::print;
 use super::Verdict;
 
-/// The hidden subcommand that asks the loader for one name.
+/// The hidden subcommand that opens one name with the loader.
 #[derive(Args, Debug, Clone)]
 pub(crate) struct Opens {
     /// The name, as NCCL gives it to the loader
@@ -31,7 +31,7 @@ pub(super) struct Opened {
     pub(super) file: Option<PathBuf>,
     /// The name of the network in it: `None` when it has none.
     pub(super) network: Option<String>,
-    /// What the loader said when it does not open.
+    /// The loader's error when it does not open.
     pub(super) error: Option<String>,
 }
 
@@ -54,7 +54,7 @@ pub(crate) fn opens(options: &Opens) -> Result<Verdict> {
 /// The file that an address was mapped from.
 fn file_of(address: *const ()) -> Option<PathBuf> {
     let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
-    // SAFETY: the call fills the struct for any address, or says that it does not know it.
+    // SAFETY: the call fills the struct for any address, or returns that it does not know it.
     if unsafe { libc::dladdr(address.cast(), info.as_mut_ptr()) } == 0 {
         return None;
     }
@@ -65,7 +65,7 @@ fn file_of(address: *const ()) -> Option<PathBuf> {
     Some(PathBuf::from(name.to_str().ok()?))
 }
 
-/// Asks a process with this environment.
+/// Runs a process with this environment.
 pub(super) fn ask(name: &str, environment: &BTreeMap<String, String>) -> Opened {
     let failed = |why: String| Opened { error: Some(why), ..Opened::default() };
     let program = match std::env::current_exe() {

@@ -47,7 +47,7 @@ pub(crate) struct Options {
     pub(super) plugin: PluginOptions,
 }
 
-/// Everything that was looked at.
+/// Everything that was examined.
 #[derive(Serialize)]
 struct Diagnosis {
     version: &'static str,
@@ -78,7 +78,7 @@ pub(super) fn run(options: &Options, variables: &Variables) -> Result<Verdict> {
     let (config, complaints) = Config::from_pairs(&environment);
     let mut findings = Vec::new();
     let nccl = nccl::look(&environment);
-    // Before the plugin is opened: the loader gives a library that is open already to everyone who asks for its name.
+    // Before the plugin is opened: the loader returns an already open library for its name.
     let choice = choice::look(&environment, variables.own(), &nccl);
     let plugin = plugin::look(&options.plugin.choice());
     let diagnosis = Diagnosis {

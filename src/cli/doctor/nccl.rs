@@ -14,9 +14,9 @@ use serde::Serialize;
 pub(super) struct Library {
     #[serde(serialize_with = "super::lossy")]
     pub(super) file: PathBuf,
-    /// Like "2.28.9+cuda13.0"; `None` when the file does not tell.
+    /// Like "2.28.9+cuda13.0"; `None` when the file does not contain it.
     pub(super) release: Option<String>,
-    /// The newest version of the network plugin interface that it looks for.
+    /// The newest version of the network plugin interface that it supports.
     pub(super) net_api: Option<u32>,
 }
 
@@ -66,7 +66,7 @@ fn find(data: &[u8]) -> (Option<String>, Option<u32>) {
         if let Some(rest) = text.split_once("NCCL version ").map(|(_, rest)| rest) {
             let words = rest.split([' ', '\n']).next().unwrap_or_default();
             let is_release = words.starts_with(|c: char| c.is_ascii_digit()) && words.contains('.');
-            // The one with the CUDA release says more.
+            // The one with the CUDA release is more precise.
             if is_release && (release.is_none() || words.contains('+')) {
                 release = Some(words.to_owned());
             }
@@ -102,7 +102,7 @@ fn read_only_data(file: &Path) -> Option<Vec<u8>> {
         let section = &sections[index * entry_size..];
         (number(section, 24, 8), usize::try_from(number(section, 32, 8)).ok())
     };
-    // 256 MiB: far above any real section, far below what a broken file could ask for.
+    // 256 MiB: far above any real section, far below what a broken file could request.
     let load = |index: usize| {
         let (offset, size) = place(index);
         read(offset, size.filter(|&size| size <= 256 << 20)?)

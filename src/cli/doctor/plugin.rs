@@ -33,7 +33,7 @@ enum Failure {
         is_missing: bool,
     },
     Table(Error),
-    /// What it said itself, and what to try.
+    /// The plugin's own error, and its hint.
     Starting(String, String),
 }
 
@@ -63,7 +63,7 @@ fn open(choice: &PluginChoice, facts: &mut Facts) -> Result<(), Failure> {
     let net = choice.open().map_err(Failure::Table)?;
     facts.name = net.name();
     facts.versions = net.plugin().versions().iter().map(ToString::to_string).collect();
-    // A result code says little; the plugin's last warning says why.
+    // A result code is not enough; the plugin's last warning has the reason.
     let warning = Arc::new(Mutex::new(None));
     let last = Arc::clone(&warning);
     let _subscription = log::subscribe(move |record| {
@@ -137,7 +137,7 @@ pub(super) fn judge(facts: &Facts, findings: &mut Vec<Finding>) {
 mod tests {
     use super::*;
 
-    /// What `init` knows is told, and not only its result code.
+    /// The error of `init` is shown, and not only its result code.
     #[test]
     fn a_plugin_that_does_not_start_is_told_in_its_own_words() {
         let failure = Some(starting("NET/Towline: init: this happened; try that"));

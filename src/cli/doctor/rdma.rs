@@ -12,7 +12,7 @@ use super::{Cause, Finding};
 #[derive(Serialize, Default)]
 pub(super) struct Facts {
     pub(super) library_loads: bool,
-    /// What the loader said, when it does not.
+    /// The loader's error, when it does not.
     pub(super) library_error: Option<String>,
     pub(super) ports: Vec<Port>,
     /// Whether the kernel's device files are there (containers often lack them).
@@ -36,7 +36,7 @@ pub(super) struct Facts {
 pub(super) struct Chosen {
     pub(super) name: String,
     pub(super) speed_mbps: u32,
-    /// Which GID stands for it, and why.
+    /// The GID that is used for it, and why.
     pub(super) gid_index: u32,
     pub(super) gid: String,
     pub(super) gid_why: String,

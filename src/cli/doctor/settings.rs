@@ -53,7 +53,7 @@ pub(super) fn look(
         None => format!("{name}={value}"),
     });
     let others = others.collect();
-    // A name with blanks stands in a file, and is a finding about that.
+    // A name with blanks comes from a file, and is a finding about that.
     let complaints = complaints.iter().filter(|complaint| complaint.name.trim() == complaint.name);
     findings.extend(complaints.map(|complaint| judge(complaint, variables)));
     // With such a key no connection is made.

@@ -50,7 +50,7 @@ impl<L: Link> Ring<L> {
         Self { link, sends_begun: 0, sends_over: 0, waiting: None, receives_begun: 0, receives_over: 0, arrived: None }
     }
 
-    /// The link, to tell it what its messages belong to.
+    /// The link, to pass it the operation of its messages.
     pub(crate) fn link_mut(&mut self) -> &mut L {
         &mut self.link
     }

@@ -174,7 +174,7 @@ fn a_message_of_another_size_is_an_error() {
     links[0].since_progress = Instant::now() + Duration::from_secs(3600);
     let to_rank_0 = Arc::clone(&links[0].from_left);
     let watched = thread::spawn(move || reduce(links, 100, 64));
-    // Rank 1 stops at once; rank 0 is then told that its link is gone.
+    // Rank 1 stops at once; rank 0 is then notified that its link is gone.
     thread::sleep(Duration::from_millis(200));
     to_rank_0.lock().unwrap().broken = true;
     let outcome = watched.join().unwrap();

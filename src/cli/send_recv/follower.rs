@@ -27,7 +27,7 @@ pub(crate) fn run_peer() -> ExitCode {
     });
     match followed {
         Ok(_) => ExitCode::SUCCESS,
-        // The leader was told, and says it.
+        // The leader was notified, and reports it.
         Err(_) => ExitCode::from(EXIT_FAILED),
     }
 }
@@ -48,7 +48,7 @@ pub(super) fn listen(address: &str, choice: &PluginChoice) -> Result<Verdict> {
                 drop(listener);
                 return follow(channel, Ok(follower));
             }
-            // Someone else, or another version: they are told, and we keep waiting for the leader.
+            // Another program, or another version: it is notified, and this side keeps waiting for the leader.
             Err(error) => {
                 eprintln!("towline: {error}");
                 let _ = channel.send(&Answer::Failed { error: error.to_string() });
@@ -57,18 +57,18 @@ pub(super) fn listen(address: &str, choice: &PluginChoice) -> Result<Verdict> {
     }
 }
 
-/// Follows until the leader quits. Failures are told to the leader.
+/// Follows until the leader quits. Failures are reported to the leader.
 fn follow(mut channel: Channel, met: Result<Follower>) -> Result<Verdict> {
     let outcome = met.and_then(|follower| follower.serve(&mut channel));
     if let Err(error) = &outcome {
-        // When the leader is gone too, nobody is left to tell.
+        // When the leader is gone too, there is no process left to notify.
         let _ = channel.send(&Answer::Failed { error: error.to_string() });
     }
     outcome
 }
 
 struct Follower {
-    /// This side's own choice of plugin, when the leader has no say in it.
+    /// This side's own choice of plugin, when the leader does not decide.
     own: Option<PluginChoice>,
     address: IpAddr,
     memory_bytes: usize,
@@ -79,7 +79,7 @@ struct Follower {
 
 impl Follower {
     fn meet(channel: &mut Channel, own: Option<PluginChoice>, address: IpAddr) -> Result<Self> {
-        // A stranger that connects and says nothing shall not hold us up for ever.
+        // A stranger that connects and sends nothing must not block this side for ever.
         channel.set_patience(Some(HELLO_PATIENCE))?;
         let Order::Hello { version, memory_bytes, timeout_s } = channel.receive()? else {
             return Err(Error::remote("it did not say hello").with_peer(channel.peer()));

@@ -115,7 +115,7 @@ impl Options {
     }
 }
 
-/// Whether a port follows the host's name; names are looked up when they are used.
+/// Whether a port follows the host's name; names are resolved when they are used.
 fn parse_address(text: &str) -> std::result::Result<String, String> {
     let port = text.rsplit_once(':').and_then(|(_, port)| port.parse::<u16>().ok());
     port.map(|_| text.to_owned()).ok_or_else(|| "write HOST:PORT, as in node1:7000 or [fd00::1]:7000".to_owned())

@@ -71,7 +71,7 @@ struct Flight {
 }
 
 impl NetMover {
-    /// Checks that nobody wrote outside the memory, and ends everything in NCCL's order.
+    /// Checks that nothing was written outside the memory, and ends everything in NCCL's order.
     pub(super) fn close(self) -> Result<()> {
         if !self.memory.guards_intact() {
             return Err(Error::internal("the plugin wrote outside the memory that was given to it"));
@@ -109,7 +109,7 @@ impl NetMover {
         if receive.is_flush {
             return Ok(true);
         }
-        // −1: the plugin does not tell. Sizes of 2 GiB and more are cut.
+        // −1: the plugin does not report it. Sizes of 2 GiB and more are cut.
         match sizes[0] {
             -1 | i32::MAX => {}
             arrived if arrived as usize == size => {}
@@ -190,7 +190,7 @@ impl NetMover {
                 let mut is_sent = false;
                 Self::until(watch, || {
                     if !self.is_received(&mut receive, size)? {
-                        // A transport may need to be asked about the send to move at all.
+                        // A transport may need a test of the send to make progress at all.
                         is_sent = is_sent || self.is_sent(&send)?;
                         return Ok(None);
                     }
@@ -256,7 +256,7 @@ impl Mover for NetMover {
                         if self.is_received(&mut receive, size)? {
                             return Ok(Some(()));
                         }
-                        // A transport may need to be asked about the send to move at all.
+                        // A transport may need a test of the send to make progress at all.
                         is_sent = is_sent || self.is_sent(&send)?;
                         Ok(None)
                     })?;

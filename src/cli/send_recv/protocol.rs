@@ -1,4 +1,4 @@
-//! What the leader and the follower say to each other. The leader speaks first; every order has one answer.
+//! The messages between leader and follower. The leader begins; every order has one answer.
 
 use serde::{Deserialize, Serialize};
 
@@ -16,7 +16,7 @@ pub(super) enum Way {
 /// From the leader.
 #[derive(Serialize, Deserialize, Debug)]
 pub(super) enum Order {
-    /// Says who speaks, and how much memory will be needed.
+    /// Identifies the sender, and how much memory will be needed.
     Hello { version: String, memory_bytes: usize, timeout_s: u32 },
     /// Open the plugin (the named one; a follower on another host has its own) and connect to this handle.
     OpenPlugin { choice: Option<PluginChoice>, handle: Vec<u8> },

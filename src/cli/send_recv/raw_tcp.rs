@@ -19,7 +19,7 @@ use super::{Job, Mover, Side};
 /// 64 KiB: below that, splitting a message costs more than it gains.
 const SPLIT_FROM: usize = 64 << 10;
 
-/// The first byte on each socket, to tell a stranger's connection from the leader's.
+/// The first byte on each socket, which distinguishes a stranger's connection from the leader's.
 const GREETING: [u8; 8] = *b"towline\n";
 
 /// k connected sockets.
@@ -124,7 +124,7 @@ fn send(socket: &TcpStream, from: *mut u8, size: usize) -> io::Result<usize> {
 }
 
 fn receive(socket: &TcpStream, to: *mut u8, size: usize) -> io::Result<usize> {
-    // SAFETY: `to` points to `size` bytes of the mover's memory; nobody holds a reference to them.
+    // SAFETY: `to` points to `size` bytes of the mover's memory, to which there is no reference.
     result(unsafe { libc::recv(socket.as_raw_fd(), to.cast(), size, 0) })
 }
 
@@ -184,7 +184,7 @@ impl Mover for TcpMover {
             threads.into_iter().try_for_each(|thread| thread.join().expect("a moving thread does not panic"))
         });
         if let Err(error) = moved {
-            // Why the other side closed, if it says so.
+            // Why the other side closed, if it reports that.
             watch.check()?;
             return Err(Error::system("moving data over plain TCP", &error));
         }

@@ -11,7 +11,7 @@ use super::protocol::Answer;
 /// own time. A message between two processors takes fewer rounds than that.
 const SPIN: u32 = 64;
 
-/// Looked at when nothing can be done.
+/// Polled when nothing can be done.
 pub(super) struct Watch<'a> {
     channel: &'a mut Channel,
     patience: Duration,

@@ -46,7 +46,7 @@ const SHOWN: usize = 10;
 
 #[derive(Default)]
 struct Step {
-    /// What NCCL says was moved; None when the step did not get that far.
+    /// What NCCL reports as moved; None when the step did not get that far.
     size: Option<u64>,
     stopped: bool,
     events: u64,

@@ -157,7 +157,7 @@ fn svg(ranks: &[(String, Rows)], (from, to): (u64, u64)) -> String {
     )
 }
 
-/// Slices that overlap go to lanes of their own.
+/// Slices that overlap get separate lanes.
 fn lanes(slices: &[Slice]) -> Vec<usize> {
     let mut busy_until: Vec<u64> = Vec::new();
     slices

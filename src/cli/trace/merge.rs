@@ -86,7 +86,7 @@ fn move_packet(packet: &mut TracePacket, process: usize, correction: &Correction
     packet.trusted_packet_sequence_id = Some(process as u32 + 1);
     packet.timestamp = packet.timestamp.map(|when| correction.apply(when));
     if let Some(descriptor) = packet.track_descriptor.as_mut().and_then(|track| track.process.as_mut()) {
-        // The name still says host and process.
+        // The name still contains host and process.
         descriptor.pid = Some(process as i32 + 1);
     }
 }

@@ -13,7 +13,7 @@ use towline::trace::verdict::{Finding, Job, Told, Whereabouts};
 pub(super) struct Standing(Job);
 
 impl Standing {
-    /// What one process tells.
+    /// One process's report.
     pub(super) fn add(&mut self, process: &Process, correction: &Correction) {
         let info = process.info.clone().unwrap_or_default();
         let place = Whereabouts { host: info.host, pid: info.pid };
@@ -28,7 +28,7 @@ impl Standing {
         for comm in process.comms.iter().filter(|comm| comm.rank >= 0) {
             let ended = process.ended.iter().find(|(context, _)| *context == comm.context).map(|&(_, when)| when);
             let until = correction.apply(ended.unwrap_or(end));
-            // Where the trace ends before the process, its silence says nothing.
+            // If the trace ends before the process, its silence means nothing.
             let beats = process.heartbeat.is_some() && process.cut.is_none() && ended.is_none();
             let mut calls: Vec<_> =
                 tracker.comms().get(&comm.context).into_iter().flat_map(|comm| comm.calls().copied()).collect();
@@ -45,7 +45,7 @@ impl Standing {
         }
     }
 
-    /// The communicators that stand still: each with its name and the verdict in words.
+    /// The communicators that stand still: each with its name and the verdict as a sentence.
     pub(super) fn verdicts(self) -> Vec<(String, String)> {
         let told = |finding: Finding| (finding.comm.title.clone(), finding.sentence());
         self.0.findings().into_iter().map(told).collect()

@@ -24,7 +24,7 @@ const CLEARLY_OF_TWO: f64 = 3.0;
 /// A late rank is so many times later than the others are when one of them is the last.
 const LATER: u64 = 2;
 
-/// Fewer collectives than this say nothing of a rank.
+/// Fewer collectives than this are no evidence about a rank.
 const ENOUGH: usize = 5;
 
 /// Waits below this are the scheduler's noise.
@@ -34,16 +34,16 @@ const NOISE_NS: u64 = 20_000;
 /// all collectives, by 70 to 110 µs.
 const CHANCE_NS: u64 = 100_000;
 
-/// Lateness below this fraction of the time from one collective to the next holds nobody back for long.
+/// Lateness below this fraction of the time from one collective to the next delays no rank noticeably.
 const FRACTION_OF_PERIOD: u64 = 20;
 
-/// Of a rail that is slow at many ranks, so many are named.
+/// The most ranks that are named for a rail that is slow at many ranks.
 const NAMED: usize = 8;
 
 /// Less than this share of the time in transfers is not worth a finding.
 const SHARE: f64 = 0.1;
 
-/// What all processes together tell.
+/// The combined data of all processes.
 #[derive(Default)]
 pub(super) struct Evidence {
     /// By communicator id: how many ranks it has been seen with.
@@ -62,7 +62,7 @@ struct Comm {
 }
 
 impl Evidence {
-    /// The communicators in which something stands out.
+    /// The communicators with a conspicuous rank, rail or pair.
     pub(super) fn findings(&self) -> Vec<Findings> {
         let of = |(id, comm): (&u64, &Comm)| {
             let mut sentences = Vec::new();
@@ -78,7 +78,7 @@ impl Evidence {
         self.comms.iter().filter_map(of).collect()
     }
 
-    /// What one process tells.
+    /// One process's data.
     pub(super) fn add(
         &mut self,
         host: &str,
@@ -106,7 +106,7 @@ impl Evidence {
     }
 }
 
-/// What stands out in one communicator.
+/// The conspicuous ranks, rails and pairs of one communicator.
 pub(super) struct Findings {
     pub(super) communicator: String,
     pub(super) sentences: Vec<String>,
@@ -164,7 +164,7 @@ impl Comm {
         let lasting =
             slices.clone().filter(|slice| is_often(own_times(slice), slice.len())).count() + 1 >= slices.len();
         let (times, typical) = (own.len(), median(&mut own.clone()));
-        // What comes of chance alone: how late the others are when they are the last.
+        // The effect of chance alone: how late the others are when they are the last.
         let mut noise: Vec<u64> = lasts.iter().filter(|(_, last, _)| *last != rank).map(|&(.., late)| late).collect();
         let noise = median(&mut noise).max(CHANCE_NS);
         let mut periods: Vec<u64> = lasts.windows(2).map(|pair| pair[1].0 - pair[0].0).collect();

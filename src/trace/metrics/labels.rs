@@ -11,7 +11,7 @@ const LOCAL_RANK: [&str; 4] = ["LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_
 /// A process of a job.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Labels {
-    /// Its number on its host, if the launcher said it.
+    /// Its number on its host, if the launcher passed it.
     pub local_rank: Option<u16>,
     text: String,
 }
@@ -33,7 +33,7 @@ impl Labels {
         Self { local_rank: local_rank.and_then(|it| it.parse().ok()), text }
     }
 
-    /// As they stand in a series, without the braces.
+    /// As in a series, without the braces.
     pub fn text(&self) -> &str {
         &self.text
     }

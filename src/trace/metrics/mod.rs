@@ -20,7 +20,7 @@ use labels::escape;
 use super::rail::Rail;
 use super::summary::{CommStat, PeerStat, Summary, WireStat};
 
-/// The family that says whether the process runs.
+/// The family that shows whether the process runs.
 const UP: &str = "towline_process_up";
 
 /// What a group of communicators is doing.
@@ -225,7 +225,7 @@ pub fn has_ended(path: &Path) -> bool {
 /// Replaces the file with `text` in one step.
 pub fn replace(path: &Path, text: &str) -> io::Result<()> {
     let mut name = path.file_name().unwrap_or_default().to_owned();
-    // A program that looks for the file's ending (node_exporter, `towline why`) never sees this one.
+    // A program that searches by the file's ending (node_exporter, `towline why`) never finds this one.
     name.push(format!(".{}.tmp", std::process::id()));
     let temporary = path.with_file_name(name);
     if let Some(dir) = path.parent().filter(|dir| !dir.as_os_str().is_empty()) {
@@ -299,7 +299,7 @@ mod tests {
         assert!(text.contains(
             r#"towline_wire_bytes_total{host="node4",pid="7",rank="19",interface="eth3",direction="send"} 1000"#
         ));
-        // No two lines say the same of the same.
+        // No two lines report the same series.
         let names: std::collections::HashSet<&str> =
             series.iter().filter_map(|line| Some(line.rsplit_once(' ')?.0)).collect();
         assert_eq!(names.len(), series.len());

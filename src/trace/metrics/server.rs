@@ -1,4 +1,4 @@
-//! The HTTP endpoint: `GET /metrics` for Prometheus, `GET /summary` for people.
+//! The HTTP endpoint: `GET /metrics` for Prometheus, `GET /summary` in readable form.
 //!
 //! Each client has a thread of its own, so that one that is slow keeps no other one waiting. It is our own code, as a server crate
 //! would open descriptors that a forked child keeps ([`crate::os::fd`]).
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use crate::os::fd::Registered;
 
-/// How long a client may take, asking and reading the answer.
+/// How long a client may take to send its request and read the answer.
 const CLIENT: Duration = Duration::from_secs(10);
 
 /// Clients that are served at once; more are turned away.
@@ -20,7 +20,7 @@ const CLIENTS: usize = 16;
 /// Longest request that is read.
 const LONGEST: usize = 8192;
 
-/// Ports that are tried after the first one, where nothing says which process of the host this is.
+/// Ports that are tried after the first one, if the process's number on the host is unknown.
 const PORTS: u16 = 64;
 
 /// What a path of the URL gives; None when there is nothing.
@@ -139,7 +139,7 @@ mod tests {
                 serve(&listener, &answer);
             }
         });
-        // One asks for nothing, one never reads.
+        // One sends no request, one never reads.
         let _silent = TcpStream::connect(("127.0.0.1", port)).unwrap();
         let mut slow = TcpStream::connect(("127.0.0.1", port)).unwrap();
         slow.write_all(b"GET /met").unwrap();
@@ -155,10 +155,10 @@ mod tests {
     fn each_process_of_a_host_has_a_port() {
         let first = bind(([127, 0, 0, 1], 0).into(), Some(3)).unwrap();
         let address = first.local_addr().unwrap();
-        // Nothing says which of them it is.
+        // The process's number is unknown.
         let next = bind(address, None).unwrap().local_addr().unwrap().port();
         assert!(next > address.port() && next < address.port() + PORTS, "{next}");
-        // The launcher does; if another program is there, the user is told so.
+        // The launcher passes the number; if another program is there, the user is notified.
         assert!(bind(address, Some(0)).is_err_and(|error| error.kind() == io::ErrorKind::AddrInUse));
         assert!(bind(([127, 0, 0, 1], u16::MAX).into(), Some(1)).is_err());
     }

@@ -12,7 +12,7 @@ use super::super::hash::QuickMap;
 use super::packets::{Annotations, Packets};
 use super::tracks::{Group, Place, Tracks};
 
-/// No child for so long means that none will come: many times the proxy thread's wake-up.
+/// If there is no child for this long, none will come: many times the proxy thread's wake-up.
 const GRACE_NS: u64 = 20_000_000;
 
 /// A call older than this is shown before it is complete.

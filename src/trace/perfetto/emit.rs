@@ -15,12 +15,12 @@ use super::wire::Rails;
 use super::{digest, mix};
 use crate::nccl::net_event::SOMEWHERE;
 
-/// What the file says of its process.
+/// The file's description of its process.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ProcessInfo {
     /// The host's name.
     pub host: String,
-    /// Tells one boot of one machine from all others: processes with the same one share a clock.
+    /// Identifies one boot of one machine: processes with the same value share a clock.
     pub boot: u64,
     /// The process id.
     pub pid: i32,
@@ -35,10 +35,10 @@ struct Open {
     comm: u64,
     parent: u64,
     begin: u64,
-    /// When it ended, where that is told before its stop.
+    /// When it ended, if that is reported before its stop.
     ended: Option<u64>,
     track: u64,
-    /// The lane to give back; None when the slice lies on its parent's.
+    /// The lane to release; None when the slice is on its parent's.
     place: Option<Place>,
     /// Host calls inside this one.
     children: Vec<u64>,
@@ -78,7 +78,7 @@ pub struct Emitter {
     unmatched: u64,
 }
 
-/// The name under which a file says its process's [`ProcessInfo::wall_offset`].
+/// The name under which a file stores its process's [`ProcessInfo::wall_offset`].
 pub const WALL_OFFSET: &str = "wall offset";
 
 /// Between two heartbeats.
@@ -233,7 +233,7 @@ impl Emitter {
         self.rails.finish(now, &mut self.out);
     }
 
-    /// So many events were dropped until now.
+    /// The number of events dropped so far.
     pub fn drops(&mut self, now: u64, total: u64) {
         let track = match self.drops_track {
             Some(track) => track,
@@ -475,7 +475,7 @@ impl Emitter {
                 if open.phase == Some(state) {
                     return;
                 }
-                // The arrow leaves where the sender hands over, and arrives where the receiver has it.
+                // The arrow starts where the sender hands over, and ends where the receiver has the data.
                 let arrives = open.phase == Some(state::STEP_RECV_WAIT);
                 let flows: &[u64] =
                     if open.flow != 0 && (state == state::STEP_SEND_WAIT || arrives) { &[open.flow] } else { &[] };
@@ -553,7 +553,7 @@ impl Emitter {
         }
     }
 
-    /// The GPU's time of something that we have just been told of is a lower bound for the clocks' difference.
+    /// The GPU's time of an event that was just reported is a lower bound for the clocks' difference.
     fn observe_gpu(&mut self, id: u64, when: u64) {
         let Some(open) = self.open.get(&id) else { return };
         let Body::KernelCh { timer, .. } = open.body else { return };

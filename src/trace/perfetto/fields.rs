@@ -15,9 +15,9 @@ pub enum Value {
     Int(i64),
     /// Yes or no.
     Bool(bool),
-    /// An address in somebody's memory, shown in hexadecimal.
+    /// An address, shown in hexadecimal.
     Pointer(u64),
-    /// A word.
+    /// A string.
     Text(Name),
     /// A network address; IPv4 is mapped.
     Address(Ipv6Addr),
@@ -186,7 +186,7 @@ impl Fields {
         self.get(name) == Some(Bool(true))
     }
 
-    /// The word of that name.
+    /// The string of that name.
     pub fn text(&self, name: &str) -> Name {
         match self.get(name) {
             Some(Text(name)) => name,

@@ -36,11 +36,11 @@ pub struct TraceFile {
     /// Packets that were left out because the file is full or the disk is.
     lost: u64,
     full: bool,
-    /// What the file still takes: one packet that says that it ends.
+    /// The remaining room of the file: one packet that marks its end.
     last_words: LastWords,
 }
 
-/// How far the file is with saying that it ends.
+/// Whether the file's end has been marked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum LastWords {
     NotYet,
@@ -49,7 +49,7 @@ enum LastWords {
 }
 
 impl TraceFile {
-    /// A new file beside which nothing of that name was; `stem` gets a number when there was.
+    /// A new file; `stem` gets a number if there was a file of that name.
     pub fn create(dir: &Path, stem: &str, limit: u64) -> io::Result<Self> {
         std::fs::create_dir_all(dir)?;
         let open =
@@ -86,7 +86,7 @@ impl TraceFile {
 
     /// Adds a packet. It is in the file after the next [`TraceFile::flush`].
     pub fn append(&mut self, packet: &TracePacket) {
-        // Encoded first: to ask for its length walks through the whole packet, once for each message in it.
+        // Encoded first: computing its length walks through the whole packet, once for each message in it.
         self.packet.clear();
         packet.encode(&mut self.packet).expect("a vector grows as needed");
         let length = self.packet.len();
@@ -151,7 +151,7 @@ fn fill(buffer: &mut Vec<u8>, mut left: usize) {
     }
 }
 
-/// Reads the packets of a trace, whoever wrote it. Ends at a packet that is cut off.
+/// Reads the packets of a trace, written by any program. Ends at a packet that is cut off.
 pub struct Packets<'a> {
     bytes: &'a [u8],
     /// Bytes at the end that are no whole packet.

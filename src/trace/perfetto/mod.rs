@@ -42,7 +42,7 @@ pub mod category {
     pub const PHASE: &str = "towline.phase";
     /// Something that happens within an event; the instant's name is the state's.
     pub const STATE: &str = "towline.state";
-    /// Each second while a communicator lives: the process runs, and its profiler writes.
+    /// Each second while a communicator exists: the process runs, and its profiler writes.
     pub const HEARTBEAT: &str = "towline.heartbeat";
     /// At most once, the last packet: what happened later is not in the file.
     pub const CUT: &str = "towline.cut";

@@ -28,7 +28,7 @@ pub struct Process {
     pub records: Vec<Record>,
     /// Its ends of the arrows between processes.
     pub arrows: Vec<Arrow>,
-    /// How many events it said it dropped.
+    /// How many events the file reports as dropped.
     pub dropped: u64,
     /// Its last heartbeat; None in a file of a release that had none.
     pub heartbeat: Option<u64>,
@@ -214,7 +214,8 @@ impl Reader {
                 self.held.insert(id, when);
             }
             Kind::NetPlugin => {
-                // A part's start is told when NCCL's thread next comes by, often after it has left. Its step knows better.
+                // A part's start is reported in NCCL's thread's next call, often after it has left. Its step is more
+                // accurate.
                 let held = self.held.get(&fields.uint("parent"));
                 self.process.arrows.extend(
                     held.into_iter().flat_map(|&when| flows.iter().map(move |&id| Arrow { id, when, leaves: true })),
@@ -371,7 +372,7 @@ mod tests {
 
     #[test]
     fn a_start_that_is_told_late_does_not_say_when_its_bytes_left() {
-        // NCCL calls isend after 200; a worker sends at once; the start is told in the `test` at 900.
+        // NCCL calls isend after 200; a worker sends at once; the start is reported in the `test` at 900.
         let told_in = |test: bool| {
             let mut records = vec![
                 (100, STEP, OP, Body::ProxyStep { step: 0 }),

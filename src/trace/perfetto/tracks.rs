@@ -1,4 +1,4 @@
-//! Where events are drawn: Perfetto's tracks as a tree, and lanes for what overlaps.
+//! Where events are drawn: Perfetto's tracks as a tree, and lanes for events that overlap.
 //!
 //! ```text
 //! host:pid                         the process
@@ -159,7 +159,7 @@ impl Tracks {
         Place { group, index, uuid }
     }
 
-    /// Gives a lane back: nothing happens on it after `when` any more.
+    /// Releases a lane: nothing happens on it after `when` any more.
     pub(super) fn release(&mut self, place: Place, when: u64) {
         if let Some(lane) = self.lanes.get_mut(&place.group).and_then(|lanes| lanes.get_mut(place.index)) {
             lane.busy = false;

@@ -19,7 +19,8 @@ const INTERVAL_NS: u64 = 20_000;
 /// order all the same. What comes later still counts when it comes.
 const LATEST_NS: u64 = 2_000_000;
 
-/// What is known and not counted yet, at most: a transport under full load tells of half a million parts a second.
+/// The most events that are known and not counted yet: a transport under full load reports half a million parts a
+/// second.
 const WAITING: usize = 1 << 14;
 
 struct Counter {

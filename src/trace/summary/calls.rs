@@ -7,7 +7,7 @@ use super::super::hash::QuickMap;
 use super::super::names::Name;
 use super::{CommStat, Histogram};
 
-/// As in the trace: no child for so long means that none will come.
+/// As in the trace: if there is no child for this long, none will come.
 const GRACE_NS: u64 = 20_000_000;
 
 /// Calls that are followed at once.
@@ -132,7 +132,7 @@ impl Calls {
     pub(super) fn child_begins(&mut self, id: u64, when: u64) {
         if let Some(call) = self.open.get_mut(&id) {
             if !call.had_children {
-                // From now on the children say when it is done, not the enqueueing.
+                // From now on the children, not the enqueueing, determine when it is done.
                 call.had_children = true;
                 call.last = when;
             }

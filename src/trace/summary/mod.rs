@@ -25,10 +25,10 @@ use super::hash::QuickMap;
 use super::rail::{Links, Rail};
 use calls::Calls;
 
-/// Communicators whose figures are kept apart; those of older ones that have ended are put together, by their group.
+/// Communicators with figures of their own; those of older ones that have ended are added up by group.
 const COMMS: usize = 512;
 
-/// Communicators are grouped by their names; there are so many groups, and one for all others.
+/// Communicators are grouped by their names; the number of groups, with one for all others.
 const GROUPS: usize = 16;
 
 /// The group of the communicators for which there was no group left.
@@ -72,7 +72,7 @@ pub struct WireStat {
     pub retransmissions: u64,
     /// Streams or queue pairs that were re-established.
     pub reconnects: u64,
-    /// Where the parts' time went, as the transport told.
+    /// Where the parts' time went, as the transport reported.
     pub wait_receiver_ns: u64,
     /// Waiting for socket space.
     pub wait_socket_ns: u64,
@@ -111,7 +111,7 @@ struct Op {
     send: bool,
     call: u64,
     bytes: u64,
-    /// The message of which a part was seen last, where steps are not told: its connection and its number there.
+    /// The message of the last part, if steps are not reported: its connection and its number there.
     last: Option<(u64, u64)>,
 }
 
@@ -122,7 +122,7 @@ struct Step {
     phase: u8,
     since: u64,
     stat: PeerStat,
-    /// The longest wait for the receiver that a network event told, while NCCL thought the send under way.
+    /// The longest wait for the receiver in a network event, while NCCL considered the send under way.
     told_receiver_ns: u64,
     /// A part of its message has begun.
     begun: bool,
@@ -135,7 +135,7 @@ struct Net {
     peer: i32,
     step: u64,
     begin: u64,
-    /// When it ended, where that is told before its stop.
+    /// When it ended, if that is reported before its stop.
     ended: Option<u64>,
     /// Its message begins with it.
     first: bool,

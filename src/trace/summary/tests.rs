@@ -89,7 +89,7 @@ fn a_part_that_is_told_when_it_is_over_counts_with_its_own_times() {
     summary.apply(&record(90_000, 101, 100, Body::NetTowline(NetPart { ago_ns: 60_000, ..part })));
     let times = NetTimes { wire_ns: 40_000, ago_ns: 20_000, wait_socket_ns: 7, ends: true, ..NetTimes::default() };
     summary.apply(&record(90_000, 101, 0, Body::NetTimes(times)));
-    // Without a stop, which nobody tells of it.
+    // Without a stop, which is never reported for it.
     assert_eq!(summary.nets.len(), 0, "it has ended");
     let comm = &summary.comms[&COMM];
     let wire = comm.wires.values().next().expect("its rail");

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashSet};
 
 use super::{Arguments, Call, Cause, Communicator, IDLE_NS, Key, Member, STUCK_NS, Waiting};
 
-/// Of each rank's calls, so many of the newest are compared for their arguments.
+/// The number of each rank's newest calls whose arguments are compared.
 const COMPARED: usize = 1000;
 
 /// The call in which most ranks are stuck; of several the oldest one.
@@ -65,7 +65,7 @@ pub(super) fn order(comm: &Communicator, key: Key) -> Option<Cause> {
         let calls = || member.calls.iter().map(|call| call.key).take_while(|&own| own != key);
         pairs.extend(calls().zip(calls().skip(1)).filter(|pair| seen.insert(*pair)));
     }
-    // Where a rank remembers no call that stands before it on another rank, it may have forgotten this one too.
+    // If a rank remembers no call that precedes this one on another rank, it may have forgotten this one too.
     let lacks = |member: &Member, before: Key, other: Key| {
         member.calls.iter().any(|call| call.key == before) && !entered(member, other)
     };
@@ -88,7 +88,7 @@ pub(super) fn idle(comm: &Communicator) -> Option<Cause> {
     if quiet && !left { behind(comm, newest.key) } else { None }
 }
 
-/// Ranks whose arguments of the call, or of any recent one, are not those of most ranks.
+/// Ranks whose arguments of the call, or of any recent one, differ from those of most ranks.
 pub(super) fn arguments(comm: &Communicator, key: Option<Key>) -> Option<Cause> {
     let mut calls: BTreeMap<Key, Vec<(i32, Arguments)>> = BTreeMap::new();
     for (&rank, member) in &comm.members {

@@ -1,4 +1,4 @@
-//! The communicators of a job, put together from what its processes tell.
+//! The communicators of a job, put together from the reports of its processes.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -16,16 +16,16 @@ pub struct Whereabouts {
     pub pid: i32,
 }
 
-/// What a process tells of a rank of a communicator, in times of one clock for the whole job.
+/// A process's report about a rank of a communicator, in times of one clock for the whole job.
 #[derive(Debug, Clone, Default)]
 pub struct Told {
     /// The rank's calls, in the order in which they were entered.
     pub calls: Vec<Call>,
     /// What its open operations wait for.
     pub waits: Vec<Wait>,
-    /// What is told reaches up to here.
+    /// The time up to which it reports.
     pub until: u64,
-    /// When the process was last heard of, if its silence would say something.
+    /// When the process last reported, if its silence is meaningful.
     pub heard: Option<u64>,
     /// When the process ended, if it did with the communicator open.
     pub exited: Option<u64>,
@@ -35,17 +35,17 @@ pub struct Told {
     pub routes: Vec<Route>,
 }
 
-/// What stands still, and why.
+/// A communicator that stands still, and the reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
     /// The communicator.
     pub comm: Communicator,
-    /// Why it stands still.
+    /// The reason.
     pub verdict: Verdict,
 }
 
 impl Finding {
-    /// The verdict in words, without the communicator's name.
+    /// The verdict as a sentence, without the communicator's name.
     pub fn sentence(&self) -> String {
         self.comm.explain(&self.verdict)
     }
@@ -60,7 +60,7 @@ pub struct Job {
 }
 
 impl Job {
-    /// What one process tells of its rank in one communicator.
+    /// One process's report about its rank in one communicator.
     pub fn add(&mut self, place: &Whereabouts, info: &CommInfo, told: Told) {
         let comm = self.comms.entry(info.id).or_default();
         comm.id = info.id;

@@ -26,14 +26,14 @@ use super::names::Name;
 /// takes a second or two.
 pub const STUCK_NS: u64 = 5_000_000_000;
 
-/// A process that beats each second and was not heard of for so long is silent.
+/// A process with a heartbeat each second that has sent none for this long is silent.
 pub const SILENT_NS: u64 = 4_000_000_000;
 
 /// When no rank has entered anything for so long, ranks that have not entered the same calls are behind, even where no
 /// open operation shows that others wait.
 pub const IDLE_NS: u64 = 30_000_000_000;
 
-/// What one call asks of NCCL.
+/// The arguments of one call to NCCL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
 pub struct Arguments {
     /// Elements.
@@ -136,7 +136,7 @@ pub struct Member {
     pub pid: i32,
     /// Whether it has left the communicator in order.
     pub left: bool,
-    /// When it was last heard of; None when it sends no heartbeats, so that silence says nothing.
+    /// When it last reported; None when it sends no heartbeats, so that silence means nothing.
     pub heard: Option<u64>,
     /// When its process ended, if it did without leaving the communicator.
     pub exited: Option<u64>,
@@ -179,9 +179,9 @@ pub struct Waiting {
 /// Why a communicator stands still.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Cause {
-    /// These ranks' processes have ended, so long ago.
+    /// These ranks' processes have ended, this long ago.
     Exited(Vec<(i32, u64)>),
-    /// These ranks' processes give no sign of life, for so long.
+    /// These ranks' processes have been silent for this long.
     Silent(Vec<(i32, u64)>),
     /// These ranks have not entered the call; each with its last one.
     Behind(Vec<(i32, Option<Call>)>),
@@ -259,7 +259,7 @@ fn silent(comm: &Communicator) -> Option<Cause> {
 }
 
 impl Verdict {
-    /// The ranks that hold the others up; none when the input does not tell.
+    /// The ranks that hold the others up; none when the input does not show it.
     pub fn named(&self) -> Vec<i32> {
         match &self.cause {
             Cause::Exited(ranks) | Cause::Silent(ranks) => ranks.iter().map(|it| it.0).collect(),
@@ -277,7 +277,7 @@ impl Verdict {
         }
     }
 
-    /// What kind of cause it is, in one word.
+    /// The kind of cause, in one word.
     pub fn kind(&self) -> &'static str {
         match &self.cause {
             Cause::Exited(_) => "exited",

@@ -116,7 +116,7 @@ fn a_silent_process_explains_what_it_did_not_enter() {
     member(&mut comm, 1).exited = Some(20 * S);
     assert!(told(&comm).contains("the process of rank 1 (node1, process 101) has ended, 31 s ago"), "{}", told(&comm));
     member(&mut comm, 1).exited = None;
-    // A file without heartbeats says nothing by its silence.
+    // For a file without heartbeats, silence means nothing.
     member(&mut comm, 1).heard = None;
     assert!(told(&comm).contains("has not entered it"));
 }
@@ -185,7 +185,7 @@ fn a_send_that_hangs_is_found_without_a_call() {
     member(&mut comm, 0).waits[0].since = 20 * S;
     let verdict = judge(&comm).expect("a verdict");
     assert_eq!((verdict.named(), verdict.kind()), (vec![1], "waits"));
-    // Of a rank that is not seen it cannot be told whether it only passes the wait on.
+    // For a rank that is not seen it is unknown whether it only passes the wait on.
     comm.members.remove(&1);
     assert!(judge(&comm).expect("a verdict").named().is_empty());
 }

@@ -9,7 +9,7 @@ use crate::trace::names::Name;
 const LISTED: usize = 8;
 
 impl Communicator {
-    /// The verdict in words, without the communicator's name.
+    /// The verdict as a sentence, without the communicator's name.
     pub fn explain(&self, verdict: &Verdict) -> String {
         let mut text = String::new();
         if let Some(waiting) = &verdict.waiting {
@@ -200,7 +200,7 @@ fn ranks(ranks: &[i32]) -> String {
     }
 }
 
-/// A duration for people.
+/// A duration for users.
 pub fn seconds(ns: u64) -> String {
     match ns / 1_000_000_000 {
         0..10 => format!("{:.1} s", ns as f64 / 1e9),
