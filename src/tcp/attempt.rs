@@ -9,13 +9,13 @@ use crate::session::net::Net;
 use crate::session::opening::{Handed, Opener};
 use crate::session::owner::Streams;
 
-/// A wish to be connected.
+/// A request to be connected.
 pub struct Attempt {
     dial: Arc<Dial>,
     opened: Arc<Opened>,
 }
 
-/// The connection that came of it.
+/// The resulting connection.
 struct Opened {
     net: Arc<Net>,
     conn: Mutex<Option<Arc<SendConn>>>,

@@ -59,7 +59,7 @@ impl Own {
         unsafe { fill(buffer, data, length) }
     }
 
-    /// Takes back a copy that is not needed any more. Returns it when its size is none of these.
+    /// Takes back a copy that is no longer needed. Returns it when its size is none of these.
     #[inline]
     pub fn give_back(&mut self, copy: Vec<u8>) -> Option<Vec<u8>> {
         let Some(class) = OWN.iter().position(|size| *size == copy.capacity()) else { return Some(copy) };

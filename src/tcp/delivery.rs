@@ -1,8 +1,8 @@
 //! Whether streams deliver what they carry.
 //!
-//! On some paths small packets pass and full ones do not: the hosts have an MTU of 9000, a switch on the way one of 1500, and
-//! nothing says so. A firewall or a proxy may let handshakes pass and stop data as well. There every stream connects, delivers
-//! nothing, and is lost; without this it would be connected again for ever.
+//! On some paths small packets pass and full ones do not: the hosts have an MTU of 9000, a switch between them one of
+//! 1500, and no ICMP message reports it. A firewall or a proxy may also let handshakes pass and stop data. There every
+//! stream connects, delivers nothing, and is lost; without this module it would be connected again for ever.
 //!
 //! - An epoch of a stream that ended by silence, or ended otherwise and delivered nothing, is **in vain** while frames of it are
 //!   in doubt. Epochs in vain are counted by way, that is by pair of rails. The next one counts only if a handshake passed on the
@@ -17,7 +17,7 @@
 //! - From the first epoch in vain on, a clock runs until a frame arrives on any stream; a handshake does not stop it. When the
 //!   peer's patience is over by then, the connection ends with the next epoch in vain.
 //!
-//! Nothing of this stands on the path of a message: the control thread looks at counters while it watches the streams.
+//! None of this is on the path of a message: the control thread reads counters while it watches the streams.
 
 use std::time::{Duration, Instant};
 
@@ -27,46 +27,47 @@ use crate::session::frame::MAX_STREAMS;
 /// accepts 576 over IPv4, 40 of which are headers.
 const SEGMENTS: [u32; 2] = [1220, 536];
 
-/// The segments with which the kernel's own cure begins (`net.ipv4.tcp_base_mss`). They grow later, so that 1024 does not say that
-/// 1220 are too many.
+/// The segments with which the kernel's own cure begins (`net.ipv4.tcp_base_mss`). They grow later, so the value 1024
+/// does not mean that 1220 is too much.
 const KERNELS: u32 = 1024;
 
-/// Lives in vain in a row before a way is left out: two with the path's own segments, and one for each of [`SEGMENTS`].
+/// Epochs in vain in a row before a path is left out: two with the path's own segments, and one for each of
+/// [`SEGMENTS`].
 const ENOUGH: u32 = 4;
 
-/// Streams that are cut sooner after each other count once: what cuts streams at once may have passed by then.
+/// Streams that are cut within this time count once: what cuts streams at the same time may have passed by then.
 const APART: Duration = Duration::from_secs(1);
 
-/// A stream that is silent for so long after a handshake on its way is silent for another reason than an outage: the
-/// retransmission timer of a stream that was silent for 2.3 s comes at least every 0.8 s.
+/// A stream that is silent for this long after a handshake on its path has another reason than an outage: the
+/// retransmission timer of a stream that was silent for 2.3 s fires at least every 0.8 s.
 const PROVEN: Duration = Duration::from_millis(1500);
 
 /// An epoch that lived this long has another reason to end than those before it.
 const LONG: Duration = Duration::from_secs(60);
 
-/// How long a life may stay silent when no way is left. The kernel looks for a smaller MTU after 6 s.
+/// How long an epoch may stay silent when no other path is left. The kernel tries a smaller MTU after 6 s.
 const LAST_RESORT: Duration = Duration::from_secs(15);
 
-/// From the end of a life in vain to the next try, for each of them; at most twenty times as long.
+/// The pause after an epoch in vain, for each of them; at most twenty times as long.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// How a life of a stream ended.
+/// How an epoch of a stream ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
-    /// Nothing came back for so long.
+    /// Nothing came back for this long.
     Silent(Duration),
     /// Any other way.
     Cut,
 }
 
-/// What the end of a life teaches.
+/// The conclusion from the end of an epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lesson {
     /// Nothing new.
     None,
     /// The way is left out from now on.
     LeftOut,
-    /// Nothing has been delivered for so long, and the peer's patience is over.
+    /// Nothing has been delivered for this long, and the peer's patience is over.
     Over(Duration),
 }
 
@@ -86,7 +87,7 @@ struct Life {
     segment: Option<u32>,
     /// The largest segments that the kernel used.
     largest: u32,
-    /// What had arrived at the last look.
+    /// What had arrived at the last check.
     seen: Arrived,
     delivered: bool,
     /// A long frame has arrived.
@@ -122,7 +123,7 @@ pub struct Deliveries {
 }
 
 impl Deliveries {
-    /// A connection with so many ways to its peer.
+    /// A connection with this many paths to its peer.
     pub fn new(ways: usize) -> Self {
         Self { lives: Default::default(), ways: vec![Way::default(); ways], stall: None }
     }
@@ -159,7 +160,8 @@ impl Deliveries {
         life.segment.or(cured).filter(|_| is_first).map(|segment| (at, segment))
     }
 
-    /// The life of stream `index` ended with frames in doubt. `patience`: how long the peer may stay away after such an end.
+    /// The epoch of stream `index` ended with frames in doubt. `patience`: how long the peer may stay away after such
+    /// an end.
     pub fn ended(&mut self, index: usize, now: Instant, how: End, patience: Duration) -> Lesson {
         let life = &mut self.lives[index];
         let silence = match how {
@@ -238,12 +240,12 @@ mod tests {
     const SILENT: End = End::Silent(Duration::from_millis(2300));
     const PATIENCE: Duration = Duration::from_secs(60);
 
-    /// So many frames, each long.
+    /// This many frames, each long.
     fn long(frames: u64) -> Arrived {
         Arrived { frames, long: frames }
     }
 
-    /// Lives of one stream, each lost after 2.4 s of silence; what was learnt, and the segments of the next life.
+    /// Epochs of one stream, each lost after 2.4 s of silence; the conclusion, and the segments of the next epoch.
     fn lose(deliveries: &mut Deliveries, start: Instant, lives: u32) -> Vec<(Lesson, Option<u32>)> {
         let life = |number: u32| {
             deliveries.begins(0, Some(0), long(7), start + 2400 * MS * (number - 1) + MS);
@@ -289,7 +291,7 @@ mod tests {
             assert_eq!(deliveries.reached(1, long(1), Some(using)), expected, "{using}");
             assert_eq!(deliveries.reached(1, long(2), Some(using)), None, "once");
         }
-        // Smaller segments without an epoch in vain: a router has said what its MTU is.
+        // Smaller segments without an epoch in vain: a router has reported its MTU.
         let (start, mut deliveries) = (Instant::now(), Deliveries::new(1));
         deliveries.begins(0, Some(0), long(0), start);
         assert_eq!(deliveries.reached(0, long(0), Some(8948)), None);
@@ -349,7 +351,7 @@ mod tests {
         for index in 0..7 {
             deliveries.ended(index, start + 10_000 * MS + 1200 * MS * index as u32, SILENT, PATIENCE);
         }
-        // The path is back, and a stream whose timer has not come yet is given up.
+        // The path is back, and a stream whose timer has not fired yet is given up.
         deliveries.begins(0, Some(0), long(0), start + 20_000 * MS);
         deliveries.ended(7, start + 20_800 * MS, SILENT, PATIENCE);
         assert_eq!((deliveries.segment(0), deliveries.silence(start + 21_000 * MS)), (None, Duration::ZERO));
@@ -367,8 +369,8 @@ mod tests {
     }
 
     proptest! {
-        /// However the lives end, and whatever connects meanwhile: without a frame that arrives there is an end, at the
-        /// first life that ends after the patience is over. Cuts alone make no segment smaller.
+        /// However the epochs end, and whatever connects in between: without a frame that arrives there is an end, at
+        /// the first epoch that ends after the patience is over. Cuts alone make no segment smaller.
         #[test]
         fn a_handshake_stops_no_clock(ends in proptest::collection::vec((1..5000_u64, any::<bool>()), 200..300)) {
             let (start, mut deliveries) = (Instant::now(), Deliveries::new(1));
@@ -386,7 +388,7 @@ mod tests {
             prop_assert!(!only_cuts || deliveries.segment(0).is_none());
         }
 
-        /// As long as each life delivers something, nothing ends and no way is left out.
+        /// As long as each epoch delivers something, nothing ends and no path is left out.
         #[test]
         fn lives_that_deliver_are_recoveries(ends in proptest::collection::vec((1..50_000_u64, any::<bool>()), 1..300)) {
             let (start, mut deliveries) = (Instant::now(), Deliveries::new(2));

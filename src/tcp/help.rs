@@ -1,48 +1,49 @@
-//! When NCCL's thread does what a worker has not come to.
+//! When NCCL's thread does overdue work of a worker.
 //!
-//! The further streams of a connection are their workers'. These come late now and then: of the wake-ups on a virtual machine
-//! with 32 processors one in fifty took longer than 130 µs and one in a hundred longer than 260, and a host that has other
-//! guests keeps a processor to itself for milliseconds. NCCL's thread asks after the requests meanwhile, again and again, and
-//! a stream is anybody's whom no other thread has. So when no request of a connection has ended and no chunk begun for a
-//! while, that thread looks at the further streams itself. While chunks follow each other it has better things to do.
+//! The further streams of a connection are served by workers. These are sometimes late: of the wake-ups on a virtual
+//! machine with 32 processors one in fifty took longer than 130 µs and one in a hundred longer than 260, and a host
+//! with other guests withholds a processor for milliseconds. Meanwhile NCCL's thread tests its requests again and
+//! again, and any thread may serve a stream that no other thread holds. So when no request of a connection has ended
+//! and no chunk has begun for a while, NCCL's thread polls the further streams itself. While chunks follow each other
+//! it does not.
 //!
-//! Most of such waiting is not for a worker but for the peer, its GPU or the wire, and then a look finds nothing. So each is
-//! followed by the next only after twice the time, and none of them comes while the last ones took more than a tenth of the
-//! thread's time: it serves all connections of a GPU.
+//! Most such waiting is for the peer, its GPU or the wire, and not for a worker; then a poll finds nothing. So the
+//! interval doubles after each poll, and no poll takes place while the last ones took more than a tenth of the thread's
+//! time: it serves all connections of a GPU.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::os::ticks::Ticks;
 
-/// The first look comes when nothing has happened for so many nanoseconds. A worker that is awake has moved a chunk by then.
-/// With twice this, 27 of 405 all-reduces of 8 MiB on two GPUs took a millisecond longer than the median, with 60 µs 5 of 405,
-/// and without any look 52 of 360 (`docs/dev/decisions.md`).
+/// The first poll takes place when nothing has happened for this many nanoseconds. A worker that is awake has moved a
+/// chunk by then. With twice this, 27 of 405 all-reduces of 8 MiB on two GPUs took a millisecond longer than the
+/// median, with 60 µs 5 of 405, and without any poll 52 of 360 (`docs/dev/decisions.md`).
 const SOON: u64 = 100_000;
 
-/// Further ones come at most so many nanoseconds apart.
+/// Further polls are at most this many nanoseconds apart.
 const RARELY: u64 = 10_000_000;
 
-/// The clock is asked in one of so many calls: NCCL asks after each request every fraction of a microsecond, and most of what
-/// such a call takes would be the clock.
+/// The clock is read in one of this many calls: NCCL tests each request every fraction of a microsecond, and the clock
+/// would take most of such a call.
 const CALLS: u32 = 16;
 
-/// A look that finds nothing is followed by so many times as long without any.
+/// After a poll without result, there is none for this many times as long as it took.
 const REST: u64 = 9;
 
 thread_local! {
-    /// When this thread last looked in vain, and for how many nanoseconds it leaves that then.
+    /// When this thread last polled without result, and for how many nanoseconds it then pauses.
     static VAIN: Cell<Option<(Ticks, u64)>> = const { Cell::new(None) };
 }
 
-/// Whether a connection's further streams need NCCL's thread. One thread at a time calls these; what is lost where it is
-/// another the next time, is a look more or less.
+/// Whether a connection's further streams need NCCL's thread. One thread at a time calls these functions; if another
+/// one calls the next time, the lost state costs a poll more or less.
 #[derive(Debug, Default)]
 pub struct Help {
     calls: AtomicU32,
-    /// [`Ticks::number`] of when waiting began or was last looked after; 0 while nothing waits.
+    /// [`Ticks::number`] of when waiting began or was last handled; 0 while nothing waits.
     since: AtomicU64,
-    /// The nanoseconds from then to the next look.
+    /// The nanoseconds from then to the next poll.
     patience: AtomicU64,
     /// How many chunks had begun then.
     begun: AtomicU64,
@@ -57,8 +58,8 @@ impl Help {
         }
     }
 
-    /// A request has not ended, and so many chunks have begun on the connection. Runs `look`, which says whether it found
-    /// anything, when it is time for that. Returns whether it did: then the request may have ended.
+    /// A request has not ended, and this many chunks have begun on the connection. Calls `look` when it is time, which
+    /// returns whether it found anything. Returns the same: if true, the request may have ended.
     #[inline]
     pub fn waits(&self, begun: &AtomicU64, look: impl FnOnce() -> bool) -> bool {
         let calls = self.calls.load(Ordering::Relaxed).wrapping_add(1);
@@ -80,7 +81,7 @@ impl Help {
         }
     }
 
-    /// A worker is missing, so it may be for more.
+    /// A worker is late, so it may be late for more.
     fn found(&self) {
         self.patience.store(SOON, Ordering::Relaxed);
     }
@@ -103,7 +104,7 @@ impl Help {
     }
 }
 
-/// Whether this thread has looked in vain too lately.
+/// Whether this thread has recently polled too much without result.
 fn rests(now: Ticks) -> bool {
     VAIN.get().is_some_and(|(end, rest)| now.nanoseconds_since(end) < rest)
 }
@@ -153,7 +154,8 @@ mod tests {
         };
         let start = Instant::now();
         let share = || looked.get().as_secs_f64() / start.elapsed().as_secs_f64();
-        // A look during which another thread had the processor counts, and the rest after it must have passed, too.
+        // A poll during which another thread had the processor counts too, and the pause after it must also have
+        // passed.
         let is_over = || start.elapsed() > 100 * LOOK && share() < 0.14 || start.elapsed() > Duration::from_secs(10);
         while !is_over() {
             for help in &helps {

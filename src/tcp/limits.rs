@@ -17,15 +17,16 @@ pub const EAGER_WINDOW: u64 = 8 * (EAGER_MAX + MESSAGE_COST);
 /// Simple-protocol step travels eagerly, too.
 pub const EAGER_MAX_FAR: u64 = CHUNK_MAX;
 
-/// And so much of it may be on the way: over 200 ms, 80 MB/s. It is the receiver's memory only if receives are late.
+/// And this much of it may be under way: over 200 ms, 80 MB/s. It takes the receiver's memory only if receives are
+/// late.
 pub const EAGER_WINDOW_FAR: u64 = 16 << 20;
 
-/// From this round trip on a path is long: with [`EAGER_WINDOW`] less than 5 Gbit/s would be carried, and a lost packet would
-/// hold up all that is on the one stream that short messages take.
+/// From this round trip on a path is long: [`EAGER_WINDOW`] would carry less than 5 Gbit/s, and a lost packet would
+/// hold up everything on the one stream that short messages use.
 pub const FAR: Duration = Duration::from_micros(900);
 
-/// Bytes that the kernel takes of a stream over a long path and cannot send yet. Without a limit the first stream takes all
-/// that comes, and the others, whose congestion windows grow only with what they carry, stay slow for seconds.
+/// Bytes that the kernel accepts for a stream over a long path and cannot send yet. Without a limit the first stream
+/// takes all data, and the others, whose congestion windows grow only with what they carry, stay slow for seconds.
 pub const UNSENT_MAX_FAR: u32 = 128 << 10;
 
 /// What an eager message costs of the window beyond its bytes, so that empty messages are bounded too.
@@ -51,19 +52,19 @@ pub const COPY_FIRST_MAX: u64 = 960;
 /// copies about 5 GB/s. With 16 KiB, operations of 64 and 128 KiB took up to 1.2 times as long: their messages are of 32 KiB.
 pub const INLINE_MAX: u64 = 32 << 10;
 
-/// What NCCL's thread has copied counts for so many nanoseconds, ever less.
+/// How many nanoseconds the bytes that NCCL's thread has copied count, with falling weight.
 pub const LATELY_NS: u64 = 100_000;
 
-/// So many bytes lately are much: one message of the longest that it sends itself does not reach it, or not for long. Twice as
-/// many and half as many made no difference that showed on two or four GPUs.
+/// This many recent bytes are much: one message of the longest that it sends itself does not reach it, or not for long.
+/// Twice and half this value made no visible difference on two or four GPUs.
 pub const ENOUGH_COPIED: u64 = 48 << 10;
 
 /// Shorter copies are not counted: they take less than a microsecond.
 pub const WORTH_COUNTING: usize = 4 << 10;
 
-/// While the messages of a connection are shorter than this many bytes, its workers look for more work for longer: each is
-/// a few chunks, and waking workers would be most of its time. Of longer ones the next chunk follows at once, or there is
-/// time to sleep.
+/// While the messages of a connection are shorter than this many bytes, its workers poll longer for more work: each
+/// message is a few chunks, and waking workers would take most of its time. Of longer ones the next chunk follows at
+/// once, or there is time to sleep.
 pub const BRIEF_MAX: u64 = 512 << 10;
 
 /// The smallest chunk of a split message in bytes. At 7 GB/s it takes about 5 µs on each side, against about 2 µs for the
@@ -72,16 +73,16 @@ pub const BRIEF_MAX: u64 = 512 << 10;
 /// long where each was to have 64 KiB, and 8 MiB 1.4 times with 256 KiB (`docs/dev/decisions.md`).
 pub const CHUNK_MIN: u64 = 32 << 10;
 
-/// Where the host takes much of the processors' time, half of a connection's streams for long messages are in use, if there are
-/// so many. Measured with twelve workers for each of two processes where the host took 4 to 22 %: all-reduces of 512 KiB take
-/// 0.84 of the time, of 2 MiB 0.70, of 8 MiB 0.83 (docs/dev/decisions.md).
+/// When hypervisor steal time is high, half of a connection's streams for long messages are used, if there are at least
+/// this many. Measured with twelve workers for each of two processes where the host took 4 to 22 %: all-reduces of 512
+/// KiB take 0.84 of the time, of 2 MiB 0.70, of 8 MiB 0.83 (docs/dev/decisions.md).
 pub const SPARED_FROM: usize = 4;
 
-/// And if so many bytes at most are under way, the messages of such all-reduces. With longer rows it was not measured, and
-/// on a quiet host they want all workers: with eight an all-reduce of 128 MiB takes 1.24 times as long.
+/// And if at most this many bytes are under way, the messages of such all-reduces. Longer queues were not measured, and
+/// on a quiet host they need all workers: with eight an all-reduce of 128 MiB takes 1.24 times as long.
 pub const SPARED_UP_TO: u64 = 1 << 20;
 
-/// A message is cut into about so many chunks at most, unless they would be longer than [`CHUNK_MAX`].
+/// A message is cut into about this many chunks at most, unless they would be longer than [`CHUNK_MAX`].
 pub const MOST_SHARES: u64 = 6;
 
 /// The largest chunk in bytes: NCCL's Simple-protocol step with the default NCCL_BUFFSIZE.
@@ -104,17 +105,18 @@ pub const NEAR_US: u64 = 10_000;
 /// Frames of a stream that the receiver may take in before it acknowledges, when no send waits.
 pub const ACK_EVERY: u64 = 32;
 
-/// Bytes that a stream may take before one of its chunks asks for an acknowledgement, where the sender waits for whole
-/// messages only: what a stream carries must be learnt from time to time (`window`).
+/// Bytes that a stream may take before one of its chunks requests an acknowledgement, if the sender otherwise waits for
+/// whole messages only: the rate of a stream must be measured from time to time (`window`).
 pub const ACK_BYTES: u64 = STREAM_WINDOW / 4;
 
-/// Frames after which a sender that has missed an acknowledgement looks for it again. A look that finds nothing takes 0.4 µs.
+/// Frames after which a sender that has missed an acknowledgement polls for it again. A poll that finds nothing takes
+/// 0.4 µs.
 pub const LOOK_EVERY: u64 = 8;
 
 /// The same in bytes of credit.
 pub const LOOK_BYTES: u64 = EAGER_WINDOW / 16;
 
-/// So many of NCCL's calls go without a look at a sender's first stream when nothing is waited for there.
+/// This many of NCCL's calls do not poll a sender's first stream when nothing is waited for there.
 pub const SENDER_RESTS: u32 = 15;
 
 /// The same at a receiver whose last message came over other streams. Fewer: the next may be a short one.

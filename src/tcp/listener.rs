@@ -11,7 +11,7 @@ use crate::session::handshake::Secret;
 use crate::session::net::Net;
 use crate::session::ports;
 
-/// A listener that NCCL asked for.
+/// A listener that NCCL requested.
 pub struct Listener {
     net: Arc<Net>,
     arrivals: Arc<Arrivals>,

@@ -41,7 +41,7 @@ impl Load {
 #[inline]
 pub(super) fn copied(bytes: usize) {
     if bytes >= WORTH_COUNTING {
-        // A thread whose variables are gone already is about to end.
+        // A thread whose variables are already gone is about to end.
         let _ = MINE.try_with(|mine| {
             let now = Ticks::now();
             mine.set(Load { bytes: mine.get().now(now) + bytes as u64, at: Some(now) });

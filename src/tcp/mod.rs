@@ -16,10 +16,10 @@
 //! |---|---|
 //! | [`attempt`], [`listener`] | how a connection comes about |
 //! | [`sender`], [`receiver`] | one connection each: the core, its streams, its requests |
-//! | [`stream`] | who holds a stream |
+//! | [`stream`] | which thread holds a stream |
 //! | [`streams`] | what is seen of all streams of a connection together |
 //! | [`copies`] | short messages, kept for a resend |
-//! | [`rest`] | when NCCL's thread need not look after the first stream |
+//! | [`rest`] | poll backoff: when NCCL's thread need not poll the first stream |
 //! | [`help`] | when NCCL's thread does a worker's part |
 
 pub mod ack;

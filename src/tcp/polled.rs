@@ -1,18 +1,18 @@
 //! Messages that a GPU reads while they arrive.
 //!
-//! With NCCL's LL128 protocol a GPU looks at the last eight bytes of each 128 in the receive buffer, and once they are the
-//! number of the step it takes the 120 before them for good (`prims_ll128.h`, NCCL 2.4 to 2.30). So these must be there
-//! first. A kernel that reads a socket into a buffer does not promise it: Linux copies with `rep movsb`, whose stores
+//! With NCCL's LL128 protocol a GPU polls the last eight bytes of each 128 in the receive buffer, and once they are the
+//! number of the step it uses the 120 before them (`prims_ll128.h`, NCCL 2.4 to 2.30). So these must be written first.
+//! A kernel that reads a socket into a buffer does not guarantee that: Linux copies with `rep movsb`, whose stores
 //! other processors may see out of order (Intel's Software Developer's Manual, volume 3, "Fast-String Operation and
-//! Out-of-Order Stores"). On an EPYC of 2024 they did: in memory that was touched for the first time, one line of some
-//! hundred showed its flag before its first half. Words of eight bytes stayed whole, so the LL protocol, whose words have
-//! four bytes of data and four of flag, is not concerned there.
+//! Out-of-Order Stores"). On an EPYC of 2024 they did: in memory that was touched for the first time, one line in
+//! several hundred showed its flag before its first half. Units of eight bytes stayed whole, so the LL protocol, with
+//! units of four bytes of data and four of flag, is not affected there.
 //!
-//! NCCL does not tell the transport which protocol a message belongs to (2.25 and later hint at it, for some receives), but
-//! a message shows it: NCCL's thread sends it once every flag in it is the number of the step. So the sending side looks
-//! at a few lines of each chunk and marks it ([`POLLED`]) when they look like that, and the receiving side reads marked
-//! chunks into a buffer of its own and copies them on in order. A tensor whose eight-byte words are small equal numbers is
-//! marked, too, which costs that copy and nothing else.
+//! NCCL does not pass the transport the protocol of a message (2.25 and later hint at it, for some receives), but a
+//! message shows it: NCCL's thread sends it once every flag in it is the number of the step. So the sending side checks
+//! a few lines of each chunk and marks it ([`POLLED`]) when they look like that, and the receiving side reads marked
+//! chunks into a buffer of its own and copies them on in order. A tensor whose eight-byte units are small equal numbers
+//! is also marked, which costs that copy and nothing else.
 
 use std::cell::RefCell;
 
@@ -22,8 +22,8 @@ use crate::session::wire::Piece;
 /// Where the flag of an LL128 line begins.
 const FLAG: usize = ALIGN as usize - size_of::<u64>();
 
-/// Lines that are looked at. Every one of a message in LL128 is alike, so none of those is missed; more lines would only
-/// rule out more of the others.
+/// Lines that are checked. All lines of a message in LL128 have the flag, so none of those is missed; more lines would
+/// only rule out more of the others.
 const LINES: usize = 4;
 
 /// Flags count the steps of a connection. A million steps each second would take nine years to come to this, while of the
@@ -43,7 +43,7 @@ thread_local! {
 /// As [`may_be_polled`].
 #[inline]
 pub unsafe fn flag(chunk: Piece) -> u8 {
-    // SAFETY: the caller vouches for the chunk.
+    // SAFETY: the caller keeps the promise about the chunk.
     if unsafe { may_be_polled(chunk) } { POLLED } else { 0 }
 }
 
@@ -66,12 +66,12 @@ pub unsafe fn may_be_polled(chunk: Piece) -> bool {
     ll128 || !cfg!(target_arch = "x86_64") && unsafe { may_be_ll(chunk) }
 }
 
-/// The same for the LL protocol, where a kernel does not promise that words of eight bytes stay whole.
+/// The same for the LL protocol, if a kernel does not guarantee that units of eight bytes stay whole.
 ///
 /// # Safety
 /// The chunk must be readable.
 unsafe fn may_be_ll(chunk: Piece) -> bool {
-    // SAFETY: the word is a part of the chunk.
+    // SAFETY: the eight bytes are a part of the chunk.
     let flag = |word: usize| unsafe { chunk.data.add(word * 8 + 4).cast::<u32>().read_unaligned() };
     let words = chunk.length / 8;
     words > 0 && chunk.length.is_multiple_of(8) && (1..words.min(2 * LINES)).all(|word| flag(word) == flag(0))

@@ -62,7 +62,7 @@ const BEHIND: usize = 2 << 10;
 /// Bytes that one run of a stream may read before the other streams of the same worker get their turn.
 const SHARE: usize = 4 << 20;
 
-/// How long a sender that has said goodbye may take to bring what it lost: as long as its close lasts.
+/// How long a sender that has said goodbye may take to resend what it lost: as long as its close lasts.
 const SENDER_MENDING: Duration = Duration::from_secs(20);
 
 #[derive(Clone, Copy)]
@@ -73,15 +73,16 @@ struct Target {
 /// The buffer of a part whose request is outstanding; none for the others.
 type Wanted = Option<(Target, usize)>;
 
-// SAFETY: the address of a posted buffer, which is the transport's until its request ends (rule 3 of the design).
+// SAFETY: the address of a posted buffer, which the transport may use until its request ends (rule 3 of the design).
 unsafe impl Send for Target {}
 
 struct State {
     core: RecvCore,
-    /// Where each part of each request slot wants its bytes, and how many fit there. None from the part's end on: nobody
-    /// touches it then.
+    /// Where the bytes of each part of each request slot go, and how many fit there. None from the part's end on: then
+    /// no thread touches the buffer.
     targets: Vec<[Wanted; MAX_PARTS]>,
-    /// What has come of messages that a profiler is told of when all has, and since when: of few at a time.
+    /// The chunks of messages that are reported to a profiler when all have arrived, and since when: only a few at a
+    /// time.
     joined: Vec<(Part, Chunk, Ticks)>,
     /// Buffers of early messages, by staging key: each an allocation of its own, whose address stays while others come and go.
     stages: Vec<Option<Vec<u8>>>,
@@ -97,38 +98,38 @@ enum Body {
     Data { to: Target, rest: usize, polled: bool },
 }
 
-/// A chunk that is arriving, of which a profiler is told.
+/// A chunk that is arriving and will be reported to a profiler.
 #[derive(Clone, Copy)]
 struct Followed {
     part: Part,
     chunk: Chunk,
-    /// When it began, if nothing has been told of it yet.
+    /// When it began, if nothing has been reported of it yet.
     began: Option<Ticks>,
 }
 
 struct Io {
     sock: Sock,
-    /// The life of the stream that this is. Its end may be noticed in one thread while another begins the next.
+    /// The epoch of the stream. One thread may notice its end while another begins the next.
     epoch: u16,
     input: Box<[u8]>,
     from: usize,
     to: usize,
     body: Body,
-    /// Bytes that were looked at and are still in the socket ([`wire::peek`]).
+    /// Bytes that were peeked at and are still in the socket ([`wire::peek`]).
     peeked: usize,
     /// The last poll found nothing, so a request waits for what comes next.
     awaited: bool,
-    /// What a stream with checksums or encryption has beyond a plain one.
+    /// The additional state of a stream with checksums or encryption.
     seal: Option<Box<Sides>>,
-    /// The chunk that is arriving, when a profiler is told of it.
+    /// The chunk that is arriving, when it is reported to a profiler.
     followed: Option<Followed>,
     out: Vec<u8>,
     sent: usize,
     /// Whether an acknowledgement is due on this stream.
     ack: Due,
-    /// It was left to the next look once already.
+    /// It was already deferred to the next poll once.
     put_off: bool,
-    /// Goodbye was said; nothing may follow it.
+    /// The goodbye was sent; nothing may follow it.
     parted: bool,
     /// The sender has said goodbye on this stream.
     heard_goodbye: bool,
@@ -180,14 +181,14 @@ impl Io {
                 // SAFETY: both buffers are ours.
                 let got = unsafe { wire::receive_two(fd, pieces) };
                 if let Ok(Some(bytes)) = got {
-                    // SAFETY: the caller vouches for the body; the buffer is not a part of it.
+                    // SAFETY: the caller keeps the promise about the body; the buffer is not a part of it.
                     unsafe { wire::copy_ascending(bounce.as_ptr(), to.data, bytes.min(bounce.len())) };
                 }
                 (got, bounce.len() + behind, bounce.len())
             }),
             Body::Data { to, rest, polled: false } => {
                 let pieces = [Piece { data: to.data, length: rest }, Piece::of_mut(&mut self.input[..BEHIND])];
-                // SAFETY: as above; the caller vouches for the body.
+                // SAFETY: as above; the caller keeps the promise about the body.
                 (unsafe { wire::receive_two(fd, pieces) }, rest + BEHIND, rest)
             }
         };
@@ -206,7 +207,7 @@ pub struct RecvConn {
     peer: Peer,
     state: Mutex<State>,
     outbox: Mutex<Vec<u8>>,
-    /// Whether the outbox holds something: a look that spares its lock.
+    /// Whether the outbox holds something: a check without its lock.
     mail: AtomicBool,
     /// The control thread found NCCL not calling: then what no send waits for is acknowledged too, so that the sender need
     /// not keep its copies.
@@ -228,32 +229,33 @@ pub struct RecvConn {
     brief: AtomicBool,
     /// Messages that were received, part by part.
     completed: AtomicU64,
-    /// What the sender's goodbye said: one more than its messages in all. 0: nothing yet.
+    /// From the sender's goodbye: the number of its messages plus one. 0: none yet.
     announced: AtomicU64,
     /// Where this connection's streams begin among the workers.
     turn: usize,
     /// What is known of the peer since the last stream went down.
     alone_since: Mutex<Option<Alone>>,
     ended: Ended,
-    /// Lives of streams that the sender gave up or that ended here.
+    /// Epochs of streams that the sender gave up or that ended here.
     fences: Mutex<Vec<Fence>>,
     chores: Chores,
     vigils: Mutex<[Vigil; MAX_STREAMS]>,
     /// Streams for which the kernel had no memory.
     short: Short,
-    /// When a stream last broke, or asked in vain, in a way that speaks of the network and not of the peer.
+    /// When a stream last broke, or a query was unanswered, in a way that indicates trouble in the network and not at
+    /// the peer.
     trouble: Mutex<Option<Instant>>,
     /// Whether the first stream is connected.
     first_live: AtomicBool,
-    /// The listener that gets this connection when the peer has said that it has the welcome.
+    /// The listener that gets this connection when the peer has confirmed the welcome.
     waiting: Mutex<Option<Arc<Arrivals>>>,
 }
 
-/// A life of a stream that the keeper is to fence.
+/// An epoch of a stream that the control thread must fence.
 struct Fence {
     index: usize,
     epoch: u16,
-    /// Whether the sender asked for it.
+    /// Whether the sender requested it.
     asked: bool,
 }
 
@@ -306,8 +308,8 @@ impl RecvConn {
         })
     }
 
-    /// A place at the worker of stream `index` for a socket: all that may fail when a stream is added, so it comes before
-    /// anything is told to the peer or changed here.
+    /// Registers a socket with the worker of stream `index`: every step of adding a stream that may fail, so it comes
+    /// before the peer is notified or anything is changed here.
     ///
     /// # Errors
     /// When the kernel refuses to watch the socket.
@@ -350,7 +352,7 @@ impl RecvConn {
         }
     }
 
-    /// The next life of a stream begins, with what is to be said on it first.
+    /// The next epoch of a stream begins, with the frames that must be sent on it first.
     fn life_begins(&self, index: usize, epoch: u16, io: &mut Io) {
         {
             let mut state = self.state();
@@ -362,21 +364,21 @@ impl RecvConn {
             }
         }
         *self.alone() = None;
-        // What was said of others that have ended may be lost with those that carried the word, and the sender believe them
-        // well.
+        // Frames about other streams that have ended may be lost with the streams that carried them, so that the sender
+        // still considers those streams connected.
         let ended = self.state().core.ended_lives();
         if !ended.is_empty() {
             io.say(ended.into_iter().flat_map(|life| fenced(life).encode()).collect());
         }
-        // The first life of the first stream is 0, that of the others 1.
+        // The first epoch of the first stream is 0, that of the others 1.
         if epoch > u16::from(index > 0) {
             Counters::bump(&self.counters.reconnects);
             self.state().core.announcements().for_each(|header| self.mail(&header.encode()));
         }
     }
 
-    /// A life of a stream has ended; `may_return`: not by a goodbye. Nothing when the next has begun already, which is
-    /// then not touched: both take the state's lock for it.
+    /// An epoch of a stream has ended; `may_return`: not by a goodbye. Does nothing when the next has already begun,
+    /// which is then unaffected: both take the state's lock for it.
     fn life_ended(&self, index: usize, epoch: u16, may_return: bool, why: Option<&io::Error>) {
         let state = self.state();
         if state.core.epoch(index) != epoch {
@@ -399,12 +401,12 @@ impl RecvConn {
     /// When a message that is here already is longer than its receive.
     ///
     /// # Safety
-    /// Every buffer must be writable for its capacity until the request ends, the memory is withdrawn or the connection is
-    /// closed. `profilers` are NCCL's profiler handles of the parts, null or alive until `test` has told the end of the
-    /// request.
+    /// Every buffer must be writable for its capacity until the request ends, the memory is withdrawn or the connection
+    /// is closed. `profilers` are NCCL's profiler handles of the parts, null or valid until `test` has reported the end
+    /// of the request.
     pub unsafe fn irecv(&self, parts: &[(*mut u8, usize, i32)], profilers: &[*mut c_void]) -> Result<Option<Ticket>> {
         if self.health.is_failed() {
-            // As NCCL's own transports do: the call is accepted, and `test` says what is wrong.
+            // As NCCL's own transports do: the call is accepted, and `test` returns the error.
             return Ok(self.requests.take(parts.len()));
         }
         let Some(ticket) = self.requests.take(parts.len()) else { return Ok(None) };
@@ -431,7 +433,7 @@ impl RecvConn {
                     }
                     Posted::Early(stage, total) => {
                         self.unstage(&mut state, stage, to, total);
-                        // Credit that this has freed must reach the sender, who may wait for it.
+                        // Credit that this has freed must be sent to the sender, which may wait for it.
                         to_tell |= state.core.owes_credit();
                     }
                 }
@@ -458,12 +460,12 @@ impl RecvConn {
         Ok(Some(ticket))
     }
 
-    /// Whom to tell of this connection's transfers.
+    /// Sets the receiver of this connection's profiler events.
     pub fn events(&self) -> &Events {
         &self.events
     }
 
-    /// Asks after a receive: the size of each part when all are done.
+    /// The outcome of a receive: the size of each part when all are done.
     ///
     /// # Errors
     /// When the connection has failed; nothing touches the buffers any more then.
@@ -475,13 +477,13 @@ impl RecvConn {
             }
             let is_done = || self.requests.is_done(ticket);
             if !(is_done() || self.help.waits(&self.counters.chunks, || self.glance_further()) && is_done()) {
-                // SAFETY: NCCL's thread, which has not been told the end of any request that is outstanding.
+                // SAFETY: NCCL's thread, and NCCL has not received the end of any outstanding request.
                 unsafe { self.events.wait() };
                 return self.not_yet(ticket);
             }
         }
         self.help.ended();
-        // SAFETY: NCCL's thread, which has not been told the end of any request that is outstanding.
+        // SAFETY: NCCL's thread, and NCCL has not received the end of any outstanding request.
         Ok(unsafe { self.events.finish(&self.requests, ticket) })
     }
 
@@ -495,7 +497,7 @@ impl RecvConn {
     /// polled and before the end of the connection was seen.
     #[cold]
     fn at_the_end(&self, ticket: Ticket) -> Result<Option<Outcome>> {
-        // SAFETY: NCCL's thread, which has not been told the end of any request that is outstanding.
+        // SAFETY: NCCL's thread, and NCCL has not received the end of any outstanding request.
         let finish = || unsafe { self.events.finish(&self.requests, ticket) };
         if !self.health.is_failed() {
             // With the state locked, under which parts end: no thread is between two of them.
@@ -520,9 +522,9 @@ impl RecvConn {
         self.health.check().map(|()| None)
     }
 
-    /// The host takes back memory, as NCCL does on an abort before it closes the connection. When an outstanding request is to
-    /// fill some of it, the connection ends. Nobody touches the memory after this has returned. Without such a request it
-    /// waits for no thread that moves data.
+    /// The host takes back memory, as NCCL does on an abort before it closes the connection. If an outstanding request
+    /// would fill some of it, the connection ends. Nothing touches the memory after this has returned. Without such a
+    /// request it waits for no thread that moves data.
     pub fn withdraw(&self, memory: Span) {
         let wants = |(to, capacity): &(Target, usize)| Span::new(to.data.addr(), *capacity).meets(memory);
         let is_wanted = self.state().targets.iter().flatten().flatten().any(wants);
@@ -533,7 +535,7 @@ impl RecvConn {
         }
     }
 
-    /// Whether the sender has said how many messages there were, and all have come.
+    /// Whether the sender has reported how many messages there were, and all have arrived.
     fn has_everything(&self) -> bool {
         self.announced.load(Ordering::Relaxed) == self.completed.load(Ordering::Relaxed) + 1
     }
@@ -563,7 +565,7 @@ impl RecvConn {
         &self.link
     }
 
-    /// Ends the connection with a cause; the peer is told if it can be.
+    /// Ends the connection with a cause; the peer is notified if possible.
     pub fn fail(&self, error: Error) {
         let is_first = self.health.fail_telling(error.clone(), || self.tell_failure(&error));
         self.failed(is_first, &error);
@@ -590,7 +592,7 @@ impl RecvConn {
         }
     }
 
-    /// Has the other streams carry what the first cannot.
+    /// Makes the other streams carry what the first cannot.
     fn speak(&self) {
         self.streams.iter().for_each(Stream::kick);
     }
@@ -602,33 +604,33 @@ impl RecvConn {
         }
     }
 
-    /// A stream is done with. The keeper closes its socket when the peer has, too: where bytes are unread the kernel would send a
-    /// reset, which can overtake data, and the control message that gives the peer the cause.
+    /// A stream is no longer needed. The control thread closes its socket when the peer has closed it too: with unread
+    /// bytes the kernel would send a reset, which can overtake data, and the control message with the cause.
     fn let_go(&self, io: Io) {
         self.health.stream_down();
         self.net.linger(io.sock);
     }
 
-    /// Runs a stream in the calling thread, or has its present holder do so.
+    /// Runs a stream in the calling thread, or makes the thread that holds it do so.
     fn run(&self, index: usize, wish: u8) -> bool {
         let step = |io: &mut Io, wishes| self.step(index, io, wishes);
         self.ran(index, self.streams[index].run(wish, step, |io, why| self.broken(index, io, why)))
     }
 
-    /// Looks whether anything has come on the first stream.
+    /// Polls the first stream.
     #[inline]
     fn glance(&self) {
         self.attention.called();
         self.glance_at(0);
     }
 
-    /// The same of the further ones, which are workers' otherwise. Returns whether it has.
+    /// Polls the further streams, which otherwise workers serve. Returns whether anything has arrived.
     #[cold]
     fn glance_further(&self) -> bool {
         (1..MAX_STREAMS).filter(|index| self.glance_at(*index)).count() > 0
     }
 
-    /// Looks whether anything has come on a stream, unless another thread is looking.
+    /// Polls a stream, unless another thread is polling it.
     #[inline]
     fn glance_at(&self, index: usize) -> bool {
         let step = |io: &mut Io, wishes| self.step(index, io, wishes);
@@ -646,7 +648,7 @@ impl RecvConn {
         }
     }
 
-    // Always: a frame of its own for each look would cost as much as what is done in it.
+    // Always inlined: a stack frame for each poll would cost as much as the work in it.
     fn alone(&self) -> MutexGuard<'_, Option<Alone>> {
         self.alone_since.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -656,7 +658,7 @@ impl RecvConn {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Something to tell the peer, on whatever stream is written next.
+    /// A frame for the peer, on whichever stream is written next.
     fn mail(&self, frame: &[u8]) {
         self.outbox().extend_from_slice(frame);
         self.mail.store(true, Ordering::Release);
@@ -667,7 +669,7 @@ impl RecvConn {
     }
 }
 
-/// A chunk as a profiler is told of it.
+/// A chunk as it is reported to a profiler.
 fn told(header: &Header, stream: usize) -> Chunk {
     Chunk {
         offset: header.offset,

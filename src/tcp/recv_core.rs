@@ -1,8 +1,8 @@
 //! The receiving side of the protocol, without sockets, clocks or bytes.
 //!
-//! Receives are posted per tag and numbered; a frame says which number it belongs to, so matching does not depend
-//! on the order in which streams deliver. A short message that comes before its receive is staged; a long one
-//! comes only after the receive was announced by a clear-to-send.
+//! Receives are posted per tag and numbered; a frame carries its receive's number, so matching does not depend on the
+//! order in which streams deliver. A short message that arrives before its receive is staged; a long one arrives only
+//! after the receive was announced by a clear-to-send.
 //!
 //! Everything that arrives is checked against what was posted before a byte is placed: the peer has proved that it
 //! holds the secret, but it may still be broken.
@@ -45,16 +45,16 @@ pub enum Place {
 /// How soon an acknowledgement must be sent.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Due {
-    /// Nobody misses it yet.
+    /// Nothing waits for it yet.
     #[default]
     Later,
-    /// Much is unacknowledged, but no request waits for it: what has just arrived may be handed on first.
+    /// Much is unacknowledged, but no request waits for it: what has just arrived may be delivered first.
     Soon,
-    /// Somebody waits.
+    /// A request waits.
     Now,
 }
 
-/// What the end of a frame brought about.
+/// The effect of the end of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
     /// The message goes on.
@@ -63,18 +63,19 @@ pub enum End {
     Complete(Part, u64),
     /// A staged message is whole; its receive is not posted yet.
     Staged,
-    /// A staged message is whole and its receive was posted meanwhile: copy, then call [`RecvCore::unstaged`].
+    /// A staged message is whole and its receive has been posted in the meantime: copy, then call
+    /// [`RecvCore::unstaged`].
     Unstage(StageKey, Part, u64),
 }
 
-/// What became of a receive when it was posted.
+/// The result of posting a receive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Posted {
     /// It waits; the sender needs no clear-to-send for a buffer this small.
     Waits,
-    /// It waits, and the sender must be told: tag, order, capacity.
+    /// It waits, and the sender must be notified: tag, order, capacity.
     Announce(Header),
-    /// The message is here: copy it out of staging, then call [`RecvCore::unstaged`].
+    /// The message has arrived: copy it out of staging, then call [`RecvCore::unstaged`].
     Early(StageKey, u64),
 }
 
@@ -84,7 +85,7 @@ struct Entry {
     total: Option<u64>,
     /// The message's number, which all its frames carry.
     number: u64,
-    /// The size of a message that the sender has asked about.
+    /// The size of a message that the sender has sent a query about.
     asked: Option<u64>,
     /// Bytes in place.
     received: u64,
@@ -125,7 +126,7 @@ impl Entry {
 }
 
 impl Tag {
-    /// How many receives the peer knows of that are not posted, up to `order`.
+    /// How many receives the peer has referred to that are not posted, up to `order`.
     fn early(&self, order: u64) -> u64 {
         (order + 1).saturating_sub(self.posted.max(self.base + self.entries.len() as u64))
     }
@@ -186,9 +187,9 @@ pub struct RecvCore {
     streams: Vec<Stream>,
     /// Eager bytes whose window may be used again, so far.
     returned: u64,
-    /// The same, as far as the sender was told.
+    /// The same, as last reported to the sender.
     told: u64,
-    /// Receives that the peer has spoken of and that are not posted.
+    /// Receives that the peer has referred to and that are not posted.
     early: u64,
     /// How many short messages have ended since the last long one, up to [`SILENT_AFTER`].
     shorts: u32,
@@ -196,7 +197,7 @@ pub struct RecvCore {
     far: bool,
 }
 
-/// After this many short messages in a row, receives for long ones are announced only when the sender asks.
+/// After this many short messages in a row, receives for long ones are announced only on the sender's request.
 const SILENT_AFTER: u32 = 4;
 
 impl RecvCore {
@@ -205,7 +206,7 @@ impl RecvCore {
         Self { far, ..Self::default() }
     }
 
-    /// What may come early: bytes of a message, and of all.
+    /// What may arrive early: bytes of a message, and of all.
     fn eager(&self) -> (u64, u64) {
         if self.far { (EAGER_MAX_FAR, EAGER_WINDOW_FAR) } else { (EAGER_MAX, EAGER_WINDOW) }
     }
@@ -220,7 +221,7 @@ impl RecvCore {
         while self.streams.len() <= index {
             self.streams.push(Stream::default());
         }
-        // The counts go on through all lives of the stream.
+        // The counts continue through all epochs of the stream.
         let received = self.streams[index].received;
         self.streams[index] = Stream { epoch, received, acked: received, told: received, ..Stream::default() };
     }
@@ -236,7 +237,7 @@ impl RecvCore {
     /// A receive of at most `capacity` bytes was posted.
     ///
     /// # Errors
-    /// A usage error when the message is here already and is longer.
+    /// A usage error when the message has already arrived and is longer.
     #[inline]
     pub fn post(&mut self, tag: i32, capacity: u64, part: Part) -> Result<Posted> {
         let silent = self.is_silent();
@@ -266,14 +267,15 @@ impl RecvCore {
         Ok(Posted::Waits)
     }
 
-    /// Whether receives for long messages are not announced, because only short ones come: NCCL posts buffers of 1 MiB for
-    /// whatever is to come, and each announcement is a system call in its thread. The sender knows, and asks
-    /// ([`SendCore::ask_at_once`](super::send_core::SendCore::ask_at_once)).
+    /// Whether receives for long messages are not announced, because only short ones arrive: NCCL posts buffers of 1
+    /// MiB for any message, and each announcement is a system call in its thread. The sender knows this, and sends a
+    /// query ([`SendCore::ask_at_once`](super::send_core::SendCore::ask_at_once)).
     fn is_silent(&self) -> bool {
         self.shorts >= SILENT_AFTER
     }
 
-    /// The sender has asked after a receive: from here on they are announced again. Returns what was kept back.
+    /// The sender has sent a query about a receive: from here on they are announced again. Returns the announcements
+    /// that were held back.
     pub fn end_silence(&mut self) -> impl Iterator<Item = Header> + '_ {
         let was_silent = self.is_silent();
         self.shorts = 0;
@@ -284,8 +286,8 @@ impl RecvCore {
         self.shorts = if total > EAGER_MAX { 0 } else { (self.shorts + 1).min(SILENT_AFTER) };
     }
 
-    /// The sender asks after the `order`-th receive with `tag`, for a message of `total` bytes that has waited a while.
-    /// The answer, if it can be given now.
+    /// The sender's query about the `order`-th receive with `tag`, for a message of `total` bytes that has waited a
+    /// while. Returns the answer, if there is one now.
     ///
     /// # Errors
     /// A usage error when the receive is posted and smaller; a remote error when the peer runs too far ahead.
@@ -373,12 +375,13 @@ impl RecvCore {
         Ok(place)
     }
 
-    /// The peer speaks of the `order`-th message with `tag`: its entry, for which room is made if there is none.
+    /// The peer refers to the `order`-th message with `tag`: returns its entry, for which room is made if there is
+    /// none.
     #[inline]
     fn expect(&mut self, tag: i32, order: u64) -> Result<&mut Entry> {
         let queue = self.tag(tag);
         let (at, known) = (order.wrapping_sub(queue.base), queue.entries.len() as u64);
-        // Nearly always: its receive is posted, or it was spoken of before.
+        // Nearly always: its receive is posted, or it was referred to before.
         if at >= known {
             self.admit(tag, order)?;
         }
@@ -407,7 +410,7 @@ impl RecvCore {
         let stream = &mut self.streams[index];
         let open = stream.open.take().expect("a frame was open");
         stream.received += 1;
-        // Only now: an acknowledgement that leaves while the payload is still coming does not speak of this frame.
+        // Only now: an acknowledgement that leaves while the payload is still arriving does not include this frame.
         stream.prompt |= open.prompt;
         let queue = self.tag(open.tag);
         let entry = queue.entry(open.order);
@@ -452,7 +455,7 @@ impl RecvCore {
         self.count_short(0);
     }
 
-    /// How soon what stream `index` has to acknowledge must be said.
+    /// How soon the acknowledgements of stream `index` must be sent.
     #[inline]
     pub fn ack_due(&self, index: usize) -> Due {
         let Some(stream) = self.streams.get(index) else { return Due::Later };
@@ -467,7 +470,7 @@ impl RecvCore {
     }
 
     /// The acknowledgement that stream `index` owes, if any. With `force`, also what no send waits for. After a whole
-    /// message it speaks for all streams.
+    /// message it covers all streams.
     pub fn take_ack(&mut self, index: usize, force: bool) -> Option<Ack> {
         let owed = self.returned - self.told;
         let returned = self.returned;
@@ -511,13 +514,13 @@ impl RecvCore {
         self.staged_bytes
     }
 
-    /// Receives that the peer has spoken of and that are not posted.
+    /// Receives that the peer has referred to and that are not posted.
     #[cfg(test)]
     pub(super) fn early(&self) -> u64 {
         self.early
     }
 
-    /// Whether the sender should learn of returned credit soon: it may be waiting for it.
+    /// Whether returned credit should be reported to the sender soon: it may be waiting for it.
     #[inline]
     pub fn owes_credit(&self) -> bool {
         self.returned - self.told >= EAGER_WINDOW / 4
@@ -528,19 +531,19 @@ impl RecvCore {
         self.streams.get(index).map_or(0, |stream| stream.epoch)
     }
 
-    /// Whether nothing may come any more on stream `index` in `epoch`.
+    /// Whether nothing may arrive any more on stream `index` in `epoch`.
     pub fn has_ended(&self, index: usize, epoch: u16) -> bool {
         self.has_outlived(index, epoch) || self.streams.get(index).is_some_and(|stream| stream.fenced)
     }
 
-    /// Whether stream `index` has begun a life after the one in `epoch`. Epochs count up and wrap.
+    /// Whether stream `index` has begun an epoch after `epoch`. Epochs count up and wrap.
     pub fn has_outlived(&self, index: usize, epoch: u16) -> bool {
         (self.epoch(index).wrapping_sub(epoch) as i16) > 0
     }
 
-    /// Ends the life of stream `index` in `epoch`: nothing more may be taken in from it. Returns how many frames were,
-    /// in all its lives; nothing when that life is over already, or there is no such stream. Others may owe an
-    /// acknowledgement by that ([`RecvCore::ack_due`]): what it has said for them may be lost.
+    /// Ends epoch `epoch` of stream `index`: nothing more may be received from it. Returns how many frames were, in all
+    /// its epochs; None when that epoch is already over, or there is no such stream. Other streams may then owe an
+    /// acknowledgement ([`RecvCore::ack_due`]): those that it carried for them may be lost.
     pub fn fence(&mut self, index: usize, epoch: u16) -> Option<u64> {
         if index >= MAX_STREAMS || self.has_outlived(index, epoch) {
             return None;
@@ -557,7 +560,7 @@ impl RecvCore {
             }
         }
         let stream = &mut self.streams[index];
-        // An acknowledgement that was on its way may be lost, and the credit in it: tell all of it again.
+        // An acknowledgement under way may be lost, and the credit in it: report all of it again.
         self.told = 0;
         // A frame that had begun never ends: it does not count, and will come again from its first byte. A
         // staging buffer it had begun to fill is given back by `drop_open`.
@@ -569,8 +572,8 @@ impl RecvCore {
         Some(received)
     }
 
-    /// The streams whose last life [`RecvCore::fence`] has ended, with its epoch and how many frames of all their lives were
-    /// taken in.
+    /// The streams whose last epoch [`RecvCore::fence`] has ended, with that epoch and how many frames of all their
+    /// epochs were received.
     pub fn ended_lives(&self) -> Vec<(usize, u16, u64)> {
         let fenced = self.streams.iter().enumerate().filter(|(_, stream)| stream.fenced);
         fenced.map(|(index, stream)| (index, stream.epoch, stream.received)).collect()
@@ -634,8 +637,8 @@ fn uncalled(tag: i32, order: u64) -> Error {
 mod tests {
     use super::*;
 
-    /// Found by `towline send-recv`: the acknowledgement of one frame went out while the next one was half read, and
-    /// used up that one's wish for its own. Its sender waited for ever.
+    /// Found by `towline send-recv`: the acknowledgement of one frame was sent while the next one was half read, and
+    /// cleared that frame's request for its own. Its sender waited for ever.
     #[test]
     fn a_frame_that_wants_a_prompt_acknowledgement_gets_it_after_its_last_byte() {
         let mut core = RecvCore::default();
@@ -655,8 +658,8 @@ mod tests {
         assert_eq!(core.take_ack(0, false).map(|ack| ack.header.offset), Some(2));
     }
 
-    /// A receiver with three streams and a long receive; both halves of the message have come, each over a stream of its own,
-    /// and a frame that nobody waits for over the third.
+    /// A receiver with three streams and a long receive; both halves of the message have arrived, each over a stream of
+    /// its own, and a frame that nothing waits for over the third.
     fn whole() -> RecvCore {
         let mut core = posted(256);
         core.stream_up(2, 1);

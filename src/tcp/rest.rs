@@ -1,4 +1,4 @@
-//! When NCCL's thread need not look at the first stream of a connection.
+//! Poll backoff: when NCCL's thread need not poll the first stream of a connection.
 //!
 //! NCCL tests each request in a loop, for all channels in turn, thousands of times for one long message. Each poll of an
 //! empty socket is a system call, which delays the tests of the other channels' requests. So where the awaited data comes
@@ -9,12 +9,12 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// How many calls go without a look.
+/// How many calls skip the poll.
 #[derive(Debug, Default)]
 pub struct Rest(AtomicU32);
 
 impl Rest {
-    /// A look found nothing, and nothing is waited for: it may be left out so many times.
+    /// A poll found nothing, and nothing is waited for: the poll may be skipped this many times.
     #[inline]
     pub fn begin(&self, calls: u32) {
         self.0.store(calls, Ordering::Relaxed);
@@ -28,7 +28,7 @@ impl Rest {
         }
     }
 
-    /// Whether this call may go without a look.
+    /// Whether this call may skip the poll.
     #[inline]
     pub fn goes_on(&self) -> bool {
         let left = self.0.load(Ordering::Relaxed);

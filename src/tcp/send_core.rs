@@ -1,15 +1,14 @@
 //! The sending side of the protocol, without sockets, clocks or bytes.
 //!
 //! A message is posted, becomes ready (at once when it is small and there is credit, else when the receiver's
-//! clear-to-send has come), is cut into chunks by whichever streams have room, and ends when every chunk is
-//! acknowledged. A chunk on a stream that died stays in doubt until that stream's epoch is fenced: the receiver
-//! then has said how many frames it took in, these count as acknowledged, and the rest is ready again.
+//! clear-to-send has arrived), is cut into chunks by the streams that have room, and ends when every chunk is
+//! acknowledged. A chunk on a stream that died stays in doubt until that stream's epoch is fenced: the receiver then
+//! reports how many frames it received, these count as acknowledged, and the rest is ready again.
 //!
-//! Everything here speaks of *ranges* of messages. Where the bytes are is the caller's business, kept under the
-//! same [`Key`].
+//! Everything here refers to *ranges* of messages. The caller knows where the bytes are, under the same [`Key`].
 //!
-//! Guarantees: each byte of a message is handed out exactly once per epoch of the stream that took it, and again
-//! only after a fence that says it did not arrive; chunk boundaries are multiples of 128 bytes; a message that waits
+//! Guarantees: each byte of a message is handed out exactly once per epoch of the stream that took it, and again only
+//! after a fence which shows that it did not arrive; chunk boundaries are multiples of 128 bytes; a message that waits
 //! for its receive never holds up another tag, nor small messages behind it.
 
 use std::collections::{HashMap, VecDeque};
@@ -32,13 +31,13 @@ use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
 use crate::session::frame::{EAGER, Header, MAX_STREAMS, PROMPT, Type, WHOLE};
 
-/// A frame of so many bytes needs packets of full size: more than an MTU of 9000 holds.
+/// A frame of this many bytes needs packets of full size: more than an MTU of 9000 holds.
 const LONG_FRAME: u32 = 16 << 10;
 
 /// Names a message from its posting to its end.
 pub type Key = usize;
 
-/// What became of a message when it was posted, or what it waits for.
+/// The result of posting a message, or what it waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Admit {
     /// The first stream can take it now.
@@ -68,7 +67,7 @@ pub struct Landed {
     pub message: u64,
     /// Its size.
     pub total: u64,
-    /// When it was handed out, as [`SendCore::stamp`] was told.
+    /// When it was handed out, as passed to [`SendCore::stamp`].
     pub began: Option<Ticks>,
 }
 
@@ -85,7 +84,7 @@ impl Landed {
     }
 }
 
-/// A range of a message that a stream shall send now.
+/// A range of a message that a stream must send now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Chunk {
     /// The message.
@@ -96,7 +95,7 @@ pub struct Chunk {
     pub length: u32,
     /// Whether it was sent before, on a stream that died.
     pub again: bool,
-    /// Whether nobody waits for its acknowledgement, since it is to be copied when it has left.
+    /// Whether nothing waits for its acknowledgement, since it is copied when it has left.
     pub copied: bool,
     /// The header to send before it.
     pub header: Header,
@@ -113,11 +112,11 @@ struct Message {
     assigned: u64,
     /// Bytes acknowledged.
     acked: u64,
-    /// Chunks handed out whose acknowledgement has not come; needed beside the bytes because an empty message
-    /// has one chunk of none.
+    /// Chunks handed out without an acknowledgement yet; needed beside the bytes because an empty message has one chunk
+    /// of zero bytes.
     flying: u32,
     handed_out: bool,
-    /// What has arrived and is to be said of at the end.
+    /// What has arrived and is reported at the end.
     joined: Option<Landed>,
 }
 
@@ -130,7 +129,7 @@ struct Flight {
     queued: u64,
     /// Bytes that the connection had delivered by then.
     delivered: u64,
-    /// When it was handed out, if somebody wants to know ([`SendCore::stamp`]).
+    /// When it was handed out, if that is needed ([`SendCore::stamp`]).
     began: Option<Ticks>,
     /// The same, for the stream's pace ([`SendCore::leaves`]).
     left: Option<Instant>,
@@ -142,9 +141,9 @@ impl Flight {
     }
 }
 
-/// Frames of a stream that the kernel took whole, through all its lives. The thread that has the stream counts them,
-/// without the core: most messages need nothing else when they have left. Where something else is to be done it comes
-/// first, with the core locked: a frame that counts may be acknowledged at once, and its key is free then.
+/// Frames of a stream that the kernel accepted completely, through all its epochs. The thread that holds the stream
+/// counts them, without the core: most messages need nothing else when they have left. If something else must be done
+/// it comes first, with the core locked: a frame that counts may be acknowledged at once, and its key is free then.
 #[derive(Debug, Default)]
 pub struct Written(AtomicU64);
 
@@ -166,23 +165,23 @@ impl Written {
 struct Stream {
     live: bool,
     epoch: u16,
-    /// It broke, and the receiver has not said yet how far it came.
+    /// It broke, and the receiver has not yet reported how many frames it received.
     adrift: bool,
     /// Frames handed out.
     sent: u64,
-    /// Only what the kernel took whole can be acknowledged, whatever the peer says.
+    /// Only what the kernel accepted completely can be acknowledged, whatever the peer sends.
     written: Arc<Written>,
     acked: u64,
     /// Those of them that take packets of full size, whatever the path's MTU.
     long: u64,
     /// Frames that the receiver acknowledged on this stream.
     told: u64,
-    /// Frames that the receiver acknowledged on another stream. Those that the kernel took whole count; of the others the
-    /// thread that has this stream may not have said so yet.
+    /// Frames that the receiver acknowledged on another stream. Those that the kernel accepted completely count; for
+    /// the others the thread that holds this stream may not have counted them yet.
     claimed: u64,
-    /// Bytes handed out since a chunk asked for a prompt acknowledgement.
+    /// Bytes handed out since a chunk requested a prompt acknowledgement.
     unasked: u64,
-    /// The frame that asked for one last, by its number from 1.
+    /// The last frame that requested one, by its number from 1.
     asked: u64,
     flights: VecDeque<Flight>,
     bytes: u64,
@@ -226,17 +225,17 @@ pub struct SendCore {
     recovery: bool,
     /// Each chunk is acknowledged by itself.
     each: bool,
-    /// Chunks that have arrived, for a caller that asked for them ([`SendCore::watch_landings`]).
+    /// Chunks that have arrived, for a caller that wants them ([`SendCore::watch_landings`]).
     landed: Option<Vec<Landed>>,
-    /// Whether those of a message are said of as one.
+    /// Whether those of a message are reported as one.
     joins: bool,
-    /// So many streams were last set going for a long message: chunks are cut for them.
+    /// The number of streams that were last started for a long message: chunks are cut for them.
     engaged: u64,
-    /// Streams, a bit each, that are to look at what is ready ([`SendCore::take_roomy`]).
+    /// Streams, a bit each, that must check what is ready ([`SendCore::take_roomy`]).
     roomy: u32,
     /// How many messages had been posted when the last short one was.
     last_short: Option<u64>,
-    /// The receiver has said that it has everything, and has closed.
+    /// The receiver has reported that it has everything, and has closed.
     settled: bool,
     /// The path's, when the connection was made.
     round_trip: Duration,
@@ -299,15 +298,15 @@ impl SendCore {
         self.round_trip = round_trip;
     }
 
-    /// From now on each chunk's acknowledgement is asked for at once, not only that of a whole message: what a stream carries
-    /// is then known of it alone, which matters where streams travel over different rails.
+    /// From now on each chunk's acknowledgement is requested at once, not only that of a whole message: it then
+    /// measures that stream alone, which matters when streams use different rails.
     pub fn acknowledge_each(&mut self) {
         self.each = true;
     }
 
-    /// From now on [`SendCore::take_landed`] says which chunks have arrived. If it `joins` them it says that of all of a
-    /// message's chunks as one, when the last has arrived; of those only that have been stamped, what is sent again is said of
-    /// by itself.
+    /// From now on [`SendCore::take_landed`] returns which chunks have arrived. If it `joins` them, all of a message's
+    /// chunks are one entry, when the last has arrived; only stamped chunks are joined, and a resent chunk is an entry
+    /// of its own.
     pub fn watch_landings(&mut self, joins: bool) {
         self.landed.get_or_insert_default();
         self.joins = joins;
@@ -320,8 +319,8 @@ impl SendCore {
         }
     }
 
-    /// The chunk that stream `index` was given last leaves now. How long it takes counts, if it is not too short to say
-    /// anything.
+    /// The chunk that stream `index` was given last leaves now. Its duration is measured, if it is not too short to be
+    /// meaningful.
     #[inline]
     pub fn leaves(&mut self, index: usize, now: Instant) {
         if let Some(flight) = self.streams[index].flights.back_mut()
@@ -331,7 +330,7 @@ impl SendCore {
         }
     }
 
-    /// The receiver has said on stream `index` itself that it has got `frames` frames of it. To be called before it counts.
+    /// The receiver has acknowledged, on stream `index` itself, `frames` frames of it. To be called before it counts.
     #[inline]
     pub fn arrives(&mut self, index: usize, frames: u64, elapsed: impl FnOnce(Instant) -> Duration) {
         let Some(stream) = self.streams.get_mut(index) else { return };
@@ -341,8 +340,7 @@ impl SendCore {
         }
     }
 
-    /// A chunk that has arrived. To be asked, until there is none, before messages that are done
-    /// are forgotten.
+    /// A chunk that has arrived. To be called, until there is none, before messages that are done are dropped.
     pub fn take_landed(&mut self) -> Option<Landed> {
         self.landed.as_mut()?.pop()
     }
@@ -360,7 +358,7 @@ impl SendCore {
         }
         let stream = &mut self.streams[index];
         debug_assert!(stream.flights.is_empty(), "a stream comes back only after its old epoch is fenced");
-        // The counts go on through all lives of the stream, so that a count never needs to name its epoch.
+        // The counts continue through all epochs of the stream, so that a count never needs to name its epoch.
         stream.live = true;
         stream.unasked = 0;
         stream.adrift = false;
@@ -370,7 +368,7 @@ impl SendCore {
         self.count_others();
     }
 
-    /// Where the frames of the stream's present life are counted when they have left: by this or by
+    /// Where the frames of the stream's present epoch are counted when they have left: by this or by
     /// [`SendCore::written`].
     pub fn counts(&self, index: usize) -> Arc<Written> {
         Arc::clone(&self.streams[index].written)
@@ -397,7 +395,7 @@ impl SendCore {
         self.streams.get(index).map_or(Arrived::default(), arrived)
     }
 
-    /// The streams that broke and of whose last life the receiver has not said how far it came, with its epoch.
+    /// The streams that broke and for whose last epoch the receiver has not reported its count, with that epoch.
     pub fn unfenced(&self) -> Vec<(usize, u16)> {
         let streams = self.streams.iter().enumerate();
         streams.filter(|(_, stream)| stream.adrift).map(|(index, stream)| (index, stream.epoch)).collect()
@@ -465,8 +463,8 @@ impl SendCore {
         Ok((key, admit))
     }
 
-    /// What to ask the receiver about a long message at once: it keeps to itself what it posts for long messages while
-    /// only short ones come. Nothing when none came lately: by then it speaks up by itself.
+    /// The query to send the receiver about a long message at once: it does not announce receives for long messages
+    /// while only short ones arrive. None when no short one came recently: then it announces them by itself.
     pub fn ask_at_once(&self, key: Key) -> Option<Header> {
         let lately = self.last_short.is_some_and(|last| self.posted - last <= SLOTS as u64);
         let Message { tag, order, length, .. } = *self.messages.get(key)?;
@@ -479,8 +477,8 @@ impl SendCore {
         !(self.waiting.is_empty() && self.no_credit.is_empty())
     }
 
-    /// What to ask the receiver about: messages that wait for their receive or for credit. The answer to both is a
-    /// clear-to-send, or the news that the receive is too small.
+    /// The queries to send the receiver: messages that wait for their receive or for credit. The answer to both is a
+    /// clear-to-send, or the report that the receive is too small.
     pub fn stalled(&self) -> Vec<Header> {
         let keys = self.waiting.values().chain(&self.no_credit);
         keys.map(|key| {
@@ -496,8 +494,8 @@ impl SendCore {
         !(self.short.is_empty() && self.long.is_empty() && self.again.is_empty())
     }
 
-    /// The receiver has all messages, as it says: those whose acknowledgements were lost go into `done`. What comes later
-    /// about single frames is no news any more.
+    /// The receiver has all messages, as it reports: those whose acknowledgements were lost go into `done`. Later
+    /// reports about single frames add nothing.
     pub fn all_received(&mut self, done: &mut Vec<Key>) {
         self.settled = true;
         done.extend(self.messages.iter().map(|(key, _)| key));
@@ -513,8 +511,8 @@ impl SendCore {
         }
     }
 
-    /// Whether something is to move on the first stream, or waited for there: what the receiver says of its receives and of
-    /// credit, an acknowledgement that was asked for, bytes that the kernel has not taken. With a single stream, anything.
+    /// Whether something must be moved on the first stream, or is waited for there: the receiver's announcements and
+    /// credit, a requested acknowledgement, bytes that the kernel has not accepted. With a single stream, anything.
     pub fn needs_first(&self) -> bool {
         let open = |first: &Stream| first.acked < first.asked || first.written.frames() < first.sent;
         self.others == 0
@@ -700,7 +698,7 @@ impl SendCore {
             message.assigned += u64::from(flight.length);
             message.handed_out = true;
         } else if self.joins {
-            // What it began with the first time says nothing of this one.
+            // Its first start time is not valid for this attempt.
             flight.began = None;
         }
         message.flying += 1;
@@ -710,9 +708,9 @@ impl SendCore {
         let is_whole = u64::from(flight.length) == message.length;
         let kept = index == 0 && message.length <= most || self.far && is_whole && message.length <= EAGER_MAX_FAR;
         let copied = self.recovery && !again && kept;
-        // Somebody waits for the acknowledgement of what is not copied when it has left, or of all of a message that is
-        // split; of a resend (whose request may wait for nothing else), of a stream that has taken much since, of one whose
-        // window or a connection whose credit runs low.
+        // A request waits for the acknowledgement of a chunk that is not copied when it has left, or of all of a
+        // message that is split. Prompt acknowledgements are also requested for a resend (whose request may wait for
+        // nothing else), for a stream that has taken much since, and when a window or the credit runs low.
         let split = self.recovery && u64::from(flight.length) < message.length;
         let awaited = self.recovery && !copied && (!split || self.each);
         let stream = &mut self.streams[index];
@@ -782,15 +780,15 @@ impl SendCore {
         Ok(())
     }
 
-    /// Frames of stream `index` that were acknowledged on another, and that the kernel has taken whole meanwhile, count. To be
-    /// called when the stream's thread has counted one. Whether there was any.
+    /// Counts frames of stream `index` that were acknowledged on another, and that the kernel has accepted completely
+    /// in the meantime. To be called when the stream's thread has counted one. Returns whether there was any.
     #[inline]
     pub fn settle(&mut self, index: usize, done: &mut Vec<Key>) -> bool {
         let claims = self.streams.get(index).is_some_and(|stream| stream.claimed > stream.acked);
         if claims {
             let stream = &self.streams[index];
             let frames = stream.claimed.min(stream.written.frames());
-            // Told together with other streams' frames: that says nothing about this one's rate.
+            // Reported together with other streams' frames: that gives no rate for this one.
             self.land(index, frames, false, done);
         }
         claims
@@ -828,7 +826,7 @@ impl SendCore {
         }
         let stream = self.streams.get_mut(index).ok_or_else(unknown)?;
         let written = stream.written.frames();
-        // Another stream may have said more already.
+        // Another stream may already have reported more.
         if frames > written || frames < stream.told {
             return Err(impossible(index, frames, written, stream.told));
         }
@@ -837,9 +835,9 @@ impl SendCore {
         Ok(())
     }
 
-    /// The streams, a bit each, that are to look at what is ready. Those that had no room for it and have got it since the last
-    /// time: their own sockets may have reported nothing, since what one stream carried is acknowledged on others as well,
-    /// and a worker that found no room sleeps. And the one to which a slow stream has left it.
+    /// The streams, a bit each, that must check what is ready. Those that had no room for it and have got it since the
+    /// last time: their own sockets may have reported nothing, since what one stream carried is acknowledged on others
+    /// as well, and a worker that found no room sleeps. And the one to which a slow stream has left it.
     #[inline]
     pub fn take_roomy(&mut self) -> u32 {
         std::mem::take(&mut self.roomy)
@@ -866,7 +864,7 @@ impl SendCore {
                 }
             }
             self.delivered += u64::from(flight.length);
-            // Of shorter ones the time on the way says nothing about the path's rate.
+            // For shorter ones the time under way gives no measure of the path's rate.
             if timed && u64::from(flight.length) >= CHUNK_MIN {
                 stream.window.delivered(flight.queued, self.delivered - flight.delivered, carriers);
             }
@@ -906,9 +904,9 @@ impl SendCore {
             return Ok(Some(key));
         }
         let next = self.tags.peek(tag);
-        // A clear-to-send for a message that was short enough to go without it has nothing left to say.
+        // A clear-to-send for a message that was short enough to go without it has no effect.
         if order >= next {
-            // Said again after a stream was lost, it takes no further place.
+            // A repetition after a stream was lost takes no further place.
             let is_full = || self.cleared.len() >= MAX_POSTED as usize && !self.cleared.contains_key(&(tag, order));
             if order - next >= MAX_AHEAD || is_full() {
                 return Err(Error::remote("the peer posted more receives than a connection can hold"));
@@ -928,14 +926,14 @@ impl SendCore {
         was_live
     }
 
-    /// As [`SendCore::stream_down`], unless the stream has begun another life since.
+    /// As [`SendCore::stream_down`], unless the stream has begun another epoch since.
     pub fn end_life(&mut self, index: usize, epoch: u16) -> bool {
         self.epoch(index) == epoch && self.stream_down(index)
     }
 
-    /// The receiver took in `frames` frames of the dead stream and will take no more: the rest is ready again.
-    /// Returns how many chunks that are. An answer that comes late, about a life of the stream before the one that
-    /// ended last, changes nothing.
+    /// The receiver has received `frames` frames of the dead stream and will receive no more: the rest is ready again.
+    /// Returns how many chunks that are. A late answer, about an epoch of the stream before the one that ended last,
+    /// changes nothing.
     ///
     /// # Errors
     /// As [`SendCore::acknowledge`].
@@ -1032,7 +1030,7 @@ mod tests {
     use super::super::limits::STREAM_WINDOW;
     use super::*;
 
-    /// With a stream the frames are lost that were on it, so there are fewer afterwards than at the last look.
+    /// A lost stream loses the frames on it, so there are fewer afterwards than at the last check.
     #[test]
     fn a_word_is_due_as_before_when_the_first_stream_has_come_back() {
         let mut core = SendCore::new(true);
@@ -1059,7 +1057,7 @@ mod tests {
         assert!(!send(&mut core, ACK_EVERY) && send(&mut core, LOOK_EVERY));
     }
 
-    /// Streams that come back have all clear-to-sends said again, also when no more can be kept.
+    /// After streams come back all clear-to-sends are repeated, also when no more can be kept.
     #[test]
     fn a_clear_to_send_that_comes_twice_needs_no_further_place() {
         let mut core = SendCore::new(true);
@@ -1144,7 +1142,7 @@ mod tests {
             posted += 1;
             key
         };
-        // As NCCL does: the oldest is asked after first, and only its end makes room for another.
+        // As NCCL does: the oldest is tested first, and only its end makes room for another.
         let mut asked: VecDeque<(Key, bool)> = VecDeque::new();
         (0..outstanding).for_each(|_| asked.push_back((post(&mut core), false)));
         // When each path has sent all it was given, and the acknowledgements on the way: (time, stream, bytes).
@@ -1220,14 +1218,14 @@ mod tests {
     #[test]
     fn what_is_acknowledged_on_another_stream_counts_when_it_is_known_to_have_left() {
         let (mut core, mut done) = (split(), Vec::new());
-        // The thread of the second stream has not yet come to say that the kernel took its chunk.
+        // The thread of the second stream has not yet reported that the kernel accepted its chunk.
         core.acknowledge_all(&[0, 1, 1, 1], &mut done).unwrap();
         core.acknowledge(1, 1, 0, &mut done).unwrap();
         assert!(done.is_empty() && core.in_doubt(2));
         core.written(2);
         assert!(core.settle(2, &mut done));
         assert!(done.len() == 1 && !core.in_doubt(2) && core.is_idle());
-        // That stream's own word comes later, and says less or as much.
+        // That stream's own acknowledgement arrives later, with a lower or equal count.
         core.acknowledge(2, 0, 0, &mut done).unwrap();
         core.acknowledge(2, 1, 0, &mut done).unwrap();
         assert!(core.acknowledge(2, 0, 0, &mut done).is_err(), "but never less than it said itself");
@@ -1303,7 +1301,7 @@ mod tests {
         let mut core = with_ready(&[3 * CHUNK]);
         assert_eq!(engaged(&mut core, 3 * CHUNK), [1, 2, 3]);
         assert_eq!(core.next_chunk(1).map(|chunk| u64::from(chunk.length)), Some(CHUNK));
-        // Who has much on the way comes later; little is on the way of nobody.
+        // A stream with much under way comes later; here none has little.
         core.clear_to_send(0, 1, 3 * CHUNK).unwrap();
         core.post(3 * CHUNK, 0, false).unwrap();
         assert_eq!(engaged(&mut core, 3 * CHUNK), [2, 3, 4, 1]);
@@ -1328,7 +1326,7 @@ mod tests {
         let mut core = with_slow(&[]);
         assert_eq!(core.post(EAGER_MAX, 0, true).unwrap().1, Admit::Striped);
         assert_eq!(engaged(&mut core, EAGER_MAX), [2]);
-        // Another rail is another wire: whoever has least to do, up to one for each chunk.
+        // Another rail is another wire: the stream with the least to do, up to one for each chunk.
         let mut core = with_ready(&[4 * CHUNK]);
         core.acknowledge_each();
         assert!(core.next_chunk(2).is_some());
@@ -1352,7 +1350,7 @@ mod tests {
         }
         let (_, best) = core.fastest();
         assert!(core.streams[1].pace.is_slow(best) && !core.streams[2].pace.is_slow(best));
-        // What nobody can have got says nothing, and neither does what has counted already.
+        // A count that is impossible is ignored, and so is one that has already counted.
         for frames in [0, 5, u64::MAX] {
             core.arrives(2, frames, |_| unreachable!("{frames}"));
         }
@@ -1380,7 +1378,7 @@ mod tests {
         let mut core = with_slow(&[128 << 10]);
         let refusals = (0..5000).take_while(|_| core.next_chunk(1).is_none()).count();
         assert!((200..2000).contains(&refusals), "{refusals}");
-        // Where nobody else is there it takes all, and what is sent again as well.
+        // As the only stream it takes everything, including what is resent.
         let mut core = with_slow(&[128 << 10; 2]);
         (2..5).for_each(|index| assert!(core.stream_down(index)));
         assert_eq!(took(&mut core, 1), 256 << 10);
@@ -1489,7 +1487,7 @@ mod tests {
         assert!(core.needs_first(), "it is not acknowledged");
         core.acknowledge(0, 1, 0, &mut done).unwrap();
         assert!(!core.needs_first());
-        // A copied one: nobody waits for its acknowledgement.
+        // A copied one: nothing waits for its acknowledgement.
         core.post(8, 0, false).unwrap();
         core.next_chunk(0).unwrap();
         core.written(0);
@@ -1524,7 +1522,7 @@ mod tests {
         assert!(core.end_life(0, 0));
         assert_eq!(core.fenced(0, 0, 0, &mut done).unwrap(), 1);
         core.stream_up(0, 1);
-        // ...before the one that saw it break comes to say so.
+        // ...before the thread that noticed the break reports it.
         assert!(!core.end_life(0, 0));
         assert!(core.is_live(0) && core.unfenced().is_empty());
         assert!(core.next_chunk(0).is_some_and(|chunk| chunk.again));

@@ -13,9 +13,9 @@ use crate::engine::poller::Registration;
 use crate::os::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use crate::os::sync::{Mutex, MutexGuard, settle};
 
-/// Wish: look at what has arrived.
+/// Request: read what has arrived.
 pub const READ: u8 = 1;
-/// Wish: look for something to send.
+/// Request: check for something to send.
 pub const WRITE: u8 = 2;
 /// Wish: send what has been taken to be sent already. A bit of its own, so that it does not hide another thread's wish to
 /// look for something.
@@ -30,7 +30,7 @@ pub struct Stream<Io> {
     /// Before the socket: dropping it names the descriptor, which must still be open then.
     registration: Mutex<Option<Registration>>,
     io: Mutex<Option<Box<Io>>>,
-    /// Whether no life follows any more. Changed and read with `io` locked.
+    /// Whether no further epoch follows. Changed and read with `io` locked.
     ended: AtomicBool,
 }
 
@@ -103,7 +103,7 @@ impl<Io> Stream<Io> {
     }
 
     /// The stream, unless another thread has it. To be given to [`Stream::run_held`]: letting go of it otherwise may
-    /// leave another thread's wish unserved.
+    /// leave another thread's request unserved.
     pub fn hold(&self) -> Option<Held<'_, Io>> {
         match self.io.try_lock() {
             Ok(io) => Some(io),
@@ -154,7 +154,7 @@ impl<Io> Stream<Io> {
             }
             drop(io);
             settle();
-            // A wish that came between the last look and the unlock found the stream taken: serve it now.
+            // A request that was noted between the last check and the unlock found the stream taken: serve it now.
             if self.wishes.load(Ordering::SeqCst) == 0 {
                 return Ran::Settled(moved);
             }
@@ -202,7 +202,7 @@ impl<Io> Stream<Io> {
         *self.registration() = Some(registration);
     }
 
-    /// Asks the stream's worker to run it.
+    /// Makes the stream's worker run it.
     pub fn kick(&self) {
         if let Some(registration) = &*self.registration() {
             registration.kick();

@@ -9,7 +9,7 @@
 //! window is a little more than the share ([`LAG_PERCENT`]), or a stream that its window alone holds back would never
 //! show what else it can carry.
 //!
-//! Of a message by itself bytes say nothing; for that there is the [`Pace`].
+//! A single message's bytes prove nothing; for that there is the [`Pace`].
 
 use std::time::Duration;
 
@@ -47,7 +47,7 @@ const FORGET: u64 = 256;
 pub(super) struct Pace(u64);
 
 impl Pace {
-    /// A chunk has arrived so long after it was handed out, when there were `bytes` on the stream, its own included.
+    /// A chunk has arrived this long after it was handed out, when there were `bytes` on the stream, its own included.
     pub(super) fn took(&mut self, elapsed: Duration, bytes: u64) {
         let ns = u64::try_from(elapsed.saturating_sub(WAKING).as_nanos()).unwrap_or(u64::MAX);
         let sample = (ns.saturating_mul(1024) / bytes.max(1)).min(1 << 40);
@@ -70,7 +70,7 @@ impl Pace {
         self.0 -= self.0 / FORGET;
     }
 
-    /// How long so many bytes take, in units of their own: for comparison.
+    /// How long this many bytes take, in units of their own: for comparison.
     pub(super) fn time(self, bytes: u64) -> u64 {
         self.0.max(FAST).saturating_mul(bytes)
     }
@@ -114,7 +114,7 @@ impl Window {
         let even = self.full * streams * LAG_PERCENT / 100;
         let wanted = u128::from(even) * u128::from(own) / u128::from(all.max(1));
         let wanted = wanted.min(self.full.into()) as u64;
-        // A quarter of the way at a time: one chunk says little, since workers and acknowledgements come in bursts.
+        // A quarter of the way at a time: one chunk proves little, since workers and acknowledgements come in bursts.
         self.bytes = ((3 * self.bytes + wanted) / 4).clamp(LEAST, self.full);
     }
 }

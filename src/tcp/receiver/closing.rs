@@ -1,4 +1,4 @@
-//! How a receiver ends its connection: the sender learns of everything that has arrived.
+//! How a receiver ends its connection: it reports everything that has arrived to the sender.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -23,9 +23,9 @@ impl RecvConn {
         }
         self.closing.store(true, Ordering::Release);
         if self.requests.outstanding() == 0 && !self.health.is_failed() {
-            // For a sender whose streams die before they hear the goodbye.
+            // For a sender whose streams die before the goodbye reaches it.
             self.net.remember_closed(&self.link, self.completed.load(Ordering::Relaxed));
-            // Each stream says goodbye for itself, behind its last acknowledgement: the sender reads them in any order.
+            // Each stream carries its own goodbye, behind its last acknowledgement: the sender reads them in any order.
             let deadline = Instant::now() + CLOSE_PATIENCE;
             while Instant::now() < deadline && !self.health.is_failed() {
                 for index in 0..MAX_STREAMS {
@@ -46,8 +46,8 @@ impl RecvConn {
         tracing::debug!(target: crate::os::log::NET, "closed the connection from {}: {}", self.peer, self.counters);
     }
 
-    /// Ends a connection whose listener was closed before the peer's word came: the peer holds it for established, and is
-    /// told. Nothing here waits, so the control thread may call it.
+    /// Ends a connection whose listener was closed before the peer's confirmation arrived: the peer considers it
+    /// established, and is notified. Nothing here waits, so the control thread may call it.
     pub fn turn_away(&self) {
         self.closing.store(true, Ordering::Release);
         self.fail(Error::remote("the listener was closed before the connection was accepted"));
@@ -55,9 +55,9 @@ impl RecvConn {
         self.net.forget(self.link.connection);
     }
 
-    /// Before goodbye: what streams that are away have taken in. Their last acknowledgements may be lost, and the sender
-    /// would take what has arrived for lost. With no stream left it waits for one, within bounds that all closes towards one
-    /// peer process share.
+    /// Before the goodbye: how many frames were received on streams that are away. Their last acknowledgements may be
+    /// lost, and the sender would take received frames for lost. With no stream left it waits for one, within limits
+    /// that all closes towards one peer process share.
     pub(super) fn tell_last_words(&self) {
         let start = Instant::now();
         let deadline = self.net.silences().since(&self.peer.label, start).unwrap_or(start) + CLOSE_MENDING;
@@ -73,7 +73,7 @@ impl RecvConn {
             self.net.silences().answered(&self.peer.label);
         }
         for index in 0..MAX_STREAMS {
-            // A life that begins at this moment has its socket before it can be fenced here.
+            // An epoch that begins at this moment has its socket before it can be fenced here.
             let fenced = self.streams[index].while_away(|| {
                 let core = &mut self.state().core;
                 let epoch = core.epoch(index);

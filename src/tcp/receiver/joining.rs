@@ -1,4 +1,4 @@
-//! What the session asks of a receiving connection: streams that come, and come back.
+//! What the session requests of a receiving connection: streams that are added, and streams that come back.
 
 use std::io;
 use std::sync::Arc;
@@ -18,8 +18,8 @@ use crate::session::watch;
 use crate::tcp::streams;
 
 impl RecvConn {
-    /// A peer with the connection's key wants to connect stream `index` in `epoch`. Ends the stream's former life and
-    /// says how many frames of all its lives were taken in, or nothing when it may not join.
+    /// A peer with the connection's key wants to connect stream `index` in `epoch`. Ends the stream's previous epoch
+    /// and returns how many frames were received in all its epochs, or None when it may not join.
     pub fn prepare_join(&self, index: usize, epoch: u16) -> Option<u64> {
         let newer = index < MAX_STREAMS && (epoch.wrapping_sub(self.state().core.epoch(index)) as i16) > 0;
         if !newer || self.is_over() {
@@ -28,13 +28,13 @@ impl RecvConn {
         self.fence_stream(index, epoch.wrapping_sub(1))
     }
 
-    /// The listener gets this connection when the peer has said a word.
+    /// The listener gets this connection when the peer has confirmed.
     pub(super) fn wait_for_word(&self, listener: Arc<Arrivals>) {
         *lock(&self.waiting) = Some(listener);
     }
 
-    /// Whether the first life of the first stream may begin: the connection is not over, and neither is that life, as it is
-    /// when the peer has come back over another socket.
+    /// Whether the first epoch of the first stream may begin: neither the connection nor that epoch is over. The epoch
+    /// is over when the peer has come back over another socket.
     fn awaits_first(&self) -> bool {
         !self.is_over() && !self.state().core.has_ended(0, 0)
     }
@@ -94,7 +94,7 @@ impl Owner for RecvConn {
 
 impl Listening for RecvConn {
     fn join(self: Arc<Self>, joining: Joining<'_>) -> Result<()> {
-        // One life ends before the other begins, and it may have been the last.
+        // One epoch ends before the other begins, and it may have been the last stream.
         let _open = self.hold_open();
         let not_now = joining.not_now();
         let Joining { stream: index, epoch, sock, welcome } = joining;
@@ -102,7 +102,7 @@ impl Listening for RecvConn {
         let place = self.place(index, &sock)?;
         let keys = welcome(&sock, received)?;
         self.add_stream(index, epoch, place, sock, Seal::of(self.link.features, keys)?);
-        // The peer's word that it has the welcome is still on its way, or the first stream broke before.
+        // The peer's confirmation of the welcome is still under way, or the first stream broke before.
         self.arrive();
         Ok(())
     }
@@ -127,8 +127,8 @@ impl Opening for RecvConn {
     }
 
     fn begin(self: Arc<Self>, sock: Sock, seal: Seal) -> Result<()> {
-        // Unless the peer has lost this socket meanwhile and come back over another. A further stream may have come before
-        // this word, and the listener may have the connection already.
+        // Unless the peer has lost this socket in the meantime and come back over another. A further stream may have
+        // arrived before this confirmation, and the listener may already have the connection.
         if !self.awaits_first() {
             return Ok(());
         }

@@ -1,4 +1,4 @@
-//! Streams that end, and come back: what is said of it, and how long the sender is waited for.
+//! Streams that end, and come back: what is reported about it, and how long this side waits for the sender.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -20,23 +20,23 @@ use crate::tcp::recv_core::Due;
 use crate::tcp::stream::{READ, Ran, WRITE};
 use crate::tcp::streams;
 
-/// For how long a sign of trouble in the network explains why the peer is away.
+/// How long a sign of trouble in the network explains why the peer is away.
 const TROUBLE: Duration = Duration::from_secs(10);
 
-/// How long a peer may refuse on all ways after the network was in trouble: a firewall that goes from rail to rail may refuse
-/// for a moment what it has ended.
+/// How long a peer may refuse on all paths after the network was in trouble: a firewall that affects one rail after
+/// another may for a moment refuse the connections that it has ended.
 const TROUBLED_PATIENCE: Duration = Duration::from_millis(1500);
 
 /// How often a stream that is given up is read before, at most: a share each time, more than a socket holds.
 const MOST_LOOKS: usize = 64;
 
 impl RecvConn {
-    /// Tells the peer of a failure on the stream that met it, which may be the only one.
+    /// Reports a failure to the peer on the stream that met it, which may be the only one.
     fn part_in_anger(&self, mut io: Io, error: &Error) {
         if !self.health.is_failed() {
             io.say(failure(error));
-            // SAFETY: the piece is this stream's own buffer. What the socket does not take is lost, and the peer
-            // learns of the end without the reason.
+            // SAFETY: the piece is this stream's own buffer. What the socket does not accept is lost, and the peer sees
+            // the end without the reason.
             let _ = unsafe { wire::send(io.sock.as_raw_fd(), Piece::of(&io.out[io.sent..])) };
         }
         self.net.linger(io.sock);
@@ -81,17 +81,17 @@ impl RecvConn {
         !self.health.is_peer_done() || self.requests.outstanding() > 0 && !self.has_everything()
     }
 
-    /// Remembers whether the end of a stream, or what came before it, speaks of the network. When a process dies all
-    /// its streams end at once, without any of that.
+    /// Remembers whether the end of a stream, or what came before it, indicates trouble in the network. When a process
+    /// dies all its streams end at once, without such signs.
     fn note_trouble(&self, io: &Io, error: &io::Error) {
         if !is_cut(error) || Sight::of(&io.sock).is_some_and(|sight| sight.asked > 0) {
             *lock(&self.trouble) = Some(Instant::now());
         }
     }
 
-    /// All streams are gone. The sender connects again if it lives and knows; it is called, which tells whether it does
-    /// ([`crate::session::lifeline`]). How much its silence, or a refusal, says depends on what was seen: an end of file or a
-    /// reset came over a working path, unless the network is in trouble.
+    /// All streams are gone. The sender connects again if it is alive and has noticed; it is called, which shows
+    /// whether it is alive ([`crate::session::lifeline`]). How much its silence, or a refusal, proves depends on what
+    /// was seen: an end of file or a reset came over a working path, unless the network is in trouble.
     pub(super) fn wait_for_peer(&self, error: &io::Error) {
         let now = Instant::now();
         // A process that dies takes all its streams with it at once.
@@ -107,7 +107,7 @@ impl RecvConn {
         let some_refused_for = self.ended.some_refused_for(now);
         let terms = Terms { patience, most: self.net.config.peer_timeout, refused_for, some_refused_for, ways };
         *self.alone() = Some(Alone::new(now, terms, lost(error).with_peer(&self.peer)));
-        // Another thread may have brought a stream back before that was said.
+        // Another thread may have brought a stream back before that was reported.
         if self.health.live() > 0 {
             *self.alone() = None;
             return;
@@ -116,8 +116,8 @@ impl RecvConn {
         self.call_peer(now);
     }
 
-    /// A stream ended as those of a process that dies do, and others live, as far as is known. To be called before
-    /// anything is sent on these: an answer to that has arrived since.
+    /// A stream ended like those of a dying process, and others are still connected as far as is known. To be called
+    /// before anything is sent on these: an answer to that has arrived since.
     fn suspect_peer(&self, error: &io::Error) {
         let now = Instant::now();
         {
@@ -131,7 +131,7 @@ impl RecvConn {
         self.call_peer(now);
     }
 
-    /// Calls the sender over all ways.
+    /// Calls the sender over all paths.
     fn call_peer(&self, since: Instant) {
         if let Some(me) = self.me.upgrade() {
             let me: Arc<dyn Listening> = me;
@@ -145,14 +145,14 @@ impl RecvConn {
         }
     }
 
-    /// Has the keeper look at the streams from time to time, until nothing is outstanding.
+    /// Makes the control thread check the streams from time to time, until nothing is outstanding.
     pub(super) fn begin_watch(&self) {
         if self.chores.begin() {
             self.call_keeper();
         }
     }
 
-    /// Looks at the streams when it is time. Says when the next look is due.
+    /// Checks the streams when it is time. Returns when the next check is due.
     fn look(&self, now: Instant) -> Option<Instant> {
         if let Err(due) = self.chores.is_due(now) {
             return Some(due);
@@ -196,8 +196,8 @@ impl RecvConn {
     }
 
     /// Gives up streams on which nothing comes back. The last ones stay until the peer counts as gone: the sender
-    /// connects again, and if the path comes back first, all goes on as before. The exception: other streams have just ended
-    /// as those of a dying process do. Then the sender is called over all rails, these too.
+    /// connects again, and if the path comes back first, everything continues as before. The exception: other streams
+    /// have just ended like those of a dying process. Then the sender is called over all rails, including these.
     fn lose_silent(&self, silent: &[(usize, Duration)]) {
         let now = Instant::now();
         *lock(&self.trouble) = Some(now);
@@ -214,7 +214,7 @@ impl RecvConn {
         }
     }
 
-    /// Gives up a stream while others live, and informs the sender, which may not know.
+    /// Gives up a stream while others are connected, and notifies the sender, which may not know.
     pub(super) fn lose(&self, index: usize, error: &io::Error) {
         // First what has arrived already: its sender may have closed, since this host's kernel has acknowledged it. The
         // stream is waited for: the thread that holds it now may not poll again before it is taken away.
@@ -233,8 +233,8 @@ impl RecvConn {
         self.tell_fenced(index, epoch, frames);
     }
 
-    /// Says how far a fenced stream came, and again what may have been lost on it. On every stream, since some of them
-    /// may lead nowhere too.
+    /// Reports how many frames of a fenced stream were received, and again what may have been lost on it. On every
+    /// stream, since some of them may not work either.
     pub(super) fn tell_fenced(&self, index: usize, epoch: u16, frames: u64) {
         let fenced = std::iter::once(fenced((index, epoch, frames)));
         let state = self.state();
@@ -247,20 +247,20 @@ impl RecvConn {
         }
     }
 
-    /// Ends the given life of a stream for good: nothing more is taken from it. Says how many frames were, or
-    /// nothing when that life is over already.
+    /// Ends the given epoch of a stream for good: nothing more is received from it. Returns how many frames were, or
+    /// None when that epoch is already over.
     pub fn fence_stream(&self, index: usize, epoch: u16) -> Option<u64> {
         if index >= MAX_STREAMS {
             return None;
         }
-        // The stream may have come back meanwhile, and may be coming back just now.
+        // The stream may have come back in the meantime, or may be coming back just now.
         let wanted = || Some(self.state()).filter(|state| !state.core.has_outlived(index, epoch));
         if let Some(io) = self.streams[index].take_if(wanted)? {
             self.health.stream_down();
             self.life_ended(index, io.epoch, true, None);
         }
         let frames = self.state().core.fence(index, epoch);
-        // What it said for other streams may be lost: these speak for themselves.
+        // Its acknowledgements for other streams may be lost: these send their own.
         for (index, stream) in self.streams.iter().enumerate() {
             if self.state().core.ack_due(index) > Due::Later {
                 stream.kick();
@@ -276,7 +276,7 @@ impl RecvConn {
 }
 
 impl Kept for RecvConn {
-    /// The keeper's part: fences, a deadline for the peer's return, a look at the streams.
+    /// The control thread's part: fences, a deadline for the peer's return, a check of the streams.
     fn do_chores(&self) -> Progress {
         let fences = std::mem::take(&mut *lock(&self.fences));
         for Fence { index, epoch, asked } in fences {
@@ -329,19 +329,20 @@ mod tests {
     use crate::session::loopback;
     use crate::session::seal::Seal;
 
-    /// A thread that saw a stream break and one that lets it in again end the former life, whoever is first; the next one
-    /// may then not come about, when the kernel refuses to watch its socket for example.
+    /// The thread that notices a break and the thread that admits the stream again both end the previous epoch,
+    /// whichever is first; the next epoch may then fail to begin, for example when the kernel refuses to watch its
+    /// socket.
     #[test]
     fn a_sender_whose_return_fails_half_way_is_waited_for_only_so_long() {
         let net = loopback::net(Config { reconnect_timeout: Duration::from_millis(100), ..Config::default() });
-        // Nobody to be called: who accepts a call lives, and would be waited for.
+        // No listening process to call: a peer that accepts a call is alive, and would be waited for.
         let link = Link { remote: Vec::new(), ..loopback::link(&loopback::deaf()) };
         let conn = RecvConn::new(net, link, loopback::peer());
         let (ours, _theirs) = loopback::sockets();
         let place = conn.place(0, &ours).unwrap();
         conn.add_stream(0, 0, place, ours, Seal::Plain);
         let mut buffer = [0_u8; 8];
-        // SAFETY: the buffer outlives the request, and nobody profiles.
+        // SAFETY: the buffer outlives the request, and there is no profiler.
         let posted = unsafe { conn.irecv(&[(buffer.as_mut_ptr(), 8, 0)], &[std::ptr::null_mut()]) };
         let ticket = posted.unwrap().expect("a slot is free");
         {
@@ -352,8 +353,8 @@ mod tests {
         loopback::wait_until("the receive waits for ever", || conn.test(ticket).is_err());
     }
 
-    /// The sender may not have seen a stream end whose end has come through here, and what was said of it may be lost with
-    /// those that carried the word. What it believes to be on its way then would never come.
+    /// The sender may not have seen a stream end whose end has arrived here, and the frame that reported it may be lost
+    /// with the stream that carried it. What the sender believes to be under way would then never arrive.
     #[test]
     fn a_stream_that_comes_back_brings_word_of_those_that_ended() {
         let net = loopback::net(Config::default());
@@ -367,7 +368,7 @@ mod tests {
         };
         let (first, second) = (join(0, 0), join(1, 1));
         let mut buffer = [0_u8; 8];
-        // SAFETY: the buffer outlives the request, and nobody profiles.
+        // SAFETY: the buffer outlives the request, and there is no profiler.
         let posted = unsafe { conn.irecv(&[(buffer.as_mut_ptr(), 8, 0)], &[std::ptr::null_mut()]) };
         posted.unwrap().expect("a slot is free");
         drop((first, second));
@@ -384,9 +385,9 @@ mod tests {
         conn.close();
     }
 
-    /// The sender says goodbye on each stream for itself. What it says on one is no excuse for the end of another: what was
-    /// on that travels again, and the receive waits for it, unless all messages have come: then this was a stream that was just
-    /// being connected, and nobody comes back.
+    /// The sender sends a goodbye on each stream. The goodbye on one does not excuse the end of another: what was on
+    /// that one is resent, and the receive waits for it, unless all messages have arrived: then it was a stream that
+    /// was just being connected, and it does not come back.
     #[test]
     fn a_goodbye_on_one_stream_excuses_the_end_of_another_only_when_all_messages_have_come() {
         for (said, excused) in [(0, false), (2, false), (1, true)] {
@@ -401,7 +402,7 @@ mod tests {
                 theirs.push(there);
             }
             let mut buffer = [0_u8; 8];
-            // SAFETY: the buffer outlives the request, and nobody profiles.
+            // SAFETY: the buffer outlives the request, and there is no profiler.
             let posted = unsafe { conn.irecv(&[(buffer.as_mut_ptr(), 8, 0)], &[std::ptr::null_mut()]) };
             let ticket = posted.unwrap().expect("a slot is free");
             let cut = theirs.pop().expect("two");

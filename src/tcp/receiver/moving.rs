@@ -29,8 +29,9 @@ impl RecvConn {
                 Err(why) => return Step::Broken(why),
             }
         }
-        // What has just come is handed on before an acknowledgement that nobody waits for, which is a system call of several
-        // microseconds: the next look has time for it. But it is put off only once, should something always come.
+        // What has just arrived is delivered before an acknowledgement that nothing waits for, which is a system call
+        // of several microseconds: the next poll has time for it. But it is deferred only once, in case data keep
+        // arriving.
         let put_off = io.ack == Due::Soon && moved && !std::mem::replace(&mut io.put_off, true);
         let silent = (io.ack == Due::Later || put_off) && io.sent == io.out.len();
         if wishes & WRITE == 0 && silent && !self.mail.load(Ordering::Relaxed) {
@@ -84,8 +85,8 @@ impl RecvConn {
             if placed > 0 {
                 self.placed(index, io, placed);
             }
-            // A short read means that the socket is empty: spare the call that would say so, unless a frame is still
-            // open, whose rest is likely to be here already.
+            // A short read means that the socket is empty: saves the call that would show that, unless a frame is still
+            // open, whose rest has probably arrived.
             if bytes < wanted && matches!(io.body, Body::None) {
                 self.take_frames(index, io).map_err(Broken::Fatal)?;
                 if matches!(io.body, Body::None) {
@@ -95,13 +96,13 @@ impl RecvConn {
         }
     }
 
-    /// Whether the end of this stream is what its owner meant. It says goodbye on each for itself: one that ends without
-    /// may have lost something, which travels again.
+    /// Whether the end of this stream was intended by the peer. It sends a goodbye on each stream: one that ends
+    /// without may have lost something, which is resent.
     pub(super) fn has_parted(&self, io: &Io) -> bool {
         io.heard_goodbye || !self.recovery && self.health.is_peer_done()
     }
 
-    /// Takes out of the socket what was only looked at. False: not all of it now.
+    /// Removes from the socket what was only peeked at. False: not all of it now.
     fn empty(&self, index: usize, io: &mut Io) -> std::result::Result<bool, Broken> {
         let gone = wire::discard(io.sock.as_raw_fd(), io.peeked);
         let bytes = self.health.read(gone, self.has_parted(io), |error| self.starved(index, error))?;
@@ -174,7 +175,7 @@ impl RecvConn {
         }
     }
 
-    /// Does what a frame of the sender says that is not a chunk.
+    /// Handles a frame of the sender that is not a chunk.
     pub(super) fn heard(&self, io: &mut Io, header: &Header) -> Result<()> {
         match header.kind {
             Type::Bye => {
@@ -256,7 +257,7 @@ impl RecvConn {
         }
     }
 
-    /// One of several of its message is left to [`RecvConn::frame_ended`] if one word for all will do.
+    /// A chunk of a message in several is left to [`RecvConn::frame_ended`] if one note for all suffices.
     #[inline]
     fn chunk_ended(&self, followed: &mut Option<Followed>) {
         let Some(Followed { part, chunk, began }) = *followed else { return };
@@ -270,7 +271,7 @@ impl RecvConn {
         }
     }
 
-    /// The payload of a frame is in its place. Returns how soon that is to be acknowledged.
+    /// The payload of a frame is in its place. Returns how soon that must be acknowledged.
     fn frame_ended(&self, state: &mut State, index: usize, followed: &mut Option<Followed>) -> Due {
         if let Some(Followed { part, chunk, began: Some(began) }) = followed.take() {
             match state.joined.iter_mut().find(|(of, ..)| *of == part) {
@@ -301,7 +302,7 @@ impl RecvConn {
         let (index, head) = state.stage_heads[stage];
         state.core.unstaged(head.tag, stage);
         if self.events.hears() {
-            // It arrived before its request was made: all that can be told is that it is here.
+            // It arrived before its request was made: all that can be reported is that it is here.
             self.events.chunk_begins(part.slot, usize::from(part.part), &told(&head, index));
         }
         self.complete(state, part, total);
@@ -325,7 +326,7 @@ impl RecvConn {
                 if self.mail.swap(false, Ordering::AcqRel) {
                     std::mem::swap(&mut io.out, &mut *self.outbox());
                 }
-                // An acknowledgement speaks of the stream that it travels on.
+                // An acknowledgement refers to the stream that it travels on.
                 let quiet = self.quiet.load(Ordering::Relaxed);
                 let force = quiet || self.health.is_peer_done() || self.closing.load(Ordering::Relaxed);
                 if let Some(ack) = self.state().core.take_ack(index, force) {

@@ -32,7 +32,7 @@ impl RecvConn {
             share = share.saturating_sub(bytes);
             sides.intake.filled(bytes);
             self.take_sealed(index, io)?;
-            // As in a plain stream: an empty socket is asked again only while a frame is open.
+            // As in a plain stream: an empty socket is read again only while a frame is open.
             if bytes < wanted && matches!(io.body, Body::None) {
                 return Ok((true, false));
             }

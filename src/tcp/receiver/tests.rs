@@ -30,13 +30,13 @@ fn a_stream_that_joins_when_the_connection_has_been_closed_is_not_used() {
     assert!(conn.streams[1].peek(|_| ()).is_none() && conn.health.live() == 0);
 }
 
-/// What nobody waits for is said when what has come is handed on; what somebody waits for, at once.
+/// What nothing waits for is acknowledged after the data was delivered; what a request waits for, at once.
 #[test]
 fn an_acknowledgement_that_nobody_waits_for_leaves_with_the_next_look() {
     let conn = RecvConn::new(loopback::net(Config::default()), loopback::link(&loopback::deaf()), loopback::peer());
     let theirs = join(&conn, 0);
     theirs.set_nonblocking(true).expect("it can be set");
-    // So that the keeper does not look, which it may just now.
+    // So that the control thread does not poll, which it may just now.
     let mut held = (0..).find_map(|_| conn.streams[0].hold()).expect("nobody has it for ever");
     let io = held.as_deref_mut().expect("it is connected");
     let mut number = 0;
@@ -79,7 +79,7 @@ fn a_chunk_that_is_watched_arrives_whole_and_so_does_what_follows() {
         let bytes: Vec<u8> = (0..size).map(|at| (at * 7 + at / 251) as u8).collect();
         let mut targets = [vec![0; size], vec![0; 8]];
         let [first, second] = targets.each_mut().map(|target| {
-            // SAFETY: the targets live until their requests are done, and nobody profiles.
+            // SAFETY: the targets live until their requests are done, and there is no profiler.
             let posted = unsafe { conn.irecv(&[(target.as_mut_ptr(), target.len(), 0)], &[std::ptr::null_mut()]) };
             posted.expect("it lives").expect("a slot is free")
         });
@@ -111,7 +111,7 @@ fn what_a_worker_does_not_come_to_is_received_by_the_thread_that_asks() {
     let conn = RecvConn::new(net, loopback::link(&loopback::deaf()), loopback::peer());
     let (_first, mut second) = (join(&conn, 0), join(&conn, 1));
     let (bytes, mut target) = (vec![7; 3 << 20], vec![0; 3 << 20]);
-    // SAFETY: the target lives until the request is done, and nobody profiles.
+    // SAFETY: the target lives until the request is done, and there is no profiler.
     let posted = unsafe { conn.irecv(&[(target.as_mut_ptr(), target.len(), 0)], &[std::ptr::null_mut()]) };
     let ticket = posted.expect("it lives").expect("a slot is free");
     let header = Header { length: bytes.len() as u32, total: bytes.len() as u64, ..Header::of(Type::Data, 1) };
@@ -132,7 +132,7 @@ fn a_receive_that_became_whole_while_its_poll_was_held_up_is_done() {
         let mut theirs = join(&conn, 0);
         let mut targets = vec![[0_u8; 8]; parts];
         let posts: Vec<_> = targets.iter_mut().map(|to| (to.as_mut_ptr(), 8, 0)).collect();
-        // SAFETY: the targets live until the request is done, and nobody profiles.
+        // SAFETY: the targets live until the request is done, and there is no profiler.
         let posted = unsafe { conn.irecv(&posts, &vec![std::ptr::null_mut(); parts]) };
         let ticket = posted.expect("it lives").expect("a slot is free");
         assert!(!conn.requests.is_done(ticket), "what the poll has seen");
@@ -190,7 +190,8 @@ fn a_failure_is_told_on_every_stream() {
     conn.close();
 }
 
-/// The receiver closes while a stream is just coming back. If it fenced that life, all that comes on it would break the protocol.
+/// The receiver closes while a stream is just coming back. If it fenced that epoch, everything that arrives on it would
+/// violate the protocol.
 #[test]
 fn a_close_does_not_fence_a_stream_that_is_just_coming_back() {
     let conn = RecvConn::new(loopback::net(Config::default()), loopback::link(&loopback::deaf()), loopback::peer());
@@ -198,7 +199,7 @@ fn a_close_does_not_fence_a_stream_that_is_just_coming_back() {
     let (ours, _theirs) = loopback::sockets();
     let place = conn.place(1, &ours).expect("it is watched");
     std::thread::scope(|scope| {
-        // Between the beginning of its life and its socket.
+        // Between the beginning of its epoch and its socket.
         let halfway = conn.alone();
         scope.spawn(|| conn.add_stream(1, 1, place, ours, Seal::Plain));
         loopback::wait_until("its life does not begin", || conn.state().core.epoch(1) == 1);

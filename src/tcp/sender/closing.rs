@@ -1,4 +1,4 @@
-//! How a sender ends its connection: what it reported done reaches the peer first.
+//! How a sender ends its connection: first everything that it reported done reaches the peer.
 
 use std::io;
 use std::net::Shutdown;
@@ -18,26 +18,26 @@ use crate::tcp::streams;
 /// How long a close waits for the receiver's process when the peer's kernel has everything; and twice the round trip.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
 
-/// After this long without an answer it looks whether a path has died.
+/// After this long without an answer it checks whether a path has failed.
 const CLOSE_DOUBT: Duration = Duration::from_millis(500);
 
-/// While nothing more is acknowledged the close waits for `TOWLINE_PEER_TIMEOUT`, and at least so long when a path may have died at
-/// that moment: until that is noticed, and what was on it has travelled again. That takes 3 s, and as long as all ways are down. All
-/// closes towards a peer process that does not answer share this time.
+/// While nothing more is acknowledged the close waits for `TOWLINE_PEER_TIMEOUT`, and at least this long when a path
+/// may have failed at that moment: until that is noticed, and what was on it has been resent. That takes 3 s, and as
+/// long as all paths are down. All closes towards a peer process that does not answer share this time.
 const CLOSE_MENDING: Duration = Duration::from_secs(20);
 
-/// The same where the receiver has everything but the goodbye: the kernel goes on sending that after the close.
+/// The same if the receiver has everything but the goodbye: the kernel keeps sending that after the close.
 const CLOSE_IDLE: Duration = Duration::from_secs(3);
 
-/// How often it looks whether more was acknowledged.
+/// How often it checks whether more was acknowledged.
 const CLOSE_LOOK: Duration = Duration::from_millis(10);
 
-/// How a goodbye went.
+/// The result of a goodbye.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Parting {
     /// The peer's kernel has it all.
     Answered,
-    /// The receiver's process takes too long, and nothing says that anything is lost.
+    /// The receiver's process takes too long, and there is no sign that anything is lost.
     Late,
     /// Nothing comes back, or something was lost with a stream.
     Silent,
@@ -106,8 +106,8 @@ impl SendConn {
         tracing::debug!(target: crate::os::log::NET, "closed the connection to {}: {}", self.peer, self.counters);
     }
 
-    /// Lets everything that was reported done reach the peer, and says goodbye. It waits as long as the peer acknowledges more,
-    /// and within bounds when it does not; they are wider when a path has died at this moment.
+    /// Lets everything that was reported done reach the peer, and says goodbye. It waits as long as the peer
+    /// acknowledges more, and for a limited time when it does not; the limit is longer when a path has just failed.
     fn say_goodbye(&self) {
         let start = Instant::now();
         // A peer that has answered on this connection since is not silent any more.
@@ -131,7 +131,7 @@ impl SendConn {
         }
     }
 
-    /// Nothing comes back on some stream. It is mended as at any other time, and what was on it travels again.
+    /// Nothing comes back on some stream. It is recovered as at any other time, and what was on it is resent.
     fn mend(&self, advance: &mut Advance) {
         self.closing.store(false, Ordering::Release);
         self.begin_watch();
@@ -156,8 +156,8 @@ impl SendConn {
         pause >= if has_all { CLOSE_IDLE } else { self.net.config.peer_timeout.max(least) }
     }
 
-    /// Whether the peer's kernel has lately answered on every stream that waits for it: its process does not read. The kernel asks
-    /// then at intervals that double.
+    /// Whether the peer's kernel has recently answered on every stream that waits for it, so that only its process does
+    /// not read. The kernel then sends probes at intervals that double.
     fn is_answered_within(&self, time: Duration) -> bool {
         let waits = |stream: &Stream<Io>| {
             let sight = stream.peek(|io| Sight::of(&io.sock)).flatten();
@@ -183,8 +183,8 @@ impl SendConn {
     }
 
     /// Says goodbye on each stream, behind everything else, since the receiver reads them in any order. Waits until the
-    /// peer's kernel has it all, and the receiver too: what only its kernel has is lost with a path that it gives up just
-    /// then.
+    /// peer's kernel has it all, and the receiver too: what only its kernel has is lost with a path that it gives up at
+    /// that moment.
     fn part(&self, advance: &mut Advance) -> Parting {
         let start = Instant::now();
         let total = self.state().core.next_number() + 1;
@@ -200,7 +200,7 @@ impl SendConn {
         let gone = |io: &mut Io| {
             let written = io.out.is_none() && io.control.is_empty();
             if written {
-                // Wakes the receiver's keeper, which sees to it that the acknowledgement is not delayed.
+                // Wakes the receiver's control thread, so that the acknowledgement is not delayed.
                 let _ = io.sock.shutdown(Shutdown::Write);
             }
             written && wire::unsent(io.sock.as_raw_fd()) == 0
@@ -210,7 +210,7 @@ impl SendConn {
             for index in 0..MAX_STREAMS {
                 self.run(index, READ | WRITE);
             }
-            // Streams that have ended meanwhile answer nothing.
+            // Streams that have ended in the meantime answer nothing.
             let there = self.health.live() > 0 || self.health.is_peer_done();
             let has_it = || !self.recovery || self.health.is_peer_done() || self.state().core.is_idle();
             let is_sent = self.streams.iter().all(|stream| stream.peek(gone).unwrap_or(true));
@@ -231,8 +231,8 @@ impl SendConn {
             }
             rest(start);
         }
-        // A stream that died meanwhile took with it what nobody has acknowledged, and those that are left are closed for
-        // what must travel again.
+        // A stream that died in the meantime lost what was not acknowledged, and the remaining streams are closed for
+        // what must be resent.
         match self.health.is_peer_done() || !self.is_in_doubt() {
             false => Parting::Silent,
             true if answered => Parting::Answered,
@@ -246,14 +246,14 @@ impl SendConn {
         sights.map(|sight| sight.answering()).max().unwrap_or_default()
     }
 
-    /// Whether something was lost with a stream, or waits to travel again.
+    /// Whether something was lost with a stream, or waits to be resent.
     fn is_in_doubt(&self) -> bool {
         let core = &self.state().core;
         core.has_ready() || core.unfenced().iter().any(|(index, _)| core.in_doubt(*index))
     }
 
-    /// Streams that must come back so that what was lost can travel again: all of which the receiver has not said how far
-    /// they came, or else any.
+    /// Streams that must come back so that lost data can be resent: all for which the receiver has not reported its
+    /// count, or else any.
     fn away(&self) -> Vec<usize> {
         let core = &self.state().core;
         let adrift: Vec<usize> = core.unfenced().iter().map(|(index, _)| *index).collect();
@@ -273,7 +273,7 @@ impl SendConn {
     }
 }
 
-/// Until the next look of a close that began then: what is over soon is not kept waiting, and what takes long costs little.
+/// Until the next check of a close that began then: a short close is not delayed, and a long one costs little.
 fn rest(start: Instant) {
     let short = start.elapsed() < CLOSE_LOOK;
     std::thread::sleep(if short { Duration::from_micros(50) } else { Duration::from_millis(1) });

@@ -1,4 +1,4 @@
-//! What the session asks of a sending connection: which streams are to be connected again, and over which rails.
+//! What the session requests of a sending connection: which streams must be reconnected, and over which rails.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -39,11 +39,11 @@ impl SendConn {
         lock(&self.homes)[index] = (pair % self.pairs()) as u8;
     }
 
-    /// Whether stream `index` shall come back over its own rails only: while it lives elsewhere, or others carry the
-    /// load. The first one is missed more: short messages are faster with it.
+    /// Whether stream `index` must come back over its own rails only: while it is connected over others, or other
+    /// streams carry the load. The first one is needed more urgently: short messages are faster with it.
     ///
-    /// One stream alone is too few where there are several ways: its end may be seen by one side only, which could not
-    /// tell the other.
+    /// A single stream is too few if there are several paths: its end may be seen by one side only, which could not
+    /// notify the other.
     fn awaits_home(&self, index: usize) -> bool {
         let enough = if self.pairs() > 1 { 2 } else { 1 };
         self.health.live() >= enough && (index > 0 || self.first_live.load(Ordering::SeqCst))
@@ -106,7 +106,7 @@ impl Connecting for SendConn {
         *given
     }
 
-    /// What the stream's last life lost travels again.
+    /// What the stream's last epoch lost is resent.
     fn rejoined(self: Arc<Self>, joined: Joined) -> Result<()> {
         let Joined { stream: index, epoch, received: frames, place, sock, seal } = joined;
         let place = place.map_or_else(|| self.place(index, &sock), Ok)?;
@@ -114,9 +114,9 @@ impl Connecting for SendConn {
         if (epoch.wrapping_sub(former) as i16) <= 0 {
             return Err(Error::remote("another life of the stream was faster"));
         }
-        // A stream that comes home still lives elsewhere; the receiver has fenced that life by taking this one. If its
-        // socket is not there, another thread has just seen it break: that life is over for the books all the same,
-        // before the next begins.
+        // A stream that moves back to its own rails is still connected over others; the receiver has fenced that epoch
+        // by accepting this one. If its socket is missing, another thread has just noticed a break: in the core that
+        // epoch is over all the same, before the next begins.
         if let Some(io) = self.streams[index].take() {
             watch::close_hard(&io.sock);
             self.health.stream_down();
@@ -128,7 +128,7 @@ impl Connecting for SendConn {
             tracing::info!(target: crate::os::log::NET, "stream {index} to {} is back", self.peer);
         }
         self.add_stream(index, epoch, place, sock, seal);
-        // What was asked about others may have been lost with all streams, and they may be away for long.
+        // Queries about other streams may have been lost with all streams, and they may be away for long.
         self.ask(index, &self.questions());
         // Others that were given up may come now, too.
         (0..MAX_STREAMS).filter(|other| self.was_lost(*other)).for_each(|other| self.check_repair(other));
@@ -150,7 +150,7 @@ impl Connecting for SendConn {
 impl Streams for SendConn {
     fn way(&self, index: usize, attempt: usize, repair: bool) -> usize {
         let at = match (repair, self.awaits_home(index)) {
-            // It lives elsewhere, and shall come back to its own rails.
+            // It is connected over other rails, and must move back to its own.
             (true, _) if self.lives(index) => index,
             (true, true) => index + self.home(index),
             _ => index + self.home(index) + attempt,
@@ -170,7 +170,7 @@ impl Streams for SendConn {
         }
         let source = Arc::new(StreamSource { conn: self.me.clone(), index });
         let fd = sock.as_raw_fd();
-        // The first stream is NCCL's thread's; the keeper only watches for its end and finishes what blocked.
+        // The first stream is NCCL's thread's; the control thread only watches for its end and finishes what blocked.
         if index == 0 {
             return self.net.poller.keeper()?.register(source, Some((fd, Interest::Quiet)));
         }
@@ -244,7 +244,7 @@ impl Streams for SendConn {
     }
 
     fn goes_without(&self, index: usize, error: &Error) {
-        // With all others away too, the log has said so.
+        // If all others are away too, this was already logged.
         if !self.is_over() && self.is_connected() {
             NOT_THERE.tell(|more| {
                 tracing::warn!(target: crate::os::log::NET, "stream {index} to {} could not be connected ({error}); going on with the others{more}", self.peer);

@@ -1,4 +1,4 @@
-//! Streams that end and come back: which thread decides, what the receiver is asked, what the control thread polls.
+//! Streams that end and come back: which thread decides, what the receiver is asked for, what the control thread polls.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -20,15 +20,15 @@ use crate::tcp::delivery::{Arrived, End, Lesson};
 use crate::tcp::streams;
 
 impl SendConn {
-    /// Tells the peer of a failure on the stream that met it, which may be the only one.
+    /// Reports a failure to the peer on the stream that met it, which may be the only one.
     fn part_in_anger(&self, mut io: Io, error: &Error) {
         if io.out.is_none() && !self.health.is_failed() {
             io.control.extend_from_slice(&failure(error));
             if let Some(sides) = &mut io.seal {
                 sides.sealer.control(&mut io.control);
             }
-            // SAFETY: the piece is this stream's own buffer. What the socket does not take is lost, and the peer
-            // learns of the end without the reason.
+            // SAFETY: the piece is this stream's own buffer. What the socket does not accept is lost, and the peer sees
+            // the end without the reason.
             let _ = unsafe { wire::send(io.sock.as_raw_fd(), Piece::of(&io.control)) };
         }
         self.net.linger(io.sock);
@@ -56,21 +56,21 @@ impl SendConn {
         }
     }
 
-    /// A stream died under a connection that can go on: asks the receiver, over another stream, how far the dead
-    /// one came, and has it connected anew.
+    /// A stream died under a connection that can continue: requests from the receiver, over another stream, how many of
+    /// its frames were received, and has it reconnected.
     pub(super) fn repair(&self, index: usize, error: &io::Error) {
         tracing::info!(target: crate::os::log::NET, "stream {index} to {} broke ({error}); connecting it again", self.peer);
         if self.health.live() > 0 && self.pairs() > 1 && self.ended.is_recent(Instant::now()) {
             self.suspect_peer(error);
         }
-        // Also about those that died before, and on every stream: what was asked over this one may be lost, and others
-        // may lead nowhere too.
+        // Also about those that died before, and on every stream: what was sent over this one may be lost, and others
+        // may not work either.
         let questions = self.questions();
         (0..MAX_STREAMS).for_each(|other| self.ask(other, &questions));
         if self.health.live() == 0 {
             self.wait_for_peer(error);
         }
-        // The looks go on until all streams are back.
+        // The checks continue until all streams are back.
         self.begin_watch();
         if let Some(me) = self.me.upgrade() {
             let me: Arc<dyn Streams> = me;
@@ -78,8 +78,8 @@ impl SendConn {
         }
     }
 
-    /// A life of a stream ended. Whether the connection goes on: not when streams connect again and again, and nothing
-    /// arrives over them for longer than the peer may stay away.
+    /// An epoch of a stream ended. Returns whether the connection continues: not when streams connect again and again,
+    /// and nothing arrives over them for longer than the peer may stay away.
     pub(super) fn still_delivers(&self, index: usize, error: &io::Error) -> bool {
         let (in_doubt, arrived) = {
             let state = self.state();
@@ -110,7 +110,7 @@ impl SendConn {
             }
             Lesson::Over(time) => {
                 self.fail_silently(in_vain(time).with_peer(&self.peer));
-                // Behind what is stuck nothing that is said arrives. The end does, and the receiver asks then.
+                // Frames behind stuck data do not arrive. The end does, and the receiver then sends the query.
                 for io in self.streams.iter().filter_map(crate::tcp::stream::Stream::end) {
                     watch::close_hard(&io.sock);
                     self.health.stream_down();
@@ -120,7 +120,7 @@ impl SendConn {
         }
     }
 
-    /// So much of stream `index` has arrived, by segments of that size if it is known.
+    /// This much of stream `index` has arrived, by segments of that size if it is known.
     fn note_arrived(&self, index: usize, arrived: Arrived, using: Option<u32>) {
         let small = lock(&self.deliveries).reached(index, arrived, using);
         let Some((way, segment)) = small else { return };
@@ -131,20 +131,20 @@ impl SendConn {
         }
     }
 
-    /// Over which rail stream `index` goes, for a message, where there are several.
+    /// The rail of stream `index`, for a message, if there are several.
     fn way(&self, index: usize) -> String {
         let (way, rails) = ((index + self.home(index)) % self.pairs(), &self.link.local);
         if rails.len() < 2 { String::new() } else { format!(" over {}", rails[way % rails.len()].name) }
     }
 
-    /// What the receiver is to be asked: how far each stream came that is away.
+    /// The query for the receiver: how many frames were received of each stream that is away.
     pub(super) fn questions(&self) -> Vec<Header> {
         let fence =
             |(dead, epoch)| Header { order: dead as u64, offset: u64::from(epoch), ..Header::of(Type::Fence, 0) };
         self.state().core.unfenced().into_iter().map(fence).collect()
     }
 
-    /// Asks the receiver over stream `on`.
+    /// Sends the query to the receiver over stream `on`.
     pub(super) fn ask(&self, on: usize, questions: &[Header]) {
         questions.iter().for_each(|question| self.queue_control(on, *question, &[]));
         self.streams[on].kick();
@@ -155,7 +155,7 @@ impl SendConn {
         let (index, epoch) = crate::session::peer::fenced_life(header)?;
         {
             let state = self.state();
-            // News of a life that is over already is no news.
+            // A report about an epoch that is already over is outdated.
             if epoch != state.core.epoch(index) {
                 return Ok(());
             }
@@ -170,8 +170,8 @@ impl SendConn {
         self.fenced(index, epoch, header.total)
     }
 
-    /// The receiver says how many frames of a dead stream's life it took in. The rest travels again, over whatever
-    /// stream has room.
+    /// The receiver reports how many frames of a dead stream's epoch it received. The rest is resent, over any stream
+    /// with room.
     ///
     /// # Errors
     /// When it names frames that were never sent.
@@ -190,7 +190,7 @@ impl SendConn {
     }
 
     /// All streams are gone. How long the peer may stay away depends on what was seen: silence may be an outage, after
-    /// which all goes on as before; a reset or an end of file came over a working path.
+    /// which everything continues as before; a reset or an end of file came over a working path.
     fn wait_for_peer(&self, error: &io::Error) {
         let now = Instant::now();
         let terms = Terms {
@@ -207,11 +207,11 @@ impl SendConn {
         }
     }
 
-    /// A stream ended as those of a process that dies do, and others live, as far as is known. To be called before
-    /// anything is sent on these: an answer to that has arrived since.
+    /// A stream ended like those of a dying process, and others are still connected as far as is known. To be called
+    /// before anything is sent on these: an answer to that has arrived since.
     fn suspect_peer(&self, error: &io::Error) {
         let lost = lost(error).with_peer(&self.peer);
-        // Of one that lives over other rails it is not kept over which.
+        // For a stream over other rails, which ones is not stored.
         let left = (0..MAX_STREAMS).filter(|index| self.lives(*index) && !self.is_abroad(*index));
         let left: Vec<usize> = left.map(|index| (index + self.home(index)) % self.pairs()).collect();
         let suspicion = || Alone::suspected(Instant::now(), &self.ended, self.pairs(), &left, lost);
@@ -224,14 +224,14 @@ impl SendConn {
         }
     }
 
-    /// Has the keeper look at the streams from time to time, until nothing is outstanding.
+    /// Makes the control thread check the streams from time to time, until nothing is outstanding.
     pub(super) fn begin_watch(&self) {
         if self.chores.begin() {
             self.call_keeper();
         }
     }
 
-    /// Gives up that life of a stream, if it has not ended by itself, and the next one has not begun.
+    /// Gives up that epoch of a stream, if it has not ended by itself, and the next one has not begun.
     pub(super) fn lose_life(&self, index: usize, epoch: u16, error: io::Error) {
         let wanted =
             || Some(self.state()).filter(|state| state.core.epoch(index) == epoch && state.core.is_live(index));
@@ -257,19 +257,19 @@ fn in_vain(time: Duration) -> Error {
 }
 
 impl Kept for SendConn {
-    /// The keeper's part.
+    /// The control thread's part.
     fn do_chores(&self) -> Progress {
         let condemned = std::mem::take(&mut *lock(&self.condemned));
         for (index, epoch, frames) in condemned {
             self.lose_life(index, epoch, io::Error::new(io::ErrorKind::TimedOut, "the receiver heard nothing on it"));
-            // Nothing to a life that is over.
+            // Does nothing to an epoch that is over.
             if let Err(error) = self.fenced(index, epoch, frames) {
                 self.fail(error.with_peer(&self.peer));
             }
         }
-        // A receiver that has said goodbye on one stream may have lost what it said on another. Nothing is mended any more, but
-        // a stream on which nothing comes back is still given up, and when none is left NCCL's thread knows what became of the
-        // requests.
+        // A receiver that has said goodbye on one stream may have lost data on another. Nothing is recovered any more,
+        // but a stream on which nothing comes back is still given up, and when none is left NCCL's thread knows the
+        // result of the requests.
         let is_left = self.health.is_peer_done();
         let is_idle = || self.requests.outstanding() == 0 || self.health.live() == 0;
         if self.closing.load(Ordering::Acquire) || self.health.is_failed() || is_left && is_idle() {
@@ -280,7 +280,7 @@ impl Kept for SendConn {
         let now = Instant::now();
         streams::drop_refuted(|| lock(&self.alone), &self.streams, |io| &io.sock);
         let judge = |alone: &mut Alone| (alone.verdict(now), alone.error().clone(), alone.is_suspicion());
-        // Its process may have ended since, which says nothing about what it had received.
+        // Its process may have ended since, which does not show what it had received.
         let judged = lock(&self.alone).as_mut().filter(|_| !is_left).map(judge);
         let decided_at = match judged {
             Some((Verdict::Gone, error, suspicion)) if suspicion || self.health.live() == 0 => {
@@ -304,13 +304,13 @@ impl Kept for SendConn {
         // How long nothing has come back on any stream.
         let mut least = None;
         let mut lost = Vec::new();
-        // While a stream is away the others may lead nowhere too, and the receiver may know what this side does not.
+        // While a stream is away the others may not work either, and the receiver may know what this side does not.
         let adrift = self.is_adrift() || self.repairs.load(Ordering::SeqCst) != 0;
         let mut outstanding = self.requests.outstanding() > 0 || adrift;
         for (index, stream) in self.streams.iter().enumerate() {
             let (in_doubt, arrived) = {
                 let mut state = self.state();
-                // NCCL's thread does not look at the books after a short message, and the workers only then.
+                // NCCL's thread does not call the core after a short message, and the workers only then.
                 self.settle_claims(&mut state, index);
                 (state.core.in_doubt(index), state.core.arrived(index))
             };
@@ -349,7 +349,7 @@ impl Kept for SendConn {
             self.lose(index, watch::silent(silence));
         }
         if !outstanding {
-            // From here on the kernel's own slow probes do it alone, with the kernel's verdict.
+            // From here on only the kernel's own slow probes watch it, and the kernel decides.
             let seldom = Probes::within(self.net.config.peer_timeout, true);
             for (index, stream) in self.streams.iter().enumerate() {
                 stream.peek(|io| lock(&self.vigils)[index].stop_probing(&io.sock, &seldom));

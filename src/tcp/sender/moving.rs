@@ -28,7 +28,7 @@ impl SendConn {
         let mut share = SHARE;
         let mut wishes = wishes;
         loop {
-            // Who wishes for a look may know of more than there was when the present piece was taken.
+            // The thread that requests a poll may know of more than there was when the present piece was taken.
             io.more |= wishes & WRITE != 0;
             if wishes & (WRITE | SEND) != 0 {
                 match self.write(index, io, &mut share) {
@@ -75,7 +75,8 @@ impl SendConn {
             }
             let Some(out) = &io.out else { return Ok(moved) };
             if let Some((ticket, chunk)) = io.untold.take() {
-                // The state is not locked: others move data meanwhile. The request cannot end before its chunk has left.
+                // The state is not locked: others move data in the meantime. The request cannot end before its chunk
+                // has left.
                 self.events.chunk_begins(ticket.slot, 0, &chunk);
             }
             // SAFETY: headers and copies are ours; a chunk belongs to a message that is not acknowledged, so its
@@ -110,7 +111,8 @@ impl SendConn {
                     if left.is_some() && to_book.is_none() {
                         io.written.count();
                     }
-                    // A short message whose request is done, and nothing behind it: no second look at the state.
+                    // A short message whose request is done, and nothing behind it: the state need not be checked
+                    // again.
                     if to_book.is_none() && !io.more {
                         return Ok(moved);
                     }
@@ -135,7 +137,7 @@ impl SendConn {
         }
     }
 
-    /// Wakes the streams that are to look at what is ready; the stream `index` goes on by itself.
+    /// Wakes the streams that must check what is ready; the stream `index` continues by itself.
     #[inline]
     fn kick_roomy(&self, mut state: MutexGuard<'_, State>, index: usize) {
         let mut roomy = state.core.take_roomy() & !(1 << index);
@@ -178,10 +180,11 @@ impl SendConn {
             self.chunk_begins(state, index, io, &chunk);
         }
         if chunk.again {
-            // Told while the state is locked: its message may be acknowledged at any time, having arrived the first time.
+            // Noted while the state is locked: its message may be acknowledged at any time, having arrived the first
+            // time.
             if let Some((ticket, chunk)) = io.untold.take() {
                 if self.events.is_patient() {
-                    // Nothing has been said of its first time.
+                    // Nothing has been noted of its first time.
                     self.events.chunk_begins(ticket.slot, 0, &events::Chunk { again: false, ..chunk });
                 }
                 self.events.chunk_begins(ticket.slot, 0, &chunk);
@@ -201,13 +204,14 @@ impl SendConn {
         if let Some(copy) = &mut payload.replay {
             // SAFETY: the copy is ours, and all of the message.
             chunk.header.flags |= unsafe { polled::flag(Piece::of_mut(&mut copy[HEADER..])) };
-            // An earlier life of the message is over when it is sent again, so nobody reads the old header now.
+            // The message's previous epoch is over when it is resent, so the old header is not read any more.
             chunk.header.encode_into(copy.first_chunk_mut().expect("a copy has room for its header"));
             io.more = state.core.has_ready();
             return Some(Outgoing::Whole(Piece::of_mut(copy), leaving));
         }
         leaving.copied = chunk.copied;
-        // A stream in the midst of longer messages looks on: others may have been posted that no one else was woken for.
+        // A stream in the middle of longer messages checks again: others may have been posted for which no other stream
+        // was woken.
         io.more = true;
         // SAFETY: the core hands out ranges within the message.
         let data = unsafe { payload.data.add(chunk.offset as usize) }.cast_mut();
@@ -293,7 +297,7 @@ impl SendConn {
         Ok(())
     }
 
-    /// Does what a frame of the receiver says.
+    /// Handles a frame of the receiver.
     pub(super) fn heard(&self, index: usize, header: &Header, text: &[u8], wake: &mut u64) -> Result<()> {
         match header.kind {
             Type::Ack | Type::Acks => self.acknowledged(index, &Ack::decode(header, text))?,
@@ -382,7 +386,7 @@ impl SendConn {
             let path = index as u16;
             if let Some(began) = began {
                 let chunk = events::Chunk { offset, length, path, message, total, joined, ..events::Chunk::default() };
-                // A message's chunks land together, and a look at the clock takes as long as the rest of a note.
+                // A message's chunks arrive together, and reading the clock takes as long as the rest of a note.
                 let now = *now.get_or_insert_with(Ticks::now);
                 self.events.chunk_acknowledged(&self.requests, ticket.slot, &chunk, began, now);
             } else if !done.contains(&key) {

@@ -1,4 +1,4 @@
-//! What goes wrong between two threads that serve streams of one connection.
+//! Races between two threads that serve streams of one connection.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -12,11 +12,12 @@ use crate::session::loopback;
 use crate::session::owner::Joined;
 use crate::tcp::limits::{ACK_BYTES, ACK_EVERY, EAGER_WINDOW, MESSAGE_COST, UNSENT_MAX_FAR};
 
-/// As long as it takes to be sure that a thread does nothing.
+/// Long enough to be sure that a thread does nothing.
 const WHILE: Duration = Duration::from_millis(50);
 
-/// The receiver may have a chunk, and say so on another stream, before the thread that sent it has booked that it left. If
-/// it counted before, the message would be over and its place another message's by the time it is booked.
+/// The receiver may have a chunk, and acknowledge it on another stream, before the thread that sent it has recorded
+/// that it left. If it counted before, the message would be over and its place another message's by the time it is
+/// recorded.
 #[test]
 fn a_chunk_that_ends_its_request_does_not_count_before_it_is_booked() {
     let net = loopback::net(Config::default());
@@ -40,7 +41,7 @@ fn a_chunk_that_ends_its_request_does_not_count_before_it_is_booked() {
     drop(held);
 
     std::thread::scope(|scope| {
-        // Another thread is at the books when the chunk leaves, and hears that it has arrived.
+        // Another thread holds the core when the chunk leaves, and gets the acknowledgement.
         let mut state = conn.state();
         scope.spawn(|| conn.run(0, SEND));
         theirs.read_exact(&mut [0; HEADER + 5000]).expect("the chunk comes");
@@ -54,7 +55,7 @@ fn a_chunk_that_ends_its_request_does_not_count_before_it_is_booked() {
         assert!(done.is_empty(), "it is over before it is booked");
         conn.end_messages(payloads, copies, done);
     });
-    // By the keeper, if it had the stream just then.
+    // By the control thread, if it held the stream just then.
     loopback::wait_until("it is not done", || conn.requests.finish(ticket).is_some());
     loopback::wait_until("what was heard does not count once it is booked", || conn.state().core.is_idle());
 }
@@ -154,8 +155,8 @@ fn a_close_lasts_as_long_as_the_peer_takes_what_was_reported_done() {
     });
 }
 
-/// A connection that ends because nothing is delivered waits for the threads that have its streams. Another stream that is
-/// just being connected needs the same books: the control thread would wait for ever, and with it all connections.
+/// A connection that ends because nothing is delivered waits for the threads that hold its streams. Another stream that
+/// is just being connected needs the same lock: the control thread would wait for ever, and with it all connections.
 #[test]
 fn the_end_of_a_connection_that_delivers_nothing_keeps_no_books_locked() {
     let net = loopback::net(Config { peer_timeout: Duration::ZERO, ..Config::default() });
@@ -163,7 +164,7 @@ fn the_end_of_a_connection_that_delivers_nothing_keeps_no_books_locked() {
     let (ours, _theirs) = loopback::sockets();
     let conn = SendConn::new(net, loopback::link(&deaf), loopback::peer(), ours, Seal::Plain).expect("it is watched");
     let bytes = [7; 8];
-    // SAFETY: the bytes outlive the connection, and nobody profiles.
+    // SAFETY: the bytes outlive the connection, and there is no profiler.
     let posted = unsafe { conn.isend(bytes.as_ptr(), bytes.len(), 0, std::ptr::null_mut()) };
     assert!(posted.expect("it lives").is_some());
     loopback::wait_until("it does not leave", || conn.state().core.in_doubt(0));
@@ -194,7 +195,7 @@ fn a_stream_that_joins_when_the_connection_has_been_closed_is_not_used() {
     // As a handshake that had ended by then.
     Arc::clone(&conn).rejoined(joined(1, 1, late)).expect("it is told of no failure");
     assert!(conn.streams[1].peek(|_| ()).is_none() && conn.health.live() == 0);
-    // What the peer hears is the end.
+    // The peer sees the end.
     other_end.set_read_timeout(Some(Duration::from_secs(20))).expect("a timeout");
     assert_eq!(other_end.read(&mut [0; HEADER]).expect("the keeper closes it"), 0);
 }
@@ -220,7 +221,7 @@ fn a_stream_that_falls_silent_is_given_up_also_after_the_goodbye_on_another() {
     deafen(&silent);
     Arc::clone(&conn).rejoined(joined(1, 1, second)).expect("it is watched");
     let bytes = vec![7; 1 << 20];
-    // SAFETY: the bytes outlive the connection, and nobody profiles.
+    // SAFETY: the bytes outlive the connection, and there is no profiler.
     let posted = unsafe { conn.isend(bytes.as_ptr(), bytes.len(), 0, std::ptr::null_mut()) };
     let ticket = posted.expect("it lives").expect("a slot is free");
     let clear = Header { total: 1 << 20, ..Header::of(Type::Clear, 0) };
@@ -244,7 +245,7 @@ fn what_a_thread_is_sending_when_the_connection_fails_does_not_travel_again() {
     let (conn, _theirs) = connected();
     let (second, _other_end) = loopback::sockets();
     Arc::clone(&conn).rejoined(joined(1, 1, second)).expect("it is watched");
-    // SAFETY: the bytes outlive the call, which copies them; nobody profiles.
+    // SAFETY: the bytes outlive the call, which copies them; there is no profiler.
     let posted = unsafe { conn.isend([7_u8; 8].as_ptr(), 8, 0, std::ptr::null_mut()) };
     posted.expect("it lives").expect("a slot is free");
     loopback::wait_until("the message does not leave", || conn.state().core.in_doubt(0));
@@ -257,8 +258,8 @@ fn what_a_thread_is_sending_when_the_connection_fails_does_not_travel_again() {
     conn.close();
 }
 
-/// What was asked over the last streams is lost with them, and the way of a stream may stay silent while others come back. Its
-/// chunks would stay in doubt for as long.
+/// A query over the last streams is lost with them, and the path of a stream may stay silent while others come back.
+/// Its chunks would stay in doubt for as long.
 #[test]
 fn a_stream_that_comes_back_asks_about_those_that_are_still_away() {
     let net = loopback::net(Config::default());
@@ -305,9 +306,9 @@ fn next_header(theirs: &mut TcpStream, frame: &mut [u8]) -> Header {
     Header::decode(frame[..HEADER].try_into().expect("a header")).expect("it is one")
 }
 
-/// Requests of short messages are done at once, so nobody asks after them. What the receiver says must be heard all the same,
-/// or the sender takes its credit for used up and wants an acknowledgement of each message, for which the receiver makes a
-/// system call on the way of that message.
+/// Requests of short messages are done at once, so NCCL does not test them again. The receiver's acknowledgements must
+/// be read all the same, or the sender takes its credit for used up and requests an acknowledgement of each message,
+/// for which the receiver makes a system call while that message waits.
 #[test]
 fn a_row_of_short_messages_asks_for_no_acknowledgement() {
     const MESSAGES: u64 = 4000;
@@ -320,11 +321,11 @@ fn a_row_of_short_messages_asks_for_no_acknowledgement() {
             // SAFETY: the bytes outlive the connection.
             let ticket = unsafe { conn.isend(bytes.as_ptr(), size, 0, std::ptr::null_mut()) }.expect("it is sent");
             let ticket = ticket.expect("a slot is free");
-            // At once, unless the keeper has the stream just then.
+            // At once, unless the control thread holds the stream just then.
             loopback::wait_until("it is not done", || conn.test(ticket).expect("it lives").is_some());
             let header = next_header(&mut theirs, &mut frame);
             asked += u64::from(header.flags & PROMPT != 0);
-            // As a receiver does: after so many frames, or when it owes so much credit.
+            // As a receiver does: after this many frames, or when it owes this much credit.
             let owed = number * (size as u64 + MESSAGE_COST) - returned;
             if number % ACK_EVERY == 0 || owed >= EAGER_WINDOW / 4 {
                 returned += owed;
@@ -333,7 +334,7 @@ fn a_row_of_short_messages_asks_for_no_acknowledgement() {
             }
             most = most.max(conn.state().payloads.len());
         }
-        // Of what a stream has carried the sender wants to hear now and then.
+        // The sender wants an acknowledgement of what a stream has carried now and then.
         let expected = MESSAGES * size as u64 / ACK_BYTES;
         assert!(asked <= expected, "{asked} of {expected} messages of {size} bytes asked");
         assert!(most <= 3 * ACK_EVERY as usize, "{most} messages of {size} bytes were kept");
@@ -343,7 +344,8 @@ fn a_row_of_short_messages_asks_for_no_acknowledgement() {
 #[test]
 fn what_a_gpu_may_watch_is_marked() {
     let (conn, mut theirs) = connected();
-    // Two kilobytes, as LL128 has them: the last of sixteen words is the step. Copied first, and sent from where it is.
+    // Two kilobytes, as in LL128: the last of sixteen 8-byte units is the step. Copied first, and sent from where it
+    // is.
     for (size, watched) in [(2 << 10, true), (2 << 10, false), (512, true), (512, false)] {
         let word = |index: usize| if watched && index % 16 == 15 { 3 } else { 7 << 60 | index as u64 };
         let bytes: Vec<u8> = (0..size / 8).flat_map(|index| word(index).to_le_bytes()).collect();
@@ -357,7 +359,7 @@ fn what_a_gpu_may_watch_is_marked() {
     }
 }
 
-/// A worker may be without a processor for long. What its stream is to carry is sent by the thread that waits for it.
+/// A worker may be without a processor for long. The thread that waits for the data then sends it.
 #[test]
 fn what_a_worker_does_not_come_to_is_sent_by_the_thread_that_asks() {
     let net = loopback::net(Config { workers: Some(1), ..Config::default() });
@@ -390,7 +392,7 @@ fn a_send_that_was_acknowledged_while_its_poll_was_held_up_is_done() {
     let (conn, mut theirs) = connected();
     let bytes = vec![7_u8; 1 << 20];
     let post = || {
-        // SAFETY: the bytes outlive the connection, and nobody profiles.
+        // SAFETY: the bytes outlive the connection, and there is no profiler.
         let posted = unsafe { conn.isend(bytes.as_ptr(), bytes.len(), 0, std::ptr::null_mut()) };
         posted.expect("it lives").expect("a slot is free")
     };
@@ -433,7 +435,7 @@ fn a_send_after_the_goodbye_leaves_an_earlier_one_its_end() {
     let (conn, mut theirs) = connected();
     let bytes = vec![7_u8; 1 << 20];
     let post = |length| {
-        // SAFETY: the bytes outlive the connection, and nobody profiles.
+        // SAFETY: the bytes outlive the connection, and there is no profiler.
         let posted = unsafe { conn.isend(bytes.as_ptr(), length, 0, std::ptr::null_mut()) };
         posted.expect("the call is accepted").expect("a slot is free")
     };

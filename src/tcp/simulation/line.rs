@@ -8,7 +8,7 @@ use crate::session::seal::intake::Item;
 use crate::session::seal::{Seal, Sides};
 use crate::session::wire::Piece;
 
-/// Both ends of one life of a stream; the sending half of one, the receiving half of the other.
+/// Both ends of one epoch of a stream; the sending half of one, the receiving half of the other.
 pub(super) struct Line(Box<Sides>);
 
 /// What of a frame arrives now.
