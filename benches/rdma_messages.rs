@@ -91,7 +91,7 @@ fn count(pair: &Pair, job: &Job) {
     let mut requests = Vec::with_capacity(job.parts);
     for _ in 0..job.messages {
         let receive = loop {
-            // SAFETY: the memory outlives the connection's transfers, and nobody else touches it.
+            // SAFETY: the memory outlives the connection's transfers, and nothing else uses it.
             let receive = counted(|| unsafe { pair.recv.irecv(&targets) });
             if let Some(receive) = receive.expect("irecv") {
                 break receive;
@@ -126,7 +126,7 @@ fn count(pair: &Pair, job: &Job) {
 
 fn idle(pair: &Pair, job: &Job) {
     let target = memory(job, 1, |memory| pair.recv.register(memory));
-    // SAFETY: the memory outlives the connection's transfers, and nobody else touches it.
+    // SAFETY: the memory outlives the connection's transfers, and nothing else uses it.
     let receive = unsafe { pair.recv.post(&parts_of(&target, job, 0)) }.expect("irecv");
     std::thread::sleep(Duration::from_millis(100));
     for _ in 0..job.messages {

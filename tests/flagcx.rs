@@ -23,7 +23,7 @@ fn flagcx() -> FlagCx {
     FlagCx::of(&plugin()).expect("the library exports FlagCX's table")
 }
 
-/// A connection with both ends here. The connecting side is done before anybody accepts.
+/// A connection with both ends here. The connecting side is done before `accept` is called.
 fn connect(flagcx: &FlagCx) -> (Object, Object, Object) {
     let (listener, handle) = flagcx.listen(0).expect("listen");
     assert_eq!(handle.0[56..], [0; 8], "nothing of ours where FlagCX writes");

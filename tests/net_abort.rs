@@ -128,7 +128,7 @@ fn an_abort_amid_trouble_waits_for_nobody_and_leaves_nothing() {
     let case = |trouble: Trouble, aborts: &str, ms: u64| {
         let network = Network::new(2, MBIT);
         let name = format!("{trouble:?}, the {aborts} aborts after {ms} ms");
-        // An abort that nobody could be told of is found out by a probe, after a third of this time.
+        // An abort that could not be reported is found out by a probe, after a third of this time.
         let ends = Ends::start_with(test, &network.hosts, "15", &[("TEST_ABORTS", aborts), ("TEST_CASE", &name)]);
         ends.wait_for("ready");
         let peer = if aborts == "sender" { &ends.receiver } else { &ends.sender };

@@ -21,7 +21,7 @@ struct Mapped {
     len: usize,
 }
 
-// SAFETY: addresses, which only the plugin follows, and what `of` writes before anybody else has them.
+// SAFETY: addresses, which only the plugin follows, and what `of` writes before any other thread has them.
 unsafe impl Sync for Mapped {}
 
 impl Mapped {
@@ -35,7 +35,7 @@ impl Mapped {
 
     fn of(bytes: &[u8]) -> Self {
         let mapped = Self::new(bytes.len());
-        // SAFETY: just mapped, and nobody else has it.
+        // SAFETY: just mapped, and not shared yet.
         unsafe { slice::from_raw_parts_mut(mapped.start.cast(), bytes.len()) }.copy_from_slice(bytes);
         mapped
     }
@@ -95,7 +95,7 @@ fn receiver_withdraws(bytes: &[u8], group: usize) {
     for mr in mrs {
         mr.dereg().expect("deregMr");
     }
-    // What the peer sends now finds nobody: it is told of the failure, or has left before it can be.
+    // The peer's next data finds no receiver: the peer is notified of the failure, or has left before.
     for _ in 0..group {
         // SAFETY: the bytes outlive the connection.
         let request = unsafe { pair.send.post(part(bytes, None)) }.expect("the call is accepted");
@@ -160,7 +160,7 @@ fn amid_transfers(sender: bool, round: usize) {
         mr.dereg().expect("deregMr");
         at.unmap();
     }
-    // As NCCL's abort: nobody asks after what was in flight.
+    // As in NCCL's abort: what was in flight is not tested.
     let Pair { send, recv, .. } = pair;
     std::thread::scope(|scope| {
         scope.spawn(|| send.close().expect("close"));

@@ -139,7 +139,7 @@ fn a_transfer_whose_first_start_is_declined_is_left_alone() {
         assert_eq!((out.starts(), back.starts()), (1, 1), "{size}: one start tells that nobody listens");
         assert!(out.told().is_empty() && back.told().is_empty());
     }
-    // Somebody begins to listen: from the second transfer on everything is told in full.
+    // A profiler starts to listen: from the second transfer on everything is reported in full.
     moved(&pair, pattern(3, 5 << 20));
     let (sender, _) = moved(&pair, pattern(3, 5 << 20));
     // Over sockets in chunks, over RDMA as one share of its one queue pair.
@@ -170,7 +170,7 @@ fn a_later_start_that_is_declined_is_not_stopped_and_the_others_are() {
             assert!(is_over_rdma() || told.iter().map(|piece| piece.length).sum::<u64>() < size as u64);
         }
         assert!(target.bytes() == pattern(2, size));
-        // Whoever declined the last piece is asked once in the next transfer, and after that for each piece again.
+        // A profiler that declined the last piece is called once in the next transfer, and after that for each piece again.
         moved(&pair, pattern(3, size));
         let (sender, _) = moved(&pair, pattern(3, size));
         assert_eq!(sender.len(), if is_over_rdma() { 1 } else { 8 }, "{sender:?}");
@@ -244,7 +244,7 @@ fn a_send_whose_peer_does_not_read_waits_for_socket_space() {
         let set = unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_SNDBUF, value, length) };
         assert_eq!(set, 0, "{}", std::io::Error::last_os_error());
 
-        // More than the sockets on the way take, and nobody reads for a while.
+        // More than the sockets on the path hold, and nothing is read for a while.
         let (size, held) = (1 << 20, Duration::from_millis(300));
         let mut waited = 0;
         for round in 0..10 {

@@ -351,7 +351,7 @@ fn a_crowd_of_strangers_does_not_keep_the_rightful_peer_out() {
     amid_a_crowd("a_crowd_of_strangers_does_not_keep_the_rightful_peer_out", &[]);
 }
 
-/// Who proves to hold the secret makes a key exchange, and only who does.
+/// A peer that proves to hold the secret makes a key exchange, and no other.
 #[test]
 fn where_streams_are_encrypted_a_crowd_of_strangers_keeps_nobody_out() {
     let (_dir, key) = support::key_file();
@@ -511,7 +511,7 @@ fn a_damaged_handle_is_refused_or_leads_nowhere() {
             let refused = context.connect(0, &mut damaged).err();
             assert_eq!(refused, Some(Code::InvalidArgument), "byte {at}");
         }
-        // An address where nobody listens.
+        // An address without a listener.
         let mut elsewhere = handle;
         lead_to(&mut elsewhere, std::net::SocketAddr::new(address_of(&handle).ip(), 1));
         let start = Instant::now();
@@ -709,7 +709,7 @@ fn stale_and_foreign_handles_are_refused_everywhere() {
     }
 }
 
-/// A message that is longer than its receive ends the connection on both sides, promptly, whoever comes first.
+/// A message that is longer than its receive ends the connection on both sides, promptly, in either order.
 fn too_long(version: ApiVersion, size: usize, capacity: usize, receive_first: bool) {
     let what = format!("{version}: {size} bytes into {capacity}, receive first: {receive_first}");
     let context = context(version);
@@ -769,7 +769,7 @@ fn too_long(version: ApiVersion, size: usize, capacity: usize, receive_first: bo
     assert_eq!(ends, (Some(Code::InvalidUsage), Some(Code::InvalidUsage)), "{what}");
     assert!(start.elapsed() < Duration::from_secs(2), "{what}: {:?}", start.elapsed());
     assert!(target.guards_intact(), "{what}: written behind the receive");
-    // The buffer may be freed at once: nobody writes to it any more.
+    // The buffer may be freed at once: it is not written any more.
     send.close().expect("close");
     recv.close().expect("close");
     assert_eq!(bystander.transfer(b"bystander").expect("a transfer"), b"bystander", "{what}");

@@ -130,7 +130,7 @@ fn a_listener_may_be_closed_without_having_accepted() {
     for version in versions() {
         let context = context(version);
         context.listen(0).expect("listen").0.close().expect("close");
-        // Someone has connected, nobody accepted: that peer must not wait for ever.
+        // A peer has connected and was not accepted: it must not wait for ever.
         let (listener, mut handle) = context.listen(0).expect("listen");
         let send = connect(&context, &mut handle);
         listener.close().expect("close");

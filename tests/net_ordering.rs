@@ -1,4 +1,4 @@
-//! Sends and receives match by order and tag, whoever comes first and in whatever order they are asked after.
+//! Sends and receives match by order and tag, whichever comes first and in whatever order they are tested.
 
 mod support;
 
@@ -60,7 +60,7 @@ fn a_send_may_be_posted_long_before_its_receive() {
 fn an_early_send_neither_blocks_nor_misfills_another_tag() {
     let _watchdog = watchdog(60);
     let pair = pair(ApiVersion::V8);
-    // More early messages than any staging window holds, short and long, all with a tag that nobody receives yet.
+    // More early messages than any staging window holds, short and long, all with a tag without receives yet.
     let mut early = Vec::new();
     for i in 0..60 {
         let size = [100, 20_000, 64 << 10, 300_000][i % 4];

@@ -83,7 +83,7 @@ const LINE: usize = 128;
 fn rounds(layout: Layout, size: usize, count: u64, early: bool) {
     let pair = pair(ApiVersion::V12);
     let mut source = Memory::new(size);
-    // Memory that nobody has touched: there the kernel's copies are out of order most often.
+    // Memory that was never touched: there the kernel's copies are out of order most often.
     let targets: Vec<_> = (0..count).map(|_| Memory::new(size)).collect();
     for (round, target) in (1..).zip(&targets) {
         for (index, bytes) in source.bytes_mut().chunks_exact_mut(8).enumerate() {

@@ -132,7 +132,7 @@ fn a_thousand_idle_connections_cost_little_and_each_is_set_up_as_quickly_as_the_
         let each = (resident_kib() - memory) as f64 / CONNECTIONS as f64;
         let fds = (descriptors().len() - open).saturating_sub(EARLY_DESCRIPTORS) as f64 / CONNECTIONS as f64;
         let (early, late) = (lowest_tenth(&times[..100]), lowest_tenth(&times[CONNECTIONS - 100..]));
-        // The keeper looks once more at each connection, 0.4 s after it was used last.
+        // The control thread checks each connection once more, 0.4 s after it was used last.
         std::thread::sleep(Duration::from_millis(600));
         let idle = processor_time_within(IDLE);
         eprintln!(

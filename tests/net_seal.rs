@@ -43,7 +43,7 @@ fn in_both_modes(name: &str, also: &[(&str, &str)], body: impl Fn(bool)) {
     }
 }
 
-/// A connection of which somebody sees the first life of the first stream.
+/// A connection of which an observer sees the first epoch of the first stream.
 fn pair_through(meddle: impl FnMut(Way, usize, &mut [u8]) + Send + 'static) -> (Pair, Proxy, Handle) {
     let context = context(ApiVersion::V12);
     let (listener, mut handle) = context.listen(0).expect("listen");
@@ -133,7 +133,7 @@ fn what_is_damaged_on_the_way_travels_again() {
     });
 }
 
-/// What the others are measured against: without either, nobody notices.
+/// The comparison for the others: without either, damage is not noticed.
 #[test]
 fn without_checksums_a_flipped_bit_arrives() {
     child::alone("without_checksums_a_flipped_bit_arrives", &[("TOWLINE_STREAMS", "1")], || {

@@ -296,7 +296,7 @@ fn what_was_reported_done_is_there_though_a_link_goes_down_after_the_close() {
         let network = Network::new(2, 0);
         let ends = Ends::start(test, &network.hosts, "60");
         ends.wait_for("ready");
-        // Nothing is outstanding: the receiver's keeper has stopped looking.
+        // Nothing is outstanding: the receiver's control thread has stopped polling.
         std::thread::sleep(Duration::from_millis(500));
         ends.tell("go");
         ends.wait_for("sent");

@@ -135,7 +135,7 @@ fn each_variable_reaches_the_queue_pairs_of_its_side() {
     }
 }
 
-/// The sender's communicator speaks for both sides, as in NCCL: with v10 nobody else knows its class.
+/// The sender's communicator decides for both sides, as in NCCL: with v10 the receiver does not know its class.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn the_senders_communicator_chooses_the_class_of_both_sides_unless_a_variable_does() {
@@ -243,7 +243,7 @@ fn drivers_agree_on_options_or_go_without() {
                     has("rxe0", &["set_ece=1", "ece=0x33"]);
                     has("rxe1", &["set_ece=1", "ece=0x33"]);
                 }
-                // Nobody is given what the other side's driver does not take.
+                // Neither side gets options that the other side's driver does not accept.
                 "rxe0" => {
                     has("rxe0", &["set_ece=0", "ece=0x3f"]);
                     has("rxe1", &["set_ece=0"]);

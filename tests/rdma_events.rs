@@ -129,7 +129,7 @@ fn a_send_whose_receive_is_known_starts_inside_isend() {
         std::thread::sleep(Duration::from_millis(100));
         let sent = send(&pair, pattern(1, size), 0, out);
         assert_eq!(out.starts(), 1, "started before isend returned");
-        // Its end may come as early, when the keeper has looked.
+        // Its end may come as early, when the control thread has polled.
         assert!(out.told()[0].stops <= 1);
         finish(&pair, &received, &[sent], |which| {
             (if which.is_some() { out } else { back }).whole(size);

@@ -29,7 +29,7 @@ const FIRST: Link = Link([("veth0", "10.7.0.1"), ("veth1", "10.7.0.2")]);
 const SECOND: Link = Link([("veth2", "10.9.0.1"), ("veth3", "10.9.0.2")]);
 
 impl Link {
-    /// Writes down who is at the other end: the kernel forgets that with the link.
+    /// Stores the peer's link address: the kernel forgets it with the link.
     fn introduce(self) {
         let [(near, here), (far, there)] = self.0;
         machine(&format!(
@@ -280,7 +280,7 @@ fn a_port_that_goes_down_is_done_without_and_used_again() {
                         until_lost(log);
                         std::thread::sleep(Duration::from_millis(300));
                         if pairs == 1 {
-                            // For a while it leads nowhere, as where a switch learns who is there: a first try is in vain.
+                            // For a while it does not work, as while a switch learns addresses: a first attempt fails.
                             link.rise();
                             link.mislead();
                             std::thread::sleep(Duration::from_millis(1500));
@@ -411,7 +411,7 @@ fn messages_do_not_wait_for_a_queue_pair_that_is_being_connected() {
     }
 }
 
-/// Nobody tells that the way leads nowhere: the queue pairs find out, and others take over.
+/// Nothing reports that the path does not work: the queue pairs find out, and others take over.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_way_that_falls_silent_is_done_without_and_used_again() {

@@ -371,14 +371,14 @@ fn a_link_that_stays_down_fails_the_transfer_with_both_ends_named() {
         let sent = outcome(|r| pair.send.test(r), sent, PATIENCE).expect("no hang");
         let received = outcome(|r| pair.recv.test(r), posted, PATIENCE).expect("no hang");
         set_link("veth0", true);
-        // SoftRoCE says at once that it cannot send; other devices find out when nobody answers.
+        // SoftRoCE reports at once that it cannot send; other devices find out when there is no answer.
         assert!(matches!(sent.err(), Some(Code::SystemError | Code::RemoteError)));
         assert_eq!(received.err(), Some(Code::RemoteError));
         for words in ["vendor code", "on rxe0, queue pair", "GID 10.7.0.1", "GID 10.7.0.2", "this side's port is down"]
         {
             assert!(log.contains(words), "{words}: {:?}", log.records());
         }
-        // With whom: host and process, which are this one, and the address of its socket.
+        // The peer: host and process, which are this one, and the address of its socket.
         let host = std::fs::read_to_string("/proc/sys/kernel/hostname").expect("a name");
         let peer = format!("{}:{}", host.trim(), std::process::id());
         let is_told = |text: &str| text.contains("vendor code") && text.contains(&format!("sending to {peer}"));
@@ -571,7 +571,7 @@ fn a_message_of_more_than_1_gib_arrives() {
     // Each 16 MiB differ from the others.
     let block = |at: usize| pattern(at / BLOCK, BLOCK.min(SIZE - at));
     for at in (0..SIZE).step_by(BLOCK) {
-        // SAFETY: within the source, which nobody reads yet.
+        // SAFETY: within the source, which is not read yet.
         unsafe { std::ptr::copy_nonoverlapping(block(at).as_ptr(), source.at(at).cast(), block(at).len()) };
     }
     let start = Instant::now();
@@ -686,7 +686,7 @@ fn many_connections_leave_nothing_in_the_kernel() {
         let cycles = std::env::var("RDMA_CYCLES").ok().and_then(|text| text.parse().ok()).unwrap_or(60);
         let _watchdog = watchdog(60 + cycles);
         let context = context(ApiVersion::V12);
-        // What the process has once: protection domains, and the keeper's descriptors.
+        // Once per process: protection domains, and the control thread's descriptors.
         across(&context).close().expect("close");
         let settled = || {
             let before = resources();

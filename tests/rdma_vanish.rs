@@ -78,7 +78,7 @@ fn accept(names: impl IntoIterator<Item: Debug>, size: usize) -> Vec<RecvComm> {
     names.into_iter().map(accept).collect()
 }
 
-/// Waits for a request and looks seldom: nobody but the keeper need look for the end to be noticed.
+/// Waits for a request and polls rarely: the control thread's polls are enough for the end to be noticed.
 fn wait(test: impl Fn(&Request) -> Result<Option<Sizes>, Code>, request: &Request) -> Result<(), Code> {
     let start = Instant::now();
     while start.elapsed() < PATIENCE {
@@ -161,7 +161,7 @@ fn receives() {
     closes(comms, RecvComm::close);
 }
 
-/// Closes what has failed, which must not wait for anybody.
+/// Closes what has failed, which must not wait for the peer.
 fn closes<C>(comms: Vec<C>, close: impl Fn(C) -> Result<(), Code>) {
     let start = Instant::now();
     for comm in comms {
@@ -181,7 +181,7 @@ fn a_vanished_host_is_noticed_within_the_peer_timeout() {
     }
     let timeout = [("TOWLINE_PEER_TIMEOUT", "5")];
     let without = [("TOWLINE_RECOVERY", "0")];
-    // With the defaults the device sends again for half a minute: it is not the one who finds out.
+    // With the defaults the device retransmits for half a minute: it is not what notices.
     let variants: [&[(&str, &str)]; 3] = [&[], &without, &IMPATIENT];
     let running = variants.map(|variables| {
         let mail = Mailbox::new();
@@ -263,7 +263,7 @@ fn closes_towards_a_vanished_host_share_one_time_budget() {
     }
 }
 
-/// The kernel and the device answer for a process that is stopped, for longer than anybody waits for a silent one.
+/// The kernel and the device answer for a process that is stopped, for longer than a silent peer is waited for.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_peer_that_is_stopped_is_waited_for() {

@@ -1,4 +1,4 @@
-//! A host whose libibverbs cannot be loaded runs over TCP and says so once; who insists on RDMA is told what is missing.
+//! A host whose libibverbs cannot be loaded uses TCP and logs that once; if RDMA is required, the error names what is missing.
 
 #![cfg(feature = "rdma")]
 

@@ -1,4 +1,4 @@
-//! When things go otherwise: nobody listens, too much is told, the process is killed, aborts, forks or just exits.
+//! Unusual cases: no profiler, too many events, the process is killed, aborts, forks or just exits.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

@@ -1,4 +1,4 @@
-//! `towline trace`: files of several hosts onto one clock, and who holds them back.
+//! `towline trace`: files of several hosts onto one clock, and which rank holds them back.
 
 use std::collections::HashMap;
 use std::io::{Read, Write};
@@ -92,12 +92,12 @@ fn ring(rank: i32) -> Ring {
     Ring { to, from: listener.accept().unwrap().0 }
 }
 
-/// Everybody is there and has loaded everything when rank 0's word comes around, however long that took.
+/// All ranks have started and loaded everything when rank 0's message comes around, however long that took.
 fn agree_on_start(rank: i32, ring: &Ring) -> u64 {
     let mut word = [0; 8];
     for round in 0..2 {
         if rank == 0 {
-            // The first time around nobody looks at it.
+            // The first time around it is not checked.
             let start = if round == 0 { 0 } else { clock::now() + 50_000_000 };
             (&ring.to).write_all(&start.to_ne_bytes()).unwrap();
         }

@@ -19,7 +19,7 @@ pub(crate) struct Comm {
     pub(crate) context: *mut c_void,
 }
 
-// SAFETY: the context is a number to everybody but the profiler, which NCCL's threads all pass it to.
+// SAFETY: only the profiler, to which NCCL's threads pass it, uses the context as more than a number.
 unsafe impl Send for Comm {}
 // SAFETY: as above.
 unsafe impl Sync for Comm {}
@@ -77,7 +77,7 @@ pub(crate) struct Task {
     pub(crate) seq: u64,
 }
 
-// SAFETY: the handle is a number to everybody but the profiler.
+// SAFETY: only the profiler uses the handle as more than a number.
 unsafe impl Send for Task {}
 // SAFETY: as above.
 unsafe impl Sync for Task {}

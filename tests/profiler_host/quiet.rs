@@ -217,7 +217,7 @@ pub(crate) fn play_callbacks(version: u32) {
             }
             DONE.fetch_add(1, Ordering::SeqCst);
             // Only this is let through: what ends a thread in an orderly way would be noted.
-            // SAFETY: ends this thread, which holds nothing that anybody waits for.
+            // SAFETY: ends this thread, which holds nothing that another thread waits for.
             unsafe { libc::syscall(libc::SYS_exit, 0) };
         });
     }

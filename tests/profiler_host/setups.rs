@@ -175,7 +175,7 @@ fn one_thread_per_device_with_communicators_coming_and_going() {
     for version in VERSIONS {
         let dir = tempfile::tempdir().unwrap();
         super::run(&format!("threads:{version}"), dir.path(), &[("TOWLINE_PROFILE_BUFFER", "256")]);
-        // The last communicator may end more than once: whoever comes later finds the same file.
+        // The last communicator may end more than once: a later writer finds the same file.
         let files = check::traces(dir.path());
         assert_eq!(files.len(), 1, "v{version}");
         let contents = check::load(&files[0]);

@@ -1,4 +1,4 @@
-//! `towline why` beside jobs that stand still: which rank it names, and that it names nobody in a healthy one.
+//! `towline why` beside jobs that stand still: which rank it names, and that it names none in a healthy one.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;

@@ -229,7 +229,7 @@ fn total(text: &str, name: &str) -> f64 {
     values.map(|line| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap()).sum()
 }
 
-/// Each message on one rail is one event for who adds up, however many streams took its chunks, and several for who draws.
+/// Each message on one rail is one event for sums, however many streams took its chunks, and several for a trace.
 #[test]
 fn who_only_adds_up_is_told_of_a_message_once_and_of_every_byte() {
     let figures = |profile| {

@@ -27,7 +27,7 @@ pub struct Distance {
 pub struct Path {
     /// What the hosts believe to pass, in bytes of a packet.
     pub mtu: usize,
-    /// What passes. Larger packets are lost, and nobody says so.
+    /// The largest packet that passes. Larger ones are lost without a notification.
     pub largest: usize,
     /// From one host to the other.
     pub delay: Duration,

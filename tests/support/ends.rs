@@ -67,13 +67,13 @@ pub fn tell(name: &str) {
     child::send(&child::mailbox(), name, b"");
 }
 
-/// Waits until somebody has said `name`.
+/// Waits until a side has reported `name`.
 pub fn wait_for(name: &str) {
     let mail = child::mailbox();
     eventually(name, PATIENCE, || mail.join(name).exists().then_some(()));
 }
 
-/// How long ago somebody said `name`, if anybody has.
+/// How long ago a side reported `name`, if one has.
 pub fn since(name: &str) -> Option<Duration> {
     let said = child::mailbox().join(name).metadata().and_then(|file| file.modified()).ok()?;
     Some(said.elapsed().unwrap_or_default())

@@ -14,7 +14,7 @@ pub enum Fault {
     Silence,
     /// It answers everything that comes over the rail with resets.
     Resets,
-    /// The switch forwards nothing to anybody; all carriers stay.
+    /// The switch forwards nothing; all carriers stay.
     Switch,
 }
 

@@ -215,7 +215,7 @@ impl Rank {
             self.wait_for("limited")?;
         }
         let mut connecting: VecDeque<(usize, Handle)> = theirs.into_iter().enumerate().collect();
-        // Not closed when the test is over: that would be news to who has called.
+        // Not closed when the test is over: the caller would notice that.
         let mut accepting = ManuallyDrop::new(VecDeque::<Listener>::from(listeners));
         let mut limited = false;
         let mut kept = Vec::new();
@@ -230,7 +230,7 @@ impl Rank {
                 limited = true;
                 without_descriptors_for(Duration::from_secs(3), &self.mail);
             }
-            // Who has to connect first does not accept before.
+            // The side that must connect first does not accept before.
             if (!without || connecting.is_empty())
                 && let Some(listener) = accepting.front()
                 && let Some(comm) = listener.accept().map_err(failed("accept"))?

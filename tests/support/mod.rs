@@ -118,7 +118,7 @@ pub fn pattern(seed: usize, len: usize) -> &'static [u8] {
     static ALL: Mutex<(Option<Place>, usize, u64)> = Mutex::new((None, 0, 0x9e37_79b9_7f4a_7c15));
     #[derive(Clone, Copy)]
     struct Place(*mut u8);
-    // SAFETY: only the holder of the lock writes, and only where nobody reads yet.
+    // SAFETY: only the holder of the lock writes, and only where no thread reads yet.
     unsafe impl Send for Place {}
     let start = seed % SEEDS * SHIFT;
     assert!(len <= LONGEST, "at most {LONGEST} bytes");

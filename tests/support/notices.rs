@@ -16,7 +16,7 @@ pub fn clock() -> u64 {
     now.tv_sec as u64 * 1_000_000 + now.tv_nsec as u64 / 1000
 }
 
-/// Has a process say more than warnings to its host, who does not print it.
+/// Makes a process log more than warnings to its host, which does not print it.
 pub const INFO: (&str, &str) = ("NCCL_WARN_ENABLE_DEBUG_INFO", "1");
 
 /// Collects the times at which this process says that a stream is lost. Such lines are no warnings: the process must run

@@ -33,7 +33,7 @@ fn decoded(handle: &Handle) -> ConnectionHandle {
     ConnectionHandle::decode(handle.bytes()[..64].try_into().expect("64 bytes")).expect("a handle")
 }
 
-/// Where the listener behind a handle can be reached: the tests know as much as a stranger who has seen the packets.
+/// Where the listener behind a handle can be reached: the tests know as much as an observer of the packets.
 pub fn address_of(handle: &Handle) -> SocketAddr {
     decoded(handle).addresses[0]
 }

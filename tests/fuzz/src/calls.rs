@@ -446,7 +446,7 @@ impl Play {
         }
     }
 
-    /// An attempt that nobody accepts, in a wild input; else one that is refused for its context.
+    /// An attempt that is not accepted, in a wild input; else one that is refused for its context.
     fn connect(&mut self, input: &mut Input<'_>) {
         let context = self.pick(input, |play| play.contexts.clone());
         if self.contexts.contains(&context) && (!self.wild || context == self.world.context) {

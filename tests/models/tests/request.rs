@@ -17,12 +17,12 @@ impl Buffer {
     }
 
     fn fill(&self, value: u64) {
-        // SAFETY: loom checks that nobody reads meanwhile.
+        // SAFETY: loom checks that no thread reads at the same time.
         self.0.with_mut(|place| unsafe { *place = value });
     }
 
     fn read(&self) -> u64 {
-        // SAFETY: loom checks that nobody writes meanwhile.
+        // SAFETY: loom checks that no thread writes at the same time.
         self.0.with(|place| unsafe { *place })
     }
 }

@@ -98,7 +98,7 @@ fn what_is_posted_by_two_threads_while_a_third_has_the_stream_is_moved() {
     });
 }
 
-/// A thread that only peeks serves nobody's wishes, but leaves none behind either.
+/// A thread that only peeks serves no other thread's request, but leaves none behind either.
 #[test]
 fn what_is_posted_beside_a_peek_is_moved_or_left_to_the_worker() {
     loom::model(|| {
@@ -116,7 +116,7 @@ fn what_is_posted_beside_a_peek_is_moved_or_left_to_the_worker() {
     });
 }
 
-/// A socket that is taken away is used by nobody afterwards.
+/// A socket that is taken away is not used afterwards.
 #[test]
 fn after_a_take_nobody_is_in_the_stream() {
     loom::model(|| {

@@ -14,7 +14,7 @@ pub const POOL: usize = 3;
 pub struct World {
     /// The context of everything here.
     pub context: Id,
-    /// A listener to which nobody connects.
+    /// A listener without connections.
     pub listener: Id,
     /// The connections; an input may add some.
     pub pairs: Vec<Pair>,
