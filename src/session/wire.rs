@@ -221,18 +221,28 @@ pub unsafe fn copy_ascending(from: *const u8, to: *mut u8, length: usize) {
         // SAFETY: every access lies below `length`, for which the caller vouches.
         unsafe { to.write_volatile(from.add(at).read()) };
     };
+    let word = |at: usize| {
+        let to = to.wrapping_add(at).cast::<u64>();
+        if begins_a_flag(to.cast()) {
+            fence(Ordering::Release);
+        }
+        // SAFETY: as above, for eight bytes; `to` is aligned, since single bytes came first.
+        unsafe { to.write_volatile(from.add(at).cast::<u64>().read_unaligned()) };
+    };
     let mut at = 0;
     while at < length && !(to as usize + at).is_multiple_of(8) {
         one(at);
         at += 1;
     }
-    while at + 8 <= length {
-        let to = to.wrapping_add(at).cast::<u64>();
-        if begins_a_flag(to.cast()) {
-            fence(Ordering::Release);
+    // Unrolled: a third of the instructions.
+    while at + 64 <= length {
+        for place in 0..8 {
+            word(at + 8 * place);
         }
-        // SAFETY: as above.
-        unsafe { to.write_volatile(from.add(at).cast::<u64>().read_unaligned()) };
+        at += 64;
+    }
+    while at + 8 <= length {
+        word(at);
         at += 8;
     }
     while at < length {
