@@ -1,5 +1,5 @@
 //! The states of a job's processes, for `towline why` and `towline top`: from their state files, and fresher from the control
-//! sockets of those on this host.
+//! sockets of those on this host; or over TCP.
 //!
 //! Whether a process of another host has a heartbeat is seen by watching its file: the hosts' clocks are not compared.
 
@@ -17,6 +17,8 @@ use towline::trace::clock;
 use towline::trace::live::{LONGEST, State, place};
 use towline::trace::verdict::{SILENT_NS, seconds};
 
+mod hosts;
+
 /// How long a process may take to answer on its control socket.
 const ANSWER: Duration = Duration::from_secs(2);
 
@@ -32,6 +34,17 @@ pub(crate) struct Place {
     /// The directory of the state files [default: TOWLINE_STATE_DIR, else this user's processes on this host]
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
+    /// Ask the processes of these hosts over TCP (TOWLINE_STATUS_LISTEN, TOWLINE_KEY_FILE), instead of reading a directory
+    #[arg(long, value_name = "HOST[:PORT],…", value_delimiter = ',', conflicts_with = "dir")]
+    host: Vec<String>,
+}
+
+/// The processes of a job.
+#[derive(Default)]
+pub(crate) struct Found {
+    pub(crate) processes: Vec<Process>,
+    /// What the user should know beside them.
+    pub(crate) notes: Vec<String>,
 }
 
 /// A process of the job.
@@ -68,19 +81,33 @@ impl Place {
         asked.or_else(|| place::default_dir(false))
     }
 
-    /// All processes that have left a state there. It takes up to five seconds when one of another host has no heartbeat.
+    /// What is to be known of where processes were looked for, when there are none.
+    pub(crate) fn whereabouts(&self) -> String {
+        if !self.host.is_empty() {
+            return format!("at {}", self.host.join(", "));
+        }
+        format!("in {}", self.dir().map_or_else(|| "/dev/shm or /tmp".into(), |dir| dir.display().to_string()))
+    }
+
+    /// All processes that have left a state there, or that answer. It takes up to five seconds when one of another host has no
+    /// heartbeat.
     ///
     /// # Errors
-    /// When the directory cannot be read.
-    pub(crate) fn processes(&self) -> Result<Vec<Process>> {
-        let Some(dir) = self.dir() else { return Ok(Vec::new()) };
+    /// When the directory cannot be read, or hosts are to be asked and there is no key.
+    pub(crate) fn processes(&self) -> Result<Found> {
+        if !self.host.is_empty() {
+            return hosts::ask(&self.host);
+        }
+        let Some(dir) = self.dir() else { return Ok(Found::default()) };
         let states = match place::read_all(&dir) {
             Ok(states) => states,
             // No process has made it yet.
             Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
             Err(error) => return Err(Error::system(format!("reading {}", dir.display()), &error)),
         };
-        Ok(gather(states))
+        let processes = gather(states);
+        let notes = dropped(&processes);
+        Ok(Found { processes, notes })
     }
 }
 
@@ -139,8 +166,8 @@ pub(crate) fn running(processes: &[Process], now: u64) -> BTreeSet<u64> {
     comms.filter(|comm| comm.ended.is_none()).map(|comm| comm.info().id).collect()
 }
 
-/// What the user should know of the processes themselves.
-pub(crate) fn remarks(processes: &[Process]) -> Vec<String> {
+/// Which processes missed events.
+fn dropped(processes: &[Process]) -> Vec<String> {
     let dropped = processes.iter().filter(|process| process.state.dropped > 0).map(|process| {
         let State { host, pid, dropped, .. } = &process.state;
         format!("{host}, process {pid}, had no room for {dropped} events: what is said of it may be out of date")

@@ -164,7 +164,11 @@ pub(crate) fn main() -> ExitCode {
         Command::Opens(options) => doctor::opens(&options),
         Command::Peer => return send_recv::run_peer(),
         Command::Trace(options) => trace::run(&options),
-        Command::Why(options) => why::run(&options),
+        // Its exit code 1 means that a rank was named.
+        Command::Why(options) => why::run(&options).or_else(|error| {
+            eprintln!("towline: {error}");
+            Ok(Verdict::Unclear)
+        }),
         Command::Top(options) => top::run(&options),
         Command::Env(options) => installation::run(&options),
         Command::Generate(options) => generate::run(&options),

@@ -12,7 +12,7 @@ use towline::trace::clock;
 use towline::trace::live::{CommState, State};
 
 use super::Verdict;
-use super::gather::{self, Process, ago};
+use super::gather::{self, Found, Process, ago};
 use super::output::print;
 use super::table::Table;
 
@@ -38,11 +38,11 @@ pub(crate) fn run(options: &Options) -> Result<Verdict> {
     let mut before = BTreeMap::new();
     let mut first = true;
     loop {
-        let processes = options.place.processes()?;
+        let Found { processes, notes } = options.place.processes()?;
         let now = clock::now();
         if !(first && options.once) {
             let view = View::of(&processes, &before, now);
-            let text = if options.json { format!("{}\n", view.json()) } else { view.text() };
+            let text = if options.json { format!("{}\n", view.json(&notes)) } else { view.text(&notes) };
             print(if clear { format!("\x1b[H\x1b[2J{text}") } else { text });
             if options.once {
                 return Ok(Verdict::Good);
@@ -112,7 +112,7 @@ impl View {
         Self { ranks, gone: gone.collect(), rates: rates(&alive, before) }
     }
 
-    fn text(&self) -> String {
+    fn text(&self, notes: &[String]) -> String {
         let mut text = String::new();
         let table = Table::new(COLUMNS.map(|(heading, width)| (heading, "", width)));
         let _ = writeln!(text, "{}", table.left_row(&COLUMNS.map(|(heading, _)| heading.to_owned())));
@@ -131,10 +131,13 @@ impl View {
         if text.lines().count() == 1 {
             text += "no process of a running job was found\n";
         }
+        for note in notes {
+            let _ = writeln!(text, "note: {note}");
+        }
         text
     }
 
-    fn json(&self) -> Value {
+    fn json(&self, notes: &[String]) -> Value {
         let rank = |it: &Rank| {
             let [call, since, waits_for] = &it.doing;
             json!({
@@ -148,6 +151,7 @@ impl View {
             "ranks": self.ranks.iter().map(rank).collect::<Vec<_>>(),
             "gone": self.gone.iter().map(gone).collect::<Vec<_>>(),
             "interfaces": self.rates.iter().map(rate).collect::<Vec<_>>(),
+            "notes": notes,
         })
     }
 }
@@ -205,12 +209,12 @@ mod tests {
         };
         let processes = [process(1, "a", false), process(2, "a", true), process(3, "b", true)];
         let view = View::of(&processes, &BTreeMap::new(), now);
-        let text = view.text();
+        let text = view.text(&[]);
         assert!(text.contains("node, process 2, has ended"), "{text}");
         assert!(!text.contains("process 3"), "of an earlier job: {text}");
-        let json = view.json();
+        let json = view.json(&[]);
         assert_eq!((&json["ranks"][0]["process"], &json["gone"][0]["has_ended"]), (&json!(1), &json!(true)));
-        let text = View::of(&processes[2..], &BTreeMap::new(), now).text();
+        let text = View::of(&processes[2..], &BTreeMap::new(), now).text(&[]);
         assert!(text.contains("no process of a running job was found") && !text.contains("process 3"), "{text}");
     }
 }

@@ -10,7 +10,7 @@ use towline::trace::clock;
 use towline::trace::verdict::{Finding, Job, Told, Whereabouts, name_of_call};
 
 use super::Verdict;
-use super::gather::{self, Process};
+use super::gather::{self, Found, Process};
 use super::output::print;
 
 /// Between two looks.
@@ -19,7 +19,8 @@ const AGAIN: Duration = Duration::from_secs(2);
 /// Say which rank holds a running job up, and why.
 ///
 /// The processes remember their last calls and their open operations (unless TOWLINE_STATUS=0). Those of this host are
-/// found by themselves; those of all hosts when they share a directory (TOWLINE_STATE_DIR).
+/// found by themselves; those of all hosts when they share a directory (TOWLINE_STATE_DIR), or
+/// over TCP with the job's key (--host).
 ///
 /// Exit status: 0 nothing is stuck, 1 a rank was named, 2 it cannot be told.
 #[derive(Debug, Args)]
@@ -38,7 +39,7 @@ pub(crate) struct Options {
 pub(crate) fn run(options: &Options) -> Result<Verdict> {
     let mut before = String::new();
     loop {
-        let answer = Answer::of(&options.place.processes()?);
+        let answer = Answer::of(options.place.processes()?);
         let text = if options.json { format!("{}\n", answer.json()) } else { answer.text(&options.place) };
         if options.json || text != before {
             print(&text);
@@ -61,7 +62,8 @@ struct Answer {
 }
 
 impl Answer {
-    fn of(processes: &[Process]) -> Self {
+    fn of(found: Found) -> Self {
+        let processes = &found.processes;
         let now = clock::now();
         let comms = gather::running(processes, now);
         let mut job = Job::default();
@@ -79,7 +81,7 @@ impl Answer {
         // The one that most ranks wait in first.
         findings.sort_by_key(|finding| std::cmp::Reverse(finding.comm.members.len()));
         let alive = processes.iter().filter(|process| process.is_alive(now)).count();
-        Self { findings, alive, communicators: comms.len(), remarks: gather::remarks(processes) }
+        Self { findings, alive, communicators: comms.len(), remarks: found.notes }
     }
 
     fn verdict(&self) -> Verdict {
@@ -98,11 +100,11 @@ impl Answer {
             let _ = writeln!(text, "{}: {}", finding.comm.title, finding.sentence());
         }
         if self.alive == 0 {
-            let dir = place.dir().map_or_else(|| "/dev/shm or /tmp".into(), |dir| dir.display().to_string());
             let _ = writeln!(
                 text,
-                "no process of a running job was found in {dir}; does the job run as this user, with NCCL 2.23 or \
-                 later, Towline's profiler loaded and without TOWLINE_STATUS=0, and with TOWLINE_STATE_DIR as here?"
+                "no process of a running job was found {}; does the job run as this user, with NCCL 2.23 or \
+                 later, Towline's profiler loaded and without TOWLINE_STATUS=0, and with TOWLINE_STATE_DIR as here?",
+                place.whereabouts()
             );
         } else if self.findings.is_empty() {
             let _ = writeln!(

@@ -418,6 +418,16 @@ variables! {
                listen on this port plus their number on the host (`LOCAL_RANK`, or what Open MPI, MPICH and Slurm set), \
                else on the first of 64 that is free. Unset: nowhere.",
     }
+    status_listen: Option<String> {
+        name: "TOWLINE_STATUS_LISTEN",
+        default: "",
+        unit: "",
+        since: "0.2.0",
+        read: "profiler init",
+        help: "Where each process gives its status to holders of the key in TOWLINE_KEY_FILE (`towline why --host`), \
+               `address:port`. A port alone means all addresses. The processes of a host have a port each, numbered \
+               as for TOWLINE_METRICS_LISTEN. Unset, or without a key: nowhere.",
+    }
     metrics_peers: bool {
         name: "TOWLINE_METRICS_PEERS",
         default: "0",

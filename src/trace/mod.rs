@@ -33,6 +33,7 @@ pub mod perfetto;
 pub mod place;
 pub mod profiler;
 pub mod rail;
+pub mod remote;
 pub mod ring;
 mod service;
 pub mod settings;

@@ -1,9 +1,9 @@
-//! Asked while the job runs: the control socket and the metrics' HTTP endpoint, on a thread of their own.
+//! Asked while the job runs: the control socket, the metrics' HTTP endpoint and the status over TCP, on a thread of their own.
 //!
 //! The control socket takes one word per connection, `status`, `summary`, `metrics` or `flush`, and answers with text:
 //! `echo summary | nc -U towline-host-pid.sock`. The same thread renews the process's state file each second, so that a
 //! file system that does not answer delays only what is read from the file. The control socket serves one client after the other,
-//! with short time limits; HTTP clients have threads of their own ([`super::metrics::server`]).
+//! with short time limits; clients over TCP have threads of their own ([`super::metrics::server`]).
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener};
@@ -20,7 +20,10 @@ use super::claim::{claim, first_free, is_older};
 use super::live::{KEPT, KEPT_IN_FILE, place};
 use super::metrics::{self, server};
 use super::profiler::{Level, host, say};
+use super::remote::{self, Key};
+use super::settings::Remote;
 use super::writer::Request;
+use crate::os::error::Error;
 use crate::os::fd::Registered;
 
 /// How long a client may take to say what it wants.
@@ -89,6 +92,7 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
 pub(super) struct Service {
     control: Option<Registered<UnixListener>>,
     http: Option<Registered<TcpListener>>,
+    remote: Option<(Registered<TcpListener>, Key)>,
     state: Option<PathBuf>,
     requests: Sender<Request>,
 }
@@ -97,7 +101,7 @@ impl Service {
     /// Opens what is asked for. What cannot be opened is said in the second part, the rest works.
     pub(super) fn open(
         control: Option<PathBuf>,
-        (listen, local_rank): (Option<SocketAddr>, Option<u16>),
+        (listen, remote, local_rank): (Option<SocketAddr>, Option<&Remote>, Option<u16>),
         state: Option<PathBuf>,
         requests: Sender<Request>,
     ) -> (Option<Self>, Vec<String>) {
@@ -121,14 +125,29 @@ impl Service {
                 None
             }
         });
-        let any = control.is_some() || http.is_some() || state.is_some();
-        (any.then_some(Self { control, http, state, requests }), complaints)
+        let remote = remote.and_then(|remote| match listen_with_key(remote, local_rank) {
+            Ok((listener, key)) => {
+                if let Ok(address) = listener.local_addr() {
+                    say(Level::Info, &format!("holders of the key get the status at {address} (towline why --host)"));
+                }
+                Some((listener, key))
+            }
+            Err(error) => {
+                complaints.push(format!("no status at {}: {error}", remote.address));
+                None
+            }
+        });
+        let any = control.is_some() || http.is_some() || remote.is_some() || state.is_some();
+        (any.then_some(Self { control, http, remote, state, requests }), complaints)
     }
 
     /// Serves for as long as the process lives.
-    pub(super) fn run(self) {
+    pub(super) fn run(mut self) {
         let unix = self.control.as_ref().map_or(-1, AsRawFd::as_raw_fd);
         let tcp = self.http.as_ref().map_or(-1, AsRawFd::as_raw_fd);
+        let remote = self.remote.take().map(|(listener, key)| (listener, handle_with_key(key, self.requests.clone())));
+        let keyed = remote.as_ref().map_or(-1, |(listener, _)| listener.as_raw_fd());
+        let (http_clients, keyed_clients) = (server::Crowd::default(), server::Crowd::default());
         if let Some(dir) = self.state.as_deref().and_then(Path::parent) {
             place::sweep(dir, &format!("{}-", host()), place::ENDING);
         }
@@ -138,6 +157,7 @@ impl Service {
             "/summary" => Some(answer(&requests, "summary")),
             _ => None,
         });
+        let http: server::Handle = Arc::new(move |client| drop(server::talk(client, &answer)));
         let mut due = Instant::now();
         loop {
             let patience = if self.state.is_some() {
@@ -153,9 +173,9 @@ impl Service {
                 -1
             };
             let wait = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
-            let mut polled = [wait(unix), wait(tcp)];
+            let mut polled = [wait(unix), wait(tcp), wait(keyed)];
             // SAFETY: the array is valid for its length; negative descriptors are skipped by poll.
-            let ready = unsafe { libc::poll(polled.as_mut_ptr(), 2, patience) };
+            let ready = unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, patience) };
             if ready < 0 {
                 std::thread::sleep(CLIENT);
                 continue;
@@ -170,7 +190,10 @@ impl Service {
                 let _ = stream.write_all(text.as_bytes());
             }
             if let Some(listener) = self.http.as_ref().filter(|_| polled[1].revents != 0) {
-                server::serve(listener, &answer);
+                server::serve(listener, &http_clients, &http);
+            }
+            if let Some((listener, handle)) = remote.as_ref().filter(|_| polled[2].revents != 0) {
+                server::serve(listener, &keyed_clients, handle);
             }
         }
     }
@@ -219,6 +242,29 @@ fn answer(requests: &Sender<Request>, word: &str) -> String {
         _ => return "say status, summary, metrics or flush\n".into(),
     };
     answer.unwrap_or_else(|| "the profiler is busy\n".into())
+}
+
+fn listen_with_key(
+    remote: &Remote,
+    local_rank: Option<u16>,
+) -> crate::os::error::Result<(Registered<TcpListener>, Key)> {
+    let key = Key::load(&remote.key)?;
+    let bound = server::bind(remote.address, local_rank).or_else(|error| {
+        // A kernel without IPv6.
+        let any = remote.address.ip().is_unspecified() && remote.address.is_ipv6();
+        if any { server::bind(([0, 0, 0, 0], remote.address.port()).into(), local_rank) } else { Err(error) }
+    });
+    Ok((bound.map_err(|error| Error::system("listening", &error))?, key))
+}
+
+/// Gives the status to a client that has the key.
+fn handle_with_key(key: Key, requests: Sender<Request>) -> server::Handle {
+    // Threads share it.
+    let requests = Mutex::new(requests);
+    Arc::new(move |client| {
+        let requests = requests.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let _ = remote::serve(client, &key, || answer(&requests, "status"));
+    })
 }
 
 /// Where this process's control socket is, if it has one.

@@ -51,10 +51,21 @@ pub struct Settings {
     pub interval: Duration,
     /// Where metrics are served by HTTP.
     pub listen: Option<SocketAddr>,
+    /// Where the status is served to holders of the key.
+    pub remote: Option<Remote>,
     /// Whether there are metrics for each peer.
     pub peers: bool,
     /// The second profiler.
     pub chain: Option<PathBuf>,
+}
+
+/// The status over TCP.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Remote {
+    /// Where to listen.
+    pub address: SocketAddr,
+    /// The key file.
+    pub key: PathBuf,
 }
 
 impl Settings {
@@ -125,6 +136,7 @@ impl Settings {
             metrics: place(&config.metrics_file, "prom").filter(|_| metrics),
             interval: config.metrics_interval.max(Duration::from_millis(100)),
             listen: config.metrics_listen.as_deref().filter(|_| ours).and_then(|text| listen(text, &mut complaints)),
+            remote: remote(config, &mut complaints).filter(|_| status),
             peers: config.metrics_peers,
             chain,
             dir,
@@ -188,6 +200,27 @@ fn listen(text: &str, complaints: &mut Vec<String>) -> Option<SocketAddr> {
     address
 }
 
+/// `TOWLINE_STATUS_LISTEN`: a port alone means all addresses, since only holders of the key are answered.
+fn remote(config: &Config, complaints: &mut Vec<String>) -> Option<Remote> {
+    let text = config.status_listen.as_deref()?;
+    let address = match text.parse::<u16>() {
+        Ok(port) => Some(SocketAddr::from((std::net::Ipv6Addr::UNSPECIFIED, port))),
+        Err(_) => text.parse().ok(),
+    };
+    let Some(address) = address else {
+        complaints.push(format!("TOWLINE_STATUS_LISTEN: \"{text}\" is neither a port nor address:port"));
+        return None;
+    };
+    let Some(key) = &config.key_file else {
+        complaints.push(
+            "TOWLINE_STATUS_LISTEN is ignored without TOWLINE_KEY_FILE: only holders of the job's key get the status"
+                .into(),
+        );
+        return None;
+    };
+    Some(Remote { address, key: PathBuf::from(&key.0) })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -199,6 +232,18 @@ mod tests {
 
     const SILENT: (&str, &str) = ("TOWLINE_STATUS", "0");
     const STATUS: (&str, &str) = ("TOWLINE_STATUS", "1");
+
+    #[test]
+    fn the_status_is_given_over_tcp_to_holders_of_a_key_only() {
+        const KEY: (&str, &str) = ("TOWLINE_KEY_FILE", "/key");
+        let with = |text, more: &[(&str, &str)]| of(&[&[STATUS, ("TOWLINE_STATUS_LISTEN", text)], more].concat());
+        let address = |text| with(text, &[KEY]).0.unwrap().remote.map(|remote| remote.address.to_string());
+        assert_eq!(address("9500").as_deref(), Some("[::]:9500"));
+        assert_eq!(address("10.0.0.1:9500").as_deref(), Some("10.0.0.1:9500"));
+        assert_eq!((address("here"), with("here", &[KEY]).1.len()), (None, 1));
+        let (without, said) = with("9500", &[]);
+        assert_eq!((without.unwrap().remote, said.len()), (None, 1), "{said:?}");
+    }
 
     #[test]
     fn without_status_nothing_is_done_unless_asked() {

@@ -176,10 +176,10 @@ impl Writer {
             pid += &format!(".{number}");
         }
         let labels = Labels::new(&host(), &pid, |name| std::env::var(name).ok());
-        let listen = (settings.listen, labels.local_rank);
+        let listen = (settings.listen, settings.remote.as_ref(), labels.local_rank);
         let (service, complaints) = Service::open(settings.control.clone(), listen, settings.state.clone(), requests);
-        // Nobody asked for what serves the status alone.
-        let level = if settings.is_asked_for() { Level::Warn } else { Level::Info };
+        // Nobody asked for what serves the status alone, unless over TCP.
+        let level = if settings.is_asked_for() || settings.remote.is_some() { Level::Warn } else { Level::Info };
         complaints.iter().for_each(|complaint| say(level, complaint));
         if let Some(service) = service
             && let Err(error) = crate::os::thread::spawn("towline-serve", move || service.run())

@@ -1,6 +1,8 @@
 //! `towline why` beside jobs that stand still: which rank it names, and that it names none in a healthy one.
 
 use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -222,4 +224,79 @@ fn in_a_healthy_job_nobody_is_named_and_none_is_found_where_there_is_none() {
             });
         }
     });
+}
+
+/// A key file that only its owner can read.
+fn key(dir: &Path, name: &str, content: &[u8]) -> std::path::PathBuf {
+    let path = dir.join(name);
+    std::fs::write(&path, content).unwrap();
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
+    path
+}
+
+/// `towline why` at these hosts, with this key: what it prints as JSON, its exit code, and what it says of errors.
+fn why_at(hosts: &str, key: Option<&Path>) -> (serde_json::Value, i32, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_towline"));
+    command.args(["why", "--json", "--host", hosts]);
+    match key {
+        Some(key) => command.env("TOWLINE_KEY_FILE", key),
+        None => command.env_remove("TOWLINE_KEY_FILE"),
+    };
+    let output = command.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    (serde_json::from_slice(&output.stdout).unwrap_or_default(), output.status.code().expect("an exit"), said)
+}
+
+/// The first of `count` ports in a row that are free on these addresses.
+fn free_ports(addresses: &[&str], count: u16) -> u16 {
+    let is_free = |port: u16| addresses.iter().all(|address| TcpListener::bind((*address, port)).is_ok());
+    let mut first = 20_000 + (std::process::id() % 10_000) as u16;
+    while !(first..first + count).all(is_free) {
+        first += count;
+    }
+    first
+}
+
+#[test]
+fn without_a_shared_directory_the_rank_is_named_over_tcp_to_holders_of_the_key() {
+    const HOSTS: [&str; 2] = ["127.0.0.1", "127.0.0.2"];
+    let dir = tempfile::tempdir().unwrap();
+    let (ours, other) = (key(dir.path(), "key", &[b'k'; 40]), key(dir.path(), "other", &[b'o'; 40]));
+    let port = free_ports(&HOSTS, 2);
+    // Two processes on the first host, and one on the second.
+    let mut job = Job((0..3)
+        .map(|rank: i32| {
+            let own = dir.path().join(rank.to_string());
+            std::fs::create_dir(&own).unwrap();
+            let how = if rank == ODD { "stay" } else { "wait" };
+            let mut command = super::command(&format!("stuck:{rank}/3/{how}"), &own);
+            command
+                .env("TOWLINE_STATE_DIR", &own)
+                .env("TOWLINE_KEY_FILE", &ours)
+                .env("LOCAL_RANK", (rank % 2).to_string());
+            command.env("TOWLINE_STATUS_LISTEN", format!("{}:{port}", HOSTS[rank as usize / 2]));
+            command.spawn().unwrap()
+        })
+        .collect());
+    for child in &mut job.0 {
+        let output = BufReader::new(child.stdout.take().unwrap());
+        assert!(output.lines().map_while(Result::ok).any(|line| line.ends_with("ready")), "a rank comes to the call");
+    }
+    std::thread::sleep(Duration::from_secs(9));
+    let hosts = HOSTS.map(|host| format!("{host}:{port}")).join(",");
+    let (said, code, errors) = why_at(&hosts, Some(&ours));
+    let finding = &said["findings"][0];
+    assert_eq!((code, said["processes"].as_u64()), (1, Some(3)), "{said} {errors}");
+    assert_eq!((&finding["named"][0]["rank"], &finding["named"][1]), (&ODD.into(), &().into()), "{said}");
+    // A host of which one process is gone still tells of the other.
+    job.0[0].kill().unwrap();
+    job.0[0].wait().unwrap();
+    let (said, _, errors) = why_at(&hosts, Some(&ours));
+    assert_eq!(said["processes"].as_u64(), Some(2), "{said} {errors}");
+    // Others get nothing, and the reason.
+    let (said, code, _) = why_at(&hosts, Some(&other));
+    assert_eq!((code, said["processes"].as_u64()), (2, Some(0)), "{said}");
+    assert!(said["notes"].to_string().contains("does not have its key"), "{said}");
+    let (_, code, errors) = why_at(&hosts, None);
+    assert!(code == 2 && errors.contains("TOWLINE_KEY_FILE"), "{code}: {errors}");
 }

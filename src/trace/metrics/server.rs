@@ -1,4 +1,4 @@
-//! The HTTP endpoint: `GET /metrics` for Prometheus, `GET /summary` in readable form.
+//! A small server, and on it the HTTP endpoint: `GET /metrics` for Prometheus, `GET /summary` in readable form.
 //!
 //! Each client has a thread of its own, so that one that is slow keeps no other one waiting. It is our own code, as a server crate
 //! would open descriptors that a forked child keeps ([`crate::os::fd`]).
@@ -14,8 +14,8 @@ use crate::os::fd::Registered;
 /// How long a client may take to send its request and read the answer.
 const CLIENT: Duration = Duration::from_secs(10);
 
-/// Clients that are served at once; more are turned away.
-const CLIENTS: usize = 16;
+/// Clients that a listener serves at once; more are turned away.
+pub(in crate::trace) const CLIENTS: usize = 16;
 
 /// Longest request that is read.
 const LONGEST: usize = 8192;
@@ -25,6 +25,13 @@ const PORTS: u16 = 64;
 
 /// What a path of the URL gives; None when there is nothing.
 pub(in crate::trace) type Answer = Arc<dyn Fn(&str) -> Option<String> + Send + Sync>;
+
+/// What is done for a client, on its own thread.
+pub(in crate::trace) type Handle = Arc<dyn Fn(&TcpStream) + Send + Sync>;
+
+/// How many clients of a listener are being served.
+#[derive(Debug, Default)]
+pub(in crate::trace) struct Crowd(Arc<AtomicUsize>);
 
 /// Opens the socket. Processes of one host get one port each: the address's plus their number on the host, where the launcher says
 /// it, else the first that is free.
@@ -50,36 +57,70 @@ pub(in crate::trace) fn bind(address: SocketAddr, local_rank: Option<u16>) -> io
 }
 
 /// Takes in one client.
-pub(in crate::trace) fn serve(listener: &TcpListener, answer: &Answer) {
-    static SERVED: AtomicUsize = AtomicUsize::new(0);
+pub(in crate::trace) fn serve(listener: &TcpListener, crowd: &Crowd, handle: &Handle) {
     let Ok(client) = Registered::open(|| listener.accept().map(|(stream, _)| stream)) else { return };
-    if SERVED.fetch_add(1, Ordering::AcqRel) >= CLIENTS {
-        SERVED.fetch_sub(1, Ordering::AcqRel);
-        let _ = client.set_nonblocking(true);
-        let _ = (&*client).write_all(&response("503 Service Unavailable", "too many clients\n"));
+    let served = Arc::clone(&crowd.0);
+    if served.fetch_add(1, Ordering::AcqRel) >= CLIENTS {
+        served.fetch_sub(1, Ordering::AcqRel);
         return;
     }
-    let answer = answer.clone();
+    let (handle, counted) = (Arc::clone(handle), Arc::clone(&served));
     let thread = crate::os::thread::spawn("towline-client", move || {
-        let _ = talk(&client, &answer);
+        handle(&client);
         drop(client);
-        SERVED.fetch_sub(1, Ordering::AcqRel);
+        counted.fetch_sub(1, Ordering::AcqRel);
     });
     if thread.is_err() {
-        SERVED.fetch_sub(1, Ordering::AcqRel);
+        served.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
-fn talk(mut client: &TcpStream, answer: &Answer) -> io::Result<()> {
-    let end = Instant::now() + CLIENT;
-    let left = || Some(end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1)));
+/// A connection whose reads and writes together may last for a limited time.
+pub(in crate::trace) struct Limited<'a> {
+    stream: &'a TcpStream,
+    end: Instant,
+}
+
+impl<'a> Limited<'a> {
+    pub(in crate::trace) fn new(stream: &'a TcpStream, limit: Duration) -> Self {
+        Self { stream, end: Instant::now() + limit }
+    }
+
+    /// From now on the client has the time of one that is served.
+    pub(in crate::trace) fn extend(&mut self) {
+        self.end = Instant::now() + CLIENT;
+    }
+
+    fn left(&self) -> io::Result<Option<Duration>> {
+        let left = self.end.saturating_duration_since(Instant::now());
+        if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(Some(left.max(Duration::from_millis(1)))) }
+    }
+}
+
+impl Read for Limited<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        self.stream.set_read_timeout(self.left()?)?;
+        self.stream.read(bytes)
+    }
+}
+
+impl Write for Limited<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.stream.set_write_timeout(self.left()?)?;
+        self.stream.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Answers one request by HTTP.
+pub(in crate::trace) fn talk(client: &TcpStream, answer: &Answer) -> io::Result<()> {
+    let mut client = Limited::new(client, CLIENT);
     let mut text = Vec::new();
     let mut bytes = [0; 512];
     while text.len() < LONGEST && !text.windows(4).any(|end| end == b"\r\n\r\n") {
-        if Instant::now() >= end {
-            return Err(io::ErrorKind::TimedOut.into());
-        }
-        client.set_read_timeout(left())?;
         match client.read(&mut bytes)? {
             0 => break,
             count => text.extend_from_slice(&bytes[..count]),
@@ -94,18 +135,7 @@ fn talk(mut client: &TcpStream, answer: &Answer) -> io::Result<()> {
         },
         _ => response("405 Method Not Allowed", "only GET\n"),
     };
-    let mut rest = &said[..];
-    while !rest.is_empty() {
-        if Instant::now() >= end {
-            return Err(io::ErrorKind::TimedOut.into());
-        }
-        client.set_write_timeout(left())?;
-        match client.write(rest)? {
-            0 => return Err(io::ErrorKind::WriteZero.into()),
-            count => rest = &rest[count..],
-        }
-    }
-    Ok(())
+    client.write_all(&said)
 }
 
 fn response(status: &str, body: &str) -> Vec<u8> {
@@ -134,9 +164,11 @@ mod tests {
         let listener = bind(([127, 0, 0, 1], 0).into(), None).unwrap();
         let port = listener.local_addr().unwrap().port();
         let answer: Answer = Arc::new(|path| (path == "/metrics").then(|| "figures\n".into()));
+        let handle: Handle = Arc::new(move |client| drop(talk(client, &answer)));
         std::thread::spawn(move || {
+            let crowd = Crowd::default();
             loop {
-                serve(&listener, &answer);
+                serve(&listener, &crowd, &handle);
             }
         });
         // One sends no request, one never reads.
