@@ -6,6 +6,9 @@ final parameters, must be the same with both networks, and the ranks must agree 
 that Towline carried the run that is named after it. Exit status 0 only then.
 
     tests/gpu/ddp_losses.py --towline target/release
+
+With `--flagcx`, a third run has FlagCX's libnccl in front of NCCL and Towline below it. It must give the same as well, and
+Towline's counters must show the gradients on the wire (NCCL 2.28 or later, which finds Towline's profiler by itself).
 """
 
 import argparse
@@ -32,6 +35,7 @@ def arguments():
     parser.add_argument("--interface", default="lo")
     parser.add_argument("--limit", type=float, default=180, metavar="SECONDS", help="for one training run")
     parser.add_argument("--out", help="keep the losses and NCCL's logs here")
+    parser.add_argument("--flagcx", metavar="LIBRARY", help="FlagCX's libnccl.so, for a third run with it in LD_PRELOAD")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if not given.child and not given.towline:
@@ -83,6 +87,11 @@ def train(rank, given, port):
     result = {"losses": bits, "parameters": digest.hexdigest(), "elements": sum(p.numel() for p in model.parameters())}
     with open(os.path.join(given.child, f"rank{rank}.json"), "w", encoding="utf-8") as file:
         json.dump(result, file)
+    if given.flagcx:
+        # PyTorch finalizes and then destroys a communicator, which FlagCX's libnccl frees both times. The pause lets
+        # Towline write its metrics, where the environment asks for them.
+        time.sleep(1)
+        os._exit(0)
     torch.distributed.destroy_process_group()
 
 
@@ -96,9 +105,11 @@ def child(given):
     torch.multiprocessing.spawn(train, args=(given, port), nprocs=given.ranks)
 
 
-def run(network, given, place):
-    """One training run over `network`; gives the ranks' results, or ends the script with what went wrong."""
-    folder = os.path.join(place, network.lower())
+def run(name, given, place):
+    """One training run, named after its network or FlagCX; gives the ranks' results, or ends the script with what went
+    wrong."""
+    network = "Towline" if name == "FlagCX" else name
+    folder = os.path.join(place, name.lower())
     os.makedirs(folder, exist_ok=True)
     # What an earlier run left would count as evidence of this one.
     for name in os.listdir(folder):
@@ -122,26 +133,59 @@ def run(network, given, place):
     if network == "Towline":
         env.update({k: v for k, v in os.environ.items() if k.startswith("TOWLINE_")})
         env["LD_LIBRARY_PATH"] = ":".join(p for p in (os.path.abspath(given.towline), env.get("LD_LIBRARY_PATH")) if p)
+    if name == "FlagCX":
+        env.update(
+            LD_PRELOAD=os.path.abspath(given.flagcx),
+            FLAGCX_DEBUG="INFO",
+            FLAGCX_DEBUG_SUBSYS="INIT",
+            FLAGCX_DEBUG_FILE=os.path.join(folder, "flagcx-%p.txt"),
+            FLAGCX_SOCKET_IFNAME=given.interface,
+            TOWLINE_PROFILE="metrics",
+            TOWLINE_METRICS_FILE=os.path.join(folder, "metrics-%p.prom"),
+            TOWLINE_METRICS_INTERVAL="0.2",
+        )
     options = ["--ranks", str(given.ranks), "--steps", str(given.steps), "--width", str(given.width)]
+    if name == "FlagCX":
+        options += ["--flagcx", given.flagcx]
     began = time.monotonic()
     with subprocess.Popen([sys.executable, os.path.abspath(__file__), "--child", folder, *options], env=env, start_new_session=True) as process:
         try:
             code = process.wait(given.limit)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
-            sys.exit(f"{network}: no end after {given.limit:.0f} s")
+            sys.exit(f"{name}: no end after {given.limit:.0f} s")
     if code != 0:
-        sys.exit(f"{network}: training ended with status {code}")
+        sys.exit(f"{name}: training ended with status {code}")
     logs = [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".log")]
     text = "".join(open(path, encoding="utf-8", errors="replace").read() for path in logs)
     if f"via NET/{network}".lower() not in text.lower():
-        sys.exit(f"{network}: NCCL's log does not say 'via NET/{network}'; this run shows nothing")
+        sys.exit(f"{name}: NCCL's log does not say 'via NET/{network}'; this run shows nothing")
+    if name == "FlagCX" and not any(entry.startswith("flagcx-") for entry in os.listdir(folder)):
+        sys.exit("FlagCX: it has written no log; this run shows nothing")
+    counted = sent(folder) if name == "FlagCX" else None
     results = []
     for rank in range(given.ranks):
         with open(os.path.join(folder, f"rank{rank}.json"), encoding="utf-8") as file:
             results.append(json.load(file))
-    print(f"{network}: {given.steps} steps, {results[0]['elements']} parameters, {time.monotonic() - began:.1f} s", flush=True)
+    # Each rank sends at least the share of a ring: all gradients once with two ranks.
+    least = 2 * (given.ranks - 1) * results[0]["elements"] * 4 * given.steps
+    if counted is not None:
+        print(f"{name}: Towline counts {counted} bytes sent, for {least} of gradients", flush=True)
+        if counted < least:
+            sys.exit(f"{name}: that is too little; the gradients took another way")
+    print(f"{name}: {given.steps} steps, {results[0]['elements']} parameters, {time.monotonic() - began:.1f} s", flush=True)
     return results
+
+
+def sent(folder):
+    """The bytes that Towline's metrics in `folder` say all ranks have sent."""
+    total = 0
+    for name in os.listdir(folder):
+        if name.startswith("metrics-"):
+            with open(os.path.join(folder, name), encoding="utf-8") as file:
+                rows = [line for line in file if line.startswith("towline_wire_bytes_total{") and 'direction="send"' in line]
+            total += sum(int(float(line.rsplit(" ", 1)[1])) for line in rows)
+    return total
 
 
 def value(bits):
@@ -149,31 +193,32 @@ def value(bits):
     return struct.unpack("<f", bytes.fromhex(bits))[0]
 
 
-def differences(towline, other):
-    """What is not the same, in words."""
+def differences(towline, name, other):
+    """What is not the same over Towline and in the run `name`, in words."""
     for rank, (ours, theirs) in enumerate(zip(towline, other)):
         for step, (a, b) in enumerate(zip(ours["losses"], theirs["losses"])):
             if a != b:
-                yield f"rank {rank}, step {step}: loss {value(a):.9g} ({a}) over Towline, {value(b):.9g} ({b}) over Socket"
+                yield f"rank {rank}, step {step}: loss {value(a):.9g} ({a}) over Towline, {value(b):.9g} ({b}) in the run {name}"
                 break
         if ours["parameters"] != theirs["parameters"]:
-            yield f"rank {rank}: the final parameters differ"
-    for name, ranks in (("Towline", towline), ("Socket", other)):
+            yield f"rank {rank}: the final parameters over Towline and in the run {name} differ"
+    for run_name, ranks in (("Towline", towline), (name, other)):
         if len({rank["parameters"] for rank in ranks}) != 1:
-            yield f"{name}: the ranks ended with different parameters"
+            yield f"{run_name}: the ranks ended with different parameters"
         if not all(abs(value(bits)) < float("inf") for rank in ranks for bits in rank["losses"]):
-            yield f"{name}: a loss is not finite, so that equality would mean nothing"
+            yield f"{run_name}: a loss is not finite, so that equality would mean nothing"
 
 
 def main():
-    """Both runs and the verdict."""
+    """The runs and the verdict."""
     given = arguments()
     if given.child:
         child(given)
         return 0
     with tempfile.TemporaryDirectory() as scratch:
-        towline, other = (run(network, given, given.out or scratch) for network in RUNS)
-    found = list(differences(towline, other))
+        names = RUNS + (("FlagCX",) if given.flagcx else ())
+        towline, *others = (run(name, given, given.out or scratch) for name in names)
+    found = [line for name, other in zip(names[1:], others) for line in differences(towline, name, other)]
     for line in found:
         print(f"DIFFERENT: {line}")
     if not found:
