@@ -52,8 +52,8 @@ pub enum Type {
     /// Sender → receiver: a chunk of a message.
     Data = 1,
     /// Receiver → sender: `offset` frames of this stream have been received, counted over all its epochs (cumulative),
-    /// and `total` bytes of eager credit have been returned on the connection (cumulative). Over RDMA the first frame
-    /// over a replacement socket carries both: `offset` frames have been received over all sockets.
+    /// and `total` bytes of eager credit have been returned on the connection (cumulative). Over RDMA, both sides, first
+    /// over a replacement socket: `offset` frames have been received over all sockets.
     Ack = 2,
     /// Receiver → sender: the `order`-th receive with `tag` is posted and holds `total` bytes.
     Clear = 3,

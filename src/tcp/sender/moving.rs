@@ -204,7 +204,7 @@ impl SendConn {
         if let Some(copy) = &mut payload.replay {
             // SAFETY: the copy is ours, and all of the message.
             chunk.header.flags |= unsafe { polled::flag(Piece::of_mut(&mut copy[HEADER..])) };
-            // The message's previous epoch is over when it is resent, so the old header is not read any more.
+            // The epoch that carried the message before is over when it is resent, so the old header is not needed.
             chunk.header.encode_into(copy.first_chunk_mut().expect("a copy has room for its header"));
             io.more = state.core.has_ready();
             return Some(Outgoing::Whole(Piece::of_mut(copy), leaving));
