@@ -6,33 +6,9 @@ use std::ffi::c_int;
 use std::ptr::null_mut;
 use std::time::{Duration, Instant};
 
-use support::child::{self, Guarded, Mailbox};
+use support::child::{self, Guarded, Mailbox, end_of, fork};
 use support::{PATIENCE, context, net, outcome, pair, part, pattern, raw, watchdog};
 use towline::host::{ApiVersion, Code, Handle, Memory, Pair, Part};
-
-/// Forks; the child runs `body` and leaves with its answer.
-fn fork(body: impl FnOnce() -> bool) -> i32 {
-    // SAFETY: the child runs `body`, which only calls into the library and the kernel, and leaves by `_exit`.
-    match unsafe { libc::fork() } {
-        0 => {
-            let status = i32::from(!body());
-            // SAFETY: leaves at once.
-            unsafe { libc::_exit(status) }
-        }
-        child => {
-            assert!(child > 0);
-            child
-        }
-    }
-}
-
-/// How a forked child ended.
-fn end_of(child: i32) -> (bool, i32) {
-    let mut status = 0;
-    // SAFETY: the status outlives the call.
-    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
-    (libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, status)
-}
 
 /// The death of a process whose end the kernel tells by resets is promised to be noticed within a second. Over sockets 0.8 s
 /// of refusals make it sure, so that a quarter of a second is left for a machine that runs other tests. RDMA asks the dead

@@ -4,133 +4,23 @@
 mod support;
 
 use std::mem::{offset_of, size_of};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use support::child::{self, Guarded, Mailbox};
+use support::child::{self, Guarded, Mailbox, end_of, fork};
 use support::faults::Dice;
 use support::injector::{FAULTY_CALLS, faulty_calls};
-use support::{context, eventually, key_file, pattern, plugin, watchdog};
+use support::one_sided::{
+    COMM, NOWHERE, ON, PATIENCE, Rank, at, connected, listening, moves_all_sizes, pick, rma, signals_follow_their_puts,
+};
+use support::window::Window;
+use support::{context, eventually, key_file, pattern, watchdog};
 use towline::host::log::Capture;
 use towline::host::{
-    ApiVersion, Code, Context, Handle, Memory, Object, PTR_CUDA, PTR_HOST, Part, PutSignal, Rma, RmaHandle, Spot,
+    ApiVersion, Code, Handle, Memory, Object, PTR_CUDA, PTR_DMABUF, PTR_HOST, Part, PutSignal, RmaHandle,
 };
 use towline::nccl::ffi::ncclRma_v16_t;
 
-const PATIENCE: Duration = Duration::from_secs(20);
-const COMM: u64 = 7;
-const ON: (&str, &str) = ("TOWLINE_RMA", "1");
 const VERSIONS: [u32; 3] = [14, 15, 16];
-
-fn rma(version: u32) -> Rma {
-    Rma::of(&plugin(), version).expect("the library exports the table")
-}
-
-/// One rank: what NCCL holds of it.
-struct Rank {
-    rma: Rma,
-    net: Context,
-    ctx: Object,
-    listener: Object,
-    group: Object,
-    context: Object,
-    rank: usize,
-}
-
-/// A rank before it is connected.
-struct Listening {
-    rma: Rma,
-    net: Context,
-    ctx: Object,
-    listener: Object,
-    handle: RmaHandle,
-}
-
-fn listening(version: u32) -> Listening {
-    let (net, rma) = (context(ApiVersion::V12), rma(version));
-    let ctx = rma.init(COMM).expect("init");
-    let (listener, handle) = rma.listen(ctx, 0).expect("listen");
-    Listening { rma, net, ctx, listener, handle }
-}
-
-impl Listening {
-    fn connect(self, handles: &[RmaHandle], rank: usize) -> Result<Rank, Code> {
-        let Self { rma, net, ctx, listener, .. } = self;
-        let group = rma.connect(handles, rank, listener)?;
-        let context = rma.create_context(group).expect("createContext");
-        Ok(Rank { rma, net, ctx, listener, group, context, rank })
-    }
-}
-
-/// So many ranks, all in this process.
-fn connected(version: u32, count: usize) -> Vec<Rank> {
-    let all: Vec<Listening> = (0..count).map(|_| listening(version)).collect();
-    let handles: Vec<RmaHandle> = all.iter().map(|it| it.handle).collect();
-    std::thread::scope(|scope| {
-        let connect = |(rank, it): (usize, Listening)| {
-            let handles = &handles;
-            scope.spawn(move || it.connect(handles, rank).expect("connect"))
-        };
-        let threads: Vec<_> = all.into_iter().enumerate().map(connect).collect();
-        threads.into_iter().map(|thread| thread.join().expect("a rank")).collect()
-    })
-}
-
-fn pick(dice: &mut Dice, below: usize) -> usize {
-    dice.roll(below as u64) as usize
-}
-
-fn at(mr: Object, offset: usize) -> Spot {
-    Spot { mr: Some(mr), offset: offset as u64 }
-}
-
-const NOWHERE: Spot = Spot { mr: None, offset: 0 };
-
-impl Rank {
-    fn register(&self, memory: &Memory) -> Object {
-        self.register_at(memory.at(0) as usize, memory.len())
-    }
-
-    fn register_at(&self, address: usize, size: usize) -> Object {
-        // SAFETY: each test keeps its memory until its groups are closed, or ends the registration before.
-        unsafe { self.rma.reg_mr(self.group, address, size, PTR_HOST) }.expect("regMrSym")
-    }
-
-    fn put(&self, what: (Spot, usize, Spot), to: usize, signal: Option<PutSignal>) -> Object {
-        self.rma.put(self.context, what, to as u32, signal).expect("iput")
-    }
-
-    fn wait(&self, request: Object) -> Result<(), Code> {
-        let start = Instant::now();
-        while !self.rma.test(self.group, request)? {
-            assert!(start.elapsed() < PATIENCE, "the request ends");
-            std::thread::yield_now();
-        }
-        Ok(())
-    }
-
-    /// In NCCL's order.
-    fn close(self) {
-        self.rma.destroy_context(self.context).expect("destroyContext");
-        self.rma.close_group(self.group).expect("closeColl");
-        self.rma.close_listener(self.listener).expect("closeListen");
-        self.rma.finalize(self.ctx).expect("finalize");
-        drop(self.net);
-    }
-}
-
-/// A number that another thread adds to.
-fn signal_of(memory: &Memory, index: usize) -> u64 {
-    // SAFETY: the memory is aligned to 8 bytes and has that number; the plugin adds atomically.
-    unsafe { AtomicU64::from_ptr(memory.at(index * 8).cast()) }.load(Ordering::Acquire)
-}
-
-/// Bytes that the plugin may write elsewhere in the same memory.
-fn holds(memory: &Memory, offset: usize, expected: &[u8]) -> bool {
-    // SAFETY: inside the memory; what is compared is no longer written.
-    let bytes = unsafe { std::slice::from_raw_parts(memory.at(offset).cast::<u8>(), expected.len()) };
-    bytes == expected
-}
 
 /// The table of v16, as NCCL 2.32.3 reads it. `abi_layout` has the others, which a compiler measured.
 #[test]
@@ -207,189 +97,14 @@ fn devices_are_those_of_the_network() {
     });
 }
 
-const SIZES: [usize; 6] = [0, 1, 8, 4 << 10, 1 << 20, 64 << 20];
-
-fn content(seed: usize, size: usize) -> Vec<u8> {
-    pattern(seed, size.min(16 << 20)).iter().copied().cycle().take(size).collect()
-}
-
-/// Puts and gets of each size, from rank 0 to each rank and back.
-fn moves_all_sizes(version: u32, count: usize) {
-    let ranks = connected(version, count);
-    let most = SIZES[SIZES.len() - 1];
-    let mut windows: Vec<Memory> = ranks.iter().map(|_| Memory::new(most)).collect();
-    let (source, target) = (content(3, most), Memory::new(most));
-    let source = Memory::of(&source);
-    let mrs: Vec<Object> = ranks.iter().zip(&windows).map(|(rank, window)| rank.register(window)).collect();
-    let sources: Vec<Object> = ranks.iter().map(|rank| rank.register(&source)).collect();
-    let targets: Vec<Object> = ranks.iter().map(|rank| rank.register(&target)).collect();
-    let first = &ranks[0];
-    for size in SIZES {
-        for (to, _) in windows.iter().enumerate() {
-            let offset = (most - size) / 2;
-            let what = match size {
-                0 => (NOWHERE, 0, NOWHERE),
-                _ => (at(sources[0], most - size), size, at(mrs[0], offset)),
-            };
-            first.wait(first.put(what, to, None)).expect("the put ends");
-            assert!(holds(&windows[to], offset, &source.bytes()[most - size..]), "{size} bytes to rank {to}");
-            let what = (at(mrs[0], offset), size, at(targets[0], most - size));
-            let get = first.rma.get(first.context, what, to as u32).expect("iget");
-            first.wait(get).expect("the get ends");
-            assert!(holds(&target, most - size, &source.bytes()[most - size..]), "{size} bytes from rank {to}");
-        }
-    }
-    assert_eq!(first.rma.flush(first.context, mrs[0], 0), Ok(None));
-    assert!(ranks.iter().all(|rank| rank.rma.has_error(rank.context) == Ok(false)));
-    assert!(matches!(first.rma.signals_flush_all(first.group), None | Some(Ok(false))));
-    for (rank, mrs) in ranks.iter().zip(mrs.iter().zip(sources.iter().zip(&targets))) {
-        let start = Instant::now();
-        for mr in [*mrs.0, *mrs.1.0, *mrs.1.1] {
-            rank.rma.dereg_mr(rank.group, mr).expect("deregMrSym");
-            assert_eq!(rank.rma.dereg_mr(rank.group, mr), Err(Code::InvalidArgument));
-        }
-        assert!(start.elapsed() < Duration::from_secs(1), "nothing is under way");
-    }
-    ranks.into_iter().for_each(Rank::close);
-    assert!(windows.iter_mut().all(|window| window.guards_intact()) && target.guards_intact());
-}
-
 #[test]
 fn puts_and_gets_of_all_sizes_arrive() {
     child::alone("puts_and_gets_of_all_sizes_arrive", &[ON], || {
         let _watchdog = watchdog(200);
         for (version, count) in VERSIONS.into_iter().zip([2, 3, 2]) {
-            moves_all_sizes(version, count);
+            moves_all_sizes(version, count, |_, size| Window::host(size));
         }
     });
-}
-
-/// A put of the plan of one rank for another.
-struct Step {
-    offset: usize,
-    size: usize,
-    /// What the signal behind it adds, if there is one.
-    signal: Option<u64>,
-    by_increment: bool,
-}
-
-/// The puts from one rank to another: all ranks know them, so the receiver can tell what a signal promises.
-fn plan(from: usize, to: usize, puts: usize) -> (Vec<Step>, usize) {
-    let mut dice = Dice::new((from * 100 + to + 1) as u64);
-    let mut offset = 0;
-    let mut step = |_| {
-        let size = [0, 1, 8, 100, 4 << 10, 100_000, 1 << 20][pick(&mut dice, 7)];
-        let by_increment = pick(&mut dice, 2) == 0;
-        let signal = (pick(&mut dice, 3) == 0).then(|| if by_increment { 1 } else { 1 + pick(&mut dice, 1000) as u64 });
-        offset += size;
-        Step { offset: offset - size, size, signal, by_increment }
-    };
-    let steps = (0..puts).map(&mut step).collect();
-    (steps, offset)
-}
-
-const AHEAD: usize = 32;
-
-/// Plays NCCL's progress thread of one rank: puts to all ranks in random order, and with each signal that becomes visible
-/// looks at all puts that it promises.
-struct Progress<'a> {
-    rank: &'a Rank,
-    count: usize,
-    puts: usize,
-    window: &'a Memory,
-    signals: &'a Memory,
-    source: Object,
-    mrs: (Object, Object),
-    area: usize,
-}
-
-impl Progress<'_> {
-    fn run(&self, mut meanwhile: impl FnMut(usize)) {
-        let own = self.rank.rank;
-        let mut dice = Dice::new(own as u64 + 1);
-        let mut next = vec![0; self.count];
-        let mut open: Vec<Object> = Vec::new();
-        let mut seen: Vec<(usize, u64)> = vec![(0, 0); self.count];
-        let plans: Vec<_> = (0..self.count).map(|to| plan(own, to, self.puts).0).collect();
-        let expected: Vec<_> = (0..self.count).map(|from| plan(from, own, self.puts).0).collect();
-        let start = Instant::now();
-        let mut begun = 0;
-        loop {
-            if open.len() < AHEAD && begun < self.count * self.puts {
-                let to = pick(&mut dice, self.count);
-                if let Some(step) = plans[to].get(next[to]) {
-                    let from = at(self.source, source_offset(own, to, next[to]));
-                    let signal = step.signal.map(|value| PutSignal {
-                        at: at(self.mrs.1, own * 8),
-                        value: (!step.by_increment).then_some(value),
-                    });
-                    let target = at(self.mrs.0, own * self.area + step.offset);
-                    let what = if step.size == 0 { (NOWHERE, 0, NOWHERE) } else { (from, step.size, target) };
-                    open.push(self.rank.put(what, to, signal));
-                    next[to] += 1;
-                    begun += 1;
-                    meanwhile(begun);
-                }
-            }
-            open.retain(|&request| !self.rank.rma.test(self.rank.group, request).expect("a put goes well"));
-            let mut all_seen = true;
-            for (from, (looked, sum)) in seen.iter_mut().enumerate() {
-                let visible = signal_of(self.signals, from);
-                while *sum < visible {
-                    let step = &expected[from][*looked];
-                    let place = source_offset(from, own, *looked);
-                    let bytes = &source()[place..place + step.size];
-                    let offset = from * self.area + step.offset;
-                    assert!(holds(self.window, offset, bytes), "put {looked} of rank {from} to rank {own}");
-                    *sum += step.signal.unwrap_or(0);
-                    *looked += 1;
-                }
-                assert_eq!(*sum, visible, "a signal of rank {from} is whole");
-                all_seen &= visible == expected[from].iter().filter_map(|step| step.signal).sum::<u64>();
-            }
-            if all_seen && open.is_empty() && begun == self.count * self.puts {
-                return;
-            }
-            assert!(start.elapsed() < Duration::from_secs(100), "all signals come: {seen:?}, {begun} begun, {open:?}");
-            std::thread::yield_now();
-        }
-    }
-}
-
-fn source() -> &'static [u8] {
-    pattern(0, 4 << 20)
-}
-
-fn source_offset(from: usize, to: usize, number: usize) -> usize {
-    (from * 7919 + to * 104_729 + number * 65_537) % (3 << 20)
-}
-
-fn signals_follow_their_puts(count: usize, puts: usize, meanwhile: impl Fn(usize, usize) + Sync) {
-    let ranks = connected(16, count);
-    let area = (0..count * count).map(|pair| plan(pair / count, pair % count, puts).1).max().unwrap_or(0);
-    let barrier = std::sync::Barrier::new(count);
-    std::thread::scope(|scope| {
-        for rank in &ranks {
-            let (meanwhile, barrier) = (&meanwhile, &barrier);
-            scope.spawn(move || {
-                let (window, signals) = (Memory::new(area * count), Memory::new(8 * count));
-                let mrs = (rank.register(&window), rank.register(&signals));
-                let own = source();
-                let source = rank.register_at(own.as_ptr() as usize, own.len());
-                let progress = Progress { rank, count, puts, window: &window, signals: &signals, source, mrs, area };
-                // As NCCL has one after the registrations of a window, and users have one before they end it.
-                barrier.wait();
-                progress.run(|begun| meanwhile(rank.rank, begun));
-                barrier.wait();
-                for mr in [mrs.0, mrs.1, source] {
-                    rank.rma.dereg_mr(rank.group, mr).expect("deregMrSym");
-                }
-                assert!(window.guards_intact() && signals.guards_intact());
-            });
-        }
-    });
-    assert!(ranks.iter().all(|rank| rank.rma.has_error(rank.context) == Ok(false)));
-    ranks.into_iter().for_each(Rank::close);
 }
 
 #[test]
@@ -399,8 +114,8 @@ fn a_visible_signal_means_that_all_earlier_puts_are() {
     for more in [("TOWLINE_STREAMS", "4"), ("TOWLINE_KEY_FILE", key), ("TOWLINE_CHECKSUM", "1")] {
         child::alone("a_visible_signal_means_that_all_earlier_puts_are", &[ON, more], || {
             let _watchdog = watchdog(200);
-            signals_follow_their_puts(2, 150, |_, _| ());
-            signals_follow_their_puts(3, 100, |_, _| ());
+            signals_follow_their_puts((2, 150), |_, size| Window::host(size), 0, |_, _| ());
+            signals_follow_their_puts((3, 100), |_, size| Window::host(size), 0, |_, _| ());
         });
         if child::role().is_some() {
             return;
@@ -421,11 +136,16 @@ fn signals_keep_their_promise_when_system_calls_fail() {
     ];
     child::alone("signals_keep_their_promise_when_system_calls_fail", &variables, || {
         let _watchdog = watchdog(200);
-        signals_follow_their_puts(2, 150, |rank, begun| {
-            if rank == 0 && begun == 20 {
-                FAULTY_CALLS.arm(true);
-            }
-        });
+        signals_follow_their_puts(
+            (2, 150),
+            |_, size| Window::host(size),
+            0,
+            |rank, begun| {
+                if rank == 0 && begun == 20 {
+                    FAULTY_CALLS.arm(true);
+                }
+            },
+        );
         FAULTY_CALLS.arm(false);
         let faults: u32 = FAULTY_CALLS.injected().values().map(|(_, faults)| faults).sum();
         assert!(faults > 10, "{faults} faults");
@@ -454,11 +174,16 @@ fn cut_streams() -> usize {
 fn signals_keep_their_promise_when_streams_are_cut() {
     child::alone("signals_keep_their_promise_when_streams_are_cut", &[ON, ("TOWLINE_STREAMS", "4")], || {
         let _watchdog = watchdog(200);
-        signals_follow_their_puts(2, 150, |rank, begun| {
-            if rank == 0 && begun.is_multiple_of(60) {
-                assert!(cut_streams() > 0, "there are streams to cut");
-            }
-        });
+        signals_follow_their_puts(
+            (2, 150),
+            |_, size| Window::host(size),
+            0,
+            |rank, begun| {
+                if rank == 0 && begun.is_multiple_of(60) {
+                    assert!(cut_streams() > 0, "there are streams to cut");
+                }
+            },
+        );
     });
 }
 
@@ -469,7 +194,7 @@ fn registrations_end_while_puts_are_late() {
         let size = 64 << 20;
         for round in 0..4 {
             let ranks = connected(14, 2);
-            let (source, mut window) = (Memory::new(size), Memory::new(size));
+            let (source, window) = (Window::host(size), Window::host(size));
             let mrs = [ranks[0].register(&source), ranks[1].register(&window)];
             let what = (at(mrs[0], 0), size, at(mrs[0], 0));
             let requests: Vec<Object> = (0..4).map(|_| ranks[0].put(what, 1, None)).collect();
@@ -478,13 +203,13 @@ fn registrations_end_while_puts_are_late() {
             let start = Instant::now();
             ranks[1].rma.dereg_mr(ranks[1].group, mrs[1]).expect("deregMrSym");
             assert!(start.elapsed() < Duration::from_secs(4), "{:?}", start.elapsed());
-            window.bytes_mut().fill(0xEE);
+            window.fill(&vec![0xEE; size]);
             if round % 2 == 0 {
                 ranks[0].rma.dereg_mr(ranks[0].group, mrs[0]).expect("deregMrSym");
             }
             let ends: Vec<_> = requests.into_iter().map(|request| ranks[0].wait(request)).collect();
             assert_ne!(ends[3], Ok(()), "it was refused, or its rank has failed");
-            assert!(window.bytes().iter().all(|&byte| byte == 0xEE), "no put lands late");
+            assert!(window.is_filled_with(0xEE), "no put lands late");
             ranks.into_iter().for_each(Rank::close);
         }
     });
@@ -497,7 +222,7 @@ fn groups_close_in_any_order() {
         for round in 0..6 {
             let log = Capture::start();
             let mut ranks = connected(VERSIONS[round % 3], 3);
-            let memory: Vec<Memory> = ranks.iter().map(|_| Memory::new(4 << 20)).collect();
+            let memory: Vec<Window> = ranks.iter().map(|_| Window::host(4 << 20)).collect();
             let mrs: Vec<Object> = ranks.iter().zip(&memory).map(|(rank, memory)| rank.register(memory)).collect();
             let what = (at(mrs[0], 0), 4 << 20, at(mrs[0], 0));
             let request = ranks[0].put(what, 1, None);
@@ -534,7 +259,7 @@ fn wrong_arguments_are_refused() {
         let _watchdog = watchdog(60);
         let ranks = connected(15, 2);
         let rank = &ranks[0];
-        let memory = Memory::new(64);
+        let memory = Window::host(64);
         let mr = rank.register(&memory);
         let other = ranks[1].register(&memory);
         let refused = |what, to, signal| rank.rma.put(rank.context, what, to, signal).err();
@@ -553,10 +278,11 @@ fn wrong_arguments_are_refused() {
         let get = rank.rma.get(rank.context, (at(mr, 57), 8, at(mr, 0)), 1).expect("iget");
         assert_eq!(rank.wait(get), Err(Code::RemoteError));
         assert_eq!(rank.wait(rank.put(good, 1, None)), Ok(()));
-        // GPU memory.
+        // Host memory that is said to be a GPU's, and what is said to be neither.
         // SAFETY: the memory outlives the group.
-        let gpu = unsafe { rank.rma.reg_mr(rank.group, memory.at(0) as usize, 64, PTR_CUDA) };
-        assert_eq!(gpu.err(), Some(Code::InvalidUsage));
+        let as_kind = |kind| unsafe { rank.rma.reg_mr(rank.group, memory.place(), kind, 0) }.err();
+        assert!(matches!(as_kind(PTR_CUDA), Some(Code::InvalidUsage | Code::InvalidArgument)));
+        assert_eq!(as_kind(PTR_DMABUF), Some(Code::InvalidArgument));
         assert_eq!(rank.rma.create_context(rank.listener).err(), Some(Code::InvalidArgument));
         assert_eq!(rank.rma.close_listener(rank.group), Err(Code::InvalidArgument));
         assert_eq!(rank.rma.test(rank.group, mr), Err(Code::InvalidArgument));
@@ -573,7 +299,7 @@ fn is_killed() {
     let first: RmaHandle = child::receive(&mail, "first").try_into().expect("a handle");
     let handles = [first, own.handle];
     let rank = own.connect(&handles, 1).expect("connect");
-    let memory = Memory::new(1 << 20);
+    let memory = Window::host(1 << 20);
     rank.register(&memory);
     child::send(&mail, "ready", b"");
     std::thread::sleep(Duration::from_secs(60));
@@ -597,7 +323,7 @@ fn a_dead_rank_is_one_clear_line_and_a_remote_error() {
         let second: RmaHandle = child::receive(mail.path(), "handle").try_into().expect("a handle");
         let handles = [own.handle, second];
         let rank = own.connect(&handles, 0).expect("connect");
-        let memory = Memory::new(1 << 20);
+        let memory = Window::host(1 << 20);
         let mr = rank.register(&memory);
         child::receive(mail.path(), "ready");
         let what = (at(mr, 0), 1 << 20, at(mr, 0));
@@ -613,6 +339,46 @@ fn a_dead_rank_is_one_clear_line_and_a_remote_error() {
         let lines = records.iter().filter(|record| record.is_warning() && ends(&record.text)).count();
         assert_eq!(lines, 1, "{records:?}");
         rank.close();
+    });
+}
+
+/// The child has the parent's ids, but not the thread and the connections of its group.
+#[test]
+fn a_forked_child_has_nothing_of_its_parents_groups_and_may_begin_anew() {
+    child::alone("a_forked_child_has_nothing_of_its_parents_groups_and_may_begin_anew", &[ON], || {
+        let _watchdog = watchdog(60);
+        let ranks = connected(16, 2);
+        let memory = Window::host(1 << 20);
+        let mrs: Vec<Object> = ranks.iter().map(|rank| rank.register(&memory)).collect();
+        let what = (at(mrs[0], 0), 1 << 19, at(mrs[0], 1 << 19));
+        let request = ranks[0].put(what, 1, None);
+        let child = fork(|| {
+            let Rank { rma, ctx, listener, group, context, .. } = &ranks[0];
+            // SAFETY: the memory lives as long as the child.
+            let registered = unsafe { rma.reg_mr(*group, memory.place(), PTR_HOST, 0) };
+            let all_refused = registered.is_err()
+                && rma.put(*context, what, 1, None).is_err()
+                && rma.get(*context, what, 1).is_err()
+                && rma.test(*group, request).is_err()
+                && rma.has_error(*context).is_err()
+                && rma.create_context(*group).is_err()
+                && rma.dereg_mr(*group, mrs[0]).is_err()
+                && rma.destroy_context(*context).is_err()
+                && rma.close_group(*group).is_err()
+                && rma.close_listener(*listener).is_err()
+                && rma.finalize(*ctx).is_err();
+            let fresh = connected(16, 2);
+            let mrs: Vec<Object> = fresh.iter().map(|rank| rank.register(&memory)).collect();
+            let put = fresh[0].put((at(mrs[0], 0), 4096, at(mrs[0], 8192)), 1, None);
+            let moves = fresh[0].wait(put).is_ok();
+            fresh.into_iter().for_each(Rank::close);
+            all_refused && moves
+        });
+        let (passed, status) = end_of(child);
+        assert!(passed, "the child ended with {status:#x}");
+        ranks[0].wait(request).expect("the parent goes on");
+        ranks[0].wait(ranks[0].put(what, 1, None)).expect("the parent goes on");
+        ranks.into_iter().for_each(Rank::close);
     });
 }
 
@@ -678,7 +444,8 @@ fn no_header_writes_outside_of_a_registration() {
         let size = 4096;
         // Before and behind the window there is memory that is not registered.
         let memory = Memory::new(3 * size);
-        rank.register_at(memory.at(size) as usize, size);
+        // SAFETY: it outlives the group.
+        unsafe { rank.rma.reg_mr(rank.group, (memory.at(size) as usize, size), PTR_HOST, 0) }.expect("regMrSym");
         let mut dice = Dice::new(5);
         let mut placed = 0;
         for _ in 0..600 {

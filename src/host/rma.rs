@@ -153,13 +153,13 @@ impl Rma {
         Object::of(context).ok_or(Code::NotOffered("a context"))
     }
 
-    /// Registers memory of this kind.
+    /// Registers memory, an address and a size, of this kind.
     ///
     /// # Safety
     /// It stays valid until the registration has ended or the group is closed.
-    pub unsafe fn reg_mr(&self, group: Object, address: usize, size: usize, kind: c_int) -> Result<Object> {
-        let mut mr = null_mut();
-        call!(self.regMrSym(group.raw(), address as *mut c_void, size, kind, 0, &raw mut mr))?;
+    pub unsafe fn reg_mr(&self, group: Object, memory: (usize, usize), kind: c_int, flags: u64) -> Result<Object> {
+        let ((address, size), mut mr) = (memory, null_mut());
+        call!(self.regMrSym(group.raw(), address as *mut c_void, size, kind, flags, &raw mut mr))?;
         Object::of(mr).ok_or(Code::NotOffered("a registration"))
     }
 

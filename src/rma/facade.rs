@@ -3,31 +3,18 @@
 //! As in [`crate::plugin::facade`], ids are numbers that are never followed. A registration's and a request's belong to their
 //! group, and are below 2^63, which NCCL asks of registrations.
 
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::group::Group;
 use super::peer::Place;
-use super::registry::Region;
 use super::setup;
+use super::state::{Object, state};
 use super::wire::Signal;
-use crate::engine::handle::Kind;
-use crate::engine::table::Table;
-use crate::nccl::ffi::{NCCL_PTR_HOST, ncclDebugLogger_t};
+use crate::nccl::ffi::{NCCL_PTR_CUDA, NCCL_PTR_HOST, ncclDebugLogger_t};
 use crate::os::error::{Error, Result};
 use crate::plugin::context::{Host, InitArgs};
 use crate::plugin::facade;
-
-/// What NCCL holds.
-enum Object {
-    Listener { ctx: usize, dev: i32, listener: usize },
-    Group(Arc<Group>),
-}
-
-/// Listeners and groups.
-static OBJECTS: LazyLock<Table<Object>> = LazyLock::new(|| Table::new(Kind::Comm));
-/// What `createContext` makes: another name for a group, since all contexts of a pair of ranks share its connections.
-static CONTEXTS: LazyLock<Table<Group>> = LazyLock::new(|| Table::new(Kind::Context));
 
 /// One side of an operation, as NCCL names it: a registration (0 for none) and a place in it.
 #[derive(Debug, Clone, Copy)]
@@ -65,7 +52,7 @@ pub fn finalize(ctx: usize) -> Result<()> {
 /// As the network's.
 pub fn listen(ctx: usize, dev: i32) -> Result<([u8; 64], usize)> {
     let (handle, listener) = facade::listen(Some(ctx), dev)?;
-    let id = OBJECTS.insert(Arc::new(Object::Listener { ctx, dev, listener }))?.encode();
+    let id = state().objects.insert(Arc::new(Object::Listener { ctx, dev, listener }))?.encode();
     Ok((handle, id))
 }
 
@@ -74,7 +61,7 @@ pub fn listen(ctx: usize, dev: i32) -> Result<([u8; 64], usize)> {
 /// # Errors
 /// When that does not come about in time.
 pub fn connect(listener: usize, handles: Vec<[u8; 64]>, rank: i32) -> Result<usize> {
-    let object = OBJECTS.get(listener)?;
+    let object = state().objects.get(listener)?;
     let Object::Listener { ctx, dev, listener } = *object else {
         return Err(Error::argument("the listener is not one of ours"));
     };
@@ -82,11 +69,11 @@ pub fn connect(listener: usize, handles: Vec<[u8; 64]>, rank: i32) -> Result<usi
     let rank = rank.ok_or_else(|| Error::argument("the rank is not one of the group's"))?;
     let deadline = Instant::now() + facade::connect_timeout()?;
     let group = setup::connect((ctx, dev, listener), handles, rank, deadline)?;
-    Ok(OBJECTS.insert(Arc::new(Object::Group(Arc::new(group))))?.encode())
+    Ok(state().objects.insert(Arc::new(Object::Group(Arc::new(group))))?.encode())
 }
 
 fn group(id: usize) -> Result<Arc<Group>> {
-    match &*OBJECTS.get(id)? {
+    match &*state().objects.get(id)? {
         Object::Group(group) => Ok(Arc::clone(group)),
         Object::Listener { .. } => Err(Error::argument("a listener, where a group of ranks is needed")),
     }
@@ -97,7 +84,7 @@ fn group(id: usize) -> Result<Arc<Group>> {
 /// # Errors
 /// When there is no such group.
 pub fn create_context(id: usize) -> Result<usize> {
-    Ok(CONTEXTS.insert(group(id)?)?.encode())
+    Ok(state().contexts.insert(group(id)?)?.encode())
 }
 
 /// Ends a context. Its requests end with the group.
@@ -105,20 +92,20 @@ pub fn create_context(id: usize) -> Result<usize> {
 /// # Errors
 /// When there is no such context.
 pub fn destroy_context(context: usize) -> Result<()> {
-    CONTEXTS.remove(context).map(drop)
+    state().contexts.remove(context).map(drop)
 }
 
-/// Registers memory of kind `NCCL_PTR_*`.
+/// Registers memory of kind `NCCL_PTR_*`. `only_ours`: nobody else writes its signals, which are 0 at first.
 ///
 /// # Errors
 /// When there is no such group, or it cannot reach such memory.
-pub fn register(id: usize, address: usize, size: usize, kind: i32) -> Result<usize> {
-    let group = group(id)?;
-    if kind != NCCL_PTR_HOST {
-        return Err(Error::usage("one-sided operations reach host memory only, and the window is in GPU memory")
-            .with_hint("unset TOWLINE_RMA"));
-    }
-    Ok(group.register(Region { address, size })? as usize)
+pub fn register(id: usize, memory: (usize, usize), kind: i32, only_ours: bool) -> Result<usize> {
+    let is_of_gpu = match kind {
+        NCCL_PTR_HOST => false,
+        NCCL_PTR_CUDA => true,
+        _ => return Err(Error::argument(format!("there is no memory of kind {kind} for one-sided operations"))),
+    };
+    Ok(group(id)?.register(memory, is_of_gpu, only_ours)? as usize)
 }
 
 /// Ends a registration.
@@ -149,7 +136,7 @@ pub fn put(context: usize, from: At, to: At, size: usize, rank: u32, signal: Opt
         Some((at, value)) => Signal { region: number(at.mr)?, offset: at.offset, value },
     };
     let (from, to) = (place(from, size)?, place(to, size)?);
-    CONTEXTS.with(context, |group| group.put(rank, from, to, signal)).map(|request| request as usize)
+    state().contexts.with(context, |group| group.put(rank, from, to, signal)).map(|request| request as usize)
 }
 
 /// Begins a get and gives its request.
@@ -158,7 +145,7 @@ pub fn put(context: usize, from: At, to: At, size: usize, rank: u32, signal: Opt
 /// As [`put`].
 pub fn get(context: usize, from: At, to: At, size: usize, rank: u32) -> Result<usize> {
     let (from, to) = (place(from, size)?, place(to, size)?);
-    CONTEXTS.with(context, |group| group.get(rank, from, to)).map(|request| request as usize)
+    state().contexts.with(context, |group| group.get(rank, from, to)).map(|request| request as usize)
 }
 
 /// Whether a request has ended.
@@ -174,7 +161,7 @@ pub fn test(id: usize, request: usize) -> Result<bool> {
 /// # Errors
 /// When there is no such context.
 pub fn has_failed(context: usize) -> Result<bool> {
-    CONTEXTS.with(context, |group| Ok(group.failure().is_some()))
+    state().contexts.with(context, |group| Ok(group.failure().is_some()))
 }
 
 /// Closes a group. Requests under way end, and nothing of this library touches their memory afterwards.
@@ -183,7 +170,7 @@ pub fn has_failed(context: usize) -> Result<bool> {
 /// When there is no such group.
 pub fn close_group(id: usize) -> Result<()> {
     let group = group(id)?;
-    OBJECTS.remove(id)?;
+    state().objects.remove(id)?;
     group.close();
     Ok(())
 }
@@ -193,9 +180,9 @@ pub fn close_group(id: usize) -> Result<()> {
 /// # Errors
 /// When there is none such.
 pub fn close_listener(id: usize) -> Result<()> {
-    match *OBJECTS.get(id)? {
+    match *state().objects.get(id)? {
         Object::Listener { listener, .. } => {
-            OBJECTS.remove(id)?;
+            state().objects.remove(id)?;
             facade::close_listen(listener)
         }
         Object::Group(_) => Err(Error::argument("a group of ranks, where a listener is needed")),

@@ -4,6 +4,7 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, Thread};
 
+use super::gpu::Gpus;
 use super::peer::Place;
 use super::registry::{Region, Registry};
 use super::requests::Requests;
@@ -30,6 +31,8 @@ pub struct Shared {
     pub registry: Registry,
     /// The own requests.
     pub requests: Requests,
+    /// The GPUs that have registered memory.
+    pub gpus: Gpus,
     inbox: Mutex<Inbox>,
 }
 
@@ -138,12 +141,13 @@ impl Group {
         Ok(request)
     }
 
-    /// Registers memory.
+    /// Registers memory: that of a GPU, or else of the host. `only_ours`: see [`Region`].
     ///
     /// # Errors
-    /// When it does not fit into the address space.
-    pub fn register(&self, region: Region) -> Result<u32> {
-        self.shared.registry.add(region)
+    /// When it does not fit into the address space, or is said to be a GPU's and no GPU has it.
+    pub fn register(&self, (address, size): (usize, usize), is_of_gpu: bool, only_ours: bool) -> Result<u32> {
+        let gpu = if is_of_gpu && size > 0 { Some(self.shared.gpus.of(address, self.ranks)?) } else { None };
+        self.shared.registry.add(Region { address, size, gpu, only_ours })
     }
 
     /// Ends a registration. After that nothing of this library touches its memory.
@@ -175,6 +179,9 @@ impl Group {
         if let Some(placer) = placer {
             let _ = self.shared.ask(Command::Close);
             let _ = placer.join();
+            // Streams and page-locked memory go here, and not with the last handle of the group.
+            self.shared.registry.clear();
+            self.shared.gpus.clear();
         }
     }
 }

@@ -4,14 +4,24 @@
 //! thread asks for, and carries out what the other ranks ask for: it is the only one that uses the connections. All that goes
 //! from one rank to another arrives in order, so a signal never overtakes an earlier put.
 //!
+//! Connections carry bytes of host memory. Those of a GPU's memory go through page-locked memory ([`staging`]), by copies in a
+//! stream of the group's own ([`gpu`]), whose end the placer asks for; it waits for none. What has come from a rank is done in
+//! order ([`landings`]).
+//!
 //! The room rests on [`crate::plugin::facade`], so keys, checksums, several streams and recovery hold here too.
 
+pub mod cuda;
 pub mod facade;
+pub mod gpu;
 pub mod group;
+pub mod landings;
 pub mod outgoing;
 pub mod peer;
 pub mod placer;
 pub mod registry;
 pub mod requests;
 pub mod setup;
+pub mod signals;
+pub mod staging;
+pub mod state;
 pub mod wire;

@@ -1,20 +1,30 @@
-//! The sending half of a pair of ranks: messages in order, each a header and the pieces that follow it.
+//! The sending half of a pair of ranks: messages in order, each a header and the pieces that follow it. What is in a GPU's
+//! memory is copied to the host first.
 
 use std::collections::VecDeque;
 use std::ptr;
+use std::sync::Arc;
 
+use super::gpu::{Gpu, Mark};
+use super::registry::Spot;
+use super::staging::Lane;
 use super::wire::{HEADER, Header, PIECE};
 use crate::os::error::Result;
 use crate::plugin::facade::{self, Part};
+
+/// How many parts are begun before the connection has taken the first of them.
+const AHEAD: usize = 16;
 
 /// A message, and the memory that is read for it.
 pub struct Message {
     /// Boxed, because the connection may read it until its request is done.
     header: Box<[u8; HEADER]>,
     is_begun: bool,
-    /// What has not been handed to the connection yet.
+    /// What is not on its way yet.
     address: usize,
     left: usize,
+    /// The GPU that has it.
+    gpu: Option<Arc<Gpu>>,
     /// Own registration that is read; 0 for none.
     region: u32,
     /// Own request that waits until the memory has been read.
@@ -24,28 +34,43 @@ pub struct Message {
 impl Message {
     /// A header alone.
     pub fn bare(header: &Header) -> Self {
-        Self::with_bytes(header, 0, 0, None)
+        Self::with_bytes(header, 0, Spot::default(), None)
     }
 
-    /// A header and the `header.size` bytes at `address`, which belong to the own registration `region`.
-    pub fn with_bytes(header: &Header, region: u32, address: usize, request: Option<u64>) -> Self {
+    /// A header and the `header.size` bytes at `from`, which belong to the own registration `region`.
+    pub fn with_bytes(header: &Header, region: u32, from: Spot, request: Option<u64>) -> Self {
         let left = if region == 0 { 0 } else { header.size as usize };
-        Self { header: Box::new(header.encode()), is_begun: false, address, left, region, request }
+        let Spot { address, gpu, .. } = from;
+        Self { header: Box::new(header.encode()), is_begun: false, address, left, gpu, region, request }
     }
+}
+
+/// A header or a piece on its way.
+struct Moving {
+    address: usize,
+    size: usize,
+    /// The slot that it is copied to, and when it is there.
+    copy: Option<(usize, Mark)>,
+    /// The message, with its last part.
+    message: Option<Message>,
 }
 
 /// A connection to another rank and what goes over it.
 pub struct Outgoing {
     comm: usize,
+    lane: Lane,
     waiting: VecDeque<Message>,
-    /// Requests of the connection, the oldest first; the last of a message keeps the message.
-    under_way: VecDeque<(usize, Option<Message>)>,
+    /// What the connection has not taken yet.
+    begun: VecDeque<Moving>,
+    /// Requests of the connection, the oldest first.
+    under_way: VecDeque<(usize, Moving)>,
 }
 
 impl Outgoing {
-    /// Over this connection, which it closes when it goes.
-    pub fn over(comm: usize) -> Self {
-        Self { comm, waiting: VecDeque::new(), under_way: VecDeque::new() }
+    /// To this rank, over this connection, which it closes when it goes.
+    pub fn over(comm: usize, rank: u32) -> Self {
+        let (waiting, begun, under_way) = Default::default();
+        Self { comm, lane: Lane::to(rank), waiting, begun, under_way }
     }
 
     /// Appends a message.
@@ -55,49 +80,77 @@ impl Outgoing {
 
     /// Whether all messages have been sent.
     pub fn is_empty(&self) -> bool {
-        self.waiting.is_empty() && self.under_way.is_empty()
+        self.waiting.is_empty() && self.begun.is_empty() && self.under_way.is_empty()
     }
 
     /// Whether a message reads from this registration.
     pub fn uses(&self, region: u32) -> bool {
-        let under_way = self.under_way.iter().filter_map(|(_, message)| message.as_ref());
-        under_way.chain(&self.waiting).any(|message| message.region == region)
+        let moving = self.under_way.iter().map(|(_, moving)| moving).chain(&self.begun);
+        moving.filter_map(|moving| moving.message.as_ref()).chain(&self.waiting).any(|message| message.region == region)
     }
 
     /// Sends what the connection takes; the requests whose memory has been read go to `read`. Gives whether anything moved.
     ///
     /// # Errors
-    /// When the connection has failed.
+    /// When the connection or a GPU has failed.
     pub fn advance(&mut self, read: &mut Vec<u64>) -> Result<bool> {
         let mut moved = false;
-        while let Some(message) = self.waiting.front_mut() {
-            let (address, size) = if message.is_begun {
-                (message.address, message.left.min(PIECE))
-            } else {
-                (message.header.as_ptr().addr(), HEADER)
-            };
+        loop {
+            while self.begun.len() < AHEAD
+                && let Some(moving) = self.begin()?
+            {
+                self.begun.push_back(moving);
+            }
+            let Some(moving) = self.begun.front() else { break };
+            if let Some((_, mark)) = &moving.copy
+                && !mark.is_reached()?
+            {
+                break;
+            }
+            let address = moving.copy.as_ref().map_or(moving.address, |(slot, _)| *slot);
             let data = ptr::with_exposed_provenance_mut(address);
-            let part = Part { data, size, tag: 0, mr: 0, profiler: ptr::null_mut() };
+            let part = Part { data, size: moving.size, tag: 0, mr: 0, profiler: ptr::null_mut() };
             let Some(request) = facade::isend(self.comm, part)? else { break };
             moved = true;
-            if message.is_begun {
-                message.address += size;
-                message.left -= size;
-            }
-            message.is_begun = true;
-            let whole = if message.left == 0 { self.waiting.pop_front() } else { None };
-            self.under_way.push_back((request, whole));
+            self.under_way.extend(self.begun.pop_front().map(|moving| (request, moving)));
         }
         while let Some((request, _)) = self.under_way.front() {
             if facade::test(*request)?.is_none() {
                 break;
             }
             moved = true;
-            if let Some((_, Some(message))) = self.under_way.pop_front() {
-                read.extend(message.request);
+            let Some((_, moving)) = self.under_way.pop_front() else { break };
+            if let Some((slot, _)) = moving.copy {
+                self.lane.give_back(slot);
             }
+            read.extend(moving.message.and_then(|message| message.request));
         }
         Ok(moved)
+    }
+
+    /// The next part of the first message that waits; none where there is none, or no slot for it.
+    fn begin(&mut self) -> Result<Option<Moving>> {
+        let Some(message) = self.waiting.front_mut() else { return Ok(None) };
+        let mut moving = if message.is_begun {
+            Moving { address: message.address, size: message.left.min(PIECE), copy: None, message: None }
+        } else {
+            Moving { address: message.header.as_ptr().expose_provenance(), size: HEADER, copy: None, message: None }
+        };
+        if message.is_begun {
+            if let Some(gpu) = &message.gpu {
+                let Some(slot) = self.lane.take(&gpu.staging) else { return Ok(None) };
+                // SAFETY: the source lies inside registered memory, and a registration ends only when the placer has seen all
+                // streams come this far. The slot is this part's until it is given back.
+                moving.copy = Some((slot, unsafe { gpu.copy(slot, moving.address, moving.size) }?));
+            }
+            message.address += moving.size;
+            message.left -= moving.size;
+        }
+        message.is_begun = true;
+        if message.left == 0 {
+            moving.message = self.waiting.pop_front();
+        }
+        Ok(Some(moving))
     }
 }
 

@@ -5,14 +5,18 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::ptr;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::gpu::Mark;
+use super::landings::Landings;
 use super::outgoing::{Message, Outgoing};
-use super::registry::Registry;
+use super::registry::{Registry, Spot};
 use super::requests::Requests;
+use super::signals::Signals;
+use super::staging::Lane;
 use super::wire::{HEADER, Header, Kind, PIECE, Signal, not_ours};
-use crate::os::error::{Error, Result};
+use crate::os::error::{Cause, Error, Result};
 use crate::plugin::facade::{self, Part};
 
 /// How many receives are posted at a time.
@@ -52,7 +56,7 @@ struct Finish {
 /// What follows a header and has no receive yet.
 struct Pieces {
     /// None where the bytes go nowhere.
-    address: Option<usize>,
+    to: Option<Spot>,
     left: usize,
     region: u32,
     finish: Finish,
@@ -64,8 +68,20 @@ enum Arriving {
     Piece {
         size: usize,
         region: u32,
+        /// The slot that it comes to, and where in a GPU's memory it is copied to.
+        copy: Option<(usize, Spot)>,
         finish: Option<Finish>,
     },
+}
+
+/// What the own rank's side of a transfer needs.
+pub struct Own<'a> {
+    /// Its registrations.
+    pub registry: &'a Registry,
+    /// Its requests.
+    pub requests: &'a Requests,
+    /// Its signals.
+    pub signals: &'a mut Signals,
 }
 
 /// Another rank.
@@ -76,6 +92,10 @@ pub struct Peer {
     /// Receives, the oldest first.
     posted: VecDeque<(usize, Arriving)>,
     pieces: Option<Pieces>,
+    lane: Lane,
+    /// Slots whose bytes are being copied into a GPU's memory, the oldest first.
+    copied: VecDeque<(usize, Mark)>,
+    landings: Landings,
     /// Where refused bytes go.
     nowhere: Vec<u8>,
     pending: HashMap<u64, Pending>,
@@ -83,8 +103,8 @@ pub struct Peer {
     has_said_goodbye: bool,
     /// The other has.
     has_left: bool,
-    /// When sending began to fail.
-    unsent_since: Option<Instant>,
+    /// When sending failed, and why.
+    unsent: Option<(Instant, Error)>,
 }
 
 impl Peer {
@@ -96,11 +116,14 @@ impl Peer {
             recv,
             posted: VecDeque::new(),
             pieces: None,
+            lane: Lane::from(rank),
+            copied: VecDeque::new(),
+            landings: Landings::default(),
             nowhere: Vec::new(),
             pending: HashMap::new(),
             has_said_goodbye: false,
             has_left: false,
-            unsent_since: None,
+            unsent: None,
         }
     }
 
@@ -130,16 +153,16 @@ impl Peer {
 
     /// Whether both have said goodbye: then its connections can be closed with nothing under way.
     pub fn is_over(&self) -> bool {
-        self.has_left && self.outgoing.is_empty()
+        self.has_left && self.outgoing.is_empty() && self.landings.is_empty()
     }
 
-    /// Puts the bytes at `address`, inside the own registration `source`.
-    pub fn put(&mut self, request: u64, (source, address): (u32, usize), to: &Place, signal: Signal) {
+    /// Puts the bytes at `from`, inside the own registration `source`.
+    pub fn put(&mut self, request: u64, (source, from): (u32, Spot), to: &Place, signal: Signal) {
         let Place { region, offset, size } = *to;
         let source = if size == 0 { 0 } else { source };
         self.pending.insert(request, Pending { read: false, answered: false, refused: false, place: None });
         let header = Header { kind: Kind::Put, refused: false, request, region, offset, size, signal };
-        self.outgoing.push(Message::with_bytes(&header, source, address, Some(request)));
+        self.outgoing.push(Message::with_bytes(&header, source, from, Some(request)));
     }
 
     /// Gets the bytes of its registration `region` at `offset`.
@@ -159,32 +182,42 @@ impl Peer {
     /// Moves what can move. Gives whether anything did.
     ///
     /// # Errors
-    /// When a connection has failed, or the peer breaks the protocol or has left while it owes an answer.
-    pub fn advance(&mut self, registry: &Registry, requests: &Requests) -> Result<bool> {
+    /// When a connection or a GPU has failed, or the peer breaks the protocol or has left while it owes an answer.
+    pub fn advance(&mut self, own: &mut Own<'_>) -> Result<bool> {
         if self.has_left {
+            self.land(own)?;
+            // What came before its goodbye counts.
+            if !self.landings.is_empty() {
+                return Ok(false);
+            }
             let mut unread = Vec::new();
             return if self.pending.is_empty() { self.outgoing.advance(&mut unread) } else { Err(has_closed()) };
         }
         let mut read = Vec::new();
-        let sent = self.outgoing.advance(&mut read);
+        let sent = if self.unsent.is_none() { self.outgoing.advance(&mut read) } else { Ok(false) };
         for request in read {
-            self.note(request, requests, |pending| pending.read = true);
+            self.note(request, own.requests, |pending| pending.read = true);
         }
-        let arrived = self.take_what_arrives(registry, requests)?;
+        let arrived = self.take_what_arrives(own)?;
         if self.has_left {
             return Ok(true);
         }
-        match sent {
-            Ok(sent) => Ok(sent | arrived),
+        let sent = match sent {
             // A rank that closes says goodbye on one connection and ends the other: the goodbye may still be under way.
-            Err(error) => {
-                let since = *self.unsent_since.get_or_insert_with(Instant::now);
-                if since.elapsed() < GOODBYE { Ok(arrived) } else { Err(error) }
+            Err(error) if error.cause() == Cause::Remote => {
+                self.unsent = Some((Instant::now(), error));
+                false
             }
+            sent => sent?,
+        };
+        match &self.unsent {
+            Some((since, error)) if since.elapsed() >= GOODBYE => Err(error.clone()),
+            _ => Ok(sent | arrived),
         }
     }
 
-    fn take_what_arrives(&mut self, registry: &Registry, requests: &Requests) -> Result<bool> {
+    fn take_what_arrives(&mut self, own: &mut Own<'_>) -> Result<bool> {
+        self.land(own)?;
         let mut moved = self.post()?;
         while let Some((request, _)) = self.posted.front() {
             let Some(outcome) = facade::test(*request)? else { break };
@@ -198,9 +231,14 @@ impl Peer {
                 return Err(not_ours());
             }
             match arrived {
-                Arriving::Header(bytes) => self.begin(&Header::decode(&bytes)?, registry, requests)?,
-                Arriving::Piece { finish: Some(finish), .. } => self.finish(&finish, registry, requests)?,
-                Arriving::Piece { finish: None, .. } => {}
+                Arriving::Header(bytes) => self.begin(&Header::decode(&bytes)?, own)?,
+                Arriving::Piece { size, copy, finish, .. } => {
+                    let mark = copy.map(|(slot, to)| self.copy(slot, &to, size)).transpose()?.flatten();
+                    if let Some(Finish { header, refused }) = finish {
+                        self.landings.push(header, refused, mark);
+                        self.land(own)?;
+                    }
+                }
             }
             if self.has_left {
                 break;
@@ -210,28 +248,74 @@ impl Peer {
         Ok(moved)
     }
 
+    /// Begins to copy a piece into a GPU's memory.
+    fn copy(&mut self, slot: usize, to: &Spot, size: usize) -> Result<Option<Mark>> {
+        let Some(gpu) = &to.gpu else { return Ok(None) };
+        // SAFETY: the target lies inside registered memory, and a registration ends only when the placer has seen all streams
+        // come this far. The slot is given back after the copy.
+        let mark = unsafe { gpu.copy(to.address, slot, size) }?;
+        self.copied.push_back((slot, mark.clone()));
+        Ok(Some(mark))
+    }
+
+    /// Answers for what is in place.
+    fn land(&mut self, own: &mut Own<'_>) -> Result<()> {
+        while let Some((slot, mark)) = self.copied.front() {
+            if !mark.is_reached()? {
+                break;
+            }
+            self.lane.give_back(*slot);
+            self.copied.pop_front();
+        }
+        let mut landed = Vec::new();
+        self.landings.advance(own.registry, own.signals, &mut landed)?;
+        for (header, refused) in landed {
+            if header.kind == Kind::Reply {
+                self.note(header.request, own.requests, |pending| {
+                    pending.answered = true;
+                    pending.refused = refused;
+                });
+            } else {
+                let answer = Header { refused, request: header.request, ..Header::new(Kind::Ack) };
+                self.outgoing.push(Message::bare(&answer));
+            }
+        }
+        Ok(())
+    }
+
     /// Posts receives for what follows the last header, and one for the next header behind them.
     fn post(&mut self) -> Result<bool> {
         let mut moved = false;
         while let Some(pieces) = &mut self.pieces {
-            let most = if pieces.address.is_some() { POSTED } else { 1 };
+            let most = if pieces.to.is_some() { POSTED } else { 1 };
             if self.posted.len() >= most {
                 return Ok(moved);
             }
             let size = pieces.left.min(PIECE);
-            let data = match pieces.address {
-                Some(address) => ptr::with_exposed_provenance_mut(address),
+            let (address, copy) = match &pieces.to {
+                Some(Spot { gpu: Some(gpu), address, .. }) => {
+                    let Some(slot) = self.lane.take(&gpu.staging) else { return Ok(moved) };
+                    (slot, Some((slot, Spot { address: *address, gpu: Some(Arc::clone(gpu)), only_ours: false })))
+                }
+                Some(spot) => (spot.address, None),
                 None => {
                     self.nowhere.resize(PIECE, 0);
-                    self.nowhere.as_mut_ptr()
+                    (self.nowhere.as_mut_ptr().expose_provenance(), None)
                 }
             };
-            let Some(request) = receive(self.recv, data, size)? else { return Ok(moved) };
+            let Some(request) = receive(self.recv, ptr::with_exposed_provenance_mut(address), size)? else {
+                if let Some((slot, _)) = copy {
+                    self.lane.give_back(slot);
+                }
+                return Ok(moved);
+            };
             moved = true;
             pieces.left -= size;
-            pieces.address = pieces.address.map(|address| address + size);
+            if let Some(spot) = &mut pieces.to {
+                spot.address += size;
+            }
             let finish = (pieces.left == 0).then_some(pieces.finish);
-            self.posted.push_back((request, Arriving::Piece { size, region: pieces.region, finish }));
+            self.posted.push_back((request, Arriving::Piece { size, region: pieces.region, copy, finish }));
             if finish.is_some() {
                 self.pieces = None;
             }
@@ -248,33 +332,33 @@ impl Peer {
     }
 
     /// A header has come, and all before it is in place.
-    fn begin(&mut self, header: &Header, registry: &Registry, requests: &Requests) -> Result<()> {
+    fn begin(&mut self, header: &Header, own: &mut Own<'_>) -> Result<()> {
         match header.kind {
             Kind::Put => {
                 let place = Place { region: header.region, offset: header.offset, size: header.size };
-                self.expect(header, place, registry, requests)
+                self.expect(header, place, own)
             }
             Kind::Get => {
-                let found = registry.locate(header.region, header.offset, header.size);
-                let (refused, address) = found.map_or((true, 0), |address| (false, address));
+                let found = own.registry.locate(header.region, header.offset, header.size);
+                let (refused, from) = found.map_or_else(|_| (true, Spot::default()), |from| (false, from));
                 let size = if refused { 0 } else { header.size };
                 let region = if size == 0 { 0 } else { header.region };
                 let reply = Header { refused, request: header.request, size, ..Header::new(Kind::Reply) };
-                self.outgoing.push(Message::with_bytes(&reply, region, address, None));
+                self.outgoing.push(Message::with_bytes(&reply, region, from, None));
                 Ok(())
             }
             Kind::Reply => {
                 let place = self.pending.get(&header.request).and_then(|pending| pending.place);
                 let place = place.filter(|place| header.size == if header.refused { 0 } else { place.size });
                 let place = place.ok_or_else(not_ours)?;
-                self.expect(header, Place { size: header.size, ..place }, registry, requests)
+                self.expect(header, Place { size: header.size, ..place }, own)
             }
             Kind::Ack => {
                 let is_put = self.pending.get(&header.request).is_some_and(|it| it.place.is_none() && !it.answered);
                 if !is_put {
                     return Err(not_ours());
                 }
-                self.note(header.request, requests, |pending| {
+                self.note(header.request, own.requests, |pending| {
                     pending.answered = true;
                     pending.refused = header.refused;
                 });
@@ -290,32 +374,15 @@ impl Peer {
     }
 
     /// The bytes that follow belong there.
-    fn expect(&mut self, header: &Header, place: Place, registry: &Registry, requests: &Requests) -> Result<()> {
-        let address = registry.locate(place.region, place.offset, place.size).ok();
-        let finish = Finish { header: *header, refused: header.refused || address.is_none() };
+    fn expect(&mut self, header: &Header, place: Place, own: &mut Own<'_>) -> Result<()> {
+        let to = own.registry.locate(place.region, place.offset, place.size).ok();
+        let finish = Finish { header: *header, refused: header.refused || to.is_none() };
         if place.size == 0 {
-            return self.finish(&finish, registry, requests);
+            self.landings.push(finish.header, finish.refused, None);
+            return self.land(own);
         }
-        let region = if address.is_some() { place.region } else { 0 };
-        self.pieces = Some(Pieces { address, left: place.size as usize, region, finish });
-        Ok(())
-    }
-
-    /// What followed a header is in place, or was thrown away.
-    fn finish(&mut self, finish: &Finish, registry: &Registry, requests: &Requests) -> Result<()> {
-        let Finish { header, mut refused } = *finish;
-        if header.kind == Kind::Reply {
-            self.note(header.request, requests, |pending| {
-                pending.answered = true;
-                pending.refused = refused;
-            });
-            return Ok(());
-        }
-        if !refused && header.signal.region != 0 {
-            refused = add_signal(registry, &header.signal).is_err();
-        }
-        let answer = Header { refused, request: header.request, ..Header::new(Kind::Ack) };
-        self.outgoing.push(Message::bare(&answer));
+        let region = if to.is_some() { place.region } else { 0 };
+        self.pieces = Some(Pieces { to, left: place.size as usize, region, finish });
         Ok(())
     }
 
@@ -351,19 +418,4 @@ fn refusal(rank: u32) -> Error {
 /// Posts a receive; none for "not now". The memory is the connection's until the request is done or the connection closed.
 pub(super) fn receive(comm: usize, data: *mut u8, size: usize) -> Result<Option<usize>> {
     facade::irecv(comm, &[Part { data, size, tag: 0, mr: 0, profiler: ptr::null_mut() }])
-}
-
-/// Adds a signal's value to its number.
-///
-/// # Errors
-/// When it is not inside its registration.
-pub fn add_signal(registry: &Registry, signal: &Signal) -> Result<()> {
-    let address = registry.locate_signal(signal)?;
-    // SAFETY: the address is a multiple of 8 and lies, with the 7 bytes behind it, inside registered host memory, which stays
-    // valid while it is registered; the placer, which calls this, also ends registrations. NCCL and GPUs use signals
-    // atomically, too.
-    let number = unsafe { AtomicU64::from_ptr(ptr::with_exposed_provenance_mut(address)) };
-    // What was placed before becomes visible before the signal.
-    number.fetch_add(signal.value, Ordering::AcqRel);
-    Ok(())
 }

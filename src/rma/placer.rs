@@ -7,10 +7,13 @@ use std::sync::mpsc::SyncSender;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use super::gpu::Mark;
 use super::group::{Command, Shared};
-use super::peer::{Peer, Place, add_signal, has_closed};
-use super::wire::Signal;
-use crate::os::error::{Error, Result};
+use super::landings::Landings;
+use super::peer::{Own, Peer, Place, has_closed};
+use super::signals::Signals;
+use super::wire::{Header, Kind, Signal};
+use crate::os::error::{Cause, Error, Result};
 use crate::os::log;
 
 /// How long the placer asks without a pause after something moved.
@@ -37,6 +40,8 @@ enum Other {
 struct Withdrawal {
     region: u32,
     until: Instant,
+    /// How far the GPUs must come, once no transfer uses it.
+    copies: Option<Vec<Mark>>,
     done: SyncSender<()>,
 }
 
@@ -44,6 +49,9 @@ struct Withdrawal {
 pub struct Placer {
     shared: Arc<Shared>,
     others: Vec<Other>,
+    /// Operations whose target is the own rank.
+    own: Landings,
+    signals: Signals,
     withdrawals: Vec<Withdrawal>,
     closes: Option<Instant>,
 }
@@ -53,7 +61,8 @@ impl Placer {
     pub fn new(shared: Arc<Shared>, peers: Vec<Option<Peer>>) -> Self {
         let others =
             peers.into_iter().map(|peer| peer.map_or(Other::Own, |peer| Other::Alive(Box::new(peer)))).collect();
-        Self { shared, others, withdrawals: Vec::new(), closes: None }
+        let (own, signals, withdrawals) = Default::default();
+        Self { shared, others, own, signals, withdrawals, closes: None }
     }
 
     /// Works until the group is closed.
@@ -69,6 +78,7 @@ impl Placer {
                 error
             }
         };
+        shared.gpus.settle();
         shared.end(&why);
     }
 
@@ -80,7 +90,9 @@ impl Placer {
             for command in commands {
                 self.obey(command);
             }
+            moved |= self.shared.gpus.ask();
             moved |= self.advance();
+            self.land_own();
             self.end_withdrawals();
             let now = Instant::now();
             if self.closes.is_some_and(|until| now >= until || !self.any_alive()) {
@@ -106,7 +118,8 @@ impl Placer {
         let mut moved = false;
         for other in &mut self.others {
             let Other::Alive(peer) = other else { continue };
-            match peer.advance(&self.shared.registry, &self.shared.requests) {
+            let Shared { registry, requests, .. } = &*self.shared;
+            match peer.advance(&mut Own { registry, requests, signals: &mut self.signals }) {
                 Ok(_) if peer.is_over() => *other = Other::Failed(ended(peer, &has_closed())),
                 Ok(peer_moved) => moved |= peer_moved,
                 // Its goodbye has come, and it need not wait for the answer.
@@ -122,24 +135,25 @@ impl Placer {
     fn obey(&mut self, command: Command) {
         match command {
             Command::Put { request, rank, from, to, signal } => {
-                let address = match self.shared.registry.locate(from.region, from.offset, from.size) {
-                    Ok(address) => address,
+                let spot = match self.shared.registry.locate(from.region, from.offset, from.size) {
+                    Ok(spot) => spot,
                     Err(error) => return self.shared.requests.end(request, Err(error)),
                 };
                 match &mut self.others[rank as usize] {
-                    Other::Alive(peer) => peer.put(request, (from.region, address), &to, signal),
+                    Other::Alive(peer) => peer.put(request, (from.region, spot), &to, signal),
                     Other::Failed(error) => refuse(&self.shared, request, error),
-                    Other::Own => self.shared.requests.end(request, self.move_within(&from, &to, &signal)),
+                    Other::Own => self.move_within(request, &from, &to, signal),
                 }
             }
             Command::Get { request, rank, from, to } => match &mut self.others[rank as usize] {
                 Other::Alive(peer) => peer.get(request, (from.region, from.offset), to),
                 Other::Failed(error) => refuse(&self.shared, request, error),
-                Other::Own => self.shared.requests.end(request, self.move_within(&from, &to, &Signal::default())),
+                Other::Own => self.move_within(request, &from, &to, Signal::default()),
             },
             Command::Withdraw { region, done } => {
                 self.shared.registry.remove(region);
-                self.withdrawals.push(Withdrawal { region, until: Instant::now() + LATE, done });
+                self.signals.forget(region);
+                self.withdrawals.push(Withdrawal { region, until: Instant::now() + LATE, copies: None, done });
             }
             Command::Close => {
                 self.closes = Some(Instant::now() + FAREWELL);
@@ -152,30 +166,73 @@ impl Placer {
         }
     }
 
-    /// An operation whose target is the own rank.
-    fn move_within(&self, from: &Place, to: &Place, signal: &Signal) -> Result<()> {
+    /// Begins an operation whose target is the own rank.
+    fn move_within(&mut self, request: u64, from: &Place, to: &Place, signal: Signal) {
+        match self.copy_within(from, to) {
+            Ok(mark) => {
+                self.own.push(Header { request, signal, ..Header::new(Kind::Put) }, false, mark);
+                self.land_own();
+            }
+            Err(error) => {
+                if error.cause() == Cause::System {
+                    say_once(&error);
+                }
+                self.shared.requests.end(request, Err(error));
+            }
+        }
+    }
+
+    fn copy_within(&self, from: &Place, to: &Place) -> Result<Option<Mark>> {
         let registry = &self.shared.registry;
         let source = registry.locate(from.region, from.offset, from.size)?;
         let target = registry.locate(to.region, to.offset, to.size)?;
-        if from.size > 0 {
-            // SAFETY: both are inside registered host memory of at least that many bytes, which stays valid while it is
-            // registered, and this thread alone ends registrations. They may overlap.
-            unsafe {
-                ptr::copy::<u8>(
-                    ptr::with_exposed_provenance(source),
-                    ptr::with_exposed_provenance_mut(target),
-                    from.size as usize,
-                );
-            }
+        let size = from.size as usize;
+        if size == 0 {
+            return Ok(None);
         }
-        if signal.region == 0 { Ok(()) } else { add_signal(registry, signal) }
+        if let Some(gpu) = target.gpu.as_ref().or(source.gpu.as_ref()) {
+            // NCCL puts a number onto itself to learn that all before it is in place.
+            if source.address == target.address {
+                return Ok(Some(gpu.latest()));
+            }
+            // SAFETY: both are inside registered memory of at least that many bytes, and a registration ends only when the
+            // placer, which this is, has seen all streams come this far.
+            return unsafe { gpu.copy(target.address, source.address, size) }.map(Some);
+        }
+        // SAFETY: both are inside registered host memory of at least that many bytes, which stays valid while it is
+        // registered, and this thread alone ends registrations. They may overlap.
+        unsafe {
+            ptr::copy::<u8>(
+                ptr::with_exposed_provenance(source.address),
+                ptr::with_exposed_provenance_mut(target.address),
+                size,
+            );
+        }
+        Ok(None)
+    }
+
+    /// Ends operations on the own rank that are in place.
+    fn land_own(&mut self) {
+        let Self { shared, own, signals, .. } = self;
+        let mut landed = Vec::new();
+        let outcome = own.advance(&shared.registry, signals, &mut landed);
+        for (header, refused) in landed {
+            let outcome =
+                if refused { Err(Error::argument("a signal that is not inside its registration")) } else { Ok(()) };
+            shared.requests.end(header.request, outcome);
+        }
+        if let Err(error) = outcome {
+            say_once(&error);
+            shared.gpus.settle();
+            own.take().for_each(|header| shared.requests.end(header.request, Err(error.clone())));
+        }
     }
 
     /// Answers withdrawals whose memory nothing uses. Where something still does after the patience, that rank fails.
     fn end_withdrawals(&mut self) {
         let now = Instant::now();
         let Self { withdrawals, others, shared, .. } = self;
-        withdrawals.retain(|withdrawal| {
+        withdrawals.retain_mut(|withdrawal| {
             let mut is_used = false;
             for other in &mut *others {
                 let Other::Alive(peer) = other else { continue };
@@ -188,10 +245,15 @@ impl Placer {
                     }
                 }
             }
-            if !is_used {
+            if is_used {
+                return true;
+            }
+            let copies = withdrawal.copies.get_or_insert_with(|| shared.gpus.latest());
+            let is_done = copies.iter().all(Mark::is_over);
+            if is_done {
                 let _ = withdrawal.done.send(());
             }
-            is_used
+            !is_done
         });
     }
 }
@@ -231,6 +293,7 @@ fn fail(other: &mut Other, shared: &Shared, error: &Error, quietly: bool) {
     let pending: Vec<u64> = peer.pending().collect();
     // This closes the connections: after it nothing touches a request's memory.
     *other = Other::Failed(told.clone());
+    shared.gpus.settle();
     if !quietly {
         say_once(&told);
     }

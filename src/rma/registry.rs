@@ -1,21 +1,37 @@
 //! The memory that the other ranks of a group may write and read, numbered from 1 in the order of registrations.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use super::gpu::Gpu;
 use super::wire::Signal;
 use crate::os::error::{Error, Result};
 
 /// Registered memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Default)]
 pub struct Region {
     /// Where it begins.
     pub address: usize,
     /// Its bytes.
     pub size: usize,
+    /// The GPU that has it; none for host memory.
+    pub gpu: Option<Arc<Gpu>>,
+    /// Nobody but Towline writes its numbers, which are 0 at first: NCCL's promise for its signals.
+    pub only_ours: bool,
+}
+
+/// A place in registered memory.
+#[derive(Clone, Default)]
+pub struct Spot {
+    /// Its address.
+    pub address: usize,
+    /// As the region's.
+    pub gpu: Option<Arc<Gpu>>,
+    /// As the region's.
+    pub only_ours: bool,
 }
 
 /// All registrations of a group.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct Registry {
     regions: Mutex<Vec<Option<Region>>>,
 }
@@ -53,15 +69,15 @@ impl Registry {
         index(number).is_some_and(|index| self.regions().get(index).is_some_and(Option::is_some))
     }
 
-    /// The address of these bytes. Where there are none it may be anything.
+    /// Where these bytes are. Where there are none it may be anywhere.
     ///
     /// # Errors
     /// When they are not all inside that registration.
-    pub fn locate(&self, number: u32, offset: u64, size: u64) -> Result<usize> {
+    pub fn locate(&self, number: u32, offset: u64, size: u64) -> Result<Spot> {
         if size == 0 {
-            return Ok(0);
+            return Ok(Spot::default());
         }
-        let region = index(number).and_then(|index| self.regions().get(index).copied().flatten());
+        let region = index(number).and_then(|index| self.regions().get(index).cloned().flatten());
         let region = region.ok_or_else(|| Error::argument(format!("there is no registration number {number}")))?;
         let is_inside = offset.checked_add(size).is_some_and(|end| end <= region.size as u64);
         if !is_inside {
@@ -70,19 +86,25 @@ impl Registry {
                 region.size
             )));
         }
-        Ok(region.address + offset as usize)
+        let Region { address, gpu, only_ours, .. } = region;
+        Ok(Spot { address: address + offset as usize, gpu, only_ours })
     }
 
-    /// The address of a signal, which is a multiple of 8.
+    /// Where a signal is, whose address is a multiple of 8.
     ///
     /// # Errors
     /// When it is not inside that registration, or not aligned.
-    pub fn locate_signal(&self, signal: &Signal) -> Result<usize> {
-        let address = self.locate(signal.region, signal.offset, 8)?;
-        if !address.is_multiple_of(8) {
+    pub fn locate_signal(&self, signal: &Signal) -> Result<Spot> {
+        let spot = self.locate(signal.region, signal.offset, 8)?;
+        if !spot.address.is_multiple_of(8) {
             return Err(Error::argument(format!("a signal at {}, which is no multiple of 8", signal.offset)));
         }
-        Ok(address)
+        Ok(spot)
+    }
+
+    /// Ends all registrations.
+    pub fn clear(&self) {
+        self.regions().iter_mut().for_each(|region| *region = None);
     }
 }
 
@@ -97,7 +119,7 @@ mod tests {
     #[test]
     fn nothing_outside_a_registration_is_ever_located() {
         let registry = Registry::default();
-        let number = registry.add(Region { address: 4096, size: 100 }).unwrap();
+        let number = registry.add(Region { address: 4096, size: 100, ..Region::default() }).unwrap();
         let mut state = 0x9e37_79b9_7f4a_7c15_u64;
         let mut random = || {
             state ^= state << 13;
@@ -109,13 +131,13 @@ mod tests {
         let mut found = 0;
         for _ in 0..100_000 {
             let (offset, size) = (random(), random());
-            if let Ok(address) = registry.locate(number, offset, size)
+            if let Ok(Spot { address, .. }) = registry.locate(number, offset, size)
                 && size > 0
             {
                 assert!(address >= 4096 && address as u64 + size <= 4196, "{offset} {size}");
                 found += 1;
             }
-            if let Ok(address) = registry.locate_signal(&Signal { region: number, offset, value: 1 }) {
+            if let Ok(Spot { address, .. }) = registry.locate_signal(&Signal { region: number, offset, value: 1 }) {
                 assert!(address.is_multiple_of(8) && (4096..=4188).contains(&address), "{offset}");
             }
         }
@@ -125,13 +147,13 @@ mod tests {
     #[test]
     fn a_number_is_not_given_again() {
         let registry = Registry::default();
-        let region = Region { address: 8, size: 8 };
-        let first = registry.add(region).unwrap();
+        let region = Region { address: 8, size: 8, ..Region::default() };
+        let first = registry.add(region.clone()).unwrap();
         registry.remove(first);
         let second = registry.add(region).unwrap();
         assert_ne!(first, second);
         assert!(registry.locate(first, 0, 1).is_err() && registry.locate(second, 0, 8).is_ok());
         assert!(registry.locate(0, 0, 1).is_err() && registry.locate(0, 0, 0).is_ok());
-        assert!(registry.add(Region { address: usize::MAX, size: 2 }).is_err());
+        assert!(registry.add(Region { address: usize::MAX, size: 2, ..Region::default() }).is_err());
     }
 }

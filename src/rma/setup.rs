@@ -79,7 +79,7 @@ pub fn connect(
                 Some(connected) => drop(connected.advance(&mut unread)?),
                 place => {
                     if let Some(comm) = facade::connect(Some(ctx), dev, None, handle)? {
-                        let mut connected = Outgoing::over(comm);
+                        let mut connected = Outgoing::over(comm, to as u32);
                         let hello = Header { region: rank, size: u64::from(ranks), ..Header::new(Kind::Hello) };
                         connected.push(Message::bare(&hello));
                         *place = Some(connected);

@@ -6,7 +6,7 @@ use crate::os::error::{Error, Result};
 pub const HEADER: usize = 56;
 
 /// The most bytes of one message that follows a header; the last may be shorter.
-pub const PIECE: usize = 4 << 20;
+pub const PIECE: usize = 512 << 10;
 
 /// The most bytes that a header may announce.
 pub const LONGEST: u64 = 1 << 40;

@@ -54,6 +54,30 @@ pub fn run(command: &mut Command, name: &str) {
     eprint!("{}", String::from_utf8_lossy(&output.stderr));
 }
 
+/// Forks; the child runs `body` and leaves with its answer.
+pub fn fork(body: impl FnOnce() -> bool) -> i32 {
+    // SAFETY: the child runs `body`, which only calls into the library and the kernel, and leaves by `_exit`.
+    match unsafe { libc::fork() } {
+        0 => {
+            let status = i32::from(!body());
+            // SAFETY: leaves at once.
+            unsafe { libc::_exit(status) }
+        }
+        child => {
+            assert!(child > 0);
+            child
+        }
+    }
+}
+
+/// How a forked child ended.
+pub fn end_of(child: i32) -> (bool, i32) {
+    let mut status = 0;
+    // SAFETY: the status outlives the call.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    (libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, status)
+}
+
 /// A child that is killed when the test ends otherwise.
 pub struct Guarded(pub Child);
 

@@ -18,10 +18,12 @@ pub mod job;
 pub mod machine;
 pub mod netns;
 pub mod notices;
+pub mod one_sided;
 pub mod proxy;
 pub mod raw;
 pub mod strict;
 pub mod told;
+pub mod window;
 
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};

@@ -18,8 +18,8 @@ use super::guard::guard;
 use super::pointer::{Out, array, dress, handle_bytes, id, null};
 use super::properties::Properties;
 use crate::nccl::ffi::{
-    NCCL_NET_DEVICE_GIN_PROXY, NCCL_RMA_SIGNAL_ADD, NCCL_RMA_SIGNAL_INC, ncclDebugLogger_t, ncclInvalidUsage,
-    ncclNetProperties_v12_t, ncclResult_t, ncclRmaConfig_v14_t,
+    NCCL_NET_DEVICE_GIN_PROXY, NCCL_RMA_MR_SIGNAL_NEVER_RESET, NCCL_RMA_SIGNAL_ADD, NCCL_RMA_SIGNAL_INC,
+    ncclDebugLogger_t, ncclInvalidUsage, ncclNetProperties_v12_t, ncclResult_t, ncclRmaConfig_v14_t,
 };
 use crate::os::error::{Error, Result};
 use crate::plugin::facade as net;
@@ -146,7 +146,7 @@ unsafe extern "C" fn reg_mr_sym<const API: u8>(
     data: *mut c_void,
     size: usize,
     kind: c_int,
-    _flags: u64,
+    flags: u64,
     mhandle: *mut *mut c_void,
 ) -> ncclResult_t {
     guard::<API>("regMrSym", || {
@@ -156,7 +156,9 @@ unsafe extern "C" fn reg_mr_sym<const API: u8>(
         if data.is_null() && size > 0 {
             return Err(null("data"));
         }
-        mr.set(dress(facade::register(id(coll_comm, "collComm")?, data.expose_provenance(), size, kind)?));
+        let memory = (data.expose_provenance(), size);
+        let only_ours = flags & u64::from(NCCL_RMA_MR_SIGNAL_NEVER_RESET) != 0;
+        mr.set(dress(facade::register(id(coll_comm, "collComm")?, memory, kind, only_ours)?));
         Ok(())
     })
 }
@@ -191,7 +193,7 @@ unsafe extern "C" fn close_listen<const API: u8>(listen_comm: *mut c_void) -> nc
     guard::<API>("rma closeListen", || facade::close_listener(id(listen_comm, "listenComm")?))
 }
 
-/// What a put wrote into host memory is visible before its signal is, so there is nothing to wait for.
+/// What a put wrote is visible before its signal is, so there is nothing to wait for.
 unsafe extern "C" fn iflush<const API: u8>(
     _rma_ctx: *mut c_void,
     _context: c_int,

@@ -1,0 +1,252 @@
+//! A GPU whose memory is registered in a group: a stream of the group's own, in which copies happen one after the other, and
+//! the marks that tell how far it has come.
+//!
+//! The placer alone appends to the stream and asks how far it is. Nothing is made and nothing waited for there: stream, events
+//! and page-locked memory come with the first registration of the GPU's memory.
+
+use std::collections::VecDeque;
+use std::ptr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::cuda::{Context, Driver, Object, driver};
+use super::staging::Staging;
+use crate::os::error::{Error, Result};
+
+/// How many places of a stream can be told apart. With more under way the last one stands for those behind it, too.
+const EVENTS: usize = 64;
+
+/// A GPU, as one group uses it.
+pub struct Gpu {
+    driver: &'static Driver,
+    context: Context,
+    stream: Object,
+    /// Between it and the connections.
+    pub staging: Arc<Staging>,
+    /// Page-locked memory for one number.
+    cell: usize,
+    progress: Mutex<Progress>,
+}
+
+#[derive(Default)]
+struct Progress {
+    free: Vec<Object>,
+    /// The oldest first, each with the number of its mark.
+    under_way: VecDeque<(u64, Object)>,
+    /// The mark of what was appended last.
+    latest: u64,
+    /// All marks up to this one are reached.
+    reached: u64,
+    /// The first failure of the driver. A context does not recover from most of them.
+    failure: Option<Error>,
+}
+
+/// A place in a GPU's stream: reached when all before it is done.
+#[derive(Clone)]
+pub struct Mark {
+    /// Whose stream.
+    pub gpu: Arc<Gpu>,
+    number: u64,
+}
+
+impl Mark {
+    /// Whether it was reached when the GPU was last asked.
+    ///
+    /// # Errors
+    /// When something in the stream has failed.
+    pub fn is_reached(&self) -> Result<bool> {
+        let progress = self.gpu.progress();
+        if self.number <= progress.reached {
+            return Ok(true);
+        }
+        progress.failure.clone().map_or(Ok(false), Err)
+    }
+
+    /// Whether nothing before it is under way any more, done or failed.
+    pub fn is_over(&self) -> bool {
+        let progress = self.gpu.progress();
+        self.number <= progress.reached || progress.under_way.is_empty()
+    }
+}
+
+impl Gpu {
+    fn new(driver: &'static Driver, context: Context, staging: Arc<Staging>) -> Result<Self> {
+        let cell = driver.host_memory(context, 8)?;
+        let made = driver.stream(context, EVENTS);
+        let (stream, free) = made.inspect_err(|_| driver.free_host_memory(context, cell))?;
+        let progress = Mutex::new(Progress { free, ..Progress::default() });
+        Ok(Self { driver, context, stream, staging, cell, progress })
+    }
+
+    fn progress(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Appends what `call` appends, with the event that it gets behind it.
+    fn append(self: &Arc<Self>, call: impl FnOnce((Context, &Object, &Object)) -> Result<()>) -> Result<Mark> {
+        let mut progress = self.progress();
+        if let Some(failure) = &progress.failure {
+            return Err(failure.clone());
+        }
+        // Where all events are in use, the last one is recorded anew: the mark before this one is reached late then.
+        let event = progress.free.pop().or_else(|| progress.under_way.pop_back().map(|(_, event)| event));
+        let Some(event) = event else { return Err(Error::internal("a GPU's stream has no events")) };
+        let outcome = call((self.context, &self.stream, &event));
+        // Also where it fails: part of it may have been appended.
+        progress.latest += 1;
+        let number = progress.latest;
+        progress.under_way.push_back((number, event));
+        match outcome {
+            Ok(()) => Ok(Mark { gpu: Arc::clone(self), number }),
+            Err(error) => {
+                progress.failure = Some(error.clone());
+                Err(error)
+            }
+        }
+    }
+
+    /// Appends a copy. Either place may be the host's.
+    ///
+    /// # Errors
+    /// When the driver does not take it.
+    ///
+    /// # Safety
+    /// Both places are that long, and valid until the mark is reached or the stream has failed.
+    pub unsafe fn copy(self: &Arc<Self>, to: usize, from: usize, size: usize) -> Result<Mark> {
+        // SAFETY: this function's contract.
+        self.append(|place| unsafe { self.driver.copy(place, to, from, size) })
+    }
+
+    /// Appends the writing of a signal's number, which is visible after all that is before it in the stream.
+    ///
+    /// # Errors
+    /// When the driver does not take it.
+    ///
+    /// # Safety
+    /// The place is this GPU's, a multiple of 8, and valid until the mark is reached or the stream has failed.
+    pub unsafe fn write(self: &Arc<Self>, to: usize, value: u64) -> Result<Mark> {
+        // SAFETY: this function's contract.
+        self.append(|place| unsafe { self.driver.write(place, to, value) })
+    }
+
+    /// Appends the reading of a signal's number, for [`Gpu::number_read`].
+    ///
+    /// # Errors
+    /// When the driver does not take it.
+    ///
+    /// # Safety
+    /// As [`Gpu::write`].
+    pub unsafe fn read(self: &Arc<Self>, from: usize) -> Result<Mark> {
+        // SAFETY: this function's contract; the cell lives as long as the stream.
+        unsafe { self.copy(self.cell, from, 8) }
+    }
+
+    /// What was read, once its mark is reached and before another number is read.
+    pub fn number_read(&self) -> u64 {
+        // SAFETY: 8 bytes, aligned as all page-locked memory, which nothing writes between two reads.
+        unsafe { ptr::with_exposed_provenance::<u64>(self.cell).read_volatile() }
+    }
+
+    /// The mark of what was appended last.
+    pub fn latest(self: &Arc<Self>) -> Mark {
+        Mark { gpu: Arc::clone(self), number: self.progress().latest }
+    }
+
+    /// Asks how far it is. Gives whether it has come further.
+    fn ask(&self) -> bool {
+        let mut progress = self.progress();
+        let mut moved = false;
+        while let Some((number, event)) = progress.under_way.pop_front() {
+            match self.driver.has_happened(self.context, &event) {
+                Ok(true) => {
+                    if progress.failure.is_none() {
+                        progress.reached = number;
+                    }
+                    progress.free.push(event);
+                    moved = true;
+                }
+                Ok(false) => {
+                    progress.under_way.push_front((number, event));
+                    break;
+                }
+                Err(error) => {
+                    progress.failure.get_or_insert(error);
+                    progress.free.push(event);
+                    moved = true;
+                }
+            }
+        }
+        moved
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        let progress = std::mem::take(&mut *self.progress());
+        let events: Vec<Object> =
+            progress.free.into_iter().chain(progress.under_way.into_iter().map(|(_, event)| event)).collect();
+        self.driver.end_stream(self.context, &self.stream, &events);
+        self.driver.free_host_memory(self.context, self.cell);
+    }
+}
+
+/// The GPUs of a group.
+#[derive(Default)]
+pub struct Gpus {
+    known: Mutex<Vec<Arc<Gpu>>>,
+    /// Held while one is made, which may take milliseconds.
+    making: Mutex<()>,
+}
+
+impl Gpus {
+    fn known(&self) -> MutexGuard<'_, Vec<Arc<Gpu>>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The GPU whose memory is at this address, in a group of so many ranks.
+    ///
+    /// # Errors
+    /// When there is no driver, or it has no such memory.
+    pub fn of(&self, address: usize, ranks: u32) -> Result<Arc<Gpu>> {
+        let _one_at_a_time = self.making.lock().unwrap_or_else(PoisonError::into_inner);
+        let driver = driver()?;
+        let context = driver.context_of(address)?;
+        let (found, first) = {
+            let known = self.known();
+            (known.iter().find(|gpu| gpu.context == context).cloned(), known.first().cloned())
+        };
+        if let Some(gpu) = found {
+            return Ok(gpu);
+        }
+        let staging = match first {
+            Some(other) => Arc::clone(&other.staging),
+            None => Arc::new(Staging::new(driver, context, ranks)?),
+        };
+        let gpu = Arc::new(Gpu::new(driver, context, staging)?);
+        self.known().push(Arc::clone(&gpu));
+        Ok(gpu)
+    }
+
+    /// Asks all how far they are. Gives whether one has come further.
+    pub fn ask(&self) -> bool {
+        self.known().iter().fold(false, |moved, gpu| gpu.ask() | moved)
+    }
+
+    /// What was appended last to each.
+    pub fn latest(&self) -> Vec<Mark> {
+        self.known().iter().map(Gpu::latest).collect()
+    }
+
+    /// Waits until nothing is under way.
+    pub fn settle(&self) {
+        let marks = self.latest();
+        while !marks.iter().all(Mark::is_over) {
+            self.ask();
+            std::thread::yield_now();
+        }
+    }
+
+    /// Forgets them.
+    pub fn clear(&self) {
+        self.known().clear();
+    }
+}

@@ -1,0 +1,93 @@
+//! What has come from one rank and is on its way into memory: copies of GPUs happen later than they are begun.
+//!
+//! Operations are done in the order in which they came. A signal waits for all bytes before it, unless they are in the stream
+//! of the GPU that holds the signal: there it is put behind them at once.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::gpu::{Gpu, Mark};
+use super::registry::Registry;
+use super::signals::{Signals, Step};
+use super::wire::Header;
+use crate::os::error::Result;
+
+struct Landing {
+    header: Header,
+    refused: bool,
+    /// Reached when its bytes are in place; none where they are.
+    bytes: Option<Mark>,
+    signal: Step,
+}
+
+/// A rank's, the oldest first.
+#[derive(Default)]
+pub struct Landings(VecDeque<Landing>);
+
+impl Landings {
+    /// All bytes of an operation have come, and are in place when this mark is reached. `refused`: they went nowhere, and there
+    /// is no signal then.
+    pub fn push(&mut self, header: Header, refused: bool, bytes: Option<Mark>) {
+        let signal = if refused || header.signal.region == 0 { Step::Written(None) } else { Step::New };
+        self.0.push_back(Landing { header, refused, bytes, signal });
+    }
+
+    /// Goes on with all that can; what is done, and whether it was refused, goes to `landed`.
+    ///
+    /// # Errors
+    /// When a GPU has failed.
+    pub fn advance(
+        &mut self,
+        registry: &Registry,
+        signals: &mut Signals,
+        landed: &mut Vec<(Header, bool)>,
+    ) -> Result<()> {
+        // The GPUs whose streams are not as far as the landings that were looked at.
+        let mut late: Vec<Arc<Gpu>> = Vec::new();
+        let mut is_first = true;
+        let mut done = 0;
+        for landing in &mut self.0 {
+            note(&mut late, &mut landing.bytes)?;
+            if matches!(landing.signal, Step::New) {
+                match registry.locate_signal(&landing.header.signal) {
+                    Ok(place) if late.iter().all(|gpu| place.gpu.as_ref().is_some_and(|own| Arc::ptr_eq(gpu, own))) => {
+                    }
+                    Ok(_) => break,
+                    Err(_) => {
+                        landing.refused = true;
+                        landing.signal = Step::Written(None);
+                    }
+                }
+            }
+            signals.advance(registry, &landing.header.signal, &mut landing.signal)?;
+            let Step::Written(mark) = &mut landing.signal else { break };
+            note(&mut late, mark)?;
+            is_first &= late.is_empty();
+            done += usize::from(is_first);
+        }
+        landed.extend(self.0.drain(..done).map(|landing| (landing.header, landing.refused)));
+        Ok(())
+    }
+
+    /// Whether all are done.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Takes all that are not done.
+    pub fn take(&mut self) -> impl Iterator<Item = Header> {
+        std::mem::take(&mut self.0).into_iter().map(|landing| landing.header)
+    }
+}
+
+/// Forgets a mark that is reached, or notes whose it is.
+fn note(late: &mut Vec<Arc<Gpu>>, mark: &mut Option<Mark>) -> Result<()> {
+    if let Some(waited_for) = mark {
+        if waited_for.is_reached()? {
+            *mark = None;
+        } else if !late.iter().any(|gpu| Arc::ptr_eq(gpu, &waited_for.gpu)) {
+            late.push(Arc::clone(&waited_for.gpu));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,70 @@
+//! Page-locked host memory between a GPU and the connections, which carry bytes of host memory only.
+//!
+//! It is made once for a group, with the first registration of a GPU's memory. Each other rank has a lane of its own in each
+//! direction, so that no rank waits for the slots of another: such waits could go round in a circle.
+
+use super::cuda::{Context, Driver};
+use super::wire::PIECE;
+use crate::os::error::Result;
+
+/// What all lanes of a group have together, unless it has very many or very few ranks.
+const BYTES: usize = 32 << 20;
+/// Slots of a lane. With two, one can be copied while the other travels.
+const FEWEST: usize = 2;
+const MOST: usize = 8;
+
+/// All lanes of a group.
+pub struct Staging {
+    driver: &'static Driver,
+    context: Context,
+    memory: usize,
+    slots: usize,
+}
+
+impl Staging {
+    /// For a group of so many ranks.
+    ///
+    /// # Errors
+    /// When there is not so much memory.
+    pub fn new(driver: &'static Driver, context: Context, ranks: u32) -> Result<Self> {
+        let lanes = 2 * ranks as usize;
+        let slots = (BYTES / (lanes * PIECE)).clamp(FEWEST, MOST);
+        let memory = driver.host_memory(context, lanes * slots * PIECE)?;
+        Ok(Self { driver, context, memory, slots })
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        self.driver.free_host_memory(self.context, self.memory);
+    }
+}
+
+/// The slots for one direction of one rank that are not in use.
+pub struct Lane {
+    number: usize,
+    free: Option<Vec<usize>>,
+}
+
+impl Lane {
+    /// For what goes to a rank.
+    pub fn to(rank: u32) -> Self {
+        Self { number: 2 * rank as usize, free: None }
+    }
+
+    /// For what comes from a rank.
+    pub fn from(rank: u32) -> Self {
+        Self { number: 2 * rank as usize + 1, free: None }
+    }
+
+    /// The address of a slot of [`PIECE`] bytes, if one is free.
+    pub fn take(&mut self, staging: &Staging) -> Option<usize> {
+        let first = staging.memory + self.number * staging.slots * PIECE;
+        self.free.get_or_insert_with(|| (0..staging.slots).map(|slot| first + slot * PIECE).collect()).pop()
+    }
+
+    /// Nothing uses this slot any more.
+    pub fn give_back(&mut self, slot: usize) {
+        self.free.get_or_insert_default().push(slot);
+    }
+}

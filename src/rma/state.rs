@@ -1,0 +1,68 @@
+//! What a process has of the room: everything that NCCL holds an id of.
+//!
+//! A forked child gets a fresh state: the threads and connections of its parent's groups do not exist there, so its parent's
+//! ids name nothing.
+
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+use super::group::Group;
+use crate::engine::handle::Kind;
+use crate::engine::table::Table;
+use crate::os::fork;
+
+/// What NCCL holds.
+pub enum Object {
+    /// A listener, with its context and device.
+    Listener {
+        /// The network's context.
+        ctx: usize,
+        /// The network's device.
+        dev: i32,
+        /// The network's listener.
+        listener: usize,
+    },
+    /// A group of ranks.
+    Group(Arc<Group>),
+}
+
+/// All of them.
+pub struct State {
+    generation: u32,
+    /// Listeners and groups.
+    pub objects: Table<Object>,
+    /// What `createContext` makes: another name for a group, since all contexts of a pair of ranks share its connections.
+    pub contexts: Table<Group>,
+}
+
+static STATE: AtomicPtr<State> = AtomicPtr::new(ptr::null_mut());
+
+/// The process's state, made on first use and never freed.
+pub fn state() -> &'static State {
+    let generation = fork::generation();
+    let current = STATE.load(Ordering::Acquire);
+    // SAFETY: null, or from `Box::into_raw` below and never freed.
+    match unsafe { current.as_ref() } {
+        Some(state) if state.generation == generation => state,
+        _ => make(current, generation),
+    }
+}
+
+/// Out of line: the tables are built on the stack first.
+#[cold]
+#[inline(never)]
+fn make(current: *mut State, generation: u32) -> &'static State {
+    let (objects, contexts) = (Table::new(Kind::Comm), Table::new(Kind::Context));
+    let fresh = Box::into_raw(Box::new(State { generation, objects, contexts }));
+    match STATE.compare_exchange(current, fresh, Ordering::AcqRel, Ordering::Acquire) {
+        // SAFETY: it belongs to the static now, which never frees it.
+        Ok(_) => unsafe { &*fresh },
+        Err(other) => {
+            // SAFETY: nobody else has seen `fresh`.
+            drop(unsafe { Box::from_raw(fresh) });
+            // SAFETY: another thread put it there a moment ago, by the same means.
+            unsafe { &*other }
+        }
+    }
+}

@@ -1,0 +1,617 @@
+#!/usr/bin/env python3
+"""NCCL's one-sided operations over Towline: two processes, a GPU each, which NCCL takes for two hosts (NCCL_HOSTID).
+
+    tests/gpu/one_sided.py --towline target/release --nccl DIRECTORY_OF_libnccl.so.2
+
+Needs NCCL 2.30.7 or later, two GPUs, no PyTorch. Each step prints ok, failed, or "not offered by this release"; exit status 0
+means that none failed. Where one fails the ends of NCCL's logs follow.
+
+The steps, and what they are in nccl4py:
+    window        ncclMemAlloc, ncclCommWindowRegister: a real window       Communicator.register_window
+    peer pointer  ncclGetPeerDevicePointer: null for another host           RegisteredWindowHandle.get_peer_device_pointer
+    put           ncclPutSignal, ncclWaitSignal, 8 B to 64 MiB, verified    put_signal, wait_signal
+    many puts     32 puts in one group before one wait, each verified       put_signal in nccl.group()
+    ping-pong     the same to and fro, timed, beside ncclSend and ncclRecv  put_signal, wait_signal, send, recv
+    graph         a ping-pong captured in a CUDA graph, launched 20 times   the same, in a graph
+    barrier       ncclSignal and ncclWaitSignal                             signal, wait_signal
+    pre-mul-sum   ncclRedOpCreatePreMulSum, ncclAllReduce                   create_pre_mul_sum
+    buffer        ncclCommRegister, ncclAllReduce                           register_buffer
+    device comm   ncclDevCommCreate with GIN, ncclDevCommDestroy            create_dev_comm
+    deregister    windows end in another order than they were made          RegisteredWindowHandle.close
+    destroy       ncclCommDestroy                                           Communicator.destroy
+Lives of a communicator after the first: "left" (destroyed with its windows registered), "abort" (ncclCommAbort amid puts,
+then a new communicator), "cut" (one stream is cut amid puts, and all bytes are right). Only when asked for: "inner" (windows
+that begin inside of an allocation; whether NCCL itself can do that is not known).
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.join(ROOT, "benches", "nccl"))
+
+RANKS, MIB = 2, 1 << 20
+MOST = 64 * MIB
+IN_PROGRESS, NOT_READY = 7, 600
+CHAR, FLOAT, SUM = 0, 7, 0
+COLL_SYMMETRIC = 1
+LIVES = ("whole", "left", "abort", "cut")
+TIMED = (8, 4096, 65536, MIB, 16 * MIB)
+
+
+class Failed(Exception):
+    """A step that went wrong."""
+
+
+class NotOffered(Exception):
+    """A function that this release has not."""
+
+
+class UniqueId(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_byte * 128)]
+
+
+class WaitDesc(ctypes.Structure):
+    """ncclWaitSignalDesc_t."""
+
+    _fields_ = [(name, ctypes.c_int) for name in ("count", "peer", "signal", "context")]
+
+
+class DevRequirements(ctypes.Structure):
+    """ncclDevCommRequirements_t of NCCL 2.30.7."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("resources", ctypes.c_void_p),
+        ("teams", ctypes.c_void_p),
+        ("lsa_multimem", ctypes.c_bool),
+        ("barriers", ctypes.c_int),
+        ("lsa_barriers", ctypes.c_int),
+        ("rail_gin_barriers", ctypes.c_int),
+        ("lsa_lla2a_blocks", ctypes.c_int),
+        ("lsa_lla2a_slots", ctypes.c_int),
+        ("gin_force_enable", ctypes.c_bool),
+        ("gin_contexts", ctypes.c_int),
+        ("gin_signals", ctypes.c_int),
+        ("gin_counters", ctypes.c_int),
+        ("gin_connection", ctypes.c_int),
+        ("gin_exclusive", ctypes.c_bool),
+        ("gin_queue_depth", ctypes.c_int),
+        ("gin_traffic_class", ctypes.c_int),
+        ("world_gin_barriers", ctypes.c_int),
+        ("gin_strong_signals", ctypes.c_bool),
+        ("gin_va_signals", ctypes.c_bool),
+    ]
+
+
+def arguments():
+    """The command line; `--child` is how the script calls itself."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--towline", help="directory of Towline's libnccl-net.so")
+    parser.add_argument("--nccl", help="directory of libnccl.so.2")
+    parser.add_argument("--lives", default=",".join(LIVES), help="only these")
+    parser.add_argument("--interface", default="lo")
+    parser.add_argument("--seconds", type=float, default=40, help="limit for one step")
+    parser.add_argument("--out", help="keep NCCL's logs here")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for both ranks")
+    parser.add_argument("--child", type=int, metavar="RANK", help=argparse.SUPPRESS)
+    parser.add_argument("--life", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child is None and not given.towline:
+        parser.error("--towline is needed")
+    return given
+
+
+# What runs in a rank.
+
+
+def meet(name):
+    """Waits until both ranks are here."""
+    print(json.dumps({"meet": name}), flush=True)
+    if not sys.stdin.readline():
+        os._exit(3)
+
+
+class Cuda:
+    """libcuda, as far as this needs it."""
+
+    def __init__(self, ordinal):
+        self.lib = ctypes.CDLL("libcuda.so.1")
+        device, self.context = ctypes.c_int(), ctypes.c_void_p()
+        self("cuInit", 0)
+        self("cuDeviceGet", ctypes.byref(device), ordinal)
+        self("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), device)
+        self("cuCtxSetCurrent", self.context)
+
+    def __call__(self, name, *given):
+        code = getattr(self.lib, name)(*given)
+        if code:
+            raise Failed(f"{name}: CUDA error {code}")
+
+    def stream(self):
+        made = ctypes.c_void_p()
+        self("cuStreamCreate", ctypes.byref(made), 1)
+        return made
+
+    def write(self, address, data):
+        self("cuMemcpyHtoD_v2", ctypes.c_uint64(address), data, ctypes.c_size_t(len(data)))
+        self("cuCtxSynchronize")
+
+    def read(self, address, size):
+        held = ctypes.create_string_buffer(size)
+        self("cuMemcpyDtoH_v2", held, ctypes.c_uint64(address), ctypes.c_size_t(size))
+        return held.raw
+
+
+class Rank:
+    """A communicator of one rank."""
+
+    def __init__(self, rank, given):
+        self.rank, self.other, self.given = rank, 1 - rank, given
+        self.cuda = Cuda(rank)
+        self.nccl = ctypes.CDLL("libnccl.so.2")
+        self.comm = ctypes.c_void_p()
+        number = ctypes.c_int()
+        self.call("ncclGetVersion", ctypes.byref(number))
+        self.version = number.value
+        self.stream = self.cuda.stream()
+
+    def call(self, name, *given):
+        """Calls NCCL. A failure says which call."""
+        function = getattr(self.nccl, name, None)
+        if function is None:
+            raise NotOffered(name)
+        code = function(*given)
+        if code not in (0, IN_PROGRESS):
+            raise Failed(f"{name} returned {code}: {self.last_error()}")
+
+    def last_error(self):
+        self.nccl.ncclGetLastError.restype = ctypes.c_char_p
+        return (self.nccl.ncclGetLastError(self.comm) or b"").decode(errors="replace").strip()
+
+    def connect(self, number):
+        """Makes the communicator, with the id that rank 0 leaves in a file."""
+        path = os.path.join(os.environ["ONE_SIDED_FOLDER"], f"id{number}")
+        unique = UniqueId()
+        if self.rank == 0:
+            self.call("ncclGetUniqueId", ctypes.byref(unique))
+            with open(path, "wb") as file:
+                file.write(bytes(unique))
+        meet(f"id {number}")
+        with open(path, "rb") as file:
+            unique = UniqueId.from_buffer_copy(file.read())
+        self.nccl.ncclCommInitRank.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, UniqueId, ctypes.c_int]
+        self.comm = ctypes.c_void_p()
+        self.call("ncclCommInitRank", ctypes.byref(self.comm), RANKS, unique, self.rank)
+
+    def window(self, size, before=0):
+        """Memory of NCCL's, and a window on it that begins so many bytes behind its beginning."""
+        memory, window = ctypes.c_void_p(), ctypes.c_void_p()
+        self.call("ncclMemAlloc", ctypes.byref(memory), ctypes.c_size_t(before + size))
+        start = memory.value + before
+        self.call("ncclCommWindowRegister", self.comm, ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.byref(window),
+                  COLL_SYMMETRIC)
+        if not window.value:
+            raise Failed("the window is null: NCCL has no one-sided operations here")
+        return start, window
+
+    def put(self, address, size, window, offset=0, stream=None):
+        self.call("ncclPutSignal", ctypes.c_void_p(address), ctypes.c_size_t(size), CHAR, self.other, window,
+                  ctypes.c_size_t(offset), 0, 0, 0, self.comm, stream or self.stream)
+
+    def wait(self, count=1, stream=None):
+        desc = WaitDesc(count, self.other, 0, 0)
+        self.call("ncclWaitSignal", 1, ctypes.byref(desc), self.comm, stream or self.stream)
+
+    def settle(self, stream=None):
+        """Waits for the stream. A rank that hangs says so before it is ended."""
+        end = time.monotonic() + self.given.seconds - 5
+        while True:
+            code = self.cuda.lib.cuStreamQuery(stream or self.stream)
+            if code == 0:
+                return
+            if code != NOT_READY:
+                raise Failed(f"the stream failed: CUDA error {code}")
+            state = ctypes.c_int()
+            self.nccl.ncclCommGetAsyncError(self.comm, ctypes.byref(state))
+            if state.value not in (0, IN_PROGRESS):
+                raise Failed(f"NCCL reports error {state.value}: {self.last_error()}")
+            if time.monotonic() > end:
+                raise Failed("the stream does not end")
+            time.sleep(0)
+
+
+def pattern(seed, size):
+    """Bytes that differ by seed and place."""
+    base = bytes((seed * 37 + at * 11 + (at >> 8) * 5) & 255 for at in range(4093))
+    return (base * (size // 4093 + 1))[:size]
+
+
+def check(got, expected, what):
+    if got == expected:
+        return
+    wrong = [at for at in range(0, len(got)) if got[at] != expected[at]]
+    raise Failed(f"{what}: {len(wrong)} of {len(got)} bytes are wrong, from {wrong[0]} to {wrong[-1]}")
+
+
+class Steps:
+    """All steps of a life, each told to the parent."""
+
+    def __init__(self, rank, given):
+        self.it = Rank(rank, given)
+        self.source = self.target = None
+        self.failed = False
+
+    def step(self, name, body):
+        """Runs a step. After a failure none follows: the ranks would wait for each other."""
+        if self.failed:
+            return
+        meet(f"before {name}")
+        told = {"step": name, "outcome": "ok"}
+        try:
+            told["note"] = body() or ""
+        except NotOffered as missing:
+            told.update(outcome="not offered by this release", note=str(missing))
+        except Failed as why:
+            told.update(outcome="failed", note=str(why))
+            self.failed = True
+        print(json.dumps(told), flush=True)
+
+    def windows(self, before=0):
+        self.source = self.it.window(MOST, before)
+        self.target = self.it.window(MOST, before)
+        return f"NCCL {self.it.version}, windows {self.source[1].value:#x} and {self.target[1].value:#x}"
+
+    def peer_pointer(self):
+        where = ctypes.c_void_p()
+        self.it.call("ncclGetPeerDevicePointer", self.target[1], ctypes.c_size_t(0), self.it.other, ctypes.byref(where))
+        if where.value:
+            raise Failed(f"a pointer into another host's memory: {where.value:#x}")
+        return "null, as it must be"
+
+    def send_and_check(self, size, seed):
+        it = self.it
+        it.cuda.write(self.source[0], pattern(seed + it.rank, size))
+        meet(f"put {size} {seed}")
+        it.put(self.source[0], size, self.target[1])
+        it.wait()
+        it.settle()
+        check(it.cuda.read(self.target[0], size), pattern(seed + it.other, size), f"{size} bytes")
+
+    def puts(self):
+        sizes = (8, 100, 4096, 65536, MIB, 3 * MIB + 12345, MOST)
+        for seed, size in enumerate(sizes):
+            self.send_and_check(size, 10 * seed)
+        return f"{len(sizes)} sizes, both ways at once"
+
+    def many_puts(self):
+        it, count, size = self.it, 32, 100_000
+        it.cuda.write(self.source[0], pattern(90 + it.rank, count * size))
+        meet("many")
+        it.call("ncclGroupStart")
+        for index in range(count):
+            it.put(self.source[0] + index * size, size, self.target[1], index * size)
+        it.call("ncclGroupEnd")
+        it.wait(count)
+        it.settle()
+        check(it.cuda.read(self.target[0], count * size), pattern(90 + it.other, count * size), "32 puts")
+        return f"{count} of {size} bytes"
+
+    def to_and_fro(self, size, stream=None):
+        it = self.it
+        if it.rank == 0:
+            it.put(self.source[0], size, self.target[1], 0, stream)
+            it.wait(1, stream)
+        else:
+            it.wait(1, stream)
+            it.put(self.source[0], size, self.target[1], 0, stream)
+
+    def send_and_receive(self, size):
+        it = self.it
+        for sends in (it.rank == 0, it.rank != 0):
+            memory = self.source[0] if sends else self.target[0]
+            it.call("ncclSend" if sends else "ncclRecv", ctypes.c_void_p(memory), ctypes.c_size_t(size), CHAR, it.other,
+                    it.comm, it.stream)
+
+    def ping_pong(self):
+        rows = []
+        for size in TIMED:
+            count, took = (50 if size <= MIB else 5), []
+            for way in (self.to_and_fro, self.send_and_receive):
+                for rounds in (3, count):
+                    meet(f"ping {size}")
+                    began = time.perf_counter()
+                    for _ in range(rounds):
+                        way(size)
+                    self.it.settle()
+                took.append((time.perf_counter() - began) / count / 2 * 1e6)
+            rows.append(f"{size} B: {took[0]:.0f} us one way, {took[1]:.0f} us by send and recv")
+        return "; ".join(rows)
+
+    def graph(self):
+        it, size, launches = self.it, 65536, 20
+        stream, graph, executable = it.cuda.stream(), ctypes.c_void_p(), ctypes.c_void_p()
+        it.cuda.write(self.source[0], pattern(120 + it.rank, size))
+        it.cuda.write(self.target[0], bytes(size))
+        meet("capture")
+        it.cuda("cuStreamBeginCapture_v2", stream, 2)
+        try:
+            self.to_and_fro(size, stream)
+        finally:
+            code = it.cuda.lib.cuStreamEndCapture(stream, ctypes.byref(graph))
+        if code:
+            raise Failed(f"cuStreamEndCapture: CUDA error {code}")
+        it.cuda("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
+        meet("launch")
+        began = time.perf_counter()
+        for _ in range(launches):
+            it.cuda("cuGraphLaunch", executable, stream)
+        it.settle(stream)
+        took = (time.perf_counter() - began) / launches / 2 * 1e6
+        check(it.cuda.read(self.target[0], size), pattern(120 + it.other, size), "in a graph")
+        it.cuda("cuGraphExecDestroy", executable)
+        it.cuda("cuGraphDestroy", graph)
+        return f"{launches} launches, {took:.0f} us one way for {size} bytes"
+
+    def barrier(self):
+        it, count = self.it, 50
+        began = time.perf_counter()
+        for _ in range(count):
+            it.call("ncclSignal", it.other, 0, 0, 0, it.comm, it.stream)
+            it.wait()
+        it.settle()
+        return f"{count} times, {(time.perf_counter() - began) / count * 1e6:.0f} us each"
+
+    def reduce(self, operation, expected):
+        it, count = self.it, 100_000
+        floats = (ctypes.c_float * count)(*([float(it.rank + 1)] * count))
+        it.cuda.write(self.source[0], bytes(floats))
+        it.call("ncclAllReduce", ctypes.c_void_p(self.source[0]), ctypes.c_void_p(self.target[0]), ctypes.c_size_t(count),
+                FLOAT, operation, it.comm, it.stream)
+        it.settle()
+        check(it.cuda.read(self.target[0], 4 * count), bytes((ctypes.c_float * count)(*([expected] * count))), "the sum")
+
+    def pre_mul_sum(self):
+        operation, factor = ctypes.c_int(), ctypes.c_float(0.5)
+        self.it.call("ncclRedOpCreatePreMulSum", ctypes.byref(operation), ctypes.byref(factor), FLOAT, 1, self.it.comm)
+        self.reduce(operation.value, 1.5)
+        self.it.call("ncclRedOpDestroy", operation, self.it.comm)
+
+    def buffer(self):
+        handle = ctypes.c_void_p()
+        self.it.call("ncclCommRegister", self.it.comm, ctypes.c_void_p(self.source[0]), ctypes.c_size_t(MOST),
+                     ctypes.byref(handle))
+        self.reduce(SUM, 3.0)
+        self.it.call("ncclCommDeregister", self.it.comm, handle)
+
+    def device_comm(self):
+        wants = DevRequirements(magic=0xCAFEBEEF, version=min(self.it.version, 23007), gin_force_enable=True,
+                                gin_contexts=4, gin_signals=4, gin_connection=1, gin_traffic_class=-(2**31),
+                                gin_strong_signals=True, gin_va_signals=True)
+        wants.size = ctypes.sizeof(wants)
+        made = ctypes.create_string_buffer(1 << 16)
+        self.it.call("ncclDevCommCreate", self.it.comm, ctypes.byref(wants), made)
+        self.it.call("ncclDevCommDestroy", self.it.comm, made)
+        return "with GIN"
+
+    def deregister(self):
+        for memory, window in (self.source, self.target):
+            self.it.call("ncclCommWindowDeregister", self.it.comm, window)
+            self.it.call("ncclMemFree", ctypes.c_void_p(memory))
+        # Again, after others have ended.
+        self.windows()
+        self.send_and_check(MIB, 140)
+        for memory, window in (self.target, self.source):
+            self.it.call("ncclCommWindowDeregister", self.it.comm, window)
+            self.it.call("ncclMemFree", ctypes.c_void_p(memory))
+
+    def destroy(self):
+        began = time.perf_counter()
+        self.it.call("ncclCommDestroy", self.it.comm)
+        return f"{(time.perf_counter() - began) * 1e3:.0f} ms"
+
+    def abort(self):
+        for _ in range(8):
+            self.it.put(self.source[0], MOST, self.target[1])
+        # One rank first, while its puts and the other's are under way.
+        time.sleep(0.02 + 0.05 * self.it.rank)
+        began = time.perf_counter()
+        self.it.call("ncclCommAbort", self.it.comm)
+        return f"{(time.perf_counter() - began) * 1e3:.0f} ms"
+
+    def cut(self):
+        it = self.it
+        meet("cut")
+        for round_ in range(24):
+            self.send_and_check(MOST, 150 + round_)
+        return f"{24 * MOST // MIB} MiB each way, all right"
+
+    def connect(self, number=0):
+        self.it.connect(number)
+
+    def run(self, life):
+        self.step("init", self.connect)
+        self.step("window", lambda: self.windows(MIB if life == "inner" else 0))
+        if life == "whole":
+            self.step("peer pointer", self.peer_pointer)
+            self.step("put", self.puts)
+            self.step("many puts", self.many_puts)
+            self.step("ping-pong", self.ping_pong)
+            self.step("graph", self.graph)
+            self.step("barrier", self.barrier)
+            self.step("pre-mul-sum", self.pre_mul_sum)
+            self.step("buffer", self.buffer)
+            self.step("device comm", self.device_comm)
+            self.step("put after it", self.puts)
+            self.step("deregister", self.deregister)
+            self.step("destroy", self.destroy)
+        elif life in ("left", "inner"):
+            self.step("put", self.puts)
+            self.step("destroy", self.destroy)
+        elif life == "cut":
+            self.step("cut", self.cut)
+            self.step("destroy", self.destroy)
+        else:
+            self.step("abort", self.abort)
+            self.it.stream = self.it.cuda.stream()
+            self.step("init again", lambda: self.connect(1))
+            self.step("window", self.windows)
+            self.step("put", self.puts)
+            self.step("destroy", self.destroy)
+
+
+def play(rank, given):
+    """One rank of one life."""
+    steps = Steps(rank, given)
+    steps.run(given.life)
+    print(json.dumps({"end": not steps.failed}), flush=True)
+    sys.stdin.readline()
+    os._exit(0)
+
+
+# What runs in the parent.
+
+
+def environment(given, rank, folder):
+    from contenders import Contender
+
+    common = {
+        "NCCL_SOCKET_IFNAME": given.interface,
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT,NET,REG,BOOTSTRAP",
+        "NCCL_DEBUG_FILE": os.path.join(folder, f"nccl-rank{rank}.log"),
+        "NCCL_HOSTID": f"towline-test-host-{rank}",
+        "NCCL_MNNVL_ENABLE": "0",
+        "NCCL_GIN_TYPE": "2",
+        "TOWLINE_RMA": "1",
+        "ONE_SIDED_FOLDER": folder,
+    }
+    common.update(pair.split("=", 1) for pair in given.env)
+    # NCCL has windows only where it may use P2P; between these ranks it cannot, since they are two hosts.
+    row = Contender("towline", {"NCCL_NET": "Towline"}, os.path.abspath(given.towline), without=("NCCL_P2P_DISABLE",))
+    return row.environment(common, given.nccl and os.path.abspath(given.nccl))
+
+
+def listen(rank, process, said):
+    for line in process.stdout:
+        said.put((rank, line))
+    said.put((rank, None))
+
+
+def live(life, given, folder):
+    """Runs one life and prints its steps. Gives whether it went well."""
+    os.makedirs(folder, exist_ok=True)
+    command = [sys.executable, os.path.abspath(__file__), "--life", life, "--seconds", str(given.seconds)]
+    ranks = [
+        subprocess.Popen(command + ["--child", str(rank)], env=environment(given, rank, folder), stdin=subprocess.PIPE,
+                         stdout=subprocess.PIPE, text=True, start_new_session=True)
+        for rank in range(RANKS)
+    ]
+    said, problem = queue.Queue(), None
+    for rank, process in enumerate(ranks):
+        threading.Thread(target=listen, args=(rank, process, said), daemon=True).start()
+    waiting, told, ended, cutter, now = {}, {}, 0, None, "start"
+    try:
+        while ended < RANKS and problem is None:
+            try:
+                rank, line = said.get(timeout=given.seconds)
+            except queue.Empty:
+                problem = f"no word for {given.seconds:.0f} s, at \"{now}\"; rank(s) {sorted(waiting)} wait there"
+                break
+            if line is None:
+                ranks[rank].wait()
+                problem = f"rank {rank} ended with status {ranks[rank].returncode}, at \"{now}\""
+                break
+            try:
+                word = json.loads(line)
+            except ValueError:
+                print(f"      rank {rank}: {line.rstrip()}")
+                continue
+            if "meet" in word:
+                waiting[rank] = now = word["meet"]
+                if len(waiting) == RANKS:
+                    if len(set(waiting.values())) > 1:
+                        problem = f"the ranks are at different places: {waiting}"
+                        break
+                    if now == "cut":
+                        cut = os.path.join(ROOT, "tests", "gpu", "cut_stream.py")
+                        cutter = subprocess.Popen([sys.executable, cut, str(ranks[0].pid), "--count", "1", "--after", "300"],
+                                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                    waiting.clear()
+                    for process in ranks:
+                        process.stdin.write("go\n")
+                        process.stdin.flush()
+            elif "step" in word:
+                told.setdefault(word["step"], {})[rank] = word
+                if len(told[word["step"]]) == RANKS or word["outcome"] == "failed":
+                    both = told.pop(word["step"])
+                    worst = next((it for it in both.values() if it["outcome"] != "ok"), both[min(both)])
+                    where = "" if worst["outcome"] == "ok" else f" (rank {[r for r in both if both[r] is worst][0]})"
+                    print(f"{life:6} {word['step']:13} {worst['outcome']}{where}: {worst['note']}".rstrip(": "), flush=True)
+                    if worst["outcome"] == "failed":
+                        problem = f"step \"{word['step']}\" failed"
+            elif "end" in word:
+                ended += 1
+        if cutter is not None and problem is None:
+            words = cutter.communicate(timeout=70)[0].strip()
+            print(f"{life:6} {words}")
+            if cutter.returncode:
+                problem = "no stream was cut"
+    finally:
+        for process in ranks + ([cutter] if cutter else []):
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    logs = [read(os.path.join(folder, f"nccl-rank{rank}.log")) for rank in range(RANKS)]
+    if problem is None and life == "whole":
+        for log in logs:
+            if "one-sided operations over Towline:" in log:
+                problem = "Towline declined, see the log"
+            if "RMA/Plugin: Assigned plugin Towline" not in log:
+                print(f"{life:6} note: NCCL's log has no line 'RMA/Plugin: Assigned plugin Towline'")
+    if problem:
+        print(f"{life:6} FAILED: {problem}")
+        for rank, log in enumerate(logs):
+            lines = log.splitlines()
+            telling = [it for it in lines if any(word in it for word in ("WARN", "RMA", "GIN", "owline"))]
+            print(f"--- rank {rank}: what NCCL's log says of RMA, GIN, Towline, and warnings (last 40 of {len(telling)})")
+            print("\n".join(telling[-40:]))
+            print(f"--- rank {rank}: the last 25 lines of {len(lines)}")
+            print("\n".join(lines[-25:]))
+    return problem is None
+
+
+def read(path):
+    """A file that may be missing."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def main():
+    given = arguments()
+    if given.child is not None:
+        play(given.child, given)
+        return 0
+    good = True
+    with tempfile.TemporaryDirectory() as scratch:
+        for life in given.lives.split(","):
+            good &= live(life, given, os.path.join(given.out or scratch, life))
+    print("all steps went well" if good else "something failed")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
