@@ -33,7 +33,8 @@ enum {
   ncclProfileKernelLaunch = 1 << 11,
   ncclProfileCeColl = 1 << 12,      /* copy engine: from v6, as the next two */
   ncclProfileCeSync = 1 << 13,
-  ncclProfileCeBatch = 1 << 14
+  ncclProfileCeBatch = 1 << 14,
+  ncclProfileKernelPhase = 1 << 15  /* from v7 */
 };
 
 /* ---- event states ----------------------------------------------------------------------------------------- */
@@ -69,7 +70,8 @@ typedef enum {
   ncclProfilerCeSyncStart = 27,
   ncclProfilerCeSyncComplete = 28,
   ncclProfilerCeBatchStart = 29,
-  ncclProfilerCeBatchComplete = 30
+  ncclProfilerCeBatchComplete = 30,
+  ncclProfilerKernelPhaseStop = 31 /* from v7 */
 } ncclProfilerEventState_t;
 
 /* ---- who speaks in a NetPlugin event: the transport's kind in the upper half, its struct version below ----- */
@@ -313,6 +315,81 @@ typedef struct {
   bool useIntraSync;
 } ncclProfilerCeCollBatch_v6_t;
 
+/* v7 adds members at the ends of v5's and v6's structures. A tag of 0 stands for "none". */
+
+typedef struct {
+  const char *func;
+  size_t count;
+  const char *datatype;
+  int root;
+  void *stream;
+  bool graphCaptured;
+  uint64_t userTag;
+} ncclProfilerCollApi_v7_t;
+
+typedef struct {
+  const char *func;
+  size_t count;
+  const char *datatype;
+  void *stream;
+  bool graphCaptured;
+  uint64_t userTag;
+} ncclProfilerP2pApi_v7_t;
+
+typedef struct {
+  uint64_t seqNumber;
+  const char *func;
+  const void *sendBuff;
+  void *recvBuff;
+  size_t count;
+  int root;
+  const char *datatype;
+  uint8_t nChannels;
+  uint8_t nWarps;
+  const char *algo;
+  const char *proto;
+  void *parentGroup;
+  const char *kernelVariant;
+  bool isSymColl;
+  uint64_t userTag;
+} ncclProfilerColl_v7_t;
+
+typedef struct {
+  const char *func;
+  void *buff;
+  const char *datatype;
+  size_t count;
+  int peer;
+  uint8_t nChannels;
+  void *parentGroup;
+  uint64_t userTag;
+} ncclProfilerP2p_v7_t;
+
+typedef struct {
+  uint64_t seqNumber;
+  const char *func;
+  const void *sendBuff;
+  void *recvBuff;
+  size_t count;
+  int root;
+  const char *datatype;
+  const char *syncStrategy;
+  bool intraBatchSync;
+  uint32_t batchSize;
+  uint32_t numBatches;
+  uint32_t ceSeqNum;
+  void *stream;
+  uint64_t userTag;
+} ncclProfilerCeColl_v7_t;
+
+/* A part of a kernel, by the GPU's clock. */
+typedef struct {
+  uint8_t channelId;
+  uint8_t phaseId;
+  const char *phaseName;
+  uint64_t pTimer;
+} ncclProfilerKernelPhase_v7_t;
+
 /* ---- the descriptors: what startEvent is told -------------------------------------------------------------- */
 
 typedef struct {
@@ -406,6 +483,28 @@ typedef struct {
   } u;
 } ncclProfilerEventDescr_v6_t;
 
+typedef struct {
+  uint64_t type;
+  void *parentObj;
+  int rank;
+  union {
+    ncclProfilerGroupApi_v5_t groupApi;
+    ncclProfilerCollApi_v7_t collApi;
+    ncclProfilerP2pApi_v7_t p2pApi;
+    ncclProfilerKernelLaunch_v5_t kernelLaunch;
+    ncclProfilerColl_v7_t coll;
+    ncclProfilerP2p_v7_t p2p;
+    ncclProfilerProxyOp_v1_t proxyOp;
+    ncclProfilerProxyStep_v1_t proxyStep;
+    ncclProfilerKernelCh_v4_t kernelCh;
+    ncclProfilerNetPlugin_v3_t netPlugin;
+    ncclProfilerCeColl_v7_t ceColl;
+    ncclProfilerCeCollSync_v6_t ceCollSync;
+    ncclProfilerCeCollBatch_v6_t ceCollBatch;
+    ncclProfilerKernelPhase_v7_t kernelPhase;
+  } u;
+} ncclProfilerEventDescr_v7_t;
+
 /* ---- the arguments of recordEventState (may be NULL) -------------------------------------------------------- */
 
 typedef union {
@@ -438,6 +537,7 @@ typedef union {
 
 typedef ncclProfilerEventStateArgs_v4_t ncclProfilerEventStateArgs_v5_t;
 typedef ncclProfilerEventStateArgs_v4_t ncclProfilerEventStateArgs_v6_t;
+typedef ncclProfilerEventStateArgs_v4_t ncclProfilerEventStateArgs_v7_t;
 
 /* ---- function types ------------------------------------------------------------------------------------------ */
 
@@ -454,6 +554,7 @@ typedef ncclResult_t (*ncclProfilerStartEvent_v3_fn)(void *context, void **event
 typedef ncclResult_t (*ncclProfilerStartEvent_v4_fn)(void *context, void **event, ncclProfilerEventDescr_v4_t *descr);
 typedef ncclResult_t (*ncclProfilerStartEvent_v5_fn)(void *context, void **event, ncclProfilerEventDescr_v5_t *descr);
 typedef ncclResult_t (*ncclProfilerStartEvent_v6_fn)(void *context, void **event, ncclProfilerEventDescr_v6_t *descr);
+typedef ncclResult_t (*ncclProfilerStartEvent_v7_fn)(void *context, void **event, ncclProfilerEventDescr_v7_t *descr);
 typedef ncclResult_t (*ncclProfilerStopEvent_v1_fn)(void *event);
 typedef ncclResult_t (*ncclProfilerRecordEventState_v1_fn)(void *event, ncclProfilerEventState_t state,
                                                            ncclProfilerEventStateArgs_v1_t *args);
@@ -516,5 +617,14 @@ typedef struct {
   ncclProfilerRecordEventState_v4_fn recordEventState;
   ncclProfilerFinalize_v1_fn finalize;
 } ncclProfiler_v6_t;
+
+typedef struct {
+  const char *name;
+  ncclProfilerInit_v5_fn init;
+  ncclProfilerStartEvent_v7_fn startEvent;
+  ncclProfilerStopEvent_v1_fn stopEvent;
+  ncclProfilerRecordEventState_v4_fn recordEventState;
+  ncclProfilerFinalize_v1_fn finalize;
+} ncclProfiler_v7_t;
 
 #endif

@@ -1,7 +1,7 @@
 //! # Towline
 //!
 //! A network transport for NCCL. NCCL loads this library as `libnccl-net.so` and calls it through the tables
-//! `ncclNetPlugin_v4` to `_v12` (and `ncclProfiler_v1` to `_v6`); the program `towline` loads it in the same way, without a GPU.
+//! `ncclNetPlugin_v4` to `_v12` (and `ncclProfiler_v1` to `_v7`); the program `towline` loads it in the same way, without a GPU.
 //!
 //! # The way through the house
 //!

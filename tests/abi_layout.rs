@@ -124,8 +124,8 @@ fn net() -> Layouts {
 fn profiler() -> Layouts {
     let mut all = Layouts::new();
     measure! { all;
-        [ncclProfiler_v1_t ncclProfiler_v2_t ncclProfiler_v3_t ncclProfiler_v4_t ncclProfiler_v5_t ncclProfiler_v6_t]
-        {
+        [ncclProfiler_v1_t ncclProfiler_v2_t ncclProfiler_v3_t ncclProfiler_v4_t ncclProfiler_v5_t ncclProfiler_v6_t
+            ncclProfiler_v7_t] {
             name init startEvent stopEvent recordEventState finalize
         }
         [ncclProfilerEventDescr_v1_t] {
@@ -198,6 +198,26 @@ fn profiler() -> Layouts {
             ceCollSync [isComplete nRanks]
             ceCollBatch [numOps totalBytes useIntraSync]
         }
+        [ncclProfilerEventDescr_v7_t] {
+            type_ parentObj rank
+            ; u:
+            groupApi [graphCaptured groupDepth]
+            collApi [func count datatype root stream graphCaptured userTag]
+            p2pApi [func count datatype stream graphCaptured userTag]
+            kernelLaunch [stream]
+            coll [seqNumber func sendBuff recvBuff count root datatype nChannels nWarps algo proto parentGroup
+                kernelVariant isSymColl userTag]
+            p2p [func buff datatype count peer nChannels parentGroup userTag]
+            proxyOp [pid channelId peer nSteps chunkSize isSend]
+            proxyStep [step]
+            kernelCh [channelId pTimer]
+            netPlugin [id data]
+            ceColl [seqNumber func sendBuff recvBuff count root datatype syncStrategy intraBatchSync batchSize
+                numBatches ceSeqNum stream userTag]
+            ceCollSync [isComplete nRanks]
+            ceCollBatch [numOps totalBytes useIntraSync]
+            kernelPhase [channelId phaseId phaseName pTimer]
+        }
         [ncclProfilerEventStateArgs_v1_t ncclProfilerEventStateArgs_v2_t ncclProfilerEventStateArgs_v3_t] {
             proxyOp [transSize steps] proxyCtrl [appendedProxyOps]
         }
@@ -260,4 +280,5 @@ fn versions_that_share_a_struct_in_nccl_share_it_here() {
     same(None::<ncclNetProperties_v5_t>, None::<ncclNetProperties_v6_t>);
     same(None::<ncclNetCommConfig_v11_t>, None::<ncclNetCommConfig_v10_t>);
     same(None::<ncclProfilerEventStateArgs_v6_t>, None::<ncclProfilerEventStateArgs_v5_t>);
+    same(None::<ncclProfilerEventStateArgs_v7_t>, None::<ncclProfilerEventStateArgs_v5_t>);
 }

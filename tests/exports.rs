@@ -23,8 +23,15 @@ const EXPORTS: [&str; 9] = [
 ];
 
 /// The profiler's tables, which the library exports beside them.
-const PROFILER: [&str; 6] =
-    ["ncclProfiler_v1", "ncclProfiler_v2", "ncclProfiler_v3", "ncclProfiler_v4", "ncclProfiler_v5", "ncclProfiler_v6"];
+const PROFILER: [&str; 7] = [
+    "ncclProfiler_v1",
+    "ncclProfiler_v2",
+    "ncclProfiler_v3",
+    "ncclProfiler_v4",
+    "ncclProfiler_v5",
+    "ncclProfiler_v6",
+    "ncclProfiler_v7",
+];
 
 /// The tuner's tables.
 const TUNER: [&str; 5] =

@@ -2,8 +2,8 @@
 //! run without GPUs leaves the traces, tables and metrics that a training job would.
 //!
 //! As in NCCL, a collective has one operation per neighbour, an operation a step per message, and each message carries a
-//! handle under which the network plugin tells of its parts. Only the newest interface is spoken (v6, NCCL 2.29 and
-//! later). One thread drives it, as NCCL's proxy thread does.
+//! handle under which the network plugin tells of its parts. Only one version is spoken (v6, NCCL 2.29 and 2.30).
+//! One thread drives it, as NCCL's proxy thread does.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::ptr::null_mut;

@@ -747,6 +747,7 @@ pub const ncclProfileKernelLaunch: _bindgen_ty_2 = 2048;
 pub const ncclProfileCeColl: _bindgen_ty_2 = 4096;
 pub const ncclProfileCeSync: _bindgen_ty_2 = 8192;
 pub const ncclProfileCeBatch: _bindgen_ty_2 = 16384;
+pub const ncclProfileKernelPhase: _bindgen_ty_2 = 32768;
 pub type _bindgen_ty_2 = ::std::os::raw::c_uint;
 pub const ncclProfilerProxyOpSendPosted: ncclProfilerEventState_t = 0;
 pub const ncclProfilerProxyOpSendRemFifoWait: ncclProfilerEventState_t = 1;
@@ -779,6 +780,7 @@ pub const ncclProfilerCeSyncStart: ncclProfilerEventState_t = 27;
 pub const ncclProfilerCeSyncComplete: ncclProfilerEventState_t = 28;
 pub const ncclProfilerCeBatchStart: ncclProfilerEventState_t = 29;
 pub const ncclProfilerCeBatchComplete: ncclProfilerEventState_t = 30;
+pub const ncclProfilerKernelPhaseStop: ncclProfilerEventState_t = 31;
 pub type ncclProfilerEventState_t = ::std::os::raw::c_uint;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -1031,6 +1033,84 @@ pub struct ncclProfilerCeCollBatch_v6_t {
     pub useIntraSync: bool,
 }
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ncclProfilerCollApi_v7_t {
+    pub func: *const ::std::os::raw::c_char,
+    pub count: usize,
+    pub datatype: *const ::std::os::raw::c_char,
+    pub root: ::std::os::raw::c_int,
+    pub stream: *mut ::std::os::raw::c_void,
+    pub graphCaptured: bool,
+    pub userTag: u64,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ncclProfilerP2pApi_v7_t {
+    pub func: *const ::std::os::raw::c_char,
+    pub count: usize,
+    pub datatype: *const ::std::os::raw::c_char,
+    pub stream: *mut ::std::os::raw::c_void,
+    pub graphCaptured: bool,
+    pub userTag: u64,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ncclProfilerColl_v7_t {
+    pub seqNumber: u64,
+    pub func: *const ::std::os::raw::c_char,
+    pub sendBuff: *const ::std::os::raw::c_void,
+    pub recvBuff: *mut ::std::os::raw::c_void,
+    pub count: usize,
+    pub root: ::std::os::raw::c_int,
+    pub datatype: *const ::std::os::raw::c_char,
+    pub nChannels: u8,
+    pub nWarps: u8,
+    pub algo: *const ::std::os::raw::c_char,
+    pub proto: *const ::std::os::raw::c_char,
+    pub parentGroup: *mut ::std::os::raw::c_void,
+    pub kernelVariant: *const ::std::os::raw::c_char,
+    pub isSymColl: bool,
+    pub userTag: u64,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ncclProfilerP2p_v7_t {
+    pub func: *const ::std::os::raw::c_char,
+    pub buff: *mut ::std::os::raw::c_void,
+    pub datatype: *const ::std::os::raw::c_char,
+    pub count: usize,
+    pub peer: ::std::os::raw::c_int,
+    pub nChannels: u8,
+    pub parentGroup: *mut ::std::os::raw::c_void,
+    pub userTag: u64,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ncclProfilerCeColl_v7_t {
+    pub seqNumber: u64,
+    pub func: *const ::std::os::raw::c_char,
+    pub sendBuff: *const ::std::os::raw::c_void,
+    pub recvBuff: *mut ::std::os::raw::c_void,
+    pub count: usize,
+    pub root: ::std::os::raw::c_int,
+    pub datatype: *const ::std::os::raw::c_char,
+    pub syncStrategy: *const ::std::os::raw::c_char,
+    pub intraBatchSync: bool,
+    pub batchSize: u32,
+    pub numBatches: u32,
+    pub ceSeqNum: u32,
+    pub stream: *mut ::std::os::raw::c_void,
+    pub userTag: u64,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ncclProfilerKernelPhase_v7_t {
+    pub channelId: u8,
+    pub phaseId: u8,
+    pub phaseName: *const ::std::os::raw::c_char,
+    pub pTimer: u64,
+}
+#[repr(C)]
 #[derive(Copy, Clone)]
 pub struct ncclProfilerEventDescr_v1_t {
     pub type_: u8,
@@ -1147,6 +1227,32 @@ pub union ncclProfilerEventDescr_v6_t__bindgen_ty_1 {
 }
 #[repr(C)]
 #[derive(Copy, Clone)]
+pub struct ncclProfilerEventDescr_v7_t {
+    pub type_: u64,
+    pub parentObj: *mut ::std::os::raw::c_void,
+    pub rank: ::std::os::raw::c_int,
+    pub u: ncclProfilerEventDescr_v7_t__bindgen_ty_1,
+}
+#[repr(C)]
+#[derive(Copy, Clone)]
+pub union ncclProfilerEventDescr_v7_t__bindgen_ty_1 {
+    pub groupApi: ncclProfilerGroupApi_v5_t,
+    pub collApi: ncclProfilerCollApi_v7_t,
+    pub p2pApi: ncclProfilerP2pApi_v7_t,
+    pub kernelLaunch: ncclProfilerKernelLaunch_v5_t,
+    pub coll: ncclProfilerColl_v7_t,
+    pub p2p: ncclProfilerP2p_v7_t,
+    pub proxyOp: ncclProfilerProxyOp_v1_t,
+    pub proxyStep: ncclProfilerProxyStep_v1_t,
+    pub kernelCh: ncclProfilerKernelCh_v4_t,
+    pub netPlugin: ncclProfilerNetPlugin_v3_t,
+    pub ceColl: ncclProfilerCeColl_v7_t,
+    pub ceCollSync: ncclProfilerCeCollSync_v6_t,
+    pub ceCollBatch: ncclProfilerCeCollBatch_v6_t,
+    pub kernelPhase: ncclProfilerKernelPhase_v7_t,
+}
+#[repr(C)]
+#[derive(Copy, Clone)]
 pub union ncclProfilerEventStateArgs_v1_t {
     pub proxyOp: ncclProfilerEventStateArgs_v1_t__bindgen_ty_1,
     pub proxyCtrl: ncclProfilerEventStateArgs_v1_t__bindgen_ty_2,
@@ -1194,6 +1300,7 @@ pub struct ncclProfilerEventStateArgs_v4_t__bindgen_ty_4 {
 }
 pub type ncclProfilerEventStateArgs_v5_t = ncclProfilerEventStateArgs_v4_t;
 pub type ncclProfilerEventStateArgs_v6_t = ncclProfilerEventStateArgs_v4_t;
+pub type ncclProfilerEventStateArgs_v7_t = ncclProfilerEventStateArgs_v4_t;
 pub type ncclProfilerInit_v1_fn = ::std::option::Option<
     unsafe extern "C" fn(
         context: *mut *mut ::std::os::raw::c_void,
@@ -1264,6 +1371,13 @@ pub type ncclProfilerStartEvent_v6_fn = ::std::option::Option<
         context: *mut ::std::os::raw::c_void,
         event: *mut *mut ::std::os::raw::c_void,
         descr: *mut ncclProfilerEventDescr_v6_t,
+    ) -> ncclResult_t,
+>;
+pub type ncclProfilerStartEvent_v7_fn = ::std::option::Option<
+    unsafe extern "C" fn(
+        context: *mut ::std::os::raw::c_void,
+        event: *mut *mut ::std::os::raw::c_void,
+        descr: *mut ncclProfilerEventDescr_v7_t,
     ) -> ncclResult_t,
 >;
 pub type ncclProfilerStopEvent_v1_fn =
@@ -1340,6 +1454,16 @@ pub struct ncclProfiler_v6_t {
     pub name: *const ::std::os::raw::c_char,
     pub init: ncclProfilerInit_v5_fn,
     pub startEvent: ncclProfilerStartEvent_v6_fn,
+    pub stopEvent: ncclProfilerStopEvent_v1_fn,
+    pub recordEventState: ncclProfilerRecordEventState_v4_fn,
+    pub finalize: ncclProfilerFinalize_v1_fn,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct ncclProfiler_v7_t {
+    pub name: *const ::std::os::raw::c_char,
+    pub init: ncclProfilerInit_v5_fn,
+    pub startEvent: ncclProfilerStartEvent_v7_fn,
     pub stopEvent: ncclProfilerStopEvent_v1_fn,
     pub recordEventState: ncclProfilerRecordEventState_v4_fn,
     pub finalize: ncclProfilerFinalize_v1_fn,

@@ -12,7 +12,7 @@ use super::check;
 use super::host::{CommDescr, Event, Host};
 use super::play::{Comm, Pace, Shape};
 
-/// A profiler of v4 that checks its handles and counts.
+/// A profiler of v4 and v7 that checks its handles and counts.
 const SECOND: &str = r#"
 #include <stdint.h>
 #include <stdio.h>
@@ -74,6 +74,22 @@ static int finalize(void *context) {
 }
 struct { const char *name; void *init, *start, *stop, *state, *finalize; }
   ncclProfiler_v4 = { "second", init, start, stop, state, finalize };
+
+typedef struct { uint64_t type; void *parent; int rank; uint64_t rest[14]; } descr7;
+static int init7(void **context, uint64_t hash, int *mask, const char *name, int nodes, int ranks, int rank, void *log) {
+  return init(context, mask, name, hash, nodes, ranks, rank, log);
+}
+static int start7(void *context, void **handle, descr7 *d) {
+  descr old = { d->type, d->parent, d->rank };
+  if (d->type == 2) {
+    old.parent = (void *)d->rest[10];
+    /* The count, the kernel's variant, and the tag. */
+    if (d->rest[4] != 64 || d->rest[11] || d->rest[13]) __sync_fetch_and_add(&bad, 1);
+  }
+  return start(context, handle, &old);
+}
+struct { const char *name; void *init, *start, *stop, *state, *finalize; }
+  ncclProfiler_v7 = { "second", init7, start7, stop, state, finalize };
 "#;
 
 pub(crate) fn build(dir: &Path) -> PathBuf {
@@ -176,7 +192,7 @@ const EXPECTED: &str = "inits 1 finalizes 1 bad 0 open 0 group 5 coll 5 op 20 st
 
 #[test]
 fn a_second_profiler_sees_what_it_would_see_alone() {
-    for version in [4, 5, 6] {
+    for version in [4, 5, 6, 7] {
         let dir = tempfile::tempdir().unwrap();
         let library = build(dir.path());
         let out = dir.path().join("out.txt");

@@ -72,6 +72,7 @@ pub(crate) enum Event<'a> {
     CeBatch {
         bytes: usize,
     },
+    KernelPhase,
 }
 
 /// A communicator as NCCL describes it.
@@ -104,7 +105,8 @@ macro_rules! call {
                 3 => call!(@ $host, ncclProfiler_v3_t, $field, $($argument),*),
                 4 => call!(@ $host, ncclProfiler_v4_t, $field, $($argument),*),
                 5 => call!(@ $host, ncclProfiler_v5_t, $field, $($argument),*),
-                _ => call!(@ $host, ncclProfiler_v6_t, $field, $($argument),*),
+                6 => call!(@ $host, ncclProfiler_v6_t, $field, $($argument),*),
+                _ => call!(@ $host, ncclProfiler_v7_t, $field, $($argument),*),
             }
         }
     };
@@ -207,21 +209,35 @@ macro_rules! fill_v5 {
                 $d.parentObj = api;
             }
             Event::P2p { api, group, func, count, peer } => {
-                $d.u.p2p = ncclProfilerP2p_v5_t {
-                    func: func.as_ptr(),
-                    buff: null_mut(),
-                    datatype: c"ncclFloat32".as_ptr(),
-                    count,
-                    peer,
-                    nChannels: 1,
-                    parentGroup: group,
-                };
+                // SAFETY: zeroed plain data.
+                let p = unsafe { &mut $d.u.p2p };
+                (p.func, p.datatype) = (func.as_ptr(), c"ncclFloat32".as_ptr());
+                (p.count, p.peer, p.nChannels, p.parentGroup) = (count, peer, 1, group);
                 $d.parentObj = api;
             }
             Event::KernelCh { channel, timer } => {
                 $d.u.kernelCh = ncclProfilerKernelCh_v4_t { channelId: channel, pTimer: timer };
             }
             _ => fill_net!($d, $event),
+        }
+    };
+}
+
+macro_rules! fill_v6 {
+    ($d:expr, $event:expr, $comm:expr) => {
+        match $event {
+            Event::CeColl { func, seq, count } => {
+                // SAFETY: zeroed plain data.
+                let c = unsafe { &mut $d.u.ceColl };
+                c.seqNumber = seq;
+                c.func = func.as_ptr();
+                c.count = count;
+                c.datatype = c"ncclFloat32".as_ptr();
+                c.syncStrategy = c"MC".as_ptr();
+            }
+            Event::CeSync => $d.u.ceCollSync.nRanks = $comm.ranks,
+            Event::CeBatch { bytes } => $d.u.ceCollBatch.totalBytes = bytes,
+            _ => fill_v5!($d, $event),
         }
     };
 }
@@ -245,6 +261,7 @@ impl Event<'_> {
             Event::CeColl { .. } => (ncclProfileCeColl, 6),
             Event::CeSync => (ncclProfileCeSync, 6),
             Event::CeBatch { .. } => (ncclProfileCeBatch, 6),
+            Event::KernelPhase => (ncclProfileKernelPhase, 7),
         };
         (kind.into(), since)
     }
@@ -422,7 +439,7 @@ impl Host {
                 rank,
                 |d: &mut ncclProfilerEventDescr_v5_t| fill_v5!(d, event)
             ),
-            _ => start!(
+            6 => start!(
                 self,
                 ncclProfiler_v6_t,
                 ncclProfilerEventDescr_v6_t,
@@ -430,20 +447,32 @@ impl Host {
                 kind,
                 parent,
                 rank,
-                |d: &mut ncclProfilerEventDescr_v6_t| {
+                |d: &mut ncclProfilerEventDescr_v6_t| fill_v6!(d, event, comm)
+            ),
+            _ => start!(
+                self,
+                ncclProfiler_v7_t,
+                ncclProfilerEventDescr_v7_t,
+                context,
+                kind,
+                parent,
+                rank,
+                |d: &mut ncclProfilerEventDescr_v7_t| {
                     match event {
-                        Event::CeColl { func, seq, count } => {
+                        Event::KernelPhase => d.u.kernelPhase.phaseName = c"compute".as_ptr(),
+                        _ => fill_v6!(d, event, comm),
+                    }
+                    match event {
+                        Event::CollApi { .. } => d.u.collApi.userTag = u64::MAX,
+                        Event::P2pApi { .. } => d.u.p2pApi.userTag = u64::MAX,
+                        Event::P2p { .. } => d.u.p2p.userTag = u64::MAX,
+                        Event::CeColl { .. } => d.u.ceColl.userTag = u64::MAX,
+                        Event::Coll { .. } => {
                             // SAFETY: zeroed plain data.
-                            let c = unsafe { &mut d.u.ceColl };
-                            c.seqNumber = seq;
-                            c.func = func.as_ptr();
-                            c.count = count;
-                            c.datatype = c"ncclFloat32".as_ptr();
-                            c.syncStrategy = c"MC".as_ptr();
+                            let c = unsafe { &mut d.u.coll };
+                            (c.kernelVariant, c.isSymColl, c.userTag) = (c"LD".as_ptr(), true, u64::MAX);
                         }
-                        Event::CeSync => d.u.ceCollSync.nRanks = comm.ranks,
-                        Event::CeBatch { bytes } => d.u.ceCollBatch.totalBytes = bytes,
-                        _ => fill_v5!(d, event),
+                        _ => {}
                     }
                 }
             ),
@@ -508,7 +537,7 @@ impl Host {
     }
 
     fn record(&self, event: *mut c_void, state: ncclProfilerEventState_t, args: *mut ncclProfilerEventStateArgs_v4_t) {
-        // SAFETY: the tables of v4 to v6 have this function in the same place and of the same type.
+        // SAFETY: the tables of v4 to v7 have this function in the same place and of the same type.
         let code = unsafe { (*self.table.cast::<ncclProfiler_v4_t>()).recordEventState.unwrap()(event, state, args) };
         assert_eq!(code, ncclSuccess);
     }

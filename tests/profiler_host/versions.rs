@@ -40,6 +40,8 @@ pub(crate) fn play(version: u32) {
         host.stop(coll);
         host.stop(api);
     }
+    let phase = host.start(comm.context, descr, std::ptr::null_mut(), Event::KernelPhase);
+    assert!(phase.is_null(), "nobody asked for a kernel's phases");
     comm.finalize();
 }
 
@@ -119,4 +121,9 @@ fn v5_tells_the_hosts_calls() {
 #[test]
 fn v6_tells_copy_engines() {
     version(6);
+}
+
+#[test]
+fn v7_tells_what_v6_does() {
+    version(7);
 }

@@ -8,7 +8,7 @@ use libloading::os::unix::Library;
 
 use super::super::table::Table;
 use super::members::Translated;
-use super::{Functions, Version, v1, v2, v3, v4, v5, v6};
+use super::{Functions, Version, v1, v2, v3, v4, v5, v6, v7};
 use crate::nccl::ffi::*;
 use crate::os::error::{Error, Result};
 use crate::trace::chain::{Change, Second, Start};
@@ -34,6 +34,7 @@ pub(super) fn load(path: &Path, version: u32) -> Result<Box<dyn Second>> {
         4 => find::<v4::V4>(&library, c"ncclProfiler_v4", &v4::ncclProfiler_v4),
         5 => find::<v5::V5>(&library, c"ncclProfiler_v5", &v5::ncclProfiler_v5),
         6 => find::<v6::V6>(&library, c"ncclProfiler_v6", &v6::ncclProfiler_v6),
+        7 => find::<v7::V7>(&library, c"ncclProfiler_v7", &v7::ncclProfiler_v7),
         _ => None,
     });
     let found = found.unwrap_or_else(|| {

@@ -1,4 +1,4 @@
-//! NCCL's profiler interface, v1 to v6: descriptors become [`crate::trace`]'s events and back.
+//! NCCL's profiler interface, v1 to v7: descriptors become [`crate::trace`]'s events and back.
 //!
 //! One file per version. Each says what its version changed, reads its descriptors into an event (`Version::decode`)
 //! and, for a second profiler behind ours, writes an event as its descriptor (`Version::encode`); what a version has
@@ -18,6 +18,7 @@ pub mod v3;
 pub mod v4;
 pub mod v5;
 pub mod v6;
+pub mod v7;
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::AtomicI32;

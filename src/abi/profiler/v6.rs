@@ -1,4 +1,4 @@
-//! v6 of the profiler interface, loaded by NCCL 2.29 and later.
+//! v6 of the profiler interface, loaded by NCCL 2.29 and 2.30.
 //!
 //! New against v5: events of collectives that the copy engines run, their synchronisations and batches.
 
@@ -18,7 +18,7 @@ use crate::trace::names::Name;
 pub(super) struct V6;
 
 profiler_version! {
-    /// The table that NCCL 2.29 and later load.
+    /// The table that NCCL 2.29 and 2.30 load.
     ncclProfiler_v6: ncclProfiler_v6_t, ncclProfilerEventDescr_v6_t, ncclProfilerEventStateArgs_v6_t, V6, 6
 }
 

@@ -1,0 +1,94 @@
+//! v7 of the profiler interface, loaded by NCCL 2.31 and later.
+//!
+//! New against v6: members at the ends of the structures of calls (the user's tag, the kernel's variant), and events of a
+//! kernel's phases. None of them is kept: what v6 has is read, and the new events are not asked for. A second profiler gets
+//! the new members as zero, which stands for "none".
+
+use std::ffi::{c_char, c_int, c_void};
+use std::sync::atomic::AtomicI32;
+
+use super::super::guard::guard;
+use super::members::{self, Net, net};
+use super::v6::V6;
+use super::{Version, functions, profiler_version};
+use crate::nccl::ffi::*;
+use crate::trace::chain::{Change, Start};
+use crate::trace::event::{CommInfo, Kind};
+
+/// The version.
+pub(super) struct V7;
+
+profiler_version! {
+    /// The table that NCCL 2.31 and later load.
+    ncclProfiler_v7: ncclProfiler_v7_t, ncclProfilerEventDescr_v7_t, ncclProfilerEventStateArgs_v7_t, V7, 7
+}
+
+unsafe extern "C" fn init(
+    context: *mut *mut c_void,
+    id: u64,
+    mask: *mut c_int,
+    name: *const c_char,
+    nodes: c_int,
+    ranks: c_int,
+    rank: c_int,
+    logger: ncclDebugLogger_t,
+) -> ncclResult_t {
+    guard::<7>("init", || {
+        let comm = CommInfo { context: 0, id, name: String::new(), nodes, ranks, rank };
+        // SAFETY: NCCL's promise, passed on.
+        unsafe { super::init(7, context, mask, name, comm, logger) }
+    })
+}
+
+const _: () = assert!(
+    size_of::<ncclProfilerEventDescr_v6_t>() <= size_of::<ncclProfilerEventDescr_v7_t>()
+        && align_of::<ncclProfilerEventDescr_v6_t>() == align_of::<ncclProfilerEventDescr_v7_t>()
+);
+
+impl Version for V7 {
+    const NUMBER: u32 = 7;
+    type Descr = ncclProfilerEventDescr_v7_t;
+    type Args = ncclProfilerEventStateArgs_v7_t;
+    type Table = ncclProfiler_v7_t;
+
+    unsafe fn net(d: &Self::Descr) -> Option<Net<'_>> {
+        net!(d)
+    }
+
+    unsafe fn decode(d: &Self::Descr) -> Option<Start> {
+        // SAFETY: a descriptor of v7 begins with that of v6: each member of v6's union lies at the same place and is the
+        // beginning of v7's member of that name (tests/abi_layout.rs has both from NCCL's headers). v6's is no longer, and
+        // aligned alike (above). The promise is passed on; v6 reads the member that the type says, and none of a type that
+        // is new in v7.
+        unsafe { V6::decode(&*std::ptr::from_ref(d).cast::<ncclProfilerEventDescr_v6_t>()) }
+    }
+
+    fn encode(start: &Start, parent: *mut c_void, group: *mut c_void) -> Option<Self::Descr> {
+        let old = V6::encode(start, parent, group)?;
+        // SAFETY: plain data, for which zero is a value: null pointers, no tag.
+        let mut d: Self::Descr = unsafe { std::mem::zeroed() };
+        // SAFETY: a descriptor of v6 is the beginning of one of v7 (see `decode`), and the place is large enough.
+        unsafe { (&raw mut d).cast::<ncclProfilerEventDescr_v6_t>().write(old) };
+        Some(d)
+    }
+
+    unsafe fn change(state: ncclProfilerEventState_t, args: Option<&Self::Args>) -> Change {
+        // SAFETY: passed on.
+        unsafe { members::change_v4(state, args) }
+    }
+
+    fn args(change: &Change) -> Option<Self::Args> {
+        V6::args(change)
+    }
+
+    unsafe fn init(table: &Self::Table, comm: &CommInfo, name: *const c_char, mask: &AtomicI32) -> Option<*mut c_void> {
+        let mut context = std::ptr::null_mut();
+        let log = super::logger::logger();
+        // SAFETY: a loaded profiler's function, with valid places for its answers; the mask's lives for ever.
+        let code =
+            unsafe { table.init?(&mut context, comm.id, mask.as_ptr(), name, comm.nodes, comm.ranks, comm.rank, log) };
+        (code == ncclSuccess).then_some(context)
+    }
+
+    functions!();
+}
