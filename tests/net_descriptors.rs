@@ -122,7 +122,7 @@ fn a_connection_that_cannot_grow_for_want_of_descriptors_works_with_what_it_has(
             eventually("what was closed is closed", PATIENCE, || (sockets() == 3).then_some(()));
             let hoard = hoard(spare);
             let start = Instant::now();
-            for size in [20_000, 70_000, 1 << 20, 4 << 20] {
+            for size in [20_000, 40_000, 70_000, 1 << 20, 4 << 20] {
                 moves(&pair, size);
             }
             // Until every try to grow has been given up.
@@ -147,7 +147,7 @@ fn nor_does_it_break_without_recovery() {
             let pair = used(&context);
             eventually("what was closed is closed", PATIENCE, || (sockets() == 3).then_some(()));
             let hoard = hoard(spare);
-            for size in [20_000, 70_000, 1 << 20, 4 << 20] {
+            for size in [20_000, 40_000, 70_000, 1 << 20, 4 << 20] {
                 moves(&pair, size);
             }
             drop(hoard);

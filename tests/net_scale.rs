@@ -90,7 +90,7 @@ fn the_first_connections_have_all_their_streams_at_once_and_others_with_a_long_m
         let late = used(&context);
         std::thread::sleep(Duration::from_millis(200));
         become_of(pairs.len(), 1);
-        let data = pattern(2, 20_000);
+        let data = pattern(2, 40_000);
         assert!(late.transfer(data).expect("a transfer") == data);
         become_of(pairs.len() + 1, 0);
         // What is given back another may have.

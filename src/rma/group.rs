@@ -160,8 +160,15 @@ impl Group {
         }
         let (done, is_done) = sync_channel(1);
         match self.shared.ask(Command::Withdraw { region, done }) {
-            // An error here means that the placer has ended, which closes all connections.
-            Ok(()) => drop(is_done.recv()),
+            Ok(()) => {
+                // An error here means that the placer ends. It closes all connections and waits for copies before it
+                // says that it has ended.
+                if is_done.recv().is_err() {
+                    while self.shared.inbox().ended.is_none() {
+                        std::thread::sleep(std::time::Duration::from_millis(1));
+                    }
+                }
+            }
             Err(_) => self.shared.registry.remove(region),
         }
         Ok(())

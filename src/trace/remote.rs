@@ -15,9 +15,9 @@
 //! A record is its length (2 bytes, big-endian) and its ciphertext; the first byte of its text is 1 when more follow, else 0.
 
 use std::io::{self, Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::TcpStream;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use sha2::{Digest, Sha256};
 use snow::{Builder, HandshakeState, TransportState};
@@ -94,14 +94,12 @@ pub(in crate::trace) fn serve(client: &TcpStream, key: &Key, answer: impl FnOnce
     Ok(())
 }
 
-/// Asks the process that listens at `address` for its status.
+/// Asks the process at the other end of `stream` for its status.
 ///
 /// # Errors
-/// When it cannot be reached, has another key, or is not done within `patience`.
-pub fn ask(address: SocketAddr, key: &Key, patience: Duration, longest: u64) -> io::Result<Vec<u8>> {
-    let end = Instant::now() + patience;
-    let stream = TcpStream::connect_timeout(&address, patience)?;
-    let mut stream = Limited::new(&stream, end.saturating_duration_since(Instant::now()));
+/// When it has another key, or is not done within `patience`.
+pub fn ask(stream: &TcpStream, key: &Key, patience: Duration, longest: u64) -> io::Result<Vec<u8>> {
+    let mut stream = Limited::new(stream, patience);
     let mut state = key.builder()?.build_initiator().map_err(refused)?;
     let mut greeting = [0; GREETING];
     state.write_message(&[], &mut greeting).map_err(refused)?;
@@ -109,7 +107,7 @@ pub fn ask(address: SocketAddr, key: &Key, patience: Duration, longest: u64) -> 
     stream.read_exact(&mut greeting).map_err(|error| match error.kind() {
         io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => io::Error::new(
             io::ErrorKind::PermissionDenied,
-            "it closed the connection, as to a client that does not have its key",
+            "it closed the connection, as to a client that does not have its key or is one too many",
         ),
         _ => error,
     })?;
@@ -163,7 +161,7 @@ fn receive(stream: &mut impl Read, session: &mut TransportState) -> io::Result<(
 
 #[cfg(test)]
 mod tests {
-    use std::net::TcpListener;
+    use std::net::{SocketAddr, TcpListener};
     use std::sync::Arc;
 
     use super::super::metrics::server::{self, Crowd};
@@ -182,7 +180,7 @@ mod tests {
         let address = listener.local_addr().unwrap();
         let handle: server::Handle = Arc::new(move |client| drop(serve(client, &key(1), || status.clone())));
         std::thread::spawn(move || {
-            let crowd = Crowd::default();
+            let crowd = Crowd::new(b"");
             loop {
                 server::serve(&listener, &crowd, &handle);
             }
@@ -190,18 +188,22 @@ mod tests {
         address
     }
 
+    fn ask(address: SocketAddr, key: &Key) -> io::Result<Vec<u8>> {
+        super::ask(&TcpStream::connect(address)?, key, PATIENCE, LONGEST)
+    }
+
     #[test]
     fn a_holder_of_the_key_gets_the_status_whatever_its_length() {
         for length in [1, PIECE - 1, PIECE, PIECE + 1, 5 * PIECE + 7] {
             let status = "s".repeat(length);
-            let told = ask(process(status.clone()), &key(1), PATIENCE, LONGEST).unwrap();
+            let told = ask(process(status.clone()), &key(1)).unwrap();
             assert_eq!(told, status.into_bytes());
         }
     }
 
     #[test]
     fn another_key_gets_nothing_and_the_reason() {
-        let error = ask(process("secret".into()), &key(2), PATIENCE, LONGEST).unwrap_err();
+        let error = ask(process("secret".into()), &key(2)).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{error}");
     }
 
@@ -245,9 +247,9 @@ mod tests {
         let silent: Vec<_> = (0..server::CLIENTS).map(|_| TcpStream::connect(address).unwrap()).collect();
         std::thread::sleep(Duration::from_millis(200));
         // All places are taken.
-        ask(address, &key(1), PATIENCE, LONGEST).unwrap_err();
+        ask(address, &key(1)).unwrap_err();
         std::thread::sleep(PROOF + Duration::from_secs(1));
-        assert_eq!(ask(address, &key(1), PATIENCE, LONGEST).unwrap(), b"status");
+        assert_eq!(ask(address, &key(1)).unwrap(), b"status");
         drop(silent);
     }
 }

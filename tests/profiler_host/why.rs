@@ -288,7 +288,11 @@ fn without_a_shared_directory_the_rank_is_named_over_tcp_to_holders_of_the_key()
     let finding = &said["findings"][0];
     assert_eq!((code, said["processes"].as_u64()), (1, Some(3)), "{said} {errors}");
     assert_eq!((&finding["named"][0]["rank"], &finding["named"][1]), (&ODD.into(), &().into()), "{said}");
-    // A host of which one process is gone still tells of the other.
+    // A host of which one process does not answer, or is gone, still tells of the other.
+    // SAFETY: only a signal, to a process that this test started and has not waited for.
+    unsafe { libc::kill(job.0[0].id() as i32, libc::SIGSTOP) };
+    let (said, _, errors) = why_at(&hosts, Some(&ours));
+    assert_eq!(said["processes"].as_u64(), Some(2), "{said} {errors}");
     job.0[0].kill().unwrap();
     job.0[0].wait().unwrap();
     let (said, _, errors) = why_at(&hosts, Some(&ours));

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::path::Path;
 use std::time::Duration;
 
@@ -14,8 +14,11 @@ use towline::trace::remote::{self, Key};
 
 use super::{Found, Process};
 
-/// How long a process may take to answer.
-const ANSWER: Duration = Duration::from_secs(3);
+/// How long a process may take to be reached.
+const REACH: Duration = Duration::from_secs(3);
+
+/// How long it may then take to answer: longer than its profiler may.
+const ANSWER: Duration = Duration::from_secs(6);
 
 /// Ports of a host that are asked: as many processes may have one.
 const PORTS: u16 = 64;
@@ -52,9 +55,12 @@ pub(super) fn ask(hosts: &[String]) -> Result<Found> {
             found.notes.extend(note);
         }
     }
-    // A host may be given by several of its names.
+    // A host may be given by several of its names. Processes in containers may have the same number.
     let mut seen = BTreeSet::new();
-    found.processes.retain(|process| seen.insert((process.state.boot, process.state.pid)));
+    found.processes.retain(|Process { state, .. }| {
+        let ranks: Vec<_> = state.communicators.iter().map(|comm| (comm.info().id, comm.rank)).collect();
+        seen.insert((state.boot, state.host.clone(), state.pid, ranks))
+    });
     found.notes.extend(super::dropped(&found.processes));
     Ok(found)
 }
@@ -89,18 +95,16 @@ fn host_at(host: &str, first: u16, key: &Key) -> (Vec<Process>, Option<String>) 
     let mut found = Vec::new();
     let mut reason = None;
     let mut without = 0;
-    for port in first..first.saturating_add(PORTS) {
+    for port in first..=first.saturating_add(PORTS - 1) {
         match process_at(host, port, key) {
             Ok(process) => {
                 found.push(process);
                 without = 0;
             }
-            Err(error) => {
-                // Another port of the host would not be reached, either.
-                let is_last = error.kind() != io::ErrorKind::ConnectionRefused && found.is_empty();
+            Err(Failure { error, is_of_host }) => {
                 reason.get_or_insert(format!("{host}:{port}: {error}"));
                 without += 1;
-                if is_last || without == GAP {
+                if is_of_host || without == GAP {
                     break;
                 }
             }
@@ -110,19 +114,32 @@ fn host_at(host: &str, first: u16, key: &Key) -> (Vec<Process>, Option<String>) 
     (found, note)
 }
 
-fn process_at(host: &str, port: u16, key: &Key) -> io::Result<Process> {
-    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-    for address in (host, port).to_socket_addrs()? {
-        match remote::ask(address, key, ANSWER, LONGEST) {
-            Ok(bytes) => {
-                let state = State::read(&bytes).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
-                let heard = clock::now();
-                return Ok(Process { shift: heard as i64 - state.now as i64, heard, state });
-            }
-            Err(error) => last = error,
+/// Why there is no answer from a port.
+struct Failure {
+    error: io::Error,
+    /// Another port of the host would not be reached, either.
+    is_of_host: bool,
+}
+
+fn process_at(host: &str, port: u16, key: &Key) -> std::result::Result<Process, Failure> {
+    let of_host = |error| Failure { error, is_of_host: true };
+    let of_process = |error| Failure { error, is_of_host: false };
+    let mut last = of_host(io::Error::new(io::ErrorKind::NotFound, "the name has no address"));
+    for address in (host, port).to_socket_addrs().map_err(of_host)? {
+        match TcpStream::connect_timeout(&address, REACH) {
+            Ok(stream) => return ask_process(&stream, key).map_err(of_process),
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => last = of_process(error),
+            Err(error) => last = of_host(error),
         }
     }
     Err(last)
+}
+
+fn ask_process(stream: &TcpStream, key: &Key) -> io::Result<Process> {
+    let bytes = remote::ask(stream, key, ANSWER, LONGEST)?;
+    let state = State::read(&bytes).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+    let heard = clock::now();
+    Ok(Process { shift: heard as i64 - state.now as i64, heard, state })
 }
 
 #[cfg(test)]

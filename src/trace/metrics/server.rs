@@ -29,9 +29,23 @@ pub(in crate::trace) type Answer = Arc<dyn Fn(&str) -> Option<String> + Send + S
 /// What is done for a client, on its own thread.
 pub(in crate::trace) type Handle = Arc<dyn Fn(&TcpStream) + Send + Sync>;
 
-/// How many clients of a listener are being served.
-#[derive(Debug, Default)]
-pub(in crate::trace) struct Crowd(Arc<AtomicUsize>);
+/// The clients of a listener that are being served, and what one more gets.
+#[derive(Debug)]
+pub(in crate::trace) struct Crowd {
+    served: Arc<AtomicUsize>,
+    turned_away: Vec<u8>,
+}
+
+impl Crowd {
+    pub(in crate::trace) fn new(turned_away: &[u8]) -> Self {
+        Self { served: Arc::default(), turned_away: turned_away.to_vec() }
+    }
+
+    /// HTTP's.
+    pub(in crate::trace) fn of_http() -> Self {
+        Self::new(&response("503 Service Unavailable", "too many clients\n"))
+    }
+}
 
 /// Opens the socket. Processes of one host get one port each: the address's plus their number on the host, where the launcher says
 /// it, else the first that is free.
@@ -59,9 +73,11 @@ pub(in crate::trace) fn bind(address: SocketAddr, local_rank: Option<u16>) -> io
 /// Takes in one client.
 pub(in crate::trace) fn serve(listener: &TcpListener, crowd: &Crowd, handle: &Handle) {
     let Ok(client) = Registered::open(|| listener.accept().map(|(stream, _)| stream)) else { return };
-    let served = Arc::clone(&crowd.0);
+    let served = Arc::clone(&crowd.served);
     if served.fetch_add(1, Ordering::AcqRel) >= CLIENTS {
         served.fetch_sub(1, Ordering::AcqRel);
+        let _ = client.set_nonblocking(true);
+        let _ = (&*client).write(&crowd.turned_away);
         return;
     }
     let (handle, counted) = (Arc::clone(handle), Arc::clone(&served));
@@ -166,7 +182,7 @@ mod tests {
         let answer: Answer = Arc::new(|path| (path == "/metrics").then(|| "figures\n".into()));
         let handle: Handle = Arc::new(move |client| drop(talk(client, &answer)));
         std::thread::spawn(move || {
-            let crowd = Crowd::default();
+            let crowd = Crowd::of_http();
             loop {
                 serve(&listener, &crowd, &handle);
             }
