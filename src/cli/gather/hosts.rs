@@ -61,6 +61,9 @@ pub(super) fn ask(hosts: &[String]) -> Result<Found> {
         let ranks: Vec<_> = state.communicators.iter().map(|comm| (comm.info().id, comm.rank)).collect();
         seen.insert((state.boot, state.host.clone(), state.pid, ranks))
     });
+    // All have answered, also those that did so while another was waited for.
+    let now = clock::now();
+    found.processes.iter_mut().for_each(|process| process.heard = now);
     found.notes.extend(super::dropped(&found.processes));
     Ok(found)
 }
