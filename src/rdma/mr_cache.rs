@@ -82,7 +82,7 @@ pub struct Cache<K, T>(Arc<Shared<K, T>>);
 
 struct Shared<K, T> {
     state: Mutex<State<K, T>>,
-    /// Notifies those who wait for a region that it is made, or will not be.
+    /// Notifies the threads that wait for a region that it is made, or will not be.
     settled: Condvar,
 }
 

@@ -3,7 +3,7 @@
 //! NCCL 2.28 and later loads the profiler of any network plugin. Unless it is asked for more, it remembers the last calls and the
 //! open operations (`TOWLINE_STATUS`), which must cost little and leave nothing behind.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -188,12 +188,14 @@ fn mask_of(text: &str, complaints: &mut Vec<String>) -> u32 {
     }) & all
 }
 
-/// An address to listen on; a port alone means loopback.
+/// An address to listen on; a port alone means this one.
+fn address(text: &str, alone: impl Into<IpAddr>) -> Option<SocketAddr> {
+    text.parse().map(|port| SocketAddr::new(alone.into(), port)).or_else(|_| text.parse()).ok()
+}
+
+/// `TOWLINE_METRICS_LISTEN`: a port alone means loopback.
 fn listen(text: &str, complaints: &mut Vec<String>) -> Option<SocketAddr> {
-    let address = match text.parse::<u16>() {
-        Ok(port) => Some(SocketAddr::from(([127, 0, 0, 1], port))),
-        Err(_) => text.parse().ok(),
-    };
+    let address = address(text, Ipv4Addr::LOCALHOST);
     if address.is_none() {
         complaints.push(format!("TOWLINE_METRICS_LISTEN: \"{text}\" is neither a port nor address:port"));
     }
@@ -203,11 +205,7 @@ fn listen(text: &str, complaints: &mut Vec<String>) -> Option<SocketAddr> {
 /// `TOWLINE_STATUS_LISTEN`: a port alone means all addresses, since only holders of the key are answered.
 fn remote(config: &Config, complaints: &mut Vec<String>) -> Option<Remote> {
     let text = config.status_listen.as_deref()?;
-    let address = match text.parse::<u16>() {
-        Ok(port) => Some(SocketAddr::from((std::net::Ipv6Addr::UNSPECIFIED, port))),
-        Err(_) => text.parse().ok(),
-    };
-    let Some(address) = address else {
+    let Some(address) = address(text, Ipv6Addr::UNSPECIFIED) else {
         complaints.push(format!("TOWLINE_STATUS_LISTEN: \"{text}\" is neither a port nor address:port"));
         return None;
     };

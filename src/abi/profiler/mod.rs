@@ -255,3 +255,47 @@ macro_rules! functions {
     };
 }
 use functions;
+
+/// NCCL's `init`, with the arguments that it has since v5.
+macro_rules! init_since_v5 {
+    ($number:literal) => {
+        unsafe extern "C" fn init(
+            context: *mut *mut std::ffi::c_void,
+            id: u64,
+            mask: *mut std::ffi::c_int,
+            name: *const std::ffi::c_char,
+            nodes: std::ffi::c_int,
+            ranks: std::ffi::c_int,
+            rank: std::ffi::c_int,
+            logger: $crate::nccl::ffi::ncclDebugLogger_t,
+        ) -> $crate::nccl::ffi::ncclResult_t {
+            $crate::abi::guard::guard::<$number>("init", || {
+                let comm = $crate::trace::event::CommInfo { context: 0, id, name: String::new(), nodes, ranks, rank };
+                // SAFETY: NCCL's promise, passed on.
+                unsafe { $crate::abi::profiler::init($number, context, mask, name, comm, logger) }
+            })
+        }
+    };
+}
+use init_since_v5;
+
+/// The call of a loaded table's `init`, with the same arguments.
+macro_rules! init_of_table_since_v5 {
+    () => {
+        unsafe fn init(
+            table: &Self::Table,
+            comm: &$crate::trace::event::CommInfo,
+            name: *const std::ffi::c_char,
+            mask: &std::sync::atomic::AtomicI32,
+        ) -> Option<*mut std::ffi::c_void> {
+            let mut context = std::ptr::null_mut();
+            let log = $crate::abi::profiler::logger::logger();
+            // SAFETY: a loaded profiler's function, with valid places for its answers; the mask's lives for ever.
+            let code = unsafe {
+                table.init?(&mut context, comm.id, mask.as_ptr(), name, comm.nodes, comm.ranks, comm.rank, log)
+            };
+            (code == $crate::nccl::ffi::ncclSuccess).then_some(context)
+        }
+    };
+}
+use init_of_table_since_v5;

@@ -2,16 +2,14 @@
 //!
 //! New against v5: events of collectives that the copy engines run, their synchronisations and batches.
 
-use std::ffi::{c_char, c_int, c_void};
-use std::sync::atomic::AtomicI32;
+use std::ffi::c_void;
 
-use super::super::guard::guard;
 use super::members::{self, Net, address, descr, net, number};
 use super::v5::{self, decode_v5, encode_v5};
-use super::{Version, functions, profiler_version};
+use super::{Version, functions, init_of_table_since_v5, init_since_v5, profiler_version};
 use crate::nccl::ffi::*;
 use crate::trace::chain::{Change, Start};
-use crate::trace::event::{Body, CeColl, CommInfo, Kind};
+use crate::trace::event::{Body, CeColl, Kind};
 use crate::trace::names::Name;
 
 /// The version.
@@ -22,22 +20,7 @@ profiler_version! {
     ncclProfiler_v6: ncclProfiler_v6_t, ncclProfilerEventDescr_v6_t, ncclProfilerEventStateArgs_v6_t, V6, 6
 }
 
-unsafe extern "C" fn init(
-    context: *mut *mut c_void,
-    id: u64,
-    mask: *mut c_int,
-    name: *const c_char,
-    nodes: c_int,
-    ranks: c_int,
-    rank: c_int,
-    logger: ncclDebugLogger_t,
-) -> ncclResult_t {
-    guard::<6>("init", || {
-        let comm = CommInfo { context: 0, id, name: String::new(), nodes, ranks, rank };
-        // SAFETY: NCCL's promise, passed on.
-        unsafe { super::init(6, context, mask, name, comm, logger) }
-    })
-}
+init_since_v5!(6);
 
 /// # Safety
 /// The descriptor's member is that of `kind`; its strings are C strings or null.
@@ -143,14 +126,7 @@ impl Version for V6 {
         (change.state <= 30).then(|| members::args_v4(change))
     }
 
-    unsafe fn init(table: &Self::Table, comm: &CommInfo, name: *const c_char, mask: &AtomicI32) -> Option<*mut c_void> {
-        let mut context = std::ptr::null_mut();
-        let log = super::logger::logger();
-        // SAFETY: a loaded profiler's function, with valid places for its answers; the mask's lives for ever.
-        let code =
-            unsafe { table.init?(&mut context, comm.id, mask.as_ptr(), name, comm.nodes, comm.ranks, comm.rank, log) };
-        (code == ncclSuccess).then_some(context)
-    }
+    init_of_table_since_v5!();
 
     functions!();
 }

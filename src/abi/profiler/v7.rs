@@ -4,16 +4,14 @@
 //! kernel's phases. None of them is kept: what v6 has is read, and the new events are not asked for. A second profiler gets
 //! the new members as zero, which stands for "none".
 
-use std::ffi::{c_char, c_int, c_void};
-use std::sync::atomic::AtomicI32;
+use std::ffi::c_void;
 
-use super::super::guard::guard;
 use super::members::{self, Net, net};
 use super::v6::V6;
-use super::{Version, functions, profiler_version};
+use super::{Version, functions, init_of_table_since_v5, init_since_v5, profiler_version};
 use crate::nccl::ffi::*;
 use crate::trace::chain::{Change, Start};
-use crate::trace::event::{CommInfo, Kind};
+use crate::trace::event::Kind;
 
 /// The version.
 pub(super) struct V7;
@@ -23,22 +21,7 @@ profiler_version! {
     ncclProfiler_v7: ncclProfiler_v7_t, ncclProfilerEventDescr_v7_t, ncclProfilerEventStateArgs_v7_t, V7, 7
 }
 
-unsafe extern "C" fn init(
-    context: *mut *mut c_void,
-    id: u64,
-    mask: *mut c_int,
-    name: *const c_char,
-    nodes: c_int,
-    ranks: c_int,
-    rank: c_int,
-    logger: ncclDebugLogger_t,
-) -> ncclResult_t {
-    guard::<7>("init", || {
-        let comm = CommInfo { context: 0, id, name: String::new(), nodes, ranks, rank };
-        // SAFETY: NCCL's promise, passed on.
-        unsafe { super::init(7, context, mask, name, comm, logger) }
-    })
-}
+init_since_v5!(7);
 
 const _: () = assert!(
     size_of::<ncclProfilerEventDescr_v6_t>() <= size_of::<ncclProfilerEventDescr_v7_t>()
@@ -81,14 +64,7 @@ impl Version for V7 {
         V6::args(change)
     }
 
-    unsafe fn init(table: &Self::Table, comm: &CommInfo, name: *const c_char, mask: &AtomicI32) -> Option<*mut c_void> {
-        let mut context = std::ptr::null_mut();
-        let log = super::logger::logger();
-        // SAFETY: a loaded profiler's function, with valid places for its answers; the mask's lives for ever.
-        let code =
-            unsafe { table.init?(&mut context, comm.id, mask.as_ptr(), name, comm.nodes, comm.ranks, comm.rank, log) };
-        (code == ncclSuccess).then_some(context)
-    }
+    init_of_table_since_v5!();
 
     functions!();
 }
