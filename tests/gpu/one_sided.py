@@ -22,13 +22,21 @@ The steps, and what they are in nccl4py:
 Lives of a communicator after the first: "left" (destroyed with its windows registered), "abort" (ncclCommAbort amid puts,
 then a new communicator), "cut" (one stream is cut amid puts, and all bytes are right). Only when asked for: "inner" (windows
 that begin inside of an allocation; whether NCCL itself can do that is not known).
+
+A rank that is silent for too long is asked where each of its threads is: by /proc, by Python, and natively by cuda-gdb, gdb
+or, where there is a C compiler, by a signal handler. To catch a rare hang:
+
+    tests/gpu/one_sided.py --towline target/release --nccl DIRECTORY --lives abort --repeat 10
 """
 
 import argparse
 import ctypes
+import faulthandler
 import json
 import os
 import queue
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -100,6 +108,7 @@ def arguments():
     parser.add_argument("--towline", help="directory of Towline's libnccl-net.so")
     parser.add_argument("--nccl", help="directory of libnccl.so.2")
     parser.add_argument("--lives", default=",".join(LIVES), help="only these")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="run them so many times")
     parser.add_argument("--interface", default="lo")
     parser.add_argument("--seconds", type=float, default=40, help="limit for one step")
     parser.add_argument("--out", help="keep NCCL's logs here")
@@ -427,7 +436,9 @@ class Steps:
         time.sleep(0.02 + 0.05 * self.it.rank)
         began = time.perf_counter()
         self.it.call("ncclCommAbort", self.it.comm)
-        return f"{(time.perf_counter() - began) * 1e3:.0f} ms"
+        took = (time.perf_counter() - began) * 1e3
+        state = "ended" if self.it.cuda.lib.cuStreamQuery(self.it.stream) == 0 else "not ended"
+        return f"{took:.0f} ms, the stream of the puts has {state}"
 
     def cut(self):
         it = self.it
@@ -438,6 +449,10 @@ class Steps:
 
     def connect(self, number=0):
         self.it.connect(number)
+
+    def connect_again(self):
+        self.it.stream = self.it.cuda.stream()
+        self.connect(1)
 
     def run(self, life):
         self.step("init", self.connect)
@@ -463,8 +478,7 @@ class Steps:
             self.step("destroy", self.destroy)
         else:
             self.step("abort", self.abort)
-            self.it.stream = self.it.cuda.stream()
-            self.step("init again", lambda: self.connect(1))
+            self.step("init again", self.connect_again)
             self.step("window", self.windows)
             self.step("put", self.puts)
             self.step("destroy", self.destroy)
@@ -472,6 +486,9 @@ class Steps:
 
 def play(rank, given):
     """One rank of one life."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if "ONE_SIDED_STACKS" in os.environ:
+        ctypes.CDLL(os.environ["ONE_SIDED_STACKS"])
     steps = Steps(rank, given)
     steps.run(given.life)
     print(json.dumps({"end": not steps.failed}), flush=True)
@@ -502,6 +519,63 @@ def environment(given, rank, folder):
     return row.environment(common, given.nccl and os.path.abspath(given.nccl))
 
 
+STACKS = r"""
+#include <execinfo.h>
+#include <signal.h>
+
+static void *warm[1];
+
+static void tell(int number) {
+  void *frames[64];
+  (void)number;
+  backtrace_symbols_fd(frames, backtrace(frames, 64), 2);
+}
+
+__attribute__((constructor)) static void begin(void) {
+  struct sigaction action = {.sa_handler = tell, .sa_flags = SA_RESTART};
+  backtrace(warm, 1);
+  sigaction(SIGUSR2, &action, 0);
+}
+"""
+
+
+def stack_teller(folder):
+    """A library whose handler of SIGUSR2 prints the native stack of its thread; none without a C compiler."""
+    path = os.path.join(folder, "stacks.so")
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", path]
+    try:
+        subprocess.run(command, input=STACKS, text=True, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return path
+
+
+def explain(rank, pid, has_teller):
+    """Prints where the threads of a silent rank are."""
+    print(f"--- rank {rank}, process {pid}: its threads", flush=True)
+    tasks = f"/proc/{pid}/task"
+    for task in sorted(os.listdir(tasks), key=int):
+        words = [read(f"{tasks}/{task}/{name}").strip() for name in ("comm", "wchan", "syscall")]
+        stack = " < ".join(line.split()[-1] for line in read(f"{tasks}/{task}/stack").splitlines())
+        print(f"{task} {words[0]}: {words[1]}, system call {words[2]}{stack and ', ' + stack}", flush=True)
+    sys.stderr.flush()
+    # Both handlers write to standard error.
+    os.kill(pid, signal.SIGUSR1)
+    time.sleep(0.5)
+    debugger = shutil.which("cuda-gdb") or shutil.which("gdb")
+    if debugger:
+        told = subprocess.run([debugger, "-batch", "-p", str(pid), "-ex", "thread apply all bt"], capture_output=True,
+                              text=True, timeout=120, check=False)
+        print(told.stdout[-60000:], flush=True)
+        has_teller &= "#0" not in told.stdout
+    if has_teller:
+        tgkill = ctypes.CDLL(None).tgkill
+        for task in sorted(os.listdir(tasks), key=int):
+            print(f"thread {task} {read(f'{tasks}/{task}/comm').strip()}", file=sys.stderr, flush=True)
+            tgkill(pid, int(task), signal.SIGUSR2)
+            time.sleep(0.1)
+
+
 def listen(rank, process, said):
     for line in process.stdout:
         said.put((rank, line))
@@ -512,9 +586,11 @@ def live(life, given, folder):
     """Runs one life and prints its steps. Gives whether it went well."""
     os.makedirs(folder, exist_ok=True)
     command = [sys.executable, os.path.abspath(__file__), "--life", life, "--seconds", str(given.seconds)]
+    teller = stack_teller(folder)
     ranks = [
-        subprocess.Popen(command + ["--child", str(rank)], env=environment(given, rank, folder), stdin=subprocess.PIPE,
-                         stdout=subprocess.PIPE, text=True, start_new_session=True)
+        subprocess.Popen(command + ["--child", str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                         env=environment(given, rank, folder) | ({"ONE_SIDED_STACKS": teller} if teller else {}),
+                         start_new_session=True)
         for rank in range(RANKS)
     ]
     said, problem = queue.Queue(), None
@@ -527,6 +603,10 @@ def live(life, given, folder):
                 rank, line = said.get(timeout=given.seconds)
             except queue.Empty:
                 problem = f"no word for {given.seconds:.0f} s, at \"{now}\"; rank(s) {sorted(waiting)} wait there"
+                print(f"{life:6} {problem}; steps that one rank has told: {told}")
+                for rank, process in enumerate(ranks):
+                    if rank not in waiting:
+                        explain(rank, process.pid, teller is not None)
                 break
             if line is None:
                 ranks[rank].wait()
@@ -607,8 +687,12 @@ def main():
         return 0
     good = True
     with tempfile.TemporaryDirectory() as scratch:
-        for life in given.lives.split(","):
-            good &= live(life, given, os.path.join(given.out or scratch, life))
+        for turn in range(given.repeat):
+            if given.repeat > 1:
+                print(f"turn {turn + 1} of {given.repeat}", flush=True)
+            for life in given.lives.split(","):
+                folder = life if turn == 0 else f"{life}-{turn + 1}"
+                good &= live(life, given, os.path.join(given.out or scratch, folder))
     print("all steps went well" if good else "something failed")
     return 0 if good else 1
 
