@@ -3,7 +3,7 @@
  * library that FLAGCX_NET_ADAPTOR_PLUGIN names, as `flagcxNetAdaptorPlugin_v1`.
  *
  * Its result codes 0 to 7 are NCCL's, its device properties are those of NCCL's v8, and a NULL *sendComm, *recvComm or
- * *request means "not now, call again". The order of the functions is FlagCX's own; tests/flagcx.rs checks it.
+ * *request means "not now, call again". The order of the functions is FlagCX's own; tests/abi/flagcx.rs checks it.
  */
 #ifndef TOWLINE_FLAGCX_NET_H
 #define TOWLINE_FLAGCX_NET_H

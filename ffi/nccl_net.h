@@ -3,7 +3,7 @@
  *
  * One function type per signature, named after the first interface version that has it, so that each version's
  * table below shows at a glance what it shares with the one before. The sizes and offsets of every struct here are
- * checked against NCCL's by tests/abi_layout.rs.
+ * checked against NCCL's by tests/abi/layout.rs.
  *
  *   NCCL 2.8-2.11 loads v4, 2.12 v5, 2.13-2.18 v6, 2.19 v7, 2.20-2.23 v8, 2.24-2.25 v9, 2.26-2.27 v10,
  *   2.28-2.29 v11, 2.30 and later v12. A release also loads some versions older than its own.

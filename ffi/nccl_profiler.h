@@ -3,7 +3,7 @@
  *
  * A descriptor is a type bit plus a union; the members of the union are types of their own, named after the first
  * interface version that has them. The union itself is called `u` here (it has no name in NCCL). Sizes and offsets
- * are checked against NCCL's by tests/abi_layout.rs.
+ * are checked against NCCL's by tests/abi/layout.rs.
  *
  *   NCCL 2.23 loads v1, 2.24-2.25 v2, 2.26 v3, 2.27 v4, 2.28 v5, 2.29 and later v6.
  */

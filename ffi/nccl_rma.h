@@ -3,7 +3,7 @@
  *
  * A put writes into memory that another rank has registered, a get reads from there, and a signal adds to a 64-bit number.
  * Registrations are collective: the handles of one window have the same place in the order of registrations on all ranks.
- * Sizes and offsets are checked against NCCL's by tests/abi_layout.rs.
+ * Sizes and offsets are checked against NCCL's by tests/abi/layout.rs.
  *
  *   NCCL 2.30.7 loads v14, 2.31 v15, 2.32.3 v16.
  */

@@ -24,7 +24,7 @@ emulator="qemu-aarch64 -L $sysroot"
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER=$emulator
 
-cargo test --locked --target $target --test abi_layout --test exports
+cargo test --locked --target $target --test abi -- layout:: exports::
 cargo test --locked --target $target --lib -- abi:: engine::handle engine::table session::wire --test-threads 2
 cargo build --locked --target $target
 built=target/$target/debug

@@ -8,13 +8,13 @@
 #   tests/memory.sh valgrind [TEST ...]   valgrind's memcheck, on the ordinary build; so slow that the
 #                                         watchdogs of tests with much traffic may end them
 #
-# TEST: names of test programs (net_ordering ...), or lib for the tests inside the library; by default those below. Extra
-# arguments for the programs, a filter for example, in TOWLINE_TEST_ARGS. TOWLINE_MEMORY_TARGET_DIR: where a sanitizer's
+# TEST: test programs (profiler ...) or modules of one (net::ordering ...), or lib for the tests inside the library; by
+# default those below. Extra arguments for the programs, `--skip` for example, in TOWLINE_TEST_ARGS. TOWLINE_MEMORY_TARGET_DIR: where a sanitizer's
 # build goes.
 #
-# Left out: net_fork (a sanitizer's child of a fork is not an ordinary one), net_pressure (its injector tells the plugin's
-# system calls by who makes them, and the sanitizer stands in between), what counts allocations in profiler_host (the
-# sanitizer makes them), net_netns (nothing that the others do not have, but many processes), the simulation (no unsafe
+# Left out: net::fork (a sanitizer's child of a fork is not an ordinary one), net::pressure (its injector tells the plugin's
+# system calls by who makes them, and the sanitizer stands in between), what counts allocations in profiler (the
+# sanitizer makes them), net::netns (nothing that the others do not have, but many processes), the simulation (no unsafe
 # code in it). tests/leaks.supp says what is kept for good on purpose, tests/valgrind.supp what memcheck takes for a fault
 # and is none.
 set -euo pipefail
@@ -39,20 +39,21 @@ skip=(--skip made_again_200_times --skip do_not_grow_the_process --skip crowd_of
 
 # Runs one of them with what comes behind its name.
 run() {
-    local test=$1
+    local test=$1 module=
     shift
     printf '== %s, %s\n' "$test" "$how"
+    [ "$test" = "${test#*::}" ] || module=${test#*::}::
     case $test in
     lib) cargo test --quiet --target "$triple" --lib "$@" -- --skip simulation "${skip[@]}" "${arguments[@]}" ;;
-    *) cargo test --quiet --target "$triple" --test "$test" "$@" -- "${skip[@]}" "${arguments[@]}" ;;
+    *) cargo test --quiet --target "$triple" --test "${test%%::*}" "$@" -- $module "${skip[@]}" "${arguments[@]}" ;;
     esac
 }
 
 case $how in
 address)
-    [ ${#tests[@]} -gt 0 ] || tests=(lib host interfaces profile_run cli net_ordering net_lifecycle net_hostile
-        net_versions net_placement net_events net_seal net_protocol net_slow net_descriptors net_routes
-        net_scale net_traffic_class net_faults net_vanish net_verdict profiler_host)
+    [ ${#tests[@]} -gt 0 ] || tests=(lib abi::host cli::commands net::devices net::ordering net::lifecycle
+        net::hostile net::versions net::placement net::events net::seal net::protocol net::slow net::descriptors net::routes
+        net::scale net::traffic_class net::faults net::vanish net::verdict profiler)
     # The library is opened by a program that holds the sanitizer's runtime, and must find it there.
     export RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address -Clink-arg=-Wl,--export-dynamic-symbol=__asan_*"
     export CARGO_TARGET_DIR=${target_dir:-$PWD/target/address}
@@ -60,27 +61,28 @@ address)
     for test in "${tests[@]}"; do run "$test"; done
     ;;
 thread)
-    [ ${#tests[@]} -gt 0 ] || tests=(net_ordering net_lifecycle net_events net_seal net_hostile)
+    [ ${#tests[@]} -gt 0 ] || tests=(net::ordering net::lifecycle net::events net::seal net::hostile)
     export RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread -Clink-arg=-Wl,--export-dynamic-symbol=__tsan_*"
     export CARGO_TARGET_DIR=${target_dir:-$PWD/target/thread}
     for test in "${tests[@]}"; do run "$test" -Zbuild-std; done
     ;;
 valgrind)
-    [ ${#tests[@]} -gt 0 ] || tests=(net_placement)
+    [ ${#tests[@]} -gt 0 ] || tests=(net::placement)
     # Blocks that are still reachable belong to threads and tables that live as long as the process.
     memcheck="valgrind --quiet --error-exitcode=9 --leak-check=full --errors-for-leak-kinds=definite \
 --show-leak-kinds=definite --num-callers=30 --fair-sched=try --suppressions=$PWD/tests/valgrind.supp"
     for test in "${tests[@]}"; do
         printf '== %s, valgrind\n' "$test"
-        children='' slow=()
-        if [ "$test" = profiler_host ]; then
+        children='' slow=() module=
+        [ "$test" = "${test#*::}" ] || module=${test#*::}::
+        if [ "$test" = profiler ]; then
             # What it looks at runs in processes of its own. Left out is what awaits a schedule, or reads long traces.
             children='--trace-children=yes --trace-children-skip=*/towline,*/cc'
-            slow=(--skip merge:: --skip picture:: --skip setups:: --skip the_trace_of_a_killed)
+            slow=(--skip merge:: --skip picture:: --skip setups:: --skip profile_run:: --skip tuner:: --skip the_trace_of_a_killed)
         fi
         CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="$memcheck $children" \
-            cargo test --quiet --test "$test" -- --test-threads 1 "${skip[@]}" "${slow[@]}" "${arguments[@]}"
-        [ "$test" = profiler_host ] || continue
+            cargo test --quiet --test "${test%%::*}" -- $module --test-threads 1 "${skip[@]}" "${slow[@]}" "${arguments[@]}"
+        [ "$test" = profiler ] || continue
         # The set-ups by themselves, without a look at what they leave.
         for scenario in rank:1,0 rank:6,0 devices:6 threads:6; do
             printf '== %s of %s, valgrind\n' "$scenario" "$test"

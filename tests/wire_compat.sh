@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# An older release and this tree exchange data: builds the older one and runs tests/wire_compat.rs.
+# An older release and this tree exchange data: builds the older one and runs tests/net/wire_compat.rs.
 #
 #   tests/wire_compat.sh [REVISION]
 #
@@ -20,4 +20,4 @@ if [ -z "${TOWLINE_OLDER_LIBRARY:-}" ]; then
     TOWLINE_OLDER_LIBRARY=$tree/target/release/libnccl-net.so
 fi
 export TOWLINE_OLDER_LIBRARY=$(realpath "$TOWLINE_OLDER_LIBRARY")
-exec cargo test --locked --test wire_compat -- --ignored
+exec cargo test --locked --test net wire_compat:: -- --ignored

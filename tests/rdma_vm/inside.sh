@@ -1,5 +1,6 @@
 #!/bin/bash
-# What suite.sh runs inside the test machine. Its arguments are the test programs, as NAME=FILE.
+# What suite.sh runs inside the test machine. Its arguments are the test programs, as NAME=FILE. A part of one is called
+# PROGRAM::MODULE.
 #
 # Tests that take links down or count what the whole kernel holds run first and alone. The others run in two rows side by
 # side, since the machine has two processors; in each row one test at a time.
@@ -14,22 +15,31 @@ for test in "${alone[@]}"; do others+=(--skip "$test"); done
 # Seconds since the machine came up: a test sets its clock.
 uptime() { cut -d ' ' -f 1 /proc/uptime; }
 
-# Runs a program's tests one at a time, and says how long they took. After one that hangs nothing more can be trusted.
+# Runs the tests of a module one at a time, and says how long they took. Filters and other arguments choose among the
+# module's tests; that none is left is a failure. After one that hangs nothing more can be trusted.
 # Tests that fail are repeated once, alone: an emulated machine may stand still for seconds. That is said at the end.
 run() {
-    local name=$1 result=0 start log failed=()
+    local name=$1 result=0 start log failed=() tests module= which= file=${program[${1%%::*}]}
+    [ "$name" = "${name#*::}" ] || module=${name#*::}::
     start=$(uptime)
     log=$(mktemp)
     shift
     [ ! -e /tmp/hangs ] || return 0
+    [ "${1:-}" != --ignored ] || which=--ignored
+    mapfile -t tests <<<"$("$file" --list --format terse "$@" | sed -n "s/^\($module.*\): test$/\1/p")"
     # By way of a file: the machine has no /dev/fd for tee, and a process that is left over would keep a pipe open.
-    tests/rdma_vm/limited.sh "$limit" "${program[$name]}" --test-threads 1 "$@" >"$log" 2>&1 || result=$?
+    if [ -n "${tests[0]}" ]; then
+        tests/rdma_vm/limited.sh "$limit" "$file" --test-threads 1 $which --exact "${tests[@]}" >"$log" 2>&1 || result=$?
+    else
+        echo "there are no such tests" >"$log"
+        result=1
+    fi
     cat "$log"
     mapfile -t failed <<<"$(awk -f tests/support/failed.awk "$log")"
     [ -n "${failed[0]}" ] || failed=()
     if [ "$result" = 101 ] && [ ${#failed[@]} -gt 0 ] && [ ${#failed[@]} -le 2 ]; then
         result=0
-        tests/rdma_vm/limited.sh "$limit" "${program[$name]}" --test-threads 1 --include-ignored --exact "${failed[@]}" || result=$?
+        tests/rdma_vm/limited.sh "$limit" "$file" --test-threads 1 --include-ignored --exact "${failed[@]}" || result=$?
         [ "$result" != 0 ] || printf '%s\n' "${failed[@]/#/$name }" >>/tmp/unstable
     fi
     rm -f "$log"
@@ -49,41 +59,41 @@ newest() { TEST_NEWEST=1 run "$@"; }
 
 row1() {
     # Left out: what needs 3 GiB of memory, and a minute.
-    verbs rdma_net "${others[@]}" --skip more_than_1_gib
+    verbs rdma::net "${others[@]}" --skip more_than_1_gib
     # With each version groups, tags, sizes, flushes.
-    run net_versions --skip every_size --skip unaligned --skip larger_than_its_send --skip every_count --skip run_out \
+    run net::versions --skip every_size --skip unaligned --skip larger_than_its_send --skip every_count --skip run_out \
         --skip 4_gib
-    newest net_ordering
+    newest net::ordering
     # Without what is about several streams.
-    newest net_placement --skip several_streams
-    newest net_deregister
-    newest net_fork
+    newest net::placement --skip several_streams
+    newest net::deregister
+    newest net::fork
     # Without strangers at the door, whom TCP's handshake turns away before RDMA has its turn.
-    newest net_hostile handle device_that null_pointers empty_message second_test longer_than finalized wrong_secret
-    verbs rdma_events
+    newest net::hostile handle device_that null_pointers empty_message second_test longer_than finalized wrong_secret
+    verbs rdma::events
 }
 row2() {
     # Left out of the whole: what needs 6 GiB of memory; sends that are done before their receive is posted, which is TCP's
     # way; events of sockets, and events of NCCL's releases, which need a C compiler and are no backend's.
     verbs towline rdma:: "${others[@]}"
-    verbs rdma_attributes
-    verbs rdma_personalities
-    run net_events --skip broken_stream --skip nccl_2_2 --skip turned_off --skip event_for_each_part \
+    verbs rdma::attributes
+    verbs rdma::personalities
+    run net::events --skip broken_stream --skip nccl_2_2 --skip turned_off --skip event_for_each_part \
         --skip before_isend_returns --skip leaves_long_messages
     # Fewer cycles than over TCP, which take an emulated machine minutes: what is counted is counted from the 21st on.
     # And without what needs a C compiler.
-    TOWLINE_CYCLES=${TOWLINE_CYCLES:-22} newest net_lifecycle --skip unload_its_logger
+    TOWLINE_CYCLES=${TOWLINE_CYCLES:-22} newest net::lifecycle --skip unload_its_logger
     # Every size, address and count with the newest version.
-    newest net_versions every_size unaligned larger_than_its_send every_count run_out
+    newest net::versions every_size unaligned larger_than_its_send every_count run_out
 }
 
 failures=()
 verbs towline objects_dropped_in_any_order
-verbs rdma_net a_link_that leave_nothing_in_the_kernel eight_fused the_traffic_class an_address_that
-verbs rdma_mend
-verbs rdma_vanish
-verbs rdma_faults
-TEST_MAY_SET_CLOCK=1 verbs net_clock
+verbs rdma::net a_link_that leave_nothing_in_the_kernel eight_fused the_traffic_class an_address_that
+verbs rdma::mend
+verbs rdma::vanish
+verbs rdma::faults
+TEST_MAY_SET_CLOCK=1 verbs net::clock
 row 1 & row 2 &
 # What hangs in the kernel keeps its row from ending.
 while [ -n "$(jobs -rp)" ]; do

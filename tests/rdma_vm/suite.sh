@@ -3,11 +3,11 @@
 #
 #   tests/rdma_vm/suite.sh [--env NAME=VALUE]… [OPTIONS OF run.sh] [-- FILTER…]
 #
-# `--env` sets a variable for the tests: `RDMA_FAULTS=60` for example makes those of `rdma_faults` last that long.
-# Without a FILTER: the library's own tests on real verbs, `tests/rdma_net.rs`, `rdma_attributes.rs`, `rdma_personalities.rs`, `rdma_mend.rs`,
-# `rdma_vanish.rs`, `rdma_faults.rs` and `rdma_events.rs`, the functional tests that make sense over RDMA (its devices make
-# TOWLINE_BACKEND=auto choose it), a verified all-reduce and a transfer: see inside.sh; and transfers between two
-# machines, see two_hosts.sh. With FILTERs: those of the library's and the `rdma_*` tests that match one, in one machine.
+# `--env` sets a variable for the tests: `RDMA_FAULTS=60` for example makes those of `rdma::faults` last that long.
+# Without a FILTER: the library's own tests on real verbs, those of `tests/rdma`, the functional tests of `tests/net` that
+# make sense over RDMA (its devices make TOWLINE_BACKEND=auto choose it), a verified all-reduce and a transfer: see
+# inside.sh; and transfers between two machines, see two_hosts.sh. With FILTERs: those of the library's tests, of
+# `tests/rdma` and of `net::clock` that match one, in one machine.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
@@ -28,8 +28,7 @@ done
 [ $# = 0 ] || shift
 
 # What the library's tests and the wanted test programs are called; Cargo tells as it builds them.
-wanted=(rdma_net rdma_mend rdma_vanish rdma_faults rdma_events rdma_attributes rdma_personalities net_clock)
-[ $# -gt 0 ] || wanted+=(net_events net_lifecycle net_versions net_ordering net_placement net_deregister net_fork net_hostile)
+wanted=(rdma net)
 built=$(cd "$project" && cargo test --locked --lib "${wanted[@]/#/--test=}" --no-run --message-format=json |
     sed -n '/"profile":{[^}]*"test":true/s/.*"name":"\([^"]*\)".*"executable":"\([^"]*\)".*/\1=\2/p')
 declare -A program
@@ -38,7 +37,7 @@ for name in towline "${wanted[@]}"; do
     [ -x "${program[$name]:-}" ] || { echo "rdma_vm: the test program $name was not built" >&2; exit 1; }
 done
 
-# What makes verbs calls fail, beside the plugin, where `rdma_faults` looks for it.
+# What makes verbs calls fail, beside the plugin, where `rdma::faults` looks for it.
 [ -e /usr/include/infiniband/verbs.h ] || { echo "rdma_vm: package libibverbs-dev is missing" >&2; exit 1; }
 command -v cc >/dev/null || { echo "rdma_vm: a C compiler is missing (package gcc)" >&2; exit 1; }
 cc -shared -fPIC -O1 -Wall -Wextra -Werror -pthread -o "$(dirname "$(dirname "${program[towline]}")")/libfaulty_verbs.so" \

@@ -40,7 +40,7 @@ impl Version for V7 {
 
     unsafe fn decode(d: &Self::Descr) -> Option<Start> {
         // SAFETY: a descriptor of v7 begins with that of v6: each member of v6's union lies at the same place and is the
-        // beginning of v7's member of that name (tests/abi_layout.rs has both from NCCL's headers). v6's is no longer, and
+        // beginning of v7's member of that name (tests/abi/layout.rs has both from NCCL's headers). v6's is no longer, and
         // aligned alike (above). The promise is passed on; v6 reads the member that the type says, and none of a type that
         // is new in v7.
         unsafe { V6::decode(&*std::ptr::from_ref(d).cast::<ncclProfilerEventDescr_v6_t>()) }

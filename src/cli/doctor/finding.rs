@@ -1,4 +1,4 @@
-//! What the doctor can find. `tests/doctor.rs` has a case for each cause, which makes the host sick, tries the cure and looks
+//! What the doctor can find. `tests/cli/doctor.rs` has a case for each cause, which makes the host sick, tries the cure and looks
 //! again.
 
 use serde::Serialize;

@@ -1,7 +1,7 @@
 //! The fuzz targets, each a function from an input to nothing that panics when a promise is broken, and what they share:
 //! an input as a series of decisions.
 //!
-//! `fuzz_targets/` gives them to libFuzzer, `tests/fuzz_corpus.rs` replays the corpus in an ordinary test.
+//! `fuzz_targets/` gives them to libFuzzer, `tests/sources/fuzz_corpus.rs` replays the corpus in an ordinary test.
 
 /// Calls an entry of NCCL's network table.
 macro_rules! call {

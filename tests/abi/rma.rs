@@ -1,0 +1,476 @@
+//! One-sided operations, driven as NCCL's progress thread drives them (`src/host/rma.rs`), in host memory. NCCL itself is not
+//! part of these tests.
+
+use std::mem::{offset_of, size_of};
+use std::time::{Duration, Instant};
+
+use crate::support::child::{self, Guarded, Mailbox, end_of, fork};
+use crate::support::faults::Dice;
+use crate::support::injector::{FAULTY_CALLS, faulty_calls};
+use crate::support::one_sided::{
+    COMM, NOWHERE, ON, PATIENCE, Rank, at, connected, listening, moves_all_sizes, pick, rma, signals_follow_their_puts,
+};
+use crate::support::window::Window;
+use crate::support::{context, eventually, key_file, pattern, watchdog};
+use towline::host::log::Capture;
+use towline::host::{
+    ApiVersion, Code, Handle, Memory, Object, PTR_CUDA, PTR_DMABUF, PTR_HOST, Part, PutSignal, RmaHandle,
+};
+use towline::nccl::ffi::ncclRma_v16_t;
+
+const VERSIONS: [u32; 3] = [14, 15, 16];
+
+/// The table of v16, as NCCL 2.32.3 reads it. `abi::layout` has the others, which a compiler measured.
+#[test]
+fn the_newest_table_is_laid_out_as_nccl_reads_it() {
+    macro_rules! offsets {
+        ($($at:literal $field:ident)+) => {
+            $( assert_eq!(offset_of!(ncclRma_v16_t, $field), $at, stringify!($field)); )+
+        };
+    }
+    offsets! {
+        0 name 8 init 16 devices 24 getRmaProperties 32 getProperties 40 listen 48 connect 56 createContext 64 regMrSym
+        72 regMrSymDmaBuf 80 deregMrSym 88 destroyContext 96 closeColl 104 closeListen 112 iput 120 iputSignal 128 iget
+        136 iflush 144 test 152 rmaProgress 160 queryLastError 168 finalize
+    }
+    assert_eq!(size_of::<ncclRma_v16_t>(), 176);
+}
+
+/// Why `init` declines, as the log has it.
+fn declines(reason: &str) {
+    for version in VERSIONS {
+        let log = Capture::start();
+        assert_eq!(rma(version).init(COMM).err(), Some(Code::InvalidUsage));
+        assert!(!log.records().iter().any(|record| record.is_warning()), "{:?}", log.records());
+        if !reason.is_empty() {
+            assert!(log.contains(reason), "{reason}: {:?}", log.records());
+        }
+    }
+}
+
+#[test]
+fn nothing_is_offered_unless_it_is_asked_for() {
+    child::alone("rma::nothing_is_offered_unless_it_is_asked_for", &[("NCCL_DEBUG", "INFO")], || {
+        let _net = context(ApiVersion::V12);
+        declines("TOWLINE_RMA is not 1");
+    });
+}
+
+#[test]
+fn nothing_is_offered_to_a_communicator_of_another_network() {
+    child::alone("rma::nothing_is_offered_to_a_communicator_of_another_network", &[ON, ("NCCL_DEBUG", "INFO")], || {
+        // No network's `init` has been called: nobody has given a logger.
+        declines("");
+        let net = context(ApiVersion::V12);
+        let (rma, log) = (rma(16), Capture::start());
+        assert_eq!(rma.init(COMM + 1).err(), Some(Code::InvalidUsage));
+        assert!(log.contains("this communicator does not use Towline"), "{:?}", log.records());
+        let ctx = rma.init(COMM).expect("init");
+        net.finalize().expect("finalize");
+        assert_eq!(rma.init(COMM + 1).err(), Some(Code::InvalidUsage));
+        rma.finalize(ctx).expect("finalize");
+        declines("");
+    });
+}
+
+#[test]
+fn devices_are_those_of_the_network() {
+    child::alone("rma::devices_are_those_of_the_network", &[ON], || {
+        let net = context(ApiVersion::V12);
+        for version in VERSIONS {
+            let rma = rma(version);
+            let ctx = rma.init(COMM).expect("init");
+            assert_eq!(rma.devices(), net.devices());
+            for dev in 0..net.devices().expect("devices") {
+                let (ours, kind) = rma.properties(dev).expect("getProperties");
+                let theirs = net.properties(dev).expect("getProperties");
+                assert_eq!(kind, 2, "NCCL's own proxy thread calls");
+                let told = |it: &towline::host::Properties| {
+                    (it.name.clone(), it.pci_path.clone(), it.ptr_support, it.speed_mbps, it.port)
+                };
+                assert_eq!(told(&ours), told(&theirs));
+            }
+            rma.finalize(ctx).expect("finalize");
+        }
+    });
+}
+
+#[test]
+fn puts_and_gets_of_all_sizes_arrive() {
+    child::alone("rma::puts_and_gets_of_all_sizes_arrive", &[ON], || {
+        let _watchdog = watchdog(200);
+        for (version, count) in VERSIONS.into_iter().zip([2, 3, 2]) {
+            moves_all_sizes(version, count, |_, size| Window::host(size));
+        }
+    });
+}
+
+#[test]
+fn a_visible_signal_means_that_all_earlier_puts_are() {
+    let (_dir, key) = key_file();
+    let key = key.to_str().expect("text");
+    for more in [("TOWLINE_STREAMS", "4"), ("TOWLINE_KEY_FILE", key), ("TOWLINE_CHECKSUM", "1")] {
+        child::alone("rma::a_visible_signal_means_that_all_earlier_puts_are", &[ON, more], || {
+            let _watchdog = watchdog(200);
+            signals_follow_their_puts((2, 150), |_, size| Window::host(size), 0, |_, _| ());
+            signals_follow_their_puts((3, 100), |_, size| Window::host(size), 0, |_, _| ());
+        });
+        if child::role().is_some() {
+            return;
+        }
+    }
+}
+
+/// The library's system calls fail now and then, with errors that the kernel may give.
+#[test]
+fn signals_keep_their_promise_when_system_calls_fail() {
+    let injector = faulty_calls().to_str().expect("text");
+    let variables = [
+        ON,
+        ("LD_PRELOAD", injector),
+        ("FAULTY_CALLS_LIBRARY", "libnccl-net"),
+        ("FAULTY_CALLS_SEED", "1"),
+        ("FAULTY_CALLS_RATE", "10"),
+    ];
+    child::alone("rma::signals_keep_their_promise_when_system_calls_fail", &variables, || {
+        let _watchdog = watchdog(200);
+        signals_follow_their_puts(
+            (2, 150),
+            |_, size| Window::host(size),
+            0,
+            |rank, begun| {
+                if rank == 0 && begun == 20 {
+                    FAULTY_CALLS.arm(true);
+                }
+            },
+        );
+        FAULTY_CALLS.arm(false);
+        let faults: u32 = FAULTY_CALLS.injected().values().map(|(_, faults)| faults).sum();
+        assert!(faults > 10, "{faults} faults");
+    });
+}
+
+/// Ends TCP connections of this process, each second one, as a middle box does that forgets them. Gives how many.
+fn cut_streams() -> usize {
+    let mut cut = 0;
+    let ours = std::fs::read_dir("/proc/self/fd").expect("proc").flatten();
+    let numbers = ours.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    for (index, fd) in numbers.collect::<Vec<_>>().into_iter().enumerate() {
+        let (mut address, mut length) = ([0_u64; 16], 128);
+        // SAFETY: the kernel writes an address of at most that length; no such socket is its to say.
+        let is_connected = unsafe { libc::getpeername(fd, address.as_mut_ptr().cast(), &raw mut length) } == 0;
+        let family = address[0] as u16;
+        if is_connected && index.is_multiple_of(2) && [libc::AF_INET as u16, libc::AF_INET6 as u16].contains(&family) {
+            // SAFETY: a descriptor of this process; one that has just been closed is the kernel's to refuse.
+            cut += usize::from(unsafe { libc::shutdown(fd, libc::SHUT_RDWR) } == 0);
+        }
+    }
+    cut
+}
+
+#[test]
+fn signals_keep_their_promise_when_streams_are_cut() {
+    child::alone("rma::signals_keep_their_promise_when_streams_are_cut", &[ON, ("TOWLINE_STREAMS", "4")], || {
+        let _watchdog = watchdog(200);
+        signals_follow_their_puts(
+            (2, 150),
+            |_, size| Window::host(size),
+            0,
+            |rank, begun| {
+                if rank == 0 && begun.is_multiple_of(60) {
+                    assert!(cut_streams() > 0, "there are streams to cut");
+                }
+            },
+        );
+    });
+}
+
+#[test]
+fn registrations_end_while_puts_are_late() {
+    child::alone("rma::registrations_end_while_puts_are_late", &[ON], || {
+        let _watchdog = watchdog(100);
+        let size = 64 << 20;
+        for round in 0..4 {
+            let ranks = connected(14, 2);
+            let (source, window) = (Window::host(size), Window::host(size));
+            let mrs = [ranks[0].register(&source), ranks[1].register(&window)];
+            let what = (at(mrs[0], 0), size, at(mrs[0], 0));
+            let requests: Vec<Object> = (0..4).map(|_| ranks[0].put(what, 1, None)).collect();
+            std::thread::sleep(Duration::from_millis(round * 5));
+            // The reader's or the target's registration ends; from then on the memory is the user's.
+            let start = Instant::now();
+            ranks[1].rma.dereg_mr(ranks[1].group, mrs[1]).expect("deregMrSym");
+            assert!(start.elapsed() < Duration::from_secs(4), "{:?}", start.elapsed());
+            window.fill(&vec![0xEE; size]);
+            if round % 2 == 0 {
+                ranks[0].rma.dereg_mr(ranks[0].group, mrs[0]).expect("deregMrSym");
+            }
+            let ends: Vec<_> = requests.into_iter().map(|request| ranks[0].wait(request)).collect();
+            assert_ne!(ends[3], Ok(()), "it was refused, or its rank has failed");
+            assert!(window.is_filled_with(0xEE), "no put lands late");
+            ranks.into_iter().for_each(Rank::close);
+        }
+    });
+}
+
+#[test]
+fn groups_close_in_any_order() {
+    child::alone("rma::groups_close_in_any_order", &[ON], || {
+        let _watchdog = watchdog(100);
+        for round in 0..6 {
+            let log = Capture::start();
+            let mut ranks = connected(VERSIONS[round % 3], 3);
+            let memory: Vec<Window> = ranks.iter().map(|_| Window::host(4 << 20)).collect();
+            let mrs: Vec<Object> = ranks.iter().zip(&memory).map(|(rank, memory)| rank.register(memory)).collect();
+            let what = (at(mrs[0], 0), 4 << 20, at(mrs[0], 0));
+            let request = ranks[0].put(what, 1, None);
+            if round % 2 == 0 {
+                ranks[0].wait(request).expect("the put ends");
+            }
+            ranks.rotate_left(round % 3);
+            let last = ranks.pop().expect("three ranks");
+            let start = Instant::now();
+            // In an odd round a request is live.
+            for rank in ranks {
+                match round {
+                    0..3 => rank.close(),
+                    _ => {
+                        // What NCCL leaves behind ends with the context.
+                        rank.rma.finalize(rank.ctx).expect("finalize");
+                        rank.rma.close_group(rank.group).expect("closeColl");
+                        let _ = rank.rma.close_listener(rank.listener);
+                        rank.rma.destroy_context(rank.context).expect("destroyContext");
+                    }
+                }
+            }
+            last.close();
+            assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+            let warnings = log.records().iter().filter(|record| record.is_warning()).count();
+            assert!(round % 2 == 1 || round > 2 || warnings == 0, "{:?}", log.records());
+        }
+    });
+}
+
+#[test]
+fn wrong_arguments_are_refused() {
+    child::alone("rma::wrong_arguments_are_refused", &[ON], || {
+        let _watchdog = watchdog(60);
+        let ranks = connected(15, 2);
+        let rank = &ranks[0];
+        let memory = Window::host(64);
+        let mr = rank.register(&memory);
+        let other = ranks[1].register(&memory);
+        let refused = |what, to, signal| rank.rma.put(rank.context, what, to, signal).err();
+        let good = (at(mr, 0), 8, at(mr, 0));
+        assert_eq!(refused(good, 2, None), Some(Code::InvalidArgument), "no such rank");
+        assert_eq!(refused((at(mr, 60), 8, at(mr, 0)), 1, None), Some(Code::InvalidArgument));
+        assert_eq!(refused((at(mr, u64::MAX as usize), 8, at(mr, 0)), 1, None), Some(Code::InvalidArgument));
+        assert_eq!(refused(good, 1, Some(PutSignal { at: NOWHERE, value: None })), Some(Code::InvalidArgument));
+        let get = rank.rma.get(rank.context, (at(mr, 0), 8, at(mr, 57)), 1);
+        assert_eq!(get.err(), Some(Code::InvalidArgument));
+        // What only the other rank can know comes with `test`, and ends nothing else.
+        let put = rank.put((at(mr, 0), 8, at(mr, 57)), 1, None);
+        assert_eq!(rank.wait(put), Err(Code::RemoteError));
+        let crooked = PutSignal { at: at(mr, 4), value: None };
+        assert_eq!(rank.wait(rank.put(good, 1, Some(crooked))), Err(Code::RemoteError));
+        let get = rank.rma.get(rank.context, (at(mr, 57), 8, at(mr, 0)), 1).expect("iget");
+        assert_eq!(rank.wait(get), Err(Code::RemoteError));
+        assert_eq!(rank.wait(rank.put(good, 1, None)), Ok(()));
+        // Host memory that is said to be a GPU's, and what is said to be neither.
+        // SAFETY: the memory outlives the group.
+        let as_kind = |kind| unsafe { rank.rma.reg_mr(rank.group, memory.place(), kind, 0) }.err();
+        assert!(matches!(as_kind(PTR_CUDA), Some(Code::InvalidUsage | Code::InvalidArgument)));
+        assert_eq!(as_kind(PTR_DMABUF), Some(Code::InvalidArgument));
+        assert_eq!(rank.rma.create_context(rank.listener).err(), Some(Code::InvalidArgument));
+        assert_eq!(rank.rma.close_listener(rank.group), Err(Code::InvalidArgument));
+        assert_eq!(rank.rma.test(rank.group, mr), Err(Code::InvalidArgument));
+        assert_eq!(ranks[1].rma.dereg_mr(ranks[1].group, other), Ok(()));
+        ranks.into_iter().for_each(Rank::close);
+    });
+}
+
+/// Rank 1 of 2: connects, and dies when it is killed.
+fn is_killed() {
+    let own = listening(16);
+    let mail = child::mailbox();
+    child::send(&mail, "handle", &own.handle);
+    let first: RmaHandle = child::receive(&mail, "first").try_into().expect("a handle");
+    let handles = [first, own.handle];
+    let rank = own.connect(&handles, 1).expect("connect");
+    let memory = Window::host(1 << 20);
+    rank.register(&memory);
+    child::send(&mail, "ready", b"");
+    std::thread::sleep(Duration::from_secs(60));
+}
+
+#[test]
+fn a_dead_rank_is_one_clear_line_and_a_remote_error() {
+    const NAME: &str = "rma::a_dead_rank_is_one_clear_line_and_a_remote_error";
+    if child::role().as_deref() == Some("killed") {
+        return is_killed();
+    }
+    child::alone(NAME, &[ON, ("TOWLINE_RECONNECT_TIMEOUT", "1")], || {
+        let _watchdog = watchdog(60);
+        let log = Capture::start();
+        let mail = Mailbox::new();
+        let mut command = child::command(NAME, "killed");
+        command.env(child::MAILBOX, mail.path());
+        let mut other = Guarded::start(command);
+        let own = listening(16);
+        child::send(mail.path(), "first", &own.handle);
+        let second: RmaHandle = child::receive(mail.path(), "handle").try_into().expect("a handle");
+        let handles = [own.handle, second];
+        let rank = own.connect(&handles, 0).expect("connect");
+        let memory = Window::host(1 << 20);
+        let mr = rank.register(&memory);
+        child::receive(mail.path(), "ready");
+        let what = (at(mr, 0), 1 << 20, at(mr, 0));
+        rank.wait(rank.put(what, 1, None)).expect("it lives");
+        other.kill();
+        let start = Instant::now();
+        assert_eq!(rank.wait(rank.put(what, 1, None)), Err(Code::RemoteError));
+        assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+        assert_eq!(rank.wait(rank.put(what, 1, None)), Err(Code::RemoteError), "from then on at once");
+        assert_eq!(rank.rma.has_error(rank.context), Ok(true));
+        let records = log.records();
+        let ends = |text: &str| text.contains("one-sided operations with rank 1 end: ") && text.contains("peer ");
+        let lines = records.iter().filter(|record| record.is_warning() && ends(&record.text)).count();
+        assert_eq!(lines, 1, "{records:?}");
+        rank.close();
+    });
+}
+
+/// The child has the parent's ids, but not the thread and the connections of its group.
+#[test]
+fn a_forked_child_has_nothing_of_its_parents_groups_and_may_begin_anew() {
+    child::alone("rma::a_forked_child_has_nothing_of_its_parents_groups_and_may_begin_anew", &[ON], || {
+        let _watchdog = watchdog(60);
+        let ranks = connected(16, 2);
+        let memory = Window::host(1 << 20);
+        let mrs: Vec<Object> = ranks.iter().map(|rank| rank.register(&memory)).collect();
+        let what = (at(mrs[0], 0), 1 << 19, at(mrs[0], 1 << 19));
+        let request = ranks[0].put(what, 1, None);
+        let child = fork(|| {
+            let Rank { rma, ctx, listener, group, context, .. } = &ranks[0];
+            // SAFETY: the memory lives as long as the child.
+            let registered = unsafe { rma.reg_mr(*group, memory.place(), PTR_HOST, 0) };
+            let all_refused = registered.is_err()
+                && rma.put(*context, what, 1, None).is_err()
+                && rma.get(*context, what, 1).is_err()
+                && rma.test(*group, request).is_err()
+                && rma.has_error(*context).is_err()
+                && rma.create_context(*group).is_err()
+                && rma.dereg_mr(*group, mrs[0]).is_err()
+                && rma.destroy_context(*context).is_err()
+                && rma.close_group(*group).is_err()
+                && rma.close_listener(*listener).is_err()
+                && rma.finalize(*ctx).is_err();
+            let fresh = connected(16, 2);
+            let mrs: Vec<Object> = fresh.iter().map(|rank| rank.register(&memory)).collect();
+            let put = fresh[0].put((at(mrs[0], 0), 4096, at(mrs[0], 8192)), 1, None);
+            let moves = fresh[0].wait(put).is_ok();
+            fresh.into_iter().for_each(Rank::close);
+            all_refused && moves
+        });
+        let (passed, status) = end_of(child);
+        assert!(passed, "the child ended with {status:#x}");
+        ranks[0].wait(request).expect("the parent goes on");
+        ranks[0].wait(ranks[0].put(what, 1, None)).expect("the parent goes on");
+        ranks.into_iter().for_each(Rank::close);
+    });
+}
+
+/// A rank that never comes.
+#[test]
+fn a_missing_rank_ends_the_set_up_in_time() {
+    let variables = [ON, ("TOWLINE_CONNECT_TIMEOUT", "2")];
+    child::alone("rma::a_missing_rank_ends_the_set_up_in_time", &variables, || {
+        let _watchdog = watchdog(60);
+        let (own, silent) = (listening(14), listening(14));
+        let (rma, start) = (own.rma.clone(), Instant::now());
+        let handles = [own.handle, silent.handle];
+        assert_eq!(own.connect(&handles, 0).err(), Some(Code::RemoteError));
+        assert!(start.elapsed() < Duration::from_secs(8), "{:?}", start.elapsed());
+        rma.finalize(silent.ctx).expect("finalize");
+    });
+}
+
+const HEADER: usize = 56;
+
+/// A header as docs/dev/protocol.md has it.
+fn header(kind: u8, region: u32, offset: u64, size: u64, signal: (u32, u64)) -> [u8; HEADER] {
+    let mut bytes = [0; HEADER];
+    bytes[..4].copy_from_slice(b"TWR1");
+    bytes[4] = kind;
+    bytes[16..20].copy_from_slice(&region.to_le_bytes());
+    bytes[20..24].copy_from_slice(&signal.0.to_le_bytes());
+    bytes[24..32].copy_from_slice(&offset.to_le_bytes());
+    bytes[32..40].copy_from_slice(&size.to_le_bytes());
+    bytes[40..48].copy_from_slice(&signal.1.to_le_bytes());
+    bytes[48..56].copy_from_slice(&1_u64.to_le_bytes());
+    bytes
+}
+
+/// A rank whose headers say anything: nothing outside of a registration is written, and each put gets its answer.
+#[test]
+fn no_header_writes_outside_of_a_registration() {
+    child::alone("rma::no_header_writes_outside_of_a_registration", &[ON], || {
+        let _watchdog = watchdog(100);
+        let own = listening(16);
+        let stranger = context(ApiVersion::V12);
+        let (listener, handle) = stranger.listen(0).expect("listen");
+        let handles = [own.handle, handle.bytes().try_into().expect("128 bytes")];
+        let connecting = std::thread::spawn(move || own.connect(&handles, 0).expect("connect"));
+        let mut first = Handle::from_bytes(&handles[0]);
+        let send = stranger.connect_within(0, &mut first, PATIENCE).expect("connect");
+        let recv = listener.accept_within(PATIENCE).expect("accept");
+        let post = |bytes: &[u8]| {
+            let memory = Memory::of(bytes);
+            // SAFETY: the memory lives until the send has ended.
+            let request = unsafe { send.post(Part::all(&memory, None)) }.expect("isend");
+            send.wait(&request, PATIENCE).expect("the send ends");
+        };
+        let next = || {
+            let memory = Memory::new(HEADER);
+            // SAFETY: the memory lives until the receive has ended.
+            let request = unsafe { recv.post(&[Part::all(&memory, None)]) }.expect("irecv");
+            recv.wait(&request, PATIENCE).map(|_| memory.bytes().to_vec())
+        };
+        post(&header(1, 1, 0, 2, (0, 0)));
+        assert_eq!(next().expect("a hello")[4], 1);
+        let rank = connecting.join().expect("a rank");
+        let size = 4096;
+        // Before and behind the window there is memory that is not registered.
+        let memory = Memory::new(3 * size);
+        // SAFETY: it outlives the group.
+        unsafe { rank.rma.reg_mr(rank.group, (memory.at(size) as usize, size), PTR_HOST, 0) }.expect("regMrSym");
+        let mut dice = Dice::new(5);
+        let mut placed = 0;
+        for _ in 0..600 {
+            let near = pick(&mut dice, 2 * size) as u64;
+            let offset = [near, u64::MAX - near, size as u64 - near.min(8), near & !7][pick(&mut dice, 4)];
+            let length = [0, 1, 8, pick(&mut dice, 2 * size), size][pick(&mut dice, 5)];
+            let region = [1, 1, 1, 0, 2, u32::MAX][pick(&mut dice, 6)];
+            let signal = ([0, 0, 1, 2][pick(&mut dice, 4)], offset ^ 8);
+            post(&header(2, region, offset, length as u64, signal));
+            if length > 0 {
+                post(&pattern(1, length)[..length]);
+            }
+            let answer = next().expect("an answer");
+            assert_eq!(answer[4], 5);
+            let is_inside = |at: u64, length: u64| at.checked_add(length).is_some_and(|end| end <= size as u64);
+            let data_fits = length == 0 || region == 1 && is_inside(offset, length as u64);
+            let signal_fits = signal.0 == 0 || signal.0 == 1 && signal.1.is_multiple_of(8) && is_inside(signal.1, 8);
+            assert_eq!(answer[5] == 0, data_fits && signal_fits, "{region} {offset} {length} {signal:?}");
+            placed += usize::from(answer[5] == 0 && length > 0);
+            let outside = [&memory.bytes()[..size], &memory.bytes()[2 * size..]].concat();
+            assert!(outside.iter().all(|&byte| byte == outside[0]), "{region} {offset} {length} {signal:?}");
+        }
+        assert!(placed > 20, "{placed}");
+        // An answer that nobody asked for ends the connection.
+        post(&header(4, 1, 0, 8, (0, 0)));
+        assert!(next().is_err());
+        eventually("the group knows", PATIENCE, || rank.rma.has_error(rank.context).expect("an answer").then_some(()));
+        rank.close();
+    });
+}
