@@ -238,17 +238,21 @@ fn a_recorded_handshake_is_worth_nothing() {
         assert!(pair.transfer(pattern(1, 5000)).expect("a transfer") == pattern(1, 5000));
         let recorded = proxy.seen(Way::Forth);
         assert!(recorded.len() > 144 + 5000);
-        for length in [144, 144 + 48, recorded.len()] {
-            for pause in [true, false] {
-                let mut stream = stranger(&handle);
-                stream.write_all(&recorded[..16]).expect("it is taken");
-                if pause {
-                    stream.read_exact(&mut [0; 32]).expect("the greeting");
-                }
-                let _ = stream.write_all(&recorded[16..length]);
-                assert!(is_shut_out(stream), "{length} bytes");
+        std::thread::scope(|scope| {
+            for (length, pause) in [144, 144 + 48, recorded.len()].into_iter().flat_map(|it| [(it, true), (it, false)])
+            {
+                let (recorded, handle) = (&recorded, &handle);
+                scope.spawn(move || {
+                    let mut stream = stranger(handle);
+                    stream.write_all(&recorded[..16]).expect("it is taken");
+                    if pause {
+                        stream.read_exact(&mut [0; 32]).expect("the greeting");
+                    }
+                    let _ = stream.write_all(&recorded[16..length]);
+                    assert!(is_shut_out(stream), "{length} bytes");
+                });
             }
-        }
+        });
         one_warning(&log, "could not prove that it holds the handle's secret");
         assert!(listener.accept().expect("accept").is_none());
         assert!(pair.transfer(pattern(2, 5000)).expect("a transfer") == pattern(2, 5000));

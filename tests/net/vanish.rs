@@ -120,21 +120,25 @@ fn an_outage_of_every_rail_that_is_shorter_than_the_peer_timeout_is_waited_for()
     if plays(stream_out, stream_in) || !available() {
         return;
     }
-    for rails in [1, 2] {
-        let network = Network::new(rails, 0);
-        let test = "vanish::an_outage_of_every_rail_that_is_shorter_than_the_peer_timeout_is_waited_for";
-        let ends = Ends::start(test, &network.hosts, "12");
-        ends.wait_for("ready");
-        std::thread::sleep(Duration::from_millis(500));
-        for how in [Cut::Silent, Cut::DownThere] {
-            (0..rails).for_each(|rail| network.cut(rail, how));
-            std::thread::sleep(Duration::from_secs(5));
-            (0..rails).for_each(|rail| network.mend(rail, how));
-            std::thread::sleep(Duration::from_secs(3));
+    let test = "vanish::an_outage_of_every_rail_that_is_shorter_than_the_peer_timeout_is_waited_for";
+    std::thread::scope(|scope| {
+        for rails in [1, 2] {
+            scope.spawn(move || {
+                let network = Network::new(rails, 0);
+                let ends = Ends::start(test, &network.hosts, "12");
+                ends.wait_for("ready");
+                std::thread::sleep(Duration::from_millis(500));
+                for how in [Cut::Silent, Cut::DownThere] {
+                    (0..rails).for_each(|rail| network.cut(rail, how));
+                    std::thread::sleep(Duration::from_secs(5));
+                    (0..rails).for_each(|rail| network.mend(rail, how));
+                    std::thread::sleep(Duration::from_secs(3));
+                }
+                ends.tell("stop");
+                ends.pass();
+            });
         }
-        ends.tell("stop");
-        ends.pass();
-    }
+    });
 }
 
 #[test]
