@@ -39,13 +39,14 @@ skip=(--skip made_again_200_times --skip do_not_grow_the_process --skip crowd_of
 
 # Runs one of them with what comes behind its name.
 run() {
-    local test=$1 module=
+    local test=$1 module= long=
     shift
     printf '== %s, %s\n' "$test" "$how"
     [ "$test" = "${test#*::}" ] || module=${test#*::}::
+    [ "$test" = "${test%::long}" ] || long=--ignored
     case $test in
     lib) cargo test --quiet --target "$triple" --lib "$@" -- --skip simulation "${skip[@]}" "${arguments[@]}" ;;
-    *) cargo test --quiet --target "$triple" --test "${test%%::*}" "$@" -- $module "${skip[@]}" "${arguments[@]}" ;;
+    *) cargo test --quiet --target "$triple" --test "${test%%::*}" "$@" -- $module $long "${skip[@]}" "${arguments[@]}" ;;
     esac
 }
 
@@ -53,7 +54,7 @@ case $how in
 address)
     [ ${#tests[@]} -gt 0 ] || tests=(lib abi::host cli::commands net::devices net::ordering net::lifecycle
         net::hostile net::versions net::placement net::events net::seal net::protocol net::slow net::descriptors net::routes
-        net::scale net::traffic_class net::faults net::vanish net::verdict profiler)
+        net::scale net::traffic_class net::faults net::faults::long net::vanish net::verdict profiler)
     # The library is opened by a program that holds the sanitizer's runtime, and must find it there.
     export RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address -Clink-arg=-Wl,--export-dynamic-symbol=__asan_*"
     export CARGO_TARGET_DIR=${target_dir:-$PWD/target/address}

@@ -1,6 +1,6 @@
 //! Two hosts whose rails are cut while they talk: what must go on goes on, what cannot ends soon, and nothing is wrong.
 //!
-//! The long form of the random test, alone: `TOWLINE_FAULTS=500 cargo test --release --test net at_random`.
+//! The long form of the random test, alone: `TOWLINE_FAULTS=500 cargo test --release --test net at_random -- --ignored`.
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
@@ -420,46 +420,6 @@ fn cut_at_random(network: &Network, seed: u64, limit: usize) -> Tally {
     tally
 }
 
-#[test]
-fn rails_cut_at_random_times_lose_nothing_and_hang_nothing() {
-    if !available() {
-        return;
-    }
-    let (faults, seed) = (number("TOWLINE_FAULTS").unwrap_or(20) as usize, seed());
-    let (_dir, key) = crate::support::key_file();
-    let _watchdog = watchdog(60 + 12 * faults as u64);
-    let start = Instant::now();
-    // A few networks one after the other, of two to four rails.
-    let networks = faults.div_ceil(100).max(2);
-    for round in 0..networks {
-        let network = Network::new(2 + (seed as usize / 3 + round) % 3, 0);
-        let share = faults / networks;
-        let protection = protection(seed + round as u64, &key);
-        let family = ["AF_INET", "AF_INET6"][(seed as usize + round) % 2];
-        let (tally, runs) = std::thread::scope(|scope| {
-            let cutter = scope.spawn(|| cut_at_random(&network, seed + round as u64, share));
-            let runs = {
-                let variables =
-                    [("TOWLINE_STREAMS", "5"), ("NCCL_SOCKET_FAMILY", family), (protection.0, &protection.1)];
-                let hosts = [&network.hosts.0, &network.hosts.1];
-                all_reduce_until(&hosts, "-e 4M -n 40 --timeout 30", &variables, || cutter.is_finished())
-            };
-            (cutter.join().expect("the cutter ends"), runs)
-        });
-        eprintln!(
-            "{} rails, {family}, {}={}: {} faults ({:?}: {:?}; {} outages of all), {runs} runs of all-reduce, 0 wrong, 0 hangs, {:.0} s in all",
-            network.rails(),
-            protection.0,
-            if protection.0 == "TOWLINE_KEY_FILE" { "…" } else { &protection.1 },
-            tally.faults,
-            Cut::ALL,
-            tally.by_kind,
-            tally.outages,
-            start.elapsed().as_secs_f64()
-        );
-    }
-}
-
 /// What one round of the soak moves: the same on both sides, from its number.
 struct Round {
     /// New connections, closed at its end.
@@ -678,49 +638,6 @@ fn tell_flat(who: &str, rounds: usize, log: &[Sample]) {
     assert!(many <= few + 20, "descriptors are left: {told}");
 }
 
-#[test]
-fn a_long_run_with_faults_leaves_memory_and_descriptors_flat() {
-    const NAME: &str = "faults::a_long_run_with_faults_leaves_memory_and_descriptors_flat";
-    let seconds = number("TOWLINE_SOAK").unwrap_or(15);
-    if let Some(role) = child::role() {
-        let _watchdog = watchdog(seconds * 2 + 120);
-        match role.as_str() {
-            "sender" => soak_sender(),
-            "receiver" => soak_receiver(),
-            role => panic!("nobody plays {role}"),
-        }
-        return;
-    }
-    if !available() {
-        return;
-    }
-    let _watchdog = watchdog(seconds * 2 + 180);
-    let network = Network::new(SOAK_RAILS, 0);
-    let mut seed = seed();
-    let (_dir, key) = crate::support::key_file();
-    let protection = protection(seed, &key);
-    eprintln!("{protection:?}");
-    let variables = [("TOWLINE_STREAMS", "5"), (protection.0, &protection.1)];
-    let mut ends = Ends::start(NAME, &network.hosts, &variables);
-    let deadline = Instant::now() + Duration::from_secs(seconds);
-    let mut tally = Tally::default();
-    while Instant::now() < deadline || !ends.mail.path().join("enough").exists() {
-        seed += 1;
-        let more = cut_at_random(&network, seed, 3);
-        tally.faults += more.faults;
-        tally.outages += more.outages;
-        let ended = [&mut ends.sender, &mut ends.receiver].map(|end| end.0.try_wait().expect("it is ours").is_some());
-        assert_eq!(ended, [false; 2], "the sender, the receiver has ended");
-    }
-    child::send(ends.mail.path(), "stop", b"");
-    assert!(ends.sender.passed_within(SOAK_PATIENCE * 2), "the sender");
-    assert!(ends.receiver.passed_within(SOAK_PATIENCE), "the receiver");
-    for who in ["sender", "receiver"] {
-        eprintln!("{}", ends.receive(&format!("told-{who}")));
-    }
-    eprintln!("{seconds} s, {} faults, {} of them outages of all rails, 0 wrong, 0 hangs", tally.faults, tally.outages);
-}
-
 /// Plays an end that looks for its devices, says what it found, and waits for a word before it connects.
 fn plays_in_steps() -> bool {
     let Some(role) = child::role() else { return false };
@@ -833,5 +750,99 @@ fn a_rail_that_is_down_at_init_is_used_when_it_comes_back() {
         eprintln!("{late:?}, {how:?}: connected after {connected} ms, rail {rail} used {back:?} after its return");
         assert!(connected < 1200, "{late:?}, {how:?}: connected after {connected} ms");
         assert!(back < 5000 * MS, "{late:?}, {how:?}: used {back:?} after its return");
+    }
+}
+
+/// Run by `.ci/run`, and by `-- --ignored long::`.
+mod long {
+    use super::*;
+
+    #[test]
+    #[ignore = "long: .ci/run runs it"]
+    fn rails_cut_at_random_times_lose_nothing_and_hang_nothing() {
+        if !available() {
+            return;
+        }
+        let (faults, seed) = (number("TOWLINE_FAULTS").unwrap_or(20) as usize, seed());
+        let (_dir, key) = crate::support::key_file();
+        let _watchdog = watchdog(60 + 12 * faults as u64);
+        let start = Instant::now();
+        // A few networks one after the other, of two to four rails.
+        let networks = faults.div_ceil(100).max(2);
+        for round in 0..networks {
+            let network = Network::new(2 + (seed as usize / 3 + round) % 3, 0);
+            let share = faults / networks;
+            let protection = protection(seed + round as u64, &key);
+            let family = ["AF_INET", "AF_INET6"][(seed as usize + round) % 2];
+            let (tally, runs) = std::thread::scope(|scope| {
+                let cutter = scope.spawn(|| cut_at_random(&network, seed + round as u64, share));
+                let runs = {
+                    let variables =
+                        [("TOWLINE_STREAMS", "5"), ("NCCL_SOCKET_FAMILY", family), (protection.0, &protection.1)];
+                    let hosts = [&network.hosts.0, &network.hosts.1];
+                    all_reduce_until(&hosts, "-e 4M -n 40 --timeout 30", &variables, || cutter.is_finished())
+                };
+                (cutter.join().expect("the cutter ends"), runs)
+            });
+            eprintln!(
+                "{} rails, {family}, {}={}: {} faults ({:?}: {:?}; {} outages of all), {runs} runs of all-reduce, 0 wrong, 0 hangs, {:.0} s in all",
+                network.rails(),
+                protection.0,
+                if protection.0 == "TOWLINE_KEY_FILE" { "…" } else { &protection.1 },
+                tally.faults,
+                Cut::ALL,
+                tally.by_kind,
+                tally.outages,
+                start.elapsed().as_secs_f64()
+            );
+        }
+    }
+
+    #[test]
+    #[ignore = "long: .ci/run runs it"]
+    fn a_long_run_with_faults_leaves_memory_and_descriptors_flat() {
+        const NAME: &str = "faults::long::a_long_run_with_faults_leaves_memory_and_descriptors_flat";
+        let seconds = number("TOWLINE_SOAK").unwrap_or(15);
+        if let Some(role) = child::role() {
+            let _watchdog = watchdog(seconds * 2 + 120);
+            match role.as_str() {
+                "sender" => soak_sender(),
+                "receiver" => soak_receiver(),
+                role => panic!("nobody plays {role}"),
+            }
+            return;
+        }
+        if !available() {
+            return;
+        }
+        let _watchdog = watchdog(seconds * 2 + 180);
+        let network = Network::new(SOAK_RAILS, 0);
+        let mut seed = seed();
+        let (_dir, key) = crate::support::key_file();
+        let protection = protection(seed, &key);
+        eprintln!("{protection:?}");
+        let variables = [("TOWLINE_STREAMS", "5"), (protection.0, &protection.1)];
+        let mut ends = Ends::start(NAME, &network.hosts, &variables);
+        let deadline = Instant::now() + Duration::from_secs(seconds);
+        let mut tally = Tally::default();
+        while Instant::now() < deadline || !ends.mail.path().join("enough").exists() {
+            seed += 1;
+            let more = cut_at_random(&network, seed, 3);
+            tally.faults += more.faults;
+            tally.outages += more.outages;
+            let ended =
+                [&mut ends.sender, &mut ends.receiver].map(|end| end.0.try_wait().expect("it is ours").is_some());
+            assert_eq!(ended, [false; 2], "the sender, the receiver has ended");
+        }
+        child::send(ends.mail.path(), "stop", b"");
+        assert!(ends.sender.passed_within(SOAK_PATIENCE * 2), "the sender");
+        assert!(ends.receiver.passed_within(SOAK_PATIENCE), "the receiver");
+        for who in ["sender", "receiver"] {
+            eprintln!("{}", ends.receive(&format!("told-{who}")));
+        }
+        eprintln!(
+            "{seconds} s, {} faults, {} of them outages of all rails, 0 wrong, 0 hangs",
+            tally.faults, tally.outages
+        );
     }
 }

@@ -204,28 +204,6 @@ impl Odd {
     }
 }
 
-#[test]
-fn in_a_healthy_job_nobody_is_named_and_none_is_found_where_there_is_none() {
-    let dir = tempfile::tempdir().unwrap();
-    let (said, code) = why(dir.path());
-    assert_eq!((code, &said["verdict"]), (2, &"unclear".into()));
-    // Two hundred looks.
-    std::thread::scope(|scope| {
-        for ranks in [2, 3, 8, 16] {
-            scope.spawn(move || {
-                let dir = tempfile::tempdir().unwrap();
-                let _job = Job::start(dir.path(), ranks, "healthy", "healthy");
-                for look in 0..50 {
-                    let (said, code) = why(dir.path());
-                    let found = (code, said["processes"].as_u64());
-                    assert_eq!(found, (0, Some(ranks as u64)), "look {look} at {ranks} ranks: {said}");
-                    std::thread::sleep(Duration::from_millis(300));
-                }
-            });
-        }
-    });
-}
-
 /// A key file that only its owner can read.
 fn key(dir: &Path, name: &str, content: &[u8]) -> std::path::PathBuf {
     let path = dir.join(name);
@@ -303,4 +281,32 @@ fn without_a_shared_directory_the_rank_is_named_over_tcp_to_holders_of_the_key()
     assert!(said["notes"].to_string().contains("does not have its key"), "{said}");
     let (_, code, errors) = why_at(&hosts, None);
     assert!(code == 2 && errors.contains("TOWLINE_KEY_FILE"), "{code}: {errors}");
+}
+
+/// Run by `.ci/run`, and by `-- --ignored long::`.
+mod long {
+    use super::*;
+
+    #[test]
+    #[ignore = "long: .ci/run runs it"]
+    fn in_a_healthy_job_nobody_is_named_and_none_is_found_where_there_is_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let (said, code) = why(dir.path());
+        assert_eq!((code, &said["verdict"]), (2, &"unclear".into()));
+        // Two hundred looks.
+        std::thread::scope(|scope| {
+            for ranks in [2, 3, 8, 16] {
+                scope.spawn(move || {
+                    let dir = tempfile::tempdir().unwrap();
+                    let _job = Job::start(dir.path(), ranks, "healthy", "healthy");
+                    for look in 0..50 {
+                        let (said, code) = why(dir.path());
+                        let found = (code, said["processes"].as_u64());
+                        assert_eq!(found, (0, Some(ranks as u64)), "look {look} at {ranks} ranks: {said}");
+                        std::thread::sleep(Duration::from_millis(300));
+                    }
+                });
+            }
+        });
+    }
 }
