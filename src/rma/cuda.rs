@@ -6,11 +6,14 @@
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::ManuallyDrop;
 use std::ptr::null_mut;
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use libloading::os::unix::Library;
 
 use crate::os::error::{Cause, Error, Result};
+
+#[cfg(test)]
+pub(crate) mod simulation;
 
 const LIBRARY: &str = "libcuda.so.1";
 
@@ -36,6 +39,8 @@ macro_rules! driver {
         pub struct Driver {
             $($field: unsafe extern "C" fn($($argument),*) -> Code,)*
             error_name: Option<unsafe extern "C" fn(Code, *mut *const c_char) -> Code>,
+            /// The primary contexts that were retained, by the GPU's number.
+            primary: Mutex<Vec<(c_int, Context)>>,
             /// Never closed: the driver keeps threads and state.
             _library: ManuallyDrop<Library>,
         }
@@ -47,6 +52,7 @@ macro_rules! driver {
                     $($field: *unsafe { library.get(concat!($name, "\0").as_bytes()) }?,)*
                     // SAFETY: as above.
                     error_name: unsafe { library.get(b"cuGetErrorName\0") }.ok().map(|found| *found),
+                    primary: Mutex::default(),
                     _library: ManuallyDrop::new(library),
                 })
             }
@@ -140,7 +146,7 @@ impl Driver {
     /// # Errors
     /// When it is not CUDA's memory.
     pub fn context_of(&self, address: usize) -> Result<Context> {
-        let (mut context, mut ordinal, mut device): (*mut c_void, c_int, c_int) = (null_mut(), 0, 0);
+        let (mut context, mut ordinal): (*mut c_void, c_int) = (null_mut(), 0);
         // SAFETY: there is room for the answer, a pointer.
         let code = unsafe { (self.pointer_attribute)((&raw mut context).cast(), CONTEXT, address as u64) };
         if code == 0 && !context.is_null() {
@@ -152,10 +158,21 @@ impl Driver {
             let what = format!("the memory to register is not a GPU's, as CUDA says: {}", self.name(code));
             return Err(Error::argument(what));
         }
+        self.primary_context(ordinal)
+    }
+
+    /// The primary context of a GPU. It is retained once and never released: the process ends with its use.
+    fn primary_context(&self, ordinal: c_int) -> Result<Context> {
+        let mut primary = self.primary.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, context)) = primary.iter().find(|(known, _)| *known == ordinal) {
+            return Ok(*context);
+        }
+        let (mut context, mut device): (*mut c_void, c_int) = (null_mut(), 0);
         // SAFETY: there is room for the answer.
         self.check("finding the GPU", unsafe { (self.device)(&raw mut device, ordinal) })?;
-        // SAFETY: as above. It is never released: the process ends with its use.
+        // SAFETY: as above.
         self.check("opening the GPU", unsafe { (self.retain)(&raw mut context, device) })?;
+        primary.push((ordinal, Context(context)));
         Ok(Context(context))
     }
 
@@ -188,13 +205,18 @@ impl Driver {
             let mut stream = null_mut();
             // SAFETY: there is room for the answer.
             self.check("making a stream", unsafe { (self.stream_create)(&raw mut stream, BESIDE_OTHERS) })?;
-            let event = |_| {
+            let (stream, mut made) = (Object(stream), Vec::with_capacity(events));
+            while made.len() < events {
                 let mut event = null_mut();
                 // SAFETY: as above.
-                self.check("making an event", unsafe { (self.event_create)(&raw mut event, WITHOUT_TIME) })?;
-                Ok(Object(event))
-            };
-            Ok((Object(stream), (0..events).map(event).collect::<Result<_>>()?))
+                let code = unsafe { (self.event_create)(&raw mut event, WITHOUT_TIME) };
+                if let Err(error) = self.check("making an event", code) {
+                    self.end_stream(context, &stream, &made);
+                    return Err(error);
+                }
+                made.push(Object(event));
+            }
+            Ok((stream, made))
         })
     }
 
