@@ -227,6 +227,8 @@ static int perform(struct op *op) {
   if (until_failure && --until_failure == 0) return failed = 1, ILLEGAL_ADDRESS;
   uintptr_t to = alias(op->to, op->bytes), from = alias(op->from, op->bytes);
   if (!to || !from) return ILLEGAL_ADDRESS;
+  /* Such a copy may need the GPU's processors, which a kernel that waits for it may hold. */
+  if (to != op->to && from != op->from) return failed = 1, ILLEGAL_ADDRESS;
   memmove((void *)to, (void *)from, op->bytes);
   return OK;
 }

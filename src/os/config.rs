@@ -272,8 +272,8 @@ variables! {
         unit: "",
         since: "0.2.0",
         read: "init; one-sided operations",
-        help: "Whether Towline offers NCCL one-sided operations (puts, gets and signals; NCCL 2.30.7 and later) over TCP, in \
-               host memory. Set it the same way on all ranks.",
+        help: "Whether Towline offers NCCL one-sided operations (puts, gets and signals; NCCL 2.30.7 and later) over TCP. \
+               Set it the same way on all ranks.",
     }
     nccl_algo: Option<String> {
         name: "NCCL_ALGO",

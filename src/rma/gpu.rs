@@ -10,10 +10,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::cuda::{Context, Driver, Object, driver};
 use super::staging::Staging;
+use super::wire::PIECE;
 use crate::os::error::{Error, Result};
 
 /// How many places of a stream can be told apart. With more under way the last one stands for those behind it, too.
 const EVENTS: usize = 64;
+
+/// Bytes of a cell, so that what is behind it is aligned.
+const CELL: usize = 128;
 
 /// A GPU, as one group uses it.
 pub struct Gpu {
@@ -22,7 +26,7 @@ pub struct Gpu {
     stream: Object,
     /// Between it and the connections.
     pub staging: Arc<Staging>,
-    /// Page-locked memory for one number.
+    /// Page-locked memory for one number, and behind it for a piece of what is copied within the GPU.
     cell: usize,
     progress: Mutex<Progress>,
 }
@@ -70,7 +74,7 @@ impl Mark {
 
 impl Gpu {
     fn new(driver: &'static Driver, context: Context, staging: Arc<Staging>) -> Result<Self> {
-        let cell = driver.host_memory(context, 8)?;
+        let cell = driver.host_memory(context, CELL + PIECE)?;
         let made = driver.stream(context, EVENTS);
         let (stream, free) = made.inspect_err(|_| driver.free_host_memory(context, cell))?;
         let progress = Mutex::new(Progress { free, ..Progress::default() });
@@ -114,6 +118,27 @@ impl Gpu {
     pub unsafe fn copy(self: &Arc<Self>, to: usize, from: usize, size: usize) -> Result<Mark> {
         // SAFETY: this function's contract.
         self.append(|place| unsafe { self.driver.copy(place, to, from, size) })
+    }
+
+    /// Appends copies from one place of this GPU's memory to another, by way of the host's. A copy that does not leave the GPU may
+    /// need one of its processors, and a kernel that waits for this very copy may hold them all.
+    ///
+    /// # Errors
+    /// When the driver does not take them.
+    ///
+    /// # Safety
+    /// As [`Gpu::copy`].
+    pub unsafe fn copy_within(self: &Arc<Self>, to: usize, from: usize, size: usize) -> Result<Mark> {
+        let (bounce, mut mark) = (self.cell + CELL, self.latest());
+        for at in (0..size).step_by(PIECE) {
+            let size = PIECE.min(size - at);
+            // SAFETY: this function's contract. The stream does one copy after the other, so the piece before has left.
+            mark = unsafe {
+                self.copy(bounce, from + at, size)?;
+                self.copy(to + at, bounce, size)?
+            };
+        }
+        Ok(mark)
     }
 
     /// Appends the writing of a signal's number, which is visible after all that is before it in the stream.
@@ -207,8 +232,12 @@ impl Gpus {
     /// # Errors
     /// When there is no driver, or it has no such memory.
     pub fn of(&self, address: usize, ranks: u32) -> Result<Arc<Gpu>> {
+        self.found_by(driver()?, address, ranks)
+    }
+
+    /// As [`Gpus::of`], by this driver.
+    pub(super) fn found_by(&self, driver: &'static Driver, address: usize, ranks: u32) -> Result<Arc<Gpu>> {
         let _one_at_a_time = self.making.lock().unwrap_or_else(PoisonError::into_inner);
-        let driver = driver()?;
         let context = driver.context_of(address)?;
         let (found, first) = {
             let known = self.known();

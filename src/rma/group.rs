@@ -76,7 +76,7 @@ impl Shared {
         self.requests.end_all(why);
     }
 
-    fn ask(&self, command: Command) -> Result<()> {
+    pub(super) fn ask(&self, command: Command) -> Result<()> {
         let mut inbox = self.inbox();
         if let Some(why) = &inbox.ended {
             return Err(why.clone());
@@ -117,7 +117,11 @@ impl Group {
     /// When the rank or the own memory does not exist.
     pub fn put(&self, rank: u32, from: Place, to: Place, signal: Signal) -> Result<u64> {
         self.check(rank, from.size as usize)?;
-        self.shared.registry.locate(from.region, from.offset, from.size)?;
+        if let Err(error) = self.shared.registry.locate(from.region, from.offset, from.size)
+            && !self.shared.registry.has_ended(from.region)
+        {
+            return Err(error);
+        }
         let request = self.shared.requests.begin();
         self.begin(request, Command::Put { request, rank, from, to, signal })
     }

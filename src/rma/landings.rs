@@ -54,7 +54,7 @@ impl Landings {
                     }
                     Ok(_) => break,
                     Err(_) => {
-                        landing.refused = true;
+                        landing.refused = !registry.has_ended(landing.header.signal.region);
                         landing.signal = Step::Written(None);
                     }
                 }

@@ -15,6 +15,7 @@ pub mod facade;
 pub mod gpu;
 pub mod group;
 pub mod landings;
+pub mod line;
 pub mod outgoing;
 pub mod peer;
 pub mod placer;
@@ -22,6 +23,8 @@ pub mod registry;
 pub mod requests;
 pub mod setup;
 pub mod signals;
+#[cfg(test)]
+mod simulation;
 pub mod staging;
 pub mod state;
 pub mod wire;

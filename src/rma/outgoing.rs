@@ -6,11 +6,11 @@ use std::ptr;
 use std::sync::Arc;
 
 use super::gpu::{Gpu, Mark};
+use super::line::SendEnd;
 use super::registry::Spot;
 use super::staging::Lane;
 use super::wire::{HEADER, Header, PIECE};
 use crate::os::error::Result;
-use crate::plugin::facade::{self, Part};
 
 /// How many parts are begun before the connection has taken the first of them.
 const AHEAD: usize = 16;
@@ -57,7 +57,8 @@ struct Moving {
 
 /// A connection to another rank and what goes over it.
 pub struct Outgoing {
-    comm: usize,
+    /// Closed before the messages go, whose headers the connection may still read.
+    end: Box<dyn SendEnd>,
     lane: Lane,
     waiting: VecDeque<Message>,
     /// What the connection has not taken yet.
@@ -68,9 +69,9 @@ pub struct Outgoing {
 
 impl Outgoing {
     /// To this rank, over this connection, which it closes when it goes.
-    pub fn over(comm: usize, rank: u32) -> Self {
+    pub fn over(end: Box<dyn SendEnd>, rank: u32) -> Self {
         let (waiting, begun, under_way) = Default::default();
-        Self { comm, lane: Lane::to(rank), waiting, begun, under_way }
+        Self { end, lane: Lane::to(rank), waiting, begun, under_way }
     }
 
     /// Appends a message.
@@ -109,13 +110,12 @@ impl Outgoing {
             }
             let address = moving.copy.as_ref().map_or(moving.address, |(slot, _)| *slot);
             let data = ptr::with_exposed_provenance_mut(address);
-            let part = Part { data, size: moving.size, tag: 0, mr: 0, profiler: ptr::null_mut() };
-            let Some(request) = facade::isend(self.comm, part)? else { break };
+            let Some(request) = self.end.send(data, moving.size)? else { break };
             moved = true;
             self.under_way.extend(self.begun.pop_front().map(|moving| (request, moving)));
         }
         while let Some((request, _)) = self.under_way.front() {
-            if facade::test(*request)?.is_none() {
+            if !self.end.is_sent(*request)? {
                 break;
             }
             moved = true;
@@ -151,12 +151,5 @@ impl Outgoing {
             moving.message = self.waiting.pop_front();
         }
         Ok(Some(moving))
-    }
-}
-
-impl Drop for Outgoing {
-    fn drop(&mut self) {
-        // Before the messages go, whose headers the connection may still read. It may have ended with its context.
-        let _ = facade::close_send(self.comm);
     }
 }

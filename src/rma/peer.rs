@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::gpu::Mark;
 use super::landings::Landings;
+use super::line::RecvEnd;
 use super::outgoing::{Message, Outgoing};
 use super::registry::{Registry, Spot};
 use super::requests::Requests;
@@ -17,7 +18,6 @@ use super::signals::Signals;
 use super::staging::Lane;
 use super::wire::{HEADER, Header, Kind, PIECE, Signal, not_ours};
 use crate::os::error::{Cause, Error, Result};
-use crate::plugin::facade::{self, Part};
 
 /// How many receives are posted at a time.
 const POSTED: usize = 16;
@@ -87,8 +87,9 @@ pub struct Own<'a> {
 /// Another rank.
 pub struct Peer {
     rank: u32,
+    /// Closed before the headers go, into which the connection may still write.
+    recv: Box<dyn RecvEnd>,
     outgoing: Outgoing,
-    recv: usize,
     /// Receives, the oldest first.
     posted: VecDeque<(usize, Arriving)>,
     pieces: Option<Pieces>,
@@ -105,15 +106,17 @@ pub struct Peer {
     has_left: bool,
     /// When sending failed, and why.
     unsent: Option<(Instant, Error)>,
+    /// It has put into memory whose registration has ended here.
+    was_late: bool,
 }
 
 impl Peer {
     /// Over these two connections, which it closes when it goes.
-    pub fn new(rank: u32, outgoing: Outgoing, recv: usize) -> Self {
+    pub fn new(rank: u32, outgoing: Outgoing, recv: Box<dyn RecvEnd>) -> Self {
         Self {
             rank,
-            outgoing,
             recv,
+            outgoing,
             posted: VecDeque::new(),
             pieces: None,
             lane: Lane::from(rank),
@@ -124,6 +127,7 @@ impl Peer {
             has_said_goodbye: false,
             has_left: false,
             unsent: None,
+            was_late: false,
         }
     }
 
@@ -132,9 +136,9 @@ impl Peer {
         self.rank
     }
 
-    /// The requests that wait for it.
-    pub fn pending(&self) -> impl Iterator<Item = u64> {
-        self.pending.keys().copied()
+    /// The requests that wait for it, and whether each is a get.
+    pub fn pending(&self) -> impl Iterator<Item = (u64, bool)> {
+        self.pending.iter().map(|(&request, pending)| (request, pending.place.is_some()))
     }
 
     /// Whether it has said goodbye.
@@ -220,14 +224,14 @@ impl Peer {
         self.land(own)?;
         let mut moved = self.post()?;
         while let Some((request, _)) = self.posted.front() {
-            let Some(outcome) = facade::test(*request)? else { break };
+            let Some(came) = self.recv.received(*request)? else { break };
             moved = true;
             let Some((_, arrived)) = self.posted.pop_front() else { break };
             let expected = match &arrived {
                 Arriving::Header(_) => HEADER,
                 Arriving::Piece { size, .. } => *size,
             };
-            if outcome.sizes[0] != expected as u64 {
+            if came != expected as u64 {
                 return Err(not_ours());
             }
             match arrived {
@@ -303,7 +307,7 @@ impl Peer {
                     (self.nowhere.as_mut_ptr().expose_provenance(), None)
                 }
             };
-            let Some(request) = receive(self.recv, ptr::with_exposed_provenance_mut(address), size)? else {
+            let Some(request) = self.recv.receive(ptr::with_exposed_provenance_mut(address), size)? else {
                 if let Some((slot, _)) = copy {
                     self.lane.give_back(slot);
                 }
@@ -323,7 +327,7 @@ impl Peer {
         let waits = self.posted.iter().any(|(_, arriving)| matches!(arriving, Arriving::Header(_)));
         if !waits && !self.has_left {
             let mut header = Box::new([0; HEADER]);
-            if let Some(request) = receive(self.recv, header.as_mut_ptr(), HEADER)? {
+            if let Some(request) = self.recv.receive(header.as_mut_ptr(), HEADER)? {
                 moved = true;
                 self.posted.push_back((request, Arriving::Header(header)));
             }
@@ -376,7 +380,10 @@ impl Peer {
     /// The bytes that follow belong there.
     fn expect(&mut self, header: &Header, place: Place, own: &mut Own<'_>) -> Result<()> {
         let to = own.registry.locate(place.region, place.offset, place.size).ok();
-        let finish = Finish { header: *header, refused: header.refused || to.is_none() };
+        let mut finish = Finish { header: *header, refused: header.refused || to.is_none() };
+        if to.is_none() && own.registry.has_ended(place.region) {
+            self.is_late(&mut finish);
+        }
         if place.size == 0 {
             self.landings.push(finish.header, finish.refused, None);
             return self.land(own);
@@ -384,6 +391,33 @@ impl Peer {
         let region = if to.is_some() { place.region } else { 0 };
         self.pieces = Some(Pieces { to, left: place.size as usize, region, finish });
         Ok(())
+    }
+
+    /// What belongs into memory whose registration has ended goes nowhere. A put that does is done all the same: nobody can
+    /// tell the difference, and NCCL's abort would wait for ever for a put that fails.
+    fn is_late(&mut self, finish: &mut Finish) {
+        if finish.header.kind != Kind::Put {
+            finish.refused = true;
+            return;
+        }
+        *finish = Finish { header: Header { signal: Signal::default(), ..finish.header }, refused: false };
+        if !std::mem::replace(&mut self.was_late, true) {
+            tracing::warn!(
+                "rank {} puts into memory whose registration has ended here: those bytes go nowhere, as in an abort; else end a \
+                 window after the puts into it",
+                self.rank
+            );
+        }
+    }
+
+    /// A registration ends: what has not come yet goes nowhere.
+    pub fn forget(&mut self, region: u32) {
+        let Some(mut pieces) = self.pieces.take() else { return };
+        if pieces.region == region {
+            (pieces.to, pieces.region) = (None, 0);
+            self.is_late(&mut pieces.finish);
+        }
+        self.pieces = Some(pieces);
     }
 
     /// Changes what is known of a request, and ends it when nothing is missing.
@@ -398,13 +432,6 @@ impl Peer {
     }
 }
 
-impl Drop for Peer {
-    fn drop(&mut self) {
-        // Before the headers go, into which the connection may still write. It may have ended with its context.
-        let _ = facade::close_recv(self.recv);
-    }
-}
-
 /// What becomes of operations on a rank that has said goodbye.
 pub fn has_closed() -> Error {
     Error::remote("it has closed its side")
@@ -413,9 +440,4 @@ pub fn has_closed() -> Error {
 fn refusal(rank: u32) -> Error {
     Error::remote(format!("rank {rank} refused a one-sided operation: its place is not inside a registration there"))
         .with_hint("all ranks must register the same windows in the same order, and keep them until all is done")
-}
-
-/// Posts a receive; none for "not now". The memory is the connection's until the request is done or the connection closed.
-pub(super) fn receive(comm: usize, data: *mut u8, size: usize) -> Result<Option<usize>> {
-    facade::irecv(comm, &[Part { data, size, tag: 0, mr: 0, profiler: ptr::null_mut() }])
 }

@@ -32,7 +32,11 @@ const LATE: Duration = Duration::from_secs(2);
 /// A rank, or why nothing more goes to it.
 enum Other {
     Alive(Box<Peer>),
-    Failed(Error),
+    /// `has_left`: it has closed its side in order.
+    Ended {
+        why: Error,
+        has_left: bool,
+    },
     /// The own rank.
     Own,
 }
@@ -49,6 +53,8 @@ struct Withdrawal {
 pub struct Placer {
     shared: Arc<Shared>,
     others: Vec<Other>,
+    /// Ranks to which a put has been dropped here: to them all go nowhere, so that no signal promises what was dropped.
+    muted: Vec<u32>,
     /// Operations whose target is the own rank.
     own: Landings,
     signals: Signals,
@@ -61,8 +67,8 @@ impl Placer {
     pub fn new(shared: Arc<Shared>, peers: Vec<Option<Peer>>) -> Self {
         let others =
             peers.into_iter().map(|peer| peer.map_or(Other::Own, |peer| Other::Alive(Box::new(peer)))).collect();
-        let (own, signals, withdrawals) = Default::default();
-        Self { shared, others, own, signals, withdrawals, closes: None }
+        let (muted, own, signals, withdrawals) = Default::default();
+        Self { shared, others, muted, own, signals, withdrawals, closes: None }
     }
 
     /// Works until the group is closed.
@@ -85,17 +91,9 @@ impl Placer {
     fn work(mut self) {
         let mut moved_at = Instant::now();
         loop {
-            let commands = self.shared.take();
-            let mut moved = !commands.is_empty();
-            for command in commands {
-                self.obey(command);
-            }
-            moved |= self.shared.gpus.ask();
-            moved |= self.advance();
-            self.land_own();
-            self.end_withdrawals();
+            let moved = self.turn();
             let now = Instant::now();
-            if self.closes.is_some_and(|until| now >= until || !self.any_alive()) {
+            if self.is_over(now) {
                 return;
             }
             if moved {
@@ -110,8 +108,24 @@ impl Placer {
         }
     }
 
-    fn any_alive(&self) -> bool {
-        self.others.iter().any(|other| matches!(other, Other::Alive(_)))
+    /// Does all that can be done now. Gives whether anything moved.
+    pub(super) fn turn(&mut self) -> bool {
+        let commands = self.shared.take();
+        let mut moved = !commands.is_empty();
+        for command in commands {
+            self.obey(command);
+        }
+        moved |= self.shared.gpus.ask();
+        moved |= self.advance();
+        self.land_own();
+        self.end_withdrawals();
+        moved
+    }
+
+    /// Whether the group is closed, and nothing is left to say or no time to say it.
+    pub(super) fn is_over(&self, now: Instant) -> bool {
+        let any_alive = || self.others.iter().any(|other| matches!(other, Other::Alive(_)));
+        self.closes.is_some_and(|until| now >= until || !any_alive())
     }
 
     fn advance(&mut self) -> bool {
@@ -120,13 +134,9 @@ impl Placer {
             let Other::Alive(peer) = other else { continue };
             let Shared { registry, requests, .. } = &*self.shared;
             match peer.advance(&mut Own { registry, requests, signals: &mut self.signals }) {
-                Ok(_) if peer.is_over() => *other = Other::Failed(ended(peer, &has_closed())),
+                Ok(_) if peer.is_over() => end(other, &self.shared, &has_closed(), true),
                 Ok(peer_moved) => moved |= peer_moved,
-                // Its goodbye has come, and it need not wait for the answer.
-                Err(_) if peer.has_left() && peer.pending().next().is_none() => {
-                    *other = Other::Failed(ended(peer, &has_closed()))
-                }
-                Err(error) => fail(other, &self.shared, &error, self.closes.is_some()),
+                Err(error) => end(other, &self.shared, &error, self.closes.is_some()),
             }
         }
         moved
@@ -135,24 +145,34 @@ impl Placer {
     fn obey(&mut self, command: Command) {
         match command {
             Command::Put { request, rank, from, to, signal } => {
-                let spot = match self.shared.registry.locate(from.region, from.offset, from.size) {
-                    Ok(spot) => spot,
-                    Err(error) => return self.shared.requests.end(request, Err(error)),
+                let registry = &self.shared.registry;
+                let spot = match registry.locate(from.region, from.offset, from.size) {
+                    Ok(spot) if !self.muted.contains(&rank) => spot,
+                    Err(error) if !registry.has_ended(from.region) => {
+                        return self.shared.requests.end(request, Err(error));
+                    }
+                    _ => return self.drop_put(request, rank),
                 };
                 match &mut self.others[rank as usize] {
                     Other::Alive(peer) => peer.put(request, (from.region, spot), &to, signal),
-                    Other::Failed(error) => refuse(&self.shared, request, error),
+                    Other::Ended { has_left: true, .. } => self.shared.requests.end(request, Ok(())),
+                    Other::Ended { why, .. } => refuse(&self.shared, request, why),
                     Other::Own => self.move_within(request, &from, &to, signal),
                 }
             }
             Command::Get { request, rank, from, to } => match &mut self.others[rank as usize] {
                 Other::Alive(peer) => peer.get(request, (from.region, from.offset), to),
-                Other::Failed(error) => refuse(&self.shared, request, error),
+                Other::Ended { why, .. } => refuse(&self.shared, request, why),
                 Other::Own => self.move_within(request, &from, &to, Signal::default()),
             },
             Command::Withdraw { region, done } => {
                 self.shared.registry.remove(region);
                 self.signals.forget(region);
+                for other in &mut self.others {
+                    if let Other::Alive(peer) = other {
+                        peer.forget(region);
+                    }
+                }
                 self.withdrawals.push(Withdrawal { region, until: Instant::now() + LATE, copies: None, done });
             }
             Command::Close => {
@@ -164,6 +184,18 @@ impl Placer {
                 }
             }
         }
+    }
+
+    /// A put reads from memory whose registration has ended. It is done, for the sake of NCCL's abort: see [`end`].
+    fn drop_put(&mut self, request: u64, rank: u32) {
+        if !self.muted.contains(&rank) {
+            self.muted.push(rank);
+            tracing::warn!(
+                "a put to rank {rank} reads memory whose registration has ended: it and all later puts to that rank go nowhere, \
+                 as in an abort; else end a window after the puts from it"
+            );
+        }
+        self.shared.requests.end(request, Ok(()));
     }
 
     /// Begins an operation whose target is the own rank.
@@ -195,9 +227,16 @@ impl Placer {
             if source.address == target.address {
                 return Ok(Some(gpu.latest()));
             }
+            let is_within = source.gpu.is_some() && target.gpu.is_some();
             // SAFETY: both are inside registered memory of at least that many bytes, and a registration ends only when the
             // placer, which this is, has seen all streams come this far.
-            return unsafe { gpu.copy(target.address, source.address, size) }.map(Some);
+            return unsafe {
+                match is_within {
+                    true => gpu.copy_within(target.address, source.address, size),
+                    false => gpu.copy(target.address, source.address, size),
+                }
+            }
+            .map(Some);
         }
         // SAFETY: both are inside registered host memory of at least that many bytes, which stays valid while it is
         // registered, and this thread alone ends registrations. They may overlap.
@@ -241,7 +280,7 @@ impl Placer {
                         is_used = true;
                     } else {
                         let why = "a registration ended under a transfer that used it";
-                        fail(other, shared, &Error::usage(why), true);
+                        end(other, shared, &Error::usage(why), true);
                     }
                 }
             }
@@ -286,19 +325,29 @@ fn refuse(shared: &Shared, request: u64, error: &Error) {
     shared.requests.end(request, Err(error.clone()));
 }
 
-/// Gives a rank up: closes its connections and fails its requests. `quietly`: without a warning.
-fn fail(other: &mut Other, shared: &Shared, error: &Error, quietly: bool) {
+/// Gives a rank up: closes its connections and ends its requests. `quietly`: without a warning.
+///
+/// Puts to a rank that has closed its side in order are done: nobody can tell that their bytes went nowhere. To fail them
+/// would stop NCCL's progress thread, and then an abort of this rank, which waits for its puts, would never end.
+fn end(other: &mut Other, shared: &Shared, error: &Error, quietly: bool) {
     let Other::Alive(peer) = other else { return };
     let told = ended(peer, error);
-    let pending: Vec<u64> = peer.pending().collect();
+    let has_left = peer.has_left() && error.cause() == Cause::Remote;
+    let rank = peer.rank();
+    let (gets, puts): (Vec<_>, Vec<_>) = peer.pending().partition(|(_, is_get)| *is_get || !has_left);
     // This closes the connections: after it nothing touches a request's memory.
-    *other = Other::Failed(told.clone());
+    *other = Other::Ended { why: told.clone(), has_left };
     shared.gpus.settle();
+    if !puts.is_empty() {
+        tracing::info!("rank {rank} has closed its side: {} puts to it went nowhere", puts.len());
+    }
+    puts.into_iter().for_each(|(request, _)| shared.requests.end(request, Ok(())));
+    if has_left && gets.is_empty() {
+        return;
+    }
     if !quietly {
         say_once(&told);
     }
     shared.tell_failure(&told);
-    for request in pending {
-        shared.requests.end(request, Err(told.clone()));
-    }
+    gets.into_iter().for_each(|(request, _)| shared.requests.end(request, Err(told.clone())));
 }

@@ -69,6 +69,11 @@ impl Registry {
         index(number).is_some_and(|index| self.regions().get(index).is_some_and(Option::is_some))
     }
 
+    /// Whether there was such a registration, and it has ended.
+    pub fn has_ended(&self, number: u32) -> bool {
+        index(number).is_some_and(|index| self.regions().get(index).is_some_and(Option::is_none))
+    }
+
     /// Where these bytes are. Where there are none it may be anywhere.
     ///
     /// # Errors

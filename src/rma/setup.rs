@@ -5,8 +5,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::group::{Group, Shared};
+use super::line::{NetRecv, NetSend, RecvEnd};
 use super::outgoing::{Message, Outgoing};
-use super::peer::{Peer, receive};
+use super::peer::Peer;
 use super::placer::Placer;
 use super::wire::{HEADER, Header, Kind, not_ours};
 use crate::os::error::{Error, Result};
@@ -14,27 +15,18 @@ use crate::plugin::facade;
 
 const PAUSE: Duration = Duration::from_micros(200);
 
-/// A connection from another rank. It is closed unless a [`Peer`] has taken it over.
+/// A connection from another rank.
 struct Incoming {
-    comm: usize,
+    /// Closed before the hello goes, into which the connection may still write.
+    end: NetRecv,
     hello: Box<[u8; HEADER]>,
     request: Option<usize>,
     rank: Option<u32>,
-    is_kept: bool,
-}
-
-impl Drop for Incoming {
-    fn drop(&mut self) {
-        if !self.is_kept {
-            // It may have ended with its context.
-            let _ = facade::close_recv(self.comm);
-        }
-    }
 }
 
 impl Incoming {
     fn new(comm: usize) -> Self {
-        Self { comm, hello: Box::new([0; HEADER]), request: None, rank: None, is_kept: false }
+        Self { end: NetRecv(comm), hello: Box::new([0; HEADER]), request: None, rank: None }
     }
 
     /// Learns whose it is, if that has come.
@@ -43,12 +35,12 @@ impl Incoming {
             return Ok(());
         }
         let Some(request) = self.request else {
-            self.request = receive(self.comm, self.hello.as_mut_ptr(), HEADER)?;
+            self.request = self.end.receive(self.hello.as_mut_ptr(), HEADER)?;
             return Ok(());
         };
-        if let Some(outcome) = facade::test(request)? {
+        if let Some(came) = self.end.received(request)? {
             let hello = Header::decode(&self.hello)?;
-            let is_hello = outcome.sizes[0] == HEADER as u64 && hello.kind == Kind::Hello;
+            let is_hello = came == HEADER as u64 && hello.kind == Kind::Hello;
             if !is_hello || hello.region >= ranks || hello.size != u64::from(ranks) {
                 return Err(not_ours());
             }
@@ -79,7 +71,7 @@ pub fn connect(
                 Some(connected) => drop(connected.advance(&mut unread)?),
                 place => {
                     if let Some(comm) = facade::connect(Some(ctx), dev, None, handle)? {
-                        let mut connected = Outgoing::over(comm, to as u32);
+                        let mut connected = Outgoing::over(Box::new(NetSend(comm)), to as u32);
                         let hello = Header { region: rank, size: u64::from(ranks), ..Header::new(Kind::Hello) };
                         connected.push(Message::bare(&hello));
                         *place = Some(connected);
@@ -111,11 +103,10 @@ pub fn connect(
         thread::sleep(PAUSE);
     }
     let mut peers: Vec<Option<Peer>> = handles.iter().map(|_| None).collect();
-    for mut connection in incoming {
+    for connection in incoming {
         let from = connection.rank.unwrap_or(rank) as usize;
         let to = outgoing.get_mut(from).and_then(Option::take).ok_or_else(not_ours)?;
-        connection.is_kept = true;
-        peers[from] = Some(Peer::new(from as u32, to, connection.comm));
+        peers[from] = Some(Peer::new(from as u32, to, Box::new(connection.end)));
     }
     start(peers, ranks)
 }

@@ -38,7 +38,7 @@ pub mod rest;
 pub mod send_core;
 pub mod sender;
 #[cfg(test)]
-mod simulation;
+pub(crate) mod simulation;
 pub mod stream;
 pub mod streams;
 mod window;

@@ -206,9 +206,57 @@ fn registrations_end_while_puts_are_late() {
                 ranks[0].rma.dereg_mr(ranks[0].group, mrs[0]).expect("deregMrSym");
             }
             let ends: Vec<_> = requests.into_iter().map(|request| ranks[0].wait(request)).collect();
-            assert_ne!(ends[3], Ok(()), "it was refused, or its rank has failed");
+            // NCCL's abort of rank 0 waits for them, and a failure would stop NCCL's progress thread.
+            assert!(round % 2 == 0 || ends.iter().all(Result::is_ok), "{ends:?}");
+            if round % 2 == 0 {
+                assert_eq!(ranks[0].wait(ranks[0].put(what, 1, None)), Ok(()), "dropped, as its source is gone");
+            }
             assert!(window.is_filled_with(0xEE), "no put lands late");
             ranks.into_iter().for_each(Rank::close);
+        }
+    });
+}
+
+/// As in an abort: each rank closes when its own puts are done, however far those of the others are.
+#[test]
+fn puts_to_a_rank_that_closes_end_without_an_error() {
+    child::alone("rma::puts_to_a_rank_that_closes_end_without_an_error", &[ON], || {
+        let _watchdog = watchdog(100);
+        let size = 32 << 20;
+        for round in 0..8 {
+            let mut ranks = connected(VERSIONS[round as usize % 3], 2);
+            let (source, window, signals) = (Window::host(size), Window::host(size), Window::host(8));
+            let [mrs, theirs] =
+                [0, 1].map(|rank: usize| [&source, &window, &signals].map(|it| ranks[rank].register(it)));
+            let put = |rank: &Rank| {
+                let signal = PutSignal { at: at(mrs[2], 0), value: None };
+                rank.put((at(mrs[0], 0), size, at(mrs[1], 0)), 1, Some(signal))
+            };
+            let requests: Vec<Object> = (0..4).map(|_| put(&ranks[0])).collect();
+            let get = (at(mrs[1], 0), size, at(mrs[0], 0));
+            let get = (round % 2 == 0).then(|| ranks[0].rma.get(ranks[0].context, get, 1).expect("iget"));
+            std::thread::sleep(Duration::from_millis(3 * round));
+            let other = ranks.pop().expect("two ranks");
+            if round % 4 < 2 {
+                for mr in theirs {
+                    other.rma.dereg_mr(other.group, mr).expect("deregMrSym");
+                }
+            }
+            other.close();
+            window.fill(&vec![0xEE; size]);
+            let rank = ranks.pop().expect("one more");
+            for request in requests {
+                assert_eq!(rank.wait(request), Ok(()), "round {round}");
+            }
+            // The bytes of a get are missing.
+            if let Some(get) = get {
+                let _ = rank.wait(get);
+            }
+            assert_eq!(rank.wait(put(&rank)), Ok(()), "round {round}");
+            let get = rank.rma.get(rank.context, (at(mrs[1], 0), 8, at(mrs[0], 0)), 1).expect("iget");
+            assert_eq!(rank.wait(get), Err(Code::RemoteError));
+            assert!(window.is_filled_with(0xEE), "no put lands late");
+            rank.close();
         }
     });
 }

@@ -123,7 +123,7 @@ fn registrations_end_while_copies_are_late() {
                 drop(source);
             }
             let ends: Vec<_> = requests.into_iter().map(|request| ranks[0].wait(request)).collect();
-            assert_ne!(ends[3], Ok(()), "it was refused, or its rank has failed");
+            assert!(round % 2 == 0 || ends.iter().all(Result::is_ok), "{ends:?}");
             ranks.into_iter().for_each(Rank::close);
         }
     });

@@ -1,6 +1,7 @@
 //! What was planned, what has come, and the checks of it.
 
 use std::collections::{HashMap, VecDeque};
+use std::ptr;
 
 use super::Dice;
 use crate::tcp::recv_core::Part;
@@ -26,6 +27,25 @@ pub(super) struct Ledger {
     receives_left: usize,
     /// Ranges that are in place, per receive.
     placed: Vec<Vec<(u64, u64)>>,
+    /// Where messages are read and receives written; nowhere in games that move no bytes.
+    sources: Vec<Source>,
+    targets: Vec<usize>,
+}
+
+/// Where a message is read.
+enum Source {
+    Address(usize),
+    /// Its sender may have used the memory for something else since: what has come of it is staged.
+    Staged(Vec<u8>),
+}
+
+impl Source {
+    fn address(&self) -> usize {
+        match self {
+            Self::Address(address) => *address,
+            Self::Staged(bytes) => bytes.as_ptr().expose_provenance(),
+        }
+    }
 }
 
 impl Ledger {
@@ -55,7 +75,59 @@ impl Ledger {
             placed: vec![Vec::new(); count],
             sends,
             receives,
+            sources: Vec::new(),
+            targets: Vec::new(),
         }
+    }
+
+    /// For messages of real bytes, of which none is planned yet.
+    pub(super) fn of_memory() -> Self {
+        Self {
+            sends: Vec::new(),
+            receives: Vec::new(),
+            keys: HashMap::new(),
+            sends_ended: Vec::new(),
+            receives_ended: Vec::new(),
+            sends_left: 0,
+            receives_left: 0,
+            placed: Vec::new(),
+            sources: Vec::new(),
+            targets: Vec::new(),
+        }
+    }
+
+    /// Whether messages are of real bytes. Then there is no last one.
+    pub(super) fn is_of_memory(&self) -> bool {
+        !self.sources.is_empty() || !self.targets.is_empty()
+    }
+
+    pub(super) fn more_to_send(&mut self, address: usize, length: u64) -> usize {
+        self.sends.push(Planned { tag: 0, length });
+        self.sends_ended.push(false);
+        self.sends_left += 1;
+        self.sources.push(Source::Address(address));
+        self.sends.len() - 1
+    }
+
+    pub(super) fn more_to_receive(&mut self, address: usize, length: u64) -> usize {
+        self.receives.push(Planned { tag: 0, length });
+        self.receives_ended.push(None);
+        self.receives_left += 1;
+        self.placed.push(Vec::new());
+        self.targets.push(address);
+        self.receives.len() - 1
+    }
+
+    pub(super) fn is_sent(&self, number: usize) -> bool {
+        self.sends_ended[number]
+    }
+
+    pub(super) fn is_all_sent(&self) -> bool {
+        self.sends_left == 0
+    }
+
+    pub(super) fn received(&self, number: usize) -> Option<u64> {
+        self.receives_ended[number]
     }
 
     pub(super) fn send_began(&mut self, key: Key, number: usize) {
@@ -66,6 +138,15 @@ impl Ledger {
         let number = self.keys.remove(&key).expect("a message ends once");
         assert!(!std::mem::replace(&mut self.sends_ended[number], true), "a send ended twice");
         self.sends_left -= 1;
+        let is_received = self.receives_ended.get(number).is_some_and(Option::is_some);
+        if let Some(source) = self.sources.get_mut(number)
+            && !is_received
+        {
+            let size = self.sends[number].length as usize;
+            // SAFETY: the memory is the connection's until now, when its send ends.
+            let bytes = unsafe { std::slice::from_raw_parts(ptr::with_exposed_provenance(source.address()), size) };
+            *source = Source::Staged(bytes.to_vec());
+        }
     }
 
     /// The bytes of a frame are about to be placed.
@@ -78,7 +159,20 @@ impl Ledger {
 
     pub(super) fn placed(&mut self, part: Part, offset: u64, length: u64) {
         self.check_place(part, offset, length);
-        self.placed[usize::from(part.slot)].push((offset, length));
+        let number = usize::from(part.slot);
+        self.placed[number].push((offset, length));
+        if let (Some(source), Some(target)) = (self.sources.get(number), self.targets.get(number)) {
+            let (from, to) = (source.address() + offset as usize, target + offset as usize);
+            // SAFETY: the place was checked; both belong to the connection, since neither request has ended, or to the ledger.
+            // With one tag the k-th receive is for the k-th send.
+            unsafe {
+                ptr::copy::<u8>(
+                    ptr::with_exposed_provenance(from),
+                    ptr::with_exposed_provenance_mut(to),
+                    length as usize,
+                );
+            }
+        }
     }
 
     pub(super) fn receive_ended(&mut self, part: Part, total: u64) {

@@ -6,12 +6,14 @@
 //! | `world` | both cores, and what `sender` and `receiver` do around them, without sockets |
 //! | `line` | the way of a stream with checksums or encryption, with real bytes |
 //! | `ledger` | what was planned, what has come, and the checks of it |
+//! | `link` | both cores as a connection, for the simulation of one-sided operations |
 //!
 //! A failure names its seed; `TOWLINE_SIM_FIRST=<seed> TOWLINE_SIM_SEEDS=1` replays it. `TOWLINE_SIM_SEEDS` sets how
 //! many seeds each game plays.
 
 mod ledger;
 mod line;
+pub(crate) mod link;
 mod world;
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -107,7 +109,7 @@ fn setting(name: &str, default: u64) -> u64 {
 const SEEDS: u64 = 20_000;
 
 /// Plays one in `one_in` of so many seeds on all cores, and names the first that fails.
-fn play_all(one_in: u64, game: fn(u64)) {
+pub(crate) fn play_all(one_in: u64, game: fn(u64)) {
     let first = setting("TOWLINE_SIM_FIRST", 1);
     let end = first + (setting("TOWLINE_SIM_SEEDS", SEEDS) / one_in).max(1);
     let next = AtomicU64::new(first);

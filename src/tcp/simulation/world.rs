@@ -483,8 +483,8 @@ impl World {
 
     /// The receiver writes on a stream: what is to be told on any, and what it owes on this one.
     fn answer(&mut self, index: usize) {
-        // As when the connection closes.
-        let force = self.ledger.is_received();
+        // As when the connection closes, or when it has been quiet for a while.
+        let force = self.ledger.is_received() || self.ledger.is_of_memory() && self.dice.roll(8) == 0;
         let wire = &mut self.wires[index];
         if !wire.receiver_has_it {
             return;

@@ -1,0 +1,75 @@
+//! The two ends of a connection between ranks, as this room uses them: the plugin's, or those of a simulation.
+
+use std::ptr;
+
+use crate::os::error::Result;
+use crate::plugin::facade::{self, Part};
+
+/// The end that sends. It is closed when it is dropped.
+pub trait SendEnd: Send {
+    /// Sends these bytes, which the connection may read until the request has ended or the end is closed; none for "not now".
+    ///
+    /// # Errors
+    /// When the connection has failed.
+    fn send(&mut self, data: *mut u8, size: usize) -> Result<Option<usize>>;
+
+    /// Whether a request has ended.
+    ///
+    /// # Errors
+    /// When the connection has failed.
+    fn is_sent(&mut self, request: usize) -> Result<bool>;
+}
+
+/// The end that receives. It is closed when it is dropped.
+pub trait RecvEnd: Send {
+    /// Posts a receive into this memory, which the connection may write until the request has ended or the end is closed; none
+    /// for "not now".
+    ///
+    /// # Errors
+    /// When the connection has failed.
+    fn receive(&mut self, data: *mut u8, size: usize) -> Result<Option<usize>>;
+
+    /// How many bytes have come, if a request has ended.
+    ///
+    /// # Errors
+    /// When the connection has failed.
+    fn received(&mut self, request: usize) -> Result<Option<u64>>;
+}
+
+/// The end of one of the plugin's connections that sends. The connection may have ended with its context.
+pub struct NetSend(pub usize);
+
+impl SendEnd for NetSend {
+    fn send(&mut self, data: *mut u8, size: usize) -> Result<Option<usize>> {
+        facade::isend(self.0, Part { data, size, tag: 0, mr: 0, profiler: ptr::null_mut() })
+    }
+
+    fn is_sent(&mut self, request: usize) -> Result<bool> {
+        Ok(facade::test(request)?.is_some())
+    }
+}
+
+impl Drop for NetSend {
+    fn drop(&mut self) {
+        let _ = facade::close_send(self.0);
+    }
+}
+
+/// The end of one of the plugin's connections that receives. The connection may have ended with its context.
+pub struct NetRecv(pub usize);
+
+impl RecvEnd for NetRecv {
+    fn receive(&mut self, data: *mut u8, size: usize) -> Result<Option<usize>> {
+        facade::irecv(self.0, &[Part { data, size, tag: 0, mr: 0, profiler: ptr::null_mut() }])
+    }
+
+    fn received(&mut self, request: usize) -> Result<Option<u64>> {
+        Ok(facade::test(request)?.map(|outcome| outcome.sizes[0]))
+    }
+}
+
+impl Drop for NetRecv {
+    fn drop(&mut self) {
+        let _ = facade::close_recv(self.0);
+    }
+}

@@ -1,0 +1,405 @@
+//! Two ranks of a group, without threads, sockets or a GPU: a seed decides when a placer has its turn, what comes through on
+//! which stream, which streams stall, are cut and come back, and when a GPU's copies happen.
+//!
+//! Everything of this room but its set-up takes part, over both cores of the TCP backend (`tcp::simulation::link`) and a
+//! simulated CUDA driver (`cuda::simulation`). A failure names its seed, as in the simulation of the TCP backend, whose
+//! variables hold here, too.
+
+use std::cell::RefCell;
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Instant;
+
+use super::cuda::simulation as gpu;
+use super::group::{Command, Group, Shared};
+use super::line::{RecvEnd, SendEnd};
+use super::outgoing::Outgoing;
+use super::peer::{Peer, Place};
+use super::placer::Placer;
+use super::registry::Region;
+use super::wire::Signal;
+use crate::os::error::{Error, Result};
+use crate::tcp::simulation::link::{Link, Luck};
+use crate::tcp::simulation::play_all;
+
+const RANKS: usize = 2;
+/// The registrations of each rank.
+const WINDOW: u32 = 1;
+const SIGNALS: u32 = 2;
+const SOURCE: u32 = 3;
+/// Where what is got from the other rank goes.
+const TARGET: u32 = 4;
+const SOURCE_BYTES: usize = 2 << 20;
+/// Operations that a rank has under way.
+const AHEAD: usize = 32;
+
+struct Connection {
+    link: Link,
+    /// The end that sends is closed; what it had sent still comes.
+    is_left: bool,
+    /// Nothing comes any more.
+    is_over: bool,
+}
+
+thread_local! {
+    /// From rank 0 to rank 1, and back.
+    static CONNECTIONS: RefCell<Vec<Connection>> = const { RefCell::new(Vec::new()) };
+}
+
+fn with<T>(connection: usize, inside: impl FnOnce(&mut Connection) -> T) -> T {
+    CONNECTIONS.with(|all| inside(&mut all.borrow_mut()[connection]))
+}
+
+/// One end of a connection, of this thread's game.
+struct End {
+    connection: usize,
+    receives: bool,
+}
+
+impl End {
+    /// What the link has of a request, or why there will be nothing.
+    fn ask<T>(&self, request: usize, inside: impl FnOnce(&mut Link) -> Option<T>) -> Result<Option<T>> {
+        with(self.connection, |it| match inside(&mut it.link) {
+            None if it.is_over || it.is_left && request >= it.link.sends() => {
+                Err(Error::remote("the other end was closed"))
+            }
+            found => Ok(found),
+        })
+    }
+}
+
+impl SendEnd for End {
+    fn send(&mut self, data: *mut u8, size: usize) -> Result<Option<usize>> {
+        Ok(Some(with(self.connection, |it| it.link.send(data.expose_provenance(), size))))
+    }
+
+    fn is_sent(&mut self, request: usize) -> Result<bool> {
+        Ok(self.ask(request, |link| link.is_sent(request).then_some(()))?.is_some())
+    }
+}
+
+impl RecvEnd for End {
+    fn receive(&mut self, data: *mut u8, size: usize) -> Result<Option<usize>> {
+        Ok(Some(with(self.connection, |it| it.link.receive(data.expose_provenance(), size))))
+    }
+
+    fn received(&mut self, request: usize) -> Result<Option<u64>> {
+        self.ask(request, |link| link.received(request))
+    }
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        with(self.connection, |it| {
+            it.is_left = true;
+            it.is_over |= self.receives || !it.link.is_all_sent();
+        });
+    }
+}
+
+fn source() -> &'static [u8] {
+    static BYTES: OnceLock<Vec<u8>> = OnceLock::new();
+    BYTES.get_or_init(|| {
+        let mut luck = Luck::of(7);
+        (0..SOURCE_BYTES).map(|_| 1 + luck.roll(255) as u8).collect()
+    })
+}
+
+fn address<T>(memory: &[T]) -> usize {
+    memory.as_ptr().expose_provenance()
+}
+
+/// What is at this address, of a rank that lives, until the game's next step.
+fn seen<'a>(address: usize, size: usize) -> &'a [u8] {
+    // SAFETY: inside a rank's memory, which lives to the end of its game. Everything that writes there is on this thread.
+    unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(address), size) }
+}
+
+fn signal_at(address: usize) -> u64 {
+    u64::from_ne_bytes(seen(address, 8).try_into().unwrap_or_default())
+}
+
+/// A put of a rank: from a place of the source to the place behind the put before it. With a signal, what that adds.
+struct Step {
+    from: usize,
+    to: usize,
+    size: usize,
+    signal: u64,
+}
+
+fn plan(luck: &mut Luck) -> Vec<Step> {
+    let (mut to, count) = (0, 1 + luck.roll(12));
+    let mut step = |_| {
+        let size = match luck.roll(64) {
+            0..24 => luck.roll(9) as usize,
+            24..48 => luck.roll(5000) as usize,
+            48..63 => luck.roll(100_000) as usize,
+            _ => luck.roll(3 * super::wire::PIECE as u64) as usize,
+        };
+        to += size;
+        let signal = luck.roll(2) * (1 + luck.roll(1000));
+        Step { from: luck.roll((SOURCE_BYTES - size) as u64) as usize, to: to - size, size, signal }
+    };
+    (0..count).map(&mut step).collect()
+}
+
+struct Rank {
+    own: usize,
+    group: Group,
+    placer: Option<Placer>,
+    window: Vec<u8>,
+    signals: Vec<u64>,
+    target: Vec<u8>,
+    /// Begun of each plan.
+    begun: [usize; RANKS],
+    /// Of each rank's plan: the puts that its signals have promised, and their sum.
+    promised: [(usize, u64); RANKS],
+    /// Requests, and whether each is a get.
+    open: Vec<(u64, bool)>,
+    /// What came of those that failed.
+    failed: usize,
+}
+
+struct World {
+    luck: Luck,
+    /// By sender and target.
+    plans: [[Vec<Step>; RANKS]; RANKS],
+    area: usize,
+    ranks: Vec<Rank>,
+    /// A rank that has ended its window or its group; its puts may fail, and nothing is promised there.
+    ended: Option<usize>,
+}
+
+impl World {
+    fn new(seed: u64) -> Self {
+        let mut luck = Luck::of(seed);
+        gpu::begin(luck.roll(1 << 40), luck.roll(8));
+        let links = [0, 1].map(|way| Link::new(2 * seed + way).expect("a connection"));
+        let connections = links.map(|link| Connection { link, is_left: false, is_over: false });
+        CONNECTIONS.with(|all| *all.borrow_mut() = connections.into());
+        let plans = [0, 1].map(|_| [0, 1].map(|_| plan(&mut luck)));
+        let area = plans.iter().flatten().filter_map(|it| it.last()).map(|last| last.to + last.size).max();
+        let area = area.unwrap_or(0).next_multiple_of(8);
+        let ranks = (0..RANKS).map(|own| Rank::new(own, area, &mut luck)).collect();
+        Self { luck, plans, area, ranks, ended: None }
+    }
+
+    /// One thing happens.
+    fn step(&mut self) {
+        let which = self.luck.roll(RANKS as u64) as usize;
+        match self.luck.roll(16) {
+            0 | 1 => self.begin(which),
+            2..5 => {
+                let rank = &mut self.ranks[which];
+                if let Some(placer) = &mut rank.placer {
+                    placer.turn();
+                    if placer.is_over(Instant::now()) {
+                        rank.end();
+                    }
+                }
+                self.check(which);
+            }
+            _ => with(which, |it| {
+                if !it.is_over {
+                    it.link.step().expect("an honest game");
+                }
+            }),
+        }
+    }
+
+    /// A rank begins an operation.
+    fn begin(&mut self, which: usize) {
+        let to = self.luck.roll(RANKS as u64) as usize;
+        let rank = &mut self.ranks[which];
+        let Some(step) = self.plans[which][to].get(rank.begun[to]) else { return };
+        if rank.open.len() >= AHEAD || self.ended == Some(which) {
+            return;
+        }
+        if self.luck.roll(8) == 0 {
+            let offset = self.luck.roll(4096);
+            let from = Place { region: SOURCE, offset, size: 64 };
+            let request = rank.group.get(to as u32, from, Place { region: TARGET, offset, size: 64 });
+            rank.open.push((request.expect("a get"), true));
+            return;
+        }
+        let size = step.size as u64;
+        let from = Place { region: SOURCE, offset: step.from as u64, size };
+        let target = Place { region: WINDOW, offset: (which * self.area + step.to) as u64, size };
+        let signal = match step.signal {
+            0 => Signal::default(),
+            value => Signal { region: SIGNALS, offset: 8 * which as u64, value },
+        };
+        rank.open.push((rank.group.put(to as u32, from, target, signal).expect("a put"), false));
+        rank.begun[to] += 1;
+    }
+
+    /// Asks after a rank's requests, and whether its signals keep their promise.
+    fn check(&mut self, which: usize) {
+        let rank = &mut self.ranks[which];
+        let (requests, failed, other_ended) = (&rank.group.shared.requests, &mut rank.failed, self.ended.is_some());
+        rank.open.retain(|(request, is_get)| match requests.test(*request) {
+            Ok(is_done) => !is_done,
+            Err(error) => {
+                assert!(other_ended && (*is_get || self.ended == Some(which)), "{error}");
+                *failed += 1;
+                false
+            }
+        });
+        if self.ended == Some(which) {
+            return;
+        }
+        for from in 0..RANKS {
+            let visible = signal_at(address(&rank.signals) + 8 * from);
+            let (promised, sum) = &mut rank.promised[from];
+            while *sum < visible {
+                let step = &self.plans[from][which][*promised];
+                let base = address(&rank.window) + from * self.area + step.to;
+                let expected = &source()[step.from..step.from + step.size];
+                assert!(seen(base, step.size) == expected, "put {promised} of rank {from} to rank {which}");
+                *sum += step.signal;
+                *promised += 1;
+            }
+            assert_eq!(*sum, visible, "a signal of rank {from} is whole");
+        }
+    }
+
+    /// Plays until all is done.
+    fn play(&mut self, mut meanwhile: impl FnMut(&mut Self, u64)) {
+        for now in 0..2_000_000 {
+            meanwhile(self, now);
+            if self.is_done() {
+                return;
+            }
+            self.step();
+        }
+        panic!("it hangs: {:?} open", self.ranks.iter().map(|rank| rank.open.len()).collect::<Vec<_>>());
+    }
+
+    fn is_done(&self) -> bool {
+        let of_rank = |rank: &Rank| {
+            let is_begun = self.ended == Some(rank.own)
+                || rank.begun.iter().zip(&self.plans[rank.own]).all(|(begun, plan)| *begun == plan.len());
+            is_begun && rank.open.is_empty()
+        };
+        self.ranks.iter().all(of_rank)
+    }
+
+    /// Every byte of every put is in place, and nothing else.
+    fn check_all_placed(&self) {
+        for rank in &self.ranks {
+            let mut expected = vec![0; rank.window.len()];
+            for (from, plans) in self.plans.iter().enumerate() {
+                for step in &plans[rank.own] {
+                    let at = from * self.area + step.to;
+                    expected[at..at + step.size].copy_from_slice(&source()[step.from..step.from + step.size]);
+                }
+            }
+            assert!(seen(address(&rank.window), expected.len()) == expected, "all puts are in place, and nothing else");
+        }
+    }
+}
+
+impl Rank {
+    fn new(own: usize, area: usize, luck: &mut Luck) -> Self {
+        let shared = Arc::new(Shared::default());
+        let (window, signals, target) = (vec![0_u8; RANKS * area], vec![0_u64; RANKS], vec![0_u8; 8192]);
+        let places = [
+            (address(&window), window.len()),
+            (address(&signals), 8 * RANKS),
+            (address(source()), SOURCE_BYTES),
+            (address(&target), target.len()),
+        ];
+        for (address, size) in places {
+            let of_gpu = luck.roll(2) == 0;
+            let gpu =
+                of_gpu.then(|| shared.gpus.found_by(gpu::driver(), address, RANKS as u32).expect("a simulated GPU"));
+            shared.registry.add(Region { address, size, gpu, only_ours: luck.roll(2) == 0 }).expect("a registration");
+        }
+        let other = 1 - own;
+        let outgoing = Outgoing::over(Box::new(End { connection: own, receives: false }), other as u32);
+        let peer = Peer::new(other as u32, outgoing, Box::new(End { connection: other, receives: true }));
+        let mut peers = [None, None];
+        peers[other] = Some(peer);
+        let placer = Some(Placer::new(Arc::clone(&shared), peers.into()));
+        let group = Group { shared, ranks: RANKS as u32, placer: Mutex::new(None) };
+        let (begun, promised, open) = Default::default();
+        Self { own, group, placer, window, signals, target, begun, promised, open, failed: 0 }
+    }
+
+    /// As the placer's thread does when it ends.
+    fn end(&mut self) {
+        self.placer = None;
+        let shared = &self.group.shared;
+        shared.gpus.settle();
+        shared.end(&Error::usage("the group is closed"));
+    }
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        if self.placer.is_some() {
+            self.end();
+        }
+        self.group.shared.registry.clear();
+        self.group.shared.gpus.clear();
+    }
+}
+
+/// Every put arrives once, in whatever way; a visible signal means that all earlier puts are; every request ends.
+fn a_game_of_puts_and_signals(seed: u64) {
+    let mut world = World::new(seed);
+    world.play(|_, _| ());
+    // What is done has been read; its signal is in place as well.
+    for which in 0..RANKS {
+        world.check(which);
+        for (from, (promised, _)) in world.ranks[which].promised.iter().enumerate() {
+            let last = world.plans[from][which].iter().rposition(|step| step.signal > 0);
+            assert!(last.is_none_or(|last| *promised > last), "the last signal of rank {from} is visible");
+        }
+        let target = &world.ranks[which].target;
+        let mut got = seen(address(target), target.len()).iter().zip(source());
+        assert!(got.all(|(got, byte)| *got == 0 || got == byte), "a get brought something else");
+    }
+    world.check_all_placed();
+    drop(world);
+    assert_eq!(gpu::left(), (0, 0, 0), "streams, events and page-locked memory end with their group");
+}
+
+/// A rank ends its window, or its group, amid puts of both. The other rank's puts are done all the same, and after the end of
+/// the registration nothing is written there.
+fn a_game_with_an_end(seed: u64) {
+    let mut world = World::new(seed);
+    let which = world.luck.roll(RANKS as u64) as usize;
+    let (at, closes) = (world.luck.roll(6000), world.luck.roll(2) == 0);
+    let mut waits: Option<Receiver<()>> = None;
+    let mut frozen: Option<Vec<u8>> = None;
+    world.play(|world, now| {
+        let rank = &mut world.ranks[which];
+        if now == at {
+            world.ended = Some(which);
+            let (done, is_done) = sync_channel(1);
+            let command = if closes { Command::Close } else { Command::Withdraw { region: WINDOW, done } };
+            rank.group.shared.ask(command).expect("a placer");
+            waits = Some(is_done);
+        }
+        let has_ended =
+            if closes { rank.placer.is_none() } else { waits.as_ref().is_some_and(|it| it.try_recv().is_ok()) };
+        if has_ended && frozen.is_none() {
+            frozen = Some(seen(address(&rank.window), rank.window.len()).to_vec());
+        }
+    });
+    let rank = &world.ranks[which];
+    if let Some(frozen) = frozen {
+        assert!(seen(address(&rank.window), frozen.len()) == frozen, "written late");
+    }
+}
+
+#[test]
+fn a_visible_signal_means_that_all_earlier_puts_are_whatever_the_network_does() {
+    play_all(20, a_game_of_puts_and_signals);
+}
+
+#[test]
+fn an_end_amid_puts_fails_none_of_another_rank() {
+    play_all(40, a_game_with_an_end);
+}
