@@ -8,7 +8,8 @@ that Towline carried the run that is named after it. Exit status 0 only then.
     tests/gpu/ddp_losses.py --towline target/release
 
 With `--flagcx`, a third run has FlagCX's libnccl in front of NCCL and Towline below it. It must give the same as well, and
-Towline's counters must show the gradients on the wire (NCCL 2.28 or later, which finds Towline's profiler by itself).
+Towline's counters must show the gradients on the wire (NCCL 2.28 or later, which finds Towline's profiler by itself). All
+three runs then do without broadcasts: PyTorch's is NCCL's `ncclBcast`, which FlagCX's libnccl refuses (`plugin/nccl`).
 """
 
 import argparse
@@ -36,8 +37,10 @@ def arguments():
     parser.add_argument("--limit", type=float, default=180, metavar="SECONDS", help="for one training run")
     parser.add_argument("--out", help="keep the losses and NCCL's logs here")
     parser.add_argument("--flagcx", metavar="LIBRARY", help="FlagCX's libnccl.so, for a third run with it in LD_PRELOAD")
+    parser.add_argument("--without-broadcast", action="store_true", help="DDP neither broadcasts parameters nor buckets")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    given.without_broadcast |= given.flagcx is not None
     if not given.child and not given.towline:
         parser.error("--towline is needed")
     return given
@@ -65,8 +68,10 @@ def train(rank, given, port):
         nn.GELU(),
         nn.Linear(2 * width, 10),
     ).cuda()
+    # The ranks have the same parameters by their seed, and keep the first order of buckets.
+    options = {"init_sync": False, "find_unused_parameters": True} if given.without_broadcast else {}
     # Buckets from a few hundred kilobytes to several megabytes, so that more than one all-reduce is in flight.
-    parallel = DistributedDataParallel(model, device_ids=[rank], bucket_cap_mb=8)
+    parallel = DistributedDataParallel(model, device_ids=[rank], bucket_cap_mb=8, **options)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=3e-4)
     data = torch.Generator().manual_seed(100 + rank)
     losses = []
@@ -112,8 +117,8 @@ def run(name, given, place):
     folder = os.path.join(place, name.lower())
     os.makedirs(folder, exist_ok=True)
     # What an earlier run left would count as evidence of this one.
-    for name in os.listdir(folder):
-        os.unlink(os.path.join(folder, name))
+    for left in os.listdir(folder):
+        os.unlink(os.path.join(folder, left))
     env = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "TOWLINE_"))}
     env.update(
         NCCL_NET=network,
@@ -145,6 +150,8 @@ def run(name, given, place):
             TOWLINE_METRICS_INTERVAL="0.2",
         )
     options = ["--ranks", str(given.ranks), "--steps", str(given.steps), "--width", str(given.width)]
+    if given.without_broadcast:
+        options += ["--without-broadcast"]
     if name == "FlagCX":
         options += ["--flagcx", given.flagcx]
     began = time.monotonic()

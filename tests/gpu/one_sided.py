@@ -21,10 +21,11 @@ The steps, and what they are in nccl4py:
     destroy       ncclCommDestroy                                           Communicator.destroy
 Lives of a communicator after the first: "left" (destroyed with its windows registered), "abort" (ncclCommAbort amid puts,
 then a new communicator), "cut" (one stream is cut amid puts, and all bytes are right). Only when asked for: "inner" (windows
-that begin inside of an allocation; whether NCCL itself can do that is not known).
+that begin inside of an allocation; whether NCCL itself can do that is not known), and the same through nccl4py itself
+(nccl4py_steps.py): "py" (destroyed with all resources open), "py-close" (closed in another order first), "py-abort".
 
-A rank that is silent for too long is asked where each of its threads is: by /proc, by Python, and natively by cuda-gdb, gdb
-or, where there is a C compiler, by a signal handler. To catch a rare hang:
+A rank that is silent for too long is asked where each of its threads is: by /proc, by Python, and natively by a signal
+handler or, where there is no C compiler, by cuda-gdb or gdb. To catch a rare hang:
 
     tests/gpu/one_sided.py --towline target/release --nccl DIRECTORY --lives abort --repeat 10
 """
@@ -274,6 +275,9 @@ class Steps:
         except Failed as why:
             told.update(outcome="failed", note=str(why))
             self.failed = True
+        except Exception as why:  # nccl4py has exceptions of its own.
+            told.update(outcome="failed", note=f"{type(why).__name__}: {why}")
+            self.failed = True
         print(json.dumps(told), flush=True)
 
     def windows(self, before=0):
@@ -429,11 +433,15 @@ class Steps:
         self.it.call("ncclCommDestroy", self.it.comm)
         return f"{(time.perf_counter() - began) * 1e3:.0f} ms"
 
+    def abort_amid(self):
+        """How many puts a rank has under way when it aborts. Rank 0 has fewer, so it is gone while rank 1's are on their way:
+        an abort waits for the rank's own puts only."""
+        return 8 if self.it.rank else 1
+
     def abort(self):
-        for _ in range(8):
+        for _ in range(self.abort_amid()):
             self.it.put(self.source[0], MOST, self.target[1])
-        # One rank first, while its puts and the other's are under way.
-        time.sleep(0.02 + 0.05 * self.it.rank)
+        time.sleep(0.02)
         began = time.perf_counter()
         self.it.call("ncclCommAbort", self.it.comm)
         took = (time.perf_counter() - began) * 1e3
@@ -489,7 +497,13 @@ def play(rank, given):
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if "ONE_SIDED_STACKS" in os.environ:
         ctypes.CDLL(os.environ["ONE_SIDED_STACKS"])
-    steps = Steps(rank, given)
+    if given.life.startswith("py"):
+        # This file has the name __main__ here.
+        sys.modules["one_sided"] = sys.modules["__main__"]
+        from nccl4py_steps import Nccl4pySteps as steps_of
+    else:
+        steps_of = Steps
+    steps = steps_of(rank, given)
     steps.run(given.life)
     print(json.dumps({"end": not steps.failed}), flush=True)
     sys.stdin.readline()
@@ -562,18 +576,21 @@ def explain(rank, pid, has_teller):
     # Both handlers write to standard error.
     os.kill(pid, signal.SIGUSR1)
     time.sleep(0.5)
-    debugger = shutil.which("cuda-gdb") or shutil.which("gdb")
-    if debugger:
-        told = subprocess.run([debugger, "-batch", "-p", str(pid), "-ex", "thread apply all bt"], capture_output=True,
-                              text=True, timeout=120, check=False)
-        print(told.stdout[-60000:], flush=True)
-        has_teller &= "#0" not in told.stdout
     if has_teller:
         tgkill = ctypes.CDLL(None).tgkill
         for task in sorted(os.listdir(tasks), key=int):
             print(f"thread {task} {read(f'{tasks}/{task}/comm').strip()}", file=sys.stderr, flush=True)
             tgkill(pid, int(task), signal.SIGUSR2)
             time.sleep(0.1)
+        return
+    debugger = shutil.which("cuda-gdb") or shutil.which("gdb")
+    if debugger:
+        command = [debugger, "-batch", "-p", str(pid), "-ex", "thread apply all bt"]
+        try:
+            told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
+        except subprocess.TimeoutExpired:
+            told = f"{debugger} did not come to an end"
+        print(told[-60000:], flush=True)
 
 
 def listen(rank, process, said):
