@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, Criterion};
 use towline::abi::profiler::v6::ncclProfiler_v6;
-use towline::engine::events::{Carrier, Chunk, Events, Listener, News, Path};
+use towline::engine::events::{Carrier, Chunk, Events, Listener, Path, Piece, Source};
 use towline::engine::request::{Outcome, RequestSlots};
 use towline::nccl::ffi::*;
 use towline::nccl::net_event::{self, NetEvent, PLUGIN_ID, Reader};
@@ -80,11 +80,15 @@ impl Listener for Deaf {
         Reader::None
     }
 
-    unsafe fn start(&self, _: *mut c_void, _: &News<'_>) -> *mut c_void {
+    unsafe fn start(&self, _: *mut c_void, _: &Source<'_>, _: &Piece) -> *mut c_void {
         null_mut()
     }
 
-    fn stop(&self, _: *mut c_void, _: &News<'_>) {}
+    fn stop(&self, _: *mut c_void, _: &Source<'_>, _: &Piece) {}
+
+    unsafe fn summary(&self, _: *mut c_void, _: &Source<'_>, _: &[Piece]) -> bool {
+        false
+    }
 }
 
 /// NCCL's profiler callback over a profiler that only answers.
@@ -132,12 +136,12 @@ impl Transport {
         Self { events, requests: RequestSlots::new() }
     }
 
-    /// A message that travels as one chunk, inside `isend`, and is found arrived by `test`.
+    /// A message that travels as one chunk, of which another thread notes that it begins and ends.
     fn transfer(&self, handle: *mut c_void) -> Option<Outcome> {
         let ticket = self.requests.take(1)?;
-        let chunk = |_| Chunk { length: 8, total: 8, ..Chunk::default() };
-        let followed = self.events.follow_whole(ticket.slot, handle, chunk);
-        if followed {
+        self.events.follow(ticket.slot, 0, handle);
+        if self.events.hears() {
+            self.events.chunk_begins(ticket.slot, 0, &Chunk::whole(8, 0));
             self.events.chunk_ends(ticket.slot, 0, 0, 0);
         }
         self.requests.complete_part(ticket.slot, 0, 8);
@@ -189,12 +193,16 @@ impl Transport {
     /// A message that is done and has left inside `isend`, for a profiler that is told of it when it is over.
     fn copied_transfer(&self, handle: *mut c_void) -> Option<Outcome> {
         let ticket = self.requests.take(1)?;
-        self.events.follow(ticket.slot, 0, handle);
+        let posted = self.events.follow(ticket.slot, 0, handle);
         self.requests.complete_part(ticket.slot, 0, 8);
-        self.events.left_at_once(&self.requests, ticket.slot, &Chunk::whole(8, 0));
+        if let Some(began) = posted {
+            self.events.chunk_over(&self.requests, ticket.slot, 0, &Chunk::whole(8, 0), began);
+        }
         // SAFETY: as above.
         unsafe {
-            self.events.settle(&self.requests, ticket);
+            if self.events.hears() {
+                self.events.settle(&self.requests, ticket);
+            }
             self.events.finish(&self.requests, ticket)
         }
     }

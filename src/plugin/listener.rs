@@ -10,10 +10,11 @@
 //! | 2.28 and later | v11, v12 | on |
 
 use std::ffi::{CStr, c_int, c_void};
-use std::mem::MaybeUninit;
 use std::sync::Arc;
 
-use crate::engine::events::{Carrier, Listener, MOST, News, Over, Path, Wait, Whole};
+use smallvec::SmallVec;
+
+use crate::engine::events::{Carrier, Listener, Piece, Source, Waits};
 use crate::nccl::ffi;
 use crate::nccl::net_event::{
     self, CARRIER_QUEUE_PAIR, CARRIER_SOCKET, FLAG_ENDED, FLAG_RESEND, FLAG_SEND, MOST_AT_ONCE, NetEvent, NetSum,
@@ -115,6 +116,13 @@ impl NcclProfiler {
         self.call(&mut event, kind, std::ptr::null_mut(), 0, std::ptr::null_mut());
         true
     }
+
+    /// Reports a transfer that ended then. Returns whether it was taken.
+    fn sum(&self, transfer: *mut c_void, sum: NetSum, ended: Ticks) -> bool {
+        let mut news = NetSumNews { sum, ended: ended.number(), taken: false };
+        // A profiler other than Towline's, in a process with two NCCLs, would treat it as an event.
+        self.start_and_stop(transfer, PLUGIN_ID_SUM, (&raw mut news).cast()) || news.taken
+    }
 }
 
 impl Listener for NcclProfiler {
@@ -127,25 +135,24 @@ impl Listener for NcclProfiler {
         if self.updates { reader } else { reader.min(Reader::Hasty) }
     }
 
-    unsafe fn start(&self, transfer: *mut c_void, news: &News<'_>) -> *mut c_void {
+    unsafe fn start(&self, transfer: *mut c_void, source: &Source<'_>, piece: &Piece) -> *mut c_void {
         let mut event = std::ptr::null_mut();
         let mut start = |id, data| self.call(&mut event, ffi::ncclProfilerNetEventStart as c_int, transfer, id, data);
-        if news.details {
-            let mut data = describe(news);
+        if source.details {
+            let mut data = describe(source, piece, 0, piece.began);
             start(PLUGIN_ID, (&raw mut data).cast());
             return event;
         }
-        let chunk = &news.piece.chunk;
-        match news.path.carrier {
+        match source.path(piece).carrier {
             Carrier::QueuePair { device, number } => {
                 // SAFETY: plain data, for which zero is a value.
                 let mut data: ffi::ncclProfilerNetIbDescr_v1_t = unsafe { std::mem::zeroed() };
                 data.type_ = ffi::ncclProfileQp as u8;
                 data.qp.device = device;
-                data.qp.wr_id = chunk.wr_id;
-                data.qp.opcode = verbs_operation(news.send);
+                data.qp.wr_id = piece.chunk.wr_id;
+                data.qp.opcode = verbs_operation(source.send);
                 data.qp.qpNum = number;
-                data.qp.length = chunk.length as usize;
+                data.qp.length = piece.chunk.length as usize;
                 start(PLUGIN_ID_IB, (&raw mut data).cast());
             }
             carrier @ (Carrier::Socket { .. } | Carrier::None) => {
@@ -153,68 +160,43 @@ impl Listener for NcclProfiler {
                 let mut data: ffi::ncclProfilerNetSockDescr_v1_t = unsafe { std::mem::zeroed() };
                 data.type_ = ffi::ncclProfileSocket as u8;
                 data.sock.fd = if let Carrier::Socket { fd } = carrier { fd } else { -1 };
-                data.sock.op = socket_operation(news.send);
-                data.sock.length = chunk.length as usize;
+                data.sock.op = socket_operation(source.send);
+                data.sock.length = piece.chunk.length as usize;
                 start(PLUGIN_ID_SOCKET, (&raw mut data).cast());
             }
         }
         event
     }
 
-    unsafe fn ended<'a>(&self, transfer: *mut c_void, all: &mut dyn Iterator<Item = News<'a>>) -> usize {
-        let mut taken = 0;
-        loop {
-            let (mut parts, mut count) = ([const { MaybeUninit::<NetEvent>::uninit() }; MOST_AT_ONCE], 0);
-            let mut first = None;
-            for (part, news) in parts.iter_mut().zip(&mut *all) {
-                let part = part.write(describe(&news));
-                first = first.or(Some(part));
-                count += 1;
-            }
-            let Some(first) = first else { return taken };
-            first.set_more(count - 1);
-            if !self.start_and_stop(transfer, PLUGIN_ID, parts.as_mut_ptr().cast()) {
-                return taken;
-            }
-            taken += count;
-        }
-    }
-
-    unsafe fn sum(&self, transfer: *mut c_void, sum: NetSum, ended: Ticks) -> bool {
-        let mut news = NetSumNews { sum, ended: ended.number(), taken: false };
-        // A profiler other than Towline's, in a process with two NCCLs, would treat it as an event.
-        self.start_and_stop(transfer, PLUGIN_ID_SUM, (&raw mut news).cast()) || news.taken
-    }
-
-    unsafe fn whole(&self, transfer: *mut c_void, whole: &Whole<'_>) -> bool {
-        if let [over] = whole.chunks {
-            // The usual case.
-            let mut part = describe_over(whole, over);
-            return self.start_and_stop(transfer, PLUGIN_ID, (&raw mut part).cast());
-        }
-        let mut parts = [const { MaybeUninit::<NetEvent>::uninit() }; MOST_AT_ONCE];
-        let count =
-            parts.iter_mut().zip(whole.chunks).map(|(part, over)| part.write(describe_over(whole, over))).count();
-        if count == 0 {
-            return false;
-        }
-        // SAFETY: as many as there are chunks were written, the first among them.
-        unsafe { parts[0].assume_init_mut() }.set_more(count - 1);
-        self.start_and_stop(transfer, PLUGIN_ID, parts.as_mut_ptr().cast())
-    }
-
-    fn stop(&self, mut event: *mut c_void, news: &News<'_>) {
-        if news.details && self.updates && !news.ended {
-            let mut data = describe(news);
+    fn stop(&self, mut event: *mut c_void, source: &Source<'_>, piece: &Piece) {
+        if let (true, Some(ended)) = (source.details && self.updates, piece.ended) {
+            let mut data = describe(source, piece, 0, ended);
             let kind = ffi::ncclProfilerNetEventUpdateAndStop as c_int;
             return self.call(&mut event, kind, std::ptr::null_mut(), PLUGIN_ID, (&raw mut data).cast());
         }
         let kind = ffi::ncclProfilerNetEventStop as c_int;
         self.call(&mut event, kind, std::ptr::null_mut(), 0, std::ptr::null_mut());
     }
-}
 
-const _: () = assert!(MOST <= MOST_AT_ONCE, "a whole transfer fits one start");
+    unsafe fn summary(&self, transfer: *mut c_void, source: &Source<'_>, pieces: &[Piece]) -> bool {
+        if let ([piece], 0, Reader::Sums) = (pieces, source.reconnects, self.reader()) {
+            return self.sum(transfer, sum(source, piece), piece.ended.unwrap_or(piece.began));
+        }
+        let mut is_taken = false;
+        for (number, together) in pieces.chunks(MOST_AT_ONCE).enumerate() {
+            let part = |piece: &Piece| describe(source, piece, FLAG_ENDED, piece.began);
+            let mut parts: SmallVec<[NetEvent; MOST_AT_ONCE]> = together.iter().map(part).collect();
+            // The others of this summary say nothing of it.
+            parts.iter_mut().skip(usize::from(number == 0)).for_each(|part| part.reconnects = 0);
+            parts[0].set_more(together.len() - 1);
+            if !self.start_and_stop(transfer, PLUGIN_ID, parts.as_mut_ptr().cast()) {
+                break;
+            }
+            is_taken = true;
+        }
+        is_taken
+    }
+}
 
 /// 0 for a send and 1 for a receive, as in NCCL's Socket.
 fn socket_operation(send: bool) -> i32 {
@@ -226,74 +208,58 @@ fn verbs_operation(send: bool) -> i32 {
     if send { WRITE_WITH_IMMEDIATE } else { RECEIVED_IMMEDIATE }
 }
 
-/// The properties of a path that are reported with each part: carrier, device, operation, queue pair, and the peer.
-fn set_path(event: &mut NetEvent, path: &Path, send: bool) {
-    (event.carrier, event.device, event.opcode, event.queue_pair) = match path.carrier {
+/// The descriptor of a piece, of which something happened at the time `then`.
+fn describe(source: &Source<'_>, piece: &Piece, flags: u32, then: Ticks) -> NetEvent {
+    let (chunk, waits, path) = (&piece.chunk, &piece.waits, source.path(piece));
+    let (carrier, device, opcode, queue_pair) = match path.carrier {
         Carrier::None => (0, 0, 0, 0),
-        Carrier::Socket { fd } => (CARRIER_SOCKET, fd, socket_operation(send), 0),
-        Carrier::QueuePair { device, number } => (CARRIER_QUEUE_PAIR, device, verbs_operation(send), number),
+        Carrier::Socket { fd } => (CARRIER_SOCKET, fd, socket_operation(source.send), 0),
+        Carrier::QueuePair { device, number } => (CARRIER_QUEUE_PAIR, device, verbs_operation(source.send), number),
+    };
+    let send = if source.send { FLAG_SEND } else { 0 };
+    let again = if chunk.again { FLAG_RESEND } else { 0 };
+    let mut event = NetEvent {
+        flags: flags | send | again,
+        link: source.link,
+        message: chunk.message,
+        offset: chunk.offset,
+        length: chunk.length,
+        rail: source.rail(piece).unwrap_or(SEVERAL),
+        stream: source.stream(piece).unwrap_or(SEVERAL),
+        retransmissions: piece.retransmissions,
+        reconnects: source.reconnects,
+        carrier,
+        wait_receiver_ns: waits.receiver,
+        wait_socket_ns: waits.socket,
+        wait_credit_ns: waits.credit,
+        wire_ns: piece.wire_ns(),
+        wr_id: chunk.wr_id,
+        device,
+        opcode,
+        queue_pair,
+        ago_ns: u32::try_from(Ticks::now().nanoseconds_since(then)).unwrap_or(u32::MAX),
+        ..NetEvent::new()
     };
     if let Some(peer) = path.peer {
         event.set_peer(peer);
     }
-}
-
-/// As [`describe`], for the piece that the chunk makes.
-fn describe_over(whole: &Whole<'_>, over: &Over) -> NetEvent {
-    let (chunk, path) = (&over.chunk, whole.path(over));
-    let [receiver, socket, credit] = Wait::ALL.map(|wait| over.waits[wait as usize]);
-    let ago_ns = whole.now.nanoseconds_since(over.began);
-    let mut event = NetEvent {
-        flags: if whole.send { FLAG_SEND | FLAG_ENDED } else { FLAG_ENDED },
-        link: whole.link,
-        message: chunk.message,
-        offset: chunk.offset,
-        length: chunk.length,
-        rail: path.rail,
-        stream: if chunk.joined { SEVERAL } else { chunk.path },
-        wait_receiver_ns: receiver,
-        wait_socket_ns: socket,
-        wait_credit_ns: credit,
-        wire_ns: over.wire(),
-        wr_id: chunk.wr_id,
-        ago_ns: u32::try_from(ago_ns).unwrap_or(u32::MAX),
-        ..NetEvent::new()
-    };
-    set_path(&mut event, path, whole.send);
     event
 }
 
-fn describe(news: &News<'_>) -> NetEvent {
-    let piece = news.piece;
-    let chunk = &piece.chunk;
-    let [receiver, socket, credit] = Wait::ALL.map(|wait| piece.waits[wait as usize]);
-    let mut flags = if news.send { FLAG_SEND } else { 0 };
-    if chunk.again {
-        flags |= FLAG_RESEND;
-    }
-    if news.ended {
-        flags |= FLAG_ENDED;
-    }
-    let mut event = NetEvent {
-        flags,
-        link: news.link,
-        message: chunk.message,
-        offset: chunk.offset,
-        length: chunk.length,
-        rail: news.rail().unwrap_or(SEVERAL),
-        stream: news.stream().unwrap_or(SEVERAL),
-        retransmissions: piece.retransmissions,
-        reconnects: news.reconnects,
+/// The sum of a transfer that was this piece.
+fn sum(source: &Source<'_>, piece: &Piece) -> NetSum {
+    let Waits { receiver, socket, credit } = piece.waits;
+    NetSum {
+        link: source.link,
+        message: piece.chunk.message,
+        length: piece.chunk.length,
         wait_receiver_ns: receiver,
         wait_socket_ns: socket,
         wait_credit_ns: credit,
-        wire_ns: piece.wire,
-        wr_id: chunk.wr_id,
-        ago_ns: u32::try_from(news.ago_ns).unwrap_or(u32::MAX),
-        ..NetEvent::new()
-    };
-    set_path(&mut event, news.path, news.send);
-    event
+        wire_ns: piece.wire_ns(),
+        rail: source.path(piece).rail,
+        send: source.send,
+    }
 }
 
 #[cfg(test)]
@@ -339,8 +305,7 @@ mod tests {
     fn a_sum_is_one_call_and_whoever_takes_it_for_an_event_is_told_its_stop() {
         let told = |callback| {
             let profiler = NcclProfiler { callback, wishes: NetEvents::Auto, updates: true };
-            // SAFETY: none of the profilers above reads through the handle.
-            let taken = unsafe { profiler.sum(null_mut(), NetSum::default(), Ticks::now()) };
+            let taken = profiler.sum(null_mut(), NetSum::default(), Ticks::now());
             (taken, CALLS.take())
         };
         assert_eq!(told(ours), (true, vec![START]));

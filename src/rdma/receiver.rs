@@ -35,6 +35,7 @@ use crate::engine::request::{Keys, MAX_PARTS, Outcome, SLOTS, Ticket, too_long};
 use crate::engine::tags::TagOrders;
 use crate::nccl::net_event::SOMEWHERE;
 use crate::os::error::{Error, Result};
+use crate::os::ticks::Ticks;
 use crate::session::wire::copy_ascending;
 
 /// Receives used up on a lane before new ones are posted: one call for several.
@@ -614,8 +615,13 @@ impl RdmaRecv {
     fn tell_short(&self, slot: &Slot, head: &Head, wr_id: u64) {
         let (path, length) = (wr_id as u16, u64::from(head.length));
         let chunk = Chunk { length, path, message: u64::from(head.number), total: length, wr_id, ..Chunk::default() };
-        self.base.events.chunk_begins(slot.request, usize::from(slot.part), &chunk);
-        self.base.events.path_ends(slot.request, usize::from(slot.part), path);
+        self.tell_over(slot, &chunk);
+    }
+
+    /// Notes for the profiler a chunk that is known only when it has arrived.
+    fn tell_over(&self, slot: &Slot, chunk: &Chunk) {
+        let (request, part) = (slot.request, usize::from(slot.part));
+        self.base.events.chunk_over(&self.base.requests, request, part, chunk, Ticks::now());
     }
 
     /// Posts a part: fills it with a message that has arrived, announces it, or leaves it to the sender.
@@ -719,8 +725,8 @@ impl RdmaRecv {
         unsafe { lane.post_one(|| work) }
     }
 
-    /// Notes for the profiler what a lane has brought. Of more shares than can be reported, the last ones make one
-    /// piece when the request ends; so do all shares of a message whose size is in the table, since their lengths are
+    /// Notes for the profiler what a lane has brought. Of more shares than can be reported, the last one stands for those
+    /// that are not; so does the last one of a message whose size is in the table, since the lengths of its shares are
     /// not known.
     #[cold]
     fn tell_arrival(&self, slot: &Slot, immediate: Immediate, completion: &Completion) {
@@ -729,23 +735,19 @@ impl RdmaRecv {
             (slot.size, left == 0)
         } else {
             let (shares, place) = (usize::from(immediate.shares), usize::from(immediate.shares - left));
-            (u64::from(completion.length()), shares <= MOST || place < MOST)
+            (u64::from(completion.length()), left == 0 || shares <= MOST || place < MOST)
         };
-        let path = completion.id() as u16;
         if is_piece {
             let chunk = Chunk {
                 offset: if immediate.shares == 1 { 0 } else { SOMEWHERE },
                 length,
-                path,
+                path: completion.id() as u16,
                 message: u64::from(slot.number),
                 total: slot.size,
                 wr_id: completion.id(),
                 ..Chunk::default()
             };
-            self.base.events.chunk_begins(slot.request, usize::from(slot.part), &chunk);
-            self.base.events.path_ends(slot.request, usize::from(slot.part), path);
-        } else {
-            self.base.events.chunk_passed(slot.request, usize::from(slot.part), path, completion.id());
+            self.tell_over(slot, &chunk);
         }
     }
 

@@ -46,6 +46,7 @@ use crate::engine::counters::Counters;
 use crate::engine::events::Chunk;
 use crate::engine::poller::{Progress, Source};
 use crate::engine::request::{Keys, Outcome, SLOTS, Ticket, too_long};
+use crate::nccl::net_event::SOMEWHERE;
 use crate::os::error::{Error, Result};
 
 /// Queue depth of a sending lane: a message takes one request on each of its lanes, two when its immediate is separate,
@@ -842,7 +843,7 @@ impl RdmaSend {
     fn ended(&self, messages: &mut slab::Slab<Message>, key: u16, path: u16) -> Option<u16> {
         let message = &mut messages[usize::from(key)];
         if self.base.events.hears() {
-            self.base.events.path_ends(message.slot, 0, path);
+            self.base.events.chunk_ends(message.slot, 0, path, SOMEWHERE);
         }
         let earlier = message.earlier.take();
         message.left -= 1;

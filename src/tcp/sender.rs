@@ -173,17 +173,6 @@ struct Io {
     blocked: Option<Ticks>,
 }
 
-/// What to report to a profiler about a message inside `isend`, when it has left: reporting takes up to a tenth of its
-/// latency.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Telling {
-    Nothing,
-    /// Its start and its chunks.
-    Begun,
-    /// All of it, if it is over.
-    Over,
-}
-
 /// A connection that sends.
 pub struct SendConn {
     me: Weak<Self>,
@@ -423,7 +412,7 @@ impl SendConn {
         self.rest.end();
         let hand_over = self.is_for_workers(length as u64);
         let short = length as u64 <= EAGER_MAX && !hand_over;
-        let telling = self.follow(ticket, profiler, length as u64, short);
+        let posted_at = self.events.follow(ticket.slot, 0, profiler);
         // The number of a message that is done when it is posted.
         let mut done_as = None;
         // A short message is sent in this call, when the first stream is free: taken before the state, as always.
@@ -434,7 +423,7 @@ impl SendConn {
             let number = state.core.next_number();
             // SAFETY: the caller keeps the promise about the buffer.
             let posted = unsafe { self.post(&mut state, ticket, data, length, tag, hand_over) };
-            if telling == Telling::Over && self.requests.is_done(ticket) {
+            if posted_at.is_some() && self.requests.is_done(ticket) {
                 done_as = Some(number);
             }
             if let (Ok((_, Admit::Ready)), Some(Some(io))) = (&posted, held.as_deref_mut())
@@ -482,10 +471,17 @@ impl SendConn {
         if self.attention.wanted() {
             self.streams[0].kick();
         }
-        if let Some(message) = done_as {
-            self.events.left_at_once(&self.requests, ticket.slot, &events::Chunk::whole(length as u64, message));
+        if let (Some(message), Some(began)) = (done_as, posted_at) {
+            self.events.chunk_over(
+                &self.requests,
+                ticket.slot,
+                0,
+                &events::Chunk::whole(length as u64, message),
+                began,
+            );
         }
-        if telling == Telling::Begun || telling == Telling::Over && self.requests.is_done(ticket) {
+        // A short message is reported when it has left: that takes a tenth of its latency.
+        if short && self.events.hears() && self.requests.is_done(ticket) {
             // SAFETY: inside isend.
             unsafe { self.events.settle(&self.requests, ticket) };
         }
@@ -503,23 +499,6 @@ impl SendConn {
     /// Sets the receiver of this connection's profiler events.
     pub fn events(&self) -> &Events {
         &self.events
-    }
-
-    /// Starts the events of a transfer. Returns what to report when the message has left.
-    #[inline]
-    fn follow(&self, ticket: Ticket, profiler: *mut c_void, length: u64, short: bool) -> Telling {
-        if profiler.is_null() {
-            return Telling::Nothing;
-        }
-        if !short || self.events.is_patient() {
-            self.events.follow(ticket.slot, 0, profiler);
-            return if short { Telling::Over } else { Telling::Nothing };
-        }
-        let chunk = |details: bool| {
-            let message = if details { self.state().core.next_number() } else { 0 };
-            events::Chunk::whole(length, message)
-        };
-        if self.events.follow_whole(ticket.slot, profiler, chunk) { Telling::Begun } else { Telling::Nothing }
     }
 
     /// Posts a message to the core.

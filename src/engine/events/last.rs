@@ -7,24 +7,32 @@
 //! [`RequestSlots::leave`]: super::super::request::RequestSlots::leave
 
 use super::super::request::LastWords;
-use super::transfer::{Chunk, Over};
+use super::notes::{Kind, Note};
+use super::piece::Chunk;
 use crate::os::ticks::Ticks;
 
 /// In the last word, above the path's number.
 const JOINED: u64 = 1 << 16;
 
-/// The record of a chunk that is all of its transfer, was sent once, and completed `now`. Its length is in the request.
-pub(super) fn words(chunk: &Chunk, began: Ticks, now: Ticks) -> LastWords {
-    let joined = if chunk.joined { JOINED } else { 0 };
-    [now.number(), began.number(), chunk.message, chunk.wr_id, joined | u64::from(chunk.path)]
+/// Whether a record can hold the note: a chunk that is all of its transfer, was sent once, and is over.
+pub(super) fn holds(note: &Note) -> bool {
+    let Chunk { offset, length, total, again, .. } = note.chunk;
+    note.kind == Kind::Over && offset == 0 && length == total && !again
 }
 
-/// Reads the record of a request of `size` bytes.
-pub(super) fn over([now, began, message, wr_id, path]: LastWords, size: u64) -> Option<Over> {
-    let (arrived, began) = (Ticks::from_number(now)?, Ticks::from_number(began)?);
+/// The record of such a note. The length is in the request.
+pub(super) fn words(note: &Note) -> LastWords {
+    let Chunk { joined, path, message, wr_id, .. } = note.chunk;
+    let joined = if joined { JOINED } else { 0 };
+    [note.now.number(), note.began.number(), message, wr_id, joined | u64::from(path)]
+}
+
+/// Reads the record of the request of `total` bytes in `slot`.
+pub(super) fn note(slot: u16, [now, began, message, wr_id, path]: LastWords, total: u64) -> Option<Note> {
+    let (now, began) = (Ticks::from_number(now)?, Ticks::from_number(began)?);
     let (path, joined) = (path as u16, path & JOINED != 0);
-    let chunk = Chunk { offset: 0, length: size, path, message, total: size, again: false, joined, wr_id };
-    Some(Over { chunk, began, arrived, waits: [0; 3] })
+    let chunk = Chunk { length: total, path, message, total, joined, wr_id, ..Chunk::default() };
+    Some(Note { slot, part: 0, kind: Kind::Over, chunk, began, now })
 }
 
 #[cfg(test)]
@@ -37,9 +45,13 @@ mod tests {
         for joined in [false, true] {
             let chunk =
                 Chunk { length: 7, total: 7, path: u16::MAX, message: u64::MAX, wr_id: 3, joined, ..Chunk::default() };
-            let out = over(words(&chunk, began, now), 7).expect("as it was written");
-            assert_eq!(out, Over { chunk, began, arrived: now, waits: [0; 3] });
+            let it = Note { slot: 255, part: 0, kind: Kind::Over, chunk, began, now };
+            assert!(holds(&it));
+            assert_eq!(note(255, words(&it), 7), Some(it));
+            for chunk in [Chunk { again: true, ..chunk }, Chunk { total: 8, ..chunk }, Chunk { offset: 1, ..chunk }] {
+                assert!(!holds(&Note { chunk, ..it }));
+            }
         }
-        assert_eq!(over([0; 5], 1), None);
+        assert_eq!(note(0, [0; 5], 1), None);
     }
 }

@@ -1,5 +1,9 @@
 use super::*;
+use crate::engine::request::Outcome;
 use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::atomic::AtomicU64;
+use std::sync::{MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// A profiler that records which pieces were started under which handle, and what followed.
@@ -16,6 +20,10 @@ struct Books {
     entries: Mutex<Vec<Entry>>,
 }
 
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 #[derive(Debug, Clone)]
 struct Entry {
     transfer: usize,
@@ -24,7 +32,7 @@ struct Entry {
     stops: u32,
     retransmissions: u32,
     /// As reported at the stop.
-    waits: [u64; 3],
+    waits: Waits,
     rail: u16,
     /// Rail and path of all its bytes, if there is one.
     on: (Option<u16>, Option<u16>),
@@ -41,53 +49,33 @@ impl Listener for Books {
         }
     }
 
-    unsafe fn ended<'a>(&self, transfer: *mut c_void, all: &mut dyn Iterator<Item = News<'a>>) -> usize {
-        let all: Vec<_> = all.collect();
-        lock(&self.together).push(all.len());
-        for (taken, news) in all.iter().enumerate() {
-            assert!(news.ended && news.piece.is_ended());
+    unsafe fn summary(&self, transfer: *mut c_void, source: &Source<'_>, pieces: &[Piece]) -> bool {
+        lock(&self.together).push(pieces.len());
+        let mut source = Source { ..*source };
+        pieces.iter().enumerate().all(|(number, piece)| {
+            assert!(piece.ended.is_some());
             // SAFETY: the caller keeps this function's promise, which is the same.
-            let handle = unsafe { self.start(transfer, news) };
-            if handle.is_null() {
-                return taken;
+            let handle = unsafe { self.start(transfer, &source, piece) };
+            if !handle.is_null() {
+                self.stop(handle, &source, piece);
+                source.reconnects = 0;
             }
-            self.stop(handle, news);
-        }
-        all.len()
+            !handle.is_null() || number > 0
+        })
     }
 
-    unsafe fn sum(&self, transfer: *mut c_void, sum: NetSum, ended: Ticks) -> bool {
-        assert!(
-            self.reader() == Reader::Sums && ended.nanoseconds_since(Ticks::now()) == 0,
-            "it has ended before it is told"
-        );
-        let chunk = Chunk { length: sum.length, joined: true, ..Chunk::default() };
-        let waits = [sum.wait_receiver_ns, sum.wait_socket_ns, sum.wait_credit_ns];
-        let piece = Over { chunk, began: ended, arrived: ended, waits }.piece();
-        let path = Path { rail: sum.rail, ..NO_PATH };
-        let paths = [path, NO_PATH];
-        let scene = Scene { link: sum.link, send: sum.send, details: true, paths: &paths, now: None };
-        let news = scene.news(&piece);
-        // SAFETY: the caller keeps this function's promise, which is the same.
-        let handle = unsafe { self.start(transfer, &news) };
-        if !handle.is_null() {
-            self.stop(handle, &news);
-        }
-        !handle.is_null()
-    }
-
-    unsafe fn start(&self, transfer: *mut c_void, news: &News<'_>) -> *mut c_void {
+    unsafe fn start(&self, transfer: *mut c_void, source: &Source<'_>, piece: &Piece) -> *mut c_void {
         assert!(!transfer.is_null(), "a start reads through the handle");
         let mut entries = lock(&self.entries);
         entries.push(Entry {
             transfer: transfer.addr(),
-            length: news.piece.chunk.length,
-            again: news.piece.chunk.again,
+            length: piece.chunk.length,
+            again: piece.chunk.again,
             stops: 0,
             retransmissions: 0,
-            waits: [0; 3],
-            rail: news.path.rail,
-            on: (news.rail(), news.stream()),
+            waits: Waits::default(),
+            rail: source.path(piece).rail,
+            on: (source.rail(piece), source.stream(piece)),
             reconnects: 0,
         });
         let declined = self.declined.load(Ordering::Relaxed) >> (entries.len() - 1).min(63) & 1 == 1;
@@ -95,12 +83,12 @@ impl Listener for Books {
         if declines { std::ptr::null_mut() } else { std::ptr::without_provenance_mut(entries.len()) }
     }
 
-    fn stop(&self, handle: *mut c_void, news: &News<'_>) {
+    fn stop(&self, handle: *mut c_void, source: &Source<'_>, piece: &Piece) {
         let entry = &mut lock(&self.entries)[handle.addr() - 1];
         entry.stops += 1;
-        entry.retransmissions = news.piece.retransmissions;
-        entry.waits = news.piece.waits;
-        entry.reconnects += news.reconnects;
+        entry.retransmissions = piece.retransmissions;
+        entry.waits = piece.waits;
+        entry.reconnects += source.reconnects;
     }
 }
 
@@ -169,7 +157,7 @@ mod told {
         assert_eq!(*lock(&books.together), [3]);
         let told: Vec<_> = lock(&books.entries).iter().map(|entry| (entry.length, entry.stops)).collect();
         assert_eq!(told, [(50, 1), (100, 1), (150, 1)]);
-        // A piece that waited or was resent is reported when that happens.
+        // Also when a chunk was resent, and nobody noted some bytes.
         events.follow(3, 0, handle(1));
         over(0, 50);
         events.chunk_begins(3, 0, &Chunk { again: true, ..chunk(50, 100, 300) });
@@ -177,9 +165,9 @@ mod told {
         unsafe { events.report() };
         over(150, 30);
         unsafe { events.conclude(3, &outcome(&[300]), None) };
-        assert_eq!(*lock(&books.together), [3, 2, 2], "the last stands for what nobody noted");
-        let told: Vec<_> = lock(&books.entries).drain(..).skip(3).map(|entry| (entry.length, entry.stops)).collect();
-        assert_eq!(told, [(50, 1), (100, 1), (30, 1), (120, 1)]);
+        assert_eq!(*lock(&books.together), [3, 5]);
+        let told: Vec<_> = lock(&books.entries).drain(..).skip(3).map(|entry| (entry.length, entry.again)).collect();
+        assert_eq!(told, [(50, false), (100, false), (100, true), (30, false), (120, false)]);
         lock(&books.together).clear();
 
         // Declined: nothing more of that transfer, and the next is reported as one.
@@ -210,8 +198,10 @@ mod told {
         events.follow(3, 0, handle(1));
         assert!(events.joins());
         // The chunks and their order no longer matter: all waits belong to the transfer.
-        for (offset, wait) in [(0, Wait::Socket), (200, Wait::Credit)] {
-            events.chunk_waited(3, 0, 1, offset, wait, Ticks::now());
+        let since = Ticks::now();
+        std::thread::sleep(Duration::from_millis(1));
+        for (path, offset) in [(0, 0), (1, 200)] {
+            events.chunk_waited(3, 0, path, offset, since);
         }
         let waited = events.notes.get().is_some_and(Notes::are_there);
         let all = Chunk { joined: true, path: 1, ..chunk(0, 300, 300) };
@@ -223,7 +213,7 @@ mod told {
             let [Entry { length: 300, stops: 1, on: (Some(0), None), waits, .. }] = entries[..] else {
                 panic!("one piece, of no single stream: {entries:?}")
             };
-            assert!(waits[Wait::Socket as usize] > 0 && waits[Wait::Credit as usize] > 0, "{waits:?}");
+            assert!(waits.socket >= 2_000_000 && waits.credit > 0, "{waits:?}");
         }
         // Over another rail: a listener that sums by rails must get it chunk by chunk.
         events.set_path(2, path(1, 7));
@@ -255,16 +245,13 @@ mod told {
             let is_filled = || events.notes.get().is_some_and(Notes::are_there);
             assert!(!is_filled(), "it is noted nowhere else");
             let since = Ticks::now();
-            told_by_its_request(&events, &requests, |slot| events.chunk_waited(slot, 0, 0, 0, Wait::Socket, since));
+            told_by_its_request(&events, &requests, |slot| events.chunk_waited(slot, 0, 0, 0, since));
             assert!(!is_filled());
             let entries = lock(&books.entries);
             let told: Vec<_> = entries.iter().map(|entry| (entry.transfer, entry.length, entry.stops)).collect();
             assert_eq!(told, [(64, 300, 1), (64, 300, 1)]);
-            assert_eq!(
-                entries.iter().map(|entry| entry.waits[Wait::Socket as usize] > 0).collect::<Vec<_>>(),
-                [false, true]
-            );
-            assert!(entries.iter().all(|entry| entry.waits[Wait::Credit as usize] > 0), "until it left");
+            assert_eq!(entries.iter().map(|entry| entry.waits.socket > 0).collect::<Vec<_>>(), [false, true]);
+            assert!(entries.iter().all(|entry| entry.waits.credit > 0), "until it left");
             assert_eq!(*lock(&books.together), if patient { vec![1, 1] } else { vec![] });
         }
     }
@@ -288,36 +275,55 @@ mod told {
     }
 
     #[test]
-    fn for_a_patient_listener_notes_are_looked_for_now_and_then_while_a_request_is_not_done() {
+    fn for_a_patient_listener_notes_are_read_now_and_then_while_a_request_is_not_done() {
         let (books, events) = set_up(true);
         books.details.store(true, Ordering::Relaxed);
         books.patient.store(true, Ordering::Relaxed);
         events.follow(3, 0, handle(1));
-        unsafe { events.wait() };
-        let begun = std::time::Instant::now();
-        // On a busy machine few rounds may take all of the time.
-        let mut rounds = 0;
-        while begun.elapsed() < Duration::from_millis(20) || rounds < 2000 {
-            // More than are kept for the end.
-            (0..=MOST as u64).for_each(|at| events.chunk_over(&nobody(), 3, 0, &chunk(at, 1, 1 << 40), Ticks::now()));
+        let are_there = || events.notes.get().is_some_and(Notes::are_there);
+        for round in 0..3 {
+            events.chunk_over(&nobody(), 3, 0, &chunk(round, 1, 10), Ticks::now());
+            for _ in 1..report::CALLS {
+                unsafe { events.wait() };
+                assert!(are_there(), "not in each call");
+            }
             unsafe { events.wait() };
-            rounds += 1;
+            assert!(!are_there(), "once in so many");
         }
-        let calls = lock(&books.together).len();
-        let most = 1 + begun.elapsed().as_nanos() as usize / PATIENCE_NS as usize;
-        assert!((1..=most).contains(&calls), "{calls} of at most {most}");
-        unsafe { events.abandon(3) };
+        assert!(lock(&books.entries).is_empty(), "nothing is told before the end");
+        unsafe { events.conclude(3, &outcome(&[10]), None) };
+        let told: Vec<_> = lock(&books.entries).iter().map(|entry| (entry.length, entry.stops)).collect();
+        assert_eq!(told, [(1, 1), (1, 1), (1, 1), (7, 1)]);
     }
 
     #[test]
-    fn who_has_to_learn_of_a_reconnection_is_told_piece_by_piece() {
+    fn a_reconnection_is_told_once() {
         let (books, events) = set_up(true);
         books.details.store(true, Ordering::Relaxed);
         books.patient.store(true, Ordering::Relaxed);
         events.set_path(0, Path { carrier: Carrier::Socket { fd: 6 }, rail: 0, peer: None });
-        told_by_its_request(&events, &RequestSlots::new(), |_| ());
+        for _ in 0..2 {
+            told_by_its_request(&events, &RequestSlots::new(), |_| ());
+        }
         let told: Vec<_> = lock(&books.entries).iter().map(|entry| (entry.stops, entry.reconnects)).collect();
-        assert_eq!((told, lock(&books.together).len()), (vec![(1, 1)], 0));
+        assert_eq!(told, [(1, 1), (1, 0)]);
+    }
+
+    #[test]
+    fn what_was_noted_of_a_transfer_that_was_declined_is_not_told_of_the_next_in_its_slot() {
+        let (books, events) = set_up(true);
+        books.declined.store(1, Ordering::Relaxed);
+        events.follow(0, 0, handle(1));
+        events.chunk_begins(0, 0, &chunk(0, 5, 10));
+        unsafe { events.report() };
+        events.chunk_begins(0, 0, &chunk(5, 5, 10));
+        unsafe { events.conclude(0, &outcome(&[10]), None) };
+        events.hears.store(true, Ordering::Relaxed);
+        events.follow(0, 0, handle(2));
+        events.chunk_begins(0, 0, &chunk(0, 7, 7));
+        unsafe { events.conclude(0, &outcome(&[7]), None) };
+        let told: Vec<_> = lock(&books.entries).iter().map(|entry| (entry.transfer, entry.length)).collect();
+        assert_eq!(told, [(64, 5), (128, 7)]);
     }
 
     #[test]
@@ -407,21 +413,21 @@ mod told {
         }
         let began = Ticks::now();
         std::thread::sleep(Duration::from_millis(3));
-        events.chunk_waited(0, 0, 0, 10, Wait::Socket, began);
+        events.chunk_waited(0, 0, 0, 10, began);
         // A stream may be full more than once in a chunk.
         let again = Ticks::now();
         std::thread::sleep(Duration::from_millis(3));
-        events.chunk_waited(0, 0, 0, 10, Wait::Socket, again);
+        events.chunk_waited(0, 0, 0, 10, again);
         let most = Ticks::now().nanoseconds_since(began);
         events.chunk_ends(0, 0, 0, 20);
-        // It has ended: notes made now do not belong to it.
-        events.chunk_waited(0, 0, 0, 20, Wait::Socket, began);
+        // Of another path: it is not this one that waited.
+        events.chunk_waited(0, 0, 1, 20, began);
         unsafe { events.conclude(0, &outcome(&[30]), None) };
         let entries = lock(&books.entries);
-        let socket: Vec<_> = entries.iter().map(|entry| entry.waits[Wait::Socket as usize]).collect();
+        let socket: Vec<_> = entries.iter().map(|entry| entry.waits.socket).collect();
         assert_eq!((socket[0], socket[2]), (0, 0), "{socket:?}");
         assert!((6_000_000..=most).contains(&socket[1]), "both waits and no more than both: {socket:?} of {most}");
-        assert_eq!(entries[1].waits[Wait::Credit as usize], 0, "no other cause");
+        assert_eq!(entries[1].waits.credit, 0, "no other cause");
     }
 
     #[test]
@@ -440,7 +446,7 @@ mod told {
         events.chunk_begins(0, 0, &chunk(0, 10, 10));
         let left = Ticks::now();
         unsafe { events.conclude(0, &outcome(&[10]), None) };
-        let [receiver, socket, credit] = lock(&books.entries)[0].waits;
+        let Waits { receiver, socket, credit } = lock(&books.entries)[0].waits;
         assert!((4_000_000..=after.nanoseconds_since(posted)).contains(&receiver), "{receiver}");
         assert!((2_000_000..=left.nanoseconds_since(before)).contains(&credit), "{credit}");
         assert_eq!(socket, 0);
@@ -454,7 +460,7 @@ mod told {
         std::thread::sleep(Duration::from_millis(1));
         events.chunk_begins(0, 0, &chunk(0, 10, 10));
         unsafe { events.conclude(0, &outcome(&[10]), None) };
-        assert_eq!(lock(&books.entries)[0].waits, [0; 3]);
+        assert_eq!(lock(&books.entries)[0].waits, Waits::default());
     }
 
     #[test]
@@ -462,14 +468,13 @@ mod told {
         let (books, events) = set_up(true);
         events.follow(0, 0, std::ptr::null_mut());
         events.chunk_begins(0, 0, &chunk(0, 5, 5));
-        assert!(!events.follow_whole(1, std::ptr::null_mut(), |_| unreachable!("not asked for")));
         unsafe { events.conclude(0, &outcome(&[5]), None) };
         assert!(lock(&books.entries).is_empty());
         let deaf = Events::default();
         deaf.follow(0, 0, handle(1));
         deaf.chunk_begins(0, 0, &chunk(0, 5, 5));
         unsafe { deaf.conclude(0, &outcome(&[5]), None) };
-        assert!(!deaf.hears() && deaf.places.get().is_none() && deaf.notes.get().is_none(), "and nothing is kept");
+        assert!(!deaf.hears() && deaf.notes.get().is_none(), "and nothing is kept");
     }
 
     #[test]
@@ -506,21 +511,6 @@ mod told {
         events.chunk_begins(0, 0, &chunk(5, 5, 15));
         unsafe { events.abandon(0) };
         assert_eq!(lock(&books.entries).iter().map(|entry| (entry.length, entry.stops)).collect::<Vec<_>>(), [(5, 1)]);
-    }
-
-    #[test]
-    fn a_whole_message_is_told_when_it_has_left() {
-        let (books, events) = set_up(true);
-        assert!(events.follow_whole(9, handle(1), |_| chunk(0, 8, 8)));
-        assert!(lock(&books.entries).is_empty(), "that would hold it up");
-        // It is noted again when a stream takes it, which is no retransmission.
-        events.chunk_begins(9, 0, &chunk(0, 8, 8));
-        // It has left, but its request has not ended.
-        unsafe { events.report() };
-        assert_eq!(lock(&books.entries)[0].stops, 0);
-        unsafe { events.conclude(9, &outcome(&[8]), None) };
-        let entries = lock(&books.entries);
-        assert_eq!((entries.len(), entries[0].stops, entries[0].retransmissions), (1, 1, 0));
     }
 
     #[test]

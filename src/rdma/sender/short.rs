@@ -12,6 +12,7 @@ use crate::engine::events::Chunk;
 use crate::engine::request::Ticket;
 use crate::engine::table::Table;
 use crate::os::error::Result;
+use crate::os::ticks::Ticks;
 use crate::rdma::adapter::Registration;
 use crate::rdma::eager::{EAGER_MAX, Head, Outbox, Parcel};
 use crate::rdma::fabric::Lane;
@@ -160,8 +161,7 @@ impl RdmaSend {
         let (path, wr_id) = (lane as u16, work_id(0, lane, 1, false) | EAGER);
         let chunk = Chunk { length, path, message: number.into(), total: length, wr_id, ..Chunk::default() };
         self.base.events.ready(slot, 0);
-        self.base.events.chunk_begins(slot, 0, &chunk);
-        self.base.events.path_ends(slot, 0, path);
+        self.base.events.chunk_over(&self.base.requests, slot, 0, &chunk, Ticks::now());
     }
 }
 

@@ -180,7 +180,7 @@ impl SendConn {
             let mut state = self.state();
             let State { core, payloads, done, copies, .. } = &mut *state;
             core.fenced(index, epoch, frames, done)?;
-            self.chunks_end(core, payloads, done);
+            self.chunks_end(core, payloads);
             self.end_messages(payloads, copies, done);
         }
         for stream in &self.streams {

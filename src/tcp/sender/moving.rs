@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use super::{Io, Leaving, Outgoing, Payload, SHARE, SendConn, State};
 use crate::engine::counters::Counters;
-use crate::engine::events::{self, Wait};
+use crate::engine::events;
 use crate::engine::request::Ticket;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
@@ -152,7 +152,7 @@ impl SendConn {
     #[cold]
     fn moves_again(&self, index: usize, followed: Option<(Ticket, u64)>, since: Ticks) {
         if let Some((ticket, offset)) = followed {
-            self.events.chunk_waited(ticket.slot, 0, index as u16, offset, Wait::Socket, since);
+            self.events.chunk_waited(ticket.slot, 0, index as u16, offset, since);
         }
     }
 
@@ -183,10 +183,6 @@ impl SendConn {
             // Noted while the state is locked: its message may be acknowledged at any time, having arrived the first
             // time.
             if let Some((ticket, chunk)) = io.untold.take() {
-                if self.events.is_patient() {
-                    // Nothing has been noted of its first time.
-                    self.events.chunk_begins(ticket.slot, 0, &events::Chunk { again: false, ..chunk });
-                }
                 self.events.chunk_begins(ticket.slot, 0, &chunk);
             }
             Counters::count(&self.counters.resends, 1);
@@ -335,7 +331,7 @@ impl SendConn {
         core.arrives(index, frames, |left| left.elapsed());
         core.acknowledge_all(ack.counts(), done)?;
         core.acknowledge(index, frames, credit, done)?;
-        self.chunks_end(core, payloads, done);
+        self.chunks_end(core, payloads);
         self.end_messages(payloads, copies, done);
         self.kick_roomy(state, index);
         Ok(())
@@ -346,7 +342,7 @@ impl SendConn {
     pub(super) fn settle_claims(&self, state: &mut State, index: usize) {
         let State { core, payloads, done, copies, .. } = state;
         if core.settle(index, done) {
-            self.chunks_end(core, payloads, done);
+            self.chunks_end(core, payloads);
             self.end_messages(payloads, copies, done);
         }
     }
@@ -378,8 +374,8 @@ impl SendConn {
         }
     }
 
-    /// Chunks were acknowledged. Those of messages that are `done` end all at once, unless nothing is known of them yet.
-    pub(super) fn chunks_end(&self, core: &mut SendCore, payloads: &[Option<Payload>], done: &[Key]) {
+    /// Chunks were acknowledged.
+    pub(super) fn chunks_end(&self, core: &mut SendCore, payloads: &[Option<Payload>]) {
         let mut now = None;
         while let Some(Landed { key, index, offset, length, joined, message, total, began }) = core.take_landed() {
             let Some(ticket) = payloads[key].as_ref().and_then(|payload| payload.ticket) else { continue };
@@ -389,7 +385,7 @@ impl SendConn {
                 // A message's chunks arrive together, and reading the clock takes as long as the rest of a note.
                 let now = *now.get_or_insert_with(Ticks::now);
                 self.events.chunk_acknowledged(&self.requests, ticket.slot, &chunk, began, now);
-            } else if !done.contains(&key) {
+            } else {
                 self.events.chunk_ends(ticket.slot, 0, path, offset);
             }
         }
@@ -400,9 +396,6 @@ impl SendConn {
             let payload = payloads[key].take().expect("a message in flight has its payload");
             if let Some(ticket) = payload.ticket {
                 Counters::count(&self.counters.messages, 1);
-                if self.events.hears() && !self.events.is_patient() {
-                    self.events.all_arrived(ticket.slot, 0);
-                }
                 self.requests.complete_part(ticket.slot, 0, payload.length);
             }
             if let Some(copy) = payload.replay.and_then(|copy| copies.give_back(copy)) {
