@@ -59,7 +59,7 @@ fn files(below: &Path, extension: &str) -> Vec<PathBuf> {
 
 /// A source without its tests and comments.
 fn code(path: &Path) -> String {
-    if path.file_stem().is_some_and(|stem| stem == "tests") {
+    if path.file_stem().is_some_and(|stem| stem == "tests" || stem == "simulation") {
         return String::new();
     }
     let text = read(path);
