@@ -26,6 +26,12 @@ int cuDeviceGetCount(int *count) { *count = 1; return OK; }
 int cuDeviceGet(int *device, int ordinal) { *device = 7 + ordinal; return OK; }
 int cuDevicePrimaryCtxRetain(void **ctx, int device) { *ctx = &context; return device == 7 ? OK : INVALID_DEVICE; }
 int cuCtxSetCurrent(void *ctx) { current = ctx; return OK; }
+int cuCtxGetDevice(int *device) { *device = 7; return current == &context ? OK : INVALID_CONTEXT; }
+int cuDeviceGetPCIBusId(char *text, int length, int device) {
+  if (device != 7 || length < 13) return INVALID_DEVICE;
+  strcpy(text, "0000:3B:00.0");
+  return OK;
+}
 int cuCtxSynchronize(void) { return current == &context ? OK : INVALID_CONTEXT; }
 
 int cuMemAlloc_v2(uint64_t *address, size_t bytes) {

@@ -55,8 +55,17 @@ pub(crate) fn run(options: &Options) -> Result<Verdict> {
 }
 
 /// The table's columns, and their widths.
-const COLUMNS: [(&str, usize); 7] =
-    [("communicator", 24), ("rank", 5), ("host", 16), ("process", 8), ("call", 24), ("for", 8), ("waits for", 9)];
+const COLUMNS: [(&str, usize); 9] = [
+    ("communicator", 24),
+    ("rank", 5),
+    ("global", 6),
+    ("host", 16),
+    ("process", 8),
+    ("GPU", 17),
+    ("call", 24),
+    ("for", 8),
+    ("waits for", 9),
+];
 
 type Key = (String, u64, i32);
 
@@ -78,8 +87,12 @@ struct View {
 struct Rank {
     communicator: String,
     rank: i32,
+    /// In the job, if that is known.
+    global: Option<i32>,
     host: String,
     process: i32,
+    /// Empty when unknown.
+    gpu: String,
     /// The call, for how long, and what it waits for.
     doing: [String; 3],
 }
@@ -102,6 +115,8 @@ impl View {
                 ranks.push(Rank {
                     communicator: if comm.name.is_empty() { format!("0x{}", comm.id) } else { comm.name.clone() },
                     rank: comm.rank,
+                    global: process.state.rank,
+                    gpu: comm.gpu.clone(),
                     host: process.state.host.clone(),
                     process: process.state.pid,
                     doing: doing(process, comm, now),
@@ -116,9 +131,11 @@ impl View {
         let mut text = String::new();
         let table = Table::new(COLUMNS.map(|(heading, width)| (heading, "", width)));
         let _ = writeln!(text, "{}", table.left_row(&COLUMNS.map(|(heading, _)| heading.to_owned())));
-        for Rank { communicator, rank, host, process, doing } in &self.ranks {
-            let mut cells = vec![communicator.clone(), rank.to_string(), host.clone(), process.to_string()];
-            cells.extend_from_slice(doing);
+        for Rank { communicator, rank, global, host, process, gpu, doing } in &self.ranks {
+            let unless_unknown = |text: String| if text.is_empty() { "-".to_owned() } else { text };
+            let global = unless_unknown(global.map_or_else(String::new, |rank| rank.to_string()));
+            let place = [host.clone(), process.to_string(), unless_unknown(gpu.clone())];
+            let cells = [[communicator.clone(), rank.to_string(), global], place, doing.clone()].concat();
             let _ = writeln!(text, "{}", table.left_row(&cells));
         }
         for (host, process, exited, since) in &self.gone {
@@ -141,7 +158,8 @@ impl View {
         let rank = |it: &Rank| {
             let [call, since, waits_for] = &it.doing;
             json!({
-                "communicator": it.communicator, "rank": it.rank, "host": it.host, "process": it.process,
+                "communicator": it.communicator, "rank": it.rank, "global_rank": it.global, "host": it.host,
+                "process": it.process, "gpu": Some(&it.gpu).filter(|gpu| !gpu.is_empty()),
                 "call": call, "for": since, "waits_for": waits_for,
             })
         };

@@ -69,7 +69,7 @@ impl Answer {
         let mut job = Job::default();
         for process in processes {
             let state = &process.state;
-            let place = Whereabouts { host: state.host.clone(), pid: state.pid };
+            let place = Whereabouts { host: state.host.clone(), pid: state.pid, rank: state.rank };
             for comm in &state.communicators {
                 let info = comm.info();
                 if comms.contains(&info.id) {
@@ -140,7 +140,13 @@ impl Answer {
 fn finding(found: &Finding) -> Value {
     let named = found.verdict.named().into_iter().map(|rank| {
         let member = found.comm.members.get(&rank);
-        json!({"rank": rank, "host": member.map(|it| &it.host), "process": member.map(|it| it.pid)})
+        json!({
+            "rank": rank,
+            "host": member.map(|it| &it.host),
+            "process": member.map(|it| it.pid),
+            "gpu": member.map(|it| &it.gpu).filter(|gpu| !gpu.is_empty()),
+            "global_rank": member.and_then(|it| it.global),
+        })
     });
     let waiting = found.verdict.waiting.as_ref();
     json!({

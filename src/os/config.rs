@@ -374,11 +374,11 @@ variables! {
     profile_limit: Option<u32> {
         name: "TOWLINE_PROFILE_LIMIT",
         default: "auto",
-        unit: "MiB per trace file",
+        unit: "MiB per process",
         since: "0.1.0",
         read: "profiler init",
-        help: "How large a trace file may become. What comes later is not in it, and that is said; summary and metrics \
-               go on. `auto` is 4096.",
+        help: "How large a trace may become. At half of it the file becomes `….earlier.pftrace`, in place of the one before, and \
+               the trace goes on in a new one: the newest part is kept. `auto` is 4096.",
     }
     profile_control: Option<String> {
         name: "TOWLINE_PROFILE_CONTROL",

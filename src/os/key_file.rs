@@ -9,12 +9,57 @@ use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
+use sha2::{Digest, Sha256};
+
 use super::error::{Error, Result};
 
 /// The fewest bytes that can hold 128 unguessable bits as hexadecimal digits.
 const SHORTEST: usize = 32;
 /// The largest number of bytes that are read from a key file.
 const LONGEST: usize = 4096;
+
+/// What a key is for: each use has bytes of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purpose {
+    /// Connections between ranks.
+    Connections,
+    /// The status over TCP.
+    Status,
+}
+
+/// The shared key, ready for a handshake. It cannot be printed.
+#[derive(Clone, PartialEq, Eq)]
+pub struct SharedKey([u8; 32]);
+
+impl std::fmt::Debug for SharedKey {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("SharedKey(not shown)")
+    }
+}
+
+impl SharedKey {
+    /// Reads a key file.
+    ///
+    /// # Errors
+    /// As [`read`].
+    pub fn load(path: &Path, purpose: Purpose) -> Result<Self> {
+        read(path).map(|content| Self::from_content(&content, purpose))
+    }
+
+    /// The key from the content of a key file.
+    pub fn from_content(content: &[u8], purpose: Purpose) -> Self {
+        let label: &[u8] = match purpose {
+            Purpose::Connections => b"towline key file 1",
+            Purpose::Status => b"towline status key 1",
+        };
+        Self(Sha256::new().chain_update(label).chain_update(content).finalize().into())
+    }
+
+    /// The bytes for the handshake.
+    pub fn bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+}
 
 /// Reads a key file: its content without the line ends at its end.
 ///
@@ -73,6 +118,13 @@ fn check_access(path: &Path, mode: u32, owner: u32, me: u32) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_key_cannot_be_printed_and_serves_one_purpose() {
+        let of = |purpose| SharedKey::from_content(&[0x41; 32], purpose);
+        assert_eq!(format!("{:?}", of(Purpose::Status)), "SharedKey(not shown)");
+        assert_ne!(of(Purpose::Status), of(Purpose::Connections));
+    }
 
     #[test]
     fn a_key_that_others_could_read_or_change_is_refused() {

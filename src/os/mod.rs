@@ -7,6 +7,8 @@ pub mod cores;
 pub mod error;
 pub mod fd;
 pub mod fork;
+pub mod gpu;
+pub mod host;
 pub mod interfaces;
 pub mod key_file;
 pub mod link_kind;

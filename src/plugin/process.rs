@@ -19,10 +19,10 @@ use crate::engine::poller::panic_text;
 use crate::engine::table::Table;
 use crate::os::config::{Complaint, Config, KeyFile};
 use crate::os::error::{Error, Result};
+use crate::os::key_file::{Purpose, SharedKey};
 use crate::os::{fork, log};
 use crate::session::acceptor;
 use crate::session::net::Net;
-use crate::session::seal::key::SharedKey;
 
 /// Everything that exists as long as the process.
 pub struct Process {
@@ -201,13 +201,13 @@ impl Process {
     /// something that the process's connections do not do.
     fn key(&self, config: &Config) -> Result<Option<SharedKey>> {
         let Some(KeyFile(path)) = &config.key_file else { return Ok(None) };
-        let Some(net) = self.net.get() else { return SharedKey::load(Path::new(path)).map(Some) };
+        let Some(net) = self.net.get() else { return SharedKey::load(Path::new(path), Purpose::Connections).map(Some) };
         let hint = "set TOWLINE_KEY_FILE before the first communicator is made, and leave it as it is";
         match &net.key {
             None => Err(Error::usage("TOWLINE_KEY_FILE was set after the process began to connect without a key")
                 .with_hint(hint)),
             Some(_) if net.config.key_file == config.key_file => Ok(None),
-            Some(key) if SharedKey::load(Path::new(path))? == *key => Ok(None),
+            Some(key) if SharedKey::load(Path::new(path), Purpose::Connections)? == *key => Ok(None),
             Some(_) => {
                 Err(Error::usage("TOWLINE_KEY_FILE was changed to another key after the process began to connect")
                     .with_hint(hint))

@@ -29,7 +29,6 @@ use super::owner::Joining;
 use super::peer::Peer;
 use super::ports::Listener;
 use super::seal::agreement::{Accepted, Keys, OFFER};
-use super::seal::key::SharedKey;
 use super::seal::{Seal, is_encrypted, other_key};
 use super::shortage;
 use super::tries::{self, PATIENCE};
@@ -38,6 +37,7 @@ use super::wire::{self, Piece, send_all};
 use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::os::config::Config;
 use crate::os::error::{Error, Result};
+use crate::os::key_file::SharedKey;
 use crate::os::log::{Limiter, NET};
 
 /// The half-open handshakes of the process.

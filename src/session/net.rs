@@ -18,7 +18,6 @@ use super::opening::Door;
 use super::outlet::Outlets;
 use super::owner::{Connecting, Listening};
 use super::ports::{Listener, Ports};
-use super::seal::key::SharedKey;
 use super::segments::Segments;
 use super::shortage::Shortages;
 use super::silences::Silences;
@@ -28,7 +27,9 @@ use crate::engine::poller::{Half, Interest, Poller, Progress, Registration, Sour
 use crate::engine::share::Share;
 use crate::os::config::Config;
 use crate::os::error::{self, Error};
+use crate::os::host;
 use crate::os::interfaces::Rail;
+use crate::os::key_file::SharedKey;
 use crate::os::links::Links;
 use crate::os::steal::Steal;
 
@@ -443,11 +444,7 @@ fn descriptor_budget() -> usize {
 }
 
 fn label() -> String {
-    let mut name = [0_u8; 64];
-    // SAFETY: the buffer is ours and one byte longer than what may be written, so the name ends in a zero.
-    unsafe { libc::gethostname(name.as_mut_ptr().cast(), name.len() - 1) };
-    let end = name.iter().position(|byte| *byte == 0).unwrap_or(0);
-    format!("{}:{}", String::from_utf8_lossy(&name[..end]), std::process::id())
+    format!("{}:{}", host::name(), std::process::id())
 }
 
 #[cfg(test)]

@@ -187,7 +187,7 @@ mod tests {
     use super::*;
 
     fn clock(host: &str, wall_offset: i64) -> Clock {
-        let info = ProcessInfo { host: host.into(), boot: 1, pid: 1, wall_offset };
+        let info = ProcessInfo { host: host.into(), boot: 1, pid: 1, rank: None, wall_offset };
         Clock { info, arrows: Vec::new() }
     }
 

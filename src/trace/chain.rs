@@ -1,4 +1,4 @@
-//! A second profiler behind ours: NCCL loads one profiler, people want tracing and somebody's metrics at once.
+//! A second profiler behind ours: NCCL loads one profiler, and users want two at once.
 //!
 //! The second profiler sees what it would see alone: its own contexts, its own event handles as parents, the events
 //! that NCCL would emit for its mask and no others. Loading it and its C structs are the business of

@@ -1,7 +1,7 @@
 //! One call of NCCL's as a value: no pointer of NCCL's remains in it.
 //!
 //! A [`Record`] is made on NCCL's thread and read on ours. It is `Copy` and of fixed size, so that it can travel
-//! through a preallocated ring without allocation and without anybody's lifetime: handles are numbers
+//! through a preallocated ring without allocation and without lifetimes: handles are numbers
 //! ([`crate::trace::key`]), strings are [`Name`]s.
 
 use super::names::Name;
@@ -123,6 +123,8 @@ pub struct CommInfo {
     pub ranks: i32,
     /// This rank, −1 while unknown.
     pub rank: i32,
+    /// Its GPU ([`crate::os::gpu::Gpu`] as text); empty when unknown.
+    pub gpu: String,
 }
 
 impl CommInfo {
@@ -133,10 +135,11 @@ impl CommInfo {
             ("", id) => format!("{id:#x}"),
             (name, id) => format!("{name} ({id:#x})"),
         };
+        let gpu = if self.gpu.is_empty() { String::new() } else { format!(" · GPU {}", self.gpu) };
         match (self.rank, self.ranks) {
             (rank, _) if rank < 0 => name,
-            (rank, 0) => format!("rank {rank} · {name}"),
-            (rank, ranks) => format!("rank {rank} of {ranks} · {name}"),
+            (rank, 0) => format!("rank {rank} · {name}{gpu}"),
+            (rank, ranks) => format!("rank {rank} of {ranks} · {name}{gpu}"),
         }
     }
 }
@@ -151,9 +154,11 @@ pub struct CollApi {
     pub count: u64,
     pub stream: u64,
     pub graph: bool,
+    /// The user's mark on the call, from v7 on; 0 stands for none.
+    pub tag: u64,
 }
 
-/// A collective as NCCL runs it.
+/// A collective as NCCL runs it. The user's tag is its host call's: a record has no room for both.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 #[allow(missing_docs)]
 pub struct Coll {
@@ -175,6 +180,10 @@ pub struct Coll {
     pub comm_name: Name,
     pub channels: u8,
     pub warps: u8,
+    /// Which kernel runs it, from v7 on.
+    pub variant: Name,
+    /// Whether it works on symmetric memory, without the proxy; from v7 on.
+    pub symmetric: bool,
 }
 
 /// A send or a receive as NCCL runs it.
@@ -190,6 +199,8 @@ pub struct P2p {
     pub datatype: Name,
     pub comm_name: Name,
     pub channels: u8,
+    /// The user's mark on the call, from v7 on; 0 stands for none.
+    pub tag: u64,
 }
 
 /// What the proxy thread does for one collective on one channel with one peer.
@@ -378,6 +389,8 @@ pub struct CeColl {
     pub datatype: Name,
     pub strategy: Name,
     pub intra_sync: bool,
+    /// The user's mark on the call, from v7 on; 0 stands for none.
+    pub tag: u64,
 }
 
 /// What happened: a start (one variant per kind of descriptor), a change of state, or a stop.

@@ -14,8 +14,8 @@
 use std::ffi::c_int;
 use std::path::Path;
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering};
-use std::sync::mpsc::{self, RecvTimeoutError, Sender};
-use std::sync::{Mutex, Once, PoisonError};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Mutex, Once};
 use std::time::{Duration, Instant};
 
 use super::chain::{Chain, Change, Second, Start};
@@ -23,9 +23,11 @@ use super::event::{Body, CommInfo, Kind, NetPart, NetTimes, Record, state};
 use super::key::{self, Stamp};
 use super::live::network::Connections;
 use super::live::place;
+use super::process::{Drops, Notice, PEER_WAITS, Profiler, Request};
 use super::ring::{Ring, Room, shard_of};
+use super::say::{Level, host, say};
 use super::settings::Settings;
-use super::writer::{Notice, Request, Writer};
+use super::writer::Writer;
 use crate::nccl::net_event::{self, NetEvent, NetSum, Reader};
 use crate::os::config::Config;
 use crate::os::error::Result;
@@ -42,18 +44,6 @@ const EXIT: Duration = Duration::from_secs(2);
 /// no time for it.
 const LONGEST: Duration = Duration::from_secs(30);
 
-/// More than a proxy thread has sends that wait for their peers.
-const PEER_WAITS: usize = 256;
-
-/// How serious a message is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Level {
-    /// A warning: the user should check it.
-    Warn,
-    /// Where files are and what was counted.
-    Info,
-}
-
 /// Opens a second profiler for the interface's version that NCCL speaks to us.
 pub type LoadSecond = fn(&Path, u32) -> Result<Box<dyn Second>>;
 
@@ -69,51 +59,6 @@ pub struct Init {
     pub load_second: LoadSecond,
     /// What the transport's connections are.
     pub connections: Connections,
-}
-
-/// What was dropped for want of room, by kind of start, then states and stops.
-#[derive(Debug, Default)]
-pub struct Drops {
-    /// Starts declined, by the kind's place in the mask.
-    pub starts: [AtomicU64; Kind::ALL.len()],
-    /// Changes of state not recorded.
-    pub states: AtomicU64,
-    /// Stops not recorded.
-    pub stops: AtomicU64,
-}
-
-impl Drops {
-    /// All of them together.
-    pub fn total(&self) -> u64 {
-        let starts: u64 = self.starts.iter().map(|count| count.load(Ordering::Relaxed)).sum();
-        starts + self.states.load(Ordering::Relaxed) + self.stops.load(Ordering::Relaxed)
-    }
-}
-
-/// The process's profiler.
-pub struct Profiler {
-    pub(super) stamp: Stamp,
-    pub(super) settings: Settings,
-    /// NCCL tells of proxy steps only because it is asked for what lies below them, and what that is counted by are the
-    /// operations above: nothing is recorded of steps.
-    skips_steps: bool,
-    pub(super) ring: Ring,
-    pub(super) drops: Drops,
-    pub(super) chain: Option<Chain>,
-    /// NCCL's mask, to follow a second profiler that changes its mind.
-    pub(super) mask: AtomicPtr<c_int>,
-    /// Communicators initialised and not finalized.
-    pub(super) live: AtomicU64,
-    serial: AtomicU64,
-    /// Counts what the writer has done.
-    pub(super) progress: AtomicU64,
-    pub(super) connections: Connections,
-    /// By the event's hash, the last event that began to wait for its peer: NCCL reports it at each attempt to send.
-    peer_waits: [AtomicU64; PEER_WAITS],
-    notices: Mutex<Vec<Notice>>,
-    requests: Sender<Request>,
-    /// Which process of a line of forks it belongs to.
-    generation: u32,
 }
 
 static CURRENT: AtomicPtr<Profiler> = AtomicPtr::new(std::ptr::null_mut());
@@ -191,7 +136,7 @@ pub unsafe fn init(init: Init) -> u64 {
     if let Some(chain) = &profiler.chain {
         chain.init(&comm);
     }
-    lock(&profiler.notices).push(Notice::Begin { comm, when: Ticks::now_in_order() });
+    profiler.notices().push(Notice::Begin { comm, when: Ticks::now_in_order() });
     // Wakes a writer that sleeps because no communicator was alive.
     let _ = profiler.requests.send(Request::Wake);
     profiler.mask.store(init.mask, Ordering::Release);
@@ -293,7 +238,7 @@ pub fn finalize(context: u64) {
     if let Some(chain) = &profiler.chain {
         chain.finalize(context);
     }
-    lock(&profiler.notices).push(Notice::End { context, when: Ticks::now_in_order() });
+    profiler.notices().push(Notice::End { context, when: Ticks::now_in_order() });
     let last = profiler.live.fetch_update(Ordering::AcqRel, Ordering::Acquire, |live| live.checked_sub(1)) == Ok(1);
     if last {
         profiler.finish(FINISH);
@@ -409,24 +354,6 @@ impl Profiler {
         self.ring.push(thread, room, make).map(drop)
     }
 
-    /// The mask that NCCL should have now.
-    pub(super) fn wanted(&self) -> u32 {
-        self.settings.mask | self.chain.as_ref().map_or(0, Chain::mask)
-    }
-
-    /// Renews NCCL's mask after the second profiler has changed its own.
-    pub(super) fn renew_mask(&self) {
-        let mask = self.mask.load(Ordering::Acquire);
-        if !mask.is_null() && self.live.load(Ordering::Acquire) > 0 {
-            // SAFETY: valid while a communicator exists; NCCL reads it as one int.
-            unsafe { AtomicI32::from_ptr(mask) }.store(self.wanted() as i32, Ordering::Relaxed);
-        }
-    }
-
-    pub(super) fn take_notices(&self) -> Vec<Notice> {
-        std::mem::take(&mut *lock(&self.notices))
-    }
-
     /// Everything that is in the ring goes to disk, unless the writer does nothing for as long as `patience`.
     fn finish(&self, patience: Duration) {
         let began = Instant::now();
@@ -444,15 +371,6 @@ impl Profiler {
             }
             seen = progress;
         }
-    }
-}
-
-/// Logs a message for the user; warnings go to standard error when nothing else would show them.
-pub(super) fn say(level: Level, text: &str) {
-    match level {
-        Level::Info => tracing::info!("{text}"),
-        Level::Warn if tracing::enabled!(tracing::Level::WARN) => tracing::warn!("{text}"),
-        Level::Warn => eprintln!("towline: {text}"),
     }
 }
 
@@ -522,16 +440,6 @@ fn new_profiler(init: &Init) -> Option<&'static Profiler> {
     Some(profiler)
 }
 
-/// The host's name, fit for a file name.
-pub fn host() -> String {
-    let mut name = [0u8; 256];
-    // SAFETY: the buffer has the passed length, less one for a terminating zero.
-    unsafe { libc::gethostname(name.as_mut_ptr().cast(), name.len() - 1) };
-    let length = name.iter().position(|&byte| byte == 0).unwrap_or(0);
-    let text = String::from_utf8_lossy(&name[..length]).replace(|c: char| !c.is_ascii_alphanumeric() && c != '-', "_");
-    if text.is_empty() { "host".into() } else { text }
-}
-
 extern "C" fn at_exit() {
     if let Some(profiler) = current() {
         profiler.finish(EXIT);
@@ -539,8 +447,4 @@ extern "C" fn at_exit() {
         let asked = profiler.requests.send(Request::Exit(reply)).is_ok();
         super::service::leave(asked.then(|| wait.recv_timeout(EXIT).ok()).flatten().flatten());
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -88,6 +88,16 @@ impl Links {
         self.links.entry((link, send)).or_default().interfaces.push(name);
     }
 
+    /// Takes in what `other` knows.
+    pub fn join(&mut self, other: Self) {
+        self.links.extend(other.links);
+    }
+
+    /// All connections with their interfaces.
+    pub fn all(&self) -> impl Iterator<Item = (u64, bool, &[Name])> {
+        self.links.iter().map(|(&(link, send), known)| (link, send, &known.interfaces[..]))
+    }
+
     /// The hosts at the other ends.
     pub fn hosts(&self) -> &[String] {
         &self.hosts

@@ -19,12 +19,11 @@ use std::net::TcpStream;
 use std::path::Path;
 use std::time::Duration;
 
-use sha2::{Digest, Sha256};
 use snow::{Builder, HandshakeState, TransportState};
 
 use super::metrics::server::Limited;
 use crate::os::error::Result;
-use crate::os::key_file;
+use crate::os::key_file::{Purpose, SharedKey};
 
 const PATTERN: &str = "Noise_NNpsk0_25519_AESGCM_SHA256";
 const PROLOGUE: &[u8] = b"towline status 1";
@@ -40,33 +39,17 @@ const PIECE: usize = 32 << 10;
 /// How long a client may take to prove that it has the key. Until then it holds one of the places for clients.
 const PROOF: Duration = Duration::from_secs(2);
 
-/// The key of this protocol. It cannot be printed.
-pub struct Key([u8; 32]);
-
-impl std::fmt::Debug for Key {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Key(not shown)")
-    }
+/// The key of this protocol: not the bytes that connections between ranks use.
+///
+/// # Errors
+/// As [`SharedKey::load`].
+pub fn load_key(path: &Path) -> Result<SharedKey> {
+    SharedKey::load(path, Purpose::Status)
 }
 
-impl Key {
-    /// Reads the key file.
-    ///
-    /// # Errors
-    /// As [`key_file::read`].
-    pub fn load(path: &Path) -> Result<Self> {
-        key_file::read(path).map(|content| Self::of(&content))
-    }
-
-    /// Not the bytes that connections between ranks use.
-    fn of(content: &[u8]) -> Self {
-        Self(Sha256::new().chain_update(b"towline status key 1").chain_update(content).finalize().into())
-    }
-
-    fn builder(&self) -> io::Result<Builder<'_>> {
-        let params = PATTERN.parse().map_err(refused)?;
-        Builder::new(params).prologue(PROLOGUE).and_then(|builder| builder.psk(0, &self.0)).map_err(refused)
-    }
+fn builder(key: &SharedKey) -> io::Result<Builder<'_>> {
+    let params = PATTERN.parse().map_err(refused)?;
+    Builder::new(params).prologue(PROLOGUE).and_then(|builder| builder.psk(0, key.bytes())).map_err(refused)
 }
 
 fn refused(error: snow::Error) -> io::Error {
@@ -77,9 +60,9 @@ fn refused(error: snow::Error) -> io::Error {
 ///
 /// # Errors
 /// When the client does not have the key, or is too slow.
-pub(in crate::trace) fn serve(client: &TcpStream, key: &Key, answer: impl FnOnce() -> String) -> io::Result<()> {
+pub(in crate::trace) fn serve(client: &TcpStream, key: &SharedKey, answer: impl FnOnce() -> String) -> io::Result<()> {
     let mut stream = Limited::new(client, PROOF);
-    let state = key.builder()?.build_responder().map_err(refused)?;
+    let state = builder(key)?.build_responder().map_err(refused)?;
     let mut session = respond(&mut stream, state)?;
     let (request, _) = receive(&mut stream, &mut session)?;
     if request != REQUEST {
@@ -98,9 +81,9 @@ pub(in crate::trace) fn serve(client: &TcpStream, key: &Key, answer: impl FnOnce
 ///
 /// # Errors
 /// When it has another key, or is not done within `patience`.
-pub fn ask(stream: &TcpStream, key: &Key, patience: Duration, longest: u64) -> io::Result<Vec<u8>> {
+pub fn ask(stream: &TcpStream, key: &SharedKey, patience: Duration, longest: u64) -> io::Result<Vec<u8>> {
     let mut stream = Limited::new(stream, patience);
-    let mut state = key.builder()?.build_initiator().map_err(refused)?;
+    let mut state = builder(key)?.build_initiator().map_err(refused)?;
     let mut greeting = [0; GREETING];
     state.write_message(&[], &mut greeting).map_err(refused)?;
     stream.write_all(&greeting)?;
@@ -170,8 +153,8 @@ mod tests {
     const LONGEST: u64 = 1 << 24;
     const PATIENCE: Duration = Duration::from_secs(20);
 
-    fn key(byte: u8) -> Key {
-        Key::of(&[byte; 32])
+    fn key(byte: u8) -> SharedKey {
+        SharedKey::from_content(&[byte; 32], Purpose::Status)
     }
 
     /// A process with this status, and where it listens.
@@ -188,7 +171,7 @@ mod tests {
         address
     }
 
-    fn ask(address: SocketAddr, key: &Key) -> io::Result<Vec<u8>> {
+    fn ask(address: SocketAddr, key: &SharedKey) -> io::Result<Vec<u8>> {
         super::ask(&TcpStream::connect(address)?, key, PATIENCE, LONGEST)
     }
 
@@ -226,7 +209,7 @@ mod tests {
         let address = listener.local_addr().unwrap();
         let key = key(1);
         let mut offer = [0; GREETING];
-        key.builder().unwrap().build_initiator().unwrap().write_message(&[], &mut offer).unwrap();
+        builder(&key).unwrap().build_initiator().unwrap().write_message(&[], &mut offer).unwrap();
         let client = std::thread::spawn(move || {
             let mut stream = TcpStream::connect(address).unwrap();
             stream.write_all(&offer).unwrap();

@@ -4,7 +4,7 @@
 //! its thread pointer hashes to, so two threads seldom meet and a thread's own records stay in order. Nothing is
 //! registered per thread and nothing is freed at a thread's end: communicators and their threads may come and go.
 //!
-//! Guarantees: [`Ring::push`] never waits for anybody (a producer that was interrupted between claiming a slot and
+//! Guarantees: [`Ring::push`] never waits for another thread (a producer that was interrupted between claiming a slot and
 //! filling it delays the consumer, not other producers); a full shard refuses, and refuses starts first, so that the
 //! stops of events already begun still find room. A record's place is unique for ever and serves as the event's id.
 //!

@@ -19,12 +19,13 @@ use std::time::{Duration, Instant};
 use super::claim::{claim, first_free, is_older};
 use super::live::{KEPT, KEPT_IN_FILE, place};
 use super::metrics::{self, server};
-use super::profiler::{Level, host, say};
-use super::remote::{self, Key};
+use super::process::Request;
+use super::remote;
+use super::say::{Level, host, say};
 use super::settings::Remote;
-use super::writer::Request;
 use crate::os::error::Error;
 use crate::os::fd::Registered;
+use crate::os::key_file::SharedKey;
 
 /// How long a client may take to say what it wants.
 const CLIENT: Duration = Duration::from_millis(500);
@@ -54,7 +55,7 @@ static STATE: Mutex<Option<(u32, PathBuf)>> = Mutex::new(None);
 /// The process ends: its state stays as it is.
 static LEFT: AtomicBool = AtomicBool::new(false);
 
-/// Removes the control socket at the end of the process: nobody answers there any more. The state file gets its last words,
+/// Removes the control socket at the end of the process: no thread answers there any more. The state file gets its last words,
 /// or goes too when there are none.
 pub(super) fn leave(last_words: Option<String>) {
     LEFT.store(true, Ordering::Release);
@@ -92,7 +93,7 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
 pub(super) struct Service {
     control: Option<Registered<UnixListener>>,
     http: Option<Registered<TcpListener>>,
-    remote: Option<(Registered<TcpListener>, Key)>,
+    remote: Option<(Registered<TcpListener>, SharedKey)>,
     state: Option<PathBuf>,
     requests: Sender<Request>,
 }
@@ -214,7 +215,8 @@ impl Service {
                 let ours =
                     kept.as_ref().filter(|(owner, _)| *owner == std::process::id()).map(|(_, path)| path.clone());
                 let path = ours.unwrap_or_else(|| claim(path, |path| is_older(path, 10 * BEAT)).0);
-                let is_written = metrics::replace(&path, &text).is_ok();
+                let written = metrics::replace(&path, &text).or_else(|_| metrics::overwrite(&path, &text));
+                let is_written = written.is_ok();
                 if is_written {
                     *kept = Some((std::process::id(), path));
                 }
@@ -247,8 +249,8 @@ fn answer(requests: &Sender<Request>, word: &str) -> String {
 fn listen_with_key(
     remote: &Remote,
     local_rank: Option<u16>,
-) -> crate::os::error::Result<(Registered<TcpListener>, Key)> {
-    let key = Key::load(&remote.key)?;
+) -> crate::os::error::Result<(Registered<TcpListener>, SharedKey)> {
+    let key = remote::load_key(&remote.key)?;
     let bound = server::bind(remote.address, local_rank).or_else(|error| {
         // A kernel without IPv6.
         let any = remote.address.ip().is_unspecified() && remote.address.is_ipv6();
@@ -258,7 +260,7 @@ fn listen_with_key(
 }
 
 /// Gives the status to a client that has the key.
-fn handle_with_key(key: Key, requests: Sender<Request>) -> server::Handle {
+fn handle_with_key(key: SharedKey, requests: Sender<Request>) -> server::Handle {
     // Threads share it.
     let requests = Mutex::new(requests);
     Arc::new(move |client| {

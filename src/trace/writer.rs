@@ -1,6 +1,6 @@
 //! The one thread behind the ring: it puts records in order and hands them to the trace and the summary.
 //!
-//! It wakes every few milliseconds while communicators are alive, at once when somebody asks for something, and sleeps
+//! It wakes every few milliseconds while communicators are alive, at once when a request comes, and sleeps
 //! otherwise. Whatever it does, NCCL's threads do not wait for it; when it falls behind they drop, and count.
 //!
 //! Order: records carry the times of their calls. Each round takes what is in the ring, sorts it, and applies what is
@@ -27,13 +27,13 @@ use super::names::Name;
 use super::perfetto::file::TraceFile;
 use super::perfetto::{Emitter, ProcessInfo, mix};
 use super::place::SHARDS;
-use super::profiler::{Level, Profiler, host, say};
+use super::process::{Notice, Profiler, Request};
 use super::ring::Drain;
+use super::say::{Level, host, say};
 use super::service::{self, Service};
 use super::summary::{self, Summary};
 use super::tracker::{Comm, Tracker};
 use super::verdict::{Job, Key, Route, Told, Whereabouts};
-use crate::os::ticks::Ticks;
 
 /// Between two looks into the ring.
 const ROUND: Duration = Duration::from_millis(4);
@@ -46,44 +46,6 @@ const FLUSH_BYTES: usize = 256 << 10;
 
 /// When a producer was interrupted in the middle of a record, this many records wait for it at most.
 const PENDING: usize = 1 << 18;
-
-/// What happens to communicators, told by user threads.
-#[derive(Debug)]
-pub(super) enum Notice {
-    /// One begins.
-    Begin {
-        /// Which.
-        comm: CommInfo,
-        /// When.
-        when: Ticks,
-    },
-    /// One ends.
-    End {
-        /// Which.
-        context: u64,
-        /// When.
-        when: Ticks,
-    },
-}
-
-/// What others want of the writer.
-#[derive(Debug)]
-pub(super) enum Request {
-    /// A communicator was made: look.
-    Wake,
-    /// The tables, now.
-    Summary(Sender<String>),
-    /// The metrics, now.
-    Metrics(Sender<String>),
-    /// Everything to disk; answers with the trace's path.
-    Flush(Sender<String>),
-    /// The process's state as JSON, with so many calls of each communicator; none while no communicator lives.
-    Status(usize, Sender<Option<String>>),
-    /// The same as the last words of a process that ends.
-    Exit(Sender<Option<String>>),
-    /// Everything to disk with summary and metrics: the last communicator has ended, or the process does.
-    Finish(Sender<()>),
-}
 
 /// What is kept for the process's state.
 struct Status {
@@ -151,7 +113,7 @@ impl Writer {
                 say(Level::Info, &format!("Towline writes a trace to {}", file.path().display()));
                 let mut seed = [0; 8];
                 let _ = getrandom::fill(&mut seed);
-                let info = process_info();
+                let info = process_info(metrics::Labels::of_process("").rank);
                 let seed = mix(u64::from_ne_bytes(seed), mix(info.boot, info.pid as u64));
                 Some(Emitter::new(file, &info, seed, clock::now()))
             }
@@ -175,10 +137,10 @@ impl Writer {
         if number > 1 {
             pid += &format!(".{number}");
         }
-        let labels = Labels::new(&host(), &pid, |name| std::env::var(name).ok());
+        let labels = Labels::of_process(&pid);
         let listen = (settings.listen, settings.remote.as_ref(), labels.local_rank);
         let (service, complaints) = Service::open(settings.control.clone(), listen, settings.state.clone(), requests);
-        // Nobody asked for what serves the status alone, unless over TCP.
+        // The user did not ask for what serves the status alone, unless over TCP.
         let level = if settings.is_asked_for() || settings.remote.is_some() { Level::Warn } else { Level::Info };
         complaints.iter().for_each(|complaint| say(level, complaint));
         if let Some(service) = service
@@ -262,7 +224,7 @@ impl Writer {
         self.drain.back(&self.profiler.ring);
         let now = self.timeline.look();
         // Notices are taken after the time was: a record up to `now` has its communicator known.
-        let notices = self.profiler.take_notices();
+        let notices = std::mem::take(&mut *self.profiler.notices());
         let (last, pending) = (&mut self.last, &mut self.pending);
         let mut cut = self.drain.drain(&self.profiler.ring, now, &mut |shard, mut record| {
             last[shard] = last[shard].max(record.when);
@@ -311,7 +273,7 @@ impl Writer {
         if let Some(status) = self.status.as_mut().filter(|status| due >= status.look_due) {
             status.look_due = due + LOOK;
             let after = self.profiler.settings.stuck_after.as_nanos() as u64;
-            status.warn_of_what_is_stuck(after, self.profiler.connections);
+            status.warn_of_what_is_stuck(after, self.labels.rank, self.profiler.connections);
         }
     }
 
@@ -329,6 +291,7 @@ impl Writer {
             host: host(),
             boot: status.boot,
             pid: std::process::id() as i32,
+            rank: self.labels.rank,
             beat: status.beat,
             now,
             wall: now.saturating_add_signed(clock::wall_offset()),
@@ -517,7 +480,7 @@ impl Writer {
             }
         }
         let drops = &self.profiler.drops;
-        // Where nobody asked for figures, `towline why` says it.
+        // Where the user did not ask for figures, `towline why` says it.
         if drops.total() > 0 && self.profiler.settings.is_asked_for() {
             say(
                 Level::Warn,
@@ -552,7 +515,7 @@ impl Writer {
 impl Status {
     /// Tells the user, once of each, of calls that are open for longer than `after`, as far as this process knows what they
     /// wait for.
-    fn warn_of_what_is_stuck(&mut self, after: u64, connections: Connections) {
+    fn warn_of_what_is_stuck(&mut self, after: u64, rank: Option<i32>, connections: Connections) {
         let now = clock::now();
         self.tracker.forget(now);
         let stuck = |comm: &Comm| comm.calls().any(|call| call.open && now.saturating_sub(call.entered) >= after);
@@ -560,7 +523,8 @@ impl Status {
             return;
         }
         let routes: Vec<Route> = connections().into_iter().map(|it| it.route(now)).collect();
-        let (place, mut waits) = (Whereabouts { host: host(), pid: std::process::id() as i32 }, self.tracker.waits());
+        let place = Whereabouts { host: host(), pid: std::process::id() as i32, rank };
+        let mut waits = self.tracker.waits();
         let mut job = Job::default();
         for (context, comm) in self.tracker.comms().iter().filter(|(_, comm)| comm.ended.is_none()) {
             // The other ranks' processes are not asked here.
@@ -588,6 +552,7 @@ impl Status {
 const TOLD: usize = 10_000;
 
 /// This process, for the trace.
-fn process_info() -> ProcessInfo {
-    ProcessInfo { host: host(), boot: place::boot(), pid: std::process::id() as i32, wall_offset: clock::wall_offset() }
+fn process_info(rank: Option<i32>) -> ProcessInfo {
+    let (boot, pid) = (place::boot(), std::process::id() as i32);
+    ProcessInfo { host: host(), boot, pid, rank, wall_offset: clock::wall_offset() }
 }

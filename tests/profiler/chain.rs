@@ -83,8 +83,10 @@ static int start7(void *context, void **handle, descr7 *d) {
   descr old = { d->type, d->parent, d->rank };
   if (d->type == 2) {
     old.parent = (void *)d->rest[10];
-    /* The count, the kernel's variant, and the tag. */
-    if (d->rest[4] != 64 || d->rest[11] || d->rest[13]) __sync_fetch_and_add(&bad, 1);
+    /* The count, the kernel's variant, whether it is a symmetric one, and the tag, which is not handed on. */
+    const char *variant = (const char *)d->rest[11];
+    if (d->rest[4] != 64 || !variant || variant[0] != 'L' || variant[1] != 'D' || !(d->rest[12] & 1) || d->rest[13])
+      __sync_fetch_and_add(&bad, 1);
   }
   return start(context, handle, &old);
 }

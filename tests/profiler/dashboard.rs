@@ -1,11 +1,13 @@
 //! The dashboard asks only for metrics that there are.
 
 use super::check;
+use super::gpu::{self, Gpu};
 use super::host::{CommDescr, Host};
 use super::play::{Comm, Pace, Shape};
 
 /// A process whose metrics have every family.
 pub(crate) fn play() {
+    let _gpu = Gpu::enter_if_asked();
     let mut mask = 0;
     let comm = Comm::new(Host::load(6), CommDescr { id: 0x33, ranks: 2, rank: 0 }, &mut mask);
     let task = comm.enqueue(0, 64);
@@ -16,7 +18,8 @@ pub(crate) fn play() {
 #[test]
 fn every_metric_of_the_dashboard_and_the_documentation_is_there() {
     let dir = tempfile::tempdir().unwrap();
-    super::run("metrics", dir.path(), &[("TOWLINE_METRICS_PEERS", "1")]);
+    let peers = [("TOWLINE_METRICS_PEERS", "1")];
+    super::run("metrics", dir.path(), &[&peers[..], &gpu::variables()].concat());
     let files: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path()).collect();
     let file = files.iter().find(|path| path.extension().is_some_and(|e| e == "prom")).expect("a metrics file");
     let text = std::fs::read_to_string(file).unwrap();

@@ -11,6 +11,7 @@ mod chain_wire;
 mod check;
 mod dashboard;
 mod figures;
+mod gpu;
 mod host;
 mod lifetimes;
 mod merge;

@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
+use crate::support::faults::{Cut, Network};
+use crate::support::netns::available;
 use towline::trace::event::{Body, Kind};
 use towline::trace::perfetto::read::{Process, read};
 
@@ -186,4 +188,67 @@ fn a_job_at_work_that_is_killed_waits_for_nobody() {
     let _watchdog = crate::support::watchdog(120);
     let said = report_of_a_job_that_hangs("all-reduce --ranks 3 -b 1M -e 1M -n 1000000 -w 0", |_| {});
     assert!(!said.contains("What the job waits for"), "{said}");
+}
+
+/// The only way between two hosts is cut, or lets next to nothing through, while a job runs: `towline why`, the trace and NCCL's
+/// log tell which send does not end, and over which interface.
+#[test]
+fn a_send_over_an_interface_that_carries_nothing_is_named() {
+    if !available() {
+        return;
+    }
+    let _watchdog = crate::support::watchdog(200);
+    std::thread::scope(|scope| {
+        for how in [Cut::Silent, Cut::Stuck] {
+            scope.spawn(move || cut_while_it_runs(how));
+        }
+    });
+}
+
+fn cut_while_it_runs(how: Cut) {
+    let network = Network::new(1, 0);
+    let dir = tempfile::tempdir().expect("a directory");
+    let log = dir.path().join("log");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_towline"));
+    command.args("all-reduce --ranks 2 -b 1M -e 1M -n 1000000 -w 0 --timeout 120".split(' '));
+    for host in [&network.hosts.0, &network.hosts.1] {
+        command.args(["--wrap", &format!("ip netns exec {}", host.name())]);
+    }
+    command.env("TOWLINE_PROFILE", "trace").env("TOWLINE_PROFILE_DIR", dir.path()).env("TOWLINE_STATE_DIR", dir.path());
+    command.env("NCCL_SOCKET_IFNAME", "rail").env("TOWLINE_STUCK_AFTER", "6").env("TOWLINE_RECONNECT_TIMEOUT", "100");
+    command.stdout(Stdio::null()).stderr(std::fs::File::create(&log).expect("a log")).process_group(0);
+    let mut job = command.spawn().expect("towline runs");
+    let why = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_towline"));
+        let output = command.args(["why", "--json", "--dir"]).arg(dir.path()).output().expect("towline runs");
+        let said = serde_json::from_slice::<serde_json::Value>(&output.stdout).expect("JSON");
+        (output.status.code().expect("an exit"), said)
+    };
+    crate::support::eventually("both ranks are at work", Duration::from_secs(60), || {
+        let busy = traced(dir.path()).iter().filter(|process| process.records.len() > 100).count() == 2;
+        (busy && why().0 == 0).then_some(())
+    });
+    network.cut(0, how);
+    let said = crate::support::eventually("somebody is named", Duration::from_secs(35), || {
+        let (code, said) = why();
+        (code == 1).then_some(said)
+    });
+    let sentence = said["findings"][0]["sentence"].as_str().expect("a sentence").to_owned();
+    assert!(
+        sentence.contains("a send of rank ") && sentence.contains(" over rail0 has been under way"),
+        "{how:?}: {said}"
+    );
+    assert_eq!(said["findings"][0]["named"].as_array().map(Vec::len), Some(1), "{how:?}: {said}");
+    crate::support::eventually("the log says so", Duration::from_secs(35), || {
+        let log = std::fs::read_to_string(&log).expect("a log");
+        log.lines().any(|line| line.contains("has been in AllReduce #") && line.contains(" over rail0 ")).then_some(())
+    });
+    // SAFETY: only a signal, to the process group that was made for this job.
+    unsafe { libc::kill(-(job.id() as i32), libc::SIGKILL) };
+    job.wait().expect("its end");
+    let traces: Vec<String> = files(dir.path(), ".pftrace").iter().map(|path| path.display().to_string()).collect();
+    let output = towline(dir.path(), &format!("trace report --brief {}", traces.join(" ")), &[]);
+    let said = String::from_utf8(output.stdout).expect("text");
+    let line = said.lines().find(|line| line.contains("have been in AllReduce #")).unwrap_or_else(|| panic!("{said}"));
+    assert!(line.contains("a send of rank ") && line.contains(" over rail0 has been under way"), "{how:?}: {said}");
 }

@@ -1,6 +1,6 @@
 //! Every version of the interface tells what it has to tell.
 
-use towline::trace::event::{Body, Kind};
+use towline::trace::event::{Body, CollApi, Kind, P2p};
 
 use super::check;
 use super::host::{CommDescr, Event, Host};
@@ -71,10 +71,15 @@ fn version(number: u32) {
     if number >= 4 {
         assert_eq!(check::bytes_add_up(process), ops * 5 * 4096);
     }
+    for call in check::starts(process, Kind::P2p).into_iter().chain(check::starts(process, Kind::CollApi)) {
+        let (Body::P2p(P2p { tag, .. }) | Body::CollApi(CollApi { tag, .. })) = call.body else { unreachable!() };
+        assert_eq!(tag, if number >= 7 { u64::MAX } else { 0 });
+    }
     for coll in check::starts(process, Kind::Coll) {
         let Body::Coll(coll) = coll.body else { unreachable!() };
         let told = (coll.func.text(), coll.algorithm.text(), coll.protocol.text(), coll.datatype.text());
         assert_eq!(told, ("AllReduce", "RING", "SIMPLE", "ncclFloat32"));
+        assert_eq!((coll.variant.text(), coll.symmetric), if number >= 7 { ("LD", true) } else { ("", false) });
     }
 
     let summary = std::fs::read_to_string(summary_file(dir.path())).unwrap();
@@ -124,6 +129,6 @@ fn v6_tells_copy_engines() {
 }
 
 #[test]
-fn v7_tells_what_v6_does() {
+fn v7_tells_tags_and_kernels() {
     version(7);
 }

@@ -1,6 +1,6 @@
 //! `towline why` beside jobs that stand still: which rank it names, and that it names none in a healthy one.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -9,14 +9,19 @@ use std::time::{Duration, Instant};
 
 use towline::nccl::ffi::*;
 
+use super::gpu::{self, Gpu};
 use super::host::{CommDescr, Event, Host};
 use super::play::{Comm, Pace, Shape};
+use crate::support::netns::available;
 
 /// Of each job in which something is wrong: the smallest one where two ranks are enough to tell, and one as large as a host.
 const RANKS: [i32; 8] = [3, 16, 3, 2, 2, 3, 16, 3];
 
 /// The rank that is not as the others.
 const ODD: i32 = 1;
+
+/// A rank's number in the job is larger by this.
+const GLOBAL: i32 = 100;
 
 /// The call in which the others wait.
 const STUCK: u64 = 3;
@@ -49,6 +54,7 @@ const ALL: [(Odd, &str, &str); RANKS.len()] = [
 
 /// A rank: its number, how many there are, and what it does in the stuck call.
 pub(crate) fn play(args: &str) {
+    let _gpu = Gpu::enter_if_asked();
     let [rank, ranks, how] = args.split('/').collect::<Vec<_>>().try_into().unwrap();
     let (rank, ranks): (i32, i32) = (rank.parse().unwrap(), ranks.parse().unwrap());
     let descr = CommDescr { id: 0x77, ranks, rank };
@@ -148,6 +154,8 @@ impl Job {
 fn rank_of(dir: &Path, rank: i32, ranks: i32, how: &str) -> Child {
     let mut command = super::command(&format!("stuck:{rank}/{ranks}/{how}"), dir);
     command.env("TOWLINE_STUCK_AFTER", "6").env("TOWLINE_STATE_DIR", dir);
+    // The world of a larger job's last stage.
+    command.envs(gpu::variables()).env("RANK", (GLOBAL + rank).to_string());
     command.stderr(std::fs::File::create(dir.join(format!("{rank}.log"))).unwrap()).spawn().unwrap()
 }
 
@@ -186,15 +194,25 @@ fn the_rank_that_holds_the_others_up_is_named() {
         let sentence = finding["sentence"].as_str().unwrap_or_default();
         assert!(sentence.contains(expected), "{odd:?}: {said}");
         assert_eq!((&finding["named"][0]["rank"], &finding["named"][1]), (&ODD.into(), &().into()), "{odd:?}: {said}");
-        assert!(
-            sentence.contains(&format!("rank {ODD} ({}, process ", towline::trace::profiler::host())),
-            "{sentence}"
-        );
+        let (host, pid, global) = (towline::trace::say::host(), job.0[ODD as usize].id(), GLOBAL + ODD);
+        let place = format!("rank {ODD} ({host}, process {pid}, GPU {}, global rank {global})", gpu::NAME);
+        assert!(sentence.contains(&place), "{sentence}");
+        let named = &finding["named"][0];
+        assert_eq!((&named["gpu"], &named["global_rank"]), (&gpu::NAME.into(), &global.into()), "{said}");
         let alive = job.0.len() as u64 - u64::from(odd.is_gone());
         assert_eq!((code, said["processes"].as_u64()), (1, Some(alive)), "{odd:?}: {said}");
         let log = std::fs::read_to_string(dir.path().join("0.log")).unwrap();
         let told = log.lines().filter(|line| line.contains("rank 0 has been in AllReduce #3 for ")).count();
         assert_eq!(told, 1, "{odd:?}: once and no more, in {log}");
+        let top = Command::new(env!("CARGO_BIN_EXE_towline"))
+            .args(["top", "--once", "--dir"])
+            .arg(dir.path())
+            .output()
+            .unwrap();
+        let top = String::from_utf8_lossy(&top.stdout).into_owned();
+        let row =
+            top.lines().find(|line| line.split_whitespace().nth(2) == Some("100")).unwrap_or_else(|| panic!("{top}"));
+        assert!(row.contains(gpu::NAME) && row.contains("AllReduce #3"), "{top}");
     }
 }
 
@@ -283,6 +301,47 @@ fn without_a_shared_directory_the_rank_is_named_over_tcp_to_holders_of_the_key()
     assert!(code == 2 && errors.contains("TOWLINE_KEY_FILE"), "{code}: {errors}");
 }
 
+/// A file system of a mebibyte in memory.
+struct Disk(tempfile::TempDir);
+
+impl Disk {
+    fn new() -> Self {
+        let disk = Self(tempfile::tempdir().unwrap());
+        let done =
+            Command::new("mount").args(["-t", "tmpfs", "-o", "size=1m", "towline-test"]).arg(disk.0.path()).status();
+        assert!(done.expect("mount runs").success(), "this test needs root; TOWLINE_SKIP_NETNS=1 leaves it out");
+        disk
+    }
+
+    /// Leaves no byte free.
+    fn fill(&self) {
+        let mut file = std::fs::File::create(self.0.path().join("filler")).unwrap();
+        while file.write_all(&[7; 512]).is_ok() {}
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(self.0.path()).status();
+    }
+}
+
+#[test]
+fn on_a_full_disk_the_rank_that_does_not_enter_is_named_and_not_those_whose_files_are_old() {
+    if !available() {
+        return;
+    }
+    let disk = Disk::new();
+    let job = Job::start(disk.0.path(), 3, "stay", "wait");
+    disk.fill();
+    std::thread::sleep(Duration::from_secs(9));
+    let (said, code) = why(disk.0.path());
+    let finding = &said["findings"][0];
+    assert_eq!((code, &finding["kind"]), (1, &"behind".into()), "{said}");
+    assert_eq!((&finding["named"][0]["rank"], &finding["named"][1]), (&ODD.into(), &().into()), "{said}");
+    drop(job);
+}
+
 /// Run by `.ci/run`, and by `-- --ignored long::`.
 mod long {
     use super::*;
@@ -293,20 +352,30 @@ mod long {
         let dir = tempfile::tempdir().unwrap();
         let (said, code) = why(dir.path());
         assert_eq!((code, &said["verdict"]), (2, &"unclear".into()));
-        // Two hundred looks.
+        // Two hundred looks, at four jobs or, of TOWLINE_TEST_HEALTHY_JOBS, at as many as that says.
+        let jobs = std::env::var("TOWLINE_TEST_HEALTHY_JOBS").map_or(4, |text| text.parse().expect("a number"));
         std::thread::scope(|scope| {
             for ranks in [2, 3, 8, 16] {
                 scope.spawn(move || {
-                    let dir = tempfile::tempdir().unwrap();
-                    let _job = Job::start(dir.path(), ranks, "healthy", "healthy");
-                    for look in 0..50 {
-                        let (said, code) = why(dir.path());
-                        let found = (code, said["processes"].as_u64());
-                        assert_eq!(found, (0, Some(ranks as u64)), "look {look} at {ranks} ranks: {said}");
-                        std::thread::sleep(Duration::from_millis(300));
+                    for number in 0..jobs / 4 {
+                        look_at_a_healthy_job(ranks, number, if jobs > 4 { 5 } else { 50 });
                     }
                 });
             }
         });
+    }
+
+    fn look_at_a_healthy_job(ranks: i32, job: usize, looks: usize) {
+        let dir = tempfile::tempdir().unwrap();
+        let _job = Job::start(dir.path(), ranks, "healthy", "healthy");
+        let mut all_seen = false;
+        for look in 0..looks {
+            let (said, code) = why(dir.path());
+            assert_eq!(code, 0, "job {job} of {ranks} ranks, look {look}: {said}");
+            // A busy machine gives some of the processes no time for seconds.
+            all_seen |= said["processes"].as_u64() == Some(ranks as u64);
+            std::thread::sleep(Duration::from_millis(300));
+        }
+        assert!(all_seen, "job {job} of {ranks} ranks");
     }
 }

@@ -77,7 +77,7 @@ pub(super) unsafe fn p2p_v2(p: &ncclProfilerP2p_v2_t) -> P2p {
             func: Name::from_ptr(p.func),
             datatype: Name::from_ptr(p.datatype),
             comm_name: Name::from_ptr(p.name),
-            channels: 0,
+            ..P2p::default()
         }
     }
 }

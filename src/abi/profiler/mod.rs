@@ -27,7 +27,7 @@ use members::{Net, number};
 
 use crate::nccl::ffi::{ncclDebugLogger_t, ncclProfilerEventState_t, ncclResult_t};
 use crate::os::config::Config;
-use crate::os::log;
+use crate::os::{gpu, log};
 use crate::trace::chain::{Change, Start};
 use crate::trace::event::CommInfo;
 use crate::trace::live::network::Connection;
@@ -112,7 +112,10 @@ unsafe fn init(
         // SAFETY: not null, so by NCCL's promise a C string.
         unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
     };
-    let init = profiler::Init { version, comm: CommInfo { name, ..comm }, mask, load_second: chain::load, connections };
+    // NCCL calls it on a thread whose context is that of the communicator's GPU.
+    let gpu = gpu::current().map_or_else(String::new, |gpu| gpu.to_string());
+    let comm = CommInfo { name, gpu, ..comm };
+    let init = profiler::Init { version, comm, mask, load_second: chain::load, connections };
     // SAFETY: the mask is NCCL's own variable, which outlives its communicators.
     let ours = unsafe { profiler::init(init) };
     if !context.is_null() {
@@ -171,6 +174,11 @@ unsafe fn begin_net(context: u64, net: &Net<'_>) -> u64 {
 /// The arguments of `init` up to v3: nothing. The communicator's name comes with its first collective.
 fn unknown() -> CommInfo {
     CommInfo { rank: -1, ..CommInfo::default() }
+}
+
+/// Those since v4; `init` adds the name and the GPU.
+fn known(id: u64, nodes: c_int, ranks: c_int, rank: c_int) -> CommInfo {
+    CommInfo { id, nodes, ranks, rank, ..CommInfo::default() }
 }
 
 /// The four functions and the exported table of a version, given its `init`.
@@ -270,7 +278,7 @@ macro_rules! init_since_v5 {
             logger: $crate::nccl::ffi::ncclDebugLogger_t,
         ) -> $crate::nccl::ffi::ncclResult_t {
             $crate::abi::guard::guard::<$number>("init", || {
-                let comm = $crate::trace::event::CommInfo { context: 0, id, name: String::new(), nodes, ranks, rank };
+                let comm = $crate::abi::profiler::known(id, nodes, ranks, rank);
                 // SAFETY: NCCL's promise, passed on.
                 unsafe { $crate::abi::profiler::init($number, context, mask, name, comm, logger) }
             })

@@ -83,6 +83,7 @@ impl Version for V1 {
                         comm_name: Name::from_ptr(c.name),
                         channels: c.nMaxChannels,
                         warps: c.nWarps,
+                        ..Coll::default()
                     })
                 }
                 Kind::P2p => {
@@ -96,7 +97,7 @@ impl Version for V1 {
                         func: name(FUNCS, p.func),
                         datatype: name(DATATYPES, p.datatype),
                         comm_name: Name::from_ptr(p.name),
-                        channels: 0,
+                        ..P2p::default()
                     })
                 }
                 Kind::ProxyOp => members::proxy_op(&d.u.proxyOp),

@@ -56,6 +56,7 @@ impl Version for V2 {
                         comm_name: Name::from_ptr(c.name),
                         channels: c.nMaxChannels,
                         warps: c.nWarps,
+                        ..Coll::default()
                     })
                 }
                 Kind::P2p => Body::P2p(P2p { group: number(d.parentObj), ..members::p2p_v2(&d.u.p2p) }),

@@ -8,7 +8,7 @@ use std::sync::atomic::AtomicI32;
 
 use super::super::guard::guard;
 use super::members::{self, Net, address, descr, net, number};
-use super::{Version, functions, profiler_version};
+use super::{Version, functions, known, profiler_version};
 use crate::nccl::ffi::*;
 use crate::trace::chain::{Change, Start};
 use crate::trace::event::{Body, Coll, CommInfo, Kind, P2p};
@@ -33,7 +33,7 @@ unsafe extern "C" fn init(
     logger: ncclDebugLogger_t,
 ) -> ncclResult_t {
     guard::<4>("init", || {
-        let comm = CommInfo { context: 0, id, name: String::new(), nodes, ranks, rank };
+        let comm = known(id, nodes, ranks, rank);
         // SAFETY: NCCL's promise, passed on.
         unsafe { super::init(4, context, mask, name, comm, logger) }
     })

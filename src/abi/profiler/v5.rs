@@ -34,6 +34,7 @@ pub(super) unsafe fn coll_api(c: &ncclProfilerCollApi_v5_t) -> Body {
             count: c.count as u64,
             stream: number(c.stream),
             graph: c.graphCaptured,
+            tag: 0,
         })
     }
 }
@@ -61,6 +62,7 @@ pub(super) unsafe fn p2p_api(p: &ncclProfilerP2pApi_v5_t) -> Body {
             count: p.count as u64,
             stream: number(p.stream),
             graph: p.graphCaptured,
+            tag: 0,
         })
     }
 }

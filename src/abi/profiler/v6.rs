@@ -44,6 +44,7 @@ unsafe fn copy_engine(d: &ncclProfilerEventDescr_v6_t, kind: Kind) -> Option<Bod
                     datatype: Name::from_ptr(c.datatype),
                     strategy: Name::from_ptr(c.syncStrategy),
                     intra_sync: c.intraBatchSync,
+                    tag: 0,
                 })
             }
             Kind::CeSync => Body::CeSync { complete: d.u.ceCollSync.isComplete, ranks: d.u.ceCollSync.nRanks },

@@ -1,8 +1,7 @@
 //! v7 of the profiler interface, loaded by NCCL 2.31 and later.
 //!
 //! New against v6: members at the ends of the structures of calls (the user's tag, the kernel's variant), and events of a
-//! kernel's phases. None of them is kept: what v6 has is read, and the new events are not asked for. A second profiler gets
-//! the new members as zero, which stands for "none".
+//! kernel's phases, which are not asked for. A collective's tag is kept with the host call above it.
 
 use std::ffi::c_void;
 
@@ -11,7 +10,8 @@ use super::v6::V6;
 use super::{Version, functions, init_of_table_since_v5, init_since_v5, profiler_version};
 use crate::nccl::ffi::*;
 use crate::trace::chain::{Change, Start};
-use crate::trace::event::Kind;
+use crate::trace::event::{Body, Kind};
+use crate::trace::names::Name;
 
 /// The version.
 pub(super) struct V7;
@@ -43,7 +43,22 @@ impl Version for V7 {
         // beginning of v7's member of that name (tests/abi/layout.rs has both from NCCL's headers). v6's is no longer, and
         // aligned alike (above). The promise is passed on; v6 reads the member that the type says, and none of a type that
         // is new in v7.
-        unsafe { V6::decode(&*std::ptr::from_ref(d).cast::<ncclProfilerEventDescr_v6_t>()) }
+        let mut start = unsafe { V6::decode(&*std::ptr::from_ref(d).cast::<ncclProfilerEventDescr_v6_t>()) }?;
+        // SAFETY: in each arm the member that goes with the type, whose strings are C strings or null.
+        unsafe {
+            match &mut start.body {
+                Body::CollApi(call) => call.tag = d.u.collApi.userTag,
+                Body::P2pApi(call) => call.tag = d.u.p2pApi.userTag,
+                Body::P2p(p2p) => p2p.tag = d.u.p2p.userTag,
+                Body::CeColl(coll) => coll.tag = d.u.ceColl.userTag,
+                Body::Coll(coll) => {
+                    coll.variant = Name::from_ptr(d.u.coll.kernelVariant);
+                    coll.symmetric = d.u.coll.isSymColl;
+                }
+                _ => {}
+            }
+        }
+        Some(start)
     }
 
     fn encode(start: &Start, parent: *mut c_void, group: *mut c_void) -> Option<Self::Descr> {
@@ -52,6 +67,17 @@ impl Version for V7 {
         let mut d: Self::Descr = unsafe { std::mem::zeroed() };
         // SAFETY: a descriptor of v6 is the beginning of one of v7 (see `decode`), and the place is large enough.
         unsafe { (&raw mut d).cast::<ncclProfilerEventDescr_v6_t>().write(old) };
+        match &start.body {
+            Body::CollApi(call) => d.u.collApi.userTag = call.tag,
+            Body::P2pApi(call) => d.u.p2pApi.userTag = call.tag,
+            Body::P2p(p2p) => d.u.p2p.userTag = p2p.tag,
+            Body::CeColl(coll) => d.u.ceColl.userTag = coll.tag,
+            Body::Coll(coll) => {
+                d.u.coll.kernelVariant = coll.variant.as_ptr();
+                d.u.coll.isSymColl = coll.symmetric;
+            }
+            _ => {}
+        }
         Some(d)
     }
 

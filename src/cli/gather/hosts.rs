@@ -8,9 +8,10 @@ use std::time::Duration;
 
 use towline::os::config::Config;
 use towline::os::error::{Error, Result};
+use towline::os::key_file::SharedKey;
 use towline::trace::clock;
 use towline::trace::live::{LONGEST, State};
-use towline::trace::remote::{self, Key};
+use towline::trace::remote;
 
 use super::{Found, Process};
 
@@ -39,7 +40,7 @@ pub(super) fn ask(hosts: &[String]) -> Result<Found> {
         return Err(Error::usage("processes of other hosts give their status to holders of the job's key only")
             .with_hint("set TOWLINE_KEY_FILE to the job's key file, or share a directory (TOWLINE_STATE_DIR)"));
     };
-    let key = Key::load(Path::new(&file.0))?;
+    let key = remote::load_key(Path::new(&file.0))?;
     let key = &key;
     let usual = config.status_listen.as_deref().and_then(port_of);
     let places: Vec<(&str, u16)> = hosts.iter().map(|text| parse(text, usual)).collect::<Result<_>>()?;
@@ -94,7 +95,7 @@ fn parse(text: &str, usual: Option<u16>) -> Result<(&str, u16)> {
 }
 
 /// The processes of a host, and what the user should know when there are none.
-fn host_at(host: &str, first: u16, key: &Key) -> (Vec<Process>, Option<String>) {
+fn host_at(host: &str, first: u16, key: &SharedKey) -> (Vec<Process>, Option<String>) {
     let mut found = Vec::new();
     let mut reason = None;
     let mut without = 0;
@@ -124,7 +125,7 @@ struct Failure {
     is_of_host: bool,
 }
 
-fn process_at(host: &str, port: u16, key: &Key) -> std::result::Result<Process, Failure> {
+fn process_at(host: &str, port: u16, key: &SharedKey) -> std::result::Result<Process, Failure> {
     let of_host = |error| Failure { error, is_of_host: true };
     let of_process = |error| Failure { error, is_of_host: false };
     let mut last = of_host(io::Error::new(io::ErrorKind::NotFound, "the name has no address"));
@@ -138,7 +139,7 @@ fn process_at(host: &str, port: u16, key: &Key) -> std::result::Result<Process, 
     Err(last)
 }
 
-fn ask_process(stream: &TcpStream, key: &Key) -> io::Result<Process> {
+fn ask_process(stream: &TcpStream, key: &SharedKey) -> io::Result<Process> {
     let bytes = remote::ask(stream, key, ANSWER, LONGEST)?;
     let state = State::read(&bytes).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
     let heard = clock::now();

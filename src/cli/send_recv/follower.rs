@@ -16,7 +16,7 @@ use super::raw_tcp::{TcpMover, Waiting};
 use super::watch::Watch;
 use super::{Job, Mover, Side, memory};
 
-/// How long someone who connected may take to say hello.
+/// How long a peer that connected may take to say hello.
 const HELLO_PATIENCE: Duration = Duration::from_secs(5);
 
 /// The hidden subcommand of the child process.

@@ -51,7 +51,7 @@ impl<'a> Watch<'a> {
     }
 
     /// Fails when the other side has failed or went away, or when patience is over. Anything else that it says is for later:
-    /// it may be done a little earlier, since who sends waits for the receiver's acknowledgement and not the other way round.
+    /// it may be done a little earlier, since the sender waits for the receiver's acknowledgement and not the other way round.
     pub(super) fn check(&mut self) -> Result<()> {
         if !self.is_ahead && self.channel.has_news() {
             if let Some(Answer::Failed { error }) = self.channel.peek()? {

@@ -76,6 +76,8 @@ impl Ledger {
         let mut ledger = Self { dropped: process.dropped, ..Self::default() };
         for record in &process.records {
             match record.body {
+                // Of such a step only a part is here.
+                Body::ProxyStep { .. } if process.halves.contains(&record.id) => {}
                 Body::ProxyStep { .. } => drop(ledger.steps.insert(record.id, Step::default())),
                 // Other states repeat the size of the step before.
                 Body::State { state: state::STEP_SEND_WAIT | state::STEP_RECV_FLUSH_WAIT, arg, .. } => {
@@ -93,6 +95,7 @@ impl Ledger {
                     let resend = matches!(body, Body::NetTowline(part) if part.resend);
                     match ledger.steps.get_mut(&record.parent) {
                         _ if resend => ledger.resent += length,
+                        None if process.halves.contains(&record.parent) => {}
                         None => ledger.orphans += 1,
                         Some(step) => {
                             step.events += 1;

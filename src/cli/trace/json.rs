@@ -27,7 +27,7 @@ pub(super) fn report(
 /// The figures of one process.
 pub(super) fn process(info: &ProcessInfo, summary: &Summary) -> Value {
     let comms: Vec<Value> = summary.comms.values().map(communicator).collect();
-    json!({"host": info.host, "process": info.pid, "dropped_events": summary.dropped, "communicators": comms})
+    json!({"host": info.host, "process": info.pid, "global_rank": info.rank, "dropped_events": summary.dropped, "communicators": comms})
 }
 
 fn communicator(comm: &CommStat) -> Value {
@@ -77,6 +77,7 @@ fn communicator(comm: &CommStat) -> Value {
         "id": format!("{:#x}", comm.info.id),
         "name": comm.info.name,
         "rank": comm.info.rank,
+        "gpu": Some(&comm.info.gpu).filter(|gpu| !gpu.is_empty()),
         "ranks": comm.info.ranks,
         "calls": calls.collect::<Vec<_>>(),
         "peers": peers.collect::<Vec<_>>(),

@@ -20,8 +20,31 @@ pub(super) fn bytes_of(path: &Path) -> Result<Vec<u8>> {
     std::fs::read(path).map_err(|error| Error::system(format!("reading {}", path.display()), &error))
 }
 
-/// Reads all files and aligns their clocks.
+/// Reads all files, puts the parts of a process's trace together, and aligns the clocks.
 pub(super) fn load(files: &[PathBuf]) -> Result<Loaded> {
+    let (mut parts, remarks) = read_all(files)?;
+    parts.sort_by_key(|part| part.turns);
+    let mut processes: Vec<Process> = Vec::new();
+    for part in parts {
+        let mut rest = Some(part);
+        for process in &mut processes {
+            rest = rest.and_then(|part| process.join(part));
+        }
+        if let Some(mut first) = rest {
+            first.stand_alone();
+            processes.push(first);
+        }
+    }
+    Ok(aligned(processes, remarks))
+}
+
+/// The same, each file's part for itself: in the order of the files and, in each, of appearance.
+pub(super) fn load_parts(files: &[PathBuf]) -> Result<Loaded> {
+    let (parts, remarks) = read_all(files)?;
+    Ok(aligned(parts, remarks))
+}
+
+fn read_all(files: &[PathBuf]) -> Result<(Vec<Process>, Vec<String>)> {
     let mut processes = Vec::new();
     let mut remarks = Vec::new();
     for path in files {
@@ -37,6 +60,10 @@ pub(super) fn load(files: &[PathBuf]) -> Result<Loaded> {
                 .with_hint("traces end in .pftrace and are made with TOWLINE_PROFILE=trace"));
         }
     }
+    Ok((processes, remarks))
+}
+
+fn aligned(mut processes: Vec<Process>, mut remarks: Vec<String>) -> Loaded {
     let clocks: Vec<Clock> = processes
         .iter_mut()
         .map(|process: &mut Process| Clock {
@@ -50,7 +77,14 @@ pub(super) fn load(files: &[PathBuf]) -> Result<Loaded> {
         let info = process.info.clone().unwrap_or_default();
         if process.cut.is_some() {
             remarks.push(format!(
-                "the trace of {}:{} ends before the process does: it reached TOWLINE_PROFILE_LIMIT, or the disk was full",
+                "the trace of {}:{} ends before the process does: its newest file is not among these, or the disk was full",
+                info.host, info.pid
+            ));
+        }
+        if process.begins_late {
+            remarks.push(format!(
+                "the trace of {}:{} begins after the process did: older parts have made room (TOWLINE_PROFILE_LIMIT), or its \
+                 .earlier.pftrace is not among these files",
                 info.host, info.pid
             ));
         }
@@ -58,7 +92,7 @@ pub(super) fn load(files: &[PathBuf]) -> Result<Loaded> {
             remarks.push(format!("{}:{} dropped {} events", info.host, info.pid, process.dropped));
         }
     }
-    Ok(Loaded { processes: processes.into_iter().zip(corrections).collect(), remarks })
+    Loaded { processes: processes.into_iter().zip(corrections).collect(), remarks }
 }
 
 /// One line per host: its offset and how sure that is.

@@ -10,7 +10,7 @@ use std::io::{BufWriter, Write};
 use prost::Message;
 
 use super::Merge;
-use super::load::{Loaded, bytes_of, load};
+use super::load::{Loaded, bytes_of, load_parts};
 use towline::os::error::{Error, Result};
 use towline::trace::align::Correction;
 use towline::trace::perfetto::WALL_OFFSET;
@@ -21,7 +21,7 @@ use towline::trace::perfetto::proto::TracePacket;
 const PACKET_TAG: u32 = 1;
 
 pub(super) fn run(args: &Merge) -> Result<String> {
-    let Loaded { processes, remarks } = load(&args.files)?;
+    let Loaded { processes, remarks } = load_parts(&args.files)?;
     // All times are on the first process's clock afterwards, so its distance from the wall clock holds for all.
     let wall_offset =
         processes.first().and_then(|(process, _)| process.info.as_ref()).map_or(0, |info| info.wall_offset);
@@ -106,7 +106,7 @@ mod tests {
         let file = TraceFile::create(dir, host, 1 << 20).unwrap();
         let path = file.path().to_owned();
         let wall_offset = (5000 * S - ahead) as i64;
-        let process = ProcessInfo { host: host.into(), boot, pid: 7, wall_offset };
+        let process = ProcessInfo { host: host.into(), boot, pid: 7, rank: None, wall_offset };
         let mut emitter = Emitter::new(file, &process, boot, ahead);
         let context = 1;
         emitter.comm(&CommInfo { context, ranks: 2, ..CommInfo::default() }, ahead);
@@ -123,7 +123,7 @@ mod tests {
         let files = vec![file(dir.path(), "a", 1, 0), file(dir.path(), "b", 2, 1000 * S)];
         let output = dir.path().join("all.pftrace");
         run(&Merge { files, output: output.clone() }).unwrap();
-        let begins: Vec<u64> = load(&[output])
+        let begins: Vec<u64> = load_parts(&[output])
             .unwrap()
             .processes
             .iter()

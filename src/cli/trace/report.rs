@@ -28,7 +28,7 @@ pub(super) fn run(args: &Report) -> Result<String> {
             text += &summary::render(&summary, &format!("{} process {}", info.host, info.pid));
             text.push('\n');
         }
-        evidence.add(&info.host, &summary, &sliced, &correction);
+        evidence.add(&info, &summary, &sliced, &correction);
         standing.add(&process, &correction);
     }
     let waits = standing.verdicts();
@@ -71,7 +71,7 @@ fn summarise(process: &Process, correction: &Correction, time: (u64, u64)) -> (S
     }
     summary.finish(last);
     for comm in summary.comms.values_mut() {
-        // A trace has an end; nobody in it is alive.
+        // A trace has an end: no communicator in it is alive.
         comm.ended = true;
     }
     let sliced = cutter.finish(&summary);

@@ -1,12 +1,14 @@
 //! `towline trace report`'s first answer: from trace files to what every rank last did, for [`towline::trace::verdict`].
 
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt::Write;
 
 use towline::trace::align::Correction;
 use towline::trace::event::{Body, Record};
 use towline::trace::perfetto::read::Process;
+use towline::trace::rail::Rail;
 use towline::trace::tracker::Tracker;
-use towline::trace::verdict::{Finding, Job, Told, Whereabouts};
+use towline::trace::verdict::{Finding, Job, Route, Told, Whereabouts};
 
 /// The communicators of all traces, and what was found out about each.
 #[derive(Default)]
@@ -16,7 +18,7 @@ impl Standing {
     /// One process's report.
     pub(super) fn add(&mut self, process: &Process, correction: &Correction) {
         let info = process.info.clone().unwrap_or_default();
-        let place = Whereabouts { host: info.host, pid: info.pid };
+        let place = Whereabouts { host: info.host, pid: info.pid, rank: info.rank };
         let end = process.records.last().map(|record| record.when).max(process.heartbeat).unwrap_or(0);
         let mut tracker = Tracker::new(usize::MAX);
         // What was aborted had not ended.
@@ -25,6 +27,7 @@ impl Standing {
             tracker.apply(&Record { when: correction.apply(record.when), ..*record });
         }
         let mut waits = tracker.waits();
+        let mut routes = routes(process);
         for comm in process.comms.iter().filter(|comm| comm.rank >= 0) {
             let ended = process.ended.iter().find(|(context, _)| *context == comm.context).map(|&(_, when)| when);
             let until = correction.apply(ended.unwrap_or(end));
@@ -36,6 +39,7 @@ impl Standing {
             let told = Told {
                 calls,
                 waits: waits.remove(&comm.context).unwrap_or_default(),
+                routes: routes.remove(&comm.context).unwrap_or_default(),
                 until,
                 heard: beats.then_some(until),
                 ended: ended.map(|_| until),
@@ -50,6 +54,31 @@ impl Standing {
         let told = |finding: Finding| (finding.comm.title.clone(), finding.sentence());
         self.0.findings().into_iter().map(told).collect()
     }
+}
+
+/// By communicator: over which interfaces the rank has sent to each other one.
+fn routes(process: &Process) -> BTreeMap<u64, Vec<Route>> {
+    let (mut operations, mut steps) = (HashMap::new(), HashMap::new());
+    let mut over: BTreeMap<(u64, i32), BTreeSet<String>> = BTreeMap::new();
+    for Record { id, parent, context, body, .. } in &process.records {
+        match body {
+            Body::ProxyOp(op) if op.send => drop(operations.insert(*id, (*context, op.peer))),
+            Body::ProxyStep { .. } => drop(operations.get(parent).and_then(|&to| steps.insert(*id, to))),
+            body => {
+                if let Some(&to) = steps.get(parent)
+                    && let Some((Rail::Interface(name), true, _)) = process.links.rail(body)
+                {
+                    over.entry(to).or_default().insert(name.text().to_owned());
+                }
+            }
+        }
+    }
+    let mut routes: BTreeMap<u64, Vec<Route>> = BTreeMap::new();
+    for ((context, rank), names) in over {
+        let interfaces = names.into_iter().collect();
+        routes.entry(context).or_default().push(Route { rank: Some(rank), send: true, interfaces, ..Route::default() });
+    }
+    routes
 }
 
 /// A line for each communicator that stands still.
@@ -81,10 +110,18 @@ mod tests {
         let of_rank = |rank: i32| {
             let file = TraceFile::create(dir.path(), "t", limit).unwrap();
             let path = file.path().to_owned();
-            let process = ProcessInfo { host: format!("node{rank}"), boot: 1, pid: 100 + rank, wall_offset: 0 };
+            let process = ProcessInfo {
+                host: format!("node{rank}"),
+                pid: 100 + rank,
+                rank: Some(rank + 4),
+                ..ProcessInfo::default()
+            };
             let mut emitter = Emitter::new(file, &process, rank as u64, 0);
             let (context, name) = (1, "dp".to_owned());
-            emitter.comm(&CommInfo { context, id: 0x77, name, rank, ranks: 2, nodes: 2 }, 0);
+            emitter.comm(
+                &CommInfo { context, id: 0x77, name, rank, ranks: 2, nodes: 2, gpu: "3 at 0000:3b:00.0".into() },
+                0,
+            );
             let mut apply = |when, id, parent, body| {
                 emitter.advance(when);
                 emitter.apply(&Record { when, id, parent, context, rank, thread: 0, body });
@@ -125,7 +162,8 @@ mod tests {
     fn the_rank_that_did_not_enter_is_named_also_after_an_abort() {
         for abort in [false, true] {
             let text = said(traces(&[0], abort, 1 << 20));
-            let expected = "dp (0x77): rank 0 has been in AllReduce #1 for 18 s; rank 1 (node1, process 101) has not \
+            let expected = "dp (0x77): rank 0 has been in AllReduce #1 for 18 s; rank 1 (node1, process 101, \
+                            GPU 3 at 0000:3b:00.0, global rank 5) has not \
                             entered it: its last call was AllReduce #0, 19 s ago, completed";
             assert!(text.contains(expected), "aborted: {abort}: {text}");
         }

@@ -10,6 +10,7 @@ use std::fmt::Write;
 
 use towline::trace::align::Correction;
 use towline::trace::names::Name;
+use towline::trace::perfetto::ProcessInfo;
 use towline::trace::rail::Rail;
 use towline::trace::summary::{PeerStat, Summary, bytes, time};
 
@@ -29,6 +30,9 @@ const ENOUGH: usize = 5;
 
 /// Waits below this are the scheduler's noise.
 const NOISE_NS: u64 = 20_000;
+
+/// The same about several ranks together, of which chance makes some the last for a while.
+const ENOUGH_FOR_SEVERAL: usize = 24;
 
 /// What chance makes a rank late, at least: where ranks share two processors the same one was seen to be the last of nearly
 /// all collectives, by 70 to 110 µs.
@@ -50,10 +54,29 @@ pub(super) struct Evidence {
     comms: BTreeMap<u64, Comm>,
 }
 
+/// Where a rank runs.
+#[derive(Default)]
+struct Place {
+    host: String,
+    /// Empty when unknown.
+    gpu: String,
+    /// Its rank in the job, if that is known.
+    global: Option<i32>,
+}
+
+/// The last arrival at a collective.
+struct Last {
+    /// When the middle one came.
+    middle: u64,
+    rank: i32,
+    /// How much later it came.
+    late: u64,
+}
+
 #[derive(Default)]
 struct Comm {
     name: String,
-    hosts: BTreeMap<i32, String>,
+    places: BTreeMap<i32, Place>,
     /// By collective: each rank's arrival on the common clock.
     arrivals: BTreeMap<(Name, u64), Vec<(i32, u64)>>,
     /// Of the alignment of clocks; None when it is unknown for some rank.
@@ -66,7 +89,7 @@ impl Evidence {
     pub(super) fn findings(&self) -> Vec<Findings> {
         let of = |(id, comm): (&u64, &Comm)| {
             let mut sentences = Vec::new();
-            sentences.extend(comm.late_rank());
+            sentences.extend(comm.late_ranks());
             sentences.extend(comm.slow_gpu());
             sentences.extend(comm.slow_rails());
             sentences.extend(comm.slow_pairs());
@@ -81,7 +104,7 @@ impl Evidence {
     /// One process's data.
     pub(super) fn add(
         &mut self,
-        host: &str,
+        process: &ProcessInfo,
         summary: &Summary,
         sliced: &BTreeMap<u64, Sliced>,
         correction: &Correction,
@@ -93,7 +116,8 @@ impl Evidence {
             }
             let comm = self.comms.entry(stat.info.id).or_insert_with(|| Comm { bound: Some(0), ..Comm::default() });
             comm.name = stat.info.name.clone();
-            comm.hosts.insert(rank, host.to_owned());
+            let place = Place { host: process.host.clone(), gpu: stat.info.gpu.clone(), global: process.rank };
+            comm.places.insert(rank, place);
             comm.bound = comm.bound.zip(correction.bound).map(|(a, b)| a.max(b));
             if let Some(sliced) = sliced.get(&context) {
                 comm.figures.add(sliced);
@@ -129,60 +153,60 @@ pub(super) fn render(findings: &[Findings]) -> String {
 
 impl Comm {
     fn name_of(&self, rank: i32) -> String {
-        match self.hosts.get(&rank) {
-            Some(host) => format!("rank {rank} ({host})"),
-            None => format!("rank {rank}"),
-        }
+        let Some(Place { host, gpu, global }) = self.places.get(&rank) else { return format!("rank {rank}") };
+        let gpu = if gpu.is_empty() { String::new() } else { format!(", GPU {gpu}") };
+        let global = global.filter(|&global| global != rank);
+        format!("rank {rank} ({host}{gpu}{})", global.map_or_else(String::new, |rank| format!(", global rank {rank}")))
     }
 
-    /// The rank that comes to collectives after the others, by the host's clock.
-    fn late_rank(&self) -> Option<String> {
+    /// The ranks that come to collectives after the others, by their hosts' clocks: one, or else several by turns.
+    fn late_ranks(&self) -> Option<String> {
         let bound = self.bound?;
-        let ranks = self.hosts.len();
+        let ranks = self.places.len();
         // Of each collective, in order of time: the middle arrival, the last rank, and how late it was.
-        let mut lasts: Vec<(u64, i32, u64)> = Vec::new();
+        let mut lasts: Vec<Last> = Vec::new();
         for arrivals in self.arrivals.values().filter(|arrivals| arrivals.len() == ranks && ranks > 1) {
             let mut times: Vec<u64> = arrivals.iter().map(|&(_, when)| when).collect();
             times.sort_unstable();
             // The middle of the others: with two ranks, the earlier one.
             let middle = times[(times.len() - 1) / 2];
-            let &(latest, when) = arrivals.iter().max_by_key(|&&(_, when)| when)?;
-            lasts.push((middle, latest, when - middle));
+            let &(rank, when) = arrivals.iter().max_by_key(|&&(_, when)| when)?;
+            lasts.push(Last { middle, rank, late: when - middle });
         }
-        lasts.sort_unstable();
+        lasts.sort_unstable_by_key(|last| (last.middle, last.rank));
+        let mut times: BTreeMap<i32, usize> = BTreeMap::new();
+        lasts.iter().for_each(|last| *times.entry(last.rank).or_default() += 1);
+        let mut often: Vec<(i32, usize)> = times.into_iter().collect();
+        often.sort_by_key(|&(rank, times)| (std::cmp::Reverse(times), rank));
+        let late = |count: usize| {
+            let late: Vec<i32> = often.iter().take(count).map(|&(rank, _)| rank).collect();
+            // Each of them has its turns.
+            let least = often.get(count - 1).is_some_and(|&(_, times)| times * 3 * count >= lasts.len());
+            least.then(|| lateness(&lasts, &late, ranks, bound)).flatten().map(|found| (late, found))
+        };
+        let (late, (times, typical)) = late(1).or_else(|| (2..=ranks / 2).find_map(late))?;
         let count = lasts.len();
-        if count < ENOUGH {
-            return None;
-        }
-        let mut by_rank: BTreeMap<i32, Vec<u64>> = BTreeMap::new();
-        lasts.iter().for_each(|&(_, rank, late)| by_rank.entry(rank).or_default().push(late));
-        let (&rank, own) = by_rank.iter().max_by_key(|(_, late)| late.len())?;
-        // By chance one rank in three is the last as often as not; two times in three is no chance.
-        let is_often = |times: usize, of: usize| times * 3 >= of * 2;
-        let slices = lasts.chunks(count.div_ceil(SLICES));
-        let own_times = |slice: &[(u64, i32, u64)]| slice.iter().filter(|(_, last, _)| *last == rank).count();
-        let lasting =
-            slices.clone().filter(|slice| is_often(own_times(slice), slice.len())).count() + 1 >= slices.len();
-        let (times, typical) = (own.len(), median(&mut own.clone()));
-        // The effect of chance alone: how late the others are when they are the last.
-        let mut noise: Vec<u64> = lasts.iter().filter(|(_, last, _)| *last != rank).map(|&(.., late)| late).collect();
-        let noise = median(&mut noise).max(CHANCE_NS);
-        let mut periods: Vec<u64> = lasts.windows(2).map(|pair| pair[1].0 - pair[0].0).collect();
-        let period = median(&mut periods);
-        let clear = is_often(times, count)
-            && lasting
-            && typical > LATER * noise
-            && typical > 2 * bound
-            && typical.saturating_mul(FRACTION_OF_PERIOD) > period;
-        clear.then(|| {
-            format!(
-                "{} comes late: it was the last of {ranks} at {times} of {count} collectives, typically {} after the \
-                 middle one (the clocks are aligned to {}); the others wait for it",
-                self.name_of(rank),
-                time(typical),
-                time(bound)
-            )
+        let (typical, bound) = (time(typical), time(bound));
+        let places: Vec<String> = late.iter().map(|&rank| self.name_of(rank)).collect();
+        Some(match &places[..] {
+            [place] => format!(
+                "{place} comes late: it was the last of {ranks} at {times} of {count} collectives, typically {typical} after \
+                 the middle one (the clocks are aligned to {bound}); the others wait for it"
+            ),
+            _ => format!(
+                "{} come late by turns{}: one of them was the last of {ranks} at {times} of {count} collectives, typically \
+                 {typical} after the middle one (the clocks are aligned to {bound}); the others wait for them",
+                places.join(" and "),
+                self.host_of(&late).map_or_else(String::new, |host| format!(" and are the ranks of {host}"))
+            ),
         })
+    }
+
+    /// The host of which these are all ranks, if others have ranks too.
+    fn host_of(&self, ranks: &[i32]) -> Option<&str> {
+        let host = &self.places.get(ranks.first()?)?.host;
+        let is_all = self.places.iter().all(|(rank, place)| (place.host == *host) == ranks.contains(rank));
+        is_all.then_some(host)
     }
 
     /// The rank whose GPU lets its sends wait longer than the other ranks' do.
@@ -261,6 +285,38 @@ impl Comm {
             )
         })
     }
+}
+
+/// At how many collectives one of the ranks `late` was the last, and how late it typically was, if that is no chance.
+fn lateness(lasts: &[Last], late: &[i32], ranks: usize, bound: u64) -> Option<(usize, u64)> {
+    let count = lasts.len();
+    if count < if late.len() == 1 { ENOUGH } else { ENOUGH_FOR_SEVERAL } {
+        return None;
+    }
+    let is_own = |last: &&Last| late.contains(&last.rank);
+    let lateness = |own: bool| {
+        let mut all: Vec<u64> = lasts.iter().filter(|last| is_own(last) == own).map(|last| last.late).collect();
+        (all.len(), median(&mut all))
+    };
+    // By chance one rank in three is the last as often as not; two times in three is no chance. Of several, half of what is not
+    // theirs by chance must be theirs.
+    let is_often = |times: usize, of: usize| match late.len() {
+        1 => times * 3 >= of * 2,
+        several => times * 2 * ranks >= of * (ranks + several),
+    };
+    let slices = lasts.chunks(count.div_ceil(SLICES));
+    let own_times = |slice: &[Last]| slice.iter().filter(is_own).count();
+    let lasting = slices.clone().filter(|slice| is_often(own_times(slice), slice.len())).count() + 1 >= slices.len();
+    let (times, typical) = lateness(true);
+    // The effect of chance alone: how late the others are when they are the last.
+    let noise = lateness(false).1.max(CHANCE_NS);
+    let mut periods: Vec<u64> = lasts.windows(2).map(|pair| pair[1].middle - pair[0].middle).collect();
+    let clear = is_often(times, count)
+        && lasting
+        && typical > LATER * noise
+        && typical > 2 * bound
+        && typical.saturating_mul(FRACTION_OF_PERIOD) > median(&mut periods);
+    clear.then_some((times, typical))
 }
 
 struct SlowGpu {

@@ -15,8 +15,8 @@ use std::sync::LazyLock;
 
 use snow::{Builder, HandshakeState};
 
-use super::key::SharedKey;
 use crate::os::error::{Error, Result};
+use crate::os::key_file::SharedKey;
 
 /// Bytes of the connecting side's message.
 pub const OFFER: usize = 32 + TAG;
@@ -125,9 +125,10 @@ impl Accepted {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::os::key_file::Purpose;
 
     fn key(seed: u8) -> SharedKey {
-        SharedKey::from_content(&[seed; 32])
+        SharedKey::from_content(&[seed; 32], Purpose::Connections)
     }
 
     fn run(ours: &SharedKey, theirs: &SharedKey, prologues: [&[u8]; 2], garble: Option<usize>) -> Option<(Keys, Keys)> {

@@ -19,7 +19,6 @@ pub mod agreement;
 pub mod codec;
 pub mod damage;
 pub mod intake;
-pub mod key;
 
 use super::handshake::{FEATURE_CHECKSUM, FEATURE_ENCRYPTION};
 use agreement::Keys;

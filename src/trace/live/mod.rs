@@ -65,6 +65,9 @@ pub struct CommState {
     pub rank: i32,
     /// How many ranks there are; 0 when unknown.
     pub ranks: i32,
+    /// The rank's GPU; empty when unknown.
+    #[serde(default)]
+    pub gpu: String,
     /// When it ended.
     pub ended: Option<u64>,
     /// Calls since it began.
@@ -88,6 +91,9 @@ pub struct State {
     pub boot: u64,
     /// The process id.
     pub pid: i32,
+    /// The process's rank in the job, if its launcher says it.
+    #[serde(default)]
+    pub rank: Option<i32>,
     /// Grows with each state: a process whose number stands still has no heartbeat.
     pub beat: u64,
     /// When this was made.
@@ -112,7 +118,14 @@ impl CommState {
     /// The communicator as the verdict knows it.
     pub fn info(&self) -> CommInfo {
         let id = u64::from_str_radix(&self.id, 16).unwrap_or(0);
-        CommInfo { context: 0, id, name: self.name.clone(), nodes: 0, ranks: self.ranks, rank: self.rank }
+        CommInfo {
+            id,
+            name: self.name.clone(),
+            ranks: self.ranks,
+            rank: self.rank,
+            gpu: self.gpu.clone(),
+            ..CommInfo::default()
+        }
     }
 
     /// What it tells, its times put onto the reader's clock by `clock`.
@@ -150,6 +163,7 @@ pub fn communicators(tracker: &Tracker, kept: usize) -> Vec<CommState> {
                 name: comm.info.name.clone(),
                 rank: comm.info.rank,
                 ranks: comm.info.ranks,
+                gpu: comm.info.gpu.clone(),
                 ended: comm.ended,
                 made: comm.made,
                 calls: told.map(|(_, call)| CallState::of(call)).collect(),
@@ -204,7 +218,8 @@ mod tests {
     #[test]
     fn a_state_says_as_json_what_the_tracker_knows() {
         let mut tracker = Tracker::new(KEPT);
-        tracker.comm(&CommInfo { context: 1, id: 0x77, name: "dp".into(), nodes: 2, ranks: 2, rank: 1 });
+        let gpu = "3 at 0000:3b:00.0".to_owned();
+        tracker.comm(&CommInfo { context: 1, id: 0x77, name: "dp".into(), nodes: 2, ranks: 2, rank: 1, gpu });
         let mut apply = |when, id, parent, body| {
             tracker.apply(&Record { when, id, parent, context: 1, rank: 1, thread: 0, body });
         };
@@ -224,6 +239,7 @@ mod tests {
         assert_eq!(read, state);
         let comm = &read.communicators[0];
         assert_eq!((comm.info().id, comm.made, comm.calls.len()), (0x77, 200, 11), "the open one and the last ten");
+        assert_eq!(comm.info().gpu, "3 at 0000:3b:00.0");
         let told = comm.told(|when| when + 1000);
         assert_eq!(told.waits, [Wait { peer: 0, on: On::Data, since: 1302 }]);
         assert_eq!((told.calls[0].open, told.calls[0].entered), (true, 1000));

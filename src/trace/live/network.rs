@@ -44,7 +44,7 @@ pub struct Connection {
 impl Connection {
     /// As the verdict knows it, when it last carried something at `moved`.
     pub fn route(&self, moved: u64) -> Route {
-        Route { peer: self.peer.clone(), send: self.send, interfaces: self.interfaces.clone(), moved }
+        Route { peer: self.peer.clone(), rank: None, send: self.send, interfaces: self.interfaces.clone(), moved }
     }
 }
 

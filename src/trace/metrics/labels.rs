@@ -3,6 +3,8 @@
 
 use std::fmt::Write;
 
+use crate::trace::say::host;
+
 /// Launchers' variables, the first that is set counts.
 const JOB: [&str; 5] = ["SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "PBS_JOBID", "LSB_JOBID", "KUBEFLOW_JOB_NAME"];
 const RANK: [&str; 4] = ["RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"];
@@ -13,6 +15,8 @@ const LOCAL_RANK: [&str; 4] = ["LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_
 pub struct Labels {
     /// Its number on its host, if the launcher passed it.
     pub local_rank: Option<u16>,
+    /// Its rank in the job, if the launcher passed it.
+    pub rank: Option<i32>,
     text: String,
 }
 
@@ -22,15 +26,20 @@ impl Labels {
         let first = |names: &[&str]| {
             names.iter().filter_map(|name| environment(name)).map(|it| it.trim().to_owned()).find(|it| !it.is_empty())
         };
-        let local_rank = first(&LOCAL_RANK);
+        let (rank, local_rank) = (first(&RANK), first(&LOCAL_RANK));
         let mut text = format!("host=\"{}\",pid=\"{pid}\"", escape(host));
         // "job" is Prometheus's own name for what it scrapes.
-        for (name, value) in [("job_id", first(&JOB)), ("rank", first(&RANK)), ("local_rank", local_rank.clone())] {
+        for (name, value) in [("job_id", first(&JOB)), ("rank", rank.clone()), ("local_rank", local_rank.clone())] {
             if let Some(value) = value {
                 let _ = write!(text, ",{name}=\"{}\"", escape(&value));
             }
         }
-        Self { local_rank: local_rank.and_then(|it| it.parse().ok()), text }
+        Self { local_rank: local_rank.and_then(|it| it.parse().ok()), rank: rank.and_then(|it| it.parse().ok()), text }
+    }
+
+    /// Of this process, whose number in the series is `pid`.
+    pub fn of_process(pid: &str) -> Self {
+        Self::new(&host(), pid, |name| std::env::var(name).ok())
     }
 
     /// As in a series, without the braces.
@@ -59,7 +68,7 @@ mod tests {
         let torchrun =
             of(&[("LOCAL_RANK", "3"), ("RANK", "19"), ("TORCHELASTIC_RUN_ID", "a b"), ("SLURM_PROCID", "2")]);
         assert_eq!(torchrun.text(), r#"host="node\"4\"",pid="7",job_id="a b",rank="19",local_rank="3""#);
-        assert_eq!(torchrun.local_rank, Some(3));
+        assert_eq!((torchrun.local_rank, torchrun.rank), (Some(3), Some(19)));
         assert_eq!(of(&[("LOCAL_RANK", " "), ("SLURM_LOCALID", "1")]).local_rank, Some(1));
     }
 }

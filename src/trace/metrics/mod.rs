@@ -10,8 +10,8 @@ pub(super) mod server;
 
 pub use labels::Labels;
 
-use std::collections::BTreeMap;
-use std::io;
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{self, Write};
 use std::path::Path;
 
 use family::{Family, Page};
@@ -56,6 +56,7 @@ pub fn render(figures: &Figures<'_>) -> String {
     let groups: Groups = groups.into_iter().map(|(name, stat)| (format!("comm=\"{}\"", escape(name)), stat)).collect();
     let mut info = page.family(UP, "gauge", "1 while the process runs, 0 when it has ended in order.");
     info.sample(&format!("version=\"{}\"", env!("CARGO_PKG_VERSION")), u8::from(figures.up));
+    gpus(&mut page, figures.summary);
     calls(&mut page, &groups);
     if let Some(now) = figures.now {
         state(&mut page, now);
@@ -69,6 +70,13 @@ pub fn render(figures: &Figures<'_>) -> String {
     let mut dropped = page.family("towline_profiler_dropped_total", "counter", "Events that found no room.");
     dropped.sample("", figures.summary.dropped);
     page.text
+}
+
+/// What all series of the process are joined with to know its GPU. A process has as many as its host at most.
+fn gpus(page: &mut Page<'_>, summary: &Summary) {
+    let mut family = page.family("towline_gpu_info", "gauge", "1 for each GPU of the process.");
+    let gpus: BTreeSet<&str> = summary.comms.values().map(|comm| comm.info.gpu.as_str()).collect();
+    gpus.iter().filter(|gpu| !gpu.is_empty()).for_each(|gpu| family.sample(&format!("gpu=\"{}\"", escape(gpu)), 1));
 }
 
 /// By their labels.
@@ -231,8 +239,16 @@ pub fn replace(path: &Path, text: &str) -> io::Result<()> {
     if let Some(dir) = path.parent().filter(|dir| !dir.as_os_str().is_empty()) {
         std::fs::create_dir_all(dir)?;
     }
-    std::fs::write(&temporary, text)?;
-    std::fs::rename(&temporary, path)
+    std::fs::write(&temporary, text).and_then(|()| std::fs::rename(&temporary, path)).inspect_err(|_| {
+        let _ = std::fs::remove_file(&temporary);
+    })
+}
+
+/// Writes over the file: on a full disk there is no room for a second one. A reader may see half of it.
+pub fn overwrite(path: &Path, text: &str) -> io::Result<()> {
+    let mut file = std::fs::File::options().write(true).open(path)?;
+    file.write_all(text.as_bytes())?;
+    file.set_len(text.len() as u64)
 }
 
 #[cfg(test)]
@@ -243,7 +259,7 @@ mod tests {
     use crate::trace::summary::CallKey;
 
     fn comm(context: u64, name: &str) -> CommInfo {
-        CommInfo { context, id: context, name: name.into(), nodes: 1, ranks: 2, rank: 0 }
+        CommInfo { context, id: context, name: name.into(), nodes: 1, ranks: 2, ..CommInfo::default() }
     }
 
     fn text(summary: &Summary) -> String {
@@ -263,6 +279,19 @@ mod tests {
             line,
             r#"towline_step_bytes_total{host="node4",pid="7",rank="19",comm="a \"quoted\"\nname\\",direction="send"} 7"#
         );
+    }
+
+    #[test]
+    fn each_gpu_is_told_once() {
+        let mut summary = Summary::default();
+        for (context, gpu) in [(1, "0 at 0000:3b:00.0"), (2, "1 at 0000:5e:00.0"), (3, "0 at 0000:3b:00.0"), (4, "")] {
+            summary.comm(&CommInfo { gpu: gpu.into(), ..comm(context, "dp") });
+        }
+        let text = text(&summary);
+        let told: Vec<&str> = text.lines().filter(|line| line.starts_with("towline_gpu_info{")).collect();
+        let expected = ["0 at 0000:3b:00.0", "1 at 0000:5e:00.0"]
+            .map(|gpu| format!(r#"towline_gpu_info{{host="node4",pid="7",rank="19",gpu="{gpu}"}} 1"#));
+        assert_eq!(told, expected);
     }
 
     #[test]

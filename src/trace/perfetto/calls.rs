@@ -34,7 +34,7 @@ pub(super) struct Call {
     pub(super) comm: u64,
     pub(super) body: Body,
     pub(super) annotations: Annotations,
-    begin: u64,
+    pub(super) begin: u64,
     stopped: Option<u64>,
     children: u32,
     /// A child was open when the communicator was aborted.
@@ -148,6 +148,12 @@ impl Calls {
         }
     }
 
+    /// The calls that are written and have not ended, with their tracks.
+    pub(super) fn begun(&self) -> impl Iterator<Item = (&Call, u64)> {
+        let calls = self.early.iter().filter_map(|id| self.calls.get(id));
+        calls.filter_map(|call| Some((call, call.place.as_ref()?.uuid)))
+    }
+
     /// Writes all calls of a communicator that has ended, complete or not.
     pub(super) fn end(&mut self, comm: u64, now: u64, out: &mut Packets, tracks: &mut Tracks) {
         let mut ids: Vec<u64> = self.queues.remove(&comm).unwrap_or_default().into();
@@ -193,14 +199,20 @@ impl Call {
 
     fn write_begin(&mut self, out: &mut Packets, tracks: &mut Tracks) {
         let place = tracks.take(out, Group::Collectives(self.comm), self.begin);
+        let (kind, name) = self.title();
+        out.begin(place.uuid, self.begin, kind, name, &self.annotations, &self.flows);
+        self.place = Some(place);
+    }
+
+    /// Its category and name.
+    pub(super) fn title(&self) -> (&'static str, &'static str) {
         let (kind, name) = match &self.body {
             Body::Coll(coll) => ("Coll", coll.func),
             Body::P2p(p2p) => ("P2p", p2p.func),
             Body::CeColl(coll) => ("CeColl", coll.func),
             _ => unreachable!("only these are calls"),
         };
-        out.begin(place.uuid, self.begin, kind, name.text(), &self.annotations, &self.flows);
-        self.place = Some(place);
+        (kind, name.text())
     }
 
     fn write_end(&mut self, out: &mut Packets, tracks: &mut Tracks) {

@@ -14,6 +14,7 @@ use super::tracks::{Group, Place, Tracks};
 use super::wire::Rails;
 use super::{digest, mix};
 use crate::nccl::net_event::SOMEWHERE;
+use crate::trace::say::{Level, say};
 
 /// The file's description of its process.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -24,6 +25,8 @@ pub struct ProcessInfo {
     pub boot: u64,
     /// The process id.
     pub pid: i32,
+    /// Its rank in the job, if the launcher says it.
+    pub rank: Option<i32>,
     /// How far the wall clock was ahead of the monotonic one.
     pub wall_offset: i64,
 }
@@ -42,8 +45,9 @@ struct Open {
     place: Option<Place>,
     /// Host calls inside this one.
     children: Vec<u64>,
-    /// A step's phase.
+    /// A step's phase, and when it began.
     phase: Option<u8>,
+    phase_since: u64,
     /// A step's or an operation's bytes; a kernel's end on the GPU's clock.
     amount: u64,
     /// What the sender's and the receiver's arrow have in common.
@@ -63,6 +67,7 @@ struct Comm {
 
 /// Writes a trace.
 pub struct Emitter {
+    process: ProcessInfo,
     out: Packets,
     tracks: Tracks,
     seed: u64,
@@ -73,6 +78,7 @@ pub struct Emitter {
     calls: Calls,
     rails: Rails,
     drops_track: Option<u64>,
+    dropped: u64,
     /// The next heartbeat is due then.
     beat_due: u64,
     unmatched: u64,
@@ -80,6 +86,18 @@ pub struct Emitter {
 
 /// The name under which a file stores its process's [`ProcessInfo::wall_offset`].
 pub const WALL_OFFSET: &str = "wall offset";
+
+/// In a file that goes on from another one: how many went before it.
+pub(super) const TURNS: &str = "files before";
+
+/// On a slice that ends with its file, and not because its event has ended.
+pub(super) const GOES_ON: &str = "goes on in the next file";
+
+/// On a slice that begins with its file: for how many nanoseconds its event had been open.
+pub(super) const BEGAN_BEFORE: &str = "began ns before";
+
+/// The name of the counter of dropped events.
+pub(super) const DROPS: &str = "events dropped";
 
 /// Between two heartbeats.
 pub const HEARTBEAT_NS: u64 = 1_000_000_000;
@@ -90,18 +108,10 @@ const OPEN: usize = 1 << 18;
 impl Emitter {
     /// A trace into `file`; `seed` keeps the tracks of different processes apart.
     pub fn new(file: TraceFile, process: &ProcessInfo, seed: u64, now: u64) -> Self {
-        let mut out = Packets::new(file);
-        let tracks = Tracks::new(seed);
-        out.process(tracks.process(), process.pid, &format!("{}:{}", process.host, process.pid));
-        let annotations = vec![
-            ("host", Value::Text(process.host.as_str().into())),
-            ("boot", Value::Uint(process.boot)),
-            ("pid", Value::Int(process.pid.into())),
-            (WALL_OFFSET, Value::Int(process.wall_offset)),
-            ("version", Value::Text(env!("CARGO_PKG_VERSION").into())),
-        ];
-        out.instant(tracks.process(), now, category::PROCESS, "Towline", &annotations);
+        let (mut out, tracks) = (Packets::new(file), Tracks::new(seed));
+        describe(process, &mut out, &tracks, now);
         Self {
+            process: process.clone(),
             out,
             tracks,
             seed,
@@ -111,6 +121,7 @@ impl Emitter {
             calls: Calls::default(),
             rails: Rails::default(),
             drops_track: None,
+            dropped: 0,
             beat_due: now,
             unmatched: 0,
         }
@@ -136,30 +147,13 @@ impl Emitter {
                 track
             }
         };
-        self.out.track(track, self.tracks.process(), &info.title(), info.rank);
-        let annotations = vec![
-            ("comm", Value::Uint(key::serial(info.context))),
-            ("comm id", Value::Pointer(info.id)),
-            ("name", Value::Text(info.name.as_str().into())),
-            ("rank", Value::Int(info.rank.into())),
-            ("ranks", Value::Int(info.ranks.into())),
-            ("nodes", Value::Int(info.nodes.into())),
-        ];
-        self.out.instant(track, now, category::COMM, "communicator", &annotations);
+        describe_comm(info, track, &mut self.out, &self.tracks, now);
     }
 
     /// The interfaces of a connection, in the order of its rails.
     pub fn interfaces(&mut self, link: u64, send: bool, names: &[Name], now: u64) {
         self.rails.links.learn(link, send, names.to_vec(), "");
-        for (rail, &name) in names.iter().enumerate() {
-            let annotations = vec![
-                ("link", Value::Uint(link)),
-                ("send", Value::Bool(send)),
-                ("rail", Value::Uint(rail as u64)),
-                ("interface", Value::Text(name)),
-            ];
-            self.out.instant(self.tracks.process(), now, category::INTERFACE, "interface", &annotations);
-        }
+        describe_link(link, send, names, &mut self.out, &self.tracks, now);
     }
 
     /// A communicator ends: what is still open in it was aborted.
@@ -218,7 +212,68 @@ impl Emitter {
             self.beat_due = now + HEARTBEAT_NS;
             self.out.instant(self.tracks.process(), now, category::HEARTBEAT, "heartbeat", &Annotations::new());
         }
+        if self.out.file().is_due() {
+            self.turn(now);
+        }
         self.note_cut(now);
+    }
+
+    /// Goes on in a new file, which says again what is open and what the tracks are.
+    fn turn(&mut self, now: u64) {
+        let mut open: Vec<(u64, u64)> =
+            self.open.iter().filter(|(_, open)| open.track != 0).map(|(&id, open)| (open.begin, id)).collect();
+        open.sort_unstable();
+        let words = vec![(GOES_ON, Value::Bool(true))];
+        for open in open.iter().rev().map(|(_, id)| &self.open[id]) {
+            if open.phase.is_some() {
+                self.out.end(open.track, now, &words, &[]);
+            }
+            self.out.end(open.track, now, &words, &[]);
+        }
+        self.calls.begun().for_each(|(_, track)| self.out.end(track, now, &words, &[]));
+        let name = "the trace goes on in the next file";
+        self.out.instant(self.tracks.process(), now, category::CUT, name, &Annotations::new());
+        if let Err(error) = self.out.turn() {
+            say(Level::Warn, &format!("the trace cannot go on in a new file: {error}"));
+        }
+        describe(&self.process, &mut self.out, &self.tracks, now);
+        for comm in self.comms.values() {
+            describe_comm(&comm.info, comm.track, &mut self.out, &self.tracks, now);
+        }
+        for (&pid, &track) in &self.foreign {
+            describe_foreign(pid, track, &mut self.out, &self.tracks);
+        }
+        self.tracks.describe(&mut self.out);
+        self.rails.describe(&mut self.out, self.tracks.process());
+        for (link, send, names) in self.rails.links.all() {
+            describe_link(link, send, names, &mut self.out, &self.tracks, now);
+        }
+        if let Some(track) = self.drops_track {
+            self.out.counter_track(track, self.tracks.process(), DROPS, UNIT_COUNT, None);
+            self.out.counter(track, now, self.dropped as i64);
+        }
+        let before = |begin: u64| (BEGAN_BEFORE, Value::Uint(now.saturating_sub(begin)));
+        for (call, track) in self.calls.begun() {
+            let (kind, name) = call.title();
+            let annotations = [&call.annotations[..], &[before(call.begin)]].concat();
+            self.out.begin(track, now, kind, name, &annotations, &[]);
+        }
+        for (begin, id) in open {
+            let open = &self.open[&id];
+            let context =
+                self.comms.iter().find(|(_, comm)| comm.track == open.comm).map_or(0, |(&context, _)| context);
+            let (parent, body) = (open.parent, open.body);
+            let record = Record { when: begin, id, parent, context, rank: -1, thread: 0, body };
+            let mut annotations = Self::annotations(&record);
+            annotations.push(before(begin));
+            let kind = body.kind().map_or("", Kind::label);
+            self.out.begin(open.track, now, kind, kind, &annotations, &[]);
+            if let Some(phase) = open.phase {
+                let annotations = vec![before(open.phase_since)];
+                self.out.begin(open.track, now, category::PHASE, state::label(phase), &annotations, &[]);
+            }
+        }
+        self.out.file().turned();
     }
 
     /// The file's last packet, when it takes no more: what happened from `now` on is not in it.
@@ -235,12 +290,13 @@ impl Emitter {
 
     /// The number of events dropped so far.
     pub fn drops(&mut self, now: u64, total: u64) {
+        self.dropped = total;
         let track = match self.drops_track {
             Some(track) => track,
             None if total == 0 => return,
             None => {
                 let track = self.tracks.fresh();
-                self.out.counter_track(track, self.tracks.process(), "events dropped", UNIT_COUNT, None);
+                self.out.counter_track(track, self.tracks.process(), DROPS, UNIT_COUNT, None);
                 self.drops_track = Some(track);
                 track
             }
@@ -273,8 +329,7 @@ impl Emitter {
             return track;
         }
         let track = self.tracks.fresh();
-        let name = if pid == 0 { "unknown communicator".into() } else { format!("proxied for process {pid}") };
-        self.out.track(track, self.tracks.process(), &name, i32::MAX);
+        describe_foreign(pid, track, &mut self.out, &self.tracks);
         self.foreign.insert(pid, track);
         track
     }
@@ -358,6 +413,7 @@ impl Emitter {
                 place,
                 children: Vec::new(),
                 phase: None,
+                phase_since: 0,
                 amount: 0,
                 flow,
                 last_words: Annotations::new(),
@@ -481,6 +537,7 @@ impl Emitter {
                     if open.flow != 0 && (state == state::STEP_SEND_WAIT || arrives) { &[open.flow] } else { &[] };
                 let track = open.track;
                 let ends = open.phase.replace(state).is_some();
+                open.phase_since = when;
                 if ends {
                     self.out.end(track, when, &Annotations::new(), &[]);
                 }
@@ -587,4 +644,56 @@ impl Emitter {
         self.out.end(place.uuid, end, &Annotations::new(), &[]);
         self.tracks.release(place, end);
     }
+}
+
+/// The process, at the beginning of a file.
+fn describe(process: &ProcessInfo, out: &mut Packets, tracks: &Tracks, now: u64) {
+    out.process(tracks.process(), process.pid, &format!("{}:{}", process.host, process.pid));
+    let mut annotations = vec![
+        ("host", Value::Text(process.host.as_str().into())),
+        ("boot", Value::Uint(process.boot)),
+        ("pid", Value::Int(process.pid.into())),
+        (WALL_OFFSET, Value::Int(process.wall_offset)),
+        ("version", Value::Text(env!("CARGO_PKG_VERSION").into())),
+    ];
+    annotations.extend(process.rank.map(|rank| ("rank", Value::Int(rank.into()))));
+    let turns = out.file().turns();
+    if turns > 0 {
+        annotations.push((TURNS, Value::Uint(turns)));
+    }
+    out.instant(tracks.process(), now, category::PROCESS, "Towline", &annotations);
+}
+
+fn describe_comm(info: &CommInfo, track: u64, out: &mut Packets, tracks: &Tracks, now: u64) {
+    out.track(track, tracks.process(), &info.title(), info.rank);
+    let mut annotations = vec![
+        ("comm", Value::Uint(key::serial(info.context))),
+        ("comm id", Value::Pointer(info.id)),
+        ("name", Value::Text(info.name.as_str().into())),
+        ("rank", Value::Int(info.rank.into())),
+        ("ranks", Value::Int(info.ranks.into())),
+        ("nodes", Value::Int(info.nodes.into())),
+    ];
+    if !info.gpu.is_empty() {
+        annotations.push(("gpu", Value::Text(info.gpu.as_str().into())));
+    }
+    out.instant(track, now, category::COMM, "communicator", &annotations);
+}
+
+fn describe_link(link: u64, send: bool, names: &[Name], out: &mut Packets, tracks: &Tracks, now: u64) {
+    for (rail, &name) in names.iter().enumerate() {
+        let annotations = vec![
+            ("link", Value::Uint(link)),
+            ("send", Value::Bool(send)),
+            ("rail", Value::Uint(rail as u64)),
+            ("interface", Value::Text(name)),
+        ];
+        out.instant(tracks.process(), now, category::INTERFACE, "interface", &annotations);
+    }
+}
+
+/// The track of operations of another process.
+fn describe_foreign(pid: i32, track: u64, out: &mut Packets, tracks: &Tracks) {
+    let name = if pid == 0 { "unknown communicator".into() } else { format!("proxied for process {pid}") };
+    out.track(track, tracks.process(), &name, i32::MAX);
 }

@@ -47,6 +47,7 @@ pub fn fields(start: &Body, put: &mut dyn FnMut(&'static str, Value)) {
             put("root", Int(call.root.into()));
             put("stream", Pointer(call.stream));
             put("graph", Bool(call.graph));
+            put_tag(call.tag, put);
         }
         Body::KernelLaunch { stream } => put("stream", Pointer(stream)),
         Body::Coll(coll) => {
@@ -61,6 +62,10 @@ pub fn fields(start: &Body, put: &mut dyn FnMut(&'static str, Value)) {
             put("root", Int(coll.root.into()));
             put("send buffer", Pointer(coll.send_buffer));
             put("recv buffer", Pointer(coll.recv_buffer));
+            if coll.variant.is_some() {
+                put("kernel", Text(coll.variant));
+                put("symmetric", Bool(coll.symmetric));
+            }
         }
         Body::P2p(p2p) => {
             put("func", Text(p2p.func));
@@ -69,6 +74,7 @@ pub fn fields(start: &Body, put: &mut dyn FnMut(&'static str, Value)) {
             put("datatype", Text(p2p.datatype));
             put("channels", Uint(p2p.channels.into()));
             put("buffer", Pointer(p2p.buffer));
+            put_tag(p2p.tag, put);
         }
         Body::ProxyOp(op) => {
             put("send", Bool(op.send));
@@ -116,6 +122,7 @@ pub fn fields(start: &Body, put: &mut dyn FnMut(&'static str, Value)) {
             put("stream", Pointer(coll.stream));
             put("send buffer", Pointer(coll.send_buffer));
             put("recv buffer", Pointer(coll.recv_buffer));
+            put_tag(coll.tag, put);
         }
         Body::CeSync { complete, ranks } => {
             put("complete", Bool(complete));
@@ -176,6 +183,11 @@ impl Fields {
         }
     }
 
+    /// Whether there is a value of that name.
+    pub fn has(&self, name: &str) -> bool {
+        self.get(name).is_some()
+    }
+
     /// The number of that name, 0 when there is none.
     pub fn int(&self, name: &str) -> i32 {
         self.uint(name) as i32
@@ -192,6 +204,12 @@ impl Fields {
             Some(Text(name)) => name,
             _ => Name::NONE,
         }
+    }
+}
+
+fn put_tag(tag: u64, put: &mut dyn FnMut(&'static str, Value)) {
+    if tag != 0 {
+        put("tag", Uint(tag));
     }
 }
 
@@ -216,11 +234,14 @@ pub fn body(kind: Kind, f: &Fields) -> Body {
             protocol: f.text("protocol"),
             channels: f.uint("channels") as u8,
             warps: f.uint("warps") as u8,
+            variant: f.text("kernel"),
+            symmetric: f.bool("symmetric"),
             ..Coll::default()
         }),
         Kind::P2p => Body::P2p(P2p {
             count: f.uint("count"),
             buffer: f.uint("buffer"),
+            tag: f.uint("tag"),
             peer: f.int("peer"),
             func: f.text("func"),
             datatype: f.text("datatype"),
@@ -252,6 +273,7 @@ pub fn body(kind: Kind, f: &Fields) -> Body {
             datatype: f.text("datatype"),
             strategy: f.text("strategy"),
             intra_sync: f.bool("intra sync"),
+            tag: f.uint("tag"),
         }),
         Kind::CeSync => Body::CeSync { complete: f.bool("complete"), ranks: f.int("ranks") },
         Kind::CeBatch => Body::CeBatch { ops: f.int("ops"), bytes: f.uint("bytes"), intra_sync: f.bool("intra sync") },
@@ -266,6 +288,7 @@ fn call(f: &Fields) -> CollApi {
         count: f.uint("count"),
         stream: f.uint("stream"),
         graph: f.bool("graph"),
+        tag: f.uint("tag"),
     }
 }
 
@@ -322,6 +345,7 @@ pub(crate) mod tests {
             count: 1 << 40,
             stream: 0x7fff_0000,
             graph: true,
+            tag: 7,
         };
         let peer = "10.0.0.9".parse::<std::net::Ipv4Addr>().unwrap().to_ipv6_mapped().octets();
         vec![
@@ -343,6 +367,8 @@ pub(crate) mod tests {
                 protocol: "LL128".into(),
                 channels: 4,
                 warps: 8,
+                variant: "AllReduce_RING_LL".into(),
+                symmetric: true,
                 ..Coll::default()
             }),
             Body::P2p(P2p {
@@ -352,6 +378,7 @@ pub(crate) mod tests {
                 func: "Send".into(),
                 datatype: "ncclInt8".into(),
                 channels: 2,
+                tag: 8,
                 ..P2p::default()
             }),
             Body::ProxyOp(ProxyOp { pid: 77, peer: 1, steps: 8, chunk: 4096, channel: 3, send: true }),
@@ -390,6 +417,7 @@ pub(crate) mod tests {
                 datatype: "ncclInt8".into(),
                 strategy: "MC".into(),
                 intra_sync: true,
+                tag: 9,
             }),
             Body::CeSync { complete: true, ranks: 8 },
             Body::CeBatch { ops: 3, bytes: 4, intra_sync: true },

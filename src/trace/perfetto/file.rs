@@ -18,6 +18,13 @@ use crate::trace::claim::{MOST, first_free};
 /// The unit in which the kernel copies, and a divisor of all larger ones.
 const PAGE: usize = 4096;
 
+/// How the names of trace files end, and before it those of older parts.
+const ENDING: &str = "pftrace";
+const EARLIER: &str = "earlier";
+
+/// A part of a trace that would be shorter is not begun.
+const LEAST: u64 = 256 << 10;
+
 /// Field 1 (`Trace.packet`), length-delimited.
 const PACKET_TAG: u8 = 0x0a;
 
@@ -36,6 +43,10 @@ pub struct TraceFile {
     /// Packets that were left out because the file is full or the disk is.
     lost: u64,
     full: bool,
+    /// The trace may go on in a new file.
+    may_turn: bool,
+    /// How often it has.
+    turns: u64,
     /// The remaining room of the file: one packet that marks its end.
     last_words: LastWords,
 }
@@ -52,10 +63,8 @@ impl TraceFile {
     /// A new file; `stem` gets a number if there was a file of that name.
     pub fn create(dir: &Path, stem: &str, limit: u64) -> io::Result<Self> {
         std::fs::create_dir_all(dir)?;
-        let open =
-            |path: &Path| Registered::open(|| OpenOptions::new().append(true).create_new(true).mode(0o644).open(path));
-        let path = dir.join(format!("{stem}.pftrace"));
-        let (file, path, _) = first_free(&path, MOST, io::ErrorKind::AlreadyExists, open)?;
+        let path = dir.join(format!("{stem}.{ENDING}"));
+        let (file, path, _) = first_free(&path, MOST, io::ErrorKind::AlreadyExists, open_new)?;
         Ok(Self {
             file,
             path,
@@ -65,8 +74,45 @@ impl TraceFile {
             limit,
             lost: 0,
             full: false,
+            may_turn: limit / 2 >= LEAST,
+            turns: 0,
             last_words: LastWords::NotYet,
         })
+    }
+
+    /// Whether it is time for [`TraceFile::turn`]: half the limit is nearly reached.
+    pub fn is_due(&self) -> bool {
+        self.may_turn && !self.full && self.end() + LEAST / 4 > self.limit / 2
+    }
+
+    /// Goes on in a new file. What was written stays beside it as `….earlier.pftrace`, in place of the part before it: the
+    /// newest part of a trace is kept, of at least half the limit. Where that fails, the file goes on to its limit.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn turn(&mut self) -> io::Result<()> {
+        self.may_turn = false;
+        self.flush()?;
+        std::fs::rename(&self.path, self.path.with_extension(format!("{EARLIER}.{ENDING}")))?;
+        self.file = open_new(&self.path)?;
+        self.written = 0;
+        self.turns += 1;
+        Ok(())
+    }
+
+    /// What was repeated at the beginning of the new file is in it. If that is most of its room, there is no further one.
+    pub fn turned(&mut self) {
+        self.may_turn = self.end() < self.limit / 4;
+    }
+
+    /// How many files went before this one.
+    pub fn turns(&self) -> u64 {
+        self.turns
+    }
+
+    /// Its length when all is written.
+    fn end(&self) -> u64 {
+        self.written + self.buffer.len() as u64
     }
 
     /// Where it is.
@@ -91,7 +137,7 @@ impl TraceFile {
         packet.encode(&mut self.packet).expect("a vector grows as needed");
         let length = self.packet.len();
         let whole = 1 + prost::length_delimiter_len(length) + length;
-        let end = self.written + self.buffer.len() as u64;
+        let end = self.end();
         let last = self.last_words == LastWords::Next;
         if last {
             self.last_words = LastWords::Said;
@@ -137,6 +183,10 @@ impl TraceFile {
         self.buffer.clear();
         result
     }
+}
+
+fn open_new(path: &Path) -> io::Result<Registered<File>> {
+    Registered::open(|| OpenOptions::new().append(true).create_new(true).mode(0o644).open(path))
 }
 
 /// Appends exactly `left` bytes of empty packets, `left` being 0 or at least 2.

@@ -65,6 +65,18 @@ impl Packets {
         &mut self.file
     }
 
+    /// Goes on in a new file, in which nothing is known yet.
+    ///
+    /// # Errors
+    /// As [`TraceFile::turn`].
+    pub(super) fn turn(&mut self) -> std::io::Result<()> {
+        self.file.turn()?;
+        (self.names, self.categories) = (Table::default(), Table::default());
+        (self.keys, self.words) = (Table::default(), Table::default());
+        self.begun = false;
+        Ok(())
+    }
+
     fn descriptor(&mut self, descriptor: TrackDescriptor) {
         self.append(TracePacket { track_descriptor: Some(descriptor), ..TracePacket::default() });
     }

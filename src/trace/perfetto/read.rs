@@ -10,7 +10,7 @@ use super::super::event::{Body, CommInfo, Kind, NetTimes, Record, state};
 use super::super::names::Name;
 use super::super::rail::Links;
 use super::category;
-use super::emit::ProcessInfo;
+use super::emit::{BEGAN_BEFORE, DROPS, GOES_ON, ProcessInfo, TURNS};
 use super::fields::{self, Fields, Value};
 use super::file::Packets;
 use super::proto::{COUNTER, DebugAnnotation, INSTANT, Interned, InternedData, SLICE_BEGIN, SLICE_END, TracePacket};
@@ -38,6 +38,61 @@ pub struct Process {
     pub aborted: HashSet<u64>,
     /// The file is at its limit, or the disk was full: nothing after this time is in it.
     pub cut: Option<u64>,
+    /// The file before is missing.
+    pub begins_late: bool,
+    /// Events that were open when it ended.
+    pub halves: HashSet<u64>,
+    /// How many files went before this one.
+    pub turns: u64,
+    /// The process's track, which no other process has.
+    pub track: u64,
+    /// Records of the file before, said again: their events were open when this file began.
+    pub again: Vec<Record>,
+}
+
+impl Process {
+    /// Adds the next file of the same process, if `next` is that. Gives it back otherwise.
+    pub fn join(&mut self, next: Self) -> Option<Self> {
+        if self.info.is_none() || self.track != next.track || self.turns + 1 != next.turns {
+            return Some(next);
+        }
+        // How much a step moves is known at its end.
+        let mut amounts: HashMap<(u64, u8), u64> = HashMap::new();
+        for record in &next.again {
+            if let Body::State { state, arg, .. } = record.body
+                && arg > 0
+            {
+                amounts.insert((record.id, state), arg);
+            }
+        }
+        for record in &mut self.records {
+            if let Body::State { state, arg, .. } = &mut record.body
+                && let Some(&amount) = amounts.get(&(record.id, *state))
+            {
+                *arg = amount;
+            }
+        }
+        self.records.extend(next.records);
+        self.records.sort_by_key(|record| record.when);
+        self.arrows.extend(next.arrows);
+        self.links.join(next.links);
+        self.comms.retain(|known| next.comms.iter().all(|comm| comm.context != known.context));
+        self.comms.extend(next.comms);
+        self.ended.extend(next.ended);
+        self.aborted.extend(next.aborted);
+        (self.dropped, self.heartbeat) = (next.dropped, next.heartbeat.or(self.heartbeat));
+        (self.cut, self.turns) = (next.cut, next.turns);
+        None
+    }
+
+    /// Of a file without the one before it: takes what this one repeats of that one.
+    pub fn stand_alone(&mut self) {
+        self.begins_late = self.turns > 0;
+        let again = std::mem::take(&mut self.again);
+        self.halves = again.iter().map(|record| record.id).collect();
+        self.records.extend(again);
+        self.records.sort_by_key(|record| record.when);
+    }
 }
 
 /// One end of an arrow between processes.
@@ -147,6 +202,8 @@ struct Reader {
     phases: HashMap<u64, u64>,
     /// By open step: its data had not left before then, and is not known to have left later.
     held: HashMap<u64, u64>,
+    /// Which records repeat those of the file before, by their places.
+    again: HashSet<usize>,
 }
 
 impl Reader {
@@ -156,7 +213,7 @@ impl Reader {
         }
         if let Some(track) = &packet.track_descriptor
             && track.counter.is_some()
-            && track.name.as_deref() == Some("events dropped")
+            && track.name.as_deref() == Some(DROPS)
         {
             self.drops_track = track.uuid;
         }
@@ -172,7 +229,7 @@ impl Reader {
         match event.kind.unwrap_or(0) {
             SLICE_BEGIN => self.begin(track, when, category.as_deref(), &name, &fields, &event.flow_ids),
             SLICE_END => self.end(track, when, &fields, &event.flow_ids),
-            INSTANT => self.instant(when, category.as_deref(), &fields),
+            INSTANT => self.instant(track, when, category.as_deref(), &fields),
             COUNTER => {
                 self.counters.insert(track, event.counter_value.unwrap_or(0));
             }
@@ -185,13 +242,21 @@ impl Reader {
     }
 
     fn begin(&mut self, track: u64, when: u64, category: Option<&str>, name: &str, fields: &Fields, flows: &[u64]) {
+        // An event of the file before goes on.
+        let is_again = fields.has(BEGAN_BEFORE);
+        let when = when.saturating_sub(fields.uint(BEGAN_BEFORE));
+        if is_again {
+            self.again.insert(self.process.records.len());
+        }
         let stack = self.stacks.entry(track).or_default();
         if category == Some(category::PHASE) {
             let before = self.phases.insert(track, when);
-            let Some(Slice::Event { id, begin, amount_at, .. }) = stack.last_mut() else {
+            let (Some(Slice::Event { id, begin, amount_at, .. }), Some(state)) =
+                (stack.last_mut(), state::from_label(name))
+            else {
+                self.again.remove(&self.process.records.len());
                 return stack.push(Slice::Other);
             };
-            let Some(state) = state::from_label(name) else { return stack.push(Slice::Other) };
             let (id, begin) = (*id, *begin);
             if matches!(state, state::STEP_SEND_WAIT | state::STEP_RECV_FLUSH_WAIT) {
                 *amount_at = Some(self.process.records.len());
@@ -206,7 +271,10 @@ impl Reader {
             self.process.arrows.extend(flows.iter().map(|&id| Arrow { id, when, leaves }));
             return;
         }
-        let Some(kind) = category.and_then(Kind::from_label) else { return stack.push(Slice::Other) };
+        let Some(kind) = category.and_then(Kind::from_label) else {
+            self.again.remove(&self.process.records.len());
+            return stack.push(Slice::Other);
+        };
         let id = fields.uint("id");
         stack.push(Slice::Event { id, kind, begin: when, amount_at: None });
         match kind {
@@ -240,6 +308,9 @@ impl Reader {
 
     fn end(&mut self, track: u64, when: u64, fields: &Fields, flows: &[u64]) {
         let Some(slice) = self.stacks.get_mut(&track).and_then(Vec::pop) else { return };
+        if fields.bool(GOES_ON) {
+            return;
+        }
         let Slice::Event { id, kind, begin, amount_at } = slice else {
             if let Slice::Phase { begin } = slice {
                 self.phases.insert(track, begin);
@@ -290,7 +361,7 @@ impl Reader {
         }
     }
 
-    fn instant(&mut self, when: u64, category: Option<&str>, fields: &Fields) {
+    fn instant(&mut self, track: u64, when: u64, category: Option<&str>, fields: &Fields) {
         match category {
             Some(category::HEARTBEAT) => self.process.heartbeat = Some(when),
             Some(category::CUT) => self.process.cut = Some(when),
@@ -302,10 +373,12 @@ impl Reader {
                 self.process.ended.push((fields.uint("comm"), when));
             }
             Some(category::PROCESS) => {
+                (self.process.track, self.process.turns) = (track, fields.uint(TURNS));
                 self.process.info = Some(ProcessInfo {
                     host: fields.text("host").text().to_owned(),
                     boot: fields.uint("boot"),
                     pid: fields.int("pid"),
+                    rank: fields.has("rank").then(|| fields.int("rank")),
                     wall_offset: fields.uint(super::WALL_OFFSET) as i64,
                 });
             }
@@ -317,6 +390,7 @@ impl Reader {
                     rank: fields.int("rank"),
                     ranks: fields.int("ranks"),
                     nodes: fields.int("nodes"),
+                    gpu: fields.text("gpu").text().to_owned(),
                 };
                 self.process.comms.retain(|known| known.context != comm.context);
                 self.process.comms.push(comm);
@@ -328,6 +402,11 @@ impl Reader {
     fn finish(mut self) -> Process {
         self.process.dropped =
             self.drops_track.and_then(|track| self.counters.get(&track)).map_or(0, |&count| count as u64);
+        let again = self.again;
+        let records = std::mem::take(&mut self.process.records).into_iter().enumerate();
+        let (repeated, records) = records.partition::<Vec<_>, _>(|(place, _)| again.contains(place));
+        self.process.again = repeated.into_iter().map(|(_, record)| record).collect();
+        self.process.records = records.into_iter().map(|(_, record)| record).collect();
         // Calls are written when they are complete, after their children.
         self.process.records.sort_by_key(|record| record.when);
         self.process
@@ -337,6 +416,7 @@ impl Reader {
 #[cfg(test)]
 mod tests {
     use super::super::super::event::{NetPart, ProxyOp};
+    use super::super::super::key;
     use super::super::Emitter;
     use super::super::file::TraceFile;
     use super::*;
@@ -444,5 +524,90 @@ mod tests {
             (1010, STEP, 0, Body::Stop),
         ];
         assert_eq!(read_back(&records).arrows.iter().map(|arrow| arrow.when).collect::<Vec<_>>(), [100]);
+    }
+
+    /// A trace of at most 1 MiB, in which a step is open all the time while so many operations come and go: its newest part, and
+    /// the one before.
+    fn long_trace(operations: u64) -> (Process, Option<Process>) {
+        let dir = tempfile::tempdir().unwrap();
+        let file = TraceFile::create(dir.path(), "t", 1 << 20).unwrap();
+        let path = file.path().to_owned();
+        let process = ProcessInfo { host: "node4".into(), pid: 7, ..ProcessInfo::default() };
+        let mut emitter = Emitter::new(file, &process, 7, 0);
+        emitter.comm(&CommInfo { context: COMM, id: 0x77, ranks: 2, ..CommInfo::default() }, 0);
+        emitter.interfaces(9, true, &["eth1".into()], 0);
+        emitter.drops(1, 3);
+        let operation = Body::ProxyOp(ProxyOp { peer: 1, send: true, ..ProxyOp::default() });
+        let mut apply = |when, id, parent, body| {
+            emitter.apply(&Record { when, id, parent, context: COMM, rank: 0, thread: 0, body });
+            if id % 100 == 0 {
+                emitter.advance(when);
+                emitter.file().flush().unwrap();
+            }
+        };
+        apply(10, OP, 0, operation);
+        apply(20, STEP, OP, Body::ProxyStep { step: 0 });
+        apply(30, STEP, 0, phase(state::STEP_SEND_WAIT));
+        apply(35, NET, STEP, part());
+        for number in 1..=operations {
+            apply(1000 * number, 1000 + number, 0, operation);
+            apply(1000 * number + 500, 1000 + number, 0, Body::Stop);
+        }
+        apply(1000 * operations + 600, NET, 0, Body::Stop);
+        apply(1000 * operations + 700, STEP, 0, Body::Stop);
+        emitter.file().flush().unwrap();
+        let files: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path()).collect();
+        let length: u64 = files.iter().map(|file| file.metadata().unwrap().len()).sum();
+        assert!(length <= 1 << 20 && files.len() <= 2, "{length} in {files:?}");
+        let read = |path: &std::path::Path| read(&std::fs::read(path).unwrap()).processes.remove(0);
+        let earlier = path.with_extension("earlier.pftrace");
+        (read(&path), earlier.exists().then(|| read(&earlier)))
+    }
+
+    fn starts(process: &Process) -> Vec<(u64, u64)> {
+        let starts = process.records.iter().filter(|record| record.body.kind().is_some());
+        starts.map(|record| (record.when, record.id)).collect()
+    }
+
+    #[test]
+    fn the_files_of_a_trace_are_read_as_one() {
+        const COUNT: u64 = 5000;
+        let (newest, earlier) = long_trace(COUNT);
+        let mut process = earlier.expect("a second file");
+        assert!(process.cut.is_some() && process.turns == 0);
+        let stranger = Process { track: 1, turns: 1, info: newest.info.clone(), ..Process::default() };
+        assert!(process.join(stranger).is_some(), "another process's");
+        process.stand_alone();
+        assert!(process.join(newest).is_none());
+        let all = [(10, OP), (20, STEP), (35, NET)].into_iter().chain((1..=COUNT).map(|it| (1000 * it, 1000 + it)));
+        let all: Vec<_> = all.map(|(when, id)| (when, key::compact(id))).collect();
+        assert!(starts(&process) == all, "each event once, and all of them");
+        let states: Vec<_> = process.records.iter().filter(|it| matches!(it.body, Body::State { .. })).collect();
+        assert_eq!(
+            states.iter().map(|it| (it.when, it.body)).collect::<Vec<_>>(),
+            [(30, phase(state::STEP_SEND_WAIT))]
+        );
+        let stops = process.records.iter().filter(|record| record.body == Body::Stop).count() as u64;
+        assert_eq!((stops, process.cut, process.dropped, process.begins_late), (COUNT + 2, None, 3, false));
+    }
+
+    #[test]
+    fn the_newest_part_of_a_trace_is_kept_and_says_what_was_open() {
+        const COUNT: u64 = 30_000;
+        let (mut newest, earlier) = long_trace(COUNT);
+        newest.stand_alone();
+        assert_eq!(newest.turns, earlier.expect("a second file").turns + 1);
+        assert!(newest.turns > 3 && newest.begins_late && newest.cut.is_none());
+        assert!([OP, STEP, NET].iter().all(|&id| newest.halves.contains(&key::compact(id))), "{:?}", newest.halves);
+        let starts = starts(&newest);
+        assert_eq!(starts[..3], [(10, OP), (20, STEP), (35, NET)].map(|(when, id)| (when, key::compact(id))));
+        let kept = starts.len() as u64 - 3;
+        assert!(kept > 1000, "{kept}");
+        let all: Vec<_> = (COUNT - kept + 1..=COUNT).map(|it| (1000 * it, key::compact(1000 + it))).collect();
+        assert!(starts[3..] == all, "the newest ones");
+        assert_eq!((newest.comms[0].id, newest.dropped), (0x77, 3));
+        let Body::NetTowline(part) = part() else { unreachable!("made so") };
+        let rail = newest.links.rail(&Body::NetTowline(part)).expect("a rail").0;
+        assert_eq!(rail.name(), "eth1");
     }
 }

@@ -140,7 +140,7 @@ impl Tracks {
             return uuid;
         }
         let uuid = self.fresh();
-        out.track(uuid, comm, &format!("channel {channel}"), CHANNELS + i32::from(channel));
+        describe_channel(out, uuid, comm, channel);
         self.channels.insert((comm, channel), uuid);
         uuid
     }
@@ -157,6 +157,16 @@ impl Tracks {
         out.track(uuid, group.parent(), &group.name(), group.order());
         self.lanes.entry(group).or_default().push(Lane { uuid, busy: true, free_from: 0 });
         Place { group, index, uuid }
+    }
+
+    /// Describes all tracks again, for a new file.
+    pub(super) fn describe(&self, out: &mut Packets) {
+        for (&(comm, channel), &uuid) in &self.channels {
+            describe_channel(out, uuid, comm, channel);
+        }
+        for (group, lanes) in &self.lanes {
+            lanes.iter().for_each(|lane| out.track(lane.uuid, group.parent(), &group.name(), group.order()));
+        }
     }
 
     /// Releases a lane: nothing happens on it after `when` any more.
@@ -187,4 +197,8 @@ impl Tracks {
             gone = below;
         }
     }
+}
+
+fn describe_channel(out: &mut Packets, uuid: u64, comm: u64, channel: u8) {
+    out.track(uuid, comm, &format!("channel {channel}"), CHANNELS + i32::from(channel));
 }

@@ -82,6 +82,13 @@ impl Rails {
         }
     }
 
+    /// Describes all counters again, for a new file.
+    pub(super) fn describe(&self, out: &mut Packets, process: u64) {
+        for (&(rail, send), counter) in &self.counters {
+            counter.describe(rail, send, out, process);
+        }
+    }
+
     /// Nothing follows.
     pub(super) fn finish(&mut self, now: u64, out: &mut Packets) {
         self.advance(now.saturating_add(LATEST_NS), out);
@@ -103,13 +110,18 @@ impl Rails {
 
 impl Counter {
     fn new(rail: Rail, send: bool, when: u64, out: &mut Packets, tracks: &mut Tracks) -> Self {
-        let way = if send { "sent" } else { "received" };
         let (in_flight_track, rate_track) = (tracks.fresh(), tracks.fresh());
-        let parent = tracks.process();
+        let window = when / WINDOW_NS;
+        let new = Self { in_flight_track, rate_track, in_flight: 0, written_at: 0, window, window_bytes: 0 };
+        new.describe(rail, send, out, tracks.process());
+        new
+    }
+
+    fn describe(&self, rail: Rail, send: bool, out: &mut Packets, process: u64) {
+        let way = if send { "sent" } else { "received" };
         let name = format!("{} {way}: bytes in flight", rail.name());
-        out.counter_track(in_flight_track, parent, &name, UNIT_SIZE_BYTES, None);
-        out.counter_track(rate_track, parent, &format!("{} {way}: throughput", rail.name()), 0, Some("B/s"));
-        Self { in_flight_track, rate_track, in_flight: 0, written_at: 0, window: when / WINDOW_NS, window_bytes: 0 }
+        out.counter_track(self.in_flight_track, process, &name, UNIT_SIZE_BYTES, None);
+        out.counter_track(self.rate_track, process, &format!("{} {way}: throughput", rail.name()), 0, Some("B/s"));
     }
 
     fn add(&mut self, bytes: i64, when: u64, out: &mut Packets) {

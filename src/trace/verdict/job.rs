@@ -14,6 +14,8 @@ pub struct Whereabouts {
     pub host: String,
     /// Its process id.
     pub pid: i32,
+    /// Its rank in the job, if that is known.
+    pub rank: Option<i32>,
 }
 
 /// A process's report about a rank of a communicator, in times of one clock for the whole job.
@@ -76,6 +78,8 @@ impl Job {
         let member = Member {
             host: place.host.clone(),
             pid: place.pid,
+            gpu: info.gpu.clone(),
+            global: place.rank,
             left: false,
             heard: told.heard,
             exited: told.exited,

@@ -106,10 +106,12 @@ pub struct Wait {
 }
 
 /// A connection of a process.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Route {
-    /// The process at the other end, `host:process`.
+    /// The process at the other end, `host:process`; empty when only the rank is known.
     pub peer: String,
+    /// The rank at the other end, if that is known.
+    pub rank: Option<i32>,
     /// Whether this side sends.
     pub send: bool,
     /// This side's interfaces.
@@ -119,11 +121,12 @@ pub struct Route {
 }
 
 impl Route {
-    /// Whether it sends to the process of this member.
-    fn leads_to(&self, member: &Member) -> bool {
+    /// Whether it sends to this rank, of which `member` is the process.
+    fn leads_to(&self, rank: i32, member: &Member) -> bool {
         // The two names of a host may differ in characters that no file name has.
         let plain = |text: &str| text.replace(|c: char| !c.is_ascii_alphanumeric(), "_");
-        self.send && plain(&self.peer) == plain(&format!("{}:{}", member.host, member.pid))
+        let is_process = || plain(&self.peer) == plain(&format!("{}:{}", member.host, member.pid));
+        self.send && self.rank.map_or_else(is_process, |own| own == rank)
     }
 }
 
@@ -134,6 +137,10 @@ pub struct Member {
     pub host: String,
     /// Its process.
     pub pid: i32,
+    /// Its GPU; empty when unknown.
+    pub gpu: String,
+    /// Its rank in the job, if that is known.
+    pub global: Option<i32>,
     /// Whether it has left the communicator in order.
     pub left: bool,
     /// When it last reported; None when it sends no heartbeats, so that silence means nothing.

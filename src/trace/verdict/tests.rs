@@ -141,7 +141,12 @@ fn the_chain_of_waits_ends_at_the_transfer_or_the_gpu_that_stands_still() {
     );
     assert!(text.contains("rank 3 waits for rank 2; "), "{text}");
     member(&mut comm, 2).routes = [("node3:103", "eth1"), ("node3:10", "eth2")]
-        .map(|(peer, interface)| Route { peer: peer.into(), send: true, interfaces: vec![interface.into()], moved: 0 })
+        .map(|(peer, interface)| Route {
+            peer: peer.into(),
+            send: true,
+            interfaces: vec![interface.into()],
+            ..Route::default()
+        })
         .into();
     assert!(told(&comm).contains("to rank 3 (node3, process 103) over eth1 has been"), "{}", told(&comm));
     // A process alone knows nothing of its peers: by which interface it sends is known if there is but one.

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::{Arguments, Call, Cause, Communicator, Key, On, Verdict, Wait};
+use super::{Arguments, Call, Cause, Communicator, Key, Member, On, Verdict, Wait};
 use crate::trace::names::Name;
 
 /// More ranks than this are not listed one by one.
@@ -161,7 +161,7 @@ impl Communicator {
     fn over(&self, from: i32, to: i32) -> String {
         let Some(from) = self.members.get(&from) else { return String::new() };
         let route = match self.members.get(&to) {
-            Some(to) => from.routes.iter().filter(|route| route.leads_to(to)).min_by_key(|route| route.moved),
+            Some(there) => from.routes.iter().filter(|route| route.leads_to(to, there)).min_by_key(|route| route.moved),
             None => {
                 let mut sends = from.routes.iter().filter(|route| route.send);
                 sends.next().filter(|first| sends.all(|route| route.interfaces == first.interfaces))
@@ -170,12 +170,19 @@ impl Communicator {
         route.map_or_else(String::new, |route| format!(" over {}", route.interfaces.join(" and ")))
     }
 
-    /// A rank with its host and process.
+    /// A rank with its host, process and GPU, and its rank in the job where that is another one.
     fn place(&self, rank: i32) -> String {
-        match self.members.get(&rank) {
-            Some(member) => format!("rank {rank} ({}, process {})", member.host, member.pid),
-            None => format!("rank {rank}"),
+        let Some(Member { host, pid, gpu, global, .. }) = self.members.get(&rank) else {
+            return format!("rank {rank}");
+        };
+        let mut text = format!("rank {rank} ({host}, process {pid}");
+        if !gpu.is_empty() {
+            let _ = write!(text, ", GPU {gpu}");
         }
+        if let Some(global) = global.filter(|&global| global != rank) {
+            let _ = write!(text, ", global rank {global}");
+        }
+        text + ")"
     }
 }
 

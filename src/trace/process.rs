@@ -1,0 +1,121 @@
+//! What NCCL's threads, the writer and the service share: the process's profiler, and what they tell each other.
+
+use std::ffi::c_int;
+use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering};
+use std::sync::mpsc::Sender;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::chain::Chain;
+use super::event::{CommInfo, Kind};
+use super::key::Stamp;
+use super::live::network::Connections;
+use super::ring::Ring;
+use super::settings::Settings;
+use crate::os::ticks::Ticks;
+
+/// More than a proxy thread has sends that wait for their peers.
+pub(super) const PEER_WAITS: usize = 256;
+
+/// What was dropped for want of room, by kind of start, then states and stops.
+#[derive(Debug, Default)]
+pub(super) struct Drops {
+    /// Starts declined, by the kind's place in the mask.
+    pub starts: [AtomicU64; Kind::ALL.len()],
+    /// Changes of state not recorded.
+    pub states: AtomicU64,
+    /// Stops not recorded.
+    pub stops: AtomicU64,
+}
+
+impl Drops {
+    /// All of them together.
+    pub(super) fn total(&self) -> u64 {
+        let starts: u64 = self.starts.iter().map(|count| count.load(Ordering::Relaxed)).sum();
+        starts + self.states.load(Ordering::Relaxed) + self.stops.load(Ordering::Relaxed)
+    }
+}
+
+/// The process's profiler.
+pub(super) struct Profiler {
+    pub(super) stamp: Stamp,
+    pub(super) settings: Settings,
+    /// NCCL tells of proxy steps only because it is asked for what lies below them, and what that is counted by are the
+    /// operations above: nothing is recorded of steps.
+    pub(super) skips_steps: bool,
+    pub(super) ring: Ring,
+    pub(super) drops: Drops,
+    pub(super) chain: Option<Chain>,
+    /// NCCL's mask, to follow a second profiler that changes its mind.
+    pub(super) mask: AtomicPtr<c_int>,
+    /// Communicators initialised and not finalized.
+    pub(super) live: AtomicU64,
+    pub(super) serial: AtomicU64,
+    /// Counts what the writer has done.
+    pub(super) progress: AtomicU64,
+    pub(super) connections: Connections,
+    /// By the event's hash, the last event that began to wait for its peer: NCCL reports it at each attempt to send.
+    pub(super) peer_waits: [AtomicU64; PEER_WAITS],
+    pub(super) notices: Mutex<Vec<Notice>>,
+    pub(super) requests: Sender<Request>,
+    /// Which process of a line of forks it belongs to.
+    pub(super) generation: u32,
+}
+
+impl Profiler {
+    /// The mask that NCCL should have now.
+    pub(super) fn wanted(&self) -> u32 {
+        self.settings.mask | self.chain.as_ref().map_or(0, Chain::mask)
+    }
+
+    /// Renews NCCL's mask after the second profiler has changed its own.
+    pub(super) fn renew_mask(&self) {
+        let mask = self.mask.load(Ordering::Acquire);
+        if !mask.is_null() && self.live.load(Ordering::Acquire) > 0 {
+            // SAFETY: valid while a communicator exists; NCCL reads it as one int.
+            unsafe { AtomicI32::from_ptr(mask) }.store(self.wanted() as i32, Ordering::Relaxed);
+        }
+    }
+
+    /// What happens to communicators, not yet taken by the writer.
+    pub(super) fn notices(&self) -> MutexGuard<'_, Vec<Notice>> {
+        self.notices.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What happens to communicators, told by user threads.
+#[derive(Debug)]
+pub(super) enum Notice {
+    /// One begins.
+    Begin {
+        /// Which.
+        comm: CommInfo,
+        /// When.
+        when: Ticks,
+    },
+    /// One ends.
+    End {
+        /// Which.
+        context: u64,
+        /// When.
+        when: Ticks,
+    },
+}
+
+/// What others want of the writer.
+#[derive(Debug)]
+pub(super) enum Request {
+    /// A communicator was made: look.
+    Wake,
+    /// The tables, now.
+    Summary(Sender<String>),
+    /// The metrics, now.
+    Metrics(Sender<String>),
+    /// Everything to disk; answers with the trace's path.
+    Flush(Sender<String>),
+    /// The process's state as JSON, with so many calls of each communicator; none while no communicator lives.
+    Status(usize, Sender<Option<String>>),
+    /// The same as the last words of a process that ends.
+    Exit(Sender<Option<String>>),
+    /// Everything to disk with summary and metrics: the last communicator has ended, or the process does.
+    Finish(Sender<()>),
+}

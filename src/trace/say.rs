@@ -1,0 +1,25 @@
+//! Messages for the user, and the name that this host has in them and in files.
+
+/// How serious a message is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Level {
+    /// A warning: the user should check it.
+    Warn,
+    /// Where files are and what was counted.
+    Info,
+}
+
+/// Logs a message for the user; warnings go to standard error when nothing else would show them.
+pub(super) fn say(level: Level, text: &str) {
+    match level {
+        Level::Info => tracing::info!("{text}"),
+        Level::Warn if tracing::enabled!(tracing::Level::WARN) => tracing::warn!("{text}"),
+        Level::Warn => eprintln!("towline: {text}"),
+    }
+}
+
+/// The host's name, fit for a file name.
+pub fn host() -> String {
+    let text = crate::os::host::name().replace(|c: char| !c.is_ascii_alphanumeric() && c != '-', "_");
+    if text.is_empty() { "host".into() } else { text }
+}
