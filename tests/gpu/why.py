@@ -123,8 +123,10 @@ def described(answer):
 
 
 def holds(case, answer):
-    """Whether the answer names the rank that did it; of two ranks with different calls it names one."""
+    """Whether the answer names the rank that did it, and its GPU; of two ranks with different calls it names one."""
     for found in answer["findings"]:
+        if not all(named["gpu"] for named in found["named"]):
+            continue
         ranks = {named["rank"] for named in found["named"]}
         if ranks == {NAMED} or case in ("count", "function") and found["kind"] == "mismatch" and ranks:
             return True
