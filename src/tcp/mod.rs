@@ -15,7 +15,8 @@
 //! | module | holds |
 //! |---|---|
 //! | [`attempt`], [`listener`] | how a connection comes about |
-//! | [`sender`], [`receiver`] | one connection each: the core, its streams, its requests |
+//! | [`connection`] | a connection: its streams, its requests, what is known about the peer |
+//! | [`sender`], [`receiver`] | what each direction adds: the core, and what it does on a stream |
 //! | [`stream`] | which thread holds a stream |
 //! | [`streams`] | what is seen of all streams of a connection together |
 //! | [`copies`] | short messages, kept for a resend |
@@ -24,6 +25,7 @@
 
 pub mod ack;
 pub mod attempt;
+pub mod connection;
 pub mod copies;
 pub mod delivery;
 pub mod help;

@@ -2,9 +2,6 @@
 //!
 //! `irecv` posts receives to the [`RecvCore`] and announces the long ones. `test` reads the first stream in the
 //! caller's own thread; the workers read the others, each chunk straight into the posted buffer.
-//!
-//! Locks, in order: a stream (try-lock), then the state, then the outbox. None is held across a system call but
-//! the stream's own.
 
 mod arrivals;
 mod closing;
@@ -19,35 +16,29 @@ use std::ffi::c_void;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 pub use arrivals::Arrivals;
 
-use super::help::Help;
+use super::connection::{Connection, Direction, StreamIo, lock};
 use super::polled;
 use super::recv_core::{Due, Part, Posted, RecvCore};
-use super::rest::Rest;
-use super::stream::{READ, Ran, Stream, WRITE};
+use super::stream::{READ, Step, Stream, WRITE};
 use crate::engine::counters::Counters;
-use crate::engine::events::{Chunk, Events};
-use crate::engine::poller::{HOT, HOT_BETWEEN, Interest, Progress, Registration, Source};
-use crate::engine::request::{MAX_PARTS, Outcome, RequestSlots, SLOTS, Ticket};
+use crate::engine::events::Chunk;
+use crate::engine::poller::{Progress, Registration};
+use crate::engine::request::{MAX_PARTS, SLOTS, Ticket};
 use crate::engine::span::Span;
-use crate::os::error::{Error, Result};
+use crate::os::error::Result;
 use crate::os::ticks::Ticks;
-use crate::session::attend::Attention;
 use crate::session::frame::Header;
-use crate::session::frame::MAX_STREAMS;
-use crate::session::handshake::{FEATURE_FAR, FEATURE_RECOVERY};
-use crate::session::lifeline::{Alone, Ended};
+use crate::session::handshake::FEATURE_FAR;
 use crate::session::link::{Link, Sock, path_of};
 use crate::session::net::Net;
-use crate::session::peer::{Health, Peer, failure, fenced, left_early};
-use crate::session::seal::damage::Damage;
+use crate::session::peer::{Broken, Peer, fenced};
 use crate::session::seal::{Seal, Sides};
-use crate::session::shortage::{Again, Short};
-use crate::session::watch::{Chores, Vigil};
+use crate::session::watch::Vigil;
 use crate::session::wire::{self, Piece};
 
 /// Bytes of a stream's input buffer. Short messages arrive in it together with their header, in one system call,
@@ -76,7 +67,8 @@ type Wanted = Option<(Target, usize)>;
 // SAFETY: the address of a posted buffer, which the transport may use until its request ends (rule 3 of the design).
 unsafe impl Send for Target {}
 
-struct State {
+/// What is changed with the state locked.
+pub struct State {
     core: RecvCore,
     /// Where the bytes of each part of each request slot go, and how many fit there. None from the part's end on: then
     /// no thread touches the buffer.
@@ -107,7 +99,8 @@ struct Followed {
     began: Option<Ticks>,
 }
 
-struct Io {
+/// A stream's socket, and what is arriving on it.
+pub struct Io {
     sock: Sock,
     /// The epoch of the stream. One thread may notice its end while another begins the next.
     epoch: u16,
@@ -136,14 +129,6 @@ struct Io {
 }
 
 impl Io {
-    /// Adds frames without payload to what goes out on this stream.
-    fn say(&mut self, mut words: Vec<u8>) {
-        if let Some(sides) = &mut self.seal {
-            sides.sealer.control(&mut words);
-        }
-        self.out.extend_from_slice(&words);
-    }
-
     /// Everything in the input buffer was taken but the beginning of a header: that moves to the front.
     #[inline]
     fn make_room(&mut self) {
@@ -200,55 +185,126 @@ impl Io {
 }
 
 /// A connection that receives.
-pub struct RecvConn {
-    me: Weak<Self>,
-    net: Arc<Net>,
-    link: Link,
-    peer: Peer,
-    state: Mutex<State>,
+pub type RecvConn = Connection<Receiving>;
+
+/// What only the receiving side of a connection has.
+#[derive(Default)]
+pub struct Receiving {
+    /// Frames for whichever stream is written next. The last lock to be taken.
     outbox: Mutex<Vec<u8>>,
     /// Whether the outbox holds something: a check without its lock.
     mail: AtomicBool,
     /// The control thread found NCCL not calling: then what no send waits for is acknowledged too, so that the sender need
     /// not keep its copies.
     quiet: AtomicBool,
-    streams: Vec<Stream<Io>>,
-    requests: RequestSlots,
-    health: Health,
-    attention: Attention,
-    rest: Rest,
-    help: Help,
     /// The last message came over other streams than the first, in parts.
     striped: AtomicBool,
-    counters: Counters,
-    damage: Damage,
-    events: Events,
-    recovery: bool,
-    closing: AtomicBool,
-    /// Whether the last long message was one of those that are over soon ([`BRIEF_MAX`]).
-    brief: AtomicBool,
     /// Messages that were received, part by part.
     completed: AtomicU64,
     /// From the sender's goodbye: the number of its messages plus one. 0: none yet.
     announced: AtomicU64,
-    /// Where this connection's streams begin among the workers.
-    turn: usize,
-    /// What is known of the peer since the last stream went down.
-    alone_since: Mutex<Option<Alone>>,
-    ended: Ended,
     /// Epochs of streams that the sender gave up or that ended here.
     fences: Mutex<Vec<Fence>>,
-    chores: Chores,
-    vigils: Mutex<[Vigil; MAX_STREAMS]>,
-    /// Streams for which the kernel had no memory.
-    short: Short,
     /// When a stream last broke, or a query was unanswered, in a way that indicates trouble in the network and not at
     /// the peer.
     trouble: Mutex<Option<Instant>>,
-    /// Whether the first stream is connected.
-    first_live: AtomicBool,
     /// The listener that gets this connection when the peer has confirmed the welcome.
     waiting: Mutex<Option<Arc<Arrivals>>>,
+}
+
+impl StreamIo for Io {
+    fn sock(&self) -> &Sock {
+        &self.sock
+    }
+
+    fn into_sock(self) -> Sock {
+        self.sock
+    }
+
+    fn epoch(&self) -> u16 {
+        self.epoch
+    }
+
+    fn say(&mut self, mut frames: Vec<u8>) {
+        if let Some(sides) = &mut self.seal {
+            sides.sealer.control(&mut frames);
+        }
+        self.out.extend_from_slice(&frames);
+    }
+
+    fn say_last(&mut self, frame: Vec<u8>) -> Option<&[u8]> {
+        self.say(frame);
+        Some(&self.out[self.sent..])
+    }
+}
+
+impl Direction for Receiving {
+    type State = State;
+    type Io = Io;
+
+    const SENDS: bool = false;
+    const POLL: u8 = READ;
+
+    #[inline(always)]
+    fn step(conn: &RecvConn, index: usize, io: &mut Io, wishes: u8, _ready: &mut u64) -> Step<Broken> {
+        conn.step(index, io, wishes)
+    }
+
+    fn unattended(conn: &RecvConn, begins: bool) {
+        conn.own.quiet.store(begins, Ordering::Relaxed);
+    }
+
+    fn describe(state: &State) -> String {
+        state.core.describe()
+    }
+
+    fn needs(state: &State, memory: Span) -> bool {
+        let wants = |(to, capacity): &(Target, usize)| Span::new(to.data.addr(), *capacity).meets(memory);
+        state.targets.iter().flatten().flatten().any(wants)
+    }
+
+    /// A connection that is merely over goes on for what came early and is posted late.
+    #[cold]
+    fn peer_left(conn: &RecvConn) -> bool {
+        conn.is_mending()
+    }
+
+    /// Does nothing to the next epoch, if that has already begun.
+    fn epoch_ended(conn: &RecvConn, index: usize, io: &Io, why: &Broken) -> bool {
+        if let Some(error) = why.cause() {
+            conn.note_trouble(io, error);
+        }
+        conn.life_ended(index, io.epoch, why.cause().is_some(), why.cause());
+        true
+    }
+
+    fn recover(conn: &RecvConn, index: usize, epoch: u16, left: usize, error: &io::Error) {
+        conn.await_return(index, epoch, left, error);
+    }
+
+    fn lose(conn: &RecvConn, index: usize, error: io::Error) {
+        conn.lose(index, &error);
+    }
+
+    fn in_trouble(conn: &RecvConn) {
+        *lock(&conn.own.trouble) = Some(Instant::now());
+    }
+
+    fn do_chores(conn: &RecvConn) -> Progress {
+        conn.do_chores()
+    }
+
+    fn say_goodbye(conn: &RecvConn) {
+        conn.say_goodbye();
+    }
+
+    fn closed(conn: &RecvConn) {
+        conn.net.forget(conn.link.connection);
+    }
+
+    fn dropped(conn: &RecvConn) {
+        conn.net.forget(conn.link.connection);
+    }
 }
 
 /// An epoch of a stream that the control thread must fence.
@@ -262,67 +318,17 @@ struct Fence {
 impl RecvConn {
     /// A connection without streams; the handshake adds the first when its welcome is on the way.
     pub fn new(net: Arc<Net>, link: Link, peer: Peer) -> Arc<Self> {
-        let recovery = link.features & FEATURE_RECOVERY != 0;
-        let far = link.features & FEATURE_FAR != 0;
-        let turn = net.next_turn();
-        Arc::new_cyclic(|me| Self {
-            me: me.clone(),
-            net,
-            link,
-            peer,
-            state: Mutex::new(State {
-                core: RecvCore::new(far),
-                targets: vec![[None; MAX_PARTS]; SLOTS],
-                joined: Vec::new(),
-                stages: Vec::new(),
-                stage_heads: Vec::new(),
-            }),
-            outbox: Mutex::new(Vec::new()),
-            mail: AtomicBool::new(false),
-            quiet: AtomicBool::new(false),
-            streams: (0..MAX_STREAMS).map(|_| Stream::default()).collect(),
-            requests: RequestSlots::new(),
-            health: Health::default(),
-            attention: Attention::default(),
-            rest: Rest::default(),
-            help: Help::default(),
-            striped: AtomicBool::new(false),
-            counters: Counters::default(),
-            damage: Damage::default(),
-            events: Events::default(),
-            recovery,
-            closing: AtomicBool::new(false),
-            brief: AtomicBool::new(false),
-            completed: AtomicU64::new(0),
-            announced: AtomicU64::new(0),
-            turn,
-            alone_since: Mutex::new(None),
-            ended: Ended::default(),
-            fences: Mutex::new(Vec::new()),
-            chores: Chores::default(),
-            vigils: Mutex::default(),
-            short: Short::default(),
-            trouble: Mutex::new(None),
-            first_live: AtomicBool::new(false),
-            waiting: Mutex::new(None),
-        })
+        let state = State {
+            core: RecvCore::new(link.features & FEATURE_FAR != 0),
+            targets: vec![[None; MAX_PARTS]; SLOTS],
+            joined: Vec::new(),
+            stages: Vec::new(),
+            stage_heads: Vec::new(),
+        };
+        Self::without_streams(net, link, peer, Receiving::default(), state)
     }
 
-    /// Registers a socket with the worker of stream `index`: every step of adding a stream that may fail, so it comes
-    /// before the peer is notified or anything is changed here.
-    ///
-    /// # Errors
-    /// When the kernel refuses to watch the socket.
-    pub fn place(&self, index: usize, sock: &Sock) -> Result<Registration> {
-        let source = Arc::new(StreamSource { conn: self.me.clone(), index });
-        let fd = sock.as_raw_fd();
-        if index == 0 {
-            return self.net.poller.keeper()?.register(source, Some((fd, Interest::Quiet)));
-        }
-        self.net.worker(self.turn, index, self.link.pairs())?.register(source, Some((fd, Interest::Data)))
-    }
-
-    /// Puts a connected socket to work as stream `index`. What was reported at its place before is made up for by a kick.
+    /// Puts a connected socket to work as stream `index`.
     pub fn add_stream(&self, index: usize, epoch: u16, place: Registration, sock: Sock, seal: Seal) {
         self.events.set_path(index, path_of(&sock, &self.link));
         let io = Io {
@@ -344,12 +350,7 @@ impl RecvConn {
             heard_goodbye: false,
         };
         self.health.stream_up();
-        // In this order: a stream that breaks at once takes its registration with it.
-        self.streams[index].watch(place);
-        match self.streams[index].install_as(Box::new(io), |io| self.life_begins(index, epoch, io)) {
-            Ok(()) => self.streams[index].kick(),
-            Err(late) => self.let_go(*late),
-        }
+        self.install(index, place, io, |io| self.life_begins(index, epoch, io));
     }
 
     /// The next epoch of a stream begins, with the frames that must be sent on it first.
@@ -363,7 +364,7 @@ impl RecvConn {
                 self.first_live.store(true, Ordering::SeqCst);
             }
         }
-        *self.alone() = None;
+        *lock(&self.alone) = None;
         // Frames about other streams that have ended may be lost with the streams that carried them, so that the sender
         // still considers those streams connected.
         let ended = self.state().core.ended_lives();
@@ -460,84 +461,9 @@ impl RecvConn {
         Ok(Some(ticket))
     }
 
-    /// Sets the receiver of this connection's profiler events.
-    pub fn events(&self) -> &Events {
-        &self.events
-    }
-
-    /// The outcome of a receive: the size of each part when all are done.
-    ///
-    /// # Errors
-    /// When the connection has failed; nothing touches the buffers any more then.
-    pub fn test(&self, ticket: Ticket) -> Result<Option<Outcome>> {
-        self.requests.check(ticket)?;
-        if !self.requests.is_done(ticket) {
-            if !self.rest.goes_on() {
-                self.glance();
-            }
-            let is_done = || self.requests.is_done(ticket);
-            if !(is_done() || self.help.waits(&self.counters.chunks, || self.glance_further()) && is_done()) {
-                // SAFETY: NCCL's thread, and NCCL has not received the end of any outstanding request.
-                unsafe { self.events.wait() };
-                return self.not_yet(ticket);
-            }
-        }
-        self.help.ended();
-        // SAFETY: NCCL's thread, and NCCL has not received the end of any outstanding request.
-        Ok(unsafe { self.events.finish(&self.requests, ticket) })
-    }
-
-    /// A request was not done when it was polled. Fails if it can no longer become so.
-    #[inline]
-    fn not_yet(&self, ticket: Ticket) -> Result<Option<Outcome>> {
-        if self.health.is_failed() || self.health.is_over() { self.at_the_end(ticket) } else { Ok(None) }
-    }
-
-    /// The connection has failed or is over. The request is polled again, since another thread may have ended it after it was
-    /// polled and before the end of the connection was seen.
-    #[cold]
-    fn at_the_end(&self, ticket: Ticket) -> Result<Option<Outcome>> {
-        // SAFETY: NCCL's thread, and NCCL has not received the end of any outstanding request.
-        let finish = || unsafe { self.events.finish(&self.requests, ticket) };
-        if !self.health.is_failed() {
-            // With the state locked, under which parts end: no thread is between two of them.
-            let is_done = {
-                let _state = self.state();
-                self.requests.is_done(ticket)
-            };
-            // A connection that is merely over goes on for what came early and is posted late.
-            if is_done || self.is_mending() {
-                return Ok(finish());
-            }
-            self.fail_silently(left_early(&self.peer));
-        }
-        // After this no thread touches a buffer: the request is done, or never will be.
-        self.quiesce();
-        if let Some(outcome) = finish() {
-            return Ok(Some(outcome));
-        }
-        // SAFETY: as above.
-        unsafe { self.events.abandon(ticket.slot) };
-        self.requests.abandon(ticket);
-        self.health.check().map(|()| None)
-    }
-
-    /// The host takes back memory, as NCCL does on an abort before it closes the connection. If an outstanding request
-    /// would fill some of it, the connection ends. Nothing touches the memory after this has returned. Without such a
-    /// request it waits for no thread that moves data.
-    pub fn withdraw(&self, memory: Span) {
-        let wants = |(to, capacity): &(Target, usize)| Span::new(to.data.addr(), *capacity).meets(memory);
-        let is_wanted = self.state().targets.iter().flatten().flatten().any(wants);
-        if is_wanted {
-            let error = Error::remote("the receiving side took back memory with transfers in flight");
-            self.health.fail_telling(error.clone(), || self.tell_failure(&error));
-            self.quiesce();
-        }
-    }
-
     /// Whether the sender has reported how many messages there were, and all have arrived.
     fn has_everything(&self) -> bool {
-        self.announced.load(Ordering::Relaxed) == self.completed.load(Ordering::Relaxed) + 1
+        self.own.announced.load(Ordering::Relaxed) == self.own.completed.load(Ordering::Relaxed) + 1
     }
 
     /// Whether a stream was lost a short while ago. A sender that has said goodbye on the others comes back with what was
@@ -550,122 +476,19 @@ impl RecvConn {
             && lock(&self.vigils).iter().any(|vigil| vigil.may_return(now, SENDER_MENDING))
     }
 
-    /// What the connection counted.
-    pub fn counters(&self) -> &Counters {
-        &self.counters
-    }
-
-    /// The other end.
-    pub fn peer(&self) -> &Peer {
-        &self.peer
-    }
-
-    /// The key and features of the connection.
-    pub fn link(&self) -> &Link {
-        &self.link
-    }
-
-    /// Ends the connection with a cause; the peer is notified if possible.
-    pub fn fail(&self, error: Error) {
-        let is_first = self.health.fail_telling(error.clone(), || self.tell_failure(&error));
-        self.failed(is_first, &error);
-    }
-
-    fn fail_silently(&self, error: Error) {
-        let is_first = self.health.fail(error.clone());
-        self.failed(is_first, &error);
-    }
-
-    fn failed(&self, is_first: bool, error: &Error) {
-        if is_first && !self.closing.load(Ordering::Acquire) && error.tell_once() {
-            self.peer.warn_of("receiving from", error);
-        }
-    }
-
-    fn tell_failure(&self, error: &Error) {
-        // On every stream: the first may be away, or lead nowhere.
-        let frame = failure(error);
-        for (index, stream) in self.streams.iter().enumerate() {
-            if stream.peek(|io| io.say(frame.clone())).is_some() {
-                self.run(index, WRITE);
-            }
-        }
-    }
-
     /// Makes the other streams carry what the first cannot.
     fn speak(&self) {
         self.streams.iter().for_each(Stream::kick);
     }
 
-    /// Takes all sockets away, waiting for the threads that use them. After this no thread touches a buffer.
-    fn quiesce(&self) {
-        for io in self.streams.iter().filter_map(Stream::end) {
-            self.let_go(*io);
-        }
-    }
-
-    /// A stream is no longer needed. The control thread closes its socket when the peer has closed it too: with unread
-    /// bytes the kernel would send a reset, which can overtake data, and the control message with the cause.
-    fn let_go(&self, io: Io) {
-        self.health.stream_down();
-        self.net.linger(io.sock);
-    }
-
-    /// Runs a stream in the calling thread, or makes the thread that holds it do so.
-    fn run(&self, index: usize, wish: u8) -> bool {
-        let step = |io: &mut Io, wishes| self.step(index, io, wishes);
-        self.ran(index, self.streams[index].run(wish, step, |io, why| self.broken(index, io, why)))
-    }
-
-    /// Polls the first stream.
-    #[inline]
-    fn glance(&self) {
-        self.attention.called();
-        self.glance_at(0);
-    }
-
-    /// Polls the further streams, which otherwise workers serve. Returns whether anything has arrived.
-    #[cold]
-    fn glance_further(&self) -> bool {
-        (1..MAX_STREAMS).filter(|index| self.glance_at(*index)).count() > 0
-    }
-
-    /// Polls a stream, unless another thread is polling it.
-    #[inline]
-    fn glance_at(&self, index: usize) -> bool {
-        let step = |io: &mut Io, wishes| self.step(index, io, wishes);
-        self.ran(index, self.streams[index].glance(READ, step, |io, why| self.broken(index, io, why)))
-    }
-
-    #[inline]
-    fn ran(&self, index: usize, ran: Ran) -> bool {
-        match ran {
-            Ran::Settled(moved) => moved,
-            Ran::More => {
-                self.streams[index].kick();
-                true
-            }
-        }
-    }
-
-    // Always inlined: a stack frame for each poll would cost as much as the work in it.
-    fn alone(&self) -> MutexGuard<'_, Option<Alone>> {
-        self.alone_since.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    #[inline]
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// A frame for the peer, on whichever stream is written next.
     fn mail(&self, frame: &[u8]) {
         self.outbox().extend_from_slice(frame);
-        self.mail.store(true, Ordering::Release);
+        self.own.mail.store(true, Ordering::Release);
     }
 
     fn outbox(&self) -> MutexGuard<'_, Vec<u8>> {
-        self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.own.outbox)
     }
 }
 
@@ -678,58 +501,5 @@ fn told(header: &Header, stream: usize) -> Chunk {
         message: header.message,
         total: header.total,
         ..Chunk::default()
-    }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-struct StreamSource {
-    conn: Weak<RecvConn>,
-    index: usize,
-}
-
-impl Source for StreamSource {
-    fn poll(&self) -> Progress {
-        let Some(conn) = self.conn.upgrade() else { return Progress::default() };
-        if self.index > 0 {
-            return Progress { moved: conn.run(self.index, READ | WRITE), again: None };
-        }
-        conn.begin_watch();
-        if let Some(later) = conn.attention.is_attended() {
-            return later;
-        }
-        conn.quiet.store(true, Ordering::Relaxed);
-        let moved = conn.run(0, READ | WRITE);
-        conn.quiet.store(false, Ordering::Relaxed);
-        if !moved && conn.attention.is_stalled() {
-            tracing::trace!(target: crate::os::log::NET, "waiting, from {}: {}", conn.peer, conn.state().core.describe());
-        }
-        conn.attention.looked(moved, || conn.requests.outstanding() > 0)
-    }
-
-    fn hot(&self) -> Duration {
-        let brief = |conn: Arc<RecvConn>| conn.brief.load(Ordering::Relaxed);
-        if self.conn.upgrade().is_some_and(brief) { HOT_BETWEEN } else { HOT }
-    }
-
-    fn fail(&self, error: Error) {
-        if let Some(conn) = self.conn.upgrade() {
-            conn.fail(error);
-        }
-    }
-}
-
-impl Again for RecvConn {
-    fn again(&self, index: usize) {
-        self.short.ends(index);
-        self.run(index, READ | WRITE);
-    }
-}
-
-impl Drop for RecvConn {
-    fn drop(&mut self) {
-        self.net.forget(self.link.connection);
     }
 }

@@ -3,9 +3,6 @@
 //! `isend` posts a message to the [`SendCore`] and, when it is short, sends it in the same call. Long messages are
 //! cut into chunks by the workers that own the further streams. Acknowledgements and clear-to-sends come back on
 //! the reverse half of the streams.
-//!
-//! Locks, in order: a stream (try-lock), then the state. The state's lock is held for bookkeeping only, never
-//! across a system call.
 
 mod closing;
 mod joining;
@@ -19,39 +16,34 @@ use std::ffi::c_void;
 use std::io;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
+use super::connection::{Connection, Direction, StreamIo, lock};
 use super::copies::{COPIES, Own};
 use super::delivery::Deliveries;
-use super::help::Help;
 use super::limits::{BRIEF_MAX, COPY_FIRST_MAX, EAGER_MAX, FAR, INLINE_MAX};
 use super::load;
-use super::rest::Rest;
 use super::send_core::{Admit, Key, SendCore, Written};
-use super::stream::{Held, READ, Ran, SEND, Stream, WRITE};
+use super::stream::{READ, SEND, Step, WRITE};
 use crate::engine::asking::Asking;
 use crate::engine::counters::Counters;
-use crate::engine::events::{self, Events};
-use crate::engine::poller::{HOT, HOT_BETWEEN, Progress, Registration, Source};
-use crate::engine::request::{Outcome, RequestSlots, Ticket};
+use crate::engine::events;
+use crate::engine::poller::{Progress, Registration};
+use crate::engine::request::Ticket;
 use crate::engine::span::Span;
-use crate::os::error::{Error, Result};
+use crate::os::error::Result;
 use crate::os::ticks::Ticks;
-use crate::session::attend::Attention;
 use crate::session::dialer;
 use crate::session::frame::{HEADER, Header, MAX_STREAMS};
 use crate::session::handshake::{FEATURE_FAR, FEATURE_RECOVERY};
-use crate::session::lifeline::{Alone, Ended};
 use crate::session::link::{Link, Sock, path_of};
 use crate::session::net::Net;
 use crate::session::owner::{Connecting, Streams};
-use crate::session::peer::{Health, Peer, failure, left_early};
+use crate::session::peer::{Broken, Peer, left_early};
 use crate::session::seal::codec::Sealed;
-use crate::session::seal::damage::Damage;
 use crate::session::seal::{Seal, Sides};
-use crate::session::shortage::{Again, Short};
-use crate::session::watch::{Chores, Vigil};
+use crate::session::watch::Vigil;
 use crate::session::wire::{self, Piece, send_all};
 
 /// Bytes that one run of a stream may send before the other streams of the same worker get their turn.
@@ -74,7 +66,8 @@ struct Payload {
 // reached under the state's lock or while a chunk of it is unacknowledged.
 unsafe impl Send for Payload {}
 
-struct State {
+/// What is changed with the state locked.
+pub struct State {
     core: SendCore,
     payloads: Vec<Option<Payload>>,
     done: Vec<Key>,
@@ -145,7 +138,8 @@ impl Outgoing {
     }
 }
 
-struct Io {
+/// A stream's socket, and what is being sent on it.
+pub struct Io {
     sock: Sock,
     /// The epoch of the stream. One thread may notice its end while another begins the next.
     epoch: u16,
@@ -174,22 +168,10 @@ struct Io {
 }
 
 /// A connection that sends.
-pub struct SendConn {
-    me: Weak<Self>,
-    net: Arc<Net>,
-    link: Link,
-    peer: Peer,
-    state: Mutex<State>,
-    streams: Vec<Stream<Io>>,
-    requests: RequestSlots,
-    health: Health,
-    attention: Attention,
-    rest: Rest,
-    help: Help,
-    counters: Counters,
-    damage: Damage,
-    events: Events,
-    recovery: bool,
+pub type SendConn = Connection<Sending>;
+
+/// What only the sending side of a connection has.
+pub struct Sending {
     /// The path is long.
     far: bool,
     grown: AtomicBool,
@@ -197,20 +179,8 @@ pub struct SendConn {
     extra: AtomicUsize,
     /// Whether a message may be waiting for its receive or for credit.
     stalled: AtomicBool,
-    closing: AtomicBool,
-    /// Whether the last long message was one of those that are over soon ([`BRIEF_MAX`]).
-    brief: AtomicBool,
-    /// Whether the first stream is connected.
-    first_live: AtomicBool,
-    chores: Chores,
-    vigils: Mutex<[Vigil; MAX_STREAMS]>,
-    /// Streams for which the kernel had no memory.
-    short: Short,
     /// Streams, with their epoch and the frames taken in, that the receiver has given up.
     condemned: Mutex<Vec<(usize, u16, u64)>>,
-    /// What is known about the receiver since the last stream went down.
-    alone: Mutex<Option<Alone>>,
-    ended: Ended,
     deliveries: Mutex<Deliveries>,
     /// A bit for each stream that is being connected again.
     repairs: AtomicUsize,
@@ -220,8 +190,110 @@ pub struct SendConn {
     been_home: AtomicUsize,
     /// The last epoch that each stream tried.
     epochs: Mutex<[u16; MAX_STREAMS]>,
-    /// Where this connection's streams begin among the workers.
-    turn: usize,
+}
+
+impl StreamIo for Io {
+    fn sock(&self) -> &Sock {
+        &self.sock
+    }
+
+    fn into_sock(self) -> Sock {
+        self.sock
+    }
+
+    fn epoch(&self) -> u16 {
+        self.epoch
+    }
+
+    fn say(&mut self, frames: Vec<u8>) {
+        self.control.extend_from_slice(&frames);
+    }
+
+    fn say_last(&mut self, frame: Vec<u8>) -> Option<&[u8]> {
+        if self.out.is_some() {
+            return None;
+        }
+        self.say(frame);
+        if let Some(sides) = &mut self.seal {
+            sides.sealer.control(&mut self.control);
+        }
+        Some(&self.control)
+    }
+}
+
+impl Direction for Sending {
+    type State = State;
+    type Io = Io;
+
+    const SENDS: bool = true;
+    const POLL: u8 = READ | WRITE;
+
+    #[inline(always)]
+    fn step(conn: &SendConn, index: usize, io: &mut Io, wishes: u8, ready: &mut u64) -> Step<Broken> {
+        conn.step(index, io, wishes, ready)
+    }
+
+    #[inline]
+    fn unfinished(conn: &SendConn) {
+        if conn.own.stalled.load(Ordering::Relaxed) {
+            conn.ask_receiver();
+        }
+    }
+
+    fn wake_streams(conn: &SendConn, bytes: u64) {
+        conn.wake_streams(bytes);
+    }
+
+    fn describe(state: &State) -> String {
+        state.core.describe()
+    }
+
+    fn needs(state: &State, memory: Span) -> bool {
+        // What was copied is sent from the copy, and the buffer of an ended request is not read.
+        let reads = |payload: &Payload| {
+            let span = Span::new(payload.data.addr(), payload.length as usize);
+            payload.ticket.is_some() && payload.replay.is_none() && span.meets(memory)
+        };
+        state.payloads.iter().flatten().any(reads)
+    }
+
+    /// If the receiver reported that it had received everything, only its acknowledgements were lost.
+    #[cold]
+    fn peer_left(conn: &SendConn) -> bool {
+        let mut state = conn.state();
+        let State { core, payloads, done, copies, .. } = &mut *state;
+        if conn.health.has_peer_received(core.next_number()) {
+            core.all_received(done);
+            conn.end_messages(payloads, copies, done);
+        }
+        false
+    }
+
+    fn epoch_ended(conn: &SendConn, index: usize, io: &Io, why: &Broken) -> bool {
+        conn.end_life(index, io.epoch, why.cause())
+    }
+
+    fn recover(conn: &SendConn, index: usize, _epoch: u16, _left: usize, error: &io::Error) {
+        if conn.still_delivers(index, error) {
+            conn.repair(index, error);
+        }
+    }
+
+    fn lose(conn: &SendConn, index: usize, error: io::Error) {
+        conn.lose(index, error);
+    }
+
+    fn do_chores(conn: &SendConn) -> Progress {
+        conn.do_chores()
+    }
+
+    fn say_goodbye(conn: &SendConn) {
+        conn.say_goodbye();
+    }
+
+    fn dropped(conn: &SendConn) {
+        conn.net.streams_ended(conn.own.extra.load(Ordering::Relaxed));
+    }
 }
 
 impl SendConn {
@@ -231,57 +303,32 @@ impl SendConn {
     /// When the kernel refuses to watch the socket.
     pub fn new(net: Arc<Net>, link: Link, peer: Peer, first: Sock, seal: Seal) -> Result<Arc<Self>> {
         let recovery = link.features & FEATURE_RECOVERY != 0;
-        let turn = net.next_turn();
-        let pairs = link.pairs();
-        let far = link.round_trip >= FAR;
         if recovery {
             COPIES.warm_up();
         }
-        let conn = Arc::new_cyclic(|me| Self {
-            me: me.clone(),
-            net,
-            link,
-            peer,
-            state: Mutex::new(State {
-                core: SendCore::new(recovery),
-                payloads: Vec::new(),
-                done: Vec::new(),
-                copies: Own::default(),
-                ask: Asking::default(),
-            }),
-            streams: (0..MAX_STREAMS).map(|_| Stream::default()).collect(),
-            requests: RequestSlots::new(),
-            health: Health::default(),
-            attention: Attention::default(),
-            rest: Rest::default(),
-            help: Help::default(),
-            counters: Counters::default(),
-            damage: Damage::default(),
-            events: Events::default(),
-            recovery,
-            far,
+        let state = State {
+            core: SendCore::new(recovery),
+            payloads: Vec::new(),
+            done: Vec::new(),
+            copies: Own::default(),
+            ask: Asking::default(),
+        };
+        let own = Sending {
+            far: link.round_trip >= FAR,
             grown: AtomicBool::new(false),
             extra: AtomicUsize::new(0),
             stalled: AtomicBool::new(false),
-            closing: AtomicBool::new(false),
-            brief: AtomicBool::new(false),
-            first_live: AtomicBool::new(true),
-            chores: Chores::default(),
-            vigils: Mutex::default(),
-            short: Short::default(),
             condemned: Mutex::new(Vec::new()),
-            alone: Mutex::new(None),
-            ended: Ended::default(),
-            deliveries: Mutex::new(Deliveries::new(pairs)),
+            deliveries: Mutex::new(Deliveries::new(link.pairs())),
             repairs: AtomicUsize::new(0),
             homes: Mutex::default(),
             abroad: AtomicUsize::new(0),
             been_home: AtomicUsize::new(0),
             epochs: Mutex::default(),
-            turn,
-        });
+        };
+        let conn = Connection::without_streams(net, link, peer, own, state);
         conn.state().core.set_round_trip(conn.link.round_trip);
-        if conn.far {
+        if conn.own.far {
             conn.state().core.go_far(conn.link.features & FEATURE_FAR != 0);
         }
         if conn.pairs() > 1 {
@@ -317,7 +364,7 @@ impl SendConn {
         Ok(())
     }
 
-    /// Puts a connected socket to work as stream `index`. What was reported at its place before is made up for by a kick.
+    /// Puts a connected socket to work as stream `index`.
     fn add_stream(&self, index: usize, epoch: u16, place: Registration, sock: Sock, seal: Seal) {
         self.events.set_path(index, path_of(&sock, &self.link));
         self.health.stream_up();
@@ -327,7 +374,7 @@ impl SendConn {
             self.ended.forget();
             self.note_first(index, &state.core);
             let way = self.link.way_of(&sock);
-            lock(&self.deliveries).begins(index, way, state.core.arrived(index), Instant::now());
+            lock(&self.own.deliveries).begins(index, way, state.core.arrived(index), Instant::now());
             state.core.counts(index)
         };
         let io = Io {
@@ -350,12 +397,7 @@ impl SendConn {
         };
         lock(&self.vigils)[index] = Vigil::default();
         *lock(&self.alone) = None;
-        // In this order: a stream that breaks at once takes its registration with it.
-        self.streams[index].watch(place);
-        match self.streams[index].install(Box::new(io)) {
-            Ok(()) => self.streams[index].kick(),
-            Err(late) => self.let_go(*late),
-        }
+        self.install(index, place, io, |_| ());
     }
 
     /// Whether the first stream is connected, for threads that do not hold the state. Called with the state locked, so
@@ -458,14 +500,14 @@ impl SendConn {
                 self.run_held(held, 0, READ);
                 let question = self.state().core.ask_at_once(key);
                 if let Some(header) = question {
-                    self.queue_control(0, header, &[]);
+                    self.queue_control(0, header);
                     self.run(0, WRITE);
                 }
-                self.stalled.store(true, Ordering::Relaxed);
+                self.own.stalled.store(true, Ordering::Relaxed);
             }
             Ok((_, Admit::AwaitsCredit)) => {
                 self.run_held(held, 0, READ);
-                self.stalled.store(true, Ordering::Relaxed);
+                self.own.stalled.store(true, Ordering::Relaxed);
             }
         }
         if self.attention.wanted() {
@@ -493,12 +535,7 @@ impl SendConn {
     /// path is long: there one stream carries little.
     #[inline]
     fn is_for_workers(&self, length: u64) -> bool {
-        length > INLINE_MAX && (self.far || self.streams[1].is_awake() || load::is_high())
-    }
-
-    /// Sets the receiver of this connection's profiler events.
-    pub fn events(&self) -> &Events {
-        &self.events
+        length > INLINE_MAX && (self.own.far || self.streams[1].is_awake() || load::is_high())
     }
 
     /// Posts a message to the core.
@@ -540,80 +577,6 @@ impl SendConn {
         Ok((key, admit))
     }
 
-    /// The outcome of a send: its size when it is done.
-    ///
-    /// # Errors
-    /// When the connection has failed; nothing touches the buffer any more then.
-    pub fn test(&self, ticket: Ticket) -> Result<Option<Outcome>> {
-        self.requests.check(ticket)?;
-        // SAFETY: NCCL's thread, and NCCL has not received the end of any outstanding request.
-        let finish = || unsafe { self.events.finish(&self.requests, ticket) };
-        let looked = || {
-            if !self.rest.goes_on() {
-                self.glance();
-            }
-            finish()
-        };
-        let helped = || if self.help.waits(&self.counters.chunks, || self.glance_further()) { finish() } else { None };
-        if let Some(outcome) = finish().or_else(looked).or_else(helped) {
-            self.help.ended();
-            return Ok(Some(outcome));
-        }
-        self.not_yet(ticket)
-    }
-
-    /// A request was not done when it was polled. Fails if it can no longer become so.
-    fn not_yet(&self, ticket: Ticket) -> Result<Option<Outcome>> {
-        if self.health.is_failed() || self.health.is_over() {
-            return self.at_the_end(ticket);
-        }
-        if self.stalled.load(Ordering::Relaxed) {
-            self.ask_receiver();
-        }
-        Ok(None)
-    }
-
-    /// The connection has failed or is over. The request is polled again, since another thread may have ended it after it was
-    /// polled and before the end of the connection was seen.
-    #[cold]
-    fn at_the_end(&self, ticket: Ticket) -> Result<Option<Outcome>> {
-        // SAFETY: NCCL's thread, and NCCL has not received the end of any outstanding request.
-        let finish = || unsafe { self.events.finish(&self.requests, ticket) };
-        if !self.health.is_failed() {
-            self.settle();
-            if let Some(outcome) = finish() {
-                return Ok(Some(outcome));
-            }
-            self.fail_silently(left_early(&self.peer));
-        }
-        // After this no thread touches a buffer: the request is done, or never will be.
-        self.quiesce();
-        if let Some(outcome) = finish() {
-            return Ok(Some(outcome));
-        }
-        // SAFETY: as above.
-        unsafe { self.events.abandon(ticket.slot) };
-        self.requests.abandon(ticket);
-        self.health.check().map(|()| None)
-    }
-
-    /// The host takes back memory, as NCCL does on an abort before it closes the connection. If an outstanding request
-    /// sends from some of it, the connection ends. Nothing touches the memory after this has returned. Without such a
-    /// request it waits for no thread that moves data.
-    pub fn withdraw(&self, memory: Span) {
-        // What was copied is sent from the copy, and the buffer of an ended request is not read.
-        let reads = |payload: &Payload| {
-            let span = Span::new(payload.data.addr(), payload.length as usize);
-            payload.ticket.is_some() && payload.replay.is_none() && span.meets(memory)
-        };
-        let is_wanted = self.state().payloads.iter().flatten().any(reads);
-        if is_wanted {
-            let error = Error::remote("the sending side took back memory with transfers in flight");
-            self.health.fail_telling(error.clone(), || self.tell_failure(&error));
-            self.quiesce();
-        }
-    }
-
     /// Sends the receiver a query about messages that have waited a while. Receives of short messages are not
     /// announced, so a message that is too long to go without, or that other tags' early messages have left without
     /// credit, would otherwise wait for ever.
@@ -622,7 +585,7 @@ impl SendConn {
             let mut state = self.state();
             if !state.core.is_stalled() {
                 state.ask.rest();
-                self.stalled.store(false, Ordering::Relaxed);
+                self.own.stalled.store(false, Ordering::Relaxed);
                 return;
             }
             if !state.ask.is_due() {
@@ -632,7 +595,7 @@ impl SendConn {
         };
         let voice = self.voice();
         for header in headers {
-            self.queue_control(voice, header, &[]);
+            self.queue_control(voice, header);
         }
         self.run(voice, WRITE);
     }
@@ -646,85 +609,14 @@ impl SendConn {
         (0..MAX_STREAMS).find(|index| state.core.is_live(*index)).unwrap_or(0)
     }
 
-    /// The peer has left, and no stream remains. If it reported that it had received everything, only its
-    /// acknowledgements were lost: then every request is done.
-    #[cold]
-    fn settle(&self) {
-        let mut state = self.state();
-        let State { core, payloads, done, copies, .. } = &mut *state;
-        if self.health.has_peer_received(core.next_number()) {
-            core.all_received(done);
-            self.end_messages(payloads, copies, done);
-        }
-    }
-
-    /// What the connection counted.
-    pub fn counters(&self) -> &Counters {
-        &self.counters
-    }
-
-    /// The other end.
-    pub fn peer(&self) -> &Peer {
-        &self.peer
-    }
-
-    /// How a further stream is connected.
-    pub fn link(&self) -> &Link {
-        &self.link
-    }
-
-    /// Ends the connection with a cause; the peer is notified if possible.
-    pub fn fail(&self, error: Error) {
-        let is_first = self.health.fail_telling(error.clone(), || self.tell_failure(&error));
-        self.failed(is_first, &error);
-    }
-
-    fn fail_silently(&self, error: Error) {
-        let is_first = self.health.fail(error.clone());
-        self.failed(is_first, &error);
-    }
-
-    fn failed(&self, is_first: bool, error: &Error) {
-        if is_first && !self.closing.load(Ordering::Acquire) && error.tell_once() {
-            self.peer.warn_of("sending to", error);
-        }
-    }
-
-    fn tell_failure(&self, error: &Error) {
-        // On every stream: one of them may be in the middle of a chunk that will never end, or lead nowhere.
-        let frame = failure(error);
-        for (index, stream) in self.streams.iter().enumerate() {
-            if stream.peek(|io| io.control.extend_from_slice(&frame)).is_some() {
-                self.run(index, WRITE);
-            }
-        }
-    }
-
-    /// Takes all sockets away, waiting for the threads that use them. After this no thread touches a buffer.
-    fn quiesce(&self) {
-        for io in self.streams.iter().filter_map(Stream::end) {
-            self.let_go(*io);
-        }
-    }
-
-    /// A stream is no longer needed. The control thread closes its socket when the peer has closed it too: with unread
-    /// bytes the kernel would send a reset, which can overtake data, and the control message with the cause.
-    fn let_go(&self, io: Io) {
-        self.health.stream_down();
-        self.net.linger(io.sock);
-    }
-
-    fn queue_control(&self, index: usize, header: Header, payload: &[u8]) {
-        self.streams[index].peek(|io| {
-            let header = Header { length: payload.len() as u32, ..header };
-            io.control.extend_from_slice(&header.encode());
-            io.control.extend_from_slice(payload);
-        });
+    /// A control frame for the receiver.
+    fn queue_control(&self, index: usize, header: Header) {
+        self.streams[index].peek(|io| io.say(header.encode().to_vec()));
     }
 
     /// Requests more streams, once.
     fn grow(&self) {
-        if !self.grown.load(Ordering::Relaxed) && !self.grown.swap(true, Ordering::Relaxed) {
+        if !self.own.grown.load(Ordering::Relaxed) && !self.own.grown.swap(true, Ordering::Relaxed) {
             self.grow_to(MAX_STREAMS);
         }
     }
@@ -734,7 +626,7 @@ impl SendConn {
         let Some(me) = self.me.upgrade() else { return };
         let me: Arc<dyn Streams> = me;
         let wanted = self.net.streams_per_connection(self.pairs()).saturating_sub(1);
-        for index in self.extra.load(Ordering::Relaxed) + 1..=wanted.min(most) {
+        for index in self.own.extra.load(Ordering::Relaxed) + 1..=wanted.min(most) {
             if let Err(budget) = self.net.stream_begins() {
                 let connection = self.link.connection;
                 tracing::debug!(
@@ -742,7 +634,7 @@ impl SendConn {
                 );
                 return;
             }
-            self.extra.fetch_add(1, Ordering::Relaxed);
+            self.own.extra.fetch_add(1, Ordering::Relaxed);
             dialer::join(Arc::clone(&self.net), &me, index);
         }
     }
@@ -761,108 +653,6 @@ impl SendConn {
         }
         if count == 0 {
             self.run(0, WRITE);
-        }
-    }
-
-    /// Runs a stream in the calling thread, or makes the thread that holds it do so.
-    fn run(&self, index: usize, wish: u8) -> bool {
-        self.run_held(self.streams[index].hold(), index, wish)
-    }
-
-    /// As [`SendConn::run`], with what the stream's `hold` returned.
-    fn run_held(&self, held: Option<Held<'_, Io>>, index: usize, wish: u8) -> bool {
-        let mut wake = 0;
-        let step = |io: &mut Io, wishes| self.step(index, io, wishes, &mut wake);
-        let ran = self.streams[index].run_held(held, wish, step, |io, why| self.broken(index, io, why));
-        self.ran(index, ran, wake)
-    }
-
-    /// Polls the first stream.
-    fn glance(&self) {
-        self.attention.called();
-        self.glance_at(0);
-    }
-
-    /// Polls the further streams, which otherwise workers serve. Returns whether one has moved anything.
-    #[cold]
-    fn glance_further(&self) -> bool {
-        (1..MAX_STREAMS).filter(|index| self.glance_at(*index)).count() > 0
-    }
-
-    /// Polls a stream, unless another thread is polling it.
-    fn glance_at(&self, index: usize) -> bool {
-        let mut wake = 0;
-        let step = |io: &mut Io, wishes| self.step(index, io, wishes, &mut wake);
-        let ran = self.streams[index].glance(READ | WRITE, step, |io, why| self.broken(index, io, why));
-        self.ran(index, ran, wake)
-    }
-
-    fn ran(&self, index: usize, ran: Ran, wake: u64) -> bool {
-        if wake > 0 {
-            self.wake_streams(wake);
-        }
-        match ran {
-            Ran::Settled(moved) => moved,
-            Ran::More => {
-                self.streams[index].kick();
-                true
-            }
-        }
-    }
-
-    // Always inlined: a stack frame for each message would cost a quarter of the work in it.
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-impl Again for SendConn {
-    fn again(&self, index: usize) {
-        self.short.ends(index);
-        self.run(index, READ | WRITE);
-    }
-}
-
-impl Drop for SendConn {
-    fn drop(&mut self) {
-        self.net.streams_ended(*self.extra.get_mut());
-    }
-}
-
-struct StreamSource {
-    conn: Weak<SendConn>,
-    index: usize,
-}
-
-impl Source for StreamSource {
-    fn poll(&self) -> Progress {
-        let Some(conn) = self.conn.upgrade() else { return Progress::default() };
-        if self.index > 0 {
-            return Progress { moved: conn.run(self.index, READ | WRITE), again: None };
-        }
-        conn.begin_watch();
-        if let Some(later) = conn.attention.is_attended() {
-            return later;
-        }
-        let moved = conn.run(0, READ | WRITE);
-        if !moved && conn.attention.is_stalled() {
-            tracing::trace!(target: crate::os::log::NET, "waiting, to {}: {}", conn.peer, conn.state().core.describe());
-        }
-        conn.attention.looked(moved, || conn.requests.outstanding() > 0)
-    }
-
-    fn hot(&self) -> Duration {
-        let brief = |conn: Arc<SendConn>| conn.brief.load(Ordering::Relaxed);
-        if self.conn.upgrade().is_some_and(brief) { HOT_BETWEEN } else { HOT }
-    }
-
-    fn fail(&self, error: Error) {
-        if let Some(conn) = self.conn.upgrade() {
-            conn.fail(error);
         }
     }
 }

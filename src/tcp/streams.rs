@@ -2,74 +2,119 @@
 
 use std::io;
 use std::net::IpAddr;
-use std::sync::MutexGuard;
 use std::time::{Duration, Instant};
 
+use super::connection::{Connection, Direction, StreamIo, lock};
 use super::stream::Stream;
+use crate::session::frame::MAX_STREAMS;
 use crate::session::lifeline::Alone;
-use crate::session::link::{Link, Sock};
-use crate::session::watch::{SILENCE, Sight};
+use crate::session::link::Sock;
+use crate::session::peer::lost;
+use crate::session::watch::{self, Finding, SILENCE, Sight, Vigil};
 
-/// Whether the peer's kernel has answered anything on one of the streams since then.
-pub fn is_heard_since<Io>(since: Instant, streams: &[Stream<Io>], sock: impl Fn(&Io) -> &Sock) -> bool {
-    let is_heard = |stream: &Stream<Io>| {
-        let sight = stream.peek(|io| Sight::of(sock(io))).flatten();
-        sight.is_some_and(|sight| sight.silent < since.elapsed())
-    };
-    streams.iter().any(is_heard)
+/// The result of checking all streams.
+pub(super) struct Checked {
+    /// Streams on which nothing comes back, and for how long.
+    pub(super) silent: Vec<(usize, Duration)>,
+    /// Whether the peer's kernel has not acknowledged everything, or a request is outstanding.
+    pub(super) outstanding: bool,
+    /// How soon to check again.
+    pub(super) next: Duration,
 }
 
-/// Ends a suspicion that the peer is gone when anything has come back on a stream since it began. The streams are looked at
-/// without its lock.
-pub fn drop_refuted<'a, Io>(
-    alone: impl Fn() -> MutexGuard<'a, Option<Alone>>,
-    streams: &[Stream<Io>],
-    sock: impl Fn(&Io) -> &Sock,
-) {
-    let Some(since) = alone().as_ref().filter(|alone| alone.is_suspicion()).map(Alone::since) else { return };
-    if is_heard_since(since, streams, sock) {
-        alone().take_if(|alone| alone.is_suspicion() && alone.since() == since);
-    }
-}
-
-/// The streams whose local address is the interface's.
-pub fn over_interface<Io>(
-    link: &Link,
-    interface: u32,
-    streams: &[Stream<Io>],
-    sock: impl Fn(&Io) -> &Sock,
-) -> Vec<usize> {
-    let addresses: Vec<IpAddr> =
-        link.local.iter().filter(|rail| rail.index == interface).map(|rail| rail.address.ip()).collect();
-    if addresses.is_empty() {
-        return Vec::new();
-    }
-    let local = |io: &mut Io| sock(io).local_addr().ok().and_then(|address| address.as_socket());
-    let is_there =
-        |index: &usize| streams[*index].peek(local).flatten().is_some_and(|address| addresses.contains(&address.ip()));
-    (0..streams.len()).filter(is_there).collect()
-}
-
-/// Adds to the lost streams those on the same path that have been silent for as long: they only have not asked. What
-/// was lost would otherwise travel again over them.
-pub fn share_fate<Io>(lost: &mut Vec<(usize, Duration)>, streams: &[Stream<Io>], sock: impl Fn(&Io) -> &Sock) {
-    if lost.is_empty() {
-        return;
-    }
-    let path = |sock: &Sock| {
-        let ip = |address: io::Result<socket2::SockAddr>| Some(address.ok()?.as_socket()?.ip());
-        (ip(sock.local_addr()), ip(sock.peer_addr()))
-    };
-    let dead: Vec<_> = lost.iter().filter_map(|(index, _)| streams[*index].peek(|io| path(sock(io)))).collect();
-    for (index, stream) in streams
-        .iter()
-        .enumerate()
-        .filter(|(index, _)| !lost.iter().any(|(other, _)| other == index))
-        .collect::<Vec<_>>()
-    {
-        let silent = stream.peek(|io| dead.contains(&path(sock(io))).then(|| Sight::of(sock(io)))?).flatten();
-        if let Some(sight) = silent.filter(|sight| sight.silent >= SILENCE + sight.answering()) {
-            lost.push((index, sight.silent));
+impl<D: Direction> Connection<D> {
+    /// Checks whether something comes back on each stream; `each` sees what the kernel reports of it. None when nothing
+    /// has come back on any for so long that the connection has failed.
+    pub(super) fn check_streams(
+        &self,
+        now: Instant,
+        mut each: impl FnMut(usize, &Sock, Sight, &mut Vigil),
+    ) -> Option<Checked> {
+        let outstanding = self.requests.outstanding() > 0;
+        let mut checked = Checked { silent: Vec::new(), outstanding, next: watch::TICK };
+        // How long nothing has come back on any stream.
+        let mut least: Option<Duration> = None;
+        for (index, stream) in self.streams.iter().enumerate() {
+            let found = stream.peek(|io| {
+                let sight = Sight::of(io.sock())?;
+                let vigil = &mut lock(&self.vigils)[index];
+                each(index, io.sock(), sight, vigil);
+                checked.outstanding |= sight.outstanding;
+                let found = vigil.look(now, sight);
+                let unheard = vigil.unheard(now, sight);
+                least = Some(least.map_or(unheard, |least| least.min(unheard)));
+                Some(found)
+            });
+            match found.flatten() {
+                Some(Finding::Asking) => checked.next = watch::SOON,
+                Some(Finding::Lost(silence)) => {
+                    checked.next = watch::SOON;
+                    checked.silent.push((index, silence));
+                }
+                Some(Finding::Well) | None => {}
+            }
         }
+        if let Some(silence) = least.filter(|least| *least >= self.net.config.peer_timeout) {
+            self.fail_silently(lost(&watch::silent(silence)).with_peer(&self.peer));
+            self.chores.end();
+            return None;
+        }
+        Some(checked)
+    }
+
+    /// Adds to the lost streams those on the same path that have been silent for as long: they only have not asked. What
+    /// was lost would otherwise travel again over them.
+    pub(super) fn share_fate(&self, lost: &mut Vec<(usize, Duration)>) {
+        if lost.is_empty() {
+            return;
+        }
+        let path = |sock: &Sock| {
+            let ip = |address: io::Result<socket2::SockAddr>| Some(address.ok()?.as_socket()?.ip());
+            (ip(sock.local_addr()), ip(sock.peer_addr()))
+        };
+        let dead: Vec<_> =
+            lost.iter().filter_map(|(index, _)| self.streams[*index].peek(|io| path(io.sock()))).collect();
+        for (index, stream) in self.streams.iter().enumerate() {
+            if lost.iter().any(|(other, _)| *other == index) {
+                continue;
+            }
+            let silent = stream.peek(|io| dead.contains(&path(io.sock())).then(|| Sight::of(io.sock()))?).flatten();
+            if let Some(sight) = silent.filter(|sight| sight.silent >= SILENCE + sight.answering()) {
+                lost.push((index, sight.silent));
+            }
+        }
+    }
+
+    /// Whether the peer's kernel has answered anything on one of the streams since then.
+    pub(super) fn is_heard_since(&self, since: Instant) -> bool {
+        let is_heard = |stream: &Stream<D::Io>| {
+            let sight = stream.peek(|io| Sight::of(io.sock())).flatten();
+            sight.is_some_and(|sight| sight.silent < since.elapsed())
+        };
+        self.streams.iter().any(is_heard)
+    }
+
+    /// Ends a suspicion that the peer is gone when anything has come back on a stream since it began. The streams are
+    /// looked at without its lock.
+    pub(super) fn drop_refuted(&self) {
+        let suspected = lock(&self.alone).as_ref().filter(|alone| alone.is_suspicion()).map(Alone::since);
+        let Some(since) = suspected else { return };
+        if self.is_heard_since(since) {
+            lock(&self.alone).take_if(|alone| alone.is_suspicion() && alone.since() == since);
+        }
+    }
+
+    /// The streams whose local address is the interface's.
+    pub(super) fn over_interface(&self, interface: u32) -> Vec<usize> {
+        let rails = self.link.local.iter().filter(|rail| rail.index == interface);
+        let addresses: Vec<IpAddr> = rails.map(|rail| rail.address.ip()).collect();
+        if addresses.is_empty() {
+            return Vec::new();
+        }
+        let local = |io: &mut D::Io| io.sock().local_addr().ok().and_then(|address| address.as_socket());
+        let is_there = |index: &usize| {
+            self.streams[*index].peek(local).flatten().is_some_and(|address| addresses.contains(&address.ip()))
+        };
+        (0..MAX_STREAMS).filter(is_there).collect()
     }
 }

@@ -16,6 +16,7 @@ use crate::session::dialer::Target;
 use crate::session::handshake::Secret;
 use crate::session::net::Net;
 use crate::tcp;
+use crate::tcp::connection::{Connection, Direction};
 use crate::tcp::listener::Listener;
 use crate::tcp::receiver::RecvConn;
 use crate::tcp::sender::SendConn;
@@ -69,40 +70,34 @@ super::forward!(Listener, tcp::attempt::Attempt);
 
 /// The host takes memory back: NCCL's registrations of host memory for one connection do not overlap, so the address
 /// identifies the requests concerned.
-macro_rules! connected {
-    ($conn:ty, $send:literal) => {
-        impl Connected for $conn {
-            fn register(&self, backends: &Backends, region: Region) -> Result<usize> {
-                backends.tcp.register(region)
-            }
+impl<D: Direction> Connected for Connection<D> {
+    fn register(&self, backends: &Backends, region: Region) -> Result<usize> {
+        backends.tcp.register(region)
+    }
 
-            fn deregister(&self, backends: &Backends, mr: usize) -> Result<()> {
-                self.withdraw(*backends.tcp.spans.remove(mr)?);
-                Ok(())
-            }
+    fn deregister(&self, backends: &Backends, mr: usize) -> Result<()> {
+        self.withdraw(*backends.tcp.spans.remove(mr)?);
+        Ok(())
+    }
 
-            #[inline]
-            fn test(&self, ticket: Ticket) -> Result<Option<Outcome>> {
-                self.test(ticket)
-            }
+    #[inline]
+    fn test(&self, ticket: Ticket) -> Result<Option<Outcome>> {
+        Self::test(self, ticket)
+    }
 
-            fn tell(&self, profiler: &Arc<dyn events::Listener>) {
-                self.events().listen(Arc::clone(profiler), self.link().connection, $send);
-            }
+    fn tell(&self, profiler: &Arc<dyn events::Listener>) {
+        self.events().listen(Arc::clone(profiler), self.link().connection, D::SENDS);
+    }
 
-            fn describe(&self) -> Description {
-                let interfaces = self.link().local.iter().map(|rail| rail.name.clone()).collect();
-                Description::of($send, self.link(), self.peer(), self.counters(), interfaces)
-            }
+    fn describe(&self) -> Description {
+        let interfaces = self.link().local.iter().map(|rail| rail.name.clone()).collect();
+        Description::of(D::SENDS, self.link(), self.peer(), self.counters(), interfaces)
+    }
 
-            fn close(&self) {
-                self.close();
-            }
-        }
-    };
+    fn close(&self) {
+        self.close();
+    }
 }
-connected!(SendConn, true);
-connected!(RecvConn, false);
 
 impl Sending for SendConn {
     #[inline]

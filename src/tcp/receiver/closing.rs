@@ -16,34 +16,24 @@ const CLOSE_PATIENCE: Duration = Duration::from_secs(1);
 const CLOSE_MENDING: Duration = Duration::from_secs(4);
 
 impl RecvConn {
-    /// Ends the connection; no thread touches NCCL's buffers after it returns.
-    pub fn close(&self) {
-        if self.requests.outstanding() == 0 && !self.health.is_failed() {
-            self.tell_last_words();
-        }
+    /// Reports everything that has arrived, and says goodbye.
+    pub(super) fn say_goodbye(&self) {
+        self.tell_last_words();
         self.closing.store(true, Ordering::Release);
-        if self.requests.outstanding() == 0 && !self.health.is_failed() {
-            // For a sender whose streams die before the goodbye reaches it.
-            self.net.remember_closed(&self.link, self.completed.load(Ordering::Relaxed));
-            // Each stream carries its own goodbye, behind its last acknowledgement: the sender reads them in any order.
-            let deadline = Instant::now() + CLOSE_PATIENCE;
-            while Instant::now() < deadline && !self.health.is_failed() {
-                for index in 0..MAX_STREAMS {
-                    self.run(index, WRITE);
-                }
-                let parted = |io: &Io| io.parted && io.sent == io.out.len();
-                if self.streams.iter().all(|stream| stream.lock().as_ref().is_none_or(|io| parted(io))) {
-                    break;
-                }
-                std::thread::sleep(Duration::from_micros(50));
+        // For a sender whose streams die before the goodbye reaches it.
+        self.net.remember_closed(&self.link, self.own.completed.load(Ordering::Relaxed));
+        // Each stream carries its own goodbye, behind its last acknowledgement: the sender reads them in any order.
+        let deadline = Instant::now() + CLOSE_PATIENCE;
+        while Instant::now() < deadline && !self.health.is_failed() {
+            for index in 0..MAX_STREAMS {
+                self.run(index, WRITE);
             }
-        } else {
-            let error = Error::remote("the receiving side closed the connection with transfers in flight");
-            self.health.fail_telling(error.clone(), || self.tell_failure(&error));
+            let parted = |io: &Io| io.parted && io.sent == io.out.len();
+            if self.streams.iter().all(|stream| stream.lock().as_ref().is_none_or(|io| parted(io))) {
+                break;
+            }
+            std::thread::sleep(Duration::from_micros(50));
         }
-        self.quiesce();
-        self.net.forget(self.link.connection);
-        tracing::debug!(target: crate::os::log::NET, "closed the connection from {}: {}", self.peer, self.counters);
     }
 
     /// Ends a connection whose listener was closed before the peer's confirmation arrived: the peer considers it

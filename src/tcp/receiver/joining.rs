@@ -4,18 +4,16 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::RecvConn;
 use super::arrivals::Arrivals;
-use super::{RecvConn, lock};
 use crate::os::error::{Error, Result};
 use crate::os::log::NET;
 use crate::session::frame::MAX_STREAMS;
-use crate::session::lifeline::Answer;
-use crate::session::link::{Link, Sock};
+use crate::session::link::Sock;
 use crate::session::opening::{Door, Opening};
-use crate::session::owner::{Joining, Listening, Owner};
+use crate::session::owner::{Joining, Listening};
 use crate::session::seal::Seal;
-use crate::session::watch;
-use crate::tcp::streams;
+use crate::tcp::connection::lock;
 
 impl RecvConn {
     /// A peer with the connection's key wants to connect stream `index` in `epoch`. Ends the stream's previous epoch
@@ -30,7 +28,7 @@ impl RecvConn {
 
     /// The listener gets this connection when the peer has confirmed.
     pub(super) fn wait_for_word(&self, listener: Arc<Arrivals>) {
-        *lock(&self.waiting) = Some(listener);
+        *lock(&self.own.waiting) = Some(listener);
     }
 
     /// Whether the first epoch of the first stream may begin: neither the connection nor that epoch is over. The epoch
@@ -48,7 +46,7 @@ impl RecvConn {
     }
 
     fn leave_waiting(&self) -> Option<Arc<Arrivals>> {
-        lock(&self.waiting).take()
+        lock(&self.own.waiting).take()
     }
 
     /// Counts as a stream until it is dropped. If no other has come by then, the peer is waited for.
@@ -57,7 +55,7 @@ impl RecvConn {
         impl Drop for Open<'_> {
             fn drop(&mut self) {
                 let conn = self.0;
-                let waited_for = || conn.alone().as_ref().is_some_and(|alone| !alone.is_suspicion());
+                let waited_for = || lock(&conn.alone).as_ref().is_some_and(|alone| !alone.is_suspicion());
                 if conn.health.stream_down() == 0 && !conn.is_over() && !waited_for() {
                     conn.wait_for_peer(&io::ErrorKind::NotConnected.into());
                 }
@@ -68,30 +66,6 @@ impl RecvConn {
     }
 }
 
-impl Owner for RecvConn {
-    fn link(&self) -> &Link {
-        &self.link
-    }
-
-    /// An interface went down: what runs over its address is lost, if anything else is left.
-    fn link_down(&self, interface: u32) {
-        let down = streams::over_interface(&self.link, interface, &self.streams, |io| &io.sock);
-        if self.recovery && !down.is_empty() && down.len() < self.health.live() {
-            *lock(&self.trouble) = Some(Instant::now());
-            for index in down {
-                self.lose(index, &watch::link_down());
-            }
-        }
-    }
-
-    fn answered(&self, began: Instant, way: usize, answer: Answer) {
-        if let Some(alone) = &mut *self.alone() {
-            alone.answered(began, Instant::now(), way, answer);
-        }
-        self.call_keeper();
-    }
-}
-
 impl Listening for RecvConn {
     fn join(self: Arc<Self>, joining: Joining<'_>) -> Result<()> {
         // One epoch ends before the other begins, and it may have been the last stream.
@@ -99,7 +73,7 @@ impl Listening for RecvConn {
         let not_now = joining.not_now();
         let Joining { stream: index, epoch, sock, welcome } = joining;
         let received = self.prepare_join(index, epoch).ok_or(not_now)?;
-        let place = self.place(index, &sock)?;
+        let place = self.register(index, &sock)?;
         let keys = welcome(&sock, received)?;
         self.add_stream(index, epoch, place, sock, Seal::of(self.link.features, keys)?);
         // The peer's confirmation of the welcome is still under way, or the first stream broke before.
@@ -108,7 +82,7 @@ impl Listening for RecvConn {
     }
 
     fn is_calling(&self, since: Instant) -> bool {
-        !self.is_over() && self.alone().as_ref().is_some_and(|alone| alone.since() == since)
+        !self.is_over() && lock(&self.alone).as_ref().is_some_and(|alone| alone.since() == since)
     }
 
     /// Each time the next, since the sender may know of some.
@@ -123,7 +97,7 @@ impl Listening for RecvConn {
 
 impl Opening for RecvConn {
     fn is_waiting(&self) -> bool {
-        lock(&self.waiting).is_some()
+        lock(&self.own.waiting).is_some()
     }
 
     fn begin(self: Arc<Self>, sock: Sock, seal: Seal) -> Result<()> {
@@ -132,7 +106,7 @@ impl Opening for RecvConn {
         if !self.awaits_first() {
             return Ok(());
         }
-        let place = self.place(0, &sock)?;
+        let place = self.register(0, &sock)?;
         self.add_stream(0, 0, place, sock, seal);
         self.arrive();
         Ok(())

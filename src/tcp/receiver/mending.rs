@@ -1,24 +1,23 @@
 //! Streams that end, and come back: what is reported about it, and how long this side waits for the sender.
 
 use std::io;
-use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::{Fence, Io, RecvConn, lock};
+use super::{Fence, Io, RecvConn};
 use crate::engine::poller::Progress;
-use crate::os::error::Error;
+use crate::os::log::NET;
 use crate::session::dialer;
 use crate::session::frame::MAX_STREAMS;
 use crate::session::lifeline::{Alone, CUT_PATIENCE, Terms, Verdict, is_cut};
 use crate::session::owner::Listening;
-use crate::session::peer::{Broken, failure, fenced, lost};
-use crate::session::watch::{self, Finding, Kept, Sight};
-use crate::session::wire::{self, Piece};
+use crate::session::peer::{fenced, lost};
+use crate::session::watch::{self, Sight};
+use crate::tcp::connection::lock;
 use crate::tcp::recv_core::Due;
-use crate::tcp::stream::{READ, Ran, WRITE};
-use crate::tcp::streams;
+use crate::tcp::stream::READ;
+use crate::tcp::streams::Checked;
 
 /// How long a sign of trouble in the network explains why the peer is away.
 const TROUBLE: Duration = Duration::from_secs(10);
@@ -31,48 +30,18 @@ const TROUBLED_PATIENCE: Duration = Duration::from_millis(1500);
 const MOST_LOOKS: usize = 64;
 
 impl RecvConn {
-    /// Reports a failure to the peer on the stream that met it, which may be the only one.
-    fn part_in_anger(&self, mut io: Io, error: &Error) {
-        if !self.health.is_failed() {
-            io.say(failure(error));
-            // SAFETY: the piece is this stream's own buffer. What the socket does not accept is lost, and the peer sees
-            // the end without the reason.
-            let _ = unsafe { wire::send(io.sock.as_raw_fd(), Piece::of(&io.out[io.sent..])) };
+    /// A stream was lost. The sender connects it again; it may not know yet.
+    pub(super) fn await_return(&self, index: usize, epoch: u16, left: usize, error: &io::Error) {
+        tracing::info!(target: NET, "a stream from {} broke ({error}); waiting for it to come back", self.peer);
+        // If no stream is left to send this on, the next one that returns carries it.
+        lock(&self.own.fences).push(Fence { index, epoch, asked: false });
+        if left == 0 && self.is_missed() {
+            return self.wait_for_peer(error);
         }
-        self.net.linger(io.sock);
-    }
-
-    /// A stream ended. Decides whether that ends the connection.
-    pub(super) fn broken(&self, index: usize, io: Box<Io>, why: Broken) {
-        let epoch = io.epoch;
-        if let Broken::Lost(error) = &why {
-            self.note_trouble(&io, error);
+        if self.is_missed() && self.link.remote.len() > 1 && self.ended.is_recent(Instant::now()) {
+            self.suspect_peer(error);
         }
-        self.life_ended(index, epoch, why.cause().is_some(), why.cause());
-        match &why {
-            Broken::Fatal(error) => self.part_in_anger(*io, error),
-            _ => drop(io),
-        }
-        let left = self.health.stream_down();
-        match why {
-            Broken::Fatal(error) => self.fail(error.with_peer(&self.peer)),
-            Broken::Goodbye => {}
-            Broken::Lost(_) if self.closing.load(Ordering::Acquire) => {}
-            Broken::Lost(error) if self.recovery => {
-                tracing::info!(target: crate::os::log::NET, "a stream from {} broke ({error}); waiting for it to come back", self.peer);
-                // The sender may not know. If no stream is left to send this on, the next one that returns carries it.
-                lock(&self.fences).push(Fence { index, epoch, asked: false });
-                if left == 0 && self.is_missed() {
-                    self.wait_for_peer(&error);
-                } else {
-                    if self.is_missed() && self.link.remote.len() > 1 && self.ended.is_recent(Instant::now()) {
-                        self.suspect_peer(&error);
-                    }
-                    self.call_keeper();
-                }
-            }
-            Broken::Lost(error) => self.fail_silently(lost(&error).with_peer(&self.peer)),
-        }
+        self.call_keeper();
     }
 
     /// Whether the sender's absence matters: once it has said goodbye on a stream, only to requests that still wait for
@@ -83,9 +52,9 @@ impl RecvConn {
 
     /// Remembers whether the end of a stream, or what came before it, indicates trouble in the network. When a process
     /// dies all its streams end at once, without such signs.
-    fn note_trouble(&self, io: &Io, error: &io::Error) {
+    pub(super) fn note_trouble(&self, io: &Io, error: &io::Error) {
         if !is_cut(error) || Sight::of(&io.sock).is_some_and(|sight| sight.asked > 0) {
-            *lock(&self.trouble) = Some(Instant::now());
+            *lock(&self.own.trouble) = Some(Instant::now());
         }
     }
 
@@ -96,7 +65,7 @@ impl RecvConn {
         let now = Instant::now();
         // A process that dies takes all its streams with it at once.
         let one_by_one = lock(&self.vigils).iter().any(|vigil| vigil.is_long_away(now));
-        let in_trouble = one_by_one || lock(&self.trouble).is_some_and(|at| now - at < TROUBLE);
+        let in_trouble = one_by_one || lock(&self.own.trouble).is_some_and(|at| now - at < TROUBLE);
         let refused_for = match self.ended.refused_for(now, error) {
             Some(CUT_PATIENCE) if in_trouble && !self.ended.is_end_of_file(now) => Some(TROUBLED_PATIENCE),
             other => other,
@@ -106,10 +75,10 @@ impl RecvConn {
         let patience = if quick { CUT_PATIENCE } else { self.net.patience(error) };
         let some_refused_for = self.ended.some_refused_for(now);
         let terms = Terms { patience, most: self.net.config.peer_timeout, refused_for, some_refused_for, ways };
-        *self.alone() = Some(Alone::new(now, terms, lost(error).with_peer(&self.peer)));
+        *lock(&self.alone) = Some(Alone::new(now, terms, lost(error).with_peer(&self.peer)));
         // Another thread may have brought a stream back before that was reported.
         if self.health.live() > 0 {
-            *self.alone() = None;
+            *lock(&self.alone) = None;
             return;
         }
         self.call_keeper();
@@ -121,7 +90,7 @@ impl RecvConn {
     fn suspect_peer(&self, error: &io::Error) {
         let now = Instant::now();
         {
-            let mut alone = self.alone();
+            let mut alone = lock(&self.alone);
             if alone.is_some() {
                 return;
             }
@@ -139,53 +108,14 @@ impl RecvConn {
         }
     }
 
-    pub(super) fn call_keeper(&self) {
-        if let Err(error) = self.chores.call(&self.net.poller, &self.me) {
-            self.fail_silently(error);
-        }
-    }
-
-    /// Makes the control thread check the streams from time to time, until nothing is outstanding.
-    pub(super) fn begin_watch(&self) {
-        if self.chores.begin() {
-            self.call_keeper();
-        }
-    }
-
     /// Checks the streams when it is time. Returns when the next check is due.
     fn look(&self, now: Instant) -> Option<Instant> {
         if let Err(due) = self.chores.is_due(now) {
             return Some(due);
         }
-        let mut next = watch::TICK;
-        // How long nothing has come back on any stream.
-        let mut least = None;
-        let mut outstanding = self.requests.outstanding() > 0;
-        let mut silent = Vec::new();
-        for (index, stream) in self.streams.iter().enumerate() {
-            let found = stream.peek(|io| {
-                let sight = Sight::of(&io.sock)?;
-                outstanding |= sight.outstanding;
-                let vigil = &mut lock(&self.vigils)[index];
-                let found = vigil.look(now, sight);
-                let unheard = vigil.unheard(now, sight);
-                least = Some(least.map_or(unheard, |least: Duration| least.min(unheard)));
-                Some(found)
-            });
-            match found.flatten() {
-                Some(Finding::Asking) => next = watch::SOON,
-                Some(Finding::Lost(silence)) => silent.push((index, silence)),
-                Some(Finding::Well) | None => {}
-            }
-        }
-        if let Some(silence) = least.filter(|least| *least >= self.net.config.peer_timeout) {
-            self.fail_silently(lost(&watch::silent(silence)).with_peer(&self.peer));
-            self.chores.end();
-            return None;
-        }
-        streams::share_fate(&mut silent, &self.streams, |io| &io.sock);
+        let Checked { mut silent, outstanding, next } = self.check_streams(now, |_, _, _, _| ())?;
+        self.share_fate(&mut silent);
         if !silent.is_empty() {
-            next = watch::SOON;
             self.lose_silent(&silent);
         }
         if !outstanding {
@@ -200,7 +130,7 @@ impl RecvConn {
     /// have just ended like those of a dying process. Then the sender is called over all rails, including these.
     fn lose_silent(&self, silent: &[(usize, Duration)]) {
         let now = Instant::now();
-        *lock(&self.trouble) = Some(now);
+        *lock(&self.own.trouble) = Some(now);
         if self.recovery && (silent.len() < self.health.live() || self.ended.is_recent(now)) {
             for &(index, silence) in silent {
                 self.lose(index, &watch::silent(silence));
@@ -219,17 +149,14 @@ impl RecvConn {
         // First what has arrived already: its sender may have closed, since this host's kernel has acknowledged it. The
         // stream is waited for: the thread that holds it now may not poll again before it is taken away.
         for _ in 0..MOST_LOOKS {
-            let step = |io: &mut Io, wishes| self.step(index, io, wishes);
-            let held = Some(self.streams[index].lock());
-            let ran = self.streams[index].run_held(held, READ, step, |io, why| self.broken(index, io, why));
-            if ran == Ran::Settled(false) {
+            if !self.run_held(Some(self.streams[index].lock()), index, READ) {
                 break;
             }
         }
         let epoch = self.state().core.epoch(index);
         self.streams[index].peek(|io| watch::close_hard(&io.sock));
         let Some(frames) = self.fence_stream(index, epoch) else { return };
-        tracing::info!(target: crate::os::log::NET, "a stream from {} broke ({error}); waiting for it to come back", self.peer);
+        tracing::info!(target: NET, "a stream from {} broke ({error}); waiting for it to come back", self.peer);
         self.tell_fenced(index, epoch, frames);
     }
 
@@ -240,11 +167,7 @@ impl RecvConn {
         let state = self.state();
         let words: Vec<u8> = fenced.chain(state.core.announcements()).flat_map(|header| header.encode()).collect();
         drop(state);
-        for (on, stream) in self.streams.iter().enumerate() {
-            if stream.peek(|io| io.say(words.clone())).is_some() {
-                self.run(on, WRITE);
-            }
-        }
+        self.say_everywhere(&words);
     }
 
     /// Ends the given epoch of a stream for good: nothing more is received from it. Returns how many frames were, or
@@ -275,16 +198,16 @@ impl RecvConn {
     }
 }
 
-impl Kept for RecvConn {
+impl RecvConn {
     /// The control thread's part: fences, a deadline for the peer's return, a check of the streams.
-    fn do_chores(&self) -> Progress {
-        let fences = std::mem::take(&mut *lock(&self.fences));
+    pub(super) fn do_chores(&self) -> Progress {
+        let fences = std::mem::take(&mut *lock(&self.own.fences));
         for Fence { index, epoch, asked } in fences {
             if let Some(frames) = self.fence_stream(index, epoch) {
                 // What ended here was judged by its end; what the sender gives up, though it is well here, has not come
                 // through.
                 if asked {
-                    *lock(&self.trouble) = Some(Instant::now());
+                    *lock(&self.own.trouble) = Some(Instant::now());
                 }
                 self.tell_fenced(index, epoch, frames);
             }
@@ -294,11 +217,11 @@ impl Kept for RecvConn {
             return Progress::default();
         }
         let now = Instant::now();
-        streams::drop_refuted(|| self.alone(), &self.streams, |io| &io.sock);
+        self.drop_refuted();
         if !self.is_missed() {
-            self.alone().take_if(|alone| alone.is_suspicion());
+            lock(&self.alone).take_if(|alone| alone.is_suspicion());
         }
-        let judged = self.alone().as_mut().map(|alone| (alone.verdict(now), alone.error().clone()));
+        let judged = lock(&self.alone).as_mut().map(|alone| (alone.verdict(now), alone.error().clone()));
         let deadline = match judged {
             Some((Verdict::Gone, error)) => {
                 self.fail_silently(error);
@@ -310,10 +233,6 @@ impl Kept for RecvConn {
         };
         let look = if self.chores.is_ticking() { self.look(now) } else { None };
         Progress { moved: false, again: deadline.into_iter().chain(look).min() }
-    }
-
-    fn fail(&self, error: Error) {
-        Self::fail(self, error);
     }
 }
 
@@ -339,7 +258,7 @@ mod tests {
         let link = Link { remote: Vec::new(), ..loopback::link(&loopback::deaf()) };
         let conn = RecvConn::new(net, link, loopback::peer());
         let (ours, _theirs) = loopback::sockets();
-        let place = conn.place(0, &ours).unwrap();
+        let place = conn.register(0, &ours).unwrap();
         conn.add_stream(0, 0, place, ours, Seal::Plain);
         let mut buffer = [0_u8; 8];
         // SAFETY: the buffer outlives the request, and there is no profiler.
@@ -362,7 +281,7 @@ mod tests {
         let conn = RecvConn::new(net, loopback::link(&deaf), loopback::peer());
         let join = |index: usize, epoch: u16| {
             let (ours, theirs) = loopback::sockets();
-            let place = conn.place(index, &ours).expect("it is watched");
+            let place = conn.register(index, &ours).expect("it is watched");
             conn.add_stream(index, epoch, place, ours, Seal::Plain);
             theirs
         };
@@ -397,7 +316,7 @@ mod tests {
             let mut theirs = Vec::new();
             for index in 0..2 {
                 let (ours, there) = loopback::sockets();
-                let place = conn.place(index, &ours).unwrap();
+                let place = conn.register(index, &ours).unwrap();
                 conn.add_stream(index, 0, place, ours, Seal::Plain);
                 theirs.push(there);
             }

@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering;
 
-use super::{Body, Fence, Followed, Io, RecvConn, SHARE, State, Target, lock, told};
+use super::{Body, Fence, Followed, Io, RecvConn, SHARE, State, Target, told};
 use crate::engine::counters::Counters;
 use crate::engine::events::Chunk;
 use crate::os::error::{Error, Result};
@@ -12,6 +12,7 @@ use crate::os::ticks::Ticks;
 use crate::session::frame::{HEADER, Header, POLLED, Type};
 use crate::session::peer::{Broken, told_by_peer};
 use crate::session::wire::{self, Piece};
+use crate::tcp::connection::lock;
 use crate::tcp::copies::COPIES;
 use crate::tcp::limits::{BRIEF_MAX, EAGER_MAX, RECEIVER_RESTS};
 use crate::tcp::load;
@@ -34,8 +35,8 @@ impl RecvConn {
         // arriving.
         let put_off = io.ack == Due::Soon && moved && !std::mem::replace(&mut io.put_off, true);
         let silent = (io.ack == Due::Later || put_off) && io.sent == io.out.len();
-        if wishes & WRITE == 0 && silent && !self.mail.load(Ordering::Relaxed) {
-            if index == 0 && !moved && self.striped.load(Ordering::Relaxed) {
+        if wishes & WRITE == 0 && silent && !self.own.mail.load(Ordering::Relaxed) {
+            if index == 0 && !moved && self.own.striped.load(Ordering::Relaxed) {
                 self.rest.begin(RECEIVER_RESTS);
             }
             return if more { Step::More } else { Step::Settled(moved) };
@@ -179,7 +180,7 @@ impl RecvConn {
     pub(super) fn heard(&self, io: &mut Io, header: &Header) -> Result<()> {
         match header.kind {
             Type::Bye => {
-                self.announced.store(header.total, Ordering::Relaxed);
+                self.own.announced.store(header.total, Ordering::Relaxed);
                 self.health.peer_is_done();
                 io.heard_goodbye = true;
                 // The sender's close waits for the kernel's acknowledgement, which may be delayed by 40 ms, and which the
@@ -200,7 +201,7 @@ impl RecvConn {
             Type::Fence => {
                 // Fencing takes the other stream's lock; the control thread, which holds none, does it.
                 let (index, epoch) = crate::session::peer::fenced_life(header)?;
-                lock(&self.fences).push(Fence { index, epoch, asked: true });
+                lock(&self.own.fences).push(Fence { index, epoch, asked: true });
                 self.call_keeper();
             }
             other => return Err(Error::remote(format!("the sending side sent a {other:?} frame"))),
@@ -222,8 +223,8 @@ impl RecvConn {
             self.brief.store(header.total < BRIEF_MAX, Ordering::Relaxed);
         }
         let striped = index > 0 && header.total > EAGER_MAX;
-        if self.striped.load(Ordering::Relaxed) != striped {
-            self.striped.store(striped, Ordering::Relaxed);
+        if self.own.striped.load(Ordering::Relaxed) != striped {
+            self.own.striped.store(striped, Ordering::Relaxed);
         }
         match state.core.begin(index, header)? {
             Place::Posted(part, offset) => {
@@ -312,7 +313,7 @@ impl RecvConn {
     fn complete(&self, state: &mut State, part: Part, total: u64) {
         state.targets[part.slot as usize][part.part as usize] = None;
         Counters::count(&self.counters.messages, 1);
-        Counters::count(&self.completed, 1);
+        Counters::count(&self.own.completed, 1);
         self.requests.complete_part(part.slot, usize::from(part.part), total);
     }
 
@@ -323,11 +324,11 @@ impl RecvConn {
                 io.out.clear();
                 io.sent = 0;
                 (io.ack, io.put_off) = (Due::Later, false);
-                if self.mail.swap(false, Ordering::AcqRel) {
+                if self.own.mail.swap(false, Ordering::AcqRel) {
                     std::mem::swap(&mut io.out, &mut *self.outbox());
                 }
                 // An acknowledgement refers to the stream that it travels on.
-                let quiet = self.quiet.load(Ordering::Relaxed);
+                let quiet = self.own.quiet.load(Ordering::Relaxed);
                 let force = quiet || self.health.is_peer_done() || self.closing.load(Ordering::Relaxed);
                 if let Some(ack) = self.state().core.take_ack(index, force) {
                     ack.encode_to(&mut io.out);
@@ -335,7 +336,7 @@ impl RecvConn {
                 if self.closing.load(Ordering::Acquire) && !io.parted && !self.health.is_failed() {
                     io.parted = true;
                     // So that the sender knows, should acknowledgements be lost.
-                    let total = self.completed.load(Ordering::Relaxed) + 1;
+                    let total = self.own.completed.load(Ordering::Relaxed) + 1;
                     io.out.extend_from_slice(&Header { total, ..Header::of(Type::Bye, 0) }.encode());
                 }
                 if io.out.is_empty() {
@@ -358,13 +359,6 @@ impl RecvConn {
             };
             moved = true;
             io.sent += bytes;
-        }
-    }
-
-    /// The kernel had no memory for a call on a stream: another one in a moment.
-    pub(super) fn starved(&self, index: usize, error: &io::Error) {
-        if self.short.begins(index) {
-            self.net.shortages.wait(&self.net.poller, self.me.clone(), index, error);
         }
     }
 }

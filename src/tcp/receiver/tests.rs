@@ -5,6 +5,7 @@ use std::net::TcpStream;
 
 use super::*;
 use crate::os::config::Config;
+use crate::os::error::Error;
 use crate::session::frame::{EAGER, HEADER, POLLED, PROMPT, Type};
 use crate::session::loopback;
 use crate::tcp::limits::{ACK_EVERY, EAGER_MAX};
@@ -13,7 +14,7 @@ use crate::tcp::stream::Step;
 /// Connects stream `index`. Returns where its peer reads and writes.
 fn join(conn: &Arc<RecvConn>, index: usize) -> TcpStream {
     let (ours, theirs) = loopback::sockets();
-    let place = conn.place(index, &ours).expect("it is watched");
+    let place = conn.register(index, &ours).expect("it is watched");
     conn.add_stream(index, index as u16, place, ours, Seal::Plain);
     theirs
 }
@@ -152,7 +153,7 @@ fn a_receive_that_became_whole_while_its_poll_was_held_up_is_done() {
         // A sender takes the acknowledgements in before it closes. A reset would throw away what is not read yet.
         theirs.shutdown(std::net::Shutdown::Write).expect("it lives");
         loopback::wait_until("the end is not heard", || conn.health.is_over());
-        let outcome = conn.not_yet(ticket).expect("all of it is here").expect("it is done");
+        let outcome = conn.at_the_end(ticket).expect("all of it is here").expect("it is done");
         assert_eq!((outcome.parts, outcome.sizes[parts - 1]), (parts, 8));
         assert!(targets.iter().all(|target| *target == [7; 8]));
         // Nor is what came early lost to a receive that is posted after the end.
@@ -197,10 +198,10 @@ fn a_close_does_not_fence_a_stream_that_is_just_coming_back() {
     let conn = RecvConn::new(loopback::net(Config::default()), loopback::link(&loopback::deaf()), loopback::peer());
     let _first = join(&conn, 0);
     let (ours, _theirs) = loopback::sockets();
-    let place = conn.place(1, &ours).expect("it is watched");
+    let place = conn.register(1, &ours).expect("it is watched");
     std::thread::scope(|scope| {
         // Between the beginning of its epoch and its socket.
-        let halfway = conn.alone();
+        let halfway = lock(&conn.alone);
         scope.spawn(|| conn.add_stream(1, 1, place, ours, Seal::Plain));
         loopback::wait_until("its life does not begin", || conn.state().core.epoch(1) == 1);
         let closes = scope.spawn(|| conn.tell_last_words());

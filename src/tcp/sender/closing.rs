@@ -7,13 +7,11 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::{Io, SendConn};
-use crate::os::error::Error;
 use crate::session::frame::MAX_STREAMS;
 use crate::session::frame::{Header, Type};
 use crate::session::watch::{self, Sight};
 use crate::session::wire;
 use crate::tcp::stream::{READ, Stream, WRITE};
-use crate::tcp::streams;
 
 /// How long a close waits for the receiver's process when the peer's kernel has everything; and twice the round trip.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
@@ -92,28 +90,13 @@ impl Advance {
 }
 
 impl SendConn {
-    /// Ends the connection. With nothing outstanding, everything that was reported done reaches the peer; with
-    /// requests in flight it is an abort. No thread touches NCCL's buffers after it returns.
-    pub fn close(&self) {
-        if self.requests.outstanding() == 0 && !self.health.is_failed() {
-            self.say_goodbye();
-        } else {
-            self.closing.store(true, Ordering::Release);
-            let error = Error::remote("the sending side closed the connection with transfers in flight");
-            self.health.fail_telling(error.clone(), || self.tell_failure(&error));
-        }
-        self.quiesce();
-        tracing::debug!(target: crate::os::log::NET, "closed the connection to {}: {}", self.peer, self.counters);
-    }
-
     /// Lets everything that was reported done reach the peer, and says goodbye. It waits as long as the peer
     /// acknowledges more, and for a limited time when it does not; the limit is longer when a path has just failed.
-    fn say_goodbye(&self) {
+    pub(super) fn say_goodbye(&self) {
         let start = Instant::now();
         // A peer that has answered on this connection since is not silent any more.
         let silent = self.net.silences().since(&self.peer.label, start);
-        let since =
-            silent.filter(|since| !streams::is_heard_since(*since, &self.streams, |io| &io.sock)).unwrap_or(start);
+        let since = silent.filter(|since| !self.is_heard_since(*since)).unwrap_or(start);
         let mut advance = Advance::since(since, self);
         loop {
             self.write_all(&mut advance);

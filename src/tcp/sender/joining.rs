@@ -1,24 +1,23 @@
 //! What the session requests of a sending connection: which streams must be reconnected, and over which rails.
 
 use std::io;
-use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use super::{SendConn, StreamSource, lock};
+use super::SendConn;
 use crate::engine::counters::Counters;
-use crate::engine::poller::{Interest, Registration};
+use crate::engine::poller::Registration;
 use crate::os::error::{Error, Result};
 use crate::os::log::Limiter;
 use crate::session::dialer;
 use crate::session::frame::MAX_STREAMS;
-use crate::session::lifeline::{Alone, Answer};
-use crate::session::link::{Link, Sock};
-use crate::session::owner::{Connecting, Joined, Owner, Streams};
+use crate::session::lifeline::Alone;
+use crate::session::link::Sock;
+use crate::session::owner::{Connecting, Joined, Streams};
 use crate::session::watch;
+use crate::tcp::connection::lock;
 use crate::tcp::limits::UNSENT_MAX_FAR;
-use crate::tcp::streams;
 
 static NOT_THERE: Limiter = Limiter::new();
 
@@ -31,12 +30,12 @@ impl SendConn {
     /// The pair of rails over which stream `index` comes back, counted from the one that its number gives: another one
     /// than that if it first connected over that.
     pub(super) fn home(&self, index: usize) -> usize {
-        usize::from(lock(&self.homes)[index])
+        usize::from(lock(&self.own.homes)[index])
     }
 
     /// Stream `index` has its home there.
     fn set_home(&self, index: usize, pair: usize) {
-        lock(&self.homes)[index] = (pair % self.pairs()) as u8;
+        lock(&self.own.homes)[index] = (pair % self.pairs()) as u8;
     }
 
     /// Whether stream `index` must come back over its own rails only: while it is connected over others, or other
@@ -53,29 +52,6 @@ impl SendConn {
     fn was_lost(&self, index: usize) -> bool {
         let core = &self.state().core;
         core.is_down(index) && (index == 0 || core.epoch(index) > 0)
-    }
-}
-
-impl Owner for SendConn {
-    fn link(&self) -> &Link {
-        &self.link
-    }
-
-    /// What runs over the interface's address is lost, if anything else is left.
-    fn link_down(&self, interface: u32) {
-        let down = streams::over_interface(&self.link, interface, &self.streams, |io| &io.sock);
-        if self.recovery && !down.is_empty() && down.len() < self.health.live() {
-            for index in down {
-                self.lose(index, watch::link_down());
-            }
-        }
-    }
-
-    fn answered(&self, began: Instant, way: usize, answer: Answer) {
-        if let Some(alone) = &mut *lock(&self.alone) {
-            alone.answered(began, Instant::now(), way, answer);
-            self.call_keeper();
-        }
     }
 }
 
@@ -97,7 +73,7 @@ impl Connecting for SendConn {
     }
 
     fn next_epoch(&self, index: usize) -> u16 {
-        let given = &mut lock(&self.epochs)[index];
+        let given = &mut lock(&self.own.epochs)[index];
         let last = self.state().core.epoch(index);
         if (last.wrapping_sub(*given) as i16) > 0 {
             *given = last;
@@ -156,25 +132,19 @@ impl Streams for SendConn {
             _ => index + self.home(index) + attempt,
         };
         // A pair that connects and delivers nothing is left out.
-        let left_out = |at: &usize| lock(&self.deliveries).is_left_out(at % self.pairs());
+        let left_out = |at: &usize| lock(&self.own.deliveries).is_left_out(at % self.pairs());
         (at..at + self.pairs()).find(|at| !left_out(at)).unwrap_or(at)
     }
 
     fn segment(&self, way: usize) -> Option<u32> {
-        lock(&self.deliveries).segment(way)
+        lock(&self.own.deliveries).segment(way)
     }
 
     fn place(&self, index: usize, sock: &Sock) -> Result<Registration> {
-        if self.far {
+        if self.own.far {
             watch::hold_back_from(sock, UNSENT_MAX_FAR);
         }
-        let source = Arc::new(StreamSource { conn: self.me.clone(), index });
-        let fd = sock.as_raw_fd();
-        // The first stream is NCCL's thread's; the control thread only watches for its end and finishes what blocked.
-        if index == 0 {
-            return self.net.poller.keeper()?.register(source, Some((fd, Interest::Quiet)));
-        }
-        self.net.worker(self.turn, index, self.pairs())?.register(source, Some((fd, Interest::Data)))
+        self.register(index, sock)
     }
 
     fn is_connected(&self) -> bool {
@@ -198,15 +168,15 @@ impl Streams for SendConn {
     }
 
     fn pause(&self, index: usize) -> Duration {
-        lock(&self.deliveries).pause(index)
+        lock(&self.own.deliveries).pause(index)
     }
 
     fn begin_repair(&self, index: usize) -> bool {
-        self.repairs.fetch_or(1 << index, Ordering::SeqCst) & 1 << index == 0
+        self.own.repairs.fetch_or(1 << index, Ordering::SeqCst) & 1 << index == 0
     }
 
     fn end_repair(&self, index: usize) {
-        self.repairs.fetch_and(!(1 << index), Ordering::SeqCst);
+        self.own.repairs.fetch_and(!(1 << index), Ordering::SeqCst);
     }
 
     /// The thread that saw the stream break found a repair under way, and left it to that one.
@@ -225,22 +195,22 @@ impl Streams for SendConn {
             self.set_home(index, home);
         }
         if abroad {
-            self.abroad.fetch_or(1 << index, Ordering::SeqCst);
+            self.own.abroad.fetch_or(1 << index, Ordering::SeqCst);
             let way = (index + self.home(index)) % self.pairs();
-            return self.recovery && !lock(&self.deliveries).is_left_out(way);
+            return self.recovery && !lock(&self.own.deliveries).is_left_out(way);
         }
-        self.abroad.fetch_and(!(1 << index), Ordering::SeqCst);
-        self.been_home.fetch_or(1 << index, Ordering::SeqCst);
+        self.own.abroad.fetch_and(!(1 << index), Ordering::SeqCst);
+        self.own.been_home.fetch_or(1 << index, Ordering::SeqCst);
         self.set_home(index, 0);
         false
     }
 
     fn is_abroad(&self, index: usize) -> bool {
-        self.abroad.load(Ordering::SeqCst) & 1 << index != 0
+        self.own.abroad.load(Ordering::SeqCst) & 1 << index != 0
     }
 
     fn was_home(&self, index: usize) -> bool {
-        self.been_home.load(Ordering::SeqCst) & 1 << index != 0
+        self.own.been_home.load(Ordering::SeqCst) & 1 << index != 0
     }
 
     fn goes_without(&self, index: usize, error: &Error) {

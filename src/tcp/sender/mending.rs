@@ -1,61 +1,24 @@
 //! Streams that end and come back: which thread decides, what the receiver is asked for, what the control thread polls.
 
 use std::io;
-use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::{Io, SendConn, State, lock};
+use super::{SendConn, State};
 use crate::engine::poller::Progress;
 use crate::os::error::{Error, Result};
 use crate::session::dialer;
 use crate::session::frame::{Header, MAX_STREAMS, Type};
 use crate::session::lifeline::{Alone, Terms, Verdict};
 use crate::session::owner::Streams;
-use crate::session::peer::{Broken, failure, lost};
-use crate::session::watch::{self, Finding, Kept, Probes, Sight};
-use crate::session::wire::{self, Piece};
+use crate::session::peer::{Broken, lost};
+use crate::session::watch::{self, Probes};
+use crate::tcp::connection::lock;
 use crate::tcp::delivery::{Arrived, End, Lesson};
-use crate::tcp::streams;
+use crate::tcp::streams::Checked;
 
 impl SendConn {
-    /// Reports a failure to the peer on the stream that met it, which may be the only one.
-    fn part_in_anger(&self, mut io: Io, error: &Error) {
-        if io.out.is_none() && !self.health.is_failed() {
-            io.control.extend_from_slice(&failure(error));
-            if let Some(sides) = &mut io.seal {
-                sides.sealer.control(&mut io.control);
-            }
-            // SAFETY: the piece is this stream's own buffer. What the socket does not accept is lost, and the peer sees
-            // the end without the reason.
-            let _ = unsafe { wire::send(io.sock.as_raw_fd(), Piece::of(&io.control)) };
-        }
-        self.net.linger(io.sock);
-    }
-
-    /// A stream ended. Decides whether that ends the connection.
-    pub(super) fn broken(&self, index: usize, io: Box<Io>, why: Broken) {
-        let epoch = io.epoch;
-        match &why {
-            Broken::Fatal(error) => self.part_in_anger(*io, error),
-            _ => drop(io),
-        }
-        self.health.stream_down();
-        let was_live = self.end_life(index, epoch, why.cause());
-        match why {
-            Broken::Fatal(error) => self.fail(error.with_peer(&self.peer)),
-            Broken::Goodbye => {}
-            Broken::Lost(_) if self.closing.load(Ordering::Acquire) || !was_live => {}
-            Broken::Lost(error) if self.recovery => {
-                if self.still_delivers(index, &error) {
-                    self.repair(index, &error);
-                }
-            }
-            Broken::Lost(error) => self.fail_silently(lost(&error).with_peer(&self.peer)),
-        }
-    }
-
     /// A stream died under a connection that can continue: requests from the receiver, over another stream, how many of
     /// its frames were received, and has it reconnected.
     pub(super) fn repair(&self, index: usize, error: &io::Error) {
@@ -99,7 +62,7 @@ impl SendConn {
         };
         let way = self.way(index);
         // Unlocked before anything else: a stream that is being connected locks it with the state.
-        let lesson = lock(&self.deliveries).ended(index, Instant::now(), how, patience);
+        let lesson = lock(&self.own.deliveries).ended(index, Instant::now(), how, patience);
         match lesson {
             Lesson::None => true,
             Lesson::LeftOut => {
@@ -122,7 +85,7 @@ impl SendConn {
 
     /// This much of stream `index` has arrived, by segments of that size if it is known.
     fn note_arrived(&self, index: usize, arrived: Arrived, using: Option<u32>) {
-        let small = lock(&self.deliveries).reached(index, arrived, using);
+        let small = lock(&self.own.deliveries).reached(index, arrived, using);
         let Some((way, segment)) = small else { return };
         let Some(address) = self.link.remote.get(way % self.link.remote.len().max(1)) else { return };
         if self.net.remember_segment(address.ip(), segment) {
@@ -146,7 +109,7 @@ impl SendConn {
 
     /// Sends the query to the receiver over stream `on`.
     pub(super) fn ask(&self, on: usize, questions: &[Header]) {
-        questions.iter().for_each(|question| self.queue_control(on, *question, &[]));
+        questions.iter().for_each(|question| self.queue_control(on, *question));
         self.streams[on].kick();
     }
 
@@ -162,7 +125,7 @@ impl SendConn {
             if state.core.is_live(index) {
                 drop(state);
                 // Another thread, or this one, holds the stream: the control thread, which holds none, takes it away.
-                lock(&self.condemned).push((index, epoch, header.total));
+                lock(&self.own.condemned).push((index, epoch, header.total));
                 self.call_keeper();
                 return Ok(());
             }
@@ -218,19 +181,6 @@ impl SendConn {
         lock(&self.alone).get_or_insert_with(suspicion);
     }
 
-    pub(super) fn call_keeper(&self) {
-        if let Err(error) = self.chores.call(&self.net.poller, &self.me) {
-            self.fail_silently(error);
-        }
-    }
-
-    /// Makes the control thread check the streams from time to time, until nothing is outstanding.
-    pub(super) fn begin_watch(&self) {
-        if self.chores.begin() {
-            self.call_keeper();
-        }
-    }
-
     /// Gives up that epoch of a stream, if it has not ended by itself, and the next one has not begun.
     pub(super) fn lose_life(&self, index: usize, epoch: u16, error: io::Error) {
         let wanted =
@@ -256,10 +206,10 @@ fn in_vain(time: Duration) -> Error {
         .with_hint("small packets pass, full ones do not: look at the MTU of the path (ping -M do -s SIZE), and at firewalls and proxies on it")
 }
 
-impl Kept for SendConn {
+impl SendConn {
     /// The control thread's part.
-    fn do_chores(&self) -> Progress {
-        let condemned = std::mem::take(&mut *lock(&self.condemned));
+    pub(super) fn do_chores(&self) -> Progress {
+        let condemned = std::mem::take(&mut *lock(&self.own.condemned));
         for (index, epoch, frames) in condemned {
             self.lose_life(index, epoch, io::Error::new(io::ErrorKind::TimedOut, "the receiver heard nothing on it"));
             // Does nothing to an epoch that is over.
@@ -278,7 +228,7 @@ impl Kept for SendConn {
         }
         self.net.steal.look();
         let now = Instant::now();
-        streams::drop_refuted(|| lock(&self.alone), &self.streams, |io| &io.sock);
+        self.drop_refuted();
         let judge = |alone: &mut Alone| (alone.verdict(now), alone.error().clone(), alone.is_suspicion());
         // Its process may have ended since, which does not show what it had received.
         let judged = lock(&self.alone).as_mut().filter(|_| !is_left).map(judge);
@@ -299,58 +249,35 @@ impl Kept for SendConn {
         if let Err(due) = self.chores.is_due(now) {
             return soonest(Some(due));
         }
-        let mut next = watch::TICK;
-        let allowed = lock(&self.deliveries).silence(now);
-        // How long nothing has come back on any stream.
-        let mut least = None;
-        let mut lost = Vec::new();
+        let mut in_doubt = [false; MAX_STREAMS];
+        let mut arrived = [Arrived::default(); MAX_STREAMS];
+        for index in 0..MAX_STREAMS {
+            let mut state = self.state();
+            // NCCL's thread does not call the core after a short message, and the workers only then.
+            self.settle_claims(&mut state, index);
+            (in_doubt[index], arrived[index]) = (state.core.in_doubt(index), state.core.arrived(index));
+        }
         // While a stream is away the others may not work either, and the receiver may know what this side does not.
-        let adrift = self.is_adrift() || self.repairs.load(Ordering::SeqCst) != 0;
-        let mut outstanding = self.requests.outstanding() > 0 || adrift;
-        for (index, stream) in self.streams.iter().enumerate() {
-            let (in_doubt, arrived) = {
-                let mut state = self.state();
-                // NCCL's thread does not call the core after a short message, and the workers only then.
-                self.settle_claims(&mut state, index);
-                (state.core.in_doubt(index), state.core.arrived(index))
-            };
-            let often = Probes::OFTEN;
-            let seldom = Probes::within(self.net.config.peer_timeout, true);
-            let mut using = None;
-            let found = stream.peek(|io| {
-                let sight = Sight::of(&io.sock)?;
-                using = Some(sight.segment);
-                let vigil = &mut lock(&self.vigils)[index];
-                let in_doubt = adrift || in_doubt && self.requests.outstanding() > 0;
-                vigil.probe(&io.sock, sight, in_doubt, &often, &seldom);
-                outstanding |= sight.outstanding;
-                let found = vigil.look(now, sight);
-                let unheard = vigil.unheard(now, sight);
-                least = Some(least.map_or(unheard, |least: Duration| least.min(unheard)));
-                Some(found)
-            });
-            self.note_arrived(index, arrived, using);
-            match found.flatten() {
-                Some(Finding::Asking) => next = watch::SOON,
-                // Without recovery this is the end, so it must be certain.
-                Some(Finding::Lost(silence)) if self.recovery && silence >= allowed => lost.push((index, silence)),
-                Some(Finding::Lost(silence)) if silence >= self.net.config.peer_timeout => lost.push((index, silence)),
-                Some(Finding::Lost(_)) => next = watch::SOON,
-                Some(Finding::Well) | None => {}
-            }
-        }
-        if let Some(silence) = least.filter(|least| *least >= self.net.config.peer_timeout) {
-            self.fail_silently(crate::session::peer::lost(&watch::silent(silence)).with_peer(&self.peer));
-            self.chores.end();
-            return Progress::default();
-        }
-        streams::share_fate(&mut lost, &self.streams, |io| &io.sock);
-        for (index, silence) in lost {
+        let adrift = self.is_adrift() || self.own.repairs.load(Ordering::SeqCst) != 0;
+        let allowed = lock(&self.own.deliveries).silence(now);
+        let seldom = Probes::within(self.net.config.peer_timeout, true);
+        let mut segments = [None; MAX_STREAMS];
+        let checked = self.check_streams(now, |index, sock, sight, vigil| {
+            segments[index] = Some(sight.segment);
+            let in_doubt = adrift || in_doubt[index] && self.requests.outstanding() > 0;
+            vigil.probe(sock, sight, in_doubt, &Probes::OFTEN, &seldom);
+        });
+        (0..MAX_STREAMS).for_each(|index| self.note_arrived(index, arrived[index], segments[index]));
+        let Some(Checked { mut silent, outstanding, next }) = checked else { return Progress::default() };
+        // Without recovery this is the end, so it must be certain.
+        let limit = self.net.config.peer_timeout;
+        silent.retain(|(_, silence)| self.recovery && *silence >= allowed || *silence >= limit);
+        self.share_fate(&mut silent);
+        for (index, silence) in silent {
             self.lose(index, watch::silent(silence));
         }
-        if !outstanding {
+        if !outstanding && !adrift {
             // From here on only the kernel's own slow probes watch it, and the kernel decides.
-            let seldom = Probes::within(self.net.config.peer_timeout, true);
             for (index, stream) in self.streams.iter().enumerate() {
                 stream.peek(|io| lock(&self.vigils)[index].stop_probing(&io.sock, &seldom));
             }
@@ -358,9 +285,5 @@ impl Kept for SendConn {
             return Progress::default();
         }
         soonest(self.chores.again(now, next).again)
-    }
-
-    fn fail(&self, error: Error) {
-        Self::fail(self, error);
     }
 }

@@ -1,6 +1,5 @@
 //! What moves on a stream: chunks and control frames out, acknowledgements and clear-to-sends in.
 
-use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::MutexGuard;
 use std::time::Instant;
@@ -153,13 +152,6 @@ impl SendConn {
     fn moves_again(&self, index: usize, followed: Option<(Ticket, u64)>, since: Ticks) {
         if let Some((ticket, offset)) = followed {
             self.events.chunk_waited(ticket.slot, 0, index as u16, offset, since);
-        }
-    }
-
-    /// The kernel had no memory for a call on a stream: another one in a moment.
-    pub(super) fn starved(&self, index: usize, error: &io::Error) {
-        if self.short.begins(index) {
-            self.net.shortages.wait(&self.net.poller, self.me.clone(), index, error);
         }
     }
 

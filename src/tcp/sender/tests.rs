@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::*;
 use crate::os::config::Config;
+use crate::os::error::Error;
 use crate::session::frame::{POLLED, PROMPT, Type};
 use crate::session::loopback;
 use crate::session::owner::Joined;
@@ -177,7 +178,7 @@ fn the_end_of_a_connection_that_delivers_nothing_keeps_no_books_locked() {
         let start = Instant::now();
         let mut is_free = false;
         while !is_free && start.elapsed() < 20 * WHILE {
-            is_free = conn.deliveries.try_lock().is_ok();
+            is_free = conn.own.deliveries.try_lock().is_ok();
             std::thread::yield_now();
         }
         drop(held);
@@ -422,7 +423,7 @@ fn a_send_that_was_acknowledged_while_its_poll_was_held_up_is_done() {
     theirs.write_all(&[acknowledged.encode(), goodbye.encode()].concat()).expect("it lives");
     drop(theirs);
     loopback::wait_until("the end is not heard", || conn.health.is_over());
-    let outcome = conn.not_yet(first).expect("the receiver has it").expect("it is done");
+    let outcome = conn.at_the_end(first).expect("the receiver has it").expect("it is done");
     assert_eq!(outcome.sizes[0], 1 << 20);
     conn.test(second).expect_err("the receiver does not have that");
     conn.close();

@@ -1,0 +1,559 @@
+//! What both directions of a connection have in common: its streams, its requests, its first failure, and what is known
+//! about the peer.
+//!
+//! A [`Direction`] adds its protocol core and what it does on a stream. All calls between the two are resolved when
+//! the library is compiled.
+//!
+//! Locks, in order: a stream (try-lock), then the state. The state's lock is held for bookkeeping only, never across a
+//! system call.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use super::help::Help;
+use super::rest::Rest;
+use super::stream::{Held, READ, Ran, Step, Stream, WRITE};
+use crate::engine::counters::Counters;
+use crate::engine::events::Events;
+use crate::engine::poller::{HOT, HOT_BETWEEN, Interest, Progress, Registration, Source};
+use crate::engine::request::{Outcome, RequestSlots, Ticket};
+use crate::engine::span::Span;
+use crate::os::error::{Error, Result};
+use crate::os::log::NET;
+use crate::session::attend::Attention;
+use crate::session::frame::MAX_STREAMS;
+use crate::session::handshake::FEATURE_RECOVERY;
+use crate::session::lifeline::{Alone, Answer, Ended};
+use crate::session::link::{Link, Sock};
+use crate::session::net::Net;
+use crate::session::owner::Owner;
+use crate::session::peer::{Broken, Health, Peer, failure, left_early, lost};
+use crate::session::seal::damage::Damage;
+use crate::session::shortage::{Again, Short};
+use crate::session::watch::{self, Chores, Kept, Vigil};
+use crate::session::wire::{self, Piece};
+
+/// What a direction adds to a connection.
+pub trait Direction: Sized + Send + Sync + 'static {
+    /// What is changed with the state locked: the protocol core, and the buffers of its messages.
+    type State: Send;
+    /// The socket of a stream, and what is under way on it.
+    type Io: StreamIo;
+
+    /// Whether this side sends.
+    const SENDS: bool;
+    /// What a poll by NCCL's proxy thread does on a stream.
+    const POLL: u8;
+
+    /// Moves what can be moved on a stream. Adds to `ready` the bytes of messages that other streams may now send.
+    fn step(conn: &Connection<Self>, index: usize, io: &mut Self::Io, wishes: u8, ready: &mut u64) -> Step<Broken>;
+
+    /// NCCL has tested a request that is not done.
+    #[inline]
+    fn unfinished(_conn: &Connection<Self>) {}
+
+    /// Starts the streams that can send messages of so many bytes.
+    fn wake_streams(_conn: &Connection<Self>, _bytes: u64) {}
+
+    /// The control thread polls the first stream because NCCL's proxy thread does not, or has finished doing so.
+    fn unattended(_conn: &Connection<Self>, _begins: bool) {}
+
+    /// What the messages in flight wait for, for logs.
+    fn describe(state: &Self::State) -> String;
+
+    /// Whether an outstanding request needs some of this memory.
+    fn needs(state: &Self::State, memory: Span) -> bool;
+
+    /// The peer has left, and no stream remains: ends the requests of which it is known that they are done. Returns
+    /// whether others may still end.
+    fn peer_left(conn: &Connection<Self>) -> bool;
+
+    /// An epoch of a stream has ended. Returns whether it had not ended before.
+    fn epoch_ended(conn: &Connection<Self>, index: usize, io: &Self::Io, why: &Broken) -> bool;
+
+    /// A stream was lost, and can be recovered; `left` others are connected.
+    fn recover(conn: &Connection<Self>, index: usize, epoch: u16, left: usize, error: &io::Error);
+
+    /// Gives up a stream that has not ended by itself.
+    fn lose(conn: &Connection<Self>, index: usize, error: io::Error);
+
+    /// The network is in trouble, so a peer that is away need not be dead.
+    fn in_trouble(_conn: &Connection<Self>) {}
+
+    /// What the control thread does when it was called, or a check is due.
+    fn do_chores(conn: &Connection<Self>) -> Progress;
+
+    /// Lets what was reported done reach the peer, and tells it that nothing follows.
+    fn say_goodbye(conn: &Connection<Self>);
+
+    /// The connection is closed.
+    fn closed(_conn: &Connection<Self>) {}
+
+    /// The connection is dropped.
+    fn dropped(conn: &Connection<Self>);
+}
+
+/// The socket of a stream, and what is under way on it.
+pub trait StreamIo: Send {
+    /// The socket.
+    fn sock(&self) -> &Sock;
+
+    /// Gives back the socket alone.
+    fn into_sock(self) -> Sock;
+
+    /// The epoch of the stream. One thread may notice its end while another begins the next.
+    fn epoch(&self) -> u16;
+
+    /// Adds control frames to what goes out.
+    fn say(&mut self, frames: Vec<u8>);
+
+    /// Adds the last frame, and returns what is to be sent as it is. None in the middle of a frame.
+    fn say_last(&mut self, frame: Vec<u8>) -> Option<&[u8]>;
+}
+
+/// A connection in one direction.
+pub struct Connection<D: Direction> {
+    pub(super) me: Weak<Self>,
+    pub(super) net: Arc<Net>,
+    pub(super) link: Link,
+    pub(super) peer: Peer,
+    /// What only this direction has.
+    pub(super) own: D,
+    state: Mutex<D::State>,
+    pub(super) streams: Vec<Stream<D::Io>>,
+    pub(super) requests: RequestSlots,
+    pub(super) health: Health,
+    pub(super) attention: Attention,
+    pub(super) rest: Rest,
+    pub(super) help: Help,
+    pub(super) counters: Counters,
+    pub(super) damage: Damage,
+    pub(super) events: Events,
+    pub(super) recovery: bool,
+    pub(super) closing: AtomicBool,
+    /// Whether the last long message was one of those that are over soon ([`BRIEF_MAX`](super::limits::BRIEF_MAX)).
+    pub(super) brief: AtomicBool,
+    /// Whether the first stream is connected.
+    pub(super) first_live: AtomicBool,
+    pub(super) chores: Chores,
+    pub(super) vigils: Mutex<[Vigil; MAX_STREAMS]>,
+    /// Streams for which the kernel had no memory.
+    short: Short,
+    /// What is known about the peer since the last stream went down.
+    pub(super) alone: Mutex<Option<Alone>>,
+    pub(super) ended: Ended,
+    /// Where this connection's streams begin among the workers.
+    turn: usize,
+}
+
+impl<D: Direction> Connection<D> {
+    /// For messages: what this side does, and the word between that and the peer.
+    const DOING: &str = if D::SENDS { "sending" } else { "receiving" };
+    const TOWARDS: &str = if D::SENDS { "to" } else { "from" };
+
+    /// A connection without streams.
+    pub(super) fn without_streams(net: Arc<Net>, link: Link, peer: Peer, own: D, state: D::State) -> Arc<Self> {
+        let recovery = link.features & FEATURE_RECOVERY != 0;
+        let turn = net.next_turn();
+        Arc::new_cyclic(|me| Self {
+            me: me.clone(),
+            net,
+            link,
+            peer,
+            own,
+            state: Mutex::new(state),
+            streams: (0..MAX_STREAMS).map(|_| Stream::default()).collect(),
+            requests: RequestSlots::new(),
+            health: Health::default(),
+            attention: Attention::default(),
+            rest: Rest::default(),
+            help: Help::default(),
+            counters: Counters::default(),
+            damage: Damage::default(),
+            events: Events::default(),
+            recovery,
+            closing: AtomicBool::new(false),
+            brief: AtomicBool::new(false),
+            first_live: AtomicBool::new(false),
+            chores: Chores::default(),
+            vigils: Mutex::default(),
+            short: Short::default(),
+            alone: Mutex::new(None),
+            ended: Ended::default(),
+            turn,
+        })
+    }
+
+    /// What the connection counted.
+    pub fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// Sets the receiver of this connection's profiler events.
+    pub fn events(&self) -> &Events {
+        &self.events
+    }
+
+    /// Its number, key and rails.
+    pub fn link(&self) -> &Link {
+        &self.link
+    }
+
+    /// The other end.
+    pub fn peer(&self) -> &Peer {
+        &self.peer
+    }
+
+    #[inline]
+    pub(super) fn state(&self) -> MutexGuard<'_, D::State> {
+        lock(&self.state)
+    }
+
+    /// Registers a socket with the worker of stream `index`: every step of adding a stream that may fail, so it comes
+    /// before the peer is notified or anything is changed here.
+    ///
+    /// # Errors
+    /// When the kernel refuses to watch the socket.
+    pub(super) fn register(&self, index: usize, sock: &Sock) -> Result<Registration> {
+        let source = Arc::new(StreamSource { conn: self.me.clone(), index });
+        let fd = sock.as_raw_fd();
+        // The first stream is NCCL's thread's; the control thread only watches for its end and finishes what blocked.
+        if index == 0 {
+            return self.net.poller.keeper()?.register(source, Some((fd, Interest::Quiet)));
+        }
+        self.net.worker(self.turn, index, self.link.pairs())?.register(source, Some((fd, Interest::Data)))
+    }
+
+    /// Gives stream `index` a socket. `begin` records, with the stream locked, that its next epoch begins. What was
+    /// reported at its place before is made up for by a kick.
+    pub(super) fn install(&self, index: usize, place: Registration, io: D::Io, begin: impl FnOnce(&mut D::Io)) {
+        // In this order: a stream that breaks at once takes its registration with it.
+        self.streams[index].watch(place);
+        match self.streams[index].install_as(Box::new(io), begin) {
+            Ok(()) => self.streams[index].kick(),
+            Err(late) => self.let_go(*late),
+        }
+    }
+
+    /// The outcome of a request when it is done: the size of each part.
+    ///
+    /// # Errors
+    /// When the connection has failed; nothing touches the buffers any more then.
+    #[inline]
+    pub fn test(&self, ticket: Ticket) -> Result<Option<Outcome>> {
+        self.requests.check(ticket)?;
+        let is_done = || self.requests.is_done(ticket);
+        if !is_done() {
+            if !self.rest.goes_on() {
+                self.glance();
+            }
+            if !(is_done() || self.help.waits(&self.counters.chunks, || self.glance_further()) && is_done()) {
+                // SAFETY: NCCL's thread, and NCCL has not received the end of any outstanding request.
+                unsafe { self.events.wait() };
+                if self.health.is_failed() || self.health.is_over() {
+                    return self.at_the_end(ticket);
+                }
+                D::unfinished(self);
+                return Ok(None);
+            }
+        }
+        self.help.ended();
+        // SAFETY: NCCL's thread, and NCCL has not received the end of any outstanding request.
+        Ok(unsafe { self.events.finish(&self.requests, ticket) })
+    }
+
+    /// The connection has failed or is over. The request is polled again, since another thread may have ended it after it was
+    /// polled and before the end of the connection was seen.
+    #[cold]
+    pub(super) fn at_the_end(&self, ticket: Ticket) -> Result<Option<Outcome>> {
+        // SAFETY: NCCL's thread, and NCCL has not received the end of any outstanding request.
+        let finish = || unsafe { self.events.finish(&self.requests, ticket) };
+        if !self.health.is_failed() {
+            let is_done = || {
+                // Requests end with the state locked: no thread is between two parts of this one.
+                let _state = self.state();
+                self.requests.is_done(ticket)
+            };
+            if D::peer_left(self) || is_done() {
+                return Ok(finish());
+            }
+            self.fail_silently(left_early(&self.peer));
+        }
+        // After this no thread touches a buffer: the request is done, or never will be.
+        self.quiesce();
+        if let Some(outcome) = finish() {
+            return Ok(Some(outcome));
+        }
+        // SAFETY: as above.
+        unsafe { self.events.abandon(ticket.slot) };
+        self.requests.abandon(ticket);
+        self.health.check().map(|()| None)
+    }
+
+    /// The host takes back memory, as NCCL does on an abort before it closes the connection. If an outstanding request
+    /// uses some of it, the connection ends. Nothing touches the memory after this has returned. Without such a request
+    /// it waits for no thread that moves data.
+    pub fn withdraw(&self, memory: Span) {
+        let is_needed = D::needs(&self.state(), memory);
+        if is_needed {
+            self.end_early("took back memory");
+            self.quiesce();
+        }
+    }
+
+    /// Ends the connection. With nothing outstanding, everything that was reported done reaches the peer; with
+    /// requests in flight it is an abort. No thread touches NCCL's buffers after it returns.
+    pub fn close(&self) {
+        if self.requests.outstanding() == 0 && !self.health.is_failed() {
+            D::say_goodbye(self);
+        } else {
+            self.closing.store(true, Ordering::Release);
+            self.end_early("closed the connection");
+        }
+        self.quiesce();
+        D::closed(self);
+        tracing::debug!(target: NET, "closed the connection {} {}: {}", Self::TOWARDS, self.peer, self.counters);
+    }
+
+    /// This side did that while requests were outstanding.
+    fn end_early(&self, did: &str) {
+        let error = Error::remote(format!("the {} side {did} with transfers in flight", Self::DOING));
+        self.health.fail_telling(error.clone(), || self.tell_failure(&error));
+    }
+
+    /// Ends the connection with a cause; the peer is notified if possible.
+    pub fn fail(&self, error: Error) {
+        let is_first = self.health.fail_telling(error.clone(), || self.tell_failure(&error));
+        self.failed(is_first, &error);
+    }
+
+    pub(super) fn fail_silently(&self, error: Error) {
+        let is_first = self.health.fail(error.clone());
+        self.failed(is_first, &error);
+    }
+
+    fn failed(&self, is_first: bool, error: &Error) {
+        if is_first && !self.closing.load(Ordering::Acquire) && error.tell_once() {
+            self.peer.warn_of(&format!("{} {}", Self::DOING, Self::TOWARDS), error);
+        }
+    }
+
+    fn tell_failure(&self, error: &Error) {
+        // On every stream: one of them may be away, in the middle of a chunk that will never end, or lead nowhere.
+        self.say_everywhere(&failure(error));
+    }
+
+    /// Sends control frames on every stream that is connected, since some of them may not work.
+    pub(super) fn say_everywhere(&self, frames: &[u8]) {
+        for (index, stream) in self.streams.iter().enumerate() {
+            if stream.peek(|io| io.say(frames.to_vec())).is_some() {
+                self.run(index, WRITE);
+            }
+        }
+    }
+
+    /// Takes all sockets away, waiting for the threads that use them. After this no thread touches a buffer.
+    pub(super) fn quiesce(&self) {
+        for io in self.streams.iter().filter_map(Stream::end) {
+            self.let_go(*io);
+        }
+    }
+
+    /// A stream is no longer needed. The control thread closes its socket when the peer has closed it too: with unread
+    /// bytes the kernel would send a reset, which can overtake data, and the control message with the cause.
+    fn let_go(&self, io: D::Io) {
+        self.health.stream_down();
+        self.net.linger(io.into_sock());
+    }
+
+    /// Runs a stream in the calling thread, or makes the thread that holds it do so. Returns whether anything moved.
+    pub(super) fn run(&self, index: usize, wish: u8) -> bool {
+        self.run_held(self.streams[index].hold(), index, wish)
+    }
+
+    /// As [`Connection::run`], with what the stream's `hold` returned.
+    pub(super) fn run_held(&self, held: Option<Held<'_, D::Io>>, index: usize, wish: u8) -> bool {
+        let mut ready = 0;
+        let step = |io: &mut D::Io, wishes| D::step(self, index, io, wishes, &mut ready);
+        let ran = self.streams[index].run_held(held, wish, step, |io, why| self.broken(index, io, why));
+        self.ran(index, ran, ready)
+    }
+
+    /// Polls the first stream.
+    #[inline]
+    pub(super) fn glance(&self) {
+        self.attention.called();
+        self.glance_at(0);
+    }
+
+    /// Polls the further streams, which otherwise workers serve. Returns whether one has moved anything.
+    #[cold]
+    pub(super) fn glance_further(&self) -> bool {
+        (1..MAX_STREAMS).filter(|index| self.glance_at(*index)).count() > 0
+    }
+
+    /// Polls a stream, unless another thread is polling it.
+    #[inline]
+    fn glance_at(&self, index: usize) -> bool {
+        let mut ready = 0;
+        let step = |io: &mut D::Io, wishes| D::step(self, index, io, wishes, &mut ready);
+        let ran = self.streams[index].glance(D::POLL, step, |io, why| self.broken(index, io, why));
+        self.ran(index, ran, ready)
+    }
+
+    #[inline]
+    fn ran(&self, index: usize, ran: Ran, ready: u64) -> bool {
+        if ready > 0 {
+            D::wake_streams(self, ready);
+        }
+        match ran {
+            Ran::Settled(moved) => moved,
+            Ran::More => {
+                self.streams[index].kick();
+                true
+            }
+        }
+    }
+
+    /// The kernel had no memory for a call on a stream: another one in a moment.
+    pub(super) fn starved(&self, index: usize, error: &io::Error) {
+        if self.short.begins(index) {
+            self.net.shortages.wait(&self.net.poller, self.me.clone(), index, error);
+        }
+    }
+
+    /// A stream ended. Decides whether that ends the connection.
+    pub(super) fn broken(&self, index: usize, io: Box<D::Io>, why: Broken) {
+        let epoch = io.epoch();
+        let is_news = D::epoch_ended(self, index, &io, &why);
+        match &why {
+            Broken::Fatal(error) => self.part_in_anger(*io, error),
+            _ => drop(io),
+        }
+        let left = self.health.stream_down();
+        match why {
+            Broken::Fatal(error) => self.fail(error.with_peer(&self.peer)),
+            Broken::Goodbye => {}
+            Broken::Lost(_) if self.closing.load(Ordering::Acquire) || !is_news => {}
+            Broken::Lost(error) if self.recovery => D::recover(self, index, epoch, left, &error),
+            Broken::Lost(error) => self.fail_silently(lost(&error).with_peer(&self.peer)),
+        }
+    }
+
+    /// Reports a failure to the peer on the stream that met it, which may be the only one.
+    fn part_in_anger(&self, mut io: D::Io, error: &Error) {
+        let fd = io.sock().as_raw_fd();
+        if !self.health.is_failed()
+            && let Some(bytes) = io.say_last(failure(error))
+        {
+            // SAFETY: the piece is this stream's own buffer. What the socket does not accept is lost, and the peer sees
+            // the end without the reason.
+            let _ = unsafe { wire::send(fd, Piece::of(bytes)) };
+        }
+        self.net.linger(io.into_sock());
+    }
+
+    pub(super) fn call_keeper(&self) {
+        if let Err(error) = self.chores.call(&self.net.poller, &self.me) {
+            self.fail_silently(error);
+        }
+    }
+
+    /// Makes the control thread check the streams from time to time, until nothing is outstanding.
+    pub(super) fn begin_watch(&self) {
+        if self.chores.begin() {
+            self.call_keeper();
+        }
+    }
+}
+
+impl<D: Direction> Owner for Connection<D> {
+    fn link(&self) -> &Link {
+        &self.link
+    }
+
+    /// What runs over the interface's address is lost, if anything else is left.
+    fn link_down(&self, interface: u32) {
+        let down = self.over_interface(interface);
+        if self.recovery && !down.is_empty() && down.len() < self.health.live() {
+            D::in_trouble(self);
+            for index in down {
+                D::lose(self, index, watch::link_down());
+            }
+        }
+    }
+
+    fn answered(&self, began: Instant, way: usize, answer: Answer) {
+        if let Some(alone) = &mut *lock(&self.alone) {
+            alone.answered(began, Instant::now(), way, answer);
+        }
+        self.call_keeper();
+    }
+}
+
+impl<D: Direction> Kept for Connection<D> {
+    fn do_chores(&self) -> Progress {
+        D::do_chores(self)
+    }
+
+    fn fail(&self, error: Error) {
+        Self::fail(self, error);
+    }
+}
+
+impl<D: Direction> Again for Connection<D> {
+    fn again(&self, index: usize) {
+        self.short.ends(index);
+        self.run(index, READ | WRITE);
+    }
+}
+
+impl<D: Direction> Drop for Connection<D> {
+    fn drop(&mut self) {
+        D::dropped(self);
+    }
+}
+
+struct StreamSource<D: Direction> {
+    conn: Weak<Connection<D>>,
+    index: usize,
+}
+
+impl<D: Direction> Source for StreamSource<D> {
+    fn poll(&self) -> Progress {
+        let Some(conn) = self.conn.upgrade() else { return Progress::default() };
+        if self.index > 0 {
+            return Progress { moved: conn.run(self.index, READ | WRITE), again: None };
+        }
+        conn.begin_watch();
+        if let Some(later) = conn.attention.is_attended() {
+            return later;
+        }
+        D::unattended(&conn, true);
+        let moved = conn.run(0, READ | WRITE);
+        D::unattended(&conn, false);
+        if !moved && conn.attention.is_stalled() {
+            let (to, peer) = (Connection::<D>::TOWARDS, &conn.peer);
+            tracing::trace!(target: NET, "waiting, {to} {peer}: {}", D::describe(&conn.state()));
+        }
+        conn.attention.looked(moved, || conn.requests.outstanding() > 0)
+    }
+
+    fn hot(&self) -> Duration {
+        let brief = |conn: Arc<Connection<D>>| conn.brief.load(Ordering::Relaxed);
+        if self.conn.upgrade().is_some_and(brief) { HOT_BETWEEN } else { HOT }
+    }
+
+    fn fail(&self, error: Error) {
+        if let Some(conn) = self.conn.upgrade() {
+            conn.fail(error);
+        }
+    }
+}
+
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
