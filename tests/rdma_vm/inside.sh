@@ -6,8 +6,8 @@
 # side, since the machine has two processors; in each row one test at a time.
 declare -A program
 for entry in "$@"; do program[${entry%%=*}]=${entry#*=}; done
-# A program that takes longer than this hangs; on a quiet computer the slowest takes less than a minute and a half.
-limit=${RDMA_LIMIT:-300}
+# A module that takes longer than this hangs; on a quiet computer the slowest takes less than three minutes.
+limit=${RDMA_LIMIT:-600}
 alone=(objects_dropped_in_any_order a_link_that leave_nothing_in_the_kernel eight_fused the_traffic_class an_address_that)
 others=()
 for test in "${alone[@]}"; do others+=(--skip "$test"); done

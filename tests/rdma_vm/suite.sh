@@ -12,8 +12,8 @@ set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
 project=$(cd "$here/../.." && pwd)
-# Fifteen minutes at most: emulated, it takes ten on two quiet processors.
-options=(--timeout 900)
+# The limit ends what hangs: on two quiet processors the suite takes half of it.
+options=(--timeout 1500)
 # Devices without a PCI path are merged for the tests only: SoftRoCE has none.
 variables=(TOWLINE_MERGE_ANY=1)
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
@@ -47,7 +47,7 @@ if [ $# -gt 0 ]; then
     # One at a time: some count what the kernel holds, some take links down.
     commands=
     for name in towline "${wanted[@]}"; do
-        commands+="'${program[$name]}' --ignored --test-threads 1 $*; "
+        commands+="'${program[$name]}' --ignored --test-threads 1 --skip wire_compat:: --skip side_by_side $*; "
     done
     exec "$here/run.sh" "${options[@]}" -- env "${variables[@]}" TEST_MAY_SET_CLOCK=1 sh -ec "$commands"
 fi
