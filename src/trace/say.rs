@@ -1,5 +1,7 @@
 //! Messages for the user, and the name that this host has in them and in files.
 
+use std::io::Write;
+
 /// How serious a message is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Level {
@@ -14,7 +16,8 @@ pub(super) fn say(level: Level, text: &str) {
     match level {
         Level::Info => tracing::info!("{text}"),
         Level::Warn if tracing::enabled!(tracing::Level::WARN) => tracing::warn!("{text}"),
-        Level::Warn => eprintln!("towline: {text}"),
+        // Not `eprintln!`, which panics when the disk that takes standard error is full.
+        Level::Warn => drop(writeln!(std::io::stderr(), "towline: {text}")),
     }
 }
 

@@ -36,6 +36,9 @@ const ANSWER: Duration = Duration::from_secs(5);
 /// How often the state file is renewed.
 const BEAT: Duration = Duration::from_secs(1);
 
+/// Files have room for multiples of so many bytes.
+const BLOCK: usize = 4096;
+
 /// Longest name of a socket that the kernel takes (`sun_path`, with its terminating zero).
 const LONGEST_NAME: usize = 107;
 
@@ -215,6 +218,7 @@ impl Service {
                 let ours =
                     kept.as_ref().filter(|(owner, _)| *owner == std::process::id()).map(|(_, path)| path.clone());
                 let path = ours.unwrap_or_else(|| claim(path, |path| is_older(path, 10 * BEAT)).0);
+                let text = with_room(text);
                 let written = metrics::replace(&path, &text).or_else(|_| metrics::overwrite(&path, &text));
                 let is_written = written.is_ok();
                 if is_written {
@@ -223,6 +227,13 @@ impl Service {
             }
         }
     }
+}
+
+/// Blanks at the end, so that the file has room for a longer state when the disk is full.
+fn with_room(mut text: String) -> String {
+    let length = (text.len() + text.len() / 4).next_multiple_of(BLOCK);
+    text.extend(std::iter::repeat_n(' ', length - text.len()));
+    text
 }
 
 /// The writer's answer, if it comes in time.

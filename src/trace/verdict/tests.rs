@@ -228,3 +228,15 @@ proptest! {
         prop_assert_eq!(judge(&comm), None);
     }
 }
+
+/// Seen behind a cut cable: the peer was stuck for a moment less than the rank that waited for it.
+#[test]
+fn a_peer_that_began_to_wait_a_little_later_is_followed_too() {
+    let mut comm = waiting_for_41_s(2);
+    comm.now = 15 * S;
+    member(&mut comm, 1).waits = vec![Wait { peer: 0, on: On::Data, since: 10 * S }];
+    member(&mut comm, 0).waits = vec![Wait { peer: 1, on: On::Network, since: 11 * S }];
+    member(&mut comm, 0).calls.last_mut().expect("a call").entered = 11 * S;
+    let text = told(&comm);
+    assert!(text.contains("rank 1 waits for rank 0; a send of rank 0 (node0, process 100) to rank 1"), "{text}");
+}

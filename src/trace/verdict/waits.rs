@@ -4,6 +4,9 @@ use std::collections::BTreeMap;
 
 use super::{Cause, Communicator, On, STUCK_NS, Wait};
 
+/// A wait of a rank for which another one is stuck counts when it is as old as this.
+const FOLLOWED_NS: u64 = STUCK_NS / 5;
+
 /// The chain of waits that most stuck ranks lead into. A rank with a send under way that does not end is the end of its
 /// chain; a rank that waits for a peer's data or buffer leads on to that peer; a rank that waits for nothing but its GPU
 /// is the end. A GPU that waits only because data is missing is never taken for the cause, since its rank waits for the
@@ -25,12 +28,14 @@ fn follow(comm: &Communicator, from: i32) -> Option<(Vec<i32>, Option<Wait>)> {
     let mut chain = vec![from];
     loop {
         let rank = *chain.last()?;
+        // A rank that another one is stuck for may have begun to wait a little later.
+        let least = if chain.len() == 1 { STUCK_NS } else { FOLLOWED_NS };
         let waits: Vec<&Wait> = comm
             .members
             .get(&rank)
             .into_iter()
             .flat_map(|member| &member.waits)
-            .filter(|wait| comm.now.saturating_sub(wait.since) >= STUCK_NS)
+            .filter(|wait| comm.now.saturating_sub(wait.since) >= least)
             .collect();
         let oldest = |on: &[On]| waits.iter().filter(|wait| on.contains(&wait.on)).min_by_key(|wait| wait.since);
         let Some(&&wait) =
