@@ -1,6 +1,6 @@
 //! A driver without a GPU: "its" memory is the host's, and what is given to a stream happens late. Each thread has its own.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::alloc::{Layout, alloc, dealloc};
 use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
 
@@ -191,7 +191,7 @@ unsafe extern "C" fn event_query(event: *mut c_void) -> Code {
 unsafe extern "C" fn host_alloc(memory: *mut *mut c_void, size: usize, _flags: c_uint) -> Code {
     let layout = Layout::from_size_align(size, 4096).expect("a size");
     // SAFETY: no empty layout is asked for.
-    let block = unsafe { alloc_zeroed(layout) };
+    let block = unsafe { alloc(layout) };
     with(|gpu| gpu.blocks.insert(block.addr(), layout));
     // SAFETY: there is room for the answer.
     unsafe { *memory = block.cast() };
