@@ -41,7 +41,7 @@ use crate::os::interfaces::Rail;
 use crate::os::log::{Limiter, NET};
 use crate::os::route;
 
-/// How often a stream's own rails are tried after [`MANY`] tries.
+/// How often a stream's own rails are tried after [`MANY`] tries, and the time until it first tries them again.
 const SELDOM: Duration = Duration::from_secs(1);
 /// About half a minute.
 const MANY: u32 = 100;
@@ -349,8 +349,8 @@ impl Dial {
         let pause = if state.tries < MANY { Duration::from_millis(10 << state.tries.min(5)) } else { SELDOM };
         // A refusal arrives at once, and it must be known soon whether the peer keeps refusing.
         let missed = self.purpose.is_repair() && state.refused_since.is_some();
-        let pause = if missed { pause.min(lifeline::CALL_AGAIN) } else { pause };
-        let pause = if self.stays(state, answer) { lifeline::CALL_AGAIN } else { pause };
+        let pause = if missed { pause.min(lifeline::CALL_AFTER) } else { pause };
+        let pause = if self.stays(state, answer) { lifeline::CALL_AFTER } else { pause };
         self.pause(state, now + pause)
     }
 

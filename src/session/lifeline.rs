@@ -47,11 +47,8 @@ use std::time::{Duration, Instant};
 use crate::os::error::Error;
 
 /// The first call comes this long after the end of the last stream: a sender that is alive and has noticed reconnects
-/// sooner.
+/// sooner. After a refusal the next call comes after the same time.
 pub const CALL_AFTER: Duration = Duration::from_millis(100);
-
-/// From one refusal to the next call.
-pub const CALL_AGAIN: Duration = Duration::from_millis(100);
 
 /// After a call that was received the sender connects at once. If it does not, it is called again.
 pub const HEARD_PAUSE: Duration = Duration::from_millis(500);
@@ -75,8 +72,9 @@ pub const ENDED_PATIENCE: Duration = Duration::from_millis(400);
 /// The same when some path gives no answer.
 const ENDED_SOMEWHERE: Duration = Duration::from_millis(600);
 
-/// And when streams were cut in another way: a firewall may have done it on the only remaining rail.
-const CUT_SOMEWHERE: Duration = Duration::from_millis(1500);
+/// And when streams were cut in another way: a firewall may have done it on the only remaining rail. The same on all paths after
+/// the network was in trouble: a firewall that affects one rail after another may for a moment refuse what it has ended.
+pub const CUT_SOMEWHERE: Duration = Duration::from_millis(1500);
 
 /// All streams of a process that dies have ended within this time, however busy this side is.
 const END_OF_ALL: Duration = Duration::from_secs(1);
@@ -88,7 +86,7 @@ const SILENCE_AFTER_END: Duration = Duration::from_secs(5);
 const LATE: Duration = Duration::from_millis(500);
 
 /// By how much it is extended then.
-const GRACE: Duration = Duration::from_secs(1);
+const GRACE: Duration = Duration::from_millis(2 * LATE.as_millis() as u64);
 
 /// Whether the other end reported the end of the stream, as the kernel of a dying process does, or a firewall in its
 /// place.

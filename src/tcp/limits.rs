@@ -141,3 +141,9 @@ pub const MAX_AHEAD: u64 = MAX_POSTED + MAX_EARLY;
 /// Ranges of a message's bytes with gaps between them, at most: a gap is a chunk that is under way on a stream, and as many as
 /// fit the windows of all streams are the most of an honest sender. Twice as many, so that another release may send shorter ones.
 pub const MAX_RANGES: usize = 2 * MAX_STREAMS * (STREAM_WINDOW_FAR / CHUNK_MIN) as usize;
+
+/// While nothing more is acknowledged the close of a sender waits for `TOWLINE_PEER_TIMEOUT`, and at least this long when a path
+/// may have failed at that moment: until that is noticed, and what was on it has been resent. That takes 3 s, and as
+/// long as all paths are down. All closes towards a peer process that does not answer share this time. A receiver gives a
+/// sender that has said goodbye the same time to resend what it lost.
+pub const CLOSE_MENDING: Duration = Duration::from_secs(20);

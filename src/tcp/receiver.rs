@@ -17,11 +17,12 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 pub use arrivals::Arrivals;
 
 use super::connection::{Connection, Direction, StreamIo, lock};
+use super::limits::CLOSE_MENDING;
 use super::polled;
 use super::recv_core::{Due, Part, Posted, RecvCore};
 use super::stream::{READ, Step, Stream, WRITE};
@@ -37,6 +38,7 @@ use crate::session::handshake::FEATURE_FAR;
 use crate::session::link::{Link, Sock, path_of};
 use crate::session::net::Net;
 use crate::session::peer::{Broken, Peer, fenced};
+use crate::session::seal::intake::BEHIND;
 use crate::session::seal::{Seal, Sides};
 use crate::session::watch::Vigil;
 use crate::session::wire::{self, Piece};
@@ -47,14 +49,8 @@ use crate::session::wire::{self, Piece};
 /// protocol are 8 KiB, and have room with their header.
 const INPUT: usize = 9 << 10;
 
-/// How much of the input buffer is offered behind the rest of a chunk: room for the next headers.
-const BEHIND: usize = 2 << 10;
-
 /// Bytes that one run of a stream may read before the other streams of the same worker get their turn.
 const SHARE: usize = 4 << 20;
-
-/// How long a sender that has said goodbye may take to resend what it lost: as long as its close lasts.
-const SENDER_MENDING: Duration = Duration::from_secs(20);
 
 #[derive(Clone, Copy)]
 struct Target {
@@ -473,7 +469,7 @@ impl RecvConn {
         let now = Instant::now();
         self.recovery
             && !self.has_everything()
-            && lock(&self.vigils).iter().any(|vigil| vigil.may_return(now, SENDER_MENDING))
+            && lock(&self.vigils).iter().any(|vigil| vigil.may_return(now, CLOSE_MENDING))
     }
 
     /// Makes the other streams carry what the first cannot.

@@ -80,6 +80,6 @@ impl Purpose for Call {
     }
 
     fn goes_on_after(&self) -> Option<Duration> {
-        Some(lifeline::CALL_AGAIN)
+        Some(lifeline::CALL_AFTER)
     }
 }

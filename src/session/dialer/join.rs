@@ -4,7 +4,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::purpose::{Proved, Purpose, Reached, Route};
-use super::{Begin, Dial, MANY, NO_DEADLINE};
+use super::{Begin, Dial, MANY, NO_DEADLINE, SELDOM};
 use crate::engine::poller::Registration;
 use crate::os::error::{Error, Result};
 use crate::os::log::NET;
@@ -16,10 +16,7 @@ use crate::session::owner::{Joined, Streams};
 use crate::session::seal::Seal;
 use crate::session::tries::{self, TRY};
 
-/// When a stream that had to go over other rails begins to try its own.
-const HOMECOMING: Duration = Duration::from_secs(1);
-
-/// The same for a stream that was never connected over its own rails.
+/// When a stream that was never connected over its own rails begins to try them; one that was tries them after [`SELDOM`].
 const RARELY: Duration = Duration::from_secs(30);
 
 /// `repair`: until the stream is back, or the connection ends.
@@ -47,7 +44,7 @@ fn join_later(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize, epoch: u16, 
     if !conn.mends() || conn.is_over() {
         return;
     }
-    let at = Instant::now() + if conn.is_connected() { RARELY } else { HOMECOMING };
+    let at = Instant::now() + if conn.is_connected() { RARELY } else { SELDOM };
     let deadline = at + net.config.reconnect_timeout;
     let purpose = Join { conn: Arc::downgrade(conn), index, repair: false };
     if let Err(error) = Dial::start(net, purpose, deadline, Begin { at, epoch, tries: 0, claims: false }) {
@@ -85,7 +82,7 @@ fn come_home(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize, after: Durati
 /// rail that was down at set-up may be up later.
 pub(super) fn settle(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize, abroad: bool, home: Option<usize>) {
     if conn.settled(index, abroad, home) {
-        come_home(net, conn, index, HOMECOMING, 0);
+        come_home(net, conn, index, SELDOM, 0);
     }
 }
 

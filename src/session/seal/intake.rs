@@ -15,7 +15,7 @@ pub const LARGEST: u32 = 4 << 20;
 const INPUT: usize = 8 << 10;
 
 /// How much to read beyond the end of the current frame: room for the next headers.
-const BEHIND: usize = 2 << 10;
+pub const BEHIND: usize = 2 << 10;
 
 /// What the buffer holds next.
 #[derive(Debug)]

@@ -10,7 +10,7 @@ use crate::engine::poller::Progress;
 use crate::os::log::NET;
 use crate::session::dialer;
 use crate::session::frame::MAX_STREAMS;
-use crate::session::lifeline::{Alone, CUT_PATIENCE, Terms, Verdict, is_cut};
+use crate::session::lifeline::{Alone, CUT_PATIENCE, CUT_SOMEWHERE, Terms, Verdict, is_cut};
 use crate::session::owner::Listening;
 use crate::session::peer::{fenced, lost};
 use crate::session::watch::{self, Sight};
@@ -21,10 +21,6 @@ use crate::tcp::streams::Checked;
 
 /// How long a sign of trouble in the network explains why the peer is away.
 const TROUBLE: Duration = Duration::from_secs(10);
-
-/// How long a peer may refuse on all paths after the network was in trouble: a firewall that affects one rail after
-/// another may for a moment refuse the connections that it has ended.
-const TROUBLED_PATIENCE: Duration = Duration::from_millis(1500);
 
 /// How often a stream that is given up is read before, at most: a share each time, more than a socket holds.
 const MOST_LOOKS: usize = 64;
@@ -67,7 +63,7 @@ impl RecvConn {
         let one_by_one = lock(&self.vigils).iter().any(|vigil| vigil.is_long_away(now));
         let in_trouble = one_by_one || lock(&self.own.trouble).is_some_and(|at| now - at < TROUBLE);
         let refused_for = match self.ended.refused_for(now, error) {
-            Some(CUT_PATIENCE) if in_trouble && !self.ended.is_end_of_file(now) => Some(TROUBLED_PATIENCE),
+            Some(CUT_PATIENCE) if in_trouble && !self.ended.is_end_of_file(now) => Some(CUT_SOMEWHERE),
             other => other,
         };
         let ways = self.link.remote.len();

@@ -9,20 +9,13 @@ use std::time::{Duration, Instant};
 use super::{Io, SendConn};
 use crate::session::frame::MAX_STREAMS;
 use crate::session::frame::{Header, Type};
-use crate::session::watch::{self, Sight};
+use crate::session::watch::{self, PROBE_AFTER, Sight};
 use crate::session::wire;
+use crate::tcp::limits::CLOSE_MENDING;
 use crate::tcp::stream::{READ, Stream, WRITE};
 
 /// How long a close waits for the receiver's process when the peer's kernel has everything; and twice the round trip.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
-
-/// After this long without an answer it checks whether a path has failed.
-const CLOSE_DOUBT: Duration = Duration::from_millis(500);
-
-/// While nothing more is acknowledged the close waits for `TOWLINE_PEER_TIMEOUT`, and at least this long when a path
-/// may have failed at that moment: until that is noticed, and what was on it has been resent. That takes 3 s, and as
-/// long as all paths are down. All closes towards a peer process that does not answer share this time.
-const CLOSE_MENDING: Duration = Duration::from_secs(20);
 
 /// The same if the receiver has everything but the goodbye: the kernel keeps sending that after the close.
 const CLOSE_IDLE: Duration = Duration::from_secs(3);
@@ -158,7 +151,7 @@ impl SendConn {
             if !self.state().core.has_ready() && self.streams.iter().all(written) {
                 return;
             }
-            if start.elapsed() > CLOSE_DOUBT {
+            if start.elapsed() > PROBE_AFTER {
                 self.begin_watch();
             }
             rest(start);
@@ -204,7 +197,7 @@ impl SendConn {
             if self.is_spent(advance) {
                 return Parting::Spent;
             }
-            if start.elapsed() > CLOSE_DOUBT {
+            if start.elapsed() > PROBE_AFTER {
                 if self.is_asking() || self.is_in_doubt() {
                     return Parting::Silent;
                 }
