@@ -1,7 +1,7 @@
 //! The counters of a connection: cheap enough to stay on.
 //!
-//! Relaxed atomics, one cache line per connection. They are read by the log at close and by metrics exporters; only one
-//! decision of the transport depends on them, and a stale number does not harm it (`tcp::help`).
+//! Relaxed atomics, one cache line per connection. They are read by the log at close and by metrics exporters; no
+//! decision of the transport depends on them.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,9 +1,7 @@
 //! For tests of one end of a connection: real sockets without a peer behind them.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Receiver};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::acceptor;
@@ -11,9 +9,7 @@ use super::handshake::{FEATURE_RECOVERY, Secret};
 use super::link::{Link, Sock};
 use super::net::Net;
 use super::peer::Peer;
-use crate::engine::poller::{Half, Progress, Registration, Source};
 use crate::os::config::Config;
-use crate::os::error::Error;
 use crate::os::fd::Registered;
 
 /// A backend of its own.
@@ -52,39 +48,6 @@ pub fn sockets() -> (Sock, TcpStream) {
 /// The process behind it.
 pub fn peer() -> Peer {
     Peer { label: "peer".to_string(), address: SocketAddr::from((Ipv4Addr::LOCALHOST, 1)) }
-}
-
-/// A source that keeps its worker until the sender is dropped.
-struct Busy(Mutex<Receiver<()>>, AtomicBool);
-
-impl Source for Busy {
-    fn poll(&self) -> Progress {
-        self.1.store(true, Ordering::SeqCst);
-        let _ = self.0.lock().expect("one worker polls").recv();
-        Progress::default()
-    }
-
-    fn fail(&self, error: Error) {
-        panic!("{error}");
-    }
-}
-
-/// The only worker of a backend is blocked until the returned value is dropped.
-pub fn keep_worker(net: &Net) -> impl Drop + use<> {
-    struct Kept(Option<mpsc::Sender<()>>, Registration);
-    impl Drop for Kept {
-        fn drop(&mut self) {
-            self.0.take();
-        }
-    }
-    assert_eq!(net.poller.limit(), 1, "another would come");
-    let (end, ended) = mpsc::channel();
-    let busy = Arc::new(Busy(Mutex::new(ended), AtomicBool::new(false)));
-    let worker = net.poller.worker(Half::First, 0).expect("a thread");
-    let kept = Kept(Some(end), worker.register(busy.clone(), None).expect("a place"));
-    kept.1.kick();
-    wait_until("the worker does not come", || busy.1.load(Ordering::SeqCst));
-    kept
 }
 
 /// Waits until something holds.

@@ -13,7 +13,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::help::Help;
 use super::rest::Rest;
 use super::stream::{Held, READ, Ran, Step, Stream, WRITE};
 use crate::engine::counters::Counters;
@@ -128,7 +127,6 @@ pub struct Connection<D: Direction> {
     pub(super) health: Health,
     pub(super) attention: Attention,
     pub(super) rest: Rest,
-    pub(super) help: Help,
     pub(super) counters: Counters,
     pub(super) damage: Damage,
     pub(super) events: Events,
@@ -170,7 +168,6 @@ impl<D: Direction> Connection<D> {
             health: Health::default(),
             attention: Attention::default(),
             rest: Rest::default(),
-            help: Help::default(),
             counters: Counters::default(),
             damage: Damage::default(),
             events: Events::default(),
@@ -250,7 +247,7 @@ impl<D: Direction> Connection<D> {
             if !self.rest.goes_on() {
                 self.glance();
             }
-            if !(is_done() || self.help.waits(&self.counters.chunks, || self.glance_further()) && is_done()) {
+            if !is_done() {
                 // SAFETY: NCCL's thread, and NCCL has not received the end of any outstanding request.
                 unsafe { self.events.wait() };
                 if self.health.is_failed() || self.health.is_over() {
@@ -260,7 +257,6 @@ impl<D: Direction> Connection<D> {
                 return Ok(None);
             }
         }
-        self.help.ended();
         // SAFETY: NCCL's thread, and NCCL has not received the end of any outstanding request.
         Ok(unsafe { self.events.finish(&self.requests, ticket) })
     }
@@ -382,26 +378,14 @@ impl<D: Direction> Connection<D> {
         self.ran(index, ran, ready)
     }
 
-    /// Polls the first stream.
+    /// Polls the first stream, unless another thread is polling it.
     #[inline]
     pub(super) fn glance(&self) {
         self.attention.called();
-        self.glance_at(0);
-    }
-
-    /// Polls the further streams, which otherwise workers serve. Returns whether one has moved anything.
-    #[cold]
-    pub(super) fn glance_further(&self) -> bool {
-        (1..MAX_STREAMS).filter(|index| self.glance_at(*index)).count() > 0
-    }
-
-    /// Polls a stream, unless another thread is polling it.
-    #[inline]
-    fn glance_at(&self, index: usize) -> bool {
         let mut ready = 0;
-        let step = |io: &mut D::Io, wishes| D::step(self, index, io, wishes, &mut ready);
-        let ran = self.streams[index].glance(D::POLL, step, |io, why| self.broken(index, io, why));
-        self.ran(index, ran, ready)
+        let step = |io: &mut D::Io, wishes| D::step(self, 0, io, wishes, &mut ready);
+        let ran = self.streams[0].glance(D::POLL, step, |io, why| self.broken(0, io, why));
+        self.ran(0, ran, ready);
     }
 
     #[inline]

@@ -21,14 +21,12 @@
 //! | [`streams`] | what is seen of all streams of a connection together |
 //! | [`copies`] | short messages, kept for a resend |
 //! | [`rest`] | poll backoff: when NCCL's thread need not poll the first stream |
-//! | [`help`] | when NCCL's thread does a worker's part |
 
 pub mod ack;
 pub mod attempt;
 pub mod connection;
 pub mod copies;
 pub mod delivery;
-pub mod help;
 pub mod limits;
 pub mod listener;
 mod load;

@@ -104,26 +104,6 @@ fn a_chunk_that_is_watched_arrives_whole_and_so_does_what_follows() {
     conn.close();
 }
 
-/// A worker may be without a processor for long. What has come on its stream is taken by the thread that waits for it.
-#[test]
-fn what_a_worker_does_not_come_to_is_received_by_the_thread_that_asks() {
-    let net = loopback::net(Config { workers: Some(1), ..Config::default() });
-    let _kept = loopback::keep_worker(&net);
-    let conn = RecvConn::new(net, loopback::link(&loopback::deaf()), loopback::peer());
-    let (_first, mut second) = (join(&conn, 0), join(&conn, 1));
-    let (bytes, mut target) = (vec![7; 3 << 20], vec![0; 3 << 20]);
-    // SAFETY: the target lives until the request is done, and there is no profiler.
-    let posted = unsafe { conn.irecv(&[(target.as_mut_ptr(), target.len(), 0)], &[std::ptr::null_mut()]) };
-    let ticket = posted.expect("it lives").expect("a slot is free");
-    let header = Header { length: bytes.len() as u32, total: bytes.len() as u64, ..Header::of(Type::Data, 1) };
-    std::thread::scope(|scope| {
-        scope.spawn(|| second.write_all(&[&header.encode()[..], &bytes].concat()).expect("it lives"));
-        loopback::wait_until("it does not come", || conn.test(ticket).expect("it lives").is_some());
-    });
-    assert!(target == bytes);
-    conn.close();
-}
-
 /// The last message before a communicator is destroyed. The thread that polls finds its receive not done and loses the
 /// processor; meanwhile a worker places the last byte and the sender closes in order. Then the poll goes on.
 #[test]

@@ -360,32 +360,6 @@ fn what_a_gpu_may_watch_is_marked() {
     }
 }
 
-/// A worker may be without a processor for long. The thread that waits for the data then sends it.
-#[test]
-fn what_a_worker_does_not_come_to_is_sent_by_the_thread_that_asks() {
-    let net = loopback::net(Config { workers: Some(1), ..Config::default() });
-    let _kept = loopback::keep_worker(&net);
-    let (conn, mut first) = connected_in(net);
-    let (ours, mut second) = loopback::sockets();
-    Arc::clone(&conn).rejoined(joined(1, conn.next_epoch(1), ours)).expect("it joins");
-
-    const SIZE: usize = 1 << 20;
-    let bytes = vec![7; SIZE];
-    let announced = Header { total: SIZE as u64, ..Header::of(Type::Clear, 0) };
-    first.write_all(&announced.encode()).expect("it lives");
-    // SAFETY: the bytes outlive the connection.
-    let ticket = unsafe { conn.isend(bytes.as_ptr(), SIZE, 0, std::ptr::null_mut()) }.expect("it is posted");
-    let ticket = ticket.expect("a slot is free");
-    second.set_nonblocking(true).expect("it can be set");
-    let mut come = 0;
-    loopback::wait_until("it does not come", || {
-        assert!(conn.test(ticket).expect("it lives").is_none(), "nobody has acknowledged it");
-        come += second.read(&mut vec![0; 2 * SIZE]).unwrap_or(0);
-        come >= SIZE + HEADER
-    });
-    conn.close();
-}
-
 /// The thread that polls finds its send not done and loses the processor; meanwhile a worker takes in the acknowledgement,
 /// and the receiver, which wants no more, closes in order. Then the poll goes on.
 #[test]
