@@ -17,7 +17,6 @@ pub mod log;
 pub mod memory;
 pub mod nccl_conf;
 pub mod route;
-pub mod steal;
 pub mod sync;
 pub mod sysfs;
 pub mod thread;

@@ -31,7 +31,6 @@ use crate::os::host;
 use crate::os::interfaces::Rail;
 use crate::os::key_file::SharedKey;
 use crate::os::links::Links;
-use crate::os::steal::Steal;
 
 /// The TCP backend's process-wide part.
 pub struct Net {
@@ -39,8 +38,6 @@ pub struct Net {
     pub poller: Poller,
     /// This process's share of the host.
     share: Share,
-    /// The processor time that the hypervisor takes from it.
-    pub steal: Steal,
     /// As read at the first `init`.
     pub config: Config,
     /// What the key file held, when there is one: then every connection is encrypted.
@@ -157,7 +154,6 @@ impl Net {
         Arc::new_cyclic(|me| Self {
             poller: Poller::new(workers, share.has_time_to_look()),
             share,
-            steal: Steal::new(),
             config,
             key,
             label: label(),

@@ -73,15 +73,6 @@ pub const BRIEF_MAX: u64 = 512 << 10;
 /// long where each was to have 64 KiB, and 8 MiB 1.4 times with 256 KiB (`docs/dev/decisions.md`).
 pub const CHUNK_MIN: u64 = 32 << 10;
 
-/// When hypervisor steal time is high, half of a connection's streams for long messages are used, if there are at least
-/// this many. Measured with twelve workers for each of two processes where the host took 4 to 22 %: all-reduces of 512
-/// KiB take 0.84 of the time, of 2 MiB 0.70, of 8 MiB 0.83 (docs/dev/decisions.md).
-pub const SPARED_FROM: usize = 4;
-
-/// And if at most this many bytes are under way, the messages of such all-reduces. Longer queues were not measured, and
-/// on a quiet host they need all workers: with eight an all-reduce of 128 MiB takes 1.24 times as long.
-pub const SPARED_UP_TO: u64 = 1 << 20;
-
 /// A message is cut into about this many chunks at most, unless they would be longer than [`CHUNK_MAX`].
 pub const MOST_SHARES: u64 = 6;
 

@@ -21,8 +21,7 @@ use slab::Slab;
 use super::delivery::Arrived;
 use super::limits::{
     ACK_BYTES, ACK_EVERY, CHUNK_MAX, CHUNK_MIN, EAGER_MAX, EAGER_MAX_FAR, EAGER_WINDOW, EAGER_WINDOW_FAR, LOOK_BYTES,
-    LOOK_EVERY, MAX_AHEAD, MAX_POSTED, MESSAGE_COST, MOST_SHARES, PAGE, REPLAY_BESIDE_WORKERS, REPLAY_MAX, SPARED_FROM,
-    SPARED_UP_TO,
+    LOOK_EVERY, MAX_AHEAD, MAX_POSTED, MESSAGE_COST, MOST_SHARES, PAGE, REPLAY_BESIDE_WORKERS, REPLAY_MAX,
 };
 use super::window::{Pace, Window};
 use crate::engine::request::{SLOTS, too_long};
@@ -613,11 +612,7 @@ impl SendCore {
     /// first streams are the same few ([`Half`](crate::engine::poller::Half)). A stream that is slow comes after all others:
     /// most of the message, or all of it, might wait for it. Several rails are several wires: each takes part, as far as there
     /// are chunks. Over a long path what a stream carries is limited by what it has on the way: that with the least comes first.
-    ///
-    /// Where processors are `scarce` ([`Steal`](crate::os::steal::Steal)) and not very much is under way, half of a rail's
-    /// streams are all there are, the first ones: their workers, here and at the receiver, are half of the workers, and each
-    /// further thread that runs is one more that may stand still while everything waits for it.
-    pub fn engage(&mut self, bytes: u64, scarce: bool) -> ([u8; MAX_STREAMS], usize) {
+    pub fn engage(&mut self, bytes: u64) -> ([u8; MAX_STREAMS], usize) {
         let (mut order, mut live) = ([0; MAX_STREAMS], 0);
         let first = usize::from(!self.far || self.others == 0);
         for (index, _) in self.streams.iter().enumerate().skip(first).filter(|(_, stream)| stream.live) {
@@ -634,11 +629,6 @@ impl SendCore {
         let (_, best) = self.fastest();
         let lags = |index: &u8| !stream(index).has_room() || stream(index).pace.is_slow(best);
         let under_way = self.ready(SLOTS) + order[..live].iter().map(|index| stream(index).bytes).sum::<u64>();
-        let all = live;
-        if scarce && live >= SPARED_FROM && under_way <= SPARED_UP_TO {
-            order[..live].sort_unstable_by_key(|index| (lags(index), *index));
-            live = live.div_ceil(2);
-        }
         let worth = if bytes <= EAGER_MAX { EAGER_MAX } else { CHUNK_MIN };
         let count = live.min(under_way.div_ceil(worth).max(1) as usize);
         let little = if count == 1 { 1 } else { worth };
@@ -646,7 +636,7 @@ impl SendCore {
         if bytes > EAGER_MAX {
             self.engaged = count as u64;
         }
-        for index in &order[count..all] {
+        for index in &order[count..live] {
             let pace = &mut self.streams[usize::from(*index)].pace;
             if pace.is_slow(best) {
                 pace.forget();
@@ -1262,33 +1252,9 @@ mod tests {
         core
     }
 
-    #[test]
-    fn where_processors_are_scarce_the_first_half_of_the_streams_is_set_going() {
-        const CHUNK: u64 = CHUNK_MIN;
-        let scarce = |core: &mut SendCore, bytes| {
-            let (order, count) = core.engage(bytes, true);
-            order[..count].to_vec()
-        };
-        let mut core = with_ready(&[8 * CHUNK, 8 * CHUNK]);
-        assert_eq!(scarce(&mut core, 8 * CHUNK), [1, 2]);
-        // And again while they are busy, but not those that are slow.
-        assert!(core.next_chunk(1).is_some() && core.next_chunk(2).is_some());
-        assert_eq!(scarce(&mut core, 8 * CHUNK), [1, 2]);
-        assert_eq!(scarce(&mut with_slow(&[8 * CHUNK]), 8 * CHUNK), [2, 3]);
-        // Of much, all take their part.
-        assert_eq!(scarce(&mut with_ready(&[SPARED_UP_TO + 1]), SPARED_UP_TO + 1).len(), 4);
-        // Of few streams all are needed.
-        core.stream_down(2);
-        assert_eq!(scarce(&mut core, 8 * CHUNK).len(), 3);
-        // Rails are wires, not threads.
-        let mut core = with_ready(&[8 * CHUNK]);
-        core.acknowledge_each();
-        assert_eq!(scarce(&mut core, 8 * CHUNK).len(), 4);
-    }
-
     /// The streams that are set going for the last message.
     fn engaged(core: &mut SendCore, bytes: u64) -> Vec<u8> {
-        let (order, count) = core.engage(bytes, false);
+        let (order, count) = core.engage(bytes);
         order[..count].to_vec()
     }
 

@@ -641,7 +641,7 @@ impl SendConn {
 
     /// Starts as many streams as a message can use.
     fn wake_streams(&self, length: u64) {
-        let (streams, count) = self.state().core.engage(length, self.net.steal.is_much());
+        let (streams, count) = self.state().core.engage(length);
         for &index in &streams[..count] {
             match index {
                 // NCCL's thread is here, or will be soon.

@@ -226,7 +226,6 @@ impl SendConn {
             self.chores.end();
             return Progress::default();
         }
-        self.net.steal.look();
         let now = Instant::now();
         self.drop_refuted();
         let judge = |alone: &mut Alone| (alone.verdict(now), alone.error().clone(), alone.is_suspicion());

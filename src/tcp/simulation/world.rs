@@ -230,7 +230,7 @@ impl World {
 
     /// As `SendConn::wake_streams`.
     fn wake_streams(&mut self, length: u64) {
-        let (streams, count) = self.sender.engage(length, self.sent % 3 == 1);
+        let (streams, count) = self.sender.engage(length);
         for index in &streams[..count] {
             self.wires[usize::from(*index)].is_awake = true;
         }
