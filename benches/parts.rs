@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use criterion::{BatchSize, Criterion, Throughput};
-use towline::engine::poller::{Half, Poller, Progress, Source};
+use towline::engine::poller::{Poller, Progress, Source};
 use towline::engine::request::RequestSlots;
 use towline::os::error::Error;
 use towline::session::frame::{Header, Type};
@@ -187,7 +187,7 @@ impl Source for Counting {
 fn hand_over(c: &mut Criterion, name: &str, looks: bool, pause: Duration) {
     let poller = Poller::new(1, looks);
     let source = Arc::new(Counting::default());
-    let registration = poller.worker(Half::First, 0).unwrap().register(source.clone(), None).unwrap();
+    let registration = poller.worker(0).unwrap().register(source.clone(), None).unwrap();
     c.benchmark_group("hand-over to a worker").bench_function(name, |b| {
         b.iter_custom(|count| {
             let mut total = Duration::ZERO;

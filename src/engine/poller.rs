@@ -372,26 +372,12 @@ pub fn panic_text(payload: &(dyn std::any::Any + Send)) -> &str {
         .unwrap_or("no message")
 }
 
-/// Which half of the data workers a source is for. Where there are few workers, both halves are all of them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Half {
-    /// Those that carry short and long messages.
-    First,
-    /// Those that join them for long messages.
-    Second,
-}
-
-/// From this many on, workers are divided into halves. With fewer, half of them are too few for messages that keep two
-/// workers busy on each side.
-const DIVIDED: usize = 8;
-
 /// All worker threads of the process.
 pub struct Poller {
     limit: usize,
     spin: bool,
     keeper: OnceLock<Worker>,
-    /// The first half and the second, which is empty where the workers are not divided.
-    workers: Mutex<[Vec<Worker>; 2]>,
+    workers: Mutex<Vec<Worker>>,
     starting: Mutex<()>,
     /// The data workers, as known to each other.
     crew: Arc<Crew>,
@@ -428,19 +414,16 @@ impl Poller {
         Ok(self.keeper.get().expect("set above"))
     }
 
-    /// A data worker of that half for one more source: a new thread while fewer than its part of the limit run, else
-    /// the least loaded; of several equally loaded ones, the one that `turn` points at or the next. Owners pass
-    /// different turns, so that their first sources, which have the most work, do not share a worker.
+    /// A data worker for one more source: one without any, a new thread while fewer than the limit run, else the least loaded;
+    /// of several equally loaded ones, the one that `turn` points at or the next. Owners pass different turns, so that their
+    /// first sources, which have the most work, do not share a worker.
     ///
     /// # Errors
     /// When the first thread cannot be created; later ones fall back to those that run.
-    pub fn worker(&self, half: Half, turn: usize) -> Result<Worker> {
-        let limits = if self.limit < DIVIDED { [self.limit, 0] } else { [self.limit.div_ceil(2), self.limit / 2] };
-        let half = usize::from(half == Half::Second && limits[1] > 0);
-        let mut halves = lock(&self.workers);
-        let running = halves[0].len() + halves[1].len();
-        let workers = &mut halves[half];
-        if workers.len() < limits[half] {
+    pub fn worker(&self, turn: usize) -> Result<Worker> {
+        let mut workers = lock(&self.workers);
+        let running = workers.len();
+        if running < self.limit {
             if let Some(idle) = workers.iter().find(|worker| worker.0.load.load(Ordering::Relaxed) == 0) {
                 return Ok(idle.clone());
             }
@@ -455,8 +438,6 @@ impl Poller {
                 }),
             }
         }
-        // If no thread of this half could be created, one of the other.
-        let workers = if workers.is_empty() { &halves[1 - half] } else { &halves[half] };
         let from_turn = (0..workers.len()).map(|k| &workers[(turn + k) % workers.len()]);
         let least = from_turn.min_by_key(|worker| worker.0.load.load(Ordering::Relaxed));
         Ok(least.expect("at least one worker runs").clone())
@@ -504,46 +485,30 @@ mod tests {
     }
 
     /// This many sources get a worker: the workers, identified by their addresses, and the registrations.
-    fn places(poller: &Poller, half: Half, sources: usize) -> (Vec<*const Shared>, Vec<Registration>) {
+    fn places(poller: &Poller, sources: usize) -> (Vec<*const Shared>, Vec<Registration>) {
         let source = Arc::new(Fragile::default());
         let take = |turn| {
-            let worker = poller.worker(half, turn).expect("a thread");
+            let worker = poller.worker(turn).expect("a thread");
             (Arc::as_ptr(&worker.0), worker.register(source.clone(), None).expect("a place"))
         };
         (0..sources).map(take).unzip()
     }
 
-    /// How many sources each of the workers has.
-    fn spread(workers: &[*const Shared]) -> Vec<usize> {
+    #[test]
+    fn sources_are_spread_evenly_over_the_workers() {
+        let poller = Poller::new(5, false);
+        let (workers, _places) = places(&poller, 10);
         let mut counts = std::collections::BTreeMap::new();
         workers.iter().for_each(|worker| *counts.entry(worker).or_insert(0) += 1);
-        counts.into_values().collect()
-    }
-
-    #[test]
-    fn sources_of_each_half_are_spread_evenly_over_its_workers_and_over_no_others() {
-        let poller = Poller::new(9, false);
-        let (first, _first) = places(&poller, Half::First, 10);
-        let (second, _second) = places(&poller, Half::Second, 12);
-        assert_eq!((spread(&first), spread(&second)), (vec![2; 5], vec![3; 4]));
-        assert!(first.iter().all(|worker| !second.contains(worker)));
-    }
-
-    #[test]
-    fn few_workers_are_for_everything() {
-        let poller = Poller::new(DIVIDED - 1, false);
-        let (mut all, _first) = places(&poller, Half::First, DIVIDED - 1);
-        let (second, _second) = places(&poller, Half::Second, DIVIDED - 1);
-        all.extend(second);
-        assert_eq!(spread(&all), [2; DIVIDED - 1]);
+        assert_eq!(counts.into_values().collect::<Vec<_>>(), [2; 5]);
     }
 
     #[test]
     fn a_worker_that_nothing_is_left_at_is_used_before_another_is_started() {
-        let poller = Poller::new(DIVIDED, false);
-        let (before, gone) = places(&poller, Half::Second, 1);
+        let poller = Poller::new(2, false);
+        let (before, gone) = places(&poller, 1);
         drop(gone);
-        assert_eq!(places(&poller, Half::Second, 1).0, before);
+        assert_eq!(places(&poller, 1).0, before);
     }
 
     /// A panic in a worker has no further effect: it is reported, the other sources of the thread continue, and so does
@@ -551,7 +516,7 @@ mod tests {
     #[test]
     fn a_panic_in_a_worker_ends_one_source_and_nothing_else() {
         let poller = Poller::new(1, false);
-        let worker = poller.worker(Half::First, 0).expect("a thread");
+        let worker = poller.worker(0).expect("a thread");
         let sources = [Arc::new(Fragile::default()), Arc::new(Fragile::default())];
         let places = sources.clone().map(|source| worker.register(source, None).expect("a place"));
         for (source, place) in sources.iter().zip(&places) {

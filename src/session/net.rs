@@ -23,7 +23,7 @@ use super::shortage::Shortages;
 use super::silences::Silences;
 use super::watch;
 use super::wire::{self, Piece};
-use crate::engine::poller::{Half, Interest, Poller, Progress, Registration, Source, Worker};
+use crate::engine::poller::{Interest, Poller, Progress, Registration, Source};
 use crate::engine::share::Share;
 use crate::os::config::Config;
 use crate::os::error::{self, Error};
@@ -182,23 +182,11 @@ impl Net {
             | FEATURE_FAR
     }
 
-    /// Where a new connection's streams begin among the workers of each half, in circular order. Multiples of the
+    /// Where a new connection's streams begin among the workers, in circular order. Multiples of the
     /// golden ratio: each falls near the middle of the largest remaining gap.
     pub fn next_turn(&self) -> usize {
         let share = (self.turns.fetch_add(1, Ordering::Relaxed) as u32).wrapping_mul(0x9E37_79B9);
         ((u64::from(share) * self.poller.limit() as u64) >> 32) as usize
-    }
-
-    /// The worker of further stream `index` of a connection over `rails` rails, whose streams begin at `turn`. The
-    /// first half of the streams, which carries short and long messages, is for the first half of the workers. If each
-    /// connection has only one stream, the halves take turns.
-    ///
-    /// # Errors
-    /// When no thread can be created.
-    pub fn worker(&self, turn: usize, index: usize, rails: usize) -> error::Result<Worker> {
-        let streams = self.streams_per_connection(rails);
-        let is_first = if streams > 2 { index <= streams / 2 } else { turn.is_multiple_of(2) };
-        self.poller.worker(if is_first { Half::First } else { Half::Second }, turn + index)
     }
 
     /// A listener on the given rails: itself, and the addresses of their sockets.

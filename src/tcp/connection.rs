@@ -221,7 +221,7 @@ impl<D: Direction> Connection<D> {
         if index == 0 {
             return self.net.poller.keeper()?.register(source, Some((fd, Interest::Quiet)));
         }
-        self.net.worker(self.turn, index, self.link.pairs())?.register(source, Some((fd, Interest::Data)))
+        self.net.poller.worker(self.turn + index)?.register(source, Some((fd, Interest::Data)))
     }
 
     /// Gives stream `index` a socket. `begin` records, with the stream locked, that its next epoch begins. What was

@@ -608,8 +608,7 @@ impl SendCore {
     /// Over one rail, one for each smallest chunk under way, or for each [`EAGER_MAX`] where a message travels as one frame,
     /// and those that come first of all that have little on the way: what keeps few streams busy keeps few workers busy, and
     /// always the same, which then find the next message awake. Where one is enough it has nothing on the way, if there is
-    /// such a stream: what has not arrived yet may be lost, and would hold the message up. The workers of all connections'
-    /// first streams are the same few ([`Half`](crate::engine::poller::Half)). A stream that is slow comes after all others:
+    /// such a stream: what has not arrived yet may be lost, and would hold the message up. A stream that is slow comes after all others:
     /// most of the message, or all of it, might wait for it. Several rails are several wires: each takes part, as far as there
     /// are chunks. Over a long path what a stream carries is limited by what it has on the way: that with the least comes first.
     pub fn engage(&mut self, bytes: u64) -> ([u8; MAX_STREAMS], usize) {

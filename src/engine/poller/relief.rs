@@ -123,7 +123,7 @@ mod tests {
     use std::sync::{Mutex, mpsc};
     use std::time::Instant;
 
-    use super::super::{Half, Interest, Poller, Progress, Registration, Source, Worker, lock, wait_until};
+    use super::super::{Interest, Poller, Progress, Registration, Source, Worker, lock, wait_until};
     use super::*;
     use crate::os::error::Error;
 
@@ -207,13 +207,13 @@ mod tests {
 
     fn two() -> Two {
         let poller = Poller::new(2, true);
-        let late = poller.worker(Half::First, 0).expect("a thread");
+        let late = poller.worker(0).expect("a thread");
         let (end, ended) = mpsc::channel();
         let long = Arc::new(Long(Mutex::new(ended), AtomicUsize::new(0)));
         let long_place = late.register(long.clone(), None).expect("a place");
         long_place.kick();
         wait_until("the first worker does not come", || long.1.load(Ordering::SeqCst) > 0);
-        let looks = poller.worker(Half::First, 0).expect("a thread");
+        let looks = poller.worker(0).expect("a thread");
         assert!(!Arc::ptr_eq(&late.0, &looks.0));
         let restless = looks.register(Arc::new(Restless), None).expect("a place");
         Two { _poller: poller, late, end: Some(end), restless, _long: long_place }
@@ -299,7 +299,7 @@ mod tests {
             let (ours, theirs) = UnixStream::pair().expect("sockets");
             ours.set_nonblocking(true).expect("a socket");
             let reader = Arc::new(Reader(ours, AtomicUsize::new(0), Mutex::new(())));
-            let worker = poller.worker(Half::First, index).expect("a thread");
+            let worker = poller.worker(index).expect("a thread");
             let watched = Some((reader.0.as_raw_fd(), Interest::Read));
             let place = worker.register(reader.clone(), watched).expect("a place");
             (reader, theirs, place)
@@ -333,7 +333,7 @@ mod tests {
     fn the_thread_for_rare_things_is_nobodys_to_relieve() {
         let poller = Poller::new(2, true);
         let keeper = poller.keeper().expect("a thread");
-        let worker = poller.worker(Half::First, 0).expect("a thread");
+        let worker = poller.worker(0).expect("a thread");
         let crew: Vec<_> = poller.crew.seats.iter().filter_map(OnceLock::get).map(Arc::as_ptr).collect();
         assert_eq!(crew, [Arc::as_ptr(&worker.0)]);
         assert!(!crew.contains(&Arc::as_ptr(&keeper.0)));
