@@ -13,7 +13,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::rest::Rest;
 use super::stream::{Held, READ, Ran, Step, Stream, WRITE};
 use crate::engine::counters::Counters;
 use crate::engine::events::Events;
@@ -126,7 +125,6 @@ pub struct Connection<D: Direction> {
     pub(super) requests: RequestSlots,
     pub(super) health: Health,
     pub(super) attention: Attention,
-    pub(super) rest: Rest,
     pub(super) counters: Counters,
     pub(super) damage: Damage,
     pub(super) events: Events,
@@ -167,7 +165,6 @@ impl<D: Direction> Connection<D> {
             requests: RequestSlots::new(),
             health: Health::default(),
             attention: Attention::default(),
-            rest: Rest::default(),
             counters: Counters::default(),
             damage: Damage::default(),
             events: Events::default(),
@@ -244,9 +241,7 @@ impl<D: Direction> Connection<D> {
         self.requests.check(ticket)?;
         let is_done = || self.requests.is_done(ticket);
         if !is_done() {
-            if !self.rest.goes_on() {
-                self.glance();
-            }
+            self.glance();
             if !is_done() {
                 // SAFETY: NCCL's thread, and NCCL has not received the end of any outstanding request.
                 unsafe { self.events.wait() };

@@ -107,12 +107,6 @@ pub const LOOK_EVERY: u64 = 8;
 /// The same in bytes of credit.
 pub const LOOK_BYTES: u64 = EAGER_WINDOW / 16;
 
-/// This many of NCCL's calls do not poll a sender's first stream when nothing is waited for there.
-pub const SENDER_RESTS: u32 = 15;
-
-/// The same at a receiver whose last message came over other streams. Fewer: the next may be a short one.
-pub const RECEIVER_RESTS: u32 = 7;
-
 /// Receives of a tag that may be posted beyond its oldest unfinished one: every slot of a connection with all its
 /// parts.
 pub const MAX_POSTED: u64 = (SLOTS * MAX_PARTS) as u64;

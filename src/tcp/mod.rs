@@ -20,7 +20,6 @@
 //! | [`stream`] | which thread holds a stream |
 //! | [`streams`] | what is seen of all streams of a connection together |
 //! | [`copies`] | short messages, kept for a resend |
-//! | [`rest`] | poll backoff: when NCCL's thread need not poll the first stream |
 
 pub mod ack;
 pub mod attempt;
@@ -34,7 +33,6 @@ pub mod polled;
 pub mod ranges;
 pub mod receiver;
 pub mod recv_core;
-pub mod rest;
 pub mod send_core;
 pub mod sender;
 #[cfg(test)]

@@ -193,8 +193,6 @@ pub struct Receiving {
     /// The control thread found NCCL not calling: then what no send waits for is acknowledged too, so that the sender need
     /// not keep its copies.
     quiet: AtomicBool,
-    /// The last message came over other streams than the first, in parts.
-    striped: AtomicBool,
     /// Messages that were received, part by part.
     completed: AtomicU64,
     /// From the sender's goodbye: the number of its messages plus one. 0: none yet.

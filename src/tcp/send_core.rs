@@ -180,8 +180,6 @@ struct Stream {
     claimed: u64,
     /// Bytes handed out since a chunk requested a prompt acknowledgement.
     unasked: u64,
-    /// The last frame that requested one, by its number from 1.
-    asked: u64,
     flights: VecDeque<Flight>,
     bytes: u64,
     window: Window,
@@ -510,17 +508,6 @@ impl SendCore {
         }
     }
 
-    /// Whether something must be moved on the first stream, or is waited for there: the receiver's announcements and
-    /// credit, a requested acknowledgement, bytes that the kernel has not accepted. With a single stream, anything.
-    pub fn needs_first(&self) -> bool {
-        let open = |first: &Stream| first.acked < first.asked || first.written.frames() < first.sent;
-        self.others == 0
-            || self.is_stalled()
-            || !(self.short.is_empty() && self.again.is_empty())
-            || self.far && !self.long.is_empty()
-            || self.streams.first().is_none_or(|first| !first.live || open(first))
-    }
-
     /// Whether a thread that sends short messages should read what has come back on the first stream. Their requests are
     /// done at once, so NCCL does not test them again; but the receiver acknowledges as it goes along, and a sender that
     /// does not read that takes its credit for used up, and soon wants an acknowledgement of each message. Not at
@@ -712,7 +699,6 @@ impl SendCore {
         if again || much || window_low || credit_low || awaited {
             flags |= PROMPT;
             stream.unasked = 0;
-            stream.asked = stream.sent;
         }
         if split {
             flags |= WHOLE;
@@ -940,7 +926,6 @@ impl SendCore {
         let lost: Vec<Flight> = stream.flights.drain(..).collect();
         stream.bytes = 0;
         stream.sent = frames;
-        stream.asked = stream.asked.min(frames);
         if index == 0 {
             self.looked.0 = self.looked.0.min(frames);
         }
@@ -1433,46 +1418,6 @@ mod tests {
         core.clear_to_send(0, 0, 2 * EAGER_MAX).unwrap();
         core.post(2 * EAGER_MAX, 0, false).unwrap();
         assert_ne!(core.next_chunk(1).unwrap().header.flags & PROMPT, 0);
-    }
-
-    #[test]
-    fn the_first_stream_is_needed_for_its_own_frames_and_the_receivers_word() {
-        let mut core = SendCore::new(true);
-        core.stream_up(0, 0);
-        assert!(core.needs_first(), "a stream alone carries everything");
-        core.stream_up(1, 0);
-        assert!(!core.needs_first());
-        let mut done = Vec::new();
-        // Too long to be copied beside workers: its acknowledgement is waited for.
-        core.post(REPLAY_BESIDE_WORKERS + 1, 0, false).unwrap();
-        assert!(core.needs_first(), "it is to be sent");
-        core.next_chunk(0).unwrap();
-        assert!(core.needs_first(), "the kernel has not taken it");
-        core.written(0);
-        assert!(core.needs_first(), "it is not acknowledged");
-        core.acknowledge(0, 1, 0, &mut done).unwrap();
-        assert!(!core.needs_first());
-        // A copied one: nothing waits for its acknowledgement.
-        core.post(8, 0, false).unwrap();
-        core.next_chunk(0).unwrap();
-        core.written(0);
-        assert!(!core.needs_first());
-        // A long one waits for its receive, and then only for the other stream.
-        core.post(2 * EAGER_MAX, 0, false).unwrap();
-        assert!(core.needs_first());
-        core.clear_to_send(0, 2, 2 * EAGER_MAX).unwrap();
-        assert!(!core.needs_first());
-        core.next_chunk(1).unwrap();
-        assert!(!core.needs_first());
-        // When the other is lost, the first has to do everything; when the first is, it has to come back.
-        core.stream_down(1);
-        assert!(core.needs_first());
-        core.fenced(1, 0, 0, &mut done).unwrap();
-        core.stream_up(1, 1);
-        core.next_chunk(1).unwrap();
-        assert!(!core.needs_first());
-        core.stream_down(0);
-        assert!(core.needs_first());
     }
 
     #[test]

@@ -451,7 +451,6 @@ impl SendConn {
             self.brief.store((length as u64) < BRIEF_MAX, Ordering::Relaxed);
             self.grow();
         }
-        self.rest.end();
         let hand_over = self.is_for_workers(length as u64);
         let short = length as u64 <= EAGER_MAX && !hand_over;
         let posted_at = self.events.follow(ticket.slot, 0, profiler);

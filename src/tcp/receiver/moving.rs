@@ -14,7 +14,7 @@ use crate::session::peer::{Broken, told_by_peer};
 use crate::session::wire::{self, Piece};
 use crate::tcp::connection::lock;
 use crate::tcp::copies::COPIES;
-use crate::tcp::limits::{BRIEF_MAX, EAGER_MAX, RECEIVER_RESTS};
+use crate::tcp::limits::BRIEF_MAX;
 use crate::tcp::load;
 use crate::tcp::recv_core::{Due, End, Part, Place, StageKey};
 use crate::tcp::stream::{READ, Step, WRITE};
@@ -36,9 +36,6 @@ impl RecvConn {
         let put_off = io.ack == Due::Soon && moved && !std::mem::replace(&mut io.put_off, true);
         let silent = (io.ack == Due::Later || put_off) && io.sent == io.out.len();
         if wishes & WRITE == 0 && silent && !self.own.mail.load(Ordering::Relaxed) {
-            if index == 0 && !moved && self.own.striped.load(Ordering::Relaxed) {
-                self.rest.begin(RECEIVER_RESTS);
-            }
             return if more { Step::More } else { Step::Settled(moved) };
         }
         match self.write(index, io) {
@@ -221,10 +218,6 @@ impl RecvConn {
         Counters::count(&self.counters.bytes, u64::from(header.length));
         if index > 0 {
             self.brief.store(header.total < BRIEF_MAX, Ordering::Relaxed);
-        }
-        let striped = index > 0 && header.total > EAGER_MAX;
-        if self.own.striped.load(Ordering::Relaxed) != striped {
-            self.own.striped.store(striped, Ordering::Relaxed);
         }
         match state.core.begin(index, header)? {
             Place::Posted(part, offset) => {

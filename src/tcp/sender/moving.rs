@@ -15,7 +15,7 @@ use crate::session::peer::{Broken, told_by_peer};
 use crate::session::wire::{self, Piece};
 use crate::tcp::ack::Ack;
 use crate::tcp::copies::{COPIES, Own};
-use crate::tcp::limits::{EAGER_MAX, SENDER_RESTS};
+use crate::tcp::limits::EAGER_MAX;
 use crate::tcp::polled;
 use crate::tcp::send_core::{Chunk, Key, Landed, SendCore};
 use crate::tcp::stream::{READ, SEND, Step, WRITE};
@@ -59,13 +59,6 @@ impl SendConn {
         if io.out.is_none() {
             let mut state = self.state();
             io.out = self.next_outgoing(&mut state, index, io);
-            if index == 0 {
-                if io.out.is_some() || state.core.needs_first() {
-                    self.rest.end();
-                } else {
-                    self.rest.begin(SENDER_RESTS);
-                }
-            }
             self.kick_roomy(state, index);
         }
         loop {
