@@ -24,7 +24,7 @@ pub use arrivals::Arrivals;
 use super::connection::{Connection, Direction, StreamIo, lock};
 use super::limits::CLOSE_MENDING;
 use super::polled;
-use super::recv_core::{Due, Part, Posted, RecvCore};
+use super::recv_core::{Part, Posted, RecvCore};
 use super::stream::{READ, Step, Stream, WRITE};
 use crate::engine::counters::Counters;
 use crate::engine::events::Chunk;
@@ -115,9 +115,7 @@ pub struct Io {
     out: Vec<u8>,
     sent: usize,
     /// Whether an acknowledgement is due on this stream.
-    ack: Due,
-    /// It was already deferred to the next poll once.
-    put_off: bool,
+    ack_due: bool,
     /// The goodbye was sent; nothing may follow it.
     parted: bool,
     /// The sender has said goodbye on this stream.
@@ -338,8 +336,7 @@ impl RecvConn {
             followed: None,
             out: Vec::new(),
             sent: 0,
-            ack: Due::Later,
-            put_off: false,
+            ack_due: false,
             parted: false,
             heard_goodbye: false,
         };

@@ -42,18 +42,6 @@ pub enum Place {
     Staged(StageKey),
 }
 
-/// How soon an acknowledgement must be sent.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Due {
-    /// Nothing waits for it yet.
-    #[default]
-    Later,
-    /// Much is unacknowledged, but no request waits for it: what has just arrived may be delivered first.
-    Soon,
-    /// A request waits.
-    Now,
-}
-
 /// The effect of the end of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
@@ -455,18 +443,13 @@ impl RecvCore {
         self.count_short(0);
     }
 
-    /// How soon the acknowledgements of stream `index` must be sent.
+    /// Whether the acknowledgements of stream `index` must be sent: a request waits for one, or much is not acknowledged.
     #[inline]
-    pub fn ack_due(&self, index: usize) -> Due {
-        let Some(stream) = self.streams.get(index) else { return Due::Later };
-        let frames = stream.received - stream.acked;
-        if (stream.prompt && frames > 0) || stream.whole {
-            Due::Now
-        } else if frames >= ACK_EVERY || self.owes_credit() {
-            Due::Soon
-        } else {
-            Due::Later
-        }
+    pub fn is_ack_due(&self, index: usize) -> bool {
+        self.streams.get(index).is_some_and(|stream| {
+            let frames = stream.received - stream.acked;
+            (stream.prompt && frames > 0) || stream.whole || frames >= ACK_EVERY || self.owes_credit()
+        })
     }
 
     /// The acknowledgement that stream `index` owes, if any. With `force`, also what no send waits for. After a whole
@@ -474,7 +457,7 @@ impl RecvCore {
     pub fn take_ack(&mut self, index: usize, force: bool) -> Option<Ack> {
         let owed = self.returned - self.told;
         let returned = self.returned;
-        let due = self.ack_due(index) > Due::Later;
+        let due = self.is_ack_due(index);
         let stream = self.streams.get_mut(index)?;
         let frames = stream.received - stream.acked;
         if !(due || force && (frames > 0 || owed > 0)) {
@@ -543,7 +526,7 @@ impl RecvCore {
 
     /// Ends epoch `epoch` of stream `index`: nothing more may be received from it. Returns how many frames were, in all
     /// its epochs; None when that epoch is already over, or there is no such stream. Other streams may then owe an
-    /// acknowledgement ([`RecvCore::ack_due`]): those that it carried for them may be lost.
+    /// acknowledgement ([`RecvCore::is_ack_due`]): those that it carried for them may be lost.
     pub fn fence(&mut self, index: usize, epoch: u16) -> Option<u64> {
         if index >= MAX_STREAMS || self.has_outlived(index, epoch) {
             return None;
@@ -668,7 +651,7 @@ mod tests {
         core.end(2);
         for index in [0, 1] {
             core.begin(index, &Header { flags: WHOLE, ..chunk(index as u64 * 128, 128, 256) }).unwrap();
-            assert_eq!(core.ack_due(index), Due::Later, "a part by itself is not worth a word");
+            assert!(!core.is_ack_due(index), "a part by itself is not worth a word");
             core.end(index);
         }
         core
@@ -677,7 +660,7 @@ mod tests {
     #[test]
     fn a_whole_message_is_acknowledged_once_for_all_streams() {
         let mut core = whole();
-        assert_eq!((core.ack_due(0), core.ack_due(1)), (Due::Later, Due::Now));
+        assert!(!core.is_ack_due(0) && core.is_ack_due(1));
         assert_eq!(core.take_ack(1, false).unwrap().counts(), [1, 1, 1]);
         for index in 0..3 {
             assert!(core.take_ack(index, true).is_none(), "all is said");
@@ -693,7 +676,7 @@ mod tests {
             }
             assert_eq!(core.fence(1, 1), Some(1));
             for index in [0, 2] {
-                assert!(core.ack_due(index) > Due::Later);
+                assert!(core.is_ack_due(index));
                 let ack = core.take_ack(index, false).unwrap();
                 assert_eq!((ack.header.kind, ack.header.offset), (Type::Ack, 1));
             }

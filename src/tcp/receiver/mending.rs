@@ -15,7 +15,6 @@ use crate::session::owner::Listening;
 use crate::session::peer::{fenced, lost};
 use crate::session::watch::{self, Sight};
 use crate::tcp::connection::lock;
-use crate::tcp::recv_core::Due;
 use crate::tcp::stream::READ;
 use crate::tcp::streams::Checked;
 
@@ -181,7 +180,7 @@ impl RecvConn {
         let frames = self.state().core.fence(index, epoch);
         // Its acknowledgements for other streams may be lost: these send their own.
         for (index, stream) in self.streams.iter().enumerate() {
-            if self.state().core.ack_due(index) > Due::Later {
+            if self.state().core.is_ack_due(index) {
                 stream.kick();
             }
         }

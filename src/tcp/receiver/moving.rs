@@ -16,7 +16,7 @@ use crate::tcp::connection::lock;
 use crate::tcp::copies::COPIES;
 use crate::tcp::limits::BRIEF_MAX;
 use crate::tcp::load;
-use crate::tcp::recv_core::{Due, End, Part, Place, StageKey};
+use crate::tcp::recv_core::{End, Part, Place, StageKey};
 use crate::tcp::stream::{READ, Step, WRITE};
 
 impl RecvConn {
@@ -30,11 +30,7 @@ impl RecvConn {
                 Err(why) => return Step::Broken(why),
             }
         }
-        // What has just arrived is delivered before an acknowledgement that nothing waits for, which is a system call
-        // of several microseconds: the next poll has time for it. But it is deferred only once, in case data keep
-        // arriving.
-        let put_off = io.ack == Due::Soon && moved && !std::mem::replace(&mut io.put_off, true);
-        let silent = (io.ack == Due::Later || put_off) && io.sent == io.out.len();
+        let silent = !io.ack_due && io.sent == io.out.len();
         if wishes & WRITE == 0 && silent && !self.own.mail.load(Ordering::Relaxed) {
             return if more { Step::More } else { Step::Settled(moved) };
         }
@@ -117,7 +113,7 @@ impl RecvConn {
             if *rest == 0 {
                 io.body = Body::None;
                 self.chunk_ended(&mut io.followed);
-                io.ack = io.ack.max(self.frame_ended(&mut self.state(), index, &mut io.followed));
+                io.ack_due |= self.frame_ended(&mut self.state(), index, &mut io.followed);
             }
         }
     }
@@ -169,7 +165,7 @@ impl RecvConn {
             // SAFETY: source is the input buffer, destination the checked range; they do not overlap.
             unsafe { wire::copy_ascending(io.input.as_ptr().add(io.from), to.data, length) };
             io.from += length;
-            io.ack = io.ack.max(self.frame_ended(&mut state, index, &mut io.followed));
+            io.ack_due |= self.frame_ended(&mut state, index, &mut io.followed);
         }
     }
 
@@ -186,7 +182,7 @@ impl RecvConn {
                     io.peeked -= bytes.min(io.peeked);
                 }
                 let _ = io.sock.set_tcp_quickack(true);
-                io.ack = Due::Now;
+                io.ack_due = true;
             }
             Type::Ask => {
                 let mut state = self.state();
@@ -265,8 +261,8 @@ impl RecvConn {
         }
     }
 
-    /// The payload of a frame is in its place. Returns how soon that must be acknowledged.
-    fn frame_ended(&self, state: &mut State, index: usize, followed: &mut Option<Followed>) -> Due {
+    /// The payload of a frame is in its place. Returns whether that must be acknowledged.
+    fn frame_ended(&self, state: &mut State, index: usize, followed: &mut Option<Followed>) -> bool {
         if let Some(Followed { part, chunk, began: Some(began) }) = followed.take() {
             match state.joined.iter_mut().find(|(of, ..)| *of == part) {
                 Some((_, so_far, first)) => join((so_far, first), &chunk, began),
@@ -284,7 +280,7 @@ impl RecvConn {
             }
             End::Unstage(stage, part, total) => self.unstage(state, stage, part, total),
         }
-        state.core.ack_due(index)
+        state.core.is_ack_due(index)
     }
 
     pub(super) fn unstage(&self, state: &mut State, stage: StageKey, part: Part, total: u64) {
@@ -316,7 +312,7 @@ impl RecvConn {
             if io.sent == io.out.len() {
                 io.out.clear();
                 io.sent = 0;
-                (io.ack, io.put_off) = (Due::Later, false);
+                io.ack_due = false;
                 if self.own.mail.swap(false, Ordering::AcqRel) {
                     std::mem::swap(&mut io.out, &mut *self.outbox());
                 }
