@@ -179,14 +179,9 @@ pub struct RecvCore {
     told: u64,
     /// Receives that the peer has referred to and that are not posted.
     early: u64,
-    /// How many short messages have ended since the last long one, up to [`SILENT_AFTER`].
-    shorts: u32,
     /// The sender may take the path for a long one ([`FEATURE_FAR`](crate::session::handshake::FEATURE_FAR)).
     far: bool,
 }
-
-/// After this many short messages in a row, receives for long ones are announced only on the sender's request.
-const SILENT_AFTER: u32 = 4;
 
 impl RecvCore {
     /// A connection without streams yet, whose sender may send as over a long path, or not.
@@ -228,7 +223,6 @@ impl RecvCore {
     /// A usage error when the message has already arrived and is longer.
     #[inline]
     pub fn post(&mut self, tag: i32, capacity: u64, part: Part) -> Result<Posted> {
-        let silent = self.is_silent();
         let queue = self.tag(tag);
         let order = queue.posted;
         let known = queue.entries.get((order - queue.base) as usize);
@@ -247,31 +241,12 @@ impl RecvCore {
             let stage = entry.stage.expect("a staged message has a buffer");
             return Ok(Posted::Early(stage, entry.total.expect("known since its first frame")));
         }
-        let announced = capacity > EAGER_MAX && !silent || entry.asked.is_some();
+        let announced = capacity > EAGER_MAX || entry.asked.is_some();
         if announced && entry.stage.is_none() {
             let header = Header { tag, order, total: capacity, ..Header::of(Type::Clear, 0) };
             return Ok(Posted::Announce(header));
         }
         Ok(Posted::Waits)
-    }
-
-    /// Whether receives for long messages are not announced, because only short ones arrive: NCCL posts buffers of 1
-    /// MiB for any message, and each announcement is a system call in its thread. The sender knows this, and sends a
-    /// query ([`SendCore::ask_at_once`](super::send_core::SendCore::ask_at_once)).
-    fn is_silent(&self) -> bool {
-        self.shorts >= SILENT_AFTER
-    }
-
-    /// The sender has sent a query about a receive: from here on they are announced again. Returns the announcements
-    /// that were held back.
-    pub fn end_silence(&mut self) -> impl Iterator<Item = Header> + '_ {
-        let was_silent = self.is_silent();
-        self.shorts = 0;
-        was_silent.then(|| self.announcements()).into_iter().flatten()
-    }
-
-    fn count_short(&mut self, total: u64) {
-        self.shorts = if total > EAGER_MAX { 0 } else { (self.shorts + 1).min(SILENT_AFTER) };
     }
 
     /// The sender's query about the `order`-th receive with `tag`, for a message of `total` bytes that has waited a
@@ -412,7 +387,6 @@ impl RecvCore {
                 entry.done = true;
                 let eager = entry.eager;
                 queue.retire();
-                self.count_short(total);
                 self.streams[index].whole |= open.whole;
                 if eager {
                     self.returned += total + MESSAGE_COST;
@@ -440,7 +414,6 @@ impl RecvCore {
             entry.stage = None;
         }
         queue.retire();
-        self.count_short(0);
     }
 
     /// Whether the acknowledgements of stream `index` must be sent: a request waits for one, or much is not acknowledged.

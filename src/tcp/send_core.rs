@@ -460,8 +460,8 @@ impl SendCore {
         Ok((key, admit))
     }
 
-    /// The query to send the receiver about a long message at once: it does not announce receives for long messages
-    /// while only short ones arrive. None when no short one came recently: then it announces them by itself.
+    /// The query to send the receiver about a long message at once, if short ones came recently: a receiver of release 0.1
+    /// announces receives for long messages then only when it is asked.
     pub fn ask_at_once(&self, key: Key) -> Option<Header> {
         let lately = self.last_short.is_some_and(|last| self.posted - last <= SLOTS as u64);
         let Message { tag, order, length, .. } = *self.messages.get(key)?;

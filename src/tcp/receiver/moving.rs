@@ -186,7 +186,6 @@ impl RecvConn {
             }
             Type::Ask => {
                 let mut state = self.state();
-                state.core.end_silence().for_each(|kept_back| self.mail(&kept_back.encode()));
                 if let Some(answer) = state.core.ask(header.tag, header.order, header.total)? {
                     self.mail(&answer.encode());
                 }

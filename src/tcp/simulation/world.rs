@@ -426,7 +426,6 @@ impl World {
             (Type::Data, Some(place)) if whole => self.end_frame(index, &header, place),
             (Type::Data, Some(_)) => return Ok(()),
             (Type::Ask, _) => {
-                self.outbox.extend(self.receiver.end_silence());
                 let answer = self.receiver.ask(header.tag, header.order, header.total)?;
                 self.outbox.extend(answer);
             }
