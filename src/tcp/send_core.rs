@@ -590,14 +590,12 @@ impl SendCore {
         even.clamp(CHUNK_MIN, CHUNK_MAX)
     }
 
-    /// The streams to set going for `bytes` more of long messages. The first stream is not among them, unless the path is long.
+    /// The streams to set going for `bytes` more of long messages: those with the least on the way. The first stream is not among
+    /// them, unless the path is long.
     ///
-    /// Over one rail, one for each smallest chunk under way, or for each [`EAGER_MAX`] where a message travels as one frame,
-    /// and those that come first of all that have little on the way: what keeps few streams busy keeps few workers busy, and
-    /// always the same, which then find the next message awake. Where one is enough it has nothing on the way, if there is
-    /// such a stream: what has not arrived yet may be lost, and would hold the message up. A stream that is slow comes after all others:
-    /// most of the message, or all of it, might wait for it. Several rails are several wires: each takes part, as far as there
-    /// are chunks. Over a long path what a stream carries is limited by what it has on the way: that with the least comes first.
+    /// Over one rail, one for each smallest chunk under way, or for each [`EAGER_MAX`] where a message travels as one frame. A
+    /// stream that is slow comes after all others: most of the message, or all of it, might wait for it. Several rails are
+    /// several wires: each takes part, as far as there are chunks.
     pub fn engage(&mut self, bytes: u64) -> ([u8; MAX_STREAMS], usize) {
         let (mut order, mut live) = ([0; MAX_STREAMS], 0);
         let first = usize::from(!self.far || self.others == 0);
@@ -606,19 +604,18 @@ impl SendCore {
             live += 1;
         }
         let stream = |index: &u8| &self.streams[usize::from(*index)];
-        if self.each || self.far {
-            order[..live].sort_unstable_by_key(|index| (!stream(index).has_room(), stream(index).bytes));
+        let apart = self.each || self.far;
+        let (_, best) = self.fastest();
+        let lags = |index: &u8| !stream(index).has_room() || !apart && stream(index).pace.is_slow(best);
+        order[..live].sort_unstable_by_key(|index| (lags(index), stream(index).bytes, *index));
+        if apart {
             // What travels eagerly is one frame.
             let chunks = if bytes <= EAGER_MAX { 1 } else { bytes.div_ceil(self.chunk_size(live.max(1) as u64)) };
             return (order, live.min(chunks as usize));
         }
-        let (_, best) = self.fastest();
-        let lags = |index: &u8| !stream(index).has_room() || stream(index).pace.is_slow(best);
         let under_way = self.ready(SLOTS) + order[..live].iter().map(|index| stream(index).bytes).sum::<u64>();
         let worth = if bytes <= EAGER_MAX { EAGER_MAX } else { CHUNK_MIN };
         let count = live.min(under_way.div_ceil(worth).max(1) as usize);
-        let little = if count == 1 { 1 } else { worth };
-        order[..live].sort_unstable_by_key(|index| (lags(index), stream(index).bytes >= little, *index));
         if bytes > EAGER_MAX {
             self.engaged = count as u64;
         }
@@ -1243,7 +1240,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_streams_are_set_going_as_what_is_under_way_is_worth_and_first_those_that_come_first() {
+    fn as_many_streams_are_set_going_as_what_is_under_way_is_worth_those_with_the_least_on_the_way() {
         const CHUNK: u64 = CHUNK_MIN;
         assert_eq!(engaged(&mut with_ready(&[2 * CHUNK + 1]), 2 * CHUNK + 1), [1, 2, 3]);
         assert_eq!(engaged(&mut with_ready(&[3 * CHUNK; 3]), 3 * CHUNK), [1, 2, 3, 4]);
@@ -1251,7 +1248,7 @@ mod tests {
         let mut core = with_ready(&[3 * CHUNK]);
         assert_eq!(engaged(&mut core, 3 * CHUNK), [1, 2, 3]);
         assert_eq!(core.next_chunk(1).map(|chunk| u64::from(chunk.length)), Some(CHUNK));
-        // A stream with much under way comes later; here none has little.
+        // A stream with more on the way comes later.
         core.clear_to_send(0, 1, 3 * CHUNK).unwrap();
         core.post(3 * CHUNK, 0, false).unwrap();
         assert_eq!(engaged(&mut core, 3 * CHUNK), [2, 3, 4, 1]);
