@@ -14,7 +14,7 @@
 //! | [`doorbell`] | how a sleeping worker is notified |
 //! | [`poller`] | worker threads, readiness, kicks and ticks |
 //! | [`events`] | the profiler events of transfers |
-//! | [`share`] | how many threads and streams a process's part of the cores is worth |
+//! | [`schedule`] | which thread moves a message, and the constants that steer it |
 //! | [`asking`] | when to ask the other side about a message that waits |
 //! | [`counters`] | the counters of a connection |
 
@@ -26,7 +26,7 @@ pub mod events;
 pub mod handle;
 pub mod poller;
 pub mod request;
-pub mod share;
+pub mod schedule;
 pub mod span;
 pub mod table;
 pub mod tags;

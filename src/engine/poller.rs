@@ -6,7 +6,7 @@
 //! source requested has come.
 //!
 //! - Workers are few, started when first needed, bounded in number, and asleep in `epoll_wait` when nothing
-//!   happens. After progress a worker stays awake for [`HOT`] or [`HOT_BETWEEN`], because the next chunk usually follows at once.
+//!   happens. After progress a worker stays awake for [`HOT`] or [`HOT_BETWEEN`](super::schedule::constants::HOT_BETWEEN), because the next chunk usually follows at once.
 //! - A worker that polls without finding anything does overdue work of another (`relief`).
 //! - One worker, the **control thread** (`keeper` in the code), does what is rare: handshakes, fallbacks for streams that NCCL's thread polls,
 //!   deadlines.
@@ -29,26 +29,13 @@ use slab::Slab;
 use self::relief::{Crew, Relief};
 use super::deadlines::Deadlines;
 use super::doorbell::{Button, Doorbell};
+use super::schedule::constants::HOT;
 use crate::os::error::{Error, Result};
 use crate::os::fd::{Fd, Registered};
 use crate::os::log::Limiter;
 use crate::os::ticks::Ticks;
 
 mod relief;
-
-/// How long a worker polls for more work before it sleeps. Waking a sleeping processor costs 5 to 50 µs, most in
-/// virtual machines, and the next chunk of a message usually follows at once. With long messages, polling for 300 µs
-/// instead moved no more data and used twice the processor time.
-pub const HOT: Duration = Duration::from_micros(50);
-
-/// The same where messages of less than a few hundred KiB go back and forth. Each is a few chunks, the next follows
-/// when a GPU has done its part, and waking workers would take most of the time. Measured on two H200: all-reduces of
-/// 256 KiB take 0.9 of the time, of 1 MiB 0.96; polling three times as long gains nothing more.
-///
-/// A polling worker yields its processor now and then. Without that, longer polling made four processes with a GPU each
-/// slower: all-reduces of 512 KiB took 0.84 ms, 1.9 ms and 3.7 ms with 0.25, 1 and 4 ms, although half of the 64
-/// processors were idle.
-pub const HOT_BETWEEN: Duration = Duration::from_micros(250);
 
 /// The result of a poll.
 #[derive(Debug, Clone, Copy, Default)]

@@ -16,14 +16,12 @@
 //! | [`lifeline`] | distinguishing a dead peer from one that is cut off |
 //! | [`owner`] | what a session requests from the connection that owns it |
 //! | [`opening`] | how a new connection gets to its backend |
-//! | [`attend`] | when the control thread polls a connection's first socket |
 //! | [`segments`] | segment sizes that pass where full ones are lost |
 //! | [`graves`] | tombstones: connections that were closed recently, for senders that did not receive the goodbye |
 //! | [`silences`] | closes towards a peer that does not answer share one time budget |
 //! | [`shortage`] | trying again where the kernel had no memory |
 
 pub mod acceptor;
-pub mod attend;
 pub mod check;
 pub mod crowd;
 pub mod dialer;

@@ -24,7 +24,7 @@ use super::silences::Silences;
 use super::watch;
 use super::wire::{self, Piece};
 use crate::engine::poller::{Interest, Poller, Progress, Registration, Source};
-use crate::engine::share::Share;
+use crate::engine::schedule::share::Share;
 use crate::os::config::Config;
 use crate::os::error::{self, Error};
 use crate::os::host;

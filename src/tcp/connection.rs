@@ -16,12 +16,13 @@ use std::time::{Duration, Instant};
 use super::stream::{Held, READ, Ran, Step, Stream, WRITE};
 use crate::engine::counters::Counters;
 use crate::engine::events::Events;
-use crate::engine::poller::{HOT, HOT_BETWEEN, Interest, Progress, Registration, Source};
+use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::engine::request::{Outcome, RequestSlots, Ticket};
+use crate::engine::schedule::attend::Attention;
+use crate::engine::schedule::constants::{HOT, HOT_BETWEEN};
 use crate::engine::span::Span;
 use crate::os::error::{Error, Result};
 use crate::os::log::NET;
-use crate::session::attend::Attention;
 use crate::session::frame::MAX_STREAMS;
 use crate::session::handshake::FEATURE_RECOVERY;
 use crate::session::lifeline::{Alone, Answer, Ended};
@@ -130,7 +131,7 @@ pub struct Connection<D: Direction> {
     pub(super) events: Events,
     pub(super) recovery: bool,
     pub(super) closing: AtomicBool,
-    /// Whether the last long message was one of those that are over soon ([`BRIEF_MAX`](super::limits::BRIEF_MAX)).
+    /// Whether the last long message was one of those that are over soon ([`BRIEF_MAX`](crate::engine::schedule::constants::BRIEF_MAX)).
     pub(super) brief: AtomicBool,
     /// Whether the first stream is connected.
     pub(super) first_live: AtomicBool,

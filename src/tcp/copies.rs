@@ -8,7 +8,8 @@
 
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use super::limits::{COPY_FIRST_MAX, INLINE_MAX, REPLAY_MAX};
+use super::limits::{COPY_FIRST_MAX, REPLAY_MAX};
+use crate::engine::schedule::constants::INLINE_MAX;
 use crate::session::frame::HEADER;
 
 /// The sizes of a connection's own buffers in bytes. The small one keeps the copies of flags and counters, which come in
@@ -144,8 +145,8 @@ unsafe fn fill(mut buffer: Vec<u8>, data: *const u8, length: usize) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::limits::ACK_EVERY;
     use super::*;
+    use crate::engine::schedule::constants::ACK_EVERY;
 
     #[test]
     fn a_copy_has_room_for_the_header_and_its_buffer_is_used_again() {

@@ -28,7 +28,6 @@ pub mod copies;
 pub mod delivery;
 pub mod limits;
 pub mod listener;
-mod load;
 pub mod polled;
 pub mod ranges;
 pub mod receiver;

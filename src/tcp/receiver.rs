@@ -49,9 +49,6 @@ use crate::session::wire::{self, Piece};
 /// protocol are 8 KiB, and have room with their header.
 const INPUT: usize = 9 << 10;
 
-/// Bytes that one run of a stream may read before the other streams of the same worker get their turn.
-const SHARE: usize = 4 << 20;
-
 #[derive(Clone, Copy)]
 struct Target {
     data: *mut u8,

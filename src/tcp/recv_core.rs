@@ -13,11 +13,11 @@ use slab::Slab;
 
 use super::ack::Ack;
 use super::limits::{
-    ACK_EVERY, EAGER_MAX, EAGER_MAX_FAR, EAGER_WINDOW, EAGER_WINDOW_FAR, MAX_POSTED, MAX_RANGES, MESSAGE_COST,
-    max_early,
+    EAGER_MAX, EAGER_MAX_FAR, EAGER_WINDOW, EAGER_WINDOW_FAR, MAX_POSTED, MAX_RANGES, MESSAGE_COST, max_early,
 };
 use super::ranges::Ranges;
 use crate::engine::request::{MAX_PARTS, too_long};
+use crate::engine::schedule::constants::ACK_EVERY;
 use crate::os::error::{Error, Result};
 use crate::session::frame::{EAGER, Header, MAX_STREAMS, PROMPT, Type, WHOLE};
 

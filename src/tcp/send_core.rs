@@ -20,11 +20,12 @@ use slab::Slab;
 
 use super::delivery::Arrived;
 use super::limits::{
-    ACK_BYTES, ACK_EVERY, CHUNK_MAX, CHUNK_MIN, EAGER_MAX, EAGER_MAX_FAR, EAGER_WINDOW, EAGER_WINDOW_FAR, LOOK_BYTES,
-    LOOK_EVERY, MAX_AHEAD, MAX_POSTED, MESSAGE_COST, MOST_SHARES, PAGE, REPLAY_BESIDE_WORKERS, REPLAY_MAX,
+    EAGER_MAX, EAGER_MAX_FAR, EAGER_WINDOW, EAGER_WINDOW_FAR, LOOK_BYTES, MAX_AHEAD, MAX_POSTED, MESSAGE_COST,
+    REPLAY_BESIDE_WORKERS, REPLAY_MAX,
 };
 use super::window::{Pace, Window};
 use crate::engine::request::{SLOTS, too_long};
+use crate::engine::schedule::constants::{ACK_BYTES, ACK_EVERY, CHUNK_MAX, CHUNK_MIN, LOOK_EVERY, MOST_SHARES, PAGE};
 use crate::engine::tags::TagOrders;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
@@ -998,8 +999,8 @@ fn check_capacity(length: u64, capacity: u64, tag: i32) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::limits::STREAM_WINDOW;
     use super::*;
+    use crate::engine::schedule::constants::STREAM_WINDOW;
 
     /// A lost stream loses the frames on it, so there are fewer afterwards than at the last check.
     #[test]

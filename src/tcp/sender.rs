@@ -22,8 +22,7 @@ use std::time::Instant;
 use super::connection::{Connection, Direction, StreamIo, lock};
 use super::copies::{COPIES, Own};
 use super::delivery::Deliveries;
-use super::limits::{BRIEF_MAX, COPY_FIRST_MAX, EAGER_MAX, FAR, INLINE_MAX};
-use super::load;
+use super::limits::{COPY_FIRST_MAX, EAGER_MAX, FAR};
 use super::send_core::{Admit, Key, SendCore, Written};
 use super::stream::{READ, SEND, Step, WRITE};
 use crate::engine::asking::Asking;
@@ -31,6 +30,8 @@ use crate::engine::counters::Counters;
 use crate::engine::events;
 use crate::engine::poller::{Progress, Registration};
 use crate::engine::request::Ticket;
+use crate::engine::schedule::constants::{BRIEF_MAX, INLINE_MAX};
+use crate::engine::schedule::load;
 use crate::engine::span::Span;
 use crate::os::error::Result;
 use crate::os::ticks::Ticks;
@@ -45,9 +46,6 @@ use crate::session::seal::codec::Sealed;
 use crate::session::seal::{Seal, Sides};
 use crate::session::watch::Vigil;
 use crate::session::wire::{self, Piece, send_all};
-
-/// Bytes that one run of a stream may send before the other streams of the same worker get their turn.
-const SHARE: usize = 512 << 10;
 
 /// Where a message's bytes are.
 struct Payload {

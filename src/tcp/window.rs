@@ -13,29 +13,10 @@
 
 use std::time::Duration;
 
-use super::limits::{CHUNK_MAX, CHUNK_MIN, NEAR_US, PAGE, STREAM_WINDOW, STREAM_WINDOW_FAR};
-
-/// The window in percent of what the stream delivers while the connection delivers one full window for each stream.
-/// With 200, chunks on a stream of a tenth held up an eight-rail connection by 3 to 10 % (16 MiB messages, 8 of them
-/// outstanding); with 125 it was 0 to 2 %.
-const LAG_PERCENT: u64 = 125;
-
-/// The smallest window in bytes: the smallest chunk on the way and some behind it.
-const LEAST: u64 = 4 * CHUNK_MIN;
-
-/// What threads that sleep at both ends may add to the time of a chunk.
-const WAKING: Duration = Duration::from_micros(250);
-
-/// A byte in a nanosecond, as a [`Pace`]: a stream that is as fast is not slow, however fast others are.
-const FAST: u64 = 1024;
-
-/// How many times as long as on the best stream a byte takes on one that is slow. Streams that share a path evenly differ
-/// by less, and so do rails of 10 and 40 Gbit/s.
-const SLOW: u64 = 8;
-
-/// What share of its pace is taken off a slow stream each time that a message or a chunk is not left to it: after several
-/// hundred it is tried again.
-const FORGET: u64 = 256;
+use crate::engine::schedule::constants::{
+    CHUNK_MAX, CHUNK_MIN, FAST, FORGET, LAG_PERCENT, NEAR_US, PAGE, SLOW, STREAM_WINDOW, STREAM_WINDOW_FAR, WAKING,
+    WINDOW_MIN,
+};
 
 /// How long a stream takes for what is on it, in nanoseconds for 1024 bytes.
 ///
@@ -115,7 +96,7 @@ impl Window {
         let wanted = u128::from(even) * u128::from(own) / u128::from(all.max(1));
         let wanted = wanted.min(self.full.into()) as u64;
         // A quarter of the way at a time: one chunk proves little, since workers and acknowledgements come in bursts.
-        self.bytes = ((3 * self.bytes + wanted) / 4).clamp(LEAST, self.full);
+        self.bytes = ((3 * self.bytes + wanted) / 4).clamp(WINDOW_MIN, self.full);
     }
 }
 
@@ -145,7 +126,7 @@ mod tests {
     #[test]
     fn a_stream_that_only_its_window_holds_back_grows() {
         // A long way: all that is on it arrives once in a round trip, so each stream delivers what its window allows.
-        let mut window = Window { bytes: LEAST, ..Window::default() };
+        let mut window = Window { bytes: WINDOW_MIN, ..Window::default() };
         for _ in 0..80 {
             let own = window.bytes();
             window.delivered(own, own + 7 * STREAM_WINDOW, 8);
@@ -188,7 +169,7 @@ mod tests {
 
     #[test]
     fn a_stream_alone_has_the_full_window() {
-        let mut window = Window { bytes: LEAST, ..Window::default() };
+        let mut window = Window { bytes: WINDOW_MIN, ..Window::default() };
         assert!(after(&mut window, 30, 5000, 5000, 1) > STREAM_WINDOW * 99 / 100);
     }
 }

@@ -20,10 +20,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use super::{Shared, WAKE};
+use crate::engine::schedule::constants::LATE;
 use crate::os::ticks::Ticks;
-
-/// A worker that has been inactive for this many nanoseconds, and does not sleep, is late. Moving a chunk takes less.
-const LATE: u64 = 20_000;
 
 /// The data workers of a pool. They never end, and none is removed.
 pub(super) struct Crew {

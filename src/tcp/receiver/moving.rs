@@ -4,9 +4,11 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering;
 
-use super::{Body, Fence, Followed, Io, RecvConn, SHARE, State, Target, told};
+use super::{Body, Fence, Followed, Io, RecvConn, State, Target, told};
 use crate::engine::counters::Counters;
 use crate::engine::events::Chunk;
+use crate::engine::schedule::constants::{BRIEF_MAX, RECEIVE_SHARE};
+use crate::engine::schedule::load;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
 use crate::session::frame::{HEADER, Header, POLLED, Type};
@@ -14,8 +16,6 @@ use crate::session::peer::{Broken, told_by_peer};
 use crate::session::wire::{self, Piece};
 use crate::tcp::connection::lock;
 use crate::tcp::copies::COPIES;
-use crate::tcp::limits::BRIEF_MAX;
-use crate::tcp::load;
 use crate::tcp::recv_core::{End, Part, Place, StageKey};
 use crate::tcp::stream::{READ, Step, WRITE};
 
@@ -50,7 +50,7 @@ impl RecvConn {
         if io.seal.is_some() {
             return self.read_sealed(index, io);
         }
-        let mut share = SHARE;
+        let mut share = RECEIVE_SHARE;
         let mut moved = false;
         loop {
             if io.from < io.to {

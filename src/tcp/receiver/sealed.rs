@@ -3,7 +3,8 @@
 
 use std::os::fd::AsRawFd;
 
-use super::{Body, Io, RecvConn, SHARE};
+use super::{Body, Io, RecvConn};
+use crate::engine::schedule::constants::RECEIVE_SHARE;
 use crate::session::frame::Type;
 use crate::session::peer::{Broken, told_by_peer};
 use crate::session::seal::codec::Refused;
@@ -13,7 +14,7 @@ use crate::session::wire::{self, Piece};
 impl RecvConn {
     /// As [`RecvConn::read`], on a protected stream.
     pub(super) fn read_sealed(&self, index: usize, io: &mut Io) -> Result<(bool, bool), Broken> {
-        let mut share = SHARE;
+        let mut share = RECEIVE_SHARE;
         let mut moved = false;
         loop {
             if share == 0 {

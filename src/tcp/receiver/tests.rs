@@ -4,11 +4,12 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 
 use super::*;
+use crate::engine::schedule::constants::ACK_EVERY;
 use crate::os::config::Config;
 use crate::os::error::Error;
 use crate::session::frame::{EAGER, HEADER, POLLED, PROMPT, Type};
 use crate::session::loopback;
-use crate::tcp::limits::{ACK_EVERY, EAGER_MAX};
+use crate::tcp::limits::EAGER_MAX;
 use crate::tcp::stream::Step;
 
 /// Connects stream `index`. Returns where its peer reads and writes.

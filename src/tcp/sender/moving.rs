@@ -4,10 +4,11 @@ use std::os::fd::AsRawFd;
 use std::sync::MutexGuard;
 use std::time::Instant;
 
-use super::{Io, Leaving, Outgoing, Payload, SHARE, SendConn, State};
+use super::{Io, Leaving, Outgoing, Payload, SendConn, State};
 use crate::engine::counters::Counters;
 use crate::engine::events;
 use crate::engine::request::Ticket;
+use crate::engine::schedule::constants::SEND_SHARE;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
 use crate::session::frame::{HEADER, Header, Type};
@@ -24,7 +25,7 @@ impl SendConn {
     #[inline(always)]
     pub(super) fn step(&self, index: usize, io: &mut Io, wishes: u8, wake: &mut u64) -> Step<Broken> {
         let mut moved = false;
-        let mut share = SHARE;
+        let mut share = SEND_SHARE;
         let mut wishes = wishes;
         loop {
             // The thread that requests a poll may know of more than there was when the present piece was taken.

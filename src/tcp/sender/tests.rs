@@ -6,12 +6,13 @@ use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
 use super::*;
+use crate::engine::schedule::constants::{ACK_BYTES, ACK_EVERY};
 use crate::os::config::Config;
 use crate::os::error::Error;
 use crate::session::frame::{POLLED, PROMPT, Type};
 use crate::session::loopback;
 use crate::session::owner::Joined;
-use crate::tcp::limits::{ACK_BYTES, ACK_EVERY, EAGER_WINDOW, MESSAGE_COST, UNSENT_MAX_FAR};
+use crate::tcp::limits::{EAGER_WINDOW, MESSAGE_COST, UNSENT_MAX_FAR};
 
 /// Long enough to be sure that a thread does nothing.
 const WHILE: Duration = Duration::from_millis(50);

@@ -10,8 +10,8 @@
 
 use std::cell::Cell;
 
+use crate::engine::schedule::constants::{ENOUGH_COPIED, LATELY_NS, WORTH_COUNTING};
 use crate::os::ticks::Ticks;
-use crate::tcp::limits::{ENOUGH_COPIED, LATELY_NS, WORTH_COUNTING};
 
 thread_local! {
     static MINE: Cell<Load> = const { Cell::new(Load { bytes: 0, at: None }) };
@@ -39,7 +39,7 @@ impl Load {
 
 /// The calling thread has moved `bytes` from or to a socket.
 #[inline]
-pub(super) fn copied(bytes: usize) {
+pub(crate) fn copied(bytes: usize) {
     if bytes >= WORTH_COUNTING {
         // A thread whose variables are already gone is about to end.
         let _ = MINE.try_with(|mine| {
@@ -50,7 +50,7 @@ pub(super) fn copied(bytes: usize) {
 }
 
 /// Whether the calling thread has copied so much lately that it should leave the next message to others.
-pub(super) fn is_high() -> bool {
+pub(crate) fn is_high() -> bool {
     MINE.try_with(|mine| mine.get().now(Ticks::now()) > ENOUGH_COPIED).unwrap_or(false)
 }
 

@@ -1,0 +1,45 @@
+//! Which thread moves a message: the page that answers it, and the [`constants`] that steer it.
+//!
+//! A connection carries messages in one direction over a first stream and, where there are processors and rails for it, further
+//! streams. A stream is moved by one thread at a time: a thread that finds it taken leaves a note, which the holder serves
+//! before it lets go. Every thread calls the same function for a stream, so a poll by any of them is safe at any time.
+//!
+//! # The four ways by which a stream is served
+//!
+//! | thread | streams | when |
+//! |---|---|---|
+//! | NCCL's proxy thread | the first | inside each `isend`, `irecv` and `test` of the connection |
+//! | the worker that owns the stream | the further ones | the kernel reports readiness, or another thread kicks the stream |
+//! | another worker ([`poller`](super::poller), work stealing) | the further ones | that worker has nothing to do, and the owner sleeps or has not run for [`constants::LATE`] |
+//! | the control thread | any | the first stream, when NCCL has not called for a millisecond ([`attend`]); a stream for which the kernel had no memory; a stream that ended |
+//!
+//! # A message of N bytes
+//!
+//! | size | sent by | over | a sleeping worker is woken |
+//! |---|---|---|---|
+//! | up to [`constants::INLINE_MAX`] | NCCL's thread, in `isend` | the first stream | no |
+//! | up to 64 KiB | a worker that is awake, or any when NCCL's thread has copied much lately ([`load`]); else NCCL's thread | one further stream; else the first | only when NCCL's thread has copied much |
+//! | above 64 KiB | workers | one stream for each [`constants::CHUNK_MIN`] under way, those with the least on the way first | yes |
+//!
+//! A connection with a single stream carries everything on it, by NCCL's thread. Over a long path (`tcp::limits::FAR`) every
+//! message above [`constants::INLINE_MAX`] is for all streams. Over several rails each rail takes part, as far as there are chunks.
+//!
+//! # States of a stream
+//!
+//! | state | who looks next | until |
+//! |---|---|---|
+//! | absent | the control thread: it dials | the handshake is proved |
+//! | idle | its worker, asleep in `epoll_wait`, or polling for [`constants::HOT`] or [`constants::HOT_BETWEEN`] after the last progress | a kick or an event |
+//! | busy | the thread that holds it | nothing moves, or its share ([`constants::SEND_SHARE`], [`constants::RECEIVE_SHARE`]) is used up; then its worker again, after its other streams |
+//! | full window | the thread that reads the acknowledgement, on whatever stream; it kicks the stream | there is room |
+//! | full socket | its worker; for the first stream the control thread | the kernel reports room |
+//! | slow | a faster stream, to which the next chunks are left (`tcp::window`) | its pace is forgotten, or shows otherwise |
+//! | no kernel memory | the control thread, each millisecond | the call succeeds |
+//! | unfenced | the control thread: it asks the receiver what arrived | the receiver has answered: absent |
+//!
+//! [`share`] says how many workers and streams a process has.
+
+pub mod attend;
+pub mod constants;
+pub mod load;
+pub mod share;
