@@ -4,7 +4,7 @@
 //! [`Record`] and push it into the ring; no lock, no allocation, no system call. [`init`] and [`finalize`] run once
 //! per communicator, on user threads, and may do both.
 //!
-//! One [`Profiler`] serves the process, for all of its communicators and threads; the interface does not say which
+//! One `Profiler` serves the process, for all of its communicators and threads; the interface does not say which
 //! of them are alive, so it is made at the first `init` that asks for it and never freed: a late call can never meet
 //! freed memory. In a forked child there is none until the child's own `init`.
 //!

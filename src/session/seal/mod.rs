@@ -6,7 +6,6 @@
 //! | [`codec`] | one direction of a stream: [`codec::Sealer`] makes protected frames, [`codec::Opener`] checks and opens them |
 //! | [`intake`] | the bounce buffer in which arriving frames are checked before a byte of them goes anywhere |
 //! | [`agreement`] | fresh keys for each epoch of each stream, from the shared key file |
-//! | [`key`] | the key file |
 //! | [`damage`] | when frames that keep arriving damaged end the connection |
 //!
 //! Guarantee: with a checksum or encryption, no byte reaches NCCL's buffer or the protocol core before it has been
