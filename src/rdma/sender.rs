@@ -333,7 +333,7 @@ impl RdmaSend {
         self.base.attend();
         if self.base.events.hears() {
             // SAFETY: inside isend.
-            unsafe { self.base.events.report() };
+            unsafe { self.base.events.settle(&self.base.requests, ticket) };
         }
         Ok(Some(ticket))
     }

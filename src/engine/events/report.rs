@@ -124,17 +124,20 @@ impl Events {
         requests.finish(ticket)
     }
 
-    /// NCCL's thread, in `isend` or `test`, of a request that is done: reports everything of it.
+    /// NCCL's thread, in `isend` or `test`: reports everything of the request if it is done, else what has been noted.
     ///
     /// # Safety
     /// As [`Events::report`].
     #[inline]
     pub unsafe fn settle(&self, requests: &RequestSlots, ticket: Ticket) {
-        if self.notes.get().is_some()
-            && let Some(outcome) = requests.outcome(ticket)
-        {
+        if self.notes.get().is_none() {
+            return;
+        }
+        match requests.outcome(ticket) {
             // SAFETY: the caller keeps this function's promise, which is the same.
-            unsafe { self.conclude(ticket.slot, &outcome, requests.last_words(ticket)) };
+            Some(outcome) => unsafe { self.conclude(ticket.slot, &outcome, requests.last_words(ticket)) },
+            // SAFETY: as above.
+            None => unsafe { self.report() },
         }
     }
 
@@ -144,11 +147,10 @@ impl Events {
     /// # Safety
     /// As [`Events::report`].
     pub(super) unsafe fn conclude(&self, slot: u16, outcome: &Outcome, record: Option<LastWords>) {
-        let sizes = &outcome.sizes[..outcome.parts];
         // SAFETY: the caller keeps this function's promise, which is the same.
         unsafe {
-            self.close(slot, |ear, part, transfer| {
-                let Some(&size) = sizes.get(part) else { return false };
+            self.close(slot, outcome.parts, |ear, part, transfer| {
+                let size = outcome.sizes[part];
                 if !transfer.is_followed {
                     // Nothing was noted of it. Its end is the moment to find out whether a profiler reads events now.
                     transfer.details = self.wants_details(ear);
@@ -156,7 +158,6 @@ impl Events {
                     transfer.take(&note);
                 }
                 transfer.end(size, Ticks::now());
-                true
             });
         }
     }
@@ -168,32 +169,28 @@ impl Events {
     /// As [`Events::report`].
     pub unsafe fn abandon(&self, slot: u16) {
         // SAFETY: the caller keeps this function's promise, which is the same.
-        unsafe {
-            self.close(slot, |_, _, transfer| {
-                transfer.fail(Ticks::now());
-                true
-            });
-        }
+        unsafe { self.close(slot, MAX_PARTS, |_, _, transfer| transfer.fail(Ticks::now())) };
     }
 
-    /// Reports the rest of those transfers of a request that `ends` has ended.
-    unsafe fn close(&self, slot: u16, mut ends: impl FnMut(&Ear, usize, &mut Transfer) -> bool) {
+    /// Reports the rest of the transfers of a request, which `ends` has ended.
+    unsafe fn close(&self, slot: u16, parts: usize, mut ends: impl FnMut(&Ear, usize, &mut Transfer)) {
         let (Some(ear), Some(notes)) = (self.ear.get(), self.notes.get()) else { return };
         let mut desk = self.desk();
         let Some(transfers) = desk.transfers.get(usize::from(slot)) else { return };
-        if transfers.iter().any(|transfer| transfer.is_followed) {
+        if transfers[..parts].iter().any(|transfer| transfer.is_followed) && notes.are_there() {
             // It ended after everything that was noted of it. Also if nothing is to be reported of it: no note may be
             // left for the next request in this slot.
             // SAFETY: the caller keeps this function's promise.
             unsafe { self.read(ear, notes, &mut desk, Some(slot)) };
         }
         let Desk { paths, reconnects, transfers, .. } = &mut *desk;
-        for (part, transfer) in transfers[usize::from(slot)].iter_mut().enumerate() {
-            if transfer.handle.is_some() && ends(ear, part, transfer) {
+        for (part, transfer) in transfers[usize::from(slot)][..parts].iter_mut().enumerate() {
+            if transfer.handle.is_some() {
+                ends(ear, part, transfer);
                 // SAFETY: the caller keeps this function's promise, and the handle is there.
                 unsafe { self.tell(ear, paths, reconnects, transfer, true) };
-                transfer.handle = None;
             }
+            (transfer.handle, transfer.is_followed) = (None, false);
         }
     }
 
