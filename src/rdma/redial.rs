@@ -27,7 +27,6 @@ use std::sync::{Arc, MutexGuard};
 use std::time::Instant;
 
 use super::base::{Base, Side};
-use super::connection::{Connection, Direction};
 use super::control::{Control, is_cut};
 use crate::engine::poller::Registration as Watched;
 use crate::os::error::{Error, Result};
@@ -95,7 +94,7 @@ impl Base {
 
     /// Looks for the other side, once, when the control channel was cut or has just fallen silent: the connecting side
     /// connects, the listening side calls.
-    pub(super) fn seek<D: Direction>(&self, conn: &Arc<Connection<D>>) {
+    pub(super) fn seek<T: Controlled + 'static>(&self, conn: &Arc<T>) {
         match self.side {
             Side::Connecting => {
                 if let Some(why) = self.begins_to_dial() {
@@ -151,7 +150,7 @@ impl Base {
         control.alone.as_ref().filter(|_| is_to_seek).map(Alone::since)
     }
 
-    fn call<D: Direction>(&self, conn: &Arc<Connection<D>>, since: Instant) {
+    fn call<T: Controlled + 'static>(&self, conn: &Arc<T>, since: Instant) {
         tracing::info!(target: NET, "{} {} waits for another control channel: its own was cut", self.doing, self.peer);
         let caller = Arc::clone(conn) as Arc<dyn Listening>;
         (0..self.link.remote.len()).for_each(|way| dialer::call(Arc::clone(&self.net), &caller, way, since));
@@ -212,7 +211,7 @@ impl Base {
     }
 
     /// Registers the connection with those that may need another socket for their control channel, or get events.
-    pub(super) fn keep<D: Direction>(&self, conn: &Arc<Connection<D>>) {
+    pub(super) fn keep<T: Controlled + 'static>(&self, conn: &Arc<T>) {
         if !self.mends() {
             return;
         }
@@ -228,7 +227,16 @@ fn kick(control: &MutexGuard<'_, Control>) {
     control.registration.iter().for_each(Watched::kick);
 }
 
-impl<D: Direction> Owner for Connection<D> {
+/// A connection with a control channel, in either direction.
+pub(super) trait Controlled: Send + Sync {
+    /// What is common to both directions.
+    fn base(&self) -> &Base;
+
+    /// It ends with a failure.
+    fn end(&self, error: Error);
+}
+
+impl<T: Controlled> Owner for T {
     fn link(&self) -> &Link {
         &self.base().link
     }
@@ -246,7 +254,7 @@ impl<D: Direction> Owner for Connection<D> {
     }
 }
 
-impl<D: Direction> Listening for Connection<D> {
+impl<T: Controlled> Listening for T {
     fn join(self: Arc<Self>, joining: Joining<'_>) -> Result<()> {
         let base = self.base();
         let is_newer = |epoch: u16| epoch.wrapping_sub(base.control().epoch).cast_signed() > 0;
@@ -268,7 +276,7 @@ impl<D: Direction> Listening for Connection<D> {
     }
 }
 
-impl<D: Direction> Connecting for Connection<D> {
+impl<T: Controlled> Connecting for T {
     fn goes_on(&self) -> bool {
         self.base().is_open()
     }
@@ -294,7 +302,7 @@ impl<D: Direction> Connecting for Connection<D> {
 
     fn gave_up(&self, _stream: usize, error: &Error) {
         if !self.base().stays(error) {
-            self.end(self.state(), error.clone());
+            self.end(error.clone());
         }
     }
 }

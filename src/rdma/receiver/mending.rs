@@ -15,9 +15,10 @@ use crate::rdma::record::LaneRecord;
 const UNSURE: Duration = Duration::from_millis(300);
 
 impl RdmaRecv {
-    /// See [`Direction::care`](crate::rdma::connection::Direction::care): a lane is in trouble.
+    /// The control thread: checks the ports. Returns whether a lane is in trouble, or another thread active, which then
+    /// handles it.
     pub(super) fn care(&self) -> bool {
-        let Some(mut state) = self.try_state() else {
+        let Ok(mut state) = self.state.try_lock() else {
             self.base.alarm.raise();
             return true;
         };

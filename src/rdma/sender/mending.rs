@@ -24,10 +24,12 @@ pub(super) struct Orphan {
 }
 
 impl RdmaSend {
-    /// See [`Direction::care`](crate::rdma::connection::Direction::care): it owes short messages that their queue pair may
-    /// lose, or a lane is in trouble.
+    /// Any thread but NCCL's: checks the ports. Returns whether the connection owes the receiver something although no
+    /// request is outstanding (short messages that their queue pair may lose, or a lane in trouble), and when to check
+    /// lost lanes again. If another thread is active, this one does not wait for it, because that one would have to
+    /// wake it, but leaves the work to it: NCCL's thread may be active for seconds.
     pub(super) fn care(&self) -> (bool, Option<Instant>) {
-        let Some(mut state) = self.try_state() else {
+        let Ok(mut state) = self.state.try_lock() else {
             self.base.alarm.raise();
             return (true, None);
         };
