@@ -167,7 +167,8 @@ fn report_of_a_job_that_hangs(words: &str, disturb: impl FnOnce(&[i32])) -> Stri
 fn a_rank_that_does_not_enter_is_named_while_the_others_wait() {
     let _watchdog = crate::support::watchdog(120);
     let said = report_of_a_job_that_hangs("all-reduce --ranks 3 -b 1M -e 1M -n 12 -w 3 --late 1:60000", |_| {});
-    let line = said.lines().find(|line| line.contains("have been in AllReduce #")).unwrap_or_else(|| panic!("{said}"));
+    // One rank may have been killed before the last part of its trace was written.
+    let line = said.lines().find(|line| line.contains(" been in AllReduce #")).unwrap_or_else(|| panic!("{said}"));
     assert!(line.contains("ranks 0 and 2 have been in") && line.contains("rank 1 ("), "{said}");
     assert!(line.contains("has not entered it: "), "{said}");
 }
@@ -249,6 +250,7 @@ fn cut_while_it_runs(how: Cut) {
     let traces: Vec<String> = files(dir.path(), ".pftrace").iter().map(|path| path.display().to_string()).collect();
     let output = towline(dir.path(), &format!("trace report --brief {}", traces.join(" ")), &[]);
     let said = String::from_utf8(output.stdout).expect("text");
-    let line = said.lines().find(|line| line.contains("have been in AllReduce #")).unwrap_or_else(|| panic!("{said}"));
+    // One rank may have been killed before the last part of its trace was written.
+    let line = said.lines().find(|line| line.contains(" been in AllReduce #")).unwrap_or_else(|| panic!("{said}"));
     assert!(line.contains("a send of rank ") && line.contains(" over rail0 has been under way"), "{how:?}: {said}");
 }
