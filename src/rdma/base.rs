@@ -4,7 +4,7 @@
 use std::any::Any;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::adapter::{Adapter, Adapters, Memory, Mishap, Registration};
@@ -183,15 +183,6 @@ impl Base {
     /// Whether requests are outstanding that were made with these keys.
     pub(super) fn has_outstanding(&self, keys: &Keys) -> bool {
         self.requests.outstanding_of(keys) > 0
-    }
-
-    /// Whether requests are outstanding, or NCCL's thread is active: `state` is the connection's, and has its `keys`.
-    pub(super) fn is_busy<S>(&self, state: &Mutex<S>, keys: impl Fn(&S) -> &Keys) -> bool {
-        match state.try_lock() {
-            Ok(state) => self.has_outstanding(keys(&state)),
-            Err(TryLockError::Poisoned(poisoned)) => self.has_outstanding(keys(&poisoned.into_inner())),
-            Err(TryLockError::WouldBlock) => true,
-        }
     }
 
     /// NCCL's thread, in `test`: the outcome of a request if it is done. The profiler gets it before NCCL.
@@ -455,14 +446,15 @@ impl Base {
         self.fail(left_early(&self.peer));
     }
 
+    /// The failure when this side did that while requests were outstanding.
+    pub(super) fn ended_early(&self, did: &str) -> Error {
+        let doing = if self.side == Side::Connecting { "sending" } else { "receiving" };
+        Error::remote(format!("the {doing} side {did} with transfers in flight"))
+    }
+
     /// The host took memory of an outstanding request back, as it does on an abort: nothing to warn of.
     pub(super) fn was_withdrawn(&self) {
-        let error = if self.side == Side::Connecting {
-            Error::remote("the sending side took back memory with transfers in flight")
-        } else {
-            Error::remote("the receiving side took back memory with transfers in flight")
-        };
-        let error = error.with_peer(&self.peer);
+        let error = self.ended_early("took back memory").with_peer(&self.peer);
         let words = failure(&error);
         self.health.fail_telling(error, || self.say(&words));
     }

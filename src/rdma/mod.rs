@@ -27,7 +27,8 @@
 //! | [`adapter`] | a port as the process uses it, and registrations of NCCL's memory |
 //! | [`fabric`] | the queue pairs and completion queues of a connection |
 //! | [`base`] | what both directions have in common, and the control channel |
-//! | [`sender`], [`receiver`] | one connection each |
+//! | [`connection`] | a connection: the lock of its state, and which thread takes it |
+//! | [`sender`], [`receiver`] | what each direction adds |
 //! | [`flush`] | making received bytes visible to the GPU |
 //! | [`mending`], [`outage`], [`ledger`], [`silence`], [`relapse`] | recovery when a queue pair is lost or falls silent
 //! |
@@ -50,6 +51,7 @@ pub mod alarm;
 mod aside;
 pub mod backend;
 pub mod base;
+pub mod connection;
 pub mod control;
 pub mod devices;
 pub mod dl;

@@ -6,32 +6,29 @@
 //!
 //! Short messages may arrive without that, in the [`Inbox`], and are copied from there. So a part that only short
 //! messages fit is not announced, unless the sender has requested it recently.
-//!
-//! NCCL's thread does all of that, in `irecv` and `test`; the control thread polls too, as on the sending side.
 
 mod mending;
 
 use std::ffi::c_void;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::time::Instant;
 
 use super::adapter::{Adapters, Memory, Registration, own_regions};
 use super::base::{Base, Parts, Side};
+use super::connection::{Connection, Direction};
 use super::eager::{EAGER_MAX, Head, Inbox, PLACES};
 use super::fabric::{Depth, Fabric, Lane};
 use super::flush::{self, Around, Flush};
 use super::line::{Immediate, LINE, LINES, encode_word};
 use super::pages::Pages;
 use super::receives::{Part, Receives, Slot};
-use super::redial::Controlled;
 use super::silence::Silence;
 use super::trouble::Doing;
 use super::verbs::{Completion, Local, MemoryRegion, Opcode, Remote, Work};
 use crate::engine::counters::Counters;
 use crate::engine::events::{Chunk, MOST};
-use crate::engine::poller::{Progress, Source};
-use crate::engine::request::{Keys, MAX_PARTS, Outcome, SLOTS, Ticket, too_long};
+use crate::engine::request::{Keys, MAX_PARTS, SLOTS, Ticket, too_long};
 use crate::engine::tags::TagOrders;
 use crate::nccl::net_event::SOMEWHERE;
 use crate::os::error::{Error, Result};
@@ -102,7 +99,8 @@ impl Mirror {
     }
 }
 
-struct State {
+/// What is changed with the state locked.
+pub struct State {
     /// None once the connection has failed or is closed: then no device accesses a buffer.
     fabric: Option<Fabric>,
     table: Option<SizeTable>,
@@ -139,10 +137,45 @@ struct Hands<'a> {
 }
 
 /// A connection that receives.
-pub struct RdmaRecv {
-    base: Base,
-    target: Target,
-    state: Mutex<State>,
+pub type RdmaRecv = Connection<Target>;
+
+impl Direction for Target {
+    type State = State;
+    type Devices = (Option<Fabric>, Option<SizeTable>, Option<Mirror>, Option<Inbox>);
+
+    const SIDE: Side = Side::Listening;
+
+    fn keys(state: &State) -> &Keys {
+        &state.keys
+    }
+
+    #[inline(always)]
+    fn pump(conn: &RdmaRecv, state: &mut State) -> Result<bool> {
+        conn.pump(state)
+    }
+
+    /// Without the flush, which ends here.
+    fn devices(state: &mut State) -> Self::Devices {
+        drop(state.flush.take());
+        (state.fabric.take(), state.table.take(), state.mirror.take(), state.inbox.take())
+    }
+
+    fn needs(state: &State, memory: &Arc<Registration>) -> bool {
+        state.flush.as_ref().is_some_and(|flush| flush.reads(memory)) || state.receives.want(memory)
+    }
+
+    fn let_go(state: &mut State) {
+        state.receives.let_go();
+    }
+
+    fn care(conn: &RdmaRecv) -> (bool, Option<Instant>) {
+        (conn.care(), None)
+    }
+
+    #[cfg(test)]
+    fn fabric(state: &mut State) -> Option<&mut Fabric> {
+        state.fabric.as_mut()
+    }
 }
 
 /// A part of a receive as it is posted.
@@ -179,7 +212,7 @@ impl RdmaRecv {
         (table, mirror, inbox): (SizeTable, Mirror, Option<Inbox>),
         target: Target,
     ) -> Result<Arc<Self>> {
-        let (base, keys) = Base::new(parts, &mut fabric, Side::Listening);
+        let (base, keys) = Base::new(parts, &mut fabric, Target::SIDE);
         let state = State {
             used: vec![0; fabric.lanes().len()],
             fabric: Some(fabric),
@@ -197,12 +230,11 @@ impl RdmaRecv {
             silence: Silence::default(),
             unsure: None,
         };
-        let conn = Arc::new(Self { base, target, state: Mutex::new(state) });
+        let conn = Self::unwatched(base, target, state);
         // The first count: from now on short messages may arrive unannounced.
         conn.write_word_now(&mut conn.state())?;
         conn.base.name_paths(conn.state().fabric.as_ref());
-        conn.base.watch(Arc::new(Watch(Arc::downgrade(&conn))))?;
-        conn.base.keep(&conn);
+        conn.watch()?;
         Ok(conn)
     }
 
@@ -307,100 +339,6 @@ impl RdmaRecv {
         drop(state);
         self.base.attend();
         Ok(Some(ticket))
-    }
-
-    /// The outcome of a receive: the sizes of its parts when it is done.
-    ///
-    /// # Errors
-    /// When the connection has failed; no device accesses the buffers any more then.
-    pub fn test(&self, ticket: Ticket) -> Result<Option<Outcome>> {
-        self.base.requests.check(ticket)?;
-        if let Some(outcome) = self.base.finish(ticket) {
-            return Ok(Some(outcome));
-        }
-        if self.glance()
-            && let Some(outcome) = self.base.finish(ticket)
-        {
-            return Ok(Some(outcome));
-        }
-        let Err(error) = self.base.verdict(ticket) else { return Ok(None) };
-        // After this no thread ends a request: it is done, perhaps since it was polled, or never will be.
-        self.quiesce();
-        if let Some(outcome) = self.base.finish(ticket) {
-            return Ok(Some(outcome));
-        }
-        self.base.abandon(ticket);
-        Err(error)
-    }
-
-    /// The host takes back memory, as NCCL does on an abort before it closes the connection. If an outstanding request
-    /// would fill some of it, or reads it back, the connection ends. Nothing accesses the memory after this has
-    /// returned.
-    pub fn withdraw(&self, memory: &Arc<Registration>) {
-        let mut state = self.state();
-        let is_flushed = state.flush.as_ref().is_some_and(|flush| flush.reads(memory));
-        if !is_flushed && !state.receives.want(memory) {
-            return;
-        }
-        Self::drop_lanes(&mut state);
-        // Its pages must not stay pinned: other memory may get the same address, and would be mistaken for it.
-        state.receives.let_go();
-        drop(state);
-        self.base.was_withdrawn();
-    }
-
-    /// Ends the connection; with requests in flight it is an abort. No device and no thread touches NCCL's buffers after
-    /// it returns.
-    pub fn close(&self) {
-        self.base.set_closing();
-        let mut state = self.state();
-        let orderly = !self.base.has_outstanding(&state.keys) && !self.base.health.is_failed();
-        drop(state.flush.take());
-        let things = (state.fabric.take(), state.table.take(), state.mirror.take(), state.inbox.take());
-        drop(state);
-        if orderly {
-            // The lanes stay until the sender has closed too: the acknowledgement of its last write may be lost, and
-            // then only an existing queue pair repeats it. Nothing was requested of the sender any more, so it writes
-            // nothing.
-            self.base.leave(Some(Box::new(things)));
-        } else {
-            drop(things);
-            self.base.fail(Error::remote("the receiving side closed the connection with transfers in flight"));
-            self.base.leave(None);
-        }
-    }
-
-    /// The effect of a test on the lanes.
-    #[cfg(test)]
-    pub(super) fn with_fabric(&self, act: impl FnOnce(&mut Fabric)) {
-        act(self.state().fabric.as_mut().expect("the connection is there"));
-    }
-
-    /// What is common to both directions.
-    pub fn base(&self) -> &Base {
-        &self.base
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Polls, unless another thread is polling.
-    // Inlined into `test`, which runs again and again until something has arrived.
-    #[inline(always)]
-    fn glance(&self) -> bool {
-        let mut state = match self.state.try_lock() {
-            Ok(state) => state,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return false,
-        };
-        match self.pump(&mut state) {
-            Ok(moved) => moved,
-            Err(error) => {
-                self.end(state, error);
-                true
-            }
-        }
     }
 
     /// Takes completions.
@@ -766,26 +704,6 @@ impl RdmaRecv {
         }
         Ok(())
     }
-
-    /// The connection ends with a failure. First the lanes are dropped, so that no device accesses a buffer when it is
-    /// reported.
-    #[cold]
-    fn end(&self, mut state: MutexGuard<'_, State>, error: Error) {
-        Self::drop_lanes(&mut state);
-        drop(state);
-        self.base.fail(error);
-    }
-
-    fn quiesce(&self) {
-        Self::drop_lanes(&mut self.state());
-    }
-
-    fn drop_lanes(state: &mut State) {
-        drop(state.flush.take());
-        // In this order: queue pairs before the memory that is written through them.
-        drop(state.fabric.take());
-        drop((state.table.take(), state.mirror.take(), state.inbox.take()));
-    }
 }
 
 #[cold]
@@ -816,38 +734,5 @@ impl State {
             earlier.push(part.tag);
             inbox.holds(part.tag, (self.orders.peek(part.tag) as u32).wrapping_add(before))
         })
-    }
-}
-
-impl Controlled for RdmaRecv {
-    fn base(&self) -> &Base {
-        &self.base
-    }
-
-    fn end(&self, error: Error) {
-        self.end(self.state(), error);
-    }
-}
-
-struct Watch(Weak<RdmaRecv>);
-
-impl Source for Watch {
-    fn poll(&self) -> Progress {
-        let Some(conn) = self.0.upgrade() else { return Progress::default() };
-        if let Err(error) = conn.base.hear() {
-            conn.end(conn.state(), error);
-        }
-        conn.base.seek(&conn);
-        let mends = conn.base.mends() && conn.care();
-        let moved = conn.glance();
-        let is_due = || mends || conn.base.alarm.is_raised() || conn.base.has_more_to_say();
-        let outstanding = || is_due() || conn.base.is_busy(&conn.state, |state| &state.keys);
-        conn.base.attention.looked(moved, || !conn.base.health.is_failed() && outstanding())
-    }
-
-    fn fail(&self, error: Error) {
-        if let Some(conn) = self.0.upgrade() {
-            conn.end(conn.state(), error);
-        }
     }
 }

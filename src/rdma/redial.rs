@@ -27,6 +27,7 @@ use std::sync::{Arc, MutexGuard};
 use std::time::Instant;
 
 use super::base::{Base, Side};
+use super::connection::{Connection, Direction};
 use super::control::{Control, is_cut};
 use crate::engine::poller::Registration as Watched;
 use crate::os::error::{Error, Result};
@@ -94,7 +95,7 @@ impl Base {
 
     /// Looks for the other side, once, when the control channel was cut or has just fallen silent: the connecting side
     /// connects, the listening side calls.
-    pub(super) fn seek<T: Controlled + 'static>(&self, conn: &Arc<T>) {
+    pub(super) fn seek<D: Direction>(&self, conn: &Arc<Connection<D>>) {
         match self.side {
             Side::Connecting => {
                 if let Some(why) = self.begins_to_dial() {
@@ -150,7 +151,7 @@ impl Base {
         control.alone.as_ref().filter(|_| is_to_seek).map(Alone::since)
     }
 
-    fn call<T: Controlled + 'static>(&self, conn: &Arc<T>, since: Instant) {
+    fn call<D: Direction>(&self, conn: &Arc<Connection<D>>, since: Instant) {
         tracing::info!(target: NET, "{} {} waits for another control channel: its own was cut", self.doing, self.peer);
         let caller = Arc::clone(conn) as Arc<dyn Listening>;
         (0..self.link.remote.len()).for_each(|way| dialer::call(Arc::clone(&self.net), &caller, way, since));
@@ -211,7 +212,7 @@ impl Base {
     }
 
     /// Registers the connection with those that may need another socket for their control channel, or get events.
-    pub(super) fn keep<T: Controlled + 'static>(&self, conn: &Arc<T>) {
+    pub(super) fn keep<D: Direction>(&self, conn: &Arc<Connection<D>>) {
         if !self.mends() {
             return;
         }
@@ -227,16 +228,7 @@ fn kick(control: &MutexGuard<'_, Control>) {
     control.registration.iter().for_each(Watched::kick);
 }
 
-/// A connection with a control channel, in either direction.
-pub(super) trait Controlled: Send + Sync {
-    /// What is common to both directions.
-    fn base(&self) -> &Base;
-
-    /// It ends with a failure.
-    fn end(&self, error: Error);
-}
-
-impl<T: Controlled> Owner for T {
+impl<D: Direction> Owner for Connection<D> {
     fn link(&self) -> &Link {
         &self.base().link
     }
@@ -254,7 +246,7 @@ impl<T: Controlled> Owner for T {
     }
 }
 
-impl<T: Controlled> Listening for T {
+impl<D: Direction> Listening for Connection<D> {
     fn join(self: Arc<Self>, joining: Joining<'_>) -> Result<()> {
         let base = self.base();
         let is_newer = |epoch: u16| epoch.wrapping_sub(base.control().epoch).cast_signed() > 0;
@@ -276,7 +268,7 @@ impl<T: Controlled> Listening for T {
     }
 }
 
-impl<T: Controlled> Connecting for T {
+impl<D: Direction> Connecting for Connection<D> {
     fn goes_on(&self) -> bool {
         self.base().is_open()
     }
@@ -302,7 +294,7 @@ impl<T: Controlled> Connecting for T {
 
     fn gave_up(&self, _stream: usize, error: &Error) {
         if !self.base().stays(error) {
-            self.end(error.clone());
+            self.end(self.state(), error.clone());
         }
     }
 }

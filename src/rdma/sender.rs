@@ -13,9 +13,6 @@
 //! where each fills its receive, one immediate and one completion (a run).
 //!
 //! When a queue pair is lost while others work, what is in doubt is resent over those ([`mending`](super::mending)).
-//!
-//! NCCL's thread does all of that, in `isend` and `test`. The control thread polls too while something is outstanding,
-//! at growing intervals while nothing moves, since NCCL's thread may be waiting for something else.
 
 mod job;
 mod mending;
@@ -23,20 +20,20 @@ mod short;
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 use self::job::{End, Job, Run, hand_over};
 use self::short::{Known, Short};
 use super::adapter::{Adapters, Memory, Registration, own_regions};
 use super::base::{Base, Parts, Side};
+use super::connection::{Connection, Direction};
 use super::eager::{self, EAGER_MAX, Outbox, Parcel};
 use super::fabric::{Depth, Fabric, Lane};
 use super::ledger::{Answer, Ledger, Sent};
 use super::line::{Immediate, Line, Ring};
 use super::matching::Matching;
 use super::pages::Pages;
-use super::redial::Controlled;
 use super::silence::Silence;
 use super::stripe::{Share, Stripes};
 use super::trouble::Doing;
@@ -44,10 +41,9 @@ use super::verbs::{Completion, Local, MemoryRegion, Remote, Work};
 use crate::engine::asking::Asking;
 use crate::engine::counters::Counters;
 use crate::engine::events::Chunk;
-use crate::engine::poller::{Progress, Source};
-use crate::engine::request::{Keys, Outcome, SLOTS, Ticket, too_long};
+use crate::engine::request::{Keys, SLOTS, Ticket, too_long};
 use crate::nccl::net_event::SOMEWHERE;
-use crate::os::error::{Error, Result};
+use crate::os::error::Result;
 
 /// Queue depth of a sending lane: a message takes one request on each of its lanes, two when its immediate is separate,
 /// and as many messages as there are request slots may be outstanding. When there is less room the rest waits.
@@ -155,7 +151,8 @@ struct Message {
     memory: Option<Arc<Registration>>,
 }
 
-struct State {
+/// What is changed with the state locked.
+pub struct State {
     /// None once the connection has failed or is closed: then no device accesses a buffer.
     fabric: Option<Fabric>,
     ring: Option<RingMemory>,
@@ -193,10 +190,52 @@ struct State {
 }
 
 /// A connection that sends.
-pub struct RdmaSend {
-    base: Base,
-    target: Target,
-    state: Mutex<State>,
+pub type RdmaSend = Connection<Target>;
+
+impl Direction for Target {
+    type State = State;
+    type Devices = (Option<Fabric>, Option<RingMemory>, Option<Outbox>);
+
+    const SIDE: Side = Side::Connecting;
+
+    fn keys(state: &State) -> &Keys {
+        &state.keys
+    }
+
+    #[inline(always)]
+    fn pump(conn: &RdmaSend, state: &mut State) -> Result<bool> {
+        conn.pump(state)
+    }
+
+    fn devices(state: &mut State) -> Self::Devices {
+        (state.fabric.take(), state.ring.take(), state.outbox.take())
+    }
+
+    fn needs(state: &State, memory: &Arc<Registration>) -> bool {
+        let reads = |message: &Message| message.memory.as_ref().is_some_and(|held| Arc::ptr_eq(held, memory));
+        state.messages.iter().any(|(_, message)| reads(message))
+    }
+
+    fn let_go(state: &mut State) {
+        state.messages.iter_mut().for_each(|(_, message)| message.memory = None);
+    }
+
+    fn care(conn: &RdmaSend) -> (bool, Option<Instant>) {
+        conn.care()
+    }
+
+    fn polled(conn: &RdmaSend) {
+        conn.ask_if_due();
+    }
+
+    fn deliver(conn: &RdmaSend) {
+        conn.deliver();
+    }
+
+    #[cfg(test)]
+    fn fabric(state: &mut State) -> Option<&mut Fabric> {
+        state.fabric.as_mut()
+    }
 }
 
 /// The share is the last of its message on this lane.
@@ -229,7 +268,7 @@ impl RdmaSend {
     ) -> Result<Arc<Self>> {
         let Stores { scratch, outbox } = stores;
         let lanes = fabric.lanes().len();
-        let (base, keys) = Base::new(parts, &mut fabric, Side::Connecting);
+        let (base, keys) = Base::new(parts, &mut fabric, Target::SIDE);
         let ledger = base.mends().then(|| Ledger::new(lanes));
         let state = State {
             fabric: Some(fabric),
@@ -255,10 +294,9 @@ impl RdmaSend {
             orphans: Vec::new(),
             silence: Silence::default(),
         };
-        let conn = Arc::new(Self { base, target, state: Mutex::new(state) });
+        let conn = Self::unwatched(base, target, state);
         conn.base.name_paths(conn.state().fabric.as_ref());
-        conn.base.watch(Arc::new(Watch(Arc::downgrade(&conn))))?;
-        conn.base.keep(&conn);
+        conn.watch()?;
         Ok(conn)
     }
 
@@ -366,75 +404,6 @@ impl RdmaSend {
         }
     }
 
-    /// The outcome of a send: its size when it is done.
-    ///
-    /// # Errors
-    /// When the connection has failed; no device accesses the buffer any more then.
-    pub fn test(&self, ticket: Ticket) -> Result<Option<Outcome>> {
-        self.base.requests.check(ticket)?;
-        if let Some(outcome) = self.base.finish(ticket) {
-            return Ok(Some(outcome));
-        }
-        if self.glance()
-            && let Some(outcome) = self.base.finish(ticket)
-        {
-            return Ok(Some(outcome));
-        }
-        let Err(error) = self.base.verdict(ticket) else { return Ok(None) };
-        // After this no thread ends a request: it is done, perhaps since it was polled, or never will be.
-        self.quiesce();
-        if let Some(outcome) = self.base.finish(ticket) {
-            return Ok(Some(outcome));
-        }
-        self.base.abandon(ticket);
-        Err(error)
-    }
-
-    /// The host takes back memory, as NCCL does on an abort before it closes the connection. If an outstanding request
-    /// sends from some of it, the connection ends. Nothing accesses the memory after this has returned.
-    pub fn withdraw(&self, memory: &Arc<Registration>) {
-        let mut state = self.state();
-        let reads = |message: &Message| message.memory.as_ref().is_some_and(|held| Arc::ptr_eq(held, memory));
-        if !state.messages.iter().any(|(_, message)| reads(message)) {
-            return;
-        }
-        let (fabric, ring) = (state.fabric.take(), state.ring.take());
-        drop((fabric, ring));
-        // Its pages must not stay pinned: other memory may get the same address, and would be mistaken for it.
-        state.messages.iter_mut().for_each(|(_, message)| message.memory = None);
-        drop(state);
-        self.base.was_withdrawn();
-    }
-
-    /// Ends the connection. With nothing outstanding all that was sent has been acknowledged by the receiver's device;
-    /// with requests in flight it is an abort. No device and no thread touches NCCL's buffers after it returns.
-    pub fn close(&self) {
-        self.base.set_closing();
-        if !self.base.has_outstanding(&self.state().keys) {
-            self.deliver();
-        }
-        let mut state = self.state();
-        let orderly = !self.base.has_outstanding(&state.keys) && !self.base.health.is_failed();
-        let (fabric, ring) = (state.fabric.take(), state.ring.take());
-        if orderly {
-            let outbox = state.outbox.take();
-            drop(state);
-            // The lanes stay until the receiver has closed too: it may still be writing CTS entries.
-            self.base.leave(Some(Box::new((fabric, ring, outbox))));
-        } else {
-            drop(state);
-            drop((fabric, ring));
-            self.base.fail(Error::remote("the sending side closed the connection with transfers in flight"));
-            self.base.leave(None);
-        }
-    }
-
-    /// The effect of a test on the lanes.
-    #[cfg(test)]
-    pub(super) fn with_fabric(&self, act: impl FnOnce(&mut Fabric)) {
-        act(self.state().fabric.as_mut().expect("the connection is there"));
-    }
-
     /// Waits until the receiver's device has acknowledged the short messages, which were already reported done. Waits
     /// longer if a queue pair is lost at this moment. All closes towards a peer process that does not answer share this
     /// time.
@@ -463,33 +432,6 @@ impl RdmaSend {
             }
             has_waited = true;
             std::thread::sleep(Duration::from_micros(50));
-        }
-    }
-
-    /// What is common to both directions.
-    pub fn base(&self) -> &Base {
-        &self.base
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Polls, unless another thread is polling.
-    // Inlined into `test`, which runs again and again until something has arrived.
-    #[inline(always)]
-    fn glance(&self) -> bool {
-        let mut state = match self.state.try_lock() {
-            Ok(state) => state,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return false,
-        };
-        match self.pump(&mut state) {
-            Ok(moved) => moved,
-            Err(error) => {
-                self.end(state, error);
-                true
-            }
         }
     }
 
@@ -584,9 +526,9 @@ impl RdmaSend {
     /// The control thread: sends the receiver a query when sends have waited a while, or leaves that to NCCL's thread
     /// if it is active.
     fn ask_if_due(&self) {
-        match self.state.try_lock() {
-            Ok(mut state) => self.ask(&mut state),
-            Err(_) => self.base.alarm.raise(),
+        match self.try_state() {
+            Some(mut state) => self.ask(&mut state),
+            None => self.base.alarm.raise(),
         }
     }
 
@@ -856,24 +798,6 @@ impl RdmaSend {
         }
         earlier
     }
-
-    /// The connection ends with a failure. First the lanes are dropped, so that no device accesses a buffer when it is
-    /// reported.
-    #[cold]
-    fn end(&self, mut state: MutexGuard<'_, State>, error: Error) {
-        let fabric = state.fabric.take();
-        drop(fabric);
-        drop(state.ring.take());
-        drop(state);
-        self.base.fail(error);
-    }
-
-    fn quiesce(&self) {
-        let mut state = self.state();
-        let (fabric, ring) = (state.fabric.take(), state.ring.take());
-        drop(fabric);
-        drop(ring);
-    }
 }
 
 impl Message {
@@ -928,41 +852,6 @@ impl State {
         outbox.has_room() || {
             let word = ring.as_ref().and_then(|ring| ring.ring.word());
             word.is_some_and(|word| outbox.told(word as u16)) && outbox.has_room()
-        }
-    }
-}
-
-impl Controlled for RdmaSend {
-    fn base(&self) -> &Base {
-        &self.base
-    }
-
-    fn end(&self, error: Error) {
-        self.end(self.state(), error);
-    }
-}
-
-struct Watch(Weak<RdmaSend>);
-
-impl Source for Watch {
-    fn poll(&self) -> Progress {
-        let Some(conn) = self.0.upgrade() else { return Progress::default() };
-        if let Err(error) = conn.base.hear() {
-            conn.end(conn.state(), error);
-        }
-        conn.base.seek(&conn);
-        let (owes, next) = if conn.base.mends() { conn.care() } else { (false, None) };
-        let moved = conn.glance();
-        conn.ask_if_due();
-        let is_due = || owes || conn.base.alarm.is_raised() || conn.base.has_more_to_say();
-        let outstanding = || is_due() || conn.base.is_busy(&conn.state, |state| &state.keys);
-        let progress = conn.base.attention.looked(moved, || !conn.base.health.is_failed() && outstanding());
-        Progress { again: progress.again.into_iter().chain(next).min(), ..progress }
-    }
-
-    fn fail(&self, error: Error) {
-        if let Some(conn) = self.0.upgrade() {
-            conn.end(conn.state(), error);
         }
     }
 }

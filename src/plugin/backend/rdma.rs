@@ -16,6 +16,8 @@ use crate::os::log;
 use crate::plugin::devices::{Binding, PTR_CUDA, PTR_DMABUF, PTR_HOST, Plan, Rail, RdmaPort};
 use crate::rdma::adapter::{Adapter, Adapters, Memory, Registration};
 use crate::rdma::backend::{self, ruled_out};
+use crate::rdma::base::Side;
+use crate::rdma::connection::{Connection, Direction};
 use crate::rdma::greeting;
 use crate::rdma::receiver::{Posted, RdmaRecv};
 use crate::rdma::sender::RdmaSend;
@@ -165,42 +167,36 @@ fn of(backends: &Backends) -> Result<&Rdma> {
 
 /// Registrations may overlap, since NCCL rounds them to pages: when one ends, only the requests that were posted with
 /// it are affected.
-macro_rules! connected {
-    ($conn:ty, $send:literal) => {
-        impl Connected for $conn {
-            fn register(&self, backends: &Backends, region: Region) -> Result<usize> {
-                let made = registration(&self.base().adapters, region)?;
-                Ok(of(backends)?.registered.insert(Arc::new(made))?.encode())
-            }
+impl<D: Direction> Connected for Connection<D> {
+    fn register(&self, backends: &Backends, region: Region) -> Result<usize> {
+        let made = registration(&self.base().adapters, region)?;
+        Ok(of(backends)?.registered.insert(Arc::new(made))?.encode())
+    }
 
-            fn deregister(&self, backends: &Backends, mr: usize) -> Result<()> {
-                self.withdraw(&of(backends)?.registered.remove(mr)?);
-                Ok(())
-            }
+    fn deregister(&self, backends: &Backends, mr: usize) -> Result<()> {
+        self.withdraw(&of(backends)?.registered.remove(mr)?);
+        Ok(())
+    }
 
-            #[inline]
-            fn test(&self, ticket: Ticket) -> Result<Option<Outcome>> {
-                self.test(ticket)
-            }
+    #[inline]
+    fn test(&self, ticket: Ticket) -> Result<Option<Outcome>> {
+        Self::test(self, ticket)
+    }
 
-            fn tell(&self, profiler: &Arc<dyn events::Listener>) {
-                self.base().events.listen(Arc::clone(profiler), self.base().link.connection, $send);
-            }
+    fn tell(&self, profiler: &Arc<dyn events::Listener>) {
+        self.base().events.listen(Arc::clone(profiler), self.base().link.connection, D::SIDE == Side::Connecting);
+    }
 
-            fn describe(&self) -> Description {
-                let base = self.base();
-                let devices = base.adapters.iter().map(|adapter| adapter.name()).collect();
-                Description::of($send, &base.link, &base.peer, &base.counters, devices)
-            }
+    fn describe(&self) -> Description {
+        let base = self.base();
+        let devices = base.adapters.iter().map(|adapter| adapter.name()).collect();
+        Description::of(D::SIDE == Side::Connecting, &base.link, &base.peer, &base.counters, devices)
+    }
 
-            fn close(&self) {
-                self.close();
-            }
-        }
-    };
+    fn close(&self) {
+        self.close();
+    }
 }
-connected!(RdmaSend, true);
-connected!(RdmaRecv, false);
 
 impl Sending for RdmaSend {
     #[inline]

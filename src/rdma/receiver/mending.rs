@@ -15,10 +15,9 @@ use crate::rdma::record::LaneRecord;
 const UNSURE: Duration = Duration::from_millis(300);
 
 impl RdmaRecv {
-    /// The control thread: checks the ports. Returns whether a lane is in trouble, or another thread active, which then
-    /// handles it.
+    /// See [`Direction::care`](crate::rdma::connection::Direction::care): a lane is in trouble.
     pub(super) fn care(&self) -> bool {
-        let Ok(mut state) = self.state.try_lock() else {
+        let Some(mut state) = self.try_state() else {
             self.base.alarm.raise();
             return true;
         };

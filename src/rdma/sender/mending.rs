@@ -24,12 +24,10 @@ pub(super) struct Orphan {
 }
 
 impl RdmaSend {
-    /// Any thread but NCCL's: checks the ports. Returns whether the connection owes the receiver something although no
-    /// request is outstanding (short messages that their queue pair may lose, or a lane in trouble), and when to check
-    /// lost lanes again. If another thread is active, this one does not wait for it, because that one would have to
-    /// wake it, but leaves the work to it: NCCL's thread may be active for seconds.
+    /// See [`Direction::care`](crate::rdma::connection::Direction::care): it owes short messages that their queue pair may
+    /// lose, or a lane is in trouble.
     pub(super) fn care(&self) -> (bool, Option<Instant>) {
-        let Ok(mut state) = self.state.try_lock() else {
+        let Some(mut state) = self.try_state() else {
             self.base.alarm.raise();
             return (true, None);
         };

@@ -79,7 +79,7 @@ impl RdmaSend {
         (handle, registered): (usize, &Table<Registration>),
         profiler: *mut c_void,
     ) -> Result<Option<Ticket>> {
-        let Ok(mut guard) = self.state.try_lock() else { return Ok(None) };
+        let Some(mut guard) = self.try_state() else { return Ok(None) };
         let state = &mut *guard;
         let is_well = !self.base.health.is_failed() && !self.base.health.is_peer_done();
         if !is_well || length > EAGER_MAX || !state.known.covers(handle, address, length) {
