@@ -40,14 +40,17 @@
 //! `docs/troubleshooting.md` explains every message; `docs/configuration.md` every variable.
 
 pub mod abi;
+mod cli;
 pub mod engine;
 pub mod host;
 pub mod nccl;
 pub mod os;
 pub mod plugin;
 #[cfg(feature = "rdma")]
-pub mod rdma;
-pub mod rma;
+pub(crate) mod rdma;
+pub(crate) mod rma;
 pub mod session;
 pub mod tcp;
 pub mod trace;
+
+pub use cli::main;

@@ -1,7 +1,5 @@
 //! The command-line program `towline`.
 
-mod cli;
-
 fn main() -> std::process::ExitCode {
-    cli::main()
+    towline::main()
 }

@@ -32,7 +32,7 @@ use crate::plugin::handle::ShortHandle;
 // scope.
 #[unsafe(no_mangle)]
 #[allow(non_upper_case_globals, reason = "FlagCX's name")]
-pub static flagcxNetAdaptorPlugin_v1: Table<flagcxNetAdaptor_v1_t> = Table(flagcxNetAdaptor_v1_t {
+pub(crate) static flagcxNetAdaptorPlugin_v1: Table<flagcxNetAdaptor_v1_t> = Table(flagcxNetAdaptor_v1_t {
     name: NAME.as_ptr(),
     init: Some(init),
     devices: Some(v4::devices::<FLAGCX>),

@@ -16,24 +16,24 @@
 //!
 //! No panic crosses into C, and every failure is logged once, here.
 
-pub mod flagcx;
+pub(crate) mod flagcx;
 mod guard;
 mod pointer;
 pub mod profiler;
 mod properties;
 mod result;
-pub mod rma;
+pub(crate) mod rma;
 mod table;
 #[cfg(test)]
 mod tests;
 mod transfer;
-pub mod tuner;
-pub mod v10;
-pub mod v11;
+pub(crate) mod tuner;
+pub(crate) mod v10;
+pub(crate) mod v11;
 pub mod v12;
-pub mod v4;
-pub mod v5;
-pub mod v6;
-pub mod v7;
-pub mod v8;
-pub mod v9;
+pub(crate) mod v4;
+pub(crate) mod v5;
+pub(crate) mod v6;
+pub(crate) mod v7;
+pub(crate) mod v8;
+pub(crate) mod v9;

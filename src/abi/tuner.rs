@@ -28,7 +28,7 @@ macro_rules! export_tuner {
         // library's scope.
         #[unsafe(no_mangle)]
         #[allow(non_upper_case_globals, reason = "NCCL's name")]
-        pub static $symbol: Table<$type> = Table($type { name: NAME.as_ptr(), $($field: $function),* });
+        pub(crate) static $symbol: Table<$type> = Table($type { name: NAME.as_ptr(), $($field: $function),* });
     };
 }
 

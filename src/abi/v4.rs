@@ -23,7 +23,7 @@ macro_rules! export_table {
         // SAFETY: the symbol is NCCL's name for exactly this type, and nothing else in the process defines it in this
         // library's scope.
         #[unsafe(no_mangle)]
-        #[allow(non_upper_case_globals, reason = "NCCL's name")]
+        #[allow(non_upper_case_globals, unreachable_pub, reason = "NCCL's name, which it looks up")]
         pub static $symbol: $crate::abi::table::Table<$crate::nccl::ffi::$type> =
             $crate::abi::table::Table($crate::nccl::ffi::$type {
                 name: $crate::abi::table::NAME.as_ptr(),

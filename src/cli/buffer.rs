@@ -5,8 +5,8 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::rc::Rc;
 
-use towline::host::{Code, Context, Memory, Mr, PTR_CUDA, PTR_DMABUF, RecvComm, SendComm};
-use towline::os::error::{Error, Result};
+use crate::host::{Code, Context, Memory, Mr, PTR_CUDA, PTR_DMABUF, RecvComm, SendComm};
+use crate::os::error::{Error, Result};
 
 use super::cuda::{Gpu, GpuMemory};
 
@@ -123,7 +123,7 @@ impl Buffer {
     pub(crate) fn register(&self, comm: &impl Registers) -> Result<Mr> {
         let registering = |code: Code| code.while_doing("registering memory");
         let Some((memory, on)) = &self.device else {
-            return comm.by_address(self.at(0), self.len(), towline::host::PTR_HOST).map_err(registering);
+            return comm.by_address(self.at(0), self.len(), crate::host::PTR_HOST).map_err(registering);
         };
         let registering = |code: Code| code.while_doing("registering GPU memory");
         if on.offers & PTR_DMABUF != 0 {

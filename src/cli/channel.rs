@@ -8,10 +8,10 @@ use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use crate::os::error::{Error, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use socket2::Socket;
-use towline::os::error::{Error, Result};
 
 const LONGEST_LINE: usize = 1 << 20;
 

@@ -10,7 +10,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use towline::os::error::{Error, Result};
+use crate::os::error::{Error, Result};
 
 use super::channel::Channel;
 

@@ -8,8 +8,8 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use std::ptr::null_mut;
 use std::rc::Rc;
 
+use crate::os::error::{Cause, Error, Result};
 use libloading::Library;
-use towline::os::error::{Cause, Error, Result};
 
 /// The driver's library.
 pub(crate) const LIBRARY: &str = "libcuda.so.1";

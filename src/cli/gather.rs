@@ -10,12 +10,12 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use crate::os::config::Config;
+use crate::os::error::{Error, Result};
+use crate::trace::clock;
+use crate::trace::live::{LONGEST, State, place};
+use crate::trace::verdict::{SILENT_NS, seconds};
 use clap::Args;
-use towline::os::config::Config;
-use towline::os::error::{Error, Result};
-use towline::trace::clock;
-use towline::trace::live::{LONGEST, State, place};
-use towline::trace::verdict::{SILENT_NS, seconds};
 
 mod hosts;
 

@@ -3,9 +3,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::os::error::{Error, Result};
 use clap::{Args, CommandFactory};
 use clap_complete::Shell;
-use towline::os::error::{Error, Result};
 
 use super::{CommandLine, Verdict};
 

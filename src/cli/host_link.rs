@@ -3,8 +3,8 @@
 use std::slice;
 use std::time::{Duration, Instant};
 
-use towline::host::{Context, Handle, Listener, Mr, Part, RecvComm, Request, SendComm};
-use towline::os::error::{Error, Result};
+use crate::host::{Context, Handle, Listener, Mr, Part, RecvComm, Request, SendComm};
+use crate::os::error::{Error, Result};
 
 use super::buffer::{Buffer, Place};
 use super::proxy::{Proxy, Way};

@@ -7,9 +7,9 @@ use std::env;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
+use crate::host::{DEFAULT_FILE, Plugin};
+use crate::os::error::{Error, Result};
 use clap::Args;
-use towline::host::{DEFAULT_FILE, Plugin};
-use towline::os::error::{Error, Result};
 
 use super::Verdict;
 use super::output::print;

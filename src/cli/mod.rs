@@ -2,7 +2,7 @@
 //!
 //! What belongs where: a file per subcommand and its parts below it; [`ring`] is the all-reduce algorithm,
 //! [`host_link`] carries it through a plugin; [`channel`] and [`children`] connect the program's own processes;
-//! the rest is for output. Nothing here touches the transport: it is reached through `towline::host` alone.
+//! the rest is for output. Nothing here touches the transport: it is reached through [`crate::host`] alone.
 
 mod all_reduce;
 mod buffer;
@@ -28,10 +28,10 @@ mod why;
 
 use std::process::ExitCode;
 
+use crate::os::error::Result;
+use crate::os::nccl_conf::Variables;
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, Subcommand};
-use towline::os::error::Result;
-use towline::os::nccl_conf::Variables;
 
 /// The run failed: an error, or a process that died.
 const EXIT_FAILED: u8 = 1;
@@ -136,7 +136,7 @@ impl Command {
 }
 
 /// Runs the program.
-pub(crate) fn main() -> ExitCode {
+pub fn main() -> ExitCode {
     if let Err(closed) = output::check_stdout() {
         return exit_code(&Err(closed));
     }

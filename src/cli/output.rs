@@ -10,8 +10,8 @@ use std::path::Path;
 use std::process;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::os::error::{Error, Result};
 use serde::Serialize;
-use towline::os::error::{Error, Result};
 
 /// What a shell reports for a program that SIGPIPE ended.
 const EXIT_SIGPIPE: i32 = 128 + libc::SIGPIPE;

@@ -2,10 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::host::{ApiVersion, DEFAULT_FILE, Net, log};
+use crate::os::error::{Error, Result};
 use clap::Args;
 use serde::{Deserialize, Serialize};
-use towline::host::{ApiVersion, DEFAULT_FILE, Net, log};
-use towline::os::error::{Error, Result};
 
 use super::installation;
 
@@ -124,7 +124,7 @@ pub(crate) struct PluginFacts {
 
 impl PluginFacts {
     /// Queries the plugin, and checks that the device exists.
-    pub(crate) fn of(context: &towline::host::Context, choice: &PluginChoice) -> Result<Self> {
+    pub(crate) fn of(context: &crate::host::Context, choice: &PluginChoice) -> Result<Self> {
         let count = context.devices().map_err(|code| code.while_doing("counting the plugin's devices"))?;
         if choice.device < 0 || choice.device >= count {
             let error = Error::argument(format!("there is no device {}", choice.device));
@@ -136,7 +136,7 @@ impl PluginFacts {
                 _ => error.with_hint(format!("the plugin has devices 0 to {}", count - 1)),
             });
         }
-        let asking = |code: towline::host::Code| code.while_doing("asking for the device's properties");
+        let asking = |code: crate::host::Code| code.while_doing("asking for the device's properties");
         let properties = context.properties(choice.device).map_err(asking)?;
         Ok(Self {
             plugin: context.net().name(),

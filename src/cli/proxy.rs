@@ -6,8 +6,8 @@ use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::ptr::null_mut;
 
-use towline::host::profiler::{Event, Profiler, StepHandle};
-use towline::nccl::ffi::*;
+use crate::host::profiler::{Event, Profiler, StepHandle};
+use crate::nccl::ffi::*;
 
 use super::ring::{CHUNK_BYTES, SLOTS};
 

@@ -68,14 +68,14 @@ pub(crate) fn steps(begin: Size, end: Size, factor: usize) -> Result<Vec<Size>, 
 }
 
 /// Whether buffers of so many bytes (`None`: more than can be counted) fit into this host's free memory.
-pub(crate) fn check_memory(needed: Option<usize>) -> towline::os::error::Result<()> {
+pub(crate) fn check_memory(needed: Option<usize>) -> crate::os::error::Result<()> {
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let Some(free) = free_bytes(&meminfo).filter(|&free| needed.is_none_or(|needed| needed > free)) else {
         return Ok(());
     };
     let needed = needed.map_or("more than this host can address".to_owned(), gibibytes);
     let what = format!("the buffers need {needed} of memory, and this host has {} free", gibibytes(free));
-    Err(towline::os::error::Error::usage(what).with_hint("choose a smaller -e, or fewer ranks"))
+    Err(crate::os::error::Error::usage(what).with_hint("choose a smaller -e, or fewer ranks"))
 }
 
 fn free_bytes(meminfo: &str) -> Option<usize> {

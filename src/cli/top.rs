@@ -5,11 +5,11 @@ use std::fmt::Write;
 use std::io::IsTerminal;
 use std::time::Duration;
 
+use crate::os::error::Result;
+use crate::trace::clock;
+use crate::trace::live::{CommState, State};
 use clap::Args;
 use serde_json::{Value, json};
-use towline::os::error::Result;
-use towline::trace::clock;
-use towline::trace::live::{CommState, State};
 
 use super::Verdict;
 use super::gather::{self, Found, Process, ago};

@@ -3,11 +3,11 @@
 use std::fmt::Write;
 use std::time::Duration;
 
+use crate::os::error::Result;
+use crate::trace::clock;
+use crate::trace::verdict::{Finding, Job, Told, Whereabouts, name_of_call};
 use clap::Args;
 use serde_json::{Value, json};
-use towline::os::error::Result;
-use towline::trace::clock;
-use towline::trace::verdict::{Finding, Job, Told, Whereabouts, name_of_call};
 
 use super::Verdict;
 use super::gather::{self, Found, Process};

@@ -10,12 +10,12 @@ const ASK_SELDOM: Duration = Duration::from_secs(10);
 
 /// When to ask next, and the interval after that; None while nothing waits.
 #[derive(Debug, Default)]
-pub struct Asking(Option<(Instant, Duration)>);
+pub(crate) struct Asking(Option<(Instant, Duration)>);
 
 impl Asking {
     /// Something waits. Returns whether to ask now: repeatedly, at growing intervals, since query or answer may be
     /// lost.
-    pub fn is_due(&mut self) -> bool {
+    pub(crate) fn is_due(&mut self) -> bool {
         let now = Instant::now();
         let (at, pause) = *self.0.get_or_insert((now + ASK_AFTER, ASK_AFTER));
         if now < at {
@@ -27,7 +27,7 @@ impl Asking {
     }
 
     /// Nothing waits any longer.
-    pub fn rest(&mut self) {
+    pub(crate) fn rest(&mut self) {
         self.0 = None;
     }
 }

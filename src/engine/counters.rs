@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The counters of one connection. All but the byte counts are numbers of events.
 #[derive(Debug, Default)]
-pub struct Counters {
+pub(crate) struct Counters {
     /// Payload bytes moved (first transmissions).
     pub bytes: AtomicU64,
     /// Messages finished.
@@ -35,12 +35,12 @@ pub struct Counters {
 
 impl Counters {
     /// Adds to a counter that is written under one lock only, which the caller holds: no locked instruction.
-    pub fn count(counter: &AtomicU64, n: u64) {
+    pub(crate) fn count(counter: &AtomicU64, n: u64) {
         counter.store(counter.load(Ordering::Relaxed) + n, Ordering::Relaxed);
     }
 
     /// Adds one to a counter.
-    pub fn bump(counter: &AtomicU64) {
+    pub(crate) fn bump(counter: &AtomicU64) {
         counter.fetch_add(1, Ordering::Relaxed);
     }
 }

@@ -18,15 +18,15 @@
 //! | [`asking`] | when to ask the other side about a message that waits |
 //! | [`counters`] | the counters of a connection |
 
-pub mod asking;
-pub mod counters;
+pub(crate) mod asking;
+pub(crate) mod counters;
 mod deadlines;
-pub mod doorbell;
+pub(crate) mod doorbell;
 pub mod events;
-pub mod handle;
+pub(crate) mod handle;
 pub mod poller;
 pub mod request;
-pub mod schedule;
-pub mod span;
-pub mod table;
-pub mod tags;
+pub(crate) mod schedule;
+pub(crate) mod span;
+pub(crate) mod table;
+pub(crate) mod tags;

@@ -351,7 +351,7 @@ impl Shared {
 }
 
 /// The text of a panic's payload.
-pub fn panic_text(payload: &(dyn std::any::Any + Send)) -> &str {
+pub(crate) fn panic_text(payload: &(dyn std::any::Any + Send)) -> &str {
     payload
         .downcast_ref::<&str>()
         .copied()
@@ -389,7 +389,7 @@ impl Poller {
     ///
     /// # Errors
     /// When the thread or its epoll descriptor cannot be created.
-    pub fn keeper(&self) -> Result<&Worker> {
+    pub(crate) fn keeper(&self) -> Result<&Worker> {
         if let Some(worker) = self.keeper.get() {
             return Ok(worker);
         }

@@ -16,10 +16,10 @@ use crate::os::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Orderi
 use crate::os::sync::{Mutex, MutexGuard};
 
 /// NCCL's largest grouped receive (NCCL_NET_IB_MAX_RECVS in NCCL's own IB transport, 2.12 and later).
-pub const MAX_PARTS: usize = 8;
+pub(crate) const MAX_PARTS: usize = 8;
 /// 32 outstanding requests (NCCL_NET_MAX_REQUESTS since 2.19) of up to 8 grouped parts: on the sending side each
 /// part is a request of its own.
-pub const SLOTS: usize = 32 * MAX_PARTS;
+pub(crate) const SLOTS: usize = 32 * MAX_PARTS;
 
 /// [`Keys`] counts in bytes.
 const _: () = assert!(SLOTS == 1 << u8::BITS);
@@ -38,7 +38,7 @@ pub struct Ticket {
 }
 
 /// The thread that completes a single-part request can attach one record to it; the thread that calls `test` reads it.
-pub type LastWords = [u64; 5];
+pub(crate) type LastWords = [u64; 5];
 
 /// Everything about a request of one part is in the first cache line, which a thread that tests it in a loop already
 /// has.
@@ -196,7 +196,7 @@ impl RequestSlots {
 
     /// The same, with the list of free ones kept separately, for a caller with a lock of its own: slots are taken with
     /// these keys only.
-    pub fn with_keys() -> (Self, Keys) {
+    pub(crate) fn with_keys() -> (Self, Keys) {
         (Self::of(Keys::none()), Keys::all())
     }
 
@@ -215,7 +215,7 @@ impl RequestSlots {
 
     /// The same with keys that the caller holds.
     #[inline(always)]
-    pub fn take_with(&self, keys: &mut Keys, parts: usize) -> Option<Ticket> {
+    pub(crate) fn take_with(&self, keys: &mut Keys, parts: usize) -> Option<Ticket> {
         debug_assert!((1..=MAX_PARTS).contains(&parts));
         let (key, generation) = (keys.take(&self.slots)?, keys.generation);
         let slot = &self.slots[usize::from(key)];
@@ -229,7 +229,7 @@ impl RequestSlots {
     }
 
     /// Gives back a slot whose request was never handed to NCCL.
-    pub fn cancel(&self, ticket: Ticket) {
+    pub(crate) fn cancel(&self, ticket: Ticket) {
         self.free(ticket.slot as usize);
     }
 
@@ -338,7 +338,7 @@ impl RequestSlots {
     }
 
     /// How many requests are outstanding of those that were made with these keys.
-    pub fn outstanding_of(&self, keys: &Keys) -> usize {
+    pub(crate) fn outstanding_of(&self, keys: &Keys) -> usize {
         keys.outstanding(&self.slots)
     }
 

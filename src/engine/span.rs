@@ -2,7 +2,7 @@
 
 /// Bytes of memory. Never followed, only compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Span {
+pub(crate) struct Span {
     start: usize,
     bytes: usize,
 }
@@ -10,12 +10,12 @@ pub struct Span {
 impl Span {
     /// `bytes` bytes from `start` on.
     #[inline]
-    pub fn new(start: usize, bytes: usize) -> Self {
+    pub(crate) fn new(start: usize, bytes: usize) -> Self {
         Self { start, bytes }
     }
 
     /// Whether the two have a byte in common.
-    pub fn meets(self, other: Self) -> bool {
+    pub(crate) fn meets(self, other: Self) -> bool {
         let reaches = |a: Self, b: Self| a.start <= b.start && b.start - a.start < a.bytes;
         self.bytes > 0 && other.bytes > 0 && (reaches(self, other) || reaches(other, self))
     }

@@ -5,7 +5,7 @@
 /// NCCL uses one tag per connection, or as many as there are ranks behind one NIC (PXN), and mostly the same one many
 /// times in a row. So: a short sorted list, and the last hit is tried first.
 #[derive(Debug, Default)]
-pub struct TagOrders {
+pub(crate) struct TagOrders {
     entries: Vec<(i32, u64)>,
     last: usize,
 }
@@ -13,7 +13,7 @@ pub struct TagOrders {
 impl TagOrders {
     /// The number of the next message with `tag`, and counts it.
     #[inline]
-    pub fn next(&mut self, tag: i32) -> u64 {
+    pub(crate) fn next(&mut self, tag: i32) -> u64 {
         let at = self.position(tag);
         let order = self.entries[at].1;
         self.entries[at].1 += 1;
@@ -21,7 +21,7 @@ impl TagOrders {
     }
 
     /// The number that the next message with `tag` will get.
-    pub fn peek(&self, tag: i32) -> u64 {
+    pub(crate) fn peek(&self, tag: i32) -> u64 {
         self.entries.binary_search_by_key(&tag, |entry| entry.0).map_or(0, |at| self.entries[at].1)
     }
 

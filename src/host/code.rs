@@ -56,7 +56,7 @@ impl Code {
 
     /// The same failure as an error for users: `doing` is what the host was doing, as in "connecting to rank 1".
     #[must_use]
-    pub fn while_doing(self, doing: impl fmt::Display) -> Error {
+    pub(crate) fn while_doing(self, doing: impl fmt::Display) -> Error {
         let cause = match self {
             Self::InvalidArgument => Cause::Argument,
             Self::InvalidUsage | Self::NotOffered(_) => Cause::Usage,

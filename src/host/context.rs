@@ -181,12 +181,6 @@ impl Context {
         unsafe { self.0.net.table.make_vdevice(members) }
     }
 
-    /// Passes the expected traffic to the plugin (v11 and later).
-    pub fn set_net_attr(&self, mut attr: ffi::ncclNetAttr_v11_t) -> Result<()> {
-        // SAFETY: the context is alive, the attributes are only read during the call.
-        unsafe { self.0.net.table.set_net_attr(self.0.raw, &mut attr) }
-    }
-
     /// Ends the context now, with connections still open: what NCCL does after an abort. Later calls and the last
     /// drop do nothing more. What is still open must be [abandoned](super::SendComm::abandon), not closed.
     pub fn finalize(&self) -> Result<()> {

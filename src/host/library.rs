@@ -116,7 +116,7 @@ impl Plugin {
     }
 
     /// The file that [`Plugin::open_default`] opens.
-    pub fn default_file() -> PathBuf {
+    pub(crate) fn default_file() -> PathBuf {
         let program = env::current_exe().unwrap_or_default();
         program
             .ancestors()

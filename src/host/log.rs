@@ -6,7 +6,7 @@
 //! as a call to such a function does, each kind in its own order, so the right number of each can be taken while
 //! walking through the format.
 //!
-//! Limits: at most [`INTEGERS`] integer or pointer arguments and [`FLOATS`] floating-point ones (further conversions
+//! Limits: at most 12 integer or pointer arguments and 8 floating-point ones (further conversions
 //! are shown as written), no `long double`, no `%n` and no positional arguments (`%1$s`). Reading a slot that the caller
 //! did not fill yields a meaningless number, never a fault: it lies in the caller's own stack frame.
 //!
@@ -18,11 +18,6 @@ use std::io::Write;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::nccl::ffi;
-
-/// Integer and pointer arguments that are understood after the format.
-pub const INTEGERS: usize = 12;
-/// Floating-point arguments that are understood.
-pub const FLOATS: usize = 8;
 
 /// One line that a plugin printed.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -54,7 +54,8 @@ pub struct Event {
 
 impl Event {
     /// Whether a STOP came.
-    pub fn is_stopped(&self) -> bool {
+    #[cfg(test)]
+    pub(crate) fn is_stopped(&self) -> bool {
         let stops = [ffi::ncclProfilerNetEventStop, ffi::ncclProfilerNetEventUpdateAndStop];
         self.followed_by.iter().any(|kind| stops.contains(kind))
     }
@@ -102,7 +103,7 @@ pub fn callback() -> ffi::ncclProfilerCallback_t {
 }
 
 /// A callback like that of an NCCL without profiler: it returns success and no event handle.
-pub fn ignoring_callback() -> ffi::ncclProfilerCallback_t {
+pub(crate) fn ignoring_callback() -> ffi::ncclProfilerCallback_t {
     Some(ignore)
 }
 

@@ -126,13 +126,6 @@ impl Table {
         )
     }
 
-    pub(super) unsafe fn set_net_attr(self, context: *mut c_void, attr: &mut ffi::ncclNetAttr_v11_t) -> Result<()> {
-        by_version!(self;
-            V4 V5 V6 V7 V8 V9 V10 (_t) => Err(Code::NotOffered("setNetAttr"));
-            V11 V12 (t) => call!(t.setNetAttr(context, attr));
-        )
-    }
-
     pub(super) unsafe fn devices(self) -> Result<c_int> {
         let mut count = 0;
         by_version!(self; V4 V5 V6 V7 V8 V9 V10 V11 V12 (t) => call!(t.devices(&raw mut count));)?;

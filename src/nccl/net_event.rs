@@ -25,7 +25,7 @@ pub const VERSION: i64 = 1;
 pub const PLUGIN_ID: i64 = (0x544c << 16) | VERSION;
 
 /// The plugin id of a [`NetSum`], which only [`Reader::Sums`] receives.
-pub const PLUGIN_ID_SUM: i64 = (0x544c << 16) | 0x8001;
+pub(crate) const PLUGIN_ID_SUM: i64 = (0x544c << 16) | 0x8001;
 
 /// [`NetEvent::flags`]: this side sends (otherwise it receives).
 pub const FLAG_SEND: u32 = 1;
@@ -35,28 +35,28 @@ pub const FLAG_RESEND: u32 = 1 << 1;
 
 /// [`NetEvent::flags`], in a start: the part has ended already, [`NetEvent::wire_ns`] after it began. Everything is said here,
 /// the stop follows at once and without an update.
-pub const FLAG_ENDED: u32 = 1 << 2;
+pub(crate) const FLAG_ENDED: u32 = 1 << 2;
 
 /// [`NetEvent::flags`], from this bit on, eight bits: so many further parts of the same transfer lie behind this one in
 /// memory, one after another. Only in a start, of parts that have all ended, and only for [`Reader::Patient`], which takes
 /// each for an event of its own; a stop follows for all of them.
-pub const MORE_SHIFT: u32 = 8;
+pub(crate) const MORE_SHIFT: u32 = 8;
 
 /// The most parts that one start brings.
-pub const MOST_AT_ONCE: usize = 8;
+pub(crate) const MOST_AT_ONCE: usize = 8;
 
 /// [`NetEvent::carrier`]: a socket; `device` is its descriptor, `opcode` 0 for a send and 1 for a receive.
-pub const CARRIER_SOCKET: u32 = 1;
+pub(crate) const CARRIER_SOCKET: u32 = 1;
 
 /// [`NetEvent::carrier`]: a queue pair; all fields below mean what NCCL's descriptor for IB says.
-pub const CARRIER_QUEUE_PAIR: u32 = 2;
+pub(crate) const CARRIER_QUEUE_PAIR: u32 = 2;
 
 /// [`NetEvent::offset`] when it is not known: the receiving side of several queue pairs learns how much each brought, not
 /// where it belongs.
 pub const SOMEWHERE: u64 = u64::MAX;
 
 /// [`NetEvent::rail`] and [`NetEvent::stream`] when a part stands for several of them.
-pub const SEVERAL: u16 = u16::MAX;
+pub(crate) const SEVERAL: u16 = u16::MAX;
 
 /// One part of one transfer, as the transport saw it.
 #[repr(C)]
@@ -145,7 +145,7 @@ pub struct NetSum {
 /// event itself: there is nothing to say of it later, so a stop would be a call for nothing.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub struct NetSumNews {
+pub(crate) struct NetSumNews {
     /// The sum.
     pub sum: NetSum,
     /// When the transfer had ended, by [`crate::os::ticks::Ticks::number`].
@@ -215,7 +215,7 @@ impl NetEvent {
     }
 
     /// Whether the part had ended when it was reported.
-    pub fn has_ended(&self) -> bool {
+    pub(crate) fn has_ended(&self) -> bool {
         self.flags & FLAG_ENDED != 0
     }
 
@@ -225,7 +225,7 @@ impl NetEvent {
     }
 
     /// So many do, fewer than [`MOST_AT_ONCE`].
-    pub fn set_more(&mut self, more: usize) {
+    pub(crate) fn set_more(&mut self, more: usize) {
         self.flags = self.flags & !(0xff << MORE_SHIFT) | (more as u32 & 0xff) << MORE_SHIFT;
     }
 

@@ -15,9 +15,10 @@ mod nearest;
 mod render;
 mod value;
 
-pub use complaint::Complaint;
-pub use nearest::{is_slip, nearest};
-pub use render::{Setting, Source, render_markdown, settings};
+pub(crate) use complaint::Complaint;
+pub(crate) use nearest::{is_slip, nearest};
+pub use render::render_markdown;
+pub(crate) use render::{Source, settings};
 pub use value::{Backend, Family, KeyFile, LogLevel, NetEvents, Number, Rails, Value, is_blank_or_quote};
 
 use std::time::Duration;
@@ -45,7 +46,7 @@ pub struct Variable {
 
 impl Variable {
     /// Whether this is one of Towline's own variables, and not one of NCCL's that Towline honours.
-    pub fn is_own(&self) -> bool {
+    pub(crate) fn is_own(&self) -> bool {
         self.name.starts_with(PREFIX)
     }
 }
@@ -749,7 +750,7 @@ variables! {
 
 impl Config {
     /// The configuration from the process's environment, and the complaints about it.
-    pub fn from_env() -> (Self, Vec<Complaint>) {
+    pub(crate) fn from_env() -> (Self, Vec<Complaint>) {
         Self::from_pairs(std::env::vars_os().filter_map(|(name, value)| {
             let name = name.into_string().ok()?;
             Some((name, value.to_string_lossy().into_owned()))

@@ -6,7 +6,7 @@ use std::path::Path;
 
 /// Processors, counted in three ways.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Cores {
+pub(crate) struct Cores {
     /// What this process may use: its affinity, and no more than the quota of its container.
     pub usable: usize,
     /// Those of its affinity mask: the ones a launcher assigned to it, or all.
@@ -17,7 +17,7 @@ pub struct Cores {
 
 impl Cores {
     /// As reported by the kernel.
-    pub fn of_this_process() -> Self {
+    pub(crate) fn of_this_process() -> Self {
         let usable = std::thread::available_parallelism().map_or(1, usize::from);
         let bound = affinity().unwrap_or(usable).max(usable);
         let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
@@ -28,12 +28,12 @@ impl Cores {
 
     /// The processors that one of `processes` on this host may use alone. Each process gets an equal part of all, or,
     /// if it is bound to fewer, those: they are its own, or it shares them only with its neighbours.
-    pub fn of_one_in(self, processes: usize) -> usize {
+    pub(crate) fn of_one_in(self, processes: usize) -> usize {
         (self.shared / processes.max(1)).min(self.bound).max(1)
     }
 
     /// Those that this process does not share with others of its job.
-    pub fn own(self) -> usize {
+    pub(crate) fn own(self) -> usize {
         self.of_one_in(local_processes(|name| std::env::var(name).ok()))
     }
 }

@@ -77,20 +77,20 @@ impl Error {
 
     /// The same failure with the peer it concerns (an address, a host name, a rank).
     #[must_use]
-    pub fn with_peer(self, peer: impl fmt::Display) -> Self {
+    pub(crate) fn with_peer(self, peer: impl fmt::Display) -> Self {
         let (cause, what, _, hint) = self.parts();
         Self::from_parts(cause, what, Some(peer.to_string()), hint)
     }
 
     /// The same failure with a hint: what the user can try.
     #[must_use]
-    pub fn with_hint(self, hint: impl Into<String>) -> Self {
+    pub(crate) fn with_hint(self, hint: impl Into<String>) -> Self {
         let (cause, what, peer, _) = self.parts();
         Self::from_parts(cause, what, peer, Some(hint.into()))
     }
 
     /// Whether it has a hint.
-    pub fn has_hint(&self) -> bool {
+    pub(crate) fn has_hint(&self) -> bool {
         self.0.hint.is_some()
     }
 
@@ -116,13 +116,13 @@ impl Error {
 
     /// True for the first caller only, over all clones: that caller writes the failure to the log, so that the error of
     /// a connection appears there once and not once per request.
-    pub fn tell_once(&self) -> bool {
+    pub(crate) fn tell_once(&self) -> bool {
         !self.0.told.swap(true, Ordering::Relaxed)
     }
 
     /// The same for the consequence of the failure, logged for a host that does not read result codes: the connection
     /// itself has logged its failure by then.
-    pub fn tell_host_once(&self) -> bool {
+    pub(crate) fn tell_host_once(&self) -> bool {
         !self.0.told_to_host.swap(true, Ordering::Relaxed)
     }
 

@@ -12,13 +12,13 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::AtomicI32;
 
 /// A plain descriptor in the registry.
-pub type Fd = Registered<OwnedFd>;
+pub(crate) type Fd = Registered<OwnedFd>;
 
 /// Owns `T` and its one descriptor. In a forked child the descriptor is already closed, so there dropping does nothing
 /// at all: its number may belong to another file by then.
 ///
 /// `T` must keep the same descriptor for life.
-pub struct Registered<T: AsRawFd> {
+pub(crate) struct Registered<T: AsRawFd> {
     inner: ManuallyDrop<T>,
     slot: &'static AtomicI32,
     generation: u32,
@@ -32,7 +32,7 @@ impl<T: AsRawFd> Registered<T> {
     ///
     /// # Errors
     /// The error of `open` or `fcntl`.
-    pub fn open(open: impl FnOnce() -> io::Result<T>) -> io::Result<Self> {
+    pub(crate) fn open(open: impl FnOnce() -> io::Result<T>) -> io::Result<Self> {
         fork::watch();
         let _section = Section::enter();
         let inner = open()?;
@@ -42,7 +42,7 @@ impl<T: AsRawFd> Registered<T> {
     }
 
     /// Whether the descriptor is still there, that is, this is not a forked child of the process that opened it.
-    pub fn is_ours(&self) -> bool {
+    pub(crate) fn is_ours(&self) -> bool {
         self.generation == fork::generation()
     }
 }

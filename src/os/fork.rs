@@ -44,12 +44,12 @@ static BUSY: AtomicU32 = AtomicU32::new(0);
 /// can detect that its descriptors and threads are gone.
 ///
 /// It counts only forks since [`watch`] was first called, which registering a descriptor does.
-pub fn generation() -> u32 {
+pub(crate) fn generation() -> u32 {
     GENERATION.0.load(Ordering::Acquire)
 }
 
 /// Installs the fork handlers, once for the process.
-pub fn watch() {
+pub(crate) fn watch() {
     static INSTALL: Once = Once::new();
     INSTALL.call_once(|| {
         // SAFETY: the handlers are functions of this library, which stays mapped; they may run on any thread.
@@ -89,11 +89,11 @@ unsafe extern "C" fn after_in_child() {
 
 /// A stretch of code during which no fork happens. Nothing in it may block or fork.
 #[derive(Debug)]
-pub struct Section(());
+pub(crate) struct Section(());
 
 impl Section {
     /// Waits until no fork is under way, and holds back the next.
-    pub fn enter() -> Self {
+    pub(crate) fn enter() -> Self {
         loop {
             BUSY.fetch_add(1, Ordering::SeqCst);
             if FORKING.load(Ordering::SeqCst) == 0 {
@@ -176,7 +176,8 @@ pub(super) fn unregister(slot: &'static AtomicI32) {
 }
 
 /// How many descriptors Towline has open: for the counters and for tests against leaks.
-pub fn open_descriptors() -> usize {
+#[cfg(test)]
+pub(crate) fn open_descriptors() -> usize {
     slots().filter(|slot| slot.load(Ordering::Relaxed) != EMPTY).count()
 }
 

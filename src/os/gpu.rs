@@ -9,7 +9,7 @@ const LIBRARY: &str = "libcuda.so.1";
 
 /// A GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Gpu {
+pub(crate) struct Gpu {
     /// CUDA's number of it in this process: `CUDA_VISIBLE_DEVICES` renumbers the host's.
     pub number: i32,
     /// Its PCI address, as `nvidia-smi` and the kernel's log have it.
@@ -23,7 +23,7 @@ impl fmt::Display for Gpu {
 }
 
 /// The GPU of the calling thread's CUDA context; None where there is no driver or no context.
-pub fn current() -> Option<Gpu> {
+pub(crate) fn current() -> Option<Gpu> {
     type OfContext = unsafe extern "C" fn(*mut c_int) -> c_int;
     type AddressOf = unsafe extern "C" fn(*mut c_char, c_int, c_int) -> c_int;
     // SAFETY: RTLD_NOLOAD only finds what the process has loaded already, so that no initialiser runs.

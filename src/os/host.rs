@@ -1,7 +1,7 @@
 //! This host.
 
 /// Its name, as the kernel has it.
-pub fn name() -> String {
+pub(crate) fn name() -> String {
     let mut name = [0_u8; 256];
     // SAFETY: the buffer has the passed length, less one for a terminating zero.
     unsafe { libc::gethostname(name.as_mut_ptr().cast(), name.len() - 1) };

@@ -15,10 +15,10 @@
 //!
 //! This module must not know what a device or a rail is made of.
 
-pub mod duplicate;
+pub(crate) mod duplicate;
 mod meant;
 
-pub use meant::meant;
+pub(crate) use meant::meant;
 
 use super::config::Family;
 use super::error::{Error, Result};
@@ -28,7 +28,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV
 use std::ptr;
 
 /// The number of interfaces, and of names in a list, that NCCL's Socket considers.
-pub const MAX_INTERFACES: usize = 16;
+pub(crate) const MAX_INTERFACES: usize = 16;
 
 /// What is chosen when no variable is set, in [`Filter`]'s syntax.
 const ORDINARY: &str = "^docker,lo,virbr";
@@ -76,7 +76,7 @@ pub struct Interface {
 
 impl Interface {
     /// The kernel's name of the interface: the label without its alias part.
-    pub fn kernel_name(&self) -> &str {
+    pub(crate) fn kernel_name(&self) -> &str {
         self.name.split(':').next().unwrap_or(&self.name)
     }
 }
@@ -153,7 +153,7 @@ unsafe fn socket_address(address: *const libc::sockaddr) -> Option<SocketAddr> {
 /// `^`) means exact names instead of prefixes. A colon and what follows it belong to InfiniBand ports and are ignored.
 /// An empty list matches everything.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Filter {
+pub(crate) struct Filter {
     exclude: bool,
     exact: bool,
     names: Vec<String>,
@@ -161,7 +161,7 @@ pub struct Filter {
 
 impl Filter {
     /// Reads a list. Every text is a valid list.
-    pub fn new(text: &str) -> Self {
+    pub(crate) fn new(text: &str) -> Self {
         let (exclude, text) = text.strip_prefix('^').map_or((false, text), |rest| (true, rest));
         let (exact, text) = text.strip_prefix('=').map_or((false, text), |rest| (true, rest));
         let names = text.split(',').filter_map(|entry| entry.split(':').next()).filter(|name| !name.is_empty());
@@ -169,7 +169,7 @@ impl Filter {
     }
 
     /// Whether the list selects an interface of this name.
-    pub fn passes(&self, name: &str) -> bool {
+    pub(crate) fn passes(&self, name: &str) -> bool {
         let listed = self.names.is_empty()
             || self.names.iter().any(|listed| if self.exact { name == listed } else { name.starts_with(listed) });
         listed != self.exclude
@@ -177,7 +177,7 @@ impl Filter {
 
     /// The entries that selected none of these, among those that mean one interface: exact names, and names with a
     /// number. (`ib,eth` lists what may exist.)
-    pub fn missed(&self, chosen: &[Interface]) -> Vec<&str> {
+    pub(crate) fn missed(&self, chosen: &[Interface]) -> Vec<&str> {
         let fits =
             |entry: &str| chosen.iter().any(|one| one.name == entry || !self.exact && one.name.starts_with(entry));
         let means_one = |entry: &str| self.exact || entry.contains(|c: char| c.is_ascii_digit());
@@ -261,7 +261,7 @@ pub fn choose(all: &[Interface], wish: &Wish<'_>) -> (Vec<Interface>, Why) {
 ///
 /// `is_bridge`: a bridge that is down is included only if `NCCL_SOCKET_IFNAME` names it. The networks of containers are
 /// bridges, which are down while they have no containers, and lead to no other host.
-pub fn choose_also_down(
+pub(crate) fn choose_also_down(
     all: &[Interface],
     wish: &Wish<'_>,
     is_bridge: impl Fn(&Interface) -> bool,
@@ -365,7 +365,7 @@ fn in_subnet(all: &[Interface], there: SocketAddr) -> Vec<Interface> {
 
 /// The address in `NCCL_COMM_ID`: `host:port`, or `[ipv6]:port` with an optional `%interface`. A host name is looked
 /// up. None when it is not valid: it is only a hint here, and NCCL itself reports it.
-pub fn rendezvous(text: &str) -> Option<SocketAddr> {
+pub(crate) fn rendezvous(text: &str) -> Option<SocketAddr> {
     if let Some(rest) = text.strip_prefix('[') {
         let (host, port) = rest.split_once(']')?;
         let (ip, scope) = host.split_once('%').map_or((host, None), |(ip, scope)| (ip, Some(scope)));

@@ -20,7 +20,7 @@ const LONGEST: usize = 4096;
 
 /// What a key is for: each use has bytes of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Purpose {
+pub(crate) enum Purpose {
     /// Connections between ranks.
     Connections,
     /// The status over TCP.
@@ -42,12 +42,12 @@ impl SharedKey {
     ///
     /// # Errors
     /// As [`read`].
-    pub fn load(path: &Path, purpose: Purpose) -> Result<Self> {
+    pub(crate) fn load(path: &Path, purpose: Purpose) -> Result<Self> {
         read(path).map(|content| Self::from_content(&content, purpose))
     }
 
     /// The key from the content of a key file.
-    pub fn from_content(content: &[u8], purpose: Purpose) -> Self {
+    pub(crate) fn from_content(content: &[u8], purpose: Purpose) -> Self {
         let label: &[u8] = match purpose {
             Purpose::Connections => b"towline key file 1",
             Purpose::Status => b"towline status key 1",
@@ -56,7 +56,7 @@ impl SharedKey {
     }
 
     /// The bytes for the handshake.
-    pub fn bytes(&self) -> &[u8; 32] {
+    pub(crate) fn bytes(&self) -> &[u8; 32] {
         &self.0
     }
 }
@@ -65,7 +65,7 @@ impl SharedKey {
 ///
 /// # Errors
 /// When it cannot be read, is too short or too long, or can be read or changed by others than its owner.
-pub fn read(path: &Path) -> Result<Vec<u8>> {
+pub(crate) fn read(path: &Path) -> Result<Vec<u8>> {
     if path.as_os_str().is_empty() {
         return Err(Error::usage("TOWLINE_KEY_FILE is set, but names no file")
             .with_hint("name the key file, or unset the variable on all hosts to go without encryption"));

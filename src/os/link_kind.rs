@@ -19,12 +19,12 @@ const OVERLAYS: [&str; 10] = ["vxlan", "geneve", "wireguard", "tun", "gre", "gre
 const TUNNELS: [i64; 6] = [65534, 768, 769, 776, 778, 823];
 
 /// Whether this driver reports the same speed whatever the path carries.
-pub fn claims_its_speed(driver: &str) -> bool {
+pub(crate) fn claims_its_speed(driver: &str) -> bool {
     CLAIMS.contains(&driver)
 }
 
 /// Whether an interface with this driver, `DEVTYPE` of its uevent, or hardware type is an overlay.
-pub fn is_overlay(driver: Option<&str>, devtype: Option<&str>, hardware: Option<i64>) -> bool {
+pub(crate) fn is_overlay(driver: Option<&str>, devtype: Option<&str>, hardware: Option<i64>) -> bool {
     driver.into_iter().chain(devtype).any(|kind| OVERLAYS.contains(&kind))
         || hardware.is_some_and(|kind| TUNNELS.contains(&kind))
 }
@@ -46,7 +46,7 @@ struct DriverInfo {
 const _: () = assert!(size_of::<DriverInfo>() == 196);
 
 /// The driver of an interface of this network namespace, by `ethtool`. None when the kernel does not report it.
-pub fn driver(name: &str) -> Option<String> {
+pub(crate) fn driver(name: &str) -> Option<String> {
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::DGRAM, None).ok()?;
     let mut info = DriverInfo { command: ETHTOOL_GDRVINFO, driver: [0; 32], rest: [0; 160] };
     // SAFETY: all zeroes is a valid value of this struct of numbers and a union of plain data.

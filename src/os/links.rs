@@ -12,7 +12,7 @@ use super::fd::{Fd, Registered};
 
 /// What happened to an interface or an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Event {
+pub(crate) struct Event {
     /// The kernel's index of the interface.
     pub index: u32,
     /// Whether it can carry packets.
@@ -21,7 +21,7 @@ pub struct Event {
 
 /// What the kernel has reported since the last read.
 #[derive(Debug, Default)]
-pub struct News {
+pub(crate) struct News {
     /// In the order in which it happened.
     pub events: Vec<Event>,
     /// The kernel had more to report than it had room for (netlink(7), `ENOBUFS`): the state of interfaces must be
@@ -30,14 +30,14 @@ pub struct News {
 }
 
 /// A socket on which the kernel reports.
-pub struct Links(Fd);
+pub(crate) struct Links(Fd);
 
 impl Links {
     /// Starts to listen.
     ///
     /// # Errors
     /// When the system has no such socket (a sandbox may forbid it), or no descriptor.
-    pub fn open() -> io::Result<Self> {
+    pub(crate) fn open() -> io::Result<Self> {
         let fd = Registered::open(|| {
             let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
             // SAFETY: plain system call.
@@ -62,7 +62,7 @@ impl Links {
     }
 
     /// What has happened since the last read.
-    pub fn read(&self) -> News {
+    pub(crate) fn read(&self) -> News {
         let mut news = News::default();
         let mut buffer = [0_u8; 16 << 10];
         loop {
@@ -85,7 +85,7 @@ impl Links {
     ///
     /// # Errors
     /// When the system does not answer now; it may later.
-    pub fn is_running(&self, index: u32) -> io::Result<bool> {
+    pub(crate) fn is_running(&self, index: u32) -> io::Result<bool> {
         let Ok(index) = i32::try_from(index) else { return Ok(false) };
         // SAFETY: all zeroes is a valid value of this struct of numbers.
         let mut request: libc::ifreq = unsafe { std::mem::zeroed() };

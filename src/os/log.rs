@@ -24,7 +24,7 @@
 mod limit;
 mod subscriber;
 
-pub use limit::{Limiter, once_per};
+pub(crate) use limit::{Limiter, once_per};
 
 use super::config::LogLevel;
 use std::ffi::{c_char, c_int, c_uint, c_ulong, c_void};
@@ -35,12 +35,12 @@ use std::time::{Duration, Instant};
 use tracing::Level;
 
 /// NCCL's logging function: level, subsystem flags, file, line, printf format and arguments.
-pub type Logger = unsafe extern "C" fn(c_uint, c_ulong, *const c_char, c_int, *const c_char, ...);
+pub(crate) type Logger = unsafe extern "C" fn(c_uint, c_ulong, *const c_char, c_int, *const c_char, ...);
 
 /// The target of events that concern one connection or transfer: NCCL's NET subsystem alone.
-pub const NET: &str = "towline::net";
+pub(crate) const NET: &str = "towline::net";
 /// The target of events about the configuration: NCCL's ENV subsystem.
-pub const ENV: &str = "towline::env";
+pub(crate) const ENV: &str = "towline::env";
 
 /// NCCL's log levels.
 mod level {
@@ -72,7 +72,7 @@ static INSTALL: Once = Once::new();
 
 /// Makes `logger` the process's logger, with the level that `NCCL_DEBUG` in the environment sets now. Without a logger,
 /// events go to standard error at level `without`.
-pub fn set_logger(logger: Option<Logger>, without: LogLevel) {
+pub(crate) fn set_logger(logger: Option<Logger>, without: LogLevel) {
     let seen = match logger {
         Some(_) => nccl_level(|name| std::env::var(name).ok()),
         None => without,
@@ -101,16 +101,11 @@ fn keep_mapped(address: *const c_void) {
     }
 }
 
-/// Sends events to standard error at `level`: for the command line, where there is no NCCL.
-pub fn to_stderr(level: LogLevel) {
-    set_logger(None, level);
-}
-
 /// Stops using NCCL's logger and returns when no thread is inside it: NCCL has ended its last communicator. Later
 /// warnings go to standard error.
 ///
 /// A thread that stays inside the logger for more than a second (a blocked output) is not waited for.
-pub fn forget_logger() {
+pub(crate) fn forget_logger() {
     LOGGER.store(ptr::null_mut(), Ordering::SeqCst);
     set_verbosity(LogLevel::Warn);
     let start = Instant::now();
@@ -121,7 +116,7 @@ pub fn forget_logger() {
 
 /// Writes a line to standard error when NCCL's logger would not print it as a warning: for a host that is not NCCL, in
 /// a process where NCCL's logger is in use. `NCCL_DEBUG` shows whether NCCL prints warnings.
-pub fn also_to_stderr(text: &str) {
+pub(crate) fn also_to_stderr(text: &str) {
     let prints = std::env::var("NCCL_DEBUG")
         .is_ok_and(|asked| ["WARN", "INFO", "ABORT", "TRACE"].iter().any(|level| asked.eq_ignore_ascii_case(level)));
     if !prints && !LOGGER.load(Ordering::SeqCst).is_null() {

@@ -2,7 +2,7 @@
 
 /// Prefetches the memory of `place`, to be read soon: each line may be one that another processor has written last.
 #[inline]
-pub fn fetch<T>(place: &T) {
+pub(crate) fn fetch<T>(place: &T) {
     #[cfg(target_arch = "x86_64")]
     for line in lines(place) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
@@ -16,7 +16,7 @@ pub fn fetch<T>(place: &T) {
 /// The same for memory that is written soon, exclusively: a line prefetched for reading would be requested a second
 /// time at the first write.
 #[inline]
-pub fn fetch_to_write<T>(place: &T) {
+pub(crate) fn fetch_to_write<T>(place: &T) {
     #[cfg(target_arch = "x86_64")]
     for line in lines(place) {
         // The intrinsic for it becomes the other instruction where the compiler may not assume this one. Every

@@ -3,21 +3,21 @@
 //! Nothing here knows NCCL's structs, a wire format or a backend.
 
 pub mod config;
-pub mod cores;
+pub(crate) mod cores;
 pub mod error;
-pub mod fd;
-pub mod fork;
-pub mod gpu;
-pub mod host;
+pub(crate) mod fd;
+pub(crate) mod fork;
+pub(crate) mod gpu;
+pub(crate) mod host;
 pub mod interfaces;
-pub mod key_file;
-pub mod link_kind;
-pub mod links;
-pub mod log;
-pub mod memory;
-pub mod nccl_conf;
+pub(crate) mod key_file;
+pub(crate) mod link_kind;
+pub(crate) mod links;
+pub(crate) mod log;
+pub(crate) mod memory;
+pub(crate) mod nccl_conf;
 pub mod route;
-pub mod sync;
-pub mod sysfs;
-pub mod thread;
+pub(crate) mod sync;
+pub(crate) mod sysfs;
+pub(crate) mod thread;
 pub mod ticks;

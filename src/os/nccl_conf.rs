@@ -14,14 +14,14 @@ use std::path::{Path, PathBuf};
 
 /// The environment of this process beside the lines of NCCL's files.
 #[derive(Debug, Default, Clone)]
-pub struct Variables {
+pub(crate) struct Variables {
     own: BTreeMap<String, String>,
     files: Vec<(PathBuf, Vec<(String, String)>)>,
 }
 
 impl Variables {
     /// Reads both. Call it before another thread can change the environment.
-    pub fn read() -> Self {
+    pub(crate) fn read() -> Self {
         let own: BTreeMap<String, String> = std::env::vars_os()
             .filter_map(|(name, value)| Some((name.into_string().ok()?, value.to_string_lossy().into_owned())))
             .collect();
@@ -30,23 +30,23 @@ impl Variables {
     }
 
     /// From this environment and these files, some of which may be missing.
-    pub fn of(own: BTreeMap<String, String>, paths: &[PathBuf]) -> Self {
+    pub(crate) fn of(own: BTreeMap<String, String>, paths: &[PathBuf]) -> Self {
         let files = paths.iter().filter_map(|path| Some((path.clone(), lines(&fs::read(path).ok()?)))).collect();
         Self { own, files }
     }
 
     /// The environment that the process was started with: the one that the dynamic loader uses.
-    pub fn own(&self) -> &BTreeMap<String, String> {
+    pub(crate) fn own(&self) -> &BTreeMap<String, String> {
         &self.own
     }
 
     /// Sets a variable as if the process had been started with it.
-    pub fn set(&mut self, name: &str, value: &str) {
+    pub(crate) fn set(&mut self, name: &str, value: &str) {
         self.own.insert(name.to_owned(), value.to_owned());
     }
 
     /// What NCCL and its plugins see: the environment, files included.
-    pub fn merged(&self) -> BTreeMap<String, String> {
+    pub(crate) fn merged(&self) -> BTreeMap<String, String> {
         let mut merged = self.own.clone();
         for (_, name, value) in self.lines() {
             merged.entry(name.to_owned()).or_insert_with(|| value.to_owned());
@@ -55,19 +55,19 @@ impl Variables {
     }
 
     /// The files that can be read, in NCCL's order.
-    pub fn files(&self) -> impl Iterator<Item = &Path> {
+    pub(crate) fn files(&self) -> impl Iterator<Item = &Path> {
         self.files.iter().map(|(path, _)| path.as_path())
     }
 
     /// Every line of the files: file, name, value.
-    pub fn lines(&self) -> impl Iterator<Item = (&Path, &str, &str)> {
+    pub(crate) fn lines(&self) -> impl Iterator<Item = (&Path, &str, &str)> {
         self.files
             .iter()
             .flat_map(|(path, lines)| lines.iter().map(|(name, value)| (path.as_path(), name.as_str(), value.as_str())))
     }
 
     /// The file that sets this variable; `None` when the environment does, or nothing.
-    pub fn file_of(&self, name: &str) -> Option<&Path> {
+    pub(crate) fn file_of(&self, name: &str) -> Option<&Path> {
         let of_file = || self.lines().find(|(_, of_line, _)| *of_line == name).map(|(path, _, _)| path);
         if self.own.contains_key(name) { None } else { of_file() }
     }

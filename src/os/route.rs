@@ -17,7 +17,7 @@ use super::fd::Registered;
 
 /// How packets with the address of an interface reach a destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Way {
+pub(crate) enum Way {
     /// The kernel's own choice is right, or unknown.
     AsRouted,
     /// By the interface with this index (0: by none), and a socket that is bound to its own has an equally specific
@@ -40,7 +40,7 @@ struct Route {
 }
 
 /// How packets from `from`, an address of interface `index`, reach `to`.
-pub fn way(from: IpAddr, index: u32, to: IpAddr) -> Way {
+pub(crate) fn way(from: IpAddr, index: u32, to: IpAddr) -> Way {
     let link_local = matches!(to, IpAddr::V6(v6) if v6.is_unicast_link_local());
     if index == 0 || link_local || from.is_ipv4() != to.is_ipv4() {
         return Way::AsRouted;
@@ -88,7 +88,7 @@ fn decide(
 /// any of them, so a peer may send to any interface (`arp_ignore`, `arp_announce`); a strict `rp_filter` drops packets
 /// from hosts whose answers leave by another interface. IPv6 has no such settings: its neighbour discovery keeps
 /// interfaces apart.
-pub fn are_kept_apart(indices: &[u32]) -> bool {
+pub(crate) fn are_kept_apart(indices: &[u32]) -> bool {
     indices.iter().all(|&index| {
         let Some(name) = name_of(index) else { return false };
         // The larger of both is in force (ip-sysctl.txt).
@@ -98,7 +98,7 @@ pub fn are_kept_apart(indices: &[u32]) -> bool {
 }
 
 /// Whether an interface drops packets from hosts whose answers leave by another interface.
-pub fn is_strict(index: u32) -> bool {
+pub(crate) fn is_strict(index: u32) -> bool {
     let name = name_of(index).unwrap_or_default();
     setting("all", "rp_filter").max(setting(&name, "rp_filter")) == 1
 }
@@ -110,7 +110,7 @@ fn setting(name: &str, key: &str) -> u8 {
 }
 
 /// The name of an interface.
-pub fn name_of(index: u32) -> Option<String> {
+pub(crate) fn name_of(index: u32) -> Option<String> {
     let mut name = [0; libc::IF_NAMESIZE];
     // SAFETY: the buffer is as long as the call may fill.
     let found = unsafe { libc::if_indextoname(index, name.as_mut_ptr()) };
@@ -125,7 +125,7 @@ const SO_BINDTOIFINDEX: libc::c_int = 62;
 ///
 /// # Errors
 /// When the kernel does not allow it.
-pub fn bind_to_interface(socket: &Socket, index: u32) -> io::Result<()> {
+pub(crate) fn bind_to_interface(socket: &Socket, index: u32) -> io::Result<()> {
     set_number(socket, libc::SOL_SOCKET, SO_BINDTOIFINDEX, index as libc::c_int)
 }
 
@@ -146,7 +146,7 @@ fn set_number(socket: &Socket, level: libc::c_int, option: libc::c_int, value: l
 }
 
 /// Whether `to` is an address of this host.
-pub fn is_local(to: IpAddr) -> bool {
+pub(crate) fn is_local(to: IpAddr) -> bool {
     let from = if to.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
     look_up(from, to, None).is_ok_and(|route| route.is_local)
 }
@@ -250,7 +250,7 @@ fn read_answer(bytes: &[u8]) -> io::Result<Route> {
 }
 
 /// Configures interfaces in one IPv4 subnet so that each can be used ([`are_kept_apart`]).
-pub const KEEP_APART: &str =
+pub(crate) const KEEP_APART: &str =
     "sysctl -w net.ipv4.conf.all.arp_ignore=1 net.ipv4.conf.all.arp_announce=2 net.ipv4.conf.all.rp_filter=2";
 
 #[cfg(test)]

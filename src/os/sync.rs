@@ -4,16 +4,16 @@
 //! checker's in their place, which tries every order in which the threads can run and every value that a load may
 //! return; so code that is checked there uses `crate::os::sync` where other code uses `std::sync`.
 
-pub use std::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+pub(crate) use std::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// As in `std::sync::atomic`.
-pub mod atomic {
-    pub use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+pub(crate) mod atomic {
+    pub(crate) use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 }
 
 /// Between two attempts to get what another thread holds for a few instructions; from the hundredth on, that thread may
 /// need this one's processor.
-pub fn pause(tries: u32) {
+pub(crate) fn pause(tries: u32) {
     if tries < 100 { std::hint::spin_loop() } else { std::thread::yield_now() }
 }
 
@@ -23,7 +23,7 @@ pub fn pause(tries: u32) {
 ///
 /// On x86-64 the atomic exchange that writes the note, or releases the lock, is already such a fence.
 #[inline]
-pub fn settle() {
+pub(crate) fn settle() {
     #[cfg(not(target_arch = "x86_64"))]
     std::sync::atomic::fence(atomic::Ordering::SeqCst);
     #[cfg(target_arch = "x86_64")]

@@ -39,7 +39,8 @@ impl Default for Sysfs {
 
 impl Sysfs {
     /// The sysfs mounted at `root`, without drivers by `ethtool`.
-    pub fn at(root: impl Into<PathBuf>) -> Self {
+    #[cfg(test)]
+    pub(crate) fn at(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into(), ethtool_driver: |_| None }
     }
 
@@ -66,17 +67,18 @@ impl Sysfs {
     }
 
     /// Whether the kernel has an interface of this name.
-    pub fn exists(&self, name: &str) -> bool {
+    #[cfg(test)]
+    pub(crate) fn exists(&self, name: &str) -> bool {
         self.interface(name).exists()
     }
 
     /// Whether it is a bridge.
-    pub fn is_bridge(&self, name: &str) -> bool {
+    pub(crate) fn is_bridge(&self, name: &str) -> bool {
         self.interface(name).join("bridge").exists()
     }
 
     /// The directory of the PCI function behind the interface.
-    pub fn pci_path(&self, name: &str) -> Option<PathBuf> {
+    pub(crate) fn pci_path(&self, name: &str) -> Option<PathBuf> {
         self.stacked(name, 0, &|name| {
             let device = fs::canonicalize(self.interface(name).join("device")).ok()?;
             device.ancestors().find(|directory| is_pci(directory)).map(Path::to_owned)
@@ -101,7 +103,7 @@ impl Sysfs {
     }
 
     /// The speed in Mbit/s.
-    pub fn speed_mbps(&self, name: &str) -> Option<u32> {
+    pub(crate) fn speed_mbps(&self, name: &str) -> Option<u32> {
         self.speed_at(name, 0)
     }
 
@@ -115,7 +117,7 @@ impl Sysfs {
     }
 
     /// Whether packets of the interface leave by another interface of this host, inside other packets.
-    pub fn is_overlay(&self, name: &str) -> bool {
+    pub(crate) fn is_overlay(&self, name: &str) -> bool {
         let uevent = self.read(name, "uevent");
         let devtype = uevent.as_deref().and_then(|text| text.lines().find_map(|line| line.strip_prefix("DEVTYPE=")));
         let driver = (self.ethtool_driver)(kernel_name(name));
@@ -124,7 +126,7 @@ impl Sysfs {
     }
 
     /// Whether the interface `upper` is above `lower`, directly or not, and so shares its wire.
-    pub fn stands_on(&self, upper: &str, lower: &str) -> bool {
+    pub(crate) fn stands_on(&self, upper: &str, lower: &str) -> bool {
         self.stacked(upper, 0, &|name| (name != upper && name == kernel_name(lower)).then_some(())).is_some()
     }
 
@@ -143,7 +145,7 @@ impl Sysfs {
     }
 
     /// The name of the driver.
-    pub fn driver(&self, name: &str) -> Option<String> {
+    pub(crate) fn driver(&self, name: &str) -> Option<String> {
         self.stacked(name, 0, &|name| {
             let driver = fs::canonicalize(self.interface(name).join("device/driver")).ok()?;
             Some(driver.file_name()?.to_string_lossy().into_owned())
@@ -151,28 +153,29 @@ impl Sysfs {
     }
 
     /// The NUMA node that the NIC is attached to; None when the machine has only one.
-    pub fn numa_node(&self, name: &str) -> Option<u32> {
+    pub(crate) fn numa_node(&self, name: &str) -> Option<u32> {
         let node = fs::read_to_string(self.pci_path(name)?.join("numa_node")).ok()?;
         node.trim().parse().ok()
     }
 
     /// The largest packet in bytes.
-    pub fn mtu(&self, name: &str) -> Option<u32> {
+    pub(crate) fn mtu(&self, name: &str) -> Option<u32> {
         u32::try_from(self.number(name, "mtu")?).ok()
     }
 
     /// The operational state in the kernel's words: up, down, unknown, …
-    pub fn operstate(&self, name: &str) -> Option<String> {
+    #[cfg(test)]
+    pub(crate) fn operstate(&self, name: &str) -> Option<String> {
         self.read(name, "operstate")
     }
 
     /// The hardware address as text; None when it is all zeroes, as a loopback's is.
-    pub fn mac(&self, name: &str) -> Option<String> {
+    pub(crate) fn mac(&self, name: &str) -> Option<String> {
         self.read(name, "address").filter(|mac| mac.chars().any(|digit| digit != '0' && digit != ':'))
     }
 
     /// The port of the card, from 0. Cards with one function for several ports number them here.
-    pub fn port(&self, name: &str) -> Option<u32> {
+    pub(crate) fn port(&self, name: &str) -> Option<u32> {
         u32::try_from(self.number(name, "dev_port")?).ok()
     }
 }

@@ -13,7 +13,7 @@ const FAULTS: [libc::c_int; 7] =
 ///
 /// # Errors
 /// When the system cannot create a thread.
-pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+pub(crate) fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
     // SAFETY: both sets are plain values filled by the calls; the old mask is restored on this thread below, so
     // only the new thread, which inherits the mask, keeps the signals blocked.
     let old = unsafe {

@@ -33,7 +33,7 @@ impl Ticks {
 
     /// Now: not before any write that this thread has read so far, nor after any that it reads later.
     #[inline]
-    pub fn now_in_order() -> Self {
+    pub(crate) fn now_in_order() -> Self {
         Self::of(if uses_counter() { counter_in_order() } else { system_clock() })
     }
 
@@ -52,7 +52,7 @@ impl Ticks {
 
     /// The moment with this [`Ticks::number`]; none for 0.
     #[inline]
-    pub fn from_number(number: u64) -> Option<Self> {
+    pub(crate) fn from_number(number: u64) -> Option<Self> {
         NonZeroU64::new(number).map(Self)
     }
 
@@ -67,7 +67,7 @@ pub fn set_up() {
 }
 
 /// A moment, and the time of `CLOCK_MONOTONIC` then, in nanoseconds.
-pub fn with_system_clock() -> (Ticks, u64) {
+pub(crate) fn with_system_clock() -> (Ticks, u64) {
     if !uses_counter() {
         let now = system_clock();
         return (Ticks::of(now), now);
@@ -77,7 +77,7 @@ pub fn with_system_clock() -> (Ticks, u64) {
 }
 
 /// The time of `CLOCK_MONOTONIC` in nanoseconds.
-pub fn system_clock() -> u64 {
+pub(crate) fn system_clock() -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `time` is a valid place for the answer; the clock exists on every Linux.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut time) };

@@ -42,14 +42,14 @@ macro_rules! forward {
 }
 use forward;
 
-pub mod tcp;
+pub(crate) mod tcp;
 
 #[cfg(feature = "rdma")]
-pub mod rdma;
+pub(crate) mod rdma;
 /// Stands for the RDMA backend where the library is built without it.
 #[cfg(not(feature = "rdma"))]
 #[path = "backend/without_rdma.rs"]
-pub mod rdma;
+pub(crate) mod rdma;
 
 use std::ffi::c_void;
 use std::net::SocketAddr;
@@ -83,7 +83,7 @@ impl Backends {
     ///
     /// # Errors
     /// When the configuration requires RDMA, and there is none.
-    pub fn rdma_plans(&self, config: &Config, interfaces: &[Plan]) -> Result<Option<Vec<Plan>>> {
+    pub(crate) fn rdma_plans(&self, config: &Config, interfaces: &[Plan]) -> Result<Option<Vec<Plan>>> {
         if self.rdma.get().is_none() {
             let found = rdma::find(config)?;
             let _ = self.rdma.set(found);
@@ -92,12 +92,12 @@ impl Backends {
     }
 
     /// The RDMA backend, if the process uses it.
-    pub fn rdma(&self) -> Option<&rdma::Rdma> {
+    pub(crate) fn rdma(&self) -> Option<&rdma::Rdma> {
         self.rdma.get().and_then(Option::as_ref)
     }
 
     /// The backend of a device.
-    pub fn of(&self, device: &Binding) -> &dyn Backend {
+    pub(crate) fn of(&self, device: &Binding) -> &dyn Backend {
         match self.rdma() {
             Some(rdma) if device.is_rdma() => rdma,
             _ => &self.tcp,

@@ -8,7 +8,7 @@ use crate::engine::events;
 use crate::os::error::{Error, Result};
 
 /// A listening communicator.
-pub struct ListenComm {
+pub(crate) struct ListenComm {
     /// The listener itself.
     pub listening: Box<dyn Listening>,
     /// NCCL's profiler, for the connections that it makes.
@@ -18,7 +18,7 @@ pub struct ListenComm {
 }
 
 /// What a communicator's handle names.
-pub enum Comm {
+pub(crate) enum Comm {
     /// From `listen`.
     Listen(ListenComm),
     /// From `connect`.
@@ -32,7 +32,7 @@ impl Comm {
     ///
     /// # Errors
     /// When it is a listener.
-    pub fn connected(&self) -> Result<&dyn Connected> {
+    pub(crate) fn connected(&self) -> Result<&dyn Connected> {
         match self {
             Self::Send(conn) => Ok(&**conn),
             Self::Recv(conn) => Ok(&**conn),
@@ -44,7 +44,7 @@ impl Comm {
     ///
     /// # Errors
     /// When it is a connection.
-    pub fn listening(&self) -> Result<&ListenComm> {
+    pub(crate) fn listening(&self) -> Result<&ListenComm> {
         match self {
             Self::Listen(listen) => Ok(listen),
             Self::Send(_) | Self::Recv(_) => Err(self.is_not("listening")),
@@ -52,7 +52,7 @@ impl Comm {
     }
 
     /// Ends it.
-    pub fn close(&self) {
+    pub(crate) fn close(&self) {
         match self {
             Self::Listen(listen) => listen.listening.close(),
             Self::Send(conn) => conn.close(),
@@ -61,7 +61,7 @@ impl Comm {
     }
 
     /// Which of NCCL's three kinds it is.
-    pub fn kind(&self) -> &'static str {
+    pub(crate) fn kind(&self) -> &'static str {
         match self {
             Self::Listen(_) => "listening",
             Self::Send(_) => "sending",
@@ -70,7 +70,7 @@ impl Comm {
     }
 
     /// The error for a communicator of another kind than `wanted`.
-    pub fn is_not(&self, wanted: &str) -> Error {
+    pub(crate) fn is_not(&self, wanted: &str) -> Error {
         Error::argument(format!("a {} communicator was given where a {wanted} one belongs", self.kind()))
     }
 }

@@ -5,7 +5,7 @@ use super::process::process;
 
 /// All connections of this process. Visits each place of the table, and waits for a thread that closes one: not for the
 /// data path.
-pub fn connections() -> Vec<Description> {
+pub(crate) fn connections() -> Vec<Description> {
     let list = std::cell::RefCell::new(Vec::new());
     process().comms.any(|comm| {
         list.borrow_mut().extend(comm.connected().ok().map(Connected::describe));

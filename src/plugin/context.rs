@@ -17,7 +17,7 @@ use crate::session::handshake::Secret;
 
 /// The program whose interface this is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Host {
+pub(crate) enum Host {
     /// NCCL's.
     Nccl,
     /// FlagCX's, which passes no log, never signals that it is done, and may be loaded beside NCCL in one process: it
@@ -27,7 +27,7 @@ pub enum Host {
 
 /// What NCCL passes when it starts to use the library, per communicator from v11 on and once per process before.
 #[derive(Debug)]
-pub struct InitArgs {
+pub(crate) struct InitArgs {
     /// The program behind the interface.
     pub host: Host,
     /// The version of NCCL's interface, 4 to 12. FlagCX's is like v8.
@@ -44,7 +44,7 @@ pub struct InitArgs {
 
 impl InitArgs {
     /// The interface's name for messages.
-    pub fn interface(&self) -> String {
+    pub(crate) fn interface(&self) -> String {
         match self.host {
             Host::Nccl => format!("interface v{}", self.api),
             Host::FlagCx => "FlagCX's interface v1".to_owned(),
@@ -81,7 +81,7 @@ impl Left {
 }
 
 /// What one `init` started.
-pub struct Context {
+pub(crate) struct Context {
     /// NCCL's id of the communicator; 0 before v11.
     pub comm_id: u64,
     /// The communicator's traffic class, if it has one.
@@ -97,7 +97,7 @@ pub struct Context {
 
 impl Context {
     /// A context in which nothing has happened yet.
-    pub fn new(comm_id: u64, traffic_class: Option<u8>, listener: Option<Arc<dyn Listener>>) -> Self {
+    pub(crate) fn new(comm_id: u64, traffic_class: Option<u8>, listener: Option<Arc<dyn Listener>>) -> Self {
         Self {
             comm_id,
             traffic_class,
@@ -109,12 +109,12 @@ impl Context {
     }
 
     /// A context that fails every `listen` and `connect` with this error.
-    pub fn refusing(comm_id: u64, error: Error) -> Self {
+    pub(crate) fn refusing(comm_id: u64, error: Error) -> Self {
         Self { refusal: Some(error), ..Self::new(comm_id, None, None) }
     }
 
     /// Why this context makes no connection, if it makes none.
-    pub fn refusal(&self) -> Option<&Error> {
+    pub(crate) fn refusal(&self) -> Option<&Error> {
         self.refusal.as_ref()
     }
 
@@ -127,7 +127,7 @@ impl Context {
     ///
     /// # Errors
     /// When a new one cannot be started.
-    pub fn dial(
+    pub(crate) fn dial(
         &self,
         now: Instant,
         key: u32,
@@ -153,12 +153,12 @@ impl Context {
     }
 
     /// The result of the attempt has been returned.
-    pub fn forget_dial(&self, key: u32) {
+    pub(crate) fn forget_dial(&self, key: u32) {
         self.left().attempts.remove(&key);
     }
 
     /// Ends everything that is half-made.
-    pub fn end(&self) {
+    pub(crate) fn end(&self) {
         let mut left = self.left();
         let attempts: Vec<Attempt> = left.attempts.drain().map(|(_, attempt)| attempt).collect();
         drop(left);

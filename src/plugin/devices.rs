@@ -23,21 +23,21 @@ mod ranks;
 mod table;
 
 pub use discover::{Discovery, discover};
-pub use merge::MergePolicy;
-pub use table::{Binding, Table};
+pub(crate) use merge::MergePolicy;
+pub(crate) use table::{Binding, Table};
 
 use crate::os::interfaces::UNKNOWN_SPEED_MBPS;
 use crate::os::sysfs::Sysfs;
 use std::ffi::CString;
 
 /// 1 TiB: the most that NCCL accepts as the size of one transfer (`NCCL_MAX_NET_SIZE_BYTES`).
-pub const MAX_TRANSFER_BYTES: usize = 1 << 40;
+pub(crate) const MAX_TRANSFER_BYTES: usize = 1 << 40;
 
 /// The most members of a virtual device in NCCL's newest interface; the older ones hold 4.
-pub const MAX_MEMBERS: usize = 8;
+pub(crate) const MAX_MEMBERS: usize = 8;
 
 /// The most grouped receives in one call.
-pub const MAX_RECVS: i32 = 8;
+pub(crate) const MAX_RECVS: i32 = 8;
 
 /// The most connections on one device: not a limit of Towline, but the number that NCCL's Socket returns.
 const MAX_COMMS: i32 = 65_536;
@@ -52,11 +52,11 @@ pub const PTR_DMABUF: i32 = 4;
 /// NCCL's value for an unknown rail or plane.
 const UNKNOWN_ID: i16 = -1;
 
-pub use crate::os::interfaces::Rail;
+pub(crate) use crate::os::interfaces::Rail;
 
 /// The properties of a device for NCCL; `abi` copies them into the struct of each version.
 #[derive(Debug, Clone, PartialEq)]
-pub struct DeviceProperties {
+pub(crate) struct DeviceProperties {
     /// The interface's name, or the members' names joined by `+`.
     pub name: CString,
     /// The PCI function in sysfs, None for a NIC without a place on the bus.

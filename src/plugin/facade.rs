@@ -11,7 +11,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
-pub use super::backend::Part;
+pub(crate) use super::backend::Part;
 use super::backend::Region;
 use super::comm::{Comm, ListenComm};
 use super::context::InitArgs;
@@ -26,11 +26,11 @@ use crate::engine::request::Ticket;
 use crate::os::error::{Error, Result};
 use crate::session::dialer::Target;
 
-pub use crate::engine::request::{MAX_PARTS, Outcome};
+pub(crate) use crate::engine::request::{MAX_PARTS, Outcome};
 
 /// How busy one direction of a communicator's traffic will be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Traffic {
+pub(crate) struct Traffic {
     /// The most peers at a time.
     pub max_concurrent_peers: i32,
     /// The fewest peers at a time.
@@ -43,7 +43,7 @@ pub struct Traffic {
 
 /// NCCL's hint about future operations (v11 and later).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct NetAttr {
+pub(crate) struct NetAttr {
     /// Sends.
     pub send: Traffic,
     /// Receives.
@@ -60,14 +60,14 @@ pub struct NetAttr {
 ///
 /// # Errors
 /// When no interface can be used.
-pub fn init(args: InitArgs) -> Result<usize> {
+pub(crate) fn init(args: InitArgs) -> Result<usize> {
     Process::init(&args)
 }
 
 /// Whether a communicator that is being made gets advice: its traffic between nodes uses Towline over TCP. `comm` is
 /// NCCL's id of the communicator where the interface passes it (v5 and later): the same one that the network's `init`
 /// got. Older interfaces do not identify the communicator; there any use of Towline in the process counts.
-pub fn bind_tuner(comm: Option<u64>, shape: tuning::Shape) -> Option<tuning::Scope> {
+pub(crate) fn bind_tuner(comm: Option<u64>, shape: tuning::Shape) -> Option<tuning::Scope> {
     // Inside a node nothing uses Towline.
     (shape.nodes > 1).then(|| process().tunes(comm)).flatten()
 }
@@ -76,7 +76,7 @@ pub fn bind_tuner(comm: Option<u64>, shape: tuning::Shape) -> Option<tuning::Sco
 ///
 /// # Errors
 /// The reason why not, a sentence for the log.
-pub fn offers_one_sided(comm: u64) -> std::result::Result<(), &'static str> {
+pub(crate) fn offers_one_sided(comm: u64) -> std::result::Result<(), &'static str> {
     process().offers_one_sided(comm)
 }
 
@@ -84,7 +84,7 @@ pub fn offers_one_sided(comm: u64) -> std::result::Result<(), &'static str> {
 ///
 /// # Errors
 /// When `init` has not been called.
-pub fn connect_timeout() -> Result<std::time::Duration> {
+pub(crate) fn connect_timeout() -> Result<std::time::Duration> {
     Ok(process().net()?.config.connect_timeout)
 }
 
@@ -92,7 +92,7 @@ pub fn connect_timeout() -> Result<std::time::Duration> {
 ///
 /// # Errors
 /// When there is no such context.
-pub fn finalize(ctx: usize) -> Result<()> {
+pub(crate) fn finalize(ctx: usize) -> Result<()> {
     let process = process();
     let context = process.contexts.remove(ctx)?;
     context.end();
@@ -109,7 +109,7 @@ pub fn finalize(ctx: usize) -> Result<()> {
 ///
 /// # Errors
 /// When `init` has not been called.
-pub fn device_count() -> Result<i32> {
+pub(crate) fn device_count() -> Result<i32> {
     Ok(i32::try_from(process().devices.count()).unwrap_or(i32::MAX))
 }
 
@@ -117,7 +117,7 @@ pub fn device_count() -> Result<i32> {
 ///
 /// # Errors
 /// When there is no such device.
-pub fn device_properties(dev: i32) -> Result<&'static DeviceProperties> {
+pub(crate) fn device_properties(dev: i32) -> Result<&'static DeviceProperties> {
     process().devices.properties(dev)
 }
 
@@ -126,7 +126,7 @@ pub fn device_properties(dev: i32) -> Result<&'static DeviceProperties> {
 /// # Errors
 /// When a member does not exist, is virtual itself, or is listed twice, when members are of different networks, and
 /// when the members must stay separate devices ([`MergePolicy`](super::devices::MergePolicy)).
-pub fn make_vdevice(members: &[i32]) -> Result<i32> {
+pub(crate) fn make_vdevice(members: &[i32]) -> Result<i32> {
     process().make_vdevice(members)
 }
 
@@ -134,7 +134,7 @@ pub fn make_vdevice(members: &[i32]) -> Result<i32> {
 ///
 /// # Errors
 /// When there is no such device, or nothing can be bound to its interface.
-pub fn listen(ctx: Option<usize>, dev: i32) -> Result<([u8; 64], usize)> {
+pub(crate) fn listen(ctx: Option<usize>, dev: i32) -> Result<([u8; 64], usize)> {
     let (handle, comm) = listen_with(ctx, dev, handle::ROOM)?;
     Ok((handle.encode(), comm))
 }
@@ -143,7 +143,7 @@ pub fn listen(ctx: Option<usize>, dev: i32) -> Result<([u8; 64], usize)> {
 ///
 /// # Errors
 /// As [`listen`].
-pub fn listen_short(dev: i32) -> Result<(ShortHandle, usize)> {
+pub(crate) fn listen_short(dev: i32) -> Result<(ShortHandle, usize)> {
     let (handle, comm) = listen_with(None, dev, handle::SHORT_ROOM)?;
     Ok((handle.shorten(), comm))
 }
@@ -169,7 +169,7 @@ fn listen_with(ctx: Option<usize>, dev: i32, room: usize) -> Result<(ConnectionH
 ///
 /// # Errors
 /// When the handle is not one of Towline's, or the peer cannot be reached in time.
-pub fn connect(
+pub(crate) fn connect(
     ctx: Option<usize>,
     dev: i32,
     traffic_class: Option<u8>,
@@ -182,7 +182,7 @@ pub fn connect(
 ///
 /// # Errors
 /// As [`connect`].
-pub fn connect_short(dev: i32, short: &mut ShortHandle) -> Result<Option<usize>> {
+pub(crate) fn connect_short(dev: i32, short: &mut ShortHandle) -> Result<Option<usize>> {
     let mut bytes = handle::lengthen(short);
     let connected = connect(None, dev, None, &mut bytes);
     handle::keep_key(short, &bytes);
@@ -193,7 +193,7 @@ pub fn connect_short(dev: i32, short: &mut ShortHandle) -> Result<Option<usize>>
 ///
 /// # Errors
 /// As [`connect`].
-pub fn connect_blocking(dev: i32, handle: &mut [u8; 64]) -> Result<usize> {
+pub(crate) fn connect_blocking(dev: i32, handle: &mut [u8; 64]) -> Result<usize> {
     connect_with(None, dev, None, handle, true)?.ok_or_else(|| Error::internal("waiting for a connection gave none"))
 }
 
@@ -243,7 +243,7 @@ fn other_backend(peer_is_rdma: bool) -> Error {
 ///
 /// # Errors
 /// When there is no such listener.
-pub fn accept(listen: usize) -> Result<Option<usize>> {
+pub(crate) fn accept(listen: usize) -> Result<Option<usize>> {
     let process = process();
     let comm = process.comms.get(listen)?;
     let listen = comm.listening()?;
@@ -254,7 +254,7 @@ pub fn accept(listen: usize) -> Result<Option<usize>> {
 ///
 /// # Errors
 /// When there is no such listener, or no peer connects in time.
-pub fn accept_blocking(listen: usize) -> Result<usize> {
+pub(crate) fn accept_blocking(listen: usize) -> Result<usize> {
     let process = process();
     let comm = process.comms.get(listen)?;
     let patience = connect_timeout()?;
@@ -282,7 +282,7 @@ fn connected((profiler, open): (&Option<Arc<dyn events::Listener>>, &Open), conn
 ///
 /// # Errors
 /// When there is no such connection, or it cannot reach memory of that kind.
-pub fn reg_mr(comm: usize, data: *mut c_void, size: usize, kind: i32) -> Result<usize> {
+pub(crate) fn reg_mr(comm: usize, data: *mut c_void, size: usize, kind: i32) -> Result<usize> {
     register(comm, Region { address: data.addr(), bytes: size, kind, dmabuf: None })
 }
 
@@ -290,7 +290,14 @@ pub fn reg_mr(comm: usize, data: *mut c_void, size: usize, kind: i32) -> Result<
 ///
 /// # Errors
 /// Always over TCP, whose properties do not offer it; over RDMA when the device or the kernel refuses.
-pub fn reg_mr_dmabuf(comm: usize, data: *mut c_void, size: usize, kind: i32, offset: u64, fd: i32) -> Result<usize> {
+pub(crate) fn reg_mr_dmabuf(
+    comm: usize,
+    data: *mut c_void,
+    size: usize,
+    kind: i32,
+    offset: u64,
+    fd: i32,
+) -> Result<usize> {
     register(comm, Region { address: data.addr(), bytes: size, kind, dmabuf: Some((fd, offset)) })
 }
 
@@ -305,7 +312,7 @@ fn register(comm: usize, region: Region) -> Result<usize> {
 ///
 /// # Errors
 /// When there is no such connection, or the registration is not one of Towline's.
-pub fn dereg_mr(comm: usize, mr: usize) -> Result<()> {
+pub(crate) fn dereg_mr(comm: usize, mr: usize) -> Result<()> {
     let process = process();
     process.comms.get(comm)?.connected()?.deregister(&process.backends, mr)
 }
@@ -316,7 +323,7 @@ pub fn dereg_mr(comm: usize, mr: usize) -> Result<()> {
 /// # Errors
 /// When there is no such connection, or the message is longer than its receive.
 #[inline]
-pub fn isend(comm: usize, part: Part) -> Result<Option<usize>> {
+pub(crate) fn isend(comm: usize, part: Part) -> Result<Option<usize>> {
     let process = process();
     process.comms.with(comm, |owner| {
         let Comm::Send(conn) = owner else { return Err(owner.is_not("sending")) };
@@ -333,7 +340,7 @@ pub fn isend(comm: usize, part: Part) -> Result<Option<usize>> {
 /// # Errors
 /// When there is no such connection, or a message that has already arrived is longer than its receive.
 #[inline]
-pub fn irecv(comm: usize, parts: &[Part]) -> Result<Option<usize>> {
+pub(crate) fn irecv(comm: usize, parts: &[Part]) -> Result<Option<usize>> {
     let process = process();
     process.comms.with(comm, |owner| {
         let Comm::Recv(conn) = owner else { return Err(owner.is_not("receiving")) };
@@ -348,7 +355,7 @@ pub fn irecv(comm: usize, parts: &[Part]) -> Result<Option<usize>> {
 ///
 /// # Errors
 /// When there is no such connection.
-pub fn iflush(comm: usize, parts: &[Part]) -> Result<Option<usize>> {
+pub(crate) fn iflush(comm: usize, parts: &[Part]) -> Result<Option<usize>> {
     let process = process();
     process.comms.with(comm, |owner| {
         let Comm::Recv(conn) = owner else { return Err(owner.is_not("receiving")) };
@@ -362,7 +369,7 @@ pub fn iflush(comm: usize, parts: &[Part]) -> Result<Option<usize>> {
 /// # Errors
 /// When the request failed, was reported done before, or is not one of Towline's.
 #[inline]
-pub fn test(request: usize) -> Result<Option<Outcome>> {
+pub(crate) fn test(request: usize) -> Result<Option<Outcome>> {
     let handle = Handle::decode(request, Kind::Request)?;
     let ticket = Ticket { slot: handle.slot, generation: handle.generation };
     process().comms.with_occupant(handle.index, |comm| match comm {
@@ -384,7 +391,7 @@ fn request(comm: usize, ticket: Ticket) -> usize {
 ///
 /// # Errors
 /// When there is no such communicator.
-pub fn close_send(comm: usize) -> Result<()> {
+pub(crate) fn close_send(comm: usize) -> Result<()> {
     take(comm, "sending")
 }
 
@@ -392,7 +399,7 @@ pub fn close_send(comm: usize) -> Result<()> {
 ///
 /// # Errors
 /// When there is no such communicator.
-pub fn close_recv(comm: usize) -> Result<()> {
+pub(crate) fn close_recv(comm: usize) -> Result<()> {
     take(comm, "receiving")
 }
 
@@ -400,7 +407,7 @@ pub fn close_recv(comm: usize) -> Result<()> {
 ///
 /// # Errors
 /// When there is no such listener.
-pub fn close_listen(listen: usize) -> Result<()> {
+pub(crate) fn close_listen(listen: usize) -> Result<()> {
     take(listen, "listening")
 }
 
@@ -421,7 +428,7 @@ fn take(comm: usize, kind: &str) -> Result<()> {
 ///
 /// # Errors
 /// When there is no such context.
-pub fn set_net_attr(ctx: usize, attr: NetAttr) -> Result<()> {
+pub(crate) fn set_net_attr(ctx: usize, attr: NetAttr) -> Result<()> {
     process().contexts.get(ctx)?;
     tracing::trace!("NCCL announces {attr:?}");
     Ok(())

@@ -34,12 +34,12 @@ const ADDRESSES: std::ops::Range<usize> = 25..60;
 const FEW_ADDRESSES: std::ops::Range<usize> = 25..52;
 
 /// How many bytes a handle's addresses may take.
-pub const ROOM: usize = ADDRESSES.end - ADDRESSES.start;
+pub(crate) const ROOM: usize = ADDRESSES.end - ADDRESSES.start;
 /// The same in a short handle.
-pub const SHORT_ROOM: usize = FEW_ADDRESSES.end - FEW_ADDRESSES.start;
+pub(crate) const SHORT_ROOM: usize = FEW_ADDRESSES.end - FEW_ADDRESSES.start;
 
 /// A handle for FlagCX.
-pub type ShortHandle = [u8; 56];
+pub(crate) type ShortHandle = [u8; 56];
 
 /// Bits of the byte before an address. This one is always set.
 const ADDRESS: u8 = 0x40;
@@ -72,7 +72,7 @@ impl ConnectionHandle {
     }
 
     /// The 56 bytes for FlagCX: as [`ConnectionHandle::encode`], with fewer addresses.
-    pub fn shorten(&self) -> ShortHandle {
+    pub(crate) fn shorten(&self) -> ShortHandle {
         let mut out = [0; 56];
         out[..FEW_ADDRESSES.start].copy_from_slice(&self.encode()[..FEW_ADDRESSES.start]);
         put_addresses(&mut out[FEW_ADDRESSES], &self.addresses);
@@ -110,7 +110,7 @@ impl ConnectionHandle {
 }
 
 /// A short handle in the 64 bytes of the others.
-pub fn lengthen(short: &ShortHandle) -> [u8; 64] {
+pub(crate) fn lengthen(short: &ShortHandle) -> [u8; 64] {
     let mut out = [0; 64];
     out[..FEW_ADDRESSES.end].copy_from_slice(&short[..FEW_ADDRESSES.end]);
     out[60..].copy_from_slice(&short[FEW_ADDRESSES.end..]);
@@ -118,7 +118,7 @@ pub fn lengthen(short: &ShortHandle) -> [u8; 64] {
 }
 
 /// Writes the key of a handle from [`lengthen`] back into the short one.
-pub fn keep_key(short: &mut ShortHandle, bytes: &[u8; 64]) {
+pub(crate) fn keep_key(short: &mut ShortHandle, bytes: &[u8; 64]) {
     short[FEW_ADDRESSES.end..].copy_from_slice(&bytes[60..]);
 }
 
@@ -131,7 +131,7 @@ fn octets(ip: IpAddr) -> Vec<u8> {
 
 /// Moves addresses whose rail is down behind the others when not all of them fit into `room` bytes, so that a working
 /// one fits. If all fit, each keeps its rail's place, since the other side first tries its rail of the same place.
-pub fn what_works_first(
+pub(crate) fn what_works_first(
     mut addresses: Vec<SocketAddr>,
     room: usize,
     is_down: impl Fn(&SocketAddr) -> bool,

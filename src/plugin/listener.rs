@@ -37,7 +37,7 @@ type Callback = unsafe extern "C" fn(*mut *mut c_void, c_int, *mut c_void, i64, 
 
 /// NCCL's profiler.
 #[derive(Debug)]
-pub struct NcclProfiler {
+pub(crate) struct NcclProfiler {
     callback: Callback,
     wishes: NetEvents,
     updates: bool,

@@ -7,7 +7,7 @@ pub mod comm;
 pub mod connections;
 pub mod context;
 pub mod devices;
-pub mod facade;
+pub(crate) mod facade;
 pub mod handle;
 pub mod listener;
 pub mod open;

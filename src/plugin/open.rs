@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Their ids.
 #[derive(Debug, Default)]
-pub struct Open(Mutex<HashSet<usize>>);
+pub(crate) struct Open(Mutex<HashSet<usize>>);
 
 impl Open {
     fn lock(&self) -> MutexGuard<'_, HashSet<usize>> {
@@ -13,17 +13,17 @@ impl Open {
     }
 
     /// A communicator has been handed to NCCL.
-    pub fn add(&self, comm: usize) {
+    pub(crate) fn add(&self, comm: usize) {
         self.lock().insert(comm);
     }
 
     /// One was closed. Returns whether it was one of these.
-    pub fn forget(&self, comm: usize) -> bool {
+    pub(crate) fn forget(&self, comm: usize) -> bool {
         self.lock().remove(&comm)
     }
 
     /// Those that were not closed.
-    pub fn take(&self) -> HashSet<usize> {
+    pub(crate) fn take(&self) -> HashSet<usize> {
         std::mem::take(&mut *self.lock())
     }
 }

@@ -25,7 +25,7 @@ use crate::session::acceptor;
 use crate::session::net::Net;
 
 /// Everything that exists as long as the process.
-pub struct Process {
+pub(crate) struct Process {
     generation: u32,
     /// Physical and virtual devices.
     pub devices: Devices,
@@ -48,7 +48,7 @@ struct Lonely(AtomicPtr<Process>);
 static PROCESS: Lonely = Lonely(AtomicPtr::new(std::ptr::null_mut()));
 
 /// The process's state, made on first use and never freed.
-pub fn process() -> &'static Process {
+pub(crate) fn process() -> &'static Process {
     let now = fork::generation();
     let current = PROCESS.0.load(Ordering::Acquire);
     // SAFETY: a non-null pointer comes from `Box::into_raw` below and is never freed.
@@ -104,7 +104,7 @@ impl Process {
     ///
     /// # Errors
     /// When no interface can be used.
-    pub fn init(args: &InitArgs) -> Result<usize> {
+    pub(crate) fn init(args: &InitArgs) -> Result<usize> {
         let process = process();
         let _one_at_a_time = process.initialising.lock().unwrap_or_else(PoisonError::into_inner);
         let (config, complaints) = Config::from_env();
@@ -231,7 +231,7 @@ impl Process {
     ///
     /// # Errors
     /// When it has ended or makes no connections, or `init` was never called.
-    pub fn context(&self, ctx: Option<usize>) -> Result<Arc<Context>> {
+    pub(crate) fn context(&self, ctx: Option<usize>) -> Result<Arc<Context>> {
         let context = match ctx.unwrap_or_else(|| self.default_context.load(Ordering::Acquire)) {
             0 => {
                 return Err(Error::usage("the plugin was not initialised in this process")
@@ -246,7 +246,7 @@ impl Process {
     }
 
     /// NCCL has ended a context.
-    pub fn context_ended(&self, _ctx: usize) {
+    pub(crate) fn context_ended(&self, _ctx: usize) {
         if self.contexts.is_empty() {
             // NCCL may now unload itself, together with its logger.
             log::forget_logger();
@@ -257,7 +257,7 @@ impl Process {
     ///
     /// # Errors
     /// When `init` was never called in this process.
-    pub fn net(&self) -> Result<&Arc<Net>> {
+    pub(crate) fn net(&self) -> Result<&Arc<Net>> {
         self.net.get().ok_or_else(|| Error::usage("the plugin was not initialised in this process"))
     }
 
@@ -265,7 +265,7 @@ impl Process {
     ///
     /// # Errors
     /// As [`Devices::make_vdevice`], and when the devices must stay separate.
-    pub fn make_vdevice(&self, members: &[i32]) -> Result<i32> {
+    pub(crate) fn make_vdevice(&self, members: &[i32]) -> Result<i32> {
         let config = &self.net()?.config;
         let policy = MergePolicy {
             interfaces: config.net_force_merge.is_some() || config.net_merge_level.is_some(),
@@ -292,7 +292,7 @@ impl Process {
     ///
     /// # Errors
     /// The reason why not, a sentence for the log.
-    pub fn offers_one_sided(&self, comm: u64) -> std::result::Result<(), &'static str> {
+    pub(crate) fn offers_one_sided(&self, comm: u64) -> std::result::Result<(), &'static str> {
         let Some(net) = self.net.get() else { return Err("no communicator of this process uses Towline") };
         if !net.config.rma {
             return Err("TOWLINE_RMA is not 1");
@@ -307,7 +307,7 @@ impl Process {
     /// TCP, and the user has not switched advice off. `comm` is its id; None where the interface does not pass it.
     ///
     /// NCCL calls the network's `init` before the tuner's, with the same id (v11 and later).
-    pub fn tunes(&self, comm: Option<u64>) -> Option<Scope> {
+    pub(crate) fn tunes(&self, comm: Option<u64>) -> Option<Scope> {
         let config = &self.net.get()?.config;
         (config.tune && self.carries(comm) && self.backends.rdma().is_none()).then(|| Scope {
             channels: config.nccl_min_nchannels.is_none() && config.nccl_min_ctas.is_none(),

@@ -11,7 +11,7 @@ mod cost;
 
 /// A communicator's size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Shape {
+pub(crate) struct Shape {
     /// How many ranks it has.
     pub ranks: usize,
     /// On how many nodes.
@@ -21,7 +21,7 @@ pub struct Shape {
 /// The collectives that NCCL requests advice about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs, reason = "NCCL's names")]
-pub enum Collective {
+pub(crate) enum Collective {
     Broadcast,
     Reduce,
     AllGather,
@@ -31,7 +31,7 @@ pub enum Collective {
 
 /// NCCL's query.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Question {
+pub(crate) struct Question {
     /// The communicator.
     pub shape: Shape,
     /// The operation.
@@ -43,7 +43,7 @@ pub struct Question {
 /// NCCL's algorithms that the model knows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs, reason = "NCCL's names")]
-pub enum Algorithm {
+pub(crate) enum Algorithm {
     Tree,
     Ring,
     Pat,
@@ -52,14 +52,14 @@ pub enum Algorithm {
 /// NCCL's protocols that the model knows. LL128 is left out: it was never measured over sockets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs, reason = "NCCL's names")]
-pub enum Protocol {
+pub(crate) enum Protocol {
     LL,
     Simple,
 }
 
 /// A way to run a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Way {
+pub(crate) struct Way {
     /// The algorithm.
     pub algorithm: Algorithm,
     /// The protocol.
@@ -69,14 +69,14 @@ pub struct Way {
 }
 
 /// This many channels or more: all that NCCL made for the speed of the network.
-pub const MANY: u32 = 8;
+pub(crate) const MANY: u32 = 8;
 
 /// The numbers of channels that are compared.
 const CHANNELS: [u32; 4] = [1, 2, 4, MANY];
 
 /// What may be advised for a communicator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Scope {
+pub(crate) struct Scope {
     /// Whether the number of channels may be set: not where the user set a minimum.
     pub channels: bool,
     /// Whether the algorithm and the protocol may be set without NCCL's table, which shows what the user excluded.
@@ -88,7 +88,7 @@ pub struct Scope {
 const SEVERAL_GPUS_MAX: usize = 4 << 20;
 
 /// The cheapest way for which `is_allowed` holds; None where NCCL's own choice stays.
-pub fn advise(question: &Question, is_allowed: impl Fn(Algorithm, Protocol) -> bool) -> Option<Way> {
+pub(crate) fn advise(question: &Question, is_allowed: impl Fn(Algorithm, Protocol) -> bool) -> Option<Way> {
     let Shape { ranks, nodes } = question.shape;
     if nodes < 2 || (ranks > nodes && question.bytes > SEVERAL_GPUS_MAX) {
         return None;

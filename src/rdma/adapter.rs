@@ -15,7 +15,7 @@ use crate::os::error::{Cause, Error, Result};
 
 /// The kind of memory, for its registration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Memory {
+pub(crate) enum Memory {
     /// Memory that the processor can access.
     Host,
     /// GPU memory by its address, through a peer-memory module.
@@ -28,7 +28,7 @@ pub enum Memory {
 const NOWHERE: u32 = u32::MAX;
 
 /// An active port, opened.
-pub struct Adapter {
+pub(crate) struct Adapter {
     /// Its number, in NCCL's numbering of single devices.
     pub number: i32,
     /// What discovery found out about it.
@@ -48,7 +48,7 @@ pub struct Adapter {
 
 /// The events of a connection's queues: their addresses in libibverbs, and the texts of the events.
 #[derive(Debug, Default)]
-pub struct Mishap {
+pub(crate) struct Mishap {
     is_any: AtomicBool,
     said: Mutex<Vec<(u64, String)>>,
     alarm: Alarm,
@@ -56,7 +56,7 @@ pub struct Mishap {
 
 impl Mishap {
     /// No event yet. When one arrives, or a port in use goes down or comes back, `alarm` is raised.
-    pub fn new(alarm: Alarm) -> Self {
+    pub(crate) fn new(alarm: Alarm) -> Self {
         Self { alarm, ..Self::default() }
     }
 
@@ -72,34 +72,39 @@ impl Mishap {
 
     /// Whether there are events that were not taken yet.
     #[inline]
-    pub fn is_any(&self) -> bool {
+    pub(crate) fn is_any(&self) -> bool {
         self.is_any.load(Ordering::Acquire)
     }
 
     /// The first event, if there is one.
     #[inline]
-    pub fn first(&self) -> Option<String> {
+    pub(crate) fn first(&self) -> Option<String> {
         if self.is_any() { self.said().first().map(|(_, text)| text.clone()) } else { None }
     }
 
     /// All events since the last call.
-    pub fn take(&self) -> Vec<(u64, String)> {
+    pub(crate) fn take(&self) -> Vec<(u64, String)> {
         if self.is_any.swap(false, Ordering::AcqRel) { std::mem::take(&mut *self.said()) } else { Vec::new() }
     }
 }
 
 /// The most devices of one side of a connection.
-pub const MAX_DEVICES: usize = 8;
+pub(crate) const MAX_DEVICES: usize = 8;
 
 /// The ports that a device of NCCL's is made of: 1 to [`MAX_DEVICES`].
-pub type Adapters = Arc<[Arc<Adapter>]>;
+pub(crate) type Adapters = Arc<[Arc<Adapter>]>;
 
 impl Adapter {
     /// An adapter for port `number`. `relaxed_ordering`: its devices may reorder writes of data over PCIe.
     ///
     /// # Errors
     /// When the device has no protection domain left.
-    pub fn new(number: i32, open: OpenPort, peer_memory: Option<&'static str>, relaxed_ordering: bool) -> Result<Self> {
+    pub(crate) fn new(
+        number: i32,
+        open: OpenPort,
+        peer_memory: Option<&'static str>,
+        relaxed_ordering: bool,
+    ) -> Result<Self> {
         let domain = ProtectionDomain::new(&open.context)?;
         let access = Access { relaxed_ordering };
         Ok(Self {
@@ -117,7 +122,7 @@ impl Adapter {
     }
 
     /// Device and port, for messages.
-    pub fn name(&self) -> String {
+    pub(crate) fn name(&self) -> String {
         self.open.port.name()
     }
 
@@ -125,13 +130,13 @@ impl Adapter {
     ///
     /// # Errors
     /// When it cannot be pinned.
-    pub fn own_region<T: Zeroed>(&self, pages: &Pages<T>) -> Result<MemoryRegion> {
+    pub(crate) fn own_region<T: Zeroed>(&self, pages: &Pages<T>) -> Result<MemoryRegion> {
         let access = Access { relaxed_ordering: false };
         MemoryRegion::new(&self.domain, pages.address() as usize, pages.bytes(), access, None)
     }
 
     /// The process is no longer interested in this queue.
-    pub fn forget(&self, queue: u64) {
+    pub(crate) fn forget(&self, queue: u64) {
         self.concerned().retain(|(of, _)| *of != queue);
     }
 
@@ -143,24 +148,24 @@ impl Adapter {
     }
 
     /// Whether it accepts GPU memory.
-    pub fn reaches_gpus(&self) -> bool {
+    pub(crate) fn reaches_gpus(&self) -> bool {
         self.peer_memory.is_some() || self.open.takes_dmabuf
     }
 
     /// The port went down or came back.
-    pub fn set_port_down(&self, down: bool) {
+    pub(crate) fn set_port_down(&self, down: bool) {
         self.port_is_down.store(down, Ordering::Relaxed);
         self.alarm_all();
     }
 
     /// Whether the port is down, by the last event.
-    pub fn is_port_down(&self) -> bool {
+    pub(crate) fn is_port_down(&self) -> bool {
         self.port_is_down.load(Ordering::Relaxed)
     }
 
     /// Its GID's index in the port's table. An address that was removed while queue pairs used it gets another index
     /// when it comes back; the index for those queue pairs is updated.
-    pub fn gid_place(&self) -> u32 {
+    pub(crate) fn gid_place(&self) -> u32 {
         match self.gid_place.load(Ordering::Relaxed) {
             NOWHERE => self.open.gid_index,
             place => place,
@@ -168,24 +173,24 @@ impl Adapter {
     }
 
     /// Where its GID is now; the old index while that is unknown.
-    pub fn set_gid_place(&self, place: Option<u32>) -> Option<u32> {
+    pub(crate) fn set_gid_place(&self, place: Option<u32>) -> Option<u32> {
         let before = self.gid_place.swap(place.unwrap_or(NOWHERE), Ordering::Relaxed);
         (before != NOWHERE).then_some(before)
     }
 
     /// The device has failed for good.
-    pub fn set_dead(&self) {
+    pub(crate) fn set_dead(&self) {
         self.is_dead.store(true, Ordering::Release);
         self.alarm_all();
     }
 
     /// Whether the device has failed for good.
-    pub fn is_dead(&self) -> bool {
+    pub(crate) fn is_dead(&self) -> bool {
         self.is_dead.load(Ordering::Acquire)
     }
 
     /// Whether nothing can be sent over it now.
-    pub fn is_out(&self) -> bool {
+    pub(crate) fn is_out(&self) -> bool {
         self.is_port_down() || self.is_dead()
     }
 
@@ -202,7 +207,7 @@ impl Adapter {
 
     /// From now on a failure of this queue is reported there, as long as that object exists, and an event of the port
     /// raises its alarm.
-    pub fn concern(&self, queue: u64, mishap: &Arc<Mishap>) {
+    pub(crate) fn concern(&self, queue: u64, mishap: &Arc<Mishap>) {
         let mut concerned = self.concerned();
         // Removes queues that have ended; a new one may have the address of an old one.
         concerned.retain(|(_, mishap)| mishap.strong_count() > 0);
@@ -210,7 +215,7 @@ impl Adapter {
     }
 
     /// A queue has failed. Returns whether a connection was notified.
-    pub fn befell(&self, queue: u64, text: &str) -> bool {
+    pub(crate) fn befell(&self, queue: u64, text: &str) -> bool {
         let concerned = self.concerned();
         let mut is_told = false;
         for mishap in concerned.iter().filter(|(of, _)| *of == queue).filter_map(|(_, mishap)| mishap.upgrade()) {
@@ -219,18 +224,13 @@ impl Adapter {
         }
         is_told
     }
-
-    /// How many regions of NCCL's memory are pinned.
-    pub fn regions(&self) -> usize {
-        self.regions.regions()
-    }
 }
 
 /// Memory of Towline's own, registered with every adapter of a device; see [`Adapter::own_region`].
 ///
 /// # Errors
 /// When it cannot be pinned.
-pub fn own_regions<T: Zeroed>(adapters: &Adapters, pages: &Pages<T>) -> Result<Vec<MemoryRegion>> {
+pub(crate) fn own_regions<T: Zeroed>(adapters: &Adapters, pages: &Pages<T>) -> Result<Vec<MemoryRegion>> {
     adapters.iter().map(|adapter| adapter.own_region(pages)).collect()
 }
 
@@ -241,7 +241,7 @@ impl fmt::Debug for Adapter {
 }
 
 /// Memory that the adapters of a device may reach.
-pub struct Registration {
+pub(crate) struct Registration {
     adapters: Adapters,
     /// By adapter; None for one that had failed: its queue pairs are no longer used.
     leases: Vec<Option<Lease<Memory, MemoryRegion>>>,
@@ -256,7 +256,13 @@ impl Registration {
     ///
     /// # Errors
     /// When the pages cannot be pinned, or every adapter has failed.
-    pub fn new(adapters: &Adapters, address: u64, bytes: usize, kind: Memory, dmabuf: Option<DmaBuf>) -> Result<Self> {
+    pub(crate) fn new(
+        adapters: &Adapters,
+        address: u64,
+        bytes: usize,
+        kind: Memory,
+        dmabuf: Option<DmaBuf>,
+    ) -> Result<Self> {
         let outside = || Error::argument(format!("{bytes} bytes at {address:#x} leave the address space"));
         let range = PageRange::covering(address as usize, bytes).ok_or_else(outside)?;
         // The descriptor's offset is that of the first byte; the region starts with its page.
@@ -287,7 +293,7 @@ impl Registration {
     /// # Errors
     /// When it is another device's, or does not cover the bytes.
     #[inline]
-    pub fn check(&self, adapters: &Adapters, address: u64, bytes: u64) -> Result<()> {
+    pub(crate) fn check(&self, adapters: &Adapters, address: u64, bytes: u64) -> Result<()> {
         if !Arc::ptr_eq(&self.adapters, adapters) && !self.serves(adapters) {
             return Err(Error::argument("the memory was registered with a connection over another device"));
         }
@@ -303,7 +309,7 @@ impl Registration {
     }
 
     /// Its first byte, and the one behind its last.
-    pub fn range(&self) -> (u64, u64) {
+    pub(crate) fn range(&self) -> (u64, u64) {
         (self.start, self.end)
     }
 
@@ -313,13 +319,13 @@ impl Registration {
 
     /// The key for work requests on the adapter with this place in the device.
     #[inline]
-    pub fn local_key(&self, adapter: usize) -> u32 {
+    pub(crate) fn local_key(&self, adapter: usize) -> u32 {
         self.leases[adapter].as_ref().map_or(0, |lease| lease.local_key())
     }
 
     /// The peer's keys, by adapter.
     #[inline]
-    pub fn remote_keys(&self) -> [u32; MAX_DEVICES] {
+    pub(crate) fn remote_keys(&self) -> [u32; MAX_DEVICES] {
         let mut keys = [0; MAX_DEVICES];
         for (key, lease) in keys.iter_mut().zip(&self.leases) {
             *key = lease.as_ref().map_or(0, |lease| lease.remote_key());

@@ -9,22 +9,22 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Reports that a queue pair needs care, or that other rare work is due, to the thread that holds the connection's
 /// state.
 #[derive(Debug, Clone, Default)]
-pub struct Alarm(Arc<AtomicBool>);
+pub(crate) struct Alarm(Arc<AtomicBool>);
 
 impl Alarm {
     /// A queue pair needs care.
-    pub fn raise(&self) {
+    pub(crate) fn raise(&self) {
         self.0.store(true, Ordering::Release);
     }
 
     /// Whether the alarm is off.
     #[inline]
-    pub fn is_raised(&self) -> bool {
+    pub(crate) fn is_raised(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
 
     /// The notified thread checks now. Called before it checks, so that an alarm in the meantime counts.
-    pub fn answer(&self) {
+    pub(crate) fn answer(&self) {
         // An exchange: what was done before the alarm is visible.
         self.0.swap(false, Ordering::AcqRel);
     }

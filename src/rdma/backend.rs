@@ -19,7 +19,7 @@ use crate::session::dialer::Target;
 use crate::session::net::Net;
 
 /// The process's state for RDMA.
-pub struct Rdma {
+pub(crate) struct Rdma {
     /// The usable ports, in NCCL's order; at least one.
     pub adapters: Vec<Arc<Adapter>>,
     /// The line for the log.
@@ -31,7 +31,7 @@ pub struct Rdma {
 }
 
 /// Why a process with this configuration uses TCP whatever ports there are; None when it would use RDMA.
-pub fn ruled_out(config: &Config) -> Option<&'static str> {
+pub(crate) fn ruled_out(config: &Config) -> Option<&'static str> {
     match config.backend {
         Backend::Tcp => Some("TOWLINE_BACKEND=tcp"),
         Backend::Auto if config.ib_disable => Some("NCCL_IB_DISABLE=1"),
@@ -56,7 +56,7 @@ impl Rdma {
     ///
     /// # Errors
     /// The reason why there is none.
-    pub fn find(config: &Config) -> Result<(Self, Vec<String>)> {
+    pub(crate) fn find(config: &Config) -> Result<(Self, Vec<String>)> {
         let found = discover(config)?;
         let Discovery { ports, peer_memory, warnings, foreign } = found.clone();
         let relaxed = config.ib_pci_relaxed_ordering.0 != 0;
@@ -86,7 +86,7 @@ impl Rdma {
     }
 
     /// The adapters with these indices: the same list each time, so that a registration is recognised quickly.
-    pub fn group(&self, places: &[usize]) -> Adapters {
+    pub(crate) fn group(&self, places: &[usize]) -> Adapters {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         let made = || places.iter().filter_map(|place| self.adapters.get(*place).cloned()).collect();
         Arc::clone(groups.entry(places.to_vec()).or_insert_with(made))
@@ -110,7 +110,7 @@ impl Rdma {
     ///
     /// # Errors
     /// When nothing can be bound to the first of them.
-    pub fn listen(
+    pub(crate) fn listen(
         &self,
         net: &Arc<Net>,
         adapters: Adapters,
@@ -125,7 +125,7 @@ impl Rdma {
     ///
     /// # Errors
     /// When the control thread cannot be started.
-    pub fn connect(&self, net: &Arc<Net>, adapters: Adapters, target: Target) -> Result<Arc<Attempt>> {
+    pub(crate) fn connect(&self, net: &Arc<Net>, adapters: Adapters, target: Target) -> Result<Arc<Attempt>> {
         self.watch_events(net);
         Attempt::start(Arc::clone(net), adapters, target)
     }

@@ -37,7 +37,7 @@ const ASKED: u64 = 1 << 63;
 
 /// Which end of a connection: one process may have both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Side {
+pub(crate) enum Side {
     /// The connecting one.
     Connecting,
     /// The listening one.
@@ -45,7 +45,7 @@ pub enum Side {
 }
 
 /// What the handshake hands to a connection.
-pub struct Parts {
+pub(crate) struct Parts {
     /// The control thread and the farewells.
     pub net: Arc<Net>,
     /// The ports of this side.
@@ -59,7 +59,7 @@ pub struct Parts {
 }
 
 /// The common part of a connection.
-pub struct Base {
+pub(crate) struct Base {
     pub(super) net: Arc<Net>,
     /// The ports of this side.
     pub adapters: Adapters,
@@ -101,7 +101,7 @@ pub struct Base {
 impl Base {
     /// The common part of a connection, and the keys to its requests. From here on lost queue pairs are replaced, if
     /// the user wants that.
-    pub fn new(parts: Parts, fabric: &mut Fabric, side: Side) -> (Self, Keys) {
+    pub(crate) fn new(parts: Parts, fabric: &mut Fabric, side: Side) -> (Self, Keys) {
         let Parts { net, adapters, peer, sock, link } = parts;
         let health = Health::default();
         health.stream_up();
@@ -135,7 +135,7 @@ impl Base {
     }
 
     /// The configuration of the process.
-    pub fn config(&self) -> &Config {
+    pub(crate) fn config(&self) -> &Config {
         &self.net.config
     }
 
@@ -144,7 +144,7 @@ impl Base {
     }
 
     /// Whether it continues when a queue pair is lost.
-    pub fn mends(&self) -> bool {
+    pub(crate) fn mends(&self) -> bool {
         self.config().recovery
     }
 
@@ -159,7 +159,7 @@ impl Base {
 
     /// Registers each queue pair's path with the profiler's events, and its queues with the adapters, for failure
     /// events.
-    pub fn name_paths(&self, fabric: Option<&Fabric>) {
+    pub(crate) fn name_paths(&self, fabric: Option<&Fabric>) {
         let Some(fabric) = fabric else { return };
         for (adapter, queue) in fabric.elements() {
             self.adapters[adapter].concern(queue, &self.mishap);
@@ -187,13 +187,13 @@ impl Base {
 
     /// NCCL's thread, in `test`: the outcome of a request if it is done. The profiler gets it before NCCL.
     #[inline]
-    pub fn finish(&self, ticket: Ticket) -> Option<Outcome> {
+    pub(crate) fn finish(&self, ticket: Ticket) -> Option<Outcome> {
         // SAFETY: NCCL's thread, and NCCL has not received the end of any outstanding request.
         unsafe { self.events.finish(&self.requests, ticket) }
     }
 
     /// NCCL's thread, in `test`: a request has failed.
-    pub fn abandon(&self, ticket: Ticket) {
+    pub(crate) fn abandon(&self, ticket: Ticket) {
         // SAFETY: as in `finish`.
         unsafe { self.events.abandon(ticket.slot) };
         self.requests.abandon(ticket);
@@ -203,7 +203,7 @@ impl Base {
     ///
     /// # Errors
     /// When there is no control thread, or the kernel refuses the socket.
-    pub fn watch(&self, source: Arc<dyn Source>) -> Result<()> {
+    pub(crate) fn watch(&self, source: Arc<dyn Source>) -> Result<()> {
         let mut control = self.control();
         control.source = Some(source);
         self.watch_socket(&mut control)
@@ -223,7 +223,7 @@ impl Base {
 
     /// Notifies the control thread that something is outstanding, unless it knows.
     #[inline]
-    pub fn attend(&self) {
+    pub(crate) fn attend(&self) {
         if self.attention.wanted() {
             self.call_keeper();
         }
@@ -237,12 +237,12 @@ impl Base {
     }
 
     /// Whether the connection is being closed here.
-    pub fn is_closing(&self) -> bool {
+    pub(crate) fn is_closing(&self) -> bool {
         self.closing.load(Ordering::Acquire)
     }
 
     /// From now on failures are ignored.
-    pub fn set_closing(&self) {
+    pub(crate) fn set_closing(&self) {
         self.closing.store(true, Ordering::Release);
     }
 
@@ -250,7 +250,7 @@ impl Base {
     ///
     /// # Errors
     /// That failure.
-    pub fn hear(&self) -> Result<()> {
+    pub(crate) fn hear(&self) -> Result<()> {
         let (mut control, patience) = (self.control(), self.config().peer_timeout);
         control.judge(patience, &self.peer)?;
         let end = loop {
@@ -326,7 +326,7 @@ impl Base {
     /// # Errors
     /// When it cannot be pinned.
     #[cold]
-    pub fn pin(&self, address: u64, bytes: u64) -> Result<Option<Arc<Registration>>> {
+    pub(crate) fn pin(&self, address: u64, bytes: u64) -> Result<Option<Arc<Registration>>> {
         if bytes == 0 {
             return Ok(None);
         }
@@ -340,7 +340,7 @@ impl Base {
     /// # Errors
     /// The failure, unless it was a flush.
     #[cold]
-    pub fn broken(&self, lane: &mut Lane, completion: &Completion, doing: Doing) -> Result<()> {
+    pub(crate) fn broken(&self, lane: &mut Lane, completion: &Completion, doing: Doing) -> Result<()> {
         let error = self.explain(lane, completion, doing);
         let is_flush = completion.is_flushed();
         if lane.mends && is_of_the_way(completion.status()) {
@@ -355,7 +355,7 @@ impl Base {
     }
 
     /// The meaning of a failed completion.
-    pub fn explain(&self, lane: &Lane, completion: &Completion, doing: Doing) -> Error {
+    pub(crate) fn explain(&self, lane: &Lane, completion: &Completion, doing: Doing) -> Error {
         let adapter = &self.adapters[lane.adapter];
         let text = Verbs::load().map_or("", |verbs| verbs.status_text(completion.status()));
         let error = explain(completion, text, &adapter.name(), adapter.is_port_down(), lane.ends(), doing);
@@ -377,7 +377,7 @@ impl Base {
     /// # Errors
     /// When the connection has failed, or the peer has left for good.
     #[inline]
-    pub fn verdict(&self, ticket: Ticket) -> Result<()> {
+    pub(crate) fn verdict(&self, ticket: Ticket) -> Result<()> {
         // Checked in every `test` that finds nothing, so first whether anything unusual has happened at all.
         let is_ordinary = !self.health.is_failed()
             && !self.health.is_peer_done()
@@ -429,7 +429,7 @@ impl Base {
     }
 
     /// Keeps the failure if it is the first, and reports it to the log and the peer.
-    pub fn fail(&self, error: Error) {
+    pub(crate) fn fail(&self, error: Error) {
         let words = failure(&error);
         let error = if error.peer().is_some() { error } else { error.with_peer(&self.peer) };
         // Claimed before any other thread can see the failure: otherwise the call that gets it might log it without the
@@ -470,13 +470,13 @@ impl Base {
 
     /// Whether the socket has not accepted all frames, or the peer's kernel has not acknowledged them: the control
     /// thread polls again with [`Base::hear`].
-    pub fn has_more_to_say(&self) -> bool {
+    pub(crate) fn has_more_to_say(&self) -> bool {
         let control = self.control();
         !control.output.is_empty() || control.vigil.is_asking() || control.away.is_some()
     }
 
     /// Sending side: requests the receiver to announce what it has posted; `lines` were read so far.
-    pub fn ask(&self, lines: u32) {
+    pub(crate) fn ask(&self, lines: u32) {
         // The query is repeated anyway.
         self.control().utter(&Header { total: lines.into(), ..Header::of(Type::Ask, 0) }.encode());
     }
@@ -492,7 +492,7 @@ impl Base {
 
     /// Says goodbye and hands the socket to the control thread, with the objects that must exist until the peer has
     /// closed too.
-    pub fn leave(&self, cargo: Option<Box<dyn Any + Send>>) {
+    pub(crate) fn leave(&self, cargo: Option<Box<dyn Any + Send>>) {
         if !self.health.is_failed() {
             self.say(&Header::of(Type::Bye, 0).encode());
         }
@@ -501,7 +501,7 @@ impl Base {
     }
 
     /// Hands the socket to the control thread, which closes it when the peer has read everything.
-    pub fn part(&self, cargo: Option<Box<dyn Any + Send>>) {
+    pub(crate) fn part(&self, cargo: Option<Box<dyn Any + Send>>) {
         let (registration, sock) = {
             let mut control = self.control();
             (control.registration.take(), control.sock.take())

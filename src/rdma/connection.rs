@@ -17,7 +17,7 @@ use crate::engine::request::{Keys, Outcome, Ticket};
 use crate::os::error::{Error, Result};
 
 /// One direction of a connection: what the other side has told that this side needs.
-pub trait Direction: Sized + Send + Sync + 'static {
+pub(crate) trait Direction: Sized + Send + Sync + 'static {
     /// What is changed with the state locked.
     type State: Send;
     /// What devices use: the queue pairs first, then the memory that only the connection registers.
@@ -62,7 +62,7 @@ pub trait Direction: Sized + Send + Sync + 'static {
 }
 
 /// A connection in one direction.
-pub struct Connection<D: Direction> {
+pub(crate) struct Connection<D: Direction> {
     pub(super) base: Base,
     pub(super) target: D,
     state: Mutex<D::State>,
@@ -85,7 +85,7 @@ impl<D: Direction> Connection<D> {
     }
 
     /// What needs no lock of the state.
-    pub fn base(&self) -> &Base {
+    pub(crate) fn base(&self) -> &Base {
         &self.base
     }
 
@@ -107,7 +107,7 @@ impl<D: Direction> Connection<D> {
     ///
     /// # Errors
     /// When the connection has failed; no device accesses the buffers any more then.
-    pub fn test(&self, ticket: Ticket) -> Result<Option<Outcome>> {
+    pub(crate) fn test(&self, ticket: Ticket) -> Result<Option<Outcome>> {
         self.base.requests.check(ticket)?;
         if let Some(outcome) = self.base.finish(ticket) {
             return Ok(Some(outcome));
@@ -143,7 +143,7 @@ impl<D: Direction> Connection<D> {
 
     /// The host takes back memory, as NCCL does on an abort before it closes the connection. If an outstanding request
     /// uses some of it, the connection ends. Nothing accesses the memory after this has returned.
-    pub fn withdraw(&self, memory: &Arc<Registration>) {
+    pub(crate) fn withdraw(&self, memory: &Arc<Registration>) {
         let mut state = self.state();
         if !D::needs(&state, memory) {
             return;
@@ -157,7 +157,7 @@ impl<D: Direction> Connection<D> {
 
     /// Ends the connection. With nothing outstanding, everything that was reported done has reached the peer; with
     /// requests in flight it is an abort. No device and no thread touches NCCL's buffers after it returns.
-    pub fn close(&self) {
+    pub(crate) fn close(&self) {
         self.base.set_closing();
         if !self.base.has_outstanding(D::keys(&self.state())) {
             D::deliver(self);

@@ -28,7 +28,7 @@ const MAX_PORTS: usize = 64;
 
 /// The user's settings.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Wish {
+pub(crate) struct Wish {
     /// `NCCL_IB_HCA`.
     pub filter: HcaFilter,
     /// `NCCL_IB_MERGE_VFS`: whether virtual functions of a card count as ports of it.
@@ -43,7 +43,7 @@ pub struct Wish {
 
 impl Wish {
     /// The settings from the configuration, and what is wrong with them.
-    pub fn from_config(config: &Config) -> (Self, Vec<String>) {
+    pub(crate) fn from_config(config: &Config) -> (Self, Vec<String>) {
         let family = config.ib_addr_family.unwrap_or(Family::V4);
         let range = config.ib_addr_range.as_deref().map(|text| gid::Range::parse(text, family)).transpose();
         let (range, complaints) = match range {
@@ -74,7 +74,7 @@ impl Wish {
 
 /// One port before the rules: the data from libibverbs and the kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Found {
+pub(crate) struct Found {
     /// The device's name.
     pub device: String,
     /// The port's number, from 1.
@@ -93,7 +93,7 @@ pub struct Found {
 
 impl Found {
     /// Why Towline cannot use such a port, whatever its state; None when it can.
-    pub fn obstacle(&self) -> Option<String> {
+    pub(crate) fn obstacle(&self) -> Option<String> {
         let why = match (self.card.transport, self.port.link_layer) {
             (Transport::Iwarp, _) => "is an iWARP port, whose connections need RDMA CM",
             (Transport::Other, _) => "has a transport of its own, without reliable connections, as EFA's",
@@ -106,7 +106,7 @@ impl Found {
 
 /// A port that may be used.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Port {
+pub(crate) struct Port {
     /// The device's name.
     pub device: String,
     /// The port's number, from 1.
@@ -132,14 +132,14 @@ pub struct Port {
 
 impl Port {
     /// The device's name, with the port's number unless it is the first.
-    pub fn name(&self) -> String {
+    pub(crate) fn name(&self) -> String {
         if self.number == 1 { self.device.clone() } else { format!("{}:{}", self.device, self.number) }
     }
 }
 
 /// A port that may be used, with its device.
 #[derive(Debug, Clone)]
-pub struct OpenPort {
+pub(crate) struct OpenPort {
     /// What it is.
     pub port: Port,
     /// Its device, opened.
@@ -162,7 +162,7 @@ pub struct OpenPort {
 
 impl OpenPort {
     /// The entry of the GID table that its connections use.
-    pub fn chosen(&self) -> gid::Chosen {
+    pub(crate) fn chosen(&self) -> gid::Chosen {
         let entry = GidEntry {
             index: self.gid_index,
             gid: self.gid,
@@ -176,7 +176,7 @@ impl OpenPort {
 
 /// The ports of this host.
 #[derive(Debug, Clone)]
-pub struct Discovery {
+pub(crate) struct Discovery {
     /// In NCCL's order.
     pub ports: Vec<OpenPort>,
     /// The kernel module through which devices reach GPU memory by its address.
@@ -210,7 +210,7 @@ impl fmt::Display for Discovery {
 ///
 /// # Errors
 /// When libibverbs does not load or cannot list devices. No device at all is no error.
-pub fn discover(config: &Config) -> Result<Discovery> {
+pub(crate) fn discover(config: &Config) -> Result<Discovery> {
     let (wish, mut warnings) = Wish::from_config(config);
     let sysfs = RdmaSysfs::default();
     let contexts = open_devices(Verbs::load()?)?;
@@ -276,7 +276,7 @@ fn open_port(port: Port, facts: PortFacts, context: &Context, wish: &Wish, sysfs
 
 /// The readable entries of a port's GID table: from libibverbs's own table, which includes the version even without
 /// sysfs, or else one by one.
-pub fn gid_table(context: &Context, port: u8, entries: u32, sysfs: &RdmaSysfs) -> Vec<GidEntry> {
+pub(crate) fn gid_table(context: &Context, port: u8, entries: u32, sysfs: &RdmaSysfs) -> Vec<GidEntry> {
     let own: Vec<Ipv6Addr> =
         interfaces::list().unwrap_or_default().iter().map(|one| mapped(one.address.ip())).collect();
     let is_own = |gid: &Gid| own.contains(&Ipv6Addr::from(*gid));
@@ -317,7 +317,7 @@ fn mapped(address: IpAddr) -> Ipv6Addr {
 }
 
 /// The rules: which of these ports may be used, in which order, and what NCCL sees of them.
-pub fn arrange(found: Vec<Found>, wish: &Wish) -> Vec<(Port, PortFacts)> {
+pub(crate) fn arrange(found: Vec<Found>, wish: &Wish) -> Vec<(Port, PortFacts)> {
     let usable = found.into_iter().filter_map(|found| {
         let choice = wish.filter.choose(&found.device, found.number)?;
         let link_layer = found.port.link_layer.filter(|_| found.port.is_active && found.obstacle().is_none())?;

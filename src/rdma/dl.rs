@@ -10,6 +10,8 @@
 //! The calls of the data path (post, poll) are not here: they go through the context's own table, by the inline
 //! functions of `rdma-sys`.
 
+#![cfg_attr(not(test), allow(dead_code, reason = "tests on real verbs wait for completions and look at queue pairs"))]
+
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::offset_of;
 use std::sync::OnceLock;
@@ -22,7 +24,7 @@ use crate::os::error::{Error, Result};
 /// libibverbs may use values outside it.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub struct RawAsyncEvent {
+pub(crate) struct RawAsyncEvent {
     /// The queue pair, completion queue or port that the event is about.
     pub element: u64,
     /// `IBV_EVENT_*`.
@@ -37,7 +39,7 @@ const _: () = assert!(offset_of!(RawAsyncEvent, kind) == offset_of!(ib::ibv_asyn
 /// libibverbs fills no more than this.
 #[repr(C, align(8))]
 #[derive(Debug, Clone, Copy)]
-pub struct RawGidEntry {
+pub(crate) struct RawGidEntry {
     /// The GID.
     pub gid: [u8; 16],
     /// Its place in the table of its port.
@@ -61,7 +63,7 @@ macro_rules! symbols {
         /// The functions of libibverbs that Towline calls outside the data path. They are C functions: each call is
         /// `unsafe` and must follow `infiniband/verbs.h`.
         #[allow(missing_docs, reason = "each field is libibverbs's function of the same name")]
-        pub struct Verbs {
+        pub(crate) struct Verbs {
             $(pub $field: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
             $(pub $maybe: Option<unsafe extern "C" fn($($maybe_argument),*) $(-> $maybe_result)?>,)*
         }
@@ -114,8 +116,6 @@ symbols! {
         create_qp: c"ibv_create_qp" @ c"IBVERBS_1.1",
             fn(*mut ib::ibv_pd, *mut ib::ibv_qp_init_attr) -> *mut ib::ibv_qp;
         modify_qp: c"ibv_modify_qp" @ c"IBVERBS_1.1", fn(*mut ib::ibv_qp, *mut ib::ibv_qp_attr, c_int) -> c_int;
-        query_qp: c"ibv_query_qp" @ c"IBVERBS_1.1",
-            fn(*mut ib::ibv_qp, *mut ib::ibv_qp_attr, c_int, *mut ib::ibv_qp_init_attr) -> c_int;
         destroy_qp: c"ibv_destroy_qp" @ c"IBVERBS_1.1", fn(*mut ib::ibv_qp) -> c_int;
         get_async_event: c"ibv_get_async_event" @ c"IBVERBS_1.1",
             fn(*mut ib::ibv_context, *mut RawAsyncEvent) -> c_int;
@@ -147,7 +147,7 @@ impl Verbs {
     /// # Errors
     /// When the library is not there, or lacks a function that every release since 2008 has. The same error comes
     /// back on every call.
-    pub fn load() -> Result<&'static Self> {
+    pub(crate) fn load() -> Result<&'static Self> {
         static LOADED: OnceLock<Result<Verbs>> = OnceLock::new();
         LOADED
             .get_or_init(|| {
@@ -184,13 +184,13 @@ impl Verbs {
     }
 
     /// libibverbs's text for a work completion's status.
-    pub fn status_text(&self, status: c_uint) -> &'static str {
+    pub(crate) fn status_text(&self, status: c_uint) -> &'static str {
         // SAFETY: the function returns a static string for any number.
         unsafe { text((self.wc_status_str)(status)) }
     }
 
     /// libibverbs's text for an asynchronous event.
-    pub fn event_text(&self, kind: c_uint) -> &'static str {
+    pub(crate) fn event_text(&self, kind: c_uint) -> &'static str {
         // SAFETY: as above.
         unsafe { text((self.event_type_str)(kind)) }
     }

@@ -37,13 +37,13 @@ use super::verbs::MemoryRegion;
 use crate::os::error::{Error, Result};
 
 /// The longest message that goes this way, in bytes.
-pub const EAGER_MAX: u64 = 1024;
+pub(crate) const EAGER_MAX: u64 = 1024;
 
 /// Bytes of the head.
-pub const HEAD: usize = 16;
+pub(crate) const HEAD: usize = 16;
 
 /// Messages under way at one time.
-pub const PLACES: usize = 64;
+pub(crate) const PLACES: usize = 64;
 
 /// Bytes of a place: the head and the longest message, in whole cache lines.
 const PLACE: usize = (HEAD + EAGER_MAX as usize).next_multiple_of(64);
@@ -62,7 +62,7 @@ unsafe impl Zeroed for Place {}
 
 /// The head of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Head {
+pub(crate) struct Head {
     /// NCCL's tag.
     pub tag: i32,
     /// Which send with this tag it is.
@@ -91,7 +91,7 @@ impl Head {
 
 /// The content of an immediate in place of a head: the same tag as the last short message, and what has changed since.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Brief {
+pub(crate) struct Brief {
     /// How far the number is ahead of the last one's; 0: there is a head.
     pub steps: u8,
     /// How many more CTS entries the sender has read.
@@ -100,7 +100,7 @@ pub struct Brief {
 
 impl Brief {
     /// The message has a head.
-    pub const NONE: Self = Self { steps: 0, lines: 0 };
+    pub(crate) const NONE: Self = Self { steps: 0, lines: 0 };
 }
 
 /// The head of the last short message, or the one it would have had.
@@ -156,7 +156,7 @@ impl Credit {
 }
 
 /// The sender's half.
-pub struct Outbox {
+pub(crate) struct Outbox {
     /// Dropped first: afterwards no device reads. By adapter.
     regions: Vec<MemoryRegion>,
     places: Pages<Place>,
@@ -168,7 +168,7 @@ pub struct Outbox {
 
 /// A message to be written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Parcel {
+pub(crate) struct Parcel {
     /// Where it lies, by this side's addresses.
     pub address: u64,
     /// Bytes, with the head if it has one.
@@ -184,7 +184,7 @@ impl Outbox {
     ///
     /// # Errors
     /// When it cannot be pinned.
-    pub fn new(adapters: &Adapters) -> Result<Self> {
+    pub(crate) fn new(adapters: &Adapters) -> Result<Self> {
         let places = Pages::zeroed(PLACES)?;
         let regions = own_regions(adapters, &places)?;
         Ok(Self { regions, places, credit: Credit::default(), flying: 0, last: Last::default() })
@@ -192,18 +192,18 @@ impl Outbox {
 
     /// Whether a message may be sent.
     #[inline(always)]
-    pub fn has_room(&self) -> bool {
+    pub(crate) fn has_room(&self) -> bool {
         self.credit.is_left() && self.flying < PLACES as u32
     }
 
     /// How many messages may be sent.
-    pub fn room(&self) -> usize {
+    pub(crate) fn room(&self) -> usize {
         PLACES - (self.credit.sent.wrapping_sub(self.credit.handed_on)).max(self.flying) as usize
     }
 
     /// The receiver has delivered this many messages, modulo 65,536. Returns whether that is new.
     #[inline]
-    pub fn told(&mut self, handed_on: u16) -> bool {
+    pub(crate) fn told(&mut self, handed_on: u16) -> bool {
         self.credit.told(handed_on)
     }
 
@@ -212,7 +212,7 @@ impl Outbox {
     /// # Safety
     /// `data` must be readable for the head's length, which is at most [`EAGER_MAX`].
     #[inline(always)]
-    pub unsafe fn pack(&mut self, head: &Head, data: *const u8) -> Parcel {
+    pub(crate) unsafe fn pack(&mut self, head: &Head, data: *const u8) -> Parcel {
         debug_assert!(self.has_room() && u64::from(head.length) <= EAGER_MAX);
         let place = self.credit.sent as usize % PLACES;
         let to = self.places[place].0.get().cast::<u8>();
@@ -236,18 +236,18 @@ impl Outbox {
 
     /// This side's key on an adapter.
     #[inline]
-    pub fn key(&self, adapter: usize) -> u32 {
+    pub(crate) fn key(&self, adapter: usize) -> u32 {
         self.regions[adapter].local_key()
     }
 
     /// The oldest write has completed.
     #[inline]
-    pub fn completed(&mut self) {
+    pub(crate) fn completed(&mut self) {
         self.flying = self.flying.saturating_sub(1);
     }
 
     /// Whether every write has completed.
-    pub fn is_delivered(&self) -> bool {
+    pub(crate) fn is_delivered(&self) -> bool {
         self.flying == 0
     }
 }
@@ -275,7 +275,7 @@ fn before(brief: Brief) -> usize {
 
 /// Where the peer's inbox is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Address {
+pub(crate) struct Address {
     /// By the receiver's addresses.
     pub start: u64,
     /// The keys, by port of the receiver.
@@ -284,7 +284,7 @@ pub struct Address {
 
 impl Address {
     /// As the receiver announced it.
-    pub fn new(start: u64, told: &[u32]) -> Self {
+    pub(crate) fn new(start: u64, told: &[u32]) -> Self {
         let mut keys = [0; MAX_DEVICES];
         keys.iter_mut().zip(told).for_each(|(key, told)| *key = *told);
         Self { start, keys }
@@ -292,13 +292,13 @@ impl Address {
 
     /// Where a place begins.
     #[inline]
-    pub fn of(&self, place: u8) -> u64 {
+    pub(crate) fn of(&self, place: u8) -> u64 {
         self.start + (usize::from(place) * PLACE) as u64
     }
 }
 
 /// The receiver's half.
-pub struct Inbox {
+pub(crate) struct Inbox {
     /// Dropped first: afterwards no device writes. By adapter.
     regions: Vec<MemoryRegion>,
     places: Pages<Place>,
@@ -312,7 +312,7 @@ pub struct Inbox {
 
 /// A message that arrived before its receive.
 #[derive(Debug)]
-pub struct Kept {
+pub(crate) struct Kept {
     head: Head,
     wr_id: u64,
     bytes: Box<[u8]>,
@@ -320,17 +320,17 @@ pub struct Kept {
 
 impl Kept {
     /// The message.
-    pub fn bytes(&self) -> &[u8] {
+    pub(crate) fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
     /// What stood before it.
-    pub fn head(&self) -> &Head {
+    pub(crate) fn head(&self) -> &Head {
         &self.head
     }
 
     /// The work request that it came with.
-    pub fn wr_id(&self) -> u64 {
+    pub(crate) fn wr_id(&self) -> u64 {
         self.wr_id
     }
 }
@@ -340,14 +340,14 @@ impl Inbox {
     ///
     /// # Errors
     /// When it cannot be pinned.
-    pub fn new(adapters: &Adapters) -> Result<Self> {
+    pub(crate) fn new(adapters: &Adapters) -> Result<Self> {
         let places = Pages::zeroed(PLACES)?;
         let regions = own_regions(adapters, &places)?;
         Ok(Self { regions, places, arrived: 0, handed_on: 0, told: 0, last: Last::default(), kept: Vec::new() })
     }
 
     /// Where the sender writes.
-    pub fn address(&self) -> Address {
+    pub(crate) fn address(&self) -> Address {
         let keys: Vec<u32> = self.regions.iter().map(MemoryRegion::remote_key).collect();
         Address::new(self.places.as_ptr() as u64, &keys)
     }
@@ -357,7 +357,7 @@ impl Inbox {
     /// # Errors
     /// When it is not the next, or not as long as was written.
     #[inline(always)]
-    pub fn arrived(&mut self, place: u8, brief: Brief, written: u32) -> Result<(Head, *const u8)> {
+    pub(crate) fn arrived(&mut self, place: u8, brief: Brief, written: u32) -> Result<(Head, *const u8)> {
         let expected = self.arrived as usize % PLACES;
         if usize::from(place) != expected || self.arrived.wrapping_sub(self.handed_on) >= PLACES as u32 {
             return Err(too_many());
@@ -383,7 +383,7 @@ impl Inbox {
 
     /// A message was copied into its receive.
     #[inline]
-    pub fn hand_on(&mut self) {
+    pub(crate) fn hand_on(&mut self) {
         self.handed_on = self.handed_on.wrapping_add(1);
     }
 
@@ -392,7 +392,7 @@ impl Inbox {
     /// # Safety
     /// `data` is what [`Inbox::arrived`] has just given with that head.
     #[cold]
-    pub unsafe fn keep(&mut self, head: Head, wr_id: u64, data: *const u8) {
+    pub(crate) unsafe fn keep(&mut self, head: Head, wr_id: u64, data: *const u8) {
         let mut bytes = vec![0; head.length as usize].into_boxed_slice();
         // SAFETY: the message's bytes, whose length was checked, and a fresh buffer.
         unsafe { bytes.as_mut_ptr().copy_from_nonoverlapping(data, bytes.len()) };
@@ -401,27 +401,27 @@ impl Inbox {
 
     /// The message for a receive, if it has arrived; it counts as delivered.
     #[inline]
-    pub fn take(&mut self, tag: i32, number: u32) -> Option<Kept> {
+    pub(crate) fn take(&mut self, tag: i32, number: u32) -> Option<Kept> {
         let at = self.kept.iter().position(|kept| kept.head.tag == tag && kept.head.number == number)?;
         self.hand_on();
         Some(self.kept.swap_remove(at))
     }
 
     /// Whether a message for a receive has arrived.
-    pub fn holds(&self, tag: i32, number: u32) -> bool {
+    pub(crate) fn holds(&self, tag: i32, number: u32) -> bool {
         self.kept.iter().any(|kept| kept.head.tag == tag && kept.head.number == number)
     }
 
     /// How many messages were delivered, for a CTS entry that is written now.
     #[inline]
-    pub fn tell(&mut self) -> u16 {
+    pub(crate) fn tell(&mut self) -> u16 {
         self.told = self.handed_on;
         self.handed_on as u16
     }
 
     /// Whether the count should be sent separately.
     #[inline]
-    pub fn is_telling_due(&self) -> bool {
+    pub(crate) fn is_telling_due(&self) -> bool {
         self.handed_on.wrapping_sub(self.told) >= TELL_AFTER
     }
 }

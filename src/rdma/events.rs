@@ -51,14 +51,14 @@ fn meaning(event: &AsyncEvent) -> Meaning {
 }
 
 /// The control thread's monitor of the devices. Dropping it ends the watch.
-pub struct Events(Vec<Registration>);
+pub(crate) struct Events(#[allow(dead_code, reason = "held until it is dropped")] Vec<Registration>);
 
 impl Events {
     /// Watches the devices of these adapters.
     ///
     /// # Errors
     /// When there is no control thread, or a device's descriptor cannot be watched.
-    pub fn watch(poller: &Poller, adapters: &[Arc<Adapter>], fails: bool) -> Result<Self> {
+    pub(crate) fn watch(poller: &Poller, adapters: &[Arc<Adapter>], fails: bool) -> Result<Self> {
         let mut contexts: Vec<&Context> = Vec::new();
         for adapter in adapters {
             let context = &adapter.open.context;
@@ -77,11 +77,6 @@ impl Events {
             Ok(registration)
         };
         contexts.into_iter().map(watch).collect::<Result<_>>().map(Self)
-    }
-
-    /// How many devices are watched.
-    pub fn devices(&self) -> usize {
-        self.0.len()
     }
 }
 

@@ -34,7 +34,7 @@ use crate::os::log::NET;
 use crate::session::handshake::nonce;
 
 /// A queue pair and what is in its sending queue.
-pub struct Lane {
+pub(crate) struct Lane {
     /// None once the lane is lost: its device then does nothing for it. Also None when it has refused a work request.
     pair: Option<QueuePair>,
     /// A queue pair that has refused a work request and must be given up. Nothing more is posted on it: the other side
@@ -88,7 +88,7 @@ pub struct Lane {
 const MOST_HELD: usize = MAX_PARTS;
 
 /// All lanes of a connection. Dropping it ends the queue pairs: afterwards no device accesses memory for them.
-pub struct Fabric {
+pub(crate) struct Fabric {
     pub(super) lanes: Vec<Lane>,
     /// All lanes are lost: since when, and why.
     pub(super) without: Option<(Instant, Error)>,
@@ -108,7 +108,7 @@ pub struct Fabric {
 
 /// How deep the queues of each lane are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Depth {
+pub(crate) struct Depth {
     /// Work requests of the sending queue.
     pub send: u32,
     /// Receives.
@@ -119,7 +119,7 @@ pub struct Depth {
 
 /// The class of the packets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Class {
+pub(crate) struct Class {
     /// The traffic class: on Ethernet the whole ToS byte.
     pub traffic: u8,
     /// The service level.
@@ -128,7 +128,7 @@ pub struct Class {
 
 impl Class {
     /// The traffic class from the sending side's configuration and communicator; the configuration wins.
-    pub fn new(config: &Config, communicator: Option<u8>) -> Self {
+    pub(crate) fn new(config: &Config, communicator: Option<u8>) -> Self {
         let set = |number: i64| u8::try_from(number).ok();
         let traffic = set(config.ib_tc.0).or(communicator).unwrap_or(0);
         let service_level = set(config.ib_sl.0).or(communicator).unwrap_or(0);
@@ -137,13 +137,13 @@ impl Class {
 
     /// The traffic class of the receiving side's queue pairs, which send CTS entries and acknowledge data: the sender's
     /// class, as in NCCL, unless the configuration sets another one.
-    pub fn of_receiver(config: &Config, sender: Self) -> Self {
+    pub(crate) fn of_receiver(config: &Config, sender: Self) -> Self {
         Self { traffic: u8::try_from(config.ib_fifo_tc.0).unwrap_or(sender.traffic), ..sender }
     }
 }
 
 /// This side's description of its ports.
-pub fn ports(adapters: &Adapters) -> Vec<PortRecord> {
+pub(crate) fn ports(adapters: &Adapters) -> Vec<PortRecord> {
     let record = |open: &super::devices::OpenPort| PortRecord {
         gid: open.gid.to_vec(),
         lid: u32::from(open.facts.lid),
@@ -160,7 +160,13 @@ impl Fabric {
     ///
     /// # Errors
     /// When a device has no more, or none so large.
-    pub fn new(adapters: &Adapters, lanes: usize, depth: Depth, config: &Config, peer: &[PortRecord]) -> Result<Self> {
+    pub(crate) fn new(
+        adapters: &Adapters,
+        lanes: usize,
+        depth: Depth,
+        config: &Config,
+        peer: &[PortRecord],
+    ) -> Result<Self> {
         let most = adapters.len().max(peer.len()).max(1);
         if lanes == 0 || lanes > MAX_LANES || !lanes.is_multiple_of(most) || peer.is_empty() {
             return Err(Error::remote(format!("the peer asks for {lanes} queue pairs over {} ports", peer.len())));
@@ -234,7 +240,7 @@ impl Fabric {
     }
 
     /// What the peer needs to know about the lanes.
-    pub fn records(&self, config: &Config) -> Vec<LaneRecord> {
+    pub(crate) fn records(&self, config: &Config) -> Vec<LaneRecord> {
         self.lanes.iter().filter_map(|lane| lane.record(config)).collect()
     }
 
@@ -243,7 +249,7 @@ impl Fabric {
     ///
     /// # Errors
     /// When the peer has another number of lanes, or a device cannot reach its peer.
-    pub fn connect(
+    pub(crate) fn connect(
         &mut self,
         adapters: &Adapters,
         lanes: &[LaneRecord],
@@ -311,24 +317,24 @@ impl Fabric {
     }
 
     /// The lanes.
-    pub fn lanes(&self) -> &[Lane] {
+    pub(crate) fn lanes(&self) -> &[Lane] {
         &self.lanes
     }
 
     /// The queues that asynchronous events may name, each with the place of its adapter.
-    pub fn elements(&self) -> impl Iterator<Item = (usize, u64)> {
+    pub(crate) fn elements(&self) -> impl Iterator<Item = (usize, u64)> {
         let pairs = self.lanes.iter().filter_map(|lane| Some((lane.adapter, lane.element()?)));
         pairs.chain(self.queues.iter().map(CompletionQueue::element).enumerate())
     }
 
     /// Work requests on a lane that are not finished.
-    pub fn outstanding(&self, index: usize) -> u32 {
+    pub(crate) fn outstanding(&self, index: usize) -> u32 {
         self.depth.send.saturating_sub(self.lanes[index].room)
     }
 
     /// One lane.
     #[inline]
-    pub fn lane(&mut self, index: usize) -> &mut Lane {
+    pub(crate) fn lane(&mut self, index: usize) -> &mut Lane {
         &mut self.lanes[index]
     }
 
@@ -337,23 +343,23 @@ impl Fabric {
     /// # Errors
     /// As [`Lane::post`].
     #[inline]
-    pub fn release(&mut self) -> Result<()> {
+    pub(crate) fn release(&mut self) -> Result<()> {
         self.lanes.iter_mut().try_for_each(Lane::release)
     }
 
     /// From now on the connection does without a lane that is lost.
-    pub fn mend(&mut self) {
+    pub(crate) fn mend(&mut self) {
         self.lanes.iter_mut().for_each(|lane| lane.mends = true);
     }
 
     /// The alarm, for a thread that has not locked the connection's state.
-    pub fn alarm(&self) -> Alarm {
+    pub(crate) fn alarm(&self) -> Alarm {
         self.alarm.clone()
     }
 
     /// Whether a lane needs care.
     #[inline]
-    pub fn is_alarmed(&self) -> bool {
+    pub(crate) fn is_alarmed(&self) -> bool {
         self.alarm.is_raised()
     }
 
@@ -375,13 +381,13 @@ impl Fabric {
     }
 
     /// The numbers of the lanes that carry messages.
-    pub fn living(&self) -> impl Iterator<Item = usize> {
+    pub(crate) fn living(&self) -> impl Iterator<Item = usize> {
         self.lanes.iter().enumerate().filter(|(_, lane)| lane.is_up()).map(|(index, _)| index)
     }
 
     /// All lanes.
     #[inline]
-    pub fn lanes_mut(&mut self) -> &mut [Lane] {
+    pub(crate) fn lanes_mut(&mut self) -> &mut [Lane] {
         &mut self.lanes
     }
 
@@ -390,7 +396,7 @@ impl Fabric {
     /// # Errors
     /// When a queue is broken, or the error of `take`.
     #[inline]
-    pub fn poll(&mut self, mut take: impl FnMut(&mut [Lane], &Completion) -> Result<()>) -> Result<bool> {
+    pub(crate) fn poll(&mut self, mut take: impl FnMut(&mut [Lane], &Completion) -> Result<()>) -> Result<bool> {
         let mut any = false;
         for queue in &self.queues {
             loop {
@@ -409,7 +415,7 @@ impl Fabric {
     }
 
     /// An answer of this side to the peer's first record: everything but the memory.
-    pub fn record(&self, adapters: &Adapters, config: &Config) -> Record {
+    pub(crate) fn record(&self, adapters: &Adapters, config: &Config) -> Record {
         Record { version: VERSION, ports: ports(adapters), lanes: self.records(config), ..Record::default() }
     }
 }
@@ -467,19 +473,19 @@ const BATCH: usize = 16;
 impl Lane {
     /// Work requests that may still be posted.
     #[inline]
-    pub fn room(&self) -> u32 {
+    pub(crate) fn room(&self) -> u32 {
         self.room
     }
 
     /// This many work requests are finished.
     #[inline]
-    pub fn finished(&mut self, count: u32) {
+    pub(crate) fn finished(&mut self, count: u32) {
         self.room += count;
         self.done += 1;
     }
 
     /// How often work requests were finished, in all.
-    pub fn done(&self) -> u64 {
+    pub(crate) fn done(&self) -> u64 {
         self.done
     }
 
@@ -491,7 +497,7 @@ impl Lane {
     /// # Safety
     /// As [`QueuePair::post`].
     #[inline]
-    pub unsafe fn post(&mut self, list: &[Work]) -> Result<()> {
+    pub(crate) unsafe fn post(&mut self, list: &[Work]) -> Result<()> {
         debug_assert!(self.room as usize >= list.len());
         self.room -= list.len() as u32;
         if !self.held.is_empty() {
@@ -527,7 +533,7 @@ impl Lane {
     ///
     /// # Safety
     /// As [`Lane::post`].
-    pub unsafe fn probe(&mut self, work: &Work) -> Result<()> {
+    pub(crate) unsafe fn probe(&mut self, work: &Work) -> Result<()> {
         self.room = 1;
         // SAFETY: the caller keeps the same promise.
         unsafe { self.post_one(|| *work) }
@@ -545,55 +551,55 @@ impl Lane {
 
     /// Whether it carries messages.
     #[inline]
-    pub fn is_up(&self) -> bool {
+    pub(crate) fn is_up(&self) -> bool {
         self.life == Life::Up
     }
 
     /// Whether it has a queue pair, even a stopped one: its completions may still arrive.
-    pub fn has_pair(&self) -> bool {
+    pub(crate) fn has_pair(&self) -> bool {
         self.element().is_some()
     }
 
     /// Whether a completion belongs to its present queue pair: those of an earlier one may still arrive.
     #[inline]
-    pub fn is_of_this_life(&self, completion: &Completion) -> bool {
+    pub(crate) fn is_of_this_life(&self, completion: &Completion) -> bool {
         self.epoch == 0 || completion.queue_pair() == self.ends.pair
     }
 
     /// Whether neither side has a queue pair for it.
-    pub fn is_lost(&self) -> bool {
+    pub(crate) fn is_lost(&self) -> bool {
         self.life == Life::Lost
     }
 
     /// Whether arrivals count although it does not carry messages: those under way when it was stopped, or the first
     /// over a new queue pair.
-    pub fn still_takes(&self) -> bool {
+    pub(crate) fn still_takes(&self) -> bool {
         matches!(self.life, Life::Stopping { .. } | Life::Returning)
     }
 
     /// Whether it has a new queue pair that is not verified yet.
-    pub fn is_returning(&self) -> bool {
+    pub(crate) fn is_returning(&self) -> bool {
         self.life == Life::Returning
     }
 
     /// Its new queue pair reaches the peer. The thread that takes care of the connection starts to use it.
-    pub fn is_proven(&mut self) {
+    pub(crate) fn is_proven(&mut self) {
         self.proven = true;
         self.alarm.raise();
     }
 
     /// The number of the peer's queue pair to which this one belongs.
-    pub fn set_epoch(&mut self, epoch: u16) {
+    pub(crate) fn set_epoch(&mut self, epoch: u16) {
         self.epoch = epoch;
     }
 
     /// The number of its present queue pair, counted from 0.
-    pub fn epoch(&self) -> u16 {
+    pub(crate) fn epoch(&self) -> u16 {
         self.epoch
     }
 
     /// Whether it is lost, and its completions are being taken.
-    pub fn is_stopping(&self) -> bool {
+    pub(crate) fn is_stopping(&self) -> bool {
         matches!(self.life, Life::Stopping { .. })
     }
 
@@ -615,7 +621,7 @@ impl Lane {
     }
 
     /// The peer has one too, and a first write over both is under way: how long that may take.
-    pub fn is_tried(&mut self) {
+    pub(crate) fn is_tried(&mut self) {
         self.next_try = Some(Instant::now() + patience(self.tries));
     }
 
@@ -698,7 +704,7 @@ impl Lane {
     /// # Safety
     /// As [`Lane::post`].
     #[inline(always)]
-    pub unsafe fn post_one(&mut self, work: impl Fn() -> Work) -> Result<()> {
+    pub(crate) unsafe fn post_one(&mut self, work: impl Fn() -> Work) -> Result<()> {
         if !self.held.is_empty() {
             // SAFETY: the caller keeps the same promise.
             return unsafe { self.post_behind(work()) };
@@ -729,7 +735,7 @@ impl Lane {
     /// # Safety
     /// As [`Lane::post`], from now on.
     #[inline]
-    pub unsafe fn hold(&mut self, work: Work) -> Result<()> {
+    pub(crate) unsafe fn hold(&mut self, work: Work) -> Result<()> {
         debug_assert!(self.room > 0);
         self.room -= 1;
         self.held.push(work);
@@ -744,7 +750,7 @@ impl Lane {
     ///
     /// # Safety
     /// As [`Lane::post`].
-    pub unsafe fn post_for(&mut self, silent: usize, work: Work) -> Result<()> {
+    pub(crate) unsafe fn post_for(&mut self, silent: usize, work: Work) -> Result<()> {
         let from = self.held.len().saturating_sub(silent);
         for held in &mut self.held[from..] {
             (held.immediate, held.is_signaled) = (None, false);
@@ -755,7 +761,7 @@ impl Lane {
 
     /// How many work requests are held back.
     #[inline]
-    pub fn held(&self) -> usize {
+    pub(crate) fn held(&self) -> usize {
         self.held.len()
     }
 
@@ -763,7 +769,7 @@ impl Lane {
     ///
     /// # Errors
     /// As [`Lane::post`].
-    pub fn release(&mut self) -> Result<()> {
+    pub(crate) fn release(&mut self) -> Result<()> {
         if self.held.is_empty() {
             return Ok(());
         }
@@ -782,7 +788,7 @@ impl Lane {
     /// # Errors
     /// When the device refuses.
     #[inline]
-    pub fn post_receives(&mut self, id: u64, count: usize) -> Result<()> {
+    pub(crate) fn post_receives(&mut self, id: u64, count: usize) -> Result<()> {
         let Some(pair) = &self.pair else { return Ok(()) };
         match pair.post_receives(id, count) {
             Ok(()) => {
@@ -797,17 +803,17 @@ impl Lane {
     }
 
     /// Bytes that may travel inside a work request.
-    pub fn inline_bytes(&self) -> u32 {
+    pub(crate) fn inline_bytes(&self) -> u32 {
         self.inline_bytes
     }
 
     /// Its two ends, for messages.
-    pub fn ends(&self) -> &Ends {
+    pub(crate) fn ends(&self) -> &Ends {
         &self.ends
     }
 
     /// Where it leads, for a profiler; `adapters` are the device that it is part of.
-    pub fn path(&self, adapters: &Adapters) -> Path {
+    pub(crate) fn path(&self, adapters: &Adapters) -> Path {
         let device = adapters[self.adapter].number;
         let peer = Some(SocketAddr::from((Ipv6Addr::from(self.ends.peer_gid).to_canonical(), 0)));
         let carrier = Carrier::QueuePair { device, number: self.ends.pair.cast_signed() };
@@ -824,7 +830,7 @@ impl Lane {
 
     /// Stops the queue pair for ever, without ending it. Nothing is posted any more. If the device cannot do it at the
     /// moment, `stop_again` can a little later.
-    pub fn stop(&mut self) {
+    pub(crate) fn stop(&mut self) {
         self.room = 0;
         self.held.clear();
         self.is_running = true;

@@ -36,7 +36,7 @@ const DEPTH: Depth = Depth { send: SLOTS as u32, receive: 1, inline_bytes: 0 };
 const NEXT_TRY: Duration = Duration::from_millis(5);
 
 /// Whether what a device wrote into such memory must be flushed before the GPU reads it.
-pub fn is_needed(memory: Memory) -> bool {
+pub(crate) fn is_needed(memory: Memory) -> bool {
     memory != Memory::Host
 }
 
@@ -48,7 +48,7 @@ fn patience(config: &Config, is_out: bool) -> Duration {
 }
 
 /// What flushes need to know about their connection.
-pub struct Around<'a> {
+pub(crate) struct Around<'a> {
     /// Its configuration.
     pub config: &'a Config,
     /// Its own queue pairs.
@@ -215,7 +215,7 @@ impl Left {
 }
 
 /// The flushes of a connection.
-pub struct Flush {
+pub(crate) struct Flush {
     /// By their index in the device. Dropped first: afterwards nothing is read.
     ports: Vec<Port>,
     /// By request slot.
@@ -225,19 +225,19 @@ pub struct Flush {
 
 impl Flush {
     /// None yet, over the ports of a connection.
-    pub fn new(adapters: &Adapters) -> Self {
+    pub(crate) fn new(adapters: &Adapters) -> Self {
         const { assert!(MAX_DEVICES <= u8::BITS as usize) };
         Self { ports: adapters.iter().map(Port::new).collect(), left: vec![Left::default(); SLOTS], pending: 0 }
     }
 
     /// The ports that a flush has to wait for, a bit for each.
-    pub fn ports(&self, around: &Around<'_>) -> u8 {
+    pub(crate) fn ports(&self, around: &Around<'_>) -> u8 {
         let is_needed = |(place, port): &(usize, &Port)| !(port.is_out() && around.is_over(*place));
         self.ports.iter().enumerate().filter(is_needed).fold(0, |ports, (place, _)| ports | 1 << place)
     }
 
     /// Whether a flush that has not ended was posted with this registration.
-    pub fn reads(&self, memory: &Arc<Registration>) -> bool {
+    pub(crate) fn reads(&self, memory: &Arc<Registration>) -> bool {
         self.left.iter().any(|left| left.memory.as_ref().is_some_and(|held| Arc::ptr_eq(held, memory)))
     }
 
@@ -245,7 +245,7 @@ impl Flush {
     ///
     /// # Errors
     /// As [`Flush::poll`].
-    pub fn start(
+    pub(crate) fn start(
         &mut self,
         (slot, ports): (u16, u8),
         (address, memory): (u64, Arc<Registration>),
@@ -267,7 +267,7 @@ impl Flush {
     ///
     /// # Errors
     /// When repeating is useless, or has failed for too long.
-    pub fn poll(&mut self, around: &Around<'_>, mut done: impl FnMut(u16)) -> Result<bool> {
+    pub(crate) fn poll(&mut self, around: &Around<'_>, mut done: impl FnMut(u16)) -> Result<bool> {
         let mut any = false;
         for place in 0..self.ports.len() {
             if self.pending == 0 {
@@ -323,7 +323,7 @@ impl Flush {
     }
 
     /// No longer waits for ports that are down or cannot read, if nothing arrives over them any more.
-    pub fn settle(&mut self, around: &Around<'_>, mut done: impl FnMut(u16)) {
+    pub(crate) fn settle(&mut self, around: &Around<'_>, mut done: impl FnMut(u16)) {
         for place in 0..self.ports.len() {
             let port = &self.ports[place];
             if self.pending > 0 && (port.is_out() || port.failing.is_some()) && around.is_over(place) {

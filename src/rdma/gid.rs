@@ -18,7 +18,7 @@ use crate::os::config::Family;
 
 /// How GIDs travel on Ethernet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RoceVersion {
+pub(crate) enum RoceVersion {
     /// In a frame type of its own; cannot be routed.
     V1,
     /// Inside UDP.
@@ -36,7 +36,7 @@ impl fmt::Display for RoceVersion {
 
 /// An entry of a port's GID table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct GidEntry {
+pub(crate) struct GidEntry {
     /// Its place in the table.
     pub index: u32,
     /// The GID.
@@ -51,7 +51,7 @@ pub struct GidEntry {
 
 /// The user's settings for a RoCE port's GID.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct GidWish {
+pub(crate) struct GidWish {
     /// `NCCL_IB_GID_INDEX`.
     pub index: Option<u32>,
     /// `NCCL_IB_ADDR_FAMILY`.
@@ -70,7 +70,7 @@ impl Default for GidWish {
 
 /// A range of addresses, as in `10.7.0.0/16`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Range {
+pub(crate) struct Range {
     address: IpAddr,
     bits: u8,
 }
@@ -80,7 +80,7 @@ impl Range {
     ///
     /// # Errors
     /// What is wrong with the text.
-    pub fn parse(text: &str, family: Family) -> Result<Self, String> {
+    pub(crate) fn parse(text: &str, family: Family) -> Result<Self, String> {
         let (address, bits) =
             text.split_once('/').ok_or_else(|| format!("{text:?} has no prefix length, as in 10.7.0.0/16"))?;
         let address: IpAddr = address.trim().parse().map_err(|_| format!("{address:?} is no address"))?;
@@ -124,7 +124,7 @@ fn is_link_local(gid: &Gid) -> bool {
 
 /// Why an entry was chosen; the better reasons come last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Why {
+pub(crate) enum Why {
     /// Nothing matches, so it is the first one.
     Nothing,
     /// Of the wanted family and range, but link-local.
@@ -158,7 +158,7 @@ impl fmt::Display for Why {
 }
 
 /// The entry of a RoCE port's table that is used for the port.
-pub fn choose(table: &[GidEntry], wish: &GidWish) -> (u32, Why) {
+pub(crate) fn choose(table: &[GidEntry], wish: &GidWish) -> (u32, Why) {
     if let Some(index) = wish.index {
         return (index, Why::Named);
     }
@@ -192,7 +192,7 @@ pub fn choose(table: &[GidEntry], wish: &GidWish) -> (u32, Why) {
 
 /// The entry with which connections were set up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Chosen {
+pub(crate) struct Chosen {
     /// What it was then.
     pub entry: GidEntry,
     /// The user chose its index.
@@ -203,7 +203,7 @@ impl Chosen {
     /// Its index in the table now; None: it is not there. The old index, when it is still valid; never another one if
     /// the user chose it, and never that of another interface: the link-local GIDs of an interface and of its VLANs are
     /// equal.
-    pub fn place_in(&self, table: &[GidEntry]) -> Option<u32> {
+    pub(crate) fn place_in(&self, table: &[GidEntry]) -> Option<u32> {
         let GidEntry { index, gid, version, interface, .. } = self.entry;
         let is_it = |entry: &&GidEntry| {
             let is_elsewhere = entry.interface.zip(interface).is_some_and(|(one, other)| one != other);
@@ -216,24 +216,24 @@ impl Chosen {
 
 /// The entry of an InfiniBand port's table: the one at `routable_index` (`NCCL_IB_ROUTABLE_FLID_GID_INDEX`) when it
 /// carries a forwarding identifier.
-pub fn choose_infiniband(table: &[GidEntry], routable_index: u32) -> (u32, Why) {
+pub(crate) fn choose_infiniband(table: &[GidEntry], routable_index: u32) -> (u32, Why) {
     let is_routable = table.iter().any(|entry| entry.index == routable_index && forwarding_id(&entry.gid) != 0);
     if is_routable { (routable_index, Why::Routable) } else { (0, Why::InfiniBand) }
 }
 
 /// The forwarding identifier (FLID) in an InfiniBand GID: by it a packet reaches a router to another subnet.
-pub fn forwarding_id(gid: &Gid) -> u16 {
+pub(crate) fn forwarding_id(gid: &Gid) -> u16 {
     u16::from_be_bytes([gid[4], gid[5]])
 }
 
 /// The subnet of an InfiniBand GID.
-pub fn subnet(gid: &Gid) -> u16 {
+pub(crate) fn subnet(gid: &Gid) -> u16 {
     u16::from_be_bytes([gid[6], gid[7]])
 }
 
 /// How an InfiniBand port reaches its peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Way {
+pub(crate) struct Way {
     /// The local identifier that packets carry.
     pub lid: u16,
     /// Whether they carry GIDs as well.
@@ -245,7 +245,7 @@ pub struct Way {
 
 /// The path to a peer with this GID and local identifier; `needs_grh`: the local port sends nothing without GIDs. Two
 /// GIDs with the same subnet are in one subnet, as in NCCL.
-pub fn way(own: &Gid, peer: &Gid, peer_lid: u16, needs_grh: bool) -> Way {
+pub(crate) fn way(own: &Gid, peer: &Gid, peer_lid: u16, needs_grh: bool) -> Way {
     if subnet(own) == subnet(peer) {
         return Way { lid: peer_lid, is_global: needs_grh, is_doubtful: false };
     }
@@ -256,7 +256,7 @@ pub fn way(own: &Gid, peer: &Gid, peer_lid: u16, needs_grh: bool) -> Way {
 }
 
 /// A GID in readable form: an IPv4 address if it holds one.
-pub fn display(gid: &Gid) -> String {
+pub(crate) fn display(gid: &Gid) -> String {
     let address = Ipv6Addr::from(*gid);
     address.to_ipv4_mapped().map_or_else(|| address.to_string(), |v4| v4.to_string())
 }

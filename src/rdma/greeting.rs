@@ -39,7 +39,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// A listener whose connections are over RDMA.
-pub struct Listener {
+pub(crate) struct Listener {
     me: Weak<Self>,
     net: Arc<Net>,
     adapters: Adapters,
@@ -58,7 +58,7 @@ struct Accepted {
 
 impl Listener {
     /// A listener of a device.
-    pub fn new(net: Arc<Net>, adapters: Adapters) -> Arc<Self> {
+    pub(crate) fn new(net: Arc<Net>, adapters: Adapters) -> Arc<Self> {
         Arc::new_cyclic(|me| Self {
             me: me.clone(),
             net,
@@ -73,7 +73,7 @@ impl Listener {
     /// # Errors
     /// When it failed in its last step, with the sending side already established; or when the peer that holds the
     /// secret connected, and its TOWLINE_KEY_FILE does not match this side's.
-    pub fn accept(&self) -> Result<Option<Arc<RdmaRecv>>> {
+    pub(crate) fn accept(&self) -> Result<Option<Arc<RdmaRecv>>> {
         lock(&self.accepted).next()
     }
 
@@ -81,7 +81,7 @@ impl Listener {
     ///
     /// # Errors
     /// As [`Listener::accept`].
-    pub fn accept_until(&self, deadline: Instant) -> Result<Option<Arc<RdmaRecv>>> {
+    pub(crate) fn accept_until(&self, deadline: Instant) -> Result<Option<Arc<RdmaRecv>>> {
         let mut accepted = lock(&self.accepted);
         loop {
             if let Some(conn) = accepted.next()? {
@@ -167,7 +167,7 @@ impl Opening for Guest {
 }
 
 /// A request to be connected over RDMA.
-pub struct Attempt {
+pub(crate) struct Attempt {
     net: Arc<Net>,
     adapters: Adapters,
     dial: Mutex<Option<Arc<Dial>>>,
@@ -181,7 +181,7 @@ impl Attempt {
     ///
     /// # Errors
     /// When the control thread cannot be started.
-    pub fn start(net: Arc<Net>, adapters: Adapters, target: Target) -> Result<Arc<Self>> {
+    pub(crate) fn start(net: Arc<Net>, adapters: Adapters, target: Target) -> Result<Arc<Self>> {
         let attempt = Arc::new_cyclic(|me| Self {
             net,
             adapters,
@@ -197,7 +197,7 @@ impl Attempt {
     }
 
     /// The connection, when it is ready; the failure, when it has failed.
-    pub fn result(&self) -> Option<Result<Arc<RdmaSend>>> {
+    pub(crate) fn result(&self) -> Option<Result<Arc<RdmaSend>>> {
         let outcome = lock(&self.outcome).clone();
         outcome.or_else(|| match lock(&self.dial).as_ref()?.result()? {
             Ok(()) => None,
@@ -209,7 +209,7 @@ impl Attempt {
     ///
     /// # Errors
     /// The error with which the attempt failed.
-    pub fn wait(&self) -> Result<Arc<RdmaSend>> {
+    pub(crate) fn wait(&self) -> Result<Arc<RdmaSend>> {
         loop {
             if let Some(result) = self.result() {
                 return result;
@@ -220,7 +220,7 @@ impl Attempt {
     }
 
     /// Gives up: the connection is no longer wanted.
-    pub fn cancel(&self) {
+    pub(crate) fn cancel(&self) {
         // Nothing is closed under a lock: a close may wait, and the control thread settles attempts.
         let dial = lock(&self.dial).take();
         if let Some(dial) = dial {
@@ -629,7 +629,7 @@ impl Source for Greeting {
 }
 
 /// A listener with its registration among the process's handshakes.
-pub struct Listening {
+pub(crate) struct Listening {
     net: Arc<Net>,
     session: Arc<ports::Listener>,
     listener: Arc<Listener>,
@@ -640,7 +640,7 @@ impl Listening {
     ///
     /// # Errors
     /// When nothing can be bound to the first of them.
-    pub fn open(
+    pub(crate) fn open(
         net: &Arc<Net>,
         adapters: Adapters,
         rails: Arc<[Rail]>,
@@ -652,7 +652,7 @@ impl Listening {
     }
 
     /// The secret that a peer must know.
-    pub fn secret(&self) -> &Secret {
+    pub(crate) fn secret(&self) -> &Secret {
         &self.session.secret
     }
 
@@ -660,7 +660,7 @@ impl Listening {
     ///
     /// # Errors
     /// As [`Listener::accept`].
-    pub fn accept(&self) -> Result<Option<Arc<RdmaRecv>>> {
+    pub(crate) fn accept(&self) -> Result<Option<Arc<RdmaRecv>>> {
         self.listener.accept()
     }
 
@@ -668,12 +668,12 @@ impl Listening {
     ///
     /// # Errors
     /// As [`Listener::accept`].
-    pub fn accept_until(&self, deadline: Instant) -> Result<Option<Arc<RdmaRecv>>> {
+    pub(crate) fn accept_until(&self, deadline: Instant) -> Result<Option<Arc<RdmaRecv>>> {
         self.listener.accept_until(deadline)
     }
 
     /// Stops accepting connections, and ends those that were not accepted.
-    pub fn close(&self) {
+    pub(crate) fn close(&self) {
         self.net.close(&self.session);
     }
 }

@@ -9,11 +9,11 @@
 use std::fmt;
 
 /// NCCL's value for a rail or plane that is not set.
-pub const UNKNOWN_ID: i16 = -1;
+pub(crate) const UNKNOWN_ID: i16 = -1;
 
 /// A parsed `NCCL_IB_HCA`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct HcaFilter {
+pub(crate) struct HcaFilter {
     excludes: bool,
     is_exact: bool,
     entries: Vec<Entry>,
@@ -29,7 +29,7 @@ struct Entry {
 
 /// The list's settings for a port that it chose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Choice {
+pub(crate) struct Choice {
     /// The rail's number, −1 for none.
     pub rail: i16,
     /// The plane's number, −1 for none.
@@ -38,7 +38,7 @@ pub struct Choice {
 
 impl HcaFilter {
     /// Reads the variable's value; unset is the empty text.
-    pub fn parse(text: &str) -> Self {
+    pub(crate) fn parse(text: &str) -> Self {
         let (excludes, text) = strip(text, '^');
         let (is_exact, text) = strip(text, '=');
         let entries = text.split(',').filter_map(Entry::parse).collect();
@@ -46,7 +46,7 @@ impl HcaFilter {
     }
 
     /// Whether a port may be used, and the list's settings for it.
-    pub fn choose(&self, device: &str, port: u8) -> Option<Choice> {
+    pub(crate) fn choose(&self, device: &str, port: u8) -> Option<Choice> {
         let named = self.entries.iter().find(|entry| entry.names(self.is_exact, device, port));
         let is_listed = self.entries.is_empty() || named.is_some();
         (is_listed != self.excludes).then(|| {
@@ -58,7 +58,7 @@ impl HcaFilter {
     }
 
     /// The entries that match none of these ports: mostly typing errors.
-    pub fn unmatched<'a>(&self, ports: impl Iterator<Item = (&'a str, u8)> + Clone) -> Vec<String> {
+    pub(crate) fn unmatched<'a>(&self, ports: impl Iterator<Item = (&'a str, u8)> + Clone) -> Vec<String> {
         let is_missing = |entry: &&Entry| !ports.clone().any(|(device, port)| entry.names(self.is_exact, device, port));
         self.entries.iter().filter(is_missing).map(ToString::to_string).collect()
     }

@@ -17,7 +17,7 @@ use crate::os::error::{Error, Result};
 
 /// What one immediate covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Sent {
+pub(crate) enum Sent {
     /// A share of the message with this key, or, as the last one of a run, a whole message and those before it that end
     /// with it.
     Share {
@@ -32,7 +32,7 @@ pub enum Sent {
 
 /// How a message was sent: what is needed to resend a share of it.
 #[derive(Debug, Clone, Copy)]
-pub struct Answer {
+pub(crate) struct Answer {
     /// The CTS entry that it answers.
     pub line: Line,
     /// The content of each share's immediate.
@@ -50,14 +50,14 @@ struct Lane {
 
 /// The ledger of a connection, by lane.
 #[derive(Debug)]
-pub struct Ledger {
+pub(crate) struct Ledger {
     lanes: Vec<Lane>,
     answers: Vec<Option<Answer>>,
 }
 
 /// The result for a lane's entries.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Settled {
+pub(crate) struct Settled {
     /// These have arrived.
     pub arrived: Vec<Sent>,
     /// These have not, and never will.
@@ -66,42 +66,42 @@ pub struct Settled {
 
 impl Ledger {
     /// An empty ledger for this many lanes.
-    pub fn new(lanes: usize) -> Self {
+    pub(crate) fn new(lanes: usize) -> Self {
         Self { lanes: (0..lanes).map(|_| Lane::default()).collect(), answers: vec![None; SLOTS] }
     }
 
     /// The message with this key has met its CTS entry.
-    pub fn answer(&mut self, key: usize, answer: Answer) {
+    pub(crate) fn answer(&mut self, key: usize, answer: Answer) {
         self.answers[key] = Some(answer);
     }
 
     /// How the message with this key was sent.
-    pub fn answer_of(&self, key: u16) -> Option<Answer> {
+    pub(crate) fn answer_of(&self, key: u16) -> Option<Answer> {
         self.answers[usize::from(key)]
     }
 
     /// An immediate was posted on that lane.
     #[inline(always)]
-    pub fn sent(&mut self, lane: usize, sent: Sent) {
+    pub(crate) fn sent(&mut self, lane: usize, sent: Sent) {
         self.lanes[lane].sent.push_back(sent);
     }
 
     /// The immediate that is posted next on that lane also covers the last `count` ones, which were held back.
-    pub fn merge(&mut self, lane: usize, count: usize) {
+    pub(crate) fn merge(&mut self, lane: usize, count: usize) {
         let sent = &mut self.lanes[lane].sent;
         sent.truncate(sent.len().saturating_sub(count));
     }
 
     /// The oldest immediate of that lane has completed.
     #[inline]
-    pub fn completed(&mut self, lane: usize) {
+    pub(crate) fn completed(&mut self, lane: usize) {
         let lane = &mut self.lanes[lane];
         lane.sent.pop_front();
         lane.done += 1;
     }
 
     /// The bytes of the oldest entry on that lane whose immediate has not completed; None when all have.
-    pub fn oldest(&self, lane: usize) -> Option<u64> {
+    pub(crate) fn oldest(&self, lane: usize) -> Option<u64> {
         self.lanes[lane].sent.front().map(|sent| match sent {
             Sent::Share { share, .. } => share.length,
             Sent::Short(_) => 0,
@@ -113,7 +113,7 @@ impl Ledger {
     ///
     /// # Errors
     /// When it has received more than were sent, or lacks some that its device has acknowledged.
-    pub fn settle(&mut self, lane: usize, arrived: Option<u64>) -> Result<Settled> {
+    pub(crate) fn settle(&mut self, lane: usize, arrived: Option<u64>) -> Result<Settled> {
         let lane = &mut self.lanes[lane];
         let Some(arrived) = arrived else {
             lane.done = 0;

@@ -31,17 +31,17 @@ use crate::engine::request::SLOTS;
 use crate::os::error::Result;
 
 /// Bytes of a line.
-pub const LINE: usize = 64;
+pub(crate) const LINE: usize = 64;
 
 /// Lines of a ring: one for each part of every receive that can be outstanding.
-pub const LINES: usize = SLOTS;
+pub(crate) const LINES: usize = SLOTS;
 
 /// Beside the size: the line is not the last part of its group.
 const HAS_MORE: u64 = 1 << 47;
 
 /// A part of a posted receive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Line {
+pub(crate) struct Line {
     /// The address of the buffer on the receiver.
     pub address: u64,
     /// How many bytes fit, less than 2^47.
@@ -66,7 +66,7 @@ pub struct Line {
 
 impl Line {
     /// The bytes of this.
-    pub fn encode(&self) -> [u8; LINE] {
+    pub(crate) fn encode(&self) -> [u8; LINE] {
         let mut out = [0; LINE];
         out[..8].copy_from_slice(&self.address.to_le_bytes());
         let size = self.size | if self.has_more { HAS_MORE } else { 0 };
@@ -86,7 +86,7 @@ impl Line {
     }
 
     /// Reads line `number`; none when the bytes are another line's or not complete.
-    pub fn decode(bytes: &[u8; LINE], number: u32) -> Option<Self> {
+    pub(crate) fn decode(bytes: &[u8; LINE], number: u32) -> Option<Self> {
         let u32_at = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         if u32_at(56) != number || u32_at(60) != check(bytes) {
             return None;
@@ -126,7 +126,7 @@ fn check(bytes: &[u8; LINE]) -> u32 {
 }
 
 /// The memory that the peer writes lines into.
-pub struct Ring(Pages<Place>);
+pub(crate) struct Ring(Pages<Place>);
 
 /// One place of a ring.
 #[repr(align(64))]
@@ -142,7 +142,7 @@ impl Ring {
     ///
     /// # Errors
     /// When there is no memory.
-    pub fn new() -> Result<Self> {
+    pub(crate) fn new() -> Result<Self> {
         Ok(Self(Pages::zeroed(LINES + 1)?))
     }
 
@@ -152,13 +152,13 @@ impl Ring {
     }
 
     /// Where it starts.
-    pub fn address(&self) -> u64 {
+    pub(crate) fn address(&self) -> u64 {
         self.0.address()
     }
 
     /// The receiver's count of eager messages, if it has arrived complete.
     #[inline]
-    pub fn word(&self) -> Option<u32> {
+    pub(crate) fn word(&self) -> Option<u32> {
         let place = self.0[LINES].0.get();
         // SAFETY: inside the place, aligned to 8 since places are aligned to 64.
         let bits = unsafe { AtomicU64::from_ptr(place.cast()) }.load(Ordering::Acquire);
@@ -167,7 +167,7 @@ impl Ring {
 
     /// Whether line `number` seems to have arrived: it may still be incomplete.
     #[inline(always)]
-    pub fn has(&self, number: u32) -> bool {
+    pub(crate) fn has(&self, number: u32) -> bool {
         let place = self.0[number as usize % LINES].0.get();
         // SAFETY: inside the place, aligned to 4 since places are aligned to 64.
         let stamp = unsafe { AtomicU32::from_ptr(place.cast::<u32>().add(14)) };
@@ -176,7 +176,7 @@ impl Ring {
 
     /// Line `number`, if it has arrived.
     #[inline]
-    pub fn read(&self, number: u32) -> Option<Line> {
+    pub(crate) fn read(&self, number: u32) -> Option<Line> {
         if !self.has(number) {
             return None;
         }
@@ -191,7 +191,7 @@ impl Ring {
 }
 
 /// A number and its complement: half of one with half of another is detected.
-pub fn encode_word(number: u32) -> u64 {
+pub(crate) fn encode_word(number: u32) -> u64 {
     u64::from(number) | u64::from(!number) << 32
 }
 
@@ -203,7 +203,7 @@ fn decode_word(bits: u64) -> Option<u32> {
 
 /// The content of the immediate of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Immediate {
+pub(crate) struct Immediate {
     /// The receiver's slot; of an eager message its place.
     pub slot: u8,
     /// Which use of the slot; of an eager message [`Brief::steps`].
@@ -223,7 +223,7 @@ pub struct Immediate {
 impl Immediate {
     /// That of an eager message.
     #[inline]
-    pub fn eager(place: u8, brief: Brief) -> Self {
+    pub(crate) fn eager(place: u8, brief: Brief) -> Self {
         Self {
             slot: place,
             generation: brief.steps,
@@ -236,12 +236,12 @@ impl Immediate {
 
     /// The content for an eager message.
     #[inline]
-    pub fn brief(self) -> Brief {
+    pub(crate) fn brief(self) -> Brief {
         Brief { steps: self.generation, lines: self.shares }
     }
 
     /// The 32 bits.
-    pub fn encode(self) -> u32 {
+    pub(crate) fn encode(self) -> u32 {
         u32::from(self.slot)
             | u32::from(self.generation) << 8
             | u32::from(self.shares) << 16
@@ -251,7 +251,7 @@ impl Immediate {
     }
 
     /// Reads 32 bits.
-    pub fn decode(bits: u32) -> Self {
+    pub(crate) fn decode(bits: u32) -> Self {
         let [slot, generation, shares, flags] = bits.to_le_bytes();
         let has = |bit: u8| flags & bit != 0;
         Self { slot, generation, shares, is_told: has(1), is_eager: has(2), is_run: has(4) }

@@ -18,10 +18,10 @@ use crate::os::error::{Error, Result};
 use crate::os::log::NET;
 
 /// Connects what is not connected yet.
-pub type Connect = dyn Fn(&mut Fabric) -> std::result::Result<(), Refused> + Send + Sync;
+pub(crate) type Connect = dyn Fn(&mut Fabric) -> std::result::Result<(), Refused> + Send + Sync;
 
 /// Makes the caller call [`Linking::poll`] soon.
-pub type Wake = dyn Fn() + Send + Sync;
+pub(crate) type Wake = dyn Fn() + Send + Sync;
 
 /// How failures are handled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,7 +53,7 @@ impl Retry {
 type Outcome = (Fabric, std::result::Result<(), Refused>);
 
 /// Queue pairs that are being connected.
-pub struct Linking {
+pub(crate) struct Linking {
     retry: Retry,
     connect: Arc<Connect>,
     wake: Arc<Wake>,
@@ -66,7 +66,7 @@ pub struct Linking {
 }
 
 /// The state of the connecting.
-pub enum Polled {
+pub(crate) enum Polled {
     /// All are connected.
     Connected(Fabric),
     /// Not yet; with the moment of the next attempt while none is under way.
@@ -75,7 +75,7 @@ pub enum Polled {
 
 impl Linking {
     /// Starts the first attempt.
-    pub fn start(config: &Config, fabric: Fabric, connect: Arc<Connect>, wake: Arc<Wake>) -> Self {
+    pub(crate) fn start(config: &Config, fabric: Fabric, connect: Arc<Connect>, wake: Arc<Wake>) -> Self {
         let retry = Retry::new(config);
         let mut linking = Self { retry, connect, wake, outcome: None, waiting: None, failures: 0, last: None };
         linking.attempt(fabric);
@@ -95,7 +95,7 @@ impl Linking {
     ///
     /// # Errors
     /// When the last attempt has failed.
-    pub fn poll(&mut self) -> Result<Polled> {
+    pub(crate) fn poll(&mut self) -> Result<Polled> {
         if let Some((at, fabric)) = self.waiting.take() {
             if Instant::now() < at {
                 self.waiting = Some((at, fabric));
@@ -117,7 +117,7 @@ impl Linking {
     }
 
     /// Why the last attempt failed; None if no attempt has failed.
-    pub fn last_failure(&self) -> Option<&Error> {
+    pub(crate) fn last_failure(&self) -> Option<&Error> {
         self.last.as_ref()
     }
 }

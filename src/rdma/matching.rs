@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 
 /// Sends of type `S` and lines of type `L`, waiting for each other.
 #[derive(Debug)]
-pub struct Matching<S, L> {
+pub(crate) struct Matching<S, L> {
     tags: Vec<Tag<S, L>>,
     last: usize,
     sends: usize,
@@ -29,13 +29,13 @@ struct Tag<S, L> {
 
 impl<S, L> Matching<S, L> {
     /// Nothing waits.
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self { tags: Vec::new(), last: 0, sends: 0 }
     }
 
     /// A send is posted: its number, and its CTS entry when that has arrived.
     #[inline]
-    pub fn send(&mut self, tag: i32) -> (u32, Option<L>) {
+    pub(crate) fn send(&mut self, tag: i32) -> (u32, Option<L>) {
         let entry = self.tag(tag);
         let number = entry.next;
         entry.next = number.wrapping_add(1);
@@ -56,13 +56,13 @@ impl<S, L> Matching<S, L> {
     /// The number of the next send with that tag, which the caller counts when it is posted: for a send without a CTS
     /// entry, when none of its tag has arrived. None when one has.
     #[inline(always)]
-    pub fn next_alone(&mut self, tag: i32) -> Option<&mut u32> {
+    pub(crate) fn next_alone(&mut self, tag: i32) -> Option<&mut u32> {
         let entry = self.tag(tag);
         entry.lines.is_empty().then_some(&mut entry.next)
     }
 
     /// That send waits for its line.
-    pub fn wait(&mut self, tag: i32, number: u32, send: S) {
+    pub(crate) fn wait(&mut self, tag: i32, number: u32, send: S) {
         self.tag(tag).sends.push_back((number, send));
         self.sends += 1;
     }
@@ -70,7 +70,7 @@ impl<S, L> Matching<S, L> {
     /// The CTS entry of receive `order`, modulo 65,536, has arrived. Returns it with its send when that waits; else it
     /// is kept until the send is posted, or dropped when the send went without it.
     #[inline]
-    pub fn line(&mut self, tag: i32, order: u16, line: L) -> Option<(S, L)> {
+    pub(crate) fn line(&mut self, tag: i32, order: u16, line: L) -> Option<(S, L)> {
         let entry = self.tag(tag);
         // The nearest number: a connection has far fewer receives outstanding than this can tell apart.
         let ahead = order.wrapping_sub(entry.next as u16).cast_signed();
@@ -87,13 +87,13 @@ impl<S, L> Matching<S, L> {
 
     /// How many sends wait for their lines.
     #[inline]
-    pub fn waiting_sends(&self) -> usize {
+    pub(crate) fn waiting_sends(&self) -> usize {
         self.sends
     }
 
     /// Takes out the waiting sends that `go` allows to go without a CTS entry, oldest of each tag first, with tag and
     /// number.
-    pub fn release(&mut self, mut go: impl FnMut(&S) -> bool) -> Vec<(i32, u32, S)> {
+    pub(crate) fn release(&mut self, mut go: impl FnMut(&S) -> bool) -> Vec<(i32, u32, S)> {
         let mut released = Vec::new();
         for entry in &mut self.tags {
             let mut at = 0;

@@ -56,7 +56,7 @@ impl Base {
     /// When all lanes are lost and none comes back in time, or the other side does not answer, or the error of
     /// `answer`.
     #[cold]
-    pub fn tend(
+    pub(crate) fn tend(
         &self,
         fabric: &mut Fabric,
         mut answer: impl FnMut(&mut Fabric, usize, (u16, &LaneRecord)) -> Result<()>,
@@ -224,7 +224,7 @@ impl Base {
 
     /// The control thread, or the thread that it alarms: gives up lanes whose port or device is down, as long as
     /// another one's is not, and those that an event names.
-    pub fn look_around(&self, fabric: &mut Fabric) {
+    pub(crate) fn look_around(&self, fabric: &mut Fabric) {
         for (element, text) in self.mishap.take() {
             let what = format!("a device reports {text} of it");
             for lane in fabric.lanes_of(element) {
@@ -246,7 +246,7 @@ impl Base {
 
     /// Gives up lanes that have fallen silent while others work. `owes`: the bytes of the oldest entry on a lane that
     /// will complete.
-    pub fn listen(&self, fabric: &mut Fabric, silence: &mut Silence, owes: impl Fn(usize) -> Option<u64>) {
+    pub(crate) fn listen(&self, fabric: &mut Fabric, silence: &mut Silence, owes: impl Fn(usize) -> Option<u64>) {
         let seen = |(index, lane): (usize, &Lane)| Seen { is_up: lane.is_up(), done: lane.done(), owes: owes(index) };
         for index in silence.look(Instant::now(), fabric.lanes.iter().enumerate().map(seen)) {
             let lane = &mut fabric.lanes[index];
@@ -260,7 +260,7 @@ impl Base {
 
     /// The sender's: offers new queue pairs for lanes that are lost and whose ports are up. Returns when to check
     /// again.
-    pub fn offer_lanes(&self, fabric: &mut Fabric) -> Option<Instant> {
+    pub(crate) fn offer_lanes(&self, fabric: &mut Fabric) -> Option<Instant> {
         let now = Instant::now();
         let is_alone = fabric.living().next().is_none();
         for index in 0..fabric.lanes.len() {
@@ -310,19 +310,19 @@ impl Base {
     }
 
     /// Reports the new queue pair of a lane to the other side.
-    pub fn offer_lane(&self, fabric: &Fabric, index: usize) {
+    pub(crate) fn offer_lane(&self, fabric: &Fabric, index: usize) {
         self.name_lane(fabric, index);
         let lane = &fabric.lanes[index];
         self.say(&offer(index, lane.epoch, lane.record(self.config()).as_ref()).encode());
     }
 
     /// The receiver: reports to the sender that a lane cannot have a new queue pair now.
-    pub fn refuse_lane(&self, index: usize, epoch: u16) {
+    pub(crate) fn refuse_lane(&self, index: usize, epoch: u16) {
         self.say(&offer(index, epoch, None).encode());
     }
 
     /// The sender: reports to the receiver that a new queue pair reaches it.
-    pub fn prove_lane(&self, fabric: &Fabric, index: usize) {
+    pub(crate) fn prove_lane(&self, fabric: &Fabric, index: usize) {
         let epoch = fabric.lanes[index].epoch;
         self.say(&Header { order: index as u64, total: PROVEN, ..Header::of(Type::Lane, epoch) }.encode());
     }

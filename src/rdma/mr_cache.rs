@@ -21,35 +21,35 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// The granularity of mappings on the machines that Towline supports.
-pub const PAGE_BYTES: usize = 4096;
+pub(crate) const PAGE_BYTES: usize = 4096;
 
 /// Whole pages, by address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct PageRange {
+pub(crate) struct PageRange {
     start: usize,
     end: usize,
 }
 
 impl PageRange {
     /// The pages that hold `length` bytes at `address`; at least one page. None when that leaves the address space.
-    pub fn covering(address: usize, length: usize) -> Option<Self> {
+    pub(crate) fn covering(address: usize, length: usize) -> Option<Self> {
         let start = address & !(PAGE_BYTES - 1);
         let end = address.checked_add(length.max(1))?.checked_next_multiple_of(PAGE_BYTES)?;
         Some(Self { start, end })
     }
 
     /// Where it starts.
-    pub fn start(&self) -> usize {
+    pub(crate) fn start(&self) -> usize {
         self.start
     }
 
     /// How many bytes it has.
-    pub fn bytes(&self) -> usize {
+    pub(crate) fn bytes(&self) -> usize {
         self.end - self.start
     }
 
     /// Whether every page of `other` is in this.
-    pub fn covers(&self, other: &Self) -> bool {
+    pub(crate) fn covers(&self, other: &Self) -> bool {
         self.start <= other.start && other.end <= self.end
     }
 
@@ -78,7 +78,7 @@ fn intersection(a: &[PageRange], b: &[PageRange]) -> Vec<PageRange> {
 }
 
 /// Regions of type `T` in use, identified by page range and kind `K`.
-pub struct Cache<K, T>(Arc<Shared<K, T>>);
+pub(crate) struct Cache<K, T>(Arc<Shared<K, T>>);
 
 struct Shared<K, T> {
     state: Mutex<State<K, T>>,
@@ -101,7 +101,7 @@ struct Slot<K, T> {
 }
 
 /// The right to use a region for a range of pages. Dereferences to the region.
-pub struct Lease<K, T> {
+pub(crate) struct Lease<K, T> {
     cache: Arc<Shared<K, T>>,
     slot: u64,
     range: PageRange,
@@ -111,7 +111,7 @@ pub struct Lease<K, T> {
 
 impl<K: Copy + Eq, T> Cache<K, T> {
     /// A cache without regions.
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let state = Mutex::new(State { next_id: 0, slots: Vec::new() });
         Self(Arc::new(Shared { state, settled: Condvar::new() }))
     }
@@ -121,7 +121,7 @@ impl<K: Copy + Eq, T> Cache<K, T> {
     ///
     /// # Errors
     /// The error of `make`.
-    pub fn lease<E>(
+    pub(crate) fn lease<E>(
         &self,
         range: PageRange,
         kind: K,
@@ -168,7 +168,8 @@ impl<K: Copy + Eq, T> Cache<K, T> {
     }
 
     /// How many regions there are.
-    pub fn regions(&self) -> usize {
+    #[cfg(test)]
+    pub(crate) fn regions(&self) -> usize {
         self.0.lock().slots.len()
     }
 }

@@ -9,7 +9,7 @@ use crate::session::frame::{Header, Type};
 
 /// The state of a lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Life {
+pub(crate) enum Life {
     /// It carries messages.
     Up,
     /// Its queue pair is stopped, and its completions are being taken.
@@ -30,7 +30,7 @@ pub enum Life {
 
 /// A failure of a lane.
 #[derive(Debug)]
-pub struct Trouble {
+pub(crate) struct Trouble {
     /// The failure, in the form of the connection's error.
     pub error: Error,
     /// It is only the consequence of another failure.
@@ -38,11 +38,11 @@ pub struct Trouble {
 }
 
 /// How many immediates the other side has received from a lane; None when it has everything that was sent.
-pub type Taken = Option<u64>;
+pub(crate) type Taken = Option<u64>;
 
 /// The results for lanes.
 #[derive(Debug)]
-pub struct Tended {
+pub(crate) struct Tended {
     /// These are lost on both sides: what is in doubt may be resent.
     pub gone: Vec<(usize, Taken)>,
     /// These carry messages again.
@@ -53,7 +53,7 @@ pub struct Tended {
 
 /// The other side's message about a lane.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Word {
+pub(crate) struct Word {
     /// Which lane.
     pub lane: u64,
     /// Which of its queue pairs.
@@ -64,7 +64,7 @@ pub struct Word {
 
 /// The content of the message.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Said {
+pub(crate) enum Said {
     /// It has ended its queue pair, having received this many immediates.
     Ended(u64),
     /// Its new queue pair; none: not now.
@@ -75,13 +75,13 @@ pub enum Said {
 
 impl Word {
     /// The lane and queue pair that a frame names.
-    pub fn of(header: &Header) -> Self {
+    pub(crate) fn of(header: &Header) -> Self {
         Self { lane: header.order, epoch: header.epoch, said: Said::Offer(None) }
     }
 }
 
 /// The content of a frame about a new queue pair.
-pub fn said(header: &Header) -> Said {
+pub(crate) fn said(header: &Header) -> Said {
     if header.total == PROVEN { Said::Proven } else { Said::Offer(offered(header)) }
 }
 

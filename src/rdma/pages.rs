@@ -20,7 +20,7 @@ use crate::os::fork;
 ///
 /// # Safety
 /// All zeroes must be a valid value.
-pub unsafe trait Zeroed {}
+pub(crate) unsafe trait Zeroed {}
 
 // SAFETY: a number.
 unsafe impl Zeroed for u8 {}
@@ -32,7 +32,7 @@ unsafe impl Zeroed for std::sync::atomic::AtomicU64 {}
 unsafe impl<T: Zeroed, const N: usize> Zeroed for [T; N] {}
 
 /// A slice on pages of its own.
-pub struct Pages<T: Zeroed> {
+pub(crate) struct Pages<T: Zeroed> {
     start: NonNull<T>,
     count: usize,
     /// The process that made it: in a forked child the pages may be missing, and other memory in their place.
@@ -50,7 +50,7 @@ impl<T: Zeroed> Pages<T> {
     ///
     /// # Errors
     /// When the system has no memory.
-    pub fn zeroed(count: usize) -> Result<Self> {
+    pub(crate) fn zeroed(count: usize) -> Result<Self> {
         const { assert!(align_of::<T>() <= 4096 && size_of::<T>() > 0 && !std::mem::needs_drop::<T>()) };
         let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         let bytes = count.saturating_mul(size_of::<T>());
@@ -62,12 +62,12 @@ impl<T: Zeroed> Pages<T> {
     }
 
     /// Its address, for devices.
-    pub fn address(&self) -> u64 {
+    pub(crate) fn address(&self) -> u64 {
         self.start.as_ptr() as u64
     }
 
     /// Its bytes.
-    pub fn bytes(&self) -> usize {
+    pub(crate) fn bytes(&self) -> usize {
         self.count * size_of::<T>()
     }
 }

@@ -41,7 +41,7 @@ const PUT_BACK: usize = 16;
 /// Queue depth of a receiving lane: a receive for each part that can be outstanding and each short message that can be
 /// under way, and for those not yet posted again. The sending queue holds CTS entries; one request carries those of a
 /// whole group.
-pub const DEPTH: Depth =
+pub(crate) const DEPTH: Depth =
     Depth { send: 128, receive: (SLOTS + PLACES + PUT_BACK) as u32, inline_bytes: (LINE * MAX_PARTS) as u32 };
 
 /// The completion of one CTS entry in this many is requested: often enough that the queue never fills with silent ones.
@@ -54,7 +54,7 @@ const LOW: u32 = 3;
 const RECEIVE: u64 = 1 << 62;
 
 /// Where CTS entries go.
-pub struct Target {
+pub(crate) struct Target {
     /// The sender's ring.
     pub ring: u64,
     /// Its keys, by port of the sender.
@@ -62,7 +62,7 @@ pub struct Target {
 }
 
 /// Where the sender writes sizes that do not follow from the immediates.
-pub struct SizeTable {
+pub(crate) struct SizeTable {
     /// Dropped first: afterwards no device writes. By adapter.
     pub regions: Vec<MemoryRegion>,
     /// By slot.
@@ -74,14 +74,14 @@ impl SizeTable {
     ///
     /// # Errors
     /// When it cannot be pinned.
-    pub fn new(adapters: &Adapters) -> Result<Self> {
+    pub(crate) fn new(adapters: &Adapters) -> Result<Self> {
         let sizes = Pages::zeroed(SLOTS)?;
         Ok(Self { regions: own_regions(adapters, &sizes)?, sizes })
     }
 }
 
 /// CTS entries as they were written, for a device that does not accept them inline.
-pub struct Mirror {
+pub(crate) struct Mirror {
     /// By adapter.
     regions: Vec<MemoryRegion>,
     lines: Pages<[u8; LINE]>,
@@ -92,7 +92,7 @@ impl Mirror {
     ///
     /// # Errors
     /// When it cannot be pinned.
-    pub fn new(adapters: &Adapters) -> Result<Self> {
+    pub(crate) fn new(adapters: &Adapters) -> Result<Self> {
         let lines = Pages::zeroed(LINES + 1)?;
         let regions = own_regions(adapters, &lines)?;
         Ok(Self { regions, lines })
@@ -100,7 +100,7 @@ impl Mirror {
 }
 
 /// What is changed with the state locked.
-pub struct State {
+pub(crate) struct State {
     /// None once the connection has failed or is closed: then no device accesses a buffer.
     fabric: Option<Fabric>,
     table: Option<SizeTable>,
@@ -137,7 +137,7 @@ struct Hands<'a> {
 }
 
 /// A connection that receives.
-pub type RdmaRecv = Connection<Target>;
+pub(crate) type RdmaRecv = Connection<Target>;
 
 impl Direction for Target {
     type State = State;
@@ -179,7 +179,7 @@ impl Direction for Target {
 }
 
 /// A part of a receive as it is posted.
-pub struct Posted {
+pub(crate) struct Posted {
     /// Where the bytes go.
     pub address: u64,
     /// How many fit.
@@ -194,7 +194,7 @@ pub struct Posted {
 ///
 /// # Errors
 /// When a device refuses.
-pub fn post_first_receives(fabric: &mut Fabric) -> Result<()> {
+pub(crate) fn post_first_receives(fabric: &mut Fabric) -> Result<()> {
     for (index, lane) in fabric.lanes_mut().iter_mut().enumerate() {
         lane.post_receives(RECEIVE | index as u64, DEPTH.receive as usize)?;
     }
@@ -206,7 +206,7 @@ impl RdmaRecv {
     ///
     /// # Errors
     /// When the control thread cannot watch the socket.
-    pub fn new(
+    pub(crate) fn new(
         parts: Parts,
         mut fabric: Fabric,
         (table, mirror, inbox): (SizeTable, Mirror, Option<Inbox>),
@@ -247,7 +247,11 @@ impl RdmaRecv {
     /// The memory of every part must be writable, and used by nothing else until the request ends, the memory is
     /// withdrawn or the connection is closed. `profilers` are NCCL's profiler handles of the parts, null or valid until
     /// `test` has reported the end of the request.
-    pub unsafe fn irecv(&self, parts: &mut [Option<Posted>], profilers: &[*mut c_void]) -> Result<Option<Ticket>> {
+    pub(crate) unsafe fn irecv(
+        &self,
+        parts: &mut [Option<Posted>],
+        profilers: &[*mut c_void],
+    ) -> Result<Option<Ticket>> {
         let count = parts.len();
         let mut state = self.state();
         if self.base.health.is_failed() {
@@ -314,7 +318,7 @@ impl RdmaRecv {
     ///
     /// # Errors
     /// When the connection has failed, or a device refuses.
-    pub fn iflush(&self, address: u64, memory: Option<Arc<Registration>>) -> Result<Option<Ticket>> {
+    pub(crate) fn iflush(&self, address: u64, memory: Option<Arc<Registration>>) -> Result<Option<Ticket>> {
         self.base.health.check()?;
         let Some(memory) = memory.filter(|memory| flush::is_needed(memory.kind)) else { return Ok(None) };
         memory.check(&self.base.adapters, address, 1)?;

@@ -12,7 +12,7 @@ use crate::engine::request::Ticket;
 use crate::os::error::{Error, Result};
 
 /// A part of a receive that has not ended.
-pub struct Slot {
+pub(crate) struct Slot {
     /// Whether it is in use.
     pub is_taken: bool,
     /// Which use of the slot.
@@ -60,7 +60,7 @@ impl Slot {
 }
 
 /// A part as it is posted.
-pub struct Part {
+pub(crate) struct Part {
     /// Its request.
     pub ticket: Ticket,
     /// Which part.
@@ -83,7 +83,7 @@ pub struct Part {
 const _: () = assert!(LINES == 1 << u8::BITS);
 
 /// All parts of a connection.
-pub struct Receives {
+pub(crate) struct Receives {
     slots: Box<[Slot; LINES]>,
     free: Vec<u8>,
     /// Slots in use, in the order of posting.
@@ -103,7 +103,7 @@ impl Default for Receives {
 
 impl Receives {
     /// None.
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self {
             slots: Box::new([Slot::FREE; LINES]),
             free: (0..=u8::MAX).rev().collect(),
@@ -116,30 +116,30 @@ impl Receives {
 
     /// Whether `count` more parts can be posted and announced.
     #[inline]
-    pub fn has_room(&self, count: usize) -> bool {
+    pub(crate) fn has_room(&self, count: usize) -> bool {
         self.free.len() >= count && self.can_announce(count)
     }
 
     /// Whether the ring has places for this many entries.
     #[inline]
-    pub fn can_announce(&self, count: usize) -> bool {
+    pub(crate) fn can_announce(&self, count: usize) -> bool {
         (self.written - self.read) as usize + count <= LINES
     }
 
     /// The number of the last CTS entry.
     #[inline]
-    pub fn written(&self) -> u64 {
+    pub(crate) fn written(&self) -> u64 {
         self.written
     }
 
     /// The CTS entries that the sender is not known to have read: how many, after which.
-    pub fn unread(&self) -> (u64, usize) {
+    pub(crate) fn unread(&self) -> (u64, usize) {
         (self.read, (self.written - self.read) as usize)
     }
 
     /// Takes a slot for a part. There must be room.
     #[inline]
-    pub fn open(&mut self, part: Part) -> u8 {
+    pub(crate) fn open(&mut self, part: Part) -> u8 {
         let number = self.free.pop().expect("the room was checked");
         let slot = &mut self.slots[usize::from(number)];
         *slot = Slot {
@@ -163,7 +163,7 @@ impl Receives {
 
     /// The next CTS entry, which announces that slot.
     #[inline]
-    pub fn announce(&mut self, number: u8, handed_on: u16) -> Line {
+    pub(crate) fn announce(&mut self, number: u8, handed_on: u16) -> Line {
         self.written += 1;
         let slot = &mut self.slots[usize::from(number)];
         slot.line = self.written;
@@ -183,18 +183,18 @@ impl Receives {
     }
 
     /// Whether a part that has not ended was posted with this registration.
-    pub fn want(&self, memory: &Arc<Registration>) -> bool {
+    pub(crate) fn want(&self, memory: &Arc<Registration>) -> bool {
         let held = |number: &u8| self.slots[usize::from(*number)].memory.as_ref();
         self.open.iter().any(|number| held(number).is_some_and(|held| Arc::ptr_eq(held, memory)))
     }
 
     /// No device accesses the memory of any part any more: it need not stay pinned.
-    pub fn let_go(&mut self) {
+    pub(crate) fn let_go(&mut self) {
         self.slots.iter_mut().for_each(|slot| slot.memory = None);
     }
 
     /// Slots in use without a CTS entry, oldest first.
-    pub fn silent(&self) -> Vec<u8> {
+    pub(crate) fn silent(&self) -> Vec<u8> {
         self.open.iter().copied().filter(|number| self.slots[usize::from(*number)].line == 0).collect()
     }
 
@@ -203,7 +203,7 @@ impl Receives {
     /// # Errors
     /// When it is not in use, or not in this one.
     #[inline]
-    pub fn answered(&mut self, number: u8, generation: u8) -> Result<&mut Slot> {
+    pub(crate) fn answered(&mut self, number: u8, generation: u8) -> Result<&mut Slot> {
         let slot = &mut self.slots[usize::from(number)];
         if !slot.is_taken || slot.generation != generation || slot.line == 0 {
             return Err(Error::remote("the sending side filled a receive that was not posted"));
@@ -217,7 +217,7 @@ impl Receives {
     /// # Errors
     /// When there is none.
     #[inline]
-    pub fn announced_by(&mut self, line: u64) -> Result<u8> {
+    pub(crate) fn announced_by(&mut self, line: u64) -> Result<u8> {
         let number = self.announced[line as usize % LINES];
         let slot = &self.slots[usize::from(number)];
         if !slot.is_taken || slot.line != line || line == 0 || slot.left.is_some() {
@@ -231,7 +231,7 @@ impl Receives {
     /// # Errors
     /// When there are not that many.
     #[inline(always)]
-    pub fn has_read(&mut self, lines: u32) -> Result<()> {
+    pub(crate) fn has_read(&mut self, lines: u32) -> Result<()> {
         let more = lines.wrapping_sub(self.read as u32).cast_signed();
         // Less than it is known to have read: the count is outdated.
         if more <= 0 {
@@ -246,7 +246,7 @@ impl Receives {
 
     /// The slot of a receive, by tag and number.
     #[inline(always)]
-    pub fn find(&self, tag: i32, number: u32) -> Option<u8> {
+    pub(crate) fn find(&self, tag: i32, number: u32) -> Option<u8> {
         let is_it = |at: &u8| {
             let slot = &self.slots[usize::from(*at)];
             slot.number == number && slot.tag == tag
@@ -266,13 +266,13 @@ impl Receives {
 
     /// A slot.
     #[inline(always)]
-    pub fn slot(&mut self, number: u8) -> &mut Slot {
+    pub(crate) fn slot(&mut self, number: u8) -> &mut Slot {
         &mut self.slots[usize::from(number)]
     }
 
     /// The part is complete: its slot is free again.
     #[inline(always)]
-    pub fn close(&mut self, number: u8) {
+    pub(crate) fn close(&mut self, number: u8) {
         let slot = &mut self.slots[usize::from(number)];
         slot.is_taken = false;
         slot.memory = None;

@@ -24,14 +24,14 @@ use crate::session::link::Sock;
 use crate::session::wire::{self, Piece, send_all};
 
 /// The version of this exchange and of everything that follows it.
-pub const VERSION: u32 = 4;
+pub(crate) const VERSION: u32 = 4;
 
 /// The longest record in bytes: 128 queue pairs take about 3 KiB.
 const MAX_RECORD: usize = 16 << 10;
 
 /// One record; which fields are filled depends on the step.
 #[derive(Clone, PartialEq, Message)]
-pub struct Record {
+pub(crate) struct Record {
     /// [`VERSION`].
     #[prost(uint32, tag = "1")]
     pub version: u32,
@@ -69,7 +69,7 @@ pub struct Record {
 
 /// A port.
 #[derive(Clone, PartialEq, Message)]
-pub struct PortRecord {
+pub(crate) struct PortRecord {
     /// 16 bytes.
     #[prost(bytes = "vec", tag = "1")]
     pub gid: Vec<u8>,
@@ -92,7 +92,7 @@ pub struct PortRecord {
 
 /// A queue pair.
 #[derive(Clone, PartialEq, Message)]
-pub struct LaneRecord {
+pub(crate) struct LaneRecord {
     /// Its number.
     #[prost(uint32, tag = "1")]
     pub number: u32,
@@ -106,7 +106,7 @@ pub struct LaneRecord {
 
 /// Options of enhanced connection establishment.
 #[derive(Clone, PartialEq, Message)]
-pub struct EceRecord {
+pub(crate) struct EceRecord {
     /// The vendor of these options.
     #[prost(uint32, tag = "1")]
     pub vendor: u32,
@@ -132,12 +132,12 @@ impl From<&EceRecord> for Ece {
 
 impl PortRecord {
     /// The GID.
-    pub fn gid(&self) -> Gid {
+    pub(crate) fn gid(&self) -> Gid {
         self.gid.as_slice().try_into().unwrap_or_default()
     }
 
     /// The network.
-    pub fn link_layer(&self) -> LinkLayer {
+    pub(crate) fn link_layer(&self) -> LinkLayer {
         if self.is_ethernet { LinkLayer::Ethernet } else { LinkLayer::InfiniBand }
     }
 }
@@ -174,7 +174,7 @@ impl Record {
 }
 
 /// The exchange over one socket: everything exchanged so far, and the part of the next record that has arrived.
-pub struct Talk {
+pub(crate) struct Talk {
     key: Secret,
     said: Vec<u8>,
     input: Vec<u8>,
@@ -182,7 +182,7 @@ pub struct Talk {
 
 impl Talk {
     /// Nothing exchanged yet.
-    pub fn new(key: Secret) -> Self {
+    pub(crate) fn new(key: Secret) -> Self {
         Self { key, said: b"towline rdma 1".to_vec(), input: Vec::new() }
     }
 
@@ -190,7 +190,7 @@ impl Talk {
     ///
     /// # Errors
     /// When the socket does not accept it, which an empty one always does.
-    pub fn say(&mut self, sock: &Sock, record: &Record) -> Result<()> {
+    pub(crate) fn say(&mut self, sock: &Sock, record: &Record) -> Result<()> {
         let bytes = self.seal(record);
         send_all(sock, &bytes)
     }
@@ -208,7 +208,7 @@ impl Talk {
     ///
     /// # Errors
     /// When the peer has left, does not hold the key, or reports that it gives up.
-    pub fn hear(&mut self, sock: &Sock) -> Result<Option<Record>> {
+    pub(crate) fn hear(&mut self, sock: &Sock) -> Result<Option<Record>> {
         if !self.fill(sock, 4)? {
             return Ok(None);
         }

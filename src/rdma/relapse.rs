@@ -24,7 +24,7 @@ const LONGEST: Duration = Duration::from_secs(30);
 
 /// The history of a lane.
 #[derive(Debug, Default)]
-pub struct Relapses {
+pub(crate) struct Relapses {
     returned: Option<Instant>,
     in_a_row: u32,
     until: Option<Instant>,
@@ -34,12 +34,12 @@ pub struct Relapses {
 
 impl Relapses {
     /// It carries messages again.
-    pub fn is_back(&mut self, now: Instant) {
+    pub(crate) fn is_back(&mut self, now: Instant) {
         self.returned = Some(now);
     }
 
     /// It is lost.
-    pub fn is_lost(&mut self, now: Instant) {
+    pub(crate) fn is_lost(&mut self, now: Instant) {
         let is_soon = self.returned.take().is_some_and(|at| now.saturating_duration_since(at) < SOON);
         self.in_a_row = if is_soon { self.in_a_row.saturating_add(1) } else { 0 };
         let beyond = self.in_a_row.checked_sub(FREE + 1);
@@ -48,12 +48,12 @@ impl Relapses {
     }
 
     /// Until when it is left out; None if it is not.
-    pub fn until(&self) -> Option<Instant> {
+    pub(crate) fn until(&self) -> Option<Instant> {
         self.until
     }
 
     /// How often it was lost in a row soon after its return, and how long it is left out. Once for each time.
-    pub fn news(&mut self) -> Option<(u32, Duration)> {
+    pub(crate) fn news(&mut self) -> Option<(u32, Duration)> {
         self.news.take().map(|pause| (self.in_a_row, pause))
     }
 }

@@ -19,7 +19,7 @@ const MOST: usize = 512;
 
 /// The frames that this side has sent.
 #[derive(Debug, Default)]
-pub struct Said {
+pub(crate) struct Said {
     /// How many were sent before the first that is kept.
     before: u64,
     frames: VecDeque<Box<[u8]>>,
@@ -27,7 +27,7 @@ pub struct Said {
 
 impl Said {
     /// A frame is sent.
-    pub fn add(&mut self, frame: &[u8]) {
+    pub(crate) fn add(&mut self, frame: &[u8]) {
         if self.frames.len() == MOST {
             self.frames.pop_front();
             self.before += 1;
@@ -39,7 +39,7 @@ impl Said {
     ///
     /// # Errors
     /// When there were not that many, or the next one is not kept any more.
-    pub fn after(&mut self, taken: u64) -> Result<Vec<u8>> {
+    pub(crate) fn after(&mut self, taken: u64) -> Result<Vec<u8>> {
         let skipped = taken.checked_sub(self.before).and_then(|count| usize::try_from(count).ok());
         let Some(skipped) = skipped.filter(|count| *count <= self.frames.len()) else {
             return Err(Error::remote(format!(

@@ -47,7 +47,7 @@ use crate::os::error::Result;
 
 /// Queue depth of a sending lane: a message takes one request on each of its lanes, two when its immediate is separate,
 /// and as many messages as there are request slots may be outstanding. When there is less room the rest waits.
-pub const DEPTH: Depth = Depth { send: 256, receive: 0, inline_bytes: INLINE };
+pub(crate) const DEPTH: Depth = Depth { send: 256, receive: 0, inline_bytes: INLINE };
 
 /// Bytes that may be inline in a request, for the shortest messages, if the device accepts that many: it saves the
 /// device a read of memory. With 220 bytes a message of 256 took 0.8 % more instructions, the kernel's included
@@ -72,7 +72,7 @@ const CLOSE_MENDING: Duration = Duration::from_secs(20);
 const CLOSE_LEAST: Duration = Duration::from_millis(20);
 
 /// The data from the peer's answer that sending needs.
-pub struct Target {
+pub(crate) struct Target {
     /// Whether every message is divided over all lanes.
     pub split: bool,
     /// Lanes that one message uses at least, if it is long: the larger number of ports of the two sides.
@@ -86,7 +86,7 @@ pub struct Target {
 }
 
 /// The memory of this side that the peer writes lines into, registered.
-pub struct RingMemory {
+pub(crate) struct RingMemory {
     /// Dropped first: afterwards no device writes. By adapter.
     regions: Vec<MemoryRegion>,
     /// The lines.
@@ -98,12 +98,12 @@ impl RingMemory {
     ///
     /// # Errors
     /// When it cannot be pinned.
-    pub fn new(adapters: &Adapters, ring: Ring) -> Result<Self> {
+    pub(crate) fn new(adapters: &Adapters, ring: Ring) -> Result<Self> {
         Ok(Self { regions: own_regions(adapters, ring.pages())?, ring })
     }
 
     /// The keys for the receiver, by adapter.
-    pub fn keys(&self) -> Vec<u32> {
+    pub(crate) fn keys(&self) -> Vec<u32> {
         self.regions.iter().map(MemoryRegion::remote_key).collect()
     }
 }
@@ -116,7 +116,7 @@ struct Scratch {
 
 /// The registered memory that a connection sends from, beside NCCL's. Made before the receiver is notified that the
 /// connection is ready.
-pub struct Stores {
+pub(crate) struct Stores {
     scratch: Scratch,
     /// None when the receiver has no inbox.
     outbox: Option<Outbox>,
@@ -127,7 +127,7 @@ impl Stores {
     ///
     /// # Errors
     /// When memory cannot be pinned.
-    pub fn new(adapters: &Adapters, target: &Target) -> Result<Self> {
+    pub(crate) fn new(adapters: &Adapters, target: &Target) -> Result<Self> {
         let sizes = Pages::zeroed(SLOTS)?;
         let regions = own_regions(adapters, &sizes)?;
         let outbox = target.inbox.map(|_| Outbox::new(adapters)).transpose()?;
@@ -152,7 +152,7 @@ struct Message {
 }
 
 /// What is changed with the state locked.
-pub struct State {
+pub(crate) struct State {
     /// None once the connection has failed or is closed: then no device accesses a buffer.
     fabric: Option<Fabric>,
     ring: Option<RingMemory>,
@@ -190,7 +190,7 @@ pub struct State {
 }
 
 /// A connection that sends.
-pub type RdmaSend = Connection<Target>;
+pub(crate) type RdmaSend = Connection<Target>;
 
 impl Direction for Target {
     type State = State;
@@ -259,7 +259,7 @@ impl RdmaSend {
     ///
     /// # Errors
     /// When the control thread cannot watch the socket.
-    pub fn new(
+    pub(crate) fn new(
         parts: Parts,
         mut fabric: Fabric,
         ring: RingMemory,
@@ -309,7 +309,7 @@ impl RdmaSend {
     /// `address` must be readable for `length` bytes, and stay so until the request ends, the memory is withdrawn or
     /// the connection is closed. `profiler` is null or NCCL's profiler handle of this transfer, valid until `test` has
     /// reported the end of it.
-    pub unsafe fn isend(
+    pub(crate) unsafe fn isend(
         &self,
         address: u64,
         length: u64,

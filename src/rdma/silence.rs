@@ -31,7 +31,7 @@ const STEP: Duration = Duration::from_millis(250);
 
 /// The state of a lane.
 #[derive(Debug, Clone, Copy)]
-pub struct Seen {
+pub(crate) struct Seen {
     /// Whether it carries messages.
     pub is_up: bool,
     /// Completions taken from it, in all.
@@ -49,14 +49,14 @@ struct Waiting {
 
 /// Watches the lanes of a connection.
 #[derive(Debug, Default)]
-pub struct Silence {
+pub(crate) struct Silence {
     last: Option<Instant>,
     lanes: Vec<Waiting>,
 }
 
 impl Silence {
     /// Checks all lanes, in order. Returns those that have fallen silent, nearly always none.
-    pub fn look(&mut self, now: Instant, lanes: impl ExactSizeIterator<Item = Seen> + Clone) -> Vec<usize> {
+    pub(crate) fn look(&mut self, now: Instant, lanes: impl ExactSizeIterator<Item = Seen> + Clone) -> Vec<usize> {
         // With one lane there is no other.
         if lanes.len() < 2 {
             return Vec::new();

@@ -10,18 +10,18 @@
 //! every 128 bytes while the buffer is being filled.
 
 /// Shares start at multiples of this many bytes.
-pub const ALIGN: u64 = 128;
+pub(crate) const ALIGN: u64 = 128;
 
 /// A message is divided only so far that every share has this many bytes: below, the second work request costs more
 /// than a second link saves (at 400 Gbit/s 8 KiB take 0.16 µs, about what posting and completing a request takes).
-pub const SHARE_MIN: u64 = 8 << 10;
+pub(crate) const SHARE_MIN: u64 = 8 << 10;
 
 /// The most lanes of a connection: the largest count of shares in an immediate.
-pub const MAX_LANES: usize = 128;
+pub(crate) const MAX_LANES: usize = 128;
 
 /// The lanes of a connection, and which is next.
 #[derive(Debug, Clone)]
-pub struct Stripes {
+pub(crate) struct Stripes {
     /// Those that are used, in their order.
     order: Vec<usize>,
     /// The devices of the connection, and how many of them are left.
@@ -33,7 +33,7 @@ pub struct Stripes {
 
 /// The share of a message that one lane carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Share {
+pub(crate) struct Share {
     /// The lane: its place among those that are used.
     pub lane: usize,
     /// Where the share starts in the message.
@@ -44,7 +44,7 @@ pub struct Share {
 
 /// The shares of a message, in order of their place in it.
 #[derive(Debug, Clone)]
-pub struct Shares {
+pub(crate) struct Shares {
     length: u64,
     piece: u64,
     count: usize,
@@ -57,13 +57,13 @@ pub struct Shares {
 
 impl Stripes {
     /// `lanes` queue pairs over `devices` devices; both at least 1, the first a multiple of the second.
-    pub fn new(lanes: usize, devices: usize, split: bool) -> Self {
+    pub(crate) fn new(lanes: usize, devices: usize, split: bool) -> Self {
         debug_assert!((1..=MAX_LANES).contains(&lanes) && lanes.is_multiple_of(devices));
         Self { order: (0..lanes).collect(), all_devices: devices, devices, split, turn: 0 }
     }
 
     /// From now on messages use these lanes, at least one, in ascending order.
-    pub fn over(&mut self, lanes: impl Iterator<Item = usize>) {
+    pub(crate) fn over(&mut self, lanes: impl Iterator<Item = usize>) {
         self.order.clear();
         self.order.extend(lanes);
         debug_assert!(!self.order.is_empty());
@@ -76,13 +76,13 @@ impl Stripes {
 
     /// The lane that a [`Share::lane`] means: shares count only lanes that are used.
     #[inline]
-    pub fn lane(&self, place: usize) -> usize {
+    pub(crate) fn lane(&self, place: usize) -> usize {
         self.order[place]
     }
 
     /// Divides a message of `length` bytes, and advances to the next lane.
     #[inline]
-    pub fn share(&mut self, length: u64) -> Shares {
+    pub(crate) fn share(&mut self, length: u64) -> Shares {
         if self.order.len() == 1 {
             return Shares { length, piece: length, count: 1, next: 0, first: 0, group: 1, base: 0 };
         }
@@ -109,19 +109,19 @@ impl Stripes {
 
 impl Shares {
     /// How many shares there are.
-    pub fn pieces(&self) -> usize {
+    pub(crate) fn pieces(&self) -> usize {
         self.count
     }
 
     /// The lane of the first one, as [`Share::lane`].
     #[inline]
-    pub fn first_lane(&self) -> usize {
+    pub(crate) fn first_lane(&self) -> usize {
         self.base + self.first
     }
 
     /// Bytes of the longest one.
     #[inline]
-    pub fn longest(&self) -> u64 {
+    pub(crate) fn longest(&self) -> u64 {
         self.piece.min(self.length)
     }
 }

@@ -9,7 +9,7 @@ use super::gid::RoceVersion;
 
 /// A sysfs: the real one or a test's.
 #[derive(Debug, Clone)]
-pub struct RdmaSysfs {
+pub(crate) struct RdmaSysfs {
     root: PathBuf,
 }
 
@@ -28,7 +28,7 @@ const PEER_MEMORY: &[&str] = &[
 
 impl RdmaSysfs {
     /// The sysfs mounted at `root`.
-    pub fn at(root: impl Into<PathBuf>) -> Self {
+    pub(crate) fn at(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
 
@@ -41,30 +41,31 @@ impl RdmaSysfs {
     }
 
     /// The directory of the PCI function behind the device; none for software devices.
-    pub fn pci_path(&self, device: &str) -> Option<PathBuf> {
+    pub(crate) fn pci_path(&self, device: &str) -> Option<PathBuf> {
         fs::canonicalize(self.device(device).join("device")).ok()
     }
 
     /// The rate of a port in Mbit/s, from a text like "100 Gb/sec (4X EDR)".
-    pub fn rate_mbps(&self, device: &str, port: u8) -> Option<u32> {
+    pub(crate) fn rate_mbps(&self, device: &str, port: u8) -> Option<u32> {
         parse_rate(&fs::read_to_string(self.port(device, port).join("rate")).ok()?)
     }
 
     /// The RoCE version of an entry of the GID table. None when the kernel does not report it, as in a container
     /// without that file.
-    pub fn gid_version(&self, device: &str, port: u8, index: u32) -> Option<RoceVersion> {
+    pub(crate) fn gid_version(&self, device: &str, port: u8, index: u32) -> Option<RoceVersion> {
         let file = self.port(device, port).join("gid_attrs/types").join(index.to_string());
         parse_version(&fs::read_to_string(file).ok()?)
     }
 
     /// The network interface of an entry of the GID table.
-    pub fn gid_interface(&self, device: &str, port: u8, index: u32) -> Option<String> {
+    #[cfg(test)]
+    pub(crate) fn gid_interface(&self, device: &str, port: u8, index: u32) -> Option<String> {
         let file = self.port(device, port).join("gid_attrs/ndevs").join(index.to_string());
         fs::read_to_string(file).ok().map(|name| name.trim().to_owned())
     }
 
     /// The kernel module that lets RDMA devices reach GPU memory by its address, if one is loaded.
-    pub fn peer_memory(&self) -> Option<&'static str> {
+    pub(crate) fn peer_memory(&self) -> Option<&'static str> {
         let loaded = PEER_MEMORY.iter().find(|file| self.root.join(file).exists())?;
         Path::new(loaded).parent()?.file_name()?.to_str()
     }

@@ -22,7 +22,7 @@ fn patiently<T>(attempt: impl Fn() -> Result<T>) -> Result<T> {
 ///
 /// # Errors
 /// When the device or its driver refuses.
-pub fn connectable(context: &Context, port: u8) -> Result<()> {
+pub(crate) fn connectable(context: &Context, port: u8) -> Result<()> {
     let attempt = || {
         let domain = ProtectionDomain::new(context)?;
         let queue = CompletionQueue::new(context, 2, None)?;
@@ -39,7 +39,7 @@ pub fn connectable(context: &Context, port: u8) -> Result<()> {
 ///
 /// # Errors
 /// When it is too low.
-pub fn lock_memory(context: &Context) -> Result<()> {
+pub(crate) fn lock_memory(context: &Context) -> Result<()> {
     let Some(limit) = limit().filter(|limit| *limit < LEAST_LOCKED) else { return Ok(()) };
     let domain = ProtectionDomain::new(context)?;
     let more = Pages::<u8>::zeroed(limit as usize + (1 << 16))?;

@@ -8,7 +8,7 @@ use crate::os::error::{Cause, Error};
 
 /// The two ends of a queue pair, for messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Ends {
+pub(crate) struct Ends {
     /// This side's queue pair.
     pub pair: u32,
     /// The peer's.
@@ -21,7 +21,7 @@ pub struct Ends {
 
 /// The operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Doing {
+pub(crate) enum Doing {
     /// Writing a message into a receive.
     Sending,
     /// Announcing a receive, or waiting for the send.
@@ -31,7 +31,7 @@ pub enum Doing {
 }
 
 /// The failure that a completion reports, without the peer.
-pub fn explain(
+pub(crate) fn explain(
     completion: &Completion,
     text: &str,
     device: &str,
@@ -59,7 +59,7 @@ pub fn explain(
 
 /// Whether the failure may be that of the work request's path, so that another path may work; the others are mistakes
 /// that would be repeated.
-pub fn is_of_the_way(code: u32) -> bool {
+pub(crate) fn is_of_the_way(code: u32) -> bool {
     !matches!(
         code,
         status::IBV_WC_LOC_LEN_ERR

@@ -36,7 +36,7 @@ type Code = c_int;
 macro_rules! driver {
     ($($field:ident: $name:literal fn($($argument:ty),*);)*) => {
         /// The functions of the driver.
-        pub struct Driver {
+        pub(crate) struct Driver {
             $($field: unsafe extern "C" fn($($argument),*) -> Code,)*
             error_name: Option<unsafe extern "C" fn(Code, *mut *const c_char) -> Code>,
             /// The primary contexts that were retained, by the GPU's number.
@@ -82,7 +82,7 @@ driver! {
 
 /// A context of the driver: what a GPU's memory, streams and events belong to. The application owns it.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub struct Context(*mut c_void);
+pub(crate) struct Context(*mut c_void);
 
 // SAFETY: a name that the driver gives; its functions take it on any thread.
 unsafe impl Send for Context {}
@@ -90,7 +90,7 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 /// A stream or an event.
-pub struct Object(*mut c_void);
+pub(crate) struct Object(*mut c_void);
 
 // SAFETY: as a context.
 unsafe impl Send for Object {}
@@ -101,7 +101,7 @@ unsafe impl Sync for Object {}
 ///
 /// # Errors
 /// When there is none on this host.
-pub fn driver() -> Result<&'static Driver> {
+pub(crate) fn driver() -> Result<&'static Driver> {
     static DRIVER: OnceLock<std::result::Result<Driver, String>> = OnceLock::new();
     let opened = DRIVER.get_or_init(|| open(LIBRARY));
     opened.as_ref().map_err(|why| Error::usage(format!("GPU memory cannot be reached: {why}")))
@@ -145,7 +145,7 @@ impl Driver {
     ///
     /// # Errors
     /// When it is not CUDA's memory.
-    pub fn context_of(&self, address: usize) -> Result<Context> {
+    pub(crate) fn context_of(&self, address: usize) -> Result<Context> {
         let (mut context, mut ordinal): (*mut c_void, c_int) = (null_mut(), 0);
         // SAFETY: there is room for the answer, a pointer.
         let code = unsafe { (self.pointer_attribute)((&raw mut context).cast(), CONTEXT, address as u64) };
@@ -200,7 +200,7 @@ impl Driver {
     ///
     /// # Errors
     /// The driver's.
-    pub fn stream(&self, context: Context, events: usize) -> Result<(Object, Vec<Object>)> {
+    pub(crate) fn stream(&self, context: Context, events: usize) -> Result<(Object, Vec<Object>)> {
         self.within(context, || {
             let mut stream = null_mut();
             // SAFETY: there is room for the answer.
@@ -221,7 +221,7 @@ impl Driver {
     }
 
     /// Ends what `stream` gave.
-    pub fn end_stream(&self, context: Context, stream: &Object, events: &[Object]) {
+    pub(crate) fn end_stream(&self, context: Context, stream: &Object, events: &[Object]) {
         let _ = self.within(context, || {
             for event in events {
                 // SAFETY: of this driver, and used no more by its owner.
@@ -236,7 +236,7 @@ impl Driver {
     ///
     /// # Errors
     /// The driver's.
-    pub fn host_memory(&self, context: Context, size: usize) -> Result<usize> {
+    pub(crate) fn host_memory(&self, context: Context, size: usize) -> Result<usize> {
         self.within(context, || {
             let mut memory = null_mut();
             // SAFETY: there is room for the answer.
@@ -247,7 +247,7 @@ impl Driver {
     }
 
     /// Frees what `host_memory` gave.
-    pub fn free_host_memory(&self, context: Context, memory: usize) {
+    pub(crate) fn free_host_memory(&self, context: Context, memory: usize) {
         let _ = self.within(context, || {
             // SAFETY: of this driver, and used no more by its owner.
             self.check("freeing page-locked memory", unsafe {
@@ -263,7 +263,7 @@ impl Driver {
     ///
     /// # Safety
     /// Both places are that long, and valid until the event has happened.
-    pub unsafe fn copy(
+    pub(crate) unsafe fn copy(
         &self,
         (context, stream, event): (Context, &Object, &Object),
         to: usize,
@@ -285,7 +285,7 @@ impl Driver {
     ///
     /// # Safety
     /// The place is a GPU's, a multiple of 8, and valid until the event has happened.
-    pub unsafe fn write(
+    pub(crate) unsafe fn write(
         &self,
         (context, stream, event): (Context, &Object, &Object),
         to: usize,
@@ -308,7 +308,7 @@ impl Driver {
     ///
     /// # Errors
     /// When something before it in its stream has failed.
-    pub fn has_happened(&self, context: Context, event: &Object) -> Result<bool> {
+    pub(crate) fn has_happened(&self, context: Context, event: &Object) -> Result<bool> {
         // SAFETY: an event of this driver.
         self.within(context, || match unsafe { (self.event_query)(event.0) } {
             NOT_READY => Ok(false),

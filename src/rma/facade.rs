@@ -18,7 +18,7 @@ use crate::plugin::facade;
 
 /// One side of an operation, as NCCL names it: a registration (0 for none) and a place in it.
 #[derive(Debug, Clone, Copy)]
-pub struct At {
+pub(crate) struct At {
     /// What `register` gave on this rank.
     pub mr: usize,
     /// The place in it.
@@ -29,7 +29,7 @@ pub struct At {
 ///
 /// # Errors
 /// A sentence for the log where one-sided operations are not offered; the outer error where that fails.
-pub fn init(comm: u64, logger: ncclDebugLogger_t) -> Result<std::result::Result<usize, &'static str>> {
+pub(crate) fn init(comm: u64, logger: ncclDebugLogger_t) -> Result<std::result::Result<usize, &'static str>> {
     if let Err(why) = facade::offers_one_sided(comm) {
         return Ok(Err(why));
     }
@@ -42,7 +42,7 @@ pub fn init(comm: u64, logger: ncclDebugLogger_t) -> Result<std::result::Result<
 ///
 /// # Errors
 /// When it did not.
-pub fn finalize(ctx: usize) -> Result<()> {
+pub(crate) fn finalize(ctx: usize) -> Result<()> {
     facade::finalize(ctx)
 }
 
@@ -50,7 +50,7 @@ pub fn finalize(ctx: usize) -> Result<()> {
 ///
 /// # Errors
 /// As the network's.
-pub fn listen(ctx: usize, dev: i32) -> Result<([u8; 64], usize)> {
+pub(crate) fn listen(ctx: usize, dev: i32) -> Result<([u8; 64], usize)> {
     let (handle, listener) = facade::listen(Some(ctx), dev)?;
     let id = state().objects.insert(Arc::new(Object::Listener { ctx, dev, listener }))?.encode();
     Ok((handle, id))
@@ -60,7 +60,7 @@ pub fn listen(ctx: usize, dev: i32) -> Result<([u8; 64], usize)> {
 ///
 /// # Errors
 /// When that does not come about in time.
-pub fn connect(listener: usize, handles: Vec<[u8; 64]>, rank: i32) -> Result<usize> {
+pub(crate) fn connect(listener: usize, handles: Vec<[u8; 64]>, rank: i32) -> Result<usize> {
     let object = state().objects.get(listener)?;
     let Object::Listener { ctx, dev, listener } = *object else {
         return Err(Error::argument("the listener is not one of ours"));
@@ -83,7 +83,7 @@ fn group(id: usize) -> Result<Arc<Group>> {
 ///
 /// # Errors
 /// When there is no such group.
-pub fn create_context(id: usize) -> Result<usize> {
+pub(crate) fn create_context(id: usize) -> Result<usize> {
     Ok(state().contexts.insert(group(id)?)?.encode())
 }
 
@@ -91,7 +91,7 @@ pub fn create_context(id: usize) -> Result<usize> {
 ///
 /// # Errors
 /// When there is no such context.
-pub fn destroy_context(context: usize) -> Result<()> {
+pub(crate) fn destroy_context(context: usize) -> Result<()> {
     state().contexts.remove(context).map(drop)
 }
 
@@ -99,7 +99,7 @@ pub fn destroy_context(context: usize) -> Result<()> {
 ///
 /// # Errors
 /// When there is no such group, or it cannot reach such memory.
-pub fn register(id: usize, memory: (usize, usize), kind: i32, only_ours: bool) -> Result<usize> {
+pub(crate) fn register(id: usize, memory: (usize, usize), kind: i32, only_ours: bool) -> Result<usize> {
     let is_of_gpu = match kind {
         NCCL_PTR_HOST => false,
         NCCL_PTR_CUDA => true,
@@ -112,7 +112,7 @@ pub fn register(id: usize, memory: (usize, usize), kind: i32, only_ours: bool) -
 ///
 /// # Errors
 /// When there is no such group or registration.
-pub fn withdraw(id: usize, mr: usize) -> Result<()> {
+pub(crate) fn withdraw(id: usize, mr: usize) -> Result<()> {
     group(id)?.withdraw(number(mr)?)
 }
 
@@ -129,7 +129,14 @@ fn place(at: At, size: usize) -> Result<Place> {
 ///
 /// # Errors
 /// When there is no such context, rank or own memory.
-pub fn put(context: usize, from: At, to: At, size: usize, rank: u32, signal: Option<(At, u64)>) -> Result<usize> {
+pub(crate) fn put(
+    context: usize,
+    from: At,
+    to: At,
+    size: usize,
+    rank: u32,
+    signal: Option<(At, u64)>,
+) -> Result<usize> {
     let signal = match signal {
         None => Signal::default(),
         Some((at, _)) if at.mr == 0 => return Err(Error::argument("a signal without a registration")),
@@ -143,7 +150,7 @@ pub fn put(context: usize, from: At, to: At, size: usize, rank: u32, signal: Opt
 ///
 /// # Errors
 /// As [`put`].
-pub fn get(context: usize, from: At, to: At, size: usize, rank: u32) -> Result<usize> {
+pub(crate) fn get(context: usize, from: At, to: At, size: usize, rank: u32) -> Result<usize> {
     let (from, to) = (place(from, size)?, place(to, size)?);
     state().contexts.with(context, |group| group.get(rank, from, to)).map(|request| request as usize)
 }
@@ -152,7 +159,7 @@ pub fn get(context: usize, from: At, to: At, size: usize, rank: u32) -> Result<u
 ///
 /// # Errors
 /// When it failed, or there is none such.
-pub fn test(id: usize, request: usize) -> Result<bool> {
+pub(crate) fn test(id: usize, request: usize) -> Result<bool> {
     group(id)?.shared.requests.test(request as u64)
 }
 
@@ -160,7 +167,7 @@ pub fn test(id: usize, request: usize) -> Result<bool> {
 ///
 /// # Errors
 /// When there is no such context.
-pub fn has_failed(context: usize) -> Result<bool> {
+pub(crate) fn has_failed(context: usize) -> Result<bool> {
     state().contexts.with(context, |group| Ok(group.failure().is_some()))
 }
 
@@ -168,7 +175,7 @@ pub fn has_failed(context: usize) -> Result<bool> {
 ///
 /// # Errors
 /// When there is no such group.
-pub fn close_group(id: usize) -> Result<()> {
+pub(crate) fn close_group(id: usize) -> Result<()> {
     let group = group(id)?;
     state().objects.remove(id)?;
     group.close();
@@ -179,7 +186,7 @@ pub fn close_group(id: usize) -> Result<()> {
 ///
 /// # Errors
 /// When there is none such.
-pub fn close_listener(id: usize) -> Result<()> {
+pub(crate) fn close_listener(id: usize) -> Result<()> {
     match *state().objects.get(id)? {
         Object::Listener { listener, .. } => {
             state().objects.remove(id)?;

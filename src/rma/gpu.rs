@@ -20,7 +20,7 @@ const EVENTS: usize = 64;
 const CELL: usize = 128;
 
 /// A GPU, as one group uses it.
-pub struct Gpu {
+pub(crate) struct Gpu {
     driver: &'static Driver,
     context: Context,
     stream: Object,
@@ -46,7 +46,7 @@ struct Progress {
 
 /// A place in a GPU's stream: reached when all before it is done.
 #[derive(Clone)]
-pub struct Mark {
+pub(crate) struct Mark {
     /// Whose stream.
     pub gpu: Arc<Gpu>,
     number: u64,
@@ -57,7 +57,7 @@ impl Mark {
     ///
     /// # Errors
     /// When something in the stream has failed.
-    pub fn is_reached(&self) -> Result<bool> {
+    pub(crate) fn is_reached(&self) -> Result<bool> {
         let progress = self.gpu.progress();
         if self.number <= progress.reached {
             return Ok(true);
@@ -66,7 +66,7 @@ impl Mark {
     }
 
     /// Whether nothing before it is under way any more, done or failed.
-    pub fn is_over(&self) -> bool {
+    pub(crate) fn is_over(&self) -> bool {
         let progress = self.gpu.progress();
         self.number <= progress.reached || progress.under_way.is_empty()
     }
@@ -115,7 +115,7 @@ impl Gpu {
     ///
     /// # Safety
     /// Both places are that long, and valid until the mark is reached or the stream has failed.
-    pub unsafe fn copy(self: &Arc<Self>, to: usize, from: usize, size: usize) -> Result<Mark> {
+    pub(crate) unsafe fn copy(self: &Arc<Self>, to: usize, from: usize, size: usize) -> Result<Mark> {
         // SAFETY: this function's contract.
         self.append(|place| unsafe { self.driver.copy(place, to, from, size) })
     }
@@ -128,7 +128,7 @@ impl Gpu {
     ///
     /// # Safety
     /// As [`Gpu::copy`].
-    pub unsafe fn copy_within(self: &Arc<Self>, to: usize, from: usize, size: usize) -> Result<Mark> {
+    pub(crate) unsafe fn copy_within(self: &Arc<Self>, to: usize, from: usize, size: usize) -> Result<Mark> {
         let (bounce, mut mark) = (self.cell + CELL, self.latest());
         for at in (0..size).step_by(PIECE) {
             let size = PIECE.min(size - at);
@@ -148,7 +148,7 @@ impl Gpu {
     ///
     /// # Safety
     /// The place is this GPU's, a multiple of 8, and valid until the mark is reached or the stream has failed.
-    pub unsafe fn write(self: &Arc<Self>, to: usize, value: u64) -> Result<Mark> {
+    pub(crate) unsafe fn write(self: &Arc<Self>, to: usize, value: u64) -> Result<Mark> {
         // SAFETY: this function's contract.
         self.append(|place| unsafe { self.driver.write(place, to, value) })
     }
@@ -160,19 +160,19 @@ impl Gpu {
     ///
     /// # Safety
     /// As [`Gpu::write`].
-    pub unsafe fn read(self: &Arc<Self>, from: usize) -> Result<Mark> {
+    pub(crate) unsafe fn read(self: &Arc<Self>, from: usize) -> Result<Mark> {
         // SAFETY: this function's contract; the cell lives as long as the stream.
         unsafe { self.copy(self.cell, from, 8) }
     }
 
     /// What was read, once its mark is reached and before another number is read.
-    pub fn number_read(&self) -> u64 {
+    pub(crate) fn number_read(&self) -> u64 {
         // SAFETY: 8 bytes, aligned as all page-locked memory, which nothing writes between two reads.
         unsafe { ptr::with_exposed_provenance::<u64>(self.cell).read_volatile() }
     }
 
     /// The mark of what was appended last.
-    pub fn latest(self: &Arc<Self>) -> Mark {
+    pub(crate) fn latest(self: &Arc<Self>) -> Mark {
         Mark { gpu: Arc::clone(self), number: self.progress().latest }
     }
 
@@ -216,7 +216,7 @@ impl Drop for Gpu {
 
 /// The GPUs of a group.
 #[derive(Default)]
-pub struct Gpus {
+pub(crate) struct Gpus {
     known: Mutex<Vec<Arc<Gpu>>>,
     /// Held while one is made, which may take milliseconds.
     making: Mutex<()>,
@@ -231,7 +231,7 @@ impl Gpus {
     ///
     /// # Errors
     /// When there is no driver, or it has no such memory.
-    pub fn of(&self, address: usize, ranks: u32) -> Result<Arc<Gpu>> {
+    pub(crate) fn of(&self, address: usize, ranks: u32) -> Result<Arc<Gpu>> {
         self.found_by(driver()?, address, ranks)
     }
 
@@ -256,17 +256,17 @@ impl Gpus {
     }
 
     /// Asks all how far they are. Gives whether one has come further.
-    pub fn ask(&self) -> bool {
+    pub(crate) fn ask(&self) -> bool {
         self.known().iter().fold(false, |moved, gpu| gpu.ask() | moved)
     }
 
     /// What was appended last to each.
-    pub fn latest(&self) -> Vec<Mark> {
+    pub(crate) fn latest(&self) -> Vec<Mark> {
         self.known().iter().map(Gpu::latest).collect()
     }
 
     /// Waits until nothing is under way.
-    pub fn settle(&self) {
+    pub(crate) fn settle(&self) {
         let marks = self.latest();
         while !marks.iter().all(Mark::is_over) {
             self.ask();
@@ -275,7 +275,7 @@ impl Gpus {
     }
 
     /// Forgets them.
-    pub fn clear(&self) {
+    pub(crate) fn clear(&self) {
         self.known().clear();
     }
 }

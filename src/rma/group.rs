@@ -13,7 +13,7 @@ use crate::os::error::{Error, Result};
 
 /// What NCCL's threads ask of the placer.
 #[allow(missing_docs, reason = "the sentences above them name all fields")]
-pub enum Command {
+pub(crate) enum Command {
     /// Put the own bytes at `from` into another rank's memory at `to`.
     Put { request: u64, rank: u32, from: Place, to: Place, signal: Signal },
     /// Get another rank's bytes at `from` into the own memory at `to`.
@@ -26,7 +26,7 @@ pub enum Command {
 
 /// What both sides hold.
 #[derive(Default)]
-pub struct Shared {
+pub(crate) struct Shared {
     /// The own registrations.
     pub registry: Registry,
     /// The own requests.
@@ -52,22 +52,22 @@ impl Shared {
     }
 
     /// The placer's thread, which is woken from now on.
-    pub fn serve(&self, placer: Thread) {
+    pub(crate) fn serve(&self, placer: Thread) {
         self.inbox().placer = Some(placer);
     }
 
     /// For the placer: what has been asked since the last time.
-    pub fn take(&self) -> Vec<Command> {
+    pub(crate) fn take(&self) -> Vec<Command> {
         std::mem::take(&mut self.inbox().commands)
     }
 
     /// For the placer: another rank has failed.
-    pub fn tell_failure(&self, error: &Error) {
+    pub(crate) fn tell_failure(&self, error: &Error) {
         self.inbox().failure.get_or_insert(error.clone());
     }
 
     /// For the placer: it has ended, and so has everything that was asked of it.
-    pub fn end(&self, why: &Error) {
+    pub(crate) fn end(&self, why: &Error) {
         let mut inbox = self.inbox();
         inbox.ended.get_or_insert(why.clone());
         // The thread that waits for a withdrawal notices that its sender is gone.
@@ -91,7 +91,7 @@ impl Shared {
 }
 
 /// A group, as NCCL holds it.
-pub struct Group {
+pub(crate) struct Group {
     /// What its placer shares.
     pub shared: std::sync::Arc<Shared>,
     /// How many ranks it has.
@@ -115,7 +115,7 @@ impl Group {
     ///
     /// # Errors
     /// When the rank or the own memory does not exist.
-    pub fn put(&self, rank: u32, from: Place, to: Place, signal: Signal) -> Result<u64> {
+    pub(crate) fn put(&self, rank: u32, from: Place, to: Place, signal: Signal) -> Result<u64> {
         self.check(rank, from.size as usize)?;
         if let Err(error) = self.shared.registry.locate(from.region, from.offset, from.size)
             && !self.shared.registry.has_ended(from.region)
@@ -130,7 +130,7 @@ impl Group {
     ///
     /// # Errors
     /// When the rank or the own memory does not exist.
-    pub fn get(&self, rank: u32, from: Place, to: Place) -> Result<u64> {
+    pub(crate) fn get(&self, rank: u32, from: Place, to: Place) -> Result<u64> {
         self.check(rank, to.size as usize)?;
         self.shared.registry.locate(to.region, to.offset, to.size)?;
         let request = self.shared.requests.begin();
@@ -149,7 +149,7 @@ impl Group {
     ///
     /// # Errors
     /// When it does not fit into the address space, or is said to be a GPU's and no GPU has it.
-    pub fn register(&self, (address, size): (usize, usize), is_of_gpu: bool, only_ours: bool) -> Result<u32> {
+    pub(crate) fn register(&self, (address, size): (usize, usize), is_of_gpu: bool, only_ours: bool) -> Result<u32> {
         let gpu = if is_of_gpu && size > 0 { Some(self.shared.gpus.of(address, self.ranks)?) } else { None };
         self.shared.registry.add(Region { address, size, gpu, only_ours })
     }
@@ -158,7 +158,7 @@ impl Group {
     ///
     /// # Errors
     /// When there is no such registration.
-    pub fn withdraw(&self, region: u32) -> Result<()> {
+    pub(crate) fn withdraw(&self, region: u32) -> Result<()> {
         if !self.shared.registry.has(region) {
             return Err(Error::argument(format!("there is no registration number {region}")));
         }
@@ -179,13 +179,13 @@ impl Group {
     }
 
     /// Whether another rank has failed.
-    pub fn failure(&self) -> Option<Error> {
+    pub(crate) fn failure(&self) -> Option<Error> {
         let inbox = self.shared.inbox();
         inbox.failure.clone().or_else(|| inbox.ended.clone())
     }
 
     /// Ends the group: tells the other ranks, and closes all connections.
-    pub fn close(&self) {
+    pub(crate) fn close(&self) {
         let placer = self.placer.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(placer) = placer {
             let _ = self.shared.ask(Command::Close);

@@ -22,12 +22,12 @@ struct Landing {
 
 /// A rank's, the oldest first.
 #[derive(Default)]
-pub struct Landings(VecDeque<Landing>);
+pub(crate) struct Landings(VecDeque<Landing>);
 
 impl Landings {
     /// All bytes of an operation have come, and are in place when this mark is reached. `refused`: they went nowhere, and there
     /// is no signal then.
-    pub fn push(&mut self, header: Header, refused: bool, bytes: Option<Mark>) {
+    pub(crate) fn push(&mut self, header: Header, refused: bool, bytes: Option<Mark>) {
         let signal = if refused || header.signal.region == 0 { Step::Written(None) } else { Step::New };
         self.0.push_back(Landing { header, refused, bytes, signal });
     }
@@ -36,7 +36,7 @@ impl Landings {
     ///
     /// # Errors
     /// When a GPU has failed.
-    pub fn advance(
+    pub(crate) fn advance(
         &mut self,
         registry: &Registry,
         signals: &mut Signals,
@@ -70,12 +70,12 @@ impl Landings {
     }
 
     /// Whether all are done.
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
     /// Takes all that are not done.
-    pub fn take(&mut self) -> impl Iterator<Item = Header> {
+    pub(crate) fn take(&mut self) -> impl Iterator<Item = Header> {
         std::mem::take(&mut self.0).into_iter().map(|landing| landing.header)
     }
 }

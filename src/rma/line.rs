@@ -6,7 +6,7 @@ use crate::os::error::Result;
 use crate::plugin::facade::{self, Part};
 
 /// The end that sends. It is closed when it is dropped.
-pub trait SendEnd: Send {
+pub(crate) trait SendEnd: Send {
     /// Sends these bytes, which the connection may read until the request has ended or the end is closed; none for "not now".
     ///
     /// # Errors
@@ -21,7 +21,7 @@ pub trait SendEnd: Send {
 }
 
 /// The end that receives. It is closed when it is dropped.
-pub trait RecvEnd: Send {
+pub(crate) trait RecvEnd: Send {
     /// Posts a receive into this memory, which the connection may write until the request has ended or the end is closed; none
     /// for "not now".
     ///
@@ -37,7 +37,7 @@ pub trait RecvEnd: Send {
 }
 
 /// The end of one of the plugin's connections that sends. The connection may have ended with its context.
-pub struct NetSend(pub usize);
+pub(crate) struct NetSend(pub usize);
 
 impl SendEnd for NetSend {
     fn send(&mut self, data: *mut u8, size: usize) -> Result<Option<usize>> {
@@ -56,7 +56,7 @@ impl Drop for NetSend {
 }
 
 /// The end of one of the plugin's connections that receives. The connection may have ended with its context.
-pub struct NetRecv(pub usize);
+pub(crate) struct NetRecv(pub usize);
 
 impl RecvEnd for NetRecv {
     fn receive(&mut self, data: *mut u8, size: usize) -> Result<Option<usize>> {

@@ -10,21 +10,21 @@
 //!
 //! The room rests on [`crate::plugin::facade`], so keys, checksums, several streams and recovery hold here too.
 
-pub mod cuda;
-pub mod facade;
-pub mod gpu;
-pub mod group;
-pub mod landings;
-pub mod line;
-pub mod outgoing;
-pub mod peer;
-pub mod placer;
-pub mod registry;
-pub mod requests;
-pub mod setup;
-pub mod signals;
+pub(crate) mod cuda;
+pub(crate) mod facade;
+pub(crate) mod gpu;
+pub(crate) mod group;
+pub(crate) mod landings;
+pub(crate) mod line;
+pub(crate) mod outgoing;
+pub(crate) mod peer;
+pub(crate) mod placer;
+pub(crate) mod registry;
+pub(crate) mod requests;
+pub(crate) mod setup;
+pub(crate) mod signals;
 #[cfg(test)]
 mod simulation;
-pub mod staging;
-pub mod state;
-pub mod wire;
+pub(crate) mod staging;
+pub(crate) mod state;
+pub(crate) mod wire;

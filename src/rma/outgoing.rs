@@ -16,7 +16,7 @@ use crate::os::error::Result;
 const AHEAD: usize = 16;
 
 /// A message, and the memory that is read for it.
-pub struct Message {
+pub(crate) struct Message {
     /// Boxed, because the connection may read it until its request is done.
     header: Box<[u8; HEADER]>,
     is_begun: bool,
@@ -33,12 +33,12 @@ pub struct Message {
 
 impl Message {
     /// A header alone.
-    pub fn bare(header: &Header) -> Self {
+    pub(crate) fn bare(header: &Header) -> Self {
         Self::with_bytes(header, 0, Spot::default(), None)
     }
 
     /// A header and the `header.size` bytes at `from`, which belong to the own registration `region`.
-    pub fn with_bytes(header: &Header, region: u32, from: Spot, request: Option<u64>) -> Self {
+    pub(crate) fn with_bytes(header: &Header, region: u32, from: Spot, request: Option<u64>) -> Self {
         let left = if region == 0 { 0 } else { header.size as usize };
         let Spot { address, gpu, .. } = from;
         Self { header: Box::new(header.encode()), is_begun: false, address, left, gpu, region, request }
@@ -56,7 +56,7 @@ struct Moving {
 }
 
 /// A connection to another rank and what goes over it.
-pub struct Outgoing {
+pub(crate) struct Outgoing {
     /// Closed before the messages go, whose headers the connection may still read.
     end: Box<dyn SendEnd>,
     lane: Lane,
@@ -69,23 +69,23 @@ pub struct Outgoing {
 
 impl Outgoing {
     /// To this rank, over this connection, which it closes when it goes.
-    pub fn over(end: Box<dyn SendEnd>, rank: u32) -> Self {
+    pub(crate) fn over(end: Box<dyn SendEnd>, rank: u32) -> Self {
         let (waiting, begun, under_way) = Default::default();
         Self { end, lane: Lane::to(rank), waiting, begun, under_way }
     }
 
     /// Appends a message.
-    pub fn push(&mut self, message: Message) {
+    pub(crate) fn push(&mut self, message: Message) {
         self.waiting.push_back(message);
     }
 
     /// Whether all messages have been sent.
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.waiting.is_empty() && self.begun.is_empty() && self.under_way.is_empty()
     }
 
     /// Whether a message reads from this registration.
-    pub fn uses(&self, region: u32) -> bool {
+    pub(crate) fn uses(&self, region: u32) -> bool {
         let moving = self.under_way.iter().map(|(_, moving)| moving).chain(&self.begun);
         moving.filter_map(|moving| moving.message.as_ref()).chain(&self.waiting).any(|message| message.region == region)
     }
@@ -94,7 +94,7 @@ impl Outgoing {
     ///
     /// # Errors
     /// When the connection or a GPU has failed.
-    pub fn advance(&mut self, read: &mut Vec<u64>) -> Result<bool> {
+    pub(crate) fn advance(&mut self, read: &mut Vec<u64>) -> Result<bool> {
         let mut moved = false;
         loop {
             while self.begun.len() < AHEAD

@@ -27,7 +27,7 @@ const GOODBYE: Duration = Duration::from_secs(1);
 
 /// A get: where its bytes belong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
+pub(crate) struct Place {
     /// Own registration.
     pub region: u32,
     /// The place in it.
@@ -75,7 +75,7 @@ enum Arriving {
 }
 
 /// What the own rank's side of a transfer needs.
-pub struct Own<'a> {
+pub(crate) struct Own<'a> {
     /// Its registrations.
     pub registry: &'a Registry,
     /// Its requests.
@@ -85,7 +85,7 @@ pub struct Own<'a> {
 }
 
 /// Another rank.
-pub struct Peer {
+pub(crate) struct Peer {
     rank: u32,
     /// Closed before the headers go, into which the connection may still write.
     recv: Box<dyn RecvEnd>,
@@ -112,7 +112,7 @@ pub struct Peer {
 
 impl Peer {
     /// Over these two connections, which it closes when it goes.
-    pub fn new(rank: u32, outgoing: Outgoing, recv: Box<dyn RecvEnd>) -> Self {
+    pub(crate) fn new(rank: u32, outgoing: Outgoing, recv: Box<dyn RecvEnd>) -> Self {
         Self {
             rank,
             recv,
@@ -132,22 +132,22 @@ impl Peer {
     }
 
     /// Its rank.
-    pub fn rank(&self) -> u32 {
+    pub(crate) fn rank(&self) -> u32 {
         self.rank
     }
 
     /// The requests that wait for it, and whether each is a get.
-    pub fn pending(&self) -> impl Iterator<Item = (u64, bool)> {
+    pub(crate) fn pending(&self) -> impl Iterator<Item = (u64, bool)> {
         self.pending.iter().map(|(&request, pending)| (request, pending.place.is_some()))
     }
 
     /// Whether it has said goodbye.
-    pub fn has_left(&self) -> bool {
+    pub(crate) fn has_left(&self) -> bool {
         self.has_left
     }
 
     /// Whether a transfer uses this registration.
-    pub fn uses(&self, region: u32) -> bool {
+    pub(crate) fn uses(&self, region: u32) -> bool {
         let arrives =
             |(_, it): &(usize, Arriving)| matches!(it, Arriving::Piece { region: used, .. } if *used == region);
         self.outgoing.uses(region)
@@ -156,12 +156,12 @@ impl Peer {
     }
 
     /// Whether both have said goodbye: then its connections can be closed with nothing under way.
-    pub fn is_over(&self) -> bool {
+    pub(crate) fn is_over(&self) -> bool {
         self.has_left && self.outgoing.is_empty() && self.landings.is_empty()
     }
 
     /// Puts the bytes at `from`, inside the own registration `source`.
-    pub fn put(&mut self, request: u64, (source, from): (u32, Spot), to: &Place, signal: Signal) {
+    pub(crate) fn put(&mut self, request: u64, (source, from): (u32, Spot), to: &Place, signal: Signal) {
         let Place { region, offset, size } = *to;
         let source = if size == 0 { 0 } else { source };
         self.pending.insert(request, Pending { read: false, answered: false, refused: false, place: None });
@@ -170,14 +170,14 @@ impl Peer {
     }
 
     /// Gets the bytes of its registration `region` at `offset`.
-    pub fn get(&mut self, request: u64, (region, offset): (u32, u64), place: Place) {
+    pub(crate) fn get(&mut self, request: u64, (region, offset): (u32, u64), place: Place) {
         self.pending.insert(request, Pending { read: true, answered: false, refused: false, place: Some(place) });
         let header = Header { request, region, offset, size: place.size, ..Header::new(Kind::Get) };
         self.outgoing.push(Message::bare(&header));
     }
 
     /// Says goodbye; nothing may be asked for after that.
-    pub fn leave(&mut self) {
+    pub(crate) fn leave(&mut self) {
         if !std::mem::replace(&mut self.has_said_goodbye, true) {
             self.outgoing.push(Message::bare(&Header::new(Kind::Bye)));
         }
@@ -187,7 +187,7 @@ impl Peer {
     ///
     /// # Errors
     /// When a connection or a GPU has failed, or the peer breaks the protocol or has left while it owes an answer.
-    pub fn advance(&mut self, own: &mut Own<'_>) -> Result<bool> {
+    pub(crate) fn advance(&mut self, own: &mut Own<'_>) -> Result<bool> {
         if self.has_left {
             self.land(own)?;
             // What came before its goodbye counts.
@@ -411,7 +411,7 @@ impl Peer {
     }
 
     /// A registration ends: what has not come yet goes nowhere.
-    pub fn forget(&mut self, region: u32) {
+    pub(crate) fn forget(&mut self, region: u32) {
         let Some(mut pieces) = self.pieces.take() else { return };
         if pieces.region == region {
             (pieces.to, pieces.region) = (None, 0);
@@ -433,7 +433,7 @@ impl Peer {
 }
 
 /// What becomes of operations on a rank that has said goodbye.
-pub fn has_closed() -> Error {
+pub(crate) fn has_closed() -> Error {
     Error::remote("it has closed its side")
 }
 

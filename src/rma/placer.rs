@@ -50,7 +50,7 @@ struct Withdrawal {
 }
 
 /// A placer and its peers.
-pub struct Placer {
+pub(crate) struct Placer {
     shared: Arc<Shared>,
     others: Vec<Other>,
     /// Ranks to which a put has been dropped here: to them all go nowhere, so that no signal promises what was dropped.
@@ -64,7 +64,7 @@ pub struct Placer {
 
 impl Placer {
     /// For the group of these other ranks and this one; none at the own place.
-    pub fn new(shared: Arc<Shared>, peers: Vec<Option<Peer>>) -> Self {
+    pub(crate) fn new(shared: Arc<Shared>, peers: Vec<Option<Peer>>) -> Self {
         let others =
             peers.into_iter().map(|peer| peer.map_or(Other::Own, |peer| Other::Alive(Box::new(peer)))).collect();
         let (muted, own, signals, withdrawals) = Default::default();
@@ -72,7 +72,7 @@ impl Placer {
     }
 
     /// Works until the group is closed.
-    pub fn run(self) {
+    pub(crate) fn run(self) {
         let shared = Arc::clone(&self.shared);
         // A panic ends the group: the peers close their connections as they are dropped.
         let ended = catch_unwind(AssertUnwindSafe(|| self.work()));

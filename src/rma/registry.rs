@@ -8,7 +8,7 @@ use crate::os::error::{Error, Result};
 
 /// Registered memory.
 #[derive(Clone, Default)]
-pub struct Region {
+pub(crate) struct Region {
     /// Where it begins.
     pub address: usize,
     /// Its bytes.
@@ -21,7 +21,7 @@ pub struct Region {
 
 /// A place in registered memory.
 #[derive(Clone, Default)]
-pub struct Spot {
+pub(crate) struct Spot {
     /// Its address.
     pub address: usize,
     /// As the region's.
@@ -32,7 +32,7 @@ pub struct Spot {
 
 /// All registrations of a group.
 #[derive(Default)]
-pub struct Registry {
+pub(crate) struct Registry {
     regions: Mutex<Vec<Option<Region>>>,
 }
 
@@ -45,7 +45,7 @@ impl Registry {
     ///
     /// # Errors
     /// When there are too many.
-    pub fn add(&self, region: Region) -> Result<u32> {
+    pub(crate) fn add(&self, region: Region) -> Result<u32> {
         if region.address.checked_add(region.size).is_none() {
             return Err(Error::argument("the memory to register reaches beyond the address space"));
         }
@@ -56,7 +56,7 @@ impl Registry {
     }
 
     /// Ends a registration. Its number is never given again.
-    pub fn remove(&self, number: u32) {
+    pub(crate) fn remove(&self, number: u32) {
         if let Some(index) = index(number)
             && let Some(place) = self.regions().get_mut(index)
         {
@@ -65,12 +65,12 @@ impl Registry {
     }
 
     /// Whether there is such a registration.
-    pub fn has(&self, number: u32) -> bool {
+    pub(crate) fn has(&self, number: u32) -> bool {
         index(number).is_some_and(|index| self.regions().get(index).is_some_and(Option::is_some))
     }
 
     /// Whether there was such a registration, and it has ended.
-    pub fn has_ended(&self, number: u32) -> bool {
+    pub(crate) fn has_ended(&self, number: u32) -> bool {
         index(number).is_some_and(|index| self.regions().get(index).is_some_and(Option::is_none))
     }
 
@@ -78,7 +78,7 @@ impl Registry {
     ///
     /// # Errors
     /// When they are not all inside that registration.
-    pub fn locate(&self, number: u32, offset: u64, size: u64) -> Result<Spot> {
+    pub(crate) fn locate(&self, number: u32, offset: u64, size: u64) -> Result<Spot> {
         if size == 0 {
             return Ok(Spot::default());
         }
@@ -99,7 +99,7 @@ impl Registry {
     ///
     /// # Errors
     /// When it is not inside that registration, or not aligned.
-    pub fn locate_signal(&self, signal: &Signal) -> Result<Spot> {
+    pub(crate) fn locate_signal(&self, signal: &Signal) -> Result<Spot> {
         let spot = self.locate(signal.region, signal.offset, 8)?;
         if !spot.address.is_multiple_of(8) {
             return Err(Error::argument(format!("a signal at {}, which is no multiple of 8", signal.offset)));
@@ -108,7 +108,7 @@ impl Registry {
     }
 
     /// Ends all registrations.
-    pub fn clear(&self) {
+    pub(crate) fn clear(&self) {
         self.regions().iter_mut().for_each(|region| *region = None);
     }
 }

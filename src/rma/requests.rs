@@ -21,7 +21,7 @@ struct Inner {
 
 /// All requests of a group.
 #[derive(Debug, Default)]
-pub struct Requests(Mutex<Inner>);
+pub(crate) struct Requests(Mutex<Inner>);
 
 impl Requests {
     fn inner(&self) -> MutexGuard<'_, Inner> {
@@ -29,7 +29,7 @@ impl Requests {
     }
 
     /// A new request; never 0.
-    pub fn begin(&self) -> u64 {
+    pub(crate) fn begin(&self) -> u64 {
         let mut inner = self.inner();
         inner.generation = inner.generation % (u32::MAX >> 1) + 1;
         let generation = inner.generation;
@@ -38,7 +38,7 @@ impl Requests {
     }
 
     /// Ends a request; nothing happens when it has ended.
-    pub fn end(&self, request: u64, outcome: Result<()>) {
+    pub(crate) fn end(&self, request: u64, outcome: Result<()>) {
         let mut inner = self.inner();
         if let Some(slot) = find(&mut inner, request) {
             slot.outcome.get_or_insert(outcome);
@@ -49,7 +49,7 @@ impl Requests {
     ///
     /// # Errors
     /// When it failed, or there is no such request.
-    pub fn test(&self, request: u64) -> Result<bool> {
+    pub(crate) fn test(&self, request: u64) -> Result<bool> {
         let mut inner = self.inner();
         let slot = find(&mut inner, request)
             .ok_or_else(|| Error::argument("the one-sided request is not one of ours, or was reported done before"))?;
@@ -59,7 +59,7 @@ impl Requests {
     }
 
     /// Ends all that are under way.
-    pub fn end_all(&self, error: &Error) {
+    pub(crate) fn end_all(&self, error: &Error) {
         for (_, slot) in &mut self.inner().slots {
             slot.outcome.get_or_insert(Err(error.clone()));
         }

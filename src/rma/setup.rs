@@ -54,7 +54,7 @@ impl Incoming {
 ///
 /// # Errors
 /// When that does not come about before `deadline`.
-pub fn connect(
+pub(crate) fn connect(
     (ctx, dev, listener): (usize, i32, usize),
     mut handles: Vec<[u8; 64]>,
     rank: u32,

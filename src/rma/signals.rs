@@ -15,18 +15,18 @@ use super::wire::Signal;
 use crate::os::error::Result;
 
 /// How far an addition is.
-pub enum Step {
+pub(crate) enum Step {
     /// Not begun.
     New,
     /// The number is read when this mark is reached. While the token lives no other is.
-    Read(Mark, Arc<()>),
+    Read(Mark, #[allow(dead_code, reason = "held until it is dropped")] Arc<()>),
     /// The sum is written, or will be when this mark is reached.
     Written(Option<Mark>),
 }
 
 /// What a group knows of its signals. The placer alone uses it.
 #[derive(Default)]
-pub struct Signals {
+pub(crate) struct Signals {
     /// Sums, by registration and place.
     kept: HashMap<(u32, u64), u64>,
     reading: Arc<()>,
@@ -37,7 +37,7 @@ impl Signals {
     ///
     /// # Errors
     /// When its place is not inside its registration, or the GPU has failed.
-    pub fn advance(&mut self, registry: &Registry, signal: &Signal, step: &mut Step) -> Result<()> {
+    pub(crate) fn advance(&mut self, registry: &Registry, signal: &Signal, step: &mut Step) -> Result<()> {
         match step {
             Step::New => {
                 let place = registry.locate_signal(signal)?;
@@ -73,7 +73,7 @@ impl Signals {
     }
 
     /// A registration has ended.
-    pub fn forget(&mut self, region: u32) {
+    pub(crate) fn forget(&mut self, region: u32) {
         self.kept.retain(|(of, _), _| *of != region);
     }
 }

@@ -14,7 +14,7 @@ const FEWEST: usize = 2;
 const MOST: usize = 8;
 
 /// All lanes of a group.
-pub struct Staging {
+pub(crate) struct Staging {
     driver: &'static Driver,
     context: Context,
     memory: usize,
@@ -26,7 +26,7 @@ impl Staging {
     ///
     /// # Errors
     /// When there is not so much memory.
-    pub fn new(driver: &'static Driver, context: Context, ranks: u32) -> Result<Self> {
+    pub(crate) fn new(driver: &'static Driver, context: Context, ranks: u32) -> Result<Self> {
         let lanes = 2 * ranks as usize;
         let slots = (BYTES / (lanes * PIECE)).clamp(FEWEST, MOST);
         let memory = driver.host_memory(context, lanes * slots * PIECE)?;
@@ -41,30 +41,30 @@ impl Drop for Staging {
 }
 
 /// The slots for one direction of one rank that are not in use.
-pub struct Lane {
+pub(crate) struct Lane {
     number: usize,
     free: Option<Vec<usize>>,
 }
 
 impl Lane {
     /// For what goes to a rank.
-    pub fn to(rank: u32) -> Self {
+    pub(crate) fn to(rank: u32) -> Self {
         Self { number: 2 * rank as usize, free: None }
     }
 
     /// For what comes from a rank.
-    pub fn from(rank: u32) -> Self {
+    pub(crate) fn from(rank: u32) -> Self {
         Self { number: 2 * rank as usize + 1, free: None }
     }
 
     /// The address of a slot of [`PIECE`] bytes, if one is free.
-    pub fn take(&mut self, staging: &Staging) -> Option<usize> {
+    pub(crate) fn take(&mut self, staging: &Staging) -> Option<usize> {
         let first = staging.memory + self.number * staging.slots * PIECE;
         self.free.get_or_insert_with(|| (0..staging.slots).map(|slot| first + slot * PIECE).collect()).pop()
     }
 
     /// Nothing uses this slot any more.
-    pub fn give_back(&mut self, slot: usize) {
+    pub(crate) fn give_back(&mut self, slot: usize) {
         self.free.get_or_insert_default().push(slot);
     }
 }

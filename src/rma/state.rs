@@ -13,7 +13,7 @@ use crate::engine::table::Table;
 use crate::os::fork;
 
 /// What NCCL holds.
-pub enum Object {
+pub(crate) enum Object {
     /// A listener, with its context and device.
     Listener {
         /// The network's context.
@@ -28,7 +28,7 @@ pub enum Object {
 }
 
 /// All of them.
-pub struct State {
+pub(crate) struct State {
     generation: u32,
     /// Listeners and groups.
     pub objects: Table<Object>,
@@ -39,7 +39,7 @@ pub struct State {
 static STATE: AtomicPtr<State> = AtomicPtr::new(ptr::null_mut());
 
 /// The process's state, made on first use and never freed.
-pub fn state() -> &'static State {
+pub(crate) fn state() -> &'static State {
     let generation = fork::generation();
     let current = STATE.load(Ordering::Acquire);
     // SAFETY: null, or from `Box::into_raw` below and never freed.

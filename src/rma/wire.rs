@@ -3,20 +3,20 @@
 use crate::os::error::{Error, Result};
 
 /// Bytes of a header.
-pub const HEADER: usize = 56;
+pub(crate) const HEADER: usize = 56;
 
 /// The most bytes of one message that follows a header; the last may be shorter.
-pub const PIECE: usize = 512 << 10;
+pub(crate) const PIECE: usize = 512 << 10;
 
 /// The most bytes that a header may announce.
-pub const LONGEST: u64 = 1 << 40;
+pub(crate) const LONGEST: u64 = 1 << 40;
 
 const MAGIC: [u8; 4] = *b"TWR1";
 
 /// What a message is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Kind {
+pub(crate) enum Kind {
     /// The first on a connection: `region` is the sender's rank, `size` the number of ranks.
     Hello = 1,
     /// Bytes for the receiver's memory follow; then the signal, if `signal` names one.
@@ -33,7 +33,7 @@ pub enum Kind {
 
 /// A signal: `value` is added to the 64-bit number at this place. Region 0 stands for none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Signal {
+pub(crate) struct Signal {
     /// The receiver's registration.
     pub region: u32,
     /// The place in it.
@@ -44,7 +44,7 @@ pub struct Signal {
 
 /// A header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Header {
+pub(crate) struct Header {
     /// What it is for.
     pub kind: Kind,
     /// Whether what was asked for was refused (in an answer).
@@ -63,12 +63,12 @@ pub struct Header {
 
 impl Header {
     /// A header that says its kind alone.
-    pub fn new(kind: Kind) -> Self {
+    pub(crate) fn new(kind: Kind) -> Self {
         Self { kind, refused: false, request: 0, region: 0, offset: 0, size: 0, signal: Signal::default() }
     }
 
     /// The bytes that travel.
-    pub fn encode(&self) -> [u8; HEADER] {
+    pub(crate) fn encode(&self) -> [u8; HEADER] {
         let mut bytes = [0; HEADER];
         bytes[..4].copy_from_slice(&MAGIC);
         bytes[4] = self.kind as u8;
@@ -87,7 +87,7 @@ impl Header {
     ///
     /// # Errors
     /// When it is no header.
-    pub fn decode(bytes: &[u8; HEADER]) -> Result<Self> {
+    pub(crate) fn decode(bytes: &[u8; HEADER]) -> Result<Self> {
         let long = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
         let short = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
         let kind = match bytes[4] {
@@ -109,7 +109,7 @@ impl Header {
 }
 
 /// What ends a connection whose peer breaks the protocol.
-pub fn not_ours() -> Error {
+pub(crate) fn not_ours() -> Error {
     Error::remote("the peer sent a one-sided message that this version does not know")
         .with_hint("use the same version of Towline on all hosts")
 }

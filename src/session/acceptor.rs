@@ -47,7 +47,7 @@ struct Acceptor {
 }
 
 /// What the connections of the process share, with handshakes answered.
-pub fn net(config: Config, key: Option<SharedKey>) -> Arc<Net> {
+pub(crate) fn net(config: Config, key: Option<SharedKey>) -> Arc<Net> {
     Net::new(config, key, Arc::new_cyclic(|me| Acceptor { me: me.clone(), inbound: Mutex::default() }))
 }
 

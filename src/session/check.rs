@@ -6,7 +6,7 @@
 
 /// CRC-32C of five words and a half one, in the order in which they travel: little-endian.
 #[inline]
-pub fn check(words: &[u64; 5], last: u32) -> u32 {
+pub(crate) fn check(words: &[u64; 5], last: u32) -> u32 {
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("sse4.2") {
         // SAFETY: the processor has the instruction.

@@ -9,10 +9,10 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 /// How many silent connections there may be at one time, and how many greeted ones.
-pub const EACH: usize = 256;
+pub(crate) const EACH: usize = 256;
 
 /// The half-open connections of the process, oldest first.
-pub struct Crowd<T> {
+pub(crate) struct Crowd<T> {
     silent: VecDeque<Arc<T>>,
     greeted: VecDeque<Arc<T>>,
 }
@@ -37,19 +37,19 @@ fn take<T>(queue: &mut VecDeque<Arc<T>>, one: &T) -> Option<Arc<T>> {
 impl<T> Crowd<T> {
     /// A connection has arrived. Returns the one to evict for it.
     #[must_use = "who must go is still connected"]
-    pub fn come(&mut self, one: Arc<T>) -> Option<Arc<T>> {
+    pub(crate) fn come(&mut self, one: Arc<T>) -> Option<Arc<T>> {
         push(&mut self.silent, one)
     }
 
     /// A connection has sent its greeting. Returns the one to evict for it.
     #[must_use = "who must go is still connected"]
-    pub fn greet(&mut self, one: &T) -> Option<Arc<T>> {
+    pub(crate) fn greet(&mut self, one: &T) -> Option<Arc<T>> {
         let one = take(&mut self.silent, one)?;
         push(&mut self.greeted, one)
     }
 
     /// A connection has ended, or has proved itself.
-    pub fn leave(&mut self, one: &T) {
+    pub(crate) fn leave(&mut self, one: &T) {
         let _ = take(&mut self.greeted, one).or_else(|| take(&mut self.silent, one));
     }
 }

@@ -22,12 +22,12 @@ use std::os::fd::AsRawFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-pub use call::call;
+pub(crate) use call::call;
 use failure::{FORBIDDEN_TEXT, REFUSED_TEXT, TURNED_AWAY_TEXT, UNANSWERED_TEXT, forbidden, refused, unanswered};
 use greeting::Said;
-pub use join::{join, repair};
+pub(crate) use join::{join, repair};
 use purpose::{Purpose, Reached, Route};
-pub use resume::resume;
+pub(crate) use resume::resume;
 
 use super::handshake::{PREAMBLE, Secret};
 use super::lifeline::{self, Answer};
@@ -141,7 +141,7 @@ struct State {
 }
 
 /// A request to be connected.
-pub struct Dial {
+pub(crate) struct Dial {
     me: Weak<Self>,
     net: Arc<Net>,
     purpose: Box<dyn Purpose>,
@@ -193,7 +193,7 @@ impl Dial {
     }
 
     /// None while the dial goes on. Afterwards its owner has the connection, or this is the error.
-    pub fn result(&self) -> Option<Result<()>> {
+    pub(crate) fn result(&self) -> Option<Result<()>> {
         self.lock().result.clone()
     }
 
@@ -201,7 +201,7 @@ impl Dial {
     ///
     /// # Errors
     /// The error with which the dial failed.
-    pub fn wait(&self) -> Result<()> {
+    pub(crate) fn wait(&self) -> Result<()> {
         let mut state = self.lock();
         loop {
             if let Some(result) = &state.result {
@@ -213,7 +213,7 @@ impl Dial {
     }
 
     /// Gives up: the connection is no longer wanted. After this call its owner gets none.
-    pub fn cancel(&self) {
+    pub(crate) fn cancel(&self) {
         self.finish(&mut self.lock(), Err(Error::usage("the connection attempt was abandoned")));
     }
 

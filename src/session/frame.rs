@@ -20,30 +20,30 @@ use super::check::check;
 use crate::os::error::{Error, Result};
 
 /// Streams of one connection, at most.
-pub const MAX_STREAMS: usize = 16;
+pub(crate) const MAX_STREAMS: usize = 16;
 
 /// Bytes of a header.
 pub const HEADER: usize = 48;
 
 /// Chunk boundaries are multiples of this many bytes from the start of the message: with the LL128 protocol the
 /// GPU polls flags in the last 8 of every 128 bytes while the buffer is being filled (NCCL 2.4 and later).
-pub const ALIGN: u64 = 128;
+pub(crate) const ALIGN: u64 = 128;
 
 /// The longest payload of a control frame in bytes (the text of [`Type::Fail`]).
-pub const MAX_CONTROL: u32 = 1024;
+pub(crate) const MAX_CONTROL: u32 = 1024;
 
 /// The longest payload of [`Type::Acks`] in bytes: a count for each stream.
-pub const MAX_COUNTS: u32 = 8 * MAX_STREAMS as u32;
+pub(crate) const MAX_COUNTS: u32 = 8 * MAX_STREAMS as u32;
 
 /// Flag: the payload was sent without the receiver's clear-to-send and used credit.
 pub const EAGER: u8 = 1;
 /// Flag: a request waits for the acknowledgement, so send it at once.
-pub const PROMPT: u8 = 2;
+pub(crate) const PROMPT: u8 = 2;
 /// Flag: a request waits for the message that this chunk is part of: when it is complete, acknowledge what arrived on
 /// all streams.
-pub const WHOLE: u8 = 4;
+pub(crate) const WHOLE: u8 = 4;
 /// Flag: a GPU may read the chunk while it arrives, so its bytes must appear in ascending order.
-pub const POLLED: u8 = 8;
+pub(crate) const POLLED: u8 = 8;
 
 /// The type of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -139,7 +139,7 @@ impl Header {
     /// As [`Header::encode`], in place. Whole 8-byte units are stored: the check and the kernel read them soon, and a
     /// load of a unit that was stored in parts stalls.
     #[inline]
-    pub fn encode_into(&self, out: &mut [u8; HEADER]) {
+    pub(crate) fn encode_into(&self, out: &mut [u8; HEADER]) {
         let first = u64::from(self.kind as u8)
             | u64::from(self.flags) << 8
             | u64::from(self.epoch) << 16

@@ -16,7 +16,7 @@ const MOST: usize = 4096;
 
 /// What is remembered of a connection.
 #[derive(Debug, Clone)]
-pub struct Grave {
+pub(crate) struct Grave {
     connection: u64,
     until: Instant,
     /// The secret that further streams prove.
@@ -27,11 +27,11 @@ pub struct Grave {
 
 /// All tombstones, oldest first.
 #[derive(Debug, Default)]
-pub struct Graves(VecDeque<Grave>);
+pub(crate) struct Graves(VecDeque<Grave>);
 
 impl Graves {
     /// A connection was closed; it is remembered for `patience`, or until there are too many.
-    pub fn add(&mut self, link: &Link, received: u64, patience: Duration) {
+    pub(crate) fn add(&mut self, link: &Link, received: u64, patience: Duration) {
         let now = Instant::now();
         while self.0.front().is_some_and(|grave| grave.until <= now) || self.0.len() >= MOST {
             self.0.pop_front();
@@ -41,7 +41,7 @@ impl Graves {
     }
 
     /// The connection with this number.
-    pub fn find(&self, connection: u64) -> Option<Grave> {
+    pub(crate) fn find(&self, connection: u64) -> Option<Grave> {
         let now = Instant::now();
         self.0.iter().find(|grave| grave.connection == connection && grave.until > now).cloned()
     }

@@ -27,23 +27,23 @@ use super::frame::MAX_STREAMS;
 use crate::os::error::{Error, Result};
 
 /// The first eight bytes that each side sends. Frozen, like the rest of the preamble.
-pub const MAGIC: [u8; 8] = *b"TOWLINE\n";
+pub(crate) const MAGIC: [u8; 8] = *b"TOWLINE\n";
 /// The oldest protocol version that this build supports.
 pub const VERSION_MIN: u16 = 1;
 /// The newest protocol version that this build supports.
 pub const VERSION_MAX: u16 = 1;
 
 /// Feature bit: messages are kept until they are acknowledged and resent after a break.
-pub const FEATURE_RECOVERY: u32 = 1;
+pub(crate) const FEATURE_RECOVERY: u32 = 1;
 /// Feature bit: a checksum behind each chunk. On when either side asks for it.
-pub const FEATURE_CHECKSUM: u32 = 2;
+pub(crate) const FEATURE_CHECKSUM: u32 = 2;
 /// Feature bit: the side has a key file. Without it on both sides, or on neither, nothing is connected.
-pub const FEATURE_ENCRYPTION: u32 = 4;
+pub(crate) const FEATURE_ENCRYPTION: u32 = 4;
 /// Feature bit: another backend takes the socket over after the handshake.
-pub const FEATURE_BARE: u32 = 8;
+pub(crate) const FEATURE_BARE: u32 = 8;
 
 /// Feature bit: over a long path, messages of up to 512 KiB and 16 MiB of them may come early.
-pub const FEATURE_FAR: u32 = 16;
+pub(crate) const FEATURE_FAR: u32 = 16;
 
 /// Bytes of a preamble.
 pub const PREAMBLE: usize = 16;
@@ -61,12 +61,12 @@ pub const READY: usize = 8;
 pub const CLOSED: u64 = 1 << 63;
 
 /// Bytes of a refusal.
-pub const REFUSAL: usize = 8 + PROOF;
+pub(crate) const REFUSAL: usize = 8 + PROOF;
 
 const LABEL: usize = 64;
 const ADDRESS: usize = 24;
 /// Bytes of a proof.
-pub const PROOF: usize = 32;
+pub(crate) const PROOF: usize = 32;
 
 /// 128 bits that only the two ranks know, or a key made from them.
 #[derive(Clone, PartialEq, Eq)]
@@ -109,7 +109,7 @@ impl Secret {
     }
 
     /// Whether `proof` proves `parts`, in constant time.
-    pub fn is_proof(&self, parts: &[&[u8]], proof: &[u8; PROOF]) -> bool {
+    pub(crate) fn is_proof(&self, parts: &[&[u8]], proof: &[u8; PROOF]) -> bool {
         self.mac(parts).verify_slice(proof).is_ok()
     }
 
@@ -142,7 +142,7 @@ pub fn nonce() -> Result<[u8; 16]> {
 /// The listening side's answer to the feature bits of the connecting side: encryption when the listening side has a key
 /// (so that the other side notices a mismatch), the checksum when either side wants it and encryption does not cover
 /// it.
-pub fn agreed(theirs: u32, ours: u32) -> u32 {
+pub(crate) fn agreed(theirs: u32, ours: u32) -> u32 {
     let encryption = ours & FEATURE_ENCRYPTION;
     let checksum = if encryption == 0 { (theirs | ours) & FEATURE_CHECKSUM } else { 0 };
     encryption | checksum
@@ -392,13 +392,13 @@ impl Welcome {
 
 /// Sent by the listening side instead of a welcome when the two sides have different keys: a peer that holds the
 /// handle's secret should learn the reason. 8 bytes are the message, 32 its proof.
-pub struct Refusal;
+pub(crate) struct Refusal;
 
 const OTHER_KEY: [u8; 8] = *b"OTHERKEY";
 
 impl Refusal {
     /// The bytes for the wire. The transcript ends with the offer.
-    pub fn seal(secret: &Secret, transcript: &Transcript) -> [u8; REFUSAL] {
+    pub(crate) fn seal(secret: &Secret, transcript: &Transcript) -> [u8; REFUSAL] {
         let mut out = [0; REFUSAL];
         out[..8].copy_from_slice(&OTHER_KEY);
         let proof = secret.mac(&[b"towline refusal 1", transcript.bytes(), &OTHER_KEY]).finalize();
@@ -407,14 +407,14 @@ impl Refusal {
     }
 
     /// Whether these bytes are a refusal from a side that holds the secret.
-    pub fn verify(bytes: &[u8], secret: &Secret, transcript: &Transcript) -> bool {
+    pub(crate) fn verify(bytes: &[u8], secret: &Secret, transcript: &Transcript) -> bool {
         let mac = secret.mac(&[b"towline refusal 1", transcript.bytes(), &OTHER_KEY]);
         bytes.len() == REFUSAL && bytes[..8] == OTHER_KEY && mac.verify_slice(&bytes[8..]).is_ok()
     }
 }
 
 /// Writes an address: family (4 or 6), port, 16 bytes, scope.
-pub fn put_address(out: &mut [u8], address: SocketAddr) {
+pub(crate) fn put_address(out: &mut [u8], address: SocketAddr) {
     out[2..4].copy_from_slice(&address.port().to_le_bytes());
     match address {
         SocketAddr::V4(v4) => {
@@ -430,7 +430,7 @@ pub fn put_address(out: &mut [u8], address: SocketAddr) {
 }
 
 /// Reads what [`put_address`] wrote; `None` for an empty place.
-pub fn read_address(bytes: &[u8]) -> Option<SocketAddr> {
+pub(crate) fn read_address(bytes: &[u8]) -> Option<SocketAddr> {
     let port = u16::from_le_bytes([bytes[2], bytes[3]]);
     match bytes[0] {
         4 => {

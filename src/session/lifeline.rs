@@ -48,33 +48,33 @@ use crate::os::error::Error;
 
 /// The first call comes this long after the end of the last stream: a sender that is alive and has noticed reconnects
 /// sooner. After a refusal the next call comes after the same time.
-pub const CALL_AFTER: Duration = Duration::from_millis(100);
+pub(crate) const CALL_AFTER: Duration = Duration::from_millis(100);
 
 /// After a call that was received the sender connects at once. If it does not, it is called again.
-pub const HEARD_PAUSE: Duration = Duration::from_millis(500);
+pub(crate) const HEARD_PAUSE: Duration = Duration::from_millis(500);
 
 /// How long an accepted call is kept open. The other side closes it after the same time.
-pub const HOLD: Duration = super::tries::PATIENCE;
+pub(crate) const HOLD: Duration = super::tries::PATIENCE;
 
 /// The number of refusals in a row on one path, at least.
-pub const REFUSALS: u32 = 3;
+pub(crate) const REFUSALS: u32 = 3;
 
 /// Refusals closer together than this count once: several streams may connect at the same time.
 const APART: Duration = Duration::from_millis(50);
 
 /// How long a peer may refuse whose streams were cut.
-pub const CUT_PATIENCE: Duration = Duration::from_millis(800);
+pub(crate) const CUT_PATIENCE: Duration = Duration::from_millis(800);
 
 /// The same after an end of file. That comes from the peer's kernel, not from a firewall, and a live peer never ends a
 /// stream this way without a goodbye, unless it has just abandoned an attempt to connect, or a damaged stream.
-pub const ENDED_PATIENCE: Duration = Duration::from_millis(400);
+pub(crate) const ENDED_PATIENCE: Duration = Duration::from_millis(400);
 
 /// The same when some path gives no answer.
 const ENDED_SOMEWHERE: Duration = Duration::from_millis(600);
 
 /// And when streams were cut in another way: a firewall may have done it on the only remaining rail. The same on all paths after
 /// the network was in trouble: a firewall that affects one rail after another may for a moment refuse what it has ended.
-pub const CUT_SOMEWHERE: Duration = Duration::from_millis(1500);
+pub(crate) const CUT_SOMEWHERE: Duration = Duration::from_millis(1500);
 
 /// All streams of a process that dies have ended within this time, however busy this side is.
 const END_OF_ALL: Duration = Duration::from_secs(1);
@@ -90,7 +90,7 @@ const GRACE: Duration = Duration::from_millis(2 * LATE.as_millis() as u64);
 
 /// Whether the other end reported the end of the stream, as the kernel of a dying process does, or a firewall in its
 /// place.
-pub fn is_cut(error: &io::Error) -> bool {
+pub(crate) fn is_cut(error: &io::Error) -> bool {
     // A broken pipe: the end of file came before the reset, and a write met both.
     use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
     matches!(error.kind(), UnexpectedEof | ConnectionReset | BrokenPipe)
@@ -98,7 +98,7 @@ pub fn is_cut(error: &io::Error) -> bool {
 
 /// When a stream of a connection was last cut ([`is_cut`]), and when by an end of file.
 #[derive(Debug, Default)]
-pub struct Ended(Mutex<Ends>);
+pub(crate) struct Ended(Mutex<Ends>);
 
 #[derive(Debug, Default)]
 struct Ends {
@@ -108,7 +108,7 @@ struct Ends {
 
 impl Ended {
     /// A stream has ended.
-    pub fn note(&self, error: &io::Error) {
+    pub(crate) fn note(&self, error: &io::Error) {
         let now = Some(Instant::now());
         let mut ends = self.ends();
         if is_cut(error) {
@@ -120,7 +120,7 @@ impl Ended {
     }
 
     /// A stream is connected, or is back: the peer's process is alive, whatever ended before.
-    pub fn forget(&self) {
+    pub(crate) fn forget(&self) {
         *self.ends() = Ends::default();
     }
 
@@ -129,17 +129,17 @@ impl Ended {
     }
 
     /// Whether a stream was cut recently, and none has been connected since.
-    pub fn is_recent(&self, now: Instant) -> bool {
+    pub(crate) fn is_recent(&self, now: Instant) -> bool {
         self.ends().cut.is_some_and(|at| now - at < SILENCE_AFTER_END)
     }
 
     /// The same by an end of file.
-    pub fn is_end_of_file(&self, now: Instant) -> bool {
+    pub(crate) fn is_end_of_file(&self, now: Instant) -> bool {
         self.ends().end_of_file.is_some_and(|at| now - at < SILENCE_AFTER_END)
     }
 
     /// How long a peer may refuse on all paths, given how the last stream has ended. None: refusals prove nothing.
-    pub fn refused_for(&self, now: Instant, last: &io::Error) -> Option<Duration> {
+    pub(crate) fn refused_for(&self, now: Instant, last: &io::Error) -> Option<Duration> {
         if is_cut(last) && self.ends().end_of_file.is_some_and(|at| now - at < END_OF_ALL) {
             return Some(ENDED_PATIENCE);
         }
@@ -147,14 +147,14 @@ impl Ended {
     }
 
     /// How long it may refuse on some paths when the others give no answer. None: that proves nothing.
-    pub fn some_refused_for(&self, now: Instant) -> Option<Duration> {
+    pub(crate) fn some_refused_for(&self, now: Instant) -> Option<Duration> {
         if self.is_end_of_file(now) { Some(ENDED_SOMEWHERE) } else { self.is_recent(now).then_some(CUT_SOMEWHERE) }
     }
 }
 
 /// The result of an attempt to reach the peer's process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Answer {
+pub(crate) enum Answer {
     /// The kernel has accepted it.
     Accepted,
     /// Refused, or ended by the other side before its handshake was complete.
@@ -165,7 +165,7 @@ pub enum Answer {
 
 /// How long to wait for a peer.
 #[derive(Debug, Clone, Copy)]
-pub struct Terms {
+pub(crate) struct Terms {
     /// When nothing shows that it is alive.
     pub patience: Duration,
     /// When its kernel accepts connections.
@@ -180,7 +180,7 @@ pub struct Terms {
 
 /// The current verdict about a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
+pub(crate) enum Verdict {
     /// Check again at this time, or after the next answer.
     Wait(Instant),
     /// The peer is given up.
@@ -209,7 +209,7 @@ impl Way {
 
 /// A connection without streams. The clock is the caller's.
 #[derive(Debug)]
-pub struct Alone {
+pub(crate) struct Alone {
     since: Instant,
     limit: Instant,
     most: Instant,
@@ -224,7 +224,7 @@ pub struct Alone {
 impl Alone {
     /// Some streams were cut recently, and others have not ended: the paths of the latter, `left`, need not be tried.
     /// `ways`: as in [`Terms`].
-    pub fn suspected(now: Instant, cut: &Ended, ways: usize, left: &[usize], error: Error) -> Self {
+    pub(crate) fn suspected(now: Instant, cut: &Ended, ways: usize, left: &[usize], error: Error) -> Self {
         let some_refused_for = cut.some_refused_for(now);
         // Time alone decides nothing. All paths may refuse although streams remain, while nothing comes back on those.
         let (patience, most) = (Duration::ZERO, Duration::ZERO);
@@ -237,12 +237,12 @@ impl Alone {
     }
 
     /// Whether streams remain, so that data coming back on them outweighs any answer.
-    pub fn is_suspicion(&self) -> bool {
+    pub(crate) fn is_suspicion(&self) -> bool {
         self.suspected
     }
 
     /// The last stream has ended; `error` is returned when the peer is given up.
-    pub fn new(now: Instant, terms: Terms, error: Error) -> Self {
+    pub(crate) fn new(now: Instant, terms: Terms, error: Error) -> Self {
         Self {
             since: now,
             limit: now + terms.patience,
@@ -256,24 +256,24 @@ impl Alone {
     }
 
     /// Whether refusals over some of the paths may be enough.
-    pub fn awaits_refusals(&self) -> bool {
+    pub(crate) fn awaits_refusals(&self) -> bool {
         self.some_refused_for.is_some()
     }
 
     /// When the last stream ended; it identifies the outage if there are several.
-    pub fn since(&self) -> Instant {
+    pub(crate) fn since(&self) -> Instant {
         self.since
     }
 
     /// The error when the peer is given up.
-    pub fn error(&self) -> &Error {
+    pub(crate) fn error(&self) -> &Error {
         &self.error
     }
 
     /// The result of an attempt on a path, and when the attempt began. One without an answer counts for nothing beside
     /// one that began later: before streams ended an attempt has more time, so it finishes among later ones with a
     /// short time limit.
-    pub fn answered(&mut self, began: Instant, now: Instant, way: usize, answer: Answer) {
+    pub(crate) fn answered(&mut self, began: Instant, now: Instant, way: usize, answer: Answer) {
         let Some(way) = self.ways.get_mut(way) else { return };
         if answer == Answer::Silent && way.newest.is_some_and(|newest| began < newest) {
             return;
@@ -313,7 +313,7 @@ impl Alone {
     }
 
     /// Whether to keep waiting.
-    pub fn verdict(&mut self, now: Instant) -> Verdict {
+    pub(crate) fn verdict(&mut self, now: Instant) -> Verdict {
         let decided = self.decided();
         if decided.is_some_and(|at| now >= at) {
             return Verdict::Gone;

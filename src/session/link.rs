@@ -16,11 +16,11 @@ use crate::os::fd::Registered;
 use crate::os::interfaces::Rail;
 
 /// A socket in the fork registry.
-pub type Sock = Registered<Socket>;
+pub(crate) type Sock = Registered<Socket>;
 
 /// What the further streams of a connection need to know.
 #[derive(Debug, Clone)]
-pub struct Link {
+pub(crate) struct Link {
     /// The connection's number, given by the listening side.
     pub connection: u64,
     /// The secret that further streams prove.
@@ -39,12 +39,12 @@ pub struct Link {
 
 impl Link {
     /// How many pairs of rails there are to try.
-    pub fn pairs(&self) -> usize {
+    pub(crate) fn pairs(&self) -> usize {
         self.local.len().max(self.remote.len()).max(1)
     }
 
     /// Which of the pairs of rails a socket connects.
-    pub fn way_of(&self, sock: &Sock) -> Option<usize> {
+    pub(crate) fn way_of(&self, sock: &Sock) -> Option<usize> {
         let ip = |address: io::Result<socket2::SockAddr>| Some(address.ok()?.as_socket()?.ip().to_canonical());
         let (here, there) = (ip(sock.local_addr()), ip(sock.peer_addr()));
         let local =
@@ -56,13 +56,13 @@ impl Link {
 }
 
 /// The hint for a host whose ports are all in use.
-pub const NO_PORT_HINT: &str = "no local port is free: widen net.ipv4.ip_local_port_range";
+pub(crate) const NO_PORT_HINT: &str = "no local port is free: widen net.ipv4.ip_local_port_range";
 
 /// A socket of the right family that never blocks.
 ///
 /// # Errors
 /// When the system has none.
-pub fn new_socket(address: SocketAddr) -> io::Result<Sock> {
+pub(crate) fn new_socket(address: SocketAddr) -> io::Result<Sock> {
     Registered::open(|| {
         let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
         socket.set_nonblocking(true)?;
@@ -71,7 +71,7 @@ pub fn new_socket(address: SocketAddr) -> io::Result<Sock> {
 }
 
 /// Where a stream's socket leads, for a profiler.
-pub fn path_of(sock: &Sock, link: &Link) -> Path {
+pub(crate) fn path_of(sock: &Sock, link: &Link) -> Path {
     let local =
         sock.local_addr().ok().and_then(|address| address.as_socket()).map(|address| address.ip().to_canonical());
     let rail = link.local.iter().position(|rail| Some(rail.address.ip().to_canonical()) == local).unwrap_or(0);
@@ -81,7 +81,7 @@ pub fn path_of(sock: &Sock, link: &Link) -> Path {
 
 /// Sets the options of every data socket, on the sending or the receiving side. None is required: if the kernel refuses
 /// one, the socket still carries the data.
-pub fn tune(sock: &Sock, config: &Config, traffic_class: Option<u8>, sending: bool) {
+pub(crate) fn tune(sock: &Sock, config: &Config, traffic_class: Option<u8>, sending: bool) {
     let socket = SockRef::from(&**sock);
     let _ = socket.set_tcp_nodelay(true);
     // The kernel's own probes detect a vanished host on an idle connection, keep the flow in a firewall's table, and

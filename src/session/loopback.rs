@@ -13,12 +13,12 @@ use crate::os::config::Config;
 use crate::os::fd::Registered;
 
 /// A backend of its own.
-pub fn net(config: Config) -> Arc<Net> {
+pub(crate) fn net(config: Config) -> Arc<Net> {
     acceptor::net(config, None)
 }
 
 /// A connection with recovery, whose peer listens there.
-pub fn link(remote: &TcpListener) -> Link {
+pub(crate) fn link(remote: &TcpListener) -> Link {
     Link {
         connection: 7,
         key: Secret::from_bytes([7; 16]),
@@ -31,12 +31,12 @@ pub fn link(remote: &TcpListener) -> Link {
 }
 
 /// A listener that never answers.
-pub fn deaf() -> TcpListener {
+pub(crate) fn deaf() -> TcpListener {
     TcpListener::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).expect("a port on the loopback interface")
 }
 
 /// Two connected sockets: a stream's, and one that stands for its peer.
-pub fn sockets() -> (Sock, TcpStream) {
+pub(crate) fn sockets() -> (Sock, TcpStream) {
     let listener = deaf();
     let address = listener.local_addr().expect("it listens");
     let ours = Registered::open(|| TcpStream::connect(address).map(socket2::Socket::from)).expect("a connection");
@@ -46,12 +46,12 @@ pub fn sockets() -> (Sock, TcpStream) {
 }
 
 /// The process behind it.
-pub fn peer() -> Peer {
+pub(crate) fn peer() -> Peer {
     Peer { label: "peer".to_string(), address: SocketAddr::from((Ipv4Addr::LOCALHOST, 1)) }
 }
 
 /// Waits until something holds.
-pub fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+pub(crate) fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     let start = Instant::now();
     while !holds() {
         assert!(start.elapsed() < Duration::from_secs(20), "{what}");

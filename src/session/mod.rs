@@ -21,27 +21,27 @@
 //! | [`silences`] | closes towards a peer that does not answer share one time budget |
 //! | [`shortage`] | trying again where the kernel had no memory |
 
-pub mod acceptor;
-pub mod check;
-pub mod crowd;
-pub mod dialer;
+pub(crate) mod acceptor;
+pub(crate) mod check;
+pub(crate) mod crowd;
+pub(crate) mod dialer;
 pub mod frame;
-pub mod graves;
+pub(crate) mod graves;
 pub mod handshake;
-pub mod lifeline;
-pub mod link;
+pub(crate) mod lifeline;
+pub(crate) mod link;
 #[cfg(test)]
-pub mod loopback;
-pub mod net;
-pub mod opening;
-pub mod outlet;
-pub mod owner;
-pub mod peer;
-pub mod ports;
+pub(crate) mod loopback;
+pub(crate) mod net;
+pub(crate) mod opening;
+pub(crate) mod outlet;
+pub(crate) mod owner;
+pub(crate) mod peer;
+pub(crate) mod ports;
 pub mod seal;
-pub mod segments;
-pub mod shortage;
-pub mod silences;
-pub mod tries;
-pub mod watch;
+pub(crate) mod segments;
+pub(crate) mod shortage;
+pub(crate) mod silences;
+pub(crate) mod tries;
+pub(crate) mod watch;
 pub mod wire;

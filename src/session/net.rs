@@ -74,7 +74,7 @@ const EARLY_STREAMS: usize = 64;
 const EARLY_BUDGET: usize = 1024;
 
 /// Answers the handshakes of connections that the listening sockets accept.
-pub trait Accepts: Send + Sync {
+pub(crate) trait Accepts: Send + Sync {
     /// A connection has arrived. Called by the control thread, so it must not wait.
     fn take_in(&self, net: &Arc<Net>, sock: Sock, from: SocketAddr);
 }
@@ -148,7 +148,7 @@ struct Farewells {
 
 impl Net {
     /// The backend, with nothing started yet.
-    pub fn new(config: Config, key: Option<SharedKey>, acceptor: Arc<dyn Accepts>) -> Arc<Self> {
+    pub(crate) fn new(config: Config, key: Option<SharedKey>, acceptor: Arc<dyn Accepts>) -> Arc<Self> {
         let share = Share::of_this_process();
         let workers = config.workers.unwrap_or_else(|| share.workers());
         Arc::new_cyclic(|me| Self {
@@ -174,7 +174,7 @@ impl Net {
     }
 
     /// The feature bits that this side brings into a handshake.
-    pub fn features(&self) -> u32 {
+    pub(crate) fn features(&self) -> u32 {
         let when = |on: bool, feature| if on { feature } else { 0 };
         when(self.config.recovery, FEATURE_RECOVERY)
             | when(self.config.checksum, FEATURE_CHECKSUM)
@@ -184,7 +184,7 @@ impl Net {
 
     /// Where a new connection's streams begin among the workers, in circular order. Multiples of the
     /// golden ratio: each falls near the middle of the largest remaining gap.
-    pub fn next_turn(&self) -> usize {
+    pub(crate) fn next_turn(&self) -> usize {
         let share = (self.turns.fetch_add(1, Ordering::Relaxed) as u32).wrapping_mul(0x9E37_79B9);
         ((u64::from(share) * self.poller.limit() as u64) >> 32) as usize
     }
@@ -193,7 +193,7 @@ impl Net {
     ///
     /// When no socket can be opened for any of them (for example, the only rail's interface has vanished).
     /// When no socket can be opened for any of them (the only rail's interface has vanished, say).
-    pub fn listen(
+    pub(crate) fn listen(
         &self,
         rails: Arc<[Rail]>,
         traffic_class: Option<u8>,
@@ -203,72 +203,72 @@ impl Net {
     }
 
     /// The listener with this id.
-    pub fn listener(&self, id: u64) -> Option<Arc<Listener>> {
+    pub(crate) fn listener(&self, id: u64) -> Option<Arc<Listener>> {
         self.ports.listener(id)
     }
 
     /// Stops accepting connections for this listener, and ends those that were not accepted.
-    pub fn close(&self, listener: &Listener) {
+    pub(crate) fn close(&self, listener: &Listener) {
         self.ports.close(listener);
     }
 
     /// The addresses where the process can be reached over these rails, now or when they are up again. A rail whose
     /// socket cannot be opened is left out.
-    pub fn addresses(&self, rails: &[Rail]) -> Vec<SocketAddr> {
+    pub(crate) fn addresses(&self, rails: &[Rail]) -> Vec<SocketAddr> {
         self.ports.addresses(&self.poller, rails)
     }
 
     /// Registers the listening side of a connection, so that further streams find it and it is notified of links that
     /// go down.
-    pub fn remember_listening(&self, conn: &Arc<dyn Listening>) {
+    pub(crate) fn remember_listening(&self, conn: &Arc<dyn Listening>) {
         add(&mut lock(&self.listening), conn.link().connection, Arc::downgrade(conn));
         self.watch_links();
     }
 
     /// Registers the connecting side likewise, so that calls find it.
-    pub fn remember_connecting(&self, conn: &Arc<dyn Connecting>) {
+    pub(crate) fn remember_connecting(&self, conn: &Arc<dyn Connecting>) {
         add(&mut lock(&self.connecting), conn.link().connection, Arc::downgrade(conn));
         self.watch_links();
     }
 
     /// The listening side of the connection with this number.
-    pub fn listening(&self, number: u64) -> Option<Arc<dyn Listening>> {
+    pub(crate) fn listening(&self, number: u64) -> Option<Arc<dyn Listening>> {
         lock(&self.listening).get(&number).and_then(Weak::upgrade)
     }
 
     /// The connecting side of the connection with this number.
-    pub fn connecting(&self, number: u64) -> Option<Arc<dyn Connecting>> {
+    pub(crate) fn connecting(&self, number: u64) -> Option<Arc<dyn Connecting>> {
         lock(&self.connecting).get(&number).and_then(Weak::upgrade)
     }
 
     /// Forgets the listening side of a closed connection.
-    pub fn forget(&self, connection: u64) {
+    pub(crate) fn forget(&self, connection: u64) {
         lock(&self.listening).remove(&connection);
     }
 
     /// A receiving connection was closed with nothing outstanding, after so many messages.
-    pub fn remember_closed(&self, link: &Link, received: u64) {
+    pub(crate) fn remember_closed(&self, link: &Link, received: u64) {
         lock(&self.graves).add(link, received, self.config.peer_timeout);
     }
 
     /// The tombstone of a connection that was closed recently.
-    pub fn closed(&self, connection: u64) -> Option<Grave> {
+    pub(crate) fn closed(&self, connection: u64) -> Option<Grave> {
         lock(&self.graves).find(connection)
     }
 
     /// The peer processes that leave closes unanswered.
-    pub fn silences(&self) -> MutexGuard<'_, Silences> {
+    pub(crate) fn silences(&self) -> MutexGuard<'_, Silences> {
         lock(&self.silences)
     }
 
     /// How many streams a connection over `rails` rails may have.
-    pub fn streams_per_connection(&self, rails: usize) -> usize {
+    pub(crate) fn streams_per_connection(&self, rails: usize) -> usize {
         self.config.streams.unwrap_or_else(|| self.share.streams(rails)).clamp(1, MAX_STREAMS)
     }
 
     /// Whether a new connection gets its further streams at once, before its first long message: while the process has few
     /// of them, and descriptors for many.
-    pub fn may_grow_early(&self) -> bool {
+    pub(crate) fn may_grow_early(&self) -> bool {
         self.extra_streams.load(Ordering::Relaxed) < EARLY_STREAMS && descriptor_budget() >= EARLY_BUDGET
     }
 
@@ -276,7 +276,7 @@ impl Net {
     ///
     /// # Errors
     /// The budget of the process, when it is used up.
-    pub fn stream_begins(&self) -> Result<(), usize> {
+    pub(crate) fn stream_begins(&self) -> Result<(), usize> {
         let budget = descriptor_budget();
         if self.extra_streams.load(Ordering::Relaxed) >= budget {
             return Err(budget);
@@ -286,24 +286,24 @@ impl Net {
     }
 
     /// A connection has returned this many extra streams.
-    pub fn streams_ended(&self, count: usize) {
+    pub(crate) fn streams_ended(&self, count: usize) {
         self.extra_streams.fetch_sub(count, Ordering::Relaxed);
     }
 
     /// Only segments up to `segment` bytes reach that address; the next connections start with them. Returns whether
     /// this is new.
-    pub fn remember_segment(&self, address: IpAddr, segment: u32) -> bool {
+    pub(crate) fn remember_segment(&self, address: IpAddr, segment: u32) -> bool {
         lock(&self.segments).learn(address, segment, Instant::now())
     }
 
     /// `TCP_MAXSEG` for a socket that is to be connected there.
-    pub fn segment(&self, address: IpAddr) -> Option<u32> {
+    pub(crate) fn segment(&self, address: IpAddr) -> Option<u32> {
         lock(&self.segments).of(address, Instant::now())
     }
 
     /// How long a peer whose last stream ended this way may stay away. Silence may be an outage, after which everything
     /// continues; a reset or an end of file came over a working path.
-    pub fn patience(&self, error: &io::Error) -> Duration {
+    pub(crate) fn patience(&self, error: &io::Error) -> Duration {
         match error.kind() {
             // The kernel's own timeout ends the stream after most of the time has passed.
             io::ErrorKind::TimedOut if error.raw_os_error().is_some() => self.config.peer_timeout / 10,
@@ -349,12 +349,12 @@ impl Net {
     }
 
     /// Hands a socket to the control thread, which closes it when the peer has closed it, or after [`FAREWELL`].
-    pub fn linger(&self, sock: Sock) {
+    pub(crate) fn linger(&self, sock: Sock) {
         self.linger_with(sock, None);
     }
 
     /// The same, with a value that must live as long as the socket.
-    pub fn linger_with(&self, sock: Sock, cargo: Option<Box<dyn Any + Send>>) {
+    pub(crate) fn linger_with(&self, sock: Sock, cargo: Option<Box<dyn Any + Send>>) {
         let _ = sock.shutdown(Shutdown::Write);
         if self.farewells.get().is_none() {
             let source = Arc::new(Goodbyes { socks: Mutex::new(Vec::new()) });
@@ -371,7 +371,7 @@ impl Net {
 }
 
 /// How long a closed connection's sockets wait for the peer to close its side.
-pub const FAREWELL: Duration = Duration::from_secs(5);
+pub(crate) const FAREWELL: Duration = Duration::from_secs(5);
 
 /// How often such a socket is read in one poll, at most, 4 KiB at a time.
 const FAREWELL_READS: usize = 64;

@@ -15,7 +15,7 @@ use super::seal::Seal;
 use crate::os::error::{Error, Result};
 
 /// A connected socket on which only the handshake has been exchanged.
-pub struct Handed {
+pub(crate) struct Handed {
     /// Number, key, rails.
     pub link: Link,
     /// The other end.
@@ -27,7 +27,7 @@ pub struct Handed {
 }
 
 /// Creates the connection of a dial.
-pub trait Opener: Send + Sync {
+pub(crate) trait Opener: Send + Sync {
     /// Whether the backend uses the socket for other things than streams.
     fn is_bare(&self) -> bool;
 
@@ -40,7 +40,7 @@ pub trait Opener: Send + Sync {
 }
 
 /// Creates the connections of a listener. Called by the control thread, so it must not wait.
-pub trait Door: Send + Sync {
+pub(crate) trait Door: Send + Sync {
     /// As [`Opener::is_bare`].
     fn is_bare(&self) -> bool;
 
@@ -57,7 +57,7 @@ pub trait Door: Send + Sync {
 
 /// A new connection on the listening side. Its listener gets it once the peer is known to have the welcome: if a path
 /// fails before, the peer may start again from the beginning, and this connection is dropped.
-pub trait Opening: Send + Sync {
+pub(crate) trait Opening: Send + Sync {
     /// Whether the listener has yet to get it.
     fn is_waiting(&self) -> bool;
 

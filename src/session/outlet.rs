@@ -21,7 +21,7 @@ use crate::os::route::{self, Way};
 
 /// How long a bound socket may take to connect: many round trips in a data centre, and short compared with NCCL's
 /// timeouts.
-pub const BOUND_TRY: Duration = Duration::from_millis(500);
+pub(crate) const BOUND_TRY: Duration = Duration::from_millis(500);
 
 /// What the process has learned.
 #[derive(Debug, Default)]
@@ -38,7 +38,7 @@ fn add<T: Ord>(set: &Mutex<BTreeSet<T>>, one: T) -> bool {
 
 impl Outlets {
     /// Binds a socket of `rail` to its interface, if only that makes its packets leave there. Returns whether it did.
-    pub fn bind(&self, sock: &Sock, rail: &Rail, to: SocketAddr) -> bool {
+    pub(crate) fn bind(&self, sock: &Sock, rail: &Rail, to: SocketAddr) -> bool {
         let key = (rail.index, to.ip());
         let is_known = self.unbindable.lock().unwrap_or_else(PoisonError::into_inner).contains(&key);
         !is_known
@@ -48,7 +48,7 @@ impl Outlets {
 
     /// A stream of `rail` is connected. `fell_back`: an attempt with a bound socket had failed, and this one was not
     /// bound.
-    pub fn connected(&self, sock: &Sock, rail: &Rail, to: SocketAddr, fell_back: bool) {
+    pub(crate) fn connected(&self, sock: &Sock, rail: &Rail, to: SocketAddr, fell_back: bool) {
         if fell_back {
             add(&self.unbindable, (rail.index, to.ip()));
         }

@@ -18,7 +18,7 @@ use crate::engine::poller::Registration;
 use crate::os::error::{Error, Result};
 
 /// What a session requests on both sides.
-pub trait Owner: Send + Sync {
+pub(crate) trait Owner: Send + Sync {
     /// Number, key, rails.
     fn link(&self) -> &Link;
 
@@ -30,7 +30,7 @@ pub trait Owner: Send + Sync {
 }
 
 /// The listening side of a connection.
-pub trait Listening: Owner {
+pub(crate) trait Listening: Owner {
     /// A peer that holds the connection's key reconnects a stream, or adds one.
     ///
     /// # Errors
@@ -45,7 +45,7 @@ pub trait Listening: Owner {
 }
 
 /// A socket whose peer has proved itself and waits for its welcome.
-pub struct Joining<'a> {
+pub(crate) struct Joining<'a> {
     /// Which stream it becomes.
     pub stream: usize,
     /// The epoch of that stream.
@@ -58,14 +58,14 @@ pub struct Joining<'a> {
 
 impl Joining<'_> {
     /// The error for a stream that may not join in its epoch.
-    pub fn not_now(&self) -> Error {
+    pub(crate) fn not_now(&self) -> Error {
         let Self { stream, epoch, .. } = self;
         Error::remote(format!("stream {stream} in epoch {epoch} is not one that may join now"))
     }
 }
 
 /// The connecting side of a connection. Only this side connects again.
-pub trait Connecting: Owner {
+pub(crate) trait Connecting: Owner {
     /// Whether the connection can still be used, so that a call from the peer is worth answering.
     fn goes_on(&self) -> bool;
 
@@ -90,7 +90,7 @@ pub trait Connecting: Owner {
 }
 
 /// A socket over which the peer has sent its welcome.
-pub struct Joined {
+pub(crate) struct Joined {
     /// Which stream it is.
     pub stream: usize,
     /// The epoch of that stream.
@@ -106,7 +106,7 @@ pub struct Joined {
 }
 
 /// The connecting side of a connection over several streams.
-pub trait Streams: Connecting {
+pub(crate) trait Streams: Connecting {
     /// Which pair of rails an attempt to connect a stream uses. `attempt` counts the attempts; `repair`: the stream was
     /// connected before.
     fn way(&self, stream: usize, attempt: usize, repair: bool) -> usize;

@@ -13,7 +13,7 @@ use crate::os::log;
 
 /// The other end, for messages.
 #[derive(Debug, Clone)]
-pub struct Peer {
+pub(crate) struct Peer {
     /// Its label: host name and process.
     pub label: String,
     /// Where the first stream comes from or goes to.
@@ -24,7 +24,7 @@ impl Peer {
     /// Warns the user that a connection with the peer failed. When a warning about this peer has been given, only
     /// NCCL's INFO log gets it: a process that aborts or dies ends all its connections, and one warning is enough.
     /// Faults found or made on this side are logged each time.
-    pub fn warn_of(&self, doing: &str, error: &Error) {
+    pub(crate) fn warn_of(&self, doing: &str, error: &Error) {
         if !is_its_end(error) || log::once_per(&self.label).is_some() {
             tracing::warn!(target: log::NET, "{doing} {self} failed: {error}");
         } else {
@@ -52,7 +52,7 @@ impl std::fmt::Display for Peer {
 
 /// Whether a connection still works; the first error is kept and returned to all later requests.
 #[derive(Debug, Default)]
-pub struct Health {
+pub(crate) struct Health {
     failed: AtomicBool,
     error: OnceLock<Error>,
     live: AtomicUsize,
@@ -63,14 +63,14 @@ pub struct Health {
 
 impl Health {
     /// Records a failure. Returns whether it is the first.
-    pub fn fail(&self, error: Error) -> bool {
+    pub(crate) fn fail(&self, error: Error) -> bool {
         self.fail_telling(error, || ())
     }
 
     /// Records a failure, and notifies the peer before any thread of this process sees the failure, because such a
     /// thread may close the sockets. The cause is stored before that: the peer answers at once, and its answer must not
     /// replace the cause. Returns whether it is the first failure.
-    pub fn fail_telling(&self, error: Error, tell: impl FnOnce()) -> bool {
+    pub(crate) fn fail_telling(&self, error: Error, tell: impl FnOnce()) -> bool {
         /// This must also hold if the notification panics: the cause is stored, and every request must get it.
         struct Failed<'a>(&'a AtomicBool);
         impl Drop for Failed<'_> {
@@ -88,7 +88,7 @@ impl Health {
 
     /// Whether the connection has failed.
     #[inline]
-    pub fn is_failed(&self) -> bool {
+    pub(crate) fn is_failed(&self) -> bool {
         self.failed.load(Ordering::Acquire)
     }
 
@@ -97,7 +97,7 @@ impl Health {
     /// # Errors
     /// The failure.
     #[inline]
-    pub fn check(&self) -> Result<(), Error> {
+    pub(crate) fn check(&self) -> Result<(), Error> {
         if !self.is_failed() {
             return Ok(());
         }
@@ -110,40 +110,40 @@ impl Health {
     }
 
     /// A stream is connected.
-    pub fn stream_up(&self) {
+    pub(crate) fn stream_up(&self) {
         self.live.fetch_add(1, Ordering::AcqRel);
     }
 
     /// A stream ended. Returns how many remain.
-    pub fn stream_down(&self) -> usize {
+    pub(crate) fn stream_down(&self) -> usize {
         self.live.fetch_sub(1, Ordering::AcqRel) - 1
     }
 
     /// How many streams are connected.
     #[inline]
-    pub fn live(&self) -> usize {
+    pub(crate) fn live(&self) -> usize {
         self.live.load(Ordering::Acquire)
     }
 
     /// The peer said goodbye: the end of its streams is not a fault.
-    pub fn peer_is_done(&self) {
+    pub(crate) fn peer_is_done(&self) {
         self.peer_done.store(true, Ordering::Release);
     }
 
     /// The receiver has closed with nothing outstanding, having received this many messages.
-    pub fn peer_received(&self, messages: u64) {
+    pub(crate) fn peer_received(&self, messages: u64) {
         self.peer_received.store(messages.saturating_add(1), Ordering::Release);
         self.peer_is_done();
     }
 
     /// How many messages the receiver had received when it closed, if it reported that.
-    pub fn has_peer_received(&self, messages: u64) -> bool {
+    pub(crate) fn has_peer_received(&self, messages: u64) -> bool {
         self.peer_received.load(Ordering::Acquire) == messages.saturating_add(1)
     }
 
     /// Whether the peer said goodbye.
     #[inline]
-    pub fn is_peer_done(&self) -> bool {
+    pub(crate) fn is_peer_done(&self) -> bool {
         self.peer_done.load(Ordering::Acquire)
     }
 
@@ -153,7 +153,7 @@ impl Health {
     /// # Errors
     /// The end of the stream: a goodbye if one is all that it can be, else a loss.
     #[inline]
-    pub fn read(
+    pub(crate) fn read(
         &self,
         got: io::Result<Option<usize>>,
         is_goodbye: bool,
@@ -173,7 +173,7 @@ impl Health {
 
     /// Whether the peer said goodbye and all streams have ended: nothing more can be sent or received.
     #[inline]
-    pub fn is_over(&self) -> bool {
+    pub(crate) fn is_over(&self) -> bool {
         self.is_peer_done() && self.live() == 0
     }
 }
@@ -190,7 +190,7 @@ fn cause_code(cause: Cause) -> u64 {
 }
 
 /// The frame that notifies the peer of a failure.
-pub fn failure(error: &Error) -> Vec<u8> {
+pub(crate) fn failure(error: &Error) -> Vec<u8> {
     let text = error.what().as_bytes();
     let text = &text[..text.len().min(MAX_CONTROL as usize)];
     let header = Header { order: cause_code(error.cause()), length: text.len() as u32, ..Header::of(Type::Fail, 0) };
@@ -201,7 +201,7 @@ pub fn failure(error: &Error) -> Vec<u8> {
 
 /// The error on this side for a failure that the peer reported: a wrong size concerns both sides, everything else is
 /// the peer's failure.
-pub fn told_by_peer(code: u64, text: &[u8]) -> Error {
+pub(crate) fn told_by_peer(code: u64, text: &[u8]) -> Error {
     let text: String = String::from_utf8_lossy(text).chars().map(|c| if c.is_control() { '?' } else { c }).collect();
     let cause = if code == cause_code(Cause::Usage) { Cause::Usage } else { Cause::Remote };
     Error::new(cause, format!("the peer gave up the connection: {text}"))
@@ -209,7 +209,7 @@ pub fn told_by_peer(code: u64, text: &[u8]) -> Error {
 
 /// The frame that reports to the sender that a stream has ended in this epoch, and how many of its frames were
 /// received.
-pub fn fenced((index, epoch, frames): (usize, u16, u64)) -> Header {
+pub(crate) fn fenced((index, epoch, frames): (usize, u16, u64)) -> Header {
     Header { order: index as u64, offset: u64::from(epoch), total: frames, ..Header::of(Type::Fenced, 0) }
 }
 
@@ -217,7 +217,7 @@ pub fn fenced((index, epoch, frames): (usize, u16, u64)) -> Header {
 ///
 /// # Errors
 /// When there can be no such stream or epoch.
-pub fn fenced_life(header: &Header) -> Result<(usize, u16), Error> {
+pub(crate) fn fenced_life(header: &Header) -> Result<(usize, u16), Error> {
     let stream = usize::try_from(header.order).ok().filter(|stream| *stream < MAX_STREAMS);
     stream.zip(u16::try_from(header.offset).ok()).ok_or_else(|| {
         Error::remote(format!("a fence names stream {} in epoch {}, which cannot be", header.order, header.offset))
@@ -225,7 +225,7 @@ pub fn fenced_life(header: &Header) -> Result<(usize, u16), Error> {
 }
 
 /// The error for a stream that was lost and cannot be recovered.
-pub fn lost(error: &io::Error) -> Error {
+pub(crate) fn lost(error: &io::Error) -> Error {
     let what = match error.kind() {
         io::ErrorKind::UnexpectedEof => "the peer's process ended without saying goodbye".to_owned(),
         io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => format!("the connection was cut ({error})"),
@@ -235,7 +235,7 @@ pub fn lost(error: &io::Error) -> Error {
 }
 
 /// The error for what was still outstanding when the peer said goodbye.
-pub fn left_early(peer: &Peer) -> Error {
+pub(crate) fn left_early(peer: &Peer) -> Error {
     Error::remote("the peer closed the connection before this transfer was complete")
         .with_peer(peer)
         .with_hint("the other rank finished or aborted; its log says which")
@@ -243,7 +243,7 @@ pub fn left_early(peer: &Peer) -> Error {
 
 /// Why a stream ended.
 #[derive(Debug)]
-pub enum Broken {
+pub(crate) enum Broken {
     /// End of file or an error of the socket.
     Lost(io::Error),
     /// The peer said goodbye before.
@@ -254,7 +254,7 @@ pub enum Broken {
 
 impl Broken {
     /// The socket's error, if that is the reason.
-    pub fn cause(&self) -> Option<&io::Error> {
+    pub(crate) fn cause(&self) -> Option<&io::Error> {
         if let Self::Lost(error) = self { Some(error) } else { None }
     }
 }

@@ -24,7 +24,7 @@ use crate::os::log::{Limiter, NET};
 const AT_ONCE: usize = 64;
 
 /// A listener that NCCL requested.
-pub struct Listener {
+pub(crate) struct Listener {
     /// What its handle carries.
     pub secret: Secret,
     /// The rails that its connections may use.

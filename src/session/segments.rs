@@ -10,11 +10,11 @@ const REMEMBERED: Duration = Duration::from_secs(3600);
 
 /// What was found, and when.
 #[derive(Debug, Default)]
-pub struct Segments(HashMap<IpAddr, (u32, Instant)>);
+pub(crate) struct Segments(HashMap<IpAddr, (u32, Instant)>);
 
 impl Segments {
     /// Only segments up to `segment` bytes reach that address. Returns whether this is new.
-    pub fn learn(&mut self, address: IpAddr, segment: u32, now: Instant) -> bool {
+    pub(crate) fn learn(&mut self, address: IpAddr, segment: u32, now: Instant) -> bool {
         self.0.retain(|_, (_, since)| now.saturating_duration_since(*since) < REMEMBERED);
         let address = address.to_canonical();
         let is_news = self.0.get(&address).is_none_or(|(known, _)| *known != segment);
@@ -25,7 +25,7 @@ impl Segments {
     }
 
     /// `TCP_MAXSEG` for a socket that connects there.
-    pub fn of(&self, address: IpAddr, now: Instant) -> Option<u32> {
+    pub(crate) fn of(&self, address: IpAddr, now: Instant) -> Option<u32> {
         let known = self.0.get(&address.to_canonical());
         known.filter(|(_, since)| now.saturating_duration_since(*since) < REMEMBERED).map(|(segment, _)| *segment)
     }

@@ -16,28 +16,28 @@ use crate::os::error::Error;
 use crate::os::log::{Limiter, NET};
 
 /// How long the kernel has to find memory before the call is repeated.
-pub const PAUSE: Duration = Duration::from_millis(1);
+pub(crate) const PAUSE: Duration = Duration::from_millis(1);
 
 static TOLD: Limiter = Limiter::new();
 
 /// A connection whose streams can be run again.
-pub trait Again: Send + Sync {
+pub(crate) trait Again: Send + Sync {
     /// Runs stream `index` in the calling thread, or makes the thread that holds it do so.
     fn again(&self, index: usize);
 }
 
 /// Which streams of a connection wait here, each at most once.
 #[derive(Debug, Default)]
-pub struct Short(AtomicU32);
+pub(crate) struct Short(AtomicU32);
 
 impl Short {
     /// Stream `index` waits from now on. Returns whether it did not before.
-    pub fn begins(&self, index: usize) -> bool {
+    pub(crate) fn begins(&self, index: usize) -> bool {
         self.0.fetch_or(1 << index, Ordering::SeqCst) & 1 << index == 0
     }
 
     /// It is about to be run.
-    pub fn ends(&self, index: usize) {
+    pub(crate) fn ends(&self, index: usize) {
         self.0.fetch_and(!(1 << index), Ordering::SeqCst);
     }
 }
@@ -60,7 +60,7 @@ pub struct Shortages {
 
 impl Shortages {
     /// Runs stream `index` again in a moment. The caller may hold the stream.
-    pub fn wait(&self, poller: &Poller, conn: Weak<dyn Again>, index: usize, error: &io::Error) {
+    pub(crate) fn wait(&self, poller: &Poller, conn: Weak<dyn Again>, index: usize, error: &io::Error) {
         TOLD.tell(|more| {
             tracing::warn!(
                 target: NET,

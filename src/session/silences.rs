@@ -12,23 +12,23 @@ const REMEMBERED: Duration = Duration::from_secs(30);
 /// For each unresponsive peer, by its label (host and process): when its silence began, and when the last close was
 /// unanswered.
 #[derive(Debug, Default)]
-pub struct Silences(HashMap<String, (Instant, Instant)>);
+pub(crate) struct Silences(HashMap<String, (Instant, Instant)>);
 
 impl Silences {
     /// When the first close began that this peer did not answer.
-    pub fn since(&self, peer: &str, now: Instant) -> Option<Instant> {
+    pub(crate) fn since(&self, peer: &str, now: Instant) -> Option<Instant> {
         let (since, last) = self.0.get(peer)?;
         (now.saturating_duration_since(*last) < REMEMBERED).then_some(*since)
     }
 
     /// At `now`, a close that began at `start` is given up as unanswered.
-    pub fn unanswered(&mut self, peer: &str, start: Instant, now: Instant) {
+    pub(crate) fn unanswered(&mut self, peer: &str, start: Instant, now: Instant) {
         self.0.retain(|_, (_, last)| now.saturating_duration_since(*last) < REMEMBERED);
         self.0.entry(peer.to_owned()).or_insert((start, now)).1 = now;
     }
 
     /// The peer has answered a close.
-    pub fn answered(&mut self, peer: &str) {
+    pub(crate) fn answered(&mut self, peer: &str) {
         self.0.remove(peer);
     }
 }

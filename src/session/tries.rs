@@ -7,18 +7,18 @@
 use std::time::Duration;
 
 /// How long a stranger may take to prove itself, on a path of an ordinary length.
-pub const PATIENCE: Duration = Duration::from_secs(10);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The limit of one attempt on a path of ordinary length, when another will follow. Within this time Linux repeats its
 /// first packet once.
-pub const TRY: Duration = Duration::from_secs(2);
+pub(crate) const TRY: Duration = Duration::from_secs(2);
 
 /// The longest try on a path of unknown length: a round trip of [`ROUND_TRIP_MAX`], and a first packet that is lost and
 /// repeated after 1 s, 2 s and 4 s.
 const LONGEST: Duration = Duration::from_secs(8);
 
 /// The longest round trip that is supported (`LONGEST`).
-pub const ROUND_TRIP_MAX: Duration = Duration::from_secs(3);
+pub(crate) const ROUND_TRIP_MAX: Duration = Duration::from_secs(3);
 
 /// The first attempt if there are several paths. Connecting takes well below a millisecond in a data centre, and a few
 /// of these attempts fit into the time that the receiving side waits.
@@ -28,14 +28,14 @@ const QUICK: Duration = Duration::from_millis(150);
 const PATIENT: u32 = 8;
 
 /// An attempt to connect over a path of unknown length, after this many others over `ways` paths in turn.
-pub fn first(tries: u32, ways: usize) -> Duration {
+pub(crate) fn first(tries: u32, ways: usize) -> Duration {
     let (least, round) = if ways > 1 { (QUICK, tries / ways as u32) } else { (TRY, tries) };
     (least * (1 << round.min(6))).min(LONGEST)
 }
 
 /// An attempt to reconnect. `hurry`: no stream is connected, or possibly none; then each of several paths gets a
 /// moment, and twice as long in the next round.
-pub fn again(tries: u32, ways: usize, hurry: bool, round_trip: Duration) -> Duration {
+pub(crate) fn again(tries: u32, ways: usize, hurry: bool, round_trip: Duration) -> Duration {
     let round = tries / ways.max(1) as u32;
     let most = TRY * (1 << (round / PATIENT).min(2));
     let least = if hurry { (QUICK * (1 << round.min(6))).min(most) } else { most };
@@ -45,7 +45,7 @@ pub fn again(tries: u32, ways: usize, hurry: bool, round_trip: Duration) -> Dura
 
 /// The limit of the handshake on a connection whose round trip has been measured: two round trips, and a lost packet.
 /// Linux repeats a lost packet after three round trips where it has measured only one.
-pub fn handshake(least: Duration, round_trip: Duration) -> Duration {
+pub(crate) fn handshake(least: Duration, round_trip: Duration) -> Duration {
     least.max(round_trip * 5)
 }
 

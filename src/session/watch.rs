@@ -27,14 +27,14 @@ use crate::engine::poller::{Poller, Progress, Registration, Source};
 use crate::os::error::{Error, Result};
 
 /// How often streams are checked while something is outstanding.
-pub const TICK: Duration = Duration::from_millis(400);
+pub(crate) const TICK: Duration = Duration::from_millis(400);
 
 /// How often they are checked when one of them waits for an answer.
-pub const SOON: Duration = Duration::from_millis(100);
+pub(crate) const SOON: Duration = Duration::from_millis(100);
 
 /// A stream over a short path is lost when nothing has come back for this long, in spite of several probes. With a
 /// retransmission timer of 200 ms, Linux's minimum, the probes are sent after 0.2, 0.6 and 1.4 s.
-pub const SILENCE: Duration = Duration::from_millis(2300);
+pub(crate) const SILENCE: Duration = Duration::from_millis(2300);
 
 /// The control thread must also have seen it unanswered for this long: a stream that was idle was already silent before
 /// the first probe.
@@ -52,11 +52,11 @@ const QUESTIONS: u8 = 2;
 
 /// A stream without any answer for this long is probed if the peer's kernel has its frames but the peer has not
 /// acknowledged them: their acknowledgement may be lost.
-pub const PROBE_AFTER: Duration = Duration::from_millis(500);
+pub(crate) const PROBE_AFTER: Duration = Duration::from_millis(500);
 
 /// The kernel's data about a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Sight {
+pub(crate) struct Sight {
     /// How long ago the peer's kernel last answered anything.
     pub silent: Duration,
     /// Probes since then.
@@ -94,20 +94,20 @@ unsafe fn ask<T>(sock: &impl AsRawFd, room: &mut T) -> Option<usize> {
 
 /// The round trip that the kernel has measured on a socket. Zero if it has measured none: without timestamps, a first
 /// packet that was repeated gives no measurement.
-pub fn round_trip(sock: &impl AsRawFd) -> Duration {
+pub(crate) fn round_trip(sock: &impl AsRawFd) -> Duration {
     info(sock).map_or(Duration::ZERO, |info| Duration::from_micros(u64::from(info.tcpi_rtt)))
 }
 
 /// The shortest round trip that the kernel has measured on a socket: that of the path, without the time its ends took
 /// to answer. If the kernel does not provide it, as [`round_trip`].
-pub fn distance(sock: &impl AsRawFd) -> Duration {
+pub(crate) fn distance(sock: &impl AsRawFd) -> Duration {
     let us = number(sock, 148).map(u32::from_ne_bytes).filter(|us| !matches!(*us, 0 | u32::MAX));
     us.map_or_else(|| round_trip(sock), |us| Duration::from_micros(us.into()))
 }
 
 /// How many bytes the peer's kernel has acknowledged on a socket (`tcpi_bytes_acked`). None when the kernel does not
 /// provide it.
-pub fn acknowledged(sock: &impl AsRawFd) -> Option<u64> {
+pub(crate) fn acknowledged(sock: &impl AsRawFd) -> Option<u64> {
     number(sock, 120).map(u64::from_ne_bytes)
 }
 
@@ -124,7 +124,7 @@ fn number<const BYTES: usize>(sock: &impl AsRawFd, offset: usize) -> Option<[u8;
 
 impl Sight {
     /// Reads the kernel's data about a socket. None when the kernel does not provide it.
-    pub fn of(sock: &impl AsRawFd) -> Option<Self> {
+    pub(crate) fn of(sock: &impl AsRawFd) -> Option<Self> {
         info(sock).map(|info| Self {
             silent: Duration::from_millis(u64::from(info.tcpi_last_ack_recv)),
             asked: info.tcpi_retransmits.max(info.tcpi_probes),
@@ -138,14 +138,14 @@ impl Sight {
 impl Sight {
     /// What the distance adds to the time that an answer takes. Twice the round trip: keepalive probes are sent once a
     /// second however long the path is, so on a long path several are always unanswered.
-    pub fn answering(&self) -> Duration {
+    pub(crate) fn answering(&self) -> Duration {
         (2 * self.round_trip).min(ANSWERING_MAX)
     }
 }
 
 /// The result of checking a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Finding {
+pub(crate) enum Finding {
     /// Nothing is wrong.
     Well,
     /// The kernel has sent a probe and waits for the answer.
@@ -156,7 +156,7 @@ pub enum Finding {
 
 /// The liveness monitor of one stream. The clock is the caller's.
 #[derive(Debug, Default)]
-pub struct Vigil {
+pub(crate) struct Vigil {
     asking_since: Option<Instant>,
     /// Whether the kernel probes this stream often.
     probing: bool,
@@ -166,23 +166,23 @@ pub struct Vigil {
 
 impl Vigil {
     /// The stream has ended.
-    pub fn ended(&mut self, now: Instant) {
+    pub(crate) fn ended(&mut self, now: Instant) {
         self.away_since.get_or_insert(now);
     }
 
     /// Whether the stream ended less than `patience` ago and is not back: it may still come.
-    pub fn may_return(&self, now: Instant, patience: Duration) -> bool {
+    pub(crate) fn may_return(&self, now: Instant, patience: Duration) -> bool {
         self.away_since.is_some_and(|since| now - since < patience)
     }
 
     /// Whether the stream has been away for longer than it takes until the end of a process has reached all its
     /// streams. Streams that end later have another reason.
-    pub fn is_long_away(&self, now: Instant) -> bool {
+    pub(crate) fn is_long_away(&self, now: Instant) -> bool {
         self.away_since.is_some_and(|since| now - since > AT_ONCE)
     }
 
     /// Checks the stream once.
-    pub fn look(&mut self, now: Instant, sight: Sight) -> Finding {
+    pub(crate) fn look(&mut self, now: Instant, sight: Sight) -> Finding {
         if sight.asked == 0 {
             self.asking_since = None;
             return Finding::Well;
@@ -196,18 +196,18 @@ impl Vigil {
     }
 
     /// Whether at the last check the kernel had sent a probe without an answer.
-    pub fn is_asking(&self) -> bool {
+    pub(crate) fn is_asking(&self) -> bool {
         self.asking_since.is_some()
     }
 
     /// How long nothing has come back although the kernel sends probes; to be called after [`Vigil::look`]. None while
     /// the probe is new: a peer that had nothing to send has been silent for a long time when the probe is sent.
-    pub fn unheard(&self, now: Instant, sight: Sight) -> Duration {
+    pub(crate) fn unheard(&self, now: Instant, sight: Sight) -> Duration {
         self.asking_since.filter(|since| now - *since >= SOON).map_or(Duration::ZERO, |_| sight.silent)
     }
 
     /// Makes the kernel probe a stream that is silent although frames are in doubt, and stop when none are.
-    pub fn probe(&mut self, sock: &impl AsRawFd, sight: Sight, in_doubt: bool, often: &Probes, seldom: &Probes) {
+    pub(crate) fn probe(&mut self, sock: &impl AsRawFd, sight: Sight, in_doubt: bool, often: &Probes, seldom: &Probes) {
         let wanted = in_doubt && (self.probing || sight.silent >= PROBE_AFTER);
         if wanted != self.probing {
             self.probing = wanted;
@@ -216,7 +216,7 @@ impl Vigil {
     }
 
     /// The stream is no longer watched.
-    pub fn stop_probing(&mut self, sock: &impl AsRawFd, seldom: &Probes) {
+    pub(crate) fn stop_probing(&mut self, sock: &impl AsRawFd, seldom: &Probes) {
         if std::mem::take(&mut self.probing) {
             seldom.set(sock);
         }
@@ -225,7 +225,7 @@ impl Vigil {
 
 /// Keepalive probes of a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Probes {
+pub(crate) struct Probes {
     /// How long nothing comes before the first.
     pub idle: Duration,
     /// From one to the next.
@@ -236,11 +236,11 @@ pub struct Probes {
 
 impl Probes {
     /// Once a second, while frames are in doubt. The control thread decides, not the kernel.
-    pub const OFTEN: Self = Self { idle: Duration::from_secs(1), interval: Duration::from_secs(1), count: 127 };
+    pub(crate) const OFTEN: Self = Self { idle: Duration::from_secs(1), interval: Duration::from_secs(1), count: 127 };
 
     /// For an idle connection, so that the kernel ends it within `limit`, a little before. The sending side probes
     /// first: it is the side that reconnects when a firewall has forgotten the flow and answers with a reset.
-    pub fn within(limit: Duration, sending: bool) -> Self {
+    pub(crate) fn within(limit: Duration, sending: bool) -> Self {
         const SECOND: Duration = Duration::from_secs(1);
         let first = if sending { limit / 4 } else { limit / 3 };
         let idle = first.max(SECOND * if sending { 1 } else { 2 });
@@ -251,7 +251,7 @@ impl Probes {
     }
 
     /// Sets them. Optional: if the kernel refuses, the socket still carries the data.
-    pub fn set(&self, sock: &impl AsRawFd) {
+    pub(crate) fn set(&self, sock: &impl AsRawFd) {
         let fd = sock.as_raw_fd();
         set_option(fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1);
         set_option(fd, libc::IPPROTO_TCP, libc::TCP_KEEPCNT, self.count);
@@ -266,18 +266,18 @@ const TCP_RTO_MAX_MS: libc::c_int = 44;
 
 /// Makes the kernel repeat its probes often, where it can: a tenth of `limit` apart at most. It gives up after fifteen
 /// of them (`net.ipv4.tcp_retries2`), which is then still not before `limit`.
-pub fn ask_often(sock: &impl AsRawFd, limit: Duration) {
+pub(crate) fn ask_often(sock: &impl AsRawFd, limit: Duration) {
     let most = (limit / 10).as_millis().clamp(1000, 120_000) as libc::c_int;
     set_option(sock.as_raw_fd(), libc::IPPROTO_TCP, TCP_RTO_MAX_MS, most);
 }
 
 /// Limits how many bytes the kernel accepts before it can send them.
-pub fn hold_back_from(sock: &impl AsRawFd, bytes: u32) {
+pub(crate) fn hold_back_from(sock: &impl AsRawFd, bytes: u32) {
     set_option(sock.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT, bytes as i32);
 }
 
 /// Makes the next close drop what is unsent and reset the connection: whatever is under way is in doubt anyhow.
-pub fn close_hard(sock: &impl AsRawFd) {
+pub(crate) fn close_hard(sock: &impl AsRawFd) {
     let linger = libc::linger { l_onoff: 1, l_linger: 0 };
     // SAFETY: the kernel reads the struct, which outlives the call.
     unsafe {
@@ -299,12 +299,12 @@ fn set_option(fd: RawFd, level: libc::c_int, name: libc::c_int, value: libc::c_i
 }
 
 /// The error for a stream that was given up because of silence.
-pub fn silent(silence: Duration) -> io::Error {
+pub(crate) fn silent(silence: Duration) -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, Silent(silence))
 }
 
 /// The silence in the error of [`silent`].
-pub fn silence_of(error: &io::Error) -> Option<Duration> {
+pub(crate) fn silence_of(error: &io::Error) -> Option<Duration> {
     error.get_ref()?.downcast_ref::<Silent>().map(|silent| silent.0)
 }
 
@@ -320,12 +320,12 @@ impl std::fmt::Display for Silent {
 impl std::error::Error for Silent {}
 
 /// The error for a stream that was given up because its interface went down.
-pub fn link_down() -> io::Error {
+pub(crate) fn link_down() -> io::Error {
     io::Error::new(io::ErrorKind::NetworkDown, "its network interface is down")
 }
 
 /// A connection that the control thread watches.
-pub trait Kept: Send + Sync + 'static {
+pub(crate) trait Kept: Send + Sync + 'static {
     /// What the control thread does when it was called, or a check is due.
     fn do_chores(&self) -> Progress;
 
@@ -350,7 +350,7 @@ impl<C: Kept> Source for Chore<C> {
 
 /// A connection's registration at the control thread, made when it is first needed.
 #[derive(Default)]
-pub struct Chores {
+pub(crate) struct Chores {
     registration: Mutex<Option<Registration>>,
     ticking: AtomicBool,
     /// When the next check is due.
@@ -362,7 +362,7 @@ impl Chores {
     ///
     /// # Errors
     /// When there is no control thread.
-    pub fn call<C: Kept>(&self, poller: &Poller, conn: &Weak<C>) -> Result<()> {
+    pub(crate) fn call<C: Kept>(&self, poller: &Poller, conn: &Weak<C>) -> Result<()> {
         let mut registration = self.registration.lock().unwrap_or_else(PoisonError::into_inner);
         if registration.is_none() {
             *registration = Some(poller.keeper()?.register(Arc::new(Chore(Weak::clone(conn))), None)?);
@@ -374,13 +374,13 @@ impl Chores {
     }
 
     /// Starts the checks. Returns whether the caller must wake the control thread.
-    pub fn begin(&self) -> bool {
+    pub(crate) fn begin(&self) -> bool {
         !self.ticking.load(Ordering::Relaxed) && !self.ticking.swap(true, Ordering::SeqCst)
     }
 
     /// Whether a check is due; otherwise when. The first comes a [`TICK`] after the start, so that a transfer which
     /// succeeds before that is never checked.
-    pub fn is_due(&self, now: Instant) -> std::result::Result<(), Instant> {
+    pub(crate) fn is_due(&self, now: Instant) -> std::result::Result<(), Instant> {
         let mut due = self.due.lock().unwrap_or_else(PoisonError::into_inner);
         match *due.get_or_insert(now + TICK) {
             at if at <= now => Ok(()),
@@ -389,19 +389,19 @@ impl Chores {
     }
 
     /// The next check comes `after` this one.
-    pub fn again(&self, now: Instant, after: Duration) -> Progress {
+    pub(crate) fn again(&self, now: Instant, after: Duration) -> Progress {
         *self.due.lock().unwrap_or_else(PoisonError::into_inner) = Some(now + after);
         Progress { moved: false, again: Some(now + after) }
     }
 
     /// The checks end, until they are started again.
-    pub fn end(&self) {
+    pub(crate) fn end(&self) {
         *self.due.lock().unwrap_or_else(PoisonError::into_inner) = None;
         self.ticking.store(false, Ordering::SeqCst);
     }
 
     /// Whether checks are under way.
-    pub fn is_ticking(&self) -> bool {
+    pub(crate) fn is_ticking(&self) -> bool {
         self.ticking.load(Ordering::SeqCst)
     }
 }

@@ -31,7 +31,7 @@ impl Piece {
 
     /// A piece to be filled.
     #[inline]
-    pub fn of_mut(bytes: &mut [u8]) -> Self {
+    pub(crate) fn of_mut(bytes: &mut [u8]) -> Self {
         Self { data: bytes.as_mut_ptr(), length: bytes.len() }
     }
 
@@ -82,7 +82,7 @@ pub unsafe fn send(fd: RawFd, Piece { data, length }: Piece) -> io::Result<Optio
 /// # Safety
 /// All pieces must be readable for their whole length during the call.
 #[inline]
-pub unsafe fn send_pieces<const N: usize>(fd: RawFd, pieces: [Piece; N]) -> io::Result<Option<usize>> {
+pub(crate) unsafe fn send_pieces<const N: usize>(fd: RawFd, pieces: [Piece; N]) -> io::Result<Option<usize>> {
     let mut iov = pieces.map(Piece::iovec);
     let message = message_of(&mut iov);
     retry(|| {
@@ -122,7 +122,7 @@ pub unsafe fn receive(fd: RawFd, Piece { data, length }: Piece) -> io::Result<Op
 ///
 /// # Safety
 /// As [`receive`], for both pieces.
-pub unsafe fn receive_two(fd: RawFd, pieces: [Piece; 2]) -> io::Result<Option<usize>> {
+pub(crate) unsafe fn receive_two(fd: RawFd, pieces: [Piece; 2]) -> io::Result<Option<usize>> {
     let mut iov = pieces.map(Piece::iovec);
     let mut message = message_of(&mut iov);
     retry(|| {
@@ -175,7 +175,7 @@ pub unsafe fn peek(fd: RawFd, piece: Piece) -> io::Result<Option<usize>> {
 ///
 /// # Errors
 /// Those of `recv(2)`.
-pub fn discard(fd: RawFd, bytes: usize) -> io::Result<Option<usize>> {
+pub(crate) fn discard(fd: RawFd, bytes: usize) -> io::Result<Option<usize>> {
     let flags = libc::MSG_DONTWAIT | libc::MSG_TRUNC;
     // SAFETY: with MSG_TRUNC, TCP drops the bytes and writes nowhere (tcp(7)).
     retry(|| unsafe { libc::recv(fd, std::ptr::null_mut(), bytes, flags) })
@@ -183,7 +183,7 @@ pub fn discard(fd: RawFd, bytes: usize) -> io::Result<Option<usize>> {
 
 /// Whether the kernel could not get the memory for a call. The socket is unchanged, and no event reports when to try
 /// again.
-pub fn is_shortage(error: &io::Error) -> bool {
+pub(crate) fn is_shortage(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOBUFS | libc::ENOMEM))
 }
 
@@ -191,12 +191,12 @@ pub fn is_shortage(error: &io::Error) -> bool {
 ///
 /// # Errors
 /// Every other failure.
-pub fn look_again(error: io::Error) -> io::Result<Option<usize>> {
+pub(crate) fn look_again(error: io::Error) -> io::Result<Option<usize>> {
     if is_shortage(&error) { Ok(None) } else { Err(error) }
 }
 
 /// Bytes that the peer's kernel has not acknowledged yet (`SIOCOUTQ`, tcp(7)).
-pub fn unsent(fd: RawFd) -> usize {
+pub(crate) fn unsent(fd: RawFd) -> usize {
     let mut bytes: libc::c_int = 0;
     // SAFETY: the request writes one int.
     let answer = unsafe { libc::ioctl(fd, libc::TIOCOUTQ, &raw mut bytes) };
@@ -212,7 +212,7 @@ pub fn unsent(fd: RawFd) -> usize {
 ///
 /// # Safety
 /// `from` must be readable and `to` writable for `length` bytes, and they must not overlap.
-pub unsafe fn copy_ascending(from: *const u8, to: *mut u8, length: usize) {
+pub(crate) unsafe fn copy_ascending(from: *const u8, to: *mut u8, length: usize) {
     let one = |at: usize| {
         let to = to.wrapping_add(at);
         if begins_a_flag(to) || needs_order() && (to as usize) % 8 == 4 {

@@ -10,7 +10,7 @@ use crate::session::opening::{Handed, Opener};
 use crate::session::owner::Streams;
 
 /// A request to be connected.
-pub struct Attempt {
+pub(crate) struct Attempt {
     dial: Arc<Dial>,
     opened: Arc<Opened>,
 }
@@ -46,7 +46,7 @@ impl Attempt {
     ///
     /// # Errors
     /// When the control thread cannot be started.
-    pub fn start(net: &Arc<Net>, target: Target) -> Result<Arc<Self>> {
+    pub(crate) fn start(net: &Arc<Net>, target: Target) -> Result<Arc<Self>> {
         let opened = Arc::new(Opened { net: Arc::clone(net), conn: Mutex::new(None) });
         let dial = Dial::connect(Arc::clone(net), target, Arc::clone(&opened) as _)?;
         Ok(Arc::new(Self { dial, opened }))
@@ -58,7 +58,7 @@ impl Attempt {
     }
 
     /// The connection, when it is there; the failure, when it will not be.
-    pub fn result(&self) -> Option<Result<Arc<SendConn>>> {
+    pub(crate) fn result(&self) -> Option<Result<Arc<SendConn>>> {
         self.dial.result().map(|result| self.opened(result))
     }
 
@@ -66,13 +66,13 @@ impl Attempt {
     ///
     /// # Errors
     /// As the attempt failed.
-    pub fn wait(&self) -> Result<Arc<SendConn>> {
+    pub(crate) fn wait(&self) -> Result<Arc<SendConn>> {
         let result = self.dial.wait();
         self.opened(result)
     }
 
     /// Gives up: the connection is not wanted any more.
-    pub fn cancel(&self) {
+    pub(crate) fn cancel(&self) {
         self.dial.cancel();
         // Closed under no lock: a close may wait.
         let unused = self.opened.conn().take();

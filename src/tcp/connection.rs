@@ -36,7 +36,7 @@ use crate::session::watch::{self, Chores, Kept, Vigil};
 use crate::session::wire::{self, Piece};
 
 /// What a direction adds to a connection.
-pub trait Direction: Sized + Send + Sync + 'static {
+pub(crate) trait Direction: Sized + Send + Sync + 'static {
     /// What is changed with the state locked: the protocol core, and the buffers of its messages.
     type State: Send;
     /// The socket of a stream, and what is under way on it.
@@ -96,7 +96,7 @@ pub trait Direction: Sized + Send + Sync + 'static {
 }
 
 /// The socket of a stream, and what is under way on it.
-pub trait StreamIo: Send {
+pub(crate) trait StreamIo: Send {
     /// The socket.
     fn sock(&self) -> &Sock;
 
@@ -114,7 +114,7 @@ pub trait StreamIo: Send {
 }
 
 /// A connection in one direction.
-pub struct Connection<D: Direction> {
+pub(crate) struct Connection<D: Direction> {
     pub(super) me: Weak<Self>,
     pub(super) net: Arc<Net>,
     pub(super) link: Link,
@@ -183,22 +183,22 @@ impl<D: Direction> Connection<D> {
     }
 
     /// What the connection counted.
-    pub fn counters(&self) -> &Counters {
+    pub(crate) fn counters(&self) -> &Counters {
         &self.counters
     }
 
     /// Sets the receiver of this connection's profiler events.
-    pub fn events(&self) -> &Events {
+    pub(crate) fn events(&self) -> &Events {
         &self.events
     }
 
     /// Its number, key and rails.
-    pub fn link(&self) -> &Link {
+    pub(crate) fn link(&self) -> &Link {
         &self.link
     }
 
     /// The other end.
-    pub fn peer(&self) -> &Peer {
+    pub(crate) fn peer(&self) -> &Peer {
         &self.peer
     }
 
@@ -238,7 +238,7 @@ impl<D: Direction> Connection<D> {
     /// # Errors
     /// When the connection has failed; nothing touches the buffers any more then.
     #[inline]
-    pub fn test(&self, ticket: Ticket) -> Result<Option<Outcome>> {
+    pub(crate) fn test(&self, ticket: Ticket) -> Result<Option<Outcome>> {
         self.requests.check(ticket)?;
         let is_done = || self.requests.is_done(ticket);
         if !is_done() {
@@ -288,7 +288,7 @@ impl<D: Direction> Connection<D> {
     /// The host takes back memory, as NCCL does on an abort before it closes the connection. If an outstanding request
     /// uses some of it, the connection ends. Nothing touches the memory after this has returned. Without such a request
     /// it waits for no thread that moves data.
-    pub fn withdraw(&self, memory: Span) {
+    pub(crate) fn withdraw(&self, memory: Span) {
         let is_needed = D::needs(&self.state(), memory);
         if is_needed {
             self.end_early("took back memory");
@@ -298,7 +298,7 @@ impl<D: Direction> Connection<D> {
 
     /// Ends the connection. With nothing outstanding, everything that was reported done reaches the peer; with
     /// requests in flight it is an abort. No thread touches NCCL's buffers after it returns.
-    pub fn close(&self) {
+    pub(crate) fn close(&self) {
         if self.requests.outstanding() == 0 && !self.health.is_failed() {
             D::say_goodbye(self);
         } else {
@@ -317,7 +317,7 @@ impl<D: Direction> Connection<D> {
     }
 
     /// Ends the connection with a cause; the peer is notified if possible.
-    pub fn fail(&self, error: Error) {
+    pub(crate) fn fail(&self, error: Error) {
         let is_first = self.health.fail_telling(error.clone(), || self.tell_failure(&error));
         self.failed(is_first, &error);
     }

@@ -36,13 +36,13 @@ const FIRST: [usize; CLASSES.len()] = [48, 48, 0, 0];
 
 /// A connection's buffers that are not in use, for messages of up to [`COPY_FIRST_MAX`] bytes.
 #[derive(Debug, Default)]
-pub struct Own {
+pub(crate) struct Own {
     spare: [Vec<Vec<u8>>; OWN.len()],
 }
 
 /// Buffers of the process that are not in use, for longer messages.
 #[derive(Debug, Default)]
-pub struct Copies {
+pub(crate) struct Copies {
     spare: Mutex<[Vec<Vec<u8>>; CLASSES.len()]>,
     warm: OnceLock<()>,
 }
@@ -53,7 +53,7 @@ impl Own {
     /// # Safety
     /// `data` must be readable for `length` bytes; it may be null for none.
     #[inline]
-    pub unsafe fn copy(&mut self, data: *const u8, length: usize) -> Vec<u8> {
+    pub(crate) unsafe fn copy(&mut self, data: *const u8, length: usize) -> Vec<u8> {
         let class = usize::from(HEADER + length > OWN[0]);
         let buffer = self.spare[class].pop().unwrap_or_else(|| Vec::with_capacity(OWN[class]));
         // SAFETY: the caller vouches for it.
@@ -62,7 +62,7 @@ impl Own {
 
     /// Takes back a copy that is no longer needed. Returns it when its size is none of these.
     #[inline]
-    pub fn give_back(&mut self, copy: Vec<u8>) -> Option<Vec<u8>> {
+    pub(crate) fn give_back(&mut self, copy: Vec<u8>) -> Option<Vec<u8>> {
         let Some(class) = OWN.iter().position(|size| *size == copy.capacity()) else { return Some(copy) };
         if self.spare[class].len() < OWN_SPARE[class] {
             self.spare[class].push(copy);
@@ -72,11 +72,12 @@ impl Own {
 }
 
 /// The process's.
-pub static COPIES: Copies = Copies { spare: Mutex::new([const { Vec::new() }; CLASSES.len()]), warm: OnceLock::new() };
+pub(crate) static COPIES: Copies =
+    Copies { spare: Mutex::new([const { Vec::new() }; CLASSES.len()]), warm: OnceLock::new() };
 
 impl Copies {
     /// Makes the first buffers, once.
-    pub fn warm_up(&self) {
+    pub(crate) fn warm_up(&self) {
         self.warm.get_or_init(|| {
             let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
             for ((spare, size), count) in spare.iter_mut().zip(CLASSES).zip(FIRST) {
@@ -90,14 +91,14 @@ impl Copies {
     ///
     /// # Safety
     /// `data` must be readable for `length` bytes; it may be null for none.
-    pub unsafe fn copy(&self, data: *const u8, length: usize) -> Vec<u8> {
+    pub(crate) unsafe fn copy(&self, data: *const u8, length: usize) -> Vec<u8> {
         // SAFETY: the caller vouches for it.
         unsafe { fill(self.buffer(HEADER + length), data, length) }
     }
 
     /// Room for a message without a receive yet: at least `length` bytes, of whatever they were before. The shortest have
     /// blocks of their own, for which an allocator is fast: there may be thousands of them.
-    pub fn stage(&self, length: usize) -> Vec<u8> {
+    pub(crate) fn stage(&self, length: usize) -> Vec<u8> {
         if length as u64 <= COPY_FIRST_MAX {
             return vec![0; length];
         }
@@ -120,7 +121,7 @@ impl Copies {
     }
 
     /// A buffer that is not needed any more.
-    pub fn give_back(&self, buffer: Vec<u8>) {
+    pub(crate) fn give_back(&self, buffer: Vec<u8>) {
         let Some(class) = CLASSES.iter().position(|class| *class == buffer.capacity()) else { return };
         let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
         if spare[class].len() < SPARE_BYTES / CLASSES[class] {

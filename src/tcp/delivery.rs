@@ -53,7 +53,7 @@ const PAUSE: Duration = Duration::from_millis(50);
 
 /// How an epoch of a stream ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum End {
+pub(crate) enum End {
     /// Nothing came back for this long.
     Silent(Duration),
     /// Any other way.
@@ -62,7 +62,7 @@ pub enum End {
 
 /// The conclusion from the end of an epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Lesson {
+pub(crate) enum Lesson {
     /// Nothing new.
     None,
     /// The way is left out from now on.
@@ -116,7 +116,7 @@ struct Stall {
 
 /// What the streams of one sending connection deliver. The clock is the caller's.
 #[derive(Debug)]
-pub struct Deliveries {
+pub(crate) struct Deliveries {
     lives: [Life; MAX_STREAMS],
     ways: Vec<Way>,
     stall: Option<Stall>,
@@ -124,12 +124,12 @@ pub struct Deliveries {
 
 impl Deliveries {
     /// A connection with this many paths to its peer.
-    pub fn new(ways: usize) -> Self {
+    pub(crate) fn new(ways: usize) -> Self {
         Self { lives: Default::default(), ways: vec![Way::default(); ways], stall: None }
     }
 
     /// An epoch of stream `index` begins over a way, if that is known, when so much of it has arrived.
-    pub fn begins(&mut self, index: usize, way: Option<usize>, seen: Arrived, now: Instant) {
+    pub(crate) fn begins(&mut self, index: usize, way: Option<usize>, seen: Arrived, now: Instant) {
         let segment = way.and_then(|way| self.segment(way));
         if let Some(way) = way.and_then(|way| self.ways.get_mut(way)) {
             way.begun = Some(now);
@@ -139,7 +139,7 @@ impl Deliveries {
 
     /// So much of stream `index` has arrived by now; `using`: the size of its segments, if that is known. Returns the way and the
     /// segment size by which it did, where full segments did not.
-    pub fn reached(&mut self, index: usize, arrived: Arrived, using: Option<u32>) -> Option<(usize, u32)> {
+    pub(crate) fn reached(&mut self, index: usize, arrived: Arrived, using: Option<u32>) -> Option<(usize, u32)> {
         let life = &mut self.lives[index];
         life.largest = life.largest.max(using.unwrap_or(0));
         let (some, long) = (arrived.frames > life.seen.frames, arrived.long > life.seen.long);
@@ -162,7 +162,7 @@ impl Deliveries {
 
     /// The epoch of stream `index` ended with frames in doubt. `patience`: how long the peer may stay away after such
     /// an end.
-    pub fn ended(&mut self, index: usize, now: Instant, how: End, patience: Duration) -> Lesson {
+    pub(crate) fn ended(&mut self, index: usize, now: Instant, how: End, patience: Duration) -> Lesson {
         let life = &mut self.lives[index];
         let silence = match how {
             End::Silent(silence) => silence,
@@ -206,25 +206,25 @@ impl Deliveries {
     }
 
     /// `TCP_MAXSEG` for new streams over a way. None: the path's own.
-    pub fn segment(&self, way: usize) -> Option<u32> {
+    pub(crate) fn segment(&self, way: usize) -> Option<u32> {
         SEGMENTS.get(self.ways.get(way)?.smaller.checked_sub(1)?).copied()
     }
 
     /// Whether streams go over other ways than this one.
-    pub fn is_left_out(&self, way: usize) -> bool {
+    pub(crate) fn is_left_out(&self, way: usize) -> bool {
         let left_out = |way: &Way| way.left_out;
         self.ways.get(way).is_some_and(left_out) && !self.ways.iter().all(left_out)
     }
 
     /// How long a stream may stay silent beyond the usual time.
-    pub fn silence(&self, now: Instant) -> Duration {
+    pub(crate) fn silence(&self, now: Instant) -> Duration {
         let last_resort = !self.ways.is_empty() && self.ways.iter().all(|way| way.left_out);
         let rest = self.stall.map(|stall| stall.until.saturating_duration_since(now));
         rest.filter(|rest| last_resort && !rest.is_zero()).map_or(Duration::ZERO, |_| LAST_RESORT)
     }
 
     /// How long to wait before stream `index` is connected again.
-    pub fn pause(&self, index: usize) -> Duration {
+    pub(crate) fn pause(&self, index: usize) -> Duration {
         let way = self.lives[index].way.and_then(|way| self.ways.get(way));
         PAUSE * way.map_or(0, |way| way.in_vain.min(20))
     }

@@ -12,7 +12,7 @@ use crate::session::net::Net;
 use crate::session::ports;
 
 /// A listener that NCCL requested.
-pub struct Listener {
+pub(crate) struct Listener {
     net: Arc<Net>,
     arrivals: Arc<Arrivals>,
     /// Its place among the process's handshakes.
@@ -24,14 +24,18 @@ impl Listener {
     ///
     /// # Errors
     /// When no socket can be opened for any of them.
-    pub fn open(net: &Arc<Net>, rails: Arc<[Rail]>, traffic_class: Option<u8>) -> Result<(Self, Vec<SocketAddr>)> {
+    pub(crate) fn open(
+        net: &Arc<Net>,
+        rails: Arc<[Rail]>,
+        traffic_class: Option<u8>,
+    ) -> Result<(Self, Vec<SocketAddr>)> {
         let arrivals = Arrivals::new(Arc::clone(net));
         let (session, addresses) = net.listen(rails, traffic_class, Arc::clone(&arrivals) as _)?;
         Ok((Self { net: Arc::clone(net), arrivals, session }, addresses))
     }
 
     /// The secret that a peer must know.
-    pub fn secret(&self) -> &Secret {
+    pub(crate) fn secret(&self) -> &Secret {
         &self.session.secret
     }
 
@@ -39,7 +43,7 @@ impl Listener {
     ///
     /// # Errors
     /// When the peer that holds the secret came, and its TOWLINE_KEY_FILE does not fit this side's.
-    pub fn accept(&self) -> Result<Option<Arc<RecvConn>>> {
+    pub(crate) fn accept(&self) -> Result<Option<Arc<RecvConn>>> {
         self.arrivals.accept()
     }
 
@@ -47,12 +51,12 @@ impl Listener {
     ///
     /// # Errors
     /// As [`Listener::accept`].
-    pub fn accept_until(&self, deadline: Instant) -> Result<Option<Arc<RecvConn>>> {
+    pub(crate) fn accept_until(&self, deadline: Instant) -> Result<Option<Arc<RecvConn>>> {
         self.arrivals.accept_until(deadline)
     }
 
     /// Takes no more connections, and ends those that were not accepted.
-    pub fn close(&self) {
+    pub(crate) fn close(&self) {
         self.net.close(&self.session);
     }
 }

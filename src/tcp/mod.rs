@@ -22,20 +22,20 @@
 //! | [`copies`] | short messages, kept for a resend |
 
 pub mod ack;
-pub mod attempt;
-pub mod connection;
-pub mod copies;
-pub mod delivery;
-pub mod limits;
-pub mod listener;
-pub mod polled;
-pub mod ranges;
-pub mod receiver;
+pub(crate) mod attempt;
+pub(crate) mod connection;
+pub(crate) mod copies;
+pub(crate) mod delivery;
+pub(crate) mod limits;
+pub(crate) mod listener;
+pub(crate) mod polled;
+pub(crate) mod ranges;
+pub(crate) mod receiver;
 pub mod recv_core;
 pub mod send_core;
-pub mod sender;
+pub(crate) mod sender;
 #[cfg(test)]
 pub(crate) mod simulation;
-pub mod stream;
-pub mod streams;
+pub(crate) mod stream;
+pub(crate) mod streams;
 mod window;

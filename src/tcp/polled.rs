@@ -42,7 +42,7 @@ thread_local! {
 /// # Safety
 /// As [`may_be_polled`].
 #[inline]
-pub unsafe fn flag(chunk: Piece) -> u8 {
+pub(crate) unsafe fn flag(chunk: Piece) -> u8 {
     // SAFETY: the caller keeps the promise about the chunk.
     if unsafe { may_be_polled(chunk) } { POLLED } else { 0 }
 }
@@ -52,7 +52,7 @@ pub unsafe fn flag(chunk: Piece) -> u8 {
 /// # Safety
 /// The chunk must be readable, and begin at a multiple of [`ALIGN`] bytes from the start of its message.
 #[inline]
-pub unsafe fn may_be_polled(chunk: Piece) -> bool {
+pub(crate) unsafe fn may_be_polled(chunk: Piece) -> bool {
     let ll128 = chunk.length >= ALIGN as usize && chunk.length.is_multiple_of(ALIGN as usize) && {
         let flag = |line: usize| {
             // SAFETY: the line is a part of the chunk.
@@ -78,7 +78,7 @@ unsafe fn may_be_ll(chunk: Piece) -> bool {
 }
 
 /// Runs `work` with this thread's buffer for at most `wanted` bytes.
-pub fn with_buffer<T>(wanted: usize, work: impl FnOnce(&mut [u8]) -> T) -> T {
+pub(crate) fn with_buffer<T>(wanted: usize, work: impl FnOnce(&mut [u8]) -> T) -> T {
     BUFFER.with_borrow_mut(|buffer| {
         if buffer.is_empty() {
             buffer.resize(BOUNCE, 0);

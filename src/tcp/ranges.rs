@@ -6,12 +6,12 @@ use smallvec::SmallVec;
 /// order, so there are about as many ranges as streams, and with as many as a connection over one rail has nothing is
 /// allocated.
 #[derive(Debug, Default)]
-pub struct Ranges(SmallVec<[(u64, u64); 4]>);
+pub(crate) struct Ranges(SmallVec<[(u64, u64); 4]>);
 
 impl Ranges {
     /// Adds the bytes from `start` to `end`. False, and nothing happens, when it is none, or one of them is in the set.
     #[must_use]
-    pub fn add(&mut self, start: u64, end: u64) -> bool {
+    pub(crate) fn add(&mut self, start: u64, end: u64) -> bool {
         let at = self.0.partition_point(|range| range.1 < start);
         // `at` is the first range that touches the new one or lies behind it.
         let overlaps = |range: &(u64, u64)| range.0 < end && start < range.1;
@@ -34,7 +34,7 @@ impl Ranges {
     }
 
     /// Takes out bytes that were added together: a chunk that will come again.
-    pub fn remove(&mut self, start: u64, end: u64) {
+    pub(crate) fn remove(&mut self, start: u64, end: u64) {
         let at = self.0.partition_point(|range| range.1 <= start);
         let Some(range) = self.0.get_mut(at).filter(|range| range.0 <= start && end <= range.1) else { return };
         let rest = (end, range.1);
@@ -49,12 +49,12 @@ impl Ranges {
     }
 
     /// How many ranges there are.
-    pub fn count(&self) -> usize {
+    pub(crate) fn count(&self) -> usize {
         self.0.len()
     }
 
     /// Whether no byte is in the set.
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 }

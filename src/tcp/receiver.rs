@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
-pub use arrivals::Arrivals;
+pub(crate) use arrivals::Arrivals;
 
 use super::connection::{Connection, Direction, StreamIo, lock};
 use super::limits::CLOSE_MENDING;
@@ -61,7 +61,7 @@ type Wanted = Option<(Target, usize)>;
 unsafe impl Send for Target {}
 
 /// What is changed with the state locked.
-pub struct State {
+pub(crate) struct State {
     core: RecvCore,
     /// Where the bytes of each part of each request slot go, and how many fit there. None from the part's end on: then
     /// no thread touches the buffer.
@@ -93,7 +93,7 @@ struct Followed {
 }
 
 /// A stream's socket, and what is arriving on it.
-pub struct Io {
+pub(crate) struct Io {
     sock: Sock,
     /// The epoch of the stream. One thread may notice its end while another begins the next.
     epoch: u16,
@@ -176,11 +176,11 @@ impl Io {
 }
 
 /// A connection that receives.
-pub type RecvConn = Connection<Receiving>;
+pub(crate) type RecvConn = Connection<Receiving>;
 
 /// What only the receiving side of a connection has.
 #[derive(Default)]
-pub struct Receiving {
+pub(crate) struct Receiving {
     /// Frames for whichever stream is written next. The last lock to be taken.
     outbox: Mutex<Vec<u8>>,
     /// Whether the outbox holds something: a check without its lock.
@@ -306,7 +306,7 @@ struct Fence {
 
 impl RecvConn {
     /// A connection without streams; the handshake adds the first when its welcome is on the way.
-    pub fn new(net: Arc<Net>, link: Link, peer: Peer) -> Arc<Self> {
+    pub(crate) fn new(net: Arc<Net>, link: Link, peer: Peer) -> Arc<Self> {
         let state = State {
             core: RecvCore::new(link.features & FEATURE_FAR != 0),
             targets: vec![[None; MAX_PARTS]; SLOTS],
@@ -318,7 +318,7 @@ impl RecvConn {
     }
 
     /// Puts a connected socket to work as stream `index`.
-    pub fn add_stream(&self, index: usize, epoch: u16, place: Registration, sock: Sock, seal: Seal) {
+    pub(crate) fn add_stream(&self, index: usize, epoch: u16, place: Registration, sock: Sock, seal: Seal) {
         self.events.set_path(index, path_of(&sock, &self.link));
         let io = Io {
             sock,
@@ -393,7 +393,11 @@ impl RecvConn {
     /// Every buffer must be writable for its capacity until the request ends, the memory is withdrawn or the connection
     /// is closed. `profilers` are NCCL's profiler handles of the parts, null or valid until `test` has reported the end
     /// of the request.
-    pub unsafe fn irecv(&self, parts: &[(*mut u8, usize, i32)], profilers: &[*mut c_void]) -> Result<Option<Ticket>> {
+    pub(crate) unsafe fn irecv(
+        &self,
+        parts: &[(*mut u8, usize, i32)],
+        profilers: &[*mut c_void],
+    ) -> Result<Option<Ticket>> {
         if self.health.is_failed() {
             // As NCCL's own transports do: the call is accepted, and `test` returns the error.
             return Ok(self.requests.take(parts.len()));

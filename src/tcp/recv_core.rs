@@ -22,7 +22,7 @@ use crate::os::error::{Error, Result};
 use crate::session::frame::{EAGER, Header, MAX_STREAMS, PROMPT, Type, WHOLE};
 
 /// Names a staging buffer for an early message.
-pub type StageKey = usize;
+pub(crate) type StageKey = usize;
 
 /// A posted receive: request slot and part of the group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -418,7 +418,7 @@ impl RecvCore {
 
     /// Whether the acknowledgements of stream `index` must be sent: a request waits for one, or much is not acknowledged.
     #[inline]
-    pub fn is_ack_due(&self, index: usize) -> bool {
+    pub(crate) fn is_ack_due(&self, index: usize) -> bool {
         self.streams.get(index).is_some_and(|stream| {
             let frames = stream.received - stream.acked;
             (stream.prompt && frames > 0) || stream.whole || frames >= ACK_EVERY || self.owes_credit()
@@ -478,7 +478,7 @@ impl RecvCore {
 
     /// Whether returned credit should be reported to the sender soon: it may be waiting for it.
     #[inline]
-    pub fn owes_credit(&self) -> bool {
+    pub(crate) fn owes_credit(&self) -> bool {
         self.returned - self.told >= EAGER_WINDOW / 4
     }
 
@@ -488,12 +488,12 @@ impl RecvCore {
     }
 
     /// Whether nothing may arrive any more on stream `index` in `epoch`.
-    pub fn has_ended(&self, index: usize, epoch: u16) -> bool {
+    pub(crate) fn has_ended(&self, index: usize, epoch: u16) -> bool {
         self.has_outlived(index, epoch) || self.streams.get(index).is_some_and(|stream| stream.fenced)
     }
 
     /// Whether stream `index` has begun an epoch after `epoch`. Epochs count up and wrap.
-    pub fn has_outlived(&self, index: usize, epoch: u16) -> bool {
+    pub(crate) fn has_outlived(&self, index: usize, epoch: u16) -> bool {
         (self.epoch(index).wrapping_sub(epoch) as i16) > 0
     }
 
@@ -530,7 +530,7 @@ impl RecvCore {
 
     /// The streams whose last epoch [`RecvCore::fence`] has ended, with that epoch and how many frames of all their
     /// epochs were received.
-    pub fn ended_lives(&self) -> Vec<(usize, u16, u64)> {
+    pub(crate) fn ended_lives(&self) -> Vec<(usize, u16, u64)> {
         let fenced = self.streams.iter().enumerate().filter(|(_, stream)| stream.fenced);
         fenced.map(|(index, stream)| (index, stream.epoch, stream.received)).collect()
     }

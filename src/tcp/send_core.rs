@@ -52,7 +52,7 @@ pub enum Admit {
 
 /// A chunk that has arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Landed {
+pub(crate) struct Landed {
     /// Its message.
     pub key: Key,
     /// The stream that it took.
@@ -283,7 +283,7 @@ impl SendCore {
     /// anything is posted.
     ///
     /// [`FEATURE_FAR`]: crate::session::handshake::FEATURE_FAR
-    pub fn go_far(&mut self, peer_has_room: bool) {
+    pub(crate) fn go_far(&mut self, peer_has_room: bool) {
         self.far = true;
         if peer_has_room {
             (self.eager_max, self.eager_window) = (EAGER_MAX_FAR, EAGER_WINDOW_FAR);
@@ -292,26 +292,26 @@ impl SendCore {
     }
 
     /// How far away the receiver is, which the windows of streams follow that are connected from now on.
-    pub fn set_round_trip(&mut self, round_trip: Duration) {
+    pub(crate) fn set_round_trip(&mut self, round_trip: Duration) {
         self.round_trip = round_trip;
     }
 
     /// From now on each chunk's acknowledgement is requested at once, not only that of a whole message: it then
     /// measures that stream alone, which matters when streams use different rails.
-    pub fn acknowledge_each(&mut self) {
+    pub(crate) fn acknowledge_each(&mut self) {
         self.each = true;
     }
 
     /// From now on [`SendCore::take_landed`] returns which chunks have arrived. If it `joins` them, all of a message's
     /// chunks are one entry, when the last has arrived; only stamped chunks are joined, and a resent chunk is an entry
     /// of its own.
-    pub fn watch_landings(&mut self, joins: bool) {
+    pub(crate) fn watch_landings(&mut self, joins: bool) {
         self.landed.get_or_insert_default();
         self.joins = joins;
     }
 
     /// The chunk that stream `index` was given last began now.
-    pub fn stamp(&mut self, index: usize, now: Ticks) {
+    pub(crate) fn stamp(&mut self, index: usize, now: Ticks) {
         if let Some(flight) = self.streams[index].flights.back_mut() {
             flight.began = Some(now);
         }
@@ -339,12 +339,12 @@ impl SendCore {
     }
 
     /// A chunk that has arrived. To be called, until there is none, before messages that are done are dropped.
-    pub fn take_landed(&mut self) -> Option<Landed> {
+    pub(crate) fn take_landed(&mut self) -> Option<Landed> {
         self.landed.as_mut()?.pop()
     }
 
     /// The number of the next message.
-    pub fn next_number(&self) -> u64 {
+    pub(crate) fn next_number(&self) -> u64 {
         self.posted
     }
 
@@ -372,18 +372,13 @@ impl SendCore {
         Arc::clone(&self.streams[index].written)
     }
 
-    /// How many streams are connected.
-    pub fn live_streams(&self) -> usize {
-        self.streams.iter().filter(|stream| stream.live).count()
-    }
-
     /// Whether stream `index` is connected.
-    pub fn is_live(&self, index: usize) -> bool {
+    pub(crate) fn is_live(&self, index: usize) -> bool {
         self.streams.get(index).is_some_and(|stream| stream.live)
     }
 
     /// Whether the receiver has not acknowledged all frames of stream `index`.
-    pub fn in_doubt(&self, index: usize) -> bool {
+    pub(crate) fn in_doubt(&self, index: usize) -> bool {
         self.streams.get(index).is_some_and(|stream| !stream.flights.is_empty())
     }
 
@@ -394,13 +389,13 @@ impl SendCore {
     }
 
     /// The streams that broke and for whose last epoch the receiver has not reported its count, with that epoch.
-    pub fn unfenced(&self) -> Vec<(usize, u16)> {
+    pub(crate) fn unfenced(&self) -> Vec<(usize, u16)> {
         let streams = self.streams.iter().enumerate();
         streams.filter(|(_, stream)| stream.adrift).map(|(index, stream)| (index, stream.epoch)).collect()
     }
 
     /// Whether stream `index` was connected and broke.
-    pub fn is_down(&self, index: usize) -> bool {
+    pub(crate) fn is_down(&self, index: usize) -> bool {
         self.streams.get(index).is_some_and(|stream| !stream.live)
     }
 
@@ -463,7 +458,7 @@ impl SendCore {
 
     /// The query to send the receiver about a long message at once, if short ones came recently: a receiver of release 0.1
     /// announces receives for long messages then only when it is asked.
-    pub fn ask_at_once(&self, key: Key) -> Option<Header> {
+    pub(crate) fn ask_at_once(&self, key: Key) -> Option<Header> {
         let lately = self.last_short.is_some_and(|last| self.posted - last <= SLOTS as u64);
         let Message { tag, order, length, .. } = *self.messages.get(key)?;
         let waits = lately && self.waiting.get(&(tag, order)) == Some(&key);
@@ -471,7 +466,7 @@ impl SendCore {
     }
 
     /// Whether a message waits for its receive or for credit.
-    pub fn is_stalled(&self) -> bool {
+    pub(crate) fn is_stalled(&self) -> bool {
         !(self.waiting.is_empty() && self.no_credit.is_empty())
     }
 
@@ -488,13 +483,13 @@ impl SendCore {
 
     /// Whether a stream could take a chunk now, if it had room.
     #[inline]
-    pub fn has_ready(&self) -> bool {
+    pub(crate) fn has_ready(&self) -> bool {
         !(self.short.is_empty() && self.long.is_empty() && self.again.is_empty())
     }
 
     /// The receiver has all messages, as it reports: those whose acknowledgements were lost go into `done`. Later
     /// reports about single frames add nothing.
-    pub fn all_received(&mut self, done: &mut Vec<Key>) {
+    pub(crate) fn all_received(&mut self, done: &mut Vec<Key>) {
         self.settled = true;
         done.extend(self.messages.iter().map(|(key, _)| key));
         self.messages.clear();
@@ -514,7 +509,7 @@ impl SendCore {
     /// does not read that takes its credit for used up, and soon wants an acknowledgement of each message. Not at
     /// every message while a receiver is behind.
     #[inline]
-    pub fn is_word_due(&mut self) -> bool {
+    pub(crate) fn is_word_due(&mut self) -> bool {
         let Some(first) = self.streams.first() else { return false };
         let (frames, used) = (first.sent, self.credit_used);
         let out = frames - first.acked > ACK_EVERY || self.credit_out() > self.eager_window / 4;
@@ -526,7 +521,7 @@ impl SendCore {
     }
 
     /// Whether nothing is unsent or unacknowledged.
-    pub fn is_idle(&self) -> bool {
+    pub(crate) fn is_idle(&self) -> bool {
         self.messages.is_empty()
     }
 
@@ -597,7 +592,7 @@ impl SendCore {
     /// Over one rail, one for each smallest chunk under way, or for each [`EAGER_MAX`] where a message travels as one frame. A
     /// stream that is slow comes after all others: most of the message, or all of it, might wait for it. Several rails are
     /// several wires: each takes part, as far as there are chunks.
-    pub fn engage(&mut self, bytes: u64) -> ([u8; MAX_STREAMS], usize) {
+    pub(crate) fn engage(&mut self, bytes: u64) -> ([u8; MAX_STREAMS], usize) {
         let (mut order, mut live) = ([0; MAX_STREAMS], 0);
         let first = usize::from(!self.far || self.others == 0);
         for (index, _) in self.streams.iter().enumerate().skip(first).filter(|(_, stream)| stream.live) {
@@ -812,7 +807,7 @@ impl SendCore {
     /// last time: their own sockets may have reported nothing, since what one stream carried is acknowledged on others
     /// as well, and a worker that found no room sleeps. And the one to which a slow stream has left it.
     #[inline]
-    pub fn take_roomy(&mut self) -> u32 {
+    pub(crate) fn take_roomy(&mut self) -> u32 {
         std::mem::take(&mut self.roomy)
     }
 
@@ -900,7 +895,7 @@ impl SendCore {
     }
 
     /// As [`SendCore::stream_down`], unless the stream has begun another epoch since.
-    pub fn end_life(&mut self, index: usize, epoch: u16) -> bool {
+    pub(crate) fn end_life(&mut self, index: usize, epoch: u16) -> bool {
         self.epoch(index) == epoch && self.stream_down(index)
     }
 

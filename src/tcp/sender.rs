@@ -65,7 +65,7 @@ struct Payload {
 unsafe impl Send for Payload {}
 
 /// What is changed with the state locked.
-pub struct State {
+pub(crate) struct State {
     core: SendCore,
     payloads: Vec<Option<Payload>>,
     done: Vec<Key>,
@@ -137,7 +137,7 @@ impl Outgoing {
 }
 
 /// A stream's socket, and what is being sent on it.
-pub struct Io {
+pub(crate) struct Io {
     sock: Sock,
     /// The epoch of the stream. One thread may notice its end while another begins the next.
     epoch: u16,
@@ -166,10 +166,10 @@ pub struct Io {
 }
 
 /// A connection that sends.
-pub type SendConn = Connection<Sending>;
+pub(crate) type SendConn = Connection<Sending>;
 
 /// What only the sending side of a connection has.
-pub struct Sending {
+pub(crate) struct Sending {
     /// The path is long.
     far: bool,
     grown: AtomicBool,
@@ -299,7 +299,7 @@ impl SendConn {
     ///
     /// # Errors
     /// When the kernel refuses to watch the socket.
-    pub fn new(net: Arc<Net>, link: Link, peer: Peer, first: Sock, seal: Seal) -> Result<Arc<Self>> {
+    pub(crate) fn new(net: Arc<Net>, link: Link, peer: Peer, first: Sock, seal: Seal) -> Result<Arc<Self>> {
         let recovery = link.features & FEATURE_RECOVERY != 0;
         if recovery {
             COPIES.warm_up();
@@ -343,7 +343,7 @@ impl SendConn {
     ///
     /// # Errors
     /// When it cannot be sent.
-    pub fn begin(self: &Arc<Self>) -> Result<()> {
+    pub(crate) fn begin(self: &Arc<Self>) -> Result<()> {
         let word = self.link.connection.to_le_bytes();
         // A stream that has broken in the meantime is being connected again, and that confirms the same.
         self.streams[0].peek(|io| send_all(&io.sock, &word)).unwrap_or(Ok(()))?;
@@ -427,7 +427,7 @@ impl SendConn {
     /// `data` must be readable for `length` bytes until the request ends, the memory is withdrawn or the connection is
     /// closed. `profiler` is null or NCCL's profiler handle of this transfer, valid until `test` has reported the end
     /// of it.
-    pub unsafe fn isend(
+    pub(crate) unsafe fn isend(
         &self,
         data: *const u8,
         length: usize,

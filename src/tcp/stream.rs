@@ -14,18 +14,18 @@ use crate::os::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use crate::os::sync::{Mutex, MutexGuard, settle};
 
 /// Request: read what has arrived.
-pub const READ: u8 = 1;
+pub(crate) const READ: u8 = 1;
 /// Request: check for something to send.
-pub const WRITE: u8 = 2;
+pub(crate) const WRITE: u8 = 2;
 /// Wish: send what has been taken to be sent already. A bit of its own, so that it does not hide another thread's wish to
 /// look for something.
-pub const SEND: u8 = 4;
+pub(crate) const SEND: u8 = 4;
 
 /// How many wishes of others a thread serves before it hands them on to the stream's worker.
 const ROUNDS: u32 = 8;
 
 /// A stream whose socket and buffers are an `Io`, or none while it is not connected.
-pub struct Stream<Io> {
+pub(crate) struct Stream<Io> {
     wishes: AtomicU8,
     /// Before the socket: dropping it names the descriptor, which must still be open then.
     registration: Mutex<Option<Registration>>,
@@ -35,10 +35,10 @@ pub struct Stream<Io> {
 }
 
 /// A stream in the hands of the thread that uses it; nothing inside while it is not connected.
-pub type Held<'a, Io> = MutexGuard<'a, Option<Box<Io>>>;
+pub(crate) type Held<'a, Io> = MutexGuard<'a, Option<Box<Io>>>;
 
 /// How a step on a stream ended.
-pub enum Step<Broken> {
+pub(crate) enum Step<Broken> {
     /// Everything that could move has moved; whether anything did.
     Settled(bool),
     /// The step stopped because it had its share; there is more.
@@ -49,7 +49,7 @@ pub enum Step<Broken> {
 
 /// What running a stream achieved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ran {
+pub(crate) enum Ran {
     /// Whether anything moved.
     Settled(bool),
     /// There is more to do; run it again when the others had their turn.
@@ -70,13 +70,19 @@ impl<Io> Default for Stream<Io> {
 impl<Io> Stream<Io> {
     /// Runs `step` with the given wishes, unless another thread is at it: then that thread will. `broken` is called
     /// without the stream's lock when the step ends the stream.
-    pub fn run<B>(&self, wish: u8, step: impl FnMut(&mut Io, u8) -> Step<B>, broken: impl FnOnce(Box<Io>, B)) -> Ran {
+    #[allow(dead_code, reason = "for tests/models")]
+    pub(crate) fn run<B>(
+        &self,
+        wish: u8,
+        step: impl FnMut(&mut Io, u8) -> Step<B>,
+        broken: impl FnOnce(Box<Io>, B),
+    ) -> Ran {
         self.run_held(self.hold(), wish, step, broken)
     }
 
     /// As [`Stream::run`], with the stream in the caller's hands already, or with what [`Stream::hold`] returned
     /// instead.
-    pub fn run_held<'a, B>(
+    pub(crate) fn run_held<'a, B>(
         &'a self,
         held: Option<Held<'a, Io>>,
         wish: u8,
@@ -92,7 +98,7 @@ impl<Io> Stream<Io> {
     }
 
     /// Runs `step` with the given wishes if no other thread is at it.
-    pub fn glance<B>(
+    pub(crate) fn glance<B>(
         &self,
         wish: u8,
         step: impl FnMut(&mut Io, u8) -> Step<B>,
@@ -104,7 +110,7 @@ impl<Io> Stream<Io> {
 
     /// The stream, unless another thread has it. To be given to [`Stream::run_held`]: letting go of it otherwise may
     /// leave another thread's request unserved.
-    pub fn hold(&self) -> Option<Held<'_, Io>> {
+    pub(crate) fn hold(&self) -> Option<Held<'_, Io>> {
         match self.io.try_lock() {
             Ok(io) => Some(io),
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
@@ -165,7 +171,8 @@ impl<Io> Stream<Io> {
     ///
     /// # Errors
     /// Gives the socket back, and drops its registration, when the stream has [ended](Stream::end).
-    pub fn install(&self, io: Box<Io>) -> Result<(), Box<Io>> {
+    #[allow(dead_code, reason = "for tests/models")]
+    pub(crate) fn install(&self, io: Box<Io>) -> Result<(), Box<Io>> {
         self.install_as(io, |_| ())
     }
 
@@ -174,7 +181,7 @@ impl<Io> Stream<Io> {
     ///
     /// # Errors
     /// As [`Stream::install`]; then nothing has begun.
-    pub fn install_as(&self, mut io: Box<Io>, begin: impl FnOnce(&mut Io)) -> Result<(), Box<Io>> {
+    pub(crate) fn install_as(&self, mut io: Box<Io>, begin: impl FnOnce(&mut Io)) -> Result<(), Box<Io>> {
         let mut held = self.lock();
         if self.ended.load(Ordering::Relaxed) {
             let place = self.registration().take();
@@ -189,7 +196,7 @@ impl<Io> Stream<Io> {
 
     /// As [`Stream::take`], and there will be no other: whatever comes after that for this stream is not used. When it returns
     /// nobody touches what the stream moved data from or to, nor will.
-    pub fn end(&self) -> Option<Box<Io>> {
+    pub(crate) fn end(&self) -> Option<Box<Io>> {
         self.take_if(|| {
             self.ended.store(true, Ordering::Relaxed);
             Some(())
@@ -198,12 +205,12 @@ impl<Io> Stream<Io> {
     }
 
     /// Where readiness is reported from now on.
-    pub fn watch(&self, registration: Registration) {
+    pub(crate) fn watch(&self, registration: Registration) {
         *self.registration() = Some(registration);
     }
 
     /// Makes the stream's worker run it.
-    pub fn kick(&self) {
+    pub(crate) fn kick(&self) {
         if let Some(registration) = &*self.registration() {
             registration.kick();
         }
@@ -211,7 +218,7 @@ impl<Io> Stream<Io> {
 
     /// Whether the stream's worker is looking for work at this moment, or about to: it is being woken while this is asked.
     /// Waits for nobody. False without a socket.
-    pub fn is_awake(&self) -> bool {
+    pub(crate) fn is_awake(&self) -> bool {
         match self.registration.try_lock() {
             Ok(registration) => registration.as_ref().is_some_and(Registration::is_awake),
             Err(TryLockError::WouldBlock) => true,
@@ -221,13 +228,13 @@ impl<Io> Stream<Io> {
 
     /// Takes the socket away, waiting for the thread that uses it (which never waits itself). After this nobody
     /// touches a buffer through this stream.
-    pub fn take(&self) -> Option<Box<Io>> {
+    pub(crate) fn take(&self) -> Option<Box<Io>> {
         self.take_if(|| Some(())).flatten()
     }
 
     /// As [`Stream::take`], if that is still wanted when the thread that used it has let go: `wanted` gives the lock that
     /// is to be held meanwhile, by which another life of the stream cannot begin in between. None when it is not.
-    pub fn take_if<G>(&self, wanted: impl FnOnce() -> Option<G>) -> Option<Option<Box<Io>>> {
+    pub(crate) fn take_if<G>(&self, wanted: impl FnOnce() -> Option<G>) -> Option<Option<Box<Io>>> {
         let mut held = self.lock();
         let meanwhile = wanted()?;
         let io = held.take();
@@ -239,7 +246,7 @@ impl<Io> Stream<Io> {
 
     /// Looks at the socket and buffers, waiting for the thread that uses them. What others wished for meanwhile is
     /// left to the stream's worker. For rare things.
-    pub fn peek<T>(&self, look: impl FnOnce(&mut Io) -> T) -> Option<T> {
+    pub(crate) fn peek<T>(&self, look: impl FnOnce(&mut Io) -> T) -> Option<T> {
         let seen = self.lock().as_deref_mut().map(look);
         settle();
         if self.wishes.load(Ordering::SeqCst) != 0 {
@@ -249,7 +256,7 @@ impl<Io> Stream<Io> {
     }
 
     /// Does something if the stream is not connected, and keeps it from being connected meanwhile. For rare things.
-    pub fn while_away<T>(&self, act: impl FnOnce() -> T) -> Option<T> {
+    pub(crate) fn while_away<T>(&self, act: impl FnOnce() -> T) -> Option<T> {
         let held = self.lock();
         let done = held.is_none().then(act);
         drop(held);
@@ -261,7 +268,7 @@ impl<Io> Stream<Io> {
     }
 
     /// The socket and buffers, waiting for the thread that uses them. For rare things.
-    pub fn lock(&self) -> MutexGuard<'_, Option<Box<Io>>> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Option<Box<Io>>> {
         self.io.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -15,11 +15,11 @@ use super::perfetto::ProcessInfo;
 use super::perfetto::read::Arrow;
 
 /// Messages of so much time are taken together. In ten seconds two clocks drift apart by some microseconds.
-pub const WINDOW_NS: u64 = 10_000_000_000;
+pub(crate) const WINDOW_NS: u64 = 10_000_000_000;
 
 /// What is known of one process.
 #[derive(Debug, Clone)]
-pub struct Clock {
+pub(crate) struct Clock {
     /// Which process on which host.
     pub info: ProcessInfo,
     /// Its ends of arrows.
@@ -28,7 +28,7 @@ pub struct Clock {
 
 /// What to add to a process's times, and how far that may be wrong against the reference.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Correction {
+pub(crate) struct Correction {
     /// Times (of the process) and what to add there; in between, in proportion.
     points: Vec<(u64, i64)>,
     /// The largest error in nanoseconds; None when only the wall clock was there to go by.
@@ -39,12 +39,12 @@ pub struct Correction {
 
 impl Correction {
     /// The time on the reference's clock.
-    pub fn apply(&self, when: u64) -> u64 {
+    pub(crate) fn apply(&self, when: u64) -> u64 {
         when.saturating_add_signed(self.at(when))
     }
 
     /// What to add at that time.
-    pub fn at(&self, when: u64) -> i64 {
+    pub(crate) fn at(&self, when: u64) -> i64 {
         let after = self.points.partition_point(|&(time, _)| time <= when);
         match (after.checked_sub(1).map(|i| self.points[i]), self.points.get(after)) {
             (Some((_, offset)), None) | (None, Some(&(_, offset))) => offset,
@@ -61,7 +61,7 @@ impl Correction {
 const FAR: i64 = i64::MAX / 4;
 
 /// Corrections for all processes, onto the clock of the first one's host.
-pub fn align(clocks: &[Clock]) -> Vec<Correction> {
+pub(crate) fn align(clocks: &[Clock]) -> Vec<Correction> {
     let mut hosts: Vec<(String, u64)> = Vec::new();
     let host_of: Vec<usize> = clocks
         .iter()

@@ -27,7 +27,7 @@ const STOPPED: u64 = 1;
 
 /// The data of a start besides its body: only a second profiler needs them.
 #[derive(Debug, Clone, Copy)]
-pub struct Start {
+pub(crate) struct Start {
     /// The parent's handle as NCCL knows it, ours.
     pub parent: u64,
     /// The originating rank.
@@ -44,7 +44,7 @@ pub struct Start {
 
 /// A change of state, for all versions of its arguments.
 #[derive(Debug, Clone, Copy)]
-pub struct Change {
+pub(crate) struct Change {
     /// NCCL's number of the state.
     pub state: c_int,
     /// Whether NCCL gave arguments at all.
@@ -58,7 +58,7 @@ pub struct Change {
 }
 
 /// A loaded profiler, spoken to in our terms. Implemented where C is spoken.
-pub trait Second: Send + Sync {
+pub(crate) trait Second: Send + Sync {
     /// A new communicator; the mask goes to `mask`, now or later. None when the profiler refuses.
     fn init(&self, comm: &CommInfo, mask: &AtomicI32) -> Option<*mut c_void>;
     /// A new event; null when it declines.
@@ -88,7 +88,7 @@ struct Context {
 }
 
 /// The second profiler and what we know of its handles.
-pub struct Chain {
+pub(crate) struct Chain {
     second: Box<dyn Second>,
     mask: AtomicI32,
     slots: Box<[Slot]>,
@@ -99,7 +99,7 @@ pub struct Chain {
 
 impl Chain {
     /// Puts `second` behind us.
-    pub fn new(second: Box<dyn Second>) -> Self {
+    pub(crate) fn new(second: Box<dyn Second>) -> Self {
         Self {
             second,
             mask: AtomicI32::new(0),
@@ -111,22 +111,22 @@ impl Chain {
     }
 
     /// Its current event mask.
-    pub fn mask(&self) -> u32 {
+    pub(crate) fn mask(&self) -> u32 {
         self.mask.load(Ordering::Relaxed) as u32
     }
 
     /// How many of its events were declined for want of room.
-    pub fn declined(&self) -> u64 {
+    pub(crate) fn declined(&self) -> u64 {
         self.declined.load(Ordering::Relaxed)
     }
 
     /// A number for an event that only the second profiler wants.
-    pub fn number(&self) -> u64 {
+    pub(crate) fn number(&self) -> u64 {
         self.numbers.fetch_add(1, Ordering::Relaxed)
     }
 
     /// A communicator begins.
-    pub fn init(&self, comm: &CommInfo) {
+    pub(crate) fn init(&self, comm: &CommInfo) {
         if let Some(theirs) = self.second.init(comm, &self.mask) {
             let context = &self.contexts[key::serial(comm.context) as usize % CONTEXTS];
             context.theirs.store(theirs, Ordering::Relaxed);
@@ -135,7 +135,7 @@ impl Chain {
     }
 
     /// A communicator ends.
-    pub fn finalize(&self, context: u64) {
+    pub(crate) fn finalize(&self, context: u64) {
         let slot = &self.contexts[key::serial(context) as usize % CONTEXTS];
         let theirs = slot.theirs.load(Ordering::Relaxed);
         if slot.ours.compare_exchange(context, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
@@ -145,12 +145,12 @@ impl Chain {
 
     /// Whether it wants events like this one.
     #[inline]
-    pub fn wants(&self, body: &Body) -> bool {
+    pub(crate) fn wants(&self, body: &Body) -> bool {
         body.kind().is_some_and(|kind| kind.triggers() & self.mask() != 0)
     }
 
     /// Hands the start of our `event` on. False when the second profiler took no notice of it.
-    pub fn start(&self, event: u64, context: u64, start: &Start) -> bool {
+    pub(crate) fn start(&self, event: u64, context: u64, start: &Start) -> bool {
         let slot = &self.contexts[key::serial(context) as usize % CONTEXTS];
         // A context that is not in the table belongs to another process or to a communicator that has ended.
         if slot.ours.load(Ordering::Acquire) != context {
@@ -175,7 +175,7 @@ impl Chain {
     }
 
     /// Hands a stop on.
-    pub fn stop(&self, event: u64) {
+    pub(crate) fn stop(&self, event: u64) {
         if let Some((slot, handle)) = self.slot(event) {
             slot.state.store(STOPPED, Ordering::Relaxed);
             self.second.stop(handle);
@@ -183,7 +183,7 @@ impl Chain {
     }
 
     /// Hands a change of state on.
-    pub fn record(&self, event: u64, change: &Change) {
+    pub(crate) fn record(&self, event: u64, change: &Change) {
         if let Some((_, handle)) = self.slot(event) {
             self.second.record(handle, change);
         }

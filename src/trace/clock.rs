@@ -73,7 +73,7 @@ impl Timeline {
 }
 
 /// How far the wall clock is ahead of [`now`], in nanoseconds. Good for a first guess between hosts, no more.
-pub fn wall_offset() -> i64 {
+pub(crate) fn wall_offset() -> i64 {
     // The smallest of a few differences is the one least disturbed in between.
     (0..5)
         .map(|_| {

@@ -55,7 +55,7 @@ impl Kind {
     }
 
     /// The kind whose mask value NCCL put into a descriptor's `type`.
-    pub fn from_bit(bit: u64) -> Option<Kind> {
+    pub(crate) fn from_bit(bit: u64) -> Option<Kind> {
         if bit.count_ones() != 1 {
             return None;
         }
@@ -84,12 +84,12 @@ impl Kind {
     }
 
     /// The kind with this label, whatever its case.
-    pub fn from_label(label: &str) -> Option<Kind> {
+    pub(crate) fn from_label(label: &str) -> Option<Kind> {
         Self::ALL.into_iter().find(|kind| kind.label().eq_ignore_ascii_case(label))
     }
 
     /// The mask bits any of which makes NCCL emit this kind: a child brings its ancestors along.
-    pub const fn triggers(self) -> u32 {
+    pub(crate) const fn triggers(self) -> u32 {
         use Kind::*;
         let transfer = ProxyOp.bit() | ProxyStep.bit() | KernelCh.bit() | NetPlugin.bit();
         let engine = CeColl.bit() | CeSync.bit() | CeBatch.bit();
@@ -129,7 +129,7 @@ pub struct CommInfo {
 
 impl CommInfo {
     /// One line that names the communicator and this rank in it.
-    pub fn title(&self) -> String {
+    pub(crate) fn title(&self) -> String {
         let name = match (self.name.as_str(), self.id) {
             ("", 0) => format!("communicator {}", super::key::serial(self.context)),
             ("", id) => format!("{id:#x}"),
@@ -284,7 +284,7 @@ impl NetPart {
 
     /// Whether [`NetPart::ended`] holds everything about the part.
     #[inline]
-    pub fn takes_in(net: &NetEvent) -> bool {
+    pub(crate) fn takes_in(net: &NetEvent) -> bool {
         let waits = net.wait_receiver_ns | net.wait_socket_ns | net.wait_credit_ns;
         waits == 0 && net.retransmissions == 0 && net.reconnects == 0 && net.wire_ns < u32::MAX.into()
     }
@@ -297,14 +297,14 @@ impl NetPart {
 
     /// Includes the end, if there is room for all of it.
     #[inline]
-    pub fn take_in(&mut self, times: &NetTimes) -> bool {
+    pub(crate) fn take_in(&mut self, times: &NetTimes) -> bool {
         let wire_ns = u32::try_from(times.wire_ns).ok().filter(|ns| *ns < u32::MAX && *times == self.plain_end(*ns));
         self.over = wire_ns.map_or(0, |ns| ns + 1);
         wire_ns.is_some()
     }
 
     /// Gives it back.
-    pub fn take_out(&mut self) -> Option<NetTimes> {
+    pub(crate) fn take_out(&mut self) -> Option<NetTimes> {
         let wire_ns = std::mem::take(&mut self.over).checked_sub(1)?;
         Some(self.plain_end(wire_ns))
     }
@@ -366,7 +366,7 @@ impl NetTimes {
     }
 
     /// The same, from a start.
-    pub fn at_start(net: &NetEvent) -> Self {
+    pub(crate) fn at_start(net: &NetEvent) -> Self {
         let ago_ns = u64::from(net.ago_ns).saturating_sub(net.wire_ns) as u32;
         Self { ago_ns, ends: true, ..Self::of(net) }
     }
@@ -487,7 +487,7 @@ impl Body {
     }
 
     /// For a part whose end is reported with its start: leaves the start, and returns the end.
-    pub fn ended_part(&mut self) -> Option<NetTimes> {
+    pub(crate) fn ended_part(&mut self) -> Option<NetTimes> {
         match self {
             Body::NetTowline(part) => part.take_out(),
             Body::NetSum(sum) => {
@@ -522,31 +522,31 @@ pub struct Record {
 /// The states that NCCL records, by NCCL's numbers.
 pub mod state {
     #![allow(missing_docs)]
-    pub const OP_SEND_POSTED: u8 = 0;
-    pub const OP_SEND_REM_FIFO_WAIT: u8 = 1;
-    pub const OP_SEND_TRANSMITTED: u8 = 2;
-    pub const OP_SEND_DONE: u8 = 3;
-    pub const OP_RECV_POSTED: u8 = 4;
-    pub const OP_RECV_RECEIVED: u8 = 5;
-    pub const OP_RECV_TRANSMITTED: u8 = 6;
-    pub const OP_RECV_DONE: u8 = 7;
-    pub const STEP_SEND_GPU_WAIT: u8 = 8;
+    pub(crate) const OP_SEND_POSTED: u8 = 0;
+    pub(crate) const OP_SEND_REM_FIFO_WAIT: u8 = 1;
+    pub(crate) const OP_SEND_TRANSMITTED: u8 = 2;
+    pub(crate) const OP_SEND_DONE: u8 = 3;
+    pub(crate) const OP_RECV_POSTED: u8 = 4;
+    pub(crate) const OP_RECV_RECEIVED: u8 = 5;
+    pub(crate) const OP_RECV_TRANSMITTED: u8 = 6;
+    pub(crate) const OP_RECV_DONE: u8 = 7;
+    pub(crate) const STEP_SEND_GPU_WAIT: u8 = 8;
     pub const STEP_SEND_WAIT: u8 = 9;
-    pub const STEP_RECV_WAIT: u8 = 10;
+    pub(crate) const STEP_RECV_WAIT: u8 = 10;
     pub const STEP_RECV_FLUSH_WAIT: u8 = 11;
-    pub const STEP_RECV_GPU_WAIT: u8 = 12;
-    pub const CTRL_IDLE: u8 = 13;
-    pub const CTRL_ACTIVE: u8 = 14;
-    pub const CTRL_SLEEP: u8 = 15;
-    pub const CTRL_WAKEUP: u8 = 16;
-    pub const CTRL_APPEND: u8 = 17;
-    pub const CTRL_APPEND_END: u8 = 18;
-    pub const OP_IN_PROGRESS: u8 = 19;
-    pub const STEP_SEND_PEER_WAIT: u8 = 20;
+    pub(crate) const STEP_RECV_GPU_WAIT: u8 = 12;
+    pub(crate) const CTRL_IDLE: u8 = 13;
+    pub(crate) const CTRL_ACTIVE: u8 = 14;
+    pub(crate) const CTRL_SLEEP: u8 = 15;
+    pub(crate) const CTRL_WAKEUP: u8 = 16;
+    pub(crate) const CTRL_APPEND: u8 = 17;
+    pub(crate) const CTRL_APPEND_END: u8 = 18;
+    pub(crate) const OP_IN_PROGRESS: u8 = 19;
+    pub(crate) const STEP_SEND_PEER_WAIT: u8 = 20;
     pub const NET_UPDATE: u8 = 21;
-    pub const KERNEL_STOP: u8 = 22;
-    pub const GROUP_START_API_STOP: u8 = 23;
-    pub const GROUP_END_API_START: u8 = 24;
+    pub(crate) const KERNEL_STOP: u8 = 22;
+    pub(crate) const GROUP_START_API_STOP: u8 = 23;
+    pub(crate) const GROUP_END_API_START: u8 = 24;
 
     /// What a person reads for a state.
     pub fn label(state: u8) -> &'static str {
@@ -582,12 +582,12 @@ pub mod state {
     }
 
     /// The state with this label.
-    pub fn from_label(text: &str) -> Option<u8> {
+    pub(crate) fn from_label(text: &str) -> Option<u8> {
         (0..=24).find(|&state| label(state) == text)
     }
 
     /// Whether it is one of a ProxyStep's phases, each of which ends where the next begins.
-    pub fn is_step_phase(state: u8) -> bool {
+    pub(crate) fn is_step_phase(state: u8) -> bool {
         matches!(state, STEP_SEND_GPU_WAIT..=STEP_RECV_GPU_WAIT | STEP_SEND_PEER_WAIT)
     }
 }

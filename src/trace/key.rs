@@ -18,11 +18,11 @@ const STAMP_SHIFT: u32 = 48;
 
 /// The random number that marks this process's keys; never 0, so no key is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Stamp(u16);
+pub(crate) struct Stamp(u16);
 
 impl Stamp {
     /// A fresh stamp.
-    pub fn random() -> Self {
+    pub(crate) fn random() -> Self {
         let mut bytes = [0; 2];
         // Without randomness the pid has to do: neighbours on one host then still differ.
         let number = match getrandom::fill(&mut bytes) {
@@ -33,62 +33,62 @@ impl Stamp {
     }
 
     /// The context of the `serial`-th communicator (from 1).
-    pub fn context(self, serial: u64) -> u64 {
+    pub(crate) fn context(self, serial: u64) -> u64 {
         u64::from(self.0) << STAMP_SHIFT | serial
     }
 
     /// The handle of the event whose start is at `place`.
     #[inline]
-    pub fn event(self, place: Place, own_net: bool) -> u64 {
+    pub(crate) fn event(self, place: Place, own_net: bool) -> u64 {
         let own = if own_net { OWN_NET } else { 0 };
         u64::from(self.0) << STAMP_SHIFT | own | (place.shard as u64) << POSITION_BITS | place.position
     }
 
     /// The handle of an event that only the chained profiler wants.
-    pub fn chained(self, number: u64, own_net: bool) -> u64 {
+    pub(crate) fn chained(self, number: u64, own_net: bool) -> u64 {
         let own = if own_net { OWN_NET } else { 0 };
         u64::from(self.0) << STAMP_SHIFT | SILENT | own | (number & (OWN_NET - 1))
     }
 
     /// Whether `key` was made with this stamp.
     #[inline]
-    pub fn made(self, key: u64) -> bool {
+    pub(crate) fn made(self, key: u64) -> bool {
         key >> STAMP_SHIFT == u64::from(self.0)
     }
 }
 
 /// Whether updates of this event carry a [`crate::nccl::net_event::NetEvent`].
 #[inline]
-pub fn is_own_net(event: u64) -> bool {
+pub(crate) fn is_own_net(event: u64) -> bool {
     event & OWN_NET != 0
 }
 
 /// Whether nothing is recorded of this event.
 #[inline]
-pub fn is_silent(event: u64) -> bool {
+pub(crate) fn is_silent(event: u64) -> bool {
     event & SILENT != 0
 }
 
 /// The handle of an event of which nothing is recorded, and whose children become its parent's.
 #[inline]
-pub fn stand_in(parent: u64) -> u64 {
+pub(crate) fn stand_in(parent: u64) -> u64 {
     parent | SILENT
 }
 
 /// The event that `parent` replaces, or itself. Not for keys of [`Stamp::chained`].
 #[inline]
-pub fn stood_for(parent: u64) -> u64 {
+pub(crate) fn stood_for(parent: u64) -> u64 {
     parent & !SILENT
 }
 
 /// The shard of the ring that the event's start went through.
 #[inline]
-pub fn shard(event: u64) -> usize {
+pub(crate) fn shard(event: u64) -> usize {
     (event >> POSITION_BITS) as usize & (SHARDS - 1)
 }
 
 /// The event's number within its process, small enough for a trace; 0 stays 0.
-pub fn compact(event: u64) -> u64 {
+pub(crate) fn compact(event: u64) -> u64 {
     if event == 0 {
         return 0;
     }
@@ -97,7 +97,7 @@ pub fn compact(event: u64) -> u64 {
 }
 
 /// The running number in a context.
-pub fn serial(context: u64) -> u64 {
+pub(crate) fn serial(context: u64) -> u64 {
     context & ((1 << STAMP_SHIFT) - 1)
 }
 

@@ -19,28 +19,28 @@
 //! This room knows NCCL's profiler interface in its own terms ([`event`]); the C structs are `abi`'s. It must not know
 //! the transport, which tells it things through NCCL like any plugin would ([`crate::nccl::net_event`]).
 
-pub mod align;
-pub mod chain;
+pub(crate) mod align;
+pub(crate) mod chain;
 mod claim;
 pub mod clock;
 pub mod event;
 mod hash;
-pub mod key;
-pub mod live;
+pub(crate) mod key;
+pub(crate) mod live;
 pub mod metrics;
-pub mod names;
+pub(crate) mod names;
 pub mod perfetto;
-pub mod place;
+pub(crate) mod place;
 mod process;
 pub mod profiler;
-pub mod rail;
-pub mod remote;
-pub mod ring;
+pub(crate) mod rail;
+pub(crate) mod remote;
+pub(crate) mod ring;
 pub mod say;
 mod service;
-pub mod settings;
+pub(crate) mod settings;
 mod slots;
-pub mod summary;
-pub mod tracker;
-pub mod verdict;
+pub(crate) mod summary;
+pub(crate) mod tracker;
+pub(crate) mod verdict;
 mod writer;

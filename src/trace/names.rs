@@ -54,13 +54,13 @@ static TABLE: Table = Table(
 
 impl Name {
     /// No string (a null pointer, a field that the descriptor's version does not have).
-    pub const NONE: Name = Name(0);
+    pub(crate) const NONE: Name = Name(0);
 
     /// A string that found no room.
-    pub const OTHER: Name = Name(u16::MAX);
+    pub(crate) const OTHER: Name = Name(u16::MAX);
 
     /// The string's number. Wait-free: a bounded number of places is tried, and none is waited for.
-    pub fn new(text: &[u8]) -> Name {
+    pub(crate) fn new(text: &[u8]) -> Name {
         if text.is_empty() {
             return Self::NONE;
         }
@@ -92,7 +92,7 @@ impl Name {
     ///
     /// # Safety
     /// `text` is null, or points to a string that ends with a zero byte.
-    pub unsafe fn from_ptr(text: *const c_char) -> Name {
+    pub(crate) unsafe fn from_ptr(text: *const c_char) -> Name {
         if text.is_null() {
             return Self::NONE;
         }
@@ -110,7 +110,7 @@ impl Name {
     }
 
     /// The string for C, valid for ever; null for [`Name::NONE`].
-    pub fn as_ptr(self) -> *const c_char {
+    pub(crate) fn as_ptr(self) -> *const c_char {
         match self {
             Self::NONE => std::ptr::null(),
             Self::OTHER => c"?".as_ptr(),
@@ -120,7 +120,7 @@ impl Name {
     }
 
     /// Whether there is a string.
-    pub fn is_some(self) -> bool {
+    pub(crate) fn is_some(self) -> bool {
         self != Self::NONE
     }
 }

@@ -45,10 +45,10 @@ const EXIT: Duration = Duration::from_secs(2);
 const LONGEST: Duration = Duration::from_secs(30);
 
 /// Opens a second profiler for the interface's version that NCCL speaks to us.
-pub type LoadSecond = fn(&Path, u32) -> Result<Box<dyn Second>>;
+pub(crate) type LoadSecond = fn(&Path, u32) -> Result<Box<dyn Second>>;
 
 /// What a communicator's `init` brings.
-pub struct Init {
+pub(crate) struct Init {
     /// The version of the interface that NCCL uses.
     pub version: u32,
     /// The data about the communicator; `context` is not yet set.
@@ -108,7 +108,7 @@ impl Call {
 ///
 /// # Safety
 /// `init.mask` is null or valid for as long as any communicator lives.
-pub unsafe fn init(init: Init) -> u64 {
+pub(crate) unsafe fn init(init: Init) -> u64 {
     let set_mask = |mask: u32| {
         if !init.mask.is_null() {
             // SAFETY: the caller promises a valid place; NCCL reads it as one int, hence the atomic.
@@ -146,7 +146,7 @@ pub unsafe fn init(init: Init) -> u64 {
 
 /// An event begins. Returns its handle, 0 when it is declined.
 #[inline]
-pub fn start(context: u64, start: &Start) -> u64 {
+pub(crate) fn start(context: u64, start: &Start) -> u64 {
     let Some(profiler) = current() else { return 0 };
     let Some(kind) = start.body.kind() else { return 0 };
     let chain = profiler.chain.as_ref().filter(|chain| chain.wants(&start.body));
@@ -171,7 +171,7 @@ pub fn start(context: u64, start: &Start) -> u64 {
 
 /// Parts of a transfer that have ended, told of in one call: an event each. Returns a handle that stands for all, 0 when they
 /// are declined. Only a profiler that has no second one behind it is told of several in one call ([`Reader::Patient`] and up).
-pub fn start_all(context: u64, first: &Start, parts: &[NetEvent]) -> u64 {
+pub(crate) fn start_all(context: u64, first: &Start, parts: &[NetEvent]) -> u64 {
     let Some(profiler) = current() else { return 0 };
     if Kind::NetPlugin.triggers() & profiler.settings.mask == 0 {
         return 0;
@@ -189,7 +189,7 @@ pub fn start_all(context: u64, first: &Start, parts: &[NetEvent]) -> u64 {
 /// A transfer has ended, at the time `ended` ([`Ticks::number`]), of which all there is to say is this sum. Returns whether it
 /// is recorded. Only a profiler that has no second one behind it is told sums ([`Reader::Sums`]).
 #[inline]
-pub fn sum(context: u64, parent: u64, rank: i32, sum: &NetSum, ended: u64) -> bool {
+pub(crate) fn sum(context: u64, parent: u64, rank: i32, sum: &NetSum, ended: u64) -> bool {
     let Some(profiler) = current() else { return false };
     if Kind::NetPlugin.triggers() & profiler.settings.mask == 0 {
         return false;
@@ -200,7 +200,7 @@ pub fn sum(context: u64, parent: u64, rank: i32, sum: &NetSum, ended: u64) -> bo
 
 /// An event ends.
 #[inline]
-pub fn stop(event: u64) {
+pub(crate) fn stop(event: u64) {
     let Some(profiler) = current().filter(|profiler| profiler.stamp.made(event)) else { return };
     if !key::is_silent(event) && profiler.push(event, Room::Stop, Body::Stop).is_none() {
         profiler.drops.stops.fetch_add(1, Ordering::Relaxed);
@@ -215,7 +215,7 @@ pub fn stop(event: u64) {
 /// # Safety
 /// For a network plugin's update, `change.data` is null or the type that this plugin documents.
 #[inline]
-pub unsafe fn record(event: u64, change: &Change) {
+pub(crate) unsafe fn record(event: u64, change: &Change) {
     let Some(profiler) = current().filter(|profiler| profiler.stamp.made(event)) else { return };
     if !key::is_silent(event) {
         // SAFETY: passed on from the caller.
@@ -233,7 +233,7 @@ pub unsafe fn record(event: u64, change: &Change) {
 }
 
 /// A communicator ends.
-pub fn finalize(context: u64) {
+pub(crate) fn finalize(context: u64) {
     let Some(profiler) = current().filter(|profiler| profiler.stamp.made(context)) else { return };
     if let Some(chain) = &profiler.chain {
         chain.finalize(context);

@@ -10,7 +10,7 @@ const SOCKET_SEND: i32 = 0;
 
 /// A way out of the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Rail {
+pub(crate) enum Rail {
     /// A network interface or an RDMA device that Towline used.
     Interface(Name),
     /// Towline's rail, of a connection whose interfaces are not known.
@@ -23,7 +23,7 @@ pub enum Rail {
 
 impl Rail {
     /// Rail, direction and length of a network event; None when its descriptor does not contain them.
-    pub fn of(body: &Body) -> Option<(Rail, bool, u64)> {
+    pub(crate) fn of(body: &Body) -> Option<(Rail, bool, u64)> {
         match *body {
             Body::NetTowline(part) => Some((Rail::Number(part.rail), part.send, part.length)),
             Body::NetSocket { op, length, .. } => Some((Rail::Sockets, op == SOCKET_SEND, length)),
@@ -34,12 +34,12 @@ impl Rail {
     }
 
     /// Whether it is one rail, to be compared with others.
-    pub fn is_one(self) -> bool {
+    pub(crate) fn is_one(self) -> bool {
         self != Rail::Number(SEVERAL)
     }
 
     /// Its name for users.
-    pub fn name(self) -> String {
+    pub(crate) fn name(self) -> String {
         match self {
             Rail::Interface(name) => name.text().into(),
             Rail::Number(SEVERAL) => "several rails".into(),
@@ -68,12 +68,12 @@ pub struct Links {
 
 impl Links {
     /// Whether this connection has been reported.
-    pub fn knows(&self, link: u64, send: bool) -> bool {
+    pub(crate) fn knows(&self, link: u64, send: bool) -> bool {
         self.links.contains_key(&(link, send))
     }
 
     /// A connection's interfaces, in the order of its rails, and the host at its other end.
-    pub fn learn(&mut self, link: u64, send: bool, interfaces: Vec<Name>, host: &str) {
+    pub(crate) fn learn(&mut self, link: u64, send: bool, interfaces: Vec<Name>, host: &str) {
         let host = self.hosts.iter().position(|known| known == host).unwrap_or_else(|| {
             if self.hosts.len() <= HOSTS {
                 self.hosts.push(if self.hosts.len() == HOSTS { "others" } else { host }.into());
@@ -84,33 +84,33 @@ impl Links {
     }
 
     /// The interface of a connection's next rail.
-    pub fn add(&mut self, link: u64, send: bool, name: Name) {
+    pub(crate) fn add(&mut self, link: u64, send: bool, name: Name) {
         self.links.entry((link, send)).or_default().interfaces.push(name);
     }
 
     /// Takes in what `other` knows.
-    pub fn join(&mut self, other: Self) {
+    pub(crate) fn join(&mut self, other: Self) {
         self.links.extend(other.links);
     }
 
     /// All connections with their interfaces.
-    pub fn all(&self) -> impl Iterator<Item = (u64, bool, &[Name])> {
+    pub(crate) fn all(&self) -> impl Iterator<Item = (u64, bool, &[Name])> {
         self.links.iter().map(|(&(link, send), known)| (link, send, &known.interfaces[..]))
     }
 
     /// The hosts at the other ends.
-    pub fn hosts(&self) -> &[String] {
+    pub(crate) fn hosts(&self) -> &[String] {
         &self.hosts
     }
 
     /// Which of [`Links::hosts`] is at the other end of a part.
-    pub fn host(&self, body: &Body) -> Option<usize> {
+    pub(crate) fn host(&self, body: &Body) -> Option<usize> {
         let Body::NetTowline(part) = *body else { return None };
         self.links.get(&(part.link, part.send)).map(|link| link.host)
     }
 
     /// As [`Rail::of`], by the interface's name where it is known.
-    pub fn rail(&self, body: &Body) -> Option<(Rail, bool, u64)> {
+    pub(crate) fn rail(&self, body: &Body) -> Option<(Rail, bool, u64)> {
         let (rail, send, length) = Rail::of(body)?;
         let name = match *body {
             Body::NetTowline(part) => {

@@ -43,7 +43,7 @@ const PROOF: Duration = Duration::from_secs(2);
 ///
 /// # Errors
 /// As [`SharedKey::load`].
-pub fn load_key(path: &Path) -> Result<SharedKey> {
+pub(crate) fn load_key(path: &Path) -> Result<SharedKey> {
     SharedKey::load(path, Purpose::Status)
 }
 
@@ -81,7 +81,7 @@ pub(in crate::trace) fn serve(client: &TcpStream, key: &SharedKey, answer: impl 
 ///
 /// # Errors
 /// When it has another key, or is not done within `patience`.
-pub fn ask(stream: &TcpStream, key: &SharedKey, patience: Duration, longest: u64) -> io::Result<Vec<u8>> {
+pub(crate) fn ask(stream: &TcpStream, key: &SharedKey, patience: Duration, longest: u64) -> io::Result<Vec<u8>> {
     let mut stream = Limited::new(stream, patience);
     let mut state = builder(key)?.build_initiator().map_err(refused)?;
     let mut greeting = [0; GREETING];

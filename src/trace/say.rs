@@ -4,7 +4,7 @@ use std::io::Write;
 
 /// How serious a message is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Level {
+pub(crate) enum Level {
     /// A warning: the user should check it.
     Warn,
     /// Where files are and what was counted.

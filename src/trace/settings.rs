@@ -24,7 +24,7 @@ const LIMIT_MIB: u32 = 4096;
 
 /// What to do.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Settings {
+pub(crate) struct Settings {
     /// Write a trace file.
     pub trace: bool,
     /// Write a summary at the end.
@@ -61,7 +61,7 @@ pub struct Settings {
 
 /// The status over TCP.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Remote {
+pub(crate) struct Remote {
     /// Where to listen.
     pub address: SocketAddr,
     /// The key file.
@@ -71,7 +71,7 @@ pub struct Remote {
 impl Settings {
     /// What `config` asks for on this host and in this process, and what in it made no sense. None when there is nothing to
     /// do. `local` gives, or makes, the user's directory for the states of this host.
-    pub fn new(
+    pub(crate) fn new(
         config: &Config,
         host: &str,
         pid: u32,
@@ -145,12 +145,12 @@ impl Settings {
     }
 
     /// Whether the user wants more of the profiler than the status.
-    pub fn is_asked_for(&self) -> bool {
+    pub(crate) fn is_asked_for(&self) -> bool {
         self.trace || self.summary || self.metrics.is_some() || self.listen.is_some()
     }
 
     /// Whether proxy steps are of no use: network events are asked for and they are not, and no trace shows one under the other.
-    pub fn skips_steps(&self) -> bool {
+    pub(crate) fn skips_steps(&self) -> bool {
         let asked = |kind: Kind| self.mask & kind.bit() != 0;
         !self.trace && asked(Kind::NetPlugin) && !asked(Kind::ProxyStep)
     }

@@ -28,7 +28,7 @@ struct Followed {
 
 /// A communicator of this process.
 #[derive(Debug, Default)]
-pub struct Comm {
+pub(crate) struct Comm {
     /// Which one, and this process's rank in it.
     pub info: CommInfo,
     /// When it ended.
@@ -41,7 +41,7 @@ pub struct Comm {
 
 impl Comm {
     /// The last calls, in the order in which they were entered.
-    pub fn calls(&self) -> impl DoubleEndedIterator<Item = &Call> {
+    pub(crate) fn calls(&self) -> impl DoubleEndedIterator<Item = &Call> {
         self.calls.values().map(|followed| &followed.call)
     }
 }
@@ -68,7 +68,7 @@ struct Step {
 
 /// The state of one process.
 #[derive(Debug)]
-pub struct Tracker {
+pub(crate) struct Tracker {
     comms: BTreeMap<u64, Comm>,
     /// By event: a call's communicator and its running number there.
     calls: QuickMap<u64, (u64, u64)>,
@@ -80,7 +80,7 @@ pub struct Tracker {
 
 impl Tracker {
     /// Remembers `kept` calls of each communicator.
-    pub fn new(kept: usize) -> Self {
+    pub(crate) fn new(kept: usize) -> Self {
         Self {
             comms: BTreeMap::new(),
             calls: QuickMap::default(),
@@ -91,12 +91,12 @@ impl Tracker {
     }
 
     /// A communicator begins, or more is known of it.
-    pub fn comm(&mut self, info: &CommInfo) {
+    pub(crate) fn comm(&mut self, info: &CommInfo) {
         self.comms.entry(info.context).or_default().info = info.clone();
     }
 
     /// A communicator ends; what is open in it stays so.
-    pub fn comm_ends(&mut self, context: u64, now: u64) {
+    pub(crate) fn comm_ends(&mut self, context: u64, now: u64) {
         if let Some(comm) = self.comms.get_mut(&context) {
             comm.ended = Some(now);
         }
@@ -106,18 +106,18 @@ impl Tracker {
     }
 
     /// Forgets communicators that ended long before `now`.
-    pub fn forget(&mut self, now: u64) {
+    pub(crate) fn forget(&mut self, now: u64) {
         self.comms.retain(|_, comm| comm.ended.is_none_or(|ended| ended + REMEMBERED_NS > now));
     }
 
     /// The communicators, by their contexts.
-    pub fn comms(&self) -> &BTreeMap<u64, Comm> {
+    pub(crate) fn comms(&self) -> &BTreeMap<u64, Comm> {
         &self.comms
     }
 
     /// What the open steps of each communicator wait for. NCCL asks for the data of several steps ahead; while the GPU has not
     /// taken those that have come, the further ones hold no rank up.
-    pub fn waits(&self) -> BTreeMap<u64, Vec<Wait>> {
+    pub(crate) fn waits(&self) -> BTreeMap<u64, Vec<Wait>> {
         let supplied: BTreeSet<u64> =
             self.steps.values().filter(|step| step.arrived).map(|step| step.operation).collect();
         let mut waits: BTreeMap<u64, Vec<Wait>> = BTreeMap::new();
@@ -135,7 +135,7 @@ impl Tracker {
     }
 
     /// One record.
-    pub fn apply(&mut self, record: &Record) {
+    pub(crate) fn apply(&mut self, record: &Record) {
         let (id, when) = (record.id, record.when);
         match record.body {
             Body::Coll(coll) => {

@@ -12,13 +12,13 @@
 mod chain;
 mod logger;
 mod members;
-pub mod v1;
-pub mod v2;
-pub mod v3;
-pub mod v4;
-pub mod v5;
+pub(crate) mod v1;
+pub(crate) mod v2;
+pub(crate) mod v3;
+pub(crate) mod v4;
+pub(crate) mod v5;
 pub mod v6;
-pub mod v7;
+pub(crate) mod v7;
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::AtomicI32;
@@ -188,7 +188,7 @@ macro_rules! profiler_version {
         // SAFETY: the symbol is NCCL's name for exactly this type, and nothing else in the process defines it in this
         // library's scope.
         #[unsafe(no_mangle)]
-        #[allow(non_upper_case_globals, reason = "NCCL's name")]
+        #[allow(non_upper_case_globals, unreachable_pub, reason = "NCCL's name, which it looks up")]
         pub static $symbol: $crate::abi::table::Table<$crate::nccl::ffi::$table> =
             $crate::abi::table::Table($crate::nccl::ffi::$table {
                 name: $crate::abi::table::NAME.as_ptr(),

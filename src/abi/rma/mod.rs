@@ -10,10 +10,6 @@ mod v16;
 use std::ffi::{c_int, c_void};
 use std::ptr;
 
-pub use v14::ncclRmaPlugin_v14;
-pub use v15::ncclRmaPlugin_v15;
-pub use v16::ncclRmaPlugin_v16;
-
 use super::guard::guard;
 use super::pointer::{Out, array, dress, handle_bytes, id, null};
 use super::properties::Properties;
@@ -33,7 +29,7 @@ macro_rules! export_rma {
         // library's scope.
         #[unsafe(no_mangle)]
         #[allow(non_upper_case_globals, reason = "NCCL's name")]
-        pub static $symbol: Table<$type> = Table($type {
+        pub(crate) static $symbol: Table<$type> = Table($type {
             name: NAME.as_ptr(),
             init: Some(super::init::<$api>),
             devices: Some(crate::abi::v4::devices::<$api>),

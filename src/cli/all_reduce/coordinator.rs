@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use towline::os::error::{Error, Result};
+use crate::os::error::{Error, Result};
 
 use super::super::Verdict;
 use super::super::channel::Channel;

@@ -3,9 +3,9 @@
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use towline::host::profiler::Profiler;
-use towline::host::{Handle, Init};
-use towline::os::error::{Error, Result};
+use crate::host::profiler::Profiler;
+use crate::host::{Handle, Init};
+use crate::os::error::{Error, Result};
 
 use super::super::buffer::Place;
 use super::super::channel::Channel;
@@ -77,7 +77,7 @@ fn join(
 ) -> Result<Ring<HostLink>> {
     let patience = Duration::from_secs(timeout_s.into());
     let net = choice.open()?;
-    let initialising = |code: towline::host::Code| code.while_doing(format!("initialising {}", net.name()));
+    let initialising = |code: crate::host::Code| code.while_doing(format!("initialising {}", net.name()));
     // The same for all ranks, and another in each run on this host.
     let comm_id = u64::from(std::os::unix::process::parent_id());
     let profiler = Profiler::start(net.plugin(), comm_id, c"towline all-reduce", ranks, rank);

@@ -7,9 +7,9 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use crate::host::DEFAULT_FILE;
+use crate::os::nccl_conf::Variables;
 use serde::Serialize;
-use towline::host::DEFAULT_FILE;
-use towline::os::nccl_conf::Variables;
 
 use super::cure::{export, quoted, unset};
 use super::file;

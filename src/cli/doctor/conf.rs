@@ -1,7 +1,7 @@
 //! Values that NCCL does not read as they were meant: it trims neither its configuration files nor the environment, and it
 //! reads the files long after the dynamic loader has read its own variables.
 
-use towline::os::nccl_conf::Variables;
+use crate::os::nccl_conf::Variables;
 
 use super::cure::{export, quoted};
 use super::{Cause, Finding};

@@ -1,6 +1,6 @@
 //! Cures as commands for a shell.
 
-use towline::os::nccl_conf::Variables;
+use crate::os::nccl_conf::Variables;
 
 /// The text, quoted as one argument for a shell.
 pub(super) fn quoted(text: impl AsRef<str>) -> String {

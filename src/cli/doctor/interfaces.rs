@@ -3,13 +3,13 @@
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr};
 
+use crate::os::config::{Config, Family, Rails};
+use crate::os::error::Error;
+use crate::os::interfaces::{self, Filter, UNKNOWN_SPEED_MBPS, Wish};
+use crate::os::nccl_conf::Variables;
+use crate::os::route::{self, Way};
+use crate::os::sysfs::Sysfs;
 use serde::Serialize;
-use towline::os::config::{Config, Family, Rails};
-use towline::os::error::Error;
-use towline::os::interfaces::{self, Filter, UNKNOWN_SPEED_MBPS, Wish};
-use towline::os::nccl_conf::Variables;
-use towline::os::route::{self, Way};
-use towline::os::sysfs::Sysfs;
 
 use super::cure::{export, unset};
 use super::{Cause, Finding};

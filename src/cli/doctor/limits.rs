@@ -2,9 +2,9 @@
 
 use std::fs;
 
+use crate::os::config::Config;
+use crate::os::cores::Cores;
 use serde::Serialize;
-use towline::os::config::Config;
-use towline::os::cores::Cores;
 
 use super::{Cause, Finding};
 

@@ -9,10 +9,10 @@ use std::ffi::CStr;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
+use crate::host::{Net, Plugin};
+use crate::os::error::Result;
 use clap::Args;
 use serde::{Deserialize, Serialize};
-use towline::host::{Net, Plugin};
-use towline::os::error::Result;
 
 use super::super::output::print;
 use super::Verdict;

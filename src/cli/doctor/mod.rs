@@ -21,11 +21,11 @@ mod settings;
 
 use std::path::{Path, PathBuf};
 
+use crate::os::config::Config;
+use crate::os::error::Result;
+use crate::os::nccl_conf::Variables;
 use clap::Args;
 use serde::Serialize;
-use towline::os::config::Config;
-use towline::os::error::Result;
-use towline::os::nccl_conf::Variables;
 
 use super::Verdict;
 use super::output::{Output, STDOUT, check_json, write_json};

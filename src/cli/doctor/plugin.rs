@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
+use crate::host::{Context, Init, Plugin, log};
+use crate::os::error::Error;
 use serde::Serialize;
-use towline::host::{Context, Init, Plugin, log};
-use towline::os::error::Error;
 
 use super::super::installation::WITHOUT_PLUGIN;
 use super::super::plugin_options::PluginChoice;
@@ -71,7 +71,7 @@ fn open(choice: &PluginChoice, facts: &mut Facts) -> Result<(), Failure> {
             *last.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(record.text.clone());
         }
     });
-    let failed = |code: towline::host::Code, doing: &str| {
+    let failed = |code: crate::host::Code, doing: &str| {
         let said = warning.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
         match said {
             Some(said) => starting(&said),
@@ -98,7 +98,7 @@ fn starting(said: &str) -> Failure {
     Failure::Starting(what.to_owned(), hint.to_owned())
 }
 
-fn devices(context: &Context) -> towline::host::Result<Vec<Device>> {
+fn devices(context: &Context) -> crate::host::Result<Vec<Device>> {
     let device = |number| {
         let properties = context.properties(number)?;
         Ok(Device {

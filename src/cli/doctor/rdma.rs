@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde::Serialize;
 
-use towline::os::config::Config;
+use crate::os::config::Config;
 
 use super::{Cause, Finding};
 
@@ -82,10 +82,10 @@ pub(super) fn look(config: &Config, findings: &mut Vec<Finding>) -> Facts {
 /// What the backend would use, found as it finds it.
 #[cfg(feature = "rdma")]
 fn choose(config: &Config, facts: &mut Facts) {
-    use towline::rdma::dl::Verbs;
-    use towline::rdma::sysfs::RdmaSysfs;
-    use towline::rdma::verbs::{Context, open_devices};
-    use towline::rdma::{backend, devices, gid};
+    use crate::rdma::dl::Verbs;
+    use crate::rdma::sysfs::RdmaSysfs;
+    use crate::rdma::verbs::{Context, open_devices};
+    use crate::rdma::{backend, devices, gid};
     facts.ruled_out = backend::ruled_out(config);
     let found = match devices::discover(config) {
         Ok(found) => found,

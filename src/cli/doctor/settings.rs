@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use crate::os::config::{self, Complaint, Source};
+use crate::os::key_file;
+use crate::os::nccl_conf::Variables;
 use serde::Serialize;
-use towline::os::config::{self, Complaint, Source};
-use towline::os::key_file;
-use towline::os::nccl_conf::Variables;
 
 use super::cure::{export, unset};
 use super::{Cause, Finding};
@@ -88,7 +88,7 @@ fn judge(complaint: &Complaint, variables: &Variables) -> Finding {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use towline::os::config::Config;
+    use crate::os::config::Config;
 
     #[test]
     fn a_name_of_nccl_s_that_is_a_letter_off_is_told_with_the_right_one() {

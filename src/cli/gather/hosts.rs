@@ -6,12 +6,12 @@ use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::path::Path;
 use std::time::Duration;
 
-use towline::os::config::Config;
-use towline::os::error::{Error, Result};
-use towline::os::key_file::SharedKey;
-use towline::trace::clock;
-use towline::trace::live::{LONGEST, State};
-use towline::trace::remote;
+use crate::os::config::Config;
+use crate::os::error::{Error, Result};
+use crate::os::key_file::SharedKey;
+use crate::trace::clock;
+use crate::trace::live::{LONGEST, State};
+use crate::trace::remote;
 
 use super::{Found, Process};
 

@@ -4,7 +4,7 @@ use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use towline::os::error::{Error, Result};
+use crate::os::error::{Error, Result};
 
 use super::super::channel::Channel;
 use super::super::children::channel_to_parent;

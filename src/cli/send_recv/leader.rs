@@ -3,7 +3,7 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-use towline::os::error::{Error, Result};
+use crate::os::error::{Error, Result};
 
 use super::super::Verdict;
 use super::super::channel::Channel;

@@ -16,8 +16,8 @@ mod watch;
 
 use std::path::PathBuf;
 
+use crate::os::error::Result;
 use clap::Args;
-use towline::os::error::Result;
 
 pub(super) use follower::run_peer;
 

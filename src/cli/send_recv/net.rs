@@ -3,8 +3,8 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use towline::host::{Code, Context, Handle, Init, Listener, Mr, Part, RecvComm, Request, SendComm};
-use towline::os::error::{Error, Result};
+use crate::host::{Code, Context, Handle, Init, Listener, Mr, Part, RecvComm, Request, SendComm};
+use crate::os::error::{Error, Result};
 
 use super::super::buffer::{Buffer, Place};
 use super::super::host_link::connect;

@@ -10,8 +10,8 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
-use towline::host::Memory;
-use towline::os::error::{Error, Result};
+use crate::host::Memory;
+use crate::os::error::{Error, Result};
 
 use super::watch::Watch;
 use super::{Job, Mover, Side};

@@ -1,7 +1,7 @@
 //! The table of send-recv, and the same as JSON.
 
+use crate::os::error::Result;
 use serde::Serialize;
-use towline::os::error::Result;
 
 use super::super::Verdict;
 use super::super::output::{Output, write_json};

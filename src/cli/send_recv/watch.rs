@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use towline::os::error::{Error, Result};
+use crate::os::error::{Error, Result};
 
 use super::super::channel::Channel;
 use super::protocol::Answer;

@@ -9,11 +9,11 @@ use super::Check;
 use super::load::load;
 use crate::cli::Verdict;
 use crate::cli::output::write_json;
+use crate::os::error::Result;
+use crate::trace::event::{Body, state};
+use crate::trace::perfetto::read::Process;
+use crate::trace::rail::Rail;
 use serde_json::{Value, json};
-use towline::os::error::Result;
-use towline::trace::event::{Body, state};
-use towline::trace::perfetto::read::Process;
-use towline::trace::rail::Rail;
 
 pub(super) fn run(args: &Check) -> Result<(String, Verdict)> {
     let mut text = String::new();
@@ -168,7 +168,7 @@ impl Ledger {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use towline::trace::event::{NetPart, Record};
+    use crate::trace::event::{NetPart, Record};
 
     fn process(length: u64, size: u64) -> Process {
         let record = |id, parent, body| Record { when: 1, id, parent, context: 0, rank: 0, thread: 0, body };

@@ -7,10 +7,10 @@ use std::fmt::Write;
 
 use super::Draw;
 use super::load::load;
-use towline::os::error::{Error, Result};
-use towline::trace::event::{Body, Kind, Record};
-use towline::trace::rail::Rail;
-use towline::trace::summary::{bytes, time};
+use crate::os::error::{Error, Result};
+use crate::trace::event::{Body, Kind, Record};
+use crate::trace::rail::Rail;
+use crate::trace::summary::{bytes, time};
 
 const WIDTH: f64 = 1180.0;
 const LEFT: f64 = 170.0;
@@ -190,7 +190,7 @@ mod tests {
 
     #[test]
     fn only_what_belongs_to_the_collective_is_drawn() {
-        use towline::trace::event::{Coll, NetPart, ProxyOp};
+        use crate::trace::event::{Coll, NetPart, ProxyOp};
         let record = |when, id, parent, body| Record { when, id, parent, context: 0, rank: 0, thread: 0, body };
         let part = |length| Body::NetTowline(NetPart { length, send: true, rail: 1, ..NetPart::default() });
         let records = [

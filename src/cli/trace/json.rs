@@ -1,8 +1,8 @@
 //! The figures of `towline trace report` as JSON: times in nanoseconds.
 
+use crate::trace::perfetto::ProcessInfo;
+use crate::trace::summary::{CommStat, Histogram, Summary};
 use serde_json::{Value, json};
-use towline::trace::perfetto::ProcessInfo;
-use towline::trace::summary::{CommStat, Histogram, Summary};
 
 use super::stragglers::Findings;
 

@@ -2,10 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use towline::os::error::{Error, Result};
-use towline::trace::align::{Clock, Correction, align};
-use towline::trace::perfetto::read::{Process, read};
-use towline::trace::summary::time;
+use crate::os::error::{Error, Result};
+use crate::trace::align::{Clock, Correction, align};
+use crate::trace::perfetto::read::{Process, read};
+use crate::trace::summary::time;
 
 /// The processes of some files on one clock.
 pub(super) struct Loaded {

@@ -11,11 +11,11 @@ use prost::Message;
 
 use super::Merge;
 use super::load::{Loaded, bytes_of, load_parts};
-use towline::os::error::{Error, Result};
-use towline::trace::align::Correction;
-use towline::trace::perfetto::WALL_OFFSET;
-use towline::trace::perfetto::file::Packets;
-use towline::trace::perfetto::proto::TracePacket;
+use crate::os::error::{Error, Result};
+use crate::trace::align::Correction;
+use crate::trace::perfetto::WALL_OFFSET;
+use crate::trace::perfetto::file::Packets;
+use crate::trace::perfetto::proto::TracePacket;
 
 /// `Trace.packet`.
 const PACKET_TAG: u32 = 1;
@@ -93,9 +93,9 @@ fn move_packet(packet: &mut TracePacket, process: usize, correction: &Correction
 
 #[cfg(test)]
 mod tests {
-    use towline::trace::event::{Body, CommInfo, Record};
-    use towline::trace::perfetto::file::TraceFile;
-    use towline::trace::perfetto::{Emitter, ProcessInfo};
+    use crate::trace::event::{Body, CommInfo, Record};
+    use crate::trace::perfetto::file::TraceFile;
+    use crate::trace::perfetto::{Emitter, ProcessInfo};
 
     use super::*;
 

@@ -1,7 +1,7 @@
 //! `towline trace`: what to do with the files that the built-in profiler writes.
 //!
 //! `merge` puts the files of all ranks onto one clock in one file; `report` prints their figures and names what holds
-//! a job back. Both estimate the clocks' differences from the messages in the files ([`towline::trace::align`]).
+//! a job back. Both estimate the clocks' differences from the messages in the files ([`crate::trace::align`]).
 
 mod check;
 mod draw;
@@ -15,8 +15,8 @@ mod stragglers;
 
 use std::path::{Path, PathBuf};
 
+use crate::os::error::Result;
 use clap::{Args, Subcommand};
-use towline::os::error::Result;
 
 use super::Verdict;
 use super::output::{STDOUT, check_json, print};

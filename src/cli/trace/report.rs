@@ -8,10 +8,10 @@ use super::{Report, json};
 use crate::cli::output::write_json;
 use std::collections::BTreeMap;
 
-use towline::os::error::Result;
-use towline::trace::align::Correction;
-use towline::trace::perfetto::read::Process;
-use towline::trace::summary::{self, Summary};
+use crate::os::error::Result;
+use crate::trace::align::Correction;
+use crate::trace::perfetto::read::Process;
+use crate::trace::summary::{self, Summary};
 
 pub(super) fn run(args: &Report) -> Result<String> {
     let Loaded { processes, remarks } = load(&args.files)?;

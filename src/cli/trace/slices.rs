@@ -3,8 +3,8 @@
 
 use std::collections::BTreeMap;
 
-use towline::trace::rail::Rail;
-use towline::trace::summary::{PeerStat, Summary, WireStat};
+use crate::trace::rail::Rail;
+use crate::trace::summary::{PeerStat, Summary, WireStat};
 
 /// So many, of equal length.
 pub(super) const SLICES: usize = 4;

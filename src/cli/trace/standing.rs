@@ -1,14 +1,14 @@
-//! `towline trace report`'s first answer: from trace files to what every rank last did, for [`towline::trace::verdict`].
+//! `towline trace report`'s first answer: from trace files to what every rank last did, for [`crate::trace::verdict`].
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt::Write;
 
-use towline::trace::align::Correction;
-use towline::trace::event::{Body, Record};
-use towline::trace::perfetto::read::Process;
-use towline::trace::rail::Rail;
-use towline::trace::tracker::Tracker;
-use towline::trace::verdict::{Finding, Job, Route, Told, Whereabouts};
+use crate::trace::align::Correction;
+use crate::trace::event::{Body, Record};
+use crate::trace::perfetto::read::Process;
+use crate::trace::rail::Rail;
+use crate::trace::tracker::Tracker;
+use crate::trace::verdict::{Finding, Job, Route, Told, Whereabouts};
 
 /// The communicators of all traces, and what was found out about each.
 #[derive(Default)]
@@ -92,12 +92,12 @@ pub(super) fn render(verdicts: &[(String, String)]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use towline::trace::align::align;
-    use towline::trace::event::{Coll, CommInfo, ProxyOp, state};
-    use towline::trace::names::Name;
-    use towline::trace::perfetto::file::TraceFile;
-    use towline::trace::perfetto::read::read;
-    use towline::trace::perfetto::{Emitter, ProcessInfo};
+    use crate::trace::align::align;
+    use crate::trace::event::{Coll, CommInfo, ProxyOp, state};
+    use crate::trace::names::Name;
+    use crate::trace::perfetto::file::TraceFile;
+    use crate::trace::perfetto::read::read;
+    use crate::trace::perfetto::{Emitter, ProcessInfo};
 
     use super::*;
 
@@ -149,7 +149,7 @@ mod tests {
     fn said(processes: Vec<Process>) -> String {
         let clocks: Vec<_> = processes
             .iter()
-            .map(|process| towline::trace::align::Clock { info: process.info.clone().unwrap(), arrows: Vec::new() })
+            .map(|process| crate::trace::align::Clock { info: process.info.clone().unwrap(), arrows: Vec::new() })
             .collect();
         let mut standing = Standing::default();
         for (process, correction) in processes.iter().zip(align(&clocks)) {

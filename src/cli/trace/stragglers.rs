@@ -8,11 +8,11 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use towline::trace::align::Correction;
-use towline::trace::names::Name;
-use towline::trace::perfetto::ProcessInfo;
-use towline::trace::rail::Rail;
-use towline::trace::summary::{PeerStat, Summary, bytes, time};
+use crate::trace::align::Correction;
+use crate::trace::names::Name;
+use crate::trace::perfetto::ProcessInfo;
+use crate::trace::rail::Rail;
+use crate::trace::summary::{PeerStat, Summary, bytes, time};
 
 use super::slices::{Figures, SLICES, Sliced};
 

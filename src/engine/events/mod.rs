@@ -116,7 +116,7 @@ impl Events {
 
     /// Whether it is enough to note the end of a chunk ([`Events::chunk_over`]), and not its beginning.
     #[inline]
-    pub fn is_patient(&self) -> bool {
+    pub(crate) fn is_patient(&self) -> bool {
         self.is_for(Reader::Patient)
     }
 
@@ -148,12 +148,19 @@ impl Events {
 
     /// The same for a chunk that the other side has acknowledged, as seen at `now`. One acknowledgement covers several
     /// chunks, on all paths: these notes go into one list.
-    pub fn chunk_acknowledged(&self, requests: &RequestSlots, slot: u16, chunk: &Chunk, began: Ticks, now: Ticks) {
+    pub(crate) fn chunk_acknowledged(
+        &self,
+        requests: &RequestSlots,
+        slot: u16,
+        chunk: &Chunk,
+        began: Ticks,
+        now: Ticks,
+    ) {
         self.over(requests, None, (slot, 0), chunk, (began, now));
     }
 
     /// The chunk at `offset` on path `path` has waited for its socket since `since`.
-    pub fn chunk_waited(&self, slot: u16, part: usize, path: u16, offset: u64, since: Ticks) {
+    pub(crate) fn chunk_waited(&self, slot: u16, part: usize, path: u16, offset: u64, since: Ticks) {
         let chunk = Chunk { offset, path, ..Chunk::default() };
         let note = Note { slot, part: part as u8, kind: Kind::Waited, chunk, began: since, now: Ticks::now() };
         self.add(Some(path), &note);

@@ -87,7 +87,7 @@ impl Piece {
     }
 
     /// From its beginning to its end, in nanoseconds; 0 while it has not ended.
-    pub fn wire_ns(&self) -> u64 {
+    pub(crate) fn wire_ns(&self) -> u64 {
         self.ended.map_or(0, |ended| ended.nanoseconds_since(self.began))
     }
 

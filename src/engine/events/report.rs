@@ -76,7 +76,7 @@ impl Events {
     /// # Safety
     /// As [`Listener::start`](super::Listener::start), for every request of the connection.
     #[inline]
-    pub unsafe fn report(&self) {
+    pub(crate) unsafe fn report(&self) {
         if let (Some(ear), Some(notes)) = (self.ear.get(), self.notes.get())
             && notes.are_there()
         {
@@ -91,7 +91,7 @@ impl Events {
     /// # Safety
     /// As [`Events::report`].
     #[inline]
-    pub unsafe fn wait(&self) {
+    pub(crate) unsafe fn wait(&self) {
         if !self.hears() {
             return;
         }
@@ -167,7 +167,7 @@ impl Events {
     ///
     /// # Safety
     /// As [`Events::report`].
-    pub unsafe fn abandon(&self, slot: u16) {
+    pub(crate) unsafe fn abandon(&self, slot: u16) {
         // SAFETY: the caller keeps this function's promise, which is the same.
         unsafe { self.close(slot, MAX_PARTS, |_, _, transfer| transfer.fail(Ticks::now())) };
     }

@@ -47,19 +47,19 @@ pub struct Source<'a> {
 
 impl<'a> Source<'a> {
     /// The path that the piece is on, or began on.
-    pub fn path(&self, piece: &Piece) -> &'a Path {
+    pub(crate) fn path(&self, piece: &Piece) -> &'a Path {
         self.paths.get(usize::from(piece.chunk.path)).unwrap_or(&NO_PATH)
     }
 
     /// The rail of all bytes of the piece. None when there may be several: a piece that stands for the rest is reported
     /// before the paths of its chunks are known.
-    pub fn rail(&self, piece: &Piece) -> Option<u16> {
+    pub(crate) fn rail(&self, piece: &Piece) -> Option<u16> {
         let rail = self.path(piece).rail;
         (!piece.rest || all_on(self.paths, rail)).then_some(rail)
     }
 
     /// The number of the path that takes all bytes of the piece. None when there may be several.
-    pub fn stream(&self, piece: &Piece) -> Option<u16> {
+    pub(crate) fn stream(&self, piece: &Piece) -> Option<u16> {
         let Piece { chunk: Chunk { joined, path, .. }, rest, .. } = *piece;
         (!rest && !joined || self.paths.len() <= 1).then_some(path)
     }

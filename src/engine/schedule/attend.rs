@@ -22,7 +22,7 @@ const RARELY: u32 = 7;
 
 /// Whether the control thread polls a stream, and how often.
 #[derive(Debug, Default)]
-pub struct Attention {
+pub(crate) struct Attention {
     attending: AtomicBool,
     /// Counts the polls of NCCL's thread.
     calls: AtomicU32,
@@ -33,19 +33,19 @@ pub struct Attention {
 impl Attention {
     /// A request is outstanding. Returns whether the control thread must be notified.
     #[inline]
-    pub fn wanted(&self) -> bool {
+    pub(crate) fn wanted(&self) -> bool {
         !self.attending.load(Ordering::Relaxed) && !self.attending.swap(true, Ordering::SeqCst)
     }
 
     /// NCCL's thread polls the stream. A count lost among concurrent callers does no harm: the value changes.
     #[inline]
-    pub fn called(&self) {
+    pub(crate) fn called(&self) {
         self.calls.store(self.calls.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
 
     /// Whether NCCL's thread has polled since the last call. Then the control thread need not: NCCL's thread will poll
     /// again soon.
-    pub fn is_attended(&self) -> Option<Progress> {
+    pub(crate) fn is_attended(&self) -> Option<Progress> {
         let calls = self.calls.load(Ordering::Relaxed);
         if self.seen.swap(calls, Ordering::Relaxed) == calls || !self.attending.load(Ordering::Relaxed) {
             return None;
@@ -55,13 +55,13 @@ impl Attention {
     }
 
     /// Whether nothing has moved for a while although something is outstanding.
-    pub fn is_stalled(&self) -> bool {
+    pub(crate) fn is_stalled(&self) -> bool {
         self.idle_looks.load(Ordering::Relaxed) == RARELY
     }
 
     /// The control thread has polled, and something moved or not. Returns when it polls again. `outstanding` is called
     /// twice, since a request may be posted while polling ends.
-    pub fn looked(&self, moved: bool, outstanding: impl Fn() -> bool) -> Progress {
+    pub(crate) fn looked(&self, moved: bool, outstanding: impl Fn() -> bool) -> Progress {
         let looks = if moved { 0 } else { self.idle_looks.load(Ordering::Relaxed) };
         if !outstanding() && looks == RARELY {
             self.attending.store(false, Ordering::SeqCst);

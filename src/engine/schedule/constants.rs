@@ -8,7 +8,7 @@ use std::time::Duration;
 /// How long a worker polls for more work before it sleeps. Waking a sleeping processor costs 5 to 50 µs, most in
 /// virtual machines, and the next chunk of a message usually follows at once. With long messages, polling for 300 µs
 /// instead moved no more data and used twice the processor time.
-pub const HOT: Duration = Duration::from_micros(50);
+pub(crate) const HOT: Duration = Duration::from_micros(50);
 
 /// The same where messages of less than a few hundred KiB go back and forth. Each is a few chunks, the next follows
 /// when a GPU has done its part, and waking workers would take most of the time. Measured on two H200: all-reduces of
@@ -17,38 +17,38 @@ pub const HOT: Duration = Duration::from_micros(50);
 /// A polling worker yields its processor now and then. Without that, longer polling made four processes with a GPU each
 /// slower: all-reduces of 512 KiB took 0.84 ms, 1.9 ms and 3.7 ms with 0.25, 1 and 4 ms, although half of the 64
 /// processors were idle.
-pub const HOT_BETWEEN: Duration = Duration::from_micros(250);
+pub(crate) const HOT_BETWEEN: Duration = Duration::from_micros(250);
 
 /// While the messages of a connection are shorter than this many bytes, its workers poll longer for more work: each
 /// message is a few chunks, and waking workers would take most of its time. Of longer ones the next chunk follows at
 /// once, or there is time to sleep.
-pub const BRIEF_MAX: u64 = CHUNK_MAX;
+pub(crate) const BRIEF_MAX: u64 = CHUNK_MAX;
 
 /// A worker that has been inactive for this many nanoseconds, and does not sleep, is late. Moving a chunk takes less.
-pub const LATE: u64 = 20_000;
+pub(crate) const LATE: u64 = 20_000;
 
 /// Bytes that one run of a stream may send before the other streams of the same worker get their turn.
-pub const SEND_SHARE: usize = CHUNK_MAX as usize;
+pub(crate) const SEND_SHARE: usize = CHUNK_MAX as usize;
 
 /// Bytes that one run of a stream may read before the other streams of the same worker get their turn.
-pub const RECEIVE_SHARE: usize = 2 * STREAM_WINDOW as usize;
+pub(crate) const RECEIVE_SHARE: usize = 2 * STREAM_WINDOW as usize;
 
 // What NCCL's thread sends itself.
 
 /// Messages up to this many bytes are always sent by the caller's own thread. Longer ones are left to a worker that is
 /// awake, or, when NCCL's thread has copied much lately (`schedule::load`), to any worker: the thread serves all channels of a GPU and
 /// copies about 5 GB/s. With 16 KiB, operations of 64 and 128 KiB took up to 1.2 times as long: their messages are of 32 KiB.
-pub const INLINE_MAX: u64 = 32 << 10;
+pub(crate) const INLINE_MAX: u64 = 32 << 10;
 
 /// How many nanoseconds the bytes that NCCL's thread has copied count, with falling weight.
-pub const LATELY_NS: u64 = 100_000;
+pub(crate) const LATELY_NS: u64 = 100_000;
 
 /// This many recent bytes are much: one message of the longest that it sends itself does not reach it, or not for long.
 /// Twice and half this value made no visible difference on two or four GPUs.
-pub const ENOUGH_COPIED: u64 = 48 << 10;
+pub(crate) const ENOUGH_COPIED: u64 = 48 << 10;
 
 /// Shorter copies are not counted: they take less than a microsecond.
-pub const WORTH_COUNTING: usize = 4 << 10;
+pub(crate) const WORTH_COUNTING: usize = 4 << 10;
 
 // Chunks of a message, and how many streams take them.
 
@@ -56,63 +56,63 @@ pub const WORTH_COUNTING: usize = 4 << 10;
 /// system calls around it. With twice that, all-reduces of 256 KiB, which are messages of 128 KiB, took 1.1 times as long.
 /// For so much a worker is woken, too, although that takes 5 to 50 µs: all-reduces of 256 KiB to 2 MiB took 1.05 to 1.2 times as
 /// long where each was to have 64 KiB, and 8 MiB 1.4 times with 256 KiB (`docs/dev/decisions.md`).
-pub const CHUNK_MIN: u64 = 32 << 10;
+pub(crate) const CHUNK_MIN: u64 = 32 << 10;
 
 /// The largest chunk in bytes: NCCL's Simple-protocol step with the default NCCL_BUFFSIZE.
-pub const CHUNK_MAX: u64 = 512 << 10;
+pub(crate) const CHUNK_MAX: u64 = 512 << 10;
 
 /// A message is cut into about this many chunks at most, unless they would be longer than [`CHUNK_MAX`].
-pub const MOST_SHARES: u64 = 6;
+pub(crate) const MOST_SHARES: u64 = 6;
 
 /// Chunks are cut at multiples of this many bytes, so that each side copies whole pages.
-pub const PAGE: u64 = 4096;
+pub(crate) const PAGE: u64 = 4096;
 
 // How much a stream may have on the way.
 
 /// Unacknowledged bytes per stream, at most. Socket writability hides a slow rail behind megabytes of kernel buffer; this
 /// limit is what makes a slow stream take fewer chunks. Streams that lag behind have less, long paths have more (`tcp::window`).
-pub const STREAM_WINDOW: u64 = 2 << 20;
+pub(crate) const STREAM_WINDOW: u64 = 2 << 20;
 
 /// The same over the longest paths. With it a stream may carry 84 MB/s over a round trip of 200 ms; the kernel's own buffers
 /// (`net.ipv4.tcp_wmem`, `net.ipv4.tcp_rmem`) are the limit there, as they are for plain TCP.
-pub const STREAM_WINDOW_FAR: u64 = 16 << 20;
+pub(crate) const STREAM_WINDOW_FAR: u64 = 16 << 20;
 
 /// Up to this round trip in microseconds a stream has [`STREAM_WINDOW`], which then is 200 MB/s at least.
-pub const NEAR_US: u64 = 10_000;
+pub(crate) const NEAR_US: u64 = 10_000;
 
 /// The window in percent of what the stream delivers while the connection delivers one full window for each stream.
 /// With 200, chunks on a stream of a tenth held up an eight-rail connection by 3 to 10 % (16 MiB messages, 8 of them
 /// outstanding); with 125 it was 0 to 2 %.
-pub const LAG_PERCENT: u64 = 125;
+pub(crate) const LAG_PERCENT: u64 = 125;
 
 /// The smallest window in bytes: the smallest chunk on the way and some behind it.
-pub const WINDOW_MIN: u64 = 4 * CHUNK_MIN;
+pub(crate) const WINDOW_MIN: u64 = 4 * CHUNK_MIN;
 
 // Streams that are slow.
 
 /// What threads that sleep at both ends may add to the time of a chunk.
-pub const WAKING: Duration = Duration::from_micros(250);
+pub(crate) const WAKING: Duration = Duration::from_micros(250);
 
 /// A byte in a nanosecond, as a pace: a stream that is as fast is not slow, however fast others are.
-pub const FAST: u64 = 1024;
+pub(crate) const FAST: u64 = 1024;
 
 /// How many times as long as on the best stream a byte takes on one that is slow. Streams that share a path evenly differ
 /// by less, and so do rails of 10 and 40 Gbit/s.
-pub const SLOW: u64 = 8;
+pub(crate) const SLOW: u64 = 8;
 
 /// What share of its pace is taken off a slow stream each time that a message or a chunk is not left to it: after several
 /// hundred it is tried again.
-pub const FORGET: u64 = 256;
+pub(crate) const FORGET: u64 = 256;
 
 // Acknowledgements.
 
 /// Frames of a stream that the receiver may take in before it acknowledges, when no send waits.
-pub const ACK_EVERY: u64 = 32;
+pub(crate) const ACK_EVERY: u64 = 32;
 
 /// Bytes that a stream may take before one of its chunks requests an acknowledgement, if the sender otherwise waits for
 /// whole messages only: the rate of a stream must be measured from time to time (`tcp::window`).
-pub const ACK_BYTES: u64 = STREAM_WINDOW / 4;
+pub(crate) const ACK_BYTES: u64 = STREAM_WINDOW / 4;
 
 /// Frames after which a sender that has missed an acknowledgement polls for it again. A poll that finds nothing takes
 /// 0.4 µs.
-pub const LOOK_EVERY: u64 = 8;
+pub(crate) const LOOK_EVERY: u64 = 8;

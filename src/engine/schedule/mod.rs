@@ -39,7 +39,7 @@
 //!
 //! [`share`] says how many workers and streams a process has.
 
-pub mod attend;
-pub mod constants;
-pub mod load;
-pub mod share;
+pub(crate) mod attend;
+pub(crate) mod constants;
+pub(crate) mod load;
+pub(crate) mod share;

@@ -5,14 +5,14 @@ use crate::os::cores::Cores;
 /// The processors that this process may run on, and those of them that it does not share with other processes of its
 /// job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Share {
+pub(crate) struct Share {
     cores: usize,
     own: usize,
 }
 
 impl Share {
     /// From the kernel and the launcher.
-    pub fn of_this_process() -> Self {
+    pub(crate) fn of_this_process() -> Self {
         let cores = Cores::of_this_process();
         Self { cores: cores.usable, own: cores.own() }
     }
@@ -32,18 +32,18 @@ impl Share {
     /// many; idle workers sleep, and none is started before it is needed. On a 32-core host 24 was best: with 16,
     /// all-reduces of 4 to 64 MiB took 1.04 to 1.24 of the time, and with 32, which left no core for NCCL's threads,
     /// two and a half times at 1 MiB.
-    pub fn workers(self) -> usize {
+    pub(crate) fn workers(self) -> usize {
         (self.own * 3 / 4).clamp(1, 24)
     }
 
     /// Whether workers poll for more work before they sleep. On very small machines that uses the core which the peer
     /// needs.
-    pub fn has_time_to_look(self) -> bool {
+    pub(crate) fn has_time_to_look(self) -> bool {
         self.cores > 4 && !self.is_small()
     }
 
     /// Streams of one connection over `rails` rails: one for short messages, and one for long ones on each rail.
-    pub fn streams(self, rails: usize) -> usize {
+    pub(crate) fn streams(self, rails: usize) -> usize {
         let automatic = if self.is_small() {
             // The caller's own thread is as fast as a hand-over to a worker that shares its core.
             1

@@ -4,7 +4,7 @@ use strsim::osa_distance;
 
 /// The candidate nearest to `text` by edit distance, ignoring letter case; None when even the nearest has little in
 /// common with it (more than half of the longer one's characters, without the common prefix, differ).
-pub fn nearest<'a>(text: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+pub(crate) fn nearest<'a>(text: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let text = text.to_ascii_uppercase();
     let (distance, length, candidate) = candidates
         .into_iter()
@@ -19,7 +19,7 @@ pub fn nearest<'a>(text: &str, candidates: impl IntoIterator<Item = &'a str>) ->
 }
 
 /// Whether two names differ by one typing error: a character too many, missing or wrong, or two that are swapped.
-pub fn is_slip(one: &str, other: &str) -> bool {
+pub(crate) fn is_slip(one: &str, other: &str) -> bool {
     osa_distance(one, other) == 1
 }
 

@@ -55,7 +55,7 @@ fn default(variable: &Variable) -> String {
 
 /// Where a value in force comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Source {
+pub(crate) enum Source {
     /// Nothing set it.
     Default,
     /// The environment set it.
@@ -66,7 +66,7 @@ pub enum Source {
 
 /// One variable with the value in force.
 #[derive(Debug)]
-pub struct Setting {
+pub(crate) struct Setting {
     /// Its entry in the table.
     pub variable: &'static Variable,
     /// The value in force as text; empty is unset.
@@ -76,7 +76,7 @@ pub struct Setting {
 }
 
 /// Every variable of the table with the value that `lookup` gives it.
-pub fn settings(lookup: impl Fn(&str) -> Option<String>) -> Vec<Setting> {
+pub(crate) fn settings(lookup: impl Fn(&str) -> Option<String>) -> Vec<Setting> {
     TABLE
         .iter()
         .map(|variable| {

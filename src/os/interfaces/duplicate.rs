@@ -24,7 +24,7 @@ fn flags_of(table: &str, address: Ipv6Addr) -> u32 {
 }
 
 /// Whether the kernel is still checking this address for duplicates.
-pub fn is_tentative(address: IpAddr) -> bool {
+pub(crate) fn is_tentative(address: IpAddr) -> bool {
     let IpAddr::V6(address) = address else { return false };
     flags_of(&table(), address) & (TENTATIVE | FAILED) == TENTATIVE
 }

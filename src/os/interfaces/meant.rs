@@ -5,7 +5,7 @@ use crate::os::config::{is_blank_or_quote, nearest};
 
 /// The nearest list in the syntax of `NCCL_SOCKET_IFNAME`, in which NCCL takes every character literally: blanks,
 /// quotes, a second `=` and other separators. None when the list cannot be improved.
-pub fn meant(all: &[Interface], text: &str) -> Option<String> {
+pub(crate) fn meant(all: &[Interface], text: &str) -> Option<String> {
     meant_with(all, text, super::index_of)
 }
 

@@ -21,7 +21,7 @@ const QUIET: Duration = Duration::from_secs(5);
 /// }
 /// ```
 #[derive(Debug)]
-pub struct Limiter {
+pub(crate) struct Limiter {
     /// When the problem may be logged again, in milliseconds since the first use in the process; 0 before the first
     /// time.
     next: AtomicU64,
@@ -31,17 +31,17 @@ pub struct Limiter {
 
 impl Limiter {
     /// A limit that admits its first occurrence.
-    pub const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self { next: AtomicU64::new(0), kept: AtomicU64::new(0) }
     }
 
     /// Whether to log this occurrence: if so, how many were suppressed since the last one that was logged.
-    pub fn admit(&self) -> Option<u64> {
+    pub(crate) fn admit(&self) -> Option<u64> {
         self.admit_at(now())
     }
 
     /// Logs this occurrence if allowed; `tell` gets the text about the suppressed ones, or nothing.
-    pub fn tell(&self, tell: impl FnOnce(&str)) {
+    pub(crate) fn tell(&self, tell: impl FnOnce(&str)) {
         match self.admit() {
             Some(0) => tell(""),
             Some(kept) => tell(&format!(" (and {kept} more since the last such line)")),
@@ -81,7 +81,7 @@ static LIMITS: [Limiter; PLACES] = [const { Limiter::new() }; PLACES];
 ///
 /// The key names the problem, not the peer: with an attacker's address in it, every connection would be a new problem.
 /// Keys share 256 limits by their hash.
-pub fn once_per(key: impl Hash) -> Option<u64> {
+pub(crate) fn once_per(key: impl Hash) -> Option<u64> {
     let mut hasher = DefaultHasher::new();
     key.hash(&mut hasher);
     let place = usize::try_from(hasher.finish() % PLACES as u64).expect("less than PLACES");

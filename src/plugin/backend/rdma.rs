@@ -27,7 +27,7 @@ use crate::session::handshake::Secret;
 use crate::session::net::Net;
 
 /// Connections over queue pairs.
-pub struct Rdma {
+pub(crate) struct Rdma {
     backend: backend::Rdma,
     /// Memory registered with the devices.
     registered: Table<Registration>,
@@ -37,7 +37,7 @@ pub struct Rdma {
 ///
 /// # Errors
 /// When the configuration requires it, and there is none.
-pub fn find(config: &Config) -> Result<Option<Rdma>> {
+pub(crate) fn find(config: &Config) -> Result<Option<Rdma>> {
     if let Some(why) = ruled_out(config) {
         if config.backend != config::Backend::Tcp {
             tracing::info!(target: log::NET, "running over TCP: {why}");
@@ -69,7 +69,7 @@ pub fn find(config: &Config) -> Result<Option<Rdma>> {
 impl Rdma {
     /// One device for each port. Its control channels use all interfaces that are chosen for sockets, the first one
     /// first: a channel that falls silent continues over another.
-    pub fn plans(&self, interfaces: &[Plan]) -> Vec<Plan> {
+    pub(crate) fn plans(&self, interfaces: &[Plan]) -> Vec<Plan> {
         let mut rails: Vec<Rail> = Vec::new();
         for rail in interfaces.iter().flat_map(|plan| &plan.rails) {
             if rails.iter().all(|known| known.address != rail.address) {

@@ -12,11 +12,11 @@ use crate::session::dialer::Target;
 use crate::session::net::Net;
 
 /// No value of this type exists.
-pub struct Rdma(Infallible);
+pub(crate) struct Rdma(Infallible);
 
 /// # Errors
 /// When the configuration requires RDMA.
-pub fn find(config: &Config) -> Result<Option<Rdma>> {
+pub(crate) fn find(config: &Config) -> Result<Option<Rdma>> {
     if config.backend == config::Backend::Rdma {
         return Err(Error::usage("TOWLINE_BACKEND=rdma asks for the RDMA backend, which this build does not have")
             .with_hint("build with the feature `rdma`, or unset TOWLINE_BACKEND to run over TCP"));
@@ -26,7 +26,7 @@ pub fn find(config: &Config) -> Result<Option<Rdma>> {
 
 impl Rdma {
     /// The devices.
-    pub fn plans(&self, _interfaces: &[Plan]) -> Vec<Plan> {
+    pub(crate) fn plans(&self, _interfaces: &[Plan]) -> Vec<Plan> {
         match self.0 {}
     }
 }

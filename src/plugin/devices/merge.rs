@@ -18,7 +18,7 @@ use super::Plan;
 
 /// What the user allows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct MergePolicy {
+pub(crate) struct MergePolicy {
     /// Interfaces may be merged: `NCCL_NET_FORCE_MERGE` or `NCCL_NET_MERGE_LEVEL` is set.
     pub interfaces: bool,
     /// RDMA ports may be merged: `NCCL_IB_MERGE_NICS` is not 0.
@@ -29,7 +29,7 @@ pub struct MergePolicy {
 
 impl MergePolicy {
     /// Why these devices are not merged, in a sentence; `None` when they may be. A single device always may.
-    pub fn refuse(self, plans: &[&Plan]) -> Option<String> {
+    pub(crate) fn refuse(self, plans: &[&Plan]) -> Option<String> {
         if plans.len() < 2 {
             return None;
         }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The devices of the process. The module above lists what NCCL relies on.
 #[derive(Debug)]
-pub struct Table(Mutex<State>);
+pub(crate) struct Table(Mutex<State>);
 
 #[derive(Debug)]
 struct State {
@@ -40,14 +40,14 @@ pub struct Binding {
 
 impl Binding {
     /// Whether RDMA ports carry the data.
-    pub fn is_rdma(&self) -> bool {
+    pub(crate) fn is_rdma(&self) -> bool {
         !self.ports.is_empty()
     }
 }
 
 impl Table {
     /// A table without devices.
-    pub const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self(Mutex::new(State { devices: Vec::new(), physical: 0, loaded: None, stale: false, given: Vec::new() }))
     }
 
@@ -59,7 +59,7 @@ impl Table {
     /// Notifies the table that the plugin may have been loaded again, with these physical devices: for the first `init`
     /// of a load. That is every `init` of the interfaces up to v10, and from v11 on every `init` while no other context
     /// exists.
-    pub fn load(&self, plans: Vec<Plan>) {
+    pub(crate) fn load(&self, plans: Vec<Plan>) {
         let mut state = self.state();
         state.loaded = Some(plans);
         if state.devices.is_empty() {
@@ -68,7 +68,7 @@ impl Table {
     }
 
     /// How many devices there are, for NCCL's `devices`.
-    pub fn count(&self) -> usize {
+    pub(crate) fn count(&self) -> usize {
         let mut state = self.state();
         state.take_loaded();
         if state.stale { state.physical } else { state.devices.len() }
@@ -78,7 +78,7 @@ impl Table {
     ///
     /// # Errors
     /// When there is no device of this number.
-    pub fn properties(&self, number: i32) -> Result<&'static DeviceProperties> {
+    pub(crate) fn properties(&self, number: i32) -> Result<&'static DeviceProperties> {
         Ok(self.state().device(number)?.properties)
     }
 
@@ -86,7 +86,7 @@ impl Table {
     ///
     /// # Errors
     /// When there is no device of this number.
-    pub fn binding(&self, number: i32) -> Result<Binding> {
+    pub(crate) fn binding(&self, number: i32) -> Result<Binding> {
         Ok(self.state().device(number)?.binding.clone())
     }
 
@@ -96,7 +96,11 @@ impl Table {
     /// When a member is not a physical device, or is listed twice, or there are none or more than [`MAX_MEMBERS`], or
     /// when they are RDMA ports of different networks. `Ok(Err(why))`: they must stay separate, and NCCL uses them as
     /// they are.
-    pub fn make_vdevice(&self, members: &[i32], policy: MergePolicy) -> Result<std::result::Result<i32, String>> {
+    pub(crate) fn make_vdevice(
+        &self,
+        members: &[i32],
+        policy: MergePolicy,
+    ) -> Result<std::result::Result<i32, String>> {
         let mut state = self.state();
         state.take_loaded();
         let plan = match state.merged(members, policy)? {

@@ -72,7 +72,7 @@ impl RdmaSend {
     /// # Safety
     /// As [`RdmaSend::isend`].
     #[inline(always)]
-    pub unsafe fn send_at_once(
+    pub(crate) unsafe fn send_at_once(
         &self,
         (address, length): (u64, u64),
         tag: i32,

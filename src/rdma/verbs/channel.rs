@@ -1,5 +1,7 @@
 //! A descriptor that becomes readable when a completion queue has an entry.
 
+#![cfg_attr(not(test), allow(dead_code, reason = "tests on real verbs wait for completions and look at queue pairs"))]
+
 use std::fmt;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -15,7 +17,7 @@ use crate::os::fd::Registered;
 
 /// Becomes readable when a completion queue that was armed gets an entry. So a worker can sleep instead of polling.
 #[derive(Clone)]
-pub struct CompletionChannel(Arc<Registered<RawChannel>>);
+pub(crate) struct CompletionChannel(Arc<Registered<RawChannel>>);
 
 pub(super) struct RawChannel {
     context: Context,
@@ -47,7 +49,7 @@ impl CompletionChannel {
     ///
     /// # Errors
     /// When descriptors run out.
-    pub fn new(context: &Context) -> Result<Self> {
+    pub(crate) fn new(context: &Context) -> Result<Self> {
         let made = Registered::open(|| {
             // SAFETY: an open context.
             let raw = unsafe { (context.verbs().create_comp_channel)(context.raw()) };

@@ -1,5 +1,7 @@
 //! Completion queues and their entries.
 
+#![cfg_attr(not(test), allow(dead_code, reason = "tests on real verbs wait for completions and look at queue pairs"))]
+
 use std::fmt;
 use std::mem::MaybeUninit;
 use std::ptr::{self, NonNull};
@@ -13,7 +15,7 @@ use crate::os::error::{Error, Result};
 /// Where finished work requests are reported. It must be large enough for everything that can finish between two polls:
 /// an overrun ends every queue pair of the queue.
 #[derive(Clone)]
-pub struct CompletionQueue(Arc<RawQueue>);
+pub(crate) struct CompletionQueue(Arc<RawQueue>);
 
 struct RawQueue {
     context: Context,
@@ -29,7 +31,7 @@ unsafe impl Sync for RawQueue {}
 
 /// What kind of work request finished. Only meaningful for those that succeeded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Opcode {
+pub(crate) enum Opcode {
     /// An RDMA write of this side, with or without an immediate.
     Write,
     /// An RDMA read of this side.
@@ -46,41 +48,41 @@ pub enum Opcode {
 
 /// An entry of a completion queue.
 #[repr(transparent)]
-pub struct Completion(ib::ibv_wc);
+pub(crate) struct Completion(ib::ibv_wc);
 
 impl Completion {
     /// The id with which the work request was posted.
-    pub fn id(&self) -> u64 {
+    pub(crate) fn id(&self) -> u64 {
         self.0.wr_id
     }
 
     /// Whether it succeeded.
-    pub fn is_ok(&self) -> bool {
+    pub(crate) fn is_ok(&self) -> bool {
         self.0.status == ib::ibv_wc_status::IBV_WC_SUCCESS
     }
 
     /// `IBV_WC_*`.
-    pub fn status(&self) -> u32 {
+    pub(crate) fn status(&self) -> u32 {
         self.0.status
     }
 
     /// Whether it failed only because its queue pair was already in error.
-    pub fn is_flushed(&self) -> bool {
+    pub(crate) fn is_flushed(&self) -> bool {
         self.0.status == ib::ibv_wc_status::IBV_WC_WR_FLUSH_ERR
     }
 
     /// The device's own code for the failure.
-    pub fn vendor_code(&self) -> u32 {
+    pub(crate) fn vendor_code(&self) -> u32 {
         self.0.vendor_err
     }
 
     /// Which queue pair it belonged to.
-    pub fn queue_pair(&self) -> u32 {
+    pub(crate) fn queue_pair(&self) -> u32 {
         self.0.qp_num
     }
 
     /// The kind of a work request that succeeded.
-    pub fn opcode(&self) -> Opcode {
+    pub(crate) fn opcode(&self) -> Opcode {
         use ib::ibv_wc_opcode as op;
         match self.0.opcode {
             op::IBV_WC_RDMA_WRITE => Opcode::Write,
@@ -93,12 +95,12 @@ impl Completion {
     }
 
     /// The bytes that a receive got.
-    pub fn length(&self) -> u32 {
+    pub(crate) fn length(&self) -> u32 {
         self.0.byte_len
     }
 
     /// The immediate of a receive that got one.
-    pub fn immediate(&self) -> u32 {
+    pub(crate) fn immediate(&self) -> u32 {
         // SAFETY: both members of the union are numbers of 32 bits.
         u32::from_be(unsafe { self.0.imm_data_invalidated_rkey_union.imm_data })
     }
@@ -119,7 +121,7 @@ impl CompletionQueue {
     ///
     /// # Errors
     /// When the device has no more, or none so large.
-    pub fn new(context: &Context, entries: u32, channel: Option<&CompletionChannel>) -> Result<Self> {
+    pub(crate) fn new(context: &Context, entries: u32, channel: Option<&CompletionChannel>) -> Result<Self> {
         let events = channel.map_or(ptr::null_mut(), CompletionChannel::raw);
         let entries = i32::try_from(entries).unwrap_or(i32::MAX);
         // SAFETY: an open context, and a channel of it or none.
@@ -130,12 +132,12 @@ impl CompletionQueue {
     }
 
     /// The device.
-    pub fn context(&self) -> &Context {
+    pub(crate) fn context(&self) -> &Context {
         &self.0.context
     }
 
     /// By which asynchronous events name it.
-    pub fn element(&self) -> u64 {
+    pub(crate) fn element(&self) -> u64 {
         self.raw() as u64
     }
 
@@ -144,7 +146,7 @@ impl CompletionQueue {
     }
 
     /// How many entries it really has.
-    pub fn entries(&self) -> u32 {
+    pub(crate) fn entries(&self) -> u32 {
         // SAFETY: the queue lives as long as this.
         u32::try_from(unsafe { self.0.raw.as_ref().cqe }).unwrap_or(0)
     }
@@ -155,7 +157,7 @@ impl CompletionQueue {
     /// # Errors
     /// When the queue is broken, which an overrun does.
     #[inline]
-    pub fn poll<'a>(&self, room: &'a mut [MaybeUninit<Completion>]) -> Result<&'a [Completion]> {
+    pub(crate) fn poll<'a>(&self, room: &'a mut [MaybeUninit<Completion>]) -> Result<&'a [Completion]> {
         let most = i32::try_from(room.len()).unwrap_or(i32::MAX);
         // SAFETY: the queue lives as long as this; `Completion` is transparent over what the call writes.
         let count = unsafe { ib::ibv_poll_cq(self.raw(), most, room.as_mut_ptr().cast()) };
@@ -169,7 +171,7 @@ impl CompletionQueue {
     ///
     /// # Errors
     /// When the device refuses.
-    pub fn arm(&self) -> Result<()> {
+    pub(crate) fn arm(&self) -> Result<()> {
         // SAFETY: the queue lives as long as this.
         let status = unsafe { ib::ibv_req_notify_cq(self.raw(), 0) };
         if status == 0 { Ok(()) } else { Err(status_error(self.context().name(), "arming a completion queue", status)) }
@@ -177,7 +179,7 @@ impl CompletionQueue {
 
     /// Takes all announcements off the channel of this queue, and says how many there were. The channel must serve
     /// this queue only.
-    pub fn take_announcements(&self) -> u32 {
+    pub(crate) fn take_announcements(&self) -> u32 {
         let Some(channel) = &self.0.channel else { return 0 };
         let verbs = self.context().verbs();
         let mut count = 0;

@@ -17,7 +17,7 @@ use crate::rdma::dl::{RawAsyncEvent, RawGidEntry, Verbs};
 
 /// What kind of network a port is on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LinkLayer {
+pub(crate) enum LinkLayer {
     /// InfiniBand: addressed by LID, with a subnet manager.
     InfiniBand,
     /// RoCE: addressed by GID, that is by IP address.
@@ -36,7 +36,7 @@ impl fmt::Display for LinkLayer {
 /// How a device's packets reach its peer. Only InfiniBand's transport, which RoCE shares, can be connected by exchanging
 /// numbers of queue pairs, and has writes with immediates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Transport {
+pub(crate) enum Transport {
     /// InfiniBand and RoCE.
     InfiniBand,
     /// iWARP: over TCP. Its queue pairs need a connection manager.
@@ -47,7 +47,7 @@ pub enum Transport {
 
 /// What a device says of itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct DeviceFacts {
+pub(crate) struct DeviceFacts {
     /// How its packets travel.
     pub transport: Transport,
     /// The system image GUID as libibverbs gives it: the same for all functions of one card.
@@ -66,7 +66,7 @@ pub struct DeviceFacts {
 
 /// What a port says of itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PortFacts {
+pub(crate) struct PortFacts {
     /// Whether it can carry traffic.
     pub is_active: bool,
     /// None for a link layer that is neither InfiniBand nor Ethernet, and for one that the driver does not name, as EFA's.
@@ -89,7 +89,7 @@ pub struct PortFacts {
 
 /// Something that happened to a device, port or queue outside any work request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct AsyncEvent {
+pub(crate) struct AsyncEvent {
     /// `IBV_EVENT_*`.
     pub kind: u32,
     /// libibverbs's words for it.
@@ -100,7 +100,7 @@ pub struct AsyncEvent {
 
 /// An opened device.
 #[derive(Clone)]
-pub struct Context(Arc<Inner>);
+pub(crate) struct Context(Arc<Inner>);
 
 struct Inner {
     name: String,
@@ -152,7 +152,7 @@ impl Drop for RawContext {
 ///
 /// # Errors
 /// When libibverbs cannot list the devices.
-pub fn open_devices(verbs: &'static Verbs) -> Result<Vec<Context>> {
+pub(crate) fn open_devices(verbs: &'static Verbs) -> Result<Vec<Context>> {
     let mut count = 0;
     let listed = patiently(|| {
         // SAFETY: `count` is valid for the call.
@@ -199,7 +199,7 @@ impl Context {
     }
 
     /// The device's name, as in `/sys/class/infiniband`.
-    pub fn name(&self) -> &str {
+    pub(crate) fn name(&self) -> &str {
         &self.0.name
     }
 
@@ -212,7 +212,7 @@ impl Context {
     }
 
     /// Whether this is still the process that opened the device, and not a forked child.
-    pub fn is_ours(&self) -> bool {
+    pub(crate) fn is_ours(&self) -> bool {
         self.0.raw.is_ours()
     }
 
@@ -220,7 +220,7 @@ impl Context {
     ///
     /// # Errors
     /// When the device does not answer.
-    pub fn facts(&self) -> Result<DeviceFacts> {
+    pub(crate) fn facts(&self) -> Result<DeviceFacts> {
         let mut attr = MaybeUninit::<ib::ibv_device_attr>::zeroed();
         // SAFETY: an open context, and room for the answer.
         patiently(|| checked(unsafe { (self.0.verbs.query_device)(self.raw(), attr.as_mut_ptr()) }))
@@ -254,7 +254,7 @@ impl Context {
     ///
     /// # Errors
     /// When there is no such port.
-    pub fn port(&self, number: u8) -> Result<PortFacts> {
+    pub(crate) fn port(&self, number: u8) -> Result<PortFacts> {
         // The call fills in only the fields that its symbol version knows: the others must be zero before.
         let mut attr = MaybeUninit::<ib::ibv_port_attr>::zeroed();
         // SAFETY: an open context, and room for the answer.
@@ -284,7 +284,7 @@ impl Context {
     ///
     /// # Errors
     /// When there is no such entry.
-    pub fn gid(&self, port: u8, index: u32) -> Result<Gid> {
+    pub(crate) fn gid(&self, port: u8, index: u32) -> Result<Gid> {
         let mut gid = ib::ibv_gid { raw: [0; 16] };
         let position = i32::try_from(index).unwrap_or(i32::MAX);
         let asked = patiently(|| {
@@ -299,7 +299,7 @@ impl Context {
     }
 
     /// The used entries of the GID tables of all ports, at most so many; none when this libibverbs or kernel cannot say.
-    pub fn gid_entries(&self, most: usize) -> Option<Vec<RawGidEntry>> {
+    pub(crate) fn gid_entries(&self, most: usize) -> Option<Vec<RawGidEntry>> {
         let ask = self.0.verbs.query_gid_table?;
         let blank = RawGidEntry { gid: [0; 16], index: 0, port: 0, kind: 0, interface: 0 };
         let mut entries = vec![blank; most];
@@ -315,7 +315,7 @@ impl Context {
 
     /// The speed that a port has in truth, in Mbit/s, also where it is that of several bonded ones; none when this libibverbs
     /// or device cannot say.
-    pub fn port_mbps(&self, number: u8) -> Option<u32> {
+    pub(crate) fn port_mbps(&self, number: u8) -> Option<u32> {
         let ask = self.0.verbs.query_port_speed?;
         let mut hundreds = 0_u64;
         // SAFETY: an open context, and room for the answer, which is in units of 100 Mbit/s.
@@ -324,7 +324,7 @@ impl Context {
     }
 
     /// The descriptor that becomes readable when an asynchronous event waits.
-    pub fn async_fd(&self) -> RawFd {
+    pub(crate) fn async_fd(&self) -> RawFd {
         self.0.async_fd.as_raw_fd()
     }
 
@@ -332,13 +332,13 @@ impl Context {
     ///
     /// # Errors
     /// When the system refuses.
-    pub fn set_events_nonblocking(&self) -> Result<()> {
+    pub(crate) fn set_events_nonblocking(&self) -> Result<()> {
         set_nonblocking(self.async_fd()).map_err(|error| super::failure(self.name(), "watching for events", &error))
     }
 
     /// The next asynchronous event, or none (also when the device is gone). The event is acknowledged when `handle`
     /// has returned: until then the queue that it is about cannot be destroyed.
-    pub fn next_event<T>(&self, handle: impl FnOnce(AsyncEvent) -> T) -> Option<T> {
+    pub(crate) fn next_event<T>(&self, handle: impl FnOnce(AsyncEvent) -> T) -> Option<T> {
         let mut event = RawAsyncEvent { element: 0, kind: 0 };
         // SAFETY: an open context, and room for the answer.
         while unsafe { (self.0.verbs.get_async_event)(self.raw(), &raw mut event) } != 0 {

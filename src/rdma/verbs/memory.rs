@@ -14,7 +14,7 @@ use crate::os::error::{Error, Result};
 
 /// The space in which queue pairs may use memory regions.
 #[derive(Clone)]
-pub struct ProtectionDomain(Arc<RawDomain>);
+pub(crate) struct ProtectionDomain(Arc<RawDomain>);
 
 struct RawDomain {
     context: Context,
@@ -31,7 +31,7 @@ impl ProtectionDomain {
     ///
     /// # Errors
     /// When the device has no more.
-    pub fn new(context: &Context) -> Result<Self> {
+    pub(crate) fn new(context: &Context) -> Result<Self> {
         let made = patiently(|| {
             // SAFETY: an open context.
             let raw = unsafe { (context.verbs().alloc_pd)(context.raw()) };
@@ -42,7 +42,7 @@ impl ProtectionDomain {
     }
 
     /// The device.
-    pub fn context(&self) -> &Context {
+    pub(crate) fn context(&self) -> &Context {
         &self.0.context
     }
 
@@ -52,7 +52,7 @@ impl ProtectionDomain {
 
     /// Whether the kernel and the driver accept memory through DMA-BUF descriptors. Tested by an attempt with an
     /// invalid descriptor: with support, the error is about the descriptor, without support about the call.
-    pub fn takes_dmabuf(&self) -> bool {
+    pub(crate) fn takes_dmabuf(&self) -> bool {
         let Some(register) = self.context().verbs().reg_dmabuf_mr else { return false };
         let asked = patiently(|| {
             // SAFETY: the arguments describe no memory at all, and the descriptor is invalid.
@@ -83,7 +83,7 @@ impl fmt::Debug for ProtectionDomain {
 
 /// The access of the two sides to a memory region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Access {
+pub(crate) struct Access {
     /// Whether the device may reorder its writes over PCIe where nothing orders them. Faster on some hosts; a flag that
     /// a processor polls must be in a region without it.
     pub relaxed_ordering: bool,
@@ -103,7 +103,7 @@ impl Access {
 
 /// Memory behind a DMA-BUF descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct DmaBuf {
+pub(crate) struct DmaBuf {
     /// The descriptor. It may be closed once the region is made.
     pub fd: RawFd,
     /// Where the region starts in it.
@@ -111,7 +111,7 @@ pub struct DmaBuf {
 }
 
 /// Memory that a device may read and write.
-pub struct MemoryRegion {
+pub(crate) struct MemoryRegion {
     domain: ProtectionDomain,
     raw: NonNull<ib::ibv_mr>,
 }
@@ -130,7 +130,7 @@ impl MemoryRegion {
     /// # Errors
     /// When the pages cannot be pinned: not mapped, over the limit on locked memory, or GPU memory without a
     /// peer-memory module.
-    pub fn new(
+    pub(crate) fn new(
         domain: &ProtectionDomain,
         address: usize,
         length: usize,
@@ -171,20 +171,15 @@ impl MemoryRegion {
     }
 
     /// The key for work requests of this side.
-    pub fn local_key(&self) -> u32 {
+    pub(crate) fn local_key(&self) -> u32 {
         // SAFETY: the region lives as long as this.
         unsafe { self.raw.as_ref().lkey }
     }
 
     /// The key for work requests of the peer.
-    pub fn remote_key(&self) -> u32 {
+    pub(crate) fn remote_key(&self) -> u32 {
         // SAFETY: as above.
         unsafe { self.raw.as_ref().rkey }
-    }
-
-    /// The domain it belongs to.
-    pub fn domain(&self) -> &ProtectionDomain {
-        &self.domain
     }
 }
 

@@ -23,12 +23,12 @@ mod work;
 #[cfg(test)]
 mod tests;
 
-pub use channel::CompletionChannel;
-pub use completion::{Completion, CompletionQueue, Opcode};
-pub use context::{AsyncEvent, Context, DeviceFacts, LinkLayer, PortFacts, Transport, open_devices};
-pub use memory::{Access, DmaBuf, MemoryRegion, ProtectionDomain};
-pub use queue_pair::{Capacity, Ece, QueuePair, QueuePairOptions, Refused, Route, Timeouts};
-pub use work::{Local, Remote, Work};
+pub(crate) use channel::CompletionChannel;
+pub(crate) use completion::{Completion, CompletionQueue, Opcode};
+pub(crate) use context::{AsyncEvent, Context, DeviceFacts, LinkLayer, PortFacts, Transport, open_devices};
+pub(crate) use memory::{Access, DmaBuf, MemoryRegion, ProtectionDomain};
+pub(crate) use queue_pair::{Capacity, Ece, QueuePair, QueuePairOptions, Refused, Route, Timeouts};
+pub(crate) use work::{Local, Remote, Work};
 
 use crate::os::error::Error;
 use std::io;
@@ -72,7 +72,7 @@ fn checked(status: i32) -> io::Result<()> {
 }
 
 /// A 128-bit GID in network byte order.
-pub type Gid = [u8; 16];
+pub(crate) type Gid = [u8; 16];
 
 /// An error of a call that returns null and sets `errno`.
 fn last_error(device: &str, doing: &str) -> Error {

@@ -13,7 +13,7 @@ use crate::os::error::{Error, Result};
 
 /// The capacity of a queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Capacity {
+pub(crate) struct Capacity {
     /// Outstanding work requests of the sending queue.
     pub send: u32,
     /// Outstanding receives.
@@ -24,7 +24,7 @@ pub struct Capacity {
 
 /// The parameters that prepare a queue pair for its connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct QueuePairOptions {
+pub(crate) struct QueuePairOptions {
     /// The port, from 1.
     pub port: u8,
     /// The index in the port's table of partition keys.
@@ -33,7 +33,7 @@ pub struct QueuePairOptions {
 
 /// The path of a queue pair to its peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Route {
+pub(crate) struct Route {
     /// The local port, from 1.
     pub port: u8,
     /// The network of the port.
@@ -60,7 +60,7 @@ pub struct Route {
 
 /// The retransmission parameters of a queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Timeouts {
+pub(crate) struct Timeouts {
     /// The wait for an acknowledgement: 4.096 µs times two to this power, up to 31; 0: for ever.
     pub exponent: u8,
     /// How often it is sent again, up to 7.
@@ -70,20 +70,20 @@ pub struct Timeouts {
 impl Timeouts {
     /// The values of `NCCL_IB_TIMEOUT` and `NCCL_IB_RETRY_CNT`. An exponent of 0, or of 32 and more, which does not fit
     /// the five bits of the verbs, means no timeout.
-    pub fn new(exponent: i64, retries: i64) -> Self {
+    pub(crate) fn new(exponent: i64, retries: i64) -> Self {
         let exponent = u8::try_from(exponent).ok().filter(|exponent| *exponent < 32).unwrap_or(0);
         Self { exponent, retries: u8::try_from(retries).unwrap_or(7).min(7) }
     }
 
     /// How long a device retransmits before it gives up; None when it never does.
-    pub fn patience(self) -> Option<Duration> {
+    pub(crate) fn patience(self) -> Option<Duration> {
         (self.exponent != 0).then(|| Duration::from_nanos(4096 << self.exponent) * (u32::from(self.retries) + 1))
     }
 }
 
 /// What the two drivers agree on beyond the standard (enhanced connection establishment).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Ece {
+pub(crate) struct Ece {
     /// The vendor of these options.
     pub vendor: u32,
     /// The options; only the vendor's driver knows their meaning.
@@ -94,7 +94,7 @@ pub struct Ece {
 
 /// Why a queue pair could not be moved to its next state.
 #[derive(Debug, Clone)]
-pub struct Refused {
+pub(crate) struct Refused {
     /// The error number of the call; 0 when no call failed.
     pub code: i32,
     /// The same as a sentence.
@@ -109,13 +109,13 @@ impl From<Error> for Refused {
 
 impl Refused {
     /// The sentence alone.
-    pub fn into_error(self) -> Error {
+    pub(crate) fn into_error(self) -> Error {
         self.error
     }
 }
 
 /// A reliable connection to one queue pair of the peer.
-pub struct QueuePair {
+pub(crate) struct QueuePair {
     raw: NonNull<ib::ibv_qp>,
     capacity: Capacity,
     domain: ProtectionDomain,
@@ -142,7 +142,7 @@ impl QueuePair {
     ///
     /// # Errors
     /// When the device has no more, or none so large.
-    pub fn new(
+    pub(crate) fn new(
         domain: &ProtectionDomain,
         send: &CompletionQueue,
         receive: &CompletionQueue,
@@ -177,18 +177,18 @@ impl QueuePair {
     }
 
     /// Its number, which the peer needs.
-    pub fn number(&self) -> u32 {
+    pub(crate) fn number(&self) -> u32 {
         // SAFETY: the queue pair lives as long as this.
         unsafe { self.raw.as_ref().qp_num }
     }
 
     /// How much it holds.
-    pub fn capacity(&self) -> Capacity {
+    pub(crate) fn capacity(&self) -> Capacity {
         self.capacity
     }
 
     /// Its address, by which asynchronous events identify it.
-    pub fn element(&self) -> u64 {
+    pub(crate) fn element(&self) -> u64 {
         self.raw.as_ptr() as u64
     }
 
@@ -215,7 +215,7 @@ impl QueuePair {
     ///
     /// # Errors
     /// When there is no such port or partition key.
-    pub fn prepare(&self, options: QueuePairOptions) -> Result<()> {
+    pub(crate) fn prepare(&self, options: QueuePairOptions) -> Result<()> {
         use ib::ibv_access_flags as access;
         use ib::ibv_qp_attr_mask as mask;
         let mut attr = blank();
@@ -234,7 +234,7 @@ impl QueuePair {
     ///
     /// # Errors
     /// When the peer's address cannot be resolved, or the device refuses it.
-    pub fn connect(&self, route: &Route) -> std::result::Result<(), Refused> {
+    pub(crate) fn connect(&self, route: &Route) -> std::result::Result<(), Refused> {
         use ib::ibv_qp_attr_mask as mask;
         let mut attr = blank();
         attr.qp_state = ib::ibv_qp_state::IBV_QPS_RTR;
@@ -281,7 +281,7 @@ impl QueuePair {
     ///
     /// # Errors
     /// When the device refuses the values.
-    pub fn start(&self, timeouts: Timeouts, first_packet: u32) -> std::result::Result<(), Refused> {
+    pub(crate) fn start(&self, timeouts: Timeouts, first_packet: u32) -> std::result::Result<(), Refused> {
         use ib::ibv_qp_attr_mask as mask;
         let mut attr = blank();
         attr.qp_state = ib::ibv_qp_state::IBV_QPS_RTS;
@@ -305,7 +305,7 @@ impl QueuePair {
     ///
     /// # Errors
     /// When the device is gone.
-    pub fn stop(&self) -> Result<()> {
+    pub(crate) fn stop(&self) -> Result<()> {
         let mut attr = blank();
         attr.qp_state = ib::ibv_qp_state::IBV_QPS_ERR;
         let parts = [ib::ibv_qp_attr_mask::IBV_QP_STATE];
@@ -317,7 +317,7 @@ impl QueuePair {
     ///
     /// # Errors
     /// When the device is gone.
-    pub fn reset(&self) -> Result<()> {
+    pub(crate) fn reset(&self) -> Result<()> {
         let mut attr = blank();
         attr.qp_state = ib::ibv_qp_state::IBV_QPS_RESET;
         let parts = [ib::ibv_qp_attr_mask::IBV_QP_STATE];
@@ -325,7 +325,7 @@ impl QueuePair {
     }
 
     /// The options that this side's driver offers beyond the standard; None when it offers none.
-    pub fn ece(&self) -> Option<Ece> {
+    pub(crate) fn ece(&self) -> Option<Ece> {
         let query = self.domain.context().verbs().query_ece?;
         let mut ece = ib::ibv_ece { vendor_id: 0, options: 0, comp_mask: 0 };
         // SAFETY: the queue pair lives as long as this, and there is room for the answer.
@@ -338,7 +338,7 @@ impl QueuePair {
     ///
     /// # Errors
     /// When the driver supports such options, but not these.
-    pub fn set_ece(&self, ece: Ece) -> Result<bool> {
+    pub(crate) fn set_ece(&self, ece: Ece) -> Result<bool> {
         let Some(set) = self.domain.context().verbs().set_ece else { return Ok(false) };
         let mut raw = ib::ibv_ece { vendor_id: ece.vendor, options: ece.options, comp_mask: ece.mask };
         // SAFETY: the queue pair lives as long as this, the options live through the call.
@@ -360,7 +360,7 @@ impl QueuePair {
     /// The local memory of each request must stay registered and must not be used otherwise until the request's
     /// completion, or that of a later one of this queue pair, was polled, or the queue pair was dropped.
     #[inline]
-    pub unsafe fn post(&self, list: &[Work]) -> std::result::Result<(), (usize, Error)> {
+    pub(crate) unsafe fn post(&self, list: &[Work]) -> std::result::Result<(), (usize, Error)> {
         let mut chain = Chain::new();
         for (round, part) in list.chunks(BATCH).enumerate() {
             let first = chain.link(part);
@@ -384,7 +384,7 @@ impl QueuePair {
     /// # Safety
     /// As [`QueuePair::post`].
     #[inline(always)]
-    pub unsafe fn post_one(&self, work: &Work) -> Result<()> {
+    pub(crate) unsafe fn post_one(&self, work: &Work) -> Result<()> {
         let mut piece = work.piece();
         let mut request = work.request(&raw mut piece, ptr::null_mut());
         let mut bad = ptr::null_mut();
@@ -410,7 +410,7 @@ impl QueuePair {
     /// # Errors
     /// When the queue is full or broken.
     #[inline]
-    pub fn post_receives(&self, id: u64, count: usize) -> std::result::Result<(), (usize, Error)> {
+    pub(crate) fn post_receives(&self, id: u64, count: usize) -> std::result::Result<(), (usize, Error)> {
         let mut left = count;
         let mut list = [const { MaybeUninit::<ib::ibv_recv_wr>::uninit() }; BATCH];
         while left > 0 {

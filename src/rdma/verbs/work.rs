@@ -7,7 +7,7 @@ use rdma_sys as ib;
 
 /// Memory of this side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Local {
+pub(crate) struct Local {
     /// Where it starts.
     pub address: u64,
     /// How many bytes; a work request may be empty.
@@ -18,7 +18,7 @@ pub struct Local {
 
 /// Memory of the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Remote {
+pub(crate) struct Remote {
     /// Where it starts, by the peer's addresses.
     pub address: u64,
     /// The key of the peer's region.
@@ -27,7 +27,7 @@ pub struct Remote {
 
 /// A work request of the sending queue: an RDMA write, or with `is_read` an RDMA read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Work {
+pub(crate) struct Work {
     /// Comes back in the completion.
     pub id: u64,
     /// This side's memory.

@@ -23,7 +23,7 @@ struct Call {
 }
 
 /// Calls the connecting side over one of its rails.
-pub fn call(net: Arc<Net>, conn: &Arc<dyn Listening>, way: usize, since: Instant) {
+pub(crate) fn call(net: Arc<Net>, conn: &Arc<dyn Listening>, way: usize, since: Instant) {
     let start = since + lifeline::CALL_AFTER;
     let purpose = Call { conn: Arc::downgrade(conn), way, since };
     let begin = Begin { at: start, epoch: 0, tries: 0, claims: false };

@@ -28,7 +28,7 @@ impl Dial {
     ///
     /// # Errors
     /// When the control thread cannot be started.
-    pub fn connect(net: Arc<Net>, target: Target, opener: Arc<dyn Opener>) -> Result<Arc<Self>> {
+    pub(crate) fn connect(net: Arc<Net>, target: Target, opener: Arc<dyn Opener>) -> Result<Arc<Self>> {
         let now = Instant::now();
         let deadline = now + net.config.connect_timeout;
         Self::start(net, Connect { target, opener }, deadline, Begin { at: now, epoch: 0, tries: 0, claims: false })

@@ -27,7 +27,7 @@ pub(super) struct Join {
 }
 
 /// Starts connecting a further stream of a connection, in its first epoch.
-pub fn join(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize) {
+pub(crate) fn join(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize) {
     let now = Instant::now();
     let deadline = now + net.config.reconnect_timeout;
     let purpose = Join { conn: Arc::downgrade(conn), index, repair: false };
@@ -54,7 +54,7 @@ fn join_later(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize, epoch: u16, 
 
 /// Reconnects stream `index`, over its own rails while other streams carry the load. It goes on until the stream is
 /// back or the connection is over. Does nothing when a repair is already under way.
-pub fn repair(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize) {
+pub(crate) fn repair(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize) {
     if !conn.begin_repair(index) {
         return;
     }

@@ -20,7 +20,7 @@ struct Resume(Weak<dyn Connecting>);
 ///
 /// # Errors
 /// When the control thread cannot be started.
-pub fn resume(net: Arc<Net>, conn: &Arc<dyn Connecting>) -> Result<()> {
+pub(crate) fn resume(net: Arc<Net>, conn: &Arc<dyn Connecting>) -> Result<()> {
     let now = Instant::now();
     let begin = Begin { at: now, epoch: 0, tries: 0, claims: false };
     Dial::start(net, Resume(Arc::downgrade(conn)), now + NO_DEADLINE, begin).map(|_| ())

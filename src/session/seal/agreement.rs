@@ -19,7 +19,7 @@ use crate::os::error::{Error, Result};
 use crate::os::key_file::SharedKey;
 
 /// Bytes of the connecting side's message.
-pub const OFFER: usize = 32 + TAG;
+pub(crate) const OFFER: usize = 32 + TAG;
 /// Bytes that the listening side's message has beyond the welcome in it.
 pub const ANSWER: usize = 32 + TAG;
 
@@ -68,14 +68,14 @@ fn unexpected(error: snow::Error) -> Error {
 }
 
 /// The connecting side, between its offer and the answer.
-pub struct Offered(Box<HandshakeState>);
+pub(crate) struct Offered(Box<HandshakeState>);
 
 impl Offered {
     /// Makes the offer. `prologue` is everything exchanged before.
     ///
     /// # Errors
     /// When the system's random source fails.
-    pub fn new(key: &SharedKey, prologue: &[u8]) -> Result<(Self, [u8; OFFER])> {
+    pub(crate) fn new(key: &SharedKey, prologue: &[u8]) -> Result<(Self, [u8; OFFER])> {
         let mut state = builder(key, prologue).and_then(Builder::build_initiator).map_err(unexpected)?;
         let mut offer = [0; OFFER];
         let length = state.write_message(&[], &mut offer).map_err(unexpected)?;
@@ -85,7 +85,7 @@ impl Offered {
 
     /// Reads the answer: returns the keys, and puts the welcome into `welcome`. None when its sender does not have the
     /// shared key, or the answer was modified on the way.
-    pub fn take_answer(mut self, answer: &[u8], welcome: &mut [u8]) -> Option<Keys> {
+    pub(crate) fn take_answer(mut self, answer: &[u8], welcome: &mut [u8]) -> Option<Keys> {
         let length = self.0.read_message(answer, welcome).ok()?;
         if length != welcome.len() {
             return None;
@@ -96,14 +96,14 @@ impl Offered {
 }
 
 /// The listening side, between the offer and its answer.
-pub struct Accepted(Box<HandshakeState>);
+pub(crate) struct Accepted(Box<HandshakeState>);
 
 impl Accepted {
     /// Reads an offer. None when its sender does not have the shared key, or the offer was modified on the way.
     ///
     /// # Errors
     /// When the library refuses to start, which is not expected.
-    pub fn new(key: &SharedKey, prologue: &[u8], offer: &[u8]) -> Result<Option<Self>> {
+    pub(crate) fn new(key: &SharedKey, prologue: &[u8], offer: &[u8]) -> Result<Option<Self>> {
         let mut state = builder(key, prologue).and_then(Builder::build_responder).map_err(unexpected)?;
         let taken = state.read_message(offer, &mut []).is_ok();
         Ok(taken.then(|| Self(Box::new(state))))
@@ -113,7 +113,7 @@ impl Accepted {
     ///
     /// # Errors
     /// When the system's random source fails.
-    pub fn answer(mut self, welcome: &[u8]) -> Result<(Vec<u8>, Keys)> {
+    pub(crate) fn answer(mut self, welcome: &[u8]) -> Result<(Vec<u8>, Keys)> {
         let mut answer = vec![0; ANSWER + welcome.len()];
         let length = self.0.write_message(welcome, &mut answer).map_err(unexpected)?;
         debug_assert_eq!(length, answer.len());

@@ -24,13 +24,13 @@ use crate::session::frame::{HEADER, Header, Type};
 use crate::session::wire::Piece;
 
 /// Bytes of a checksum.
-pub const CHECKSUM: usize = 4;
+pub(crate) const CHECKSUM: usize = 4;
 /// Bytes that authenticate a record.
-pub const TAG: usize = 16;
+pub(crate) const TAG: usize = 16;
 
 /// Records under one key. 2^24 records of at most 512 KiB keep the probability of distinguishing the cipher from a
 /// random function below 2^-50 (SP 800-38D; the calculation is that of RFC 8446, section 5.5).
-pub const RECORDS_PER_KEY: u64 = 1 << 24;
+pub(crate) const RECORDS_PER_KEY: u64 = 1 << 24;
 
 /// Why arrived bytes are not accepted.
 #[derive(Debug)]
@@ -145,17 +145,17 @@ pub struct Sealer {
 
 impl Sealer {
     /// Adds checksums.
-    pub fn checksum() -> Self {
+    pub(crate) fn checksum() -> Self {
         Self { records: None, spare: Vec::new() }
     }
 
     /// Encrypts.
-    pub fn encrypted(key: &StreamKey) -> Self {
+    pub(crate) fn encrypted(key: &StreamKey) -> Self {
         Self { records: Some(Records::new(key)), spare: Vec::new() }
     }
 
     /// Turns control frames, headers with their payload, into their form on the wire.
-    pub fn control(&mut self, frames: &mut Vec<u8>) {
+    pub(crate) fn control(&mut self, frames: &mut Vec<u8>) {
         let Some(records) = &mut self.records else { return };
         let mut out = Vec::with_capacity(frames.len() * 2);
         let mut rest = &frames[..];
@@ -200,28 +200,28 @@ impl Sealer {
 }
 
 /// The receiving half.
-pub struct Opener {
+pub(crate) struct Opener {
     records: Option<Records>,
 }
 
 impl Opener {
     /// Checks checksums.
-    pub fn checksum() -> Self {
+    pub(crate) fn checksum() -> Self {
         Self { records: None }
     }
 
     /// Decrypts.
-    pub fn encrypted(key: &StreamKey) -> Self {
+    pub(crate) fn encrypted(key: &StreamKey) -> Self {
         Self { records: Some(Records::new(key)) }
     }
 
     /// Bytes of a header on the wire.
-    pub fn header_length(&self) -> usize {
+    pub(crate) fn header_length(&self) -> usize {
         HEADER + if self.records.is_some() { TAG } else { 0 }
     }
 
     /// Bytes on the wire that follow this header.
-    pub fn body_length(&self, header: &Header) -> usize {
+    pub(crate) fn body_length(&self, header: &Header) -> usize {
         let length = header.length as usize;
         match (length, header.kind) {
             (0, _) => 0,
@@ -235,7 +235,7 @@ impl Opener {
     ///
     /// # Errors
     /// When it was modified on the way, or violates the protocol.
-    pub fn header(&mut self, bytes: &mut [u8]) -> std::result::Result<Header, Refused> {
+    pub(crate) fn header(&mut self, bytes: &mut [u8]) -> std::result::Result<Header, Refused> {
         if self.records.as_mut().is_some_and(|records| !records.open(bytes)) {
             return Err(Refused::Damaged);
         }
@@ -248,7 +248,7 @@ impl Opener {
 
     /// Checks the payload behind a header; `bytes` are as many as [`Opener::body_length`] returns. Afterwards the first
     /// `header.length` of them are the plain payload. Returns whether the payload is as it was sent.
-    pub fn body(&mut self, header: &Header, bytes: &mut [u8]) -> bool {
+    pub(crate) fn body(&mut self, header: &Header, bytes: &mut [u8]) -> bool {
         if bytes.is_empty() {
             return true;
         }

@@ -14,25 +14,25 @@ use crate::os::log::{Limiter, NET};
 use crate::session::peer::{Broken, Peer};
 
 /// How often the same chunk may arrive damaged within [`MEMORY`].
-pub const SAME: u32 = 8;
+pub(crate) const SAME: u32 = 8;
 /// How long damage is remembered.
-pub const MEMORY: Duration = Duration::from_secs(60);
+pub(crate) const MEMORY: Duration = Duration::from_secs(60);
 /// How many chunks are remembered, at most; more than that within [`MEMORY`] also exceed the limit.
 const CHUNKS: usize = 256;
 
 /// Where damage was found: tag, order and offset of the chunk, or None for a header.
-pub type Place = Option<(i32, u64, u64)>;
+pub(crate) type Place = Option<(i32, u64, u64)>;
 
 /// What has arrived damaged recently on one connection.
 #[derive(Debug, Default)]
-pub struct Damage(Mutex<Lately>);
+pub(crate) struct Damage(Mutex<Lately>);
 
 static TOLD: Limiter = Limiter::new();
 
 impl Damage {
     /// Something arrived damaged: counts and logs it, and decides how to go on. With recovery the stream is reconnected
     /// and what was lost is resent; without recovery, or when it happens again and again, the connection ends.
-    pub fn met(&self, place: Place, recovery: bool, peer: &Peer, counters: &Counters) -> Broken {
+    pub(crate) fn met(&self, place: Place, recovery: bool, peer: &Peer, counters: &Counters) -> Broken {
         Counters::bump(&counters.damaged);
         let borne = self.0.lock().unwrap_or_else(PoisonError::into_inner).bear(place, Instant::now());
         if recovery && borne {

@@ -9,13 +9,13 @@ use crate::session::frame::Header;
 
 /// The longest chunk that is accepted, in bytes: eight times what this release sends, so that another release may send
 /// more.
-pub const LARGEST: u32 = 4 << 20;
+pub(crate) const LARGEST: u32 = 4 << 20;
 
 /// How much to read from the socket when nothing more is known, in bytes: many short frames in one call.
 const INPUT: usize = 8 << 10;
 
 /// How much to read beyond the end of the current frame: room for the next headers.
-pub const BEHIND: usize = 2 << 10;
+pub(crate) const BEHIND: usize = 2 << 10;
 
 /// What the buffer holds next.
 #[derive(Debug)]
@@ -37,12 +37,13 @@ pub struct Intake {
 
 impl Intake {
     /// An empty one.
-    pub fn new(opener: Opener) -> Self {
+    pub(crate) fn new(opener: Opener) -> Self {
         Self { opener, buffer: vec![0; INPUT], from: 0, to: 0, open: None }
     }
 
     /// What checks the bytes.
-    pub fn opener(&self) -> &Opener {
+    #[cfg(test)]
+    pub(crate) fn opener(&self) -> &Opener {
         &self.opener
     }
 
@@ -69,7 +70,7 @@ impl Intake {
     }
 
     /// The header of a frame that is not complete yet.
-    pub fn open(&self) -> Option<&Header> {
+    pub(crate) fn open(&self) -> Option<&Header> {
         self.open.as_ref()
     }
 

@@ -15,7 +15,7 @@
 //! Encryption includes what the checksum does, so a stream with both switched on is only encrypted.
 
 pub mod agreement;
-pub mod codec;
+pub(crate) mod codec;
 pub mod damage;
 pub mod intake;
 
@@ -75,7 +75,7 @@ pub struct Sides {
 ///
 /// # Errors
 /// A usage error when one side has a key and the other has none.
-pub fn is_encrypted(theirs: u32, ours: u32) -> Result<bool> {
+pub(crate) fn is_encrypted(theirs: u32, ours: u32) -> Result<bool> {
     let what = match (theirs & FEATURE_ENCRYPTION != 0, ours & FEATURE_ENCRYPTION != 0) {
         (true, true) => return Ok(true),
         (false, false) => return Ok(false),
@@ -86,7 +86,7 @@ pub fn is_encrypted(theirs: u32, ours: u32) -> Result<bool> {
 }
 
 /// The error for two sides that have different keys.
-pub fn other_key() -> Error {
+pub(crate) fn other_key() -> Error {
     Error::usage("the peer's key (TOWLINE_KEY_FILE) is not the same as this side's")
         .with_hint("copy one key file to all hosts")
 }

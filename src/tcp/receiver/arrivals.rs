@@ -13,7 +13,7 @@ use crate::session::owner::Listening;
 use crate::session::peer::Peer;
 
 /// The connections of one listener.
-pub struct Arrivals {
+pub(crate) struct Arrivals {
     me: Weak<Self>,
     net: Arc<Net>,
     waiting: Mutex<Waiting>,
@@ -41,7 +41,7 @@ impl Waiting {
 
 impl Arrivals {
     /// None yet.
-    pub fn new(net: Arc<Net>) -> Arc<Self> {
+    pub(crate) fn new(net: Arc<Net>) -> Arc<Self> {
         Arc::new_cyclic(|me| Self { me: me.clone(), net, waiting: Mutex::default(), arrived: Condvar::new() })
     }
 
@@ -53,7 +53,7 @@ impl Arrivals {
     ///
     /// # Errors
     /// When the peer that holds the secret came, and its TOWLINE_KEY_FILE does not fit this side's.
-    pub fn accept(&self) -> Result<Option<Arc<RecvConn>>> {
+    pub(crate) fn accept(&self) -> Result<Option<Arc<RecvConn>>> {
         self.waiting().next()
     }
 
@@ -61,7 +61,7 @@ impl Arrivals {
     ///
     /// # Errors
     /// As [`Arrivals::accept`].
-    pub fn accept_until(&self, deadline: Instant) -> Result<Option<Arc<RecvConn>>> {
+    pub(crate) fn accept_until(&self, deadline: Instant) -> Result<Option<Arc<RecvConn>>> {
         let mut waiting = self.waiting();
         loop {
             if let Some(conn) = waiting.next()? {

@@ -38,7 +38,7 @@ impl RecvConn {
 
     /// Ends a connection whose listener was closed before the peer's confirmation arrived: the peer considers it
     /// established, and is notified. Nothing here waits, so the control thread may call it.
-    pub fn turn_away(&self) {
+    pub(crate) fn turn_away(&self) {
         self.closing.store(true, Ordering::Release);
         self.fail(Error::remote("the listener was closed before the connection was accepted"));
         self.quiesce();

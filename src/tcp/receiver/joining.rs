@@ -18,7 +18,7 @@ use crate::tcp::connection::lock;
 impl RecvConn {
     /// A peer with the connection's key wants to connect stream `index` in `epoch`. Ends the stream's previous epoch
     /// and returns how many frames were received in all its epochs, or None when it may not join.
-    pub fn prepare_join(&self, index: usize, epoch: u16) -> Option<u64> {
+    pub(crate) fn prepare_join(&self, index: usize, epoch: u16) -> Option<u64> {
         let newer = index < MAX_STREAMS && (epoch.wrapping_sub(self.state().core.epoch(index)) as i16) > 0;
         if !newer || self.is_over() {
             return None;

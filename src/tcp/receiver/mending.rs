@@ -167,7 +167,7 @@ impl RecvConn {
 
     /// Ends the given epoch of a stream for good: nothing more is received from it. Returns how many frames were, or
     /// None when that epoch is already over.
-    pub fn fence_stream(&self, index: usize, epoch: u16) -> Option<u64> {
+    pub(crate) fn fence_stream(&self, index: usize, epoch: u16) -> Option<u64> {
         if index >= MAX_STREAMS {
             return None;
         }
@@ -188,7 +188,7 @@ impl RecvConn {
     }
 
     /// Whether no request waits for this connection's recovery.
-    pub fn is_over(&self) -> bool {
+    pub(crate) fn is_over(&self) -> bool {
         self.closing.load(Ordering::Acquire) || self.health.is_failed()
     }
 }

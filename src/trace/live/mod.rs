@@ -3,8 +3,8 @@
 //! It is made from the profiler's [`Tracker`] and read by `towline why` and `towline top`. Times are nanoseconds of the
 //! process's own CLOCK_MONOTONIC, which all processes of one boot of a host share.
 
-pub mod network;
-pub mod place;
+pub(crate) mod network;
+pub(crate) mod place;
 
 use std::io;
 
@@ -17,21 +17,21 @@ use super::tracker::Tracker;
 use super::verdict::{Arguments, Call, Key, On, Told, Wait};
 
 /// Calls of each communicator that a process remembers, and tells on its control socket.
-pub const KEPT: usize = 1000;
+pub(crate) const KEPT: usize = 1000;
 
 /// Calls of each communicator in a state file, which is written each second.
-pub const KEPT_IN_FILE: usize = 100;
+pub(crate) const KEPT_IN_FILE: usize = 100;
 
 /// Waits of a communicator that are told: the oldest.
 const WAITS: usize = 64;
 
 /// The most bytes of a state that is read.
-pub const LONGEST: u64 = 64 << 20;
+pub(crate) const LONGEST: u64 = 64 << 20;
 
 /// A call.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs)]
-pub struct CallState {
+pub(crate) struct CallState {
     pub func: String,
     pub seq: u64,
     pub count: u64,
@@ -45,7 +45,7 @@ pub struct CallState {
 
 /// A wait of an open operation's step.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WaitState {
+pub(crate) struct WaitState {
     /// The rank at the other end.
     pub peer: i32,
     /// `network`, `data`, `buffer` or `gpu`.
@@ -56,7 +56,7 @@ pub struct WaitState {
 
 /// A rank of a communicator.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CommState {
+pub(crate) struct CommState {
     /// NCCL's id of the communicator, in hexadecimal digits.
     pub id: String,
     /// The user's name of it.
@@ -82,7 +82,7 @@ pub struct CommState {
 
 /// A process.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct State {
+pub(crate) struct State {
     /// Towline's version.
     pub version: String,
     /// The host's name.
@@ -116,7 +116,7 @@ pub struct State {
 
 impl CommState {
     /// The communicator as the verdict knows it.
-    pub fn info(&self) -> CommInfo {
+    pub(crate) fn info(&self) -> CommInfo {
         let id = u64::from_str_radix(&self.id, 16).unwrap_or(0);
         CommInfo {
             id,
@@ -129,7 +129,7 @@ impl CommState {
     }
 
     /// What it tells, its times put onto the reader's clock by `clock`.
-    pub fn told(&self, clock: impl Fn(u64) -> u64) -> Told {
+    pub(crate) fn told(&self, clock: impl Fn(u64) -> u64) -> Told {
         let calls = self.calls.iter().map(|call| Call {
             key: Key { func: call.func.as_str().into(), seq: call.seq },
             arguments: Arguments { count: call.count, datatype: name(&call.datatype), root: call.root },
@@ -149,7 +149,7 @@ fn name(text: &str) -> Name {
 }
 
 /// The communicators of a process, each with its last `kept` calls.
-pub fn communicators(tracker: &Tracker, kept: usize) -> Vec<CommState> {
+pub(crate) fn communicators(tracker: &Tracker, kept: usize) -> Vec<CommState> {
     let mut waits = tracker.waits();
     let known = tracker.comms().iter().filter(|(_, comm)| comm.info.context != 0 && comm.info.rank >= 0);
     known
@@ -197,7 +197,7 @@ impl WaitState {
 
 impl State {
     /// As JSON.
-    pub fn text(&self) -> String {
+    pub(crate) fn text(&self) -> String {
         serde_json::to_string(self).unwrap_or_default() + "\n"
     }
 
@@ -205,7 +205,7 @@ impl State {
     ///
     /// # Errors
     /// When it is none.
-    pub fn read(bytes: &[u8]) -> io::Result<Self> {
+    pub(crate) fn read(bytes: &[u8]) -> io::Result<Self> {
         Ok(serde_json::from_slice(bytes)?)
     }
 }

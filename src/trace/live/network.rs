@@ -11,7 +11,7 @@ const TOLD: usize = 512;
 
 /// What an interface has carried.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Interface {
+pub(crate) struct Interface {
     /// Its name.
     pub name: String,
     /// Bytes that left by it.
@@ -24,7 +24,7 @@ pub struct Interface {
 
 /// A connection of the transport.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Connection {
+pub(crate) struct Connection {
     /// Its number and this side's direction: they tell it from others of this process.
     pub number: u64,
     /// Whether this side sends.
@@ -43,13 +43,13 @@ pub struct Connection {
 
 impl Connection {
     /// As the verdict knows it, when it last carried something at `moved`.
-    pub fn route(&self, moved: u64) -> Route {
+    pub(crate) fn route(&self, moved: u64) -> Route {
         Route { peer: self.peer.clone(), rank: None, send: self.send, interfaces: self.interfaces.clone(), moved }
     }
 }
 
 /// The transport's connections; `moved` is not set.
-pub type Connections = fn() -> Vec<Connection>;
+pub(crate) type Connections = fn() -> Vec<Connection>;
 
 /// The connections at one look after another.
 #[derive(Debug, Default)]

@@ -10,7 +10,7 @@ use crate::trace::claim::is_older;
 use crate::trace::perfetto::digest;
 
 /// How the names of state files end.
-pub const ENDING: &str = "state";
+pub(crate) const ENDING: &str = "state";
 
 /// A file of a process that is gone is removed by another process when it is so old.
 const KEPT: Duration = Duration::from_secs(600);
@@ -19,7 +19,7 @@ const KEPT: Duration = Duration::from_secs(600);
 const PARENTS: [&str; 2] = ["/dev/shm", "/tmp"];
 
 /// This user's directory on this host; None when there is none, and with `make` when none can be made.
-pub fn default_dir(make: bool) -> Option<PathBuf> {
+pub(crate) fn default_dir(make: bool) -> Option<PathBuf> {
     // SAFETY: asks for a number.
     let user = unsafe { libc::geteuid() };
     PARENTS.iter().map(|parent| Path::new(parent).join(format!("towline-{user}"))).find(|dir| {
@@ -33,12 +33,12 @@ pub fn default_dir(make: bool) -> Option<PathBuf> {
 }
 
 /// This boot of this host: processes with the same one share a clock.
-pub fn boot() -> u64 {
+pub(crate) fn boot() -> u64 {
     digest(std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim())
 }
 
 /// The state file of a process.
-pub fn file(dir: &Path, host: &str, pid: u32) -> PathBuf {
+pub(crate) fn file(dir: &Path, host: &str, pid: u32) -> PathBuf {
     dir.join(format!("{host}-{pid}.{ENDING}"))
 }
 
@@ -46,7 +46,7 @@ pub fn file(dir: &Path, host: &str, pid: u32) -> PathBuf {
 ///
 /// # Errors
 /// When the directory cannot be read.
-pub fn read_all(dir: &Path) -> io::Result<Vec<(PathBuf, State)>> {
+pub(crate) fn read_all(dir: &Path) -> io::Result<Vec<(PathBuf, State)>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(dir)?.flatten() {
         let path = entry.path();
@@ -64,7 +64,7 @@ pub fn read_all(dir: &Path) -> io::Result<Vec<(PathBuf, State)>> {
 ///
 /// # Errors
 /// When there is none.
-pub fn read(path: &Path) -> io::Result<State> {
+pub(crate) fn read(path: &Path) -> io::Result<State> {
     let mut bytes = Vec::new();
     std::fs::File::open(path)?.take(LONGEST).read_to_end(&mut bytes)?;
     State::read(&bytes)

@@ -12,7 +12,7 @@ const LOCAL_RANK: [&str; 4] = ["LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_
 
 /// A process of a job.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Labels {
+pub(crate) struct Labels {
     /// Its number on its host, if the launcher passed it.
     pub local_rank: Option<u16>,
     /// Its rank in the job, if the launcher passed it.
@@ -22,7 +22,7 @@ pub struct Labels {
 
 impl Labels {
     /// Of this process, from what its launcher left in the environment.
-    pub fn new(host: &str, pid: &str, environment: impl Fn(&str) -> Option<String>) -> Self {
+    pub(crate) fn new(host: &str, pid: &str, environment: impl Fn(&str) -> Option<String>) -> Self {
         let first = |names: &[&str]| {
             names.iter().filter_map(|name| environment(name)).map(|it| it.trim().to_owned()).find(|it| !it.is_empty())
         };
@@ -38,12 +38,12 @@ impl Labels {
     }
 
     /// Of this process, whose number in the series is `pid`.
-    pub fn of_process(pid: &str) -> Self {
+    pub(crate) fn of_process(pid: &str) -> Self {
         Self::new(&host(), pid, |name| std::env::var(name).ok())
     }
 
     /// As in a series, without the braces.
-    pub fn text(&self) -> &str {
+    pub(crate) fn text(&self) -> &str {
         &self.text
     }
 }

@@ -8,7 +8,7 @@ mod family;
 mod labels;
 pub(super) mod server;
 
-pub use labels::Labels;
+pub(crate) use labels::Labels;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Write};
@@ -25,7 +25,7 @@ const UP: &str = "towline_process_up";
 
 /// What a group of communicators is doing.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Now {
+pub(crate) struct Now {
     /// For how many seconds its oldest call has been open; 0 when none is.
     pub oldest_open: f64,
     /// How many calls it has made.
@@ -33,7 +33,7 @@ pub struct Now {
 }
 
 /// What the figures are made from.
-pub struct Figures<'a> {
+pub(crate) struct Figures<'a> {
     /// Which process this is.
     pub labels: &'a Labels,
     /// What has been.
@@ -47,7 +47,7 @@ pub struct Figures<'a> {
 }
 
 /// All figures in Prometheus's text format.
-pub fn render(figures: &Figures<'_>) -> String {
+pub(crate) fn render(figures: &Figures<'_>) -> String {
     let mut page = Page::new(figures.labels);
     let mut groups: BTreeMap<&str, CommStat> = BTreeMap::new();
     for comm in figures.summary.comms.values() {
@@ -225,7 +225,7 @@ fn direction(send: bool) -> &'static str {
 }
 
 /// Whether the process of a file of figures has ended in order.
-pub fn has_ended(path: &Path) -> bool {
+pub(crate) fn has_ended(path: &Path) -> bool {
     let text = std::fs::read_to_string(path).unwrap_or_default();
     text.lines().any(|line| line.starts_with(UP) && line.ends_with(" 0"))
 }
@@ -245,7 +245,7 @@ pub fn replace(path: &Path, text: &str) -> io::Result<()> {
 }
 
 /// Writes over the file: on a full disk there is no room for a second one. A reader may see half of it.
-pub fn overwrite(path: &Path, text: &str) -> io::Result<()> {
+pub(crate) fn overwrite(path: &Path, text: &str) -> io::Result<()> {
     let mut file = std::fs::File::options().write(true).open(path)?;
     file.write_all(text.as_bytes())?;
     file.set_len(text.len() as u64)

@@ -66,7 +66,7 @@ struct Comm {
 }
 
 /// Writes a trace.
-pub struct Emitter {
+pub(crate) struct Emitter {
     process: ProcessInfo,
     out: Packets,
     tracks: Tracks,
@@ -85,7 +85,7 @@ pub struct Emitter {
 }
 
 /// The name under which a file stores its process's [`ProcessInfo::wall_offset`].
-pub const WALL_OFFSET: &str = "wall offset";
+pub(crate) const WALL_OFFSET: &str = "wall offset";
 
 /// In a file that goes on from another one: how many went before it.
 pub(super) const TURNS: &str = "files before";
@@ -100,14 +100,14 @@ pub(super) const BEGAN_BEFORE: &str = "began ns before";
 pub(super) const DROPS: &str = "events dropped";
 
 /// Between two heartbeats.
-pub const HEARTBEAT_NS: u64 = 1_000_000_000;
+pub(crate) const HEARTBEAT_NS: u64 = 1_000_000_000;
 
 /// Open events beyond this number are not taken: something loses its stops.
 const OPEN: usize = 1 << 18;
 
 impl Emitter {
     /// A trace into `file`; `seed` keeps the tracks of different processes apart.
-    pub fn new(file: TraceFile, process: &ProcessInfo, seed: u64, now: u64) -> Self {
+    pub(crate) fn new(file: TraceFile, process: &ProcessInfo, seed: u64, now: u64) -> Self {
         let (mut out, tracks) = (Packets::new(file), Tracks::new(seed));
         describe(process, &mut out, &tracks, now);
         Self {
@@ -128,12 +128,12 @@ impl Emitter {
     }
 
     /// The file.
-    pub fn file(&mut self) -> &mut TraceFile {
+    pub(crate) fn file(&mut self) -> &mut TraceFile {
         self.out.file()
     }
 
     /// A communicator begins, or more is known of it.
-    pub fn comm(&mut self, info: &CommInfo, now: u64) {
+    pub(crate) fn comm(&mut self, info: &CommInfo, now: u64) {
         let track = match self.comms.get_mut(&info.context) {
             Some(comm) => {
                 comm.info = info.clone();
@@ -151,13 +151,13 @@ impl Emitter {
     }
 
     /// The interfaces of a connection, in the order of its rails.
-    pub fn interfaces(&mut self, link: u64, send: bool, names: &[Name], now: u64) {
+    pub(crate) fn interfaces(&mut self, link: u64, send: bool, names: &[Name], now: u64) {
         self.rails.links.learn(link, send, names.to_vec(), "");
         describe_link(link, send, names, &mut self.out, &self.tracks, now);
     }
 
     /// A communicator ends: what is still open in it was aborted.
-    pub fn comm_ends(&mut self, context: u64, now: u64) {
+    pub(crate) fn comm_ends(&mut self, context: u64, now: u64) {
         let Some(comm) = self.comms.remove(&context) else { return };
         let mut left: Vec<(u64, u64)> =
             self.open.iter().filter(|(_, open)| open.comm == comm.track).map(|(&id, open)| (open.begin, id)).collect();
@@ -177,7 +177,7 @@ impl Emitter {
     }
 
     /// One record.
-    pub fn apply(&mut self, record: &Record) {
+    pub(crate) fn apply(&mut self, record: &Record) {
         match record.body {
             Body::Stop => self.stop(record.id, record.when),
             Body::State { state, arg, .. } => self.state(record.id, record.when, state, arg),
@@ -205,7 +205,7 @@ impl Emitter {
     }
 
     /// Time has come to `now`: writes what is complete by then.
-    pub fn advance(&mut self, now: u64) {
+    pub(crate) fn advance(&mut self, now: u64) {
         self.calls.advance(now, &mut self.out, &mut self.tracks);
         self.rails.advance(now, &mut self.out);
         if now >= self.beat_due && !self.comms.is_empty() {
@@ -284,12 +284,12 @@ impl Emitter {
     }
 
     /// Nothing that happened before `now` follows.
-    pub fn settle(&mut self, now: u64) {
+    pub(crate) fn settle(&mut self, now: u64) {
         self.rails.finish(now, &mut self.out);
     }
 
     /// The number of events dropped so far.
-    pub fn drops(&mut self, now: u64, total: u64) {
+    pub(crate) fn drops(&mut self, now: u64, total: u64) {
         self.dropped = total;
         let track = match self.drops_track {
             Some(track) => track,

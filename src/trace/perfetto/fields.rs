@@ -33,7 +33,7 @@ const SOURCE: &str = "source";
 const LENGTH: &str = "bytes";
 
 /// Puts out the fields of a start, in the order to be shown.
-pub fn fields(start: &Body, put: &mut dyn FnMut(&'static str, Value)) {
+pub(crate) fn fields(start: &Body, put: &mut dyn FnMut(&'static str, Value)) {
     match *start {
         Body::Group | Body::ProxyCtrl | Body::NetSum(_) | Body::State { .. } | Body::NetTimes(_) | Body::Stop => {}
         Body::GroupApi { depth, graph } => {
@@ -167,7 +167,7 @@ fn net_fields(part: &NetPart, put: &mut dyn FnMut(&'static str, Value)) {
 
 /// Fields as they were read.
 #[derive(Debug, Default)]
-pub struct Fields(pub Vec<(Name, Value)>);
+pub(crate) struct Fields(pub Vec<(Name, Value)>);
 
 impl Fields {
     fn get(&self, name: &str) -> Option<Value> {
@@ -175,7 +175,7 @@ impl Fields {
     }
 
     /// The number of that name, 0 when there is none.
-    pub fn uint(&self, name: &str) -> u64 {
+    pub(crate) fn uint(&self, name: &str) -> u64 {
         match self.get(name) {
             Some(Uint(number) | Pointer(number)) => number,
             Some(Int(number)) => number as u64,
@@ -184,22 +184,22 @@ impl Fields {
     }
 
     /// Whether there is a value of that name.
-    pub fn has(&self, name: &str) -> bool {
+    pub(crate) fn has(&self, name: &str) -> bool {
         self.get(name).is_some()
     }
 
     /// The number of that name, 0 when there is none.
-    pub fn int(&self, name: &str) -> i32 {
+    pub(crate) fn int(&self, name: &str) -> i32 {
         self.uint(name) as i32
     }
 
     /// The truth of that name.
-    pub fn bool(&self, name: &str) -> bool {
+    pub(crate) fn bool(&self, name: &str) -> bool {
         self.get(name) == Some(Bool(true))
     }
 
     /// The string of that name.
-    pub fn text(&self, name: &str) -> Name {
+    pub(crate) fn text(&self, name: &str) -> Name {
         match self.get(name) {
             Some(Text(name)) => name,
             _ => Name::NONE,
@@ -214,7 +214,7 @@ fn put_tag(tag: u64, put: &mut dyn FnMut(&'static str, Value)) {
 }
 
 /// The start that these fields describe.
-pub fn body(kind: Kind, f: &Fields) -> Body {
+pub(crate) fn body(kind: Kind, f: &Fields) -> Body {
     match kind {
         Kind::Group => Body::Group,
         Kind::ProxyCtrl => Body::ProxyCtrl,

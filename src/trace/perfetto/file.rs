@@ -30,7 +30,7 @@ const PACKET_TAG: u8 = 0x0a;
 
 /// A trace file being written.
 #[derive(Debug)]
-pub struct TraceFile {
+pub(crate) struct TraceFile {
     file: Registered<File>,
     path: PathBuf,
     /// Bytes that are in the file.
@@ -61,7 +61,7 @@ enum LastWords {
 
 impl TraceFile {
     /// A new file; `stem` gets a number if there was a file of that name.
-    pub fn create(dir: &Path, stem: &str, limit: u64) -> io::Result<Self> {
+    pub(crate) fn create(dir: &Path, stem: &str, limit: u64) -> io::Result<Self> {
         std::fs::create_dir_all(dir)?;
         let path = dir.join(format!("{stem}.{ENDING}"));
         let (file, path, _) = first_free(&path, MOST, io::ErrorKind::AlreadyExists, open_new)?;
@@ -81,7 +81,7 @@ impl TraceFile {
     }
 
     /// Whether it is time for [`TraceFile::turn`]: half the limit is nearly reached.
-    pub fn is_due(&self) -> bool {
+    pub(crate) fn is_due(&self) -> bool {
         self.may_turn && !self.full && self.end() + LEAST / 4 > self.limit / 2
     }
 
@@ -90,7 +90,7 @@ impl TraceFile {
     ///
     /// # Errors
     /// Those of the file system.
-    pub fn turn(&mut self) -> io::Result<()> {
+    pub(crate) fn turn(&mut self) -> io::Result<()> {
         self.may_turn = false;
         self.flush()?;
         std::fs::rename(&self.path, self.path.with_extension(format!("{EARLIER}.{ENDING}")))?;
@@ -101,12 +101,12 @@ impl TraceFile {
     }
 
     /// What was repeated at the beginning of the new file is in it. If that is most of its room, there is no further one.
-    pub fn turned(&mut self) {
+    pub(crate) fn turned(&mut self) {
         self.may_turn = self.end() < self.limit / 4;
     }
 
     /// How many files went before this one.
-    pub fn turns(&self) -> u64 {
+    pub(crate) fn turns(&self) -> u64 {
         self.turns
     }
 
@@ -116,22 +116,22 @@ impl TraceFile {
     }
 
     /// Where it is.
-    pub fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
     /// Packets that were left out.
-    pub fn lost(&self) -> u64 {
+    pub(crate) fn lost(&self) -> u64 {
         self.lost
     }
 
     /// Bytes waiting to be written.
-    pub fn pending(&self) -> usize {
+    pub(crate) fn pending(&self) -> usize {
         self.buffer.len()
     }
 
     /// Adds a packet. It is in the file after the next [`TraceFile::flush`].
-    pub fn append(&mut self, packet: &TracePacket) {
+    pub(crate) fn append(&mut self, packet: &TracePacket) {
         // Encoded first: computing its length walks through the whole packet, once for each message in it.
         self.packet.clear();
         packet.encode(&mut self.packet).expect("a vector grows as needed");
@@ -158,7 +158,7 @@ impl TraceFile {
 
     /// Whether the next packet is to say that the file ends: the file is full, and nothing has said so. That packet is
     /// taken although the file is full, since a page is kept free for it below the limit.
-    pub fn reserve_last_words(&mut self) -> bool {
+    pub(crate) fn reserve_last_words(&mut self) -> bool {
         let now = self.full && self.last_words == LastWords::NotYet;
         if now {
             self.last_words = LastWords::Next;
@@ -168,7 +168,7 @@ impl TraceFile {
 
     /// Writes what was added. When the disk takes only a part, the file is cut back to its last whole packet and
     /// tracing ends.
-    pub fn flush(&mut self) -> io::Result<()> {
+    pub(crate) fn flush(&mut self) -> io::Result<()> {
         if self.buffer.is_empty() {
             return Ok(());
         }

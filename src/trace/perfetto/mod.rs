@@ -15,7 +15,7 @@ pub mod read;
 mod tracks;
 mod wire;
 
-pub use emit::{Emitter, HEARTBEAT_NS, ProcessInfo, WALL_OFFSET};
+pub(crate) use emit::{Emitter, ProcessInfo, WALL_OFFSET};
 
 /// Mixes two numbers into one that looks random (splitmix64's finish).
 pub fn mix(a: u64, b: u64) -> u64 {
@@ -26,26 +26,24 @@ pub fn mix(a: u64, b: u64) -> u64 {
 }
 
 /// A text as a number, the same in every process.
-pub fn digest(text: &str) -> u64 {
+pub(crate) fn digest(text: &str) -> u64 {
     text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
 /// Categories of the instants that describe the file rather than an event.
 pub mod category {
     /// Once per file: which process, on which host.
-    pub const PROCESS: &str = "towline.process";
+    pub(crate) const PROCESS: &str = "towline.process";
     /// Once per communicator: its id, name and ranks.
     pub const COMM: &str = "towline.communicator";
     /// A rail of a connection: the interface that it is. Once per connection, direction and rail.
-    pub const INTERFACE: &str = "towline.interface";
+    pub(crate) const INTERFACE: &str = "towline.interface";
     /// A phase of a ProxyStep; the slice's name is the state's.
-    pub const PHASE: &str = "towline.phase";
+    pub(crate) const PHASE: &str = "towline.phase";
     /// Something that happens within an event; the instant's name is the state's.
-    pub const STATE: &str = "towline.state";
+    pub(crate) const STATE: &str = "towline.state";
     /// Each second while a communicator exists: the process runs, and its profiler writes.
-    pub const HEARTBEAT: &str = "towline.heartbeat";
+    pub(crate) const HEARTBEAT: &str = "towline.heartbeat";
     /// At most once, the last packet: what happened later is not in the file.
-    pub const CUT: &str = "towline.cut";
-    /// What was dropped.
-    pub const DROPS: &str = "towline.drops";
+    pub(crate) const CUT: &str = "towline.cut";
 }

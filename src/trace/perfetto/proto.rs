@@ -15,20 +15,21 @@ use prost::Message;
 /// [`TrackEvent::kind`].
 pub const SLICE_BEGIN: i32 = 1;
 pub const SLICE_END: i32 = 2;
-pub const INSTANT: i32 = 3;
+pub(crate) const INSTANT: i32 = 3;
 pub const COUNTER: i32 = 4;
 
 /// [`TracePacket::sequence_flags`].
-pub const INCREMENTAL_STATE_CLEARED: u32 = 1;
-pub const NEEDS_INCREMENTAL_STATE: u32 = 2;
+pub(crate) const INCREMENTAL_STATE_CLEARED: u32 = 1;
+pub(crate) const NEEDS_INCREMENTAL_STATE: u32 = 2;
 
 /// [`CounterDescriptor::unit`].
-pub const UNIT_COUNT: i32 = 2;
-pub const UNIT_SIZE_BYTES: i32 = 3;
+pub(crate) const UNIT_COUNT: i32 = 2;
+pub(crate) const UNIT_SIZE_BYTES: i32 = 3;
 
 /// A whole file, for tests; files are read packet by packet.
+#[cfg(test)]
 #[derive(Clone, PartialEq, Message)]
-pub struct Trace {
+pub(crate) struct Trace {
     #[prost(message, repeated, tag = "1")]
     pub packet: Vec<TracePacket>,
 }
@@ -128,7 +129,7 @@ pub struct TrackDescriptor {
 }
 
 /// [`TrackDescriptor::child_ordering`]: by `sibling_order_rank`.
-pub const ORDER_EXPLICIT: i32 = 3;
+pub(crate) const ORDER_EXPLICIT: i32 = 3;
 
 #[derive(Clone, PartialEq, Message)]
 pub struct ProcessDescriptor {

@@ -52,7 +52,7 @@ pub struct Process {
 
 impl Process {
     /// Adds the next file of the same process, if `next` is that. Gives it back otherwise.
-    pub fn join(&mut self, next: Self) -> Option<Self> {
+    pub(crate) fn join(&mut self, next: Self) -> Option<Self> {
         if self.info.is_none() || self.track != next.track || self.turns + 1 != next.turns {
             return Some(next);
         }
@@ -86,7 +86,7 @@ impl Process {
     }
 
     /// Of a file without the one before it: takes what this one repeats of that one.
-    pub fn stand_alone(&mut self) {
+    pub(crate) fn stand_alone(&mut self) {
         self.begins_late = self.turns > 0;
         let again = std::mem::take(&mut self.again);
         self.halves = again.iter().map(|record| record.id).collect();

@@ -18,7 +18,7 @@ const ARRIVALS: usize = 4 << 20;
 
 /// What is put together in one line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct CallKey {
+pub(crate) struct CallKey {
     /// AllReduce, Send, …
     pub func: Name,
     /// RING, TREE, …; none for point-to-point operations.
@@ -29,7 +29,7 @@ pub struct CallKey {
 
 /// Figures of calls.
 #[derive(Debug, Clone, Default)]
-pub struct CallStat {
+pub(crate) struct CallStat {
     /// How many were completed.
     pub count: u64,
     /// Bytes of their data, as nccl-tests counts a size.
@@ -44,7 +44,7 @@ pub struct CallStat {
 
 impl CallStat {
     /// Adds another's figures.
-    pub fn add(&mut self, other: &CallStat) {
+    pub(crate) fn add(&mut self, other: &CallStat) {
         self.count += other.count;
         self.bytes += other.bytes;
         self.bus_bytes += other.bus_bytes;
@@ -55,7 +55,7 @@ impl CallStat {
 
 /// A rank at a collective.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Arrival {
+pub(crate) struct Arrival {
     /// The communicator's context in its process.
     pub context: u64,
     /// The collective's function.

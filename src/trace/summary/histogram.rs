@@ -6,7 +6,7 @@ const STEPS: u64 = 16;
 
 /// Counts of durations.
 #[derive(Debug, Clone, Default)]
-pub struct Histogram {
+pub(crate) struct Histogram {
     counts: Vec<u32>,
     total: u64,
     sum: u64,
@@ -15,7 +15,7 @@ pub struct Histogram {
 
 impl Histogram {
     /// Counts one duration.
-    pub fn add(&mut self, ns: u64) {
+    pub(crate) fn add(&mut self, ns: u64) {
         let class = class(ns);
         if self.counts.len() <= class {
             self.counts.resize(class + 1, 0);
@@ -27,7 +27,7 @@ impl Histogram {
     }
 
     /// Adds another's counts.
-    pub fn merge(&mut self, other: &Histogram) {
+    pub(crate) fn merge(&mut self, other: &Histogram) {
         if self.counts.len() < other.counts.len() {
             self.counts.resize(other.counts.len(), 0);
         }
@@ -40,22 +40,22 @@ impl Histogram {
     }
 
     /// How many there are.
-    pub fn count(&self) -> u64 {
+    pub(crate) fn count(&self) -> u64 {
         self.total
     }
 
     /// All of them together.
-    pub fn sum(&self) -> u64 {
+    pub(crate) fn sum(&self) -> u64 {
         self.sum
     }
 
     /// How many are not longer, to within about four per cent of the duration.
-    pub fn below(&self, ns: u64) -> u64 {
+    pub(crate) fn below(&self, ns: u64) -> u64 {
         self.counts.iter().take(class(ns) + 1).map(|&count| u64::from(count)).sum()
     }
 
     /// The duration below which the given share (0 to 1) of all lies; 0 when there are none.
-    pub fn percentile(&self, share: f64) -> u64 {
+    pub(crate) fn percentile(&self, share: f64) -> u64 {
         let rank = (share * self.total as f64).ceil().max(1.0) as u64;
         let mut seen = 0;
         for (class, &count) in self.counts.iter().enumerate() {

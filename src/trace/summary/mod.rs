@@ -14,9 +14,9 @@ mod calls;
 mod histogram;
 mod table;
 
-pub use calls::{Arrival, CallKey, CallStat};
-pub use histogram::Histogram;
-pub use table::{bytes, render, time};
+pub(crate) use calls::{Arrival, CallKey, CallStat};
+pub(crate) use histogram::Histogram;
+pub(crate) use table::{bytes, render, time};
 
 use std::collections::BTreeMap;
 
@@ -42,7 +42,7 @@ const OPEN: usize = 1 << 18;
 
 /// Steps with one peer in one direction.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct PeerStat {
+pub(crate) struct PeerStat {
     /// How many.
     pub steps: u64,
     /// Their bytes, as NCCL counts them.
@@ -59,7 +59,7 @@ pub struct PeerStat {
 
 /// Network events with one peer on one rail in one direction.
 #[derive(Debug, Clone, Default)]
-pub struct WireStat {
+pub(crate) struct WireStat {
     /// Parts of transfers.
     pub parts: u64,
     /// Messages, on the rail of their first part.
@@ -86,7 +86,7 @@ pub struct WireStat {
 
 /// All figures of one communicator, on one rank.
 #[derive(Debug, Clone, Default)]
-pub struct CommStat {
+pub(crate) struct CommStat {
     /// Which communicator.
     pub info: CommInfo,
     /// The communicators with which it is counted together where there must not be too many.
@@ -145,7 +145,7 @@ struct Net {
 
 /// The figures of one process.
 #[derive(Debug, Default)]
-pub struct Summary {
+pub(crate) struct Summary {
     /// By communicator's context.
     pub comms: BTreeMap<u64, CommStat>,
     /// Events that were dropped.
@@ -165,17 +165,17 @@ pub struct Summary {
 
 impl Summary {
     /// A summary that also keeps when each rank came to each collective, for finding stragglers.
-    pub fn with_arrivals() -> Self {
+    pub(crate) fn with_arrivals() -> Self {
         Self { calls: Calls::with_arrivals(), ..Self::default() }
     }
 
     /// When this process's ranks came to their collectives.
-    pub fn arrivals(&self) -> &[Arrival] {
+    pub(crate) fn arrivals(&self) -> &[Arrival] {
         self.calls.arrivals()
     }
 
     /// A communicator begins, or more is known of it.
-    pub fn comm(&mut self, info: &CommInfo) {
+    pub(crate) fn comm(&mut self, info: &CommInfo) {
         let group = self.group(&info.name);
         let comm = self.comms.entry(info.context).or_default();
         (comm.info, comm.group) = (info.clone(), group);
@@ -206,7 +206,7 @@ impl Summary {
     }
 
     /// A communicator ends.
-    pub fn comm_ends(&mut self, context: u64, now: u64) {
+    pub(crate) fn comm_ends(&mut self, context: u64, now: u64) {
         self.calls.end(context, now, &mut self.comms);
         self.ops.retain(|_, op| op.comm != context);
         self.steps.retain(|_, step| step.op.comm != context);
@@ -218,12 +218,12 @@ impl Summary {
     }
 
     /// Time has come to `now`.
-    pub fn advance(&mut self, now: u64) {
+    pub(crate) fn advance(&mut self, now: u64) {
         self.calls.advance(now, &mut self.comms);
     }
 
     /// Nothing follows: what can be counted is counted.
-    pub fn finish(&mut self, now: u64) {
+    pub(crate) fn finish(&mut self, now: u64) {
         let all: Vec<u64> = self.comms.keys().copied().collect();
         for context in all {
             self.calls.end(context, now, &mut self.comms);
@@ -231,7 +231,7 @@ impl Summary {
     }
 
     /// One record.
-    pub fn apply(&mut self, record: &Record) {
+    pub(crate) fn apply(&mut self, record: &Record) {
         let when = record.when;
         match record.body {
             Body::Stop => self.stop(record.id, when),
@@ -387,7 +387,7 @@ impl Step {
 
 impl PeerStat {
     /// Adds another's figures.
-    pub fn add(&mut self, other: &PeerStat) {
+    pub(crate) fn add(&mut self, other: &PeerStat) {
         self.steps += other.steps;
         self.bytes += other.bytes;
         self.gpu_ns += other.gpu_ns;
@@ -397,7 +397,7 @@ impl PeerStat {
     }
 
     /// What was added since it was `before`.
-    pub fn since(&self, before: &PeerStat) -> PeerStat {
+    pub(crate) fn since(&self, before: &PeerStat) -> PeerStat {
         PeerStat {
             steps: self.steps.saturating_sub(before.steps),
             bytes: self.bytes.saturating_sub(before.bytes),
@@ -411,7 +411,7 @@ impl PeerStat {
 
 impl WireStat {
     /// Adds another's figures.
-    pub fn add(&mut self, other: &WireStat) {
+    pub(crate) fn add(&mut self, other: &WireStat) {
         self.parts += other.parts;
         self.messages += other.messages;
         self.bytes += other.bytes;
@@ -428,7 +428,7 @@ impl WireStat {
 
 impl CommStat {
     /// Adds another's figures; the communicator's identity stays.
-    pub fn add(&mut self, other: &CommStat) {
+    pub(crate) fn add(&mut self, other: &CommStat) {
         for (key, call) in &other.calls {
             self.calls.entry(*key).or_default().add(call);
         }

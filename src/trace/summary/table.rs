@@ -5,7 +5,7 @@ use std::fmt::Write;
 use super::{CommStat, Summary};
 
 /// All tables of a process.
-pub fn render(summary: &Summary, title: &str) -> String {
+pub(crate) fn render(summary: &Summary, title: &str) -> String {
     let mut out = format!("Towline profile · {title}\n");
     let mut comms: Vec<&CommStat> = summary.comms.values().collect();
     comms.sort_by_key(|comm| (comm.info.id, comm.info.rank));
@@ -117,7 +117,7 @@ fn wires(out: &mut String, comm: &CommStat) {
 }
 
 /// A duration in three or four digits.
-pub fn time(ns: u64) -> String {
+pub(crate) fn time(ns: u64) -> String {
     match ns {
         0..10_000 => format!("{ns} ns"),
         10_000..10_000_000 => format!("{:.0} us", ns as f64 / 1e3),
@@ -127,7 +127,7 @@ pub fn time(ns: u64) -> String {
 }
 
 /// A number of bytes in three or four digits.
-pub fn bytes(count: u64) -> String {
+pub(crate) fn bytes(count: u64) -> String {
     match count {
         0..10_000 => format!("{count} B"),
         10_000..10_000_000 => format!("{:.0} kB", count as f64 / 1e3),

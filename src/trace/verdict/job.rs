@@ -9,7 +9,7 @@ use crate::trace::event::CommInfo;
 
 /// Where a process runs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Whereabouts {
+pub(crate) struct Whereabouts {
     /// Its host.
     pub host: String,
     /// Its process id.
@@ -20,7 +20,7 @@ pub struct Whereabouts {
 
 /// A process's report about a rank of a communicator, in times of one clock for the whole job.
 #[derive(Debug, Clone, Default)]
-pub struct Told {
+pub(crate) struct Told {
     /// The rank's calls, in the order in which they were entered.
     pub calls: Vec<Call>,
     /// What its open operations wait for.
@@ -39,7 +39,7 @@ pub struct Told {
 
 /// A communicator that stands still, and the reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Finding {
+pub(crate) struct Finding {
     /// The communicator.
     pub comm: Communicator,
     /// The reason.
@@ -48,14 +48,14 @@ pub struct Finding {
 
 impl Finding {
     /// The verdict as a sentence, without the communicator's name.
-    pub fn sentence(&self) -> String {
+    pub(crate) fn sentence(&self) -> String {
         self.comm.explain(&self.verdict)
     }
 }
 
 /// The communicators of all processes.
 #[derive(Debug, Default)]
-pub struct Job {
+pub(crate) struct Job {
     comms: BTreeMap<u64, Communicator>,
     /// By communicator and rank: when it left, with nothing open.
     left: HashMap<(u64, i32), u64>,
@@ -63,7 +63,7 @@ pub struct Job {
 
 impl Job {
     /// One process's report about its rank in one communicator.
-    pub fn add(&mut self, place: &Whereabouts, info: &CommInfo, told: Told) {
+    pub(crate) fn add(&mut self, place: &Whereabouts, info: &CommInfo, told: Told) {
         let comm = self.comms.entry(info.id).or_default();
         comm.id = info.id;
         comm.now = comm.now.max(told.until);
@@ -92,7 +92,7 @@ impl Job {
     }
 
     /// The communicators that stand still.
-    pub fn findings(mut self) -> Vec<Finding> {
+    pub(crate) fn findings(mut self) -> Vec<Finding> {
         self.link();
         let found = |comm: Communicator| judge(&comm).map(|verdict| Finding { comm, verdict });
         self.comms.into_values().filter_map(found).collect()

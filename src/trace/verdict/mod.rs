@@ -14,8 +14,8 @@
 mod calls;
 mod job;
 mod text;
-pub use job::{Finding, Job, Told, Whereabouts};
-pub use text::{call as name_of_call, seconds};
+pub(crate) use job::{Finding, Job, Told, Whereabouts};
+pub(crate) use text::{call as name_of_call, seconds};
 mod waits;
 
 use std::collections::BTreeMap;
@@ -24,18 +24,18 @@ use super::names::Name;
 
 /// A call that is open for longer is stuck. Healthy collectives take milliseconds; a checkpoint or a garbage collection
 /// takes a second or two.
-pub const STUCK_NS: u64 = 5_000_000_000;
+pub(crate) const STUCK_NS: u64 = 5_000_000_000;
 
 /// A process with a heartbeat each second that has sent none for this long is silent.
-pub const SILENT_NS: u64 = 4_000_000_000;
+pub(crate) const SILENT_NS: u64 = 4_000_000_000;
 
 /// When no rank has entered anything for so long, ranks that have not entered the same calls are behind, even where no
 /// open operation shows that others wait.
-pub const IDLE_NS: u64 = 30_000_000_000;
+pub(crate) const IDLE_NS: u64 = 30_000_000_000;
 
 /// The arguments of one call to NCCL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
-pub struct Arguments {
+pub(crate) struct Arguments {
     /// Elements.
     pub count: u64,
     /// NCCL's name of the type.
@@ -46,7 +46,7 @@ pub struct Arguments {
 
 /// Which call of a communicator: NCCL numbers the calls of each function, alike on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Key {
+pub(crate) struct Key {
     /// The function.
     pub func: Name,
     /// Its number.
@@ -55,7 +55,7 @@ pub struct Key {
 
 /// A collective call of one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Call {
+pub(crate) struct Call {
     /// Which one.
     pub key: Key,
     /// With what.
@@ -68,7 +68,7 @@ pub struct Call {
 
 /// What a step of an open call waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum On {
+pub(crate) enum On {
     /// A send under way to the peer.
     Network,
     /// Data of the peer.
@@ -84,19 +84,19 @@ impl On {
         [(On::Network, "network"), (On::Data, "data"), (On::Buffer, "buffer"), (On::Gpu, "gpu")];
 
     /// Its name in a state.
-    pub fn label(self) -> &'static str {
+    pub(crate) fn label(self) -> &'static str {
         Self::ALL.iter().find(|(on, _)| *on == self).map_or("", |(_, label)| label)
     }
 
     /// The one with this name.
-    pub fn from_label(text: &str) -> Option<Self> {
+    pub(crate) fn from_label(text: &str) -> Option<Self> {
         Self::ALL.iter().find(|(_, label)| *label == text).map(|(on, _)| *on)
     }
 }
 
 /// A wait of one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Wait {
+pub(crate) struct Wait {
     /// The rank at the other end of the step.
     pub peer: i32,
     /// For what.
@@ -107,7 +107,7 @@ pub struct Wait {
 
 /// A connection of a process.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Route {
+pub(crate) struct Route {
     /// The process at the other end, `host:process`; empty when only the rank is known.
     pub peer: String,
     /// The rank at the other end, if that is known.
@@ -132,7 +132,7 @@ impl Route {
 
 /// One rank of a communicator.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Member {
+pub(crate) struct Member {
     /// Where it runs.
     pub host: String,
     /// Its process.
@@ -159,7 +159,7 @@ pub struct Member {
 
 /// A communicator.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Communicator {
+pub(crate) struct Communicator {
     /// NCCL's id of it.
     pub id: u64,
     /// How the user knows it.
@@ -174,7 +174,7 @@ pub struct Communicator {
 
 /// Ranks that wait in a call.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Waiting {
+pub(crate) struct Waiting {
     /// The ranks.
     pub ranks: Vec<i32>,
     /// The call.
@@ -185,7 +185,7 @@ pub struct Waiting {
 
 /// Why a communicator stands still.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Cause {
+pub(crate) enum Cause {
     /// These ranks' processes have ended, this long ago.
     Exited(Vec<(i32, u64)>),
     /// These ranks' processes have been silent for this long.
@@ -214,7 +214,7 @@ pub enum Cause {
 
 /// The answer for one communicator.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Verdict {
+pub(crate) struct Verdict {
     /// The ranks that wait; None when a mismatch was found before anything waits.
     pub waiting: Option<Waiting>,
     /// Why.
@@ -224,7 +224,7 @@ pub struct Verdict {
 }
 
 /// Why this communicator stands still; None when it does not.
-pub fn judge(comm: &Communicator) -> Option<Verdict> {
+pub(crate) fn judge(comm: &Communicator) -> Option<Verdict> {
     let unseen = (0..comm.ranks).filter(|rank| !comm.members.contains_key(rank)).collect();
     let Some(waiting) = calls::waiting(comm) else {
         // Sends and receives are no calls that all ranks make, but their transfers wait. A pipeline's stage waits for its
@@ -267,7 +267,7 @@ fn silent(comm: &Communicator) -> Option<Cause> {
 
 impl Verdict {
     /// The ranks that hold the others up; none when the input does not show it.
-    pub fn named(&self) -> Vec<i32> {
+    pub(crate) fn named(&self) -> Vec<i32> {
         match &self.cause {
             Cause::Exited(ranks) | Cause::Silent(ranks) => ranks.iter().map(|it| it.0).collect(),
             Cause::Behind(ranks) => ranks.iter().map(|it| it.0).collect(),
@@ -285,7 +285,7 @@ impl Verdict {
     }
 
     /// The kind of cause, in one word.
-    pub fn kind(&self) -> &'static str {
+    pub(crate) fn kind(&self) -> &'static str {
         match &self.cause {
             Cause::Exited(_) => "exited",
             Cause::Silent(_) => "silent",

@@ -10,7 +10,7 @@ const LISTED: usize = 8;
 
 impl Communicator {
     /// The verdict as a sentence, without the communicator's name.
-    pub fn explain(&self, verdict: &Verdict) -> String {
+    pub(crate) fn explain(&self, verdict: &Verdict) -> String {
         let mut text = String::new();
         if let Some(waiting) = &verdict.waiting {
             let have = if waiting.ranks.len() == 1 { "has" } else { "have" };
@@ -187,7 +187,7 @@ impl Communicator {
 }
 
 /// `AllReduce #93`.
-pub fn call(key: Key) -> String {
+pub(crate) fn call(key: Key) -> String {
     format!("{} #{}", key.func.text(), key.seq)
 }
 
@@ -208,7 +208,7 @@ fn ranks(ranks: &[i32]) -> String {
 }
 
 /// A duration for users.
-pub fn seconds(ns: u64) -> String {
+pub(crate) fn seconds(ns: u64) -> String {
     match ns / 1_000_000_000 {
         0..10 => format!("{:.1} s", ns as f64 / 1e9),
         whole @ 10..600 => format!("{whole} s"),
