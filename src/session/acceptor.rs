@@ -61,7 +61,7 @@ fn find_secret(net: &Net, wish: Wish) -> Option<Secret> {
         Wish::Connect { listener } => net.listener(listener).map(|found| found.secret.clone()),
         Wish::Join { connection, .. } => {
             let live = net.listening(connection).map(|conn| conn.link().key.clone());
-            live.or_else(|| net.closed(connection).map(|grave| grave.key))
+            live.or_else(|| net.closed(connection).map(|tombstone| tombstone.key))
         }
         Wish::Call { connection, .. } => net.connecting(connection).map(|conn| conn.link().key.clone()),
     }
@@ -362,8 +362,8 @@ impl Inbound {
         match hello.wish {
             Wish::Connect { .. } => unreachable!("this makes a new connection"),
             Wish::Join { connection, stream, epoch } => {
-                if let Some(grave) = net.closed(connection) {
-                    settled.welcome(&sock, &welcome(connection, grave.received | CLOSED))?;
+                if let Some(tombstone) = net.closed(connection) {
+                    settled.welcome(&sock, &welcome(connection, tombstone.received | CLOSED))?;
                     net.linger(sock);
                     return Ok(());
                 }

@@ -17,7 +17,7 @@
 //! | [`owner`] | what a session requests from the connection that owns it |
 //! | [`opening`] | how a new connection gets to its backend |
 //! | [`segments`] | segment sizes that pass where full ones are lost |
-//! | [`graves`] | tombstones: connections that were closed recently, for senders that did not receive the goodbye |
+//! | [`tombstones`] | tombstones: connections that were closed recently, for senders that did not receive the goodbye |
 //! | [`silences`] | closes towards a peer that does not answer share one time budget |
 //! | [`shortage`] | trying again where the kernel had no memory |
 
@@ -26,7 +26,6 @@ pub(crate) mod check;
 pub(crate) mod crowd;
 pub(crate) mod dialer;
 pub mod frame;
-pub(crate) mod graves;
 pub mod handshake;
 pub(crate) mod lifeline;
 pub(crate) mod link;
@@ -42,6 +41,7 @@ pub mod seal;
 pub(crate) mod segments;
 pub(crate) mod shortage;
 pub(crate) mod silences;
+pub(crate) mod tombstones;
 pub(crate) mod tries;
 pub(crate) mod watch;
 pub mod wire;

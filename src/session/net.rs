@@ -11,7 +11,6 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use super::frame::MAX_STREAMS;
-use super::graves::{Grave, Graves};
 use super::handshake::{FEATURE_CHECKSUM, FEATURE_ENCRYPTION, FEATURE_FAR, FEATURE_RECOVERY};
 use super::link::{Link, Sock};
 use super::opening::Door;
@@ -21,6 +20,7 @@ use super::ports::{Listener, Ports};
 use super::segments::Segments;
 use super::shortage::Shortages;
 use super::silences::Silences;
+use super::tombstones::{Tombstone, Tombstones};
 use super::watch;
 use super::wire::{self, Piece};
 use crate::engine::poller::{Interest, Poller, Progress, Registration, Source};
@@ -48,7 +48,7 @@ pub struct Net {
     /// Connections by number, for streams that join and calls.
     listening: Mutex<HashMap<u64, Weak<dyn Listening>>>,
     connecting: Mutex<HashMap<u64, Weak<dyn Connecting>>>,
-    graves: Mutex<Graves>,
+    tombstones: Mutex<Tombstones>,
     silences: Mutex<Silences>,
     links: OnceLock<Registration>,
     segments: Mutex<Segments>,
@@ -160,7 +160,7 @@ impl Net {
             ports: Ports::new(take_in(me.clone(), acceptor)),
             listening: Mutex::new(HashMap::new()),
             connecting: Mutex::new(HashMap::new()),
-            graves: Mutex::default(),
+            tombstones: Mutex::default(),
             silences: Mutex::default(),
             links: OnceLock::new(),
             segments: Mutex::default(),
@@ -248,12 +248,12 @@ impl Net {
 
     /// A receiving connection was closed with nothing outstanding, after so many messages.
     pub(crate) fn remember_closed(&self, link: &Link, received: u64) {
-        lock(&self.graves).add(link, received, self.config.peer_timeout);
+        lock(&self.tombstones).add(link, received, self.config.peer_timeout);
     }
 
     /// The tombstone of a connection that was closed recently.
-    pub(crate) fn closed(&self, connection: u64) -> Option<Grave> {
-        lock(&self.graves).find(connection)
+    pub(crate) fn closed(&self, connection: u64) -> Option<Tombstone> {
+        lock(&self.tombstones).find(connection)
     }
 
     /// The peer processes that leave closes unanswered.

@@ -16,7 +16,7 @@ const MOST: usize = 4096;
 
 /// What is remembered of a connection.
 #[derive(Debug, Clone)]
-pub(crate) struct Grave {
+pub(crate) struct Tombstone {
     connection: u64,
     until: Instant,
     /// The secret that further streams prove.
@@ -27,23 +27,23 @@ pub(crate) struct Grave {
 
 /// All tombstones, oldest first.
 #[derive(Debug, Default)]
-pub(crate) struct Graves(VecDeque<Grave>);
+pub(crate) struct Tombstones(VecDeque<Tombstone>);
 
-impl Graves {
+impl Tombstones {
     /// A connection was closed; it is remembered for `patience`, or until there are too many.
     pub(crate) fn add(&mut self, link: &Link, received: u64, patience: Duration) {
         let now = Instant::now();
-        while self.0.front().is_some_and(|grave| grave.until <= now) || self.0.len() >= MOST {
+        while self.0.front().is_some_and(|tombstone| tombstone.until <= now) || self.0.len() >= MOST {
             self.0.pop_front();
         }
         let until = now + patience;
-        self.0.push_back(Grave { connection: link.connection, until, key: link.key.clone(), received });
+        self.0.push_back(Tombstone { connection: link.connection, until, key: link.key.clone(), received });
     }
 
     /// The connection with this number.
-    pub(crate) fn find(&self, connection: u64) -> Option<Grave> {
+    pub(crate) fn find(&self, connection: u64) -> Option<Tombstone> {
         let now = Instant::now();
-        self.0.iter().find(|grave| grave.connection == connection && grave.until > now).cloned()
+        self.0.iter().find(|tombstone| tombstone.connection == connection && tombstone.until > now).cloned()
     }
 }
 
@@ -59,14 +59,14 @@ mod tests {
 
     #[test]
     fn a_connection_is_remembered_for_its_time_and_there_are_never_too_many() {
-        let mut graves = Graves::default();
-        graves.add(&link(1), 17, Duration::ZERO);
-        assert!(graves.find(1).is_none(), "its time is over");
+        let mut tombstones = Tombstones::default();
+        tombstones.add(&link(1), 17, Duration::ZERO);
+        assert!(tombstones.find(1).is_none(), "its time is over");
         for connection in 2..MOST as u64 + 12 {
-            graves.add(&link(connection), connection * 2, Duration::from_secs(60));
+            tombstones.add(&link(connection), connection * 2, Duration::from_secs(60));
         }
-        assert_eq!(graves.0.len(), MOST);
-        assert_eq!(graves.find(MOST as u64).map(|grave| grave.received), Some(MOST as u64 * 2));
-        assert!(graves.find(2).is_none(), "the oldest gave way");
+        assert_eq!(tombstones.0.len(), MOST);
+        assert_eq!(tombstones.find(MOST as u64).map(|tombstone| tombstone.received), Some(MOST as u64 * 2));
+        assert!(tombstones.find(2).is_none(), "the oldest gave way");
     }
 }
