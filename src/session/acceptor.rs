@@ -3,7 +3,7 @@
 //! The control thread answers handshakes as soon as `listen` has been called, whether or not `accept` has been: NCCL
 //! 2.8 to 2.11 connects on all sides before any side accepts.
 //!
-//! An unproven connection costs little: it holds a few hundred bytes, the number of them is bounded ([`Crowd`]), and
+//! An unproven connection costs little: it holds a few hundred bytes, the number of them is bounded ([`HalfOpen`]), and
 //! each has [`PATIENCE`] to prove itself. A connection that has proved itself leaves the half-open table before the
 //! welcome is sent: from then on the peer may consider it established, so it lasts as long as its socket. A socket that
 //! already holds bytes, or has ended, when it is accepted is handled at once, without being registered with epoll; most
@@ -17,7 +17,7 @@ use std::os::fd::AsRawFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
-use super::crowd::Crowd;
+use super::half_open::HalfOpen;
 use super::handshake::{
     CLOSED, FEATURE_BARE, FEATURE_RECOVERY, GREETING, HELLO, Hello, PREAMBLE, Preamble, READY, Refusal, Secret,
     Transcript, Welcome, Wish, nonce,
@@ -43,7 +43,7 @@ use crate::os::log::{Limiter, NET};
 /// The half-open handshakes of the process.
 struct Acceptor {
     me: Weak<Self>,
-    inbound: Mutex<Crowd<Inbound>>,
+    inbound: Mutex<HalfOpen<Inbound>>,
 }
 
 /// What the connections of the process share, with handshakes answered.

@@ -5,7 +5,7 @@
 //! | [`net`] | what the connections of the process share, and which there are |
 //! | [`handshake`] | preamble, proof of the secret, parameters |
 //! | [`ports`], [`acceptor`], [`dialer`] | getting connected |
-//! | [`crowd`] | the half-open handshakes |
+//! | [`half_open`] | the half-open handshakes |
 //! | [`tries`], [`outlet`] | how long a try takes, which interface a socket leaves by |
 //! | [`frame`], [`check`] | the header on the wire, and its check |
 //! | [`wire`] | reading and writing one socket |
@@ -23,9 +23,9 @@
 
 pub(crate) mod acceptor;
 pub(crate) mod check;
-pub(crate) mod crowd;
 pub(crate) mod dialer;
 pub mod frame;
+pub(crate) mod half_open;
 pub mod handshake;
 pub(crate) mod lifeline;
 pub(crate) mod link;

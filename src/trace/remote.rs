@@ -147,7 +147,7 @@ mod tests {
     use std::net::{SocketAddr, TcpListener};
     use std::sync::Arc;
 
-    use super::super::metrics::server::{self, Crowd};
+    use super::super::metrics::server::{self, Clients};
     use super::*;
 
     const LONGEST: u64 = 1 << 24;
@@ -163,9 +163,9 @@ mod tests {
         let address = listener.local_addr().unwrap();
         let handle: server::Handle = Arc::new(move |client| drop(serve(client, &key(1), || status.clone())));
         std::thread::spawn(move || {
-            let crowd = Crowd::new(b"");
+            let clients = Clients::new(b"");
             loop {
-                server::serve(&listener, &crowd, &handle);
+                server::serve(&listener, &clients, &handle);
             }
         });
         address

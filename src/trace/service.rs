@@ -151,7 +151,7 @@ impl Service {
         let tcp = self.http.as_ref().map_or(-1, AsRawFd::as_raw_fd);
         let remote = self.remote.take().map(|(listener, key)| (listener, handle_with_key(key, self.requests.clone())));
         let keyed = remote.as_ref().map_or(-1, |(listener, _)| listener.as_raw_fd());
-        let (http_clients, keyed_clients) = (server::Crowd::of_http(), server::Crowd::new(b""));
+        let (http_clients, keyed_clients) = (server::Clients::of_http(), server::Clients::new(b""));
         if let Some(dir) = self.state.as_deref().and_then(Path::parent) {
             place::sweep(dir, &format!("{}-", host()), place::ENDING);
         }

@@ -31,12 +31,12 @@ pub(in crate::trace) type Handle = Arc<dyn Fn(&TcpStream) + Send + Sync>;
 
 /// The clients of a listener that are being served, and what one more gets.
 #[derive(Debug)]
-pub(in crate::trace) struct Crowd {
+pub(in crate::trace) struct Clients {
     served: Arc<AtomicUsize>,
     turned_away: Vec<u8>,
 }
 
-impl Crowd {
+impl Clients {
     pub(in crate::trace) fn new(turned_away: &[u8]) -> Self {
         Self { served: Arc::default(), turned_away: turned_away.to_vec() }
     }
@@ -71,13 +71,13 @@ pub(in crate::trace) fn bind(address: SocketAddr, local_rank: Option<u16>) -> io
 }
 
 /// Takes in one client.
-pub(in crate::trace) fn serve(listener: &TcpListener, crowd: &Crowd, handle: &Handle) {
+pub(in crate::trace) fn serve(listener: &TcpListener, clients: &Clients, handle: &Handle) {
     let Ok(client) = Registered::open(|| listener.accept().map(|(stream, _)| stream)) else { return };
-    let served = Arc::clone(&crowd.served);
+    let served = Arc::clone(&clients.served);
     if served.fetch_add(1, Ordering::AcqRel) >= CLIENTS {
         served.fetch_sub(1, Ordering::AcqRel);
         let _ = client.set_nonblocking(true);
-        let _ = (&*client).write(&crowd.turned_away);
+        let _ = (&*client).write(&clients.turned_away);
         return;
     }
     let (handle, counted) = (Arc::clone(handle), Arc::clone(&served));
@@ -182,9 +182,9 @@ mod tests {
         let answer: Answer = Arc::new(|path| (path == "/metrics").then(|| "figures\n".into()));
         let handle: Handle = Arc::new(move |client| drop(talk(client, &answer)));
         std::thread::spawn(move || {
-            let crowd = Crowd::of_http();
+            let clients = Clients::of_http();
             loop {
-                serve(&listener, &crowd, &handle);
+                serve(&listener, &clients, &handle);
             }
         });
         // One sends no request, one never reads.

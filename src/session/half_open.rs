@@ -12,12 +12,12 @@ use std::sync::Arc;
 pub(crate) const EACH: usize = 256;
 
 /// The half-open connections of the process, oldest first.
-pub(crate) struct Crowd<T> {
+pub(crate) struct HalfOpen<T> {
     silent: VecDeque<Arc<T>>,
     greeted: VecDeque<Arc<T>>,
 }
 
-impl<T> Default for Crowd<T> {
+impl<T> Default for HalfOpen<T> {
     fn default() -> Self {
         Self { silent: VecDeque::new(), greeted: VecDeque::new() }
     }
@@ -34,7 +34,7 @@ fn take<T>(queue: &mut VecDeque<Arc<T>>, one: &T) -> Option<Arc<T>> {
     queue.remove(at)
 }
 
-impl<T> Crowd<T> {
+impl<T> HalfOpen<T> {
     /// A connection has arrived. Returns the one to evict for it.
     #[must_use = "who must go is still connected"]
     pub(crate) fn come(&mut self, one: Arc<T>) -> Option<Arc<T>> {
@@ -60,38 +60,38 @@ mod tests {
 
     #[test]
     fn a_flood_of_silent_ones_pushes_out_silent_ones_only() {
-        let mut crowd = Crowd::default();
+        let mut table = HalfOpen::default();
         let rightful = Arc::new(0);
-        assert!(crowd.come(Arc::clone(&rightful)).is_none());
-        assert!(crowd.greet(&rightful).is_none());
-        let gone: Vec<usize> = (1..=10_000).filter_map(|name| crowd.come(Arc::new(name)).map(|gone| *gone)).collect();
+        assert!(table.come(Arc::clone(&rightful)).is_none());
+        assert!(table.greet(&rightful).is_none());
+        let gone: Vec<usize> = (1..=10_000).filter_map(|name| table.come(Arc::new(name)).map(|gone| *gone)).collect();
         assert!(gone.iter().copied().eq(1..=10_000 - EACH), "the oldest first, never the rightful peer");
-        crowd.leave(&rightful);
-        assert_eq!((crowd.silent.len(), crowd.greeted.len()), (EACH, 0));
+        table.leave(&rightful);
+        assert_eq!((table.silent.len(), table.greeted.len()), (EACH, 0));
     }
 
     #[test]
     fn the_greeted_are_bounded_too() {
-        let mut crowd = Crowd::default();
+        let mut table = HalfOpen::default();
         let mut gone = 0;
         for name in 0..1000 {
             let one = Arc::new(name);
-            assert!(crowd.come(Arc::clone(&one)).is_none());
-            gone += usize::from(crowd.greet(&one).is_some());
+            assert!(table.come(Arc::clone(&one)).is_none());
+            gone += usize::from(table.greet(&one).is_some());
         }
-        assert_eq!((crowd.silent.len(), crowd.greeted.len(), gone), (0, EACH, 1000 - EACH));
+        assert_eq!((table.silent.len(), table.greeted.len(), gone), (0, EACH, 1000 - EACH));
     }
 
     #[test]
     fn one_that_was_pushed_out_is_not_greeted_any_more() {
-        let mut crowd = Crowd::default();
+        let mut table = HalfOpen::default();
         let slow = Arc::new(0);
-        let _ = crowd.come(Arc::clone(&slow));
+        let _ = table.come(Arc::clone(&slow));
         for name in 1..=EACH {
-            let _ = crowd.come(Arc::new(name));
+            let _ = table.come(Arc::new(name));
         }
-        assert!(crowd.greet(&slow).is_none() && crowd.greeted.is_empty());
-        crowd.leave(&slow);
-        assert_eq!(crowd.silent.len(), EACH);
+        assert!(table.greet(&slow).is_none() && table.greeted.is_empty());
+        table.leave(&slow);
+        assert_eq!(table.silent.len(), EACH);
     }
 }
