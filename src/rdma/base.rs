@@ -472,7 +472,7 @@ impl Base {
     /// thread polls again with [`Base::hear`].
     pub(crate) fn has_more_to_say(&self) -> bool {
         let control = self.control();
-        !control.output.is_empty() || control.vigil.is_asking() || control.away.is_some()
+        !control.output.is_empty() || control.monitor.is_asking() || control.away.is_some()
     }
 
     /// Sending side: requests the receiver to announce what it has posted; `lines` were read so far.

@@ -14,8 +14,8 @@ use crate::engine::poller::{Registration as Watched, Source};
 use crate::os::error::Result;
 use crate::session::lifeline::{Alone, Verdict};
 use crate::session::link::Sock;
+use crate::session::liveness::{self, Finding, LivenessMonitor, Probes, TcpSample};
 use crate::session::peer::{Peer, lost};
-use crate::session::watch::{self, Finding, Probes, Sight, Vigil};
 use crate::session::wire::{self, Piece};
 
 /// Writes as much as the socket accepts now. Data for a broken socket is dropped.
@@ -56,7 +56,7 @@ pub(super) struct Control {
     pub(super) ended: Option<Instant>,
     /// When the kernel's data about the socket was last read.
     pub(super) looked: Option<Instant>,
-    pub(super) vigil: Vigil,
+    pub(super) monitor: LivenessMonitor,
     /// The number of the last attempted replacement socket, counted from 0.
     pub(super) epoch: u16,
     /// The number of this socket.
@@ -92,7 +92,7 @@ impl Control {
             output: Vec::new(),
             ended: None,
             looked: None,
-            vigil: Vigil::default(),
+            monitor: LivenessMonitor::default(),
             epoch: 0,
             current: 0,
             said: Said::default(),
@@ -112,22 +112,22 @@ impl Control {
     /// an hour.
     pub(super) fn unheard(&mut self, limit: Duration) -> Duration {
         let now = Instant::now();
-        let Some(sock) = self.sock.as_ref().filter(|_| self.looked.is_none_or(|at| now - at >= watch::TICK)) else {
+        let Some(sock) = self.sock.as_ref().filter(|_| self.looked.is_none_or(|at| now - at >= liveness::TICK)) else {
             return Duration::ZERO;
         };
         self.looked = Some(now);
-        let Some(sight) = Sight::of(sock) else { return Duration::ZERO };
-        if let Finding::Lost(silence) = self.vigil.look(now, sight) {
+        let Some(sample) = TcpSample::of(sock) else { return Duration::ZERO };
+        if let Finding::Lost(silence) = self.monitor.look(now, sample) {
             self.silent = now.checked_sub(silence);
         }
-        self.is_seen(now, sight.silent, limit);
-        self.vigil.unheard(now, sight)
+        self.is_seen(now, sample.silent, limit);
+        self.monitor.unheard(now, sample)
     }
 
     /// The peer's kernel last answered this long ago over the current socket. If that was after the socket had fallen
     /// silent, no replacement is needed any more.
     fn is_seen(&mut self, now: Instant, silent: Duration, limit: Duration) {
-        if self.probed.is_some_and(|since| silent + watch::SOON < now.saturating_duration_since(since)) {
+        if self.probed.is_some_and(|since| silent + liveness::SOON < now.saturating_duration_since(since)) {
             (self.away, self.silent, self.probed) = (None, None, None);
             self.sock.iter().for_each(|sock| Probes::within(limit, true).set(sock));
         }
@@ -151,7 +151,7 @@ impl Control {
             return if alone.verdict(now) == Verdict::Gone { Err(alone.error().clone()) } else { Ok(()) };
         }
         match self.away.map(|since| now - since) {
-            Some(silence) if silence >= patience => Err(lost(&watch::silent(silence)).with_peer(peer)),
+            Some(silence) if silence >= patience => Err(lost(&liveness::silent(silence)).with_peer(peer)),
             _ => Ok(()),
         }
     }
@@ -181,7 +181,7 @@ impl Control {
                 (Some(how), _) => Err(how),
                 (None, Some(_)) => Err(io::ErrorKind::UnexpectedEof.into()),
                 (None, None) => match self.unheard(patience) {
-                    silence if silence >= patience => Err(watch::silent(silence)),
+                    silence if silence >= patience => Err(liveness::silent(silence)),
                     _ => Ok(None),
                 },
             },
@@ -218,7 +218,7 @@ impl Control {
     pub(super) fn close(&mut self) {
         self.registration = None;
         (self.sock, self.cut, self.probed, self.looked) = (None, None, None, None);
-        self.vigil = Vigil::default();
+        self.monitor = LivenessMonitor::default();
     }
 }
 
@@ -258,7 +258,7 @@ mod tests {
         let (far, _) = listener.accept().expect("a connection");
         near.set_nonblocking(true).expect("set");
         let mut control = Control::new(crate::session::link::Sock::open(|| Ok(near.into())).expect("a descriptor"));
-        watch::close_hard(&far);
+        liveness::close_hard(&far);
         drop(far);
         let start = Instant::now();
         while control.cut.is_none() && start.elapsed() < Duration::from_secs(10) {

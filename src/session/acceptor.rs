@@ -23,6 +23,7 @@ use super::handshake::{
     Transcript, Welcome, Wish, nonce,
 };
 use super::link::{Link, Sock, tune};
+use super::liveness;
 use super::net::{Accepts, Net};
 use super::opening::Opening;
 use super::owner::Joining;
@@ -32,7 +33,6 @@ use super::seal::agreement::{Accepted, Keys, OFFER};
 use super::seal::{Seal, is_encrypted, other_key};
 use super::shortage;
 use super::tries::{self, PATIENCE};
-use super::watch;
 use super::wire::{self, Piece, send_all};
 use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::os::config::Config;
@@ -70,7 +70,7 @@ fn find_secret(net: &Net, wish: Wish) -> Option<Secret> {
 impl Accepts for Acceptor {
     fn take_in(&self, net: &Arc<Net>, sock: Sock, from: SocketAddr) {
         let fd = sock.as_raw_fd();
-        let patience = tries::handshake(PATIENCE, watch::round_trip(&sock));
+        let patience = tries::handshake(PATIENCE, liveness::round_trip(&sock));
         let inbound = Arc::new_cyclic(|me| Inbound {
             me: me.clone(),
             net: Arc::downgrade(net),
@@ -426,7 +426,7 @@ impl Inbound {
             remote: hello.rails.clone(),
             local: Arc::clone(&listener.rails),
             traffic_class: listener.traffic_class,
-            round_trip: watch::distance(sock),
+            round_trip: liveness::distance(sock),
         };
         let welcome = Welcome { connection, received: 0, label: net.label.clone(), rails };
         Ok((listener, link, welcome))

@@ -11,7 +11,7 @@
 //! | [`wire`] | reading and writing one socket |
 //! | [`seal`] | checksums and encryption, where they are on |
 //! | [`peer`] | the peer, and the error that ended a connection |
-//! | [`watch`] | detecting a path that has failed silently |
+//! | [`liveness`] | detecting a path that has failed silently |
 //! | [`link`] | a connection as its sockets know it, and the options of these |
 //! | [`lifeline`] | distinguishing a dead peer from one that is cut off |
 //! | [`owner`] | what a session requests from the connection that owns it |
@@ -29,6 +29,7 @@ pub(crate) mod half_open;
 pub mod handshake;
 pub(crate) mod lifeline;
 pub(crate) mod link;
+pub(crate) mod liveness;
 #[cfg(test)]
 pub(crate) mod loopback;
 pub(crate) mod net;
@@ -43,5 +44,4 @@ pub(crate) mod shortage;
 pub(crate) mod silences;
 pub(crate) mod tombstones;
 pub(crate) mod tries;
-pub(crate) mod watch;
 pub mod wire;

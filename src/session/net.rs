@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use super::frame::MAX_STREAMS;
 use super::handshake::{FEATURE_CHECKSUM, FEATURE_ENCRYPTION, FEATURE_FAR, FEATURE_RECOVERY};
 use super::link::{Link, Sock};
+use super::liveness;
 use super::opening::Door;
 use super::outlet::Outlets;
 use super::owner::{Connecting, Listening};
@@ -21,7 +22,6 @@ use super::segments::Segments;
 use super::shortage::Shortages;
 use super::silences::Silences;
 use super::tombstones::{Tombstone, Tombstones};
-use super::watch;
 use super::wire::{self, Piece};
 use crate::engine::poller::{Interest, Poller, Progress, Registration, Source};
 use crate::engine::schedule::share::Share;
@@ -308,7 +308,7 @@ impl Net {
             // The kernel's own timeout ends the stream after most of the time has passed.
             io::ErrorKind::TimedOut if error.raw_os_error().is_some() => self.config.peer_timeout / 10,
             io::ErrorKind::TimedOut | io::ErrorKind::NetworkDown => {
-                let silence = watch::silence_of(error).unwrap_or_default();
+                let silence = liveness::silence_of(error).unwrap_or_default();
                 self.config.peer_timeout.saturating_sub(silence).max(Duration::from_millis(200))
             }
             _ => self.config.reconnect_timeout,

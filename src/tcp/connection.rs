@@ -27,12 +27,12 @@ use crate::session::frame::MAX_STREAMS;
 use crate::session::handshake::FEATURE_RECOVERY;
 use crate::session::lifeline::{Alone, Answer, Ended};
 use crate::session::link::{Link, Sock};
+use crate::session::liveness::{self, Chores, Kept, LivenessMonitor};
 use crate::session::net::Net;
 use crate::session::owner::Owner;
 use crate::session::peer::{Broken, Health, Peer, failure, left_early, lost};
 use crate::session::seal::damage::Damage;
 use crate::session::shortage::{Again, Short};
-use crate::session::watch::{self, Chores, Kept, Vigil};
 use crate::session::wire::{self, Piece};
 
 /// What a direction adds to a connection.
@@ -136,7 +136,7 @@ pub(crate) struct Connection<D: Direction> {
     /// Whether the first stream is connected.
     pub(super) first_live: AtomicBool,
     pub(super) chores: Chores,
-    pub(super) vigils: Mutex<[Vigil; MAX_STREAMS]>,
+    pub(super) monitors: Mutex<[LivenessMonitor; MAX_STREAMS]>,
     /// Streams for which the kernel had no memory.
     short: Short,
     /// What is known about the peer since the last stream went down.
@@ -174,7 +174,7 @@ impl<D: Direction> Connection<D> {
             brief: AtomicBool::new(false),
             first_live: AtomicBool::new(false),
             chores: Chores::default(),
-            vigils: Mutex::default(),
+            monitors: Mutex::default(),
             short: Short::default(),
             alone: Mutex::new(None),
             ended: Ended::default(),
@@ -461,7 +461,7 @@ impl<D: Direction> Owner for Connection<D> {
         if self.recovery && !down.is_empty() && down.len() < self.health.live() {
             D::in_trouble(self);
             for index in down {
-                D::lose(self, index, watch::link_down());
+                D::lose(self, index, liveness::link_down());
             }
         }
     }

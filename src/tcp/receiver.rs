@@ -36,11 +36,11 @@ use crate::os::ticks::Ticks;
 use crate::session::frame::Header;
 use crate::session::handshake::FEATURE_FAR;
 use crate::session::link::{Link, Sock, path_of};
+use crate::session::liveness::LivenessMonitor;
 use crate::session::net::Net;
 use crate::session::peer::{Broken, Peer, fenced};
 use crate::session::seal::intake::BEHIND;
 use crate::session::seal::{Seal, Sides};
-use crate::session::watch::Vigil;
 use crate::session::wire::{self, Piece};
 
 /// Bytes of a stream's input buffer. Short messages arrive in it together with their header, in one system call,
@@ -347,7 +347,7 @@ impl RecvConn {
             let mut state = self.state();
             state.core.stream_up(index, epoch);
             self.ended.forget();
-            lock(&self.vigils)[index] = Vigil::default();
+            lock(&self.monitors)[index] = LivenessMonitor::default();
             if index == 0 {
                 self.first_live.store(true, Ordering::SeqCst);
             }
@@ -377,7 +377,7 @@ impl RecvConn {
             self.ended.note(error);
         }
         if may_return {
-            lock(&self.vigils)[index].ended(Instant::now());
+            lock(&self.monitors)[index].ended(Instant::now());
         }
         if index == 0 {
             self.first_live.store(false, Ordering::SeqCst);
@@ -465,7 +465,7 @@ impl RecvConn {
         let now = Instant::now();
         self.recovery
             && !self.has_everything()
-            && lock(&self.vigils).iter().any(|vigil| vigil.may_return(now, CLOSE_MENDING))
+            && lock(&self.monitors).iter().any(|monitor| monitor.may_return(now, CLOSE_MENDING))
     }
 
     /// Makes the other streams carry what the first cannot.

@@ -39,12 +39,12 @@ use crate::session::dialer;
 use crate::session::frame::{HEADER, Header, MAX_STREAMS};
 use crate::session::handshake::{FEATURE_FAR, FEATURE_RECOVERY};
 use crate::session::link::{Link, Sock, path_of};
+use crate::session::liveness::LivenessMonitor;
 use crate::session::net::Net;
 use crate::session::owner::{Connecting, Streams};
 use crate::session::peer::{Broken, Peer, left_early};
 use crate::session::seal::codec::Sealed;
 use crate::session::seal::{Seal, Sides};
-use crate::session::watch::Vigil;
 use crate::session::wire::{self, Piece, send_all};
 
 /// Where a message's bytes are.
@@ -393,7 +393,7 @@ impl SendConn {
             leaving: None,
             blocked: None,
         };
-        lock(&self.vigils)[index] = Vigil::default();
+        lock(&self.monitors)[index] = LivenessMonitor::default();
         *lock(&self.alone) = None;
         self.install(index, place, io, |_| ());
     }

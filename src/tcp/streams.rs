@@ -9,8 +9,8 @@ use super::stream::Stream;
 use crate::session::frame::MAX_STREAMS;
 use crate::session::lifeline::Alone;
 use crate::session::link::Sock;
+use crate::session::liveness::{self, Finding, LivenessMonitor, SILENCE, TcpSample};
 use crate::session::peer::lost;
-use crate::session::watch::{self, Finding, SILENCE, Sight, Vigil};
 
 /// The result of checking all streams.
 pub(super) struct Checked {
@@ -28,34 +28,34 @@ impl<D: Direction> Connection<D> {
     pub(super) fn check_streams(
         &self,
         now: Instant,
-        mut each: impl FnMut(usize, &Sock, Sight, &mut Vigil),
+        mut each: impl FnMut(usize, &Sock, TcpSample, &mut LivenessMonitor),
     ) -> Option<Checked> {
         let outstanding = self.requests.outstanding() > 0;
-        let mut checked = Checked { silent: Vec::new(), outstanding, next: watch::TICK };
+        let mut checked = Checked { silent: Vec::new(), outstanding, next: liveness::TICK };
         // How long nothing has come back on any stream.
         let mut least: Option<Duration> = None;
         for (index, stream) in self.streams.iter().enumerate() {
             let found = stream.peek(|io| {
-                let sight = Sight::of(io.sock())?;
-                let vigil = &mut lock(&self.vigils)[index];
-                each(index, io.sock(), sight, vigil);
-                checked.outstanding |= sight.outstanding;
-                let found = vigil.look(now, sight);
-                let unheard = vigil.unheard(now, sight);
+                let sample = TcpSample::of(io.sock())?;
+                let monitor = &mut lock(&self.monitors)[index];
+                each(index, io.sock(), sample, monitor);
+                checked.outstanding |= sample.outstanding;
+                let found = monitor.look(now, sample);
+                let unheard = monitor.unheard(now, sample);
                 least = Some(least.map_or(unheard, |least| least.min(unheard)));
                 Some(found)
             });
             match found.flatten() {
-                Some(Finding::Asking) => checked.next = watch::SOON,
+                Some(Finding::Asking) => checked.next = liveness::SOON,
                 Some(Finding::Lost(silence)) => {
-                    checked.next = watch::SOON;
+                    checked.next = liveness::SOON;
                     checked.silent.push((index, silence));
                 }
                 Some(Finding::Well) | None => {}
             }
         }
         if let Some(silence) = least.filter(|least| *least >= self.net.config.peer_timeout) {
-            self.fail_silently(lost(&watch::silent(silence)).with_peer(&self.peer));
+            self.fail_silently(lost(&liveness::silent(silence)).with_peer(&self.peer));
             self.chores.end();
             return None;
         }
@@ -78,9 +78,9 @@ impl<D: Direction> Connection<D> {
             if lost.iter().any(|(other, _)| *other == index) {
                 continue;
             }
-            let silent = stream.peek(|io| dead.contains(&path(io.sock())).then(|| Sight::of(io.sock()))?).flatten();
-            if let Some(sight) = silent.filter(|sight| sight.silent >= SILENCE + sight.answering()) {
-                lost.push((index, sight.silent));
+            let silent = stream.peek(|io| dead.contains(&path(io.sock())).then(|| TcpSample::of(io.sock()))?).flatten();
+            if let Some(sample) = silent.filter(|sample| sample.silent >= SILENCE + sample.answering()) {
+                lost.push((index, sample.silent));
             }
         }
     }
@@ -88,8 +88,8 @@ impl<D: Direction> Connection<D> {
     /// Whether the peer's kernel has answered anything on one of the streams since then.
     pub(super) fn is_heard_since(&self, since: Instant) -> bool {
         let is_heard = |stream: &Stream<D::Io>| {
-            let sight = stream.peek(|io| Sight::of(io.sock())).flatten();
-            sight.is_some_and(|sight| sight.silent < since.elapsed())
+            let sample = stream.peek(|io| TcpSample::of(io.sock())).flatten();
+            sample.is_some_and(|sample| sample.silent < since.elapsed())
         };
         self.streams.iter().any(is_heard)
     }

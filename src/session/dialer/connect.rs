@@ -16,7 +16,7 @@ use crate::session::net::Net;
 use crate::session::opening::{Handed, Opener};
 use crate::session::peer::Peer;
 use crate::session::seal::Seal;
-use crate::session::{tries, watch};
+use crate::session::{liveness, tries};
 
 struct Connect {
     target: Target,
@@ -87,7 +87,7 @@ impl Purpose for Connect {
             remote: welcome.rails,
             local: Arc::clone(&self.target.rails),
             traffic_class: self.target.traffic_class,
-            round_trip: watch::distance(&sock),
+            round_trip: liveness::distance(&sock),
         };
         let address = sock.peer_addr().ok().and_then(|address| address.as_socket());
         let peer = Peer { label: welcome.label, address: address.unwrap_or(self.target.addresses[0]) };

@@ -17,7 +17,7 @@ use crate::session::link::Sock;
 use crate::session::seal::agreement::{ANSWER, Offered};
 use crate::session::seal::{is_encrypted, other_key};
 use crate::session::wire::{self, Piece, send_all};
-use crate::session::{tries, watch};
+use crate::session::{liveness, tries};
 
 /// The bytes exchanged so far.
 pub(super) struct Said {
@@ -59,7 +59,7 @@ impl Dial {
                     self.purpose.answered(state.began, state.way, Answer::Accepted);
                     // The path works: the handshake now waits for the peer's process, which may be busy.
                     let elapsed = state.began.elapsed();
-                    let round_trip = Some(watch::round_trip(sock)).filter(|it| !it.is_zero()).unwrap_or(elapsed);
+                    let round_trip = Some(liveness::round_trip(sock)).filter(|it| !it.is_zero()).unwrap_or(elapsed);
                     state.try_until =
                         (Instant::now() + tries::handshake(self.purpose.hold(), round_trip)).min(self.deadline);
                     let features = self.net.features() | self.purpose.features();

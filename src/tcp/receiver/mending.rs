@@ -11,9 +11,9 @@ use crate::os::log::NET;
 use crate::session::dialer;
 use crate::session::frame::MAX_STREAMS;
 use crate::session::lifeline::{Alone, CUT_PATIENCE, CUT_SOMEWHERE, Terms, Verdict, is_cut};
+use crate::session::liveness::{self, TcpSample};
 use crate::session::owner::Listening;
 use crate::session::peer::{fenced, lost};
-use crate::session::watch::{self, Sight};
 use crate::tcp::connection::lock;
 use crate::tcp::stream::READ;
 use crate::tcp::streams::Checked;
@@ -48,7 +48,7 @@ impl RecvConn {
     /// Remembers whether the end of a stream, or what came before it, indicates trouble in the network. When a process
     /// dies all its streams end at once, without such signs.
     pub(super) fn note_trouble(&self, io: &Io, error: &io::Error) {
-        if !is_cut(error) || Sight::of(&io.sock).is_some_and(|sight| sight.asked > 0) {
+        if !is_cut(error) || TcpSample::of(&io.sock).is_some_and(|sample| sample.asked > 0) {
             *lock(&self.own.trouble) = Some(Instant::now());
         }
     }
@@ -59,7 +59,7 @@ impl RecvConn {
     pub(super) fn wait_for_peer(&self, error: &io::Error) {
         let now = Instant::now();
         // A process that dies takes all its streams with it at once.
-        let one_by_one = lock(&self.vigils).iter().any(|vigil| vigil.is_long_away(now));
+        let one_by_one = lock(&self.monitors).iter().any(|monitor| monitor.is_long_away(now));
         let in_trouble = one_by_one || lock(&self.own.trouble).is_some_and(|at| now - at < TROUBLE);
         let refused_for = match self.ended.refused_for(now, error) {
             Some(CUT_PATIENCE) if in_trouble && !self.ended.is_end_of_file(now) => Some(CUT_SOMEWHERE),
@@ -128,14 +128,14 @@ impl RecvConn {
         *lock(&self.own.trouble) = Some(now);
         if self.recovery && (silent.len() < self.health.live() || self.ended.is_recent(now)) {
             for &(index, silence) in silent {
-                self.lose(index, &watch::silent(silence));
+                self.lose(index, &liveness::silent(silence));
             }
             let longest = silent.iter().map(|(_, silence)| *silence).max().unwrap_or_default();
             if self.health.live() == 0 && self.is_missed() {
-                self.wait_for_peer(&watch::silent(longest));
+                self.wait_for_peer(&liveness::silent(longest));
             }
         } else if let Some((_, silence)) = silent.iter().find(|(_, silence)| *silence >= self.net.config.peer_timeout) {
-            self.fail_silently(lost(&watch::silent(*silence)).with_peer(&self.peer));
+            self.fail_silently(lost(&liveness::silent(*silence)).with_peer(&self.peer));
         }
     }
 
@@ -149,7 +149,7 @@ impl RecvConn {
             }
         }
         let epoch = self.state().core.epoch(index);
-        self.streams[index].peek(|io| watch::close_hard(&io.sock));
+        self.streams[index].peek(|io| liveness::close_hard(&io.sock));
         let Some(frames) = self.fence_stream(index, epoch) else { return };
         tracing::info!(target: NET, "a stream from {} broke ({error}); waiting for it to come back", self.peer);
         self.tell_fenced(index, epoch, frames);
@@ -327,7 +327,7 @@ mod tests {
                 assert!(conn.test(ticket).unwrap().is_none());
                 conn.health.is_peer_done() && conn.health.live() == 1
             });
-            crate::session::watch::close_hard(&cut);
+            crate::session::liveness::close_hard(&cut);
             drop(cut);
             loopback::wait_until("the end of the other is heard", || {
                 assert!(excused || conn.test(ticket).expect("the message may still come").is_none());

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::{Io, SendConn};
 use crate::session::frame::MAX_STREAMS;
 use crate::session::frame::{Header, Type};
-use crate::session::watch::{self, PROBE_AFTER, Sight};
+use crate::session::liveness::{self, PROBE_AFTER, TcpSample};
 use crate::session::wire;
 use crate::tcp::limits::CLOSE_MENDING;
 use crate::tcp::stream::{READ, Stream, WRITE};
@@ -73,7 +73,7 @@ impl Advance {
         };
         let mut grown = frames > std::mem::replace(&mut self.frames, frames);
         for (stream, last) in conn.streams.iter().zip(&mut self.bytes) {
-            let acknowledged = |io: &mut Io| Some((io.epoch, watch::acknowledged(&io.sock)?));
+            let acknowledged = |io: &mut Io| Some((io.epoch, liveness::acknowledged(&io.sock)?));
             let Some((epoch, bytes)) = stream.peek(acknowledged).flatten() else { continue };
             grown |= last.is_some_and(|last| last.0 == epoch && last.1 < bytes);
             *last = Some((epoch, bytes));
@@ -136,8 +136,8 @@ impl SendConn {
     /// not read. The kernel then sends probes at intervals that double.
     fn is_answered_within(&self, time: Duration) -> bool {
         let waits = |stream: &Stream<Io>| {
-            let sight = stream.peek(|io| Sight::of(&io.sock)).flatten();
-            sight.is_some_and(|sight| sight.outstanding && sight.silent >= time)
+            let sample = stream.peek(|io| TcpSample::of(&io.sock)).flatten();
+            sample.is_some_and(|sample| sample.outstanding && sample.silent >= time)
         };
         !self.is_in_doubt() && !self.streams.iter().any(waits)
     }
@@ -218,8 +218,8 @@ impl SendConn {
 
     /// What the distance adds to the time that an answer takes.
     fn answering(&self) -> Duration {
-        let sights = self.streams.iter().filter_map(|stream| stream.peek(|io| Sight::of(&io.sock)).flatten());
-        sights.map(|sight| sight.answering()).max().unwrap_or_default()
+        let samples = self.streams.iter().filter_map(|stream| stream.peek(|io| TcpSample::of(&io.sock)).flatten());
+        samples.map(|sample| sample.answering()).max().unwrap_or_default()
     }
 
     /// Whether something was lost with a stream, or waits to be resent.
@@ -245,7 +245,7 @@ impl SendConn {
     fn is_asking(&self) -> bool {
         self.streams
             .iter()
-            .any(|stream| stream.peek(|io| Sight::of(&io.sock)).flatten().is_some_and(|sight| sight.asked > 0))
+            .any(|stream| stream.peek(|io| TcpSample::of(&io.sock)).flatten().is_some_and(|sample| sample.asked > 0))
     }
 }
 

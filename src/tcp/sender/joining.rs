@@ -14,8 +14,8 @@ use crate::session::dialer;
 use crate::session::frame::MAX_STREAMS;
 use crate::session::lifeline::Alone;
 use crate::session::link::Sock;
+use crate::session::liveness;
 use crate::session::owner::{Connecting, Joined, Streams};
-use crate::session::watch;
 use crate::tcp::connection::lock;
 use crate::tcp::limits::UNSENT_MAX_FAR;
 
@@ -94,7 +94,7 @@ impl Connecting for SendConn {
         // by accepting this one. If its socket is missing, another thread has just noticed a break: in the core that
         // epoch is over all the same, before the next begins.
         if let Some(io) = self.streams[index].take() {
-            watch::close_hard(&io.sock);
+            liveness::close_hard(&io.sock);
             self.health.stream_down();
         }
         self.end_life(index, former, None);
@@ -142,7 +142,7 @@ impl Streams for SendConn {
 
     fn place(&self, index: usize, sock: &Sock) -> Result<Registration> {
         if self.own.far {
-            watch::hold_back_from(sock, UNSENT_MAX_FAR);
+            liveness::hold_back_from(sock, UNSENT_MAX_FAR);
         }
         self.register(index, sock)
     }

@@ -11,9 +11,9 @@ use crate::os::error::{Error, Result};
 use crate::session::dialer;
 use crate::session::frame::{Header, MAX_STREAMS, Type};
 use crate::session::lifeline::{Alone, Terms, Verdict};
+use crate::session::liveness::{self, Probes};
 use crate::session::owner::Streams;
 use crate::session::peer::{Broken, lost};
-use crate::session::watch::{self, Probes};
 use crate::tcp::connection::lock;
 use crate::tcp::delivery::{Arrived, End, Lesson};
 use crate::tcp::streams::Checked;
@@ -56,7 +56,7 @@ impl SendConn {
         }
         let (how, patience) = match error.kind() {
             io::ErrorKind::TimedOut => {
-                (End::Silent(watch::silence_of(error).unwrap_or_default()), self.net.config.peer_timeout)
+                (End::Silent(liveness::silence_of(error).unwrap_or_default()), self.net.config.peer_timeout)
             }
             _ => (End::Cut, self.net.config.reconnect_timeout),
         };
@@ -75,7 +75,7 @@ impl SendConn {
                 self.fail_silently(in_vain(time).with_peer(&self.peer));
                 // Frames behind stuck data do not arrive. The end does, and the receiver then sends the query.
                 for io in self.streams.iter().filter_map(crate::tcp::stream::Stream::end) {
-                    watch::close_hard(&io.sock);
+                    liveness::close_hard(&io.sock);
                     self.health.stream_down();
                 }
                 false
@@ -186,7 +186,7 @@ impl SendConn {
         let wanted =
             || Some(self.state()).filter(|state| state.core.epoch(index) == epoch && state.core.is_live(index));
         if let Some(Some(io)) = self.streams[index].take_if(wanted) {
-            watch::close_hard(&io.sock);
+            liveness::close_hard(&io.sock);
             self.broken(index, io, Broken::Lost(error));
         }
     }
@@ -194,7 +194,7 @@ impl SendConn {
     /// Gives up a stream that has not ended by itself.
     pub(super) fn lose(&self, index: usize, error: io::Error) {
         if let Some(io) = self.streams[index].take() {
-            watch::close_hard(&io.sock);
+            liveness::close_hard(&io.sock);
             self.broken(index, io, Broken::Lost(error));
         }
     }
@@ -261,10 +261,10 @@ impl SendConn {
         let allowed = lock(&self.own.deliveries).silence(now);
         let seldom = Probes::within(self.net.config.peer_timeout, true);
         let mut segments = [None; MAX_STREAMS];
-        let checked = self.check_streams(now, |index, sock, sight, vigil| {
-            segments[index] = Some(sight.segment);
+        let checked = self.check_streams(now, |index, sock, sample, monitor| {
+            segments[index] = Some(sample.segment);
             let in_doubt = adrift || in_doubt[index] && self.requests.outstanding() > 0;
-            vigil.probe(sock, sight, in_doubt, &Probes::OFTEN, &seldom);
+            monitor.probe(sock, sample, in_doubt, &Probes::OFTEN, &seldom);
         });
         (0..MAX_STREAMS).for_each(|index| self.note_arrived(index, arrived[index], segments[index]));
         let Some(Checked { mut silent, outstanding, next }) = checked else { return Progress::default() };
@@ -273,12 +273,12 @@ impl SendConn {
         silent.retain(|(_, silence)| self.recovery && *silence >= allowed || *silence >= limit);
         self.share_fate(&mut silent);
         for (index, silence) in silent {
-            self.lose(index, watch::silent(silence));
+            self.lose(index, liveness::silent(silence));
         }
         if !outstanding && !adrift {
             // From here on only the kernel's own slow probes watch it, and the kernel decides.
             for (index, stream) in self.streams.iter().enumerate() {
-                stream.peek(|io| lock(&self.vigils)[index].stop_probing(&io.sock, &seldom));
+                stream.peek(|io| lock(&self.monitors)[index].stop_probing(&io.sock, &seldom));
             }
             self.chores.end();
             return Progress::default();

@@ -56,7 +56,7 @@ pub(crate) const PROBE_AFTER: Duration = Duration::from_millis(500);
 
 /// The kernel's data about a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Sight {
+pub(crate) struct TcpSample {
     /// How long ago the peer's kernel last answered anything.
     pub silent: Duration,
     /// Probes since then.
@@ -122,7 +122,7 @@ fn number<const BYTES: usize>(sock: &impl AsRawFd, offset: usize) -> Option<[u8;
     bytes.get(..length)?.get(offset..offset + BYTES)?.try_into().ok()
 }
 
-impl Sight {
+impl TcpSample {
     /// Reads the kernel's data about a socket. None when the kernel does not provide it.
     pub(crate) fn of(sock: &impl AsRawFd) -> Option<Self> {
         info(sock).map(|info| Self {
@@ -135,7 +135,7 @@ impl Sight {
     }
 }
 
-impl Sight {
+impl TcpSample {
     /// What the distance adds to the time that an answer takes. Twice the round trip: keepalive probes are sent once a
     /// second however long the path is, so on a long path several are always unanswered.
     pub(crate) fn answering(&self) -> Duration {
@@ -156,7 +156,7 @@ pub(crate) enum Finding {
 
 /// The liveness monitor of one stream. The clock is the caller's.
 #[derive(Debug, Default)]
-pub(crate) struct Vigil {
+pub(crate) struct LivenessMonitor {
     asking_since: Option<Instant>,
     /// Whether the kernel probes this stream often.
     probing: bool,
@@ -164,7 +164,7 @@ pub(crate) struct Vigil {
     away_since: Option<Instant>,
 }
 
-impl Vigil {
+impl LivenessMonitor {
     /// The stream has ended.
     pub(crate) fn ended(&mut self, now: Instant) {
         self.away_since.get_or_insert(now);
@@ -182,15 +182,15 @@ impl Vigil {
     }
 
     /// Checks the stream once.
-    pub(crate) fn look(&mut self, now: Instant, sight: Sight) -> Finding {
-        if sight.asked == 0 {
+    pub(crate) fn look(&mut self, now: Instant, sample: TcpSample) -> Finding {
+        if sample.asked == 0 {
             self.asking_since = None;
             return Finding::Well;
         }
         let since = *self.asking_since.get_or_insert(now);
-        let answering = sight.answering();
-        if sight.asked >= QUESTIONS && sight.silent >= SILENCE + answering && now - since >= UNANSWERED + answering {
-            return Finding::Lost(sight.silent);
+        let answering = sample.answering();
+        if sample.asked >= QUESTIONS && sample.silent >= SILENCE + answering && now - since >= UNANSWERED + answering {
+            return Finding::Lost(sample.silent);
         }
         Finding::Asking
     }
@@ -200,15 +200,22 @@ impl Vigil {
         self.asking_since.is_some()
     }
 
-    /// How long nothing has come back although the kernel sends probes; to be called after [`Vigil::look`]. None while
+    /// How long nothing has come back although the kernel sends probes; to be called after [`LivenessMonitor::look`]. None while
     /// the probe is new: a peer that had nothing to send has been silent for a long time when the probe is sent.
-    pub(crate) fn unheard(&self, now: Instant, sight: Sight) -> Duration {
-        self.asking_since.filter(|since| now - *since >= SOON).map_or(Duration::ZERO, |_| sight.silent)
+    pub(crate) fn unheard(&self, now: Instant, sample: TcpSample) -> Duration {
+        self.asking_since.filter(|since| now - *since >= SOON).map_or(Duration::ZERO, |_| sample.silent)
     }
 
     /// Makes the kernel probe a stream that is silent although frames are in doubt, and stop when none are.
-    pub(crate) fn probe(&mut self, sock: &impl AsRawFd, sight: Sight, in_doubt: bool, often: &Probes, seldom: &Probes) {
-        let wanted = in_doubt && (self.probing || sight.silent >= PROBE_AFTER);
+    pub(crate) fn probe(
+        &mut self,
+        sock: &impl AsRawFd,
+        sample: TcpSample,
+        in_doubt: bool,
+        often: &Probes,
+        seldom: &Probes,
+    ) {
+        let wanted = in_doubt && (self.probing || sample.silent >= PROBE_AFTER);
         if wanted != self.probing {
             self.probing = wanted;
             if wanted { often } else { seldom }.set(sock);
@@ -422,13 +429,13 @@ mod tests {
     /// the peer last answered; the kernel sends probes at 0.2, 0.6, 1.4, 3.0 s.
     fn noticed(idle: Duration, phase: Duration) -> Duration {
         let start = Instant::now() + ms(100_000);
-        let mut vigil = Vigil::default();
+        let mut monitor = LivenessMonitor::default();
         let mut at = phase;
         loop {
             let asked = [200, 600, 1400, 3000, 6200].iter().filter(|asked| at >= ms(**asked)).count() as u8;
-            match vigil.look(
+            match monitor.look(
                 start + at,
-                Sight { silent: idle + at, asked, outstanding: true, round_trip: NEAR, segment: 1448 },
+                TcpSample { silent: idle + at, asked, outstanding: true, round_trip: NEAR, segment: 1448 },
             ) {
                 Finding::Well => at += TICK,
                 Finding::Asking => at += SOON,
@@ -439,14 +446,14 @@ mod tests {
 
     #[test]
     fn a_question_that_was_just_asked_says_nothing_of_the_silence_before() {
-        let (start, mut vigil) = (Instant::now(), Vigil::default());
+        let (start, mut monitor) = (Instant::now(), LivenessMonitor::default());
         let mut unheard = |at: u64, asked: u8, silent: u64| {
-            let (now, sight) = (
+            let (now, sample) = (
                 start + ms(at),
-                Sight { silent: ms(silent), asked, outstanding: false, round_trip: NEAR, segment: 1448 },
+                TcpSample { silent: ms(silent), asked, outstanding: false, round_trip: NEAR, segment: 1448 },
             );
-            vigil.look(now, sight);
-            vigil.unheard(now, sight)
+            monitor.look(now, sample);
+            monitor.unheard(now, sample)
         };
         assert_eq!(unheard(0, 0, 2000), ms(0), "nobody has asked");
         assert_eq!(unheard(10, 1, 2010), ms(0), "the answer may be on its way");
@@ -465,14 +472,14 @@ mod tests {
         /// Over a long path every keepalive probe is answered a round trip later, when the next ones have gone out.
         #[test]
         fn a_peer_far_away_is_not_lost_while_its_answers_are_on_the_way(round_trip in 1..3000_u64, phase in 0..1000_u64) {
-            let (start, mut vigil) = (Instant::now(), Vigil::default());
+            let (start, mut monitor) = (Instant::now(), LivenessMonitor::default());
             for at in (phase..60_000).step_by(100) {
                 // Probes at 1 s, 2 s, …; the kernel resets its count with each answer.
                 let answered = at.saturating_sub(round_trip) / 1000 * 1000;
                 let heard = if answered == 0 { 0 } else { answered + round_trip };
                 let asked = ((at / 1000) - (heard / 1000).min(at / 1000)) as u8;
-                let sight = Sight { silent: ms(at - heard), asked, outstanding: true, round_trip: ms(round_trip), segment: 1448 };
-                prop_assert!(!matches!(vigil.look(start + ms(at), sight), Finding::Lost(_)), "{at}: {sight:?}");
+                let sample = TcpSample { silent: ms(at - heard), asked, outstanding: true, round_trip: ms(round_trip), segment: 1448 };
+                prop_assert!(!matches!(monitor.look(start + ms(at), sample), Finding::Lost(_)), "{at}: {sample:?}");
             }
         }
 
@@ -480,18 +487,18 @@ mod tests {
         #[test]
         fn a_peer_whose_kernel_answers_is_never_lost(answers in proptest::collection::vec(1..1500_u64, 1..200)) {
             let start = Instant::now();
-            let mut vigil = Vigil::default();
+            let mut monitor = LivenessMonitor::default();
             let mut at = 0;
             for wait in answers {
                 // A probe goes out; its answer comes `wait` later; another pause follows, of any length.
                 for seen in (at..at + wait).step_by(100) {
                     let silent = ms(120_000 + seen - at);
-                    let sight = Sight { silent, asked: 1, outstanding: true, round_trip: NEAR, segment: 1448 };
-                    prop_assert!(!matches!(vigil.look(start + ms(seen), sight), Finding::Lost(_)));
+                    let sample = TcpSample { silent, asked: 1, outstanding: true, round_trip: NEAR, segment: 1448 };
+                    prop_assert!(!matches!(monitor.look(start + ms(seen), sample), Finding::Lost(_)));
                 }
                 at += wait;
-                let sight = Sight { silent: ms(1), asked: 0, outstanding: true, round_trip: NEAR, segment: 1448 };
-                prop_assert_eq!(vigil.look(start + ms(at), sight), Finding::Well);
+                let sample = TcpSample { silent: ms(1), asked: 0, outstanding: true, round_trip: NEAR, segment: 1448 };
+                prop_assert_eq!(monitor.look(start + ms(at), sample), Finding::Well);
                 at += 30_000;
             }
         }
@@ -511,15 +518,15 @@ mod tests {
     #[test]
     fn a_late_answer_makes_a_stream_well_again() {
         let start = Instant::now();
-        let mut vigil = Vigil::default();
-        let sight =
-            |silent, asked| Sight { silent: ms(silent), asked, outstanding: true, round_trip: NEAR, segment: 1448 };
-        assert_eq!(vigil.look(start, sight(500, 1)), Finding::Asking);
-        assert_eq!(vigil.look(start + ms(1500), sight(2000, 3)), Finding::Asking);
-        assert_eq!(vigil.look(start + ms(1600), sight(3, 0)), Finding::Well);
-        assert_eq!(vigil.look(start + ms(4000), sight(2400, 2)), Finding::Asking);
+        let mut monitor = LivenessMonitor::default();
+        let sample =
+            |silent, asked| TcpSample { silent: ms(silent), asked, outstanding: true, round_trip: NEAR, segment: 1448 };
+        assert_eq!(monitor.look(start, sample(500, 1)), Finding::Asking);
+        assert_eq!(monitor.look(start + ms(1500), sample(2000, 3)), Finding::Asking);
+        assert_eq!(monitor.look(start + ms(1600), sample(3, 0)), Finding::Well);
+        assert_eq!(monitor.look(start + ms(4000), sample(2400, 2)), Finding::Asking);
         // 1.6 s after the question, and the distance.
-        assert_eq!(vigil.look(start + ms(5601), sight(4000, 3)), Finding::Lost(ms(4000)));
+        assert_eq!(monitor.look(start + ms(5601), sample(4000, 3)), Finding::Lost(ms(4000)));
     }
 
     #[test]
@@ -527,13 +534,13 @@ mod tests {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a listener");
         let here = std::net::TcpStream::connect(listener.local_addr().expect("an address")).expect("a connection");
         let (there, _) = listener.accept().expect("a connection");
-        let sight = Sight::of(&here).expect("the kernel tells");
-        assert!(!sight.outstanding && sight.asked == 0, "{sight:?}");
+        let sample = TcpSample::of(&here).expect("the kernel tells");
+        assert!(!sample.outstanding && sample.asked == 0, "{sample:?}");
         // More than the peer's buffers hold, and the peer does not read.
         here.set_nonblocking(true).expect("set");
         let block = vec![0; 1 << 20];
         while io::Write::write(&mut &here, &block).is_ok() {}
-        assert!(Sight::of(&here).expect("the kernel tells").outstanding);
+        assert!(TcpSample::of(&here).expect("the kernel tells").outstanding);
         drop(there);
         close_hard(&here);
         ask_often(&here, Duration::from_secs(60));
