@@ -8,7 +8,7 @@
 //! - Workers are few, started when first needed, bounded in number, and asleep in `epoll_wait` when nothing
 //!   happens. After progress a worker stays awake for [`HOT`] or [`HOT_BETWEEN`](super::schedule::constants::HOT_BETWEEN), because the next chunk usually follows at once.
 //! - A worker that polls without finding anything does overdue work of another (`relief`).
-//! - One worker, the **control thread** (`keeper` in the code), does what is rare: handshakes, fallbacks for streams that NCCL's thread polls,
+//! - One worker, the **control thread**, does what is rare: handshakes, fallbacks for streams that NCCL's thread polls,
 //!   deadlines.
 //! - A panic in a source is caught; the source is notified and fails its connection, the worker continues.
 //!
@@ -363,7 +363,7 @@ pub(crate) fn panic_text(payload: &(dyn std::any::Any + Send)) -> &str {
 pub struct Poller {
     limit: usize,
     spin: bool,
-    keeper: OnceLock<Worker>,
+    control_thread: OnceLock<Worker>,
     workers: Mutex<Vec<Worker>>,
     starting: Mutex<()>,
     /// The data workers, as known to each other.
@@ -378,7 +378,7 @@ impl Poller {
         Self {
             limit,
             spin,
-            keeper: OnceLock::new(),
+            control_thread: OnceLock::new(),
             workers: Mutex::default(),
             starting: Mutex::new(()),
             crew: Arc::new(Crew::new(limit)),
@@ -389,16 +389,16 @@ impl Poller {
     ///
     /// # Errors
     /// When the thread or its epoll descriptor cannot be created.
-    pub(crate) fn keeper(&self) -> Result<&Worker> {
-        if let Some(worker) = self.keeper.get() {
+    pub(crate) fn control_thread(&self) -> Result<&Worker> {
+        if let Some(worker) = self.control_thread.get() {
             return Ok(worker);
         }
         let _starting = lock(&self.starting);
-        if self.keeper.get().is_none() {
-            let worker = Worker::start("towline-keeper".into(), false, None)?;
-            let _ = self.keeper.set(worker);
+        if self.control_thread.get().is_none() {
+            let worker = Worker::start("towline-control".into(), false, None)?;
+            let _ = self.control_thread.set(worker);
         }
-        Ok(self.keeper.get().expect("set above"))
+        Ok(self.control_thread.get().expect("set above"))
     }
 
     /// A data worker for one more source: one without any, a new thread while fewer than the limit run, else the least loaded;

@@ -214,7 +214,7 @@ impl Base {
         control.registration = None;
         let Some(source) = control.source.clone() else { return Ok(()) };
         let fd = control.sock.as_ref().map(|sock| (sock.as_raw_fd(), Interest::Data));
-        let registration = self.net.poller.keeper()?.register(source, fd)?;
+        let registration = self.net.poller.control_thread()?.register(source, fd)?;
         // Something may have arrived before the descriptor was watched.
         registration.kick();
         control.registration = Some(registration);
@@ -225,12 +225,12 @@ impl Base {
     #[inline]
     pub(crate) fn attend(&self) {
         if self.attention.wanted() {
-            self.call_keeper();
+            self.call_control_thread();
         }
     }
 
     #[cold]
-    fn call_keeper(&self) {
+    fn call_control_thread(&self) {
         if let Some(registration) = &self.control().registration {
             registration.kick();
         }

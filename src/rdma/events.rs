@@ -72,7 +72,7 @@ impl Events {
             let of_device = adapters.iter().filter(|adapter| adapter.open.port.device == name).cloned();
             let source = Watch { context: context.clone(), adapters: of_device.collect(), fails };
             let registration =
-                poller.keeper()?.register(Arc::new(source), Some((context.async_fd(), Interest::Read)))?;
+                poller.control_thread()?.register(Arc::new(source), Some((context.async_fd(), Interest::Read)))?;
             registration.kick();
             Ok(registration)
         };

@@ -347,8 +347,9 @@ impl Greeting {
         });
         // Held while it is registered: the control thread may poll at once.
         let mut state = lock(&greeting.state);
-        let keeper = greeting.common.net.poller.keeper();
-        let registered = keeper.and_then(|keeper| keeper.register(greeting.clone(), Some((fd, Interest::Data))));
+        let control_thread = greeting.common.net.poller.control_thread();
+        let registered = control_thread
+            .and_then(|control_thread| control_thread.register(greeting.clone(), Some((fd, Interest::Data))));
         match registered {
             Ok(registration) => state.registration.insert(registration).kick(),
             Err(error) => greeting.end(&mut state, error),

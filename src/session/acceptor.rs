@@ -94,8 +94,10 @@ impl Accepts for Acceptor {
         if !inbound.has_socket() {
             return;
         }
-        let registered =
-            net.poller.keeper().and_then(|keeper| keeper.register(inbound.clone(), Some((fd, Interest::Data))));
+        let registered = net
+            .poller
+            .control_thread()
+            .and_then(|control_thread| control_thread.register(inbound.clone(), Some((fd, Interest::Data))));
         match registered {
             Ok(registration) => {
                 registration.kick();
@@ -207,7 +209,9 @@ impl Inbound {
         state.registration = None;
         state.sock = None;
         let Some(me) = self.me.upgrade() else { return false };
-        let Ok(clock) = net.poller.keeper().and_then(|keeper| keeper.register(me, None)) else { return false };
+        let Ok(clock) = net.poller.control_thread().and_then(|control_thread| control_thread.register(me, None)) else {
+            return false;
+        };
         // A new registration is polled once, which arms the deadline.
         clock.kick();
         state.registration = Some(clock);

@@ -186,7 +186,7 @@ impl Dial {
             }),
             settled: Condvar::new(),
         });
-        let clock = dial.net.poller.keeper()?.register(dial.clone(), None)?;
+        let clock = dial.net.poller.control_thread()?.register(dial.clone(), None)?;
         // Kept before the first kick: a dial that is over drops its registrations, all of them.
         dial.lock().clock.insert(clock).kick();
         Ok(dial)
@@ -275,8 +275,9 @@ impl Dial {
             Err(error) => return Err(error),
         }
         let fd = sock.as_raw_fd();
-        let keeper = self.net.poller.keeper().map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
-        let watch = keeper.register(self.clone(), Some((fd, Interest::Data)));
+        let control_thread =
+            self.net.poller.control_thread().map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
+        let watch = control_thread.register(self.clone(), Some((fd, Interest::Data)));
         state.watch = Some(watch.map_err(|error| io::Error::other(error.to_string()))?);
         state.sock = Some(sock);
         state.stage = Stage::Connecting;

@@ -372,7 +372,7 @@ impl Chores {
     pub(crate) fn call<C: Kept>(&self, poller: &Poller, conn: &Weak<C>) -> Result<()> {
         let mut registration = self.registration.lock().unwrap_or_else(PoisonError::into_inner);
         if registration.is_none() {
-            *registration = Some(poller.keeper()?.register(Arc::new(Chore(Weak::clone(conn))), None)?);
+            *registration = Some(poller.control_thread()?.register(Arc::new(Chore(Weak::clone(conn))), None)?);
         }
         if let Some(registration) = &*registration {
             registration.kick();

@@ -325,7 +325,7 @@ impl Net {
             let links = Links::open().ok()?;
             let fd = links.as_raw_fd();
             let source = Arc::new(LinkNews { net: self.me.clone(), links, unsure: AtomicBool::new(false) });
-            self.poller.keeper().ok()?.register(source, Some((fd, Interest::Read))).ok()
+            self.poller.control_thread().ok()?.register(source, Some((fd, Interest::Read))).ok()
         };
         if let Some(registration) = registered() {
             // Another thread may have been faster: then this registration is dropped.
@@ -358,7 +358,8 @@ impl Net {
         let _ = sock.shutdown(Shutdown::Write);
         if self.farewells.get().is_none() {
             let source = Arc::new(Goodbyes { socks: Mutex::new(Vec::new()) });
-            let registration = self.poller.keeper().and_then(|keeper| keeper.register(source.clone(), None));
+            let registration =
+                self.poller.control_thread().and_then(|control_thread| control_thread.register(source.clone(), None));
             // Without a control thread the socket is closed here, which at worst cuts off what the peer has not read.
             let Ok(registration) = registration else { return };
             let _ = self.farewells.set(Farewells { source, registration });

@@ -153,7 +153,7 @@ impl Ports {
         let address = address.ok_or_else(|| Error::internal("a listening socket without an address"))?;
         let fd = sock.as_raw_fd();
         let source = Arc::new(PortSource { take_in: Arc::clone(&self.take_in), sock });
-        let registration = poller.keeper()?.register(source, Some((fd, Interest::Read)))?;
+        let registration = poller.control_thread()?.register(source, Some((fd, Interest::Read)))?;
         ports.insert((rail.address.ip(), scope), Port { address, _registration: registration });
         Ok(address)
     }

@@ -71,7 +71,10 @@ impl Shortages {
         let mut registration = self.registration.lock().unwrap_or_else(PoisonError::into_inner);
         if registration.is_none() {
             // If there is a stream, there is a control thread, and nothing here needs a descriptor.
-            *registration = poller.keeper().and_then(|keeper| keeper.register(self.queue.clone(), None)).ok();
+            *registration = poller
+                .control_thread()
+                .and_then(|control_thread| control_thread.register(self.queue.clone(), None))
+                .ok();
         }
         if let Some(registration) = &*registration {
             registration.kick();

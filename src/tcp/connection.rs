@@ -217,7 +217,7 @@ impl<D: Direction> Connection<D> {
         let fd = sock.as_raw_fd();
         // The first stream is NCCL's thread's; the control thread only watches for its end and finishes what blocked.
         if index == 0 {
-            return self.net.poller.keeper()?.register(source, Some((fd, Interest::Quiet)));
+            return self.net.poller.control_thread()?.register(source, Some((fd, Interest::Quiet)));
         }
         self.net.poller.worker(self.turn + index)?.register(source, Some((fd, Interest::Data)))
     }
@@ -436,7 +436,7 @@ impl<D: Direction> Connection<D> {
         self.net.linger(io.into_sock());
     }
 
-    pub(super) fn call_keeper(&self) {
+    pub(super) fn call_control_thread(&self) {
         if let Err(error) = self.chores.call(&self.net.poller, &self.me) {
             self.fail_silently(error);
         }
@@ -445,7 +445,7 @@ impl<D: Direction> Connection<D> {
     /// Makes the control thread check the streams from time to time, until nothing is outstanding.
     pub(super) fn begin_watch(&self) {
         if self.chores.begin() {
-            self.call_keeper();
+            self.call_control_thread();
         }
     }
 }
@@ -470,7 +470,7 @@ impl<D: Direction> Owner for Connection<D> {
         if let Some(alone) = &mut *lock(&self.alone) {
             alone.answered(began, Instant::now(), way, answer);
         }
-        self.call_keeper();
+        self.call_control_thread();
     }
 }
 

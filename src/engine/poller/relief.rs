@@ -330,10 +330,10 @@ mod tests {
     #[test]
     fn the_thread_for_rare_things_is_nobodys_to_relieve() {
         let poller = Poller::new(2, true);
-        let keeper = poller.keeper().expect("a thread");
+        let control_thread = poller.control_thread().expect("a thread");
         let worker = poller.worker(0).expect("a thread");
         let crew: Vec<_> = poller.crew.seats.iter().filter_map(OnceLock::get).map(Arc::as_ptr).collect();
         assert_eq!(crew, [Arc::as_ptr(&worker.0)]);
-        assert!(!crew.contains(&Arc::as_ptr(&keeper.0)));
+        assert!(!crew.contains(&Arc::as_ptr(&control_thread.0)));
     }
 }

@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn the_keeper_looks_ever_more_rarely_and_stops_when_nothing_is_outstanding() {
+    fn the_control_thread_polls_ever_more_rarely_and_stops_when_nothing_is_outstanding() {
         let attention = Attention::default();
         assert!(attention.wanted());
         assert!(!attention.wanted(), "it is attending already");
@@ -110,10 +110,10 @@ mod tests {
     }
 
     #[test]
-    fn the_keeper_leaves_the_stream_alone_while_calls_come_and_looks_when_they_end() {
+    fn the_control_thread_leaves_the_stream_alone_while_calls_come_and_polls_when_they_end() {
         let attention = Attention::default();
         attention.called();
-        assert!(attention.is_attended().is_none(), "nobody asked the keeper to attend");
+        assert!(attention.is_attended().is_none(), "nobody asked the control thread to attend");
         attention.called();
         assert!(attention.wanted());
         assert!(delay(attention.is_attended().unwrap()).unwrap() <= 2 * SOON);

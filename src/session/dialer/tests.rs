@@ -40,15 +40,15 @@ fn a_stream_that_breaks_while_its_repair_ends_is_repaired_again() {
     let streams: Arc<dyn Streams> = conn.clone();
     let purpose = join::Join { conn: Arc::downgrade(&streams), index: 0, repair: true };
     let begin = Begin { at: later, epoch: 0, tries: 0, claims: false };
-    let repair = Dial::start(Arc::clone(&net), purpose, later, begin).expect("the keeper runs");
+    let repair = Dial::start(Arc::clone(&net), purpose, later, begin).expect("the control thread runs");
 
     drop(theirs);
     loopback::wait_until("the end of the stream is not seen", || !conn.is_connected());
     // The control thread has noticed the break, and reports it before it polls anything else.
     let bell = Arc::new(Bell::default());
-    let place = net.poller.keeper().expect("it runs").register(bell.clone(), None).expect("it has room");
+    let place = net.poller.control_thread().expect("it runs").register(bell.clone(), None).expect("it has room");
     place.kick();
-    loopback::wait_until("the keeper does not come back", || bell.0.load(Ordering::SeqCst));
+    loopback::wait_until("the control thread does not come back", || bell.0.load(Ordering::SeqCst));
 
     repair.finish(&mut repair.lock(), Ok(()));
     assert!(!conn.begin_repair(0), "nobody repairs the stream");

@@ -36,7 +36,7 @@ impl RecvConn {
         if self.is_missed() && self.link.remote.len() > 1 && self.ended.is_recent(Instant::now()) {
             self.suspect_peer(error);
         }
-        self.call_keeper();
+        self.call_control_thread();
     }
 
     /// Whether the sender's absence matters: once it has said goodbye on a stream, only to requests that still wait for
@@ -76,7 +76,7 @@ impl RecvConn {
             *lock(&self.alone) = None;
             return;
         }
-        self.call_keeper();
+        self.call_control_thread();
         self.call_peer(now);
     }
 

@@ -194,7 +194,7 @@ impl RecvConn {
                 // Fencing takes the other stream's lock; the control thread, which holds none, does it.
                 let (index, epoch) = crate::session::peer::fenced_life(header)?;
                 lock(&self.own.fences).push(Fence { index, epoch, asked: true });
-                self.call_keeper();
+                self.call_control_thread();
             }
             other => return Err(Error::remote(format!("the sending side sent a {other:?} frame"))),
         }

@@ -126,7 +126,7 @@ impl SendConn {
                 drop(state);
                 // Another thread, or this one, holds the stream: the control thread, which holds none, takes it away.
                 lock(&self.own.condemned).push((index, epoch, header.total));
-                self.call_keeper();
+                self.call_control_thread();
                 return Ok(());
             }
         }

@@ -199,7 +199,7 @@ fn a_stream_that_joins_when_the_connection_has_been_closed_is_not_used() {
     assert!(conn.streams[1].peek(|_| ()).is_none() && conn.health.live() == 0);
     // The peer sees the end.
     other_end.set_read_timeout(Some(Duration::from_secs(20))).expect("a timeout");
-    assert_eq!(other_end.read(&mut [0; HEADER]).expect("the keeper closes it"), 0);
+    assert_eq!(other_end.read(&mut [0; HEADER]).expect("the control thread closes it"), 0);
 }
 
 /// Drops all that comes in at this socket before TCP sees it, as a path does that has died.
