@@ -7,7 +7,7 @@
 //!
 //! - Workers are few, started when first needed, bounded in number, and asleep in `epoll_wait` when nothing
 //!   happens. After progress a worker stays awake for [`HOT`] or [`HOT_BETWEEN`](super::schedule::constants::HOT_BETWEEN), because the next chunk usually follows at once.
-//! - A worker that polls without finding anything does overdue work of another (`relief`).
+//! - A worker that polls without finding anything does overdue work of another (`stealing`).
 //! - One worker, the **control thread**, does what is rare: handshakes, fallbacks for streams that NCCL's thread polls,
 //!   deadlines.
 //! - A panic in a source is caught; the source is notified and fails its connection, the worker continues.
@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 use mio::{Events, Poll, Token};
 use slab::Slab;
 
-use self::relief::{Crew, Relief};
+use self::stealing::{Crew, Stealing};
 use super::deadlines::Deadlines;
 use super::doorbell::{Button, Doorbell};
 use super::schedule::constants::HOT;
@@ -35,7 +35,7 @@ use crate::os::fd::{Fd, Registered};
 use crate::os::log::Limiter;
 use crate::os::ticks::Ticks;
 
-mod relief;
+mod stealing;
 
 /// The result of a poll.
 #[derive(Debug, Clone, Copy, Default)]
@@ -127,8 +127,8 @@ impl Worker {
             seen: AtomicU64::new(Ticks::now().number()),
         });
         let worker = Self(Arc::clone(&shared));
-        let relief = crew.filter(|_| spin).map(|crew| Relief::new(Arc::clone(crew)));
-        crate::os::thread::spawn(&name, move || run(&shared, poll, spin, relief)).map_err(|error| {
+        let stealing = crew.filter(|_| spin).map(|crew| Stealing::new(Arc::clone(crew)));
+        crate::os::thread::spawn(&name, move || run(&shared, poll, spin, stealing)).map_err(|error| {
             failed(&error).with_hint("raise the limit on threads (ulimit -u, or pids.max of the container)")
         })?;
         if let Some(crew) = crew {
@@ -250,7 +250,7 @@ fn epoll_add(epoll: RawFd, fd: RawFd, interest: Interest, token: usize) -> io::R
     }
 }
 
-fn run(shared: &Shared, poll: Registered<Poll>, spin: bool, mut relief: Option<Relief>) {
+fn run(shared: &Shared, poll: Registered<Poll>, spin: bool, mut stealing: Option<Stealing>) {
     let mut poll = poll;
     let mut events = Events::with_capacity(128);
     let mut deadlines = Deadlines::default();
@@ -292,8 +292,8 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool, mut relief: Option<R
         ready.dedup();
         let mut hot_for = Duration::ZERO;
         let mut again_at_once = Vec::new();
-        if let Some(relief) = relief.as_mut().filter(|_| hot && ready.is_empty()) {
-            hot_for = relief.look(shared);
+        if let Some(stealing) = stealing.as_mut().filter(|_| hot && ready.is_empty()) {
+            hot_for = stealing.look(shared);
         }
         for token in ready.drain(..) {
             let Some(polled) = shared.poll(token) else { continue };

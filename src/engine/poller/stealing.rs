@@ -44,12 +44,12 @@ impl Crew {
 }
 
 /// The state of one worker for stealing.
-pub(super) struct Relief {
+pub(super) struct Stealing {
     crew: Arc<Crew>,
     next: usize,
 }
 
-impl Relief {
+impl Stealing {
     /// For a worker that belongs to this crew, or will.
     pub(super) fn new(crew: Arc<Crew>) -> Self {
         Self { crew, next: 0 }
