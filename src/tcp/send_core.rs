@@ -166,7 +166,7 @@ struct Stream {
     live: bool,
     epoch: u16,
     /// It broke, and the receiver has not yet reported how many frames it received.
-    adrift: bool,
+    unfenced: bool,
     /// Frames handed out.
     sent: u64,
     /// Only what the kernel accepted completely can be acknowledged, whatever the peer sends.
@@ -359,7 +359,7 @@ impl SendCore {
         // The counts continue through all epochs of the stream, so that a count never needs to name its epoch.
         stream.live = true;
         stream.unasked = 0;
-        stream.adrift = false;
+        stream.unfenced = false;
         stream.epoch = epoch;
         // It may come back over another rail.
         (stream.window, stream.pace) = (Window::over(self.round_trip), Pace::default());
@@ -391,7 +391,7 @@ impl SendCore {
     /// The streams that broke and for whose last epoch the receiver has not reported its count, with that epoch.
     pub(crate) fn unfenced(&self) -> Vec<(usize, u16)> {
         let streams = self.streams.iter().enumerate();
-        streams.filter(|(_, stream)| stream.adrift).map(|(index, stream)| (index, stream.epoch)).collect()
+        streams.filter(|(_, stream)| stream.unfenced).map(|(index, stream)| (index, stream.epoch)).collect()
     }
 
     /// Whether stream `index` was connected and broke.
@@ -887,7 +887,7 @@ impl SendCore {
     /// Stream `index` broke. What it carried is in doubt until [`SendCore::fenced`]. Returns whether it was live.
     pub fn stream_down(&mut self, index: usize) -> bool {
         let was_live = self.streams.get_mut(index).is_some_and(|stream| {
-            stream.adrift |= stream.live;
+            stream.unfenced |= stream.live;
             std::mem::take(&mut stream.live)
         });
         self.count_others();
@@ -915,7 +915,7 @@ impl SendCore {
         }
         self.take_in(index, frames, done)?;
         let stream = &mut self.streams[index];
-        stream.adrift = false;
+        stream.unfenced = false;
         let lost: Vec<Flight> = stream.flights.drain(..).collect();
         stream.bytes = 0;
         stream.sent = frames;

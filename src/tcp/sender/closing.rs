@@ -232,12 +232,12 @@ impl SendConn {
     /// count, or else any.
     fn away(&self) -> Vec<usize> {
         let core = &self.state().core;
-        let adrift: Vec<usize> = core.unfenced().iter().map(|(index, _)| *index).collect();
+        let unfenced: Vec<usize> = core.unfenced().iter().map(|(index, _)| *index).collect();
         let any = (0..MAX_STREAMS).find(|index| core.is_down(*index) && (*index == 0 || core.epoch(*index) > 0));
-        if adrift.is_empty() { any.into_iter().collect() } else { adrift }
+        if unfenced.is_empty() { any.into_iter().collect() } else { unfenced }
     }
 
-    pub(super) fn is_adrift(&self) -> bool {
+    pub(super) fn has_unfenced(&self) -> bool {
         !self.state().core.unfenced().is_empty()
     }
 

@@ -257,13 +257,13 @@ impl SendConn {
             (in_doubt[index], arrived[index]) = (state.core.in_doubt(index), state.core.arrived(index));
         }
         // While a stream is away the others may not work either, and the receiver may know what this side does not.
-        let adrift = self.is_adrift() || self.own.repairs.load(Ordering::SeqCst) != 0;
+        let unfenced = self.has_unfenced() || self.own.repairs.load(Ordering::SeqCst) != 0;
         let allowed = lock(&self.own.deliveries).silence(now);
         let seldom = Probes::within(self.net.config.peer_timeout, true);
         let mut segments = [None; MAX_STREAMS];
         let checked = self.check_streams(now, |index, sock, sample, monitor| {
             segments[index] = Some(sample.segment);
-            let in_doubt = adrift || in_doubt[index] && self.requests.outstanding() > 0;
+            let in_doubt = unfenced || in_doubt[index] && self.requests.outstanding() > 0;
             monitor.probe(sock, sample, in_doubt, &Probes::OFTEN, &seldom);
         });
         (0..MAX_STREAMS).for_each(|index| self.note_arrived(index, arrived[index], segments[index]));
@@ -275,7 +275,7 @@ impl SendConn {
         for (index, silence) in silent {
             self.lose(index, liveness::silent(silence));
         }
-        if !outstanding && !adrift {
+        if !outstanding && !unfenced {
             // From here on only the kernel's own slow probes watch it, and the kernel decides.
             for (index, stream) in self.streams.iter().enumerate() {
                 stream.peek(|io| lock(&self.monitors)[index].stop_probing(&io.sock, &seldom));
