@@ -33,7 +33,7 @@
 //! | [`mending`], [`outage`], [`ledger`], [`silence`], [`relapse`] | recovery when a queue pair is lost or falls silent
 //! |
 //! | [`trouble`] | the meaning of a failed work request |
-//! | [`control`], [`said`], [`redial`] | the control channel, and another socket for it |
+//! | [`control`], [`said`], [`reconnect`] | the control channel, and another socket for it |
 //! | [`record`], [`greeting`], [`linking`], `relink`, `aside` | getting connected |
 //! | [`events`] | asynchronous events of devices |
 //! | [`backend`] | all of it for the process |
@@ -74,8 +74,8 @@ pub(crate) mod outage;
 pub(crate) mod pages;
 pub(crate) mod receiver;
 pub(crate) mod receives;
+pub(crate) mod reconnect;
 pub(crate) mod record;
-pub(crate) mod redial;
 pub(crate) mod relapse;
 mod relink;
 pub(crate) mod said;
