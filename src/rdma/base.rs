@@ -128,8 +128,8 @@ impl Base {
             ended: Mutex::default(),
             alarm: fabric.alarm(),
         };
-        if base.mends() {
-            fabric.mend();
+        if base.recovers() {
+            fabric.recover();
         }
         (base, keys)
     }
@@ -144,7 +144,7 @@ impl Base {
     }
 
     /// Whether it continues when a queue pair is lost.
-    pub(crate) fn mends(&self) -> bool {
+    pub(crate) fn recovers(&self) -> bool {
         self.config().recovery
     }
 
@@ -343,7 +343,7 @@ impl Base {
     pub(crate) fn broken(&self, lane: &mut Lane, completion: &Completion, doing: Doing) -> Result<()> {
         let error = self.explain(lane, completion, doing);
         let is_flush = completion.is_flushed();
-        if lane.mends && is_of_the_way(completion.status()) {
+        if lane.recovers && is_of_the_way(completion.status()) {
             lane.suffers(Trouble { error, is_flush });
             return Ok(());
         }
@@ -404,7 +404,7 @@ impl Base {
             return self.health.check();
         }
         // As with flushes: a completion with more information may follow.
-        if !self.mends()
+        if !self.recovers()
             && let Some(text) = self.mishap.first()
         {
             let what = format!("a device reports {text} of a queue of this connection");
@@ -425,7 +425,7 @@ impl Base {
     fn dead_adapter(&self) -> Option<&Arc<Adapter>> {
         let dead = self.adapters.iter().find(|adapter| adapter.is_dead())?;
         // With recovery, the queue pairs of a failed device are given up, until none is left.
-        (!self.mends() || self.adapters.iter().all(|adapter| adapter.is_dead())).then_some(dead)
+        (!self.recovers() || self.adapters.iter().all(|adapter| adapter.is_dead())).then_some(dead)
     }
 
     /// Keeps the failure if it is the first, and reports it to the log and the peer.

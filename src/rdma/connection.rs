@@ -207,7 +207,7 @@ impl<D: Direction> Source for Watch<D> {
             conn.end(conn.state(), error);
         }
         conn.base.seek(&conn);
-        let (owes, next) = if conn.base.mends() { D::care(&conn) } else { (false, None) };
+        let (owes, next) = if conn.base.recovers() { D::care(&conn) } else { (false, None) };
         let moved = conn.glance();
         D::polled(&conn);
         let is_due = || owes || conn.base.alarm.is_raised() || conn.base.has_more_to_say();

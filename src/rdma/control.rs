@@ -1,7 +1,7 @@
 //! The control channel of a connection: the socket of its handshake, and its state.
 //!
 //! Each side says goodbye over it, or reports why the connection has failed, as over a TCP stream. Messages about lost
-//! queue pairs ([`mending`](super::mending)) use it too, and its end shows a peer's death while nothing is being sent.
+//! queue pairs ([`recovery`](super::recovery)) use it too, and its end shows a peer's death while nothing is being sent.
 //! What follows when it falls silent or is cut is in [`reconnect`](super::reconnect).
 
 use std::io;

@@ -44,14 +44,14 @@ pub(crate) struct Lane {
     apart: Option<Apart>,
     /// It could not be stopped yet.
     is_running: bool,
-    /// Its state; see [`mending`](super::mending).
+    /// Its state; see [`recovery`](super::recovery).
     pub(super) life: Life,
     /// What has failed on it, and must still be handled.
     pub(super) trouble: Option<Trouble>,
     /// Shared by all lanes.
     alarm: Alarm,
     /// A failure is kept in `trouble`, for the connection can continue without it.
-    pub(super) mends: bool,
+    pub(super) recovers: bool,
     /// Receives that are in its queue.
     pub(super) receives: u32,
     /// Immediates that were received on it.
@@ -199,7 +199,7 @@ impl Fabric {
                 life: Life::Up,
                 trouble: None,
                 alarm: alarm.clone(),
-                mends: false,
+                recovers: false,
                 receives: 0,
                 arrived: 0,
                 peer: None,
@@ -348,8 +348,8 @@ impl Fabric {
     }
 
     /// From now on the connection does without a lane that is lost.
-    pub(crate) fn mend(&mut self) {
-        self.lanes.iter_mut().for_each(|lane| lane.mends = true);
+    pub(crate) fn recover(&mut self) {
+        self.lanes.iter_mut().for_each(|lane| lane.recovers = true);
     }
 
     /// The alarm, for a thread that has not locked the connection's state.
@@ -518,7 +518,7 @@ impl Lane {
     /// The refusal, when the connection needs this lane.
     #[cold]
     fn refused(&mut self, error: Error) -> Result<()> {
-        if !self.mends {
+        if !self.recovers {
             return Err(error);
         }
         self.refusing = self.pair.take();

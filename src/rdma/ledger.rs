@@ -2,7 +2,7 @@
 //!
 //! When a queue pair is lost, its last work requests are in doubt: a missing acknowledgement proves nothing. But a
 //! reliable queue pair delivers in order, so one number from the receiver settles it: how many immediates it received
-//! from that queue pair before it ended it for ever ([`mending`](super::mending)). That many of the entries here, from
+//! from that queue pair before it ended it for ever ([`recovery`](super::recovery)). That many of the entries here, from
 //! the front, have arrived; the rest is resent over other queue pairs.
 //!
 //! Kept unless recovery is off. This module posts nothing.

@@ -30,7 +30,7 @@
 //! | [`connection`] | a connection: the lock of its state, and which thread takes it |
 //! | [`sender`], [`receiver`] | what each direction adds |
 //! | [`flush`] | making received bytes visible to the GPU |
-//! | [`mending`], [`outage`], [`ledger`], [`silence`], [`relapse`] | recovery when a queue pair is lost or falls silent
+//! | [`recovery`], [`outage`], [`ledger`], [`silence`], [`relapse`] | recovery when a queue pair is lost or falls silent
 //! |
 //! | [`trouble`] | the meaning of a failed work request |
 //! | [`control`], [`said`], [`reconnect`] | the control channel, and another socket for it |
@@ -68,7 +68,6 @@ pub(crate) mod ledger;
 pub(crate) mod line;
 pub(crate) mod linking;
 pub(crate) mod matching;
-pub(crate) mod mending;
 pub(crate) mod mr_cache;
 pub(crate) mod outage;
 pub(crate) mod pages;
@@ -76,6 +75,7 @@ pub(crate) mod receiver;
 pub(crate) mod receives;
 pub(crate) mod reconnect;
 pub(crate) mod record;
+pub(crate) mod recovery;
 pub(crate) mod relapse;
 mod relink;
 pub(crate) mod said;

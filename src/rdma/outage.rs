@@ -1,5 +1,5 @@
 //! The states of a lane that has lost its queue pair, and the messages that the two sides exchange about it
-//! ([`mending`](super::mending)).
+//! ([`recovery`](super::recovery)).
 
 use std::time::{Duration, Instant};
 

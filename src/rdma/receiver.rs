@@ -7,7 +7,7 @@
 //! Short messages may arrive without that, in the [`Inbox`], and are copied from there. So a part that only short
 //! messages fit is not announced, unless the sender has requested it recently.
 
-mod mending;
+mod recovery;
 
 use std::ffi::c_void;
 use std::sync::Arc;

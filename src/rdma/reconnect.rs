@@ -46,7 +46,7 @@ static STAYS: Limiter = Limiter::new();
 impl Base {
     /// Whether the control channel may get another socket.
     fn is_open(&self) -> bool {
-        self.mends() && !self.is_closing() && !self.health.is_failed() && !self.health.is_peer_done()
+        self.recovers() && !self.is_closing() && !self.health.is_failed() && !self.health.is_peer_done()
     }
 
     /// The control channel's socket has ended. Returns whether the connection continues without one.
@@ -213,7 +213,7 @@ impl Base {
 
     /// Registers the connection with those that may need another socket for their control channel, or get events.
     pub(super) fn keep<D: Direction>(&self, conn: &Arc<Connection<D>>) {
-        if !self.mends() {
+        if !self.recovers() {
             return;
         }
         match self.side {

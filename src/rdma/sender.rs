@@ -12,10 +12,10 @@
 //! Short parts of a group are held back until the last one is posted, or `test` is called: one doorbell for all, and
 //! where each fills its receive, one immediate and one completion (a run).
 //!
-//! When a queue pair is lost while others work, what is in doubt is resent over those ([`mending`](super::mending)).
+//! When a queue pair is lost while others work, what is in doubt is resent over those ([`recovery`](super::recovery)).
 
 mod job;
-mod mending;
+mod recovery;
 mod short;
 
 use std::collections::VecDeque;
@@ -66,7 +66,7 @@ const HELD_MAX: u64 = 16 << 10;
 const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
 
 /// The limit when a queue pair may be replaced meanwhile: shorter than `Silences` remembers.
-const CLOSE_MENDING: Duration = Duration::from_secs(20);
+const CLOSE_RECOVERY: Duration = Duration::from_secs(20);
 
 /// How long it waits when earlier closes towards the peer process have used that up: another path may still deliver.
 const CLOSE_LEAST: Duration = Duration::from_millis(20);
@@ -185,7 +185,7 @@ pub(crate) struct State {
     /// Short messages that were lost with their lane, to be resent before any other.
     again: VecDeque<Parcel>,
     /// Shares that were lost with their lane, to be resent over another.
-    orphans: Vec<mending::Orphan>,
+    orphans: Vec<recovery::Orphan>,
     silence: Silence,
 }
 
@@ -269,7 +269,7 @@ impl RdmaSend {
         let Stores { scratch, outbox } = stores;
         let lanes = fabric.lanes().len();
         let (base, keys) = Base::new(parts, &mut fabric, Target::SIDE);
-        let ledger = base.mends().then(|| Ledger::new(lanes));
+        let ledger = base.recovers().then(|| Ledger::new(lanes));
         let state = State {
             fabric: Some(fabric),
             ring: Some(ring),
@@ -413,7 +413,7 @@ impl RdmaSend {
         let since = self.base.net.silences().since(label, start).unwrap_or(start);
         let mut has_waited = false;
         loop {
-            let owes = self.base.mends() && self.care().0;
+            let owes = self.base.recovers() && self.care().0;
             self.glance();
             if self.base.health.is_failed() {
                 return;
@@ -424,8 +424,8 @@ impl RdmaSend {
                 }
                 return;
             }
-            let mending = self.base.config().reconnect_timeout.clamp(CLOSE_PATIENCE, CLOSE_MENDING);
-            let patience = if owes { mending } else { CLOSE_PATIENCE };
+            let recovery = self.base.config().reconnect_timeout.clamp(CLOSE_PATIENCE, CLOSE_RECOVERY);
+            let patience = if owes { recovery } else { CLOSE_PATIENCE };
             if Instant::now() >= (since + patience).max(start + CLOSE_LEAST) {
                 self.base.net.silences().unanswered(label, start, Instant::now());
                 return;

@@ -139,7 +139,7 @@ enum Stage {
     Ready {
         conn: Arc<dyn Opening>,
         seal: Seal,
-        mends: bool,
+        recovers: bool,
     },
     /// The socket broke after the welcome was sent. If the peer has received it, it connects its stream again and must
     /// find the connection.
@@ -205,7 +205,7 @@ impl Inbound {
     fn outlives_its_socket(&self, net: &Net) -> bool {
         let mut state = lock(&self.state);
         let stage = std::mem::replace(&mut state.stage, Stage::Over);
-        let (Stage::Ready { conn, mends: true, .. } | Stage::Unfenced { conn }) = stage else { return false };
+        let (Stage::Ready { conn, recovers: true, .. } | Stage::Unfenced { conn }) = stage else { return false };
         state.registration = None;
         state.sock = None;
         let Some(me) = self.me.upgrade() else { return false };
@@ -313,20 +313,20 @@ impl Inbound {
                         conn.begin(sock, seal)?;
                         return Ok(true);
                     }
-                    let ready = Stage::Ready { conn, seal, mends: features & FEATURE_RECOVERY != 0 };
+                    let ready = Stage::Ready { conn, seal, recovers: features & FEATURE_RECOVERY != 0 };
                     state = lock(&self.state);
                     (state.sock, state.registration, state.stage) = (Some(sock), registration, ready);
                     // The peer considers the connection established once it has the welcome, but its process may be
                     // stopped before it confirms. If its host is gone, the kernel's probes end the socket.
                     state.deadline = None;
                 }
-                Stage::Ready { conn, seal, mends } => {
+                Stage::Ready { conn, seal, recovers } => {
                     state.registration = None;
                     let sock = state.sock.take().expect("the handshake has its socket");
                     drop(state);
                     if let Err(error) = Arc::clone(&conn).begin(sock, seal) {
                         // The peer considers this connection established, so the listener must get it, or the error.
-                        if mends {
+                        if recovers {
                             lock(&self.state).stage = Stage::Unfenced { conn };
                         } else {
                             conn.refuse(error.clone());

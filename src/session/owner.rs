@@ -127,7 +127,7 @@ pub(crate) trait Streams: Connecting {
     fn lives(&self, stream: usize) -> bool;
 
     /// Whether streams that end are connected again.
-    fn mends(&self) -> bool;
+    fn recovers(&self) -> bool;
 
     /// Whether the peer may be dead, so that each path to it gets only a moment.
     fn is_in_a_hurry(&self) -> bool;

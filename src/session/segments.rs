@@ -44,7 +44,7 @@ mod tests {
         assert!(!segments.learn(one, 1220, later), "it is known");
         assert_eq!((segments.of(one, later), segments.of(other, later)), (Some(1220), None));
         let end = start + REMEMBERED;
-        assert_eq!(segments.of(one, end), None, "the path may have been mended");
+        assert_eq!(segments.of(one, end), None, "the path may have been recovered");
         assert!(segments.learn(other, 536, end));
         assert_eq!(segments.0.len(), 1, "what is old is swept out");
         assert!(segments.learn(other, 1220, end), "another size");

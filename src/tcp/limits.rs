@@ -76,4 +76,4 @@ pub(crate) const MAX_RANGES: usize = 2 * MAX_STREAMS * (STREAM_WINDOW_FAR / CHUN
 /// may have failed at that moment: until that is noticed, and what was on it has been resent. That takes 3 s, and as
 /// long as all paths are down. All closes towards a peer process that does not answer share this time. A receiver gives a
 /// sender that has said goodbye the same time to resend what it lost.
-pub(crate) const CLOSE_MENDING: Duration = Duration::from_secs(20);
+pub(crate) const CLOSE_RECOVERY: Duration = Duration::from_secs(20);

@@ -6,8 +6,8 @@
 mod arrivals;
 mod closing;
 mod joining;
-mod mending;
 mod moving;
+mod recovery;
 mod sealed;
 #[cfg(test)]
 mod tests;
@@ -22,7 +22,7 @@ use std::time::Instant;
 pub(crate) use arrivals::Arrivals;
 
 use super::connection::{Connection, Direction, StreamIo, lock};
-use super::limits::CLOSE_MENDING;
+use super::limits::CLOSE_RECOVERY;
 use super::polled;
 use super::recv_core::{Part, Posted, RecvCore};
 use super::stream::{READ, Step, Stream, WRITE};
@@ -255,7 +255,7 @@ impl Direction for Receiving {
     /// A connection that is merely over goes on for what came early and is posted late.
     #[cold]
     fn peer_left(conn: &RecvConn) -> bool {
-        conn.is_mending()
+        conn.is_recovering()
     }
 
     /// Does nothing to the next epoch, if that has already begun.
@@ -461,11 +461,11 @@ impl RecvConn {
     /// Whether a stream was lost a short while ago. A sender that has said goodbye on the others comes back with what was
     /// on it, if anything was.
     #[cold]
-    fn is_mending(&self) -> bool {
+    fn is_recovering(&self) -> bool {
         let now = Instant::now();
         self.recovery
             && !self.has_everything()
-            && lock(&self.monitors).iter().any(|monitor| monitor.may_return(now, CLOSE_MENDING))
+            && lock(&self.monitors).iter().any(|monitor| monitor.may_return(now, CLOSE_RECOVERY))
     }
 
     /// Makes the other streams carry what the first cannot.

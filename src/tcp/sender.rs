@@ -6,8 +6,8 @@
 
 mod closing;
 mod joining;
-mod mending;
 mod moving;
+mod recovery;
 mod sealed;
 #[cfg(test)]
 mod tests;

@@ -2,7 +2,7 @@
 //!
 //! Two links join the machine to itself, as two rails join two hosts: rxe0 to rxe1, which the test machine has, and rxe2 to
 //! rxe3, made here. A connection leads from the fused rxe0+rxe2 to the fused rxe1+rxe3. What happens to queue pairs that
-//! fail by themselves is in `src/rdma/mending/tests.rs`.
+//! fail by themselves is in `src/rdma/recovery/tests.rs`.
 
 #![cfg(feature = "rdma")]
 

@@ -136,14 +136,14 @@ pub(super) fn judge(facts: &Facts, plugin: &plugin::Facts, variables: &Variables
         return;
     }
     let source = plugin.file.is_absolute().then_some(plugin.file.as_path());
-    let mend = || cure(facts, plugin, variables);
+    let fix = || cure(facts, plugin, variables);
     match pick(facts, &entries(value), &plugin.name) {
         Pick::Ours(opened) => {
             if let Some(other) = opened.file.as_deref().filter(|other| differ(other, &plugin.file)) {
                 let what = format!("NCCL would open another copy of the plugin: {}", other.display());
                 let (from, to) = (quoted(plugin.file.to_string_lossy()), quoted(other.to_string_lossy()));
-                let mend = format!("cp --remove-destination {from} {to}");
-                findings.push(Finding::advice(Cause::OtherCopyFirst, what, mend));
+                let fix = format!("cp --remove-destination {from} {to}");
+                findings.push(Finding::advice(Cause::OtherCopyFirst, what, fix));
             }
             judge_releases(facts, plugin, variables, findings);
         }
@@ -152,11 +152,11 @@ pub(super) fn judge(facts: &Facts, plugin: &plugin::Facts, variables: &Variables
             findings.push(match value {
                 None => {
                     let what = format!("NCCL would open another plugin in this environment: {file}");
-                    Finding::advice(Cause::OtherPluginFirst, what, mend())
+                    Finding::advice(Cause::OtherPluginFirst, what, fix())
                 }
                 Some(value) => {
                     let what = format!("NCCL_NET_PLUGIN={value} makes NCCL open another plugin: {file}");
-                    Finding::problem(Cause::ChoiceOpensOther, what, mend())
+                    Finding::problem(Cause::ChoiceOpensOther, what, fix())
                 }
             });
         }
@@ -169,11 +169,11 @@ pub(super) fn judge(facts: &Facts, plugin: &plugin::Facts, variables: &Variables
             findings.push(match value {
                 None => {
                     let what = "NCCL would not find the plugin in this environment: the loader knows no libnccl-net.so";
-                    Finding::advice(Cause::NotOnLoaderPath, what, mend())
+                    Finding::advice(Cause::NotOnLoaderPath, what, fix())
                 }
                 Some(value) => {
                     let what = format!("NCCL_NET_PLUGIN={value} leads nowhere: there is no {}", names.join(" and no "));
-                    Finding::problem(Cause::ChoiceLeadsNowhere, what, mend())
+                    Finding::problem(Cause::ChoiceLeadsNowhere, what, fix())
                 }
             });
         }
@@ -230,7 +230,7 @@ fn judge_releases(facts: &Facts, plugin: &plugin::Facts, variables: &Variables, 
 /// `NCCL_NET` names the network, whatever plugin was opened.
 fn judge_network(facts: &Facts, findings: &mut Vec<Finding>) {
     let Some(net) = facts.net.as_deref().filter(|net| !net.is_empty()) else { return };
-    let mend = export("NCCL_NET", NAME);
+    let fix = export("NCCL_NET", NAME);
     if !net.eq_ignore_ascii_case(NAME) {
         let bare = net.trim_matches(|c: char| c.is_whitespace() || c == '"' || c == '\'');
         let what = if bare.eq_ignore_ascii_case(NAME) {
@@ -238,10 +238,10 @@ fn judge_network(facts: &Facts, findings: &mut Vec<Finding>) {
         } else {
             format!("NCCL_NET={net} makes NCCL use another network")
         };
-        findings.push(Finding::problem(Cause::NetIsOther, what, mend));
+        findings.push(Finding::problem(Cause::NetIsOther, what, fix));
     } else if net != NAME {
         let what = "NCCL 2.10 to 2.12 compare NCCL_NET case by case";
-        findings.push(Finding::advice(Cause::NetCase, what, mend));
+        findings.push(Finding::advice(Cause::NetCase, what, fix));
     }
 }
 

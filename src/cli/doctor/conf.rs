@@ -16,18 +16,18 @@ pub(super) fn judge(variables: &Variables, findings: &mut Vec<Finding>) {
                 name = name.escape_default(),
                 value = value.escape_default()
             );
-            let mend = format!(r"sed -i 's/^[ \t]*\([^#= \t]*\)[ \t]*=[ \t]*/\1=/; s/[ \t\r]*$//' {file_word}");
-            findings.push(Finding::problem(Cause::ConfBlanks, what, mend));
+            let fix = format!(r"sed -i 's/^[ \t]*\([^#= \t]*\)[ \t]*=[ \t]*/\1=/; s/[ \t\r]*$//' {file_word}");
+            findings.push(Finding::problem(Cause::ConfBlanks, what, fix));
         } else if name.starts_with("LD_") {
             let what = format!("{} sets {name}, but the dynamic loader has read that before NCCL does", file.display());
             let old = if name == "LD_LIBRARY_PATH" { "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" } else { "" };
-            let mend = format!("sed -i '/^{name}=/d' {file_word}; export {name}={}{old}", quoted(value));
-            findings.push(Finding::problem(Cause::ConfLoaderVariable, what, mend));
+            let fix = format!("sed -i '/^{name}=/d' {file_word}; export {name}={}{old}", quoted(value));
+            findings.push(Finding::problem(Cause::ConfLoaderVariable, what, fix));
         }
     }
     for (name, value) in variables.own().iter().filter(|(name, _)| name.starts_with("NCCL_")) {
         // These have findings of their own where they do harm.
-        let is_told = name == "NCCL_NET" || findings.iter().any(|finding| finding.mend.contains(&format!("{name}=")));
+        let is_told = name == "NCCL_NET" || findings.iter().any(|finding| finding.fix.contains(&format!("{name}=")));
         let clean = cleaned(name, value);
         if clean != *value && !is_told {
             let what = format!(
@@ -38,7 +38,7 @@ pub(super) fn judge(variables: &Variables, findings: &mut Vec<Finding>) {
         }
     }
     // One command corrects all lines of a file.
-    findings.dedup_by(|next, earlier| next.mend == earlier.mend);
+    findings.dedup_by(|next, earlier| next.fix == earlier.fix);
 }
 
 /// The value as it was probably meant: without quotes and blanks around it, and around the entries of a list.

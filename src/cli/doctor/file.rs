@@ -116,31 +116,31 @@ fn judge_on(facts: &Facts, said: &str, source: Option<&Path>, own: Option<u16>) 
         );
     }
     if !facts.exists {
-        let mend = "cargo build --release, or name the library with --plugin";
-        return Finding::problem(Cause::PluginMissing, format!("there is no plugin {file}"), mend);
+        let fix = "cargo build --release, or name the library with --plugin";
+        return Finding::problem(Cause::PluginMissing, format!("there is no plugin {file}"), fix);
     }
     if let Some((machine, own)) = facts.machine.zip(own).filter(|(machine, own)| machine != own) {
         let what = format!("{file} was built for {}, and this host is {}", architecture(machine), architecture(own));
-        let mend = copied("take the package for this architecture, or cargo build --release on such a host");
-        return Finding::problem(Cause::PluginArchitecture, what, mend);
+        let fix = copied("take the package for this architecture, or cargo build --release on such a host");
+        return Finding::problem(Cause::PluginArchitecture, what, fix);
     }
     if let Some(mount) = &facts.no_exec {
         let what = format!("{file} lies on {}, which is mounted noexec", mount.display());
-        let mend = format!("mount -o remount,exec {}", quoted(mount.to_string_lossy()));
-        return Finding::problem(Cause::PluginNoExec, what, mend);
+        let fix = format!("mount -o remount,exec {}", quoted(mount.to_string_lossy()));
+        return Finding::problem(Cause::PluginNoExec, what, fix);
     }
     if let Some(wanted) = between(said, "version `GLIBC_", "'") {
         let what = format!("{file} wants the C library of release {wanted}; this host has {}", libc_release());
-        let mend = copied("cargo build --release on this system, or one with an older C library");
-        return Finding::problem(Cause::PluginWantsNewerLibc, what, mend);
+        let fix = copied("cargo build --release on this system, or one with an older C library");
+        return Finding::problem(Cause::PluginWantsNewerLibc, what, fix);
     }
     if let Some(library) = missing_library(said).filter(|library| !facts.file.ends_with(library)) {
         let what = format!("{file} wants {library}, which the loader does not find");
-        let mend = format!("install the package that has {library}, or put its directory on LD_LIBRARY_PATH");
-        return Finding::problem(Cause::PluginWantsLibrary, what, mend);
+        let fix = format!("install the package that has {library}, or put its directory on LD_LIBRARY_PATH");
+        return Finding::problem(Cause::PluginWantsLibrary, what, fix);
     }
-    let mend = copied("cargo build --release, or name another library with --plugin");
-    Finding::problem(Cause::PluginDoesNotLoad, format!("the loader does not take {file}: {said}"), mend)
+    let fix = copied("cargo build --release, or name another library with --plugin");
+    Finding::problem(Cause::PluginDoesNotLoad, format!("the loader does not take {file}: {said}"), fix)
 }
 
 fn between<'a>(text: &'a str, begin: &str, end: &str) -> Option<&'a str> {

@@ -10,7 +10,7 @@ pub(super) struct Finding {
     pub(super) cause: Cause,
     pub(super) what: String,
     /// The command that corrects it; a sentence where there is none.
-    pub(super) mend: String,
+    pub(super) fix: String,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -76,11 +76,11 @@ pub(super) enum Cause {
 }
 
 impl Finding {
-    pub(super) fn problem(cause: Cause, what: impl Into<String>, mend: impl Into<String>) -> Self {
-        Self { severity: Severity::Problem, cause, what: what.into(), mend: mend.into() }
+    pub(super) fn problem(cause: Cause, what: impl Into<String>, fix: impl Into<String>) -> Self {
+        Self { severity: Severity::Problem, cause, what: what.into(), fix: fix.into() }
     }
 
-    pub(super) fn advice(cause: Cause, what: impl Into<String>, mend: impl Into<String>) -> Self {
-        Self { severity: Severity::Advice, cause, what: what.into(), mend: mend.into() }
+    pub(super) fn advice(cause: Cause, what: impl Into<String>, fix: impl Into<String>) -> Self {
+        Self { severity: Severity::Advice, cause, what: what.into(), fix: fix.into() }
     }
 }

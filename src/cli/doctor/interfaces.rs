@@ -54,8 +54,8 @@ pub(super) fn look(config: &Config, variables: &Variables, findings: &mut Vec<Fi
             let (found, missing) = interfaces::named(&all, names, config.socket_family);
             for name in missing {
                 let what = format!("TOWLINE_RAILS names {name}, which has no usable address or does not exist");
-                let mend = format!("ip address add ADDRESS dev {name}, or take it out of TOWLINE_RAILS");
-                findings.push(Finding::problem(Cause::RailMissing, what, mend));
+                let fix = format!("ip address add ADDRESS dev {name}, or take it out of TOWLINE_RAILS");
+                findings.push(Finding::problem(Cause::RailMissing, what, fix));
             }
             (found, interfaces::Why::Rails)
         }
@@ -102,17 +102,17 @@ fn list_fails(error: &Error) -> Finding {
 
 /// The rails that are down, or that there is nothing else.
 fn waited_for(rails: &[interfaces::Interface]) -> Vec<Finding> {
-    let mend = |one: &interfaces::Interface| format!("ip link set {} up  # and check the cable", one.kernel_name());
+    let fix = |one: &interfaces::Interface| format!("ip link set {} up  # and check the cable", one.kernel_name());
     let (running, down): (Vec<_>, Vec<_>) = rails.iter().partition(|one| one.running);
     match down.first() {
         Some(first) if running.is_empty() => {
-            vec![Finding::problem(Cause::RailDown, "every interface of the device is down", mend(first))]
+            vec![Finding::problem(Cause::RailDown, "every interface of the device is down", fix(first))]
         }
         _ => down
             .iter()
             .map(|one| {
                 let what = format!("rail {} is down; it is used when it comes back", one.name);
-                Finding::advice(Cause::RailDown, what, mend(one))
+                Finding::advice(Cause::RailDown, what, fix(one))
             })
             .collect(),
     }
@@ -148,8 +148,8 @@ fn nothing(
 ) -> Finding {
     let Some(names) = asked.filter(|names| names.len() > 1) else {
         let down = links.iter().find(|link| !link.up && link.name != "lo").or(links.first());
-        let mend = format!("ip link set {} up", down.map_or("INTERFACE", |link| &link.name));
-        return Finding::problem(Cause::NoInterface, "no interface is running and has an address", mend);
+        let fix = format!("ip link set {} up", down.map_or("INTERFACE", |link| &link.name));
+        return Finding::problem(Cause::NoInterface, "no interface is running and has an address", fix);
     };
     let filter = Filter::new(names);
     let is_listed = |name: &str| filter.passes(name) && (name != "lo" || names.contains("lo"));
@@ -185,8 +185,8 @@ fn nothing(
         let wish = Wish { names: Some(better), ..Wish::default() };
         !interfaces::choose(all, &wish).0.is_empty()
     });
-    let mend = better.map_or_else(|| unset(variables, "NCCL_SOCKET_IFNAME"), |it| export("NCCL_SOCKET_IFNAME", it));
-    Finding::problem(Cause::InterfaceMissing, what, mend)
+    let fix = better.map_or_else(|| unset(variables, "NCCL_SOCKET_IFNAME"), |it| export("NCCL_SOCKET_IFNAME", it));
+    Finding::problem(Cause::InterfaceMissing, what, fix)
 }
 
 /// What a list that names nothing may have meant, the likeliest first.
@@ -243,15 +243,15 @@ fn judge(facts: &Facts, asked: Option<&str>, speed_is_told: bool, findings: &mut
     // A list of names to leave out replaces NCCL's own, which has the loopback in it.
     if let Some(names) = asked.filter(|names| names.starts_with('^') && loopbacks > 0) {
         let what = format!("NCCL_SOCKET_IFNAME={names} lets lo in: other hosts cannot be reached over it");
-        let mend = export("NCCL_SOCKET_IFNAME", format!("{names},lo"));
-        findings.push(Finding::problem(Cause::LoopbackChosen, what, mend));
+        let fix = export("NCCL_SOCKET_IFNAME", format!("{names},lo"));
+        findings.push(Finding::problem(Cause::LoopbackChosen, what, fix));
     } else if !used.is_empty() && loopbacks == used.len() {
         let what = "only the loopback interface is used: other hosts cannot be reached";
-        let mend = match asked {
+        let fix = match asked {
             Some(names) if names.len() > 1 => "unset NCCL_SOCKET_IFNAME".to_owned(),
             _ => "ip link set INTERFACE up".to_owned(),
         };
-        findings.push(Finding::advice(Cause::LoopbackOnly, what, mend));
+        findings.push(Finding::advice(Cause::LoopbackOnly, what, fix));
     }
     for interface in used.iter().filter(|one| one.running && one.speed_mbps.is_none() && !speed_is_told) {
         if !interface.address.starts_with("127.") {
@@ -278,13 +278,13 @@ mod tests {
     fn judged(list: Vec<Interface>, asked: Option<&str>) -> Vec<String> {
         let mut findings = Vec::new();
         judge(&Facts { rule: String::new(), list }, asked, false, &mut findings);
-        findings.into_iter().map(|finding| finding.mend).collect()
+        findings.into_iter().map(|finding| finding.fix).collect()
     }
 
     #[test]
     fn a_list_that_cannot_be_read_has_its_cure() {
         let finding = list_fails(&Error::system("listing", &std::io::Error::from_raw_os_error(libc::EMFILE)));
-        assert_eq!((finding.cause, finding.mend.as_str()), (Cause::InterfaceListFails, "ulimit -n 65536"));
+        assert_eq!((finding.cause, finding.fix.as_str()), (Cause::InterfaceListFails, "ulimit -n 65536"));
     }
 
     #[test]
@@ -349,14 +349,14 @@ mod tests {
         let links = ["eth0", "eth1", "eth2"].map(|name| Link { name: name.into(), up: name != "eth1" });
         let found = |names: &str| nothing(Some(names), &all, &[], &links, &Variables::default());
         for written in ["\"eth0\"", "eth0 ", " eth0", "==eth0", "Eth0", "10.0.0.1"] {
-            let mend = found(written).mend;
-            assert_eq!(mend, "export NCCL_SOCKET_IFNAME=eth0", "{written}");
+            let fix = found(written).fix;
+            assert_eq!(fix, "export NCCL_SOCKET_IFNAME=eth0", "{written}");
         }
-        assert_eq!(found("Eth1;Eth0").mend, "export NCCL_SOCKET_IFNAME=eth1,eth0");
-        assert_eq!(found("eth7").mend, "export NCCL_SOCKET_IFNAME=eth");
-        assert_eq!(found("ib0").mend, "unset NCCL_SOCKET_IFNAME");
+        assert_eq!(found("Eth1;Eth0").fix, "export NCCL_SOCKET_IFNAME=eth1,eth0");
+        assert_eq!(found("eth7").fix, "export NCCL_SOCKET_IFNAME=eth");
+        assert_eq!(found("ib0").fix, "unset NCCL_SOCKET_IFNAME");
         assert_eq!(found("eth1").cause, Cause::InterfaceDown);
         assert_eq!(found("eth2").cause, Cause::InterfaceNoAddress);
-        assert_eq!(nothing(None, &[], &[], &links, &Variables::default()).mend, "ip link set eth1 up");
+        assert_eq!(nothing(None, &[], &[], &links, &Variables::default()).fix, "ip link set eth1 up");
     }
 }

@@ -80,18 +80,18 @@ fn judge(facts: &Facts, congestion: Option<&str>, has_rdma: bool, findings: &mut
     let Limit { soft, hard } = facts.descriptors;
     if let Some(soft) = soft.filter(|&soft| soft < DESCRIPTORS_WANTED) {
         let what = format!("a process may have only {soft} open files: many connections will fail");
-        let mend = match hard {
+        let fix = match hard {
             Some(hard) if hard < DESCRIPTORS_WANTED => {
                 "echo '* - nofile 1048576' >> /etc/security/limits.conf, then log in again".to_owned()
             }
             hard => format!("ulimit -n {}", hard.unwrap_or(1 << 20).min(1 << 20)),
         };
-        findings.push(Finding::advice(Cause::FewDescriptors, what, mend));
+        findings.push(Finding::advice(Cause::FewDescriptors, what, fix));
     }
     if let Some(soft) = facts.locked_memory_bytes.soft.filter(|_| has_rdma) {
         let what = format!("a process may lock only {soft} bytes of memory: RDMA cannot register buffers");
-        let mend = "ulimit -l unlimited  # for a container: docker run --ulimit memlock=-1";
-        findings.push(Finding::problem(Cause::LittleLockedMemory, what, mend));
+        let fix = "ulimit -l unlimited  # for a container: docker run --ulimit memlock=-1";
+        findings.push(Finding::problem(Cause::LittleLockedMemory, what, fix));
     }
     let buffers = [("tcp_rmem", facts.tcp_receive_buffer), ("tcp_wmem", facts.tcp_send_buffer)];
     for (name, buffer) in buffers.into_iter().filter_map(|(name, buffer)| Some((name, buffer?))) {
@@ -99,8 +99,8 @@ fn judge(facts: &Facts, congestion: Option<&str>, has_rdma: bool, findings: &mut
         if most < TCP_BUFFER_WANTED {
             let what = format!("TCP buffers may grow to {most} bytes only ({name}): long or fast paths stay unused");
             let wanted = 16 << 20;
-            let mend = format!("sysctl -w net.ipv4.{name}=\"{least} {initial} {wanted}\"");
-            findings.push(Finding::advice(Cause::SmallTcpBuffer, what, mend));
+            let fix = format!("sysctl -w net.ipv4.{name}=\"{least} {initial} {wanted}\"");
+            findings.push(Finding::advice(Cause::SmallTcpBuffer, what, fix));
         }
     }
     if let Some(name) = congestion.filter(|name| !facts.congestion_controls.iter().any(|known| known == name)) {
@@ -116,7 +116,7 @@ mod tests {
     fn judged(facts: &Facts, congestion: Option<&str>, has_rdma: bool) -> Vec<String> {
         let mut findings = Vec::new();
         judge(facts, congestion, has_rdma, &mut findings);
-        findings.into_iter().map(|finding| finding.mend).collect()
+        findings.into_iter().map(|finding| finding.fix).collect()
     }
 
     /// Neither can be made in a test: an RDMA device, and a kernel that is short of a module.

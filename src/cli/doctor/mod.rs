@@ -1,4 +1,4 @@
-//! `towline doctor`: what Towline and NCCL would find on this host, what stands in the way, and the command that mends
+//! `towline doctor`: what Towline and NCCL would find on this host, what stands in the way, and the command that fixes
 //! it.
 //!
 //! Each file looks at one thing and returns plain facts; judging facts is done by functions without side effects, so
@@ -34,7 +34,7 @@ use finding::{Cause, Finding, Severity};
 pub(crate) use loader::{Opens, opens};
 
 /// Show what this host offers to Towline and NCCL: interfaces, RDMA devices, limits, NCCL libraries, settings. Each
-/// problem comes with the command that mends it.
+/// problem comes with the command that fixes it.
 ///
 /// The exit status is 1 when there is a problem, 0 when there is only advice or nothing.
 #[derive(Args, Debug, Clone)]

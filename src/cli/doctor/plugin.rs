@@ -122,8 +122,8 @@ pub(super) fn judge(facts: &Facts, findings: &mut Vec<Finding>) {
         Some(Failure::Opening { file, error, .. }) => file::judge(file, error.what(), None),
         Some(Failure::Table(error)) => {
             let what = format!("the plugin cannot be used: {}", error.what());
-            let mend = format!("name another library with --plugin: {}", error.hint().unwrap_or("this is no plugin"));
-            Finding::problem(Cause::PluginHasNoTable, what, mend)
+            let fix = format!("name another library with --plugin: {}", error.hint().unwrap_or("this is no plugin"));
+            Finding::problem(Cause::PluginHasNoTable, what, fix)
         }
         Some(Failure::Starting(..)) if findings.iter().any(|finding| finding.severity == Severity::Problem) => return,
         Some(Failure::Starting(what, hint)) => {
@@ -146,7 +146,7 @@ mod tests {
         judge(&facts, &mut findings);
         assert_eq!(findings[0].cause, Cause::PluginDoesNotStart);
         assert_eq!(findings[0].what, "the plugin does not start: this happened");
-        assert_eq!(findings[0].mend, "try that");
+        assert_eq!(findings[0].fix, "try that");
         // Where another check has found the reason, that is the one finding.
         findings = vec![Finding::problem(Cause::NoInterface, "no interface", "one")];
         judge(&facts, &mut findings);

@@ -172,17 +172,17 @@ fn judge(facts: &Facts, findings: &mut Vec<Finding>) {
         ));
     }
     if !facts.is_built_in {
-        let mend = "cargo build --release --features rdma";
-        findings.push(Finding::advice(Cause::RdmaNotBuilt, "this build has no RDMA backend", mend));
+        let fix = "cargo build --release --features rdma";
+        findings.push(Finding::advice(Cause::RdmaNotBuilt, "this build has no RDMA backend", fix));
     }
     for complaint in &facts.complaints {
-        let mend = "rdma link; correct or unset NCCL_IB_HCA and NCCL_IB_ADDR_RANGE";
-        findings.push(Finding::advice(Cause::RdmaChoice, complaint.clone(), mend));
+        let fix = "rdma link; correct or unset NCCL_IB_HCA and NCCL_IB_ADDR_RANGE";
+        findings.push(Finding::advice(Cause::RdmaChoice, complaint.clone(), fix));
     }
     for port in facts.ports.iter().filter(|port| port.state != "ACTIVE") {
         let what = format!("port {} of {} is {}", port.port, port.device, port.state);
-        let mend = "check the cable and the switch; for Ethernet: ip link set INTERFACE up";
-        findings.push(Finding::advice(Cause::RdmaPortDown, what, mend));
+        let fix = "check the cable and the switch; for Ethernet: ip link set INTERFACE up";
+        findings.push(Finding::advice(Cause::RdmaPortDown, what, fix));
     }
 }
 

@@ -182,7 +182,7 @@ fn findings(diagnosis: &Diagnosis, output: &mut Output) {
     for finding in diagnosis.findings.iter().rev() {
         let kind = if finding.severity == Severity::Problem { "PROBLEM" } else { "Advice" };
         output.line(format!("{kind}: {}", finding.what));
-        output.line(format!("    {}", finding.mend));
+        output.line(format!("    {}", finding.fix));
     }
     let problems = diagnosis.findings.iter().filter(|finding| finding.severity == Severity::Problem).count();
     let network = match diagnosis.plugin.devices.as_slice() {

@@ -76,8 +76,8 @@ fn judge(complaint: &Complaint, variables: &Variables) -> Finding {
     let without = unset(variables, name);
     match &complaint.nearest {
         Some(nearest) if is_unknown => {
-            let mend = format!("{without}  # did you mean {nearest}?");
-            Finding::problem(Cause::SettingUnknown, complaint.to_string(), mend)
+            let fix = format!("{without}  # did you mean {nearest}?");
+            Finding::problem(Cause::SettingUnknown, complaint.to_string(), fix)
         }
         None if is_unknown => Finding::problem(Cause::SettingUnknown, complaint.to_string(), without),
         Some(nearest) => Finding::problem(Cause::SettingInvalid, complaint.to_string(), export(name, nearest)),
@@ -115,7 +115,7 @@ mod tests {
         let mut findings = Vec::new();
         let facts = look(&environment, &complaints, &Variables::default(), &mut findings);
         assert_eq!(findings.len(), 2, "{findings:?}");
-        assert!(findings.iter().any(|finding| finding.mend.contains("did you mean TOWLINE_STREAMS")), "{findings:?}");
+        assert!(findings.iter().any(|finding| finding.fix.contains("did you mean TOWLINE_STREAMS")), "{findings:?}");
         assert!(facts.set.iter().any(|setting| setting.name == "TOWLINE_RECOVERY" && !setting.is_valid));
         assert_eq!(facts.others, ["NCCL_DEBUG=INFO"]);
     }

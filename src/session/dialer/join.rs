@@ -41,7 +41,7 @@ pub(crate) fn join(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize) {
 /// only this one fails.
 fn join_later(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize, epoch: u16, error: &Error) {
     conn.goes_without(index, error);
-    if !conn.mends() || conn.is_over() {
+    if !conn.recovers() || conn.is_over() {
         return;
     }
     let at = Instant::now() + if conn.is_connected() { RARELY } else { SELDOM };

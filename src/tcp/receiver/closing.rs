@@ -13,7 +13,7 @@ const CLOSE_PATIENCE: Duration = Duration::from_secs(1);
 
 /// How long it waits for a stream to come back when all are away. All closes towards a peer process that does not answer
 /// share it.
-const CLOSE_MENDING: Duration = Duration::from_secs(4);
+const CLOSE_RECOVERY: Duration = Duration::from_secs(4);
 
 impl RecvConn {
     /// Reports everything that has arrived, and says goodbye.
@@ -50,7 +50,7 @@ impl RecvConn {
     /// that all closes towards one peer process share.
     pub(super) fn tell_last_words(&self) {
         let start = Instant::now();
-        let deadline = self.net.silences().since(&self.peer.label, start).unwrap_or(start) + CLOSE_MENDING;
+        let deadline = self.net.silences().since(&self.peer.label, start).unwrap_or(start) + CLOSE_RECOVERY;
         let is_away = || self.health.live() == 0 && !self.health.is_failed() && !self.health.is_peer_done();
         if self.recovery && is_away() {
             while is_away() {

@@ -11,7 +11,7 @@ use crate::session::frame::MAX_STREAMS;
 use crate::session::frame::{Header, Type};
 use crate::session::liveness::{self, PROBE_AFTER, TcpSample};
 use crate::session::wire;
-use crate::tcp::limits::CLOSE_MENDING;
+use crate::tcp::limits::CLOSE_RECOVERY;
 use crate::tcp::stream::{READ, Stream, WRITE};
 
 /// How long a close waits for the receiver's process when the peer's kernel has everything; and twice the round trip.
@@ -103,12 +103,12 @@ impl SendConn {
             if parting != Parting::Silent || !self.recovery || self.health.is_failed() {
                 return;
             }
-            self.mend(&mut advance);
+            self.recover(&mut advance);
         }
     }
 
     /// Nothing comes back on some stream. It is recovered as at any other time, and what was on it is resent.
-    fn mend(&self, advance: &mut Advance) {
+    fn recover(&self, advance: &mut Advance) {
         self.closing.store(false, Ordering::Release);
         self.begin_watch();
         for index in self.away() {
@@ -128,7 +128,7 @@ impl SendConn {
             return false;
         }
         let has_all = !self.recovery || self.state().core.is_idle();
-        let least = if self.is_answered_within(pause * 3 / 4) { CLOSE_PATIENCE } else { CLOSE_MENDING };
+        let least = if self.is_answered_within(pause * 3 / 4) { CLOSE_PATIENCE } else { CLOSE_RECOVERY };
         pause >= if has_all { CLOSE_IDLE } else { self.net.config.peer_timeout.max(least) }
     }
 

@@ -155,7 +155,7 @@ impl Streams for SendConn {
         self.state().core.is_live(index)
     }
 
-    fn mends(&self) -> bool {
+    fn recovers(&self) -> bool {
         self.recovery
     }
 

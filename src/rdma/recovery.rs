@@ -65,7 +65,7 @@ impl Base {
         let words = std::mem::take(&mut *self.words());
         for Word { lane, epoch, said } in words {
             let index = usize::try_from(lane).unwrap_or(usize::MAX);
-            if !fabric.lanes.get(index).is_some_and(|lane| lane.mends) {
+            if !fabric.lanes.get(index).is_some_and(|lane| lane.recovers) {
                 return Err(Error::remote(format!("the peer gave up queue pair {lane} of this connection"))
                     .with_hint("its log says why; it must run with the same TOWLINE_RECOVERY as this side"));
             }

@@ -52,7 +52,7 @@ impl RdmaSend {
         let State { fabric: Some(fabric), run, ledger, silence, .. } = state else { return Ok(()) };
         run.count = 0;
         fabric.answer_alarm();
-        if self.base.mends() {
+        if self.base.recovers() {
             self.look_around(fabric, ledger, silence);
             self.base.offer_lanes(fabric);
         }

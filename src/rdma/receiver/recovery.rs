@@ -46,7 +46,7 @@ impl RdmaRecv {
         if let Some(lines) = self.base.take_question() {
             self.answer(state, lines)?;
         }
-        if self.base.mends() {
+        if self.base.recovers() {
             self.look_around(state);
             self.make_sure(state)?;
         }

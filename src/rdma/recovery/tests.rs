@@ -310,7 +310,7 @@ fn without_recovery_the_first_queue_pair_ends_the_connection() {
     let target = vec![0; 50_000];
     // SAFETY: the target outlives the connection.
     let received = unsafe { ends.post_receive(&target) };
-    end_of(|ticket| ends.recv.test(ticket), received).expect_err("it does not mend");
+    end_of(|ticket| ends.recv.test(ticket), received).expect_err("it does not recover");
     ends.recv.close();
     ends.send.close();
 }
