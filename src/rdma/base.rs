@@ -11,7 +11,7 @@ use super::adapter::{Adapter, Adapters, Memory, Mishap, Registration};
 use super::alarm::Alarm;
 use super::control::Control;
 use super::dl::Verbs;
-use super::fabric::{Fabric, Lane};
+use super::fabric::{Fabric, Qp};
 use super::outage::{Said, Trouble, Word, said};
 use super::trouble::{Doing, explain, is_of_the_way};
 use super::verbs::{Completion, QueuePair};
@@ -164,18 +164,18 @@ impl Base {
         for (adapter, queue) in fabric.elements() {
             self.adapters[adapter].concern(queue, &self.mishap);
         }
-        (0..fabric.lanes().len()).for_each(|index| self.name_path(fabric, index));
+        (0..fabric.qps().len()).for_each(|index| self.name_path(fabric, index));
     }
 
     fn name_path(&self, fabric: &Fabric, index: usize) {
-        self.events.set_path(index, fabric.lanes()[index].path(&self.adapters));
+        self.events.set_path(index, fabric.qps()[index].path(&self.adapters));
     }
 
     /// The same for a queue pair that was replaced.
-    pub(super) fn name_lane(&self, fabric: &Fabric, index: usize) {
-        let lane = &fabric.lanes()[index];
-        if let Some(queue) = lane.element() {
-            self.adapters[lane.adapter].concern(queue, &self.mishap);
+    pub(super) fn name_qp(&self, fabric: &Fabric, index: usize) {
+        let qp = &fabric.qps()[index];
+        if let Some(queue) = qp.element() {
+            self.adapters[qp.adapter].concern(queue, &self.mishap);
         }
         self.name_path(fabric, index);
     }
@@ -302,7 +302,7 @@ impl Base {
                 }
                 Type::Fail => return Err(told_by_peer(header.order, &input[HEADER..end]).with_peer(&self.peer)),
                 Type::Fenced => self.is_told(Word { said: Said::Ended(header.total), ..Word::of(&header) }),
-                Type::Lane => self.is_told(Word { said: said(&header), ..Word::of(&header) }),
+                Type::QueuePair => self.is_told(Word { said: said(&header), ..Word::of(&header) }),
                 Type::Ack => heard = Some(header.offset),
                 other => {
                     let what = format!("the peer sent a {other:?} frame over the control channel");
@@ -340,11 +340,11 @@ impl Base {
     /// # Errors
     /// The failure, unless it was a flush.
     #[cold]
-    pub(crate) fn broken(&self, lane: &mut Lane, completion: &Completion, doing: Doing) -> Result<()> {
-        let error = self.explain(lane, completion, doing);
+    pub(crate) fn broken(&self, qp: &mut Qp, completion: &Completion, doing: Doing) -> Result<()> {
+        let error = self.explain(qp, completion, doing);
         let is_flush = completion.is_flushed();
-        if lane.recovers && is_of_the_way(completion.status()) {
-            lane.suffers(Trouble { error, is_flush });
+        if qp.recovers && is_of_the_way(completion.status()) {
+            qp.suffers(Trouble { error, is_flush });
             return Ok(());
         }
         if !is_flush {
@@ -355,10 +355,10 @@ impl Base {
     }
 
     /// The meaning of a failed completion.
-    pub(crate) fn explain(&self, lane: &Lane, completion: &Completion, doing: Doing) -> Error {
-        let adapter = &self.adapters[lane.adapter];
+    pub(crate) fn explain(&self, qp: &Qp, completion: &Completion, doing: Doing) -> Error {
+        let adapter = &self.adapters[qp.adapter];
         let text = Verbs::load().map_or("", |verbs| verbs.status_text(completion.status()));
-        let error = explain(completion, text, &adapter.name(), adapter.is_port_down(), lane.ends(), doing);
+        let error = explain(completion, text, &adapter.name(), adapter.is_port_down(), qp.ends(), doing);
         error.with_peer(&self.peer)
     }
 

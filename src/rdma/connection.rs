@@ -44,8 +44,8 @@ pub(crate) trait Direction: Sized + Send + Sync + 'static {
     /// No request uses registered memory any more.
     fn let_go(state: &mut Self::State);
 
-    /// Checks the ports and the lanes, in any thread but NCCL's. Returns whether the connection owes the peer something
-    /// although no request is outstanding, and when to check lost lanes again. If another thread holds the state, this
+    /// Checks the ports and the queue pairs, in any thread but NCCL's. Returns whether the connection owes the peer something
+    /// although no request is outstanding, and when to check lost queue pairs again. If another thread holds the state, this
     /// one does not wait for it, because that one would have to wake it, but leaves the work to it: NCCL's thread may be
     /// active for seconds.
     fn care(conn: &Connection<Self>) -> (bool, Option<Instant>);
@@ -167,7 +167,7 @@ impl<D: Direction> Connection<D> {
         let devices = D::devices(&mut state);
         drop(state);
         if orderly {
-            // The lanes stay until the peer has closed too: a receiver may still be writing CTS entries, and if the
+            // The queue pairs stay until the peer has closed too: a receiver may still be writing CTS entries, and if the
             // acknowledgement of a sender's last write is lost, only an existing queue pair repeats it.
             self.base.leave(Some(Box::new(devices)));
         } else {
@@ -177,7 +177,7 @@ impl<D: Direction> Connection<D> {
         }
     }
 
-    /// The connection ends with a failure. First the lanes are dropped, so that no device accesses a buffer when it is
+    /// The connection ends with a failure. First the queue pairs are dropped, so that no device accesses a buffer when it is
     /// reported.
     #[cold]
     pub(super) fn end(&self, mut state: MutexGuard<'_, D::State>, error: Error) {
@@ -186,7 +186,7 @@ impl<D: Direction> Connection<D> {
         self.base.fail(error);
     }
 
-    /// The effect of a test on the lanes.
+    /// The effect of a test on the queue pairs.
     #[cfg(test)]
     pub(super) fn with_fabric(&self, act: impl FnOnce(&mut Fabric)) {
         act(D::fabric(&mut self.state()).expect("the connection is there"));

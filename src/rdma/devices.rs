@@ -349,9 +349,9 @@ pub(crate) fn arrange(found: Vec<Found>, wish: &Wish) -> Vec<(Port, PortFacts)> 
     ports
 }
 
-/// Mbit/s of one lane by the encoded speed, lowest bit first: SDR, DDR, QDR, FDR10, FDR, EDR, HDR, NDR.
-const LANE_MBPS: [u32; 8] = [2500, 5000, 10_000, 10_000, 14_000, 25_000, 50_000, 100_000];
-/// Lanes by the encoded width, lowest bit first.
+/// Mbit/s of one queue pair by the encoded speed, lowest bit first: SDR, DDR, QDR, FDR10, FDR, EDR, HDR, NDR.
+const QP_MBPS: [u32; 8] = [2500, 5000, 10_000, 10_000, 14_000, 25_000, 50_000, 100_000];
+/// Queue pairs by the encoded width, lowest bit first.
 const LANES: [u32; 5] = [1, 4, 8, 12, 2];
 
 /// The driver's rate; otherwise the speed from rate and width, or the kernel's if that is higher: the encoding of older
@@ -361,9 +361,9 @@ fn speed(found: &Found) -> u32 {
         return speed;
     }
     let lowest = |encoded: u8, most: usize| (encoded.trailing_zeros() as usize).min(most - 1);
-    let lane = LANE_MBPS[lowest(found.port.active_speed, LANE_MBPS.len())];
-    let lanes = LANES[lowest(found.port.active_width, LANES.len())];
-    (lane * lanes).max(found.rate_mbps.unwrap_or(0))
+    let qp = QP_MBPS[lowest(found.port.active_speed, QP_MBPS.len())];
+    let qps = LANES[lowest(found.port.active_width, LANES.len())];
+    (qp * qps).max(found.rate_mbps.unwrap_or(0))
 }
 
 /// The last part of a PCI path, as in `0000:17:00.1`, as a number to sort by.

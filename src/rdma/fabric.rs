@@ -1,12 +1,12 @@
-//! The verbs objects of one connection: its lanes (one queue pair each) and the completion queues that they report to.
+//! The verbs objects of one connection: its queue pairs (one queue pair each) and the completion queues that they report to.
 //!
-//! Lane l of a connection joins local adapter l modulo the number of local adapters with the peer's port l modulo the
+//! Queue pair l of a connection joins local adapter l modulo the number of local adapters with the peer's port l modulo the
 //! number of the peer's. There is one completion queue for each local adapter.
 //!
 //! # Credit
 //!
 //! A completion queue that overruns ends all its queue pairs. So each queue has a place for everything that can be in
-//! the queues of its lanes at one time: [`Lane::room`] never allows more requests in a sending queue than it was made
+//! the queues of its queue pairs at one time: [`Qp::room`] never allows more requests in a sending queue than it was made
 //! for, and receives are posted again only as they are used up.
 
 use std::mem::MaybeUninit;
@@ -18,10 +18,10 @@ use super::adapter::{Adapter, Adapters};
 use super::alarm::Alarm;
 use super::gid;
 use super::outage::{Life, Trouble, patience, pause};
-use super::record::{LaneRecord, PortRecord, Record, VERSION};
+use super::record::{PortRecord, QpRecord, Record, VERSION};
 use super::relapse::Relapses;
 use super::relink::{Apart, Linked, Plan};
-use super::stripe::MAX_LANES;
+use super::stripe::MAX_QPS;
 use super::trouble::Ends;
 use super::verbs::{
     Capacity, Completion, CompletionQueue, Ece, LinkLayer, QueuePair, QueuePairOptions, Refused, Route, Timeouts, Work,
@@ -34,8 +34,8 @@ use crate::os::log::NET;
 use crate::session::handshake::nonce;
 
 /// A queue pair and what is in its sending queue.
-pub(crate) struct Lane {
-    /// None once the lane is lost: its device then does nothing for it. Also None when it has refused a work request.
+pub(crate) struct Qp {
+    /// None once the queue pair is lost: its device then does nothing for it. Also None when it has refused a work request.
     pair: Option<QueuePair>,
     /// A queue pair that has refused a work request and must be given up. Nothing more is posted on it: the other side
     /// would mistake a later request for the refused one.
@@ -48,7 +48,7 @@ pub(crate) struct Lane {
     pub(super) life: Life,
     /// What has failed on it, and must still be handled.
     pub(super) trouble: Option<Trouble>,
-    /// Shared by all lanes.
+    /// Shared by all queue pairs.
     alarm: Alarm,
     /// A failure is kept in `trouble`, for the connection can continue without it.
     pub(super) recovers: bool,
@@ -58,7 +58,7 @@ pub(crate) struct Lane {
     pub(super) arrived: u64,
     /// The other side has ended its end, having received this many.
     pub(super) peer: Option<u64>,
-    /// Which queue pair of this lane it is, counted from 0.
+    /// Which queue pair of this queue pair it is, counted from 0.
     pub(super) epoch: u16,
     /// A new queue pair has carried data.
     pub(super) proven: bool,
@@ -87,10 +87,10 @@ pub(crate) struct Lane {
 /// The most work requests that are held back: as many as a group has parts.
 const MOST_HELD: usize = MAX_PARTS;
 
-/// All lanes of a connection. Dropping it ends the queue pairs: afterwards no device accesses memory for them.
+/// All queue pairs of a connection. Dropping it ends the queue pairs: afterwards no device accesses memory for them.
 pub(crate) struct Fabric {
-    pub(super) lanes: Vec<Lane>,
-    /// All lanes are lost: since when, and why.
+    pub(super) qps: Vec<Qp>,
+    /// All queue pairs are lost: since when, and why.
     pub(super) without: Option<(Instant, Error)>,
     /// The parameters for further queue pairs.
     depth: Depth,
@@ -106,7 +106,7 @@ pub(crate) struct Fabric {
     pub apart_above: Option<u64>,
 }
 
-/// How deep the queues of each lane are.
+/// How deep the queues of each queue pair are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Depth {
     /// Work requests of the sending queue.
@@ -156,22 +156,25 @@ pub(crate) fn ports(adapters: &Adapters) -> Vec<PortRecord> {
 }
 
 impl Fabric {
-    /// Queue pairs for `lanes` lanes, bound to their ports but not connected.
+    /// Queue pairs for `qps` queue pairs, bound to their ports but not connected.
     ///
     /// # Errors
     /// When a device has no more, or none so large.
     pub(crate) fn new(
         adapters: &Adapters,
-        lanes: usize,
+        qps: usize,
         depth: Depth,
         config: &Config,
         peer: &[PortRecord],
     ) -> Result<Self> {
         let most = adapters.len().max(peer.len()).max(1);
-        if lanes == 0 || lanes > MAX_LANES || !lanes.is_multiple_of(most) || peer.is_empty() {
-            return Err(Error::remote(format!("the peer asks for {lanes} queue pairs over {} ports", peer.len())));
+        if qps == 0 || qps > MAX_QPS || !qps.is_multiple_of(most) || peer.is_empty() {
+            return Err(Error::remote(format!(
+                "the peer asks for {queue pairs} queue pairs over {} ports",
+                peer.len()
+            )));
         }
-        let per_adapter = u32::try_from(lanes.div_ceil(adapters.len())).unwrap_or(u32::MAX);
+        let per_adapter = u32::try_from(qps.div_ceil(adapters.len())).unwrap_or(u32::MAX);
         // Receives must all fit, since the peer relies on them; sends wait when there is less room.
         let mut send = depth.send;
         for adapter in &**adapters {
@@ -184,13 +187,13 @@ impl Fabric {
         };
         let queues = adapters.iter().map(queue).collect::<Result<Vec<_>>>()?;
         let alarm = Alarm::default();
-        let lane = |index: usize| -> Result<Lane> {
+        let qp = |index: usize| -> Result<Qp> {
             let (at, peer_port) = (index % adapters.len(), index % peer.len());
             let adapter = &adapters[at];
             let (pair, first_packet) = queue_pair(adapter, &queues[at], depth, config)?;
             let ends =
                 Ends { pair: pair.number(), peer_pair: 0, gid: adapter.open.gid, peer_gid: peer[peer_port].gid() };
-            Ok(Lane {
+            Ok(Qp {
                 inline_bytes: pair.capacity().inline_bytes,
                 pair: Some(pair),
                 refusing: None,
@@ -218,7 +221,7 @@ impl Fabric {
                 ends,
             })
         };
-        let lanes = (0..lanes).map(lane).collect::<Result<Vec<_>>>()?;
+        let qps = (0..qps).map(qp).collect::<Result<Vec<_>>>()?;
         let longest = adapters.iter().map(|adapter| adapter.open.facts.max_message_bytes);
         let longest = longest.chain(peer.iter().map(|port| port.max_message)).min().unwrap_or(0);
         let is_infiniband = peer.iter().any(|port| !port.is_ethernet);
@@ -227,7 +230,7 @@ impl Fabric {
             other => other == 1,
         };
         Ok(Self {
-            lanes,
+            qps,
             without: None,
             depth,
             ports: peer.to_vec(),
@@ -239,66 +242,66 @@ impl Fabric {
         })
     }
 
-    /// What the peer needs to know about the lanes.
-    pub(crate) fn records(&self, config: &Config) -> Vec<LaneRecord> {
-        self.lanes.iter().filter_map(|lane| lane.record(config)).collect()
+    /// What the peer needs to know about the queue pairs.
+    pub(crate) fn records(&self, config: &Config) -> Vec<QpRecord> {
+        self.qps.iter().filter_map(|qp| qp.record(config)).collect()
     }
 
-    /// Connects every lane to the peer's lane of the same number. After a failure it may be called again, and continues
-    /// with the lane that failed.
+    /// Connects every queue pair to the peer's queue pair of the same number. After a failure it may be called again, and continues
+    /// with the queue pair that failed.
     ///
     /// # Errors
-    /// When the peer has another number of lanes, or a device cannot reach its peer.
+    /// When the peer has another number of queue pairs, or a device cannot reach its peer.
     pub(crate) fn connect(
         &mut self,
         adapters: &Adapters,
-        lanes: &[LaneRecord],
+        qps: &[QpRecord],
         class: Class,
         config: &Config,
     ) -> std::result::Result<(), Refused> {
-        if lanes.len() != self.lanes.len() {
-            let what = format!("the peer has {} queue pairs, not {}", lanes.len(), self.lanes.len());
+        if qps.len() != self.qps.len() {
+            let what = format!("the peer has {} queue pairs, not {}", qps.len(), self.qps.len());
             return Err(Error::remote(what).into());
         }
         self.class = class;
-        let mut pairs = self.lanes.iter_mut().zip(lanes);
-        pairs.try_for_each(|(lane, record)| lane.connect(adapters, &self.ports, record, class, config))
+        let mut pairs = self.qps.iter_mut().zip(qps);
+        pairs.try_for_each(|(qp, record)| qp.connect(adapters, &self.ports, record, class, config))
     }
 
-    /// Makes a new queue pair for a lane that is lost.
+    /// Makes a new queue pair for a queue pair that is lost.
     ///
     /// # Errors
     /// When the device has none, or its port is down.
     pub(super) fn renew(&mut self, index: usize, adapters: &Adapters, config: &Config) -> Result<()> {
-        let lane = &mut self.lanes[index];
-        let (pair, first_packet) = queue_pair(&adapters[lane.adapter], &self.queues[lane.adapter], self.depth, config)?;
-        lane.ends.pair = pair.number();
-        lane.inline_bytes = pair.capacity().inline_bytes;
+        let qp = &mut self.qps[index];
+        let (pair, first_packet) = queue_pair(&adapters[qp.adapter], &self.queues[qp.adapter], self.depth, config)?;
+        qp.ends.pair = pair.number();
+        qp.inline_bytes = pair.capacity().inline_bytes;
         // No room before it is verified: what completes until then is the probe.
-        (lane.pair, lane.first_packet, lane.room) = (Some(pair), first_packet, 0);
-        lane.linked = Linked::BOUND;
-        (lane.life, lane.trouble, lane.peer) = (Life::Returning, None, None);
-        lane.proven = false;
-        (lane.receives, lane.arrived, lane.epoch) = (0, 0, lane.epoch.wrapping_add(1));
-        lane.next_try = None;
+        (qp.pair, qp.first_packet, qp.room) = (Some(pair), first_packet, 0);
+        qp.linked = Linked::BOUND;
+        (qp.life, qp.trouble, qp.peer) = (Life::Returning, None, None);
+        qp.proven = false;
+        (qp.receives, qp.arrived, qp.epoch) = (0, 0, qp.epoch.wrapping_add(1));
+        qp.next_try = None;
         Ok(())
     }
 
-    /// The new queue pair of a lane is verified: it carries messages.
+    /// The new queue pair of a queue pair is verified: it carries messages.
     pub(super) fn is_back(&mut self, index: usize) {
-        let lane = &mut self.lanes[index];
-        (lane.life, lane.room, lane.tries) = (Life::Up, self.depth.send, 0);
-        lane.relapses.is_back(Instant::now());
+        let qp = &mut self.qps[index];
+        (qp.life, qp.room, qp.tries) = (Life::Up, self.depth.send, 0);
+        qp.relapses.is_back(Instant::now());
     }
 
-    /// The attempt with a new queue pair of a lane has failed, and the peer knows. Its number is not used again.
+    /// The attempt with a new queue pair of a queue pair has failed, and the peer knows. Its number is not used again.
     pub(super) fn abandon(&mut self, index: usize, epoch: u16) {
-        let lane = &mut self.lanes[index];
-        lane.give_up(Instant::now());
-        lane.epoch = epoch;
+        let qp = &mut self.qps[index];
+        qp.give_up(Instant::now());
+        qp.epoch = epoch;
     }
 
-    /// Connects a new queue pair of a lane in a separate thread; see [`Lane::take_connected`].
+    /// Connects a new queue pair of a queue pair in a separate thread; see [`Qp::take_connected`].
     ///
     /// # Errors
     /// When the peer's port is of another network.
@@ -306,50 +309,50 @@ impl Fabric {
         &mut self,
         index: usize,
         adapters: &Adapters,
-        record: &LaneRecord,
+        record: &QpRecord,
         config: &Config,
     ) -> Result<()> {
-        let lane = &mut self.lanes[index];
-        let plan = lane.plan(adapters, &self.ports, record, self.class, config)?;
-        lane.ends.peer_pair = record.number;
-        lane.apart = lane.pair.take().map(|pair| Apart::start(pair, plan));
+        let qp = &mut self.qps[index];
+        let plan = qp.plan(adapters, &self.ports, record, self.class, config)?;
+        qp.ends.peer_pair = record.number;
+        qp.apart = qp.pair.take().map(|pair| Apart::start(pair, plan));
         Ok(())
     }
 
-    /// The lanes.
-    pub(crate) fn lanes(&self) -> &[Lane] {
-        &self.lanes
+    /// The queue pairs.
+    pub(crate) fn qps(&self) -> &[Qp] {
+        &self.qps
     }
 
     /// The queues that asynchronous events may name, each with the place of its adapter.
     pub(crate) fn elements(&self) -> impl Iterator<Item = (usize, u64)> {
-        let pairs = self.lanes.iter().filter_map(|lane| Some((lane.adapter, lane.element()?)));
+        let pairs = self.qps.iter().filter_map(|qp| Some((qp.adapter, qp.element()?)));
         pairs.chain(self.queues.iter().map(CompletionQueue::element).enumerate())
     }
 
-    /// Work requests on a lane that are not finished.
+    /// Work requests on a queue pair that are not finished.
     pub(crate) fn outstanding(&self, index: usize) -> u32 {
-        self.depth.send.saturating_sub(self.lanes[index].room)
+        self.depth.send.saturating_sub(self.qps[index].room)
     }
 
-    /// One lane.
+    /// One queue pair.
     #[inline]
-    pub(crate) fn lane(&mut self, index: usize) -> &mut Lane {
-        &mut self.lanes[index]
+    pub(crate) fn qp(&mut self, index: usize) -> &mut Qp {
+        &mut self.qps[index]
     }
 
-    /// Posts what was held back on all lanes.
+    /// Posts what was held back on all queue pairs.
     ///
     /// # Errors
-    /// As [`Lane::post`].
+    /// As [`Qp::post`].
     #[inline]
     pub(crate) fn release(&mut self) -> Result<()> {
-        self.lanes.iter_mut().try_for_each(Lane::release)
+        self.qps.iter_mut().try_for_each(Qp::release)
     }
 
-    /// From now on the connection does without a lane that is lost.
+    /// From now on the connection does without a queue pair that is lost.
     pub(crate) fn recover(&mut self) {
-        self.lanes.iter_mut().for_each(|lane| lane.recovers = true);
+        self.qps.iter_mut().for_each(|qp| qp.recovers = true);
     }
 
     /// The alarm, for a thread that has not locked the connection's state.
@@ -357,13 +360,13 @@ impl Fabric {
         self.alarm.clone()
     }
 
-    /// Whether a lane needs care.
+    /// Whether a queue pair needs care.
     #[inline]
     pub(crate) fn is_alarmed(&self) -> bool {
         self.alarm.is_raised()
     }
 
-    /// A lane needs care.
+    /// A queue pair needs care.
     pub(super) fn raise_alarm(&self) {
         self.alarm.raise();
     }
@@ -373,22 +376,22 @@ impl Fabric {
         self.alarm.answer();
     }
 
-    /// The lanes that a failure of this queue affects: a queue pair's own one, or all that report to a completion
+    /// The queue pairs that a failure of this queue affects: a queue pair's own one, or all that report to a completion
     /// queue.
-    pub(super) fn lanes_of(&mut self, element: u64) -> impl Iterator<Item = &mut Lane> {
+    pub(super) fn qps_of(&mut self, element: u64) -> impl Iterator<Item = &mut Qp> {
         let queue = self.queues.iter().position(|queue| queue.element() == element);
-        self.lanes.iter_mut().filter(move |lane| lane.element() == Some(element) || Some(lane.adapter) == queue)
+        self.qps.iter_mut().filter(move |qp| qp.element() == Some(element) || Some(qp.adapter) == queue)
     }
 
-    /// The numbers of the lanes that carry messages.
+    /// The numbers of the queue pairs that carry messages.
     pub(crate) fn living(&self) -> impl Iterator<Item = usize> {
-        self.lanes.iter().enumerate().filter(|(_, lane)| lane.is_up()).map(|(index, _)| index)
+        self.qps.iter().enumerate().filter(|(_, qp)| qp.is_up()).map(|(index, _)| index)
     }
 
-    /// All lanes.
+    /// All queue pairs.
     #[inline]
-    pub(crate) fn lanes_mut(&mut self) -> &mut [Lane] {
-        &mut self.lanes
+    pub(crate) fn qps_mut(&mut self) -> &mut [Qp] {
+        &mut self.qps
     }
 
     /// Passes every available completion to `take`. Returns whether there were any.
@@ -396,14 +399,14 @@ impl Fabric {
     /// # Errors
     /// When a queue is broken, or the error of `take`.
     #[inline]
-    pub(crate) fn poll(&mut self, mut take: impl FnMut(&mut [Lane], &Completion) -> Result<()>) -> Result<bool> {
+    pub(crate) fn poll(&mut self, mut take: impl FnMut(&mut [Qp], &Completion) -> Result<()>) -> Result<bool> {
         let mut any = false;
         for queue in &self.queues {
             loop {
                 let mut room = [const { MaybeUninit::uninit() }; BATCH];
                 let done = queue.poll(&mut room)?;
                 for completion in done {
-                    take(&mut self.lanes, completion)?;
+                    take(&mut self.qps, completion)?;
                 }
                 any |= !done.is_empty();
                 if done.len() < BATCH {
@@ -416,7 +419,7 @@ impl Fabric {
 
     /// An answer of this side to the peer's first record: everything but the memory.
     pub(crate) fn record(&self, adapters: &Adapters, config: &Config) -> Record {
-        Record { version: VERSION, ports: ports(adapters), lanes: self.records(config), ..Record::default() }
+        Record { version: VERSION, ports: ports(adapters), qps: self.records(config), ..Record::default() }
     }
 }
 
@@ -435,7 +438,7 @@ fn queue_pair(adapter: &Adapter, queue: &CompletionQueue, depth: Depth, config: 
 }
 
 /// How a queue pair of this adapter reaches the peer's queue pair on that port.
-fn route(adapter: &Adapter, port: &PortRecord, record: &LaneRecord, class: Class) -> Route {
+fn route(adapter: &Adapter, port: &PortRecord, record: &QpRecord, class: Class) -> Route {
     let open = &adapter.open;
     let peer_gid = port.gid();
     let way = gid::way(&open.gid, &peer_gid, u16::try_from(port.lid).unwrap_or(0), open.facts.needs_grh);
@@ -470,7 +473,7 @@ fn route(adapter: &Adapter, port: &PortRecord, record: &LaneRecord, class: Class
 /// Completions taken in one call.
 const BATCH: usize = 16;
 
-impl Lane {
+impl Qp {
     /// Work requests that may still be posted.
     #[inline]
     pub(crate) fn room(&self) -> u32 {
@@ -512,10 +515,10 @@ impl Lane {
         }
     }
 
-    /// The device has refused work requests. Which of them it accepted is in doubt, like everything on a lost lane.
+    /// The device has refused work requests. Which of them it accepted is in doubt, like everything on a lost queue pair.
     ///
     /// # Errors
-    /// The refusal, when the connection needs this lane.
+    /// The refusal, when the connection needs this queue pair.
     #[cold]
     fn refused(&mut self, error: Error) -> Result<()> {
         if !self.recovers {
@@ -529,17 +532,17 @@ impl Lane {
     /// Posts the first work request of a new queue pair, which shows whether it works.
     ///
     /// # Errors
-    /// As [`Lane::post`].
+    /// As [`Qp::post`].
     ///
     /// # Safety
-    /// As [`Lane::post`].
+    /// As [`Qp::post`].
     pub(crate) unsafe fn probe(&mut self, work: &Work) -> Result<()> {
         self.room = 1;
         // SAFETY: the caller keeps the same promise.
         unsafe { self.post_one(|| *work) }
     }
 
-    /// A failure of this lane, which the thread that takes care of the connection handles.
+    /// A failure of this queue pair, which the thread that takes care of the connection handles.
     #[cold]
     pub(super) fn suffers(&mut self, trouble: Trouble) {
         // A flush is the consequence of another failure, whose cause is more useful.
@@ -632,34 +635,34 @@ impl Lane {
     }
 
     /// What the peer needs to know about it.
-    pub(super) fn record(&self, config: &Config) -> Option<LaneRecord> {
+    pub(super) fn record(&self, config: &Config) -> Option<QpRecord> {
         let pair = self.pair.as_ref()?;
         let ece = pair.ece().filter(|_| config.ib_ece_enable && !self.linked.without_ece).map(Into::into);
-        Some(LaneRecord { number: pair.number(), first_packet: self.first_packet, ece })
+        Some(QpRecord { number: pair.number(), first_packet: self.first_packet, ece })
     }
 
-    /// Connects it to the peer's lane of the same number.
+    /// Connects it to the peer's queue pair of the same number.
     fn connect(
         &mut self,
         adapters: &Adapters,
         ports: &[PortRecord],
-        record: &LaneRecord,
+        record: &QpRecord,
         class: Class,
         config: &Config,
     ) -> std::result::Result<(), Refused> {
         let plan = self.plan(adapters, ports, record, class, config)?;
-        let without = || Error::internal("connecting a lane without a queue pair");
+        let without = || Error::internal("connecting a queue pair without a queue pair");
         plan.carry_out(self.pair.as_ref().ok_or_else(without)?, &mut self.linked)?;
         self.ends.peer_pair = record.number;
         Ok(())
     }
 
-    /// How it is connected to the peer's lane of the same number.
+    /// How it is connected to the peer's queue pair of the same number.
     fn plan(
         &self,
         adapters: &Adapters,
         ports: &[PortRecord],
-        record: &LaneRecord,
+        record: &QpRecord,
         class: Class,
         config: &Config,
     ) -> Result<Plan> {
@@ -695,14 +698,14 @@ impl Lane {
         Some(connected)
     }
 
-    /// As [`Lane::post`], for the one work request that `work` makes, in the place where it is needed: here it stays in
+    /// As [`Qp::post`], for the one work request that `work` makes, in the place where it is needed: here it stays in
     /// registers.
     ///
     /// # Errors
-    /// As [`Lane::post`].
+    /// As [`Qp::post`].
     ///
     /// # Safety
-    /// As [`Lane::post`].
+    /// As [`Qp::post`].
     #[inline(always)]
     pub(crate) unsafe fn post_one(&mut self, work: impl Fn() -> Work) -> Result<()> {
         if !self.held.is_empty() {
@@ -726,14 +729,14 @@ impl Lane {
         unsafe { self.post(&[work]) }
     }
 
-    /// Holds a work request back until the next one is posted, or [`Lane::release`] is called: one doorbell notifies
+    /// Holds a work request back until the next one is posted, or [`Qp::release`] is called: one doorbell notifies
     /// the device of several. There must be room for it.
     ///
     /// # Errors
-    /// As [`Lane::post`].
+    /// As [`Qp::post`].
     ///
     /// # Safety
-    /// As [`Lane::post`], from now on.
+    /// As [`Qp::post`], from now on.
     #[inline]
     pub(crate) unsafe fn hold(&mut self, work: Work) -> Result<()> {
         debug_assert!(self.room > 0);
@@ -746,10 +749,10 @@ impl Lane {
     /// immediate and no completion of their own.
     ///
     /// # Errors
-    /// As [`Lane::post`].
+    /// As [`Qp::post`].
     ///
     /// # Safety
-    /// As [`Lane::post`].
+    /// As [`Qp::post`].
     pub(crate) unsafe fn post_for(&mut self, silent: usize, work: Work) -> Result<()> {
         let from = self.held.len().saturating_sub(silent);
         for held in &mut self.held[from..] {
@@ -768,7 +771,7 @@ impl Lane {
     /// Posts what was held back.
     ///
     /// # Errors
-    /// As [`Lane::post`].
+    /// As [`Qp::post`].
     pub(crate) fn release(&mut self) -> Result<()> {
         if self.held.is_empty() {
             return Ok(());

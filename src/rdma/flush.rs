@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use super::adapter::MAX_DEVICES;
 use super::adapter::{Adapter, Adapters, Memory, Registration};
 use super::dl::Verbs;
-use super::fabric::{Class, Depth, Fabric, Lane, ports};
+use super::fabric::{Class, Depth, Fabric, Qp, ports};
 use super::pages::Pages;
 use super::trouble::{Doing, explain, is_of_the_way};
 use super::verbs::{Local, MemoryRegion, Refused, Remote, Timeouts, Work};
@@ -52,14 +52,14 @@ pub(crate) struct Around<'a> {
     /// Its configuration.
     pub config: &'a Config,
     /// Its own queue pairs.
-    pub lanes: &'a [Lane],
+    pub qps: &'a [Qp],
 }
 
 impl Around<'_> {
     /// Whether nothing that arrived over a port can still be under way: none of the connection's queue pairs is left
     /// there.
     fn is_over(&self, port: usize) -> bool {
-        !self.lanes.iter().any(|lane| lane.adapter == port && lane.has_pair())
+        !self.qps.iter().any(|qp| qp.adapter == port && qp.has_pair())
     }
 }
 
@@ -131,9 +131,9 @@ impl Port {
             Some(reader) => reader,
             none => none.insert(Reader::new(&self.adapter, config)?),
         };
-        let lane = fabric.lane(0);
+        let qp = fabric.qp(0);
         while let Some(slot) = self.waiting.front().copied()
-            && lane.room() > 0
+            && qp.room() > 0
         {
             let Left { address, memory: Some(memory), .. } = &left[usize::from(slot)] else {
                 return Err(Error::internal("a flush without its memory"));
@@ -149,7 +149,7 @@ impl Port {
             };
             // SAFETY: `sink` lives as long as the queue pair, and `left` keeps the memory pinned until the read is done or
             // the queue pair has ended.
-            unsafe { lane.post_one(|| read) }?;
+            unsafe { qp.post_one(|| read) }?;
             self.waiting.pop_front();
             self.posted += 1;
         }
@@ -163,19 +163,19 @@ impl Port {
             return Ok(false);
         }
         let mut failure = None;
-        let any = reader.fabric.poll(|lanes, completion| {
-            let lane = &mut lanes[0];
+        let any = reader.fabric.poll(|qps, completion| {
+            let qp = &mut qps[0];
             if failure.is_some() {
                 return Ok(());
             }
             if !completion.is_ok() {
                 let text = Verbs::load().map_or("", |verbs| verbs.status_text(completion.status()));
                 let (name, is_down) = (adapter[0].name(), adapter[0].is_port_down());
-                let error = explain(completion, text, &name, is_down, lane.ends(), Doing::Flushing);
+                let error = explain(completion, text, &name, is_down, qp.ends(), Doing::Flushing);
                 failure = Some(Failure { error, is_mistake: !is_of_the_way(completion.status()) });
                 return Ok(());
             }
-            lane.finished(1);
+            qp.finished(1);
             *posted -= 1;
             *failing = None;
             done(completion.id() as u16);
@@ -346,6 +346,6 @@ impl Flush {
     /// Stops the queue pair of a port as a failure would.
     #[cfg(test)]
     pub(super) fn break_port(&mut self, place: usize) {
-        self.ports[place].reader.as_mut().expect("it has read").fabric.lane(0).break_pair();
+        self.ports[place].reader.as_mut().expect("it has read").fabric.qp(0).break_pair();
     }
 }

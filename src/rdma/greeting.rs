@@ -16,9 +16,9 @@ use super::fabric::{Class, Fabric, ports};
 use super::line::Ring;
 use super::linking::{Linking, Polled};
 use super::receiver::{self, Mirror, RdmaRecv, SizeTable, post_first_receives};
-use super::record::{LaneRecord, Record, Talk, VERSION};
+use super::record::{QpRecord, Record, Talk, VERSION};
 use super::sender::{self, RdmaSend, RingMemory, Stores};
-use super::stripe::MAX_LANES;
+use super::stripe::MAX_QPS;
 use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::os::error::{Error, Result};
 use crate::os::interfaces::Rail;
@@ -412,9 +412,9 @@ impl Greeting {
                 let Some(answer) = state.talk.hear(sock)? else { return Ok(Next::Waits(stage, None)) };
                 let Common { net, adapters } = &self.common;
                 let class = Class::new(&net.config, self.link.traffic_class);
-                let lanes = answer.lanes.len();
-                let fabric = Fabric::new(adapters, lanes, sender::DEPTH, &net.config, &answer.ports)?;
-                let linking = Box::new(self.link_up(fabric, answer.lanes.clone(), class));
+                let qps = answer.qps.len();
+                let fabric = Fabric::new(adapters, qps, sender::DEPTH, &net.config, &answer.ports)?;
+                let linking = Box::new(self.link_up(fabric, answer.qps.clone(), class));
                 Ok(Next::Stage(Sending::Links { linking, answer: Box::new(answer), class }))
             }
             Sending::Links { mut linking, answer, class } => match linking.poll()? {
@@ -439,7 +439,7 @@ impl Greeting {
                 let byte = |number| u8::try_from(number).unwrap_or(0);
                 let class = Class { traffic: byte(accept.traffic_class), service_level: byte(accept.service_level) };
                 let class = Class::of_receiver(&self.common.net.config, class);
-                let linking = Box::new(self.link_up(*fabric, accept.lanes.clone(), class));
+                let linking = Box::new(self.link_up(*fabric, accept.qps.clone(), class));
                 Ok(Next::Stage(Receiving::Links { linking, own, accept: Box::new(accept) }))
             }
             Receiving::Links { mut linking, own, accept } => match linking.poll()? {
@@ -450,12 +450,12 @@ impl Greeting {
     }
 
     /// Starts to connect queue pairs with the peer's.
-    fn link_up(&self, fabric: Fabric, lanes: Vec<LaneRecord>, class: Class) -> Linking {
+    fn link_up(&self, fabric: Fabric, qps: Vec<QpRecord>, class: Class) -> Linking {
         let Common { net, adapters } = &self.common;
         let (net, adapters, me) = (Arc::clone(net), Arc::clone(adapters), self.me.clone());
         let connect = {
             let net = Arc::clone(&net);
-            move |fabric: &mut Fabric| fabric.connect(&adapters, &lanes, class, &net.config)
+            move |fabric: &mut Fabric| fabric.connect(&adapters, &qps, class, &net.config)
         };
         let wake = move || {
             let Some(greeting) = me.upgrade() else { return };
@@ -493,7 +493,7 @@ impl Greeting {
             target: NET,
             "connected to {} over {} queue pairs of {:?}",
             self.peer,
-            answer.lanes.len(),
+            answer.qps.len(),
             adapters.iter().map(|adapter| adapter.name()).collect::<Vec<_>>()
         );
         RdmaSend::new(self.hand_on(state)?, fabric, ring_memory, stores, target)
@@ -506,7 +506,7 @@ impl Greeting {
             return Err(Error::remote("the peer offers an RDMA connection without a port"));
         }
         let ports = adapters.len().max(offer.ports.len());
-        let pairs = (offer.pairs_per_port as usize).clamp(1, MAX_LANES / ports);
+        let pairs = (offer.pairs_per_port as usize).clamp(1, MAX_QPS / ports);
         let mut fabric = Fabric::new(adapters, ports * pairs, receiver::DEPTH, &net.config, &offer.ports)?;
         post_first_receives(&mut fabric)?;
         let table = SizeTable::new(adapters)?;
@@ -535,7 +535,7 @@ impl Greeting {
         accept: &Record,
     ) -> Result<Arc<RdmaRecv>> {
         let adapters = &self.common.adapters;
-        tracing::debug!(target: NET, "connected from {} over {} queue pairs", self.peer, accept.lanes.len());
+        tracing::debug!(target: NET, "connected from {} over {} queue pairs", self.peer, accept.qps.len());
         let mirror = Mirror::new(adapters)?;
         let target = receiver::Target { ring: accept.address, keys: accept.keys.clone() };
         RdmaRecv::new(self.hand_on(state)?, fabric, (table, mirror, inbox), target)

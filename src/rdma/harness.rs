@@ -1,4 +1,4 @@
-//! A connection on real verbs with both ends in this process, for tests that reach into it: with any number of lanes, any
+//! A connection on real verbs with both ends in this process, for tests that reach into it: with any number of queue pairs, any
 //! depth of queues, and the sender's ring within reach.
 
 use std::net::{Ipv4Addr, SocketAddr};
@@ -40,7 +40,7 @@ pub(super) struct Plan {
     /// The places of both sides' ports.
     pub(super) ports: [&'static [usize]; 2],
     /// Queue pairs in all.
-    pub(super) lanes: usize,
+    pub(super) qps: usize,
     /// Work requests in the sending queues of sender and receiver.
     pub(super) depth: [u32; 2],
     /// Variables of the configuration.
@@ -56,15 +56,7 @@ pub(super) struct Plan {
 impl Default for Plan {
     fn default() -> Self {
         let depth = [sender::DEPTH.send, receiver::DEPTH.send];
-        Self {
-            ports: [&[0], &[1]],
-            lanes: 1,
-            depth,
-            variables: &[],
-            short: false,
-            ring_key: |key| key,
-            ways: Vec::new(),
-        }
+        Self { ports: [&[0], &[1]], qps: 1, depth, variables: &[], short: false, ring_key: |key| key, ways: Vec::new() }
     }
 }
 
@@ -86,8 +78,8 @@ pub(super) fn fabrics(rdma: &Rdma, plan: &Plan, config: &Config) -> ([Adapters; 
     let sides = plan.ports.map(|ports| rdma.group(ports));
     let [left, right] = &sides;
     let depths = [Depth { send: plan.depth[0], ..sender::DEPTH }, Depth { send: plan.depth[1], ..receiver::DEPTH }];
-    let mut sending = Fabric::new(left, plan.lanes, depths[0], config, &ports(right)).expect("queue pairs");
-    let mut receiving = Fabric::new(right, plan.lanes, depths[1], config, &ports(left)).expect("queue pairs");
+    let mut sending = Fabric::new(left, plan.qps, depths[0], config, &ports(right)).expect("queue pairs");
+    let mut receiving = Fabric::new(right, plan.qps, depths[1], config, &ports(left)).expect("queue pairs");
     post_first_receives(&mut receiving).expect("receives");
     let class = Class::new(config, None);
     sending.connect(left, &receiving.records(config), class, config).expect("connected");

@@ -42,20 +42,20 @@ pub(crate) struct Answer {
 }
 
 #[derive(Debug, Default)]
-struct Lane {
+struct Qp {
     sent: VecDeque<Sent>,
     /// Entries that have completed, in all.
     done: u64,
 }
 
-/// The ledger of a connection, by lane.
+/// The ledger of a connection, by queue pair.
 #[derive(Debug)]
 pub(crate) struct Ledger {
-    lanes: Vec<Lane>,
+    qps: Vec<Qp>,
     answers: Vec<Option<Answer>>,
 }
 
-/// The result for a lane's entries.
+/// The result for a queue pair's entries.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Settled {
     /// These have arrived.
@@ -65,9 +65,9 @@ pub(crate) struct Settled {
 }
 
 impl Ledger {
-    /// An empty ledger for this many lanes.
-    pub(crate) fn new(lanes: usize) -> Self {
-        Self { lanes: (0..lanes).map(|_| Lane::default()).collect(), answers: vec![None; SLOTS] }
+    /// An empty ledger for this many queue pairs.
+    pub(crate) fn new(qps: usize) -> Self {
+        Self { qps: (0..qps).map(|_| Qp::default()).collect(), answers: vec![None; SLOTS] }
     }
 
     /// The message with this key has met its CTS entry.
@@ -80,57 +80,57 @@ impl Ledger {
         self.answers[usize::from(key)]
     }
 
-    /// An immediate was posted on that lane.
+    /// An immediate was posted on that queue pair.
     #[inline(always)]
-    pub(crate) fn sent(&mut self, lane: usize, sent: Sent) {
-        self.lanes[lane].sent.push_back(sent);
+    pub(crate) fn sent(&mut self, qp: usize, sent: Sent) {
+        self.qps[qp].sent.push_back(sent);
     }
 
-    /// The immediate that is posted next on that lane also covers the last `count` ones, which were held back.
-    pub(crate) fn merge(&mut self, lane: usize, count: usize) {
-        let sent = &mut self.lanes[lane].sent;
+    /// The immediate that is posted next on that queue pair also covers the last `count` ones, which were held back.
+    pub(crate) fn merge(&mut self, qp: usize, count: usize) {
+        let sent = &mut self.qps[qp].sent;
         sent.truncate(sent.len().saturating_sub(count));
     }
 
-    /// The oldest immediate of that lane has completed.
+    /// The oldest immediate of that queue pair has completed.
     #[inline]
-    pub(crate) fn completed(&mut self, lane: usize) {
-        let lane = &mut self.lanes[lane];
-        lane.sent.pop_front();
-        lane.done += 1;
+    pub(crate) fn completed(&mut self, qp: usize) {
+        let qp = &mut self.qps[qp];
+        qp.sent.pop_front();
+        qp.done += 1;
     }
 
-    /// The bytes of the oldest entry on that lane whose immediate has not completed; None when all have.
-    pub(crate) fn oldest(&self, lane: usize) -> Option<u64> {
-        self.lanes[lane].sent.front().map(|sent| match sent {
+    /// The bytes of the oldest entry on that queue pair whose immediate has not completed; None when all have.
+    pub(crate) fn oldest(&self, qp: usize) -> Option<u64> {
+        self.qps[qp].sent.front().map(|sent| match sent {
             Sent::Share { share, .. } => share.length,
             Sent::Short(_) => 0,
         })
     }
 
-    /// That lane is lost, and the receiver has received `arrived` immediates from it in total; None when the receiver
+    /// That queue pair is lost, and the receiver has received `arrived` immediates from it in total; None when the receiver
     /// reports that it has everything.
     ///
     /// # Errors
     /// When it has received more than were sent, or lacks some that its device has acknowledged.
-    pub(crate) fn settle(&mut self, lane: usize, arrived: Option<u64>) -> Result<Settled> {
-        let lane = &mut self.lanes[lane];
+    pub(crate) fn settle(&mut self, qp: usize, arrived: Option<u64>) -> Result<Settled> {
+        let qp = &mut self.qps[qp];
         let Some(arrived) = arrived else {
-            lane.done = 0;
-            return Ok(Settled { arrived: lane.sent.drain(..).collect(), lost: Vec::new() });
+            qp.done = 0;
+            return Ok(Settled { arrived: qp.sent.drain(..).collect(), lost: Vec::new() });
         };
-        let news = arrived.checked_sub(lane.done).and_then(|news| usize::try_from(news).ok());
-        let Some(news) = news.filter(|news| *news <= lane.sent.len()) else {
+        let news = arrived.checked_sub(qp.done).and_then(|news| usize::try_from(news).ok());
+        let Some(news) = news.filter(|news| *news <= qp.sent.len()) else {
             return Err(Error::remote(format!(
                 "of a lost queue pair the receiver has taken {arrived} immediates, but {} were acknowledged and {} more \
                  sent",
-                lane.done,
-                lane.sent.len()
+                qp.done,
+                qp.sent.len()
             )));
         };
         // A queue pair that replaces it counts from the beginning.
-        lane.done = 0;
-        Ok(Settled { arrived: lane.sent.drain(..news).collect(), lost: lane.sent.drain(..).collect() })
+        qp.done = 0;
+        Ok(Settled { arrived: qp.sent.drain(..news).collect(), lost: qp.sent.drain(..).collect() })
     }
 }
 
@@ -140,7 +140,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn sent(key: u16) -> Sent {
-        Sent::Share { key, share: Share { lane: 0, offset: 0, length: 1 } }
+        Sent::Share { key, share: Share { qp: 0, offset: 0, length: 1 } }
     }
 
     proptest! {
@@ -148,55 +148,55 @@ mod tests {
         /// times: each message is received exactly once, and is reported done to the sender exactly once.
         #[test]
         fn what_is_in_doubt_arrives_once(
-            lanes in 2..4_usize,
+            qps in 2..4_usize,
             events in prop::collection::vec((0..10_u8, any::<prop::sample::Index>()), 1..400),
         ) {
-            let mut ledger = Ledger::new(lanes);
-            // Per lane: what is under way, what was received in this epoch, and how much of that is acknowledged.
-            let mut way: Vec<VecDeque<u16>> = vec![VecDeque::new(); lanes];
-            let (mut taken, mut acknowledged) = (vec![0_u64; lanes], vec![0_u64; lanes]);
-            let mut order: Vec<VecDeque<u16>> = vec![VecDeque::new(); lanes];
+            let mut ledger = Ledger::new(qps);
+            // Per queue pair: what is under way, what was received in this epoch, and how much of that is acknowledged.
+            let mut way: Vec<VecDeque<u16>> = vec![VecDeque::new(); qps];
+            let (mut taken, mut acknowledged) = (vec![0_u64; qps], vec![0_u64; qps]);
+            let mut order: Vec<VecDeque<u16>> = vec![VecDeque::new(); qps];
             let (mut received, mut ended, mut next) = (Vec::new(), Vec::new(), 0_u16);
-            let send = |ledger: &mut Ledger, way: &mut Vec<VecDeque<u16>>, order: &mut Vec<VecDeque<u16>>, lane: usize, key| {
-                ledger.sent(lane, sent(key));
-                way[lane].push_back(key);
-                order[lane].push_back(key);
+            let send = |ledger: &mut Ledger, way: &mut Vec<VecDeque<u16>>, order: &mut Vec<VecDeque<u16>>, qp: usize, key| {
+                ledger.sent(qp, sent(key));
+                way[qp].push_back(key);
+                order[qp].push_back(key);
             };
             for (event, index) in events {
-                let lane = index.index(lanes);
+                let qp = index.index(qps);
                 match event {
                     0..=3 => {
-                        send(&mut ledger, &mut way, &mut order, lane, next);
+                        send(&mut ledger, &mut way, &mut order, qp, next);
                         next += 1;
                     }
-                    4..=6 => if let Some(key) = way[lane].pop_front() {
+                    4..=6 => if let Some(key) = way[qp].pop_front() {
                         received.push(key);
-                        taken[lane] += 1;
+                        taken[qp] += 1;
                     },
-                    7..=8 => if acknowledged[lane] < taken[lane] {
-                        acknowledged[lane] += 1;
-                        ledger.completed(lane);
-                        ended.push(order[lane].pop_front().expect("sent"));
+                    7..=8 => if acknowledged[qp] < taken[qp] {
+                        acknowledged[qp] += 1;
+                        ledger.completed(qp);
+                        ended.push(order[qp].pop_front().expect("sent"));
                     },
                     _ => {
-                        let settled = ledger.settle(lane, Some(taken[lane])).expect("possible");
+                        let settled = ledger.settle(qp, Some(taken[qp])).expect("possible");
                         let keys = |list: Vec<Sent>| list.into_iter().map(|sent| match sent {
                             Sent::Share { key, .. } => key,
                             Sent::Short(_) => unreachable!("none was sent"),
                         }).collect::<Vec<_>>();
                         ended.extend(keys(settled.arrived));
-                        order[lane].clear();
-                        way[lane].clear();
-                        (taken[lane], acknowledged[lane]) = (0, 0);
+                        order[qp].clear();
+                        way[qp].clear();
+                        (taken[qp], acknowledged[qp]) = (0, 0);
                         for key in keys(settled.lost) {
-                            send(&mut ledger, &mut way, &mut order, (lane + 1) % lanes, key);
+                            send(&mut ledger, &mut way, &mut order, (qp + 1) % qps, key);
                         }
                     }
                 }
             }
-            for lane in 0..lanes {
-                received.extend(way[lane].drain(..));
-                ended.extend(order[lane].drain(..));
+            for qp in 0..qps {
+                received.extend(way[qp].drain(..));
+                ended.extend(order[qp].drain(..));
             }
             for mut list in [received, ended] {
                 list.sort_unstable();

@@ -1,13 +1,13 @@
-//! The states of a lane that has lost its queue pair, and the messages that the two sides exchange about it
+//! The states of a queue pair that has lost its queue pair, and the messages that the two sides exchange about it
 //! ([`recovery`](super::recovery)).
 
 use std::time::{Duration, Instant};
 
-use super::record::{EceRecord, LaneRecord};
+use super::record::{EceRecord, QpRecord};
 use crate::os::error::{Error, Result};
 use crate::session::frame::{Header, Type};
 
-/// The state of a lane.
+/// The state of a queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Life {
     /// It carries messages.
@@ -28,7 +28,7 @@ pub(crate) enum Life {
     Returning,
 }
 
-/// A failure of a lane.
+/// A failure of a queue pair.
 #[derive(Debug)]
 pub(crate) struct Trouble {
     /// The failure, in the form of the connection's error.
@@ -37,10 +37,10 @@ pub(crate) struct Trouble {
     pub is_flush: bool,
 }
 
-/// How many immediates the other side has received from a lane; None when it has everything that was sent.
+/// How many immediates the other side has received from a queue pair; None when it has everything that was sent.
 pub(crate) type Taken = Option<u64>;
 
-/// The results for lanes.
+/// The results for queue pairs.
 #[derive(Debug)]
 pub(crate) struct Tended {
     /// These are lost on both sides: what is in doubt may be resent.
@@ -51,11 +51,11 @@ pub(crate) struct Tended {
     pub connected: Vec<(usize, Result<()>)>,
 }
 
-/// The other side's message about a lane.
+/// The other side's message about a queue pair.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Word {
-    /// Which lane.
-    pub lane: u64,
+    /// Which queue pair.
+    pub qp: u64,
     /// Which of its queue pairs.
     pub epoch: u16,
     /// The content.
@@ -68,15 +68,15 @@ pub(crate) enum Said {
     /// It has ended its queue pair, having received this many immediates.
     Ended(u64),
     /// Its new queue pair; none: not now.
-    Offer(Option<LaneRecord>),
+    Offer(Option<QpRecord>),
     /// The new queue pair connects the sender to the receiver.
     Proven,
 }
 
 impl Word {
-    /// The lane and queue pair that a frame names.
+    /// The queue pair and queue pair that a frame names.
     pub(crate) fn of(header: &Header) -> Self {
-        Self { lane: header.order, epoch: header.epoch, said: Said::Offer(None) }
+        Self { qp: header.order, epoch: header.epoch, said: Said::Offer(None) }
     }
 }
 
@@ -89,16 +89,16 @@ pub(crate) fn said(header: &Header) -> Said {
 const OFFER: u64 = 1;
 pub(super) const PROVEN: u64 = 2;
 
-fn offered(header: &Header) -> Option<LaneRecord> {
+fn offered(header: &Header) -> Option<QpRecord> {
     let [number, first_packet, vendor, options] =
         [header.message, header.message >> 32, header.offset, header.offset >> 32].map(|word| word as u32);
     let ece = (header.offset != 0).then_some(EceRecord { vendor, options, mask: header.tag.cast_unsigned() });
-    (header.total == OFFER).then_some(LaneRecord { number, first_packet, ece })
+    (header.total == OFFER).then_some(QpRecord { number, first_packet, ece })
 }
 
-/// The frame that offers a queue pair for a lane.
-pub(super) fn offer(lane: usize, epoch: u16, record: Option<&LaneRecord>) -> Header {
-    let blank = Header { order: lane as u64, ..Header::of(Type::Lane, epoch) };
+/// The frame that offers a queue pair for a queue pair.
+pub(super) fn offer(qp: usize, epoch: u16, record: Option<&QpRecord>) -> Header {
+    let blank = Header { order: qp as u64, ..Header::of(Type::QueuePair, epoch) };
     let Some(record) = record else { return blank };
     let both = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
     let ece = record.ece.as_ref();

@@ -1,8 +1,8 @@
 //! The receiving side of a connection.
 //!
 //! `irecv` writes a CTS entry (line) for each part into the sender's ring, so that the sender writes straight into
-//! NCCL's buffers. The last write of each lane carries an immediate, which uses up one of the receives posted on that
-//! lane; a part is done when all its immediates have arrived. Its size is the sum of their lengths.
+//! NCCL's buffers. The last write of each queue pair carries an immediate, which uses up one of the receives posted on that
+//! queue pair; a part is done when all its immediates have arrived. Its size is the sum of their lengths.
 //!
 //! Short messages may arrive without that, in the [`Inbox`], and are copied from there. So a part that only short
 //! messages fit is not announced, unless the sender has requested it recently.
@@ -18,7 +18,7 @@ use super::adapter::{Adapters, Memory, Registration, own_regions};
 use super::base::{Base, Parts, Side};
 use super::connection::{Connection, Direction};
 use super::eager::{EAGER_MAX, Head, Inbox, PLACES};
-use super::fabric::{Depth, Fabric, Lane};
+use super::fabric::{Depth, Fabric, Qp};
 use super::flush::{self, Around, Flush};
 use super::line::{Immediate, LINE, LINES, encode_word};
 use super::pages::Pages;
@@ -35,10 +35,10 @@ use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
 use crate::session::wire::copy_ascending;
 
-/// Receives used up on a lane before new ones are posted: one call for several.
+/// Receives used up on a queue pair before new ones are posted: one call for several.
 const PUT_BACK: usize = 16;
 
-/// Queue depth of a receiving lane: a receive for each part that can be outstanding and each short message that can be
+/// Queue depth of a receiving queue pair: a receive for each part that can be outstanding and each short message that can be
 /// under way, and for those not yet posted again. The sending queue holds CTS entries; one request carries those of a
 /// whole group.
 pub(crate) const DEPTH: Depth =
@@ -50,7 +50,7 @@ const SIGNAL_EVERY: u32 = 16;
 /// When no more places than this are left in the queue, every completion is requested: a group takes up to two.
 const LOW: u32 = 3;
 
-/// Marks the completion of a receive; the low bits are the lane.
+/// Marks the completion of a receive; the low bits are the queue pair.
 const RECEIVE: u64 = 1 << 62;
 
 /// Where CTS entries go.
@@ -115,19 +115,19 @@ pub(crate) struct State {
     inbox: Option<Inbox>,
     /// Receives that must still be announced although only short messages fit: the sender has requested it.
     asked: usize,
-    /// The lane for CTS entries, and whether it is lost with those that were under way.
-    line_lane: usize,
+    /// The queue pair for CTS entries, and whether it is lost with those that were under way.
+    line_qp: usize,
     lines_are_lost: bool,
     /// CTS entries written on it since the last one whose completion was requested.
     silent: u32,
-    /// Receives to post again, by lane.
+    /// Receives to post again, by queue pair.
     used: Vec<usize>,
     silence: Silence,
     /// Since when this many CTS entries have been written without knowing whether they have arrived.
     unsure: Option<(Instant, u64)>,
 }
 
-/// The part of the state that a completion may change, beside the lanes.
+/// The part of the state that a completion may change, beside the queue pairs.
 struct Hands<'a> {
     table: &'a SizeTable,
     receives: &'a mut Receives,
@@ -190,19 +190,19 @@ pub(crate) struct Posted {
     pub memory: Option<Arc<Registration>>,
 }
 
-/// Posts the first receives on every lane. Before the sender knows the lanes, so that it never finds one without.
+/// Posts the first receives on every queue pair. Before the sender knows the queue pairs, so that it never finds one without.
 ///
 /// # Errors
 /// When a device refuses.
 pub(crate) fn post_first_receives(fabric: &mut Fabric) -> Result<()> {
-    for (index, lane) in fabric.lanes_mut().iter_mut().enumerate() {
-        lane.post_receives(RECEIVE | index as u64, DEPTH.receive as usize)?;
+    for (index, qp) in fabric.qps_mut().iter_mut().enumerate() {
+        qp.post_receives(RECEIVE | index as u64, DEPTH.receive as usize)?;
     }
     Ok(())
 }
 
 impl RdmaRecv {
-    /// A connection whose lanes are connected.
+    /// A connection whose queue pairs are connected.
     ///
     /// # Errors
     /// When the control thread cannot watch the socket.
@@ -214,7 +214,7 @@ impl RdmaRecv {
     ) -> Result<Arc<Self>> {
         let (base, keys) = Base::new(parts, &mut fabric, Target::SIDE);
         let state = State {
-            used: vec![0; fabric.lanes().len()],
+            used: vec![0; fabric.qps().len()],
             fabric: Some(fabric),
             table: Some(table),
             mirror: Some(mirror),
@@ -224,7 +224,7 @@ impl RdmaRecv {
             orders: TagOrders::default(),
             inbox,
             asked: 0,
-            line_lane: 0,
+            line_qp: 0,
             lines_are_lost: false,
             silent: 0,
             silence: Silence::default(),
@@ -327,7 +327,7 @@ impl RdmaRecv {
             return self.base.health.check().map(|()| None);
         };
         let flush = flush.get_or_insert_with(|| Flush::new(&self.base.adapters));
-        let around = Around { config: self.base.config(), lanes: fabric.lanes() };
+        let around = Around { config: self.base.config(), qps: fabric.qps() };
         let ports = flush.ports(&around);
         if ports == 0 {
             return Ok(None);
@@ -355,7 +355,7 @@ impl RdmaRecv {
             return Ok(false);
         };
         let mut hands = Hands { table, receives, inbox, orders, used };
-        let moved = fabric.poll(|lanes, completion| self.took(lanes, &mut hands, completion))?;
+        let moved = fabric.poll(|qps, completion| self.took(qps, &mut hands, completion))?;
         if moved {
             self.write_word(state)?;
         }
@@ -368,37 +368,37 @@ impl RdmaRecv {
     #[inline(never)]
     fn poll_flush(&self, state: &mut State) -> Result<()> {
         let State { flush: Some(flush), fabric: Some(fabric), .. } = state else { return Ok(()) };
-        let around = Around { config: self.base.config(), lanes: fabric.lanes() };
+        let around = Around { config: self.base.config(), qps: fabric.qps() };
         flush.poll(&around, |slot| self.base.requests.complete_part(slot, 0, 0))?;
         Ok(())
     }
 
     /// A work request has completed, or failed. Out of line, so that a poll which finds nothing is short.
     #[inline(never)]
-    fn took(&self, lanes: &mut [Lane], hands: &mut Hands<'_>, completion: &Completion) -> Result<()> {
+    fn took(&self, qps: &mut [Qp], hands: &mut Hands<'_>, completion: &Completion) -> Result<()> {
         let id = completion.id();
         let index = id as u16 as usize;
-        let lane = &mut lanes[index];
+        let qp = &mut qps[index];
         let is_receive = id & RECEIVE != 0;
-        let takes = lane.is_up() || is_receive && lane.still_takes();
-        if !takes || !lane.is_of_this_life(completion) {
+        let takes = qp.is_up() || is_receive && qp.still_takes();
+        if !takes || !qp.is_of_this_life(completion) {
             return Ok(());
         }
-        lane.receives -= u32::from(is_receive);
+        qp.receives -= u32::from(is_receive);
         if !completion.is_ok() {
-            return if lane.is_stopping() { Ok(()) } else { self.base.broken(lane, completion, Doing::Receiving) };
+            return if qp.is_stopping() { Ok(()) } else { self.base.broken(qp, completion, Doing::Receiving) };
         }
         if !is_receive {
-            lane.finished((id >> 32) as u32 & 0xff);
+            qp.finished((id >> 32) as u32 & 0xff);
             return Ok(());
         }
-        lane.arrived += 1;
-        if lane.is_returning() {
-            lane.is_proven();
+        qp.arrived += 1;
+        if qp.is_returning() {
+            qp.is_proven();
         }
         hands.used[index] += 1;
-        if hands.used[index] >= PUT_BACK && !lane.is_stopping() {
-            lane.post_receives(RECEIVE | index as u64, PUT_BACK)?;
+        if hands.used[index] >= PUT_BACK && !qp.is_stopping() {
+            qp.post_receives(RECEIVE | index as u64, PUT_BACK)?;
             hands.used[index] -= PUT_BACK;
         }
         if completion.opcode() != Opcode::ReceiveImmediate {
@@ -414,7 +414,7 @@ impl RdmaRecv {
         }
     }
 
-    /// An immediate has arrived, and everything that its lane wrote before.
+    /// An immediate has arrived, and everything that its queue pair wrote before.
     #[inline(never)]
     fn arrived(
         &self,
@@ -531,7 +531,7 @@ impl RdmaRecv {
         Ok(())
     }
 
-    /// Copies a short message into its receive. It arrived with work request `wr_id`, which names the lane.
+    /// Copies a short message into its receive. It arrived with work request `wr_id`, which names the queue pair.
     #[inline(always)]
     fn deliver(&self, slot: &Slot, head: &Head, data: *const u8, wr_id: u64) -> Result<()> {
         let length = u64::from(head.length);
@@ -616,16 +616,16 @@ impl RdmaRecv {
 
     #[cold]
     fn write_word_now(&self, state: &mut State) -> Result<()> {
-        let State { fabric: Some(fabric), mirror: Some(mirror), inbox: Some(inbox), silent, line_lane, .. } = state
+        let State { fabric: Some(fabric), mirror: Some(mirror), inbox: Some(inbox), silent, line_qp, .. } = state
         else {
             return Ok(());
         };
-        if fabric.lane(*line_lane).room() < 2 {
+        if fabric.qp(*line_qp).room() < 2 {
             return Ok(());
         }
         let word = inbox.tell();
         mirror.lines[LINES][..8].copy_from_slice(&encode_word(word.into()).to_le_bytes());
-        self.write_to_ring((fabric, *line_lane), mirror, silent, LINES, 8)
+        self.write_to_ring((fabric, *line_qp), mirror, silent, LINES, 8)
     }
 
     /// Writes bytes of the mirror, from a place on, into the sender's ring. The completion of a write of no bytes is
@@ -633,41 +633,41 @@ impl RdmaRecv {
     #[inline]
     fn write_to_ring(
         &self,
-        (fabric, line_lane): (&mut Fabric, usize),
+        (fabric, line_qp): (&mut Fabric, usize),
         mirror: &Mirror,
         silent: &mut u32,
         at: usize,
         bytes: u32,
     ) -> Result<()> {
-        let lane = fabric.lane(line_lane);
+        let qp = fabric.qp(line_qp);
         *silent += 1;
         // Nor when the queue is a short one.
-        let is_signaled = *silent == SIGNAL_EVERY || lane.room() <= LOW || bytes == 0;
+        let is_signaled = *silent == SIGNAL_EVERY || qp.room() <= LOW || bytes == 0;
         let local = Local {
             address: mirror.lines[at].as_ptr() as u64,
             length: bytes,
-            key: mirror.regions[lane.adapter].local_key(),
+            key: mirror.regions[qp.adapter].local_key(),
         };
-        let key = self.target.keys.get(lane.peer_port).copied().unwrap_or(0);
+        let key = self.target.keys.get(qp.peer_port).copied().unwrap_or(0);
         let work = Work {
-            id: u64::from(*silent) << 32 | line_lane as u64,
+            id: u64::from(*silent) << 32 | line_qp as u64,
             local,
             remote: Remote { address: self.target.ring + (at * LINE) as u64, key },
             immediate: None,
             is_read: false,
-            is_inline: bytes <= lane.inline_bytes(),
+            is_inline: bytes <= qp.inline_bytes(),
             is_signaled,
         };
         if is_signaled {
             *silent = 0;
         }
-        // SAFETY: the mirror exists as long as the lanes. An entry in it changes only when the sender has answered it,
+        // SAFETY: the mirror exists as long as the queue pairs. An entry in it changes only when the sender has answered it,
         // so the write of it has long completed; a count may be overwritten by a newer one, and half of one is not
         // accepted.
-        unsafe { lane.post_one(|| work) }
+        unsafe { qp.post_one(|| work) }
     }
 
-    /// Notes for the profiler what a lane has brought. Of more shares than can be reported, the last one stands for those
+    /// Notes for the profiler what a queue pair has brought. Of more shares than can be reported, the last one stands for those
     /// that are not; so does the last one of a message whose size is in the table, since the lengths of its shares are
     /// not known.
     #[cold]
@@ -696,13 +696,13 @@ impl RdmaRecv {
     /// Writes the CTS entries after number `first` to the sender.
     #[inline]
     fn write_lines(&self, state: &mut State, first: u64, count: usize) -> Result<()> {
-        let State { fabric: Some(fabric), mirror: Some(mirror), silent, line_lane, .. } = state else { return Ok(()) };
+        let State { fabric: Some(fabric), mirror: Some(mirror), silent, line_qp, .. } = state else { return Ok(()) };
         let mut left = count;
         let mut at = (first + 1) as usize % LINES;
         while left > 0 {
             // A group that reaches the ring's end continues at its beginning.
             let now = left.min(LINES - at);
-            self.write_to_ring((fabric, *line_lane), mirror, silent, at, (now * LINE) as u32)?;
+            self.write_to_ring((fabric, *line_qp), mirror, silent, at, (now * LINE) as u32)?;
             at = (at + now) % LINES;
             left -= now;
         }
@@ -726,7 +726,7 @@ impl State {
     #[inline]
     fn has_room(&mut self, count: usize) -> bool {
         let Some(fabric) = &mut self.fabric else { return true };
-        self.receives.has_room(count) && fabric.lane(self.line_lane).room() >= 3
+        self.receives.has_room(count) && fabric.qp(self.line_qp).room() >= 3
     }
 
     /// Whether the messages for all these parts have arrived.

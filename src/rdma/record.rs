@@ -16,7 +16,7 @@ use std::os::fd::AsRawFd;
 use prost::Message;
 
 use super::adapter::MAX_DEVICES;
-use super::stripe::MAX_LANES;
+use super::stripe::MAX_QPS;
 use super::verbs::{Ece, Gid, LinkLayer};
 use crate::os::error::{Error, Result};
 use crate::session::handshake::{PROOF, Secret};
@@ -41,9 +41,9 @@ pub(crate) struct Record {
     /// Offer: queue pairs for each pair of ports.
     #[prost(uint32, tag = "3")]
     pub pairs_per_port: u32,
-    /// The side's queue pairs, by lane.
+    /// The side's queue pairs, by queue pair.
     #[prost(message, repeated, tag = "4")]
-    pub lanes: Vec<LaneRecord>,
+    pub qps: Vec<QpRecord>,
     /// Accept: the ring for lines. Answer: the table of sizes.
     #[prost(fixed64, tag = "5")]
     pub address: u64,
@@ -92,7 +92,7 @@ pub(crate) struct PortRecord {
 
 /// A queue pair.
 #[derive(Clone, PartialEq, Message)]
-pub(crate) struct LaneRecord {
+pub(crate) struct QpRecord {
     /// Its number.
     #[prost(uint32, tag = "1")]
     pub number: u32,
@@ -156,9 +156,9 @@ impl Record {
         }
         if self.ports.len() > MAX_DEVICES
             || self.keys.len().max(self.inbox_keys.len()) > MAX_DEVICES
-            || self.lanes.len() > MAX_LANES
+            || self.qps.len() > MAX_QPS
         {
-            return wrong(format!("{} ports, {} queue pairs", self.ports.len(), self.lanes.len()));
+            return wrong(format!("{} ports, {} queue pairs", self.ports.len(), self.qps.len()));
         }
         if let Some(port) = self.ports.iter().find(|port| port.gid.len() != 16 || !(1..=5).contains(&port.mtu)) {
             return wrong(format!("port {:?}", port.name));
@@ -264,8 +264,8 @@ mod tests {
     fn record() -> Record {
         let port =
             PortRecord { gid: vec![1; 16], mtu: 3, max_message: 1 << 23, name: "rxe0".into(), ..PortRecord::default() };
-        let lane = LaneRecord { number: 17, first_packet: 5, ece: None };
-        Record { version: VERSION, ports: vec![port], lanes: vec![lane], keys: vec![9], ..Record::default() }
+        let qp = QpRecord { number: 17, first_packet: 5, ece: None };
+        Record { version: VERSION, ports: vec![port], qps: vec![qp], keys: vec![9], ..Record::default() }
     }
 
     #[test]
@@ -296,7 +296,7 @@ mod tests {
         };
         assert!(refused(|r| r.version = VERSION + 1).contains("same Towline release"));
         assert!(refused(|r| r.failure = "no port\x1b".into()).contains("no port?"));
-        assert!(refused(|r| r.lanes = vec![LaneRecord::default(); MAX_LANES + 1]).contains("129 queue pairs"));
+        assert!(refused(|r| r.qps = vec![QpRecord::default(); MAX_QPS + 1]).contains("129 queue pairs"));
         assert!(refused(|r| r.ports[0].gid.clear()).contains("rxe0"));
         assert!(refused(|r| r.ports[0].max_message = 0).contains("no message"));
         assert!(refused(|r| r.traffic_class = 256).contains("traffic class 256"));

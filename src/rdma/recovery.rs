@@ -13,14 +13,14 @@
 //! 3. When both have, what is in doubt is resent over the remaining queue pairs: the sender's messages ([`ledger`](super::ledger)), the receiver's
 //!    CTS entries.
 //!
-//! A lost lane gets a new queue pair when its port is up again: the sender offers one over the control channel
-//! ([`Type::Lane`]), the receiver answers with its own, or that it cannot now; then the sender tries again after a
+//! A lost queue pair gets a new queue pair when its port is up again: the sender offers one over the control channel
+//! ([`Type::QueuePair`]), the receiver answers with its own, or that it cannot now; then the sender tries again after a
 //! while. The new queue pair carries messages when a first write over it, of no bytes, has been acknowledged, and the
-//! receiver is notified. When all lanes are lost at one time the connection waits for one of them, for
-//! `TOWLINE_RECONNECT_TIMEOUT`; so does one that has a single lane. Until a lane is verified it has no room for work
+//! receiver is notified. When all queue pairs are lost at one time the connection waits for one of them, for
+//! `TOWLINE_RECONNECT_TIMEOUT`; so does one that has a single queue pair. Until a queue pair is verified it has no room for work
 //! requests.
 //!
-//! A lane passes through the states of [`Life`]. With `TOWLINE_RECOVERY=0` none of this happens and the first failure
+//! A queue pair passes through the states of [`Life`]. With `TOWLINE_RECOVERY=0` none of this happens and the first failure
 //! ends the connection.
 
 #[cfg(test)]
@@ -29,9 +29,9 @@ mod tests;
 use std::time::{Duration, Instant};
 
 use super::base::Base;
-use super::fabric::{Fabric, Lane};
+use super::fabric::{Fabric, Qp};
 use super::outage::{Life, PROVEN, Said, Taken, Tended, Trouble, Word, offer, pause};
-use super::record::LaneRecord;
+use super::record::QpRecord;
 use super::silence::{Seen, Silence};
 use crate::engine::counters::Counters;
 use crate::os::error::{Cause, Error, Result};
@@ -43,47 +43,47 @@ use crate::session::frame::{Header, Type};
 /// return them in that time never will.
 const DRAIN: Duration = Duration::from_secs(1);
 
-/// How long after its loss a lane is tried again.
+/// How long after its loss a queue pair is tried again.
 const FIRST_TRY: Duration = Duration::from_millis(500);
 
 /// How often the control thread checks whether a port is up, and how the attempts went.
 const LOOK: Duration = Duration::from_millis(100);
 
 impl Base {
-    /// Handles lanes in trouble, and the other side's messages about lanes; `answer` handles its offers.
+    /// Handles queue pairs in trouble, and the other side's messages about queue pairs; `answer` handles its offers.
     ///
     /// # Errors
-    /// When all lanes are lost and none comes back in time, or the other side does not answer, or the error of
+    /// When all queue pairs are lost and none comes back in time, or the other side does not answer, or the error of
     /// `answer`.
     #[cold]
     pub(crate) fn tend(
         &self,
         fabric: &mut Fabric,
-        mut answer: impl FnMut(&mut Fabric, usize, (u16, &LaneRecord)) -> Result<()>,
+        mut answer: impl FnMut(&mut Fabric, usize, (u16, &QpRecord)) -> Result<()>,
     ) -> Result<Tended> {
         let mut gone = Vec::new();
         let words = std::mem::take(&mut *self.words());
-        for Word { lane, epoch, said } in words {
-            let index = usize::try_from(lane).unwrap_or(usize::MAX);
-            if !fabric.lanes.get(index).is_some_and(|lane| lane.recovers) {
-                return Err(Error::remote(format!("the peer gave up queue pair {lane} of this connection"))
+        for Word { qp, epoch, said } in words {
+            let index = usize::try_from(qp).unwrap_or(usize::MAX);
+            if !fabric.qps.get(index).is_some_and(|qp| qp.recovers) {
+                return Err(Error::remote(format!("the peer gave up queue pair {queue pair} of this connection"))
                     .with_hint("its log says why; it must run with the same TOWLINE_RECOVERY as this side"));
             }
             match said {
                 Said::Proven => {
-                    let lane = &mut fabric.lanes[index];
-                    lane.proven |= lane.epoch == epoch;
+                    let qp = &mut fabric.qps[index];
+                    qp.proven |= qp.epoch == epoch;
                 }
-                Said::Ended(taken) => heard_the_end(&mut fabric.lanes[index], epoch, taken),
+                Said::Ended(taken) => heard_the_end(&mut fabric.qps[index], epoch, taken),
                 Said::Offer(record) => {
-                    let lane = &mut fabric.lanes[index];
-                    let is_refused = record.is_none() && lane.epoch == epoch;
-                    if is_refused && lane.life == Life::Returning {
-                        self.end_pair(lane);
-                        lane.try_again(Instant::now());
+                    let qp = &mut fabric.qps[index];
+                    let is_refused = record.is_none() && qp.epoch == epoch;
+                    if is_refused && qp.life == Life::Returning {
+                        self.end_pair(qp);
+                        qp.try_again(Instant::now());
                     } else if is_refused {
                         // It has received nothing from this queue pair, which is in trouble here.
-                        lane.peer = Some(0);
+                        qp.peer = Some(0);
                     } else if let Some(record) = &record {
                         answer(fabric, index, (epoch, record))?;
                     }
@@ -94,15 +94,15 @@ impl Base {
         }
         self.step(fabric, &mut gone)?;
         let mut back = Vec::new();
-        for index in 0..fabric.lanes.len() {
-            if fabric.lanes[index].life == Life::Returning && fabric.lanes[index].proven {
+        for index in 0..fabric.qps.len() {
+            if fabric.qps[index].life == Life::Returning && fabric.qps[index].proven {
                 self.has_returned(fabric, index);
                 back.push(index);
             }
         }
         self.destroy_ended();
-        let lanes = fabric.lanes.iter_mut().enumerate();
-        let connected = lanes.filter_map(|(index, lane)| Some((index, lane.take_connected()?))).collect();
+        let qps = fabric.qps.iter_mut().enumerate();
+        let connected = qps.filter_map(|(index, qp)| Some((index, qp.take_connected()?))).collect();
         Ok(Tended { gone, back, connected })
     }
 
@@ -111,22 +111,22 @@ impl Base {
         self.lose(fabric, now)?;
         self.wait_for_one(fabric, now)?;
         let mut is_calm = fabric.without.is_none();
-        for (index, lane) in fabric.lanes.iter_mut().enumerate() {
-            lane.stop_again();
-            if let Life::Stopping { since } = lane.life
-                && (lane.receives == 0 || now - since >= DRAIN)
+        for (index, qp) in fabric.qps.iter_mut().enumerate() {
+            qp.stop_again();
+            if let Life::Stopping { since } = qp.life
+                && (qp.receives == 0 || now - since >= DRAIN)
             {
-                self.end_pair(lane);
-                lane.life = Life::Ended { since };
-                let word = Header { order: index as u64, total: lane.arrived, ..Header::of(Type::Fenced, lane.epoch) };
+                self.end_pair(qp);
+                qp.life = Life::Ended { since };
+                let word = Header { order: index as u64, total: qp.arrived, ..Header::of(Type::Fenced, qp.epoch) };
                 self.say(&word.encode());
             }
-            if let Life::Ended { since } = lane.life {
+            if let Life::Ended { since } = qp.life {
                 // A receiver that has closed had received everything it wanted.
-                let taken = if self.health.is_peer_done() { Some(None) } else { lane.peer.take().map(Some) };
+                let taken = if self.health.is_peer_done() { Some(None) } else { qp.peer.take().map(Some) };
                 if let Some(taken) = taken {
-                    let wait = FIRST_TRY.max(pause(lane.tries));
-                    (lane.life, lane.next_try) = (Life::Lost, Some(now + wait));
+                    let wait = FIRST_TRY.max(pause(qp.tries));
+                    (qp.life, qp.next_try) = (Life::Lost, Some(now + wait));
                     gone.push((index, taken));
                 } else if now - since >= self.config().peer_timeout {
                     // It may be stopped for a while; if it is gone, its socket shows that.
@@ -134,13 +134,13 @@ impl Base {
                     return Err(Error::remote(what).with_hint("look at the peer's log, and at the way to its TCP port"));
                 }
             }
-            if lane.life == Life::Returning && lane.next_try.is_some_and(|at| at <= now) {
+            if qp.life == Life::Returning && qp.next_try.is_some_and(|at| at <= now) {
                 // No answer, or no path yet. The receiver treats a later offer as the end of this one.
-                self.end_pair(lane);
-                lane.try_again(now);
+                self.end_pair(qp);
+                qp.try_again(now);
             }
-            let is_in_trouble = matches!(lane.life, Life::Stopping { .. } | Life::Ended { .. });
-            is_calm &= !is_in_trouble && lane.trouble.is_none() && !lane.is_connecting();
+            let is_in_trouble = matches!(qp.life, Life::Stopping { .. } | Life::Ended { .. });
+            is_calm &= !is_in_trouble && qp.trouble.is_none() && !qp.is_connecting();
         }
         if !is_calm {
             fabric.raise_alarm();
@@ -148,11 +148,11 @@ impl Base {
         Ok(())
     }
 
-    pub(super) fn end_pair(&self, lane: &mut Lane) {
-        if let Some(element) = lane.element() {
-            self.adapters[lane.adapter].forget(element);
+    pub(super) fn end_pair(&self, qp: &mut Qp) {
+        if let Some(element) = qp.element() {
+            self.adapters[qp.adapter].forget(element);
         }
-        let Some(pair) = lane.end() else { return };
+        let Some(pair) = qp.end() else { return };
         // Otherwise only its destruction ends it.
         if pair.reset().is_ok() {
             self.ended().push(pair);
@@ -173,26 +173,26 @@ impl Base {
         }
     }
 
-    /// Gives up the lanes that are in trouble.
+    /// Gives up the queue pairs that are in trouble.
     fn lose(&self, fabric: &mut Fabric, now: Instant) -> Result<()> {
         let mut left = fabric.living().count();
         let (mut lost, mut first) = (0, None);
-        for lane in &mut fabric.lanes {
-            let Some(trouble) = lane.trouble.take() else { continue };
-            if lane.is_up() {
+        for qp in &mut fabric.qps {
+            let Some(trouble) = qp.trouble.take() else { continue };
+            if qp.is_up() {
                 (left, lost) = (left - 1, lost + 1);
                 first.get_or_insert(trouble.error);
-                lane.relapses.is_lost(now);
-            } else if lane.life != Life::Returning {
+                qp.relapses.is_lost(now);
+            } else if qp.life != Life::Returning {
                 continue;
             }
-            lane.stop();
-            lane.life = Life::Stopping { since: now };
+            qp.stop();
+            qp.life = Life::Stopping { since: now };
         }
         let Some(error) = first else { return Ok(()) };
         Counters::count(&self.counters.lost_pairs, lost);
         if !self.is_closing() {
-            let (doing, peer, all) = (self.doing, &self.peer, fabric.lanes.len());
+            let (doing, peer, all) = (self.doing, &self.peer, fabric.qps.len());
             if left > 0 {
                 tracing::warn!(target: NET, "{doing} {peer} goes on over {left} of {all} queue pairs: {error}");
             } else {
@@ -205,7 +205,7 @@ impl Base {
         Ok(())
     }
 
-    /// With no lane left, the connection waits for one.
+    /// With no queue pair left, the connection waits for one.
     fn wait_for_one(&self, fabric: &mut Fabric, now: Instant) -> Result<()> {
         if fabric.without.is_some() && fabric.living().next().is_some() {
             fabric.without = None;
@@ -222,55 +222,55 @@ impl Base {
         }
     }
 
-    /// The control thread, or the thread that it alarms: gives up lanes whose port or device is down, as long as
+    /// The control thread, or the thread that it alarms: gives up queue pairs whose port or device is down, as long as
     /// another one's is not, and those that an event names.
     pub(crate) fn look_around(&self, fabric: &mut Fabric) {
         for (element, text) in self.mishap.take() {
             let what = format!("a device reports {text} of it");
-            for lane in fabric.lanes_of(element) {
-                lane.suffers(Trouble { error: Error::new(Cause::System, &what), is_flush: false });
+            for qp in fabric.qps_of(element) {
+                qp.suffers(Trouble { error: Error::new(Cause::System, &what), is_flush: false });
             }
         }
-        let is_out = |lane: &Lane| self.adapters[lane.adapter].is_out();
-        if !fabric.lanes.iter().any(|lane| lane.is_up() && !is_out(lane)) {
+        let is_out = |qp: &Qp| self.adapters[qp.adapter].is_out();
+        if !fabric.qps.iter().any(|qp| qp.is_up() && !is_out(qp)) {
             return;
         }
-        let used = |lane: &Lane| lane.is_up() || lane.life == Life::Returning;
-        for lane in fabric.lanes.iter_mut().filter(|lane| used(lane) && is_out(lane)) {
-            let adapter = &self.adapters[lane.adapter];
+        let used = |qp: &Qp| qp.is_up() || qp.life == Life::Returning;
+        for qp in fabric.qps.iter_mut().filter(|qp| used(qp) && is_out(qp)) {
+            let adapter = &self.adapters[qp.adapter];
             let what = if adapter.is_dead() { "the device failed" } else { "the port went down" };
             let error = Error::new(Cause::System, format!("{what} ({})", adapter.name()));
-            lane.suffers(Trouble { error, is_flush: false });
+            qp.suffers(Trouble { error, is_flush: false });
         }
     }
 
-    /// Gives up lanes that have fallen silent while others work. `owes`: the bytes of the oldest entry on a lane that
+    /// Gives up queue pairs that have fallen silent while others work. `owes`: the bytes of the oldest entry on a queue pair that
     /// will complete.
     pub(crate) fn listen(&self, fabric: &mut Fabric, silence: &mut Silence, owes: impl Fn(usize) -> Option<u64>) {
-        let seen = |(index, lane): (usize, &Lane)| Seen { is_up: lane.is_up(), done: lane.done(), owes: owes(index) };
-        for index in silence.look(Instant::now(), fabric.lanes.iter().enumerate().map(seen)) {
-            let lane = &mut fabric.lanes[index];
-            let port = self.adapters[lane.adapter].name();
+        let seen = |(index, qp): (usize, &Qp)| Seen { is_up: qp.is_up(), done: qp.done(), owes: owes(index) };
+        for index in silence.look(Instant::now(), fabric.qps.iter().enumerate().map(seen)) {
+            let qp = &mut fabric.qps[index];
+            let port = self.adapters[qp.adapter].name();
             let what =
                 format!("nothing on a queue pair of {port} was acknowledged for two seconds, while another fares well");
             let error = Error::new(Cause::System, what).with_hint("look at the switches on its way");
-            lane.suffers(Trouble { error, is_flush: false });
+            qp.suffers(Trouble { error, is_flush: false });
         }
     }
 
-    /// The sender's: offers new queue pairs for lanes that are lost and whose ports are up. Returns when to check
+    /// The sender's: offers new queue pairs for queue pairs that are lost and whose ports are up. Returns when to check
     /// again.
-    pub(crate) fn offer_lanes(&self, fabric: &mut Fabric) -> Option<Instant> {
+    pub(crate) fn offer_qps(&self, fabric: &mut Fabric) -> Option<Instant> {
         let now = Instant::now();
         let is_alone = fabric.living().next().is_none();
-        for index in 0..fabric.lanes.len() {
-            let lane = &mut fabric.lanes[index];
-            if lane.life != Life::Lost || lane.next_try.is_some_and(|at| at > now) {
+        for index in 0..fabric.qps.len() {
+            let qp = &mut fabric.qps[index];
+            if qp.life != Life::Lost || qp.next_try.is_some_and(|at| at > now) {
                 continue;
             }
-            if let Some(until) = lane.relapses.until().filter(|until| *until > now && !is_alone) {
-                if let Some((times, pause)) = lane.relapses.news() {
-                    let (doing, peer, port) = (self.doing, &self.peer, self.adapters[lane.adapter].name());
+            if let Some(until) = qp.relapses.until().filter(|until| *until > now && !is_alone) {
+                if let Some((times, pause)) = qp.relapses.news() {
+                    let (doing, peer, port) = (self.doing, &self.peer, self.adapters[qp.adapter].name());
                     tracing::warn!(
                         target: NET,
                         "{doing} {peer} leaves a queue pair of {port} out for {} s: it was lost soon after its return, \
@@ -279,71 +279,71 @@ impl Base {
                     );
                 }
                 // Checked often in the meantime: it may become the only one.
-                lane.next_try = Some(until.min(now + LOOK));
+                qp.next_try = Some(until.min(now + LOOK));
                 continue;
             }
-            lane.next_try = Some(now + LOOK);
-            if self.adapters[lane.adapter].is_out() || self.health.is_peer_done() {
+            qp.next_try = Some(now + LOOK);
+            if self.adapters[qp.adapter].is_out() || self.health.is_peer_done() {
                 continue;
             }
-            lane.tries += 1;
-            lane.next_try = Some(now + pause(lane.tries));
+            qp.tries += 1;
+            qp.next_try = Some(now + pause(qp.tries));
             match fabric.renew(index, &self.adapters, self.config()) {
                 Ok(()) => {
-                    fabric.lanes[index].next_try = Some(now + self.config().reconnect_timeout);
-                    self.offer_lane(fabric, index);
+                    fabric.qps[index].next_try = Some(now + self.config().reconnect_timeout);
+                    self.offer_qp(fabric, index);
                 }
                 Err(error) => tracing::debug!(target: NET, "no new queue pair to {} yet: {error}", self.peer),
             }
         }
         // An answer to an offer comes at any time, and shortens the wait.
-        let at = |lane: &Lane| match lane.life {
-            Life::Lost => lane.next_try,
-            Life::Returning => lane.next_try.map(|at| at.min(now + LOOK)),
+        let at = |qp: &Qp| match qp.life {
+            Life::Lost => qp.next_try,
+            Life::Returning => qp.next_try.map(|at| at.min(now + LOOK)),
             _ => None,
         };
-        let next = fabric.lanes.iter().filter_map(at).min();
+        let next = fabric.qps.iter().filter_map(at).min();
         if next.is_some_and(|at| at <= now) {
             fabric.raise_alarm();
         }
         next.map(|at| at.max(now))
     }
 
-    /// Reports the new queue pair of a lane to the other side.
-    pub(crate) fn offer_lane(&self, fabric: &Fabric, index: usize) {
-        self.name_lane(fabric, index);
-        let lane = &fabric.lanes[index];
-        self.say(&offer(index, lane.epoch, lane.record(self.config()).as_ref()).encode());
+    /// Reports the new queue pair of a queue pair to the other side.
+    pub(crate) fn offer_qp(&self, fabric: &Fabric, index: usize) {
+        self.name_qp(fabric, index);
+        let qp = &fabric.qps[index];
+        self.say(&offer(index, qp.epoch, qp.record(self.config()).as_ref()).encode());
     }
 
-    /// The receiver: reports to the sender that a lane cannot have a new queue pair now.
-    pub(crate) fn refuse_lane(&self, index: usize, epoch: u16) {
+    /// The receiver: reports to the sender that a queue pair cannot have a new queue pair now.
+    pub(crate) fn refuse_qp(&self, index: usize, epoch: u16) {
         self.say(&offer(index, epoch, None).encode());
     }
 
     /// The sender: reports to the receiver that a new queue pair reaches it.
-    pub(crate) fn prove_lane(&self, fabric: &Fabric, index: usize) {
-        let epoch = fabric.lanes[index].epoch;
-        self.say(&Header { order: index as u64, total: PROVEN, ..Header::of(Type::Lane, epoch) }.encode());
+    pub(crate) fn prove_qp(&self, fabric: &Fabric, index: usize) {
+        let epoch = fabric.qps[index].epoch;
+        self.say(&Header { order: index as u64, total: PROVEN, ..Header::of(Type::QueuePair, epoch) }.encode());
     }
 
-    /// A lane carries messages again.
+    /// A queue pair carries messages again.
     fn has_returned(&self, fabric: &mut Fabric, index: usize) {
         fabric.is_back(index);
         Counters::bump(&self.counters.reconnects);
-        let (up, all) = (fabric.living().count(), fabric.lanes.len());
+        let (up, all) = (fabric.living().count(), fabric.qps.len());
         tracing::info!(target: NET, "{} {} has {up} of {all} queue pairs again", self.doing, self.peer);
     }
 }
 
-/// The other side has ended its end of a lane.
-fn heard_the_end(lane: &mut Lane, epoch: u16, taken: u64) {
+/// The other side has ended its end of a queue pair.
+fn heard_the_end(qp: &mut Qp, epoch: u16, taken: u64) {
     // Of a queue pair that both sides have already discarded.
-    if lane.epoch != epoch || lane.life == Life::Lost {
+    if qp.epoch != epoch || qp.life == Life::Lost {
         return;
     }
-    lane.peer = Some(taken);
-    if lane.is_up() || lane.life == Life::Returning {
-        lane.suffers(Trouble { error: Error::remote("the peer has lost its end of a queue pair"), is_flush: false });
+    qp.peer = Some(taken);
+    if qp.is_up() || qp.life == Life::Returning {
+        qp.suffers(Trouble { error: Error::remote("the peer has lost its end of a queue pair"), is_flush: false });
     }
 }

@@ -1,13 +1,13 @@
-//! How long a lane is left out that is lost again and again soon after it has come back.
+//! How long a queue pair is left out that is lost again and again soon after it has come back.
 //!
 //! A cable that loses one packet in a thousand lets a new queue pair's first write pass, and what is posted on it a
 //! moment later falls silent: with NCCL's defaults a device retransmits only after four seconds. Each time the messages
 //! on it wait for two seconds until it is given up, so a connection that always took it back at once would carry next
-//! to nothing, although another lane works. So the pauses grow: the first losses cost half a second, like any, since a
+//! to nothing, although another queue pair works. So the pauses grow: the first losses cost half a second, like any, since a
 //! port that goes down twice in a minute may well stay up then; from the third relapse in a row on 2, 4, 8, 16 and then
 //! 30 seconds.
 //!
-//! A lane that stayed for half a minute has recovered. When there is no other lane none of this applies.
+//! A queue pair that stayed for half a minute has recovered. When there is no other queue pair none of this applies.
 //!
 //! Pure: no clock, no device.
 
@@ -19,10 +19,10 @@ const SOON: Duration = Duration::from_secs(30);
 /// This many relapses in a row have no effect.
 const FREE: u32 = 2;
 
-/// The longest time that a lane is left out before the next attempt.
+/// The longest time that a queue pair is left out before the next attempt.
 const LONGEST: Duration = Duration::from_secs(30);
 
-/// The history of a lane.
+/// The history of a queue pair.
 #[derive(Debug, Default)]
 pub(crate) struct Relapses {
     returned: Option<Instant>,
@@ -64,23 +64,23 @@ mod tests {
 
     /// How many seconds it is left out after each loss, having been up for the given times.
     fn pauses(up: &[u64]) -> Vec<u64> {
-        let (mut lane, mut now) = (Relapses::default(), Instant::now());
+        let (mut qp, mut now) = (Relapses::default(), Instant::now());
         up.iter()
             .map(|seconds| {
                 now += Duration::from_secs(*seconds);
-                lane.is_lost(now);
-                let (until, pause) = (lane.until(), lane.news().map_or(Duration::ZERO, |(_, pause)| pause));
+                qp.is_lost(now);
+                let (until, pause) = (qp.until(), qp.news().map_or(Duration::ZERO, |(_, pause)| pause));
                 assert_eq!(until, (!pause.is_zero()).then(|| now + pause));
-                assert_eq!(lane.news(), None, "once");
+                assert_eq!(qp.news(), None, "once");
                 now += pause;
-                lane.is_back(now);
+                qp.is_back(now);
                 pause.as_secs()
             })
             .collect()
     }
 
     #[test]
-    fn only_a_lane_that_is_lost_again_and_again_stays_out_and_ever_longer() {
+    fn only_a_qp_that_is_lost_again_and_again_stays_out_and_ever_longer() {
         assert_eq!(pauses(&[1; 12]), [0, 0, 0, 2, 4, 8, 16, 30, 30, 30, 30, 30]);
     }
 
@@ -91,8 +91,8 @@ mod tests {
 
     #[test]
     fn a_loss_without_a_return_in_between_is_the_first() {
-        let (mut lane, now) = (Relapses::default(), Instant::now());
-        (0..10).for_each(|_| lane.is_lost(now));
-        assert_eq!((lane.until(), lane.news()), (None, None));
+        let (mut qp, now) = (Relapses::default(), Instant::now());
+        (0..10).for_each(|_| qp.is_lost(now));
+        assert_eq!((qp.until(), qp.news()), (None, None));
     }
 }

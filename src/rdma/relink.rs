@@ -2,7 +2,7 @@
 //!
 //! On RoCE the kernel resolves the peer's link address in that call, for a second or more if a link has just come up. A
 //! connection that continues over other queue pairs must not block NCCL's thread for that. So the new queue pair of a
-//! lost lane is connected in a separate thread, and comes back to its lane with the result.
+//! lost queue pair is connected in a separate thread, and comes back to its queue pair with the result.
 
 use super::aside::Aside;
 use super::verbs::{Ece, QueuePair, Refused, Route, Timeouts};
@@ -78,7 +78,7 @@ impl Apart {
             let connected = plan.carry_out(&pair, &mut linked).map_err(Refused::into_error);
             (pair, linked, connected)
         };
-        // While a lane is connecting, its connection is polled anyway.
+        // While a queue pair is connecting, its connection is polled anyway.
         Self { element, outcome: Aside::start(connect, || ()) }
     }
 

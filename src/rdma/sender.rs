@@ -2,7 +2,7 @@
 //!
 //! The receiver writes a CTS entry (line) for each part of a posted receive into the [`Ring`] of this side. A send that
 //! finds its entry starts in the same call: RDMA writes straight from NCCL's buffer into the receiver's, divided over
-//! the lanes, the last one of each lane with an immediate. A send without an entry waits in [`Matching`]. It is done
+//! the queue pairs, the last one of each queue pair with an immediate. A send without an entry waits in [`Matching`]. It is done
 //! when every write of it has completed, that is when the receiver's device has acknowledged all its bytes.
 //!
 //! A short message does not wait for an entry, as long as there is credit: it is copied into the [`Outbox`], written
@@ -29,7 +29,7 @@ use super::adapter::{Adapters, Memory, Registration, own_regions};
 use super::base::{Base, Parts, Side};
 use super::connection::{Connection, Direction};
 use super::eager::{self, EAGER_MAX, Outbox, Parcel};
-use super::fabric::{Depth, Fabric, Lane};
+use super::fabric::{Depth, Fabric, Qp};
 use super::ledger::{Answer, Ledger, Sent};
 use super::line::{Immediate, Line, Ring};
 use super::matching::Matching;
@@ -45,7 +45,7 @@ use crate::engine::request::{Keys, SLOTS, Ticket, too_long};
 use crate::nccl::net_event::SOMEWHERE;
 use crate::os::error::Result;
 
-/// Queue depth of a sending lane: a message takes one request on each of its lanes, two when its immediate is separate,
+/// Queue depth of a sending queue pair: a message takes one request on each of its queue pairs, two when its immediate is separate,
 /// and as many messages as there are request slots may be outstanding. When there is less room the rest waits.
 pub(crate) const DEPTH: Depth = Depth { send: 256, receive: 0, inline_bytes: INLINE };
 
@@ -73,9 +73,9 @@ const CLOSE_LEAST: Duration = Duration::from_millis(20);
 
 /// The data from the peer's answer that sending needs.
 pub(crate) struct Target {
-    /// Whether every message is divided over all lanes.
+    /// Whether every message is divided over all queue pairs.
     pub split: bool,
-    /// Lanes that one message uses at least, if it is long: the larger number of ports of the two sides.
+    /// Queue pairs that one message uses at least, if it is long: the larger number of ports of the two sides.
     pub ports: usize,
     /// The receiver's table of sizes.
     pub sizes: u64,
@@ -172,19 +172,19 @@ pub(crate) struct State {
     short_waiting: usize,
     stripes: Stripes,
     messages: slab::Slab<Message>,
-    /// By lane.
+    /// By queue pair.
     jobs: Vec<VecDeque<Job>>,
     waiting_jobs: usize,
-    /// Lanes may hold writes back.
+    /// Queue pairs may hold writes back.
     holds: bool,
     run: Run,
-    /// The lane that short messages take.
-    short_lane: usize,
-    /// The writes in doubt; None when the loss of a lane ends the connection.
+    /// The queue pair that short messages take.
+    short_qp: usize,
+    /// The writes in doubt; None when the loss of a queue pair ends the connection.
     ledger: Option<Ledger>,
-    /// Short messages that were lost with their lane, to be resent before any other.
+    /// Short messages that were lost with their queue pair, to be resent before any other.
     again: VecDeque<Parcel>,
-    /// Shares that were lost with their lane, to be resent over another.
+    /// Shares that were lost with their queue pair, to be resent over another.
     orphans: Vec<recovery::Orphan>,
     silence: Silence,
 }
@@ -238,7 +238,7 @@ impl Direction for Target {
     }
 }
 
-/// The share is the last of its message on this lane.
+/// The share is the last of its message on this queue pair.
 const LAST: u64 = 1 << 63;
 
 /// The write is of a short message from the outbox.
@@ -247,15 +247,15 @@ const EAGER: u64 = 1 << 62;
 /// The write tests a new queue pair.
 const PROBE: u64 = 1 << 61;
 
-/// The content of a work request's id: which message, on which lane, how many places of the queue its completion frees,
+/// The content of a work request's id: which message, on which queue pair, how many places of the queue its completion frees,
 /// and whether it is the last one of a share.
 #[inline]
-fn work_id(key: usize, lane: usize, places: u32, is_last: bool) -> u64 {
-    key as u64 | (lane as u64) << 16 | u64::from(places) << 32 | if is_last { LAST } else { 0 }
+fn work_id(key: usize, qp: usize, places: u32, is_last: bool) -> u64 {
+    key as u64 | (qp as u64) << 16 | u64::from(places) << 32 | if is_last { LAST } else { 0 }
 }
 
 impl RdmaSend {
-    /// A connection whose lanes are connected.
+    /// A connection whose queue pairs are connected.
     ///
     /// # Errors
     /// When the control thread cannot watch the socket.
@@ -267,9 +267,9 @@ impl RdmaSend {
         target: Target,
     ) -> Result<Arc<Self>> {
         let Stores { scratch, outbox } = stores;
-        let lanes = fabric.lanes().len();
+        let qps = fabric.qps().len();
         let (base, keys) = Base::new(parts, &mut fabric, Target::SIDE);
-        let ledger = base.recovers().then(|| Ledger::new(lanes));
+        let ledger = base.recovers().then(|| Ledger::new(qps));
         let state = State {
             fabric: Some(fabric),
             ring: Some(ring),
@@ -282,13 +282,13 @@ impl RdmaSend {
             has_heard: false,
             matching: Matching::new(),
             short_waiting: 0,
-            stripes: Stripes::new(lanes, target.ports, target.split),
+            stripes: Stripes::new(qps, target.ports, target.split),
             messages: slab::Slab::with_capacity(SLOTS),
-            jobs: (0..lanes).map(|_| VecDeque::new()).collect(),
+            jobs: (0..qps).map(|_| VecDeque::new()).collect(),
             waiting_jobs: 0,
             holds: false,
             run: Run::default(),
-            short_lane: 0,
+            short_qp: 0,
             ledger,
             again: VecDeque::new(),
             orphans: Vec::new(),
@@ -445,7 +445,7 @@ impl RdmaSend {
             moved = state.next_line != before;
         }
         let State { fabric: Some(fabric), messages, outbox, ledger, .. } = state else { return Ok(false) };
-        moved |= fabric.poll(|lanes, completion| self.completed(lanes, messages, (outbox, ledger), completion))?;
+        moved |= fabric.poll(|qps, completion| self.completed(qps, messages, (outbox, ledger), completion))?;
         if state.short_waiting > 0 {
             moved |= self.release(state)?;
         }
@@ -498,7 +498,7 @@ impl RdmaSend {
             matching,
             messages,
             again,
-            short_lane,
+            short_qp,
             ..
         } = state
         else {
@@ -507,7 +507,7 @@ impl RdmaSend {
         if let Some(word) = ring.ring.word() {
             outbox.told(word as u16);
         }
-        let mut room = if again.is_empty() { outbox.room().min(fabric.lane(*short_lane).room() as usize) } else { 0 };
+        let mut room = if again.is_empty() { outbox.room().min(fabric.qp(*short_qp).room() as usize) } else { 0 };
         let released = matching.release(|key| {
             let may = room > 0 && messages[*key].is_short();
             room -= usize::from(may);
@@ -578,15 +578,15 @@ impl RdmaSend {
             self.base.events.ready(message.slot, 0);
         }
         if count == 1 && !is_told && !self.base.events.hears() {
-            // One write on one lane, as nearly always: nothing need be stored for it.
-            let at = stripes.lane(shares.first_lane());
-            let lane = fabric.lane(at);
-            if jobs[at].is_empty() && lane.room() > 0 {
-                let local_key = message.memory.as_ref().map_or(0, |memory| memory.local_key(lane.adapter));
+            // One write on one queue pair, as nearly always: nothing need be stored for it.
+            let at = stripes.qp(shares.first_qp());
+            let qp = fabric.qp(at);
+            if jobs[at].is_empty() && qp.room() > 0 {
+                let local_key = message.memory.as_ref().map_or(0, |memory| memory.local_key(qp.adapter));
                 let write = Work {
                     id: work_id(key, at, 1, true),
                     local: Local { address: message.address, length: message.length as u32, key: local_key },
-                    remote: Remote { address: line.address, key: line.keys[lane.peer_port] },
+                    remote: Remote { address: line.address, key: line.keys[qp.peer_port] },
                     immediate: Some(immediate),
                     is_read: false,
                     is_inline: false,
@@ -594,25 +594,25 @@ impl RdmaSend {
                 };
                 let end = End {
                     key,
-                    lane: at,
+                    qp: at,
                     line: line.number,
                     is_held: line.has_more && message.length <= HELD_MAX,
                     fills: message.length == line.size,
                 };
                 Counters::count(&self.base.counters.chunks, 1);
-                hand_over(lane, messages, (holds, run, ledger), &end, write)?;
+                hand_over(qp, messages, (holds, run, ledger), &end, write)?;
                 if let Some(ledger) = ledger {
-                    let share = Share { lane: at, offset: 0, length: messages[key].length };
+                    let share = Share { qp: at, offset: 0, length: messages[key].length };
                     ledger.sent(at, Sent::Share { key: key as u16, share });
                 }
                 return Ok(());
             }
         }
         for (index, share) in shares.enumerate() {
-            let share = Share { lane: stripes.lane(share.lane), ..share };
-            let key_there = line.keys[fabric.lane(share.lane).peer_port];
+            let share = Share { qp: stripes.qp(share.qp), ..share };
+            let key_there = line.keys[fabric.qp(share.qp).peer_port];
             let mut job = Job::new(key, share, line, key_there, immediate, is_told && index == 0);
-            let waiting = &mut jobs[share.lane];
+            let waiting = &mut jobs[share.qp];
             if !waiting.is_empty() || !self.post(fabric, messages, scratch, (holds, run, ledger), &mut job)? {
                 waiting.push_back(job);
                 *waiting_jobs += 1;
@@ -621,7 +621,7 @@ impl RdmaSend {
         Ok(())
     }
 
-    /// Posts as much of a share as its lane has room for; returns whether that was all.
+    /// Posts as much of a share as its queue pair has room for; returns whether that was all.
     #[inline]
     fn post(
         &self,
@@ -633,11 +633,11 @@ impl RdmaSend {
     ) -> Result<bool> {
         let longest = fabric.longest_write;
         let apart = fabric.apart_above;
-        let lane = fabric.lane(job.share.lane);
+        let qp = fabric.qp(job.share.qp);
         let Message { address, length, memory, .. } = &messages[job.key];
         let (address, length) = (*address, *length);
         let is_apart = apart.is_some_and(|above| length > above);
-        let local_key = memory.as_ref().map_or(0, |memory| memory.local_key(lane.adapter));
+        let local_key = memory.as_ref().map_or(0, |memory| memory.local_key(qp.adapter));
         loop {
             let rest = job.share.length - job.posted;
             let bytes = rest.min(longest);
@@ -645,7 +645,7 @@ impl RdmaSend {
             let is_end = bytes == rest;
             // The end of a share whose immediate is separate, perhaps with the size, takes two places.
             let places = 1 + u32::from(is_end && (job.tells || is_apart));
-            if lane.room() < places {
+            if qp.room() < places {
                 return Ok(false);
             }
             if job.posted == 0 && self.base.events.hears() {
@@ -654,7 +654,7 @@ impl RdmaSend {
             }
             let local = Local { address: address + at, length: bytes as u32, key: local_key };
             let write = Work {
-                id: work_id(job.key, job.share.lane, places, is_end),
+                id: work_id(job.key, job.share.qp, places, is_end),
                 local,
                 remote: Remote { address: job.to.address + at, key: job.to.key },
                 immediate: is_end.then_some(job.immediate),
@@ -665,20 +665,20 @@ impl RdmaSend {
             if places == 1 {
                 let end = End {
                     key: job.key,
-                    lane: job.share.lane,
+                    qp: job.share.qp,
                     line: job.line,
                     is_held: job.has_more && job.share.length <= HELD_MAX,
                     // The end of a longer share ends only itself.
                     fills: is_end && job.posted == 0 && job.fills(length),
                 };
-                hand_over(lane, messages, (holds, run, ledger), &end, write)?;
+                hand_over(qp, messages, (holds, run, ledger), &end, write)?;
             } else {
-                self.post_end(lane, scratch, job, write)?;
+                self.post_end(qp, scratch, job, write)?;
             }
             Counters::count(&self.base.counters.chunks, 1);
             if is_end {
                 if let Some(ledger) = ledger {
-                    ledger.sent(job.share.lane, Sent::Share { key: job.key as u16, share: job.share });
+                    ledger.sent(job.share.qp, Sent::Share { key: job.key as u16, share: job.share });
                 }
                 return Ok(true);
             }
@@ -688,34 +688,34 @@ impl RdmaSend {
 
     /// The end of a share whose immediate is separate: the bytes, then the immediate, with the message's size if this
     /// share carries it.
-    fn post_end(&self, lane: &mut Lane, scratch: &Scratch, job: &Job, write: Work) -> Result<()> {
+    fn post_end(&self, qp: &mut Qp, scratch: &Scratch, job: &Job, write: Work) -> Result<()> {
         let bytes = Work { is_signaled: false, immediate: None, ..write };
         let end = if job.tells {
             let address = &raw const scratch.sizes[job.key] as u64;
-            let local = Local { address, length: SIZE, key: scratch.regions[lane.adapter].local_key() };
+            let local = Local { address, length: SIZE, key: scratch.regions[qp.adapter].local_key() };
             let place = self.target.sizes + u64::from(SIZE) * u64::from(job.slot);
-            let key = self.target.size_keys.get(lane.peer_port).copied().unwrap_or(0);
-            Work { local, remote: Remote { address: place, key }, is_inline: SIZE <= lane.inline_bytes(), ..write }
+            let key = self.target.size_keys.get(qp.peer_port).copied().unwrap_or(0);
+            Work { local, remote: Remote { address: place, key }, is_inline: SIZE <= qp.inline_bytes(), ..write }
         } else {
             Work { local: Local { length: 0, ..write.local }, ..write }
         };
         // SAFETY: as in `post`; the place in `scratch` is this message's until its last completion.
-        unsafe { lane.post(&[bytes, end]) }
+        unsafe { qp.post(&[bytes, end]) }
     }
 
-    /// Notes for the profiler that a lane takes its share, perhaps `again`. The work request is the share's last, whose
+    /// Notes for the profiler that a queue pair takes its share, perhaps `again`. The work request is the share's last, whose
     /// completion ends it and frees this many places.
     #[cold]
     fn tell_share(&self, message: &Message, job: &Job, places: u32, again: bool) {
-        let Share { lane, offset, length } = job.share;
+        let Share { qp, offset, length } = job.share;
         let chunk = Chunk {
             offset,
             length,
-            path: lane as u16,
+            path: qp as u16,
             message: u64::from(message.number),
             total: message.length,
             again,
-            wr_id: work_id(job.key, lane, places, true),
+            wr_id: work_id(job.key, qp, places, true),
             ..Chunk::default()
         };
         self.base.events.chunk_begins(message.slot, 0, &chunk);
@@ -742,22 +742,22 @@ impl RdmaSend {
     #[inline(never)]
     fn completed(
         &self,
-        lanes: &mut [Lane],
+        qps: &mut [Qp],
         messages: &mut slab::Slab<Message>,
         (outbox, ledger): (&mut Option<Outbox>, &mut Option<Ledger>),
         completion: &Completion,
     ) -> Result<()> {
         let id = completion.id();
         let index = (id >> 16) as u16 as usize;
-        let lane = &mut lanes[index];
-        if !lane.is_up() || !lane.is_of_this_life(completion) {
+        let qp = &mut qps[index];
+        if !qp.is_up() || !qp.is_of_this_life(completion) {
             // The receiver has reported its result, or will.
-            return if lane.is_returning() { self.probed(lane, completion) } else { Ok(()) };
+            return if qp.is_returning() { self.probed(qp, completion) } else { Ok(()) };
         }
         if !completion.is_ok() {
-            return self.base.broken(lane, completion, Doing::Sending);
+            return self.base.broken(qp, completion, Doing::Sending);
         }
-        lane.finished((id >> 32) as u32 & 0xff);
+        qp.finished((id >> 32) as u32 & 0xff);
         if let Some(ledger) = ledger
             && id & (EAGER | LAST) != 0
         {
@@ -774,7 +774,7 @@ impl RdmaSend {
         }
         let mut earlier = self.ended(messages, id as u16, index as u16);
         while let Some(key) = earlier {
-            lane.finished(1);
+            qp.finished(1);
             earlier = self.ended(messages, key, index as u16);
         }
         Ok(())
@@ -843,10 +843,10 @@ impl State {
         if !self.has_heard() {
             return false;
         }
-        let State { fabric: Some(fabric), outbox: Some(outbox), ring, short_lane, again, .. } = self else {
+        let State { fabric: Some(fabric), outbox: Some(outbox), ring, short_qp, again, .. } = self else {
             return false;
         };
-        if fabric.lane(*short_lane).room() == 0 || !again.is_empty() {
+        if fabric.qp(*short_qp).room() == 0 || !again.is_empty() {
             return false;
         }
         outbox.has_room() || {

@@ -1,10 +1,10 @@
 //! How a message is divided over the queue pairs of a connection.
 //!
-//! The lanes of a connection are numbered so that neighbours are on different devices: lane l is on device l modulo the
-//! number of devices. A message uses either all lanes (`NCCL_IB_SPLIT_DATA_ON_QPS=1`) or one of each device, in turn;
+//! The queue pairs of a connection are numbered so that neighbours are on different devices: queue pair l is on device l modulo the
+//! number of devices. A message uses either all queue pairs (`NCCL_IB_SPLIT_DATA_ON_QPS=1`) or one of each device, in turn;
 //! and of those no more than it has [`SHARE_MIN`] for, so that a short message is one write.
 //!
-//! Lost lanes are left out, as if they had never existed ([`Stripes::over`]).
+//! Lost queue pairs are left out, as if they had never existed ([`Stripes::over`]).
 //!
 //! Shares start at multiples of 128 bytes from the message's start: with NCCL's LL128 protocol the GPU polls flags in
 //! every 128 bytes while the buffer is being filled.
@@ -16,10 +16,10 @@ pub(crate) const ALIGN: u64 = 128;
 /// than a second link saves (at 400 Gbit/s 8 KiB take 0.16 µs, about what posting and completing a request takes).
 pub(crate) const SHARE_MIN: u64 = 8 << 10;
 
-/// The most lanes of a connection: the largest count of shares in an immediate.
-pub(crate) const MAX_LANES: usize = 128;
+/// The most queue pairs of a connection: the largest count of shares in an immediate.
+pub(crate) const MAX_QPS: usize = 128;
 
-/// The lanes of a connection, and which is next.
+/// The queue pairs of a connection, and which is next.
 #[derive(Debug, Clone)]
 pub(crate) struct Stripes {
     /// Those that are used, in their order.
@@ -31,11 +31,11 @@ pub(crate) struct Stripes {
     turn: usize,
 }
 
-/// The share of a message that one lane carries.
+/// The share of a message that one queue pair carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Share {
-    /// The lane: its place among those that are used.
-    pub lane: usize,
+    /// The queue pair: its place among those that are used.
+    pub qp: usize,
     /// Where the share starts in the message.
     pub offset: u64,
     /// Its bytes; 0 only for an empty message.
@@ -50,37 +50,37 @@ pub(crate) struct Shares {
     count: usize,
     next: usize,
     first: usize,
-    /// Lanes that may be used, from `base` on.
+    /// Queue pairs that may be used, from `base` on.
     group: usize,
     base: usize,
 }
 
 impl Stripes {
-    /// `lanes` queue pairs over `devices` devices; both at least 1, the first a multiple of the second.
-    pub(crate) fn new(lanes: usize, devices: usize, split: bool) -> Self {
-        debug_assert!((1..=MAX_LANES).contains(&lanes) && lanes.is_multiple_of(devices));
-        Self { order: (0..lanes).collect(), all_devices: devices, devices, split, turn: 0 }
+    /// `qps` queue pairs over `devices` devices; both at least 1, the first a multiple of the second.
+    pub(crate) fn new(qps: usize, devices: usize, split: bool) -> Self {
+        debug_assert!((1..=MAX_QPS).contains(&qps) && qps.is_multiple_of(devices));
+        Self { order: (0..qps).collect(), all_devices: devices, devices, split, turn: 0 }
     }
 
-    /// From now on messages use these lanes, at least one, in ascending order.
-    pub(crate) fn over(&mut self, lanes: impl Iterator<Item = usize>) {
+    /// From now on messages use these queue pairs, at least one, in ascending order.
+    pub(crate) fn over(&mut self, qps: impl Iterator<Item = usize>) {
         self.order.clear();
-        self.order.extend(lanes);
+        self.order.extend(qps);
         debug_assert!(!self.order.is_empty());
-        let mut devices: Vec<usize> = self.order.iter().map(|lane| lane % self.all_devices).collect();
+        let mut devices: Vec<usize> = self.order.iter().map(|qp| qp % self.all_devices).collect();
         devices.sort_unstable();
         devices.dedup();
         self.devices = devices.len();
         self.turn = 0;
     }
 
-    /// The lane that a [`Share::lane`] means: shares count only lanes that are used.
+    /// The queue pair that a [`Share::qp`] means: shares count only queue pairs that are used.
     #[inline]
-    pub(crate) fn lane(&self, place: usize) -> usize {
+    pub(crate) fn qp(&self, place: usize) -> usize {
         self.order[place]
     }
 
-    /// Divides a message of `length` bytes, and advances to the next lane.
+    /// Divides a message of `length` bytes, and advances to the next queue pair.
     #[inline]
     pub(crate) fn share(&mut self, length: u64) -> Shares {
         if self.order.len() == 1 {
@@ -89,8 +89,8 @@ impl Stripes {
         let (group, base, first) = if self.split {
             (self.order.len(), 0, self.turn)
         } else {
-            // The turn passes through all lanes: short messages use every device, and one group after the other. The
-            // last group may be smaller when lanes were lost.
+            // The turn passes through all queue pairs: short messages use every device, and one group after the other. The
+            // last group may be smaller when queue pairs were lost.
             let base = self.turn / self.devices * self.devices;
             (self.devices.min(self.order.len() - base), base, self.turn - base)
         };
@@ -113,9 +113,9 @@ impl Shares {
         self.count
     }
 
-    /// The lane of the first one, as [`Share::lane`].
+    /// The queue pair of the first one, as [`Share::qp`].
     #[inline]
-    pub(crate) fn first_lane(&self) -> usize {
+    pub(crate) fn first_qp(&self) -> usize {
         self.base + self.first
     }
 
@@ -135,11 +135,11 @@ impl Iterator for Shares {
             return None;
         }
         let offset = self.piece * self.next as u64;
-        // Less than twice the group: its lanes once around.
+        // Less than twice the group: its queue pairs once around.
         let turn = self.first + self.next;
-        let lane = self.base + if turn < self.group { turn } else { turn - self.group };
+        let qp = self.base + if turn < self.group { turn } else { turn - self.group };
         self.next += 1;
-        Some(Share { lane, offset, length: self.piece.min(self.length - offset) })
+        Some(Share { qp, offset, length: self.piece.min(self.length - offset) })
     }
 }
 
@@ -150,57 +150,57 @@ mod tests {
 
     proptest! {
         #[test]
-        fn shares_cover_the_message_once_in_order_on_different_lanes(
+        fn shares_cover_the_message_once_in_order_on_different_qps(
             devices in 1..=8_usize, per_device in 1..=16_usize, split: bool, lost in prop::collection::vec(any::<bool>(), 128),
             lengths in prop::collection::vec(prop_oneof![0..5000_u64, 0..1_u64 << 22, 0..1_u64 << 42], 1..50),
         ) {
-            let lanes = devices * per_device;
-            let mut stripes = Stripes::new(lanes, devices, split);
-            let living: Vec<usize> = (0..lanes).filter(|lane| *lane == 0 || !lost[*lane] || lost[127]).collect();
-            if living.len() < lanes {
+            let qps = devices * per_device;
+            let mut stripes = Stripes::new(qps, devices, split);
+            let living: Vec<usize> = (0..qps).filter(|qp| *qp == 0 || !lost[*qp] || lost[127]).collect();
+            if living.len() < qps {
                 stripes.over(living.iter().copied());
             }
             for length in lengths {
                 let all = stripes.share(length);
-                let (longest, first_lane) = (all.longest(), all.first_lane());
-                let shares: Vec<Share> = all.map(|share| Share { lane: stripes.lane(share.lane), ..share }).collect();
+                let (longest, first_qp) = (all.longest(), all.first_qp());
+                let shares: Vec<Share> = all.map(|share| Share { qp: stripes.qp(share.qp), ..share }).collect();
                 prop_assert_eq!(Some(longest), shares.iter().map(|share| share.length).max());
-                prop_assert_eq!(stripes.lane(first_lane), shares[0].lane);
+                prop_assert_eq!(stripes.qp(first_qp), shares[0].qp);
                 let mut at = 0;
-                let mut seen = vec![false; lanes];
-                prop_assert!(shares.iter().all(|share| living.contains(&share.lane)), "a lost lane");
+                let mut seen = vec![false; qps];
+                prop_assert!(shares.iter().all(|share| living.contains(&share.qp)), "a lost queue pair");
                 for share in &shares {
                     prop_assert_eq!(share.offset, at);
                     prop_assert_eq!(share.offset % ALIGN, 0);
                     prop_assert!(share.length > 0 || length == 0);
                     prop_assert!(shares.len() == 1 || share.length >= SHARE_MIN || at + share.length == length);
-                    prop_assert!(!std::mem::replace(&mut seen[share.lane], true), "a lane carries two shares");
+                    prop_assert!(!std::mem::replace(&mut seen[share.qp], true), "a queue pair carries two shares");
                     at += share.length;
                 }
                 prop_assert_eq!(at, length);
-                if !split && living.len() == lanes {
-                    let group = shares[0].lane / devices;
-                    prop_assert!(shares.iter().all(|share| share.lane / devices == group), "one queue pair per device");
+                if !split && living.len() == qps {
+                    let group = shares[0].qp / devices;
+                    prop_assert!(shares.iter().all(|share| share.qp / devices == group), "one queue pair per device");
                 }
             }
         }
 
         #[test]
-        fn every_lane_gets_its_turn(
+        fn every_qp_gets_its_turn(
             devices in 1..=8_usize, per_device in 1..=16_usize, split: bool, length in 0..1_u64 << 24,
             lost in prop::option::of(0..128_usize),
         ) {
-            let lanes = devices * per_device;
-            let mut stripes = Stripes::new(lanes, devices, split);
-            let lost = lost.filter(|lost| *lost < lanes && lanes > 1);
+            let qps = devices * per_device;
+            let mut stripes = Stripes::new(qps, devices, split);
+            let lost = lost.filter(|lost| *lost < qps && qps > 1);
             if let Some(lost) = lost {
-                stripes.over((0..lanes).filter(|lane| *lane != lost));
+                stripes.over((0..qps).filter(|qp| *qp != lost));
             }
-            let mut bytes = vec![0; lanes];
-            for _ in 0..lanes * 2 {
-                stripes.share(length.max(1)).for_each(|share| bytes[stripes.lane(share.lane)] += share.length);
+            let mut bytes = vec![0; qps];
+            for _ in 0..qps * 2 {
+                stripes.share(length.max(1)).for_each(|share| bytes[stripes.qp(share.qp)] += share.length);
             }
-            prop_assert!(bytes.iter().enumerate().all(|(lane, bytes)| (*bytes > 0) != (Some(lane) == lost)), "{:?}", bytes);
+            prop_assert!(bytes.iter().enumerate().all(|(qp, bytes)| (*bytes > 0) != (Some(qp) == lost)), "{:?}", bytes);
         }
     }
 }

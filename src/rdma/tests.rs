@@ -114,7 +114,7 @@ fn a_device_that_fails_ends_its_connections_unless_that_is_only_logged() {
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_connection_goes_on_without_one_of_its_two_devices() {
-    let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], lanes: 2, ..Plan::default() });
+    let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], qps: 2, ..Plan::default() });
     ends.carries();
     event(&ends.receiving[1], true, 8, 0);
     for _ in 0..20 {
@@ -171,7 +171,7 @@ fn a_queue_that_is_said_to_have_failed_fails_its_connection_and_no_other() {
     }
 }
 
-/// As many messages as there are request slots, on all lanes of two fused ports, posted before any is tested: with
+/// As many messages as there are request slots, on all queue pairs of two fused ports, posted before any is tested: with
 /// queues of a few places everything waits, and everything arrives.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
@@ -179,7 +179,7 @@ fn all_messages_that_can_be_outstanding_pass_through_queues_of_a_few_places() {
     // Plain writes; shares that end with a separate write; messages whose size is in the table.
     let reordering: &[_] = &[("NCCL_IB_ADAPTIVE_ROUTING", "1"), ("NCCL_IB_AR_THRESHOLD", "20000")];
     for (depth, variables) in [([4, 4], &[][..]), ([5, 5], reordering), ([16, 17], reordering)] {
-        let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], lanes: 16, depth, variables, ..Plan::default() });
+        let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], qps: 16, depth, variables, ..Plan::default() });
         let sizes = [0, 1, 9000, 70_000, 135_000];
         let size = |number: usize| sizes[number % sizes.len()];
         let source: Vec<u8> = (0..150_000).map(|place| (place % 251) as u8).collect();
@@ -244,8 +244,8 @@ fn all_messages_that_can_be_outstanding_pass_through_queues_of_a_few_places() {
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn groups_arrive_in_whichever_order_their_parts_are_sent_and_whatever_they_fill() {
-    for lanes in [1, 2] {
-        let ends = Ends::connect(&Plan { lanes, ..Plan::default() });
+    for qps in [1, 2] {
+        let ends = Ends::connect(&Plan { qps, ..Plan::default() });
         let mut state = 7_u64;
         let mut below = |most: usize| {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -293,22 +293,22 @@ fn groups_arrive_in_whichever_order_their_parts_are_sent_and_whatever_they_fill(
     }
 }
 
-/// Everything that can be in the queues of all lanes is posted, and nothing is polled until all of it has completed:
+/// Everything that can be in the queues of all queue pairs is posted, and nothing is polled until all of it has completed:
 /// the completion queues have a place for each.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
-fn completion_queues_hold_all_that_their_lanes_can_have_outstanding() {
+fn completion_queues_hold_all_that_their_qps_can_have_outstanding() {
     let config = Config::default();
     let (rdma, _) = Rdma::find(&config).expect("RDMA devices");
-    for (ports, lanes, depth) in [
+    for (ports, qps, depth) in [
         ([&[0][..], &[1][..]], 1, [256, 128]),
         ([&[0], &[1]], 7, [4, 4]),
         ([&[0, 1], &[0, 1]], 128, [6, 5]),
         ([&[0, 1], &[1]], 32, [40, 30]),
     ] {
-        let plan = Plan { ports, lanes, depth, ..Plan::default() };
+        let plan = Plan { ports, qps, depth, ..Plan::default() };
         let ([left, right], mut fabrics) = fabrics(&rdma, &plan, &config);
-        let memory = Pages::<[u8; 4]>::zeroed(2 * lanes).expect("memory");
+        let memory = Pages::<[u8; 4]>::zeroed(2 * qps).expect("memory");
         let mine = memory.address();
         let regions = [&left, &right].map(|side| own_regions(side, &memory).expect("pinned"));
         let number = 77_u32;
@@ -316,13 +316,13 @@ fn completion_queues_hold_all_that_their_lanes_can_have_outstanding() {
             .map(|side| Registration::new(side, &raw const number as u64, 4, Memory::Host, None).expect("pinned"));
         let mut places = [0; 2];
         for side in 0..2 {
-            for lane in 0..lanes {
-                let lane_of = fabrics[side].lane(lane);
-                let key = regions[1 - side][lane_of.peer_port].remote_key();
+            for qp in 0..qps {
+                let qp_of = fabrics[side].qp(qp);
+                let key = regions[1 - side][qp_of.peer_port].remote_key();
                 let local =
-                    Local { address: &raw const number as u64, length: 4, key: own[side].local_key(lane_of.adapter) };
-                let remote = Remote { address: mine + 4 * (2 * lane + side) as u64, key };
-                let fits = lane_of.room();
+                    Local { address: &raw const number as u64, length: 4, key: own[side].local_key(qp_of.adapter) };
+                let remote = Remote { address: mine + 4 * (2 * qp + side) as u64, key };
+                let fits = qp_of.room();
                 assert_eq!(fits, depth[side], "as deep as wanted");
                 // The sender's writes take up receives; the receiver's are lines.
                 let immediate = (side == 0).then_some(0);
@@ -330,7 +330,7 @@ fn completion_queues_hold_all_that_their_lanes_can_have_outstanding() {
                     // Only the last one shows in memory.
                     let length = if place + 1 == fits { 4 } else { 0 };
                     let work = Work {
-                        id: lane as u64,
+                        id: qp as u64,
                         local: Local { length, ..local },
                         remote,
                         immediate,
@@ -339,14 +339,14 @@ fn completion_queues_hold_all_that_their_lanes_can_have_outstanding() {
                         is_signaled: true,
                     };
                     // SAFETY: the memory outlives the queue pairs.
-                    unsafe { lane_of.post(&[work]) }.expect("posted");
+                    unsafe { qp_of.post(&[work]) }.expect("posted");
                 }
-                assert_eq!(lane_of.room(), 0);
+                assert_eq!(qp_of.room(), 0);
                 places[side] += fits as usize;
             }
         }
         // All have arrived; the acknowledgements follow.
-        until("the last write of each lane", || {
+        until("the last write of each queue pair", || {
             // SAFETY: a device writes it, hence volatile.
             memory
                 .iter()
@@ -364,8 +364,8 @@ fn completion_queues_hold_all_that_their_lanes_can_have_outstanding() {
             fabric.poll(take).expect("a queue that was not overrun");
         }
         // The receiving side's queues hold its own writes and the immediates.
-        assert_eq!(counts, [places[0], places[1] + places[0]], "{lanes} lanes of depth {depth:?}");
-        assert!(places[0] <= lanes * receiver::DEPTH.receive as usize);
+        assert_eq!(counts, [places[0], places[1] + places[0]], "{queue pairs} queue pairs of depth {depth:?}");
+        assert!(places[0] <= qps * receiver::DEPTH.receive as usize);
         for adapter in left.iter().chain(&*right) {
             let context = &adapter.open.context;
             let mut ready = libc::pollfd { fd: context.async_fd(), events: libc::POLLIN, revents: 0 };

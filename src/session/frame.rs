@@ -74,7 +74,7 @@ pub enum Type {
     /// pair's number, the high half its first packet sequence number; `total` is 1. With `total` 0: not now. `offset`
     /// and `tag` are the options of enhanced connection establishment: vendor and options in the halves of `offset`,
     /// the mask in `tag`. With `total` 2, sender → receiver: a first write over the new queue pair was acknowledged.
-    Lane = 9,
+    QueuePair = 9,
     /// Receiver → sender: as [`Type::Ack`], plus what was received on every stream: a count of frames for each, in
     /// order of their numbers, 8 bytes each.
     Acks = 10,
@@ -92,7 +92,7 @@ impl Type {
             6 => Self::Fence,
             7 => Self::Fenced,
             8 => Self::Ask,
-            9 => Self::Lane,
+            9 => Self::QueuePair,
             10 => Self::Acks,
             _ => return None,
         })

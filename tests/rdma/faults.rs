@@ -408,8 +408,8 @@ fn tells_of_a_data_call(line: &str) -> bool {
 }
 
 /// A run amid faults, then without. Connections have so many queue pairs; none: they end with the first that is lost.
-fn amid_faults(name: &str, lanes: u32) {
-    let ends = lanes == 0;
+fn amid_faults(name: &str, queue_pairs: u32) {
+    let ends = queue_pairs == 0;
     let (seconds, seed) = (number("RDMA_FAULTS").unwrap_or(SECONDS), seed());
     let _watchdog = watchdog(seconds + 90);
     let run = Run::start(ends);
@@ -453,9 +453,12 @@ fn amid_faults(name: &str, lanes: u32) {
     // Few calls are made in a short run, and it may be that hardly any was refused, or as the connection was closed.
     let refused: u32 = counts.iter().filter(|((call, _), _)| call == "post_send").map(|(_, (_, faults))| faults).sum();
     // With one there is none to go on with.
-    let is_right = if lanes > 1 { refused < 3 || losses > 0 } else { losses == 0 };
+    let is_right = if queue_pairs > 1 { refused < 3 || losses > 0 } else { losses == 0 };
     assert!(is_right, "{losses} losses of a queue pair, {refused} refused");
-    assert!(if ends { waits == 0 } else { lanes > 1 || refused < 3 || waits > 0 }, "{waits} waits, {refused} refused");
+    assert!(
+        if ends { waits == 0 } else { queue_pairs > 1 || refused < 3 || waits > 0 },
+        "{waits} waits, {refused} refused"
+    );
 
     // A warning on the side of a connection that failed, which says what; that the peer gave up is one for each peer process in
     // a while.
@@ -489,9 +492,9 @@ fn amid_faults(name: &str, lanes: u32) {
 }
 
 /// The test `name`: here it is played in a process of its own with each of these variables, there amid faults.
-fn play(name: &str, lanes: u32, runs: &[&[(&str, &str)]]) {
+fn play(name: &str, queue_pairs: u32, runs: &[&[(&str, &str)]]) {
     match child::role() {
-        Some(_) => amid_faults(name, lanes),
+        Some(_) => amid_faults(name, queue_pairs),
         None => runs.iter().for_each(|variables| under_fire(name, seed(), variables)),
     }
 }

@@ -117,9 +117,9 @@ fn software_devices_are_no_ports_of_each_other() {
 
 #[test]
 fn speed_is_rate_times_width_or_what_the_kernel_knows_better() {
-    let speed_of = |lane: u8, width: u8, rate: Option<u32>| {
+    let speed_of = |qp: u8, width: u8, rate: Option<u32>| {
         let mut port = found("mlx5_0", 1, "");
-        (port.port.active_speed, port.port.active_width, port.rate_mbps) = (lane, width, rate);
+        (port.port.active_speed, port.port.active_width, port.rate_mbps) = (qp, width, rate);
         speed(&port)
     };
     assert_eq!(speed_of(1, 1, None), 2500);

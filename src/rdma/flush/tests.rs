@@ -29,7 +29,7 @@ fn a_flush_is_done_when_every_port_has_read() {
     let memory = Registration::new(&adapters, bytes.as_ptr() as u64, 100, Memory::Host, None).expect("registered");
     let memory = Arc::new(memory);
     let mut flush = Flush::new(&adapters);
-    let around = Around { config: &config, lanes: &[] };
+    let around = Around { config: &config, qps: &[] };
     let mut finished = vec![0; 200];
     for slot in 0..200 {
         let last = (bytes.as_ptr() as u64 + 99, Arc::clone(&memory));
@@ -59,7 +59,7 @@ fn flush_byte(flush: &mut Flush, around: &Around<'_>, (slot, memory): (u16, &Arc
 }
 
 /// The queue pairs of a connection that is not connected.
-fn lanes(adapters: &Adapters, config: &Config) -> Fabric {
+fn qps(adapters: &Adapters, config: &Config) -> Fabric {
     Fabric::new(adapters, adapters.len(), DEPTH, config, &ports(adapters)).expect("queue pairs")
 }
 
@@ -73,8 +73,8 @@ fn a_read_that_fails_is_made_again() {
     let address = bytes.as_ptr() as u64;
     let memory = Registration::new(&adapters, address, 2, Memory::Host, None).expect("registered");
     let memory = Arc::new(memory);
-    let fabric = lanes(&adapters, &config);
-    let around = Around { config: &config, lanes: fabric.lanes() };
+    let fabric = qps(&adapters, &config);
+    let around = Around { config: &config, qps: fabric.qps() };
     let mut flush = Flush::new(&adapters);
     flush_byte(&mut flush, &around, (3, &memory), address);
     for broken in 0..adapters.len() {
@@ -112,11 +112,11 @@ fn a_port_that_is_lost_is_not_waited_for() {
     let address = bytes.as_ptr() as u64;
     let memory = Registration::new(&adapters, address, 2, Memory::Host, None).expect("registered");
     let memory = Arc::new(memory);
-    let mut fabric = lanes(&adapters, &config);
+    let mut fabric = qps(&adapters, &config);
     let mut flush = Flush::new(&adapters);
-    flush_byte(&mut flush, &Around { config: &config, lanes: fabric.lanes() }, (0, &memory), address);
-    drop(fabric.lane(0).end());
-    let around = Around { config: &config, lanes: fabric.lanes() };
+    flush_byte(&mut flush, &Around { config: &config, qps: fabric.qps() }, (0, &memory), address);
+    drop(fabric.qp(0).end());
+    let around = Around { config: &config, qps: fabric.qps() };
     flush_byte(&mut flush, &around, (1, &memory), address + 1);
     let read = |flush: &Flush| flush.ports[0].reader.as_ref().map(|reader| reader.sink[0].to_le_bytes()[0]);
     assert_eq!(read(&flush), Some(9), "it can");

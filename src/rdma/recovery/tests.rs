@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::engine::request::{MAX_PARTS, Ticket};
 use crate::os::error::Cause;
 use crate::rdma::base::Base;
-use crate::rdma::fabric::{Fabric, Lane};
+use crate::rdma::fabric::{Fabric, Qp};
 use crate::rdma::harness::{Ends, Plan, end_of, posted, sock, until};
 
 /// Pseudo-random numbers, the same for the same seed.
@@ -84,11 +84,11 @@ fn traffic(ends: &Ends, dice: &mut Dice, groups: usize, mut trouble: impl FnMut(
     });
 }
 
-/// Breaks one of the working lanes, unless it is the last of several.
+/// Breaks one of the working queue pairs, unless it is the last of several.
 fn break_one(fabric: &Fabric, dice: &mut Dice) {
     let living: Vec<usize> = fabric.living().collect();
-    if living.len() > 1 || fabric.lanes().len() == 1 && !living.is_empty() {
-        fabric.lanes()[living[dice.below(living.len())]].break_pair();
+    if living.len() > 1 || fabric.qps().len() == 1 && !living.is_empty() {
+        fabric.qps()[living[dice.below(living.len())]].break_pair();
     }
 }
 
@@ -100,9 +100,9 @@ const IMPATIENT: [(&str, &str); 2] = [("NCCL_IB_TIMEOUT", "14"), ("NCCL_IB_RETRY
 const REORDERING: [(&str, &str); 4] =
     [IMPATIENT[0], IMPATIENT[1], ("NCCL_IB_ADAPTIVE_ROUTING", "1"), ("NCCL_IB_AR_THRESHOLD", "20000")];
 
-/// Waits until all lanes carry messages on both sides.
+/// Waits until all queue pairs carry messages on both sides.
 fn all_are_back(ends: &Ends) {
-    let count = |fabric: &Fabric| fabric.lanes().len() - fabric.living().count();
+    let count = |fabric: &Fabric| fabric.qps().len() - fabric.living().count();
     until("all queue pairs are back", || {
         let mut away = 0;
         ends.send.with_fabric(|fabric| away += count(fabric));
@@ -117,14 +117,14 @@ fn queue_pairs_that_fail_lose_nothing_and_come_back() {
     let rounds = std::env::var("RDMA_MENDING").ok().and_then(|text| text.parse().ok()).unwrap_or(4);
     for round in 0..rounds {
         let mut dice = Dice(0x9e37_79b9_7f4a_7c15 ^ (round as u64 + 1));
-        let lanes = [2, 1, 4, 8][round % 4];
+        let qps = [2, 1, 4, 8][round % 4];
         // Each number of queue pairs in both ways.
         let is_odd = (round + round / 4) % 2 == 1;
         let variables = if is_odd { &REORDERING[..] } else { &IMPATIENT };
-        let ports: &[usize] = if lanes == 1 { &[0] } else { &[0, 1] };
-        let plan = Plan { ports: [ports, ports], lanes, short: round % 8 < 6, variables, ..Plan::default() };
+        let ports: &[usize] = if qps == 1 { &[0] } else { &[0, 1] };
+        let plan = Plan { ports: [ports, ports], qps, short: round % 8 < 6, variables, ..Plan::default() };
         let ends = Ends::connect(&plan);
-        let (mut broken, most) = (0, 2 * lanes);
+        let (mut broken, most) = (0, 2 * qps);
         traffic(&ends, &mut dice, 200, |dice, done| {
             if broken < most && done > 190 * broken / most && dice.below(10) == 0 {
                 broken += 1;
@@ -137,15 +137,15 @@ fn queue_pairs_that_fail_lose_nothing_and_come_back() {
         });
         if is_odd {
             // All at one time.
-            ends.send.with_fabric(|fabric| fabric.living().for_each(|lane| fabric.lanes()[lane].break_pair()));
+            ends.send.with_fabric(|fabric| fabric.living().for_each(|qp| fabric.qps()[qp].break_pair()));
         }
         // A broken queue pair that was not used since is not noticed.
         traffic(&ends, &mut dice, 30, |_, _| ());
         all_are_back(&ends);
         traffic(&ends, &mut dice, 30, |_, _| ());
-        ends.recv.with_fabric(|fabric| assert!(fabric.lanes().iter().all(|lane| lane.arrived > 0), "one is not used"));
+        ends.recv.with_fabric(|fabric| assert!(fabric.qps().iter().all(|qp| qp.arrived > 0), "one is not used"));
         let lost = |base: &Base| base.counters.lost_pairs.load(Ordering::Relaxed);
-        println!("round {round}: {lanes} queue pairs; {} were lost", lost(ends.recv.base()));
+        println!("round {round}: {queue pairs} queue pairs; {} were lost", lost(ends.recv.base()));
         assert!(lost(ends.send.base()) > 0 && lost(ends.send.base()) == lost(ends.recv.base()));
         ends.send.close();
         ends.recv.close();
@@ -156,11 +156,11 @@ fn queue_pairs_that_fail_lose_nothing_and_come_back() {
 fn break_first(ends: &Ends, dice: &mut Dice) -> Duration {
     let lost = || ends.send.base().counters.lost_pairs.load(Ordering::Relaxed);
     let (before, began) = (lost(), Instant::now());
-    ends.send.with_fabric(|fabric| fabric.lanes()[0].break_pair());
+    ends.send.with_fabric(|fabric| fabric.qps()[0].break_pair());
     let mut is_back = false;
     while !is_back {
         traffic(ends, dice, 1, |_, _| ());
-        ends.send.with_fabric(|fabric| is_back = fabric.lanes()[0].is_up() && lost() > before);
+        ends.send.with_fabric(|fabric| is_back = fabric.qps()[0].is_up() && lost() > before);
     }
     began.elapsed()
 }
@@ -170,7 +170,7 @@ fn break_first(ends: &Ends, dice: &mut Dice) -> Duration {
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_queue_pair_that_is_lost_again_and_again_stays_out_unless_it_is_the_only_one() {
     let mut dice = Dice(0x1055);
-    let two = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], lanes: 2, variables: &IMPATIENT, ..Plan::default() });
+    let two = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], qps: 2, variables: &IMPATIENT, ..Plan::default() });
     let first: Vec<Duration> = (0..3).map(|_| break_first(&two, &mut dice)).collect();
     let fourth = break_first(&two, &mut dice);
     println!("out for {first:?}, then {fourth:?}");
@@ -180,7 +180,7 @@ fn a_queue_pair_that_is_lost_again_and_again_stays_out_unless_it_is_the_only_one
         fourth > Duration::from_millis(1800) && fourth > usual + Duration::from_millis(1200),
         "{first:?}, {fourth:?}"
     );
-    let one = Ends::connect(&Plan { ports: [&[0], &[0]], lanes: 1, variables: &IMPATIENT, ..Plan::default() });
+    let one = Ends::connect(&Plan { ports: [&[0], &[0]], qps: 1, variables: &IMPATIENT, ..Plan::default() });
     let alone: Vec<Duration> = (0..5).map(|_| break_first(&one, &mut dice)).collect();
     println!("alone, out for {alone:?}");
     assert!(alone.last().expect("five") < &Duration::from_secs(4), "it would be four seconds and more");
@@ -196,7 +196,7 @@ fn a_queue_pair_that_is_lost_again_and_again_stays_out_unless_it_is_the_only_one
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn the_control_channel_may_be_replaced_at_any_moment() {
     let mut dice = Dice(0xc0de);
-    let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], lanes: 4, variables: &IMPATIENT, ..Plan::default() });
+    let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], qps: 4, variables: &IMPATIENT, ..Plan::default() });
     let mut epoch = 0;
     // The connecting side's end of the next socket, which the listening side already uses.
     let mut next: Option<UnixStream> = None;
@@ -238,7 +238,7 @@ fn the_control_channel_may_be_replaced_at_any_moment() {
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_queue_pair_that_is_said_to_have_failed_is_done_without() {
-    let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], lanes: 2, ..Plan::default() });
+    let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], qps: 2, ..Plan::default() });
     traffic(&ends, &mut Dice(3), 10, |_, _| ());
     let (place, queue) = ends.queues[0];
     assert!(ends.receiving[place].befell(queue, "QP fatal error"));
@@ -256,7 +256,7 @@ fn a_queue_pair_that_is_said_to_have_failed_is_done_without() {
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_port_that_goes_down_or_comes_back_raises_the_alarm() {
-    let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], lanes: 2, ..Plan::default() });
+    let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], qps: 2, ..Plan::default() });
     traffic(&ends, &mut Dice(8), 10, |_, _| ());
     let lost = |base: &Base| base.counters.lost_pairs.load(Ordering::Relaxed);
     let is_seen = || ends.send.base().alarm.is_raised() || lost(ends.send.base()) == 1;
@@ -280,11 +280,11 @@ fn a_port_that_goes_down_or_comes_back_raises_the_alarm() {
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn when_no_queue_pair_comes_back_the_connection_ends() {
     let variables: &[_] = &[IMPATIENT[0], IMPATIENT[1], ("TOWLINE_RECONNECT_TIMEOUT", "1")];
-    let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], lanes: 2, variables, ..Plan::default() });
+    let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], qps: 2, variables, ..Plan::default() });
     traffic(&ends, &mut Dice(7), 20, |_, _| ());
     let ports = || ends.send.base().adapters.iter();
     ports().for_each(|port| port.set_port_down(true));
-    ends.send.with_fabric(|fabric| fabric.lanes().iter().for_each(Lane::break_pair));
+    ends.send.with_fabric(|fabric| fabric.qps().iter().for_each(Qp::break_pair));
     let (source, target) = (source(), vec![0; 50_000]);
     // SAFETY: the target outlives the connection.
     let received = unsafe { ends.post_receive(&target) };
@@ -305,8 +305,8 @@ fn when_no_queue_pair_comes_back_the_connection_ends() {
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn without_recovery_the_first_queue_pair_ends_the_connection() {
     let variables: &[_] = &[("TOWLINE_RECOVERY", "0")];
-    let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], lanes: 2, variables, ..Plan::default() });
-    ends.recv.with_fabric(|fabric| fabric.lanes()[0].break_pair());
+    let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], qps: 2, variables, ..Plan::default() });
+    ends.recv.with_fabric(|fabric| fabric.qps()[0].break_pair());
     let target = vec![0; 50_000];
     // SAFETY: the target outlives the connection.
     let received = unsafe { ends.post_receive(&target) };

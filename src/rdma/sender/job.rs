@@ -4,19 +4,19 @@
 use super::Message;
 use crate::engine::request::MAX_PARTS;
 use crate::os::error::Result;
-use crate::rdma::fabric::Lane;
+use crate::rdma::fabric::Qp;
 use crate::rdma::ledger::Ledger;
 use crate::rdma::line::{Immediate, Line};
 use crate::rdma::stripe::Share;
 use crate::rdma::verbs::{Remote, Work};
 
-/// A share that waits for room in its lane.
+/// A share that waits for room in its queue pair.
 pub(super) struct Job {
     pub(super) key: usize,
     pub(super) share: Share,
     /// Bytes of the share that were posted.
     pub(super) posted: u64,
-    /// Where the receive's buffer starts, and its key for this lane.
+    /// Where the receive's buffer starts, and its key for this queue pair.
     pub(super) to: Remote,
     /// Bytes of the receive.
     pub(super) size: u64,
@@ -27,13 +27,13 @@ pub(super) struct Job {
     /// It is not the last part of its group.
     pub(super) has_more: bool,
     pub(super) immediate: u32,
-    /// Whether this share's lane carries the size.
+    /// Whether this share's queue pair carries the size.
     pub(super) tells: bool,
 }
 
 impl Job {
     /// A share of the message with this key, of which nothing is posted; `key_there` is the receiver's key for its
-    /// lane.
+    /// queue pair.
     pub(super) fn new(key: usize, share: Share, line: &Line, key_there: u32, immediate: u32, tells: bool) -> Self {
         let Line { address, size, number, slot, has_more, .. } = *line;
         let to = Remote { address, key: key_there };
@@ -50,7 +50,7 @@ impl Job {
 pub(super) struct End {
     /// Its message.
     pub(super) key: usize,
-    pub(super) lane: usize,
+    pub(super) qp: usize,
     pub(super) line: u32,
     /// Whether it is kept back until the other parts of its group are posted.
     pub(super) is_held: bool,
@@ -61,7 +61,7 @@ pub(super) struct End {
 /// Posts a write, or holds it back.
 #[inline]
 pub(super) fn hand_over(
-    lane: &mut Lane,
+    qp: &mut Qp,
     messages: &mut slab::Slab<Message>,
     (holds, run, ledger): (&mut bool, &mut Run, &mut Option<Ledger>),
     end: &End,
@@ -71,20 +71,20 @@ pub(super) fn hand_over(
     // and `Registration` keeps it pinned until then.
     unsafe {
         if end.is_held {
-            lane.hold(write)?;
+            qp.hold(write)?;
             *holds = true;
             if end.fills {
-                run.add(end.lane, end.line, end.key);
+                run.add(end.qp, end.line, end.key);
             } else {
                 run.count = 0;
             }
-        } else if *holds && end.fills && lane.held() >= run.count && run.is_followed_by(end.lane, end.line) {
+        } else if *holds && end.fills && qp.held() >= run.count && run.is_followed_by(end.qp, end.line) {
             // From here on the earlier ones end with this one.
             let answer = Immediate::decode(write.immediate.unwrap_or(0));
             let immediate = Immediate { shares: run.count as u8 + 1, is_run: true, ..answer };
-            lane.post_for(run.count, Work { immediate: Some(immediate.encode()), ..write })?;
+            qp.post_for(run.count, Work { immediate: Some(immediate.encode()), ..write })?;
             if let Some(ledger) = ledger {
-                ledger.merge(end.lane, run.count);
+                ledger.merge(end.qp, run.count);
             }
             let keys = &run.keys[..run.count];
             for (earlier, key) in keys.iter().zip(keys[1..].iter().map(|key| usize::from(*key)).chain([end.key])) {
@@ -92,18 +92,18 @@ pub(super) fn hand_over(
             }
             run.count = 0;
         } else {
-            lane.post_one(|| write)?;
+            qp.post_one(|| write)?;
             run.count = 0;
         }
     }
     Ok(())
 }
 
-/// The last writes that a lane holds back, if one immediate can cover all of them: each is a whole message that fills
+/// The last writes that a queue pair holds back, if one immediate can cover all of them: each is a whole message that fills
 /// its receive, and their CTS entries follow each other.
 #[derive(Debug, Default)]
 pub(super) struct Run {
-    pub(super) lane: usize,
+    pub(super) qp: usize,
     /// The CTS entry of the last one.
     pub(super) line: u32,
     /// Their messages.
@@ -113,17 +113,17 @@ pub(super) struct Run {
 
 impl Run {
     /// A write is held back that could be part of a run.
-    pub(super) fn add(&mut self, lane: usize, line: u32, key: usize) {
-        if !self.is_followed_by(lane, line) {
+    pub(super) fn add(&mut self, qp: usize, line: u32, key: usize) {
+        if !self.is_followed_by(qp, line) {
             self.count = 0;
         }
         self.keys[self.count] = key as u16;
-        (self.lane, self.line) = (lane, line);
+        (self.qp, self.line) = (qp, line);
         self.count += 1;
     }
 
     /// Whether that CTS entry is the next one, and there is room.
-    pub(super) fn is_followed_by(&self, lane: usize, line: u32) -> bool {
-        (1..MAX_PARTS).contains(&self.count) && self.lane == lane && self.line.wrapping_add(1) == line
+    pub(super) fn is_followed_by(&self, qp: usize, line: u32) -> bool {
+        (1..MAX_PARTS).contains(&self.count) && self.qp == qp && self.line.wrapping_add(1) == line
     }
 }

@@ -7,17 +7,17 @@ use super::job::Job;
 use super::{PROBE, RdmaSend, State, work_id};
 use crate::engine::counters::Counters;
 use crate::os::error::Result;
-use crate::rdma::fabric::{Fabric, Lane};
+use crate::rdma::fabric::{Fabric, Qp};
 use crate::rdma::ledger::{Answer, Ledger, Sent, Settled};
 use crate::rdma::line::Line;
 use crate::rdma::outage::{Taken, Tended, Trouble};
-use crate::rdma::record::LaneRecord;
+use crate::rdma::record::QpRecord;
 use crate::rdma::silence::Silence;
 use crate::rdma::stripe::Share;
 use crate::rdma::trouble::Doing;
 use crate::rdma::verbs::{Completion, Local, Remote, Work};
 
-/// A share that was lost with its lane, or waited for room in it.
+/// A share that was lost with its queue pair, or waited for room in it.
 pub(super) struct Orphan {
     key: usize,
     share: Share,
@@ -25,7 +25,7 @@ pub(super) struct Orphan {
 
 impl RdmaSend {
     /// See [`Direction::care`](crate::rdma::connection::Direction::care): it owes short messages that their queue pair may
-    /// lose, or a lane is in trouble.
+    /// lose, or a queue pair is in trouble.
     pub(super) fn care(&self) -> (bool, Option<Instant>) {
         let Some(mut state) = self.try_state() else {
             self.base.alarm.raise();
@@ -33,19 +33,19 @@ impl RdmaSend {
         };
         let State { fabric: Some(fabric), outbox, ledger, silence, .. } = &mut *state else { return (false, None) };
         self.look_around(fabric, ledger, silence);
-        let next = self.base.offer_lanes(fabric);
+        let next = self.base.offer_qps(fabric);
         (fabric.is_alarmed() || outbox.as_ref().is_some_and(|outbox| !outbox.is_delivered()), next)
     }
 
-    /// Checks the ports, and the lanes for silence.
+    /// Checks the ports, and the queue pairs for silence.
     fn look_around(&self, fabric: &mut Fabric, ledger: &Option<Ledger>, silence: &mut Silence) {
         self.base.look_around(fabric);
         if let Some(ledger) = ledger {
-            self.base.listen(fabric, silence, |lane| ledger.oldest(lane));
+            self.base.listen(fabric, silence, |qp| ledger.oldest(qp));
         }
     }
 
-    /// Handles lanes that are in trouble, and whatever else the control thread left to this thread.
+    /// Handles queue pairs that are in trouble, and whatever else the control thread left to this thread.
     #[cold]
     pub(super) fn tend(&self, state: &mut State) -> Result<()> {
         self.ask(state);
@@ -54,41 +54,41 @@ impl RdmaSend {
         fabric.answer_alarm();
         if self.base.recovers() {
             self.look_around(fabric, ledger, silence);
-            self.base.offer_lanes(fabric);
+            self.base.offer_qps(fabric);
         }
-        let Tended { gone, back, connected } = self.base.tend(fabric, |fabric, lane, (epoch, record)| {
-            self.answered(fabric, lane, epoch, record);
+        let Tended { gone, back, connected } = self.base.tend(fabric, |fabric, qp, (epoch, record)| {
+            self.answered(fabric, qp, epoch, record);
             Ok(())
         })?;
-        connected.into_iter().for_each(|(lane, outcome)| self.probe(fabric, lane, outcome));
-        back.into_iter().for_each(|lane| self.base.prove_lane(fabric, lane));
-        for (lane, taken) in gone {
-            self.settle(state, lane, taken)?;
+        connected.into_iter().for_each(|(qp, outcome)| self.probe(fabric, qp, outcome));
+        back.into_iter().for_each(|qp| self.base.prove_qp(fabric, qp));
+        for (qp, taken) in gone {
+            self.settle(state, qp, taken)?;
         }
         self.go_again(state)
     }
 
-    /// The receiver has a new queue pair for a lane that was lost. This side's is connected to it.
+    /// The receiver has a new queue pair for a queue pair that was lost. This side's is connected to it.
     #[cold]
-    fn answered(&self, fabric: &mut Fabric, index: usize, epoch: u16, record: &LaneRecord) {
-        let lane = fabric.lane(index);
-        if !lane.is_returning() || lane.epoch() != epoch || lane.is_connecting() {
+    fn answered(&self, fabric: &mut Fabric, index: usize, epoch: u16, record: &QpRecord) {
+        let qp = fabric.qp(index);
+        if !qp.is_returning() || qp.epoch() != epoch || qp.is_connecting() {
             return;
         }
         if let Err(error) = fabric.reconnect(index, &self.base.adapters, record, self.base.config()) {
-            fabric.lane(index).suffers(Trouble { error, is_flush: false });
+            fabric.qp(index).suffers(Trouble { error, is_flush: false });
         }
     }
 
     /// A new queue pair is tested before anything is sent over it.
     #[cold]
     fn probe(&self, fabric: &mut Fabric, index: usize, connected: Result<()>) {
-        let lane = fabric.lane(index);
-        if !lane.is_returning() {
+        let qp = fabric.qp(index);
+        if !qp.is_returning() {
             return;
         }
         let nothing = Local { address: 0, length: 0, key: 0 };
-        let key = self.target.size_keys.get(lane.peer_port).copied().unwrap_or(0);
+        let key = self.target.size_keys.get(qp.peer_port).copied().unwrap_or(0);
         let probe = Work {
             id: work_id(0, index, 1, false) | PROBE,
             local: nothing,
@@ -99,23 +99,23 @@ impl RdmaSend {
             is_signaled: true,
         };
         // SAFETY: no memory is read or written for no bytes.
-        if let Err(error) = connected.and_then(|()| unsafe { lane.probe(&probe) }) {
-            lane.suffers(Trouble { error, is_flush: false });
+        if let Err(error) = connected.and_then(|()| unsafe { qp.probe(&probe) }) {
+            qp.suffers(Trouble { error, is_flush: false });
         }
-        lane.is_tried();
+        qp.is_tried();
     }
 
-    /// Both ends of a lane have ended: what the receiver has received is done, and the rest goes over other lanes.
+    /// Both ends of a queue pair have ended: what the receiver has received is done, and the rest goes over other queue pairs.
     #[cold]
-    fn settle(&self, state: &mut State, lane: usize, taken: Taken) -> Result<()> {
+    fn settle(&self, state: &mut State, qp: usize, taken: Taken) -> Result<()> {
         let State { ledger: Some(ledger), messages, outbox, orphans, .. } = state else { return Ok(()) };
-        let Settled { arrived, lost } = ledger.settle(lane, taken)?;
+        let Settled { arrived, lost } = ledger.settle(qp, taken)?;
         for sent in arrived {
             match (sent, &mut *outbox) {
                 (Sent::Share { key, .. }, _) => {
                     let mut key = Some(key);
                     while let Some(ended) = key {
-                        key = self.ended(messages, ended, lane as u16);
+                        key = self.ended(messages, ended, qp as u16);
                     }
                 }
                 (Sent::Short(_), Some(outbox)) => outbox.completed(),
@@ -134,7 +134,7 @@ impl RdmaSend {
                     while let Some(key) = earlier {
                         let message = &mut messages[usize::from(key)];
                         earlier = message.earlier.take();
-                        let share = Share { lane, offset: 0, length: message.length };
+                        let share = Share { qp, offset: 0, length: message.length };
                         orphans.push(Orphan { key: key.into(), share });
                     }
                 }
@@ -147,31 +147,31 @@ impl RdmaSend {
         Ok(())
     }
 
-    /// What was lost goes over the remaining lanes, if there are any.
+    /// What was lost goes over the remaining queue pairs, if there are any.
     #[cold]
     fn go_again(&self, state: &mut State) -> Result<()> {
-        let State { fabric: Some(fabric), stripes, messages, jobs, orphans, short_lane, ledger: Some(ledger), .. } =
+        let State { fabric: Some(fabric), stripes, messages, jobs, orphans, short_qp, ledger: Some(ledger), .. } =
             state
         else {
             return Ok(());
         };
         // With those that waited for room on a lost one, and start again elsewhere.
-        for (waiting, _) in jobs.iter_mut().zip(fabric.lanes()).filter(|(_, lane)| lane.is_lost()) {
+        for (waiting, _) in jobs.iter_mut().zip(fabric.qps()).filter(|(_, qp)| qp.is_lost()) {
             orphans.extend(waiting.drain(..).map(|job| Orphan { key: job.key, share: job.share }));
         }
         let living: Vec<usize> = fabric.living().collect();
         let Some(first) = living.first() else { return Ok(()) };
         stripes.over(living.iter().copied());
-        if fabric.lane(*short_lane).is_lost() {
-            *short_lane = *first;
+        if fabric.qp(*short_qp).is_lost() {
+            *short_qp = *first;
         }
         for (Orphan { key, share }, to) in orphans.drain(..).zip(living.iter().cycle()) {
             let (Some(message), Some(answer)) = (messages.get(key), ledger.answer_of(key as u16)) else { continue };
             let Answer { line, immediate, is_told } = answer;
-            let share = Share { lane: *to, ..share };
+            let share = Share { qp: *to, ..share };
             // Alone: nothing is held back for it. And each carries the size, so that it arrives whichever is the last.
             let line = Line { has_more: false, ..line };
-            let key_there = line.keys[fabric.lane(*to).peer_port];
+            let key_there = line.keys[fabric.qp(*to).peer_port];
             let job = Job::new(key, share, &line, key_there, immediate, is_told);
             if self.base.events.hears() {
                 self.tell_share(message, &job, 1, true);
@@ -187,8 +187,8 @@ impl RdmaSend {
     #[cold]
     fn post_again(&self, state: &mut State) -> Result<()> {
         loop {
-            let State { fabric: Some(fabric), again, short_lane, .. } = &mut *state else { return Ok(()) };
-            if fabric.lane(*short_lane).room() == 0 {
+            let State { fabric: Some(fabric), again, short_qp, .. } = &mut *state else { return Ok(()) };
+            if fabric.qp(*short_qp).room() == 0 {
                 return Ok(());
             }
             let Some(parcel) = again.pop_front() else { return Ok(()) };
@@ -198,14 +198,14 @@ impl RdmaSend {
 
     /// The first write over a new queue pair has arrived, or has not.
     #[cold]
-    pub(super) fn probed(&self, lane: &mut Lane, completion: &Completion) -> Result<()> {
-        if !lane.is_of_this_life(completion) {
+    pub(super) fn probed(&self, qp: &mut Qp, completion: &Completion) -> Result<()> {
+        if !qp.is_of_this_life(completion) {
             return Ok(());
         }
         if !completion.is_ok() {
-            return self.base.broken(lane, completion, Doing::Sending);
+            return self.base.broken(qp, completion, Doing::Sending);
         }
-        lane.is_proven();
+        qp.is_proven();
         Ok(())
     }
 }

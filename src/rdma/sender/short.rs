@@ -15,7 +15,7 @@ use crate::os::error::Result;
 use crate::os::ticks::Ticks;
 use crate::rdma::adapter::Registration;
 use crate::rdma::eager::{EAGER_MAX, Head, Outbox, Parcel};
-use crate::rdma::fabric::Lane;
+use crate::rdma::fabric::Qp;
 use crate::rdma::ledger::{Ledger, Sent};
 use crate::rdma::line::Immediate;
 use crate::rdma::verbs::{Local, Remote, Work};
@@ -105,14 +105,14 @@ impl RdmaSend {
     pub(super) fn send_eagerly(&self, state: &mut State, message: Short, tag: i32) -> Result<()> {
         let Short { address, length, number, slot } = message;
         let lines = state.next_line.wrapping_sub(1);
-        let State { outbox: Some(outbox), fabric: Some(fabric), ledger, short_lane, .. } = state else { return Ok(()) };
+        let State { outbox: Some(outbox), fabric: Some(fabric), ledger, short_qp, .. } = state else { return Ok(()) };
         let head = Head { tag, number, lines, length: length as u32 };
         // SAFETY: the transport may use the message's memory until its request ends, and it holds this many bytes.
         let parcel = unsafe { outbox.pack(&head, address as *const u8) };
         if self.base.events.hears() {
-            self.tell_short(message, *short_lane);
+            self.tell_short(message, *short_qp);
         }
-        self.write_parcel(fabric.lane(*short_lane), *short_lane, (outbox, ledger), parcel)?;
+        self.write_parcel(fabric.qp(*short_qp), *short_qp, (outbox, ledger), parcel)?;
         Counters::count(&self.base.counters.messages, 1);
         Counters::count(&self.base.counters.bytes, length);
         self.base.requests.complete_part(slot, 0, length);
@@ -122,20 +122,20 @@ impl RdmaSend {
     /// Posts the write of a short message.
     #[cold]
     pub(super) fn post_parcel(&self, state: &mut State, parcel: Parcel) -> Result<()> {
-        let State { fabric: Some(fabric), outbox: Some(outbox), ledger, short_lane, .. } = state else { return Ok(()) };
-        self.write_parcel(fabric.lane(*short_lane), *short_lane, (outbox, ledger), parcel)
+        let State { fabric: Some(fabric), outbox: Some(outbox), ledger, short_qp, .. } = state else { return Ok(()) };
+        self.write_parcel(fabric.qp(*short_qp), *short_qp, (outbox, ledger), parcel)
     }
 
     #[inline(always)]
     fn write_parcel(
         &self,
-        lane: &mut Lane,
+        qp: &mut Qp,
         index: usize,
         (outbox, ledger): (&Outbox, &mut Option<Ledger>),
         parcel: Parcel,
     ) -> Result<()> {
         let Some(inbox) = &self.target.inbox else { return Ok(()) };
-        let (adapter, peer_port, inline_bytes) = (lane.adapter, lane.peer_port, lane.inline_bytes());
+        let (adapter, peer_port, inline_bytes) = (qp.adapter, qp.peer_port, qp.inline_bytes());
         let write = || Work {
             id: work_id(0, index, 1, false) | EAGER,
             local: Local { address: parcel.address, length: parcel.bytes, key: outbox.key(adapter) },
@@ -148,17 +148,17 @@ impl RdmaSend {
         if let Some(ledger) = ledger {
             ledger.sent(index, Sent::Short(parcel));
         }
-        // SAFETY: the outbox exists as long as the lanes, and its place is not reused until this write has completed.
-        unsafe { lane.post_one(write) }?;
+        // SAFETY: the outbox exists as long as the queue pairs, and its place is not reused until this write has completed.
+        unsafe { qp.post_one(write) }?;
         Counters::count(&self.base.counters.chunks, 1);
         Ok(())
     }
 
     /// Notes for the profiler a message that is done as soon as it is copied.
     #[cold]
-    fn tell_short(&self, message: Short, lane: usize) {
+    fn tell_short(&self, message: Short, qp: usize) {
         let Short { length, number, slot, .. } = message;
-        let (path, wr_id) = (lane as u16, work_id(0, lane, 1, false) | EAGER);
+        let (path, wr_id) = (qp as u16, work_id(0, qp, 1, false) | EAGER);
         let chunk = Chunk { length, path, message: number.into(), total: length, wr_id, ..Chunk::default() };
         self.base.events.ready(slot, 0);
         self.base.events.chunk_over(&self.base.requests, slot, 0, &chunk, Ticks::now());

@@ -81,7 +81,7 @@ pub(crate) struct PortFacts {
     pub lid: u16,
     /// The encoded width of the link.
     pub active_width: u8,
-    /// The encoded rate of a lane.
+    /// The encoded rate of a queue pair.
     pub active_speed: u8,
     /// Whether InfiniBand needs the global routing header here.
     pub needs_grh: bool,
