@@ -475,10 +475,10 @@ impl Base {
         !control.output.is_empty() || control.monitor.is_asking() || control.away.is_some()
     }
 
-    /// Sending side: requests the receiver to announce what it has posted; `lines` were read so far.
-    pub(crate) fn ask(&self, lines: u32) {
+    /// Sending side: requests the receiver to announce what it has posted; `cts_entries` were read so far.
+    pub(crate) fn ask(&self, cts_entries: u32) {
         // The query is repeated anyway.
-        self.control().utter(&Header { total: lines.into(), ..Header::of(Type::Ask, 0) }.encode());
+        self.control().utter(&Header { total: cts_entries.into(), ..Header::of(Type::Ask, 0) }.encode());
     }
 
     /// Receiving side: the sender's query since the last call, and how many CTS entries it has read.

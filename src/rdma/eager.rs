@@ -21,7 +21,7 @@
 //!
 //! # Credit
 //! There are [`PLACES`] places, used in turn. The receiver counts the messages that it has delivered and sends that
-//! count with its CTS entries, or separately ([`Ring::word`](super::line::Ring::word)). The sender never has more than
+//! count with its CTS entries, or separately ([`Ring::word`](super::cts::Ring::word)). The sender never has more than
 //! `PLACES` undelivered messages. That also keeps it from writing into a place that was not read: message n needs `n -
 //! PLACES + 1` messages delivered before it; the receiver takes messages in order, and moves those that it cannot
 //! deliver into a buffer. So if it had not read place n modulo `PLACES`, whose message is `n - PLACES`, it could have
@@ -68,14 +68,14 @@ pub(crate) struct Head {
     /// Which send with this tag it is.
     pub number: u32,
     /// CTS entries that the sender has read.
-    pub lines: u32,
+    pub cts_entries: u32,
     /// Bytes of the message.
     pub length: u32,
 }
 
 impl Head {
     fn encode(&self) -> [u8; HEAD] {
-        let words = [self.tag.cast_unsigned(), self.number, self.lines, self.length];
+        let words = [self.tag.cast_unsigned(), self.number, self.cts_entries, self.length];
         let mut out = [0; HEAD];
         for (place, word) in out.chunks_exact_mut(4).zip(words) {
             place.copy_from_slice(&word.to_le_bytes());
@@ -85,7 +85,7 @@ impl Head {
 
     fn decode(bytes: &[u8; HEAD]) -> Self {
         let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
-        Self { tag: word(0).cast_signed(), number: word(4), lines: word(8), length: word(12) }
+        Self { tag: word(0).cast_signed(), number: word(4), cts_entries: word(8), length: word(12) }
     }
 }
 
@@ -95,12 +95,12 @@ pub(crate) struct Brief {
     /// How far the number is ahead of the last one's; 0: there is a head.
     pub steps: u8,
     /// How many more CTS entries the sender has read.
-    pub lines: u8,
+    pub cts_entries: u8,
 }
 
 impl Brief {
     /// The message has a head.
-    pub(crate) const NONE: Self = Self { steps: 0, lines: 0 };
+    pub(crate) const NONE: Self = Self { steps: 0, cts_entries: 0 };
 }
 
 /// The head of the last short message, or the one it would have had.
@@ -114,9 +114,9 @@ impl Last {
         let last = self.0.replace(*head);
         let Some(last) = last.filter(|last| last.tag == head.tag) else { return Brief::NONE };
         let steps = u8::try_from(head.number.wrapping_sub(last.number));
-        let lines = u8::try_from(head.lines.wrapping_sub(last.lines));
-        match (steps, lines) {
-            (Ok(steps), Ok(lines)) => Brief { steps, lines },
+        let cts_entries = u8::try_from(head.cts_entries.wrapping_sub(last.cts_entries));
+        match (steps, cts_entries) {
+            (Ok(steps), Ok(cts_entries)) => Brief { steps, cts_entries },
             _ => Brief::NONE,
         }
     }
@@ -126,7 +126,12 @@ impl Last {
     fn lengthen(&self, brief: Brief, length: u32) -> Option<Head> {
         let last = self.0?;
         let number = last.number.wrapping_add(brief.steps.into());
-        Some(Head { tag: last.tag, number, lines: last.lines.wrapping_add(brief.lines.into()), length })
+        Some(Head {
+            tag: last.tag,
+            number,
+            cts_entries: last.cts_entries.wrapping_add(brief.cts_entries.into()),
+            length,
+        })
     }
 }
 
@@ -433,8 +438,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_head_survives(tag: i32, number: u32, lines: u32, length: u32) {
-            let head = Head { tag, number, lines, length };
+        fn a_head_survives(tag: i32, number: u32, cts_entries: u32, length: u32) {
+            let head = Head { tag, number, cts_entries, length };
             prop_assert_eq!(Head::decode(&head.encode()), head);
         }
 
@@ -449,17 +454,17 @@ mod tests {
             ),
         ) {
             let (mut sender, mut receiver) = (Last::default(), Last::default());
-            let mut head = Head { tag: start.0, number: start.1, lines: start.2, length: 0 };
-            for (tag, length, steps, lines) in messages {
+            let mut head = Head { tag: start.0, number: start.1, cts_entries: start.2, length: 0 };
+            for (tag, length, steps, cts_entries) in messages {
                 head = Head {
                     tag: head.tag.wrapping_add(tag),
                     number: head.number.wrapping_add(steps),
-                    lines: head.lines.wrapping_add(lines),
+                    cts_entries: head.cts_entries.wrapping_add(cts_entries),
                     length,
                 };
                 let is_first = receiver.0.is_none();
                 let brief = sender.shorten(&head);
-                if !is_first && tag == 0 && (1..256).contains(&steps) && lines < 256 {
+                if !is_first && tag == 0 && (1..256).contains(&steps) && cts_entries < 256 {
                     prop_assert!(brief.steps > 0, "{head:?} needs no head");
                 }
                 if brief.steps > 0 {
@@ -506,7 +511,7 @@ mod tests {
 
     #[test]
     fn an_empty_message_has_a_head_only() {
-        let head = Head { tag: 1, number: 2, lines: 3, length: 0 };
+        let head = Head { tag: 1, number: 2, cts_entries: 3, length: 0 };
         assert_eq!(Head::decode(&head.encode()), head);
         const { assert!(PLACE.is_multiple_of(64) && PLACE >= HEAD + EAGER_MAX as usize) };
         const { assert!(PLACES <= 256, "a place's number fits into an immediate") };

@@ -1,4 +1,4 @@
-//! The verbs objects of one connection: its queue pairs (one queue pair each) and the completion queues that they report to.
+//! The verbs objects of one connection: its queue pairs and the completion queues that they report to.
 //!
 //! Queue pair l of a connection joins local adapter l modulo the number of local adapters with the peer's port l modulo the
 //! number of the peer's. There is one completion queue for each local adapter.
@@ -58,7 +58,7 @@ pub(crate) struct Qp {
     pub(super) arrived: u64,
     /// The other side has ended its end, having received this many.
     pub(super) peer: Option<u64>,
-    /// Which queue pair of this queue pair it is, counted from 0.
+    /// The epoch: how many queue pairs with this number there were before, counted from 0.
     pub(super) epoch: u16,
     /// A new queue pair has carried data.
     pub(super) proven: bool,
@@ -156,7 +156,7 @@ pub(crate) fn ports(adapters: &Adapters) -> Vec<PortRecord> {
 }
 
 impl Fabric {
-    /// Queue pairs for `qps` queue pairs, bound to their ports but not connected.
+    /// `qps` queue pairs, bound to their ports but not connected.
     ///
     /// # Errors
     /// When a device has no more, or none so large.
@@ -170,7 +170,7 @@ impl Fabric {
         let most = adapters.len().max(peer.len()).max(1);
         if qps == 0 || qps > MAX_QPS || !qps.is_multiple_of(most) || peer.is_empty() {
             return Err(Error::remote(format!(
-                "the peer asks for {queue pairs} queue pairs over {} ports",
+                "the peer asks for {qps} queue pairs over {} ports",
                 peer.len()
             )));
         }
@@ -247,7 +247,7 @@ impl Fabric {
         self.qps.iter().filter_map(|qp| qp.record(config)).collect()
     }
 
-    /// Connects every queue pair to the peer's queue pair of the same number. After a failure it may be called again, and continues
+    /// Connects every queue pair to the one of the same number at the peer. After a failure it may be called again, and continues
     /// with the queue pair that failed.
     ///
     /// # Errors
@@ -268,7 +268,7 @@ impl Fabric {
         pairs.try_for_each(|(qp, record)| qp.connect(adapters, &self.ports, record, class, config))
     }
 
-    /// Makes a new queue pair for a queue pair that is lost.
+    /// Makes a replacement for a queue pair that is lost.
     ///
     /// # Errors
     /// When the device has none, or its port is down.
@@ -287,21 +287,21 @@ impl Fabric {
         Ok(())
     }
 
-    /// The new queue pair of a queue pair is verified: it carries messages.
+    /// The replacement of a queue pair is verified: it carries messages.
     pub(super) fn is_back(&mut self, index: usize) {
         let qp = &mut self.qps[index];
         (qp.life, qp.room, qp.tries) = (Life::Up, self.depth.send, 0);
         qp.relapses.is_back(Instant::now());
     }
 
-    /// The attempt with a new queue pair of a queue pair has failed, and the peer knows. Its number is not used again.
+    /// The attempt to replace a queue pair has failed, and the peer knows. Its number is not used again.
     pub(super) fn abandon(&mut self, index: usize, epoch: u16) {
         let qp = &mut self.qps[index];
         qp.give_up(Instant::now());
         qp.epoch = epoch;
     }
 
-    /// Connects a new queue pair of a queue pair in a separate thread; see [`Qp::take_connected`].
+    /// Connects the replacement of a queue pair in a separate thread; see [`Qp::take_connected`].
     ///
     /// # Errors
     /// When the peer's port is of another network.
@@ -360,13 +360,13 @@ impl Fabric {
         self.alarm.clone()
     }
 
-    /// Whether a queue pair needs care.
+    /// Whether a queue pair needs recovery.
     #[inline]
     pub(crate) fn is_alarmed(&self) -> bool {
         self.alarm.is_raised()
     }
 
-    /// A queue pair needs care.
+    /// A queue pair needs recovery.
     pub(super) fn raise_alarm(&self) {
         self.alarm.raise();
     }
@@ -376,7 +376,7 @@ impl Fabric {
         self.alarm.answer();
     }
 
-    /// The queue pairs that a failure of this queue affects: a queue pair's own one, or all that report to a completion
+    /// The queue pairs that a failure of this queue affects: its own one, or all that report to a completion
     /// queue.
     pub(super) fn qps_of(&mut self, element: u64) -> impl Iterator<Item = &mut Qp> {
         let queue = self.queues.iter().position(|queue| queue.element() == element);
@@ -641,7 +641,7 @@ impl Qp {
         Some(QpRecord { number: pair.number(), first_packet: self.first_packet, ece })
     }
 
-    /// Connects it to the peer's queue pair of the same number.
+    /// Connects it to the one of the same number at the peer.
     fn connect(
         &mut self,
         adapters: &Adapters,
@@ -651,13 +651,13 @@ impl Qp {
         config: &Config,
     ) -> std::result::Result<(), Refused> {
         let plan = self.plan(adapters, ports, record, class, config)?;
-        let without = || Error::internal("connecting a queue pair without a queue pair");
+        let without = || Error::internal("connecting a queue pair that was never made");
         plan.carry_out(self.pair.as_ref().ok_or_else(without)?, &mut self.linked)?;
         self.ends.peer_pair = record.number;
         Ok(())
     }
 
-    /// How it is connected to the peer's queue pair of the same number.
+    /// How it is connected to the one of the same number at the peer.
     fn plan(
         &self,
         adapters: &Adapters,

@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 
 use super::adapter::Adapters;
 use super::base::Parts;
+use super::cts::Ring;
 use super::eager::{self, Inbox};
 use super::fabric::{Class, Fabric, ports};
-use super::line::Ring;
 use super::linking::{Linking, Polled};
 use super::receiver::{self, Mirror, RdmaRecv, SizeTable, post_first_receives};
 use super::record::{QpRecord, Record, Talk, VERSION};

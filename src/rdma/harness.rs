@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 use super::adapter::Adapters;
 use super::backend::Rdma;
 use super::base::Parts;
+use super::cts::{CTS_BYTES, CTS_ENTRIES, CtsEntry, Ring};
 use super::eager::Inbox;
 use super::fabric::{Class, Depth, Fabric, ports};
-use super::line::{LINE, LINES, Line, Ring};
 use super::receiver::{self, Mirror, Posted, RdmaRecv, SizeTable, post_first_receives};
 use super::sender::{self, RdmaSend, RingMemory, Stores};
 use crate::engine::request::{Outcome, Ticket};
@@ -165,16 +165,16 @@ impl Ends {
     }
 
     /// Waits for CTS entry `number` in the sender's ring, and changes it.
-    pub(super) fn forge(&self, number: u32, change: impl FnOnce(&mut Line)) {
-        let place = (self.ring + (number as usize % LINES * LINE) as u64) as *mut [u8; LINE];
-        let mut line = until("the line", || {
+    pub(super) fn forge(&self, number: u32, change: impl FnOnce(&mut CtsEntry)) {
+        let place = (self.ring + (number as usize % CTS_ENTRIES * CTS_BYTES) as u64) as *mut [u8; CTS_BYTES];
+        let mut cts = until("the CTS entry", || {
             // SAFETY: a place of the ring, which exists as long as the sender; `decode` detects an incomplete entry.
             let bytes = unsafe { place.read_volatile() };
-            Line::decode(&bytes, number)
+            CtsEntry::decode(&bytes, number)
         });
-        change(&mut line);
+        change(&mut cts);
         // SAFETY: as above; the device writes the place only once, and no thread has read it yet.
-        unsafe { place.write_volatile(line.encode()) };
+        unsafe { place.write_volatile(cts.encode()) };
     }
 }
 

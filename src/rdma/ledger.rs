@@ -9,8 +9,8 @@
 
 use std::collections::VecDeque;
 
+use super::cts::CtsEntry;
 use super::eager::Parcel;
-use super::line::Line;
 use super::stripe::Share;
 use crate::engine::request::SLOTS;
 use crate::os::error::{Error, Result};
@@ -34,7 +34,7 @@ pub(crate) enum Sent {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Answer {
     /// The CTS entry that it answers.
-    pub line: Line,
+    pub cts: CtsEntry,
     /// The content of each share's immediate.
     pub immediate: u32,
     /// The size is written to the receiver's table.

@@ -10,7 +10,7 @@
 
 use std::collections::VecDeque;
 
-/// Sends of type `S` and lines of type `L`, waiting for each other.
+/// Sends of type `S` and CTS entries of type `L`, waiting for each other.
 #[derive(Debug)]
 pub(crate) struct Matching<S, L> {
     tags: Vec<Tag<S, L>>,
@@ -24,7 +24,7 @@ struct Tag<S, L> {
     /// The number of the next send.
     next: u32,
     sends: VecDeque<(u32, S)>,
-    lines: VecDeque<(u32, L)>,
+    cts_entries: VecDeque<(u32, L)>,
 }
 
 impl<S, L> Matching<S, L> {
@@ -41,15 +41,15 @@ impl<S, L> Matching<S, L> {
         entry.next = number.wrapping_add(1);
         // Nearly always the first. But a receive that was announced late is behind later ones, and is skipped when its
         // send did not wait for it.
-        while let Some((of, _)) = entry.lines.front()
+        while let Some((of, _)) = entry.cts_entries.front()
             && number.wrapping_sub(*of).cast_signed() > 0
         {
-            entry.lines.pop_front();
+            entry.cts_entries.pop_front();
         }
-        match entry.lines.front() {
+        match entry.cts_entries.front() {
             None => (number, None),
-            Some((of, _)) if *of == number => (number, entry.lines.pop_front().map(|(_, line)| line)),
-            Some(_) => (number, entry.line(number)),
+            Some((of, _)) if *of == number => (number, entry.cts_entries.pop_front().map(|(_, cts)| cts)),
+            Some(_) => (number, entry.cts(number)),
         }
     }
 
@@ -58,10 +58,10 @@ impl<S, L> Matching<S, L> {
     #[inline(always)]
     pub(crate) fn next_alone(&mut self, tag: i32) -> Option<&mut u32> {
         let entry = self.tag(tag);
-        entry.lines.is_empty().then_some(&mut entry.next)
+        entry.cts_entries.is_empty().then_some(&mut entry.next)
     }
 
-    /// That send waits for its line.
+    /// That send waits for its CTS entry.
     pub(crate) fn wait(&mut self, tag: i32, number: u32, send: S) {
         self.tag(tag).sends.push_back((number, send));
         self.sends += 1;
@@ -70,22 +70,22 @@ impl<S, L> Matching<S, L> {
     /// The CTS entry of receive `order`, modulo 65,536, has arrived. Returns it with its send when that waits; else it
     /// is kept until the send is posted, or dropped when the send went without it.
     #[inline]
-    pub(crate) fn line(&mut self, tag: i32, order: u16, line: L) -> Option<(S, L)> {
+    pub(crate) fn cts(&mut self, tag: i32, order: u16, cts: L) -> Option<(S, L)> {
         let entry = self.tag(tag);
         // The nearest number: a connection has far fewer receives outstanding than this can tell apart.
         let ahead = order.wrapping_sub(entry.next as u16).cast_signed();
         let number = entry.next.wrapping_add_signed(ahead.into());
         if ahead >= 0 {
-            entry.lines.push_back((number, line));
+            entry.cts_entries.push_back((number, cts));
             return None;
         }
         let at = entry.sends.iter().position(|(of, _)| *of == number)?;
         let (_, send) = entry.sends.remove(at)?;
         self.sends -= 1;
-        Some((send, line))
+        Some((send, cts))
     }
 
-    /// How many sends wait for their lines.
+    /// How many sends wait for their CTS entries.
     #[inline]
     pub(crate) fn waiting_sends(&self) -> usize {
         self.sends
@@ -123,18 +123,18 @@ impl<S, L> Matching<S, L> {
     #[cold]
     fn position(&mut self, tag: i32) -> usize {
         self.tags.binary_search_by_key(&tag, |entry| entry.tag).unwrap_or_else(|at| {
-            self.tags.insert(at, Tag { tag, next: 0, sends: VecDeque::new(), lines: VecDeque::new() });
+            self.tags.insert(at, Tag { tag, next: 0, sends: VecDeque::new(), cts_entries: VecDeque::new() });
             at
         })
     }
 }
 
 impl<S, L> Tag<S, L> {
-    /// A line behind others.
+    /// A CTS entry behind others.
     #[cold]
-    fn line(&mut self, number: u32) -> Option<L> {
-        let at = self.lines.iter().position(|(of, _)| *of == number)?;
-        self.lines.remove(at).map(|(_, line)| line)
+    fn cts(&mut self, number: u32) -> Option<L> {
+        let at = self.cts_entries.iter().position(|(of, _)| *of == number)?;
+        self.cts_entries.remove(at).map(|(_, cts)| cts)
     }
 }
 
@@ -158,7 +158,7 @@ mod tests {
         Eager,
         Announced,
         Silent,
-        /// The silent ones are announced, behind lines of later receives.
+        /// The silent ones are announced, behind CTS entries of later receives.
         Asked,
     }
 
@@ -174,23 +174,23 @@ mod tests {
     }
 
     proptest! {
-        /// A send meets the line of the receive with its own number, as soon as both are there, and no other.
+        /// A send meets the CTS entry of the receive with its own number, as soon as both are there, and no other.
         #[test]
         fn the_kth_send_of_a_tag_meets_its_kth_line(events in events()) {
             let mut matching = Matching::new();
             let mut sends: HashMap<i32, u32> = HashMap::new();
             let mut receives: HashMap<i32, u32> = HashMap::new();
             let mut silent = Vec::new();
-            let mut lines = HashSet::new();
+            let mut cts_entries = HashSet::new();
             let mut waiting = HashSet::new();
             for (event, tag) in events {
                 match event {
                     Event::Patient | Event::Eager => {
                         let k = sends.entry(tag).or_default();
-                        let (number, line) = matching.send(tag);
+                        let (number, cts) = matching.send(tag);
                         prop_assert_eq!(number, *k);
-                        prop_assert_eq!(line, lines.contains(&(tag, *k)).then_some((tag, *k)));
-                        if line.is_none() && matches!(event, Event::Patient) {
+                        prop_assert_eq!(cts, cts_entries.contains(&(tag, *k)).then_some((tag, *k)));
+                        if cts.is_none() && matches!(event, Event::Patient) {
                             matching.wait(tag, number, (tag, *k));
                             waiting.insert((tag, *k));
                         }
@@ -198,8 +198,8 @@ mod tests {
                     }
                     Event::Announced => {
                         let k = receives.entry(tag).or_default();
-                        lines.insert((tag, *k));
-                        let met = matching.line(tag, *k as u16, (tag, *k));
+                        cts_entries.insert((tag, *k));
+                        let met = matching.cts(tag, *k as u16, (tag, *k));
                         prop_assert_eq!(met, waiting.remove(&(tag, *k)).then_some(((tag, *k), (tag, *k))));
                         *k += 1;
                     }
@@ -210,8 +210,8 @@ mod tests {
                     }
                     Event::Asked => {
                         for (tag, k) in silent.drain(..) {
-                            lines.insert((tag, k));
-                            let met = matching.line(tag, k as u16, (tag, k));
+                            cts_entries.insert((tag, k));
+                            let met = matching.cts(tag, k as u16, (tag, k));
                             prop_assert_eq!(met, waiting.remove(&(tag, k)).then_some(((tag, k), (tag, k))));
                         }
                     }
@@ -230,24 +230,24 @@ mod tests {
     fn numbers_go_on_beyond_their_16_bits() {
         let mut matching = Matching::new();
         for number in 0..70_000_u32 {
-            assert_eq!(matching.line(1, number as u16, number), None);
+            assert_eq!(matching.cts(1, number as u16, number), None);
             assert_eq!(matching.send(1), (number, Some(number)));
         }
-        let (number, line) = matching.send(1);
-        assert_eq!((number, line), (70_000, None));
+        let (number, cts) = matching.send(1);
+        assert_eq!((number, cts), (70_000, None));
         matching.wait(1, number, "late");
-        assert_eq!(matching.line(1, 70_000_u32 as u16, 3), Some(("late", 3)));
+        assert_eq!(matching.cts(1, 70_000_u32 as u16, 3), Some(("late", 3)));
     }
 
     #[test]
     fn lines_of_sends_that_went_without_them_are_dropped() {
         let mut matching = Matching::<(), u32>::new();
         assert_eq!(matching.send(5), (0, None));
-        assert_eq!(matching.line(5, 0, 0), None);
+        assert_eq!(matching.cts(5, 0, 0), None);
         for number in 1..5 {
-            assert_eq!(matching.line(5, number as u16, number), None);
+            assert_eq!(matching.cts(5, number as u16, number), None);
         }
         assert_eq!(matching.send(5), (1, Some(1)));
-        assert!(matching.tags[0].lines.len() == 3, "and only those that are still to be met are kept");
+        assert!(matching.tags[0].cts_entries.len() == 3, "and only those that are still to be met are kept");
     }
 }

@@ -19,7 +19,7 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | [`mod@line`] | clear-to-send entries, and the content of an immediate |
+//! | [`mod@cts`] | clear-to-send entries, and the content of an immediate |
 //! | [`matching`] | which send answers which CTS entry |
 //! | [`stripe`] | how a message is divided over queue pairs and devices |
 //! | [`eager`] | short messages that do not wait for a CTS entry |
@@ -53,6 +53,7 @@ pub(crate) mod backend;
 pub(crate) mod base;
 pub(crate) mod connection;
 pub(crate) mod control;
+pub(crate) mod cts;
 pub(crate) mod devices;
 pub(crate) mod dl;
 pub(crate) mod eager;
@@ -65,7 +66,6 @@ pub(crate) mod greeting;
 mod harness;
 pub(crate) mod hca;
 pub(crate) mod ledger;
-pub(crate) mod line;
 pub(crate) mod linking;
 pub(crate) mod matching;
 pub(crate) mod mr_cache;

@@ -1,4 +1,4 @@
-//! The states of a queue pair that has lost its queue pair, and the messages that the two sides exchange about it
+//! The states of a queue pair that is lost, and the messages that the two sides exchange about it
 //! ([`recovery`](super::recovery)).
 
 use std::time::{Duration, Instant};
@@ -74,7 +74,7 @@ pub(crate) enum Said {
 }
 
 impl Word {
-    /// The queue pair and queue pair that a frame names.
+    /// The queue pair and epoch that a frame names.
     pub(crate) fn of(header: &Header) -> Self {
         Self { qp: header.order, epoch: header.epoch, said: Said::Offer(None) }
     }
@@ -96,7 +96,7 @@ fn offered(header: &Header) -> Option<QpRecord> {
     (header.total == OFFER).then_some(QpRecord { number, first_packet, ece })
 }
 
-/// The frame that offers a queue pair for a queue pair.
+/// The frame that offers a replacement for a queue pair.
 pub(super) fn offer(qp: usize, epoch: u16, record: Option<&QpRecord>) -> Header {
     let blank = Header { order: qp as u64, ..Header::of(Type::QueuePair, epoch) };
     let Some(record) = record else { return blank };

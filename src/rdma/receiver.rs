@@ -1,6 +1,6 @@
 //! The receiving side of a connection.
 //!
-//! `irecv` writes a CTS entry (line) for each part into the sender's ring, so that the sender writes straight into
+//! `irecv` writes a CTS entry for each part into the sender's ring, so that the sender writes straight into
 //! NCCL's buffers. The last write of each queue pair carries an immediate, which uses up one of the receives posted on that
 //! queue pair; a part is done when all its immediates have arrived. Its size is the sum of their lengths.
 //!
@@ -17,10 +17,10 @@ use std::time::Instant;
 use super::adapter::{Adapters, Memory, Registration, own_regions};
 use super::base::{Base, Parts, Side};
 use super::connection::{Connection, Direction};
+use super::cts::{CTS_BYTES, CTS_ENTRIES, Immediate, encode_word};
 use super::eager::{EAGER_MAX, Head, Inbox, PLACES};
 use super::fabric::{Depth, Fabric, Qp};
 use super::flush::{self, Around, Flush};
-use super::line::{Immediate, LINE, LINES, encode_word};
 use super::pages::Pages;
 use super::receives::{Part, Receives, Slot};
 use super::silence::Silence;
@@ -42,7 +42,7 @@ const PUT_BACK: usize = 16;
 /// under way, and for those not yet posted again. The sending queue holds CTS entries; one request carries those of a
 /// whole group.
 pub(crate) const DEPTH: Depth =
-    Depth { send: 128, receive: (SLOTS + PLACES + PUT_BACK) as u32, inline_bytes: (LINE * MAX_PARTS) as u32 };
+    Depth { send: 128, receive: (SLOTS + PLACES + PUT_BACK) as u32, inline_bytes: (CTS_BYTES * MAX_PARTS) as u32 };
 
 /// The completion of one CTS entry in this many is requested: often enough that the queue never fills with silent ones.
 const SIGNAL_EVERY: u32 = 16;
@@ -84,7 +84,7 @@ impl SizeTable {
 pub(crate) struct Mirror {
     /// By adapter.
     regions: Vec<MemoryRegion>,
-    lines: Pages<[u8; LINE]>,
+    cts_entries: Pages<[u8; CTS_BYTES]>,
 }
 
 impl Mirror {
@@ -93,9 +93,9 @@ impl Mirror {
     /// # Errors
     /// When it cannot be pinned.
     pub(crate) fn new(adapters: &Adapters) -> Result<Self> {
-        let lines = Pages::zeroed(LINES + 1)?;
-        let regions = own_regions(adapters, &lines)?;
-        Ok(Self { regions, lines })
+        let cts_entries = Pages::zeroed(CTS_ENTRIES + 1)?;
+        let regions = own_regions(adapters, &cts_entries)?;
+        Ok(Self { regions, cts_entries })
     }
 }
 
@@ -116,7 +116,7 @@ pub(crate) struct State {
     /// Receives that must still be announced although only short messages fit: the sender has requested it.
     asked: usize,
     /// The queue pair for CTS entries, and whether it is lost with those that were under way.
-    line_qp: usize,
+    cts_qp: usize,
     lines_are_lost: bool,
     /// CTS entries written on it since the last one whose completion was requested.
     silent: u32,
@@ -224,7 +224,7 @@ impl RdmaRecv {
             orders: TagOrders::default(),
             inbox,
             asked: 0,
-            line_qp: 0,
+            cts_qp: 0,
             lines_are_lost: false,
             silent: 0,
             silence: Silence::default(),
@@ -299,7 +299,7 @@ impl RdmaRecv {
         }
         let announced = (state.receives.written() - first) as usize;
         if announced > 0 {
-            outcome = outcome.and_then(|()| self.write_lines(&mut state, first, announced));
+            outcome = outcome.and_then(|()| self.write_cts(&mut state, first, announced));
         }
         let outcome = outcome.and_then(|()| self.write_word(&mut state));
         if let Err(error) = outcome {
@@ -455,13 +455,13 @@ impl RdmaRecv {
     /// An immediate has arrived that answers several CTS entries, each filled to its size.
     #[inline(never)]
     fn arrived_together(&self, receives: &mut Receives, immediate: Immediate, completion: &Completion) -> Result<()> {
-        let last = receives.answered(immediate.slot, immediate.generation)?.line;
+        let last = receives.answered(immediate.slot, immediate.generation)?.cts;
         let before = u64::from(immediate.shares).saturating_sub(1);
         if before >= MAX_PARTS as u64 {
             return Err(Error::remote("the sending side sent what no sender of Towline sends"));
         }
-        for line in last.saturating_sub(before)..=last {
-            let number = receives.announced_by(line)?;
+        for cts in last.saturating_sub(before)..=last {
+            let number = receives.announced_by(cts)?;
             let slot = receives.slot(number);
             (slot.left, slot.size) = (Some(0), slot.capacity);
             if self.base.events.hears() {
@@ -492,7 +492,7 @@ impl RdmaRecv {
         completion: &Completion,
     ) -> Result<()> {
         let (head, data) = inbox.arrived(immediate.slot, immediate.brief(), completion.length())?;
-        receives.has_read(head.lines)?;
+        receives.has_read(head.cts_entries)?;
         let Some(number) = receives.find(head.tag, head.number) else {
             // SAFETY: it has just arrived, with that head.
             return unsafe { self.arrived_early(orders, inbox, head, (data, completion.id())) };
@@ -584,16 +584,16 @@ impl RdmaRecv {
         let is_silent = inbox.is_some() && is_short && *asked == 0;
         *asked = asked.saturating_sub(1);
         if !is_silent {
-            let line = receives.announce(number, inbox.as_mut().map_or(0, Inbox::tell));
-            mirror.lines[receives.written() as usize % LINES] = line.encode();
+            let cts = receives.announce(number, inbox.as_mut().map_or(0, Inbox::tell));
+            mirror.cts_entries[receives.written() as usize % CTS_ENTRIES] = cts.encode();
         }
         Ok(())
     }
 
     /// The sender waits for a CTS entry, and has read this many: announces what it could have filled without.
     #[cold]
-    fn answer(&self, state: &mut State, lines: u32) -> Result<()> {
-        state.receives.has_read(lines)?;
+    fn answer(&self, state: &mut State, cts_entries: u32) -> Result<()> {
+        state.receives.has_read(cts_entries)?;
         state.asked = SLOTS;
         for number in state.receives.silent() {
             if !state.has_room(0) || !state.receives.can_announce(1) {
@@ -601,9 +601,9 @@ impl RdmaRecv {
             }
             let State { receives, inbox, mirror: Some(mirror), .. } = &mut *state else { return Ok(()) };
             let first = receives.written();
-            let line = receives.announce(number, inbox.as_mut().map_or(0, Inbox::tell));
-            mirror.lines[receives.written() as usize % LINES] = line.encode();
-            self.write_lines(state, first, 1)?;
+            let cts = receives.announce(number, inbox.as_mut().map_or(0, Inbox::tell));
+            mirror.cts_entries[receives.written() as usize % CTS_ENTRIES] = cts.encode();
+            self.write_cts(state, first, 1)?;
         }
         Ok(())
     }
@@ -616,16 +616,15 @@ impl RdmaRecv {
 
     #[cold]
     fn write_word_now(&self, state: &mut State) -> Result<()> {
-        let State { fabric: Some(fabric), mirror: Some(mirror), inbox: Some(inbox), silent, line_qp, .. } = state
-        else {
+        let State { fabric: Some(fabric), mirror: Some(mirror), inbox: Some(inbox), silent, cts_qp, .. } = state else {
             return Ok(());
         };
-        if fabric.qp(*line_qp).room() < 2 {
+        if fabric.qp(*cts_qp).room() < 2 {
             return Ok(());
         }
         let word = inbox.tell();
-        mirror.lines[LINES][..8].copy_from_slice(&encode_word(word.into()).to_le_bytes());
-        self.write_to_ring((fabric, *line_qp), mirror, silent, LINES, 8)
+        mirror.cts_entries[CTS_ENTRIES][..8].copy_from_slice(&encode_word(word.into()).to_le_bytes());
+        self.write_to_ring((fabric, *cts_qp), mirror, silent, CTS_ENTRIES, 8)
     }
 
     /// Writes bytes of the mirror, from a place on, into the sender's ring. The completion of a write of no bytes is
@@ -633,26 +632,26 @@ impl RdmaRecv {
     #[inline]
     fn write_to_ring(
         &self,
-        (fabric, line_qp): (&mut Fabric, usize),
+        (fabric, cts_qp): (&mut Fabric, usize),
         mirror: &Mirror,
         silent: &mut u32,
         at: usize,
         bytes: u32,
     ) -> Result<()> {
-        let qp = fabric.qp(line_qp);
+        let qp = fabric.qp(cts_qp);
         *silent += 1;
         // Nor when the queue is a short one.
         let is_signaled = *silent == SIGNAL_EVERY || qp.room() <= LOW || bytes == 0;
         let local = Local {
-            address: mirror.lines[at].as_ptr() as u64,
+            address: mirror.cts_entries[at].as_ptr() as u64,
             length: bytes,
             key: mirror.regions[qp.adapter].local_key(),
         };
         let key = self.target.keys.get(qp.peer_port).copied().unwrap_or(0);
         let work = Work {
-            id: u64::from(*silent) << 32 | line_qp as u64,
+            id: u64::from(*silent) << 32 | cts_qp as u64,
             local,
-            remote: Remote { address: self.target.ring + (at * LINE) as u64, key },
+            remote: Remote { address: self.target.ring + (at * CTS_BYTES) as u64, key },
             immediate: None,
             is_read: false,
             is_inline: bytes <= qp.inline_bytes(),
@@ -695,15 +694,15 @@ impl RdmaRecv {
 
     /// Writes the CTS entries after number `first` to the sender.
     #[inline]
-    fn write_lines(&self, state: &mut State, first: u64, count: usize) -> Result<()> {
-        let State { fabric: Some(fabric), mirror: Some(mirror), silent, line_qp, .. } = state else { return Ok(()) };
+    fn write_cts(&self, state: &mut State, first: u64, count: usize) -> Result<()> {
+        let State { fabric: Some(fabric), mirror: Some(mirror), silent, cts_qp, .. } = state else { return Ok(()) };
         let mut left = count;
-        let mut at = (first + 1) as usize % LINES;
+        let mut at = (first + 1) as usize % CTS_ENTRIES;
         while left > 0 {
             // A group that reaches the ring's end continues at its beginning.
-            let now = left.min(LINES - at);
-            self.write_to_ring((fabric, *line_qp), mirror, silent, at, (now * LINE) as u32)?;
-            at = (at + now) % LINES;
+            let now = left.min(CTS_ENTRIES - at);
+            self.write_to_ring((fabric, *cts_qp), mirror, silent, at, (now * CTS_BYTES) as u32)?;
+            at = (at + now) % CTS_ENTRIES;
             left -= now;
         }
         Ok(())
@@ -726,7 +725,7 @@ impl State {
     #[inline]
     fn has_room(&mut self, count: usize) -> bool {
         let Some(fabric) = &mut self.fabric else { return true };
-        self.receives.has_room(count) && fabric.qp(self.line_qp).room() >= 3
+        self.receives.has_room(count) && fabric.qp(self.cts_qp).room() >= 3
     }
 
     /// Whether the messages for all these parts have arrived.

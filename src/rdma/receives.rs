@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::adapter::Registration;
-use super::line::{LINES, Line};
+use super::cts::{CTS_ENTRIES, CtsEntry};
 use crate::engine::request::Ticket;
 use crate::os::error::{Error, Result};
 
@@ -34,7 +34,7 @@ pub(crate) struct Slot {
     /// Which receive with this tag it is.
     pub number: u32,
     /// Which CTS entry announced it, counted from 1; 0 when none has.
-    pub line: u64,
+    pub cts: u64,
     /// It is not the last part of its group.
     pub has_more: bool,
     /// Keeps the pages pinned.
@@ -53,7 +53,7 @@ impl Slot {
         capacity: 0,
         tag: 0,
         number: 0,
-        line: 0,
+        cts: 0,
         has_more: false,
         memory: None,
     };
@@ -80,16 +80,16 @@ pub(crate) struct Part {
 }
 
 /// A slot's number is a byte.
-const _: () = assert!(LINES == 1 << u8::BITS);
+const _: () = assert!(CTS_ENTRIES == 1 << u8::BITS);
 
 /// All parts of a connection.
 pub(crate) struct Receives {
-    slots: Box<[Slot; LINES]>,
+    slots: Box<[Slot; CTS_ENTRIES]>,
     free: Vec<u8>,
     /// Slots in use, in the order of posting.
     open: VecDeque<u8>,
     /// The slot announced by a CTS entry, by the entry's place in the ring.
-    announced: Box<[u8; LINES]>,
+    announced: Box<[u8; CTS_ENTRIES]>,
     /// CTS entries that were written, and the last one that the sender has certainly read.
     written: u64,
     read: u64,
@@ -105,10 +105,10 @@ impl Receives {
     /// None.
     pub(crate) fn new() -> Self {
         Self {
-            slots: Box::new([Slot::FREE; LINES]),
+            slots: Box::new([Slot::FREE; CTS_ENTRIES]),
             free: (0..=u8::MAX).rev().collect(),
-            open: VecDeque::with_capacity(LINES),
-            announced: Box::new([0; LINES]),
+            open: VecDeque::with_capacity(CTS_ENTRIES),
+            announced: Box::new([0; CTS_ENTRIES]),
             written: 0,
             read: 0,
         }
@@ -123,7 +123,7 @@ impl Receives {
     /// Whether the ring has places for this many entries.
     #[inline]
     pub(crate) fn can_announce(&self, count: usize) -> bool {
-        (self.written - self.read) as usize + count <= LINES
+        (self.written - self.read) as usize + count <= CTS_ENTRIES
     }
 
     /// The number of the last CTS entry.
@@ -153,7 +153,7 @@ impl Receives {
             capacity: part.size,
             tag: part.tag,
             number: part.number,
-            line: 0,
+            cts: 0,
             has_more: part.has_more,
             memory: part.memory,
         };
@@ -163,12 +163,12 @@ impl Receives {
 
     /// The next CTS entry, which announces that slot.
     #[inline]
-    pub(crate) fn announce(&mut self, number: u8, handed_on: u16) -> Line {
+    pub(crate) fn announce(&mut self, number: u8, handed_on: u16) -> CtsEntry {
         self.written += 1;
         let slot = &mut self.slots[usize::from(number)];
-        slot.line = self.written;
-        self.announced[self.written as usize % LINES] = number;
-        Line {
+        slot.cts = self.written;
+        self.announced[self.written as usize % CTS_ENTRIES] = number;
+        CtsEntry {
             address: slot.address,
             size: slot.capacity,
             has_more: slot.has_more,
@@ -195,7 +195,7 @@ impl Receives {
 
     /// Slots in use without a CTS entry, oldest first.
     pub(crate) fn silent(&self) -> Vec<u8> {
-        self.open.iter().copied().filter(|number| self.slots[usize::from(*number)].line == 0).collect()
+        self.open.iter().copied().filter(|number| self.slots[usize::from(*number)].cts == 0).collect()
     }
 
     /// A slot that an immediate names.
@@ -205,10 +205,10 @@ impl Receives {
     #[inline]
     pub(crate) fn answered(&mut self, number: u8, generation: u8) -> Result<&mut Slot> {
         let slot = &mut self.slots[usize::from(number)];
-        if !slot.is_taken || slot.generation != generation || slot.line == 0 {
+        if !slot.is_taken || slot.generation != generation || slot.cts == 0 {
             return Err(Error::remote("the sending side filled a receive that was not posted"));
         }
-        self.read = self.read.max(slot.line);
+        self.read = self.read.max(slot.cts);
         Ok(slot)
     }
 
@@ -217,10 +217,10 @@ impl Receives {
     /// # Errors
     /// When there is none.
     #[inline]
-    pub(crate) fn announced_by(&mut self, line: u64) -> Result<u8> {
-        let number = self.announced[line as usize % LINES];
+    pub(crate) fn announced_by(&mut self, cts: u64) -> Result<u8> {
+        let number = self.announced[cts as usize % CTS_ENTRIES];
         let slot = &self.slots[usize::from(number)];
-        if !slot.is_taken || slot.line != line || line == 0 || slot.left.is_some() {
+        if !slot.is_taken || slot.cts != cts || cts == 0 || slot.left.is_some() {
             return Err(Error::remote("the sending side filled a receive that was not posted"));
         }
         Ok(number)
@@ -231,14 +231,14 @@ impl Receives {
     /// # Errors
     /// When there are not that many.
     #[inline(always)]
-    pub(crate) fn has_read(&mut self, lines: u32) -> Result<()> {
-        let more = lines.wrapping_sub(self.read as u32).cast_signed();
+    pub(crate) fn has_read(&mut self, cts_entries: u32) -> Result<()> {
+        let more = cts_entries.wrapping_sub(self.read as u32).cast_signed();
         // Less than it is known to have read: the count is outdated.
         if more <= 0 {
             return Ok(());
         }
         if more as u64 > self.written - self.read {
-            return Err(Error::remote("the sending side says that it has read lines that were not written"));
+            return Err(Error::remote("the sending side says that it has read CTS entries that were not written"));
         }
         self.read += more as u64;
         Ok(())
@@ -318,9 +318,9 @@ mod tests {
         let mut receives = Receives::new();
         let slot = receives.open(part(0, 0));
         let generation = receives.slot(slot).generation;
-        assert!(receives.answered(slot, generation).is_err(), "no line has named it");
-        let line = receives.announce(slot, 0);
-        assert_eq!((line.slot, line.generation, line.number), (slot, generation, 1));
+        assert!(receives.answered(slot, generation).is_err(), "no CTS entry has named it");
+        let cts = receives.announce(slot, 0);
+        assert_eq!((cts.slot, cts.generation, cts.number), (slot, generation, 1));
         assert!(receives.answered(slot, generation.wrapping_add(1)).is_err());
         assert!(receives.answered(slot, generation).is_ok());
         receives.close(slot);
@@ -331,29 +331,29 @@ mod tests {
     fn an_immediate_for_several_lines_answers_each_of_them_once() {
         let mut receives = Receives::new();
         let slots: Vec<u8> = (0..3).map(|number| receives.open(part(0, number))).collect();
-        assert!(receives.announced_by(0).is_err() && receives.announced_by(1).is_err(), "no line is written");
+        assert!(receives.announced_by(0).is_err() && receives.announced_by(1).is_err(), "no CTS entry is written");
         for slot in &slots {
             receives.announce(*slot, 0);
         }
-        assert_eq!((1..4).map(|line| receives.announced_by(line).expect("open")).collect::<Vec<_>>(), slots);
+        assert_eq!((1..4).map(|cts| receives.announced_by(cts).expect("open")).collect::<Vec<_>>(), slots);
         receives.slot(slots[1]).left = Some(1);
         assert!(receives.announced_by(2).is_err(), "a share of it has come by itself");
         receives.close(slots[0]);
         assert!(receives.announced_by(1).is_err());
-        assert!(receives.announced_by(1 + LINES as u64).is_err(), "a line that is not written yet");
+        assert!(receives.announced_by(1 + CTS_ENTRIES as u64).is_err(), "a CTS entry that is not written yet");
         assert!(receives.announced_by(3).is_ok());
     }
 
     #[test]
     fn the_ring_has_room_again_when_the_sender_says_that_it_has_read() {
         let mut receives = Receives::new();
-        for number in 0..LINES as u32 {
+        for number in 0..CTS_ENTRIES as u32 {
             let slot = receives.open(part(0, number));
             receives.announce(slot, 0);
             receives.close(slot);
         }
         assert!(!receives.has_room(1));
-        assert!(receives.has_read(LINES as u32 + 1).is_err());
+        assert!(receives.has_read(CTS_ENTRIES as u32 + 1).is_err());
         receives.has_read(3).expect("there are more");
         assert!(receives.has_room(3) && !receives.has_room(4));
         receives.has_read(1).expect("old news");

@@ -41,7 +41,7 @@ pub(crate) struct Record {
     /// Offer: queue pairs for each pair of ports.
     #[prost(uint32, tag = "3")]
     pub pairs_per_port: u32,
-    /// The side's queue pairs, by queue pair.
+    /// The side's queue pairs.
     #[prost(message, repeated, tag = "4")]
     pub qps: Vec<QpRecord>,
     /// Accept: the ring for lines. Answer: the table of sizes.

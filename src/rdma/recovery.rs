@@ -13,7 +13,7 @@
 //! 3. When both have, what is in doubt is resent over the remaining queue pairs: the sender's messages ([`ledger`](super::ledger)), the receiver's
 //!    CTS entries.
 //!
-//! A lost queue pair gets a new queue pair when its port is up again: the sender offers one over the control channel
+//! A lost queue pair is replaced when its port is up again: the sender offers one over the control channel
 //! ([`Type::QueuePair`]), the receiver answers with its own, or that it cannot now; then the sender tries again after a
 //! while. The new queue pair carries messages when a first write over it, of no bytes, has been acknowledged, and the
 //! receiver is notified. When all queue pairs are lost at one time the connection waits for one of them, for
@@ -66,7 +66,7 @@ impl Base {
         for Word { qp, epoch, said } in words {
             let index = usize::try_from(qp).unwrap_or(usize::MAX);
             if !fabric.qps.get(index).is_some_and(|qp| qp.recovers) {
-                return Err(Error::remote(format!("the peer gave up queue pair {queue pair} of this connection"))
+                return Err(Error::remote(format!("the peer gave up queue pair {qp} of this connection"))
                     .with_hint("its log says why; it must run with the same TOWLINE_RECOVERY as this side"));
             }
             match said {
@@ -258,7 +258,7 @@ impl Base {
         }
     }
 
-    /// The sender's: offers new queue pairs for queue pairs that are lost and whose ports are up. Returns when to check
+    /// The sender's: offers replacements for queue pairs that are lost and whose ports are up. Returns when to check
     /// again.
     pub(crate) fn offer_qps(&self, fabric: &mut Fabric) -> Option<Instant> {
         let now = Instant::now();
@@ -309,14 +309,14 @@ impl Base {
         next.map(|at| at.max(now))
     }
 
-    /// Reports the new queue pair of a queue pair to the other side.
+    /// Reports the replacement of a queue pair to the other side.
     pub(crate) fn offer_qp(&self, fabric: &Fabric, index: usize) {
         self.name_qp(fabric, index);
         let qp = &fabric.qps[index];
         self.say(&offer(index, qp.epoch, qp.record(self.config()).as_ref()).encode());
     }
 
-    /// The receiver: reports to the sender that a queue pair cannot have a new queue pair now.
+    /// The receiver: reports to the sender that a queue pair cannot be replaced now.
     pub(crate) fn refuse_qp(&self, index: usize, epoch: u16) {
         self.say(&offer(index, epoch, None).encode());
     }

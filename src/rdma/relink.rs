@@ -2,7 +2,7 @@
 //!
 //! On RoCE the kernel resolves the peer's link address in that call, for a second or more if a link has just come up. A
 //! connection that continues over other queue pairs must not block NCCL's thread for that. So the new queue pair of a
-//! lost queue pair is connected in a separate thread, and comes back to its queue pair with the result.
+//! lost queue pair is replaced in a separate thread, which hands over the result.
 
 use super::aside::Aside;
 use super::verbs::{Ece, QueuePair, Refused, Route, Timeouts};

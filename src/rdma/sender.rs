@@ -1,6 +1,6 @@
 //! The sending side of a connection.
 //!
-//! The receiver writes a CTS entry (line) for each part of a posted receive into the [`Ring`] of this side. A send that
+//! The receiver writes a CTS entry for each part of a posted receive into the [`Ring`] of this side. A send that
 //! finds its entry starts in the same call: RDMA writes straight from NCCL's buffer into the receiver's, divided over
 //! the queue pairs, the last one of each queue pair with an immediate. A send without an entry waits in [`Matching`]. It is done
 //! when every write of it has completed, that is when the receiver's device has acknowledged all its bytes.
@@ -28,10 +28,10 @@ use self::short::{Known, Short};
 use super::adapter::{Adapters, Memory, Registration, own_regions};
 use super::base::{Base, Parts, Side};
 use super::connection::{Connection, Direction};
+use super::cts::{CtsEntry, Immediate, Ring};
 use super::eager::{self, EAGER_MAX, Outbox, Parcel};
 use super::fabric::{Depth, Fabric, Qp};
 use super::ledger::{Answer, Ledger, Sent};
-use super::line::{Immediate, Line, Ring};
 use super::matching::Matching;
 use super::pages::Pages;
 use super::silence::Silence;
@@ -85,11 +85,11 @@ pub(crate) struct Target {
     pub inbox: Option<eager::Address>,
 }
 
-/// The memory of this side that the peer writes lines into, registered.
+/// The memory of this side that the peer writes CTS entries into, registered.
 pub(crate) struct RingMemory {
     /// Dropped first: afterwards no device writes. By adapter.
     regions: Vec<MemoryRegion>,
-    /// The lines.
+    /// The CTS entries.
     pub ring: Ring,
 }
 
@@ -164,10 +164,10 @@ pub(crate) struct State {
     known: Known,
     /// When to send the receiver a query about sends that wait.
     ask: Asking,
-    next_line: u32,
+    next_cts: u32,
     /// A write from the receiver has arrived over a queue pair: its own are ready to receive.
     has_heard: bool,
-    matching: Matching<usize, Line>,
+    matching: Matching<usize, CtsEntry>,
     /// Sends that wait, and are short: they may wait for credit.
     short_waiting: usize,
     stripes: Stripes,
@@ -278,7 +278,7 @@ impl RdmaSend {
             keys,
             known: Known::default(),
             ask: Asking::default(),
-            next_line: 1,
+            next_cts: 1,
             has_heard: false,
             matching: Matching::new(),
             short_waiting: 0,
@@ -386,15 +386,15 @@ impl RdmaSend {
         tag: i32,
         memory: Option<&Arc<Registration>>,
     ) -> Result<()> {
-        self.take_lines(state)?;
-        let (number, line) = state.matching.send(tag);
-        if line.is_none() && is_short(length, memory) && state.may_go_eagerly() {
+        self.take_cts(state)?;
+        let (number, cts) = state.matching.send(tag);
+        if cts.is_none() && is_short(length, memory) && state.may_go_eagerly() {
             return self.send_eagerly(state, Short { address, length, number, slot }, tag);
         }
         let memory = memory.cloned();
         let key = state.messages.insert(Message { address, length, number, slot, left: 0, earlier: None, memory });
-        match line {
-            Some(line) => self.launch(state, key, &line),
+        match cts {
+            Some(cts) => self.launch(state, key, &cts),
             None => {
                 state.short_waiting += usize::from(state.messages[key].is_short());
                 state.matching.wait(tag, number, key);
@@ -440,9 +440,9 @@ impl RdmaSend {
     fn pump(&self, state: &mut State) -> Result<bool> {
         let mut moved = false;
         if state.matching.waiting_sends() > 0 {
-            let before = state.next_line;
-            self.take_lines(state)?;
-            moved = state.next_line != before;
+            let before = state.next_cts;
+            self.take_cts(state)?;
+            moved = state.next_cts != before;
         }
         let State { fabric: Some(fabric), messages, outbox, ledger, .. } = state else { return Ok(false) };
         moved |= fabric.poll(|qps, completion| self.completed(qps, messages, (outbox, ledger), completion))?;
@@ -466,21 +466,21 @@ impl RdmaSend {
 
     /// Takes the CTS entries that have arrived, and starts the sends that waited for them.
     #[inline]
-    fn take_lines(&self, state: &mut State) -> Result<()> {
-        if state.has_line() { self.take_lines_that_came(state) } else { Ok(()) }
+    fn take_cts(&self, state: &mut State) -> Result<()> {
+        if state.has_cts() { self.take_lines_that_came(state) } else { Ok(()) }
     }
 
     fn take_lines_that_came(&self, state: &mut State) -> Result<()> {
         loop {
             let Some(ring) = &state.ring else { return Ok(()) };
-            let Some(line) = ring.ring.read(state.next_line) else { return Ok(()) };
-            state.next_line = state.next_line.wrapping_add(1);
+            let Some(cts) = ring.ring.read(state.next_cts) else { return Ok(()) };
+            state.next_cts = state.next_cts.wrapping_add(1);
             if let Some(outbox) = &mut state.outbox {
-                outbox.told(line.handed_on);
+                outbox.told(cts.handed_on);
             }
-            if let Some((key, line)) = state.matching.line(line.tag, line.order, line) {
+            if let Some((key, cts)) = state.matching.cts(cts.tag, cts.order, cts) {
                 state.short_waiting -= usize::from(state.messages[key].is_short());
-                self.launch(state, key, &line)?;
+                self.launch(state, key, &cts)?;
             }
         }
     }
@@ -537,21 +537,21 @@ impl RdmaSend {
         if state.outbox.is_none() || state.matching.waiting_sends() == 0 {
             state.ask.rest();
         } else if state.ask.is_due() {
-            self.base.ask(state.next_line.wrapping_sub(1));
+            self.base.ask(state.next_cts.wrapping_sub(1));
         }
     }
 
     /// A send has met its CTS entry.
     #[inline]
-    fn launch(&self, state: &mut State, key: usize, line: &Line) -> Result<()> {
+    fn launch(&self, state: &mut State, key: usize, cts: &CtsEntry) -> Result<()> {
         let State { fabric: Some(fabric), messages, stripes, jobs, waiting_jobs, scratch, holds, run, ledger, .. } =
             state
         else {
             return Ok(());
         };
         let message = &mut messages[key];
-        if message.length > line.size {
-            return Err(too_long(message.length, line.size, line.tag));
+        if message.length > cts.size {
+            return Err(too_long(message.length, cts.size, cts.tag));
         }
         let shares = stripes.share(message.length);
         let count = shares.pieces();
@@ -560,8 +560,8 @@ impl RdmaSend {
         let is_told =
             shares.longest() > fabric.longest_write || fabric.apart_above.is_some_and(|above| message.length > above);
         let immediate = Immediate {
-            slot: line.slot,
-            generation: line.generation,
+            slot: cts.slot,
+            generation: cts.generation,
             shares: count as u8,
             is_told,
             is_eager: false,
@@ -572,7 +572,7 @@ impl RdmaSend {
             scratch.sizes[key] = message.length;
         }
         if let Some(ledger) = ledger {
-            ledger.answer(key, Answer { line: *line, immediate, is_told });
+            ledger.answer(key, Answer { cts: *cts, immediate, is_told });
         }
         if self.base.events.hears() {
             self.base.events.ready(message.slot, 0);
@@ -586,7 +586,7 @@ impl RdmaSend {
                 let write = Work {
                     id: work_id(key, at, 1, true),
                     local: Local { address: message.address, length: message.length as u32, key: local_key },
-                    remote: Remote { address: line.address, key: line.keys[qp.peer_port] },
+                    remote: Remote { address: cts.address, key: cts.keys[qp.peer_port] },
                     immediate: Some(immediate),
                     is_read: false,
                     is_inline: false,
@@ -595,9 +595,9 @@ impl RdmaSend {
                 let end = End {
                     key,
                     qp: at,
-                    line: line.number,
-                    is_held: line.has_more && message.length <= HELD_MAX,
-                    fills: message.length == line.size,
+                    cts: cts.number,
+                    is_held: cts.has_more && message.length <= HELD_MAX,
+                    fills: message.length == cts.size,
                 };
                 Counters::count(&self.base.counters.chunks, 1);
                 hand_over(qp, messages, (holds, run, ledger), &end, write)?;
@@ -610,8 +610,8 @@ impl RdmaSend {
         }
         for (index, share) in shares.enumerate() {
             let share = Share { qp: stripes.qp(share.qp), ..share };
-            let key_there = line.keys[fabric.qp(share.qp).peer_port];
-            let mut job = Job::new(key, share, line, key_there, immediate, is_told && index == 0);
+            let key_there = cts.keys[fabric.qp(share.qp).peer_port];
+            let mut job = Job::new(key, share, cts, key_there, immediate, is_told && index == 0);
             let waiting = &mut jobs[share.qp];
             if !waiting.is_empty() || !self.post(fabric, messages, scratch, (holds, run, ledger), &mut job)? {
                 waiting.push_back(job);
@@ -666,7 +666,7 @@ impl RdmaSend {
                 let end = End {
                     key: job.key,
                     qp: job.share.qp,
-                    line: job.line,
+                    cts: job.cts,
                     is_held: job.has_more && job.share.length <= HELD_MAX,
                     // The end of a longer share ends only itself.
                     fills: is_end && job.posted == 0 && job.fills(length),
@@ -817,9 +817,9 @@ fn is_short(length: u64, memory: Option<&Arc<Registration>>) -> bool {
 impl State {
     /// Whether the next CTS entry seems to have arrived.
     #[inline(always)]
-    fn has_line(&self) -> bool {
+    fn has_cts(&self) -> bool {
         let Some(ring) = &self.ring else { return false };
-        ring.ring.has(self.next_line)
+        ring.ring.has(self.next_cts)
     }
 
     /// Whether the receiver's queue pairs are known to receive. A write that arrives before is dropped, and the device
@@ -833,7 +833,7 @@ impl State {
     #[cold]
     fn hears_first(&mut self) -> bool {
         let says = |ring: &RingMemory| ring.ring.word().is_some();
-        self.has_heard = self.next_line != 1 || self.ring.as_ref().is_some_and(says);
+        self.has_heard = self.next_cts != 1 || self.ring.as_ref().is_some_and(says);
         self.has_heard
     }
 

@@ -26,7 +26,7 @@ fn a_line_is_changed(key: impl FnOnce(&Ends, &[u8], u32) -> u32) {
     let (source, target) = (vec![7; 20_000], vec![UNTOUCHED; 20_000]);
     // SAFETY: the target outlives the connection.
     let received = unsafe { ends.post_receive(&target) };
-    ends.forge(1, |line| line.keys[0] = key(&ends, &target, line.keys[0]));
+    ends.forge(1, |cts| cts.keys[0] = key(&ends, &target, cts.keys[0]));
     // SAFETY: the source outlives the connection.
     let sent = unsafe { ends.post_send(&source) };
     let here = end_of(|ticket| ends.send.test(ticket), sent).expect_err("the key is wrong");
@@ -77,7 +77,7 @@ fn a_receiver_without_the_key_of_the_ring_fails_both_sides() {
     for words in ["an RDMA operation of a receive failed: remote access error", "the peer refused the key"] {
         assert!(text.contains(words), "{text}");
     }
-    let text = end_of(|ticket| ends.send.test(ticket), sent).expect_err("no line comes").to_string();
+    let text = end_of(|ticket| ends.send.test(ticket), sent).expect_err("no CTS entry comes").to_string();
     assert!(text.contains("the receiver") && text.contains("remote access error"), "{text}");
     ends.recv.close();
     ends.send.close();
@@ -196,7 +196,7 @@ fn all_messages_that_can_be_outstanding_pass_through_queues_of_a_few_places() {
                 None => {
                     // Not now: the queue of CTS entries is full.
                     waiting += 1;
-                    let ticket = until("room for lines", || {
+                    let ticket = until("room for CTS entries", || {
                         let mut parts: Vec<_> =
                             (0..MAX_PARTS).map(|part| posted(&targets[group * 8 + part], part as i32)).collect();
                         // SAFETY: as above.
@@ -324,7 +324,7 @@ fn completion_queues_hold_all_that_their_qps_can_have_outstanding() {
                 let remote = Remote { address: mine + 4 * (2 * qp + side) as u64, key };
                 let fits = qp_of.room();
                 assert_eq!(fits, depth[side], "as deep as wanted");
-                // The sender's writes take up receives; the receiver's are lines.
+                // The sender's writes take up receives; the receiver's are CTS entries.
                 let immediate = (side == 0).then_some(0);
                 for place in 0..fits {
                     // Only the last one shows in memory.
@@ -364,7 +364,7 @@ fn completion_queues_hold_all_that_their_qps_can_have_outstanding() {
             fabric.poll(take).expect("a queue that was not overrun");
         }
         // The receiving side's queues hold its own writes and the immediates.
-        assert_eq!(counts, [places[0], places[1] + places[0]], "{queue pairs} queue pairs of depth {depth:?}");
+        assert_eq!(counts, [places[0], places[1] + places[0]], "{qps} queue pairs of depth {depth:?}");
         assert!(places[0] <= qps * receiver::DEPTH.receive as usize);
         for adapter in left.iter().chain(&*right) {
             let context = &adapter.open.context;

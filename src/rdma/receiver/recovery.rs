@@ -31,11 +31,11 @@ impl RdmaRecv {
 
     /// Checks the ports, and the queue pair of the CTS entries, for silence.
     fn look_around(&self, state: &mut State) {
-        let State { fabric: Some(fabric), silence, silent, line_qp, .. } = state else { return };
+        let State { fabric: Some(fabric), silence, silent, cts_qp, .. } = state else { return };
         self.base.look_around(fabric);
         // Only the completion of the last ones is not requested.
-        let owes = fabric.outstanding(*line_qp) > *silent;
-        self.base.listen(fabric, silence, |qp| (owes && qp == *line_qp).then_some(0));
+        let owes = fabric.outstanding(*cts_qp) > *silent;
+        self.base.listen(fabric, silence, |qp| (owes && qp == *cts_qp).then_some(0));
     }
 
     /// Handles queue pairs that are in trouble, and answers the sender's query.
@@ -43,8 +43,8 @@ impl RdmaRecv {
     pub(super) fn tend(&self, state: &mut State) -> Result<()> {
         let State { fabric: Some(fabric), .. } = state else { return Ok(()) };
         fabric.answer_alarm();
-        if let Some(lines) = self.base.take_question() {
-            self.answer(state, lines)?;
+        if let Some(cts_entries) = self.base.take_question() {
+            self.answer(state, cts_entries)?;
         }
         if self.base.recovers() {
             self.look_around(state);
@@ -75,7 +75,7 @@ impl RdmaRecv {
         }
         for (qp, _) in gone {
             state.used[qp] = 0;
-            state.lines_are_lost |= state.line_qp == qp;
+            state.lines_are_lost |= state.cts_qp == qp;
         }
         self.settle_flushes(state);
         if state.lines_are_lost { self.write_again(state) } else { Ok(()) }
@@ -90,7 +90,7 @@ impl RdmaRecv {
         fabric.abandon(qp, epoch);
     }
 
-    /// The sender has a new queue pair for a queue pair that was lost: makes one too, and has it connected. Returns whether
+    /// The sender has a replacement for a queue pair that was lost: makes one too, and has it connected. Returns whether
     /// that can be done now.
     #[cold]
     fn take_qp(&self, fabric: &mut Fabric, index: usize, epoch: u16, record: &QpRecord) -> Result<bool> {
@@ -119,11 +119,11 @@ impl RdmaRecv {
         if !state.is_unsure() {
             return Ok(());
         }
-        let State { fabric: Some(fabric), mirror: Some(mirror), silent, line_qp, unsure, .. } = state else {
+        let State { fabric: Some(fabric), mirror: Some(mirror), silent, cts_qp, unsure, .. } = state else {
             return Ok(());
         };
         *unsure = None;
-        self.write_to_ring((fabric, *line_qp), mirror, silent, 0, 0)
+        self.write_to_ring((fabric, *cts_qp), mirror, silent, 0, 0)
     }
 
     /// Flushes do not wait for ports over which nothing arrives any more.
@@ -137,13 +137,13 @@ impl RdmaRecv {
     /// The CTS entries that may be lost are written over another queue pair, if there is one.
     #[cold]
     fn write_again(&self, state: &mut State) -> Result<()> {
-        let State { fabric: Some(fabric), line_qp, lines_are_lost, silent, receives, .. } = &mut *state else {
+        let State { fabric: Some(fabric), cts_qp, lines_are_lost, silent, receives, .. } = &mut *state else {
             return Ok(());
         };
         let Some(living) = fabric.living().next() else { return Ok(()) };
-        (*line_qp, *silent, *lines_are_lost) = (living, 0, false);
+        (*cts_qp, *silent, *lines_are_lost) = (living, 0, false);
         let (first, count) = receives.unread();
-        self.write_lines(state, first, count)?;
+        self.write_cts(state, first, count)?;
         self.write_word_now(state)
     }
 }
@@ -152,9 +152,9 @@ impl State {
     /// Whether CTS entries that the sender has not read were written a while ago, without a check whether they have
     /// arrived. With a single queue pair the result would be of no use.
     fn is_unsure(&mut self) -> bool {
-        let State { fabric: Some(fabric), receives, silent, line_qp, unsure, .. } = self else { return false };
-        let is_asked = fabric.outstanding(*line_qp) != *silent;
-        let qp = fabric.qp(*line_qp);
+        let State { fabric: Some(fabric), receives, silent, cts_qp, unsure, .. } = self else { return false };
+        let is_asked = fabric.outstanding(*cts_qp) != *silent;
+        let qp = fabric.qp(*cts_qp);
         let may_ask = qp.is_up() && qp.room() > LOW && fabric.living().count() > 1;
         if *silent == 0 || is_asked || !may_ask || receives.unread().1 == 0 {
             *unsure = None;

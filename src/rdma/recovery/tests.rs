@@ -145,7 +145,7 @@ fn queue_pairs_that_fail_lose_nothing_and_come_back() {
         traffic(&ends, &mut dice, 30, |_, _| ());
         ends.recv.with_fabric(|fabric| assert!(fabric.qps().iter().all(|qp| qp.arrived > 0), "one is not used"));
         let lost = |base: &Base| base.counters.lost_pairs.load(Ordering::Relaxed);
-        println!("round {round}: {queue pairs} queue pairs; {} were lost", lost(ends.recv.base()));
+        println!("round {round}: {qps} queue pairs; {} were lost", lost(ends.recv.base()));
         assert!(lost(ends.send.base()) > 0 && lost(ends.send.base()) == lost(ends.recv.base()));
         ends.send.close();
         ends.recv.close();

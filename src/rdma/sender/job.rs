@@ -4,9 +4,9 @@
 use super::Message;
 use crate::engine::request::MAX_PARTS;
 use crate::os::error::Result;
+use crate::rdma::cts::{CtsEntry, Immediate};
 use crate::rdma::fabric::Qp;
 use crate::rdma::ledger::Ledger;
-use crate::rdma::line::{Immediate, Line};
 use crate::rdma::stripe::Share;
 use crate::rdma::verbs::{Remote, Work};
 
@@ -20,8 +20,8 @@ pub(super) struct Job {
     pub(super) to: Remote,
     /// Bytes of the receive.
     pub(super) size: u64,
-    /// The number of its line.
-    pub(super) line: u32,
+    /// The number of its CTS entry.
+    pub(super) cts: u32,
     /// Its slot.
     pub(super) slot: u8,
     /// It is not the last part of its group.
@@ -34,10 +34,10 @@ pub(super) struct Job {
 impl Job {
     /// A share of the message with this key, of which nothing is posted; `key_there` is the receiver's key for its
     /// queue pair.
-    pub(super) fn new(key: usize, share: Share, line: &Line, key_there: u32, immediate: u32, tells: bool) -> Self {
-        let Line { address, size, number, slot, has_more, .. } = *line;
+    pub(super) fn new(key: usize, share: Share, cts: &CtsEntry, key_there: u32, immediate: u32, tells: bool) -> Self {
+        let CtsEntry { address, size, number, slot, has_more, .. } = *cts;
         let to = Remote { address, key: key_there };
-        Self { key, share, posted: 0, to, size, line: number, slot, has_more, immediate, tells }
+        Self { key, share, posted: 0, to, size, cts: number, slot, has_more, immediate, tells }
     }
 
     /// Whether it is a whole message, of `length` bytes, that fills its receive.
@@ -51,7 +51,7 @@ pub(super) struct End {
     /// Its message.
     pub(super) key: usize,
     pub(super) qp: usize,
-    pub(super) line: u32,
+    pub(super) cts: u32,
     /// Whether it is kept back until the other parts of its group are posted.
     pub(super) is_held: bool,
     /// Whether it is a whole message that fills its receive: it can be part of a run.
@@ -74,11 +74,11 @@ pub(super) fn hand_over(
             qp.hold(write)?;
             *holds = true;
             if end.fills {
-                run.add(end.qp, end.line, end.key);
+                run.add(end.qp, end.cts, end.key);
             } else {
                 run.count = 0;
             }
-        } else if *holds && end.fills && qp.held() >= run.count && run.is_followed_by(end.qp, end.line) {
+        } else if *holds && end.fills && qp.held() >= run.count && run.is_followed_by(end.qp, end.cts) {
             // From here on the earlier ones end with this one.
             let answer = Immediate::decode(write.immediate.unwrap_or(0));
             let immediate = Immediate { shares: run.count as u8 + 1, is_run: true, ..answer };
@@ -105,7 +105,7 @@ pub(super) fn hand_over(
 pub(super) struct Run {
     pub(super) qp: usize,
     /// The CTS entry of the last one.
-    pub(super) line: u32,
+    pub(super) cts: u32,
     /// Their messages.
     pub(super) keys: [u16; MAX_PARTS],
     pub(super) count: usize,
@@ -113,17 +113,17 @@ pub(super) struct Run {
 
 impl Run {
     /// A write is held back that could be part of a run.
-    pub(super) fn add(&mut self, qp: usize, line: u32, key: usize) {
-        if !self.is_followed_by(qp, line) {
+    pub(super) fn add(&mut self, qp: usize, cts: u32, key: usize) {
+        if !self.is_followed_by(qp, cts) {
             self.count = 0;
         }
         self.keys[self.count] = key as u16;
-        (self.qp, self.line) = (qp, line);
+        (self.qp, self.cts) = (qp, cts);
         self.count += 1;
     }
 
     /// Whether that CTS entry is the next one, and there is room.
-    pub(super) fn is_followed_by(&self, qp: usize, line: u32) -> bool {
-        (1..MAX_PARTS).contains(&self.count) && self.qp == qp && self.line.wrapping_add(1) == line
+    pub(super) fn is_followed_by(&self, qp: usize, cts: u32) -> bool {
+        (1..MAX_PARTS).contains(&self.count) && self.qp == qp && self.cts.wrapping_add(1) == cts
     }
 }

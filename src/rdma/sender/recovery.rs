@@ -7,9 +7,9 @@ use super::job::Job;
 use super::{PROBE, RdmaSend, State, work_id};
 use crate::engine::counters::Counters;
 use crate::os::error::Result;
+use crate::rdma::cts::CtsEntry;
 use crate::rdma::fabric::{Fabric, Qp};
 use crate::rdma::ledger::{Answer, Ledger, Sent, Settled};
-use crate::rdma::line::Line;
 use crate::rdma::outage::{Taken, Tended, Trouble};
 use crate::rdma::record::QpRecord;
 use crate::rdma::silence::Silence;
@@ -68,7 +68,7 @@ impl RdmaSend {
         self.go_again(state)
     }
 
-    /// The receiver has a new queue pair for a queue pair that was lost. This side's is connected to it.
+    /// The receiver has a replacement for a queue pair that was lost. This side's is connected to it.
     #[cold]
     fn answered(&self, fabric: &mut Fabric, index: usize, epoch: u16, record: &QpRecord) {
         let qp = fabric.qp(index);
@@ -167,12 +167,12 @@ impl RdmaSend {
         }
         for (Orphan { key, share }, to) in orphans.drain(..).zip(living.iter().cycle()) {
             let (Some(message), Some(answer)) = (messages.get(key), ledger.answer_of(key as u16)) else { continue };
-            let Answer { line, immediate, is_told } = answer;
+            let Answer { cts, immediate, is_told } = answer;
             let share = Share { qp: *to, ..share };
             // Alone: nothing is held back for it. And each carries the size, so that it arrives whichever is the last.
-            let line = Line { has_more: false, ..line };
-            let key_there = line.keys[fabric.qp(*to).peer_port];
-            let job = Job::new(key, share, &line, key_there, immediate, is_told);
+            let cts = CtsEntry { has_more: false, ..cts };
+            let key_there = cts.keys[fabric.qp(*to).peer_port];
+            let job = Job::new(key, share, &cts, key_there, immediate, is_told);
             if self.base.events.hears() {
                 self.tell_share(message, &job, 1, true);
             }

@@ -14,10 +14,10 @@ use crate::engine::table::Table;
 use crate::os::error::Result;
 use crate::os::ticks::Ticks;
 use crate::rdma::adapter::Registration;
+use crate::rdma::cts::Immediate;
 use crate::rdma::eager::{EAGER_MAX, Head, Outbox, Parcel};
 use crate::rdma::fabric::Qp;
 use crate::rdma::ledger::{Ledger, Sent};
-use crate::rdma::line::Immediate;
 use crate::rdma::verbs::{Local, Remote, Work};
 
 /// A send that goes without a CTS entry.
@@ -86,7 +86,7 @@ impl RdmaSend {
             return Ok(None);
         }
         // Only the bytes are needed, now, and they are the caller's: ending the registration meanwhile does no harm.
-        if !registered.is_current(handle) || state.has_line() || !state.may_go_eagerly() {
+        if !registered.is_current(handle) || state.has_cts() || !state.may_go_eagerly() {
             return Ok(None);
         }
         let Some(next) = state.matching.next_alone(tag) else { return Ok(None) };
@@ -104,9 +104,9 @@ impl RdmaSend {
     #[inline(never)]
     pub(super) fn send_eagerly(&self, state: &mut State, message: Short, tag: i32) -> Result<()> {
         let Short { address, length, number, slot } = message;
-        let lines = state.next_line.wrapping_sub(1);
+        let cts_entries = state.next_cts.wrapping_sub(1);
         let State { outbox: Some(outbox), fabric: Some(fabric), ledger, short_qp, .. } = state else { return Ok(()) };
-        let head = Head { tag, number, lines, length: length as u32 };
+        let head = Head { tag, number, cts_entries, length: length as u32 };
         // SAFETY: the transport may use the message's memory until its request ends, and it holds this many bytes.
         let parcel = unsafe { outbox.pack(&head, address as *const u8) };
         if self.base.events.hears() {

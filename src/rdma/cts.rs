@@ -1,4 +1,4 @@
-//! Clear-to-send (CTS) entries, called lines in the code: what a receiver writes into its sender's memory for each part
+//! Clear-to-send (CTS) entries: what a receiver writes into its sender's memory for each part
 //! of a posted receive.
 //!
 //! | bytes | field |
@@ -11,15 +11,15 @@
 //! | 52 | the receiver's slot, which every immediate names |
 //! | 53 | which use of the slot this is, modulo 256 |
 //! | 54–55 | which receive with this tag it is, counted from 0, modulo 65,536 |
-//! | 56–59 | number of the line, counted through all lines of the connection |
+//! | 56–59 | number of the CTS entry, counted through all CTS entries of the connection |
 //! | 60–63 | check over bytes 0–59 |
 //!
-//! Little-endian; 64 bytes, so that a line fits one cache line and one inline write.
+//! Little-endian; 64 bytes, so that a CTS entry fits one cache line and one inline write.
 //!
-//! Lines are in a [`Ring`] of [`LINES`] places; line n is at place n modulo [`LINES`]. The device writes a line's bytes
-//! in no guaranteed order, so a line is accepted only when number and check match: an incomplete line, or the previous
-//! line of that place, does not. Behind the lines there is one more place, for the receiver's count of eager messages
-//! when no line carries it.
+//! CTS entries are in a [`Ring`] of [`CTS_ENTRIES`] places; CTS entry n is at place n modulo [`CTS_ENTRIES`]. The device writes a CTS entry's bytes
+//! in no guaranteed order, so a CTS entry is accepted only when number and check match: an incomplete CTS entry, or the previous
+//! CTS entry of that place, does not. Behind the CTS entries there is one more place, for the receiver's count of eager messages
+//! when no CTS entry carries it.
 
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -30,18 +30,18 @@ use super::pages::{Pages, Zeroed};
 use crate::engine::request::SLOTS;
 use crate::os::error::Result;
 
-/// Bytes of a line.
-pub(crate) const LINE: usize = 64;
+/// Bytes of a CTS entry.
+pub(crate) const CTS_BYTES: usize = 64;
 
-/// Lines of a ring: one for each part of every receive that can be outstanding.
-pub(crate) const LINES: usize = SLOTS;
+/// CTS entries of a ring: one for each part of every receive that can be outstanding.
+pub(crate) const CTS_ENTRIES: usize = SLOTS;
 
-/// Beside the size: the line is not the last part of its group.
+/// Beside the size: the CTS entry is not the last part of its group.
 const HAS_MORE: u64 = 1 << 47;
 
 /// A part of a posted receive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Line {
+pub(crate) struct CtsEntry {
     /// The address of the buffer on the receiver.
     pub address: u64,
     /// How many bytes fit, less than 2^47.
@@ -60,14 +60,14 @@ pub(crate) struct Line {
     pub generation: u8,
     /// Which receive with this tag it is.
     pub order: u16,
-    /// Which line of the connection it is, counted from 1.
+    /// Which CTS entry of the connection it is, counted from 1.
     pub number: u32,
 }
 
-impl Line {
+impl CtsEntry {
     /// The bytes of this.
-    pub(crate) fn encode(&self) -> [u8; LINE] {
-        let mut out = [0; LINE];
+    pub(crate) fn encode(&self) -> [u8; CTS_BYTES] {
+        let mut out = [0; CTS_BYTES];
         out[..8].copy_from_slice(&self.address.to_le_bytes());
         let size = self.size | if self.has_more { HAS_MORE } else { 0 };
         out[8..14].copy_from_slice(&size.to_le_bytes()[..6]);
@@ -85,8 +85,8 @@ impl Line {
         out
     }
 
-    /// Reads line `number`; none when the bytes are another line's or not complete.
-    pub(crate) fn decode(bytes: &[u8; LINE], number: u32) -> Option<Self> {
+    /// Reads CTS entry `number`; none when the bytes are another CTS entry's or not complete.
+    pub(crate) fn decode(bytes: &[u8; CTS_BYTES], number: u32) -> Option<Self> {
         let u32_at = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         if u32_at(56) != number || u32_at(60) != check(bytes) {
             return None;
@@ -111,8 +111,8 @@ impl Line {
     }
 }
 
-/// A number that depends on every bit of bytes 0–59: a torn line matches with a probability of one in four billion.
-fn check(bytes: &[u8; LINE]) -> u32 {
+/// A number that depends on every bit of bytes 0–59: a torn CTS entry matches with a probability of one in four billion.
+fn check(bytes: &[u8; CTS_BYTES]) -> u32 {
     let mut sum = 0x9e37_79b9_7f4a_7c15_u64;
     for (index, word) in bytes.as_chunks::<8>().0.iter().enumerate() {
         let mut word = u64::from_le_bytes(*word);
@@ -125,12 +125,12 @@ fn check(bytes: &[u8; LINE]) -> u32 {
     (sum ^ sum >> 32) as u32
 }
 
-/// The memory that the peer writes lines into.
+/// The memory that the peer writes CTS entries into.
 pub(crate) struct Ring(Pages<Place>);
 
 /// One place of a ring.
 #[repr(align(64))]
-pub(super) struct Place(UnsafeCell<[u8; LINE]>);
+pub(super) struct Place(UnsafeCell<[u8; CTS_BYTES]>);
 
 // SAFETY: the places are read by volatile and atomic loads only; only devices write them.
 unsafe impl Sync for Place {}
@@ -138,12 +138,12 @@ unsafe impl Sync for Place {}
 unsafe impl Zeroed for Place {}
 
 impl Ring {
-    /// A ring without lines: no line has number 0.
+    /// A ring without CTS entries: no CTS entry has number 0.
     ///
     /// # Errors
     /// When there is no memory.
     pub(crate) fn new() -> Result<Self> {
-        Ok(Self(Pages::zeroed(LINES + 1)?))
+        Ok(Self(Pages::zeroed(CTS_ENTRIES + 1)?))
     }
 
     /// Its memory.
@@ -159,34 +159,35 @@ impl Ring {
     /// The receiver's count of eager messages, if it has arrived complete.
     #[inline]
     pub(crate) fn word(&self) -> Option<u32> {
-        let place = self.0[LINES].0.get();
+        let place = self.0[CTS_ENTRIES].0.get();
         // SAFETY: inside the place, aligned to 8 since places are aligned to 64.
         let bits = unsafe { AtomicU64::from_ptr(place.cast()) }.load(Ordering::Acquire);
         decode_word(u64::from_le(bits))
     }
 
-    /// Whether line `number` seems to have arrived: it may still be incomplete.
+    /// Whether CTS entry `number` seems to have arrived: it may still be incomplete.
     #[inline(always)]
     pub(crate) fn has(&self, number: u32) -> bool {
-        let place = self.0[number as usize % LINES].0.get();
+        let place = self.0[number as usize % CTS_ENTRIES].0.get();
         // SAFETY: inside the place, aligned to 4 since places are aligned to 64.
         let stamp = unsafe { AtomicU32::from_ptr(place.cast::<u32>().add(14)) };
         stamp.load(Ordering::Acquire) == number.to_le()
     }
 
-    /// Line `number`, if it has arrived.
+    /// CTS entry `number`, if it has arrived.
     #[inline]
-    pub(crate) fn read(&self, number: u32) -> Option<Line> {
+    pub(crate) fn read(&self, number: u32) -> Option<CtsEntry> {
         if !self.has(number) {
             return None;
         }
-        let place = self.0[number as usize % LINES].0.get();
+        let place = self.0[number as usize % CTS_ENTRIES].0.get();
         // SAFETY: the place is readable, aligned to 64, and exists as long as this; a device may write at the same
-        // time, hence volatile, and `decode` detects an incomplete line. Read in 8-byte units: single bytes would be
+        // time, hence volatile, and `decode` detects an incomplete CTS entry. Read in 8-byte units: single bytes would be
         // slow.
-        let words: [u64; LINE / 8] = std::array::from_fn(|at| unsafe { place.cast::<u64>().add(at).read_volatile() });
+        let words: [u64; CTS_BYTES / 8] =
+            std::array::from_fn(|at| unsafe { place.cast::<u64>().add(at).read_volatile() });
         let bytes = words.map(u64::to_ne_bytes);
-        Line::decode(bytes.as_flattened().try_into().ok()?, number)
+        CtsEntry::decode(bytes.as_flattened().try_into().ok()?, number)
     }
 }
 
@@ -209,14 +210,14 @@ pub(crate) struct Immediate {
     /// Which use of the slot; of an eager message [`Brief::steps`].
     pub generation: u8,
     /// How many immediates the message has: one from each queue pair that carries a share of it, 1 to 128. Of an eager
-    /// message [`Brief::lines`].
+    /// message [`Brief::cts_entries`].
     pub shares: u8,
     /// The message's size is in the receiver's table of sizes, where one of its immediates has brought it; else it is
     /// the sum of the writes' lengths.
     pub is_told: bool,
     /// It is in a place of the receiver's [`Inbox`](super::eager::Inbox).
     pub is_eager: bool,
-    /// It answers several lines: as many as `shares`, up to the slot's own one, each filled to its size.
+    /// It answers several CTS entries: as many as `shares`, up to the slot's own one, each filled to its size.
     pub is_run: bool,
 }
 
@@ -227,7 +228,7 @@ impl Immediate {
         Self {
             slot: place,
             generation: brief.steps,
-            shares: brief.lines,
+            shares: brief.cts_entries,
             is_told: false,
             is_eager: true,
             is_run: false,
@@ -237,7 +238,7 @@ impl Immediate {
     /// The content for an eager message.
     #[inline]
     pub(crate) fn brief(self) -> Brief {
-        Brief { steps: self.generation, lines: self.shares }
+        Brief { steps: self.generation, cts_entries: self.shares }
     }
 
     /// The 32 bits.
@@ -263,9 +264,9 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn lines() -> impl Strategy<Value = Line> {
+    fn cts_entries() -> impl Strategy<Value = CtsEntry> {
         (any::<(u64, u64, i32, u8, u8, u16, u16)>(), any::<[u32; 8]>(), 1_u32..).prop_map(
-            |((address, size, tag, slot, generation, order, handed_on), keys, number)| Line {
+            |((address, size, tag, slot, generation, order, handed_on), keys, number)| CtsEntry {
                 address,
                 size: size >> 17,
                 has_more: size & 1 != 0,
@@ -282,19 +283,19 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_line_survives_and_only_whole_and_as_itself(old in lines(), new in lines(), cut in 1..64_usize) {
+        fn a_line_survives_and_only_whole_and_as_itself(old in cts_entries(), new in cts_entries(), cut in 1..64_usize) {
             let number = new.number;
             let bytes = new.encode();
-            prop_assert_eq!(Line::decode(&bytes, number), Some(new));
-            prop_assert_eq!(Line::decode(&bytes, number.wrapping_add(LINES as u32)), None);
-            // Half of it over the line that stood there before, from either end.
-            let before = Line { number: number.wrapping_sub(LINES as u32), ..old }.encode();
+            prop_assert_eq!(CtsEntry::decode(&bytes, number), Some(new));
+            prop_assert_eq!(CtsEntry::decode(&bytes, number.wrapping_add(CTS_ENTRIES as u32)), None);
+            // Half of it over the CTS entry that stood there before, from either end.
+            let before = CtsEntry { number: number.wrapping_sub(CTS_ENTRIES as u32), ..old }.encode();
             for (head, tail) in [(&bytes, &before), (&before, &bytes)] {
-                let mut torn = [0; LINE];
+                let mut torn = [0; CTS_BYTES];
                 torn[..cut].copy_from_slice(&head[..cut]);
                 torn[cut..].copy_from_slice(&tail[cut..]);
                 if torn != bytes {
-                    prop_assert_eq!(Line::decode(&torn, number), None);
+                    prop_assert_eq!(CtsEntry::decode(&torn, number), None);
                 }
             }
         }
@@ -309,7 +310,7 @@ mod tests {
 
     #[test]
     fn every_bit_of_a_line_is_checked() {
-        let line = Line {
+        let cts = CtsEntry {
             address: 1 << 40,
             size: 77,
             has_more: true,
@@ -321,11 +322,11 @@ mod tests {
             order: 5,
             number: 4711,
         };
-        let bytes = line.encode();
-        for bit in 0..LINE * 8 {
+        let bytes = cts.encode();
+        for bit in 0..CTS_BYTES * 8 {
             let mut changed = bytes;
             changed[bit / 8] ^= 1 << (bit % 8);
-            assert_eq!(Line::decode(&changed, 4711), None, "bit {bit}");
+            assert_eq!(CtsEntry::decode(&changed, 4711), None, "bit {bit}");
         }
     }
 
@@ -334,7 +335,7 @@ mod tests {
         let ring = Ring::new().expect("memory");
         let (tag, handed_on, order) = (2, 0, 0);
         let (slot, generation, number) = (0, 0, 1);
-        let line = Line {
+        let cts = CtsEntry {
             address: 8,
             size: 9,
             has_more: false,
@@ -347,12 +348,12 @@ mod tests {
             number,
         };
         assert_eq!(ring.read(1), None);
-        for number in [1, 1 + LINES as u32] {
-            let line = Line { number, ..line };
+        for number in [1, 1 + CTS_ENTRIES as u32] {
+            let cts = CtsEntry { number, ..cts };
             // SAFETY: the place of both numbers, and nobody else uses the ring.
-            unsafe { *ring.0[1].0.get() = line.encode() };
-            assert_eq!(ring.read(number), Some(line));
-            assert_eq!(ring.read(number + LINES as u32), None);
+            unsafe { *ring.0[1].0.get() = cts.encode() };
+            assert_eq!(ring.read(number), Some(cts));
+            assert_eq!(ring.read(number + CTS_ENTRIES as u32), None);
         }
     }
 
@@ -362,7 +363,7 @@ mod tests {
         assert_eq!(ring.word(), None);
         for number in [0, 1, 77, u32::MAX] {
             // SAFETY: the last place, and nobody else uses the ring.
-            unsafe { *ring.0[LINES].0.get().cast::<u64>() = encode_word(number).to_le() };
+            unsafe { *ring.0[CTS_ENTRIES].0.get().cast::<u64>() = encode_word(number).to_le() };
             assert_eq!(ring.word(), Some(number));
         }
         let torn = encode_word(5) & 0xffff_ffff | encode_word(6) & !0xffff_ffff;
