@@ -4,7 +4,7 @@
 //! number of deadlines, even when thousands of short-lived sources (mostly handshakes) have left theirs behind.
 //!
 //! A token may pass to another source while a deadline of its former owner is still pending; the caller distinguishes
-//! the two by the owner's life number.
+//! the two by the owner's generation.
 
 use std::collections::BTreeSet;
 use std::time::Instant;
@@ -12,7 +12,7 @@ use std::time::Instant;
 #[derive(Default)]
 pub(super) struct Deadlines {
     order: BTreeSet<(Instant, usize)>,
-    /// By token: its deadline in `order`, and the life number of its owner.
+    /// By token: its deadline in `order`, and the generation of its owner.
     due: Vec<Option<(Instant, u64)>>,
 }
 
@@ -21,7 +21,7 @@ impl Deadlines {
     /// the worker.
     pub(super) fn next(&mut self, alive: impl Fn(usize, u64) -> bool) -> Option<Instant> {
         while let Some(&(at, token)) = self.order.first() {
-            if self.due[token].is_some_and(|(_, life)| alive(token, life)) {
+            if self.due[token].is_some_and(|(_, generation)| alive(token, generation)) {
                 return Some(at);
             }
             self.due[token] = None;
@@ -30,22 +30,22 @@ impl Deadlines {
         None
     }
 
-    /// `token`, owned by `life`, is due at this time and at no other.
-    pub(super) fn set(&mut self, token: usize, life: u64, at: Instant) {
+    /// `token`, owned by `generation`, is due at this time and at no other.
+    pub(super) fn set(&mut self, token: usize, generation: u64, at: Instant) {
         if self.due.len() <= token {
             self.due.resize(token + 1, None);
         }
-        if let Some((old, _)) = self.due[token].replace((at, life)) {
+        if let Some((old, _)) = self.due[token].replace((at, generation)) {
             self.order.remove(&(old, token));
         }
         self.order.insert((at, token));
     }
 
-    /// Removes a deadline that has passed: the token, and the life number of its owner.
+    /// Removes a deadline that has passed: the token, and the generation of its owner.
     pub(super) fn take(&mut self, now: Instant) -> Option<(usize, u64)> {
         let &(at, token) = self.order.first().filter(|(at, _)| *at <= now)?;
         self.order.remove(&(at, token));
-        self.due[token].take().map(|(_, life)| (token, life))
+        self.due[token].take().map(|(_, generation)| (token, generation))
     }
 }
 
@@ -79,7 +79,7 @@ mod tests {
         for token in 0..100 {
             deadlines.set(token, token as u64, at(token as u64));
         }
-        assert_eq!(deadlines.next(|token, life| token == 60 && life == 60), Some(at(60)));
+        assert_eq!(deadlines.next(|token, generation| token == 60 && generation == 60), Some(at(60)));
         assert_eq!(deadlines.take(at(200)), Some((60, 60)));
         assert_eq!(deadlines.next(|_, _| false), None);
     }

@@ -76,7 +76,7 @@ pub enum Interest {
 struct Entry {
     source: Arc<dyn Source>,
     /// Differs from that of every other source that this place has held or will hold.
-    life: u64,
+    generation: u64,
     kicked: Arc<Button>,
 }
 
@@ -87,7 +87,7 @@ struct Shared {
     doorbell: Doorbell,
     entries: Mutex<Slab<Entry>>,
     load: AtomicUsize,
-    lives: AtomicU64,
+    generations: AtomicU64,
     /// [`Ticks::number`] of the time when the worker last finished its sources, or was woken.
     seen: AtomicU64,
 }
@@ -123,7 +123,7 @@ impl Worker {
             doorbell: Doorbell::default(),
             entries: Mutex::new(Slab::new()),
             load: AtomicUsize::new(0),
-            lives: AtomicU64::new(0),
+            generations: AtomicU64::new(0),
             seen: AtomicU64::new(Ticks::now().number()),
         });
         let worker = Self(Arc::clone(&shared));
@@ -145,9 +145,9 @@ impl Worker {
     pub fn register(&self, source: Arc<dyn Source>, fd: Option<(RawFd, Interest)>) -> Result<Registration> {
         let kicked = Arc::new(Button::default());
         let token = {
-            let life = self.0.lives.fetch_add(1, Ordering::Relaxed);
+            let generation = self.0.generations.fetch_add(1, Ordering::Relaxed);
             let mut entries = lock(&self.0.entries);
-            entries.insert(Entry { source, life, kicked: Arc::clone(&kicked) })
+            entries.insert(Entry { source, generation, kicked: Arc::clone(&kicked) })
         };
         if let Some((fd, interest)) = fd
             && let Err(error) = epoll_add(self.0.epoll, fd, interest, token)
@@ -174,8 +174,8 @@ impl Registration {
 
 impl Shared {
     /// Whether the place `token` still holds the source with this life.
-    fn is(&self, token: usize, life: u64) -> bool {
-        lock(&self.entries).get(token).is_some_and(|entry| entry.life == life)
+    fn is(&self, token: usize, generation: u64) -> bool {
+        lock(&self.entries).get(token).is_some_and(|entry| entry.generation == generation)
     }
 
     /// Makes the worker poll the source with this token.
@@ -262,7 +262,7 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool, mut stealing: Option
         let mut timeout = if hot || !ready.is_empty() {
             Some(Duration::ZERO)
         } else {
-            deadlines.next(|token, life| shared.is(token, life)).map(|at| at.saturating_duration_since(now))
+            deadlines.next(|token, generation| shared.is(token, generation)).map(|at| at.saturating_duration_since(now))
         };
         if timeout != Some(Duration::ZERO) && !shared.doorbell.may_sleep() {
             timeout = Some(Duration::ZERO);
@@ -282,9 +282,9 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool, mut stealing: Option
         ready.extend(events.iter().map(|event| event.token()).filter(|token| *token != WAKE).map(|token| token.0));
         let kicked = shared.doorbell.answer(&mut ready);
         let now = Instant::now();
-        while let Some((token, life)) = deadlines.take(now) {
+        while let Some((token, generation)) = deadlines.take(now) {
             // The source that set it may be gone, and the place another's.
-            if shared.is(token, life) {
+            if shared.is(token, generation) {
                 ready.push(token);
             }
         }
@@ -302,7 +302,7 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool, mut stealing: Option
                 if at <= now {
                     again_at_once.push(token);
                 } else {
-                    deadlines.set(token, polled.life, at);
+                    deadlines.set(token, polled.generation, at);
                 }
             }
         }
@@ -319,7 +319,7 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool, mut stealing: Option
 
 /// The result of polling a source.
 struct Polled {
-    life: u64,
+    generation: u64,
     kicked: Arc<Button>,
     /// How long to poll for more; zero when nothing has moved.
     hot_for: Duration,
@@ -329,10 +329,10 @@ struct Polled {
 impl Shared {
     /// Polls the source with this token, if it is still there. Called by any thread.
     fn poll(&self, token: usize) -> Option<Polled> {
-        let entry = |entry: &Entry| (Arc::clone(&entry.source), Arc::clone(&entry.kicked), entry.life);
-        let (source, kicked, life) = lock(&self.entries).get(token).map(entry)?;
+        let entry = |entry: &Entry| (Arc::clone(&entry.source), Arc::clone(&entry.kicked), entry.generation);
+        let (source, kicked, generation) = lock(&self.entries).get(token).map(entry)?;
         kicked.release();
-        let mut polled = Polled { life, kicked, hot_for: Duration::ZERO, again: None };
+        let mut polled = Polled { generation, kicked, hot_for: Duration::ZERO, again: None };
         match catch_unwind(AssertUnwindSafe(|| source.poll())) {
             Ok(progress) => {
                 if progress.moved {

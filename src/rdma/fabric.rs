@@ -17,7 +17,7 @@ use std::time::Instant;
 use super::adapter::{Adapter, Adapters};
 use super::alarm::Alarm;
 use super::gid;
-use super::outage::{Life, Trouble, patience, pause};
+use super::outage::{QpState, Trouble, patience, pause};
 use super::record::{PortRecord, QpRecord, Record, VERSION};
 use super::relapse::Relapses;
 use super::relink::{Apart, Linked, Plan};
@@ -45,7 +45,7 @@ pub(crate) struct Qp {
     /// It could not be stopped yet.
     is_running: bool,
     /// Its state; see [`recovery`](super::recovery).
-    pub(super) life: Life,
+    pub(super) state: QpState,
     /// What has failed on it, and must still be handled.
     pub(super) trouble: Option<Trouble>,
     /// Shared by all queue pairs.
@@ -169,10 +169,7 @@ impl Fabric {
     ) -> Result<Self> {
         let most = adapters.len().max(peer.len()).max(1);
         if qps == 0 || qps > MAX_QPS || !qps.is_multiple_of(most) || peer.is_empty() {
-            return Err(Error::remote(format!(
-                "the peer asks for {qps} queue pairs over {} ports",
-                peer.len()
-            )));
+            return Err(Error::remote(format!("the peer asks for {qps} queue pairs over {} ports", peer.len())));
         }
         let per_adapter = u32::try_from(qps.div_ceil(adapters.len())).unwrap_or(u32::MAX);
         // Receives must all fit, since the peer relies on them; sends wait when there is less room.
@@ -199,7 +196,7 @@ impl Fabric {
                 refusing: None,
                 apart: None,
                 is_running: false,
-                life: Life::Up,
+                state: QpState::Up,
                 trouble: None,
                 alarm: alarm.clone(),
                 recovers: false,
@@ -280,7 +277,7 @@ impl Fabric {
         // No room before it is verified: what completes until then is the probe.
         (qp.pair, qp.first_packet, qp.room) = (Some(pair), first_packet, 0);
         qp.linked = Linked::BOUND;
-        (qp.life, qp.trouble, qp.peer) = (Life::Returning, None, None);
+        (qp.state, qp.trouble, qp.peer) = (QpState::Returning, None, None);
         qp.proven = false;
         (qp.receives, qp.arrived, qp.epoch) = (0, 0, qp.epoch.wrapping_add(1));
         qp.next_try = None;
@@ -290,7 +287,7 @@ impl Fabric {
     /// The replacement of a queue pair is verified: it carries messages.
     pub(super) fn is_back(&mut self, index: usize) {
         let qp = &mut self.qps[index];
-        (qp.life, qp.room, qp.tries) = (Life::Up, self.depth.send, 0);
+        (qp.state, qp.room, qp.tries) = (QpState::Up, self.depth.send, 0);
         qp.relapses.is_back(Instant::now());
     }
 
@@ -555,7 +552,7 @@ impl Qp {
     /// Whether it carries messages.
     #[inline]
     pub(crate) fn is_up(&self) -> bool {
-        self.life == Life::Up
+        self.state == QpState::Up
     }
 
     /// Whether it has a queue pair, even a stopped one: its completions may still arrive.
@@ -565,24 +562,24 @@ impl Qp {
 
     /// Whether a completion belongs to its present queue pair: those of an earlier one may still arrive.
     #[inline]
-    pub(crate) fn is_of_this_life(&self, completion: &Completion) -> bool {
+    pub(crate) fn is_of_this_epoch(&self, completion: &Completion) -> bool {
         self.epoch == 0 || completion.queue_pair() == self.ends.pair
     }
 
     /// Whether neither side has a queue pair for it.
     pub(crate) fn is_lost(&self) -> bool {
-        self.life == Life::Lost
+        self.state == QpState::Lost
     }
 
     /// Whether arrivals count although it does not carry messages: those under way when it was stopped, or the first
     /// over a new queue pair.
     pub(crate) fn still_takes(&self) -> bool {
-        matches!(self.life, Life::Stopping { .. } | Life::Returning)
+        matches!(self.state, QpState::Stopping { .. } | QpState::Returning)
     }
 
     /// Whether it has a new queue pair that is not verified yet.
     pub(crate) fn is_returning(&self) -> bool {
-        self.life == Life::Returning
+        self.state == QpState::Returning
     }
 
     /// Its new queue pair reaches the peer. The thread that takes care of the connection starts to use it.
@@ -603,7 +600,7 @@ impl Qp {
 
     /// Whether it is lost, and its completions are being taken.
     pub(crate) fn is_stopping(&self) -> bool {
-        matches!(self.life, Life::Stopping { .. })
+        matches!(self.state, QpState::Stopping { .. })
     }
 
     /// Ends the queue pair: it neither receives nor sends any more.
@@ -615,7 +612,7 @@ impl Qp {
     /// The attempt with a new queue pair has failed.
     pub(super) fn give_up(&mut self, next_try: Instant) {
         (self.pair, self.refusing, self.apart, self.is_running) = (None, None, None, false);
-        (self.life, self.next_try, self.room) = (Life::Lost, Some(next_try), 0);
+        (self.state, self.next_try, self.room) = (QpState::Lost, Some(next_try), 0);
     }
 
     /// The same, and the next attempt is made after a while.

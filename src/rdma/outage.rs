@@ -9,7 +9,7 @@ use crate::session::frame::{Header, Type};
 
 /// The state of a queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Life {
+pub(crate) enum QpState {
     /// It carries messages.
     Up,
     /// Its queue pair is stopped, and its completions are being taken.

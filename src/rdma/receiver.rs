@@ -381,7 +381,7 @@ impl RdmaRecv {
         let qp = &mut qps[index];
         let is_receive = id & RECEIVE != 0;
         let takes = qp.is_up() || is_receive && qp.still_takes();
-        if !takes || !qp.is_of_this_life(completion) {
+        if !takes || !qp.is_of_this_epoch(completion) {
             return Ok(());
         }
         qp.receives -= u32::from(is_receive);

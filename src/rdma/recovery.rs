@@ -20,7 +20,7 @@
 //! `TOWLINE_RECONNECT_TIMEOUT`; so does one that has a single queue pair. Until a queue pair is verified it has no room for work
 //! requests.
 //!
-//! A queue pair passes through the states of [`Life`]. With `TOWLINE_RECOVERY=0` none of this happens and the first failure
+//! A queue pair passes through the states of [`QpState`]. With `TOWLINE_RECOVERY=0` none of this happens and the first failure
 //! ends the connection.
 
 #[cfg(test)]
@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 
 use super::base::Base;
 use super::fabric::{Fabric, Qp};
-use super::outage::{Life, PROVEN, Said, Taken, Tended, Trouble, Word, offer, pause};
+use super::outage::{PROVEN, QpState, Said, Taken, Tended, Trouble, Word, offer, pause};
 use super::record::QpRecord;
 use super::silence::{Seen, Silence};
 use crate::engine::counters::Counters;
@@ -78,7 +78,7 @@ impl Base {
                 Said::Offer(record) => {
                     let qp = &mut fabric.qps[index];
                     let is_refused = record.is_none() && qp.epoch == epoch;
-                    if is_refused && qp.life == Life::Returning {
+                    if is_refused && qp.state == QpState::Returning {
                         self.end_pair(qp);
                         qp.try_again(Instant::now());
                     } else if is_refused {
@@ -95,7 +95,7 @@ impl Base {
         self.step(fabric, &mut gone)?;
         let mut back = Vec::new();
         for index in 0..fabric.qps.len() {
-            if fabric.qps[index].life == Life::Returning && fabric.qps[index].proven {
+            if fabric.qps[index].state == QpState::Returning && fabric.qps[index].proven {
                 self.has_returned(fabric, index);
                 back.push(index);
             }
@@ -113,20 +113,20 @@ impl Base {
         let mut is_calm = fabric.without.is_none();
         for (index, qp) in fabric.qps.iter_mut().enumerate() {
             qp.stop_again();
-            if let Life::Stopping { since } = qp.life
+            if let QpState::Stopping { since } = qp.state
                 && (qp.receives == 0 || now - since >= DRAIN)
             {
                 self.end_pair(qp);
-                qp.life = Life::Ended { since };
+                qp.state = QpState::Ended { since };
                 let word = Header { order: index as u64, total: qp.arrived, ..Header::of(Type::Fenced, qp.epoch) };
                 self.say(&word.encode());
             }
-            if let Life::Ended { since } = qp.life {
+            if let QpState::Ended { since } = qp.state {
                 // A receiver that has closed had received everything it wanted.
                 let taken = if self.health.is_peer_done() { Some(None) } else { qp.peer.take().map(Some) };
                 if let Some(taken) = taken {
                     let wait = FIRST_TRY.max(pause(qp.tries));
-                    (qp.life, qp.next_try) = (Life::Lost, Some(now + wait));
+                    (qp.state, qp.next_try) = (QpState::Lost, Some(now + wait));
                     gone.push((index, taken));
                 } else if now - since >= self.config().peer_timeout {
                     // It may be stopped for a while; if it is gone, its socket shows that.
@@ -134,12 +134,12 @@ impl Base {
                     return Err(Error::remote(what).with_hint("look at the peer's log, and at the way to its TCP port"));
                 }
             }
-            if qp.life == Life::Returning && qp.next_try.is_some_and(|at| at <= now) {
+            if qp.state == QpState::Returning && qp.next_try.is_some_and(|at| at <= now) {
                 // No answer, or no path yet. The receiver treats a later offer as the end of this one.
                 self.end_pair(qp);
                 qp.try_again(now);
             }
-            let is_in_trouble = matches!(qp.life, Life::Stopping { .. } | Life::Ended { .. });
+            let is_in_trouble = matches!(qp.state, QpState::Stopping { .. } | QpState::Ended { .. });
             is_calm &= !is_in_trouble && qp.trouble.is_none() && !qp.is_connecting();
         }
         if !is_calm {
@@ -183,11 +183,11 @@ impl Base {
                 (left, lost) = (left - 1, lost + 1);
                 first.get_or_insert(trouble.error);
                 qp.relapses.is_lost(now);
-            } else if qp.life != Life::Returning {
+            } else if qp.state != QpState::Returning {
                 continue;
             }
             qp.stop();
-            qp.life = Life::Stopping { since: now };
+            qp.state = QpState::Stopping { since: now };
         }
         let Some(error) = first else { return Ok(()) };
         Counters::count(&self.counters.lost_pairs, lost);
@@ -235,7 +235,7 @@ impl Base {
         if !fabric.qps.iter().any(|qp| qp.is_up() && !is_out(qp)) {
             return;
         }
-        let used = |qp: &Qp| qp.is_up() || qp.life == Life::Returning;
+        let used = |qp: &Qp| qp.is_up() || qp.state == QpState::Returning;
         for qp in fabric.qps.iter_mut().filter(|qp| used(qp) && is_out(qp)) {
             let adapter = &self.adapters[qp.adapter];
             let what = if adapter.is_dead() { "the device failed" } else { "the port went down" };
@@ -265,7 +265,7 @@ impl Base {
         let is_alone = fabric.living().next().is_none();
         for index in 0..fabric.qps.len() {
             let qp = &mut fabric.qps[index];
-            if qp.life != Life::Lost || qp.next_try.is_some_and(|at| at > now) {
+            if qp.state != QpState::Lost || qp.next_try.is_some_and(|at| at > now) {
                 continue;
             }
             if let Some(until) = qp.relapses.until().filter(|until| *until > now && !is_alone) {
@@ -297,9 +297,9 @@ impl Base {
             }
         }
         // An answer to an offer comes at any time, and shortens the wait.
-        let at = |qp: &Qp| match qp.life {
-            Life::Lost => qp.next_try,
-            Life::Returning => qp.next_try.map(|at| at.min(now + LOOK)),
+        let at = |qp: &Qp| match qp.state {
+            QpState::Lost => qp.next_try,
+            QpState::Returning => qp.next_try.map(|at| at.min(now + LOOK)),
             _ => None,
         };
         let next = fabric.qps.iter().filter_map(at).min();
@@ -339,11 +339,11 @@ impl Base {
 /// The other side has ended its end of a queue pair.
 fn heard_the_end(qp: &mut Qp, epoch: u16, taken: u64) {
     // Of a queue pair that both sides have already discarded.
-    if qp.epoch != epoch || qp.life == Life::Lost {
+    if qp.epoch != epoch || qp.state == QpState::Lost {
         return;
     }
     qp.peer = Some(taken);
-    if qp.is_up() || qp.life == Life::Returning {
+    if qp.is_up() || qp.state == QpState::Returning {
         qp.suffers(Trouble { error: Error::remote("the peer has lost its end of a queue pair"), is_flush: false });
     }
 }

@@ -750,7 +750,7 @@ impl RdmaSend {
         let id = completion.id();
         let index = (id >> 16) as u16 as usize;
         let qp = &mut qps[index];
-        if !qp.is_up() || !qp.is_of_this_life(completion) {
+        if !qp.is_up() || !qp.is_of_this_epoch(completion) {
             // The receiver has reported its result, or will.
             return if qp.is_returning() { self.probed(qp, completion) } else { Ok(()) };
         }

@@ -322,8 +322,8 @@ impl Alone {
             // If there is no answer by then, the streams' own errors decide.
             return Verdict::Wait(decided.unwrap_or(now + SILENCE_AFTER_END));
         }
-        let lives = self.ways.iter().any(|way| way.last == Some(Answer::Accepted));
-        let until = if lives { &mut self.most } else { &mut self.limit };
+        let alive = self.ways.iter().any(|way| way.last == Some(Answer::Accepted));
+        let until = if alive { &mut self.most } else { &mut self.limit };
         if now > *until + LATE {
             *until = now + GRACE;
         }

@@ -124,7 +124,7 @@ pub(crate) trait Streams: Connecting {
     fn is_connected(&self) -> bool;
 
     /// Whether this stream is connected.
-    fn lives(&self, stream: usize) -> bool;
+    fn is_live(&self, stream: usize) -> bool;
 
     /// Whether streams that end are connected again.
     fn recovers(&self) -> bool;

@@ -217,7 +217,7 @@ pub(crate) fn fenced((index, epoch, frames): (usize, u16, u64)) -> Header {
 ///
 /// # Errors
 /// When there can be no such stream or epoch.
-pub(crate) fn fenced_life(header: &Header) -> Result<(usize, u16), Error> {
+pub(crate) fn fenced_epoch(header: &Header) -> Result<(usize, u16), Error> {
     let stream = usize::try_from(header.order).ok().filter(|stream| *stream < MAX_STREAMS);
     stream.zip(u16::try_from(header.offset).ok()).ok_or_else(|| {
         Error::remote(format!("a fence names stream {} in epoch {}, which cannot be", header.order, header.offset))

@@ -10,7 +10,7 @@
 //!   on the way clears the count; short ones pass anyhow.
 //! - After two such epochs that ended by silence, the next ones over that way begin with smaller segments (`SEGMENTS`). That is
 //!   sooner than the kernel's own cure (`net.ipv4.tcp_mtu_probing=1`), which takes 3 to 6 s. A stream whose silence was
-//!   interrupted lives long enough for that cure: its segments become smaller while it lives, and then long frames arrive. That
+//!   interrupted epochs long enough for that cure: its segments become smaller while it epochs, and then long frames arrive. That
 //!   teaches the same as an epoch with smaller segments that delivers.
 //! - After `ENOUGH` the way is left out: its streams go over others. Where no other is left, the next epoch has
 //!   `LAST_RESORT`, so that the kernel's cure has its time.
@@ -81,7 +81,7 @@ pub struct Arrived {
 }
 
 #[derive(Debug, Clone, Copy, Default)]
-struct Life {
+struct Epoch {
     way: Option<usize>,
     /// `TCP_MAXSEG` with which it began.
     segment: Option<u32>,
@@ -117,7 +117,7 @@ struct Stall {
 /// What the streams of one sending connection deliver. The clock is the caller's.
 #[derive(Debug)]
 pub(crate) struct Deliveries {
-    lives: [Life; MAX_STREAMS],
+    epochs: [Epoch; MAX_STREAMS],
     ways: Vec<Way>,
     stall: Option<Stall>,
 }
@@ -125,7 +125,7 @@ pub(crate) struct Deliveries {
 impl Deliveries {
     /// A connection with this many paths to its peer.
     pub(crate) fn new(ways: usize) -> Self {
-        Self { lives: Default::default(), ways: vec![Way::default(); ways], stall: None }
+        Self { epochs: Default::default(), ways: vec![Way::default(); ways], stall: None }
     }
 
     /// An epoch of stream `index` begins over a way, if that is known, when so much of it has arrived.
@@ -134,39 +134,39 @@ impl Deliveries {
         if let Some(way) = way.and_then(|way| self.ways.get_mut(way)) {
             way.begun = Some(now);
         }
-        self.lives[index] = Life { way, segment, seen, ..Life::default() };
+        self.epochs[index] = Epoch { way, segment, seen, ..Epoch::default() };
     }
 
     /// So much of stream `index` has arrived by now; `using`: the size of its segments, if that is known. Returns the way and the
     /// segment size by which it did, where full segments did not.
     pub(crate) fn reached(&mut self, index: usize, arrived: Arrived, using: Option<u32>) -> Option<(usize, u32)> {
-        let life = &mut self.lives[index];
-        life.largest = life.largest.max(using.unwrap_or(0));
-        let (some, long) = (arrived.frames > life.seen.frames, arrived.long > life.seen.long);
+        let epoch = &mut self.epochs[index];
+        epoch.largest = epoch.largest.max(using.unwrap_or(0));
+        let (some, long) = (arrived.frames > epoch.seen.frames, arrived.long > epoch.seen.long);
         if some {
-            life.delivered = true;
+            epoch.delivered = true;
             self.stall = None;
         }
-        life.seen = arrived;
+        epoch.seen = arrived;
         if !long {
             return None;
         }
-        let is_first = !std::mem::replace(&mut life.delivered_long, true);
-        let at = life.way?;
+        let is_first = !std::mem::replace(&mut epoch.delivered_long, true);
+        let at = epoch.way?;
         let way = self.ways.get_mut(at)?;
-        let shrunk = using.filter(|using| way.in_vain > 0 && *using < life.largest);
+        let shrunk = using.filter(|using| way.in_vain > 0 && *using < epoch.largest);
         (way.in_vain, way.silent, way.counted) = (0, 0, None);
         let cured = shrunk.map(|using| SEGMENTS[usize::from(using < KERNELS)]);
-        life.segment.or(cured).filter(|_| is_first).map(|segment| (at, segment))
+        epoch.segment.or(cured).filter(|_| is_first).map(|segment| (at, segment))
     }
 
     /// The epoch of stream `index` ended with frames in doubt. `patience`: how long the peer may stay away after such
     /// an end.
     pub(crate) fn ended(&mut self, index: usize, now: Instant, how: End, patience: Duration) -> Lesson {
-        let life = &mut self.lives[index];
+        let epoch = &mut self.epochs[index];
         let silence = match how {
             End::Silent(silence) => silence,
-            End::Cut if life.delivered => return Lesson::None,
+            End::Cut if epoch.delivered => return Lesson::None,
             End::Cut => Duration::ZERO,
         };
         let since = self.stall.map_or_else(|| now.checked_sub(silence).unwrap_or(now), |stall| stall.since);
@@ -175,7 +175,7 @@ impl Deliveries {
         if !is_first && now >= since + patience {
             return Lesson::Over(now - since);
         }
-        let Life { way: Some(at), segment, .. } = *life else { return Lesson::None };
+        let Epoch { way: Some(at), segment, .. } = *epoch else { return Lesson::None };
         let current = self.segment(at);
         let Some(way) = self.ways.get_mut(at) else { return Lesson::None };
         if let Some(counted) = way.counted {
@@ -225,7 +225,7 @@ impl Deliveries {
 
     /// How long to wait before stream `index` is connected again.
     pub(crate) fn pause(&self, index: usize) -> Duration {
-        let way = self.lives[index].way.and_then(|way| self.ways.get(way));
+        let way = self.epochs[index].way.and_then(|way| self.ways.get(way));
         PAUSE * way.map_or(0, |way| way.in_vain.min(20))
     }
 }
@@ -246,17 +246,17 @@ mod tests {
     }
 
     /// Epochs of one stream, each lost after 2.4 s of silence; the conclusion, and the segments of the next epoch.
-    fn lose(deliveries: &mut Deliveries, start: Instant, lives: u32) -> Vec<(Lesson, Option<u32>)> {
-        let life = |number: u32| {
+    fn lose(deliveries: &mut Deliveries, start: Instant, epochs: u32) -> Vec<(Lesson, Option<u32>)> {
+        let epoch = |number: u32| {
             deliveries.begins(0, Some(0), long(7), start + 2400 * MS * (number - 1) + MS);
             let lesson = deliveries.ended(0, start + 2400 * MS * number, SILENT, PATIENCE);
             (lesson, deliveries.segment(0))
         };
-        (1..=lives).map(life).collect()
+        (1..=epochs).map(epoch).collect()
     }
 
     #[test]
-    fn segments_become_smaller_after_the_second_life_in_vain_and_then_the_way_is_left_out() {
+    fn segments_become_smaller_after_the_second_epoch_in_vain_and_then_the_way_is_left_out() {
         let (start, mut deliveries) = (Instant::now(), Deliveries::new(2));
         let learnt = lose(&mut deliveries, start, 4);
         let expected =
@@ -321,10 +321,10 @@ mod tests {
     #[test]
     fn streams_that_are_lost_together_teach_one_lesson() {
         let (start, mut deliveries) = (Instant::now(), Deliveries::new(1));
-        for life in 1..=2 {
-            (0..4).for_each(|index| deliveries.begins(index, Some(0), long(0), start + 2400 * MS * (life - 1) + MS));
+        for epoch in 1..=2 {
+            (0..4).for_each(|index| deliveries.begins(index, Some(0), long(0), start + 2400 * MS * (epoch - 1) + MS));
             (0..4).for_each(|index| {
-                deliveries.ended(index, start + 2400 * MS * life, SILENT, PATIENCE);
+                deliveries.ended(index, start + 2400 * MS * epoch, SILENT, PATIENCE);
             });
         }
         assert_eq!(deliveries.segment(0), Some(1220));
@@ -360,10 +360,10 @@ mod tests {
     #[test]
     fn a_stream_that_is_cut_after_it_delivered_teaches_nothing() {
         let (start, mut deliveries) = (Instant::now(), Deliveries::new(1));
-        for life in 1..=100_u32 {
-            deliveries.begins(0, Some(0), long(u64::from(life)), start + 10_000 * MS * (life - 1));
-            deliveries.reached(0, long(u64::from(life) + 1), None);
-            assert_eq!(deliveries.ended(0, start + 10_000 * MS * life, End::Cut, PATIENCE), Lesson::None);
+        for epoch in 1..=100_u32 {
+            deliveries.begins(0, Some(0), long(u64::from(epoch)), start + 10_000 * MS * (epoch - 1));
+            deliveries.reached(0, long(u64::from(epoch) + 1), None);
+            assert_eq!(deliveries.ended(0, start + 10_000 * MS * epoch, End::Cut, PATIENCE), Lesson::None);
         }
         assert_eq!((deliveries.segment(0), deliveries.pause(0)), (None, Duration::ZERO));
     }
@@ -390,7 +390,7 @@ mod tests {
 
         /// As long as each epoch delivers something, nothing ends and no path is left out.
         #[test]
-        fn lives_that_deliver_are_recoveries(ends in proptest::collection::vec((1..50_000_u64, any::<bool>()), 1..300)) {
+        fn epochs_that_deliver_are_recoveries(ends in proptest::collection::vec((1..50_000_u64, any::<bool>()), 1..300)) {
             let (start, mut deliveries) = (Instant::now(), Deliveries::new(2));
             let (mut now, mut frames) = (start + PATIENCE, 0);
             for (length, silent) in ends {

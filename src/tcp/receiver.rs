@@ -263,7 +263,7 @@ impl Direction for Receiving {
         if let Some(error) = why.cause() {
             conn.note_trouble(io, error);
         }
-        conn.life_ended(index, io.epoch, why.cause().is_some(), why.cause());
+        conn.end_stream_epoch(index, io.epoch, why.cause().is_some(), why.cause());
         true
     }
 
@@ -338,11 +338,11 @@ impl RecvConn {
             heard_goodbye: false,
         };
         self.health.stream_up();
-        self.install(index, place, io, |io| self.life_begins(index, epoch, io));
+        self.install(index, place, io, |io| self.epoch_begins(index, epoch, io));
     }
 
     /// The next epoch of a stream begins, with the frames that must be sent on it first.
-    fn life_begins(&self, index: usize, epoch: u16, io: &mut Io) {
+    fn epoch_begins(&self, index: usize, epoch: u16, io: &mut Io) {
         {
             let mut state = self.state();
             state.core.stream_up(index, epoch);
@@ -355,9 +355,9 @@ impl RecvConn {
         *lock(&self.alone) = None;
         // Frames about other streams that have ended may be lost with the streams that carried them, so that the sender
         // still considers those streams connected.
-        let ended = self.state().core.ended_lives();
+        let ended = self.state().core.ended_epochs();
         if !ended.is_empty() {
-            io.say(ended.into_iter().flat_map(|life| fenced(life).encode()).collect());
+            io.say(ended.into_iter().flat_map(|epoch| fenced(epoch).encode()).collect());
         }
         // The first epoch of the first stream is 0, that of the others 1.
         if epoch > u16::from(index > 0) {
@@ -368,7 +368,7 @@ impl RecvConn {
 
     /// An epoch of a stream has ended; `may_return`: not by a goodbye. Does nothing when the next has already begun,
     /// which is then unaffected: both take the state's lock for it.
-    fn life_ended(&self, index: usize, epoch: u16, may_return: bool, why: Option<&io::Error>) {
+    fn end_stream_epoch(&self, index: usize, epoch: u16, may_return: bool, why: Option<&io::Error>) {
         let state = self.state();
         if state.core.epoch(index) != epoch {
             return;

@@ -530,7 +530,7 @@ impl RecvCore {
 
     /// The streams whose last epoch [`RecvCore::fence`] has ended, with that epoch and how many frames of all their
     /// epochs were received.
-    pub(crate) fn ended_lives(&self) -> Vec<(usize, u16, u64)> {
+    pub(crate) fn ended_epochs(&self) -> Vec<(usize, u16, u64)> {
         let fenced = self.streams.iter().enumerate().filter(|(_, stream)| stream.fenced);
         fenced.map(|(index, stream)| (index, stream.epoch, stream.received)).collect()
     }
@@ -700,7 +700,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_of_another_life_of_its_stream_is_refused() {
+    fn a_frame_of_another_epoch_of_its_stream_is_refused() {
         for epoch in [0, 2, u16::MAX] {
             assert!(posted(256).begin(0, &Header { epoch, ..chunk(0, 256, 256) }).is_err());
         }

@@ -895,7 +895,7 @@ impl SendCore {
     }
 
     /// As [`SendCore::stream_down`], unless the stream has begun another epoch since.
-    pub(crate) fn end_life(&mut self, index: usize, epoch: u16) -> bool {
+    pub(crate) fn end_epoch(&mut self, index: usize, epoch: u16) -> bool {
         self.epoch(index) == epoch && self.stream_down(index)
     }
 
@@ -1013,7 +1013,7 @@ mod tests {
         assert!(!send(&mut core, ACK_EVERY), "the receiver has nothing to say yet");
         assert!(send(&mut core, 1));
         assert!(!send(&mut core, LOOK_EVERY - 1) && send(&mut core, 1), "not at every message");
-        core.end_life(0, 0);
+        core.end_epoch(0, 0);
         let mut done = Vec::new();
         let lost = core.fenced(0, 0, 3, &mut done).unwrap();
         assert_eq!((lost as u64, done.len()), (ACK_EVERY + 1 + LOOK_EVERY - 3, 3));
@@ -1158,7 +1158,7 @@ mod tests {
             assert!(core.next_chunk(index).is_some());
             core.written(index);
         }
-        assert!(core.end_life(0, 0));
+        assert!(core.end_epoch(0, 0));
         core.all_received(&mut done);
         assert_eq!(done.len(), 2);
         // An answer to a fence, and an acknowledgement, that were on their way.
@@ -1414,7 +1414,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_a_life_that_is_over_takes_nothing_from_the_next() {
+    fn the_end_of_an_epoch_that_is_over_takes_nothing_from_the_next() {
         let mut core = SendCore::new(true);
         let mut done = Vec::new();
         core.stream_up(0, 0);
@@ -1422,11 +1422,11 @@ mod tests {
         assert!(core.next_chunk(0).is_some());
         core.written(0);
         // It comes back in one thread...
-        assert!(core.end_life(0, 0));
+        assert!(core.end_epoch(0, 0));
         assert_eq!(core.fenced(0, 0, 0, &mut done).unwrap(), 1);
         core.stream_up(0, 1);
         // ...before the thread that noticed the break reports it.
-        assert!(!core.end_life(0, 0));
+        assert!(!core.end_epoch(0, 0));
         assert!(core.is_live(0) && core.unfenced().is_empty());
         assert!(core.next_chunk(0).is_some_and(|chunk| chunk.again));
     }

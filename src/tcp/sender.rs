@@ -268,7 +268,7 @@ impl Direction for Sending {
     }
 
     fn epoch_ended(conn: &SendConn, index: usize, io: &Io, why: &Broken) -> bool {
-        conn.end_life(index, io.epoch, why.cause())
+        conn.end_epoch(index, io.epoch, why.cause())
     }
 
     fn recover(conn: &SendConn, index: usize, _epoch: u16, _left: usize, error: &io::Error) {
@@ -408,9 +408,9 @@ impl SendConn {
 
     /// Ends an epoch of a stream in the core, once, and remembers the reason, if it is known. Returns whether it was
     /// this call that did. The start of the next epoch, which clears the reason, takes the state's lock too.
-    fn end_life(&self, index: usize, epoch: u16, why: Option<&io::Error>) -> bool {
+    fn end_epoch(&self, index: usize, epoch: u16, why: Option<&io::Error>) -> bool {
         let mut state = self.state();
-        let was_live = state.core.end_life(index, epoch);
+        let was_live = state.core.end_epoch(index, epoch);
         if let Some(error) = why.filter(|_| was_live) {
             self.ended.note(error);
         }

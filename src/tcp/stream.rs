@@ -233,7 +233,7 @@ impl<Io> Stream<Io> {
     }
 
     /// As [`Stream::take`], if that is still wanted when the thread that used it has let go: `wanted` gives the lock that
-    /// is to be held meanwhile, by which another life of the stream cannot begin in between. None when it is not.
+    /// is to be held meanwhile, by which another epoch of the stream cannot begin in between. None when it is not.
     pub(crate) fn take_if<G>(&self, wanted: impl FnOnce() -> Option<G>) -> Option<Option<Box<Io>>> {
         let mut held = self.lock();
         let meanwhile = wanted()?;

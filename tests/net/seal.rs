@@ -230,8 +230,8 @@ fn no_byte_is_in_the_buffer_before_its_whole_chunk_was_checked() {
 
 /// The streams that come back go round the proxy, so what is damaged once is whole the second time.
 #[test]
-fn a_life_in_which_everything_is_damaged_is_followed_by_a_whole_one() {
-    const NAME: &str = "seal::a_life_in_which_everything_is_damaged_is_followed_by_a_whole_one";
+fn an_epoch_in_which_everything_is_damaged_is_followed_by_a_whole_one() {
+    const NAME: &str = "seal::an_epoch_in_which_everything_is_damaged_is_followed_by_a_whole_one";
     in_both_modes(NAME, &[("TOWLINE_STREAMS", "1")], |encrypted| {
         let _watchdog = watchdog(60);
         let (pair, _proxy, _) = pair_through(move |way, from, bytes| {

@@ -199,7 +199,7 @@ impl RdmaSend {
     /// The first write over a new queue pair has arrived, or has not.
     #[cold]
     pub(super) fn probed(&self, qp: &mut Qp, completion: &Completion) -> Result<()> {
-        if !qp.is_of_this_life(completion) {
+        if !qp.is_of_this_epoch(completion) {
             return Ok(());
         }
         if !completion.is_ok() {

@@ -182,12 +182,12 @@ impl Purpose for Join {
     }
 
     fn may_stay(&self) -> bool {
-        self.repair && self.conn().is_some_and(|conn| conn.lives(self.index) && !conn.was_home(self.index))
+        self.repair && self.conn().is_some_and(|conn| conn.is_live(self.index) && !conn.was_home(self.index))
     }
 
     fn claim(&self) -> bool {
         let Some(conn) = self.conn() else { return false };
-        conn.lives(self.index) && conn.is_abroad(self.index) && conn.begin_repair(self.index)
+        conn.is_live(self.index) && conn.is_abroad(self.index) && conn.begin_repair(self.index)
     }
 
     fn put_off(&self, net: &Arc<Net>) {

@@ -192,7 +192,7 @@ impl RecvConn {
             }
             Type::Fence => {
                 // Fencing takes the other stream's lock; the control thread, which holds none, does it.
-                let (index, epoch) = crate::session::peer::fenced_life(header)?;
+                let (index, epoch) = crate::session::peer::fenced_epoch(header)?;
                 lock(&self.own.fences).push(Fence { index, epoch, asked: true });
                 self.call_control_thread();
             }

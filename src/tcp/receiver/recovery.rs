@@ -175,7 +175,7 @@ impl RecvConn {
         let wanted = || Some(self.state()).filter(|state| !state.core.has_outlived(index, epoch));
         if let Some(io) = self.streams[index].take_if(wanted)? {
             self.health.stream_down();
-            self.life_ended(index, io.epoch, true, None);
+            self.end_stream_epoch(index, io.epoch, true, None);
         }
         let frames = self.state().core.fence(index, epoch);
         // Its acknowledgements for other streams may be lost: these send their own.
@@ -295,7 +295,11 @@ mod tests {
         let mut bytes = [0; HEADER];
         back.read_exact(&mut bytes).expect("a word about the other");
         let header = Header::decode(&bytes).expect("a frame");
-        assert_eq!((header.kind, header.order, header.offset, header.total), (Type::Fenced, 1, 1, 0), "its first life");
+        assert_eq!(
+            (header.kind, header.order, header.offset, header.total),
+            (Type::Fenced, 1, 1, 0),
+            "its first epoch"
+        );
         conn.close();
     }
 

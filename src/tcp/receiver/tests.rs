@@ -182,12 +182,12 @@ fn a_close_does_not_fence_a_stream_that_is_just_coming_back() {
         // Between the beginning of its epoch and its socket.
         let halfway = lock(&conn.alone);
         scope.spawn(|| conn.add_stream(1, 1, place, ours, Seal::Plain));
-        loopback::wait_until("its life does not begin", || conn.state().core.epoch(1) == 1);
+        loopback::wait_until("its epoch does not begin", || conn.state().core.epoch(1) == 1);
         let closes = scope.spawn(|| conn.tell_last_words());
         std::thread::sleep(std::time::Duration::from_millis(50));
         drop(halfway);
         closes.join().expect("it ends");
     });
-    assert!(!conn.state().core.has_ended(1, 1), "the life was fenced that had just begun");
+    assert!(!conn.state().core.has_ended(1, 1), "the epoch was fenced that had just begun");
     conn.close();
 }

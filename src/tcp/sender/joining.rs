@@ -64,7 +64,7 @@ impl Connecting for SendConn {
     fn called(&self, index: usize, epoch: u16) {
         if self.recovery && index < MAX_STREAMS {
             let error = io::Error::new(io::ErrorKind::ConnectionReset, "the receiver says that it has ended there");
-            self.lose_life(index, epoch, error);
+            self.lose_epoch(index, epoch, error);
         }
     }
 
@@ -88,7 +88,7 @@ impl Connecting for SendConn {
         let place = place.map_or_else(|| self.place(index, &sock), Ok)?;
         let former = self.state().core.epoch(index);
         if (epoch.wrapping_sub(former) as i16) <= 0 {
-            return Err(Error::remote("another life of the stream was faster"));
+            return Err(Error::remote("another epoch of the stream was faster"));
         }
         // A stream that moves back to its own rails is still connected over others; the receiver has fenced that epoch
         // by accepting this one. If its socket is missing, another thread has just noticed a break: in the core that
@@ -97,7 +97,7 @@ impl Connecting for SendConn {
             liveness::close_hard(&io.sock);
             self.health.stream_down();
         }
-        self.end_life(index, former, None);
+        self.end_epoch(index, former, None);
         self.fenced(index, former, frames)?;
         if epoch > 1 || index == 0 {
             Counters::bump(&self.counters.reconnects);
@@ -127,7 +127,7 @@ impl Streams for SendConn {
     fn way(&self, index: usize, attempt: usize, repair: bool) -> usize {
         let at = match (repair, self.awaits_home(index)) {
             // It is connected over other rails, and must move back to its own.
-            (true, _) if self.lives(index) => index,
+            (true, _) if self.is_live(index) => index,
             (true, true) => index + self.home(index),
             _ => index + self.home(index) + attempt,
         };
@@ -151,7 +151,7 @@ impl Streams for SendConn {
         self.health.live() > 0
     }
 
-    fn lives(&self, index: usize) -> bool {
+    fn is_live(&self, index: usize) -> bool {
         self.state().core.is_live(index)
     }
 

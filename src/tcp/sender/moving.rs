@@ -312,7 +312,7 @@ impl SendConn {
         let State { core, payloads, done, copies, .. } = &mut *state;
         let Header { epoch, offset: frames, total: credit, .. } = ack.header;
         if epoch != core.epoch(index) {
-            return Err(Error::remote("an acknowledgement came for a former life of its stream"));
+            return Err(Error::remote("an acknowledgement came for an earlier epoch of its stream"));
         }
         core.arrives(index, frames, |left| left.elapsed());
         core.acknowledge_all(ack.counts(), done)?;

@@ -115,7 +115,7 @@ impl SendConn {
 
     /// The receiver has fenced a stream: one that died here too, or one that died there only.
     pub(super) fn told_fenced(&self, header: &Header) -> Result<()> {
-        let (index, epoch) = crate::session::peer::fenced_life(header)?;
+        let (index, epoch) = crate::session::peer::fenced_epoch(header)?;
         {
             let state = self.state();
             // A report about an epoch that is already over is outdated.
@@ -175,14 +175,14 @@ impl SendConn {
     fn suspect_peer(&self, error: &io::Error) {
         let lost = lost(error).with_peer(&self.peer);
         // For a stream over other rails, which ones is not stored.
-        let left = (0..MAX_STREAMS).filter(|index| self.lives(*index) && !self.is_abroad(*index));
+        let left = (0..MAX_STREAMS).filter(|index| self.is_live(*index) && !self.is_abroad(*index));
         let left: Vec<usize> = left.map(|index| (index + self.home(index)) % self.pairs()).collect();
         let suspicion = || Alone::suspected(Instant::now(), &self.ended, self.pairs(), &left, lost);
         lock(&self.alone).get_or_insert_with(suspicion);
     }
 
     /// Gives up that epoch of a stream, if it has not ended by itself, and the next one has not begun.
-    pub(super) fn lose_life(&self, index: usize, epoch: u16, error: io::Error) {
+    pub(super) fn lose_epoch(&self, index: usize, epoch: u16, error: io::Error) {
         let wanted =
             || Some(self.state()).filter(|state| state.core.epoch(index) == epoch && state.core.is_live(index));
         if let Some(Some(io)) = self.streams[index].take_if(wanted) {
@@ -211,7 +211,7 @@ impl SendConn {
     pub(super) fn do_chores(&self) -> Progress {
         let condemned = std::mem::take(&mut *lock(&self.own.condemned));
         for (index, epoch, frames) in condemned {
-            self.lose_life(index, epoch, io::Error::new(io::ErrorKind::TimedOut, "the receiver heard nothing on it"));
+            self.lose_epoch(index, epoch, io::Error::new(io::ErrorKind::TimedOut, "the receiver heard nothing on it"));
             // Does nothing to an epoch that is over.
             if let Err(error) = self.fenced(index, epoch, frames) {
                 self.fail(error.with_peer(&self.peer));

@@ -282,7 +282,7 @@ fn a_stream_that_comes_back_asks_about_those_that_are_still_away() {
     let mut bytes = [0; HEADER];
     back.read_exact(&mut bytes).expect("a word about the other");
     let header = Header::decode(&bytes).expect("a frame");
-    assert_eq!((header.kind, header.order, header.offset), (Type::Fence, 1, 1), "the first life of the second stream");
+    assert_eq!((header.kind, header.order, header.offset), (Type::Fence, 1, 1), "the first epoch of the second stream");
 }
 
 /// A stream that has come back, of which nothing had arrived.

@@ -351,11 +351,11 @@ impl World {
 
     /// The receiver sees the end of a stream, and tells the sender, over any other.
     fn receiver_notices(&mut self, index: usize) {
-        self.end_life(index, self.receiver.epoch(index));
+        self.end_epoch(index, self.receiver.epoch(index));
     }
 
-    /// The receiver ends a life of a stream, and says so.
-    fn end_life(&mut self, index: usize, epoch: u16) {
+    /// The receiver ends an epoch of a stream, and reports it.
+    fn end_epoch(&mut self, index: usize, epoch: u16) {
         if let Some(frames) = self.fence(index, epoch) {
             self.outbox.push(fenced((index, epoch, frames)));
         }
@@ -380,7 +380,7 @@ impl World {
             Wire { tried: epoch, receiver_has_it: true, sender_has_it: arrives, cut: !arrives, ..Wire::default() };
         self.wires[index].line = self.line(index, epoch);
         if arrives {
-            let ended = self.receiver.ended_lives().into_iter().map(fenced);
+            let ended = self.receiver.ended_epochs().into_iter().map(fenced);
             self.wires[index].back.extend(ended.map(Word::from));
             let mut done = Vec::new();
             self.sender.fenced(index, self.sender.epoch(index), frames, &mut done)?;
@@ -431,7 +431,7 @@ impl World {
             }
             (Type::Fence, _) => {
                 self.wires[index].forth.pop_front();
-                self.end_life(header.order as usize, header.offset as u16);
+                self.end_epoch(header.order as usize, header.offset as u16);
                 return Ok(());
             }
             // What else there is ends the connection.
@@ -554,7 +554,7 @@ impl World {
         }
     }
 
-    /// A data frame comes again, whole, in the stream's present life.
+    /// A data frame comes again, whole, in the stream's present epoch.
     fn repeat(&mut self, index: usize) {
         let wire = &mut self.wires[index];
         if self.seen.is_empty() || !wire.receiver_has_it || wire.cut || wire.forth.iter().any(|frame| !frame.whole) {

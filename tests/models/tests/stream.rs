@@ -167,7 +167,7 @@ fn a_stream_that_comes_back_while_its_end_is_noticed_keeps_its_place() {
 
 /// A word that the former life has ended comes while the next one begins: that keeps its socket and its place.
 #[test]
-fn a_stream_that_comes_back_while_its_former_life_is_ended_keeps_all_it_has() {
+fn a_stream_that_comes_back_while_its_former_epoch_is_ended_keeps_all_it_has() {
     loom::model(|| {
         let shared = Shared::new();
         shared.stream.watch(Registration::default());
