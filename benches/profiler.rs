@@ -140,7 +140,7 @@ impl Transport {
     fn transfer(&self, handle: *mut c_void) -> Option<Outcome> {
         let ticket = self.requests.take(1)?;
         self.events.follow(ticket.slot, 0, handle);
-        if self.events.hears() {
+        if self.events.has_sink() {
             self.events.chunk_begins(ticket.slot, 0, &Chunk::whole(8, 0));
             self.events.chunk_ends(ticket.slot, 0, 0, 0);
         }
@@ -200,7 +200,7 @@ impl Transport {
         }
         // SAFETY: as above.
         unsafe {
-            if self.events.hears() {
+            if self.events.has_sink() {
                 self.events.settle(&self.requests, ticket);
             }
             self.events.finish(&self.requests, ticket)

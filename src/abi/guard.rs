@@ -25,7 +25,7 @@ pub(super) fn guard<const API: u8>(call: &'static str, body: impl FnOnce() -> Re
 }
 
 fn tell(call: &'static str, error: &Error) {
-    if !error.tell_once() {
+    if !error.report_once() {
         return;
     }
     match error.cause() {
@@ -45,7 +45,7 @@ fn tell_where_nobody_reads(call: &'static str, error: &Error) {
     if call == "test" && FAILED.swap(true, Ordering::Relaxed) && error.cause() == Cause::Usage {
         return;
     }
-    let (is_first, is_first_here) = (error.tell_once(), error.tell_host_once());
+    let (is_first, is_first_here) = (error.report_once(), error.tell_host_once());
     let stands_still = UNREAD.contains(&call);
     let is_new = if stands_still { is_first_here } else { is_first };
     if !is_new || log::once_per((call, error.what(), error.peer())).is_none() {
@@ -126,7 +126,7 @@ mod tests {
     #[test]
     fn where_nobody_reads_the_result_the_log_says_once_that_the_job_stands_still() {
         let kept = Error::remote("the connection ended").with_peer("10.0.0.3:9");
-        assert!(kept.tell_once(), "the connection has logged it");
+        assert!(kept.report_once(), "the connection has logged it");
         let lines = logged(|| {
             for _ in 0..3 {
                 assert_eq!(guard::<{ result::FLAGCX }>("test", || Err(kept.clone())), 6);

@@ -116,7 +116,7 @@ impl Error {
 
     /// True for the first caller only, over all clones: that caller writes the failure to the log, so that the error of
     /// a connection appears there once and not once per request.
-    pub(crate) fn tell_once(&self) -> bool {
+    pub(crate) fn report_once(&self) -> bool {
         !self.0.told.swap(true, Ordering::Relaxed)
     }
 
@@ -185,8 +185,8 @@ mod tests {
     fn a_failure_that_many_requests_report_is_told_once() {
         let kept = Error::remote("the peer closed the connection");
         let reported_again = kept.clone();
-        assert!(kept.tell_once());
-        assert!(!reported_again.tell_once());
-        assert!(Error::remote("another").tell_once());
+        assert!(kept.report_once());
+        assert!(!reported_again.report_once());
+        assert!(Error::remote("another").report_once());
     }
 }

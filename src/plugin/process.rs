@@ -275,7 +275,7 @@ impl Process {
         self.devices.make_vdevice(members, policy)?.map_err(|why| {
             let refused = Error::usage(why);
             // NCCL uses the single devices: no reason for a warning.
-            if refused.tell_once() {
+            if refused.report_once() {
                 tracing::info!(target: log::NET, "{refused}");
             }
             refused

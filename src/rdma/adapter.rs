@@ -217,12 +217,12 @@ impl Adapter {
     /// A queue has failed. Returns whether a connection was notified.
     pub(crate) fn befell(&self, queue: u64, text: &str) -> bool {
         let concerned = self.concerned();
-        let mut is_told = false;
+        let mut is_reported = false;
         for mishap in concerned.iter().filter(|(of, _)| *of == queue).filter_map(|(_, mishap)| mishap.upgrade()) {
             mishap.add(queue, text);
-            is_told = true;
+            is_reported = true;
         }
-        is_told
+        is_reported
     }
 }
 

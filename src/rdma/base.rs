@@ -301,8 +301,8 @@ impl Base {
                     self.alarm.raise();
                 }
                 Type::Fail => return Err(told_by_peer(header.order, &input[HEADER..end]).with_peer(&self.peer)),
-                Type::Fenced => self.is_told(Word { said: Said::Ended(header.total), ..Word::of(&header) }),
-                Type::QueuePair => self.is_told(Word { said: said(&header), ..Word::of(&header) }),
+                Type::Fenced => self.is_reported(Word { said: Said::Ended(header.total), ..Word::of(&header) }),
+                Type::QueuePair => self.is_reported(Word { said: said(&header), ..Word::of(&header) }),
                 Type::Ack => heard = Some(header.offset),
                 other => {
                     let what = format!("the peer sent a {other:?} frame over the control channel");
@@ -316,7 +316,7 @@ impl Base {
     }
 
     /// The other side has sent a message about a queue pair.
-    fn is_told(&self, word: Word) {
+    fn is_reported(&self, word: Word) {
         self.words().push(word);
         self.alarm.raise();
     }
@@ -434,7 +434,7 @@ impl Base {
         let error = if error.peer().is_some() { error } else { error.with_peer(&self.peer) };
         // Claimed before any other thread can see the failure: otherwise the call that gets it might log it without the
         // peer's name.
-        let tells = !self.is_closing() && error.tell_once();
+        let tells = !self.is_closing() && error.report_once();
         let is_first = self.health.fail_telling(error.clone(), || self.say(&words));
         if is_first && tells {
             self.peer.warn_of(self.doing, &error);

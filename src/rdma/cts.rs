@@ -214,7 +214,7 @@ pub(crate) struct Immediate {
     pub shares: u8,
     /// The message's size is in the receiver's table of sizes, where one of its immediates has brought it; else it is
     /// the sum of the writes' lengths.
-    pub is_told: bool,
+    pub is_reported: bool,
     /// It is in a place of the receiver's [`Inbox`](super::eager::Inbox).
     pub is_eager: bool,
     /// It answers several CTS entries: as many as `shares`, up to the slot's own one, each filled to its size.
@@ -229,7 +229,7 @@ impl Immediate {
             slot: place,
             generation: brief.steps,
             shares: brief.cts_entries,
-            is_told: false,
+            is_reported: false,
             is_eager: true,
             is_run: false,
         }
@@ -246,7 +246,7 @@ impl Immediate {
         u32::from(self.slot)
             | u32::from(self.generation) << 8
             | u32::from(self.shares) << 16
-            | u32::from(self.is_told) << 24
+            | u32::from(self.is_reported) << 24
             | u32::from(self.is_eager) << 25
             | u32::from(self.is_run) << 26
     }
@@ -255,7 +255,7 @@ impl Immediate {
     pub(crate) fn decode(bits: u32) -> Self {
         let [slot, generation, shares, flags] = bits.to_le_bytes();
         let has = |bit: u8| flags & bit != 0;
-        Self { slot, generation, shares, is_told: has(1), is_eager: has(2), is_run: has(4) }
+        Self { slot, generation, shares, is_reported: has(1), is_eager: has(2), is_run: has(4) }
     }
 }
 
@@ -302,8 +302,8 @@ mod tests {
 
         #[test]
         fn an_immediate_survives(slot: u8, generation: u8, shares: u8, flags in 0..8_u8) {
-            let [is_told, is_eager, is_run] = [1, 2, 4].map(|bit| flags & bit != 0);
-            let immediate = Immediate { slot, generation, shares, is_told, is_eager, is_run };
+            let [is_reported, is_eager, is_run] = [1, 2, 4].map(|bit| flags & bit != 0);
+            let immediate = Immediate { slot, generation, shares, is_reported, is_eager, is_run };
             prop_assert_eq!(Immediate::decode(immediate.encode()), immediate);
         }
     }

@@ -379,7 +379,7 @@ impl Greeting {
                     let is_last = matches!(stage, Receiving::Links { .. });
                     let next = match self.receive_side(state, stage) {
                         Err(error) if is_last => {
-                            listener.arrive(Err(self.tell_late(state, error)));
+                            listener.arrive(Err(self.report_late(state, error)));
                             return Ok(None);
                         }
                         next => next?,
@@ -555,7 +555,7 @@ impl Greeting {
 
     /// Receiving side: the last step has failed, and the sender considers the connection established. So it is notified
     /// as for a connection that has failed, and `accept` fails too.
-    fn tell_late(&self, state: &mut State, error: Error) -> Error {
+    fn report_late(&self, state: &mut State, error: Error) -> Error {
         state.registration = None;
         if let Some(sock) = state.sock.take() {
             // SAFETY: a plain slice. What the socket does not accept is lost, and the peer sees only the end.
@@ -584,7 +584,7 @@ impl Greeting {
         if let Some(Role::Receiving { listener, stage: Receiving::Links { .. } }) = &state.role {
             let listener = Arc::clone(listener);
             state.role = None;
-            return listener.arrive(Err(self.tell_late(state, error)));
+            return listener.arrive(Err(self.report_late(state, error)));
         }
         state.registration = None;
         let error = error.with_peer(&self.peer);

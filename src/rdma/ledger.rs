@@ -38,7 +38,7 @@ pub(crate) struct Answer {
     /// The content of each share's immediate.
     pub immediate: u32,
     /// The size is written to the receiver's table.
-    pub is_told: bool,
+    pub is_reported: bool,
 }
 
 #[derive(Debug, Default)]

@@ -430,11 +430,11 @@ impl RdmaRecv {
         };
         slot.left = Some(left);
         slot.size += bytes;
-        if left == 0 && immediate.is_told {
+        if left == 0 && immediate.is_reported {
             slot.size = u64::from_le(table.sizes[usize::from(immediate.slot)].load(Ordering::Acquire));
         }
-        if self.base.events.hears() {
-            self.tell_arrival(slot, immediate, completion);
+        if self.base.events.has_sink() {
+            self.report_arrival(slot, immediate, completion);
         }
         if left > 0 {
             return Ok(());
@@ -464,8 +464,8 @@ impl RdmaRecv {
             let number = receives.announced_by(cts)?;
             let slot = receives.slot(number);
             (slot.left, slot.size) = (Some(0), slot.capacity);
-            if self.base.events.hears() {
-                self.tell_arrival(slot, Immediate { shares: 1, is_told: true, ..immediate }, completion);
+            if self.base.events.has_sink() {
+                self.report_arrival(slot, Immediate { shares: 1, is_reported: true, ..immediate }, completion);
             }
             let (request, part, size) = (slot.request, slot.part, slot.size);
             receives.close(number);
@@ -546,22 +546,22 @@ impl RdmaRecv {
             // write and which holds them. In ascending order, since a GPU may poll flags in it meanwhile.
             unsafe { copy_ascending(data, slot.address as *mut u8, head.length as usize) };
         }
-        if self.base.events.hears() {
-            self.tell_short(slot, head, wr_id);
+        if self.base.events.has_sink() {
+            self.report_short(slot, head, wr_id);
         }
         Ok(())
     }
 
     /// Notes for the profiler a short message that arrived with that work request.
     #[cold]
-    fn tell_short(&self, slot: &Slot, head: &Head, wr_id: u64) {
+    fn report_short(&self, slot: &Slot, head: &Head, wr_id: u64) {
         let (path, length) = (wr_id as u16, u64::from(head.length));
         let chunk = Chunk { length, path, message: u64::from(head.number), total: length, wr_id, ..Chunk::default() };
-        self.tell_over(slot, &chunk);
+        self.report_end(slot, &chunk);
     }
 
     /// Notes for the profiler a chunk that is known only when it has arrived.
-    fn tell_over(&self, slot: &Slot, chunk: &Chunk) {
+    fn report_end(&self, slot: &Slot, chunk: &Chunk) {
         let (request, part) = (slot.request, usize::from(slot.part));
         self.base.events.chunk_over(&self.base.requests, request, part, chunk, Ticks::now());
     }
@@ -670,9 +670,9 @@ impl RdmaRecv {
     /// that are not; so does the last one of a message whose size is in the table, since the lengths of its shares are
     /// not known.
     #[cold]
-    fn tell_arrival(&self, slot: &Slot, immediate: Immediate, completion: &Completion) {
+    fn report_arrival(&self, slot: &Slot, immediate: Immediate, completion: &Completion) {
         let left = slot.left.unwrap_or(0);
-        let (length, is_piece) = if immediate.is_told {
+        let (length, is_piece) = if immediate.is_reported {
             (slot.size, left == 0)
         } else {
             let (shares, place) = (usize::from(immediate.shares), usize::from(immediate.shares - left));
@@ -688,7 +688,7 @@ impl RdmaRecv {
                 wr_id: completion.id(),
                 ..Chunk::default()
             };
-            self.tell_over(slot, &chunk);
+            self.report_end(slot, &chunk);
         }
     }
 

@@ -166,7 +166,7 @@ pub(crate) struct State {
     ask: Asking,
     next_cts: u32,
     /// A write from the receiver has arrived over a queue pair: its own are ready to receive.
-    has_heard: bool,
+    peer_receives: bool,
     matching: Matching<usize, CtsEntry>,
     /// Sends that wait, and are short: they may wait for credit.
     short_waiting: usize,
@@ -279,7 +279,7 @@ impl RdmaSend {
             known: Known::default(),
             ask: Asking::default(),
             next_cts: 1,
-            has_heard: false,
+            peer_receives: false,
             matching: Matching::new(),
             short_waiting: 0,
             stripes: Stripes::new(qps, target.ports, target.split),
@@ -369,7 +369,7 @@ impl RdmaSend {
         }
         drop(state);
         self.base.attend();
-        if self.base.events.hears() {
+        if self.base.events.has_sink() {
             // SAFETY: inside isend.
             unsafe { self.base.events.settle(&self.base.requests, ticket) };
         }
@@ -488,7 +488,7 @@ impl RdmaSend {
     /// Sends short messages that waited for credit, when there is some.
     #[cold]
     fn release(&self, state: &mut State) -> Result<bool> {
-        if !state.has_heard() {
+        if !state.peer_receives() {
             return Ok(false);
         }
         let State {
@@ -557,27 +557,27 @@ impl RdmaSend {
         let count = shares.pieces();
         message.left = count;
         // The receiver adds up the lengths of the writes with immediates; if there are others, it needs the size.
-        let is_told =
+        let is_reported =
             shares.longest() > fabric.longest_write || fabric.apart_above.is_some_and(|above| message.length > above);
         let immediate = Immediate {
             slot: cts.slot,
             generation: cts.generation,
             shares: count as u8,
-            is_told,
+            is_reported,
             is_eager: false,
             is_run: false,
         }
         .encode();
-        if is_told {
+        if is_reported {
             scratch.sizes[key] = message.length;
         }
         if let Some(ledger) = ledger {
-            ledger.answer(key, Answer { cts: *cts, immediate, is_told });
+            ledger.answer(key, Answer { cts: *cts, immediate, is_reported });
         }
-        if self.base.events.hears() {
+        if self.base.events.has_sink() {
             self.base.events.ready(message.slot, 0);
         }
-        if count == 1 && !is_told && !self.base.events.hears() {
+        if count == 1 && !is_reported && !self.base.events.has_sink() {
             // One write on one queue pair, as nearly always: nothing need be stored for it.
             let at = stripes.qp(shares.first_qp());
             let qp = fabric.qp(at);
@@ -611,7 +611,7 @@ impl RdmaSend {
         for (index, share) in shares.enumerate() {
             let share = Share { qp: stripes.qp(share.qp), ..share };
             let key_there = cts.keys[fabric.qp(share.qp).peer_port];
-            let mut job = Job::new(key, share, cts, key_there, immediate, is_told && index == 0);
+            let mut job = Job::new(key, share, cts, key_there, immediate, is_reported && index == 0);
             let waiting = &mut jobs[share.qp];
             if !waiting.is_empty() || !self.post(fabric, messages, scratch, (holds, run, ledger), &mut job)? {
                 waiting.push_back(job);
@@ -648,9 +648,9 @@ impl RdmaSend {
             if qp.room() < places {
                 return Ok(false);
             }
-            if job.posted == 0 && self.base.events.hears() {
+            if job.posted == 0 && self.base.events.has_sink() {
                 let places = 1 + u32::from(job.tells || is_apart);
-                self.tell_share(&messages[job.key], job, places, false);
+                self.report_share(&messages[job.key], job, places, false);
             }
             let local = Local { address: address + at, length: bytes as u32, key: local_key };
             let write = Work {
@@ -706,7 +706,7 @@ impl RdmaSend {
     /// Notes for the profiler that a queue pair takes its share, perhaps `again`. The work request is the share's last, whose
     /// completion ends it and frees this many places.
     #[cold]
-    fn tell_share(&self, message: &Message, job: &Job, places: u32, again: bool) {
+    fn report_share(&self, message: &Message, job: &Job, places: u32, again: bool) {
         let Share { qp, offset, length } = job.share;
         let chunk = Chunk {
             offset,
@@ -784,7 +784,7 @@ impl RdmaSend {
     #[inline]
     fn ended(&self, messages: &mut slab::Slab<Message>, key: u16, path: u16) -> Option<u16> {
         let message = &mut messages[usize::from(key)];
-        if self.base.events.hears() {
+        if self.base.events.has_sink() {
             self.base.events.chunk_ends(message.slot, 0, path, SOMEWHERE);
         }
         let earlier = message.earlier.take();
@@ -826,21 +826,21 @@ impl State {
     /// retransmits it only after `NCCL_IB_TIMEOUT`, four seconds. The receiver's first count, or its first CTS entry,
     /// shows that they do.
     #[inline(always)]
-    fn has_heard(&mut self) -> bool {
-        self.has_heard || self.hears_first()
+    fn peer_receives(&mut self) -> bool {
+        self.peer_receives || self.receives_yet()
     }
 
     #[cold]
-    fn hears_first(&mut self) -> bool {
+    fn receives_yet(&mut self) -> bool {
         let says = |ring: &RingMemory| ring.ring.word().is_some();
-        self.has_heard = self.next_cts != 1 || self.ring.as_ref().is_some_and(says);
-        self.has_heard
+        self.peer_receives = self.next_cts != 1 || self.ring.as_ref().is_some_and(says);
+        self.peer_receives
     }
 
     /// Whether a short message may go without a CTS entry.
     #[inline(always)]
     fn may_go_eagerly(&mut self) -> bool {
-        if !self.has_heard() {
+        if !self.peer_receives() {
             return false;
         }
         let State { fabric: Some(fabric), outbox: Some(outbox), ring, short_qp, again, .. } = self else {

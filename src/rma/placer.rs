@@ -312,7 +312,7 @@ fn ended(peer: &Peer, error: &Error) -> Error {
 
 /// NCCL 2.30.7 stores the failure of a put and never reads it: the log is where the user learns of it.
 fn say_once(error: &Error) {
-    if error.tell_once() {
+    if error.report_once() {
         let line = format!("{error}; NCCL may wait for ever: end the job");
         log::also_to_stderr(&line);
         tracing::warn!("{line}");

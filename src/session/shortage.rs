@@ -18,7 +18,7 @@ use crate::os::log::{Limiter, NET};
 /// How long the kernel has to find memory before the call is repeated.
 pub(crate) const PAUSE: Duration = Duration::from_millis(1);
 
-static TOLD: Limiter = Limiter::new();
+static REPORTED: Limiter = Limiter::new();
 
 /// A connection whose streams can be run again.
 pub(crate) trait Again: Send + Sync {
@@ -61,7 +61,7 @@ pub struct Shortages {
 impl Shortages {
     /// Runs stream `index` again in a moment. The caller may hold the stream.
     pub(crate) fn wait(&self, poller: &Poller, conn: Weak<dyn Again>, index: usize, error: &io::Error) {
-        TOLD.tell(|more| {
+        REPORTED.tell(|more| {
             tracing::warn!(
                 target: NET,
                 "the kernel has no memory for a socket at this moment ({error}), and is asked again{more}; look at the host's free memory and at net.ipv4.tcp_mem"

@@ -313,12 +313,12 @@ impl<D: Direction> Connection<D> {
     /// This side did that while requests were outstanding.
     fn end_early(&self, did: &str) {
         let error = Error::remote(format!("the {} side {did} with transfers in flight", Self::DOING));
-        self.health.fail_telling(error.clone(), || self.tell_failure(&error));
+        self.health.fail_telling(error.clone(), || self.send_failure(&error));
     }
 
     /// Ends the connection with a cause; the peer is notified if possible.
     pub(crate) fn fail(&self, error: Error) {
-        let is_first = self.health.fail_telling(error.clone(), || self.tell_failure(&error));
+        let is_first = self.health.fail_telling(error.clone(), || self.send_failure(&error));
         self.failed(is_first, &error);
     }
 
@@ -328,12 +328,12 @@ impl<D: Direction> Connection<D> {
     }
 
     fn failed(&self, is_first: bool, error: &Error) {
-        if is_first && !self.closing.load(Ordering::Acquire) && error.tell_once() {
+        if is_first && !self.closing.load(Ordering::Acquire) && error.report_once() {
             self.peer.warn_of(&format!("{} {}", Self::DOING, Self::TOWARDS), error);
         }
     }
 
-    fn tell_failure(&self, error: &Error) {
+    fn send_failure(&self, error: &Error) {
         // On every stream: one of them may be away, in the middle of a chunk that will never end, or lead nowhere.
         self.say_everywhere(&failure(error));
     }

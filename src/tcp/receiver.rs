@@ -406,7 +406,7 @@ impl RecvConn {
         for (part, profiler) in profilers.iter().enumerate() {
             self.events.follow(ticket.slot, part, *profiler);
         }
-        let mut to_tell = false;
+        let mut must_report = false;
         let posted: Result<()> = {
             let mut state = self.state();
             if !parts.iter().all(|(_, _, tag)| state.core.has_room(*tag)) {
@@ -422,12 +422,12 @@ impl RecvConn {
                     Posted::Waits => {}
                     Posted::Announce(header) => {
                         self.mail(&header.encode());
-                        to_tell = true;
+                        must_report = true;
                     }
                     Posted::Early(stage, total) => {
                         self.unstage(&mut state, stage, to, total);
                         // Credit that this has freed must be sent to the sender, which may wait for it.
-                        to_tell |= state.core.owes_credit();
+                        must_report |= state.core.owes_credit();
                     }
                 }
                 Ok(())
@@ -441,7 +441,7 @@ impl RecvConn {
             self.requests.cancel(ticket);
             return self.health.check().map(|()| None);
         }
-        if to_tell {
+        if must_report {
             self.run(0, WRITE);
             if !self.first_live.load(Ordering::Relaxed) {
                 self.speak();

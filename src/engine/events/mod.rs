@@ -15,7 +15,7 @@
 //!   has aborted, and nothing follows;
 //! - a transfer of no bytes has one piece of length zero.
 //!
-//! Without a profiler that reads events, a transfer costs one declined start: [`Events::hears`] remembers this, and
+//! Without a profiler that reads events, a transfer costs one declined start: [`Events::has_sink`] remembers this, and
 //! nothing is noted. Without a listener or a handle it costs a branch.
 
 mod last;
@@ -43,7 +43,7 @@ use crate::os::ticks::{self, Ticks};
 pub struct Events {
     ear: OnceLock<Ear>,
     /// The last start was taken.
-    hears: AtomicBool,
+    has_sink: AtomicBool,
     /// What the listener needed when last called: a [`Reader`].
     reader: AtomicU8,
     /// All paths are on one rail.
@@ -72,7 +72,7 @@ impl Default for Events {
     fn default() -> Self {
         Self {
             ear: OnceLock::new(),
-            hears: AtomicBool::new(false),
+            has_sink: AtomicBool::new(false),
             reader: AtomicU8::new(Reader::None as u8),
             has_one_rail: AtomicBool::new(true),
             notes: OnceLock::new(),
@@ -103,8 +103,8 @@ impl Events {
 
     /// Whether chunks are worth noting: a profiler reads events.
     #[inline]
-    pub fn hears(&self) -> bool {
-        self.hears.load(Ordering::Relaxed)
+    pub fn has_sink(&self) -> bool {
+        self.has_sink.load(Ordering::Relaxed)
     }
 
     /// Whether all chunks of a transfer may be noted as one ([`Chunk::joined`]): the listener sums by rails, and there

@@ -46,7 +46,7 @@ impl Events {
         let Desk { paths, transfers, .. } = &mut *desk;
         self.notes.get_or_init(|| {
             // The first transfer is followed on trial.
-            self.hears.store(true, Ordering::Relaxed);
+            self.has_sink.store(true, Ordering::Relaxed);
             Notes::new(paths.len())
         });
         let slot = usize::from(slot);
@@ -54,7 +54,7 @@ impl Events {
             transfers.resize_with(slot + 1, Default::default);
         }
         let transfer = &mut transfers[slot][part];
-        transfer.is_followed = self.hears();
+        transfer.is_followed = self.has_sink();
         transfer.details = self.wants_details(ear);
         // The sender sees what a receive waits for.
         let posted = (transfer.is_followed && transfer.details && ear.send).then(Ticks::now);
@@ -92,7 +92,7 @@ impl Events {
     /// As [`Events::report`].
     #[inline]
     pub(crate) unsafe fn wait(&self) {
-        if !self.hears() {
+        if !self.has_sink() {
             return;
         }
         if self.is_patient() {
@@ -231,7 +231,7 @@ impl Events {
                 source.reconnects = std::mem::take(reconnects);
                 // SAFETY: the caller's promise.
                 let taken = unsafe { ear.listener.summary(handle.as_ptr(), &source, &transfer.pieces) };
-                set(&self.hears, taken);
+                set(&self.has_sink, taken);
             }
             return;
         }
@@ -240,7 +240,7 @@ impl Events {
             if piece.reported == Reported::Nothing {
                 // SAFETY: the caller's promise.
                 let answer = unsafe { ear.listener.start(handle.as_ptr(), &source, piece) };
-                set(&self.hears, !answer.is_null());
+                set(&self.has_sink, !answer.is_null());
                 piece.reported = if answer.is_null() { Reported::All } else { Reported::Start(answer) };
                 if answer.is_null() && index == 0 {
                     transfer.handle = None;

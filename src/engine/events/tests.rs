@@ -177,12 +177,12 @@ mod told {
         unsafe { events.report() };
         over(150, 150);
         unsafe { events.conclude(3, &outcome(&[300]), None) };
-        assert_eq!((lock(&books.entries).len(), events.hears()), (1, false));
+        assert_eq!((lock(&books.entries).len(), events.has_sink()), (1, false));
         books.declines.store(false, Ordering::Relaxed);
         events.follow(3, 0, handle(3));
         unsafe { events.conclude(3, &outcome(&[300]), None) };
         assert_eq!(lock(&books.entries).last().map(|entry| (entry.length, entry.stops)), Some((300, 1)));
-        assert!(events.hears());
+        assert!(events.has_sink());
         assert_eq!(*lock(&books.together), [2, 1]);
     }
 
@@ -318,7 +318,7 @@ mod told {
         unsafe { events.report() };
         events.chunk_begins(0, 0, &chunk(5, 5, 10));
         unsafe { events.conclude(0, &outcome(&[10]), None) };
-        events.hears.store(true, Ordering::Relaxed);
+        events.has_sink.store(true, Ordering::Relaxed);
         events.follow(0, 0, handle(2));
         events.chunk_begins(0, 0, &chunk(0, 7, 7));
         unsafe { events.conclude(0, &outcome(&[7]), None) };
@@ -348,14 +348,14 @@ mod told {
             events.chunk_begins(0, 0, &chunk(5, 5, 10));
             unsafe { events.report() };
             unsafe { events.conclude(0, &outcome(&[10]), None) };
-            assert!(!events.hears());
+            assert!(!events.has_sink());
             assert_eq!(lock(&books.entries).len(), number);
         }
         // A listener starts: the next transfer is reported whole, later ones in pieces.
         books.declines.store(false, Ordering::Relaxed);
         events.follow(0, 0, handle(4));
         unsafe { events.conclude(0, &outcome(&[10]), None) };
-        assert!(events.hears());
+        assert!(events.has_sink());
         let entries = lock(&books.entries);
         assert_eq!((entries.len(), entries[3].length, entries[3].stops), (4, 10, 1));
     }
@@ -387,7 +387,7 @@ mod told {
             let entries = lock(&books.entries);
             let next: u64 = entries[3..].iter().map(|entry| entry.length).sum();
             assert_eq!((next, entries[3..].iter().all(|entry| entry.stops == 1)), (10, true));
-            assert!(events.hears());
+            assert!(events.has_sink());
         }
     }
 
@@ -474,7 +474,7 @@ mod told {
         deaf.follow(0, 0, handle(1));
         deaf.chunk_begins(0, 0, &chunk(0, 5, 5));
         unsafe { deaf.conclude(0, &outcome(&[5]), None) };
-        assert!(!deaf.hears() && deaf.notes.get().is_none(), "and nothing is kept");
+        assert!(!deaf.has_sink() && deaf.notes.get().is_none(), "and nothing is kept");
     }
 
     #[test]

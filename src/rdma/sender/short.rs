@@ -109,8 +109,8 @@ impl RdmaSend {
         let head = Head { tag, number, cts_entries, length: length as u32 };
         // SAFETY: the transport may use the message's memory until its request ends, and it holds this many bytes.
         let parcel = unsafe { outbox.pack(&head, address as *const u8) };
-        if self.base.events.hears() {
-            self.tell_short(message, *short_qp);
+        if self.base.events.has_sink() {
+            self.report_short(message, *short_qp);
         }
         self.write_parcel(fabric.qp(*short_qp), *short_qp, (outbox, ledger), parcel)?;
         Counters::count(&self.base.counters.messages, 1);
@@ -156,7 +156,7 @@ impl RdmaSend {
 
     /// Notes for the profiler a message that is done as soon as it is copied.
     #[cold]
-    fn tell_short(&self, message: Short, qp: usize) {
+    fn report_short(&self, message: Short, qp: usize) {
         let Short { length, number, slot, .. } = message;
         let (path, wr_id) = (qp as u16, work_id(0, qp, 1, false) | EAGER);
         let chunk = Chunk { length, path, message: number.into(), total: length, wr_id, ..Chunk::default() };

@@ -27,7 +27,7 @@ pub(crate) type Place = Option<(i32, u64, u64)>;
 #[derive(Debug, Default)]
 pub(crate) struct Damage(Mutex<Lately>);
 
-static TOLD: Limiter = Limiter::new();
+static REPORTED: Limiter = Limiter::new();
 
 impl Damage {
     /// Something arrived damaged: counts and logs it, and decides how to go on. With recovery the stream is reconnected
@@ -36,7 +36,7 @@ impl Damage {
         Counters::bump(&counters.damaged);
         let borne = self.0.lock().unwrap_or_else(PoisonError::into_inner).bear(place, Instant::now());
         if recovery && borne {
-            TOLD.tell(|more| {
+            REPORTED.tell(|more| {
                 tracing::warn!(target: NET, "data from {peer} arrived damaged or was changed on its way; it travels again{more}");
             });
             return Broken::Lost(io::Error::new(io::ErrorKind::InvalidData, "data arrived damaged"));

@@ -18,7 +18,7 @@ const CLOSE_RECOVERY: Duration = Duration::from_secs(4);
 impl RecvConn {
     /// Reports everything that has arrived, and says goodbye.
     pub(super) fn say_goodbye(&self) {
-        self.tell_last_words();
+        self.send_final_state();
         self.closing.store(true, Ordering::Release);
         // For a sender whose streams die before the goodbye reaches it.
         self.net.remember_closed(&self.link, self.own.completed.load(Ordering::Relaxed));
@@ -48,7 +48,7 @@ impl RecvConn {
     /// Before the goodbye: how many frames were received on streams that are away. Their last acknowledgements may be
     /// lost, and the sender would take received frames for lost. With no stream left it waits for one, within limits
     /// that all closes towards one peer process share.
-    pub(super) fn tell_last_words(&self) {
+    pub(super) fn send_final_state(&self) {
         let start = Instant::now();
         let deadline = self.net.silences().since(&self.peer.label, start).unwrap_or(start) + CLOSE_RECOVERY;
         let is_away = || self.health.live() == 0 && !self.health.is_failed() && !self.health.is_peer_done();
@@ -71,7 +71,7 @@ impl RecvConn {
                 frames.map(|frames| (epoch, frames))
             });
             if let Some((epoch, frames)) = fenced.flatten() {
-                self.tell_fenced(index, epoch, frames);
+                self.send_fenced(index, epoch, frames);
             }
         }
     }

@@ -216,7 +216,7 @@ impl RecvConn {
         }
         match state.core.begin(index, header)? {
             Place::Posted(part, offset) => {
-                if self.events.hears() {
+                if self.events.has_sink() {
                     *followed = Some(Followed { part, chunk: told(header, index), began: None });
                 }
                 let (to, _) = state.targets[part.slot as usize][part.part as usize].expect("its part is outstanding");
@@ -290,7 +290,7 @@ impl RecvConn {
         COPIES.give_back(buffer);
         let (index, head) = state.stage_heads[stage];
         state.core.unstaged(head.tag, stage);
-        if self.events.hears() {
+        if self.events.has_sink() {
             // It arrived before its request was made: all that can be reported is that it is here.
             self.events.chunk_begins(part.slot, usize::from(part.part), &told(&head, index));
         }

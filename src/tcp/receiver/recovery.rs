@@ -152,12 +152,12 @@ impl RecvConn {
         self.streams[index].peek(|io| liveness::close_hard(&io.sock));
         let Some(frames) = self.fence_stream(index, epoch) else { return };
         tracing::info!(target: NET, "a stream from {} broke ({error}); waiting for it to come back", self.peer);
-        self.tell_fenced(index, epoch, frames);
+        self.send_fenced(index, epoch, frames);
     }
 
     /// Reports how many frames of a fenced stream were received, and again what may have been lost on it. On every
     /// stream, since some of them may not work either.
-    pub(super) fn tell_fenced(&self, index: usize, epoch: u16, frames: u64) {
+    pub(super) fn send_fenced(&self, index: usize, epoch: u16, frames: u64) {
         let fenced = std::iter::once(fenced((index, epoch, frames)));
         let state = self.state();
         let words: Vec<u8> = fenced.chain(state.core.announcements()).flat_map(|header| header.encode()).collect();
@@ -204,7 +204,7 @@ impl RecvConn {
                 if asked {
                     *lock(&self.own.trouble) = Some(Instant::now());
                 }
-                self.tell_fenced(index, epoch, frames);
+                self.send_fenced(index, epoch, frames);
             }
         }
         if self.is_over() {

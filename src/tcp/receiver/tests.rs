@@ -183,7 +183,7 @@ fn a_close_does_not_fence_a_stream_that_is_just_coming_back() {
         let halfway = lock(&conn.alone);
         scope.spawn(|| conn.add_stream(1, 1, place, ours, Seal::Plain));
         loopback::wait_until("its epoch does not begin", || conn.state().core.epoch(1) == 1);
-        let closes = scope.spawn(|| conn.tell_last_words());
+        let closes = scope.spawn(|| conn.send_final_state());
         std::thread::sleep(std::time::Duration::from_millis(50));
         drop(halfway);
         closes.join().expect("it ends");

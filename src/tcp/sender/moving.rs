@@ -162,7 +162,7 @@ impl SendConn {
         if index > 0 {
             state.core.leaves(index, Instant::now());
         }
-        if self.events.hears() {
+        if self.events.has_sink() {
             self.chunk_begins(state, index, io, &chunk);
         }
         if chunk.again {
@@ -289,7 +289,7 @@ impl SendConn {
                     if header.total > EAGER_MAX {
                         *wake += state.core.length(key);
                     }
-                    if self.events.hears()
+                    if self.events.has_sink()
                         && let Some(ticket) = state.payloads[key].as_ref().and_then(|payload| payload.ticket)
                     {
                         self.events.ready(ticket.slot, 0);
