@@ -25,7 +25,7 @@ use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use super::adapter::MAX_DEVICES;
-use super::eager::Brief;
+use super::eager::CompressedHeader;
 use super::pages::{Pages, Zeroed};
 use crate::engine::request::SLOTS;
 use crate::os::error::Result;
@@ -207,10 +207,10 @@ fn decode_word(bits: u64) -> Option<u32> {
 pub(crate) struct Immediate {
     /// The receiver's slot; of an eager message its place.
     pub slot: u8,
-    /// Which use of the slot; of an eager message [`Brief::steps`].
+    /// Which use of the slot; of an eager message [`CompressedHeader::steps`].
     pub generation: u8,
     /// How many immediates the message has: one from each queue pair that carries a share of it, 1 to 128. Of an eager
-    /// message [`Brief::cts_entries`].
+    /// message [`CompressedHeader::cts_entries`].
     pub shares: u8,
     /// The message's size is in the receiver's table of sizes, where one of its immediates has brought it; else it is
     /// the sum of the writes' lengths.
@@ -224,11 +224,11 @@ pub(crate) struct Immediate {
 impl Immediate {
     /// That of an eager message.
     #[inline]
-    pub(crate) fn eager(place: u8, brief: Brief) -> Self {
+    pub(crate) fn eager(place: u8, compressed: CompressedHeader) -> Self {
         Self {
             slot: place,
-            generation: brief.steps,
-            shares: brief.cts_entries,
+            generation: compressed.steps,
+            shares: compressed.cts_entries,
             is_reported: false,
             is_eager: true,
             is_run: false,
@@ -237,8 +237,8 @@ impl Immediate {
 
     /// The content for an eager message.
     #[inline]
-    pub(crate) fn brief(self) -> Brief {
-        Brief { steps: self.generation, cts_entries: self.shares }
+    pub(crate) fn compressed(self) -> CompressedHeader {
+        CompressedHeader { steps: self.generation, cts_entries: self.shares }
     }
 
     /// The 32 bits.

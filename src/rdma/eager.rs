@@ -14,7 +14,7 @@
 //! | 8–11 | how many CTS entries the sender has read |
 //! | 12–15 | bytes that follow |
 //!
-//! Most messages follow one with the same tag. For those the immediate replaces the head by a [`Brief`]: how far the
+//! Most messages follow one with the same tag. For those the immediate replaces the head by a [`CompressedHeader`]: how far the
 //! number and the count of CTS entries are ahead of the last short message's. Both sides have seen these in the same
 //! order, since all of them use one queue pair; when it is lost, the messages in doubt are resent first over the next
 //! one. Such messages have no head, so that 1 KiB is one packet at the smallest MTU of RoCE.
@@ -91,14 +91,14 @@ impl Head {
 
 /// The content of an immediate in place of a head: the same tag as the last short message, and what has changed since.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Brief {
+pub(crate) struct CompressedHeader {
     /// How far the number is ahead of the last one's; 0: there is a head.
     pub steps: u8,
     /// How many more CTS entries the sender has read.
     pub cts_entries: u8,
 }
 
-impl Brief {
+impl CompressedHeader {
     /// The message has a head.
     pub(crate) const NONE: Self = Self { steps: 0, cts_entries: 0 };
 }
@@ -110,26 +110,26 @@ struct Last(Option<Head>);
 impl Last {
     /// Notes the next message, and returns its short form if that is possible.
     #[inline(always)]
-    fn shorten(&mut self, head: &Head) -> Brief {
+    fn compress(&mut self, head: &Head) -> CompressedHeader {
         let last = self.0.replace(*head);
-        let Some(last) = last.filter(|last| last.tag == head.tag) else { return Brief::NONE };
+        let Some(last) = last.filter(|last| last.tag == head.tag) else { return CompressedHeader::NONE };
         let steps = u8::try_from(head.number.wrapping_sub(last.number));
         let cts_entries = u8::try_from(head.cts_entries.wrapping_sub(last.cts_entries));
         match (steps, cts_entries) {
-            (Ok(steps), Ok(cts_entries)) => Brief { steps, cts_entries },
-            _ => Brief::NONE,
+            (Ok(steps), Ok(cts_entries)) => CompressedHeader { steps, cts_entries },
+            _ => CompressedHeader::NONE,
         }
     }
 
     /// The head of the next message of `length` bytes from its short form. None when it is the first.
     #[inline]
-    fn lengthen(&self, brief: Brief, length: u32) -> Option<Head> {
+    fn expand(&self, compressed: CompressedHeader, length: u32) -> Option<Head> {
         let last = self.0?;
-        let number = last.number.wrapping_add(brief.steps.into());
+        let number = last.number.wrapping_add(compressed.steps.into());
         Some(Head {
             tag: last.tag,
             number,
-            cts_entries: last.cts_entries.wrapping_add(brief.cts_entries.into()),
+            cts_entries: last.cts_entries.wrapping_add(compressed.cts_entries.into()),
             length,
         })
     }
@@ -181,7 +181,7 @@ pub(crate) struct Parcel {
     /// Its place.
     pub place: u8,
     /// Its short form for the immediate.
-    pub brief: Brief,
+    pub compressed: CompressedHeader,
 }
 
 impl Outbox {
@@ -221,8 +221,8 @@ impl Outbox {
         debug_assert!(self.has_room() && u64::from(head.length) <= EAGER_MAX);
         let place = self.credit.sent as usize % PLACES;
         let to = self.places[place].0.get().cast::<u8>();
-        let brief = self.last.shorten(head);
-        let before = before(brief);
+        let compressed = self.last.compress(head);
+        let before = before(compressed);
         // SAFETY: inside the place, which no device reads any more: the completion of its last write was polled, since
         // they complete in order and fewer than PLACES are outstanding. The caller keeps the promise about the data.
         unsafe {
@@ -236,7 +236,7 @@ impl Outbox {
         self.credit.sent = self.credit.sent.wrapping_add(1);
         self.flying += 1;
         let bytes = before as u32 + head.length;
-        Parcel { address: to as u64, bytes, place: place as u8, brief }
+        Parcel { address: to as u64, bytes, place: place as u8, compressed }
     }
 
     /// This side's key on an adapter.
@@ -274,8 +274,8 @@ fn other_length(head: &Head, written: u32) -> Error {
 
 /// Bytes before a message.
 #[inline]
-fn before(brief: Brief) -> usize {
-    if brief.steps == 0 { HEAD } else { 0 }
+fn before(compressed: CompressedHeader) -> usize {
+    if compressed.steps == 0 { HEAD } else { 0 }
 }
 
 /// Where the peer's inbox is.
@@ -362,16 +362,21 @@ impl Inbox {
     /// # Errors
     /// When it is not the next, or not as long as was written.
     #[inline(always)]
-    pub(crate) fn arrived(&mut self, place: u8, brief: Brief, written: u32) -> Result<(Head, *const u8)> {
+    pub(crate) fn arrived(
+        &mut self,
+        place: u8,
+        compressed: CompressedHeader,
+        written: u32,
+    ) -> Result<(Head, *const u8)> {
         let expected = self.arrived as usize % PLACES;
         if usize::from(place) != expected || self.arrived.wrapping_sub(self.handed_on) >= PLACES as u32 {
             return Err(too_many());
         }
         self.arrived = self.arrived.wrapping_add(1);
         let from = self.places[expected].0.get().cast::<u8>();
-        let before = before(brief);
+        let before = before(compressed);
         let head = if before == 0 {
-            self.last.lengthen(brief, written).ok_or_else(unknown)?
+            self.last.expand(compressed, written).ok_or_else(unknown)?
         } else {
             // SAFETY: inside the place. Its write has completed, and the sender may not write there again before the
             // delivery of later messages is reported to it; if it does anyway, the bytes are no secret and no reference
@@ -445,7 +450,7 @@ mod tests {
 
         /// The short form carries what the head would have carried, whichever messages have a head.
         #[test]
-        fn a_message_in_brief_is_understood(
+        fn a_compressed_header_is_understood(
             start: (i32, u32, u32),
             messages in prop::collection::vec(
                 (prop_oneof![4 => Just(0_i32), 1 => -1..2_i32], 0..1025_u32,
@@ -463,12 +468,12 @@ mod tests {
                     length,
                 };
                 let is_first = receiver.0.is_none();
-                let brief = sender.shorten(&head);
+                let compressed = sender.compress(&head);
                 if !is_first && tag == 0 && (1..256).contains(&steps) && cts_entries < 256 {
-                    prop_assert!(brief.steps > 0, "{head:?} needs no head");
+                    prop_assert!(compressed.steps > 0, "{head:?} needs no head");
                 }
-                if brief.steps > 0 {
-                    prop_assert_eq!(receiver.lengthen(brief, length), Some(head));
+                if compressed.steps > 0 {
+                    prop_assert_eq!(receiver.expand(compressed, length), Some(head));
                 }
                 receiver = Last(Some(head));
             }

@@ -491,7 +491,7 @@ impl RdmaRecv {
         immediate: Immediate,
         completion: &Completion,
     ) -> Result<()> {
-        let (head, data) = inbox.arrived(immediate.slot, immediate.brief(), completion.length())?;
+        let (head, data) = inbox.arrived(immediate.slot, immediate.compressed(), completion.length())?;
         receives.has_read(head.cts_entries)?;
         let Some(number) = receives.find(head.tag, head.number) else {
             // SAFETY: it has just arrived, with that head.

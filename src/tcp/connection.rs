@@ -131,8 +131,8 @@ pub(crate) struct Connection<D: Direction> {
     pub(super) events: Events,
     pub(super) recovery: bool,
     pub(super) closing: AtomicBool,
-    /// Whether the last long message was one of those that are over soon ([`BRIEF_MAX`](crate::engine::schedule::constants::BRIEF_MAX)).
-    pub(super) brief: AtomicBool,
+    /// Whether the last long message was one of those that are over soon ([`SHORT_MAX`](crate::engine::schedule::constants::BRIEF_MAX)).
+    pub(super) is_short: AtomicBool,
     /// Whether the first stream is connected.
     pub(super) first_live: AtomicBool,
     pub(super) chores: Chores,
@@ -171,7 +171,7 @@ impl<D: Direction> Connection<D> {
             events: Events::default(),
             recovery,
             closing: AtomicBool::new(false),
-            brief: AtomicBool::new(false),
+            is_short: AtomicBool::new(false),
             first_live: AtomicBool::new(false),
             chores: Chores::default(),
             monitors: Mutex::default(),
@@ -523,8 +523,8 @@ impl<D: Direction> Source for StreamSource<D> {
     }
 
     fn hot(&self) -> Duration {
-        let brief = |conn: Arc<Connection<D>>| conn.brief.load(Ordering::Relaxed);
-        if self.conn.upgrade().is_some_and(brief) { HOT_BETWEEN } else { HOT }
+        let is_short = |conn: Arc<Connection<D>>| conn.is_short.load(Ordering::Relaxed);
+        if self.conn.upgrade().is_some_and(is_short) { HOT_BETWEEN } else { HOT }
     }
 
     fn fail(&self, error: Error) {

@@ -30,7 +30,7 @@ use crate::engine::counters::Counters;
 use crate::engine::events;
 use crate::engine::poller::{Progress, Registration};
 use crate::engine::request::Ticket;
-use crate::engine::schedule::constants::{BRIEF_MAX, INLINE_MAX};
+use crate::engine::schedule::constants::{INLINE_MAX, SHORT_MAX};
 use crate::engine::schedule::load;
 use crate::engine::span::Span;
 use crate::os::error::Result;
@@ -446,7 +446,7 @@ impl SendConn {
         }
         let Some(ticket) = self.requests.take(1) else { return Ok(None) };
         if length as u64 > INLINE_MAX {
-            self.brief.store((length as u64) < BRIEF_MAX, Ordering::Relaxed);
+            self.is_short.store((length as u64) < SHORT_MAX, Ordering::Relaxed);
             self.grow();
         }
         let hand_over = self.is_for_workers(length as u64);

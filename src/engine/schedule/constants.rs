@@ -22,7 +22,7 @@ pub(crate) const HOT_BETWEEN: Duration = Duration::from_micros(250);
 /// While the messages of a connection are shorter than this many bytes, its workers poll longer for more work: each
 /// message is a few chunks, and waking workers would take most of its time. Of longer ones the next chunk follows at
 /// once, or there is time to sleep.
-pub(crate) const BRIEF_MAX: u64 = CHUNK_MAX;
+pub(crate) const SHORT_MAX: u64 = CHUNK_MAX;
 
 /// A worker that has been inactive for this many nanoseconds, and does not sleep, is late. Moving a chunk takes less.
 pub(crate) const LATE: u64 = 20_000;

@@ -140,7 +140,7 @@ impl RdmaSend {
             id: work_id(0, index, 1, false) | EAGER,
             local: Local { address: parcel.address, length: parcel.bytes, key: outbox.key(adapter) },
             remote: Remote { address: inbox.of(parcel.place), key: inbox.keys[peer_port] },
-            immediate: Some(Immediate::eager(parcel.place, parcel.brief).encode()),
+            immediate: Some(Immediate::eager(parcel.place, parcel.compressed).encode()),
             is_read: false,
             is_inline: (1..=inline_bytes).contains(&parcel.bytes),
             is_signaled: true,
