@@ -12,7 +12,7 @@ use super::alarm::Alarm;
 use super::control::Control;
 use super::dl::Verbs;
 use super::fabric::{Fabric, Qp};
-use super::outage::{Said, Trouble, Word, said};
+use super::outage::{QpMessage, QpNotice, Trouble, notice};
 use super::trouble::{Doing, explain, is_of_the_way};
 use super::verbs::{Completion, QueuePair};
 use crate::engine::counters::Counters;
@@ -91,7 +91,7 @@ pub(crate) struct Base {
     /// Asynchronous events of its queues.
     pub(super) mishap: Arc<Mishap>,
     /// The other side's messages about queue pairs.
-    words: Mutex<Vec<Word>>,
+    words: Mutex<Vec<QpMessage>>,
     /// Queue pairs that have ended and are still to be destroyed.
     ended: Mutex<Vec<QueuePair>>,
     /// Makes the thread that holds the connection's state take care of the queue pairs.
@@ -149,7 +149,7 @@ impl Base {
     }
 
     /// The other side's messages about queue pairs that were not processed yet.
-    pub(super) fn words(&self) -> MutexGuard<'_, Vec<Word>> {
+    pub(super) fn words(&self) -> MutexGuard<'_, Vec<QpMessage>> {
         self.words.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -250,7 +250,7 @@ impl Base {
     ///
     /// # Errors
     /// That failure.
-    pub(crate) fn hear(&self) -> Result<()> {
+    pub(crate) fn read_control(&self) -> Result<()> {
         let (mut control, patience) = (self.control(), self.config().peer_timeout);
         control.judge(patience, &self.peer)?;
         let end = loop {
@@ -301,8 +301,10 @@ impl Base {
                     self.alarm.raise();
                 }
                 Type::Fail => return Err(told_by_peer(header.order, &input[HEADER..end]).with_peer(&self.peer)),
-                Type::Fenced => self.is_reported(Word { said: Said::Ended(header.total), ..Word::of(&header) }),
-                Type::QueuePair => self.is_reported(Word { said: said(&header), ..Word::of(&header) }),
+                Type::Fenced => {
+                    self.is_reported(QpMessage { notice: QpNotice::Ended(header.total), ..QpMessage::of(&header) })
+                }
+                Type::QueuePair => self.is_reported(QpMessage { notice: notice(&header), ..QpMessage::of(&header) }),
                 Type::Ack => heard = Some(header.offset),
                 other => {
                     let what = format!("the peer sent a {other:?} frame over the control channel");
@@ -316,7 +318,7 @@ impl Base {
     }
 
     /// The other side has sent a message about a queue pair.
-    fn is_reported(&self, word: Word) {
+    fn is_reported(&self, word: QpMessage) {
         self.words().push(word);
         self.alarm.raise();
     }
@@ -435,7 +437,7 @@ impl Base {
         // Claimed before any other thread can see the failure: otherwise the call that gets it might log it without the
         // peer's name.
         let tells = !self.is_closing() && error.report_once();
-        let is_first = self.health.fail_telling(error.clone(), || self.say(&words));
+        let is_first = self.health.fail_telling(error.clone(), || self.send_control(&words));
         if is_first && tells {
             self.peer.warn_of(self.doing, &error);
         }
@@ -456,21 +458,21 @@ impl Base {
     pub(super) fn was_withdrawn(&self) {
         let error = self.ended_early("took back memory").with_peer(&self.peer);
         let words = failure(&error);
-        self.health.fail_telling(error, || self.say(&words));
+        self.health.fail_telling(error, || self.send_control(&words));
     }
 
     /// Sends a frame, over this socket or the next one.
-    pub(super) fn say(&self, frame: &[u8]) {
+    pub(super) fn send_control(&self, frame: &[u8]) {
         let mut control = self.control();
         if control.sock.is_some() || control.away.is_some() {
-            control.said.add(frame);
+            control.sent_frames.add(frame);
         }
-        control.utter(frame);
+        control.queue_frame(frame);
     }
 
     /// Whether the socket has not accepted all frames, or the peer's kernel has not acknowledged them: the control
-    /// thread polls again with [`Base::hear`].
-    pub(crate) fn has_more_to_say(&self) -> bool {
+    /// thread polls again with [`Base::read_control`].
+    pub(crate) fn has_more_to_send(&self) -> bool {
         let control = self.control();
         !control.output.is_empty() || control.monitor.is_asking() || control.away.is_some()
     }
@@ -478,7 +480,7 @@ impl Base {
     /// Sending side: requests the receiver to announce what it has posted; `cts_entries` were read so far.
     pub(crate) fn ask(&self, cts_entries: u32) {
         // The query is repeated anyway.
-        self.control().utter(&Header { total: cts_entries.into(), ..Header::of(Type::Ask, 0) }.encode());
+        self.control().queue_frame(&Header { total: cts_entries.into(), ..Header::of(Type::Ask, 0) }.encode());
     }
 
     /// Receiving side: the sender's query since the last call, and how many CTS entries it has read.
@@ -494,7 +496,7 @@ impl Base {
     /// closed too.
     pub(crate) fn leave(&self, cargo: Option<Box<dyn Any + Send>>) {
         if !self.health.is_failed() {
-            self.say(&Header::of(Type::Bye, 0).encode());
+            self.send_control(&Header::of(Type::Bye, 0).encode());
         }
         self.part(cargo);
         tracing::debug!(target: NET, "closed the connection to {}: {}", self.peer, self.counters);

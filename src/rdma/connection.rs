@@ -203,14 +203,14 @@ struct Watch<D: Direction>(Weak<Connection<D>>);
 impl<D: Direction> Source for Watch<D> {
     fn poll(&self) -> Progress {
         let Some(conn) = self.0.upgrade() else { return Progress::default() };
-        if let Err(error) = conn.base.hear() {
+        if let Err(error) = conn.base.read_control() {
             conn.end(conn.state(), error);
         }
         conn.base.seek(&conn);
         let (owes, next) = if conn.base.recovers() { D::care(&conn) } else { (false, None) };
         let moved = conn.glance();
         D::polled(&conn);
-        let is_due = || owes || conn.base.alarm.is_raised() || conn.base.has_more_to_say();
+        let is_due = || owes || conn.base.alarm.is_raised() || conn.base.has_more_to_send();
         let outstanding = || is_due() || conn.is_busy();
         let progress = conn.base.attention.looked(moved, || !conn.base.health.is_failed() && outstanding());
         Progress { again: progress.again.into_iter().chain(next).min(), ..progress }

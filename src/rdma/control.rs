@@ -9,7 +9,7 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::said::Said;
+use super::sent_frames::SentFrames;
 use crate::engine::poller::{Registration as Watched, Source};
 use crate::os::error::Result;
 use crate::session::lifeline::{Alone, Verdict};
@@ -62,7 +62,7 @@ pub(super) struct Control {
     /// The number of this socket.
     pub(super) current: u16,
     /// Frames sent.
-    pub(super) said: Said,
+    pub(super) sent_frames: SentFrames,
     /// Frames received.
     pub(super) taken: u64,
     /// The other side has not reported how many frames it has received, so nothing is sent over this socket yet.
@@ -95,7 +95,7 @@ impl Control {
             monitor: LivenessMonitor::default(),
             epoch: 0,
             current: 0,
-            said: Said::default(),
+            sent_frames: SentFrames::default(),
             taken: 0,
             is_resuming: false,
             silent: None,
@@ -110,7 +110,7 @@ impl Control {
     /// How long the peer's kernel has not answered; `limit` is how long it may. The kernel's own timeout for an idle
     /// connection (keepalive) does not apply while sent data is unacknowledged: that is retransmitted for a quarter of
     /// an hour.
-    pub(super) fn unheard(&mut self, limit: Duration) -> Duration {
+    pub(super) fn silence(&mut self, limit: Duration) -> Duration {
         let now = Instant::now();
         let Some(sock) = self.sock.as_ref().filter(|_| self.looked.is_none_or(|at| now - at >= liveness::TICK)) else {
             return Duration::ZERO;
@@ -121,7 +121,7 @@ impl Control {
             self.silent = now.checked_sub(silence);
         }
         self.is_seen(now, sample.silent, limit);
-        self.monitor.unheard(now, sample)
+        self.monitor.silence(now, sample)
     }
 
     /// The peer's kernel last answered this long ago over the current socket. If that was after the socket had fallen
@@ -180,7 +180,7 @@ impl Control {
             end => match (self.cut.take(), end) {
                 (Some(how), _) => Err(how),
                 (None, Some(_)) => Err(io::ErrorKind::UnexpectedEof.into()),
-                (None, None) => match self.unheard(patience) {
+                (None, None) => match self.silence(patience) {
                     silence if silence >= patience => Err(liveness::silent(silence)),
                     _ => Ok(None),
                 },
@@ -189,7 +189,7 @@ impl Control {
     }
 
     /// Queues a frame for the socket, if there is one and it is known what the other side has received.
-    pub(super) fn utter(&mut self, frame: &[u8]) {
+    pub(super) fn queue_frame(&mut self, frame: &[u8]) {
         if self.sock.is_some() && !self.is_resuming {
             self.output.extend_from_slice(frame);
         }
@@ -201,7 +201,7 @@ impl Control {
     /// # Errors
     /// When that is impossible.
     pub(super) fn resume(&mut self, taken: u64) -> Result<()> {
-        let rest = self.said.after(taken)?;
+        let rest = self.sent_frames.after(taken)?;
         if std::mem::take(&mut self.is_resuming) {
             self.output.extend_from_slice(&rest);
         }
@@ -234,17 +234,17 @@ mod tests {
     #[test]
     fn what_the_socket_does_not_take_at_once_follows_in_order() {
         let (here, mut there) = UnixStream::pair().expect("sockets");
-        let said: Vec<u8> = (0..1_000_000_u32).map(|at| (at % 251) as u8).collect();
-        let mut output = said.clone();
+        let sent_frames: Vec<u8> = (0..1_000_000_u32).map(|at| (at % 251) as u8).collect();
+        let mut output = sent_frames.clone();
         write_out(&here, &mut output).expect("a socket");
-        assert!(!output.is_empty() && output.len() < said.len(), "the socket takes a part of it");
-        let mut heard = vec![0; said.len()];
+        assert!(!output.is_empty() && output.len() < sent_frames.len(), "the socket takes a part of it");
+        let mut heard = vec![0; sent_frames.len()];
         let mut at = 0;
-        while at < said.len() {
+        while at < sent_frames.len() {
             at += there.read(&mut heard[at..]).expect("bytes");
             write_out(&here, &mut output).expect("a socket");
         }
-        assert!(heard == said && output.is_empty());
+        assert!(heard == sent_frames && output.is_empty());
         // Not closed: a child that another test forks at this moment would keep it open.
         there.shutdown(Shutdown::Both).expect("a socket");
         output.push(1);
@@ -262,7 +262,7 @@ mod tests {
         drop(far);
         let start = Instant::now();
         while control.cut.is_none() && start.elapsed() < Duration::from_secs(10) {
-            control.utter(b"a word");
+            control.queue_frame(b"a word");
         }
         let end = control.read(&mut [0; 8], Duration::MAX).expect_err("it is over");
         assert_eq!(end.kind(), io::ErrorKind::ConnectionReset);

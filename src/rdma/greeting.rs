@@ -405,11 +405,11 @@ impl Greeting {
                 let pairs_per_port = u32::try_from(self.common.net.config.ib_qps_per_connection.0).unwrap_or(1);
                 let ports = ports(&self.common.adapters);
                 let offer = Record { version: VERSION, ports, pairs_per_port, ..Record::default() };
-                state.talk.say(sock, &offer)?;
+                state.talk.write(sock, &offer)?;
                 Ok(Next::Stage(Sending::AwaitsAnswer))
             }
             Sending::AwaitsAnswer => {
-                let Some(answer) = state.talk.hear(sock)? else { return Ok(Next::Waits(stage, None)) };
+                let Some(answer) = state.talk.read(sock)? else { return Ok(Next::Waits(stage, None)) };
                 let Common { net, adapters } = &self.common;
                 let class = Class::new(&net.config, self.link.traffic_class);
                 let qps = answer.qps.len();
@@ -427,12 +427,12 @@ impl Greeting {
     fn receive_side(&self, state: &mut State, stage: Receiving) -> Result<Next<Receiving, Arc<RdmaRecv>>> {
         let Some(sock) = &state.sock else { return Err(Error::internal("a greeting without its socket")) };
         match stage {
-            Receiving::AwaitsOffer => match state.talk.hear(sock)? {
+            Receiving::AwaitsOffer => match state.talk.read(sock)? {
                 Some(offer) => self.offered(state, &offer).map(Next::Stage),
                 None => Ok(Next::Waits(stage, None)),
             },
             Receiving::AwaitsAccept { fabric, own } => {
-                let Some(accept) = state.talk.hear(sock)? else {
+                let Some(accept) = state.talk.read(sock)? else {
                     return Ok(Next::Waits(Receiving::AwaitsAccept { fabric, own }, None));
                 };
                 // Checked when it was received: both fit a byte.
@@ -488,7 +488,7 @@ impl Greeting {
             ..fabric.record(adapters, config)
         };
         let sock = state.sock.as_ref().ok_or_else(|| Error::internal("a greeting without its socket"))?;
-        state.talk.say(sock, &accept)?;
+        state.talk.write(sock, &accept)?;
         tracing::debug!(
             target: NET,
             "connected to {} over {} queue pairs of {:?}",
@@ -522,7 +522,7 @@ impl Greeting {
             ..fabric.record(adapters, &net.config)
         };
         let sock = state.sock.as_ref().ok_or_else(|| Error::internal("a greeting without its socket"))?;
-        state.talk.say(sock, &answer)?;
+        state.talk.write(sock, &answer)?;
         Ok(Receiving::AwaitsAccept { fabric: Box::new(fabric), own: Box::new((table, inbox)) })
     }
 
@@ -589,7 +589,7 @@ impl Greeting {
         state.registration = None;
         let error = error.with_peer(&self.peer);
         if let Some(sock) = state.sock.take() {
-            let _ = state.talk.say(&sock, &Record { failure: error.what().to_owned(), ..Record::default() });
+            let _ = state.talk.write(&sock, &Record { failure: error.what().to_owned(), ..Record::default() });
             self.common.net.linger(sock);
         }
         match state.role.take() {

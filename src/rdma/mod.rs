@@ -33,7 +33,7 @@
 //! | [`recovery`], [`outage`], [`ledger`], [`silence`], [`relapse`] | recovery when a queue pair is lost or falls silent
 //! |
 //! | [`trouble`] | the meaning of a failed work request |
-//! | [`control`], [`said`], [`reconnect`] | the control channel, and another socket for it |
+//! | [`control`], [`sent_frames`], [`reconnect`] | the control channel, and another socket for it |
 //! | [`record`], [`greeting`], [`linking`], `relink`, `aside` | getting connected |
 //! | [`events`] | asynchronous events of devices |
 //! | [`backend`] | all of it for the process |
@@ -78,8 +78,8 @@ pub(crate) mod record;
 pub(crate) mod recovery;
 pub(crate) mod relapse;
 mod relink;
-pub(crate) mod said;
 pub(crate) mod sender;
+pub(crate) mod sent_frames;
 pub(crate) mod silence;
 pub(crate) mod stripe;
 pub(crate) mod sysfs;

@@ -53,18 +53,18 @@ pub(crate) struct Tended {
 
 /// The other side's message about a queue pair.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Word {
+pub(crate) struct QpMessage {
     /// Which queue pair.
     pub qp: u64,
     /// Which of its queue pairs.
     pub epoch: u16,
     /// The content.
-    pub said: Said,
+    pub notice: QpNotice,
 }
 
 /// The content of the message.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) enum Said {
+pub(crate) enum QpNotice {
     /// It has ended its queue pair, having received this many immediates.
     Ended(u64),
     /// Its new queue pair; none: not now.
@@ -73,16 +73,16 @@ pub(crate) enum Said {
     Proven,
 }
 
-impl Word {
+impl QpMessage {
     /// The queue pair and epoch that a frame names.
     pub(crate) fn of(header: &Header) -> Self {
-        Self { qp: header.order, epoch: header.epoch, said: Said::Offer(None) }
+        Self { qp: header.order, epoch: header.epoch, notice: QpNotice::Offer(None) }
     }
 }
 
 /// The content of a frame about a new queue pair.
-pub(crate) fn said(header: &Header) -> Said {
-    if header.total == PROVEN { Said::Proven } else { Said::Offer(offered(header)) }
+pub(crate) fn notice(header: &Header) -> QpNotice {
+    if header.total == PROVEN { QpNotice::Proven } else { QpNotice::Offer(offered(header)) }
 }
 
 /// The values of `total` in such a frame.

@@ -17,7 +17,7 @@
 //!   has died. It is called.
 //!
 //! The handshake is the one by which streams come back, in a new epoch with each attempt; over the new socket both
-//! sides first report how many frames they have received ([`said`](super::said)).
+//! sides first report how many frames they have received ([`sent_frames`](super::sent_frames)).
 
 #[cfg(test)]
 mod tests;

@@ -176,21 +176,21 @@ impl Record {
 /// The exchange over one socket: everything exchanged so far, and the part of the next record that has arrived.
 pub(crate) struct Talk {
     key: Secret,
-    said: Vec<u8>,
+    transcript: Vec<u8>,
     input: Vec<u8>,
 }
 
 impl Talk {
     /// Nothing exchanged yet.
     pub(crate) fn new(key: Secret) -> Self {
-        Self { key, said: b"towline rdma 1".to_vec(), input: Vec::new() }
+        Self { key, transcript: b"towline rdma 1".to_vec(), input: Vec::new() }
     }
 
     /// Sends a record.
     ///
     /// # Errors
     /// When the socket does not accept it, which an empty one always does.
-    pub(crate) fn say(&mut self, sock: &Sock, record: &Record) -> Result<()> {
+    pub(crate) fn write(&mut self, sock: &Sock, record: &Record) -> Result<()> {
         let bytes = self.seal(record);
         send_all(sock, &bytes)
     }
@@ -199,8 +199,8 @@ impl Talk {
         let body = record.encode_to_vec();
         let mut out = u32::try_from(body.len()).expect("records are small").to_le_bytes().to_vec();
         out.extend_from_slice(&body);
-        self.said.extend_from_slice(&out);
-        out.extend_from_slice(&self.key.prove(&[&self.said]));
+        self.transcript.extend_from_slice(&out);
+        out.extend_from_slice(&self.key.prove(&[&self.transcript]));
         out
     }
 
@@ -208,7 +208,7 @@ impl Talk {
     ///
     /// # Errors
     /// When the peer has left, does not hold the key, or reports that it gives up.
-    pub(crate) fn hear(&mut self, sock: &Sock) -> Result<Option<Record>> {
+    pub(crate) fn read(&mut self, sock: &Sock) -> Result<Option<Record>> {
         if !self.fill(sock, 4)? {
             return Ok(None);
         }
@@ -225,8 +225,8 @@ impl Talk {
 
     fn open(&mut self, input: &[u8]) -> Result<Record> {
         let (body, proof) = input.split_at(input.len() - PROOF);
-        self.said.extend_from_slice(body);
-        if !self.key.is_proof(&[&self.said], proof.try_into().expect("a proof's length")) {
+        self.transcript.extend_from_slice(body);
+        if !self.key.is_proof(&[&self.transcript], proof.try_into().expect("a proof's length")) {
             return Err(Error::remote("the peer could not prove that its RDMA parameters are its own"));
         }
         let record = Record::decode(&body[4..])

@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 
 use super::base::Base;
 use super::fabric::{Fabric, Qp};
-use super::outage::{PROVEN, QpState, Said, Taken, Tended, Trouble, Word, offer, pause};
+use super::outage::{PROVEN, QpMessage, QpNotice, QpState, Taken, Tended, Trouble, offer, pause};
 use super::record::QpRecord;
 use super::silence::{Seen, Silence};
 use crate::engine::counters::Counters;
@@ -63,19 +63,19 @@ impl Base {
     ) -> Result<Tended> {
         let mut gone = Vec::new();
         let words = std::mem::take(&mut *self.words());
-        for Word { qp, epoch, said } in words {
+        for QpMessage { qp, epoch, notice } in words {
             let index = usize::try_from(qp).unwrap_or(usize::MAX);
             if !fabric.qps.get(index).is_some_and(|qp| qp.recovers) {
                 return Err(Error::remote(format!("the peer gave up queue pair {qp} of this connection"))
                     .with_hint("its log says why; it must run with the same TOWLINE_RECOVERY as this side"));
             }
-            match said {
-                Said::Proven => {
+            match notice {
+                QpNotice::Proven => {
                     let qp = &mut fabric.qps[index];
                     qp.proven |= qp.epoch == epoch;
                 }
-                Said::Ended(taken) => heard_the_end(&mut fabric.qps[index], epoch, taken),
-                Said::Offer(record) => {
+                QpNotice::Ended(taken) => peer_ended(&mut fabric.qps[index], epoch, taken),
+                QpNotice::Offer(record) => {
                     let qp = &mut fabric.qps[index];
                     let is_refused = record.is_none() && qp.epoch == epoch;
                     if is_refused && qp.state == QpState::Returning {
@@ -119,7 +119,7 @@ impl Base {
                 self.end_pair(qp);
                 qp.state = QpState::Ended { since };
                 let word = Header { order: index as u64, total: qp.arrived, ..Header::of(Type::Fenced, qp.epoch) };
-                self.say(&word.encode());
+                self.send_control(&word.encode());
             }
             if let QpState::Ended { since } = qp.state {
                 // A receiver that has closed had received everything it wanted.
@@ -313,18 +313,20 @@ impl Base {
     pub(crate) fn offer_qp(&self, fabric: &Fabric, index: usize) {
         self.name_qp(fabric, index);
         let qp = &fabric.qps[index];
-        self.say(&offer(index, qp.epoch, qp.record(self.config()).as_ref()).encode());
+        self.send_control(&offer(index, qp.epoch, qp.record(self.config()).as_ref()).encode());
     }
 
     /// The receiver: reports to the sender that a queue pair cannot be replaced now.
     pub(crate) fn refuse_qp(&self, index: usize, epoch: u16) {
-        self.say(&offer(index, epoch, None).encode());
+        self.send_control(&offer(index, epoch, None).encode());
     }
 
     /// The sender: reports to the receiver that a new queue pair reaches it.
     pub(crate) fn prove_qp(&self, fabric: &Fabric, index: usize) {
         let epoch = fabric.qps[index].epoch;
-        self.say(&Header { order: index as u64, total: PROVEN, ..Header::of(Type::QueuePair, epoch) }.encode());
+        self.send_control(
+            &Header { order: index as u64, total: PROVEN, ..Header::of(Type::QueuePair, epoch) }.encode(),
+        );
     }
 
     /// A queue pair carries messages again.
@@ -337,7 +339,7 @@ impl Base {
 }
 
 /// The other side has ended its end of a queue pair.
-fn heard_the_end(qp: &mut Qp, epoch: u16, taken: u64) {
+fn peer_ended(qp: &mut Qp, epoch: u16, taken: u64) {
     // Of a queue pair that both sides have already discarded.
     if qp.epoch != epoch || qp.state == QpState::Lost {
         return;

@@ -244,7 +244,7 @@ impl Inbound {
                     let mut greeting = [0; GREETING];
                     greeting[..PREAMBLE].copy_from_slice(&ours.encode());
                     greeting[PREAMBLE..].copy_from_slice(&nonce()?);
-                    say(&state, &greeting)?;
+                    write(&state, &greeting)?;
                     self.acceptor.upgrade().inspect(|acceptor| acceptor.greeted(self));
                     if ours.low == 0 {
                         return Err(Error::remote(format!(
@@ -287,7 +287,7 @@ impl Inbound {
                         Ok(accepted) => accepted,
                         Err(error) => {
                             if !offer.is_empty() {
-                                say(&state, &Refusal::seal(&secret, &transcript))?;
+                                write(&state, &Refusal::seal(&secret, &transcript))?;
                             }
                             let error = error.with_peer(Peer { label: hello.label, address: self.from });
                             if let Wish::Connect { listener } = hello.wish
@@ -525,6 +525,6 @@ fn fill(state: &mut InboundState, wanted: usize, from: SocketAddr) -> Result<boo
     Ok(true)
 }
 
-fn say(state: &InboundState, bytes: &[u8]) -> Result<()> {
+fn write(state: &InboundState, bytes: &[u8]) -> Result<()> {
     state.sock.as_ref().map_or(Ok(()), |sock| send_all(sock, bytes))
 }

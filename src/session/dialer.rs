@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 pub(crate) use call::call;
 use failure::{FORBIDDEN_TEXT, REFUSED_TEXT, TURNED_AWAY_TEXT, UNANSWERED_TEXT, forbidden, refused, unanswered};
-use greeting::Said;
+use greeting::Exchange;
 pub(crate) use join::{join, repair};
 use purpose::{Purpose, Reached, Route};
 pub(crate) use resume::resume;
@@ -86,7 +86,7 @@ enum Stage {
     Waiting(Instant),
     Connecting,
     Greeting { said: [u8; PREAMBLE] },
-    Welcome(Box<Said>),
+    Welcome(Box<Exchange>),
     Over,
 }
 

@@ -202,7 +202,7 @@ impl LivenessMonitor {
 
     /// How long nothing has come back although the kernel sends probes; to be called after [`LivenessMonitor::look`]. None while
     /// the probe is new: a peer that had nothing to send has been silent for a long time when the probe is sent.
-    pub(crate) fn unheard(&self, now: Instant, sample: TcpSample) -> Duration {
+    pub(crate) fn silence(&self, now: Instant, sample: TcpSample) -> Duration {
         self.asking_since.filter(|since| now - *since >= SOON).map_or(Duration::ZERO, |_| sample.silent)
     }
 
@@ -447,19 +447,19 @@ mod tests {
     #[test]
     fn a_question_that_was_just_asked_says_nothing_of_the_silence_before() {
         let (start, mut monitor) = (Instant::now(), LivenessMonitor::default());
-        let mut unheard = |at: u64, asked: u8, silent: u64| {
+        let mut silence = |at: u64, asked: u8, silent: u64| {
             let (now, sample) = (
                 start + ms(at),
                 TcpSample { silent: ms(silent), asked, outstanding: false, round_trip: NEAR, segment: 1448 },
             );
             monitor.look(now, sample);
-            monitor.unheard(now, sample)
+            monitor.silence(now, sample)
         };
-        assert_eq!(unheard(0, 0, 2000), ms(0), "nobody has asked");
-        assert_eq!(unheard(10, 1, 2010), ms(0), "the answer may be on its way");
-        assert_eq!(unheard(20, 0, 5), ms(0), "it has come");
-        assert_eq!(unheard(2030, 1, 2015), ms(0), "the next question");
-        assert_eq!(unheard(2130, 1, 2115), ms(2115), "which has no answer");
+        assert_eq!(silence(0, 0, 2000), ms(0), "nobody has asked");
+        assert_eq!(silence(10, 1, 2010), ms(0), "the answer may be on its way");
+        assert_eq!(silence(20, 0, 5), ms(0), "it has come");
+        assert_eq!(silence(2030, 1, 2015), ms(0), "the next question");
+        assert_eq!(silence(2130, 1, 2115), ms(2115), "which has no answer");
     }
 
     proptest! {

@@ -107,10 +107,10 @@ pub(crate) trait StreamIo: Send {
     fn epoch(&self) -> u16;
 
     /// Adds control frames to what goes out.
-    fn say(&mut self, frames: Vec<u8>);
+    fn queue_frames(&mut self, frames: Vec<u8>);
 
     /// Adds the last frame, and returns what is to be sent as it is. None in the middle of a frame.
-    fn say_last(&mut self, frame: Vec<u8>) -> Option<&[u8]>;
+    fn queue_last_frame(&mut self, frame: Vec<u8>) -> Option<&[u8]>;
 }
 
 /// A connection in one direction.
@@ -335,13 +335,13 @@ impl<D: Direction> Connection<D> {
 
     fn send_failure(&self, error: &Error) {
         // On every stream: one of them may be away, in the middle of a chunk that will never end, or lead nowhere.
-        self.say_everywhere(&failure(error));
+        self.queue_everywhere(&failure(error));
     }
 
     /// Sends control frames on every stream that is connected, since some of them may not work.
-    pub(super) fn say_everywhere(&self, frames: &[u8]) {
+    pub(super) fn queue_everywhere(&self, frames: &[u8]) {
         for (index, stream) in self.streams.iter().enumerate() {
-            if stream.peek(|io| io.say(frames.to_vec())).is_some() {
+            if stream.peek(|io| io.queue_frames(frames.to_vec())).is_some() {
                 self.run(index, WRITE);
             }
         }
@@ -427,7 +427,7 @@ impl<D: Direction> Connection<D> {
     fn part_in_anger(&self, mut io: D::Io, error: &Error) {
         let fd = io.sock().as_raw_fd();
         if !self.health.is_failed()
-            && let Some(bytes) = io.say_last(failure(error))
+            && let Some(bytes) = io.queue_last_frame(failure(error))
         {
             // SAFETY: the piece is this stream's own buffer. What the socket does not accept is lost, and the peer sees
             // the end without the reason.

@@ -116,7 +116,7 @@ pub(crate) struct Io {
     /// The goodbye was sent; nothing may follow it.
     parted: bool,
     /// The sender has said goodbye on this stream.
-    heard_goodbye: bool,
+    received_goodbye: bool,
 }
 
 impl Io {
@@ -214,15 +214,15 @@ impl StreamIo for Io {
         self.epoch
     }
 
-    fn say(&mut self, mut frames: Vec<u8>) {
+    fn queue_frames(&mut self, mut frames: Vec<u8>) {
         if let Some(sides) = &mut self.seal {
             sides.sealer.control(&mut frames);
         }
         self.out.extend_from_slice(&frames);
     }
 
-    fn say_last(&mut self, frame: Vec<u8>) -> Option<&[u8]> {
-        self.say(frame);
+    fn queue_last_frame(&mut self, frame: Vec<u8>) -> Option<&[u8]> {
+        self.queue_frames(frame);
         Some(&self.out[self.sent..])
     }
 }
@@ -335,7 +335,7 @@ impl RecvConn {
             sent: 0,
             ack_due: false,
             parted: false,
-            heard_goodbye: false,
+            received_goodbye: false,
         };
         self.health.stream_up();
         self.install(index, place, io, |io| self.epoch_begins(index, epoch, io));
@@ -357,7 +357,7 @@ impl RecvConn {
         // still considers those streams connected.
         let ended = self.state().core.ended_epochs();
         if !ended.is_empty() {
-            io.say(ended.into_iter().flat_map(|epoch| fenced(epoch).encode()).collect());
+            io.queue_frames(ended.into_iter().flat_map(|epoch| fenced(epoch).encode()).collect());
         }
         // The first epoch of the first stream is 0, that of the others 1.
         if epoch > u16::from(index > 0) {

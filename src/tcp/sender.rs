@@ -203,15 +203,15 @@ impl StreamIo for Io {
         self.epoch
     }
 
-    fn say(&mut self, frames: Vec<u8>) {
+    fn queue_frames(&mut self, frames: Vec<u8>) {
         self.control.extend_from_slice(&frames);
     }
 
-    fn say_last(&mut self, frame: Vec<u8>) -> Option<&[u8]> {
+    fn queue_last_frame(&mut self, frame: Vec<u8>) -> Option<&[u8]> {
         if self.out.is_some() {
             return None;
         }
-        self.say(frame);
+        self.queue_frames(frame);
         if let Some(sides) = &mut self.seal {
             sides.sealer.control(&mut self.control);
         }
@@ -608,7 +608,7 @@ impl SendConn {
 
     /// A control frame for the receiver.
     fn queue_control(&self, index: usize, header: Header) {
-        self.streams[index].peek(|io| io.say(header.encode().to_vec()));
+        self.streams[index].peek(|io| io.queue_frames(header.encode().to_vec()));
     }
 
     /// Requests more streams, once.

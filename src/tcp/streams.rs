@@ -41,8 +41,8 @@ impl<D: Direction> Connection<D> {
                 each(index, io.sock(), sample, monitor);
                 checked.outstanding |= sample.outstanding;
                 let found = monitor.look(now, sample);
-                let unheard = monitor.unheard(now, sample);
-                least = Some(least.map_or(unheard, |least| least.min(unheard)));
+                let silence = monitor.silence(now, sample);
+                least = Some(least.map_or(silence, |least| least.min(silence)));
                 Some(found)
             });
             match found.flatten() {
@@ -86,7 +86,7 @@ impl<D: Direction> Connection<D> {
     }
 
     /// Whether the peer's kernel has answered anything on one of the streams since then.
-    pub(super) fn is_heard_since(&self, since: Instant) -> bool {
+    pub(super) fn has_received_since(&self, since: Instant) -> bool {
         let is_heard = |stream: &Stream<D::Io>| {
             let sample = stream.peek(|io| TcpSample::of(io.sock())).flatten();
             sample.is_some_and(|sample| sample.silent < since.elapsed())
@@ -99,7 +99,7 @@ impl<D: Direction> Connection<D> {
     pub(super) fn drop_refuted(&self) {
         let suspected = lock(&self.alone).as_ref().filter(|alone| alone.is_suspicion()).map(Alone::since);
         let Some(since) = suspected else { return };
-        if self.is_heard_since(since) {
+        if self.has_received_since(since) {
             lock(&self.alone).take_if(|alone| alone.is_suspicion() && alone.since() == since);
         }
     }

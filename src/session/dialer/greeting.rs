@@ -20,7 +20,7 @@ use crate::session::wire::{self, Piece, send_all};
 use crate::session::{liveness, tries};
 
 /// The bytes exchanged so far.
-pub(super) struct Said {
+pub(super) struct Exchange {
     transcript: Transcript,
     secret: Secret,
     features: u32,
@@ -29,7 +29,7 @@ pub(super) struct Said {
     place: Option<Registration>,
 }
 
-impl Said {
+impl Exchange {
     /// Length of the next message from the listening side, in bytes.
     fn awaited(&self) -> usize {
         WELCOME + if self.offered.is_some() { ANSWER } else { 0 }
@@ -104,7 +104,7 @@ impl Dial {
                     // Also when only one side has a key: the other side's error message must name this host.
                     send_all(sock, &bytes)?;
                     encrypted?;
-                    state.stage = Stage::Welcome(Box::new(Said {
+                    state.stage = Stage::Welcome(Box::new(Exchange {
                         transcript,
                         secret,
                         features: theirs.features,
@@ -137,8 +137,8 @@ impl Dial {
     }
 
     /// The other side has answered the hello: its proof is checked, and the owner gets the socket.
-    fn welcomed(&self, sock: Sock, bytes: &[u8], said: Said, epoch: u16) -> Result<Reached> {
-        let Said { mut transcript, secret, features, offered, place } = said;
+    fn welcomed(&self, sock: Sock, bytes: &[u8], said: Exchange, epoch: u16) -> Result<Reached> {
+        let Exchange { mut transcript, secret, features, offered, place } = said;
         let mut welcome = [0; WELCOME];
         let keys = match offered {
             None => {

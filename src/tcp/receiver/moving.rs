@@ -93,7 +93,7 @@ impl RecvConn {
     /// Whether the end of this stream was intended by the peer. It sends a goodbye on each stream: one that ends
     /// without may have lost something, which is resent.
     pub(super) fn has_parted(&self, io: &Io) -> bool {
-        io.heard_goodbye || !self.recovery && self.health.is_peer_done()
+        io.received_goodbye || !self.recovery && self.health.is_peer_done()
     }
 
     /// Removes from the socket what was only peeked at. False: not all of it now.
@@ -147,7 +147,7 @@ impl RecvConn {
             }
             io.from += HEADER;
             if header.kind != Type::Data {
-                self.heard(io, &header)?;
+                self.on_frame(io, &header)?;
                 continue;
             }
             let mut state = self.state();
@@ -170,12 +170,12 @@ impl RecvConn {
     }
 
     /// Handles a frame of the sender that is not a chunk.
-    pub(super) fn heard(&self, io: &mut Io, header: &Header) -> Result<()> {
+    pub(super) fn on_frame(&self, io: &mut Io, header: &Header) -> Result<()> {
         match header.kind {
             Type::Bye => {
                 self.own.announced.store(header.total, Ordering::Relaxed);
                 self.health.peer_is_done();
-                io.heard_goodbye = true;
+                io.received_goodbye = true;
                 // The sender's close waits for the kernel's acknowledgement, which may be delayed by 40 ms, and which the
                 // kernel does not send while bytes are left in the socket.
                 if let Ok(Some(bytes)) = wire::discard(io.sock.as_raw_fd(), io.peeked) {

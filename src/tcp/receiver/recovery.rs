@@ -162,7 +162,7 @@ impl RecvConn {
         let state = self.state();
         let words: Vec<u8> = fenced.chain(state.core.announcements()).flat_map(|header| header.encode()).collect();
         drop(state);
-        self.say_everywhere(&words);
+        self.queue_everywhere(&words);
     }
 
     /// Ends the given epoch of a stream for good: nothing more is received from it. Returns how many frames were, or

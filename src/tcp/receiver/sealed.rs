@@ -63,7 +63,7 @@ impl RecvConn {
                         self.placed(index, io, length);
                     }
                     (Type::Fail, _) => return Err(Broken::Fatal(told_by_peer(header.order, bytes))),
-                    _ => self.heard(io, &header).map_err(Broken::Fatal)?,
+                    _ => self.on_frame(io, &header).map_err(Broken::Fatal)?,
                 },
                 Err(Refused::Wrong(error)) => return Err(Broken::Fatal(error)),
                 Err(Refused::Damaged) => {

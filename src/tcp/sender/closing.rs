@@ -89,7 +89,7 @@ impl SendConn {
         let start = Instant::now();
         // A peer that has answered on this connection since is not silent any more.
         let silent = self.net.silences().since(&self.peer.label, start);
-        let since = silent.filter(|since| !self.is_heard_since(*since)).unwrap_or(start);
+        let since = silent.filter(|since| !self.has_received_since(*since)).unwrap_or(start);
         let mut advance = Advance::since(since, self);
         loop {
             self.write_all(&mut advance);

@@ -269,7 +269,7 @@ impl SendConn {
             if end > io.filled {
                 break;
             }
-            self.heard(index, &header, &io.input[at + HEADER..end], wake)?;
+            self.on_frame(index, &header, &io.input[at + HEADER..end], wake)?;
             at = end;
         }
         if at < io.filled {
@@ -280,7 +280,7 @@ impl SendConn {
     }
 
     /// Handles a frame of the receiver.
-    pub(super) fn heard(&self, index: usize, header: &Header, text: &[u8], wake: &mut u64) -> Result<()> {
+    pub(super) fn on_frame(&self, index: usize, header: &Header, text: &[u8], wake: &mut u64) -> Result<()> {
         match header.kind {
             Type::Ack | Type::Acks => self.acknowledged(index, &Ack::decode(header, text))?,
             Type::Clear => {

@@ -84,7 +84,7 @@ impl SendConn {
                     }
                     Ok(Some(Item::Began(_))) => {}
                     Ok(Some(Item::Whole(header, text))) => {
-                        self.heard(index, &header, text, wake).map_err(Broken::Fatal)?;
+                        self.on_frame(index, &header, text, wake).map_err(Broken::Fatal)?;
                     }
                     Err(Refused::Wrong(error)) => return Err(Broken::Fatal(error)),
                     Err(Refused::Damaged) => {

@@ -19,13 +19,13 @@ const MOST: usize = 512;
 
 /// The frames that this side has sent.
 #[derive(Debug, Default)]
-pub(crate) struct Said {
+pub(crate) struct SentFrames {
     /// How many were sent before the first that is kept.
     before: u64,
     frames: VecDeque<Box<[u8]>>,
 }
 
-impl Said {
+impl SentFrames {
     /// A frame is sent.
     pub(crate) fn add(&mut self, frame: &[u8]) {
         if self.frames.len() == MOST {
@@ -43,7 +43,7 @@ impl Said {
         let skipped = taken.checked_sub(self.before).and_then(|count| usize::try_from(count).ok());
         let Some(skipped) = skipped.filter(|count| *count <= self.frames.len()) else {
             return Err(Error::remote(format!(
-                "the peer says that it has heard {taken} control frames, of which {} to {} are kept",
+                "the peer says that it has received {taken} control frames, of which {} to {} are kept",
                 self.before,
                 self.before + self.frames.len() as u64
             )));
@@ -61,7 +61,7 @@ mod tests {
 
     #[test]
     fn a_count_that_cannot_be_is_an_error() {
-        let mut said = Said::default();
+        let mut said = SentFrames::default();
         said.add(b"one");
         said.add(b"two");
         assert!(said.after(3).is_err());
@@ -77,7 +77,7 @@ mod tests {
         /// received once, in order.
         #[test]
         fn what_a_socket_swallows_is_said_again(sockets in prop::collection::vec((0..5_usize, 0..5_usize), 1..40)) {
-            let mut said = Said::default();
+            let mut said = SentFrames::default();
             let (mut number, mut heard) = (0_u8, Vec::new());
             for (new, arriving) in sockets {
                 let mut way = said.after(heard.len() as u64).expect("a count that can be");
