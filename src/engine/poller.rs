@@ -293,7 +293,7 @@ fn run(shared: &Shared, poll: Registered<Poll>, spin: bool, mut stealing: Option
         let mut hot_for = Duration::ZERO;
         let mut again_at_once = Vec::new();
         if let Some(stealing) = stealing.as_mut().filter(|_| hot && ready.is_empty()) {
-            hot_for = stealing.look(shared);
+            hot_for = stealing.steal(shared);
         }
         for token in ready.drain(..) {
             let Some(polled) = shared.poll(token) else { continue };

@@ -112,7 +112,7 @@ impl<D: Direction> Connection<D> {
         if let Some(outcome) = self.base.finish(ticket) {
             return Ok(Some(outcome));
         }
-        if self.glance()
+        if self.poll_once()
             && let Some(outcome) = self.base.finish(ticket)
         {
             return Ok(Some(outcome));
@@ -130,7 +130,7 @@ impl<D: Direction> Connection<D> {
     /// Polls, unless another thread is polling.
     // Inlined into `test`, which runs again and again until something has arrived.
     #[inline(always)]
-    pub(super) fn glance(&self) -> bool {
+    pub(super) fn poll_once(&self) -> bool {
         let Some(mut state) = self.try_state() else { return false };
         match D::pump(self, &mut state) {
             Ok(moved) => moved,
@@ -208,7 +208,7 @@ impl<D: Direction> Source for Watch<D> {
         }
         conn.base.seek(&conn);
         let (owes, next) = if conn.base.recovers() { D::care(&conn) } else { (false, None) };
-        let moved = conn.glance();
+        let moved = conn.poll_once();
         D::polled(&conn);
         let is_due = || owes || conn.base.alarm.is_raised() || conn.base.has_more_to_send();
         let outstanding = || is_due() || conn.is_busy();

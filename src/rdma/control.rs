@@ -26,7 +26,7 @@ fn write_out(sock: &impl AsRawFd, output: &mut Vec<u8>) -> io::Result<()> {
     while !output.is_empty() {
         // SAFETY: a plain slice.
         let sent = unsafe { wire::send(sock.as_raw_fd(), Piece::of(output)) };
-        match sent.or_else(wire::look_again) {
+        match sent.or_else(wire::as_would_block) {
             Ok(Some(bytes)) => drop(output.drain(..bytes)),
             Ok(None) => return Ok(()),
             Err(error) => {
@@ -117,7 +117,7 @@ impl Control {
         };
         self.looked = Some(now);
         let Some(sample) = TcpSample::of(sock) else { return Duration::ZERO };
-        if let Finding::Lost(silence) = self.monitor.look(now, sample) {
+        if let Finding::Lost(silence) = self.monitor.check(now, sample) {
             self.silent = now.checked_sub(silence);
         }
         self.is_seen(now, sample.silent, limit);
@@ -175,7 +175,7 @@ impl Control {
         let Some(sock) = &self.sock else { return Ok(None) };
         // SAFETY: the caller's buffer.
         let got = unsafe { wire::receive(sock.as_raw_fd(), Piece::of_mut(room)) };
-        match got.or_else(wire::look_again)? {
+        match got.or_else(wire::as_would_block)? {
             Some(count) if count > 0 => Ok(Some(count)),
             end => match (self.cut.take(), end) {
                 (Some(how), _) => Err(how),

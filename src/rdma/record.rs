@@ -243,7 +243,7 @@ impl Talk {
             let missing = (wanted - self.input.len()).min(room.len());
             // SAFETY: the buffer is ours.
             let got = unsafe { wire::receive(sock.as_raw_fd(), Piece::of_mut(&mut room[..missing])) };
-            match got.or_else(wire::look_again) {
+            match got.or_else(wire::as_would_block) {
                 Ok(None) => return Ok(false),
                 Ok(Some(0)) => {
                     return Err(Error::remote("the peer left while RDMA parameters were exchanged")

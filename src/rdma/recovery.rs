@@ -47,7 +47,7 @@ const DRAIN: Duration = Duration::from_secs(1);
 const FIRST_TRY: Duration = Duration::from_millis(500);
 
 /// How often the control thread checks whether a port is up, and how the attempts went.
-const LOOK: Duration = Duration::from_millis(100);
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 impl Base {
     /// Handles queue pairs in trouble, and the other side's messages about queue pairs; `answer` handles its offers.
@@ -224,7 +224,7 @@ impl Base {
 
     /// The control thread, or the thread that it alarms: gives up queue pairs whose port or device is down, as long as
     /// another one's is not, and those that an event names.
-    pub(crate) fn look_around(&self, fabric: &mut Fabric) {
+    pub(crate) fn check_paths(&self, fabric: &mut Fabric) {
         for (element, text) in self.mishap.take() {
             let what = format!("a device reports {text} of it");
             for qp in fabric.qps_of(element) {
@@ -248,7 +248,7 @@ impl Base {
     /// will complete.
     pub(crate) fn listen(&self, fabric: &mut Fabric, silence: &mut Silence, owes: impl Fn(usize) -> Option<u64>) {
         let seen = |(index, qp): (usize, &Qp)| Seen { is_up: qp.is_up(), done: qp.done(), owes: owes(index) };
-        for index in silence.look(Instant::now(), fabric.qps.iter().enumerate().map(seen)) {
+        for index in silence.check(Instant::now(), fabric.qps.iter().enumerate().map(seen)) {
             let qp = &mut fabric.qps[index];
             let port = self.adapters[qp.adapter].name();
             let what =
@@ -279,10 +279,10 @@ impl Base {
                     );
                 }
                 // Checked often in the meantime: it may become the only one.
-                qp.next_try = Some(until.min(now + LOOK));
+                qp.next_try = Some(until.min(now + CHECK_INTERVAL));
                 continue;
             }
-            qp.next_try = Some(now + LOOK);
+            qp.next_try = Some(now + CHECK_INTERVAL);
             if self.adapters[qp.adapter].is_out() || self.health.is_peer_done() {
                 continue;
             }
@@ -299,7 +299,7 @@ impl Base {
         // An answer to an offer comes at any time, and shortens the wait.
         let at = |qp: &Qp| match qp.state {
             QpState::Lost => qp.next_try,
-            QpState::Returning => qp.next_try.map(|at| at.min(now + LOOK)),
+            QpState::Returning => qp.next_try.map(|at| at.min(now + CHECK_INTERVAL)),
             _ => None,
         };
         let next = fabric.qps.iter().filter_map(at).min();

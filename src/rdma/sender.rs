@@ -414,7 +414,7 @@ impl RdmaSend {
         let mut has_waited = false;
         loop {
             let owes = self.base.recovers() && self.care().0;
-            self.glance();
+            self.poll_once();
             if self.base.health.is_failed() {
                 return;
             }

@@ -56,7 +56,7 @@ pub(crate) struct Silence {
 
 impl Silence {
     /// Checks all queue pairs, in order. Returns those that have fallen silent, nearly always none.
-    pub(crate) fn look(&mut self, now: Instant, qps: impl ExactSizeIterator<Item = Seen> + Clone) -> Vec<usize> {
+    pub(crate) fn check(&mut self, now: Instant, qps: impl ExactSizeIterator<Item = Seen> + Clone) -> Vec<usize> {
         // With one queue pair there is no other.
         if qps.len() < 2 {
             return Vec::new();
@@ -93,8 +93,8 @@ mod tests {
     fn until_named(tick: Duration, mut seen: impl FnMut(u64) -> [Seen; 2]) -> Option<(Duration, Vec<usize>)> {
         let (mut silence, start) = (Silence::default(), Instant::now());
         let mut at = Duration::ZERO;
-        for look in 0.. {
-            let named = silence.look(start + at, seen(look).into_iter());
+        for check in 0.. {
+            let named = silence.check(start + at, seen(check).into_iter());
             if !named.is_empty() {
                 return Some((at, named));
             }
@@ -112,8 +112,8 @@ mod tests {
 
     #[test]
     fn a_qp_that_completes_nothing_is_named_within_three_seconds() {
-        for well in [|look| qp(look / 4, Some(1)), |_| qp(7, None)] {
-            let (after, named) = until_named(TICK, |look| [qp(5, Some(262_144)), well(look)]).expect("it is silent");
+        for well in [|check| qp(check / 4, Some(1)), |_| qp(7, None)] {
+            let (after, named) = until_named(TICK, |check| [qp(5, Some(262_144)), well(check)]).expect("it is silent");
             assert!(after >= PATIENCE && after < Duration::from_millis(2500), "{after:?}");
             assert_eq!(named, [0]);
         }
@@ -121,10 +121,10 @@ mod tests {
 
     #[test]
     fn qps_that_move_wait_for_nothing_or_are_lost_are_not_named() {
-        assert_eq!(until_named(TICK, |look| [qp(look / 15, Some(1)), qp(look, Some(1))]), None, "slow");
-        assert_eq!(until_named(TICK, |look| [qp(5, None), qp(look, Some(1))]), None, "idle");
+        assert_eq!(until_named(TICK, |check| [qp(check / 15, Some(1)), qp(check, Some(1))]), None, "slow");
+        assert_eq!(until_named(TICK, |check| [qp(5, None), qp(check, Some(1))]), None, "idle");
         let lost = Seen { is_up: false, done: 5, owes: Some(1) };
-        assert_eq!(until_named(TICK, |look| [lost, qp(look, Some(1))]), None);
+        assert_eq!(until_named(TICK, |check| [lost, qp(check, Some(1))]), None);
     }
 
     #[test]
@@ -134,23 +134,23 @@ mod tests {
         assert_eq!(until_named(TICK, |_| [qp(1, Some(1)), lost]), None);
         let mut silence = Silence::default();
         let start = Instant::now();
-        for look in 0..100 {
-            assert!(silence.look(start + TICK * look, [qp(1, Some(1))].into_iter()).is_empty(), "the only one");
+        for check in 0..100 {
+            assert!(silence.check(start + TICK * check, [qp(1, Some(1))].into_iter()).is_empty(), "the only one");
         }
     }
 
     #[test]
     fn long_writes_have_longer() {
-        let (after, _) = until_named(TICK, |look| [qp(5, Some(400_000_000)), qp(look, None)]).expect("it is silent");
+        let (after, _) = until_named(TICK, |check| [qp(5, Some(400_000_000)), qp(check, None)]).expect("it is silent");
         assert!(after >= Duration::from_secs(22) && after < Duration::from_secs(23), "{after:?}");
     }
 
     #[test]
     fn a_machine_that_stood_still_looks_eight_times_before_it_judges() {
         let mut looks = 0;
-        let seen = |look| {
-            looks = look;
-            [qp(5, Some(1)), qp(look, None)]
+        let seen = |check| {
+            looks = check;
+            [qp(5, Some(1)), qp(check, None)]
         };
         assert!(until_named(Duration::from_secs(5), seen).is_some());
         assert_eq!(looks, 8);

@@ -261,7 +261,7 @@ fn groups_arrive_in_whichever_order_their_parts_are_sent_and_whatever_they_fill(
             if below(2) == 0 {
                 (1..count).for_each(|at| order.swap(at, below(at + 1)));
             }
-            let looks_between = below(3) == 0;
+            let polls_between = below(3) == 0;
             let targets: Vec<Vec<u8>> = capacities.iter().map(|most| vec![UNTOUCHED; *most]).collect();
             let mut parts: Vec<_> = targets.iter().zip(0..).map(|(target, tag)| posted(target, tag)).collect();
             // SAFETY: the targets exist until the group has arrived, or the test has failed.
@@ -273,7 +273,7 @@ fn groups_arrive_in_whichever_order_their_parts_are_sent_and_whatever_they_fill(
                 // SAFETY: the source outlives the connection.
                 let sent = unsafe { ends.send.isend(from, sizes[part] as u64, part as i32, None, null_mut()) };
                 sends.push(sent.expect("isend").expect("a request"));
-                if looks_between {
+                if polls_between {
                     sends.retain(|ticket| ends.send.test(*ticket).expect("a send").is_none());
                 }
             }

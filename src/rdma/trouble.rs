@@ -94,7 +94,7 @@ fn usual_cause(code: u32, doing: Doing, port_is_down: bool) -> (Cause, &'static 
         status::IBV_WC_RETRY_EXC_ERR => (
             Cause::Remote,
             "the peer's port did not answer: look at the peer's log, its port, and the switches between; on RoCE also at \
-             the chosen GIDs (NCCL_IB_GID_INDEX); NCCL_IB_TIMEOUT and NCCL_IB_RETRY_CNT send_control how long to wait",
+             the chosen GIDs (NCCL_IB_GID_INDEX); NCCL_IB_TIMEOUT and NCCL_IB_RETRY_CNT say how long to wait",
         ),
         status::IBV_WC_RNR_RETRY_EXC_ERR => {
             (Cause::Remote, "the peer's queue of receives stayed empty; look at the peer's log")

@@ -182,7 +182,7 @@ impl LivenessMonitor {
     }
 
     /// Checks the stream once.
-    pub(crate) fn look(&mut self, now: Instant, sample: TcpSample) -> Finding {
+    pub(crate) fn check(&mut self, now: Instant, sample: TcpSample) -> Finding {
         if sample.asked == 0 {
             self.asking_since = None;
             return Finding::Well;
@@ -200,7 +200,7 @@ impl LivenessMonitor {
         self.asking_since.is_some()
     }
 
-    /// How long nothing has come back although the kernel sends probes; to be called after [`LivenessMonitor::look`]. None while
+    /// How long nothing has come back although the kernel sends probes; to be called after [`LivenessMonitor::check`]. None while
     /// the probe is new: a peer that had nothing to send has been silent for a long time when the probe is sent.
     pub(crate) fn silence(&self, now: Instant, sample: TcpSample) -> Duration {
         self.asking_since.filter(|since| now - *since >= SOON).map_or(Duration::ZERO, |_| sample.silent)
@@ -433,7 +433,7 @@ mod tests {
         let mut at = phase;
         loop {
             let asked = [200, 600, 1400, 3000, 6200].iter().filter(|asked| at >= ms(**asked)).count() as u8;
-            match monitor.look(
+            match monitor.check(
                 start + at,
                 TcpSample { silent: idle + at, asked, outstanding: true, round_trip: NEAR, segment: 1448 },
             ) {
@@ -452,7 +452,7 @@ mod tests {
                 start + ms(at),
                 TcpSample { silent: ms(silent), asked, outstanding: false, round_trip: NEAR, segment: 1448 },
             );
-            monitor.look(now, sample);
+            monitor.check(now, sample);
             monitor.silence(now, sample)
         };
         assert_eq!(silence(0, 0, 2000), ms(0), "nobody has asked");
@@ -479,7 +479,7 @@ mod tests {
                 let heard = if answered == 0 { 0 } else { answered + round_trip };
                 let asked = ((at / 1000) - (heard / 1000).min(at / 1000)) as u8;
                 let sample = TcpSample { silent: ms(at - heard), asked, outstanding: true, round_trip: ms(round_trip), segment: 1448 };
-                prop_assert!(!matches!(monitor.look(start + ms(at), sample), Finding::Lost(_)), "{at}: {sample:?}");
+                prop_assert!(!matches!(monitor.check(start + ms(at), sample), Finding::Lost(_)), "{at}: {sample:?}");
             }
         }
 
@@ -494,11 +494,11 @@ mod tests {
                 for seen in (at..at + wait).step_by(100) {
                     let silent = ms(120_000 + seen - at);
                     let sample = TcpSample { silent, asked: 1, outstanding: true, round_trip: NEAR, segment: 1448 };
-                    prop_assert!(!matches!(monitor.look(start + ms(seen), sample), Finding::Lost(_)));
+                    prop_assert!(!matches!(monitor.check(start + ms(seen), sample), Finding::Lost(_)));
                 }
                 at += wait;
                 let sample = TcpSample { silent: ms(1), asked: 0, outstanding: true, round_trip: NEAR, segment: 1448 };
-                prop_assert_eq!(monitor.look(start + ms(at), sample), Finding::Well);
+                prop_assert_eq!(monitor.check(start + ms(at), sample), Finding::Well);
                 at += 30_000;
             }
         }
@@ -521,12 +521,12 @@ mod tests {
         let mut monitor = LivenessMonitor::default();
         let sample =
             |silent, asked| TcpSample { silent: ms(silent), asked, outstanding: true, round_trip: NEAR, segment: 1448 };
-        assert_eq!(monitor.look(start, sample(500, 1)), Finding::Asking);
-        assert_eq!(monitor.look(start + ms(1500), sample(2000, 3)), Finding::Asking);
-        assert_eq!(monitor.look(start + ms(1600), sample(3, 0)), Finding::Well);
-        assert_eq!(monitor.look(start + ms(4000), sample(2400, 2)), Finding::Asking);
+        assert_eq!(monitor.check(start, sample(500, 1)), Finding::Asking);
+        assert_eq!(monitor.check(start + ms(1500), sample(2000, 3)), Finding::Asking);
+        assert_eq!(monitor.check(start + ms(1600), sample(3, 0)), Finding::Well);
+        assert_eq!(monitor.check(start + ms(4000), sample(2400, 2)), Finding::Asking);
         // 1.6 s after the question, and the distance.
-        assert_eq!(monitor.look(start + ms(5601), sample(4000, 3)), Finding::Lost(ms(4000)));
+        assert_eq!(monitor.check(start + ms(5601), sample(4000, 3)), Finding::Lost(ms(4000)));
     }
 
     #[test]

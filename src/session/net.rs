@@ -152,7 +152,7 @@ impl Net {
         let share = Share::of_this_process();
         let workers = config.workers.unwrap_or_else(|| share.workers());
         Arc::new_cyclic(|me| Self {
-            poller: Poller::new(workers, share.has_time_to_look()),
+            poller: Poller::new(workers, share.has_time_to_poll()),
             share,
             config,
             key,
@@ -403,7 +403,7 @@ impl Source for Goodbyes {
             for _ in 0..FAREWELL_READS {
                 // SAFETY: the sink is ours.
                 let got = unsafe { wire::receive(sock.as_raw_fd(), Piece::of_mut(&mut sink)) };
-                match got.or_else(wire::look_again) {
+                match got.or_else(wire::as_would_block) {
                     Ok(None) => return now < *deadline,
                     Ok(Some(0)) | Err(_) => return false,
                     Ok(Some(_)) => {}

@@ -191,7 +191,7 @@ pub(crate) fn is_shortage(error: &io::Error) -> bool {
 ///
 /// # Errors
 /// Every other failure.
-pub(crate) fn look_again(error: io::Error) -> io::Result<Option<usize>> {
+pub(crate) fn as_would_block(error: io::Error) -> io::Result<Option<usize>> {
     if is_shortage(&error) { Ok(None) } else { Err(error) }
 }
 
@@ -279,7 +279,7 @@ pub fn send_all(sock: &impl AsRawFd, bytes: &[u8]) -> Result<()> {
     loop {
         // SAFETY: plain slices.
         let sent = unsafe { send(sock.as_raw_fd(), Piece::of(rest)) };
-        match sent.or_else(look_again) {
+        match sent.or_else(as_would_block) {
             Ok(Some(count)) => rest = &rest[count.min(rest.len())..],
             Ok(None) => {}
             Err(error) => return Err(Error::remote(format!("a handshake broke off: {error}"))),

@@ -242,7 +242,7 @@ impl<D: Direction> Connection<D> {
         self.requests.check(ticket)?;
         let is_done = || self.requests.is_done(ticket);
         if !is_done() {
-            self.glance();
+            self.poll_once();
             if !is_done() {
                 // SAFETY: NCCL's thread, and NCCL has not received the end of any outstanding request.
                 unsafe { self.events.wait() };
@@ -376,11 +376,11 @@ impl<D: Direction> Connection<D> {
 
     /// Polls the first stream, unless another thread is polling it.
     #[inline]
-    pub(super) fn glance(&self) {
+    pub(super) fn poll_once(&self) {
         self.attention.called();
         let mut ready = 0;
         let step = |io: &mut D::Io, wishes| D::step(self, 0, io, wishes, &mut ready);
-        let ran = self.streams[0].glance(D::POLL, step, |io, why| self.broken(0, io, why));
+        let ran = self.streams[0].poll_once(D::POLL, step, |io, why| self.broken(0, io, why));
         self.ran(0, ran, ready);
     }
 

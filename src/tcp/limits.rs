@@ -50,7 +50,7 @@ pub(crate) const REPLAY_BESIDE_WORKERS: u64 = INLINE_MAX;
 pub(crate) const COPY_FIRST_MAX: u64 = 960;
 
 /// The same in bytes of credit.
-pub(crate) const LOOK_BYTES: u64 = EAGER_WINDOW / 16;
+pub(crate) const POLL_BYTES: u64 = EAGER_WINDOW / 16;
 
 /// Receives of a tag that may be posted beyond its oldest unfinished one: every slot of a connection with all its
 /// parts.

@@ -20,12 +20,12 @@ use slab::Slab;
 
 use super::delivery::Arrived;
 use super::limits::{
-    EAGER_MAX, EAGER_MAX_FAR, EAGER_WINDOW, EAGER_WINDOW_FAR, LOOK_BYTES, MAX_AHEAD, MAX_POSTED, MESSAGE_COST,
+    EAGER_MAX, EAGER_MAX_FAR, EAGER_WINDOW, EAGER_WINDOW_FAR, MAX_AHEAD, MAX_POSTED, MESSAGE_COST, POLL_BYTES,
     REPLAY_BESIDE_WORKERS, REPLAY_MAX,
 };
 use super::window::{Pace, Window};
 use crate::engine::request::{SLOTS, too_long};
-use crate::engine::schedule::constants::{ACK_BYTES, ACK_EVERY, CHUNK_MAX, CHUNK_MIN, LOOK_EVERY, MOST_SHARES, PAGE};
+use crate::engine::schedule::constants::{ACK_BYTES, ACK_EVERY, CHUNK_MAX, CHUNK_MIN, MOST_SHARES, PAGE, POLL_EVERY};
 use crate::engine::tags::TagOrders;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
@@ -513,7 +513,7 @@ impl SendCore {
         let Some(first) = self.streams.first() else { return false };
         let (frames, used) = (first.sent, self.credit_used);
         let out = frames - first.acked > ACK_EVERY || self.credit_out() > self.eager_window / 4;
-        let due = out && (frames - self.looked.0 >= LOOK_EVERY || used - self.looked.1 >= LOOK_BYTES);
+        let due = out && (frames - self.looked.0 >= POLL_EVERY || used - self.looked.1 >= POLL_BYTES);
         if due {
             self.looked = (frames, used);
         }
@@ -1012,16 +1012,16 @@ mod tests {
         };
         assert!(!send(&mut core, ACK_EVERY), "the receiver has nothing to say yet");
         assert!(send(&mut core, 1));
-        assert!(!send(&mut core, LOOK_EVERY - 1) && send(&mut core, 1), "not at every message");
+        assert!(!send(&mut core, POLL_EVERY - 1) && send(&mut core, 1), "not at every message");
         core.end_epoch(0, 0);
         let mut done = Vec::new();
         let lost = core.fenced(0, 0, 3, &mut done).unwrap();
-        assert_eq!((lost as u64, done.len()), (ACK_EVERY + 1 + LOOK_EVERY - 3, 3));
+        assert_eq!((lost as u64, done.len()), (ACK_EVERY + 1 + POLL_EVERY - 3, 3));
         while core.next_chunk(1).is_some() {
             core.written(1);
         }
         core.stream_up(0, 1);
-        assert!(!send(&mut core, ACK_EVERY) && send(&mut core, LOOK_EVERY));
+        assert!(!send(&mut core, ACK_EVERY) && send(&mut core, POLL_EVERY));
     }
 
     /// After streams come back all clear-to-sends are repeated, also when no more can be kept.

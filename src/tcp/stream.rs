@@ -4,7 +4,7 @@
 //! taken leaves a note of what it wanted, and the holder reads the note before it lets go. So no wish is lost and no
 //! thread ever sleeps on a stream.
 //!
-//! A thread that merely looks whether something has come ([`Stream::glance`]) leaves no note: it will look again, and
+//! A thread that merely looks whether something has come ([`Stream::poll_once`]) leaves no note: it will look again, and
 //! notes from a thread that polls in a loop would keep the holder for ever.
 
 use std::sync::{PoisonError, TryLockError};
@@ -98,7 +98,7 @@ impl<Io> Stream<Io> {
     }
 
     /// Runs `step` with the given wishes if no other thread is at it.
-    pub(crate) fn glance<B>(
+    pub(crate) fn poll_once<B>(
         &self,
         wish: u8,
         step: impl FnMut(&mut Io, u8) -> Step<B>,
@@ -246,8 +246,8 @@ impl<Io> Stream<Io> {
 
     /// Looks at the socket and buffers, waiting for the thread that uses them. What others wished for meanwhile is
     /// left to the stream's worker. For rare things.
-    pub(crate) fn peek<T>(&self, look: impl FnOnce(&mut Io) -> T) -> Option<T> {
-        let seen = self.lock().as_deref_mut().map(look);
+    pub(crate) fn peek<T>(&self, check: impl FnOnce(&mut Io) -> T) -> Option<T> {
+        let seen = self.lock().as_deref_mut().map(check);
         settle();
         if self.wishes.load(Ordering::SeqCst) != 0 {
             self.kick();

@@ -40,7 +40,7 @@ impl<D: Direction> Connection<D> {
                 let monitor = &mut lock(&self.monitors)[index];
                 each(index, io.sock(), sample, monitor);
                 checked.outstanding |= sample.outstanding;
-                let found = monitor.look(now, sample);
+                let found = monitor.check(now, sample);
                 let silence = monitor.silence(now, sample);
                 least = Some(least.map_or(silence, |least| least.min(silence)));
                 Some(found)

@@ -31,7 +31,7 @@ impl Default for Timeline {
 
 impl Timeline {
     /// Reads both clocks, and returns the ticks of before.
-    pub(super) fn look(&mut self) -> u64 {
+    pub(super) fn update(&mut self) -> u64 {
         let before = Ticks::now_in_order().number();
         let (ticks, time) = ticks::with_system_clock();
         self.add(ticks.number(), time);
@@ -126,7 +126,7 @@ mod tests {
             let ticks = Ticks::now_in_order().number();
             let after = now();
             std::thread::sleep(std::time::Duration::from_millis(2));
-            timeline.look();
+            timeline.update();
             let told = timeline.nanoseconds(ticks);
             before.saturating_sub(told).max(told.saturating_sub(after)) + (after - before) / 2
         });

@@ -54,7 +54,7 @@ struct Status {
     beat: u64,
     boot: u64,
     /// When to look next for calls that are stuck, and those that the user was told of.
-    look_due: Instant,
+    update_due: Instant,
     told: HashSet<(u64, Key)>,
 }
 
@@ -65,7 +65,7 @@ impl Status {
             network: Network::default(),
             beat: 0,
             boot: place::boot(),
-            look_due: Instant::now(),
+            update_due: Instant::now(),
             told: HashSet::new(),
         }
     }
@@ -222,7 +222,7 @@ impl Writer {
     /// One look into the ring, and whatever is due.
     fn round(&mut self) {
         self.drain.back(&self.profiler.ring);
-        let now = self.timeline.look();
+        let now = self.timeline.update();
         // Notices are taken after the time was: a record up to `now` has its communicator known.
         let notices = std::mem::take(&mut *self.profiler.notices());
         let (last, pending) = (&mut self.last, &mut self.pending);
@@ -270,8 +270,8 @@ impl Writer {
             self.write_metrics(true);
             self.metrics_due = due + self.profiler.settings.interval;
         }
-        if let Some(status) = self.status.as_mut().filter(|status| due >= status.look_due) {
-            status.look_due = due + LOOK;
+        if let Some(status) = self.status.as_mut().filter(|status| due >= status.update_due) {
+            status.update_due = due + LOOK;
             let after = self.profiler.settings.stuck_after.as_nanos() as u64;
             status.warn_of_what_is_stuck(after, self.labels.rank, self.profiler.connections);
         }
@@ -285,7 +285,7 @@ impl Writer {
         }
         status.beat += 1;
         let now = clock::now();
-        let (interfaces, connections) = status.network.look((self.profiler.connections)(), now);
+        let (interfaces, connections) = status.network.update((self.profiler.connections)(), now);
         let state = State {
             version: env!("CARGO_PKG_VERSION").into(),
             host: host(),

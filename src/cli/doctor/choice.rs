@@ -37,7 +37,11 @@ pub(super) struct Facts {
     releases: Vec<String>,
 }
 
-pub(super) fn look(environment: &BTreeMap<String, String>, own: &BTreeMap<String, String>, nccl: &[Library]) -> Facts {
+pub(super) fn gather(
+    environment: &BTreeMap<String, String>,
+    own: &BTreeMap<String, String>,
+    nccl: &[Library],
+) -> Facts {
     let get = |name: &str| environment.get(name).cloned();
     let (plugin, net) = (get("NCCL_NET_PLUGIN"), get("NCCL_NET"));
     let mut names = vec![DEFAULT_FILE.to_owned(), suffixed(SUFFIX)];
@@ -55,7 +59,7 @@ pub(super) fn look(environment: &BTreeMap<String, String>, own: &BTreeMap<String
         };
         for path in files.into_iter().filter(|path| path.symlink_metadata().is_ok() || is_closed(path)) {
             let said = answer.error.clone().unwrap_or_default();
-            broken.push((file::look(&path), said));
+            broken.push((file::gather(&path), said));
         }
     }
     let releases = nccl.iter().filter_map(|library| library.release.clone()).collect();

@@ -26,7 +26,7 @@ pub(super) struct Facts {
 }
 
 /// Examines a file.
-pub(super) fn look(file: &Path) -> Facts {
+pub(super) fn gather(file: &Path) -> Facts {
     Facts {
         exists: file.exists(),
         dangles_to: fs::read_link(file).ok().filter(|_| !file.exists()),

@@ -35,7 +35,7 @@ pub(super) struct Interface {
     pub(super) pci_path: Option<String>,
 }
 
-pub(super) fn look(config: &Config, variables: &Variables, findings: &mut Vec<Finding>) -> Facts {
+pub(super) fn gather(config: &Config, variables: &Variables, findings: &mut Vec<Finding>) -> Facts {
     let all = match interfaces::list() {
         Ok(all) => all,
         Err(error) => {

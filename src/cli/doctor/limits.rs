@@ -37,7 +37,7 @@ pub(super) struct Limit {
     pub(super) hard: Option<u64>,
 }
 
-pub(super) fn look(config: &Config, findings: &mut Vec<Finding>) -> Facts {
+pub(super) fn gather(config: &Config, findings: &mut Vec<Finding>) -> Facts {
     let cores = Cores::of_this_process();
     let facts = Facts {
         descriptors: limit(libc::RLIMIT_NOFILE),

@@ -77,16 +77,16 @@ pub(super) fn run(options: &Options, variables: &Variables) -> Result<Verdict> {
     let environment = variables.merged();
     let (config, complaints) = Config::from_pairs(&environment);
     let mut findings = Vec::new();
-    let nccl = nccl::look(&environment);
+    let nccl = nccl::gather(&environment);
     // Before the plugin is opened: the loader returns an already open library for its name.
-    let choice = choice::look(&environment, variables.own(), &nccl);
-    let plugin = plugin::look(&options.plugin.choice());
+    let choice = choice::gather(&environment, variables.own(), &nccl);
+    let plugin = plugin::gather(&options.plugin.choice());
     let diagnosis = Diagnosis {
         version: env!("CARGO_PKG_VERSION"),
-        interfaces: interfaces::look(&config, variables, &mut findings),
-        rdma: rdma::look(&config, &mut findings),
-        limits: limits::look(&config, &mut findings),
-        settings: settings::look(&environment, &complaints, variables, &mut findings),
+        interfaces: interfaces::gather(&config, variables, &mut findings),
+        rdma: rdma::gather(&config, &mut findings),
+        limits: limits::gather(&config, &mut findings),
+        settings: settings::gather(&environment, &complaints, variables, &mut findings),
         plugin,
         choice,
         nccl,

@@ -21,7 +21,7 @@ pub(super) struct Library {
 }
 
 /// Every NCCL library that a program started here might load.
-pub(super) fn look(environment: &BTreeMap<String, String>) -> Vec<Library> {
+pub(super) fn gather(environment: &BTreeMap<String, String>) -> Vec<Library> {
     let mut files = BTreeSet::new();
     let get = |name: &str| environment.get(name).map(String::as_str).unwrap_or_default();
     for dir in get("LD_LIBRARY_PATH").split(':').filter(|dir| !dir.is_empty()) {

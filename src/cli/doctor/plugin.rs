@@ -45,7 +45,7 @@ pub(super) struct Device {
     pub(super) max_receives: i32,
 }
 
-pub(super) fn look(choice: &PluginChoice) -> Facts {
+pub(super) fn gather(choice: &PluginChoice) -> Facts {
     let mut facts = Facts { file: choice.file().to_owned(), ..Facts::default() };
     facts.failure = open(choice, &mut facts).err();
     facts.error = facts.failure.as_ref().map(|failure| match failure {
@@ -57,7 +57,7 @@ pub(super) fn look(choice: &PluginChoice) -> Facts {
 
 fn open(choice: &PluginChoice, facts: &mut Facts) -> Result<(), Failure> {
     Plugin::open(choice.file()).map_err(|error| {
-        let (file, is_missing) = (file::look(&taken(choice.file(), &error)), choice.is_missing(&error));
+        let (file, is_missing) = (file::gather(&taken(choice.file(), &error)), choice.is_missing(&error));
         Failure::Opening { file, error, is_missing }
     })?;
     let net = choice.open().map_err(Failure::Table)?;

@@ -61,7 +61,7 @@ pub(super) struct Port {
     pub(super) rate: String,
 }
 
-pub(super) fn look(config: &Config, findings: &mut Vec<Finding>) -> Facts {
+pub(super) fn gather(config: &Config, findings: &mut Vec<Finding>) -> Facts {
     // SAFETY: the initialisers of libibverbs only set up its own state; NCCL loads it in the same way.
     let loaded = unsafe { libloading::Library::new("libibverbs.so.1") };
     let mut facts = Facts {

@@ -30,7 +30,7 @@ pub(super) struct Setting {
     pub(super) is_valid: bool,
 }
 
-pub(super) fn look(
+pub(super) fn gather(
     environment: &BTreeMap<String, String>,
     complaints: &[Complaint],
     variables: &Variables,
@@ -113,7 +113,7 @@ mod tests {
         let environment: BTreeMap<String, String> = pairs.map(|(a, b)| (a.to_owned(), b.to_owned())).into();
         let (_, complaints) = Config::from_pairs(&environment);
         let mut findings = Vec::new();
-        let facts = look(&environment, &complaints, &Variables::default(), &mut findings);
+        let facts = gather(&environment, &complaints, &Variables::default(), &mut findings);
         assert_eq!(findings.len(), 2, "{findings:?}");
         assert!(findings.iter().any(|finding| finding.fix.contains("did you mean TOWLINE_STREAMS")), "{findings:?}");
         assert!(facts.set.iter().any(|setting| setting.name == "TOWLINE_RECOVERY" && !setting.is_valid));

@@ -57,7 +57,7 @@ impl Stealing {
 
     /// Checks the next of the others, and does one thing of what it finds. Returns how long to poll for more; zero when
     /// nothing has moved.
-    pub(super) fn look(&mut self, me: &Shared) -> Duration {
+    pub(super) fn steal(&mut self, me: &Shared) -> Duration {
         self.next = (self.next + 1) % self.crew.seats.len();
         let other = match self.crew.seats[self.next].get() {
             Some(other) => other,

@@ -27,7 +27,7 @@ pub(crate) struct Attention {
     /// Counts the polls of NCCL's thread.
     calls: AtomicU32,
     seen: AtomicU32,
-    idle_looks: AtomicU32,
+    idle_polls: AtomicU32,
 }
 
 impl Attention {
@@ -50,27 +50,27 @@ impl Attention {
         if self.seen.swap(calls, Ordering::Relaxed) == calls || !self.attending.load(Ordering::Relaxed) {
             return None;
         }
-        self.idle_looks.store(0, Ordering::Relaxed);
+        self.idle_polls.store(0, Ordering::Relaxed);
         Some(Progress { moved: false, again: Some(tick(SOON)) })
     }
 
     /// Whether nothing has moved for a while although something is outstanding.
     pub(crate) fn is_stalled(&self) -> bool {
-        self.idle_looks.load(Ordering::Relaxed) == RARELY
+        self.idle_polls.load(Ordering::Relaxed) == RARELY
     }
 
     /// The control thread has polled, and something moved or not. Returns when it polls again. `outstanding` is called
     /// twice, since a request may be posted while polling ends.
     pub(crate) fn looked(&self, moved: bool, outstanding: impl Fn() -> bool) -> Progress {
-        let looks = if moved { 0 } else { self.idle_looks.load(Ordering::Relaxed) };
+        let looks = if moved { 0 } else { self.idle_polls.load(Ordering::Relaxed) };
         if !outstanding() && looks == RARELY {
             self.attending.store(false, Ordering::SeqCst);
-            self.idle_looks.store(0, Ordering::Relaxed);
+            self.idle_polls.store(0, Ordering::Relaxed);
             if !outstanding() || !self.wanted() {
                 return Progress { moved, again: None };
             }
         }
-        self.idle_looks.store((looks + 1).min(RARELY), Ordering::Relaxed);
+        self.idle_polls.store((looks + 1).min(RARELY), Ordering::Relaxed);
         Progress { moved, again: Some(tick(SOON * (1 << looks))) }
     }
 }

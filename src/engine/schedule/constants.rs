@@ -115,4 +115,4 @@ pub(crate) const ACK_BYTES: u64 = STREAM_WINDOW / 4;
 
 /// Frames after which a sender that has missed an acknowledgement polls for it again. A poll that finds nothing takes
 /// 0.4 µs.
-pub(crate) const LOOK_EVERY: u64 = 8;
+pub(crate) const POLL_EVERY: u64 = 8;

@@ -38,7 +38,7 @@ impl Share {
 
     /// Whether workers poll for more work before they sleep. On very small machines that uses the core which the peer
     /// needs.
-    pub(crate) fn has_time_to_look(self) -> bool {
+    pub(crate) fn has_time_to_poll(self) -> bool {
         self.cores > 4 && !self.is_small()
     }
 
@@ -78,7 +78,7 @@ mod tests {
         let of = |cores, processes, rails| share(cores, processes).streams(rails);
         assert_eq!([(2, 1), (4, 1), (8, 1), (16, 4), (16, 5), (16, 8)].map(|(c, n)| of(c, n, 1)), [1, 3, 5, 5, 1, 1]);
         assert_eq!([of(2, 1, 2), of(16, 8, 4), of(16, 1, 2), of(16, 1, 8)], [3, 5, 5, 9]);
-        let looks = [(4, 1), (5, 1), (16, 4), (16, 5)].map(|(c, n)| share(c, n).has_time_to_look());
+        let looks = [(4, 1), (5, 1), (16, 4), (16, 5)].map(|(c, n)| share(c, n).has_time_to_poll());
         assert_eq!(looks, [false, true, true, false]);
     }
 }

@@ -21,7 +21,7 @@ impl RdmaRecv {
             self.base.alarm.raise();
             return true;
         };
-        self.look_around(&mut state);
+        self.check_paths(&mut state);
         if state.is_unsure() {
             self.base.alarm.raise();
         }
@@ -30,9 +30,9 @@ impl RdmaRecv {
     }
 
     /// Checks the ports, and the queue pair of the CTS entries, for silence.
-    fn look_around(&self, state: &mut State) {
+    fn check_paths(&self, state: &mut State) {
         let State { fabric: Some(fabric), silence, silent, cts_qp, .. } = state else { return };
-        self.base.look_around(fabric);
+        self.base.check_paths(fabric);
         // Only the completion of the last ones is not requested.
         let owes = fabric.outstanding(*cts_qp) > *silent;
         self.base.listen(fabric, silence, |qp| (owes && qp == *cts_qp).then_some(0));
@@ -47,7 +47,7 @@ impl RdmaRecv {
             self.answer(state, cts_entries)?;
         }
         if self.base.recovers() {
-            self.look_around(state);
+            self.check_paths(state);
             self.make_sure(state)?;
         }
         let State { fabric: Some(fabric), used, .. } = state else { return Ok(()) };

@@ -32,14 +32,14 @@ impl RdmaSend {
             return (true, None);
         };
         let State { fabric: Some(fabric), outbox, ledger, silence, .. } = &mut *state else { return (false, None) };
-        self.look_around(fabric, ledger, silence);
+        self.check_paths(fabric, ledger, silence);
         let next = self.base.offer_qps(fabric);
         (fabric.is_alarmed() || outbox.as_ref().is_some_and(|outbox| !outbox.is_delivered()), next)
     }
 
     /// Checks the ports, and the queue pairs for silence.
-    fn look_around(&self, fabric: &mut Fabric, ledger: &Option<Ledger>, silence: &mut Silence) {
-        self.base.look_around(fabric);
+    fn check_paths(&self, fabric: &mut Fabric, ledger: &Option<Ledger>, silence: &mut Silence) {
+        self.base.check_paths(fabric);
         if let Some(ledger) = ledger {
             self.base.listen(fabric, silence, |qp| ledger.oldest(qp));
         }
@@ -53,7 +53,7 @@ impl RdmaSend {
         run.count = 0;
         fabric.answer_alarm();
         if self.base.recovers() {
-            self.look_around(fabric, ledger, silence);
+            self.check_paths(fabric, ledger, silence);
             self.base.offer_qps(fabric);
         }
         let Tended { gone, back, connected } = self.base.tend(fabric, |fabric, qp, (epoch, record)| {

@@ -22,7 +22,7 @@ use crate::tcp::streams::Checked;
 const TROUBLE: Duration = Duration::from_secs(10);
 
 /// How often a stream that is given up is read before, at most: a share each time, more than a socket holds.
-const MOST_LOOKS: usize = 64;
+const MOST_POLLS: usize = 64;
 
 impl RecvConn {
     /// A stream was lost. The sender connects it again; it may not know yet.
@@ -104,7 +104,7 @@ impl RecvConn {
     }
 
     /// Checks the streams when it is time. Returns when the next check is due.
-    fn look(&self, now: Instant) -> Option<Instant> {
+    fn check(&self, now: Instant) -> Option<Instant> {
         if let Err(due) = self.chores.is_due(now) {
             return Some(due);
         }
@@ -143,7 +143,7 @@ impl RecvConn {
     pub(super) fn lose(&self, index: usize, error: &io::Error) {
         // First what has arrived already: its sender may have closed, since this host's kernel has acknowledged it. The
         // stream is waited for: the thread that holds it now may not poll again before it is taken away.
-        for _ in 0..MOST_LOOKS {
+        for _ in 0..MOST_POLLS {
             if !self.run_held(Some(self.streams[index].lock()), index, READ) {
                 break;
             }
@@ -226,8 +226,8 @@ impl RecvConn {
             Some((Verdict::Wait(deadline), _)) => Some(deadline),
             None => None,
         };
-        let look = if self.chores.is_ticking() { self.look(now) } else { None };
-        Progress { moved: false, again: deadline.into_iter().chain(look).min() }
+        let check = if self.chores.is_ticking() { self.check(now) } else { None };
+        Progress { moved: false, again: deadline.into_iter().chain(check).min() }
     }
 }
 

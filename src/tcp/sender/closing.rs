@@ -21,7 +21,7 @@ const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
 const CLOSE_IDLE: Duration = Duration::from_secs(3);
 
 /// How often it checks whether more was acknowledged.
-const CLOSE_LOOK: Duration = Duration::from_millis(10);
+const CLOSE_POLL: Duration = Duration::from_millis(10);
 
 /// The result of a goodbye.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,7 +56,7 @@ impl Advance {
 
     /// How long ago more was acknowledged.
     fn pause(&mut self, conn: &SendConn) -> Duration {
-        if self.looked.elapsed() >= CLOSE_LOOK {
+        if self.looked.elapsed() >= CLOSE_POLL {
             self.looked = Instant::now();
             if self.compare(conn) {
                 self.at = self.looked;
@@ -117,7 +117,7 @@ impl SendConn {
         let over = || self.health.is_failed() || self.health.is_peer_done();
         while !over() && (self.is_in_doubt() || self.is_asking()) && !self.is_spent(advance) {
             self.begin_watch();
-            std::thread::sleep(CLOSE_LOOK);
+            std::thread::sleep(CLOSE_POLL);
         }
     }
 
@@ -251,6 +251,6 @@ impl SendConn {
 
 /// Until the next check of a close that began then: a short close is not delayed, and a long one costs little.
 fn rest(start: Instant) {
-    let short = start.elapsed() < CLOSE_LOOK;
+    let short = start.elapsed() < CLOSE_POLL;
     std::thread::sleep(if short { Duration::from_micros(50) } else { Duration::from_millis(1) });
 }

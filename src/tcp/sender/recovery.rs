@@ -241,7 +241,7 @@ impl SendConn {
             _ => None,
         };
         let soonest =
-            |look: Option<Instant>| Progress { moved: false, again: decided_at.into_iter().chain(look).min() };
+            |check: Option<Instant>| Progress { moved: false, again: decided_at.into_iter().chain(check).min() };
         if !self.chores.is_ticking() {
             return soonest(None);
         }

@@ -59,7 +59,7 @@ pub(in crate::trace) struct Network {
 
 impl Network {
     /// The connections now, those that have stood still for longest first, and what their interfaces have carried.
-    pub(in crate::trace) fn look(&mut self, list: Vec<Connection>, now: u64) -> (Vec<Interface>, Vec<Connection>) {
+    pub(in crate::trace) fn update(&mut self, list: Vec<Connection>, now: u64) -> (Vec<Interface>, Vec<Connection>) {
         let mut list = list;
         let mut moved = HashMap::new();
         for connection in &mut list {
@@ -126,7 +126,7 @@ mod tests {
     #[test]
     fn a_connection_moved_when_its_bytes_last_grew() {
         let mut network = Network::default();
-        let mut look = |bytes, now| network.look(vec![connection(1, true, "lo", bytes)], now).1[0].moved;
-        assert_eq!([look(5, 10), look(5, 20), look(6, 30), look(6, 40)], [10, 10, 30, 30]);
+        let mut update = |bytes, now| network.update(vec![connection(1, true, "lo", bytes)], now).1[0].moved;
+        assert_eq!([update(5, 10), update(5, 20), update(6, 30), update(6, 40)], [10, 10, 30, 30]);
     }
 }

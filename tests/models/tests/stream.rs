@@ -68,7 +68,7 @@ fn what_is_posted_beside_a_glance_is_moved() {
         let other = {
             let shared = Arc::clone(&shared);
             thread::spawn(move || {
-                let ran = shared.stream.glance(READ, |(), _| shared.step(), |_, ()| ());
+                let ran = shared.stream.poll_once(READ, |(), _| shared.step(), |_, ()| ());
                 if ran == Ran::More {
                     shared.worker.kick();
                 }
