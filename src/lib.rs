@@ -3,9 +3,9 @@
 //! A network transport for NCCL. NCCL loads this library as `libnccl-net.so` and calls it through the tables
 //! `ncclNetPlugin_v4` to `_v12` (and `ncclProfiler_v1` to `_v7`); the program `towline` loads it in the same way, without a GPU.
 //!
-//! # The way through the house
+//! # How the library is laid out
 //!
-//! A call from NCCL arrives in [`abi`], the only room that sees NCCL's raw pointers: one file per version of the
+//! A call from NCCL arrives in [`abi`], the only module that sees NCCL's raw pointers: one file per version of the
 //! interface, each of which says what its version changed. Arguments become typed values, panics stop there, and
 //! failures become result codes.
 //!
@@ -38,6 +38,12 @@
 //!
 //! `docs/dev/architecture.md` follows a message from `isend` to the wire and back, `docs/dev/protocol.md` has the wire protocol;
 //! `docs/troubleshooting.md` explains every message; `docs/configuration.md` every variable.
+
+#![allow(rustdoc::private_intra_doc_links, reason = "the documentation is built with private items")]
+#![cfg_attr(
+    not(feature = "rdma"),
+    allow(dead_code, reason = "a part of `session`, `engine` and `os` serves RDMA only")
+)]
 
 pub mod abi;
 mod cli;

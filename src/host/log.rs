@@ -234,7 +234,7 @@ unsafe fn print(format: &[u8], integers: &[usize], floats: &[f64]) -> String {
 /// One conversion through `snprintf`, or `None` when it is not understood or its argument is out of reach.
 ///
 /// # Safety
-/// As for [`print`].
+/// As for [`print()`].
 unsafe fn convert(
     directive: &[u8],
     kind: u8,

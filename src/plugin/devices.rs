@@ -1,6 +1,6 @@
 //! The devices that NCCL sees, and the rails that each of them stands for.
 //!
-//! [`discover`] turns the chosen interfaces into [`Plan`]s: one device for each interface, or with `TOWLINE_RAILS` one
+//! [`discover()`] turns the chosen interfaces into [`Plan`]s: one device for each interface, or with `TOWLINE_RAILS` one
 //! device for all of them. The [`Table`] numbers them and adds the virtual devices that NCCL requests.
 //!
 //! What NCCL relies on, and the table guarantees:

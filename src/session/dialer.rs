@@ -27,6 +27,7 @@ use failure::{FORBIDDEN_TEXT, REFUSED_TEXT, TURNED_AWAY_TEXT, UNANSWERED_TEXT, f
 use greeting::Exchange;
 pub(crate) use join::{join, repair};
 use purpose::{Purpose, Reached, Route};
+#[cfg(feature = "rdma")]
 pub(crate) use resume::resume;
 
 use super::handshake::{PREAMBLE, Secret};

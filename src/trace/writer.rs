@@ -6,7 +6,7 @@
 //! Order: records carry the times of their calls. Each round takes what is in the ring, sorts it, and applies what is
 //! not newer than a time before the round ([`Drain::drain`] says why a parent then comes before its children). A record
 //! is never earlier than the one before it in its shard: the times of a thread's own calls may be out of order by what
-//! the processor does ahead ([`Ticks::now`]), its records are not.
+//! the processor does ahead ([`Ticks::now`](crate::os::ticks::Ticks::now)), its records are not.
 //!
 //! Times travel as ticks, and become nanoseconds here ([`Timeline`]).
 
