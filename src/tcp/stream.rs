@@ -7,6 +7,8 @@
 //! A thread that merely looks whether something has come ([`Stream::poll_once`]) leaves no note: it will look again, and
 //! notes from a thread that polls in a loop would keep the holder for ever.
 
+#![allow(unreachable_pub, reason = "tests/models takes this file in and uses what is public")]
+
 use std::sync::{PoisonError, TryLockError};
 
 use crate::engine::poller::Registration;
@@ -14,18 +16,18 @@ use crate::os::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use crate::os::sync::{Mutex, MutexGuard, settle};
 
 /// Request: read what has arrived.
-pub(crate) const READ: u8 = 1;
+pub const READ: u8 = 1;
 /// Request: check for something to send.
-pub(crate) const WRITE: u8 = 2;
+pub const WRITE: u8 = 2;
 /// Wish: send what has been taken to be sent already. A bit of its own, so that it does not hide another thread's wish to
 /// look for something.
-pub(crate) const SEND: u8 = 4;
+pub const SEND: u8 = 4;
 
 /// How many wishes of others a thread serves before it hands them on to the stream's worker.
 const ROUNDS: u32 = 8;
 
 /// A stream whose socket and buffers are an `Io`, or none while it is not connected.
-pub(crate) struct Stream<Io> {
+pub struct Stream<Io> {
     wishes: AtomicU8,
     /// Before the socket: dropping it names the descriptor, which must still be open then.
     registration: Mutex<Option<Registration>>,
@@ -35,10 +37,10 @@ pub(crate) struct Stream<Io> {
 }
 
 /// A stream in the hands of the thread that uses it; nothing inside while it is not connected.
-pub(crate) type Held<'a, Io> = MutexGuard<'a, Option<Box<Io>>>;
+pub type Held<'a, Io> = MutexGuard<'a, Option<Box<Io>>>;
 
 /// How a step on a stream ended.
-pub(crate) enum Step<Broken> {
+pub enum Step<Broken> {
     /// Everything that could move has moved; whether anything did.
     Settled(bool),
     /// The step stopped because it had its share; there is more.
@@ -49,7 +51,7 @@ pub(crate) enum Step<Broken> {
 
 /// What running a stream achieved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Ran {
+pub enum Ran {
     /// Whether anything moved.
     Settled(bool),
     /// There is more to do; run it again when the others had their turn.
@@ -71,18 +73,13 @@ impl<Io> Stream<Io> {
     /// Runs `step` with the given wishes, unless another thread is at it: then that thread will. `broken` is called
     /// without the stream's lock when the step ends the stream.
     #[allow(dead_code, reason = "for tests/models")]
-    pub(crate) fn run<B>(
-        &self,
-        wish: u8,
-        step: impl FnMut(&mut Io, u8) -> Step<B>,
-        broken: impl FnOnce(Box<Io>, B),
-    ) -> Ran {
+    pub fn run<B>(&self, wish: u8, step: impl FnMut(&mut Io, u8) -> Step<B>, broken: impl FnOnce(Box<Io>, B)) -> Ran {
         self.run_held(self.hold(), wish, step, broken)
     }
 
     /// As [`Stream::run`], with the stream in the caller's hands already, or with what [`Stream::hold`] returned
     /// instead.
-    pub(crate) fn run_held<'a, B>(
+    pub fn run_held<'a, B>(
         &'a self,
         held: Option<Held<'a, Io>>,
         wish: u8,
@@ -98,7 +95,7 @@ impl<Io> Stream<Io> {
     }
 
     /// Runs `step` with the given wishes if no other thread is at it.
-    pub(crate) fn poll_once<B>(
+    pub fn poll_once<B>(
         &self,
         wish: u8,
         step: impl FnMut(&mut Io, u8) -> Step<B>,
@@ -110,7 +107,7 @@ impl<Io> Stream<Io> {
 
     /// The stream, unless another thread has it. To be given to [`Stream::run_held`]: letting go of it otherwise may
     /// leave another thread's request unserved.
-    pub(crate) fn hold(&self) -> Option<Held<'_, Io>> {
+    pub fn hold(&self) -> Option<Held<'_, Io>> {
         match self.io.try_lock() {
             Ok(io) => Some(io),
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
@@ -172,7 +169,7 @@ impl<Io> Stream<Io> {
     /// # Errors
     /// Gives the socket back, and drops its registration, when the stream has [ended](Stream::end).
     #[allow(dead_code, reason = "for tests/models")]
-    pub(crate) fn install(&self, io: Box<Io>) -> Result<(), Box<Io>> {
+    pub fn install(&self, io: Box<Io>) -> Result<(), Box<Io>> {
         self.install_as(io, |_| ())
     }
 
@@ -181,7 +178,7 @@ impl<Io> Stream<Io> {
     ///
     /// # Errors
     /// As [`Stream::install`]; then nothing has begun.
-    pub(crate) fn install_as(&self, mut io: Box<Io>, begin: impl FnOnce(&mut Io)) -> Result<(), Box<Io>> {
+    pub fn install_as(&self, mut io: Box<Io>, begin: impl FnOnce(&mut Io)) -> Result<(), Box<Io>> {
         let mut held = self.lock();
         if self.ended.load(Ordering::Relaxed) {
             let place = self.registration().take();
@@ -196,7 +193,7 @@ impl<Io> Stream<Io> {
 
     /// As [`Stream::take`], and there will be no other: whatever comes after that for this stream is not used. When it returns
     /// nobody touches what the stream moved data from or to, nor will.
-    pub(crate) fn end(&self) -> Option<Box<Io>> {
+    pub fn end(&self) -> Option<Box<Io>> {
         self.take_if(|| {
             self.ended.store(true, Ordering::Relaxed);
             Some(())
@@ -205,12 +202,12 @@ impl<Io> Stream<Io> {
     }
 
     /// Where readiness is reported from now on.
-    pub(crate) fn watch(&self, registration: Registration) {
+    pub fn watch(&self, registration: Registration) {
         *self.registration() = Some(registration);
     }
 
     /// Makes the stream's worker run it.
-    pub(crate) fn kick(&self) {
+    pub fn kick(&self) {
         if let Some(registration) = &*self.registration() {
             registration.kick();
         }
@@ -218,7 +215,7 @@ impl<Io> Stream<Io> {
 
     /// Whether the stream's worker is looking for work at this moment, or about to: it is being woken while this is asked.
     /// Waits for nobody. False without a socket.
-    pub(crate) fn is_awake(&self) -> bool {
+    pub fn is_awake(&self) -> bool {
         match self.registration.try_lock() {
             Ok(registration) => registration.as_ref().is_some_and(Registration::is_awake),
             Err(TryLockError::WouldBlock) => true,
@@ -228,13 +225,13 @@ impl<Io> Stream<Io> {
 
     /// Takes the socket away, waiting for the thread that uses it (which never waits itself). After this nobody
     /// touches a buffer through this stream.
-    pub(crate) fn take(&self) -> Option<Box<Io>> {
+    pub fn take(&self) -> Option<Box<Io>> {
         self.take_if(|| Some(())).flatten()
     }
 
     /// As [`Stream::take`], if that is still wanted when the thread that used it has let go: `wanted` gives the lock that
     /// is to be held meanwhile, by which another epoch of the stream cannot begin in between. None when it is not.
-    pub(crate) fn take_if<G>(&self, wanted: impl FnOnce() -> Option<G>) -> Option<Option<Box<Io>>> {
+    pub fn take_if<G>(&self, wanted: impl FnOnce() -> Option<G>) -> Option<Option<Box<Io>>> {
         let mut held = self.lock();
         let meanwhile = wanted()?;
         let io = held.take();
@@ -246,7 +243,7 @@ impl<Io> Stream<Io> {
 
     /// Looks at the socket and buffers, waiting for the thread that uses them. What others wished for meanwhile is
     /// left to the stream's worker. For rare things.
-    pub(crate) fn peek<T>(&self, check: impl FnOnce(&mut Io) -> T) -> Option<T> {
+    pub fn peek<T>(&self, check: impl FnOnce(&mut Io) -> T) -> Option<T> {
         let seen = self.lock().as_deref_mut().map(check);
         settle();
         if self.wishes.load(Ordering::SeqCst) != 0 {
@@ -256,7 +253,7 @@ impl<Io> Stream<Io> {
     }
 
     /// Does something if the stream is not connected, and keeps it from being connected meanwhile. For rare things.
-    pub(crate) fn while_away<T>(&self, act: impl FnOnce() -> T) -> Option<T> {
+    pub fn while_away<T>(&self, act: impl FnOnce() -> T) -> Option<T> {
         let held = self.lock();
         let done = held.is_none().then(act);
         drop(held);
@@ -268,7 +265,7 @@ impl<Io> Stream<Io> {
     }
 
     /// The socket and buffers, waiting for the thread that uses them. For rare things.
-    pub(crate) fn lock(&self) -> MutexGuard<'_, Option<Box<Io>>> {
+    pub fn lock(&self) -> MutexGuard<'_, Option<Box<Io>>> {
         self.io.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
