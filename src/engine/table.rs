@@ -4,6 +4,8 @@
 //! threads that are using it. Each call from NCCL does one look-up: [`Table::with`] costs one uncontended read lock and
 //! two atomic operations, and touches no memory that users of another place touch.
 
+#![allow(unreachable_pub, reason = "tests/models takes this file in and uses what is public")]
+
 use std::sync::{Arc, OnceLock, PoisonError};
 
 use slab::Slab;
@@ -47,7 +49,7 @@ impl<T: ?Sized> Place<T> {
 type Segment<T> = Box<[Place<T>; SEGMENT]>;
 
 /// Objects of one kind, named by [`Handle`]s.
-pub(crate) struct Table<T: ?Sized> {
+pub struct Table<T: ?Sized> {
     kind: Kind,
     segments: [OnceLock<Segment<T>>; MAX_INDEX / SEGMENT],
     free: Mutex<Option<Slab<()>>>,
@@ -55,7 +57,7 @@ pub(crate) struct Table<T: ?Sized> {
 
 impl<T: ?Sized> Table<T> {
     /// An empty table; takes no memory beyond its own size until the first insertion.
-    pub(crate) fn new(kind: Kind) -> Self {
+    pub fn new(kind: Kind) -> Self {
         Self { kind, segments: [const { OnceLock::new() }; MAX_INDEX / SEGMENT], free: Mutex::new(None) }
     }
 
@@ -68,7 +70,7 @@ impl<T: ?Sized> Table<T> {
     ///
     /// # Errors
     /// When all [`MAX_INDEX`] places are taken, or `make` fails.
-    pub(crate) fn insert_with(&self, make: impl FnOnce(u32) -> Result<Arc<T>>) -> Result<Handle> {
+    pub fn insert_with(&self, make: impl FnOnce(u32) -> Result<Arc<T>>) -> Result<Handle> {
         let index = {
             let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
             let free = free.get_or_insert_with(Slab::new);
@@ -102,7 +104,7 @@ impl<T: ?Sized> Table<T> {
     ///
     /// # Errors
     /// When the table is full.
-    pub(crate) fn insert(&self, object: Arc<T>) -> Result<Handle> {
+    pub fn insert(&self, object: Arc<T>) -> Result<Handle> {
         self.insert_with(|_| Ok(object))
     }
 
@@ -111,7 +113,7 @@ impl<T: ?Sized> Table<T> {
     /// # Errors
     /// [`Cause::Argument`](crate::os::error::Cause::Argument) when it names nothing of this table, or something
     /// that was closed.
-    pub(crate) fn get(&self, value: usize) -> Result<Arc<T>> {
+    pub fn get(&self, value: usize) -> Result<Arc<T>> {
         let handle = self.decode(value)?;
         let place = self.place(handle.index as usize).ok_or_else(|| Self::stale(value))?;
         match &*place.read() {
@@ -126,7 +128,7 @@ impl<T: ?Sized> Table<T> {
     /// # Errors
     /// As [`Table::get`], and whatever `call` returns.
     #[inline]
-    pub(crate) fn with<R>(&self, value: usize, call: impl FnOnce(&T) -> Result<R>) -> Result<R> {
+    pub fn with<R>(&self, value: usize, call: impl FnOnce(&T) -> Result<R>) -> Result<R> {
         self.with_shared(value, |object| call(object))
     }
 
@@ -135,7 +137,7 @@ impl<T: ?Sized> Table<T> {
     /// # Errors
     /// As [`Table::with`].
     #[inline]
-    pub(crate) fn with_shared<R>(&self, value: usize, call: impl FnOnce(&Arc<T>) -> Result<R>) -> Result<R> {
+    pub fn with_shared<R>(&self, value: usize, call: impl FnOnce(&Arc<T>) -> Result<R>) -> Result<R> {
         let handle = self.decode(value)?;
         let place = self.place(handle.index as usize).ok_or_else(|| Self::stale(value))?;
         match &*place.read() {
@@ -147,7 +149,7 @@ impl<T: ?Sized> Table<T> {
     /// Whether a value still names an object that has not been removed. Without a lock: the object may be removed at
     /// any moment, so this is for callers that only need to know that its owner has not ended it.
     #[inline]
-    pub(crate) fn is_current(&self, value: usize) -> bool {
+    pub fn is_current(&self, value: usize) -> bool {
         let Ok(handle) = self.decode(value) else { return false };
         self.place(handle.index as usize).is_some_and(|place| place.generation() == handle.generation)
     }
@@ -155,7 +157,7 @@ impl<T: ?Sized> Table<T> {
     /// Uses the present occupant of a place, whatever its generation, as [`Table::with`] does: for request handles,
     /// whose generation is the slot's own. None when the place is empty.
     #[inline]
-    pub(crate) fn with_occupant<R>(&self, index: u32, call: impl FnOnce(Option<&T>) -> R) -> R {
+    pub fn with_occupant<R>(&self, index: u32, call: impl FnOnce(Option<&T>) -> R) -> R {
         match self.place(index as usize) {
             Some(place) => call(place.read().as_deref()),
             None => call(None),
@@ -166,7 +168,7 @@ impl<T: ?Sized> Table<T> {
     ///
     /// # Errors
     /// As [`Table::get`].
-    pub(crate) fn remove(&self, value: usize) -> Result<Arc<T>> {
+    pub fn remove(&self, value: usize) -> Result<Arc<T>> {
         let handle = self.decode(value)?;
         let place = self.place(handle.index as usize).ok_or_else(|| Self::stale(value))?;
         let object = {
@@ -181,18 +183,18 @@ impl<T: ?Sized> Table<T> {
     }
 
     /// How many objects are in the table.
-    pub(crate) fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map_or(0, Slab::len)
     }
 
     /// Whether some object satisfies `is_wanted`. Visits each: not for the data path.
-    pub(crate) fn any(&self, is_wanted: impl Fn(&T) -> bool) -> bool {
+    pub fn any(&self, is_wanted: impl Fn(&T) -> bool) -> bool {
         let places = self.segments.iter().filter_map(OnceLock::get).flat_map(|segment| segment.iter());
         places.into_iter().any(|place| place.read().as_deref().is_some_and(&is_wanted))
     }
 
     /// Whether the table is empty.
-    pub(crate) fn is_empty(&self) -> bool {
+    pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
