@@ -14,7 +14,7 @@
 //! [handle](plugin::handle) that NCCL carries to the other rank, and passes each transfer to the backend of its
 //! connection.
 //!
-//! [`tcp`] is that backend. A connection carries messages in one direction, over one or more sockets. Its protocol
+//! [`tcp`] is one backend, `rdma` the other. Over TCP a connection carries messages in one direction, over one or more sockets. Its protocol
 //! is two state machines that do no I/O, [`tcp::send_core`] and [`tcp::recv_core`]; [`tcp::sender`] and
 //! [`tcp::receiver`] are the rings of sockets and requests around them.
 //!
@@ -31,7 +31,7 @@
 //! [`trace`] stands apart: the profiler that the same library offers to NCCL. It imports `nccl` and `os` only and learns
 //! of transfers through NCCL, as anyone's profiler would.
 //!
-//! Imports point down only: `abi`, `plugin`, `tcp`, `session`, `engine`, `os`. [`host`] stands beside them and plays NCCL: it
+//! Imports point down only: `abi`, `rma`, `plugin`, `tcp` and `rdma`, `session`, `engine`, `os`. [`host`] stands beside them and plays NCCL: it
 //! opens a plugin through `dlopen` and drives its table, ours or any other, for the command line and the tests.
 //!
 //! # Where to go on

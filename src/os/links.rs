@@ -10,7 +10,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 use super::fd::{Fd, Registered};
 
-/// What happened to an interface or an address.
+/// What happened to an interface.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Event {
     /// The kernel's index of the interface.

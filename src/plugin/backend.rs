@@ -1,8 +1,9 @@
 //! The seam between the plugin and its backends: what a backend does for NCCL, and which backends this process has.
-//! This file is the only place in the plugin that depends on the backends of the build.
+//! This file is the only place in the plugin that depends on which backends are compiled in.
 //!
-//! A new backend implements these traits in a file beside [`tcp`], finds its devices in [`Backends`], and is not named
-//! elsewhere in this room.
+//! A new backend implements these traits in a file beside [`tcp`] and finds its devices in [`Backends`]. Which of two
+//! backends a device or a handle belongs to is one bit: `devices`, `handle`, `facade` and `process` branch on it, and a
+//! third backend needs a value there instead.
 
 /// Implements [`Listening`] and [`Attempt`] by a backend's own functions of the same names.
 macro_rules! forward {
@@ -214,7 +215,7 @@ pub trait Connected: Send + Sync {
     fn test(&self, ticket: Ticket) -> Result<Option<Outcome>>;
 
     /// Sets the profiler that transfers are reported to.
-    fn tell(&self, profiler: &Arc<dyn events::Listener>);
+    fn set_profiler(&self, profiler: &Arc<dyn events::Listener>);
 
     /// A description of the connection for messages.
     fn describe(&self) -> Description;

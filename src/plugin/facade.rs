@@ -271,7 +271,7 @@ pub(crate) fn accept_blocking(listen: usize) -> Result<usize> {
 /// Hands a connection to NCCL. `profiler` and `open`: its context's.
 fn connected((profiler, open): (&Option<Arc<dyn events::Listener>>, &Open), conn: Comm) -> Result<usize> {
     if let Some(profiler) = profiler {
-        conn.connected()?.tell(profiler);
+        conn.connected()?.set_profiler(profiler);
     }
     let comm = process().comms.insert(Arc::new(conn))?.encode();
     open.add(comm);

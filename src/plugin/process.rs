@@ -253,7 +253,7 @@ impl Process {
         }
     }
 
-    /// The TCP backend.
+    /// The session layer's shared state, which the TCP backend runs on.
     ///
     /// # Errors
     /// When `init` was never called in this process.

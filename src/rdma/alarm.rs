@@ -17,7 +17,7 @@ impl Alarm {
         self.0.store(true, Ordering::Release);
     }
 
-    /// Whether the alarm is off.
+    /// Whether the alarm was raised and is not handled yet.
     #[inline]
     pub(crate) fn is_raised(&self) -> bool {
         self.0.load(Ordering::Relaxed)

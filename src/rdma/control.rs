@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use super::sent_frames::SentFrames;
 use crate::engine::poller::{Registration as Watched, Source};
 use crate::os::error::Result;
-use crate::session::lifeline::{Alone, Verdict};
+use crate::session::lifeline::{PeerInquiry, Verdict};
 use crate::session::link::Sock;
 use crate::session::liveness::{self, Finding, LivenessMonitor, Probes, TcpSample};
 use crate::session::peer::{Peer, lost};
@@ -76,7 +76,7 @@ pub(super) struct Control {
     /// Since when the kernel probes the socket often, because nothing was received on it.
     probed: Option<Instant>,
     /// The socket was cut: whether the peer lives.
-    pub(super) alone: Option<Alone>,
+    pub(super) alone: Option<PeerInquiry>,
     /// The attempt to find out has not started yet.
     pub(super) is_to_seek: bool,
 }

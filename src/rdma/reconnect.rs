@@ -35,7 +35,7 @@ use crate::os::interfaces::Rail;
 use crate::os::log::{Limiter, NET};
 use crate::session::dialer;
 use crate::session::frame::{Header, Type};
-use crate::session::lifeline::{Alone, Answer, CUT_PATIENCE, Ended, Terms};
+use crate::session::lifeline::{Answer, CUT_PATIENCE, Ended, PeerInquiry, Terms};
 use crate::session::link::{Link, Sock};
 use crate::session::owner::{Connecting, Joined, Joining, Listening, Owner};
 use crate::session::peer::lost;
@@ -88,7 +88,7 @@ impl Base {
             some_refused_for: ended.some_refused_for(now),
             ways,
         };
-        control.alone = Some(Alone::new(now, terms, lost(end).with_peer(&self.peer)));
+        control.alone = Some(PeerInquiry::new(now, terms, lost(end).with_peer(&self.peer)));
         (control.away, control.is_to_seek) = (Some(now), true);
         true
     }
@@ -148,7 +148,7 @@ impl Base {
     fn begins_to_call(&self) -> Option<Instant> {
         let mut control = self.control();
         let is_to_seek = std::mem::take(&mut control.is_to_seek);
-        control.alone.as_ref().filter(|_| is_to_seek).map(Alone::since)
+        control.alone.as_ref().filter(|_| is_to_seek).map(PeerInquiry::since)
     }
 
     fn call<D: Direction>(&self, conn: &Arc<Connection<D>>, since: Instant) {

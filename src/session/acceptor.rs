@@ -143,7 +143,7 @@ enum Stage {
     },
     /// The socket broke after the welcome was sent. If the peer has received it, it connects its stream again and must
     /// find the connection.
-    Unfenced {
+    AwaitsReturn {
         conn: Arc<dyn Opening>,
     },
     Over,
@@ -205,7 +205,7 @@ impl Inbound {
     fn outlives_its_socket(&self, net: &Net) -> bool {
         let mut state = lock(&self.state);
         let stage = std::mem::replace(&mut state.stage, Stage::Over);
-        let (Stage::Ready { conn, recovers: true, .. } | Stage::Unfenced { conn }) = stage else { return false };
+        let (Stage::Ready { conn, recovers: true, .. } | Stage::AwaitsReturn { conn }) = stage else { return false };
         state.registration = None;
         state.sock = None;
         let Some(me) = self.me.upgrade() else { return false };
@@ -215,7 +215,7 @@ impl Inbound {
         // A new registration is polled once, which arms the deadline.
         clock.kick();
         state.registration = Some(clock);
-        state.stage = Stage::Unfenced { conn };
+        state.stage = Stage::AwaitsReturn { conn };
         state.deadline = Some(Instant::now() + net.config.peer_timeout);
         true
     }
@@ -230,7 +230,7 @@ impl Inbound {
                     HELLO + if is_encrypted(theirs, features).unwrap_or(false) { OFFER } else { 0 }
                 }
                 Stage::Ready { .. } => READY,
-                Stage::Unfenced { ref conn } => return Ok(!conn.is_waiting()),
+                Stage::AwaitsReturn { ref conn } => return Ok(!conn.is_waiting()),
                 Stage::Over => return Ok(true),
             };
             if !fill(&mut state, wanted, self.from)? {
@@ -327,7 +327,7 @@ impl Inbound {
                     if let Err(error) = Arc::clone(&conn).begin(sock, seal) {
                         // The peer considers this connection established, so the listener must get it, or the error.
                         if recovers {
-                            lock(&self.state).stage = Stage::Unfenced { conn };
+                            lock(&self.state).stage = Stage::AwaitsReturn { conn };
                         } else {
                             conn.refuse(error.clone());
                         }
@@ -335,7 +335,7 @@ impl Inbound {
                     }
                     return Ok(true);
                 }
-                Stage::Unfenced { .. } | Stage::Over => return Ok(true),
+                Stage::AwaitsReturn { .. } | Stage::Over => return Ok(true),
             }
         }
     }

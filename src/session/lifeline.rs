@@ -27,7 +27,7 @@
 //!   before. Refusals on the other paths are then believed, soon after an end of file, which comes from the peer's kernel and not from a
 //!   firewall, later after a reset ([`Ended::some_refused_for`]). This also holds when the last stream, on such a rail, ended by silence
 //!   just after the others had been cut.
-//! - **The remaining streams may use a rail that is silent**, which is not noticed yet: the peer is called at once ([`Alone::suspected`]).
+//! - **The remaining streams may use a rail that is silent**, which is not noticed yet: the peer is called at once ([`PeerInquiry::suspected`]).
 //!   Both sides have just sent on these streams, so the kernel of a reachable peer has answered. Refusals count only while nothing comes
 //!   back on any of them.
 //! - **An accepting process need not prove itself** to be waited for: a stopped process could not. If another process has taken the port,
@@ -207,9 +207,9 @@ impl Way {
     }
 }
 
-/// A connection without streams. The clock is the caller's.
+/// The inquiry whether a peer's process is alive, while all streams are down or silent. The clock is the caller's.
 #[derive(Debug)]
-pub(crate) struct Alone {
+pub(crate) struct PeerInquiry {
     since: Instant,
     limit: Instant,
     most: Instant,
@@ -221,7 +221,7 @@ pub(crate) struct Alone {
     error: Error,
 }
 
-impl Alone {
+impl PeerInquiry {
     /// Some streams were cut recently, and others have not ended: the paths of the latter, `left`, need not be tried.
     /// `ways`: as in [`Terms`].
     pub(crate) fn suspected(now: Instant, cut: &Ended, ways: usize, left: &[usize], error: Error) -> Self {
@@ -342,9 +342,14 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    fn alone(start: Instant, refused_for: Option<Duration>, some_refused_for: Option<Duration>, ways: usize) -> Alone {
+    fn alone(
+        start: Instant,
+        refused_for: Option<Duration>,
+        some_refused_for: Option<Duration>,
+        ways: usize,
+    ) -> PeerInquiry {
         let terms = Terms { patience: 10_000 * MS, most: 60_000 * MS, refused_for, some_refused_for, ways };
-        Alone::new(start, terms, Error::remote("the peer is gone"))
+        PeerInquiry::new(start, terms, Error::remote("the peer is gone"))
     }
 
     /// When the peer is given up, if each path is tried every 100 ms and answers like this.
@@ -444,7 +449,7 @@ mod tests {
             let ended = Ended::default();
             ended.note(&cause.into());
             let error = Error::remote("the peer is gone");
-            let mut alone = Alone::suspected(Instant::now(), &ended, 2, &[], error);
+            let mut alone = PeerInquiry::suspected(Instant::now(), &ended, 2, &[], error);
             (1..1000_u32).map(|tick| tick * 100).find(|&at| {
                 (0..2).for_each(|way| alone.answered(start + at * MS, start + at * MS, way, answers[way]));
                 alone.verdict(start + at * MS) == Verdict::Gone

@@ -200,7 +200,7 @@ impl LivenessMonitor {
         self.asking_since.is_some()
     }
 
-    /// How long nothing has come back although the kernel sends probes; to be called after [`LivenessMonitor::check`]. None while
+    /// How long nothing has come back although the kernel sends probes; to be called after [`LivenessMonitor::check`]. Zero while
     /// the probe is new: a peer that had nothing to send has been silent for a long time when the probe is sent.
     pub(crate) fn silence(&self, now: Instant, sample: TcpSample) -> Duration {
         self.asking_since.filter(|since| now - *since >= SOON).map_or(Duration::ZERO, |_| sample.silent)

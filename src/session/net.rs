@@ -1,4 +1,4 @@
-//! What all TCP connections of the process share: threads, configuration, listeners, and the sockets of closed
+//! What all connections of the process share: threads, configuration, listeners, and the sockets of closed
 //! connections that the peer has not closed yet.
 
 use std::any::Any;
@@ -32,7 +32,7 @@ use crate::os::interfaces::Rail;
 use crate::os::key_file::SharedKey;
 use crate::os::links::Links;
 
-/// The TCP backend's process-wide part.
+/// The process-wide part of the session layer, which both backends use.
 pub struct Net {
     /// Worker threads.
     pub poller: Poller,
@@ -147,7 +147,7 @@ struct Farewells {
 }
 
 impl Net {
-    /// The backend, with nothing started yet.
+    /// The shared state, with nothing started yet.
     pub(crate) fn new(config: Config, key: Option<SharedKey>, acceptor: Arc<dyn Accepts>) -> Arc<Self> {
         let share = Share::of_this_process();
         let workers = config.workers.unwrap_or_else(|| share.workers());
@@ -191,8 +191,8 @@ impl Net {
 
     /// A listener on the given rails: itself, and the addresses of their sockets.
     ///
+    /// # Errors
     /// When no socket can be opened for any of them (for example, the only rail's interface has vanished).
-    /// When no socket can be opened for any of them (the only rail's interface has vanished, say).
     pub(crate) fn listen(
         &self,
         rails: Arc<[Rail]>,

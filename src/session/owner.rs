@@ -5,7 +5,8 @@
 //! its side of the handshake, and [`Streams`] if it has more than one socket. How a first connection is made is
 //! described in [`opening`](super::opening).
 //!
-//! The control thread calls all of these functions, so none of them may wait.
+//! Mostly the control thread calls these functions; workers and NCCL's thread call some. They may wait for the holder
+//! of a stream, but never for the network.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -106,6 +107,9 @@ pub(crate) struct Joined {
 }
 
 /// The connecting side of a connection over several streams.
+///
+/// A stream's **own pair** of rails is the one that its number gives, or the one over which it first connected. While it
+/// is connected over another pair it is **abroad**, and returns to its own pair later.
 pub(crate) trait Streams: Connecting {
     /// Which pair of rails an attempt to connect a stream uses. `attempt` counts the attempts; `repair`: the stream was
     /// connected before.

@@ -4,8 +4,8 @@
 //! A [`Direction`] adds its protocol core and what it does on a stream. All calls between the two are resolved when
 //! the library is compiled.
 //!
-//! Locks, in order: a stream (try-lock), then the state. The state's lock is held for bookkeeping only, never across a
-//! system call.
+//! Locks, in order: a stream (try-lock on the data path), then the state. The state's lock is held for bookkeeping and
+//! for copies of at most one chunk, never across a system call.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -25,7 +25,7 @@ use crate::os::error::{Error, Result};
 use crate::os::log::NET;
 use crate::session::frame::MAX_STREAMS;
 use crate::session::handshake::FEATURE_RECOVERY;
-use crate::session::lifeline::{Alone, Answer, Ended};
+use crate::session::lifeline::{Answer, Ended, PeerInquiry};
 use crate::session::link::{Link, Sock};
 use crate::session::liveness::{self, Chores, Kept, LivenessMonitor};
 use crate::session::net::Net;
@@ -70,7 +70,8 @@ pub(crate) trait Direction: Sized + Send + Sync + 'static {
     /// whether others may still end.
     fn peer_left(conn: &Connection<Self>) -> bool;
 
-    /// An epoch of a stream has ended. Returns whether it had not ended before.
+    /// An epoch of a stream has ended. Returns whether that is to be reported: on the sending side, if it had not ended
+    /// before; the receiving side always reports it.
     fn epoch_ended(conn: &Connection<Self>, index: usize, io: &Self::Io, why: &Broken) -> bool;
 
     /// A stream was lost, and can be recovered; `left` others are connected.
@@ -139,8 +140,8 @@ pub(crate) struct Connection<D: Direction> {
     pub(super) monitors: Mutex<[LivenessMonitor; MAX_STREAMS]>,
     /// Streams for which the kernel had no memory.
     short: Short,
-    /// What is known about the peer since the last stream went down.
-    pub(super) alone: Mutex<Option<Alone>>,
+    /// The inquiry whether the peer's process is alive, while one is under way.
+    pub(super) alone: Mutex<Option<PeerInquiry>>,
     pub(super) ended: Ended,
     /// Where this connection's streams begin among the workers.
     turn: usize,
@@ -187,7 +188,7 @@ impl<D: Direction> Connection<D> {
         &self.counters
     }
 
-    /// Sets the receiver of this connection's profiler events.
+    /// The profiler events of this connection.
     pub(crate) fn events(&self) -> &Events {
         &self.events
     }
@@ -410,7 +411,7 @@ impl<D: Direction> Connection<D> {
         let epoch = io.epoch();
         let is_news = D::epoch_ended(self, index, &io, &why);
         match &why {
-            Broken::Fatal(error) => self.part_in_anger(*io, error),
+            Broken::Fatal(error) => self.fail_stream(*io, error),
             _ => drop(io),
         }
         let left = self.health.stream_down();
@@ -424,7 +425,7 @@ impl<D: Direction> Connection<D> {
     }
 
     /// Reports a failure to the peer on the stream that met it, which may be the only one.
-    fn part_in_anger(&self, mut io: D::Io, error: &Error) {
+    fn fail_stream(&self, mut io: D::Io, error: &Error) {
         let fd = io.sock().as_raw_fd();
         if !self.health.is_failed()
             && let Some(bytes) = io.queue_last_frame(failure(error))

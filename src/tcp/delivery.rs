@@ -10,7 +10,7 @@
 //!   on the way clears the count; short ones pass anyhow.
 //! - After two such epochs that ended by silence, the next ones over that way begin with smaller segments (`SEGMENTS`). That is
 //!   sooner than the kernel's own cure (`net.ipv4.tcp_mtu_probing=1`), which takes 3 to 6 s. A stream whose silence was
-//!   interrupted epochs long enough for that cure: its segments become smaller while it epochs, and then long frames arrive. That
+//!   interrupted stays connected long enough for that cure: its segments become smaller meanwhile, and then long frames arrive. That
 //!   teaches the same as an epoch with smaller segments that delivers.
 //! - After `ENOUGH` the way is left out: its streams go over others. Where no other is left, the next epoch has
 //!   `LAST_RESORT`, so that the kernel's cure has its time.

@@ -49,7 +49,8 @@ pub(crate) const REPLAY_BESIDE_WORKERS: u64 = INLINE_MAX;
 /// their send is done before the system call. Together with the header still a small object for the allocator.
 pub(crate) const COPY_FIRST_MAX: u64 = 960;
 
-/// The same in bytes of credit.
+/// Bytes of credit after which a sender polls for acknowledgements that it has not read, as
+/// [`POLL_EVERY`](crate::engine::schedule::constants::POLL_EVERY) does in frames.
 pub(crate) const POLL_BYTES: u64 = EAGER_WINDOW / 16;
 
 /// Receives of a tag that may be posted beyond its oldest unfinished one: every slot of a connection with all its

@@ -7,6 +7,9 @@
 //! |---|---|
 //! | [`limits`] | sizes, with their reasons |
 //! | [`ranges`] | which bytes of a message have been seen |
+//! | [`ack`] | the counts that an acknowledgement carries |
+//! | [`window`] | how much of each stream may be unacknowledged |
+//! | [`delivery`] | which paths deliver, and which only connect |
 //! | [`send_core`] | what the sending side knows: messages, credit, chunks in flight |
 //! | [`recv_core`] | what the receiving side knows: posted receives, early arrivals, acknowledgements |
 //!
@@ -20,6 +23,7 @@
 //! | [`stream`] | which thread holds a stream |
 //! | [`streams`] | what is seen of all streams of a connection together |
 //! | [`copies`] | short messages, kept for a resend |
+//! | [`polled`] | chunks whose arrival a GPU watches |
 
 pub mod ack;
 pub(crate) mod attempt;

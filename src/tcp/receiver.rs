@@ -57,7 +57,7 @@ struct Target {
 /// The buffer of a part whose request is outstanding; none for the others.
 type Wanted = Option<(Target, usize)>;
 
-// SAFETY: the address of a posted buffer, which the transport may use until its request ends (rule 3 of the design).
+// SAFETY: the address of a posted buffer, which the transport may use until its request ends (the promise of `irecv`).
 unsafe impl Send for Target {}
 
 /// What is changed with the state locked.
@@ -252,7 +252,7 @@ impl Direction for Receiving {
         state.targets.iter().flatten().flatten().any(wants)
     }
 
-    /// A connection that is merely over goes on for what came early and is posted late.
+    /// The receive may still complete if a stream was lost recently and the sender may resend.
     #[cold]
     fn peer_left(conn: &RecvConn) -> bool {
         conn.is_recovering()
@@ -362,7 +362,7 @@ impl RecvConn {
         // The first epoch of the first stream is 0, that of the others 1.
         if epoch > u16::from(index > 0) {
             Counters::bump(&self.counters.reconnects);
-            self.state().core.announcements().for_each(|header| self.mail(&header.encode()));
+            self.state().core.announcements().for_each(|header| self.queue_on_any_stream(&header.encode()));
         }
     }
 
@@ -421,7 +421,7 @@ impl RecvConn {
                 match state.core.post(tag, capacity as u64, to)? {
                     Posted::Waits => {}
                     Posted::Announce(header) => {
-                        self.mail(&header.encode());
+                        self.queue_on_any_stream(&header.encode());
                         must_report = true;
                     }
                     Posted::Early(stage, total) => {
@@ -444,7 +444,7 @@ impl RecvConn {
         if must_report {
             self.run(0, WRITE);
             if !self.first_live.load(Ordering::Relaxed) {
-                self.speak();
+                self.kick_all();
             }
         }
         if self.attention.wanted() {
@@ -469,12 +469,12 @@ impl RecvConn {
     }
 
     /// Makes the other streams carry what the first cannot.
-    fn speak(&self) {
+    fn kick_all(&self) {
         self.streams.iter().for_each(Stream::kick);
     }
 
-    /// A frame for the peer, on whichever stream is written next.
-    fn mail(&self, frame: &[u8]) {
+    /// Queues a frame for the peer, on whichever stream is written next.
+    fn queue_on_any_stream(&self, frame: &[u8]) {
         self.outbox().extend_from_slice(frame);
         self.own.mail.store(true, Ordering::Release);
     }

@@ -212,8 +212,8 @@ pub struct SendCore {
     again: VecDeque<Flight>,
     credit_used: u64,
     credit_limit: u64,
-    /// Frames of the first stream, and bytes of credit, that were out when [`SendCore::is_word_due`] was last so.
-    looked: (u64, u64),
+    /// Frames of the first stream, and bytes of credit, that were out when [`SendCore::should_read_acks`] was last so.
+    at_last_read: (u64, u64),
     streams: Vec<Stream>,
     /// Connected streams beyond the first.
     others: u64,
@@ -259,7 +259,7 @@ impl SendCore {
             again: VecDeque::new(),
             credit_used: 0,
             credit_limit: EAGER_WINDOW,
-            looked: (0, 0),
+            at_last_read: (0, 0),
             streams: Vec::new(),
             others: 0,
             delivered: 0,
@@ -509,13 +509,13 @@ impl SendCore {
     /// does not read that takes its credit for used up, and soon wants an acknowledgement of each message. Not at
     /// every message while a receiver is behind.
     #[inline]
-    pub(crate) fn is_word_due(&mut self) -> bool {
+    pub(crate) fn should_read_acks(&mut self) -> bool {
         let Some(first) = self.streams.first() else { return false };
         let (frames, used) = (first.sent, self.credit_used);
         let out = frames - first.acked > ACK_EVERY || self.credit_out() > self.eager_window / 4;
-        let due = out && (frames - self.looked.0 >= POLL_EVERY || used - self.looked.1 >= POLL_BYTES);
+        let due = out && (frames - self.at_last_read.0 >= POLL_EVERY || used - self.at_last_read.1 >= POLL_BYTES);
         if due {
-            self.looked = (frames, used);
+            self.at_last_read = (frames, used);
         }
         due
     }
@@ -920,7 +920,7 @@ impl SendCore {
         stream.bytes = 0;
         stream.sent = frames;
         if index == 0 {
-            self.looked.0 = self.looked.0.min(frames);
+            self.at_last_read.0 = self.at_last_read.0.min(frames);
         }
         // A separate count for the next epoch: a thread that still holds the old one counts bytes that nothing waits for.
         stream.written = Arc::new(Written(AtomicU64::new(frames)));
@@ -1008,7 +1008,7 @@ mod tests {
                 core.next_chunk(0).expect("there is credit");
                 core.written(0);
             }
-            core.is_word_due()
+            core.should_read_acks()
         };
         assert!(!send(&mut core, ACK_EVERY), "the receiver has nothing to say yet");
         assert!(send(&mut core, 1));

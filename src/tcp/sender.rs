@@ -60,7 +60,7 @@ struct Payload {
     ticket: Option<Ticket>,
 }
 
-// SAFETY: the transport may use the memory at `data` until the request ends (rule 3 of the design); the payload is only
+// SAFETY: the transport may use the memory at `data` until the request ends (the promise of `isend`); the payload is only
 // reached under the state's lock or while a chunk of it is unacknowledged.
 unsafe impl Send for Payload {}
 
@@ -159,7 +159,7 @@ pub(crate) struct Io {
     /// The chunk that is being sent, when it is reported to a profiler, and since when the socket has been full.
     followed: Option<(Ticket, u64)>,
     /// What to report to the profiler when the kernel has accepted the first of it.
-    untold: Option<(Ticket, events::Chunk)>,
+    start_to_report: Option<(Ticket, events::Chunk)>,
     /// And when the kernel has all of it, with which its request ends; since when.
     leaving: Option<(Ticket, events::Chunk, Ticks)>,
     blocked: Option<Ticks>,
@@ -389,7 +389,7 @@ impl SendConn {
             input: vec![0; 32 * HEADER],
             filled: 0,
             followed: None,
-            untold: None,
+            start_to_report: None,
             leaving: None,
             blocked: None,
         };
@@ -469,7 +469,7 @@ impl SendConn {
                 && io.out.is_none()
             {
                 io.out = self.next_outgoing(&mut state, 0, io);
-                wish = if state.core.is_word_due() { SEND | READ } else { SEND };
+                wish = if state.core.should_read_acks() { SEND | READ } else { SEND };
             }
             posted
         };
@@ -590,7 +590,7 @@ impl SendConn {
             }
             state.core.stalled()
         };
-        let voice = self.voice();
+        let voice = self.control_stream();
         for header in headers {
             self.queue_control(voice, header);
         }
@@ -598,7 +598,7 @@ impl SendConn {
     }
 
     /// The stream for control frames: the first that is connected.
-    fn voice(&self) -> usize {
+    fn control_stream(&self) -> usize {
         if self.first_live.load(Ordering::Relaxed) {
             return 0;
         }

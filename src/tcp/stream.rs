@@ -1,11 +1,11 @@
 //! One stream: a socket that any thread may use, one at a time.
 //!
-//! NCCL's thread and a worker may want the same stream at the same moment. Neither waits: a thread that finds it
-//! taken leaves a note of what it wanted, and the holder reads the note before it lets go. So no wish is lost and no
-//! thread ever sleeps on a stream.
+//! NCCL's thread and a worker may want the same stream at the same moment. On the data path neither waits: a thread
+//! that finds the stream taken leaves a request, and the holder serves the request before it releases the stream. Rare
+//! operations ([`Stream::peek`], [`Stream::take`], [`Stream::end`]) wait until the holder has released it.
 //!
-//! A thread that merely looks whether something has come ([`Stream::poll_once`]) leaves no note: it will look again, and
-//! notes from a thread that polls in a loop would keep the holder for ever.
+//! A thread that only polls ([`Stream::poll_once`]) leaves no request: it will poll again, and the requests of a thread
+//! that polls in a loop would keep the holder for ever.
 
 #![allow(unreachable_pub, reason = "tests/models takes this file in and uses what is public")]
 
@@ -19,8 +19,8 @@ use crate::os::sync::{Mutex, MutexGuard, settle};
 pub const READ: u8 = 1;
 /// Request: check for something to send.
 pub const WRITE: u8 = 2;
-/// Wish: send what has been taken to be sent already. A bit of its own, so that it does not hide another thread's wish to
-/// look for something.
+/// Request: send what has been taken to be sent already. A bit of its own, so that it does not hide another thread's
+/// request to look for something.
 pub const SEND: u8 = 4;
 
 /// How many wishes of others a thread serves before it hands them on to the stream's worker.
@@ -192,7 +192,7 @@ impl<Io> Stream<Io> {
     }
 
     /// As [`Stream::take`], and there will be no other: whatever comes after that for this stream is not used. When it returns
-    /// nobody touches what the stream moved data from or to, nor will.
+    /// no thread accesses the stream's buffers any more, nor will one later.
     pub fn end(&self) -> Option<Box<Io>> {
         self.take_if(|| {
             self.ended.store(true, Ordering::Relaxed);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::connection::{Connection, Direction, StreamIo, lock};
 use super::stream::Stream;
 use crate::session::frame::MAX_STREAMS;
-use crate::session::lifeline::Alone;
+use crate::session::lifeline::PeerInquiry;
 use crate::session::link::Sock;
 use crate::session::liveness::{self, Finding, LivenessMonitor, SILENCE, TcpSample};
 use crate::session::peer::lost;
@@ -62,8 +62,8 @@ impl<D: Direction> Connection<D> {
         Some(checked)
     }
 
-    /// Adds to the lost streams those on the same path that have been silent for as long: they only have not asked. What
-    /// was lost would otherwise travel again over them.
+    /// Adds to the lost streams those on the same path that have been silent for as long: their kernels have
+    /// not probed yet. Lost data would otherwise be resent over the same dead path.
     pub(super) fn share_fate(&self, lost: &mut Vec<(usize, Duration)>) {
         if lost.is_empty() {
             return;
@@ -97,7 +97,7 @@ impl<D: Direction> Connection<D> {
     /// Ends a suspicion that the peer is gone when anything has come back on a stream since it began. The streams are
     /// looked at without its lock.
     pub(super) fn drop_refuted(&self) {
-        let suspected = lock(&self.alone).as_ref().filter(|alone| alone.is_suspicion()).map(Alone::since);
+        let suspected = lock(&self.alone).as_ref().filter(|alone| alone.is_suspicion()).map(PeerInquiry::since);
         let Some(since) = suspected else { return };
         if self.has_received_since(since) {
             lock(&self.alone).take_if(|alone| alone.is_suspicion() && alone.since() == since);

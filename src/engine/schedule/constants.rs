@@ -1,5 +1,5 @@
-//! The sizes and times that steer which thread moves what, each with its unit and its reason. The time without a mechanism that one
-//! of them belongs to is in `docs/dev/decisions.md`.
+//! The sizes and times that steer which thread moves what, each with its unit and its reason. `docs/dev/decisions.md`
+//! gives the time that was measured without each mechanism.
 
 use std::time::Duration;
 

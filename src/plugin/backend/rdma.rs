@@ -183,7 +183,7 @@ impl<D: Direction> Connected for Connection<D> {
         Self::test(self, ticket)
     }
 
-    fn tell(&self, profiler: &Arc<dyn events::Listener>) {
+    fn set_profiler(&self, profiler: &Arc<dyn events::Listener>) {
         self.base().events.listen(Arc::clone(profiler), self.base().link.connection, D::SIDE == Side::Connecting);
     }
 

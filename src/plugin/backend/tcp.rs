@@ -85,7 +85,7 @@ impl<D: Direction> Connected for Connection<D> {
         Self::test(self, ticket)
     }
 
-    fn tell(&self, profiler: &Arc<dyn events::Listener>) {
+    fn set_profiler(&self, profiler: &Arc<dyn events::Listener>) {
         self.events().listen(Arc::clone(profiler), self.link().connection, D::SENDS);
     }
 

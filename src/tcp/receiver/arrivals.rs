@@ -93,7 +93,7 @@ impl Door for Arrivals {
     fn open(&self, link: Link, peer: Peer) -> Arc<dyn Opening> {
         let conn = RecvConn::new(Arc::clone(&self.net), link, peer);
         if let Some(me) = self.me.upgrade() {
-            conn.wait_for_word(me);
+            conn.await_confirmation(me);
         }
         let known: Arc<dyn Listening> = conn.clone();
         self.net.remember_listening(&known);

@@ -27,7 +27,7 @@ impl RecvConn {
     }
 
     /// The listener gets this connection when the peer has confirmed.
-    pub(super) fn wait_for_word(&self, listener: Arc<Arrivals>) {
+    pub(super) fn await_confirmation(&self, listener: Arc<Arrivals>) {
         *lock(&self.own.waiting) = Some(listener);
     }
 

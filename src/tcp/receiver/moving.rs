@@ -187,7 +187,7 @@ impl RecvConn {
             Type::Ask => {
                 let mut state = self.state();
                 if let Some(answer) = state.core.ask(header.tag, header.order, header.total)? {
-                    self.mail(&answer.encode());
+                    self.queue_on_any_stream(&answer.encode());
                 }
             }
             Type::Fence => {

@@ -10,7 +10,7 @@ use crate::engine::poller::Progress;
 use crate::os::log::NET;
 use crate::session::dialer;
 use crate::session::frame::MAX_STREAMS;
-use crate::session::lifeline::{Alone, CUT_PATIENCE, CUT_SOMEWHERE, Terms, Verdict, is_cut};
+use crate::session::lifeline::{CUT_PATIENCE, CUT_SOMEWHERE, PeerInquiry, Terms, Verdict, is_cut};
 use crate::session::liveness::{self, TcpSample};
 use crate::session::owner::Listening;
 use crate::session::peer::{fenced, lost};
@@ -70,7 +70,7 @@ impl RecvConn {
         let patience = if quick { CUT_PATIENCE } else { self.net.patience(error) };
         let some_refused_for = self.ended.some_refused_for(now);
         let terms = Terms { patience, most: self.net.config.peer_timeout, refused_for, some_refused_for, ways };
-        *lock(&self.alone) = Some(Alone::new(now, terms, lost(error).with_peer(&self.peer)));
+        *lock(&self.alone) = Some(PeerInquiry::new(now, terms, lost(error).with_peer(&self.peer)));
         // Another thread may have brought a stream back before that was reported.
         if self.health.live() > 0 {
             *lock(&self.alone) = None;
@@ -90,7 +90,7 @@ impl RecvConn {
                 return;
             }
             let lost = lost(error).with_peer(&self.peer);
-            *alone = Some(Alone::suspected(now, &self.ended, self.link.remote.len(), &[], lost));
+            *alone = Some(PeerInquiry::suspected(now, &self.ended, self.link.remote.len(), &[], lost));
         }
         self.call_peer(now);
     }

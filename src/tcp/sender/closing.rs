@@ -146,7 +146,7 @@ impl SendConn {
     fn write_all(&self, advance: &mut Advance) {
         let start = Instant::now();
         while !self.is_spent(advance) && !self.health.is_failed() && !self.health.is_peer_done() {
-            self.run(self.voice(), READ | WRITE);
+            self.run(self.control_stream(), READ | WRITE);
             let written = |stream: &Stream<Io>| stream.peek(|io| io.out.is_none()).unwrap_or(true);
             if !self.state().core.has_ready() && self.streams.iter().all(written) {
                 return;

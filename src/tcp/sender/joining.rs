@@ -12,7 +12,7 @@ use crate::os::error::{Error, Result};
 use crate::os::log::Limiter;
 use crate::session::dialer;
 use crate::session::frame::MAX_STREAMS;
-use crate::session::lifeline::Alone;
+use crate::session::lifeline::PeerInquiry;
 use crate::session::link::Sock;
 use crate::session::liveness;
 use crate::session::owner::{Connecting, Joined, Streams};
@@ -105,7 +105,7 @@ impl Connecting for SendConn {
         }
         self.add_stream(index, epoch, place, sock, seal);
         // Queries about other streams may have been lost with all streams, and they may be away for long.
-        self.ask(index, &self.questions());
+        self.send_fences(index, &self.fences());
         // Others that were given up may come now, too.
         (0..MAX_STREAMS).filter(|other| self.was_lost(*other)).for_each(|other| self.check_repair(other));
         Ok(())
@@ -164,7 +164,7 @@ impl Streams for SendConn {
     }
 
     fn awaits_refusals(&self) -> bool {
-        lock(&self.alone).as_ref().is_some_and(Alone::awaits_refusals)
+        lock(&self.alone).as_ref().is_some_and(PeerInquiry::awaits_refusals)
     }
 
     fn pause(&self, index: usize) -> Duration {

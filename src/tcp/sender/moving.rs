@@ -67,7 +67,7 @@ impl SendConn {
                 io.protect();
             }
             let Some(out) = &io.out else { return Ok(moved) };
-            if let Some((ticket, chunk)) = io.untold.take() {
+            if let Some((ticket, chunk)) = io.start_to_report.take() {
                 // The state is not locked: others move data in the meantime. The request cannot end before its chunk
                 // has left.
                 self.events.chunk_begins(ticket.slot, 0, &chunk);
@@ -158,7 +158,7 @@ impl SendConn {
             return Some(Outgoing::Control(std::mem::take(&mut io.control)));
         }
         let mut chunk = state.core.next_chunk(index)?;
-        (io.followed, io.untold, io.leaving) = (None, None, None);
+        (io.followed, io.start_to_report, io.leaving) = (None, None, None);
         if index > 0 {
             state.core.leaves(index, Instant::now());
         }
@@ -168,7 +168,7 @@ impl SendConn {
         if chunk.again {
             // Noted while the state is locked: its message may be acknowledged at any time, having arrived the first
             // time.
-            if let Some((ticket, chunk)) = io.untold.take() {
+            if let Some((ticket, chunk)) = io.start_to_report.take() {
                 self.events.chunk_begins(ticket.slot, 0, &chunk);
             }
             Counters::count(&self.counters.resends, 1);
@@ -296,7 +296,7 @@ impl SendConn {
                     }
                 }
             }
-            Type::Fenced => self.told_fenced(header)?,
+            Type::Fenced => self.on_fenced(header)?,
             Type::Bye => match header.total {
                 0 => self.health.peer_is_done(),
                 received => self.health.peer_received(received - 1),
@@ -356,7 +356,7 @@ impl SendConn {
             // Its request ends when it has left.
             io.leaving = Some((ticket, told, Ticks::now()));
         } else {
-            io.untold = Some((ticket, told));
+            io.start_to_report = Some((ticket, told));
         }
     }
 

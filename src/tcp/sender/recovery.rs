@@ -10,7 +10,7 @@ use crate::engine::poller::Progress;
 use crate::os::error::{Error, Result};
 use crate::session::dialer;
 use crate::session::frame::{Header, MAX_STREAMS, Type};
-use crate::session::lifeline::{Alone, Terms, Verdict};
+use crate::session::lifeline::{PeerInquiry, Terms, Verdict};
 use crate::session::liveness::{self, Probes};
 use crate::session::owner::Streams;
 use crate::session::peer::{Broken, lost};
@@ -28,8 +28,8 @@ impl SendConn {
         }
         // Also about those that died before, and on every stream: what was sent over this one may be lost, and others
         // may not work either.
-        let questions = self.questions();
-        (0..MAX_STREAMS).for_each(|other| self.ask(other, &questions));
+        let fences = self.fences();
+        (0..MAX_STREAMS).for_each(|other| self.send_fences(other, &fences));
         if self.health.live() == 0 {
             self.wait_for_peer(error);
         }
@@ -100,21 +100,21 @@ impl SendConn {
         if rails.len() < 2 { String::new() } else { format!(" over {}", rails[way % rails.len()].name) }
     }
 
-    /// The query for the receiver: how many frames were received of each stream that is away.
-    pub(super) fn questions(&self) -> Vec<Header> {
+    /// The FENCE frames for the receiver: how many frames of each lost stream has it received?
+    pub(super) fn fences(&self) -> Vec<Header> {
         let fence =
             |(dead, epoch)| Header { order: dead as u64, offset: u64::from(epoch), ..Header::of(Type::Fence, 0) };
         self.state().core.unfenced().into_iter().map(fence).collect()
     }
 
-    /// Sends the query to the receiver over stream `on`.
-    pub(super) fn ask(&self, on: usize, questions: &[Header]) {
-        questions.iter().for_each(|question| self.queue_control(on, *question));
+    /// Sends FENCE frames to the receiver over stream `on`.
+    pub(super) fn send_fences(&self, on: usize, fences: &[Header]) {
+        fences.iter().for_each(|fence| self.queue_control(on, *fence));
         self.streams[on].kick();
     }
 
     /// The receiver has fenced a stream: one that died here too, or one that died there only.
-    pub(super) fn told_fenced(&self, header: &Header) -> Result<()> {
+    pub(super) fn on_fenced(&self, header: &Header) -> Result<()> {
         let (index, epoch) = crate::session::peer::fenced_epoch(header)?;
         {
             let state = self.state();
@@ -165,8 +165,8 @@ impl SendConn {
         };
         let lost = lost(error).with_peer(&self.peer);
         let mut alone = lock(&self.alone);
-        if alone.as_ref().is_none_or(Alone::is_suspicion) {
-            *alone = Some(Alone::new(now, terms, lost));
+        if alone.as_ref().is_none_or(PeerInquiry::is_suspicion) {
+            *alone = Some(PeerInquiry::new(now, terms, lost));
         }
     }
 
@@ -177,7 +177,7 @@ impl SendConn {
         // For a stream over other rails, which ones is not stored.
         let left = (0..MAX_STREAMS).filter(|index| self.is_live(*index) && !self.is_abroad(*index));
         let left: Vec<usize> = left.map(|index| (index + self.home(index)) % self.pairs()).collect();
-        let suspicion = || Alone::suspected(Instant::now(), &self.ended, self.pairs(), &left, lost);
+        let suspicion = || PeerInquiry::suspected(Instant::now(), &self.ended, self.pairs(), &left, lost);
         lock(&self.alone).get_or_insert_with(suspicion);
     }
 
@@ -211,7 +211,11 @@ impl SendConn {
     pub(super) fn do_chores(&self) -> Progress {
         let condemned = std::mem::take(&mut *lock(&self.own.condemned));
         for (index, epoch, frames) in condemned {
-            self.lose_epoch(index, epoch, io::Error::new(io::ErrorKind::TimedOut, "the receiver heard nothing on it"));
+            self.lose_epoch(
+                index,
+                epoch,
+                io::Error::new(io::ErrorKind::TimedOut, "the receiver received nothing on it"),
+            );
             // Does nothing to an epoch that is over.
             if let Err(error) = self.fenced(index, epoch, frames) {
                 self.fail(error.with_peer(&self.peer));
@@ -228,7 +232,7 @@ impl SendConn {
         }
         let now = Instant::now();
         self.drop_refuted();
-        let judge = |alone: &mut Alone| (alone.verdict(now), alone.error().clone(), alone.is_suspicion());
+        let judge = |alone: &mut PeerInquiry| (alone.verdict(now), alone.error().clone(), alone.is_suspicion());
         // Its process may have ended since, which does not show what it had received.
         let judged = lock(&self.alone).as_mut().filter(|_| !is_left).map(judge);
         let decided_at = match judged {

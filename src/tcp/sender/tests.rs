@@ -254,7 +254,7 @@ fn what_a_thread_is_sending_when_the_connection_fails_does_not_travel_again() {
     let held = conn.streams[0].lock();
     assert!(held.is_some(), "it is connected");
     conn.fail_silently(Error::remote("a failure"));
-    conn.told_fenced(&crate::session::peer::fenced((0, 0, 0))).expect("it may be so");
+    conn.on_fenced(&crate::session::peer::fenced((0, 0, 0))).expect("it may be so");
     assert!(conn.state().core.in_doubt(0), "it travels again");
     drop(held);
     conn.close();
