@@ -60,7 +60,7 @@ pub(super) unsafe fn value<'a, T>(at: *const T, name: &str) -> Result<&'a T> {
 /// The bytes of a connection handle.
 ///
 /// # Safety
-/// `at` is null or valid for reading and writing 64 bytes, which nobody else uses until the call from NCCL returns.
+/// `at` is null or valid for reading and writing 64 bytes, which no other thread uses until the call from NCCL returns.
 pub(super) unsafe fn handle_bytes<'a>(at: *mut c_void) -> Result<&'a mut [u8; HANDLE_BYTES]> {
     if at.is_null() {
         return Err(null("handle"));

@@ -1,7 +1,7 @@
 //! NCCL's tuner interface, v2 to v6: the adapter between its C tables and [`crate::plugin::tuning`].
 //!
 //! NCCL 2.20 and later look for a tuner in the network plugin's library when `NCCL_TUNER_PLUGIN` names none, so these
-//! tables load for everyone who uses Towline. NCCL has one tuner for all communicators of the process, also for those of
+//! tables load in every process that uses Towline. NCCL has one tuner for all communicators of the process, also for those of
 //! one node or over another network. `init` settles whether a communicator gets advice, because later the process may
 //! have other communicators than the processes of the other ranks; from then on an answer depends on the question alone.
 //!
@@ -141,7 +141,7 @@ unsafe extern "C" fn get_coll_info_v2(
     guard::<12>("getCollInfo", || {
         let Asker { shape, scope: Some(scope) } = undress(context) else { return Ok(()) };
         let Some(collective) = collective_of(collective) else { return Ok(()) };
-        // What the user excluded is not told, and whoever has a collective network means to use it.
+        // What the user excluded is not told, and a host with a collective network is meant to use it.
         if !scope.without_table || coll_net != 0 {
             return Ok(());
         }

@@ -1,7 +1,7 @@
 //! Page-aligned memory that a plugin may read and write while the host holds only a reference.
 //!
 //! Guarantees: the address never moves, the memory is zeroed at first, and a guard pattern on both sides tells
-//! whether someone wrote outside. It must not know who uses it.
+//! whether a write went outside. It must not know what uses it.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ffi::c_void;
@@ -22,7 +22,7 @@ pub struct Memory {
     len: usize,
 }
 
-// SAFETY: the memory is owned and plain; who may touch it when is settled by `&`/`&mut` and, for plugins, by the
+// SAFETY: the memory is owned and plain; which thread may touch it when is settled by `&`/`&mut` and, for plugins, by the
 // contract of the `unsafe` calls that hand out its address.
 unsafe impl Send for Memory {}
 // SAFETY: see above; a shared reference gives only reading access.

@@ -31,7 +31,7 @@ pub struct Properties {
     pub max_comms: i32,
     /// v5 and later: the largest group of receives. One before.
     pub max_recvs: i32,
-    /// v7 and later: who moves the data, `NCCL_NET_DEVICE_HOST` before.
+    /// v7 and later: what moves the data, `NCCL_NET_DEVICE_HOST` before.
     pub device_type: u32,
     /// v7 and later.
     pub device_version: i32,

@@ -36,7 +36,7 @@ pub struct Variable {
     pub unit: &'static str,
     /// The release that introduced it.
     pub since: &'static str,
-    /// When it is read and who uses it.
+    /// When it is read, and the part that uses it.
     pub read: &'static str,
     /// One paragraph: what it does and when to change it.
     pub help: &'static str,

@@ -170,7 +170,7 @@ mod tests {
         let fd = Registered::open(|| {
             // SAFETY: `dup` of standard error gives a descriptor of our own, without the flag.
             let raw = unsafe { libc::dup(2) };
-            // SAFETY: it was just opened and nobody else owns it.
+            // SAFETY: it was just opened and it has no other owner.
             Ok(unsafe { OwnedFd::from_raw_fd(raw) })
         })
         .expect("open");

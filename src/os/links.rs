@@ -45,7 +45,7 @@ impl Links {
             if fd < 0 {
                 return Err(io::Error::last_os_error());
             }
-            // SAFETY: the descriptor was just made and belongs to nobody else.
+            // SAFETY: the descriptor was just made and has no other owner.
             let fd = unsafe { OwnedFd::from_raw_fd(fd) };
             // SAFETY: all zeroes is a valid value of this struct of numbers.
             let mut address: libc::sockaddr_nl = unsafe { std::mem::zeroed() };

@@ -169,7 +169,7 @@ fn look_up(from: IpAddr, to: IpAddr, over: Option<u32>) -> io::Result<Route> {
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the descriptor was just made and belongs to nobody else.
+        // SAFETY: the descriptor was just made and has no other owner.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     })?;
     // SAFETY: the kernel reads the bytes, which outlive the call.

@@ -201,7 +201,7 @@ mod tests {
 
         let (kept_key, kept) = dial(Duration::ZERO, 0);
         let (key, forgotten) = dial(Duration::ZERO, 0);
-        assert_eq!(dial(second, kept_key).0, kept_key, "who asks gets the same");
+        assert_eq!(dial(second, kept_key).0, kept_key, "the same handle leads to the same dial");
         let (_, last) = dial(FORGOTTEN + second, 0);
         assert!(forgotten.result().expect("it has ended").is_err());
         assert!(kept.result().is_none() && last.result().is_none(), "the others go on");

@@ -350,7 +350,7 @@ mod tests {
         assert_eq!(ring.read(1), None);
         for number in [1, 1 + CTS_ENTRIES as u32] {
             let cts = CtsEntry { number, ..cts };
-            // SAFETY: the place of both numbers, and nobody else uses the ring.
+            // SAFETY: the place of both numbers, and no other thread uses the ring.
             unsafe { *ring.0[1].0.get() = cts.encode() };
             assert_eq!(ring.read(number), Some(cts));
             assert_eq!(ring.read(number + CTS_ENTRIES as u32), None);
@@ -362,7 +362,7 @@ mod tests {
         let ring = Ring::new().expect("memory");
         assert_eq!(ring.word(), None);
         for number in [0, 1, 77, u32::MAX] {
-            // SAFETY: the last place, and nobody else uses the ring.
+            // SAFETY: the last place, and no other thread uses the ring.
             unsafe { *ring.0[CTS_ENTRIES].0.get().cast::<u64>() = encode_word(number).to_le() };
             assert_eq!(ring.word(), Some(number));
         }

@@ -95,7 +95,7 @@ pub(crate) fn destroy_context(context: usize) -> Result<()> {
     state().contexts.remove(context).map(drop)
 }
 
-/// Registers memory of kind `NCCL_PTR_*`. `only_ours`: nobody else writes its signals, which are 0 at first.
+/// Registers memory of kind `NCCL_PTR_*`. `only_ours`: nothing else writes its signals, which are 0 at first.
 ///
 /// # Errors
 /// When there is no such group, or it cannot reach such memory.

@@ -393,7 +393,7 @@ impl Peer {
         Ok(())
     }
 
-    /// What belongs into memory whose registration has ended goes nowhere. A put that does is done all the same: nobody can
+    /// What belongs into memory whose registration has ended goes nowhere. A put that does is done all the same: no rank can
     /// tell the difference, and NCCL's abort would wait for ever for a put that fails.
     fn is_late(&mut self, finish: &mut Finish) {
         if finish.header.kind != Kind::Put {

@@ -327,7 +327,7 @@ fn refuse(shared: &Shared, request: u64, error: &Error) {
 
 /// Gives a rank up: closes its connections and ends its requests. `quietly`: without a warning.
 ///
-/// Puts to a rank that has closed its side in order are done: nobody can tell that their bytes went nowhere. To fail them
+/// Puts to a rank that has closed its side in order are done: no rank can tell that their bytes went nowhere. To fail them
 /// would stop NCCL's progress thread, and then an abort of this rank, which waits for its puts, would never end.
 fn end(other: &mut Other, shared: &Shared, error: &Error, quietly: bool) {
     let Other::Alive(peer) = other else { return };

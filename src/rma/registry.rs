@@ -15,7 +15,7 @@ pub(crate) struct Region {
     pub size: usize,
     /// The GPU that has it; none for host memory.
     pub gpu: Option<Arc<Gpu>>,
-    /// Nobody but Towline writes its numbers, which are 0 at first: NCCL's promise for its signals.
+    /// Nothing but Towline writes its numbers, which are 0 at first: NCCL's promise for its signals.
     pub only_ours: bool,
 }
 

@@ -1,7 +1,7 @@
 //! Signals: numbers in registered memory that other ranks add to.
 //!
 //! In host memory the processor adds. In a GPU's memory only copies can, so the sum is made here and written: of a copy that is
-//! kept here where NCCL promises that nobody else writes the number, else of what is read before. Only one number is read at a
+//! kept here where NCCL promises that nothing else writes the number, else of what is read before. Only one number is read at a
 //! time, so that no other addition comes between.
 
 use std::collections::HashMap;

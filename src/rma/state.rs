@@ -59,7 +59,7 @@ fn make(current: *mut State, generation: u32) -> &'static State {
         // SAFETY: it belongs to the static now, which never frees it.
         Ok(_) => unsafe { &*fresh },
         Err(other) => {
-            // SAFETY: nobody else has seen `fresh`.
+            // SAFETY: no other thread has seen `fresh`.
             drop(unsafe { Box::from_raw(fresh) });
             // SAFETY: another thread put it there a moment ago, by the same means.
             unsafe { &*other }

@@ -36,13 +36,13 @@ fn take<T>(queue: &mut VecDeque<Arc<T>>, one: &T) -> Option<Arc<T>> {
 
 impl<T> HalfOpen<T> {
     /// A connection has arrived. Returns the one to evict for it.
-    #[must_use = "who must go is still connected"]
+    #[must_use = "the connection that must go is still open"]
     pub(crate) fn come(&mut self, one: Arc<T>) -> Option<Arc<T>> {
         push(&mut self.silent, one)
     }
 
     /// A connection has sent its greeting. Returns the one to evict for it.
-    #[must_use = "who must go is still connected"]
+    #[must_use = "the connection that must go is still open"]
     pub(crate) fn greet(&mut self, one: &T) -> Option<Arc<T>> {
         let one = take(&mut self.silent, one)?;
         push(&mut self.greeted, one)

@@ -41,7 +41,7 @@ pub(crate) const MESSAGE_COST: u64 = 256;
 pub(crate) const REPLAY_MAX: u64 = EAGER_MAX;
 
 /// The same where a connection has workers: all that NCCL's thread sends itself. What workers send is done when it is
-/// acknowledged, since an acknowledgement then delays nobody, and a stream whose acknowledgements come at once has nothing
+/// acknowledged, since an acknowledgement then delays no message, and a stream whose acknowledgements come at once has nothing
 /// on the way when the next message comes, so that this finds a worker awake.
 pub(crate) const REPLAY_BESIDE_WORKERS: u64 = INLINE_MAX;
 

@@ -214,7 +214,7 @@ impl<Io> Stream<Io> {
     }
 
     /// Whether the stream's worker is looking for work at this moment, or about to: it is being woken while this is asked.
-    /// Waits for nobody. False without a socket.
+    /// Never waits. False without a socket.
     pub fn is_awake(&self) -> bool {
         match self.registration.try_lock() {
             Ok(registration) => registration.as_ref().is_some_and(Registration::is_awake),
@@ -223,7 +223,7 @@ impl<Io> Stream<Io> {
         }
     }
 
-    /// Takes the socket away, waiting for the thread that uses it (which never waits itself). After this nobody
+    /// Takes the socket away, waiting for the thread that uses it (which never waits itself). After this no thread
     /// touches a buffer through this stream.
     pub fn take(&self) -> Option<Box<Io>> {
         self.take_if(|| Some(())).flatten()

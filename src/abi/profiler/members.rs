@@ -140,7 +140,7 @@ impl<'a> Net<'a> {
     /// Its sum, if it has one.
     ///
     /// # Safety
-    /// The data are what the plugin of that id says they are, and nobody else looks at them meanwhile.
+    /// The data are what the plugin of that id says they are, and no other thread reads them meanwhile.
     #[inline]
     pub(super) unsafe fn sum(&self) -> Option<&'a mut NetSumNews> {
         let &ncclProfilerNetPlugin_v3_t { id, data } = self.plugin;

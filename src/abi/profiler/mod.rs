@@ -157,7 +157,7 @@ unsafe fn begin<V: Version>(context: u64, descr: &V::Descr) -> u64 {
 /// The data are what the plugin of that id says they are.
 #[inline]
 unsafe fn begin_net(context: u64, net: &Net<'_>) -> u64 {
-    // SAFETY: passed on; whoever tells a sum waits for us.
+    // SAFETY: passed on; the thread that reports a sum waits for this call.
     if let Some(news) = unsafe { net.sum() } {
         news.taken = profiler::sum(context, number(net.parent), net.rank, &news.sum, news.ended);
         return 0;

@@ -1,4 +1,4 @@
-//! Who holds the others back: a rank that comes late, a GPU that is slow, a rail or a pair of hosts that is slower than
+//! What holds the others back: a rank that comes late, a GPU that is slow, a rail or a pair of hosts that is slower than
 //! its like, a receiver that is not ready. Each finding comes with the figures that it rests on.
 //!
 //! Nothing is called slow by an absolute measure: each is compared with its like in the same job. A finding must be clear

@@ -157,7 +157,7 @@ mod told {
         assert_eq!(*lock(&books.together), [3]);
         let told: Vec<_> = lock(&books.entries).iter().map(|entry| (entry.length, entry.stops)).collect();
         assert_eq!(told, [(50, 1), (100, 1), (150, 1)]);
-        // Also when a chunk was resent, and nobody noted some bytes.
+        // Also when a chunk was resent, and no thread noted some bytes.
         events.follow(3, 0, handle(1));
         over(0, 50);
         events.chunk_begins(3, 0, &Chunk { again: true, ..chunk(50, 100, 300) });
@@ -194,7 +194,7 @@ mod told {
         }
         let path = |rail, fd| Path { carrier: Carrier::Socket { fd }, rail, peer: None };
         events.set_path(1, path(0, 6));
-        assert!(!events.joins(), "before anybody has listened");
+        assert!(!events.joins(), "before a profiler has listened");
         events.follow(3, 0, handle(1));
         assert!(events.joins());
         // The chunks and their order no longer matter: all waits belong to the transfer.

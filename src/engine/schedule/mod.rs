@@ -26,7 +26,7 @@
 //!
 //! # States of a stream
 //!
-//! | state | who looks next | until |
+//! | state | the thread that polls next | until |
 //! |---|---|---|
 //! | absent | the control thread: it dials | the handshake is proved |
 //! | idle | its worker, asleep in `epoll_wait`, or polling for [`constants::HOT`] or [`constants::HOT_BETWEEN`] after the last progress | a kick or an event |

@@ -262,7 +262,7 @@ fn a_port_that_goes_down_or_comes_back_raises_the_alarm() {
     let is_seen = || ends.send.base().alarm.is_raised() || lost(ends.send.base()) == 1;
     let port = &ends.send.base().adapters[0];
     port.set_port_down(true);
-    assert!(is_seen(), "whoever looks next knows, or somebody has looked");
+    assert!(is_seen(), "the next thread to poll knows, or one has polled");
     until("the sender gives it up", || {
         traffic(&ends, &mut Dice(9), 1, |_, _| ());
         (lost(ends.send.base()) == 1).then_some(())

@@ -342,7 +342,7 @@ impl Context {
         let mut event = RawAsyncEvent { element: 0, kind: 0 };
         // SAFETY: an open context, and room for the answer.
         while unsafe { (self.0.verbs.get_async_event)(self.raw(), &raw mut event) } != 0 {
-            // Nobody would look again for an event that was there before the interruption.
+            // No thread would look again for an event that was there before the interruption.
             if io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
                 return None;
             }

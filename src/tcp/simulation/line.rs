@@ -74,7 +74,7 @@ impl Line {
                     assert!(damaged, "what is whole is taken");
                     return false;
                 }
-                Err(Refused::Wrong(error)) => panic!("whoever changes a bit forges no header: {error}"),
+                Err(Refused::Wrong(error)) => panic!("a changed bit forges no header: {error}"),
                 Ok(Some(Item::Began(got))) => {
                     assert_eq!(got, *header);
                     began = true;

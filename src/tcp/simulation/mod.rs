@@ -37,7 +37,7 @@ impl Dice {
     }
 }
 
-/// Plays one seed. `Ok(true)`: everything arrived; `Ok(false)`: it did not within the steps; an error: somebody
+/// Plays one seed. `Ok(true)`: everything arrived; `Ok(false)`: it did not within the steps; an error: one side
 /// refused what came.
 fn play(seed: u64, mischief: Mischief) -> Result<(World, bool)> {
     let mut world = World::new(seed, mischief)?;
@@ -83,8 +83,8 @@ fn a_game_with_damaged_frames(seed: u64) {
     settled.unwrap_or_else(|error| panic!("refused: {error}"));
 }
 
-/// The network repeats data frames, on any stream. Nobody may take the same bytes twice (the ledger checks that), and
-/// once all that is on the way has come, somebody has refused it; unless the frame that was repeated was lost itself.
+/// The network repeats data frames, on any stream. Neither side may take the same bytes twice (the ledger checks that), and
+/// once all that is on the way has come, one side has refused it; unless the frame that was repeated was lost itself.
 fn a_game_with_repeated_frames(seed: u64) {
     if let Ok((mut world, _)) = play(seed, Mischief::Repeat)
         && world.repeats_taken > 0

@@ -580,7 +580,7 @@ impl World {
         }
     }
 
-    /// A frame that nobody would send, to either side.
+    /// A frame that no correct peer sends, to either side.
     fn invent(&mut self, index: usize) {
         if self.dice.roll(16) == 0 {
             return self.flood(index);

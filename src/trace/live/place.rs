@@ -90,7 +90,7 @@ pub(in crate::trace) fn sweep(dir: &Path, prefix: &str, ending: &str) {
 
 /// Whether a process of this number exists here.
 fn is_there(pid: i32) -> bool {
-    // SAFETY: signal 0 is sent to nobody.
+    // SAFETY: signal 0 is not delivered to any process.
     let sent = unsafe { libc::kill(pid, 0) };
     sent == 0 || io::Error::last_os_error().raw_os_error() != Some(libc::ESRCH)
 }
