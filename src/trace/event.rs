@@ -27,11 +27,12 @@ pub enum Kind {
     CeColl = 12,
     CeSync = 13,
     CeBatch = 14,
+    KernelPhase = 15,
 }
 
 impl Kind {
     /// All of them, in the order of their bits.
-    pub const ALL: [Kind; 15] = [
+    pub const ALL: [Kind; 16] = [
         Kind::Group,
         Kind::Coll,
         Kind::P2p,
@@ -47,6 +48,7 @@ impl Kind {
         Kind::CeColl,
         Kind::CeSync,
         Kind::CeBatch,
+        Kind::KernelPhase,
     ];
 
     /// The kind's bit in NCCL's event mask.
@@ -80,6 +82,7 @@ impl Kind {
             Kind::CeColl => "CeColl",
             Kind::CeSync => "CeSync",
             Kind::CeBatch => "CeBatch",
+            Kind::KernelPhase => "KernelPhase",
         }
     }
 
@@ -91,7 +94,7 @@ impl Kind {
     /// The mask bits any of which makes NCCL emit this kind: a child brings its ancestors along.
     pub(crate) const fn triggers(self) -> u32 {
         use Kind::*;
-        let transfer = ProxyOp.bit() | ProxyStep.bit() | KernelCh.bit() | NetPlugin.bit();
+        let transfer = ProxyOp.bit() | ProxyStep.bit() | KernelCh.bit() | KernelPhase.bit() | NetPlugin.bit();
         let engine = CeColl.bit() | CeSync.bit() | CeBatch.bit();
         match self {
             GroupApi => GroupApi.bit() | CollApi.triggers() | P2pApi.triggers() | KernelLaunch.bit() | Group.triggers(),
@@ -103,7 +106,8 @@ impl Kind {
             ProxyOp => ProxyOp.bit() | ProxyStep.bit() | NetPlugin.bit(),
             ProxyStep => ProxyStep.bit() | NetPlugin.bit(),
             CeColl => engine,
-            KernelLaunch | ProxyCtrl | KernelCh | NetPlugin | CeSync | CeBatch => self.bit(),
+            KernelCh => KernelCh.bit() | KernelPhase.bit(),
+            KernelLaunch | ProxyCtrl | NetPlugin | CeSync | CeBatch | KernelPhase => self.bit(),
         }
     }
 }
@@ -418,6 +422,13 @@ pub enum Body {
         channel: u8,
         timer: u64,
     },
+    /// A part of a kernel on symmetric memory, from v7 on: the barrier before its work, the work, or the barrier behind it.
+    KernelPhase {
+        channel: u8,
+        number: u8,
+        name: Name,
+        timer: u64,
+    },
     NetSocket {
         fd: i32,
         op: i32,
@@ -474,6 +485,7 @@ impl Body {
             Body::ProxyStep { .. } => Kind::ProxyStep,
             Body::ProxyCtrl => Kind::ProxyCtrl,
             Body::KernelCh { .. } => Kind::KernelCh,
+            Body::KernelPhase { .. } => Kind::KernelPhase,
             Body::NetSocket { .. }
             | Body::NetIb { .. }
             | Body::NetTowline(_)
@@ -547,6 +559,7 @@ pub mod state {
     pub(crate) const KERNEL_STOP: u8 = 22;
     pub(crate) const GROUP_START_API_STOP: u8 = 23;
     pub(crate) const GROUP_END_API_START: u8 = 24;
+    pub const KERNEL_PHASE_STOP: u8 = 31;
 
     /// What a person reads for a state.
     pub fn label(state: u8) -> &'static str {
@@ -577,6 +590,7 @@ pub mod state {
             GROUP_START_API_STOP => "GroupStartApiStop",
             GROUP_END_API_START => "GroupEndApiStart",
             25..=30 => "CeState",
+            KERNEL_PHASE_STOP => "KernelPhaseStop",
             _ => "?",
         }
     }

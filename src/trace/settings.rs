@@ -279,7 +279,7 @@ mod tests {
         let mask = |text| of(&[("TOWLINE_PROFILE", "trace"), ("TOWLINE_PROFILE_EVENTS", text)]).0.unwrap().mask;
         assert_eq!(mask("coll,ProxyStep"), 2 | 16);
         assert_eq!(mask("0x82"), 0x82);
-        assert_eq!(mask("all"), 0x7fff);
+        assert_eq!(mask("all"), 0xffff);
         assert_eq!(of(&[("TOWLINE_PROFILE", "trace"), ("TOWLINE_PROFILE_EVENTS", "col")]).1.len(), 1);
         assert_eq!(of(&[("TOWLINE_PROFILE", "trace")]).0.unwrap().mask & Kind::ProxyCtrl.bit(), 0);
     }

@@ -80,7 +80,10 @@ pub(crate) fn family(process: &Process) {
         let kind = record.body.kind().unwrap();
         assert_eq!(stops.get(&record.id), Some(&1), "{kind:?} {} is stopped once", record.id);
         if record.parent == 0 {
-            assert!(!matches!(kind, Kind::ProxyStep | Kind::NetPlugin | Kind::KernelCh), "{kind:?} without a parent");
+            assert!(
+                !matches!(kind, Kind::ProxyStep | Kind::NetPlugin | Kind::KernelCh | Kind::KernelPhase),
+                "{kind:?} without a parent"
+            );
             continue;
         }
         let parent = starts.get(&record.parent).unwrap_or_else(|| panic!("{kind:?}: no parent {}", record.parent));
@@ -91,6 +94,7 @@ pub(crate) fn family(process: &Process) {
             Kind::CeColl => &[Kind::CollApi],
             Kind::CeSync | Kind::CeBatch => &[Kind::CeColl],
             Kind::ProxyOp | Kind::KernelCh => &[Kind::Coll, Kind::P2p],
+            Kind::KernelPhase => &[Kind::KernelCh],
             Kind::ProxyStep => &[Kind::ProxyOp],
             Kind::NetPlugin => &[Kind::ProxyStep],
             Kind::Group | Kind::GroupApi | Kind::ProxyCtrl => &[],

@@ -72,7 +72,11 @@ pub(crate) enum Event<'a> {
     CeBatch {
         bytes: usize,
     },
-    KernelPhase,
+    KernelPhase {
+        channel: u8,
+        number: u8,
+        timer: u64,
+    },
 }
 
 /// A communicator as NCCL describes it.
@@ -261,7 +265,7 @@ impl Event<'_> {
             Event::CeColl { .. } => (ncclProfileCeColl, 6),
             Event::CeSync => (ncclProfileCeSync, 6),
             Event::CeBatch { .. } => (ncclProfileCeBatch, 6),
-            Event::KernelPhase => (ncclProfileKernelPhase, 7),
+            Event::KernelPhase { .. } => (ncclProfileKernelPhase, 7),
         };
         (kind.into(), since)
     }
@@ -459,7 +463,15 @@ impl Host {
                 rank,
                 |d: &mut ncclProfilerEventDescr_v7_t| {
                     match event {
-                        Event::KernelPhase => d.u.kernelPhase.phaseName = c"compute".as_ptr(),
+                        Event::KernelPhase { channel, number, timer } => {
+                            let names = [c"initial_sync", c"compute", c"final_sync"];
+                            d.u.kernelPhase = ncclProfilerKernelPhase_v7_t {
+                                channelId: channel,
+                                phaseId: number,
+                                phaseName: names[usize::from(number)].as_ptr(),
+                                pTimer: timer,
+                            };
+                        }
                         _ => fill_v6!(d, event, comm),
                     }
                     match event {
@@ -511,7 +523,9 @@ impl Host {
         // SAFETY: zeroed plain data.
         let mut args: ncclProfilerEventStateArgs_v4_t = unsafe { std::mem::zeroed() };
         match state {
-            number if number == ncclProfilerKernelChStop => args.kernelCh.pTimer = value,
+            number if [ncclProfilerKernelChStop, ncclProfilerKernelPhaseStop].contains(&number) => {
+                args.kernelCh.pTimer = value;
+            }
             number if number == ncclProfilerProxyCtrlAppendEnd => args.proxyCtrl.appendedProxyOps = value as c_int,
             _ => args.proxyStep.transSize = value as usize,
         }

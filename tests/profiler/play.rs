@@ -163,8 +163,18 @@ impl Comm {
             host.stop(send);
             host.stop(recv);
         }
-        for kernel in kernels {
-            host.state(kernel, ncclProfilerKernelChStop, gpu_clock());
+        for (channel, kernel) in (0..).zip(kernels) {
+            let ended = gpu_clock();
+            // As NCCL 2.31 reports the phases of a kernel on symmetric memory, when it is over.
+            let quarter = (ended - began) / 4;
+            let bounds = [began, began + quarter, began + 3 * quarter, ended];
+            for number in 0..3 {
+                let timer = bounds[usize::from(number)];
+                let phase = self.start(kernel, Event::KernelPhase { channel, number, timer });
+                host.state(phase, ncclProfilerKernelPhaseStop, bounds[usize::from(number) + 1]);
+                host.stop(phase);
+            }
+            host.state(kernel, ncclProfilerKernelChStop, ended);
             host.stop(kernel);
         }
     }

@@ -195,6 +195,9 @@ fn round(comm: &Comm, seq: u64, pid: c_int) -> u64 {
         host.state(op, ncclProfilerProxyOpSendDone, 64);
     }
     host.stop(op);
+    let phase = comm.start(kernel, Event::KernelPhase { channel: 0, number: 1, timer: seq });
+    host.state(phase, ncclProfilerKernelPhaseStop, seq);
+    host.stop(phase);
     host.state(kernel, ncclProfilerKernelChStop, seq);
     host.stop(kernel);
     taken

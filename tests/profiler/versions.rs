@@ -1,6 +1,6 @@
 //! Every version of the interface tells what it has to tell.
 
-use towline::trace::event::{Body, CollApi, Kind, P2p};
+use towline::trace::event::{Body, CollApi, Kind, P2p, state};
 
 use super::check;
 use super::host::{CommDescr, Event, Host};
@@ -40,8 +40,6 @@ pub(crate) fn play(version: u32) {
         host.stop(coll);
         host.stop(api);
     }
-    let phase = host.start(comm.context, descr, std::ptr::null_mut(), Event::KernelPhase);
-    assert!(phase.is_null(), "nobody asked for a kernel's phases");
     comm.finalize();
 }
 
@@ -66,6 +64,7 @@ fn version(number: u32) {
     assert_eq!((count(Kind::ProxyOp), count(Kind::ProxyStep)), (ops, ops * 5));
     assert_eq!(count(Kind::NetPlugin), if number >= 3 { ops * 5 * 2 } else { 0 });
     assert_eq!(count(Kind::KernelCh), if number >= 3 { COLLECTIVES * 2 } else { 0 });
+    assert_eq!(count(Kind::KernelPhase), if number >= 7 { COLLECTIVES * 2 * 3 } else { 0 });
     assert_eq!(count(Kind::CollApi), if number >= 5 { COLLECTIVES + u64::from(number >= 6) } else { 0 });
     assert_eq!(count(Kind::CeColl) + count(Kind::CeSync) + count(Kind::CeBatch), if number >= 6 { 3 } else { 0 });
     if number >= 4 {
@@ -74,6 +73,15 @@ fn version(number: u32) {
     for call in check::starts(process, Kind::P2p).into_iter().chain(check::starts(process, Kind::CollApi)) {
         let (Body::P2p(P2p { tag, .. }) | Body::CollApi(CollApi { tag, .. })) = call.body else { unreachable!() };
         assert_eq!(tag, if number >= 7 { u64::MAX } else { 0 });
+    }
+    for phase in check::starts(process, Kind::KernelPhase) {
+        let Body::KernelPhase { number, name, timer, .. } = phase.body else { unreachable!() };
+        assert_eq!(name.text(), ["initial_sync", "compute", "final_sync"][usize::from(number)]);
+        let ended = process.records.iter().find_map(|record| match record.body {
+            Body::State { state: state::KERNEL_PHASE_STOP, arg, .. } if record.id == phase.id => Some(arg),
+            _ => None,
+        });
+        assert!(timer > 0 && ended.is_some_and(|ended| ended >= timer), "{phase:?} ended at {ended:?}");
     }
     for coll in check::starts(process, Kind::Coll) {
         let Body::Coll(coll) = coll.body else { unreachable!() };
@@ -89,6 +97,9 @@ fn version(number: u32) {
     assert_eq!(words[4..6], ["12", "kB"], "three times a thousand floats: {summary}");
     let sent = summary.lines().find(|line| line.trim_start().starts_with("Send ")).expect(&summary);
     assert!(sent.contains("400 B") && sent.contains("(1 without operations"), "{summary}");
+    let phase = summary.lines().find(|line| line.trim_start().starts_with("initial_sync "));
+    let times = phase.map(|line| line.split_whitespace().nth(1).map(str::to_owned).unwrap_or_default());
+    assert_eq!(times, (number >= 7).then(|| (COLLECTIVES * 2).to_string()), "{summary}");
     let peer = summary.lines().find(|line| line.contains("send to 2")).expect(&summary);
     assert!(peer.contains("123 kB"), "30 steps of 4096 bytes, by steps or, up to v3, by operations: {summary}");
 }

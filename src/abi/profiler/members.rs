@@ -297,7 +297,7 @@ pub(super) unsafe fn change_v4(
                 }
                 state::CTRL_IDLE..=state::CTRL_APPEND_END => change.arg = args.proxyCtrl.appendedProxyOps as u64,
                 state::NET_UPDATE => change.data = args.netPlugin.data,
-                state::KERNEL_STOP => change.arg = args.kernelCh.pTimer,
+                state::KERNEL_STOP | state::KERNEL_PHASE_STOP => change.arg = args.kernelCh.pTimer,
                 _ => {}
             }
         }
@@ -314,7 +314,7 @@ pub(super) fn args_v4(change: &Change) -> ncclProfilerEventStateArgs_v4_t {
         }
         Ok(state::CTRL_IDLE..=state::CTRL_APPEND_END) => args.proxyCtrl.appendedProxyOps = change.arg as c_int,
         Ok(state::NET_UPDATE) => args.netPlugin.data = change.data,
-        Ok(state::KERNEL_STOP) => args.kernelCh.pTimer = change.arg,
+        Ok(state::KERNEL_STOP | state::KERNEL_PHASE_STOP) => args.kernelCh.pTimer = change.arg,
         _ => {}
     }
     args

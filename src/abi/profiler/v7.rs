@@ -1,16 +1,17 @@
 //! v7 of the profiler interface, loaded by NCCL 2.31 and later.
 //!
-//! New against v6: members at the ends of the structures of calls (the user's tag, the kernel's variant), and events of a
-//! kernel's phases, which are not asked for. A collective's tag is kept with the host call above it.
+//! New against v6: members at the ends of the structures of calls (the user's tag, the kernel's variant), and events of the
+//! phases of kernels on symmetric memory, which NCCL 2.31 reports when the kernel is over. A collective's tag is kept with
+//! the host call above it.
 
-use std::ffi::c_void;
+use std::ffi::{c_int, c_void};
 
-use super::members::{self, Net, net};
+use super::members::{self, Net, descr, net};
 use super::v6::V6;
 use super::{Version, functions, init_of_table_since_v5, init_since_v5, profiler_version};
 use crate::nccl::ffi::*;
 use crate::trace::chain::{Change, Start};
-use crate::trace::event::{Body, Kind};
+use crate::trace::event::{Body, Kind, state};
 use crate::trace::names::Name;
 
 /// The version.
@@ -39,6 +40,15 @@ impl Version for V7 {
     }
 
     unsafe fn decode(d: &Self::Descr) -> Option<Start> {
+        if d.type_ == u64::from(Kind::KernelPhase.bit()) {
+            // SAFETY: the member that goes with the type, whose string is a C string or null.
+            let body = unsafe {
+                let p = &d.u.kernelPhase;
+                let name = Name::from_ptr(p.phaseName);
+                Body::KernelPhase { channel: p.channelId, number: p.phaseId, name, timer: p.pTimer }
+            };
+            return Some(members::start(d.parentObj, d.rank, body));
+        }
         // SAFETY: a descriptor of v7 begins with that of v6: each member of v6's union lies at the same place and is the
         // beginning of v7's member of that name (tests/abi/layout.rs has both from NCCL's headers). v6's is no longer, and
         // aligned alike (above). The promise is passed on; v6 reads the member that the type says, and none of a type that
@@ -62,6 +72,16 @@ impl Version for V7 {
     }
 
     fn encode(start: &Start, parent: *mut c_void, group: *mut c_void) -> Option<Self::Descr> {
+        if let Body::KernelPhase { channel, number, name, timer } = start.body {
+            let mut d = descr!(ncclProfilerEventDescr_v7_t, start, Kind::KernelPhase, parent);
+            d.u.kernelPhase = ncclProfilerKernelPhase_v7_t {
+                channelId: channel,
+                phaseId: number,
+                phaseName: name.as_ptr(),
+                pTimer: timer,
+            };
+            return Some(d);
+        }
         let old = V6::encode(start, parent, group)?;
         // SAFETY: plain data, for which zero is a value: null pointers, no tag.
         let mut d: Self::Descr = unsafe { std::mem::zeroed() };
@@ -87,7 +107,7 @@ impl Version for V7 {
     }
 
     fn args(change: &Change) -> Option<Self::Args> {
-        V6::args(change)
+        (change.state <= c_int::from(state::KERNEL_PHASE_STOP)).then(|| members::args_v4(change))
     }
 
     init_of_table_since_v5!();

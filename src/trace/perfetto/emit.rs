@@ -43,12 +43,12 @@ struct Open {
     track: u64,
     /// The lane to release; None when the slice is on its parent's.
     place: Option<Place>,
-    /// Host calls inside this one.
+    /// Host calls inside this one; a kernel's phases.
     children: Vec<u64>,
     /// A step's phase, and when it began.
     phase: Option<u8>,
     phase_since: u64,
-    /// A step's or an operation's bytes; a kernel's end on the GPU's clock.
+    /// A step's or an operation's bytes; the end of a kernel, or of a phase of one, on the GPU's clock.
     amount: u64,
     /// What the sender's and the receiver's arrow have in common.
     flow: u64,
@@ -375,6 +375,13 @@ impl Emitter {
                 self.insert(record, comm, 0, None, 0);
                 self.observe_gpu(record.id, when);
             }
+            Body::KernelPhase { .. } => {
+                // Without its kernel there is no place for it.
+                let Some(kernel) = self.open.get_mut(&record.parent) else { return };
+                kernel.children.push(record.id);
+                let comm = kernel.comm;
+                self.insert(record, comm, 0, None, 0);
+            }
             Body::CeSync { .. } | Body::CeBatch { .. } => {
                 self.calls.child_begins(record.parent, when, None);
                 self.slice(record, Group::Proxy, kind.label(), &annotations, &[]);
@@ -550,6 +557,7 @@ impl Emitter {
                 open.amount = arg;
                 self.observe_gpu(id, when);
             }
+            Body::KernelPhase { .. } => open.amount = arg,
             _ => {
                 let annotations = match state {
                     state::CTRL_APPEND_END => vec![("appended", Value::Uint(arg))],
@@ -566,10 +574,21 @@ impl Emitter {
         if self.calls.stop(id, when) {
             return;
         }
+        if let Some(open) = self.open.get_mut(&id)
+            && matches!(open.body, Body::KernelPhase { .. })
+        {
+            // It is drawn with its kernel.
+            open.ended.get_or_insert(when);
+            return;
+        }
         let Some(mut open) = self.open.remove(&id) else {
             self.unmatched += 1;
             return;
         };
+        if matches!(open.body, Body::KernelCh { .. }) {
+            self.calls.child_ends(open.parent, when);
+            return self.kernel(id, &open, when);
+        }
         // A call whose stop was lost ends with the group around it.
         for child in std::mem::take(&mut open.children) {
             if self.open.contains_key(&child) {
@@ -593,10 +612,6 @@ impl Emitter {
                 self.calls.child_ends(open.parent, when);
             }
             Body::CeSync { .. } | Body::CeBatch { .. } => self.calls.child_ends(open.parent, when),
-            Body::KernelCh { .. } => {
-                self.calls.child_ends(open.parent, when);
-                return self.kernel(id, &open, when);
-            }
             _ => {
                 self.rails.end(&open.body, when, &mut self.out);
                 if matches!(open.body, Body::NetTowline(part) if !part.send) && open.flow != 0 {
@@ -624,23 +639,39 @@ impl Emitter {
         }
     }
 
-    /// A kernel's slice, on the GPU's own times where they are known.
+    /// A kernel's slice and those of its phases, on the GPU's own times where they are known.
     fn kernel(&mut self, id: u64, open: &Open, when: u64) {
         let Body::KernelCh { channel, timer } = open.body else { return };
         let offset = self.comms.values().find(|comm| comm.track == open.comm).map(|comm| comm.gpu_offset);
-        let (begin, end) = match offset {
+        let times = |open: &Open, timer: u64, when: u64| match offset {
             Some(offset) if offset != i64::MAX && timer > 0 && open.amount >= timer => {
                 ((timer as i64 + offset) as u64, (open.amount as i64 + offset) as u64)
             }
             _ => (open.begin, when),
         };
+        let (begin, end) = times(open, timer, when);
         let track = self.tracks.channel(&mut self.out, open.comm, channel);
         let place = self.tracks.take(&mut self.out, Group::Kernel(track), begin);
-        let mut annotations =
-            vec![("id", Value::Uint(key::compact(id))), ("parent", Value::Uint(key::compact(open.parent)))];
-        fields::fields(&open.body, &mut |name, value| annotations.push((name, value)));
-        annotations.push(("gpu stop", Value::Uint(open.amount)));
-        self.out.begin(place.uuid, begin, Kind::KernelCh.label(), "kernel", &annotations, &[]);
+        let annotations = |id: u64, open: &Open| {
+            let mut annotations =
+                vec![("id", Value::Uint(key::compact(id))), ("parent", Value::Uint(key::compact(open.parent)))];
+            fields::fields(&open.body, &mut |name, value| annotations.push((name, value)));
+            annotations.push(("gpu stop", Value::Uint(open.amount)));
+            annotations
+        };
+        self.out.begin(place.uuid, begin, Kind::KernelCh.label(), "kernel", &annotations(id, open), &[]);
+        let mut last = begin;
+        for &id in &open.children {
+            let Some(phase) = self.open.remove(&id) else { continue };
+            let Body::KernelPhase { name, timer, .. } = phase.body else { continue };
+            let (from, to) = times(&phase, timer, phase.ended.unwrap_or(when));
+            let from = from.clamp(last, end.max(last));
+            last = to.clamp(from, end.max(from));
+            let annotations = annotations(id, &phase);
+            self.out.begin(place.uuid, from, Kind::KernelPhase.label(), name.text(), &annotations, &[]);
+            self.out.end(place.uuid, last, &Annotations::new(), &[]);
+        }
+        let end = end.max(last);
         self.out.end(place.uuid, end, &Annotations::new(), &[]);
         self.tracks.release(place, end);
     }

@@ -89,6 +89,12 @@ pub(crate) fn fields(start: &Body, put: &mut dyn FnMut(&'static str, Value)) {
             put("channel", Uint(channel.into()));
             put("gpu start", Uint(timer));
         }
+        Body::KernelPhase { channel, number, name, timer } => {
+            put("channel", Uint(channel.into()));
+            put("number", Uint(number.into()));
+            put("phase", Text(name));
+            put("gpu start", Uint(timer));
+        }
         Body::NetSocket { fd, op, length } => {
             put(SOURCE, Text("socket".into()));
             put(LENGTH, Uint(length));
@@ -258,6 +264,12 @@ pub(crate) fn body(kind: Kind, f: &Fields) -> Body {
         }),
         Kind::ProxyStep => Body::ProxyStep { step: f.int("step") },
         Kind::KernelCh => Body::KernelCh { channel: f.uint("channel") as u8, timer: f.uint("gpu start") },
+        Kind::KernelPhase => Body::KernelPhase {
+            channel: f.uint("channel") as u8,
+            number: f.uint("number") as u8,
+            name: f.text("phase"),
+            timer: f.uint("gpu start"),
+        },
         Kind::NetPlugin => net(f),
         Kind::CeColl => Body::CeColl(CeColl {
             seq: f.uint("seq"),
@@ -384,6 +396,7 @@ pub(crate) mod tests {
             Body::ProxyOp(ProxyOp { pid: 77, peer: 1, steps: 8, chunk: 4096, channel: 3, send: true }),
             Body::ProxyStep { step: 7 },
             Body::KernelCh { channel: 1, timer: 1 << 60 },
+            Body::KernelPhase { channel: 1, number: 2, name: "final_sync".into(), timer: 1 << 60 },
             Body::NetSocket { fd: 5, op: 1, length: 99 },
             Body::NetIb { device: 1, opcode: 2, qp: 3, wr_id: 4, length: 5 },
             Body::NetTowline(NetPart {

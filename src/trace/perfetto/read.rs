@@ -300,10 +300,12 @@ impl Reader {
             thread: 0,
             body: fields::body(kind, fields),
         });
-        if kind == Kind::KernelCh {
-            let arg = fields.uint("gpu stop");
-            self.push(when, id, Body::State { state: state::KERNEL_STOP, steps: 0, arg });
-        }
+        let stop = match kind {
+            Kind::KernelCh => state::KERNEL_STOP,
+            Kind::KernelPhase => state::KERNEL_PHASE_STOP,
+            _ => return,
+        };
+        self.push(when, id, Body::State { state: stop, steps: 0, arg: fields.uint("gpu stop") });
     }
 
     fn end(&mut self, track: u64, when: u64, fields: &Fields, flows: &[u64]) {

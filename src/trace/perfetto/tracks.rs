@@ -7,7 +7,7 @@
 //! │  ├─ plans                      Group: one launch of the kernel
 //! │  ├─ collectives                Coll, P2p, copy-engine collectives, until their last child is done
 //! │  ├─ channel c
-//! │  │  ├─ kernel                  KernelCh, on the GPU's clock
+//! │  │  ├─ kernel                  KernelCh > KernelPhase, on the GPU's clock
 //! │  │  ├─ send to p               ProxyOp
 //! │  │  │  └─ steps                ProxyStep > its states
 //! │  │  │     └─ wire              NetPlugin

@@ -22,6 +22,7 @@ use std::collections::BTreeMap;
 
 use super::event::{Body, CommInfo, NetTimes, Record, state};
 use super::hash::QuickMap;
+use super::names::Name;
 use super::rail::{Links, Rail};
 use calls::Calls;
 
@@ -99,6 +100,8 @@ pub(crate) struct CommStat {
     pub wires: BTreeMap<(i32, Rail, bool), WireStat>,
     /// Kernels: from the start to the end on the GPU's clock.
     pub kernels: Histogram,
+    /// The same for the phases of kernels on symmetric memory, by name.
+    pub phases: BTreeMap<Name, Histogram>,
     /// Whether it has ended.
     pub ended: bool,
 }
@@ -161,6 +164,7 @@ pub(crate) struct Summary {
     steps: QuickMap<u64, Step>,
     nets: QuickMap<u64, Net>,
     kernels: QuickMap<u64, (u64, u64, u64, u64)>,
+    phases: QuickMap<u64, (u64, Name, u64, u64)>,
 }
 
 impl Summary {
@@ -212,6 +216,7 @@ impl Summary {
         self.steps.retain(|_, step| step.op.comm != context);
         self.nets.retain(|_, net| net.comm != context);
         self.kernels.retain(|_, kernel| kernel.0 != context);
+        self.phases.retain(|_, phase| phase.0 != context);
         if let Some(comm) = self.comms.get_mut(&context) {
             comm.ended = true;
         }
@@ -289,6 +294,11 @@ impl Summary {
                 let comm = if record.context != 0 { record.context } else { self.calls.comm(record.parent) };
                 self.kernels.insert(record.id, (comm, record.parent, timer, 0));
             }
+            Body::KernelPhase { name, timer, .. } if self.phases.len() < OPEN => {
+                if let Some(&(comm, ..)) = self.kernels.get(&record.parent) {
+                    self.phases.insert(record.id, (comm, name, timer, 0));
+                }
+            }
             _ => {}
         }
     }
@@ -304,6 +314,8 @@ impl Summary {
             op.bytes = op.bytes.max(arg);
         } else if let Some(kernel) = self.kernels.get_mut(&id).filter(|_| state == state::KERNEL_STOP) {
             kernel.3 = arg;
+        } else if let Some(phase) = self.phases.get_mut(&id).filter(|_| state == state::KERNEL_PHASE_STOP) {
+            phase.3 = arg;
         }
     }
 
@@ -335,6 +347,11 @@ impl Summary {
             if from > 0 && to >= from {
                 self.comms.entry(comm).or_default().kernels.add(to - from);
             }
+        } else if let Some((comm, name, from, to)) = self.phases.remove(&id)
+            && from > 0
+            && to >= from
+        {
+            self.comms.entry(comm).or_default().phases.entry(name).or_default().add(to - from);
         }
     }
 
@@ -439,6 +456,9 @@ impl CommStat {
             self.wires.entry(*key).or_default().add(wire);
         }
         self.kernels.merge(&other.kernels);
+        for (&name, phase) in &other.phases {
+            self.phases.entry(name).or_default().merge(phase);
+        }
     }
 }
 

@@ -15,6 +15,7 @@ pub(crate) fn render(summary: &Summary, title: &str) -> String {
         }
         let _ = writeln!(out, "\n{}{}", comm.info.title(), if comm.ended { "" } else { " (alive)" });
         calls(&mut out, comm);
+        phases(&mut out, comm);
         peers(&mut out, comm);
         wires(&mut out, comm);
     }
@@ -59,6 +60,17 @@ fn calls(out: &mut String, comm: &CommStat) {
                 count => format!("  ({count} without operations: enqueueing only)"),
             }
         );
+    }
+}
+
+fn phases(out: &mut String, comm: &CommStat) {
+    if comm.phases.is_empty() {
+        return;
+    }
+    let _ = writeln!(out, "  {:<16} {:>8} {:>9} {:>9} {:>9}", "kernel phase", "count", "p50", "p95", "p99");
+    for (name, stat) in &comm.phases {
+        let p = |share| time(stat.percentile(share));
+        let _ = writeln!(out, "  {:<16} {:>8} {:>9} {:>9} {:>9}", name.text(), stat.count(), p(0.5), p(0.95), p(0.99));
     }
 }
 
