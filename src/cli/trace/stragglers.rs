@@ -22,17 +22,21 @@ const CLEARLY: f64 = 1.5;
 /// The same where there is one other. Two ranks of a busy machine were seen to differ by 1.97.
 const CLEARLY_OF_TWO: f64 = 3.0;
 
-/// A late rank is so many times later than the others are when one of them is the last.
+/// A late rank is so many times later than the last of the others.
 const LATER: u64 = 2;
 
 /// Fewer collectives than this are no evidence about a rank.
-const ENOUGH: usize = 5;
+const ENOUGH: usize = 12;
+
+/// Of fewer than this, a late rank must be the last of nearly all: a rank that waits for a processor stays late for several
+/// collectives, and one such wait is a large part of them.
+const ENOUGH_FOR_MOST: usize = 64;
 
 /// Waits below this are the scheduler's noise.
 const NOISE_NS: u64 = 20_000;
 
 /// The same about several ranks together, of which chance makes some the last for a while.
-const ENOUGH_FOR_SEVERAL: usize = 24;
+const ENOUGH_FOR_SEVERAL: usize = 96;
 
 /// What chance makes a rank late, at least: where ranks share two processors the same one was seen to be the last of nearly
 /// all collectives, by 70 to 110 µs.
@@ -64,13 +68,21 @@ struct Place {
     global: Option<i32>,
 }
 
-/// The last arrival at a collective.
-struct Last {
+/// When the ranks came to a collective.
+struct Meeting<'a> {
     /// When the middle one came.
     middle: u64,
-    rank: i32,
-    /// How much later it came.
-    late: u64,
+    /// The rank that came last.
+    last: i32,
+    arrivals: &'a [(i32, u64)],
+}
+
+impl Meeting<'_> {
+    /// How much later than the middle one the last of the ranks that `are` in question came.
+    fn lateness(&self, are: impl Fn(i32) -> bool) -> u64 {
+        let whens = self.arrivals.iter().filter(|&&(rank, _)| are(rank)).map(|&(_, when)| when);
+        whens.max().unwrap_or(0).saturating_sub(self.middle)
+    }
 }
 
 #[derive(Default)]
@@ -163,29 +175,28 @@ impl Comm {
     fn late_ranks(&self) -> Option<String> {
         let bound = self.bound?;
         let ranks = self.places.len();
-        // Of each collective, in order of time: the middle arrival, the last rank, and how late it was.
-        let mut lasts: Vec<Last> = Vec::new();
+        let mut meetings: Vec<Meeting<'_>> = Vec::new();
         for arrivals in self.arrivals.values().filter(|arrivals| arrivals.len() == ranks && ranks > 1) {
             let mut times: Vec<u64> = arrivals.iter().map(|&(_, when)| when).collect();
             times.sort_unstable();
             // The middle of the others: with two ranks, the earlier one.
             let middle = times[(times.len() - 1) / 2];
-            let &(rank, when) = arrivals.iter().max_by_key(|&&(_, when)| when)?;
-            lasts.push(Last { middle, rank, late: when - middle });
+            let &(last, _) = arrivals.iter().max_by_key(|&&(_, when)| when)?;
+            meetings.push(Meeting { middle, last, arrivals });
         }
-        lasts.sort_unstable_by_key(|last| (last.middle, last.rank));
+        meetings.sort_unstable_by_key(|meeting| (meeting.middle, meeting.last));
         let mut times: BTreeMap<i32, usize> = BTreeMap::new();
-        lasts.iter().for_each(|last| *times.entry(last.rank).or_default() += 1);
+        meetings.iter().for_each(|meeting| *times.entry(meeting.last).or_default() += 1);
         let mut often: Vec<(i32, usize)> = times.into_iter().collect();
         often.sort_by_key(|&(rank, times)| (std::cmp::Reverse(times), rank));
         let late = |count: usize| {
             let late: Vec<i32> = often.iter().take(count).map(|&(rank, _)| rank).collect();
             // Each of them has its turns.
-            let least = often.get(count - 1).is_some_and(|&(_, times)| times * 3 * count >= lasts.len());
-            least.then(|| lateness(&lasts, &late, ranks, bound)).flatten().map(|found| (late, found))
+            let least = often.get(count - 1).is_some_and(|&(_, times)| times * 3 * count >= meetings.len());
+            least.then(|| lateness(&meetings, &late, ranks, bound)).flatten().map(|found| (late, found))
         };
         let (late, (times, typical)) = late(1).or_else(|| (2..=ranks / 2).find_map(late))?;
-        let count = lasts.len();
+        let count = meetings.len();
         let (typical, bound) = (time(typical), time(bound));
         let places: Vec<String> = late.iter().map(|&rank| self.name_of(rank)).collect();
         Some(match &places[..] {
@@ -288,29 +299,32 @@ impl Comm {
 }
 
 /// At how many collectives one of the ranks `late` was the last, and how late it typically was, if that is no chance.
-fn lateness(lasts: &[Last], late: &[i32], ranks: usize, bound: u64) -> Option<(usize, u64)> {
-    let count = lasts.len();
+fn lateness(meetings: &[Meeting<'_>], late: &[i32], ranks: usize, bound: u64) -> Option<(usize, u64)> {
+    let count = meetings.len();
     if count < if late.len() == 1 { ENOUGH } else { ENOUGH_FOR_SEVERAL } {
         return None;
     }
-    let is_own = |last: &&Last| late.contains(&last.rank);
-    let lateness = |own: bool| {
-        let mut all: Vec<u64> = lasts.iter().filter(|last| is_own(last) == own).map(|last| last.late).collect();
-        (all.len(), median(&mut all))
-    };
-    // By chance one rank in three is the last as often as not; two times in three is no chance. Of several, half of what is not
-    // theirs by chance must be theirs.
+    // Chance makes each rank the last of its share. Of the rest three in four must be theirs; of one rank all but one in ten,
+    // while there are few.
     let is_often = |times: usize, of: usize| match late.len() {
-        1 => times * 3 >= of * 2,
-        several => times * 2 * ranks >= of * (ranks + several),
+        1 if count < ENOUGH_FOR_MOST => times * 10 >= of * 9,
+        1 => times * 4 >= of * 3,
+        several => times * 4 * ranks >= of * (3 * ranks + several),
     };
-    let slices = lasts.chunks(count.div_ceil(SLICES));
-    let own_times = |slice: &[Last]| slice.iter().filter(is_own).count();
+    let slices = meetings.chunks(count.div_ceil(SLICES));
+    let own_times = |slice: &[Meeting<'_>]| slice.iter().filter(|meeting| late.contains(&meeting.last)).count();
     let lasting = slices.clone().filter(|slice| is_often(own_times(slice), slice.len())).count() + 1 >= slices.len();
-    let (times, typical) = lateness(true);
-    // The effect of chance alone: how late the others are when they are the last.
-    let noise = lateness(false).1.max(CHANCE_NS);
-    let mut periods: Vec<u64> = lasts.windows(2).map(|pair| pair[1].middle - pair[0].middle).collect();
+    let lateness = |own: bool| {
+        let of = |meeting: &Meeting<'_>| meeting.lateness(|rank| late.contains(&rank) == own);
+        let mut all: Vec<u64> = meetings.iter().map(of).collect();
+        all.sort_unstable();
+        all
+    };
+    let (times, typical) = (own_times(meetings), lateness(true)[count / 2]);
+    // The effect of chance: how late the last of the others is at the worst quarter of all collectives. Counting only those at
+    // which one of them is the last of all would count the worst that happens to them beside a rank that is always late.
+    let noise = lateness(false)[count * 3 / 4].max(CHANCE_NS);
+    let mut periods: Vec<u64> = meetings.windows(2).map(|pair| pair[1].middle - pair[0].middle).collect();
     let clear = is_often(times, count)
         && lasting
         && typical > LATER * noise
