@@ -264,10 +264,14 @@ unsafe fn body_of(event: u64, change: &Change) -> Option<Body> {
 }
 
 impl Profiler {
-    /// Whether this change of state was the event's last one too: NCCL tells at each attempt to send that the receiver is not
-    /// ready, many times in a microsecond.
+    /// Whether this change of state is of no use: that an operation is in progress is shown in a trace only. And it may have been
+    /// the event's last one too: NCCL tells at each attempt to send that the receiver is not ready, many times in a
+    /// microsecond.
     #[inline]
     fn knows(&self, event: u64, now: c_int) -> bool {
+        if now == c_int::from(state::OP_IN_PROGRESS) {
+            return !self.settings.trace;
+        }
         if now != c_int::from(state::STEP_SEND_PEER_WAIT) {
             return false;
         }

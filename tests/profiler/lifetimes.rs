@@ -6,7 +6,9 @@ use std::process::Stdio;
 use std::ptr::null_mut;
 use std::time::{Duration, Instant};
 
-use towline::nccl::ffi::{ncclProfilerProxyStepSendGPUWait, ncclProfilerProxyStepSendWait};
+use towline::nccl::ffi::{
+    ncclProfilerProxyOpInProgress_v4, ncclProfilerProxyStepSendGPUWait, ncclProfilerProxyStepSendWait,
+};
 use towline::trace::event::{Body, Kind, Record};
 use towline::trace::perfetto::proto::{SLICE_BEGIN, SLICE_END};
 use towline::trace::perfetto::{file::Packets, read::read};
@@ -37,6 +39,31 @@ fn without_being_asked_the_profiler_does_nothing_at_all() {
     let dir = tempfile::tempdir().unwrap();
     super::finish(super::command("silent", dir.path()).env("TOWLINE_STATUS", "0").spawn().unwrap());
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+}
+
+/// NCCL says of each operation that it is in progress; here so often that there is no room for all.
+pub(crate) fn play_in_progress() {
+    let mut mask = 0;
+    let host = Host::load(6);
+    let context = host.init(COMM, &mut mask);
+    let pid = std::process::id().cast_signed();
+    let op = Event::ProxyOp { pid, channel: 0, peer: 1, steps: 1, chunk: 64, send: true };
+    let op = host.start(context, COMM, null_mut(), op);
+    assert!(!op.is_null());
+    (0..100_000).for_each(|_| host.state(op, ncclProfilerProxyOpInProgress_v4, 0));
+    host.stop(op);
+    host.finalize(context);
+}
+
+#[test]
+fn that_an_operation_is_in_progress_costs_a_record_only_where_it_is_drawn() {
+    for (profile, costs) in [("trace", true), ("summary", false)] {
+        let dir = tempfile::tempdir().unwrap();
+        let settings = [("TOWLINE_PROFILE", profile), ("TOWLINE_PROFILE_BUFFER", "1")];
+        let output = super::run("in-progress", dir.path(), &settings);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(said.contains("profiler events were dropped"), costs, "{profile}: {said}");
+    }
 }
 
 pub(crate) fn play_pressure() {

@@ -43,6 +43,7 @@ fn scenario() {
         ("threads", number) => setups::play_threads(number.parse().unwrap()),
         ("silent", _) => lifetimes::play_silent(),
         ("pressure", _) => lifetimes::play_pressure(),
+        ("in-progress", _) => lifetimes::play_in_progress(),
         ("forever", _) => lifetimes::play_forever(),
         ("abort", _) => lifetimes::play_abort(),
         ("fork", _) => lifetimes::play_fork(),
