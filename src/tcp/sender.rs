@@ -30,7 +30,7 @@ use crate::engine::counters::Counters;
 use crate::engine::events;
 use crate::engine::poller::{Progress, Registration};
 use crate::engine::request::Ticket;
-use crate::engine::schedule::constants::{INLINE_MAX, SHORT_MAX};
+use crate::engine::schedule::constants::{INLINE_MAX, OWN_MAX, SHORT_MAX};
 use crate::engine::schedule::load;
 use crate::engine::span::Span;
 use crate::os::error::Result;
@@ -532,7 +532,7 @@ impl SendConn {
     /// path is long: there one stream carries little.
     #[inline]
     fn is_for_workers(&self, length: u64) -> bool {
-        length > INLINE_MAX && (self.own.far || self.streams[1].is_awake() || load::is_high())
+        length > OWN_MAX && (load::is_high() || length > INLINE_MAX && (self.own.far || self.streams[1].is_awake()))
     }
 
     /// Posts a message to the core.

@@ -35,17 +35,22 @@ pub(crate) const RECEIVE_SHARE: usize = 2 * STREAM_WINDOW as usize;
 
 // What NCCL's thread sends itself.
 
-/// Messages up to this many bytes are always sent by the caller's own thread. Longer ones are left to a worker that is
-/// awake, or, when NCCL's thread has copied much lately (`schedule::load`), to any worker: the thread serves all channels of a GPU and
-/// copies about 5 GB/s. With 16 KiB, operations of 64 and 128 KiB took up to 1.2 times as long: their messages are of 32 KiB.
+/// Messages up to this many bytes are always sent by the caller's own thread: a hand-over takes as long. With 8 KiB,
+/// all-reduces of 8 KiB took 1.1 to 1.2 times as long.
+pub(crate) const OWN_MAX: u64 = 16 << 10;
+
+/// Messages up to this many bytes are left to workers only when NCCL's thread has copied much lately (`schedule::load`):
+/// the thread serves all channels of a GPU and copies about 5 GB/s. Longer ones are left to a worker that is awake, too.
+/// Were the shorter ones left to it as well, operations of 64 and 128 KiB took up to 1.2 times as long; were they never,
+/// all-gathers of 128 KiB took 1.2 times as long, of 512 KiB over four channels (NCCL 2.18 and 2.19) 1.7 times.
 pub(crate) const INLINE_MAX: u64 = 32 << 10;
 
 /// How many nanoseconds the bytes that NCCL's thread has copied count, with falling weight.
 pub(crate) const LATELY_NS: u64 = 100_000;
 
-/// This many recent bytes are much: one message of the longest that it sends itself does not reach it, or not for long.
-/// Twice and half this value made no visible difference on two or four GPUs.
-pub(crate) const ENOUGH_COPIED: u64 = 48 << 10;
+/// This many recent bytes are much: of messages that arrive together, the thread sends the first and workers the rest.
+/// With 48 KiB, all-gathers of 128 KiB took 1.07 times as long.
+pub(crate) const ENOUGH_COPIED: u64 = 16 << 10;
 
 /// Shorter copies are not counted: they take less than a microsecond.
 pub(crate) const WORTH_COUNTING: usize = 4 << 10;

@@ -17,7 +17,8 @@
 //!
 //! | size | sent by | over | a sleeping worker is woken |
 //! |---|---|---|---|
-//! | up to [`constants::INLINE_MAX`] | NCCL's thread, in `isend` | the first stream | no |
+//! | up to [`constants::OWN_MAX`] | NCCL's thread, in `isend` | the first stream | no |
+//! | up to [`constants::INLINE_MAX`] | NCCL's thread; a worker when NCCL's thread has copied much lately ([`load`]) | the first stream; one further stream | when NCCL's thread has copied much |
 //! | up to 64 KiB | a worker that is awake, or any when NCCL's thread has copied much lately ([`load`]); else NCCL's thread | one further stream; else the first | only when NCCL's thread has copied much |
 //! | above 64 KiB | workers | one stream for each [`constants::CHUNK_MIN`] under way, those with the least on the way first | yes |
 //!

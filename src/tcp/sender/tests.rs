@@ -6,7 +6,7 @@ use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::engine::schedule::constants::{ACK_BYTES, ACK_EVERY};
+use crate::engine::schedule::constants::{ACK_BYTES, ACK_EVERY, ENOUGH_COPIED, LATELY_NS};
 use crate::os::config::Config;
 use crate::os::error::Error;
 use crate::session::frame::{POLLED, PROMPT, Type};
@@ -453,4 +453,32 @@ fn a_chunk_that_comes_to_a_sender_ends_the_connection_with_the_cause() {
         assert!(error.contains("the receiving side sent a Data frame"), "{error}");
         conn.close();
     }
+}
+
+/// Several channels send at once: NCCL's thread moves the first message and workers the rest.
+#[test]
+fn a_thread_that_has_copied_much_leaves_all_but_short_messages_to_workers() {
+    let (ours, _theirs) = loopback::sockets();
+    let net = loopback::net(Config::default());
+    let link = loopback::link(&loopback::deaf());
+    let conn = SendConn::new(net, link, loopback::peer(), ours, Seal::Plain).expect("it is watched");
+    // The load is the thread's own: another test may have run in this one.
+    let alone = std::thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            let before = conn.is_for_workers(INLINE_MAX);
+            // A thread that is held up in between tries again.
+            let began = Instant::now();
+            while !conn.is_for_workers(OWN_MAX + 1) {
+                load::copied(ENOUGH_COPIED as usize + 1);
+                assert!(began.elapsed() < Duration::from_secs(5), "it keeps everything");
+            }
+            load::copied(1 << 30);
+            let short = conn.is_for_workers(OWN_MAX);
+            std::thread::sleep(Duration::from_nanos(2 * LATELY_NS));
+            [before, short, conn.is_for_workers(INLINE_MAX)]
+        });
+        thread.join().expect("it does not panic")
+    });
+    assert_eq!(alone, [false; 3]);
+    conn.close();
 }
