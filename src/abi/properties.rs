@@ -12,6 +12,8 @@ use crate::plugin::facade;
 
 /// One version's struct of device properties.
 pub(super) trait Properties {
+    /// The latency of TCP that this version tells NCCL, in microseconds.
+    const TCP_LATENCY_US: f32;
     /// The struct for device number `dev`.
     fn new(dev: c_int, device: &'static DeviceProperties) -> Self;
 }
@@ -29,10 +31,12 @@ pub(super) unsafe extern "C" fn get_properties<P: Properties, const API: u8>(
     })
 }
 
-/// Implements [`Properties`] for one struct: its fields by name, and where each comes from.
+/// Implements [`Properties`] for one struct: the latency of TCP, its fields by name, and where each comes from.
 macro_rules! properties {
-    ($type:ident: $($field:ident),*) => {
+    ($type:ident, $latency:expr; $($field:ident),*) => {
         impl Properties for ffi::$type {
+            const TCP_LATENCY_US: f32 = $latency;
+
             fn new(dev: c_int, device: &'static DeviceProperties) -> Self {
                 // Not every version tells members, which alone need the number.
                 let _ = dev;
@@ -49,7 +53,7 @@ macro_rules! properties {
             }
         }
     };
-    (@latency $device:ident $dev:ident) => { $device.latency_us };
+    (@latency $device:ident $dev:ident) => { if $device.is_tcp { Self::TCP_LATENCY_US } else { 0.0 } };
     (@maxRecvs $device:ident $dev:ident) => { $device.max_recvs };
     (@netDeviceType $device:ident $dev:ident) => { HOST };
     (@netDeviceVersion $device:ident $dev:ident) => { ffi::NCCL_NET_DEVICE_INVALID_VERSION };
@@ -63,18 +67,34 @@ macro_rules! properties {
     (@planeId $device:ident $dev:ident) => { $device.plane };
 }
 
+/// Leaves NCCL's own estimate in force, as its Socket does.
+const NCCLS_OWN: f32 = 0.0;
+
+/// What NCCL 2.13 to 2.18 and NCCL 2.19 are told. Later releases use a later version of the interface.
+///
+/// These releases load no tuner from the network's library: only the speed, which sets the number of channels, and the
+/// latency steer their choice. `graph/tuning.cc` adds the latency to each step between nodes, for Simple twice. So a larger
+/// one leads to trees instead of rings, and to LL instead of Simple. Both send fewer messages, and one thread of NCCL's
+/// handles those of all channels. At 0, rings begin at 256 KiB in 2.18 and at 128 KiB in 2.19: there all-reduces took twice
+/// as long as over Socket. NCCL 2.19 counts twice as much as 2.18 for a tree's step with Simple, so it keeps LL at 32 KiB
+/// anyway; more than 7 µs makes 2.18 do so, too, which takes 1.2 to 1.4 times as long (two H200, `benches/nccl_networks.sh`).
+///
+/// All ranks must be told the same, or they choose differently and the job hangs: these are constants.
+const LATENCY_V6: f32 = 2.0;
+const LATENCY_V7: f32 = 30.0;
+
 /// No code on the GPU moves data for us.
 const HOST: ncclNetDeviceType = ffi::NCCL_NET_DEVICE_HOST;
 
-properties!(ncclNetProperties_v4_t:);
-properties!(ncclNetProperties_v6_t: latency, maxRecvs);
-properties!(ncclNetProperties_v7_t: latency, maxRecvs, netDeviceType, netDeviceVersion);
-properties!(ncclNetProperties_v8_t: latency, maxRecvs, netDeviceType, netDeviceVersion, regIsGlobal);
-properties!(ncclNetProperties_v9_t: latency, maxRecvs, netDeviceType, netDeviceVersion, regIsGlobal, forceFlush,
+properties!(ncclNetProperties_v4_t, NCCLS_OWN;);
+properties!(ncclNetProperties_v6_t, LATENCY_V6; latency, maxRecvs);
+properties!(ncclNetProperties_v7_t, LATENCY_V7; latency, maxRecvs, netDeviceType, netDeviceVersion);
+properties!(ncclNetProperties_v8_t, NCCLS_OWN; latency, maxRecvs, netDeviceType, netDeviceVersion, regIsGlobal);
+properties!(ncclNetProperties_v9_t, NCCLS_OWN; latency, maxRecvs, netDeviceType, netDeviceVersion, regIsGlobal, forceFlush,
     vProps, maxP2pBytes, maxCollBytes);
-properties!(ncclNetProperties_v11_t: latency, maxRecvs, netDeviceType, netDeviceVersion, regIsGlobal, forceFlush,
+properties!(ncclNetProperties_v11_t, NCCLS_OWN; latency, maxRecvs, netDeviceType, netDeviceVersion, regIsGlobal, forceFlush,
     vProps, maxP2pBytes, maxCollBytes, maxMultiRequestSize);
-properties!(ncclNetProperties_v12_t: latency, maxRecvs, netDeviceType, netDeviceVersion, regIsGlobal, forceFlush,
+properties!(ncclNetProperties_v12_t, NCCLS_OWN; latency, maxRecvs, netDeviceType, netDeviceVersion, regIsGlobal, forceFlush,
     vProps, maxP2pBytes, maxCollBytes, maxMultiRequestSize, railId, planeId);
 
 /// The members of a virtual device: up to 4 in v9 to v11, 8 in v12.
@@ -114,6 +134,8 @@ vdevice!(ncclNetVDeviceProps_v12_t);
 mod tests {
     use std::ffi::CStr;
 
+    use proptest::prelude::*;
+
     use super::*;
 
     fn device(members: Vec<i32>) -> &'static DeviceProperties {
@@ -126,7 +148,7 @@ mod tests {
             force_flush: false,
             speed_mbps: 25_000,
             port: 1,
-            latency_us: 2.5,
+            is_tcp: true,
             max_comms: 65_536,
             max_recvs: 8,
             members,
@@ -155,7 +177,7 @@ mod tests {
             ncclNetProperties_v8_t ncclNetProperties_v9_t ncclNetProperties_v10_t ncclNetProperties_v11_t
             ncclNetProperties_v12_t);
         let p = ffi::ncclNetProperties_v12_t::new(2, device);
-        assert_eq!((p.latency.to_bits(), p.maxRecvs), (2.5f32.to_bits(), 8));
+        assert_eq!((p.latency.to_bits(), p.maxRecvs), (0, 8));
         assert_eq!((p.regIsGlobal, p.forceFlush, p.netDeviceType, p.netDeviceVersion), (1, 0, 0, 0));
         assert_eq!((p.vProps.ndevs, p.vProps.devs[0]), (1, 2));
         assert_eq!((p.maxP2pBytes, p.maxCollBytes, p.maxMultiRequestSize), (1 << 40, 1 << 39, 1));
@@ -176,6 +198,29 @@ mod tests {
         for (ndevs, good) in [(-1, false), (0, false), (1, true), (4, true), (5, false)] {
             let props = ffi::ncclNetVDeviceProps_v9_t { ndevs, devs: [3, 2, 1, 0] };
             assert_eq!(props.members().is_ok_and(|m| m == &[3, 2, 1, 0][..ndevs as usize]), good, "{ndevs}");
+        }
+    }
+
+    proptest! {
+        /// The latency decides the algorithm: ranks whose devices differ must be told the same.
+        #[test]
+        fn the_latency_is_the_same_whatever_the_device(
+            speed_mbps: i32, guid: u64, port: i32, ptr_support: i32, max_comms: i32, number in 0..16i32
+        ) {
+            let other = device(vec![number]).clone();
+            let tcp = Box::leak(Box::new(DeviceProperties { speed_mbps, guid, port, ptr_support, max_comms, ..other.clone() }));
+            let rdma = Box::leak(Box::new(DeviceProperties { is_tcp: false, ..tcp.clone() }));
+            macro_rules! latencies {
+                ($of:expr; $($type:ident)*) => { [$( ffi::$type::new(number, $of).latency ),*] };
+            }
+            macro_rules! all {
+                ($of:expr) => {
+                    latencies!($of; ncclNetProperties_v6_t ncclNetProperties_v7_t ncclNetProperties_v8_t
+                        ncclNetProperties_v9_t ncclNetProperties_v11_t ncclNetProperties_v12_t)
+                };
+            }
+            prop_assert_eq!(all!(tcp), [2.0, 30.0, 0.0, 0.0, 0.0, 0.0]);
+            prop_assert_eq!(all!(rdma), [0.0; 6]);
         }
     }
 }

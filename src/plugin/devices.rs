@@ -73,8 +73,8 @@ pub(crate) struct DeviceProperties {
     pub speed_mbps: i32,
     /// The port of the card, from 0.
     pub port: i32,
-    /// The latency in microseconds; 0 leaves NCCL's own estimate in force, as its Socket does.
-    pub latency_us: f32,
+    /// Whether TCP carries the data, and not RDMA.
+    pub is_tcp: bool,
     /// The most connections.
     pub max_comms: i32,
     /// The most grouped receives in one call.
@@ -182,7 +182,7 @@ impl Plan {
             force_flush: false,
             speed_mbps: i32::try_from(speed).unwrap_or(i32::MAX),
             port: self.port,
-            latency_us: 0.0,
+            is_tcp: !is_rdma,
             max_comms: self.ports.iter().map(|port| port.max_comms).min().unwrap_or(MAX_COMMS),
             max_recvs: MAX_RECVS,
             members,
