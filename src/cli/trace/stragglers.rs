@@ -321,9 +321,11 @@ fn lateness(meetings: &[Meeting<'_>], late: &[i32], ranks: usize, bound: u64) ->
         all
     };
     let (times, typical) = (own_times(meetings), lateness(true)[count / 2]);
-    // The effect of chance: how late the last of the others is at the worst quarter of all collectives. Counting only those at
-    // which one of them is the last of all would count the worst that happens to them beside a rank that is always late.
-    let noise = lateness(false)[count * 3 / 4].max(CHANCE_NS);
+    // The effect of chance: how late the last of the others is at the worst quarter of all collectives, or a single other at the
+    // worst tenth. Counting only those at which one of them is the last of all would count the worst that happens to them beside a
+    // rank that is always late.
+    let usual = if ranks - late.len() == 1 { count * 9 / 10 } else { count * 3 / 4 };
+    let noise = lateness(false)[usual].max(CHANCE_NS);
     let mut periods: Vec<u64> = meetings.windows(2).map(|pair| pair[1].middle - pair[0].middle).collect();
     let clear = is_often(times, count)
         && lasting
