@@ -73,8 +73,9 @@ fn a_thread_that_has_copied_much_leaves_long_messages_to_workers() {
             used
         };
         for _ in 0..5 {
-            assert_eq!(burst(32 << 10).len(), 1, "up to 32 KiB the thread sends itself while nobody else is awake");
-            assert_eq!(burst(64 << 10).len(), 2, "longer ones wake the worker");
+            assert_eq!(burst(16 << 10).len(), 1, "up to 16 KiB the thread sends itself");
+            assert_eq!(burst(32 << 10).len(), 2, "of longer ones all but the first wake the worker");
+            assert_eq!(burst(64 << 10).len(), 2, "the longest that the thread sends itself, too");
         }
     });
 }

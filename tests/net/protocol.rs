@@ -277,7 +277,7 @@ fn a_receiver_that_breaks_the_protocol_ends_its_connection() {
         ("counts without end", "a Acks frame carries 136 bytes", Code::RemoteError, {
             vec![Header { length: 17 * 8, ..Header::of(Type::Acks, 0) }.encode().into()]
         }),
-        ("another life", "an acknowledgement came for a former life of its stream", Code::RemoteError, {
+        ("another life", "an acknowledgement came for an earlier epoch of its stream", Code::RemoteError, {
             vec![Header { epoch: 7, ..ack(1, 0) }.encode().into()]
         }),
         ("credit out of nothing", "the peer returned more credit than it was owed", Code::RemoteError, {
