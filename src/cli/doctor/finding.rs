@@ -10,6 +10,8 @@ pub(super) struct Finding {
     pub(super) cause: Cause,
     pub(super) what: String,
     /// The command that corrects it; a sentence where there is none.
+    // The JSON stays compatible.
+    #[serde(rename = "mend")]
     pub(super) fix: String,
 }
 
