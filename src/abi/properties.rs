@@ -202,7 +202,7 @@ mod tests {
     }
 
     proptest! {
-        /// The latency decides the algorithm: ranks whose devices differ must be told the same.
+        /// The latency decides the algorithm: ranks whose devices of one backend differ must be told the same.
         #[test]
         fn the_latency_is_the_same_whatever_the_device(
             speed_mbps: i32, guid: u64, port: i32, ptr_support: i32, max_comms: i32, number in 0..16i32

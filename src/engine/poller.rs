@@ -173,7 +173,7 @@ impl Registration {
 }
 
 impl Shared {
-    /// Whether the place `token` still holds the source with this life.
+    /// Whether the place `token` still holds the source of this generation.
     fn is(&self, token: usize, generation: u64) -> bool {
         lock(&self.entries).get(token).is_some_and(|entry| entry.generation == generation)
     }

@@ -283,7 +283,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_line_survives_and_only_whole_and_as_itself(old in cts_entries(), new in cts_entries(), cut in 1..64_usize) {
+        fn a_cts_entry_survives_and_only_whole_and_as_itself(old in cts_entries(), new in cts_entries(), cut in 1..64_usize) {
             let number = new.number;
             let bytes = new.encode();
             prop_assert_eq!(CtsEntry::decode(&bytes, number), Some(new));
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn every_bit_of_a_line_is_checked() {
+    fn every_bit_of_a_cts_entry_is_checked() {
         let cts = CtsEntry {
             address: 1 << 40,
             size: 77,
@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ring_gives_a_line_when_it_has_come() {
+    fn a_ring_gives_a_cts_entry_when_it_has_come() {
         let ring = Ring::new().expect("memory");
         let (tag, handed_on, order) = (2, 0, 0);
         let (slot, generation, number) = (0, 0, 1);

@@ -30,8 +30,7 @@
 //! | [`connection`] | a connection: the lock of its state, and which thread takes it |
 //! | [`sender`], [`receiver`] | what each direction adds |
 //! | [`flush`] | making received bytes visible to the GPU |
-//! | [`recovery`], [`outage`], [`ledger`], [`silence`], [`relapse`] | recovery when a queue pair is lost or falls silent
-//! |
+//! | [`recovery`], [`outage`], [`ledger`], [`silence`], [`relapse`] | recovery when a queue pair is lost or falls silent |
 //! | [`trouble`] | the meaning of a failed work request |
 //! | [`control`], [`sent_frames`], [`reconnect`] | the control channel, and another socket for it |
 //! | [`record`], [`greeting`], [`linking`], `relink`, `aside` | getting connected |

@@ -117,7 +117,7 @@ pub(crate) struct State {
     asked: usize,
     /// The queue pair for CTS entries, and whether it is lost with those that were under way.
     cts_qp: usize,
-    lines_are_lost: bool,
+    cts_entries_are_lost: bool,
     /// CTS entries written on it since the last one whose completion was requested.
     silent: u32,
     /// Receives to post again, by queue pair.
@@ -225,7 +225,7 @@ impl RdmaRecv {
             inbox,
             asked: 0,
             cts_qp: 0,
-            lines_are_lost: false,
+            cts_entries_are_lost: false,
             silent: 0,
             silence: Silence::default(),
             unsure: None,

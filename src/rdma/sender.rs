@@ -467,10 +467,10 @@ impl RdmaSend {
     /// Takes the CTS entries that have arrived, and starts the sends that waited for them.
     #[inline]
     fn take_cts(&self, state: &mut State) -> Result<()> {
-        if state.has_cts() { self.take_lines_that_came(state) } else { Ok(()) }
+        if state.has_cts() { self.take_cts_entries_that_came(state) } else { Ok(()) }
     }
 
-    fn take_lines_that_came(&self, state: &mut State) -> Result<()> {
+    fn take_cts_entries_that_came(&self, state: &mut State) -> Result<()> {
         loop {
             let Some(ring) = &state.ring else { return Ok(()) };
             let Some(cts) = ring.ring.read(state.next_cts) else { return Ok(()) };

@@ -103,7 +103,8 @@ impl Name {
         if text.is_null() {
             return Self::NONE;
         }
-        let recent = &RECENT[(text.addr() >> 3) % RECENTS];
+        // Mixed, since NCCL's constants lie side by side.
+        let recent = &RECENT[text.addr().wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58];
         let word = recent.load(Ordering::Acquire);
         if word >> 16 == text.addr() as u64 {
             let name = Name(word as u16);
@@ -113,8 +114,10 @@ impl Name {
             }
         }
         // SAFETY: the caller promises a terminated string.
-        let name = Self::new(unsafe { CStr::from_ptr(text) }.to_bytes());
-        if name != Self::NONE && name != Self::OTHER {
+        let bytes = unsafe { CStr::from_ptr(text) }.to_bytes();
+        let name = Self::new(bytes);
+        // One that was cut would never be found equal.
+        if name != Self::NONE && name != Self::OTHER && bytes.len() <= LONGEST {
             recent.store((text.addr() as u64) << 16 | u64::from(name.0), Ordering::Release);
         }
         name

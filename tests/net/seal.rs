@@ -448,7 +448,7 @@ fn the_same_key_with_another_line_end_connects() {
     );
 }
 
-fn mended(result: Result<(), Code>, log: &Capture, report: &str) {
+fn recovered(result: Result<(), Code>, log: &Capture, report: &str) {
     assert_eq!((result, report), (Ok(()), "connected"));
     assert!(log.contains("it travels again"), "{:?}", log.records());
 }
@@ -457,14 +457,14 @@ fn mended(result: Result<(), Code>, log: &Capture, report: &str) {
 fn checksums_are_on_when_the_listening_side_asks() {
     let ours = [("TOWLINE_CHECKSUM", "1"), ("TOWLINE_STREAMS", "1")];
     let name = "seal::checksums_are_on_when_the_listening_side_asks";
-    between_processes(name, &ours, &[("TOWLINE_STREAMS", "1")], Some(FORTH[0] + 5000), ApiVersion::V12, mended);
+    between_processes(name, &ours, &[("TOWLINE_STREAMS", "1")], Some(FORTH[0] + 5000), ApiVersion::V12, recovered);
 }
 
 #[test]
 fn checksums_are_on_when_the_connecting_side_asks() {
     let theirs = [("TOWLINE_CHECKSUM", "1"), ("TOWLINE_STREAMS", "1")];
     let name = "seal::checksums_are_on_when_the_connecting_side_asks";
-    between_processes(name, &[("TOWLINE_STREAMS", "1")], &theirs, Some(FORTH[0] + 5000), ApiVersion::V12, mended);
+    between_processes(name, &[("TOWLINE_STREAMS", "1")], &theirs, Some(FORTH[0] + 5000), ApiVersion::V12, recovered);
 }
 
 /// NCCL disables a plugin whose `init` fails or that has no device, and goes on with a network of its own, in clear. So

@@ -71,7 +71,7 @@ row1() {
     newest net::placement --skip several_streams
     newest net::deregister
     newest net::fork --skip sigpipe --skip receiver_is_killed
-    newest net::hostile empty_message second_test longer_than wrong_secret
+    newest net::hostile stale_and_foreign empty_message second_test longer_than wrong_secret
     verbs rdma::events
 }
 row2() {

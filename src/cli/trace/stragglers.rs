@@ -3,7 +3,7 @@
 //!
 //! Nothing is called slow by an absolute measure: each is compared with its like in the same job. A finding must be clear
 //! (half as slow again as the middle one, or far more where there is only one to compare with), be worth something of the
-//! whole, and last: it is there in all slices of the run, so that chance is not told.
+//! whole, and last: it is there in all slices of the run (of a late rank, in all but one), so that chance is not told.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -314,18 +314,27 @@ fn lateness(meetings: &[Meeting<'_>], late: &[i32], ranks: usize, bound: u64) ->
     let slices = meetings.chunks(count.div_ceil(SLICES));
     let own_times = |slice: &[Meeting<'_>]| slice.iter().filter(|meeting| late.contains(&meeting.last)).count();
     let lasting = slices.clone().filter(|slice| is_often(own_times(slice), slice.len())).count() + 1 >= slices.len();
-    let lateness = |own: bool| {
-        let of = |meeting: &Meeting<'_>| meeting.lateness(|rank| late.contains(&rank) == own);
-        let mut all: Vec<u64> = meetings.iter().map(of).collect();
-        all.sort_unstable();
-        all
-    };
-    let (times, typical) = (own_times(meetings), lateness(true)[count / 2]);
+    let mut own: Vec<u64> = meetings.iter().map(|meeting| meeting.lateness(|rank| late.contains(&rank))).collect();
+    own.sort_unstable();
+    let (times, typical) = (own_times(meetings), own[count / 2]);
     // The effect of chance: how late the last of the others is at the worst quarter of all collectives, or a single other at the
     // worst tenth. Counting only those at which one of them is the last of all would count the worst that happens to them beside a
     // rank that is always late.
     let usual = if ranks - late.len() == 1 { count * 9 / 10 } else { count * 3 / 4 };
-    let noise = lateness(false)[usual].max(CHANCE_NS);
+    // A rank that is late by much the same at every collective is not late by chance: two such ranks must not hide each other.
+    let is_steady = |rank: i32| {
+        let mut all: Vec<u64> = meetings.iter().map(|meeting| meeting.lateness(|other| other == rank)).collect();
+        all.sort_unstable();
+        all[count / 10] > CHANCE_NS && 2 * all[count / 10] > all[count * 3 / 4]
+    };
+    let by_chance: Vec<i32> =
+        meetings[0].arrivals.iter().map(|&(rank, _)| rank).filter(|&rank| !is_steady(rank)).collect();
+    let mut chances: Vec<u64> = meetings
+        .iter()
+        .map(|meeting| meeting.lateness(|rank| !late.contains(&rank) && by_chance.contains(&rank)))
+        .collect();
+    chances.sort_unstable();
+    let noise = chances[usual].max(CHANCE_NS);
     let mut periods: Vec<u64> = meetings.windows(2).map(|pair| pair[1].middle - pair[0].middle).collect();
     let clear = is_often(times, count)
         && lasting

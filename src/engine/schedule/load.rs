@@ -2,7 +2,7 @@
 //!
 //! NCCL has one thread for all network connections of a GPU. What it sends and receives itself is not handed over between
 //! threads, which is best for one message now and then. But it copies no more than 4 or 5 GB/s, and with many connections
-//! at work (several channels, every peer of an all-to-all) everything waits for it. So once it has copied a few messages in
+//! at work (several channels, every peer of an all-to-all) everything waits for it. So once it has copied more than 16 KiB in
 //! a row, others are left to workers, even if these must be woken first.
 //!
 //! Measured on four H200 with a process for each: an all-to-all of 1 MiB over four ranks takes 0.4 of the time, an

@@ -13,8 +13,8 @@ const QUIET: Duration = Duration::from_secs(5);
 
 /// The rate limit of one problem, for a `static` at the place that reports it.
 ///
-/// ```
-/// use towline::os::log::Limiter;
+/// ```ignore
+/// use crate::os::log::Limiter;
 /// static STRANGERS: Limiter = Limiter::new();
 /// if let Some(more) = STRANGERS.admit() {
 ///     tracing::warn!("a connection without a valid proof was closed ({more} more since the last report)");

@@ -75,10 +75,10 @@ impl RdmaRecv {
         }
         for (qp, _) in gone {
             state.used[qp] = 0;
-            state.lines_are_lost |= state.cts_qp == qp;
+            state.cts_entries_are_lost |= state.cts_qp == qp;
         }
         self.settle_flushes(state);
-        if state.lines_are_lost { self.write_again(state) } else { Ok(()) }
+        if state.cts_entries_are_lost { self.write_again(state) } else { Ok(()) }
     }
 
     /// The attempt with a new queue pair has failed.
@@ -137,11 +137,11 @@ impl RdmaRecv {
     /// The CTS entries that may be lost are written over another queue pair, if there is one.
     #[cold]
     fn write_again(&self, state: &mut State) -> Result<()> {
-        let State { fabric: Some(fabric), cts_qp, lines_are_lost, silent, receives, .. } = &mut *state else {
+        let State { fabric: Some(fabric), cts_qp, cts_entries_are_lost, silent, receives, .. } = &mut *state else {
             return Ok(());
         };
         let Some(living) = fabric.living().next() else { return Ok(()) };
-        (*cts_qp, *silent, *lines_are_lost) = (living, 0, false);
+        (*cts_qp, *silent, *cts_entries_are_lost) = (living, 0, false);
         let (first, count) = receives.unread();
         self.write_cts(state, first, count)?;
         self.write_word_now(state)

@@ -169,7 +169,7 @@ impl RdmaSend {
             let (Some(message), Some(answer)) = (messages.get(key), ledger.answer_of(key as u16)) else { continue };
             let Answer { cts, immediate, is_reported } = answer;
             let share = Share { qp: *to, ..share };
-            // PeerInquiry: nothing is held back for it. And each carries the size, so that it arrives whichever is the last.
+            // Alone: nothing is held back for it. And each carries the size, so that it arrives whichever is the last.
             let cts = CtsEntry { has_more: false, ..cts };
             let key_there = cts.keys[fabric.qp(*to).peer_port];
             let job = Job::new(key, share, &cts, key_there, immediate, is_reported);

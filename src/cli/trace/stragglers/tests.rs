@@ -93,6 +93,24 @@ fn two_ranks_that_are_late_by_turns_are_named_and_their_host() {
     assert_eq!(four(|number| (2 + (number % 2) as i32, 90_000)).late_ranks(), None, "chance");
 }
 
+#[test]
+fn a_rank_that_is_always_late_is_named_beside_another_that_is_a_little_less_so() {
+    for ranks in [4, 8] {
+        let mut comm = ring(ranks, |_, _| 2);
+        comm.bound = Some(0);
+        for number in 0..96 {
+            let by = |rank: i32| match rank {
+                0 => 10_000_000,
+                1 => 6_000_000,
+                other => 10_000 * other as u64,
+            };
+            let arrivals = (0..ranks).map(|rank| (rank, 50_000_000 * (number + 1) + by(rank)));
+            comm.arrivals.insert((Name::new(b"AllReduce"), number), arrivals.collect());
+        }
+        assert!(comm.late_ranks().expect("it is always the last").starts_with("rank 0 (host) comes late"), "{ranks}");
+    }
+}
+
 /// Numbers below 2^31, the same ones in each run.
 fn chance(seed: u64) -> impl FnMut() -> u64 {
     let mut state = seed;
