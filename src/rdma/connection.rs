@@ -16,7 +16,7 @@ use crate::engine::poller::{Progress, Source};
 use crate::engine::request::{Keys, Outcome, Ticket};
 use crate::os::error::{Error, Result};
 
-/// One direction of a connection: what the other side has told that this side needs.
+/// What a direction adds to a connection, kept with what it knows of the other side.
 pub(crate) trait Direction: Sized + Send + Sync + 'static {
     /// What is changed with the state locked.
     type State: Send;

@@ -220,7 +220,7 @@ pub(crate) unsafe fn record(event: u64, change: &Change) {
     if !key::is_silent(event) {
         // SAFETY: passed on from the caller.
         if let Some(body) = unsafe { body_of(event, change) }
-            && !profiler.knows(event, change.state)
+            && !profiler.is_of_no_use(event, change.state)
             && profiler.push(event, Room::State, body).is_none()
         {
             profiler.drops.states.fetch_add(1, Ordering::Relaxed);
@@ -264,11 +264,11 @@ unsafe fn body_of(event: u64, change: &Change) -> Option<Body> {
 }
 
 impl Profiler {
-    /// Whether this change of state is of no use: that an operation is in progress is shown in a trace only. And it may have been
-    /// the event's last one too: NCCL tells at each attempt to send that the receiver is not ready, many times in a
+    /// Whether this change of state is of no use: that an operation is in progress is shown in a trace only. Or it was the
+    /// event's last one too: NCCL reports at each attempt to send that the receiver is not ready, many times in a
     /// microsecond.
     #[inline]
-    fn knows(&self, event: u64, now: c_int) -> bool {
+    fn is_of_no_use(&self, event: u64, now: c_int) -> bool {
         if now == c_int::from(state::OP_IN_PROGRESS) {
             return !self.settings.trace;
         }
@@ -276,11 +276,11 @@ impl Profiler {
             return false;
         }
         let last = &self.peer_waits[(event.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as usize];
-        let knows = last.load(Ordering::Relaxed) == event;
-        if !knows {
+        let is_repeated = last.load(Ordering::Relaxed) == event;
+        if !is_repeated {
             last.store(event, Ordering::Relaxed);
         }
-        knows
+        is_repeated
     }
 
     /// The parent that is recorded.

@@ -298,6 +298,13 @@ impl Comm {
     }
 }
 
+/// How late the last of the ranks that `are` in question was at each collective, in ascending order.
+fn sorted_lateness(meetings: &[Meeting<'_>], are: impl Fn(i32) -> bool) -> Vec<u64> {
+    let mut all: Vec<u64> = meetings.iter().map(|meeting| meeting.lateness(&are)).collect();
+    all.sort_unstable();
+    all
+}
+
 /// At how many collectives one of the ranks `late` was the last, and how late it typically was, if that is no chance.
 fn lateness(meetings: &[Meeting<'_>], late: &[i32], ranks: usize, bound: u64) -> Option<(usize, u64)> {
     let count = meetings.len();
@@ -314,27 +321,19 @@ fn lateness(meetings: &[Meeting<'_>], late: &[i32], ranks: usize, bound: u64) ->
     let slices = meetings.chunks(count.div_ceil(SLICES));
     let own_times = |slice: &[Meeting<'_>]| slice.iter().filter(|meeting| late.contains(&meeting.last)).count();
     let lasting = slices.clone().filter(|slice| is_often(own_times(slice), slice.len())).count() + 1 >= slices.len();
-    let mut own: Vec<u64> = meetings.iter().map(|meeting| meeting.lateness(|rank| late.contains(&rank))).collect();
-    own.sort_unstable();
-    let (times, typical) = (own_times(meetings), own[count / 2]);
+    let (times, typical) = (own_times(meetings), sorted_lateness(meetings, |rank| late.contains(&rank))[count / 2]);
     // The effect of chance: how late the last of the others is at the worst quarter of all collectives, or a single other at the
     // worst tenth. Counting only those at which one of them is the last of all would count the worst that happens to them beside a
     // rank that is always late.
     let usual = if ranks - late.len() == 1 { count * 9 / 10 } else { count * 3 / 4 };
     // A rank that is late by much the same at every collective is not late by chance: two such ranks must not hide each other.
     let is_steady = |rank: i32| {
-        let mut all: Vec<u64> = meetings.iter().map(|meeting| meeting.lateness(|other| other == rank)).collect();
-        all.sort_unstable();
+        let all = sorted_lateness(meetings, |other| other == rank);
         all[count / 10] > CHANCE_NS && 2 * all[count / 10] > all[count * 3 / 4]
     };
-    let by_chance: Vec<i32> =
-        meetings[0].arrivals.iter().map(|&(rank, _)| rank).filter(|&rank| !is_steady(rank)).collect();
-    let mut chances: Vec<u64> = meetings
-        .iter()
-        .map(|meeting| meeting.lateness(|rank| !late.contains(&rank) && by_chance.contains(&rank)))
-        .collect();
-    chances.sort_unstable();
-    let noise = chances[usual].max(CHANCE_NS);
+    let others = meetings[0].arrivals.iter().map(|&(rank, _)| rank).filter(|rank| !late.contains(rank));
+    let by_chance: Vec<i32> = others.filter(|&rank| !is_steady(rank)).collect();
+    let noise = sorted_lateness(meetings, |rank| by_chance.contains(&rank))[usual].max(CHANCE_NS);
     let mut periods: Vec<u64> = meetings.windows(2).map(|pair| pair[1].middle - pair[0].middle).collect();
     let clear = is_often(times, count)
         && lasting

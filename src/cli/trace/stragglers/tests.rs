@@ -139,7 +139,7 @@ fn spread(random: &mut impl FnMut() -> u64, mean: f64) -> u64 {
 }
 
 /// A machine with too few processors: now and then a rank has none for several collectives, and is milliseconds late to each.
-/// In so many runs of a hundred somebody is named.
+/// In so many runs of a hundred the report names a rank.
 fn named_on_a_busy_machine(ranks: i32, count: u64) -> f64 {
     const RUNS: u64 = 400;
     let mut random = chance(u64::from(ranks as u32) + count);
