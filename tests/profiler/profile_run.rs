@@ -128,7 +128,7 @@ fn without_network_events_the_check_fails() {
 fn a_rank_that_is_late_on_purpose_is_named() {
     let _watchdog = crate::support::watchdog(120);
     let dir = tempfile::tempdir().expect("a directory");
-    let words = "all-reduce --ranks 3 -b 1K -e 1K -n 12 -w 0 --late 1:40";
+    let words = "all-reduce --ranks 3 -b 1K -e 1K -n 40 -w 0 --late 1:40";
     towline(dir.path(), words, &[("TOWLINE_PROFILE", "trace")]);
     let traces: Vec<String> = files(dir.path(), ".pftrace").iter().map(|path| path.display().to_string()).collect();
     let output = towline(dir.path(), &format!("trace report --brief {}", traces.join(" ")), &[]);
