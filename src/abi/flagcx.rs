@@ -7,8 +7,9 @@
 //! - Of a connection handle, 64 bytes reach the peer, which writes a pointer over the last 8. Ours takes 56.
 //! - `init` gives no logger, and there is no finalize. It joins the contexts of NCCL that live in the process.
 //! - `irecv` finds an `int` where it reads a `size_t`: only the lower half is a size.
-//! - The results of `listen`, `isend`, `irecv`, `test` and the closes are not read. A request that has failed is asked
-//!   after for ever, so the log must say it (`guard`).
+//! - The results of `listen`, `isend`, `irecv`, `test` and the closes are not read, and an error of `connect` or `accept` ends
+//!   nothing. A request that has failed is asked after for ever, and so is a peer that has died before it connected: the log
+//!   must say it (`guard`).
 //! - Its buffers are host memory where a device offers nothing else, and it does not flush them. Nothing else is offered.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -39,7 +40,7 @@ pub(crate) static flagcxNetAdaptorPlugin_v1: Table<flagcxNetAdaptor_v1_t> = Tabl
     getProperties: Some(get_properties),
     listen: Some(listen),
     connect: Some(connect),
-    accept: Some(v5::accept::<FLAGCX>),
+    accept: Some(accept),
     closeSend: Some(v4::close_send::<FLAGCX>),
     closeRecv: Some(v4::close_recv::<FLAGCX>),
     closeListen: Some(v4::close_listen::<FLAGCX>),
@@ -122,6 +123,11 @@ unsafe extern "C" fn connect(dev: c_int, handle: *mut c_void, send_comm: *mut *m
         }
         Ok(())
     })
+}
+
+unsafe extern "C" fn accept(listen_comm: *mut c_void, recv_comm: *mut *mut c_void) -> ncclResult_t {
+    // SAFETY: FlagCX's promise is NCCL's, passed on.
+    unsafe { v4::accept_with::<FLAGCX>(listen_comm, recv_comm, facade::accept_or_report) }
 }
 
 /// The bytes of a connection handle that are ours.

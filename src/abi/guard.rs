@@ -34,11 +34,13 @@ fn tell(call: &'static str, error: &Error) {
     }
 }
 
-/// The calls whose result codes FlagCX does not read: what they were to start or to end, it waits for.
-const UNREAD: [&str; 4] = ["listen", "isend", "irecv", "test"];
+/// The calls whose failure ends nothing in FlagCX: what they were to start or to end, it waits for. It does not read the
+/// results of `listen`, `isend`, `irecv` and `test`; after an error of `connect` or `accept` its service thread calls again,
+/// and nobody tells the thread that waits for the connection.
+const AWAITED: [&str; 6] = ["listen", "connect", "accept", "isend", "irecv", "test"];
 
-/// For FlagCX, which calls again for ever where it does not read the answer. It must not flood the log, and the log is the
-/// only one to say that the job stands still, also where NCCL's logger is in use and prints no warnings.
+/// For FlagCX, which calls again for ever where a failure ends nothing. It must not flood the log, and the log is the only one
+/// to say that the job stands still, also where NCCL's logger is in use and prints no warnings.
 fn tell_where_nobody_reads(call: &'static str, error: &Error) {
     /// A request failed, and the log says why. When it is asked after again, that error says nothing new.
     static FAILED: AtomicBool = AtomicBool::new(false);
@@ -46,7 +48,7 @@ fn tell_where_nobody_reads(call: &'static str, error: &Error) {
         return;
     }
     let (is_first, is_first_here) = (error.report_once(), error.tell_host_once());
-    let stands_still = UNREAD.contains(&call);
+    let stands_still = AWAITED.contains(&call);
     let is_new = if stands_still { is_first_here } else { is_first };
     if !is_new || log::once_per((call, error.what(), error.peer())).is_none() {
         return;

@@ -1,6 +1,8 @@
 //! Communicators: what NCCL calls listenComm, sendComm and recvComm, over either backend.
 
-use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use super::backend::{Connected, Listening, Receiving, Sending};
 use super::open::Open;
@@ -15,6 +17,10 @@ pub(crate) struct ListenComm {
     pub profiler: Option<Arc<dyn events::Listener>>,
     /// The list of these connections.
     pub open: Arc<Open>,
+    /// Since when a host that asks for ever waits for a peer (`facade::accept_or_report`).
+    pub awaited: OnceLock<Instant>,
+    /// Whether it has had an error for that.
+    pub reported: AtomicBool,
 }
 
 /// What a communicator's handle names.

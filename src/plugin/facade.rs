@@ -8,8 +8,9 @@
 
 use std::ffi::c_void;
 use std::net::SocketAddr;
-use std::sync::Arc;
-use std::time::Instant;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 pub(crate) use super::backend::Part;
 use super::backend::Region;
@@ -84,7 +85,7 @@ pub(crate) fn offers_one_sided(comm: u64) -> std::result::Result<(), &'static st
 ///
 /// # Errors
 /// When `init` has not been called.
-pub(crate) fn connect_timeout() -> Result<std::time::Duration> {
+pub(crate) fn connect_timeout() -> Result<Duration> {
     Ok(process().net()?.config.connect_timeout)
 }
 
@@ -159,7 +160,9 @@ fn listen_with(ctx: Option<usize>, dev: i32, room: usize) -> Result<(ConnectionH
     let addresses = handle::what_works_first(addresses, room, is_down);
     let handle = ConnectionHandle { secret: listening.secret().clone(), addresses, is_rdma: binding.is_rdma(), key: 0 };
     let (profiler, open) = (context.listener.clone(), Arc::clone(&context.open));
-    let comm = process.comms.insert(Arc::new(Comm::Listen(ListenComm { listening, profiler, open })))?.encode();
+    let (awaited, reported) = (OnceLock::new(), AtomicBool::new(false));
+    let listen = ListenComm { listening, profiler, open, awaited, reported };
+    let comm = process.comms.insert(Arc::new(Comm::Listen(listen)))?.encode();
     context.open.add(comm);
     Ok((handle, comm))
 }
@@ -250,6 +253,30 @@ pub(crate) fn accept(listen: usize) -> Result<Option<usize>> {
     listen.listening.accept()?.map(|conn| connected((&listen.profiler, &listen.open), Comm::Recv(conn))).transpose()
 }
 
+/// As [`accept`], for a host that asks for ever.
+///
+/// # Errors
+/// As [`accept`]; and once for each listener, when no peer has come within TOWLINE_CONNECT_TIMEOUT of the first call. A peer
+/// that comes later is accepted.
+pub(crate) fn accept_or_report(listen: usize) -> Result<Option<usize>> {
+    if let Some(conn) = accept(listen)? {
+        return Ok(Some(conn));
+    }
+    let comm = process().comms.get(listen)?;
+    let listen = comm.listening()?;
+    let patience = connect_timeout()?;
+    let is_late = listen.awaited.get_or_init(Instant::now).elapsed() >= patience;
+    if is_late && !listen.reported.swap(true, Ordering::Relaxed) {
+        return Err(nobody_came(patience));
+    }
+    Ok(None)
+}
+
+fn nobody_came(patience: Duration) -> Error {
+    Error::remote(format!("no peer connected within {} s", patience.as_secs_f32()))
+        .with_hint("a rank may have failed to start; TOWLINE_CONNECT_TIMEOUT sets how long to wait")
+}
+
 /// Accepts a connection from a listener and waits for it, with a deadline.
 ///
 /// # Errors
@@ -261,10 +288,7 @@ pub(crate) fn accept_blocking(listen: usize) -> Result<usize> {
     let deadline = Instant::now() + patience;
     let listen = comm.listening()?;
     let conn = listen.listening.accept_until(deadline)?;
-    let conn = conn.ok_or_else(|| {
-        Error::remote(format!("no peer connected within {} s", patience.as_secs_f32()))
-            .with_hint("a rank may have failed to start; TOWLINE_CONNECT_TIMEOUT sets how long to wait")
-    })?;
+    let conn = conn.ok_or_else(|| nobody_came(patience))?;
     connected((&listen.profiler, &listen.open), Comm::Recv(conn))
 }
 

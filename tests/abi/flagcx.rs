@@ -214,6 +214,32 @@ fn accepts_and_waits() {
     std::thread::sleep(Duration::from_secs(60));
 }
 
+/// A part of a test, in a process whose standard error is read.
+fn start(name: &str, role: &str, mailbox: &Mailbox, variables: [(&str, &str); 1]) -> Guarded {
+    let mut command = child::command(name, role);
+    command.env(child::MAILBOX, mailbox.path()).env_remove("NCCL_DEBUG").env_remove("TOWLINE_LOG");
+    command.envs(variables).stderr(Stdio::piped());
+    Guarded::start(command)
+}
+
+/// Waits for the end of a part that passes; what it said.
+fn said_by(role: &str, mut part: Guarded) -> String {
+    let passed = part.passed_within(Duration::from_secs(50));
+    let mut said = String::new();
+    let mut stderr = part.0.stderr.take().expect("it is piped");
+    std::io::Read::read_to_string(&mut stderr, &mut said).expect("text");
+    assert!(passed, "{role}: {said}");
+    said
+}
+
+/// That one line says that the job stands still, after `beginning`.
+fn assert_one_line(said: &str, beginning: &str) {
+    let lines: Vec<&str> = said.lines().filter(|line| line.contains("FlagCX does not notice")).collect();
+    assert_eq!(lines.len(), 1, "{said}");
+    assert!(lines[0].starts_with(&format!("NET/Towline: WARN {beginning}")), "{}", lines[0]);
+    assert!(said.lines().filter(|line| line.contains("NET/Towline")).count() <= 4, "a flood: {said}");
+}
+
 #[test]
 fn a_dead_peer_is_one_clear_line_on_standard_error() {
     const NAME: &str = "flagcx::a_dead_peer_is_one_clear_line_on_standard_error";
@@ -225,25 +251,61 @@ fn a_dead_peer_is_one_clear_line_on_standard_error() {
     }
     let _watchdog = watchdog(120);
     for role in ["sender", "sender beside NCCL"] {
-        let mailbox = Mailbox::new();
-        let start = |role: &str, stderr: Stdio| {
-            let mut command = child::command(NAME, role);
-            command.env(child::MAILBOX, mailbox.path()).env_remove("NCCL_DEBUG").env_remove("TOWLINE_LOG");
-            command.env("TOWLINE_RECONNECT_TIMEOUT", "1").stderr(stderr);
-            Guarded::start(command)
-        };
-        let mut receiver = start("receiver", Stdio::null());
-        let mut sender = start(role, Stdio::piped());
+        let (mailbox, variables) = (Mailbox::new(), [("TOWLINE_RECONNECT_TIMEOUT", "1")]);
+        let mut receiver = start(NAME, "receiver", &mailbox, variables);
+        let sender = start(NAME, role, &mailbox, variables);
         child::receive(mailbox.path(), "posted");
         receiver.kill();
-        let passed = sender.passed_within(Duration::from_secs(50));
-        let mut said = String::new();
-        let mut stderr = sender.0.stderr.take().expect("it is piped");
-        std::io::Read::read_to_string(&mut stderr, &mut said).expect("text");
-        assert!(passed, "{role}: {said}");
-        let lines: Vec<&str> = said.lines().filter(|line| line.contains("FlagCX does not notice")).collect();
-        assert_eq!(lines.len(), 1, "{role}: {said}");
-        assert!(lines[0].starts_with("NET/Towline: WARN test: ") && lines[0].contains("(peer "), "{}", lines[0]);
-        assert!(said.lines().filter(|line| line.contains("NET/Towline")).count() <= 4, "a flood: {said}");
+        let said = said_by(role, sender);
+        assert_one_line(&said, "test: ");
+        assert!(said.contains("(peer "), "{said}");
+    }
+}
+
+/// FlagCX asks on and on, and a peer that only was late is still let in.
+fn accepts_for_longer_than_its_patience() {
+    let flagcx = flagcx();
+    flagcx.init().expect("init");
+    let (listener, handle) = flagcx.listen(0).expect("listen");
+    let (start, mut errors) = (Instant::now(), Vec::new());
+    while start.elapsed() < Duration::from_secs(8) {
+        match flagcx.accept(listener) {
+            Ok(accepted) => assert!(accepted.is_none(), "from nobody"),
+            Err(code) => errors.push(code),
+        }
+    }
+    // FlagCX's own log has a line for each error.
+    assert_eq!(errors, [Code::RemoteError]);
+    let mut handle = handle.arrived(1);
+    let send = until(|| flagcx.connect(0, &mut handle).expect("connect"));
+    let recv = until(|| flagcx.accept(listener).expect("accept"));
+    exchange(&flagcx, (send, recv), 1000, 1);
+    close(&flagcx, (send, recv, listener));
+}
+
+/// The peer has ended after it sent its handle.
+fn connects_to_nobody() {
+    let flagcx = flagcx();
+    flagcx.init().expect("init");
+    let (listener, handle) = flagcx.listen(0).expect("listen");
+    flagcx.close(End::Listen, listener).expect("closeListen");
+    let mut handle = handle.arrived(1);
+    let failure = eventually("an error", PATIENCE, || flagcx.connect(0, &mut handle).err());
+    assert_eq!(failure, Code::RemoteError);
+}
+
+#[test]
+fn a_peer_that_dies_before_it_connects_is_one_clear_line() {
+    const NAME: &str = "flagcx::a_peer_that_dies_before_it_connects_is_one_clear_line";
+    match child::role().as_deref() {
+        Some("accept") => return accepts_for_longer_than_its_patience(),
+        Some("connect") => return connects_to_nobody(),
+        _ => {}
+    }
+    let _watchdog = watchdog(120);
+    for (role, beginning) in [("accept", "accept: no peer connected within 1 s"), ("connect", "connect: ")] {
+        let mailbox = Mailbox::new();
+        let said = said_by(role, start(NAME, role, &mailbox, [("TOWLINE_CONNECT_TIMEOUT", "1")]));
+        assert_one_line(&said, beginning);
     }
 }
