@@ -3,8 +3,9 @@
 
 1. Its drop-in libnccl: a PyTorch training (ddp_losses.py) gives the same losses and parameters, bit for bit, as without
    it, and Towline's own counters show the gradients on the wire.
-2. Its own path, with Towline as its net adaptor: send and receive, all-gather and all-to-all, every byte verified, and
-   the time of each beside FlagCX's own Socket adaptor.
+2. Its own path, with Towline as its net adaptor: send and receive, all-gather and all-to-all, every byte verified, by two
+   communicators one after the other (FlagCX closes the library with the first and opens it again), and the time of each
+   beside FlagCX's own Socket adaptor: one that takes longer is named, and a failure.
 
 DIRECTORY is a tree of FlagCX 0.11 or later, built with `make USE_NVIDIA=1` there and in plugin/nccl. Each step says ok or
 failed and why; exit status 0 means that all are ok.
@@ -27,7 +28,7 @@ OPERATIONS = ("sendrecv", "allgather", "alltoall")
 SIZES = (4096, (1 << 20) + 4, 64 << 20)
 # How often each is timed: of 10 operations of 4 KiB the median differs by half from one run to the next.
 TIMES = dict(zip(SIZES, (200, 50, 10)))
-RANKS = 2
+RANKS, COMMUNICATORS = 2, 2
 
 
 def arguments():
@@ -44,9 +45,9 @@ def arguments():
     return parser.parse_args()
 
 
-def unique_id(library, rank, place):
-    """FlagCX's name of the communicator, from rank 0 to the other through a file."""
-    path = os.path.join(place, "id")
+def unique_id(library, rank, place, number):
+    """FlagCX's name of the communicator of this number, from rank 0 to the other through a file."""
+    path = os.path.join(place, f"id{number}")
     if rank == 0:
         name = library.flagcxGetUniqueId()
         with open(path + ".new", "wb") as file:
@@ -82,14 +83,13 @@ def child(given):
     all_to_all = library.lib.flagcxAlltoAll
     all_to_all.restype = ctypes.c_int
     all_to_all.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
-    comm = library.flagcxCommInitRank(RANKS, unique_id(library, rank, given.out), rank)
     stream = library.adaptor_stream_create()
     kind = flagcx.flagcxDataTypeEnum.flagcxUint8
 
     def address(tensor):
         return ctypes.c_void_p(tensor.data_ptr())
 
-    def call(operation, send, receive, size):
+    def call(comm, operation, send, receive, size):
         if operation == "sendrecv":
             library.flagcxGroupStart(comm)
             library.flagcxSend(address(send), size, kind, peer, comm, stream)
@@ -101,30 +101,38 @@ def child(given):
             library.FLAGCX_CHECK(all_to_all(address(send), address(receive), size, kind, comm, stream))
         library.sync_stream(stream)
 
+    def verified(comm, operation, size, count):
+        """Does an operation so often and verifies it each time; the seconds that each took."""
+        if operation == "alltoall":
+            send = torch.cat([pattern(rank, to, size) for to in range(RANKS)])
+            expected = torch.cat([pattern(sender, rank, size) for sender in range(RANKS)])
+        elif operation == "allgather":
+            send = pattern(rank, 0, size)
+            expected = torch.cat([pattern(sender, 0, size) for sender in range(RANKS)])
+        else:
+            send, expected = pattern(rank, peer, size), pattern(peer, rank, size)
+        seconds = []
+        for _ in range(count):
+            receive = torch.full_like(expected, 255)
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            call(comm, operation, send, receive, size)
+            seconds.append(time.perf_counter() - began)
+            wrong = int((receive != expected).sum())
+            if wrong:
+                sys.exit(f"rank {rank}: {operation} of {size} bytes: {wrong} bytes are wrong")
+        return seconds
+
     times = {}
-    for operation in OPERATIONS:
-        for size in SIZES:
-            if operation == "alltoall":
-                send = torch.cat([pattern(rank, to, size) for to in range(RANKS)])
-                expected = torch.cat([pattern(sender, rank, size) for sender in range(RANKS)])
-            elif operation == "allgather":
-                send = pattern(rank, 0, size)
-                expected = torch.cat([pattern(sender, 0, size) for sender in range(RANKS)])
-            else:
-                send, expected = pattern(rank, peer, size), pattern(peer, rank, size)
-            seconds = []
-            for _ in range(2 + TIMES[size]):
-                receive = torch.full_like(expected, 255)
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                call(operation, send, receive, size)
-                seconds.append(time.perf_counter() - began)
-                wrong = int((receive != expected).sum())
-                if wrong:
-                    sys.exit(f"rank {rank}: {operation} of {size} bytes: {wrong} bytes are wrong")
-            # The first two also connect and touch the memory.
-            times[f"{operation} {size}"] = statistics.median(seconds[2:])
-    library.flagcxCommDestroy(comm)
+    for number in range(COMMUNICATORS):
+        comm = library.flagcxCommInitRank(RANKS, unique_id(library, rank, given.out, number), rank)
+        for operation in OPERATIONS:
+            for size in SIZES:
+                # The first two also connect and touch the memory.
+                seconds = verified(comm, operation, size, 2 + (TIMES[size] if number == 0 else 0))
+                if number == 0:
+                    times[f"{operation} {size}"] = statistics.median(seconds[2:])
+        library.flagcxCommDestroy(comm)
     with open(os.path.join(given.out, f"rank{rank}.json"), "w", encoding="utf-8") as file:
         json.dump(times, file)
     # Without Python's order of destruction: the module's destructor would call a library that is being taken down.
@@ -179,11 +187,35 @@ def own_path(given, network, place):
     if trouble:
         return {}, f"{'; '.join(trouble)} (logs: {folder})"
     logs = [os.path.join(folder, name) for name in os.listdir(folder) if name.startswith("flagcx-")]
-    said = sum(f"using network {network}".lower() in open(path, encoding="utf-8", errors="replace").read().lower() for path in logs)
-    if said != RANKS:
-        return {}, f"FlagCX's logs say 'Using network {network}' on {said} of {RANKS} ranks (logs: {folder})"
+    texts = [open(path, encoding="utf-8", errors="replace").read() for path in logs]
+    for text in texts:
+        why = not_shown(network, text)
+        if why:
+            return {}, f"{why} (logs: {folder})"
+    if len(texts) != RANKS:
+        return {}, f"{len(texts)} of {RANKS} ranks have a log of FlagCX's (logs: {folder})"
     ranks = [json.load(open(os.path.join(folder, f"rank{rank}.json"), encoding="utf-8")) for rank in range(RANKS)]
     return {key: max(rank[key] for rank in ranks) for key in ranks[0]}, None
+
+
+def not_shown(network, log):
+    """What a rank's log of FlagCX's lacks to show that `network` carried each communicator; none where nothing lacks."""
+    wanted = {f"Using network {network}": COMMUNICATORS}
+    if network == "Towline":
+        wanted.update({"Loaded net adaptor plugin 'Towline'": COMMUNICATORS, "Unloading net adaptor plugin": COMMUNICATORS})
+    for line, count in wanted.items():
+        found = log.lower().count(line.lower())
+        if found != count:
+            return f"FlagCX's log says '{line}' {found} times, not {count}"
+    return None
+
+
+def slower(times):
+    """The operations that take longer over Towline than over FlagCX's Socket adaptor, in words."""
+    for key, ours in times["Towline"].items():
+        ratio = ours / times["Socket"][key]
+        if ratio > 1:
+            yield f"{key} bytes takes {ratio:.2f} of the time of FlagCX's Socket adaptor"
 
 
 def training(given, place):
@@ -221,11 +253,14 @@ def main():
             done += [found] if found else []
     if all(rounds.values()):
         times = {name: {key: statistics.median(it[key] for it in done) for key in done[0]} for name, done in rounds.items()}
-        print(f"{'operation':<10} {'bytes':>9} {'Towline ms':>11} {'Socket ms':>10} {'Socket / Towline':>17}")
+        print(f"{'operation':<10} {'bytes':>9} {'Towline ms':>11} {'Socket ms':>10} {'Towline / Socket':>17}")
         for key, towline in times["Towline"].items():
             operation, size = key.split()
             other = times["Socket"][key]
-            print(f"{operation:<10} {size:>9} {towline * 1e3:>11.3f} {other * 1e3:>10.3f} {other / towline:>17.2f}")
+            print(f"{operation:<10} {size:>9} {towline * 1e3:>11.3f} {other * 1e3:>10.3f} {towline / other:>17.2f}")
+        for line in slower(times):
+            good = False
+            print(f"failed: {line}")
     return 0 if good else 1
 
 

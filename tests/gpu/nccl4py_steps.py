@@ -7,7 +7,7 @@ import ctypes
 import os
 import time
 
-from one_sided import MOST, Failed, Steps, check, meet, pattern
+from one_sided import MOST, Failed, Steps, check, meet
 
 
 class Nccl4pySteps(Steps):
@@ -47,47 +47,25 @@ class Nccl4pySteps(Steps):
         self.source, self.target = [(memory.data_ptr(), window) for memory, window in zip(self.memory, handles)]
         return f"{handles[0].handle:#x} and {handles[1].handle:#x}; {self.comm.gin_type!r}"
 
-    def peer_pointer(self):
-        window, it = self.target[1], self.it
-        if window.get_peer_device_pointer(it.other) is not None:
-            raise Failed("a pointer into another host's memory")
-        if window.get_peer_device_pointer(it.rank) is None:
-            raise Failed("no pointer into its own memory")
-        return "None, as it must be"
+    def pointer(self, rank):
+        return self.target[1].get_peer_device_pointer(rank)
 
-    def put(self, size, offset=0, stream=None):
+    def put(self, size, start=0, offset=0, stream=None):
         stream = (stream or self.it.stream).value
-        self.comm.put_signal(self.memory[0][offset : offset + size], self.it.other, self.target[1], offset, stream=stream)
+        self.comm.put_signal(self.memory[0][start : start + size], self.it.other, self.target[1], offset, stream=stream)
+
+    def signal(self, stream=None):
+        self.comm.signal(self.it.other, stream=(stream or self.it.stream).value)
 
     def wait(self, count=1, stream=None):
         stream = (stream or self.it.stream).value
         self.comm.wait_signal(self.core.WaitSignalDesc(peer=self.it.other, op_count=count), stream=stream)
 
-    def send_and_check(self, size, seed):
-        it = self.it
-        it.cuda.write(self.source[0], pattern(seed + it.rank, size))
-        meet(f"put {size} {seed}")
-        self.put(size)
-        self.wait()
-        it.settle()
-        check(it.cuda.read(self.target[0], size), pattern(seed + it.other, size), f"{size} bytes")
+    def group(self):
+        return self.core.group()
 
-    def many_puts(self):
-        it, count, size = self.it, 32, 100_000
-        it.cuda.write(self.source[0], pattern(90 + it.rank, count * size))
-        meet("many")
-        with self.core.group():
-            for index in range(count):
-                self.put(size, index * size)
-        self.wait(count)
-        it.settle()
-        check(it.cuda.read(self.target[0], count * size), pattern(90 + it.other, count * size), "32 puts")
-        return f"{count} of {size} bytes"
-
-    def to_and_fro(self, size, stream=None):
-        turns = [lambda: self.put(size, 0, stream), lambda: self.wait(1, stream)]
-        for turn in turns if self.it.rank == 0 else reversed(turns):
-            turn()
+    def abort_comm(self):
+        self.comm.abort()
 
     def send_and_receive(self, size):
         it, stream = self.it, self.it.stream.value
@@ -96,15 +74,6 @@ class Nccl4pySteps(Steps):
                 self.comm.send(self.memory[0][:size], it.other, stream=stream)
             else:
                 self.comm.recv(self.memory[1][:size], it.other, stream=stream)
-
-    def barrier(self):
-        it, count = self.it, 50
-        began = time.perf_counter()
-        for _ in range(count):
-            self.comm.signal(it.other, stream=it.stream.value)
-            self.wait()
-        it.settle()
-        return f"{count} times, {(time.perf_counter() - began) / count * 1e6:.0f} us each"
 
     def reduce(self, operation, expected):
         it, count = self.it, 100_000
@@ -121,57 +90,88 @@ class Nccl4pySteps(Steps):
         self.reduce(operation, 1.5)
 
     def buffer(self):
-        self.made.append(self.comm.register_buffer(self.memory[0]))
+        registered = self.comm.register_buffer(self.memory[0])
+        if not registered.handle:
+            raise Failed("the registration is null")
+        self.made.append(registered)
         self.reduce(self.core.NcclRedOp.SUM, 3.0)
 
     def device_comm(self):
         core = self.core
         wants = core.NCCLDevCommRequirements(gin_context_count=4, gin_signal_count=4, world_gin_barrier_count=1,
                                              gin_connection_type=core.NcclGinConnectionType.FULL)
-        self.made.append(self.comm.create_dev_comm(wants))
+        made = self.comm.create_dev_comm(wants)
+        if not made.ptr:
+            raise Failed("the device communicator is null")
+        self.made.append(made)
         return f"with GIN; {len(self.made)} resources are open"
 
-    def close_in_another_order(self):
-        """Windows first, then what was made last, then the rest; a second close of each does nothing."""
-        order = self.made[:1] + self.made[:0:-1]
-        for resource in order + order:
+    def close(self, order):
+        """Closes what is open in this order; a second close of each does nothing."""
+        resources = [self.made[place] for place in order]
+        if sorted(order) != list(range(len(self.made))):
+            raise Failed(f"{len(self.made)} resources are open")
+        for resource in resources + resources:
             resource.close()
-        return " ".join(type(resource).__name__ for resource in order)
+            if resource.is_valid:
+                raise Failed(f"{resource!r} is still open")
+        return " ".join(type(resource).__name__ for resource in resources)
 
     def destroy(self):
         began = time.perf_counter()
         self.comm.destroy()
         return f"{(time.perf_counter() - began) * 1e3:.0f} ms"
 
+    def closed_by_abort(self):
+        """What the abort has closed with the communicator; to close it then is harmless."""
+        for resource in self.aborted_resources:
+            if resource.is_valid:
+                raise Failed(f"{resource!r} is still open")
+            resource.close()
+        return " ".join(type(resource).__name__ for resource in self.aborted_resources)
+
     def abort(self):
-        for _ in range(self.abort_amid()):
-            self.put(MOST)
-        time.sleep(0.02)
-        began = time.perf_counter()
-        self.comm.abort()
-        return f"{(time.perf_counter() - began) * 1e3:.0f} ms"
+        # The memory stays until the steps that look at it are over.
+        self.aborted_memory, self.aborted_resources = self.memory, self.made
+        return super().abort()
+
+    def resources(self):
+        """One of each kind beside the two windows."""
+        self.step("pre-mul-sum", self.pre_mul_sum)
+        self.step("buffer", self.buffer)
+        self.step("device comm", self.device_comm)
 
     def run(self, life):
         self.step("init", self.connect)
         self.step("window", self.windows)
         if life == "py-abort":
             self.step("put", self.puts)
+            self.resources()
             self.step("abort", self.abort)
+            self.step("closed", self.closed_by_abort)
             self.step("init again", self.connect_again)
             self.step("window", self.windows)
             self.step("put", self.puts)
+            self.step("untouched", self.untouched)
             self.step("destroy", self.destroy)
             return
         self.step("peer pointer", self.peer_pointer)
         self.step("put", self.puts)
-        self.step("many puts", self.many_puts)
-        self.step("ping-pong", self.ping_pong)
-        self.step("graph", self.graph)
-        self.step("barrier", self.barrier)
-        self.step("pre-mul-sum", self.pre_mul_sum)
-        self.step("buffer", self.buffer)
-        self.step("device comm", self.device_comm)
+        if life == "py":
+            self.step("many puts", self.many_puts)
+            self.step("ping-pong", self.ping_pong)
+            self.step("numbered", self.numbered)
+            self.step("graph", lambda: self.numbered(True))
+            self.step("barrier", self.barrier)
+            self.step("graph barrier", lambda: self.barrier(True))
+        self.resources()
         self.step("put after it", self.puts)
         if life == "py-close":
-            self.step("close", self.close_in_another_order)
+            # A window first, then what was made last, then the rest.
+            self.step("close", lambda: self.close((0, 4, 3, 2, 1)))
+            self.step("window again", self.windows)
+            self.resources()
+            self.step("put after it", self.puts)
+            # What was made first, first.
+            self.step("close", lambda: self.close((0, 1, 2, 3, 4)))
         self.step("destroy", self.destroy)

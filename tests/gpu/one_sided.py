@@ -12,17 +12,25 @@ The steps, and what they are in nccl4py:
     put           ncclPutSignal, ncclWaitSignal, 8 B to 64 MiB, verified    put_signal, wait_signal
     many puts     32 puts in one group before one wait, each verified       put_signal in nccl.group()
     ping-pong     the same to and fro, timed, beside ncclSend and ncclRecv  put_signal, wait_signal, send, recv
-    graph         a ping-pong captured in a CUDA graph, launched 20 times   the same, in a graph
-    barrier       ncclSignal and ncclWaitSignal                             signal, wait_signal
+    numbered      20 ping-pongs of other bytes each, every one verified     put_signal, wait_signal
+    graph         the same, by 20 launches of one CUDA graph                the same, in a graph
+    barrier       ncclSignal holds puts back until their target is read;    signal, wait_signal
+                  without it the same puts must come out wrong
+    graph barrier the same, by launches of one CUDA graph                   the same, in a graph
     pre-mul-sum   ncclRedOpCreatePreMulSum, ncclAllReduce                   create_pre_mul_sum
     buffer        ncclCommRegister, ncclAllReduce                           register_buffer
     device comm   ncclDevCommCreate with GIN, ncclDevCommDestroy            create_dev_comm
     deregister    windows end in another order than they were made          RegisteredWindowHandle.close
     destroy       ncclCommDestroy                                           Communicator.destroy
 Lives of a communicator after the first: "left" (destroyed with its windows registered), "abort" (ncclCommAbort amid puts,
-then a new communicator), "cut" (one stream is cut amid puts, and all bytes are right). Only when asked for: "inner" (windows
-that begin inside of an allocation; whether NCCL itself can do that is not known), and the same through nccl4py itself
-(nccl4py_steps.py): "py" (destroyed with all resources open), "py-close" (closed in another order first), "py-abort".
+whose memory stays as it is from then on, then a new communicator), "cut" (one stream is cut amid puts, and all bytes are
+right), "socket" (NCCL's own one-sided operations over its sockets, for the times beside Towline's: NCCL 2.32 with the gdrdrv
+module; elsewhere it says that they do not start, and why). Only when asked for: "inner" (windows that begin inside of an
+allocation; whether NCCL itself can do that is not known), and the same through nccl4py itself (nccl4py_steps.py): "py"
+(destroyed with all resources open), "py-close" (closed in two other orders first), "py-abort" (all resources open).
+
+In every life but "socket" NCCL's logs must say that Towline was assigned as the RMA plugin, and below GIN, of each
+communicator; else the life has failed, whatever its steps say.
 
 A rank that is silent for too long is asked where each of its threads is: by /proc, by Python, and natively by a signal
 handler or, where there is no C compiler, by cuda-gdb or gdb. To catch a rare hang:
@@ -31,6 +39,7 @@ handler or, where there is no C compiler, by cuda-gdb or gdb. To catch a rare ha
 """
 
 import argparse
+import contextlib
 import ctypes
 import faulthandler
 import json
@@ -52,8 +61,14 @@ MOST = 64 * MIB
 IN_PROGRESS, NOT_READY = 7, 600
 CHAR, FLOAT, SUM = 0, 7, 0
 COLL_SYMMETRIC = 1
-LIVES = ("whole", "left", "abort", "cut")
+LIVES = ("whole", "left", "abort", "cut", "socket")
+ROUNDS, LINGER = 20, 256 * MIB
 TIMED = (8, 4096, 65536, MIB, 16 * MIB)
+# The lives that make more than one communicator.
+COMMUNICATORS = {"abort": 2, "py-abort": 2}
+# What NCCL says of each communicator that Towline serves, and what Towline says when it declines.
+ASSIGNED = ("RMA/Plugin: Assigned plugin Towline to comm", "GIN/Plugin: Assigned plugin Towline type 2 to comm")
+DECLINED = "no one-sided operations over Towline:"
 
 
 class Failed(Exception):
@@ -61,7 +76,7 @@ class Failed(Exception):
 
 
 class NotOffered(Exception):
-    """A function that this release has not."""
+    """Something that this release has not."""
 
 
 class UniqueId(ctypes.Structure):
@@ -125,9 +140,14 @@ def arguments():
 # What runs in a rank.
 
 
+def tell(**what):
+    """Tells the parent."""
+    print(json.dumps(what), flush=True)
+
+
 def meet(name):
     """Waits until both ranks are here."""
-    print(json.dumps({"meet": name}), flush=True)
+    tell(meet=name)
     if not sys.stdin.readline():
         os._exit(3)
 
@@ -156,6 +176,47 @@ class Cuda:
     def write(self, address, data):
         self("cuMemcpyHtoD_v2", ctypes.c_uint64(address), data, ctypes.c_size_t(len(data)))
         self("cuCtxSynchronize")
+
+    def memory(self, size):
+        """Memory of the GPU, whose address this gives."""
+        address = ctypes.c_uint64()
+        self("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+        return address.value
+
+    def free(self, address):
+        self("cuMemFree_v2", ctypes.c_uint64(address))
+
+    def copy(self, target, source, size, stream):
+        self("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(size), stream)
+
+    def linger(self, scratch, size, stream):
+        """Keeps the stream busy by filling `scratch`: about a millisecond for 256 MiB."""
+        for _ in range(8):
+            self("cuMemsetD8Async", ctypes.c_uint64(scratch), 0, ctypes.c_size_t(size), stream)
+
+    def has_ended(self, stream):
+        code = self.lib.cuStreamQuery(stream)
+        if code not in (0, NOT_READY):
+            raise Failed(f"the stream failed: CUDA error {code}")
+        return code == 0
+
+    def capture(self, stream, body):
+        """A graph of what `body` enqueues: what launches it, and what ends it."""
+        graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
+        self("cuStreamBeginCapture_v2", stream, 2)
+        try:
+            body()
+        finally:
+            code = self.lib.cuStreamEndCapture(stream, ctypes.byref(graph))
+        if code:
+            raise Failed(f"cuStreamEndCapture: CUDA error {code}")
+        self("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
+
+        def end():
+            self("cuGraphExecDestroy", executable)
+            self("cuGraphDestroy", graph)
+
+        return lambda: self("cuGraphLaunch", executable, stream), end
 
     def read(self, address, size):
         held = ctypes.create_string_buffer(size)
@@ -215,23 +276,12 @@ class Rank:
             raise Failed("the window is null: NCCL has no one-sided operations here")
         return start, window
 
-    def put(self, address, size, window, offset=0, stream=None):
-        self.call("ncclPutSignal", ctypes.c_void_p(address), ctypes.c_size_t(size), CHAR, self.other, window,
-                  ctypes.c_size_t(offset), 0, 0, 0, self.comm, stream or self.stream)
-
-    def wait(self, count=1, stream=None):
-        desc = WaitDesc(count, self.other, 0, 0)
-        self.call("ncclWaitSignal", 1, ctypes.byref(desc), self.comm, stream or self.stream)
-
     def settle(self, stream=None):
         """Waits for the stream. A rank that hangs says so before it is ended."""
         end = time.monotonic() + self.given.seconds - 5
         while True:
-            code = self.cuda.lib.cuStreamQuery(stream or self.stream)
-            if code == 0:
+            if self.cuda.has_ended(stream or self.stream):
                 return
-            if code != NOT_READY:
-                raise Failed(f"the stream failed: CUDA error {code}")
             state = ctypes.c_int()
             self.nccl.ncclCommGetAsyncError(self.comm, ctypes.byref(state))
             if state.value not in (0, IN_PROGRESS):
@@ -262,6 +312,43 @@ class Steps:
         self.source = self.target = None
         self.failed = False
 
+    # What Nccl4pySteps does by nccl4py.
+
+    def put(self, size, start=0, offset=0, stream=None):
+        """Puts what is `start` bytes behind the beginning of the source to this offset of the other's target."""
+        it = self.it
+        it.call("ncclPutSignal", ctypes.c_void_p(self.source[0] + start), ctypes.c_size_t(size), CHAR, it.other,
+                self.target[1], ctypes.c_size_t(offset), 0, 0, 0, it.comm, stream or it.stream)
+
+    def signal(self, stream=None):
+        self.it.call("ncclSignal", self.it.other, 0, 0, 0, self.it.comm, stream or self.it.stream)
+
+    def wait(self, count=1, stream=None):
+        desc = WaitDesc(count, self.it.other, 0, 0)
+        self.it.call("ncclWaitSignal", 1, ctypes.byref(desc), self.it.comm, stream or self.it.stream)
+
+    def group(self):
+        """A context manager: what is called in it, NCCL starts together."""
+
+        @contextlib.contextmanager
+        def grouped():
+            self.it.call("ncclGroupStart")
+            yield
+            self.it.call("ncclGroupEnd")
+
+        return grouped()
+
+    def pointer(self, rank):
+        """The device pointer of a rank's target; none where this rank cannot reach it."""
+        where = ctypes.c_void_p()
+        self.it.call("ncclGetPeerDevicePointer", self.target[1], ctypes.c_size_t(0), rank, ctypes.byref(where))
+        return where.value
+
+    def abort_comm(self):
+        self.it.call("ncclCommAbort", self.it.comm)
+
+    # The steps.
+
     def step(self, name, body):
         """Runs a step. After a failure none follows: the ranks would wait for each other."""
         if self.failed:
@@ -278,26 +365,32 @@ class Steps:
         except Exception as why:  # nccl4py has exceptions of its own.
             told.update(outcome="failed", note=f"{type(why).__name__}: {why}")
             self.failed = True
-        print(json.dumps(told), flush=True)
+        tell(**told)
 
     def windows(self, before=0):
         self.source = self.it.window(MOST, before)
         self.target = self.it.window(MOST, before)
         return f"NCCL {self.it.version}, windows {self.source[1].value:#x} and {self.target[1].value:#x}"
 
+    def windows_of_nccls_own(self):
+        try:
+            return self.windows()
+        except Failed as why:
+            raise NotOffered(f"NCCL's own one-sided operations do not start: {why}") from why
+
     def peer_pointer(self):
-        where = ctypes.c_void_p()
-        self.it.call("ncclGetPeerDevicePointer", self.target[1], ctypes.c_size_t(0), self.it.other, ctypes.byref(where))
-        if where.value:
-            raise Failed(f"a pointer into another host's memory: {where.value:#x}")
-        return "null, as it must be"
+        if self.pointer(self.it.other):
+            raise Failed("a pointer into another host's memory")
+        if not self.pointer(self.it.rank):
+            raise Failed("no pointer into its own memory")
+        return "null for the other host, not for its own memory"
 
     def send_and_check(self, size, seed):
         it = self.it
         it.cuda.write(self.source[0], pattern(seed + it.rank, size))
         meet(f"put {size} {seed}")
-        it.put(self.source[0], size, self.target[1])
-        it.wait()
+        self.put(size)
+        self.wait()
         it.settle()
         check(it.cuda.read(self.target[0], size), pattern(seed + it.other, size), f"{size} bytes")
 
@@ -311,23 +404,18 @@ class Steps:
         it, count, size = self.it, 32, 100_000
         it.cuda.write(self.source[0], pattern(90 + it.rank, count * size))
         meet("many")
-        it.call("ncclGroupStart")
-        for index in range(count):
-            it.put(self.source[0] + index * size, size, self.target[1], index * size)
-        it.call("ncclGroupEnd")
-        it.wait(count)
+        with self.group():
+            for index in range(count):
+                self.put(size, index * size, index * size)
+        self.wait(count)
         it.settle()
         check(it.cuda.read(self.target[0], count * size), pattern(90 + it.other, count * size), "32 puts")
         return f"{count} of {size} bytes"
 
-    def to_and_fro(self, size, stream=None):
-        it = self.it
-        if it.rank == 0:
-            it.put(self.source[0], size, self.target[1], 0, stream)
-            it.wait(1, stream)
-        else:
-            it.wait(1, stream)
-            it.put(self.source[0], size, self.target[1], 0, stream)
+    def to_and_fro(self, size):
+        turns = [lambda: self.put(size), self.wait]
+        for turn in turns if self.it.rank == 0 else reversed(turns):
+            turn()
 
     def send_and_receive(self, size):
         it = self.it
@@ -337,7 +425,7 @@ class Steps:
                     it.comm, it.stream)
 
     def ping_pong(self):
-        rows = []
+        rows, times = [], {}
         for size in TIMED:
             count, took = (50 if size <= MIB else 5), []
             for way in (self.to_and_fro, self.send_and_receive):
@@ -349,41 +437,87 @@ class Steps:
                     self.it.settle()
                 took.append((time.perf_counter() - began) / count / 2 * 1e6)
             rows.append(f"{size} B: {took[0]:.0f} us one way, {took[1]:.0f} us by send and recv")
+            times[size] = took
+        tell(times=times)
         return "; ".join(rows)
 
-    def graph(self):
-        it, size, launches = self.it, 65536, 20
-        stream, graph, executable = it.cuda.stream(), ctypes.c_void_p(), ctypes.c_void_p()
-        it.cuda.write(self.source[0], pattern(120 + it.rank, size))
-        it.cuda.write(self.target[0], bytes(size))
-        meet("capture")
-        it.cuda("cuStreamBeginCapture_v2", stream, 2)
-        try:
-            self.to_and_fro(size, stream)
-        finally:
-            code = it.cuda.lib.cuStreamEndCapture(stream, ctypes.byref(graph))
-        if code:
-            raise Failed(f"cuStreamEndCapture: CUDA error {code}")
-        it.cuda("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
-        meet("launch")
-        began = time.perf_counter()
-        for _ in range(launches):
-            it.cuda("cuGraphLaunch", executable, stream)
-        it.settle(stream)
-        took = (time.perf_counter() - began) / launches / 2 * 1e6
-        check(it.cuda.read(self.target[0], size), pattern(120 + it.other, size), "in a graph")
-        it.cuda("cuGraphExecDestroy", executable)
-        it.cuda("cuGraphDestroy", graph)
-        return f"{launches} launches, {took:.0f} us one way for {size} bytes"
+    def rounds(self, turn, size, in_graph):
+        """Does `turn(stream, last)` ROUNDS times, in one CUDA graph or without, from a source that differs each time.
 
-    def barrier(self):
-        it, count = self.it, 50
+        `turn` leaves what came from the other rank in `last`. Gives what came each time, what was due, and the time.
+        """
+        it, stream = self.it, self.it.cuda.stream()
+        numbers, log, last = (it.cuda.memory(count * size) for count in (ROUNDS, ROUNDS, 1))
+        seeds = [range(start, start + ROUNDS) for start in (30 + 100 * it.rank, 30 + 100 * it.other)]
+        sent, due = (b"".join(pattern(seed, size) for seed in of_rank) for of_rank in seeds)
+        it.cuda.write(numbers, sent)
+        it.cuda.write(self.target[0], bytes(size))
+
+        def once():
+            turn(stream, last)
+
+        launch, end = it.cuda.capture(stream, once) if in_graph else (once, lambda: None)
+        meet("rounds")
         began = time.perf_counter()
-        for _ in range(count):
-            it.call("ncclSignal", it.other, 0, 0, 0, it.comm, it.stream)
-            it.wait()
-        it.settle()
-        return f"{count} times, {(time.perf_counter() - began) / count * 1e6:.0f} us each"
+        for number in range(ROUNDS):
+            it.cuda.copy(self.source[0], numbers + number * size, size, stream)
+            launch()
+            it.cuda.copy(log + number * size, last, size, stream)
+        it.settle(stream)
+        took = (time.perf_counter() - began) / ROUNDS * 1e6
+        came = it.cuda.read(log, ROUNDS * size)
+        end()
+        for address in (numbers, log, last):
+            it.cuda.free(address)
+        return came, due, took
+
+    def numbered(self, in_graph=False):
+        size = 65536
+
+        def turn(stream, last):
+            # Rank 1 puts once it has taken what came: its put lets rank 0 go on.
+            if self.it.rank == 0:
+                self.put(size, stream=stream)
+            self.wait(stream=stream)
+            self.it.cuda.copy(last, self.target[0], size, stream)
+            if self.it.rank != 0:
+                self.put(size, stream=stream)
+
+        came, due, took = self.rounds(turn, size, in_graph)
+        check(came, due, f"{ROUNDS} ping-pongs")
+        return f"{ROUNDS} of {size} bytes, {took / 2:.0f} us one way"
+
+    def barrier(self, in_graph=False):
+        """Each rank puts into the same place again only when the other has taken what was there, as its signal says.
+
+        One rank takes it late. Without signals the next put comes before that: where it does not, this step shows nothing.
+        """
+        it, size, notes = self.it, 4096, []
+        scratch = it.cuda.memory(LINGER)
+        for late in range(RANKS):
+            for holds in (True, False):
+                if in_graph and not holds:
+                    continue
+
+                def turn(stream, last, late=late, holds=holds):
+                    self.put(size, stream=stream)
+                    self.wait(stream=stream)
+                    if it.rank == late:
+                        it.cuda.linger(scratch, LINGER, stream)
+                    it.cuda.copy(last, self.target[0], size, stream)
+                    if holds:
+                        self.signal(stream)
+                        self.wait(stream=stream)
+
+                came, due, took = self.rounds(turn, size, in_graph)
+                if holds:
+                    check(came, due, f"{ROUNDS} puts held back by signals")
+                    notes.append(f"{took:.0f} us each")
+                elif it.rank == late and came == due:
+                    raise Failed("without signals all bytes are right as well: this shows nothing")
+        it.cuda.free(scratch)
+        control = "" if in_graph else "; wrong without signals, as it must be"
+        return f"{ROUNDS} with each rank late, {', '.join(notes)}{control}"
 
     def reduce(self, operation, expected):
         it, count = self.it, 100_000
@@ -404,6 +538,8 @@ class Steps:
         handle = ctypes.c_void_p()
         self.it.call("ncclCommRegister", self.it.comm, ctypes.c_void_p(self.source[0]), ctypes.c_size_t(MOST),
                      ctypes.byref(handle))
+        if not handle.value:
+            raise Failed("the registration is null")
         self.reduce(SUM, 3.0)
         self.it.call("ncclCommDeregister", self.it.comm, handle)
 
@@ -439,14 +575,26 @@ class Steps:
         return 8 if self.it.rank else 1
 
     def abort(self):
+        """Aborts amid puts. What was in its target's memory from then on must stay (`untouched`)."""
+        it = self.it
         for _ in range(self.abort_amid()):
-            self.it.put(self.source[0], MOST, self.target[1])
+            self.put(MOST)
         time.sleep(0.02)
+        is_amid = not it.cuda.has_ended(it.stream)
         began = time.perf_counter()
-        self.it.call("ncclCommAbort", self.it.comm)
+        self.abort_comm()
         took = (time.perf_counter() - began) * 1e3
-        state = "ended" if self.it.cuda.lib.cuStreamQuery(self.it.stream) == 0 else "not ended"
-        return f"{took:.0f} ms, the stream of the puts has {state}"
+        # At once, while the other rank's puts may still be on their way.
+        self.aborted = self.target[0]
+        it.cuda.write(self.aborted, pattern(200 + it.rank, MOST))
+        if it.rank and not is_amid:
+            raise Failed("its puts had ended before: this shows nothing")
+        if not it.cuda.has_ended(it.stream):
+            raise Failed("the stream of the aborted puts has not ended")
+        return f"{took:.0f} ms"
+
+    def untouched(self):
+        check(self.it.cuda.read(self.aborted, MOST), pattern(200 + self.it.rank, MOST), "memory of an aborted communicator")
 
     def cut(self):
         it = self.it
@@ -464,14 +612,23 @@ class Steps:
 
     def run(self, life):
         self.step("init", self.connect)
+        if life == "socket":
+            self.step("window", self.windows_of_nccls_own)
+            if self.source:
+                self.step("put", self.puts)
+                self.step("ping-pong", self.ping_pong)
+            self.step("destroy", self.destroy)
+            return
         self.step("window", lambda: self.windows(MIB if life == "inner" else 0))
         if life == "whole":
             self.step("peer pointer", self.peer_pointer)
             self.step("put", self.puts)
             self.step("many puts", self.many_puts)
             self.step("ping-pong", self.ping_pong)
-            self.step("graph", self.graph)
+            self.step("numbered", self.numbered)
+            self.step("graph", lambda: self.numbered(True))
             self.step("barrier", self.barrier)
+            self.step("graph barrier", lambda: self.barrier(True))
             self.step("pre-mul-sum", self.pre_mul_sum)
             self.step("buffer", self.buffer)
             self.step("device comm", self.device_comm)
@@ -489,6 +646,7 @@ class Steps:
             self.step("init again", self.connect_again)
             self.step("window", self.windows)
             self.step("put", self.puts)
+            self.step("untouched", self.untouched)
             self.step("destroy", self.destroy)
 
 
@@ -505,7 +663,7 @@ def play(rank, given):
         steps_of = Steps
     steps = steps_of(rank, given)
     steps.run(given.life)
-    print(json.dumps({"end": not steps.failed}), flush=True)
+    tell(end=not steps.failed)
     sys.stdin.readline()
     os._exit(0)
 
@@ -513,7 +671,7 @@ def play(rank, given):
 # What runs in the parent.
 
 
-def environment(given, rank, folder):
+def environment(given, rank, folder, life):
     from contenders import Contender
 
     common = {
@@ -523,14 +681,30 @@ def environment(given, rank, folder):
         "NCCL_DEBUG_FILE": os.path.join(folder, f"nccl-rank{rank}.log"),
         "NCCL_HOSTID": f"towline-test-host-{rank}",
         "NCCL_MNNVL_ENABLE": "0",
-        "NCCL_GIN_TYPE": "2",
-        "TOWLINE_RMA": "1",
         "ONE_SIDED_FOLDER": folder,
     }
     common.update(pair.split("=", 1) for pair in given.env)
     # NCCL has windows only where it may use P2P; between these ranks it cannot, since they are two hosts.
-    row = Contender("towline", {"NCCL_NET": "Towline"}, os.path.abspath(given.towline), without=("NCCL_P2P_DISABLE",))
+    without = ("NCCL_P2P_DISABLE",)
+    if life == "socket":
+        row = Contender("socket", {"NCCL_NET": "Socket"}, without=without)
+    else:
+        ours = {"NCCL_NET": "Towline", "NCCL_GIN_TYPE": "2", "TOWLINE_RMA": "1"}
+        row = Contender("towline", ours, os.path.abspath(given.towline), without=without)
     return row.environment(common, given.nccl and os.path.abspath(given.nccl))
+
+
+def not_shown(life, log, communicators):
+    """Why a rank's log does not show that the life's network served its communicators; none where it does."""
+    if life == "socket":
+        return "Towline was there as well" if "Assigned plugin Towline" in log else None
+    declined = [line for line in log.splitlines() if DECLINED in line]
+    if declined:
+        return f"Towline declined: {declined[0]}"
+    for line in ASSIGNED:
+        if log.count(line) != communicators:
+            return f"NCCL's log has {log.count(line)} of {communicators} lines '{line}'"
+    return None
 
 
 STACKS = r"""
@@ -599,14 +773,14 @@ def listen(rank, process, said):
     said.put((rank, None))
 
 
-def live(life, given, folder):
-    """Runs one life and prints its steps. Gives whether it went well."""
+def live(life, given, folder, times):
+    """Runs one life and prints its steps. Gives whether it went well; the times of its ping-pong go to `times`."""
     os.makedirs(folder, exist_ok=True)
     command = [sys.executable, os.path.abspath(__file__), "--life", life, "--seconds", str(given.seconds)]
     teller = stack_teller(folder)
     ranks = [
         subprocess.Popen(command + ["--child", str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                         env=environment(given, rank, folder) | ({"ONE_SIDED_STACKS": teller} if teller else {}),
+                         env=environment(given, rank, folder, life) | ({"ONE_SIDED_STACKS": teller} if teller else {}),
                          start_new_session=True)
         for rank in range(RANKS)
     ]
@@ -657,6 +831,8 @@ def live(life, given, folder):
                     print(f"{life:6} {word['step']:13} {worst['outcome']}{where}: {worst['note']}".rstrip(": "), flush=True)
                     if worst["outcome"] == "failed":
                         problem = f"step \"{word['step']}\" failed"
+            elif "times" in word:
+                times[life] = word["times"]
             elif "end" in word:
                 ended += 1
         if cutter is not None and problem is None:
@@ -670,12 +846,13 @@ def live(life, given, folder):
                 process.kill()
                 process.wait()
     logs = [read(os.path.join(folder, f"nccl-rank{rank}.log")) for rank in range(RANKS)]
-    if problem is None and life == "whole":
-        for log in logs:
-            if "one-sided operations over Towline:" in log:
-                problem = "Towline declined, see the log"
-            if "RMA/Plugin: Assigned plugin Towline" not in log:
-                print(f"{life:6} note: NCCL's log has no line 'RMA/Plugin: Assigned plugin Towline'")
+    for rank, log in enumerate(logs):
+        why = not_shown(life, log, COMMUNICATORS.get(life, 1))
+        if why and problem is None:
+            problem = f"rank {rank}: {why}"
+    if life == "socket":
+        for line in dict.fromkeys(line.split("NCCL ", 1)[-1] for line in logs[0].splitlines() if "RMA/Socket" in line):
+            print(f"{life:6} NCCL's log: {line}")
     if problem:
         print(f"{life:6} FAILED: {problem}")
         for rank, log in enumerate(logs):
@@ -686,6 +863,15 @@ def live(life, given, folder):
             print(f"--- rank {rank}: the last 25 lines of {len(lines)}")
             print("\n".join(lines[-25:]))
     return problem is None
+
+
+def table(times):
+    """The one-way times of the lives that have some."""
+    if not times:
+        return
+    yield f"{'us one way, bytes':>18}" + "".join(f" {life:>10} {'send/recv':>10}" for life in times)
+    for size in next(iter(times.values())):
+        yield f"{size:>18}" + "".join(f" {put:>10.0f} {send:>10.0f}" for put, send in (rows[size] for rows in times.values()))
 
 
 def read(path):
@@ -702,14 +888,16 @@ def main():
     if given.child is not None:
         play(given.child, given)
         return 0
-    good = True
+    good, times = True, {}
     with tempfile.TemporaryDirectory() as scratch:
         for turn in range(given.repeat):
             if given.repeat > 1:
                 print(f"turn {turn + 1} of {given.repeat}", flush=True)
             for life in given.lives.split(","):
                 folder = life if turn == 0 else f"{life}-{turn + 1}"
-                good &= live(life, given, os.path.join(given.out or scratch, folder))
+                good &= live(life, given, os.path.join(given.out or scratch, folder), times)
+    for line in table(times):
+        print(line)
     print("all steps went well" if good else "something failed")
     return 0 if good else 1
 

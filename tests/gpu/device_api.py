@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""nccl-tests' all-to-all whose kernels send by themselves (NCCL's device API) over Towline: every element verified.
+
+Two processes, a GPU each, which NCCL takes for two hosts (NCCL_HOSTID). `alltoall_perf -R 2 -D 3` sends by GIN alone,
+`-D 4` by GIN to other hosts and by memory within one. NCCL's proxy carries GIN over Towline's one-sided operations. The same
+over NCCL's own sockets stands beside it where that starts (NCCL 2.32 with the gdrdrv module); where not, NCCL's log says why.
+Exit status 0: over Towline nothing was wrong, and NCCL's logs say that Towline carried it.
+
+    tests/gpu/device_api.py --tests ~/nccl-tests/build --towline target/release --nccl DIRECTORY_OF_libnccl.so.2
+
+Needs NCCL 2.30.7 or later, mpirun of Open MPI, and nccl-tests 2.17.4 or later built with `make MPI=1 NCCL_HOME=...` against
+that NCCL: earlier ones have no `-D 3`, and one built against an NCCL without a device API refuses it.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path[:0] = [os.path.join(ROOT, "benches", "nccl"), os.path.join(ROOT, "tests", "gpu")]
+
+from one_sided import environment, not_shown, read  # noqa: E402
+
+RANKS, FIRST, LAST, FACTOR = 2, 8, 16 << 20, 8
+SIZES = [FIRST * FACTOR**step for step in range(8)]
+# Each rank says which host it is, and logs into a file of its own.
+RANK = 'export NCCL_HOSTID=towline-test-host-$OMPI_COMM_WORLD_RANK NCCL_DEBUG_FILE="$1/nccl-rank$OMPI_COMM_WORLD_RANK.log"; shift; exec "$@"'
+
+
+def arguments():
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tests", required=True, help="directory of alltoall_perf")
+    parser.add_argument("--towline", required=True, help="directory of Towline's libnccl-net.so")
+    parser.add_argument("--nccl", help="directory of libnccl.so.2")
+    parser.add_argument("--interface", default="lo")
+    parser.add_argument("--limit", type=float, default=60, metavar="SECONDS", help="for one run")
+    parser.add_argument("--out", help="keep outputs and NCCL's logs here")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for both ranks")
+    return parser.parse_args()
+
+
+def results(text):
+    """Size -> (microseconds out of place, wrong elements out of place and in place, as written)."""
+    found = {}
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) >= 9 and words[0].isdigit() and words[1].isdigit():
+            found[int(words[0])] = (float(words[5]), words[8::4][:2])
+    return found
+
+
+def problem(text, code):
+    """What is wrong with a run, or none."""
+    if code:
+        last = [line for line in text.splitlines() if line.strip()][-1:]
+        return f"exit status {code}: {last[0] if last else 'without a word'}"
+    found = results(text)
+    if sorted(found) != SIZES:
+        return f"sizes {sorted(found)}, not {SIZES}"
+    for size, (_, wrong) in found.items():
+        # nccl-tests does not check an all-to-all in place.
+        if wrong[0] != "0" or wrong[1:] not in ([], ["0"], ["N/A"]):
+            return f"{size} bytes: {' and '.join(wrong)} wrong elements"
+    return None if "# Out of bounds values : 0 OK" in " ".join(text.split()) else "no clean end"
+
+
+def run(life, implementation, given, folder):
+    """One run: its times by size, and what went wrong or none."""
+    os.makedirs(folder, exist_ok=True)
+    for name in os.listdir(folder):
+        os.unlink(os.path.join(folder, name))
+    env = environment(given, 0, folder, life)
+    env.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    command = ["mpirun", "-np", str(RANKS), "--oversubscribe", "--bind-to", "none", "sh", "-c", RANK, "rank", folder]
+    command += [os.path.join(os.path.abspath(given.tests), "alltoall_perf"), "-b", str(FIRST), "-e", str(LAST), "-f", str(FACTOR)]
+    command += ["-n", "5", "-w", "1", "-c", "1", "-R", "2", "-D", str(implementation)]
+    path = os.path.join(folder, "output.txt")
+    with open(path, "w", encoding="utf-8") as output:
+        try:
+            code = subprocess.run(command, env=env, stdout=output, stderr=subprocess.STDOUT, timeout=given.limit, check=False).returncode
+        except subprocess.TimeoutExpired:
+            code = f"none within {given.limit:.0f} s"
+    text, why = read(path), None
+    for rank in range(RANKS):
+        why = why or not_shown(life, read(os.path.join(folder, f"nccl-rank{rank}.log")), 1)
+    return {size: took for size, (took, _) in results(text).items()}, problem(text, code) or why
+
+
+def main():
+    """All runs, and a table."""
+    given, good, columns = arguments(), True, {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for life, implementation in (("towline", 3), ("towline", 4), ("socket", 3)):
+            name = f"{life} -D {implementation}"
+            folder = os.path.join(os.path.abspath(given.out or scratch), name.replace(" ", ""))
+            times, why = run(life, implementation, given, folder)
+            if not why:
+                columns[name] = times
+                print(f"{name}: ok, {len(times)} sizes, 0 wrong", flush=True)
+                continue
+            if life == "socket":
+                print(f"{name}: NCCL's own does not start here: {why}", flush=True)
+            else:
+                good = False
+                print(f"{name}: FAILED: {why}", flush=True)
+            for rank in range(RANKS):
+                log = read(os.path.join(folder, f"nccl-rank{rank}.log")).splitlines()
+                telling = [line for line in log if any(word in line for word in ("WARN", "RMA/", "GIN/", "Towline:"))]
+                print("\n".join(telling[-12:]), flush=True)
+    if columns:
+        print(f"{'us, bytes':>12}" + "".join(f" {name:>14}" for name in columns))
+        for size in SIZES:
+            print(f"{size:>12}" + "".join(f" {times[size]:>14.0f}" for times in columns.values()))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
