@@ -41,7 +41,7 @@ pub(crate) struct Adapter {
     regions: Cache<Memory, MemoryRegion>,
     port_is_down: AtomicBool,
     is_dead: AtomicBool,
-    gid_place: AtomicU32,
+    gid_index: AtomicU32,
     /// The connection that an event of a queue belongs to, by the queue's address in libibverbs.
     concerned: Mutex<Vec<(u64, Weak<Mishap>)>>,
 }
@@ -108,7 +108,7 @@ impl Adapter {
         let domain = ProtectionDomain::new(&open.context)?;
         let access = Access { relaxed_ordering };
         Ok(Self {
-            gid_place: AtomicU32::new(open.gid_index),
+            gid_index: AtomicU32::new(open.gid_index),
             number,
             open,
             domain,
@@ -165,16 +165,16 @@ impl Adapter {
 
     /// Its GID's index in the port's table. An address that was removed while queue pairs used it gets another index
     /// when it comes back; the index for those queue pairs is updated.
-    pub(crate) fn gid_place(&self) -> u32 {
-        match self.gid_place.load(Ordering::Relaxed) {
+    pub(crate) fn gid_index(&self) -> u32 {
+        match self.gid_index.load(Ordering::Relaxed) {
             NOWHERE => self.open.gid_index,
-            place => place,
+            index => index,
         }
     }
 
     /// Where its GID is now; the old index while that is unknown.
-    pub(crate) fn set_gid_place(&self, place: Option<u32>) -> Option<u32> {
-        let before = self.gid_place.swap(place.unwrap_or(NOWHERE), Ordering::Relaxed);
+    pub(crate) fn set_gid_index(&self, index: Option<u32>) -> Option<u32> {
+        let before = self.gid_index.swap(index.unwrap_or(NOWHERE), Ordering::Relaxed);
         (before != NOWHERE).then_some(before)
     }
 

@@ -13,7 +13,7 @@ use super::control::Control;
 use super::dl::Verbs;
 use super::fabric::{Fabric, Qp};
 use super::outage::{QpMessage, QpNotice, Trouble, notice};
-use super::trouble::{Doing, explain, is_of_the_way};
+use super::trouble::{Doing, explain, is_path_failure};
 use super::verbs::{Completion, QueuePair};
 use crate::engine::counters::Counters;
 use crate::engine::events::Events;
@@ -345,7 +345,7 @@ impl Base {
     pub(crate) fn broken(&self, qp: &mut Qp, completion: &Completion, doing: Doing) -> Result<()> {
         let error = self.explain(qp, completion, doing);
         let is_flush = completion.is_flushed();
-        if qp.recovers && is_of_the_way(completion.status()) {
+        if qp.recovers && is_path_failure(completion.status()) {
             qp.suffers(Trouble { error, is_flush });
             return Ok(());
         }

@@ -137,13 +137,13 @@ impl Watch {
     fn look_for_gid(&self, adapter: &Adapter) {
         let open = &adapter.open;
         let table = gid_table(&self.context, open.port.number, open.facts.gid_count, &RdmaSysfs::default());
-        let place = open.chosen().place_in(&table);
-        let before = adapter.set_gid_place(place);
-        if before.is_some() == place.is_some() {
+        let index = open.chosen().index_in(&table);
+        let before = adapter.set_gid_index(index);
+        if before.is_some() == index.is_some() {
             return;
         }
         let (name, gid) = (adapter.name(), super::gid::display(&open.gid));
-        if place.is_none() {
+        if index.is_none() {
             tracing::warn!(
                 target: NET,
                 "{name} has lost GID {gid}, with which its connections were set up; they may fail until its address is back"

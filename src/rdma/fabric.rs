@@ -438,8 +438,8 @@ fn queue_pair(adapter: &Adapter, queue: &CompletionQueue, depth: Depth, config: 
 fn route(adapter: &Adapter, port: &PortRecord, record: &QpRecord, class: Class) -> Route {
     let open = &adapter.open;
     let peer_gid = port.gid();
-    let way = gid::way(&open.gid, &peer_gid, u16::try_from(port.lid).unwrap_or(0), open.facts.needs_grh);
-    if way.is_doubtful && open.port.link_layer == LinkLayer::InfiniBand {
+    let addressing = gid::addressing(&open.gid, &peer_gid, u16::try_from(port.lid).unwrap_or(0), open.facts.needs_grh);
+    if addressing.is_doubtful && open.port.link_layer == LinkLayer::InfiniBand {
         static ONCE: Once = Once::new();
         ONCE.call_once(|| {
             tracing::warn!(
@@ -458,10 +458,10 @@ fn route(adapter: &Adapter, port: &PortRecord, record: &QpRecord, class: Class) 
         peer_number: record.number,
         peer_first_packet: record.first_packet & 0xff_ffff,
         mtu: open.facts.active_mtu.min(port.mtu),
-        gid_index: u8::try_from(adapter.gid_place()).unwrap_or(0),
+        gid_index: u8::try_from(adapter.gid_index()).unwrap_or(0),
         peer_gid,
-        lid: way.lid,
-        is_global: way.is_global,
+        lid: addressing.lid,
+        is_global: addressing.is_global,
         service_level: class.service_level,
         traffic_class: class.traffic,
     }

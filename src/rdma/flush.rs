@@ -22,7 +22,7 @@ use super::adapter::{Adapter, Adapters, Memory, Registration};
 use super::dl::Verbs;
 use super::fabric::{Class, Depth, Fabric, Qp, ports};
 use super::pages::Pages;
-use super::trouble::{Doing, explain, is_of_the_way};
+use super::trouble::{Doing, explain, is_path_failure};
 use super::verbs::{Local, MemoryRegion, Refused, Remote, Timeouts, Work};
 use crate::engine::request::SLOTS;
 use crate::os::config::Config;
@@ -172,7 +172,7 @@ impl Port {
                 let text = Verbs::load().map_or("", |verbs| verbs.status_text(completion.status()));
                 let (name, is_down) = (adapter[0].name(), adapter[0].is_port_down());
                 let error = explain(completion, text, &name, is_down, qp.ends(), Doing::Flushing);
-                failure = Some(Failure { error, is_mistake: !is_of_the_way(completion.status()) });
+                failure = Some(Failure { error, is_mistake: !is_path_failure(completion.status()) });
                 return Ok(());
             }
             qp.finished(1);

@@ -37,7 +37,7 @@ impl fmt::Display for RoceVersion {
 /// An entry of a port's GID table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct GidEntry {
-    /// Its place in the table.
+    /// Its index in the table.
     pub index: u32,
     /// The GID.
     pub gid: Gid,
@@ -203,14 +203,14 @@ impl Chosen {
     /// Its index in the table now; None: it is not there. The old index, when it is still valid; never another one if
     /// the user chose it, and never that of another interface: the link-local GIDs of an interface and of its VLANs are
     /// equal.
-    pub(crate) fn place_in(&self, table: &[GidEntry]) -> Option<u32> {
+    pub(crate) fn index_in(&self, table: &[GidEntry]) -> Option<u32> {
         let GidEntry { index, gid, version, interface, .. } = self.entry;
         let is_it = |entry: &&GidEntry| {
             let is_elsewhere = entry.interface.zip(interface).is_some_and(|(one, other)| one != other);
             entry.gid == gid && entry.version == version && !is_elsewhere && (!self.is_named || entry.index == index)
         };
-        let places = || table.iter().filter(is_it).map(|entry| entry.index);
-        places().find(|place| *place == index).or_else(|| places().min())
+        let indices = || table.iter().filter(is_it).map(|entry| entry.index);
+        indices().find(|found| *found == index).or_else(|| indices().min())
     }
 }
 
@@ -233,7 +233,7 @@ pub(crate) fn subnet(gid: &Gid) -> u16 {
 
 /// How an InfiniBand port reaches its peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Way {
+pub(crate) struct Addressing {
     /// The local identifier that packets carry.
     pub lid: u16,
     /// Whether they carry GIDs as well.
@@ -245,13 +245,13 @@ pub(crate) struct Way {
 
 /// The path to a peer with this GID and local identifier; `needs_grh`: the local port sends nothing without GIDs. Two
 /// GIDs with the same subnet are in one subnet, as in NCCL.
-pub(crate) fn way(own: &Gid, peer: &Gid, peer_lid: u16, needs_grh: bool) -> Way {
+pub(crate) fn addressing(own: &Gid, peer: &Gid, peer_lid: u16, needs_grh: bool) -> Addressing {
     if subnet(own) == subnet(peer) {
-        return Way { lid: peer_lid, is_global: needs_grh, is_doubtful: false };
+        return Addressing { lid: peer_lid, is_global: needs_grh, is_doubtful: false };
     }
     match forwarding_id(peer) {
-        0 => Way { lid: peer_lid, is_global: true, is_doubtful: true },
-        lid => Way { lid, is_global: true, is_doubtful: false },
+        0 => Addressing { lid: peer_lid, is_global: true, is_doubtful: true },
+        lid => Addressing { lid, is_global: true, is_doubtful: false },
     }
 }
 
@@ -356,17 +356,17 @@ mod tests {
             entry.interface = Some(if entry.index < 2 { 7 } else { 8 });
         }
         let chosen = |at: usize, is_named| Chosen { entry: table[at], is_named };
-        assert_eq!(chosen(1, false).place_in(&table), Some(1));
-        assert_eq!(chosen(3, true).place_in(&table), Some(3));
+        assert_eq!(chosen(1, false).index_in(&table), Some(1));
+        assert_eq!(chosen(3, true).index_in(&table), Some(3));
         // Both went and came back the other way round.
         let moved: Vec<GidEntry> =
             table.iter().map(|entry| GidEntry { index: (entry.index + 2) % 4, ..*entry }).collect();
-        assert_eq!(chosen(1, false).place_in(&moved), Some(3));
-        assert_eq!(chosen(1, true).place_in(&moved), None, "the user's place has another one now");
-        assert_eq!(chosen(1, false).place_in(&table[2..]), None, "the VLAN's is another one");
-        // Where the interfaces are not known, the same place is as good as it gets.
+        assert_eq!(chosen(1, false).index_in(&moved), Some(3));
+        assert_eq!(chosen(1, true).index_in(&moved), None, "the user's index has another one now");
+        assert_eq!(chosen(1, false).index_in(&table[2..]), None, "the VLAN's is another one");
+        // Where the interfaces are not known, the same index is as good as it gets.
         let unknown: Vec<GidEntry> = table.iter().map(|entry| GidEntry { interface: None, ..*entry }).collect();
-        assert_eq!(chosen(3, false).place_in(&unknown), Some(3));
+        assert_eq!(chosen(3, false).index_in(&unknown), Some(3));
     }
 
     #[test]
@@ -384,16 +384,16 @@ mod tests {
             gid[6..8].copy_from_slice(&subnet.to_be_bytes());
             gid
         };
-        let way = |lid, is_global, is_doubtful| Way { lid, is_global, is_doubtful };
+        let expected = |lid, is_global, is_doubtful| Addressing { lid, is_global, is_doubtful };
         let own = gid(70, 1, 1);
         // In the same subnet by local identifier, whatever the forwarding identifiers are.
         for peer in [gid(0, 1, 2), gid(70, 1, 2), gid(71, 1, 2)] {
-            assert_eq!(super::way(&own, &peer, 9, false), way(9, false, false));
-            assert_eq!(super::way(&own, &peer, 9, true), way(9, true, false));
+            assert_eq!(super::addressing(&own, &peer, 9, false), expected(9, false, false));
+            assert_eq!(super::addressing(&own, &peer, 9, true), expected(9, true, false));
         }
         for needs_grh in [false, true] {
-            assert_eq!(super::way(&own, &gid(71, 2, 2), 9, needs_grh), way(71, true, false));
-            assert_eq!(super::way(&own, &gid(0, 2, 2), 9, needs_grh), way(9, true, true));
+            assert_eq!(super::addressing(&own, &gid(71, 2, 2), 9, needs_grh), expected(71, true, false));
+            assert_eq!(super::addressing(&own, &gid(0, 2, 2), 9, needs_grh), expected(9, true, true));
         }
     }
 

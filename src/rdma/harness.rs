@@ -50,13 +50,21 @@ pub(super) struct Plan {
     /// A change to the key of the sender's ring before the receiver gets it.
     pub(super) ring_key: fn(u32) -> u32,
     /// The addresses at which each side expects the other's process to listen.
-    pub(super) ways: Vec<SocketAddr>,
+    pub(super) addresses: Vec<SocketAddr>,
 }
 
 impl Default for Plan {
     fn default() -> Self {
         let depth = [sender::DEPTH.send, receiver::DEPTH.send];
-        Self { ports: [&[0], &[1]], qps: 1, depth, variables: &[], short: false, ring_key: |key| key, ways: Vec::new() }
+        Self {
+            ports: [&[0], &[1]],
+            qps: 1,
+            depth,
+            variables: &[],
+            short: false,
+            ring_key: |key| key,
+            addresses: Vec::new(),
+        }
     }
 }
 
@@ -99,7 +107,7 @@ impl Ends {
             connection: 7,
             key: Secret::from_bytes([7; 16]),
             features: 0,
-            remote: plan.ways.clone(),
+            remote: plan.addresses.clone(),
             local: Arc::from([]),
             traffic_class: None,
             round_trip: std::time::Duration::ZERO,

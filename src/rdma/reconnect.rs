@@ -71,12 +71,12 @@ impl Base {
         let end = if says_little { &reset } else { end };
         let ended = Ended::default();
         ended.note(end);
-        let ways = if self.side == Side::Connecting { self.link.pairs() } else { self.link.remote.len() };
+        let paths = if self.side == Side::Connecting { self.link.pairs() } else { self.link.remote.len() };
         let patience = match says_little {
             // Nothing indicates that the peer is in trouble.
             true if is_unheard_of => self.config().peer_timeout,
             // A peer without any address for its process would be back by then.
-            true if ways == 0 => CUT_PATIENCE,
+            true if paths == 0 => CUT_PATIENCE,
             true => self.config().reconnect_timeout,
             // Most of the time has passed.
             false => self.config().peer_timeout / 10,
@@ -86,7 +86,7 @@ impl Base {
             most: self.config().peer_timeout,
             refused_for: ended.refused_for(now, end),
             some_refused_for: ended.some_refused_for(now),
-            ways,
+            paths,
         };
         control.alone = Some(PeerInquiry::new(now, terms, lost(end).with_peer(&self.peer)));
         (control.away, control.is_to_seek) = (Some(now), true);
@@ -154,7 +154,7 @@ impl Base {
     fn call<D: Direction>(&self, conn: &Arc<Connection<D>>, since: Instant) {
         tracing::info!(target: NET, "{} {} waits for another control channel: its own was cut", self.doing, self.peer);
         let caller = Arc::clone(conn) as Arc<dyn Listening>;
-        (0..self.link.remote.len()).for_each(|way| dialer::call(Arc::clone(&self.net), &caller, way, since));
+        (0..self.link.remote.len()).for_each(|pair| dialer::call(Arc::clone(&self.net), &caller, pair, since));
     }
 
     /// As if the connecting side had started to connect.
@@ -237,10 +237,10 @@ impl<D: Direction> Owner for Connection<D> {
         self.base().link_down(interface);
     }
 
-    fn answered(&self, began: Instant, way: usize, answer: Answer) {
+    fn answered(&self, began: Instant, pair: usize, answer: Answer) {
         let mut control = self.base().control();
         if let Some(alone) = &mut control.alone {
-            alone.answered(began, Instant::now(), way, answer);
+            alone.answered(began, Instant::now(), pair, answer);
             kick(&control);
         }
     }

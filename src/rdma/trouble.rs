@@ -59,7 +59,7 @@ pub(crate) fn explain(
 
 /// Whether the failure may be that of the work request's path, so that another path may work; the others are mistakes
 /// that would be repeated.
-pub(crate) fn is_of_the_way(code: u32) -> bool {
+pub(crate) fn is_path_failure(code: u32) -> bool {
     !matches!(
         code,
         status::IBV_WC_LOC_LEN_ERR
@@ -138,9 +138,9 @@ mod tests {
     #[test]
     fn a_mistake_is_not_repeated_over_another_way() {
         assert!(
-            [status::IBV_WC_LOC_PROT_ERR, status::IBV_WC_REM_ACCESS_ERR].into_iter().all(|code| !is_of_the_way(code))
+            [status::IBV_WC_LOC_PROT_ERR, status::IBV_WC_REM_ACCESS_ERR].into_iter().all(|code| !is_path_failure(code))
         );
-        assert!([status::IBV_WC_RETRY_EXC_ERR, status::IBV_WC_WR_FLUSH_ERR].into_iter().all(is_of_the_way));
+        assert!([status::IBV_WC_RETRY_EXC_ERR, status::IBV_WC_WR_FLUSH_ERR].into_iter().all(is_path_failure));
     }
 
     #[test]

@@ -123,9 +123,9 @@ struct State {
     tell_at: Option<Instant>,
     epoch: u16,
     /// Which pair of rails the try under way goes over.
-    way: usize,
+    pair: usize,
     /// Whether the try under way goes over other rails than the stream's own.
-    abroad: bool,
+    on_other_pair: bool,
     /// This side's rail of the try under way.
     rail: Option<Rail>,
     /// The socket of the try under way is bound to its rail's interface.
@@ -175,8 +175,8 @@ impl Dial {
                 forbidden_since: None,
                 tell_at,
                 epoch,
-                way: 0,
-                abroad: false,
+                pair: 0,
+                on_other_pair: false,
                 rail: None,
                 bound: false,
                 goes_unbound: false,
@@ -234,9 +234,9 @@ impl Dial {
 
     fn begin(self: &Arc<Self>, state: &mut State) -> io::Result<()> {
         state.began = Instant::now();
-        let Route { rail, binds, remote, way } = self.purpose.route(state.tries).ok_or(io::ErrorKind::NotConnected)?;
-        state.way = way;
-        state.abroad = self.purpose.is_abroad(state.tries, way);
+        let Route { rail, binds, remote, pair } = self.purpose.route(state.tries).ok_or(io::ErrorKind::NotConnected)?;
+        state.pair = pair;
+        state.on_other_pair = self.purpose.is_on_other_pair(state.tries, pair);
         state.epoch = self.purpose.epoch(state.epoch);
         let patience = self.purpose.patience(state.tries);
         state.tries += 1;
@@ -264,7 +264,7 @@ impl Dial {
         }
         state.rail = rail;
         tune(&sock, &self.net.config, self.purpose.traffic_class(), true);
-        let learnt = self.purpose.segment(way);
+        let learnt = self.purpose.segment(pair);
         if let Some(segment) = learnt.or_else(|| self.net.segment(remote.ip())) {
             // Before the connection is made: then the peer sends no larger ones either.
             let _ = sock.set_tcp_mss(segment);
@@ -298,7 +298,7 @@ impl Dial {
             return self.pause(state, now);
         }
         state.goes_unbound = false;
-        self.purpose.answered(state.began, state.way, answer);
+        self.purpose.answered(state.began, state.pair, answer);
         if let Some(pause) = self.purpose.goes_on_after() {
             return self.pause(state, now + pause);
         }
@@ -419,15 +419,21 @@ impl Dial {
         }
         match self.advance(&mut state) {
             Ok(Some(Reached::Called)) => {
-                self.purpose.answered(state.began, state.way, Answer::Accepted);
+                self.purpose.answered(state.began, state.pair, Answer::Accepted);
                 self.pause(&mut state, now + lifeline::HEARD_PAUSE)
             }
             Ok(Some(reached)) => {
                 self.finish(&mut state, Ok(()));
                 if let Reached::Stream { conn, index, settles } = reached {
-                    let (abroad, offset) = (state.abroad, state.tries as usize - 1);
+                    let (on_other_pair, offset) = (state.on_other_pair, state.tries as usize - 1);
                     drop(state);
-                    join::settle(Arc::clone(&self.net), &conn, index, abroad, (settles && abroad).then_some(offset));
+                    join::settle(
+                        Arc::clone(&self.net),
+                        &conn,
+                        index,
+                        on_other_pair,
+                        (settles && on_other_pair).then_some(offset),
+                    );
                 }
                 Progress { moved: true, again: None }
             }

@@ -175,7 +175,7 @@ pub(crate) struct Terms {
     /// When it refuses them on some paths, and the others give no answer. None: that proves nothing.
     pub some_refused_for: Option<Duration>,
     /// Paths to its process.
-    pub ways: usize,
+    pub paths: usize,
 }
 
 /// The current verdict about a peer.
@@ -188,7 +188,7 @@ pub(crate) enum Verdict {
 }
 
 #[derive(Debug, Clone, Copy, Default)]
-struct Way {
+struct Path {
     last: Option<Answer>,
     /// When the newest attempt that has a result began.
     newest: Option<Instant>,
@@ -199,7 +199,7 @@ struct Way {
     is_left: bool,
 }
 
-impl Way {
+impl Path {
     /// Whether every attempt that began since then is without an answer. An older one proves nothing: the network may
     /// have been repaired since.
     fn is_silent_since(&self, then: Instant) -> bool {
@@ -217,21 +217,21 @@ pub(crate) struct PeerInquiry {
     some_refused_for: Option<Duration>,
     /// Streams remain. Only refusals decide then, and only while nothing comes back on these streams.
     suspected: bool,
-    ways: Vec<Way>,
+    paths: Vec<Path>,
     error: Error,
 }
 
 impl PeerInquiry {
     /// Some streams were cut recently, and others have not ended: the paths of the latter, `left`, need not be tried.
-    /// `ways`: as in [`Terms`].
-    pub(crate) fn suspected(now: Instant, cut: &Ended, ways: usize, left: &[usize], error: Error) -> Self {
+    /// `paths`: as in [`Terms`].
+    pub(crate) fn suspected(now: Instant, cut: &Ended, paths: usize, left: &[usize], error: Error) -> Self {
         let some_refused_for = cut.some_refused_for(now);
         // Time alone decides nothing. All paths may refuse although streams remain, while nothing comes back on those.
         let (patience, most) = (Duration::ZERO, Duration::ZERO);
-        let terms = Terms { patience, most, refused_for: some_refused_for, some_refused_for, ways };
+        let terms = Terms { patience, most, refused_for: some_refused_for, some_refused_for, paths };
         let mut alone = Self { suspected: true, ..Self::new(now, terms, error) };
-        for &way in left {
-            alone.ways.get_mut(way).into_iter().for_each(|way| way.is_left = true);
+        for &path in left {
+            alone.paths.get_mut(path).into_iter().for_each(|path| path.is_left = true);
         }
         alone
     }
@@ -250,7 +250,7 @@ impl PeerInquiry {
             refused_for: terms.refused_for,
             some_refused_for: terms.some_refused_for,
             suspected: false,
-            ways: vec![Way::default(); terms.ways],
+            paths: vec![Path::default(); terms.paths],
             error,
         }
     }
@@ -273,30 +273,30 @@ impl PeerInquiry {
     /// The result of an attempt on a path, and when the attempt began. One without an answer counts for nothing beside
     /// one that began later: before streams ended an attempt has more time, so it finishes among later ones with a
     /// short time limit.
-    pub(crate) fn answered(&mut self, began: Instant, now: Instant, way: usize, answer: Answer) {
-        let Some(way) = self.ways.get_mut(way) else { return };
-        if answer == Answer::Silent && way.newest.is_some_and(|newest| began < newest) {
+    pub(crate) fn answered(&mut self, began: Instant, now: Instant, path: usize, answer: Answer) {
+        let Some(path) = self.paths.get_mut(path) else { return };
+        if answer == Answer::Silent && path.newest.is_some_and(|newest| began < newest) {
             return;
         }
-        way.newest = way.newest.max(Some(began));
-        way.last = Some(answer);
+        path.newest = path.newest.max(Some(began));
+        path.last = Some(answer);
         if answer != Answer::Refused {
-            (way.refusals, way.counted) = (0, None);
-        } else if way.counted.is_none_or(|(_, last)| now - last >= APART) {
-            let since = way.counted.map_or(now, |(since, _)| since);
-            (way.refusals, way.counted) = (way.refusals + 1, Some((since, now)));
+            (path.refusals, path.counted) = (0, None);
+        } else if path.counted.is_none_or(|(_, last)| now - last >= APART) {
+            let since = path.counted.map_or(now, |(since, _)| since);
+            (path.refusals, path.counted) = (path.refusals + 1, Some((since, now)));
         }
     }
 
     /// When refusals will be enough, if nothing else arrives: all paths refuse, or all that answer where that suffices.
     fn decided(&self) -> Option<Instant> {
-        let refusing = || self.ways.iter().filter(|way| way.last == Some(Answer::Refused));
-        let (some, all) = (refusing().count(), self.ways.len());
-        if some == 0 || self.ways.iter().any(|way| way.last == Some(Answer::Accepted)) {
+        let refusing = || self.paths.iter().filter(|path| path.last == Some(Answer::Refused));
+        let (some, all) = (refusing().count(), self.paths.len());
+        if some == 0 || self.paths.iter().any(|path| path.last == Some(Answer::Accepted)) {
             return None;
         }
         let least = if some == all { self.refused_for? } else { self.some_refused_for? };
-        let times = |way: &Way| way.counted.filter(|_| way.refusals >= REFUSALS);
+        let times = |path: &Path| path.counted.filter(|_| path.refusals >= REFUSALS);
         let times: Vec<_> = refusing().map(times).collect::<Option<_>>()?;
         let first = times.iter().map(|(first, _)| *first).max()?;
         // The first answer arrives a moment after the end of the stream that it concerns.
@@ -307,9 +307,9 @@ impl PeerInquiry {
         // The refusing paths may have fallen silent too: they must have refused over the whole period, not only at its
         // beginning. And the others must have been tried in that period, however slow the machine is: a path that was
         // not tried might accept.
-        let mut others = self.ways.iter().filter(|way| way.last != Some(Answer::Refused));
+        let mut others = self.paths.iter().filter(|path| path.last != Some(Answer::Refused));
         let long = times.iter().all(|(_, last)| *last >= at);
-        (long && others.all(|way| way.is_silent_since(first))).then_some(at)
+        (long && others.all(|path| path.is_silent_since(first))).then_some(at)
     }
 
     /// Whether to keep waiting.
@@ -322,7 +322,7 @@ impl PeerInquiry {
             // If there is no answer by then, the streams' own errors decide.
             return Verdict::Wait(decided.unwrap_or(now + SILENCE_AFTER_END));
         }
-        let alive = self.ways.iter().any(|way| way.last == Some(Answer::Accepted));
+        let alive = self.paths.iter().any(|path| path.last == Some(Answer::Accepted));
         let until = if alive { &mut self.most } else { &mut self.limit };
         if now > *until + LATE {
             *until = now + GRACE;
@@ -346,27 +346,27 @@ mod tests {
         start: Instant,
         refused_for: Option<Duration>,
         some_refused_for: Option<Duration>,
-        ways: usize,
+        paths: usize,
     ) -> PeerInquiry {
-        let terms = Terms { patience: 10_000 * MS, most: 60_000 * MS, refused_for, some_refused_for, ways };
+        let terms = Terms { patience: 10_000 * MS, most: 60_000 * MS, refused_for, some_refused_for, paths };
         PeerInquiry::new(start, terms, Error::remote("the peer is gone"))
     }
 
     /// When the peer is given up, if each path is tried every 100 ms and answers like this.
-    fn given_up(refused_for: Option<Duration>, ways: usize, answer: impl Fn(usize, u32) -> Answer) -> Option<u32> {
-        given_up_after(None, refused_for, ways, answer)
+    fn given_up(refused_for: Option<Duration>, paths: usize, answer: impl Fn(usize, u32) -> Answer) -> Option<u32> {
+        given_up_after(None, refused_for, paths, answer)
     }
 
     fn given_up_after(
         some_refused_for: Option<Duration>,
         refused_for: Option<Duration>,
-        ways: usize,
+        paths: usize,
         answer: impl Fn(usize, u32) -> Answer,
     ) -> Option<u32> {
         let start = Instant::now();
-        let mut alone = alone(start, refused_for, some_refused_for, ways);
+        let mut alone = alone(start, refused_for, some_refused_for, paths);
         (1..1000).map(|tick| tick * 100).find(|&at| {
-            (0..ways).for_each(|way| alone.answered(start + at * MS, start + at * MS, way, answer(way, at)));
+            (0..paths).for_each(|path| alone.answered(start + at * MS, start + at * MS, path, answer(path, at)));
             alone.verdict(start + at * MS) == Verdict::Gone
         })
     }
@@ -377,21 +377,22 @@ mod tests {
         assert_eq!(given_up(Some(400 * MS), 1, |_, _| Answer::Refused), Some(400));
         // Refusals that prove nothing; one path without an answer.
         assert_eq!(given_up(None, 1, |_, _| Answer::Refused), Some(10_000));
-        assert_eq!(given_up(Some(800 * MS), 2, |way, _| [Answer::Refused, Answer::Silent][way]), Some(10_000));
+        assert_eq!(given_up(Some(800 * MS), 2, |path, _| [Answer::Refused, Answer::Silent][path]), Some(10_000));
     }
 
     #[test]
-    fn after_an_end_of_file_a_way_that_says_nothing_has_no_say() {
+    fn after_an_end_of_file_a_path_without_answers_does_not_count() {
         use Answer::{Accepted, Refused, Silent};
-        let two =
-            |answers: [Answer; 2]| given_up_after(Some(ENDED_SOMEWHERE), Some(400 * MS), 2, move |way, _| answers[way]);
+        let two = |answers: [Answer; 2]| {
+            given_up_after(Some(ENDED_SOMEWHERE), Some(400 * MS), 2, move |path, _| answers[path])
+        };
         assert_eq!(two([Refused, Silent]), Some(600));
         assert_eq!(two([Refused, Refused]), Some(400));
         assert_eq!(two([Refused, Accepted]), Some(60_000));
         assert_eq!(two([Silent, Silent]), Some(10_000));
         // No answer at first; accepted in time.
-        let late = |way, at| {
-            if way == 0 {
+        let late = |path, at| {
+            if path == 0 {
                 Refused
             } else if at < 500 {
                 Silent
@@ -403,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn a_way_that_has_not_been_asked_yet_may_accept() {
+    fn a_path_that_was_not_tried_yet_may_accept() {
         let start = Instant::now();
         let mut alone = alone(start, Some(CUT_PATIENCE), Some(ENDED_SOMEWHERE), 2);
         // A machine on which every attempt takes long.
@@ -421,7 +422,7 @@ mod tests {
     /// One that began when streams were still connected has two seconds, and finishes among those with a short time
     /// limit.
     #[test]
-    fn an_old_try_that_nobody_answered_undoes_no_newer_one() {
+    fn an_old_unanswered_attempt_undoes_no_newer_one() {
         let start = Instant::now();
         let at = |ms| start + ms * MS;
         let mut alone = alone(start, Some(CUT_PATIENCE), Some(ENDED_SOMEWHERE), 2);
@@ -451,7 +452,7 @@ mod tests {
             let error = Error::remote("the peer is gone");
             let mut alone = PeerInquiry::suspected(Instant::now(), &ended, 2, &[], error);
             (1..1000_u32).map(|tick| tick * 100).find(|&at| {
-                (0..2).for_each(|way| alone.answered(start + at * MS, start + at * MS, way, answers[way]));
+                (0..2).for_each(|path| alone.answered(start + at * MS, start + at * MS, path, answers[path]));
                 alone.verdict(start + at * MS) == Verdict::Gone
             })
         };
@@ -488,7 +489,7 @@ mod tests {
 
     #[test]
     fn a_process_whose_kernel_accepts_is_waited_for_and_given_up_soon_when_it_dies() {
-        assert_eq!(given_up(Some(800 * MS), 2, |way, _| [Answer::Refused, Answer::Accepted][way]), Some(60_000));
+        assert_eq!(given_up(Some(800 * MS), 2, |path, _| [Answer::Refused, Answer::Accepted][path]), Some(60_000));
         let dies = |_, at| if at < 20_000 { Answer::Accepted } else { Answer::Refused };
         // Past the first limit: from the first refusal on, nothing shows that it is alive.
         assert_eq!(given_up(Some(800 * MS), 1, dies), Some(20_700));

@@ -44,14 +44,14 @@ impl Link {
     }
 
     /// Which of the pairs of rails a socket connects.
-    pub(crate) fn way_of(&self, sock: &Sock) -> Option<usize> {
+    pub(crate) fn pair_of(&self, sock: &Sock) -> Option<usize> {
         let ip = |address: io::Result<socket2::SockAddr>| Some(address.ok()?.as_socket()?.ip().to_canonical());
         let (here, there) = (ip(sock.local_addr()), ip(sock.peer_addr()));
         let local =
-            |way: usize| self.local.get(way % self.local.len().max(1)).map(|rail| rail.address.ip().to_canonical());
-        let remote = |way: usize| self.remote.get(way % self.remote.len().max(1)).map(|at| at.ip().to_canonical());
+            |pair: usize| self.local.get(pair % self.local.len().max(1)).map(|rail| rail.address.ip().to_canonical());
+        let remote = |pair: usize| self.remote.get(pair % self.remote.len().max(1)).map(|at| at.ip().to_canonical());
         // With one rail the system chooses the address to connect from.
-        (0..self.pairs()).find(|way| remote(*way) == there && (self.local.len() < 2 || local(*way) == here))
+        (0..self.pairs()).find(|pair| remote(*pair) == there && (self.local.len() < 2 || local(*pair) == here))
     }
 }
 

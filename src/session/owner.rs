@@ -27,7 +27,7 @@ pub(crate) trait Owner: Send + Sync {
     fn link_down(&self, interface: u32);
 
     /// The result of an attempt, begun at that time, to reach the peer's process ([`lifeline`](super::lifeline)).
-    fn answered(&self, began: Instant, way: usize, answer: Answer);
+    fn answered(&self, began: Instant, pair: usize, answer: Answer);
 }
 
 /// The listening side of a connection.
@@ -98,8 +98,8 @@ pub(crate) struct Joined {
     pub epoch: u16,
     /// Frames that the peer has received on this stream so far.
     pub received: u64,
-    /// What [`Streams::place`] returned for it.
-    pub place: Option<Registration>,
+    /// What [`Streams::register_socket`] returned for it.
+    pub registration: Option<Registration>,
     /// The socket.
     pub sock: Sock,
     /// How it is protected.
@@ -108,21 +108,22 @@ pub(crate) struct Joined {
 
 /// The connecting side of a connection over several streams.
 ///
-/// A stream's **own pair** of rails is the one that its number gives, or the one over which it first connected. While it
-/// is connected over another pair it is **abroad**, and returns to its own pair later.
+/// A stream's **own pair** of rails is the one that its number gives. While it is connected over another pair, this side
+/// tries to move it back. It **prefers** its own pair too when it is connected again, unless it first connected over
+/// another one: then it prefers that, until it has been on its own.
 pub(crate) trait Streams: Connecting {
     /// Which pair of rails an attempt to connect a stream uses. `attempt` counts the attempts; `repair`: the stream was
     /// connected before.
-    fn way(&self, stream: usize, attempt: usize, repair: bool) -> usize;
+    fn pair_for(&self, stream: usize, attempt: usize, repair: bool) -> usize;
 
     /// `TCP_MAXSEG` for a new stream over a pair of rails.
-    fn segment(&self, way: usize) -> Option<u32>;
+    fn segment(&self, pair: usize) -> Option<u32>;
 
     /// Registers the socket of a stream with a worker. Every step of adding a stream that may fail is done here.
     ///
     /// # Errors
     /// When the kernel refuses to watch the socket.
-    fn place(&self, stream: usize, sock: &Sock) -> Result<Registration>;
+    fn register_socket(&self, stream: usize, sock: &Sock) -> Result<Registration>;
 
     /// Whether any stream is connected.
     fn is_connected(&self) -> bool;
@@ -151,15 +152,15 @@ pub(crate) trait Streams: Connecting {
     /// A repair of this stream has succeeded. If the stream broke in the meantime, the next repair begins.
     fn check_repair(&self, stream: usize);
 
-    /// A stream is connected. `abroad`: over a pair of rails that is not its own; `home`: this pair, counted from its
-    /// own, becomes its own. Returns whether it should move to its own pair later.
-    fn settled(&self, stream: usize, abroad: bool, home: Option<usize>) -> bool;
+    /// A stream is connected. `on_other_pair`: over a pair of rails that is not its own; `preferred`: it prefers
+    /// this pair from now on, counted from its own. Returns whether it should move to its own pair later.
+    fn settled(&self, stream: usize, on_other_pair: bool, preferred: Option<usize>) -> bool;
 
     /// Whether this stream was last connected over another pair of rails than its own.
-    fn is_abroad(&self, stream: usize) -> bool;
+    fn is_on_other_pair(&self, stream: usize) -> bool;
 
     /// Whether this stream was ever connected over its own pair of rails.
-    fn was_home(&self, stream: usize) -> bool;
+    fn was_on_own_pair(&self, stream: usize) -> bool;
 
     /// This stream could not be connected for the first time.
     fn goes_without(&self, stream: usize, error: &Error);

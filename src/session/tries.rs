@@ -27,16 +27,16 @@ const QUICK: Duration = Duration::from_millis(150);
 /// Attempts over each path before those of a known path grow: the path may have become longer.
 const PATIENT: u32 = 8;
 
-/// An attempt to connect over a path of unknown length, after this many others over `ways` paths in turn.
-pub(crate) fn first(tries: u32, ways: usize) -> Duration {
-    let (least, round) = if ways > 1 { (QUICK, tries / ways as u32) } else { (TRY, tries) };
+/// An attempt to connect over a path of unknown length, after this many others over `paths` paths in turn.
+pub(crate) fn first(tries: u32, paths: usize) -> Duration {
+    let (least, round) = if paths > 1 { (QUICK, tries / paths as u32) } else { (TRY, tries) };
     (least * (1 << round.min(6))).min(LONGEST)
 }
 
 /// An attempt to reconnect. `hurry`: no stream is connected, or possibly none; then each of several paths gets a
 /// moment, and twice as long in the next round.
-pub(crate) fn again(tries: u32, ways: usize, hurry: bool, round_trip: Duration) -> Duration {
-    let round = tries / ways.max(1) as u32;
+pub(crate) fn again(tries: u32, paths: usize, hurry: bool, round_trip: Duration) -> Duration {
+    let round = tries / paths.max(1) as u32;
     let most = TRY * (1 << (round / PATIENT).min(2));
     let least = if hurry { (QUICK * (1 << round.min(6))).min(most) } else { most };
     // An answer takes one round trip; one lost packet is repeated after as long again.
@@ -57,7 +57,7 @@ mod tests {
 
     #[test]
     fn tries_over_an_unknown_path_grow_until_the_longest_round_trip_fits() {
-        let seconds = |ways| (0..5).map(|tries| first(tries * ways as u32, ways).as_millis()).collect::<Vec<_>>();
+        let seconds = |paths| (0..5).map(|tries| first(tries * paths as u32, paths).as_millis()).collect::<Vec<_>>();
         assert_eq!(seconds(1), [2000, 4000, 8000, 8000, 8000]);
         assert_eq!(seconds(2), [150, 300, 600, 1200, 2400]);
         assert_eq!(first(1000, 2), LONGEST);
@@ -77,10 +77,10 @@ mod tests {
     proptest! {
         #[test]
         fn every_try_over_a_known_path_can_be_answered(
-            tries in 0..10_000_u32, ways in 1..16_usize, hurry: bool, ms in 0..3000_u64,
+            tries in 0..10_000_u32, paths in 1..16_usize, hurry: bool, ms in 0..3000_u64,
         ) {
             let round_trip = Duration::from_millis(ms);
-            prop_assert!(again(tries, ways, hurry, round_trip) >= round_trip * 2);
+            prop_assert!(again(tries, paths, hurry, round_trip) >= round_trip * 2);
             prop_assert!(handshake(TRY, round_trip) >= round_trip * 4);
         }
     }

@@ -225,9 +225,9 @@ impl<D: Direction> Connection<D> {
 
     /// Gives stream `index` a socket. `begin` records, with the stream locked, that its next epoch begins. What was
     /// reported at its place before is made up for by a kick.
-    pub(super) fn install(&self, index: usize, place: Registration, io: D::Io, begin: impl FnOnce(&mut D::Io)) {
+    pub(super) fn install(&self, index: usize, registration: Registration, io: D::Io, begin: impl FnOnce(&mut D::Io)) {
         // In this order: a stream that breaks at once takes its registration with it.
-        self.streams[index].watch(place);
+        self.streams[index].watch(registration);
         match self.streams[index].install_as(Box::new(io), begin) {
             Ok(()) => self.streams[index].kick(),
             Err(late) => self.let_go(*late),
@@ -467,9 +467,9 @@ impl<D: Direction> Owner for Connection<D> {
         }
     }
 
-    fn answered(&self, began: Instant, way: usize, answer: Answer) {
+    fn answered(&self, began: Instant, pair: usize, answer: Answer) {
         if let Some(alone) = &mut *lock(&self.alone) {
-            alone.answered(began, Instant::now(), way, answer);
+            alone.answered(began, Instant::now(), pair, answer);
         }
         self.call_control_thread();
     }

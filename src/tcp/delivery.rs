@@ -5,14 +5,14 @@
 //! stream connects, delivers nothing, and is lost; without this module it would be connected again for ever.
 //!
 //! - An epoch of a stream that ended by silence, or ended otherwise and delivered nothing, is **in vain** while frames of it are
-//!   in doubt. Epochs in vain are counted by way, that is by pair of rails. The next one counts only if a handshake passed on the
-//!   way after the last one and `PROVEN` before its end: in an outage no handshake passes. The first long frame that arrives
-//!   on the way clears the count; short ones pass anyhow.
-//! - After two such epochs that ended by silence, the next ones over that way begin with smaller segments (`SEGMENTS`). That is
+//!   in doubt. Epochs in vain are counted for each pair of rails. The next one counts only if a handshake passed on the
+//!   pair after the last one and `PROVEN` before its end: in an outage no handshake passes. The first long frame that arrives
+//!   on the pair clears the count; short ones pass anyhow.
+//! - After two such epochs that ended by silence, the next ones over that pair begin with smaller segments (`SEGMENTS`). That is
 //!   sooner than the kernel's own cure (`net.ipv4.tcp_mtu_probing=1`), which takes 3 to 6 s. A stream whose silence was
 //!   interrupted stays connected long enough for that cure: its segments become smaller meanwhile, and then long frames arrive. That
 //!   teaches the same as an epoch with smaller segments that delivers.
-//! - After `ENOUGH` the way is left out: its streams go over others. Where no other is left, the next epoch has
+//! - After `ENOUGH` the pair is left out: its streams go over others. Where no other is left, the next epoch has
 //!   `LAST_RESORT`, so that the kernel's cure has its time.
 //! - From the first epoch in vain on, a clock runs until a frame arrives on any stream; a handshake does not stop it. When the
 //!   peer's patience is over by then, the connection ends with the next epoch in vain.
@@ -65,7 +65,7 @@ pub(crate) enum End {
 pub(crate) enum Lesson {
     /// Nothing new.
     None,
-    /// The way is left out from now on.
+    /// The pair is left out from now on.
     LeftOut,
     /// Nothing has been delivered for this long, and the peer's patience is over.
     Over(Duration),
@@ -82,7 +82,7 @@ pub struct Arrived {
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Epoch {
-    way: Option<usize>,
+    pair: Option<usize>,
     /// `TCP_MAXSEG` with which it began.
     segment: Option<u32>,
     /// The largest segments that the kernel used.
@@ -95,7 +95,7 @@ struct Epoch {
 }
 
 #[derive(Debug, Clone, Copy, Default)]
-struct Way {
+struct RailPair {
     /// Epochs in vain since a long frame arrived, and how many of them ended by silence.
     in_vain: u32,
     silent: u32,
@@ -118,26 +118,26 @@ struct Stall {
 #[derive(Debug)]
 pub(crate) struct Deliveries {
     epochs: [Epoch; MAX_STREAMS],
-    ways: Vec<Way>,
+    pairs: Vec<RailPair>,
     stall: Option<Stall>,
 }
 
 impl Deliveries {
     /// A connection with this many paths to its peer.
-    pub(crate) fn new(ways: usize) -> Self {
-        Self { epochs: Default::default(), ways: vec![Way::default(); ways], stall: None }
+    pub(crate) fn new(pairs: usize) -> Self {
+        Self { epochs: Default::default(), pairs: vec![RailPair::default(); pairs], stall: None }
     }
 
-    /// An epoch of stream `index` begins over a way, if that is known, when so much of it has arrived.
-    pub(crate) fn begins(&mut self, index: usize, way: Option<usize>, seen: Arrived, now: Instant) {
-        let segment = way.and_then(|way| self.segment(way));
-        if let Some(way) = way.and_then(|way| self.ways.get_mut(way)) {
-            way.begun = Some(now);
+    /// An epoch of stream `index` begins over a pair of rails, if that is known, when so much of it has arrived.
+    pub(crate) fn begins(&mut self, index: usize, pair: Option<usize>, seen: Arrived, now: Instant) {
+        let segment = pair.and_then(|pair| self.segment(pair));
+        if let Some(pair) = pair.and_then(|pair| self.pairs.get_mut(pair)) {
+            pair.begun = Some(now);
         }
-        self.epochs[index] = Epoch { way, segment, seen, ..Epoch::default() };
+        self.epochs[index] = Epoch { pair, segment, seen, ..Epoch::default() };
     }
 
-    /// So much of stream `index` has arrived by now; `using`: the size of its segments, if that is known. Returns the way and the
+    /// So much of stream `index` has arrived by now; `using`: the size of its segments, if that is known. Returns the pair and the
     /// segment size by which it did, where full segments did not.
     pub(crate) fn reached(&mut self, index: usize, arrived: Arrived, using: Option<u32>) -> Option<(usize, u32)> {
         let epoch = &mut self.epochs[index];
@@ -152,10 +152,10 @@ impl Deliveries {
             return None;
         }
         let is_first = !std::mem::replace(&mut epoch.delivered_long, true);
-        let at = epoch.way?;
-        let way = self.ways.get_mut(at)?;
-        let shrunk = using.filter(|using| way.in_vain > 0 && *using < epoch.largest);
-        (way.in_vain, way.silent, way.counted) = (0, 0, None);
+        let at = epoch.pair?;
+        let pair = self.pairs.get_mut(at)?;
+        let shrunk = using.filter(|using| pair.in_vain > 0 && *using < epoch.largest);
+        (pair.in_vain, pair.silent, pair.counted) = (0, 0, None);
         let cured = shrunk.map(|using| SEGMENTS[usize::from(using < KERNELS)]);
         epoch.segment.or(cured).filter(|_| is_first).map(|segment| (at, segment))
     }
@@ -175,11 +175,11 @@ impl Deliveries {
         if !is_first && now >= since + patience {
             return Lesson::Over(now - since);
         }
-        let Epoch { way: Some(at), segment, .. } = *epoch else { return Lesson::None };
+        let Epoch { pair: Some(at), segment, .. } = *epoch else { return Lesson::None };
         let current = self.segment(at);
-        let Some(way) = self.ways.get_mut(at) else { return Lesson::None };
-        if let Some(counted) = way.counted {
-            let begun = way.begun.unwrap_or(counted);
+        let Some(pair) = self.pairs.get_mut(at) else { return Lesson::None };
+        if let Some(counted) = pair.counted {
+            let begun = pair.begun.unwrap_or(counted);
             let counts = match how {
                 End::Silent(_) => begun > counted && now.saturating_duration_since(begun) >= PROVEN,
                 End::Cut => now.saturating_duration_since(counted) >= APART,
@@ -188,45 +188,45 @@ impl Deliveries {
                 return Lesson::None;
             }
             if now.saturating_duration_since(begun) >= LONG {
-                (way.in_vain, way.silent) = (0, 0);
+                (pair.in_vain, pair.silent) = (0, 0);
             }
         }
-        way.counted = Some(now);
-        way.in_vain += 1;
-        way.silent += u32::from(matches!(how, End::Silent(_)));
+        pair.counted = Some(now);
+        pair.in_vain += 1;
+        pair.silent += u32::from(matches!(how, End::Silent(_)));
         // Another stream may have gone on to the next size since this epoch began.
-        if way.silent >= 2 && segment == current {
-            way.smaller = (way.smaller + 1).min(SEGMENTS.len());
+        if pair.silent >= 2 && segment == current {
+            pair.smaller = (pair.smaller + 1).min(SEGMENTS.len());
         }
-        if way.in_vain >= ENOUGH && !way.left_out {
-            way.left_out = true;
+        if pair.in_vain >= ENOUGH && !pair.left_out {
+            pair.left_out = true;
             return Lesson::LeftOut;
         }
         Lesson::None
     }
 
-    /// `TCP_MAXSEG` for new streams over a way. None: the path's own.
-    pub(crate) fn segment(&self, way: usize) -> Option<u32> {
-        SEGMENTS.get(self.ways.get(way)?.smaller.checked_sub(1)?).copied()
+    /// `TCP_MAXSEG` for new streams over a pair of rails. None: the path's own.
+    pub(crate) fn segment(&self, pair: usize) -> Option<u32> {
+        SEGMENTS.get(self.pairs.get(pair)?.smaller.checked_sub(1)?).copied()
     }
 
-    /// Whether streams go over other ways than this one.
-    pub(crate) fn is_left_out(&self, way: usize) -> bool {
-        let left_out = |way: &Way| way.left_out;
-        self.ways.get(way).is_some_and(left_out) && !self.ways.iter().all(left_out)
+    /// Whether streams go over other pairs than this one.
+    pub(crate) fn is_left_out(&self, pair: usize) -> bool {
+        let left_out = |pair: &RailPair| pair.left_out;
+        self.pairs.get(pair).is_some_and(left_out) && !self.pairs.iter().all(left_out)
     }
 
     /// How long a stream may stay silent beyond the usual time.
     pub(crate) fn silence(&self, now: Instant) -> Duration {
-        let last_resort = !self.ways.is_empty() && self.ways.iter().all(|way| way.left_out);
+        let last_resort = !self.pairs.is_empty() && self.pairs.iter().all(|pair| pair.left_out);
         let rest = self.stall.map(|stall| stall.until.saturating_duration_since(now));
         rest.filter(|rest| last_resort && !rest.is_zero()).map_or(Duration::ZERO, |_| LAST_RESORT)
     }
 
     /// How long to wait before stream `index` is connected again.
     pub(crate) fn pause(&self, index: usize) -> Duration {
-        let way = self.epochs[index].way.and_then(|way| self.ways.get(way));
-        PAUSE * way.map_or(0, |way| way.in_vain.min(20))
+        let pair = self.epochs[index].pair.and_then(|pair| self.pairs.get(pair));
+        PAUSE * pair.map_or(0, |pair| pair.in_vain.min(20))
     }
 }
 

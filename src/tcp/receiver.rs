@@ -318,7 +318,7 @@ impl RecvConn {
     }
 
     /// Puts a connected socket to work as stream `index`.
-    pub(crate) fn add_stream(&self, index: usize, epoch: u16, place: Registration, sock: Sock, seal: Seal) {
+    pub(crate) fn add_stream(&self, index: usize, epoch: u16, registration: Registration, sock: Sock, seal: Seal) {
         self.events.set_path(index, path_of(&sock, &self.link));
         let io = Io {
             sock,
@@ -338,7 +338,7 @@ impl RecvConn {
             received_goodbye: false,
         };
         self.health.stream_up();
-        self.install(index, place, io, |io| self.epoch_begins(index, epoch, io));
+        self.install(index, registration, io, |io| self.epoch_begins(index, epoch, io));
     }
 
     /// The next epoch of a stream begins, with the frames that must be sent on it first.

@@ -182,10 +182,11 @@ pub(crate) struct Sending {
     deliveries: Mutex<Deliveries>,
     /// A bit for each stream that is being connected again.
     repairs: AtomicUsize,
-    homes: Mutex<[u8; MAX_STREAMS]>,
-    /// A bit for each stream that is connected over other rails than its own, and for each that was ever over these.
-    abroad: AtomicUsize,
-    been_home: AtomicUsize,
+    /// For each stream the pair of rails that it prefers, counted from its own.
+    preferred_pairs: Mutex<[u8; MAX_STREAMS]>,
+    /// A bit for each stream that is connected over another pair than its own, and for each that was ever over its own.
+    on_other_pair: AtomicUsize,
+    was_on_own_pair: AtomicUsize,
     /// The last epoch that each stream tried.
     epochs: Mutex<[u16; MAX_STREAMS]>,
 }
@@ -319,9 +320,9 @@ impl SendConn {
             condemned: Mutex::new(Vec::new()),
             deliveries: Mutex::new(Deliveries::new(link.pairs())),
             repairs: AtomicUsize::new(0),
-            homes: Mutex::default(),
-            abroad: AtomicUsize::new(0),
-            been_home: AtomicUsize::new(0),
+            preferred_pairs: Mutex::default(),
+            on_other_pair: AtomicUsize::new(0),
+            was_on_own_pair: AtomicUsize::new(0),
             epochs: Mutex::default(),
         };
         let conn = Connection::without_streams(net, link, peer, own, state);
@@ -332,8 +333,8 @@ impl SendConn {
         if conn.pairs() > 1 {
             conn.state().core.acknowledge_each();
         }
-        let place = conn.place(0, &first)?;
-        conn.add_stream(0, 0, place, first, seal);
+        let registration = conn.register_socket(0, &first)?;
+        conn.add_stream(0, 0, registration, first, seal);
         Ok(conn)
     }
 
@@ -363,7 +364,7 @@ impl SendConn {
     }
 
     /// Puts a connected socket to work as stream `index`.
-    fn add_stream(&self, index: usize, epoch: u16, place: Registration, sock: Sock, seal: Seal) {
+    fn add_stream(&self, index: usize, epoch: u16, registration: Registration, sock: Sock, seal: Seal) {
         self.events.set_path(index, path_of(&sock, &self.link));
         self.health.stream_up();
         let written = {
@@ -371,8 +372,8 @@ impl SendConn {
             state.core.stream_up(index, epoch);
             self.ended.forget();
             self.note_first(index, &state.core);
-            let way = self.link.way_of(&sock);
-            lock(&self.own.deliveries).begins(index, way, state.core.arrived(index), Instant::now());
+            let pair = self.link.pair_of(&sock);
+            lock(&self.own.deliveries).begins(index, pair, state.core.arrived(index), Instant::now());
             state.core.counts(index)
         };
         let io = Io {
@@ -395,7 +396,7 @@ impl SendConn {
         };
         lock(&self.monitors)[index] = LivenessMonitor::default();
         *lock(&self.alone) = None;
-        self.install(index, place, io, |_| ());
+        self.install(index, registration, io, |_| ());
     }
 
     /// Whether the first stream is connected, for threads that do not hold the state. Called with the state locked, so

@@ -147,9 +147,9 @@ impl<Io> Stream<Io> {
                     Step::Broken(why) => {
                         let dead = io.take().expect("it was live");
                         // With the socket, under its lock: a moment later the stream may be back, with a place of its own.
-                        let place = self.registration().take();
+                        let registration = self.registration().take();
                         drop(io);
-                        drop(place);
+                        drop(registration);
                         broken(dead, why);
                         return Ran::Settled(true);
                     }
@@ -181,9 +181,9 @@ impl<Io> Stream<Io> {
     pub fn install_as(&self, mut io: Box<Io>, begin: impl FnOnce(&mut Io)) -> Result<(), Box<Io>> {
         let mut held = self.lock();
         if self.ended.load(Ordering::Relaxed) {
-            let place = self.registration().take();
+            let registration = self.registration().take();
             drop(held);
-            drop(place);
+            drop(registration);
             return Err(io);
         }
         begin(&mut io);
@@ -235,9 +235,9 @@ impl<Io> Stream<Io> {
         let mut held = self.lock();
         let meanwhile = wanted()?;
         let io = held.take();
-        let place = self.registration().take();
+        let registration = self.registration().take();
         drop((meanwhile, held));
-        drop(place);
+        drop(registration);
         Some(io)
     }
 

@@ -290,7 +290,7 @@ fn a_try_that_is_cut_off_is_followed_by_another_at_once() {
     let pair = Pair::through(&listener, (&context, 0), &mut handle).expect("a connection");
     assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
     assert!(pair.transfer(pattern(1, 1000)).expect("a transfer") == pattern(1, 1000));
-    // On its only way it is at home: nothing is connected anew later.
+    // Its only pair of rails is its own: no stream moves later.
     assert!(ended.recv_timeout(Duration::from_millis(1500)).is_err(), "the stream ended");
 }
 

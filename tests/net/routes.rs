@@ -41,8 +41,8 @@ fn start(host: &Namespace, name: &str, role: &str, mail: &Mailbox) -> Guarded {
 }
 
 #[test]
-fn a_way_that_this_host_forbids_fails_within_seconds() {
-    const NAME: &str = "routes::a_way_that_this_host_forbids_fails_within_seconds";
+fn a_path_that_this_host_forbids_fails_within_seconds() {
+    const NAME: &str = "routes::a_path_that_this_host_forbids_fails_within_seconds";
     let _watchdog = watchdog(90);
     match child::role().as_deref() {
         Some("receiver") => return receive(),

@@ -40,7 +40,7 @@ impl Link {
         machine(&format!("ip link set {} down", self.0[0].0));
     }
 
-    /// Both ports are up, but the way leads nowhere before [`introduce`](Self::introduce).
+    /// Both ports are up, but the path leads nowhere before [`introduce`](Self::introduce).
     fn rise(self) {
         machine(&format!("ip link set {} up", self.0[0].0));
     }
@@ -50,7 +50,7 @@ impl Link {
         self.introduce();
     }
 
-    /// What the near end sends leads nowhere: the way is silent in one direction, and both ports are up.
+    /// What the near end sends leads nowhere: the path is silent in one direction, and both ports are up.
     fn mislead(self) {
         let [(near, _), (_, there)] = self.0;
         machine(&format!("ip neigh replace {there} lladdr 02:00:00:00:00:99 dev {near} nud permanent"));
@@ -230,7 +230,7 @@ fn said(log: &Capture, words: &str) -> usize {
 }
 
 /// Whether each end, the sending and the receiving one, has all of its queue pairs, by the last that it said of them. Lines
-/// are not counted for that: on a starved machine a queue pair may give up when nothing is the matter with its way, and then
+/// are not counted for that: on a starved machine a queue pair may give up when nothing is the matter with its path, and then
 /// there are more of them.
 fn whole(log: &Capture) -> [bool; 2] {
     let records = log.records();
@@ -247,7 +247,7 @@ fn whole(log: &Capture) -> [bool; 2] {
     })
 }
 
-/// Waits until both ends have noticed that a way is lost.
+/// Waits until both ends have noticed that a path is lost.
 fn until_lost(log: &Capture) {
     eventually("the loss is noticed", PATIENCE, || (whole(log) == [false; 2]).then_some(()));
 }
@@ -421,8 +421,8 @@ fn messages_do_not_wait_for_a_queue_pair_that_is_being_connected() {
 /// Nothing reports that the path does not work: the queue pairs find out, and others take over.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
-fn a_way_that_falls_silent_is_done_without_and_used_again() {
-    const NAME: &str = "mend::a_way_that_falls_silent_is_done_without_and_used_again";
+fn a_path_that_falls_silent_is_done_without_and_used_again() {
+    const NAME: &str = "mend::a_path_that_falls_silent_is_done_without_and_used_again";
     let _links = Links::new();
     child::alone(NAME, &IMPATIENT, || {
         let _watchdog = watchdog(120);
@@ -431,7 +431,7 @@ fn a_way_that_falls_silent_is_done_without_and_used_again() {
             for link in [FIRST, SECOND] {
                 link.mislead();
                 until_lost(log);
-                traffic.goes_on("traffic without the way");
+                traffic.goes_on("traffic without the path");
                 std::thread::sleep(Duration::from_secs(1));
                 assert_eq!(whole(log), [false; 2], "it leads nowhere still");
                 link.introduce();
@@ -446,8 +446,8 @@ fn a_way_that_falls_silent_is_done_without_and_used_again() {
 /// Whether messages are on their way when it happens, or lines only: then no message ever follows.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
-fn a_way_that_falls_silent_is_left_before_the_device_gives_up() {
-    const NAME: &str = "mend::a_way_that_falls_silent_is_left_before_the_device_gives_up";
+fn a_path_that_falls_silent_is_left_before_the_device_gives_up() {
+    const NAME: &str = "mend::a_path_that_falls_silent_is_left_before_the_device_gives_up";
     let _links = Links::new();
     child::alone(NAME, &[("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "NET")], || {
         let _watchdog = watchdog(120);
@@ -461,9 +461,9 @@ fn a_way_that_falls_silent_is_left_before_the_device_gives_up() {
                 link.mislead();
                 let start = Instant::now();
                 eventually("the silence is noticed", PATIENCE, || (said(log, silence) > before).then_some(()));
-                traffic.goes_on("traffic without the way");
+                traffic.goes_on("traffic without the path");
                 let after = start.elapsed();
-                eprintln!("twenty messages without the silent way after {after:?}");
+                eprintln!("twenty messages without the silent path after {after:?}");
                 soon(after);
                 until_lost(log);
                 link.introduce();
@@ -490,8 +490,8 @@ fn a_way_that_falls_silent_is_left_before_the_device_gives_up() {
 /// when others have long carried what was on them. A connection with one queue pair waits for the end of the pause.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
-fn a_way_that_is_paused_delivers_late_and_costs_nothing() {
-    const NAME: &str = "mend::a_way_that_is_paused_delivers_late_and_costs_nothing";
+fn a_path_that_is_paused_delivers_late_and_costs_nothing() {
+    const NAME: &str = "mend::a_path_that_is_paused_delivers_late_and_costs_nothing";
     let _links = Links::new();
     child::alone(NAME, &[("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "NET")], || {
         let _watchdog = watchdog(120);
@@ -505,8 +505,8 @@ fn a_way_that_is_paused_delivers_late_and_costs_nothing() {
         under_traffic(|traffic, log| {
             traffic.goes_on("traffic");
             pause();
-            eventually("the way is left", PATIENCE, || (whole(log) != [true; 2]).then_some(()));
-            traffic.goes_on("traffic without the way");
+            eventually("the path is left", PATIENCE, || (whole(log) != [true; 2]).then_some(()));
+            traffic.goes_on("traffic without the path");
             resume();
             until_whole(log);
             traffic.goes_on("traffic over both");
@@ -536,8 +536,8 @@ fn a_way_that_is_paused_delivers_late_and_costs_nothing() {
 /// and again. `RDMA_LOSSY` says for how many seconds.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
-fn a_way_that_loses_packets_is_lived_with() {
-    const NAME: &str = "mend::a_way_that_loses_packets_is_lived_with";
+fn a_path_that_loses_packets_is_lived_with() {
+    const NAME: &str = "mend::a_path_that_loses_packets_is_lived_with";
     let seconds = std::env::var("RDMA_LOSSY").ok().and_then(|text| text.parse().ok()).unwrap_or(3);
     let _links = Links::new();
     child::alone(NAME, &[("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "NET")], || {
@@ -598,8 +598,8 @@ fn a_link_takes_the_control_channel_with_it() {
             lose("10.9.0.0/24");
             let start = Instant::now();
             SECOND.mislead();
-            eventually("the way is left", PATIENCE, || (whole(log) != [true; 2]).then_some(()));
-            traffic.goes_on("traffic without the way and its control channel");
+            eventually("the path is left", PATIENCE, || (whole(log) != [true; 2]).then_some(()));
+            traffic.goes_on("traffic without the path and its control channel");
             let silent = start.elapsed();
             assert_eq!(moved(), 4);
             until_lost(log);

@@ -9,7 +9,7 @@ use crate::rdma::harness::{Ends, Plan, end_of, sock, until};
 
 /// A connection whose ends expect the other's process to listen there.
 fn connect(listener: &TcpListener) -> Ends {
-    Ends::connect(&Plan { ways: vec![listener.local_addr().expect("it listens")], ..Plan::default() })
+    Ends::connect(&Plan { addresses: vec![listener.local_addr().expect("it listens")], ..Plan::default() })
 }
 
 fn listener() -> TcpListener {
@@ -22,8 +22,8 @@ fn listener() -> TcpListener {
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn for_want_of_another_socket_no_connection_ends_that_has_one() {
     // Its kernel accepts every connection.
-    let way = listener();
-    let ends = connect(&way);
+    let listening = listener();
+    let ends = connect(&listening);
     ends.send.base().is_to_dial();
     let epoch = ends.send.next_epoch(0);
     ends.send.gave_up(0, &Error::remote("the peer refused the connection"));
@@ -51,9 +51,9 @@ fn for_want_of_another_socket_no_connection_ends_that_has_one() {
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_sender_that_dies_before_its_first_word_over_the_next_socket_is_missed_at_once() {
-    let way = listener();
-    let ends = connect(&way);
-    drop(way);
+    let listening = listener();
+    let ends = connect(&listening);
+    drop(listening);
     let target = [0; 100];
     // SAFETY: the target outlives the connection.
     let received = unsafe { ends.post_receive(&target) };

@@ -18,14 +18,14 @@ use crate::session::tries::{self, TRY};
 /// when the last stream ended.
 struct Call {
     conn: Weak<dyn Listening>,
-    way: usize,
+    pair: usize,
     since: Instant,
 }
 
 /// Calls the connecting side over one of its rails.
-pub(crate) fn call(net: Arc<Net>, conn: &Arc<dyn Listening>, way: usize, since: Instant) {
+pub(crate) fn call(net: Arc<Net>, conn: &Arc<dyn Listening>, pair: usize, since: Instant) {
     let start = since + lifeline::CALL_AFTER;
-    let purpose = Call { conn: Arc::downgrade(conn), way, since };
+    let purpose = Call { conn: Arc::downgrade(conn), pair, since };
     let begin = Begin { at: start, epoch: 0, tries: 0, claims: false };
     if let Err(error) = Dial::start(net, purpose, start + NO_DEADLINE, begin) {
         // The result is unknown then, as if no answer had come.
@@ -44,11 +44,11 @@ impl Purpose for Call {
 
     fn route(&self, _attempt: u32) -> Option<Route> {
         let conn = self.conn.upgrade()?;
-        let route = Route::of(conn.link(), self.way)?;
-        Some(Route { way: self.way, ..route })
+        let route = Route::of(conn.link(), self.pair)?;
+        Some(Route { pair: self.pair, ..route })
     }
 
-    fn is_abroad(&self, _attempt: u32, _way: usize) -> bool {
+    fn is_on_other_pair(&self, _attempt: u32, _pair: usize) -> bool {
         false
     }
 
@@ -75,8 +75,8 @@ impl Purpose for Call {
         Ok(Reached::Called)
     }
 
-    fn answered(&self, began: Instant, way: usize, answer: Answer) {
-        self.conn.upgrade().inspect(|conn| conn.answered(began, way, answer));
+    fn answered(&self, began: Instant, pair: usize, answer: Answer) {
+        self.conn.upgrade().inspect(|conn| conn.answered(began, pair, answer));
     }
 
     fn goes_on_after(&self) -> Option<Duration> {

@@ -52,7 +52,7 @@ impl Purpose for Connect {
         between(&self.target.rails, &self.target.addresses, 0, attempt)
     }
 
-    fn is_abroad(&self, attempt: u32, _way: usize) -> bool {
+    fn is_on_other_pair(&self, attempt: u32, _pair: usize) -> bool {
         !(attempt as usize).is_multiple_of(self.target.pairs() * self.target.rails.len().max(1))
     }
 

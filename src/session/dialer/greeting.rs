@@ -26,7 +26,7 @@ pub(super) struct Exchange {
     features: u32,
     offered: Option<Offered>,
     /// The registration of a further stream. Made before the peer is asked to admit the stream.
-    place: Option<Registration>,
+    registration: Option<Registration>,
 }
 
 impl Exchange {
@@ -56,7 +56,7 @@ impl Dial {
                         state.short = wire::is_shortage(&error);
                         return Ok(None);
                     }
-                    self.purpose.answered(state.began, state.way, Answer::Accepted);
+                    self.purpose.answered(state.began, state.pair, Answer::Accepted);
                     // The path works: the handshake now waits for the peer's process, which may be busy.
                     let elapsed = state.began.elapsed();
                     let round_trip = Some(liveness::round_trip(sock)).filter(|it| !it.is_zero()).unwrap_or(elapsed);
@@ -100,7 +100,7 @@ impl Dial {
                         transcript.add(&offer);
                         offered = Some(started);
                     }
-                    let place = self.purpose.place(sock)?;
+                    let registration = self.purpose.register_socket(sock)?;
                     // Also when only one side has a key: the other side's error message must name this host.
                     send_all(sock, &bytes)?;
                     encrypted?;
@@ -109,7 +109,7 @@ impl Dial {
                         secret,
                         features: theirs.features,
                         offered,
-                        place,
+                        registration,
                     }));
                 }
                 Stage::Welcome(said) => {
@@ -126,8 +126,8 @@ impl Dial {
                     state.watch = None;
                     let sock = state.sock.take().expect("the handshake has its socket");
                     let peer = sock.peer_addr().ok().and_then(|address| address.as_socket());
-                    // Over rails other than its own, the stream's place is temporary.
-                    if let (Some(rail), Some(peer), false) = (&state.rail, peer, state.abroad) {
+                    // On another pair than its own the stream stays only for a time.
+                    if let (Some(rail), Some(peer), false) = (&state.rail, peer, state.on_other_pair) {
                         self.net.outlets.connected(&sock, rail, peer, state.goes_unbound);
                     }
                     return self.welcomed(sock, &state.input, *said, state.epoch).map(Some);
@@ -138,7 +138,7 @@ impl Dial {
 
     /// The other side has answered the hello: its proof is checked, and the owner gets the socket.
     fn welcomed(&self, sock: Sock, bytes: &[u8], said: Exchange, epoch: u16) -> Result<Reached> {
-        let Exchange { mut transcript, secret, features, offered, place } = said;
+        let Exchange { mut transcript, secret, features, offered, registration } = said;
         let mut welcome = [0; WELCOME];
         let keys = match offered {
             None => {
@@ -152,7 +152,7 @@ impl Dial {
         };
         let key = secret.connection_key(transcript.bytes());
         let welcome = Welcome::open(&welcome, &secret, &mut transcript)?;
-        self.purpose.reached(&self.net, Proved { welcome, key, features, keys, epoch, place, sock })
+        self.purpose.reached(&self.net, Proved { welcome, key, features, keys, epoch, registration, sock })
     }
 }
 

@@ -68,9 +68,9 @@ pub(crate) fn repair(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize) {
     }
 }
 
-/// Moves stream `index`, which is connected over other rails, back to its own after a while. If the stream breaks
+/// Moves stream `index`, which is on another pair of rails, to its own pair after a while. If the stream breaks
 /// first, it is repaired like any other, and this does nothing.
-fn come_home(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize, after: Duration, tries: u32) {
+fn move_back(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize, after: Duration, tries: u32) {
     let at = Instant::now() + after;
     let purpose = Join { conn: Arc::downgrade(conn), index, repair: true };
     if let Err(error) = Dial::start(net, purpose, at + NO_DEADLINE, Begin { at, epoch: 0, tries, claims: true }) {
@@ -78,11 +78,17 @@ fn come_home(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize, after: Durati
     }
 }
 
-/// Stream `index` is connected; `home`: over these rails, which are its own from now on. It moves back when it can: a
-/// rail that was down at set-up may be up later.
-pub(super) fn settle(net: Arc<Net>, conn: &Arc<dyn Streams>, index: usize, abroad: bool, home: Option<usize>) {
-    if conn.settled(index, abroad, home) {
-        come_home(net, conn, index, SELDOM, 0);
+/// Stream `index` is connected; the arguments are those of [`Streams::settled`]. A stream on another pair moves to its
+/// own when it can: a rail that was down at set-up may be up later.
+pub(super) fn settle(
+    net: Arc<Net>,
+    conn: &Arc<dyn Streams>,
+    index: usize,
+    on_other_pair: bool,
+    preferred: Option<usize>,
+) {
+    if conn.settled(index, on_other_pair, preferred) {
+        move_back(net, conn, index, SELDOM, 0);
     }
 }
 
@@ -109,11 +115,11 @@ impl Purpose for Join {
     /// connection spread over all pairs, and it moves back to its own while others are connected.
     fn route(&self, attempt: u32) -> Option<Route> {
         let conn = self.conn()?;
-        Route::of(conn.link(), conn.way(self.index, attempt as usize, self.repair))
+        Route::of(conn.link(), conn.pair_for(self.index, attempt as usize, self.repair))
     }
 
-    fn is_abroad(&self, _attempt: u32, way: usize) -> bool {
-        self.conn().is_some_and(|conn| way != self.index % conn.link().pairs())
+    fn is_on_other_pair(&self, _attempt: u32, pair: usize) -> bool {
+        self.conn().is_some_and(|conn| pair != self.index % conn.link().pairs())
     }
 
     fn epoch(&self, last: u16) -> u16 {
@@ -138,8 +144,8 @@ impl Purpose for Join {
         self.conn()?.link().traffic_class
     }
 
-    fn segment(&self, way: usize) -> Option<u32> {
-        self.conn()?.segment(way)
+    fn segment(&self, pair: usize) -> Option<u32> {
+        self.conn()?.segment(pair)
     }
 
     fn wish(&self, epoch: u16, _tries: u32) -> Result<(Wish, Secret)> {
@@ -148,28 +154,28 @@ impl Purpose for Join {
         Ok((Wish::Join { connection: link.connection, stream: self.index as u16, epoch }, link.key.clone()))
     }
 
-    fn place(&self, sock: &Sock) -> Result<Option<Registration>> {
+    fn register_socket(&self, sock: &Sock) -> Result<Option<Registration>> {
         // The first stream is registered here at the control thread, which still watches its handshake.
         let conn = if self.index > 0 { self.conn() } else { None };
-        conn.map(|conn| conn.place(self.index, sock)).transpose()
+        conn.map(|conn| conn.register_socket(self.index, sock)).transpose()
     }
 
     fn reached(&self, _net: &Arc<Net>, proved: Proved) -> Result<Reached> {
         let conn = self.conn().ok_or_else(closed)?;
-        let Proved { welcome, keys, epoch, place, sock, .. } = proved;
+        let Proved { welcome, keys, epoch, registration, sock, .. } = proved;
         if welcome.received & CLOSED != 0 {
             conn.peer_has_closed(welcome.received & !CLOSED);
         } else {
             let seal = Seal::of(conn.link().features, keys)?;
             let (stream, received) = (self.index, welcome.received);
-            Arc::clone(&conn).rejoined(Joined { stream, epoch, received, place, sock, seal })?;
+            Arc::clone(&conn).rejoined(Joined { stream, epoch, received, registration, sock, seal })?;
         }
         Ok(Reached::Stream { conn, index: self.index, settles: !self.repair })
     }
 
-    fn answered(&self, began: Instant, way: usize, answer: Answer) {
+    fn answered(&self, began: Instant, pair: usize, answer: Answer) {
         if self.repair {
-            self.conn().inspect(|conn| conn.answered(began, way, answer));
+            self.conn().inspect(|conn| conn.answered(began, pair, answer));
         }
     }
 
@@ -182,16 +188,16 @@ impl Purpose for Join {
     }
 
     fn may_stay(&self) -> bool {
-        self.repair && self.conn().is_some_and(|conn| conn.is_live(self.index) && !conn.was_home(self.index))
+        self.repair && self.conn().is_some_and(|conn| conn.is_live(self.index) && !conn.was_on_own_pair(self.index))
     }
 
     fn claim(&self) -> bool {
         let Some(conn) = self.conn() else { return false };
-        conn.is_live(self.index) && conn.is_abroad(self.index) && conn.begin_repair(self.index)
+        conn.is_live(self.index) && conn.is_on_other_pair(self.index) && conn.begin_repair(self.index)
     }
 
     fn put_off(&self, net: &Arc<Net>) {
-        self.conn().inspect(|conn| come_home(Arc::clone(net), conn, self.index, RARELY, MANY));
+        self.conn().inspect(|conn| move_back(Arc::clone(net), conn, self.index, RARELY, MANY));
     }
 
     fn gave_up(&self, net: &Arc<Net>, epoch: u16, error: &Error) {

@@ -24,8 +24,8 @@ pub(super) struct Route {
     pub binds: bool,
     /// The other side's address.
     pub remote: SocketAddr,
-    /// Which of the pairs of rails this is.
-    pub way: usize,
+    /// The number of this pair of rails.
+    pub pair: usize,
 }
 
 impl Route {
@@ -34,7 +34,7 @@ impl Route {
         let remote = *link.remote.get(at % link.remote.len().max(1))?;
         let local = link.local.get(at % link.local.len().max(1));
         let (rail, binds) = (local.cloned(), link.local.len() > 1);
-        Some(Self { rail, binds, remote: localise(remote, local), way: at % link.pairs() })
+        Some(Self { rail, binds, remote: localise(remote, local), pair: at % link.pairs() })
     }
 }
 
@@ -50,8 +50,8 @@ pub(super) struct Proved {
     pub keys: Option<Keys>,
     /// The epoch that was asked for.
     pub epoch: u16,
-    /// What [`Purpose::place`] returned.
-    pub place: Option<Registration>,
+    /// What [`Purpose::register_socket`] returned.
+    pub registration: Option<Registration>,
     /// The socket.
     pub sock: Sock,
 }
@@ -95,7 +95,7 @@ pub(super) trait Purpose: Send + Sync {
     fn route(&self, attempt: u32) -> Option<Route>;
 
     /// Whether this try goes over other rails than the stream's own.
-    fn is_abroad(&self, attempt: u32, way: usize) -> bool;
+    fn is_on_other_pair(&self, attempt: u32, pair: usize) -> bool;
 
     /// The epoch of the next try.
     fn epoch(&self, last: u16) -> u16 {
@@ -119,7 +119,7 @@ pub(super) trait Purpose: Send + Sync {
     fn traffic_class(&self) -> Option<u8>;
 
     /// `TCP_MAXSEG` that the connection has found for a pair of rails.
-    fn segment(&self, _way: usize) -> Option<u32> {
+    fn segment(&self, _pair: usize) -> Option<u32> {
         None
     }
 
@@ -139,11 +139,11 @@ pub(super) trait Purpose: Send + Sync {
         Vec::new()
     }
 
-    /// A place at a worker for the socket.
+    /// Registers the socket with a worker.
     ///
     /// # Errors
     /// When the kernel refuses to watch the socket.
-    fn place(&self, _sock: &Sock) -> Result<Option<Registration>> {
+    fn register_socket(&self, _sock: &Sock) -> Result<Option<Registration>> {
         Ok(None)
     }
 
@@ -154,7 +154,7 @@ pub(super) trait Purpose: Send + Sync {
     fn reached(&self, net: &Arc<Net>, proved: Proved) -> Result<Reached>;
 
     /// What an attempt shows about a peer that may be dead.
-    fn answered(&self, _began: Instant, _way: usize, _answer: Answer) {}
+    fn answered(&self, _began: Instant, _pair: usize, _answer: Answer) {}
 
     /// The pause after each try that failed, where no failure ends the dial.
     fn goes_on_after(&self) -> Option<Duration> {
@@ -166,7 +166,7 @@ pub(super) trait Purpose: Send + Sync {
         false
     }
 
-    /// Whether refusals over some of the ways may be enough to give the peer up.
+    /// Whether refusals over some of the paths may be enough to give the peer up.
     fn awaits_refusals(&self) -> bool {
         false
     }
@@ -200,10 +200,10 @@ pub(super) trait Purpose: Send + Sync {
 /// the next rounds, should these not share a network, with others.
 pub(super) fn between(rails: &[Rail], addresses: &[SocketAddr], first: usize, attempt: u32) -> Option<Route> {
     let pairs = rails.len().max(addresses.len()).max(1);
-    let (way, round) = ((attempt as usize + first) % pairs, attempt as usize / pairs);
-    let local = rails.get((way + round) % rails.len().max(1));
-    let remote = *addresses.get(way % addresses.len().max(1))?;
-    Some(Route { rail: local.cloned(), binds: rails.len() > 1, remote: localise(remote, local), way })
+    let (pair, round) = ((attempt as usize + first) % pairs, attempt as usize / pairs);
+    let local = rails.get((pair + round) % rails.len().max(1));
+    let remote = *addresses.get(pair % addresses.len().max(1))?;
+    Some(Route { rail: local.cloned(), binds: rails.len() > 1, remote: localise(remote, local), pair })
 }
 
 /// A link-local address is reached through this side's interface, whatever the number of the other side's is.

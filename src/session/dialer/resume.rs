@@ -47,7 +47,7 @@ impl Purpose for Resume {
         between(&conn.link().local, &conn.link().remote, 1, attempt)
     }
 
-    fn is_abroad(&self, _attempt: u32, _way: usize) -> bool {
+    fn is_on_other_pair(&self, _attempt: u32, _pair: usize) -> bool {
         false
     }
 
@@ -74,15 +74,15 @@ impl Purpose for Resume {
 
     fn reached(&self, _net: &Arc<Net>, proved: Proved) -> Result<Reached> {
         let conn = self.conn()?;
-        let Proved { welcome, keys, epoch, place, sock, .. } = proved;
+        let Proved { welcome, keys, epoch, registration, sock, .. } = proved;
         let seal = Seal::of(conn.link().features, keys)?;
-        conn.rejoined(Joined { stream: 0, epoch, received: welcome.received, place, sock, seal })?;
+        conn.rejoined(Joined { stream: 0, epoch, received: welcome.received, registration, sock, seal })?;
         Ok(Reached::TakenOver)
     }
 
-    fn answered(&self, began: Instant, way: usize, answer: Answer) {
+    fn answered(&self, began: Instant, pair: usize, answer: Answer) {
         if let Ok(conn) = self.conn() {
-            conn.answered(began, way, answer);
+            conn.answered(began, pair, answer);
         }
     }
 

@@ -46,8 +46,8 @@ fn a_stream_that_breaks_while_its_repair_ends_is_repaired_again() {
     loopback::wait_until("the end of the stream is not seen", || !conn.is_connected());
     // The control thread has noticed the break, and reports it before it polls anything else.
     let bell = Arc::new(Bell::default());
-    let place = net.poller.control_thread().expect("it runs").register(bell.clone(), None).expect("it has room");
-    place.kick();
+    let registration = net.poller.control_thread().expect("it runs").register(bell.clone(), None).expect("it has room");
+    registration.kick();
     loopback::wait_until("the control thread does not come back", || bell.0.load(Ordering::SeqCst));
 
     repair.finish(&mut repair.lock(), Ok(()));
@@ -84,7 +84,7 @@ impl Owner for Missing {
 
     fn link_down(&self, _interface: u32) {}
 
-    fn answered(&self, _began: Instant, _way: usize, answer: Answer) {
+    fn answered(&self, _began: Instant, _pair: usize, answer: Answer) {
         self.1.lock().unwrap_or_else(PoisonError::into_inner).push(answer);
     }
 }
@@ -97,14 +97,14 @@ fn a_call_for_a_connection_that_has_failed_is_turned_away() {
     let address = (Ipv4Addr::LOCALHOST, 0).into();
     let name = "lo".to_string();
     let rail = Rail { name, index: 1, address, speed_mbps: 1000, speed_is_known: false, running: true };
-    let ways = net.addresses(&[rail]);
+    let addresses = net.addresses(&[rail]);
     let (ours, _theirs) = loopback::sockets();
     let link = loopback::link(&loopback::deaf());
     let conn = SendConn::new(Arc::clone(&net), link.clone(), loopback::peer(), ours, Seal::Plain).expect("watched");
     let known: Arc<dyn Connecting> = conn.clone();
     net.remember_connecting(&known);
     let call = || {
-        let missing = Arc::new(Missing(Link { remote: ways.clone(), ..link.clone() }, Mutex::default()));
+        let missing = Arc::new(Missing(Link { remote: addresses.clone(), ..link.clone() }, Mutex::default()));
         let caller: Arc<dyn Listening> = missing.clone();
         call::call(Arc::clone(&net), &caller, 0, Instant::now());
         missing

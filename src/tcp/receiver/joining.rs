@@ -73,9 +73,9 @@ impl Listening for RecvConn {
         let not_now = joining.not_now();
         let Joining { stream: index, epoch, sock, welcome } = joining;
         let received = self.prepare_join(index, epoch).ok_or(not_now)?;
-        let place = self.register(index, &sock)?;
+        let registration = self.register(index, &sock)?;
         let keys = welcome(&sock, received)?;
-        self.add_stream(index, epoch, place, sock, Seal::of(self.link.features, keys)?);
+        self.add_stream(index, epoch, registration, sock, Seal::of(self.link.features, keys)?);
         // The peer's confirmation of the welcome is still under way, or the first stream broke before.
         self.arrive();
         Ok(())
@@ -106,8 +106,8 @@ impl Opening for RecvConn {
         if !self.awaits_first() {
             return Ok(());
         }
-        let place = self.register(0, &sock)?;
-        self.add_stream(0, 0, place, sock, seal);
+        let registration = self.register(0, &sock)?;
+        self.add_stream(0, 0, registration, sock, seal);
         self.arrive();
         Ok(())
     }

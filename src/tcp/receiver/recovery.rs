@@ -65,11 +65,11 @@ impl RecvConn {
             Some(CUT_PATIENCE) if in_trouble && !self.ended.is_end_of_file(now) => Some(CUT_SOMEWHERE),
             other => other,
         };
-        let ways = self.link.remote.len();
-        let quick = ways == 0 && is_cut(error) && !in_trouble;
+        let paths = self.link.remote.len();
+        let quick = paths == 0 && is_cut(error) && !in_trouble;
         let patience = if quick { CUT_PATIENCE } else { self.net.patience(error) };
         let some_refused_for = self.ended.some_refused_for(now);
-        let terms = Terms { patience, most: self.net.config.peer_timeout, refused_for, some_refused_for, ways };
+        let terms = Terms { patience, most: self.net.config.peer_timeout, refused_for, some_refused_for, paths };
         *lock(&self.alone) = Some(PeerInquiry::new(now, terms, lost(error).with_peer(&self.peer)));
         // Another thread may have brought a stream back before that was reported.
         if self.health.live() > 0 {
@@ -99,7 +99,7 @@ impl RecvConn {
     fn call_peer(&self, since: Instant) {
         if let Some(me) = self.me.upgrade() {
             let me: Arc<dyn Listening> = me;
-            (0..self.link.remote.len()).for_each(|way| dialer::call(Arc::clone(&self.net), &me, way, since));
+            (0..self.link.remote.len()).for_each(|pair| dialer::call(Arc::clone(&self.net), &me, pair, since));
         }
     }
 
@@ -253,8 +253,8 @@ mod tests {
         let link = Link { remote: Vec::new(), ..loopback::link(&loopback::deaf()) };
         let conn = RecvConn::new(net, link, loopback::peer());
         let (ours, _theirs) = loopback::sockets();
-        let place = conn.register(0, &ours).unwrap();
-        conn.add_stream(0, 0, place, ours, Seal::Plain);
+        let registration = conn.register(0, &ours).unwrap();
+        conn.add_stream(0, 0, registration, ours, Seal::Plain);
         let mut buffer = [0_u8; 8];
         // SAFETY: the buffer outlives the request, and there is no profiler.
         let posted = unsafe { conn.irecv(&[(buffer.as_mut_ptr(), 8, 0)], &[std::ptr::null_mut()]) };
@@ -276,8 +276,8 @@ mod tests {
         let conn = RecvConn::new(net, loopback::link(&deaf), loopback::peer());
         let join = |index: usize, epoch: u16| {
             let (ours, theirs) = loopback::sockets();
-            let place = conn.register(index, &ours).expect("it is watched");
-            conn.add_stream(index, epoch, place, ours, Seal::Plain);
+            let registration = conn.register(index, &ours).expect("it is watched");
+            conn.add_stream(index, epoch, registration, ours, Seal::Plain);
             theirs
         };
         let (first, second) = (join(0, 0), join(1, 1));
@@ -315,8 +315,8 @@ mod tests {
             let mut theirs = Vec::new();
             for index in 0..2 {
                 let (ours, there) = loopback::sockets();
-                let place = conn.register(index, &ours).unwrap();
-                conn.add_stream(index, 0, place, ours, Seal::Plain);
+                let registration = conn.register(index, &ours).unwrap();
+                conn.add_stream(index, 0, registration, ours, Seal::Plain);
                 theirs.push(there);
             }
             let mut buffer = [0_u8; 8];

@@ -15,8 +15,8 @@ use crate::tcp::stream::Step;
 /// Connects stream `index`. Returns where its peer reads and writes.
 fn join(conn: &Arc<RecvConn>, index: usize) -> TcpStream {
     let (ours, theirs) = loopback::sockets();
-    let place = conn.register(index, &ours).expect("it is watched");
-    conn.add_stream(index, index as u16, place, ours, Seal::Plain);
+    let registration = conn.register(index, &ours).expect("it is watched");
+    conn.add_stream(index, index as u16, registration, ours, Seal::Plain);
     theirs
 }
 
@@ -177,11 +177,11 @@ fn a_close_does_not_fence_a_stream_that_is_just_coming_back() {
     let conn = RecvConn::new(loopback::net(Config::default()), loopback::link(&loopback::deaf()), loopback::peer());
     let _first = join(&conn, 0);
     let (ours, _theirs) = loopback::sockets();
-    let place = conn.register(1, &ours).expect("it is watched");
+    let registration = conn.register(1, &ours).expect("it is watched");
     std::thread::scope(|scope| {
         // Between the beginning of its epoch and its socket.
         let halfway = lock(&conn.alone);
-        scope.spawn(|| conn.add_stream(1, 1, place, ours, Seal::Plain));
+        scope.spawn(|| conn.add_stream(1, 1, registration, ours, Seal::Plain));
         loopback::wait_until("its epoch does not begin", || conn.state().core.epoch(1) == 1);
         let closes = scope.spawn(|| conn.send_final_state());
         std::thread::sleep(std::time::Duration::from_millis(50));

@@ -27,23 +27,23 @@ impl SendConn {
         self.link.pairs()
     }
 
-    /// The pair of rails over which stream `index` comes back, counted from the one that its number gives: another one
-    /// than that if it first connected over that.
-    pub(super) fn home(&self, index: usize) -> usize {
-        usize::from(lock(&self.own.homes)[index])
+    /// The pair of rails that stream `index` prefers ([`Streams`]). Not yet reduced to the number of pairs: several
+    /// streams of one pair may combine its rails differently.
+    pub(super) fn preferred_pair(&self, index: usize) -> usize {
+        index + usize::from(lock(&self.own.preferred_pairs)[index])
     }
 
-    /// Stream `index` has its home there.
-    fn set_home(&self, index: usize, pair: usize) {
-        lock(&self.own.homes)[index] = (pair % self.pairs()) as u8;
+    /// `offset`: counted from the stream's own pair.
+    fn set_preferred_pair(&self, index: usize, offset: usize) {
+        lock(&self.own.preferred_pairs)[index] = (offset % self.pairs()) as u8;
     }
 
-    /// Whether stream `index` must come back over its own rails only: while it is connected over others, or other
+    /// Whether stream `index` must come back over the pair that it prefers: while it is connected over others, or other
     /// streams carry the load. The first one is needed more urgently: short messages are faster with it.
     ///
     /// A single stream is too few if there are several paths: its end may be seen by one side only, which could not
     /// notify the other.
-    fn awaits_home(&self, index: usize) -> bool {
+    fn keeps_to_preferred_pair(&self, index: usize) -> bool {
         let enough = if self.pairs() > 1 { 2 } else { 1 };
         self.health.live() >= enough && (index > 0 || self.first_live.load(Ordering::SeqCst))
     }
@@ -84,8 +84,8 @@ impl Connecting for SendConn {
 
     /// What the stream's last epoch lost is resent.
     fn rejoined(self: Arc<Self>, joined: Joined) -> Result<()> {
-        let Joined { stream: index, epoch, received: frames, place, sock, seal } = joined;
-        let place = place.map_or_else(|| self.place(index, &sock), Ok)?;
+        let Joined { stream: index, epoch, received: frames, registration, sock, seal } = joined;
+        let registration = registration.map_or_else(|| self.register_socket(index, &sock), Ok)?;
         let former = self.state().core.epoch(index);
         if (epoch.wrapping_sub(former) as i16) <= 0 {
             return Err(Error::remote("another epoch of the stream was faster"));
@@ -103,7 +103,7 @@ impl Connecting for SendConn {
             Counters::bump(&self.counters.reconnects);
             tracing::info!(target: crate::os::log::NET, "stream {index} to {} is back", self.peer);
         }
-        self.add_stream(index, epoch, place, sock, seal);
+        self.add_stream(index, epoch, registration, sock, seal);
         // Queries about other streams may have been lost with all streams, and they may be away for long.
         self.send_fences(index, &self.fences());
         // Others that were given up may come now, too.
@@ -124,23 +124,23 @@ impl Connecting for SendConn {
 }
 
 impl Streams for SendConn {
-    fn way(&self, index: usize, attempt: usize, repair: bool) -> usize {
-        let at = match (repair, self.awaits_home(index)) {
+    fn pair_for(&self, index: usize, attempt: usize, repair: bool) -> usize {
+        let at = match (repair, self.keeps_to_preferred_pair(index)) {
             // It is connected over other rails, and must move back to its own.
             (true, _) if self.is_live(index) => index,
-            (true, true) => index + self.home(index),
-            _ => index + self.home(index) + attempt,
+            (true, true) => self.preferred_pair(index),
+            _ => self.preferred_pair(index) + attempt,
         };
         // A pair that connects and delivers nothing is left out.
         let left_out = |at: &usize| lock(&self.own.deliveries).is_left_out(at % self.pairs());
         (at..at + self.pairs()).find(|at| !left_out(at)).unwrap_or(at)
     }
 
-    fn segment(&self, way: usize) -> Option<u32> {
-        lock(&self.own.deliveries).segment(way)
+    fn segment(&self, pair: usize) -> Option<u32> {
+        lock(&self.own.deliveries).segment(pair)
     }
 
-    fn place(&self, index: usize, sock: &Sock) -> Result<Registration> {
+    fn register_socket(&self, index: usize, sock: &Sock) -> Result<Registration> {
         if self.own.far {
             liveness::hold_back_from(sock, UNSENT_MAX_FAR);
         }
@@ -190,27 +190,27 @@ impl Streams for SendConn {
         }
     }
 
-    fn settled(&self, index: usize, abroad: bool, home: Option<usize>) -> bool {
-        if let Some(home) = home {
-            self.set_home(index, home);
+    fn settled(&self, index: usize, on_other_pair: bool, preferred: Option<usize>) -> bool {
+        if let Some(preferred) = preferred {
+            self.set_preferred_pair(index, preferred);
         }
-        if abroad {
-            self.own.abroad.fetch_or(1 << index, Ordering::SeqCst);
-            let way = (index + self.home(index)) % self.pairs();
-            return self.recovery && !lock(&self.own.deliveries).is_left_out(way);
+        if on_other_pair {
+            self.own.on_other_pair.fetch_or(1 << index, Ordering::SeqCst);
+            let pair = self.preferred_pair(index) % self.pairs();
+            return self.recovery && !lock(&self.own.deliveries).is_left_out(pair);
         }
-        self.own.abroad.fetch_and(!(1 << index), Ordering::SeqCst);
-        self.own.been_home.fetch_or(1 << index, Ordering::SeqCst);
-        self.set_home(index, 0);
+        self.own.on_other_pair.fetch_and(!(1 << index), Ordering::SeqCst);
+        self.own.was_on_own_pair.fetch_or(1 << index, Ordering::SeqCst);
+        self.set_preferred_pair(index, 0);
         false
     }
 
-    fn is_abroad(&self, index: usize) -> bool {
-        self.own.abroad.load(Ordering::SeqCst) & 1 << index != 0
+    fn is_on_other_pair(&self, index: usize) -> bool {
+        self.own.on_other_pair.load(Ordering::SeqCst) & 1 << index != 0
     }
 
-    fn was_home(&self, index: usize) -> bool {
-        self.own.been_home.load(Ordering::SeqCst) & 1 << index != 0
+    fn was_on_own_pair(&self, index: usize) -> bool {
+        self.own.was_on_own_pair.load(Ordering::SeqCst) & 1 << index != 0
     }
 
     fn goes_without(&self, index: usize, error: &Error) {

@@ -60,14 +60,14 @@ impl SendConn {
             }
             _ => (End::Cut, self.net.config.reconnect_timeout),
         };
-        let way = self.way(index);
+        let over = self.over_rail(index);
         // Unlocked before anything else: a stream that is being connected locks it with the state.
         let lesson = lock(&self.own.deliveries).ended(index, Instant::now(), how, patience);
         match lesson {
             Lesson::None => true,
             Lesson::LeftOut => {
                 if self.pairs() > 1 {
-                    tracing::warn!(target: crate::os::log::NET, "small packets pass to {}{way}, full ones do not: look at the MTU of the path, and at firewalls on it; this rail is left out", self.peer);
+                    tracing::warn!(target: crate::os::log::NET, "small packets pass to {}{over}, full ones do not: look at the MTU of the path, and at firewalls on it; this rail is left out", self.peer);
                 }
                 true
             }
@@ -86,18 +86,18 @@ impl SendConn {
     /// This much of stream `index` has arrived, by segments of that size if it is known.
     fn note_arrived(&self, index: usize, arrived: Arrived, using: Option<u32>) {
         let small = lock(&self.own.deliveries).reached(index, arrived, using);
-        let Some((way, segment)) = small else { return };
-        let Some(address) = self.link.remote.get(way % self.link.remote.len().max(1)) else { return };
+        let Some((pair, segment)) = small else { return };
+        let Some(address) = self.link.remote.get(pair % self.link.remote.len().max(1)) else { return };
         if self.net.remember_segment(address.ip(), segment) {
-            let way = self.way(index);
-            tracing::warn!(target: crate::os::log::NET, "small packets pass to {}{way}, full ones do not: look at the MTU of the path; going on with segments of {segment} bytes", self.peer);
+            let over = self.over_rail(index);
+            tracing::warn!(target: crate::os::log::NET, "small packets pass to {}{over}, full ones do not: look at the MTU of the path; going on with segments of {segment} bytes", self.peer);
         }
     }
 
     /// The rail of stream `index`, for a message, if there are several.
-    fn way(&self, index: usize) -> String {
-        let (way, rails) = ((index + self.home(index)) % self.pairs(), &self.link.local);
-        if rails.len() < 2 { String::new() } else { format!(" over {}", rails[way % rails.len()].name) }
+    fn over_rail(&self, index: usize) -> String {
+        let (pair, rails) = (self.preferred_pair(index) % self.pairs(), &self.link.local);
+        if rails.len() < 2 { String::new() } else { format!(" over {}", rails[pair % rails.len()].name) }
     }
 
     /// The FENCE frames for the receiver: how many frames of each lost stream has it received?
@@ -161,7 +161,7 @@ impl SendConn {
             most: self.net.config.peer_timeout,
             refused_for: self.ended.refused_for(now, error),
             some_refused_for: self.ended.some_refused_for(now),
-            ways: self.pairs(),
+            paths: self.pairs(),
         };
         let lost = lost(error).with_peer(&self.peer);
         let mut alone = lock(&self.alone);
@@ -175,8 +175,8 @@ impl SendConn {
     fn suspect_peer(&self, error: &io::Error) {
         let lost = lost(error).with_peer(&self.peer);
         // For a stream over other rails, which ones is not stored.
-        let left = (0..MAX_STREAMS).filter(|index| self.is_live(*index) && !self.is_abroad(*index));
-        let left: Vec<usize> = left.map(|index| (index + self.home(index)) % self.pairs()).collect();
+        let left = (0..MAX_STREAMS).filter(|index| self.is_live(*index) && !self.is_on_other_pair(*index));
+        let left: Vec<usize> = left.map(|index| self.preferred_pair(index) % self.pairs()).collect();
         let suspicion = || PeerInquiry::suspected(Instant::now(), &self.ended, self.pairs(), &left, lost);
         lock(&self.alone).get_or_insert_with(suspicion);
     }

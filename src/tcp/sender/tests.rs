@@ -287,7 +287,7 @@ fn a_stream_that_comes_back_asks_about_those_that_are_still_away() {
 
 /// A stream that has come back, of which nothing had arrived.
 fn joined(stream: usize, epoch: u16, sock: Sock) -> Joined {
-    Joined { stream, epoch, received: 0, place: None, sock, seal: Seal::Plain }
+    Joined { stream, epoch, received: 0, registration: None, sock, seal: Seal::Plain }
 }
 
 /// A connection, and where its peer reads and writes.
