@@ -15,16 +15,16 @@
 //! | [`poller`] | worker threads, readiness, kicks and ticks |
 //! | [`events`] | the profiler events of transfers |
 //! | [`schedule`] | which thread moves a message, and the constants that steer it |
-//! | [`asking`] | when to ask the other side about a message that waits |
+//! | [`query_timer`] | when to send the receiver a query about messages that wait |
 //! | [`counters`] | the counters of a connection |
 
-pub(crate) mod asking;
 pub(crate) mod counters;
 mod deadlines;
 pub(crate) mod doorbell;
 pub mod events;
 pub(crate) mod handle;
 pub mod poller;
+pub(crate) mod query_timer;
 pub mod request;
 pub(crate) mod schedule;
 pub(crate) mod span;

@@ -33,7 +33,7 @@ use crate::session::peer::{Health, Peer, failure, left_early, lost, told_by_peer
 const AFTERMATH: Duration = Duration::from_millis(200);
 
 /// The bit that marks a query as present.
-const ASKED: u64 = 1 << 63;
+const QUERIED: u64 = 1 << 63;
 
 /// Which end of a connection: one process may have both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,8 +81,8 @@ pub(crate) struct Base {
     pub(super) side: Side,
     pub(super) doing: &'static str,
     closing: AtomicBool,
-    /// The sender's query, with [`ASKED`].
-    question: AtomicU64,
+    /// The sender's query, with [`QUERIED`].
+    query: AtomicU64,
     control: Mutex<Control>,
     /// Work requests were flushed: the failure that caused it is still to come, or this is it.
     flushed: Mutex<Option<(Instant, Error)>>,
@@ -119,7 +119,7 @@ impl Base {
             side,
             doing: if side == Side::Connecting { "sending to" } else { "receiving from" },
             closing: AtomicBool::new(false),
-            question: AtomicU64::new(0),
+            query: AtomicU64::new(0),
             control: Mutex::new(Control::new(sock)),
             flushed: Mutex::new(None),
             has_flushed: AtomicBool::new(false),
@@ -261,11 +261,11 @@ impl Base {
                 Ok(Some(count)) => {
                     let Control { input, taken, .. } = &mut *control;
                     input.extend_from_slice(&room[..count]);
-                    if let Some(heard) = self.take_frames(input, taken)? {
-                        control.resume(heard)?;
+                    if let Some(received) = self.take_frames(input, taken)? {
+                        control.resume(received)?;
                     }
                     if self.health.is_peer_done() {
-                        (control.away, control.alone) = (None, None);
+                        (control.away, control.inquiry) = (None, None);
                     }
                 }
                 Err(end) => break end,
@@ -286,7 +286,7 @@ impl Base {
     /// Processes the complete frames, and counts them. Returns how many frames the other side has received, if it
     /// reports that.
     fn take_frames(&self, input: &mut Vec<u8>, taken: &mut u64) -> Result<Option<u64>> {
-        let mut heard = None;
+        let mut received = None;
         while let Some(bytes) = input.first_chunk::<HEADER>() {
             let header = Header::decode(bytes)?;
             let end = HEADER + header.length as usize;
@@ -296,8 +296,8 @@ impl Base {
             match header.kind {
                 Type::Bye => self.health.peer_is_done(),
                 // Only the receiving side uses it.
-                Type::Ask => {
-                    self.question.store(header.total | ASKED, Ordering::Release);
+                Type::Query => {
+                    self.query.store(header.total | QUERIED, Ordering::Release);
                     self.alarm.raise();
                 }
                 Type::Fail => return Err(told_by_peer(header.order, &input[HEADER..end]).with_peer(&self.peer)),
@@ -305,16 +305,16 @@ impl Base {
                     self.is_reported(QpMessage { notice: QpNotice::Ended(header.total), ..QpMessage::of(&header) })
                 }
                 Type::QueuePair => self.is_reported(QpMessage { notice: notice(&header), ..QpMessage::of(&header) }),
-                Type::Ack => heard = Some(header.offset),
+                Type::Ack => received = Some(header.offset),
                 other => {
                     let what = format!("the peer sent a {other:?} frame over the control channel");
                     return Err(Error::remote(what).with_peer(&self.peer));
                 }
             }
             input.drain(..end);
-            *taken += u64::from(!matches!(header.kind, Type::Ask | Type::Ack));
+            *taken += u64::from(!matches!(header.kind, Type::Query | Type::Ack));
         }
-        Ok(heard)
+        Ok(received)
     }
 
     /// The other side has sent a message about a queue pair.
@@ -474,22 +474,22 @@ impl Base {
     /// thread polls again with [`Base::read_control`].
     pub(crate) fn has_more_to_send(&self) -> bool {
         let control = self.control();
-        !control.output.is_empty() || control.monitor.is_asking() || control.away.is_some()
+        !control.output.is_empty() || control.monitor.awaits_answer() || control.away.is_some()
     }
 
     /// Sending side: requests the receiver to announce what it has posted; `cts_entries` were read so far.
-    pub(crate) fn ask(&self, cts_entries: u32) {
+    pub(crate) fn query(&self, cts_entries: u32) {
         // The query is repeated anyway.
-        self.control().queue_frame(&Header { total: cts_entries.into(), ..Header::of(Type::Ask, 0) }.encode());
+        self.control().queue_frame(&Header { total: cts_entries.into(), ..Header::of(Type::Query, 0) }.encode());
     }
 
     /// Receiving side: the sender's query since the last call, and how many CTS entries it has read.
-    pub(super) fn take_question(&self) -> Option<u32> {
-        if self.question.load(Ordering::Relaxed) == 0 {
+    pub(super) fn take_query(&self) -> Option<u32> {
+        if self.query.load(Ordering::Relaxed) == 0 {
             return None;
         }
-        let asked = self.question.swap(0, Ordering::AcqRel);
-        (asked & ASKED != 0).then_some(asked as u32)
+        let query = self.query.swap(0, Ordering::AcqRel);
+        (query & QUERIED != 0).then_some(query as u32)
     }
 
     /// Says goodbye and hands the socket to the control thread, with the objects that must exist until the peer has

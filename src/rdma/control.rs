@@ -76,7 +76,7 @@ pub(super) struct Control {
     /// Since when the kernel probes the socket often, because nothing was received on it.
     probed: Option<Instant>,
     /// The socket was cut: whether the peer lives.
-    pub(super) alone: Option<PeerInquiry>,
+    pub(super) inquiry: Option<PeerInquiry>,
     /// The attempt to find out has not started yet.
     pub(super) is_to_seek: bool,
 }
@@ -102,7 +102,7 @@ impl Control {
             cut: None,
             away: None,
             probed: None,
-            alone: None,
+            inquiry: None,
             is_to_seek: false,
         }
     }
@@ -147,8 +147,8 @@ impl Control {
     /// When the peer is given up.
     pub(super) fn judge(&mut self, patience: Duration, peer: &Peer) -> Result<()> {
         let now = Instant::now();
-        if let Some(alone) = &mut self.alone {
-            return if alone.verdict(now) == Verdict::Gone { Err(alone.error().clone()) } else { Ok(()) };
+        if let Some(inquiry) = &mut self.inquiry {
+            return if inquiry.verdict(now) == Verdict::Gone { Err(inquiry.error().clone()) } else { Ok(()) };
         }
         match self.away.map(|since| now - since) {
             Some(silence) if silence >= patience => Err(lost(&liveness::silent(silence)).with_peer(peer)),

@@ -159,7 +159,7 @@ mod tests {
         Announced,
         Silent,
         /// The silent ones are announced, behind CTS entries of later receives.
-        Asked,
+        Queried,
     }
 
     fn events() -> impl Strategy<Value = Vec<(Event, i32)>> {
@@ -168,7 +168,7 @@ mod tests {
             3 => Just(Event::Eager),
             3 => Just(Event::Announced),
             3 => Just(Event::Silent),
-            1 => Just(Event::Asked),
+            1 => Just(Event::Queried),
         ];
         prop::collection::vec((event, -3..4_i32), 0..400)
     }
@@ -176,7 +176,7 @@ mod tests {
     proptest! {
         /// A send meets the CTS entry of the receive with its own number, as soon as both are there, and no other.
         #[test]
-        fn the_kth_send_of_a_tag_meets_its_kth_line(events in events()) {
+        fn the_kth_send_of_a_tag_meets_its_kth_cts_entry(events in events()) {
             let mut matching = Matching::new();
             let mut sends: HashMap<i32, u32> = HashMap::new();
             let mut receives: HashMap<i32, u32> = HashMap::new();
@@ -208,7 +208,7 @@ mod tests {
                         silent.push((tag, *k));
                         *k += 1;
                     }
-                    Event::Asked => {
+                    Event::Queried => {
                         for (tag, k) in silent.drain(..) {
                             cts_entries.insert((tag, k));
                             let met = matching.cts(tag, k as u16, (tag, k));

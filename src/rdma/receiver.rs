@@ -114,7 +114,7 @@ pub(crate) struct State {
     /// None when short messages must not arrive unannounced.
     inbox: Option<Inbox>,
     /// Receives that must still be announced although only short messages fit: the sender has requested it.
-    asked: usize,
+    to_announce: usize,
     /// The queue pair for CTS entries, and whether it is lost with those that were under way.
     cts_qp: usize,
     cts_entries_are_lost: bool,
@@ -223,7 +223,7 @@ impl RdmaRecv {
             receives: Receives::new(),
             orders: TagOrders::default(),
             inbox,
-            asked: 0,
+            to_announce: 0,
             cts_qp: 0,
             cts_entries_are_lost: false,
             silent: 0,
@@ -569,7 +569,7 @@ impl RdmaRecv {
     /// Posts a part: fills it with a message that has arrived, announces it, or leaves it to the sender.
     #[inline]
     fn open(&self, state: &mut State, part: Part) -> Result<()> {
-        let State { receives, inbox, mirror: Some(mirror), asked, .. } = state else { return Ok(()) };
+        let State { receives, inbox, mirror: Some(mirror), to_announce, .. } = state else { return Ok(()) };
         let is_short = part.size <= EAGER_MAX && part.memory.as_ref().is_none_or(|memory| memory.kind == Memory::Host);
         let kept = inbox.as_mut().and_then(|inbox| inbox.take(part.tag, part.number));
         let number = receives.open(part);
@@ -581,8 +581,8 @@ impl RdmaRecv {
             self.complete(request, part, kept.bytes().len() as u64);
             return Ok(());
         }
-        let is_silent = inbox.is_some() && is_short && *asked == 0;
-        *asked = asked.saturating_sub(1);
+        let is_silent = inbox.is_some() && is_short && *to_announce == 0;
+        *to_announce = to_announce.saturating_sub(1);
         if !is_silent {
             let cts = receives.announce(number, inbox.as_mut().map_or(0, Inbox::tell));
             mirror.cts_entries[receives.written() as usize % CTS_ENTRIES] = cts.encode();
@@ -594,7 +594,7 @@ impl RdmaRecv {
     #[cold]
     fn answer(&self, state: &mut State, cts_entries: u32) -> Result<()> {
         state.receives.has_read(cts_entries)?;
-        state.asked = SLOTS;
+        state.to_announce = SLOTS;
         for number in state.receives.silent() {
             if !state.has_room(0) || !state.receives.can_announce(1) {
                 break;

@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn an_immediate_for_several_lines_answers_each_of_them_once() {
+    fn an_immediate_for_several_cts_entries_answers_each_of_them_once() {
         let mut receives = Receives::new();
         let slots: Vec<u8> = (0..3).map(|number| receives.open(part(0, number))).collect();
         assert!(receives.announced_by(0).is_err() && receives.announced_by(1).is_err(), "no CTS entry is written");

@@ -37,7 +37,7 @@ use crate::session::dialer;
 use crate::session::frame::{Header, Type};
 use crate::session::lifeline::{Answer, CUT_PATIENCE, Ended, PeerInquiry, Terms};
 use crate::session::link::{Link, Sock};
-use crate::session::owner::{Connecting, Joined, Joining, Listening, Owner};
+use crate::session::owner::{ConnectingSide, Joined, Joining, ListeningSide, Owner};
 use crate::session::peer::lost;
 
 /// It may be so every few seconds, and for every connection.
@@ -88,7 +88,7 @@ impl Base {
             some_refused_for: ended.some_refused_for(now),
             paths,
         };
-        control.alone = Some(PeerInquiry::new(now, terms, lost(end).with_peer(&self.peer)));
+        control.inquiry = Some(PeerInquiry::new(now, terms, lost(end).with_peer(&self.peer)));
         (control.away, control.is_to_seek) = (Some(now), true);
         true
     }
@@ -123,7 +123,7 @@ impl Base {
         Some("is silent")
     }
 
-    fn dial(&self, conn: Arc<dyn Connecting>, why: &str) {
+    fn dial(&self, conn: Arc<dyn ConnectingSide>, why: &str) {
         tracing::info!(target: NET, "{} {} dials for another control channel: its own {why}", self.doing, self.peer);
         if let Err(error) = dialer::resume(Arc::clone(&self.net), &conn) {
             conn.gave_up(0, &error);
@@ -148,12 +148,12 @@ impl Base {
     fn begins_to_call(&self) -> Option<Instant> {
         let mut control = self.control();
         let is_to_seek = std::mem::take(&mut control.is_to_seek);
-        control.alone.as_ref().filter(|_| is_to_seek).map(PeerInquiry::since)
+        control.inquiry.as_ref().filter(|_| is_to_seek).map(PeerInquiry::since)
     }
 
     fn call<D: Direction>(&self, conn: &Arc<Connection<D>>, since: Instant) {
         tracing::info!(target: NET, "{} {} waits for another control channel: its own was cut", self.doing, self.peer);
-        let caller = Arc::clone(conn) as Arc<dyn Listening>;
+        let caller = Arc::clone(conn) as Arc<dyn ListeningSide>;
         (0..self.link.remote.len()).for_each(|pair| dialer::call(Arc::clone(&self.net), &caller, pair, since));
     }
 
@@ -180,7 +180,7 @@ impl Base {
         }
     }
 
-    /// See [`Connecting::called`].
+    /// See [`ConnectingSide::called`].
     fn called(&self, epoch: u16) {
         let mut control = self.control();
         if control.epoch == epoch && control.sock.is_some() && control.away.is_none() {
@@ -203,7 +203,7 @@ impl Base {
         control.sock = Some(sock);
         (control.epoch, control.current) = (epoch, epoch);
         (control.silent, control.away, control.is_resuming) = (None, None, true);
-        (control.alone, control.is_to_seek) = (None, false);
+        (control.inquiry, control.is_to_seek) = (None, false);
         control.input.clear();
         control.output = Header { offset: control.taken, ..Header::of(Type::Ack, 0) }.encode().to_vec();
         control.write();
@@ -217,8 +217,8 @@ impl Base {
             return;
         }
         match self.side {
-            Side::Connecting => self.net.remember_connecting(&(Arc::clone(conn) as Arc<dyn Connecting>)),
-            Side::Listening => self.net.remember_listening(&(Arc::clone(conn) as Arc<dyn Listening>)),
+            Side::Connecting => self.net.remember_connecting(&(Arc::clone(conn) as Arc<dyn ConnectingSide>)),
+            Side::Listening => self.net.remember_listening(&(Arc::clone(conn) as Arc<dyn ListeningSide>)),
         }
     }
 }
@@ -239,14 +239,14 @@ impl<D: Direction> Owner for Connection<D> {
 
     fn answered(&self, began: Instant, pair: usize, answer: Answer) {
         let mut control = self.base().control();
-        if let Some(alone) = &mut control.alone {
-            alone.answered(began, Instant::now(), pair, answer);
+        if let Some(inquiry) = &mut control.inquiry {
+            inquiry.answered(began, Instant::now(), pair, answer);
             kick(&control);
         }
     }
 }
 
-impl<D: Direction> Listening for Connection<D> {
+impl<D: Direction> ListeningSide for Connection<D> {
     fn join(self: Arc<Self>, joining: Joining<'_>) -> Result<()> {
         let base = self.base();
         let is_newer = |epoch: u16| epoch.wrapping_sub(base.control().epoch).cast_signed() > 0;
@@ -260,7 +260,7 @@ impl<D: Direction> Listening for Connection<D> {
 
     fn is_calling(&self, since: Instant) -> bool {
         let base = self.base();
-        base.is_open() && base.control().alone.as_ref().is_some_and(|alone| alone.since() == since)
+        base.is_open() && base.control().inquiry.as_ref().is_some_and(|inquiry| inquiry.since() == since)
     }
 
     fn lost_epoch(&self, _turn: usize) -> (u16, u16) {
@@ -268,7 +268,7 @@ impl<D: Direction> Listening for Connection<D> {
     }
 }
 
-impl<D: Direction> Connecting for Connection<D> {
+impl<D: Direction> ConnectingSide for Connection<D> {
     fn goes_on(&self) -> bool {
         self.base().is_open()
     }

@@ -38,9 +38,9 @@ use super::silence::Silence;
 use super::stripe::{Share, Stripes};
 use super::trouble::Doing;
 use super::verbs::{Completion, Local, MemoryRegion, Remote, Work};
-use crate::engine::asking::Asking;
 use crate::engine::counters::Counters;
 use crate::engine::events::Chunk;
+use crate::engine::query_timer::QueryTimer;
 use crate::engine::request::{Keys, SLOTS, Ticket, too_long};
 use crate::nccl::net_event::SOMEWHERE;
 use crate::os::error::Result;
@@ -163,7 +163,7 @@ pub(crate) struct State {
     keys: Keys,
     known: Known,
     /// When to send the receiver a query about sends that wait.
-    ask: Asking,
+    query_timer: QueryTimer,
     next_cts: u32,
     /// A write from the receiver has arrived over a queue pair: its own are ready to receive.
     peer_receives: bool,
@@ -225,7 +225,7 @@ impl Direction for Target {
     }
 
     fn polled(conn: &RdmaSend) {
-        conn.ask_if_due();
+        conn.query_if_due();
     }
 
     fn deliver(conn: &RdmaSend) {
@@ -277,7 +277,7 @@ impl RdmaSend {
             outbox,
             keys,
             known: Known::default(),
-            ask: Asking::default(),
+            query_timer: QueryTimer::default(),
             next_cts: 1,
             peer_receives: false,
             matching: Matching::new(),
@@ -525,19 +525,19 @@ impl RdmaSend {
 
     /// The control thread: sends the receiver a query when sends have waited a while, or leaves that to NCCL's thread
     /// if it is active.
-    fn ask_if_due(&self) {
+    fn query_if_due(&self) {
         match self.try_state() {
-            Some(mut state) => self.ask(&mut state),
+            Some(mut state) => self.query_receiver(&mut state),
             None => self.base.alarm.raise(),
         }
     }
 
     /// Sends may wait for receives that the receiver has not announced.
-    fn ask(&self, state: &mut State) {
+    fn query_receiver(&self, state: &mut State) {
         if state.outbox.is_none() || state.matching.waiting_sends() == 0 {
-            state.ask.rest();
-        } else if state.ask.is_due() {
-            self.base.ask(state.next_cts.wrapping_sub(1));
+            state.query_timer.reset();
+        } else if state.query_timer.is_due() {
+            self.base.query(state.next_cts.wrapping_sub(1));
         }
     }
 

@@ -1,8 +1,8 @@
 //! The frames sent over the control channel, for the case that its socket must be replaced.
 //!
-//! A socket that falls silent loses what was under way. Both sides count the frames that they have received, report the
+//! A socket that falls silent loses what was under under_way. Both sides count the frames that they have received, report the
 //! count over the next socket ([`Type::Ack`](crate::session::frame::Type::Ack)), and resend the rest. Frames that are
-//! repeated anyway ([`Type::Ask`](crate::session::frame::Type::Ask)) do not count.
+//! repeated anyway ([`Type::Query`](crate::session::frame::Type::Query)) do not count.
 //!
 //! They are few, a handful for each queue pair that is lost, so the last ones are kept whether they have arrived or
 //! not.
@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 
 use crate::os::error::{Error, Result};
 
-/// Frames that are kept. No more are under way unless a connection loses queue pairs a hundred times while its control
+/// Frames that are kept. No more are under under_way unless a connection loses queue pairs a hundred times while its control
 /// channel is silent.
 const MOST: usize = 512;
 
@@ -61,37 +61,37 @@ mod tests {
 
     #[test]
     fn a_count_that_cannot_be_is_an_error() {
-        let mut said = SentFrames::default();
-        said.add(b"one");
-        said.add(b"two");
-        assert!(said.after(3).is_err());
-        assert_eq!(said.after(1).expect("one was heard"), b"two");
-        assert!(said.after(0).is_err(), "forgotten");
-        (0..MOST).for_each(|_| said.add(b"more"));
-        assert!(said.after(1).is_err(), "not kept any more");
-        assert_eq!(said.after(MOST as u64 + 2).expect("all were heard"), b"");
+        let mut sent = SentFrames::default();
+        sent.add(b"one");
+        sent.add(b"two");
+        assert!(sent.after(3).is_err());
+        assert_eq!(sent.after(1).expect("one was received"), b"two");
+        assert!(sent.after(0).is_err(), "forgotten");
+        (0..MOST).for_each(|_| sent.add(b"more"));
+        assert!(sent.after(1).is_err(), "not kept any more");
+        assert_eq!(sent.after(MOST as u64 + 2).expect("all were received"), b"");
     }
 
     proptest! {
         /// Sockets that accept any number of frames, of which any number arrive before they fall silent: each frame is
         /// received once, in order.
         #[test]
-        fn what_a_socket_swallows_is_said_again(sockets in prop::collection::vec((0..5_usize, 0..5_usize), 1..40)) {
-            let mut said = SentFrames::default();
-            let (mut number, mut heard) = (0_u8, Vec::new());
+        fn what_a_socket_swallows_is_sent_again(sockets in prop::collection::vec((0..5_usize, 0..5_usize), 1..40)) {
+            let mut sent = SentFrames::default();
+            let (mut number, mut received) = (0_u8, Vec::new());
             for (new, arriving) in sockets {
-                let mut way = said.after(heard.len() as u64).expect("a count that can be");
+                let mut under_way = sent.after(received.len() as u64).expect("a count that can be");
                 for _ in 0..new {
-                    said.add(&[number]);
-                    way.push(number);
+                    sent.add(&[number]);
+                    under_way.push(number);
                     number = number.wrapping_add(1);
                 }
-                heard.extend(way.into_iter().take(arriving));
+                received.extend(under_way.into_iter().take(arriving));
             }
-            heard.extend(said.after(heard.len() as u64).expect("a count that can be"));
-            let all: Vec<u8> = (0..heard.len()).map(|at| at as u8).collect();
-            prop_assert_eq!(heard.len(), usize::from(number));
-            prop_assert_eq!(heard, all);
+            received.extend(sent.after(received.len() as u64).expect("a count that can be"));
+            let all: Vec<u8> = (0..received.len()).map(|at| at as u8).collect();
+            prop_assert_eq!(received.len(), usize::from(number));
+            prop_assert_eq!(received, all);
         }
     }
 }

@@ -69,7 +69,7 @@ pub enum Type {
     Fenced = 7,
     /// Sender → receiver: the `order`-th message with `tag` has `total` bytes and has waited a while, for its receive
     /// or for credit. The receiver answers with [`Type::Clear`] as soon as the receive is posted, however small it is.
-    Ask = 8,
+    Query = 8,
     /// Over RDMA, both: queue pair `order` is replaced for epoch `epoch`. The low half of `message` is the new queue
     /// pair's number, the high half its first packet sequence number; `total` is 1. With `total` 0: not now. `offset`
     /// and `tag` are the options of enhanced connection establishment: vendor and options in the halves of `offset`,
@@ -91,7 +91,7 @@ impl Type {
             5 => Self::Fail,
             6 => Self::Fence,
             7 => Self::Fenced,
-            8 => Self::Ask,
+            8 => Self::Query,
             9 => Self::QueuePair,
             10 => Self::Acks,
             _ => return None,

@@ -229,11 +229,11 @@ impl PeerInquiry {
         // Time alone decides nothing. All paths may refuse although streams remain, while nothing comes back on those.
         let (patience, most) = (Duration::ZERO, Duration::ZERO);
         let terms = Terms { patience, most, refused_for: some_refused_for, some_refused_for, paths };
-        let mut alone = Self { suspected: true, ..Self::new(now, terms, error) };
+        let mut inquiry = Self { suspected: true, ..Self::new(now, terms, error) };
         for &path in left {
-            alone.paths.get_mut(path).into_iter().for_each(|path| path.is_left = true);
+            inquiry.paths.get_mut(path).into_iter().for_each(|path| path.is_left = true);
         }
-        alone
+        inquiry
     }
 
     /// Whether streams remain, so that data coming back on them outweighs any answer.
@@ -342,7 +342,7 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    fn alone(
+    fn inquiry(
         start: Instant,
         refused_for: Option<Duration>,
         some_refused_for: Option<Duration>,
@@ -364,10 +364,10 @@ mod tests {
         answer: impl Fn(usize, u32) -> Answer,
     ) -> Option<u32> {
         let start = Instant::now();
-        let mut alone = alone(start, refused_for, some_refused_for, paths);
+        let mut inquiry = inquiry(start, refused_for, some_refused_for, paths);
         (1..1000).map(|tick| tick * 100).find(|&at| {
-            (0..paths).for_each(|path| alone.answered(start + at * MS, start + at * MS, path, answer(path, at)));
-            alone.verdict(start + at * MS) == Verdict::Gone
+            (0..paths).for_each(|path| inquiry.answered(start + at * MS, start + at * MS, path, answer(path, at)));
+            inquiry.verdict(start + at * MS) == Verdict::Gone
         })
     }
 
@@ -406,17 +406,17 @@ mod tests {
     #[test]
     fn a_path_that_was_not_tried_yet_may_accept() {
         let start = Instant::now();
-        let mut alone = alone(start, Some(CUT_PATIENCE), Some(ENDED_SOMEWHERE), 2);
+        let mut inquiry = inquiry(start, Some(CUT_PATIENCE), Some(ENDED_SOMEWHERE), 2);
         // A machine on which every attempt takes long.
         for ms in [0, 500, 1000] {
-            alone.answered(start + ms * MS, start + ms * MS, 0, Answer::Refused);
-            assert_ne!(alone.verdict(start + ms * MS), Verdict::Gone, "after {ms} ms");
+            inquiry.answered(start + ms * MS, start + ms * MS, 0, Answer::Refused);
+            assert_ne!(inquiry.verdict(start + ms * MS), Verdict::Gone, "after {ms} ms");
         }
         // Perhaps begun when the whole network was silent.
-        alone.answered(start - MS, start + 1500 * MS, 1, Answer::Silent);
-        assert_ne!(alone.verdict(start + 1500 * MS), Verdict::Gone);
-        alone.answered(start + MS, start + 1600 * MS, 1, Answer::Silent);
-        assert_eq!(alone.verdict(start + 1600 * MS), Verdict::Gone);
+        inquiry.answered(start - MS, start + 1500 * MS, 1, Answer::Silent);
+        assert_ne!(inquiry.verdict(start + 1500 * MS), Verdict::Gone);
+        inquiry.answered(start + MS, start + 1600 * MS, 1, Answer::Silent);
+        assert_eq!(inquiry.verdict(start + 1600 * MS), Verdict::Gone);
     }
 
     /// One that began when streams were still connected has two seconds, and finishes among those with a short time
@@ -425,21 +425,21 @@ mod tests {
     fn an_old_unanswered_attempt_undoes_no_newer_one() {
         let start = Instant::now();
         let at = |ms| start + ms * MS;
-        let mut alone = alone(start, Some(CUT_PATIENCE), Some(ENDED_SOMEWHERE), 2);
+        let mut inquiry = inquiry(start, Some(CUT_PATIENCE), Some(ENDED_SOMEWHERE), 2);
         for ms in [100, 200, 700] {
-            alone.answered(at(ms), at(ms), 0, Answer::Refused);
+            inquiry.answered(at(ms), at(ms), 0, Answer::Refused);
         }
-        alone.answered(at(100), at(400), 1, Answer::Silent);
-        alone.answered(start - 1500 * MS, at(500), 1, Answer::Silent);
-        alone.answered(start - 1300 * MS, at(600), 0, Answer::Silent);
-        assert_eq!(alone.verdict(at(700)), Verdict::Gone);
+        inquiry.answered(at(100), at(400), 1, Answer::Silent);
+        inquiry.answered(start - 1500 * MS, at(500), 1, Answer::Silent);
+        inquiry.answered(start - 1300 * MS, at(600), 0, Answer::Silent);
+        assert_eq!(inquiry.verdict(at(700)), Verdict::Gone);
         // A newer one does: perhaps the rail that refused is down.
-        alone.answered(at(750), at(900), 0, Answer::Silent);
-        assert_ne!(alone.verdict(at(900)), Verdict::Gone);
+        inquiry.answered(at(750), at(900), 0, Answer::Silent);
+        assert_ne!(inquiry.verdict(at(900)), Verdict::Gone);
         // Nor does it cancel the proof that the peer is alive.
-        alone.answered(at(1000), at(1000), 1, Answer::Accepted);
-        alone.answered(start - MS, at(1100), 1, Answer::Silent);
-        assert_eq!(alone.verdict(at(1100)), Verdict::Wait(at(60_000)));
+        inquiry.answered(at(1000), at(1000), 1, Answer::Accepted);
+        inquiry.answered(start - MS, at(1100), 1, Answer::Silent);
+        assert_eq!(inquiry.verdict(at(1100)), Verdict::Wait(at(60_000)));
     }
 
     #[test]
@@ -450,10 +450,10 @@ mod tests {
             let ended = Ended::default();
             ended.note(&cause.into());
             let error = Error::remote("the peer is gone");
-            let mut alone = PeerInquiry::suspected(Instant::now(), &ended, 2, &[], error);
+            let mut inquiry = PeerInquiry::suspected(Instant::now(), &ended, 2, &[], error);
             (1..1000_u32).map(|tick| tick * 100).find(|&at| {
-                (0..2).for_each(|path| alone.answered(start + at * MS, start + at * MS, path, answers[path]));
-                alone.verdict(start + at * MS) == Verdict::Gone
+                (0..2).for_each(|path| inquiry.answered(start + at * MS, start + at * MS, path, answers[path]));
+                inquiry.verdict(start + at * MS) == Verdict::Gone
             })
         };
         for (cause, after) in [(io::ErrorKind::UnexpectedEof, 600), (io::ErrorKind::ConnectionReset, 1500)] {
@@ -498,12 +498,12 @@ mod tests {
     #[test]
     fn one_old_refusal_is_not_enough_however_long_this_process_was_stopped() {
         let start = Instant::now();
-        let mut alone = alone(start, Some(800 * MS), None, 1);
-        alone.answered(start, start + 100 * MS, 0, Answer::Refused);
+        let mut inquiry = inquiry(start, Some(800 * MS), None, 1);
+        inquiry.answered(start, start + 100 * MS, 0, Answer::Refused);
         let late = start + 20_000 * MS;
-        assert_eq!(alone.verdict(late), Verdict::Wait(late + GRACE));
-        alone.answered(late, late + 10 * MS, 0, Answer::Accepted);
-        assert_eq!(alone.verdict(late + 20 * MS), Verdict::Wait(start + 60_000 * MS));
+        assert_eq!(inquiry.verdict(late), Verdict::Wait(late + GRACE));
+        inquiry.answered(late, late + 10 * MS, 0, Answer::Accepted);
+        assert_eq!(inquiry.verdict(late + 20 * MS), Verdict::Wait(start + 60_000 * MS));
     }
 
     proptest! {

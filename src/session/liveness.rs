@@ -48,7 +48,7 @@ const AT_ONCE: Duration = Duration::from_millis(150);
 const ANSWERING_MAX: Duration = Duration::from_secs(8);
 
 /// The number of unanswered probes, at least.
-const QUESTIONS: u8 = 2;
+const PROBES: u8 = 2;
 
 /// A stream without any answer for this long is probed if the peer's kernel has its frames but the peer has not
 /// acknowledged them: their acknowledgement may be lost.
@@ -60,7 +60,7 @@ pub(crate) struct TcpSample {
     /// How long ago the peer's kernel last answered anything.
     pub silent: Duration,
     /// Probes since then.
-    pub asked: u8,
+    pub probes: u8,
     /// Whether the peer's kernel has not acknowledged everything.
     pub outstanding: bool,
     /// The path's round trip, smoothed by the kernel.
@@ -74,7 +74,7 @@ fn info(sock: &impl AsRawFd) -> Option<libc::tcp_info> {
     // SAFETY: all zeroes is a valid value of this struct of numbers.
     let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
     // SAFETY: any bytes are a valid value of it.
-    unsafe { ask(sock, &mut info) }.map(|_| info)
+    unsafe { read_info(sock, &mut info) }.map(|_| info)
 }
 
 /// Reads the kernel's data about a socket, as much as fits. Returns how many bytes; None when the kernel does not
@@ -82,7 +82,7 @@ fn info(sock: &impl AsRawFd) -> Option<libc::tcp_info> {
 ///
 /// # Safety
 /// Any bytes are a valid `T`.
-unsafe fn ask<T>(sock: &impl AsRawFd, room: &mut T) -> Option<usize> {
+unsafe fn read_info<T>(sock: &impl AsRawFd, room: &mut T) -> Option<usize> {
     let mut length = size_of::<T>() as libc::socklen_t;
     // SAFETY: the kernel writes at most `length` bytes of `room`, and the caller promises that it may write any.
     let answer = unsafe {
@@ -118,7 +118,7 @@ fn number<const BYTES: usize>(sock: &impl AsRawFd, offset: usize) -> Option<[u8;
     const KNOWN: usize = 152;
     let mut bytes = [0_u8; KNOWN];
     // SAFETY: any bytes are bytes.
-    let length = unsafe { ask(sock, &mut bytes) }?;
+    let length = unsafe { read_info(sock, &mut bytes) }?;
     bytes.get(..length)?.get(offset..offset + BYTES)?.try_into().ok()
 }
 
@@ -127,7 +127,7 @@ impl TcpSample {
     pub(crate) fn of(sock: &impl AsRawFd) -> Option<Self> {
         info(sock).map(|info| Self {
             silent: Duration::from_millis(u64::from(info.tcpi_last_ack_recv)),
-            asked: info.tcpi_retransmits.max(info.tcpi_probes),
+            probes: info.tcpi_retransmits.max(info.tcpi_probes),
             outstanding: info.tcpi_unacked > 0 || super::wire::unsent(sock.as_raw_fd()) > 0,
             round_trip: Duration::from_micros(u64::from(info.tcpi_rtt)),
             segment: info.tcpi_snd_mss,
@@ -149,7 +149,7 @@ pub(crate) enum Finding {
     /// Nothing is wrong.
     Well,
     /// The kernel has sent a probe and waits for the answer.
-    Asking,
+    Probing,
     /// Nothing has come back for this long.
     Lost(Duration),
 }
@@ -157,7 +157,7 @@ pub(crate) enum Finding {
 /// The liveness monitor of one stream. The clock is the caller's.
 #[derive(Debug, Default)]
 pub(crate) struct LivenessMonitor {
-    asking_since: Option<Instant>,
+    unanswered_since: Option<Instant>,
     /// Whether the kernel probes this stream often.
     probing: bool,
     /// When the stream ended, until it is back.
@@ -183,27 +183,27 @@ impl LivenessMonitor {
 
     /// Checks the stream once.
     pub(crate) fn check(&mut self, now: Instant, sample: TcpSample) -> Finding {
-        if sample.asked == 0 {
-            self.asking_since = None;
+        if sample.probes == 0 {
+            self.unanswered_since = None;
             return Finding::Well;
         }
-        let since = *self.asking_since.get_or_insert(now);
+        let since = *self.unanswered_since.get_or_insert(now);
         let answering = sample.answering();
-        if sample.asked >= QUESTIONS && sample.silent >= SILENCE + answering && now - since >= UNANSWERED + answering {
+        if sample.probes >= PROBES && sample.silent >= SILENCE + answering && now - since >= UNANSWERED + answering {
             return Finding::Lost(sample.silent);
         }
-        Finding::Asking
+        Finding::Probing
     }
 
     /// Whether at the last check the kernel had sent a probe without an answer.
-    pub(crate) fn is_asking(&self) -> bool {
-        self.asking_since.is_some()
+    pub(crate) fn awaits_answer(&self) -> bool {
+        self.unanswered_since.is_some()
     }
 
     /// How long nothing has come back although the kernel sends probes; to be called after [`LivenessMonitor::check`]. Zero while
     /// the probe is new: a peer that had nothing to send has been silent for a long time when the probe is sent.
     pub(crate) fn silence(&self, now: Instant, sample: TcpSample) -> Duration {
-        self.asking_since.filter(|since| now - *since >= SOON).map_or(Duration::ZERO, |_| sample.silent)
+        self.unanswered_since.filter(|since| now - *since >= SOON).map_or(Duration::ZERO, |_| sample.silent)
     }
 
     /// Makes the kernel probe a stream that is silent although frames are in doubt, and stop when none are.
@@ -273,7 +273,7 @@ const TCP_RTO_MAX_MS: libc::c_int = 44;
 
 /// Makes the kernel repeat its probes often, where it can: a tenth of `limit` apart at most. It gives up after fifteen
 /// of them (`net.ipv4.tcp_retries2`), which is then still not before `limit`.
-pub(crate) fn ask_often(sock: &impl AsRawFd, limit: Duration) {
+pub(crate) fn probe_often(sock: &impl AsRawFd, limit: Duration) {
     let most = (limit / 10).as_millis().clamp(1000, 120_000) as libc::c_int;
     set_option(sock.as_raw_fd(), libc::IPPROTO_TCP, TCP_RTO_MAX_MS, most);
 }
@@ -432,33 +432,33 @@ mod tests {
         let mut monitor = LivenessMonitor::default();
         let mut at = phase;
         loop {
-            let asked = [200, 600, 1400, 3000, 6200].iter().filter(|asked| at >= ms(**asked)).count() as u8;
+            let probes = [200, 600, 1400, 3000, 6200].iter().filter(|probes| at >= ms(**probes)).count() as u8;
             match monitor.check(
                 start + at,
-                TcpSample { silent: idle + at, asked, outstanding: true, round_trip: NEAR, segment: 1448 },
+                TcpSample { silent: idle + at, probes, outstanding: true, round_trip: NEAR, segment: 1448 },
             ) {
                 Finding::Well => at += TICK,
-                Finding::Asking => at += SOON,
+                Finding::Probing => at += SOON,
                 Finding::Lost(_) => return at,
             }
         }
     }
 
     #[test]
-    fn a_question_that_was_just_asked_says_nothing_of_the_silence_before() {
+    fn a_new_probe_proves_nothing_about_the_silence_before_it() {
         let (start, mut monitor) = (Instant::now(), LivenessMonitor::default());
-        let mut silence = |at: u64, asked: u8, silent: u64| {
+        let mut silence = |at: u64, probes: u8, silent: u64| {
             let (now, sample) = (
                 start + ms(at),
-                TcpSample { silent: ms(silent), asked, outstanding: false, round_trip: NEAR, segment: 1448 },
+                TcpSample { silent: ms(silent), probes, outstanding: false, round_trip: NEAR, segment: 1448 },
             );
             monitor.check(now, sample);
             monitor.silence(now, sample)
         };
-        assert_eq!(silence(0, 0, 2000), ms(0), "nobody has asked");
+        assert_eq!(silence(0, 0, 2000), ms(0), "no probe was sent");
         assert_eq!(silence(10, 1, 2010), ms(0), "the answer may be on its way");
         assert_eq!(silence(20, 0, 5), ms(0), "it has come");
-        assert_eq!(silence(2030, 1, 2015), ms(0), "the next question");
+        assert_eq!(silence(2030, 1, 2015), ms(0), "the next probe");
         assert_eq!(silence(2130, 1, 2115), ms(2115), "which has no answer");
     }
 
@@ -477,8 +477,8 @@ mod tests {
                 // Probes at 1 s, 2 s, …; the kernel resets its count with each answer.
                 let answered = at.saturating_sub(round_trip) / 1000 * 1000;
                 let heard = if answered == 0 { 0 } else { answered + round_trip };
-                let asked = ((at / 1000) - (heard / 1000).min(at / 1000)) as u8;
-                let sample = TcpSample { silent: ms(at - heard), asked, outstanding: true, round_trip: ms(round_trip), segment: 1448 };
+                let probes = ((at / 1000) - (heard / 1000).min(at / 1000)) as u8;
+                let sample = TcpSample { silent: ms(at - heard), probes, outstanding: true, round_trip: ms(round_trip), segment: 1448 };
                 prop_assert!(!matches!(monitor.check(start + ms(at), sample), Finding::Lost(_)), "{at}: {sample:?}");
             }
         }
@@ -493,11 +493,11 @@ mod tests {
                 // A probe goes out; its answer comes `wait` later; another pause follows, of any length.
                 for seen in (at..at + wait).step_by(100) {
                     let silent = ms(120_000 + seen - at);
-                    let sample = TcpSample { silent, asked: 1, outstanding: true, round_trip: NEAR, segment: 1448 };
+                    let sample = TcpSample { silent, probes: 1, outstanding: true, round_trip: NEAR, segment: 1448 };
                     prop_assert!(!matches!(monitor.check(start + ms(seen), sample), Finding::Lost(_)));
                 }
                 at += wait;
-                let sample = TcpSample { silent: ms(1), asked: 0, outstanding: true, round_trip: NEAR, segment: 1448 };
+                let sample = TcpSample { silent: ms(1), probes: 0, outstanding: true, round_trip: NEAR, segment: 1448 };
                 prop_assert_eq!(monitor.check(start + ms(at), sample), Finding::Well);
                 at += 30_000;
             }
@@ -519,13 +519,18 @@ mod tests {
     fn a_late_answer_makes_a_stream_well_again() {
         let start = Instant::now();
         let mut monitor = LivenessMonitor::default();
-        let sample =
-            |silent, asked| TcpSample { silent: ms(silent), asked, outstanding: true, round_trip: NEAR, segment: 1448 };
-        assert_eq!(monitor.check(start, sample(500, 1)), Finding::Asking);
-        assert_eq!(monitor.check(start + ms(1500), sample(2000, 3)), Finding::Asking);
+        let sample = |silent, probes| TcpSample {
+            silent: ms(silent),
+            probes,
+            outstanding: true,
+            round_trip: NEAR,
+            segment: 1448,
+        };
+        assert_eq!(monitor.check(start, sample(500, 1)), Finding::Probing);
+        assert_eq!(monitor.check(start + ms(1500), sample(2000, 3)), Finding::Probing);
         assert_eq!(monitor.check(start + ms(1600), sample(3, 0)), Finding::Well);
-        assert_eq!(monitor.check(start + ms(4000), sample(2400, 2)), Finding::Asking);
-        // 1.6 s after the question, and the distance.
+        assert_eq!(monitor.check(start + ms(4000), sample(2400, 2)), Finding::Probing);
+        // 1.6 s after the probe, and the distance.
         assert_eq!(monitor.check(start + ms(5601), sample(4000, 3)), Finding::Lost(ms(4000)));
     }
 
@@ -535,7 +540,7 @@ mod tests {
         let here = std::net::TcpStream::connect(listener.local_addr().expect("an address")).expect("a connection");
         let (there, _) = listener.accept().expect("a connection");
         let sample = TcpSample::of(&here).expect("the kernel tells");
-        assert!(!sample.outstanding && sample.asked == 0, "{sample:?}");
+        assert!(!sample.outstanding && sample.probes == 0, "{sample:?}");
         // More than the peer's buffers hold, and the peer does not read.
         here.set_nonblocking(true).expect("set");
         let block = vec![0; 1 << 20];
@@ -543,7 +548,7 @@ mod tests {
         assert!(TcpSample::of(&here).expect("the kernel tells").outstanding);
         drop(there);
         close_hard(&here);
-        ask_often(&here, Duration::from_secs(60));
+        probe_often(&here, Duration::from_secs(60));
         Probes::OFTEN.set(&here);
     }
 }

@@ -16,7 +16,7 @@ use super::link::{Link, Sock};
 use super::liveness;
 use super::opening::Door;
 use super::outlet::Outlets;
-use super::owner::{Connecting, Listening};
+use super::owner::{ConnectingSide, ListeningSide};
 use super::ports::{Listener, Ports};
 use super::segments::Segments;
 use super::shortage::Shortages;
@@ -46,8 +46,8 @@ pub struct Net {
     pub label: String,
     ports: Ports,
     /// Connections by number, for streams that join and calls.
-    listening: Mutex<HashMap<u64, Weak<dyn Listening>>>,
-    connecting: Mutex<HashMap<u64, Weak<dyn Connecting>>>,
+    listening: Mutex<HashMap<u64, Weak<dyn ListeningSide>>>,
+    connecting: Mutex<HashMap<u64, Weak<dyn ConnectingSide>>>,
     tombstones: Mutex<Tombstones>,
     silences: Mutex<Silences>,
     links: OnceLock<Registration>,
@@ -93,8 +93,8 @@ struct LinkNews {
     unsure: AtomicBool,
 }
 
-/// When to query again the interfaces whose state could not be read.
-const ASK_AGAIN: Duration = Duration::from_millis(20);
+/// When to read again the interfaces whose state could not be read.
+const READ_AGAIN: Duration = Duration::from_millis(20);
 
 impl Source for LinkNews {
     fn poll(&self) -> Progress {
@@ -116,7 +116,7 @@ impl Source for LinkNews {
             }
         }
         self.unsure.store(unsure, Ordering::Relaxed);
-        Progress { moved: false, again: unsure.then(|| Instant::now() + ASK_AGAIN) }
+        Progress { moved: false, again: unsure.then(|| Instant::now() + READ_AGAIN) }
     }
 
     fn fail(&self, error: Error) {
@@ -220,24 +220,24 @@ impl Net {
 
     /// Registers the listening side of a connection, so that further streams find it and it is notified of links that
     /// go down.
-    pub(crate) fn remember_listening(&self, conn: &Arc<dyn Listening>) {
+    pub(crate) fn remember_listening(&self, conn: &Arc<dyn ListeningSide>) {
         add(&mut lock(&self.listening), conn.link().connection, Arc::downgrade(conn));
         self.watch_links();
     }
 
     /// Registers the connecting side likewise, so that calls find it.
-    pub(crate) fn remember_connecting(&self, conn: &Arc<dyn Connecting>) {
+    pub(crate) fn remember_connecting(&self, conn: &Arc<dyn ConnectingSide>) {
         add(&mut lock(&self.connecting), conn.link().connection, Arc::downgrade(conn));
         self.watch_links();
     }
 
     /// The listening side of the connection with this number.
-    pub(crate) fn listening(&self, number: u64) -> Option<Arc<dyn Listening>> {
+    pub(crate) fn listening(&self, number: u64) -> Option<Arc<dyn ListeningSide>> {
         lock(&self.listening).get(&number).and_then(Weak::upgrade)
     }
 
     /// The connecting side of the connection with this number.
-    pub(crate) fn connecting(&self, number: u64) -> Option<Arc<dyn Connecting>> {
+    pub(crate) fn connecting(&self, number: u64) -> Option<Arc<dyn ConnectingSide>> {
         lock(&self.connecting).get(&number).and_then(Weak::upgrade)
     }
 

@@ -1,7 +1,7 @@
 //! What a session requests from the connection that owns it.
 //!
 //! The session connects two processes, reconnects their streams, and finds out whether a peer is still alive. The data
-//! on the sockets is the owner's: a connection of a backend implements [`Listening`] or [`Connecting`], depending on
+//! on the sockets is the owner's: a connection of a backend implements [`ListeningSide`] or [`ConnectingSide`], depending on
 //! its side of the handshake, and [`Streams`] if it has more than one socket. How a first connection is made is
 //! described in [`opening`](super::opening).
 //!
@@ -31,7 +31,7 @@ pub(crate) trait Owner: Send + Sync {
 }
 
 /// The listening side of a connection.
-pub(crate) trait Listening: Owner {
+pub(crate) trait ListeningSide: Owner {
     /// A peer that holds the connection's key reconnects a stream, or adds one.
     ///
     /// # Errors
@@ -66,7 +66,7 @@ impl Joining<'_> {
 }
 
 /// The connecting side of a connection. Only this side connects again.
-pub(crate) trait Connecting: Owner {
+pub(crate) trait ConnectingSide: Owner {
     /// Whether the connection can still be used, so that a call from the peer is worth answering.
     fn goes_on(&self) -> bool;
 
@@ -111,7 +111,7 @@ pub(crate) struct Joined {
 /// A stream's **own pair** of rails is the one that its number gives. While it is connected over another pair, this side
 /// tries to move it back. It **prefers** its own pair too when it is connected again, unless it first connected over
 /// another one: then it prefers that, until it has been on its own.
-pub(crate) trait Streams: Connecting {
+pub(crate) trait Streams: ConnectingSide {
     /// Which pair of rails an attempt to connect a stream uses. `attempt` counts the attempts; `repair`: the stream was
     /// connected before.
     fn pair_for(&self, stream: usize, attempt: usize, repair: bool) -> usize;

@@ -141,7 +141,7 @@ pub(crate) struct Connection<D: Direction> {
     /// Streams for which the kernel had no memory.
     short: Short,
     /// The inquiry whether the peer's process is alive, while one is under way.
-    pub(super) alone: Mutex<Option<PeerInquiry>>,
+    pub(super) inquiry: Mutex<Option<PeerInquiry>>,
     pub(super) ended: Ended,
     /// Where this connection's streams begin among the workers.
     turn: usize,
@@ -177,7 +177,7 @@ impl<D: Direction> Connection<D> {
             chores: Chores::default(),
             monitors: Mutex::default(),
             short: Short::default(),
-            alone: Mutex::new(None),
+            inquiry: Mutex::new(None),
             ended: Ended::default(),
             turn,
         })
@@ -468,8 +468,8 @@ impl<D: Direction> Owner for Connection<D> {
     }
 
     fn answered(&self, began: Instant, pair: usize, answer: Answer) {
-        if let Some(alone) = &mut *lock(&self.alone) {
-            alone.answered(began, Instant::now(), pair, answer);
+        if let Some(inquiry) = &mut *lock(&self.inquiry) {
+            inquiry.answered(began, Instant::now(), pair, answer);
         }
         self.call_control_thread();
     }

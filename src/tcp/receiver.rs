@@ -301,7 +301,7 @@ struct Fence {
     index: usize,
     epoch: u16,
     /// Whether the sender requested it.
-    asked: bool,
+    requested: bool,
 }
 
 impl RecvConn {
@@ -352,7 +352,7 @@ impl RecvConn {
                 self.first_live.store(true, Ordering::SeqCst);
             }
         }
-        *lock(&self.alone) = None;
+        *lock(&self.inquiry) = None;
         // Frames about other streams that have ended may be lost with the streams that carried them, so that the sender
         // still considers those streams connected.
         let ended = self.state().core.ended_epochs();

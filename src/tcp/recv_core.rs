@@ -74,7 +74,7 @@ struct Entry {
     /// The message's number, which all its frames carry.
     number: u64,
     /// The size of a message that the sender has sent a query about.
-    asked: Option<u64>,
+    queried: Option<u64>,
     /// Bytes in place.
     received: u64,
     /// A frame with the whole message has begun; without memory of its own, because most messages are one frame.
@@ -229,7 +229,7 @@ impl RecvCore {
         let early = known.is_some();
         // Before anything is noted: until the connection has ended others go on with it, and a receive that is noted gets
         // the rest of its message.
-        if let Some(total) = known.and_then(|entry| entry.total.or(entry.asked)).filter(|total| *total > capacity) {
+        if let Some(total) = known.and_then(|entry| entry.total.or(entry.queried)).filter(|total| *total > capacity) {
             return Err(too_long(total, capacity, tag));
         }
         queue.posted += 1;
@@ -241,7 +241,7 @@ impl RecvCore {
             let stage = entry.stage.expect("a staged message has a buffer");
             return Ok(Posted::Early(stage, entry.total.expect("known since its first frame")));
         }
-        let announced = capacity > EAGER_MAX || entry.asked.is_some();
+        let announced = capacity > EAGER_MAX || entry.queried.is_some();
         if announced && entry.stage.is_none() {
             let header = Header { tag, order, total: capacity, ..Header::of(Type::Clear, 0) };
             return Ok(Posted::Announce(header));
@@ -254,7 +254,7 @@ impl RecvCore {
     ///
     /// # Errors
     /// A usage error when the receive is posted and smaller; a remote error when the peer runs too far ahead.
-    pub fn ask(&mut self, tag: i32, order: u64, total: u64) -> Result<Option<Header>> {
+    pub fn query(&mut self, tag: i32, order: u64, total: u64) -> Result<Option<Header>> {
         if order < self.tag(tag).base {
             return Ok(None);
         }
@@ -266,7 +266,7 @@ impl RecvCore {
             Some((_, capacity)) if total > capacity => Err(too_long(total, capacity, tag)),
             Some((_, capacity)) => Ok(Some(Header { tag, order, total: capacity, ..Header::of(Type::Clear, 0) })),
             None => {
-                entry.asked = Some(total);
+                entry.queried = Some(total);
                 Ok(None)
             }
         }
@@ -770,8 +770,8 @@ mod tests {
     #[test]
     fn a_peer_cannot_make_a_receiver_remember_without_end() {
         let mut core = posted(8);
-        let asked = (0..).take_while(|tag| core.ask(*tag, 100, 1 << 20).is_ok()).count() as u64;
-        assert!((1..=max_early(EAGER_WINDOW)).contains(&asked), "{asked} questions were kept");
-        assert!(posted(8).ask(0, u64::MAX, 8).is_err());
+        let queries = (0..).take_while(|tag| core.query(*tag, 100, 1 << 20).is_ok()).count() as u64;
+        assert!((1..=max_early(EAGER_WINDOW)).contains(&queries), "{queries} queries were kept");
+        assert!(posted(8).query(0, u64::MAX, 8).is_err());
     }
 }

@@ -180,7 +180,7 @@ struct Stream {
     /// the others the thread that holds this stream may not have counted them yet.
     claimed: u64,
     /// Bytes handed out since a chunk requested a prompt acknowledgement.
-    unasked: u64,
+    unrequested: u64,
     flights: VecDeque<Flight>,
     bytes: u64,
     window: Window,
@@ -358,7 +358,7 @@ impl SendCore {
         debug_assert!(stream.flights.is_empty(), "a stream comes back only after its old epoch is fenced");
         // The counts continue through all epochs of the stream, so that a count never needs to name its epoch.
         stream.live = true;
-        stream.unasked = 0;
+        stream.unrequested = 0;
         stream.unfenced = false;
         stream.epoch = epoch;
         // It may come back over another rail.
@@ -458,11 +458,11 @@ impl SendCore {
 
     /// The query to send the receiver about a long message at once, if short ones came recently: a receiver of release 0.1
     /// announces receives for long messages then only when it is asked.
-    pub(crate) fn ask_at_once(&self, key: Key) -> Option<Header> {
+    pub(crate) fn query_at_once(&self, key: Key) -> Option<Header> {
         let lately = self.last_short.is_some_and(|last| self.posted - last <= SLOTS as u64);
         let Message { tag, order, length, .. } = *self.messages.get(key)?;
         let waits = lately && self.waiting.get(&(tag, order)) == Some(&key);
-        waits.then(|| Header { tag, order, total: length, ..Header::of(Type::Ask, 0) })
+        waits.then(|| Header { tag, order, total: length, ..Header::of(Type::Query, 0) })
     }
 
     /// Whether a message waits for its receive or for credit.
@@ -476,7 +476,7 @@ impl SendCore {
         let keys = self.waiting.values().chain(&self.no_credit);
         keys.map(|key| {
             let Message { tag, order, length, .. } = self.messages[*key];
-            Header { tag, order, total: length, ..Header::of(Type::Ask, 0) }
+            Header { tag, order, total: length, ..Header::of(Type::Query, 0) }
         })
         .collect()
     }
@@ -685,13 +685,13 @@ impl SendCore {
         let stream = &mut self.streams[index];
         stream.sent += 1;
         stream.bytes += u64::from(flight.length);
-        stream.unasked += u64::from(flight.length);
-        let much = self.recovery && stream.unasked >= ACK_BYTES;
+        stream.unrequested += u64::from(flight.length);
+        let much = self.recovery && stream.unrequested >= ACK_BYTES;
         let window_low = stream.bytes >= stream.window.bytes() / 2;
         let credit_low = self.credit_limit.saturating_sub(self.credit_used) < self.eager_window / 2;
         if again || much || window_low || credit_low || awaited {
             flags |= PROMPT;
-            stream.unasked = 0;
+            stream.unrequested = 0;
         }
         if split {
             flags |= WHOLE;
@@ -1110,8 +1110,8 @@ mod tests {
             key
         };
         // As NCCL does: the oldest is tested first, and only its end makes room for another.
-        let mut asked: VecDeque<(Key, bool)> = VecDeque::new();
-        (0..outstanding).for_each(|_| asked.push_back((post(&mut core), false)));
+        let mut posted: VecDeque<(Key, bool)> = VecDeque::new();
+        (0..outstanding).for_each(|_| posted.push_back((post(&mut core), false)));
         // When each path has sent all it was given, and the acknowledgements on the way: (time, stream, bytes).
         let mut free = vec![0; paths.len()];
         let mut acks: VecDeque<(u64, usize, u64)> = VecDeque::new();
@@ -1132,11 +1132,11 @@ mod tests {
             frames[at] += 1;
             core.acknowledge(at + 1, frames[at], 0, &mut done).unwrap();
             for key in done.drain(..) {
-                asked.iter_mut().find(|(other, ended)| *other == key && !ended).expect("it was posted").1 = true;
+                posted.iter_mut().find(|(other, ended)| *other == key && !ended).expect("it was posted").1 = true;
             }
-            while asked.front().is_some_and(|(_, ended)| *ended) {
-                asked.pop_front();
-                asked.push_back((post(&mut core), false));
+            while posted.front().is_some_and(|(_, ended)| *ended) {
+                posted.pop_front();
+                posted.push_back((post(&mut core), false));
             }
         }
         bytes as f64 / (until - until / 2) as f64

@@ -25,10 +25,10 @@ use super::delivery::Deliveries;
 use super::limits::{COPY_FIRST_MAX, EAGER_MAX, FAR};
 use super::send_core::{Admit, Key, SendCore, Written};
 use super::stream::{READ, SEND, Step, WRITE};
-use crate::engine::asking::Asking;
 use crate::engine::counters::Counters;
 use crate::engine::events;
 use crate::engine::poller::{Progress, Registration};
+use crate::engine::query_timer::QueryTimer;
 use crate::engine::request::Ticket;
 use crate::engine::schedule::constants::{INLINE_MAX, OWN_MAX, SHORT_MAX};
 use crate::engine::schedule::load;
@@ -41,7 +41,7 @@ use crate::session::handshake::{FEATURE_FAR, FEATURE_RECOVERY};
 use crate::session::link::{Link, Sock, path_of};
 use crate::session::liveness::LivenessMonitor;
 use crate::session::net::Net;
-use crate::session::owner::{Connecting, Streams};
+use crate::session::owner::{ConnectingSide, Streams};
 use crate::session::peer::{Broken, Peer, left_early};
 use crate::session::seal::codec::Sealed;
 use crate::session::seal::{Seal, Sides};
@@ -71,7 +71,7 @@ pub(crate) struct State {
     done: Vec<Key>,
     copies: Own,
     /// When to send the receiver a query about stalled messages.
-    ask: Asking,
+    query_timer: QueryTimer,
 }
 
 /// A chunk under way to the kernel: what must be done when the kernel has accepted all of it.
@@ -235,7 +235,7 @@ impl Direction for Sending {
     #[inline]
     fn unfinished(conn: &SendConn) {
         if conn.own.stalled.load(Ordering::Relaxed) {
-            conn.ask_receiver();
+            conn.query_receiver();
         }
     }
 
@@ -310,7 +310,7 @@ impl SendConn {
             payloads: Vec::new(),
             done: Vec::new(),
             copies: Own::default(),
-            ask: Asking::default(),
+            query_timer: QueryTimer::default(),
         };
         let own = Sending {
             far: link.round_trip >= FAR,
@@ -348,7 +348,7 @@ impl SendConn {
         let word = self.link.connection.to_le_bytes();
         // A stream that has broken in the meantime is being connected again, and that confirms the same.
         self.streams[0].peek(|io| send_all(&io.sock, &word)).unwrap_or(Ok(()))?;
-        let me: Arc<dyn Connecting> = self.clone();
+        let me: Arc<dyn ConnectingSide> = self.clone();
         self.net.remember_connecting(&me);
         if !self.recovery {
             // The peer would take a stream that is dropped half-way, because the connection is closed again, for a failure.
@@ -395,7 +395,7 @@ impl SendConn {
             blocked: None,
         };
         lock(&self.monitors)[index] = LivenessMonitor::default();
-        *lock(&self.alone) = None;
+        *lock(&self.inquiry) = None;
         self.install(index, registration, io, |_| ());
     }
 
@@ -496,8 +496,8 @@ impl SendConn {
             }
             Ok((key, Admit::AwaitsReceiver)) => {
                 self.run_held(held, 0, READ);
-                let question = self.state().core.ask_at_once(key);
-                if let Some(header) = question {
+                let query = self.state().core.query_at_once(key);
+                if let Some(header) = query {
                     self.queue_control(0, header);
                     self.run(0, WRITE);
                 }
@@ -578,15 +578,15 @@ impl SendConn {
     /// Sends the receiver a query about messages that have waited a while. Receives of short messages are not
     /// announced, so a message that is too long to go without, or that other tags' early messages have left without
     /// credit, would otherwise wait for ever.
-    fn ask_receiver(&self) {
+    fn query_receiver(&self) {
         let headers = {
             let mut state = self.state();
             if !state.core.is_stalled() {
-                state.ask.rest();
+                state.query_timer.reset();
                 self.own.stalled.store(false, Ordering::Relaxed);
                 return;
             }
-            if !state.ask.is_due() {
+            if !state.query_timer.is_due() {
                 return;
             }
             state.core.stalled()

@@ -46,7 +46,7 @@ impl<D: Direction> Connection<D> {
                 Some(found)
             });
             match found.flatten() {
-                Some(Finding::Asking) => checked.next = liveness::SOON,
+                Some(Finding::Probing) => checked.next = liveness::SOON,
                 Some(Finding::Lost(silence)) => {
                     checked.next = liveness::SOON;
                     checked.silent.push((index, silence));
@@ -97,10 +97,10 @@ impl<D: Direction> Connection<D> {
     /// Ends a suspicion that the peer is gone when anything has come back on a stream since it began. The streams are
     /// looked at without its lock.
     pub(super) fn drop_refuted(&self) {
-        let suspected = lock(&self.alone).as_ref().filter(|alone| alone.is_suspicion()).map(PeerInquiry::since);
+        let suspected = lock(&self.inquiry).as_ref().filter(|inquiry| inquiry.is_suspicion()).map(PeerInquiry::since);
         let Some(since) = suspected else { return };
         if self.has_received_since(since) {
-            lock(&self.alone).take_if(|alone| alone.is_suspicion() && alone.since() == since);
+            lock(&self.inquiry).take_if(|inquiry| inquiry.is_suspicion() && inquiry.since() == since);
         }
     }
 

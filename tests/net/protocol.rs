@@ -145,8 +145,8 @@ fn of_a_sender() -> Vec<Violation> {
         bytes("an unknown type", "a frame of unknown type 99 arrived", forged(chunk(0, 0), |bytes| bytes[0] = 99)),
         bytes(
             "a question with something behind it",
-            "a Ask frame carries 5 bytes",
-            forged(Header::of(Type::Ask, 0), |bytes| bytes[4] = 5),
+            "a Query frame carries 5 bytes",
+            forged(Header::of(Type::Query, 0), |bytes| bytes[4] = 5),
         ),
         bytes(
             "a reason without end",
@@ -156,14 +156,14 @@ fn of_a_sender() -> Vec<Violation> {
         violation(
             "a question about the far future",
             "is not expected (next is 0)",
-            vec![Header { order: 1 << 40, total: 1, ..Header::of(Type::Ask, 0) }],
+            vec![Header { order: 1 << 40, total: 1, ..Header::of(Type::Query, 0) }],
         ),
         Violation {
             code: Code::InvalidUsage,
             ..violation(
                 "a question about too much",
                 "met a receive of 200000 bytes",
-                vec![Header { total: 200_001, ..Header::of(Type::Ask, 0) }],
+                vec![Header { total: 200_001, ..Header::of(Type::Query, 0) }],
             )
         },
         violation(
@@ -172,7 +172,7 @@ fn of_a_sender() -> Vec<Violation> {
             vec![Header { order: 16, ..Header::of(Type::Fence, 0) }],
         ),
         violation(
-            "a fence for a life that cannot be",
+            "a fence for an epoch that cannot be",
             "a fence names stream 0 in epoch 65536, which cannot be",
             vec![Header { offset: 65_536, ..Header::of(Type::Fence, 0) }],
         ),
@@ -277,7 +277,7 @@ fn a_receiver_that_breaks_the_protocol_ends_its_connection() {
         ("counts without end", "a Acks frame carries 136 bytes", Code::RemoteError, {
             vec![Header { length: 17 * 8, ..Header::of(Type::Acks, 0) }.encode().into()]
         }),
-        ("another life", "an acknowledgement came for an earlier epoch of its stream", Code::RemoteError, {
+        ("another epoch", "an acknowledgement came for an earlier epoch of its stream", Code::RemoteError, {
             vec![Header { epoch: 7, ..ack(1, 0) }.encode().into()]
         }),
         ("credit out of nothing", "the peer returned more credit than it was owed", Code::RemoteError, {
@@ -348,7 +348,7 @@ fn a_right_proof_with_a_wrong_stream_is_refused_and_disturbs_nobody() {
             assert!(hostile.join(stream, epoch).is_none(), "stream {stream} in epoch {epoch}");
         }
         let further = hostile.join(3, 1).expect("a stream that may join");
-        assert!(hostile.join(3, 1).is_none(), "each life joins once");
+        assert!(hostile.join(3, 1).is_none(), "each epoch joins once");
         // The secret is not the connection's key, and the key of one is not that of another.
         let wish = Wish::Join { connection: hostile.connection, stream: 4, epoch: 1 };
         for wrong in [secret_of(&handle), Secret::random().expect("random bytes")] {
@@ -395,10 +395,10 @@ fn a_further_stream_that_comes_before_the_word_on_the_first_one_does_not_take_it
         drop(further);
         // But one whose first stream has come back over another socket has that.
         let mut first = Hostile::welcomed(&handle);
-        let mut again = first.join(0, 1).expect("the first stream in its next life");
+        let mut again = first.join(0, 1).expect("the first stream in its next epoch");
         let recv = listener.accept_within(PATIENCE).expect("that shows it as well");
         first.say_word();
-        assert!(first.hear().is_none(), "the first life is over");
+        assert!(first.hear().is_none(), "the first epoch is over");
         // SAFETY: the memory outlives the request.
         let request = unsafe { recv.post(&[Part::all(&target, None)]) }.expect("irecv");
         again.say(Header { epoch: 1, ..eager(0, 100) }, pattern(7, 100));
@@ -408,7 +408,7 @@ fn a_further_stream_that_comes_before_the_word_on_the_first_one_does_not_take_it
 }
 
 /// A call says that a stream has ended at the receiver. It is believed from the holder of the connection's key, about the
-/// present life of a stream, and costs no more than a connection again.
+/// present epoch of a stream, and costs no more than a connection again.
 #[test]
 fn a_call_is_believed_from_the_holder_of_the_key_only() {
     child::alone("protocol::a_call_is_believed_from_the_holder_of_the_key_only", &[], || {

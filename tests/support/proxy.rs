@@ -1,5 +1,5 @@
 //! Somebody on the way: a TCP proxy between the two sides of a connection that records what passes and may change it or
-//! hold it back, or hardly reads. Only the first stream goes through it, in its first life: further ones use the addresses that the
+//! hold it back, or hardly reads. Only the first stream goes through it, in its first epoch: further ones use the addresses that the
 //! handshake tells, which are proved.
 
 use std::io::{ErrorKind, Read, Write};

@@ -43,7 +43,7 @@ impl RdmaRecv {
     pub(super) fn tend(&self, state: &mut State) -> Result<()> {
         let State { fabric: Some(fabric), .. } = state else { return Ok(()) };
         fabric.answer_alarm();
-        if let Some(cts_entries) = self.base.take_question() {
+        if let Some(cts_entries) = self.base.take_query() {
             self.answer(state, cts_entries)?;
         }
         if self.base.recovers() {
@@ -153,10 +153,10 @@ impl State {
     /// arrived. With a single queue pair the result would be of no use.
     fn is_unsure(&mut self) -> bool {
         let State { fabric: Some(fabric), receives, silent, cts_qp, unsure, .. } = self else { return false };
-        let is_asked = fabric.outstanding(*cts_qp) != *silent;
+        let is_checked = fabric.outstanding(*cts_qp) != *silent;
         let qp = fabric.qp(*cts_qp);
-        let may_ask = qp.is_up() && qp.room() > LOW && fabric.living().count() > 1;
-        if *silent == 0 || is_asked || !may_ask || receives.unread().1 == 0 {
+        let may_check = qp.is_up() && qp.room() > LOW && fabric.living().count() > 1;
+        if *silent == 0 || is_checked || !may_check || receives.unread().1 == 0 {
             *unsure = None;
             return false;
         }

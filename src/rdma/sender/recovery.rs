@@ -48,7 +48,7 @@ impl RdmaSend {
     /// Handles queue pairs that are in trouble, and whatever else the control thread left to this thread.
     #[cold]
     pub(super) fn tend(&self, state: &mut State) -> Result<()> {
-        self.ask(state);
+        self.query_receiver(state);
         let State { fabric: Some(fabric), run, ledger, silence, .. } = state else { return Ok(()) };
         run.count = 0;
         fabric.answer_alarm();

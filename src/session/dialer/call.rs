@@ -11,19 +11,19 @@ use crate::os::log::NET;
 use crate::session::handshake::{Secret, Wish};
 use crate::session::lifeline::{self, Answer};
 use crate::session::net::Net;
-use crate::session::owner::Listening;
+use crate::session::owner::ListeningSide;
 use crate::session::tries::{self, TRY};
 
 /// Calls over one of the peer's rails, repeatedly, until a stream is back or the peer is given up. `since`: the time
 /// when the last stream ended.
 struct Call {
-    conn: Weak<dyn Listening>,
+    conn: Weak<dyn ListeningSide>,
     pair: usize,
     since: Instant,
 }
 
 /// Calls the connecting side over one of its rails.
-pub(crate) fn call(net: Arc<Net>, conn: &Arc<dyn Listening>, pair: usize, since: Instant) {
+pub(crate) fn call(net: Arc<Net>, conn: &Arc<dyn ListeningSide>, pair: usize, since: Instant) {
     let start = since + lifeline::CALL_AFTER;
     let purpose = Call { conn: Arc::downgrade(conn), pair, since };
     let begin = Begin { at: start, epoch: 0, tries: 0, claims: false };

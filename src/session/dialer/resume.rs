@@ -9,25 +9,25 @@ use crate::os::error::{Error, Result};
 use crate::session::handshake::{Secret, Wish};
 use crate::session::lifeline::Answer;
 use crate::session::net::Net;
-use crate::session::owner::{Connecting, Joined};
+use crate::session::owner::{ConnectingSide, Joined};
 use crate::session::seal::Seal;
 use crate::session::tries::{self, TRY};
 
-struct Resume(Weak<dyn Connecting>);
+struct Resume(Weak<dyn ConnectingSide>);
 
 /// Tries one pair of rails after the other, until there is another socket, the connection is over, or every rail has refused
-/// for a while ([`Connecting::gave_up`]).
+/// for a while ([`ConnectingSide::gave_up`]).
 ///
 /// # Errors
 /// When the control thread cannot be started.
-pub(crate) fn resume(net: Arc<Net>, conn: &Arc<dyn Connecting>) -> Result<()> {
+pub(crate) fn resume(net: Arc<Net>, conn: &Arc<dyn ConnectingSide>) -> Result<()> {
     let now = Instant::now();
     let begin = Begin { at: now, epoch: 0, tries: 0, claims: false };
     Dial::start(net, Resume(Arc::downgrade(conn)), now + NO_DEADLINE, begin).map(|_| ())
 }
 
 impl Resume {
-    fn conn(&self) -> Result<Arc<dyn Connecting>> {
+    fn conn(&self) -> Result<Arc<dyn ConnectingSide>> {
         self.0.upgrade().ok_or_else(|| Error::usage("the connection is closed"))
     }
 }

@@ -7,7 +7,7 @@ use super::*;
 use crate::os::config::Config;
 use crate::session::link::Link;
 use crate::session::loopback;
-use crate::session::owner::{Connecting, Joining, Listening, Owner, Streams};
+use crate::session::owner::{ConnectingSide, Joining, ListeningSide, Owner, Streams};
 use crate::session::seal::Seal;
 use crate::tcp::sender::SendConn;
 
@@ -63,7 +63,7 @@ impl Missing {
     }
 }
 
-impl Listening for Missing {
+impl ListeningSide for Missing {
     fn join(self: Arc<Self>, joining: Joining<'_>) -> Result<()> {
         Err(joining.not_now())
     }
@@ -101,11 +101,11 @@ fn a_call_for_a_connection_that_has_failed_is_turned_away() {
     let (ours, _theirs) = loopback::sockets();
     let link = loopback::link(&loopback::deaf());
     let conn = SendConn::new(Arc::clone(&net), link.clone(), loopback::peer(), ours, Seal::Plain).expect("watched");
-    let known: Arc<dyn Connecting> = conn.clone();
+    let known: Arc<dyn ConnectingSide> = conn.clone();
     net.remember_connecting(&known);
     let call = || {
         let missing = Arc::new(Missing(Link { remote: addresses.clone(), ..link.clone() }, Mutex::default()));
-        let caller: Arc<dyn Listening> = missing.clone();
+        let caller: Arc<dyn ListeningSide> = missing.clone();
         call::call(Arc::clone(&net), &caller, 0, Instant::now());
         missing
     };

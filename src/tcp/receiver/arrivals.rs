@@ -9,7 +9,7 @@ use crate::os::error::{Error, Result};
 use crate::session::link::Link;
 use crate::session::net::Net;
 use crate::session::opening::{Door, Opening};
-use crate::session::owner::Listening;
+use crate::session::owner::ListeningSide;
 use crate::session::peer::Peer;
 
 /// The connections of one listener.
@@ -95,7 +95,7 @@ impl Door for Arrivals {
         if let Some(me) = self.me.upgrade() {
             conn.await_confirmation(me);
         }
-        let known: Arc<dyn Listening> = conn.clone();
+        let known: Arc<dyn ListeningSide> = conn.clone();
         self.net.remember_listening(&known);
         conn
     }

@@ -11,7 +11,7 @@ use crate::os::log::NET;
 use crate::session::frame::MAX_STREAMS;
 use crate::session::link::Sock;
 use crate::session::opening::{Door, Opening};
-use crate::session::owner::{Joining, Listening};
+use crate::session::owner::{Joining, ListeningSide};
 use crate::session::seal::Seal;
 use crate::tcp::connection::lock;
 
@@ -55,7 +55,7 @@ impl RecvConn {
         impl Drop for Open<'_> {
             fn drop(&mut self) {
                 let conn = self.0;
-                let waited_for = || lock(&conn.alone).as_ref().is_some_and(|alone| !alone.is_suspicion());
+                let waited_for = || lock(&conn.inquiry).as_ref().is_some_and(|inquiry| !inquiry.is_suspicion());
                 if conn.health.stream_down() == 0 && !conn.is_over() && !waited_for() {
                     conn.wait_for_peer(&io::ErrorKind::NotConnected.into());
                 }
@@ -66,7 +66,7 @@ impl RecvConn {
     }
 }
 
-impl Listening for RecvConn {
+impl ListeningSide for RecvConn {
     fn join(self: Arc<Self>, joining: Joining<'_>) -> Result<()> {
         // One epoch ends before the other begins, and it may have been the last stream.
         let _open = self.hold_open();
@@ -82,7 +82,7 @@ impl Listening for RecvConn {
     }
 
     fn is_calling(&self, since: Instant) -> bool {
-        !self.is_over() && lock(&self.alone).as_ref().is_some_and(|alone| alone.since() == since)
+        !self.is_over() && lock(&self.inquiry).as_ref().is_some_and(|inquiry| inquiry.since() == since)
     }
 
     /// Each time the next, since the sender may know of some.

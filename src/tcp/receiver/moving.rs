@@ -184,16 +184,16 @@ impl RecvConn {
                 let _ = io.sock.set_tcp_quickack(true);
                 io.ack_due = true;
             }
-            Type::Ask => {
+            Type::Query => {
                 let mut state = self.state();
-                if let Some(answer) = state.core.ask(header.tag, header.order, header.total)? {
+                if let Some(answer) = state.core.query(header.tag, header.order, header.total)? {
                     self.queue_on_any_stream(&answer.encode());
                 }
             }
             Type::Fence => {
                 // Fencing takes the other stream's lock; the control thread, which holds none, does it.
                 let (index, epoch) = crate::session::peer::fenced_epoch(header)?;
-                lock(&self.own.fences).push(Fence { index, epoch, asked: true });
+                lock(&self.own.fences).push(Fence { index, epoch, requested: true });
                 self.call_control_thread();
             }
             other => return Err(Error::remote(format!("the sending side sent a {other:?} frame"))),

@@ -12,7 +12,7 @@ use crate::session::dialer;
 use crate::session::frame::MAX_STREAMS;
 use crate::session::lifeline::{CUT_PATIENCE, CUT_SOMEWHERE, PeerInquiry, Terms, Verdict, is_cut};
 use crate::session::liveness::{self, TcpSample};
-use crate::session::owner::Listening;
+use crate::session::owner::ListeningSide;
 use crate::session::peer::{fenced, lost};
 use crate::tcp::connection::lock;
 use crate::tcp::stream::READ;
@@ -29,7 +29,7 @@ impl RecvConn {
     pub(super) fn await_return(&self, index: usize, epoch: u16, left: usize, error: &io::Error) {
         tracing::info!(target: NET, "a stream from {} broke ({error}); waiting for it to come back", self.peer);
         // If no stream is left to send this on, the next one that returns carries it.
-        lock(&self.own.fences).push(Fence { index, epoch, asked: false });
+        lock(&self.own.fences).push(Fence { index, epoch, requested: false });
         if left == 0 && self.is_missed() {
             return self.wait_for_peer(error);
         }
@@ -48,7 +48,7 @@ impl RecvConn {
     /// Remembers whether the end of a stream, or what came before it, indicates trouble in the network. When a process
     /// dies all its streams end at once, without such signs.
     pub(super) fn note_trouble(&self, io: &Io, error: &io::Error) {
-        if !is_cut(error) || TcpSample::of(&io.sock).is_some_and(|sample| sample.asked > 0) {
+        if !is_cut(error) || TcpSample::of(&io.sock).is_some_and(|sample| sample.probes > 0) {
             *lock(&self.own.trouble) = Some(Instant::now());
         }
     }
@@ -70,10 +70,10 @@ impl RecvConn {
         let patience = if quick { CUT_PATIENCE } else { self.net.patience(error) };
         let some_refused_for = self.ended.some_refused_for(now);
         let terms = Terms { patience, most: self.net.config.peer_timeout, refused_for, some_refused_for, paths };
-        *lock(&self.alone) = Some(PeerInquiry::new(now, terms, lost(error).with_peer(&self.peer)));
+        *lock(&self.inquiry) = Some(PeerInquiry::new(now, terms, lost(error).with_peer(&self.peer)));
         // Another thread may have brought a stream back before that was reported.
         if self.health.live() > 0 {
-            *lock(&self.alone) = None;
+            *lock(&self.inquiry) = None;
             return;
         }
         self.call_control_thread();
@@ -85,12 +85,12 @@ impl RecvConn {
     fn suspect_peer(&self, error: &io::Error) {
         let now = Instant::now();
         {
-            let mut alone = lock(&self.alone);
-            if alone.is_some() {
+            let mut inquiry = lock(&self.inquiry);
+            if inquiry.is_some() {
                 return;
             }
             let lost = lost(error).with_peer(&self.peer);
-            *alone = Some(PeerInquiry::suspected(now, &self.ended, self.link.remote.len(), &[], lost));
+            *inquiry = Some(PeerInquiry::suspected(now, &self.ended, self.link.remote.len(), &[], lost));
         }
         self.call_peer(now);
     }
@@ -98,7 +98,7 @@ impl RecvConn {
     /// Calls the sender over all paths.
     fn call_peer(&self, since: Instant) {
         if let Some(me) = self.me.upgrade() {
-            let me: Arc<dyn Listening> = me;
+            let me: Arc<dyn ListeningSide> = me;
             (0..self.link.remote.len()).for_each(|pair| dialer::call(Arc::clone(&self.net), &me, pair, since));
         }
     }
@@ -197,11 +197,11 @@ impl RecvConn {
     /// The control thread's part: fences, a deadline for the peer's return, a check of the streams.
     pub(super) fn do_chores(&self) -> Progress {
         let fences = std::mem::take(&mut *lock(&self.own.fences));
-        for Fence { index, epoch, asked } in fences {
+        for Fence { index, epoch, requested } in fences {
             if let Some(frames) = self.fence_stream(index, epoch) {
                 // What ended here was judged by its end; what the sender gives up, though it is well here, has not come
                 // through.
-                if asked {
+                if requested {
                     *lock(&self.own.trouble) = Some(Instant::now());
                 }
                 self.send_fenced(index, epoch, frames);
@@ -214,9 +214,9 @@ impl RecvConn {
         let now = Instant::now();
         self.drop_refuted();
         if !self.is_missed() {
-            lock(&self.alone).take_if(|alone| alone.is_suspicion());
+            lock(&self.inquiry).take_if(|inquiry| inquiry.is_suspicion());
         }
-        let judged = lock(&self.alone).as_mut().map(|alone| (alone.verdict(now), alone.error().clone()));
+        let judged = lock(&self.inquiry).as_mut().map(|inquiry| (inquiry.verdict(now), inquiry.error().clone()));
         let deadline = match judged {
             Some((Verdict::Gone, error)) => {
                 self.fail_silently(error);

@@ -180,7 +180,7 @@ fn a_close_does_not_fence_a_stream_that_is_just_coming_back() {
     let registration = conn.register(1, &ours).expect("it is watched");
     std::thread::scope(|scope| {
         // Between the beginning of its epoch and its socket.
-        let halfway = lock(&conn.alone);
+        let halfway = lock(&conn.inquiry);
         scope.spawn(|| conn.add_stream(1, 1, registration, ours, Seal::Plain));
         loopback::wait_until("its epoch does not begin", || conn.state().core.epoch(1) == 1);
         let closes = scope.spawn(|| conn.send_final_state());

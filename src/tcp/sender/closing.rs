@@ -115,7 +115,7 @@ impl SendConn {
             self.repair(index, &io::ErrorKind::TimedOut.into());
         }
         let over = || self.health.is_failed() || self.health.is_peer_done();
-        while !over() && (self.is_in_doubt() || self.is_asking()) && !self.is_spent(advance) {
+        while !over() && (self.is_in_doubt() || self.awaits_answer()) && !self.is_spent(advance) {
             self.begin_watch();
             std::thread::sleep(CLOSE_POLL);
         }
@@ -198,7 +198,7 @@ impl SendConn {
                 return Parting::Spent;
             }
             if start.elapsed() > PROBE_AFTER {
-                if self.is_asking() || self.is_in_doubt() {
+                if self.awaits_answer() || self.is_in_doubt() {
                     return Parting::Silent;
                 }
                 if is_sent && advance.pause(self).min(start.elapsed()) > CLOSE_PATIENCE + self.answering() {
@@ -242,10 +242,10 @@ impl SendConn {
     }
 
     /// Whether a stream waits for the peer's kernel longer than usual.
-    fn is_asking(&self) -> bool {
+    fn awaits_answer(&self) -> bool {
         self.streams
             .iter()
-            .any(|stream| stream.peek(|io| TcpSample::of(&io.sock)).flatten().is_some_and(|sample| sample.asked > 0))
+            .any(|stream| stream.peek(|io| TcpSample::of(&io.sock)).flatten().is_some_and(|sample| sample.probes > 0))
     }
 }
 

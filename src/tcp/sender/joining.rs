@@ -15,7 +15,7 @@ use crate::session::frame::MAX_STREAMS;
 use crate::session::lifeline::PeerInquiry;
 use crate::session::link::Sock;
 use crate::session::liveness;
-use crate::session::owner::{Connecting, Joined, Streams};
+use crate::session::owner::{ConnectingSide, Joined, Streams};
 use crate::tcp::connection::lock;
 use crate::tcp::limits::UNSENT_MAX_FAR;
 
@@ -55,7 +55,7 @@ impl SendConn {
     }
 }
 
-impl Connecting for SendConn {
+impl ConnectingSide for SendConn {
     /// One that is being closed may still have to be brought back.
     fn goes_on(&self) -> bool {
         !self.health.is_failed()
@@ -160,11 +160,11 @@ impl Streams for SendConn {
     }
 
     fn is_in_a_hurry(&self) -> bool {
-        !self.is_connected() || lock(&self.alone).is_some()
+        !self.is_connected() || lock(&self.inquiry).is_some()
     }
 
     fn awaits_refusals(&self) -> bool {
-        lock(&self.alone).as_ref().is_some_and(PeerInquiry::awaits_refusals)
+        lock(&self.inquiry).as_ref().is_some_and(PeerInquiry::awaits_refusals)
     }
 
     fn pause(&self, index: usize) -> Duration {

@@ -302,7 +302,7 @@ impl SendConn {
                 received => self.health.peer_received(received - 1),
             },
             Type::Fail => return Err(told_by_peer(header.order, text)),
-            Type::Data | Type::Fence | Type::Ask | Type::QueuePair => return Err(misdirected(header.kind)),
+            Type::Data | Type::Fence | Type::Query | Type::QueuePair => return Err(misdirected(header.kind)),
         }
         Ok(())
     }

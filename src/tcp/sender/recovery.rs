@@ -164,9 +164,9 @@ impl SendConn {
             paths: self.pairs(),
         };
         let lost = lost(error).with_peer(&self.peer);
-        let mut alone = lock(&self.alone);
-        if alone.as_ref().is_none_or(PeerInquiry::is_suspicion) {
-            *alone = Some(PeerInquiry::new(now, terms, lost));
+        let mut inquiry = lock(&self.inquiry);
+        if inquiry.as_ref().is_none_or(PeerInquiry::is_suspicion) {
+            *inquiry = Some(PeerInquiry::new(now, terms, lost));
         }
     }
 
@@ -178,7 +178,7 @@ impl SendConn {
         let left = (0..MAX_STREAMS).filter(|index| self.is_live(*index) && !self.is_on_other_pair(*index));
         let left: Vec<usize> = left.map(|index| self.preferred_pair(index) % self.pairs()).collect();
         let suspicion = || PeerInquiry::suspected(Instant::now(), &self.ended, self.pairs(), &left, lost);
-        lock(&self.alone).get_or_insert_with(suspicion);
+        lock(&self.inquiry).get_or_insert_with(suspicion);
     }
 
     /// Gives up that epoch of a stream, if it has not ended by itself, and the next one has not begun.
@@ -232,9 +232,9 @@ impl SendConn {
         }
         let now = Instant::now();
         self.drop_refuted();
-        let judge = |alone: &mut PeerInquiry| (alone.verdict(now), alone.error().clone(), alone.is_suspicion());
+        let judge = |inquiry: &mut PeerInquiry| (inquiry.verdict(now), inquiry.error().clone(), inquiry.is_suspicion());
         // Its process may have ended since, which does not show what it had received.
-        let judged = lock(&self.alone).as_mut().filter(|_| !is_left).map(judge);
+        let judged = lock(&self.inquiry).as_mut().filter(|_| !is_left).map(judge);
         let decided_at = match judged {
             Some((Verdict::Gone, error, suspicion)) if suspicion || self.health.live() == 0 => {
                 self.fail_silently(error);

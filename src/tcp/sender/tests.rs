@@ -318,7 +318,7 @@ fn a_row_of_short_messages_asks_for_no_acknowledgement() {
         let (conn, mut theirs) = connected();
         let bytes = vec![7; size];
         let mut frame = vec![0; HEADER + size];
-        let (mut returned, mut asked, mut most) = (0, 0, 0);
+        let (mut returned, mut requested, mut most) = (0, 0, 0);
         for number in 1..=MESSAGES {
             // SAFETY: the bytes outlive the connection.
             let ticket = unsafe { conn.isend(bytes.as_ptr(), size, 0, std::ptr::null_mut()) }.expect("it is sent");
@@ -326,7 +326,7 @@ fn a_row_of_short_messages_asks_for_no_acknowledgement() {
             // At once, unless the control thread holds the stream just then.
             loopback::wait_until("it is not done", || conn.test(ticket).expect("it lives").is_some());
             let header = next_header(&mut theirs, &mut frame);
-            asked += u64::from(header.flags & PROMPT != 0);
+            requested += u64::from(header.flags & PROMPT != 0);
             // As a receiver does: after this many frames, or when it owes this much credit.
             let owed = number * (size as u64 + MESSAGE_COST) - returned;
             if number % ACK_EVERY == 0 || owed >= EAGER_WINDOW / 4 {
@@ -338,7 +338,7 @@ fn a_row_of_short_messages_asks_for_no_acknowledgement() {
         }
         // The sender wants an acknowledgement of what a stream has carried now and then.
         let expected = MESSAGES * size as u64 / ACK_BYTES;
-        assert!(asked <= expected, "{asked} of {expected} messages of {size} bytes asked");
+        assert!(requested <= expected, "{requested} of {expected} messages of {size} bytes requested one");
         assert!(most <= 3 * ACK_EVERY as usize, "{most} messages of {size} bytes were kept");
     }
 }

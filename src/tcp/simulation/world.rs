@@ -193,8 +193,8 @@ impl World {
             }
             8 => self.wires[index].stalled_until = self.now + self.dice.roll(400),
             9 if self.wires[0].sender_has_it => {
-                let asks = self.sender.stalled();
-                self.wires[0].control.extend(asks);
+                let queries = self.sender.stalled();
+                self.wires[0].control.extend(queries);
             }
             10 if self.mischief == Mischief::Repeat => self.repeat(index),
             10..=12 if self.mischief == Mischief::Anything => self.invent(index),
@@ -216,8 +216,8 @@ impl World {
             let hand_over = self.dice.roll(2) == 0;
             let length = send.length;
             let (key, admit) = self.sender.post(length, send.tag, hand_over)?;
-            if let Some(question) = self.sender.ask_at_once(key) {
-                self.wires[0].control.push_back(question);
+            if let Some(query) = self.sender.query_at_once(key) {
+                self.wires[0].control.push_back(query);
             }
             self.ledger.send_began(key, self.sent);
             self.sent += 1;
@@ -425,8 +425,8 @@ impl World {
             }
             (Type::Data, Some(place)) if whole => self.end_frame(index, &header, place),
             (Type::Data, Some(_)) => return Ok(()),
-            (Type::Ask, _) => {
-                let answer = self.receiver.ask(header.tag, header.order, header.total)?;
+            (Type::Query, _) => {
+                let answer = self.receiver.query(header.tag, header.order, header.total)?;
                 self.outbox.extend(answer);
             }
             (Type::Fence, _) => {
@@ -614,8 +614,8 @@ impl World {
     }
 
     fn any_kind(&mut self) -> Type {
-        use Type::{Ack, Acks, Ask, Clear, Data, Fence, Fenced};
-        [Data, Ack, Clear, Fence, Fenced, Ask, Acks][self.dice.roll(7) as usize]
+        use Type::{Ack, Acks, Clear, Data, Fence, Fenced, Query};
+        [Data, Ack, Clear, Fence, Fenced, Query, Acks][self.dice.roll(7) as usize]
     }
 
     fn change(&mut self, header: &mut Header) {

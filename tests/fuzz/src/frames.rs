@@ -83,7 +83,7 @@ impl Receiver {
                     self.fenced[index] = false;
                     self.core.announcements().for_each(drop);
                 }
-                8 => drop(self.core.ask(input.below(4) as i32 - 1, input.number(), input.number())?),
+                8 => drop(self.core.query(input.below(4) as i32 - 1, input.number(), input.number())?),
                 _ => drop(self.core.take_ack(index, input.below(2) == 0)),
             }
         }
@@ -105,7 +105,7 @@ impl Receiver {
 
     fn begin(&mut self, index: usize, input: &mut Input<'_>) -> Result<()> {
         let Some(header) = header(input, Type::Data) else { return Ok(()) };
-        // Most frames are of the present life of their stream.
+        // Most frames are of the present epoch of their stream.
         let epoch = if header.epoch < 250 { self.core.epoch(index) } else { header.epoch };
         let header = Header { epoch, ..header };
         let place = self.core.begin(index, &header)?;
@@ -202,7 +202,7 @@ impl Sender {
                     (self.live[index], self.writing[index]) = (false, None);
                 }
                 9 => {
-                    // As after a handshake, which says how far the last life came.
+                    // As after a handshake, which says how far the last epoch came.
                     self.core.fenced(index, self.core.epoch(index), input.number(), &mut done)?;
                     self.core.stream_up(index, self.core.epoch(index).wrapping_add(1));
                     self.live[index] = true;

@@ -140,7 +140,7 @@ fn after_a_take_nobody_is_in_the_stream() {
     });
 }
 
-/// A stream breaks in one thread while another, which has heard of it in its own way, brings it back: the new life
+/// A stream breaks in one thread while another, which has noticed it by itself, brings it back: the new epoch
 /// keeps its place at the worker.
 #[test]
 fn a_stream_that_comes_back_while_its_end_is_noticed_keeps_its_place() {
@@ -157,7 +157,7 @@ fn a_stream_that_comes_back_while_its_end_is_noticed_keeps_its_place() {
         shared.stream.watch(shared.worker.clone());
         shared.stream.install(Box::new(())).unwrap();
         other.join().unwrap();
-        // Either the other thread broke the old life, or it came late and broke the new one, whose place went with it.
+        // Either the other thread broke the old epoch, or it came late and broke the new one, whose registration went with it.
         let lives = shared.stream.peek(|()| ()).is_some();
         let before = shared.worker.kicks();
         shared.stream.kick();
@@ -165,7 +165,7 @@ fn a_stream_that_comes_back_while_its_end_is_noticed_keeps_its_place() {
     });
 }
 
-/// A word that the former life has ended comes while the next one begins: that keeps its socket and its place.
+/// The end of the former epoch is noticed while the next one begins: that keeps its socket and its registration.
 #[test]
 fn a_stream_that_comes_back_while_its_former_epoch_is_ended_keeps_all_it_has() {
     loom::model(|| {
@@ -215,7 +215,7 @@ fn a_stream_that_comes_back_after_its_end_is_not_used() {
         let had_it = shared.stream.end().is_some();
         shared.moved.store(77, Ordering::Relaxed);
         let late = other.join().unwrap();
-        // The first life was there to begin with, and the end had that or the next one.
+        // The first epoch was there to begin with, and the end had that or the next one.
         assert!(had_it);
         assert!(shared.stream.peek(|()| ()).is_none() && shared.stream.install(Box::new(())).is_err());
         let before = shared.worker.kicks();
