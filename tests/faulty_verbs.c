@@ -52,8 +52,8 @@
 
 enum call {
   DEVICE_LIST, OPEN_DEVICE, CLOSE_DEVICE, QUERY_DEVICE, QUERY_PORT, QUERY_GID, ALLOC_PD, DEALLOC_PD, REG_MR, REG_MR_IOVA2,
-  REG_DMABUF_MR, DEREG_MR, CREATE_CHANNEL, DESTROY_CHANNEL, CREATE_CQ, DESTROY_CQ, GET_CQ_EVENT, CREATE_QP, MODIFY_QP,
-  QUERY_QP, DESTROY_QP, QUERY_ECE, SET_ECE, GET_ASYNC_EVENT, POST_SEND, POST_RECV, POLL_CQ, REQ_NOTIFY,
+  REG_DMABUF_MR, DEREG_MR, CREATE_CQ, DESTROY_CQ, CREATE_QP, MODIFY_QP,
+  QUERY_QP, DESTROY_QP, QUERY_ECE, SET_ECE, GET_ASYNC_EVENT, POST_SEND, POST_RECV, POLL_CQ,
   POST_FLUSH, FLUSH, POLL_FLUSH, GID_TABLE, PORT_SPEED, CALLS
 };
 
@@ -79,11 +79,8 @@ static struct {
   [REG_MR_IOVA2] = {{"reg_mr_iova2", {ENOMEM, EAGAIN}}, SETUP},
   [REG_DMABUF_MR] = {{"reg_dmabuf_mr", {ENOMEM, EAGAIN}}, SETUP},
   [DEREG_MR] = {{"dereg_mr", {EBUSY}}, SETUP},
-  [CREATE_CHANNEL] = {{"create_comp_channel", {ENOMEM, EMFILE}}, SETUP},
-  [DESTROY_CHANNEL] = {{"destroy_comp_channel", {EBUSY}}, SETUP},
   [CREATE_CQ] = {{"create_cq", {ENOMEM, EAGAIN}}, SETUP},
   [DESTROY_CQ] = {{"destroy_cq", {EBUSY}}, SETUP},
-  [GET_CQ_EVENT] = {{"get_cq_event", {EINTR}}, SETUP},
   [CREATE_QP] = {{"create_qp", {ENOMEM, EAGAIN, EINVAL}}, SETUP},
   [MODIFY_QP] = {{"modify_qp", {ENOMEM, EAGAIN, ETIMEDOUT}}, SETUP},
   [QUERY_QP] = {{"query_qp", {ENOMEM}}, SETUP},
@@ -94,7 +91,6 @@ static struct {
   [POST_SEND] = {{"post_send", {ENOMEM, EAGAIN, EINVAL}}, DATA},
   [POST_RECV] = {{"post_recv", {ENOMEM, EINVAL}}, DATA},
   [POLL_CQ] = {{"poll_cq", {EIO}}, POLL},
-  [REQ_NOTIFY] = {{"req_notify_cq", {ENOMEM}}, SETUP},
   [POST_FLUSH] = {{"post_flush", {ENOMEM, EAGAIN, EINVAL}}, READ},
   /* The device takes it, and it fails: the queue pair has stopped. By order also: the key of what is read is wrong
    * (EACCES), or that of where it goes (EFAULT). */
@@ -442,15 +438,6 @@ static int dereg_mr(struct ibv_mr *mr) {
   ENDS(DEREG_MR, int (*)(struct ibv_mr *), mr);
 }
 
-static struct ibv_comp_channel *create_comp_channel(struct ibv_context *context) {
-  NULL_IF_GONE(context->device);
-  NULL_AND_ERRNO(CREATE_CHANNEL, struct ibv_comp_channel *(*)(struct ibv_context *), (context));
-}
-
-static int destroy_comp_channel(struct ibv_comp_channel *channel) {
-  ENDS(DESTROY_CHANNEL, int (*)(struct ibv_comp_channel *), channel);
-}
-
 static struct ibv_cq *create_cq(struct ibv_context *context, int entries, void *cookie, struct ibv_comp_channel *channel,
                                 int vector) {
   NULL_IF_GONE(context->device);
@@ -483,10 +470,6 @@ static int destroy_cq(struct ibv_cq *cq) {
     atomic_compare_exchange_strong(&flushing[at], &ended, NULL);
   }
   ENDS(DESTROY_CQ, int (*)(struct ibv_cq *), cq);
-}
-
-static int get_cq_event(struct ibv_comp_channel *channel, struct ibv_cq **cq, void **cookie) {
-  MINUS_ONE_AND_ERRNO(GET_CQ_EVENT, int (*)(struct ibv_comp_channel *, struct ibv_cq **, void **), (channel, cq, cookie));
 }
 
 static struct ibv_qp *create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr) {
@@ -679,13 +662,6 @@ static int poll_cq(struct ibv_cq *cq, int most, struct ibv_wc *completions) {
   return -1;
 }
 
-static int req_notify_cq(struct ibv_cq *cq, int solicited_only) {
-  const struct ibv_context_ops *ops = real_ops(cq->context);
-  uint64_t random;
-  int error = fault(REQ_NOTIFY, &random);
-  return error ? error : ops->req_notify_cq(cq, solicited_only);
-}
-
 static struct ibv_context *open_device(struct ibv_device *device) {
   uint64_t random;
   int error = fault(OPEN_DEVICE, &random);
@@ -704,7 +680,6 @@ static struct ibv_context *open_device(struct ibv_device *device) {
   context->ops.post_send = post_send;
   context->ops.post_recv = post_recv;
   context->ops.poll_cq = poll_cq;
-  context->ops.req_notify_cq = req_notify_cq;
   pthread_mutex_unlock(&opening);
   return context;
 }
@@ -735,11 +710,8 @@ static const struct {
   {"ibv_reg_mr_iova2", REG_MR_IOVA2, reg_mr_iova2},
   {"ibv_reg_dmabuf_mr", REG_DMABUF_MR, reg_dmabuf_mr},
   {"ibv_dereg_mr", DEREG_MR, dereg_mr},
-  {"ibv_create_comp_channel", CREATE_CHANNEL, create_comp_channel},
-  {"ibv_destroy_comp_channel", DESTROY_CHANNEL, destroy_comp_channel},
   {"ibv_create_cq", CREATE_CQ, create_cq},
   {"ibv_destroy_cq", DESTROY_CQ, destroy_cq},
-  {"ibv_get_cq_event", GET_CQ_EVENT, get_cq_event},
   {"ibv_create_qp", CREATE_QP, create_qp},
   {"ibv_modify_qp", MODIFY_QP, modify_qp},
   {"ibv_query_qp", QUERY_QP, query_qp},

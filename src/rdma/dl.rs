@@ -10,8 +10,6 @@
 //! The calls of the data path (post, poll) are not here: they go through the context's own table, by the inline
 //! functions of `rdma-sys`.
 
-#![cfg_attr(not(test), allow(dead_code, reason = "tests on real verbs wait for completions and look at queue pairs"))]
-
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::offset_of;
 use std::sync::OnceLock;
@@ -104,15 +102,9 @@ symbols! {
         dealloc_pd: c"ibv_dealloc_pd" @ c"IBVERBS_1.1", fn(*mut ib::ibv_pd) -> c_int;
         reg_mr: c"ibv_reg_mr" @ c"IBVERBS_1.1", fn(*mut ib::ibv_pd, *mut c_void, usize, c_int) -> *mut ib::ibv_mr;
         dereg_mr: c"ibv_dereg_mr" @ c"IBVERBS_1.1", fn(*mut ib::ibv_mr) -> c_int;
-        create_comp_channel: c"ibv_create_comp_channel" @ c"IBVERBS_1.0",
-            fn(*mut ib::ibv_context) -> *mut ib::ibv_comp_channel;
-        destroy_comp_channel: c"ibv_destroy_comp_channel" @ c"IBVERBS_1.0", fn(*mut ib::ibv_comp_channel) -> c_int;
         create_cq: c"ibv_create_cq" @ c"IBVERBS_1.1",
             fn(*mut ib::ibv_context, c_int, *mut c_void, *mut ib::ibv_comp_channel, c_int) -> *mut ib::ibv_cq;
         destroy_cq: c"ibv_destroy_cq" @ c"IBVERBS_1.1", fn(*mut ib::ibv_cq) -> c_int;
-        get_cq_event: c"ibv_get_cq_event" @ c"IBVERBS_1.1",
-            fn(*mut ib::ibv_comp_channel, *mut *mut ib::ibv_cq, *mut *mut c_void) -> c_int;
-        ack_cq_events: c"ibv_ack_cq_events" @ c"IBVERBS_1.1", fn(*mut ib::ibv_cq, c_uint);
         create_qp: c"ibv_create_qp" @ c"IBVERBS_1.1",
             fn(*mut ib::ibv_pd, *mut ib::ibv_qp_init_attr) -> *mut ib::ibv_qp;
         modify_qp: c"ibv_modify_qp" @ c"IBVERBS_1.1", fn(*mut ib::ibv_qp, *mut ib::ibv_qp_attr, c_int) -> c_int;

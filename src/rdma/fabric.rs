@@ -180,7 +180,7 @@ impl Fabric {
         }
         let depth = Depth { send, ..depth };
         let queue = |adapter: &Arc<Adapter>| {
-            CompletionQueue::new(&adapter.open.context, per_adapter * (depth.send + depth.receive), None)
+            CompletionQueue::new(&adapter.open.context, per_adapter * (depth.send + depth.receive))
         };
         let queues = adapters.iter().map(queue).collect::<Result<Vec<_>>>()?;
         let alarm = Alarm::default();

@@ -385,7 +385,7 @@ fn completion_queues_hold_all_that_their_qps_can_have_outstanding() {
 fn a_queue_with_too_few_places_loses_completions() {
     let (rdma, _) = Rdma::find(&Config::default()).expect("an RDMA device");
     let adapter = &rdma.adapters[0];
-    let queue = CompletionQueue::new(&adapter.open.context, 7, None).expect("a queue");
+    let queue = CompletionQueue::new(&adapter.open.context, 7).expect("a queue");
     let posted = 4 * queue.entries();
     let wanted = Capacity { send: posted, receive: 1, inline_bytes: 0 };
     let pair = QueuePair::new(&adapter.domain, &queue, &queue, wanted).expect("a queue pair");

@@ -25,7 +25,7 @@ fn patiently<T>(attempt: impl Fn() -> Result<T>) -> Result<T> {
 pub(crate) fn connectable(context: &Context, port: u8) -> Result<()> {
     let attempt = || {
         let domain = ProtectionDomain::new(context)?;
-        let queue = CompletionQueue::new(context, 2, None)?;
+        let queue = CompletionQueue::new(context, 2)?;
         let pair = QueuePair::new(&domain, &queue, &queue, Capacity { send: 1, receive: 1, inline_bytes: 0 })?;
         pair.prepare(QueuePairOptions { port, pkey_index: 0 })
     };

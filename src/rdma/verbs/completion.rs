@@ -1,7 +1,5 @@
 //! Completion queues and their entries.
 
-#![cfg_attr(not(test), allow(dead_code, reason = "tests on real verbs wait for completions and look at queue pairs"))]
-
 use std::fmt;
 use std::mem::MaybeUninit;
 use std::ptr::{self, NonNull};
@@ -9,7 +7,7 @@ use std::sync::Arc;
 
 use rdma_sys as ib;
 
-use super::{CompletionChannel, Context, last_error, status_error};
+use super::{Context, last_error, status_error};
 use crate::os::error::{Error, Result};
 
 /// Where finished work requests are reported. It must be large enough for everything that can finish between two polls:
@@ -19,8 +17,6 @@ pub(crate) struct CompletionQueue(Arc<RawQueue>);
 
 struct RawQueue {
     context: Context,
-    /// Held so that it is dropped after the queue.
-    channel: Option<CompletionChannel>,
     raw: NonNull<ib::ibv_cq>,
 }
 
@@ -117,18 +113,18 @@ impl fmt::Debug for Completion {
 }
 
 impl CompletionQueue {
-    /// A queue of at least `entries`, which reports to `channel` when armed.
+    /// A queue of at least `entries`, which is polled.
     ///
     /// # Errors
     /// When the device has no more, or none so large.
-    pub(crate) fn new(context: &Context, entries: u32, channel: Option<&CompletionChannel>) -> Result<Self> {
-        let events = channel.map_or(ptr::null_mut(), CompletionChannel::raw);
+    pub(crate) fn new(context: &Context, entries: u32) -> Result<Self> {
         let entries = i32::try_from(entries).unwrap_or(i32::MAX);
-        // SAFETY: an open context, and a channel of it or none.
-        let raw = unsafe { (context.verbs().create_cq)(context.raw(), entries, ptr::null_mut(), events, 0) };
+        let (no_cookie, no_channel) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: an open context, and no channel.
+        let raw = unsafe { (context.verbs().create_cq)(context.raw(), entries, no_cookie, no_channel, 0) };
         let raw = NonNull::new(raw)
             .ok_or_else(|| last_error(context.name(), &format!("making a completion queue of {entries} entries")))?;
-        Ok(Self(Arc::new(RawQueue { context: context.clone(), channel: channel.cloned(), raw })))
+        Ok(Self(Arc::new(RawQueue { context: context.clone(), raw })))
     }
 
     /// The device.
@@ -165,39 +161,6 @@ impl CompletionQueue {
         // SAFETY: the call filled in that many entries from the front.
         Ok(unsafe { std::slice::from_raw_parts(room.as_ptr().cast(), count) })
     }
-
-    /// Asks for one readiness of the channel when the next entry comes. Poll once more afterwards: an entry that came
-    /// just before is not announced.
-    ///
-    /// # Errors
-    /// When the device refuses.
-    pub(crate) fn arm(&self) -> Result<()> {
-        // SAFETY: the queue lives as long as this.
-        let status = unsafe { ib::ibv_req_notify_cq(self.raw(), 0) };
-        if status == 0 { Ok(()) } else { Err(status_error(self.context().name(), "arming a completion queue", status)) }
-    }
-
-    /// Takes all announcements off the channel of this queue, and says how many there were. The channel must serve
-    /// this queue only.
-    pub(crate) fn take_announcements(&self) -> u32 {
-        let Some(channel) = &self.0.channel else { return 0 };
-        let verbs = self.context().verbs();
-        let mut count = 0;
-        loop {
-            let mut queue = ptr::null_mut();
-            let mut context = ptr::null_mut();
-            // SAFETY: an open channel, which never blocks, and room for the answers.
-            if unsafe { (verbs.get_cq_event)(channel.raw(), &raw mut queue, &raw mut context) } != 0 {
-                break;
-            }
-            count += 1;
-        }
-        if count > 0 {
-            // SAFETY: exactly the announcements that were taken above, all of this queue.
-            unsafe { (verbs.ack_cq_events)(self.raw(), count) };
-        }
-        count
-    }
 }
 
 #[cold]
@@ -209,7 +172,7 @@ fn is_broken() -> Error {
 impl Drop for RawQueue {
     fn drop(&mut self) {
         if self.context.is_ours() {
-            // SAFETY: every queue pair of the queue holds it, so none is left, and all announcements are acknowledged.
+            // SAFETY: every queue pair of the queue holds it, so none is left.
             let status = unsafe { (self.context.verbs().destroy_cq)(self.raw.as_ptr()) };
             if status != 0 {
                 tracing::warn!("{}", status_error(self.context.name(), "ending a completion queue", status));

@@ -362,7 +362,7 @@ impl fmt::Debug for Context {
 }
 
 /// Makes reading a descriptor of libibverbs return at once.
-pub(super) fn set_nonblocking(fd: RawFd) -> io::Result<()> {
+fn set_nonblocking(fd: RawFd) -> io::Result<()> {
     // SAFETY: reading and setting the flags of a descriptor touches no memory of ours.
     let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
     // SAFETY: as above.

@@ -13,7 +13,6 @@
 //!
 //! This module must not know what is sent, nor what a connection is.
 
-mod channel;
 mod completion;
 mod context;
 mod memory;
@@ -23,7 +22,6 @@ mod work;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use channel::CompletionChannel;
 pub(crate) use completion::{Completion, CompletionQueue, Opcode};
 pub(crate) use context::{AsyncEvent, Context, DeviceFacts, LinkLayer, PortFacts, Transport, open_devices};
 pub(crate) use memory::{Access, DmaBuf, MemoryRegion, ProtectionDomain};
