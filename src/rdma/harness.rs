@@ -5,6 +5,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::net::UnixStream;
 use std::ptr::null_mut;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::adapter::Adapters;
@@ -65,6 +66,13 @@ impl Default for Plan {
             ring_key: |key| key,
             addresses: Vec::new(),
         }
+    }
+}
+
+impl Plan {
+    /// Two ports on each side, with a queue pair on each.
+    pub(super) fn two_ports() -> Self {
+        Self { ports: [&[0, 1], &[0, 1]], qps: 2, ..Self::default() }
     }
 }
 
@@ -170,6 +178,17 @@ impl Ends {
         end_of(|ticket| self.recv.test(ticket), received).expect("received");
         end_of(|ticket| self.send.test(ticket), sent).expect("sent");
         assert!(source == target);
+    }
+
+    /// Queue pairs that sender and receiver have lost so far.
+    pub(super) fn lost_pairs(&self) -> [u64; 2] {
+        [self.send.base(), self.recv.base()].map(|base| base.counters.lost_pairs.load(Ordering::Relaxed))
+    }
+
+    /// Closes both, the receiver first.
+    pub(super) fn close(&self) {
+        self.recv.close();
+        self.send.close();
     }
 
     /// Waits for CTS entry `number` in the sender's ring, and changes it.

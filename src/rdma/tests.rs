@@ -79,8 +79,7 @@ fn a_receiver_without_the_key_of_the_ring_fails_both_sides() {
     }
     let text = end_of(|ticket| ends.send.test(ticket), sent).expect_err("no CTS entry comes").to_string();
     assert!(text.contains("the receiver") && text.contains("remote access error"), "{text}");
-    ends.recv.close();
-    ends.send.close();
+    ends.close();
     assert!(target.iter().all(|byte| *byte == UNTOUCHED));
 }
 
@@ -105,8 +104,7 @@ fn a_device_that_fails_ends_its_connections_unless_that_is_only_logged() {
         event(&ends.receiving[0], true, 8, 0);
         let text = end_of(|ticket| ends.recv.test(ticket), received).expect_err("its device failed").to_string();
         assert!(text.contains("the RDMA device of rxe1 failed"), "{variables:?}: {text}");
-        ends.recv.close();
-        ends.send.close();
+        ends.close();
     }
 }
 
@@ -114,14 +112,13 @@ fn a_device_that_fails_ends_its_connections_unless_that_is_only_logged() {
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_connection_goes_on_without_one_of_its_two_devices() {
-    let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], qps: 2, ..Plan::default() });
+    let ends = Ends::connect(&Plan::two_ports());
     ends.carries();
     event(&ends.receiving[1], true, 8, 0);
     for _ in 0..20 {
         ends.carries();
     }
-    ends.recv.close();
-    ends.send.close();
+    ends.close();
 }
 
 /// `IBV_EVENT_CQ_ERR` and `IBV_EVENT_QP_FATAL` of a queue fail its connection, without recovery; if only logged, they
@@ -140,8 +137,7 @@ fn an_event_of_a_queue_reaches_its_connection_unless_it_is_only_logged() {
         tell(true);
         let text = end_of(|ticket| ends.recv.test(ticket), received).expect_err("its queue failed").to_string();
         assert!(text.contains("a device reports made up of a queue of this connection"), "{text}");
-        ends.recv.close();
-        ends.send.close();
+        ends.close();
     }
 }
 
@@ -166,8 +162,7 @@ fn a_queue_that_is_said_to_have_failed_fails_its_connection_and_no_other() {
     std::thread::sleep(std::time::Duration::from_millis(300));
     assert!(other.recv.test(received).expect("nothing happened to it").is_none());
     for ends in [ends, other] {
-        ends.recv.close();
-        ends.send.close();
+        ends.close();
     }
 }
 
@@ -179,7 +174,7 @@ fn all_messages_that_can_be_outstanding_pass_through_queues_of_a_few_places() {
     // Plain writes; shares that end with a separate write; messages whose size is in the table.
     let reordering: &[_] = &[("NCCL_IB_ADAPTIVE_ROUTING", "1"), ("NCCL_IB_AR_THRESHOLD", "20000")];
     for (depth, variables) in [([4, 4], &[][..]), ([5, 5], reordering), ([16, 17], reordering)] {
-        let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], qps: 16, depth, variables, ..Plan::default() });
+        let ends = Ends::connect(&Plan { qps: 16, depth, variables, ..Plan::two_ports() });
         let sizes = [0, 1, 9000, 70_000, 135_000];
         let size = |number: usize| sizes[number % sizes.len()];
         let source: Vec<u8> = (0..150_000).map(|place| (place % 251) as u8).collect();

@@ -5,7 +5,6 @@ use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use super::connection::{Connection, Direction, StreamIo, lock};
-use super::stream::Stream;
 use crate::session::frame::MAX_STREAMS;
 use crate::session::lifeline::PeerInquiry;
 use crate::session::link::Sock;
@@ -85,13 +84,14 @@ impl<D: Direction> Connection<D> {
         }
     }
 
+    /// What the kernel reports of each stream that is connected.
+    pub(super) fn samples(&self) -> impl Iterator<Item = TcpSample> {
+        self.streams.iter().filter_map(|stream| stream.peek(|io| TcpSample::of(io.sock())).flatten())
+    }
+
     /// Whether the peer's kernel has answered anything on one of the streams since then.
     pub(super) fn has_received_since(&self, since: Instant) -> bool {
-        let is_heard = |stream: &Stream<D::Io>| {
-            let sample = stream.peek(|io| TcpSample::of(io.sock())).flatten();
-            sample.is_some_and(|sample| sample.silent < since.elapsed())
-        };
-        self.streams.iter().any(is_heard)
+        self.samples().any(|sample| sample.silent < since.elapsed())
     }
 
     /// Ends a suspicion that the peer is gone when anything has come back on a stream since it began. The streams are

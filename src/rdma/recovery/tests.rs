@@ -3,12 +3,10 @@
 use std::collections::VecDeque;
 use std::os::unix::net::UnixStream;
 use std::ptr::null_mut;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crate::engine::request::{MAX_PARTS, Ticket};
 use crate::os::error::Cause;
-use crate::rdma::base::Base;
 use crate::rdma::fabric::{Fabric, Qp};
 use crate::rdma::harness::{Ends, Plan, end_of, posted, sock, until};
 
@@ -144,9 +142,9 @@ fn queue_pairs_that_fail_lose_nothing_and_come_back() {
         all_are_back(&ends);
         traffic(&ends, &mut dice, 30, |_, _| ());
         ends.recv.with_fabric(|fabric| assert!(fabric.qps().iter().all(|qp| qp.arrived > 0), "one is not used"));
-        let lost = |base: &Base| base.counters.lost_pairs.load(Ordering::Relaxed);
-        println!("round {round}: {qps} queue pairs; {} were lost", lost(ends.recv.base()));
-        assert!(lost(ends.send.base()) > 0 && lost(ends.send.base()) == lost(ends.recv.base()));
+        let [sender, receiver] = ends.lost_pairs();
+        println!("round {round}: {qps} queue pairs; {receiver} were lost");
+        assert!(sender > 0 && sender == receiver);
         ends.send.close();
         ends.recv.close();
     }
@@ -154,7 +152,7 @@ fn queue_pairs_that_fail_lose_nothing_and_come_back() {
 
 /// Breaks the first queue pair, under traffic, and returns after how long it carries messages again.
 fn break_first(ends: &Ends, dice: &mut Dice) -> Duration {
-    let lost = || ends.send.base().counters.lost_pairs.load(Ordering::Relaxed);
+    let lost = || ends.lost_pairs()[0];
     let (before, began) = (lost(), Instant::now());
     ends.send.with_fabric(|fabric| fabric.qps()[0].break_pair());
     let mut is_back = false;
@@ -170,7 +168,7 @@ fn break_first(ends: &Ends, dice: &mut Dice) -> Duration {
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_queue_pair_that_is_lost_again_and_again_stays_out_unless_it_is_the_only_one() {
     let mut dice = Dice(0x1055);
-    let two = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], qps: 2, variables: &IMPATIENT, ..Plan::default() });
+    let two = Ends::connect(&Plan { variables: &IMPATIENT, ..Plan::two_ports() });
     let first: Vec<Duration> = (0..3).map(|_| break_first(&two, &mut dice)).collect();
     let fourth = break_first(&two, &mut dice);
     println!("out for {first:?}, then {fourth:?}");
@@ -196,7 +194,7 @@ fn a_queue_pair_that_is_lost_again_and_again_stays_out_unless_it_is_the_only_one
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn the_control_channel_may_be_replaced_at_any_moment() {
     let mut dice = Dice(0xc0de);
-    let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], qps: 4, variables: &IMPATIENT, ..Plan::default() });
+    let ends = Ends::connect(&Plan { qps: 4, variables: &IMPATIENT, ..Plan::two_ports() });
     let mut epoch = 0;
     // The connecting side's end of the next socket, which the listening side already uses.
     let mut next: Option<UnixStream> = None;
@@ -238,17 +236,15 @@ fn the_control_channel_may_be_replaced_at_any_moment() {
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_queue_pair_that_is_said_to_have_failed_is_done_without() {
-    let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], qps: 2, ..Plan::default() });
+    let ends = Ends::connect(&Plan::two_ports());
     traffic(&ends, &mut Dice(3), 10, |_, _| ());
     let (place, queue) = ends.queues[0];
     assert!(ends.receiving[place].befell(queue, "QP fatal error"));
-    let lost = |base: &Base| base.counters.lost_pairs.load(Ordering::Relaxed);
     traffic(&ends, &mut Dice(4), 40, |_, _| ());
-    until("both sides give it up", || (lost(ends.recv.base()) == 1 && lost(ends.send.base()) == 1).then_some(()));
+    until("both sides give it up", || (ends.lost_pairs() == [1, 1]).then_some(()));
     all_are_back(&ends);
     traffic(&ends, &mut Dice(5), 40, |_, _| ());
-    ends.recv.close();
-    ends.send.close();
+    ends.close();
 }
 
 /// Sends and receives do not wait until the control thread polls: NCCL's thread holds the connection's lock nearly
@@ -256,22 +252,21 @@ fn a_queue_pair_that_is_said_to_have_failed_is_done_without() {
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn a_port_that_goes_down_or_comes_back_raises_the_alarm() {
-    let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], qps: 2, ..Plan::default() });
+    let ends = Ends::connect(&Plan::two_ports());
     traffic(&ends, &mut Dice(8), 10, |_, _| ());
-    let lost = |base: &Base| base.counters.lost_pairs.load(Ordering::Relaxed);
-    let is_seen = || ends.send.base().alarm.is_raised() || lost(ends.send.base()) == 1;
+    let is_lost = || ends.lost_pairs()[0] == 1;
+    let is_seen = || ends.send.base().alarm.is_raised() || is_lost();
     let port = &ends.send.base().adapters[0];
     port.set_port_down(true);
     assert!(is_seen(), "the next thread to poll knows, or one has polled");
     until("the sender gives it up", || {
         traffic(&ends, &mut Dice(9), 1, |_, _| ());
-        (lost(ends.send.base()) == 1).then_some(())
+        is_lost().then_some(())
     });
     port.set_port_down(false);
     all_are_back(&ends);
     traffic(&ends, &mut Dice(10), 40, |_, _| ());
-    ends.recv.close();
-    ends.send.close();
+    ends.close();
 }
 
 /// With all lost at one time the connection waits for one, but not for ever: then it ends on both sides, with the
@@ -280,7 +275,7 @@ fn a_port_that_goes_down_or_comes_back_raises_the_alarm() {
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn when_no_queue_pair_comes_back_the_connection_ends() {
     let variables: &[_] = &[IMPATIENT[0], IMPATIENT[1], ("TOWLINE_RECONNECT_TIMEOUT", "1")];
-    let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], qps: 2, variables, ..Plan::default() });
+    let ends = Ends::connect(&Plan { variables, ..Plan::two_ports() });
     traffic(&ends, &mut Dice(7), 20, |_, _| ());
     let ports = || ends.send.base().adapters.iter();
     ports().for_each(|port| port.set_port_down(true));
@@ -296,8 +291,7 @@ fn when_no_queue_pair_comes_back_the_connection_ends() {
     assert_eq!(there.cause(), Cause::Remote);
     assert!(there.to_string().contains("all queue pairs were lost"), "{there}");
     ports().for_each(|port| port.set_port_down(false));
-    ends.recv.close();
-    ends.send.close();
+    ends.close();
 }
 
 /// Without recovery the first one does.
@@ -305,12 +299,11 @@ fn when_no_queue_pair_comes_back_the_connection_ends() {
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
 fn without_recovery_the_first_queue_pair_ends_the_connection() {
     let variables: &[_] = &[("TOWLINE_RECOVERY", "0")];
-    let ends = Ends::connect(&Plan { ports: [&[0, 1], &[0, 1]], qps: 2, variables, ..Plan::default() });
+    let ends = Ends::connect(&Plan { variables, ..Plan::two_ports() });
     ends.recv.with_fabric(|fabric| fabric.qps()[0].break_pair());
     let target = vec![0; 50_000];
     // SAFETY: the target outlives the connection.
     let received = unsafe { ends.post_receive(&target) };
     end_of(|ticket| ends.recv.test(ticket), received).expect_err("it does not recover");
-    ends.recv.close();
-    ends.send.close();
+    ends.close();
 }

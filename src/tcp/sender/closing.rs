@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::{Io, SendConn};
 use crate::session::frame::MAX_STREAMS;
 use crate::session::frame::{Header, Type};
-use crate::session::liveness::{self, PROBE_AFTER, TcpSample};
+use crate::session::liveness::{self, PROBE_AFTER};
 use crate::session::wire;
 use crate::tcp::limits::CLOSE_RECOVERY;
 use crate::tcp::stream::{READ, Stream, WRITE};
@@ -135,11 +135,7 @@ impl SendConn {
     /// Whether the peer's kernel has recently answered on every stream that waits for it, so that only its process does
     /// not read. The kernel then sends probes at intervals that double.
     fn is_answered_within(&self, time: Duration) -> bool {
-        let waits = |stream: &Stream<Io>| {
-            let sample = stream.peek(|io| TcpSample::of(&io.sock)).flatten();
-            sample.is_some_and(|sample| sample.outstanding && sample.silent >= time)
-        };
-        !self.is_in_doubt() && !self.streams.iter().any(waits)
+        !self.is_in_doubt() && !self.samples().any(|sample| sample.outstanding && sample.silent >= time)
     }
 
     /// Waits until the kernel has taken everything.
@@ -218,8 +214,7 @@ impl SendConn {
 
     /// What the distance adds to the time that an answer takes.
     fn answering(&self) -> Duration {
-        let samples = self.streams.iter().filter_map(|stream| stream.peek(|io| TcpSample::of(&io.sock)).flatten());
-        samples.map(|sample| sample.answering()).max().unwrap_or_default()
+        self.samples().map(|sample| sample.answering()).max().unwrap_or_default()
     }
 
     /// Whether something was lost with a stream, or waits to be resent.
@@ -243,9 +238,7 @@ impl SendConn {
 
     /// Whether a stream waits for the peer's kernel longer than usual.
     fn awaits_answer(&self) -> bool {
-        self.streams
-            .iter()
-            .any(|stream| stream.peek(|io| TcpSample::of(&io.sock)).flatten().is_some_and(|sample| sample.probes > 0))
+        self.samples().any(|sample| sample.probes > 0)
     }
 }
 
