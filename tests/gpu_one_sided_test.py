@@ -125,6 +125,12 @@ class HoldsNothingBack(PlayedSteps):
 class Played(unittest.TestCase):
     """What two ranks find."""
 
+    def setUp(self):
+        for name, size in (("MOST", 4 * one_sided.MIB), ("LINGER", 64)):
+            small = mock.patch.object(one_sided, name, size)
+            small.start()
+            self.addCleanup(small.stop)
+
     def both(self, body, fault=None, kind=PlayedSteps):
         """What `body` gives or raises on each rank."""
         ranks, meeting, found = [kind(rank, fault) for rank in range(2)], threading.Barrier(2, timeout=20), [None, None]
@@ -155,11 +161,10 @@ class Played(unittest.TestCase):
         self.assertTrue(any(what in it for it in found), found)
 
     def test_all_is_well(self):
-        with mock.patch.object(one_sided, "MOST", 4 * one_sided.MIB):
-            for step in ("many_puts", "numbered", "barrier", "peer_pointer", "puts"):
-                self.assert_well(lambda steps, step=step: getattr(steps, step)())
-            for step in ("numbered", "barrier"):
-                self.assert_well(lambda steps, step=step: getattr(steps, step)(True))
+        for step in ("many_puts", "numbered", "barrier", "peer_pointer", "puts"):
+            self.assert_well(lambda steps, step=step: getattr(steps, step)())
+        for step in ("numbered", "barrier"):
+            self.assert_well(lambda steps, step=step: getattr(steps, step)(True))
 
     def test_wrong_bytes_are_found(self):
         self.assert_found(lambda steps: steps.numbered(), "damage", "20 of 1310720 bytes are wrong")
@@ -188,7 +193,7 @@ class Evidence(unittest.TestCase):
         self.assertIsNone(one_sided.not_shown("abort", 2 * self.LOG, 2))
         self.assertIn("1 of 2 lines", one_sided.not_shown("abort", self.LOG, 2))
         self.assertIn("0 of 1 lines", one_sided.not_shown("whole", "", 1))
-        self.assertIn("GIN/Plugin", one_sided.not_shown("left", self.LOG.splitlines()[0], 1))
+        self.assertIn("ConnectOnce", one_sided.not_shown("left", self.LOG.splitlines()[0], 1))
 
     def test_a_refusal_is_told(self):
         refused = self.LOG + "NET/Towline: no one-sided operations over Towline: the network is not Towline's\n"
@@ -218,9 +223,10 @@ class DeviceApi(unittest.TestCase):
     def test_each_fault_is_found(self):
         self.assertIn("3 and N/A wrong", device_api.problem(self.output("3"), 0))
         self.assertIn("N/A and N/A wrong", device_api.problem(self.output("N/A"), 0))
-        self.assertIn("sizes [8, 64]", device_api.problem(self.output(sizes=[8, 64]), 0))
+        self.assertIn("sizes [64, 512]", device_api.problem(self.output(sizes=[64, 512]), 0))
         self.assertIn("no clean end", device_api.problem(self.output(end="Out of bounds values : 1 FAILED"), 0))
         self.assertIn("exit status 2", device_api.problem("Test failure common.cu:1\n", 2))
+        self.assertIn("Test failure", device_api.problem("Test failure a.cu:1\n-----\nmpirun ends\n-----\n", 6))
         self.assertIn("without a word", device_api.problem("", "none within 60 s"))
 
 

@@ -23,8 +23,9 @@ sys.path[:0] = [os.path.join(ROOT, "benches", "nccl"), os.path.join(ROOT, "tests
 
 from one_sided import environment, not_shown, read  # noqa: E402
 
-RANKS, FIRST, LAST, FACTOR = 2, 8, 16 << 20, 8
-SIZES = [FIRST * FACTOR**step for step in range(8)]
+# Fewer bytes than 64 nccl-tests rounds down to nothing.
+RANKS, FIRST, LAST, FACTOR = 2, 64, 16 << 20, 8
+SIZES = [FIRST * FACTOR**step for step in range(7)]
 # Each rank says which host it is, and logs into a file of its own.
 RANK = 'export NCCL_HOSTID=towline-test-host-$OMPI_COMM_WORLD_RANK NCCL_DEBUG_FILE="$1/nccl-rank$OMPI_COMM_WORLD_RANK.log"; shift; exec "$@"'
 
@@ -55,8 +56,9 @@ def results(text):
 def problem(text, code):
     """What is wrong with a run, or none."""
     if code:
-        last = [line for line in text.splitlines() if line.strip()][-1:]
-        return f"exit status {code}: {last[0] if last else 'without a word'}"
+        # Behind the failure mpirun has a frame and words of its own.
+        words = [line for line in text.splitlines() if "failure" in line] or [line for line in text.splitlines() if line.strip(" -")]
+        return f"exit status {code}: {words[-1] if words else 'without a word'}"
     found = results(text)
     if sorted(found) != SIZES:
         return f"sizes {sorted(found)}, not {SIZES}"

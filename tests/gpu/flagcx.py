@@ -26,7 +26,7 @@ import time
 OPERATIONS = ("sendrecv", "allgather", "alltoall")
 # What a rank sends to the other: one piece, one that is no multiple of anything, and many chunks of FlagCX's 4 MiB.
 SIZES = (4096, (1 << 20) + 4, 64 << 20)
-# How often each is timed: of 10 operations of 4 KiB the median differs by half from one run to the next.
+# How often each is timed in a round. The medians of 4 KiB still differ by half from one round to the next.
 TIMES = dict(zip(SIZES, (200, 50, 10)))
 RANKS, COMMUNICATORS = 2, 2
 
@@ -39,7 +39,7 @@ def arguments():
     parser.add_argument("--interface", default="lo")
     parser.add_argument("--limit", type=float, default=120, metavar="SECONDS", help="for one run")
     parser.add_argument("--out", help="keep results and logs here")
-    parser.add_argument("--rounds", type=int, default=3, help="of FlagCX's own path over each network; default %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="of FlagCX's own path over each network; default %(default)s")
     parser.add_argument("--skip-training", action="store_true", help="only FlagCX's own path")
     parser.add_argument("--child", type=int, metavar="RANK", help=argparse.SUPPRESS)
     return parser.parse_args()

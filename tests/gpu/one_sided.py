@@ -29,8 +29,8 @@ module; elsewhere it says that they do not start, and why). Only when asked for:
 allocation; whether NCCL itself can do that is not known), and the same through nccl4py itself (nccl4py_steps.py): "py"
 (destroyed with all resources open), "py-close" (closed in two other orders first), "py-abort" (all resources open).
 
-In every life but "socket" NCCL's logs must say that Towline was assigned as the RMA plugin, and below GIN, of each
-communicator; else the life has failed, whatever its steps say.
+In every life but "socket" NCCL's logs must say of each communicator that Towline was assigned as its RMA plugin, and that
+the ranks connected through it; else the life has failed, whatever its steps say.
 
 A rank that is silent for too long is asked where each of its threads is: by /proc, by Python, and natively by a signal
 handler or, where there is no C compiler, by cuda-gdb or gdb. To catch a rare hang:
@@ -66,8 +66,9 @@ ROUNDS, LINGER = 20, 256 * MIB
 TIMED = (8, 4096, 65536, MIB, 16 * MIB)
 # The lives that make more than one communicator.
 COMMUNICATORS = {"abort": 2, "py-abort": 2}
-# What NCCL says of each communicator that Towline serves, and what Towline says when it declines.
-ASSIGNED = ("RMA/Plugin: Assigned plugin Towline to comm", "GIN/Plugin: Assigned plugin Towline type 2 to comm")
+# What NCCL says of each communicator that Towline serves: at its start, and when its ranks connect for their first window or
+# device communicator. And what Towline says when it declines.
+ASSIGNED = ("RMA/Plugin: Assigned plugin Towline to comm", "ncclRmaProxyConnectOnce: rmaCommCount 1")
 DECLINED = "no one-sided operations over Towline:"
 
 
