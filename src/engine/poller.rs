@@ -92,9 +92,6 @@ struct Shared {
     seen: AtomicU64,
 }
 
-/// How often the registration of a descriptor is tried, a millisecond apart, while the kernel has no memory for it.
-const WATCH_TRIES: u32 = 5;
-
 const WAKE: Token = Token(usize::MAX);
 
 static NO_WORKER: Limiter = Limiter::new();
@@ -235,7 +232,8 @@ fn epoll_add(epoll: RawFd, fd: RawFd, interest: Interest, token: usize) -> io::R
         Interest::Read => libc::EPOLLIN,
     };
     let mut event = libc::epoll_event { events: (flags | libc::EPOLLET) as u32, u64: token as u64 };
-    let mut patience = WATCH_TRIES;
+    // While the kernel has no memory for it: five tries, a millisecond apart.
+    let mut patience = 5;
     loop {
         // SAFETY: `event` is valid for the call; mio reads our token back from the same field (`Token` is the u64).
         if unsafe { libc::epoll_ctl(epoll, libc::EPOLL_CTL_ADD, fd, &raw mut event) } == 0 {

@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 /// queries. Normally a receive follows within microseconds; for a rank that is seconds late only a few queries are
 /// sent.
 const QUERY_AFTER: Duration = Duration::from_millis(20);
-const QUERY_SELDOM: Duration = Duration::from_secs(10);
 
 /// When the next query is due, and the interval after that; None while nothing waits.
 #[derive(Debug, Default)]
@@ -21,7 +20,7 @@ impl QueryTimer {
         if now < at {
             return false;
         }
-        let pause = (pause * 2).min(QUERY_SELDOM);
+        let pause = (pause * 2).min(Duration::from_secs(10));
         self.0 = Some((now + pause, pause));
         true
     }

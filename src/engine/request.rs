@@ -93,7 +93,8 @@ impl Keys {
             order: [0; SLOTS],
             oldest: 0,
             taken: 0,
-            generation: GENERATIONS.fetch_add(FAR, Ordering::Relaxed),
+            // 2³² divided by the golden ratio, made odd: its multiples spread evenly and repeat after 2³² connections.
+            generation: GENERATIONS.fetch_add(0x9E37_79B9, Ordering::Relaxed),
         }
     }
 
@@ -178,9 +179,6 @@ impl Slot {
 /// does not repeat a value that a stale handle of a closed connection at the same table index may hold. Each connection
 /// counts separately: a shared counter would move between the processors of their threads.
 static GENERATIONS: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(1);
-
-/// 2³² divided by the golden ratio, made odd: its multiples spread evenly and repeat after 2³² connections.
-const FAR: u32 = 0x9E37_79B9;
 
 impl Default for RequestSlots {
     fn default() -> Self {

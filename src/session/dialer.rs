@@ -34,7 +34,6 @@ use super::handshake::{PREAMBLE, Secret};
 use super::lifeline::{self, Answer};
 use super::link::{Sock, new_socket, tune};
 use super::net::Net;
-use super::outlet::BOUND_TRY;
 use super::shortage;
 use crate::engine::poller::{Interest, Progress, Registration, Source};
 use crate::os::error::{Cause, Error, Result};
@@ -49,15 +48,6 @@ const MANY: u32 = 100;
 
 /// A repair ends with its connection.
 const NO_DEADLINE: Duration = Duration::from_secs(1 << 31);
-
-/// A peer that refuses on every rail for this long has died: its listening sockets outlive every connection. Before the
-/// first connection nothing waits for this result, and the refusals may come from a path that is being repaired, so
-/// `TOWLINE_RECONNECT_TIMEOUT` applies there.
-const REFUSED: Duration = Duration::from_secs(1);
-
-/// A local rule of this host that lets no packet out to the peer does not change by itself; a rule that is being
-/// replaced has this long.
-const FORBIDDEN: Duration = Duration::from_secs(2);
 
 /// After this long without a connection the log names the obstacle, once for each attempt.
 const TELL_AFTER: Duration = Duration::from_secs(5);
@@ -260,7 +250,8 @@ impl Dial {
             }
         }
         if state.bound {
-            state.try_until = state.try_until.min(state.began + BOUND_TRY);
+            // Many round trips in a data centre, and short compared with NCCL's timeouts.
+            state.try_until = state.try_until.min(state.began + Duration::from_millis(500));
         }
         state.rail = rail;
         tune(&sock, &self.net.config, self.purpose.traffic_class(), true);
@@ -323,11 +314,17 @@ impl Dial {
             hopeless = false;
         }
         let is_first = self.purpose.is_first();
-        let patience = if is_first { self.net.config.reconnect_timeout.max(REFUSED) } else { REFUSED };
+        // A peer that refuses on every rail for a second has died: its listening sockets outlive every connection. Before
+        // the first connection nothing waits for this result, and the refusals may come from a path that is being
+        // repaired.
+        let second = Duration::from_secs(1);
+        let patience = if is_first { self.net.config.reconnect_timeout.max(second) } else { second };
         let everywhere = |tries: u32| state.tries.saturating_sub(tries) as usize + 1 >= self.purpose.pairs();
         let dead = state.refused_since.is_some_and(|(since, tries)| now - since > patience && everywhere(tries));
-        // Later the refusals may come from a deliberate outage, and the connection knows how long to wait.
-        hopeless |= is_first && state.forbidden_since.is_some_and(|since| now - since > FORBIDDEN);
+        // A local rule of this host that lets no packet out to the peer does not change by itself; a rule that is being
+        // replaced has two seconds. Later it may be a deliberate outage, and the connection knows how long to wait.
+        let too_long = |since: Instant| now - since > Duration::from_secs(2);
+        hopeless |= is_first && state.forbidden_since.is_some_and(too_long);
         if now >= self.deadline || dead || hopeless {
             let error = self.purpose.explain(error, &self.net.config);
             self.purpose.gave_up(&self.net, state.epoch, &error);
@@ -420,7 +417,8 @@ impl Dial {
         match self.advance(&mut state) {
             Ok(Some(Reached::Called)) => {
                 self.purpose.answered(state.began, state.pair, Answer::Accepted);
-                self.pause(&mut state, now + lifeline::HEARD_PAUSE)
+                // After a call that was received the sender connects at once. If it does not, it is called again.
+                self.pause(&mut state, now + Duration::from_millis(500))
             }
             Ok(Some(reached)) => {
                 self.finish(&mut state, Ok(()));

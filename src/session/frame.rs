@@ -32,9 +32,6 @@ pub(crate) const ALIGN: u64 = 128;
 /// The longest payload of a control frame in bytes (the text of [`Type::Fail`]).
 pub(crate) const MAX_CONTROL: u32 = 1024;
 
-/// The longest payload of [`Type::Acks`] in bytes: a count for each stream.
-pub(crate) const MAX_COUNTS: u32 = 8 * MAX_STREAMS as u32;
-
 /// Flag: the payload was sent without the receiver's clear-to-send and used credit.
 pub const EAGER: u8 = 1;
 /// Flag: a request waits for the acknowledgement, so send it at once.
@@ -188,7 +185,8 @@ impl Header {
                 end.is_some_and(|end| end <= self.total) && self.offset.is_multiple_of(ALIGN)
             }
             Type::Fail => self.length <= MAX_CONTROL,
-            Type::Acks => self.length <= MAX_COUNTS && self.length.is_multiple_of(8),
+            // A count for each stream.
+            Type::Acks => self.length <= 8 * MAX_STREAMS as u32 && self.length.is_multiple_of(8),
             _ => self.length == 0,
         }
     }

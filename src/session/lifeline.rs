@@ -50,17 +50,8 @@ use crate::os::error::Error;
 /// sooner. After a refusal the next call comes after the same time.
 pub(crate) const CALL_AFTER: Duration = Duration::from_millis(100);
 
-/// After a call that was received the sender connects at once. If it does not, it is called again.
-pub(crate) const HEARD_PAUSE: Duration = Duration::from_millis(500);
-
-/// How long an accepted call is kept open. The other side closes it after the same time.
-pub(crate) const HOLD: Duration = super::tries::PATIENCE;
-
 /// The number of refusals in a row on one path, at least.
 pub(crate) const REFUSALS: u32 = 3;
-
-/// Refusals closer together than this count once: several streams may connect at the same time.
-const APART: Duration = Duration::from_millis(50);
 
 /// How long a peer may refuse whose streams were cut.
 pub(crate) const CUT_PATIENCE: Duration = Duration::from_millis(800);
@@ -76,17 +67,12 @@ const ENDED_SOMEWHERE: Duration = Duration::from_millis(600);
 /// the network was in trouble: a firewall that affects one rail after another may for a moment refuse what it has ended.
 pub(crate) const CUT_SOMEWHERE: Duration = Duration::from_millis(1500);
 
-/// All streams of a process that dies have ended within this time, however busy this side is.
-const END_OF_ALL: Duration = Duration::from_secs(1);
-
 /// After this time those on rails without any answer have ended too, whose silence had to be noticed first.
 const SILENCE_AFTER_END: Duration = Duration::from_secs(5);
 
-/// A deadline that is found this long after it has passed was missed because this process did not run.
+/// A deadline that is found this long after it has passed was missed because this process did not run. It is extended
+/// by twice as much then.
 const LATE: Duration = Duration::from_millis(500);
-
-/// By how much it is extended then.
-const GRACE: Duration = Duration::from_millis(2 * LATE.as_millis() as u64);
 
 /// Whether the other end reported the end of the stream, as the kernel of a dying process does, or a firewall in its
 /// place.
@@ -140,7 +126,8 @@ impl Ended {
 
     /// How long a peer may refuse on all paths, given how the last stream has ended. None: refusals prove nothing.
     pub(crate) fn refused_for(&self, now: Instant, last: &io::Error) -> Option<Duration> {
-        if is_cut(last) && self.ends().end_of_file.is_some_and(|at| now - at < END_OF_ALL) {
+        // All streams of a process that dies have ended within a second, however busy this side is.
+        if is_cut(last) && self.ends().end_of_file.is_some_and(|at| now - at < Duration::from_secs(1)) {
             return Some(ENDED_PATIENCE);
         }
         (is_cut(last) || self.is_recent(now)).then_some(CUT_PATIENCE)
@@ -282,7 +269,8 @@ impl PeerInquiry {
         path.last = Some(answer);
         if answer != Answer::Refused {
             (path.refusals, path.counted) = (0, None);
-        } else if path.counted.is_none_or(|(_, last)| now - last >= APART) {
+        } else if path.counted.is_none_or(|(_, last)| now - last >= Duration::from_millis(50)) {
+            // Those closer together count once: several streams may connect at the same time.
             let since = path.counted.map_or(now, |(since, _)| since);
             (path.refusals, path.counted) = (path.refusals + 1, Some((since, now)));
         }
@@ -325,7 +313,7 @@ impl PeerInquiry {
         let alive = self.paths.iter().any(|path| path.last == Some(Answer::Accepted));
         let until = if alive { &mut self.most } else { &mut self.limit };
         if now > *until + LATE {
-            *until = now + GRACE;
+            *until = now + 2 * LATE;
         }
         if now >= *until {
             return Verdict::Gone;
@@ -501,7 +489,7 @@ mod tests {
         let mut inquiry = inquiry(start, Some(800 * MS), None, 1);
         inquiry.answered(start, start + 100 * MS, 0, Answer::Refused);
         let late = start + 20_000 * MS;
-        assert_eq!(inquiry.verdict(late), Verdict::Wait(late + GRACE));
+        assert_eq!(inquiry.verdict(late), Verdict::Wait(late + 2 * LATE));
         inquiry.answered(late, late + 10 * MS, 0, Answer::Accepted);
         assert_eq!(inquiry.verdict(late + 20 * MS), Verdict::Wait(start + 60_000 * MS));
     }

@@ -36,20 +36,6 @@ pub(crate) const SOON: Duration = Duration::from_millis(100);
 /// retransmission timer of 200 ms, Linux's minimum, the probes are sent after 0.2, 0.6 and 1.4 s.
 pub(crate) const SILENCE: Duration = Duration::from_millis(2300);
 
-/// The control thread must also have seen it unanswered for this long: a stream that was idle was already silent before
-/// the first probe.
-const UNANSWERED: Duration = Duration::from_millis(1600);
-
-/// Within this time the kernel has ended all streams of a dying process, and this side has noticed.
-const AT_ONCE: Duration = Duration::from_millis(150);
-
-/// The most that distance adds to these times: this side does not wait longer for a queue on the path that holds
-/// seconds of traffic.
-const ANSWERING_MAX: Duration = Duration::from_secs(8);
-
-/// The number of unanswered probes, at least.
-const PROBES: u8 = 2;
-
 /// A stream without any answer for this long is probed if the peer's kernel has its frames but the peer has not
 /// acknowledged them: their acknowledgement may be lost.
 pub(crate) const PROBE_AFTER: Duration = Duration::from_millis(500);
@@ -114,9 +100,8 @@ pub(crate) fn acknowledged(sock: &impl AsRawFd) -> Option<u64> {
 /// The bytes at `offset` in the kernel's `tcp_info` (`linux/tcp.h`), of which libraries declare only the beginning.
 /// None when the kernel provides less.
 fn number<const BYTES: usize>(sock: &impl AsRawFd, offset: usize) -> Option<[u8; BYTES]> {
-    /// Up to and including `tcpi_min_rtt`.
-    const KNOWN: usize = 152;
-    let mut bytes = [0_u8; KNOWN];
+    // Up to and including `tcpi_min_rtt`.
+    let mut bytes = [0_u8; 152];
     // SAFETY: any bytes are bytes.
     let length = unsafe { read_info(sock, &mut bytes) }?;
     bytes.get(..length)?.get(offset..offset + BYTES)?.try_into().ok()
@@ -137,9 +122,10 @@ impl TcpSample {
 
 impl TcpSample {
     /// What the distance adds to the time that an answer takes. Twice the round trip: keepalive probes are sent once a
-    /// second however long the path is, so on a long path several are always unanswered.
+    /// second however long the path is, so on a long path several are always unanswered. At most 8 s: this side does not
+    /// wait longer for a queue on the path that holds seconds of traffic.
     pub(crate) fn answering(&self) -> Duration {
-        (2 * self.round_trip).min(ANSWERING_MAX)
+        (2 * self.round_trip).min(Duration::from_secs(8))
     }
 }
 
@@ -178,7 +164,8 @@ impl LivenessMonitor {
     /// Whether the stream has been away for longer than it takes until the end of a process has reached all its
     /// streams. Streams that end later have another reason.
     pub(crate) fn is_long_away(&self, now: Instant) -> bool {
-        self.away_since.is_some_and(|since| now - since > AT_ONCE)
+        // By then the kernel has ended all streams of a dying process, and this side has noticed.
+        self.away_since.is_some_and(|since| now - since > Duration::from_millis(150))
     }
 
     /// Checks the stream once.
@@ -189,7 +176,10 @@ impl LivenessMonitor {
         }
         let since = *self.unanswered_since.get_or_insert(now);
         let answering = sample.answering();
-        if sample.probes >= PROBES && sample.silent >= SILENCE + answering && now - since >= UNANSWERED + answering {
+        // A stream that was idle was already silent before the first probe, so the control thread must also have seen it
+        // unanswered.
+        let unanswered = now - since >= Duration::from_millis(1600) + answering;
+        if sample.probes >= 2 && sample.silent >= SILENCE + answering && unanswered {
             return Finding::Lost(sample.silent);
         }
         Finding::Probing
@@ -248,10 +238,10 @@ impl Probes {
     /// For an idle connection, so that the kernel ends it within `limit`, a little before. The sending side probes
     /// first: it is the side that reconnects when a firewall has forgotten the flow and answers with a reset.
     pub(crate) fn within(limit: Duration, sending: bool) -> Self {
-        const SECOND: Duration = Duration::from_secs(1);
+        let second = Duration::from_secs(1);
         let first = if sending { limit / 4 } else { limit / 3 };
-        let idle = first.max(SECOND * if sending { 1 } else { 2 });
-        let interval = (limit / 9).max(SECOND);
+        let idle = first.max(second * if sending { 1 } else { 2 });
+        let interval = (limit / 9).max(second);
         let room = (limit * 9 / 10).saturating_sub(idle);
         let count = (room.as_secs_f64() / interval.as_secs_f64()).floor().clamp(1.0, 100.0) as i32;
         Self { idle, interval, count }

@@ -62,17 +62,6 @@ pub struct Net {
     me: Weak<Self>,
 }
 
-/// While the process has fewer extra streams than this, a new connection gets its own at once. Otherwise their
-/// handshakes, in which two threads wake in turn, happen during NCCL's first operations: NCCL's proxy thread then
-/// copied 30 to 47 % of the messages of the first 60 all-reduces of 512 KiB, because their connections had no further
-/// streams yet (two H100, docs/dev/decisions.md). Later connections wait for a long message: an all-to-all among many
-/// ranks has hundreds of them, and most carry little.
-const EARLY_STREAMS: usize = 64;
-
-/// The process must also be allowed this many: where descriptors are scarce (many systems start with 1024 per process),
-/// they are kept for connections, this side's and its peers', and not used for streams that may never be needed.
-const EARLY_BUDGET: usize = 1024;
-
 /// Answers the handshakes of connections that the listening sockets accept.
 pub(crate) trait Accepts: Send + Sync {
     /// A connection has arrived. Called by the control thread, so it must not wait.
@@ -92,9 +81,6 @@ struct LinkNews {
     /// Notifications were lost, and the state of some interfaces is still unknown.
     unsure: AtomicBool,
 }
-
-/// When to read again the interfaces whose state could not be read.
-const READ_AGAIN: Duration = Duration::from_millis(20);
 
 impl Source for LinkNews {
     fn poll(&self) -> Progress {
@@ -116,7 +102,7 @@ impl Source for LinkNews {
             }
         }
         self.unsure.store(unsure, Ordering::Relaxed);
-        Progress { moved: false, again: unsure.then(|| Instant::now() + READ_AGAIN) }
+        Progress { moved: false, again: unsure.then(|| Instant::now() + Duration::from_millis(20)) }
     }
 
     fn fail(&self, error: Error) {
@@ -268,8 +254,16 @@ impl Net {
 
     /// Whether a new connection gets its further streams at once, before its first long message: while the process has few
     /// of them, and descriptors for many.
+    ///
+    /// Otherwise their handshakes, in which two threads wake in turn, happen during NCCL's first operations: NCCL's proxy
+    /// thread then copied 30 to 47 % of the messages of the first 60 all-reduces of 512 KiB, because their connections had
+    /// no further streams yet (two H100, docs/dev/decisions.md). Later connections wait for a long message: an all-to-all
+    /// among many ranks has hundreds of them, and most carry little.
+    ///
+    /// Where descriptors are scarce (many systems start with 1024 per process), they are kept for connections, this
+    /// side's and its peers', and not used for streams that may never be needed.
     pub(crate) fn may_grow_early(&self) -> bool {
-        self.extra_streams.load(Ordering::Relaxed) < EARLY_STREAMS && descriptor_budget() >= EARLY_BUDGET
+        self.extra_streams.load(Ordering::Relaxed) < 64 && descriptor_budget() >= 1024
     }
 
     /// Counts one more extra stream.
@@ -374,9 +368,6 @@ impl Net {
 /// How long a closed connection's sockets wait for the peer to close its side.
 pub(crate) const FAREWELL: Duration = Duration::from_secs(5);
 
-/// How often such a socket is read in one poll, at most, 4 KiB at a time.
-const FAREWELL_READS: usize = 64;
-
 struct Farewell {
     sock: Sock,
     deadline: Instant,
@@ -400,7 +391,7 @@ impl Source for Goodbyes {
         socks.retain(|Farewell { sock, deadline, .. }| {
             let mut sink = [0_u8; 4096];
             // Not until the socket is empty: a peer that keeps sending would occupy the control thread.
-            for _ in 0..FAREWELL_READS {
+            for _ in 0..64 {
                 // SAFETY: the sink is ours.
                 let got = unsafe { wire::receive(sock.as_raw_fd(), Piece::of_mut(&mut sink)) };
                 match got.or_else(wire::as_would_block) {

@@ -12,16 +12,11 @@
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
 
 use super::link::Sock;
 use crate::os::interfaces::{self, Rail};
 use crate::os::log::NET;
 use crate::os::route::{self, Way};
-
-/// How long a bound socket may take to connect: many round trips in a data centre, and short compared with NCCL's
-/// timeouts.
-pub(crate) const BOUND_TRY: Duration = Duration::from_millis(500);
 
 /// What the process has learned.
 #[derive(Debug, Default)]

@@ -20,9 +20,6 @@ use crate::os::fd::Registered;
 use crate::os::interfaces::{Rail, duplicate};
 use crate::os::log::{Limiter, NET};
 
-/// How many connections are accepted before those already accepted are served again.
-const AT_ONCE: usize = 64;
-
 /// A listener that NCCL requested.
 pub(crate) struct Listener {
     /// What its handle carries.
@@ -182,7 +179,8 @@ static DROPPED: Limiter = Limiter::new();
 
 impl Source for PortSource {
     fn poll(&self) -> Progress {
-        for _ in 0..AT_ONCE {
+        // After 64 connections those already accepted are served again.
+        for _ in 0..64 {
             let mut from = None;
             let accepted = Registered::open(|| {
                 let (socket, address) = self.sock.accept()?;

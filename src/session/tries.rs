@@ -24,9 +24,6 @@ pub(crate) const ROUND_TRIP_MAX: Duration = Duration::from_secs(3);
 /// of these attempts fit into the time that the receiving side waits.
 const QUICK: Duration = Duration::from_millis(150);
 
-/// Attempts over each path before those of a known path grow: the path may have become longer.
-const PATIENT: u32 = 8;
-
 /// An attempt to connect over a path of unknown length, after this many others over `paths` paths in turn.
 pub(crate) fn first(tries: u32, paths: usize) -> Duration {
     let (least, round) = if paths > 1 { (QUICK, tries / paths as u32) } else { (TRY, tries) };
@@ -37,7 +34,8 @@ pub(crate) fn first(tries: u32, paths: usize) -> Duration {
 /// moment, and twice as long in the next round.
 pub(crate) fn again(tries: u32, paths: usize, hurry: bool, round_trip: Duration) -> Duration {
     let round = tries / paths.max(1) as u32;
-    let most = TRY * (1 << (round / PATIENT).min(2));
+    // After eight attempts over each path it may have become longer.
+    let most = TRY * (1 << (round / 8).min(2));
     let least = if hurry { (QUICK * (1 << round.min(6))).min(most) } else { most };
     // An answer takes one round trip; one lost packet is repeated after as long again.
     least.max(round_trip * 3)

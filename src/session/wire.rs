@@ -265,11 +265,8 @@ fn begins_a_flag(to: *const u8) -> bool {
     needs_order() && (to as usize) % 128 == 120
 }
 
-/// How long a handshake message may wait for the kernel to accept it.
-const SEND_PATIENCE: Duration = Duration::from_millis(20);
-
 /// Sends a handshake message, which always fits the empty buffer of a new socket. If the kernel has no memory for it at
-/// once, waits a moment.
+/// once, waits up to 20 ms.
 ///
 /// # Errors
 /// When it still does not fit, or the connection is gone.
@@ -288,7 +285,7 @@ pub fn send_all(sock: &impl AsRawFd, bytes: &[u8]) -> Result<()> {
             return Ok(());
         }
         let now = Instant::now();
-        if now >= *until.get_or_insert(now + SEND_PATIENCE) {
+        if now >= *until.get_or_insert(now + Duration::from_millis(20)) {
             return Err(Error::remote("a handshake message did not fit the socket"));
         }
         std::thread::sleep(shortage::PAUSE);

@@ -44,8 +44,6 @@ pub(crate) trait Direction: Sized + Send + Sync + 'static {
 
     /// Whether this side sends.
     const SENDS: bool;
-    /// What a poll by NCCL's proxy thread does on a stream.
-    const POLL: u8;
 
     /// Moves what can be moved on a stream. Adds to `ready` the bytes of messages that other streams may now send.
     fn step(conn: &Connection<Self>, index: usize, io: &mut Self::Io, wishes: u8, ready: &mut u64) -> Step<Broken>;
@@ -381,7 +379,8 @@ impl<D: Direction> Connection<D> {
         self.attention.called();
         let mut ready = 0;
         let step = |io: &mut D::Io, wishes| D::step(self, 0, io, wishes, &mut ready);
-        let ran = self.streams[0].poll_once(D::POLL, step, |io, why| self.broken(0, io, why));
+        let wishes = if D::SENDS { READ | WRITE } else { READ };
+        let ran = self.streams[0].poll_once(wishes, step, |io, why| self.broken(0, io, why));
         self.ran(0, ran, ready);
     }
 

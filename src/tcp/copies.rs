@@ -8,7 +8,7 @@
 
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use super::limits::{COPY_FIRST_MAX, REPLAY_MAX};
+use super::limits::{COPY_FIRST_MAX, EAGER_MAX};
 use crate::engine::schedule::constants::INLINE_MAX;
 use crate::session::frame::HEADER;
 
@@ -22,7 +22,7 @@ const OWN_SPARE: [usize; 2] = [256, 32];
 
 /// The sizes of stored buffers in bytes.
 const CLASSES: [usize; 4] =
-    [(4 << 10) + HEADER, (16 << 10) + HEADER, INLINE_MAX as usize + HEADER, REPLAY_MAX as usize + HEADER];
+    [(4 << 10) + HEADER, (16 << 10) + HEADER, INLINE_MAX as usize + HEADER, EAGER_MAX as usize + HEADER];
 
 /// Bytes of unused buffers of each size that the process keeps: those of sixteen connections which have 32 messages of 8 KiB
 /// unacknowledged each (a credit window holds twice as many). With 32 in all, buffers of a burst went back to the system and

@@ -27,23 +27,13 @@ use crate::session::frame::MAX_STREAMS;
 /// accepts 576 over IPv4, 40 of which are headers.
 const SEGMENTS: [u32; 2] = [1220, 536];
 
-/// The segments with which the kernel's own cure begins (`net.ipv4.tcp_base_mss`). They grow later, so the value 1024
-/// does not mean that 1220 is too much.
-const KERNELS: u32 = 1024;
-
 /// Epochs in vain in a row before a path is left out: two with the path's own segments, and one for each of
 /// [`SEGMENTS`].
 const ENOUGH: u32 = 4;
 
-/// Streams that are cut within this time count once: what cuts streams at the same time may have passed by then.
-const APART: Duration = Duration::from_secs(1);
-
 /// A stream that is silent for this long after a handshake on its path has another reason than an outage: the
 /// retransmission timer of a stream that was silent for 2.3 s fires at least every 0.8 s.
 const PROVEN: Duration = Duration::from_millis(1500);
-
-/// An epoch that lived this long has another reason to end than those before it.
-const LONG: Duration = Duration::from_secs(60);
 
 /// How long an epoch may stay silent when no other path is left. The kernel tries a smaller MTU after 6 s.
 const LAST_RESORT: Duration = Duration::from_secs(15);
@@ -156,7 +146,9 @@ impl Deliveries {
         let pair = self.pairs.get_mut(at)?;
         let shrunk = using.filter(|using| pair.in_vain > 0 && *using < epoch.largest);
         (pair.in_vain, pair.silent, pair.counted) = (0, 0, None);
-        let cured = shrunk.map(|using| SEGMENTS[usize::from(using < KERNELS)]);
+        // The kernel's own cure begins with 1024 (`net.ipv4.tcp_base_mss`) and grows later, so that does not mean that 1220
+        // is too much.
+        let cured = shrunk.map(|using| SEGMENTS[usize::from(using < 1024)]);
         epoch.segment.or(cured).filter(|_| is_first).map(|segment| (at, segment))
     }
 
@@ -182,12 +174,14 @@ impl Deliveries {
             let begun = pair.begun.unwrap_or(counted);
             let counts = match how {
                 End::Silent(_) => begun > counted && now.saturating_duration_since(begun) >= PROVEN,
-                End::Cut => now.saturating_duration_since(counted) >= APART,
+                // Streams that are cut within a second count once: what cut them may have passed by then.
+                End::Cut => now.saturating_duration_since(counted) >= Duration::from_secs(1),
             };
             if !counts {
                 return Lesson::None;
             }
-            if now.saturating_duration_since(begun) >= LONG {
+            // An epoch of a minute ends for another reason than those before it.
+            if now.saturating_duration_since(begun) >= Duration::from_secs(60) {
                 (pair.in_vain, pair.silent) = (0, 0);
             }
         }

@@ -19,16 +19,9 @@ use std::cell::RefCell;
 use crate::session::frame::{ALIGN, POLLED};
 use crate::session::wire::Piece;
 
-/// Where the flag of an LL128 line begins.
-const FLAG: usize = ALIGN as usize - size_of::<u64>();
-
 /// Lines that are checked. All lines of a message in LL128 have the flag, so none of those is missed; more lines would
 /// only rule out more of the others.
 const LINES: usize = 4;
-
-/// Flags count the steps of a connection. A million steps each second would take nine years to come to this, while of the
-/// numbers that tensors are made of only integers are smaller, read as eight bytes.
-const MOST_STEPS: u64 = 1 << 48;
 
 /// Bytes that pass through the buffer at a time: few enough to be still in the processor's cache when they are copied.
 const BOUNCE: usize = 64 << 10;
@@ -55,12 +48,14 @@ pub(crate) unsafe fn flag(chunk: Piece) -> u8 {
 pub(crate) unsafe fn may_be_polled(chunk: Piece) -> bool {
     let ll128 = chunk.length >= ALIGN as usize && chunk.length.is_multiple_of(ALIGN as usize) && {
         let flag = |line: usize| {
-            // SAFETY: the line is a part of the chunk.
-            unsafe { chunk.data.add(line * ALIGN as usize + FLAG).cast::<u64>().read_unaligned() }
+            let end = (line + 1) * ALIGN as usize;
+            // SAFETY: the line is a part of the chunk, and its last 8 bytes are the flag.
+            unsafe { chunk.data.add(end - size_of::<u64>()).cast::<u64>().read_unaligned() }
         };
+        // Flags count the steps of a connection. A million steps each second would take nine years to come to 1 << 48,
+        // while of the numbers that tensors are made of only integers are smaller, read as eight bytes.
         let first = flag(0);
-        (1..MOST_STEPS).contains(&first)
-            && (1..LINES.min(chunk.length / ALIGN as usize)).all(|line| flag(line) == first)
+        (1..1 << 48).contains(&first) && (1..LINES.min(chunk.length / ALIGN as usize)).all(|line| flag(line) == first)
     };
     // SAFETY: as above.
     ll128 || !cfg!(target_arch = "x86_64") && unsafe { may_be_ll(chunk) }

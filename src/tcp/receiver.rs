@@ -25,7 +25,7 @@ use super::connection::{Connection, Direction, StreamIo, lock};
 use super::limits::CLOSE_RECOVERY;
 use super::polled;
 use super::recv_core::{Part, Posted, RecvCore};
-use super::stream::{READ, Step, Stream, WRITE};
+use super::stream::{Step, Stream, WRITE};
 use crate::engine::counters::Counters;
 use crate::engine::events::Chunk;
 use crate::engine::poller::{Progress, Registration};
@@ -232,7 +232,6 @@ impl Direction for Receiving {
     type Io = Io;
 
     const SENDS: bool = false;
-    const POLL: u8 = READ;
 
     #[inline(always)]
     fn step(conn: &RecvConn, index: usize, io: &mut Io, wishes: u8, _ready: &mut u64) -> Step<Broken> {

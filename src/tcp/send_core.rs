@@ -19,20 +19,16 @@ use std::time::{Duration, Instant};
 use slab::Slab;
 
 use super::delivery::Arrived;
-use super::limits::{
-    EAGER_MAX, EAGER_MAX_FAR, EAGER_WINDOW, EAGER_WINDOW_FAR, MAX_AHEAD, MAX_POSTED, MESSAGE_COST, POLL_BYTES,
-    REPLAY_BESIDE_WORKERS, REPLAY_MAX,
-};
+use super::limits::{EAGER_MAX, EAGER_MAX_FAR, EAGER_WINDOW, EAGER_WINDOW_FAR, MAX_POSTED, MESSAGE_COST, max_early};
 use super::window::{Pace, Window};
 use crate::engine::request::{SLOTS, too_long};
-use crate::engine::schedule::constants::{ACK_BYTES, ACK_EVERY, CHUNK_MAX, CHUNK_MIN, MOST_SHARES, PAGE, POLL_EVERY};
+use crate::engine::schedule::constants::{
+    ACK_BYTES, ACK_EVERY, CHUNK_MAX, CHUNK_MIN, INLINE_MAX, MOST_SHARES, PAGE, POLL_EVERY,
+};
 use crate::engine::tags::TagOrders;
 use crate::os::error::{Error, Result};
 use crate::os::ticks::Ticks;
 use crate::session::frame::{EAGER, Header, MAX_STREAMS, PROMPT, Type, WHOLE};
-
-/// A frame of this many bytes needs packets of full size: more than an MTU of 9000 holds.
-const LONG_FRAME: u32 = 16 << 10;
 
 /// Names a message from its posting to its end.
 pub type Key = usize;
@@ -513,7 +509,9 @@ impl SendCore {
         let Some(first) = self.streams.first() else { return false };
         let (frames, used) = (first.sent, self.credit_used);
         let out = frames - first.acked > ACK_EVERY || self.credit_out() > self.eager_window / 4;
-        let due = out && (frames - self.at_last_read.0 >= POLL_EVERY || used - self.at_last_read.1 >= POLL_BYTES);
+        // By frames, or by bytes of credit.
+        let (frames_since, used_since) = (frames - self.at_last_read.0, used - self.at_last_read.1);
+        let due = out && (frames_since >= POLL_EVERY || used_since >= EAGER_WINDOW / 16);
         if due {
             self.at_last_read = (frames, used);
         }
@@ -672,7 +670,13 @@ impl SendCore {
         }
         message.flying += 1;
         let mut flags = if message.eager { EAGER } else { 0 };
-        let most = if self.others > 0 { REPLAY_BESIDE_WORKERS } else { REPLAY_MAX };
+        // What is copied for a possible resend is done as soon as the kernel took it. With one stream, so on small
+        // machines: a copy of 64 KiB that the processor has just read takes about 3 µs, while an acknowledgement costs
+        // the receiver a system call before it can go on, and the sender one for each poll for it. Where a connection has
+        // workers: all that NCCL's thread sends itself. What workers send is done when it is acknowledged, since an
+        // acknowledgement then delays no message, and a stream whose acknowledgements come at once has nothing on the way
+        // when the next message comes, so that this finds a worker awake.
+        let most = if self.others > 0 { INLINE_MAX } else { EAGER_MAX };
         // Over a long path an acknowledgement is long in coming, and a copy is cheap beside it.
         let is_whole = u64::from(flight.length) == message.length;
         let kept = index == 0 && message.length <= most || self.far && is_whole && message.length <= EAGER_MAX_FAR;
@@ -819,7 +823,8 @@ impl SendCore {
         for _ in stream.acked..frames {
             let flight = stream.flights.pop_front().expect("as many flights as unacknowledged frames");
             stream.bytes -= u64::from(flight.length);
-            stream.long += u64::from(flight.length >= LONG_FRAME);
+            // So many bytes need packets of full size: more than an MTU of 9000 holds.
+            stream.long += u64::from(flight.length >= 16 << 10);
             if let Some(landed) = &mut self.landed {
                 let Flight { key, offset, length, began, .. } = flight;
                 let message = &mut self.messages[key];
@@ -876,7 +881,9 @@ impl SendCore {
         if order >= next {
             // A repetition after a stream was lost takes no further place.
             let is_full = || self.cleared.len() >= MAX_POSTED as usize && !self.cleared.contains_key(&(tag, order));
-            if order - next >= MAX_AHEAD || is_full() {
+            // How far the newest message of a tag may be ahead of its oldest unfinished one.
+            let most_ahead = MAX_POSTED + max_early(EAGER_WINDOW);
+            if order - next >= most_ahead || is_full() {
                 return Err(Error::remote("the peer posted more receives than a connection can hold"));
             }
             self.cleared.insert((tag, order), capacity);

@@ -225,7 +225,6 @@ impl Direction for Sending {
     type Io = Io;
 
     const SENDS: bool = true;
-    const POLL: u8 = READ | WRITE;
 
     #[inline(always)]
     fn step(conn: &SendConn, index: usize, io: &mut Io, wishes: u8, ready: &mut u64) -> Step<Broken> {

@@ -23,9 +23,6 @@ pub const WRITE: u8 = 2;
 /// request to look for something.
 pub const SEND: u8 = 4;
 
-/// How many wishes of others a thread serves before it hands them on to the stream's worker.
-const ROUNDS: u32 = 8;
-
 /// A stream whose socket and buffers are an `Io`, or none while it is not connected.
 pub struct Stream<Io> {
     wishes: AtomicU8,
@@ -136,7 +133,8 @@ impl<Io> Stream<Io> {
                     break;
                 }
                 rounds += 1;
-                if rounds > ROUNDS {
+                // Enough for other threads: the stream's worker goes on.
+                if rounds > 8 {
                     self.wishes.fetch_or(wishes, Ordering::SeqCst);
                     return Ran::More;
                 }

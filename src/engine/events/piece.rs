@@ -5,12 +5,9 @@ use std::ffi::c_void;
 use crate::nccl::net_event::SOMEWHERE;
 use crate::os::ticks::Ticks;
 
-/// The most pieces that are reported of one transfer: NCCL's example profiler has room for that many, and does not
-/// check.
+/// The most pieces that are reported of one transfer, and the most resends beside them: NCCL's example profiler has room
+/// for so many pieces, and does not check.
 pub const MOST: usize = 8;
-
-/// The most resends that are reported of one transfer.
-pub(super) const MOST_RESENDS: usize = 8;
 
 /// A chunk as a backend hands it to the network, or a work request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -10,7 +10,7 @@ use std::ffi::c_void;
 use std::ptr::NonNull;
 
 use super::notes::{Kind, Note, ROOM};
-use super::piece::{Chunk, MOST, MOST_RESENDS, Piece, Reported};
+use super::piece::{Chunk, MOST, Piece, Reported};
 use crate::nccl::net_event::SOMEWHERE;
 use crate::os::ticks::Ticks;
 
@@ -88,7 +88,7 @@ impl Transfer {
             piece.retransmissions += u32::from(is_second || chunk.again);
         }
         let resends = self.pieces.iter().filter(|piece| piece.chunk.again).count();
-        if chunk.again && self.details && resends < MOST_RESENDS {
+        if chunk.again && self.details && resends < MOST {
             self.pieces.push(Piece::new(*chunk, began));
         }
     }

@@ -56,8 +56,9 @@ impl Purpose for Call {
         self.conn.upgrade().map_or(TRY, |conn| tries::again(attempt, 1, true, conn.link().round_trip))
     }
 
+    /// The other side closes it after the same time.
     fn hold(&self) -> Duration {
-        lifeline::HOLD
+        tries::PATIENCE
     }
 
     fn traffic_class(&self) -> Option<u8> {

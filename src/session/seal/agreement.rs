@@ -23,7 +23,9 @@ pub(crate) const OFFER: usize = 32 + TAG;
 /// Bytes that the listening side's message has beyond the welcome in it.
 pub const ANSWER: usize = 32 + TAG;
 
-const TAG: usize = 16;
+/// Bytes that authenticate a record or a message of the handshake.
+pub(crate) const TAG: usize = 16;
+
 const PATTERN: &str = "Noise_NNpsk0_25519_AESGCM_SHA256";
 
 /// The key of one direction of a stream, for one epoch. It cannot be printed.

@@ -18,15 +18,13 @@ use hmac::{Hmac, KeyInit, Mac};
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 use sha2::Sha256;
 
-use super::agreement::StreamKey;
+use super::agreement::{StreamKey, TAG};
 use crate::os::error::Error;
 use crate::session::frame::{HEADER, Header, Type};
 use crate::session::wire::Piece;
 
 /// Bytes of a checksum.
 pub(crate) const CHECKSUM: usize = 4;
-/// Bytes that authenticate a record.
-pub(crate) const TAG: usize = 16;
 
 /// Records under one key. 2^24 records of at most 512 KiB keep the probability of distinguishing the cipher from a
 /// random function below 2^-50 (SP 800-38D; the calculation is that of RFC 8446, section 5.5).

@@ -8,13 +8,6 @@ use crate::os::error::Error;
 use crate::session::frame::MAX_STREAMS;
 use crate::tcp::stream::WRITE;
 
-/// How long an orderly close waits for its last acknowledgements to leave.
-const CLOSE_PATIENCE: Duration = Duration::from_secs(1);
-
-/// How long it waits for a stream to come back when all are away. All closes towards a peer process that does not answer
-/// share it.
-const CLOSE_RECOVERY: Duration = Duration::from_secs(4);
-
 impl RecvConn {
     /// Reports everything that has arrived, and says goodbye.
     pub(super) fn say_goodbye(&self) {
@@ -22,8 +15,9 @@ impl RecvConn {
         self.closing.store(true, Ordering::Release);
         // For a sender whose streams die before the goodbye reaches it.
         self.net.remember_closed(&self.link, self.own.completed.load(Ordering::Relaxed));
-        // Each stream carries its own goodbye, behind its last acknowledgement: the sender reads them in any order.
-        let deadline = Instant::now() + CLOSE_PATIENCE;
+        // Each stream carries its own goodbye, behind its last acknowledgement: the sender reads them in any order. They
+        // have a second to leave.
+        let deadline = Instant::now() + Duration::from_secs(1);
         while Instant::now() < deadline && !self.health.is_failed() {
             for index in 0..MAX_STREAMS {
                 self.run(index, WRITE);
@@ -46,11 +40,11 @@ impl RecvConn {
     }
 
     /// Before the goodbye: how many frames were received on streams that are away. Their last acknowledgements may be
-    /// lost, and the sender would take received frames for lost. With no stream left it waits for one, within limits
-    /// that all closes towards one peer process share.
+    /// lost, and the sender would take received frames for lost. With no stream left it waits for one to come back,
+    /// up to 4 s, which all closes towards a peer process that does not answer share.
     pub(super) fn send_final_state(&self) {
         let start = Instant::now();
-        let deadline = self.net.silences().since(&self.peer.label, start).unwrap_or(start) + CLOSE_RECOVERY;
+        let deadline = self.net.silences().since(&self.peer.label, start).unwrap_or(start) + Duration::from_secs(4);
         let is_away = || self.health.live() == 0 && !self.health.is_failed() && !self.health.is_peer_done();
         if self.recovery && is_away() {
             while is_away() {

@@ -18,12 +18,6 @@ use crate::tcp::connection::lock;
 use crate::tcp::stream::READ;
 use crate::tcp::streams::Checked;
 
-/// How long a sign of trouble in the network explains why the peer is away.
-const TROUBLE: Duration = Duration::from_secs(10);
-
-/// How often a stream that is given up is read before, at most: a share each time, more than a socket holds.
-const MOST_POLLS: usize = 64;
-
 impl RecvConn {
     /// A stream was lost. The sender connects it again; it may not know yet.
     pub(super) fn await_return(&self, index: usize, epoch: u16, left: usize, error: &io::Error) {
@@ -60,7 +54,9 @@ impl RecvConn {
         let now = Instant::now();
         // A process that dies takes all its streams with it at once.
         let one_by_one = lock(&self.monitors).iter().any(|monitor| monitor.is_long_away(now));
-        let in_trouble = one_by_one || lock(&self.own.trouble).is_some_and(|at| now - at < TROUBLE);
+        // For ten seconds a sign of trouble in the network explains why the peer is away.
+        let recently = |at: Instant| now - at < Duration::from_secs(10);
+        let in_trouble = one_by_one || lock(&self.own.trouble).is_some_and(recently);
         let refused_for = match self.ended.refused_for(now, error) {
             Some(CUT_PATIENCE) if in_trouble && !self.ended.is_end_of_file(now) => Some(CUT_SOMEWHERE),
             other => other,
@@ -142,8 +138,9 @@ impl RecvConn {
     /// Gives up a stream while others are connected, and notifies the sender, which may not know.
     pub(super) fn lose(&self, index: usize, error: &io::Error) {
         // First what has arrived already: its sender may have closed, since this host's kernel has acknowledged it. The
-        // stream is waited for: the thread that holds it now may not poll again before it is taken away.
-        for _ in 0..MOST_POLLS {
+        // stream is waited for: the thread that holds it now may not poll again before it is taken away. 64 shares are more
+        // than a socket holds.
+        for _ in 0..64 {
             if !self.run_held(Some(self.streams[index].lock()), index, READ) {
                 break;
             }

@@ -10,7 +10,7 @@ use crate::os::error::Error;
 use crate::session::frame::{EAGER, HEADER, POLLED, PROMPT, Type};
 use crate::session::loopback;
 use crate::tcp::limits::EAGER_MAX;
-use crate::tcp::stream::Step;
+use crate::tcp::stream::{READ, Step};
 
 /// Connects stream `index`. Returns where its peer reads and writes.
 fn join(conn: &Arc<RecvConn>, index: usize) -> TcpStream {

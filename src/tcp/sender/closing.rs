@@ -17,9 +17,6 @@ use crate::tcp::stream::{READ, Stream, WRITE};
 /// How long a close waits for the receiver's process when the peer's kernel has everything; and twice the round trip.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
 
-/// The same if the receiver has everything but the goodbye: the kernel keeps sending that after the close.
-const CLOSE_IDLE: Duration = Duration::from_secs(3);
-
 /// How often it checks whether more was acknowledged.
 const CLOSE_POLL: Duration = Duration::from_millis(10);
 
@@ -129,7 +126,8 @@ impl SendConn {
         }
         let has_all = !self.recovery || self.state().core.is_idle();
         let least = if self.is_answered_within(pause * 3 / 4) { CLOSE_PATIENCE } else { CLOSE_RECOVERY };
-        pause >= if has_all { CLOSE_IDLE } else { self.net.config.peer_timeout.max(least) }
+        // If the receiver has everything but the goodbye, the kernel keeps sending that after the close.
+        pause >= if has_all { Duration::from_secs(3) } else { self.net.config.peer_timeout.max(least) }
     }
 
     /// Whether the peer's kernel has recently answered on every stream that waits for it, so that only its process does

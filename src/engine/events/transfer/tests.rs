@@ -74,7 +74,7 @@ proptest! {
         prop_assert_eq!(lengths.iter().sum::<u64>(), total);
         prop_assert!(lengths.iter().all(|length| *length > 0 || total == 0));
         prop_assert!(transfer.pieces.iter().all(|piece| piece.ended.is_some()));
-        let most = if details { MOST + MOST_RESENDS } else { MOST };
+        let most = if details { 2 * MOST } else { MOST };
         prop_assert!(transfer.pieces.len() <= most);
     }
 }
