@@ -60,7 +60,7 @@ impl Doorbell {
     }
 
     /// Whether the worker sleeps, or is about to. Only a hint: it may change at once.
-    pub fn is_asleep(&self) -> bool {
+    pub(crate) fn is_asleep(&self) -> bool {
         self.asleep.load(Ordering::Relaxed)
     }
 

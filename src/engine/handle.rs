@@ -40,9 +40,9 @@ const SLOT_BITS: u32 = 9;
 const INDEX_BITS: u32 = 20;
 
 /// How many request slots of one communicator a handle can distinguish.
-pub const MAX_SLOTS: usize = 1 << SLOT_BITS;
+const MAX_SLOTS: usize = 1 << SLOT_BITS;
 /// How many places of a table a handle can distinguish: communicators open at one time in a process.
-pub const MAX_INDEX: usize = 1 << INDEX_BITS;
+pub(crate) const MAX_INDEX: usize = 1 << INDEX_BITS;
 
 /// A decoded handle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -70,7 +70,7 @@ impl<T: ?Sized> Table<T> {
     ///
     /// # Errors
     /// When all [`MAX_INDEX`] places are taken, or `make` fails.
-    pub fn insert_with(&self, make: impl FnOnce(u32) -> Result<Arc<T>>) -> Result<Handle> {
+    fn insert_with(&self, make: impl FnOnce(u32) -> Result<Arc<T>>) -> Result<Handle> {
         let index = {
             let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
             let free = free.get_or_insert_with(Slab::new);
@@ -137,7 +137,7 @@ impl<T: ?Sized> Table<T> {
     /// # Errors
     /// As [`Table::with`].
     #[inline]
-    pub fn with_shared<R>(&self, value: usize, call: impl FnOnce(&Arc<T>) -> Result<R>) -> Result<R> {
+    pub(crate) fn with_shared<R>(&self, value: usize, call: impl FnOnce(&Arc<T>) -> Result<R>) -> Result<R> {
         let handle = self.decode(value)?;
         let place = self.place(handle.index as usize).ok_or_else(|| Self::stale(value))?;
         match &*place.read() {
@@ -149,7 +149,7 @@ impl<T: ?Sized> Table<T> {
     /// Whether a value still names an object that has not been removed. Without a lock: the object may be removed at
     /// any moment, so this is for callers that only need to know that its owner has not ended it.
     #[inline]
-    pub fn is_current(&self, value: usize) -> bool {
+    pub(crate) fn is_current(&self, value: usize) -> bool {
         let Ok(handle) = self.decode(value) else { return false };
         self.place(handle.index as usize).is_some_and(|place| place.generation() == handle.generation)
     }
@@ -157,7 +157,7 @@ impl<T: ?Sized> Table<T> {
     /// Uses the present occupant of a place, whatever its generation, as [`Table::with`] does: for request handles,
     /// whose generation is the slot's own. None when the place is empty.
     #[inline]
-    pub fn with_occupant<R>(&self, index: u32, call: impl FnOnce(Option<&T>) -> R) -> R {
+    pub(crate) fn with_occupant<R>(&self, index: u32, call: impl FnOnce(Option<&T>) -> R) -> R {
         match self.place(index as usize) {
             Some(place) => call(place.read().as_deref()),
             None => call(None),

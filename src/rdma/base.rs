@@ -365,7 +365,7 @@ impl Base {
     }
 
     /// Keeps the failure, for use if no better cause arrives for a while.
-    pub(super) fn was_flushed(&self, error: Error) {
+    fn was_flushed(&self, error: Error) {
         self.flushed().get_or_insert_with(|| (Instant::now(), error));
         self.has_flushed.store(true, Ordering::Release);
     }

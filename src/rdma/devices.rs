@@ -43,7 +43,7 @@ pub(crate) struct Wish {
 
 impl Wish {
     /// The settings from the configuration, and what is wrong with them.
-    pub(crate) fn from_config(config: &Config) -> (Self, Vec<String>) {
+    fn from_config(config: &Config) -> (Self, Vec<String>) {
         let family = config.ib_addr_family.unwrap_or(Family::V4);
         let range = config.ib_addr_range.as_deref().map(|text| gid::Range::parse(text, family)).transpose();
         let (range, complaints) = match range {
@@ -317,7 +317,7 @@ fn mapped(address: IpAddr) -> Ipv6Addr {
 }
 
 /// The rules: which of these ports may be used, in which order, and what NCCL sees of them.
-pub(crate) fn arrange(found: Vec<Found>, wish: &Wish) -> Vec<(Port, PortFacts)> {
+fn arrange(found: Vec<Found>, wish: &Wish) -> Vec<(Port, PortFacts)> {
     let usable = found.into_iter().filter_map(|found| {
         let choice = wish.filter.choose(&found.device, found.number)?;
         let link_layer = found.port.link_layer.filter(|_| found.port.is_active && found.obstacle().is_none())?;

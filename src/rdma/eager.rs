@@ -40,7 +40,7 @@ use crate::os::error::{Error, Result};
 pub(crate) const EAGER_MAX: u64 = 1024;
 
 /// Bytes of the head.
-pub(crate) const HEAD: usize = 16;
+const HEAD: usize = 16;
 
 /// Messages under way at one time.
 pub(crate) const PLACES: usize = 64;

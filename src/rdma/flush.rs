@@ -345,7 +345,7 @@ impl Flush {
 
     /// Stops the queue pair of a port as a failure would.
     #[cfg(test)]
-    pub(super) fn break_port(&mut self, place: usize) {
+    fn break_port(&mut self, place: usize) {
         self.ports[place].reader.as_mut().expect("it has read").fabric.qp(0).break_pair();
     }
 }

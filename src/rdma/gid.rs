@@ -222,7 +222,7 @@ pub(crate) fn choose_infiniband(table: &[GidEntry], routable_index: u32) -> (u32
 }
 
 /// The forwarding identifier (FLID) in an InfiniBand GID: by it a packet reaches a router to another subnet.
-pub(crate) fn forwarding_id(gid: &Gid) -> u16 {
+fn forwarding_id(gid: &Gid) -> u16 {
     u16::from_be_bytes([gid[4], gid[5]])
 }
 

@@ -21,7 +21,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// The granularity of mappings on the machines that Towline supports.
-pub(crate) const PAGE_BYTES: usize = 4096;
+const PAGE_BYTES: usize = 4096;
 
 /// Whole pages, by address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -14,7 +14,7 @@ pub(crate) const ALIGN: u64 = 128;
 
 /// A message is divided only so far that every share has this many bytes: below, the second work request costs more
 /// than a second link saves (at 400 Gbit/s 8 KiB take 0.16 µs, about what posting and completing a request takes).
-pub(crate) const SHARE_MIN: u64 = 8 << 10;
+const SHARE_MIN: u64 = 8 << 10;
 
 /// The most queue pairs of a connection: the largest count of shares in an immediate.
 pub(crate) const MAX_QPS: usize = 128;

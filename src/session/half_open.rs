@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 /// How many silent connections there may be at one time, and how many greeted ones.
-pub(crate) const EACH: usize = 256;
+const EACH: usize = 256;
 
 /// The half-open connections of the process, oldest first.
 pub(crate) struct HalfOpen<T> {

@@ -61,7 +61,7 @@ pub const READY: usize = 8;
 pub const CLOSED: u64 = 1 << 63;
 
 /// Bytes of a refusal.
-pub(crate) const REFUSAL: usize = 8 + PROOF;
+const REFUSAL: usize = 8 + PROOF;
 
 const LABEL: usize = 64;
 const ADDRESS: usize = 24;
@@ -414,7 +414,7 @@ impl Refusal {
 }
 
 /// Writes an address: family (4 or 6), port, 16 bytes, scope.
-pub(crate) fn put_address(out: &mut [u8], address: SocketAddr) {
+fn put_address(out: &mut [u8], address: SocketAddr) {
     out[2..4].copy_from_slice(&address.port().to_le_bytes());
     match address {
         SocketAddr::V4(v4) => {
@@ -430,7 +430,7 @@ pub(crate) fn put_address(out: &mut [u8], address: SocketAddr) {
 }
 
 /// Reads what [`put_address`] wrote; `None` for an empty place.
-pub(crate) fn read_address(bytes: &[u8]) -> Option<SocketAddr> {
+fn read_address(bytes: &[u8]) -> Option<SocketAddr> {
     let port = u16::from_le_bytes([bytes[2], bytes[3]]);
     match bytes[0] {
         4 => {

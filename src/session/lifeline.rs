@@ -58,7 +58,7 @@ pub(crate) const CUT_PATIENCE: Duration = Duration::from_millis(800);
 
 /// The same after an end of file. That comes from the peer's kernel, not from a firewall, and a live peer never ends a
 /// stream this way without a goodbye, unless it has just abandoned an attempt to connect, or a damaged stream.
-pub(crate) const ENDED_PATIENCE: Duration = Duration::from_millis(400);
+const ENDED_PATIENCE: Duration = Duration::from_millis(400);
 
 /// The same when some path gives no answer.
 const ENDED_SOMEWHERE: Duration = Duration::from_millis(600);

@@ -45,7 +45,7 @@ pub(crate) unsafe fn flag(chunk: Piece) -> u8 {
 /// # Safety
 /// The chunk must be readable, and begin at a multiple of [`ALIGN`] bytes from the start of its message.
 #[inline]
-pub(crate) unsafe fn may_be_polled(chunk: Piece) -> bool {
+unsafe fn may_be_polled(chunk: Piece) -> bool {
     let ll128 = chunk.length >= ALIGN as usize && chunk.length.is_multiple_of(ALIGN as usize) && {
         let flag = |line: usize| {
             let end = (line + 1) * ALIGN as usize;

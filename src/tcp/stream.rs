@@ -21,7 +21,7 @@ pub const READ: u8 = 1;
 pub const WRITE: u8 = 2;
 /// Request: send what has been taken to be sent already. A bit of its own, so that it does not hide another thread's
 /// request to look for something.
-pub const SEND: u8 = 4;
+pub(crate) const SEND: u8 = 4;
 
 /// A stream whose socket and buffers are an `Io`, or none while it is not connected.
 pub struct Stream<Io> {
@@ -76,7 +76,7 @@ impl<Io> Stream<Io> {
 
     /// As [`Stream::run`], with the stream in the caller's hands already, or with what [`Stream::hold`] returned
     /// instead.
-    pub fn run_held<'a, B>(
+    pub(crate) fn run_held<'a, B>(
         &'a self,
         held: Option<Held<'a, Io>>,
         wish: u8,
@@ -176,7 +176,7 @@ impl<Io> Stream<Io> {
     ///
     /// # Errors
     /// As [`Stream::install`]; then nothing has begun.
-    pub fn install_as(&self, mut io: Box<Io>, begin: impl FnOnce(&mut Io)) -> Result<(), Box<Io>> {
+    pub(crate) fn install_as(&self, mut io: Box<Io>, begin: impl FnOnce(&mut Io)) -> Result<(), Box<Io>> {
         let mut held = self.lock();
         if self.ended.load(Ordering::Relaxed) {
             let registration = self.registration().take();
@@ -251,7 +251,7 @@ impl<Io> Stream<Io> {
     }
 
     /// Does something if the stream is not connected, and keeps it from being connected meanwhile. For rare things.
-    pub fn while_away<T>(&self, act: impl FnOnce() -> T) -> Option<T> {
+    pub(crate) fn while_away<T>(&self, act: impl FnOnce() -> T) -> Option<T> {
         let held = self.lock();
         let done = held.is_none().then(act);
         drop(held);

@@ -123,7 +123,7 @@ impl Run {
     }
 
     /// Whether that CTS entry is the next one, and there is room.
-    pub(super) fn is_followed_by(&self, qp: usize, cts: u32) -> bool {
+    fn is_followed_by(&self, qp: usize, cts: u32) -> bool {
         (1..MAX_PARTS).contains(&self.count) && self.qp == qp && self.cts.wrapping_add(1) == cts
     }
 }

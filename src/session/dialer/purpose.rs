@@ -207,7 +207,7 @@ pub(super) fn between(rails: &[Rail], addresses: &[SocketAddr], first: usize, at
 }
 
 /// A link-local address is reached through this side's interface, whatever the number of the other side's is.
-pub(super) fn localise(remote: SocketAddr, rail: Option<&Rail>) -> SocketAddr {
+fn localise(remote: SocketAddr, rail: Option<&Rail>) -> SocketAddr {
     match (remote, rail) {
         (SocketAddr::V6(mut v6), Some(rail)) if v6.ip().is_unicast_link_local() => {
             v6.set_scope_id(rail.index);

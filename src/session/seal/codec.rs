@@ -24,11 +24,11 @@ use crate::session::frame::{HEADER, Header, Type};
 use crate::session::wire::Piece;
 
 /// Bytes of a checksum.
-pub(crate) const CHECKSUM: usize = 4;
+const CHECKSUM: usize = 4;
 
 /// Records under one key. 2^24 records of at most 512 KiB keep the probability of distinguishing the cipher from a
 /// random function below 2^-50 (SP 800-38D; the calculation is that of RFC 8446, section 5.5).
-pub(crate) const RECORDS_PER_KEY: u64 = 1 << 24;
+const RECORDS_PER_KEY: u64 = 1 << 24;
 
 /// Why arrived bytes are not accepted.
 #[derive(Debug)]

@@ -16,7 +16,7 @@ use crate::session::peer::{Broken, Peer};
 /// How often the same chunk may arrive damaged within [`MEMORY`].
 pub(crate) const SAME: u32 = 8;
 /// How long damage is remembered.
-pub(crate) const MEMORY: Duration = Duration::from_secs(60);
+const MEMORY: Duration = Duration::from_secs(60);
 /// How many chunks are remembered, at most; more than that within [`MEMORY`] also exceed the limit.
 const CHUNKS: usize = 256;
 
