@@ -215,7 +215,7 @@ impl Adapter {
     }
 
     /// A queue has failed. Returns whether a connection was notified.
-    pub(crate) fn befell(&self, queue: u64, text: &str) -> bool {
+    pub(crate) fn queue_failed(&self, queue: u64, text: &str) -> bool {
         let concerned = self.concerned();
         let mut is_reported = false;
         for mishap in concerned.iter().filter(|(of, _)| *of == queue).filter_map(|(_, mishap)| mishap.upgrade()) {

@@ -78,7 +78,7 @@ pub(super) struct Control {
     /// The socket was cut: whether the peer lives.
     pub(super) inquiry: Option<PeerInquiry>,
     /// The attempt to find out has not started yet.
-    pub(super) is_to_seek: bool,
+    pub(super) must_seek: bool,
 }
 
 impl Control {
@@ -103,7 +103,7 @@ impl Control {
             away: None,
             probed: None,
             inquiry: None,
-            is_to_seek: false,
+            must_seek: false,
         }
     }
 

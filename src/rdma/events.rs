@@ -115,7 +115,7 @@ impl Watch {
             Meaning::QueueFailed(queue) => {
                 if self.fails {
                     for adapter in &self.adapters {
-                        adapter.befell(queue, event.text);
+                        adapter.queue_failed(queue, event.text);
                     }
                 }
                 tracing::warn!(target: NET, "{device} reports {} of a queue; its transfers say which", event.text);

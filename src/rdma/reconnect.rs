@@ -59,22 +59,22 @@ impl Base {
             return true;
         }
         // The listening side's end shows the connecting side that this socket is in use, so it is known.
-        let is_unheard_of = control.is_resuming && self.side == Side::Listening;
-        let says_little = is_cut(end) || is_unheard_of || control.may_be_replaced();
+        let is_unconfirmed = control.is_resuming && self.side == Side::Listening;
+        let proves_little = is_cut(end) || is_unconfirmed || control.may_be_replaced();
         let kernel_gave_up = end.raw_os_error().is_some() && end.kind() != io::ErrorKind::BrokenPipe;
-        if !says_little && !kernel_gave_up {
+        if !proves_little && !kernel_gave_up {
             return false;
         }
         let now = Instant::now();
         // Whatever ended it: what follows is the same.
         let reset = io::ErrorKind::ConnectionReset.into();
-        let end = if says_little { &reset } else { end };
+        let end = if proves_little { &reset } else { end };
         let ended = Ended::default();
         ended.note(end);
         let paths = if self.side == Side::Connecting { self.link.pairs() } else { self.link.remote.len() };
-        let patience = match says_little {
+        let patience = match proves_little {
             // Nothing indicates that the peer is in trouble.
-            true if is_unheard_of => self.config().peer_timeout,
+            true if is_unconfirmed => self.config().peer_timeout,
             // A peer without any address for its process would be back by then.
             true if paths == 0 => CUT_PATIENCE,
             true => self.config().reconnect_timeout,
@@ -89,7 +89,7 @@ impl Base {
             paths,
         };
         control.inquiry = Some(PeerInquiry::new(now, terms, lost(end).with_peer(&self.peer)));
-        (control.away, control.is_to_seek) = (Some(now), true);
+        (control.away, control.must_seek) = (Some(now), true);
         true
     }
 
@@ -115,7 +115,7 @@ impl Base {
     fn begins_to_dial(&self) -> Option<&'static str> {
         let mut control = self.control();
         let silent = control.silent.take();
-        if std::mem::take(&mut control.is_to_seek) {
+        if std::mem::take(&mut control.must_seek) {
             return Some("was cut");
         }
         let since = silent.filter(|_| control.away.is_none() && self.is_open())?;
@@ -147,8 +147,8 @@ impl Base {
     /// Whether the listening side must call the other, about the outage that began at that time.
     fn begins_to_call(&self) -> Option<Instant> {
         let mut control = self.control();
-        let is_to_seek = std::mem::take(&mut control.is_to_seek);
-        control.inquiry.as_ref().filter(|_| is_to_seek).map(PeerInquiry::since)
+        let must_seek = std::mem::take(&mut control.must_seek);
+        control.inquiry.as_ref().filter(|_| must_seek).map(PeerInquiry::since)
     }
 
     fn call<D: Direction>(&self, conn: &Arc<Connection<D>>, since: Instant) {
@@ -203,7 +203,7 @@ impl Base {
         control.sock = Some(sock);
         (control.epoch, control.current) = (epoch, epoch);
         (control.silent, control.away, control.is_resuming) = (None, None, true);
-        (control.inquiry, control.is_to_seek) = (None, false);
+        (control.inquiry, control.must_seek) = (None, false);
         control.input.clear();
         control.output = Header { offset: control.taken, ..Header::of(Type::Ack, 0) }.encode().to_vec();
         control.write();

@@ -145,12 +145,12 @@ fn an_event_of_a_queue_reaches_its_connection_unless_it_is_only_logged() {
 /// other.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
-fn a_queue_that_is_said_to_have_failed_fails_its_connection_and_no_other() {
+fn a_queue_that_is_reported_failed_fails_its_connection_and_no_other() {
     let plan = Plan { variables: &[("TOWLINE_RECOVERY", "0")], ..Plan::default() };
     let [ends, other] = [Ends::connect(&plan), Ends::connect(&plan)];
     for (place, queue) in &ends.queues {
-        assert!(!other.receiving[*place].befell(*queue, "CQ error"), "another connection's");
-        assert!(ends.receiving[*place].befell(*queue, "CQ error"));
+        assert!(!other.receiving[*place].queue_failed(*queue, "CQ error"), "another connection's");
+        assert!(ends.receiving[*place].queue_failed(*queue, "CQ error"));
     }
     let target = vec![UNTOUCHED; 100];
     // SAFETY: the target outlives the connections.

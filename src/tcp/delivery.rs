@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn segments_become_smaller_after_the_second_epoch_in_vain_and_then_the_way_is_left_out() {
+    fn segments_become_smaller_after_the_second_epoch_in_vain_and_then_the_pair_is_left_out() {
         let (start, mut deliveries) = (Instant::now(), Deliveries::new(2));
         let learnt = lose(&mut deliveries, start, 4);
         let expected =

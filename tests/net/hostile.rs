@@ -190,7 +190,7 @@ fn a_welcomed_peer_is_accepted_though_its_process_was_stopped_amid_a_flood_of_st
         // A little longer than a stranger may take.
         std::thread::sleep(Duration::from_millis(10_500).saturating_sub(start.elapsed()));
         assert!(listener.accept().expect("accept").is_none(), "the peer has not said that it has the welcome");
-        stopped.say_word();
+        stopped.confirm();
         listener.accept_within(Duration::from_secs(5)).expect("accept").close().expect("close");
     });
 }
@@ -205,7 +205,7 @@ fn a_welcomed_peer_is_told_that_the_listener_was_closed() {
         let (listener, handle) = context.listen(0).expect("listen");
         let mut late = Hostile::welcomed(&handle);
         listener.close().expect("close");
-        late.say_word();
+        late.confirm();
         let (_, text) = late.await_frame(Type::Fail);
         let text = String::from_utf8_lossy(&text);
         assert!(text.contains("the listener was closed"), "{text}");

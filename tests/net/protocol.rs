@@ -371,11 +371,11 @@ fn a_right_proof_with_a_wrong_stream_is_refused_and_disturbs_nobody() {
     });
 }
 
-/// A sender opens further streams as soon as it has the welcome. Its word that it has is on its way on the first one then, and
-/// may be lost on that way and come later: the first stream is one nevertheless.
+/// A sender opens further streams as soon as it has the welcome. Its confirmation is under way on the first one then, and
+/// may be lost there and come later: the first stream is one nevertheless.
 #[test]
-fn a_further_stream_that_comes_before_the_word_on_the_first_one_does_not_take_its_place() {
-    let name = "protocol::a_further_stream_that_comes_before_the_word_on_the_first_one_does_not_take_its_place";
+fn a_further_stream_that_comes_before_the_confirmation_on_the_first_one_does_not_take_its_place() {
+    let name = "protocol::a_further_stream_that_comes_before_the_confirmation_on_the_first_one_does_not_take_its_place";
     child::alone(name, &[], || {
         let _watchdog = watchdog(60);
         let context = context(ApiVersion::V12);
@@ -383,7 +383,7 @@ fn a_further_stream_that_comes_before_the_word_on_the_first_one_does_not_take_it
         let mut first = Hostile::welcomed(&handle);
         let further = first.join(1, 1).expect("a stream that may join");
         let recv = listener.accept_within(PATIENCE).expect("that shows that the sender was welcomed");
-        first.say_word();
+        first.confirm();
         let target = Memory::new(100);
         for round in 0..3 {
             // SAFETY: the memory outlives the request.
@@ -397,8 +397,8 @@ fn a_further_stream_that_comes_before_the_word_on_the_first_one_does_not_take_it
         let mut first = Hostile::welcomed(&handle);
         let mut again = first.join(0, 1).expect("the first stream in its next epoch");
         let recv = listener.accept_within(PATIENCE).expect("that shows it as well");
-        first.say_word();
-        assert!(first.hear().is_none(), "the first epoch is over");
+        first.confirm();
+        assert!(first.receive().is_none(), "the first epoch is over");
         // SAFETY: the memory outlives the request.
         let request = unsafe { recv.post(&[Part::all(&target, None)]) }.expect("irecv");
         again.say(Header { epoch: 1, ..eager(0, 100) }, pattern(7, 100));
@@ -432,7 +432,7 @@ fn a_call_is_believed_from_the_holder_of_the_key_only() {
         assert_eq!(hostile.await_frame(Type::Data).1, pattern(1, 100));
         send.wait(&sent, PATIENCE).expect("it was copied");
         Hostile::wish(lifeline, &key, call(0, 0)).expect("it is answered");
-        assert!(hostile.hear().is_none(), "the stream that was called for is given up");
+        assert!(hostile.receive().is_none(), "the stream that was called for is given up");
         trap.accept().expect("and connected again");
         // Or the close would wait for it.
         drop(trap);

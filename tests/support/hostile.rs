@@ -44,11 +44,11 @@ impl Hostile {
     /// Connects to the listener behind a handle as a sending side.
     pub fn connect(handle: &Handle) -> Self {
         let mut sender = Self::welcomed(handle);
-        sender.say_word();
+        sender.confirm();
         sender
     }
 
-    /// The same up to the welcome. The listener waits for a word.
+    /// The same up to the welcome. The listener waits for the confirmation.
     pub fn welcomed(handle: &Handle) -> Self {
         let secret = secret_of(handle);
         let wish = Wish::Connect { listener: secret.listener_id() };
@@ -56,7 +56,7 @@ impl Hostile {
     }
 
     /// That the welcome has come.
-    pub fn say_word(&mut self) {
+    pub fn confirm(&mut self) {
         self.say_bytes(&self.connection.to_le_bytes());
     }
 
@@ -66,7 +66,7 @@ impl Hostile {
         Self::wish(self.stream.peer_addr().expect("connected"), &self.key, wish)
     }
 
-    /// A whole handshake, but for the word that ends it on a new connection. None when the other side ends it.
+    /// A whole handshake, but for the confirmation that ends it on a new connection. None when the other side ends it.
     pub fn wish(address: SocketAddr, secret: &Secret, wish: Wish) -> Option<Self> {
         let mut stream = TcpStream::connect(address).expect("the listener can be reached");
         stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
@@ -117,7 +117,7 @@ impl Hostile {
         let rails = vec![listener.local_addr().expect("an address")];
         let welcome = Welcome { connection: 5, received: 0, label: NAME.to_owned(), rails };
         stream.write_all(&welcome.seal(&secret, &mut transcript)).expect("it is taken");
-        assert_eq!(said(&mut stream, READY).expect("a word"), welcome.connection.to_le_bytes());
+        assert_eq!(said(&mut stream, READY).expect("the confirmation"), welcome.connection.to_le_bytes());
         Self { stream, connection: 5, key, rails: lifelines }
     }
 
@@ -133,7 +133,7 @@ impl Hostile {
     }
 
     /// The next frame, with what follows its header.
-    pub fn hear(&mut self) -> Option<(Header, Vec<u8>)> {
+    pub fn receive(&mut self) -> Option<(Header, Vec<u8>)> {
         let header = Header::decode(&said(&mut self.stream, HEADER)?.try_into().expect("its length")).expect("a frame");
         let payload = said(&mut self.stream, header.length as usize)?;
         Some((header, payload))
@@ -142,9 +142,9 @@ impl Hostile {
     /// Waits until a frame of that kind comes.
     pub fn await_frame(&mut self, kind: Type) -> (Header, Vec<u8>) {
         loop {
-            let heard = self.hear().unwrap_or_else(|| panic!("no {kind:?} frame came before the end"));
-            if heard.0.kind == kind {
-                return heard;
+            let received = self.receive().unwrap_or_else(|| panic!("no {kind:?} frame came before the end"));
+            if received.0.kind == kind {
+                return received;
             }
         }
     }

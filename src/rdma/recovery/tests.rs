@@ -235,11 +235,11 @@ fn the_control_channel_may_be_replaced_at_any_moment() {
 /// A device reports that a queue pair has failed, and no completion follows: the others take over.
 #[test]
 #[ignore = "needs RDMA devices: tests/rdma_vm/suite.sh"]
-fn a_queue_pair_that_is_said_to_have_failed_is_done_without() {
+fn a_queue_pair_that_is_reported_failed_is_done_without() {
     let ends = Ends::connect(&Plan::two_ports());
     traffic(&ends, &mut Dice(3), 10, |_, _| ());
     let (place, queue) = ends.queues[0];
-    assert!(ends.receiving[place].befell(queue, "QP fatal error"));
+    assert!(ends.receiving[place].queue_failed(queue, "QP fatal error"));
     traffic(&ends, &mut Dice(4), 40, |_, _| ());
     until("both sides give it up", || (ends.lost_pairs() == [1, 1]).then_some(()));
     all_are_back(&ends);
@@ -285,7 +285,7 @@ fn when_no_queue_pair_comes_back_the_connection_ends() {
     let received = unsafe { ends.post_receive(&target) };
     // SAFETY: the source outlives the connection.
     let sent = unsafe { ends.post_send(&source[..50_000]) };
-    let here = end_of(|ticket| ends.send.test(ticket), sent).expect_err("no way is left").to_string();
+    let here = end_of(|ticket| ends.send.test(ticket), sent).expect_err("no path is left").to_string();
     assert!(here.contains("all queue pairs were lost and none came back in time"), "{here}");
     let there = end_of(|ticket| ends.recv.test(ticket), received).expect_err("nothing comes");
     assert_eq!(there.cause(), Cause::Remote);

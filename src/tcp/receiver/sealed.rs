@@ -67,8 +67,8 @@ impl RecvConn {
                 },
                 Err(Refused::Wrong(error)) => return Err(Broken::Fatal(error)),
                 Err(Refused::Damaged) => {
-                    let place = sides.intake.open().map(|header| (header.tag, header.order, header.offset));
-                    return Err(self.damage.met(place, self.recovery, &self.peer, &self.counters));
+                    let chunk = sides.intake.open().map(|header| (header.tag, header.order, header.offset));
+                    return Err(self.damage.found(chunk, self.recovery, &self.peer, &self.counters));
                 }
             }
         }

@@ -88,7 +88,7 @@ impl SendConn {
                     }
                     Err(Refused::Wrong(error)) => return Err(Broken::Fatal(error)),
                     Err(Refused::Damaged) => {
-                        return Err(self.damage.met(None, self.recovery, &self.peer, &self.counters));
+                        return Err(self.damage.found(None, self.recovery, &self.peer, &self.counters));
                     }
                 }
             }
